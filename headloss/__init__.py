@@ -1,0 +1,40 @@
+"""headloss: from hidden states to a loss, with the softmax read once.
+
+One sweep over the vocabulary yields a handful of facts about every row; every loss and metric is plain PyTorch on those
+facts; autograd on small vectors gives the coefficients; one more sweep writes the combined gradient.
+"""
+
+from headloss import losses
+from headloss.heads import Grads
+from headloss.metrics import Meter, Metric
+from headloss.module import FusedLMHead, Inputs
+from headloss.objective import Objective, row_facts
+from headloss.record import Facts, Output
+from headloss.reductions import count
+from headloss.rows import Prepared, prepare, shift_labels
+from headloss.segments import Segments
+from headloss.sources import Linear, Logits
+from headloss.term import Term
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Facts",
+    "FusedLMHead",
+    "Grads",
+    "Inputs",
+    "Linear",
+    "Logits",
+    "Meter",
+    "Metric",
+    "Objective",
+    "Output",
+    "Prepared",
+    "Segments",
+    "Term",
+    "count",
+    "losses",
+    "prepare",
+    "row_facts",
+    "shift_labels",
+]

@@ -1,0 +1,169 @@
+"""The two sweeps in plain PyTorch: the definition, on any device, in float32 or better.
+
+Dimension key:  C rows handed in   B rows of a tile   V columns in hand
+
+Both sweeps walk the rows in tiles, so that what they hold beside the logits stays small: on a CPU a tile fits the
+cache, which makes the element-wise steps run at the speed of arithmetic.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from headloss.facts import FLOOR, Moments, Partial, Pull, Softmax, Want
+
+TILE_BYTES = {"cpu": 1 << 20}
+TILE_BYTES_ELSEWHERE = 64 << 20
+
+
+def sums(
+    raw_CV: Tensor,
+    target_C: Tensor | None,
+    want: Want,
+    temperatures: Sequence[float | Tensor],
+    *,
+    scale: float = 1.0,
+    softcap: float | None = None,
+    start: int = 0,
+) -> Partial:
+    """The partial of these columns; `start` is the first column's place in the whole vocabulary."""
+    C, V = raw_CV.shape
+    dtype = torch.promote_types(raw_CV.dtype, torch.float32)
+    fresh = lambda: torch.empty(C, dtype=dtype, device=raw_CV.device)
+    out = Partial(
+        max=fresh(),
+        argmax=fresh() if want.argmax else None,
+        target=fresh() if want.target else None,
+        total=fresh() if want.total else None,
+        columns=fresh().fill_(V) if want.total else None,
+        moments=tuple(
+            Moments(fresh(), fresh() if want.at(T, "entropy") else None, fresh() if want.at(T, "sum_p2") else None)
+            for T in want.temperatures
+        ),
+    )
+    for rows in _tiles(raw_CV):
+        z_BV = _logits(raw_CV[rows], scale, softcap)
+        if V == 0:
+            _identity(out, rows)
+            continue
+        if out.argmax is not None:
+            max_B, argmax_B = z_BV.max(-1)
+            out.argmax[rows] = (argmax_B + start).to(dtype)
+        else:
+            max_B = z_BV.amax(-1)
+        out.max[rows] = max_B
+        x_BV = z_BV - max_B.masked_fill(max_B == -math.inf, 0.0)[:, None]
+        if out.target is not None:
+            assert target_C is not None
+            column_B = target_C[rows] - start
+            here_B = (column_B >= 0) & (column_B < V)
+            picked_B = x_BV.gather(-1, column_B.clamp(0, V - 1)[:, None])[:, 0]
+            out.target[rows] = picked_B.masked_fill(~here_B, -math.inf)
+        if out.total is not None:
+            out.total[rows] = x_BV.sum(-1)
+        for i, (moments, T) in enumerate(zip(out.moments, temperatures, strict=True)):
+            last = i == len(out.moments) - 1
+            s_BV = x_BV if _is_one(T) else _divide(x_BV, T, rows, into=x_BV if last else None)
+            e_BV = s_BV.exp()
+            moments.S[rows] = e_BV.sum(-1)
+            if moments.X is not None:
+                moments.X[rows] = _dot(e_BV, s_BV.clamp_(min=FLOOR) if last else s_BV.clamp(min=FLOOR))
+            if moments.Q is not None:
+                moments.Q[rows] = _dot(e_BV, e_BV)
+    return out
+
+
+def pull(
+    raw_CV: Tensor,
+    target_C: Tensor | None,
+    softmax: Softmax,
+    pulls: Sequence[Pull],
+    temperatures: Sequence[float | Tensor],
+    out_CV: Tensor,
+    *,
+    scale: float = 1.0,
+    softcap: float | None = None,
+    start: int = 0,
+) -> None:
+    """Write the gradient with respect to the raw logits into `out_CV`, which may be `raw_CV` itself."""
+    V = raw_CV.shape[-1]
+    for rows in _tiles(raw_CV):
+        z_BV = _logits(raw_CV[rows], scale, softcap)
+        x_BV = z_BV - softmax.max[rows, None]
+        grad_BV = None
+        for T, log_sum, k in zip(temperatures, softmax.log_sums, pulls, strict=True):
+            if k.a is None and k.c is None and k.y is None:
+                continue
+            logp_BV = (x_BV if _is_one(T) else _divide(x_BV, T, rows)) - log_sum[rows, None]
+            p_BV = logp_BV.exp()
+            ds_BV = torch.zeros_like(p_BV)
+            if k.a is not None:
+                slope: Tensor = k.a[rows, None]
+                if k.b is not None:
+                    slope = torch.addcmul(slope, k.b[rows, None], logp_BV.clamp_(min=FLOOR))
+                if k.e is not None:
+                    slope = slope + k.e[rows, None] * p_BV
+                ds_BV = p_BV.mul_(slope)
+            if k.c is not None:
+                ds_BV += k.c[rows, None]
+            if k.y is not None:
+                assert target_C is not None
+                column_B = target_C[rows] - start
+                here_B = (column_B >= 0) & (column_B < V)
+                if V:
+                    ds_BV.scatter_add_(-1, column_B.clamp(0, V - 1)[:, None], (k.y[rows] * here_B)[:, None])
+            if not _is_one(T):
+                ds_BV = _divide(ds_BV, T, rows, into=ds_BV)
+            grad_BV = ds_BV if grad_BV is None else grad_BV.add_(ds_BV)
+        if grad_BV is None:
+            out_CV[rows] = 0
+            continue
+        if softcap is not None:
+            grad_BV *= 1 - (z_BV / softcap) ** 2
+        if scale != 1.0:
+            grad_BV *= scale
+        out_CV[rows] = grad_BV
+
+
+def _logits(raw_BV: Tensor, scale: float, softcap: float | None) -> Tensor:
+    """z = cap tanh(scale raw / cap), in float32 or better."""
+    z_BV = raw_BV.to(torch.promote_types(raw_BV.dtype, torch.float32))
+    if scale != 1.0:
+        z_BV = z_BV * scale
+    return z_BV if softcap is None else (z_BV / softcap).tanh() * softcap
+
+
+def _tiles(raw_CV: Tensor) -> Iterator[slice]:
+    row_bytes = max(1, raw_CV.shape[-1]) * max(4, raw_CV.element_size())
+    step = max(1, TILE_BYTES.get(raw_CV.device.type, TILE_BYTES_ELSEWHERE) // row_bytes)
+    for i in range(0, raw_CV.shape[0], step):
+        yield slice(i, min(i + step, raw_CV.shape[0]))
+
+
+def _identity(out: Partial, rows: slice) -> None:
+    """A part without columns: the identity of the merge."""
+    out.max[rows] = -math.inf
+    for x, value in ((out.argmax, 0.0), (out.target, -math.inf), (out.total, 0.0)):
+        if x is not None:
+            x[rows] = value
+    for moments in out.moments:
+        for x in moments:
+            if x is not None:
+                x[rows] = 0.0
+
+
+def _is_one(T: float | Tensor) -> bool:
+    return not isinstance(T, Tensor) and T == 1.0
+
+
+def _divide(x_BV: Tensor, T: float | Tensor, rows: slice, into: Tensor | None = None) -> Tensor:
+    divisor = T[rows, None] if isinstance(T, Tensor) else T
+    return torch.div(x_BV, divisor, out=into)
+
+
+def _dot(x_BV: Tensor, y_BV: Tensor) -> Tensor:
+    return torch.linalg.vecdot(x_BV, y_BV)

@@ -1,0 +1,294 @@
+"""An objective bound to one call: inputs laid out by row and segment, weights made, losses evaluated.
+
+Dimension key:  R rows that count   S segments   P pairs
+
+An input of the targets' shape has one value a row.  One of (S,) has one a segment; a scalar and an integer table belong
+to all rows.  The loss functions see flat vectors of the rows that count, whatever shape the caller's batch has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from headloss.facts import CONSTANT, Fact
+from headloss.metrics import Metric
+from headloss.plan import Call, Env, Shape, Trace, run_cotangents
+from headloss.reductions import weights as reduction_weights
+from headloss.rows import Rows
+from headloss.segments import Segments
+from headloss.signature import suggest
+from headloss.sweeps import Chunk, Cotangents
+
+
+class Planned(NamedTuple):
+    """A term of this call: what to run, how it was traced, and what it weighs."""
+
+    name: str
+    call: Call
+    trace: Trace
+    weight: float | Tensor
+    reduction: str
+    length: float | None
+
+
+def layout(
+    name: str,
+    x: Any,
+    shape: tuple[int, ...],
+    segments: Segments | None,
+    tables: Mapping[str, int],
+    device: torch.device,
+) -> tuple[Tensor, Shape]:
+    """An input as a tensor, and how it is laid out; an error if it fits nothing."""
+    if isinstance(x, bool | int | float):
+        x = torch.tensor(x, dtype=torch.float64 if isinstance(x, float) else None)
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name}: wanted a tensor or a number, got {type(x).__name__}")
+    if "logprob" in name and x.dtype.is_floating_point and x.dtype.itemsize < 4:
+        raise TypeError(
+            f"{name}: is {x.dtype}, wanted float32 or better: a log-probability of -10 in bfloat16 can be off by 0.03 "
+            f"(FSDP casts loose inputs; wrap them in hl.Inputs)"
+        )
+    if x.ndim and x.device != device:
+        raise ValueError(f"{name}: is on {x.device}, but the source is on {device}")
+    lead = tuple(x.shape[: len(shape)])
+    grad = x.requires_grad and torch.is_grad_enabled()
+    rest: tuple[int, ...] = ()
+    if x.ndim == 0:
+        kind = "scalar"
+    elif lead == shape and name != "pairs":
+        kind, rest = "row", tuple(x.shape[len(shape) :])
+    elif segments is not None and tuple(x.shape[:1]) == (segments.num_segments,) and name != "pairs":
+        kind, rest = "segment", tuple(x.shape[1:])
+    elif not x.dtype.is_floating_point or x.shape[0] in tables.values():
+        kind, rest = "whole", tuple(x.shape)
+    else:
+        per_segment = f", ({segments.num_segments},) for one a segment" if segments is not None else ""
+        raise ValueError(
+            f"{name}: has shape {tuple(x.shape)}; wanted {shape} for one value a row{per_segment}, or a scalar "
+            f"(a function that captures a tensor may use one of any shape)"
+        )
+    return x, Shape(kind, x.dtype, rest, grad)
+
+
+class BoundLoss:
+    """The terms and metrics of one call.  `chunk` gives cotangents inside a visit, `whole` everything on all rows."""
+
+    def __init__(
+        self,
+        terms: Sequence[Planned],
+        metrics: Sequence[tuple[str, Call]],
+        rows: Rows,
+        inputs: Mapping[str, tuple[Tensor, Shape]],
+        *,
+        chunks: Sequence[Chunk] | None,
+        num_items: int | Tensor | None,
+        num_segments: int | Tensor | None,
+        grad_scale: float | Tensor,
+        dtype: torch.dtype,
+        device: torch.device,
+        narrow: bool,
+    ) -> None:
+        self.terms, self.metric_calls, self.rows, self.chunks = terms, metrics, rows, chunks
+        self.num_items, self.num_segments, self.grad_scale = num_items, num_segments, grad_scale
+        self.dtype, self.device = dtype, device
+        self.shapes = {name: shape for name, (_, shape) in inputs.items()}
+        self.inputs = {
+            name: rows.take(x.detach()) if shape.kind == "row" else x.detach() for name, (x, shape) in inputs.items()
+        }
+        self.wants_grad = tuple(name for name, shape in self.shapes.items() if shape.requires_grad)
+        self.filler = torch.zeros(rows.count, dtype=dtype, device=device)
+        self.values: dict[str, Tensor] = {}
+        self.metrics: dict[str, Metric] = {}
+        self.normaliser: Tensor | None = None
+        self.seeds: list[Tensor] = []
+        if chunks:
+            self.seeds = [self._seed(t, t.trace.value or "row", rows.count) for t in terms]
+            if narrow:
+                self.normaliser = torch.stack([s.abs().amax() for s in self.seeds if s.numel()]).amax()
+                self.normaliser = self.normaliser.masked_fill(self.normaliser == 0, 1.0)
+                self.seeds = [s / self.normaliser for s in self.seeds]
+
+    def chunk(self, chunk: Chunk, facts: Mapping[Fact, Tensor]) -> Cotangents:
+        env = self._env(facts, chunk)
+        by_fact: dict[Fact, Tensor] = {}
+        by_input: dict[str, Tensor] = {}
+        for term, seed in zip(self.terms, self.seeds, strict=True):
+            part = chunk.segments if term.trace.value == "segment" else chunk.rows
+            wanted = [n for n in self.wants_grad if n in term.call.input_names]
+            for_facts, for_inputs = run_cotangents(term.call, term.trace, env, seed[part], wanted)
+            _add_into(by_fact, for_facts)
+            _add_into(by_input, for_inputs)
+        return self._masked(by_fact, chunk.rows), by_input
+
+    def whole(self, facts: Mapping[Fact, Tensor], grad: bool) -> tuple[Tensor, Cotangents]:
+        leaves = {f: x.detach().requires_grad_(grad and f.name not in CONSTANT) for f, x in facts.items()}
+        env = self._env(leaves, None)
+        if grad:
+            given = {n: x.detach().requires_grad_() if n in self.wants_grad else x for n, x in env.inputs.items()}  # type: ignore[union-attr]
+            env = env._replace(inputs=given)
+        values, seeds = [], []
+        loss = torch.zeros((), dtype=self.dtype, device=self.device)
+        for term in self.terms:
+            with torch.set_grad_enabled(grad):
+                value, metrics = term.call(env)
+            kind = term.trace.value or self._kind(value)
+            base = self._weights(term, kind, value.shape[0], env)
+            plain = value.detach()
+            if kind == "row" and self.rows.valid is not None:
+                plain = plain.masked_fill(~self.rows.valid, 0)
+            elif kind == "segment" and self.rows.segments is not None:
+                plain = plain.masked_fill(self.rows.segments.counts == 0, 0)  # an empty segment may yield anything
+            reduced = (base * plain).sum().to(self.dtype)
+            self.values[term.name] = reduced
+            loss = loss + reduced * term.weight
+            values.append(value)
+            seeds.append((base * self._scale(term)).to(value.dtype))
+            self._measure({f"{term.name}/{name}": x for name, x in metrics.items()})
+        with torch.no_grad():
+            for name, call in self.metric_calls:
+                found = call.fn(**env.arguments(call.signature), **call.options)
+                many = isinstance(found, Mapping)
+                self._measure({f"{name}/{k}": x for k, x in found.items()} if many else {name: found})
+        by_fact: dict[Fact, Tensor] = {}
+        by_input: dict[str, Tensor] = {}
+        if grad:
+            targets = [(f, x) for f, x in leaves.items() if x.requires_grad]
+            targets += [(n, env.inputs[n]) for n in self.wants_grad]
+            live = [(v, s) for v, s in zip(values, seeds, strict=True) if v.requires_grad]
+            if live and targets:
+                grads = torch.autograd.grad(
+                    [v for v, _ in live], [x for _, x in targets], [s for _, s in live], allow_unused=True
+                )
+                for (key, _), g in zip(targets, grads, strict=True):
+                    if g is not None:
+                        (by_fact if isinstance(key, Fact) else by_input)[key] = g  # type: ignore[index]
+        return loss, (self._masked(by_fact, slice(0, self.rows.count)), by_input)
+
+    def shaped(self, name: str, grad: Tensor | None) -> Tensor | None:
+        """The gradient of an input in the input's own shape."""
+        return grad if grad is None or self.shapes[name].kind != "row" else self.rows.put(grad)
+
+    def _env(self, facts: Mapping[Fact, Tensor], chunk: Chunk | None) -> Env:
+        rows = self.rows
+        inputs, targets, segments, filler = self.inputs, rows.targets, rows.segments, self.filler
+        if chunk is not None:
+            part, span = chunk.rows, chunk.segments
+            cut = {"row": part, "segment": span, "scalar": None, "whole": None}
+            inputs = {
+                n: x if cut[self.shapes[n].kind] is None else x[cut[self.shapes[n].kind]] for n, x in inputs.items()
+            }
+            targets = None if targets is None else targets[part]
+            filler = filler[part]
+            if segments is not None and span is not None:
+                ids, counts = segments.ids[part] - span.start, segments.counts[span]
+                segments = Segments(ids, span.stop - span.start, counts)
+        return Env(_Filled(facts, filler), inputs, targets, segments)
+
+    def _scale(self, term: Planned) -> float | Tensor:
+        return term.weight * self.grad_scale
+
+    def _seed(self, term: Planned, kind: str, length: int) -> Tensor:
+        if kind == "segment" and self.rows.segments is not None:
+            length = self.rows.segments.num_segments
+        return self._weights(term, kind, length, self._env({}, None)) * self._scale(term)
+
+    def _weights(self, term: Planned, kind: str, length: int, env: Env) -> Tensor:
+        denominator = None
+        if term.reduction == "weighted_mean":
+            if self.num_items is not None:
+                denominator = torch.as_tensor(self.num_items, device=self.device).to(self.dtype)
+            else:
+                with torch.no_grad():
+                    weight = term.call.weight(env)
+                weight = torch.ones(length, dtype=self.dtype, device=self.device) if weight is None else weight
+                weight = weight.to(self.dtype).expand(length)
+                if kind == "row" and self.rows.valid is not None:
+                    weight = weight.masked_fill(~self.rows.valid, 0)
+                denominator = weight.sum()
+            denominator = denominator.masked_fill(denominator == 0, 1.0)
+        return reduction_weights(
+            term.reduction, kind, length, self.rows,
+            num_items=self.num_items, num_segments=self.num_segments, norm=term.length, denominator=denominator,
+            dtype=self.dtype, device=self.device,
+        )  # fmt: skip
+
+    def _kind(self, value: Tensor) -> str:
+        if value.shape[0] == self.rows.count:
+            return "row"
+        segments = self.rows.segments
+        return "segment" if segments is not None and value.shape[0] == segments.num_segments else "other"
+
+    def _measure(self, values: Mapping[str, Any]) -> None:
+        for name, x in values.items():
+            if not isinstance(x, Tensor):
+                x = torch.tensor(float(x), device=self.device)
+            kind = "other" if x.ndim != 1 else self._kind(x)
+            weights: Tensor | None = None
+            if kind == "row":
+                weights = self.rows.valid
+            elif kind == "segment" and self.rows.segments is not None:
+                weights = self.rows.segments.counts > 0
+            self.metrics[name] = Metric.of(name, x, weights, {"row": "token", "segment": "segment"}.get(kind, "call"))
+
+    def _masked(self, by_fact: dict[Fact, Tensor], part: slice) -> dict[Fact, Tensor]:
+        if self.rows.valid is None:
+            return by_fact
+        ignored = ~self.rows.valid[part]
+        return {f: g.masked_fill(ignored, 0) for f, g in by_fact.items()}
+
+
+class _Filled(Mapping[Fact, Tensor]):
+    """Facts, with zeros for those that a trace showed nothing looks at."""
+
+    def __init__(self, facts: Mapping[Fact, Tensor], filler: Tensor) -> None:
+        self.facts, self.filler = facts, filler
+
+    def __getitem__(self, fact: Fact) -> Tensor:
+        found = self.facts.get(fact)
+        return self.filler if found is None else found
+
+    def __iter__(self) -> Any:
+        return iter(self.facts)
+
+    def __len__(self) -> int:
+        return len(self.facts)
+
+
+def _add_into(sums: dict[Any, Tensor], more: Mapping[Any, Tensor]) -> None:
+    for key, x in more.items():
+        sums[key] = sums[key] + x if key in sums else x
+
+
+def check_inputs(
+    terms: Iterable[tuple[str, Call]],
+    given: Mapping[str, Any],
+    reserved: Iterable[str],
+    *,
+    off: Iterable[str],
+    metrics: Iterable[tuple[str, Call]],
+) -> None:
+    """Every input a loss needs is there, and every input that is there is one some loss knows."""
+    everything = [*((f"term {n!r}", n, c) for n, c in terms), *((f"metric {n!r}", None, c) for n, c in metrics)]
+    known = [name for _, _, call in everything for name in call.input_names]
+    for name in given:
+        if name not in known:
+            asked = ", ".join(dict.fromkeys(known)) or "no inputs"
+            near = suggest(name, [*known, *reserved])
+            raise TypeError(f"{name}: no loss asks for this input; they ask for {asked}{near}")
+    for label, term, call in everything:
+        if term is not None and term in off:
+            continue
+        required = [p.name for s in call.signatures for p in s.parameters if p.kind == "input" and not p.optional]
+        required += [call.row_weight] if isinstance(call.row_weight, str) else []
+        for wanted in required:
+            if given.get(wanted) is None:
+                what = ", ".join(dict.fromkeys(p.name for s in call.signatures for p in s.parameters))
+                passed = ", ".join(given) or "none"
+                raise TypeError(
+                    f"{wanted}: missing; {label} ({call.signature.name}) asks for {what}; inputs passed: {passed}"
+                )

@@ -1,0 +1,120 @@
+"""How the rows of a traced loss meet: read off its graph, operation by operation.
+
+The trace was made with R rows and S segments, sizes that nothing else in it has, so a dimension's size says what it is.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import sympy  # type: ignore[import-untyped]
+import torch
+from torch import Tensor, fx
+
+
+def only(graph: fx.GraphModule, choose: Callable[[Any], Any]) -> fx.GraphModule:
+    """The part of a graph that some of its outputs need."""
+    output = graph.graph.output_node()
+    chosen = choose(output.args[0])
+    needed = reach(chosen)
+    kept = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in graph.graph.nodes:
+        if node.op == "placeholder" or node in needed:
+            copies[node] = kept.node_copy(node, lambda n: copies[n])
+    kept.output(fx.map_arg(chosen, lambda n: copies[n]))
+    return fx.GraphModule(graph, kept)
+
+
+def reach(outputs: Any) -> set[fx.Node]:
+    """Every node that these outputs depend on."""
+    stack: list[fx.Node] = []
+    fx.map_arg(outputs, stack.append)
+    needed: set[fx.Node] = set()
+    while stack:
+        node = stack.pop()
+        if node not in needed:
+            needed.add(node)
+            stack += node.all_input_nodes
+    return needed
+
+
+# Element-wise operations that carry no pointwise tag.
+_POINTWISE = {
+    "alias", "clone", "detach", "lift_fresh_copy", "_to_copy", "huber_loss", "huber_loss_backward", "smooth_l1_loss",
+    "smooth_l1_loss_backward", "softplus_backward", "log_sigmoid_forward", "log_sigmoid_backward", "elu_backward",
+    "hardtanh_backward", "leaky_relu_backward", "threshold_backward", "masked_fill_", "binary_cross_entropy",
+    "binary_cross_entropy_backward", "mse_loss", "mse_loss_backward",
+}  # fmt: skip
+# Operations that make a tensor of a given size: they may see how many rows there are, as only the size depends on it.
+_CREATION = {
+    "full", "zeros", "ones", "empty", "scalar_tensor", "full_like", "zeros_like", "ones_like", "new_zeros", "new_ones",
+    "new_full",
+}  # fmt: skip
+_SIZES = {"sym_size", "sym_numel"}
+_SEGMENT = {"segment_totals", "segment_spread"}
+
+
+def classify(graph: fx.GraphModule, R: int, S: int) -> tuple[str, str]:
+    """Row, segment or batch, and the operation that decided it."""
+    for guard in graph.shape_env.guards:  # type: ignore[union-attr]
+        if not _harmless(guard.expr):
+            return "batch", "its Python code looks at the number of rows"
+    value, grads, _ = graph.graph.output_node().args[0]  # type: ignore[misc, str-unpack]
+    needed = reach((value, grads))
+    through = None
+    for node in graph.graph.nodes:
+        if node not in needed or node.op in ("placeholder", "output"):
+            continue
+        if node.op == "get_attr":
+            return "batch", "captures a tensor"
+        name = _operation(node)
+        if name in _SEGMENT:
+            through = through or f"segments.{'totals' if name == 'segment_totals' else 'spread'}"
+        elif name in _SIZES:
+            if any(_operation(user) not in _CREATION for user in node.users if user in needed):
+                return "batch", "uses the number of rows"
+        elif name == "getitem" or name in _CREATION:
+            continue
+        elif not _rowwise(node, name, R, S):
+            return "batch", f"{name} mixes rows"
+    return ("segment", f"rows meet through {through}") if through else ("row", "element-wise")
+
+
+def _operation(node: fx.Node) -> str:
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return target._schema.name.split("::")[1]
+    return "getitem" if target is operator.getitem else getattr(target, "__name__", str(target))
+
+
+def _rowwise(node: fx.Node, name: str, R: int, S: int) -> bool:
+    """An element-wise operation whose rows (or segments) stay in the first dimension."""
+    tags = getattr(node.target, "tags", ())
+    if torch.Tag.pointwise not in tags and name not in _POINTWISE:
+        return False
+    outs = node.meta["val"] if isinstance(node.meta["val"], tuple | list) else [node.meta["val"]]
+    ndim = max(len(x.shape) for x in outs)
+    for x in [*outs, *(n.meta["val"] for n in node.all_input_nodes)]:
+        if not isinstance(x, Tensor):
+            return False  # a size used as a number
+        sizes = [size(d) for d in x.shape]
+        if any(d in (R, S) for d in sizes[1:]) or (sizes[:1] in ([R], [S]) and len(sizes) != ndim):
+            return False
+    return True
+
+
+def size(x: Any) -> int:
+    """A dimension's size in the example the trace was made with."""
+    return int(x.node.hint) if isinstance(x, torch.SymInt) else int(x)
+
+
+def _harmless(expr: Any) -> bool:
+    """`s >= 2` and the like: torch says so of every dynamic size."""
+    if isinstance(expr, sympy.Ge | sympy.Gt) and expr.lhs.is_Symbol and expr.rhs.is_Integer:
+        return int(expr.rhs) <= 2
+    if isinstance(expr, sympy.Ne) and expr.lhs.is_Symbol and expr.rhs.is_Integer:
+        return int(expr.rhs) in (0, 1)
+    return bool(expr == sympy.true)

@@ -1,0 +1,194 @@
+"""Sources, opened: flat (N, ...) tensors with two verbs, `read` the raw logits of some rows and `write` their gradient.
+
+Dimension key:  N rows   C rows of a chunk   V vocabulary   D hidden size
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from headloss.sources import Linear, Logits, Source
+
+GATHER_BYTES = 32 << 20  # of the logits copied at a time where ignored rows are passed over
+
+Rows = slice | Tensor  # a run of rows, or their numbers
+
+
+class Grads(NamedTuple):
+    """Gradients with respect to the source's tensors; None where not wanted."""
+
+    logits: Tensor | None = None
+    hidden: Tensor | None = None
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+
+
+class LogitsHead:
+    """`Logits`, opened: raw logits are rows of the tensor itself."""
+
+    single_chunk = True
+
+    def __init__(self, source: Logits) -> None:
+        self.source = source
+        self.logits_NV = source.logits.detach().reshape(-1, source.vocab)
+        self.grad_NV: Tensor | None = None
+
+    def chunks(self, count: int, gathered: bool) -> list[slice]:
+        """All rows at once, or runs small enough that a copy of them does not matter."""
+        row_bytes = max(1, self.source.vocab * self.logits_NV.element_size())
+        step = max(1, GATHER_BYTES // row_bytes) if gathered else max(1, count)
+        return [slice(i, min(i + step, count)) for i in range(0, count, step)]
+
+    def read(self, rows: Rows) -> Tensor:
+        if isinstance(rows, slice):
+            return self.logits_NV[rows]
+        return self.logits_NV.index_select(0, rows)
+
+    def wants_grad(self, needs: tuple[bool, ...]) -> None:
+        if not needs[0]:
+            return
+        if self.source.inplace:
+            self.grad_NV = self.logits_NV
+            torch.autograd.graph.increment_version(self.source.logits)
+        else:
+            self.grad_NV = torch.empty_like(self.logits_NV, memory_format=torch.contiguous_format)
+
+    def room(self, rows: Rows, raw_CV: Tensor) -> Tensor:
+        """Where the gradient of these rows' raw logits is to be written."""
+        assert self.grad_NV is not None
+        return self.grad_NV[rows] if isinstance(rows, slice) else raw_CV
+
+    def write(self, rows: Rows, grad_CV: Tensor) -> None:
+        if not isinstance(rows, slice):
+            assert self.grad_NV is not None
+            self.grad_NV.index_copy_(0, rows, grad_CV)
+
+    def skip(self, rows: Tensor) -> None:
+        """Ignored rows get stored zeros."""
+        if self.grad_NV is not None:
+            self.grad_NV.index_fill_(0, rows, 0)
+
+    def grads(self) -> Grads:
+        return Grads(logits=None if self.grad_NV is None else self.grad_NV.view(self.source.logits.shape))
+
+
+class LinearHead:
+    """`Linear`, opened: a chunk's raw logits are a GEMM away, and its gradient goes into two more."""
+
+    def __init__(self, source: Linear) -> None:
+        self.source = source
+        dtype = source.gemm_dtype
+        self.hidden_ND = source.hidden.detach().reshape(-1, source.hidden.shape[-1]).to(dtype)
+        self.weight_VD = source.weight.detach().to(dtype)
+        self.bias_V = None if source.bias is None else source.bias.detach()
+        self.needs = (False, False, False)
+        self.buffer_CV: Tensor | None = None
+        self.dhidden_ND: Tensor | None = None
+        self.dweight_VD: Tensor | None = None
+        self.dbias_V: Tensor | None = None
+        self.single_chunk = False
+
+    def chunks(self, count: int, gathered: bool) -> list[slice]:
+        """Equal runs of at most `chunk_rows` of the rows that count."""
+        most = self.source.chunk_rows()
+        pieces = math.ceil(count / most)
+        self.single_chunk = pieces == 1
+        return [slice(count * i // pieces, count * (i + 1) // pieces) for i in range(pieces)]
+
+    def _hidden(self, rows: Rows) -> Tensor:
+        return self.hidden_ND[rows] if isinstance(rows, slice) else self.hidden_ND.index_select(0, rows)
+
+    def read(self, rows: Rows) -> Tensor:
+        hidden_CD = self._hidden(rows)
+        C, V, dtype = len(hidden_CD), len(self.weight_VD), self.source.chunk_dtype
+        if self.buffer_CV is None or len(self.buffer_CV) < C:
+            self.buffer_CV = None  # free the old one first
+            self.buffer_CV = torch.empty(C, V, dtype=dtype, device=hidden_CD.device)
+        raw_CV = self.buffer_CV[:C]
+        product(hidden_CD, self.weight_VD.t(), out=raw_CV)
+        if self.bias_V is not None:
+            raw_CV += self.bias_V
+        return raw_CV
+
+    def wants_grad(self, needs: tuple[bool, ...]) -> None:
+        self.needs = (needs[0], needs[1], len(needs) > 2 and needs[2])
+
+    def room(self, rows: Rows, raw_CV: Tensor) -> Tensor:
+        return raw_CV  # the chunk's gradient overwrites its logits
+
+    def write(self, rows: Rows, grad_CV: Tensor) -> None:
+        need_hidden, need_weight, need_bias = self.needs
+        if need_bias:
+            part_V = grad_CV.sum(0, dtype=self.source.fact_dtype)
+            self.dbias_V = part_V if self.dbias_V is None else self.dbias_V.add_(part_V)
+        if not (need_hidden or need_weight):
+            return
+        grad_CV = grad_CV.to(self.weight_VD.dtype)
+        if need_hidden:
+            part_CD = grad_CV @ self.weight_VD
+            if self.dhidden_ND is None:
+                self.dhidden_ND = torch.zeros_like(self.hidden_ND, memory_format=torch.contiguous_format)
+            if isinstance(rows, slice):
+                self.dhidden_ND[rows] = part_CD
+            else:
+                self.dhidden_ND.index_copy_(0, rows, part_CD)
+        if need_weight:
+            hidden_CD = self._hidden(rows)
+            if self.dweight_VD is None:
+                dtype = self._accumulator()
+                self.dweight_VD = torch.empty_like(self.weight_VD, dtype=dtype, memory_format=torch.contiguous_format)
+                product(grad_CV.t(), hidden_CD, out=self.dweight_VD)
+            else:
+                product(grad_CV.t(), hidden_CD, out=self.dweight_VD, add=True)
+
+    def _accumulator(self) -> torch.dtype:
+        """With a single chunk nothing is accumulated and the weight's own dtype will do."""
+        wide = self.source.weight_grad_dtype or torch.promote_types(self.weight_VD.dtype, torch.float32)
+        narrow = self.single_chunk and self.source.weight_grad_dtype is None and not self.source.narrow
+        return self.source.weight.dtype if narrow else wide
+
+    def skip(self, rows: Tensor) -> None:
+        """Ignored rows get stored zeros: dhidden starts as zeros."""
+
+    def grads(self) -> Grads:
+        need_hidden, need_weight, need_bias = self.needs
+        source, zeros = self.source, torch.zeros_like
+        shaped = None if self.dhidden_ND is None else self.dhidden_ND.view(source.hidden.shape)
+        return Grads(
+            hidden=None if not need_hidden else zeros(source.hidden) if shaped is None else shaped,
+            weight=None if not need_weight else zeros(source.weight) if self.dweight_VD is None else self.dweight_VD,
+            bias=self.dbias_V
+            if self.dbias_V is not None or self.bias_V is None or not need_bias
+            else zeros(self.bias_V),
+        )
+
+
+Head = LogitsHead | LinearHead
+
+
+def open_source(source: Source) -> Head:
+    return LogitsHead(source) if isinstance(source, Logits) else LinearHead(source)
+
+
+def product(x: Tensor, y: Tensor, out: Tensor, add: bool = False) -> None:
+    """out (+)= x @ y, accumulated in float32 or better whatever the dtype of x and y."""
+    if out.dtype == x.dtype:
+        torch.addmm(out, x, y, out=out) if add else torch.mm(x, y, out=out)
+    elif x.device.type == "cuda" and out.dtype == torch.float32:
+        torch.addmm(out, x, y, out_dtype=torch.float32, out=out) if add else torch.mm(
+            x, y, out_dtype=torch.float32, out=out
+        )
+    else:  # widen a band of the larger factor at a time: a whole copy may be as large as the weight
+        wide = torch.promote_types(out.dtype, torch.promote_types(x.dtype, torch.float32))
+        if x.shape[0] < y.shape[1]:
+            x, y, out = y.t(), x.t(), out.t()
+        y = y.to(wide)
+        band = max(1, (16 << 20) // (8 * max(1, x.shape[1], y.shape[1])))
+        for i in range(0, x.shape[0], band):
+            rows = slice(i, i + band)
+            part = x[rows].to(wide) @ y
+            out[rows] = out[rows] + part if add else part

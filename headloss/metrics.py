@@ -1,0 +1,162 @@
+"""Metrics: numbers that can be combined over chunks, micro-batches and ranks, and read when it is time to log.
+
+A `Metric` holds the sums behind a number (its `parts`), on the device, detached.  The name's ending says how two combine:
+
+    ..._min, ..._max           smallest, largest
+    ..._std                    standard deviation
+    effective_sample_size      (sum w)^2 / sum w^2
+    perplexity                 exp of the mean
+    anything else              mean, over tokens or over segments as the values are
+
+`Meter` adds up metrics without waiting for the device and brings all of them to the host in one copy.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from headloss.facts import FACTS
+from headloss.plan import Call
+from headloss.signature import function_name, read_signature, suggest
+
+
+def accuracy(argmax: Tensor, targets: Tensor) -> Tensor:
+    """How often the likeliest column is the target."""
+    return argmax == targets
+
+
+def perplexity(logprob: Tensor) -> Tensor:
+    """exp of the mean of -logprob."""
+    return -logprob
+
+
+NAMED: Mapping[str, Callable[..., Tensor]] = {"accuracy": accuracy, "perplexity": perplexity}
+
+
+class _Kind(NamedTuple):
+    parts: Callable[[Tensor, Tensor], tuple[Tensor, ...]]  # of values and their 0/1 weights
+    combine: str  # "sum", "min" or "max"
+    value: Callable[..., Tensor]
+
+
+def _filled(x: Tensor, w: Tensor, fill: float) -> Tensor:
+    return torch.where(w > 0, x, fill)
+
+
+_KINDS: dict[str, _Kind] = {
+    "mean": _Kind(lambda x, w: ((w * x).sum(), w.sum()), "sum", lambda s, n: s / n),
+    "exp": _Kind(lambda x, w: ((w * x).sum(), w.sum()), "sum", lambda s, n: (s / n).exp()),
+    "std": _Kind(
+        lambda x, w: ((w * x).sum(), (w * x * x).sum(), w.sum()),
+        "sum",
+        lambda s, q, n: (q / n - (s / n) ** 2).clamp(min=0).sqrt(),
+    ),
+    "ess": _Kind(lambda x, w: ((w * x).sum(), (w * x * x).sum()), "sum", lambda s, q: s * s / q),
+    "min": _Kind(lambda x, w: (_extreme(x, w, torch.inf).amin(),), "min", lambda x: x),
+    "max": _Kind(lambda x, w: (_extreme(x, w, -torch.inf).amax(),), "max", lambda x: x),
+}
+_ENDINGS = {"_min": "min", "_max": "max", "_std": "std", "effective_sample_size": "ess", "perplexity": "exp"}
+
+
+def _extreme(x: Tensor, w: Tensor, fill: float) -> Tensor:
+    return torch.cat([_filled(x, w, fill), x.new_full((1,), fill)])  # one more: no row may count
+
+
+class Metric(NamedTuple):
+    """A number that knows what it was made of.  `float(metric)` reads it; `a + b` combines two."""
+
+    kind: str
+    parts: tuple[Tensor, ...]
+    per: str  # "token", "segment" or "call": what it is averaged over
+
+    @classmethod
+    def of(cls, name: str, values: Tensor, weights: Tensor | None, per: str) -> Metric:
+        wide = torch.float32 if values.device.type == "mps" else torch.float64
+        x = values.detach().to(wide).reshape(-1)
+        w = torch.ones_like(x) if weights is None else weights.to(wide)
+        x = _filled(x, w, 0.0)
+        kind = next((kind for ending, kind in _ENDINGS.items() if name.endswith(ending)), "mean")
+        return cls(kind, _KINDS[kind].parts(x, w), per)
+
+    @property
+    def value(self) -> Tensor:
+        """The number, on the device; NaN if nothing was counted."""
+        return _KINDS[self.kind].value(*self.parts)
+
+    def __add__(self, other: object) -> Metric:
+        if not isinstance(other, Metric) or other.kind != self.kind:
+            return NotImplemented
+        joins: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "min": torch.minimum, "max": torch.maximum}
+        join = joins[_KINDS[self.kind].combine]
+        return self._replace(parts=tuple(join(a, b) for a, b in zip(self.parts, other.parts, strict=True)))
+
+    def __float__(self) -> float:
+        return float(self.value)
+
+    def item(self) -> float:
+        return float(self.value)
+
+    def __repr__(self) -> str:
+        return f"Metric({float(self.value):.6g}, {self.kind} per {self.per})"
+
+
+class Meter:
+    """Metrics of many calls as one.
+
+    >>> meter = hl.Meter()
+    >>> meter.add(out.metrics)          # every micro-batch; nothing waits for the device
+    >>> meter.compute()                 # {"entropy": 2.31, ...}; one copy, and the meter starts anew
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[str, Metric] = {}
+
+    def add(self, metrics: Mapping[str, Metric]) -> Meter:
+        for name, metric in metrics.items():
+            if not isinstance(metric, Metric):
+                raise TypeError(f"metrics: {name!r} is {type(metric).__name__}, wanted the Metric of an output record")
+            self._held[name] = self._held[name] + metric if name in self._held else metric
+        return self
+
+    def compute(self) -> dict[str, float]:
+        held, self._held = self._held, {}
+        if not held:
+            return {}
+        values = torch.stack([metric.value for metric in held.values()]).tolist()
+        return dict(zip(held, values, strict=True))
+
+
+def read_metrics(metrics: Any) -> Iterator[tuple[str, Call]]:
+    if isinstance(metrics, str):
+        raise TypeError(f"metrics: wanted a list of names and functions, got the string {metrics!r}")
+    pairs = metrics.items() if isinstance(metrics, Mapping) else [(None, m) for m in metrics]
+    for name, metric in pairs:
+        if isinstance(metric, str):
+            if metric not in NAMED and metric not in FACTS:
+                known = [*NAMED, *FACTS]
+                raise ValueError(f"metrics: no metric {metric!r}; there are {', '.join(known)}{suggest(metric, known)}")
+            fn, label = NAMED.get(metric) or _fact_metric(metric), metric
+        elif callable(metric):
+            fn, label = metric, function_name(metric)
+        else:
+            raise TypeError(f"metrics: wanted names and functions, got {type(metric).__name__}")
+        signature = read_signature(fn)
+        yield name or label, Call(fn, signature, dict(signature.options))
+
+
+def _fact_metric(name: str) -> Callable[..., Tensor]:
+    """The function `lambda <name>: <name>`."""
+
+    def metric(**facts: Tensor) -> Tensor:
+        return facts[name]
+
+    metric.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD)]
+    )
+    metric.__name__ = name
+    return metric

@@ -1,0 +1,116 @@
+"""`FusedLMHead`: an `nn.Linear` that can return the loss instead of the logits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headloss.objective import Objective
+from headloss.record import Output
+from headloss.rows import Prepared
+from headloss.sources import Linear, parse_bytes
+
+
+class Inputs(Mapping[str, Any]):
+    """Inputs of an objective's call, carried through module boundaries untouched.
+
+    Wrappers such as FSDP2's mixed precision cast loose float tensors to bfloat16 on their way into a module; they do
+    not look into this.  Immutable.
+
+    >>> head(hidden, targets=targets, objective=objective, inputs=hl.Inputs(old_logprob=old, advantage=adv))
+    """
+
+    __slots__ = ("_values",)
+    _values: dict[str, Any]
+
+    def __init__(self, **values: Any) -> None:
+        object.__setattr__(self, "_values", values)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"Inputs is immutable; make a new one to change {name!r}")
+
+    def __getitem__(self, name: str) -> Any:
+        return self._values[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __repr__(self) -> str:
+        return f"Inputs({', '.join(self._values)})"
+
+
+class FusedLMHead(nn.Linear):
+    """A head that, given targets and an objective, returns the objective's record; otherwise a linear layer.
+
+    The loss is made inside the module's own forward, so the hooks of DDP, FSDP2 and ZeRO-3 fire as for any layer.
+    `temperature`, `scale`, `softcap`, `logits_dtype`, `weight_grad_dtype` and `memory` are those of `hl.Linear`; they
+    apply to the loss only, since a model that softcaps its logits does so itself.
+    """
+
+    source_options: dict[str, Any]
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **source_options: Any,
+    ) -> None:
+        super().__init__(in_features, out_features, bias=bias, device=device, dtype=dtype)
+        self.source_options = _check_source_options(source_options)
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, **source_options: Any) -> FusedLMHead:
+        """The same head over the same Parameters: ties, state-dict keys and optimizers stay as they are."""
+        if not isinstance(linear, nn.Linear):
+            raise TypeError(f"linear: wanted an nn.Linear, got {type(linear).__name__}")
+        head = cls.__new__(cls)
+        nn.Module.__init__(head)
+        head.in_features, head.out_features = linear.in_features, linear.out_features
+        head.weight = linear.weight
+        head.register_parameter("bias", linear.bias)
+        head.train(linear.training)
+        head.source_options = _check_source_options(source_options)
+        return head
+
+    def forward(  # type: ignore[override]
+        self,
+        hidden: Tensor,
+        *,
+        targets: Tensor | Prepared | None = None,
+        objective: Objective | None = None,
+        inputs: Mapping[str, Any] | None = None,
+    ) -> Tensor | Output:
+        """Logits, or with `objective` (and its targets and `hl.Inputs`) the objective's record."""
+        if objective is None:
+            if targets is not None or inputs is not None:
+                raise ValueError("objective: needed with targets or inputs; without it the head is a linear layer")
+            return super().forward(hidden)
+        if not isinstance(objective, Objective):
+            raise TypeError(f"objective: wanted hl.Objective, got {type(objective).__name__}")
+        source = Linear(hidden, self.weight, self.bias, **self.source_options)
+        return objective(source, targets, **(inputs or {}))
+
+    def extra_repr(self) -> str:
+        more = "".join(f", {k}={v!r}" for k, v in self.source_options.items())
+        return super().extra_repr() + more
+
+
+_SOURCE_OPTIONS = ("temperature", "scale", "softcap", "logits_dtype", "weight_grad_dtype", "memory")
+
+
+def _check_source_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    for name in options:
+        if name not in _SOURCE_OPTIONS:
+            raise TypeError(f"{name}: not an option of the head; there are {', '.join(_SOURCE_OPTIONS)}")
+    if "memory" in options:
+        parse_bytes(options["memory"])
+    return dict(options)

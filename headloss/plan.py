@@ -1,0 +1,292 @@
+"""The plan: trace a term once, and read off the trace how its rows meet.
+
+Dimension key:  R rows that count   S segments
+
+Each term is traced into one joint graph `(facts, inputs, options, seed) -> (value, cotangents, metrics)`; `seed` is the
+reduction's weight on each value and the cotangents are those of the facts and of inputs that require grad.  The
+graph runs chunk by chunk in the visit, and it shows the term's class:
+
+    row       every operation is element-wise over rows        any chunk of rows will do
+    segment   rows meet only through `segments`                chunks must hold whole segments
+    batch     anything else                                    all rows' facts first, then the loss once
+
+A function that cannot be traced (it branches on values, or captures tensors or objects that may change) is batch: it
+is called as it is, under ordinary autograd.  Metrics are evaluated once on all rows and never change the class.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from headloss.classify import classify, only, reach, size
+from headloss.facts import CONSTANT, Fact
+from headloss.segments import Segments
+from headloss.signature import Signature, identity
+
+
+class Env(NamedTuple):
+    """All that can be injected, for one set of rows."""
+
+    facts: Mapping[Fact, Tensor]
+    inputs: Mapping[str, Tensor | None]
+    targets: Tensor | None
+    segments: Segments | None
+
+    def arguments(self, signature: Signature) -> dict[str, Any]:
+        """What to call the function with; an optional input that was not passed keeps its default."""
+        values: dict[str, Any] = {}
+        for p in signature.parameters:
+            if p.kind == "fact":
+                assert p.fact is not None
+                values[p.name] = self.facts[p.fact]
+            elif p.kind == "segments":
+                if self.segments is not None:
+                    values[p.name] = self.segments
+            elif p.kind == "targets":
+                values[p.name] = self.targets
+            elif p.name in self.inputs:
+                values[p.name] = self.inputs[p.name]
+        return values
+
+
+class Call(NamedTuple):
+    """A term's function with its options, and its row weight if it has one: all that a trace depends on."""
+
+    fn: Callable[..., Any]
+    signature: Signature
+    options: Mapping[str, Any]
+    row_weight: str | Callable[..., Any] | None = None
+    row_weight_signature: Signature | None = None
+
+    def __call__(self, env: Env) -> tuple[Tensor, dict[str, Tensor]]:
+        """The values, weighted row by row, and the metrics."""
+        result = self.fn(**env.arguments(self.signature), **self.options)
+        value, metrics = result if isinstance(result, tuple) else (result, {})
+        name = self.signature.name
+        if not isinstance(value, Tensor) or value.ndim != 1:
+            got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            raise TypeError(
+                f"{name}: wanted one value a row, a segment or a pair (a vector), got {got}; "
+                f"leave the reduction to Term(reduction=...)"
+            )
+        weight = self.weight(env)
+        if weight is not None:
+            if weight.shape not in ((), value.shape):
+                raise ValueError(
+                    f"row_weight: of {name} has shape {tuple(weight.shape)}, its values have {tuple(value.shape)}"
+                )
+            value = value * weight
+        return value, dict(metrics)
+
+    def weight(self, env: Env) -> Tensor | None:
+        if self.row_weight is None:
+            return None
+        if isinstance(self.row_weight, str):
+            weight = env.inputs[self.row_weight]
+            assert weight is not None
+        else:
+            assert self.row_weight_signature is not None
+            weight = self.row_weight(**env.arguments(self.row_weight_signature))
+        return weight.detach()
+
+    @property
+    def facts(self) -> tuple[Fact, ...]:
+        more = self.row_weight_signature.facts if self.row_weight_signature is not None else ()
+        return tuple(dict.fromkeys((*self.signature.facts, *more)))
+
+    @property
+    def signatures(self) -> tuple[Signature, ...]:
+        return (self.signature,) if self.row_weight_signature is None else (self.signature, self.row_weight_signature)
+
+    @property
+    def input_names(self) -> tuple[str, ...]:
+        names = [p.name for s in self.signatures for p in s.parameters if p.kind == "input"]
+        return tuple(dict.fromkeys([*names, *([self.row_weight] if isinstance(self.row_weight, str) else [])]))
+
+
+class Shape(NamedTuple):
+    """What a trace must know of an input: how it is laid out, and whether it wants a gradient."""
+
+    kind: str  # "row", "segment", "scalar" or "whole"
+    dtype: torch.dtype
+    rest: tuple[int, ...]  # the dimensions after the first (row, segment) or all of them (whole)
+    requires_grad: bool = False
+
+
+class Trace(NamedTuple):
+    """A term's class, why, and the graph of its cotangents where it has one."""
+
+    kind: str  # "row", "segment" or "batch"
+    reason: str
+    value: str | None  # the values belong to a "row", a "segment" or "other"; None if untraced
+    cotangents: fx.GraphModule | None
+    joint: fx.GraphModule | None
+    frozen: tuple[str, ...] = ()  # options the trace had to take as constants
+    unused: frozenset[Fact] = frozenset()  # facts it asks for and, with these options, never looks at
+
+
+def trace(call: Call, inputs: Mapping[str, Shape], dtype: torch.dtype, device: str, segmented: bool) -> Trace:
+    """The trace of a term, from a cache keyed by the content of the function and the shape of the call."""
+    key, loose = identity(call.fn)
+    weight_key: object = call.row_weight
+    if callable(call.row_weight):
+        weight_key, more = identity(call.row_weight)
+        loose = (*loose, *more)
+    if loose:
+        return Trace("batch", f"captures {', '.join(loose)}", None, None, None)
+    options = tuple((k, type(v), None if _is_float(v) else v) for k, v in sorted(call.options.items()))
+    floats = {k: v for k, v in call.options.items() if _is_float(v)}
+    place = (
+        key,
+        weight_key,
+        call.signature.parameters,
+        options,
+        tuple(sorted(inputs.items())),
+        dtype,
+        device,
+        segmented,
+    )
+    try:
+        frozen = _FROZEN.get(place, ())
+    except TypeError:
+        return Trace("batch", "has an option that cannot be part of a plan's key", None, None, None)
+    found = _TRACES.get((place, tuple(floats.get(name) for name in frozen)))
+    if found is None:
+        found = _trace(call, inputs, dtype, device, segmented)
+        if len(_TRACES) >= _MOST_TRACES:
+            _TRACES.pop(next(iter(_TRACES)))
+        _FROZEN[place] = found.frozen
+        _TRACES[place, tuple(floats[name] for name in found.frozen)] = found
+    return found
+
+
+_FROZEN: dict[Any, tuple[str, ...]] = {}
+_TRACES: dict[Any, Trace] = {}
+_MOST_TRACES = 512
+
+
+def run_cotangents(
+    call: Call, trace: Trace, env: Env, seed: Tensor, wants_grad: Sequence[str]
+) -> tuple[dict[Fact, Tensor], dict[str, Tensor]]:
+    """Cotangents of the facts, and of the inputs that want one, from a traced term."""
+    assert trace.cotangents is not None
+    outputs = trace.cotangents(*_flat_arguments(call, env, seed, trace.frozen))
+    facts = _differentiable(call)
+    by_fact = {f: g for f, g in zip(facts, outputs[: len(facts)], strict=True) if g is not None}
+    by_input = {n: g for n, g in zip(wants_grad, outputs[len(facts) :], strict=True) if g is not None}
+    return by_fact, by_input
+
+
+def _differentiable(call: Call) -> list[Fact]:
+    return [f for f in call.facts if f.name not in CONSTANT]
+
+
+def _is_float(x: object) -> bool:
+    return isinstance(x, float)
+
+
+def _flat_arguments(call: Call, env: Env, seed: Tensor, frozen: Sequence[str]) -> list[Any]:
+    """The graph's arguments in their one order; see `_rebuild` for the way back."""
+    flat: list[Any] = [env.facts[f] for f in call.facts]
+    flat += [env.inputs[n] for n in call.input_names if env.inputs.get(n) is not None]
+    if any(s.wants("targets") for s in call.signatures):
+        flat.append(env.targets)
+    if any(s.wants("segments") for s in call.signatures) and env.segments is not None:
+        flat += [env.segments.ids, env.segments.counts, env.segments.num_segments]
+    flat += [_scalar(v) for k, v in call.options.items() if _is_float(v) and k not in frozen]
+    return [*flat, seed, seed]  # a graph looks at the one that fits its values: one a row, or one a segment
+
+
+@functools.lru_cache(1024)
+def _scalar(value: float) -> Tensor:
+    return torch.tensor(value, dtype=torch.float64)
+
+
+def _rebuild(call: Call, names: Sequence[str], segmented: bool, frozen: Sequence[str], flat: Sequence[Any]) -> Any:
+    """Env, options and seed from the flat arguments of the graph."""
+    rest = list(flat)
+    facts = {f: rest.pop(0) for f in call.facts}
+    inputs = {n: rest.pop(0) for n in names}
+    targets = rest.pop(0) if any(s.wants("targets") for s in call.signatures) else None
+    segments = None
+    if segmented and any(s.wants("segments") for s in call.signatures):
+        ids, counts, num_segments = rest.pop(0), rest.pop(0), rest.pop(0)
+        segments = Segments(ids, num_segments, counts)
+    options = {k: v if not _is_float(v) or k in frozen else rest.pop(0) for k, v in call.options.items()}
+    return facts, inputs, targets, segments, options, {"row": rest.pop(0), "segment": rest.pop(0)}
+
+
+def _trace(call: Call, inputs: Mapping[str, Shape], dtype: torch.dtype, device: str, segmented: bool) -> Trace:
+    """Trace with every float option as an argument; freeze as few as possible where that fails."""
+    floats = [k for k, v in call.options.items() if _is_float(v)]
+    attempts: list[tuple[str, ...]] = [(), *((k,) for k in floats if len(floats) > 1)]
+    if floats:
+        attempts.append(tuple(floats))
+    error: Exception | None = None
+    for frozen in attempts:
+        try:
+            return _trace_once(call, inputs, dtype, device, segmented, frozen)
+        except Exception as e:  # whatever a user's function raises under a tracer: it is then called as it is
+            error = e
+    return Trace("batch", f"cannot be traced ({_first_line(error)})", None, None, None)
+
+
+def _first_line(error: Exception | None) -> str:
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"[:120]
+
+
+def _trace_once(
+    call: Call,
+    inputs: Mapping[str, Shape],
+    dtype: torch.dtype,
+    device: str,
+    segmented: bool,
+    frozen: tuple[str, ...],
+) -> Trace:
+    names = [n for n in call.input_names if n in inputs]
+    wanted = [n for n in names if inputs[n].requires_grad]
+    taken = {d for shape in inputs.values() for d in shape.rest}
+    R, S = [n for n in (7, 11, 13, 17, 19, 23, 29, 31) if n not in taken][:2]  # told apart from every other size
+    found: dict[str, str] = {}
+
+    def joint(*flat: Any) -> tuple[Any, ...]:
+        facts, given, targets, segments, options, seeds = _rebuild(call, names, segmented, frozen, flat)
+        with torch.enable_grad():
+            facts = {f: x.detach().requires_grad_() if f.name not in CONSTANT else x for f, x in facts.items()}
+            given = {n: x.detach().requires_grad_() if n in wanted else x for n, x in given.items()}
+            value, metrics = call._replace(options=options)(Env(facts, given, targets, segments))
+            leaves = [facts[f] for f in _differentiable(call)] + [given[n] for n in wanted]
+            found["value"] = {R: "row", S: "segment"}.get(size(value.shape[0]), "other")
+            seed = seeds.get(found["value"], torch.ones_like(value)).to(value.dtype)
+            grads: Sequence[Tensor | None] = [None] * len(leaves)
+            if value.requires_grad and leaves:
+                grads = torch.autograd.grad([value], leaves, [seed], allow_unused=True)
+        return value.detach(), tuple(grads), {k: m.detach() for k, m in metrics.items() if isinstance(m, Tensor)}
+
+    def zeros(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+        return torch.zeros(*shape, dtype=dtype, device=device)
+
+    lead = {"row": (R,), "segment": (S,), "scalar": (), "whole": ()}
+    flat: list[Any] = [zeros(R, dtype=torch.long if f.name == "argmax" else dtype) for f in call.facts]
+    flat += [zeros(*lead[inputs[n].kind], *inputs[n].rest, dtype=inputs[n].dtype) for n in names]
+    if any(s.wants("targets") for s in call.signatures):
+        flat.append(zeros(R, dtype=torch.long))
+    if segmented and any(s.wants("segments") for s in call.signatures):
+        flat += [zeros(R, dtype=torch.long), zeros(S, dtype=torch.float64), S]
+    flat += [_scalar(v) for k, v in call.options.items() if _is_float(v) and k not in frozen]
+    with torch.no_grad():
+        graph = make_fx(joint, tracing_mode="symbolic")(*flat, zeros(R), zeros(S))
+    kind, reason = classify(graph, R, S)
+    if found["value"] == "other" and kind != "batch":
+        kind, reason = "batch", "its values belong to neither rows nor segments"
+    cotangents = only(graph, lambda out: tuple(out[1])) if kind != "batch" else None
+    needed = reach(graph.graph.output_node().args[0])
+    placeholders = [n for n in graph.graph.nodes if n.op == "placeholder"]
+    unused = frozenset(f for f, node in zip(call.facts, placeholders, strict=False) if node not in needed)
+    return Trace(kind, reason, found["value"], cotangents, graph, frozen, unused)

@@ -1,0 +1,59 @@
+"""What comes back from a call: one record, always with the same fields."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from headloss.facts import Fact
+from headloss.heads import Grads
+from headloss.metrics import Metric
+
+
+class Facts(Mapping[str | tuple[str, float], Tensor]):
+    """The facts of a call, in the targets' shape, 0 in ignored rows: `facts.entropy`, `facts["entropy", 2.0]`."""
+
+    def __init__(self, values: Mapping[Fact, Tensor]) -> None:
+        self._values = {(f.name if f.temperature is None else (f.name, f.temperature)): x for f, x in values.items()}
+
+    def __getitem__(self, key: str | tuple[str, float]) -> Tensor:
+        return self._values[key]
+
+    def __getattr__(self, name: str) -> Tensor:
+        if name.startswith("_") or name not in self._values:
+            there = ", ".join(map(str, self._values)) or "none"
+            raise AttributeError(f"fact {name!r} was not asked for by any loss or metric; there are {there}")
+        return self._values[name]
+
+    def __iter__(self) -> Iterator[str | tuple[str, float]]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __repr__(self) -> str:
+        return f"Facts({', '.join(f'{k}: {tuple(x.shape)}' for k, x in self._values.items())})"
+
+
+torch.utils._pytree.register_pytree_node(  # so that wrappers (FSDP) find the tensors that the loss hangs on
+    Facts,
+    lambda facts: (list(facts._values.values()), list(facts._values)),
+    lambda values, keys: _facts_from(list(values), keys),
+)
+
+
+def _facts_from(values: list[Tensor], keys: list[Any]) -> Facts:
+    return Facts({Fact(*k) if isinstance(k, tuple) else Fact(k): x for k, x in zip(keys, values, strict=True)})
+
+
+class Output(NamedTuple):
+    """What a call returns, always with the same fields."""
+
+    loss: Tensor  # scalar, float32 or better
+    terms: dict[str, Tensor]  # each term's value before its weight, detached; 0 for a term that is switched off
+    metrics: dict[str, Metric]  # "term/name" for a loss's own, "name" for those of the objective
+    facts: Facts  # differentiable
+    grads: Grads | None = None  # from forward_backward only

@@ -1,0 +1,118 @@
+"""Reductions: how many things a term is averaged over, as one weight a row (or a segment).
+
+Dimension key:  R rows that count   S segments
+
+A term's value is always sum(weight * value).  The weight is made once, here, from the counts; no loss and no kernel
+knows how it is reduced.  With global counts (`count`) the same weights serve micro-batches and ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from headloss.rows import IGNORE, Rows, check_targets, segment_ids
+from headloss.segments import Segments
+
+REDUCTIONS: Mapping[str, str] = {
+    "token_mean": "sum over tokens / number of tokens",
+    "token_sum": "sum over tokens",
+    "seq_mean_token_mean": "mean over segments of the mean over the segment's tokens",
+    "seq_mean_token_sum": "mean over segments of the sum over the segment's tokens",
+    "seq_mean_token_sum_norm": "mean over segments of the sum over the segment's tokens / length",
+    "weighted_mean": "sum of row_weight * loss / sum of row_weight",
+}
+NEEDS_SEGMENTS = frozenset(name for name in REDUCTIONS if name.startswith("seq_"))
+
+
+class Counts(Mapping[str, Tensor]):
+    """Global counts, to be passed on: `objective(..., **hl.count(targets, segments))`."""
+
+    def __init__(self, num_items: Tensor, num_segments: Tensor | None) -> None:
+        self.num_items, self.num_segments = num_items, num_segments
+
+    def __getitem__(self, key: str) -> Tensor:
+        return {name: getattr(self, name) for name in self}[key]
+
+    def __iter__(self) -> Iterator[str]:
+        yield "num_items"
+        if self.num_segments is not None:
+            yield "num_segments"
+
+    def __len__(self) -> int:
+        return 1 if self.num_segments is None else 2
+
+    def __repr__(self) -> str:
+        return f"Counts({', '.join(f'{k}={v}' for k, v in self.items())})"
+
+
+def count(targets: Tensor, segments: Segments | None = None) -> Counts:
+    """Tokens that count, and segments that have any, as device tensors: nothing is read back."""
+    check_targets(targets)
+    valid = targets.reshape(-1) != IGNORE
+    num_items = valid.sum()
+    if segments is None:
+        return Counts(num_items, None)
+    ids = segment_ids(segments, targets.shape).masked_fill(~valid, -1)
+    return Counts(num_items, (Segments(ids, segments.num_segments).counts > 0).sum())
+
+
+def weights(
+    reduction: str,
+    kind: str,
+    length: int,
+    rows: Rows,
+    *,
+    num_items: int | Tensor | None,
+    num_segments: int | Tensor | None,
+    norm: float | None,
+    denominator: Tensor | None,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
+    """One weight for each of a term's `length` values, which belong to rows, segments or neither (`kind`).
+
+    Values of a segment or a pair are averaged over their own number, or summed by `token_sum`.
+    """
+
+    def whole(x: int | float | Tensor) -> Tensor:
+        return torch.as_tensor(x, device=device).to(dtype)
+
+    one = whole(1.0).expand(length)
+    if rows.valid is not None and kind == "row":
+        one = rows.valid.to(dtype)
+    present = None
+    if rows.segments is not None and (kind == "segment" or reduction in NEEDS_SEGMENTS):
+        present = (rows.segments.counts > 0).to(dtype)
+        if kind == "segment":
+            one = present
+        if num_segments is None:
+            num_segments = present.sum()
+    if reduction == "weighted_mean":
+        assert denominator is not None
+        return one / denominator
+    if reduction == "token_sum":
+        return one
+    if kind == "other":
+        return one / max(1, length)
+    if kind == "segment":
+        return one / whole(_counted(num_segments)).clamp(min=1)
+    if reduction == "token_mean":
+        if num_items is None:
+            num_items = rows.count if rows.valid is None else rows.valid.sum()
+        return one / whole(num_items).clamp(min=1)
+    assert rows.segments is not None, "checked before: a segment reduction needs segments"
+    per_segment = one / whole(_counted(num_segments)).clamp(min=1)
+    if reduction == "seq_mean_token_mean":
+        return per_segment / rows.segments.spread(rows.segments.counts.to(dtype)).clamp(min=1)
+    if reduction == "seq_mean_token_sum_norm":
+        assert norm is not None
+        return per_segment / norm
+    return per_segment
+
+
+def _counted(x: int | Tensor | None) -> int | Tensor:
+    assert x is not None
+    return x

@@ -1,0 +1,237 @@
+"""Rows: which of them count, where they stand, and what the host must know about them.
+
+Dimension key:  N rows, flat   R rows that count   S segments
+
+A row whose target is -100 is ignored.  Where the host may look at the targets (always on a CPU, one small packed read
+on other devices, none after `prepare`), ignored rows are dropped before any work; otherwise they are masked.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from headloss.segments import Segments, _check_integers
+
+IGNORE = -100
+
+
+class Stats(NamedTuple):
+    """What the one host read brings back."""
+
+    valid: int  # rows that are not ignored
+    low: int  # smallest and largest target among them
+    high: int
+    loose: int  # valid rows without a segment
+    stray: int  # largest segment id
+    sorted: bool  # the valid rows' segment ids never fall
+    lengths: tuple[int, ...]  # valid rows of each segment
+
+
+class Prepared:
+    """Targets and segments with everything the host must know about them already read.  See `prepare`."""
+
+    __slots__ = ("segments", "stats", "targets")
+
+    def __init__(self, targets: Tensor, segments: Segments | None, stats: Stats) -> None:
+        self.targets, self.segments, self.stats = targets, segments, stats
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Prepared:
+        segments = self.segments
+        if segments is not None:
+            segments = Segments(segments.ids.to(device, non_blocking=non_blocking), segments.num_segments)
+        return Prepared(self.targets.to(device, non_blocking=non_blocking), segments, self.stats)
+
+
+def prepare(targets: Tensor, segments: Segments | None = None) -> Prepared:
+    """Read what the host must know of the targets now (in a data loader, say), so that the step reads nothing.
+
+    >>> batch = hl.prepare(targets, segments).to("cuda")
+    >>> out = objective(hl.Linear(hidden, weight), batch)
+    """
+    check_targets(targets)
+    ids = None if segments is None else segment_ids(segments, targets.shape)
+    flat = targets.reshape(-1)
+    valid = flat != IGNORE
+    big = torch.iinfo(flat.dtype).max
+    numbers = [
+        valid.sum(),
+        flat.masked_fill(~valid, big).min() if len(flat) else valid.sum(),
+        flat.masked_fill(~valid, 0).max() if len(flat) else valid.sum(),
+    ]
+    parts = [torch.stack([x.long() for x in numbers])]
+    if ids is not None and segments is not None:
+        held = ids.masked_fill(~valid, -1)
+        falls = (held.masked_fill(held < 0, 0).cummax(0).values > held) & (held >= 0) if len(flat) else held > 0
+        stray = ids.max() if len(flat) else ids.sum()
+        parts.append(torch.stack([(valid & (ids < 0)).sum(), stray.long(), falls.any().long()]))
+        inside = held.clamp(max=segments.num_segments - 1)
+        parts.append(Segments(inside, segments.num_segments).counts.long())
+    read = torch.cat(parts).tolist()
+    stats = Stats(read[0], read[1], read[2], 0, -1, True, ())
+    if segments is not None:
+        stats = stats._replace(loose=read[3], stray=read[4], sorted=not read[5], lengths=tuple(read[6:]))
+    return Prepared(targets, segments, stats)
+
+
+class Rows:
+    """The rows of one call: `keep` numbers those that count (None: all), `valid` is a mask where none is dropped."""
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        targets: Tensor | None,
+        keep: Tensor | None,
+        valid: Tensor | None,
+        segments: Segments | None,
+        stats: Stats | None,
+    ) -> None:
+        self.shape, self.keep, self.valid, self.stats = shape, keep, valid, stats
+        self.total = torch.Size(shape).numel()
+        self.count = self.total if keep is None else keep.numel()
+        self.targets = None if targets is None else self.take(targets)
+        self.segments = segments
+
+    def take(self, x: Tensor) -> Tensor:
+        """(shape, ...) to (R, ...): the rows that count."""
+        flat = x.reshape(self.total, *x.shape[len(self.shape) :])
+        if self.keep is not None:
+            return flat.index_select(0, self.keep)
+        if self.valid is not None:  # padding may hold -inf or NaN: replace before a loss sees it
+            return flat.masked_fill(~self.valid.view(-1, *(1 for _ in flat.shape[1:])), 0)
+        return flat
+
+    def put(self, x: Tensor) -> Tensor:
+        """(R, ...) to (shape, ...), with 0 in the ignored rows."""
+        if self.keep is not None:
+            x = x.new_zeros(self.total, *x.shape[1:]).index_copy_(0, self.keep, x)
+        elif self.valid is not None:
+            x = x.masked_fill(~self.valid.view(-1, *(1 for _ in x.shape[1:])), 0)
+        return x.reshape(self.shape + tuple(x.shape[1:]))
+
+    def numbers(self, part: slice) -> slice | Tensor:
+        """Where rows `part` of those that count stand among all rows."""
+        return part if self.keep is None else self.keep[part]
+
+    def ignored(self) -> Tensor | None:
+        """The numbers of the rows that were dropped."""
+        if self.keep is None:
+            return None
+        mask = torch.ones(self.total, dtype=torch.bool, device=self.keep.device)
+        return mask.index_fill_(0, self.keep, False).argsort(descending=True, stable=True)[: self.total - self.count]
+
+    def aligned(self, most: int) -> list[tuple[slice, slice]] | None:
+        """Runs of at most `most` rows that hold whole segments, with those segments; None if one is longer."""
+        assert self.stats is not None
+        runs: list[tuple[slice, slice]] = []
+        row = first_row = first_segment = 0
+        for segment, length in enumerate(self.stats.lengths):
+            if length > most:
+                return None
+            if row + length - first_row > most:
+                runs.append((slice(first_row, row), slice(first_segment, segment)))
+                first_row, first_segment = row, segment
+            row += length
+        if row > first_row:
+            runs.append((slice(first_row, row), slice(first_segment, len(self.stats.lengths))))
+        return runs
+
+
+def bind_rows(
+    shape: tuple[int, ...],
+    targets: Tensor | Prepared | None,
+    segments: Segments | None,
+    *,
+    vocab: int,
+    device: torch.device,
+    host_read: bool = True,
+    by_segment: bool = False,
+) -> Rows:
+    """Check targets and segments against the source and find the rows that count; `by_segment` orders them so."""
+    stats = None
+    if isinstance(targets, Prepared):
+        if segments is not None and segments is not targets.segments:
+            raise ValueError("segments: given both to prepare() and to the call; give them once")
+        prepared = targets
+        targets, segments, stats = prepared.targets, prepared.segments, prepared.stats
+    if targets is None:
+        if segments is not None:
+            raise ValueError("targets: needed when segments are given (they say which rows count)")
+        return Rows(shape, None, None, None, None, None)
+    check_targets(targets)
+    if tuple(targets.shape) != shape:
+        raise ValueError(f"targets: wanted shape {shape} to match the source, got {tuple(targets.shape)}")
+    for name, x in (("targets", targets), ("segments", None if segments is None else segments.ids)):
+        if x is not None and x.device != device:
+            raise ValueError(f"{name}: is on {x.device}, but the source is on {device}")
+    ids = None if segments is None else segment_ids(segments, targets.shape)
+    targets = targets.long()
+    flat = targets.reshape(-1)
+    if device.type == "meta":
+        return Rows(shape, targets, None, None, segments, None)
+    if stats is None and not host_read:
+        valid = flat != IGNORE
+        torch._assert_async(((flat >= 0) & (flat < vocab) | ~valid).all(), "targets: out of range")
+        bound = None
+        if segments is not None and ids is not None:
+            bound = Segments(ids.masked_fill(~valid, -1), segments.num_segments)
+        return Rows(shape, targets, None, valid, bound, None)
+    if stats is None:
+        stats = prepare(targets, segments).stats
+    _check_stats(stats, vocab, segments)
+    valid = flat != IGNORE
+    keep = None
+    if segments is not None and by_segment and not stats.sorted:
+        assert ids is not None
+        keep = ids.masked_fill(~valid, segments.num_segments).argsort(stable=True)[: stats.valid]
+    elif stats.valid < len(flat):
+        keep = valid.logical_not().argsort(stable=True)[: stats.valid]  # nonzero() would be another host read
+    bound = None
+    if segments is not None and ids is not None:
+        bound = Segments(ids if keep is None else ids.index_select(0, keep), segments.num_segments)
+    return Rows(shape, targets, keep, None, bound, stats)
+
+
+def segment_ids(segments: Segments, shape: torch.Size | tuple[int, ...]) -> Tensor:
+    """The ids of the flat rows, checked against the targets' shape."""
+    ids = segments.ids
+    if tuple(ids.shape) != tuple(shape) and not (ids.ndim == 1 and ids.numel() == torch.Size(shape).numel()):
+        raise ValueError(
+            f"segments: ids have shape {tuple(ids.shape)}, the targets {tuple(shape)}; they must agree "
+            f"(from_cu_seqlens(..., rows=N) pads with rows of no segment)"
+        )
+    return ids.reshape(-1)
+
+
+def check_targets(targets: Tensor) -> None:
+    if not isinstance(targets, Tensor):
+        raise TypeError(f"targets: wanted an integer tensor, got {type(targets).__name__}")
+    _check_integers("targets", targets)
+
+
+def _check_stats(stats: Stats, vocab: int, segments: Segments | None) -> None:
+    if stats.valid and not 0 <= stats.low <= stats.high < vocab:
+        bad = stats.low if stats.low < 0 else stats.high
+        hint = f"; ignored rows are marked {IGNORE}" if stats.low < 0 else ""
+        raise ValueError(f"targets: wanted values in [0, {vocab}) or {IGNORE}, got {bad}{hint}")
+    if segments is not None and stats.stray >= segments.num_segments:
+        raise ValueError(f"segments: id {stats.stray} is outside [-1, {segments.num_segments})")
+
+
+def shift_labels(labels: Tensor, segments: Segments | None = None) -> Tensor:
+    """Targets from Hugging Face labels: row t's target is label t+1, and the last row of a line or segment has none.
+
+    >>> shift_labels(torch.tensor([[5, 6, 7]]))
+    tensor([[   6,    7, -100]])
+    """
+    check_targets(labels)
+    if labels.ndim < 1:
+        raise ValueError("labels: wanted at least one dimension, got a scalar")
+    targets = torch.full_like(labels, IGNORE)
+    targets[..., :-1] = labels[..., 1:]
+    if segments is not None:
+        ids = segment_ids(segments, labels.shape).view(labels.shape)
+        targets[..., :-1].masked_fill_(ids[..., 1:] != ids[..., :-1], IGNORE)
+    return targets

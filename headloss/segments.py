@@ -1,0 +1,166 @@
+"""Segments: which rows belong together (a document, a response), and sums over them.
+
+Dimension key:  N rows   S segments
+
+Row n belongs to segment `ids[n]`; id -1 is no segment.  Losses receive a `Segments` whose ignored rows are already -1,
+so `totals`, `means`, `spread` and `mean` speak of valid tokens only.  All four are differentiable, and ids may come in
+any order.  `totals` and `spread` are operators of their own, each the other's adjoint: in a traced loss they are the
+mark by which a segment loss is told from one that mixes rows at will.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_library = torch.library.Library("headloss", "DEF")
+_library.define("segment_totals(Tensor x, Tensor ids, SymInt num_segments) -> Tensor")
+_library.define("segment_spread(Tensor y, Tensor ids) -> Tensor")
+
+
+def _totals(x: Tensor, ids: Tensor, num_segments: int) -> Tensor:
+    out = x.new_zeros(num_segments + 1)  # the last place takes the rows without a segment
+    return out.index_add_(0, torch.where(ids < 0, num_segments, ids), x)[:num_segments].clone()
+
+
+def _spread(y: Tensor, ids: Tensor) -> Tensor:
+    return torch.cat([y, y.new_zeros(1)])[torch.where(ids < 0, y.shape[0], ids)]
+
+
+def _totals_context(ctx: Any, inputs: tuple[Tensor, Tensor, int], output: Tensor) -> None:
+    ctx.save_for_backward(inputs[1])
+
+
+def _totals_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    return torch.ops.headloss.segment_spread(grad, *ctx.saved_tensors), None, None
+
+
+def _spread_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+    ctx.num_segments = inputs[0].shape[0]
+    ctx.save_for_backward(inputs[1])
+
+
+def _spread_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    return torch.ops.headloss.segment_totals(grad, *ctx.saved_tensors, ctx.num_segments), None
+
+
+_library.impl("segment_totals", _totals, "CompositeExplicitAutograd")
+_library.impl("segment_spread", _spread, "CompositeExplicitAutograd")
+torch.library.register_fake("headloss::segment_totals", lambda x, ids, n: x.new_empty(n), lib=_library)
+torch.library.register_fake("headloss::segment_spread", lambda y, ids: y.new_empty(ids.shape[0]), lib=_library)
+torch.library.register_autograd(
+    "headloss::segment_totals", _totals_backward, setup_context=_totals_context, lib=_library
+)
+torch.library.register_autograd(
+    "headloss::segment_spread", _spread_backward, setup_context=_spread_context, lib=_library
+)
+
+
+class Segments:
+    """Which segment each row belongs to.  Immutable; make one with a `from_...` constructor.
+
+    >>> segments = Segments.from_ids(torch.tensor([0, 0, 1, -1]))
+    >>> segments.totals(torch.tensor([1.0, 2.0, 3.0, 4.0]))
+    tensor([3., 3.])
+    """
+
+    __slots__ = ("_counts", "ids", "num_segments")
+    ids: Tensor
+    num_segments: int
+    _counts: Tensor | None
+
+    def __init__(self, ids: Tensor, num_segments: int, counts: Tensor | None = None) -> None:
+        for name, value in (("ids", ids), ("num_segments", num_segments), ("_counts", counts)):
+            object.__setattr__(self, name, value)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"Segments is immutable; make a new one to change {name!r}")
+
+    @classmethod
+    def from_ids(cls, ids: Tensor, num_segments: int | None = None) -> Segments:
+        """One id a row, in the targets' shape, in any order; -1 for none.  Without `num_segments` the ids are read."""
+        _check_integers("ids", ids)
+        if num_segments is None:
+            num_segments = int(ids.max()) + 1 if ids.numel() else 0
+        if ids.device.type == "cpu" and ids.numel() and not -1 <= int(ids.min()) <= int(ids.max()) < num_segments:
+            raise ValueError(
+                f"ids: segment ids must lie in [-1, {num_segments}), got {int(ids.min())} to {int(ids.max())}"
+            )
+        return cls(ids.long(), num_segments)
+
+    @classmethod
+    def from_cu_seqlens(cls, cu_seqlens: Tensor, rows: int | None = None) -> Segments:
+        """Packed sequences: segment i is rows cu_seqlens[i] to cu_seqlens[i+1].  `rows` pads with no segment."""
+        _check_integers("cu_seqlens", cu_seqlens)
+        if cu_seqlens.ndim != 1 or cu_seqlens.numel() < 1:
+            raise ValueError(f"cu_seqlens: wanted a vector [0, n1, n1+n2, ...], got shape {tuple(cu_seqlens.shape)}")
+        if cu_seqlens.device.type == "cpu" and (cu_seqlens[0] != 0 or (cu_seqlens.diff() < 0).any()):
+            raise ValueError(f"cu_seqlens: wanted 0 and then rising offsets, got {cu_seqlens.tolist()[:8]}")
+        if rows is None:
+            rows = int(cu_seqlens[-1])
+        num_segments = cu_seqlens.numel() - 1
+        position = torch.arange(rows, device=cu_seqlens.device)
+        ids = torch.searchsorted(cu_seqlens[1:].long().contiguous(), position, right=True)
+        return cls(ids.masked_fill(ids >= num_segments, -1), num_segments)
+
+    @classmethod
+    def from_position_ids(cls, position_ids: Tensor) -> Segments:
+        """Packed sequences marked by positions: a segment begins wherever a position does not follow the last."""
+        _check_integers("position_ids", position_ids)
+        starts = torch.ones_like(position_ids, dtype=torch.bool)
+        starts[..., 1:] = position_ids[..., 1:] != position_ids[..., :-1] + 1
+        ids = starts.flatten().cumsum(0) - 1
+        return cls(ids.view(position_ids.shape), int(ids[-1]) + 1 if ids.numel() else 0)
+
+    @classmethod
+    def from_batch(cls, like: Tensor | tuple[int, int]) -> Segments:
+        """Each line of a (B, T) batch is a segment; give the targets or the shape."""
+        shape = tuple(like.shape) if isinstance(like, Tensor) else tuple(like)
+        if len(shape) != 2:
+            raise ValueError(f"like: wanted a (B, T) tensor or shape, got shape {shape}")
+        device = like.device if isinstance(like, Tensor) else None
+        return cls(torch.arange(shape[0], device=device)[:, None].expand(shape), shape[0])
+
+    @property
+    def counts(self) -> Tensor:
+        """Rows in each segment, (S,)."""
+        if self._counts is None:
+            ones = torch.ones(self.ids.numel(), dtype=torch.float64, device=self.ids.device)
+            object.__setattr__(self, "_counts", _totals(ones, _flat(self.ids), self.num_segments))
+        assert self._counts is not None
+        return self._counts
+
+    def totals(self, x: Tensor) -> Tensor:
+        """Sum of `x` over each segment: (N,) to (S,)."""
+        return torch.ops.headloss.segment_totals(_flat(x), _flat(self.ids), self.num_segments)
+
+    def means(self, x: Tensor) -> Tensor:
+        """Mean of `x` over each segment: (N,) to (S,); 0 for a segment without rows."""
+        return self.totals(x) / self.counts.clamp(min=1).to(x.dtype)
+
+    def spread(self, y: Tensor) -> Tensor:
+        """Each row's own segment value: (S,) to (N,); 0 for a row without a segment."""
+        x = torch.ops.headloss.segment_spread(y, _flat(self.ids))
+        return x if self.ids.ndim == 1 else x.view(self.ids.shape)
+
+    def mean(self, x: Tensor) -> Tensor:
+        """Each row's segment mean of `x`: (N,) to (N,)."""
+        return self.spread(self.means(x))
+
+    def __len__(self) -> int:
+        return self.num_segments
+
+    def __repr__(self) -> str:
+        return f"Segments({self.num_segments} over rows of shape {tuple(self.ids.shape)})"
+
+
+def _flat(x: Tensor) -> Tensor:
+    return x if x.ndim == 1 else x.reshape(-1)  # a reshape that changes nothing would still stand in a trace
+
+
+def _check_integers(name: str, x: Tensor) -> None:
+    if not isinstance(x, Tensor) or x.dtype.is_floating_point or x.dtype.is_complex or x.dtype == torch.bool:
+        got = x.dtype if isinstance(x, Tensor) else type(x).__name__
+        raise TypeError(f"{name}: wanted an integer tensor, got {got}")

@@ -1,0 +1,240 @@
+"""Where the logits come from: `Logits` has them, `Linear` makes them a chunk of rows at a time.
+
+Dimension key:  N rows   V vocabulary   D hidden size
+
+    z = softcap * tanh(scale * (hidden @ weight.T + bias) / softcap)        s = z / temperature
+
+A source is a frozen record of what the user said; `heads.py` has the verbs.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+from dataclasses import KW_ONLY, dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Logits:
+    """Logits that exist: (..., V).
+
+    `inplace=True` lets the gradient overwrite them: no second (..., V) buffer, and one backward only.
+    """
+
+    logits: Tensor
+    _: KW_ONLY
+    temperature: float | Tensor = 1.0
+    scale: float = 1.0
+    softcap: float | None = None
+    inplace: bool = False
+
+    def __post_init__(self) -> None:
+        _check_matrix("logits", self.logits)
+        _check_transform(self, self.logits)
+        if self.inplace and self.logits.requires_grad and self.logits.is_leaf:
+            raise ValueError(
+                "inplace: logits is a leaf that requires grad and cannot be overwritten; use inplace=False"
+            )
+
+    narrow = False  # the gradient is written in the caller's own dtype, at the caller's own scale
+
+    @property
+    def leading(self) -> tuple[int, ...]:
+        return tuple(self.logits.shape[:-1])
+
+    @property
+    def vocab(self) -> int:
+        return self.logits.shape[-1]
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.logits,)
+
+    @property
+    def device(self) -> torch.device:
+        return self.logits.device
+
+    @property
+    def fact_dtype(self) -> torch.dtype:
+        return torch.promote_types(self.logits.dtype, torch.float32)
+
+
+@dataclass(frozen=True, eq=False)
+class Linear:
+    """Logits that never exist whole: hidden (..., D) and the head's weight (V, D), bias (V,).
+
+    `memory` bounds the rows x vocabulary buffers ("1GiB", "200MB" or bytes).  `logits_dtype` is the dtype of a chunk's
+    logits (the hidden's by default), `weight_grad_dtype` that of the weight gradient's accumulator (at least float32).
+    """
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None = None
+    _: KW_ONLY
+    temperature: float | Tensor = 1.0
+    scale: float = 1.0
+    softcap: float | None = None
+    logits_dtype: torch.dtype | None = None
+    weight_grad_dtype: torch.dtype | None = None
+    memory: str | int = "1GiB"
+
+    def __post_init__(self) -> None:
+        _check_matrix("hidden", self.hidden)
+        _check_matrix("weight", self.weight)
+        if self.weight.ndim != 2:
+            raise ValueError(
+                f"weight: wanted (vocabulary, hidden size), got shape {tuple(self.weight.shape)}"
+                + (
+                    "; an empty weight is what ZeRO-3 leaves outside the module's forward: use hl.FusedLMHead"
+                    if self.weight.numel() == 0
+                    else ""
+                )
+            )
+        if self.hidden.shape[-1] != self.weight.shape[-1]:
+            raise ValueError(
+                f"weight: wanted (vocabulary, {self.hidden.shape[-1]}) to match hidden {tuple(self.hidden.shape)}, "
+                f"got {tuple(self.weight.shape)}"
+            )
+        if self.bias is not None and self.bias.shape != self.weight.shape[:1]:
+            raise ValueError(f"bias: wanted shape ({self.weight.shape[0]},), got {tuple(self.bias.shape)}")
+        for name, x in (("weight", self.weight), ("bias", self.bias)):
+            if x is not None and x.device != self.hidden.device:
+                raise ValueError(f"{name}: is on {x.device}, but hidden is on {self.hidden.device}")
+            if x is not None and x.dtype != self.hidden.dtype and not _autocast(self.hidden):
+                raise TypeError(
+                    f"{name}: is {x.dtype}, but hidden is {self.hidden.dtype}; cast one, or run under torch.autocast"
+                )
+        for name, dtype in (("logits_dtype", self.logits_dtype), ("weight_grad_dtype", self.weight_grad_dtype)):
+            if dtype is not None and not dtype.is_floating_point:
+                raise TypeError(f"{name}: wanted a floating-point dtype, got {dtype}")
+        _check_transform(self, self.hidden)
+        parse_bytes(self.memory)
+
+    @property
+    def leading(self) -> tuple[int, ...]:
+        return tuple(self.hidden.shape[:-1])
+
+    @property
+    def vocab(self) -> int:
+        return self.weight.shape[0]
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.hidden, self.weight) if self.bias is None else (self.hidden, self.weight, self.bias)
+
+    @property
+    def device(self) -> torch.device:
+        return self.hidden.device
+
+    @property
+    def gemm_dtype(self) -> torch.dtype:
+        """What the GEMMs read: the tensors' dtype, or autocast's."""
+        return _autocast(self.hidden) or self.hidden.dtype
+
+    @property
+    def chunk_dtype(self) -> torch.dtype:
+        return self.logits_dtype or self.gemm_dtype
+
+    @property
+    def fact_dtype(self) -> torch.dtype:
+        return torch.promote_types(self.chunk_dtype, torch.float32)
+
+    @property
+    def narrow(self) -> bool:
+        """Whether a chunk's gradient would underflow if it were written at its true scale."""
+        return self.gemm_dtype == torch.float16
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of rows x vocabulary buffers a row of a chunk costs: its logits, and their gradient if it is a copy."""
+        copies = self.chunk_dtype.itemsize + (self.gemm_dtype.itemsize if self.chunk_dtype != self.gemm_dtype else 0)
+        return self.vocab * copies
+
+    def chunk_rows(self) -> int:
+        """How many rows of logits may exist at once."""
+        budget = parse_bytes(self.memory)
+        if self.row_bytes > budget:
+            raise ValueError(
+                f"memory: one row of {self.vocab} logits takes {self.row_bytes} bytes, the budget is {budget}; "
+                f"give at least {self.row_bytes}"
+            )
+        return budget // max(1, self.row_bytes)
+
+
+Source = Logits | Linear
+
+
+def without_tensors(source: Source) -> Source:
+    """The same source with nothing in it, to be kept between forward and backward; see `with_tensors`."""
+    return with_tensors(source, tuple(None for _ in source.tensors))
+
+
+def with_tensors(source: Source, tensors: tuple[Tensor | None, ...]) -> Source:
+    names = ("logits",) if isinstance(source, Logits) else ("hidden", "weight", "bias")
+    other = copy.copy(source)
+    for name, x in zip(names, tensors, strict=False):
+        object.__setattr__(other, name, x)
+    return other
+
+
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
+
+
+def parse_bytes(memory: str | int) -> int:
+    """A size in bytes from an int or a string such as "1GiB"."""
+    if isinstance(memory, bool) or not isinstance(memory, int | str):
+        raise TypeError(f'memory: wanted bytes or a size such as "1GiB", got {memory!r}')
+    if isinstance(memory, str):
+        match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([a-zA-Z]*)\s*", memory)
+        if match is None or match[2].lower() not in _UNITS:
+            raise ValueError(f'memory: wanted bytes or a size such as "1GiB" or "200MB", got {memory!r}')
+        memory = int(float(match[1]) * _UNITS[match[2].lower()])
+    if memory <= 0:
+        raise ValueError(f"memory: wanted a positive size, got {memory}")
+    return memory
+
+
+def _autocast(x: Tensor) -> torch.dtype | None:
+    kind = x.device.type
+    if kind == "meta" or not torch.is_autocast_enabled(kind) or x.dtype == torch.float64:
+        return None
+    return torch.get_autocast_dtype(kind)
+
+
+def _check_matrix(name: str, x: Tensor) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name}: wanted a tensor, got {type(x).__name__}")
+    if not x.dtype.is_floating_point:
+        raise TypeError(f"{name}: wanted a floating-point tensor, got {x.dtype}")
+    if x.ndim < 1 or (x.ndim < 2 and name != "weight"):
+        raise ValueError(f"{name}: wanted at least two dimensions (rows, features), got shape {tuple(x.shape)}")
+
+
+def _check_transform(source: Logits | Linear, x: Tensor) -> None:
+    T = source.temperature
+    if isinstance(T, Tensor):
+        if T.requires_grad:
+            raise ValueError("temperature: requires grad, but no gradient flows to a temperature; pass it detached")
+        if T.ndim and tuple(T.shape) != tuple(x.shape[:-1]):
+            raise ValueError(f"temperature: wanted a number or shape {tuple(x.shape[:-1])}, got {tuple(T.shape)}")
+        if T.device.type == "cpu" and T.numel() and not bool((T > 0).all() and T.isfinite().all()):
+            raise ValueError(f"temperature: wanted positive and finite, got a smallest value of {float(T.min())}")
+        if T.ndim and T.device != x.device:
+            raise ValueError(f"temperature: is on {T.device}, but the source is on {x.device}")
+    else:
+        _check_positive("temperature", T)
+    if source.softcap is not None:
+        _check_positive("softcap", source.softcap)
+    if not isinstance(source.scale, int | float) or not math.isfinite(source.scale) or source.scale == 0:
+        raise ValueError(f"scale: wanted a finite number other than 0, got {source.scale!r}")
+
+
+def _check_positive(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name}: wanted a number, got {type(value).__name__}")
+    if not (math.isfinite(value) and value > 0):
+        raise ValueError(f"{name}: wanted a positive number, got {value}")

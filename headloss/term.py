@@ -1,0 +1,149 @@
+"""A term of an objective: a loss with its weight, its reduction and its options."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from headloss.facts import FACTS, Fact
+from headloss.plan import Call
+from headloss.reductions import NEEDS_SEGMENTS, REDUCTIONS
+from headloss.signature import RESERVED, function_name, read_signature, suggest
+
+
+class Term:
+    """`weight * reduction(row_weight * fn(facts, inputs, **options))`.  Immutable.
+
+    fn           a loss of `headloss.losses` or any function of facts and inputs
+    weight       a number or a scalar tensor; a literal 0 switches the term off, and it then costs nothing
+    reduction    see `headloss.reductions.REDUCTIONS`
+    length       the constant that `seq_mean_token_sum_norm` divides by
+    row_weight   the name of an input, or a function injected like a loss; never differentiated
+    temperature  replaces the source's temperature for this term
+    facts        facts at temperatures of their own, {"hot_entropy": ("entropy", 2.0)}
+    options      the keyword-only parameters of `fn`
+
+    >>> Term(grpo, low=0.2, high=0.28, reduction="seq_mean_token_mean")
+    """
+
+    fn: Callable[..., Any]
+    weight: float | Tensor
+    reduction: str
+    length: float | None
+    row_weight: str | Callable[..., Any] | None
+    temperature: float | None
+    facts: Mapping[str, tuple[str, float]]
+    options: Mapping[str, Any]
+    _calls: dict[float | None, Call]
+    __slots__ = ("_calls", "facts", "fn", "length", "options", "reduction", "row_weight", "temperature", "weight")
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        *,
+        weight: float | Tensor = 1.0,
+        reduction: str = "token_mean",
+        length: float | None = None,
+        row_weight: str | Callable[..., Any] | None = None,
+        temperature: float | None = None,
+        facts: Mapping[str, tuple[str, float]] | None = None,
+        **options: Any,
+    ) -> None:
+        if not callable(fn):
+            raise TypeError(f"fn: wanted a loss function, got {fn!r}")
+        check_weight("weight", weight)
+        if reduction not in REDUCTIONS:
+            known = ", ".join(REDUCTIONS)
+            raise ValueError(
+                f"reduction: wanted one of {known}, got {reduction!r}{suggest(str(reduction), REDUCTIONS)}"
+            )
+        if (length is not None) != (reduction == "seq_mean_token_sum_norm"):
+            raise ValueError(
+                f"length: goes with reduction='seq_mean_token_sum_norm', got {length!r} with {reduction!r}"
+            )
+        for name, value in (("length", length), ("temperature", temperature)):
+            if value is not None and not (isinstance(value, int | float) and math.isfinite(value) and value > 0):
+                raise ValueError(f"{name}: wanted a positive number, got {value!r}")
+        if row_weight is not None and not (isinstance(row_weight, str) or callable(row_weight)):
+            raise TypeError(f"row_weight: wanted an input's name or a function, got {type(row_weight).__name__}")
+        object.__setattr__(self, "_calls", {})
+        for name, said in (
+            ("fn", fn), ("weight", weight), ("reduction", reduction), ("length", length), ("row_weight", row_weight),
+            ("temperature", temperature), ("facts", _check_facts(facts)),
+        ):  # fmt: skip
+            object.__setattr__(self, name, said)
+        object.__setattr__(self, "options", _check_options(fn, options))
+        self.call(None)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"Term is immutable; make a new one to change {name!r}")
+
+    def __repr__(self) -> str:
+        said = {name: getattr(self, name) for name in sorted(RESERVED & set(self.__slots__))}
+        plain = {"weight": 1.0, "reduction": "token_mean", "facts": {}}
+        said = {k: v for k, v in said.items() if v is not None and v != plain.get(k)} | dict(self.options)
+        return f"Term({', '.join([function_name(self.fn), *(f'{k}={v!r}' for k, v in said.items())])})"
+
+    @property
+    def needs_segments(self) -> bool:
+        """Whether the term cannot do without segments, for its loss's or its reduction's sake."""
+        asked = any(p.kind == "segments" and not p.optional for s in self.call(None).signatures for p in s.parameters)
+        return asked or self.reduction in NEEDS_SEGMENTS
+
+    def call(self, source_temperature: float | None) -> Call:
+        """The function ready to be called, its facts named at the temperature the source does not already have."""
+        found = self._calls.get(source_temperature)
+        if found is None:
+            T = None if self.temperature == source_temperature else self.temperature
+            own = {
+                name: Fact(fact, None if temperature == source_temperature else temperature)
+                for name, (fact, temperature) in self.facts.items()
+            }
+            signature = read_signature(self.fn, temperature=T, facts=own)
+            options = {**signature.options, **self.options}
+            weighed = read_signature(self.row_weight, temperature=T) if callable(self.row_weight) else None
+            found = self._calls[source_temperature] = Call(self.fn, signature, options, self.row_weight, weighed)
+        return found
+
+
+def check_weight(name: str, weight: object) -> None:
+    if isinstance(weight, Tensor):
+        if weight.ndim != 0:
+            raise ValueError(f"{name}: wanted a number or a scalar tensor, got shape {tuple(weight.shape)}")
+        if weight.requires_grad:
+            raise ValueError(f"{name}: requires grad, but no gradient flows to a term's weight; pass it detached")
+    elif isinstance(weight, bool) or not isinstance(weight, int | float):
+        raise TypeError(f"{name}: wanted a number or a scalar tensor, got {type(weight).__name__}")
+    elif not math.isfinite(weight):
+        raise ValueError(f"{name}: wanted a finite number, got {weight}")
+
+
+def _check_facts(facts: Mapping[str, tuple[str, float]] | None) -> dict[str, tuple[str, float]]:
+    checked = {}
+    for name, pair in (facts or {}).items():
+        if not (isinstance(pair, tuple | list) and len(pair) == 2):
+            raise TypeError(f"facts: wanted {{name: (fact, temperature)}}, got {name!r}: {pair!r}")
+        fact, temperature = pair
+        if fact not in FACTS:
+            raise ValueError(f"facts: {fact!r} is not a fact; there are {', '.join(FACTS)}{suggest(str(fact), FACTS)}")
+        if not (isinstance(temperature, int | float) and math.isfinite(temperature) and temperature > 0):
+            raise ValueError(f"facts: wanted a positive temperature for {name!r}, got {temperature!r}")
+        checked[name] = (fact, float(temperature))
+    return checked
+
+
+def _check_options(fn: Callable[..., Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    name = function_name(fn)
+    known = {p.name: p.default for p in inspect.signature(fn).parameters.values() if p.kind is p.KEYWORD_ONLY}
+    for option in options:
+        if option not in known:
+            there = f"its options are {', '.join(known)}" if known else "it has none"
+            raise TypeError(f"{name}: no option {option!r}; {there}{suggest(option, [*known, *RESERVED])}")
+    missing = [k for k, default in known.items() if default is inspect.Parameter.empty and k not in options]
+    if missing:
+        raise TypeError(f"{name}: option {missing[0]!r} has no default; give it to Term")
+    return {k: float(v) if isinstance(known[k], float) and type(v) is int else v for k, v in options.items()}
