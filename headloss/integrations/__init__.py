@@ -1,0 +1,1 @@
+"""Adapters to trainers and model libraries.  Nothing here is imported by headloss itself."""

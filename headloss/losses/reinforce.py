@@ -1,0 +1,4 @@
+def reinforce(logprob, advantage):
+    """-A logprob (Williams 1992); with group-relative advantages this is GPG (Chu et al. 2025)."""
+    advantages = {f"advantage_{what}": advantage for what in ("mean", "min", "max")}
+    return -advantage * logprob, {"logprob": logprob, **advantages}
