@@ -270,7 +270,7 @@ def _trace_once(
         return value.detach(), tuple(grads), {k: m.detach() for k, m in metrics.items() if isinstance(m, Tensor)}
 
     def zeros(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
-        return torch.zeros(*shape, dtype=dtype, device=device)
+        return torch.zeros(shape, dtype=dtype, device=device)  # a scalar input has no sizes
 
     lead = {"row": (R,), "segment": (S,), "scalar": (), "whole": ()}
     flat: list[Any] = [zeros(R, dtype=torch.long if f.name == "argmax" else dtype) for f in call.facts]
