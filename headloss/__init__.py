@@ -9,6 +9,7 @@ from headloss.heads import Grads
 from headloss.metrics import Meter, Metric
 from headloss.module import FusedLMHead, Inputs
 from headloss.objective import Objective, row_facts
+from headloss.parallel import VocabShard
 from headloss.record import Facts, Output
 from headloss.reductions import count
 from headloss.rows import Prepared, prepare, shift_labels
@@ -18,10 +19,20 @@ from headloss.term import Term
 
 __version__ = "0.1.0"
 
+
+def __getattr__(name: str) -> object:
+    if name == "HeadParallel":  # loads DTensor, which a plain import should not
+        from headloss.dtensor import HeadParallel
+
+        return HeadParallel
+    raise AttributeError(f"module 'headloss' has no attribute {name!r}")
+
+
 __all__ = [
     "Facts",
     "FusedLMHead",
     "Grads",
+    "HeadParallel",
     "Inputs",
     "Linear",
     "Logits",
@@ -32,6 +43,7 @@ __all__ = [
     "Prepared",
     "Segments",
     "Term",
+    "VocabShard",
     "count",
     "losses",
     "prepare",

@@ -157,7 +157,7 @@ class BoundLoss:
         by_fact: dict[Fact, Tensor] = {}
         by_input: dict[str, Tensor] = {}
         if grad:
-            targets = [(f, x) for f, x in leaves.items() if x.requires_grad]
+            targets: list[tuple[Any, Any]] = [(f, x) for f, x in leaves.items() if x.requires_grad]
             targets += [(n, env.inputs[n]) for n in self.wants_grad]
             live = [(v, s) for v, s in zip(values, seeds, strict=True) if v.requires_grad]
             if live and targets:
@@ -166,7 +166,7 @@ class BoundLoss:
                 )
                 for (key, _), g in zip(targets, grads, strict=True):
                     if g is not None:
-                        (by_fact if isinstance(key, Fact) else by_input)[key] = g  # type: ignore[index]
+                        (by_fact if isinstance(key, Fact) else by_input)[key] = g
         return loss, (self._masked(by_fact, slice(0, self.rows.count)), by_input)
 
     def shaped(self, name: str, grad: Tensor | None) -> Tensor | None:
@@ -229,10 +229,14 @@ class BoundLoss:
                 x = torch.tensor(float(x), device=self.device)
             kind = "other" if x.ndim != 1 else self._kind(x)
             weights: Tensor | None = None
+            segments = self.rows.segments
             if kind == "row":
                 weights = self.rows.valid
-            elif kind == "segment" and self.rows.segments is not None:
-                weights = self.rows.segments.counts > 0
+            elif segments is not None:
+                if kind == "segment":
+                    weights = (segments.counts > 0) & segments.counts_here
+                elif not segments.counts_here:
+                    weights = torch.zeros_like(x, dtype=torch.bool)
             self.metrics[name] = Metric.of(name, x, weights, {"row": "token", "segment": "segment"}.get(kind, "call"))
 
     def _masked(self, by_fact: dict[Fact, Tensor], part: slice) -> dict[Fact, Tensor]:

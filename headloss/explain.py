@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from headloss.classify import totals_in
 from headloss.rows import Rows
 from headloss.sources import Linear, parse_bytes
 from headloss.sweeps import Chunk
@@ -40,7 +41,7 @@ class Explanation(NamedTuple):
     sweeps: int  # forward and backward
     gemms: int  # forward and backward; 1 without grad mode
     host_reads: int
-    collectives: int
+    collectives: dict[str, int]  # by purpose, forward and backward
     bytes: dict[str, int]  # by purpose
 
     def __str__(self) -> str:
@@ -59,56 +60,30 @@ class Explanation(NamedTuple):
             f"work         {self.sweeps} sweeps over the vocabulary ({self.forward_sweeps} without grad){gemms}"
         )
         lines.append(f"host reads   {self.host_reads}")
-        lines.append(f"collectives  {self.collectives}")
+        counted = [f"{n} {what}" for what, n in self.collectives.items()]
+        lines.append(f"collectives  {', '.join(counted) or 0}")
         lines += [f"bytes        {_size(n):>10}  {what}" for what, n in self.bytes.items()]
         return "\n".join(lines)
 
 
 def explain(plan: _Plan, rows: Rows, chunks: Sequence[Chunk] | None, backend: str, host_read: bool) -> Explanation:
     source = plan.source
-    linear = isinstance(source, Linear)
-    terms = tuple(
-        TermPlan(t.name, t.call.signature.name, t.trace.kind, t.trace.reason, t.trace.frozen) for t in plan.terms
-    )
-    small = rows.count * source.fact_dtype.itemsize * (2 * len(plan.want.facts) + 2)
+    terms = tuple(TermPlan(t.name, t.call.signature.name, *t.trace[:2], t.trace.frozen) for t in plan.terms)
     if isinstance(source, Linear):
-        most = source.chunk_rows()
-        pieces = len(chunks) if chunks else -(-rows.count // most)
-        longest = (
-            max((c.rows.stop - c.rows.start for c in chunks), default=0) if chunks else -(-rows.count // max(1, pieces))
-        )
-        sizes = {
-            f"chunk of {longest} rows x {source.vocab} (budget {_size(parse_bytes(source.memory))})": longest
-            * source.row_bytes,
-            "gradient of hidden": source.hidden.numel() * source.gemm_dtype.itemsize,
-            "weight gradient": _weight_grad(source, pieces),
-            "gathered hidden rows": longest * source.hidden.shape[-1] * source.gemm_dtype.itemsize
-            if rows.keep is not None
-            else 0,
-        }
-        if chunks is not None:
-            grade = "gradients in the same visit: each chunk's logits are made once"
-            sweeps, gemms = 2, 3
-        else:
-            why = next((t for t in terms if t.kind == "batch"), None) or next(
-                (t for t in terms if t.kind == "segment"), None
-            )
-            because = f"{why.name}: {why.reason}" if why and why.kind == "batch" else "a segment is longer than a chunk"
-            if why and why.kind == "segment" and rows.stats is None:
-                because = "segment lengths are not known to the host"
-            grade = f"facts of all rows first, logits made again for the gradient ({because})"
-            sweeps, gemms = 2, 4
+        pieces = len(chunks) if chunks else -(-rows.count // source.chunk_rows())
+        sizes, grade = _linear_bytes(source, rows, chunks, pieces), _linear_grade(plan, rows, chunks)
+        gemms = 3 if chunks is not None else 4
     else:
-        pieces = 1
+        pieces, gemms = 1, 0
         written = 0 if source.inplace else source.logits.numel() * source.logits.element_size()
         sizes = {"gradient of logits" + (" (in place)" if source.inplace else ""): written}
         grade = "read for the facts, then read and write for the gradient"
-        sweeps, gemms = 2, 0
-    sizes["facts, cotangents and coefficients"] = small
-    reads = int(source.device.type not in ("cpu", "meta") and host_read and rows.targets is not None)
+    sizes["facts, cotangents and coefficients"] = (
+        rows.count * source.fact_dtype.itemsize * 2 * (len(plan.want.facts) + 1)
+    )
     return Explanation(
-        source="Linear" if linear else "Logits",
-        backend="torch" if backend == "auto" else backend,
+        source=type(source).__name__,
+        backend=backend,
         facts=tuple(map(str, plan.want.facts)),
         terms=terms,
         off=plan.off,
@@ -118,12 +93,55 @@ def explain(plan: _Plan, rows: Rows, chunks: Sequence[Chunk] | None, backend: st
         vocab=source.vocab,
         chunks=pieces,
         forward_sweeps=1,
-        sweeps=sweeps,
+        sweeps=2,
         gemms=gemms,
-        host_reads=reads,
-        collectives=0,
+        host_reads=int(source.device.type not in ("cpu", "meta") and host_read and rows.targets is not None),
+        collectives=_collectives(plan, pieces if chunks is not None else 1),
         bytes={what: n for what, n in sizes.items() if n},
     )
+
+
+def _linear_grade(plan: _Plan, rows: Rows, chunks: Sequence[Chunk] | None) -> str:
+    if chunks is not None:
+        return "gradients in the same visit: each chunk's logits are made once"
+    batch = [f"{t.name}: {t.trace.reason}" for t in plan.terms if t.trace.kind == "batch"]
+    if batch:
+        why = batch[0]
+    elif plan.segments is not None and plan.segments.group is not None:
+        why = "segments lie on several ranks"
+    elif rows.stats is None:
+        why = "segment lengths are not known to the host"
+    else:
+        why = "a segment is longer than a chunk"
+    return f"facts of all rows first, logits made again for the gradient ({why})"
+
+
+def _linear_bytes(source: Linear, rows: Rows, chunks: Sequence[Chunk] | None, pieces: int) -> dict[str, int]:
+    longest = -(-rows.count // max(1, pieces))
+    if chunks:
+        longest = max(c.rows.stop - c.rows.start for c in chunks)
+    width, budget = source.hidden.shape[-1] * source.gemm_dtype.itemsize, _size(parse_bytes(source.memory))
+    return {
+        f"chunk of {longest} rows x {source.columns} (budget {budget})": longest * source.row_bytes,
+        "gradient of hidden": source.hidden.numel() * source.gemm_dtype.itemsize,
+        "weight gradient": _weight_grad(source, pieces),
+        "gathered hidden rows": longest * width if rows.keep is not None else 0,
+    }
+
+
+def _collectives(plan: _Plan, visited: int) -> dict[str, int]:
+    source, segments = plan.source, plan.segments
+    found: dict[str, int] = {}
+    if source.shard is not None:
+        found["all-gather of partials"] = visited
+        if isinstance(source, Linear) and not source.shard.partial_hidden:
+            found["all-reduce of the gradient of hidden"] = 1
+    if segments is not None and segments.group is not None:
+        found["all-reduce of segment counts"] = 1
+        sums = sum(totals_in(t.trace.joint) for t in plan.terms if t.trace.joint is not None)
+        if sums:
+            found["all-reduce of segment totals, forward and backward"] = 2 * sums
+    return found
 
 
 def _weight_grad(source: Linear, pieces: int) -> int:

@@ -34,16 +34,18 @@ class LogitsHead:
 
     def __init__(self, source: Logits) -> None:
         self.source = source
-        self.logits_NV = source.logits.detach().reshape(-1, source.vocab)
+        rows = torch.Size(source.leading).numel()
+        self.all_NV = source.logits.detach().reshape(rows, source.logits.shape[-1])
+        self.logits_NV = self.all_NV[:, : source.columns]  # without the columns that pad a vocabulary
         self.grad_NV: Tensor | None = None
 
     def chunks(self, count: int, gathered: bool) -> list[slice]:
         """All rows at once, or runs small enough that a copy of them does not matter."""
-        row_bytes = max(1, self.source.vocab * self.logits_NV.element_size())
+        row_bytes = max(1, self.source.columns * self.logits_NV.element_size())
         step = max(1, GATHER_BYTES // row_bytes) if gathered else max(1, count)
         return [slice(i, min(i + step, count)) for i in range(0, count, step)]
 
-    def read(self, rows: Rows) -> Tensor:
+    def read(self, rows: Rows, slot: int = 0) -> Tensor:
         if isinstance(rows, slice):
             return self.logits_NV[rows]
         return self.logits_NV.index_select(0, rows)
@@ -52,17 +54,18 @@ class LogitsHead:
         if not needs[0]:
             return
         if self.source.inplace:
-            self.grad_NV = self.logits_NV
             torch.autograd.graph.increment_version(self.source.logits)
         else:
-            self.grad_NV = torch.empty_like(self.logits_NV, memory_format=torch.contiguous_format)
+            self.all_NV = torch.empty_like(self.all_NV, memory_format=torch.contiguous_format)
+        self.grad_NV = self.all_NV[:, : self.source.columns]
+        self.all_NV[:, self.source.columns :] = 0
 
     def room(self, rows: Rows, raw_CV: Tensor) -> Tensor:
         """Where the gradient of these rows' raw logits is to be written."""
         assert self.grad_NV is not None
         return self.grad_NV[rows] if isinstance(rows, slice) else raw_CV
 
-    def write(self, rows: Rows, grad_CV: Tensor) -> None:
+    def write(self, rows: Rows, grad_CV: Tensor, ignored_C1: Tensor | None) -> None:
         if not isinstance(rows, slice):
             assert self.grad_NV is not None
             self.grad_NV.index_copy_(0, rows, grad_CV)
@@ -73,7 +76,7 @@ class LogitsHead:
             self.grad_NV.index_fill_(0, rows, 0)
 
     def grads(self) -> Grads:
-        return Grads(logits=None if self.grad_NV is None else self.grad_NV.view(self.source.logits.shape))
+        return Grads(logits=None if self.grad_NV is None else self.all_NV.view(self.source.logits.shape))
 
 
 class LinearHead:
@@ -83,10 +86,10 @@ class LinearHead:
         self.source = source
         dtype = source.gemm_dtype
         self.hidden_ND = source.hidden.detach().reshape(-1, source.hidden.shape[-1]).to(dtype)
-        self.weight_VD = source.weight.detach().to(dtype)
-        self.bias_V = None if source.bias is None else source.bias.detach()
+        self.weight_VD = source.weight.detach()[: source.columns].to(dtype)  # without the rows that pad a vocabulary
+        self.bias_V = None if source.bias is None else source.bias.detach()[: source.columns]
         self.needs = (False, False, False)
-        self.buffer_CV: Tensor | None = None
+        self.buffers_CV: dict[int, Tensor] = {}
         self.dhidden_ND: Tensor | None = None
         self.dweight_VD: Tensor | None = None
         self.dbias_V: Tensor | None = None
@@ -102,13 +105,14 @@ class LinearHead:
     def _hidden(self, rows: Rows) -> Tensor:
         return self.hidden_ND[rows] if isinstance(rows, slice) else self.hidden_ND.index_select(0, rows)
 
-    def read(self, rows: Rows) -> Tensor:
+    def read(self, rows: Rows, slot: int = 0) -> Tensor:
+        """Make these rows' logits, in one of two buffers: the last chunk's may still be needed."""
         hidden_CD = self._hidden(rows)
         C, V, dtype = len(hidden_CD), len(self.weight_VD), self.source.chunk_dtype
-        if self.buffer_CV is None or len(self.buffer_CV) < C:
-            self.buffer_CV = None  # free the old one first
-            self.buffer_CV = torch.empty(C, V, dtype=dtype, device=hidden_CD.device)
-        raw_CV = self.buffer_CV[:C]
+        if slot not in self.buffers_CV or len(self.buffers_CV[slot]) < C:
+            self.buffers_CV.pop(slot, None)  # free the old one first
+            self.buffers_CV[slot] = torch.empty(C, V, dtype=dtype, device=hidden_CD.device)
+        raw_CV = self.buffers_CV[slot][:C]
         product(hidden_CD, self.weight_VD.t(), out=raw_CV)
         if self.bias_V is not None:
             raw_CV += self.bias_V
@@ -120,7 +124,7 @@ class LinearHead:
     def room(self, rows: Rows, raw_CV: Tensor) -> Tensor:
         return raw_CV  # the chunk's gradient overwrites its logits
 
-    def write(self, rows: Rows, grad_CV: Tensor) -> None:
+    def write(self, rows: Rows, grad_CV: Tensor, ignored_C1: Tensor | None) -> None:
         need_hidden, need_weight, need_bias = self.needs
         if need_bias:
             part_V = grad_CV.sum(0, dtype=self.source.fact_dtype)
@@ -137,13 +141,15 @@ class LinearHead:
             else:
                 self.dhidden_ND.index_copy_(0, rows, part_CD)
         if need_weight:
-            hidden_CD = self._hidden(rows)
+            hidden_CD, first = self._hidden(rows), self.dweight_VD is None
+            if ignored_C1 is not None:
+                hidden_CD = hidden_CD.masked_fill(ignored_C1, 0)  # it may hold NaN, and 0 * NaN is not 0
             if self.dweight_VD is None:
-                dtype = self._accumulator()
-                self.dweight_VD = torch.empty_like(self.weight_VD, dtype=dtype, memory_format=torch.contiguous_format)
-                product(grad_CV.t(), hidden_CD, out=self.dweight_VD)
-            else:
-                product(grad_CV.t(), hidden_CD, out=self.dweight_VD, add=True)
+                self.dweight_VD = torch.empty(
+                    self.source.weight.shape, dtype=self._accumulator(), device=grad_CV.device
+                )
+                self.dweight_VD[self.source.columns :] = 0
+            product(grad_CV.t(), hidden_CD, out=self.dweight_VD[: self.source.columns], add=not first)
 
     def _accumulator(self) -> torch.dtype:
         """With a single chunk nothing is accumulated and the weight's own dtype will do."""
@@ -157,13 +163,18 @@ class LinearHead:
     def grads(self) -> Grads:
         need_hidden, need_weight, need_bias = self.needs
         source, zeros = self.source, torch.zeros_like
-        shaped = None if self.dhidden_ND is None else self.dhidden_ND.view(source.hidden.shape)
+        dhidden, dweight, dbias = self.dhidden_ND, self.dweight_VD, self.dbias_V
+        if need_bias and source.bias is not None:
+            padding = source.bias.shape[0] - source.columns
+            dbias = zeros(source.bias) if dbias is None else torch.nn.functional.pad(dbias, (0, padding))
         return Grads(
-            hidden=None if not need_hidden else zeros(source.hidden) if shaped is None else shaped,
-            weight=None if not need_weight else zeros(source.weight) if self.dweight_VD is None else self.dweight_VD,
-            bias=self.dbias_V
-            if self.dbias_V is not None or self.bias_V is None or not need_bias
-            else zeros(self.bias_V),
+            hidden=None
+            if not need_hidden
+            else zeros(source.hidden)
+            if dhidden is None
+            else dhidden.view_as(source.hidden),
+            weight=None if not need_weight else zeros(source.weight) if dweight is None else dweight,
+            bias=dbias,
         )
 
 

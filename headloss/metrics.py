@@ -1,6 +1,7 @@
 """Metrics: numbers that can be combined over chunks, micro-batches and ranks, and read when it is time to log.
 
-A `Metric` holds the sums behind a number (its `parts`), on the device, detached.  The name's ending says how two combine:
+A `Metric` holds the sums behind a number (its `parts`), on the device, detached.  The name's ending says how
+two combine:
 
     ..._min, ..._max           smallest, largest
     ..._std                    standard deviation
@@ -14,6 +15,7 @@ A `Metric` holds the sums behind a number (its `parts`), on the device, detached
 from __future__ import annotations
 
 import inspect
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -21,6 +23,7 @@ import torch
 from torch import Tensor
 
 from headloss.facts import FACTS
+from headloss.parallel import all_gather
 from headloss.plan import Call
 from headloss.signature import function_name, read_signature, suggest
 
@@ -123,12 +126,35 @@ class Meter:
             self._held[name] = self._held[name] + metric if name in self._held else metric
         return self
 
-    def compute(self) -> dict[str, float]:
+    def compute(self, group: Any = None) -> dict[str, float]:
+        """Every metric as a number, and over the ranks of `group` where one is given: one collective, one copy."""
         held, self._held = self._held, {}
-        if not held:
+        if not held and group is None:
             return {}
+        if group is not None:
+            held = _over_ranks(held, group)
         values = torch.stack([metric.value for metric in held.values()]).tolist()
         return dict(zip(held, values, strict=True))
+
+
+def _over_ranks(held: Mapping[str, Metric], group: Any) -> dict[str, Metric]:
+    """The same metrics combined over ranks: one all-gather of all their parts."""
+    if not held:
+        raise ValueError("Meter: nothing was added on this rank; every rank of the group must add the same metrics")
+    names = zlib.crc32("\n".join(f"{name} {m.kind}" for name, m in held.items()).encode())
+    parts = [p for m in held.values() for p in m.parts]
+    packed = torch.stack([*parts, parts[0].new_tensor(names)])
+    everyone = packed.new_empty(torch.distributed.get_world_size(group), len(packed))
+    all_gather(everyone, packed, group).wait()
+    combined = {"sum": everyone.sum(0), "min": everyone.amin(0), "max": everyone.amax(0)}
+    if bool((everyone[:, -1] != names).any()):
+        raise ValueError("Meter: the ranks of the group hold different metrics")
+    result, i = {}, 0
+    for name, metric in held.items():
+        chosen = combined[_KINDS[metric.kind].combine][i : i + len(metric.parts)]
+        result[name] = metric._replace(parts=tuple(chosen.unbind()))
+        i += len(metric.parts)
+    return result
 
 
 def read_metrics(metrics: Any) -> Iterator[tuple[str, Call]]:

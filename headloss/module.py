@@ -54,6 +54,7 @@ class FusedLMHead(nn.Linear):
     """
 
     source_options: dict[str, Any]
+    parallel: tuple[Any, Any] | None = None  # mesh and layout of hidden, set by HeadParallel
 
     def __init__(
         self,
@@ -93,11 +94,21 @@ class FusedLMHead(nn.Linear):
         if objective is None:
             if targets is not None or inputs is not None:
                 raise ValueError("objective: needed with targets or inputs; without it the head is a linear layer")
-            return super().forward(hidden)
+            if self.parallel is None:
+                return super().forward(hidden)
+            from headloss.dtensor import sharded_logits
+
+            return sharded_logits(hidden, self)
         if not isinstance(objective, Objective):
             raise TypeError(f"objective: wanted hl.Objective, got {type(objective).__name__}")
-        source = Linear(hidden, self.weight, self.bias, **self.source_options)
-        return objective(source, targets, **(inputs or {}))
+        return objective(self._source(hidden), targets, **(inputs or {}))
+
+    def _source(self, hidden: Tensor) -> Linear:
+        if self.parallel is None:
+            return Linear(hidden, self.weight, self.bias, **self.source_options)
+        from headloss.dtensor import sharded_source
+
+        return sharded_source(hidden, self, **self.source_options)
 
     def extra_repr(self) -> str:
         more = "".join(f", {k}={v!r}" for k, v in self.source_options.items())

@@ -11,6 +11,7 @@ classes allow.  The same record comes back whatever was asked for.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -102,6 +103,7 @@ class Objective:
         host_read     False: never look at the targets from the host; ignored rows are then masked, not dropped
         inputs        whatever the losses' signatures ask for, in the targets' shape, (S,) or scalar
         """
+        source = plain_source(source)
         plan = self._plan(source, targets, segments, weights, inputs)
         sweep, loss = self._bind(plan, targets, num_items, num_segments, grad_scale, host_read)
         needs = tuple(x.requires_grad and torch.is_grad_enabled() for x in source.tensors)
@@ -129,6 +131,7 @@ class Objective:
     ) -> Output:
         """The same record with `.grads` (logits, or hidden, weight and bias), without autograd."""
         with torch.no_grad():
+            source = plain_source(source)
             plan = self._plan(source, targets, segments, weights, inputs)
             sweep, loss = self._bind(plan, targets, num_items, num_segments, grad_scale, host_read)
             needs = tuple(True for _ in source.tensors)
@@ -154,9 +157,11 @@ class Objective:
         **inputs: Any,
     ) -> Explanation:
         """What a call with these arguments would do: facts, classes, sweeps, GEMMs, bytes.  Takes meta tensors."""
+        source = plain_source(source)
         plan = self._plan(source, targets, segments, weights, inputs)
         rows = self._rows(plan, targets, host_read)
-        return explain(plan, rows, _chunks(plan, rows), self.backend, host_read)
+        backend = choose(self.backend, source.device).__name__.split(".")[-1]
+        return explain(plan, rows, _chunks(plan, rows), backend, host_read)
 
     @classmethod
     def from_config(
@@ -186,7 +191,6 @@ class Objective:
         weights: Mapping[str, float | Tensor] | None,
         inputs: Mapping[str, Any],
     ) -> _Plan:
-        check_source(source)
         if isinstance(targets, Prepared):
             segments = targets.segments if segments is None else segments
         if segments is not None and not isinstance(segments, Segments):
@@ -262,6 +266,10 @@ class Objective:
         check_weight("grad_scale", grad_scale)
         source = plan.source
         backend = choose(self.backend, source.device)
+        if isinstance(source, Linear):
+            source.chunk_rows()  # refuses a budget below one row
+            if source.shard is not None:
+                source.shard.check_width(source.weight.shape[0])
         rows = self._rows(plan, targets, host_read)
         if rows.stats is not None and rows.stats.loose:
             for term in plan.terms:
@@ -270,8 +278,7 @@ class Objective:
                         f"segments: {rows.stats.loose} rows that are not ignored have no segment (id -1), "
                         f"but term {term.name!r} needs one for each"
                     )
-        if isinstance(source, Linear):
-            source.chunk_rows()  # refuses a budget below one row
+        rows.join()
         loss = BoundLoss(
             plan.terms, plan.metrics, rows, plan.inputs,
             chunks=_chunks(plan, rows), num_items=num_items, num_segments=num_segments, grad_scale=grad_scale,
@@ -299,7 +306,7 @@ def row_facts(
     >>> facts = hl.row_facts(hl.Logits(logits), targets, want=("logprob", "entropy"))
     >>> (-facts.logprob.mean() - 0.01 * facts.entropy.mean()).backward()
     """
-    check_source(source)
+    source = plain_source(source)
     wanted = []
     for name in [want] if isinstance(want, str) else want:
         fact = Fact(name) if isinstance(name, str) else Fact(name[0], float(name[1]))
@@ -326,21 +333,30 @@ def row_facts(
     return Facts(dict(zip(sweep.want.facts, facts, strict=True)))
 
 
-def check_source(source: object) -> None:
+def plain_source(source: Source) -> Source:
+    """The source, checked, on plain tensors."""
     if not isinstance(source, Logits | Linear):
         hint = "; wrap a tensor in hl.Logits(...)" if isinstance(source, Tensor) else ""
         raise TypeError(f"source: wanted hl.Logits or hl.Linear, got {type(source).__name__}{hint}")
+    tensors = sys.modules.get("torch.distributed.tensor")  # not loaded: there are no DTensors either
+    if tensors is not None and any(isinstance(x, tensors.DTensor) for x in source.tensors):
+        from headloss.dtensor import localize
+
+        source = localize(source)
+    return source
 
 
 def _chunks(plan: _Plan, rows: Rows) -> list[Chunk] | None:
     """How a visit walks the rows; None if every fact must be there before the first cotangent."""
     if not isinstance(plan.source, Linear) or plan.kind == "batch":
         return None
+    if plan.kind == "segment" and plan.segments is not None and plan.segments.group is not None:
+        return None  # a sum over ranks must see all rows
     most = plan.source.chunk_rows()
     if plan.kind == "row":
         pieces = -(-rows.count // most)
         return [Chunk(slice(rows.count * i // pieces, rows.count * (i + 1) // pieces)) for i in range(pieces)]
-    runs = rows.aligned(most) if rows.stats is not None else None
+    runs = rows.aligned(most) if rows.stats is not None and not rows.stats.loose else None
     return None if runs is None else [Chunk(*run) for run in runs]
 
 

@@ -9,12 +9,13 @@ knows how it is reduced.  With global counts (`count`) the same weights serve mi
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from headloss.rows import IGNORE, Rows, check_targets, segment_ids
-from headloss.segments import Segments
+from headloss.segments import Segments, group_sum
 
 REDUCTIONS: Mapping[str, str] = {
     "token_mean": "sum over tokens / number of tokens",
@@ -48,15 +49,23 @@ class Counts(Mapping[str, Tensor]):
         return f"Counts({', '.join(f'{k}={v}' for k, v in self.items())})"
 
 
-def count(targets: Tensor, segments: Segments | None = None) -> Counts:
-    """Tokens that count, and segments that have any, as device tensors: nothing is read back."""
+def count(targets: Tensor, segments: Segments | None = None, group: Any = None) -> Counts:
+    """Tokens that count, and segments that have any, over the ranks of `group`, as device tensors.
+
+    One collective, and one more over the segments' own group where they lie on several ranks.  Nothing is read back.
+    """
     check_targets(targets)
     valid = targets.reshape(-1) != IGNORE
-    num_items = valid.sum()
-    if segments is None:
-        return Counts(num_items, None)
-    ids = segment_ids(segments, targets.shape).masked_fill(~valid, -1)
-    return Counts(num_items, (Segments(ids, segments.num_segments).counts > 0).sum())
+    numbers = [valid.sum()]
+    if segments is not None:
+        ids = segment_ids(segments, targets.shape).masked_fill(~valid, -1)
+        here = Segments(ids, segments.num_segments, group=segments.group)
+        numbers.append((here.counts > 0).sum() * here.counts_here)
+    packed = torch.stack(numbers)
+    wide = group if group is not None else segments.group if segments is not None else None
+    if wide is not None:
+        packed = group_sum(packed, wide)
+    return Counts(packed[0], packed[1] if segments is not None else None)
 
 
 def weights(
@@ -83,11 +92,13 @@ def weights(
     one = whole(1.0).expand(length)
     if rows.valid is not None and kind == "row":
         one = rows.valid.to(dtype)
+    if kind == "other" and rows.segments is not None and not rows.segments.counts_here:
+        one = one * 0  # a value per pair is known to all ranks of the group and counts on one
     present = None
     if rows.segments is not None and (kind == "segment" or reduction in NEEDS_SEGMENTS):
         present = (rows.segments.counts > 0).to(dtype)
         if kind == "segment":
-            one = present
+            one = present * rows.segments.counts_here
         if num_segments is None:
             num_segments = present.sum()
     if reduction == "weighted_mean":
@@ -102,6 +113,7 @@ def weights(
     if reduction == "token_mean":
         if num_items is None:
             num_items = rows.count if rows.valid is None else rows.valid.sum()
+            num_items = num_items if rows.num_items is None else rows.num_items
         return one / whole(num_items).clamp(min=1)
     assert rows.segments is not None, "checked before: a segment reduction needs segments"
     per_segment = one / whole(_counted(num_segments)).clamp(min=1)

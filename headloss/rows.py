@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from headloss.segments import Segments, _check_integers
+from headloss.segments import Segments, _check_integers, group_sum
 
 IGNORE = -100
 
@@ -41,7 +41,8 @@ class Prepared:
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Prepared:
         segments = self.segments
         if segments is not None:
-            segments = Segments(segments.ids.to(device, non_blocking=non_blocking), segments.num_segments)
+            ids = segments.ids.to(device, non_blocking=non_blocking)
+            segments = Segments(ids, segments.num_segments, group=segments.group)
         return Prepared(self.targets.to(device, non_blocking=non_blocking), segments, self.stats)
 
 
@@ -93,6 +94,7 @@ class Rows:
         self.count = self.total if keep is None else keep.numel()
         self.targets = None if targets is None else self.take(targets)
         self.segments = segments
+        self.num_items: Tensor | None = None  # of the whole group, once `join` has asked
 
     def take(self, x: Tensor) -> Tensor:
         """(shape, ...) to (R, ...): the rows that count."""
@@ -121,6 +123,16 @@ class Rows:
             return None
         mask = torch.ones(self.total, dtype=torch.bool, device=self.keep.device)
         return mask.index_fill_(0, self.keep, False).argsort(descending=True, stable=True)[: self.total - self.count]
+
+    def join(self) -> None:
+        """Where segments lie on several ranks, count their rows on all of them: one collective."""
+        segments = self.segments
+        if segments is not None and segments.group is not None:
+            local = segments.local_counts()
+            mine = local.new_full((1,), self.count) if self.valid is None else self.valid.sum().to(local)[None]
+            counts = group_sum(torch.cat([local, mine]), segments.group)
+            self.num_items = counts[-1]
+            self.segments = Segments(segments.ids, segments.num_segments, counts[:-1], segments.group)
 
     def aligned(self, most: int) -> list[tuple[slice, slice]] | None:
         """Runs of at most `most` rows that hold whole segments, with those segments; None if one is longer."""
@@ -176,7 +188,7 @@ def bind_rows(
         torch._assert_async(((flat >= 0) & (flat < vocab) | ~valid).all(), "targets: out of range")
         bound = None
         if segments is not None and ids is not None:
-            bound = Segments(ids.masked_fill(~valid, -1), segments.num_segments)
+            bound = Segments(ids.masked_fill(~valid, -1), segments.num_segments, group=segments.group)
         return Rows(shape, targets, None, valid, bound, None)
     if stats is None:
         stats = prepare(targets, segments).stats
@@ -190,7 +202,8 @@ def bind_rows(
         keep = valid.logical_not().argsort(stable=True)[: stats.valid]  # nonzero() would be another host read
     bound = None
     if segments is not None and ids is not None:
-        bound = Segments(ids if keep is None else ids.index_select(0, keep), segments.num_segments)
+        ids = ids if keep is None else ids.index_select(0, keep)
+        bound = Segments(ids, segments.num_segments, group=segments.group)
     return Rows(shape, targets, keep, None, bound, stats)
 
 

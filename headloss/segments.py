@@ -6,6 +6,9 @@ Row n belongs to segment `ids[n]`; id -1 is no segment.  Losses receive a `Segme
 so `totals`, `means`, `spread` and `mean` speak of valid tokens only.  All four are differentiable, and ids may come in
 any order.  `totals` and `spread` are operators of their own, each the other's adjoint: in a traced loss they are the
 mark by which a segment loss is told from one that mixes rows at will.
+
+With a `group`, a segment's rows may lie on several ranks (context or sequence parallelism): ids and their number are
+then global, sums run over the group, forward and backward, and each rank's loss is its share of the whole.
 """
 
 from __future__ import annotations
@@ -58,6 +61,25 @@ torch.library.register_autograd(
 )
 
 
+class _GroupSum(torch.autograd.Function):
+    """Sum over ranks; each rank's loss is a share of one loss, so the gradient is the sum over ranks too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return group_sum(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return group_sum(grad, ctx.group), None
+
+
+def group_sum(x: Tensor, group: Any) -> Tensor:
+    x = x.clone()
+    torch.distributed.all_reduce(x, group=group)
+    return x
+
+
 class Segments:
     """Which segment each row belongs to.  Immutable; make one with a `from_...` constructor.
 
@@ -66,33 +88,39 @@ class Segments:
     tensor([3., 3.])
     """
 
-    __slots__ = ("_counts", "ids", "num_segments")
+    __slots__ = ("_counts", "group", "ids", "num_segments")
     ids: Tensor
     num_segments: int
+    group: Any
     _counts: Tensor | None
 
-    def __init__(self, ids: Tensor, num_segments: int, counts: Tensor | None = None) -> None:
-        for name, value in (("ids", ids), ("num_segments", num_segments), ("_counts", counts)):
+    def __init__(self, ids: Tensor, num_segments: int, counts: Tensor | None = None, group: Any = None) -> None:
+        for name, value in (("ids", ids), ("num_segments", num_segments), ("_counts", counts), ("group", group)):
             object.__setattr__(self, name, value)
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"Segments is immutable; make a new one to change {name!r}")
 
     @classmethod
-    def from_ids(cls, ids: Tensor, num_segments: int | None = None) -> Segments:
+    def from_ids(cls, ids: Tensor, num_segments: int | None = None, group: Any = None) -> Segments:
         """One id a row, in the targets' shape, in any order; -1 for none.  Without `num_segments` the ids are read."""
         _check_integers("ids", ids)
+        if num_segments is None and group is not None:
+            raise ValueError("num_segments: needed with a group, where no rank sees all ids")
         if num_segments is None:
             num_segments = int(ids.max()) + 1 if ids.numel() else 0
         if ids.device.type == "cpu" and ids.numel() and not -1 <= int(ids.min()) <= int(ids.max()) < num_segments:
             raise ValueError(
                 f"ids: segment ids must lie in [-1, {num_segments}), got {int(ids.min())} to {int(ids.max())}"
             )
-        return cls(ids.long(), num_segments)
+        return cls(ids.long(), num_segments, group=group)
 
     @classmethod
-    def from_cu_seqlens(cls, cu_seqlens: Tensor, rows: int | None = None) -> Segments:
-        """Packed sequences: segment i is rows cu_seqlens[i] to cu_seqlens[i+1].  `rows` pads with no segment."""
+    def from_cu_seqlens(cls, cu_seqlens: Tensor, rows: int | None = None, group: Any = None) -> Segments:
+        """Packed sequences: segment i is rows cu_seqlens[i] to cu_seqlens[i+1].  `rows` pads with no segment.
+
+        With a group these are the whole batch's offsets; `select` then takes the rows of this rank.
+        """
         _check_integers("cu_seqlens", cu_seqlens)
         if cu_seqlens.ndim != 1 or cu_seqlens.numel() < 1:
             raise ValueError(f"cu_seqlens: wanted a vector [0, n1, n1+n2, ...], got shape {tuple(cu_seqlens.shape)}")
@@ -103,38 +131,57 @@ class Segments:
         num_segments = cu_seqlens.numel() - 1
         position = torch.arange(rows, device=cu_seqlens.device)
         ids = torch.searchsorted(cu_seqlens[1:].long().contiguous(), position, right=True)
-        return cls(ids.masked_fill(ids >= num_segments, -1), num_segments)
+        return cls(ids.masked_fill(ids >= num_segments, -1), num_segments, group=group)
 
     @classmethod
-    def from_position_ids(cls, position_ids: Tensor) -> Segments:
-        """Packed sequences marked by positions: a segment begins wherever a position does not follow the last."""
+    def from_position_ids(cls, position_ids: Tensor, group: Any = None) -> Segments:
+        """Packed sequences marked by positions: a segment begins wherever a position does not follow the last.
+
+        With a group these are the whole batch's positions; `select` then takes the rows of this rank.
+        """
         _check_integers("position_ids", position_ids)
         starts = torch.ones_like(position_ids, dtype=torch.bool)
         starts[..., 1:] = position_ids[..., 1:] != position_ids[..., :-1] + 1
         ids = starts.flatten().cumsum(0) - 1
-        return cls(ids.view(position_ids.shape), int(ids[-1]) + 1 if ids.numel() else 0)
+        return cls(ids.view(position_ids.shape), int(ids[-1]) + 1 if ids.numel() else 0, group=group)
 
     @classmethod
-    def from_batch(cls, like: Tensor | tuple[int, int]) -> Segments:
+    def from_batch(cls, like: Tensor | tuple[int, int], group: Any = None) -> Segments:
         """Each line of a (B, T) batch is a segment; give the targets or the shape."""
         shape = tuple(like.shape) if isinstance(like, Tensor) else tuple(like)
         if len(shape) != 2:
             raise ValueError(f"like: wanted a (B, T) tensor or shape, got shape {shape}")
         device = like.device if isinstance(like, Tensor) else None
-        return cls(torch.arange(shape[0], device=device)[:, None].expand(shape), shape[0])
+        return cls(torch.arange(shape[0], device=device)[:, None].expand(shape), shape[0], group=group)
+
+    def select(self, rows: slice | Tensor | tuple[Any, ...]) -> Segments:
+        """These rows only, with the same numbering: `ids[rows]`.  For a rank's part of a batch, zig-zag or not."""
+        return Segments(self.ids[rows], self.num_segments, group=self.group)
 
     @property
     def counts(self) -> Tensor:
-        """Rows in each segment, (S,)."""
+        """Rows in each segment, (S,), on all ranks of the group."""
         if self._counts is None:
-            ones = torch.ones(self.ids.numel(), dtype=torch.float64, device=self.ids.device)
-            object.__setattr__(self, "_counts", _totals(ones, _flat(self.ids), self.num_segments))
+            counts = self.local_counts()
+            counts = counts if self.group is None else group_sum(counts, self.group)
+            object.__setattr__(self, "_counts", counts)
         assert self._counts is not None
         return self._counts
 
+    def local_counts(self) -> Tensor:
+        """Rows in each segment on this rank, (S,)."""
+        ones = torch.ones(self.ids.numel(), dtype=torch.float64, device=self.ids.device)
+        return _totals(ones, _flat(self.ids), self.num_segments)
+
+    @property
+    def counts_here(self) -> bool:
+        """Whether a value per segment or pair counts on this rank: on the first of the group only."""
+        return self.group is None or torch.distributed.get_rank(self.group) == 0
+
     def totals(self, x: Tensor) -> Tensor:
         """Sum of `x` over each segment: (N,) to (S,)."""
-        return torch.ops.headloss.segment_totals(_flat(x), _flat(self.ids), self.num_segments)
+        sums = torch.ops.headloss.segment_totals(_flat(x), _flat(self.ids), self.num_segments)
+        return sums if self.group is None else _GroupSum.apply(sums, self.group)
 
     def means(self, x: Tensor) -> Tensor:
         """Mean of `x` over each segment: (N,) to (S,); 0 for a segment without rows."""

@@ -17,6 +17,8 @@ from dataclasses import KW_ONLY, dataclass
 import torch
 from torch import Tensor
 
+from headloss.parallel import VocabShard
+
 
 @dataclass(frozen=True, eq=False)
 class Logits:
@@ -30,10 +32,12 @@ class Logits:
     temperature: float | Tensor = 1.0
     scale: float = 1.0
     softcap: float | None = None
+    shard: VocabShard | None = None
     inplace: bool = False
 
     def __post_init__(self) -> None:
         _check_matrix("logits", self.logits)
+        _check_shard(self.shard)
         _check_transform(self, self.logits)
         if self.inplace and self.logits.requires_grad and self.logits.is_leaf:
             raise ValueError(
@@ -48,7 +52,14 @@ class Logits:
 
     @property
     def vocab(self) -> int:
-        return self.logits.shape[-1]
+        """The size of the whole vocabulary."""
+        return self.logits.shape[-1] if self.shard is None else self.shard.vocab
+
+    @property
+    def columns(self) -> int:
+        """How many columns of it are here and count."""
+        held = self.logits.shape[-1]
+        return held if self.shard is None else self.shard.columns(held)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -78,6 +89,7 @@ class Linear:
     temperature: float | Tensor = 1.0
     scale: float = 1.0
     softcap: float | None = None
+    shard: VocabShard | None = None
     logits_dtype: torch.dtype | None = None
     weight_grad_dtype: torch.dtype | None = None
     memory: str | int = "1GiB"
@@ -112,6 +124,7 @@ class Linear:
             if dtype is not None and not dtype.is_floating_point:
                 raise TypeError(f"{name}: wanted a floating-point dtype, got {dtype}")
         _check_transform(self, self.hidden)
+        _check_shard(self.shard)
         parse_bytes(self.memory)
 
     @property
@@ -120,7 +133,14 @@ class Linear:
 
     @property
     def vocab(self) -> int:
-        return self.weight.shape[0]
+        """The size of the whole vocabulary."""
+        return self.weight.shape[0] if self.shard is None else self.shard.vocab
+
+    @property
+    def columns(self) -> int:
+        """How many columns of it are here and count."""
+        held = self.weight.shape[0]
+        return held if self.shard is None else self.shard.columns(held)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -150,16 +170,21 @@ class Linear:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of rows x vocabulary buffers a row of a chunk costs: its logits, and their gradient if it is a copy."""
-        copies = self.chunk_dtype.itemsize + (self.gemm_dtype.itemsize if self.chunk_dtype != self.gemm_dtype else 0)
-        return self.vocab * copies
+        """Bytes of rows x vocabulary buffers a row of a chunk costs: its logits, and their gradient if it is a copy.
+
+        Over a shard two chunks exist at once, one being gathered while the other is made.  The width is one that all
+        ranks agree on, for they must walk the same chunks.
+        """
+        bytes_ = self.chunk_dtype.itemsize * (1 if self.shard is None else 2)
+        bytes_ += self.gemm_dtype.itemsize if self.chunk_dtype != self.gemm_dtype else 0
+        return bytes_ * (self.vocab if self.shard is None else self.shard.even_width)
 
     def chunk_rows(self) -> int:
-        """How many rows of logits may exist at once."""
+        """How many rows a chunk of logits may have."""
         budget = parse_bytes(self.memory)
         if self.row_bytes > budget:
             raise ValueError(
-                f"memory: one row of {self.vocab} logits takes {self.row_bytes} bytes, the budget is {budget}; "
+                f"memory: one row of {self.columns} logits takes {self.row_bytes} bytes, the budget is {budget}; "
                 f"give at least {self.row_bytes}"
             )
         return budget // max(1, self.row_bytes)
@@ -203,6 +228,11 @@ def _autocast(x: Tensor) -> torch.dtype | None:
     if kind == "meta" or not torch.is_autocast_enabled(kind) or x.dtype == torch.float64:
         return None
     return torch.get_autocast_dtype(kind)
+
+
+def _check_shard(shard: object) -> None:
+    if shard is not None and not isinstance(shard, VocabShard):
+        raise TypeError(f"shard: wanted hl.VocabShard, got {type(shard).__name__}")
 
 
 def _check_matrix(name: str, x: Tensor) -> None:

@@ -13,7 +13,7 @@ gradients made in the visit; what pulls on a fact is paid for by another sweep, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple, Protocol
 
@@ -23,6 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from headloss.facts import CONSTANT, Fact, Moments, Partial, Pull, Softmax, Want, coefficients, finish
 from headloss.heads import Grads, open_source
+from headloss.parallel import Gathering, reduce_hidden
 from headloss.rows import Rows
 from headloss.sources import Source, with_tensors, without_tensors
 
@@ -71,7 +72,8 @@ class Sweep:
             parts.append(self._sums(head.read(self.rows.numbers(part)), part))
         if not parts:
             parts.append(self._sums(head.read(slice(0, 0)), slice(0, 0)))
-        return self._finish(_concatenate(parts), slice(0, self.rows.count))
+        everything = slice(0, self.rows.count)
+        return self._finish(self._merged(_concatenate(parts), everything), everything)
 
     def pull(
         self, facts: Mapping[Fact, Tensor], softmax: Softmax, grads: Mapping[Fact, Tensor], needs: tuple[bool, ...]
@@ -96,10 +98,8 @@ class Sweep:
         head.wants_grad(needs)
         head.single_chunk = len(chunks) == 1
         seen: list[tuple[dict[Fact, Tensor], Softmax, Mapping[Fact, Tensor], Mapping[str, Tensor]]] = []
-        for chunk in chunks:
-            numbers = self.rows.numbers(chunk.rows)
-            raw_CV = head.read(numbers)
-            facts, softmax = self._finish(self._sums(raw_CV, chunk.rows), chunk.rows)
+        for chunk, numbers, raw_CV, partial in self._chunks(head, chunks):
+            facts, softmax = self._finish(partial, chunk.rows)
             by_fact, by_input = cotangents(chunk, facts)
             pulls = coefficients(facts, by_fact, self.want, self.source.vocab)
             self._pull(head, numbers, raw_CV, softmax, pulls, chunk.rows)
@@ -114,15 +114,41 @@ class Sweep:
             self._grads(head),
         )
 
+    def _chunks(self, head: Any, chunks: Sequence[Chunk]) -> Iterator[tuple[Chunk, Any, Tensor, Partial]]:
+        """Each chunk's logits and partial.  Over a shard, the next chunk is made while this one's partial travels."""
+        ahead: list[tuple[Chunk, Any, Tensor, Any]] = []
+        for i, chunk in enumerate(chunks):
+            numbers = self.rows.numbers(chunk.rows)
+            raw_CV = head.read(numbers, slot=i % 2 if self.source.shard is not None else 0)
+            partial = self._sums(raw_CV, chunk.rows)
+            if self.source.shard is None:
+                yield chunk, numbers, raw_CV, partial
+                continue
+            ahead.append((chunk, numbers, raw_CV, Gathering(partial, self.source.shard)))
+            if len(ahead) == 2:
+                yield self._arrived(*ahead.pop(0))
+        if ahead:
+            yield self._arrived(*ahead.pop(0))
+
+    def _arrived(self, chunk: Chunk, numbers: Any, raw_CV: Tensor, partial: Gathering) -> Any:
+        return chunk, numbers, raw_CV, partial.merged(self._temperatures(chunk.rows))
+
+    def _merged(self, partial: Partial, part: slice) -> Partial:
+        shard = self.source.shard
+        return partial if shard is None else Gathering(partial, shard).merged(self._temperatures(part))
+
     def _temperatures(self, part: slice) -> list[float | Tensor]:
         own = self.temperature[part] if isinstance(self.temperature, Tensor) else self.temperature
         return [own if T is None else T for T in self.want.temperatures]
 
     def _sums(self, raw_CV: Tensor, part: slice) -> Partial:
         targets = None if self.rows.targets is None else self.rows.targets[part]
-        source = self.source
-        temperatures = self._temperatures(part)
-        return self.backend.sums(raw_CV, targets, self.want, temperatures, scale=source.scale, softcap=source.softcap)
+        return self.backend.sums(raw_CV, targets, self.want, self._temperatures(part), **self._transform())
+
+    def _transform(self) -> dict[str, Any]:
+        shard = self.source.shard
+        start = 0 if shard is None else shard.start
+        return {"scale": self.source.scale, "softcap": self.source.softcap, "start": start}
 
     def _finish(self, partial: Partial, part: slice) -> tuple[dict[Fact, Tensor], Softmax]:
         facts, softmax = finish(partial, self.want, self._temperatures(part), self.source.vocab)
@@ -132,20 +158,21 @@ class Sweep:
         return facts, softmax
 
     def _pull(self, head: Any, numbers: Any, raw_CV: Tensor, softmax: Softmax, pulls: Any, part: slice) -> None:
-        source = self.source
         targets = None if self.rows.targets is None else self.rows.targets[part]
         out_CV = head.room(numbers, raw_CV)
-        transform = {"scale": source.scale, "softcap": source.softcap}
-        self.backend.pull(raw_CV, targets, softmax, pulls, self._temperatures(part), out_CV, **transform)
-        if self.rows.valid is not None:
-            out_CV.masked_fill_(~self.rows.valid[part, None], 0)  # the logits there may be anything
-        head.write(numbers, out_CV)
+        self.backend.pull(raw_CV, targets, softmax, pulls, self._temperatures(part), out_CV, **self._transform())
+        ignored_C1 = None if self.rows.valid is None else ~self.rows.valid[part, None]
+        if ignored_C1 is not None:
+            out_CV.masked_fill_(ignored_C1, 0)  # the logits there may be anything
+        head.write(numbers, out_CV, ignored_C1)
 
     def _grads(self, head: Any) -> Grads:
         ignored = self.rows.ignored()
         if ignored is not None:
             head.skip(ignored)
-        return head.grads()
+        grads = head.grads()
+        reduce_hidden(grads.hidden, self.source.shard)
+        return grads
 
 
 class Result(NamedTuple):

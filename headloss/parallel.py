@@ -1,0 +1,119 @@
+"""Ranks: a vocabulary in shards, merged after one collective.
+
+Dimension key:  N rows   W ranks of the group   k numbers in a packed partial
+
+Each rank sweeps its own columns.  Its partial is packed into one (k, N) tensor, all-gathered once, and merged by the
+same rule that merges blocks and splits, whatever facts are wanted.  Targets and inputs are the same on all ranks of the
+group; every rank then knows every fact, and the loss needs no collective of its own.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from headloss.facts import Moments, Partial, merge
+
+
+@dataclass(frozen=True)
+class VocabShard:
+    """This rank's columns of a vocabulary that the ranks of `group` share.
+
+    group           the process group (or one-dimensional DeviceMesh) that shares the vocabulary
+    start           the first column this rank holds
+    vocab           the size of the whole vocabulary; columns from there on are padding and do not count
+    width           the most columns any rank holds, the same number everywhere, where shards are uneven: the rows of a
+                    chunk follow from it.  By default vocab / ranks, rounded up
+    partial_hidden  leave the gradient of hidden unreduced, for a caller who reduce-scatters it over the group
+    """
+
+    group: Any
+    start: int
+    vocab: int
+    width: int | None = None
+    partial_hidden: bool = False
+
+    def __post_init__(self) -> None:
+        if hasattr(self.group, "get_group"):  # a DeviceMesh, without importing it
+            object.__setattr__(self, "group", self.group.get_group())
+        if not isinstance(self.group, dist.ProcessGroup):
+            raise TypeError(f"group: wanted a ProcessGroup or a 1-D DeviceMesh, got {type(self.group).__name__}")
+        for name, value, least in (("start", self.start, 0), ("vocab", self.vocab, 1), ("width", self.width, 1)):
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"{name}: wanted an integer, got {type(value).__name__}")
+            if value < least:
+                raise ValueError(f"{name}: wanted at least {least}, got {value}")
+
+    @property
+    def size(self) -> int:
+        return dist.get_world_size(self.group)
+
+    @property
+    def even_width(self) -> int:
+        return self.width or -(-self.vocab // self.size)
+
+    def columns(self, held: int) -> int:
+        """How many of the columns this rank holds count; the rest is padding."""
+        return max(0, min(held, self.vocab - self.start))
+
+    def check_width(self, held: int) -> None:
+        if self.columns(held) > self.even_width:
+            if self.width is not None:
+                raise ValueError(f"width: this rank holds {self.columns(held)} columns, more than width={self.width}")
+            warnings.warn(
+                f"headloss: this rank holds {self.columns(held)} columns, more than vocab / ranks = {self.even_width}, "
+                f"so its chunks exceed the memory budget; give VocabShard(width=...) the largest shard's size",
+                stacklevel=2,
+            )
+
+
+class Gathering:
+    """A partial on its way: packed, being gathered, merged when asked for."""
+
+    def __init__(self, partial: Partial, shard: VocabShard) -> None:
+        self.like = partial
+        packed_kN = torch.stack(list(_fields(partial)))
+        self.all_WkN = packed_kN.new_empty(shard.size, *packed_kN.shape)
+        self.work = all_gather(self.all_WkN, packed_kN, shard.group) if packed_kN.numel() else None
+
+    def merged(self, temperatures: Sequence[float | Tensor]) -> Partial:
+        if self.work is not None:  # without rows there is nothing to gather, on any rank of the group
+            self.work.wait()
+        return merge(_refill(self.like, iter(self.all_WkN.unbind(1))), temperatures)
+
+
+def all_gather(out: Tensor, x: Tensor, group: Any) -> Any:
+    """Begin to gather `x` of every rank into `out`, whose first dimension is the ranks."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
+    return gather(out.flatten(0, 1) if x.ndim > 1 else out.flatten(), x, group=group, async_op=True)
+
+
+def _fields(x: Any) -> Iterator[Tensor]:
+    """The tensors of a partial, in order."""
+    if isinstance(x, Tensor):
+        yield x
+    elif isinstance(x, tuple):
+        for y in x:
+            yield from _fields(y)
+
+
+def _refill(like: Any, tensors: Iterator[Tensor]) -> Any:
+    if isinstance(like, Tensor):
+        return next(tensors)
+    if isinstance(like, Partial | Moments):
+        return type(like)(*(_refill(y, tensors) for y in like))
+    return tuple(_refill(y, tensors) for y in like) if isinstance(like, tuple) else None
+
+
+def reduce_hidden(grad: Tensor | None, shard: VocabShard | None) -> None:
+    """Sum the gradient of hidden over the ranks that share the vocabulary, in place."""
+    if grad is not None and shard is not None and not shard.partial_hidden:
+        dist.all_reduce(grad, group=shard.group)
