@@ -16,7 +16,7 @@ from torch import Tensor
 
 from headloss.facts import FLOOR, Moments, Partial, Pull, Softmax, Want
 
-TILE_BYTES = {"cpu": 1 << 20}
+TILE_BYTES = {"cpu": 4 << 20}
 TILE_BYTES_ELSEWHERE = 64 << 20
 
 
@@ -45,6 +45,7 @@ def sums(
             for T in want.temperatures
         ),
     )
+    column_C, here_C = (None, None) if target_C is None else _columns(target_C, start, V)
     for rows in _tiles(raw_CV):
         z_BV = _logits(raw_CV[rows], scale, softcap)
         if V == 0:
@@ -56,24 +57,23 @@ def sums(
         else:
             max_B = z_BV.amax(-1)
         out.max[rows] = max_B
-        x_BV = z_BV - max_B.masked_fill(max_B == -math.inf, 0.0)[:, None]
+        x_BV = z_BV - max_B.masked_fill_(max_B == -math.inf, 0.0)[:, None]
         if out.target is not None:
-            assert target_C is not None
-            column_B = target_C[rows] - start
-            here_B = (column_B >= 0) & (column_B < V)
-            picked_B = x_BV.gather(-1, column_B.clamp(0, V - 1)[:, None])[:, 0]
-            out.target[rows] = picked_B.masked_fill(~here_B, -math.inf)
+            assert column_C is not None
+            out.target[rows] = x_BV.gather(-1, column_C[rows, None])[:, 0]
         if out.total is not None:
             out.total[rows] = x_BV.sum(-1)
         for i, (moments, T) in enumerate(zip(out.moments, temperatures, strict=True)):
             last = i == len(out.moments) - 1
             s_BV = x_BV if _is_one(T) else _divide(x_BV, T, rows, into=x_BV if last else None)
-            e_BV = s_BV.exp()
+            e_BV = s_BV.exp_() if last and moments.X is None else s_BV.exp()
             moments.S[rows] = e_BV.sum(-1)
             if moments.X is not None:
                 moments.X[rows] = _dot(e_BV, s_BV.clamp_(min=FLOOR) if last else s_BV.clamp(min=FLOOR))
             if moments.Q is not None:
                 moments.Q[rows] = _dot(e_BV, e_BV)
+    if out.target is not None and here_C is not None:
+        out.target.masked_fill_(~here_C, -math.inf)
     return out
 
 
@@ -91,33 +91,32 @@ def pull(
 ) -> None:
     """Write the gradient with respect to the raw logits into `out_CV`, which may be `raw_CV` itself."""
     V = raw_CV.shape[-1]
+    column_C, here_C = (None, None) if target_C is None else _columns(target_C, start, V)
+    parts = [
+        (T, *_over(k, log_sum), k.c, k.y if k.y is None or here_C is None else k.y * here_C)
+        for T, log_sum, k in zip(temperatures, softmax.log_sums, pulls, strict=True)
+        if k.a is not None
+    ]
     for rows in _tiles(raw_CV):
         z_BV = _logits(raw_CV[rows], scale, softcap)
-        x_BV = z_BV - softmax.max[rows, None]
         grad_BV = None
-        for T, log_sum, k in zip(temperatures, softmax.log_sums, pulls, strict=True):
-            if k.a is None and k.c is None and k.y is None:
-                continue
-            logp_BV = (x_BV if _is_one(T) else _divide(x_BV, T, rows)) - log_sum[rows, None]
-            p_BV = logp_BV.exp()
-            ds_BV = torch.zeros_like(p_BV)
-            if k.a is not None:
-                slope: Tensor = k.a[rows, None]
-                if k.b is not None:
-                    slope = torch.addcmul(slope, k.b[rows, None], logp_BV.clamp_(min=FLOOR))
-                if k.e is not None:
-                    slope = slope + k.e[rows, None] * p_BV
-                ds_BV = p_BV.mul_(slope)
-            if k.c is not None:
-                ds_BV += k.c[rows, None]
-            if k.y is not None:
-                assert target_C is not None
-                column_B = target_C[rows] - start
-                here_B = (column_B >= 0) & (column_B < V)
-                if V:
-                    ds_BV.scatter_add_(-1, column_B.clamp(0, V - 1)[:, None], (k.y[rows] * here_B)[:, None])
+        for T, a, b, e, c, y in parts:
+            x_BV = z_BV - softmax.max[rows, None]
             if not _is_one(T):
-                ds_BV = _divide(ds_BV, T, rows, into=ds_BV)
+                _divide(x_BV, T, rows, into=x_BV)
+            e_BV = x_BV.exp_() if b is None else x_BV.exp()
+            slope = a[rows, None]
+            if b is not None:
+                slope = x_BV.clamp_(min=FLOOR).mul_(b[rows, None]).add_(slope)
+            if e is not None:
+                slope = slope + e_BV * e[rows, None]
+            ds_BV = e_BV.mul_(slope)
+            if c is not None:
+                ds_BV += c[rows, None]
+            if y is not None and column_C is not None and V:
+                ds_BV.scatter_add_(-1, column_C[rows, None], y[rows, None])
+            if not _is_one(T):
+                _divide(ds_BV, T, rows, into=ds_BV)
             grad_BV = ds_BV if grad_BV is None else grad_BV.add_(ds_BV)
         if grad_BV is None:
             out_CV[rows] = 0
@@ -127,6 +126,23 @@ def pull(
         if scale != 1.0:
             grad_BV *= scale
         out_CV[rows] = grad_BV
+
+
+def _over(k: Pull, log_sum: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Coefficients for e^x where a pull has them for p = e^x / S: dividing here saves a pass over the columns.
+
+    p (a + b log p + e p) = e^x (a - b log S + b x + e/S e^x) / S
+    """
+    assert k.a is not None
+    inverse = (-log_sum).exp()
+    a = k.a if k.b is None else k.a - k.b * log_sum
+    return a * inverse, None if k.b is None else k.b * inverse, None if k.e is None else k.e * inverse**2
+
+
+def _columns(target_C: Tensor, start: int, V: int) -> tuple[Tensor, Tensor]:
+    """Each row's target as a column in hand, and whether it is one (if not, the column is any)."""
+    column_C = target_C - start
+    return column_C.clamp(0, max(0, V - 1)), (column_C >= 0) & (column_C < V)
 
 
 def _logits(raw_BV: Tensor, scale: float, softcap: float | None) -> Tensor:
