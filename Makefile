@@ -1,0 +1,56 @@
+# Each target sets up .venv by itself; a second run finds it there.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --retries 10 --timeout 60
+TESTS ?= tests
+
+.PHONY: demo test lint format docs bench clean
+
+demo: .venv/ready
+	$(BIN)/python -m headloss demo
+
+test: lint
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(TESTS)
+
+lint: .venv/ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: .venv/ready
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# docs/losses.md comes from the losses' own docstrings and signatures.
+docs: .venv/ready
+	$(BIN)/python -m headloss losses --markdown > docs/losses.md
+
+bench: .venv/ready
+	$(BIN)/python benchmarks/cpu_losses.py
+
+clean:
+	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+# One step a stamp, so that a broken download resumes where it stopped.
+.venv/created:
+	test -x $(BIN)/pip || $(PYTHON) -m venv .venv
+	$(PIP) --upgrade pip "setuptools>=77" wheel
+	touch $@
+
+.venv/torch: .venv/created
+	$(PIP) torch==2.13.0
+	touch $@
+
+# Triton has no wheels for some platforms; everything but its own tests works without.
+.venv/triton: .venv/torch
+	$(PIP) triton || echo "triton could not be installed; continuing without it"
+	touch $@
+
+.venv/tools: .venv/triton
+	$(PIP) numpy pytest pytest-xdist pytest-timeout hypothesis ruff==0.17.4 mypy==2.4.1 typer rich matplotlib
+	touch $@
+
+.venv/ready: .venv/tools pyproject.toml
+	$(PIP) --no-build-isolation --no-deps --editable .
+	touch $@
