@@ -279,7 +279,8 @@ def _trace_once(
         flat.append(zeros(R, dtype=torch.long))
     if segmented and any(s.wants("segments") for s in call.signatures):
         flat += [zeros(R, dtype=torch.long), zeros(S, dtype=torch.float64), S]
-    flat += [_scalar(v) for k, v in call.options.items() if _is_float(v) and k not in frozen]
+    # New tensors, not `_scalar`'s: the tracer would take two options of equal value for one.
+    flat += [torch.tensor(v, dtype=torch.float64) for k, v in call.options.items() if _is_float(v) and k not in frozen]
     with torch.no_grad():
         graph = make_fx(joint, tracing_mode="symbolic")(*flat, zeros(R), zeros(S))
     kind, reason = classify(graph, R, S)
