@@ -143,11 +143,11 @@ def simpo(logprob, segments, pairs, *, beta=2.0, gamma=0.5):
 
 def orpo(logprob, segments, pairs, *, beta=0.1):
     likelihood = torch.exp(_per_segment(segments, logprob, "mean"))
-    odds = likelihood / (1 - likelihood)
     values = []
     for chosen, rejected in pairs.tolist():
-        odds_ratio = odds[chosen] / odds[rejected]
-        values.append(-torch.log(likelihood[chosen]) - beta * torch.log(odds_ratio / (1 + odds_ratio)))
+        good, bad = likelihood[chosen], likelihood[rejected]
+        odds_ratio = good / (1 - good) / (bad / (1 - bad))
+        values.append(-torch.log(good) - beta * torch.log(odds_ratio / (1 + odds_ratio)))
     return torch.stack(values)
 
 
