@@ -209,6 +209,8 @@ class BoundLoss:
                 weight = weight.to(self.dtype).expand(length)
                 if kind == "row" and self.rows.valid is not None:
                     weight = weight.masked_fill(~self.rows.valid, 0)
+                elif kind == "segment" and self.rows.segments is not None:
+                    weight = weight.masked_fill(self.rows.segments.counts == 0, 0)
                 denominator = weight.sum()
             denominator = denominator.masked_fill(denominator == 0, 1.0)
         return reduction_weights(
