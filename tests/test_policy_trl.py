@@ -1,0 +1,191 @@
+"""TRL's own loss code on the same log-probabilities: the real methods, called with a stand-in for the trainer.
+
+Dimension key:  B sequences   T tokens   V vocabulary
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+import headloss as hl
+from headloss.integrations.names import TRL, rename
+from headloss.losses import cispo, entropy_bonus, grpo, gspo, kl_to_reference, orpo, sapo, simpo, vespo
+from headloss.row_weights import off_policy_mask, top_entropy
+
+pytest.importorskip("trl")
+from trl.trainer.grpo_trainer import GRPOTrainer
+
+B, T, V, LONGEST, ITEMS = 5, 8, 11, 20, 57.0
+
+
+@pytest.fixture(scope="module")
+def batch() -> SimpleNamespace:
+    torch.manual_seed(0)
+    logits = 2 * torch.randn(B, T, V, dtype=torch.float64)
+    ids = torch.randint(V, (B, T))
+    mask = (torch.arange(T) < torch.tensor([8, 3, 1, 6, 5])[:, None]).long()
+    mask[0, 2] = 0  # a tool's token inside a response
+    logprob = logits.log_softmax(-1).gather(-1, ids[..., None])[..., 0]
+    old, ref, sampler = (logprob + 0.3 * torch.randn(B, T, dtype=torch.float64) for _ in range(3))
+    return SimpleNamespace(
+        logits=logits, ids=ids, mask=mask, old=old, ref=ref, sampler=sampler,
+        advantage=torch.tensor([1.2, -0.7, 0.4, -1.5, 0.0], dtype=torch.float64),
+        targets=ids.masked_fill(mask == 0, -100), segments=hl.Segments.from_batch(ids),
+    )  # fmt: skip
+
+
+def trl_loss(batch: SimpleNamespace, on_policy: bool = False, **settings) -> tuple[Tensor, Tensor, dict]:
+    """Loss, gradient of the logits, and metrics of GRPOTrainer._compute_loss."""
+    logits = batch.logits.clone().requires_grad_()
+    logp = logits.log_softmax(-1)
+    entropy = -(logp.exp() * logp).sum(-1)
+    args = SimpleNamespace(
+        delta=settings.pop("delta", None), use_bias_correction_kl=settings.pop("use_bias_correction_kl", False),
+        sapo_temperature_pos=1.0, sapo_temperature_neg=1.0625, vespo_k_pos=2.0, vespo_lambda_pos=3.0, vespo_k_neg=3.0,
+        vespo_lambda_neg=2.0, steps_per_generation=1,
+    )  # fmt: skip
+    accelerator = SimpleNamespace(
+        num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x, sync_gradients=False,
+        pad_across_processes=lambda x, dim, pad_index: x,
+    )  # fmt: skip
+    trainer = SimpleNamespace(
+        args=args, accelerator=accelerator, model=SimpleNamespace(training=True),
+        current_gradient_accumulation_steps=1, max_completion_length=LONGEST, aux_loss_enabled=False, use_vllm=False,
+        vllm_importance_sampling_correction=False, use_adaptive_entropy=False, _entropy_bonus_enabled=False,
+        entropy_coef=0.0, top_entropy_quantile=1.0, off_policy_mask_threshold=None, importance_sampling_level="token",
+        beta=0.0, loss_type="grpo", epsilon_low=0.2, epsilon_high=0.28, _metrics={"train": defaultdict(list)},
+        get_off_policy_mask=GRPOTrainer.get_off_policy_mask, get_gamma_weights=GRPOTrainer.get_gamma_weights,
+        _get_per_token_logps_and_entropies=lambda *_, **__: (
+            logp.gather(-1, batch.ids[..., None])[..., 0], entropy, None
+        ),
+    )  # fmt: skip
+    trainer.get_high_entropy_mask = lambda *a: GRPOTrainer.get_high_entropy_mask(trainer, *a)
+    for name, value in settings.items():
+        assert hasattr(trainer, name), name
+        setattr(trainer, name, value)
+    inputs = {
+        "prompt_ids": batch.ids[:, :0], "prompt_mask": batch.mask[:, :0], "completion_ids": batch.ids,
+        "completion_mask": batch.mask, "advantages": batch.advantage, "ref_per_token_logps": batch.ref,
+        "num_items_in_batch": torch.tensor(ITEMS),
+    }  # fmt: skip
+    if not on_policy:
+        inputs["old_per_token_logps"] = batch.old
+    loss = GRPOTrainer._compute_loss(trainer, None, inputs)
+    loss.backward()
+    return loss.detach(), logits.grad, {name: values[0] for name, values in trainer._metrics["train"].items()}
+
+
+SEQUENCE = {"importance_sampling_level": "sequence"}
+CASES = {
+    "grpo": ({"loss_type": "grpo"}, hl.Term(grpo, low=0.2, high=0.28, reduction="seq_mean_token_mean"), {}),
+    "bnpo": ({"loss_type": "bnpo"}, hl.Term(grpo, low=0.2, high=0.28), {}),
+    "dapo": ({"loss_type": "dapo"}, hl.Term(grpo, low=0.2, high=0.28), {"num_items": ITEMS}),
+    "dr_grpo": (
+        {"loss_type": "dr_grpo"},
+        hl.Term(grpo, low=0.2, high=0.28, reduction="seq_mean_token_sum_norm", length=LONGEST),
+        {},
+    ),
+    "two_sided": ({"loss_type": "bnpo", "delta": 1.3}, hl.Term(grpo, low=0.2, high=0.28, delta=1.3), {}),
+    "gspo": (
+        {"loss_type": "grpo", **SEQUENCE, "epsilon_low": 0.03, "epsilon_high": 0.04},
+        hl.Term(gspo, low=0.03, high=0.04, reduction="seq_mean_token_mean"),
+        {},
+    ),
+    "luspo": (
+        {"loss_type": "luspo", **SEQUENCE, "epsilon_low": 0.03, "epsilon_high": 0.04},
+        hl.Term(gspo, low=0.03, high=0.04, reduction="seq_mean_token_sum"),
+        {},
+    ),
+    "cispo": ({"loss_type": "cispo", "epsilon_high": 1.2}, hl.Term(cispo, high=1.2), {"num_items": ITEMS}),
+    "sapo": ({"loss_type": "sapo"}, hl.Term(sapo, tau_neg=1.0625, reduction="seq_mean_token_mean"), {}),
+    "vespo": ({"loss_type": "vespo"}, vespo, {"num_items": ITEMS}),
+    "off_policy_mask": (
+        {"loss_type": "bnpo", "off_policy_mask_threshold": 0.05},
+        hl.Term(grpo, low=0.2, high=0.28, row_weight=off_policy_mask(0.05)),
+        {},
+    ),
+    "top_entropy": (
+        {"loss_type": "bnpo", "top_entropy_quantile": 0.3},
+        hl.Term(grpo, low=0.2, high=0.28, row_weight=top_entropy(0.3)),
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize("on_policy", [False, True], ids=["old", "on_policy"])
+@pytest.mark.parametrize("case", CASES)
+def test_loss_types(batch: SimpleNamespace, case: str, on_policy: bool) -> None:
+    settings, term, call = CASES[case]
+    want, d_logits, logged = trl_loss(batch, on_policy, **settings)
+    logits = batch.logits.clone().requires_grad_()
+    given = {"advantage": batch.advantage[:, None].expand(B, T).contiguous()}
+    if not on_policy:
+        given["old_logprob"] = batch.old
+    out = hl.Objective(rl=term, metrics=["entropy"])(
+        hl.Logits(logits), batch.targets, segments=batch.segments, **given, **call
+    )
+    out.loss.backward()
+    torch.testing.assert_close(out.loss.detach(), want, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(logits.grad, d_logits, rtol=1e-9, atol=1e-12)
+    ours = rename({name: float(m) for name, m in out.metrics.items()}, TRL)
+    assert ours["entropy"] == pytest.approx(logged["entropy"])
+    if case not in ("two_sided", "gspo", "luspo"):  # TRL caps the ratio before it counts, and counts sequences
+        for name in ("clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean"):
+            if name in logged:
+                assert ours[name] == pytest.approx(logged[name]), name
+
+
+@pytest.mark.parametrize("corrected", [False, True])
+def test_a_kl_term_and_an_entropy_bonus(batch: SimpleNamespace, corrected: bool) -> None:
+    want, d_logits, logged = trl_loss(
+        batch, loss_type="bnpo", beta=0.3, use_bias_correction_kl=corrected, _entropy_bonus_enabled=True,
+        entropy_coef=0.07,
+    )  # fmt: skip
+    logits = batch.logits.clone().requires_grad_()
+    objective = hl.Objective(
+        rl=hl.Term(grpo, low=0.2, high=0.28),
+        kl=hl.Term(kl_to_reference, weight=0.3, corrected=corrected),
+        ent=hl.Term(entropy_bonus, weight=0.07),
+    )
+    out = objective(
+        hl.Logits(logits), batch.targets, old_logprob=batch.old, ref_logprob=batch.ref,
+        advantage=batch.advantage[:, None].expand(B, T),
+    )  # fmt: skip
+    out.loss.backward()
+    torch.testing.assert_close(out.loss.detach(), want, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(logits.grad, d_logits, rtol=1e-9, atol=1e-12)
+    assert rename(out.metrics, TRL)["kl"].item() == pytest.approx(logged["kl"])
+
+
+@pytest.mark.parametrize("name", ["simpo", "orpo"])
+def test_preference_losses(batch: SimpleNamespace, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    cpo = pytest.importorskip("trl.experimental.cpo.cpo_trainer")
+    odds = pytest.importorskip("trl.experimental.orpo.orpo_trainer")
+    pairs = torch.tensor([[0, 1], [3, 4], [1, 3]])
+    logits = batch.logits.clone().requires_grad_()
+    logprob = logits.log_softmax(-1).gather(-1, batch.ids[..., None])[..., 0]
+    mean = (logprob * batch.mask).sum(1) / batch.mask.sum(1)
+    chosen, rejected = mean[pairs[:, 0]], mean[pairs[:, 1]]
+    trainer = SimpleNamespace(
+        beta=0.8, alpha=0.0, loss_type="simpo", simpo_gamma=0.4, label_smoothing=0.0,
+        accelerator=SimpleNamespace(device="cpu"),
+    )  # fmt: skip
+    if name == "simpo":
+        want = cpo.CPOTrainer.cpo_loss(trainer, chosen, rejected)[0].mean()
+        term = hl.Term(simpo, beta=0.8, gamma=0.4)
+    else:
+        want = (-chosen - odds.ORPOTrainer.odds_ratio_loss(trainer, chosen, rejected)[0]).mean()
+        term = hl.Term(orpo, beta=0.8)
+    (d_logits,) = torch.autograd.grad(want, logits)
+    ours = batch.logits.clone().requires_grad_()
+    out = hl.Objective(it=term)(hl.Logits(ours), batch.targets, segments=batch.segments, pairs=pairs)
+    out.loss.backward()
+    tight = {"rtol": 1e-5, "atol": 1e-6}  # TRL's ORPO is in float32
+    torch.testing.assert_close(out.loss.detach(), want.detach(), **tight)
+    torch.testing.assert_close(ours.grad, d_logits, **tight)
