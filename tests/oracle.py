@@ -97,7 +97,7 @@ class DenseSegments:
 
 @dataclass(frozen=True)
 class Problem:
-    """The tensors of one call.  `tensors` are (logits,) or (hidden, weight[, bias]), in float64, with N leading rows."""
+    """The tensors of one call.  `tensors` are logits, or hidden, weight and perhaps bias, in float64."""
 
     kind: str  # "Logits" or "Linear"
     tensors: dict[str, Tensor]
@@ -527,10 +527,7 @@ def make(
         teacher=sharp * randn(*shape, vocab) if teacher else None,
         ids=torch.rand(*shape, vocab).argsort(-1)[..., :ids] if ids else None,
     )
-    if isinstance(inputs, Mapping):
-        given = dict(inputs)
-    else:
-        given = {name: input_for(name, problem) for name in inputs}
+    given = dict(inputs) if isinstance(inputs, Mapping) else {name: input_for(name, problem) for name in inputs}
     problem = replace(problem, inputs=given)
     return poison(problem) if bad else problem
 

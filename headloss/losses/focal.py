@@ -1,4 +1,8 @@
+import torch
+
+
 def focal(logprob, *, gamma=2.0):
     """-(1 - p[y])^gamma log p[y]: easy tokens count less (Lin et al. 2017)."""
     miss = -logprob.expm1()  # 1 - p[y], exact for confident tokens
-    return -(miss**gamma) * logprob, {"focus": miss**gamma}
+    focus = miss.clamp(min=torch.finfo(miss.dtype).tiny) ** gamma  # 0 ** gamma has no slope where gamma < 1
+    return -focus * logprob, {"focus": focus}

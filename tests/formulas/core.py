@@ -1,0 +1,34 @@
+"""The first losses, written again from the logits alone.
+
+A formula is injected by name like its loss, and may ask for `logits` (rows x vocabulary, after scale, softcap and
+temperature) and `targets`.
+"""
+
+import torch
+import torch.nn.functional as F
+
+
+def cross_entropy(logits, targets, *, label_smoothing=0.0):
+    return F.cross_entropy(logits, targets, reduction="none", label_smoothing=label_smoothing)
+
+
+def z_loss(logits):
+    return torch.log(torch.exp(logits).sum(-1)) ** 2
+
+
+def entropy_bonus(logits):
+    p = torch.softmax(logits, -1)
+    return (p * torch.log(p)).sum(-1)
+
+
+def focal(logits, targets, *, gamma=2.0):
+    p = torch.softmax(logits, -1)[torch.arange(len(targets)), targets]
+    return -((1 - p) ** gamma) * torch.log(p)
+
+
+def dft(logits, targets):
+    nll = F.cross_entropy(logits, targets, reduction="none")
+    return nll * torch.exp(-nll).detach()
+
+
+FORMULAS = {fn.__name__: fn for fn in (cross_entropy, z_loss, entropy_bonus, focal, dft)}
