@@ -1,0 +1,3 @@
+from headloss.cli import main
+
+main(prog_name="python -m headloss")

@@ -1,0 +1,15 @@
+"""`python -m headloss`: a demo, and the table of losses."""
+
+from __future__ import annotations
+
+try:
+    import rich  # noqa: F401
+    import typer
+except ImportError as error:  # the library itself needs torch only
+    raise SystemExit(f"the command line needs {error.name}: pip install 'headloss[cli]'") from None
+
+from headloss.cli import demo, losses
+
+main = typer.Typer(help="headloss: from hidden states to a loss, with the softmax read once.", no_args_is_help=True)
+main.command("demo")(demo.command)
+main.command("losses")(losses.command)
