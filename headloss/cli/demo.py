@@ -55,8 +55,8 @@ def command(
     console = Console(highlight=False)
     console.print()
     idea = Text.assemble((IDEA, "cyan"), "\n\nThe softmax is read once; every loss is plain PyTorch on its facts.")
-    title = f"[bold]headloss {hl.__version__}[/]"
-    console.print(Padding(Panel(idea, title=title, title_align="left", padding=(1, 2), expand=False), (0, 1), expand=False))
+    panel = Panel(idea, title=f"[bold]headloss {hl.__version__}[/]", title_align="left", padding=(1, 2), expand=False)
+    console.print(Padding(panel, (0, 1), expand=False))
     train(console, size, seed)
     fused_against_separate(console, size, seed)
     console.print(f"\n[dim]{time.perf_counter() - start:.0f} s in all.[/]\n")
@@ -177,6 +177,7 @@ def _progress(console: Console) -> Progress:
         TextColumn("[dim]left[/]  {task.fields[note]}"),
         console=console,
         transient=True,
+        refresh_per_second=4,
         disable=not console.is_terminal,
     )
 
