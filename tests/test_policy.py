@@ -5,23 +5,16 @@ Dimension key:  N rows   R rows that count   S segments   V vocabulary   D hidde
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import math
-from pathlib import Path
 
 import pytest
 import torch
+from formulas.policy import FORMULAS
 from torch import Tensor
 
 import headloss as hl
 from headloss.losses import LOSSES, entropy_bonus, gspo, z_loss
-
-_spec = importlib.util.spec_from_file_location("policy_formulas", Path(__file__).parent / "formulas" / "policy.py")
-assert _spec is not None and _spec.loader is not None
-_module = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(_module)
-FORMULAS = _module.FORMULAS
 
 V, D, S = 13, 5, 7
 LONG, EMPTY, SINGLE, MASKED = 2, 3, 0, 5  # segments: one spans several chunks, one has no row, one has one, ...

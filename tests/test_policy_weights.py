@@ -1,0 +1,223 @@
+"""Row weights of policy terms, and the names other trainers give the metrics."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from formulas.policy import FORMULAS
+from test_policy import LONG, Batch, S, V, close
+from torch import Tensor
+
+import headloss as hl
+from headloss.integrations.names import TORCHTITAN, TRL, VERL, rename
+from headloss.losses import cispo, grpo, gspo
+from headloss.row_weights import band, drop_segments, off_policy_mask, top_entropy, truncate
+
+
+@pytest.fixture(scope="module")
+def batch() -> Batch:
+    batch = Batch(seed=3)
+    unscored = torch.nonzero(batch.valid & (batch.ids == LONG)).flatten()[2]
+    batch.inputs["sampler_logprob"][unscored] = math.nan
+    return batch
+
+
+def rows_of(batch: Batch) -> list[Tensor]:
+    ids = batch.ids[batch.valid]
+    return [torch.nonzero(ids == s).flatten() for s in range(S) if (ids == s).any()]
+
+
+def sampler_ratio(batch: Batch, old: Tensor) -> Tensor:
+    ratio = torch.exp(old - batch.inputs["sampler_logprob"][batch.valid])
+    return torch.where(ratio.isnan(), 1.0, ratio)
+
+
+def of_segments(batch: Batch, w: Tensor, normalised: bool) -> Tensor:
+    w = w.clone()
+    for rows in rows_of(batch):
+        product = w[rows].prod()
+        w[rows] = product ** (1 / len(rows)) if normalised else product
+    return w
+
+
+def expect_truncate(batch, logprob, entropy, w):
+    return w.clamp(max=1.2)
+
+
+def expect_truncate_segment(batch, logprob, entropy, w):
+    return of_segments(batch, w, False).clamp(0.5, 1.5)
+
+
+def expect_band(batch, logprob, entropy, w):
+    return torch.where((w < 0.7) | (w > 1.4), 0.0, w)
+
+
+def expect_band_mean(batch, logprob, entropy, w):
+    return expect_band(batch, logprob, entropy, of_segments(batch, w, True))
+
+
+def expect_drop(batch, logprob, entropy, w):
+    w = of_segments(batch, w, True)
+    return ((w >= 0.85) & (w <= 1.1)).double()
+
+
+def expect_drop_token(batch, logprob, entropy, w):
+    keep = torch.zeros_like(w)
+    for rows in rows_of(batch):
+        keep[rows] = float(all(0.4 <= x <= 2.2 for x in w[rows].tolist()))
+    return keep
+
+
+def expect_off_policy(batch, logprob, entropy, w):
+    gap = batch.inputs["sampler_logprob"][batch.valid] - logprob
+    gap = torch.where(gap.isnan(), 0.0, gap)
+    keep = torch.ones_like(w)
+    for rows in rows_of(batch):
+        for row in rows:
+            if batch.inputs["advantage"][batch.valid][row] < 0 and gap[rows].mean() > 0.02:
+                keep[row] = 0
+    return keep
+
+
+def expect_top_entropy(batch, logprob, entropy, w):
+    return (entropy >= torch.quantile(entropy, 0.7)).double()
+
+
+WEIGHTS = {
+    "truncate": (truncate(1.2), expect_truncate, "row"),
+    "truncate_segment": (truncate(1.5, 0.5, level="segment"), expect_truncate_segment, "segment"),
+    "band": (band(0.7, 1.4), expect_band, "row"),
+    "band_mean": (band(0.7, 1.4, level="segment_mean"), expect_band_mean, "segment"),
+    "drop": (drop_segments(0.85, 1.1), expect_drop, "segment"),
+    "drop_token": (drop_segments(0.4, 2.2, level="token"), expect_drop_token, "segment"),
+    "off_policy": (off_policy_mask(0.02), expect_off_policy, "segment"),
+    "top_entropy": (top_entropy(0.3), expect_top_entropy, "batch"),
+}
+
+
+@pytest.mark.parametrize("with_old", [True, False], ids=["old", "on_policy"])
+@pytest.mark.parametrize("reduction", ["token_mean", "weighted_mean"])
+@pytest.mark.parametrize("case", WEIGHTS)
+def test_row_weight(batch: Batch, case: str, reduction: str, with_old: bool) -> None:
+    weight_fn, expect, kind = WEIGHTS[case]
+    hidden, weight = batch.leaves()
+    logprob = batch.dense(hidden, weight)
+    logits = (hidden @ weight.T)[batch.valid]
+    old = batch.inputs["old_logprob"][batch.valid] if with_old else None
+    w = sampler_ratio(batch, logprob.detach() if old is None else old)
+    entropy = torch.distributions.Categorical(logits=logits.detach()).entropy()
+    weights = expect(batch, logprob.detach(), entropy, w)
+    assert (weights != weights[0]).any(), "the case must tell rows apart"
+    values = weights * FORMULAS["grpo"](logprob, batch.inputs["advantage"][batch.valid], old)
+    value = values.sum() / (weights.sum() if reduction == "weighted_mean" else len(values))
+    want = torch.autograd.grad(value, (hidden, weight))
+
+    term = hl.Term(grpo, row_weight=weight_fn, reduction=reduction)
+    given = batch.given(grpo, weight_fn, without=() if with_old else ("old_logprob",))
+    objective = hl.Objective(rl=term)
+    for memory in (4 * V * 8, 1000 * V * 8):
+        h, w = batch.leaves()
+        out = objective(hl.Linear(h, w, memory=memory), batch.targets, segments=batch.segments, **given)
+        out.loss.backward()
+        close(out.loss.detach(), value.detach())
+        close(h.grad, want[0])
+        close(w.grad, want[1])
+    if reduction == "token_mean":
+        plan = objective.explain(hl.Linear(h, w), batch.targets, segments=batch.segments, **given)
+        assert plan.terms[0].kind == kind, plan.terms[0].reason
+
+
+def test_equal_weights_share_a_trace_and_others_do_not(batch: Batch, monkeypatch: pytest.MonkeyPatch) -> None:
+    from headloss import plan
+
+    traced = []
+    trace_once = plan._trace_once
+    monkeypatch.setattr(plan, "_trace_once", lambda *a: traced.append(1) or trace_once(*a))
+    losses = []
+    for high in (1.01, 1.01, 1.02):
+        term = hl.Term(cispo, row_weight=truncate(high))
+        given = batch.given(cispo, term.row_weight)
+        losses.append(float(hl.Objective(rl=term)(hl.Linear(batch.hidden, batch.weight), batch.targets, **given).loss))
+    assert len(traced) == 2
+    assert losses[0] == losses[1] != losses[2]
+
+
+def test_two_weights_multiplied_in_a_function(batch: Batch) -> None:
+    correction, mask = truncate(1.2), off_policy_mask(0.02)
+
+    def both(logprob, advantage, sampler_logprob, segments, old_logprob):
+        kept = mask(logprob, advantage, segments, old_logprob, sampler_logprob)
+        return correction(logprob, sampler_logprob, old_logprob) * kept
+
+    given = batch.given(gspo, both)
+    objective = hl.Objective(rl=hl.Term(gspo, row_weight=both, low=0.1, high=0.1))
+    source = hl.Linear(batch.hidden, batch.weight, memory=4 * V * 8)
+    out = objective(source, batch.targets, segments=batch.segments, **given)
+    logprob = batch.dense(batch.hidden, batch.weight)
+    w = sampler_ratio(batch, batch.inputs["old_logprob"][batch.valid])
+    weights = expect_truncate(batch, logprob, None, w) * expect_off_policy(batch, logprob, None, w)
+    held = hl.Segments.from_ids(batch.ids[batch.valid], S)
+    values = FORMULAS["gspo"](logprob, **batch.rows(batch.given(gspo)), segments=held, low=0.1, high=0.1)
+    close(out.loss, (weights * values).mean())
+    assert objective.explain(source, batch.targets, segments=batch.segments, **given).terms[0].kind == "segment"
+
+
+def test_far_away_samplers_stay_finite() -> None:
+    logprob = torch.tensor([-1.0, -1e4, 0.0])
+    sampler = torch.tensor([-1e4, -1.0, -math.inf])
+    segments = hl.Segments.from_ids(torch.tensor([0, 0, 1]))
+    for level in ("segment", "segment_mean"):
+        for fn in (truncate(2.0, level=level), band(0.0, 1e9, level=level), drop_segments(0.1, 2.0, level=level)):
+            assert fn(logprob, sampler, segments).isfinite().all()
+    assert truncate(2.0)(logprob, sampler).tolist() == [2.0, pytest.approx(math.exp(-20)), 2.0]
+    assert band(0.5, 2.0)(logprob, sampler).tolist() == [0.0, 0.0, 0.0]
+
+
+def test_a_wrong_setting_is_refused() -> None:
+    with pytest.raises(ValueError, match="level: wanted one of token"):
+        truncate(2.0, level="sequence")
+    with pytest.raises(ValueError, match="low, high"):
+        band(2.0, 0.5)
+    with pytest.raises(ValueError, match="fraction"):
+        top_entropy(0.0)
+
+
+def test_top_entropy_of_no_tokens(batch: Batch) -> None:
+    hidden, weight = batch.leaves()
+    objective = hl.Objective(rl=hl.Term(grpo, row_weight=top_entropy(0.2)))
+    out = objective(hl.Linear(hidden, weight), torch.full_like(batch.targets, -100), **batch.given(grpo))
+    out.loss.backward()
+    assert float(out.loss.detach()) == 0 and not hidden.grad.any()
+
+
+def test_rename(batch: Batch) -> None:
+    objective = hl.Objective(rl=hl.Term(grpo, dual=3.0), again=grpo, metrics=["entropy"])
+    out = objective(hl.Linear(batch.hidden, batch.weight), batch.targets, **batch.given(grpo))
+    numbers = hl.Meter().add(out.metrics).compute()
+    for names, known in (
+        (TRL, ["clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean", "entropy"]),
+        (VERL, ["actor/pg_clipfrac", "actor/pg_clipfrac_lower", "actor/ppo_kl", "critic/advantages/max"]),
+        (TORCHTITAN, ["loss/ratio_mean", "loss/ratio_clipped_frac", "trainer/entropy/mean"]),
+    ):
+        renamed = rename(numbers, names)
+        assert set(known) <= set(renamed) and len(renamed) == len(numbers)
+        assert "again/clip_fraction" in renamed, "the second term's keeps its own name"
+    assert rename(numbers, VERL)["actor/ppo_kl"] == numbers["rl/kl_k1"]
+
+
+def test_every_map_speaks_of_metrics_that_exist() -> None:
+    known = {"entropy", "accuracy"}
+    rows = torch.rand(6, dtype=torch.float64)
+    segments = hl.Segments.from_ids(torch.tensor([0, 0, 1, 1, 2, 2]))
+    given = {
+        "logprob": -rows, "old_logprob": -rows, "ref_logprob": -rows, "advantage": rows, "segments": segments,
+        "pairs": torch.tensor([[0, 1]]),
+    }  # fmt: skip
+    for name in ("grpo", "vespo", "kl_to_reference", "dpo"):
+        fn = hl.losses.LOSSES[name]
+        asked = {n: x for n, x in given.items() if n in fn.__code__.co_varnames[: fn.__code__.co_argcount]}
+        known |= set(fn(**asked, **({"dual": 3.0} if name == "grpo" else {}))[1])
+    for names in (TRL, VERL, TORCHTITAN):
+        assert set(names) <= known, set(names) - known
