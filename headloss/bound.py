@@ -8,7 +8,7 @@ to all rows.  The loss functions see flat vectors of the rows that count, whatev
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +19,7 @@ from headloss.metrics import Metric
 from headloss.plan import Call, Env, Shape, Trace, run_cotangents
 from headloss.reductions import weights as reduction_weights
 from headloss.rows import Rows
-from headloss.segments import Segments
+from headloss.segments import Segments, group_sum
 from headloss.signature import suggest
 from headloss.sweeps import Chunk, Cotangents
 
@@ -33,6 +33,12 @@ class Planned(NamedTuple):
     weight: float | Tensor
     reduction: str
     length: float | None
+
+    @property
+    def sums_weights(self) -> bool:
+        """Whether its row weights are summed before any fact is known."""
+        by_facts = self.call.row_weight_signature is not None and self.call.row_weight_signature.facts
+        return self.reduction == "weighted_mean" and not by_facts
 
 
 def layout(
@@ -104,8 +110,13 @@ class BoundLoss:
         self.filler = torch.zeros(rows.count, dtype=dtype, device=device)
         self.values: dict[str, Tensor] = {}
         self.metrics: dict[str, Metric] = {}
+        self.denominators: dict[str, Tensor] = {}
         self.normaliser: Tensor | None = None
         self.seeds: list[Tensor] = []
+        if rows.segments is not None and rows.segments.group is not None:
+            for t in terms:  # now, at the same place on all ranks: one without rows has no chunks
+                if t.sums_weights and t.trace.value == "row":
+                    self._weights(t, "row", rows.count, self._env({}, None))
         if chunks:
             self.seeds = [self._seed(t, t.trace.value or "row", rows.count) for t in terms]
             if narrow:
@@ -148,12 +159,13 @@ class BoundLoss:
             loss = loss + reduced * term.weight
             values.append(value)
             seeds.append((base * self._scale(term)).to(value.dtype))
-            self._measure({f"{term.name}/{name}": x for name, x in metrics.items()})
+            kinds = {f"{term.name}/{name}": kind for name, kind in term.trace.metrics.items()}
+            self._measure({f"{term.name}/{name}": x for name, x in metrics.items()}, kinds)
         with torch.no_grad():
             for name, call in self.metric_calls:
                 found = call.fn(**env.arguments(call.signature), **call.options)
                 many = isinstance(found, Mapping)
-                self._measure({f"{name}/{k}": x for k, x in found.items()} if many else {name: found})
+                self._measure({f"{name}/{k}": x for k, x in found.items()} if many else {name: found}, {})
         by_fact: dict[Fact, Tensor] = {}
         by_input: dict[str, Tensor] = {}
         if grad:
@@ -198,10 +210,18 @@ class BoundLoss:
         return self._weights(term, kind, length, self._env({}, None)) * self._scale(term)
 
     def _weights(self, term: Planned, kind: str, length: int, env: Env) -> Tensor:
-        denominator = None
-        if term.reduction == "weighted_mean":
+        denominator = self._denominator(term, kind, length, env) if term.reduction == "weighted_mean" else None
+        return reduction_weights(
+            term.reduction, kind, length, self.rows,
+            num_items=self.num_items, num_segments=self.num_segments, norm=term.length, denominator=denominator,
+            dtype=self.dtype, device=self.device,
+        )  # fmt: skip
+
+    def _denominator(self, term: Planned, kind: str, length: int, env: Env) -> Tensor:
+        """The sum of a weighted mean's weights, on all ranks where segments lie on several; made once."""
+        if term.name not in self.denominators:
             if self.num_items is not None:
-                denominator = torch.as_tensor(self.num_items, device=self.device).to(self.dtype)
+                total = torch.as_tensor(self.num_items, device=self.device).to(self.dtype)
             else:
                 with torch.no_grad():
                     weight = term.call.weight(env)
@@ -211,13 +231,11 @@ class BoundLoss:
                     weight = weight.masked_fill(~self.rows.valid, 0)
                 elif kind == "segment" and self.rows.segments is not None:
                     weight = weight.masked_fill(self.rows.segments.counts == 0, 0)
-                denominator = weight.sum()
-            denominator = denominator.masked_fill(denominator == 0, 1.0)
-        return reduction_weights(
-            term.reduction, kind, length, self.rows,
-            num_items=self.num_items, num_segments=self.num_segments, norm=term.length, denominator=denominator,
-            dtype=self.dtype, device=self.device,
-        )  # fmt: skip
+                total = weight.sum()
+                if kind == "row" and self.rows.segments is not None and self.rows.segments.group is not None:
+                    total = group_sum(total, self.rows.segments.group)
+            self.denominators[term.name] = total.masked_fill(total == 0, 1.0)
+        return self.denominators[term.name]
 
     def _kind(self, value: Tensor) -> str:
         if value.shape[0] == self.rows.count:
@@ -225,11 +243,11 @@ class BoundLoss:
         segments = self.rows.segments
         return "segment" if segments is not None and value.shape[0] == segments.num_segments else "other"
 
-    def _measure(self, values: Mapping[str, Any]) -> None:
+    def _measure(self, values: Mapping[str, Any], kinds: Mapping[str, str]) -> None:
         for name, x in values.items():
             if not isinstance(x, Tensor):
                 x = torch.tensor(float(x), device=self.device)
-            kind = "other" if x.ndim != 1 else self._kind(x)
+            kind = kinds.get(name) or ("other" if x.ndim != 1 else self._kind(x))
             weights: Tensor | None = None
             segments = self.rows.segments
             if kind == "row":
@@ -277,6 +295,7 @@ def check_inputs(
     *,
     off: Iterable[str],
     metrics: Iterable[tuple[str, Call]],
+    teachers: Container[str] = (),
 ) -> None:
     """Every input a loss needs is there, and every input that is there is one some loss knows."""
     everything = [*((f"term {n!r}", n, c) for n, c in terms), *((f"metric {n!r}", None, c) for n, c in metrics)]
@@ -289,10 +308,10 @@ def check_inputs(
     for label, term, call in everything:
         if term is not None and term in off:
             continue
-        required = [p.name for s in call.signatures for p in s.parameters if p.kind == "input" and not p.optional]
+        required = [p.key for s in call.signatures for p in s.parameters if p.kind == "input" and not p.optional]
         required += [call.row_weight] if isinstance(call.row_weight, str) else []
         for wanted in required:
-            if given.get(wanted) is None:
+            if given.get(wanted) is None and wanted not in teachers:
                 what = ", ".join(dict.fromkeys(p.name for s in call.signatures for p in s.parameters))
                 passed = ", ".join(given) or "none"
                 raise TypeError(

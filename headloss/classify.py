@@ -83,12 +83,6 @@ def classify(graph: fx.GraphModule, R: int, S: int) -> tuple[str, str]:
     return ("segment", f"rows meet through {through}") if through else ("row", "element-wise")
 
 
-def totals_in(graph: fx.GraphModule) -> int:
-    """How often the values of a traced loss sum over segments."""
-    value = graph.graph.output_node().args[0][0]  # type: ignore[index]
-    return sum(node.op == "call_function" and _operation(node) == "segment_totals" for node in reach(value))
-
-
 def _operation(node: fx.Node) -> str:
     target = node.target
     if isinstance(target, torch._ops.OpOverload):

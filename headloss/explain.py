@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from headloss.classify import totals_in
 from headloss.rows import Rows
 from headloss.sources import Linear, parse_bytes
 from headloss.sweeps import Chunk
@@ -138,9 +137,12 @@ def _collectives(plan: _Plan, visited: int) -> dict[str, int]:
             found["all-reduce of the gradient of hidden"] = 1
     if segments is not None and segments.group is not None:
         found["all-reduce of segment counts"] = 1
-        sums = sum(totals_in(t.trace.joint) for t in plan.terms if t.trace.joint is not None)
+        weighted = sum(t.sums_weights and t.trace.value == "row" for t in plan.terms)
+        if weighted:
+            found["all-reduce of the sum of row weights"] = weighted
+        sums = sum(sum(t.trace.sums) for t in plan.terms)
         if sums:
-            found["all-reduce of segment totals, forward and backward"] = 2 * sums
+            found["all-reduce of segment totals, forward and backward"] = sums
     return found
 
 

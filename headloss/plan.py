@@ -50,8 +50,8 @@ class Env(NamedTuple):
                     values[p.name] = self.segments
             elif p.kind == "targets":
                 values[p.name] = self.targets
-            elif p.name in self.inputs:
-                values[p.name] = self.inputs[p.name]
+            elif p.key in self.inputs:
+                values[p.name] = self.inputs[p.key]
         return values
 
 
@@ -106,7 +106,7 @@ class Call(NamedTuple):
 
     @property
     def input_names(self) -> tuple[str, ...]:
-        names = [p.name for s in self.signatures for p in s.parameters if p.kind == "input"]
+        names = [p.key for s in self.signatures for p in s.parameters if p.kind == "input"]
         return tuple(dict.fromkeys([*names, *([self.row_weight] if isinstance(self.row_weight, str) else [])]))
 
 
@@ -129,6 +129,8 @@ class Trace(NamedTuple):
     joint: fx.GraphModule | None
     frozen: tuple[str, ...] = ()  # options the trace had to take as constants
     unused: frozenset[Fact] = frozenset()  # facts it asks for and, with these options, never looks at
+    metrics: Mapping[str, str] = {}  # its metrics, each by "row", "segment" or "other"  # noqa: RUF012
+    sums: tuple[int, int] = (0, 0)  # how often it sums over segments, forward and backward
 
 
 def trace(call: Call, inputs: Mapping[str, Shape], dtype: torch.dtype, device: str, segmented: bool) -> Trace:
@@ -208,7 +210,30 @@ def _scalar(value: float) -> Tensor:
     return torch.tensor(value, dtype=torch.float64)
 
 
-def _rebuild(call: Call, names: Sequence[str], segmented: bool, frozen: Sequence[str], flat: Sequence[Any]) -> Any:
+class _Tallied(Segments):
+    """The segments of a trace: they count their sums, each of which is a collective where segments lie on ranks."""
+
+    __slots__ = ("tally",)
+    tally: list[int]
+
+    def __init__(self, ids: Tensor, num_segments: int, counts: Tensor, tally: list[int]) -> None:
+        super().__init__(ids, num_segments, counts)
+        object.__setattr__(self, "tally", tally)
+
+    def totals(self, x: Tensor) -> Tensor:
+        sums = super().totals(x)
+        self.tally[0] += 1
+        if sums.requires_grad:
+            sums.register_hook(self._pulled)
+        return sums
+
+    def _pulled(self, grad: Tensor) -> None:
+        self.tally[1] += 1
+
+
+def _rebuild(
+    call: Call, names: Sequence[str], segmented: bool, frozen: Sequence[str], tally: list[int], flat: Sequence[Any]
+) -> Any:
     """Env, options and seed from the flat arguments of the graph."""
     rest = list(flat)
     facts = {f: rest.pop(0) for f in call.facts}
@@ -217,7 +242,7 @@ def _rebuild(call: Call, names: Sequence[str], segmented: bool, frozen: Sequence
     segments = None
     if segmented and any(s.wants("segments") for s in call.signatures):
         ids, counts, num_segments = rest.pop(0), rest.pop(0), rest.pop(0)
-        segments = Segments(ids, num_segments, counts)
+        segments = _Tallied(ids, num_segments, counts, tally)
     options = {k: v if not _is_float(v) or k in frozen else rest.pop(0) for k, v in call.options.items()}
     return facts, inputs, targets, segments, options, {"row": rest.pop(0), "segment": rest.pop(0)}
 
@@ -254,15 +279,21 @@ def _trace_once(
     taken = {d for shape in inputs.values() for d in shape.rest}
     R, S = [n for n in (7, 11, 13, 17, 19, 23, 29, 31) if n not in taken][:2]  # told apart from every other size
     found: dict[str, str] = {}
+    kinds: dict[str, str] = {}
+    tally = [0, 0]
+
+    def kind_of(x: Tensor) -> str:
+        return {R: "row", S: "segment"}.get(size(x.shape[0]), "other") if x.ndim == 1 else "other"
 
     def joint(*flat: Any) -> tuple[Any, ...]:
-        facts, given, targets, segments, options, seeds = _rebuild(call, names, segmented, frozen, flat)
+        facts, given, targets, segments, options, seeds = _rebuild(call, names, segmented, frozen, tally, flat)
         with torch.enable_grad():
             facts = {f: x.detach().requires_grad_() if f.name not in CONSTANT else x for f, x in facts.items()}
             given = {n: x.detach().requires_grad_() if n in wanted else x for n, x in given.items()}
             value, metrics = call._replace(options=options)(Env(facts, given, targets, segments))
             leaves = [facts[f] for f in _differentiable(call)] + [given[n] for n in wanted]
-            found["value"] = {R: "row", S: "segment"}.get(size(value.shape[0]), "other")
+            found["value"] = kind_of(value)
+            kinds.update({k: kind_of(m) for k, m in metrics.items() if isinstance(m, Tensor)})
             seed = seeds.get(found["value"], torch.ones_like(value)).to(value.dtype)
             grads: Sequence[Tensor | None] = [None] * len(leaves)
             if value.requires_grad and leaves:
@@ -290,4 +321,4 @@ def _trace_once(
     needed = reach(graph.graph.output_node().args[0])
     placeholders = [n for n in graph.graph.nodes if n.op == "placeholder"]
     unused = frozenset(f for f, node in zip(call.facts, placeholders, strict=False) if node not in needed)
-    return Trace(kind, reason, found["value"], cotangents, graph, frozen, unused)
+    return Trace(kind, reason, found["value"], cotangents, graph, frozen, unused, kinds, (tally[0], tally[1]))
