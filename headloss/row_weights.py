@@ -82,7 +82,7 @@ def drop_segments(low: float, high: float, *, level: str = "segment_mean") -> Ca
         drift = _drift(logprob, sampler_logprob, old_logprob)
         w = (drift if level == "token" else _of_segment(drift, segments, level)).exp()
         out = ((w < low) | (w > high)).to(w.dtype)
-        return (segments.mean(out) == 0).to(w.dtype)
+        return 1 - out if level != "token" else (segments.mean(out) == 0).to(w.dtype)
 
     return kept_segments
 
