@@ -14,7 +14,7 @@ from headloss.record import Facts, Output
 from headloss.reductions import count
 from headloss.rows import Prepared, prepare, shift_labels
 from headloss.segments import Segments
-from headloss.sources import Linear, Logits
+from headloss.sources import Linear, Logits, Sparse
 from headloss.term import Term
 
 __version__ = "0.1.0"
@@ -42,6 +42,7 @@ __all__ = [
     "Output",
     "Prepared",
     "Segments",
+    "Sparse",
     "Term",
     "VocabShard",
     "count",

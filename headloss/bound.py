@@ -98,6 +98,7 @@ class BoundLoss:
         dtype: torch.dtype,
         device: torch.device,
         narrow: bool,
+        taken: Mapping[str, Tensor] | None = None,
     ) -> None:
         self.terms, self.metric_calls, self.rows, self.chunks = terms, metrics, rows, chunks
         self.num_items, self.num_segments, self.grad_scale = num_items, num_segments, grad_scale
@@ -106,6 +107,8 @@ class BoundLoss:
         self.inputs = {
             name: rows.take(x.detach()) if shape.kind == "row" else x.detach() for name, (x, shape) in inputs.items()
         }
+        self.inputs |= taken or {}  # teachers' inputs, already of the rows that count
+        self.shapes |= {name: Shape("row", x.dtype, tuple(x.shape[1:])) for name, x in (taken or {}).items()}
         self.wants_grad = tuple(name for name, shape in self.shapes.items() if shape.requires_grad)
         self.filler = torch.zeros(rows.count, dtype=dtype, device=device)
         self.values: dict[str, Tensor] = {}

@@ -69,7 +69,7 @@ def write_config(objective: Objective) -> dict[str, Any]:
     terms: dict[str, Any] = {}
     for name, term in objective.terms.items():
         entry: dict[str, Any] = {"loss": function_name(term.fn)}
-        plain = {"weight": 1.0, "reduction": "token_mean", "facts": {}}
+        plain = {"weight": 1.0, "reduction": "token_mean", "facts": {}, "tail": "bucket"}
         for key in sorted(RESERVED & set(Term.__slots__)):
             value = getattr(term, key)
             if isinstance(value, Tensor):

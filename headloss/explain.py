@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from headloss.binding import backend_for
+from headloss.guides import Guide, teacher_bytes
 from headloss.rows import Rows
 from headloss.sources import Linear, parse_bytes
 from headloss.sweeps import Chunk
 
 if TYPE_CHECKING:
-    from headloss.objective import _Plan
+    from headloss.binding import Plan
 
 
 class TermPlan(NamedTuple):
@@ -65,13 +67,21 @@ class Explanation(NamedTuple):
         return "\n".join(lines)
 
 
-def explain(plan: _Plan, rows: Rows, chunks: Sequence[Chunk] | None, backend: str, host_read: bool) -> Explanation:
+def explain(
+    plan: Plan,
+    rows: Rows,
+    chunks: Sequence[Chunk] | None,
+    guides: Mapping[str, Guide],
+    backend: str,
+    host_read: bool,
+) -> Explanation:
     source = plan.source
+    beside = teacher_bytes(guides, source)
     terms = tuple(TermPlan(t.name, t.call.signature.name, *t.trace[:2], t.trace.frozen) for t in plan.terms)
     if isinstance(source, Linear):
-        pieces = len(chunks) if chunks else -(-rows.count // source.chunk_rows())
-        sizes, grade = _linear_bytes(source, rows, chunks, pieces), _linear_grade(plan, rows, chunks)
-        gemms = 3 if chunks is not None else 4
+        pieces = len(chunks) if chunks else -(-rows.count // source.chunk_rows(beside))
+        sizes, grade = _linear_bytes(source, rows, chunks, pieces, beside), _linear_grade(plan, rows, chunks)
+        gemms = 0 if plan.want.only_ids else 3 if chunks is not None else 4
     else:
         pieces, gemms = 1, 0
         written = 0 if source.inplace else source.logits.numel() * source.logits.element_size()
@@ -82,7 +92,7 @@ def explain(plan: _Plan, rows: Rows, chunks: Sequence[Chunk] | None, backend: st
     )
     return Explanation(
         source=type(source).__name__,
-        backend=backend,
+        backend=backend_for(backend, source, plan.want).__name__.split(".")[-1],
         facts=tuple(map(str, plan.want.facts)),
         terms=terms,
         off=plan.off,
@@ -100,9 +110,12 @@ def explain(plan: _Plan, rows: Rows, chunks: Sequence[Chunk] | None, backend: st
     )
 
 
-def _linear_grade(plan: _Plan, rows: Rows, chunks: Sequence[Chunk] | None) -> str:
+def _linear_grade(plan: Plan, rows: Rows, chunks: Sequence[Chunk] | None) -> str:
+    if plan.want.only_ids:
+        return "only the teacher's ids: no softmax over the vocabulary and no full GEMM"
     if chunks is not None:
-        return "gradients in the same visit: each chunk's logits are made once"
+        look = ", read twice for a divergence" if any(f.element is not None for f in plan.want.facts) else ""
+        return f"gradients in the same visit: each chunk's logits are made once{look}"
     batch = [f"{t.name}: {t.trace.reason}" for t in plan.terms if t.trace.kind == "batch"]
     if batch:
         why = batch[0]
@@ -115,20 +128,23 @@ def _linear_grade(plan: _Plan, rows: Rows, chunks: Sequence[Chunk] | None) -> st
     return f"facts of all rows first, logits made again for the gradient ({why})"
 
 
-def _linear_bytes(source: Linear, rows: Rows, chunks: Sequence[Chunk] | None, pieces: int) -> dict[str, int]:
+def _linear_bytes(
+    source: Linear, rows: Rows, chunks: Sequence[Chunk] | None, pieces: int, beside: int
+) -> dict[str, int]:
     longest = -(-rows.count // max(1, pieces))
     if chunks:
         longest = max(c.rows.stop - c.rows.start for c in chunks)
     width, budget = source.hidden.shape[-1] * source.gemm_dtype.itemsize, _size(parse_bytes(source.memory))
     return {
         f"chunk of {longest} rows x {source.columns} (budget {budget})": longest * source.row_bytes,
+        "teachers' logits beside it": longest * beside,
         "gradient of hidden": source.hidden.numel() * source.gemm_dtype.itemsize,
         "weight gradient": _weight_grad(source, pieces),
         "gathered hidden rows": longest * width if rows.keep is not None else 0,
     }
 
 
-def _collectives(plan: _Plan, visited: int) -> dict[str, int]:
+def _collectives(plan: Plan, visited: int) -> dict[str, int]:
     source, segments = plan.source, plan.segments
     found: dict[str, int] = {}
     if source.shard is not None:

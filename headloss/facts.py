@@ -1,6 +1,6 @@
 """What one sweep over the vocabulary knows about a row, how partial sweeps merge, and how facts pull on the logits.
 
-Dimension key:  N rows   V vocabulary columns in hand (a shard, a block, or all)   R parts to be merged
+Dimension key:  N rows   V vocabulary columns in hand (a shard, a block, or all)   R parts to be merged   K ids a row
 Symbols:        z logits after scale, bias and softcap   T temperature   s = z / T   p = softmax(s)   y target column
 
 A fact is one number a row.  Its value, and its pull d(fact)/d(s_j) on the logits:
@@ -18,6 +18,8 @@ into five numbers a row, and the gradient of any loss whatever is
 
     d(loss)/d(s_j) = p_j (a + b log p_j + e p_j) + c + y 1[j=y]
 
+Facts that compare the row with a teacher's stand in `teachers.py`, in the same shape: sums, merge, value, pull.
+
 The sums behind the facts are a monoid.  A `Partial` covers any subset of the columns; `merge` combines the partials of
 blocks, vocabulary splits or ranks; a part that is empty or all -inf is the identity.  Everything is measured from the
 part's own maximum, x = (z - max) / T, because sums of uncentred logits lose digits: at V=128k in float32 with logits
@@ -28,41 +30,70 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-FACTS = ("lse", "logprob", "mean_logprob", "entropy", "sum_p2", "max_logprob", "argmax")
-CONSTANT = frozenset({"max_logprob", "argmax"})  # carry no gradient
-NEEDS_TARGET = frozenset({"logprob"})
+from headloss.teachers import (
+    DENSE,
+    SPARSE,
+    TeacherPartial,
+    TeacherSoftmax,
+    Temperature,
+    finish_teacher,
+    merge_teacher,
+    student_share,
+)
+from headloss.teachers import FLOOR as FLOOR
 
-FLOOR = -1.0e4  # exp(FLOOR) is 0 in every dtype, and 0 * FLOOR is 0 where 0 * -inf would be NaN
+STUDENT = ("lse", "logprob", "mean_logprob", "entropy", "sum_p2", "max_logprob", "argmax")
+FACTS = (*STUDENT, *DENSE, *SPARSE)
+CONSTANT = frozenset({"max_logprob", "argmax", "teacher_entropy", "teacher_argmax", "topk_overlap"})  # no gradient
+NEEDS_TARGET = frozenset({"logprob"})
 
 
 class Fact(NamedTuple):
-    """A fact by name, at a temperature of its own or, with None, at the source's."""
+    """A fact by name, at a temperature of its own or, with None, at the source's; of one teacher if it compares."""
 
     name: str
     temperature: float | None = None
+    teacher: str | None = None
+    element: Any = None  # of a divergence: the function of (log p, log q) that is summed over the vocabulary
 
     def __str__(self) -> str:
-        return self.name if self.temperature is None else f"{self.name}@T={self.temperature:g}"
+        name = self.name if self.element is None else f"{self.name} {self.element}"
+        name = name if self.temperature is None else f"{name}@T={self.temperature:g}"
+        return f"{name} of {self.teacher}" if self.teacher else name
 
 
 class Want:
     """Which facts a sweep is asked for; what is not asked for is not computed."""
 
     def __init__(self, facts: Sequence[Fact]) -> None:
-        self.facts = tuple(sorted(set(facts), key=lambda f: (FACTS.index(f.name), f.temperature or 0.0)))
+        order = {f: i for i, f in enumerate(dict.fromkeys(facts))}
+        self.facts = tuple(sorted(order, key=lambda f: (FACTS.index(f.name), f.temperature or 0.0, order[f])))
         self.temperatures = tuple(dict.fromkeys(f.temperature for f in self.facts))
+        self.teachers = tuple(dict.fromkeys(f.teacher for f in self.facts if f.teacher is not None))
         names = {f.name for f in self.facts}
+        self.only_ids = names == {"ids_logit"}  # some logits of each row, and no softmax
         self.target = not NEEDS_TARGET.isdisjoint(names)
         self.argmax = "argmax" in names
         self.total = "mean_logprob" in names
 
-    def at(self, temperature: float | None, name: str) -> bool:
-        return Fact(name, temperature) in self.facts
+    def at(self, temperature: float | None, name: str, teacher: str | None = None) -> bool:
+        return any(f[:3] == (name, temperature, teacher) for f in self.facts)
+
+    def at_any(self, teacher: str, name: str) -> bool:
+        return any(f.name == name and f.teacher == teacher for f in self.facts)
+
+    def temperatures_of(self, teacher: str) -> tuple[float | None, ...]:
+        """The temperatures at which the row is compared with this teacher."""
+        return tuple(T for T in self.temperatures if any(f[1:3] == (T, teacher) for f in self.facts))
+
+    def looks(self, teacher: str, temperature: float | None) -> tuple[Fact, ...]:
+        """The divergences whose sum over the vocabulary needs a second look at the row."""
+        return tuple(f for f in self.facts if f.element is not None and f[1:3] == (temperature, teacher))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Want) and self.facts == other.facts
@@ -91,6 +122,7 @@ class Partial(NamedTuple):
     total: Tensor | None  # sum of z - max
     columns: Tensor | None  # how many columns `total` covers
     moments: tuple[Moments, ...]  # one per temperature of the Want
+    teachers: tuple[TeacherPartial, ...] = ()  # one per teacher of the Want
 
 
 class Pull(NamedTuple):
@@ -108,10 +140,15 @@ class Softmax(NamedTuple):
 
     max: Tensor
     log_sums: tuple[Tensor, ...]  # one per temperature
+    teachers: tuple[TeacherSoftmax, ...] = ()
 
 
-def merge(parts: Partial, temperatures: Sequence[float | Tensor]) -> Partial:
-    """Combine R partials, stacked as (R, N) tensors, into one.
+def merge(
+    parts: Partial,
+    temperatures: Sequence[Temperature],
+    paired: Sequence[Sequence[tuple[Temperature, Temperature]]] = (),
+) -> Partial:
+    """Combine R partials, stacked as (R, N) tensors, into one.  `paired`: see `teachers.merge_teacher`.
 
     Each part is rebased from its own maximum to the common one: with d = (max_r - max) / T,
 
@@ -138,17 +175,21 @@ def merge(parts: Partial, temperatures: Sequence[float | Tensor]) -> Partial:
                 Q=None if Q is None else (k * k * Q).sum(0),
             )
         )
-    return Partial(best, argmax, target, total, columns, tuple(moments))
+    teachers = tuple(merge_teacher(t, shift, pairs) for t, pairs in zip(parts.teachers, paired, strict=True))
+    return Partial(best, argmax, target, total, columns, tuple(moments), teachers)
 
 
 def finish(
-    partial: Partial, want: Want, temperatures: Sequence[float | Tensor], vocab: int
+    partial: Partial, want: Want, temperatures: Sequence[Temperature], vocab: int
 ) -> tuple[dict[Fact, Tensor], Softmax]:
     """The wanted facts, and the softmax the pull will need, from a partial that covers the whole vocabulary."""
     moments = [m._replace(S=m.S.masked_fill(m.S == 0, 1.0)) for m in partial.moments]  # S = 0: every logit is -inf
     log_sums = tuple(m.S.log() for m in moments)
     facts: dict[Fact, Tensor] = {}
+    softmax = Softmax(partial.max.masked_fill(partial.max == -math.inf, 0.0), log_sums)
     for fact in want.facts:
+        if fact.teacher is not None:
+            continue
         i = want.temperatures.index(fact.temperature)
         T, log_S, (S, X, Q) = temperatures[i], log_sums[i], moments[i]
         match fact.name:
@@ -167,7 +208,14 @@ def finish(
             case "argmax":
                 value = _known(partial.argmax).long()
         facts[fact] = value
-    return facts, Softmax(partial.max.masked_fill(partial.max == -math.inf, 0.0), log_sums)
+    seen = []
+    student = dict(zip(want.temperatures, zip(temperatures, log_sums, strict=True), strict=True))
+    for name, teacher in zip(want.teachers, partial.teachers, strict=True):
+        asked = [f for f in want.facts if f.teacher == name]
+        values, teacher_softmax = finish_teacher(teacher, asked, want.temperatures_of(name), softmax.max, student)
+        facts |= values
+        seen.append(teacher_softmax)
+    return facts, softmax._replace(teachers=tuple(seen))
 
 
 def _known(x: Tensor | None) -> Tensor:
@@ -184,13 +232,14 @@ def coefficients(
     """
     pulls = []
     for T in want.temperatures:
-        g = {f.name: grads[f] for f in want.facts if f.temperature == T and grads.get(f) is not None}
+        g = {f.name: grads[f] for f in want.facts if f[1:3] == (T, None) and grads.get(f) is not None}
         pieces = [
             g.get("lse"),
             -g["logprob"] if "logprob" in g else None,
             -g["mean_logprob"] if "mean_logprob" in g else None,
             -g["entropy"] * facts[Fact("entropy", T)] if "entropy" in g else None,
             -2 * g["sum_p2"] * facts[Fact("sum_p2", T)] if "sum_p2" in g else None,
+            *(student_share(f.name, grads[f]) for f in want.facts if f.teacher and f.temperature == T and f in grads),
         ]
         present = [x for x in pieces if x is not None]
         pulls.append(

@@ -6,12 +6,13 @@ Dimension key:  N rows   C rows of a chunk   V vocabulary   D hidden size
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from headloss.sources import Linear, Logits, Source
+from headloss.sources import Linear, Logits, Source, parse_bytes
 
 GATHER_BYTES = 32 << 20  # of the logits copied at a time where ignored rows are passed over
 
@@ -70,6 +71,24 @@ class LogitsHead:
             assert self.grad_NV is not None
             self.grad_NV.index_copy_(0, rows, grad_CV)
 
+    def gather(self, rows: Rows, column_RK: Tensor) -> Tensor:
+        """Some raw logits of each row."""
+        if self.source.columns == 0:
+            return self.logits_NV.new_zeros(column_RK.shape)
+        if isinstance(rows, slice):
+            return self.logits_NV[rows].gather(-1, column_RK)
+        return self.logits_NV[rows[:, None], column_RK]
+
+    def scatter(self, rows: Rows, column_RK: Tensor, grad_RK: Tensor) -> None:
+        """Their gradient, in a gradient of zeros."""
+        assert self.grad_NV is not None
+        self.grad_NV.zero_()
+        if self.source.columns:
+            numbers = (
+                torch.arange(len(self.grad_NV), device=column_RK.device)[rows] if isinstance(rows, slice) else rows
+            )
+            self.grad_NV.index_put_((numbers[:, None], column_RK), grad_RK.to(self.grad_NV.dtype), accumulate=True)
+
     def skip(self, rows: Tensor) -> None:
         """Ignored rows get stored zeros."""
         if self.grad_NV is not None:
@@ -82,8 +101,8 @@ class LogitsHead:
 class LinearHead:
     """`Linear`, opened: a chunk's raw logits are a GEMM away, and its gradient goes into two more."""
 
-    def __init__(self, source: Linear) -> None:
-        self.source = source
+    def __init__(self, source: Linear, beside: int = 0) -> None:
+        self.source, self.beside = source, beside
         dtype = source.gemm_dtype
         self.hidden_ND = source.hidden.detach().reshape(-1, source.hidden.shape[-1]).to(dtype)
         self.weight_VD = source.weight.detach()[: source.columns].to(dtype)  # without the rows that pad a vocabulary
@@ -97,7 +116,7 @@ class LinearHead:
 
     def chunks(self, count: int, gathered: bool) -> list[slice]:
         """Equal runs of at most `chunk_rows` of the rows that count."""
-        most = self.source.chunk_rows()
+        most = self.source.chunk_rows(self.beside)
         pieces = math.ceil(count / most)
         self.single_chunk = pieces == 1
         return [slice(count * i // pieces, count * (i + 1) // pieces) for i in range(pieces)]
@@ -111,12 +130,53 @@ class LinearHead:
         C, V, dtype = len(hidden_CD), len(self.weight_VD), self.source.chunk_dtype
         if slot not in self.buffers_CV or len(self.buffers_CV[slot]) < C:
             self.buffers_CV.pop(slot, None)  # free the old one first
-            self.buffers_CV[slot] = torch.empty(C, V, dtype=dtype, device=hidden_CD.device)
+            wide = -(-V // 64) * 64  # rows that start on a boundary are read and multiplied faster
+            self.buffers_CV[slot] = torch.empty(C, wide, dtype=dtype, device=hidden_CD.device)[:, :V]
         raw_CV = self.buffers_CV[slot][:C]
         product(hidden_CD, self.weight_VD.t(), out=raw_CV)
         if self.bias_V is not None:
             raw_CV += self.bias_V
         return raw_CV
+
+    def gather(self, rows: Rows, column_RK: Tensor) -> Tensor:
+        """Some raw logits of each row: K products a row instead of V."""
+        out_RK = torch.zeros(column_RK.shape, dtype=self.source.fact_dtype, device=column_RK.device)
+        for part, hidden_CD, weight_CKD in self._meetings(rows, column_RK):
+            out_RK[part] = torch.einsum("cd,ckd->ck", hidden_CD, weight_CKD)
+        if self.bias_V is not None and len(self.bias_V):
+            out_RK += self.bias_V[column_RK]
+        return out_RK
+
+    def scatter(self, rows: Rows, column_RK: Tensor, grad_RK: Tensor) -> None:
+        """Their gradient, on the hidden rows and on the rows of the weight that were met."""
+        need_hidden, need_weight, need_bias = self.needs
+        dtype, device = self.source.fact_dtype, column_RK.device
+        if need_hidden:
+            self.dhidden_ND = torch.zeros_like(self.hidden_ND, memory_format=torch.contiguous_format)
+        if need_weight:
+            self.dweight_VD = torch.zeros(self.source.weight.shape, dtype=dtype, device=device)
+        for part, hidden_CD, weight_CKD in self._meetings(rows, column_RK):
+            grad_CK = grad_RK[part]
+            if need_hidden and self.dhidden_ND is not None:
+                numbers = torch.arange(len(self.hidden_ND), device=device)[rows] if isinstance(rows, slice) else rows
+                part_CD = torch.einsum("ck,ckd->cd", grad_CK, weight_CKD).to(self.dhidden_ND.dtype)
+                self.dhidden_ND.index_copy_(0, numbers[part], part_CD)
+            if need_weight and self.dweight_VD is not None:
+                part_CKD = grad_CK[..., None] * hidden_CD[:, None]
+                self.dweight_VD.index_add_(0, column_RK[part].flatten(), part_CKD.flatten(0, 1))
+        if need_bias and self.bias_V is not None:
+            self.dbias_V = torch.zeros(self.source.columns, dtype=dtype, device=device)
+            self.dbias_V.index_add_(0, column_RK.flatten(), grad_RK.flatten().to(dtype))
+
+    def _meetings(self, rows: Rows, column_RK: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Runs of rows, in float32 or better, with the rows of the weight that each of them names."""
+        dtype = self.source.fact_dtype
+        row_bytes = column_RK.shape[-1] * self.weight_VD.shape[-1] * dtype.itemsize * 2
+        step = max(1, parse_bytes(self.source.memory) // max(1, row_bytes))
+        for i in range(0, len(column_RK) if len(self.weight_VD) else 0, step):
+            part = slice(i, min(i + step, len(column_RK)))
+            here = slice(part.start, part.stop) if isinstance(rows, slice) else rows[part]
+            yield part, self._hidden(here).to(dtype), self.weight_VD[column_RK[part]].to(dtype)
 
     def wants_grad(self, needs: tuple[bool, ...]) -> None:
         self.needs = (needs[0], needs[1], len(needs) > 2 and needs[2])
@@ -181,8 +241,9 @@ class LinearHead:
 Head = LogitsHead | LinearHead
 
 
-def open_source(source: Source) -> Head:
-    return LogitsHead(source) if isinstance(source, Logits) else LinearHead(source)
+def open_source(source: Source, beside: int = 0) -> Head:
+    """`beside`: the bytes a row of a chunk costs for its teachers."""
+    return LogitsHead(source) if isinstance(source, Logits) else LinearHead(source, beside)
 
 
 def product(x: Tensor, y: Tensor, out: Tensor, add: bool = False) -> None:

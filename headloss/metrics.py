@@ -26,6 +26,7 @@ from headloss.facts import FACTS
 from headloss.parallel import all_gather
 from headloss.plan import Call
 from headloss.signature import function_name, read_signature, suggest
+from headloss.sources import Sparse
 
 
 def accuracy(argmax: Tensor, targets: Tensor) -> Tensor:
@@ -38,7 +39,21 @@ def perplexity(logprob: Tensor) -> Tensor:
     return -logprob
 
 
-NAMED: Mapping[str, Callable[..., Tensor]] = {"accuracy": accuracy, "perplexity": perplexity}
+def teacher_agreement(argmax: Tensor, teacher_argmax: Tensor) -> Tensor:
+    """How often student and teacher have the same likeliest column."""
+    return argmax == teacher_argmax
+
+
+def _sparse_agreement(argmax: Tensor, teacher_ids: Tensor, teacher_logprob: Tensor) -> Tensor:
+    best = teacher_logprob.argmax(-1, keepdim=True)
+    return argmax == teacher_ids.gather(-1, best)[:, 0]
+
+
+NAMED: Mapping[str, Callable[..., Tensor]] = {
+    "accuracy": accuracy,
+    "perplexity": perplexity,
+    "teacher_agreement": teacher_agreement,
+}
 
 
 class _Kind(NamedTuple):
@@ -131,14 +146,18 @@ class Meter:
         held, self._held = self._held, {}
         if not held and group is None:
             return {}
+        strange = torch.zeros(())
         if group is not None:
-            held = _over_ranks(held, group)
-        values = torch.stack([metric.value for metric in held.values()]).tolist()
-        return dict(zip(held, values, strict=True))
+            held, strange = _over_ranks(held, group)
+        values = [metric.value for metric in held.values()]
+        *numbers, mixed = torch.stack([*values, strange.to(values[0])]).tolist()
+        if mixed:
+            raise ValueError("Meter: the ranks of the group hold different metrics")
+        return dict(zip(held, numbers, strict=True))
 
 
-def _over_ranks(held: Mapping[str, Metric], group: Any) -> dict[str, Metric]:
-    """The same metrics combined over ranks: one all-gather of all their parts."""
+def _over_ranks(held: Mapping[str, Metric], group: Any) -> tuple[dict[str, Metric], Tensor]:
+    """The same metrics combined over ranks, and whether they are not the same: one all-gather of all their parts."""
     if not held:
         raise ValueError("Meter: nothing was added on this rank; every rank of the group must add the same metrics")
     names = zlib.crc32("\n".join(f"{name} {m.kind}" for name, m in held.items()).encode())
@@ -147,14 +166,12 @@ def _over_ranks(held: Mapping[str, Metric], group: Any) -> dict[str, Metric]:
     everyone = packed.new_empty(torch.distributed.get_world_size(group), len(packed))
     all_gather(everyone, packed, group).wait()
     combined = {"sum": everyone.sum(0), "min": everyone.amin(0), "max": everyone.amax(0)}
-    if bool((everyone[:, -1] != names).any()):
-        raise ValueError("Meter: the ranks of the group hold different metrics")
     result, i = {}, 0
     for name, metric in held.items():
         chosen = combined[_KINDS[metric.kind].combine][i : i + len(metric.parts)]
         result[name] = metric._replace(parts=tuple(chosen.unbind()))
         i += len(metric.parts)
-    return result
+    return result, (everyone[:, -1] != names).any()
 
 
 def read_metrics(metrics: Any) -> Iterator[tuple[str, Call]]:
@@ -173,6 +190,17 @@ def read_metrics(metrics: Any) -> Iterator[tuple[str, Call]]:
             raise TypeError(f"metrics: wanted names and functions, got {type(metric).__name__}")
         signature = read_signature(fn)
         yield name or label, Call(fn, signature, dict(signature.options))
+
+
+def retarget(name: str, call: Call, teachers: Mapping[str, Any]) -> Call:
+    """The metric, looking at the one teacher there is, in the form that its kind allows."""
+    if len(teachers) != 1 or not any(p.teacher or (p.fact and p.fact.teacher) for p in call.signature.parameters):
+        return call
+    teacher, fn = next(iter(teachers)), call.fn
+    if fn is teacher_agreement and isinstance(teachers[teacher], Sparse):
+        fn = _sparse_agreement
+    signature = read_signature(fn, teacher=teacher)
+    return call._replace(fn=fn, signature=signature)
 
 
 def _fact_metric(name: str) -> Callable[..., Tensor]:

@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from headloss.facts import Moments, Partial, merge
+from headloss.facts import Partial, merge
+from headloss.teachers import Pairs, Temperature
 
 
 @dataclass(frozen=True)
@@ -84,10 +85,10 @@ class Gathering:
         self.all_WkN = packed_kN.new_empty(shard.size, *packed_kN.shape)
         self.work = all_gather(self.all_WkN, packed_kN, shard.group) if packed_kN.numel() else None
 
-    def merged(self, temperatures: Sequence[float | Tensor]) -> Partial:
+    def merged(self, temperatures: Sequence[Temperature], paired: Sequence[Pairs] = ()) -> Partial:
         if self.work is not None:  # without rows there is nothing to gather, on any rank of the group
             self.work.wait()
-        return merge(_refill(self.like, iter(self.all_WkN.unbind(1))), temperatures)
+        return merge(_refill(self.like, iter(self.all_WkN.unbind(1))), temperatures, paired)
 
 
 def all_gather(out: Tensor, x: Tensor, group: Any) -> Any:
@@ -99,7 +100,7 @@ def all_gather(out: Tensor, x: Tensor, group: Any) -> Any:
 def _fields(x: Any) -> Iterator[Tensor]:
     """The tensors of a partial, in order."""
     if isinstance(x, Tensor):
-        yield x
+        yield from x.unbind(-1) if x.ndim > 1 else (x,)
     elif isinstance(x, tuple):
         for y in x:
             yield from _fields(y)
@@ -107,10 +108,27 @@ def _fields(x: Any) -> Iterator[Tensor]:
 
 def _refill(like: Any, tensors: Iterator[Tensor]) -> Any:
     if isinstance(like, Tensor):
-        return next(tensors)
-    if isinstance(like, Partial | Moments):
-        return type(like)(*(_refill(y, tensors) for y in like))
-    return tuple(_refill(y, tensors) for y in like) if isinstance(like, tuple) else None
+        return torch.stack([next(tensors) for _ in range(like.shape[-1])], -1) if like.ndim > 1 else next(tensors)
+    if not isinstance(like, tuple):
+        return None
+    filled = [_refill(y, tensors) for y in like]
+    return type(like)(*filled) if hasattr(like, "_fields") else tuple(filled)
+
+
+def sum_over(tensors: Sequence[Tensor], shard: VocabShard | None) -> list[Tensor]:
+    """Each (N,) tensor summed over the ranks that share the vocabulary: one collective for all of them."""
+    if shard is None or not tensors or not tensors[0].numel():
+        return list(tensors)
+    packed = torch.stack(list(tensors))
+    dist.all_reduce(packed, group=shard.group)
+    return list(packed.unbind())
+
+
+def max_over(x: Tensor, shard: VocabShard | None) -> Tensor:
+    """The largest over the ranks that share the vocabulary, where all but one hold -inf."""
+    if shard is not None and x.numel():
+        dist.all_reduce(x, op=dist.ReduceOp.MAX, group=shard.group)
+    return x
 
 
 def reduce_hidden(grad: Tensor | None, shard: VocabShard | None) -> None:

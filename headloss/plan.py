@@ -17,6 +17,7 @@ is called as it is, under ordinary autograd.  Metrics are evaluated once on all 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -129,7 +130,7 @@ class Trace(NamedTuple):
     joint: fx.GraphModule | None
     frozen: tuple[str, ...] = ()  # options the trace had to take as constants
     unused: frozenset[Fact] = frozenset()  # facts it asks for and, with these options, never looks at
-    metrics: Mapping[str, str] = {}  # its metrics, each by "row", "segment" or "other"  # noqa: RUF012
+    metrics: Mapping[str, str] = {}  # its metrics, each by "row", "segment" or "other"
     sums: tuple[int, int] = (0, 0)  # how often it sums over segments, forward and backward
 
 
@@ -166,6 +167,20 @@ def trace(call: Call, inputs: Mapping[str, Shape], dtype: torch.dtype, device: s
         _FROZEN[place] = found.frozen
         _TRACES[place, tuple(floats[name] for name in found.frozen)] = found
     return found
+
+
+def fit(call: Call, inputs: Mapping[str, Shape], dtype: torch.dtype, device: str) -> tuple[Trace, Mapping[str, Shape]]:
+    """`trace` where there are as many rows as segments: shapes do not tell which of the two an input is for, but as a
+    rule only one reading fits the loss.  The first that can be traced is taken."""
+    rows = [n for n, shape in inputs.items() if shape.kind == "row"]
+    plain = trace(call, inputs, dtype, device, True)
+    if plain.joint is None:
+        for chosen in [*itertools.combinations(rows, 1), *itertools.combinations(rows, 2)]:
+            other = {n: s._replace(kind="segment") if n in chosen else s for n, s in inputs.items()}
+            found = trace(call, other, dtype, device, True)
+            if found.joint is not None:
+                return found, other
+    return plain, inputs
 
 
 _FROZEN: dict[Any, tuple[str, ...]] = {}
@@ -262,6 +277,15 @@ def _trace(call: Call, inputs: Mapping[str, Shape], dtype: torch.dtype, device: 
     return Trace("batch", f"cannot be traced ({_first_line(error)})", None, None, None)
 
 
+def _fact_shape(fact: Fact, R: int, inputs: Mapping[str, Shape]) -> tuple[int, ...]:
+    """(R,), or (R, K) for a fact at the ids of a sparse teacher."""
+    return (R, *inputs[f"teacher_ids of {fact.teacher}"].rest) if fact.name in ("ids_logprob", "ids_logit") else (R,)
+
+
+def _fact_dtype(fact: Fact, dtype: torch.dtype) -> torch.dtype:
+    return torch.long if fact.name in ("argmax", "teacher_argmax") else dtype
+
+
 def _first_line(error: Exception | None) -> str:
     return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"[:120]
 
@@ -303,18 +327,20 @@ def _trace_once(
     def zeros(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=device)  # a scalar input has no sizes
 
+    ids_at: int | None = None  # where the segment ids stand among the arguments
     lead = {"row": (R,), "segment": (S,), "scalar": (), "whole": ()}
-    flat: list[Any] = [zeros(R, dtype=torch.long if f.name == "argmax" else dtype) for f in call.facts]
+    flat: list[Any] = [zeros(*_fact_shape(f, R, inputs), dtype=_fact_dtype(f, dtype)) for f in call.facts]
     flat += [zeros(*lead[inputs[n].kind], *inputs[n].rest, dtype=inputs[n].dtype) for n in names]
     if any(s.wants("targets") for s in call.signatures):
         flat.append(zeros(R, dtype=torch.long))
     if segmented and any(s.wants("segments") for s in call.signatures):
+        ids_at = len(flat)
         flat += [zeros(R, dtype=torch.long), zeros(S, dtype=torch.float64), S]
     # New tensors, not `_scalar`'s: the tracer would take two options of equal value for one.
     flat += [torch.tensor(v, dtype=torch.float64) for k, v in call.options.items() if _is_float(v) and k not in frozen]
     with torch.no_grad():
         graph = make_fx(joint, tracing_mode="symbolic")(*flat, zeros(R), zeros(S))
-    kind, reason = classify(graph, R, S)
+    kind, reason = classify(graph, R, S, ids_at)
     if found["value"] == "other" and kind != "batch":
         kind, reason = "batch", "its values belong to neither rows nor segments"
     cotangents = only(graph, lambda out: tuple(out[1])) if kind != "batch" else None

@@ -9,6 +9,7 @@ A name that nothing provides, and an input that nothing asks for, are errors wit
 from __future__ import annotations
 
 import difflib
+import enum
 import functools
 import inspect
 import types
@@ -18,9 +19,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from headloss.facts import FACTS, Fact
+from headloss.facts import FACTS, STUDENT, Fact
 
-RESERVED = frozenset({"weight", "reduction", "temperature", "length", "row_weight", "facts", "teacher"})
+RESERVED = frozenset({"weight", "reduction", "temperature", "length", "row_weight", "facts", "teacher", "tail"})
+
+ONLY = "teacher"  # the name of a teacher that was given without one
+COMPARING = frozenset(FACTS) - frozenset(STUDENT)
+TEACHER_INPUTS = ("teacher_ids", "teacher_logprob")  # of a sparse teacher, (rows, K)
 
 ALIASES = {  # what other libraries call our inputs
     "advantages": "advantage",
@@ -46,6 +51,12 @@ class Parameter(NamedTuple):
     kind: str  # "fact", "segments", "targets" or "input"
     optional: bool
     fact: Fact | None = None
+    teacher: str | None = None  # whose input it is
+
+    @property
+    def key(self) -> str:
+        """The input's name in the call: a teacher's own inputs are kept apart from another's."""
+        return self.name if self.teacher is None else f"{self.name} of {self.teacher}"
 
 
 class Signature(NamedTuple):
@@ -62,11 +73,20 @@ class Signature(NamedTuple):
 
 
 def read_signature(
-    fn: Callable[..., Any], *, temperature: float | None = None, facts: Mapping[str, Fact] | None = None
+    fn: Callable[..., Any],
+    *,
+    temperature: float | None = None,
+    facts: Mapping[str, Fact] | None = None,
+    teacher: str | None = None,
+    compared_at: float | None = None,
 ) -> Signature:
-    """The signature of a loss, metric or row-weight function; `facts` names facts at temperatures of their own."""
+    """The signature of a loss, metric or row-weight function; `facts` names facts at temperatures of their own.
+
+    `compared_at` is the temperature of facts that look at a teacher, where it is not that of the others.
+    """
     named = dict(facts or {})
     name = function_name(fn)
+    at = temperature if compared_at is None else compared_at
     parameters, options = [], {}
     for p in inspect.signature(fn).parameters.values():
         if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD):
@@ -81,8 +101,12 @@ def read_signature(
         optional = p.default is not p.empty
         if p.name in named:
             parameters.append(Parameter(p.name, "fact", optional, named.pop(p.name)))
+        elif p.name in COMPARING:
+            parameters.append(Parameter(p.name, "fact", optional, Fact(p.name, at, teacher or ONLY)))
         elif p.name in FACTS:
             parameters.append(Parameter(p.name, "fact", optional, Fact(p.name, temperature)))
+        elif p.name in TEACHER_INPUTS:
+            parameters.append(Parameter(p.name, "input", optional, teacher=teacher or ONLY))
         elif p.name in ("segments", "targets"):
             parameters.append(Parameter(p.name, p.name, optional))
         else:
@@ -118,7 +142,7 @@ class _Same:
 
 
 _PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device)
-_FIXED = (types.ModuleType, type, types.BuiltinFunctionType)
+_FIXED = (types.BuiltinFunctionType, enum.Enum)
 
 
 def identity(fn: Callable[..., Any]) -> tuple[object, tuple[str, ...]]:
@@ -153,8 +177,9 @@ def _key(fn: Any, loose: list[str], seen: set[int]) -> object:
             captured[name] = cell.cell_contents
         except ValueError:  # not yet assigned
             captured[name] = None
-    captured |= {name: fn.__globals__[name] for name in _names(code) if name in fn.__globals__}
-    items = [(name, _value(name, x, loose, seen)) for name, x in sorted(captured.items())]
+    names = _names(code)
+    captured |= {name: fn.__globals__[name] for name in names if name in fn.__globals__}
+    items = [(name, _value(name, x, loose, seen, names)) for name, x in sorted(captured.items())]
     defaults = [
         _value("default", x, loose, seen) for x in (*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values())
     ]
@@ -169,7 +194,7 @@ def _names(code: types.CodeType) -> set[str]:
     return names
 
 
-def _value(name: str, x: object, loose: list[str], seen: set[int]) -> object:
+def _value(name: str, x: object, loose: list[str], seen: set[int], read: Iterable[str] = ()) -> object:
     if isinstance(x, _PLAIN):
         return (type(x), x)
     if isinstance(x, tuple):
@@ -178,6 +203,15 @@ def _value(name: str, x: object, loose: list[str], seen: set[int]) -> object:
         if x.__module__ and x.__module__.split(".")[0] == "torch":
             return _Same(x)
         return _key(x, loose, seen)
+    if isinstance(x, types.ModuleType | type):
+        home = x.__module__ if isinstance(x, type) else x.__name__
+        visit = hash((id(x), tuple(sorted(read))))
+        if home.split(".")[0] == "torch" or visit in seen:
+            return _Same(x)
+        seen.add(visit)  # `settings.beta`: what is read from a module or a class may change
+        held = {a: y for k in (x.__mro__ if isinstance(x, type) else (x,)) for a, y in vars(k).items() if a in read}
+        found = [(a, _value(f"{name}.{a}", getattr(x, a), loose, seen, read)) for a in sorted(held)]
+        return (_Same(x), *found)
     if isinstance(x, _FIXED) or (type(x).__module__.split(".")[0] in ("torch", "typing") and not isinstance(x, Tensor)):
         return _Same(x)
     loose.append(name)

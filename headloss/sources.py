@@ -179,18 +179,56 @@ class Linear:
         bytes_ += self.gemm_dtype.itemsize if self.chunk_dtype != self.gemm_dtype else 0
         return bytes_ * (self.vocab if self.shard is None else self.shard.even_width)
 
-    def chunk_rows(self) -> int:
-        """How many rows a chunk of logits may have."""
-        budget = parse_bytes(self.memory)
-        if self.row_bytes > budget:
+    def chunk_rows(self, beside: int = 0) -> int:
+        """How many rows a chunk of logits may have, when each costs `beside` bytes more for its teachers."""
+        budget, row_bytes = parse_bytes(self.memory), self.row_bytes + beside
+        if row_bytes > budget:
             raise ValueError(
-                f"memory: one row of {self.columns} logits takes {self.row_bytes} bytes, the budget is {budget}; "
-                f"give at least {self.row_bytes}"
+                f"memory: one row of {self.columns} logits takes {row_bytes} bytes, the budget is {budget}; "
+                f"give at least {row_bytes}"
             )
-        return budget // max(1, self.row_bytes)
+        return budget // max(1, row_bytes)
 
 
 Source = Logits | Linear
+
+
+@dataclass(frozen=True, eq=False)
+class Sparse:
+    """A teacher that names K columns a row: ids (..., K), padded with -1, and their log-probabilities (..., K).
+
+    Top-K of a served model, sampled tokens, or soft labels: the log-probabilities need not sum to 1, may be -inf, and
+    ids may repeat (their probabilities then add up) and come in any order.
+    """
+
+    ids: Tensor
+    logprobs: Tensor
+
+    def __post_init__(self) -> None:
+        for name, x in (("ids", self.ids), ("logprobs", self.logprobs)):
+            if not isinstance(x, Tensor):
+                raise TypeError(f"{name}: wanted a tensor, got {type(x).__name__}")
+        if self.ids.dtype.is_floating_point or self.ids.dtype == torch.bool:
+            raise TypeError(f"ids: wanted an integer tensor, got {self.ids.dtype}")
+        if not self.logprobs.dtype.is_floating_point or self.logprobs.dtype.itemsize < 4:
+            raise TypeError(f"logprobs: wanted float32 or better, got {self.logprobs.dtype}")
+        if self.ids.ndim < 2 or self.ids.shape != self.logprobs.shape or self.ids.shape[-1] < 1:
+            raise ValueError(
+                f"ids: wanted (rows, K) like logprobs, got {tuple(self.ids.shape)} and {tuple(self.logprobs.shape)}"
+            )
+        if self.ids.device != self.logprobs.device:
+            raise ValueError(f"logprobs: is on {self.logprobs.device}, but ids is on {self.ids.device}")
+
+    @property
+    def leading(self) -> tuple[int, ...]:
+        return tuple(self.ids.shape[:-1])
+
+    @property
+    def device(self) -> torch.device:
+        return self.ids.device
+
+
+Teacher = Logits | Linear | Sparse
 
 
 def without_tensors(source: Source) -> Source:

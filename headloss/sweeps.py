@@ -21,11 +21,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from headloss.facts import CONSTANT, Fact, Moments, Partial, Pull, Softmax, Want, coefficients, finish
+from headloss.facts import CONSTANT, Fact, Partial, Softmax, Want, coefficients, finish
+from headloss.guides import Guide, ids_facts, ids_pull, teacher_bytes
 from headloss.heads import Grads, open_source
-from headloss.parallel import Gathering, reduce_hidden
+from headloss.parallel import Gathering, reduce_hidden, sum_over
 from headloss.rows import Rows
 from headloss.sources import Source, with_tensors, without_tensors
+from headloss.teachers import DenseSoftmax, TeacherChunk, Temperature, teacher_coefficients
 
 Cotangents = tuple[Mapping[Fact, Tensor], Mapping[str, Tensor]]  # of the facts, and of inputs that want a gradient
 
@@ -47,11 +49,23 @@ class Loss(Protocol):
     def shaped(self, name: str, grad: Tensor | None) -> Tensor | None: ...
 
 
-class Sweep:
-    """A source, the rows of it that count, the facts wanted of them, and the backend that reads them."""
+class Block(NamedTuple):
+    """A chunk in hand: its rows, their raw logits, and what the teachers say of them."""
 
-    def __init__(self, source: Source, rows: Rows, want: Want, backend: ModuleType) -> None:
+    part: slice  # of the rows that count
+    numbers: Any  # where they stand among all rows
+    raw_CV: Tensor
+    teachers: tuple[TeacherChunk, ...]
+
+
+class Sweep:
+    """A source, the rows of it that count, the facts wanted of them, their teachers, and the backend that reads."""
+
+    def __init__(
+        self, source: Source, rows: Rows, want: Want, backend: ModuleType, guides: Mapping[str, Guide] | None = None
+    ) -> None:
         self.source, self.rows, self.want, self.backend = source, rows, want, backend
+        self.guides = {name: (guides or {})[name] for name in want.teachers}
         T = source.temperature
         if isinstance(T, Tensor):
             T = T.detach().to(source.fact_dtype)
@@ -66,105 +80,194 @@ class Sweep:
         return other
 
     def facts(self) -> tuple[dict[Fact, Tensor], Softmax]:
-        head = open_source(self.source)
-        parts = []
-        for part in head.chunks(self.rows.count, self.rows.keep is not None):
-            parts.append(self._sums(head.read(self.rows.numbers(part)), part))
-        if not parts:
-            parts.append(self._sums(head.read(slice(0, 0)), slice(0, 0)))
-        everything = slice(0, self.rows.count)
-        return self._finish(self._merged(_concatenate(parts), everything), everything)
+        """All facts of all rows: over a shard, one collective, and one more if a divergence needs a second look."""
+        if self.want.only_ids:
+            return ids_facts(self.source, self.rows, self.want, self.guides, self._temperatures(self._all)), _NO_SOFTMAX
+        head = self._open()
+        shard = self.source.shard
+        if shard is None:
+            done = [self._settle(self._sums(block), block) for block in self._blocks(head)]
+            return _concatenate_each([facts for facts, _ in done]), _join(*(softmax for _, softmax in done))
+        partial = _join(*(self._sums(block) for block in self._blocks(head)))
+        facts, softmax = self._finish(self._merged(Gathering(partial, shard), self._all), self._all)
+        looks = [self._look(block, _at(softmax, block.part)) for block in self._blocks(head) if self._looks]
+        return self._with_looks(facts, softmax, _join(*looks) if looks else [])
+
+    def close(self) -> None:
+        """Let go of the teachers' buffers between one pass and the next."""
+        for guide in self.guides.values():
+            guide.close()
 
     def pull(
         self, facts: Mapping[Fact, Tensor], softmax: Softmax, grads: Mapping[Fact, Tensor], needs: tuple[bool, ...]
     ) -> Grads:
-        head = open_source(self.source)
+        head = self._open()
         head.wants_grad(needs)
         normaliser = None
         if self.source.narrow and grads:  # 1 / number of tokens underflows in fp16: write order 1, rescale in float32
             normaliser = torch.stack([g.abs().amax() if g.numel() else g.sum() for g in grads.values()]).amax()
             normaliser = normaliser.masked_fill(normaliser == 0, 1.0)
             grads = {f: g / normaliser for f, g in grads.items()}
-        pulls = coefficients(facts, grads, self.want, self.source.vocab)
-        for part in head.chunks(self.rows.count, self.rows.keep is not None):
-            numbers = self.rows.numbers(part)
-            self._pull(head, numbers, head.read(numbers), _at(softmax, part), _at(pulls, part), part)
+        if self.want.only_ids:
+            temperatures = dict(zip(self.want.temperatures, self._temperatures(self._all), strict=True))
+            ids_pull(head, self.rows, self.guides, facts, self._held(grads, self._all), temperatures)
+        else:
+            for block in self._blocks(head):
+                at = {f: x[block.part] for f, x in facts.items()}, {f: g[block.part] for f, g in grads.items()}
+                self._pull(head, block, _at(softmax, block.part), *at)
         return _scaled(self._grads(head), normaliser)
 
     def visit(
         self, chunks: Sequence[Chunk], cotangents: Callable[[Chunk, Mapping[Fact, Tensor]], Cotangents], needs: Any
     ) -> tuple[dict[Fact, Tensor], Softmax, dict[Fact, Tensor], dict[str, Tensor], Grads]:
-        head = open_source(self.source)
+        head = self._open()
         head.wants_grad(needs)
         head.single_chunk = len(chunks) == 1
         seen: list[tuple[dict[Fact, Tensor], Softmax, Mapping[Fact, Tensor], Mapping[str, Tensor]]] = []
-        for chunk, numbers, raw_CV, partial in self._chunks(head, chunks):
-            facts, softmax = self._finish(partial, chunk.rows)
+        for chunk, block, partial in self._ahead(head, chunks):
+            facts, softmax = self._settle(partial, block)
             by_fact, by_input = cotangents(chunk, facts)
-            pulls = coefficients(facts, by_fact, self.want, self.source.vocab)
-            self._pull(head, numbers, raw_CV, softmax, pulls, chunk.rows)
+            self._pull(head, block, softmax, facts, by_fact)
             seen.append((facts, softmax, by_fact, by_input))
         facts_, softmax_, by_fact_, by_input_ = zip(*seen, strict=True)
-        log_sums = tuple(torch.cat(x) for x in zip(*(s.log_sums for s in softmax_), strict=True))
         return (
             _concatenate_each(facts_),
-            Softmax(torch.cat([s.max for s in softmax_]), log_sums),
+            _join(*softmax_),
             _concatenate_each(by_fact_),
             _concatenate_each(by_input_),
             self._grads(head),
         )
 
-    def _chunks(self, head: Any, chunks: Sequence[Chunk]) -> Iterator[tuple[Chunk, Any, Tensor, Partial]]:
-        """Each chunk's logits and partial.  Over a shard, the next chunk is made while this one's partial travels."""
-        ahead: list[tuple[Chunk, Any, Tensor, Any]] = []
-        for i, chunk in enumerate(chunks):
-            numbers = self.rows.numbers(chunk.rows)
-            raw_CV = head.read(numbers, slot=i % 2 if self.source.shard is not None else 0)
-            partial = self._sums(raw_CV, chunk.rows)
-            if self.source.shard is None:
-                yield chunk, numbers, raw_CV, partial
-                continue
-            ahead.append((chunk, numbers, raw_CV, Gathering(partial, self.source.shard)))
-            if len(ahead) == 2:
-                yield self._arrived(*ahead.pop(0))
-        if ahead:
-            yield self._arrived(*ahead.pop(0))
-
-    def _arrived(self, chunk: Chunk, numbers: Any, raw_CV: Tensor, partial: Gathering) -> Any:
-        return chunk, numbers, raw_CV, partial.merged(self._temperatures(chunk.rows))
-
-    def _merged(self, partial: Partial, part: slice) -> Partial:
+    def _ahead(self, head: Any, chunks: Sequence[Chunk]) -> Iterator[tuple[Chunk, Block, Partial]]:
+        """Each chunk and its partial.  Over a shard, the next chunk is made while this one's partial travels."""
         shard = self.source.shard
-        return partial if shard is None else Gathering(partial, shard).merged(self._temperatures(part))
+        travelling: list[tuple[Chunk, Block, Gathering]] = []
+        for i, chunk in enumerate(chunks):
+            block = self._read(head, chunk.rows, slot=0 if shard is None else i % 2)
+            if shard is None:
+                yield chunk, block, self._sums(block)
+                continue
+            travelling.append((chunk, block, Gathering(self._sums(block), shard)))
+            if len(travelling) == 2:
+                chunk, block, partial = travelling.pop(0)
+                yield chunk, block, self._merged(partial, chunk.rows)
+        for chunk, block, partial in travelling:
+            yield chunk, block, self._merged(partial, chunk.rows)
 
-    def _temperatures(self, part: slice) -> list[float | Tensor]:
+    @property
+    def _all(self) -> slice:
+        return slice(0, self.rows.count)
+
+    @property
+    def _looks(self) -> list[Fact]:
+        return [f for n in self.want.teachers for T in self.want.temperatures_of(n) for f in self.want.looks(n, T)]
+
+    def _open(self) -> Any:
+        self.close()
+        return open_source(self.source, beside=teacher_bytes(self.guides, self.source))
+
+    def _blocks(self, head: Any) -> Iterator[Block]:
+        for part in head.chunks(self.rows.count, self.rows.keep is not None) or [slice(0, 0)]:
+            yield self._read(head, part)
+
+    def _read(self, head: Any, part: slice, slot: int = 0) -> Block:
+        numbers = self.rows.numbers(part)
+        keys = self.want.temperatures_of
+        teachers = tuple(guide.chunk(part, keys(name), slot) for name, guide in self.guides.items())
+        return Block(part, numbers, head.read(numbers, slot), teachers)
+
+    def _temperatures(self, part: slice) -> list[Temperature]:
         own = self.temperature[part] if isinstance(self.temperature, Tensor) else self.temperature
         return [own if T is None else T for T in self.want.temperatures]
 
-    def _sums(self, raw_CV: Tensor, part: slice) -> Partial:
-        targets = None if self.rows.targets is None else self.rows.targets[part]
-        return self.backend.sums(raw_CV, targets, self.want, self._temperatures(part), **self._transform())
+    def _paired(self, part: slice) -> list[list[tuple[Temperature, Temperature]]]:
+        """Of each teacher, the student's and its own temperature wherever the two are compared."""
+        student = dict(zip(self.want.temperatures, self._temperatures(part), strict=True))
+        keys = self.want.temperatures_of
+        return [[(student[T], guide.own(T, part)) for T in keys(name)] for name, guide in self.guides.items()]
+
+    def _targets(self, part: slice) -> Tensor | None:
+        return None if self.rows.targets is None else self.rows.targets[part]
 
     def _transform(self) -> dict[str, Any]:
-        shard = self.source.shard
-        start = 0 if shard is None else shard.start
-        return {"scale": self.source.scale, "softcap": self.source.softcap, "start": start}
+        return {"scale": self.source.scale, "softcap": self.source.softcap}
+
+    @property
+    def _start(self) -> int:
+        return 0 if self.source.shard is None else self.source.shard.start
+
+    def _sums(self, block: Block) -> Partial:
+        more = {"teachers": block.teachers} if block.teachers else {}
+        temperatures, targets = self._temperatures(block.part), self._targets(block.part)
+        transform = self._transform()
+        return self.backend.sums(block.raw_CV, targets, self.want, temperatures, start=self._start, **transform, **more)
+
+    def _merged(self, partial: Gathering, part: slice) -> Partial:
+        return partial.merged(self._temperatures(part), self._paired(part))
+
+    def _settle(self, partial: Partial, block: Block) -> tuple[dict[Fact, Tensor], Softmax]:
+        """Facts from a whole partial, the second look included."""
+        facts, softmax = self._finish(partial, block.part)
+        return self._with_looks(facts, softmax, self._look(block, softmax) if self._looks else [])
 
     def _finish(self, partial: Partial, part: slice) -> tuple[dict[Fact, Tensor], Softmax]:
         facts, softmax = finish(partial, self.want, self._temperatures(part), self.source.vocab)
-        if self.rows.valid is not None:
-            ignored = ~self.rows.valid[part]
-            facts = {f: x.masked_fill(ignored, 0) for f, x in facts.items()}
-        return facts, softmax
+        return self._held(facts, part), softmax
 
-    def _pull(self, head: Any, numbers: Any, raw_CV: Tensor, softmax: Softmax, pulls: Any, part: slice) -> None:
-        targets = None if self.rows.targets is None else self.rows.targets[part]
-        out_CV = head.room(numbers, raw_CV)
-        self.backend.pull(raw_CV, targets, softmax, pulls, self._temperatures(part), out_CV, **self._transform())
-        ignored_C1 = None if self.rows.valid is None else ~self.rows.valid[part, None]
+    def _look(self, block: Block, softmax: Softmax) -> list[tuple[Tensor, Tensor]]:
+        student = [[T for T, _ in pairs] for pairs in self._paired(block.part)]
+        return self.backend.look(block.raw_CV, self.want, softmax, block.teachers, student, **self._transform())
+
+    def _with_looks(
+        self, facts: dict[Fact, Tensor], softmax: Softmax, looks: Sequence[tuple[Tensor, Tensor]]
+    ) -> tuple[dict[Fact, Tensor], Softmax]:
+        """Facts and softmax with the divergences in them, summed over the ranks of a shard."""
+        if not looks:
+            return facts, softmax
+        summed = sum_over([x for pair in looks for x in pair], self.source.shard)
+        found = dict(zip(self._looks, zip(summed[::2], summed[1::2], strict=True), strict=True))
+        teachers = []
+        for name, seen in zip(self.want.teachers, softmax.teachers, strict=True):
+            mine = tuple(slopes for fact, (_, slopes) in found.items() if fact.teacher == name)
+            teachers.append(seen._replace(looks=mine) if isinstance(seen, DenseSoftmax) else seen)
+        values = {fact: value for fact, (value, _) in found.items()}
+        return facts | values, softmax._replace(teachers=tuple(teachers))
+
+    def _held(self, values: Mapping[Fact, Tensor], part: slice) -> dict[Fact, Tensor]:
+        """0 in ignored rows and at ids that are padding, for facts and for their cotangents alike."""
+        values = dict(values)
+        for fact, x in values.items():
+            if self.rows.valid is not None:
+                ignored = ~self.rows.valid[part]
+                values[fact] = x = x.masked_fill(ignored if x.ndim == 1 else ignored[:, None], 0)
+            if fact.name in ("ids_logprob", "ids_logit"):
+                values[fact] = x.masked_fill(self.guides[str(fact.teacher)].ids_RK[part] < 0, 0)  # type: ignore[union-attr]
+        return values
+
+    def _pull(
+        self, head: Any, block: Block, softmax: Softmax, facts: Mapping[Fact, Tensor], grads: Mapping[Fact, Tensor]
+    ) -> None:
+        grads = self._held(grads, block.part)
+        pulls = coefficients(facts, grads, self.want, self.source.vocab)
+        more: dict[str, Any] = {}
+        if self.guides:
+            asked = [[f for f in self.want.facts if f.teacher == name] for name in self.guides]
+            more = {
+                "teachers": block.teachers,
+                "teacher_pulls": [
+                    teacher_coefficients(seen, self.want.temperatures_of(name), mine, facts, grads)
+                    for name, seen, mine in zip(self.guides, softmax.teachers, asked, strict=True)
+                ],
+                "teacher_temperatures": [[T for T, _ in pairs] for pairs in self._paired(block.part)],
+            }
+        out_CV = head.room(block.numbers, block.raw_CV)
+        temperatures, targets = self._temperatures(block.part), self._targets(block.part)
+        more |= {"start": self._start, **self._transform()}
+        self.backend.pull(block.raw_CV, targets, softmax, pulls, temperatures, out_CV, **more)
+        ignored_C1 = None if self.rows.valid is None else ~self.rows.valid[block.part, None]
         if ignored_C1 is not None:
             out_CV.masked_fill_(ignored_C1, 0)  # the logits there may be anything
-        head.write(numbers, out_CV, ignored_C1)
+        head.write(block.numbers, out_CV, ignored_C1)
 
     def _grads(self, head: Any) -> Grads:
         ignored = self.rows.ignored()
@@ -173,6 +276,9 @@ class Sweep:
         grads = head.grads()
         reduce_hidden(grads.hidden, self.source.shard)
         return grads
+
+
+_NO_SOFTMAX = Softmax(torch.empty(0), ())
 
 
 class Result(NamedTuple):
@@ -216,6 +322,7 @@ class Head(torch.autograd.Function):
     def forward(ctx: Any, sweep: Sweep, loss: Loss | None, needs: tuple[bool, ...], *tensors: Tensor) -> Any:
         ctx.set_materialize_grads(False)
         result = run(sweep, loss, needs)
+        sweep.close()
         outputs = [sweep.rows.put(result.facts[f]) for f in sweep.want.facts]
         ctx.mark_non_differentiable(*(x for f, x in zip(sweep.want.facts, outputs, strict=True) if f.name in CONSTANT))
         ctx.count = len(sweep.source.tensors)
@@ -244,6 +351,7 @@ class Head(torch.autograd.Function):
             by_input = [None if g is None else scale * g for g in ctx.inputs]
         if pending and any(ctx.needs):
             more = sweep.pull(ctx.facts, ctx.softmax, pending, ctx.needs)
+            sweep.close()
             grads = more if grads is None else Grads(*(_add(x, y) for x, y in zip(grads, more, strict=True)))
         names = ("logits",) if ctx.count == 1 else ("hidden", "weight", "bias")
         by_tensor = [None if grads is None else getattr(grads, name) for name in names[: ctx.count]]
@@ -266,22 +374,20 @@ def _add(x: Tensor | None, y: Tensor | None) -> Tensor | None:
 
 def _at(x: Any, part: slice) -> Any:
     """Rows `part` of every tensor in a nest of tuples."""
-    if isinstance(x, Tensor):
-        return x[part]
-    if isinstance(x, Softmax | Pull):
-        return type(x)(*(_at(y, part) for y in x))
-    return tuple(_at(y, part) for y in x) if isinstance(x, tuple) else x
+    return x[part] if isinstance(x, Tensor) else _rebuild(x, [_at(y, part) for y in x]) if isinstance(x, tuple) else x
 
 
-def _concatenate(parts: Sequence[Partial]) -> Partial:
-    def join(*xs: Any) -> Any:
-        if isinstance(xs[0], Tensor):
-            return torch.cat(xs)
-        if isinstance(xs[0], Moments):
-            return Moments(*map(join, *xs))
-        return tuple(map(join, *xs)) if isinstance(xs[0], tuple) else None
+def _join(*xs: Any) -> Any:
+    """Nests of tuples of the same shape, their tensors concatenated."""
+    if isinstance(xs[0], Tensor):
+        return xs[0] if len(xs) == 1 else torch.cat(xs)
+    if not isinstance(xs[0], tuple | list):
+        return xs[0]
+    return _rebuild(xs[0], [_join(*ys) for ys in zip(*xs, strict=True)])
 
-    return parts[0] if len(parts) == 1 else Partial(*map(join, *parts))
+
+def _rebuild(like: Any, items: list[Any]) -> Any:
+    return type(like)(*items) if hasattr(like, "_fields") else type(like)(items)
 
 
 def _concatenate_each(parts: Sequence[Mapping[Any, Tensor]]) -> dict[Any, Tensor]:

@@ -9,10 +9,12 @@ from typing import Any
 
 from torch import Tensor
 
+from headloss.divergence import TAILS, Element, is_divergence, sparse_loss, summed
 from headloss.facts import FACTS, Fact
 from headloss.plan import Call
 from headloss.reductions import NEEDS_SEGMENTS, REDUCTIONS
-from headloss.signature import RESERVED, function_name, read_signature, suggest
+from headloss.signature import COMPARING, ONLY, RESERVED, function_name, read_signature, suggest
+from headloss.sources import Sparse, Teacher
 
 
 class Term:
@@ -23,8 +25,10 @@ class Term:
     reduction    see `headloss.reductions.REDUCTIONS`
     length       the constant that `seq_mean_token_sum_norm` divides by
     row_weight   the name of an input, or a function injected like a loss; never differentiated
-    temperature  replaces the source's temperature for this term
+    temperature  replaces the source's temperature for this term, and the teacher's; no hidden T^2
     facts        facts at temperatures of their own, {"hot_entropy": ("entropy", 2.0)}
+    teacher      the name of the teacher this term looks at, where there are several
+    tail         of a divergence with a sparse teacher: "bucket", "none" or "renormalise"
     options      the keyword-only parameters of `fn`
 
     >>> Term(grpo, low=0.2, high=0.28, reduction="seq_mean_token_mean")
@@ -37,9 +41,14 @@ class Term:
     row_weight: str | Callable[..., Any] | None
     temperature: float | None
     facts: Mapping[str, tuple[str, float]]
+    teacher: str | None
+    tail: str
     options: Mapping[str, Any]
-    _calls: dict[float | None, Call]
-    __slots__ = ("_calls", "facts", "fn", "length", "options", "reduction", "row_weight", "temperature", "weight")
+    _calls: dict[Any, Call]
+    __slots__ = (
+        "_calls", "facts", "fn", "length", "options", "reduction", "row_weight", "tail", "teacher", "temperature",
+        "weight",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -51,6 +60,8 @@ class Term:
         row_weight: str | Callable[..., Any] | None = None,
         temperature: float | None = None,
         facts: Mapping[str, tuple[str, float]] | None = None,
+        teacher: str | None = None,
+        tail: str = "bucket",
         **options: Any,
     ) -> None:
         if not callable(fn):
@@ -70,44 +81,69 @@ class Term:
                 raise ValueError(f"{name}: wanted a positive number, got {value!r}")
         if row_weight is not None and not (isinstance(row_weight, str) or callable(row_weight)):
             raise TypeError(f"row_weight: wanted an input's name or a function, got {type(row_weight).__name__}")
+        if teacher is not None and not isinstance(teacher, str):
+            raise TypeError(f"teacher: wanted the name of one, got {type(teacher).__name__}; pass it to the call")
+        if tail not in TAILS:
+            raise ValueError(f"tail: wanted one of {', '.join(TAILS)}, got {tail!r}{suggest(str(tail), TAILS)}")
         object.__setattr__(self, "_calls", {})
         for name, said in (
             ("fn", fn), ("weight", weight), ("reduction", reduction), ("length", length), ("row_weight", row_weight),
-            ("temperature", temperature), ("facts", _check_facts(facts)),
+            ("temperature", temperature), ("facts", _check_facts(facts)), ("teacher", teacher), ("tail", tail),
         ):  # fmt: skip
             object.__setattr__(self, name, said)
         object.__setattr__(self, "options", _check_options(fn, options))
-        self.call(None)
+        self.call(None, {})
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"Term is immutable; make a new one to change {name!r}")
 
     def __repr__(self) -> str:
         said = {name: getattr(self, name) for name in sorted(RESERVED & set(self.__slots__))}
-        plain = {"weight": 1.0, "reduction": "token_mean", "facts": {}}
+        plain = {"weight": 1.0, "reduction": "token_mean", "facts": {}, "tail": "bucket"}
         said = {k: v for k, v in said.items() if v is not None and v != plain.get(k)} | dict(self.options)
         return f"Term({', '.join([function_name(self.fn), *(f'{k}={v!r}' for k, v in said.items())])})"
 
     @property
     def needs_segments(self) -> bool:
         """Whether the term cannot do without segments, for its loss's or its reduction's sake."""
-        asked = any(p.kind == "segments" and not p.optional for s in self.call(None).signatures for p in s.parameters)
+        signatures = self.call(None, {}).signatures
+        asked = any(p.kind == "segments" and not p.optional for s in signatures for p in s.parameters)
         return asked or self.reduction in NEEDS_SEGMENTS
 
-    def call(self, source_temperature: float | None) -> Call:
-        """The function ready to be called, its facts named at the temperature the source does not already have."""
-        found = self._calls.get(source_temperature)
-        if found is None:
-            T = None if self.temperature == source_temperature else self.temperature
-            own = {
-                name: Fact(fact, None if temperature == source_temperature else temperature)
-                for name, (fact, temperature) in self.facts.items()
-            }
-            signature = read_signature(self.fn, temperature=T, facts=own)
-            options = {**signature.options, **self.options}
-            weighed = read_signature(self.row_weight, temperature=T) if callable(self.row_weight) else None
-            found = self._calls[source_temperature] = Call(self.fn, signature, options, self.row_weight, weighed)
-        return found
+    def call(self, source_temperature: float | None, teachers: Mapping[str, Teacher]) -> Call:
+        """The function ready to be called: its facts named, and a divergence in the form that its teacher allows."""
+        name = self.teacher or (next(iter(teachers)) if len(teachers) == 1 else ONLY)
+        sparse = isinstance(teachers.get(name), Sparse)
+        key = (source_temperature, name, sparse)
+        if key not in self._calls:
+            self._calls[key] = self._call(source_temperature, name, sparse)
+        return self._calls[key]
+
+    def _call(self, source_temperature: float | None, teacher: str, sparse: bool) -> Call:
+        T = None if self.temperature == source_temperature else self.temperature
+        own = {
+            name: Fact(
+                fact,
+                None if temperature == source_temperature and fact not in COMPARING else temperature,
+                teacher if fact in COMPARING else None,
+            )
+            for name, (fact, temperature) in self.facts.items()
+        }
+        weighed = read_signature(self.row_weight, temperature=T, teacher=teacher) if callable(self.row_weight) else None
+        fn = self.fn
+        if is_divergence(fn):
+            options = {**read_signature(fn).options, **self.options}
+            if sparse:
+                fn = sparse_loss(fn, self.tail)
+            elif hasattr(fn, "one_pass"):
+                fn = fn.one_pass
+            else:
+                fact = Fact("divergence", self.temperature, teacher, Element(fn, options))
+                signature = read_signature(summed, facts={"divergence": fact})._replace(name=function_name(fn))
+                return Call(summed, signature, {}, self.row_weight, weighed)
+        signature = read_signature(fn, temperature=T, facts=own, teacher=teacher, compared_at=self.temperature)
+        named = signature._replace(name=function_name(self.fn))
+        return Call(fn, named, {**signature.options, **self.options}, self.row_weight, weighed)
 
 
 def check_weight(name: str, weight: object) -> None:

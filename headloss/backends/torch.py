@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from headloss.backends.torch_teachers import Comparison, divide, logits, pull_tile, second_look
 from headloss.facts import FLOOR, Moments, Partial, Pull, Softmax, Want
+from headloss.teachers import DenseChunk, DenseSoftmax, TeacherChunk, TeacherPulls, Temperature
 
 TILE_BYTES = {"cpu": 4 << 20}
 TILE_BYTES_ELSEWHERE = 64 << 20
@@ -29,6 +32,7 @@ def sums(
     scale: float = 1.0,
     softcap: float | None = None,
     start: int = 0,
+    teachers: Sequence[TeacherChunk] = (),
 ) -> Partial:
     """The partial of these columns; `start` is the first column's place in the whole vocabulary."""
     C, V = raw_CV.shape
@@ -46,10 +50,12 @@ def sums(
         ),
     )
     column_C, here_C = (None, None) if target_C is None else _columns(target_C, start, V)
+    compared = [Comparison(*named, want, dtype, raw_CV.device) for named in zip(want.teachers, teachers, strict=True)]
     for rows in _tiles(raw_CV):
-        z_BV = _logits(raw_CV[rows], scale, softcap)
+        z_BV = logits(raw_CV[rows], scale, softcap)
         if V == 0:
             _identity(out, rows)
+            _compare(compared, rows, z_BV, out.max[rows], start, want, temperatures)
             continue
         if out.argmax is not None:
             max_B, argmax_B = z_BV.max(-1)
@@ -63,18 +69,22 @@ def sums(
             out.target[rows] = x_BV.gather(-1, column_C[rows, None])[:, 0]
         if out.total is not None:
             out.total[rows] = x_BV.sum(-1)
+        for comparison in compared:
+            comparison.tile(rows, x_BV, max_B, start)
         for i, (moments, T) in enumerate(zip(out.moments, temperatures, strict=True)):
-            last = i == len(out.moments) - 1
-            s_BV = x_BV if _is_one(T) else _divide(x_BV, T, rows, into=x_BV if last else None)
+            last = i == len(out.moments) - 1 and not compared  # x may be overwritten
+            s_BV = x_BV if _is_one(T) else divide(x_BV, T, rows, into=x_BV if last else None)
             e_BV = s_BV.exp_() if last and moments.X is None else s_BV.exp()
             moments.S[rows] = e_BV.sum(-1)
             if moments.X is not None:
                 moments.X[rows] = _dot(e_BV, s_BV.clamp_(min=FLOOR) if last else s_BV.clamp(min=FLOOR))
             if moments.Q is not None:
                 moments.Q[rows] = _dot(e_BV, e_BV)
+            for comparison in compared:
+                comparison.meet(rows, want.temperatures[i], T, s_BV, e_BV)
     if out.target is not None and here_C is not None:
         out.target.masked_fill_(~here_C, -math.inf)
-    return out
+    return out._replace(teachers=tuple(comparison.partial() for comparison in compared))
 
 
 def pull(
@@ -88,6 +98,9 @@ def pull(
     scale: float = 1.0,
     softcap: float | None = None,
     start: int = 0,
+    teachers: Sequence[TeacherChunk] = (),
+    teacher_pulls: Sequence[TeacherPulls] = (),
+    teacher_temperatures: Sequence[Sequence[Temperature]] = (),
 ) -> None:
     """Write the gradient with respect to the raw logits into `out_CV`, which may be `raw_CV` itself."""
     V = raw_CV.shape[-1]
@@ -98,12 +111,12 @@ def pull(
         if k.a is not None
     ]
     for rows in _tiles(raw_CV):
-        z_BV = _logits(raw_CV[rows], scale, softcap)
+        z_BV = logits(raw_CV[rows], scale, softcap)
         grad_BV = None
         for T, a, b, e, c, y in parts:
             x_BV = z_BV - softmax.max[rows, None]
             if not _is_one(T):
-                _divide(x_BV, T, rows, into=x_BV)
+                divide(x_BV, T, rows, into=x_BV)
             e_BV = x_BV.exp_() if b is None else x_BV.exp()
             slope = a[rows, None]
             if b is not None:
@@ -116,16 +129,54 @@ def pull(
             if y is not None and column_C is not None and V:
                 ds_BV.scatter_add_(-1, column_C[rows, None], y[rows, None])
             if not _is_one(T):
-                _divide(ds_BV, T, rows, into=ds_BV)
+                divide(ds_BV, T, rows, into=ds_BV)
             grad_BV = ds_BV if grad_BV is None else grad_BV.add_(ds_BV)
         if grad_BV is None:
-            out_CV[rows] = 0
-            continue
+            if not teachers:
+                out_CV[rows] = 0
+                continue
+            grad_BV = torch.zeros_like(z_BV)
+        for chunk, seen, own, Ts in zip(teachers, softmax.teachers, teacher_pulls, teacher_temperatures, strict=True):
+            pull_tile(grad_BV, z_BV, rows, chunk, seen, softmax, own, Ts, start)
         if softcap is not None:
             grad_BV *= 1 - (z_BV / softcap) ** 2
         if scale != 1.0:
             grad_BV *= scale
         out_CV[rows] = grad_BV
+
+
+def look(
+    raw_CV: Tensor,
+    want: Want,
+    softmax: Softmax,
+    teachers: Sequence[TeacherChunk],
+    teacher_temperatures: Sequence[Sequence[Temperature]],
+    *,
+    scale: float = 1.0,
+    softcap: float | None = None,
+) -> list[tuple[Tensor, Tensor]]:
+    """The second look: of every divergence wanted, in order, its sum over these columns and that of its slopes."""
+    tiles: list[list[tuple[Tensor, Tensor]]] = []
+    for rows in _tiles(raw_CV):
+        z_BV = logits(raw_CV[rows], scale, softcap)
+        found: list[tuple[Tensor, Tensor]] = []
+        for name, chunk, seen, Ts in zip(want.teachers, teachers, softmax.teachers, teacher_temperatures, strict=True):
+            if isinstance(chunk, DenseChunk):
+                assert isinstance(seen, DenseSoftmax)
+                for i, key in enumerate(want.temperatures_of(name)):
+                    elements = [f.element for f in want.looks(name, key)]
+                    found += second_look(z_BV, rows, chunk, seen, softmax, Ts[i], i, elements)
+        tiles.append(found)
+    return [(torch.cat([v for v, _ in look]), torch.cat([s for _, s in look])) for look in zip(*tiles, strict=True)]
+
+
+def _compare(compared: Sequence[Comparison], rows: slice, *tile: Any) -> None:
+    """A part without columns still takes part in every comparison."""
+    z_BV, max_B, start, want, temperatures = tile
+    for comparison in compared:
+        comparison.tile(rows, z_BV, max_B, start)
+        for key, T in zip(want.temperatures, temperatures, strict=True):
+            comparison.meet(rows, key, T, z_BV, z_BV)
 
 
 def _over(k: Pull, log_sum: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -145,18 +196,10 @@ def _columns(target_C: Tensor, start: int, V: int) -> tuple[Tensor, Tensor]:
     return column_C.clamp(0, max(0, V - 1)), (column_C >= 0) & (column_C < V)
 
 
-def _logits(raw_BV: Tensor, scale: float, softcap: float | None) -> Tensor:
-    """z = cap tanh(scale raw / cap), in float32 or better."""
-    z_BV = raw_BV.to(torch.promote_types(raw_BV.dtype, torch.float32))
-    if scale != 1.0:
-        z_BV = z_BV * scale
-    return z_BV if softcap is None else (z_BV / softcap).tanh() * softcap
-
-
 def _tiles(raw_CV: Tensor) -> Iterator[slice]:
     row_bytes = max(1, raw_CV.shape[-1]) * max(4, raw_CV.element_size())
     step = max(1, TILE_BYTES.get(raw_CV.device.type, TILE_BYTES_ELSEWHERE) // row_bytes)
-    for i in range(0, raw_CV.shape[0], step):
+    for i in range(0, max(1, raw_CV.shape[0]), step):  # without rows there is still one tile, of none
         yield slice(i, min(i + step, raw_CV.shape[0]))
 
 
@@ -174,11 +217,6 @@ def _identity(out: Partial, rows: slice) -> None:
 
 def _is_one(T: float | Tensor) -> bool:
     return not isinstance(T, Tensor) and T == 1.0
-
-
-def _divide(x_BV: Tensor, T: float | Tensor, rows: slice, into: Tensor | None = None) -> Tensor:
-    divisor = T[rows, None] if isinstance(T, Tensor) else T
-    return torch.div(x_BV, divisor, out=into)
 
 
 def _dot(x_BV: Tensor, y_BV: Tensor) -> Tensor:

@@ -1,0 +1,226 @@
+"""The torch backend's part in comparing a tile of rows with teachers; see `headloss.teachers` for what is summed.
+
+Dimension key:  C rows handed in   B rows of a tile   V columns in hand   U columns shared with the teacher   K ids
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headloss.facts import Softmax, Want
+from headloss.teachers import (
+    FLOOR,
+    DenseChunk,
+    DensePartial,
+    DensePull,
+    DenseSoftmax,
+    Meeting,
+    SparseChunk,
+    SparsePartial,
+    SparsePull,
+    SparseSoftmax,
+    TeacherChunk,
+    TeacherPulls,
+    Temperature,
+)
+
+
+class Comparison:
+    """A sweep's sums with one teacher, filled tile by tile."""
+
+    def __init__(self, name: str, chunk: TeacherChunk, want: Want, dtype: torch.dtype, device: torch.device) -> None:
+        self.name, self.chunk, self.want = name, chunk, want
+        self.temperatures = want.temperatures_of(name)
+        self.parts: list[dict[str, Any]] = []
+        self.dtype, self.device = dtype, device
+
+    def tile(self, rows: slice, x_BV: Tensor, max_B: Tensor, start: int) -> None:
+        """Begin a tile: whatever does not depend on the temperature.  x = z - max."""
+        part: dict[str, Any] = {"meetings": [], "tails": []}
+        if isinstance(self.chunk, DenseChunk):
+            u_BU = logits(self.chunk.raw_CV[rows, : self.chunk.columns], self.chunk.scale, self.chunk.softcap)
+            u_BU = u_BU.to(self.dtype)
+            part |= _best(u_BU, start, self.want.at_any(self.name, "teacher_argmax"))
+            part["y"] = u_BU - part["max"].masked_fill(part["max"] == -math.inf, 0.0)[:, None]
+        else:
+            column_BK, here_BK, inside_BV = _places(self.chunk.ids_CK[rows], start, x_BV.shape[-1])
+            if x_BV.shape[-1]:
+                ids_BK = x_BV.gather(-1, column_BK).masked_fill_(~here_BK, -math.inf)
+            else:
+                ids_BK = torch.full(column_BK.shape, -math.inf, dtype=self.dtype, device=self.device)
+            part["ids"] = ids_BK
+            part["tail_max"] = part["top"] = None
+            if self.want.at_any(self.name, "tail_logprob"):
+                tail_BV = x_BV.masked_fill(inside_BV, -math.inf)
+                tail_B = tail_BV.amax(-1) if tail_BV.shape[-1] else torch.full_like(max_B, -math.inf)
+                part["tail_max"] = tail_B + max_B
+                part["tail"] = tail_BV - tail_B.masked_fill(tail_B == -math.inf, 0.0)[:, None]
+            if self.want.at_any(self.name, "topk_overlap"):
+                K = self.chunk.ids_CK.shape[-1]
+                top_BK = x_BV.topk(min(K, x_BV.shape[-1]), -1).values
+                part["top"] = torch.nn.functional.pad(top_BK, (0, K - top_BK.shape[-1]), value=-math.inf)
+        self.parts.append(part)
+
+    def meet(self, rows: slice, key: float | None, T: Temperature, s_BV: Tensor, e_BV: Tensor) -> None:
+        """At one temperature: s = x / T, e = exp(s)."""
+        if key not in self.temperatures:
+            return
+        part = self.parts[-1]
+        if isinstance(self.chunk, SparseChunk):
+            if part["tail_max"] is not None:
+                part["tails"].append(divide(part["tail"], T, rows).exp().sum(-1))
+            return
+        wants = {n: self.want.at(key, n, self.name) for n in ("shared_entropy", "teacher_entropy")}
+        U, y_BU = self.chunk.columns, divide(part["y"], self.chunk.temperatures[self.temperatures.index(key)], rows)
+        s_BU, e_BU, f_BU = s_BV[:, :U], e_BV[:, :U], y_BU.exp()
+        part["meetings"].append(
+            Meeting(
+                S=e_BU.sum(-1),
+                X=_product(e_BU, s_BU) if wants["shared_entropy"] else None,
+                St=f_BU.sum(-1),
+                Y=_product(f_BU, y_BU) if wants["teacher_entropy"] else None,
+                F=_product(f_BU, s_BU) if self.want.at(key, "teacher_cross_entropy", self.name) else None,
+                G=_product(e_BU, y_BU) if self.want.at(key, "reverse_cross_entropy", self.name) else None,
+            )
+        )
+
+    def partial(self) -> DensePartial | SparsePartial:
+        def join(xs: Sequence[Tensor | None]) -> Any:
+            return None if xs[0] is None else torch.cat([x for x in xs if x is not None])
+
+        tiles = self.parts
+        if isinstance(self.chunk, SparseChunk):
+            tails = tuple(join(ts) for ts in zip(*(t["tails"] for t in tiles), strict=True))
+            ids, tail_max, top = (join([t[n] for t in tiles]) for n in ("ids", "tail_max", "top"))
+            return SparsePartial(ids, tail_max, tails, top)
+        meetings = tuple(
+            Meeting(*(join(xs) for xs in zip(*ms, strict=True)))
+            for ms in zip(*(t["meetings"] for t in tiles), strict=True)
+        )
+        return DensePartial(join([t["max"] for t in tiles]), join([t["argmax"] for t in tiles]), meetings)
+
+
+def second_look(
+    z_BV: Tensor,
+    rows: slice,
+    chunk: DenseChunk,
+    seen: DenseSoftmax,
+    softmax: Softmax,
+    T: Temperature,
+    i: int,
+    looks: Any,
+) -> list[tuple[Tensor, Tensor]]:
+    """Of each divergence, its sum over these columns and that of its slopes."""
+    logp_BU, logq_BU = _logprobs(z_BV, rows, chunk, seen, softmax, T, i)
+    found = []
+    for element in looks:
+        value, slope = element.value(logp_BU, logq_BU), element.slope(logp_BU, logq_BU)
+        found.append((value.sum(-1), slope.sum(-1)))
+    return found
+
+
+def pull_tile(
+    grad_BV: Tensor,
+    z_BV: Tensor,
+    rows: slice,
+    chunk: TeacherChunk,
+    seen: Any,
+    softmax: Softmax,
+    pulls: TeacherPulls,
+    temperatures: Sequence[Temperature],
+    start: int,
+) -> None:
+    """Add one teacher's pull on a tile."""
+    for i, (pull, T) in enumerate(zip(pulls, temperatures, strict=True)):
+        if isinstance(pull, DensePull):
+            assert isinstance(chunk, DenseChunk)
+            if pull.a is not None or pull.looks:
+                g_BU = _pull_dense(pull, z_BV, rows, chunk, seen, softmax, T, i)
+                grad_BV[:, : chunk.columns] += divide(g_BU, T, rows)
+        elif isinstance(pull, SparsePull) and isinstance(chunk, SparseChunk):
+            grad_BV += divide(_pull_sparse(pull, z_BV, rows, chunk, seen, T, i, start), T, rows)
+
+
+def _pull_dense(
+    pull: DensePull, z_BV: Tensor, rows: slice, chunk: DenseChunk, seen: DenseSoftmax, softmax: Softmax, T: Any, i: int
+) -> Tensor:
+    logp_BU, logq_BU = _logprobs(z_BV, rows, chunk, seen, softmax, T, i)
+    p_BU = logp_BU.exp()
+    g_BU = torch.zeros_like(p_BU)
+    if pull.a is not None:
+        slope = pull.a[rows, None]
+        if pull.b is not None:
+            slope = slope + pull.b[rows, None] * logp_BU
+        if pull.c is not None:
+            slope = slope + pull.c[rows, None] * logq_BU
+        g_BU = p_BU * slope
+        if pull.d is not None:
+            g_BU += pull.d[rows, None] * logq_BU.exp()
+    for element, g, C in pull.looks:
+        g_BU += g[rows, None] * (element.slope(logp_BU, logq_BU) - p_BU * C[rows, None])
+    return g_BU
+
+
+def _pull_sparse(
+    pull: SparsePull, z_BV: Tensor, rows: slice, chunk: SparseChunk, seen: SparseSoftmax, T: Any, i: int, start: int
+) -> Tensor:
+    column_BK, here_BK, inside_BV = _places(chunk.ids_CK[rows], start, z_BV.shape[-1])
+    g_BV = torch.zeros_like(z_BV)
+    if pull.tail is not None and seen.tail_max is not None:
+        x_BV = divide(z_BV - seen.tail_max[rows, None], T, rows) - seen.tail_log_sums[i][rows, None]
+        g_BV = x_BV.masked_fill_(inside_BV, -math.inf).exp_() * pull.tail[rows, None]
+    if pull.ids is not None and z_BV.shape[-1]:
+        g_BV.scatter_add_(-1, column_BK, pull.ids[rows].masked_fill(~here_BK, 0.0))
+    return g_BV
+
+
+def _logprobs(
+    z_BV: Tensor, rows: slice, chunk: DenseChunk, seen: DenseSoftmax, softmax: Softmax, T: Temperature, i: int
+) -> tuple[Tensor, Tensor]:
+    """log p and log q over the shared columns, never below FLOOR."""
+    x_BU = divide(z_BV[:, : chunk.columns] - softmax.max[rows, None], T, rows) - seen.log_S[i][rows, None]
+    u_BU = logits(chunk.raw_CV[rows, : chunk.columns], chunk.scale, chunk.softcap).to(z_BV.dtype)
+    y_BU = divide(u_BU - seen.max[rows, None], chunk.temperatures[i], rows) - seen.log_St[i][rows, None]
+    return x_BU.clamp_(min=FLOOR), y_BU.clamp_(min=FLOOR)
+
+
+def _places(ids_BK: Tensor, start: int, V: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Each id as a column in hand, whether it is one (if not, the column is any), and which columns are ids."""
+    column_BK = ids_BK - start
+    here_BK = (ids_BK >= 0) & (column_BK >= 0) & (column_BK < V)
+    inside_BV = torch.zeros(len(ids_BK), V + 1, dtype=torch.bool, device=ids_BK.device)
+    inside_BV.scatter_(-1, torch.where(here_BK, column_BK, V), True)
+    return column_BK.clamp(0, max(0, V - 1)), here_BK, inside_BV[:, :V]
+
+
+def _best(u_BU: Tensor, start: int, argmax: bool) -> dict[str, Tensor | None]:
+    if u_BU.shape[-1] == 0:
+        none = torch.full((len(u_BU),), -math.inf, dtype=u_BU.dtype, device=u_BU.device)
+        return {"max": none, "argmax": torch.zeros_like(none) if argmax else None}
+    if not argmax:
+        return {"max": u_BU.amax(-1), "argmax": None}
+    max_B, argmax_B = u_BU.max(-1)
+    return {"max": max_B, "argmax": (argmax_B + start).to(u_BU.dtype)}
+
+
+def _product(weight_BU: Tensor, x_BU: Tensor) -> Tensor:
+    """Sum of weight * x, where weight 0 counts for nothing even if x is -inf."""
+    return torch.where(weight_BU > 0, weight_BU * x_BU, 0.0).sum(-1)
+
+
+def logits(raw_BV: Tensor, scale: float, softcap: float | None) -> Tensor:
+    """z = cap tanh(scale raw / cap), in float32 or better."""
+    z_BV = raw_BV.to(torch.promote_types(raw_BV.dtype, torch.float32))
+    if scale != 1.0:
+        z_BV = z_BV * scale
+    return z_BV if softcap is None else (z_BV / softcap).tanh() * softcap
+
+
+def divide(x_BV: Tensor, T: Temperature, rows: slice, into: Tensor | None = None) -> Tensor:
+    divisor = T[rows, None] if isinstance(T, Tensor) else T
+    return torch.div(x_BV, divisor, out=into)

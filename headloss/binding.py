@@ -1,0 +1,260 @@
+"""From a call's arguments to a plan, and from a plan to a sweep and a loss: checked before anything is computed.
+
+A plan is decided from names, shapes and traces alone, so it can be explained without a single number.  Binding it looks
+at the targets, finds the rows that count and lays everything else out along them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from headloss.backends import choose, resolve
+from headloss.bound import BoundLoss, Planned, check_inputs, layout
+from headloss.facts import NEEDS_TARGET, Fact, Want
+from headloss.guides import SparseGuide, bind_guides, name_teachers, teacher_bytes
+from headloss.metrics import retarget
+from headloss.plan import Call, Shape, trace
+from headloss.rows import Prepared, Rows, bind_rows
+from headloss.segments import Segments
+from headloss.signature import TEACHER_INPUTS, suggest
+from headloss.sources import Linear, Logits, Source, Sparse, Teacher
+from headloss.sweeps import Chunk, Sweep
+from headloss.teachers import SPARSE
+from headloss.term import check_weight
+
+if TYPE_CHECKING:
+    from headloss.objective import Objective
+
+CALL = ("teacher", "targets", "segments", "num_items", "num_segments", "weights", "grad_scale", "host_read")
+
+
+class Plan(NamedTuple):
+    """How one call will run."""
+
+    source: Source
+    segments: Segments | None
+    teachers: dict[str, Teacher]
+    terms: tuple[Planned, ...]
+    off: tuple[str, ...]  # terms switched off
+    metrics: tuple[tuple[str, Call], ...]
+    inputs: dict[str, tuple[Tensor, Shape]]
+    want: Want
+    kind: str  # the widest class among the terms
+
+
+def make_plan(
+    objective: Objective,
+    source: Source,
+    targets: Tensor | Prepared | None,
+    segments: Segments | None,
+    weights: Mapping[str, float | Tensor] | None,
+    teacher: Teacher | Mapping[str, Teacher] | None,
+    inputs: Mapping[str, Any],
+) -> Plan:
+    if isinstance(targets, Prepared):
+        segments = targets.segments if segments is None else segments
+    if segments is not None and not isinstance(segments, Segments):
+        raise TypeError(f"segments: wanted hl.Segments, got {type(segments).__name__}")
+    now = _weights(objective, weights or {})
+    off = tuple(name for name, weight in now.items() if not isinstance(weight, Tensor) and weight == 0)
+    teachers = {name: _plain_teacher(x) for name, x in name_teachers(teacher, source).items()}
+    own = source.temperature if isinstance(source.temperature, int | float) else None
+    calls = {name: term.call(own, teachers) for name, term in objective.terms.items()}
+    metrics = tuple((name, retarget(name, call, teachers)) for name, call in objective.metrics)
+    named = {f"{i} of {n}" for n, x in teachers.items() if isinstance(x, Sparse) for i in TEACHER_INPUTS}
+    check_inputs(calls.items(), inputs, CALL, off=off, metrics=metrics, teachers=named)
+    laid = _lay_out(inputs, source, segments)
+    ids = {
+        f"{i} of {n}": Shape("row", torch.long if i == "teacher_ids" else source.fact_dtype, (x.ids.shape[-1],))
+        for n, x in teachers.items()
+        if isinstance(x, Sparse)
+        for i in TEACHER_INPUTS
+    }
+    planned = []
+    for name, term in objective.terms.items():
+        if name in off:
+            continue
+        if term.needs_segments and segments is None:
+            asks = f"reduction {term.reduction!r}" if term.reduction.startswith("seq_") else "its loss"
+            raise ValueError(f"segments: term {name!r} needs them for {asks}; pass segments=hl.Segments...")
+        call = calls[name]
+        check_teachers(f"term {name!r} ({call.signature.name})", call, teachers)
+        shapes = {n: shape for n, (_, shape) in laid.items() if n in call.input_names}
+        shapes |= {n: shape for n, shape in ids.items() if n.split(" of ")[1] in {f.teacher for f in call.facts}}
+        found = trace(call, shapes, source.fact_dtype, source.device.type, segments is not None)
+        if term.reduction == "weighted_mean" and call.row_weight_signature and call.row_weight_signature.facts:
+            found = found._replace(kind="batch", reason="weighted_mean sums a row_weight made of facts")
+        planned.append(Planned(name, call, found, now[name], term.reduction, term.length))
+    for name, call in metrics:
+        check_teachers(f"metric {name!r}", call, teachers)
+    wanted = [f for t in planned for f in t.call.facts if f not in t.trace.unused]
+    wanted += [f for _, call in metrics for f in call.facts]
+    if targets is None:
+        check_targets_wanted(wanted)
+        if any(s.wants("targets") for t in planned for s in t.call.signatures):
+            raise ValueError("targets: a loss asks for them; pass each row's target")
+    kinds = [t.trace.kind for t in planned]
+    kind = next((k for k in ("batch", "segment") if k in kinds), "row")
+    return Plan(source, segments, teachers, tuple(planned), off, metrics, laid, Want(wanted), kind)
+
+
+def rows_of(plan: Plan, targets: Tensor | Prepared | None, host_read: bool) -> Rows:
+    """The rows of a call that count."""
+    if plan.kind == "batch" and not host_read:
+        names = [t.name for t in plan.terms if t.trace.kind == "batch"]
+        raise ValueError(
+            f"host_read: term {names[0]!r} mixes rows and must not see ignored ones, so they have to be dropped; "
+            f"allow the host read, or give targets through hl.prepare"
+        )
+    by_segment = plan.kind == "segment" and isinstance(plan.source, Linear)
+    source = plan.source
+    return bind_rows(
+        source.leading, targets, plan.segments,
+        vocab=source.vocab, device=source.device, host_read=host_read, by_segment=by_segment,
+    )  # fmt: skip
+
+
+def bind(
+    objective: Objective,
+    plan: Plan,
+    targets: Tensor | Prepared | None,
+    num_items: int | Tensor | None,
+    num_segments: int | Tensor | None,
+    grad_scale: float | Tensor,
+    host_read: bool,
+) -> tuple[Sweep, BoundLoss]:
+    for name, x in (("num_items", num_items), ("num_segments", num_segments)):
+        _check_count(name, x)
+    check_weight("grad_scale", grad_scale)
+    source = plan.source
+    backend = backend_for(objective.backend, source, plan.want)
+    if isinstance(source, Linear):
+        source.chunk_rows()  # refuses a budget below one row
+        if source.shard is not None:
+            source.shard.check_width(source.weight.shape[0])
+    rows = rows_of(plan, targets, host_read)
+    if rows.stats is not None and rows.stats.loose:
+        for term in plan.terms:
+            if objective.terms[term.name].needs_segments:
+                raise ValueError(
+                    f"segments: {rows.stats.loose} rows that are not ignored have no segment (id -1), "
+                    f"but term {term.name!r} needs one for each"
+                )
+    inputs_of = [p.teacher for t in plan.terms for s in t.call.signatures for p in s.parameters if p.teacher]
+    inputs_of += [p.teacher for _, call in plan.metrics for p in call.signature.parameters if p.teacher]
+    guides = bind_guides(plan.teachers, tuple(dict.fromkeys((*plan.want.teachers, *inputs_of))), source, rows)
+    chunks = chunks_of(plan, rows, teacher_bytes(guides, source))
+    rows.join()
+    taken = {
+        f"{i} of {n}": x
+        for n, guide in guides.items()
+        if isinstance(guide, SparseGuide)
+        for i, x in zip(TEACHER_INPUTS, (guide.ids_RK, guide.logprob_RK), strict=True)
+    }
+    loss = BoundLoss(
+        plan.terms, plan.metrics, rows, plan.inputs,
+        chunks=chunks, num_items=num_items, num_segments=num_segments, grad_scale=grad_scale,
+        dtype=source.fact_dtype, device=source.device, narrow=source.narrow, taken=taken,
+    )  # fmt: skip
+    return Sweep(source, rows, plan.want, backend, guides), loss
+
+
+def chunks_of(plan: Plan, rows: Rows, beside: int) -> list[Chunk] | None:
+    """How a visit walks the rows; None if every fact must be there before the first cotangent.
+
+    `beside` is what a row costs for its teachers.
+    """
+    source = plan.source
+    if not isinstance(source, Linear) or plan.kind == "batch" or plan.want.only_ids:
+        return None
+    if plan.kind == "segment" and plan.segments is not None and plan.segments.group is not None:
+        return None  # a sum over ranks must see all rows
+    most = source.chunk_rows(beside)
+    if plan.kind == "row":
+        pieces = -(-rows.count // most)
+        return [Chunk(slice(rows.count * i // pieces, rows.count * (i + 1) // pieces)) for i in range(pieces)]
+    runs = rows.aligned(most) if rows.stats is not None else None
+    return None if runs is None else [Chunk(*run) for run in runs]
+
+
+def backend_for(name: str, source: Source, want: Want) -> ModuleType:
+    """The backend asked for, or a sentence; "auto" takes one that knows the facts wanted."""
+    if want.teachers and resolve(name, source.device, source.fact_dtype) == "triton":
+        if name != "auto":
+            raise ValueError('backend: "triton" does not know teachers\' facts yet; use backend="torch"')
+        name = "torch"
+    return choose(name, source.device, source.fact_dtype)
+
+
+def check_teachers(label: str, call: Call, teachers: Mapping[str, Teacher]) -> None:
+    """Every teacher a call looks at is there, and of the kind it needs."""
+    asked = [(f.name, f.teacher, f.name in SPARSE) for f in call.facts if f.teacher is not None]
+    asked += [(p.name, p.teacher, True) for s in call.signatures for p in s.parameters if p.teacher is not None]
+    for what, name, sparse in asked:
+        there = ", ".join(map(repr, teachers)) or "none"
+        if name not in teachers:
+            which = "Term(teacher=...) must name one" if len(teachers) > 1 else "pass teacher=..."
+            raise ValueError(f"teacher: {label} needs one for {what!r}; {which} (there are: {there})")
+        if isinstance(teachers[name], Sparse) != sparse:
+            kind = "a sparse teacher (hl.Sparse)" if sparse else "a dense teacher (hl.Logits or hl.Linear)"
+            got = type(teachers[name]).__name__
+            raise ValueError(f"teacher: {label} asks for {what!r}, which needs {kind}, got hl.{got}")
+
+
+def check_targets_wanted(wanted: list[Fact]) -> None:
+    for fact in wanted:
+        if fact.name in NEEDS_TARGET:
+            raise ValueError(f"targets: needed by the fact {fact.name!r}; pass each row's target")
+
+
+def plain_source(source: Source) -> Source:
+    """The source, checked, on plain tensors."""
+    if not isinstance(source, Logits | Linear):
+        hint = "; wrap a tensor in hl.Logits(...)" if isinstance(source, Tensor) else ""
+        raise TypeError(f"source: wanted hl.Logits or hl.Linear, got {type(source).__name__}{hint}")
+    tensors = sys.modules.get("torch.distributed.tensor")  # not loaded: there are no DTensors either
+    if tensors is not None and any(isinstance(x, tensors.DTensor) for x in source.tensors):
+        from headloss.dtensor import localize
+
+        source = localize(source)
+    return source
+
+
+def _plain_teacher(teacher: Teacher) -> Teacher:
+    return teacher if isinstance(teacher, Sparse) else plain_source(teacher)
+
+
+def _weights(objective: Objective, weights: Mapping[str, float | Tensor]) -> dict[str, float | Tensor]:
+    """The terms' weights for this call."""
+    terms = objective.terms
+    for name, weight in weights.items():
+        if name not in terms:
+            raise ValueError(f"weights: no term {name!r}; there are {', '.join(terms)}{suggest(name, terms)}")
+        check_weight(f"weights[{name!r}]", weight)
+    return {name: weights.get(name, term.weight) for name, term in terms.items()}
+
+
+def _lay_out(inputs: Mapping[str, Any], source: Source, segments: Segments | None) -> dict[str, tuple[Tensor, Shape]]:
+    pairs = inputs.get("pairs")
+    tables = {"vocabulary": source.vocab, "pairs": -1 if pairs is None else len(pairs)}
+    return {
+        name: layout(name, x, source.leading, segments, tables, source.device)
+        for name, x in inputs.items()
+        if x is not None
+    }
+
+
+def _check_count(name: str, x: object) -> None:
+    if x is None or (isinstance(x, Tensor) and x.ndim == 0 and not x.requires_grad):
+        return
+    if isinstance(x, Tensor | bool) or not isinstance(x, int | float):
+        got = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+        raise TypeError(f"{name}: wanted a number or a scalar tensor, got {got}")
+    if x < 0:
+        raise ValueError(f"{name}: wanted a count, got {x}")

@@ -1,0 +1,119 @@
+"""Divergences between student and teacher, as element-wise functions of (log p, log q).
+
+A loss whose parameters are `logp` and `logq` is a divergence: it is summed over the vocabulary, or over what a sparse
+teacher names of it.  One function serves both.
+
+    def alpha_divergence(logp, logq, *, alpha=0.5):
+        return ((alpha * logq + (1 - alpha) * logp).exp() - logp.exp()) / (alpha * (alpha - 1))
+
+With a dense teacher the sum needs both softmaxes first: a second look at the row, in the same visit.  A divergence that
+can be had from the facts of the first look says so in its attribute `one_pass`, another loss of the same value.
+With a sparse teacher it becomes a loss on `ids_logprob` and `tail_logprob`, by what happens to the tail:
+
+    bucket        the rest of the vocabulary is one more outcome, with what mass the teacher leaves
+    none          only the ids count; their probabilities are those of the whole vocabulary
+    renormalise   student and teacher are softmaxes over the ids alone: no full softmax, and no full GEMM
+
+log p and log q are never below -1e4: an outcome of probability 0 contributes what its weight says, not NaN.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headloss.signature import function_name, identity
+from headloss.teachers import FLOOR
+
+TAILS = ("bucket", "none", "renormalise")
+
+
+def is_divergence(fn: Callable[..., Any]) -> bool:
+    """Whether a loss is an element-wise function of (log p, log q)."""
+    parameters = inspect.signature(fn).parameters.values()
+    return [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY] == ["logp", "logq"]
+
+
+class Element:
+    """A divergence with its options, as a sweep runs it.  Equal functions with equal options are equal."""
+
+    def __init__(self, fn: Callable[..., Any], options: Mapping[str, Any]) -> None:
+        self.fn, self.options = fn, dict(options)
+        self._key = (identity(fn)[0], tuple(sorted(self.options.items())))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Element) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __str__(self) -> str:
+        options = ", ".join(f"{k}={v}" for k, v in self.options.items())
+        return f"{function_name(self.fn)}({options})"
+
+    def value(self, logp: Tensor, logq: Tensor) -> Tensor:
+        value = self.fn(logp, logq, **self.options)
+        if not isinstance(value, Tensor) or value.shape != logp.shape:
+            got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise TypeError(f"{self}: wanted one value per element of log p, {tuple(logp.shape)}, got {got}")
+        return value
+
+    def slope(self, logp: Tensor, logq: Tensor) -> Tensor:
+        """c_j = df/d(log p_j)."""
+        with torch.enable_grad():
+            leaf = logp.detach().requires_grad_()
+            value = self.value(leaf, logq)
+            if not value.requires_grad:
+                return torch.zeros_like(logp)
+            return torch.autograd.grad(value, leaf, torch.ones_like(value))[0]
+
+
+def sparse_loss(fn: Callable[..., Any], tail: str) -> Callable[..., Any]:
+    """The same divergence as a loss on what a sparse teacher names."""
+    return _with_options(_over_ids_alone(fn) if tail == "renormalise" else _over_ids(fn, tail), fn)
+
+
+def _over_ids(fn: Callable[..., Any], tail: str) -> Callable[..., Any]:
+    def loss(ids_logprob, tail_logprob, teacher_ids, teacher_logprob, **options):  # type: ignore[no-untyped-def]
+        held = teacher_ids >= 0
+        logp = torch.where(held, ids_logprob, 0.0).clamp(min=FLOOR)
+        logq = torch.where(held, teacher_logprob, 0.0).clamp(min=FLOOR)
+        value = torch.where(held, fn(logp, logq, **options), 0.0).sum(-1)
+        mass = torch.where(held, logq.exp(), 0.0).sum(-1)
+        if tail == "bucket":
+            left = torch.log1p(-mass.clamp(max=1.0)).clamp(min=FLOOR)
+            value = value + fn(tail_logprob.clamp(min=FLOOR), left, **options)
+        student = torch.where(held, logp.exp(), 0.0).sum(-1)
+        return value, {"student_mass": student, "teacher_mass": mass}
+
+    return loss
+
+
+def _over_ids_alone(fn: Callable[..., Any]) -> Callable[..., Any]:
+    def loss(ids_logit, teacher_ids, teacher_logprob, **options):  # type: ignore[no-untyped-def]
+        held = teacher_ids >= 0
+        logp = torch.where(held, ids_logit, FLOOR).log_softmax(-1)
+        logq = torch.where(held, teacher_logprob.clamp(min=FLOOR), FLOOR).log_softmax(-1)
+        some = held.sum(-1) > 0
+        value = torch.where(held, fn(logp.clamp(min=FLOOR), logq.clamp(min=FLOOR), **options), 0.0).sum(-1)
+        return torch.where(some, value, 0.0)
+
+    return loss
+
+
+def _with_options(loss: Callable[..., Any], fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`loss`, whose **options are those of `fn` and are said to be."""
+    own = [p for p in inspect.signature(loss).parameters.values() if p.kind is not p.VAR_KEYWORD]
+    options = [p for p in inspect.signature(fn).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    loss.__signature__ = inspect.Signature([*own, *options])  # type: ignore[attr-defined]
+    loss.__name__ = function_name(fn)
+    return loss
+
+
+def summed(divergence: Tensor) -> Tensor:
+    """The loss behind a dense divergence: the fact itself."""
+    return divergence

@@ -1,0 +1,203 @@
+"""Teachers, bound to the rows of a call: what each brings to a chunk of the student's sweep.
+
+Dimension key:  N rows   R rows that count   C rows of a chunk   K ids a row
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headloss.facts import Fact, Want
+from headloss.heads import Head, open_source
+from headloss.parallel import max_over
+from headloss.rows import Rows
+from headloss.signature import ONLY
+from headloss.sources import Linear, Logits, Source, Sparse, Teacher
+from headloss.teachers import DenseChunk, SparseChunk, TeacherChunk, Temperature
+
+
+def name_teachers(teacher: Teacher | Mapping[str, Teacher] | None, source: Source) -> dict[str, Teacher]:
+    """Teachers by name, checked against the student."""
+    if teacher is None:
+        return {}
+    named = dict(teacher) if isinstance(teacher, Mapping) else {ONLY: teacher}
+    for name, x in named.items():
+        label = "teacher" if name == ONLY else f"teacher[{name!r}]"
+        if not isinstance(x, Logits | Linear | Sparse):
+            hint = "; wrap a tensor in hl.Logits(...)" if isinstance(x, Tensor) else ""
+            raise TypeError(f"{label}: wanted hl.Logits, hl.Linear or hl.Sparse, got {type(x).__name__}{hint}")
+        if x.leading != source.leading:
+            raise ValueError(f"{label}: has rows of shape {x.leading}, the student's are {source.leading}")
+        if x.device != source.device:
+            raise ValueError(f"{label}: is on {x.device}, but the source is on {source.device}")
+        if isinstance(x, Sparse):
+            _check_ids(label, x, source)
+        elif (x.shard is None) != (source.shard is None) or (
+            x.shard is not None and source.shard is not None and x.shard.start != source.shard.start
+        ):
+            there = [None if s.shard is None else s.shard.start for s in (x, source)]
+            raise ValueError(
+                f"{label}: its vocabulary shard starts at {there[0]}, the student's at {there[1]}; "
+                f"a rank must hold the same columns of both"
+            )
+    return named
+
+
+def _check_ids(label: str, sparse: Sparse, source: Source) -> None:
+    if sparse.ids.device.type == "cpu" and sparse.ids.numel():
+        low, high = int(sparse.ids.min()), int(sparse.ids.max())
+        if low < -1 or high >= source.vocab:
+            bad = low if low < -1 else high
+            raise ValueError(f"{label}: wanted ids in [0, {source.vocab}) or -1 for none, got {bad}")
+
+
+class DenseGuide:
+    """A dense teacher: its logits are read, or made, for the same rows as the student's."""
+
+    def __init__(self, teacher: Logits | Linear, source: Source, rows: Rows) -> None:
+        self.teacher, self.rows = teacher, rows
+        self.head: Head | None = None  # open while a sweep lasts
+        shared = min(teacher.vocab, source.vocab)
+        start = 0 if source.shard is None else source.shard.start
+        self.columns = max(0, min(source.columns, teacher.columns, shared - start))
+        T = teacher.temperature
+        if isinstance(T, Tensor):
+            T = rows.take(T.detach().expand(rows.shape).to(source.fact_dtype))
+            T = T if rows.valid is None else T.masked_fill(~rows.valid, 1.0)
+        self.temperature: Temperature = T
+
+    @property
+    def row_bytes(self) -> int:
+        """What a row of a chunk costs: a teacher's logits are made, or copied where rows are passed over."""
+        if isinstance(self.teacher, Linear):
+            return self.teacher.columns * self.teacher.chunk_dtype.itemsize
+        return 0 if self.rows.keep is None else self.teacher.columns * self.teacher.logits.element_size()
+
+    def own(self, key: float | None, part: slice) -> Temperature:
+        if key is not None:
+            return key
+        return self.temperature[part] if isinstance(self.temperature, Tensor) else self.temperature
+
+    def chunk(self, part: slice, keys: tuple[float | None, ...], slot: int) -> TeacherChunk:
+        self.head = self.head or open_source(self.teacher)
+        raw_CV = self.head.read(self.rows.numbers(part), slot)
+        temperatures = tuple(self.own(key, part) for key in keys)
+        return DenseChunk(raw_CV, self.teacher.scale, self.teacher.softcap, temperatures, self.columns)
+
+    def close(self) -> None:
+        self.head = None  # and with it the chunk's buffer
+
+
+class SparseGuide:
+    """A sparse teacher: K columns a row, each named once."""
+
+    row_bytes = 0
+
+    def __init__(self, teacher: Sparse, rows: Rows, dtype: torch.dtype) -> None:
+        logprobs = rows.take(teacher.logprobs.detach()).to(dtype)
+        self.ids_RK, self.logprob_RK = merge_repeated(rows.take(teacher.ids).long(), logprobs)
+        if rows.valid is not None:
+            self.ids_RK = self.ids_RK.masked_fill(~rows.valid[:, None], -1)
+
+    def places(self, source: Source) -> tuple[Tensor, Tensor]:
+        """Each id as one of the source's own columns, and whether it is one (if not, the column is any)."""
+        column_RK = self.ids_RK - (0 if source.shard is None else source.shard.start)
+        here_RK = (self.ids_RK >= 0) & (column_RK >= 0) & (column_RK < source.columns)
+        return column_RK.clamp(0, max(0, source.columns - 1)), here_RK
+
+    def own(self, key: float | None, part: slice) -> Temperature:
+        return 1.0  # unused: its log-probabilities are what they are
+
+    def chunk(self, part: slice, keys: tuple[float | None, ...], slot: int) -> TeacherChunk:
+        return SparseChunk(self.ids_RK[part])
+
+    def close(self) -> None:
+        pass
+
+
+Guide = DenseGuide | SparseGuide
+
+
+def merge_repeated(ids_RK: Tensor, logprob_RK: Tensor) -> tuple[Tensor, Tensor]:
+    """The first place of a repeated id takes all its probability; the others become padding (-1, -inf)."""
+    logprob_RK = logprob_RK.masked_fill(ids_RK < 0, -math.inf)
+    K = ids_RK.shape[-1]
+    sorted_RK, order_RK = ids_RK.sort(dim=-1, stable=True)
+    starts_RK = torch.ones_like(sorted_RK, dtype=torch.bool)
+    starts_RK[:, 1:] = sorted_RK[:, 1:] != sorted_RK[:, :-1]
+    place = torch.arange(K, device=ids_RK.device).expand_as(ids_RK)
+    first_RK = torch.where(starts_RK, place, 0).cummax(-1).values  # where in the sorted row this id's run begins
+    leader_RK = torch.empty_like(order_RK).scatter_(-1, order_RK, order_RK.gather(-1, first_RK))
+    best_RK = logprob_RK.new_full(logprob_RK.shape, -math.inf).scatter_reduce(-1, leader_RK, logprob_RK, "amax")
+    safe_RK = best_RK.masked_fill(best_RK == -math.inf, 0.0)
+    sums_RK = torch.zeros_like(logprob_RK).scatter_add_(
+        -1, leader_RK, (logprob_RK - safe_RK.gather(-1, leader_RK)).exp()
+    )
+    leads_RK = (leader_RK == place) & (ids_RK >= 0)
+    merged_RK = torch.where(leads_RK, safe_RK + sums_RK.log(), -math.inf)
+    return ids_RK.masked_fill(~leads_RK, -1), merged_RK
+
+
+def bind_guides(teachers: Mapping[str, Teacher], names: tuple[str, ...], source: Source, rows: Rows) -> dict[str, Any]:
+    """The teachers that some fact needs, for these rows."""
+    return {
+        name: SparseGuide(teachers[name], rows, source.fact_dtype)  # type: ignore[arg-type]
+        if isinstance(teachers[name], Sparse)
+        else DenseGuide(teachers[name], source, rows)  # type: ignore[arg-type]
+        for name in names
+    }
+
+
+def teacher_bytes(guides: Mapping[str, Guide], source: Source) -> int:
+    """What a row of a chunk costs for its teachers; over a shard two chunks exist at once."""
+    return sum(guide.row_bytes for guide in guides.values()) * (1 if source.shard is None else 2)
+
+
+def ids_facts(
+    source: Source, rows: Rows, want: Want, guides: Mapping[str, Guide], temperatures: list[Temperature]
+) -> dict[Fact, Tensor]:
+    """`ids_logit` alone: some logits of each row, without a softmax and without the full GEMM."""
+    head = open_source(source)
+    facts: dict[Fact, Tensor] = {}
+    for name, guide in guides.items():
+        assert isinstance(guide, SparseGuide)
+        column_RK, here_RK = guide.places(source)
+        raw_RK = head.gather(rows.numbers(slice(0, rows.count)), column_RK).to(source.fact_dtype)
+        z_RK = raw_RK * source.scale
+        if source.softcap is not None:
+            z_RK = (z_RK / source.softcap).tanh() * source.softcap
+        z_RK = max_over(z_RK.masked_fill(~here_RK, -math.inf), source.shard).masked_fill(guide.ids_RK < 0, 0.0)
+        for T, key in zip(temperatures, want.temperatures, strict=True):
+            if want.at(key, "ids_logit", name):
+                facts[Fact("ids_logit", key, name)] = z_RK / (T[:, None] if isinstance(T, Tensor) else T)
+    return facts
+
+
+def ids_pull(
+    head: Head,
+    rows: Rows,
+    guides: Mapping[str, Guide],
+    facts: Mapping[Fact, Tensor],
+    grads: Mapping[Fact, Tensor],
+    temperatures: Mapping[float | None, Temperature],
+) -> None:
+    """The pull of `ids_logit` alone: on the ids, and nowhere else."""
+    source = head.source
+    for name, guide in guides.items():
+        assert isinstance(guide, SparseGuide)
+        column_RK, here_RK = guide.places(source)
+        total_RK = torch.zeros_like(guide.logprob_RK)
+        for fact, g_RK in grads.items():
+            if fact.teacher == name:
+                T = temperatures[fact.temperature]
+                T = T[:, None] if isinstance(T, Tensor) else T
+                slope = source.scale / T
+                if source.softcap is not None:
+                    slope = slope * (1 - (facts[fact] * T / source.softcap) ** 2)
+                total_RK += g_RK * slope
+        head.scatter(rows.numbers(slice(0, rows.count)), column_RK, total_RK.masked_fill(~here_RK, 0.0))

@@ -1,0 +1,298 @@
+"""Facts that compare a row with a teacher's: sums, merge, value and pull, in the shape of `facts.py`.
+
+Dimension key:  N rows   K ids a row   R parts to be merged
+Symbols:        u teacher logits   q = softmax(u / T)   p the student's softmax over the columns that both have
+
+A dense teacher (logits, or hidden and weight) is swept beside the student.  With x = (z - max) / T and
+y = (u - teacher max) / T, over the columns that student and teacher share:
+
+    teacher_cross_entropy   -sum q log p     p_j - q_j
+    reverse_cross_entropy   -sum p log q     -p_j (log q_j + reverse_cross_entropy)
+    shared_entropy          -sum p log p     -p_j (log p_j + shared_entropy)
+    teacher_entropy         -sum q log q     none: a constant of the student
+    teacher_argmax          its best column  none: a metric
+    divergence              sum f(log p, log q) for any element-wise f, with c_j = df/d(log p_j):  c_j - p_j sum_k c_k
+
+The last needs both softmaxes before its own sum, a second look at the row in the same visit.
+
+A sparse teacher names K columns a row.  Only those and the rest of the vocabulary, the tail, meet the loss:
+
+    ids_logprob (N, K)   log p at the ids           1[j = i_k] - p_j
+    tail_logprob         log sum_{j not an id} p_j  1[j not an id] e^(s_j - tail lse) - p_j
+    ids_logit (N, K)     s at the ids               1[j = i_k]: no softmax at all
+    topk_overlap         how many of the K likeliest columns are ids: a metric
+
+The tail has a maximum of its own, and its pull is written from e^(s_j - tail lse): 1 - sum p would die in float32.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+DENSE = (
+    "teacher_cross_entropy",
+    "reverse_cross_entropy",
+    "teacher_entropy",
+    "shared_entropy",
+    "teacher_argmax",
+    "divergence",
+)
+SPARSE = ("ids_logprob", "tail_logprob", "ids_logit", "topk_overlap")
+
+FLOOR = -1.0e4  # exp(FLOOR) is 0 in every dtype, and 0 * FLOOR is 0 where 0 * -inf would be NaN
+
+Temperature = float | Tensor
+Pairs = Sequence[tuple[Temperature, Temperature]]  # of student and teacher, one per temperature they meet at
+
+
+class DenseChunk(NamedTuple):
+    """A dense teacher's part in a sweep: its raw logits for the rows in hand, and how to read them."""
+
+    raw_CV: Tensor
+    scale: float
+    softcap: float | None
+    temperatures: tuple[Temperature, ...]  # its own, one per temperature it is compared at
+    columns: int  # how many of the student's columns in hand it shares
+
+
+class SparseChunk(NamedTuple):
+    """A sparse teacher's part in a sweep: the columns it names, in the whole vocabulary; -1 names none."""
+
+    ids_CK: Tensor
+
+
+TeacherChunk = DenseChunk | SparseChunk
+
+
+class Meeting(NamedTuple):
+    """Sums over the shared columns of one part at one temperature of student and teacher.  Each is (N,)."""
+
+    S: Tensor  # sum e^x, the student's
+    X: Tensor | None  # sum x e^x
+    St: Tensor  # sum e^y, the teacher's
+    Y: Tensor | None  # sum y e^y
+    F: Tensor | None  # sum x e^y
+    G: Tensor | None  # sum y e^x
+
+
+class DensePartial(NamedTuple):
+    max: Tensor  # (N,) the teacher's
+    argmax: Tensor | None
+    meetings: tuple[Meeting, ...]  # one per temperature
+
+
+class SparsePartial(NamedTuple):
+    ids: Tensor  # (N, K) z at the ids - max, -inf for an id that is not in this part
+    tail_max: Tensor | None  # (N,)
+    tails: tuple[Tensor, ...]  # (N,) sum over the tail of e^((z - tail_max) / T), one per temperature
+    top: Tensor | None  # (N, K) the largest z - max
+
+
+TeacherPartial = DensePartial | SparsePartial
+
+
+class DenseSoftmax(NamedTuple):
+    """log p_j = (z_j - max) / T - log_S and log q_j = (u_j - teacher max) / T - log_St, over the shared columns."""
+
+    max: Tensor
+    log_S: tuple[Tensor, ...]
+    log_St: tuple[Tensor, ...]
+    looks: tuple[Tensor, ...] = ()  # sum_k c_k of each divergence, in the order of the Want
+
+
+class SparseSoftmax(NamedTuple):
+    """The tail's own softmax: (z_j - tail_max) / T - tail_log_sum."""
+
+    tail_max: Tensor | None
+    tail_log_sums: tuple[Tensor, ...]
+
+
+TeacherSoftmax = DenseSoftmax | SparseSoftmax
+
+
+class Look(NamedTuple):
+    """g (c_j - p_j C) of one divergence: see its fact."""
+
+    element: Any
+    g: Tensor
+    C: Tensor
+
+
+class DensePull(NamedTuple):
+    """p_j (a + b log p_j + c log q_j) + d q_j, and the looks, at one temperature.  None: nothing needs the term."""
+
+    a: Tensor | None
+    b: Tensor | None
+    c: Tensor | None
+    d: Tensor | None
+    looks: tuple[Look, ...] = ()
+
+
+class SparsePull(NamedTuple):
+    """ids_k 1[j = i_k] + tail 1[j not an id] e^(s_j - tail lse), at one temperature.  The -p_j is the student's."""
+
+    ids: Tensor | None  # (N, K)
+    tail: Tensor | None
+
+
+TeacherPulls = tuple[DensePull, ...] | tuple[SparsePull, ...]  # one per temperature
+
+
+def merge_teacher(parts: TeacherPartial, shift: Tensor, pairs: Pairs) -> TeacherPartial:
+    """Combine R partials, stacked as (R, N, ...) tensors; `shift` is how far the student's maxima moved."""
+    if isinstance(parts, SparsePartial):
+        return _merge_sparse(parts, shift, pairs)
+    best = parts.max.amax(0)
+    moved = _moved(parts.max, best)
+    argmax = None if parts.argmax is None else parts.argmax.gather(0, parts.max.argmax(0, keepdim=True))[0]
+    meetings = []
+    for (S, X, St, Y, F, G), (T, Tt) in zip(parts.meetings, pairs, strict=True):
+        d, dt = (shift / T).clamp(min=FLOOR), (moved / Tt).clamp(min=FLOOR)
+        k, kt = d.exp(), dt.exp()
+        meetings.append(
+            Meeting(
+                S=(k * S).sum(0),
+                X=None if X is None else (k * (X + d * S)).sum(0),
+                St=(kt * St).sum(0),
+                Y=None if Y is None else (kt * (Y + dt * St)).sum(0),
+                F=None if F is None else torch.where(kt > 0, kt * (F + d * St), 0.0).sum(0),
+                G=None if G is None else torch.where(k > 0, k * (G + dt * S), 0.0).sum(0),
+            )
+        )
+    return DensePartial(best, argmax, tuple(meetings))
+
+
+def _merge_sparse(parts: SparsePartial, shift: Tensor, pairs: Pairs) -> SparsePartial:
+    tail_max, tails, top = None, parts.tails, None
+    if parts.tail_max is not None:
+        tail_max = parts.tail_max.amax(0)
+        moved = _moved(parts.tail_max, tail_max)
+        tails = tuple(((moved / T).clamp(min=FLOOR).exp() * S).sum(0) for S, (T, _) in zip(tails, pairs, strict=True))
+    if parts.top is not None:
+        everyone = (parts.top + shift[..., None]).movedim(0, 1).flatten(1)
+        top = everyone.topk(parts.top.shape[-1], -1).values
+    return SparsePartial((parts.ids + shift[..., None]).amax(0), tail_max, tails, top)
+
+
+def _moved(maxima: Tensor, best: Tensor) -> Tensor:
+    return torch.where(maxima == -math.inf, -math.inf, maxima - best)  # -inf - (-inf) must not reach the sums
+
+
+def finish_teacher(
+    partial: TeacherPartial,
+    asked: Sequence[Any],
+    temperatures: Sequence[float | None],
+    max_N: Tensor,
+    student: Mapping[float | None, tuple[Temperature, Tensor]],
+) -> tuple[dict[Any, Tensor], TeacherSoftmax]:
+    """The facts asked for and the softmax their pull needs.  `student` has its temperature and log-sum by key."""
+    if isinstance(partial, SparsePartial):
+        return _finish_sparse(partial, asked, temperatures, max_N, student)
+    meetings = [m._replace(S=_positive(m.S), St=_positive(m.St)) for m in partial.meetings]
+    log_S, log_St = tuple(m.S.log() for m in meetings), tuple(m.St.log() for m in meetings)
+    values: dict[Any, Tensor] = {}
+    for fact in asked:
+        i = temperatures.index(fact.temperature)
+        S, X, St, Y, F, G = meetings[i]
+        match fact.name:
+            case "teacher_cross_entropy":
+                values[fact] = log_S[i] - _known(F) / St
+            case "reverse_cross_entropy":
+                values[fact] = log_St[i] - _known(G) / S
+            case "shared_entropy":
+                values[fact] = log_S[i] - _known(X) / S
+            case "teacher_entropy":
+                values[fact] = log_St[i] - _known(Y) / St
+            case "teacher_argmax":
+                values[fact] = _known(partial.argmax).long()
+    return values, DenseSoftmax(partial.max.masked_fill(partial.max == -math.inf, 0.0), log_S, log_St)
+
+
+def _finish_sparse(
+    partial: SparsePartial,
+    asked: Sequence[Any],
+    temperatures: Sequence[float | None],
+    max_N: Tensor,
+    student: Mapping[float | None, tuple[Temperature, Tensor]],
+) -> tuple[dict[Any, Tensor], TeacherSoftmax]:
+    tail_log_sums = tuple(_positive(S).log() for S in partial.tails)
+    values: dict[Any, Tensor] = {}
+    for fact in asked:
+        T, log_S = student[fact.temperature]
+        columns = T[:, None] if isinstance(T, Tensor) else T
+        match fact.name:
+            case "ids_logprob":
+                values[fact] = partial.ids / columns - log_S[:, None]
+            case "ids_logit":
+                values[fact] = (partial.ids + max_N[:, None]) / columns
+            case "tail_logprob":
+                tail = (_known(partial.tail_max) - max_N) / T
+                values[fact] = tail + tail_log_sums[temperatures.index(fact.temperature)] - log_S
+            case "topk_overlap":
+                values[fact] = (partial.ids >= _known(partial.top)[:, -1:]).to(max_N.dtype).mean(-1)
+    tail_max = partial.tail_max
+    if tail_max is not None:
+        tail_max = tail_max.masked_fill(tail_max == -math.inf, 0.0)
+    return values, SparseSoftmax(tail_max, tail_log_sums)
+
+
+def _positive(S: Tensor) -> Tensor:
+    return S.masked_fill(S == 0, 1.0)  # 0: there was no column, or every logit was -inf
+
+
+def _known(x: Tensor | None) -> Tensor:
+    assert x is not None, "the sweep left out a sum that a wanted fact needs"
+    return x
+
+
+def student_share(name: str, grad: Tensor) -> Tensor | None:
+    """What a sparse fact adds to the student's own coefficient of p_j."""
+    if name == "ids_logprob":
+        return -grad.sum(-1)
+    return -grad if name == "tail_logprob" else None
+
+
+def teacher_coefficients(
+    softmax: TeacherSoftmax,
+    temperatures: Sequence[float | None],
+    asked: Sequence[Any],
+    facts: Mapping[Any, Tensor],
+    grads: Mapping[Any, Tensor],
+) -> TeacherPulls:
+    """The chain rule for one teacher's facts, per temperature."""
+    pulls: list[Any] = []
+    looks = [f for f in asked if f.element is not None]
+    for T in temperatures:
+        mine = [f for f in asked if f.temperature == T and grads.get(f) is not None]
+        g = {f.name: grads[f] for f in mine if f.element is None}
+        value = {f.name: facts[f] for f in mine}
+        if isinstance(softmax, SparseSoftmax):
+            both = [g[n] for n in ("ids_logprob", "ids_logit") if n in g]
+            pulls.append(SparsePull(sum(both[1:], both[0]) if both else None, g.get("tail_logprob")))
+            continue
+        forward, reverse, shared = (
+            g.get(n) for n in ("teacher_cross_entropy", "reverse_cross_entropy", "shared_entropy")
+        )
+        pieces = [
+            forward,
+            None if reverse is None else -reverse * value["reverse_cross_entropy"],
+            None if shared is None else -shared * value["shared_entropy"],
+        ]
+        present = [x for x in pieces if x is not None]
+        pulls.append(
+            DensePull(
+                a=sum(present[1:], present[0]) if present else None,
+                b=None if shared is None else -shared,
+                c=None if reverse is None else -reverse,
+                d=None if forward is None else -forward,
+                looks=tuple(
+                    Look(f.element, grads[f], softmax.looks[looks.index(f)]) for f in mine if f.element is not None
+                ),
+            )
+        )
+    return tuple(pulls)
