@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
+from importlib.util import find_spec
 from types import ModuleType
 
 import torch
 
-BACKENDS = ("auto", "torch")
+BACKENDS = ("auto", "torch", "triton")
 
 
 def check_backend(name: str) -> None:
@@ -15,7 +17,24 @@ def check_backend(name: str) -> None:
         raise ValueError(f"backend: wanted one of {', '.join(BACKENDS)}, got {name!r}")
 
 
-def choose(name: str, device: torch.device) -> ModuleType:
-    """The backend asked for; it is never swapped for another."""
+def choose(name: str, device: torch.device, dtype: torch.dtype = torch.float32) -> ModuleType:
+    """The backend asked for, never swapped for another; "auto" is triton on CUDA where it can, torch elsewhere."""
+    return import_module(f"headloss.backends.{resolve(name, device, dtype)}")
+
+
+def resolve(name: str, device: torch.device, dtype: torch.dtype = torch.float32) -> str:
+    """The name of the backend that `name` means for tensors of this device and dtype; a sentence if there is none."""
     check_backend(name)
-    return import_module("headloss.backends.torch")
+    if name == "auto":
+        able = device.type == "cuda" and dtype != torch.float64 and find_spec("triton") is not None
+        return "triton" if able else "torch"
+    if name == "triton":
+        if find_spec("triton") is None:
+            raise RuntimeError('backend="triton" needs the package triton, which is not installed; use backend="torch"')
+        if device.type not in ("cuda", "meta") and os.environ.get("TRITON_INTERPRET") != "1":
+            raise ValueError(
+                f'backend="triton" needs CUDA tensors, got {device.type}; use backend="torch" or set TRITON_INTERPRET=1'
+            )
+        if dtype == torch.float64:
+            raise TypeError('backend="triton" computes in float32, got float64; use backend="torch"')
+    return name

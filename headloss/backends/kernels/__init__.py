@@ -1,0 +1,1 @@
+"""Device code of the Triton backend.  It knows facts and coefficients; no loss is named here."""
