@@ -57,13 +57,17 @@ _SIZES = {"sym_size", "sym_numel"}
 _SEGMENT = {"segment_totals", "segment_spread"}
 
 
-def classify(graph: fx.GraphModule, R: int, S: int) -> tuple[str, str]:
-    """Row, segment or batch, and the operation that decided it."""
+def classify(graph: fx.GraphModule, R: int, S: int, ids_at: int | None = None) -> tuple[str, str]:
+    """Row, segment or batch, and the operation that decided it; `ids_at` numbers the argument with the segment ids."""
     for guard in graph.shape_env.guards:  # type: ignore[union-attr]
         if not _harmless(guard.expr):
             return "batch", "its Python code looks at the number of rows"
     value, grads, _ = graph.graph.output_node().args[0]  # type: ignore[misc, str-unpack]
     needed = reach((value, grads))
+    if ids_at is not None:  # a chunk numbers its segments anew, so the ids themselves mean nothing to a chunk
+        ids = [node for node in graph.graph.nodes if node.op == "placeholder"][ids_at]
+        if any(user in needed and _operation(user) not in _SEGMENT | _SIZES for user in ids.users):
+            return "batch", "looks at segments.ids"
     through = None
     for node in graph.graph.nodes:
         if node not in needed or node.op in ("placeholder", "output"):

@@ -1,0 +1,445 @@
+"""How terms are traced and classified, with losses that exist only here: the same numbers at every budget."""
+
+from __future__ import annotations
+
+import functools
+import re
+import types
+from collections.abc import Callable
+from typing import Any
+
+import oracle
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import headloss as hl
+from headloss import plan
+
+BUDGETS = (1, 3, 7, 1000)
+
+
+@pytest.fixture
+def traces(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the functions that were traced, each time one is."""
+    seen: list[str] = []
+    real = plan._trace
+    monkeypatch.setattr(plan, "_trace", lambda call, *more: (seen.append(call.signature.name), real(call, *more))[1])
+    plan._TRACES.clear()
+    plan._FROZEN.clear()
+    return seen
+
+
+def explain(objective: hl.Objective, problem: oracle.Problem, **more: Any) -> Any:
+    source = problem.source(problem.leaves(), **more)
+    return objective.explain(source, problem.targets, segments=problem.segments, **oracle.call_arguments(problem))
+
+
+def assert_same_everywhere(term: Any, kind: str, inputs: tuple[str, ...] = (), **more: Any) -> Any:
+    """The class is `kind`, and value, metrics and gradients are the oracle's on every source and budget."""
+    objective = hl.Objective(term=term, ce=hl.losses.cross_entropy, backend="torch")
+    for source in ("Logits", "Linear"):
+        problem = oracle.make(source, (23,), 17, inputs=inputs, **more)
+        found = explain(objective, problem).terms[0]
+        assert found.kind == kind, found
+        want = oracle.answer(objective, problem)
+        for rows in BUDGETS if source == "Linear" else BUDGETS[-1:]:
+            for how in ("autograd", "forward_backward", *(["masked"] if kind != "batch" else [])):
+                got = oracle.run(objective, problem, memory=problem.budget(rows), how=how)
+                oracle.check(got, want, what=f"{source} {rows} rows {how}")
+    return found
+
+
+# Row losses
+
+
+def gated(logprob, entropy, advantage, *, low=-3.0):
+    gate = torch.sigmoid(entropy - 1)
+    return torch.where(logprob < low, -advantage * logprob, gate * logprob.exp()), {"gate": gate}
+
+
+ROW: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "where and sigmoid": (gated, ("advantage",)),
+    "option": (hl.Term(gated, low=-2.0), ("advantage",)),
+    "lambda": (lambda logprob, lse: F.softplus(-logprob) + 0.1 * lse.abs(), ()),
+    "huber": (lambda logprob: F.huber_loss(logprob, torch.zeros_like(logprob), reduction="none"), ()),
+    "logsigmoid": (lambda logprob, advantage: -F.logsigmoid(logprob * advantage), ("advantage",)),
+    "masked_fill": (lambda logprob, advantage: (-logprob).masked_fill(advantage > 0, 0.0), ("advantage",)),
+    "targets": (lambda logprob, targets: torch.where(targets % 2 == 0, -logprob, -2 * logprob), ()),
+    "detach": (lambda logprob: -logprob.detach().exp() * logprob, ()),
+    "clamp, minimum": (lambda logprob, old_logprob: logprob.minimum(old_logprob).clamp(-5, -1), ("old_logprob",)),
+    "zeros_like": (lambda logprob, lse: torch.maximum(lse, torch.zeros_like(lse)) - logprob, ()),
+    "dtype change": (lambda logprob: -(logprob.to(torch.float64) ** 2).to(logprob.dtype), ()),
+    "constant facts": (lambda logprob, argmax, targets, max_logprob: -logprob * (argmax == targets) + max_logprob, ()),
+    "constant": (lambda logprob: torch.full_like(logprob, 3.0), ()),
+    "in-place on a copy": (lambda logprob: logprob.clone().mul_(-1.0).add_(2.0), ()),
+    "row weight by name": (hl.Term(lambda lse: lse, row_weight="token_weight"), ("token_weight",)),
+    "row weight by function": (hl.Term(lambda lse: lse, row_weight=lambda entropy: entropy.exp()), ()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("term, inputs", ROW.values(), ids=ROW)
+def test_row_losses(term: Any, inputs: tuple[str, ...]) -> None:
+    assert_same_everywhere(term, "row", inputs)
+
+
+# Segment losses
+
+
+def per_segment(logprob, segments, advantage):
+    return -segments.means(logprob) * segments.means(advantage), {"length": segments.counts}
+
+
+SEGMENT: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "values of segments": (per_segment, ("advantage",)),
+    "spread back": (lambda logprob, segments: (logprob - segments.mean(logprob)) ** 2, ()),
+    "totals": (lambda entropy, segments: torch.tanh(segments.totals(entropy)), ()),
+    "softmax in a segment": (
+        lambda logprob, segments: -logprob * logprob.exp() / segments.spread(segments.totals(logprob.exp())), ()
+    ),
+    "segment reduction": (hl.Term(per_segment, reduction="seq_mean_token_mean"), ("advantage",)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("term, inputs", SEGMENT.values(), ids=SEGMENT)
+def test_segment_losses(term: Any, inputs: tuple[str, ...]) -> None:
+    found = assert_same_everywhere(term, "segment", inputs)
+    assert "segments." in found.reason
+
+
+def test_segment_inputs() -> None:
+    """An input of (S,) values meets the segments of its chunk."""
+
+    def loss(logprob, segments, reward):
+        return -segments.spread(reward) * logprob
+
+    for requires_grad in (False, True):
+        reward = torch.randn(6, dtype=torch.float64, requires_grad=requires_grad)
+        objective = hl.Objective(term=loss, backend="torch")
+        problem = oracle.make("Linear", (23,), 17, inputs={"reward": reward})
+        assert explain(objective, problem).terms[0].kind == "segment"
+        want = oracle.answer(objective, problem)
+        for rows in BUDGETS:
+            oracle.check(oracle.run(objective, problem, memory=problem.budget(rows)), want, what=f"{rows} rows")
+
+
+# Losses that mix rows, openly or in disguise
+
+
+def pair_loss(logprob, segments, pairs):
+    y = segments.totals(logprob)
+    return -F.logsigmoid(y[pairs[:, 0]] - y[pairs[:, 1]])
+
+
+CAPTURED = torch.linspace(0.5, 2.0, 17, dtype=torch.float64)
+BATCH: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "batch mean": (lambda logprob, advantage: -(advantage - advantage.mean()) * logprob, ("advantage",)),
+    "fact mean": (lambda logprob: (logprob - logprob.mean()) ** 2, ()),
+    "pairs": (pair_loss, ("pairs",)),
+    "sum": (lambda logprob: logprob / logprob.sum(), ()),
+    "view": (lambda logprob: logprob.view(-1, 1).view(-1) * 2, ()),
+    "reshape and sum": (lambda logprob: logprob * logprob.reshape(1, -1).sum(), ()),
+    "expand": (lambda logprob: logprob * logprob[:1].expand_as(logprob), ()),
+    "roll": (lambda logprob: logprob * logprob.roll(1), ()),
+    "cumsum": (lambda logprob: logprob.cumsum(0), ()),
+    "flip": (lambda logprob: logprob * logprob.flip(0), ()),
+    "len": (lambda logprob: logprob / len(logprob), ()),
+    "shape": (lambda logprob: logprob / logprob.shape[0], ()),
+    "numel": (lambda logprob: -logprob * logprob.numel() ** 0.5, ()),
+    "ones of the shape, summed": (lambda logprob: logprob / torch.ones(logprob.shape[0]).sum(), ()),
+    "arange": (lambda logprob: logprob * torch.arange(logprob.shape[0]), ()),
+    "softmax over rows": (lambda logprob: torch.softmax(logprob, 0) * logprob, ()),
+    "first row": (lambda logprob: logprob - logprob[0], ()),
+    "max": (lambda logprob: logprob - logprob.max(), ()),
+    "amax": (lambda logprob: logprob - logprob.amax(0, keepdim=True), ()),
+    "std": (lambda logprob, advantage: -advantage / (advantage.std() + 1e-3) * logprob, ("advantage",)),
+    "quantile": (lambda logprob, entropy: -logprob * (entropy > entropy.detach().quantile(0.5)), ()),
+    "sort": (lambda logprob: logprob.sort().values * logprob, ()),
+    "index": (lambda logprob, advantage: -logprob[advantage.argsort()] * advantage, ("advantage",)),
+    "mask index": (lambda logprob: logprob * logprob[logprob < -1.0].sum(), ()),
+    "gather": (lambda logprob, targets: logprob * logprob.gather(0, targets % 3), ()),
+    "matrix of rows": (lambda logprob: (logprob[:, None] - logprob[None, :]).relu().mean(1), ()),
+    "dot": (lambda logprob: logprob * (logprob @ logprob), ()),
+    "norm": (lambda logprob: logprob / logprob.norm(), ()),
+    "layer_norm": (lambda logprob: F.layer_norm(logprob, logprob.shape), ()),
+    "diff": (lambda logprob: F.pad(logprob.diff(), (1, 0)) * logprob, ()),
+    "outer broadcast": (lambda logprob, lse: (logprob + lse[:, None]).mean(0), ()),
+    "segment ids": (lambda logprob, segments: logprob * (segments.ids % 2), ()),
+    "number of segments": (lambda logprob, segments: segments.totals(logprob) / segments.num_segments, ()),
+    "len of segments": (lambda logprob, segments: segments.totals(logprob) / len(segments), ()),
+    "mean over segments": (lambda logprob, segments: segments.means(logprob) - segments.means(logprob).mean(), ()),
+    "branch on a value": (lambda logprob: -logprob if logprob.sum() < 0 else logprob, ()),
+    "item": (lambda logprob: -logprob * logprob.detach().min().item(), ()),
+    "tolist": (lambda logprob: -logprob * sum(logprob.detach().tolist()), ()),
+    "numpy": (lambda logprob: -logprob * float(logprob.detach().numpy().sum()), ()),
+    "captured tensor": (lambda logprob, targets: -logprob * CAPTURED[targets], ()),
+    "weighted mean of facts": (
+        hl.Term(lambda lse: lse, row_weight=lambda entropy: entropy.exp(), reduction="weighted_mean"), ()
+    ),
+    "row weight that mixes": (
+        hl.Term(lambda lse: lse, row_weight=lambda advantage: advantage / advantage.max()), ("advantage",)
+    ),
+    "partial": (functools.partial(lambda logprob, *, a: -a * logprob, a=2.0), ()),
+    "object": (type("Loss", (), {"__call__": lambda self, logprob: -logprob})(), ()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BATCH)
+def test_batch_losses(name: str) -> None:
+    term, inputs = BATCH[name]
+    assert_same_everywhere(term, "batch", inputs)
+
+
+def test_reasons_are_given() -> None:
+    problem = oracle.make("Linear", (23,), 17, inputs=("advantage",))
+    said = {
+        "mean": (BATCH["batch mean"][0], r"mean|sum"),
+        "roll": (BATCH["roll"][0], "roll"),
+        "branch": (BATCH["branch on a value"][0], "cannot be traced"),
+        "captured": (BATCH["captured tensor"][0], "captures.*CAPTURED"),
+        "size": (BATCH["shape"][0], "number of rows"),
+    }
+    for term, why in said.values():
+        own = oracle.replace(problem, inputs={n: problem.inputs[n] for n in oracle.inputs_of(term)})
+        found = explain(hl.Objective(term=term), own)
+        assert re.search(why, found.terms[0].reason), found.terms[0]
+        assert found.gemms == 4 and found.terms[0].name in found.grade
+
+
+def test_one_batch_term_takes_the_others_with_it() -> None:
+    problem = oracle.make("Linear", (23,), 17, inputs=("advantage",))
+    mixed = hl.Objective(ce=hl.losses.cross_entropy, mix=BATCH["batch mean"][0])
+    assert [t.kind for t in explain(mixed, problem).terms] == ["row", "batch"]
+    assert explain(mixed, problem).gemms == 4
+    plain = oracle.replace(problem, inputs={})
+    assert explain(hl.Objective(ce=hl.losses.cross_entropy), plain).gemms == 3
+
+
+def test_metrics_never_change_the_class() -> None:
+    def loss(logprob):
+        return -logprob, {"spread_max": logprob - logprob.mean(), "first": logprob[0], "total": logprob.sum()}
+
+    objective = hl.Objective(term=loss, backend="torch")
+    problem = oracle.make("Linear", (23,), 17)
+    assert explain(objective, problem).terms[0].kind == "row"
+    for rows in BUDGETS:
+        got = oracle.run(objective, problem, memory=problem.budget(rows))
+        oracle.check(got, oracle.answer(objective, problem), what=f"{rows} rows")
+
+
+# What a trace freezes, and what it must not
+
+
+def branched(logprob, *, mode="sum", power=2.0, extra=0.0):
+    loss = -logprob if mode == "sum" else logprob.abs() ** power
+    return loss + extra * logprob**2 if extra > 0 else loss
+
+
+@pytest.mark.parametrize("options", [{}, {"mode": "pow"}, {"extra": 0.5}, {"mode": "pow", "extra": 0.5, "power": 3.0}])
+def test_branch_on_an_option(options: dict[str, Any]) -> None:
+    found = assert_same_everywhere(hl.Term(branched, **options), "row")
+    assert found.frozen == ("extra",)
+
+
+def test_float_options_are_arguments(traces: list[str]) -> None:
+    problem = oracle.make("Linear", (23,), 17, inputs=("advantage",))
+    for low in (-2.0, -3.0, -4.0):
+        objective = hl.Objective(term=hl.Term(gated, low=low), backend="torch")
+        oracle.check(oracle.run(objective, problem, memory=problem.budget(3)), oracle.answer(objective, problem))
+    assert traces == ["gated"]
+    for extra in (0.0, 0.5, 0.7, 0.5):
+        own = oracle.replace(problem, inputs={})
+        objective = hl.Objective(term=hl.Term(branched, extra=extra), backend="torch")
+        oracle.check(oracle.run(objective, own, memory=problem.budget(3)), oracle.answer(objective, own))
+    assert traces.count("branched") == 3
+
+
+def test_equal_options_stay_apart() -> None:
+    """Two options that happen to be equal now are not one."""
+
+    def loss(logprob, *, a=0.5, b=0.5):
+        return a * logprob - b * logprob**2
+
+    problem = oracle.make("Linear", (23,), 17)
+    for a, b in ((0.5, 0.5), (0.5, 2.0), (3.0, 0.5), (1.0, 1.0)):
+        objective = hl.Objective(term=hl.Term(loss, a=a, b=b), backend="torch")
+        oracle.check(oracle.run(objective, problem, memory=problem.budget(3)), oracle.answer(objective, problem))
+
+
+def test_short_circuit_between_options() -> None:
+    """Which options must be frozen may depend on their values."""
+
+    def loss(logprob, *, a=0.0, b=0.0, c=1.0):
+        if a > 0 and b > 0:
+            return -c * logprob * a
+        return c * logprob**2
+
+    problem = oracle.make("Linear", (23,), 17)
+    for _ in range(2):
+        for a, b in ((0.0, 0.0), (1.0, 0.0), (1.0, 1.0), (0.0, 1.0), (2.0, 1.0)):
+            objective = hl.Objective(term=hl.Term(loss, a=a, b=b, c=0.3), backend="torch")
+            oracle.check(oracle.run(objective, problem, memory=problem.budget(3)), oracle.answer(objective, problem))
+
+
+def test_a_lambda_made_anew_is_not_traced_again(traces: list[str]) -> None:
+    problem = oracle.make("Linear", (23,), 17)
+    for _ in range(4):
+        objective = hl.Objective(term=lambda logprob: -2 * logprob)
+        oracle.run(objective, problem)
+    assert len(traces) == 1
+    for beta in (0.1, 0.2, 0.1):
+        objective = hl.Objective(term=lambda logprob: -beta * logprob, backend="torch")  # noqa: B023
+        oracle.check(oracle.run(objective, problem, memory=problem.budget(3)), oracle.answer(objective, problem))
+    assert len(traces) == 3  # once for each value captured
+
+
+def test_one_trace_serves_all_sizes(traces: list[str]) -> None:
+    objective = hl.Objective(term=hl.losses.gspo, backend="torch")
+    for rows in (23, 9, 40):
+        problem = oracle.problem_for(hl.losses.gspo, "Linear", (rows,))
+        for memory in (problem.budget(1), problem.budget(9)):
+            oracle.check(oracle.run(objective, problem, memory=memory), oracle.answer(objective, problem))
+    assert traces == ["gspo"]
+
+
+GLOBAL = 1.0
+SETTINGS = types.ModuleType("settings")
+SETTINGS.beta = 1.0  # type: ignore[attr-defined]
+
+
+class Base:
+    beta = 1.0
+
+
+class Config(Base):
+    kind = "inherits its beta"
+
+
+def _helper(x):
+    return GLOBAL * x
+
+
+def set_global(value: float) -> None:
+    globals()["GLOBAL"] = value
+
+
+def set_module(value: float) -> None:
+    SETTINGS.beta = value  # type: ignore[attr-defined]
+
+
+def set_class(value: float) -> None:
+    Base.beta = value
+
+
+BOX = {"beta": 1.0}
+CHANGES: dict[str, tuple[Callable[..., Tensor], Callable[[float], None]]] = {
+    "global": (lambda logprob: -GLOBAL * logprob, set_global),
+    "global of a helper": (lambda logprob: -_helper(logprob), set_global),
+    "dict": (lambda logprob: -BOX["beta"] * logprob, lambda v: BOX.update(beta=v)),
+    "module attribute": (lambda logprob: -SETTINGS.beta * logprob, set_module),
+    "class attribute": (lambda logprob: -Config.beta * logprob, set_class),
+    "captured tensor": (lambda logprob: -CAPTURED[0] * logprob, CAPTURED[:1].fill_),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_numbers_that_change_between_calls(name: str) -> None:
+    """What a function reads from elsewhere is read at every call, never frozen by a trace."""
+    fn, change = CHANGES[name]
+    problem = oracle.make("Linear", (23,), 17)
+    objective = hl.Objective(term=fn, backend="torch")
+    for value in (1.0, 2.5, 1.0, 0.3):
+        change(value)
+        got = oracle.run(objective, problem, memory=problem.budget(3))
+        oracle.check(got, oracle.answer(objective, problem), what=f"{value}")
+    change(1.0)
+
+
+def test_closure_over_a_changing_number() -> None:
+    problem = oracle.make("Linear", (23,), 17)
+    beta = 1.0
+
+    def loss(logprob):
+        return -beta * logprob
+
+    objective = hl.Objective(term=loss, backend="torch")
+    for beta in (1.0, 3.0, 0.5):  # noqa: B007
+        oracle.check(oracle.run(objective, problem, memory=problem.budget(3)), oracle.answer(objective, problem))
+
+
+def test_the_same_function_with_other_inputs_is_another_trace() -> None:
+    """With and without an optional input, with other dtypes, with gradients: one function, several traces."""
+    full = oracle.problem_for(hl.losses.grpo, "Linear")
+    for names in (("advantage",), ("advantage", "old_logprob"), ("advantage",)):
+        problem = oracle.replace(full, inputs={n: full.inputs[n] for n in names})
+        objective = hl.Objective(term=hl.losses.grpo, backend="torch")
+        oracle.check(oracle.run(objective, problem), oracle.answer(objective, problem), what=str(names))
+    learned = full.inputs["advantage"].clone().requires_grad_()
+    problem = oracle.replace(full, inputs={**full.inputs, "advantage": learned})
+    want = oracle.answer(hl.Objective(term=hl.losses.grpo), problem)
+    got = oracle.run(hl.Objective(term=hl.losses.grpo, backend="torch"), problem, memory=problem.budget(3))
+    assert "input:advantage" in got.grads
+    oracle.check(got, want)
+
+
+def test_functions_are_called_as_they_are_in_a_notebook() -> None:
+    logprob = torch.log(torch.tensor([0.5, 0.25]))
+    values, metrics = hl.losses.cross_entropy(logprob, mean_logprob=None)
+    torch.testing.assert_close(values, -logprob)
+    assert set(metrics) == {"perplexity"}
+
+
+# explain
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+def test_explain_takes_meta_tensors() -> None:
+    objective = hl.Objective(
+        ce=hl.losses.cross_entropy,
+        z=hl.Term(hl.losses.z_loss, weight=1e-4),
+        off=hl.Term(hl.losses.focal, weight=0.0),
+        metrics=["entropy", "accuracy"],
+    )
+    hidden, weight = meta(2, 4096, 512, dtype=torch.bfloat16), meta(128256, 512, dtype=torch.bfloat16)
+    found = objective.explain(hl.Linear(hidden, weight, memory="512MiB"), meta(2, 4096, dtype=torch.long))
+    assert (found.rows, found.vocab, found.gemms) == (8192, 128256, 3)
+    assert found.facts == ("lse", "logprob", "entropy", "argmax")
+    assert found.off == ("off",)
+    assert [t.kind for t in found.terms] == ["row", "row"]
+    chunk = next(n for what, n in found.bytes.items() if what.startswith("chunk"))
+    assert 256 << 20 < chunk <= 512 << 20
+    text = str(found)
+    for word in ("lse", "row", "GEMM", "switched off", "chunk"):
+        assert word in text, text
+    found = objective.explain(hl.Logits(meta(7, 1000)), meta(7, dtype=torch.long))
+    assert found.gemms == 0 and found.bytes["gradient of logits"] == 28000
+
+
+def test_explain_of_segments_on_meta_tensors() -> None:
+    segments = hl.Segments(meta(64, dtype=torch.long), 4)
+    objective = hl.Objective(rl=hl.Term(hl.losses.gspo, reduction="seq_mean_token_mean"))
+    found = objective.explain(
+        hl.Linear(meta(64, 8), meta(100, 8)), meta(64, dtype=torch.long), segments=segments,
+        advantage=meta(64), old_logprob=meta(64),
+    )  # fmt: skip
+    assert found.terms[0].kind == "segment"
+
+
+def test_explain_computes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    import headloss.objective
+
+    monkeypatch.setattr(headloss.objective, "run", lambda *a: pytest.fail("explain ran a sweep"))
+    problem = oracle.make("Linear")
+    explain(hl.Objective(ce=hl.losses.cross_entropy), problem)
+
+
+def test_unused_facts_are_not_computed() -> None:
+    """cross_entropy asks for mean_logprob and, without smoothing, never looks at it."""
+    problem = oracle.make("Linear")
+    assert explain(hl.Objective(ce=hl.losses.cross_entropy), problem).facts == ("logprob",)
+    smooth = hl.Objective(ce=hl.Term(hl.losses.cross_entropy, label_smoothing=0.1))
+    assert explain(smooth, problem).facts == ("logprob", "mean_logprob")
