@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
@@ -26,14 +27,16 @@ def localize(source: Source) -> Source:
 
 def _localize_logits(source: Any) -> Source:
     logits = source.logits
-    placement = _one_placement("logits", logits)
-    if isinstance(placement, Shard) and placement.dim % logits.ndim == logits.ndim - 1:
+    real = _placements(logits)
+    if real == [Shard(logits.ndim - 1)] and logits.device_mesh.ndim == 1:
+        if source.shard is not None:
+            _check_same_ranks("logits", logits, source.shard)
         shard = source.shard or shard_of(logits.device_mesh, logits.shape[-1])
         return dataclasses.replace(source, logits=logits.to_local(), shard=shard)
-    if not placement.is_replicate():
+    if real or source.shard is not None:
         raise ValueError(
-            f"logits: a DTensor placed {placement} is not a vocabulary shard; redistribute it to Shard(-1) or "
-            f"Replicate(), or pass its local tensor if other ranks hold other rows"
+            f"logits: a DTensor placed {tuple(logits.placements)} is not a vocabulary shard; redistribute it to "
+            f"Shard(-1) or Replicate() on one mesh dimension, or pass its local tensor if other ranks hold other rows"
         )
     return dataclasses.replace(source, logits=logits.to_local())
 
@@ -41,10 +44,17 @@ def _localize_logits(source: Any) -> Source:
 def _localize_linear(source: Linear) -> Source:
     hidden, weight = source.hidden, source.weight
     if source.shard is not None:
-        plain: dict[str, Any] = {
-            name: x.to_local() if isinstance(x, DTensor) else x
-            for name, x in (("hidden", hidden), ("weight", weight), ("bias", source.bias))
-        }
+        if isinstance(hidden, DTensor):
+            if _placements(hidden):
+                raise ValueError(_NOT_REPLICATED.format(tuple(hidden.placements)))
+            kept = Partial() if source.shard.partial_hidden else Replicate()
+            hidden = hidden.to_local(grad_placements=[kept] * hidden.device_mesh.ndim)
+        plain: dict[str, Any] = {"hidden": hidden}
+        for name, x in (("weight", weight), ("bias", source.bias)):
+            if isinstance(x, DTensor):
+                _check_same_ranks(name, x, source.shard)
+                x = x.to_local()
+            plain[name] = x
         return dataclasses.replace(source, **plain)
     placement = _one_placement("weight", weight) if isinstance(weight, DTensor) else None
     if not isinstance(hidden, DTensor):
@@ -55,11 +65,8 @@ def _localize_linear(source: Linear) -> Source:
         )
     if not isinstance(weight, DTensor) or weight.device_mesh != hidden.device_mesh:
         raise ValueError("hidden: is a DTensor, but weight is not one on the same mesh; pass hidden.to_local()")
-    if not _one_placement("hidden", hidden).is_replicate():
-        raise ValueError(
-            f"hidden: a DTensor placed {hidden.placements[0]}; redistribute it to Replicate() before the head "
-            f"(hl.HeadParallel(input_layouts=...) does)"
-        )
+    if _placements(hidden):
+        raise ValueError(_NOT_REPLICATED.format(tuple(hidden.placements)))
     bias = source.bias.to_local() if isinstance(source.bias, DTensor) else source.bias
     local: dict[str, Any] = {
         "hidden": hidden.to_local(grad_placements=[Replicate()]),
@@ -75,8 +82,36 @@ def _localize_linear(source: Linear) -> Source:
     return dataclasses.replace(source, **local, shard=shard_of(weight.device_mesh, weight.shape[0]))
 
 
+_NOT_REPLICATED = (
+    "hidden: a DTensor placed {}; redistribute it to Replicate() before the head (hl.HeadParallel(input_layouts=...) "
+    "does): all ranks that share the vocabulary see the same rows"
+)
+
+
+def _placements(x: DTensor) -> list[Placement]:
+    """The placements that matter: not replicated, over more than one rank; Shard counts from the front."""
+    found = []
+    for placement, size in zip(x.placements, x.device_mesh.shape, strict=True):
+        if size > 1 and not placement.is_replicate():
+            plain = isinstance(placement, Shard) and placement.dim < 0
+            found.append(Shard(placement.dim + x.ndim) if plain else placement)  # type: ignore[attr-defined]
+    return found
+
+
+def _check_same_ranks(name: str, x: DTensor, shard: VocabShard) -> None:
+    """A DTensor beside an explicit shard: split over the same ranks, or it is something else."""
+    ranks = dist.get_process_group_ranks(shard.group)
+    dim = x.ndim - 1 if name == "logits" else 0
+    if _placements(x) not in ([], [Shard(dim)]) or x.device_mesh.mesh.flatten().tolist() != ranks:
+        raise ValueError(
+            f"{name}: a DTensor placed {tuple(x.placements)} on ranks {x.device_mesh.mesh.tolist()}, but shard= says "
+            f"that ranks {ranks} share the vocabulary. If it is FSDP's, use hl.FusedLMHead; if its local tensor is "
+            f"meant, pass that"
+        )
+
+
 def _one_placement(name: str, x: DTensor) -> Placement:
-    real = [p for p, size in zip(x.placements, x.device_mesh.shape, strict=True) if size > 1 and not p.is_replicate()]
+    real = _placements(x)
     if len(real) > 1 or (real and x.device_mesh.ndim > 1):
         raise ValueError(
             f"{name}: a DTensor placed {tuple(x.placements)} on a {x.device_mesh.ndim}-D mesh; outside its module's "

@@ -52,20 +52,28 @@ class Counts(Mapping[str, Tensor]):
 def count(targets: Tensor, segments: Segments | None = None, group: Any = None) -> Counts:
     """Tokens that count, and segments that have any, over the ranks of `group`, as device tensors.
 
-    One collective, and one more over the segments' own group where they lie on several ranks.  Nothing is read back.
+    One collective.  Where segments lie on several ranks but not on all of `group` (context parallelism inside data
+    parallelism), one more over the segments' own group.  Nothing is read back.
     """
     check_targets(targets)
     valid = targets.reshape(-1) != IGNORE
-    numbers = [valid.sum()]
-    if segments is not None:
-        ids = segment_ids(segments, targets.shape).masked_fill(~valid, -1)
-        here = Segments(ids, segments.num_segments, group=segments.group)
-        numbers.append((here.counts > 0).sum() * here.counts_here)
-    packed = torch.stack(numbers)
-    wide = group if group is not None else segments.group if segments is not None else None
-    if wide is not None:
-        packed = group_sum(packed, wide)
-    return Counts(packed[0], packed[1] if segments is not None else None)
+    tokens = valid.sum()
+    if segments is None:
+        return Counts(tokens if group is None else group_sum(tokens, group), None)
+    ids = segment_ids(segments, targets.shape).masked_fill(~valid, -1)
+    rows_S, own = Segments(ids, segments.num_segments).counts.long(), segments.group
+    if own is not None and (group is None or _ranks(group) == _ranks(own)):
+        packed = group_sum(torch.cat([rows_S, tokens[None]]), own)
+        return Counts(packed[-1], (packed[:-1] > 0).sum())
+    if own is not None:
+        rows_S = group_sum(rows_S, own)
+    packed = torch.stack([tokens, (rows_S > 0).sum() * segments.counts_here])
+    packed = packed if group is None else group_sum(packed, group)
+    return Counts(packed[0], packed[1])
+
+
+def _ranks(group: Any) -> list[int]:
+    return torch.distributed.get_process_group_ranks(group)
 
 
 def weights(
