@@ -19,7 +19,7 @@ from headloss.bound import BoundLoss, Planned, check_inputs, layout
 from headloss.facts import NEEDS_TARGET, Fact, Want
 from headloss.guides import SparseGuide, bind_guides, name_teachers, teacher_bytes
 from headloss.metrics import retarget
-from headloss.plan import Call, Shape, trace
+from headloss.plan import Call, Shape, fit, trace
 from headloss.rows import Prepared, Rows, bind_rows
 from headloss.segments import Segments
 from headloss.signature import TEACHER_INPUTS, suggest
@@ -87,7 +87,11 @@ def make_plan(
         check_teachers(f"term {name!r} ({call.signature.name})", call, teachers)
         shapes = {n: shape for n, (_, shape) in laid.items() if n in call.input_names}
         shapes |= {n: shape for n, shape in ids.items() if n.split(" of ")[1] in {f.teacher for f in call.facts}}
-        found = trace(call, shapes, source.fact_dtype, source.device.type, segments is not None)
+        if segments is not None and source.leading == (segments.num_segments,):
+            found, shapes = fit(call, shapes, source.fact_dtype, source.device.type)
+            laid |= {n: (laid[n][0], shape) for n, shape in shapes.items() if n in laid}
+        else:
+            found = trace(call, shapes, source.fact_dtype, source.device.type, segments is not None)
         if term.reduction == "weighted_mean" and call.row_weight_signature and call.row_weight_signature.facts:
             found = found._replace(kind="batch", reason="weighted_mean sums a row_weight made of facts")
         planned.append(Planned(name, call, found, now[name], term.reduction, term.length))

@@ -169,10 +169,10 @@ def trace(call: Call, inputs: Mapping[str, Shape], dtype: torch.dtype, device: s
     return found
 
 
-def fit(call: Call, inputs: Mapping[str, Shape], dtype: torch.dtype, device: str) -> tuple[Trace, Mapping[str, Shape]]:
+def fit(call: Call, inputs: dict[str, Shape], dtype: torch.dtype, device: str) -> tuple[Trace, dict[str, Shape]]:
     """`trace` where there are as many rows as segments: shapes do not tell which of the two an input is for, but as a
     rule only one reading fits the loss.  The first that can be traced is taken."""
-    rows = [n for n, shape in inputs.items() if shape.kind == "row"]
+    rows = [n for n, shape in inputs.items() if shape.kind == "row" and " of " not in n]
     plain = trace(call, inputs, dtype, device, True)
     if plain.joint is None:
         for chosen in [*itertools.combinations(rows, 1), *itertools.combinations(rows, 2)]:
@@ -216,13 +216,15 @@ def _flat_arguments(call: Call, env: Env, seed: Tensor, frozen: Sequence[str]) -
         flat.append(env.targets)
     if any(s.wants("segments") for s in call.signatures) and env.segments is not None:
         flat += [env.segments.ids, env.segments.counts, env.segments.num_segments]
-    flat += [_scalar(v) for k, v in call.options.items() if _is_float(v) and k not in frozen]
+    flat += [_scalar(v, seed.device) for k, v in call.options.items() if _is_float(v) and k not in frozen]
     return [*flat, seed, seed]  # a graph looks at the one that fits its values: one a row, or one a segment
 
 
 @functools.lru_cache(1024)
-def _scalar(value: float) -> Tensor:
-    return torch.tensor(value, dtype=torch.float64)
+def _scalar(value: float, device: torch.device) -> Tensor:
+    """On the device, for not every operation takes a scalar from the host: clamp does not."""
+    wide = torch.float32 if device.type == "mps" else torch.float64
+    return torch.full((), value, dtype=wide, device=device)
 
 
 class _Tallied(Segments):
@@ -337,7 +339,8 @@ def _trace_once(
         ids_at = len(flat)
         flat += [zeros(R, dtype=torch.long), zeros(S, dtype=torch.float64), S]
     # New tensors, not `_scalar`'s: the tracer would take two options of equal value for one.
-    flat += [torch.tensor(v, dtype=torch.float64) for k, v in call.options.items() if _is_float(v) and k not in frozen]
+    scalar = functools.partial(torch.tensor, dtype=torch.float64, device=device)
+    flat += [scalar(v) for k, v in call.options.items() if _is_float(v) and k not in frozen]
     with torch.no_grad():
         graph = make_fx(joint, tracing_mode="symbolic")(*flat, zeros(R), zeros(S))
     kind, reason = classify(graph, R, S, ids_at)
