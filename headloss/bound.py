@@ -205,7 +205,9 @@ class BoundLoss:
         return Env(_Filled(facts, filler), inputs, targets, segments)
 
     def _scale(self, term: Planned) -> float | Tensor:
-        return term.weight * self.grad_scale
+        weight = term.weight.to(self.dtype) if isinstance(term.weight, Tensor) else term.weight
+        scale = self.grad_scale.to(self.dtype) if isinstance(self.grad_scale, Tensor) else self.grad_scale
+        return weight * scale
 
     def _seed(self, term: Planned, kind: str, length: int) -> Tensor:
         if kind == "segment" and self.rows.segments is not None:

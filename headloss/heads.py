@@ -5,9 +5,11 @@ Dimension key:  N rows   C rows of a chunk   V vocabulary   D hidden size
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -244,6 +246,19 @@ Head = LogitsHead | LinearHead
 def open_source(source: Source, beside: int = 0) -> Head:
     """`beside`: the bytes a row of a chunk costs for its teachers."""
     return LogitsHead(source) if isinstance(source, Logits) else LinearHead(source, beside)
+
+
+def outside_autocast(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Switch autocast off around a function of a sweep: it would round products that are asked for in float32."""
+
+    @functools.wraps(fn)
+    def call(sweep: Any, *args: Any) -> Any:
+        kind = sweep.source.device.type
+        on = torch.is_autocast_enabled(kind)
+        with torch.autocast(kind, enabled=False) if on else contextlib.nullcontext():
+            return fn(sweep, *args)
+
+    return call
 
 
 def product(x: Tensor, y: Tensor, out: Tensor, add: bool = False) -> None:

@@ -96,6 +96,8 @@ class Linear:
 
     def __post_init__(self) -> None:
         _check_matrix("hidden", self.hidden)
+        # Kept, because a backward runs outside autocast and must see the same logits as the forward.
+        object.__setattr__(self, "_gemm_dtype", _autocast(self.hidden) or self.hidden.dtype)
         _check_matrix("weight", self.weight)
         if self.weight.ndim != 2:
             raise ValueError(
@@ -153,7 +155,7 @@ class Linear:
     @property
     def gemm_dtype(self) -> torch.dtype:
         """What the GEMMs read: the tensors' dtype, or autocast's."""
-        return _autocast(self.hidden) or self.hidden.dtype
+        return self._gemm_dtype  # type: ignore[attr-defined]
 
     @property
     def chunk_dtype(self) -> torch.dtype:

@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from headloss.facts import CONSTANT, Fact, Partial, Softmax, Want, coefficients, finish
 from headloss.guides import Guide, ids_facts, ids_pull, teacher_bytes
-from headloss.heads import Grads, open_source
+from headloss.heads import Grads, open_source, outside_autocast
 from headloss.parallel import Gathering, reduce_hidden, sum_over
 from headloss.rows import Rows
 from headloss.sources import Source, with_tensors, without_tensors
@@ -98,6 +98,7 @@ class Sweep:
         for guide in self.guides.values():
             guide.close()
 
+    @outside_autocast
     def pull(
         self, facts: Mapping[Fact, Tensor], softmax: Softmax, grads: Mapping[Fact, Tensor], needs: tuple[bool, ...]
     ) -> Grads:
@@ -293,6 +294,7 @@ class Result(NamedTuple):
     normaliser: Tensor | None = None  # what grads and cotangents from a visit still have to be multiplied with
 
 
+@outside_autocast
 def run(sweep: Sweep, loss: Loss | None, needs: tuple[bool, ...]) -> Result:
     """The forward pass: facts, loss, and whatever of the gradient can be had in the same visit."""
     if loss is None:
