@@ -22,9 +22,9 @@ format: .venv/ready
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# docs/losses.md comes from the losses' own docstrings and signatures.
+# What the documents take from the code: losses, plans, measurements.
 docs: .venv/ready
-	$(BIN)/python -m headloss losses --markdown > docs/losses.md
+	$(BIN)/python docs/build.py
 
 bench: .venv/ready
 	$(BIN)/python benchmarks/cpu_losses.py

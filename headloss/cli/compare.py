@@ -56,20 +56,34 @@ def on_linear(hidden_ND: Tensor, weight_VD: Tensor, target_N: Tensor) -> Tensor:
 WAYS = {"separate losses": separate, "fused, on logits": on_logits, "fused, on hidden": on_linear}
 
 
-def compare(N: int, V: int, D: int, rounds: int, seed: int) -> Iterator[Way]:
-    """Each way in turn, measured on the same head; a generator, so that a progress bar can follow."""
+def compare(N: int, V: int, D: int, rounds: int, seed: int, tick: Callable[[], None] = lambda: None) -> list[Way]:
+    """Every way on the same head, taking turns; `tick` is called `steps(rounds)` times."""
     random = torch.Generator().manual_seed(seed)
     hidden = torch.randn(N, D, generator=random).requires_grad_()
     weight = (torch.randn(V, D, generator=random) * 3 / D**0.5).requires_grad_()
     targets = torch.randint(V, (N,), generator=random)
     doubles = [x.detach().double().requires_grad_() for x in (hidden, weight)]
     exact_loss, *exact = _step(separate, doubles[0], doubles[1], targets)
+    tick()
+    found: dict[str, Way] = {}
+    seconds: dict[str, list[float]] = {name: [] for name in WAYS}
     for name, way in WAYS.items():
-        step = partial(_step, way, hidden, weight, targets)
-        loss, *grads = step()
+        loss, *grads = _step(way, hidden, weight, targets)
         errors = [float((g - e).abs().amax() / e.abs().amax()) for g, e in zip(grads, exact, strict=True)]
-        seconds = statistics.median(_seconds(step) for _ in range(rounds))
-        yield Way(name, seconds, peak_bytes(step), float((loss - exact_loss).abs() / exact_loss.abs()), max(errors))
+        peak = peak_bytes(partial(_step, way, hidden, weight, targets))
+        found[name] = Way(name, 0.0, peak, float((loss - exact_loss).abs() / exact_loss.abs()), max(errors))
+        tick()
+    for _ in range(rounds):
+        for name, way in WAYS.items():
+            start = time.perf_counter()
+            _step(way, hidden, weight, targets)
+            seconds[name].append(time.perf_counter() - start)
+            tick()
+    return [way._replace(seconds=statistics.median(seconds[name])) for name, way in found.items()]
+
+
+def steps(rounds: int) -> int:
+    return 1 + len(WAYS) * (1 + rounds)
 
 
 def peak_bytes(work: Callable[[], object]) -> int:
@@ -87,12 +101,6 @@ def peak_bytes(work: Callable[[], object]) -> int:
 def _step(way: Callable[..., Tensor], hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
     loss = way(hidden, weight, targets)
     return loss.detach(), *torch.autograd.grad(loss, (hidden, weight))
-
-
-def _seconds(work: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
 
 
 @contextmanager

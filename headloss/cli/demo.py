@@ -11,7 +11,7 @@ from rich import box
 from rich.console import Console
 from rich.padding import Padding
 from rich.panel import Panel
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -41,7 +41,7 @@ class Size(NamedTuple):
     rounds: int
 
 
-FULL = Size(modules=999, steps=300, batch=16, length=96, D=96, layers=2, head=(1024, 32000, 128), rounds=3)
+FULL = Size(modules=999, steps=450, batch=24, length=48, D=96, layers=1, head=(512, 32000, 128), rounds=5)
 FAST = Size(modules=3, steps=12, batch=8, length=32, D=32, layers=1, head=(64, 1000, 16), rounds=1)
 
 
@@ -73,8 +73,8 @@ def train(console: Console, size: Size, seed: int) -> None:
         z=hl.Term(z_loss, weight=1e-4),
         metrics=["entropy", "accuracy", "perplexity"],
     )
-    optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3, betas=(0.9, 0.98), weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=4e-3, total_steps=size.steps, pct_start=0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=6e-3, betas=(0.9, 0.98), weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=6e-3, total_steps=size.steps, pct_start=0.1)
     _chapter(
         console,
         "1  Train",
@@ -97,7 +97,8 @@ def train(console: Console, size: Size, seed: int) -> None:
             meter.add(out.metrics)
             if step % 10 == 9:
                 now = meter.compute()
-                _advance(bar, task, 10, f"perplexity {now['perplexity']:6.2f}   accuracy {now['accuracy']:.0%}")
+                note = f"perplexity {now['perplexity']:6.2f}   accuracy {now['accuracy']:.0%}"
+                bar.update(task, advance=10, note=note)
     after, words = _evaluate(model, objective, batches), _write(model, seed)
 
     table = _table("held-out text", "before", "after")
@@ -115,14 +116,11 @@ def fused_against_separate(console: Console, size: Size, seed: int) -> None:
     """Chapter 2: the same three losses, fused and apart, on a vocabulary large enough to matter."""
     N, V, D = size.head
     _chapter(console, "2  Compare", f"CE + z-loss + entropy bonus, forward and backward, hidden size {D}")
-    rows = []
     with _progress(console) as bar:
-        task = bar.add_task("measuring", total=len(compare.WAYS), note="")
-        for way in compare.compare(N, V, D, size.rounds, seed):
-            rows.append(way)
-            _advance(bar, task, 1, way.name)
+        task = bar.add_task("measuring", total=compare.steps(size.rounds), note="")
+        rows = compare.compare(N, V, D, size.rounds, seed, tick=lambda: bar.advance(task))
     first = rows[0]
-    table = _table(f"{N} rows x {V} columns", "ms", "", "MiB", "", "loss error", "grad error")
+    table = _table(f"{N} rows x {V}", "ms", "", "MiB", "", "loss error", "grad error")
     for way in rows:
         table.add_row(
             way.name,
@@ -153,7 +151,7 @@ def _evaluate(model: TinyTransformer, objective: hl.Objective, batches: Batches)
 
 def _write(model: TinyTransformer, seed: int) -> str:
     random = torch.Generator().manual_seed(seed)
-    return Characters.decode(model.continue_(Characters.encode("Return the "), 60, temperature=0.5, random=random))
+    return Characters.decode(model.continue_(Characters.encode("Return the "), 54, temperature=0.5, random=random))
 
 
 def _chapter(console: Console, title: str, line: str) -> None:
@@ -180,7 +178,3 @@ def _progress(console: Console) -> Progress:
         refresh_per_second=4,
         disable=not console.is_terminal,
     )
-
-
-def _advance(bar: Progress, task: TaskID, steps: int, note: str) -> None:
-    bar.update(task, advance=steps, note=note)

@@ -34,16 +34,19 @@ class TinyTransformer(nn.Module):
     def __init__(self, vocab: int, length: int, D: int, layers: int, H: int) -> None:
         super().__init__()
         self.length = length
-        self.token, self.place = nn.Embedding(vocab, D), nn.Embedding(length, D)
+        self.token, self.before, self.place = nn.Embedding(vocab, D), nn.Embedding(vocab, D), nn.Embedding(length, D)
         self.blocks = nn.ModuleList(Block(D, H) for _ in range(layers))
         self.norm = nn.LayerNorm(D)
         self.head = hl.FusedLMHead(D, vocab)
-        for p in self.parameters():
-            if p.ndim == 2:
-                nn.init.normal_(p, std=0.02 if p.shape[0] in (vocab, length) else p.shape[1] ** -0.5)
+        for table in (self.token, self.before, self.place):
+            nn.init.normal_(table.weight, std=0.3)
+        nn.init.normal_(self.head.weight, std=0.02)
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
-        x_BTD = self.token(tokens_BT) + self.place.weight[: tokens_BT.shape[1]]
+        before_BTD = F.pad(
+            self.before(tokens_BT[:, :-1]), (0, 0, 1, 0)
+        )  # pairs of letters, without having to learn them
+        x_BTD = self.token(tokens_BT) + before_BTD + self.place.weight[: tokens_BT.shape[1]]
         for block in self.blocks:
             x_BTD = block(x_BTD)
         return self.norm(x_BTD)

@@ -1,0 +1,79 @@
+"""The documents run: every ```python block, in order, and the pages made from the code are up to date."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from headloss.losses import LOSSES
+from headloss.reductions import REDUCTIONS
+
+ROOT = Path(__file__).parent.parent
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
+FILE = re.compile(r"# ((?:headloss|tests)/\S+\.py)\n")
+
+
+def blocks(path: Path) -> list[str]:
+    """The blocks of a document, each padded so that a traceback shows the document's own line numbers."""
+    text = path.read_text()
+    return ["\n" * text[: m.start(1)].count("\n") + m[1] for m in BLOCK.finditer(text)]
+
+
+@pytest.mark.parametrize("path", [p for p in DOCUMENTS if blocks(p)], ids=lambda p: p.name)
+def test_blocks_run(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    space: dict[str, object] = {"__name__": "__document__"}
+    for block in blocks(path):
+        exec(compile(block, str(path), "exec"), space)
+    promised = re.findall(r"print\(error\)\s+# (.+)", path.read_text())
+    printed = capsys.readouterr().out
+    for line in promised:
+        assert line in printed, f"{path.name} promises {line!r}, but it printed {printed!r}"
+
+
+def test_add_a_loss_in_ten_minutes(tmp_path: Path) -> None:
+    """Do what CONTRIBUTING says in a copy of the repository: write its files, run its command."""
+    for name in ("headloss", "tests"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    files = {m[1]: block for block in BLOCK.findall(text) if (m := FILE.match(block))}
+    assert len(files) == 2
+    for name, block in files.items():
+        assert not (ROOT / name).exists(), f"{name} exists by now; show another loss"
+        (tmp_path / name).write_text(block)
+    (command,) = re.findall(r"^python (-m pytest .*poly_loss)$", text, re.MULTILINE)
+    done = subprocess.run(
+        [sys.executable, *command.split(), "-p", "no:cacheprovider", "-p", "no:xdist"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=280, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
+    passed = re.search(r"(\d+) passed", done.stdout)
+    assert passed and int(passed[1]) >= 5, f"the new loss was hardly tested: {done.stdout[-500:]}"
+
+
+def test_pages_are_up_to_date() -> None:
+    spec = importlib.util.spec_from_file_location("build", ROOT / "docs" / "build.py")
+    assert spec is not None and spec.loader is not None
+    build = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(build)
+    for path, text in build.pages().items():
+        assert path.read_text() == text, f"{path.relative_to(ROOT)} is out of date: run `make docs`"
+
+
+def test_readme_lists_every_loss_and_reduction() -> None:
+    readme = (ROOT / "README.md").read_text()
+    missing = [name for name in (*LOSSES, *REDUCTIONS) if f"`{name}`" not in readme]
+    assert not missing, f"README.md does not mention {missing}: run `make docs`, and describe new reductions by hand"
+
+
+def test_links_lead_somewhere() -> None:
+    for path in DOCUMENTS:
+        for link in re.findall(r"\]\((?!https?:|#)([^)#]+)", path.read_text()):
+            assert (path.parent / link).exists(), f"{path.name} links to {link}"
