@@ -101,8 +101,8 @@ def explain(
         rows_total=rows.total,
         vocab=source.vocab,
         chunks=pieces,
-        forward_sweeps=1,
-        sweeps=2,
+        forward_sweeps=0 if plan.want.only_ids else 1,
+        sweeps=0 if plan.want.only_ids else 2,
         gemms=gemms,
         host_reads=int(source.device.type not in ("cpu", "meta") and host_read and rows.targets is not None),
         collectives=_collectives(plan, pieces if chunks is not None else 1),
@@ -148,7 +148,12 @@ def _collectives(plan: Plan, visited: int) -> dict[str, int]:
     source, segments = plan.source, plan.segments
     found: dict[str, int] = {}
     if source.shard is not None:
-        found["all-gather of partials"] = visited
+        if plan.want.only_ids:
+            found["all-reduce of the logits at the ids"] = 1
+        else:
+            found["all-gather of partials"] = visited
+        if any(f.element is not None for f in plan.want.facts):
+            found["all-reduce of divergences"] = visited
         if isinstance(source, Linear) and not source.shard.partial_hidden:
             found["all-reduce of the gradient of hidden"] = 1
     if segments is not None and segments.group is not None:

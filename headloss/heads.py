@@ -115,12 +115,13 @@ class LinearHead:
         self.dweight_VD: Tensor | None = None
         self.dbias_V: Tensor | None = None
         self.single_chunk = False
+        self.longest = 0  # rows of the longest chunk, where known: a buffer that grows would exist twice for a moment
 
     def chunks(self, count: int, gathered: bool) -> list[slice]:
         """Equal runs of at most `chunk_rows` of the rows that count."""
         most = self.source.chunk_rows(self.beside)
         pieces = math.ceil(count / most)
-        self.single_chunk = pieces == 1
+        self.single_chunk, self.longest = pieces == 1, math.ceil(count / max(1, pieces))
         return [slice(count * i // pieces, count * (i + 1) // pieces) for i in range(pieces)]
 
     def _hidden(self, rows: Rows) -> Tensor:
@@ -133,7 +134,8 @@ class LinearHead:
         if slot not in self.buffers_CV or len(self.buffers_CV[slot]) < C:
             self.buffers_CV.pop(slot, None)  # free the old one first
             wide = -(-V // 64) * 64  # rows that start on a boundary are read and multiplied faster
-            self.buffers_CV[slot] = torch.empty(C, wide, dtype=dtype, device=hidden_CD.device)[:, :V]
+            most = max(C, self.longest)
+            self.buffers_CV[slot] = torch.empty(most, wide, dtype=dtype, device=hidden_CD.device)[:, :V]
         raw_CV = self.buffers_CV[slot][:C]
         product(hidden_CD, self.weight_VD.t(), out=raw_CV)
         if self.bias_V is not None:

@@ -123,7 +123,7 @@ class Sweep:
     ) -> tuple[dict[Fact, Tensor], Softmax, dict[Fact, Tensor], dict[str, Tensor], Grads]:
         head = self._open()
         head.wants_grad(needs)
-        head.single_chunk = len(chunks) == 1
+        head.single_chunk, head.longest = len(chunks) == 1, max(c.rows.stop - c.rows.start for c in chunks)
         seen: list[tuple[dict[Fact, Tensor], Softmax, Mapping[Fact, Tensor], Mapping[str, Tensor]]] = []
         for chunk, block, partial in self._ahead(head, chunks):
             facts, softmax = self._settle(partial, block)
