@@ -183,7 +183,7 @@ def chunks_of(plan: Plan, rows: Rows, beside: int) -> list[Chunk] | None:
     if plan.kind == "row":
         pieces = -(-rows.count // most)
         return [Chunk(slice(rows.count * i // pieces, rows.count * (i + 1) // pieces)) for i in range(pieces)]
-    runs = rows.aligned(most) if rows.stats is not None else None
+    runs = rows.aligned(most) if rows.stats is not None and not rows.stats.loose else None
     return None if runs is None else [Chunk(*run) for run in runs]
 
 

@@ -53,6 +53,11 @@ _CREATION = {
     "full", "zeros", "ones", "empty", "scalar_tensor", "full_like", "zeros_like", "ones_like", "new_zeros", "new_ones",
     "new_full",
 }  # fmt: skip
+# Operations along a dimension: they stay within a row as long as it is not the first.
+_ALONG = {
+    "sum", "mean", "amax", "amin", "logsumexp", "_softmax", "_log_softmax", "_softmax_backward_data",
+    "_log_softmax_backward_data", "unsqueeze", "squeeze", "expand", "argmax", "gather",
+}  # fmt: skip
 _SIZES = {"sym_size", "sym_numel"}
 _SEGMENT = {"segment_totals", "segment_spread"}
 
@@ -78,11 +83,11 @@ def classify(graph: fx.GraphModule, R: int, S: int, ids_at: int | None = None) -
         if name in _SEGMENT:
             through = through or f"segments.{'totals' if name == 'segment_totals' else 'spread'}"
         elif name in _SIZES:
-            if any(_operation(user) not in _CREATION for user in node.users if user in needed):
+            if any(_operation(user) not in _CREATION | {"expand"} for user in node.users if user in needed):
                 return "batch", "uses the number of rows"
         elif name == "getitem" or name in _CREATION:
             continue
-        elif not _rowwise(node, name, R, S):
+        elif not (_rowwise(node, name, R, S) or _within_rows(node, name, R, S)):
             return "batch", f"{name} mixes rows"
     return ("segment", f"rows meet through {through}") if through else ("row", "element-wise")
 
@@ -108,6 +113,33 @@ def _rowwise(node: fx.Node, name: str, R: int, S: int) -> bool:
         if any(d in (R, S) for d in sizes[1:]) or (sizes[:1] in ([R], [S]) and len(sizes) != ndim):
             return False
     return True
+
+
+def _within_rows(node: fx.Node, name: str, R: int, S: int) -> bool:
+    """An operation along the ids of each row: (R, K) in, its first dimension untouched."""
+    if name not in _ALONG or not isinstance(node.args[0], fx.Node):
+        return False
+    x, out = node.args[0].meta["val"], node.meta["val"]
+    if not isinstance(x, Tensor) or not isinstance(out, Tensor) or x.ndim < 1 or out.ndim < 1:
+        return False
+    if (
+        size(x.shape[0]) != R
+        or size(out.shape[0]) != R
+        or any(size(d) in (R, S) for y in (x, out) for d in y.shape[1:])
+    ):
+        return False
+    if name == "expand":
+        return x.ndim == out.ndim  # (R, 1) to (R, K); a leading dimension would lay rows side by side
+    dims = _dimensions(node, name)
+    return bool(dims) and all(d % max(x.ndim, out.ndim) != 0 for d in dims)
+
+
+def _dimensions(node: fx.Node, name: str) -> list[int]:
+    """The dimensions an operation runs along."""
+    place = 2 if name.endswith("_backward_data") else 1
+    found = node.kwargs.get("dim", node.args[place] if len(node.args) > place else None)
+    found = found if isinstance(found, list | tuple) else [found]
+    return [d for d in found if isinstance(d, int)]
 
 
 def size(x: Any) -> int:

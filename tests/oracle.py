@@ -22,6 +22,11 @@ import headloss as hl
 
 IGNORE = -100
 
+# Losses of the student alone.  Divergences need a teacher; tests/distill holds them to the same.
+LOSSES: dict[str, Callable[..., Any]] = {
+    name: fn for name, fn in hl.losses.LOSSES.items() if "logq" not in inspect.signature(fn).parameters
+}
+
 
 class Dense(NamedTuple):
     """One softmax of the rows that count, at one temperature: all that a fact can be made of."""

@@ -13,9 +13,9 @@ from typing import Any
 import oracle
 import pytest
 import torch
+from oracle import LOSSES
 
 import headloss as hl
-from headloss.losses import LOSSES
 from headloss.reductions import REDUCTIONS
 
 SHAPES = [(23,), (3, 7)]

@@ -1,0 +1,12 @@
+import math
+
+import torch
+
+
+def jsd(logp, logq, *, beta=0.5):
+    """beta KL(q || m) + (1 - beta) KL(p || m), m = beta q + (1 - beta) p, for 0 < beta < 1: generalised Jensen-Shannon
+    (Agarwal et al. 2024).  Its ends are 0, not the two KLs, so they are refused."""
+    if not 0 < beta < 1:
+        raise ValueError(f"beta: wanted 0 < beta < 1, got {beta}; use forward_kl or reverse_kl for the ends")
+    logm = torch.logaddexp(logq + math.log(beta), logp + math.log1p(-beta))
+    return beta * logq.exp() * (logq - logm) + (1 - beta) * logp.exp() * (logp - logm)
