@@ -181,6 +181,21 @@ def test_value_and_gradient(batch: Batch, case: tuple[str, dict]) -> None:
         assert all(math.isfinite(float(m)) for m in out.metrics.values()), out.metrics
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES, ids=named)
+def test_on_a_gpu(batch: Batch, case: tuple[str, dict]) -> None:
+    name, options = case
+    value, d_hidden, _ = batch.expected(name, options, batch.mean)
+    hidden, weight = (x.cuda().requires_grad_() for x in (batch.hidden, batch.weight))
+    given = {n: x.cuda() if x.ndim else x for n, x in batch.given(LOSSES[name]).items()}
+    segments = hl.Segments.from_ids(batch.ids.cuda(), S)
+    objective = hl.Objective(it=hl.Term(LOSSES[name], **options), backend="torch")
+    out = objective(hl.Linear(hidden, weight, memory=16 * V * 8), batch.targets.cuda(), segments=segments, **given)
+    out.loss.backward()
+    close(out.loss.detach().cpu(), value)
+    close(hidden.grad.cpu(), d_hidden)
+
+
 @pytest.mark.parametrize("name", [n for n in POLICY if "old_logprob" in inspect.signature(LOSSES[n]).parameters])
 def test_on_policy_without_old_logprob(batch: Batch, name: str) -> None:
     value, d_hidden, _ = batch.expected(name, {}, batch.mean, without=("old_logprob",))
