@@ -1,0 +1,178 @@
+"""Memory and work of `Linear` at a real size: the budget holds, and ignored rows save their share.
+
+Dimension key:  N rows   V vocabulary   D hidden size
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+import headloss as hl
+from headloss.losses import cross_entropy, z_loss
+
+N, V, D = 4096, 32000, 256
+MiB = 1 << 20
+BATCH_LOSS = lambda logprob: (logprob - logprob.mean()) ** 2
+
+
+class Trace:
+    """The true peak, from the allocator's own events: temporaries inside an operation count too."""
+
+    def __enter__(self) -> Trace:
+        self.profiler = torch.profiler.profile(profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU])
+        self.profiler.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.profiler.__exit__(*error)
+        events = [e for e in self.profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
+        now = self.peak = self.largest = 0
+        for event in sorted(events, key=lambda e: e.start_ns()):
+            now += event.nbytes()
+            self.largest = max(self.largest, event.nbytes())
+            self.peak = max(self.peak, now)
+
+
+def gemm_workspace(hidden: Tensor, weight: Tensor, rows: int) -> int:
+    """What torch's own GEMM allocates beside its output: some CPU libraries repack the weight."""
+    out = torch.empty(rows, len(weight), dtype=hidden.dtype)
+    with torch.no_grad(), Trace() as seen:
+        torch.mm(hidden[:rows], weight.t(), out=out)
+    return seen.peak
+
+
+WORKSPACE = 8 * MiB  # tiles of the sweeps, facts and coefficients
+
+
+def tensors(rows: int = N, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+    hidden = torch.randn(rows, D).to(dtype).requires_grad_()
+    weight = (0.05 * torch.randn(V, D)).to(dtype).requires_grad_()
+    return hidden, weight, torch.randint(V, (rows,))
+
+
+def test_the_tracker_sees_the_peak() -> None:
+    """Eager cross-entropy holds several (N, V) buffers; the tracker must say so, or the tests below prove nothing."""
+    hidden, weight, targets = tensors(128)
+    with Trace() as seen:
+        torch.nn.functional.cross_entropy(hidden @ weight.T, targets).backward()
+    assert seen.peak > 2 * 128 * V * 4
+    assert seen.largest >= 128 * V * 4
+
+
+@pytest.mark.parametrize("budget", [8, 64, pytest.param(256, marks=pytest.mark.slow)])
+def test_budget_holds(budget: int) -> None:
+    """Peak of forward and backward: the budget, the gradients, and a workspace that does not grow with the budget."""
+    hidden, weight, targets = tensors()
+    objective = hl.Objective(ce=cross_entropy, z=hl.Term(z_loss, weight=1e-4), metrics=["entropy"], backend="torch")
+    source = hl.Linear(hidden, weight, memory=budget * MiB)
+    plan = objective.explain(source, targets)
+    objective(hl.Linear(hidden[:4], weight), targets[:4])  # tracing is not part of the step
+    with Trace() as seen:
+        objective(source, targets).loss.backward()
+    gradients = 4 * (N * D + V * D)
+    workspace = WORKSPACE + gemm_workspace(hidden, weight, budget * MiB // (4 * V))
+    assert seen.peak <= budget * MiB + gradients + workspace, f"{seen.peak / MiB:.1f} MiB"
+    assert seen.largest <= max(budget * MiB, 4 * V * D)
+    said = sum(plan.bytes.values())
+    assert seen.peak <= said + workspace, f"explain says {said / MiB:.1f} MiB, used {seen.peak / MiB:.1f} MiB"
+    chunk = next(n for what, n in plan.bytes.items() if what.startswith("chunk"))
+    assert budget * MiB / 2 < chunk <= budget * MiB
+
+
+def test_budget_holds_for_a_batch_loss() -> None:
+    hidden, weight, targets = tensors(512)
+    objective = hl.Objective(b=BATCH_LOSS, backend="torch")
+    with Trace() as seen:
+        objective(hl.Linear(hidden, weight, memory=16 * MiB), targets).loss.backward()
+    gradients, workspace = 4 * (512 * D + V * D), WORKSPACE + gemm_workspace(hidden, weight, 131)
+    assert seen.peak <= 16 * MiB + gradients + workspace, f"{seen.peak / MiB:.1f} MiB"
+
+
+def test_budget_counts_a_wider_chunk() -> None:
+    """float32 logits of bf16 tensors: the chunk and its bf16 gradient share the budget."""
+    torch.manual_seed(0)
+    rows, vocab, size = 512, 8192, 32
+    hidden = torch.randn(rows, size).bfloat16().requires_grad_()
+    weight = torch.randn(vocab, size).bfloat16().requires_grad_()
+    source = hl.Linear(hidden, weight, memory=2 * MiB, logits_dtype=torch.float32)
+    with Trace() as seen:
+        hl.Objective(ce=cross_entropy, backend="torch")(source, torch.randint(vocab, (rows,))).loss.backward()
+    # beside the budget: a float32 accumulator and a bf16 gradient of the weight, and widened bands of the factors
+    assert seen.peak <= 2 * MiB + 6 * vocab * size + 4 * rows * size + 12 * MiB, f"{seen.peak / MiB:.1f} MiB"
+    assert seen.peak < rows * vocab * 4
+
+
+def test_evaluation_holds_one_chunk() -> None:
+    hidden, weight, targets = tensors(1024)
+    objective = hl.Objective(ce=cross_entropy, backend="torch")
+    objective(hl.Linear(hidden[:4], weight), targets[:4])
+    with torch.no_grad(), Trace() as seen:
+        objective(hl.Linear(hidden, weight, memory=16 * MiB), targets)
+    assert seen.peak <= 16 * MiB + WORKSPACE + gemm_workspace(hidden, weight, 131), f"{seen.peak / MiB:.1f} MiB"
+
+
+def flops(objective: hl.Objective, source: Any, targets: Tensor, grad: bool = True) -> int:
+    with torch.set_grad_enabled(grad), FlopCounterMode(display=False) as counter:
+        out = objective(source, targets)
+        if grad:
+            out.loss.backward()
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("loss, gemms", [(cross_entropy, 3), (BATCH_LOSS, 4)], ids=["row", "batch"])
+def test_gemms(loss: Any, gemms: int) -> None:
+    """Three GEMMs when gradients are made in the visit, four with recompute, one without grad; `explain` says so."""
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(60, 16, requires_grad=True), torch.randn(96, 16, requires_grad=True)
+    targets = torch.randint(96, (60,))
+    one = 2 * 60 * 96 * 16
+    objective = hl.Objective(a=loss, backend="torch")
+    for rows in (7, 1000):
+        source = hl.Linear(hidden, weight, memory=rows * 96 * 4)
+        assert flops(objective, source, targets) == gemms * one
+        assert flops(objective, source, targets, grad=False) == one
+        assert objective.explain(source, targets).gemms == gemms
+    frozen = hl.Linear(hidden.detach(), weight, memory=7 * 96 * 4)
+    assert flops(objective, frozen, targets) == (gemms - 1) * one
+
+
+@pytest.mark.parametrize("kept", [60, 30, 6, 0])
+def test_ignored_rows_save_work(kept: int) -> None:
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(60, 16, requires_grad=True), torch.randn(96, 16, requires_grad=True)
+    targets = torch.randint(96, (60,))
+    targets[torch.randperm(60)[kept:]] = -100
+    objective = hl.Objective(ce=cross_entropy, backend="torch")
+    source = hl.Linear(hidden, weight, memory=8 * 96 * 4)
+    assert flops(objective, source, targets) == 3 * 2 * kept * 96 * 16
+    assert objective.explain(source, targets).rows == kept
+
+
+def test_an_upstream_gradient_of_one_costs_nothing() -> None:
+    """The gradients made in the visit are handed over as they are; another factor is one pass over them."""
+
+    class Big(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, Tensor) and out.numel() >= 96 * 16 and "detach" not in str(func):
+                self.count += 1
+            return out
+
+    hidden, weight = torch.randn(200, 16, requires_grad=True), torch.randn(96, 16, requires_grad=True)
+    out = hl.Objective(ce=cross_entropy, backend="torch")(hl.Linear(hidden, weight), torch.randint(96, (200,)))
+    with Big() as seen:
+        torch.autograd.grad(out.loss, (hidden, weight))
+    assert seen.count == 0
+    out = hl.Objective(ce=cross_entropy, backend="torch")(hl.Linear(hidden, weight), torch.randint(96, (200,)))
+    with Big() as seen:
+        torch.autograd.grad(2 * out.loss, (hidden, weight))
+    assert seen.count == 2
