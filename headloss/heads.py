@@ -197,13 +197,12 @@ class LinearHead:
             return
         grad_CV = grad_CV.to(self.weight_VD.dtype)
         if need_hidden:
-            part_CD = grad_CV @ self.weight_VD
             if self.dhidden_ND is None:
                 self.dhidden_ND = torch.zeros_like(self.hidden_ND, memory_format=torch.contiguous_format)
             if isinstance(rows, slice):
-                self.dhidden_ND[rows] = part_CD
+                torch.mm(grad_CV, self.weight_VD, out=self.dhidden_ND[rows])
             else:
-                self.dhidden_ND.index_copy_(0, rows, part_CD)
+                self.dhidden_ND.index_copy_(0, rows, grad_CV @ self.weight_VD)
         if need_weight:
             hidden_CD, first = self._hidden(rows), self.dweight_VD is None
             if ignored_C1 is not None:

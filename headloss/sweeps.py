@@ -116,7 +116,7 @@ class Sweep:
             for block in self._blocks(head):
                 at = {f: x[block.part] for f, x in facts.items()}, {f: g[block.part] for f, g in grads.items()}
                 self._pull(head, block, _at(softmax, block.part), *at)
-        return _scaled(self._grads(head), normaliser)
+        return _scaled(self._grads(head), normaliser, self.backend)
 
     def visit(
         self, chunks: Sequence[Chunk], cotangents: Callable[[Chunk, Mapping[Fact, Tensor]], Cotangents], needs: Any
@@ -314,7 +314,7 @@ def settle(sweep: Sweep, result: Result, needs: tuple[bool, ...]) -> Grads:
     """The gradients of the loss, without autograd."""
     if result.grads is None:
         return sweep.pull(result.facts, result.softmax, result.by_fact, needs)
-    return _scaled(result.grads, result.normaliser)
+    return _scaled(result.grads, result.normaliser, sweep.backend)
 
 
 class Head(torch.autograd.Function):
@@ -345,7 +345,10 @@ class Head(torch.autograd.Function):
         if g_loss is not None:
             scale = g_loss if ctx.normaliser is None else g_loss * ctx.normaliser
             if ctx.grads is not None:
-                grads, ctx.grads = _scaled(ctx.grads, scale), None  # handed over: a second backward makes them again
+                grads, ctx.grads = (
+                    _scaled(ctx.grads, scale, sweep.backend),
+                    None,
+                )  # handed over: a second backward makes them again
             else:
                 for fact, cotangent in ctx.by_fact.items():
                     pulled = scale * cotangent
@@ -360,12 +363,14 @@ class Head(torch.autograd.Function):
         return (None, None, None, *by_tensor, *by_input)
 
 
-def _scaled(grads: Grads, scale: Tensor | None) -> Grads:
+def _scaled(grads: Grads, scale: Tensor | None, backend: ModuleType) -> Grads:
     """Times a number, in place, and in float32 where the gradient itself is narrower; times 1 costs nothing."""
     if scale is None or (scale.device.type == "cpu" and float(scale) == 1.0):
         return grads
     for x in grads:
-        if x is not None:
+        if x is not None and hasattr(backend, "scale_"):
+            backend.scale_(x, scale)
+        elif x is not None:
             x.mul_(scale) if x.dtype.itemsize >= 4 else x.copy_(x.float() * scale)
     return grads
 

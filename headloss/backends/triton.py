@@ -14,6 +14,7 @@ has one) or `PEEL = False`, which is slow, avoids that.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -23,6 +24,7 @@ import triton  # type: ignore
 from torch import Tensor
 
 from headloss.backends.kernels.pull import pull_kernel
+from headloss.backends.kernels.scale import scale_kernel
 from headloss.backends.kernels.sums import merge_kernel, sums_kernel
 from headloss.facts import Moments, Partial, Pull, Softmax, Want
 
@@ -37,16 +39,26 @@ class Shape(NamedTuple):
     width: int
     lanes: int
     loads: int
-    stages: int
+    stages: int  # blocks under way at once, in the pull
     warps: int
 
     def block(self, x: Tensor) -> int:
-        return self.lanes * self.loads * (16 // x.element_size())
+        block = self.lanes * self.loads * (16 // x.element_size())
+        assert self.width % block == 0 and block * x.element_size() >= 128, "whole blocks, none below a line"
+        return block
 
 
-# by columns in hand: the first line whose bound is not below V
-SUMS = ((2048, Shape(2048, 128, 1, 1, 4)), (1 << 31, Shape(32768, 128, 4, 1, 4)))
-PULL = ((2048, Shape(2048, 128, 1, 1, 4)), (1 << 31, Shape(4096, 128, 4, 1, 4)))
+# by columns in hand: the first line whose bound is not below V.  Measured on an H200; see benchmarks/gpu_kernels.py
+SUMS = (
+    (2048, Shape(2048, 128, 1, 1, 4)),
+    (131072, Shape(32768, 128, 4, 1, 4)),
+    (1 << 31, Shape(16384, 128, 4, 1, 4)),  # more parts, for few rows
+)
+PULL = (
+    (2048, Shape(2048, 128, 1, 1, 4)),
+    (65536, Shape(8192, 128, 2, 3, 4)),
+    (1 << 31, Shape(4096, 128, 4, 1, 4)),
+)
 
 
 def sums(
@@ -71,34 +83,42 @@ def sums(
         return _named(_identity(slots, want, raw_CV), want)
     raw = _rows(raw_CV)
     shape = shape or _row_shape(SUMS, V)
-    width = shape.width
+    width, block = shape.width, shape.block(raw_CV)
     if not (BATCH_INVARIANT if batch_invariant is None else batch_invariant):
-        width = _width_for(C, V, shape.block(raw_CV))
+        width = _width_for(C, V, block)
     parts = triton.cdiv(V + raw.skew, width)
     given = tuple(_temperature(T) for T in temperatures)
+    split = parts > 1
     flags = {
-        "TARGET": want.target,
         "TOTAL": want.total,
         "ARGMAX": want.argmax,
         "WANT_X": x_flags,
         "WANT_Q": q_flags,
         "PER_ROW": tuple(isinstance(T, Tensor) for T in given),
+        "SCALED": scale != 1.0,
+        "CAPPED": softcap is not None,
     }
-    target = target_C if target_C is not None and want.target else None
-    out = torch.empty(slots, parts, C, dtype=torch.float32, device=raw_CV.device)
+    if _chains(raw_CV.device):
+        flags |= {"CHAINED": True, "launch_pdl": True}
+    else:
+        flags |= {"CHAINED": False}
+    target = target_C if want.target else None
+    places = (raw.x_CV.stride(0), raw.lead, 0 if target is None else target.stride(0), start)
+    transform = (float(scale), softcap or 1.0)
+    out = torch.empty(slots - (split and want.target), parts, C, dtype=torch.float32, device=raw_CV.device)
     sums_kernel[(C * parts,)](
-        raw.x_CV, target, out, given,
-        C, V, parts, width, raw.x_CV.stride(0), raw.lead, 0 if target is None else target.stride(0), start,
-        float(scale), softcap or 1.0,
-        **flags, SCALED=scale != 1.0, CAPPED=softcap is not None, LINE=raw.line, VEC=raw.vector,
-        K=shape.loads, L=shape.lanes, J=16 // raw_CV.element_size(), STAGES=shape.stages, num_warps=shape.warps,
+        raw.x_CV, target, out, given, C, V, parts, width, *places, *transform,
+        **flags, TARGET=want.target and not split, LINE=raw.line, VEC=raw.vector,
+        K=shape.loads, L=shape.lanes, J=16 // raw_CV.element_size(), num_warps=shape.warps,
     )  # fmt: skip
-    if parts > 1:
+    if split:
         whole = torch.empty(slots, 1, C, dtype=torch.float32, device=raw_CV.device)
         padded = triton.next_power_of_2(parts)
         rows = max(1, 32 // padded)
-        grid = (triton.cdiv(C, rows),)
-        merge_kernel[grid](out, whole, given, C, parts, **flags, PADDED=padded, ROWS=rows, num_warps=1)
+        merge_kernel[(triton.cdiv(C, rows),)](
+            raw.x_CV, target, out, whole, given, C, V, parts, *places, *transform,
+            **flags, TARGET=want.target, PADDED=padded, ROWS=rows, num_warps=1,
+        )  # fmt: skip
         out = whole
     return _named(out[:, 0], want)
 
@@ -155,6 +175,14 @@ def pull(
     )  # fmt: skip
 
 
+def scale_(x: Tensor, scale: Tensor) -> None:
+    """x *= scale in place, in float32, without asking the host what it is; times 1 costs a launch."""
+    if not x.is_contiguous() or x.dtype == torch.float64:
+        x.mul_(scale)
+    elif x.numel():
+        scale_kernel[(triton.cdiv(x.numel(), 8192),)](x, scale, x.numel(), BLOCK=8192, num_warps=8)
+
+
 def _check(raw_CV: Tensor) -> None:
     if raw_CV.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise TypeError(
@@ -164,6 +192,12 @@ def _check(raw_CV: Tensor) -> None:
 
 def _row_shape(table: Sequence[tuple[int, Shape]], V: int) -> Shape:
     return next(shape for most, shape in table if most >= V)
+
+
+@functools.cache
+def _chains(device: torch.device) -> bool:
+    """Whether a kernel can be launched while the one it waits for still runs: Hopper and later."""
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 9
 
 
 def _width_for(C: int, V: int, block: int) -> int:
