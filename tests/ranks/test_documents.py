@@ -1,0 +1,120 @@
+"""Documents split across ranks: shares of the loss, gradients and metrics, against the whole batch in one process.
+
+Each rank holds some of the rows and the whole vocabulary.  Its loss is its share: the shares sum to the loss of the
+whole batch, the gradients of its hidden rows are those of the whole batch, the weight's sum to that of the whole batch.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import oracle
+import pytest
+import torch
+import torch.distributed as dist
+from oracle import LOSSES
+from torch import Tensor
+
+import headloss as hl
+from headloss.reductions import REDUCTIONS
+
+N, V = 23, 19
+
+
+def rows_of(layout: str, size: int, rank: int) -> Tensor:
+    """The numbers of the rows that a rank holds."""
+    if layout == "contiguous":
+        return torch.arange(N).tensor_split(size)[rank]
+    if layout == "zigzag":  # rank r has pieces r and 2 size - 1 - r, so that causal attention costs the same everywhere
+        pieces = torch.arange(N).tensor_split(2 * size)
+        return torch.cat([pieces[rank], pieces[2 * size - 1 - rank]])
+    ends = {"ragged": {2: [19], 4: [2, 13, 19]}, "no rows": {2: [N], 4: [9, 9, 17]}, "as segments": {2: [6], 4: [6, 9, 17]}}
+    return torch.arange(N).tensor_split(ends[layout][size])[rank]
+
+
+def long_documents(problem: oracle.Problem) -> oracle.Problem:
+    """Six segments: 0 straddles three of four ranks, 1 one row, 2 none, 3 two ranks, 4 the rest, 5 only ignored rows."""
+    ids = torch.tensor([4] * 2 + [0] * 13 + [1] + [3] * 4 + [5] + [4] * 2)
+    targets = problem.targets.clone()
+    targets[ids == 5] = -100
+    targets[15] = 3
+    return oracle.replace(problem, segments=hl.Segments.from_ids(ids, 6), targets=targets)
+
+
+def cut(problem: oracle.Problem, mine: Tensor, group: Any) -> oracle.Problem:
+    by_row = lambda x: isinstance(x, Tensor) and x.ndim > 0 and x.shape[0] == N
+    assert problem.segments is not None
+    whole = hl.Segments.from_ids(problem.segments.ids, problem.segments.num_segments, group=group)
+    return oracle.replace(
+        problem,
+        tensors={n: x[mine] if n in ("hidden", "logits") else x for n, x in problem.tensors.items()},
+        targets=problem.targets[mine],
+        segments=whole.select(mine),
+        inputs={n: x[mine] if by_row(x) and n != "pairs" else x for n, x in problem.inputs.items()},
+        teacher=None if problem.teacher is None else problem.teacher[mine],
+        ids=None if problem.ids is None else problem.ids[mine],
+    )
+
+
+def call(objective: hl.Objective, problem: oracle.Problem, **more: Any) -> tuple[hl.Output, dict[str, Tensor]]:
+    leaves = problem.leaves()
+    source = problem.source(leaves, **more)
+    out = objective(source, problem.targets, segments=problem.segments, **oracle.call_arguments(problem))
+    out.loss.backward()
+    return out, {n: x.grad for n, x in leaves.items()}
+
+
+def total(x: Tensor, group: Any) -> Tensor:
+    x = x.clone()
+    dist.all_reduce(x, group=group)
+    return x
+
+
+def compare(objective: hl.Objective, problem: oracle.Problem, layout: str, what: str) -> None:
+    group, size, rank = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
+    want = oracle.answer(objective, problem)
+    mine = rows_of(layout, size, rank)
+    own = cut(problem, mine, group)
+    for memory in (8 * V, 8 * V * 4, 8 * V * 1000) if problem.kind == "Linear" else (None,):
+        out, grads = call(objective, own, **({"memory": memory} if memory else {}))
+        shares = oracle.Answer(
+            loss=total(out.loss.detach(), group),
+            terms={n: total(x, group) for n, x in out.terms.items()},
+            metrics=hl.Meter().add(out.metrics).compute(group),
+            grads={n: total(g, group) for n, g in grads.items() if n not in ("hidden", "logits")},
+        )
+        oracle.check(shares, want, what=f"{what} {layout} {memory}")
+        for n in grads.keys() & {"hidden", "logits"}:
+            torch.testing.assert_close(grads[n], want.grads[n][mine], rtol=1e-10, atol=1e-10, msg=f"{what} {layout} {n}")
+
+
+def one_loss(name: str, layouts: list[str]) -> None:
+    fn = LOSSES[name]
+    for kind in ("Logits", "Linear"):
+        extra = ("token_weight",)
+        problem = long_documents(oracle.problem_for(fn, kind, (N,), vocab=V, extra_inputs=extra, bad=False))
+        problem = oracle.poison(problem)
+        by_segment = inspect.signature(fn).parameters.keys() & {"segments"}
+        for reduction in REDUCTIONS:
+            more: dict[str, Any] = {"length": 7.0} if reduction == "seq_mean_token_sum_norm" else {}
+            if reduction == "weighted_mean" and not by_segment:
+                more["row_weight"] = "token_weight"
+            term = hl.Term(fn, reduction=reduction, **more)
+            known = {*oracle.inputs_of(fn), *more.values()}
+            own = oracle.replace(problem, inputs={n: x for n, x in problem.inputs.items() if n in known})
+            objective = hl.Objective(term=term, metrics=["entropy"], backend="torch")
+            for layout in layouts:
+                compare(objective, own, layout, f"{name} {kind} {reduction}")
+            if kind == "Linear" and not by_segment and reduction not in ("token_mean", "weighted_mean"):
+                break  # a row loss meets other ranks only through its weights
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_every_loss(ranks: Any, name: str) -> None:
+    ranks(2, one_loss, name, ["ragged", "no rows", "zigzag"])
+
+
+@pytest.mark.parametrize("name", ["cross_entropy", "gspo", "vespo", "dpo", "kto"])
+def test_documents_on_three_ranks(ranks: Any, name: str) -> None:
+    ranks(4, one_loss, name, ["contiguous", "zigzag", "ragged", "no rows", "as segments"])
