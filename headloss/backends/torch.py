@@ -76,12 +76,12 @@ def sums(
             s_BV = x_BV if _is_one(T) else divide(x_BV, T, rows, into=x_BV if last else None)
             e_BV = s_BV.exp_() if last and moments.X is None else s_BV.exp()
             moments.S[rows] = e_BV.sum(-1)
-            if moments.X is not None:
-                moments.X[rows] = _dot(e_BV, s_BV.clamp_(min=FLOOR) if last else s_BV.clamp(min=FLOOR))
             if moments.Q is not None:
-                moments.Q[rows] = _dot(e_BV, e_BV)
+                moments.Q[rows] = (e_BV * e_BV).sum(-1)
             for comparison in compared:
                 comparison.meet(rows, want.temperatures[i], T, s_BV, e_BV)
+            if moments.X is not None:
+                moments.X[rows] = e_BV.mul_(s_BV.clamp_(min=FLOOR) if last else s_BV.clamp(min=FLOOR)).sum(-1)
     if out.target is not None and here_C is not None:
         out.target.masked_fill_(~here_C, -math.inf)
     return out._replace(teachers=tuple(comparison.partial() for comparison in compared))
@@ -217,7 +217,3 @@ def _identity(out: Partial, rows: slice) -> None:
 
 def _is_one(T: float | Tensor) -> bool:
     return not isinstance(T, Tensor) and T == 1.0
-
-
-def _dot(x_BV: Tensor, y_BV: Tensor) -> Tensor:
-    return torch.linalg.vecdot(x_BV, y_BV)
