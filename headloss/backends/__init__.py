@@ -6,8 +6,12 @@ import os
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
+from typing import TYPE_CHECKING
 
-import torch
+from torch import float32, float64
+
+if TYPE_CHECKING:
+    import torch  # not at run time, where `torch` here becomes the backend of that name
 
 BACKENDS = ("auto", "torch", "triton")
 
@@ -17,16 +21,16 @@ def check_backend(name: str) -> None:
         raise ValueError(f"backend: wanted one of {', '.join(BACKENDS)}, got {name!r}")
 
 
-def choose(name: str, device: torch.device, dtype: torch.dtype = torch.float32) -> ModuleType:
+def choose(name: str, device: torch.device, dtype: torch.dtype = float32) -> ModuleType:
     """The backend asked for, never swapped for another; "auto" is triton on CUDA where it can, torch elsewhere."""
     return import_module(f"headloss.backends.{resolve(name, device, dtype)}")
 
 
-def resolve(name: str, device: torch.device, dtype: torch.dtype = torch.float32) -> str:
+def resolve(name: str, device: torch.device, dtype: torch.dtype = float32) -> str:
     """The name of the backend that `name` means for tensors of this device and dtype; a sentence if there is none."""
     check_backend(name)
     if name == "auto":
-        able = device.type == "cuda" and dtype != torch.float64 and find_spec("triton") is not None
+        able = device.type == "cuda" and dtype != float64 and find_spec("triton") is not None
         return "triton" if able else "torch"
     if name == "triton":
         if find_spec("triton") is None:
@@ -35,6 +39,6 @@ def resolve(name: str, device: torch.device, dtype: torch.dtype = torch.float32)
             raise ValueError(
                 f'backend="triton" needs CUDA tensors, got {device.type}; use backend="torch" or set TRITON_INTERPRET=1'
             )
-        if dtype == torch.float64:
+        if dtype == float64:
             raise TypeError('backend="triton" computes in float32, got float64; use backend="torch"')
     return name

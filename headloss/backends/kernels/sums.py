@@ -19,19 +19,16 @@ from headloss.backends.kernels.logits import FLOOR, LN2, LOG2E, LOWEST, boundary
 
 
 @triton.jit
-def block_of(
-    raw, at, go, stop, scale, cap, MASKED: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr, K: tl.constexpr
-):
-    """K x (L, J) logits from column `at` (L, J) on; with MASKED only those vectors from `go` to `stop` are read."""
-    z = ()
+def fetch(raw, at, go, stop, MASKED: tl.constexpr, K: tl.constexpr):
+    """A block as it is stored, K x (L, J) from column `at` (L, J) on; MASKED: only vectors from `go` to `stop`."""
+    x = ()
     for k in tl.static_range(K):
         here = at + k * (at.shape[0] * at.shape[1])
         if MASKED:
-            x = tl.load(raw + here, mask=(here >= go) & (here < stop), other=0.0)
+            x = x + (tl.load(raw + here, mask=(here >= go) & (here < stop), other=0.0),)
         else:
-            x = tl.load(raw + here, eviction_policy="evict_first")
-        z = z + (logits(x, scale, cap, SCALED, CAPPED),)
-    return z
+            x = x + (tl.load(raw + here, eviction_policy="evict_first"),)
+    return x
 
 
 @triton.jit
@@ -77,9 +74,12 @@ def sums_kernel(
     TARGET: tl.constexpr, TOTAL: tl.constexpr, ARGMAX: tl.constexpr,
     WANT_X: tl.constexpr, WANT_Q: tl.constexpr, PER_ROW: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr,
     LINE: tl.constexpr, VEC: tl.constexpr,
-    K: tl.constexpr, L: tl.constexpr, J: tl.constexpr, STAGES: tl.constexpr,
+    K: tl.constexpr, L: tl.constexpr, J: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     BLOCK: tl.constexpr = K * L * J
+    if CHAINED:  # launched while the kernel before still ran; the merge may be so too
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0) // parts
     part = tl.program_id(0) % parts
     begin, skew = boundary(row, stride, lead, LINE)
@@ -109,10 +109,12 @@ def sums_kernel(
     head = (low < skew).to(tl.int32)
     first = low // BLOCK + head
     last = tl.maximum(high // BLOCK, first)
-    for block in tl.range(first, last, num_stages=STAGES):
-        z = block_of(raw, block * BLOCK + j, 0, 0, scale, cap, False, SCALED, CAPPED, K)
-        if TOTAL:
-            for n in tl.static_range(K):
+    for block in range(first, last):
+        x = fetch(raw, block * BLOCK + j, 0, 0, False, K)
+        z = ()
+        for n in tl.static_range(K):
+            z = z + (logits(x[n], scale, cap, SCALED, CAPPED),)
+            if TOTAL:
                 total += tl.sum(z[n] - centre, axis=1)
         m, best, S, X, Q = absorb(z, m, best, block, S, X, Q, c, WANT_X, WANT_Q, ARGMAX)
     go = tl.multiple_of(skew // VEC * VEC, VEC)
@@ -120,17 +122,18 @@ def sums_kernel(
     for edge in range(1 - head, 1 + (high > last * BLOCK).to(tl.int32)):  # the row's first block if cut, and its last
         block = tl.where(edge == 0, 0, last)
         # whole vectors, masked afterwards: a 16-byte vector with one good element can be read without harm
-        whole = block_of(raw, block * BLOCK + j, go, stop, scale, cap, True, SCALED, CAPPED, K)
+        x = fetch(raw, block * BLOCK + j, go, stop, True, K)
         z = ()
         for n in tl.static_range(K):
             at = block * BLOCK + n * (L * J) + j
             good = (at >= skew) & (at < high)
+            value = logits(x[n], scale, cap, SCALED, CAPPED)
             if TOTAL:
-                total += tl.sum(tl.where(good, whole[n] - centre, 0.0), axis=1)
-            z = z + (tl.where(good, whole[n], -float("inf")),)
+                total += tl.sum(tl.where(good, value - centre, 0.0), axis=1)
+            z = z + (tl.where(good, value, -float("inf")),)
         m, best, S, X, Q = absorb(z, m, best, block, S, X, Q, c, WANT_X, WANT_Q, ARGMAX)
 
-    if TARGET:  # not before the loop: its loads would wait for the target's number
+    if TARGET:  # not before the loop, whose loads would wait for the target's number
         column = (wanted - start + skew).to(tl.int32)
         here = (column >= tl.maximum(low, skew)) & (column < high)
         picked = tl.load(raw + column, mask=here, other=-float("inf"))
@@ -156,11 +159,12 @@ def sums_kernel(
         # every lane that holds the maximum knows its first block; the lowest column is in the lowest of these
         block = tl.min(tl.where(m == top, best, 2147483647), axis=0)
         block = tl.where(some, block, low // BLOCK)
-        z = block_of(raw, block * BLOCK + j, go, stop, scale, cap, True, SCALED, CAPPED, K)
+        x = fetch(raw, block * BLOCK + j, go, stop, True, K)
         found = 2147483647
         for n in tl.static_range(K):
             at = block * BLOCK + n * (L * J) + j
-            match = (at >= skew) & (at < high) & ((z[n] == top) | (some == 0))
+            value = logits(x[n], scale, cap, SCALED, CAPPED)
+            match = (at >= skew) & (at < high) & ((value == top) | (some == 0))
             found = tl.minimum(found, tl.min(tl.min(tl.where(match, at, 2147483647), axis=1), axis=0))
         tl.store(out + slot * step, (tl.where(low < high, found, low) - skew + start).to(tl.float32))
         slot += 1
@@ -177,14 +181,21 @@ def sums_kernel(
             slot += 1
 
 
-@triton.jit(do_not_specialize=["N", "parts"])
+@triton.jit(
+    do_not_specialize=["N", "V", "parts", "stride", "lead", "target_stride", "start"],
+    do_not_specialize_on_alignment=["raw", "target"],
+)
 def merge_kernel(
-    partial, out, temperatures, N, parts,
+    raw, target, partial, out, temperatures,
+    N, V, parts, stride, lead, target_stride, start, scale, cap,
     TARGET: tl.constexpr, TOTAL: tl.constexpr, ARGMAX: tl.constexpr,
-    WANT_X: tl.constexpr, WANT_Q: tl.constexpr, PER_ROW: tl.constexpr,
-    PADDED: tl.constexpr, ROWS: tl.constexpr,
+    WANT_X: tl.constexpr, WANT_Q: tl.constexpr, PER_ROW: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr,
+    PADDED: tl.constexpr, ROWS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """`facts.merge` in one launch: (F, P, N) -> (F, N), for parts that follow each other in the vocabulary."""
+    """`facts.merge` in one launch: (F, P, N) -> (F, N), for parts that follow each other in the vocabulary.
+
+    The target's logit is picked here and not in the sweep, because it can be picked while the sweep still runs.
+    """
     part = tl.arange(0, PADDED)[:, None]
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     good = row < N
@@ -192,18 +203,22 @@ def merge_kernel(
     partial += part * N + row[None, :]
     out += row
     step = N.to(tl.int64) * parts
+    if TARGET:
+        column = tl.load(target + row * target_stride, mask=good, other=-1) - start
+        held = (column >= 0) & (column < V) & good
+        z = logits(tl.load(raw + row * stride + lead + column, mask=held, other=0.0), scale, cap, SCALED, CAPPED)
+    if CHAINED:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     # every load before the first store, so that they do not wait for each other
     m = tl.load(partial, mask=here, other=-float("inf"))
     slot = 1
-    if TARGET:
-        target = tl.load(partial + slot * step, mask=here, other=-float("inf"))
-        slot += 1
     if TOTAL:
         total = tl.load(partial + slot * step, mask=here, other=0.0)
         count = tl.load(partial + (slot + 1) * step, mask=here, other=0.0)
         slot += 2
     if ARGMAX:
-        column = tl.load(partial + slot * step, mask=here, other=float("inf"))
+        best = tl.load(partial + slot * step, mask=here, other=float("inf"))
         slot += 1
     T, S, X, Q = (), (), (), ()
     for i in tl.static_range(len(temperatures)):
@@ -229,14 +244,15 @@ def merge_kernel(
     tl.store(out, top, mask=good)
     slot = 1
     if TARGET:
-        tl.store(out + slot * N, tl.max(target + shift, axis=0), mask=good)
+        origin = tl.where(top == -float("inf"), 0.0, top)
+        tl.store(out + slot * N, tl.where(held, z - origin, -float("inf")), mask=good)
         slot += 1
     if TOTAL:
         tl.store(out + slot * N, tl.sum(tl.where(count > 0, total + count * shift, 0.0), axis=0), mask=good)
         tl.store(out + (slot + 1) * N, tl.sum(count, axis=0), mask=good)
         slot += 2
     if ARGMAX:
-        tl.store(out + slot * N, tl.min(tl.where(m == top[None, :], column, float("inf")), axis=0), mask=good)
+        tl.store(out + slot * N, tl.min(tl.where(m == top[None, :], best, float("inf")), axis=0), mask=good)
         slot += 1
     for i in tl.static_range(len(temperatures)):
         d = tl.maximum(shift / T[i], FLOOR)
