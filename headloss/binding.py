@@ -101,8 +101,9 @@ def make_plan(
     wanted += [f for _, call in metrics for f in call.facts]
     if targets is None:
         check_targets_wanted(wanted)
-        if any(s.wants("targets") for t in planned for s in t.call.signatures):
-            raise ValueError("targets: a loss asks for them; pass each row's target")
+        signatures = [s for t in planned for s in t.call.signatures] + [call.signature for _, call in metrics]
+        if any(p.kind == "targets" and not p.optional for s in signatures for p in s.parameters):
+            raise ValueError("targets: a loss or metric asks for them; pass each row's target")
     kinds = [t.trace.kind for t in planned]
     kind = next((k for k in ("batch", "segment") if k in kinds), "row")
     return Plan(source, segments, teachers, tuple(planned), off, metrics, laid, Want(wanted), kind)
@@ -110,7 +111,8 @@ def make_plan(
 
 def rows_of(plan: Plan, targets: Tensor | Prepared | None, host_read: bool) -> Rows:
     """The rows of a call that count."""
-    if plan.kind == "batch" and not host_read:
+    unread = not host_read and isinstance(targets, Tensor)
+    if plan.kind == "batch" and unread:
         names = [t.name for t in plan.terms if t.trace.kind == "batch"]
         raise ValueError(
             f"host_read: term {names[0]!r} mixes rows and must not see ignored ones, so they have to be dropped; "

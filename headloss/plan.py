@@ -56,6 +56,14 @@ class Env(NamedTuple):
         return values
 
 
+class WrongValueError(TypeError):
+    """A loss returned something that is not one value a row, a segment or a pair."""
+
+
+class WrongWeightError(ValueError):
+    """A row weight does not fit the values it weighs."""
+
+
 class Call(NamedTuple):
     """A term's function with its options, and its row weight if it has one: all that a trace depends on."""
 
@@ -72,14 +80,14 @@ class Call(NamedTuple):
         name = self.signature.name
         if not isinstance(value, Tensor) or value.ndim != 1:
             got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-            raise TypeError(
+            raise WrongValueError(
                 f"{name}: wanted one value a row, a segment or a pair (a vector), got {got}; "
                 f"leave the reduction to Term(reduction=...)"
             )
         weight = self.weight(env)
         if weight is not None:
             if weight.shape not in ((), value.shape):
-                raise ValueError(
+                raise WrongWeightError(
                     f"row_weight: of {name} has shape {tuple(weight.shape)}, its values have {tuple(value.shape)}"
                 )
             value = value * weight
@@ -274,6 +282,8 @@ def _trace(call: Call, inputs: Mapping[str, Shape], dtype: torch.dtype, device: 
     for frozen in attempts:
         try:
             return _trace_once(call, inputs, dtype, device, segmented, frozen)
+        except (WrongValueError, WrongWeightError):
+            raise
         except Exception as e:  # whatever a user's function raises under a tracer: it is then called as it is
             error = e
     return Trace("batch", f"cannot be traced ({_first_line(error)})", None, None, None)

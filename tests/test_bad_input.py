@@ -1,0 +1,429 @@
+"""Wrong calls: each is refused with the argument's name, before anything is computed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import headloss as hl
+from headloss.losses import cross_entropy, entropy_bonus, grpo, gspo, z_loss
+
+N, V, D, S = 6, 11, 4, 3
+HIDDEN, WEIGHT, LOGITS = torch.randn(N, D), torch.randn(V, D), torch.randn(N, V)
+TARGETS, ROW = torch.arange(N), torch.randn(N)
+SEGMENTS = hl.Segments.from_ids(torch.tensor([0, 0, 1, 1, 2, 2]))
+LINEAR, LOGITS_SOURCE = hl.Linear(HIDDEN, WEIGHT), hl.Logits(LOGITS)
+CE, Z = hl.Objective(ce=cross_entropy), hl.Objective(z=z_loss)
+RL, SEQ = hl.Objective(rl=grpo), hl.Objective(rl=gspo)
+
+
+def mine(logprob, my_input, *, my_option=1.0):
+    return logprob * my_input * my_option
+
+
+def scalar(logprob):
+    return logprob.mean()
+
+
+def matrix(logprob):
+    return logprob[:, None] * logprob[None]
+
+
+def nothing(logprob):
+    return None
+
+
+def bad_targets(value: int) -> torch.Tensor:
+    targets = TARGETS.clone()
+    targets[2] = value
+    return targets
+
+
+def nan_temperature() -> torch.Tensor:
+    return torch.tensor([1.0, 1.0, math.nan, 1.0, 1.0, 1.0])
+
+
+# what is wrong: (the call, the exception, a pattern that names the argument and says what is wanted)
+WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    # sources
+    "logits are no tensor": (lambda: hl.Logits([[1.0]]), TypeError, "logits: wanted a tensor, got list"),
+    "logits are integers": (lambda: hl.Logits(torch.zeros(3, 4, dtype=torch.long)), TypeError, "logits: .*floating"),
+    "logits are a vector": (lambda: hl.Logits(torch.zeros(4)), ValueError, r"logits: .*two dimensions.*\(4,\)"),
+    "hidden is no tensor": (lambda: hl.Linear(None, WEIGHT), TypeError, "hidden: wanted a tensor"),
+    "weight does not fit": (lambda: hl.Linear(HIDDEN, torch.randn(V, D + 1)), ValueError, r"weight: .*\(11, 5\)"),
+    "weight is transposed": (lambda: hl.Linear(HIDDEN, WEIGHT.t()), ValueError, r"weight: wanted \(vocabulary, 4\)"),
+    "weight has three dimensions": (lambda: hl.Linear(HIDDEN, WEIGHT[None]), ValueError, "weight: wanted"),
+    "weight is empty": (lambda: hl.Linear(HIDDEN, torch.empty(0)), ValueError, "weight: .*ZeRO-3"),
+    "weight of another dtype": (lambda: hl.Linear(HIDDEN, WEIGHT.bfloat16()), TypeError, "weight: is torch.bfloat16"),
+    "weight on another device": (lambda: hl.Linear(HIDDEN, WEIGHT.to("meta")), ValueError, "weight: is on meta"),
+    "bias does not fit": (lambda: hl.Linear(HIDDEN, WEIGHT, torch.zeros(D)), ValueError, r"bias: wanted shape \(11,\)"),
+    "bias of another dtype": (lambda: hl.Linear(HIDDEN, WEIGHT, torch.zeros(V).half()), TypeError, "bias: is"),
+    "temperature 0": (lambda: hl.Logits(LOGITS, temperature=0), ValueError, "temperature: wanted a positive"),
+    "temperature below 0": (lambda: hl.Linear(HIDDEN, WEIGHT, temperature=-1.0), ValueError, "temperature: "),
+    "temperature is NaN": (lambda: hl.Logits(LOGITS, temperature=math.nan), ValueError, "temperature: "),
+    "temperature is text": (lambda: hl.Logits(LOGITS, temperature="1"), TypeError, "temperature: .*str"),
+    "row temperature with a NaN": (
+        lambda: hl.Logits(LOGITS, temperature=nan_temperature()),
+        ValueError,
+        "temperature: ",
+    ),
+    "row temperature with a 0": (lambda: hl.Logits(LOGITS, temperature=torch.zeros(N)), ValueError, "temperature: "),
+    "row temperature does not fit": (
+        lambda: hl.Logits(LOGITS, temperature=torch.ones(5)),
+        ValueError,
+        "temperature: .*5",
+    ),
+    "learned temperature": (
+        lambda: hl.Logits(LOGITS, temperature=torch.ones((), requires_grad=True)),
+        ValueError,
+        "temperature: requires grad",
+    ),
+    "softcap 0": (lambda: hl.Logits(LOGITS, softcap=0.0), ValueError, "softcap: wanted a positive"),
+    "scale 0": (lambda: hl.Logits(LOGITS, scale=0.0), ValueError, "scale: "),
+    "scale is infinite": (lambda: hl.Logits(LOGITS, scale=math.inf), ValueError, "scale: "),
+    "scale is a tensor": (lambda: hl.Logits(LOGITS, scale=torch.ones(2)), (ValueError, TypeError), "scale: "),
+    "in place on a leaf": (
+        lambda: hl.Logits(LOGITS.clone().requires_grad_(), inplace=True),
+        ValueError,
+        "inplace: .*leaf",
+    ),
+    "memory is text": (lambda: hl.Linear(HIDDEN, WEIGHT, memory="lots"), ValueError, "memory: .*1GiB.*lots"),
+    "memory is 0": (lambda: hl.Linear(HIDDEN, WEIGHT, memory=0), ValueError, "memory: wanted a positive"),
+    "memory is a float": (lambda: hl.Linear(HIDDEN, WEIGHT, memory=1.5), TypeError, "memory: "),
+    "budget below one row": (
+        lambda: CE(hl.Linear(HIDDEN, WEIGHT, memory=40), TARGETS),
+        ValueError,
+        "memory: one row of 11",
+    ),
+    "budget below one row, facts": (
+        lambda: hl.row_facts(hl.Linear(HIDDEN, WEIGHT, memory=40), TARGETS),
+        ValueError,
+        "memory: one row of 11",
+    ),
+    "logits_dtype is an integer": (
+        lambda: hl.Linear(HIDDEN, WEIGHT, logits_dtype=torch.int32),
+        TypeError,
+        "logits_dtype: ",
+    ),
+    "weight_grad_dtype is an integer": (
+        lambda: hl.Linear(HIDDEN, WEIGHT, weight_grad_dtype=torch.int8),
+        TypeError,
+        "weight_grad_dtype: ",
+    ),
+    "a bare tensor": (lambda: CE(LOGITS, TARGETS), TypeError, r"source: .*hl.Logits\(\.\.\.\)"),
+    "a bare tensor, facts": (lambda: hl.row_facts(LOGITS, TARGETS), TypeError, "source: "),
+    # targets
+    "targets do not fit": (lambda: CE(LINEAR, TARGETS[:5]), ValueError, r"targets: wanted shape \(6,\).*\(5,\)"),
+    "targets of another rank": (lambda: CE(LINEAR, TARGETS.view(2, 3)), ValueError, r"targets: wanted shape \(6,\)"),
+    "targets are floats": (lambda: CE(LINEAR, TARGETS.float()), TypeError, "targets: wanted an integer tensor"),
+    "targets are bools": (lambda: CE(LINEAR, TARGETS > 2), TypeError, "targets: wanted an integer tensor"),
+    "targets are a list": (lambda: CE(LINEAR, [1, 2]), TypeError, "targets: wanted .*got list"),
+    "target too large": (lambda: CE(LINEAR, bad_targets(V)), ValueError, r"targets: .*\[0, 11\).*got 11"),
+    "target -1": (lambda: CE(LINEAR, bad_targets(-1)), ValueError, "targets: .*got -1; ignored rows are marked -100"),
+    "target too large, facts": (lambda: hl.row_facts(LINEAR, bad_targets(99)), ValueError, "targets: .*got 99"),
+    "target too large, prepared": (lambda: CE(LINEAR, hl.prepare(bad_targets(V))), ValueError, "targets: .*got 11"),
+    "target too large, unread": (
+        lambda: CE(LINEAR, bad_targets(V), host_read=False),
+        (RuntimeError, ValueError),
+        "targets: ",
+    ),
+    "targets on another device": (lambda: CE(LINEAR, TARGETS.to("meta")), ValueError, "targets: is on meta"),
+    "targets are missing": (lambda: CE(LINEAR), ValueError, "targets: needed by the fact 'logprob'"),
+    "targets are missing, facts": (lambda: hl.row_facts(LINEAR, want="logprob"), ValueError, "targets: needed"),
+    "a loss asks for targets": (
+        lambda: hl.Objective(a=lambda lse, targets: lse * targets)(LINEAR),
+        ValueError,
+        "targets: ",
+    ),
+    "a metric asks for targets": (
+        lambda: hl.Objective(z=z_loss, metrics=["accuracy"])(LINEAR),
+        ValueError,
+        "targets: ",
+    ),
+    # facts
+    "unknown fact": (
+        lambda: hl.row_facts(LINEAR, TARGETS, ("entropi",)),
+        ValueError,
+        "want: 'entropi'.*mean 'entropy'",
+    ),
+    "no fact": (lambda: hl.row_facts(LINEAR, TARGETS, ()), ValueError, "want: "),
+    "fact at temperature 0": (
+        lambda: hl.row_facts(LINEAR, TARGETS, [("lse", 0.0)]),
+        ValueError,
+        "want: .*temperature.*lse",
+    ),
+    "fact at temperature NaN": (lambda: hl.row_facts(LINEAR, TARGETS, [("lse", math.nan)]), ValueError, "want: .*lse"),
+    # inputs
+    "missing input": (
+        lambda: RL(LINEAR, TARGETS),
+        TypeError,
+        r"advantage: missing; term 'rl' \(grpo\) asks for logprob",
+    ),
+    "missing input, others passed": (
+        lambda: RL(LINEAR, TARGETS, old_logprob=ROW),
+        TypeError,
+        "advantage: missing.*passed: old_logprob",
+    ),
+    "missing input is None": (lambda: RL(LINEAR, TARGETS, advantage=None), TypeError, "advantage: missing"),
+    "misspelt optional input": (
+        lambda: RL(LINEAR, TARGETS, advantage=ROW, old_logprobs=ROW),
+        TypeError,
+        "old_logprobs: .*mean 'old_logprob'",
+    ),
+    "another library's name": (
+        lambda: RL(LINEAR, TARGETS, advantage=ROW, old_per_token_logps=ROW),
+        TypeError,
+        "old_per_token_logps.*'old_logprob'",
+    ),
+    "plural advantage": (lambda: RL(LINEAR, TARGETS, advantages=ROW), TypeError, "advantages: .*mean 'advantage'"),
+    "input that nothing asks for": (lambda: CE(LINEAR, TARGETS, advantage=ROW), TypeError, "advantage: no loss asks"),
+    "labels for targets": (lambda: CE(LINEAR, labels=TARGETS), TypeError, "labels: .*mean 'targets'"),
+    "misspelt reserved name": (lambda: CE(LINEAR, TARGETS, num_item=3), TypeError, "num_item: .*mean 'num_items'"),
+    "input does not fit": (lambda: RL(LINEAR, TARGETS, advantage=ROW[:5]), ValueError, r"advantage: has shape \(5,\)"),
+    "input of one more dimension": (
+        lambda: RL(hl.Linear(HIDDEN.view(2, 3, D), WEIGHT), TARGETS.view(2, 3), advantage=ROW),
+        ValueError,
+        "advantage: ",
+    ),
+    "input is a list": (lambda: RL(LINEAR, TARGETS, advantage=[1.0] * N), TypeError, "advantage: wanted a tensor"),
+    "input on another device": (
+        lambda: RL(LINEAR, TARGETS, advantage=ROW.to("meta")),
+        ValueError,
+        "advantage: is on meta",
+    ),
+    "log-probabilities in bf16": (
+        lambda: RL(LINEAR, TARGETS, advantage=ROW, old_logprob=ROW.bfloat16()),
+        TypeError,
+        "old_logprob: is torch.bfloat16",
+    ),
+    "log-probabilities in fp16": (
+        lambda: RL(LINEAR, TARGETS, advantage=ROW, old_logprob=ROW.half()),
+        TypeError,
+        "old_logprob: is torch.float16",
+    ),
+    "input of a row weight": (
+        lambda: hl.Objective(ce=hl.Term(cross_entropy, row_weight="w"))(LINEAR, TARGETS),
+        TypeError,
+        "w: missing",
+    ),
+    "row weight does not fit": (
+        lambda: hl.Objective(ce=hl.Term(cross_entropy, row_weight=lambda lse: lse[:2]))(LINEAR, TARGETS),
+        ValueError,
+        "row_weight: ",
+    ),
+    # segments
+    "segments are missing": (lambda: SEQ(LINEAR, TARGETS, advantage=ROW), ValueError, "segments: term 'rl'"),
+    "reduction without segments": (
+        lambda: hl.Objective(ce=hl.Term(cross_entropy, reduction="seq_mean_token_sum"))(LINEAR, TARGETS),
+        ValueError,
+        "segments: term 'ce' needs them for reduction 'seq_mean_token_sum'",
+    ),
+    "rows without a segment": (
+        lambda: SEQ(LINEAR, TARGETS, advantage=ROW, segments=hl.Segments.from_cu_seqlens(torch.tensor([0, 4]), rows=N)),
+        ValueError,
+        "segments: 2 rows .* no segment",
+    ),
+    "segments do not fit": (
+        lambda: SEQ(LINEAR, TARGETS, advantage=ROW, segments=hl.Segments.from_ids(torch.zeros(5, dtype=torch.long))),
+        ValueError,
+        r"segments: ids have shape \(5,\)",
+    ),
+    "segments are a tensor": (
+        lambda: SEQ(LINEAR, TARGETS, advantage=ROW, segments=TARGETS),
+        TypeError,
+        "segments: wanted",
+    ),
+    "segments without targets": (lambda: Z(LINEAR, segments=SEGMENTS), ValueError, "targets: needed when segments"),
+    "segments given twice": (
+        lambda: CE(LINEAR, hl.prepare(TARGETS, SEGMENTS), segments=hl.Segments.from_batch((2, 3))),
+        ValueError,
+        "segments: ",
+    ),
+    "segment ids are floats": (lambda: hl.Segments.from_ids(ROW), TypeError, "ids: wanted an integer tensor"),
+    "segment id too large": (lambda: hl.Segments.from_ids(torch.tensor([0, 3]), 3), ValueError, r"ids: .*\[-1, 3\)"),
+    "segment id below -1": (lambda: hl.Segments.from_ids(torch.tensor([0, -2]), 3), ValueError, "ids: "),
+    "offsets that fall": (lambda: hl.Segments.from_cu_seqlens(torch.tensor([0, 3, 2])), ValueError, "cu_seqlens: "),
+    "offsets that do not begin at 0": (
+        lambda: hl.Segments.from_cu_seqlens(torch.tensor([1, 3])),
+        ValueError,
+        "cu_seqlens: ",
+    ),
+    "lines of no batch": (lambda: hl.Segments.from_batch(TARGETS), ValueError, r"like: wanted a \(B, T\)"),
+    # terms and objectives
+    "no term": (hl.Objective, ValueError, "terms: wanted at least one"),
+    "term is text": (lambda: hl.Objective(ce="cross_entropy"), TypeError, "ce: .*from_config"),
+    "term is a number": (lambda: hl.Objective(ce=3), TypeError, "ce: wanted a loss function"),
+    "unknown option": (lambda: hl.Term(grpo, lo=0.1), TypeError, "grpo: no option 'lo'.*mean 'low'"),
+    "options of a loss without any": (
+        lambda: hl.Term(z_loss, gamma=1.0),
+        TypeError,
+        "z_loss: no option 'gamma'; it has none",
+    ),
+    "option without a value": (lambda: hl.Term(lambda lse, *, k: lse * k), TypeError, "option 'k' has no default"),
+    "option with a reserved name": (lambda: hl.Term(lambda lse, *, weight=1.0: lse), TypeError, "option 'weight'"),
+    "variable arguments": (lambda: hl.Term(lambda *facts: facts[0]), TypeError, r"\*facts"),
+    "unknown reduction": (lambda: hl.Term(z_loss, reduction="mean"), ValueError, "reduction: wanted one of token_mean"),
+    "misspelt reduction": (
+        lambda: hl.Term(z_loss, reduction="token_men"),
+        ValueError,
+        "reduction: .*mean 'token_mean'",
+    ),
+    "length without its reduction": (lambda: hl.Term(z_loss, length=5), ValueError, "length: "),
+    "reduction without its length": (
+        lambda: hl.Term(z_loss, reduction="seq_mean_token_sum_norm"),
+        ValueError,
+        "length: ",
+    ),
+    "length 0": (lambda: hl.Term(z_loss, reduction="seq_mean_token_sum_norm", length=0), ValueError, "length: "),
+    "weight is NaN": (lambda: hl.Term(z_loss, weight=math.nan), ValueError, "weight: wanted a finite"),
+    "weight is text": (lambda: hl.Term(z_loss, weight="1"), TypeError, "weight: "),
+    "weight is a vector": (lambda: hl.Term(z_loss, weight=torch.ones(2)), ValueError, "weight: .*scalar"),
+    "learned weight": (
+        lambda: hl.Term(z_loss, weight=torch.ones((), requires_grad=True)),
+        ValueError,
+        "weight: requires grad",
+    ),
+    "term temperature 0": (lambda: hl.Term(z_loss, temperature=0.0), ValueError, "temperature: "),
+    "row_weight is a number": (lambda: hl.Term(z_loss, row_weight=2.0), TypeError, "row_weight: "),
+    "unknown fact of a term": (
+        lambda: hl.Term(lambda hot: hot, facts={"hot": ("entropie", 2.0)}),
+        ValueError,
+        "facts: .*entropy",
+    ),
+    "fact of a term at temperature 0": (
+        lambda: hl.Term(lambda hot: hot, facts={"hot": ("entropy", 0)}),
+        ValueError,
+        "facts: .*hot",
+    ),
+    "facts that the loss does not take": (lambda: hl.Term(z_loss, facts={"hot": ("entropy", 2.0)}), TypeError, "hot"),
+    "a loss that reduces": (
+        lambda: hl.Objective(a=scalar)(LINEAR, TARGETS),
+        TypeError,
+        "scalar: wanted one value a row",
+    ),
+    "a loss that returns a matrix": (
+        lambda: hl.Objective(a=matrix)(LINEAR, TARGETS),
+        TypeError,
+        "matrix: wanted one value",
+    ),
+    "a loss that returns nothing": (
+        lambda: hl.Objective(a=nothing)(LINEAR, TARGETS),
+        TypeError,
+        "nothing: wanted one value",
+    ),
+    "unknown metric": (
+        lambda: hl.Objective(z=z_loss, metrics=["entropi"]),
+        ValueError,
+        "metrics: no metric 'entropi'.*'entropy'",
+    ),
+    "metrics are text": (lambda: hl.Objective(z=z_loss, metrics="entropy"), TypeError, "metrics: "),
+    "metric is a number": (lambda: hl.Objective(z=z_loss, metrics=[3]), TypeError, "metrics: "),
+    "unknown backend": (lambda: hl.Objective(z=z_loss, backend="tpu"), ValueError, "backend: wanted one of"),
+    "unknown backend, facts": (lambda: hl.row_facts(LINEAR, TARGETS, backend="cuda"), ValueError, "backend: "),
+    # the call
+    "weights of no term": (
+        lambda: CE(LINEAR, TARGETS, weights={"cee": 1.0}),
+        ValueError,
+        "weights: no term 'cee'.*mean 'ce'",
+    ),
+    "weights are text": (lambda: CE(LINEAR, TARGETS, weights={"ce": "1"}), TypeError, "weights"),
+    "num_items is text": (lambda: CE(LINEAR, TARGETS, num_items="3"), TypeError, "num_items: "),
+    "num_items below 0": (lambda: CE(LINEAR, TARGETS, num_items=-3), ValueError, "num_items: "),
+    "num_items is a vector": (lambda: CE(LINEAR, TARGETS, num_items=torch.ones(2)), TypeError, "num_items: "),
+    "num_segments is text": (lambda: CE(LINEAR, TARGETS, num_segments="3"), TypeError, "num_segments: "),
+    "grad_scale is infinite": (lambda: CE(LINEAR, TARGETS, grad_scale=math.inf), ValueError, "grad_scale: "),
+    "batch loss without a host read": (
+        lambda: hl.Objective(b=lambda logprob: logprob - logprob.mean())(LINEAR, TARGETS, host_read=False),
+        ValueError,
+        "host_read: term 'b' mixes rows",
+    ),
+    # configs
+    "config is a list": (lambda: hl.Objective.from_config([]), TypeError, "config: "),
+    "config without terms": (lambda: hl.Objective.from_config({"metrics": []}), ValueError, "config: .*terms"),
+    "unknown key of a config": (
+        lambda: hl.Objective.from_config({"term": {}}),
+        ValueError,
+        "config: .*'term'.*'terms'",
+    ),
+    "unknown loss of a config": (
+        lambda: hl.Objective.from_config({"terms": {"a": "cross_entropi"}}),
+        ValueError,
+        "config: term 'a'.*mean 'cross_entropy'",
+    ),
+    "term of a config without a loss": (
+        lambda: hl.Objective.from_config({"terms": {"a": {"weight": 1}}}),
+        ValueError,
+        "config: .*'a'",
+    ),
+    "unknown option of a config": (
+        lambda: hl.Objective.from_config({"terms": {"a": {"loss": "grpo", "lo": 1}}}),
+        TypeError,
+        "config: term 'a': .*'lo'",
+    ),
+    "unknown reduction of a config": (
+        lambda: hl.Objective.from_config({"terms": {"a": {"loss": "grpo", "reduction": "sum"}}}),
+        ValueError,
+        "config: term 'a': reduction",
+    ),
+    # the rest
+    "head of no linear layer": (lambda: hl.FusedLMHead.from_linear(torch.nn.Identity()), TypeError, "linear: "),
+    "unknown option of a head": (lambda: hl.FusedLMHead(D, V, softcaps=1.0), TypeError, "softcaps: "),
+    "head without an objective": (lambda: hl.FusedLMHead(D, V)(HIDDEN, targets=TARGETS), ValueError, "objective: "),
+    "head with another objective": (
+        lambda: hl.FusedLMHead(D, V)(HIDDEN, targets=TARGETS, objective=z_loss),
+        TypeError,
+        "objective: ",
+    ),
+    "a meter of numbers": (lambda: hl.Meter().add({"a": 3.0}), TypeError, "metrics: 'a'"),
+    "labels are floats": (lambda: hl.shift_labels(ROW), TypeError, "integer tensor"),
+    "counting floats": (lambda: hl.count(ROW), TypeError, "targets: "),
+}
+
+
+@pytest.fixture
+def no_sweeps(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Which sweeps were begun."""
+    from headloss.backends import choose
+
+    seen: list[str] = []
+    backend = choose("torch", torch.device("cpu"))
+    real = backend.sums
+
+    def sums(*args: Any, **kwargs: Any) -> Any:
+        seen.append("sums")
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(backend, "sums", sums)
+    return seen
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_refused(what: str, no_sweeps: list[str]) -> None:
+    call, error, pattern = WRONG[what]
+    with pytest.raises(error, match=pattern):
+        call()
+    assert not no_sweeps, "something was computed before the refusal"
+
+
+def test_the_counter_of_sweeps_counts(no_sweeps: list[str]) -> None:
+    CE(LINEAR, TARGETS)
+    assert no_sweeps
+
+
+def test_right_calls_that_look_wrong() -> None:
+    """On-policy GRPO, an optional input that is None, integers where floats are meant, a scalar advantage."""
+    RL(LINEAR, TARGETS, advantage=ROW)
+    RL(LINEAR, TARGETS, advantage=ROW, old_logprob=None)
+    RL(LINEAR, TARGETS, advantage=1.0)
+    RL(LINEAR, TARGETS, advantage=torch.ones(N, dtype=torch.long))
+    hl.Objective(a=hl.Term(mine, my_option=2))(LINEAR, TARGETS, my_input=ROW.bfloat16())
+    hl.Objective(h=entropy_bonus, z=z_loss)(LINEAR)
+    CE(LINEAR, hl.prepare(TARGETS, SEGMENTS), host_read=False)
+    hl.Objective(b=lambda logprob: logprob - logprob.mean())(LINEAR, hl.prepare(TARGETS), host_read=False)
+    SEQ(LINEAR, TARGETS, advantage=torch.randn(S).repeat_interleave(2), segments=SEGMENTS)
+    CE(LINEAR, TARGETS, num_items=torch.tensor(7), num_segments=3)
+    CE(LOGITS_SOURCE, TARGETS.to(torch.int32))
