@@ -56,7 +56,8 @@ class Explanation(NamedTuple):
         for name in self.off:
             lines.append(f"term         {name}: switched off, costs nothing")
         lines.append(f"grade        {self.grade}")
-        gemms = f", {self.gemms} GEMMs over {self.chunks} chunks (1 without grad)" if self.gemms else ""
+        chunks = "1 chunk" if self.chunks == 1 else f"{self.chunks} chunks"
+        gemms = f", {self.gemms} GEMMs over {chunks} (1 without grad)" if self.gemms else ""
         lines.append(
             f"work         {self.sweeps} sweeps over the vocabulary ({self.forward_sweeps} without grad){gemms}"
         )

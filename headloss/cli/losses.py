@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from headloss.divergence import is_divergence
 from headloss.losses import LOSSES
 from headloss.signature import read_signature
 
@@ -20,6 +21,7 @@ HEADER = """\
 
 Made by `make docs` from the losses' own docstrings and signatures; each is one small file in `headloss/losses/`.
 Every loss works with every reduction, source and backend, alone or with others.  An input with a `?` may be left out.
+A loss that asks for a `teacher` takes any: `hl.Logits`, `hl.Linear` or `hl.Sparse`.
 """
 
 
@@ -37,12 +39,13 @@ def entries() -> Iterator[Entry]:
         signature = read_signature(fn)
         text = " ".join(inspect.getdoc(fn).split()) if fn.__doc__ else ""  # type: ignore[union-attr]
         mark = lambda p: p.name + ("?" if p.optional else "")
+        divergence = is_divergence(fn)
         yield Entry(
             name,
             _formula(text),
             text,
             tuple(mark(p) for p in signature.parameters if p.kind == "fact"),
-            tuple(mark(p) for p in signature.parameters if p.kind != "fact"),
+            ("teacher",) if divergence else tuple(mark(p) for p in signature.parameters if p.kind != "fact"),
             tuple(f"{k}={_default(v)}" for k, v in signature.options.items()),
         )
 
