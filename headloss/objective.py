@@ -11,6 +11,7 @@ classes allow.  The same record comes back whatever was asked for.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -45,6 +46,9 @@ from headloss.sources import Source, Teacher
 from headloss.sweeps import Head, Sweep, run, settle
 from headloss.term import Term
 
+# Under torch.compile the head runs as it is, between two compiled graphs: its kernels are fused already.
+as_it_is = functools.partial(torch.compiler.disable, reason="headloss runs its own sweeps; compile what is around it")
+
 
 class Objective:
     """Named terms over one softmax.  Immutable.
@@ -75,6 +79,7 @@ class Objective:
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"Objective is immutable; make a new one to change {name!r}")
 
+    @as_it_is
     def __call__(
         self,
         source: Source,
@@ -114,6 +119,7 @@ class Objective:
         value, *facts = Head.apply(sweep, loss, needs, *source.tensors, *given)
         return self._report(plan, loss, value, facts)
 
+    @as_it_is
     def forward_backward(
         self,
         source: Source,
@@ -192,6 +198,7 @@ class Objective:
         return Output(value, terms, loss.metrics, named)
 
 
+@as_it_is
 def row_facts(
     source: Source,
     targets: Tensor | Prepared | None = None,
