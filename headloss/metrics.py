@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from headloss.facts import FACTS
-from headloss.parallel import all_gather
+from headloss.parallel import all_gather, together
 from headloss.plan import Call
 from headloss.signature import function_name, read_signature, suggest
 from headloss.sources import Sparse
@@ -164,7 +164,8 @@ def _over_ranks(held: Mapping[str, Metric], group: Any) -> tuple[dict[str, Metri
     parts = [p for m in held.values() for p in m.parts]
     packed = torch.stack([*parts, parts[0].new_tensor(names)])
     everyone = packed.new_empty(torch.distributed.get_world_size(group), len(packed))
-    all_gather(everyone, packed, group).wait()
+    with together("gathering metrics"):
+        all_gather(everyone, packed, group).wait()
     combined = {"sum": everyone.sum(0), "min": everyone.amin(0), "max": everyone.amax(0)}
     result, i = {}, 0
     for name, metric in held.items():

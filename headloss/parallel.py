@@ -9,6 +9,7 @@ group; every rank then knows every fact, and the loss needs no collective of its
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -83,11 +84,15 @@ class Gathering:
         self.like = partial
         packed_kN = torch.stack(list(_fields(partial)))
         self.all_WkN = packed_kN.new_empty(shard.size, *packed_kN.shape)
-        self.work = all_gather(self.all_WkN, packed_kN, shard.group) if packed_kN.numel() else None
+        self.work = None
+        if packed_kN.numel():
+            with together("gathering the partials of a sharded vocabulary"):
+                self.work = all_gather(self.all_WkN, packed_kN, shard.group)
 
     def merged(self, temperatures: Sequence[Temperature], paired: Sequence[Pairs] = ()) -> Partial:
         if self.work is not None:  # without rows there is nothing to gather, on any rank of the group
-            self.work.wait()
+            with together("gathering the partials of a sharded vocabulary"):
+                self.work.wait()
         return merge(_refill(self.like, iter(self.all_WkN.unbind(1))), temperatures, paired)
 
 
@@ -120,18 +125,32 @@ def sum_over(tensors: Sequence[Tensor], shard: VocabShard | None) -> list[Tensor
     if shard is None or not tensors or not tensors[0].numel():
         return list(tensors)
     packed = torch.stack(list(tensors))
-    dist.all_reduce(packed, group=shard.group)
+    with together("summing divergences over a sharded vocabulary"):
+        dist.all_reduce(packed, group=shard.group)
     return list(packed.unbind())
 
 
 def max_over(x: Tensor, shard: VocabShard | None) -> Tensor:
     """The largest over the ranks that share the vocabulary, where all but one hold -inf."""
     if shard is not None and x.numel():
-        dist.all_reduce(x, op=dist.ReduceOp.MAX, group=shard.group)
+        with together("finding the logits at a teacher's ids"):
+            dist.all_reduce(x, op=dist.ReduceOp.MAX, group=shard.group)
     return x
 
 
 def reduce_hidden(grad: Tensor | None, shard: VocabShard | None) -> None:
     """Sum the gradient of hidden over the ranks that share the vocabulary, in place."""
     if grad is not None and shard is not None and not shard.partial_hidden:
-        dist.all_reduce(grad, group=shard.group)
+        with together("summing the gradient of hidden over a sharded vocabulary"):
+            dist.all_reduce(grad, group=shard.group)
+
+
+@contextlib.contextmanager
+def together(what: str) -> Iterator[None]:
+    """Something that all ranks of a group do; the error of one that was left alone says so."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"{what} failed: a rank of the group did not join in time, or died; its own error came first. ({error})"
+        ) from error

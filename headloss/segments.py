@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headloss.parallel import together
+
 _library = torch.library.Library("headloss", "DEF")
 _library.define("segment_totals(Tensor x, Tensor ids, SymInt num_segments) -> Tensor")
 _library.define("segment_spread(Tensor y, Tensor ids) -> Tensor")
@@ -76,7 +78,8 @@ class _GroupSum(torch.autograd.Function):
 
 def group_sum(x: Tensor, group: Any) -> Tensor:
     x = x.clone()
-    torch.distributed.all_reduce(x, group=group)
+    with together("summing over the ranks that share segments or counts"):
+        torch.distributed.all_reduce(x, group=group)
     return x
 
 
