@@ -12,6 +12,7 @@ classes allow.  The same record comes back whatever was asked for.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -46,8 +47,26 @@ from headloss.sources import Source, Teacher
 from headloss.sweeps import Head, Sweep, run, settle
 from headloss.term import Term
 
-# Under torch.compile the head runs as it is, between two compiled graphs: its kernels are fused already.
-as_it_is = functools.partial(torch.compiler.disable, reason="headloss runs its own sweeps; compile what is around it")
+WHY = "headloss runs its own sweeps; compile what is around it"
+
+
+def as_it_is(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Under torch.compile `fn` runs as it is, between two compiled graphs: its kernels are fused already.
+
+    `torch.compiler.disable`, but only once something may be compiling: it imports the compiler, and that triton.
+    """
+    disabled: list[Callable[..., Any]] = []
+
+    @functools.wraps(fn)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if "torch._dynamo" not in sys.modules:
+            return fn(*args, **kwargs)
+        if not disabled:
+            disabled.append(torch.compiler.disable(fn, reason=WHY))
+        return disabled[0](*args, **kwargs)
+
+    call.__dict__.update(_torchdynamo_disable=True, _torchdynamo_disable_recursive=True, _torchdynamo_disable_msg=WHY)
+    return call
 
 
 class Objective:

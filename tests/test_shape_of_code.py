@@ -1,0 +1,200 @@
+"""The design, held by tests: what may know what, and what a new loss costs."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shutil
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import headloss
+from headloss.facts import FACTS
+from headloss.losses import LOSSES
+
+PACKAGE = Path(headloss.__file__).parent
+TESTS = Path(__file__).parent
+
+
+def modules(folder: str = "") -> list[Path]:
+    return sorted(p for p in (PACKAGE / folder).rglob("*.py") if "__pycache__" not in p.parts)
+
+
+def imports(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: imports are absolute here"
+            yield node.module or ""
+
+
+def top_level_imports(path: Path) -> Iterator[str]:
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module or ""
+
+
+@pytest.mark.parametrize("path", modules("backends"), ids=lambda p: p.name)
+def test_no_backend_knows_a_loss(path: Path) -> None:
+    """Not as a name, an attribute, a string or a word of a comment; a fact may share a loss's name."""
+    words = set(re.findall(r"[A-Za-z_][A-Za-z_0-9]*", path.read_text()))
+    names = set(LOSSES) - set(FACTS)
+    assert not words & names, f"{path.name} names {sorted(words & names)}"
+    assert not any(m.startswith("headloss.losses") for m in imports(path))
+
+
+def test_backends_do_not_import_each_other() -> None:
+    tops = {p.stem for p in (PACKAGE / "backends").glob("*.py") if p.stem != "__init__"}
+    ways = tops & {"torch", "triton"}
+    for way in ways:
+        others = {f"headloss.backends.{other}" for other in ways - {way}}
+        assert not others & set(imports(PACKAGE / "backends" / f"{way}.py"))
+
+
+@pytest.mark.parametrize("path", modules("losses"), ids=lambda p: p.name)
+def test_losses_import_torch_and_siblings(path: Path) -> None:
+    if path.name == "__init__.py":
+        return
+    allowed = {"__future__", "math", "torch"}
+    for name in imports(path):
+        # divergence.py is mathematics too: element-wise functions of log p and log q
+        sibling = name.startswith("headloss.losses") or name == "headloss.divergence"
+        assert sibling or name.split(".")[0] in allowed, f"{path.name} imports {name}"
+
+
+@pytest.mark.parametrize("path", modules("losses"), ids=lambda p: p.name)
+def test_losses_are_small(path: Path) -> None:
+    if not path.name.startswith("_"):
+        lines = len(path.read_text().splitlines())
+        assert lines <= 40, f"{path.name} has {lines} lines: if a loss needs more, the design is wrong"
+
+
+def test_losses_have_a_docstring_and_no_gradient_code() -> None:
+    for name, fn in LOSSES.items():
+        assert fn.__doc__, name
+        source = Path(fn.__code__.co_filename).read_text()
+        assert "autograd" not in source and "backward" not in source, name
+
+
+def test_importing_headloss_is_light() -> None:
+    """Neither triton nor transformers nor what only the command line needs."""
+    heavy = ["triton", "transformers", "typer", "rich", "matplotlib", "deepspeed", "trl", "verl", "megatron"]
+    code = f"""
+        import sys
+        import torch
+        before = set(sys.modules)
+        import headloss
+        import headloss.losses
+        found = [m for m in {heavy!r} if m in set(sys.modules) - before]
+        assert not found, found
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, cwd=PACKAGE.parent)
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_files_are_short_or_say_why(path: Path) -> None:
+    text = path.read_text()
+    if len(text.splitlines()) > 400:
+        docstring = ast.get_docstring(ast.parse(text)) or ""
+        assert re.search(r"\blines\b|\blong\b|one file", docstring), (
+            f"{path.name} is above 400 lines and does not say why"
+        )
+
+
+def test_no_vague_names() -> None:
+    vague = {"utils", "util", "helpers", "helper", "common", "misc"}
+    assert not [p for p in modules() if vague & {p.stem, *p.relative_to(PACKAGE).parts[:-1]}]
+
+
+def test_facts_read_alone() -> None:
+    """Dependencies point one way: the losses and the facts know torch, and nothing of what runs them."""
+    above = {"objective", "plan", "sweeps", "bound", "binding", "module", "sources", "heads", "explain", "integrations"}
+    for name in ("facts.py", "segments.py", "rows.py"):
+        known = {m.split(".")[1] for m in top_level_imports(PACKAGE / name) if m.startswith("headloss.")}
+        assert not known & above, f"{name} imports {sorted(known & above)}"
+    for path in modules("backends"):
+        known = {m.split(".")[1] for m in imports(path) if m.startswith("headloss.")}
+        assert not known & {"objective", "plan", "bound", "binding", "module", "integrations", "losses"}, path.name
+
+
+def test_every_public_name_is_there() -> None:
+    for name in headloss.__all__:
+        assert hasattr(headloss, name), name
+    core = ["Logits", "Linear", "Segments", "Inputs", "Term", "Objective", "Output", "row_facts", "FusedLMHead", "Meter"]
+    core += ["count", "prepare", "shift_labels", "losses"]
+    assert set(core) <= set(headloss.__all__)
+
+
+def test_adding_a_loss_is_one_file(tmp_path: Path) -> None:
+    """In a copy of the package, one new file is a loss: found, in configs, and held by the contract."""
+    shutil.copytree(PACKAGE, tmp_path / "headloss", ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "headloss" / "losses" / "squared_miss.py").write_text(
+        textwrap.dedent(
+            '''
+            def squared_miss(logprob, entropy, reward, segments, *, power=2.0):
+                """(1 - p[y])^power, weighted by the mean reward of the segment."""
+                miss = (1 - logprob.exp()) ** power * segments.mean(reward)
+                return miss - 0.1 * entropy, {"miss": miss, "miss_max": miss}
+            '''
+        )
+    )
+    code = f"""
+        import sys
+        sys.path[:0] = [{str(tmp_path)!r}, {str(TESTS)!r}]
+        import headloss
+        assert headloss.__file__.startswith({str(tmp_path)!r})
+        import test_contract
+        from headloss.losses import LOSSES, squared_miss
+        assert LOSSES["squared_miss"] is squared_miss
+        for kind in ("Logits", "Linear"):
+            test_contract.assert_contract(squared_miss, kind, (23,), False, full=False)
+        headloss.Objective.from_config({{"terms": {{"mine": {{"loss": "squared_miss", "power": 1.5}}}}}})
+        import test_formulas
+        try:
+            test_formulas.test_every_loss_has_a_formula()
+        except AssertionError as error:
+            assert "squared_miss" in str(error)
+        else:
+            raise SystemExit("a loss without a formula went unnoticed")
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, cwd=tmp_path)
+
+
+def test_a_wrong_loss_fails_the_contract() -> None:
+    """The contract can fail: a loss whose trace and call disagree is caught."""
+    import test_contract
+
+    calls = []
+
+    def fickle(logprob):
+        calls.append(1)
+        return -logprob * (1.0 + 1e-6 * len(calls))
+
+    with pytest.raises(AssertionError, match="close"):
+        test_contract.assert_contract(fickle, "Logits", (9,), False, full=False)
+
+
+def test_no_python_loop_over_rows_on_the_host() -> None:
+    """`.item()`, `.tolist()` and `nonzero` in the hot path wait for the device: only rows.py reads, once."""
+    for path in [PACKAGE / n for n in ("sweeps.py", "heads.py", "bound.py", "facts.py")] + modules("backends"):
+        calls = [n.attr for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Attribute)]
+        assert not {"item", "tolist", "nonzero", "cpu"} & set(calls), path.name
+
+
+def test_torch_is_the_only_hard_dependency() -> None:
+    allowed = {"torch", "sympy", *sys.stdlib_module_names}  # sympy is torch's own
+    for path in modules():
+        if {"cli", "integrations", "kernels"} & set(path.relative_to(PACKAGE).parts) or path.name == "triton.py":
+            continue
+        roots = {m.split(".")[0] for m in top_level_imports(path)} - {"headloss"}
+        assert roots <= allowed, f"{path.relative_to(PACKAGE)} imports {sorted(roots - allowed)}"
+    assert torch.__version__
