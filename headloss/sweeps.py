@@ -83,8 +83,7 @@ class Sweep:
         """All facts of all rows: over a shard, one collective, and one more if a divergence needs a second look."""
         if self.want.only_ids:
             return ids_facts(self.source, self.rows, self.want, self.guides, self._temperatures(self._all)), _NO_SOFTMAX
-        head = self._open()
-        shard = self.source.shard
+        head, shard = self._open(), self.source.shard
         if shard is None:
             done = [self._settle(self._sums(block), block) for block in self._blocks(head)]
             return _concatenate_each([facts for facts, _ in done]), _join(*(softmax for _, softmax in done))
