@@ -60,7 +60,8 @@ def make_plan(
     if isinstance(targets, Prepared):
         segments = targets.segments if segments is None else segments
     if segments is not None and not isinstance(segments, Segments):
-        raise TypeError(f"segments: wanted hl.Segments, got {type(segments).__name__}")
+        hint = "; make them with hl.Segments.from_cu_seqlens, from_ids, from_position_ids or from_batch"
+        raise TypeError(f"segments: wanted hl.Segments, got {type(segments).__name__}{hint}")
     now = _weights(objective, weights or {})
     off = tuple(name for name, weight in now.items() if not isinstance(weight, Tensor) and weight == 0)
     teachers = {name: _plain_teacher(x) for name, x in name_teachers(teacher, source).items()}

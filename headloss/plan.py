@@ -75,7 +75,16 @@ class Call(NamedTuple):
 
     def __call__(self, env: Env) -> tuple[Tensor, dict[str, Tensor]]:
         """The values, weighted row by row, and the metrics."""
-        result = self.fn(**env.arguments(self.signature), **self.options)
+        given = env.arguments(self.signature)
+        try:
+            result = self.fn(**given, **self.options)
+        except RuntimeError as error:
+            shapes = ", ".join(f"{k} {tuple(x.shape)}" for k, x in given.items() if isinstance(x, Tensor))
+            error.add_note(
+                f"{self.signature.name} was called with {shapes}; "
+                f"segments.spread(x) makes one value a row of one value a segment"
+            )
+            raise
         value, metrics = result if isinstance(result, tuple) else (result, {})
         name = self.signature.name
         if not isinstance(value, Tensor) or value.ndim != 1:
