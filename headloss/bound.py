@@ -74,9 +74,11 @@ def layout(
         kind, rest = "whole", tuple(x.shape)
     else:
         per_segment = f", ({segments.num_segments},) for one a segment" if segments is not None else ""
+        lines = len(shape) == 2 and tuple(x.shape) in (shape[:1], (shape[0], 1))
+        spread = f"; {name}.view(-1, 1).expand{shape} gives each row its line's value" if lines else ""
         raise ValueError(
             f"{name}: has shape {tuple(x.shape)}; wanted {shape} for one value a row{per_segment}, or a scalar "
-            f"(a function that captures a tensor may use one of any shape)"
+            f"(a function that captures a tensor may use one of any shape){spread}"
         )
     return x, Shape(kind, x.dtype, rest, grad)
 
@@ -268,7 +270,7 @@ class BoundLoss:
         if self.rows.valid is None:
             return by_fact
         ignored = ~self.rows.valid[part]
-        return {f: g.masked_fill(ignored, 0) for f, g in by_fact.items()}
+        return {f: g.masked_fill(ignored.view(-1, *(1 for _ in g.shape[1:])), 0) for f, g in by_fact.items()}
 
 
 class _Filled(Mapping[Fact, Tensor]):

@@ -20,6 +20,7 @@ log p and log q are never below -1e4: an outcome of probability 0 contributes wh
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -96,11 +97,10 @@ def _over_ids(fn: Callable[..., Any], tail: str) -> Callable[..., Any]:
 def _over_ids_alone(fn: Callable[..., Any]) -> Callable[..., Any]:
     def loss(ids_logit, teacher_ids, teacher_logprob, **options):  # type: ignore[no-untyped-def]
         held = teacher_ids >= 0
-        logp = torch.where(held, ids_logit, FLOOR).log_softmax(-1)
-        logq = torch.where(held, teacher_logprob.clamp(min=FLOOR), FLOOR).log_softmax(-1)
-        some = held.sum(-1) > 0
-        value = torch.where(held, fn(logp.clamp(min=FLOOR), logq.clamp(min=FLOOR), **options), 0.0).sum(-1)
-        return torch.where(some, value, 0.0)
+        logp = torch.where(held, ids_logit.clamp(min=FLOOR), FLOOR).log_softmax(-1).clamp(min=FLOOR)
+        mass = teacher_logprob.logsumexp(-1, keepdim=True)
+        logq = (teacher_logprob - mass.masked_fill(mass == -math.inf, 0.0)).clamp(min=FLOOR)
+        return torch.where(held, fn(logp, logq, **options), 0.0).sum(-1)
 
     return loss
 

@@ -187,7 +187,7 @@ def ids_pull(
     temperatures: Mapping[float | None, Temperature],
 ) -> None:
     """The pull of `ids_logit` alone: on the ids, and nowhere else."""
-    source = head.source
+    source, columns, totals = head.source, [], []
     for name, guide in guides.items():
         assert isinstance(guide, SparseGuide)
         column_RK, here_RK = guide.places(source)
@@ -200,4 +200,7 @@ def ids_pull(
                 if source.softcap is not None:
                     slope = slope * (1 - (facts[fact] * T / source.softcap) ** 2)
                 total_RK += g_RK * slope
-        head.scatter(rows.numbers(slice(0, rows.count)), column_RK, total_RK.masked_fill(~here_RK, 0.0))
+        columns.append(column_RK)
+        totals.append(total_RK.masked_fill(~here_RK, 0.0))
+    ignored_R1 = None if rows.valid is None else ~rows.valid[:, None]
+    head.scatter(rows.numbers(slice(0, rows.count)), torch.cat(columns, -1), torch.cat(totals, -1), ignored_R1)

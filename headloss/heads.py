@@ -81,7 +81,7 @@ class LogitsHead:
             return self.logits_NV[rows].gather(-1, column_RK)
         return self.logits_NV[rows[:, None], column_RK]
 
-    def scatter(self, rows: Rows, column_RK: Tensor, grad_RK: Tensor) -> None:
+    def scatter(self, rows: Rows, column_RK: Tensor, grad_RK: Tensor, ignored_R1: Tensor | None) -> None:
         """Their gradient, in a gradient of zeros."""
         assert self.grad_NV is not None
         self.grad_NV.zero_()
@@ -151,7 +151,7 @@ class LinearHead:
             out_RK += self.bias_V[column_RK]
         return out_RK
 
-    def scatter(self, rows: Rows, column_RK: Tensor, grad_RK: Tensor) -> None:
+    def scatter(self, rows: Rows, column_RK: Tensor, grad_RK: Tensor, ignored_R1: Tensor | None) -> None:
         """Their gradient, on the hidden rows and on the rows of the weight that were met."""
         need_hidden, need_weight, need_bias = self.needs
         dtype, device = self.source.fact_dtype, column_RK.device
@@ -166,6 +166,8 @@ class LinearHead:
                 part_CD = torch.einsum("ck,ckd->cd", grad_CK, weight_CKD).to(self.dhidden_ND.dtype)
                 self.dhidden_ND.index_copy_(0, numbers[part], part_CD)
             if need_weight and self.dweight_VD is not None:
+                if ignored_R1 is not None:
+                    hidden_CD = hidden_CD.masked_fill(ignored_R1[part], 0)  # it may hold NaN, and 0 * NaN is not 0
                 part_CKD = grad_CK[..., None] * hidden_CD[:, None]
                 self.dweight_VD.index_add_(0, column_RK[part].flatten(), part_CKD.flatten(0, 1))
         if need_bias and self.bias_V is not None:
