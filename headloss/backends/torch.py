@@ -19,7 +19,7 @@ from headloss.backends.torch_teachers import Comparison, divide, logits, pull_ti
 from headloss.facts import FLOOR, Moments, Partial, Pull, Softmax, Want
 from headloss.teachers import DenseChunk, DenseSoftmax, TeacherChunk, TeacherPulls, Temperature
 
-TILE_BYTES = {"cpu": 4 << 20}
+TILE_BYTES = {"cpu": 8 << 20}
 TILE_BYTES_ELSEWHERE = 64 << 20
 
 
