@@ -83,11 +83,13 @@ class Objective:
 
     def __init__(
         self,
-        *,
+        *unnamed: Any,
         metrics: Sequence[str | Callable[..., Any]] | Mapping[str, Callable[..., Any]] = (),
         backend: str = "auto",
         **terms: Callable[..., Any] | Term,
     ) -> None:
+        if unnamed:
+            raise TypeError("terms: each needs a name, as in Objective(ce=cross_entropy); it keys terms and metrics")
         if not terms:
             raise ValueError("terms: wanted at least one loss, as in Objective(ce=cross_entropy)")
         check_backend(backend)
