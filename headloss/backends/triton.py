@@ -30,6 +30,7 @@ from headloss.facts import Moments, Partial, Pull, Softmax, Want
 
 BATCH_INVARIANT = True
 PEEL = True
+LAUNCH = {"enable_fp_fusion": True}  # the default differs between versions of triton, and with it the last bits
 PROGRAMS = 1024  # enough to fill a GPU, where the count of rows may decide on the parts
 
 
@@ -52,7 +53,7 @@ class Shape(NamedTuple):
 SUMS = (
     (2048, Shape(2048, 128, 1, 1, 4)),
     (131072, Shape(32768, 128, 4, 1, 4)),
-    (1 << 31, Shape(16384, 128, 4, 1, 4)),  # more parts, for few rows
+    (1 << 31, Shape(16384, 128, 2, 1, 4)),  # more parts, for few rows
 )
 PULL = (
     (2048, Shape(2048, 128, 1, 1, 4)),
@@ -108,7 +109,7 @@ def sums(
     out = torch.empty(slots - (split and want.target), parts, C, dtype=torch.float32, device=raw_CV.device)
     sums_kernel[(C * parts,)](
         raw.x_CV, target, out, given, C, V, parts, width, *places, *transform,
-        **flags, TARGET=want.target and not split, LINE=raw.line, VEC=raw.vector,
+        **flags, **LAUNCH, TARGET=want.target and not split, LINE=raw.line, VEC=raw.vector,
         K=shape.loads, L=shape.lanes, J=16 // raw_CV.element_size(), num_warps=shape.warps,
     )  # fmt: skip
     if split:
@@ -117,7 +118,7 @@ def sums(
         rows = max(1, 32 // padded)
         merge_kernel[(triton.cdiv(C, rows),)](
             raw.x_CV, target, out, whole, given, C, V, parts, *places, *transform,
-            **flags, TARGET=want.target, PADDED=padded, ROWS=rows, num_warps=1,
+            **flags, **LAUNCH, TARGET=want.target, PADDED=padded, ROWS=rows, num_warps=1,
         )  # fmt: skip
         out = whole
     return _named(out[:, 0], want)
@@ -171,7 +172,7 @@ def pull(
         **there, TARGET=target is not None, PER_ROW=tuple(isinstance(T, Tensor) for T in given),
         SCALED=scale != 1.0, CAPPED=softcap is not None,
         WIDTH=shape.width, LINE=out.line, VEC=out.vector, RAW_VEC=raw.vector if together else 1,
-        BLOCK=shape.block(out_CV), STAGES=shape.stages, num_warps=shape.warps,
+        BLOCK=shape.block(out_CV), STAGES=shape.stages, num_warps=shape.warps, **LAUNCH,
     )  # fmt: skip
 
 

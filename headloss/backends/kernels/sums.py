@@ -34,12 +34,12 @@ def fetch(raw, at, go, stop, MASKED: tl.constexpr, K: tl.constexpr):
 @triton.jit
 def absorb(z, m, best, block, S, X, Q, c, WANT_X: tl.constexpr, WANT_Q: tl.constexpr, ARGMAX: tl.constexpr):
     """Take a block z, K x (L, J), into the lanes' partials (L,); every reduction here is within a thread."""
-    top = tl.max(z[0], axis=1)
-    for n in tl.static_range(1, len(z)):
-        top = tl.maximum(top, tl.max(z[n], axis=1))
-    new = tl.maximum(m, top)
-    if ARGMAX:
-        best = tl.where(top > m, block, best)  # strictly above: a tie keeps the earlier block
+    new = m
+    for n in tl.static_range(len(z)):
+        top = tl.max(z[n], axis=1)
+        if ARGMAX:
+            best = tl.where(top > new, block * len(z) + n, best)  # strictly above: a tie keeps the earlier load
+        new = tl.maximum(new, top)
     drop = m - new
     S_, X_, Q_ = (), (), ()
     for i in tl.static_range(len(c)):
@@ -156,17 +156,14 @@ def sums_kernel(
         tl.store(out + (slot + 1) * step, count)
         slot += 2
     if ARGMAX:
-        # every lane that holds the maximum knows its first block; the lowest column is in the lowest of these
-        block = tl.min(tl.where(m == top, best, 2147483647), axis=0)
-        block = tl.where(some, block, low // BLOCK)
-        x = fetch(raw, block * BLOCK + j, go, stop, True, K)
-        found = 2147483647
-        for n in tl.static_range(K):
-            at = block * BLOCK + n * (L * J) + j
-            value = logits(x[n], scale, cap, SCALED, CAPPED)
-            match = (at >= skew) & (at < high) & ((value == top) | (some == 0))
-            found = tl.minimum(found, tl.min(tl.min(tl.where(match, at, 2147483647), axis=1), axis=0))
-        tl.store(out + slot * step, (tl.where(low < high, found, low) - skew + start).to(tl.float32))
+        # every lane that holds the maximum knows in which load it first saw it; the lowest column is in the lowest load
+        load = tl.min(tl.where(m == top, best, 2147483647), axis=0)
+        at = tl.where(some, load, 0) * (L * J) + j
+        (x,) = fetch(raw, at, go, stop, True, 1)
+        value = logits(x, scale, cap, SCALED, CAPPED)
+        match = (at >= skew) & (at < high) & (value == top)
+        found = tl.min(tl.min(tl.where(match, at, 2147483647), axis=1), axis=0)
+        tl.store(out + slot * step, (tl.where(some, found, tl.maximum(low, skew)) - skew + start).to(tl.float32))
         slot += 1
     for i in tl.static_range(len(c)):
         d = (m - top) * c[i]

@@ -1,0 +1,78 @@
+"""The kernels on a CUDA device: what the interpreter cannot show."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+
+import headloss as hl
+from headloss.facts import Fact, Want
+from headloss.losses import cross_entropy, grpo, gspo, z_loss
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module")
+def bench():
+    path = Path(__file__).parent.parent / "benchmarks" / "gpu_kernels.py"
+    spec = importlib.util.spec_from_file_location("gpu_kernels", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_not_above_twice_eagers_error(bench):
+    assert bench.check() == []
+
+
+def test_more_than_two_to_the_31_elements(bench):
+    assert bench.check_large() == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("loss", [grpo, gspo])
+def test_objective_agrees_with_the_torch_backend(dtype, loss):
+    torch.manual_seed(0)
+    hidden, weight = (
+        torch.randn(301, 64, device="cuda", dtype=dtype),
+        torch.randn(50257, 64, device="cuda", dtype=dtype),
+    )
+    targets = torch.randint(0, 50257, (301,), device="cuda")
+    targets[::3] = -100
+    inputs = {"old_logprob": -5 * torch.rand(301, device="cuda"), "advantage": torch.randn(301, device="cuda")}
+    segments = hl.Segments.from_cu_seqlens(torch.tensor([0, 100, 180, 301], device="cuda"))
+    found = {}
+    for backend in ("torch", "triton"):
+        mix = hl.Objective(ce=cross_entropy, rl=loss, z=hl.Term(z_loss, weight=1e-3), backend=backend)
+        h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        out = mix(hl.Linear(h, w, memory="16MB"), targets, segments=segments, **inputs)
+        out.loss.backward()
+        logits = (hidden @ weight.T).requires_grad_()
+        other = mix(hl.Logits(logits, temperature=1.5), targets, segments=segments, **inputs)
+        other.loss.backward()
+        found[backend] = (out.loss.detach(), h.grad, w.grad, other.loss.detach(), logits.grad)
+    close = 1e-5 if dtype == torch.float32 else 1e-2
+    for ours, theirs in zip(found["triton"], found["torch"], strict=True):
+        assert float((ours - theirs).norm() / theirs.norm()) < close
+
+
+def test_auto_is_triton_on_cuda():
+    source = hl.Logits(torch.randn(4, 100, device="cuda"))
+    objective = hl.Objective(z=z_loss)
+    assert "triton" in str(objective.explain(source))
+
+
+def test_no_compilation_when_only_the_number_of_rows_changes():
+    from headloss.backends.kernels.sums import sums_kernel
+    from headloss.backends.triton import sums
+
+    want = Want([Fact("logprob"), Fact("entropy")])
+    before = None
+    for n in (1, 2, 16, 17, 33, 128):
+        x = torch.randn(n, 50257, device="cuda", dtype=torch.bfloat16)
+        sums(x[:, 1:], torch.zeros(n, dtype=torch.long, device="cuda"), want, [1.0])
+        count = sum(len(caches[0]) for caches in sums_kernel.device_caches.values())
+        assert before in (None, count)
+        before = count
