@@ -84,8 +84,8 @@ def test_gradcheck(kind: str, fact: str) -> None:
         names = list(problem.tensors)
 
         def both(*tensors: Tensor) -> Any:
-            source = problem.source(dict(zip(names, tensors)), memory=problem.budget(2))  # noqa: B023
-            facts = hl.row_facts(source, problem.targets, (fact, (fact, 3.0)))  # noqa: B023
+            source = problem.source(dict(zip(names, tensors)), memory=problem.budget(2))
+            facts = hl.row_facts(source, problem.targets, (fact, (fact, 3.0)))
             return facts[fact], facts[fact, 3.0]
 
         assert torch.autograd.gradcheck(both, tuple(problem.leaves().values()), eps=1e-6, atol=1e-7)
@@ -261,7 +261,7 @@ def facts_of(partial: Partial, vocab: int) -> dict[Fact, Tensor]:
 def same(a: Partial, b: Partial, vocab: int, finite: bool = True) -> None:
     got, want = facts_of(a, vocab), facts_of(b, vocab)
     for fact in WANT.facts:
-        torch.testing.assert_close(got[fact], want[fact], rtol=1e-12, atol=1e-12, msg=lambda m: f"{fact}: {m}")  # noqa: B023
+        torch.testing.assert_close(got[fact], want[fact], rtol=1e-12, atol=1e-12, msg=lambda m: f"{fact}: {m}")
         assert not got[fact].isnan().any(), fact
 
 

@@ -289,7 +289,7 @@ def test_a_lambda_made_anew_is_not_traced_again(traces: list[str]) -> None:
         oracle.run(objective, problem)
     assert len(traces) == 1
     for beta in (0.1, 0.2, 0.1):
-        objective = hl.Objective(term=lambda logprob: -beta * logprob, backend="torch")  # noqa: B023
+        objective = hl.Objective(term=lambda logprob: -beta * logprob, backend="torch")
         oracle.check(oracle.run(objective, problem, memory=problem.budget(3)), oracle.answer(objective, problem))
     assert len(traces) == 3  # once for each value captured
 
@@ -364,7 +364,7 @@ def test_closure_over_a_changing_number() -> None:
         return -beta * logprob
 
     objective = hl.Objective(term=loss, backend="torch")
-    for beta in (1.0, 3.0, 0.5):  # noqa: B007
+    for beta in (1.0, 3.0, 0.5):
         oracle.check(oracle.run(objective, problem, memory=problem.budget(3)), oracle.answer(objective, problem))
 
 
