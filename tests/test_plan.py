@@ -364,7 +364,7 @@ def test_closure_over_a_changing_number() -> None:
         return -beta * logprob
 
     objective = hl.Objective(term=loss, backend="torch")
-    for beta in (1.0, 3.0, 0.5):
+    for beta in (1.0, 3.0, 0.5):  # noqa: B007
         oracle.check(oracle.run(objective, problem, memory=problem.budget(3)), oracle.answer(objective, problem))
 
 
