@@ -7,7 +7,7 @@ at the targets, finds the rows that count and lays everything else out along the
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,7 +22,7 @@ from headloss.metrics import retarget
 from headloss.plan import Call, Shape, fit, trace
 from headloss.rows import Prepared, Rows, bind_rows
 from headloss.segments import Segments
-from headloss.signature import TEACHER_INPUTS, suggest
+from headloss.signature import ONLY, TEACHER_INPUTS, suggest
 from headloss.sources import Linear, Logits, Source, Sparse, Teacher
 from headloss.sweeps import Chunk, Sweep
 from headloss.teachers import SPARSE
@@ -64,10 +64,11 @@ def make_plan(
         raise TypeError(f"segments: wanted hl.Segments, got {type(segments).__name__}{hint}")
     now = _weights(objective, weights or {})
     off = tuple(name for name, weight in now.items() if not isinstance(weight, Tensor) and weight == 0)
-    teachers = {name: _plain_teacher(x) for name, x in name_teachers(teacher, source).items()}
+    teachers = name_teachers(teacher, source)
     own = source.temperature if isinstance(source.temperature, int | float) else None
     calls = {name: term.call(own, teachers) for name, term in objective.terms.items()}
-    metrics = tuple((name, retarget(name, call, teachers)) for name, call in objective.metrics)
+    metrics = tuple((name, retarget(call, own, teachers)) for name, call in objective.metrics)
+    check_asked(teachers, [*calls.values(), *(call for _, call in metrics)])
     named = {f"{i} of {n}" for n, x in teachers.items() if isinstance(x, Sparse) for i in TEACHER_INPUTS}
     check_inputs(calls.items(), inputs, CALL, off=off, metrics=metrics, teachers=named)
     laid = _lay_out(inputs, source, segments)
@@ -87,7 +88,7 @@ def make_plan(
         call = calls[name]
         check_teachers(f"term {name!r} ({call.signature.name})", call, teachers)
         shapes = {n: shape for n, (_, shape) in laid.items() if n in call.input_names}
-        shapes |= {n: shape for n, shape in ids.items() if n.split(" of ")[1] in {f.teacher for f in call.facts}}
+        shapes |= {n: shape for n, shape in ids.items() if n.split(" of ", 1)[1] in {f.teacher for f in call.facts}}
         if segments is not None and source.leading == (segments.num_segments,):
             found, shapes = fit(call, shapes, source.fact_dtype, source.device.type)
             laid |= {n: (laid[n][0], shape) for n, shape in shapes.items() if n in laid}
@@ -214,6 +215,17 @@ def check_teachers(label: str, call: Call, teachers: Mapping[str, Teacher]) -> N
             raise ValueError(f"teacher: {label} asks for {what!r}, which needs {kind}, got hl.{got}")
 
 
+def check_asked(teachers: Mapping[str, Teacher], calls: Sequence[Call]) -> None:
+    """Every teacher is one that some term or metric looks at, if only one that is switched off."""
+    asked = {f.teacher for call in calls for f in call.facts if f.teacher}
+    asked |= {p.teacher for call in calls for s in call.signatures for p in s.parameters if p.teacher}
+    for name in teachers:
+        if name not in asked:
+            which = "one was passed" if name == ONLY else f"{name!r} was passed"
+            seen = ", ".join(sorted(map(repr, asked))) or "none"
+            raise ValueError(f"teacher: {which}, but terms and metrics look at {seen}{suggest(name, asked)}")
+
+
 def check_targets_wanted(wanted: list[Fact]) -> None:
     for fact in wanted:
         if fact.name in NEEDS_TARGET:
@@ -231,10 +243,6 @@ def plain_source(source: Source) -> Source:
 
         source = localize(source)
     return source
-
-
-def _plain_teacher(teacher: Teacher) -> Teacher:
-    return teacher if isinstance(teacher, Sparse) else plain_source(teacher)
 
 
 def _weights(objective: Objective, weights: Mapping[str, float | Tensor]) -> dict[str, float | Tensor]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from headloss.binding import backend_for
-from headloss.guides import Guide, teacher_bytes
+from headloss.guides import DenseGuide, Guide, most_rows, teacher_bytes
 from headloss.rows import Rows
 from headloss.sources import Linear, parse_bytes
 from headloss.sweeps import Chunk
@@ -41,6 +41,7 @@ class Explanation(NamedTuple):
     forward_sweeps: int  # over the vocabulary, without grad mode
     sweeps: int  # forward and backward
     gemms: int  # forward and backward; 1 without grad mode
+    teacher_gemms: int  # of the teachers' logits
     host_reads: int
     collectives: dict[str, int]  # by purpose, forward and backward
     bytes: dict[str, int]  # by purpose
@@ -58,6 +59,7 @@ class Explanation(NamedTuple):
         lines.append(f"grade        {self.grade}")
         chunks = "1 chunk" if self.chunks == 1 else f"{self.chunks} chunks"
         gemms = f", {self.gemms} GEMMs over {chunks} (1 without grad)" if self.gemms else ""
+        gemms += f", {self.teacher_gemms} GEMMs of teachers" if self.teacher_gemms else ""
         lines.append(
             f"work         {self.sweeps} sweeps over the vocabulary ({self.forward_sweeps} without grad){gemms}"
         )
@@ -88,6 +90,9 @@ def explain(
         written = 0 if source.inplace else source.logits.numel() * source.logits.element_size()
         sizes = {"gradient of logits" + (" (in place)" if source.inplace else ""): written}
         grade = "read for the facts, then read and write for the gradient"
+        most = most_rows(guides)
+        if most is not None:
+            sizes["teachers' logits beside them"] = min(most, rows.count) * beside
     sizes["facts, cotangents and coefficients"] = (
         rows.count * source.fact_dtype.itemsize * 2 * (len(plan.want.facts) + 1)
     )
@@ -105,10 +110,20 @@ def explain(
         forward_sweeps=0 if plan.want.only_ids else 1,
         sweeps=0 if plan.want.only_ids else 2,
         gemms=gemms,
+        teacher_gemms=_teacher_gemms(plan, guides, chunks),
         host_reads=int(source.device.type not in ("cpu", "meta") and host_read and rows.targets is not None),
         collectives=_collectives(plan, pieces if chunks is not None else 1),
         bytes={what: n for what, n in sizes.items() if n},
     )
+
+
+def _teacher_gemms(plan: Plan, guides: Mapping[str, Guide], chunks: Sequence[Chunk] | None) -> int:
+    """A teacher's logits are made once in a visit; without one, again for the gradient and for a look across ranks."""
+    made = sum(isinstance(g, DenseGuide) and isinstance(g.teacher, Linear) for g in guides.values())
+    if chunks is not None:
+        return made
+    looks = plan.source.shard is not None and any(f.element is not None for f in plan.want.facts)
+    return made * (3 if looks else 2)
 
 
 def _linear_grade(plan: Plan, rows: Rows, chunks: Sequence[Chunk] | None) -> str:

@@ -6,10 +6,12 @@ Dimension key:  N rows   R rows that count   C rows of a chunk   K ids a row
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from headloss.facts import Fact, Want
@@ -17,12 +19,12 @@ from headloss.heads import Head, open_source
 from headloss.parallel import max_over
 from headloss.rows import Rows
 from headloss.signature import ONLY
-from headloss.sources import Linear, Logits, Source, Sparse, Teacher
+from headloss.sources import Linear, Logits, Source, Sparse, Teacher, parse_bytes
 from headloss.teachers import DenseChunk, SparseChunk, TeacherChunk, Temperature
 
 
 def name_teachers(teacher: Teacher | Mapping[str, Teacher] | None, source: Source) -> dict[str, Teacher]:
-    """Teachers by name, checked against the student."""
+    """Teachers by name, on plain tensors, checked against the student."""
     if teacher is None:
         return {}
     named = dict(teacher) if isinstance(teacher, Mapping) else {ONLY: teacher}
@@ -31,29 +33,57 @@ def name_teachers(teacher: Teacher | Mapping[str, Teacher] | None, source: Sourc
         if not isinstance(x, Logits | Linear | Sparse):
             hint = "; wrap a tensor in hl.Logits(...)" if isinstance(x, Tensor) else ""
             raise TypeError(f"{label}: wanted hl.Logits, hl.Linear or hl.Sparse, got {type(x).__name__}{hint}")
+        if not isinstance(x, Sparse):
+            named[name] = x = _local(x)
         if x.leading != source.leading:
             raise ValueError(f"{label}: has rows of shape {x.leading}, the student's are {source.leading}")
         if x.device != source.device:
             raise ValueError(f"{label}: is on {x.device}, but the source is on {source.device}")
         if isinstance(x, Sparse):
             _check_ids(label, x, source)
-        elif (x.shard is None) != (source.shard is None) or (
-            x.shard is not None and source.shard is not None and x.shard.start != source.shard.start
-        ):
-            there = [None if s.shard is None else s.shard.start for s in (x, source)]
-            raise ValueError(
-                f"{label}: its vocabulary shard starts at {there[0]}, the student's at {there[1]}; "
-                f"a rank must hold the same columns of both"
-            )
+        else:
+            _check_columns(label, x, source)
     return named
 
 
+def _local(teacher: Source) -> Source:
+    tensors = sys.modules.get("torch.distributed.tensor")  # not loaded: there are no DTensors either
+    if tensors is None or not any(isinstance(x, tensors.DTensor) for x in teacher.tensors):
+        return teacher
+    from headloss.dtensor import localize
+
+    return localize(teacher)
+
+
+def _check_columns(label: str, teacher: Source, source: Source) -> None:
+    """A rank holds the same of the columns that student and teacher share."""
+    mine, theirs = source.shard, teacher.shard
+    if (mine is None) != (theirs is None):
+        whole, split = ("the student", "the teacher") if mine is None else ("the teacher", "the student")
+        raise ValueError(f"{label}: {split} has a vocabulary shard, {whole} has none; shard both alike, or neither")
+    if mine is None or theirs is None:
+        return
+    if dist.get_process_group_ranks(theirs.group) != dist.get_process_group_ranks(mine.group):
+        raise ValueError(f"{label}: its vocabulary is shared by another group than the student's")
+    shared = min(source.vocab, teacher.vocab)
+    held = [(min(s.start, shared), min(s.start + x.columns, shared)) for s, x in ((mine, source), (theirs, teacher))]
+    if held[0] != held[1]:
+        (a, b), (c, d) = held
+        raise ValueError(
+            f"{label}: of the {shared} columns that both have, this rank holds {c} to {d} of the teacher's and {a} to "
+            f"{b} of the student's; a rank must hold the same columns of both"
+        )
+
+
 def _check_ids(label: str, sparse: Sparse, source: Source) -> None:
-    if sparse.ids.device.type == "cpu" and sparse.ids.numel():
-        low, high = int(sparse.ids.min()), int(sparse.ids.max())
-        if low < -1 or high >= source.vocab:
+    ids, vocab = sparse.ids, source.vocab
+    if ids.device.type == "cpu":
+        low, high = (int(ids.min()), int(ids.max())) if ids.numel() else (-1, -1)
+        if low < -1 or high >= vocab:
             bad = low if low < -1 else high
-            raise ValueError(f"{label}: wanted ids in [0, {source.vocab}) or -1 for none, got {bad}")
+            raise ValueError(f"{label}: wanted ids in [0, {vocab}) or -1 for none, got {bad}")
+    elif ids.device.type != "meta":
+        torch._assert_async(((ids >= -1) & (ids < vocab)).all(), f"{label}: an id is out of range")
 
 
 class DenseGuide:
@@ -73,10 +103,15 @@ class DenseGuide:
 
     @property
     def row_bytes(self) -> int:
-        """What a row of a chunk costs: a teacher's logits are made, or copied where rows are passed over."""
-        if isinstance(self.teacher, Linear):
-            return self.teacher.columns * self.teacher.chunk_dtype.itemsize
-        return 0 if self.rows.keep is None else self.teacher.columns * self.teacher.logits.element_size()
+        """What a row of a chunk costs: a teacher's logits are made, or copied where rows are passed over.
+
+        The width is one that all ranks agree on, for they must walk the same chunks.
+        """
+        teacher = self.teacher
+        width = teacher.vocab if teacher.shard is None else teacher.shard.even_width
+        if isinstance(teacher, Linear):
+            return width * teacher.chunk_dtype.itemsize
+        return 0 if self.rows.keep is None else width * teacher.logits.element_size()
 
     def own(self, key: float | None, part: slice) -> Temperature:
         if key is not None:
@@ -156,6 +191,15 @@ def bind_guides(teachers: Mapping[str, Teacher], names: tuple[str, ...], source:
 def teacher_bytes(guides: Mapping[str, Guide], source: Source) -> int:
     """What a row of a chunk costs for its teachers; over a shard two chunks exist at once."""
     return sum(guide.row_bytes for guide in guides.values()) * (1 if source.shard is None else 2)
+
+
+def most_rows(guides: Mapping[str, Guide]) -> int | None:
+    """How many rows of the teachers' logits may be made at a time beside logits that exist; None: there are none."""
+    made = [g for g in guides.values() if isinstance(g, DenseGuide) and isinstance(g.teacher, Linear)]
+    if not made:
+        return None
+    budget = min(parse_bytes(g.teacher.memory) for g in made if isinstance(g.teacher, Linear))
+    return max(1, budget // max(1, sum(g.row_bytes for g in made)))
 
 
 def ids_facts(

@@ -35,8 +35,8 @@ class LogitsHead:
 
     single_chunk = True
 
-    def __init__(self, source: Logits) -> None:
-        self.source = source
+    def __init__(self, source: Logits, most: int | None = None) -> None:
+        self.source, self.most = source, most
         rows = torch.Size(source.leading).numel()
         self.all_NV = source.logits.detach().reshape(rows, source.logits.shape[-1])
         self.logits_NV = self.all_NV[:, : source.columns]  # without the columns that pad a vocabulary
@@ -46,6 +46,7 @@ class LogitsHead:
         """All rows at once, or runs small enough that a copy of them does not matter."""
         row_bytes = max(1, self.source.columns * self.logits_NV.element_size())
         step = max(1, GATHER_BYTES // row_bytes) if gathered else max(1, count)
+        step = step if self.most is None else min(step, self.most)
         return [slice(i, min(i + step, count)) for i in range(0, count, step)]
 
     def read(self, rows: Rows, slot: int = 0) -> Tensor:
@@ -246,9 +247,9 @@ class LinearHead:
 Head = LogitsHead | LinearHead
 
 
-def open_source(source: Source, beside: int = 0) -> Head:
-    """`beside`: the bytes a row of a chunk costs for its teachers."""
-    return LogitsHead(source) if isinstance(source, Logits) else LinearHead(source, beside)
+def open_source(source: Source, beside: int = 0, most: int | None = None) -> Head:
+    """`beside`: the bytes a row of a chunk costs for its teachers.  `most`: rows of a chunk, where they must be made."""
+    return LogitsHead(source, most) if isinstance(source, Logits) else LinearHead(source, beside)
 
 
 def outside_autocast(fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -22,11 +22,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from headloss.divergence import is_divergence
 from headloss.facts import FACTS
+from headloss.losses import LOSSES
 from headloss.parallel import all_gather, together
 from headloss.plan import Call
 from headloss.signature import function_name, read_signature, suggest
 from headloss.sources import Sparse
+from headloss.term import Term
 
 
 def accuracy(argmax: Tensor, targets: Tensor) -> Tensor:
@@ -54,6 +57,9 @@ NAMED: Mapping[str, Callable[..., Tensor]] = {
     "perplexity": perplexity,
     "teacher_agreement": teacher_agreement,
 }
+
+
+DIVERGENCES: Mapping[str, Callable[..., Any]] = {name: fn for name, fn in LOSSES.items() if is_divergence(fn)}
 
 
 class _Kind(NamedTuple):
@@ -180,9 +186,15 @@ def read_metrics(metrics: Any) -> Iterator[tuple[str, Call]]:
         raise TypeError(f"metrics: wanted a list of names and functions, got the string {metrics!r}")
     pairs = metrics.items() if isinstance(metrics, Mapping) else [(None, m) for m in metrics]
     for name, metric in pairs:
+        if isinstance(metric, str) and metric in DIVERGENCES:
+            metric = DIVERGENCES[metric]
+        if isinstance(metric, Term) or (callable(metric) and is_divergence(metric)):
+            term = metric if isinstance(metric, Term) else Term(metric)
+            yield name or function_name(term.fn), Call(term, term.call(None, {}).signature, {})  # type: ignore[arg-type]
+            continue
         if isinstance(metric, str):
             if metric not in NAMED and metric not in FACTS:
-                known = [*NAMED, *FACTS]
+                known = [*NAMED, *FACTS, *DIVERGENCES]
                 raise ValueError(f"metrics: no metric {metric!r}; there are {', '.join(known)}{suggest(metric, known)}")
             fn, label = NAMED.get(metric) or _fact_metric(metric), metric
         elif callable(metric):
@@ -193,8 +205,11 @@ def read_metrics(metrics: Any) -> Iterator[tuple[str, Call]]:
         yield name or label, Call(fn, signature, dict(signature.options))
 
 
-def retarget(name: str, call: Call, teachers: Mapping[str, Any]) -> Call:
+def retarget(call: Call, source_temperature: float | None, teachers: Mapping[str, Any]) -> Call:
     """The metric, looking at the one teacher there is, in the form that its kind allows."""
+    if isinstance(call.fn, Term):
+        term = call.fn.call(source_temperature, teachers)
+        return term._replace(fn=_first(term.fn))
     if len(teachers) != 1 or not any(p.teacher or (p.fact and p.fact.teacher) for p in call.signature.parameters):
         return call
     teacher, fn = next(iter(teachers)), call.fn
@@ -202,6 +217,16 @@ def retarget(name: str, call: Call, teachers: Mapping[str, Any]) -> Call:
         fn = _sparse_agreement
     signature = read_signature(fn, teacher=teacher)
     return call._replace(fn=fn, signature=signature)
+
+
+def _first(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """A loss's values without the metrics of its own."""
+
+    def values(**arguments: Any) -> Any:
+        found = fn(**arguments)
+        return found[0] if isinstance(found, tuple) else found
+
+    return values
 
 
 def _fact_metric(name: str) -> Callable[..., Tensor]:

@@ -13,13 +13,22 @@ from headloss.heads import Grads
 from headloss.metrics import Metric
 
 
-class Facts(Mapping[str | tuple[str, float], Tensor]):
-    """The facts of a call, in the targets' shape, 0 in ignored rows: `facts.entropy`, `facts["entropy", 2.0]`."""
+Key = str | tuple[str, float] | tuple[str, float | None, str]
+
+
+class Facts(Mapping[Key, Tensor]):
+    """The facts of a call, in the targets' shape, 0 in ignored rows: `facts.entropy`, `facts["entropy", 2.0]`.
+
+    With several teachers, theirs go by (name, temperature or None, teacher); a divergence by `facts["tvd()"]`.
+    """
+
+    _values: dict[Key, Tensor]
 
     def __init__(self, values: Mapping[Fact, Tensor]) -> None:
-        self._values = {(f.name if f.temperature is None else (f.name, f.temperature)): x for f, x in values.items()}
+        several = len({f.teacher for f in values} - {None}) > 1
+        self._values = {_key(f, several): x for f, x in values.items()}
 
-    def __getitem__(self, key: str | tuple[str, float]) -> Tensor:
+    def __getitem__(self, key: Key) -> Tensor:
         return self._values[key]
 
     def __getattr__(self, name: str) -> Tensor:
@@ -28,7 +37,7 @@ class Facts(Mapping[str | tuple[str, float], Tensor]):
             raise AttributeError(f"fact {name!r} was not asked for by any loss or metric; there are {there}")
         return self._values[name]
 
-    def __iter__(self) -> Iterator[str | tuple[str, float]]:
+    def __iter__(self) -> Iterator[Key]:
         return iter(self._values)
 
     def __len__(self) -> int:
@@ -45,8 +54,17 @@ torch.utils._pytree.register_pytree_node(  # so that wrappers (FSDP) find the te
 )
 
 
+def _key(fact: Fact, several: bool) -> Key:
+    name = fact.name if fact.element is None else str(fact.element)
+    if several and fact.teacher is not None:
+        return name, fact.temperature, fact.teacher
+    return name if fact.temperature is None else (name, fact.temperature)
+
+
 def _facts_from(values: list[Tensor], keys: list[Any]) -> Facts:
-    return Facts({Fact(*k) if isinstance(k, tuple) else Fact(k): x for k, x in zip(keys, values, strict=True)})
+    facts = Facts({})
+    facts._values = dict(zip(keys, values, strict=True))
+    return facts
 
 
 class Output(NamedTuple):

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from headloss.facts import CONSTANT, Fact, Partial, Softmax, Want, coefficients, finish
-from headloss.guides import Guide, ids_facts, ids_pull, teacher_bytes
+from headloss.guides import Guide, ids_facts, ids_pull, most_rows, teacher_bytes
 from headloss.heads import Grads, open_source, outside_autocast
 from headloss.parallel import Gathering, reduce_hidden, sum_over
 from headloss.rows import Rows
@@ -164,7 +164,7 @@ class Sweep:
 
     def _open(self) -> Any:
         self.close()
-        return open_source(self.source, beside=teacher_bytes(self.guides, self.source))
+        return open_source(self.source, teacher_bytes(self.guides, self.source), most_rows(self.guides))
 
     def _blocks(self, head: Any) -> Iterator[Block]:
         for part in head.chunks(self.rows.count, self.rows.keep is not None) or [slice(0, 0)]:

@@ -20,7 +20,7 @@ A sparse teacher names K columns a row.  Only those and the rest of the vocabula
     ids_logprob (N, K)   log p at the ids           1[j = i_k] - p_j
     tail_logprob         log sum_{j not an id} p_j  1[j not an id] e^(s_j - tail lse) - p_j
     ids_logit (N, K)     s at the ids               1[j = i_k]: no softmax at all
-    topk_overlap         how many of the K likeliest columns are ids: a metric
+    topk_overlap         which fraction of the ids is among as many likeliest columns: a metric
 
 The tail has a maximum of its own, and its pull is written from e^(s_j - tail lse): 1 - sum p would die in float32.
 """
@@ -234,11 +234,19 @@ def _finish_sparse(
                 tail = (_known(partial.tail_max) - max_N) / T
                 values[fact] = tail + tail_log_sums[temperatures.index(fact.temperature)] - log_S
             case "topk_overlap":
-                values[fact] = (partial.ids >= _known(partial.top)[:, -1:]).to(max_N.dtype).mean(-1)
+                values[fact] = _overlap(partial.ids, _known(partial.top))
     tail_max = partial.tail_max
     if tail_max is not None:
         tail_max = tail_max.masked_fill(tail_max == -math.inf, 0.0)
     return values, SparseSoftmax(tail_max, tail_log_sums)
+
+
+def _overlap(ids_NK: Tensor, top_NK: Tensor) -> Tensor:
+    """With n ids in a row, how many of them are among its n likeliest columns, as a fraction."""
+    n_N = (ids_NK > -math.inf).sum(-1, keepdim=True)
+    least_N = top_NK.gather(-1, (n_N - 1).clamp(min=0))
+    among = (ids_NK >= least_N) & (ids_NK > -math.inf)
+    return among.sum(-1).to(ids_NK.dtype) / n_N[:, 0].clamp(min=1)
 
 
 def _positive(S: Tensor) -> Tensor:

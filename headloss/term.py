@@ -92,6 +92,8 @@ class Term:
         ):  # fmt: skip
             object.__setattr__(self, name, said)
         object.__setattr__(self, "options", _check_options(fn, options))
+        if is_divergence(fn):
+            Element(fn, {**read_signature(fn).options, **self.options}).check()
         self.call(None, {})
 
     def __setattr__(self, name: str, value: object) -> None:

@@ -81,11 +81,11 @@ class Comparison:
         part["meetings"].append(
             Meeting(
                 S=e_BU.sum(-1),
-                X=_product(e_BU, s_BU) if wants["shared_entropy"] else None,
+                X=_weighted(e_BU, s_BU) if wants["shared_entropy"] else None,
                 St=f_BU.sum(-1),
-                Y=_product(f_BU, y_BU) if wants["teacher_entropy"] else None,
-                F=_product(f_BU, s_BU) if self.want.at(key, "teacher_cross_entropy", self.name) else None,
-                G=_product(e_BU, y_BU) if self.want.at(key, "reverse_cross_entropy", self.name) else None,
+                Y=_weighted(f_BU, y_BU) if wants["teacher_entropy"] else None,
+                F=_weighted(f_BU, s_BU) if self.want.at(key, "teacher_cross_entropy", self.name) else None,
+                G=_weighted(e_BU, y_BU) if self.want.at(key, "reverse_cross_entropy", self.name) else None,
             )
         )
 
@@ -182,11 +182,13 @@ def _pull_sparse(
 def _logprobs(
     z_BV: Tensor, rows: slice, chunk: DenseChunk, seen: DenseSoftmax, softmax: Softmax, T: Temperature, i: int
 ) -> tuple[Tensor, Tensor]:
-    """log p and log q over the shared columns, never below FLOOR."""
-    x_BU = divide(z_BV[:, : chunk.columns] - softmax.max[rows, None], T, rows) - seen.log_S[i][rows, None]
+    """log p and log q over the shared columns, finite: both sweeps hold x and y above FLOOR."""
+    x_BU = divide(z_BV[:, : chunk.columns] - softmax.max[rows, None], T, rows)
     u_BU = logits(chunk.raw_CV[rows, : chunk.columns], chunk.scale, chunk.softcap).to(z_BV.dtype)
-    y_BU = divide(u_BU - seen.max[rows, None], chunk.temperatures[i], rows) - seen.log_St[i][rows, None]
-    return x_BU.clamp_(min=FLOOR), y_BU.clamp_(min=FLOOR)
+    y_BU = divide(u_BU - seen.max[rows, None], chunk.temperatures[i], rows)
+    return x_BU.clamp_(min=FLOOR).sub_(seen.log_S[i][rows, None]), y_BU.clamp_(min=FLOOR).sub_(
+        seen.log_St[i][rows, None]
+    )
 
 
 def _places(ids_BK: Tensor, start: int, V: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -208,9 +210,9 @@ def _best(u_BU: Tensor, start: int, argmax: bool) -> dict[str, Tensor | None]:
     return {"max": max_B, "argmax": (argmax_B + start).to(u_BU.dtype)}
 
 
-def _product(weight_BU: Tensor, x_BU: Tensor) -> Tensor:
+def _weighted(weight_BU: Tensor, x_BU: Tensor) -> Tensor:
     """Sum of weight * x, where weight 0 counts for nothing even if x is -inf."""
-    return torch.where(weight_BU > 0, weight_BU * x_BU, 0.0).sum(-1)
+    return torch.linalg.vecdot(weight_BU, x_BU.clamp(min=FLOOR))
 
 
 def logits(raw_BV: Tensor, scale: float, softcap: float | None) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 sys.path.append(str(Path(__file__).parents[1] / "ranks"))
-from spawn import Ranks  # noqa: E402
+from spawn import Ranks
 
 
 @pytest.fixture(scope="session")

@@ -74,11 +74,14 @@ DIVERGENCES: dict[str, Callable[..., Any]] = {
     name: fn for name, fn in hl.losses.LOSSES.items() if "logq" in fn.__code__.co_varnames[: fn.__code__.co_argcount]
 }
 CASES = [
-    *((fn, FORMULAS.get(name), options) for name, fn in DIVERGENCES.items() for options in [{}, *OPTIONS.get(name, [])]),
+    *(
+        (fn, FORMULAS.get(name), options)
+        for name, fn in DIVERGENCES.items()
+        for options in [{}, *OPTIONS.get(name, [])]
+    ),
     (alpha_divergence, _alpha, {}),
     (alpha_divergence, _alpha, {"alpha": 0.7}),
 ]
-CASE_NAMES = [f"{fn.__name__}{options or ''}" for fn, _, options in CASES]
 
 
 @dataclass(frozen=True)
@@ -217,7 +220,12 @@ def truth(problem: Problem, loss: Callable[[Mapping[str, Tensor]], Tensor]) -> t
 
 
 def run(
-    objective: hl.Objective, problem: Problem, *, dtype: torch.dtype = torch.float64, rows: int | None = None, **call: Any
+    objective: hl.Objective,
+    problem: Problem,
+    *,
+    dtype: torch.dtype = torch.float64,
+    rows: int | None = None,
+    **call: Any,
 ) -> tuple[Any, dict[str, Tensor]]:
     """What headloss says; `rows` is how many of the student's logits the budget has room for."""
     leaves = problem.leaves(dtype)
@@ -250,7 +258,9 @@ def check(out: Any, grads: Mapping[str, Tensor], want: Any, tolerance: float = 1
 # Problems: nothing divides anything, and ignored rows hold NaN and infinities.
 
 
-def model(kind: str, shape: tuple[int, ...], vocab: int, *, size: int = 5, sharp: float = 2.0, **transform: Any) -> Model:
+def model(
+    kind: str, shape: tuple[int, ...], vocab: int, *, size: int = 5, sharp: float = 2.0, **transform: Any
+) -> Model:
     randn = lambda *size: torch.randn(*size, dtype=torch.float64)
     if kind == "Logits":
         return Model({"logits": sharp * randn(*shape, vocab)}, transform)

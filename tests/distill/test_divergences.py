@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import teaching
 import torch
-from teaching import CASE_NAMES, CASES, DIVERGENCES, FORMULAS, TAILS, check, make, run, truth, values
+from teaching import CASES, DIVERGENCES, FORMULAS, TAILS, check, make, run, truth, values
+from torch import Tensor
 
 import headloss as hl
 
@@ -19,18 +21,104 @@ def test_every_divergence_has_a_formula() -> None:
     assert set(DIVERGENCES) == set(FORMULAS), "write each divergence once more in teaching.py"
 
 
-@pytest.mark.parametrize("teacher, tail", TEACHERS, ids=lambda x: str(x))
-@pytest.mark.parametrize("fn, formula, options", CASES, ids=CASE_NAMES)
-def test_value_and_gradient(
-    fn: Callable[..., Any], formula: Callable[..., Any], options: Mapping[str, Any], teacher: str, tail: str
-) -> None:
+# Options of a divergence meet one dense and one sparse teacher; with its defaults it meets all of them.
+PAIRS = [
+    (case, teacher)
+    for case in CASES
+    for teacher in TEACHERS
+    if not case[2] or teacher in (("Linear", "bucket"), ("Sparse", "bucket"))
+]
+
+
+@pytest.mark.parametrize("case, taught", PAIRS, ids=[f"{c[0].__name__}{c[2] or ''}-{'-'.join(t)}" for c, t in PAIRS])
+def test_value_and_gradient(case: Any, taught: tuple[str, str]) -> None:
+    (fn, formula, options), (teacher, tail) = case, taught
     objective = hl.Objective(kd=hl.Term(fn, tail=tail, **options))
+    turn = len(fn.__name__)  # ways to run take turns
     for student in ("Logits", "Linear"):
         for shape in ((13,), (3, 5)):
             problem = make(student, teacher, shape, seed=len(shape))
             want = truth(problem, lambda leaves: values(problem, leaves, formula, options, tail))
-            for rows in (None,) if student == "Logits" else (1, 4, 1000):
-                for host_read in (True, False):
-                    got = run(objective, problem, rows=rows, host_read=host_read)
-                    check(*got, want, what=f"{student} {shape} rows={rows} host_read={host_read}")
-                    assert all(x.isfinite().all() for x in got[0].facts.values())
+            for rows in (None, None) if student == "Logits" else (1, 4, 1000):
+                turn += 1
+                got = run(objective, problem, rows=rows, host_read=turn % 2 == 0)
+                check(*got, want, what=f"{student} {shape} rows={rows} host_read={turn % 2 == 0}")
+                assert all(x.isfinite().all() for x in got[0].facts.values())
+
+
+def on_dense_facts(teacher_cross_entropy: Tensor, reverse_cross_entropy: Tensor, teacher_entropy: Tensor) -> Tensor:
+    return teacher_cross_entropy**2 + (0.3 * reverse_cross_entropy).tanh() * teacher_entropy
+
+
+def on_sparse_facts(ids_logprob: Tensor, tail_logprob: Tensor, teacher_ids: Tensor, teacher_logprob: Tensor) -> Tensor:
+    held = teacher_ids >= 0
+    gap = torch.where(held, ids_logprob - teacher_logprob.clamp(min=-9.0), 0.0)
+    return (gap**2 * (teacher_ids % 3 + 1)).sum(-1) + tail_logprob.exp()
+
+
+@pytest.mark.parametrize("student, rows", [("Logits", None), ("Linear", 1), ("Linear", 4), ("Linear", 99)])
+def test_losses_of_the_users_own(student: str, rows: int | None) -> None:
+    problem = make(student, "Linear")
+
+    def dense(leaves: Mapping[str, Tensor]) -> Tensor:
+        logp, logq = problem.dense(leaves)
+        p, q = logp.exp(), logq.exp()
+        return on_dense_facts(-(q * logp).sum(-1), -(p * logq).sum(-1), -(q * logq).sum(-1))
+
+    check(*run(hl.Objective(mine=on_dense_facts), problem, rows=rows), truth(problem, dense))
+    problem = make(student, "Sparse")
+
+    def sparse(leaves: Mapping[str, Tensor]) -> Tensor:
+        found = []
+        for s_V, named in zip(problem.student_scores(leaves), problem.named()):
+            p_V = s_V.softmax(-1)
+            gaps = [(p_V[i].log() - max(-9.0, math.log(q) if q else -9.0)) ** 2 * (i % 3 + 1) for i, q in named.items()]
+            found.append(sum(gaps) + 1 - sum(p_V[i] for i in named))
+        return torch.stack(found)
+
+    objective = hl.Objective(mine=on_sparse_facts)
+    check(*run(objective, problem, rows=rows), truth(problem, sparse))
+    check(*run(objective, problem, rows=rows, host_read=False), truth(problem, sparse))
+    assert objective.explain(problem.student.source(), problem.targets, teacher=problem.taught()).terms[0].kind == "row"
+
+
+def test_several_at_once_equal_their_sum() -> None:
+    """Dense and sparse teachers, tails and temperatures, and losses of the student alone, in one objective."""
+    problem = make("Linear", "Linear", (3, 5))
+    ids, logprobs = teaching.sparse_teacher((3, 5), 23)
+    teachers = {"big": problem.taught(), "served": hl.Sparse(ids, logprobs)}
+    sparse = teaching.replace(problem, teacher=None, ids=ids, logprobs=logprobs)
+    losses = hl.losses
+    parts = {
+        "ce": (hl.Term(losses.cross_entropy), None),
+        "a": (
+            hl.Term(losses.forward_kl, teacher="big", temperature=2.0),
+            (problem, teaching.forward_kl, "bucket", 2.0),
+        ),
+        "b": (hl.Term(losses.jsd, teacher="big"), (problem, teaching.jsd, "bucket", None)),
+        "c": (hl.Term(losses.tvd, teacher="big", temperature=0.5), (problem, teaching.tvd, "bucket", 0.5)),
+        "d": (hl.Term(losses.reverse_kl, teacher="served"), (sparse, teaching.reverse_kl, "bucket", None)),
+        "e": (
+            hl.Term(losses.forward_kl, teacher="served", tail="renormalise", temperature=2.0),
+            (sparse, teaching.forward_kl, "renormalise", 2.0),
+        ),
+        "f": (hl.Term(losses.skew_kl, teacher="served", tail="none"), (sparse, teaching.skew_kl, "none", None)),
+    }
+
+    def total(leaves: Mapping[str, Tensor]) -> Tensor:
+        rows = problem.targets.reshape(-1)[problem.valid]
+        found = torch.nn.functional.cross_entropy(problem.student_scores(leaves), rows, reduction="none")
+        for _, said in parts.values():
+            if said is not None:
+                which, formula, tail, T = said
+                found = found + values(which, leaves, formula, {}, tail, T)
+        return found
+
+    objective = hl.Objective(**{name: term for name, (term, _) in parts.items()})
+    want = truth(problem, total)
+    for rows in (1, 4, 99):
+        for host_read in (True, False):
+            check(*run(objective, problem, rows=rows, teacher=teachers, host_read=host_read), want)
+    leaves = problem.leaves()
+    out = objective.forward_backward(problem.student.source(leaves), problem.targets, teacher=teachers)
+    check(out, {n: getattr(out.grads, n) for n in leaves}, want)
