@@ -1,0 +1,86 @@
+"""A patched model under DDP and FSDP2, two ranks: the gradients and metrics of one process."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+pytest.importorskip("transformers")
+sys.path.insert(0, str(Path(__file__).parent.parent / "ranks"))
+import tiny_models as tiny
+from spawn import Ranks
+
+import headloss as hl
+from headloss.integrations.transformers import HeadlossCallback, patch
+from headloss.losses import cross_entropy
+
+OBJECTIVE = hl.Objective(ce=cross_entropy, metrics=["entropy"])
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Ranks]:
+    ranks = Ranks(2)
+    yield ranks
+    ranks.stop()
+
+
+def full(x: torch.Tensor) -> torch.Tensor:
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def step(how: str, name: str) -> None:
+    whole = tiny.batch(5)
+    items = int((whole["labels"][:, 1:] != -100).sum())
+    stock = tiny.model(name)
+    net: Any = patch(copy.deepcopy(stock), OBJECTIVE)
+    adapter = net.headloss
+    parameters = dict(net.named_parameters())
+    if how == "ddp":
+        net = DistributedDataParallel(net)
+    else:
+        mesh = init_device_mesh("cpu", (2,))
+        for layer in net.model.layers:
+            fully_shard(layer, mesh=mesh)
+        if how == "alone":  # the head is unsharded in its own forward only
+            fully_shard(net.lm_head, mesh=mesh)
+        fully_shard(net, mesh=mesh)
+        parameters = dict(net.named_parameters())
+    mine = slice(0, 2) if dist.get_rank() == 0 else slice(2, 5)
+    own = {k: x[mine] for k, x in whole.items()}
+    stock(**whole, num_items_in_batch=items).loss.backward()
+    for _ in range(2):  # with the probe, and without
+        net.zero_grad()
+        loss = net(**own, num_items_in_batch=items).loss
+        (2 * loss).backward()  # the wrapper averages, and the shares must be summed: Trainer scales alike
+    for key, p in stock.named_parameters():
+        torch.testing.assert_close(
+            full(parameters[key].grad), p.grad, rtol=1e-5, atol=2e-6, msg=lambda m: f"{key}: {m}"
+        )
+    state, logs = SimpleNamespace(log_history=[{}]), {"loss": 1.0}
+    HeadlossCallback().on_log(None, state, None, logs=logs, model=net)
+    with torch.no_grad():
+        want = patch(stock, OBJECTIVE)(**whole) and stock.headloss.last.metrics["entropy"]
+    assert (
+        logs["entropy"] == pytest.approx(float(want), rel=1e-5) and state.log_history[0]["entropy"] == logs["entropy"]
+    )
+    assert adapter.last is not None
+
+
+@pytest.mark.parametrize("name", ["gemma2", "llama"])
+@pytest.mark.parametrize("how", ["ddp", "alone", "root"])
+def test_two_ranks(pair: Ranks, how: str, name: str) -> None:
+    if (how, name) == ("alone", "gemma2"):
+        pytest.skip("a tied head cannot be a group of its own")
+    pair.run(step, how, name)
