@@ -13,6 +13,7 @@ import copy
 import math
 import re
 from dataclasses import KW_ONLY, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -220,6 +221,20 @@ class Sparse:
             )
         if self.ids.device != self.logprobs.device:
             raise ValueError(f"logprobs: is on {self.logprobs.device}, but ids is on {self.ids.device}")
+
+    @classmethod
+    def from_vllm(cls, prompt_logprobs: Any, **options: Any) -> Sparse:
+        """From vLLM's `prompt_logprobs`, of one sequence or of several; see `headloss.served.from_vllm`."""
+        from headloss.served import from_vllm
+
+        return from_vllm(prompt_logprobs, **options)
+
+    @classmethod
+    def from_sglang(cls, input_top_logprobs: Any, **options: Any) -> Sparse:
+        """From SGLang's `input_top_logprobs`, of one sequence or of several; see `headloss.served.from_sglang`."""
+        from headloss.served import from_sglang
+
+        return from_sglang(input_top_logprobs, **options)
 
     @property
     def leading(self) -> tuple[int, ...]:

@@ -1,0 +1,162 @@
+"""What inference servers say about a prompt, as a sparse teacher.
+
+Asked for the log-probabilities of a prompt, a server returns one entry a token: how likely it found that token, and the
+likeliest others, given the tokens before it.  The first token has nothing before it and no entry.  A student's row t
+predicts token t + 1, so the entry of token t + 1 is the teacher of row t, and the last row of a sequence has none: the
+rows of `hl.shift_labels`.
+
+    server's entries   None    about token 1   about token 2   about token 3
+    teacher's rows             row 0           row 1           row 2           row 3: ids -1
+
+Both forms come alone or in a list, one a sequence: (T, K), or (B, T, K) padded to the longest sequence or to `rows`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from headloss.sources import Sparse
+
+Row = list[tuple[float, int]]  # log-probability and id
+
+
+def from_vllm(
+    prompt_logprobs: Sequence[Any],
+    *,
+    rows: int | None = None,
+    k: int | None = None,
+    start: int | Sequence[int] = 0,
+    device: Any = None,
+) -> Sparse:
+    """A teacher from vLLM's `prompt_logprobs`: None, then {token id: Logprob} a token.
+
+    Ids may be strings, as JSON has them; a Logprob may be the object, {"logprob": ...} or a number.  With
+    `prompt_logprobs=K` vLLM returns K entries, and one more where the token itself is not among the K likeliest.
+
+    rows    pad each sequence to so many rows
+    k       keep the k likeliest of a row
+    start   the token that the first entry is about (of each sequence)
+    """
+    return _pack("prompt_logprobs", prompt_logprobs, _is_vllm_entry, _vllm_row, rows, k, start, device)
+
+
+def from_sglang(
+    input_top_logprobs: Sequence[Any],
+    *,
+    rows: int | None = None,
+    k: int | None = None,
+    start: int | Sequence[int] = 0,
+    device: Any = None,
+) -> Sparse:
+    """A teacher from SGLang's `meta_info["input_top_logprobs"]`: None, then [(logprob, token id, text), ...] a token.
+
+    `start` is the request's `logprob_start_len`; the rest as in `from_vllm`.
+    """
+    return _pack("input_top_logprobs", input_top_logprobs, _is_sglang_entry, _sglang_row, rows, k, start, device)
+
+
+def _is_vllm_entry(x: Any) -> bool:
+    return x is None or isinstance(x, Mapping)
+
+
+def _vllm_row(entry: Any) -> Iterator[tuple[Any, Any]]:
+    if not isinstance(entry, Mapping):
+        raise TypeError(f"wanted {{token id: log-probability}}, got {type(entry).__name__}")
+    for token, said in entry.items():
+        yield (said.get("logprob") if isinstance(said, Mapping) else getattr(said, "logprob", said)), token
+
+
+def _is_sglang_entry(x: Any) -> bool:
+    return x is None or (isinstance(x, list | tuple) and (not x or _is_triple(x[0])))
+
+
+def _is_triple(x: Any) -> bool:
+    return isinstance(x, list | tuple) and len(x) >= 2 and isinstance(x[0], int | float)
+
+
+def _sglang_row(entry: Any) -> Iterator[tuple[Any, Any]]:
+    if not isinstance(entry, list | tuple):
+        raise TypeError(f"wanted [(logprob, token id, text), ...], got {type(entry).__name__}")
+    for said in entry:
+        if not isinstance(said, list | tuple) or len(said) < 2:
+            raise TypeError(f"wanted (logprob, token id, text), got {said!r}")
+        yield said[0], said[1]
+
+
+def _pack(
+    name: str,
+    said: Sequence[Any],
+    is_entry: Callable[[Any], bool],
+    read: Callable[[Any], Iterator[tuple[Any, Any]]],
+    rows: int | None,
+    k: int | None,
+    start: int | Sequence[int],
+    device: Any,
+) -> Sparse:
+    if isinstance(said, str | Mapping) or not isinstance(said, Sequence):
+        raise TypeError(f"{name}: wanted a list with an entry a token, or a list of those, got {type(said).__name__}")
+    if not said:
+        raise ValueError(f"{name}: is empty; was the server asked for it?")
+    if k is not None and (isinstance(k, bool) or not isinstance(k, int) or k < 1):
+        raise ValueError(f"k: wanted at least 1, got {k!r}")
+    single = is_entry(said[0])
+    sequences = [said] if single else said
+    starts = [start] * len(sequences) if isinstance(start, int) else list(start)
+    if len(starts) != len(sequences):
+        raise ValueError(f"start: has {len(starts)} numbers, {name} {len(sequences)} sequences")
+    found: list[dict[int, Row]] = []
+    longest = 0
+    for i, (sequence, first) in enumerate(zip(sequences, starts, strict=True)):
+        label = name if single else f"{name}: sequence {i}"
+        if isinstance(sequence, str | Mapping) or not isinstance(sequence, Sequence):
+            raise TypeError(f"{label}: wanted a list with an entry a token, got {type(sequence).__name__}")
+        found.append(dict(_rows(label, sequence, first, read, k)))
+        length = first + len(sequence)
+        longest = max(longest, length)
+        if rows is not None and length > rows:
+            raise ValueError(f"rows: {rows}, but {label} has {length} tokens")
+    T = longest if rows is None else rows
+    K = max([1, *(len(row) for by_row in found for row in by_row.values())])
+    ids, logprobs = torch.full((len(found), T, K), -1), torch.full((len(found), T, K), -math.inf)
+    for b, by_row in enumerate(found):
+        for t, row in by_row.items():
+            ids[b, t, : len(row)] = torch.tensor([token for _, token in row])
+            logprobs[b, t, : len(row)] = torch.tensor([x for x, _ in row], dtype=torch.float32)
+    ids, logprobs = (x[0] if single else x for x in (ids, logprobs))
+    return Sparse(ids.to(device), logprobs.to(device))
+
+
+def _rows(label: str, sequence: Sequence[Any], start: int, read: Any, k: int | None) -> Iterator[tuple[int, Row]]:
+    """The rows of the student that the entries of a sequence belong to, likeliest id first."""
+    for i, entry in enumerate(sequence):
+        if entry is None or (i == 0 and not entry):
+            if i:
+                raise ValueError(f"{label}: position {i} is None; only the first token has no log-probabilities")
+            continue
+        if start + i == 0:
+            raise ValueError(f"{label}: position 0 has log-probabilities, but the first token has nothing before it")
+        try:
+            row = sorted((_checked(x, token) for x, token in read(entry)), reverse=True)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{label}: position {i}: {error}") from None
+        if not row:
+            raise ValueError(f"{label}: position {i} has no log-probabilities")
+        yield start + i - 1, row if k is None else row[:k]
+
+
+def _checked(x: Any, token: Any) -> tuple[float, int]:
+    if isinstance(token, str) and token.lstrip("-").isdigit():
+        token = int(token)
+    if isinstance(token, bool) or not isinstance(token, int):
+        raise TypeError(f"wanted a token id, got {token!r} (ask the server for ids, not for text)")
+    if token < 0:
+        raise ValueError(f"wanted a token id, got {token}")
+    if isinstance(x, bool) or not isinstance(x, int | float):
+        raise TypeError(f"wanted a log-probability for token {token}, got {x!r}")
+    if math.isnan(x) or x > 1e-3:
+        raise ValueError(f"wanted a log-probability for token {token}, got {x}")
+    return float(x), token
