@@ -100,6 +100,9 @@ class Objective:
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"Objective is immutable; make a new one to change {name!r}")
 
+    def __deepcopy__(self, memo: object) -> Objective:
+        return self  # immutable: a copied model keeps its objective
+
     @as_it_is
     def __call__(
         self,
