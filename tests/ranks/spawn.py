@@ -26,7 +26,7 @@ GROUP_TIMEOUT = 20.0  # of a collective; a rank that fails leaves the others wai
 CALL_TIMEOUT = 150.0
 
 
-class Failed(AssertionError):
+class RankError(AssertionError):
     """At least one rank raised; `errors` has each rank's traceback, or None."""
 
     def __init__(self, errors: list[str | None]) -> None:
@@ -67,7 +67,7 @@ class Ranks:
         errors = [None if ok else text for ok, text in answers]
         if any(e is not None for e in errors):
             self.stop()
-            raise Failed(errors)
+            raise RankError(errors)
         return [result for _, result in answers]
 
     def _collect(self, deadline: float) -> list[tuple[bool, Any]]:

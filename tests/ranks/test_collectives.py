@@ -114,7 +114,7 @@ def test_one_gather_a_visited_chunk(ranks: Any) -> None:
 
 def batch_losses() -> None:
     """A loss that needs every fact first reads all chunks, and still gathers once."""
-    centred = hl.Objective(mine=lambda logprob: -(logprob - logprob.mean()) ** 2)
+    centred = hl.Objective(mine=lambda logprob: -((logprob - logprob.mean()) ** 2))
     targets = torch.randint(V, (N,))
     said = source("Linear", 6)
     calls, _ = counted(lambda: centred(said, targets).loss.backward())

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from spawn import Calls, Failed, Ranks
+from spawn import Calls, RankError, Ranks
 
 import headloss as hl
 from headloss.losses import cross_entropy, gspo
@@ -76,7 +76,7 @@ def killed() -> None:
 def test_a_rank_killed_in_the_middle_of_a_step() -> None:
     pair = Ranks(2, group_timeout=10)  # of its own: it does not survive
     try:
-        with pytest.raises(Failed) as failed:
+        with pytest.raises(RankError) as failed:
             pair.run(killed, timeout=60)
     finally:
         pair.stop()

@@ -177,7 +177,9 @@ def loose_inputs() -> None:
     fully_shard(head, mesh=mesh, mp_policy=policy)
     hidden = torch.randn(tiny.B, tiny.T, tiny.D)
     with pytest.raises(TypeError, match=r"old_logprob: is torch.bfloat16.*hl.Inputs"):
-        head(hidden, targets=own.targets, objective=tiny.OBJECTIVE, old_logprob=own.old_logprob, advantage=own.advantage)
+        head(
+            hidden, targets=own.targets, objective=tiny.OBJECTIVE, old_logprob=own.old_logprob, advantage=own.advantage
+        )
 
 
 def test_loose_inputs_cast_to_bfloat16_raise(ranks: Any) -> None:

@@ -53,9 +53,7 @@ def batch(dtype: torch.dtype = torch.float64) -> Batch:
     torch.manual_seed(8)
     targets = torch.randint(V, (B, T))
     targets[torch.rand(B, T) < 0.3] = -100
-    return Batch(
-        torch.randint(V, (B, T)), targets, torch.randn(B, T).to(dtype).sub(3), torch.randn(B, T).to(dtype)
-    )
+    return Batch(torch.randint(V, (B, T)), targets, torch.randn(B, T).to(dtype).sub(3), torch.randn(B, T).to(dtype))
 
 
 OBJECTIVE = hl.Objective(

@@ -1,0 +1,88 @@
+"""Divergences over a sharded vocabulary, dense and sparse teachers: the same as in one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from test_collectives import counted, explained
+from test_shards import SPLITS, V, cut, shard_of, whole_grads
+from torch import Tensor
+
+import headloss as hl
+from headloss.divergence import is_divergence
+from headloss.losses import LOSSES
+
+DIVERGENCES = [name for name, fn in LOSSES.items() if is_divergence(fn)]
+N, D, K = 21, 5, 4
+
+
+def teachers() -> dict[str, tuple[Any, list[dict[str, Any]]]]:
+    """Each teacher as one process sees it, and the terms' options to try with it."""
+    torch.manual_seed(5)
+    logits = torch.randn(N, V).double() * 2
+    linear = hl.Linear(torch.randn(N, D + 1).double(), torch.randn(V, D + 1).double(), scale=0.7)
+    ids = torch.rand(N, V).argsort(-1)[:, :K]
+    named = logits.log_softmax(-1).gather(-1, ids)
+    ids[3, 2:] = -1
+    tails = [{"tail": tail} for tail in ("bucket", "none", "renormalise")]
+    return {"Logits": (hl.Logits(logits), [{}, {"temperature": 2.0}]), "Linear": (linear, [{}]),
+            "Sparse": (hl.Sparse(ids, named), tails)}  # fmt: skip
+
+
+def mine_of(teacher: Any, split: str) -> Any:
+    """The teacher as this rank holds it, in the student's shards."""
+    shard, columns = shard_of(split)
+    if isinstance(teacher, hl.Logits):
+        return hl.Logits(padded(teacher.logits.T, split)[columns].T.contiguous(), shard=shard)
+    if isinstance(teacher, hl.Linear):
+        return hl.Linear(teacher.hidden, padded(teacher.weight, split)[columns], scale=0.7, shard=shard)
+    return teacher
+
+
+def padded(x: Tensor, split: str) -> Tensor:
+    return torch.cat([x, torch.full((SPLITS[split][1], x.shape[1]), torch.nan).double()])
+
+
+def one_divergence(name: str, split: str) -> None:
+    for kind, (teacher, options) in teachers().items():
+        for more in options:
+            objective = hl.Objective(kd=hl.Term(LOSSES[name], **more), ce=LOSSES["cross_entropy"], backend="torch")
+            for source in ("Logits", "Linear"):
+                problem = oracle.make(source, (N,), V, num_segments=1)
+                want = oracle.run(objective, problem, teacher=teacher)
+                own, shard, _ = cut(problem, split)
+                for memory in (10**4, 10**7) if source == "Linear" else (None,):
+                    call = {"teacher": mine_of(teacher, split), "source": {"shard": shard}, "memory": memory}
+                    got = whole_grads(oracle.run(objective, own, **call), split)
+                    oracle.check(got, want, what=f"{name} {kind} {more} {source} {memory}")
+
+
+@pytest.mark.parametrize("name", DIVERGENCES)
+def test_divergences(ranks: Any, name: str) -> None:
+    for split in ("uneven", "padded"):
+        ranks(2, one_divergence, name, split)
+
+
+def collectives() -> None:
+    """One pass: the same single gather.  A second look at the row: one all-reduce more."""
+    for name in DIVERGENCES:
+        objective = hl.Objective(kd=LOSSES[name], ce=LOSSES["cross_entropy"])
+        for kind, (teacher, _) in teachers().items():
+            for source in ("Logits", "Linear"):
+                problem = oracle.make(source, (N,), V, num_segments=1, bad=False)
+                own, shard, _ = cut(problem, "uneven")
+                memory = {"memory": 10**4} if source == "Linear" else {}
+                said = own.source(own.leaves(torch.float64), shard=shard, **memory)
+                call = {"teacher": mine_of(teacher, "uneven")}
+                found, _ = counted(lambda: objective(said, own.targets, **call).loss.backward())
+                assert found == explained(objective, said, own.targets, **call), (name, kind, source)
+                if source == "Logits":
+                    second = kind != "Sparse" and not hasattr(LOSSES[name], "one_pass")
+                    assert found == {"all_gather": 1, **({"all_reduce": 1} if second else {})}, (name, kind)
+
+
+def test_collectives(ranks: Any) -> None:
+    ranks(2, collectives)
