@@ -19,7 +19,7 @@ from headloss.heads import Head, open_source
 from headloss.parallel import max_over
 from headloss.rows import Rows
 from headloss.signature import ONLY
-from headloss.sources import Linear, Logits, Source, Sparse, Teacher, parse_bytes
+from headloss.sources import Linear, Logits, Source, Sparse, Teacher, padded, parse_bytes
 from headloss.teachers import DenseChunk, SparseChunk, TeacherChunk, Temperature
 
 
@@ -108,7 +108,7 @@ class DenseGuide:
         The width is one that all ranks agree on, for they must walk the same chunks.
         """
         teacher = self.teacher
-        width = teacher.vocab if teacher.shard is None else teacher.shard.even_width
+        width = padded(teacher.vocab if teacher.shard is None else teacher.shard.even_width)
         if isinstance(teacher, Linear):
             return width * teacher.chunk_dtype.itemsize
         return 0 if self.rows.keep is None else width * teacher.logits.element_size()

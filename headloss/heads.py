@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from headloss.sources import Linear, Logits, Source, parse_bytes
+from headloss.sources import Linear, Logits, Source, padded, parse_bytes
 
 GATHER_BYTES = 32 << 20  # of the logits copied at a time where ignored rows are passed over
 
@@ -134,9 +134,8 @@ class LinearHead:
         C, V, dtype = len(hidden_CD), len(self.weight_VD), self.source.chunk_dtype
         if slot not in self.buffers_CV or len(self.buffers_CV[slot]) < C:
             self.buffers_CV.pop(slot, None)  # free the old one first
-            wide = -(-V // 64) * 64  # rows that start on a boundary are read and multiplied faster
             most = max(C, self.longest)
-            self.buffers_CV[slot] = torch.empty(most, wide, dtype=dtype, device=hidden_CD.device)[:, :V]
+            self.buffers_CV[slot] = torch.empty(most, padded(V), dtype=dtype, device=hidden_CD.device)[:, :V]
         raw_CV = self.buffers_CV[slot][:C]
         product(hidden_CD, self.weight_VD.t(), out=raw_CV)
         if self.bias_V is not None:
@@ -248,7 +247,7 @@ Head = LogitsHead | LinearHead
 
 
 def open_source(source: Source, beside: int = 0, most: int | None = None) -> Head:
-    """`beside`: the bytes a row of a chunk costs for its teachers.  `most`: rows of a chunk, where they must be made."""
+    """`beside`: the bytes a row of a chunk costs for its teachers.  `most`: rows of a chunk that must be made."""
     return LogitsHead(source, most) if isinstance(source, Logits) else LinearHead(source, beside)
 
 

@@ -12,7 +12,6 @@ from headloss.facts import Fact
 from headloss.heads import Grads
 from headloss.metrics import Metric
 
-
 Key = str | tuple[str, float] | tuple[str, float | None, str]
 
 
