@@ -1,0 +1,288 @@
+"""TRL's trainers on headloss: the same training as native, step by step, with our metrics beside theirs."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("trl")
+pytest.importorskip("datasets")
+import tiny_models as tiny
+import transformers
+import trl
+from datasets import Dataset, disable_progress_bars
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+import headloss as hl
+from headloss.integrations import trl as adapter
+from headloss.losses import cross_entropy, z_loss
+
+if trl.__version__.rsplit(".", 1)[0] not in adapter.VERSIONS:
+    pytest.skip(f"trl {trl.__version__} is not one that the adapter knows", allow_module_level=True)
+
+TIMES = ("runtime", "per_second", "step_time", "flos", "mfu")
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Any:
+    transformers.logging.set_verbosity_error()
+    disable_progress_bars()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    words = {"<pad>": 0, "<bos>": 1, "<eos>": 2, **{f"w{i}": i for i in range(3, tiny.V)}}
+    made = Tokenizer(models.WordLevel(words, unk_token="w3"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>")
+
+
+def lines(count: int, completions: bool = True) -> Dataset:
+    generator = torch.Generator().manual_seed(4)
+
+    def words(most: int) -> str:
+        number = int(torch.randint(2, most, (), generator=generator))
+        return " ".join(f"w{int(i)}" for i in torch.randint(3, tiny.V, (number,), generator=generator))
+
+    rows = [{"prompt": words(5), "completion": " " + words(8)} for _ in range(count)]
+    return Dataset.from_list(rows if completions else [{"prompt": row["prompt"]} for row in rows])
+
+
+def common(folder: Path, **more: Any) -> dict[str, Any]:
+    options = {
+        "output_dir": str(folder), "max_steps": 3, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2,
+        "optim": "sgd", "learning_rate": 0.1, "lr_scheduler_type": "constant", "logging_steps": 1, "seed": 7,
+        "save_strategy": "no", "report_to": [], "disable_tqdm": True, "use_cpu": True, "bf16": False,
+    }  # fmt: skip
+    return options | more
+
+
+def same_history(ours: Any, native: Any, rel: float = 2e-5) -> list[dict[str, float]]:
+    """Every number TRL logged is the same; returns our lines of the history."""
+    steps = list(zip(ours.state.log_history, native.state.log_history, strict=True))
+    for mine, theirs in steps:
+        kept = {k: x for k, x in theirs.items() if isinstance(x, float | int) and not any(t in k for t in TIMES)}
+        assert {k: mine[k] for k in kept} == pytest.approx(kept, rel=rel, abs=2e-6)
+    return [mine for mine, _ in steps]
+
+
+def same_weights(ours: nn.Module, native: nn.Module, start: nn.Module) -> None:
+    for (name, p), q in zip(ours.named_parameters(), native.parameters()):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
+    assert any((p - q).abs().max() > 1e-3 for p, q in zip(ours.parameters(), start.parameters()))
+
+
+@pytest.mark.parametrize("name", ["gemma2", "qwen3", "mixtral", "dft"])
+def test_sft(name: str, tokenizer: Any, tmp_path: Path) -> None:
+    start = tiny.model("llama" if name == "dft" else name)
+    arguments = trl.SFTConfig(
+        **common(tmp_path, eval_strategy="steps", eval_steps=2),
+        max_length=12,
+        loss_type="dft" if name == "dft" else "nll",
+    )
+    runs = {}
+    for kind, more in ((trl.SFTTrainer, {}), (adapter.SFTTrainer, {"metrics": ["max_logprob", "perplexity"]})):
+        trainer = kind(
+            model=copy.deepcopy(start), args=copy.deepcopy(arguments), train_dataset=lines(12), eval_dataset=lines(3),
+            processing_class=tokenizer, **more,
+        )  # fmt: skip
+        trainer.train()
+        runs[kind] = trainer
+    native, ours = runs.values()
+    history = same_history(ours, native)
+    same_weights(ours.model, native.model, start)
+    steps = [line for line in history if "loss" in line]
+    assert len(steps) == 3 and all(
+        {"max_logprob", "perplexity", "entropy", "mean_token_accuracy"} <= set(x) for x in steps
+    )
+    if name in ("gemma2", "qwen3"):
+        assert steps[0]["perplexity"] == pytest.approx(torch.tensor(steps[0]["loss"]).exp().item(), rel=1e-4)
+    assert any("eval_perplexity" in line for line in history)
+    assert not any("fact" in key for line in history for key in line)
+
+
+def test_sft_with_an_objective(tokenizer: Any, tmp_path: Path) -> None:
+    """Cross-entropy and a z-loss: TRL's metrics stay, the loss is the objective's."""
+    start, weight = tiny.model("llama"), 0.05
+    objective = hl.Objective(ce=cross_entropy, z=hl.Term(z_loss, weight=weight), metrics=["lse"])
+    trainer = adapter.SFTTrainer(
+        model=copy.deepcopy(start), args=trl.SFTConfig(**common(tmp_path, max_steps=1), max_length=12),
+        train_dataset=lines(12), processing_class=tokenizer, objective=objective,
+    )  # fmt: skip
+    batches = [batch for _, batch in zip(range(2), trainer.get_train_dataloader())]
+    trainer.train()
+    items = sum(int((b["labels"][:, 1:] != -100).sum()) for b in batches)
+    loss = torch.zeros(())
+    for batch in batches:
+        logits = start(batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1]
+        labels = batch["labels"][:, 1:]
+        z = (logits.logsumexp(-1) ** 2)[labels != -100].sum()
+        ce = torch.nn.functional.cross_entropy(logits.transpose(1, 2), labels, reduction="sum")
+        loss = loss + (ce + weight * z) / items
+    loss.backward()
+    line = trainer.state.log_history[0]
+    assert line["loss"] == pytest.approx(float(loss.detach()), rel=1e-5)
+    assert {"lse", "entropy", "mean_token_accuracy", "ce/perplexity"} <= set(line)
+    for (name, p), q in zip(start.named_parameters(), trainer.model.parameters()):
+        norm = line["grad_norm"]
+        step = 0.1 * p.grad / max(norm, 1.0)  # the trainer clips at 1
+        torch.testing.assert_close(q, p.detach() - step, rtol=1e-4, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def stored(model: Any, folder: Path) -> Any:
+    model.save_pretrained(folder)
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+
+
+def reward(completions: list[str], **_: Any) -> list[float]:
+    return [float(sum(int(word[1:]) % 2 for word in text.split() if word[1:].isdigit())) for text in completions]
+
+
+@pytest.mark.parametrize("loss", ["dapo", "grpo_kl"])
+def test_grpo(loss: str, tokenizer: Any, tmp_path: Path) -> None:
+    start = tiny.model("cohere" if loss == "dapo" else "qwen3")
+    if loss != "dapo":  # with a KL penalty TRL loads the reference from where the model came
+        start = stored(start, tmp_path / "start")
+    arguments = trl.GRPOConfig(
+        **common(tmp_path), max_completion_length=6, num_generations=2, temperature=0.8,
+        loss_type="dapo" if loss == "dapo" else "grpo", beta=0.0 if loss == "dapo" else 0.1,
+        num_iterations=1 if loss == "dapo" else 2, entropy_coef=0.0 if loss == "dapo" else 0.01,
+    )  # fmt: skip
+    runs = {}
+    for kind, more in ((trl.GRPOTrainer, {}), (adapter.GRPOTrainer, {"metrics": ["sum_p2", "perplexity"]})):
+        trainer = kind(
+            model=copy.deepcopy(start), args=copy.deepcopy(arguments), train_dataset=lines(8, completions=False),
+            processing_class=tokenizer, reward_funcs=reward, **more,
+        )  # fmt: skip
+        trainer.train()
+        runs[kind] = trainer
+    native, ours = runs.values()
+    history = same_history(ours, native, rel=1e-4)
+    same_weights(ours.model, native.model, start)
+    steps = [line for line in history if "loss" in line]
+    assert len(steps) == 3 and all({"sum_p2", "perplexity", "entropy"} <= set(line) for line in steps)
+    assert any(line["grad_norm"] > 1e-3 for line in steps) and steps[0]["reward"] > 0
+    assert all(0 < line["sum_p2"] < 1 for line in steps)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+def test_distillation(beta: float, tokenizer: Any, tmp_path: Path) -> None:
+    start, teacher = tiny.model("gemma2"), tiny.model("llama", seed=3, spread=2.0)
+    arguments = trl.DistillationConfig(**common(tmp_path), max_completion_length=6, temperature=1.3, beta=beta)
+    runs = {}
+    for kind, more in (
+        (trl.DistillationTrainer, {}),
+        (adapter.DistillationTrainer, {"metrics": ["teacher_agreement"]}),
+    ):
+        trainer = kind(
+            model=copy.deepcopy(start), teacher_model=copy.deepcopy(teacher), args=copy.deepcopy(arguments),
+            train_dataset=lines(8, completions=False), processing_class=tokenizer, **more,
+        )  # fmt: skip
+        trainer.train()
+        runs[kind] = trainer
+    native, ours = runs.values()
+    history = same_history(ours, native, rel=1e-4)
+    same_weights(ours.model, native.model, start)
+    assert all("teacher_agreement" in line and "entropy" in line for line in history if "loss" in line)
+
+
+def test_outputs_of_the_fused_head() -> None:
+    """Every output, with and without shift_labels, against TRL's own head."""
+    outputs = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+    native, batch = tiny.model("gemma2"), tiny.batch()
+    ours = copy.deepcopy(native)
+    trl.trainer.utils.add_fused_lm_head(native, temperature=0.7, outputs=outputs)
+    adapter.add_fused_lm_head(ours, temperature=0.7, outputs=outputs)
+    plain = {k: x for k, x in batch.items() if k != "labels"}
+    torch.testing.assert_close(ours(**plain).logits, native(**plain).logits, rtol=0, atol=0)
+    for more in ({"labels": batch["labels"]}, {"shift_labels": hl.shift_labels(batch["labels"])}):
+        found, want = (m(**plain, **more, fused_lm_head=True, num_items_in_batch=11) for m in (ours, native))
+        assert found.keys() == want.keys()
+        for name in want:
+            torch.testing.assert_close(found[name], want[name], rtol=2e-5, atol=2e-5, msg=lambda m, n=name: f"{n}: {m}")
+        for model, out in ((ours, found), (native, want)):
+            model.zero_grad()
+            (out.log_probs.sum() + 0.3 * (out.entropy**2).sum()).backward()
+        for (name, p), q in zip(ours.named_parameters(), native.parameters()):
+            torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-4, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def test_swapped_kernels() -> None:
+    torch.manual_seed(1)
+    utils, names = trl.trainer.utils, ("selective_log_softmax", "entropy_from_logits", "add_fused_lm_head")
+    native = {name: getattr(utils, name) for name in (*names, "selective_log_softmax_and_entropy")}
+    logits, index = 3 * torch.randn(2, 5, 17), torch.randint(17, (2, 5))
+    mask = (torch.rand(2, 5) > 0.3).long()
+    with adapter.swap_kernels():
+        from trl.trainer import dpo_trainer
+
+        assert utils.selective_log_softmax is adapter.selective_log_softmax
+        assert dpo_trainer.add_fused_lm_head is not native["add_fused_lm_head"]
+        for name, arguments in (
+            ("selective_log_softmax", (index, 0.7, mask)),
+            ("selective_log_softmax", (index[..., None].expand(2, 5, 3),)),
+            ("entropy_from_logits", ()),
+            ("selective_log_softmax_and_entropy", (index, True, 1.3, mask)),
+        ):
+            grads = []
+            for fn in (getattr(utils, name), native[name]):
+                leaf = logits.clone().requires_grad_()
+                found = fn(leaf, *arguments)
+                total = sum((x * torch.arange(1.0, x.numel() + 1).view(x.shape)).sum() for x in _tuple(found))
+                total.backward()
+                grads.append((total.detach(), leaf.grad))
+            torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-4)
+    assert {name: getattr(utils, name) for name in native} == native
+    assert dpo_trainer.add_fused_lm_head is native["add_fused_lm_head"]
+
+
+def _tuple(x: Any) -> tuple[torch.Tensor, ...]:
+    return x if isinstance(x, tuple) else (x,)
+
+
+def test_preference_trainer_inside_a_swap(tokenizer: Any, tmp_path: Path) -> None:
+    """A trainer without a class of its own here: DPO."""
+    start = stored(tiny.model("llama"), tmp_path / "start")
+    rows = [{**row, "chosen": row["completion"], "rejected": " w9 w4 w7"} for row in lines(4)]
+    data = Dataset.from_list([{k: row[k] for k in ("prompt", "chosen", "rejected")} for row in rows])
+
+    def run() -> Any:
+        trainer = trl.DPOTrainer(
+            model=copy.deepcopy(start), args=trl.DPOConfig(**common(tmp_path, max_steps=2)), train_dataset=data,
+            processing_class=tokenizer,
+        )  # fmt: skip
+        trainer.train()
+        return trainer
+
+    native = run()
+    with adapter.swap_kernels():
+        ours = run()
+    assert isinstance(ours.model.headloss, adapter.FusedHead)
+    same_history(ours, native, rel=1e-4)
+    same_weights(ours.model, native.model, start)
+
+
+def test_bad_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny.model("llama")
+    with pytest.raises(ValueError, match="outputs: 'logits' is not known"):
+        adapter.add_fused_lm_head(tiny.model("llama"), outputs=("logits",))
+    adapter.add_fused_lm_head(model)
+    with pytest.raises(ValueError, match="patched already"):
+        adapter.add_fused_lm_head(model)
+    with pytest.raises(ValueError, match="labels: needed"):
+        model(torch.ones(1, 3).long(), fused_lm_head=True)
+    monkeypatch.setattr(trl, "__version__", "9.1.0")
+    with pytest.raises(RuntimeError, match=r"trl: this is 9\.1\.0, but headloss knows"), adapter.swap_kernels():
+        pass
+    with pytest.raises(RuntimeError, match="patch"):
+        adapter.SFTTrainer(model=tiny.model("llama"))
