@@ -51,6 +51,11 @@ clean:
 	$(PIP) numpy pytest pytest-xdist pytest-timeout hypothesis ruff==0.17.4 mypy==2.4.1 typer rich matplotlib
 	touch $@
 
-.venv/ready: .venv/tools pyproject.toml
+# The trainers that the adapters are tested with (brings transformers, accelerate, datasets); their tests skip without.
+.venv/trainers: .venv/tools
+	$(PIP) trl==1.16.0 torch==2.13.0 || echo "trl could not be installed; continuing without it"
+	touch $@
+
+.venv/ready: .venv/trainers pyproject.toml
 	$(PIP) --no-build-isolation --no-deps --editable .
 	touch $@

@@ -17,6 +17,7 @@ from headloss.reductions import REDUCTIONS
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
+NEEDS = re.compile(r"^<!-- needs (\w+) -->$", re.MULTILINE)  # a page whose blocks want more than torch
 FILE = re.compile(r"# ((?:headloss|tests)/\S+\.py)\n")
 
 
@@ -28,6 +29,8 @@ def blocks(path: Path) -> list[str]:
 
 @pytest.mark.parametrize("path", [p for p in DOCUMENTS if blocks(p)], ids=lambda p: p.name)
 def test_blocks_run(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for package in NEEDS.findall(path.read_text()):
+        pytest.importorskip(package)
     space: dict[str, object] = {"__name__": "__document__"}
     for block in blocks(path):
         exec(compile(block, str(path), "exec"), space)
