@@ -68,6 +68,11 @@ def make_plan(
     own = source.temperature if isinstance(source.temperature, int | float) else None
     calls = {name: term.call(own, teachers) for name, term in objective.terms.items()}
     metrics = tuple((name, retarget(call, own, teachers)) for name, call in objective.metrics)
+    for name, call in calls.items():
+        if name not in off:
+            check_teachers(f"term {name!r} ({call.signature.name})", call, teachers)
+    for name, call in metrics:
+        check_teachers(f"metric {name!r}", call, teachers)
     check_asked(teachers, [*calls.values(), *(call for _, call in metrics)])
     named = {f"{i} of {n}" for n, x in teachers.items() if isinstance(x, Sparse) for i in TEACHER_INPUTS}
     check_inputs(calls.items(), inputs, CALL, off=off, metrics=metrics, teachers=named)
@@ -86,7 +91,6 @@ def make_plan(
             asks = f"reduction {term.reduction!r}" if term.reduction.startswith("seq_") else "its loss"
             raise ValueError(f"segments: term {name!r} needs them for {asks}; pass segments=hl.Segments...")
         call = calls[name]
-        check_teachers(f"term {name!r} ({call.signature.name})", call, teachers)
         shapes = {n: shape for n, (_, shape) in laid.items() if n in call.input_names}
         shapes |= {n: shape for n, shape in ids.items() if n.split(" of ", 1)[1] in {f.teacher for f in call.facts}}
         if segments is not None and source.leading == (segments.num_segments,):
@@ -97,8 +101,6 @@ def make_plan(
         if term.reduction == "weighted_mean" and call.row_weight_signature and call.row_weight_signature.facts:
             found = found._replace(kind="batch", reason="weighted_mean sums a row_weight made of facts")
         planned.append(Planned(name, call, found, now[name], term.reduction, term.length))
-    for name, call in metrics:
-        check_teachers(f"metric {name!r}", call, teachers)
     wanted = [f for t in planned for f in t.call.facts if f not in t.trace.unused]
     wanted += [f for _, call in metrics for f in call.facts]
     if targets is None:
@@ -207,6 +209,9 @@ def check_teachers(label: str, call: Call, teachers: Mapping[str, Teacher]) -> N
     for what, name, sparse in asked:
         there = ", ".join(map(repr, teachers)) or "none"
         if name not in teachers:
+            if name != ONLY:
+                near = suggest(str(name), teachers)
+                raise ValueError(f"teacher: {label} looks at {name!r}, which was not passed (there are: {there}){near}")
             which = "Term(teacher=...) must name one" if len(teachers) > 1 else "pass teacher=..."
             raise ValueError(f"teacher: {label} needs one for {what!r}; {which} (there are: {there})")
         if isinstance(teachers[name], Sparse) != sparse:

@@ -17,10 +17,11 @@ from torch import Tensor
 
 from headloss.backends.torch_teachers import Comparison, divide, logits, pull_tile, second_look
 from headloss.facts import FLOOR, Moments, Partial, Pull, Softmax, Want
-from headloss.teachers import DenseChunk, DenseSoftmax, TeacherChunk, TeacherPulls, Temperature
+from headloss.teachers import DenseChunk, DensePull, DenseSoftmax, TeacherChunk, TeacherPulls, Temperature
 
 TILE_BYTES = {"cpu": 8 << 20}
 TILE_BYTES_ELSEWHERE = 64 << 20
+LOOK_BUFFERS = 8  # a divergence and its slope keep about 20 of a tile's size
 
 
 def sums(
@@ -51,7 +52,7 @@ def sums(
     )
     column_C, here_C = (None, None) if target_C is None else _columns(target_C, start, V)
     compared = [Comparison(*named, want, dtype, raw_CV.device) for named in zip(want.teachers, teachers, strict=True)]
-    for rows in _tiles(raw_CV):
+    for rows in _tiles(raw_CV, 2 if teachers else 1):
         z_BV = logits(raw_CV[rows], scale, softcap)
         if V == 0:
             _identity(out, rows)
@@ -110,7 +111,8 @@ def pull(
         for T, log_sum, k in zip(temperatures, softmax.log_sums, pulls, strict=True)
         if k.a is not None
     ]
-    for rows in _tiles(raw_CV):
+    looks = any(isinstance(k, DensePull) and k.looks for own in teacher_pulls for k in own)
+    for rows in _tiles(raw_CV, LOOK_BUFFERS if looks else 2 if teachers else 1):
         z_BV = logits(raw_CV[rows], scale, softcap)
         grad_BV = None
         for T, a, b, e, c, y in parts:
@@ -157,7 +159,7 @@ def look(
 ) -> list[tuple[Tensor, Tensor]]:
     """The second look: of every divergence wanted, in order, its sum over these columns and that of its slopes."""
     tiles: list[list[tuple[Tensor, Tensor]]] = []
-    for rows in _tiles(raw_CV):
+    for rows in _tiles(raw_CV, LOOK_BUFFERS):
         z_BV = logits(raw_CV[rows], scale, softcap)
         found: list[tuple[Tensor, Tensor]] = []
         for name, chunk, seen, Ts in zip(want.teachers, teachers, softmax.teachers, teacher_temperatures, strict=True):
@@ -196,8 +198,9 @@ def _columns(target_C: Tensor, start: int, V: int) -> tuple[Tensor, Tensor]:
     return column_C.clamp(0, max(0, V - 1)), (column_C >= 0) & (column_C < V)
 
 
-def _tiles(raw_CV: Tensor) -> Iterator[slice]:
-    row_bytes = max(1, raw_CV.shape[-1]) * max(4, raw_CV.element_size())
+def _tiles(raw_CV: Tensor, beside: int = 1) -> Iterator[slice]:
+    """Runs of rows; with more buffers `beside` them they are shorter, so that all together take no more."""
+    row_bytes = max(1, raw_CV.shape[-1]) * max(4, raw_CV.element_size()) * beside
     step = max(1, TILE_BYTES.get(raw_CV.device.type, TILE_BYTES_ELSEWHERE) // row_bytes)
     for i in range(0, max(1, raw_CV.shape[0]), step):  # without rows there is still one tile, of none
         yield slice(i, min(i + step, raw_CV.shape[0]))
