@@ -84,3 +84,40 @@ def test_two_ranks(pair: Ranks, how: str, name: str) -> None:
     if (how, name) == ("alone", "gemma2"):
         pytest.skip("a tied head cannot be a group of its own")
     pair.run(step, how, name)
+
+
+def fused(how: str) -> None:
+    """TRL's fused head, answered by ours: log-probabilities and entropies pull on a sharded head as on a whole one."""
+    from headloss.integrations.trl import add_fused_lm_head
+
+    whole, stock = tiny.batch(5), tiny.model("llama")
+    net: Any = copy.deepcopy(stock)
+    add_fused_lm_head(net, outputs=("log_probs", "entropy"))
+    mesh = init_device_mesh("cpu", (2,))
+    layer = fully_shard(net.model.layers[0], mesh=mesh)
+    if how == "alone":
+        fully_shard(net.lm_head, mesh=mesh)
+    fully_shard(net, mesh=mesh)
+    net.set_modules_to_backward_prefetch([layer])  # nobody but the head's own hook brings its weight back
+    mine = slice(0, 2) if dist.get_rank() == 0 else slice(2, 5)
+    own = {k: x[mine] for k, x in whole.items()}
+    for _ in range(2):
+        net.zero_grad()
+        out = net(**own, fused_lm_head=True)
+        (2 * (out.log_probs.sum() + out.entropy.sum() / 3)).backward()
+    plain = {k: x for k, x in whole.items() if k != "labels"}
+    facts = hl.row_facts(
+        hl.Logits(stock(**plain).logits), hl.shift_labels(whole["labels"]), want=("logprob", "entropy")
+    )
+    (facts.logprob.sum() + facts.entropy.sum() / 3).backward()
+    found = dict(net.named_parameters())
+    for key, p in stock.named_parameters():
+        torch.testing.assert_close(
+            full(found[key].grad), p.grad, rtol=1e-4, atol=1e-4, msg=lambda m, key=key: f"{key}: {m}"
+        )
+
+
+@pytest.mark.parametrize("how", ["alone", "root"])
+def test_fused_head_on_two_ranks(pair: Ranks, how: str) -> None:
+    pytest.importorskip("trl")
+    pair.run(fused, how)
