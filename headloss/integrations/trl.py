@@ -101,7 +101,7 @@ class FusedHead(Adapter):
         facts = [fact for name in self.outputs for fact in FACTS[name]]
         facts += [fact.name for _, call in self.metrics for fact in call.signature.facts]
         self.want = tuple(dict.fromkeys(facts))
-        self.wanted: tuple[hl.Objective, dict[str, Any]] | None = None  # a loss to be made in the same visit
+        self.wanted: tuple[hl.Objective, dict[str, Any], Tensor | None] | None = None  # a loss to make in the visit
         self.loss: Tensor | None = None
         self.aux_loss: Tensor | None = None
 
@@ -109,8 +109,9 @@ class FusedHead(Adapter):
         with torch.autocast(hidden.device.type, enabled=False) if self.cast else _as_it_is():
             source = _source(head, hidden.float() if self.cast else hidden, self.options)
             if self.wanted is not None:
-                objective, call = self.wanted
-                out = objective(source, targets, **call)
+                objective, call, keep = self.wanted
+                counted = targets if keep is None else targets.masked_fill(~keep, -100)
+                out = objective(source, counted, **call)
                 self.log.add(_shown(out), head.training)
                 return {name: out.facts[name].detach() for name in self.want}, [out.loss]
             facts = hl.row_facts(source, targets, want=self.want)
@@ -216,7 +217,7 @@ class SFTTrainer(_OnHeadloss, sft_trainer.SFTTrainer):
         if self.compute_loss_func is not None or self.label_smoother is not None:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         adapter = unwrapped(self.model).headloss
-        adapter.wanted = self.objective, {"num_items": num_items_in_batch}
+        adapter.wanted = self.objective, {"num_items": num_items_in_batch}, None
         try:
             native = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)  # for TRL's metrics
         finally:
@@ -232,7 +233,96 @@ class SFTTrainer(_OnHeadloss, sft_trainer.SFTTrainer):
 
 
 class GRPOTrainer(_OnHeadloss, grpo_trainer.GRPOTrainer):
-    """TRL's GRPOTrainer: its losses and metrics on log-probabilities and entropies from headloss."""
+    """TRL's GRPOTrainer: its losses and metrics on log-probabilities and entropies from headloss.
+
+    With an `objective` (`policy_objective(args)` is TRL's loss as one) the loss is made in the visit of the head; TRL's
+    metrics stay.  Its terms may ask for advantage, old_logprob, ref_logprob, sampler_logprob.  `token_mean` divides by
+    the tokens and `seq_mean_...` by the sequences of the whole accumulated batch.
+    """
+
+    def __init__(self, *args: Any, objective: hl.Objective | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        want = unwrapped(self.model).headloss.want
+        self.objective = None if objective is None else _extended(objective, self._headloss["metrics"], want)
+
+    def _compute_loss(self, model: Any, inputs: Any) -> Tensor:
+        if self.objective is None:
+            return super()._compute_loss(model, inputs)
+        training = self.model.training
+        steps = self.current_gradient_accumulation_steps if training else 1
+        call, keep = _policy_call(self.objective, inputs)
+        items = inputs["num_items_in_batch"].clamp(min=1.0) / self.accelerator.num_processes
+        call["num_items"] = items * steps / self.args.steps_per_generation if training else items
+        call["num_segments"] = len(keep) * steps
+        adapter = unwrapped(self.model).headloss
+        adapter.wanted = self.objective, call, keep
+        try:
+            super()._compute_loss(model, inputs)  # for TRL's metrics; its loss carries no gradient of the head
+        finally:
+            adapter.wanted = None
+        loss, adapter.loss = adapter.loss, None
+        if self.aux_loss_enabled:
+            loss = loss + self.router_aux_loss_coef * adapter.aux_loss / steps
+        adapter.aux_loss = None
+        return loss
+
+
+def policy_objective(args: Any) -> hl.Objective:
+    """The loss that a `GRPOConfig` describes, as an objective; what it cannot say is refused."""
+    high = args.epsilon if args.epsilon_high is None else args.epsilon_high
+    reductions = {
+        "dapo": {"reduction": "token_mean"},
+        "grpo": {"reduction": "seq_mean_token_mean"},
+        "dr_grpo": {"reduction": "seq_mean_token_sum_norm", "length": args.max_completion_length},
+    }
+    sequence = args.importance_sampling_level == "sequence"
+    unknown = {
+        "loss_type": args.loss_type not in reductions,
+        "entropy_coef": bool(args.entropy_coef) or args.use_adaptive_entropy,
+        "top_entropy_quantile": args.top_entropy_quantile < 1,
+        "off_policy_mask_threshold": args.off_policy_mask_threshold is not None,
+        "use_vllm": args.use_vllm,
+        "delta": sequence and args.delta is not None,
+    }
+    for name, is_so in unknown.items():
+        if is_so:
+            raise ValueError(
+                f"{name}: {getattr(args, name)!r} is not read into an objective; write one with headloss.losses, or "
+                f"leave `objective` out to run TRL's loss"
+            )
+    how: dict[str, Any] = reductions[args.loss_type]
+    two_sided = {} if args.delta is None else {"delta": args.delta}
+    policy = hl.Term(LOSSES["gspo" if sequence else "grpo"], low=args.epsilon, high=high, **two_sided, **how)
+    if args.beta == 0:
+        return hl.Objective(rl=policy)
+    kl = hl.Term(LOSSES["kl_to_reference"], weight=args.beta, corrected=args.use_bias_correction_kl, **how)
+    return hl.Objective(rl=policy, kl=kl)
+
+
+def _policy_call(objective: hl.Objective, inputs: Mapping[str, Any]) -> tuple[dict[str, Any], Tensor]:
+    """TRL's (B, C) inputs as (B, T) rows, of which row t predicts token t + 1; and which rows count.
+
+    Of the inputs only those that the objective asks for.
+    """
+    start, (batch, length) = inputs["prompt_ids"].shape[1] - 1, inputs["completion_ids"].shape
+
+    def rows(x: Tensor) -> Tensor:
+        wide = x.new_zeros(batch, start + length + 1)
+        wide[:, start:-1] = x
+        return wide
+
+    advantage = inputs["advantages"]
+    given = {
+        "advantage": advantage[:, None] if advantage.ndim == 1 else advantage,
+        "old_logprob": inputs.get("old_per_token_logps"),
+        "ref_logprob": inputs.get("ref_per_token_logps"),
+        "sampler_logprob": inputs.get("sampling_per_token_logps"),
+    }
+    calls = [term.call(None, {}) for term in objective.terms.values()] + [call for _, call in objective.metrics]
+    asked = {name for call in calls for name in call.input_names}
+    call: dict[str, Any] = {n: rows(x) for n, x in given.items() if n in asked and x is not None}
+    keep = rows(inputs["completion_mask"] * inputs.get("tool_mask", 1)) != 0
+    return {**call, "segments": hl.Segments.from_batch(keep)}, keep
 
 
 class DistillationTrainer(_OnHeadloss, distillation_trainer.DistillationTrainer):

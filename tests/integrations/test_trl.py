@@ -148,18 +148,22 @@ def reward(completions: list[str], **_: Any) -> list[float]:
     return [float(sum(int(word[1:]) % 2 for word in text.split() if word[1:].isdigit())) for text in completions]
 
 
+@pytest.mark.parametrize("route", ["facts", "objective"])
 @pytest.mark.parametrize("loss", ["dapo", "grpo_kl"])
-def test_grpo(loss: str, tokenizer: Any, tmp_path: Path) -> None:
+def test_grpo(loss: str, route: str, tokenizer: Any, tmp_path: Path) -> None:
     start = tiny.model("cohere" if loss == "dapo" else "qwen3")
     if loss != "dapo":  # with a KL penalty TRL loads the reference from where the model came
         start = stored(start, tmp_path / "start")
     arguments = trl.GRPOConfig(
         **common(tmp_path), max_completion_length=6, num_generations=2, temperature=0.8,
         loss_type="dapo" if loss == "dapo" else "grpo", beta=0.0 if loss == "dapo" else 0.1,
-        num_iterations=1 if loss == "dapo" else 2, entropy_coef=0.0 if loss == "dapo" else 0.01,
+        num_iterations=1 if loss == "dapo" else 2, entropy_coef=0.01 if (loss, route) == ("grpo_kl", "facts") else 0.0,
+        steps_per_generation=4 if loss == "dapo" else 2,
     )  # fmt: skip
-    runs = {}
-    for kind, more in ((trl.GRPOTrainer, {}), (adapter.GRPOTrainer, {"metrics": ["sum_p2", "perplexity"]})):
+    runs, added = {}, {"metrics": ["sum_p2", "perplexity"]}
+    if route == "objective":
+        added["objective"] = adapter.policy_objective(arguments)
+    for kind, more in ((trl.GRPOTrainer, {}), (adapter.GRPOTrainer, added)):
         trainer = kind(
             model=copy.deepcopy(start), args=copy.deepcopy(arguments), train_dataset=lines(8, completions=False),
             processing_class=tokenizer, reward_funcs=reward, **more,
@@ -173,6 +177,8 @@ def test_grpo(loss: str, tokenizer: Any, tmp_path: Path) -> None:
     assert len(steps) == 3 and all({"sum_p2", "perplexity", "entropy"} <= set(line) for line in steps)
     assert any(line["grad_norm"] > 1e-3 for line in steps) and steps[0]["reward"] > 0
     assert all(0 < line["sum_p2"] < 1 for line in steps)
+    if route == "objective":
+        assert steps[1]["rl/clip_fraction"] == pytest.approx(steps[1]["clip_ratio/region_mean"], abs=1e-6)
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
@@ -281,6 +287,8 @@ def test_bad_use(monkeypatch: pytest.MonkeyPatch) -> None:
         adapter.add_fused_lm_head(model)
     with pytest.raises(ValueError, match="labels: needed"):
         model(torch.ones(1, 3).long(), fused_lm_head=True)
+    with pytest.raises(ValueError, match="top_entropy_quantile: 0.2 is not read"):
+        adapter.policy_objective(trl.GRPOConfig(use_cpu=True, bf16=False, top_entropy_quantile=0.2))
     monkeypatch.setattr(trl, "__version__", "9.1.0")
     with pytest.raises(RuntimeError, match=r"trl: this is 9\.1\.0, but headloss knows"), adapter.swap_kernels():
         pass
