@@ -239,8 +239,14 @@ def run(
 
 def budget(problem: Problem, rows: int) -> int:
     """A `memory` that holds this many rows of student and teacher."""
-    width = problem.student.vocab + (problem.teacher.vocab if problem.teacher is not None else 0)
-    return rows * width * 8
+    width = sum(8 * _width(m) for m in (problem.student, problem.teacher) if m is not None)
+    return rows * width
+
+
+def _width(model: Model) -> int:
+    """Columns of a row; over a shard the widest rank's, twice, for two chunks exist at once."""
+    shard = model.transform.get("shard")
+    return model.vocab if shard is None else 2 * shard.even_width
 
 
 def close(got: Any, want: Any, tolerance: float = 1e-10, what: str = "") -> None:
