@@ -250,7 +250,7 @@ def _width(model: Model) -> int:
 
 
 def close(got: Any, want: Any, tolerance: float = 1e-10, what: str = "") -> None:
-    got, want = torch.as_tensor(got).double(), torch.as_tensor(want).double()
+    got, want = (torch.as_tensor(x, dtype=torch.float64) for x in (got, want))
     torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance, msg=lambda m: f"{what}: {m}")
 
 
