@@ -13,7 +13,6 @@ Without labels nothing changes: logits as before, `generate` as before.
 from __future__ import annotations
 
 import functools
-import inspect
 import math
 import types
 from collections.abc import Callable, Iterator, Mapping
@@ -22,11 +21,19 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, TrainerCallback
-from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers import TrainerCallback
 
 import headloss as hl
+from headloss.integrations.causal_lm import (
+    check_head,
+    check_model,
+    check_objective,
+    check_shape,
+    count_of,
+    logits_transform,
+    targets_of,
+    unwrapped,
+)
 
 PROBE = 1.5  # sent through the model once, where its logits would go
 
@@ -47,7 +54,7 @@ def patch(
     the shape of the shifted labels.  Returns the model; `model.headloss` has `.last` and `.objective`.
     """
     base = unwrapped(model)
-    objective = _check_objective(objective)
+    objective = check_objective(objective)
     head = check_model(base)
     options = {"memory": memory, **logits_transform(base.config), **source_options}
     adapter = Adapter(base, head, options)
@@ -68,30 +75,7 @@ def unpatch(model: nn.Module) -> nn.Module:
 
 def loss_function(objective: hl.Objective | None = None) -> LogitsLoss:
     """An objective for those who keep the logits: `model.loss_function = loss_function(objective)`."""
-    return LogitsLoss(_check_objective(objective))
-
-
-class LogitsLoss:
-    """Takes the place of Transformers' causal loss; `last` is the record of the last call."""
-
-    def __init__(self, objective: hl.Objective) -> None:
-        self.objective, self.log = objective, Log()
-
-    @property
-    def last(self) -> hl.Output | None:
-        return self.log.last
-
-    def __call__(
-        self,
-        logits: Tensor,
-        labels: Tensor | None = None,
-        vocab_size: int | None = None,
-        num_items_in_batch: int | Tensor | None = None,
-        shift_labels: Tensor | None = None,
-        **_: Any,
-    ) -> Tensor:
-        targets = _targets(labels, shift_labels)
-        return self.log.run(self.objective, logits, targets, {"num_items": _count(num_items_in_batch)})
+    return LogitsLoss(check_objective(objective))
 
 
 class HeadlossCallback(TrainerCallback):
@@ -110,17 +94,13 @@ class HeadlossCallback(TrainerCallback):
         return self
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        log = log_of(kwargs.get("model"))
-        loss = next((key for key in logs or {} if key == "loss" or key.endswith("_loss")), None)
-        if log is None or loss is None or logs is None or not (loss == "loss" or loss.startswith("eval_")):
+        log, logs = log_of(kwargs.get("model")), {} if logs is None else logs
+        losses = ["loss"] if "loss" in logs else [k for k in logs if k.startswith("eval_") and k.endswith("_loss")]
+        if log is None or not losses:
             return
-        several = torch.distributed.is_available() and torch.distributed.is_initialized()
-        group = torch.distributed.group.WORLD if several and torch.distributed.get_world_size() > 1 else None
-        kind = loss.removesuffix("loss")
-        found = log.meters[loss == "loss"].compute(group) if log.counted[loss == "loss"] else {}
-        log.counted[loss == "loss"] = False
         new: dict[str, float] = {}
-        for name, value in found.items():
+        kind = losses[0].removesuffix("loss")  # "", "eval_", "eval_name_"
+        for name, value in log.read(training=not kind).items():
             key = f"{kind}{self.prefix}{name}"
             new[f"{kind}headloss/{name}" if key in logs else key] = value
         logs.update(new)
@@ -138,7 +118,7 @@ class Log:
 
     def run(self, objective: hl.Objective, logits: Tensor, targets: Tensor, call: Mapping[str, Any]) -> Tensor:
         """The objective on logits that exist."""
-        _check_shape(targets, logits)
+        check_shape(targets, logits)
         out = objective(hl.Logits(logits), targets.to(logits.device), **call)
         self.add(out, torch.is_grad_enabled())
         return out.loss
@@ -152,16 +132,44 @@ class Log:
         if training and not torch.is_grad_enabled():
             return  # scoring: neither a step nor an evaluation
         self.meters[training].add(metrics)
-        self.counted[training] = self.counted[training] or bool(metrics)
+        self.counted[training] |= bool(metrics)
+
+    def read(self, training: bool) -> dict[str, float]:
+        """Every metric as a number, over all ranks, and start anew."""
+        counted, self.counted[training] = self.counted[training], False
+        several = torch.distributed.is_available() and torch.distributed.is_initialized()
+        group = torch.distributed.group.WORLD if several and torch.distributed.get_world_size() > 1 else None
+        return self.meters[training].compute(group) if counted else {}
+
+
+class LogitsLoss(Log):
+    """Takes the place of Transformers' causal loss; `last` is the record of the last call."""
+
+    def __init__(self, objective: hl.Objective) -> None:
+        super().__init__()
+        self.objective = objective
+
+    def __call__(
+        self,
+        logits: Tensor,
+        labels: Tensor | None = None,
+        vocab_size: int | None = None,
+        num_items_in_batch: int | Tensor | None = None,
+        shift_labels: Tensor | None = None,
+        **_: Any,
+    ) -> Tensor:
+        targets = targets_of(labels, shift_labels)
+        return self.run(self.objective, logits, targets, {"num_items": count_of(num_items_in_batch)})
 
 
 class Expected(NamedTuple):
-    """What the head does with the hidden states when they come: `evaluate(head, hidden, targets)`."""
+    """What the head does with the hidden states when they come: `evaluate(head, hidden, targets)`.
+
+    It returns a result, and those tensors of it that carry gradients.
+    """
 
     targets: Tensor
-    evaluate: Callable[
-        [Head, Tensor, Tensor], tuple[Any, list[Tensor]]
-    ]  # a result, and the tensors that carry gradients
+    evaluate: Callable[[Head, Tensor, Tensor], tuple[Any, list[Tensor]]]
 
 
 class Head(hl.FusedLMHead):
@@ -225,7 +233,7 @@ class Adapter:
     def visit(self, hidden: Tensor, expected: Expected) -> Tensor:
         """Inside the head's forward: evaluate, and return a placeholder for gradients to pass on their way back."""
         targets = expected.targets.to(hidden.device)
-        _check_shape(targets, hidden)
+        check_shape(targets, hidden)
         result, live = expected.evaluate(self.head, hidden, targets)  # type: ignore[arg-type]
         placeholder, *tied = _Tie.apply(hidden.detach(), int(not self.probed), *live)
         self.found = result, tied
@@ -245,8 +253,8 @@ class Adapter:
         if self.expected is None:  # the logits were kept
             names = ("labels", "vocab_size", "num_items_in_batch", "shift_labels")
             given = {**dict(zip(names, args)), **kwargs}
-            targets = _targets(given.get("labels"), given.get("shift_labels"))
-            call = self.call or {"num_items": _count(given.get("num_items_in_batch"))}
+            targets = targets_of(given.get("labels"), given.get("shift_labels"))
+            call = self.call or {"num_items": count_of(given.get("num_items_in_batch"))}
             return self.log.run(self.objective, logits, targets, call)
         return self.collect(logits)[1][0]
 
@@ -292,20 +300,12 @@ def _forward(self: Any, *args: Any, headloss: Mapping[str, Any] | None = None, *
         if headloss is not None:
             raise ValueError("headloss: inputs of a loss were given without labels")
         return adapter.inner(self, *args, **kwargs)
-    check_head(self, adapter)
-    call = {"num_items": _count(kwargs.get("num_items_in_batch")), **(headloss or {})}
-    expected = Expected(_targets(labels, kwargs.get("shift_labels")), adapter.evaluate)
+    check_head(self, adapter.head)
+    call = {"num_items": count_of(kwargs.get("num_items_in_batch")), **(headloss or {})}
+    expected = Expected(targets_of(labels, kwargs.get("shift_labels")), adapter.evaluate)
     keep = adapter.eval_logits and not self.training
     with adapter.expecting(None if keep else expected, **call):
         return adapter.inner(self, *args, **kwargs)
-
-
-def unwrapped(model: Any) -> Any:
-    """The model inside a PEFT wrapper."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    if not isinstance(base, PreTrainedModel):
-        raise TypeError(f"model: wanted a Transformers model, got {type(base).__name__}; patch it before it is wrapped")
-    return base
 
 
 def log_of(model: Any) -> Log | None:
@@ -313,98 +313,5 @@ def log_of(model: Any) -> Log | None:
     model = getattr(model, "module", model)
     model = model.get_base_model() if hasattr(model, "get_base_model") else model
     found = vars(model).get("headloss") or vars(model).get("_loss_function")
-    return found.log if isinstance(found, Adapter | LogitsLoss) else None
-
-
-def check_head(model: Any, adapter: Adapter) -> None:
-    if model.get_output_embeddings() is not adapter.head:
-        raise ValueError(
-            f"model: its head is another than when it was patched ({type(model.get_output_embeddings()).__name__}): "
-            f"resized, or wrapped by an adapter such as LoRA, which the loss would leave out; unpatch(model) "
-            f"and patch it again, or keep adapters off the head"
-        )
-
-
-def logits_transform(config: Any) -> dict[str, Any]:
-    """scale and softcap, as the models of Transformers call them."""
-    text = config.get_text_config()
-    found: dict[str, Any] = {}
-    multipliers = [getattr(text, name, None) for name in ("logit_scale", "output_multiplier", "lm_head_multiplier")]
-    scale = next((x for x in multipliers if x is not None), None)
-    divisor = getattr(text, "logits_scaling", None)
-    if scale is None and divisor is not None:
-        scale = divisor if text.model_type == "hyperclovax" else 1 / divisor
-    if scale is not None:
-        found["scale"] = float(scale)
-    if getattr(text, "final_logit_softcapping", None) is not None:
-        found["softcap"] = float(text.final_logit_softcapping)
-    return found
-
-
-def check_model(model: Any, *, takes_loss: bool = True) -> nn.Linear:
-    """The head of a causal language model that can be patched, or a sentence."""
-    name = type(model).__name__
-    if "headloss" in vars(model):
-        raise ValueError(f"model: {name} is patched already; unpatch(model) first")
-    kind = getattr(model, "loss_type", None)
-    causal = LOSS_MAPPING.get(kind) is ForCausalLMLoss or (
-        kind is None and name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
-    )
-    if not causal or getattr(model.config, "is_encoder_decoder", False):
-        raise TypeError(f"model: {name} is not a causal language model; headloss shifts labels for those alone")
-    head = model.get_output_embeddings()
-    if head is None:
-        raise TypeError(f"model: {name} has no output embedding (get_output_embeddings() is None)")
-    if takes_loss and "loss_function" not in inspect.unwrap(type(model).forward).__code__.co_names:
-        raise TypeError(
-            f"model: {name}.forward does not go through self.loss_function, so its loss cannot be taken over; "
-            f"call hl.Objective on hl.Logits(outputs.logits) instead"
-        )
-    instead = "keep the logits: model.loss_function = loss_function(objective)"
-    if not isinstance(head, nn.Linear):
-        one = "several heads" if isinstance(head, nn.ModuleList | list | tuple) else f"a {type(head).__name__}"
-        raise TypeError(f"model: the head of {name} is {one}, wanted one nn.Linear without adapters; {instead}")
-    if type(head).forward not in (nn.Linear.forward, hl.FusedLMHead.forward) or not head.weight.is_floating_point():
-        raise TypeError(
-            f"model: the head of {name} is a {type(head).__name__} with {head.weight.dtype} weights (quantised?), "
-            f"wanted a plain nn.Linear; leave the head out of quantisation, or {instead}"
-        )
-    if "forward" in vars(head):
-        raise TypeError(
-            f"model: something replaced the forward of the head of {name} (a device map?); patch before, or {instead}"
-        )
-    if (getattr(model, "tp_size", None) or 1) > 1:
-        raise TypeError(
-            f"model: {name} is tensor parallel; its head holds a part of the vocabulary: use hl.HeadParallel"
-        )
-    return head
-
-
-def _check_objective(objective: object) -> hl.Objective:
-    if objective is None:
-        return hl.Objective(ce=hl.losses.cross_entropy)
-    if not isinstance(objective, hl.Objective):
-        raise TypeError(f"objective: wanted hl.Objective, got {type(objective).__name__}")
-    return objective
-
-
-def _targets(labels: Tensor | None, shift_labels: Tensor | None) -> Tensor:
-    if shift_labels is not None:
-        return shift_labels
-    if not isinstance(labels, Tensor):
-        raise TypeError(f"labels: wanted an integer tensor, got {type(labels).__name__}")
-    return hl.shift_labels(labels)
-
-
-def _check_shape(targets: Tensor, rows: Tensor) -> None:
-    if tuple(targets.shape) != tuple(rows.shape[:-1]):
-        raise ValueError(
-            f"labels: wanted shape {tuple(rows.shape[:-1])}, one for each position of the model's output, got "
-            f"{tuple(targets.shape)}; with logits_to_keep the labels must be cut too"
-        )
-
-
-def _count(num_items: int | Tensor | None) -> int | Tensor | None:
-    if isinstance(num_items, Tensor) and num_items.ndim:
-        return num_items.reshape(-1)[0]
-    return num_items
+    found = getattr(found, "log", found)
+    return found if isinstance(found, Log) else None

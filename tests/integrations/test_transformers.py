@@ -117,7 +117,7 @@ def test_metrics_are_logged(route: str, tmp_path: Path) -> None:
     steps = [line for line in trainer.state.log_history if "loss" in line]
     assert len(steps) == 2 and all({"entropy", "accuracy", "ce/perplexity"} <= set(line) for line in steps)
     (evaluation,) = [line for line in trainer.state.log_history if "eval_loss" in line]
-    log = model.headloss.log if route == "fused" else model.loss_function.log
+    log = model.headloss.log if route == "fused" else model.loss_function
     assert evaluation["eval_ce/perplexity"] != steps[-1]["ce/perplexity"]
     assert not log.counted[True] and not log.counted[False]
     for line in steps:  # over both micro-batches: the perplexity of all tokens, not a mean of two perplexities

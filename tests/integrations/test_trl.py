@@ -22,6 +22,7 @@ from transformers import PreTrainedTokenizerFast
 
 import headloss as hl
 from headloss.integrations import trl as adapter
+from headloss.integrations import trl_kernels as kernels
 from headloss.losses import cross_entropy, z_loss
 
 if trl.__version__.rsplit(".", 1)[0] not in adapter.VERSIONS:
@@ -232,7 +233,7 @@ def test_swapped_kernels() -> None:
     with adapter.swap_kernels():
         from trl.trainer import dpo_trainer
 
-        assert utils.selective_log_softmax is adapter.selective_log_softmax
+        assert utils.selective_log_softmax is kernels.selective_log_softmax
         assert dpo_trainer.add_fused_lm_head is not native["add_fused_lm_head"]
         for name, arguments in (
             ("selective_log_softmax", (index, 0.7, mask)),
@@ -273,7 +274,7 @@ def test_preference_trainer_inside_a_swap(tokenizer: Any, tmp_path: Path) -> Non
     native = run()
     with adapter.swap_kernels():
         ours = run()
-    assert isinstance(ours.model.headloss, adapter.FusedHead)
+    assert isinstance(ours.model.headloss, kernels.FusedHead)
     same_history(ours, native, rel=1e-4)
     same_weights(ours.model, native.model, start)
 
@@ -282,6 +283,8 @@ def test_bad_use(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny.model("llama")
     with pytest.raises(ValueError, match="outputs: 'logits' is not known"):
         adapter.add_fused_lm_head(tiny.model("llama"), outputs=("logits",))
+    with pytest.raises(ValueError, match="metrics: 'drift' asks for more"):
+        adapter.add_fused_lm_head(model, metrics={"drift": lambda logprob, old_logprob: logprob - old_logprob})
     adapter.add_fused_lm_head(model)
     with pytest.raises(ValueError, match="patched already"):
         adapter.add_fused_lm_head(model)

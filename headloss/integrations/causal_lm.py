@@ -1,0 +1,116 @@
+"""What headloss must know of a causal language model of Transformers: head, logits, labels; or else a sentence."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+import headloss as hl
+
+
+def unwrapped(model: Any) -> Any:
+    """The model inside a PEFT wrapper."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if not isinstance(base, PreTrainedModel):
+        raise TypeError(f"model: wanted a Transformers model, got {type(base).__name__}; patch it before it is wrapped")
+    return base
+
+
+def check_head(model: Any, head: nn.Module) -> None:
+    """The head is still the one that was patched."""
+    if model.get_output_embeddings() is not head:
+        raise ValueError(
+            f"model: its head is another than when it was patched ({type(model.get_output_embeddings()).__name__}): "
+            f"resized, or wrapped by an adapter such as LoRA, which the loss would leave out; unpatch(model) "
+            f"and patch it again, or keep adapters off the head"
+        )
+
+
+def logits_transform(config: Any) -> dict[str, Any]:
+    """scale and softcap, as the models of Transformers call them."""
+    text = config.get_text_config()
+    found: dict[str, Any] = {}
+    multipliers = [getattr(text, name, None) for name in ("logit_scale", "output_multiplier", "lm_head_multiplier")]
+    scale = next((x for x in multipliers if x is not None), None)
+    divisor = getattr(text, "logits_scaling", None)
+    if scale is None and divisor is not None:
+        scale = divisor if text.model_type == "hyperclovax" else 1 / divisor
+    if scale is not None:
+        found["scale"] = float(scale)
+    if getattr(text, "final_logit_softcapping", None) is not None:
+        found["softcap"] = float(text.final_logit_softcapping)
+    return found
+
+
+def check_model(model: Any, *, takes_loss: bool = True) -> nn.Linear:
+    """The head of a causal language model that can be patched, or a sentence."""
+    name = type(model).__name__
+    if "headloss" in vars(model):
+        raise ValueError(f"model: {name} is patched already; unpatch(model) first")
+    kind = getattr(model, "loss_type", None)
+    causal = LOSS_MAPPING.get(kind) is ForCausalLMLoss or (
+        kind is None and name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    )
+    if not causal or getattr(model.config, "is_encoder_decoder", False):
+        raise TypeError(f"model: {name} is not a causal language model; headloss shifts labels for those alone")
+    head = model.get_output_embeddings()
+    if head is None:
+        raise TypeError(f"model: {name} has no output embedding (get_output_embeddings() is None)")
+    if takes_loss and "loss_function" not in inspect.unwrap(type(model).forward).__code__.co_names:
+        raise TypeError(
+            f"model: {name}.forward does not go through self.loss_function, so its loss cannot be taken over; "
+            f"call hl.Objective on hl.Logits(outputs.logits) instead"
+        )
+    instead = "keep the logits: model.loss_function = loss_function(objective)"
+    if not isinstance(head, nn.Linear):
+        one = "several heads" if isinstance(head, nn.ModuleList | list | tuple) else f"a {type(head).__name__}"
+        raise TypeError(f"model: the head of {name} is {one}, wanted one nn.Linear without adapters; {instead}")
+    if type(head).forward not in (nn.Linear.forward, hl.FusedLMHead.forward) or not head.weight.is_floating_point():
+        raise TypeError(
+            f"model: the head of {name} is a {type(head).__name__} with {head.weight.dtype} weights (quantised?), "
+            f"wanted a plain nn.Linear; leave the head out of quantisation, or {instead}"
+        )
+    if "forward" in vars(head):
+        raise TypeError(
+            f"model: something replaced the forward of the head of {name} (a device map?); patch before, or {instead}"
+        )
+    if (getattr(model, "tp_size", None) or 1) > 1:
+        raise TypeError(
+            f"model: {name} is tensor parallel; its head holds a part of the vocabulary: use hl.HeadParallel"
+        )
+    return head
+
+
+def check_objective(objective: object) -> hl.Objective:
+    if objective is None:
+        return hl.Objective(ce=hl.losses.cross_entropy)
+    if not isinstance(objective, hl.Objective):
+        raise TypeError(f"objective: wanted hl.Objective, got {type(objective).__name__}")
+    return objective
+
+
+def targets_of(labels: Tensor | None, shift_labels: Tensor | None) -> Tensor:
+    if shift_labels is not None:
+        return shift_labels
+    if not isinstance(labels, Tensor):
+        raise TypeError(f"labels: wanted an integer tensor, got {type(labels).__name__}")
+    return hl.shift_labels(labels)
+
+
+def check_shape(targets: Tensor, rows: Tensor) -> None:
+    if tuple(targets.shape) != tuple(rows.shape[:-1]):
+        raise ValueError(
+            f"labels: wanted shape {tuple(rows.shape[:-1])}, one for each position of the model's output, got "
+            f"{tuple(targets.shape)}; with logits_to_keep the labels must be cut too"
+        )
+
+
+def count_of(num_items: int | Tensor | None) -> int | Tensor | None:
+    if isinstance(num_items, Tensor) and num_items.ndim:
+        return num_items.reshape(-1)[0]
+    return num_items
