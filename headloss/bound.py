@@ -61,6 +61,8 @@ def layout(
         )
     if x.ndim and x.device != device:
         raise ValueError(f"{name}: is on {x.device}, but the source is on {device}")
+    if name == "pairs":
+        _check_pairs(x, segments)
     lead = tuple(x.shape[: len(shape)])
     grad = x.requires_grad and torch.is_grad_enabled()
     rest: tuple[int, ...] = ()
@@ -81,6 +83,18 @@ def layout(
             f"(a function that captures a tensor may use one of any shape){spread}"
         )
     return x, Shape(kind, x.dtype, rest, grad)
+
+
+def _check_pairs(pairs: Tensor, segments: Segments | None) -> None:
+    if pairs.dtype.is_floating_point or pairs.dtype == torch.bool:
+        raise TypeError(f"pairs: wanted integers, the numbers of segments, got {pairs.dtype}")
+    if pairs.ndim != 2 or pairs.shape[1] != 2:
+        raise ValueError(f"pairs: wanted (pairs, 2), chosen and rejected, got shape {tuple(pairs.shape)}")
+    if segments is not None and pairs.device.type == "cpu" and pairs.numel():
+        low, high = int(pairs.min()), int(pairs.max())
+        if low < 0 or high >= segments.num_segments:
+            bad = low if low < 0 else high
+            raise ValueError(f"pairs: wanted numbers of segments, in [0, {segments.num_segments}), got {bad}")
 
 
 class BoundLoss:
@@ -251,12 +265,18 @@ class BoundLoss:
         return "segment" if segments is not None and value.shape[0] == segments.num_segments else "other"
 
     def _measure(self, values: Mapping[str, Any], kinds: Mapping[str, str]) -> None:
+        numbers = {name for name, x in values.items() if not isinstance(x, Tensor)}
         for name, x in values.items():
-            if not isinstance(x, Tensor):
+            if name in numbers:
                 x = torch.tensor(float(x), device=self.device)
             kind = kinds.get(name) or ("other" if x.ndim != 1 else self._kind(x))
             weights: Tensor | None = None
             segments = self.rows.segments
+            if kind == "other" and self.rows.valid is not None and name not in numbers:
+                raise ValueError(
+                    f"host_read: metric {name!r} is made of all rows, ignored ones too, as they were not dropped; "
+                    f"return one value a row or a segment, allow the host read, or give targets through hl.prepare"
+                )
             if kind == "row":
                 weights = self.rows.valid
             elif segments is not None:

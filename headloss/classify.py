@@ -6,7 +6,7 @@ The trace was made with R rows and S segments, sizes that nothing else in it has
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]
@@ -41,6 +41,11 @@ def reach(outputs: Any) -> set[fx.Node]:
     return needed
 
 
+def reads_a_number(nodes: Iterable[fx.Node]) -> bool:
+    """Whether Python looks at the value of one of these: on a device that would be a host read in every call."""
+    return any(_operation(user) == "_local_scalar_dense" for node in nodes for user in node.users)
+
+
 # Element-wise operations that carry no pointwise tag.
 _POINTWISE = {
     "alias", "clone", "detach", "lift_fresh_copy", "_to_copy", "huber_loss", "huber_loss_backward", "smooth_l1_loss",
@@ -58,6 +63,7 @@ _ALONG = {
     "sum", "mean", "amax", "amin", "logsumexp", "_softmax", "_log_softmax", "_softmax_backward_data",
     "_log_softmax_backward_data", "unsqueeze", "squeeze", "expand", "argmax", "gather",
 }  # fmt: skip
+_FILL = {"full": 1, "full_like": 1, "new_full": 2, "scalar_tensor": 0}  # where a value goes, not a size
 _SIZES = {"sym_size", "sym_numel"}
 _SEGMENT = {"segment_totals", "segment_spread"}
 
@@ -83,7 +89,7 @@ def classify(graph: fx.GraphModule, R: int, S: int, ids_at: int | None = None) -
         if name in _SEGMENT:
             through = through or f"segments.{'totals' if name == 'segment_totals' else 'spread'}"
         elif name in _SIZES:
-            if any(_operation(user) not in _CREATION | {"expand"} for user in node.users if user in needed):
+            if any(not _sizes(user, node) for user in node.users if user in needed):
                 return "batch", "uses the number of rows"
         elif name == "getitem" or name in _CREATION:
             continue
@@ -97,6 +103,13 @@ def _operation(node: fx.Node) -> str:
     if isinstance(target, torch._ops.OpOverload):
         return target._schema.name.split("::")[1]
     return "getitem" if target is operator.getitem else getattr(target, "__name__", str(target))
+
+
+def _sizes(user: fx.Node, size: fx.Node) -> bool:
+    """Whether an operation takes a size for the size of a tensor, and not for a number to compute with."""
+    name = _operation(user)
+    fill = user.args[_FILL[name]] if name in _FILL and len(user.args) > _FILL[name] else None
+    return name in _CREATION | {"expand"} and size is not fill and size not in user.kwargs.values()
 
 
 def _rowwise(node: fx.Node, name: str, R: int, S: int) -> bool:
@@ -153,4 +166,6 @@ def _harmless(expr: Any) -> bool:
         return int(expr.rhs) <= 2
     if isinstance(expr, sympy.Ne) and expr.lhs.is_Symbol and expr.rhs.is_Integer:
         return int(expr.rhs) in (0, 1)
+    if isinstance(expr, sympy.Le) and expr.lhs.is_Symbol and expr.rhs.is_Integer:
+        return int(expr.rhs) >= 1 << 24  # how many quantile takes
     return bool(expr == sympy.true)

@@ -11,7 +11,7 @@ A config is data: names are looked up in a table, nothing is evaluated.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -42,7 +42,10 @@ def read_config(config: Mapping[str, Any], losses: Mapping[str, Callable[..., An
         if name in ("metrics", "backend") or not isinstance(name, str):
             raise ValueError(f"config: {name!r} cannot be the name of a term")
         read[name] = _read_term(name, entry, known)
-    metrics = [known.get(m, m) if isinstance(m, str) and m not in LOSSES else m for m in config.get("metrics", ())]
+    metrics = config.get("metrics", ())
+    if isinstance(metrics, str) or not isinstance(metrics, Sequence):
+        raise TypeError(f"config: wanted metrics: a list of names, got {metrics!r}")
+    metrics = [known.get(m, m) if isinstance(m, str) and m not in LOSSES else m for m in metrics]
     return {**read, "metrics": metrics, "backend": config.get("backend", "auto")}
 
 
@@ -82,6 +85,9 @@ def write_config(objective: Objective) -> dict[str, Any]:
                 entry[key] = value
         terms[name] = {**entry, **term.options}
     config: dict[str, Any] = {"terms": terms}
+    for name, call in objective.metrics:
+        if isinstance(call.fn, Term) and repr(call.fn) != repr(Term(call.fn.fn)):
+            raise ValueError(f"metrics: {name!r} is {call.fn!r}, and a config holds a metric's name only")
     if objective.metrics:
         config["metrics"] = [name for name, _ in objective.metrics]
     if objective.backend != "auto":

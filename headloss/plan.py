@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from headloss.classify import classify, only, reach, size
+from headloss.classify import classify, only, reach, reads_a_number, size
 from headloss.facts import CONSTANT, Fact
 from headloss.segments import Segments
 from headloss.signature import Signature, identity
@@ -181,6 +181,8 @@ def trace(call: Call, inputs: Mapping[str, Shape], dtype: torch.dtype, device: s
         found = _trace(call, inputs, dtype, device, segmented)
         if len(_TRACES) >= _MOST_TRACES:
             _TRACES.pop(next(iter(_TRACES)))
+        if len(_FROZEN) >= _MOST_TRACES:
+            _FROZEN.pop(next(iter(_FROZEN)))
         _FROZEN[place] = found.frozen
         _TRACES[place, tuple(floats[name] for name in found.frozen)] = found
     return found
@@ -359,14 +361,17 @@ def _trace_once(
         flat += [zeros(R, dtype=torch.long), zeros(S, dtype=torch.float64), S]
     # New tensors, not `_scalar`'s: the tracer would take two options of equal value for one.
     scalar = functools.partial(torch.tensor, dtype=torch.float64, device=device)
+    options_at = len(flat)
     flat += [scalar(v) for k, v in call.options.items() if _is_float(v) and k not in frozen]
     with torch.no_grad():
         graph = make_fx(joint, tracing_mode="symbolic")(*flat, zeros(R), zeros(S))
+    placeholders = [n for n in graph.graph.nodes if n.op == "placeholder"]
+    if reads_a_number(placeholders[options_at : len(flat)]):
+        raise TypeError("makes a Python number of an option")  # a trace of it as a constant will do
     kind, reason = classify(graph, R, S, ids_at)
     if found["value"] == "other" and kind != "batch":
         kind, reason = "batch", "its values belong to neither rows nor segments"
     cotangents = only(graph, lambda out: tuple(out[1])) if kind != "batch" else None
     needed = reach(graph.graph.output_node().args[0])
-    placeholders = [n for n in graph.graph.nodes if n.op == "placeholder"]
     unused = frozenset(f for f, node in zip(call.facts, placeholders, strict=False) if node not in needed)
     return Trace(kind, reason, found["value"], cotangents, graph, frozen, unused, kinds, (tally[0], tally[1]))

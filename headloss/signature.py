@@ -202,7 +202,8 @@ def _value(name: str, x: object, loose: list[str], seen: set[int], read: Iterabl
     if isinstance(x, types.FunctionType):
         if x.__module__ and x.__module__.split(".")[0] == "torch":
             return _Same(x)
-        return _key(x, loose, seen)
+        own = [(a, _value(f"{name}.{a}", y, loose, seen)) for a, y in sorted(vars(x).items()) if a in read]
+        return (_key(x, loose, seen), *own)
     if isinstance(x, types.ModuleType | type):
         home = x.__module__ if isinstance(x, type) else x.__name__
         visit = hash((id(x), tuple(sorted(read))))

@@ -124,8 +124,8 @@ class Linear:
                     f"{name}: is {x.dtype}, but hidden is {self.hidden.dtype}; cast one, or run under torch.autocast"
                 )
         for name, dtype in (("logits_dtype", self.logits_dtype), ("weight_grad_dtype", self.weight_grad_dtype)):
-            if dtype is not None and not dtype.is_floating_point:
-                raise TypeError(f"{name}: wanted a floating-point dtype, got {dtype}")
+            if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+                raise TypeError(f"{name}: wanted a floating-point dtype, got {dtype!r}")
         _check_transform(self, self.hidden)
         _check_shard(self.shard)
         parse_bytes(self.memory)

@@ -181,6 +181,9 @@ def _check_options(fn: Callable[..., Any], options: Mapping[str, Any]) -> dict[s
         if option not in known:
             there = f"its options are {', '.join(known)}" if known else "it has none"
             raise TypeError(f"{name}: no option {option!r}; {there}{suggest(option, [*known, *RESERVED])}")
+        if isinstance(known[option], float) and isinstance(options[option], str):
+            hint = "; YAML reads 3e-4 as text and 3.0e-4 as a number"
+            raise TypeError(f"{name}: option {option!r}: wanted a number, got {options[option]!r}{hint}")
     missing = [k for k, default in known.items() if default is inspect.Parameter.empty and k not in options]
     if missing:
         raise TypeError(f"{name}: option {missing[0]!r} has no default; give it to Term")

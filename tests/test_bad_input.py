@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import headloss as hl
-from headloss.losses import cross_entropy, entropy_bonus, grpo, gspo, z_loss
+from headloss.losses import cross_entropy, entropy_bonus, grpo, gspo, jsd, simpo, z_loss
 
 N, V, D, S = 6, 11, 4, 3
 HIDDEN, WEIGHT, LOGITS = torch.randn(N, D), torch.randn(V, D), torch.randn(N, V)
@@ -35,6 +35,10 @@ def matrix(logprob):
 
 def nothing(logprob):
     return None
+
+
+def simpo_of(pairs: list[list[Any]]) -> Any:
+    return hl.Objective(p=simpo)(LINEAR, TARGETS, segments=SEGMENTS, pairs=torch.tensor(pairs))
 
 
 def bad_targets(value: int) -> torch.Tensor:
@@ -90,6 +94,11 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: hl.Logits(LOGITS.clone().requires_grad_(), inplace=True),
         ValueError,
         "inplace: .*leaf",
+    ),
+    "logits_dtype is text": (
+        lambda: hl.Linear(HIDDEN, WEIGHT, logits_dtype="bf16"),
+        TypeError,
+        "logits_dtype: .*'bf16'",
     ),
     "memory is text": (lambda: hl.Linear(HIDDEN, WEIGHT, memory="lots"), ValueError, "memory: .*1GiB.*lots"),
     "memory is 0": (lambda: hl.Linear(HIDDEN, WEIGHT, memory=0), ValueError, "memory: wanted a positive"),
@@ -336,6 +345,10 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "num_items is a vector": (lambda: CE(LINEAR, TARGETS, num_items=torch.ones(2)), TypeError, "num_items: "),
     "num_segments is text": (lambda: CE(LINEAR, TARGETS, num_segments="3"), TypeError, "num_segments: "),
     "grad_scale is infinite": (lambda: CE(LINEAR, TARGETS, grad_scale=math.inf), ValueError, "grad_scale: "),
+    "pairs beyond the segments": (lambda: simpo_of([[0, S]]), ValueError, rf"pairs: .*\[0, {S}\).*{S}"),
+    "a pair of no segment": (lambda: simpo_of([[0, -1]]), ValueError, "pairs: .*-1"),
+    "pairs lie the other way": (lambda: simpo_of([[0, 1, 0], [1, 2, 2]]), ValueError, r"pairs: wanted \(pairs, 2\)"),
+    "pairs are floats": (lambda: simpo_of([[0.0, 1.0]]), TypeError, "pairs: wanted integers"),
     "batch loss without a host read": (
         lambda: hl.Objective(b=lambda logprob: logprob - logprob.mean())(LINEAR, TARGETS, host_read=False),
         ValueError,
@@ -368,6 +381,21 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: hl.Objective.from_config({"terms": {"a": {"loss": "grpo", "reduction": "sum"}}}),
         ValueError,
         "config: term 'a': reduction",
+    ),
+    "metrics of a config are text": (
+        lambda: hl.Objective.from_config({"terms": {"a": "grpo"}, "metrics": "entropy"}),
+        TypeError,
+        "config: .*metrics.*'entropy'",
+    ),
+    "a number of a config is text": (
+        lambda: hl.Objective.from_config({"terms": {"a": {"loss": "gspo", "low": "3e-4"}}}),
+        TypeError,
+        "config: term 'a': .*'low'.*number.*3.0e-4",
+    ),
+    "a metric that a config cannot hold": (
+        lambda: hl.Objective(a=grpo, metrics=[hl.Term(jsd, beta=0.3)]).to_config(),
+        ValueError,
+        "metrics: 'jsd'.*beta=0.3",
     ),
     # the rest
     "head of no linear layer": (lambda: hl.FusedLMHead.from_linear(torch.nn.Identity()), TypeError, "linear: "),
@@ -412,6 +440,24 @@ def test_refused(what: str, no_sweeps: list[str]) -> None:
 def test_the_counter_of_sweeps_counts(no_sweeps: list[str]) -> None:
     CE(LINEAR, TARGETS)
     assert no_sweeps
+
+
+def test_a_metric_of_all_rows_without_a_host_read() -> None:
+    """Ignored rows are then masked, not dropped: their zeros would be part of the number."""
+    targets = bad_targets(-100)
+
+    def entropy_median(entropy):
+        return entropy.median()
+
+    def with_mean(logprob):
+        return -logprob, {"mean": logprob.mean()}
+
+    for objective in (hl.Objective(ce=cross_entropy, metrics=[entropy_median]), hl.Objective(a=with_mean)):
+        with pytest.raises(ValueError, match="host_read: metric"):
+            objective(LINEAR, targets, host_read=False)
+        objective(LINEAR, targets)
+        objective(LINEAR, hl.prepare(targets), host_read=False)
+    hl.Objective(a=lambda logprob: (-logprob, {"constant": 3.0}))(LINEAR, targets, host_read=False)
 
 
 def test_right_calls_that_look_wrong() -> None:

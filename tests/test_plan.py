@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import re
 import types
 from collections.abc import Callable
@@ -148,6 +149,8 @@ BATCH: dict[str, tuple[Any, tuple[str, ...]]] = {
     "shape": (lambda logprob: logprob / logprob.shape[0], ()),
     "numel": (lambda logprob: -logprob * logprob.numel() ** 0.5, ()),
     "ones of the shape, summed": (lambda logprob: logprob / torch.ones(logprob.shape[0]).sum(), ()),
+    "filled with the number of rows": (lambda logprob: logprob / torch.full_like(logprob, logprob.shape[0]), ()),
+    "one number of rows": (lambda logprob: logprob / logprob.new_full((1,), logprob.numel()), ()),
     "arange": (lambda logprob: logprob * torch.arange(logprob.shape[0]), ()),
     "softmax over rows": (lambda logprob: torch.softmax(logprob, 0) * logprob, ()),
     "first row": (lambda logprob: logprob - logprob[0], ()),
@@ -218,7 +221,8 @@ def test_one_batch_term_takes_the_others_with_it() -> None:
 
 def test_metrics_never_change_the_class() -> None:
     def loss(logprob):
-        return -logprob, {"spread_max": logprob - logprob.mean(), "first": logprob[0], "total": logprob.sum()}
+        mixed = {"spread_max": logprob - logprob.mean(), "first": logprob[0], "total": logprob.sum()}
+        return -logprob, mixed | {"median": logprob.detach().quantile(0.5)}
 
     objective = hl.Objective(term=loss, backend="torch")
     problem = oracle.make("Linear", (23,), 17)
@@ -253,6 +257,27 @@ def test_float_options_are_arguments(traces: list[str]) -> None:
         objective = hl.Objective(term=hl.Term(branched, extra=extra), backend="torch")
         oracle.check(oracle.run(objective, own, memory=problem.budget(3)), oracle.answer(objective, own))
     assert traces.count("branched") == 3
+
+
+def test_an_option_read_as_a_number_is_frozen() -> None:
+    """As an argument it would be read from the device in every call."""
+
+    def loss(logprob, *, a=0.5, b=2.0):
+        return -logprob * math.exp(a) + b * logprob**2
+
+    for a in (0.5, 0.9):
+        assert assert_same_everywhere(hl.Term(loss, a=a), "row").frozen == ("a",)
+
+
+def test_what_is_kept_of_traces_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "_MOST_TRACES", 3)
+    plan._TRACES.clear()
+    plan._FROZEN.clear()
+    problem = oracle.make("Linear", (23,), 17)
+    for beta in (0.1, 0.2, 0.3, 0.4, 0.5, 0.1):  # a new function each time, as far as a trace is concerned
+        objective = hl.Objective(term=lambda logprob: -beta * logprob, backend="torch")
+        oracle.check(oracle.run(objective, problem, memory=problem.budget(3)), oracle.answer(objective, problem))
+    assert len(plan._TRACES) <= 3 and len(plan._FROZEN) <= 3
 
 
 def test_equal_options_stay_apart() -> None:
@@ -320,6 +345,13 @@ def _helper(x):
     return GLOBAL * x
 
 
+def annotated(logprob):
+    return -annotated.beta * logprob
+
+
+annotated.beta = 1.0  # type: ignore[attr-defined]
+
+
 def set_global(value: float) -> None:
     globals()["GLOBAL"] = value
 
@@ -339,6 +371,11 @@ CHANGES: dict[str, tuple[Callable[..., Tensor], Callable[[float], None]]] = {
     "dict": (lambda logprob: -BOX["beta"] * logprob, lambda v: BOX.update(beta=v)),
     "module attribute": (lambda logprob: -SETTINGS.beta * logprob, set_module),
     "class attribute": (lambda logprob: -Config.beta * logprob, set_class),
+    "attribute of the function": (annotated, lambda v: setattr(annotated, "beta", v)),
+    "attribute of a helper": (
+        lambda logprob: annotated(logprob) * annotated.beta,
+        lambda v: setattr(annotated, "beta", v),
+    ),
     "captured tensor": (lambda logprob: -CAPTURED[0] * logprob, CAPTURED[:1].fill_),
 }
 

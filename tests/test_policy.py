@@ -475,10 +475,12 @@ def test_far_away_preferences_stay_finite(name: str) -> None:
 
 def test_a_pair_must_name_segments(batch: Batch) -> None:
     given = batch.given(LOSSES["simpo"]) | {"pairs": torch.tensor([[0, -1]])}
-    with pytest.raises((IndexError, RuntimeError)):
+    with pytest.raises(ValueError, match="pairs: .*-1"):
         hl.Objective(it=LOSSES["simpo"])(
             hl.Linear(batch.hidden, batch.weight), batch.targets, segments=batch.segments, **given
         )
+    with pytest.raises(IndexError):  # by hand, where nothing is checked: -1 is not the last one
+        LOSSES["simpo"](torch.zeros(4), hl.Segments.from_ids(torch.tensor([0, 0, 1, 1])), given["pairs"])
 
 
 @pytest.mark.parametrize(
