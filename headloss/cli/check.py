@@ -1,0 +1,404 @@
+"""`headloss check`: every loss by every path on this machine, against the same thing in dense float64.
+
+Dimension key:  N rows   R rows that count   S segments   V vocabulary   D hidden size   K ids
+
+The truth is written here once more, with every logit in memory: facts from `log_softmax`, segments as a matrix, a mean.
+A loss is its own function of those.  Float64 is judged by its digits; narrower types by what plain PyTorch loses in the
+same type on the same numbers: twice that, and a few units of rounding, is off.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Annotated, Any, NamedTuple
+
+import torch
+import typer
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from torch import Tensor
+
+import headloss as hl
+from headloss.backends import resolve
+from headloss.divergence import is_divergence
+from headloss.losses import LOSSES
+
+STUDENT = ("lse", "logprob", "mean_logprob", "entropy", "sum_p2")
+TEACHER = ("teacher_cross_entropy", "reverse_cross_entropy", "teacher_entropy")
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
+SHORT = {"float64": "f64", "float32": "f32", "bfloat16": "bf16"}
+
+
+class Check(NamedTuple):
+    """One thing by one path: its largest relative error, plain PyTorch's in the same type, and what was allowed."""
+
+    what: str
+    path: str
+    backend: str
+    dtype: str
+    error: float
+    eager: float | None
+    limit: float
+
+    @property
+    def ok(self) -> bool:
+        return self.error <= self.limit  # false for NaN
+
+    @property
+    def where(self) -> str:
+        return f"{self.path}, {self.backend}, {self.dtype}"
+
+
+class Result(NamedTuple):
+    values: dict[str, Tensor]  # a loss, facts
+    scales: dict[str, float]  # what an error in them is measured by
+    grads: dict[str, Tensor]
+
+
+def command(
+    device: Annotated[str, typer.Option(help="cpu or cuda; by default cuda where there is one.")] = "",
+    fast: Annotated[bool, typer.Option("--fast", help="Fewer rows and columns.")] = False,
+    json_: Annotated[bool, typer.Option("--json", help="Every single check as JSON, and no table.")] = False,
+    seed: Annotated[int, typer.Option(help="Of all random numbers.")] = 0,
+) -> None:
+    """Check every loss and path against float64 on this machine; exit code 1 if anything is off."""
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device not in ("cpu", "cuda"):
+        raise typer.BadParameter(f"wanted cpu or cuda, got {device!r}", param_hint="--device")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise typer.BadParameter("there is no CUDA device here", param_hint="--device")
+    console = Console(highlight=False)
+    bar = Progress(
+        TextColumn("[cyan]{task.description:<22}"), BarColumn(), TimeRemainingColumn(), console=console, transient=True,
+        disable=json_ or not console.is_terminal,
+    )  # fmt: skip
+    done: list[Check] = []
+    with bar, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # bfloat16 on a CPU that has none: slower, and no less right
+        task = bar.add_task("checking", total=len(LOSSES) + 2)
+        for what, checks in run_checks(device, fast, seed):
+            bar.update(task, description=what, advance=1)
+            done += checks
+    bad = [c for c in done if not c.ok]
+    if json_:
+        typer.echo(json.dumps(report(done, device, seed), indent=1))
+    else:
+        console.print(_table(done), *_verdict(done, bad, device), sep="\n")
+    if bad:
+        raise typer.Exit(1)
+
+
+def report(done: list[Check], device: str, seed: int) -> dict[str, Any]:
+    """The checks as plain data."""
+    name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
+    head = {"headloss": hl.__version__, "torch": torch.__version__, "device": name, "seed": seed}
+    return {**head, "ok": all(c.ok for c in done), "checks": [{**c._asdict(), "ok": c.ok} for c in done]}
+
+
+def run_checks(device: str, fast: bool, seed: int) -> Iterator[tuple[str, list[Check]]]:
+    """What is checked, and what came of it."""
+    problem = Problem.make(device, seed, *((37, 211, 16) if fast else (193, 4099, 64)))
+    yield "facts", list(check_facts(problem, STUDENT, None))
+    yield "facts of a teacher", list(check_facts(problem, TEACHER, "dense"))
+    for name, fn in sorted(LOSSES.items()):
+        if is_divergence(fn):
+            both = [*check_loss(problem, name, fn, "dense"), *check_loss(problem, name, fn, "sparse")]
+            yield name, both
+        else:
+            yield name, list(check_loss(problem, name, fn, None))
+
+
+class Problem(NamedTuple):
+    """The tensors of all checks, in float64."""
+
+    hidden: Tensor
+    weight: Tensor
+    targets: Tensor
+    segments: hl.Segments
+    teacher: Tensor
+    ids: Tensor
+    ids_logprob: Tensor
+    pulls: Tensor  # what the facts' gradients are asked with
+    noise: Tensor
+
+    @classmethod
+    def make(cls, device: str, seed: int, N: int, V: int, D: int) -> Problem:
+        random = torch.Generator().manual_seed(seed)
+        normal = lambda *shape: torch.randn(*shape, generator=random, dtype=torch.float64)
+        hidden, weight, teacher = normal(N, D), normal(V, D) * 2 / D**0.5, normal(N, V) * 2
+        hidden, weight = hidden.bfloat16().double(), weight.bfloat16().double()  # the same numbers in every type
+        teacher = teacher.bfloat16().double()
+        targets = torch.randint(V, (N,), generator=random)
+        targets[torch.rand(N, generator=random) < 0.2] = -100
+        targets[:2] = torch.tensor([0, V - 1])
+        S = max(4, N // 12)
+        bounds = torch.linspace(0, N, S + 1).round().int()
+        top = teacher.log_softmax(-1).topk(5)
+        ids = top.indices.masked_fill(torch.rand(N, 5, generator=random) < 0.1, -1)
+        put = lambda x: x.to(device)
+        return cls(
+            put(hidden), put(weight), put(targets), hl.Segments.from_cu_seqlens(put(bounds)), put(teacher), put(ids),
+            put(top.values.float()), put(normal(8, N)), put(normal(8, N)),
+        )  # fmt: skip
+
+    @property
+    def valid(self) -> Tensor:
+        return self.targets != -100
+
+    def inputs(self, fn: Callable[..., Any]) -> dict[str, Tensor]:
+        """Whatever a loss asks for beside facts; log-probabilities are the true ones, a little off."""
+        names = [p.name for p in inspect.signature(fn).parameters.values() if p.kind is not p.KEYWORD_ONLY]
+        N, S = len(self.targets), self.segments.num_segments
+        logp = (self.hidden @ self.weight.T).log_softmax(-1).gather(-1, self.targets.clamp(min=0)[:, None])[:, 0]
+        found: dict[str, Tensor] = {}
+        for i, name in enumerate(n for n in names if n not in (*STUDENT, "segments", "targets", "logp", "logq")):
+            if name == "pairs":
+                found[name] = torch.arange(S // 2 * 2, device=logp.device).view(-1, 2)
+            elif name == "desirable":
+                found[name] = torch.arange(S, device=logp.device) % 2 == 0
+            elif name == "kl":
+                found[name] = logp.new_tensor(0.3)
+            elif name.endswith("logprob"):
+                found[name] = (logp + 0.1 * self.noise[i]).clamp(max=-1e-3).float()
+            else:
+                found[name] = self.noise[i][:N].float()
+        return found
+
+    def guide(self, teacher: str | None, dtype: torch.dtype) -> Any:
+        if teacher == "sparse":
+            return hl.Sparse(self.ids, self.ids_logprob)
+        return None if teacher is None else hl.Logits(self.teacher.to(dtype))
+
+
+class _Segments:
+    """`hl.Segments` of the rows that count as a matrix."""
+
+    def __init__(self, ids_R: Tensor, S: int, dtype: torch.dtype) -> None:
+        self.member_SR = (ids_R[None] == torch.arange(S, device=ids_R.device)[:, None]).to(dtype)
+        self.num_segments = S
+
+    def totals(self, x: Tensor) -> Tensor:
+        return self.member_SR.to(x.dtype) @ x
+
+    def means(self, x: Tensor) -> Tensor:
+        return self.totals(x) / self.member_SR.sum(1).clamp(min=1).to(x.dtype)
+
+    def spread(self, y: Tensor) -> Tensor:
+        return self.member_SR.to(y.dtype).T @ y
+
+    def mean(self, x: Tensor) -> Tensor:
+        return self.spread(self.means(x))
+
+
+def _dense_facts(logits_RV: Tensor, targets_R: Tensor, teacher_RV: Tensor) -> dict[str, Callable[[], Tensor]]:
+    logp = logits_RV.log_softmax(-1)
+    logq = teacher_RV.log_softmax(-1)
+    return {
+        "lse": lambda: logits_RV.logsumexp(-1),
+        "logprob": lambda: logp.gather(-1, targets_R[:, None])[:, 0],
+        "mean_logprob": lambda: logp.mean(-1),
+        "entropy": lambda: -(logp.exp() * logp).sum(-1),
+        "sum_p2": lambda: logp.exp().square().sum(-1),
+        "max_logprob": lambda: logp.detach().amax(-1),
+        "argmax": lambda: logits_RV.argmax(-1),
+        "teacher_cross_entropy": lambda: -(logq.exp() * logp).sum(-1),
+        "reverse_cross_entropy": lambda: -(logp.exp() * logq).sum(-1),
+        "teacher_entropy": lambda: -(logq.exp() * logq).sum(-1),
+    }
+
+
+def _dense_divergence(fn: Callable[..., Any], p: Problem, logits_RV: Tensor, teacher: str) -> Tensor:
+    logp = logits_RV.log_softmax(-1)
+    if teacher == "dense":
+        return fn(logp, p.teacher[p.valid].to(logp.dtype).log_softmax(-1)).sum(-1)
+    ids, logq = p.ids[p.valid], p.ids_logprob[p.valid].to(logp.dtype)
+    held = ids >= 0
+    named = torch.zeros_like(logp, dtype=torch.bool)
+    named[held.nonzero()[:, 0], ids[held]] = True
+    inside = torch.where(held, fn(logp.gather(-1, ids.clamp(min=0)), logq), 0.0).sum(-1)
+    tail_p = logp.masked_fill(named, -torch.inf).logsumexp(-1)
+    tail_q = torch.log1p(-torch.where(held, logq.exp(), 0.0).sum(-1).clamp(max=1.0))
+    return inside + fn(tail_p, tail_q)
+
+
+def dense_loss(p: Problem, fn: Callable[..., Any], teacher: str | None, kind: str, dtype: torch.dtype) -> Result:
+    """The mean of a loss over rows, segments or pairs, and its gradients, with every logit in memory."""
+    leaves, logits = _leaves(p, kind, dtype)
+    valid = p.valid
+    logits_RV = logits[valid]
+    if teacher is not None:
+        values = _dense_divergence(fn, p, logits_RV, teacher)
+    else:
+        segments = _Segments(p.segments.ids[valid], p.segments.num_segments, logits.dtype)
+        facts = _dense_facts(logits_RV, p.targets[valid], p.teacher[valid].to(logits.dtype))
+        facts["targets"] = lambda: p.targets[valid]
+        given: dict[str, Any] = {}
+        inputs = p.inputs(fn)
+        for name, parameter in inspect.signature(fn).parameters.items():
+            if parameter.kind is parameter.KEYWORD_ONLY:
+                continue
+            x = inputs.get(name)
+            if x is not None:
+                x = x[valid] if x.shape == valid.shape else x
+                given[name] = x.to(logits.dtype) if x.is_floating_point() else x
+            else:
+                given[name] = segments if name == "segments" else facts[name]()
+        found = fn(**given)
+        values = found[0] if isinstance(found, tuple) else found
+    loss = values.mean()
+    grads = torch.autograd.grad(loss, list(leaves.values()))
+    scale = float(values.detach().abs().mean())
+    return Result({"loss": loss.detach()}, {"loss": scale}, dict(zip(leaves, grads, strict=True)))
+
+
+def _leaves(p: Problem, kind: str, dtype: torch.dtype) -> tuple[dict[str, Tensor], Tensor]:
+    if kind == "Logits":
+        logits = _logits(p, dtype).requires_grad_()
+        return {"logits": logits}, logits
+    leaves = {n: getattr(p, n).to(dtype, copy=True).requires_grad_() for n in ("hidden", "weight")}
+    return leaves, leaves["hidden"] @ leaves["weight"].T
+
+
+def _logits(p: Problem, dtype: torch.dtype) -> Tensor:
+    return (p.hidden @ p.weight.T).bfloat16().to(dtype, copy=True)
+
+
+def check_facts(p: Problem, want: tuple[str, ...], teacher: str | None) -> Iterator[Check]:
+    """Facts and the gradients of a random combination of them."""
+
+    @functools.cache
+    def dense(kind: str, dtype: torch.dtype) -> Result:
+        leaves, logits = _leaves(p, kind, dtype)
+        made = _dense_facts(logits, p.targets.clamp(min=0), p.teacher.to(logits.dtype))
+        return _pulled(p, {f: made[f]() for f in want}, leaves)
+
+    for path, kind, options, backend, name in _paths(p, ("float64", "float32", "bfloat16")):
+        if path == "forward_backward":
+            continue
+        dtype = DTYPES[name]
+        leaves, _ = _leaves(p, kind, dtype)
+        call = {"host_read": False} if path == "no host read" else {}
+        source = _source(kind, leaves, options)
+        got = hl.row_facts(source, p.targets, want, backend=backend, teacher=p.guide(teacher, dtype), **call)
+        what = "facts" if teacher is None else "facts of a teacher"
+        yield _judge(what, path, backend, name, _pulled(p, got, leaves), functools.partial(dense, kind))
+
+
+def _pulled(p: Problem, facts: Mapping[Any, Tensor], leaves: dict[str, Tensor]) -> Result:
+    values = {str(f): torch.where(p.valid, x, 0.0) for f, x in facts.items()}
+    live = [x.double() * pull for x, pull in zip(values.values(), p.pulls) if x.requires_grad]
+    grads = torch.autograd.grad(torch.stack(live).sum(), list(leaves.values()))
+    kept = {f: x.detach() for f, x in values.items()}
+    return Result(kept, {f: float(x.abs().max()) for f, x in kept.items()}, dict(zip(leaves, grads, strict=True)))
+
+
+def check_loss(p: Problem, name: str, fn: Callable[..., Any], teacher: str | None) -> Iterator[Check]:
+    """One loss by every path, in float64 and float32."""
+    inputs = {} if teacher else p.inputs(fn)
+    asks = teacher is None and "segments" in inspect.signature(fn).parameters
+    dense = functools.cache(functools.partial(dense_loss, p, fn, teacher))
+    for path, kind, options, backend, dtype in _paths(p, ("float64", "float32")):
+        leaves, _ = _leaves(p, kind, DTYPES[dtype])
+        call: dict[str, Any] = dict(inputs)
+        if asks:
+            call["segments"] = p.segments
+        if teacher:
+            call["teacher"] = p.guide(teacher, DTYPES[dtype])
+        if path == "no host read":
+            call["host_read"] = False
+        objective = hl.Objective(term=fn, backend=backend)
+        source = _source(kind, leaves, options)
+        if path == "forward_backward":
+            out = objective.forward_backward(source, p.targets, **call)
+            grads = {n: getattr(out.grads, n) for n in leaves}
+        else:
+            try:
+                out = objective(source, p.targets, **call)
+            except ValueError as error:
+                if str(error).startswith("host_read:"):  # a loss of pairs: rows have to be dropped for it
+                    continue
+                raise
+            grads = dict(zip(leaves, torch.autograd.grad(out.loss, list(leaves.values())), strict=True))
+        got = Result({"loss": out.loss.detach()}, {}, grads)
+        label = name if teacher is None else f"{name} ({teacher})"
+        yield _judge(label, path, backend, dtype, got, functools.partial(dense, kind))
+
+
+def _paths(p: Problem, dtypes: tuple[str, ...]) -> Iterator[tuple[str, str, dict[str, Any], str, str]]:
+    """(path, kind of source, its options, backend, dtype) for all that this machine can run."""
+    N, V = len(p.targets), len(p.weight)
+    for name in dtypes:
+        dtype = DTYPES[name]
+        few = -(-N // 3) * V * dtype.itemsize  # three chunks, more where segments do not fit
+        for backend in ("torch", "triton"):
+            try:
+                resolve(backend, p.hidden.device, dtype)
+            except (RuntimeError, ValueError, TypeError):
+                continue
+            yield "Logits", "Logits", {}, backend, name
+            yield "Linear", "Linear", {}, backend, name
+            yield "Linear, chunks", "Linear", {"memory": few}, backend, name
+            yield "no host read", "Linear", {"memory": few}, backend, name
+            yield "forward_backward", "Linear", {}, backend, name
+
+
+def _source(kind: str, leaves: Mapping[str, Tensor], options: Mapping[str, Any]) -> Any:
+    return hl.Logits(leaves["logits"]) if kind == "Logits" else hl.Linear(leaves["hidden"], leaves["weight"], **options)
+
+
+def _judge(
+    what: str, path: str, backend: str, dtype: str, got: Result, dense: Callable[[torch.dtype], Result]
+) -> Check:
+    truth = dense(torch.float64)
+    error = _error(got, truth)
+    if dtype == "float64":
+        return Check(what, path, backend, dtype, error, None, 1e-9)
+    eager = _error(dense(DTYPES[dtype]), truth)
+    few = 16 * torch.finfo(DTYPES[dtype]).eps
+    return Check(what, path, backend, dtype, error, eager, 2 * eager + few)
+
+
+def _error(got: Result, truth: Result) -> float:
+    """The largest error, relative to the largest of what it is an error in."""
+    errors = [
+        float((got.values[n].double() - x.double()).abs().max()) / max(truth.scales[n], 1e-30)
+        for n, x in truth.values.items()
+    ]
+    for n, x in truth.grads.items():
+        errors.append(float((got.grads[n].double() - x.double()).abs().max()) / max(float(x.abs().max()), 1e-30))
+    return max(errors, key=lambda e: (e != e, e))  # NaN is the worst
+
+
+def _table(done: list[Check]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
+    table.add_column("", style="cyan", no_wrap=True)
+    columns = list(dict.fromkeys((c.dtype, c.backend) for c in done))
+    for dtype, backend in columns:
+        table.add_column(f"{SHORT[dtype]}\n{backend}", justify="right")
+        if dtype != "float64":
+            table.add_column(f"{SHORT[dtype]}\neager", justify="right", style="dim")
+    table.add_column("", justify="left")
+    for what in dict.fromkeys(c.what for c in done):
+        cells: list[str] = []
+        own = [c for c in done if c.what == what]
+        for dtype, backend in columns:
+            here = [c for c in own if (c.dtype, c.backend) == (dtype, backend)]
+            worst = max(here, key=lambda c: (not c.ok, c.error), default=None)
+            cells.append("" if worst is None else f"{worst.error:.0e}" if worst.ok else f"[red]{worst.error:.0e}[/]")
+            if dtype != "float64":
+                cells.append("" if worst is None or worst.eager is None else f"{worst.eager:.0e}")
+        table.add_row(what, *cells, "[green]ok[/]" if all(c.ok for c in own) else "[red]off[/]")
+    return table
+
+
+def _verdict(done: list[Check], bad: list[Check], device: str) -> list[str]:
+    """Largest relative errors of values and gradients: a line for each that is off, and one for all."""
+    lines = [f"[red]off[/]  {c.what}: {c.where}: error {c.error:.1e}, allowed {c.limit:.1e}" for c in bad]
+    paths = "; ".join(dict.fromkeys(c.path for c in done))
+    return [*lines, f"{len(done) - len(bad)} of {len(done)} checks right on {device}.  Paths: {paths}.", ""]
