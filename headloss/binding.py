@@ -19,7 +19,7 @@ from headloss.bound import BoundLoss, Planned, check_inputs, layout
 from headloss.facts import NEEDS_TARGET, Fact, Want
 from headloss.guides import SparseGuide, bind_guides, name_teachers, teacher_bytes
 from headloss.metrics import retarget
-from headloss.plan import Call, Shape, fit, trace
+from headloss.plan import Call, Shape, Trace, fit, trace
 from headloss.rows import Prepared, Rows, bind_rows
 from headloss.segments import Segments
 from headloss.signature import ONLY, TEACHER_INPUTS, suggest
@@ -98,9 +98,11 @@ def make_plan(
             laid |= {n: (laid[n][0], shape) for n, shape in shapes.items() if n in laid}
         else:
             found = trace(call, shapes, source.fact_dtype, source.device.type, segments is not None)
+        _check_spread(f"term {name!r} ({call.signature.name})", found, shapes)
         if term.reduction == "weighted_mean" and call.row_weight_signature and call.row_weight_signature.facts:
             found = found._replace(kind="batch", reason="weighted_mean sums a row_weight made of facts")
         planned.append(Planned(name, call, found, now[name], term.reduction, term.length))
+    _check_gradients(planned, laid)
     wanted = [f for t in planned for f in t.call.facts if f not in t.trace.unused]
     wanted += [f for _, call in metrics for f in call.facts]
     if targets is None:
@@ -268,6 +270,26 @@ def _lay_out(inputs: Mapping[str, Any], source: Source, segments: Segments | Non
         for name, x in inputs.items()
         if x is not None
     }
+
+
+def _check_spread(label: str, found: Trace, shapes: Mapping[str, Shape]) -> None:
+    """Values of segments where values of rows are wanted: by chance there may be as many of both."""
+    per_segment = [name for name, shape in shapes.items() if shape.kind == "segment"]
+    mismatch = "must match" in found.reason or "to broadcast" in found.reason  # torch has two ways to say it
+    if per_segment and found.joint is None and mismatch:
+        name = per_segment[0]
+        raise ValueError(
+            f"{name}: has one value a segment, where {label} meets it with one a row; pass segments.spread({name})"
+        )
+
+
+def _check_gradients(planned: Sequence[Planned], laid: Mapping[str, tuple[Tensor, Shape]]) -> None:
+    """An input that wants a gradient is one that some loss can give it."""
+    seen = {p.key for t in planned for p in t.call.signature.parameters}
+    for t in planned:
+        for name in t.call.input_names:
+            if name not in seen and name in laid and laid[name][1].requires_grad:
+                raise ValueError(f"{name}: requires grad, but no gradient flows to a row weight; pass it detached")
 
 
 def _check_count(name: str, x: object) -> None:

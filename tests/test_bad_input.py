@@ -345,6 +345,26 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "num_items is a vector": (lambda: CE(LINEAR, TARGETS, num_items=torch.ones(2)), TypeError, "num_items: "),
     "num_segments is text": (lambda: CE(LINEAR, TARGETS, num_segments="3"), TypeError, "num_segments: "),
     "grad_scale is infinite": (lambda: CE(LINEAR, TARGETS, grad_scale=math.inf), ValueError, "grad_scale: "),
+    "one value a segment for a row loss": (
+        lambda: RL(LINEAR, TARGETS, advantage=torch.randn(S), segments=SEGMENTS),
+        ValueError,
+        r"advantage: .*'rl' \(grpo\).*segments.spread\(advantage\)",
+    ),
+    "one value a segment where gspo wants one a row": (
+        lambda: SEQ(LINEAR, TARGETS, advantage=torch.randn(S), segments=SEGMENTS),
+        ValueError,
+        "advantage: .*spread",
+    ),
+    "as many rows that count as segments": (
+        lambda: RL(LINEAR, torch.tensor([1, -100, 2, -100, 3, -100]), advantage=torch.randn(S), segments=SEGMENTS),
+        ValueError,
+        "advantage: .*spread",
+    ),
+    "learned row weight": (
+        lambda: hl.Objective(a=hl.Term(cross_entropy, row_weight="w"))(LINEAR, TARGETS, w=ROW.clone().requires_grad_()),
+        ValueError,
+        "w: requires grad.*row weight",
+    ),
     "pairs beyond the segments": (lambda: simpo_of([[0, S]]), ValueError, rf"pairs: .*\[0, {S}\).*{S}"),
     "a pair of no segment": (lambda: simpo_of([[0, -1]]), ValueError, "pairs: .*-1"),
     "pairs lie the other way": (lambda: simpo_of([[0, 1, 0], [1, 2, 2]]), ValueError, r"pairs: wanted \(pairs, 2\)"),
