@@ -8,9 +8,10 @@ try:
 except ImportError as error:  # the library itself needs torch only
     raise SystemExit(f"the command line needs {error.name}: pip install 'headloss[cli]'") from None
 
-from headloss.cli import check, demo, losses
+from headloss.cli import check, demo, explain, losses
 
 main = typer.Typer(help="headloss: from hidden states to a loss, with the softmax read once.", no_args_is_help=True)
 main.command("demo")(demo.command)
 main.command("check")(check.command)
+main.command("explain")(explain.command)
 main.command("losses")(losses.command)

@@ -1,0 +1,154 @@
+"""`headloss explain config.yaml --tokens N --vocab V --hidden D`: the plan and its bytes, before there is a GPU.
+
+Dimension key:  N rows   V vocabulary   D hidden size   S segments   K ids
+
+The objective is planned on tensors that have a shape and no memory of their own; nothing is computed.  With `--ranks`
+no process group is made: a rank's share follows from V / ranks, as for `hl.VocabShard` of even width.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from torch import Tensor
+
+import headloss as hl
+from headloss.divergence import is_divergence
+from headloss.explain import Explanation
+from headloss.sources import padded, parse_bytes
+
+DTYPES = {
+    "bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp16": torch.float16, "float16": torch.float16,
+    "fp32": torch.float32, "float32": torch.float32, "float64": torch.float64,
+}  # fmt: skip
+
+
+def command(
+    config: Annotated[Path, typer.Argument(help="An objective as YAML or JSON: terms, metrics.")],
+    tokens: Annotated[int, typer.Option(min=1, help="Rows of the head, on one rank.")],
+    vocab: Annotated[int, typer.Option(min=1, help="Size of the whole vocabulary.")],
+    hidden: Annotated[int, typer.Option(min=1, help="Hidden size.")],
+    ranks: Annotated[int, typer.Option(min=1, help="Ranks that share the vocabulary.")] = 1,
+    dtype: Annotated[str, typer.Option(help="Of hidden and weight: bf16, fp16, fp32.")] = "bf16",
+    memory: Annotated[str, typer.Option(help="Budget of the rows x vocabulary buffers.")] = "1GiB",
+    segments: Annotated[int, typer.Option(min=1, help="Sequences among the tokens, of even length.")] = 8,
+    top_k: Annotated[int, typer.Option(min=0, help="A sparse teacher of K ids; 0 for a dense one.")] = 0,
+    json_: Annotated[bool, typer.Option("--json", help="The plan as JSON.")] = False,
+) -> None:
+    """Plan and memory of an objective at a given size, from shapes alone."""
+    if dtype not in DTYPES:
+        raise typer.BadParameter(f"wanted one of {', '.join(DTYPES)}, got {dtype!r}", param_hint="--dtype")
+    try:
+        objective = hl.Objective.from_config(read(config))
+        plan = explain(
+            objective, tokens, vocab, hidden, ranks=ranks, dtype=DTYPES[dtype], memory=memory, segments=segments,
+            top_k=top_k,
+        )  # fmt: skip
+    except (TypeError, ValueError, OSError) as error:
+        raise typer.BadParameter(str(error), param_hint=str(config)) from None
+    if json_:
+        typer.echo(json.dumps({**plan._asdict(), "terms": [t._asdict() for t in plan.terms]}, indent=1))
+        return
+    typer.echo(plan)
+    typer.echo(f"all          {sum(plan.bytes.values()) / 2**30:.2f} GiB beside hidden and weight")
+    if ranks > 1:
+        typer.echo(
+            f"ranks        each of {ranks} holds {columns(vocab, ranks)} of {vocab} columns; bytes are one rank's, "
+            f"from V / ranks: no process group was asked"
+        )
+    typer.echo("on CUDA      backend triton where it is installed, and one host read a call unless host_read=False")
+
+
+def read(path: Path) -> Any:
+    """Plain data from a file; nothing in it is evaluated."""
+    text = path.read_text()
+    if path.suffix == ".json":
+        return json.loads(text)
+    if importlib.util.find_spec("yaml") is None:
+        raise ValueError(f"{path.name}: reading YAML needs PyYAML, which is not installed; write it as JSON")
+    import yaml  # type: ignore[import-untyped]
+
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path.name}: {error}") from None
+
+
+def columns(vocab: int, ranks: int) -> int:
+    return -(-vocab // ranks)
+
+
+def explain(
+    objective: hl.Objective,
+    N: int,
+    V: int,
+    D: int,
+    *,
+    ranks: int = 1,
+    dtype: torch.dtype = torch.bfloat16,
+    memory: str | int = "1GiB",
+    segments: int = 8,
+    top_k: int = 0,
+) -> Explanation:
+    """The plan of `objective` on a head of this size, from V / ranks columns where ranks share it."""
+    S = min(segments, N)
+    spans = hl.Segments.from_cu_seqlens(torch.linspace(0, N, S + 1).round().long())
+    targets = torch.zeros(N, dtype=torch.long)
+    held, budget = columns(V, ranks), parse_bytes(memory)
+    # Over a shard two chunks exist at once, one being gathered while the other is made: each gets half.
+    source = hl.Linear(
+        _shape(N, D, dtype=dtype), _shape(held, D, dtype=dtype), memory=budget if ranks == 1 else budget // 2
+    )
+    call: dict[str, Any] = {}
+    calls = [term.call(None, {}) if not is_divergence(term.fn) else None for term in objective.terms.values()]
+    for term, read_call in zip(objective.terms.values(), calls, strict=True):
+        if read_call is None:
+            call["teacher"] = _teachers(objective, N, held, D, dtype, top_k)
+            names: tuple[str, ...] = (term.row_weight,) if isinstance(term.row_weight, str) else ()
+        else:
+            names = read_call.input_names
+        call |= {name: _input(name, N, S) for name in names}
+    call |= {n: _input(n, N, S) for _, metric in objective.metrics for n in metric.input_names}
+    found = objective.explain(source, targets, segments=spans, **call)
+    return found if ranks == 1 else _of_one_rank(found, V, budget, dtype)
+
+
+def _of_one_rank(found: Explanation, V: int, budget: int, dtype: torch.dtype) -> Explanation:
+    width = padded(found.vocab) * dtype.itemsize
+    bytes_: dict[str, int] = {}
+    for what, n in found.bytes.items():
+        if what.startswith("chunk of"):
+            bytes_[f"two chunks of {n // width} rows x {found.vocab} (budget {budget / 2**20:.1f} MiB)"] = 2 * n
+        else:
+            bytes_[what] = n
+    visited = found.chunks if "same visit" in found.grade else 1
+    collectives = {"all-gather of partials": visited, "all-reduce of the gradient of hidden": 1}
+    return found._replace(vocab=V, bytes=bytes_, collectives=found.collectives | collectives)
+
+
+def _shape(*shape: int, dtype: torch.dtype) -> Tensor:
+    """A tensor of this shape that takes no memory."""
+    return torch.zeros((), dtype=dtype).expand(*shape)
+
+
+def _input(name: str, N: int, S: int) -> Tensor:
+    if name == "pairs":
+        return torch.zeros(max(1, S // 2), 2, dtype=torch.long)
+    if name == "desirable":
+        return torch.zeros(S, dtype=torch.bool)
+    return torch.zeros(()) if name == "kl" else torch.zeros(N)
+
+
+def _teachers(objective: hl.Objective, N: int, V: int, D: int, dtype: torch.dtype, top_k: int) -> Any:
+    def one() -> Any:
+        if top_k:
+            return hl.Sparse(_shape(N, top_k, dtype=torch.long), _shape(N, top_k, dtype=torch.float32))
+        return hl.Linear(_shape(N, D, dtype=dtype), _shape(V, D, dtype=dtype))
+
+    names = {term.teacher for term in objective.terms.values() if is_divergence(term.fn)}
+    return one() if names == {None} else {name or "teacher": one() for name in names}

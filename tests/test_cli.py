@@ -1,0 +1,115 @@
+"""The commands `check`, `explain`: what they say, and that they notice."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import headloss as hl
+from headloss.cli import check, explain, main
+from headloss.losses import cross_entropy, forward_kl, gspo, simpo
+
+FEW = {fn.__name__: fn for fn in (cross_entropy, gspo, simpo, forward_kl)}
+CONFIG = {
+    "terms": {"ce": "cross_entropy", "rl": {"loss": "gspo", "reduction": "seq_mean_token_mean"}},
+    "metrics": ["entropy"],
+}
+
+
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check, "LOSSES", FEW)
+
+
+@pytest.mark.usefixtures("few")
+def test_check_is_green_and_counts_every_path() -> None:
+    found = CliRunner().invoke(main, ["check", "--fast", "--device", "cpu", "--json"])
+    assert found.exit_code == 0, found.output
+    report = json.loads(found.stdout)
+    assert report["ok"]
+    names = {c["what"] for c in report["checks"]}
+    assert names >= {"facts", "facts of a teacher", "gspo", "simpo", "forward_kl (dense)", "forward_kl (sparse)"}
+    paths = {c["path"] for c in report["checks"] if c["what"] == "gspo"}
+    assert paths == {"Logits", "Linear", "Linear, chunks", "no host read", "forward_backward"}
+    assert {c["dtype"] for c in report["checks"]} == {"float64", "float32", "bfloat16"}
+
+
+@pytest.mark.usefixtures("few")
+def test_check_notices_a_wrong_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = hl.Objective.__call__
+
+    def wrong(self: hl.Objective, source: object, *args: object, **kwargs: object) -> hl.Output:
+        out = right(self, source, *args, **kwargs)  # type: ignore[arg-type]
+        return out._replace(loss=out.loss * (1 + 1e-4))
+
+    monkeypatch.setattr(hl.Objective, "__call__", wrong)
+    found = CliRunner().invoke(main, ["check", "--fast", "--device", "cpu"])
+    assert found.exit_code == 1
+    assert "cross_entropy: Logits, torch, float64" in found.stdout.replace("\n", "")
+
+
+def test_every_loss_gets_what_it_asks_for() -> None:
+    problem = check.Problem.make("cpu", 0, 24, 31, 4)
+    for name, fn in hl.losses.LOSSES.items():
+        teacher = "sparse" if "logq" in fn.__code__.co_varnames[: fn.__code__.co_argcount] else None
+        found = check.dense_loss(problem, fn, teacher, "Linear", torch.float64)
+        assert found.values["loss"].isfinite() and found.grads["weight"].abs().sum() > 0, name
+
+
+def test_check_refuses_a_device_that_is_not_there() -> None:
+    assert CliRunner().invoke(main, ["check", "--device", "tpu"]).exit_code == 2
+
+
+def test_explain_from_json(tmp_path: Path) -> None:
+    path = tmp_path / "objective.json"
+    path.write_text(json.dumps(CONFIG))
+    size = ["--tokens", "4096", "--vocab", "151936", "--hidden", "512"]
+    found = CliRunner().invoke(main, ["explain", str(path), *size])
+    assert found.exit_code == 0, found.output
+    assert "4096 of 4096 rows x 151936 columns" in found.stdout and "gradients in the same visit" in found.stdout
+    plan = json.loads(CliRunner().invoke(main, ["explain", str(path), *size, "--json"]).stdout)
+    assert plan["gemms"] == 3 and plan["terms"][1]["kind"] == "segment"
+
+
+def test_explain_of_a_rank_is_what_a_shard_says(tmp_path: Path) -> None:
+    """A share computed from V / ranks equals the plan of the shard itself, on a group of as many ranks."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    objective = hl.Objective(ce=cross_entropy)
+    N, V, D, ranks = 4096, 32000, 64, 4
+    found = explain.explain(objective, N, V, D, ranks=ranks, memory="32MiB")
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
+        shard = hl.VocabShard(torch.distributed.group.WORLD, 0, V)
+        hidden, weight = (torch.empty(n, D, dtype=torch.bfloat16, device="meta") for n in (N, V // ranks))
+        targets = torch.empty(N, dtype=torch.long, device="meta")
+        whole = objective.explain(hl.Linear(hidden, weight, shard=shard, memory="32MiB"), targets)
+    finally:
+        torch.distributed.destroy_process_group()
+    assert found.collectives == whole.collectives
+    assert list(found.bytes.values()) == list(whole.bytes.values())
+    assert found.chunks == whole.chunks > 1
+
+
+def test_explain_reads_yaml_and_never_evaluates_it(tmp_path: Path) -> None:
+    pytest.importorskip("yaml")
+    size = ["--tokens", "64", "--vocab", "1000", "--hidden", "8", "--top-k", "4"]
+    path = tmp_path / "objective.yaml"
+    path.write_text("terms:\n  kd: {loss: forward_kl, weight: 0.5}\n  ce: cross_entropy\n")
+    found = CliRunner().invoke(main, ["explain", str(path), *size])
+    assert found.exit_code == 0, found.output
+    assert "tail_logprob of teacher" in found.stdout
+    path.write_text("terms: !!python/object/apply:os.system ['true']\n")
+    found = CliRunner().invoke(main, ["explain", str(path), *size])
+    assert found.exit_code == 2 and "could not determine a constructor" in found.output.replace("\n", " ")
+
+
+def test_explain_says_what_is_wrong_with_a_config(tmp_path: Path) -> None:
+    path = tmp_path / "objective.json"
+    path.write_text(json.dumps({"terms": {"ce": "cros_entropy"}}))
+    found = CliRunner().invoke(main, ["explain", str(path), "--tokens", "8", "--vocab", "8", "--hidden", "8"])
+    assert found.exit_code == 2 and "cross_entropy" in found.output
