@@ -158,6 +158,10 @@ def bind(
                     f"segments: {rows.stats.loose} rows that are not ignored have no segment (id -1), "
                     f"but term {term.name!r} needs one for each"
                 )
+    needed = any(objective.terms[t.name].needs_segments for t in plan.terms)
+    if needed and rows.valid is not None and rows.segments is not None:
+        has_one = (rows.segments.ids >= 0) | ~rows.valid
+        torch._assert_async(has_one.all(), "segments: rows that are not ignored have no segment (id -1)")
     inputs_of = [p.teacher for t in plan.terms for s in t.call.signatures for p in s.parameters if p.teacher]
     inputs_of += [p.teacher for _, call in plan.metrics for p in call.signature.parameters if p.teacher]
     guides = bind_guides(plan.teachers, tuple(dict.fromkeys((*plan.want.teachers, *inputs_of))), source, rows)

@@ -109,7 +109,7 @@ class Metric(NamedTuple):
 
     @property
     def value(self) -> Tensor:
-        """The number, on the device; NaN if nothing was counted."""
+        """The number, on the device; NaN if nothing was counted, inf for a min and -inf for a max."""
         return _KINDS[self.kind].value(*self.parts)
 
     def __add__(self, other: object) -> Metric:

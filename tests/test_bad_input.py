@@ -365,6 +365,13 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ValueError,
         "w: requires grad.*row weight",
     ),
+    "rows without a segment, unread": (
+        lambda: SEQ(
+            LINEAR, TARGETS, advantage=ROW, segments=hl.Segments.from_ids(SEGMENTS.ids - 1, S), host_read=False
+        ),
+        RuntimeError,
+        "segments: rows .*no segment",
+    ),
     "pairs beyond the segments": (lambda: simpo_of([[0, S]]), ValueError, rf"pairs: .*\[0, {S}\).*{S}"),
     "a pair of no segment": (lambda: simpo_of([[0, -1]]), ValueError, "pairs: .*-1"),
     "pairs lie the other way": (lambda: simpo_of([[0, 1, 0], [1, 2, 2]]), ValueError, r"pairs: wanted \(pairs, 2\)"),
