@@ -10,7 +10,7 @@ With a dense teacher the sum needs both softmaxes first: a second look at the ro
 can be had from the facts of the first look says so in its attribute `one_pass`, another loss of the same value.
 With a sparse teacher it becomes a loss on `ids_logprob` and `tail_logprob`, by what happens to the tail:
 
-    bucket        the rest of the vocabulary is one more outcome, with what mass the teacher leaves
+    bucket        the rest of the vocabulary is one more outcome, with what mass the teacher leaves, at least a rounding
     none          only the ids count; their probabilities are those of the whole vocabulary
     renormalise   student and teacher are softmaxes over the ids alone: no full softmax, and no full GEMM
 
@@ -102,7 +102,9 @@ def _over_ids(fn: Callable[..., Any], tail: str) -> Callable[..., Any]:
         value = torch.where(held, fn(logp, logq, **options), 0.0).sum(-1)
         mass = torch.where(held, logq.exp(), 0.0).sum(-1)
         if tail == "bucket":
-            left = torch.log1p(-mass.clamp(max=1.0)).clamp(min=FLOOR)
+            left = torch.log1p(-mass.clamp(max=1.0))
+            rounding = math.log(torch.finfo(mass.dtype).eps)  # a mass of 1 is 1 up to that: it rules out no tail
+            left = torch.where(tail_logprob > FLOOR, left.clamp(min=rounding), left.clamp(min=FLOOR))
             value = value + fn(tail_logprob.clamp(min=FLOOR), left, **options)
         student = torch.where(held, logp.exp(), 0.0).sum(-1)
         return value, {"student_mass": student, "teacher_mass": mass}

@@ -191,7 +191,7 @@ class Problem:
                 continue
             others = torch.ones_like(p_V, dtype=torch.bool)
             others[ids] = False
-            left = max(0.0, 1.0 - math.fsum(named.values()))
+            left = max(2.0**-52, 1.0 - math.fsum(named.values())) if others.any() else 0.0  # a mass of 1 is rounded
             yield torch.cat([p_V[ids], p_V[others].sum()[None]]), torch.cat([q, q.new_tensor([left])])
 
 

@@ -14,7 +14,7 @@ from teaching import CASES, TAILS, check, close, make, run, truth, values
 from torch import Tensor
 
 import headloss as hl
-from headloss.losses import forward_kl, jsd, reverse_kl, soft_cross_entropy, tvd
+from headloss.losses import forward_kl, jsd, reverse_kl, skew_kl, soft_cross_entropy, tvd
 
 # A peaked student
 
@@ -165,6 +165,26 @@ def test_ruled_out_ids_weigh_nothing() -> None:
             for value, grad in found[1:]:
                 close(value, found[0][0])
                 close(grad, found[0][1])
+
+
+def test_a_mass_that_rounds_to_one() -> None:
+    """A sure teacher's K probabilities sum to 1 in float32; what it leaves is then small, not nothing."""
+    torch.manual_seed(3)
+    teacher = torch.randn(6, 64)
+    teacher[:, 3] += 22
+    logprobs, ids = teacher.log_softmax(-1).topk(8)
+    assert (logprobs.exp().sum(-1) >= 1).any()
+    student, targets = torch.randn(6, 64), torch.zeros(6, dtype=torch.long)
+    for fn in (forward_kl, reverse_kl, jsd, tvd, skew_kl):
+        found = []
+        for taught in (hl.Sparse(ids, logprobs), hl.Logits(teacher)):
+            leaf = student.clone().requires_grad_()
+            out = hl.Objective(kd=fn)(hl.Logits(leaf), targets, teacher=taught)
+            out.loss.backward()
+            found.append((out.loss.detach(), leaf.grad))
+        (value, grad), (whole, whole_grad) = found
+        assert 0.6 * whole < value < whole + 1e-5, (fn.__name__, value, whole)  # a coarser partition diverges less
+        assert grad.abs().max() < 2 * whole_grad.abs().max(), fn.__name__
 
 
 def test_order_and_repetition_do_not_matter() -> None:
