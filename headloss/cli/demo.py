@@ -1,9 +1,13 @@
-"""`make demo`: train with a fused head, then measure what fusing was worth.  Chapters are functions of their own."""
+"""`make demo`: teach, distill, reinforce, compare; every loss through headloss.  Each chapter is a function."""
 
 from __future__ import annotations
 
+import copy
+import json
 import time
-from typing import Annotated, NamedTuple
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
@@ -16,10 +20,10 @@ from rich.table import Table
 from rich.text import Text
 
 import headloss as hl
-from headloss.cli import compare
-from headloss.cli.text import Batches, Characters, standard_library
+from headloss.cli import compare, page
+from headloss.cli.phases import K, Tick, Trained, Training, distill, examine, reinforce, teach
+from headloss.cli.sorting import Sorting
 from headloss.cli.tiny import TinyTransformer
-from headloss.losses import cross_entropy, z_loss
 
 IDEA = """\
 logits ─┐                   ┌─ facts ─► losses, metrics ─► loss
@@ -31,150 +35,238 @@ weight"""
 class Size(NamedTuple):
     """How much of everything."""
 
-    modules: int
-    steps: int
-    batch: int
-    length: int
-    D: int
-    layers: int
+    digits: int
+    teacher: tuple[int, int]  # D, layers
+    student: tuple[int, int]
+    teach: Training
+    distill: Training
+    reinforce: Training
+    group: int  # answers to a prompt
     head: tuple[int, int, int]  # N, V, D of the comparison
     rounds: int
+    costs: tuple[float, float, float, float]  # of a step of each phase, in any unit: for the time left
 
 
-FULL = Size(modules=999, steps=450, batch=24, length=48, D=96, layers=1, head=(512, 32000, 128), rounds=5)
-FAST = Size(modules=3, steps=12, batch=8, length=32, D=32, layers=1, head=(64, 1000, 16), rounds=1)
+FULL = Size(
+    digits=6,
+    teacher=(96, 2),
+    student=(64, 1),
+    teach=Training(steps=200, batch=96, lr=3e-3, every=10),
+    distill=Training(steps=70, batch=96, lr=3e-3, every=5),
+    reinforce=Training(steps=100, batch=48, lr=1e-3, every=5),
+    group=8,
+    head=(512, 32000, 128),
+    rounds=3,
+    costs=(0.27, 0.16, 0.85, 1.5),
+)
+FAST = Size(
+    digits=3,
+    teacher=(48, 1),
+    student=(32, 1),
+    teach=Training(steps=120, batch=64, lr=6e-3, every=20),
+    distill=Training(steps=45, batch=64, lr=6e-3, every=5),
+    reinforce=Training(steps=36, batch=32, lr=3e-3, every=4),
+    group=8,
+    head=(64, 1000, 16),
+    rounds=1,
+    costs=(0.04, 0.03, 0.12, 0.05),
+)
+NOISE = 0.15
+
+
+class Results(NamedTuple):
+    task: Sorting
+    teacher: Trained
+    students: dict[str, Trained]
+    policy: Trained
+    ways: list[compare.Way]
 
 
 def command(
     fast: Annotated[bool, typer.Option(help="A few seconds: smaller everything, same story.")] = False,
-    seed: Annotated[int, typer.Option(help="Of the model, the batches and the samples.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of the models, the prompts and the samples.")] = 0,
+    out: Annotated[Path, typer.Option(help="Where the page and the picture go.")] = Path("out/demo"),
+    as_json: Annotated[bool, typer.Option("--json", help="Only the final numbers, as JSON.")] = False,
 ) -> None:
-    """Train a tiny transformer with a fused head, then compare fused with separate losses."""
+    """Teach, distill from a top-K teacher, reinforce with GSPO, and compare fused with separate losses."""
     size = FAST if fast else FULL
     start = time.perf_counter()
-    console = Console(highlight=False)
+    console = Console(highlight=False, stderr=as_json)
+    console.quiet = as_json and not console.is_terminal
+    _opening(console, size)
+    with _progress(console, size) as bar:
+        results = _run(console, size, seed, bar)
+    console.print()
+    for table in (_models(results), _ways(results, size)):
+        console.print(Padding(_rich(table), (0, 0, 0, 1), expand=False))
+    console.print(" [dim]errors are relative to float64; MiB is the most allocated beyond the inputs[/]\n")
+    seconds = time.perf_counter() - start
+    files = _write(console, out, results, size, seed, seconds)
+    console.print(f" [dim]{seconds:.0f} s in all[/]\n")
+    if as_json:
+        typer.echo(json.dumps({"fast": fast, "seed": seed, "seconds": seconds, **_numbers(results), **files}, indent=2))
+
+
+def _run(console: Console, size: Size, seed: int, bar: _Bar) -> Results:
+    task = Sorting(size.digits, NOISE)
+
+    tick = bar.phase(f"1/4 teaching, {size.teach.steps} steps", 0)
+    torch.manual_seed(seed)
+    teacher = teach(task, _model(task, size.teacher), size.teach, seed, tick)
+    teacher.model.requires_grad_(False)
+    _chapter(console, "1  Teach", f"CE + 1e-4 z-loss, {teacher.model.size:,} parameters, {size.teach.steps} steps")
+
+    torch.manual_seed(seed + 1)
+    blank = _model(task, size.student)
+    students = {}
+    for kind, (name, _) in page.KINDS.items():
+        tick = bar.phase(f"2/4 distilling: {name}", 1)
+        students[kind] = distill(task, teacher.model, copy.deepcopy(blank), kind, size.distill, seed + 1, tick)
+    _chapter(console, "2  Distill", f"forward KL, {blank.size:,} parameters, {size.distill.steps} steps each")
+
+    tick = bar.phase(f"3/4 GSPO, {size.reinforce.steps} iterations", 2)
+    policy = reinforce(task, students["top-K"].model, size.reinforce, size.group, seed + 2, tick)
+    answers = size.reinforce.batch * size.group
+    _chapter(console, "3  Reinforce", f"GSPO + exact KL, {size.reinforce.steps} iterations of {answers} answers")
+
+    N, V, D = size.head
+    tick = bar.phase("4/4 fused against separate", 3)
+    ways = compare.compare(N, V, D, size.rounds, seed, tick)
+    _chapter(console, "4  Compare", f"CE + z-loss + entropy bonus, {N} rows x {V}, hidden size {D}")
+    return Results(task, teacher, students, policy, ways)
+
+
+def _model(task: Sorting, size: tuple[int, int]) -> TinyTransformer:
+    return TinyTransformer(task.vocab, task.T, *size)
+
+
+def _models(results: Results) -> list[list[str]]:
+    """The final table: every model on held-out prompts."""
+    rows = [["held-out prompts", "losses", "exact match", "accuracy", "entropy"]]
+    for name, losses, model in (
+        ("teacher", "CE + z", results.teacher.model),
+        (f"student, top {K}", "forward KL", results.students["top-K"].model),
+        ("student, dense", "forward KL", results.students["dense"].model),
+        ("student, labels", "CE", results.students["labels"].model),
+        (f"top {K}, then GSPO", "GSPO + KL", results.policy.model),
+    ):
+        found = examine(results.task, model)
+        numbers = [f"{found['exact_match']:.3f}", f"{found['accuracy']:.3f}", f"{found['entropy']:.3f}"]
+        rows.append([name, losses, *numbers])
+    return rows
+
+
+def _ways(results: Results, size: Size) -> list[list[str]]:
+    N, V, _ = size.head
+    rows, first = [[f"{N} rows x {V}", "ms", "", "MiB", "", "loss error", "grad error"]], results.ways[0]
+    for way in results.ways:
+        speed, less = f"{first.seconds / way.seconds:.1f}x", f"{first.peak / way.peak:.1f}x"
+        times = [f"{1e3 * way.seconds:.0f}", speed, f"{way.peak / 2**20:.3g}", less]
+        rows.append([way.name, *times, f"{way.loss_error:.0e}", f"{way.grad_error:.0e}"])
+    return rows
+
+
+def _numbers(results: Results) -> dict[str, Any]:
+    gspo = results.policy.curves
+    return {
+        "teacher": examine(results.task, results.teacher.model),
+        "students": {kind: examine(results.task, s.model) for kind, s in results.students.items()},
+        "gspo": {
+            "before": examine(results.task, results.students["top-K"].model),
+            "after": examine(results.task, results.policy.model),
+            "reward": [y for _, y in gspo.points["reward"]],
+            "sampled_exact_match": [y for _, y in gspo.points["sampled"]],
+            "kl_to_student": gspo.last("kl"),
+            "clip_fraction": gspo.last("rl/clip_fraction"),
+        },
+        "compare": [way._asdict() for way in results.ways],
+    }
+
+
+def _write(
+    console: Console, out: Path, results: Results, size: Size, seed: int, seconds: float
+) -> dict[str, str | None]:
+    """The page and the picture, or how to get them."""
+    story = page.Story(
+        version=hl.__version__,
+        digits=size.digits,
+        noise=NOISE,
+        teacher=results.teacher.curves,
+        students={kind: s.curves for kind, s in results.students.items()},
+        gspo=results.policy.curves,
+        ways=results.ways,
+        head=size.head,
+        tables=(_models(results), _ways(results, size)),
+        footer=f"headloss demo, seed {seed}, {seconds:.0f} s, torch {torch.__version__}, {torch.get_num_threads()} "
+        "threads, CPU. Errors are relative to float64; MiB is the most allocated beyond the inputs.",
+    )
+    try:
+        files = page.write_page(out, story)
+    except ImportError as error:
+        if not (error.name or "").startswith("matplotlib"):
+            raise
+        console.print(" no page: it needs matplotlib, pip install 'headloss\\[plot]'")
+        return {"page": None, "png": None}
+    for name, file in zip(("page   ", "picture"), files, strict=True):
+        console.print(f" [bold]{name}[/]  {file}", soft_wrap=True)
+    return {"page": str(files[0]), "png": str(files[1])}
+
+
+def _opening(console: Console, size: Size) -> None:
     console.print()
     idea = Text.assemble((IDEA, "cyan"), "\n\nThe softmax is read once; every loss is plain PyTorch on its facts.")
     panel = Panel(idea, title=f"[bold]headloss {hl.__version__}[/]", title_align="left", padding=(1, 2), expand=False)
     console.print(Padding(panel, (0, 1), expand=False))
-    train(console, size, seed)
-    fused_against_separate(console, size, seed)
-    console.print(f"\n[dim]{time.perf_counter() - start:.0f} s in all.[/]\n")
-
-
-def train(console: Console, size: Size, seed: int) -> None:
-    """Chapter 1: cross-entropy and z-loss through `FusedLMHead`, metrics through `Meter`."""
-    torch.manual_seed(seed)
-    text = standard_library(size.modules)
-    batches = Batches(text, size.length, size.batch, seed)
-    model = TinyTransformer(Characters.size, size.length, size.D, size.layers, H=4)
-    objective = hl.Objective(
-        ce=cross_entropy,
-        z=hl.Term(z_loss, weight=1e-4),
-        metrics=["entropy", "accuracy", "perplexity"],
-    )
-    optimizer = torch.optim.AdamW(model.parameters(), lr=6e-3, betas=(0.9, 0.98), weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=6e-3, total_steps=size.steps, pct_start=0.1)
-    _chapter(
-        console,
-        "1  Train",
-        f"a transformer of {sum(p.numel() for p in model.parameters()):,} parameters reads Python's own docstrings\n"
-        f"            {len(text):,} characters; CE + 1e-4 z-loss through FusedLMHead",
-    )
-
-    before, babble = _evaluate(model, objective, batches), _write(model, seed)
-    meter = hl.Meter()
-    with _progress(console) as bar:
-        task = bar.add_task("training", total=size.steps, note="")
-        for step in range(size.steps):
-            tokens, targets = batches("train")
-            out = model.head(model(tokens), targets=targets, objective=objective)
-            assert isinstance(out, hl.Output)
-            optimizer.zero_grad()
-            out.loss.backward()
-            optimizer.step()
-            schedule.step()
-            meter.add(out.metrics)
-            if step % 10 == 9:
-                now = meter.compute()
-                note = f"perplexity {now['perplexity']:6.2f}   accuracy {now['accuracy']:.0%}"
-                bar.update(task, advance=10, note=note)
-    after, words = _evaluate(model, objective, batches), _write(model, seed)
-
-    table = _table("held-out text", "before", "after")
-    table.add_row("loss (CE + z)", f"{before['loss']:.3f}", f"{after['loss']:.3f}")
-    table.add_row("perplexity", f"{before['perplexity']:.2f}", f"{after['perplexity']:.2f}")
-    table.add_row("accuracy", f"{before['accuracy']:.1%}", f"{after['accuracy']:.1%}")
-    table.add_row("entropy, nats", f"{before['entropy']:.3f}", f"{after['entropy']:.3f}")
-    console.print(Padding(table, (0, 0, 1, 3), expand=False))
-    for when, wrote in (("it wrote ", babble), ("it writes", words)):
-        line = " ".join(wrote.split())
-        console.print(Text.assemble("   ", (when, "dim"), f"  {line}"), soft_wrap=True)
-
-
-def fused_against_separate(console: Console, size: Size, seed: int) -> None:
-    """Chapter 2: the same three losses, fused and apart, on a vocabulary large enough to matter."""
-    N, V, D = size.head
-    _chapter(console, "2  Compare", f"CE + z-loss + entropy bonus, forward and backward, hidden size {D}")
-    with _progress(console) as bar:
-        task = bar.add_task("measuring", total=compare.steps(size.rounds), note="")
-        rows = compare.compare(N, V, D, size.rounds, seed, tick=lambda: bar.advance(task))
-    first = rows[0]
-    table = _table(f"{N} rows x {V}", "ms", "", "MiB", "", "loss error", "grad error")
-    for way in rows:
-        table.add_row(
-            way.name,
-            f"{1e3 * way.seconds:.0f}",
-            f"[dim]{first.seconds / way.seconds:.1f}x[/]",
-            f"{way.peak / 2**20:.0f}",
-            f"[dim]{first.peak / way.peak:.1f}x[/]",
-            f"{way.loss_error:.0e}",
-            f"{way.grad_error:.0e}",
-        )
-    console.print(Padding(table, (0, 0, 0, 3), expand=False))
-    console.print("   [dim]errors are relative to float64; MiB is the most allocated beyond the inputs[/]")
-
-
-@torch.no_grad()
-def _evaluate(model: TinyTransformer, objective: hl.Objective, batches: Batches) -> dict[str, float]:
-    """Metrics on held-out text: several calls, one number each."""
-    meter, losses = hl.Meter(), []
-    batches.random.manual_seed(1)
-    for _ in range(8):
-        tokens, targets = batches("held out")
-        out = model.head(model(tokens), targets=targets, objective=objective)
-        assert isinstance(out, hl.Output)
-        meter.add(out.metrics)
-        losses.append(out.loss)
-    return {**meter.compute(), "loss": float(torch.stack(losses).mean())}
-
-
-def _write(model: TinyTransformer, seed: int) -> str:
-    random = torch.Generator().manual_seed(seed)
-    return Characters.decode(model.continue_(Characters.encode("Return the "), 54, temperature=0.5, random=random))
+    example = Sorting(size.digits).prompts(1, torch.Generator().manual_seed(5))
+    shown, ordered = (" ".join(map(str, x.tolist())) for x in (example[0, 1:-1], example[0, 1:-1].sort().values))
+    console.print(f"\n [bold cyan]The task[/]      {shown} -> {ordered}, from answers with {NOISE:.0%} random digits")
 
 
 def _chapter(console: Console, title: str, line: str) -> None:
-    console.print(f"\n [bold cyan]{title}[/]   {line}\n")
+    console.print(f" [bold cyan]{title:<12}[/]  {line}")
 
 
-def _table(*heads: str) -> Table:
+def _rich(rows: Sequence[Sequence[str]]) -> Table:
     table = Table(box=box.ROUNDED, header_style="bold", border_style="dim")
-    for i, head in enumerate(heads):
-        table.add_column(head, justify="right" if i else "left", no_wrap=True)
+    for i, head in enumerate(rows[0]):
+        table.add_column(head, justify="right" if i and head != "losses" else "left", no_wrap=True)
+    for row in rows[1:]:
+        table.add_row(*row)
     return table
 
 
-def _progress(console: Console) -> Progress:
+class _Bar:
+    """One bar for the whole demo: a step counts what it costs, so the time left is that of everything."""
+
+    def __init__(self, progress: Progress, costs: tuple[float, ...]) -> None:
+        self.progress, self.costs = progress, costs
+
+    def phase(self, name: str, number: int) -> Tick:
+        task = self.progress.task_ids[0]
+        self.progress.update(task, description=name)
+        return lambda: self.progress.advance(task, self.costs[number])
+
+    def __enter__(self) -> _Bar:
+        self.progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.progress.stop()
+
+
+def _progress(console: Console, size: Size) -> _Bar:
     """A bar with the time left; nothing at all when nobody is watching."""
-    return Progress(
-        TextColumn("   {task.description}"),
-        BarColumn(bar_width=32),
+    progress = Progress(
+        TextColumn(" {task.description:<38}"),
+        BarColumn(bar_width=20),
         TextColumn("{task.percentage:3.0f}%"),
         TimeRemainingColumn(compact=True),
-        TextColumn("[dim]left[/]  {task.fields[note]}"),
+        TextColumn("[dim]left[/]"),
         console=console,
         transient=True,
         refresh_per_second=4,
         disable=not console.is_terminal,
     )
+    steps = (size.teach.steps, len(page.KINDS) * size.distill.steps, size.reinforce.steps, compare.steps(size.rounds))
+    progress.add_task("", total=sum(n * cost for n, cost in zip(steps, size.costs, strict=True)))
+    return _Bar(progress, size.costs)

@@ -1,6 +1,6 @@
 """A tiny transformer in plain PyTorch, with a `FusedLMHead` where its last linear layer would be.
 
-Dimension key:  B batch   T time   D model size   H heads
+Dimension key:  B batch   T time   D model size   H heads   V vocabulary
 """
 
 from __future__ import annotations
@@ -31,31 +31,36 @@ class Block(nn.Module):
 class TinyTransformer(nn.Module):
     """Tokens (B, T) to hidden states (B, T, D); `head` makes logits or the loss of them."""
 
-    def __init__(self, vocab: int, length: int, D: int, layers: int, H: int) -> None:
+    def __init__(self, vocab: int, length: int, D: int, layers: int, H: int = 4) -> None:
         super().__init__()
-        self.length = length
-        self.token, self.before, self.place = nn.Embedding(vocab, D), nn.Embedding(vocab, D), nn.Embedding(length, D)
+        self.token, self.place = nn.Embedding(vocab, D), nn.Embedding(length, D)
         self.blocks = nn.ModuleList(Block(D, H) for _ in range(layers))
         self.norm = nn.LayerNorm(D)
         self.head = hl.FusedLMHead(D, vocab)
-        for table in (self.token, self.before, self.place):
+        for table in (self.token, self.place):
             nn.init.normal_(table.weight, std=0.3)
         nn.init.normal_(self.head.weight, std=0.02)
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
-        before_BTD = F.pad(
-            self.before(tokens_BT[:, :-1]), (0, 0, 1, 0)
-        )  # pairs of letters, without having to learn them
-        x_BTD = self.token(tokens_BT) + before_BTD + self.place.weight[: tokens_BT.shape[1]]
+        x_BTD = self.token(tokens_BT) + self.place.weight[: tokens_BT.shape[1]]
         for block in self.blocks:
             x_BTD = block(x_BTD)
         return self.norm(x_BTD)
 
+    def source(self, tokens_BT: Tensor) -> hl.Linear:
+        """What an objective or a student reads of this model."""
+        return hl.Linear(self(tokens_BT), self.head.weight)
+
     @torch.no_grad()
-    def continue_(self, tokens_T: Tensor, count: int, temperature: float, random: torch.Generator) -> Tensor:
-        """`count` more tokens, sampled one at a time."""
+    def sample(self, tokens_BT: Tensor, count: int, random: torch.Generator) -> Tensor:
+        """(B, count): what the model says after `tokens_BT`, drawn one at a time."""
+        start = tokens_BT.shape[1]
         for _ in range(count):
-            logits_V = self.head(self(tokens_T[None, -self.length :])[0, -1])
-            drawn = torch.multinomial((logits_V / temperature).softmax(-1), 1, generator=random)
-            tokens_T = torch.cat([tokens_T, drawn])
-        return tokens_T
+            logits_BV = self.head(self(tokens_BT)[:, -1])
+            drawn_B1 = torch.multinomial(logits_BV.softmax(-1), 1, generator=random)
+            tokens_BT = torch.cat([tokens_BT, drawn_B1], 1)
+        return tokens_BT[:, start:]
+
+    @property
+    def size(self) -> int:
+        return sum(p.numel() for p in self.parameters())
