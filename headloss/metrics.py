@@ -125,6 +125,9 @@ class Metric(NamedTuple):
     def item(self) -> float:
         return float(self.value)
 
+    def __format__(self, spec: str) -> str:
+        return format(float(self), spec) if spec else repr(self)
+
     def __repr__(self) -> str:
         return f"Metric({float(self.value):.6g}, {self.kind} per {self.per})"
 

@@ -66,7 +66,7 @@ def prepare(targets: Tensor, segments: Segments | None = None) -> Prepared:
     if ids is not None and segments is not None:
         held = ids.masked_fill(~valid, -1)
         falls = (held.masked_fill(held < 0, 0).cummax(0).values > held) & (held >= 0) if len(flat) else held > 0
-        stray = ids.max() if len(flat) else ids.sum()
+        stray = ids.max() if len(flat) else ids.new_full((), -1)
         parts.append(torch.stack([(valid & (ids < 0)).sum(), stray.long(), falls.any().long()]))
         inside = held.clamp(max=segments.num_segments - 1)
         parts.append(Segments(inside, segments.num_segments).counts.long())

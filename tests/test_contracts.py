@@ -315,6 +315,22 @@ def test_meter_of_endings() -> None:
         assert value == pytest.approx(whole.metrics[name], rel=1e-12), name
 
 
+def test_a_metric_is_formatted_as_a_number() -> None:
+    out = hl.Objective(ce=hl.losses.cross_entropy, metrics=["accuracy"])(hl.Logits(torch.eye(4)), torch.arange(4))
+    assert f"{out.metrics['accuracy']:.2f}" == "1.00"
+
+
+def test_no_rows_and_no_segments() -> None:
+    """A micro-batch or a rank may have neither."""
+    weight, segments = torch.randn(7, 5, requires_grad=True), hl.Segments.from_cu_seqlens(torch.tensor([0]))
+    none = torch.zeros(0)
+    out = hl.Objective(rl=hl.losses.gspo)(
+        hl.Linear(torch.randn(0, 5), weight), none.long(), segments=segments, advantage=none
+    )
+    out.loss.backward()
+    assert out.loss == 0 and weight.grad is not None and not weight.grad.any()
+
+
 def test_count() -> None:
     targets = torch.tensor([[1, -100, 2], [-100, -100, 3]])
     assert int(hl.count(targets)["num_items"]) == 3
