@@ -1,0 +1,173 @@
+"""headloss in verl: log-probabilities and entropies from one sweep of the head, and policy losses in its registry.
+
+    log_probs, entropy = FusedLinearForPPO()(hidden_states, vocab_weights, input_ids, temperature)   # as verl calls it
+    register_policy_losses()                            # then policy_loss.loss_mode: headloss_gspo in verl's config
+
+Follows verl's main branch of early 2026: `verl.utils.experimental.torch_functional.FusedLinearForPPO`,
+`verl.utils.torch_functional.logprobs_from_logits`, `verl.trainer.ppo.core_algos.register_policy_loss`.  The first part
+needs no verl.  A policy loss reduces by verl's own `agg_loss`, so that its global batch information counts.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import headloss as hl
+from headloss.losses import LOSSES
+
+POLICY = ("cispo", "dppo", "gmpo", "grpo", "gspo", "gspo_token", "kimi", "reinforce", "sapo", "topr", "vespo")
+INPUTS = ("logprob", "advantage", "segments", "old_logprob")
+NAMES = {"clip_fraction": "pg_clipfrac", "dual_clip_fraction": "pg_clipfrac_lower", "kl_k1": "ppo_kl"}  # verl's own
+
+
+def log_probs_and_entropy(
+    source: Tensor | hl.Logits | hl.Linear,
+    labels: Tensor,
+    temperature: float | Tensor = 1.0,
+    *,
+    inplace: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """(log_probs, entropy) in the labels' shape, float32, both differentiable; logits (..., V) or a source.
+
+    `temperature` is a number, one value a sample ((B,) or (B, 1) for (B, T) labels) or one value a token.
+    `inplace=True` lets the gradient overwrite the logits.
+    """
+    if isinstance(source, Tensor):
+        source = hl.Logits(source, temperature=per_token(temperature, labels), inplace=inplace)
+    elif not (isinstance(temperature, float) and temperature == 1.0):
+        raise ValueError("temperature: a source has its own; give it there")
+    facts = hl.row_facts(source, labels.long(), want=("logprob", "entropy"))
+    return facts.logprob, facts.entropy
+
+
+def logprobs_from_logits(logits: Tensor, labels: Tensor, inplace_backward: bool = True) -> Tensor:
+    """verl's function of this name.  A leaf is never overwritten."""
+    inplace = inplace_backward and logits.requires_grad and not logits.is_leaf
+    return hl.row_facts(hl.Logits(logits, inplace=inplace), labels.long(), want=("logprob",)).logprob
+
+
+class FusedLinearForPPO(nn.Module):
+    """verl's module of this name: (hidden_states, vocab_weights, input_ids, temperature) -> (log_probs, entropy).
+
+    hidden_states is (tokens, D) or (B, T, D).  Of the head's logits no more than `memory` exists at a time;
+    `chunk_size` is taken for verl's sake and has no say.  The entropy is float32, where verl's has the hidden's dtype.
+    """
+
+    def __init__(self, chunk_size: int = 512, *, memory: str | int = "1GiB") -> None:
+        super().__init__()
+        self.chunk_size, self.memory = chunk_size, memory
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        vocab_weights: Tensor,
+        input_ids: Tensor,
+        temperature: float | Tensor = 1.0,
+    ) -> tuple[Tensor, Tensor]:
+        per_row = per_token(temperature, input_ids)
+        return log_probs_and_entropy(
+            hl.Linear(hidden_states, vocab_weights, temperature=per_row, memory=self.memory), input_ids
+        )
+
+
+def per_token(temperature: float | Tensor, labels: Tensor) -> float | Tensor:
+    """A temperature as headloss takes it: a number, or one value for each label."""
+    if not isinstance(temperature, Tensor):
+        return float(temperature)
+    T, shape = temperature.detach(), tuple(labels.shape)
+    if T.numel() == 1:
+        return T.reshape(()).to(labels.device)
+    if tuple(T.shape) == shape:
+        return T.to(labels.device)
+    if len(shape) == 2 and tuple(T.shape) in ((shape[0],), (shape[0], 1)):
+        return T.reshape(-1, 1).expand(shape).contiguous().to(labels.device)
+    raise ValueError(
+        f"temperature: wanted a number, one value a sample or one a token of {shape}, got {tuple(T.shape)}"
+    )
+
+
+def policy_loss(loss: str | Callable[..., Any], **options: Any) -> Callable[..., tuple[Tensor, dict[str, Any]]]:
+    """A loss of headloss as verl's registry wants it.
+
+    `low`, `high` and `dual` come from verl's `clip_ratio_low`, `clip_ratio_high` and `clip_ratio_c` unless given.
+
+    >>> register_policy_loss("mine")(policy_loss("grpo", delta=4.0))
+    """
+    fn = LOSSES[loss] if isinstance(loss, str) else loss
+    parameters = inspect.signature(fn).parameters.values()
+    asked = [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY]
+    unknown = [p.name for p in parameters if p.name in asked and p.name not in INPUTS and p.default is p.empty]
+    if unknown:
+        raise ValueError(f"loss: {fn.__name__} asks for {unknown[0]}; verl gives {', '.join(INPUTS)}")
+    known = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}
+
+    def compute(
+        old_log_prob: Tensor,
+        log_prob: Tensor,
+        advantages: Tensor,
+        response_mask: Tensor,
+        loss_agg_mode: str = "token-mean",
+        config: Any = None,
+        rollout_is_weights: Tensor | None = None,
+    ) -> tuple[Tensor, dict[str, Any]]:
+        mask = response_mask.bool()
+        given = {
+            "logprob": log_prob[mask],
+            "advantage": advantages[mask],
+            "old_logprob": old_log_prob[mask],
+            "segments": hl.Segments.from_batch(mask).select(mask),
+        }
+        said = {k: v for k, v in _clip_range(config).items() if k in known} | options
+        found = fn(**{k: v for k, v in given.items() if k in asked}, **said)
+        values, metrics = found if isinstance(found, tuple) else (found, {})
+        losses = torch.zeros_like(log_prob, dtype=values.dtype).masked_scatter(mask, values)
+        if rollout_is_weights is not None:
+            losses = losses * rollout_is_weights
+        batch = getattr(config, "global_batch_info", None) or {}
+        reduced = _core_algos().agg_loss(loss_mat=losses, loss_mask=response_mask, loss_agg_mode=loss_agg_mode, **batch)
+        return reduced, _numbers(metrics)
+
+    compute.__name__ = f"headloss_{fn.__name__}"
+    compute.__doc__ = fn.__doc__
+    return compute
+
+
+def register_policy_losses(losses: Iterable[str] = POLICY, prefix: str = "headloss_") -> list[str]:
+    """Put losses into verl's registry; returns the names for `actor.policy_loss.loss_mode`."""
+    names = {f"{prefix}{name}": name for name in losses}
+    for registered, name in names.items():
+        _core_algos().register_policy_loss(registered)(policy_loss(name))
+    return list(names)
+
+
+def _core_algos() -> Any:
+    return importlib.import_module("verl.trainer.ppo.core_algos")
+
+
+def _clip_range(config: Any) -> dict[str, float]:
+    """verl's clip range under our names."""
+    if config is None:
+        return {}
+    get = lambda name: config.get(name) if hasattr(config, "get") else getattr(config, name, None)
+    both = get("clip_ratio")
+    found = {
+        "low": both if get("clip_ratio_low") is None else get("clip_ratio_low"),
+        "high": both if get("clip_ratio_high") is None else get("clip_ratio_high"),
+        "dual": get("clip_ratio_c"),
+    }
+    return {k: float(v) for k, v in found.items() if v is not None}
+
+
+def _numbers(metrics: dict[str, Tensor]) -> dict[str, float]:
+    """The metrics under verl's names, in one copy from the device."""
+    if not metrics:
+        return {}
+    values = [hl.Metric.of(name, x, None, "token").value for name, x in metrics.items()]
+    names = [f"actor/{NAMES.get(name, name)}" for name in metrics]
+    return dict(zip(names, torch.stack(values).tolist(), strict=True))

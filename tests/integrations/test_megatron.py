@@ -1,0 +1,128 @@
+"""Megatron's adapter on two gloo ranks, against the dense loss in float64.
+
+Megatron-LM needs a GPU stack.  What it is asked for, `parallel_state.get_tensor_model_parallel_group`, is played by a
+stand-in; signatures follow its main branch of early 2026 (megatron/core/tensor_parallel/cross_entropy.py).
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+sys.path.append(str(Path(__file__).parent.parent / "ranks"))
+from spawn import Ranks
+
+from headloss.integrations import megatron
+
+S, B, V, D = 5, 3, 24, 4
+
+
+def problem() -> tuple[Tensor, Tensor, Tensor]:
+    random = torch.Generator().manual_seed(0)
+    hidden = torch.randn(S, B, D, generator=random, dtype=torch.float64)
+    weight = torch.randn(V, D, generator=random, dtype=torch.float64)
+    return hidden, weight, torch.randint(V - 5, (S, B), generator=random)
+
+
+def stand_in_for_megatron() -> None:
+    names = ["megatron", "megatron.core", "megatron.core.parallel_state"]
+    for name in names:
+        sys.modules[name] = types.ModuleType(name)
+    sys.modules[names[-1]].get_tensor_model_parallel_group = lambda: dist.group.WORLD  # type: ignore[attr-defined]
+
+
+def dense(logits: Tensor, target: Tensor, smoothing: float) -> Tensor:
+    """Mass 1 - a on the target and a on the others, evenly."""
+    logp = logits.log_softmax(-1)
+    q = torch.full_like(logp, smoothing / (logits.shape[-1] - 1)).scatter(-1, target[..., None], 1 - smoothing)
+    return -(q * logp).sum(-1)
+
+
+def both_losses(smoothing: float, vocab: int | None) -> None:
+    stand_in_for_megatron()
+    hidden, weight, target = problem()
+    rank, size = dist.get_rank(), dist.get_world_size()
+    columns = slice(rank * V // size, (rank + 1) * V // size)
+    whole = (hidden @ weight.T)[..., :vocab].requires_grad_()
+    pull = torch.linspace(-1, 2, S * B, dtype=torch.float64).view(S, B)
+    truth = dense(whole, target, smoothing)
+    entropy = -(whole.softmax(-1) * whole.log_softmax(-1)).sum(-1)
+    (wanted,) = torch.autograd.grad(((truth - 0.1 * entropy) * pull).sum(), whole)
+    wanted = torch.nn.functional.pad(wanted, (0, V - (vocab or V)))[..., columns]
+
+    logits = (hidden @ weight.T)[..., columns].contiguous().requires_grad_()
+    loss = megatron.vocab_parallel_cross_entropy(logits, target, smoothing, vocab=vocab)
+    found = megatron.vocab_parallel_entropy(logits, dist.group.WORLD, vocab=vocab)
+    assert loss.shape == (S, B)
+    torch.testing.assert_close(loss, truth)
+    torch.testing.assert_close(found, entropy)
+    (grad,) = torch.autograd.grad(((loss - 0.1 * found) * pull).sum(), logits)
+    torch.testing.assert_close(grad, wanted)
+    log_probs, again = megatron.vocab_parallel_log_probs_and_entropy(logits, target, vocab=vocab)
+    torch.testing.assert_close(log_probs, -dense(whole, target, 0.0))
+    torch.testing.assert_close(again, entropy)
+
+
+def an_objective_on_the_head() -> None:
+    import headloss as hl
+    from headloss.losses import cross_entropy, z_loss
+
+    hidden, weight, target = problem()
+    rank, size = dist.get_rank(), dist.get_world_size()
+    columns = slice(rank * V // size, (rank + 1) * V // size)
+    leaves = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+    logits = leaves[0] @ leaves[1].T
+    truth = dense(logits, target, 0.0).mean() + 1e-2 * logits.logsumexp(-1).square().mean()
+    wanted = torch.autograd.grad(truth, leaves)
+    mine = hidden.clone().requires_grad_(), weight[columns].clone().requires_grad_()
+    source = megatron.linear_source(*mine, dist.group.WORLD, memory=8 * V * 8)
+    out = hl.Objective(ce=cross_entropy, z=hl.Term(z_loss, weight=1e-2))(source, target)
+    grads = torch.autograd.grad(out.loss, mine)
+    torch.testing.assert_close(out.loss, truth)
+    torch.testing.assert_close(grads[0], wanted[0])
+    torch.testing.assert_close(grads[1], wanted[1][columns])
+
+
+def partial_hidden_sums_to_the_gradient() -> None:
+    import headloss as hl
+    from headloss.losses import cross_entropy
+
+    hidden, weight, target = problem()
+    leaf = hidden.clone().requires_grad_()
+    (wanted,) = torch.autograd.grad(dense(leaf @ weight.T, target, 0.0).mean(), leaf)
+    part = weight.chunk(dist.get_world_size())[dist.get_rank()].clone()
+    mine = hidden.clone().requires_grad_()
+    source = megatron.linear_source(mine, part, dist.group.WORLD, partial_hidden=True)
+    (grad,) = torch.autograd.grad(hl.Objective(ce=cross_entropy)(source, target).loss, mine)
+    assert not torch.allclose(grad, wanted)
+    dist.all_reduce(grad)
+    torch.testing.assert_close(grad, wanted)
+
+
+@pytest.fixture(scope="module")
+def pair() -> Any:
+    ranks = Ranks(2)
+    yield ranks
+    ranks.stop()
+
+
+@pytest.mark.parametrize(("smoothing", "vocab"), [(0.0, None), (0.1, None), (0.1, V - 5)])
+def test_loss_and_entropy_over_shards(pair: Ranks, smoothing: float, vocab: int | None) -> None:
+    pair.run(both_losses, smoothing, vocab)
+
+
+def test_an_objective_on_hidden_states(pair: Ranks) -> None:
+    pair.run(an_objective_on_the_head)
+    pair.run(partial_hidden_sums_to_the_gradient)
+
+
+def test_wrong_smoothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="label_smoothing"):
+        megatron.vocab_parallel_cross_entropy(torch.zeros(1, 1, 4), torch.zeros(1, 1).long(), 1.0)
