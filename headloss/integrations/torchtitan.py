@@ -1,0 +1,108 @@
+"""headloss in torchtitan: an objective as the loss that takes the head.
+
+    loss=HeadlossLoss.Config(objective={"terms": {"ce": "cross_entropy", "z": {"loss": "z_loss", "weight": 1e-4}}})
+
+torchtitan hands its head to a `ChunkedLossWrapper` and gives it hidden states, labels and the global number of valid
+tokens; this is one, without chunks of its own: `hl.Linear` makes them under `memory`.  A head that tensor parallelism
+has sharded over the vocabulary is used as it lies; one that FSDP2 has sharded computes the loss inside its own forward.
+
+Follows `torchtitan.components.loss` and the trainer of torchtitan's main branch of 2026.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+from torchtitan.components.loss import ChunkedLossWrapper  # type: ignore[import-not-found,unused-ignore]
+
+import headloss as hl
+
+
+class HeadlossLoss(ChunkedLossWrapper):  # type: ignore[misc,unused-ignore]
+    """(hidden, labels, global_valid_tokens, **inputs) -> (loss, metrics); labels are each row's target, -100 ignored.
+
+    Token means divide by `global_valid_tokens`, without it by nothing, as torchtitan's losses do.  Inputs of the losses
+    (`advantage`, `old_logprob`, `segments`, `num_segments`, `teacher` ...) go by name.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(ChunkedLossWrapper.Config):  # type: ignore[misc,unused-ignore]
+        objective: dict[str, Any] = field(default_factory=lambda: {"terms": {"ce": "cross_entropy"}})
+        """Terms and metrics, as `hl.Objective.from_config` reads them."""
+
+        memory: str = "1GiB"
+        """Budget of the rows x vocabulary buffers."""
+
+    def __init__(self, config: Config, *, compile_config: Any = None) -> None:
+        self.objective = hl.Objective.from_config(config.objective)
+        self.memory = config.memory
+        self.lm_head: nn.Module | None = None
+        self.last: hl.Output | None = None  # the record of the last call, without facts
+
+    def __call__(
+        self,
+        pred: Tensor,
+        labels: Tensor,
+        global_valid_tokens: Tensor | None = None,
+        **inputs: Any,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        head = self.lm_head
+        if head is None:
+            raise RuntimeError("lm_head: not set; call set_lm_head(model.lm_head) and let the model skip its head")
+        if not isinstance(pred, Tensor) or not isinstance(labels, Tensor):
+            raise TypeError("pred: wanted one tensor of hidden states; several predictions are not supported")
+        num_items: Any = 1 if global_valid_tokens is None else global_valid_tokens
+        if type(labels) is not Tensor and hasattr(labels, "to_local"):
+            labels = labels.to_local()
+
+        def evaluate(hidden: Tensor) -> hl.Output:
+            return self.objective(self._source(head, hidden), labels, num_items=num_items, **inputs)
+
+        out = _inside(head, evaluate, pred) if _is_fsdp(head) else evaluate(pred)
+        self.last = out._replace(loss=out.loss.detach(), facts=hl.Facts({}))
+        return out.loss, summable(out, global_valid_tokens, inputs.get("num_segments"))
+
+    def _source(self, head: nn.Module, hidden: Tensor) -> hl.Linear:
+        weight: Any = head.weight
+        shard = None
+        if hasattr(weight, "device_mesh") and not hasattr(hidden, "device_mesh"):
+            from headloss.dtensor import shard_of
+
+            # Not FSDP's, or its forward would have made it whole: what is left is tensor parallelism.
+            shard = shard_of(weight.device_mesh, weight.shape[0])
+        return hl.Linear(hidden, weight, getattr(head, "bias", None), shard=shard, memory=self.memory)
+
+
+def summable(out: hl.Output, tokens: Tensor | None, segments: Any = None) -> dict[str, Tensor]:
+    """The record's metrics as torchtitan adds them up: a rank's share of a global mean ends in /mean, extremes in
+    /min and /max.  What is neither (a standard deviation, a perplexity) is left out."""
+    found = {f"{name}/mean": value.detach() for name, value in out.terms.items()}
+    for name, metric in out.metrics.items():
+        if metric.kind in ("min", "max"):
+            found[f"{name.removesuffix(f'_{metric.kind}')}/{metric.kind}"] = metric.value.float()
+        elif metric.kind == "mean":
+            count = {"token": tokens, "segment": segments}.get(metric.per)
+            if count is not None:
+                found[f"{name.removesuffix('_mean')}/mean"] = (metric.parts[0] / count).float()
+    return found
+
+
+def _is_fsdp(module: nn.Module) -> bool:
+    from torch.distributed.fsdp import FSDPModule
+
+    return isinstance(module, FSDPModule)
+
+
+def _inside(head: nn.Module, evaluate: Any, hidden: Tensor) -> Any:
+    """`evaluate(hidden)` as the head's own forward, where FSDP2's hooks have its weight whole."""
+    own = vars(head).get("forward")
+    head.forward = evaluate
+    try:
+        return head(hidden)
+    finally:
+        if own is None:
+            del head.forward
+        else:
+            head.forward = own

@@ -1,0 +1,166 @@
+"""torchtitan's adapter, whole, sharded over the vocabulary, and under FSDP2 on two ranks.
+
+`torchtitan.components.loss` needs packages that are not here.  A stand-in plays what is inherited from it, after
+torchtitan's main branch of 2026: `Configurable` (a Config with slots that builds its owner) and `ChunkedLossWrapper`.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+
+sys.path.append(str(Path(__file__).parent.parent / "ranks"))
+from spawn import Ranks
+
+
+class Configurable:
+    """Stand-in of torchtitan.config.Configurable: `Config.build(**kwargs)` makes the owner."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config:
+        owner: ClassVar[Any] = None
+
+        def build(self, **kwargs: Any) -> Any:
+            return type(self).owner(config=self, **kwargs)
+
+    def __init_subclass__(cls) -> None:
+        if "Config" in vars(cls):
+            cls.Config.owner = cls
+
+
+class ChunkedLossWrapper(Configurable):
+    """Stand-in of torchtitan's class: what the trainer calls on it."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Configurable.Config):
+        num_chunks: int = 8
+
+    def set_lm_head(self, lm_head: nn.Module) -> None:
+        self.lm_head = lm_head
+
+
+def adapter() -> Any:
+    if "torchtitan.components.loss" not in sys.modules:
+        for name in ("torchtitan", "torchtitan.components", "torchtitan.components.loss"):
+            sys.modules[name] = types.ModuleType(name)
+        sys.modules["torchtitan.components.loss"].ChunkedLossWrapper = ChunkedLossWrapper  # type: ignore[attr-defined]
+    from headloss.integrations import torchtitan
+
+    return torchtitan
+
+
+N, V, D, TOKENS = 12, 23, 6, 40
+OBJECTIVE = {
+    "terms": {"ce": "cross_entropy", "z": {"loss": "z_loss", "weight": 0.01}},
+    "metrics": ["entropy", "perplexity"],
+}
+
+
+def problem(seed: int = 0) -> tuple[nn.Linear, Tensor, Tensor]:
+    torch.manual_seed(7)
+    head = nn.Linear(D, V, bias=False, dtype=torch.float64)
+    torch.manual_seed(seed)
+    labels = torch.randint(V, (N,))
+    labels[::4] = -100
+    return head, torch.randn(N, D, dtype=torch.float64, requires_grad=True), labels
+
+
+def dense(hidden: Tensor, weight: Tensor, labels: Tensor, tokens: float = TOKENS) -> Tensor:
+    logits = (hidden @ weight.T)[labels != -100]
+    ce = nn.functional.cross_entropy(logits, labels[labels != -100], reduction="sum")
+    return (ce + 0.01 * logits.logsumexp(-1).square().sum()) / tokens
+
+
+def build(**config: Any) -> Any:
+    return (
+        adapter().HeadlossLoss.Config(objective=OBJECTIVE, memory=f"{5 * V * 8}B", **config).build(compile_config=None)
+    )
+
+
+@pytest.mark.parametrize("tokens", [TOKENS, None])
+def test_loss_gradients_and_metrics(tokens: int | None) -> None:
+    head, hidden, labels = problem()
+    loss_fn = build()
+    loss_fn.set_lm_head(head)
+    loss, metrics = loss_fn(hidden, labels, None if tokens is None else torch.tensor(tokens))
+    truth = dense(hidden, head.weight, labels, tokens or 1)
+    torch.testing.assert_close(loss, truth)
+    got, wanted = (torch.autograd.grad(x, (hidden, head.weight), retain_graph=True) for x in (loss, truth))
+    for g, w in zip(got, wanted, strict=True):
+        torch.testing.assert_close(g, w)
+    assert "perplexity/mean" not in metrics
+    if tokens:
+        logp = (hidden @ head.weight.T)[labels != -100].log_softmax(-1)
+        entropy = -(logp.exp() * logp).sum() / tokens
+        torch.testing.assert_close(metrics["entropy/mean"].double(), entropy, rtol=1e-6, atol=1e-6)
+
+
+def test_inputs_go_by_name_and_a_validation_needs_no_gradient() -> None:
+    loss_fn = adapter().HeadlossLoss.Config(objective={"terms": {"rl": "reinforce"}}).build()
+    head, hidden, labels = problem()
+    loss_fn.set_lm_head(head)
+    with torch.no_grad():
+        loss, metrics = loss_fn(hidden, labels, torch.tensor(TOKENS), advantage=torch.ones(N))
+    assert not loss.requires_grad and metrics["rl/advantage/max"] == 1
+    with pytest.raises(TypeError, match="advantages"):
+        loss_fn(hidden, labels, torch.tensor(TOKENS), advantages=torch.ones(N))
+
+
+def test_a_head_that_was_not_set_is_named() -> None:
+    with pytest.raises(RuntimeError, match="set_lm_head"):
+        build()(*problem()[1:])
+
+
+def over_the_vocabulary() -> None:
+    head, hidden, labels = problem()
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    wanted = torch.autograd.grad(dense(hidden, head.weight, labels), (hidden, head.weight))
+    head.weight = nn.Parameter(distribute_tensor(head.weight.detach(), mesh, [Shard(0)]))
+    loss_fn = build()
+    loss_fn.set_lm_head(head)
+    loss, _ = loss_fn(hidden, labels, torch.tensor(TOKENS))
+    loss.backward()
+    torch.testing.assert_close(hidden.grad, wanted[0])
+    assert head.weight.grad.placements == (Shard(0),)  # type: ignore[attr-defined,union-attr]
+    torch.testing.assert_close(head.weight.grad.full_tensor(), wanted[1])  # type: ignore[attr-defined,union-attr]
+
+
+def under_fsdp() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    every = [problem(seed) for seed in range(2)]
+    weight = every[0][0].weight
+    whole = [dense(hidden, weight, labels) for _, hidden, labels in every]
+    (wanted,) = torch.autograd.grad(sum(whole), weight)
+    head, hidden, labels = problem(dist.get_rank())
+    fully_shard(head, mesh=mesh)
+    head.set_gradient_divide_factor(1.0)  # type: ignore[operator]
+    loss_fn = build()
+    loss_fn.set_lm_head(head)
+    loss, _ = loss_fn(hidden, labels, torch.tensor(TOKENS))
+    loss.backward()
+    torch.testing.assert_close(loss, whole[dist.get_rank()])
+    torch.testing.assert_close(head.weight.grad.full_tensor(), wanted)  # type: ignore[union-attr,attr-defined]
+    assert "forward" not in vars(head)
+
+
+@pytest.fixture(scope="module")
+def pair() -> Any:
+    ranks = Ranks(2)
+    yield ranks
+    ranks.stop()
+
+
+@pytest.mark.parametrize("how", [over_the_vocabulary, under_fsdp])
+def test_on_two_ranks(pair: Ranks, how: Any) -> None:
+    pair.run(how)
