@@ -16,7 +16,7 @@ from torch import Tensor
 
 from headloss.facts import Fact, Want
 from headloss.heads import Head, open_source
-from headloss.parallel import max_over
+from headloss.parallel import max_over, note_of
 from headloss.rows import Rows
 from headloss.signature import ONLY
 from headloss.sources import Linear, Logits, Source, Sparse, Teacher, padded, parse_bytes
@@ -200,6 +200,14 @@ def most_rows(guides: Mapping[str, Guide]) -> int | None:
         return None
     budget = min(parse_bytes(g.teacher.memory) for g in made if isinstance(g.teacher, Linear))
     return max(1, budget // max(1, sum(g.row_bytes for g in made)))
+
+
+def note(source: Source, rows: Rows, guides: Mapping[str, Guide]) -> Tensor:
+    """What ranks that share a vocabulary must agree about, sent along with a call's first partial."""
+    assert source.shard is not None
+    same = [] if rows.targets is None else [rows.targets]
+    same += [guide.ids_RK for guide in guides.values() if isinstance(guide, SparseGuide)]
+    return note_of(source.shard, source.columns, same, source.device)
 
 
 def ids_facts(

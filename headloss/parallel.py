@@ -78,22 +78,54 @@ class VocabShard:
 
 
 class Gathering:
-    """A partial on its way: packed, being gathered, merged when asked for."""
+    """A partial on its way: packed, being gathered, merged when asked for.  A `note` travels along; see `note_of`."""
 
-    def __init__(self, partial: Partial, shard: VocabShard) -> None:
-        self.like = partial
+    def __init__(self, partial: Partial, shard: VocabShard, note: Tensor | None = None) -> None:
+        self.like, self.shard, self.note = partial, shard, note
         packed_kN = torch.stack(list(_fields(partial)))
-        self.all_WkN = packed_kN.new_empty(shard.size, *packed_kN.shape)
+        self.shape = packed_kN.shape
+        packed = packed_kN.flatten() if note is None else torch.cat([packed_kN.flatten(), note.to(packed_kN)])
+        self.all_W = packed.new_empty(shard.size, len(packed))
         self.work = None
         if packed_kN.numel():
             with together("gathering the partials of a sharded vocabulary"):
-                self.work = all_gather(self.all_WkN, packed_kN, shard.group)
+                self.work = all_gather(self.all_W, packed, shard.group)
 
     def merged(self, temperatures: Sequence[Temperature], paired: Sequence[Pairs] = ()) -> Partial:
         if self.work is not None:  # without rows there is nothing to gather, on any rank of the group
             with together("gathering the partials of a sharded vocabulary"):
                 self.work.wait()
-        return merge(_refill(self.like, iter(self.all_WkN.unbind(1))), temperatures, paired)
+            if self.note is not None:
+                check_notes(self.all_W[:, self.shape.numel() :], self.shard.vocab)
+        all_WkN = self.all_W[:, : self.shape.numel()].unflatten(1, self.shape)
+        return merge(_refill(self.like, iter(all_WkN.unbind(1))), temperatures, paired)
+
+
+def note_of(shard: VocabShard, columns: int, same: Sequence[Tensor], device: torch.device) -> Tensor:
+    """What the others check of this rank: its first column, how many, and a digest of what must be the `same`."""
+    digest = torch.zeros((), dtype=torch.long, device=device)
+    for x in same:
+        digest = digest * 31 + (x.flatten() * torch.arange(1, x.numel() + 1, device=device)).sum()
+    digest = digest % 16777213  # the largest prime that float32 holds
+    return torch.stack([torch.full_like(digest, shard.start), torch.full_like(digest, columns), digest])
+
+
+def check_notes(notes_W3: Tensor, vocab: int) -> None:
+    """Every column on one rank, and the same rows everywhere: whatever else comes out is wrong without a sound."""
+    start_W, columns_W, digest_W = notes_W3.unbind(1)
+    end_W = start_W + columns_W
+    meets_WW = torch.maximum(start_W[:, None], start_W) < torch.minimum(end_W[:, None], end_W)
+    whole = (columns_W.sum() == vocab) & (meets_WW.sum() == (columns_W > 0).sum())  # each meets itself alone
+    same = (digest_W == digest_W[0]).all()
+    for holds, message in (
+        (whole, f"shard: each of the {vocab} columns must be on one rank of the group"),
+        (same, "targets: they, or the ids of a sparse teacher, differ between ranks that share a vocabulary"),
+    ):
+        if notes_W3.device.type != "cpu":
+            torch._assert_async(holds, message)
+        elif not holds:
+            held = ", ".join(f"{int(a)} to {int(b)}" for a, b in zip(start_W, end_W, strict=True))
+            raise ValueError(message if holds is same else f"{message}, but the ranks hold {held}")
 
 
 def all_gather(out: Tensor, x: Tensor, group: Any) -> Any:

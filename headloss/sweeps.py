@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from headloss.facts import CONSTANT, Fact, Partial, Softmax, Want, coefficients, finish
-from headloss.guides import Guide, ids_facts, ids_pull, most_rows, teacher_bytes
+from headloss.guides import Guide, ids_facts, ids_pull, most_rows, note, teacher_bytes
 from headloss.heads import Grads, open_source, outside_autocast
 from headloss.parallel import Gathering, reduce_hidden, sum_over
 from headloss.rows import Rows
@@ -88,7 +88,8 @@ class Sweep:
             done = [self._settle(self._sums(block), block) for block in self._blocks(head)]
             return _concatenate_each([facts for facts, _ in done]), _join(*(softmax for _, softmax in done))
         partial = _join(*(self._sums(block) for block in self._blocks(head)))
-        facts, softmax = self._finish(self._merged(Gathering(partial, shard), self._all), self._all)
+        said = note(self.source, self.rows, self.guides)
+        facts, softmax = self._finish(self._merged(Gathering(partial, shard, said), self._all), self._all)
         looks = [self._look(block, _at(softmax, block.part)) for block in self._blocks(head) if self._looks]
         return self._with_looks(facts, softmax, _join(*looks) if looks else [])
 
@@ -147,7 +148,8 @@ class Sweep:
             if shard is None:
                 yield chunk, block, self._sums(block)
                 continue
-            travelling.append((chunk, block, Gathering(self._sums(block), shard)))
+            said = None if i else note(self.source, self.rows, self.guides)
+            travelling.append((chunk, block, Gathering(self._sums(block), shard, said)))
             if len(travelling) == 2:
                 chunk, block, partial = travelling.pop(0)
                 yield chunk, block, self._merged(partial, chunk.rows)
@@ -344,10 +346,8 @@ class Head(torch.autograd.Function):
         if g_loss is not None:
             scale = g_loss if ctx.normaliser is None else g_loss * ctx.normaliser
             if ctx.grads is not None:
-                grads, ctx.grads = (
-                    _scaled(ctx.grads, scale, sweep.backend),
-                    None,
-                )  # handed over: a second backward makes them again
+                grads = _scaled(ctx.grads, scale, sweep.backend)
+                ctx.grads = None  # handed over: a second backward makes them again
             else:
                 for fact, cotangent in ctx.by_fact.items():
                     pulled = scale * cotangent

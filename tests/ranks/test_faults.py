@@ -14,7 +14,7 @@ import torch.distributed as dist
 from spawn import Calls, RankError, Ranks
 
 import headloss as hl
-from headloss.losses import cross_entropy, gspo
+from headloss.losses import cross_entropy, forward_kl, gspo
 
 TIMEOUT = 2.0  # of the group's collectives
 V = 12
@@ -63,6 +63,41 @@ def test_invalid_target_on_one_rank(ranks: Any, kind: str) -> None:
     assert alone.startswith("RuntimeError:")
     assert "did not join in time" in alone and "its own error came first" in alone
     assert took < TIMEOUT + 5
+
+
+def disagreement(what: str) -> None:
+    """Each rank is right by itself, together they are wrong: every rank says so, and none is left waiting."""
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    hidden, weight, targets = torch.randn(10, 4), torch.randn(V, 4), torch.randint(V, (10,))
+    ids, logprobs = torch.randint(V, (10, 3)), torch.randn(10, 3).log_softmax(-1)
+    mine, start = slice(6 * rank, 6 * rank + 6), 6 * rank
+    if what == "whole weight":
+        mine = slice(0, V)
+    elif what == "same start":
+        start = 0
+    elif what == "gap" and rank == 0:
+        mine = slice(0, 5)
+    elif what == "targets" and rank == 1:
+        targets[4] = (targets[4] + 1) % V
+    elif what == "ids" and rank == 1:
+        ids = ids.flip(0)
+    objective = hl.Objective(ce=cross_entropy, kd=forward_kl)
+    shard = hl.VocabShard(dist.group.WORLD, start, V, width=V)
+    held = weight[mine].clone().requires_grad_()
+    message = "shard: each of the 12 columns must be on one rank of the group, but the ranks hold 0 to"
+    for source in (
+        hl.Logits(hidden @ held.T, shard=shard),
+        hl.Linear(hidden, held, shard=shard, memory=2 * 4 * V * 3),  # four chunks
+    ):
+        with pytest.raises(ValueError, match=message if what in ("whole weight", "same start", "gap") else "targets: "):
+            objective(source, targets, teacher=hl.Sparse(ids, logprobs))
+    dist.barrier()
+
+
+@pytest.mark.parametrize("what", ["whole weight", "same start", "gap", "targets", "ids"])
+def test_ranks_that_disagree(ranks: Any, what: str) -> None:
+    ranks(2, disagreement, what)
 
 
 def killed() -> None:
