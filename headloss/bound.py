@@ -72,7 +72,7 @@ def layout(
         kind, rest = "row", tuple(x.shape[len(shape) :])
     elif segments is not None and tuple(x.shape[:1]) == (segments.num_segments,) and name != "pairs":
         kind, rest = "segment", tuple(x.shape[1:])
-    elif not x.dtype.is_floating_point or x.shape[0] in tables.values():
+    elif (not x.dtype.is_floating_point and x.ndim > 1) or x.shape[0] in tables.values():
         kind, rest = "whole", tuple(x.shape)
     else:
         per_segment = f", ({segments.num_segments},) for one a segment" if segments is not None else ""
@@ -241,20 +241,17 @@ class BoundLoss:
     def _denominator(self, term: Planned, kind: str, length: int, env: Env) -> Tensor:
         """The sum of a weighted mean's weights, on all ranks where segments lie on several; made once."""
         if term.name not in self.denominators:
-            if self.num_items is not None:
-                total = torch.as_tensor(self.num_items, device=self.device).to(self.dtype)
-            else:
-                with torch.no_grad():
-                    weight = term.call.weight(env)
-                weight = torch.ones(length, dtype=self.dtype, device=self.device) if weight is None else weight
-                weight = weight.to(self.dtype).expand(length)
-                if kind == "row" and self.rows.valid is not None:
-                    weight = weight.masked_fill(~self.rows.valid, 0)
-                elif kind == "segment" and self.rows.segments is not None:
-                    weight = weight.masked_fill(self.rows.segments.counts == 0, 0)
-                total = weight.sum()
-                if kind == "row" and self.rows.segments is not None and self.rows.segments.group is not None:
-                    total = group_sum(total, self.rows.segments.group)
+            with torch.no_grad():
+                weight = term.call.weight(env)
+            weight = torch.ones(length, dtype=self.dtype, device=self.device) if weight is None else weight
+            weight = weight.to(self.dtype).expand(length)
+            if kind == "row" and self.rows.valid is not None:
+                weight = weight.masked_fill(~self.rows.valid, 0)
+            elif kind == "segment" and self.rows.segments is not None:
+                weight = weight.masked_fill(self.rows.segments.counts == 0, 0)
+            total = weight.sum()
+            if kind == "row" and self.rows.segments is not None and self.rows.segments.group is not None:
+                total = group_sum(total, self.rows.segments.group)
             self.denominators[term.name] = total.masked_fill(total == 0, 1.0)
         return self.denominators[term.name]
 

@@ -93,7 +93,7 @@ def classify(graph: fx.GraphModule, R: int, S: int, ids_at: int | None = None) -
                 return "batch", "uses the number of rows"
         elif name == "getitem" or name in _CREATION:
             continue
-        elif not (_rowwise(node, name, R, S) or _within_rows(node, name, R, S)):
+        elif not (_rowwise(node, name, R, S) or _within_rows(node, name, R, S) or _look_up(node, name, R, S)):
             return "batch", f"{name} mixes rows"
     return ("segment", f"rows meet through {through}") if through else ("row", "element-wise")
 
@@ -126,6 +126,16 @@ def _rowwise(node: fx.Node, name: str, R: int, S: int) -> bool:
         if any(d in (R, S) for d in sizes[1:]) or (sizes[:1] in ([R], [S]) and len(sizes) != ndim):
             return False
     return True
+
+
+def _look_up(node: fx.Node, name: str, R: int, S: int) -> bool:
+    """`table[number of each row]`, from a table that has neither rows nor segments: class weights, say."""
+    if name != "index" or not isinstance(node.args[1], list | tuple) or len(node.args[1]) != 1:
+        return False
+    table, place = node.args[0].meta["val"], node.args[1][0]  # type: ignore[union-attr]
+    if not isinstance(place, fx.Node) or place.meta["val"].ndim != 1 or size(place.meta["val"].shape[0]) != R:
+        return False
+    return place.meta["val"].dtype != torch.bool and all(size(d) not in (R, S) for d in table.shape)
 
 
 def _within_rows(node: fx.Node, name: str, R: int, S: int) -> bool:

@@ -78,6 +78,11 @@ def write_config(objective: Objective) -> dict[str, Any]:
             if isinstance(value, Tensor):
                 value = float(value)
             if callable(value):
+                if getattr(value, "__closure__", None):
+                    raise ValueError(
+                        f"row_weight: {function_name(value)!r} of term {name!r} was made with numbers of its own, "
+                        f"which a config cannot hold; name a function that has none"
+                    )
                 value = function_name(value)
             if key == "facts":
                 value = {k: list(v) for k, v in value.items()}

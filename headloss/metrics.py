@@ -84,7 +84,8 @@ _KINDS: dict[str, _Kind] = {
     "min": _Kind(lambda x, w: (_extreme(x, w, torch.inf).amin(),), "min", lambda x: x),
     "max": _Kind(lambda x, w: (_extreme(x, w, -torch.inf).amax(),), "max", lambda x: x),
 }
-_ENDINGS = {"_min": "min", "_max": "max", "_std": "std", "effective_sample_size": "ess", "perplexity": "exp"}
+_ENDINGS = {"_min": "min", "_max": "max", "_std": "std"}
+_NAMES = {"effective_sample_size": "ess", "perplexity": "exp"}
 
 
 def _extreme(x: Tensor, w: Tensor, fill: float) -> Tensor:
@@ -104,7 +105,8 @@ class Metric(NamedTuple):
         x = values.detach().to(wide).reshape(-1)
         w = torch.ones_like(x) if weights is None else weights.to(wide)
         x = _filled(x, w, 0.0)
-        kind = next((kind for ending, kind in _ENDINGS.items() if name.endswith(ending)), "mean")
+        last = name.rsplit("/", 1)[-1]
+        kind = _NAMES.get(last) or next((kind for ending, kind in _ENDINGS.items() if last.endswith(ending)), "mean")
         return cls(kind, _KINDS[kind].parts(x, w), per)
 
     @property

@@ -23,7 +23,7 @@ REDUCTIONS: Mapping[str, str] = {
     "seq_mean_token_mean": "mean over segments of the mean over the segment's tokens",
     "seq_mean_token_sum": "mean over segments of the sum over the segment's tokens",
     "seq_mean_token_sum_norm": "mean over segments of the sum over the segment's tokens / length",
-    "weighted_mean": "sum of row_weight * loss / sum of row_weight, or / num_items where that is given",
+    "weighted_mean": "sum of row_weight * loss / sum of row_weight, both of this call",
 }
 NEEDS_SEGMENTS = frozenset(name for name in REDUCTIONS if name.startswith("seq_"))
 

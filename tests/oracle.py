@@ -231,9 +231,7 @@ def reduce(
     at_least_1 = lambda n: max(float(n), 1.0)
     total = sum((v for v in values), values.new_zeros(()))
     if reduction == "weighted_mean":
-        mass = num_items
-        if mass is None:
-            mass = len(values) if weight is None else float(weight.detach().expand(len(values)).sum())
+        mass = len(values) if weight is None else float(weight.detach().expand(len(values)).sum())
         return total / mass if mass else total
     if reduction == "token_sum":
         return total

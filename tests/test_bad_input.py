@@ -11,6 +11,7 @@ import torch
 
 import headloss as hl
 from headloss.losses import cross_entropy, entropy_bonus, grpo, gspo, jsd, simpo, z_loss
+from headloss.row_weights import truncate
 
 N, V, D, S = 6, 11, 4, 3
 HIDDEN, WEIGHT, LOGITS = torch.randn(N, D), torch.randn(V, D), torch.randn(N, V)
@@ -500,3 +501,9 @@ def test_right_calls_that_look_wrong() -> None:
     SEQ(LINEAR, TARGETS, advantage=torch.randn(S).repeat_interleave(2), segments=SEGMENTS)
     CE(LINEAR, TARGETS, num_items=torch.tensor(7), num_segments=3)
     CE(LOGITS_SOURCE, TARGETS.to(torch.int32))
+
+
+def test_a_config_cannot_hold_a_row_weight_with_numbers_of_its_own() -> None:
+    objective = hl.Objective(rl=hl.Term(hl.losses.grpo, row_weight=truncate(2.0)))
+    with pytest.raises(ValueError, match="row_weight: 'trunc"):
+        objective.to_config()

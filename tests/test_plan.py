@@ -480,3 +480,29 @@ def test_unused_facts_are_not_computed() -> None:
     assert explain(hl.Objective(ce=hl.losses.cross_entropy), problem).facts == ("logprob",)
     smooth = hl.Objective(ce=hl.Term(hl.losses.cross_entropy, label_smoothing=0.1))
     assert explain(smooth, problem).facts == ("logprob", "mean_logprob")
+
+
+def class_weight(targets: Tensor, table: Tensor) -> Tensor:
+    return table[targets]
+
+
+def test_a_look_up_in_a_table_stays_within_rows() -> None:
+    """Class weights passed as an input: a row loss, equal to torch's own, at every budget."""
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(13, 5, dtype=torch.float64), torch.randn(31, 5, dtype=torch.float64)
+    targets, table = torch.randint(31, (13,)), torch.rand(31, dtype=torch.float64)
+    targets[4] = -100
+    objective = hl.Objective(ce=hl.Term(hl.losses.cross_entropy, row_weight=class_weight, reduction="weighted_mean"))
+    want = torch.nn.functional.cross_entropy(hidden @ weight.T, targets, weight=table)
+    for rows in (1, 4, 99):
+        source = hl.Linear(hidden, weight, memory=rows * 31 * 8)
+        assert objective.explain(source, targets, table=table).terms[0].kind == "row"
+        torch.testing.assert_close(objective(source, targets, table=table, num_items=7).loss, want)
+
+
+def test_a_look_up_among_rows_is_batch() -> None:
+    def first(logprob: Tensor, targets: Tensor) -> Tensor:
+        return logprob[targets % 3]
+
+    plan = hl.Objective(a=first).explain(hl.Logits(torch.randn(9, 31)), torch.randint(31, (9,)))
+    assert plan.terms[0].kind == "batch"
