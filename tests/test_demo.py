@@ -16,7 +16,7 @@ import torch
 from typer.testing import CliRunner
 
 import headloss as hl
-from headloss.cli import compare, demo, main, phases
+from headloss.cli import compare, demo, main, page, phases
 from headloss.cli.losses import entries
 from headloss.cli.sorting import EOS, Sorting
 from headloss.cli.tiny import TinyTransformer
@@ -75,34 +75,42 @@ def test_the_page_needs_nothing_else(told: dict[str, Any]) -> None:
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium here")
 def test_the_page_opens_in_a_browser(told: dict[str, Any], tmp_path: Path) -> None:
-    page = Path(told["page"])
-    dom, log = open_page(page, tmp_path / "good")
+    whole = Path(told["page"])
+    dom, log = open_page(whole, tmp_path / "good")
     assert "headloss" in dom and dom.count("<img ") == 4
     assert "CONSOLE" not in log, log
     broken = tmp_path / "broken.html"
-    broken.write_text(page.read_text(encoding="utf-8").replace("</main>", "<script>absent()</script></main>"))
+    broken.write_text(whole.read_text(encoding="utf-8").replace("</main>", "<script>absent()</script></main>"))
     assert "absent is not defined" in open_page(broken, tmp_path / "bad")[1], "an error on the console is seen here"
 
 
-def open_page(page: Path, profile: Path) -> tuple[str, str]:
+def open_page(file: Path, profile: Path) -> tuple[str, str]:
     """What a headless browser made of the page, and what it logged."""
     flags = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
     flags += ["--disable-dev-shm-usage", "--enable-logging=stderr", f"--user-data-dir={profile}", "--dump-dom"]
     done = subprocess.run(
-        [str(CHROMIUM), *flags, page.as_uri()], check=False, capture_output=True, text=True, timeout=120
+        [str(CHROMIUM), *flags, file.as_uri()], check=False, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
     return done.stdout, done.stderr
 
 
-def test_demo_tells_its_story_without_control_codes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_demo_tells_its_story_without_control_codes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "FAST", SCRAP)
-    result = CliRunner().invoke(main, ["demo", "--fast", "--seed", "3", "--out", "."])
+    monkeypatch.setattr(page, "write_page", lambda folder, story: (folder / "index.html", folder / "demo.png"))
+    result = CliRunner().invoke(main, ["demo", "--fast", "--seed", "3", "--out", "here"])
     shown = result.output
     assert result.exit_code == 0, shown
     assert "\x1b" not in shown and "\r" not in shown
-    for name in (*compare.WAYS, "teacher", "student, top 4", "student, dense", "student, labels", "GSPO", "index.html"):
+    for name in (
+        *compare.WAYS,
+        "teacher",
+        "student, top 4",
+        "student, dense",
+        "student, labels",
+        "GSPO",
+        "here/index.html",
+    ):
         assert name in shown
     assert max(map(len, shown.splitlines())) <= 80
 

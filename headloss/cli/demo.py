@@ -97,11 +97,13 @@ def command(
     with _progress(console, size) as bar:
         results = _run(console, size, seed, bar)
     console.print()
-    for table in (_models(results), _ways(results, size)):
+    tables = (_models(results), _ways(results, size))
+    for table in tables:
         console.print(Padding(_rich(table), (0, 0, 0, 1), expand=False))
     console.print(" [dim]errors are relative to float64; MiB is the most allocated beyond the inputs[/]\n")
     seconds = time.perf_counter() - start
-    files = _write(console, out, results, size, seed, seconds)
+    story = _story(results, tables, size, f"seed {seed}, {seconds:.0f} s")
+    files = _write(console, out, story)
     console.print(f" [dim]{seconds:.0f} s in all[/]\n")
     if as_json:
         typer.echo(json.dumps({"fast": fast, "seed": seed, "seconds": seconds, **_numbers(results), **files}, indent=2))
@@ -183,11 +185,8 @@ def _numbers(results: Results) -> dict[str, Any]:
     }
 
 
-def _write(
-    console: Console, out: Path, results: Results, size: Size, seed: int, seconds: float
-) -> dict[str, str | None]:
-    """The page and the picture, or how to get them."""
-    story = page.Story(
+def _story(results: Results, tables: Sequence[list[list[str]]], size: Size, run: str) -> page.Story:
+    return page.Story(
         version=hl.__version__,
         digits=size.digits,
         noise=NOISE,
@@ -195,11 +194,14 @@ def _write(
         students={kind: s.curves for kind, s in results.students.items()},
         gspo=results.policy.curves,
         ways=results.ways,
-        head=size.head,
-        tables=(_models(results), _ways(results, size)),
-        footer=f"headloss demo, seed {seed}, {seconds:.0f} s, torch {torch.__version__}, {torch.get_num_threads()} "
-        "threads, CPU. Errors are relative to float64; MiB is the most allocated beyond the inputs.",
+        tables=tables,
+        footer=f"headloss demo, {run}, torch {torch.__version__}, {torch.get_num_threads()} CPU threads. "
+        "Errors are relative to float64; MiB is the most allocated beyond the inputs.",
     )
+
+
+def _write(console: Console, out: Path, story: page.Story) -> dict[str, str | None]:
+    """The page and the picture, or how to get them."""
     try:
         files = page.write_page(out, story)
     except ImportError as error:

@@ -47,7 +47,6 @@ class Story(NamedTuple):
     students: Mapping[str, Curves]
     gspo: Curves
     ways: Sequence[Way]
-    head: tuple[int, int, int]  # N, V, D of the comparison
     tables: Sequence[Sequence[Sequence[str]]]  # of the models and of the comparison, the first row is the head
     footer: str
 
@@ -78,7 +77,7 @@ def write_page(folder: Path, story: Story) -> tuple[Path, Path]:
             pyplot.close(figure)
         heights = [3.3 + 0.18 * section.lines for section in SECTIONS]
         whole = pyplot.figure(figsize=(12, sum(heights) + 0.6), layout="constrained")
-        whole.suptitle(f"headloss {story.version}: {_headline(story)}", fontsize=14, x=0.008, ha="left")
+        whole.suptitle(f"headloss {story.version}   {_headline(story)}", fontsize=13, x=0.008, ha="left")
         for section, part in zip(
             SECTIONS, whole.subfigures(len(SECTIONS), 1, hspace=0.03, height_ratios=heights), strict=True
         ):
@@ -224,7 +223,7 @@ SECTIONS = (
     ),
     Section(
         "4  Fused against separate",
-        "Cross-entropy, z-loss and an entropy bonus on a head large enough to matter: as three losses on the logits, "
+        "Cross-entropy, z-loss and an entropy bonus on one head: as three losses on the logits, "
         "and as one objective on the logits or straight on the hidden states.",
         "Time, peak memory and error of separate and fused losses",
         0,
@@ -246,7 +245,7 @@ img { width: 100%; height: auto; display: block; }
 table { border-collapse: collapse; margin: 12px 0; font-variant-numeric: tabular-nums; font-size: 15px; }
 th, td { padding: 5px 18px 5px 0; border-bottom: 1px solid #e4e7eb; text-align: right; white-space: nowrap; }
 th { color: #4b5160; font-weight: 600; }
-th:first-child, td:first-child { text-align: left; }
+th:first-child, td:first-child, .models :is(th, td):nth-child(2) { text-align: left; }
 .scroll { overflow-x: auto; }
 footer { margin-top: 32px; color: #6b7280; font-size: 14px; }
 """
@@ -263,7 +262,7 @@ def _html(story: Story, images: Sequence[bytes]) -> str:
         f"<p>The task is to sort {story.digits} digits; in the answers to learn from, {story.noise:.0%} of the digits "
         "were replaced by random ones. Every loss, metric and KL on this page is a plain function of a few facts about "
         "each row of the head's softmax, which is read once.</p>\n",
-        models,
+        f"<div class='models'>{models}</div>",
     ]
     for section, image in zip(SECTIONS, images, strict=True):
         data = base64.b64encode(image).decode()
@@ -277,8 +276,8 @@ def _headline(story: Story) -> str:
     exact = "held out/exact_match"
     topk, dense = (story.students[k].last(exact) for k in ("top-K", "dense"))
     return (
-        f"the teacher sorts {story.teacher.last(exact):.0%}; its top {K} bring a student to {topk:.0%}, "
-        f"all of it {dense:.0%}; GSPO goes on to {story.gspo.last(exact):.0%}"
+        f"The teacher sorts {story.teacher.last(exact):.0%}; its top {K} bring a student to {topk:.0%}, "
+        f"its whole softmax to {dense:.0%}; GSPO takes the first to {story.gspo.last(exact):.0%}."
     )
 
 
