@@ -1,0 +1,253 @@
+"""headloss in Fast-LLM: its `losses:` block as one objective, its keyword inputs, its metric names.
+
+    head = FastLLMLosses({"ce": {"type": "label"}, "rl": {"type": "gspo", "epsilon_low": 3e-4, "epsilon_high": 4e-4}})
+    loss, grad_logits = head.forward_backward(logits, kwargs, losses)        # kwargs as Fast-LLM's layers pass them on
+
+All losses of the block share one sweep, in any combination.  A row whose label is negative, or which `loss_mask`
+leaves out, counts in none.  Token losses divide by `num_labels_in_batch`, gspo by `num_documents_in_batch`.
+
+Follows fast_llm/layers/language_model/loss of Fast-LLM's main branch of 2026; nothing here imports Fast-LLM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import headloss as hl
+from headloss.losses import LOSSES
+from headloss.signature import suggest
+
+SILENT = ("type", "weight", "use_triton", "implementation", "entropy_chunk_size")
+KEYS = {
+    "label": ("loss_type",),
+    "z_loss": (),
+    "distillation": ("loss_type", "reference_model", "temperature"),
+    "grpo": ("epsilon_low", "epsilon_high", "metrics", "temperature"),
+    "gspo": ("epsilon_low", "epsilon_high", "metrics", "temperature"),
+    "dpo": ("beta", "reference_model"),
+}
+DIVERGENCES = {"cross_entropy": "soft_cross_entropy", "forward_kl": "forward_kl", "reverse_kl": "reverse_kl"}
+LEVELS = ("none", "basic", "with_entropy")
+
+
+class FastLLMLosses:
+    """The losses of one head.  `objective` is what they say; `forward_backward` has Fast-LLM's shape.
+
+    losses               the block: a name, then type, weight and options of each loss
+    logits_scale_factor  multiplies the logits, the teachers' too
+    shard                of a vocabulary over ranks; `sequence_group`: ranks that share documents
+    """
+
+    def __init__(
+        self,
+        losses: Mapping[str, Mapping[str, Any]],
+        *,
+        logits_scale_factor: float = 1.0,
+        shard: hl.VocabShard | None = None,
+        sequence_group: Any = None,
+    ) -> None:
+        self.blocks = {name: _checked(name, block) for name, block in losses.items()}
+        self.scale, self.shard, self.group = logits_scale_factor, shard, sequence_group
+        kinds = [b["type"] for b in self.blocks.values()]
+        if "dpo" in kinds and "gspo" in kinds:
+            raise ValueError("losses: dpo and gspo cut the tokens into different segments; use two heads")
+        if kinds.count("dpo") > 1:
+            raise ValueError("losses: wanted one dpo at most, for there is one pair of spans")
+        terms = {name: _term(name, block) for name, block in self.blocks.items()}
+        wants = any(b.get("metrics") == "with_entropy" for b in self.blocks.values())
+        self.objective = hl.Objective(**terms, metrics=["entropy"] if wants else [])  # type: ignore[arg-type]
+
+    def forward_backward(
+        self,
+        logits: Tensor,
+        kwargs: Mapping[str, Any],
+        losses: dict[str, list[Tensor]] | None = None,
+        split_index: int = 0,
+        grad_logits: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """(loss, gradient of the logits); the gradient is None without `grad_output`, and added to `grad_logits`.
+
+        Each loss before its weight, and its metrics, are appended to `losses` by Fast-LLM's names.
+        """
+        if split_index:
+            raise ValueError("split_index: the head does not split its logits; use cross_entropy_splits = 1")
+        targets = self._targets(logits, kwargs)
+        call = self._call(targets, kwargs)
+        source = hl.Logits(logits, scale=self.scale, shard=self.shard)
+        grad_output = kwargs.get("grad_output")
+        if grad_output is None:
+            with torch.no_grad():
+                out, grad = self.objective(source, targets, **call), None
+        else:
+            out = self.objective.forward_backward(source, targets, grad_scale=grad_output, **call)
+            assert out.grads is not None
+            grad = out.grads.logits
+        if grad is not None and grad_logits is not None:
+            grad = grad_logits.add_(grad)
+        if losses is not None:
+            for name, value in (*out.terms.items(), *self.metrics(out, targets, kwargs).items()):
+                losses.setdefault(name, []).append(value)
+        return out.loss, grad
+
+    def metrics(self, out: hl.Output, targets: Tensor, kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Fast-LLM's policy metrics, from the facts: sums over documents of their tokens' means."""
+        found: dict[str, Tensor] = {}
+        for name, block in self.blocks.items():
+            if block["type"] not in ("grpo", "gspo"):
+                continue
+            temperature = float(block.get("temperature", 1.0))
+            logprob = out.facts["logprob" if temperature == 1.0 else ("logprob", temperature)].detach()
+            mask = targets >= 0
+            share = mask / _first(kwargs["label_counts"]).to(logprob.dtype).clamp(min=1)
+            documents = kwargs["num_documents_in_batch"]
+            found[f"{name}_new_logprobs"] = (logprob * share).sum() / documents
+            if block.get("metrics", "none") == "none":
+                continue
+            old, advantage = (_first(kwargs[k]) for k in ("old_log_probabilities", "advantages"))
+            old, advantage = (torch.where(mask, x, 0.0) for x in (old, advantage))
+            d, count = (logprob - old).masked_fill(~mask, 0.0), mask.to(logprob.dtype)
+            if block["type"] == "gspo":
+                segments = self._documents(targets, kwargs)
+                d = segments.spread(segments.totals(d * share)).view(d.shape)
+                count = share
+                found[f"{name}_num_segments"] = share.sum()
+            ratio = d.exp()
+            clipped = (ratio < 1 - block.get("epsilon_low", 0.2)) | (ratio > 1 + block.get("epsilon_high", 0.2))
+            means = {
+                "old_logprobs": old,
+                "ratio_new_old": ratio,
+                "kl_new_old": ratio - d - 1,
+                "clipped_ratio_fraction": clipped,
+                "advantage": advantage,
+            }
+            if block["metrics"] == "with_entropy":
+                means["entropy"] = out.facts["entropy"].detach()
+            found |= {f"{name}_{k}": (x * share).sum() / documents for k, x in means.items()}
+            found[f"{name}_ratio_new_old_sum"] = (ratio * count).sum()
+            found[f"{name}_ratio_new_old_squared_sum"] = (ratio * ratio * count).sum()
+            found[f"{name}_max_advantage"] = advantage.masked_fill(~mask, -torch.inf).max()
+            found[f"{name}_min_advantage"] = advantage.masked_fill(~mask, torch.inf).min()
+            found[f"{name}_num_tokens"] = mask.sum()
+        return found
+
+    def _targets(self, logits: Tensor, kwargs: Mapping[str, Any]) -> Tensor:
+        labels = kwargs.get("labels")
+        if labels is None:
+            labels = torch.zeros(logits.shape[:-1], dtype=torch.long, device=logits.device)
+        labels = _first(labels)
+        ignored = labels < 0
+        if kwargs.get("loss_mask") is not None:
+            ignored = ignored | ~_first(kwargs["loss_mask"]).bool()
+        return labels.masked_fill(ignored, -100)
+
+    def _call(self, targets: Tensor, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        call: dict[str, Any] = {"num_items": kwargs.get("num_labels_in_batch")}
+        if isinstance(call["num_items"], list | tuple):
+            call["num_items"] = call["num_items"][0]
+        teachers: dict[str, Any] = {}
+        for name, block in self.blocks.items():
+            kind = block["type"]
+            if kind in ("grpo", "gspo"):
+                call["advantage"] = _wide(_first(kwargs["advantages"]))
+                call["old_logprob"] = _wide(_first(kwargs["old_log_probabilities"]))
+            if kind == "gspo":
+                call["segments"] = self._documents(targets, kwargs)
+                call["num_segments"] = kwargs["num_documents_in_batch"]
+            if kind == "distillation":  # its temperature is the teacher's alone
+                scale = self.scale / float(block.get("temperature", 1.0))
+                logits = _reference(kwargs, block.get("reference_model", "teacher"))
+                teachers[name] = hl.Logits(logits, scale=scale, shard=self.shard)
+            if kind == "dpo":
+                logits = _reference(kwargs, block["reference_model"])
+                reference = hl.Logits(logits.detach(), scale=self.scale, shard=self.shard)
+                call["ref_logprob"] = hl.row_facts(reference, targets, want=("logprob",)).logprob
+                call["segments"] = _spans(targets, kwargs)
+                call["pairs"] = torch.tensor([[0, 1]], device=targets.device)
+        if teachers:
+            call["teacher"] = teachers
+        return call
+
+    def _documents(self, targets: Tensor, kwargs: Mapping[str, Any]) -> hl.Segments:
+        ids = _first(kwargs["global_document_index_q"]).long() - 1  # Fast-LLM counts from 1
+        return hl.Segments.from_ids(ids.view(targets.shape), kwargs["num_documents_in_sequence"], self.group)
+
+
+def _checked(name: str, block: Mapping[str, Any]) -> dict[str, Any]:
+    """A block with nothing unknown in it; the older spelling of gspo and of metrics is understood."""
+    block = dict(block)
+    kind = block.setdefault("type", "label")
+    if kind not in KEYS:
+        raise ValueError(f"{name}: no loss type {kind!r}; there are {', '.join(KEYS)}{suggest(str(kind), KEYS)}")
+    if kind == "grpo":
+        block["type"] = kind = block.pop("policy_loss", "grpo")
+        extra, entropy = block.pop("compute_extra_metrics", False), block.pop("compute_entropy_metric", False)
+        if extra or entropy:
+            block["metrics"] = "with_entropy" if entropy else "basic"
+        if block.pop("normalize_by_documents", False):
+            raise ValueError(f"{name}: normalize_by_documents is not read; use type gspo, or Term(reduction=...)")
+    for key in block:
+        if key not in (*SILENT, *KEYS[kind]):
+            known = (*SILENT[:2], *KEYS[kind])
+            raise ValueError(f"{name}: no field {key!r} of {kind}; there are {', '.join(known)}{suggest(key, known)}")
+    if block.get("metrics", "none") not in LEVELS:
+        raise ValueError(f"{name}: metrics: wanted one of {', '.join(LEVELS)}, got {block['metrics']!r}")
+    if block.get("metrics") == "with_entropy" and float(block.get("temperature", 1.0)) != 1.0:
+        raise ValueError(f"{name}: metrics: with_entropy is the entropy at temperature 1, got {block['temperature']}")
+    if kind == "dpo" and "reference_model" not in block:
+        raise ValueError(f"{name}: reference_model: missing")
+    return block
+
+
+def _term(name: str, block: Mapping[str, Any]) -> hl.Term:
+    kind, weight = block["type"], float(block.get("weight", 1.0))
+    loss_type = block.get("loss_type", "cross_entropy")
+    if kind == "label":
+        if loss_type not in ("cross_entropy", "forward_kl"):  # the same for a label, whose own entropy is 0
+            raise ValueError(f"loss_type: {loss_type!r} to a label is infinite; use cross_entropy")
+        return hl.Term(LOSSES["cross_entropy"], weight=weight)
+    if kind == "z_loss":
+        return hl.Term(LOSSES["z_loss"], weight=weight)
+    if kind == "distillation":
+        if loss_type not in DIVERGENCES:
+            raise ValueError(f"loss_type: wanted one of {', '.join(DIVERGENCES)}, got {loss_type!r}")
+        return hl.Term(LOSSES[DIVERGENCES[loss_type]], weight=weight, teacher=name)
+    if kind == "dpo":
+        return hl.Term(LOSSES["dpo"], weight=weight, beta=float(block.get("beta", 1.0)))
+    how: dict[str, Any] = {"low": float(block.get("epsilon_low", 0.2)), "high": float(block.get("epsilon_high", 0.2))}
+    if float(block.get("temperature", 1.0)) != 1.0:
+        how["temperature"] = float(block["temperature"])
+    if kind == "gspo":
+        how["reduction"] = "seq_mean_token_sum"
+    return hl.Term(LOSSES[kind], weight=weight, **how)
+
+
+def _first(x: Any) -> Any:
+    """Of one tensor for each prediction distance, the first: the next token's."""
+    return x[0] if isinstance(x, list | tuple) else x
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _reference(kwargs: Mapping[str, Any], name: str) -> Tensor:
+    """The logits of a reference model among what it left behind."""
+    left: Mapping[str, Tensor] = kwargs[f"reference_{name}_hidden_states"]
+    found = [x for key, x in left.items() if key.endswith("logits")]
+    if len(found) != 1:
+        raise ValueError(f"reference_{name}_hidden_states: wanted one entry that ends in 'logits', got {list(left)}")
+    return found[0]
+
+
+def _spans(targets: Tensor, kwargs: Mapping[str, Any]) -> hl.Segments:
+    """Segment 0 is everything chosen, 1 everything rejected, 2 the rest: Fast-LLM compares 0 and 1 in one sigmoid."""
+    ids = torch.full_like(targets, 2)
+    for segment, name in enumerate(("chosen_spans", "rejected_spans")):
+        for sample, spans in enumerate(kwargs[name]):
+            for begin, end in spans:
+                ids[sample, begin:end] = segment
+    return hl.Segments.from_ids(ids, 3)

@@ -1,0 +1,192 @@
+"""Fast-LLM's adapter against its formulas, written down densely in float64.
+
+Fast-LLM needs a GPU stack.  The keyword inputs follow its main branch of 2026 (fast_llm/layers/language_model/loss:
+`LanguageModelLossKwargs`, `policy_gradient.py`, `entropy_loss.py`, `dpo.py`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from headloss.integrations.fast_llm import FastLLMLosses
+
+N, V, SCALE = 14, 17, 0.7
+LENGTHS = [5, 6, 3]
+
+
+def keywords(grad_output: float | None = 3.0) -> tuple[Tensor, dict[str, Any]]:
+    random = torch.Generator().manual_seed(0)
+    normal = lambda *shape: torch.randn(*shape, generator=random, dtype=torch.float64)
+    labels = torch.randint(V, (N,), generator=random)
+    labels[[0, 5, 6]] = torch.tensor([-1, -100, -7])
+    document = torch.repeat_interleave(torch.arange(3), torch.tensor(LENGTHS))
+    counts = torch.zeros(3, dtype=torch.long).index_add(0, document, (labels >= 0).long())
+    return normal(N, V), {
+        "labels": labels,
+        "advantages": normal(3)[document],
+        "old_log_probabilities": -2 + 0.3 * normal(N),
+        "label_counts": counts[document],
+        "num_labels_in_batch": 20,
+        "num_documents_in_batch": 6,
+        "num_documents_in_sequence": 3,
+        "global_document_index_q": document + 1,
+        "reference_teacher_hidden_states": {"head.logits": 2 * normal(N, V), "head.hidden": normal(N, 2)},
+        "grad_output": grad_output,
+    }
+
+
+def value(kind: str, logits: Tensor, kw: dict[str, Any], **o: Any) -> Tensor:
+    """One loss before its weight, as Fast-LLM computes it."""
+    mask = kw["labels"] >= 0
+    logp = (SCALE * logits / o.get("temperature", 1.0)).log_softmax(-1) if kind in ("grpo", "gspo") else None
+    whole = (SCALE * logits).log_softmax(-1)
+    pick = lambda x: x.gather(-1, kw["labels"].clamp(min=0)[:, None])[:, 0]
+    if kind == "label":
+        each = -pick(whole)
+    elif kind == "z_loss":
+        each = (SCALE * logits).logsumexp(-1) ** 2
+    elif kind == "distillation":
+        T = o.get("temperature", 1.0)
+        logq = (SCALE / T * kw["reference_teacher_hidden_states"]["head.logits"]).log_softmax(-1)
+        each = {
+            "cross_entropy": -(logq.exp() * whole).sum(-1),
+            "forward_kl": (logq.exp() * (logq - whole)).sum(-1),
+            "reverse_kl": (whole.exp() * (whole - logq)).sum(-1),
+        }[o.get("loss_type", "cross_entropy")]
+    else:
+        assert logp is not None
+        d = (pick(logp) - kw["old_log_probabilities"]).masked_fill(~mask, 0.0)
+        if kind == "gspo":
+            document = kw["global_document_index_q"] - 1
+            d = torch.zeros(3, dtype=d.dtype).index_add(0, document, d / kw["label_counts"].clamp(min=1))[document]
+        ratio, A = d.exp(), kw["advantages"]
+        low, high = o.get("epsilon_low", 0.2), o.get("epsilon_high", 0.2)
+        each = -torch.minimum(ratio * A, ratio.clamp(1 - low, 1 + high) * A)
+    divisor = kw["num_documents_in_batch"] if kind == "gspo" else kw["num_labels_in_batch"]
+    return each[mask].sum() / divisor
+
+
+BLOCKS: dict[str, dict[str, dict[str, Any]]] = {
+    "label": {"ce": {"type": "label"}},
+    "z_loss": {"z": {"type": "z_loss", "weight": 1e-2}},
+    "cross-entropy": {"kd": {"type": "distillation", "temperature": 2.0, "weight": 0.5}},
+    "reverse": {"kd": {"type": "distillation", "loss_type": "reverse_kl", "temperature": 0.5}},
+    "grpo": {"rl": {"type": "grpo", "epsilon_low": 0.1, "epsilon_high": 0.3, "use_triton": None}},
+    "grpo warm": {"rl": {"type": "grpo", "temperature": 0.7}},
+    "gspo": {"rl": {"type": "gspo", "epsilon_low": 0.05, "epsilon_high": 0.1}},
+    "all": {
+        "ce": {"type": "label", "weight": 0.3},
+        "z": {"type": "z_loss", "weight": 1e-3},
+        "kd": {"type": "distillation", "loss_type": "forward_kl"},
+        "other": {"type": "distillation", "loss_type": "reverse_kl", "temperature": 1.5, "weight": 0.2},
+        "rl": {"type": "gspo", "weight": 2.0},
+        "token": {"type": "grpo", "weight": 0.1},
+    },
+}
+
+
+@pytest.mark.parametrize("block", BLOCKS.values(), ids=list(BLOCKS))
+def test_losses_and_gradients(block: dict[str, dict[str, Any]]) -> None:
+    logits, kw = keywords()
+    leaf = logits.clone().requires_grad_()
+    values = {n: value(b["type"], leaf, kw, **{k: x for k, x in b.items() if k != "type"}) for n, b in block.items()}
+    truth = sum(b.get("weight", 1.0) * values[n] for n, b in block.items())
+    (wanted,) = torch.autograd.grad(3.0 * truth, leaf)
+    losses: dict[str, list[Tensor]] = {}
+    already = torch.ones_like(logits)
+    loss, grad = FastLLMLosses(block, logits_scale_factor=SCALE).forward_backward(
+        logits, kw, losses, grad_logits=already
+    )
+    torch.testing.assert_close(loss, truth.detach())
+    torch.testing.assert_close(grad, wanted + 1)
+    assert grad is already
+    for name, x in values.items():
+        torch.testing.assert_close(losses[name][0], x.detach())
+
+
+@pytest.mark.parametrize("kind", ["grpo", "gspo"])
+def test_metrics_have_fast_llms_names_and_numbers(kind: str) -> None:
+    logits, kw = keywords(grad_output=None)
+    losses: dict[str, list[Tensor]] = {}
+    head = FastLLMLosses({"rl": {"type": kind, "metrics": "with_entropy"}})
+    _, grad = head.forward_backward(logits, kw, losses)
+    assert grad is None
+    names = "old_logprobs ratio_new_old ratio_new_old_sum ratio_new_old_squared_sum kl_new_old clipped_ratio_fraction "
+    names += "advantage max_advantage min_advantage num_tokens entropy new_logprobs"
+    expected = {f"rl_{n}" for n in names.split()} | ({"rl_num_segments"} if kind == "gspo" else set()) | {"rl"}
+    assert set(losses) == expected
+    mask = kw["labels"] >= 0
+    logp = logits.log_softmax(-1)
+    new = logp.gather(-1, kw["labels"].clamp(min=0)[:, None])[:, 0]
+    means = lambda x: sum(x[mask & (kw["global_document_index_q"] == i + 1)].mean() for i in range(3)) / 6
+    got = {n: float(x[0]) for n, x in losses.items()}
+    assert got["rl_new_logprobs"] == pytest.approx(float(means(new)))
+    assert got["rl_entropy"] == pytest.approx(float(means(-(logp.exp() * logp).sum(-1))))
+    assert got["rl_num_tokens"] == int(mask.sum())
+    assert got["rl_max_advantage"] == pytest.approx(float(kw["advantages"][mask].max()))
+    ratio = (new - kw["old_log_probabilities"]).exp()
+    if kind == "grpo":
+        assert got["rl_ratio_new_old"] == pytest.approx(float(means(ratio)))
+        assert got["rl_ratio_new_old_squared_sum"] == pytest.approx(float(ratio[mask].square().sum()))
+    else:
+        d = new - kw["old_log_probabilities"]
+        whole = [d[mask & (kw["global_document_index_q"] == i + 1)].mean().exp() for i in range(3)]
+        assert got["rl_ratio_new_old_sum"] == pytest.approx(float(sum(whole)))
+        assert got["rl_num_segments"] == pytest.approx(3)
+
+
+def test_dpo_compares_all_spans_in_one_sigmoid() -> None:
+    random = torch.Generator().manual_seed(1)
+    logits, reference = (torch.randn(2, 8, V, generator=random, dtype=torch.float64) for _ in range(2))
+    labels = torch.randint(V, (2, 8), generator=random)
+    kw = {
+        "labels": labels,
+        "chosen_spans": [[(0, 3)], [(1, 2)]],
+        "rejected_spans": [[(4, 8)], [(5, 7)]],
+        "reference_ref_hidden_states": {"head.logits": reference},
+        "grad_output": 1.0,
+    }
+    block = {"dpo": {"type": "dpo", "beta": 0.5, "reference_model": "ref"}}
+    leaf = logits.clone().requires_grad_()
+    gain = [x.log_softmax(-1).gather(-1, labels[..., None])[..., 0] for x in (leaf, reference)]
+    gain = gain[0] - gain[1]
+    margin = gain[0, :3].sum() + gain[1, 1:2].sum() - gain[0, 4:].sum() - gain[1, 5:7].sum()
+    truth = -logsigmoid(0.5 * margin)
+    loss, grad = FastLLMLosses(block).forward_backward(logits, kw)
+    torch.testing.assert_close(loss, truth.detach())
+    torch.testing.assert_close(grad, torch.autograd.grad(truth, leaf)[0])
+
+
+def test_labels_may_come_one_for_each_prediction_distance_and_a_mask_leaves_out_more() -> None:
+    logits, kw = keywords()
+    mask = torch.arange(N) % 3 > 0
+    loss, _ = FastLLMLosses({"ce": {}}, logits_scale_factor=SCALE).forward_backward(
+        logits, kw | {"labels": [kw["labels"]], "loss_mask": mask, "num_labels_in_batch": [20]}
+    )
+    kw["labels"] = kw["labels"].masked_fill(~mask, -1)
+    torch.testing.assert_close(loss, value("label", logits, kw))
+
+
+@pytest.mark.parametrize(
+    ("block", "says"),
+    [
+        ({"type": "labels"}, "did you mean"),
+        ({"type": "grpo", "epsilon": 0.2}, "epsilon_low"),
+        ({"type": "grpo", "metrics": "all"}, "with_entropy"),
+        ({"type": "label", "loss_type": "reverse_kl"}, "infinite"),
+        ({"type": "dpo"}, "reference_model"),
+    ],
+)
+def test_what_is_not_understood_is_refused(block: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        FastLLMLosses({"x": block})
+
+
+def test_the_older_spelling_of_gspo() -> None:
+    head = FastLLMLosses({"rl": {"type": "grpo", "policy_loss": "gspo", "compute_extra_metrics": True}})
+    assert head.blocks["rl"] == {"type": "gspo", "metrics": "basic"}
