@@ -84,7 +84,7 @@ def explain(
     if isinstance(source, Linear):
         pieces = len(chunks) if chunks else -(-rows.count // source.chunk_rows(beside))
         sizes, grade = _linear_bytes(source, rows, chunks, pieces, beside), _linear_grade(plan, rows, chunks)
-        gemms = 0 if plan.want.only_ids else 3 if chunks is not None else 4
+        gemms = 0 if plan.want.only_ids else 3 if chunks is not None else 4 + _looks_across_ranks(plan)
     else:
         pieces, gemms = 1, 0
         written = 0 if source.inplace else source.logits.numel() * source.logits.element_size()
@@ -122,8 +122,12 @@ def _teacher_gemms(plan: Plan, guides: Mapping[str, Guide], chunks: Sequence[Chu
     made = sum(isinstance(g, DenseGuide) and isinstance(g.teacher, Linear) for g in guides.values())
     if chunks is not None:
         return made
-    looks = plan.source.shard is not None and any(f.element is not None for f in plan.want.facts)
-    return made * (3 if looks else 2)
+    return made * (2 + _looks_across_ranks(plan))
+
+
+def _looks_across_ranks(plan: Plan) -> bool:
+    """Whether the logits of all rows are made once more, after the gather, for a divergence's second look."""
+    return plan.source.shard is not None and any(f.element is not None for f in plan.want.facts)
 
 
 def _linear_grade(plan: Plan, rows: Rows, chunks: Sequence[Chunk] | None) -> str:

@@ -88,9 +88,9 @@ class Sweep:
             done = [self._settle(self._sums(block), block) for block in self._blocks(head)]
             return _concatenate_each([facts for facts, _ in done]), _join(*(softmax for _, softmax in done))
         partial = _join(*(self._sums(block) for block in self._blocks(head)))
-        said = note(self.source, self.rows, self.guides)
-        facts, softmax = self._finish(self._merged(Gathering(partial, shard, said), self._all), self._all)
-        looks = [self._look(block, _at(softmax, block.part)) for block in self._blocks(head) if self._looks]
+        gathering = Gathering(partial, shard, note(self.source, self.rows, self.guides))
+        facts, softmax = self._finish(self._merged(gathering, self._all), self._all)
+        looks = [self._look(block, _at(softmax, block.part)) for block in (self._blocks(head) if self._looks else ())]
         return self._with_looks(facts, softmax, _join(*looks) if looks else [])
 
     def close(self) -> None:

@@ -85,6 +85,8 @@ class Term:
             raise TypeError(f"teacher: wanted the name of one, got {type(teacher).__name__}; pass it to the call")
         if tail not in TAILS:
             raise ValueError(f"tail: wanted one of {', '.join(TAILS)}, got {tail!r}{suggest(str(tail), TAILS)}")
+        if tail != "bucket" and not is_divergence(fn):
+            raise ValueError(f"tail: {function_name(fn)} is no divergence of (logp, logq), and has no tail to treat")
         object.__setattr__(self, "_calls", {})
         for name, said in (
             ("fn", fn), ("weight", weight), ("reduction", reduction), ("length", length), ("row_weight", row_weight),

@@ -154,6 +154,23 @@ def test_collectives(ranks: Any) -> None:
     ranks(2, collectives)
 
 
+def gemms() -> None:
+    """A batch loss has all facts made first; over a shard a second look then makes the logits once more, as is said."""
+    here, _ = halves(make("Linear", "Linear", (20,), ignored=False))
+    for loss, look in ((jsd, 1), (forward_kl, 0)):
+        objective = hl.Objective(a=loss, b=lambda logprob: logprob - logprob.mean())
+        source, taught = here.student.source(here.leaves()), here.taught()
+        plan = objective.explain(source, here.targets, teacher=taught)
+        with Calls() as calls:
+            objective(source, here.targets, teacher=taught).loss.backward()
+        assert (plan.gemms, plan.teacher_gemms) == (4 + look, 2 + look)
+        assert calls.events.count("gemm") == plan.gemms + plan.teacher_gemms, calls.events
+
+
+def test_gemms_of_a_batch_loss(ranks: Any) -> None:
+    ranks(2, gemms)
+
+
 def chunks() -> None:
     """Shards of unequal size walk the same chunks, though the teacher's columns differ even more."""
     problem = make("Linear", "Linear", (20,), V, teacher_vocab=17)
