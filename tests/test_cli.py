@@ -1,4 +1,4 @@
-"""The commands `check`, `explain`: what they say, and that they notice."""
+"""The commands `check`, `explain`, `bench`: what they say, and that they notice."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 import headloss as hl
-from headloss.cli import check, explain, main
+from headloss.cli import bench, check, explain, main
 from headloss.losses import cross_entropy, forward_kl, gspo, simpo
 
 FEW = {fn.__name__: fn for fn in (cross_entropy, gspo, simpo, forward_kl)}
@@ -113,3 +113,27 @@ def test_explain_says_what_is_wrong_with_a_config(tmp_path: Path) -> None:
     path.write_text(json.dumps({"terms": {"ce": "cros_entropy"}}))
     found = CliRunner().invoke(main, ["explain", str(path), "--tokens", "8", "--vocab", "8", "--hidden", "8"])
     assert found.exit_code == 2 and "cross_entropy" in found.output
+
+
+SMALL = ["bench", "--device", "cpu", "--tokens", "32", "--vocab", "300", "--hidden", "8", "--rounds", "1"]
+
+
+def test_bench_times_what_is_right(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    found = CliRunner().invoke(main, [*SMALL, "--json", "--plot", str(tmp_path / "bench.png")])
+    assert found.exit_code == 0, found.output
+    report = json.loads(found.stdout)
+    assert {"eager", "headloss, logits", "headloss, hidden"} <= {w["way"] for w in report["ways"]}
+    assert all(w["seconds"] > 0 and w["peak"] > 0 for w in report["ways"]) and report["floor"] > 0
+    assert (tmp_path / "bench.png").stat().st_size > 1000
+    table = CliRunner().invoke(main, SMALL).stdout
+    assert "three GEMMs" in table and "wrong" not in table
+
+
+def test_bench_refuses_wrong_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = bench.own("1MiB")["headloss, hidden"]
+    monkeypatch.setattr(bench, "own", lambda memory: {"off": lambda h, w, y: right(h, w, y) * 1.001})
+    found = CliRunner().invoke(main, [*SMALL, "--json"])
+    assert found.exit_code == 1
+    off = next(w for w in json.loads(found.stdout)["ways"] if w["way"] == "off")
+    assert off["seconds"] is None and not off["ok"]

@@ -1,0 +1,244 @@
+"""`headloss bench`: cross-entropy of a head, forward and backward, by every way that is installed here.
+
+Dimension key:  N rows   V vocabulary   D hidden size
+
+A way that gets the numbers wrong has no time: each is first held to float64 on a smaller head, and may lose twice what
+plain PyTorch loses in the same type.  The floor is what no way that makes the logits can beat: its three GEMMs.
+Times are medians of rounds in which the ways take turns; memory is the most held at one time beyond the inputs.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+import typer
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from torch import Tensor
+
+import headloss as hl
+from headloss.cli.compare import peak_bytes
+from headloss.cli.explain import DTYPES
+from headloss.losses import cross_entropy
+
+OBJECTIVE = hl.Objective(ce=cross_entropy)
+Way = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class Row(NamedTuple):
+    """What one way took; no numbers if it was wrong."""
+
+    way: str
+    error: float  # the largest of loss and gradients on the smaller head, relative, against float64
+    limit: float
+    seconds: float | None
+    peak: int | None
+
+    @property
+    def ok(self) -> bool:
+        return self.error <= self.limit
+
+
+def command(
+    tokens: Annotated[int, typer.Option(min=0, help="Rows; 0 for what suits the device.")] = 0,
+    vocab: Annotated[int, typer.Option(min=2, help="Vocabulary.")] = 32000,
+    hidden: Annotated[int, typer.Option(min=0, help="Hidden size; 0 for what suits the device.")] = 0,
+    dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32; by default bf16 on CUDA, fp32 elsewhere.")] = "",
+    device: Annotated[str, typer.Option(help="cpu or cuda; by default cuda where there is one.")] = "",
+    memory: Annotated[str, typer.Option(help="Budget of headloss's rows x vocabulary buffers.")] = "256MiB",
+    rounds: Annotated[int, typer.Option(min=1, help="Each way is timed this often.")] = 5,
+    seed: Annotated[int, typer.Option(help="Of the head and the targets.")] = 0,
+    json_: Annotated[bool, typer.Option("--json", help="The numbers as JSON, and no table.")] = False,
+    plot: Annotated[Path | None, typer.Option(help="A PNG of time and memory; needs matplotlib.")] = None,
+) -> None:
+    """Time and memory of a head's cross-entropy against what else is installed; refuses wrong numbers."""
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    fast = device == "cuda"
+    tokens, hidden = tokens or (8192 if fast else 256), hidden or (4096 if fast else 128)
+    dtype = dtype or ("bf16" if fast else "fp32")
+    if device not in ("cpu", "cuda") or (fast and not torch.cuda.is_available()):
+        raise typer.BadParameter(f"no device {device!r} here", param_hint="--device")
+    if dtype not in DTYPES:
+        raise typer.BadParameter(f"wanted one of {', '.join(DTYPES)}, got {dtype!r}", param_hint="--dtype")
+    if plot is not None and importlib.util.find_spec("matplotlib") is None:
+        raise typer.BadParameter("a plot needs matplotlib, which is not installed", param_hint="--plot")
+    console = Console(highlight=False)
+    ways = {**installed(), **own(memory)}
+    bar = Progress(
+        TextColumn("[cyan]{task.description:<22}"), BarColumn(), TimeRemainingColumn(), console=console, transient=True,
+        disable=json_ or not console.is_terminal,
+    )  # fmt: skip
+    with bar:
+        task = bar.add_task("checking", total=len(ways) * (2 + rounds))
+        rows = list(
+            measure(ways, (tokens, vocab, hidden), DTYPES[dtype], device, rounds, seed, lambda: bar.advance(task))
+        )
+        floor = gemm_floor(tokens, vocab, hidden, DTYPES[dtype], device, rounds)
+    head = {"device": torch.cuda.get_device_name() if fast else "cpu", "torch": torch.__version__, "dtype": dtype}
+    head |= {"tokens": tokens, "vocab": vocab, "hidden": hidden, "memory": memory, "rounds": rounds, "seed": seed}  # type: ignore[dict-item]
+    if json_:
+        typer.echo(json.dumps({**head, "floor": floor, "ways": [{**r._asdict(), "ok": r.ok} for r in rows]}, indent=1))
+    else:
+        console.print(_table(rows, floor, f"{tokens} x {vocab}, {hidden}, {dtype}"))
+    if plot is not None:
+        draw(rows, floor, plot, f"cross-entropy, forward and backward: {tokens} x {vocab}, hidden {hidden}, {dtype}")
+    if not all(r.ok for r in rows):
+        raise typer.Exit(1)
+
+
+def eager(hidden_ND: Tensor, weight_VD: Tensor, target_N: Tensor) -> Tensor:
+    return F.cross_entropy(
+        (hidden_ND @ weight_VD.t()).to(torch.promote_types(hidden_ND.dtype, torch.float32)), target_N
+    )
+
+
+def own(memory: str) -> dict[str, Way]:
+    """headloss, on logits and on hidden states."""
+    return {
+        "headloss, logits": lambda h, w, y: OBJECTIVE(hl.Logits(h @ w.t()), y).loss,
+        "headloss, hidden": lambda h, w, y: OBJECTIVE(hl.Linear(h, w, memory=memory), y).loss,
+    }
+
+
+def installed() -> dict[str, Way]:
+    """Plain PyTorch, and the peers that can be imported (they need CUDA, and are left out without)."""
+    found: dict[str, Way] = {"eager": eager}
+    if not torch.cuda.is_available():
+        return found
+    if importlib.util.find_spec("liger_kernel") is not None:
+        from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss  # type: ignore[import-not-found]
+
+        liger = LigerFusedLinearCrossEntropyLoss()
+        found["Liger"] = lambda h, w, y: liger(w, h, y)
+    if importlib.util.find_spec("cut_cross_entropy") is not None:
+        from cut_cross_entropy import linear_cross_entropy  # type: ignore[import-not-found]
+
+        found["cut-cross-entropy"] = linear_cross_entropy
+    return found
+
+
+def measure(
+    ways: dict[str, Way],
+    size: tuple[int, int, int],
+    dtype: torch.dtype,
+    device: str,
+    rounds: int,
+    seed: int,
+    tick: Callable[[], Any] = lambda: None,
+) -> Iterator[Row]:
+    """Check every way, then time the right ones in turns."""
+    N, V, D = size
+    small = make(min(N, 128), min(V, 4096), min(D, 256), dtype, device, seed)
+    wide = [x.detach().double().requires_grad_() for x in small[:2]]
+    truth = _step(eager, wide[0], wide[1], small[2])
+    errors: dict[str, float] = {}
+    for name, way in {"eager": eager, **ways}.items():
+        errors[name] = _error(_step(way, *small), truth)
+        tick()
+    limit = 2 * errors["eager"] + 16 * torch.finfo(dtype).eps
+    head = make(N, V, D, dtype, device, seed)
+    right = [name for name in ways if errors[name] <= limit]
+    peaks = {}
+    for name in right:
+        peaks[name] = _peak(lambda name=name: _step(ways[name], *head), device)  # type: ignore[misc]
+        tick()
+    seconds: dict[str, list[float]] = {name: [] for name in right}
+    for _ in range(rounds):
+        for name in right:
+            seconds[name].append(_clock(lambda name=name: _step(ways[name], *head), device))  # type: ignore[misc]
+            tick()
+    for name in ways:
+        took = statistics.median(seconds[name]) if name in right else None
+        yield Row(name, errors[name], limit, took, peaks.get(name))
+
+
+def make(N: int, V: int, D: int, dtype: torch.dtype, device: str, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    random = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(N, D, generator=random).to(device, dtype).requires_grad_()
+    weight = (torch.randn(V, D, generator=random) * 2 / D**0.5).to(device, dtype).requires_grad_()
+    return hidden, weight, torch.randint(V, (N,), generator=random).to(device)
+
+
+def gemm_floor(N: int, V: int, D: int, dtype: torch.dtype, device: str, rounds: int) -> float:
+    """Seconds of the three GEMMs of a head, on logits that exist."""
+    with torch.no_grad():
+        h, w, _ = make(N, V, D, dtype, device, 0)
+        z = h @ w.t()
+        return statistics.median(_clock(lambda: (h @ w.t(), z @ w, z.t() @ h), device) for _ in range(rounds + 1))
+
+
+def draw(rows: list[Row], floor: float, path: Path, title: str) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    timed = [r for r in rows if r.seconds is not None and r.peak is not None]
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 0.5 * len(timed) + 1.8), layout="constrained")
+    names = [r.way for r in timed][::-1]
+    left.barh(names, [1e3 * r.seconds for r in timed][::-1], color="tab:blue")  # type: ignore[operator]
+    left.axvline(1e3 * floor, color="black", linestyle="--", linewidth=1)
+    left.set_xlabel("ms (dashed: the three GEMMs alone)")
+    right.barh(names, [r.peak / 2**20 for r in timed][::-1], color="tab:orange")  # type: ignore[operator]
+    right.set_xlabel("MiB beyond the inputs")
+    right.tick_params(labelleft=False)
+    figure.suptitle(title)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def _step(way: Way, hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
+    loss = way(hidden, weight, targets)
+    return loss.detach(), *torch.autograd.grad(loss, (hidden, weight))
+
+
+def _error(got: tuple[Tensor, ...], truth: tuple[Tensor, ...]) -> float:
+    errors = [float((g.double() - t).abs().amax() / t.abs().amax()) for g, t in zip(got, truth, strict=True)]
+    return max(errors, key=lambda e: (e != e, e))  # NaN is the worst
+
+
+def _clock(work: Callable[[], object], device: str) -> float:
+    if device == "cuda":
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    work()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def _peak(work: Callable[[], object], device: str) -> int:
+    work()  # what is compiled or cached on the first call is not the way's
+    if device == "cpu":
+        return peak_bytes(work)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    work()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def _table(rows: list[Row], floor: float, size: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
+    table.add_column(size, style="cyan", no_wrap=True)
+    for name in ("ms", "x floor", "MiB", "error", "allowed"):
+        table.add_column(name, justify="right")
+    for r in rows:
+        if r.seconds is None or r.peak is None:
+            table.add_row(r.way, "[red]wrong[/]", "", "", f"[red]{r.error:.0e}[/]", f"{r.limit:.0e}")
+            continue
+        ms, times = f"{1e3 * r.seconds:.2f}", f"{r.seconds / floor:.2f}"
+        table.add_row(r.way, ms, times, f"{r.peak / 2**20:.1f}", f"{r.error:.0e}", f"{r.limit:.0e}")
+    table.add_row("three GEMMs", f"{1e3 * floor:.2f}", "1.00", "", "", "", style="dim")
+    return table
