@@ -154,6 +154,7 @@ def merge_teacher(parts: TeacherPartial, shift: Tensor, pairs: Pairs) -> Teacher
     for (S, X, St, Y, F, G), (T, Tt) in zip(parts.meetings, pairs, strict=True):
         d, dt = (shift / T).clamp(min=FLOOR), (moved / Tt).clamp(min=FLOOR)
         k, kt = d.exp(), dt.exp()
+        d, dt = d.masked_fill(shift == -math.inf, 0.0), dt.masked_fill(moved == -math.inf, 0.0)  # there F, G hold FLOOR
         meetings.append(
             Meeting(
                 S=(k * S).sum(0),

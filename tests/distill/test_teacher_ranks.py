@@ -154,6 +154,24 @@ def test_collectives(ranks: Any) -> None:
     ranks(2, collectives)
 
 
+def ruled_out() -> None:
+    """All of rank 1's columns are -inf for one of the two: as large a divergence as in one piece."""
+    logits, other = torch.randn(2, 4, 20).double()
+    logits[:, 10:] = -torch.inf
+    mine = slice(10 * dist.get_rank(), 10 * dist.get_rank() + 10)
+    shard, targets = hl.VocabShard(dist.group.WORLD, mine.start, 20), torch.zeros(4, dtype=torch.long)
+    for student, teacher in ((logits, other), (other, logits)):
+        for loss in (forward_kl, reverse_kl, jsd):
+            objective = hl.Objective(a=loss)
+            want = objective(hl.Logits(student), targets, teacher=hl.Logits(teacher)).loss
+            part = hl.Logits(student[:, mine], shard=shard), hl.Logits(teacher[:, mine], shard=shard)
+            torch.testing.assert_close(objective(part[0], targets, teacher=part[1]).loss, want, rtol=1e-10, atol=1e-10)
+
+
+def test_a_shard_that_is_ruled_out(ranks: Any) -> None:
+    ranks(2, ruled_out)
+
+
 def gemms() -> None:
     """A batch loss has all facts made first; over a shard a second look then makes the logits once more, as is said."""
     here, _ = halves(make("Linear", "Linear", (20,), ignored=False))
