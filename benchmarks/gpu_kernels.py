@@ -14,6 +14,7 @@ Then, each as a ratio to a floor measured in the same run:
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import math
 import os
@@ -356,6 +357,8 @@ def main() -> None:
         torch.cuda.empty_cache()
     say("all right" if not wrong else "WRONG:\n" + "\n".join(wrong))
     results: dict[str, Any] = {
+        "command": " ".join(["python benchmarks/gpu_kernels.py", *sys.argv[1:]]),
+        "date": datetime.date.today().isoformat(),
         "device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__, "wrong": wrong
     }  # fmt: skip
     if not wrong:

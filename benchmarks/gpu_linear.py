@@ -249,7 +249,7 @@ def main() -> None:
                 print(f"{name}: {type(e).__name__} {str(e)[:120]}", flush=True)
             torch.cuda.empty_cache()
     result = {
-        "command": "python benchmarks/gpu_linear.py " + " ".join(sys.argv[1:]),
+        "command": " ".join(["python benchmarks/gpu_linear.py", *sys.argv[1:]]),
         "date": datetime.date.today().isoformat(),
         "device": torch.cuda.get_device_name(),
         "versions": {"torch": torch.__version__, "headloss": hl.__version__},
