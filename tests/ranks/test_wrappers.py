@@ -129,14 +129,17 @@ def test_fsdp_accumulation_without_sync(ranks: Any, how: str) -> None:
     ranks(2, fsdp_accumulates, how)
 
 
-def mixed_precision() -> None:
+def mixed_precision(tensor_parallel: bool) -> None:
     """bfloat16 parameters and activations; what travels in `hl.Inputs` stays float32, a loose tensor would not."""
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh("cpu", (2, 2) if tensor_parallel else (2, 1), mesh_dim_names=("dp", "tp"))
     whole = tiny.batch(torch.float32)
     _, grads = tiny.reference(whole)
-    own = mine(whole, dist.get_rank(), 2)
+    own = mine(whole, mesh["dp"].get_local_rank(), 2)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    net = wrap(tiny.model(torch.float32), "alone", mesh, mp_policy=policy)
+    net = tiny.model(torch.float32)
+    if tensor_parallel:
+        parallelize_module(net, mesh["tp"], {"head": hl.HeadParallel()})
+    wrap(net, "alone", mesh["dp"], mp_policy=policy)
     seen: dict[str, torch.dtype] = {}
 
     def watch(logprob, old_logprob, advantage):
@@ -146,7 +149,7 @@ def mixed_precision() -> None:
     objective = hl.Objective(watch=watch)
     net(own.tokens, targets=own.targets, objective=objective, inputs=own.inputs())
     assert set(seen.values()) == {torch.float32}, seen
-    out = step(net, own, mesh.get_group())
+    out = step(net, own, mesh["dp"].get_group())
     assert out.loss.dtype == torch.float32
     found = {n: tiny.full(p.grad) for n, p in net.named_parameters()}
     plain = tiny.model(torch.bfloat16)  # the same model in bfloat16, in one process
@@ -157,8 +160,9 @@ def mixed_precision() -> None:
         assert ours <= 2 * eager + 1e-3, (name, float(ours), float(eager))
 
 
-def test_mixed_precision(ranks: Any) -> None:
-    ranks(2, mixed_precision)
+@pytest.mark.parametrize("tensor_parallel", [False, True], ids=["", "and tensor parallel"])
+def test_mixed_precision(ranks: Any, tensor_parallel: bool) -> None:
+    ranks(4 if tensor_parallel else 2, mixed_precision, tensor_parallel)
 
 
 class Loose(hl.FusedLMHead):
