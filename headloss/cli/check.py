@@ -225,7 +225,7 @@ def _error(got: Result, truth: Result) -> float:
 
 
 def _table(done: list[Check]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False, collapse_padding=True)
     table.add_column("", style="cyan", no_wrap=True)
     columns = list(dict.fromkeys((c.dtype, c.backend) for c in done))
     columns += [(dtype, "eager") for dtype in DTYPES if any(c.dtype == dtype and c.eager is not None for c in done)]
@@ -233,7 +233,7 @@ def _table(done: list[Check]) -> Table:
     for dtype, backend in columns:
         style = "dim" if backend == "eager" else None
         table.add_column(f"{SHORT[dtype]}\n{backend}", justify="right", no_wrap=True, style=style)
-    table.add_column("")
+    table.add_column("", no_wrap=True)
     for what in dict.fromkeys(c.what for c in done):
         own = [c for c in done if c.what == what]
         cells = [_cell([c for c in own if c.dtype == dtype], backend) for dtype, backend in columns]
