@@ -83,7 +83,9 @@ def _check_ids(label: str, sparse: Sparse, source: Source) -> None:
             bad = low if low < -1 else high
             raise ValueError(f"{label}: wanted ids in [0, {vocab}) or -1 for none, got {bad}")
         if ids.numel() and bool((sparse.logprobs > 0).all()):
-            raise ValueError(f"{label}: every log-probability is above 0; are these probabilities? pass their logarithms")
+            raise ValueError(
+                f"{label}: every log-probability is above 0; are these probabilities? pass their logarithms"
+            )
     elif ids.device.type != "meta":
         torch._assert_async(((ids >= -1) & (ids < vocab)).all(), f"{label}: an id is out of range")
 
