@@ -232,8 +232,8 @@ def _table(done: list[Check]) -> Table:
     columns.sort(key=lambda column: list(DTYPES).index(column[0]))
     for dtype, backend in columns:
         style = "dim" if backend == "eager" else None
-        table.add_column(f"{SHORT[dtype]}\n{backend}", justify="right", no_wrap=True, style=style)
-    table.add_column("", no_wrap=True)
+        table.add_column(f"{SHORT[dtype]}\n{backend}", justify="right", no_wrap=True, min_width=6, style=style)
+    table.add_column("", no_wrap=True, min_width=3)
     for what in dict.fromkeys(c.what for c in done):
         own = [c for c in done if c.what == what]
         cells = [_cell([c for c in own if c.dtype == dtype], backend) for dtype, backend in columns]
