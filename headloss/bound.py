@@ -153,7 +153,7 @@ class BoundLoss:
             for_facts, for_inputs = run_cotangents(term.call, term.trace, env, seed[part], wanted)
             _add_into(by_fact, for_facts)
             _add_into(by_input, for_inputs)
-        return self._masked(by_fact, chunk.rows), by_input
+        return by_fact, by_input
 
     def whole(self, facts: Mapping[Fact, Tensor], grad: bool) -> tuple[Tensor, Cotangents]:
         leaves = {f: x.detach().requires_grad_(grad and f.name not in CONSTANT) for f, x in facts.items()}
@@ -198,7 +198,7 @@ class BoundLoss:
                 for (key, _), g in zip(targets, grads, strict=True):
                     if g is not None:
                         (by_fact if isinstance(key, Fact) else by_input)[key] = g
-        return loss, (self._masked(by_fact, slice(0, self.rows.count)), by_input)
+        return loss, (by_fact, by_input)
 
     def shaped(self, name: str, grad: Tensor | None) -> Tensor | None:
         """The gradient of an input in the input's own shape."""
@@ -282,12 +282,6 @@ class BoundLoss:
                 elif not segments.counts_here:
                     weights = torch.zeros_like(x, dtype=torch.bool)
             self.metrics[name] = Metric.of(name, x, weights, {"row": "token", "segment": "segment"}.get(kind, "call"))
-
-    def _masked(self, by_fact: dict[Fact, Tensor], part: slice) -> dict[Fact, Tensor]:
-        if self.rows.valid is None:
-            return by_fact
-        ignored = ~self.rows.valid[part]
-        return {f: g.masked_fill(ignored.view(-1, *(1 for _ in g.shape[1:])), 0) for f, g in by_fact.items()}
 
 
 class _Filled(Mapping[Fact, Tensor]):

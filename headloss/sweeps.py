@@ -104,14 +104,14 @@ class Sweep:
     ) -> Grads:
         head = self._open()
         head.wants_grad(needs)
-        normaliser = None
+        grads, normaliser = self._held(grads, self._all), None
         if self.source.narrow and grads:  # 1 / number of tokens underflows in fp16: write order 1, rescale in float32
             normaliser = torch.stack([g.abs().amax() if g.numel() else g.sum() for g in grads.values()]).amax()
             normaliser = normaliser.masked_fill(normaliser == 0, 1.0)
             grads = {f: g / normaliser for f, g in grads.items()}
         if self.want.only_ids:
             temperatures = dict(zip(self.want.temperatures, self._temperatures(self._all), strict=True))
-            ids_pull(head, self.rows, self.guides, facts, self._held(grads, self._all), temperatures)
+            ids_pull(head, self.rows, self.guides, facts, grads, temperatures)
         else:
             for block in self._blocks(head):
                 at = {f: x[block.part] for f, x in facts.items()}, {f: g[block.part] for f, g in grads.items()}

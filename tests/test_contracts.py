@@ -823,3 +823,21 @@ def test_segments_are_differentiable() -> None:
     for fn, leaf in ((segments.totals, x), (segments.means, x), (segments.mean, x), (segments.spread, y)):
         assert torch.autograd.gradcheck(fn, (leaf,))
         assert torch.autograd.gradgradcheck(fn, (leaf,))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_loss_without_a_derivative_at_zero_does_not_reach_masked_rows(dtype: torch.dtype) -> None:
+    """Masked rows show the loss zeros, where this one has no derivative: nothing of that may reach a gradient."""
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(9, 5).to(dtype), torch.randn(31, 5).to(dtype)
+    targets = torch.randint(31, (9,)).index_fill(0, torch.tensor([2, 7]), -100)
+    found = []
+    for host_read in (True, False):
+        h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        out = hl.Objective(root=lambda logprob: (-logprob).sqrt(), backend="torch")(
+            hl.Linear(h, w), targets, host_read=host_read
+        )
+        first = torch.autograd.grad(out.loss, (h, w), retain_graph=True)  # made in the visit
+        found.append((out.loss.detach(), *first, *torch.autograd.grad(out.loss, (h, w))))  # and made again
+    assert all(x.isfinite().all() for x in found[1])
+    torch.testing.assert_close(found[1], found[0], rtol=1e-3, atol=1e-4)
