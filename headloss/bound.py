@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from headloss.facts import CONSTANT, Fact
-from headloss.metrics import Metric
+from headloss.metrics import Metric, measure
 from headloss.plan import Call, Env, Shape, Trace, run_cotangents
 from headloss.reductions import weights as reduction_weights
 from headloss.rows import Rows
@@ -162,6 +162,8 @@ class BoundLoss:
             given = {n: x.detach().requires_grad_() if n in self.wants_grad else x for n, x in env.inputs.items()}  # type: ignore[union-attr]
             env = env._replace(inputs=given)
         values, seeds = [], []
+        measured: dict[str, Any] = {}
+        kinds: dict[str, str] = {}
         loss = torch.zeros((), dtype=self.dtype, device=self.device)
         for term in self.terms:
             with torch.set_grad_enabled(grad):
@@ -178,13 +180,14 @@ class BoundLoss:
             loss = loss + reduced * term.weight
             values.append(value)
             seeds.append((base * self._scale(term)).to(value.dtype))
-            kinds = {f"{term.name}/{name}": kind for name, kind in term.trace.metrics.items()}
-            self._measure({f"{term.name}/{name}": x for name, x in metrics.items()}, kinds)
+            kinds |= {f"{term.name}/{name}": kind for name, kind in term.trace.metrics.items()}
+            measured |= {f"{term.name}/{name}": x for name, x in metrics.items()}
         with torch.no_grad():
             for name, call in self.metric_calls:
                 found = call.fn(**env.arguments(call.signature), **call.options)
                 many = isinstance(found, Mapping)
-                self._measure({f"{name}/{k}": x for k, x in found.items()} if many else {name: found}, {})
+                measured |= {f"{name}/{k}": x for k, x in found.items()} if many else {name: found}
+            self._measure(measured, kinds)
         by_fact: dict[Fact, Tensor] = {}
         by_input: dict[str, Tensor] = {}
         if grad:
@@ -262,26 +265,32 @@ class BoundLoss:
         return "segment" if segments is not None and value.shape[0] == segments.num_segments else "other"
 
     def _measure(self, values: Mapping[str, Any], kinds: Mapping[str, str]) -> None:
+        """Metrics by name, in that order; those that belong to the same things are reduced together."""
         numbers = {name for name, x in values.items() if not isinstance(x, Tensor)}
+        batches: dict[tuple[str, int], dict[str, Tensor]] = {}
         for name, x in values.items():
             if name in numbers:
                 x = torch.tensor(float(x), device=self.device)
             kind = kinds.get(name) or ("other" if x.ndim != 1 else self._kind(x))
-            weights: Tensor | None = None
-            segments = self.rows.segments
             if kind == "other" and self.rows.valid is not None and name not in numbers:
                 raise ValueError(
                     f"host_read: metric {name!r} is made of all rows, ignored ones too, as they were not dropped; "
                     f"return one value a row or a segment, allow the host read, or give targets through hl.prepare"
                 )
+            batches.setdefault((kind, x.numel()), {})[name] = x
+        found: dict[str, Metric] = {}
+        segments = self.rows.segments
+        for (kind, length), batch in batches.items():
+            weights: Tensor | None = None
             if kind == "row":
                 weights = self.rows.valid
             elif segments is not None:
                 if kind == "segment":
                     weights = (segments.counts > 0) & segments.counts_here
                 elif not segments.counts_here:
-                    weights = torch.zeros_like(x, dtype=torch.bool)
-            self.metrics[name] = Metric.of(name, x, weights, {"row": "token", "segment": "segment"}.get(kind, "call"))
+                    weights = torch.zeros(length, dtype=torch.bool, device=self.device)
+            found |= measure(batch, weights, {"row": "token", "segment": "segment"}.get(kind, "call"))
+        self.metrics |= {name: found[name] for name in values}
 
 
 class _Filled(Mapping[Fact, Tensor]):

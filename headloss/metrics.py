@@ -1,7 +1,7 @@
 """Metrics: numbers that can be combined over chunks, micro-batches and ranks, and read when it is time to log.
 
-A `Metric` holds the sums behind a number (its `parts`), on the device, detached.  The name's ending says how
-two combine:
+A `Metric` holds the sums behind a number (its `parts`), on the device, detached; those of a call are made together.
+The name's ending says how two combine:
 
     ..._min, ..._max           smallest, largest
     ..._std                    standard deviation
@@ -63,51 +63,112 @@ DIVERGENCES: Mapping[str, Callable[..., Any]] = {name: fn for name, fn in LOSSES
 
 
 class _Kind(NamedTuple):
-    parts: Callable[[Tensor, Tensor], tuple[Tensor, ...]]  # of values and their 0/1 weights
-    combine: str  # "sum", "min" or "max"
+    parts: tuple[str, ...]  # what is known of the values that count: see `Batch`
     value: Callable[..., Tensor]
 
-
-def _filled(x: Tensor, w: Tensor, fill: float) -> Tensor:
-    return torch.where(w > 0, x, fill)
+    @property
+    def combine(self) -> str:
+        return self.parts[0] if self.parts[0] in ("min", "max") else "sum"
 
 
 _KINDS: dict[str, _Kind] = {
-    "mean": _Kind(lambda x, w: ((w * x).sum(), w.sum()), "sum", lambda s, n: s / n),
-    "exp": _Kind(lambda x, w: ((w * x).sum(), w.sum()), "sum", lambda s, n: (s / n).exp()),
-    "std": _Kind(
-        lambda x, w: ((w * x).sum(), (w * x * x).sum(), w.sum()),
-        "sum",
-        lambda s, q, n: (q / n - (s / n) ** 2).clamp(min=0).sqrt(),
-    ),
-    "ess": _Kind(lambda x, w: ((w * x).sum(), (w * x * x).sum()), "sum", lambda s, q: s * s / q),
-    "min": _Kind(lambda x, w: (_extreme(x, w, torch.inf).amin(),), "min", lambda x: x),
-    "max": _Kind(lambda x, w: (_extreme(x, w, -torch.inf).amax(),), "max", lambda x: x),
+    "mean": _Kind(("sum", "count"), lambda s, n: s / n),
+    "exp": _Kind(("sum", "count"), lambda s, n: (s / n).exp()),
+    "std": _Kind(("sum", "squares", "count"), lambda s, q, n: (q / n - (s / n) ** 2).clamp(min=0).sqrt()),
+    "ess": _Kind(("sum", "squares"), lambda s, q: s * s / q),
+    "min": _Kind(("min",), lambda x: x),
+    "max": _Kind(("max",), lambda x: x),
 }
 _ENDINGS = {"_min": "min", "_max": "max", "_std": "std"}
 _NAMES = {"effective_sample_size": "ess", "perplexity": "exp"}
 
 
-def _extreme(x: Tensor, w: Tensor, fill: float) -> Tensor:
-    return torch.cat([_filled(x, w, fill), x.new_full((1,), fill)])  # one more: no row may count
+def kind_of(name: str) -> str:
+    """How a metric combines, by its name."""
+    last = name.rsplit("/", 1)[-1]
+    return _NAMES.get(last) or next((kind for ending, kind in _ENDINGS.items() if last.endswith(ending)), "mean")
 
 
-class Metric(NamedTuple):
+class Batch:
+    """Metrics of the same rows, reduced together when the first of them is looked at.
+
+    Dimension key:  M metrics   R values of each
+    """
+
+    def __init__(self, values: Mapping[str, Tensor], weights_R: Tensor | None) -> None:
+        self.kinds = {name: kind_of(name) for name in values}
+        unique = {id(x): x for x in values.values()}  # several metrics may look at one tensor
+        place = {key: i for i, key in enumerate(unique)}
+        self.places = {name: place[id(x)] for name, x in values.items()}
+        self.values = [x.detach() for x in unique.values()]
+        self.weights_R = weights_R
+        self.found: dict[str, tuple[Tensor, ...]] | None = None
+
+    def parts(self, name: str) -> tuple[Tensor, ...]:
+        if self.found is None:
+            self.found = self._reduce()
+            self.values, self.weights_R = [], None
+        return self.found[name]
+
+    def _reduce(self) -> dict[str, tuple[Tensor, ...]]:
+        device = self.values[0].device
+        wide = torch.float32 if device.type == "mps" else torch.float64
+        narrow = {x.dtype for x in self.values}
+        same = len(narrow) == 1 and next(iter(narrow)).is_floating_point
+        x_MR = torch.stack([x.reshape(-1) if same else x.reshape(-1).to(wide) for x in self.values])
+        if self.weights_R is None:
+            counted, count = None, torch.full((), x_MR.shape[1], dtype=wide, device=device)
+        else:
+            counted = self.weights_R.reshape(-1) > 0
+            count = counted.sum(dtype=wide)
+            x_MR = torch.where(counted, x_MR, 0)  # a value that does not count may be NaN
+        reduced: dict[tuple[str, int], Tensor] = {}
+        for part, reduce in _REDUCE.items():
+            rows = sorted({self.places[name] for name, kind in self.kinds.items() if part in _KINDS[kind].parts})
+            if rows:
+                values = reduce(x_MR if len(rows) == len(x_MR) else torch.stack([x_MR[i] for i in rows]), counted, wide)
+                reduced |= {(part, row): value for row, value in zip(rows, values.unbind(), strict=True)}
+        return {
+            name: tuple(count if part == "count" else reduced[part, self.places[name]] for part in _KINDS[kind].parts)
+            for name, kind in self.kinds.items()
+        }
+
+
+def _extreme(x_MR: Tensor, counted: Tensor | None, fill: float) -> Tensor:
+    x_MR = x_MR if counted is None else torch.where(counted, x_MR, fill)
+    return x_MR if x_MR.shape[1] else x_MR.new_full((len(x_MR), 1), fill)
+
+
+_REDUCE: dict[str, Callable[[Tensor, Tensor | None, torch.dtype], Tensor]] = {
+    "sum": lambda x, _, wide: x.sum(1, dtype=wide),
+    "squares": lambda x, _, wide: x.to(wide).square().sum(1),
+    "min": lambda x, counted, wide: _extreme(x.to(wide), counted, torch.inf).amin(1),
+    "max": lambda x, counted, wide: _extreme(x.to(wide), counted, -torch.inf).amax(1),
+}
+
+
+class Metric:
     """A number that knows what it was made of.  `float(metric)` reads it; `a + b` combines two."""
 
+    __slots__ = ("_parts", "kind", "per")
     kind: str
-    parts: tuple[Tensor, ...]
     per: str  # "token", "segment" or "call": what it is averaged over
+    _parts: tuple[Tensor, ...] | tuple[Batch, str]
+
+    def __init__(self, kind: str, parts: tuple[Tensor, ...] | tuple[Batch, str], per: str) -> None:
+        self.kind, self._parts, self.per = kind, parts, per
 
     @classmethod
     def of(cls, name: str, values: Tensor, weights: Tensor | None, per: str) -> Metric:
-        wide = torch.float32 if values.device.type == "mps" else torch.float64
-        x = values.detach().to(wide).reshape(-1)
-        w = torch.ones_like(x) if weights is None else weights.to(wide)
-        x = _filled(x, w, 0.0)
-        last = name.rsplit("/", 1)[-1]
-        kind = _NAMES.get(last) or next((kind for ending, kind in _ENDINGS.items() if last.endswith(ending)), "mean")
-        return cls(kind, _KINDS[kind].parts(x, w), per)
+        return measure({name: values}, weights, per)[name]
+
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        """The sums (or extremes) behind it, on the device."""
+        if isinstance(self._parts[0], Batch):
+            batch, name = self._parts
+            self._parts = batch.parts(name)  # type: ignore[arg-type, union-attr]
+        return self._parts  # type: ignore[return-value]
 
     @property
     def value(self) -> Tensor:
@@ -119,7 +180,11 @@ class Metric(NamedTuple):
             return NotImplemented
         joins: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "min": torch.minimum, "max": torch.maximum}
         join = joins[_KINDS[self.kind].combine]
-        return self._replace(parts=tuple(join(a, b) for a, b in zip(self.parts, other.parts, strict=True)))
+        parts = tuple(join(a, b) for a, b in zip(self.parts, other.parts, strict=True))
+        return Metric(self.kind, parts, self.per)
+
+    def __reduce__(self) -> Any:
+        return Metric, (self.kind, self.parts, self.per)
 
     def __float__(self) -> float:
         return float(self.value)
@@ -132,6 +197,19 @@ class Metric(NamedTuple):
 
     def __repr__(self) -> str:
         return f"Metric({float(self.value):.6g}, {self.kind} per {self.per})"
+
+
+def measure(values: Mapping[str, Tensor], weights: Tensor | None, per: str, later: bool = False) -> dict[str, Metric]:
+    """Metrics of values that belong to the same rows (segments, pairs); those of weight 0 do not count.
+
+    `later`: nobody else can write to the values, so the sums may wait until a metric is looked at.
+    """
+    if not values:
+        return {}
+    batch = Batch(values, weights)
+    if not later:
+        batch.parts(next(iter(values)))
+    return {name: Metric(batch.kinds[name], (batch, name), per) for name in values}
 
 
 class Meter:
@@ -181,7 +259,7 @@ def _over_ranks(held: Mapping[str, Metric], group: Any) -> tuple[dict[str, Metri
     result, i = {}, 0
     for name, metric in held.items():
         chosen = combined[_KINDS[metric.kind].combine][i : i + len(metric.parts)]
-        result[name] = metric._replace(parts=tuple(chosen.unbind()))
+        result[name] = Metric(metric.kind, tuple(chosen.unbind()), metric.per)
         i += len(metric.parts)
     return result, (everyone[:, -1] != names).any()
 
