@@ -7,7 +7,7 @@ at the targets, finds the rows that count and lays everything else out along the
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,7 +22,7 @@ from headloss.metrics import retarget
 from headloss.plan import Call, Shape, Trace, fit, trace
 from headloss.rows import Prepared, Rows, bind_rows
 from headloss.segments import Segments
-from headloss.signature import ONLY, TEACHER_INPUTS, suggest
+from headloss.signature import ONLY, TEACHER_INPUTS, identity, suggest
 from headloss.sources import Linear, Logits, Source, Sparse, Teacher
 from headloss.sweeps import Chunk, Sweep
 from headloss.teachers import SPARSE
@@ -65,9 +65,62 @@ def make_plan(
     now = _weights(objective, weights or {})
     off = tuple(name for name, weight in now.items() if not isinstance(weight, Tensor) and weight == 0)
     teachers = name_teachers(teacher, source)
-    own = source.temperature if isinstance(source.temperature, int | float) else None
-    calls = {name: term.call(own, teachers) for name, term in objective.terms.items()}
-    metrics = tuple((name, retarget(call, own, teachers)) for name, call in objective.metrics)
+    asked = (
+        source.temperature if isinstance(source.temperature, int | float) else None,
+        tuple((n, type(x), x.ids.shape[-1] if isinstance(x, Sparse) else None) for n, x in teachers.items()),
+        tuple(n for n, x in inputs.items() if x is not None),
+        off,
+    )
+    if asked not in objective.known:
+        objective.known[asked] = _calls(objective, off, teachers, inputs, asked[0])
+    calls, metrics = objective.known[asked]
+    for name in calls:
+        if segments is None and objective.terms[name].needs_segments:
+            term = objective.terms[name]
+            asks = f"reduction {term.reduction!r}" if term.reduction.startswith("seq_") else "its loss"
+            raise ValueError(f"segments: term {name!r} needs them for {asks}; pass segments=hl.Segments...")
+    laid = _lay_out(inputs, source, segments)
+    key: Any = (
+        asked,
+        source.fact_dtype,
+        source.device.type,
+        targets is None,
+        None if segments is None else source.leading == (segments.num_segments,),
+        tuple((n, shape) for n, (_, shape) in laid.items()),
+        tuple(identity(fn) for call in calls.values() for fn in call.functions),
+    )
+    try:
+        found = objective.known.get(key)
+    except TypeError:  # something a function reads has no hash
+        found, key = None, None
+    if found is None:
+        found = _trace_terms(objective, calls, metrics, source, segments, teachers, laid, targets is None)
+        if len(objective.known) > _MOST_KNOWN:
+            objective.known.clear()
+        if key is not None:
+            objective.known[key] = found
+    traces, shapes, want, kind = found
+    planned = tuple(
+        Planned(name, call, traces[name], now[name], objective.terms[name].reduction, objective.terms[name].length)
+        for name, call in calls.items()
+    )
+    laid = {n: (x, shapes[n]) for n, (x, _) in laid.items()}
+    return Plan(source, segments, teachers, planned, off, metrics, laid, want, kind)
+
+
+_MOST_KNOWN = 64  # plans of an objective: more would mean that something changes with every call
+
+
+def _calls(
+    objective: Objective,
+    off: tuple[str, ...],
+    teachers: Mapping[str, Teacher],
+    inputs: Mapping[str, Any],
+    temperature: float | None,
+) -> tuple[dict[str, Call], tuple[tuple[str, Call], ...]]:
+    """The terms that are on and the metrics, ready to be called, once names are known to fit."""
+    calls = {name: term.call(temperature, teachers) for name, term in objective.terms.items()}
+    metrics = tuple((name, retarget(call, temperature, teachers)) for name, call in objective.metrics)
     for name, call in calls.items():
         if name not in off:
             check_teachers(f"term {name!r} ({call.signature.name})", call, teachers)
@@ -76,43 +129,51 @@ def make_plan(
     check_asked(teachers, [*calls.values(), *(call for _, call in metrics)])
     named = {f"{i} of {n}" for n, x in teachers.items() if isinstance(x, Sparse) for i in TEACHER_INPUTS}
     check_inputs(calls.items(), inputs, CALL, off=off, metrics=metrics, teachers=named)
-    laid = _lay_out(inputs, source, segments)
+    return {name: call for name, call in calls.items() if name not in off}, metrics
+
+
+def _trace_terms(
+    objective: Objective,
+    calls: Mapping[str, Call],
+    metrics: Sequence[tuple[str, Call]],
+    source: Source,
+    segments: Segments | None,
+    teachers: Mapping[str, Teacher],
+    laid: Mapping[str, tuple[Tensor, Shape]],
+    targetless: bool,
+) -> tuple[dict[str, Trace], dict[str, Shape], Want, str]:
+    """Each term's trace, the inputs' shapes as the traces take them, the facts wanted, and the widest class."""
     ids = {
         f"{i} of {n}": Shape("row", torch.long if i == "teacher_ids" else source.fact_dtype, (x.ids.shape[-1],))
         for n, x in teachers.items()
         if isinstance(x, Sparse)
         for i in TEACHER_INPUTS
     }
-    planned = []
-    for name, term in objective.terms.items():
-        if name in off:
-            continue
-        if term.needs_segments and segments is None:
-            asks = f"reduction {term.reduction!r}" if term.reduction.startswith("seq_") else "its loss"
-            raise ValueError(f"segments: term {name!r} needs them for {asks}; pass segments=hl.Segments...")
-        call = calls[name]
-        shapes = {n: shape for n, (_, shape) in laid.items() if n in call.input_names}
+    given = {n: shape for n, (_, shape) in laid.items()}
+    traces: dict[str, Trace] = {}
+    for name, call in calls.items():
+        shapes = {n: shape for n, shape in given.items() if n in call.input_names}
         shapes |= {n: shape for n, shape in ids.items() if n.split(" of ", 1)[1] in {f.teacher for f in call.facts}}
         if segments is not None and source.leading == (segments.num_segments,):
             found, shapes = fit(call, shapes, source.fact_dtype, source.device.type)
-            laid |= {n: (laid[n][0], shape) for n, shape in shapes.items() if n in laid}
+            given |= {n: shape for n, shape in shapes.items() if n in given}
         else:
             found = trace(call, shapes, source.fact_dtype, source.device.type, segments is not None)
         _check_spread(f"term {name!r} ({call.signature.name})", found, shapes)
-        if term.reduction == "weighted_mean" and call.row_weight_signature and call.row_weight_signature.facts:
+        by_facts = call.row_weight_signature is not None and call.row_weight_signature.facts
+        if objective.terms[name].reduction == "weighted_mean" and by_facts:
             found = found._replace(kind="batch", reason="weighted_mean sums a row_weight made of facts")
-        planned.append(Planned(name, call, found, now[name], term.reduction, term.length))
-    _check_gradients(planned, laid)
-    wanted = [f for t in planned for f in t.call.facts if f not in t.trace.unused]
+        traces[name] = found
+    _check_gradients(calls.values(), given)
+    wanted = [f for name, call in calls.items() for f in call.facts if f not in traces[name].unused]
     wanted += [f for _, call in metrics for f in call.facts]
-    if targets is None:
+    if targetless:
         check_targets_wanted(wanted)
-        signatures = [s for t in planned for s in t.call.signatures] + [call.signature for _, call in metrics]
+        signatures = [s for call in calls.values() for s in call.signatures] + [call.signature for _, call in metrics]
         if any(p.kind == "targets" and not p.optional for s in signatures for p in s.parameters):
             raise ValueError("targets: a loss or metric asks for them; pass each row's target")
-    kinds = [t.trace.kind for t in planned]
-    kind = next((k for k in ("batch", "segment") if k in kinds), "row")
-    return Plan(source, segments, teachers, tuple(planned), off, metrics, laid, Want(wanted), kind)
+    kinds = [found.kind for found in traces.values()]
+    return traces, given, Want(wanted), next((k for k in ("batch", "segment") if k in kinds), "row")
 
 
 def rows_of(plan: Plan, targets: Tensor | Prepared | None, host_read: bool) -> Rows:
@@ -287,12 +348,13 @@ def _check_spread(label: str, found: Trace, shapes: Mapping[str, Shape]) -> None
         )
 
 
-def _check_gradients(planned: Sequence[Planned], laid: Mapping[str, tuple[Tensor, Shape]]) -> None:
+def _check_gradients(calls: Iterable[Call], shapes: Mapping[str, Shape]) -> None:
     """An input that wants a gradient is one that some loss can give it."""
-    seen = {p.key for t in planned for p in t.call.signature.parameters}
-    for t in planned:
-        for name in t.call.input_names:
-            if name not in seen and name in laid and laid[name][1].requires_grad:
+    calls = list(calls)
+    seen = {p.key for call in calls for p in call.signature.parameters}
+    for call in calls:
+        for name in call.input_names:
+            if name not in seen and name in shapes and shapes[name].requires_grad:
                 raise ValueError(f"{name}: requires grad, but no gradient flows to a row weight; pass it detached")
 
 

@@ -167,8 +167,8 @@ class Metric:
         """The sums (or extremes) behind it, on the device."""
         if isinstance(self._parts[0], Batch):
             batch, name = self._parts
-            self._parts = batch.parts(name)  # type: ignore[arg-type, union-attr]
-        return self._parts  # type: ignore[return-value]
+            self._parts = batch.parts(name)
+        return self._parts
 
     @property
     def value(self) -> Tensor:

@@ -76,10 +76,11 @@ class Objective:
     "accuracy", "perplexity") or functions injected like a loss.  Call it with a source and targets; see `__call__`.
     """
 
-    __slots__ = ("backend", "metrics", "terms")
+    __slots__ = ("backend", "known", "metrics", "terms")
     terms: dict[str, Term]
     metrics: tuple[tuple[str, Call], ...]
     backend: str
+    known: dict[Any, Any]  # plans of earlier calls; see `binding.make_plan`
 
     def __init__(
         self,
@@ -96,6 +97,7 @@ class Objective:
         object.__setattr__(self, "terms", {name: _as_term(name, x) for name, x in terms.items()})
         object.__setattr__(self, "metrics", tuple(read_metrics(metrics)))
         object.__setattr__(self, "backend", backend)
+        object.__setattr__(self, "known", {})
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"Objective is immutable; make a new one to change {name!r}")

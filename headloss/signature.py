@@ -152,6 +152,9 @@ def identity(fn: Callable[..., Any]) -> tuple[object, tuple[str, ...]]:
     from a closure or a global is part of the key, because a trace would freeze it.  Tensors and other objects cannot
     be: functions that capture those are run as they are, never from a trace.
     """
+    home = fn.__module__ or "" if isinstance(fn, types.FunctionType) else ""
+    if home.startswith("headloss.losses.") and "<locals>" not in fn.__qualname__:
+        return _Same(fn), ()  # nothing changes behind our own back
     loose: list[str] = []
     return _key(fn, loose, set()), tuple(dict.fromkeys(loose))
 
