@@ -1,0 +1,68 @@
+"""A traced loss printed as a Triton function, so that it runs inside a kernel.
+
+    pointwise   any graph of element-wise operations -> a function of its arguments
+
+What is printed is a known operation (`operations.py`) on names made here; anything else raises `Unprintable`.  The
+source lives in memory only, where tracebacks and `inspect` find it.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import linecache
+import re
+from typing import Any
+
+from torch import fx
+
+from headloss.backends.operations import Unprintable as Unprintable
+from headloss.backends.printer import Printer, Value, dtype_of, kind_of
+
+
+def pointwise(graph: fx.GraphModule, name: str = "pointwise", quick: bool = False) -> Any:
+    """`graph` as a `@triton.jit` function: one argument for each placeholder, a tuple of its outputs.
+
+    Arguments are float32 (int64 and bool where the graph has those), scalars or blocks that broadcast; so are the
+    results.  float64 is computed as float32.  `quick`: exponentials and quotients to the digits of Triton's own, for a
+    function that runs for every column and not once a row.
+    """
+    source = source_of(graph, name)
+    return compiled(_QUICK.sub(lambda m: f"quick_{m[1]}(", source) if quick else source, name)
+
+
+_QUICK = re.compile(r"(?:tl\.(?=div_rn)|(?<![.\w]))(exp|div)(?:_rn)?\(")
+
+
+def source_of(graph: fx.GraphModule, name: str = "pointwise") -> str:
+    placeholders = [n for n in graph.graph.nodes if n.op == "placeholder"]
+    given = {n: Value(f"a{i}", kind_of(dtype_of(n))) for i, n in enumerate(placeholders)}
+    outputs: list[fx.Node] = []
+    fx.map_arg(graph.graph.output_node().args[0], outputs.append)
+    printer = Printer()
+    values = printer.graph(graph.graph, given, outputs)
+    results = "".join(f"{values[node].text}, " for node in outputs)
+    return function(name, [v.text for v in given.values()], printer.lines, f"({results.rstrip()})")
+
+
+def function(name: str, arguments: list[str], lines: list[str], result: str) -> str:
+    if not name.isidentifier():
+        raise ValueError(f"name: wanted an identifier, got {name!r}")
+    body = "".join(f"    {line}\n" for line in [*lines, f"return {result}"])
+    return f"@triton.jit\ndef {name}({', '.join(arguments)}):\n{body}"
+
+
+@functools.lru_cache(1024)
+def compiled(source: str, name: str) -> Any:
+    """The function that this source defines; the same object for the same source."""
+    import triton  # type: ignore
+    import triton.language as tl  # type: ignore
+
+    from headloss.backends.kernels import pointwise as device
+
+    place = f"<headloss {name} {hashlib.sha256(source.encode()).hexdigest()[:12]}>"
+    linecache.cache[place] = (len(source), None, source.splitlines(True), place)
+    namespace: dict[str, Any] = {k: x for k, x in vars(device).items() if not k.startswith("_")}
+    namespace |= {"triton": triton, "tl": tl, "__name__": "headloss.backends.lower"}
+    exec(compile(source, place, "exec"), namespace)
+    return namespace[name]

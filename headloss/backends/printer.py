@@ -1,0 +1,188 @@
+"""A graph of element-wise operations, printed line by line.  No text of a user's ever reaches the source."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from headloss.backends.operations import COPIES, FILLS, KINDS, PROMOTED, RULES, SAME, Operand, Unprintable
+from headloss.backends.operations import cast as cast
+from headloss.backends.operations import constant as constant
+
+_HALF = {torch.bfloat16: "tl.bfloat16", torch.float16: "tl.float16"}
+_FLOATS = (torch.float32, torch.float64, *_HALF)
+_INTS = (torch.int64, torch.int32)
+
+
+class Value:
+    """A printed name and its kind: "f" float32, "i" int64, "b" bool."""
+
+    __slots__ = ("kind", "text")
+
+    def __init__(self, text: str, kind: str) -> None:
+        self.text, self.kind = text, kind
+
+    def to(self, kind: str) -> str:
+        return cast(self.text, self.kind, kind)
+
+
+class Printer:
+    """Lines of straight code.  An expression printed twice is one line: terms share what they have in common."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self._names: dict[str, str] = {}
+
+    def line(self, text: str) -> str:
+        if text.isidentifier():
+            return text
+        if text not in self._names:
+            self._names[text] = f"v{len(self._names)}"
+            self.lines.append(f"{self._names[text]} = {text}")
+        return self._names[text]
+
+    def value(self, text: str, kind: str) -> Value:
+        return Value(self.line(text), kind)
+
+    def graph(self, graph: fx.Graph, given: dict[fx.Node, Value], outputs: Iterable[fx.Node]) -> dict[fx.Node, Value]:
+        """Print what these outputs need; `given` holds the arguments, and nodes that are known otherwise."""
+        outputs = list(outputs)
+        needed = reach(outputs, given)
+        values: dict[fx.Node, Any] = dict(given)
+        roots: dict[fx.Node, fx.Node] = {}
+        for node in graph.nodes:
+            if node in values or node not in needed:
+                continue
+            if node.op != "call_function":
+                raise Unprintable({"get_attr": "a captured tensor", "placeholder": "an unknown argument"}[node.op])
+            name, changes = operation(node)
+            if name == "getitem":
+                source, place = node.args
+                if place != 0:
+                    values[node] = None  # log_sigmoid's buffer, which nothing here looks at
+                    continue
+                values[node] = values[source]
+            elif name in SAME:
+                values[node], roots[node] = values[node.args[0]], _root(node.args[0], roots)
+            elif name in ("sym_size", "sym_numel", "sym_stride"):
+                continue  # the size of a new tensor; as a number it has no value and is refused
+            else:
+                values[node] = self._operation(name, node, values)
+                if changes:
+                    root = _root(node.args[0], roots)
+                    if root in given:
+                        raise Unprintable(f"{name}_ on an argument")
+                    roots[node] = root
+                    for other in list(values):
+                        if _root(other, roots) is root:
+                            values[other] = values[node]
+        return {node: values[node] for node in outputs}
+
+    def _operation(self, name: str, node: fx.Node, values: dict[fx.Node, Any]) -> Value:
+        dtype = dtype_of(node)
+        if dtype not in _FLOATS and dtype not in _INTS and dtype != torch.bool:
+            raise Unprintable(f"{name} in {str(dtype).removeprefix('torch.')}")
+        mine = kind_of(dtype)
+        arguments = _bound(node, values, name)
+        if name in FILLS:
+            fill = FILLS[name]
+            filled: Any = arguments.get(fill) if isinstance(fill, str) else Operand.of(fill)
+            if not isinstance(filled, Operand) or filled.number is None:
+                raise Unprintable(f"{name} of a size")
+            text, kind = constant(filled.number, mine), mine
+        elif name in COPIES:
+            source = arguments["self"]
+            text, kind = source.text, source.kind
+        elif name in RULES:
+            operands = {k: x for k, x in arguments.items() if isinstance(x, Operand)}
+            deciding = [operands[k] for k in PROMOTED.get(name, tuple(operands)) if k in operands and k != "alpha"]
+            common = max((x.kind for x in deciding), key=KINDS.index)
+            for x in operands.values():
+                x.common = common
+            kind, rule = RULES[name]
+            text = rule.format_map(arguments) if isinstance(rule, str) else rule(arguments)
+            kind = common if kind == "p" else kind
+        else:
+            raise Unprintable(name)
+        text = cast(f"({text})" if kind != mine and not text.isidentifier() else text, kind, mine)
+        if dtype in _HALF:  # computed in float32 and rounded after every operation, as PyTorch does
+            text = f"({text}).to({_HALF[dtype]}).to(tl.float32)"
+        return self.value(text, mine)
+
+
+def _root(node: Any, roots: dict[fx.Node, fx.Node]) -> Any:
+    return roots.get(node, node)
+
+
+def _bound(node: fx.Node, values: dict[fx.Node, Any], name: str) -> dict[str, Any]:
+    """The operation's arguments by name, with its defaults."""
+    bound: dict[str, Any] = {}
+    for i, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+        given = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name, argument.default_value)
+        if isinstance(given, fx.Node):
+            found = values.get(given)
+            if found is None:
+                if name in FILLS or argument.name == "buffer":
+                    continue
+                raise Unprintable(f"{name} of a size")
+            bound[argument.name] = Operand(found.text, found.kind)
+        elif isinstance(given, bool | int | float):
+            bound[argument.name] = Operand.of(given)
+        else:
+            bound[argument.name] = given
+    return bound
+
+
+def operation(node: fx.Node) -> tuple[str, bool]:
+    """An operation's plain name, and whether it changes its first argument."""
+    target = node.target
+    if target is operator.getitem:
+        return "getitem", False
+    if not isinstance(target, torch._ops.OpOverload) or not target._schema.name.startswith("aten::"):
+        raise Unprintable(getattr(target, "__name__", str(target)))
+    name = target._schema.name.removeprefix("aten::")
+    if name.endswith("_") and not name.endswith("__"):
+        return name[:-1], True
+    return name.strip("_") if name.startswith("__") else name, False
+
+
+def reach(outputs: Sequence[fx.Node], known: Iterable[fx.Node] = ()) -> set[fx.Node]:
+    """The nodes that these outputs need, without looking behind those that are known."""
+    needed: set[fx.Node] = set()
+    known, stack = set(known), list(outputs)
+    while stack:
+        node = stack.pop()
+        if node in needed or node in known:
+            continue
+        needed.add(node)
+        stack += node.all_input_nodes
+        stack += [user for user in node.users if user not in needed and _changes(user, node)]
+    return needed
+
+
+def _changes(user: fx.Node, node: fx.Node) -> bool:
+    """Whether `user` is `node` changed in place, or another name of it, through which it may be."""
+    if user.op != "call_function" or not user.args or user.args[0] is not node:
+        return False
+    try:
+        name, changes = operation(user)
+    except Unprintable:
+        return False
+    return changes or name in SAME
+
+
+def dtype_of(node: fx.Node) -> torch.dtype:
+    found = node.meta.get("val", node.meta.get("tensor_meta"))
+    found = found[0] if isinstance(found, tuple | list) and not hasattr(found, "dtype") else found
+    dtype = getattr(found, "dtype", None)
+    if dtype is None:
+        raise Unprintable(f"{node.name} without a dtype")
+    return dtype
+
+
+def kind_of(dtype: torch.dtype) -> str:
+    return "f" if dtype.is_floating_point else "b" if dtype == torch.bool else "i"
