@@ -56,6 +56,17 @@ clean:
 	$(PIP) trl==1.16.0 torch==2.13.0 || echo "trl could not be installed; continuing without it"
 	touch $@
 
-.venv/ready: .venv/trainers pyproject.toml
+# Stacks that want a GPU or pin an older torch: without their dependencies, beside the environment, a few megabytes each.
+# What the adapters meet of them runs on a CPU (tests/integrations/test_real_trainers.py, which skips without).
+BESIDE = $(PIP) --no-deps --target .venv/stacks
+.venv/stacks/ready: .venv/trainers
+	$(BESIDE) megatron-core==0.16.1 || echo "megatron-core could not be installed; continuing without it"
+	$(BESIDE) torchtitan==0.3.0 spmd_types==0.2.3 torchdata==0.11.0 tyro docstring_parser tensorboard absl-py protobuf \
+		|| echo "torchtitan could not be installed; continuing without it"
+	$(BESIDE) verl==0.9.1 tensordict==0.15.3 omegaconf==2.4.0 antlr4-python3-runtime==4.9.3 codetiming orjson pyvers \
+		cloudpickle || echo "verl could not be installed; continuing without it"
+	mkdir -p .venv/stacks && touch $@
+
+.venv/ready: .venv/stacks/ready pyproject.toml
 	$(PIP) --no-build-isolation --no-deps --editable .
 	touch $@

@@ -5,9 +5,9 @@ Dimension key:  s sequence   b batch   v columns of the vocabulary on this rank 
     loss_sb = vocab_parallel_cross_entropy(logits_sbv, target_sb, label_smoothing=0.1)     # as Megatron calls it
     entropy_sb = vocab_parallel_entropy(logits_sbv)
 
-One all-gather where Megatron makes three all-reduces.  Follows Megatron-LM's main branch of early 2026,
-`megatron.core.tensor_parallel.cross_entropy.vocab_parallel_cross_entropy`; the group is found through
-`megatron.core.parallel_state` unless it is given, so nothing here needs Megatron otherwise.
+One all-gather where Megatron makes three all-reduces.  Follows megatron-core 0.16, `tensor_parallel.cross_entropy` and
+`fusions.fused_cross_entropy`; the group is found through `megatron.core.parallel_state` unless it is given, so nothing
+here needs Megatron otherwise.
 """
 
 from __future__ import annotations
@@ -45,6 +45,12 @@ def vocab_parallel_cross_entropy(
     facts = hl.row_facts(source, target, want=("logprob", "mean_logprob"))
     smoothing = label_smoothing * source.vocab / (source.vocab - 1)
     return -(1.0 - smoothing) * facts.logprob - smoothing * facts.mean_logprob
+
+
+def fused_vocab_parallel_cross_entropy(vocab_parallel_logits: Tensor, target: Tensor, tp_group: Any) -> Tensor:
+    """Megatron's function of this name, which has the group in another place.  The gradient keeps the logits' dtype,
+    where Megatron's is bfloat16 always."""
+    return vocab_parallel_cross_entropy(vocab_parallel_logits, target, tp_group=tp_group)
 
 
 def vocab_parallel_entropy(vocab_parallel_logits: Tensor, tp_group: Any = None, *, vocab: int | None = None) -> Tensor:

@@ -4,9 +4,10 @@
 
 torchtitan hands its head to a `ChunkedLossWrapper` and gives it hidden states, labels and the global number of valid
 tokens; this is one, without chunks of its own: `hl.Linear` makes them under `memory`.  A head that tensor parallelism
-has sharded over the vocabulary is used as it lies; one that FSDP2 has sharded computes the loss inside its own forward.
+has sharded over the vocabulary is used as it lies, DTensor or not; one that FSDP2 has sharded computes the loss inside
+its own forward.
 
-Follows `torchtitan.components.loss` and the trainer of torchtitan's main branch of 2026.
+Follows `torchtitan.components.loss` and the trainer of torchtitan 0.3.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ class HeadlossLoss(ChunkedLossWrapper):  # type: ignore[misc,unused-ignore]
     """(hidden, labels, global_valid_tokens, **inputs) -> (loss, metrics); labels are each row's target, -100 ignored.
 
     Token means divide by `global_valid_tokens`, without it by nothing, as torchtitan's losses do.  Inputs of the losses
-    (`advantage`, `old_logprob`, `segments`, `num_segments`, `teacher` ...) go by name.
+    (`advantage`, `old_logprob`, `segments`, `num_segments`, `teacher` ...) go by name.  The trainer passes `positions`
+    along; they say where documents begin, and become the segments of an objective that needs some.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -35,9 +37,12 @@ class HeadlossLoss(ChunkedLossWrapper):  # type: ignore[misc,unused-ignore]
         memory: str = "1GiB"
         """Budget of the rows x vocabulary buffers."""
 
+        global_vocab_size: int | None = None
+        """Of a head that spmd_types has sharded; by default its shards are taken to be of one width."""
+
     def __init__(self, config: Config, *, compile_config: Any = None) -> None:
         self.objective = hl.Objective.from_config(config.objective)
-        self.memory = config.memory
+        self.memory, self.vocab = config.memory, config.global_vocab_size
         self.lm_head: nn.Module | None = None
         self.last: hl.Output | None = None  # the record of the last call, without facts
 
@@ -54,8 +59,11 @@ class HeadlossLoss(ChunkedLossWrapper):  # type: ignore[misc,unused-ignore]
         if not isinstance(pred, Tensor) or not isinstance(labels, Tensor):
             raise TypeError("pred: wanted one tensor of hidden states; several predictions are not supported")
         num_items: Any = 1 if global_valid_tokens is None else global_valid_tokens
-        if type(labels) is not Tensor and hasattr(labels, "to_local"):
-            labels = labels.to_local()
+        labels = _local(labels)
+        if "positions" in inputs and not self._asks_for("positions"):
+            positions = _local(inputs.pop("positions"))
+            if "segments" not in inputs and any(t.needs_segments for t in self.objective.terms.values()):
+                inputs["segments"] = hl.Segments.from_position_ids(positions.expand_as(labels))
 
         def evaluate(hidden: Tensor) -> hl.Output:
             return self.objective(self._source(head, hidden), labels, num_items=num_items, **inputs)
@@ -63,6 +71,10 @@ class HeadlossLoss(ChunkedLossWrapper):  # type: ignore[misc,unused-ignore]
         out = _inside(head, evaluate, pred) if _is_fsdp(head) else evaluate(pred)
         self.last = out._replace(loss=out.loss.detach(), facts=hl.Facts({}))
         return out.loss, summable(out, global_valid_tokens, inputs.get("num_segments"))
+
+    def _asks_for(self, name: str) -> bool:
+        calls = (t.call(None, {}) for t in self.objective.terms.values())
+        return any(p.name == name for call in calls for s in call.signatures for p in s.parameters)
 
     def _source(self, head: nn.Module, hidden: Tensor) -> hl.Linear:
         weight: Any = head.weight
@@ -72,6 +84,11 @@ class HeadlossLoss(ChunkedLossWrapper):  # type: ignore[misc,unused-ignore]
 
             # Not FSDP's, or its forward would have made it whole: what is left is tensor parallelism.
             shard = shard_of(weight.device_mesh, weight.shape[0])
+        elif (group := _spmd_types_group()) is not None and not hasattr(weight, "device_mesh"):
+            # Plain local tensors: hidden is R, so the gradient wanted of it is P, each rank's own part of the sum.
+            vocab = self.vocab or weight.shape[0] * group.size()
+            width = -(-vocab // group.size())
+            shard = hl.VocabShard(group, min(vocab, width * group.rank()), vocab, width=width, partial_hidden=True)
         return hl.Linear(hidden, weight, getattr(head, "bias", None), shard=shard, memory=self.memory)
 
 
@@ -87,6 +104,22 @@ def summable(out: hl.Output, tokens: Tensor | None, segments: Any = None) -> dic
             if count is not None:
                 found[f"{name.removesuffix('_mean')}/mean"] = (metric.parts[0] / count).float()
     return found
+
+
+def _local(x: Any) -> Any:
+    return x.to_local() if type(x) is not Tensor and hasattr(x, "to_local") else x
+
+
+def _spmd_types_group() -> Any:
+    """The tensor-parallel group of torchtitan's spmd_types backend, under which shards are plain tensors."""
+    try:
+        from torchtitan.distributed.spmd_types import (  # type: ignore[import-not-found,unused-ignore]
+            current_spmd_mesh,
+            spmd_mesh_size,
+        )
+    except ImportError:
+        return None
+    return current_spmd_mesh().get_group("tp") if spmd_mesh_size("tp") > 1 else None
 
 
 def _is_fsdp(module: nn.Module) -> bool:

@@ -3,7 +3,7 @@
     log_probs, entropy = FusedLinearForPPO()(hidden_states, vocab_weights, input_ids, temperature)   # as verl calls it
     register_policy_losses()                            # then policy_loss.loss_mode: headloss_gspo in verl's config
 
-Follows verl's main branch of early 2026: `verl.utils.experimental.torch_functional.FusedLinearForPPO`,
+Follows verl 0.9: `verl.utils.experimental.torch_functional.FusedLinearForPPO`,
 `verl.utils.torch_functional.logprobs_from_logits`, `verl.trainer.ppo.core_algos.register_policy_loss`.  The first part
 needs no verl.  A policy loss reduces by verl's own `agg_loss`, so that its global batch information counts.
 """
@@ -56,12 +56,13 @@ class FusedLinearForPPO(nn.Module):
     """verl's module of this name: (hidden_states, vocab_weights, input_ids, temperature) -> (log_probs, entropy).
 
     hidden_states is (tokens, D) or (B, T, D).  Of the head's logits no more than `memory` exists at a time;
-    `chunk_size` is taken for verl's sake and has no say.  The entropy is float32, where verl's has the hidden's dtype.
+    `chunk_size` and `impl_backend` are taken for verl's sake and have no say.  The entropy is float32, where verl's has
+    the hidden's dtype.
     """
 
-    def __init__(self, chunk_size: int = 512, *, memory: str | int = "1GiB") -> None:
+    def __init__(self, chunk_size: int = 512, impl_backend: str = "torch", *, memory: str | int = "1GiB") -> None:
         super().__init__()
-        self.chunk_size, self.memory = chunk_size, memory
+        self.chunk_size, self.impl_backend, self.memory = chunk_size, impl_backend, memory
 
     def forward(
         self,
@@ -95,7 +96,7 @@ def per_token(temperature: float | Tensor, labels: Tensor) -> float | Tensor:
 def policy_loss(loss: str | Callable[..., Any], **options: Any) -> Callable[..., tuple[Tensor, dict[str, Any]]]:
     """A loss of headloss as verl's registry wants it.
 
-    `low`, `high` and `dual` come from verl's `clip_ratio_low`, `clip_ratio_high` and `clip_ratio_c` unless given.
+    What is not given comes from verl's config, by the meaning it has there: see `settings`.
 
     >>> register_policy_loss("mine")(policy_loss("grpo", delta=4.0))
     """
@@ -123,7 +124,7 @@ def policy_loss(loss: str | Callable[..., Any], **options: Any) -> Callable[...,
             "old_logprob": old_log_prob[mask],
             "segments": hl.Segments.from_batch(mask).select(mask),
         }
-        said = {k: v for k, v in _clip_range(config).items() if k in known} | options
+        said = {k: v for k, v in settings(fn.__name__, config).items() if k in known} | options
         found = fn(**{k: v for k, v in given.items() if k in asked}, **said)
         values, metrics = found if isinstance(found, tuple) else (found, {})
         losses = torch.zeros_like(log_prob, dtype=values.dtype).masked_scatter(mask, values)
@@ -150,17 +151,23 @@ def _core_algos() -> Any:
     return importlib.import_module("verl.trainer.ppo.core_algos")
 
 
-def _clip_range(config: Any) -> dict[str, float]:
-    """verl's clip range under our names."""
+def settings(loss: str, config: Any) -> dict[str, float]:
+    """The options of a loss that verl's config holds, under our names.
+
+    clip_ratio_low, clip_ratio_high (or clip_ratio)   low, high; 1 + high for cispo, whose bound is on the ratio itself
+    clip_ratio_c                                      dual; dppo's cap
+    tau_pos, tau_neg, policy_loss.dro_beta            those of sapo; kimi's beta
+    """
     if config is None:
         return {}
-    get = lambda name: config.get(name) if hasattr(config, "get") else getattr(config, name, None)
-    both = get("clip_ratio")
-    found = {
-        "low": both if get("clip_ratio_low") is None else get("clip_ratio_low"),
-        "high": both if get("clip_ratio_high") is None else get("clip_ratio_high"),
-        "dual": get("clip_ratio_c"),
-    }
+    get = lambda name, of=config: of.get(name) if hasattr(of, "get") else getattr(of, name, None)
+    low, high, c = (get(f"clip_ratio_{x}") for x in ("low", "high", "c"))
+    low, high = (get("clip_ratio") if x is None else x for x in (low, high))
+    if loss == "cispo":
+        high = None if high is None else 1 + high
+    found = {"low": low, "high": high, "dual": c, "cap": c, "tau_pos": get("tau_pos"), "tau_neg": get("tau_neg")}
+    if loss == "kimi" and get("policy_loss") is not None:
+        found["beta"] = get("dro_beta", get("policy_loss"))
     return {k: float(v) for k, v in found.items() if v is not None}
 
 

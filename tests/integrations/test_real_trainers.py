@@ -1,0 +1,359 @@
+"""The adapters of torchtitan, verl and Megatron against those packages themselves, on CPU.
+
+`make` puts them, without what they depend on, into .venv/stacks; what of them the adapters meet can be imported from
+there.  verl imports ray on the way, which an empty module plays; nothing of it is called.  Fast-LLM is on no package
+index: its stand-in is in test_fast_llm.py.  Each check runs in processes of its own, where no stand-in lies in wait.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import types
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.testing import assert_close
+
+sys.path.append(str(Path(__file__).parent.parent / "ranks"))
+from spawn import Ranks
+
+STACKS = Path(sys.prefix) / "stacks"
+
+
+class Nothing(MetaPathFinder, Loader):
+    """Plays a package: every module of it is empty, every name in it a mock."""
+
+    def __init__(self, package: str) -> None:
+        self.package = package
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        return ModuleSpec(name, self, is_package=True) if name.split(".")[0] == self.package else None
+
+    def create_module(self, spec: ModuleSpec) -> types.ModuleType:
+        module = types.ModuleType(spec.name)
+        module.__getattr__ = lambda name: MagicMock()  # type: ignore[method-assign]
+        return module
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        pass
+
+
+def prepare() -> None:
+    if str(STACKS) not in sys.path:
+        sys.path.append(str(STACKS))
+        sys.meta_path.append(Nothing("ray"))
+
+
+@pytest.fixture(scope="module")
+def pair() -> Any:
+    ranks = Ranks(2)
+    yield ranks
+    ranks.stop()
+
+
+def check(pair: Ranks, package: str, *functions: Any) -> None:
+    if not (STACKS / package).exists():
+        pytest.skip(f"{package} is not in {STACKS.parent.name}/stacks")
+    for function in functions:
+        pair.run(function)
+
+
+def grads(loss: Tensor, *leaves: Tensor) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(loss, leaves, retain_graph=True)
+
+
+# Megatron ------------------------------------------------------------------------------------------------------------
+
+S, B, V, D = 5, 3, 24, 4
+
+
+def megatron() -> tuple[Any, Tensor, Tensor, slice]:
+    prepare()
+    from megatron.core import parallel_state
+
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    torch.manual_seed(0)
+    logits, target = 3 * torch.randn(S, B, V), torch.randint(V, (S, B))
+    start = dist.get_rank() * V // 2
+    return parallel_state, logits, target, slice(start, start + V // 2)
+
+
+def megatrons_cross_entropy() -> None:
+    parallel_state, logits, target, mine = megatron()
+    from megatron.core import tensor_parallel
+
+    from headloss.integrations import megatron as ours
+
+    pull = torch.linspace(-1, 2, S * B).view(S, B)
+    a, b = (logits[..., mine].clone().requires_grad_() for _ in range(2))
+    stock, found = (
+        tensor_parallel.vocab_parallel_cross_entropy(a.clone(), target),
+        ours.vocab_parallel_cross_entropy(b, target),
+    )
+    assert_close(found, stock)
+    assert_close(*(grads((x * pull).sum(), leaf)[0] for x, leaf in ((found, b), (stock, a))))
+
+    smooth = [
+        f(logits[..., mine].clone(), target, 0.1)
+        for f in (tensor_parallel.vocab_parallel_cross_entropy, ours.vocab_parallel_cross_entropy)
+    ]
+    every = [[torch.empty_like(x) for _ in range(2)] for x in smooth]
+    for parts, x in zip(every, smooth, strict=True):
+        dist.all_gather(parts, x.contiguous(), group=parallel_state.get_tensor_model_parallel_group())
+    assert not torch.allclose(*every[0]), "Megatron's ranks agree on a smoothed loss by now: the page says they do not"
+    assert_close(*every[1])
+
+
+def megatrons_language_module() -> None:
+    """Its own `compute_language_model_loss`, labels [b, s], with our functions put where its own are."""
+    parallel_state, logits, target, mine = megatron()
+    from megatron.core import tensor_parallel
+    from megatron.core.models.common.language_module import language_module
+
+    from headloss.integrations import megatron as ours
+
+    pg_collection = types.SimpleNamespace(tp=parallel_state.get_tensor_model_parallel_group())
+
+    def run(fused: bool) -> Tensor:
+        config = types.SimpleNamespace(cross_entropy_loss_fusion=fused, cross_entropy_fusion_impl="native")
+        model = types.SimpleNamespace(config=config, pg_collection=pg_collection)
+        here = logits[..., mine].clone()
+        return language_module.LanguageModule.compute_language_model_loss(model, target.t(), here)
+
+    stock = run(fused=False)
+    tensor_parallel.vocab_parallel_cross_entropy = ours.vocab_parallel_cross_entropy
+    language_module.fused_vocab_parallel_cross_entropy = ours.fused_vocab_parallel_cross_entropy
+    for found in (run(fused=False), run(fused=True)):
+        assert found.shape == (B, S)
+        assert_close(found, stock)
+
+
+def megatrons_sequence_parallelism() -> None:
+    """Hidden states gathered by Megatron, their gradient reduce-scattered by it, the loss in between ours."""
+    _, _, target, mine = megatron()
+    from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+
+    import headloss as hl
+    from headloss.integrations.megatron import linear_source
+    from headloss.losses import cross_entropy
+
+    torch.cuda.current_device = lambda: torch.device("cpu")  # where Megatron makes its buffers
+    torch.manual_seed(1)
+    hidden, weight, target = torch.randn(S + 1, B, D), torch.randn(V, D), torch.cat([target, target[:1]])
+    whole, W = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+    wanted = grads(torch.nn.functional.cross_entropy((whole @ W.T).flatten(0, 1), target.flatten()), whole, W)
+    rows = slice(dist.get_rank() * 3, dist.get_rank() * 3 + 3)
+    part, shard = hidden[rows].clone().requires_grad_(), weight[mine].clone().requires_grad_()
+    source = linear_source(gather_from_sequence_parallel_region(part), shard, partial_hidden=True)
+    found = grads(hl.Objective(ce=cross_entropy)(source, target).loss, part, shard)
+    assert_close(found[0], wanted[0][rows])
+    assert_close(found[1], wanted[1][mine])
+
+
+def test_megatron(pair: Ranks) -> None:
+    check(pair, "megatron", megatrons_cross_entropy, megatrons_language_module, megatrons_sequence_parallelism)
+
+
+# torchtitan ----------------------------------------------------------------------------------------------------------
+
+
+def titan() -> tuple[Any, Any, Any]:
+    """A decoder of torchtitan without layers (its attention wants a GPU or a compiler), and a step of its trainer."""
+    prepare()
+    from torchtitan.models.llama3 import model_registry
+    from torchtitan.trainer import Trainer
+
+    config = model_registry("debugmodel", attn_backend="flex").model
+    config.layers = []
+    torch.manual_seed(0)
+    model = config.build()
+    model.init_states()
+    model._skip_lm_head = True
+    torch.manual_seed(1 + dist.get_rank())
+    tokens, labels = torch.randint(2048, (2, 2, 12))
+    labels[0, :5] = -100
+    positions = torch.arange(12).expand(2, 12) % 7
+
+    def step(loss_fn: Any, labels: Tensor = labels) -> tuple[Tensor, dict[str, Tensor]]:
+        loss_fn.set_lm_head(model.lm_head)
+        trainer = types.SimpleNamespace(train_context=contextlib.nullcontext, model_parts=[model], loss_fn=loss_fn)
+        model.zero_grad()
+        loss = Trainer._forward_backward_body(trainer, tokens, labels, torch.tensor(60.0), {"positions": positions})
+        whole = lambda x: (x.full_tensor() if hasattr(x, "full_tensor") else x).clone()
+        return loss.detach(), {n: whole(p.grad) for n, p in model.named_parameters()}
+
+    return model, step, labels
+
+
+def same(ours: tuple[Tensor, dict[str, Tensor]], stock: tuple[Tensor, dict[str, Tensor]]) -> None:
+    assert_close(ours[0], stock[0])
+    assert ours[1].keys() == stock[1].keys()
+    for name, g in ours[1].items():
+        assert g.any(), name
+        assert_close(g, stock[1][name])
+
+
+def torchtitans_trainer() -> None:
+    model, step, labels = titan()
+    from torchtitan.components.loss import ChunkedLossWrapper
+
+    from headloss.integrations.torchtitan import HeadlossLoss
+
+    config = HeadlossLoss.Config(objective={"terms": {"ce": "cross_entropy"}, "metrics": ["entropy"]}, memory="100KB")
+    assert config.to_dict()["memory"] == "100KB"
+    loss_fn = config.build(compile_config=None)
+    assert isinstance(loss_fn, ChunkedLossWrapper)  # so the trainer hands over the head
+    stock = ChunkedLossWrapper.Config(num_chunks=4).build(compile_config=None)
+    same(step(loss_fn), step(stock))
+    with torch.no_grad():  # its validator gives no count
+        hidden = model(torch.zeros(2, 12, dtype=torch.long))
+        (found, metrics), (wanted, _) = loss_fn(hidden, labels), stock(hidden, labels)
+        assert_close(found, wanted)
+    _, metrics = loss_fn(hidden, labels, torch.tensor(60.0))
+    assert {"ce/mean", "entropy/mean"} <= ChunkedLossWrapper._combine_chunk_metrics({}, metrics).keys()
+    policy = HeadlossLoss.Config(
+        objective={"terms": {"rl": {"loss": "cross_entropy", "reduction": "seq_mean_token_sum"}}}
+    )
+    step(policy.build())  # positions say where the documents begin
+
+
+def torchtitans_trainer_under_fsdp() -> None:
+    model, step, _ = titan()
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torchtitan.components.loss import ChunkedLossWrapper
+
+    from headloss.integrations.torchtitan import HeadlossLoss
+
+    mesh = init_device_mesh("cpu", (2,))
+    for module in (model.tok_embeddings, model.lm_head, model):
+        fully_shard(module, mesh=mesh)
+    same(step(HeadlossLoss.Config().build()), step(ChunkedLossWrapper.Config(num_chunks=4).build()))
+
+
+def torchtitans_spmd_types() -> None:
+    """Its default way of tensor parallelism: shards are plain tensors, and the gradient of hidden stays partial."""
+    prepare()
+    from torch import nn
+    from torch.distributed.device_mesh import init_device_mesh
+    from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
+    from torchtitan.distributed.spmd_types import set_current_spmd_mesh
+
+    from headloss.integrations.torchtitan import HeadlossLoss
+
+    vocab, mesh = 23, init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    torch.manual_seed(0)
+    hidden, weight, labels = torch.randn(2, 6, D), torch.randn(vocab, D), torch.randint(vocab, (2, 6))
+    labels[1, 2:] = -100
+    head = nn.Linear(D, 12 - dist.get_rank(), bias=False)
+    head.weight = nn.Parameter(weight[12 * dist.get_rank() :][:12].clone())
+    found = []
+    inner = CrossEntropyLoss.Config(global_vocab_size=vocab)
+    with set_current_spmd_mesh(mesh):
+        for config in (
+            HeadlossLoss.Config(global_vocab_size=vocab),
+            ChunkedLossWrapper.Config(num_chunks=2, loss_fn=inner),
+        ):
+            loss_fn, leaf = config.build(), hidden.clone().requires_grad_()
+            loss_fn.set_lm_head(head)
+            head.zero_grad()
+            loss, _ = loss_fn(leaf, labels, torch.tensor(9.0))
+            loss.backward()
+            found.append((loss.detach(), {"hidden": leaf.grad, "weight": head.weight.grad.clone()}))
+    same(*found)
+
+
+def test_torchtitan(pair: Ranks) -> None:
+    check(pair, "torchtitan", torchtitans_trainer, torchtitans_trainer_under_fsdp, torchtitans_spmd_types)
+
+
+# verl ----------------------------------------------------------------------------------------------------------------
+
+
+def verls_policy_losses() -> None:
+    """Through verl's own registry, config and aggregation, against the losses that verl itself has."""
+    prepare()
+    from verl.trainer.ppo.core_algos import get_policy_loss_fn
+    from verl.workers.config import ActorConfig
+
+    from headloss.integrations import verl as ours
+
+    ours.register_policy_losses()
+    config = ActorConfig(
+        strategy="fsdp", ppo_micro_batch_size_per_gpu=1, rollout_n=1,
+        clip_ratio=0.2, clip_ratio_low=0.15, clip_ratio_high=0.3, clip_ratio_c=1.4, tau_pos=0.8, tau_neg=1.3,
+    )  # fmt: skip
+    object.__setattr__(config, "policy_loss", type(config.policy_loss)(dro_beta=0.3))
+    object.__setattr__(config, "global_batch_info", {"dp_size": 2, "batch_num_tokens": 40, "global_batch_size": 12})
+    torch.manual_seed(0)
+    mask = torch.ones(4, 7)
+    mask[0, 3:], mask[1, :2], mask[3] = 0, 0, 0
+    log_prob = (-torch.rand(4, 7, dtype=torch.float64)).requires_grad_()
+    old = log_prob.detach() + 0.4 * torch.randn(4, 7, dtype=torch.float64)
+    per_token, weights = torch.randn(4, 7, dtype=torch.float64), torch.rand(4, 7, dtype=torch.float64)
+    per_sequence = per_token[:, :1].expand(4, 7)
+    pairs = {
+        "grpo": ("vanilla", per_token, {}),
+        "gspo_token": ("gspo", per_token, {}),
+        "gspo": ("gspo", per_sequence, {}),
+        "sapo": ("sapo", per_token, {}),
+        "reinforce": ("gpg", per_token, {}),
+        "kimi": ("dro", per_token, {}),
+        "dppo": ("dppo_tv", per_token, {}),
+        "cispo": ("cispo", per_token, {"clip_ratio_low": 1.0}),  # verl's holds the ratio from below too
+    }
+    for name, (verls, advantage, changed) in pairs.items():
+        for key, value in changed.items():
+            object.__setattr__(config, key, value)
+        for mode in ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean"):
+            if name in ("gspo", "sapo") and mode != "seq-mean-token-mean":
+                continue  # the only mode in which they are the same
+            weight = weights if name != "gspo" else None  # whose tokens share a ratio
+            both = [get_policy_loss_fn(n) for n in (f"headloss_{name}", verls)]
+            (found, metrics), (wanted, theirs) = (f(old, log_prob, advantage, mask, mode, config, weight) for f in both)
+            say = lambda m: f"{name}, {mode}: {m}"
+            assert_close(found, wanted, msg=say)
+            assert_close(grads(found, log_prob), grads(wanted, log_prob), msg=say)
+            if name in ("grpo", "gspo", "gspo_token", "dppo"):
+                assert metrics["actor/pg_clipfrac"] > 0 or name != "grpo"
+                for k in ("actor/pg_clipfrac", "actor/ppo_kl"):
+                    assert abs(metrics[k] - theirs[k]) < 1e-6, (name, k, metrics[k], theirs[k])
+
+
+def verls_fused_linear() -> None:
+    """A model of Transformers under verl's own forward, whose FusedLinearForPPO is ours."""
+    prepare()
+    import verl.utils.experimental.torch_functional as fused
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from verl.models.transformers.dense_common import forward_with_torch_backend
+
+    from headloss.integrations import verl as ours
+
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(
+        LlamaConfig(vocab_size=61, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2)
+    )
+    ids, stock = torch.randint(61, (2, 9)), fused.FusedLinearForPPO
+    found = []
+    for module in (stock, ours.FusedLinearForPPO):
+        fused.FusedLinearForPPO = module
+        model.zero_grad()
+        out = forward_with_torch_backend(model, input_ids=ids, temperature=0.7, return_dict=True)
+        (out.log_probs.sum() - 0.3 * out.entropy.sum()).backward()
+        found.append((out.log_probs, out.entropy, [p.grad.clone() for p in model.parameters()]))
+    for a, b in zip(*found, strict=True):
+        assert_close(b, a, rtol=2e-5, atol=2e-6)
+
+
+def test_verl(pair: Ranks) -> None:
+    pytest.importorskip("transformers")
+    check(pair, "verl", verls_policy_losses, verls_fused_linear)
