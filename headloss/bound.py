@@ -8,6 +8,7 @@ to all rows.  The loss functions see flat vectors of the rows that count, whatev
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -120,10 +121,8 @@ class BoundLoss:
         self.num_items, self.num_segments, self.grad_scale = num_items, num_segments, grad_scale
         self.dtype, self.device = dtype, device
         self.shapes = {name: shape for name, (_, shape) in inputs.items()}
-        self.inputs = {
-            name: rows.take(x.detach()) if shape.kind == "row" else x.detach() for name, (x, shape) in inputs.items()
-        }
-        self.inputs |= taken or {}  # teachers' inputs, already of the rows that count
+        self.given = inputs
+        self.taken = dict(taken or {})  # teachers' inputs, already of the rows that count
         self.shapes |= {name: Shape("row", x.dtype, tuple(x.shape[1:])) for name, x in (taken or {}).items()}
         self.wants_grad = tuple(name for name, shape in self.shapes.items() if shape.requires_grad)
         self.filler = torch.zeros(rows.count, dtype=dtype, device=device)
@@ -131,17 +130,27 @@ class BoundLoss:
         self.metrics: dict[str, Metric] = {}
         self.denominators: dict[str, Tensor] = {}
         self.normaliser: Tensor | None = None
-        self.seeds: list[Tensor] = []
+        self.narrow = narrow
         if rows.segments is not None and rows.segments.group is not None:
             for t in terms:  # now, at the same place on all ranks: one without rows has no chunks
                 if t.sums_weights and t.trace.value == "row":
                     self._weights(t, "row", rows.count, self._env({}, None))
-        if chunks:
-            self.seeds = [self._seed(t, t.trace.value or "row", rows.count) for t in terms]
-            if narrow:
-                self.normaliser = torch.stack([s.abs().amax() for s in self.seeds if s.numel()]).amax()
-                self.normaliser = self.normaliser.masked_fill(self.normaliser == 0, 1.0)
-                self.seeds = [s / self.normaliser for s in self.seeds]
+
+    @functools.cached_property
+    def inputs(self) -> dict[str, Tensor]:
+        """Every input, of the rows that count."""
+        own = {n: self.rows.take(x.detach()) if s.kind == "row" else x.detach() for n, (x, s) in self.given.items()}
+        return own | self.taken
+
+    @functools.cached_property
+    def seeds(self) -> list[Tensor]:
+        """Of each term, the weight of each of its values in the gradient, before the normaliser."""
+        seeds = [self._seed(t, t.trace.value or "row", self.rows.count) for t in self.terms]
+        if self.narrow:
+            self.normaliser = torch.stack([s.abs().amax() for s in seeds if s.numel()]).amax()
+            self.normaliser = self.normaliser.masked_fill(self.normaliser == 0, 1.0)
+            seeds = [s / self.normaliser for s in seeds]
+        return seeds
 
     def chunk(self, chunk: Chunk, facts: Mapping[Fact, Tensor]) -> Cotangents:
         env = self._env(facts, chunk)

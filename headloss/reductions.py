@@ -95,20 +95,21 @@ def weights(
     """
 
     def whole(x: int | float | Tensor) -> Tensor:
-        return torch.as_tensor(x, device=device).to(dtype)
+        return torch.as_tensor(x, device=device, dtype=dtype)
 
+    if kind == "row":
+        shared = even(
+            reduction, rows, num_items=num_items, num_segments=num_segments, norm=norm, denominator=denominator
+        )
+        weight = whole(shared).expand(length) if rows.valid is None else rows.valid * whole(shared)
+        return weight if reduction != "seq_mean_token_mean" else weight / lengths(rows, dtype)
     one = whole(1.0).expand(length)
-    if rows.valid is not None and kind == "row":
-        one = rows.valid.to(dtype)
     if kind == "other" and rows.segments is not None and not rows.segments.counts_here:
         one = one * 0  # a value per pair is known to all ranks of the group and counts on one
-    present = None
-    if rows.segments is not None and (kind == "segment" or reduction in NEEDS_SEGMENTS):
+    if kind == "segment" and rows.segments is not None:
         present = (rows.segments.counts > 0).to(dtype)
-        if kind == "segment":
-            one = present * rows.segments.counts_here
-        if num_segments is None:
-            num_segments = present.sum()
+        one = present * rows.segments.counts_here
+        num_segments = present.sum() if num_segments is None else num_segments
     if reduction == "weighted_mean":
         assert denominator is not None
         return one / denominator
@@ -116,23 +117,44 @@ def weights(
         return one
     if kind == "other":
         return one / max(1, length)
-    if kind == "segment":
-        return one / whole(_counted(num_segments)).clamp(min=1)
+    assert num_segments is not None
+    return one / whole(num_segments).clamp(min=1)
+
+
+def lengths(rows: Rows, dtype: torch.dtype) -> Tensor:
+    """How many rows the segment of each row has, at least 1."""
+    assert rows.segments is not None, "checked before: a segment reduction needs segments"
+    return rows.segments.spread(rows.segments.counts.to(dtype)).clamp(min=1)
+
+
+def even(
+    reduction: str,
+    rows: Rows,
+    *,
+    num_items: int | Tensor | None,
+    num_segments: int | Tensor | None,
+    norm: float | None,
+    denominator: Tensor | None,
+) -> float | Tensor:
+    """What the weights of all rows have in common; only `seq_mean_token_mean` adds something of each segment."""
+    if reduction == "token_sum":
+        return 1.0
+    if reduction == "weighted_mean":
+        assert denominator is not None
+        return denominator.reciprocal()
     if reduction == "token_mean":
         if num_items is None:
             num_items = rows.count if rows.valid is None else rows.valid.sum()
             num_items = num_items if rows.num_items is None else rows.num_items
-        return one / whole(num_items).clamp(min=1)
-    assert rows.segments is not None, "checked before: a segment reduction needs segments"
-    per_segment = one / whole(_counted(num_segments)).clamp(min=1)
-    if reduction == "seq_mean_token_mean":
-        return per_segment / rows.segments.spread(rows.segments.counts.to(dtype)).clamp(min=1)
-    if reduction == "seq_mean_token_sum_norm":
-        assert norm is not None
-        return per_segment / norm
-    return per_segment
+        return _over(num_items)
+    if num_segments is None:
+        assert rows.segments is not None, "checked before: a segment reduction needs segments"
+        num_segments = (rows.segments.counts > 0).sum()
+    return _over(num_segments) if norm is None else _over(num_segments) / norm
 
 
-def _counted(x: int | Tensor | None) -> int | Tensor:
-    assert x is not None
-    return x
+def _over(count: int | float | Tensor) -> float | Tensor:
+    if not isinstance(count, Tensor):
+        return 1.0 / max(1, count)
+    wide = torch.float32 if count.device.type == "mps" else torch.float64
+    return count.clamp(min=1).to(wide).reciprocal()
