@@ -38,13 +38,14 @@ from headloss.facts import FACTS, Fact, Want
 from headloss.guides import bind_guides, name_teachers, teacher_bytes
 from headloss.heads import Grads
 from headloss.metrics import read_metrics
+from headloss.passes import Head, run, settle
 from headloss.plan import Call
 from headloss.record import Facts, Output
 from headloss.rows import Prepared, bind_rows
 from headloss.segments import Segments
 from headloss.signature import COMPARING, ONLY, Parameter, Signature, suggest
 from headloss.sources import Source, Teacher
-from headloss.sweeps import Head, Sweep, run, settle
+from headloss.sweeps import Sweep
 from headloss.term import Term
 
 WHY = "headloss runs its own sweeps; compile what is around it"

@@ -6,9 +6,6 @@ Dimension key:  N rows   R rows that count   C rows of a chunk   V vocabulary
     pull    read each chunk's logits again and write their gradient from the facts' cotangents
     visit   read a chunk once, get its facts, their cotangents and its gradient, go to the next: on `Linear` the logits
             are then made once, three GEMMs in all instead of four
-
-One autograd Function serves every grade.  Its outputs are the loss and the facts.  What pulls on the loss uses the
-gradients made in the visit; what pulls on a fact is paid for by another sweep, and only then.
 """
 
 from __future__ import annotations
@@ -19,14 +16,13 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from headloss.facts import CONSTANT, Fact, Partial, Softmax, Want, coefficients, finish
+from headloss.facts import Fact, Partial, Softmax, Want, coefficients, finish
 from headloss.guides import Guide, ids_facts, ids_pull, most_rows, note, teacher_bytes
 from headloss.heads import Grads, open_source, outside_autocast
 from headloss.parallel import Gathering, reduce_hidden, sum_over
 from headloss.rows import Rows
-from headloss.sources import Source, with_tensors, without_tensors
+from headloss.sources import Source
 from headloss.teachers import DenseSoftmax, TeacherChunk, Temperature, teacher_coefficients
 
 Cotangents = tuple[Mapping[Fact, Tensor], Mapping[str, Tensor]]  # of the facts, and of inputs that want a gradient
@@ -82,7 +78,7 @@ class Sweep:
     def facts(self) -> tuple[dict[Fact, Tensor], Softmax]:
         """All facts of all rows: over a shard, one collective, and one more if a divergence needs a second look."""
         if self.want.only_ids:
-            return ids_facts(self.source, self.rows, self.want, self.guides, self._temperatures(self._all)), _NO_SOFTMAX
+            return ids_facts(self.source, self.rows, self.want, self.guides, self._temperatures(self._all)), NO_SOFTMAX
         head, shard = self._open(), self.source.shard
         if shard is None:
             done = [self._settle(self._sums(block), block) for block in self._blocks(head)]
@@ -116,7 +112,7 @@ class Sweep:
             for block in self._blocks(head):
                 at = {f: x[block.part] for f, x in facts.items()}, {f: g[block.part] for f, g in grads.items()}
                 self._pull(head, block, _at(softmax, block.part), *at)
-        return _scaled(self._grads(head), normaliser, self.backend)
+        return scaled(self._grads(head), normaliser, self.backend)
 
     def visit(
         self, chunks: Sequence[Chunk], cotangents: Callable[[Chunk, Mapping[Fact, Tensor]], Cotangents], needs: Any
@@ -280,89 +276,10 @@ class Sweep:
         return grads
 
 
-_NO_SOFTMAX = Softmax(torch.empty(0), ())
+NO_SOFTMAX = Softmax(torch.empty(0), ())
 
 
-class Result(NamedTuple):
-    """What a forward pass leaves behind."""
-
-    loss: Tensor
-    facts: Mapping[Fact, Tensor]  # (R,)
-    softmax: Softmax
-    by_fact: Mapping[Fact, Tensor]  # cotangents of the loss
-    by_input: Mapping[str, Tensor]
-    grads: Grads | None = None  # made in the visit
-    normaliser: Tensor | None = None  # what grads and cotangents from a visit still have to be multiplied with
-
-
-@outside_autocast
-def run(sweep: Sweep, loss: Loss | None, needs: tuple[bool, ...]) -> Result:
-    """The forward pass: facts, loss, and whatever of the gradient can be had in the same visit."""
-    if loss is None:
-        facts, softmax = sweep.facts()
-        return Result(softmax.max.new_zeros(()), facts, softmax, {}, {})
-    if any(needs) and loss.chunks:
-        facts, softmax, by_fact, by_input, grads = sweep.visit(loss.chunks, loss.chunk, needs)
-        value, _ = loss.whole(facts, grad=False)
-        return Result(value, facts, softmax, by_fact, by_input, grads, loss.normaliser)
-    facts, softmax = sweep.facts()
-    grad = any(needs) or bool(loss.wants_grad)
-    value, (by_fact_, by_input_) = loss.whole(facts, grad=grad)
-    return Result(value, facts, softmax, by_fact_, by_input_)
-
-
-def settle(sweep: Sweep, result: Result, needs: tuple[bool, ...]) -> Grads:
-    """The gradients of the loss, without autograd."""
-    if result.grads is None:
-        return sweep.pull(result.facts, result.softmax, result.by_fact, needs)
-    return _scaled(result.grads, result.normaliser, sweep.backend)
-
-
-class Head(torch.autograd.Function):
-    """(source tensors, inputs that want a gradient) -> (loss, *facts)."""
-
-    @staticmethod
-    def forward(ctx: Any, sweep: Sweep, loss: Loss | None, needs: tuple[bool, ...], *tensors: Tensor) -> Any:
-        ctx.set_materialize_grads(False)
-        result = run(sweep, loss, needs)
-        sweep.close()
-        outputs = [sweep.rows.put(result.facts[f]) for f in sweep.want.facts]
-        ctx.mark_non_differentiable(*(x for f, x in zip(sweep.want.facts, outputs, strict=True) if f.name in CONSTANT))
-        ctx.count = len(sweep.source.tensors)
-        ctx.save_for_backward(*tensors[: ctx.count])
-        ctx.sweep, ctx.needs = sweep.replace(without_tensors(sweep.source)), needs
-        ctx.facts = {f: x.detach() for f, x in result.facts.items()}
-        ctx.softmax, ctx.by_fact, ctx.grads = result.softmax, result.by_fact, result.grads
-        ctx.inputs = [] if loss is None else [loss.shaped(n, result.by_input.get(n)) for n in loss.wants_grad]
-        ctx.normaliser = result.normaliser
-        return (result.loss, *outputs)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g_loss: Tensor | None, *g_facts: Tensor | None) -> Any:
-        sweep: Sweep = ctx.sweep.replace(with_tensors(ctx.sweep.source, ctx.saved_tensors))
-        pending = {f: sweep.rows.take(g) for f, g in zip(sweep.want.facts, g_facts, strict=True) if g is not None}
-        grads, by_input = None, [None] * len(ctx.inputs)
-        if g_loss is not None:
-            scale = g_loss if ctx.normaliser is None else g_loss * ctx.normaliser
-            if ctx.grads is not None:
-                grads = _scaled(ctx.grads, scale, sweep.backend)
-                ctx.grads = None  # handed over: a second backward makes them again
-            else:
-                for fact, cotangent in ctx.by_fact.items():
-                    pulled = scale * cotangent
-                    pending[fact] = pending[fact] + pulled if fact in pending else pulled
-            by_input = [None if g is None else scale * g for g in ctx.inputs]
-        if pending and any(ctx.needs):
-            more = sweep.pull(ctx.facts, ctx.softmax, pending, ctx.needs)
-            sweep.close()
-            grads = more if grads is None else Grads(*(_add(x, y) for x, y in zip(grads, more, strict=True)))
-        names = ("logits",) if ctx.count == 1 else ("hidden", "weight", "bias")
-        by_tensor = [None if grads is None else getattr(grads, name) for name in names[: ctx.count]]
-        return (None, None, None, *by_tensor, *by_input)
-
-
-def _scaled(grads: Grads, scale: Tensor | None, backend: ModuleType) -> Grads:
+def scaled(grads: Grads, scale: Tensor | None, backend: ModuleType) -> Grads:
     """Times a number, in place, and in float32 where the gradient itself is narrower; times 1 costs nothing."""
     if scale is None or (scale.device.type == "cpu" and float(scale) == 1.0):
         return grads
@@ -372,10 +289,6 @@ def _scaled(grads: Grads, scale: Tensor | None, backend: ModuleType) -> Grads:
         elif x is not None:
             x.mul_(scale) if x.dtype.itemsize >= 4 else x.copy_(x.float() * scale)
     return grads
-
-
-def _add(x: Tensor | None, y: Tensor | None) -> Tensor | None:
-    return x if y is None else y if x is None else x.add_(y)
 
 
 def _at(x: Any, part: slice) -> Any:

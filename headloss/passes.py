@@ -1,0 +1,102 @@
+"""The forward and the backward pass of a call, with autograd and without.
+
+One autograd Function serves every grade.  Its outputs are the loss and the facts.  What pulls on the loss uses the
+gradients made in the visit; what pulls on a fact is paid for by another sweep, and only then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from headloss.facts import CONSTANT, Fact, Softmax
+from headloss.heads import Grads, outside_autocast
+from headloss.sources import with_tensors, without_tensors
+from headloss.sweeps import Loss, Sweep, scaled
+
+
+class Result(NamedTuple):
+    """What a forward pass leaves behind."""
+
+    loss: Tensor
+    facts: Mapping[Fact, Tensor]  # (R,)
+    softmax: Softmax
+    by_fact: Mapping[Fact, Tensor]  # cotangents of the loss
+    by_input: Mapping[str, Tensor]
+    grads: Grads | None = None  # made in the visit
+    normaliser: Tensor | None = None  # what grads and cotangents from a visit still have to be multiplied with
+
+
+@outside_autocast
+def run(sweep: Sweep, loss: Loss | None, needs: tuple[bool, ...]) -> Result:
+    """The forward pass: facts, loss, and whatever of the gradient can be had in the same visit."""
+    if loss is None:
+        facts, softmax = sweep.facts()
+        return Result(softmax.max.new_zeros(()), facts, softmax, {}, {})
+    if any(needs) and loss.chunks:
+        facts, softmax, by_fact, by_input, grads = sweep.visit(loss.chunks, loss.chunk, needs)
+        value, _ = loss.whole(facts, grad=False)
+        return Result(value, facts, softmax, by_fact, by_input, grads, loss.normaliser)
+    facts, softmax = sweep.facts()
+    grad = any(needs) or bool(loss.wants_grad)
+    value, (by_fact_, by_input_) = loss.whole(facts, grad=grad)
+    return Result(value, facts, softmax, by_fact_, by_input_)
+
+
+def settle(sweep: Sweep, result: Result, needs: tuple[bool, ...]) -> Grads:
+    """The gradients of the loss, without autograd."""
+    if result.grads is None:
+        return sweep.pull(result.facts, result.softmax, result.by_fact, needs)
+    return scaled(result.grads, result.normaliser, sweep.backend)
+
+
+class Head(torch.autograd.Function):
+    """(source tensors, inputs that want a gradient) -> (loss, *facts)."""
+
+    @staticmethod
+    def forward(ctx: Any, sweep: Sweep, loss: Loss | None, needs: tuple[bool, ...], *tensors: Tensor) -> Any:
+        ctx.set_materialize_grads(False)
+        result = run(sweep, loss, needs)
+        sweep.close()
+        outputs = [sweep.rows.put(result.facts[f]) for f in sweep.want.facts]
+        ctx.mark_non_differentiable(*(x for f, x in zip(sweep.want.facts, outputs, strict=True) if f.name in CONSTANT))
+        ctx.count = len(sweep.source.tensors)
+        ctx.save_for_backward(*tensors[: ctx.count])
+        ctx.sweep, ctx.needs = sweep.replace(without_tensors(sweep.source)), needs
+        ctx.facts = {f: x.detach() for f, x in result.facts.items()}
+        ctx.softmax, ctx.by_fact, ctx.grads = result.softmax, result.by_fact, result.grads
+        ctx.inputs = [] if loss is None else [loss.shaped(n, result.by_input.get(n)) for n in loss.wants_grad]
+        ctx.normaliser = result.normaliser
+        return (result.loss, *outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g_loss: Tensor | None, *g_facts: Tensor | None) -> Any:
+        sweep: Sweep = ctx.sweep.replace(with_tensors(ctx.sweep.source, ctx.saved_tensors))
+        pending = {f: sweep.rows.take(g) for f, g in zip(sweep.want.facts, g_facts, strict=True) if g is not None}
+        grads, by_input = None, [None] * len(ctx.inputs)
+        if g_loss is not None:
+            scale = g_loss if ctx.normaliser is None else g_loss * ctx.normaliser
+            if ctx.grads is not None:
+                grads = scaled(ctx.grads, scale, sweep.backend)
+                ctx.grads = None  # handed over: a second backward makes them again
+            else:
+                for fact, cotangent in ctx.by_fact.items():
+                    pulled = scale * cotangent
+                    pending[fact] = pending[fact] + pulled if fact in pending else pulled
+            by_input = [None if g is None else scale * g for g in ctx.inputs]
+        if pending and any(ctx.needs):
+            more = sweep.pull(ctx.facts, ctx.softmax, pending, ctx.needs)
+            sweep.close()
+            grads = more if grads is None else Grads(*(_add(x, y) for x, y in zip(grads, more, strict=True)))
+        names = ("logits",) if ctx.count == 1 else ("hidden", "weight", "bias")
+        by_tensor = [None if grads is None else getattr(grads, name) for name in names[: ctx.count]]
+        return (None, None, None, *by_tensor, *by_input)
+
+
+def _add(x: Tensor | None, y: Tensor | None) -> Tensor | None:
+    return x if y is None else y if x is None else x.add_(y)
