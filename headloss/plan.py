@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -182,6 +183,7 @@ def trace(call: Call, inputs: Mapping[str, Shape], dtype: torch.dtype, device: s
         return Trace("batch", "has an option that cannot be part of a plan's key", None, None, None)
     found = _TRACES.get((place, tuple(floats.get(name) for name in frozen)))
     if found is None:
+        _count_trace(call, place[2:])
         found = _trace(call, inputs, dtype, device, segmented)
         if len(_TRACES) >= _MOST_TRACES:
             _TRACES.pop(next(iter(_TRACES)))
@@ -206,6 +208,23 @@ def fit(call: Call, inputs: dict[str, Shape], dtype: torch.dtype, device: str) -
     return plain, inputs
 
 
+def _count_trace(call: Call, situation: tuple[Any, ...]) -> None:
+    """Say so when a function is traced again and again where only what it captures can have changed."""
+    seen = (getattr(call.fn, "__code__", None), *situation)
+    if len(_TRACED) > _MOST_TRACES:
+        _TRACED.clear()
+    _TRACED[seen] = _TRACED.get(seen, 0) + 1
+    if _TRACED[seen] == _TOO_OFTEN:
+        warnings.warn(
+            f"headloss: {call.signature.name} has been traced {_TOO_OFTEN} times, which costs time in every call: a "
+            f"number that it captures, or an option that it branches on, keeps changing; make it a float option that "
+            f"is only computed with, an input (inputs may be numbers), or a term's weight (weights={{...}})",
+            stacklevel=2,
+        )
+
+
+_TRACED: dict[Any, int] = {}
+_TOO_OFTEN = 20
 _FROZEN: dict[Any, tuple[str, ...]] = {}
 _TRACES: dict[Any, Trace] = {}
 _MOST_TRACES = 512

@@ -506,3 +506,21 @@ def test_a_look_up_among_rows_is_batch() -> None:
 
     plan = hl.Objective(a=first).explain(hl.Logits(torch.randn(9, 31)), torch.randint(31, (9,)))
     assert plan.terms[0].kind == "batch"
+
+
+def test_a_loss_that_is_traced_anew_in_every_call_is_reported_once():
+    source, targets = hl.Logits(torch.randn(3, 5)), torch.tensor([0, 1, 2])
+
+    def step(beta):
+        return hl.Objective(term=lambda logprob: -beta * logprob)(source, targets)
+
+    with pytest.warns(UserWarning, match="keeps changing; make it a float option") as seen:
+        for i in range(25):
+            step(1.0 + i / 100)
+    assert len(seen) == 1
+    for i in range(25):  # the same number as an option: one trace, and no warning, which would be an error here
+        hl.Objective(term=hl.Term(_scaled, beta=1.0 + i / 100))(source, targets)
+
+
+def _scaled(logprob, *, beta=1.0):
+    return -beta * logprob
