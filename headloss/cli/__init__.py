@@ -10,7 +10,11 @@ except ImportError as error:  # the library itself needs torch only
 
 from headloss.cli import bench, check, demo, explain, losses
 
-main = typer.Typer(help="headloss: from hidden states to a loss, with the softmax read once.", no_args_is_help=True)
+main = typer.Typer(
+    help="headloss: from hidden states to a loss, with the softmax read once.",
+    no_args_is_help=True,
+    add_completion=False,
+)
 main.command("demo")(demo.command)
 main.command("check")(check.command)
 main.command("explain")(explain.command)

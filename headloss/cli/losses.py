@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import json
+import re
 from collections.abc import Callable, Iterator
 from typing import Annotated, Any, NamedTuple
 
@@ -14,7 +16,7 @@ from rich.text import Text
 
 from headloss.divergence import is_divergence
 from headloss.losses import LOSSES
-from headloss.signature import read_signature
+from headloss.signature import read_signature, suggest
 
 HEADER = """\
 # Losses
@@ -28,7 +30,7 @@ A loss that asks for a `teacher` takes any: `hl.Logits`, `hl.Linear` or `hl.Spar
 class Entry(NamedTuple):
     name: str
     formula: str  # the first line of the docstring
-    text: str  # all of it
+    text: str  # the docstring as it stands
     facts: tuple[str, ...]
     inputs: tuple[str, ...]
     options: tuple[str, ...]
@@ -37,12 +39,12 @@ class Entry(NamedTuple):
 def entries() -> Iterator[Entry]:
     for name, fn in sorted(LOSSES.items()):
         signature = read_signature(fn)
-        text = " ".join(inspect.getdoc(fn).split()) if fn.__doc__ else ""  # type: ignore[union-attr]
+        text = inspect.getdoc(fn) or ""
         mark = lambda p: p.name + ("?" if p.optional else "")
         divergence = is_divergence(fn)
         yield Entry(
             name,
-            _formula(text),
+            _formula(" ".join(text.split())),
             text,
             tuple(mark(p) for p in signature.parameters if p.kind == "fact"),
             ("teacher",) if divergence else tuple(mark(p) for p in signature.parameters if p.kind != "fact"),
@@ -54,27 +56,69 @@ def markdown() -> str:
     """The page docs/losses.md."""
     lines = [HEADER]
     for e in entries():
-        lines.append(f"\n## `{e.name}`\n\n{e.text.replace('*', chr(92) + '*')}\n\n")
-        lines.append(f"- facts: {_ticks(e.facts)}\n")
-        lines.append(f"- inputs: {_ticks(e.inputs)}\n")
-        lines.append(f"- options: {_ticks(e.options)}\n")
+        lines.append(f"\n## `{e.name}`\n\n{_prose(e)}\n\n")
+        said = (("facts", e.facts), ("inputs", e.inputs), ("options", e.options))
+        lines.append("; ".join(f"*{what}* {_ticks(names)}" for what, names in said if names) + "\n")
     return "".join(lines)
 
 
 def command(
+    names: Annotated[list[str] | None, typer.Argument(metavar="NAME", help="Only these, with all they say.")] = None,
+    json_: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
     markdown_: Annotated[bool, typer.Option("--markdown", help="The page docs/losses.md, on standard output.")] = False,
 ) -> None:
-    """The table of losses: formula, facts, inputs, options."""
+    """What each loss computes, asks for and can be told."""
+    for name in names or ():
+        if name not in LOSSES:
+            raise typer.BadParameter(f"there is no loss {name!r}{suggest(name, LOSSES)}", param_hint="NAME")
+    found = [e for e in entries() if not names or e.name in names]
     if markdown_:
         typer.echo(markdown(), nl=False)
-        return
-    table = Table(box=box.SIMPLE_HEAD, header_style="bold", show_lines=False, pad_edge=False)
+    elif json_:
+        typer.echo(json.dumps([e._asdict() for e in found], indent=1))
+    else:
+        Console(highlight=False).print(_table(found, whole=bool(names)))
+
+
+def _table(found: list[Entry], whole: bool) -> Table:
+    """A loss on the left; on the right its formula (or all its text), then what it asks for and can be told."""
+    table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
     table.add_column("loss", style="cyan", no_wrap=True)
-    for head in ("formula", "facts and inputs", "options"):
-        table.add_column(head, overflow="fold")
-    for e in entries():
-        table.add_row(e.name, Text(e.formula), Text(", ".join((*e.facts, *e.inputs))), Text(", ".join(e.options)))
-    Console(highlight=False).print(table)
+    table.add_column("formula; facts and inputs; options", overflow="fold")
+    for e in found:
+        right = Text("\n\n".join(_lines(p) for p in e.text.split("\n\n")) + "\n" if whole else e.formula)
+        for asked in (("needs ", (*e.facts, *e.inputs)), ("options ", e.options)):
+            if asked[1]:
+                right.append(f"\n{asked[0]}", style="dim").append(", ".join(asked[1]), style="dim")
+        table.add_row(e.name, right, end_section=False)
+        table.add_row("", "")
+    return table
+
+
+def _prose(e: Entry) -> str:
+    """The docstring as Markdown: the formula set apart, and a list where it explains words one below the other."""
+    text = e.text
+    lead = ""
+    if not re.match(r"[A-Z][a-z]+ [a-z]", e.formula):  # "One value a pair ..." is a sentence
+        lead = f"    {e.formula}\n\n"
+        rest = re.sub(r"\s+", " ", text.split("\n\n")[0])[len(e.formula) :].lstrip(" :;.")
+        text = "\n\n".join([rest[:1].upper() + rest[1:], *text.split("\n\n")[1:]]).strip()
+    paragraphs = []
+    for paragraph in text.split("\n\n"):
+        words = _words(paragraph)
+        made = "\n".join(f"- `{word}` {' '.join(said.split())}" for word, said in words) if words else _lines(paragraph)
+        paragraphs.append(made.replace("*", "\\*"))
+    return (lead + "\n\n".join(paragraphs)).strip("\n")
+
+
+def _words(paragraph: str) -> list[tuple[str, str]]:
+    """The words that a paragraph explains one below the other; none if it is ordinary text."""
+    items = [re.match(r"(\S+(?: \"\w+\")?)\s{2,}(.+)", line) for line in paragraph.split("\n")]
+    return [(m[1], m[2]) for m in items if m] if all(items) else []
+
+
+def _lines(paragraph: str) -> str:
+    return paragraph if _words(paragraph) else " ".join(paragraph.split())
 
 
 def _formula(text: str) -> str:
@@ -90,4 +134,4 @@ def _default(value: Any) -> str:
 
 
 def _ticks(names: tuple[str, ...]) -> str:
-    return ", ".join(f"`{n}`" for n in names) or "none"
+    return ", ".join(f"`{n}`" for n in names)
