@@ -1,0 +1,57 @@
+"""Result files: what was measured, by which command, on what device, with which versions, and when."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import headloss as hl
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def environment(device: str = "cpu") -> dict[str, Any]:
+    versions = {"python": platform.python_version(), "torch": torch.__version__, "headloss": hl.__version__}
+    if "triton" in sys.modules:
+        versions["triton"] = sys.modules["triton"].__version__
+    name = torch.cuda.get_device_name() if device == "cuda" else _cpu()
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="minutes"),
+        "device": name,
+        "architecture": platform.machine(),
+        "threads": torch.get_num_threads(),
+        "versions": versions,
+    }
+
+
+def command(module: str) -> str:
+    """How this run was started, as one would type it."""
+    return " ".join([f"python -m {module}", *sys.argv[1:]])
+
+
+def write(name: str, result: dict[str, Any]) -> Path:
+    """To `benchmarks/results`, or to the folder $OUT."""
+    path = Path(os.environ.get("OUT") or RESULTS) / f"{name}.json"
+    text = json.dumps(result, indent=1)
+    flat = re.compile(r"\[\s+([^\[\]{}]*?)\s+\]")  # a list of numbers on one line
+    path.write_text(flat.sub(lambda m: "[" + re.sub(r"\s*\n\s*", " ", m[1]) + "]", text) + "\n")
+    return path
+
+
+def _cpu() -> str:
+    try:
+        lines = subprocess.run(["lscpu"], capture_output=True, text=True, check=True).stdout.splitlines()
+    except (OSError, subprocess.CalledProcessError):
+        return platform.processor() or "CPU"
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("Model name")]
+    return next((name for name in names if name and name != "-"), "CPU")
