@@ -120,6 +120,8 @@ class Term:
         sparse = isinstance(teachers.get(name), Sparse)
         key = (source_temperature, name, sparse)
         if key not in self._calls:
+            if len(self._calls) >= _MOST_CALLS:
+                self._calls.clear()
             self._calls[key] = self._call(source_temperature, name, sparse)
         return self._calls[key]
 
@@ -148,6 +150,9 @@ class Term:
         signature = read_signature(fn, temperature=T, facts=own, teacher=teacher, compared_at=self.temperature)
         named = signature._replace(name=function_name(self.fn))
         return Call(fn, named, {**signature.options, **self.options}, self.row_weight, weighed)
+
+
+_MOST_CALLS = 64  # of a term: more would mean that the source's temperature changes with every call
 
 
 def check_weight(name: str, weight: object) -> None:
