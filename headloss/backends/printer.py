@@ -45,6 +45,15 @@ class Printer:
             self.lines.append(f"{self._names[text]} = {text}")
         return self._names[text]
 
+    def mark(self) -> tuple[int, int]:
+        return len(self.lines), len(self._names)
+
+    def back(self, mark: tuple[int, int]) -> None:
+        """Take back what was printed since."""
+        del self.lines[mark[0] :]
+        for name in list(self._names)[mark[1] :]:
+            del self._names[name]
+
     def value(self, text: str, kind: str) -> Value:
         return Value(self.line(text), kind)
 

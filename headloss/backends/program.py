@@ -1,0 +1,321 @@
+"""The terms of an objective as one printed function of a row.
+
+Dimension key:  C rows handed in   T terms
+
+    row(facts, inputs, y, numbers, seeds, vocab) -> values, metrics, cotangents, input cotangents, pull coefficients
+
+The cotangents are summed over the terms and folded into the five coefficients of `facts.Pull`, for each temperature.
+Whatever depends on float options alone is worked out on the host, in float64, and handed in: a clip range or a weight
+that changes compiles nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from headloss.backends.lower import compiled, function
+from headloss.backends.operations import Unprintable, constant
+from headloss.backends.printer import Printer, Value, dtype_of, kind_of, reach
+from headloss.facts import CONSTANT, Fact, Want
+from headloss.signature import identity
+
+COEFFICIENTS = ("a", "b", "e", "c", "y")
+NAME = "row"
+
+
+class Numbers(NamedTuple):
+    """What some nodes of a term's graph are worth, given the term's float options."""
+
+    term: str
+    names: tuple[str, ...]  # of the options, in the graph's order
+    placeholders: tuple[fx.Node, ...]
+    graph: fx.Graph
+    nodes: tuple[fx.Node, ...]
+
+    def __call__(self, options: Mapping[str, Any]) -> tuple[float, ...]:
+        return _worth(self, tuple(float(options[name]) for name in self.names))
+
+
+@functools.lru_cache(1024)
+def _worth(numbers: Numbers, options: tuple[float, ...]) -> tuple[float, ...]:
+    known: dict[fx.Node, Any] = {
+        node: torch.tensor(x, dtype=torch.float64) for node, x in zip(numbers.placeholders, options, strict=True)
+    }
+
+    def worth(node: fx.Node) -> Any:
+        if node not in known:
+            args, kwargs = fx.map_arg((node.args, node.kwargs), worth)
+            kwargs = {k: torch.device("cpu") if k == "device" else x for k, x in kwargs.items()}
+            known[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+        return known[node]
+
+    return tuple(float(worth(node)) for node in numbers.nodes)
+
+
+class Program(NamedTuple):
+    """A printed objective.  Equal sources are one function, compiled once."""
+
+    source: str
+    want: Want
+    terms: tuple[str, ...]
+    inputs: tuple[str, ...]  # of the rows, in the function's order
+    target: bool  # whether it looks at the targets
+    numbers: tuple[Numbers, ...]
+    metrics: tuple[str, ...]  # "term/metric" and the objective's own
+    cotangents: tuple[Fact, ...]
+    input_cotangents: tuple[str, ...]
+    there: tuple[tuple[bool, ...], ...]  # which of a, b, e, c, y there are, for each temperature
+    left_out: tuple[tuple[str, str], ...]  # metrics that are not printed, and the operation that forbids it
+
+    @property
+    def function(self) -> Any:
+        return compiled(self.source, NAME)
+
+    def options(self, given: Mapping[str, Mapping[str, Any]]) -> tuple[float, ...]:
+        """The function's run-time numbers from each term's options."""
+        return tuple(x for numbers in self.numbers for x in numbers(given[numbers.term]))
+
+
+def lower(
+    terms: Mapping[str, tuple[Any, Any]],
+    want: Want,
+    inputs: Mapping[str, Any],
+    metrics: Sequence[tuple[str, Any]] = (),
+) -> Program:
+    """The program of some row terms, each a `plan.Call` and its `plan.Trace`, and of an objective's own metrics.
+
+    Raises `Unprintable`, with the operation and the loss, if a value or a cotangent cannot be printed; a metric that
+    cannot is left out.
+    """
+    key = _key(terms, want, inputs, metrics)
+    if key is None or key not in _PROGRAMS:
+        made = _lower(terms, want, inputs, metrics)
+        if key is None:
+            return made
+        if len(_PROGRAMS) >= 256:
+            _PROGRAMS.pop(next(iter(_PROGRAMS)))
+        _PROGRAMS[key] = made
+    return _PROGRAMS[key]
+
+
+_PROGRAMS: dict[Any, Program] = {}
+
+
+def _key(terms: Any, want: Want, inputs: Any, metrics: Any) -> Any:
+    parts = [(name, trace.joint, call.facts, call.input_names, trace.frozen) for name, (call, trace) in terms.items()]
+    own = [(n, identity(c.fn)[0], c.signature.parameters, tuple(sorted(c.options.items()))) for n, c in metrics]
+    key = (tuple(parts), want, tuple(sorted(inputs.items())), tuple(own))
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key
+
+
+def _lower(terms: Any, want: Want, inputs: Mapping[str, Any], metrics: Any) -> Program:
+    if want.teachers:
+        raise Unprintable("a teacher")
+    page = _Page(want, inputs)
+    for name, (call, trace) in terms.items():
+        try:
+            page.term(name, call, trace)
+        except Unprintable as error:
+            raise Unprintable(error.operation, call.signature.name) from None
+    for name, call in metrics:
+        page.metric(name, call)
+    return page.program()
+
+
+class _Page:
+    """A function being written."""
+
+    def __init__(self, want: Want, inputs: Mapping[str, Any]) -> None:
+        self.want, self.shapes = want, inputs
+        self.printer = Printer()
+        self.inputs: dict[str, Value] = {}
+        self.target = False
+        self.numbers: list[Numbers] = []
+        self.values: dict[str, str] = {}
+        self.metrics: dict[str, str] = {}
+        self.left_out: dict[str, str] = {}
+        self.by_fact: dict[Fact, str] = {}
+        self.by_input: dict[str, str] = {}
+
+    def term(self, name: str, call: Any, trace: Any) -> None:
+        if trace.joint is None or trace.kind != "row" or trace.value != "row":
+            raise Unprintable(trace.reason)
+        graph = trace.joint.graph
+        rest = [n for n in graph.nodes if n.op == "placeholder"]
+        given: dict[fx.Node, Any] = {rest.pop(0): self._fact(f) for f in call.facts}
+        names = [n for n in call.input_names if n in self.shapes]
+        given |= {rest.pop(0): n for n in names}
+        if any(s.wants("targets") for s in call.signatures):
+            given[rest.pop(0)] = "targets"
+        options = [k for k, v in call.options.items() if isinstance(v, float) and k not in trace.frozen]
+        *rest, seed, _ = rest
+        if len(rest) > len(options):  # segments that a row term never looks at
+            rest = rest[len(rest) - len(options) :]
+        given[seed] = Value(f"seeds[{len(self.values)}]", "f")
+        value, grads, metrics = graph.output_node().args[0]
+        wanted = [g for g in grads if g is not None]
+        chosen = [value, *wanted, *metrics.values()]
+        hosted, numbers = _hosted(
+            name, graph, tuple(options), tuple(rest), chosen, sum(len(n.nodes) for n in self.numbers)
+        )
+        if numbers.nodes:
+            self.numbers.append(numbers)
+        given |= hosted
+        found = self._print(graph, given, [value, *wanted])
+        self.values[name] = found[value].to("f")
+        facts = [f for f in call.facts if f.name not in CONSTANT]
+        leaves: list[Any] = [*facts, *(n for n in names if self.shapes[n].requires_grad)]
+        for leaf, g in zip(leaves, grads, strict=True):
+            if g is not None:
+                sums: dict[Any, str] = self.by_fact if isinstance(leaf, Fact) else self.by_input
+                text = self.printer.line(found[g].to("f"))
+                sums[leaf] = self.printer.line(f"{sums[leaf]} + {text}") if leaf in sums else text
+        for key, node in metrics.items():
+            self._metric(f"{name}/{key}", graph, given, node)
+
+    def metric(self, name: str, call: Any) -> None:
+        """A function of facts that returns one value a row, or several by name."""
+        _, loose = identity(call.fn)
+        parameters = [p for p in call.signature.parameters if p.kind != "input" or p.key in self.shapes]
+        if loose or any(p.kind == "segments" for p in parameters):
+            self.left_out[name] = f"captures {', '.join(loose)}" if loose else "segments"
+            return
+        known: dict[str, Any] = {p.name: "targets" if p.kind == "targets" else p.fact or p.key for p in parameters}
+        names: list[str] = []
+
+        def values(*arguments: Tensor) -> tuple[Tensor, ...]:
+            found = call.fn(**dict(zip(known, arguments, strict=True)), **call.options)
+            found = {f"{name}/{k}": x for k, x in found.items()} if isinstance(found, Mapping) else {name: found}
+            names.extend(found)
+            if any(not isinstance(x, Tensor) or x.shape != (7,) for x in found.values()):
+                raise TypeError("not one value a row")
+            return tuple(found.values())
+
+        try:
+            with torch.no_grad():
+                graph = make_fx(values)(*(self._example(x) for x in known.values())).graph
+        except Exception as error:  # whatever a function raises under a tracer
+            self.left_out[name] = f"{type(error).__name__}: {error}"[:120]
+            return
+        placeholders = [n for n in graph.nodes if n.op == "placeholder"]
+        given = {
+            n: self._fact(x) if isinstance(x, Fact) else x for n, x in zip(placeholders, known.values(), strict=True)
+        }
+        for key, node in zip(names, graph.output_node().args[0], strict=True):  # type: ignore[arg-type]
+            self._metric(key, graph, given, node)
+
+    def _example(self, what: Any) -> Tensor:
+        if isinstance(what, Fact) or what == "targets":
+            return torch.zeros(7, dtype=torch.long if what == "targets" or what.name == "argmax" else torch.float32)
+        shape = self.shapes[what]
+        return torch.zeros((7, *shape.rest) if shape.kind == "row" else shape.rest, dtype=shape.dtype)
+
+    def _fact(self, fact: Fact) -> Value:
+        kind = "i" if fact.name == "argmax" else "f"
+        if fact not in self.want.facts:
+            return Value(constant(0, kind), kind)  # a trace showed that nothing looks at it
+        return Value(f"facts[{self.want.facts.index(fact)}]", kind)
+
+    def _metric(self, name: str, graph: fx.Graph, given: Mapping[fx.Node, Any], node: fx.Node) -> None:
+        mark = self.printer.mark()
+        try:
+            text = self._print(graph, given, [node])[node].to("f")
+        except Unprintable as error:
+            self.printer.back(mark)
+            self.left_out[name] = error.operation
+        else:
+            self.metrics[name] = self.printer.line(text)
+
+    def _print(self, graph: fx.Graph, given: Mapping[fx.Node, Any], outputs: Sequence[fx.Node]) -> dict[fx.Node, Value]:
+        needed = reach(outputs)
+        known = {n: x if isinstance(x, Value) else self._argument(n, x) for n, x in given.items() if n in needed}
+        known = {n: Value(self.printer.line(x.text), x.kind) for n, x in known.items()}
+        return self.printer.graph(graph, known, outputs)
+
+    def _argument(self, node: fx.Node, name: str) -> Value:
+        if name == "targets":
+            self.target = True
+            return Value("y", "i")
+        shape = self.shapes[name]
+        if shape.kind not in ("row", "scalar") or shape.rest:
+            raise Unprintable(
+                f"an input of one value a {shape.kind}" if not shape.rest else "an input of several columns"
+            )
+        if name not in self.inputs:
+            self.inputs[name] = Value(f"inputs[{len(self.inputs)}]", kind_of(dtype_of(node)))
+        return self.inputs[name]
+
+    def program(self) -> Program:
+        there, coefficients = [], []
+        for T in self.want.temperatures:
+            k = self._pull(T)
+            there.append(tuple(k[c] is not None for c in COEFFICIENTS))
+            coefficients += [k[c] or "0.0" for c in COEFFICIENTS]
+        results = [
+            self.values.values(),
+            self.metrics.values(),
+            self.by_fact.values(),
+            self.by_input.values(),
+            coefficients,
+        ]
+        result = ", ".join(f"({''.join(f'{x}, ' for x in texts).rstrip()})" for texts in results)
+        arguments = ["facts", "inputs", "y", "numbers", "seeds", "vocab"]
+        return Program(
+            function(NAME, arguments, self.printer.lines, f"({result})"),
+            self.want, tuple(self.values), tuple(self.inputs), self.target, tuple(self.numbers), tuple(self.metrics),
+            tuple(self.by_fact), tuple(self.by_input), tuple(there), tuple(self.left_out.items()),
+        )  # fmt: skip
+
+    def _pull(self, T: float | None) -> dict[str, str | None]:
+        """`facts.coefficients`, printed."""
+        line = self.printer.line
+        g = {f.name: x for f, x in self.by_fact.items() if f.temperature == T and f.teacher is None}
+        own = {name: line(self._fact(Fact(name, T)).text) for name in ("entropy", "sum_p2") if name in g}
+        pieces = [g["lse"]] if "lse" in g else []
+        pieces += [f"-{g[name]}" for name in ("logprob", "mean_logprob") if name in g]
+        pieces += [f"-{g['entropy']} * {own['entropy']}"] if "entropy" in g else []
+        pieces += [f"-2.0 * {g['sum_p2']} * {own['sum_p2']}"] if "sum_p2" in g else []
+        total = None
+        for piece in pieces:
+            total = line(piece) if total is None else line(f"{total} + {line(piece)}")
+        return {
+            "a": total,
+            "b": line(f"-{g['entropy']}") if "entropy" in g else None,
+            "e": line(f"2.0 * {g['sum_p2']}") if "sum_p2" in g else None,
+            "c": line(f"tl.div_rn({g['mean_logprob']}, vocab)") if "mean_logprob" in g else None,
+            "y": g.get("logprob"),
+        }
+
+
+def _hosted(
+    term: str, graph: fx.Graph, names: tuple[str, ...], options: tuple[fx.Node, ...], outputs: Sequence[Any], taken: int
+) -> tuple[dict[fx.Node, Value], Numbers]:
+    """The nodes that depend on options alone and meet others that do not: numbers handed in."""
+    host = set(options)
+    free: set[fx.Node] = set()  # made of nothing
+    for node in graph.nodes:
+        if node.op != "call_function" or getattr(node.meta.get("val"), "ndim", None) != 0:
+            continue
+        needs = node.all_input_nodes
+        if not needs:
+            free.add(node)
+        elif any(n in host for n in needs) and all(n in host or n in free for n in needs):
+            host.add(node)
+    ends = {n for n in outputs if isinstance(n, fx.Node)}
+    met = [n for n in graph.nodes if n in host and (n in ends or any(user not in host for user in n.users))]
+    given = {}
+    for i, node in enumerate(met):
+        kind = kind_of(dtype_of(node))
+        text = f"numbers[{taken + i}]"
+        given[node] = Value({"f": text, "i": f"{text}.to(tl.int64)", "b": f"({text} != 0)"}[kind], kind)
+    return given, Numbers(term, names, options, graph, tuple(met))
