@@ -59,7 +59,7 @@ class Explanation(NamedTuple):
         lines.append(f"grade        {self.grade}")
         chunks = "1 chunk" if self.chunks == 1 else f"{self.chunks} chunks"
         gemms = f", {self.gemms} GEMMs over {chunks} (1 without grad)" if self.gemms else ""
-        gemms += f", {self.teacher_gemms} GEMMs of teachers" if self.teacher_gemms else ""
+        gemms += f", {self.teacher_gemms} GEMM{'s' * (self.teacher_gemms > 1)} of teachers" if self.teacher_gemms else ""
         lines.append(
             f"work         {self.sweeps} sweeps over the vocabulary ({self.forward_sweeps} without grad){gemms}"
         )

@@ -122,12 +122,12 @@ def test_bench_times_what_is_right(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     found = CliRunner().invoke(main, [*SMALL, "--json", "--plot", str(tmp_path / "bench.png")])
     assert found.exit_code == 0, found.output
-    report = json.loads(found.stdout)
-    assert {"eager", "headloss, logits", "headloss, hidden"} <= {w["way"] for w in report["ways"]}
-    assert all(w["seconds"] > 0 and w["peak"] > 0 for w in report["ways"]) and report["floor"] > 0
+    (head,) = json.loads(found.stdout)["heads"]
+    assert {"eager", "headloss, logits", "headloss, hidden"} <= {w["way"] for w in head["ways"]}
+    assert all(w["seconds"] > 0 and w["peak"] > 0 for w in head["ways"]) and head["floor"] > 0
     assert (tmp_path / "bench.png").stat().st_size > 1000
-    table = CliRunner().invoke(main, SMALL).stdout
-    assert "three GEMMs" in table and "wrong" not in table
+    table = CliRunner().invoke(main, [*SMALL, "--vocab", "101"]).stdout
+    assert table.count("three GEMMs") == 2 and "32 rows x 101 columns" in table and "wrong" not in table
 
 
 def test_bench_refuses_wrong_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,5 +135,5 @@ def test_bench_refuses_wrong_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "own", lambda memory: {"off": lambda h, w, y: right(h, w, y) * 1.001})
     found = CliRunner().invoke(main, [*SMALL, "--json"])
     assert found.exit_code == 1
-    off = next(w for w in json.loads(found.stdout)["ways"] if w["way"] == "off")
+    off = next(w for w in json.loads(found.stdout)["heads"][0]["ways"] if w["way"] == "off")
     assert off["seconds"] is None and not off["ok"]

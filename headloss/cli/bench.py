@@ -9,6 +9,7 @@ Times are medians of rounds in which the ways take turns; memory is the most hel
 
 from __future__ import annotations
 
+import datetime
 import importlib.util
 import json
 import statistics
@@ -49,23 +50,43 @@ class Row(NamedTuple):
         return self.error <= self.limit
 
 
+class Head(NamedTuple):
+    """What was found at one size."""
+
+    tokens: int
+    vocab: int
+    hidden: int
+    floor: float  # seconds of the three GEMMs
+    ways: list[Row]
+
+    @property
+    def size(self) -> str:
+        return f"{self.tokens} rows x {self.vocab} columns, hidden {self.hidden}"
+
+    def as_data(self) -> dict[str, Any]:
+        return {**self._asdict(), "ways": [{**r._asdict(), "ok": r.ok} for r in self.ways]}
+
+
 def command(
     tokens: Annotated[int, typer.Option(min=0, help="Rows; 0 for what suits the device.")] = 0,
-    vocab: Annotated[int, typer.Option(min=2, help="Vocabulary.")] = 32000,
+    vocab: Annotated[list[int] | None, typer.Option(min=2, help="Vocabulary; may be given several times.")] = None,
     hidden: Annotated[int, typer.Option(min=0, help="Hidden size; 0 for what suits the device.")] = 0,
     dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32; by default bf16 on CUDA, fp32 elsewhere.")] = "",
     device: Annotated[str, typer.Option(help="cpu or cuda; by default cuda where there is one.")] = "",
-    memory: Annotated[str, typer.Option(help="Budget of headloss's rows x vocabulary buffers.")] = "256MiB",
+    memory: Annotated[
+        str, typer.Option(help="Budget of headloss's buffers; by default 1GiB on CUDA, 8MiB on a CPU.")
+    ] = "",
     rounds: Annotated[int, typer.Option(min=1, help="Each way is timed this often.")] = 5,
     seed: Annotated[int, typer.Option(help="Of the head and the targets.")] = 0,
     json_: Annotated[bool, typer.Option("--json", help="The numbers as JSON, and no table.")] = False,
-    plot: Annotated[Path | None, typer.Option(help="A PNG of time and memory; needs matplotlib.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="A PNG or SVG of time and memory; needs matplotlib.")] = None,
 ) -> None:
     """Time and memory of a head's cross-entropy against what else is installed; refuses wrong numbers."""
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     fast = device == "cuda"
     tokens, hidden = tokens or (8192 if fast else 256), hidden or (4096 if fast else 128)
-    dtype = dtype or ("bf16" if fast else "fp32")
+    vocab = vocab or ([32000, 128256] if fast else [32000])
+    dtype, memory = dtype or ("bf16" if fast else "fp32"), memory or ("1GiB" if fast else "8MiB")
     if device not in ("cpu", "cuda") or (fast and not torch.cuda.is_available()):
         raise typer.BadParameter(f"no device {device!r} here", param_hint="--device")
     if dtype not in DTYPES:
@@ -73,26 +94,38 @@ def command(
     if plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise typer.BadParameter("a plot needs matplotlib, which is not installed", param_hint="--plot")
     console = Console(highlight=False)
-    ways = {**installed(), **own(memory)}
+    ways = {**installed(device), **own(memory)}
     bar = Progress(
         TextColumn("[cyan]{task.description:<22}"), BarColumn(), TimeRemainingColumn(), console=console, transient=True,
         disable=json_ or not console.is_terminal,
     )  # fmt: skip
+    heads = []
     with bar:
-        task = bar.add_task("checking", total=len(ways) * (2 + rounds))
-        rows = list(
-            measure(ways, (tokens, vocab, hidden), DTYPES[dtype], device, rounds, seed, lambda: bar.advance(task))
-        )
-        floor = gemm_floor(tokens, vocab, hidden, DTYPES[dtype], device, rounds)
-    head = {"device": torch.cuda.get_device_name() if fast else "cpu", "torch": torch.__version__, "dtype": dtype}
-    head |= {"tokens": tokens, "vocab": vocab, "hidden": hidden, "memory": memory, "rounds": rounds, "seed": seed}  # type: ignore[dict-item]
+        task = bar.add_task("checking and timing", total=len(vocab) * (1 + len(ways) * (2 + rounds)))
+        for V in vocab:
+            size = (tokens, V, hidden)
+            rows = list(measure(ways, size, DTYPES[dtype], device, rounds, seed, lambda: bar.advance(task)))
+            heads.append(Head(*size, gemm_floor(*size, DTYPES[dtype], device, rounds), rows))
+    about = {
+        "command": "headloss bench",
+        "device": torch.cuda.get_device_name() if fast else "cpu",
+        "torch": torch.__version__,
+        "headloss": hl.__version__,
+        "date": datetime.date.today().isoformat(),
+        "dtype": dtype,
+        "memory": memory,
+        "rounds": rounds,
+        "seed": seed,
+    }
     if json_:
-        typer.echo(json.dumps({**head, "floor": floor, "ways": [{**r._asdict(), "ok": r.ok} for r in rows]}, indent=1))
+        typer.echo(json.dumps({**about, "heads": [h.as_data() for h in heads]}, indent=1))
     else:
-        console.print(_table(rows, floor, f"{tokens} x {vocab}, {hidden}, {dtype}"))
+        console.print(f"\ncross-entropy of a head, forward and backward, {dtype} on {about['device']}")
+        for head in heads:
+            console.print(_table(head))
     if plot is not None:
-        draw(rows, floor, plot, f"cross-entropy, forward and backward: {tokens} x {vocab}, hidden {hidden}, {dtype}")
-    if not all(r.ok for r in rows):
+        draw(heads, plot, f"cross-entropy of a head, forward and backward, {dtype} on {about['device']}")
+    if not all(r.ok for h in heads for r in h.ways):
         raise typer.Exit(1)
 
 
@@ -110,11 +143,12 @@ def own(memory: str) -> dict[str, Way]:
     }
 
 
-def installed() -> dict[str, Way]:
+def installed(device: str) -> dict[str, Way]:
     """Plain PyTorch, and the peers that can be imported (they need CUDA, and are left out without)."""
     found: dict[str, Way] = {"eager": eager}
-    if not torch.cuda.is_available():
+    if device != "cuda":
         return found
+    found["torch.compile"] = torch.compile(eager, dynamic=False)
     if importlib.util.find_spec("liger_kernel") is not None:
         from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss  # type: ignore[import-not-found]
 
@@ -177,22 +211,34 @@ def gemm_floor(N: int, V: int, D: int, dtype: torch.dtype, device: str, rounds: 
         return statistics.median(_clock(lambda: (h @ w.t(), z @ w, z.t() @ h), device) for _ in range(rounds + 1))
 
 
-def draw(rows: list[Row], floor: float, path: Path, title: str) -> None:
+def draw(heads: list[Head], path: Path, title: str) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    timed = [r for r in rows if r.seconds is not None and r.peak is not None]
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 0.5 * len(timed) + 1.8), layout="constrained")
-    names = [r.way for r in timed][::-1]
-    left.barh(names, [1e3 * r.seconds for r in timed][::-1], color="tab:blue")  # type: ignore[operator]
-    left.axvline(1e3 * floor, color="black", linestyle="--", linewidth=1)
-    left.set_xlabel("ms (dashed: the three GEMMs alone)")
-    right.barh(names, [r.peak / 2**20 for r in timed][::-1], color="tab:orange")  # type: ignore[operator]
-    right.set_xlabel("MiB beyond the inputs")
-    right.tick_params(labelleft=False)
-    figure.suptitle(title)
+    timed = [[r for r in h.ways if r.seconds is not None and r.peak is not None] for h in heads]
+    height = sum(0.36 * len(rows) + 1.0 for rows in timed)
+    figure, grid = plt.subplots(
+        len(heads), 2, figsize=(10, height + 0.5), layout="constrained", squeeze=False,
+        height_ratios=[len(rows) + 1.5 for rows in timed],
+    )  # fmt: skip
+    for head, rows, (left, right) in zip(heads, timed, grid, strict=True):
+        names = [r.way for r in rows][::-1]
+        colors = ["tab:blue" if name.startswith("headloss") else "silver" for name in names]
+        seconds, gib = [[f(r) for r in rows][::-1] for f in (lambda r: 1e3 * r.seconds, lambda r: r.peak / 2**20)]
+        left.bar_label(left.barh(names, seconds, color=colors), fmt="%.3g", padding=3, fontsize=9)
+        left.axvline(1e3 * head.floor, color="black", linestyle="--", linewidth=1)
+        left.set(title=head.size, xlabel="ms (dashed: the three GEMMs alone)")
+        left.set_xlim(0, 1.15 * max(*seconds, 1e3 * head.floor))
+        right.bar_label(right.barh(names, gib, color=colors), fmt="%.4g", padding=3, fontsize=9)
+        right.set(xlabel="MiB beyond the inputs, gradients included")
+        right.set_xlim(0, 1.15 * max(gib))
+        right.tick_params(labelleft=False)
+        for ax in (left, right):
+            ax.spines[["top", "right"]].set_visible(False)
+            ax.title.set(fontsize=10)
+    figure.suptitle(title, fontsize=11)
     figure.savefig(path, dpi=150)
     plt.close(figure)
 
@@ -229,16 +275,17 @@ def _peak(work: Callable[[], object], device: str) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
-def _table(rows: list[Row], floor: float, size: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
-    table.add_column(size, style="cyan", no_wrap=True)
+def _table(head: Head) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False, title=head.size, title_justify="left")
+    table.title_style = "bold"
+    table.add_column("", style="cyan", no_wrap=True)
     for name in ("ms", "x floor", "MiB", "error", "allowed"):
         table.add_column(name, justify="right")
-    for r in rows:
+    for r in head.ways:
         if r.seconds is None or r.peak is None:
             table.add_row(r.way, "[red]wrong[/]", "", "", f"[red]{r.error:.0e}[/]", f"{r.limit:.0e}")
             continue
-        ms, times = f"{1e3 * r.seconds:.2f}", f"{r.seconds / floor:.2f}"
+        ms, times = f"{1e3 * r.seconds:.2f}", f"{r.seconds / head.floor:.2f}"
         table.add_row(r.way, ms, times, f"{r.peak / 2**20:.1f}", f"{r.error:.0e}", f"{r.limit:.0e}")
-    table.add_row("three GEMMs", f"{1e3 * floor:.2f}", "1.00", "", "", "", style="dim")
+    table.add_row("three GEMMs", f"{1e3 * head.floor:.2f}", "1.00", "", "", "", style="dim")
     return table

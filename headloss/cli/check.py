@@ -256,4 +256,10 @@ def _verdict(done: list[Check], bad: list[Check], device: str) -> list[str]:
     """Largest relative errors of values and gradients: a line for each that is off, and one for all."""
     lines = [f"[red]off[/]  {c.what}: {c.where}: error {c.error:.1e}, allowed {c.limit:.1e}" for c in bad]
     paths = "; ".join(dict.fromkeys(c.path for c in done))
-    return [*lines, f"{len(done) - len(bad)} of {len(done)} checks right on {device}.  Paths: {paths}.", ""]
+    return [
+        *lines,
+        f"{len(done) - len(bad)} of {len(done)} checks right on {device}.",
+        "[dim]A number is the largest error of values and gradients against float64, relative, over all paths; "
+        f"eager is plain PyTorch in the same dtype.  Paths: {paths}.[/]",
+        "",
+    ]

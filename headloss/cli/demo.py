@@ -83,7 +83,7 @@ class Results(NamedTuple):
 
 
 def command(
-    fast: Annotated[bool, typer.Option(help="A few seconds: smaller everything, same story.")] = False,
+    fast: Annotated[bool, typer.Option("--fast", help="A few seconds: smaller everything, same story.")] = False,
     seed: Annotated[int, typer.Option(help="Of the models, the prompts and the samples.")] = 0,
     out: Annotated[Path, typer.Option(help="Where the page and the picture go.")] = Path("out/demo"),
     as_json: Annotated[bool, typer.Option("--json", help="Only the final numbers, as JSON.")] = False,
