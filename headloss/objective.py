@@ -19,18 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headloss import graph
 from headloss.backends import check_backend
-from headloss.binding import (
-    Plan,
-    backend_for,
-    bind,
-    check_targets_wanted,
-    check_teachers,
-    chunks_of,
-    make_plan,
-    plain_source,
-    rows_of,
-)
+from headloss.binding import backend_for, bind, chunks_of, rows_of
 from headloss.bound import BoundLoss
 from headloss.config import read_config, write_config
 from headloss.explain import Explanation, explain
@@ -40,6 +31,8 @@ from headloss.heads import Grads
 from headloss.metrics import read_metrics
 from headloss.passes import Head, run, settle
 from headloss.plan import Call
+from headloss.planning import Plan, check_targets_wanted, check_teachers, make_plan, plain_source
+from headloss.recipe import describe
 from headloss.record import Facts, Output
 from headloss.rows import Prepared, bind_rows
 from headloss.segments import Segments
@@ -48,7 +41,10 @@ from headloss.sources import Source, Teacher
 from headloss.sweeps import Sweep
 from headloss.term import Term
 
-WHY = "headloss runs its own sweeps; compile what is around it"
+WHY = (
+    "headloss runs this call as it is, between two graphs: logits that are overwritten (inplace=True), DTensors and an "
+    "objective made inside the compiled function cannot be part of one"
+)
 
 
 def as_it_is(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -77,10 +73,12 @@ class Objective:
     "accuracy", "perplexity") or functions injected like a loss.  Call it with a source and targets; see `__call__`.
     """
 
-    __slots__ = ("backend", "known", "metrics", "terms")
+    __slots__ = ("backend", "key", "known", "metrics", "names", "terms")
     terms: dict[str, Term]
     metrics: tuple[tuple[str, Call], ...]
     backend: str
+    key: str  # of its content: a graph made with one objective serves all that are equal
+    names: tuple[str, ...]  # of the terms
     known: dict[Any, Any]  # plans of earlier calls; see `binding.make_plan`
 
     def __init__(
@@ -99,6 +97,8 @@ class Objective:
         object.__setattr__(self, "metrics", tuple(read_metrics(metrics)))
         object.__setattr__(self, "backend", backend)
         object.__setattr__(self, "known", {})
+        object.__setattr__(self, "key", graph.content_key(self))
+        object.__setattr__(self, "names", tuple(self.terms))
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"Objective is immutable; make a new one to change {name!r}")
@@ -106,7 +106,6 @@ class Objective:
     def __deepcopy__(self, memo: object) -> Objective:
         return self  # immutable: a copied model keeps its objective
 
-    @as_it_is
     def __call__(
         self,
         source: Source,
@@ -134,6 +133,22 @@ class Objective:
         teacher       what terms compare the student with: Logits, Linear or Sparse, or several by name; constant
         inputs        whatever the losses' signatures ask for, in the targets' shape, (S,) or scalar
         """
+        rest = (num_items, num_segments, weights, grad_scale, host_read)
+        if graph.wanted(source, teacher):
+            return graph.call(self, source, targets, segments, teacher, rest, inputs, False)
+        return self._call(source, targets, segments, teacher, rest, inputs)
+
+    @as_it_is
+    def _call(
+        self,
+        source: Source,
+        targets: Any,
+        segments: Any,
+        teacher: Any,
+        rest: tuple[Any, ...],
+        inputs: Mapping[str, Any],
+    ) -> Output:
+        num_items, num_segments, weights, grad_scale, host_read = rest
         source = plain_source(source)
         plan = make_plan(self, source, targets, segments, weights, teacher, inputs)
         sweep, loss = bind(self, plan, targets, num_items, num_segments, grad_scale, host_read)
@@ -147,7 +162,6 @@ class Objective:
         value, *facts = Head.apply(sweep, loss, needs, *source.tensors, *given)
         return self._report(plan, loss, value, facts)
 
-    @as_it_is
     def forward_backward(
         self,
         source: Source,
@@ -163,6 +177,23 @@ class Objective:
         **inputs: Any,
     ) -> Output:
         """The same record with `.grads` (logits, or hidden, weight and bias), without autograd."""
+        rest = (num_items, num_segments, weights, grad_scale, host_read)
+        with torch.no_grad():
+            if graph.wanted(source, teacher):
+                return graph.call(self, source, targets, segments, teacher, rest, inputs, True)
+            return self._forward_backward(source, targets, segments, teacher, rest, inputs)
+
+    @as_it_is
+    def _forward_backward(
+        self,
+        source: Source,
+        targets: Any,
+        segments: Any,
+        teacher: Any,
+        rest: tuple[Any, ...],
+        inputs: Mapping[str, Any],
+    ) -> Output:
+        num_items, num_segments, weights, grad_scale, host_read = rest
         with torch.no_grad():
             source = plain_source(source)
             plan = make_plan(self, source, targets, segments, weights, teacher, inputs)
@@ -178,7 +209,8 @@ class Objective:
 
     def explain(
         self,
-        source: Source,
+        on: Source,
+        /,
         targets: Tensor | Prepared | None = None,
         *,
         segments: Segments | None = None,
@@ -188,16 +220,19 @@ class Objective:
         grad_scale: float | Tensor = 1.0,
         host_read: bool = True,
         teacher: Teacher | Mapping[str, Teacher] | None = None,
+        source: bool = False,
         **inputs: Any,
     ) -> Explanation:
-        """What a call with these arguments would do: facts, classes, sweeps, GEMMs, bytes.  Takes meta tensors."""
-        source = plain_source(source)
-        plan = make_plan(self, source, targets, segments, weights, teacher, inputs)
+        """What a call with these arguments would do: facts, classes, sweeps, GEMMs, bytes.  Takes meta tensors.
+
+        source   True: also the Triton source that the losses become, where they run inside the sweep
+        """
+        on = plain_source(on)
+        plan = make_plan(self, on, targets, segments, weights, teacher, inputs)
         rows = rows_of(plan, targets, host_read)
-        guides = bind_guides(plan.teachers, plan.want.teachers, source, rows)
-        return explain(
-            plan, rows, chunks_of(plan, rows, teacher_bytes(guides, source)), guides, self.backend, host_read
-        )
+        guides = bind_guides(plan.teachers, plan.want.teachers, on, rows)
+        chunks = chunks_of(plan, rows, teacher_bytes(guides, on))
+        return explain(plan, rows, chunks, guides, self.backend, host_read, source)
 
     @classmethod
     def from_config(
@@ -219,6 +254,12 @@ class Objective:
             parts.append(f"metrics={[name for name, _ in self.metrics]}")
         return f"Objective({', '.join(parts)})"
 
+    def labels(self, key: str, constants: tuple[Any, ...], host_read: bool, direct: bool) -> graph.Labels:
+        """The recipe of a call and the names of what it returns; a constant of the graph that is being made."""
+        return graph.labels(self, constants, host_read=host_read, direct=direct)
+
+    labels._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler's own decorator imports it
+
     def _report(self, plan: Plan, loss: BoundLoss, value: Tensor, facts: Sequence[Tensor]) -> Output:
         zero = torch.zeros_like(loss.filler, requires_grad=False).sum()
         terms = {name: zero if name in plan.off else loss.values[name] for name in self.terms}
@@ -226,7 +267,6 @@ class Objective:
         return Output(value, terms, loss.metrics, named)
 
 
-@as_it_is
 def row_facts(
     source: Source,
     targets: Tensor | Prepared | None = None,
@@ -243,7 +283,43 @@ def row_facts(
     >>> facts = hl.row_facts(hl.Logits(logits), targets, want=("logprob", "entropy"))
     >>> (-facts.logprob.mean() - 0.01 * facts.entropy.mean()).backward()
     """
+    if graph.wanted(source, teacher):
+        found, constants = describe(source, targets, None, teacher, (None, None, None, 1.0, host_read), {})
+        asked = (want,) if isinstance(want, str) else tuple(x if isinstance(x, str) else tuple(x) for x in want)
+        return graph.read_facts(_labels(constants, asked, backend, host_read), found)
+    return _row_facts(source, targets, want, teacher, backend, host_read)
+
+
+def _labels(constants: tuple[Any, ...], want: tuple[Any, ...], backend: str, host_read: bool) -> graph.Labels:
+    return graph.labels(None, constants, want=want, backend=backend, host_read=host_read, direct=False)
+
+
+_labels._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@as_it_is
+def _row_facts(source: Source, targets: Any, want: Any, teacher: Any, backend: str, host_read: bool) -> Facts:
     source = plain_source(source)
+    sweep = facts_sweep(source, targets, want, teacher, backend, host_read)
+    needs = tuple(x.requires_grad and torch.is_grad_enabled() for x in source.tensors)
+    if any(needs):
+        _, *facts = Head.apply(sweep, None, needs, *source.tensors)
+    else:
+        with torch.no_grad():
+            result = run(sweep, None, needs)
+            facts = [sweep.rows.put(result.facts[f]) for f in sweep.want.facts]
+    return Facts(dict(zip(sweep.want.facts, facts, strict=True)))
+
+
+def facts_sweep(
+    source: Source,
+    targets: Tensor | Prepared | None,
+    want: Sequence[Any],
+    teacher: Teacher | Mapping[str, Teacher] | None,
+    backend: str,
+    host_read: bool,
+) -> Sweep:
+    """The sweep of `row_facts`."""
     teachers = name_teachers(teacher, source)
     wanted = [_read_fact(x, teachers) for x in ([want] if isinstance(want, str) else want)]
     if not wanted:
@@ -253,15 +329,7 @@ def row_facts(
     chosen = Want(wanted)
     engine = backend_for(backend, source, chosen)
     rows = bind_rows(source.leading, targets, None, vocab=source.vocab, device=source.device, host_read=host_read)
-    sweep = Sweep(source, rows, chosen, engine, bind_guides(teachers, chosen.teachers, source, rows))
-    needs = tuple(x.requires_grad and torch.is_grad_enabled() for x in source.tensors)
-    if any(needs):
-        _, *facts = Head.apply(sweep, None, needs, *source.tensors)
-    else:
-        with torch.no_grad():
-            result = run(sweep, None, needs)
-            facts = [rows.put(result.facts[f]) for f in sweep.want.facts]
-    return Facts(dict(zip(sweep.want.facts, facts, strict=True)))
+    return Sweep(source, rows, chosen, engine, bind_guides(teachers, chosen.teachers, source, rows))
 
 
 def _read_fact(want: Any, teachers: Mapping[str, Teacher]) -> Fact:

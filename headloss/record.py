@@ -25,7 +25,7 @@ class Facts(Mapping[Key, Tensor]):
 
     def __init__(self, values: Mapping[Fact, Tensor]) -> None:
         several = len({f.teacher for f in values} - {None}) > 1
-        self._values = {_key(f, several): x for f, x in values.items()}
+        self._values = {key_of(f, several): x for f, x in values.items()}
 
     def __getitem__(self, key: Key) -> Tensor:
         return self._values[key]
@@ -49,18 +49,18 @@ class Facts(Mapping[Key, Tensor]):
 torch.utils._pytree.register_pytree_node(  # so that wrappers (FSDP) find the tensors that the loss hangs on
     Facts,
     lambda facts: (list(facts._values.values()), list(facts._values)),
-    lambda values, keys: _facts_from(list(values), keys),
+    lambda values, keys: facts_from(list(values), keys),
 )
 
 
-def _key(fact: Fact, several: bool) -> Key:
+def key_of(fact: Fact, several: bool) -> Key:
     name = fact.name if fact.element is None else str(fact.element)
     if several and fact.teacher is not None:
         return name, fact.temperature, fact.teacher
     return name if fact.temperature is None else (name, fact.temperature)
 
 
-def _facts_from(values: list[Tensor], keys: list[Any]) -> Facts:
+def facts_from(values: list[Tensor], keys: list[Any]) -> Facts:
     facts = Facts({})
     facts._values = dict(zip(keys, values, strict=True))
     return facts

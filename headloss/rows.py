@@ -29,21 +29,30 @@ class Stats(NamedTuple):
     sorted: bool  # the valid rows' segment ids never fall
     lengths: tuple[int, ...]  # valid rows of each segment
 
+    @classmethod
+    def read(cls, numbers: list[int]) -> Stats:
+        """From the numbers that `prepare` makes."""
+        valid, low, high, *more = numbers
+        if not more:
+            return cls(valid, low, high, 0, -1, True, ())
+        return cls(valid, low, high, more[0], more[1], not more[2], tuple(more[3:]))
+
 
 class Prepared:
     """Targets and segments with everything the host must know about them already read.  See `prepare`."""
 
-    __slots__ = ("segments", "stats", "targets")
+    __slots__ = ("numbers", "segments", "stats", "targets")
 
-    def __init__(self, targets: Tensor, segments: Segments | None, stats: Stats) -> None:
+    def __init__(self, targets: Tensor, segments: Segments | None, stats: Stats, numbers: Tensor) -> None:
         self.targets, self.segments, self.stats = targets, segments, stats
+        self.numbers = numbers  # the same as a tensor of the host, for a graph
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Prepared:
         segments = self.segments
         if segments is not None:
             ids = segments.ids.to(device, non_blocking=non_blocking)
             segments = Segments(ids, segments.num_segments, group=segments.group)
-        return Prepared(self.targets.to(device, non_blocking=non_blocking), segments, self.stats)
+        return Prepared(self.targets.to(device, non_blocking=non_blocking), segments, self.stats, self.numbers)
 
 
 def prepare(targets: Tensor, segments: Segments | None = None) -> Prepared:
@@ -57,12 +66,12 @@ def prepare(targets: Tensor, segments: Segments | None = None) -> Prepared:
     flat = targets.reshape(-1)
     valid = flat != IGNORE
     big = torch.iinfo(flat.dtype).max
-    numbers = [
+    counted = [
         valid.sum(),
         flat.masked_fill(~valid, big).min() if len(flat) else valid.sum(),
         flat.masked_fill(~valid, 0).max() if len(flat) else valid.sum(),
     ]
-    parts = [torch.stack([x.long() for x in numbers])]
+    parts = [torch.stack([x.long() for x in counted])]
     if ids is not None and segments is not None:
         held = ids.masked_fill(~valid, -1)
         falls = (held.masked_fill(held < 0, 0).cummax(0).values > held) & (held >= 0) if len(flat) else held > 0
@@ -70,11 +79,8 @@ def prepare(targets: Tensor, segments: Segments | None = None) -> Prepared:
         parts.append(torch.stack([(valid & (ids < 0)).sum(), stray.long(), falls.any().long()]))
         inside = held.clamp(max=segments.num_segments - 1)
         parts.append(Segments(inside, segments.num_segments).counts.long())
-    read = torch.cat(parts).tolist()
-    stats = Stats(read[0], read[1], read[2], 0, -1, True, ())
-    if segments is not None:
-        stats = stats._replace(loose=read[3], stray=read[4], sorted=not read[5], lengths=tuple(read[6:]))
-    return Prepared(targets, segments, stats)
+    numbers = torch.cat(parts).cpu()
+    return Prepared(targets, segments, Stats.read(numbers.tolist()), numbers)
 
 
 class Rows:

@@ -311,7 +311,8 @@ def _check_transform(source: Logits | Linear, x: Tensor) -> None:
             raise ValueError("temperature: requires grad, but no gradient flows to a temperature; pass it detached")
         if T.ndim and tuple(T.shape) != tuple(x.shape[:-1]):
             raise ValueError(f"temperature: wanted a number or shape {tuple(x.shape[:-1])}, got {tuple(T.shape)}")
-        if T.device.type == "cpu" and T.numel() and not bool((T > 0).all() and T.isfinite().all()):
+        read = T.device.type == "cpu" and T.numel() and not torch.compiler.is_compiling()
+        if read and not bool((T > 0).all() and T.isfinite().all()):
             raise ValueError(f"temperature: wanted positive and finite, got a smallest value of {float(T.min())}")
         if T.ndim and T.device != x.device:
             raise ValueError(f"temperature: is on {T.device}, but the source is on {x.device}")

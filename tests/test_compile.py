@@ -1,36 +1,314 @@
-"""torch.compile around the head: what stands before and after is compiled, the head itself runs as it is."""
+"""torch.compile: a call is one operator of a whole graph, and gives what it gives without."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 
 import headloss as hl
-from headloss.losses import cross_entropy, z_loss
+from headloss.losses import cross_entropy, forward_kl, grpo, gspo, jsd, reinforce, z_loss
 
-OBJECTIVE = hl.Objective(ce=cross_entropy, z=hl.Term(z_loss, weight=0.1), metrics=["entropy"])
+V, D, S = 31, 5, 3
+OBJECTIVE = hl.Objective(ce=cross_entropy, z=hl.Term(z_loss, weight=0.1), metrics=["entropy", "accuracy"])
+POLICY = hl.Objective(
+    rl=hl.Term(gspo, low=0.2, high=0.2, reduction="seq_mean_token_mean"), z=hl.Term(z_loss, weight=0.1)
+)
+VALUE = hl.Objective(rl=hl.Term(reinforce, weight=0.5), ce=cross_entropy)
+DENSE = hl.Objective(ce=cross_entropy, kl=hl.Term(forward_kl, weight=0.5, temperature=2.0), js=jsd)
+SPARSE = hl.Objective(kl=forward_kl, ce=hl.Term(cross_entropy, weight=0.3))
 
 
-def step(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return OBJECTIVE(hl.Linear(hidden.tanh(), weight), targets).loss * 2
+def centred(logprob: Tensor, advantage: Tensor) -> Tensor:
+    return -(advantage - advantage.mean()) * logprob
 
 
-def test_compiled_around_the_head() -> None:
+MIXED = hl.Objective(rl=centred, metrics=["perplexity"])
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> None:
     torch._dynamo.reset()
-    compiled = torch.compile(step, backend="eager")
-    for rows, ignored in ((7, 0), (7, 3), (12, 5)):
-        hidden = torch.randn(rows, 5, dtype=torch.float64, requires_grad=True)
-        weight = torch.randn(31, 5, dtype=torch.float64, requires_grad=True)
-        targets = torch.randint(31, (rows,)).index_fill(0, torch.arange(ignored), -100)
-        want, found = step(hidden, weight, targets), compiled(hidden, weight, targets)
-        torch.testing.assert_close(found, want)
-        torch.testing.assert_close(
-            torch.autograd.grad(found, (hidden, weight)), torch.autograd.grad(want, (hidden, weight))
-        )
 
 
-def test_a_whole_graph_is_refused_with_the_reason() -> None:
+def data(rows: int, ignored: int = 2, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+    torch.manual_seed(rows)
+    found: dict[str, Tensor] = {
+        "hidden": torch.randn(rows, D, dtype=dtype),
+        "weight": torch.randn(V, D, dtype=dtype),
+        "bias": torch.randn(V, dtype=dtype),
+        "logits": 3 * torch.randn(rows, V, dtype=dtype),
+        "advantage": torch.randn(rows, dtype=dtype),
+        "old_logprob": -3 + torch.rand(rows, dtype=dtype),
+        "teacher_weight": torch.randn(V + 2, D, dtype=dtype),
+        "teacher_logprobs": torch.randn(rows, 4, dtype=dtype).log_softmax(-1),
+    }
+    for name in ("hidden", "weight", "bias", "logits", "advantage"):
+        found[name].requires_grad_()
+    order = torch.randperm(rows)
+    found["targets"] = torch.randint(V, (rows,)).index_fill(0, order[:ignored], -100)
+    found["ids"] = torch.randint(S, (rows,))
+    found["teacher_ids"] = torch.randint(V, (rows, 4))
+    found["beta"] = torch.tensor(0.7, dtype=dtype)
+    found["items"] = torch.tensor(11.0, dtype=dtype)
+    return found
+
+
+def linear(x: dict[str, Tensor]) -> hl.Linear:
+    return hl.Linear(x["hidden"] * 1.5, x["weight"], x["bias"], memory=V * 8 * 5, softcap=20.0)
+
+
+def logits(x: dict[str, Tensor]) -> hl.Logits:
+    return hl.Logits(x["logits"] * 1.5, temperature=0.8)
+
+
+def segments(x: dict[str, Tensor]) -> hl.Segments:
+    return hl.Segments.from_ids(x["ids"], S)
+
+
+def plain(source: Any, x: dict[str, Tensor]) -> Any:
+    return OBJECTIVE(source(x), x["targets"])
+
+
+def counted(source: Any, x: dict[str, Tensor]) -> Any:
+    return OBJECTIVE(source(x), x["targets"], num_items=9, weights={"z": 0.3}, grad_scale=2.0)
+
+
+def counted_on_device(source: Any, x: dict[str, Tensor]) -> Any:
+    return OBJECTIVE(source(x), x["targets"], num_items=x["items"], weights={"z": x["beta"], "ce": 0.0})
+
+
+def by_segment(source: Any, x: dict[str, Tensor]) -> Any:
+    inputs = {"advantage": x["advantage"].detach(), "old_logprob": x["old_logprob"]}
+    return POLICY(source(x), x["targets"], segments=segments(x), num_segments=4, **inputs)
+
+
+def with_gradients(source: Any, x: dict[str, Tensor]) -> Any:
+    return VALUE(source(x), x["targets"], advantage=x["advantage"] * 2)
+
+
+def mixed_rows(source: Any, x: dict[str, Tensor]) -> Any:
+    return MIXED(source(x), x["targets"], advantage=x["advantage"])
+
+
+def dense_teacher(source: Any, x: dict[str, Tensor]) -> Any:
+    teacher = hl.Linear(x["hidden"].detach() * 0.5, x["teacher_weight"])
+    return DENSE(source(x), x["targets"], teacher=teacher)
+
+
+def sparse_teacher(source: Any, x: dict[str, Tensor]) -> Any:
+    return SPARSE(source(x), x["targets"], teacher=hl.Sparse(x["teacher_ids"], x["teacher_logprobs"]))
+
+
+def unread(source: Any, x: dict[str, Tensor]) -> Any:
+    return POLICY(source(x), x["targets"], segments=segments(x), host_read=False, advantage=x["advantage"].detach())
+
+
+def a_fact_pulled(source: Any, x: dict[str, Tensor]) -> Any:
+    out = OBJECTIVE(source(x), x["targets"])
+    return out._replace(loss=out.loss + (out.facts.entropy * x["old_logprob"]).mean())
+
+
+CALLS = (
+    plain, counted, counted_on_device, by_segment, with_gradients, mixed_rows, dense_teacher, sparse_teacher, unread,
+    a_fact_pulled,
+)  # fmt: skip
+
+
+def flat(out: Any) -> dict[str, Any]:
+    return {
+        "loss": out.loss * 2,
+        "terms": dict(out.terms),
+        "metrics": {name: metric.value for name, metric in out.metrics.items()},
+        "facts": dict(out.facts.items()),
+    }
+
+
+def gradients(loss: Tensor, x: dict[str, Tensor]) -> dict[str, Tensor | None]:
+    leaves = {name: t for name, t in x.items() if t.requires_grad}
+    return dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values()), allow_unused=True), strict=True))
+
+
+def same(found: Any, want: Any) -> None:
+    torch.testing.assert_close(found, want, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("source", [linear, logits])
+@pytest.mark.parametrize("call", CALLS, ids=lambda f: f.__name__)
+def test_a_whole_graph_gives_what_eager_gives(call: Callable[..., Any], source: Callable[..., Any]) -> None:
+    def step(x: dict[str, Tensor]) -> dict[str, Any]:
+        return flat(call(source, x))
+
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+    for rows, ignored in ((7, 2), (12, 0)):
+        x = data(rows, ignored)
+        want, found = step(x), compiled(x)
+        same(found, want)
+        same(gradients(found["loss"], x), gradients(want["loss"], x))
+        if "entropy" in want["facts"]:  # and a fact that is pulled on behind the graph
+            want, found = step(x), compiled(x)
+            pulled = [(out["facts"]["entropy"] ** 2).sum() + out["loss"] for out in (found, want)]
+            same(gradients(pulled[0], x), gradients(pulled[1], x))
+
+
+def test_compiled_to_code() -> None:
+    def step(x: dict[str, Tensor]) -> dict[str, Any]:
+        return flat(counted(linear, x)) | {"facts": {}}
+
+    compiled = torch.compile(step, fullgraph=True)
+    x = data(9)
+    want, found = step(x), compiled(x)
+    same(found, want)
+    same(gradients(found["loss"], x), gradients(want["loss"], x))
+
+
+def test_rows_change_without_compiling_again() -> None:
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(lambda x: flat(by_segment(linear, x)), backend=counter, fullgraph=True)
+    for rows in (7, 12, 13, 20, 8):
+        x = data(rows)
+        want, found = flat(by_segment(linear, x)), compiled(x)
+        same(found, want)
+        same(gradients(found["loss"], x), gradients(want["loss"], x))
+    assert counter.frame_count <= 2  # one size, then any
+
+
+def test_numbers_change_without_compiling_again() -> None:
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+
+    def step(x: dict[str, Tensor], beta: float, items: int) -> Any:
+        return OBJECTIVE(logits(x), x["targets"], weights={"z": beta}, num_items=items).loss
+
+    compiled = torch.compile(step, backend=counter, fullgraph=True)
+    for i in range(5):
+        x = data(7)
+        same(compiled(x, 0.1 + 0.2 * i, 9 + i), step(x, 0.1 + 0.2 * i, 9 + i))
+    assert counter.frame_count <= 2
+
+
+def test_evaluation_makes_no_gradients() -> None:
+    compiled = torch.compile(lambda x: flat(plain(linear, x)), backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        x = data(9)
+        found = compiled(x)
+        same(found, flat(plain(linear, x)))
+    assert not found["loss"].requires_grad
+
+
+def test_forward_backward() -> None:
+    def step(x: dict[str, Tensor]) -> Any:
+        out = OBJECTIVE.forward_backward(linear(x), x["targets"])
+        return out.loss, out.grads.hidden, out.grads.weight, out.grads.bias
+
+    x = data(9)
+    same(torch.compile(step, backend="aot_eager", fullgraph=True)(x), step(x))
+
+
+@pytest.mark.parametrize("source", [linear, logits])
+def test_row_facts(source: Callable[..., Any]) -> None:
+    def step(x: dict[str, Tensor]) -> Tensor:
+        facts = hl.row_facts(source(x), x["targets"], want=("logprob", "entropy", ("entropy", 2.0)))
+        return -facts.logprob.sum() + (facts["entropy", 2.0] * facts.entropy).sum()
+
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+    for rows in (7, 9):
+        x = data(rows)
+        want, found = step(x), compiled(x)
+        same(found, want)
+        same(gradients(found, x), gradients(want, x))
+
+
+def test_two_objectives_in_one_graph() -> None:
+    def step(x: dict[str, Tensor]) -> Tensor:
+        source = linear(x)
+        return OBJECTIVE(source, x["targets"]).loss + VALUE(source, x["targets"], advantage=x["advantage"]).loss
+
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+    x = data(9)
+    want, found = step(x), compiled(x)
+    same(found, want)
+    same(gradients(found, x), gradients(want, x))
+
+
+def test_another_objective_is_another_graph_and_an_equal_one_is_not() -> None:
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+
+    def step(objective: hl.Objective, x: dict[str, Tensor]) -> Tensor:
+        return objective(logits(x), x["targets"]).loss
+
+    compiled = torch.compile(step, backend=counter, fullgraph=True)
+    x = data(9)
+    for weight in (0.1, 0.1, 0.2, 0.1):
+        objective = hl.Objective(ce=cross_entropy, z=hl.Term(z_loss, weight=weight))
+        same(compiled(objective, x), step(objective, x))
+    assert counter.frame_count == 2
+
+
+def test_prepared_targets_are_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def step(x: dict[str, Tensor], prepared: hl.Prepared) -> Any:
+        return flat(POLICY(linear(x), prepared, advantage=x["advantage"].detach()))
+
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+    x = data(9)
+    prepared = hl.prepare(x["targets"], segments(x))
+    want = step(x, prepared)
+    compiled(x, prepared)
+    monkeypatch.setattr("headloss.ops.prepare", None)
+    found = compiled(x, prepared)
+    same(found, want)
+    same(gradients(found["loss"], x), gradients(want["loss"], x))
+
+
+def test_autocast() -> None:
+    def step(x: dict[str, Tensor]) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return OBJECTIVE(linear(x), x["targets"]).loss
+
+    x = data(9, dtype=torch.float32)
+    want, found = step(x), torch.compile(step, backend="aot_eager", fullgraph=True)(x)
+    torch.testing.assert_close(found, want)
+    torch.testing.assert_close(gradients(found, x), gradients(want, x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_loss_scale_reaches_narrow_gradients(dtype: torch.dtype) -> None:
+    def step(x: dict[str, Tensor]) -> Tensor:
+        return OBJECTIVE(hl.Linear(x["hidden"], x["weight"], memory=V * 2 * 4), x["targets"], num_items=1 << 20).loss
+
+    x = data(9)
+    x |= {k: t.detach().to(dtype).requires_grad_() for k, t in x.items() if t.requires_grad}
+    scale = 2.0**16
+    found = gradients(torch.compile(step, backend="aot_eager", fullgraph=True)(x) * scale, x)
+    want = gradients(step(x) * scale, x)
+    assert want["hidden"] is not None and want["hidden"].abs().max() > 0
+    torch.testing.assert_close(found, want)
+
+
+def test_what_overwrites_its_logits_breaks_the_graph() -> None:
+    def step(x: Tensor, targets: Tensor) -> Tensor:
+        return OBJECTIVE(hl.Logits(x * 2, inplace=True), targets).loss
+
+    x = data(9)
+    found = torch.compile(step, backend="eager")(x["logits"], x["targets"])
+    same(found, step(x["logits"], x["targets"]))
     torch._dynamo.reset()
-    compiled = torch.compile(step, backend="eager", fullgraph=True)
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="headloss runs its own sweeps"):
-        compiled(torch.randn(4, 5), torch.randn(31, 5), torch.randint(31, (4,)))
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="headloss runs this call as it is"):
+        torch.compile(step, backend="eager", fullgraph=True)(x["logits"], x["targets"])
+
+
+def test_a_missing_input_is_named() -> None:
+    objective = hl.Objective(rl=grpo)
+    compiled = torch.compile(lambda x: objective(logits(x), x["targets"]).loss, backend="aot_eager", fullgraph=True)
+    with pytest.raises(Exception, match="advantage: missing; term 'rl'"):
+        compiled(data(7))
+
+
+def test_out_of_range_targets_are_still_refused() -> None:
+    compiled = torch.compile(lambda x: flat(plain(logits, x)), backend="aot_eager", fullgraph=True)
+    x = data(7)
+    x["targets"][0] = V
+    with pytest.raises(ValueError, match="targets: wanted values in"):
+        compiled(x)

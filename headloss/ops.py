@@ -1,0 +1,390 @@
+"""headloss in a graph: a call as one operator, for torch.compile, torch.export, FakeTensor and CUDA graphs.
+
+    headloss::visit   the call: loss, terms, metrics, facts, and what a backward needs of it
+    headloss::pull    the gradient of the source from cotangents of the facts, by another sweep
+
+Both take the call's tensors and its recipe, put the call together again and run the ordinary path; nothing of it is
+traced.  The loss's backward multiplies the gradients made in the visit (`Linear`) or pulls once with the cotangents
+made there (`Logits`); a fact is pulled on by another sweep, and only when something pulls.  Outputs never alias inputs.
+
+A graph needs the form of the result before there is one: see `recipe`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from headloss.binding import Plan, backend_for, bind, make_plan, rows_of
+from headloss.bound import BoundLoss
+from headloss.guides import bind_guides
+from headloss.heads import Grads
+from headloss.passes import Result, run, settle
+from headloss.planning import make_plan
+from headloss.recipe import Call, Form, Recipe, filled, numbered, read, stand_in
+from headloss.rows import Prepared, prepare
+from headloss.sweeps import NO_SOFTMAX, Sweep
+
+if TYPE_CHECKING:
+    from headloss.objective import Objective
+
+_library = torch.library.Library("headloss", "FRAGMENT")
+_library.define("visit(Tensor[] tensors, SymInt[] sizes, str recipe) -> Tensor[]")
+_library.define(
+    "pull(Tensor[] tensors, SymInt[] sizes, Tensor[] kept, Tensor[] cotangents, int[] which, str recipe) -> Tensor[]"
+)
+
+
+class Done(NamedTuple):
+    """A call that ran."""
+
+    sweep: Sweep
+    loss: BoundLoss | None
+    result: Result
+    numbers: Tensor  # what the host knows of the targets
+
+
+def perform(args: Call) -> Done:
+    """The ordinary path."""
+    recipe = args.recipe.data
+    targets, host_read = _known(args, recipe["host_read"])
+    loss: BoundLoss | None = None
+    if args.objective is None:
+        sweep = _facts_sweep(args, targets, host_read)
+    else:
+        plan = _plan(args, targets)
+        sweep, loss = bind(
+            args.objective, plan, targets, args.num_items, args.num_segments, args.grad_scale, host_read
+        )  # fmt: skip
+    with torch.no_grad():
+        result = run(sweep, loss, args.needs)
+        sweep.close()
+    numbers = targets.numbers if isinstance(targets, Prepared) else torch.empty(0, dtype=torch.long)
+    return Done(sweep, loss, result, numbers)
+
+
+def _plan(args: Call, targets: Tensor | Prepared | None) -> Plan:
+    assert args.objective is not None
+    plan = make_plan(args.objective, args.source, targets, args.segments, args.weights, args.teacher, args.inputs)
+    later = any(args.needs) and not args.recipe.visited  # pulled in the backward: what one launch made would be scaled
+    return plan._replace(program=None, reason="the gradient is made in the backward") if later else plan
+
+
+def _known(args: Call, host_read: bool) -> tuple[Tensor | Prepared | None, bool]:
+    """The targets, with what the host must know of them; a graph that is being captured cannot ask."""
+    if args.targets is None:
+        return None, host_read
+    known = args.prepared()
+    if known is None and host_read and not _capturing(args.targets):
+        known = prepare(args.targets, args.segments)
+    return (args.targets, False) if known is None else (known, host_read)
+
+
+def _capturing(x: Tensor) -> bool:
+    return x.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _facts_sweep(args: Call, targets: Tensor | Prepared | None, host_read: bool) -> Sweep:
+    from headloss.objective import facts_sweep
+
+    want = [tuple(x) if isinstance(x, list) else x for x in args.recipe.data["want"]]
+    return facts_sweep(args.source, targets, want, args.teacher, args.recipe.data["backend"], host_read)
+
+
+@functools.lru_cache(512)
+def form(text: str) -> Form:
+    """The form of a call's result, from a rehearsal: a few rows of zeros, on the host."""
+    recipe = read(text)
+    data = dict(recipe.data)
+    leading = ((6,), (2, 3), *((2, 3, *(1 for _ in range(n))) for n in range(1, 9)))[data["ndim"] - 1]
+    split = data["source"][3]
+    data["source"] = [*data["source"][:3], None]
+    data["teachers"] = [[*x[:-1], None] for x in data["teachers"]]
+    data["backend"], data["group"], data["host_read"] = "torch", None, True
+    kept = [x for x in data["tensors"] if x[0] != "numbers"]
+    data["tensors"] = kept
+    objective = recipe.objective
+    if objective is not None:
+        tensors = {n: 1.0 for n, t in objective.terms.items() if isinstance(t.weight, Tensor)}
+        objective = _on_torch(objective)
+    else:
+        tensors = {}
+    with _outside():
+        given = []
+        for name, dtype, *place in kept:
+            if split is not None and name in ("source.weight", "source.bias", "source.logits"):
+                place[1] = split[2]
+            shape = stand_in(place, leading, 2)
+            like = getattr(torch, dtype[len("torch.") :])
+            fill = 1 if name.endswith(("temperature", "num_items", "num_segments")) or name.startswith("weights") else 0
+            x = torch.full(shape, fill, dtype=like)
+            if name == "segments":
+                x = (torch.arange(x.numel()) % 2).view(shape)
+            given.append(x)
+        sizes = [2 if name == "segments" else 6 for name in data["sizes"]]
+        names = tuple(x[0] for x in kept)
+        args = Call(Recipe(text, data, objective, names), given, sizes)
+        args.weights = {**tensors, **args.weights}
+        done = perform(args)
+    facts = done.sweep.want.facts
+    values = [done.result.facts[f] for f in facts]
+    softmax, tensors_ = numbered(done.result.softmax) if not done.sweep.want.only_ids else (None, [])
+    loss = done.loss
+    metrics = () if loss is None else tuple((n, m.kind, m.per, len(m.parts)) for n, m in loss.metrics.items())
+    terms = () if loss is None else tuple(loss.values)
+    cotangents = tuple(f for f in facts if f in done.result.by_fact)
+    return Form(
+        facts, tuple(x.dtype for x in values), tuple(tuple(x.shape[1:]) for x in values), terms, metrics, cotangents,
+        softmax, len(tensors_), torch.float32 if data["device"] == "mps" else torch.float64,
+    )  # fmt: skip
+
+
+def _on_torch(objective: Objective) -> Objective:
+    other = object.__new__(type(objective))
+    for name in objective.__slots__:
+        object.__setattr__(other, name, getattr(objective, name))
+    object.__setattr__(other, "backend", "torch")
+    object.__setattr__(other, "known", {})
+    return other
+
+
+@contextmanager
+def _outside() -> Iterator[None]:
+    """Ordinary tensors and autograd, whatever is being traced around."""
+    with _disable_current_modes(), _recording(), torch.enable_grad():
+        yield
+
+
+@contextmanager
+def _recording() -> Iterator[None]:
+    """Autograd as usual: inside an operator it is switched off, and a loss may need it for the facts' cotangents."""
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradFunctionality)
+    keys = keys | torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+    include, exclude = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+    with torch._C._ForceDispatchKeyGuard(include, exclude - keys):
+        yield
+
+
+def _visit(tensors: Sequence[Tensor], sizes: Sequence[int], text: str) -> list[Tensor]:
+    recipe, known = read(text), form(text)
+    args = Call(recipe, tensors, sizes)
+    with _recording(), torch.enable_grad():
+        done = perform(args)
+        sweep, loss, result = done.sweep, done.loss, done.result
+    with _recording(), torch.no_grad():
+        dtype, device = args.source.fact_dtype, args.source.device
+        put = sweep.rows.put
+        empty = functools.partial(torch.empty, 0, device=device)
+        out = [result.loss.to(dtype)]
+        out.append(torch.stack([loss.values[n] for n in known.terms]) if loss and known.terms else empty(dtype=dtype))
+        parts = [p for name, *_ in known.metrics for p in loss.metrics[name].parts] if loss else []
+        out.append(torch.stack(parts).to(known.wide) if parts else empty(dtype=known.wide))
+        out += [put(result.facts[f]) for f in known.facts]
+        made = any(args.needs)
+        if made and recipe.visited and loss is not None:
+            grads, scale = _made(sweep, result, args.needs, recipe.data["direct"])
+            out += [] if recipe.data["direct"] else [scale]
+            out += [x.to(_kept_dtype(args, y)) for x, y in zip(grads, args.source.tensors) if x is not None]
+        if recipe.data["direct"]:
+            return _apart(out, tensors)
+        if loss is not None:
+            for name in recipe.data["wanted"]:
+                g, x = loss.shaped(name, result.by_input.get(name)), args.inputs[name]
+                g = g if g is None or result.normaliser is None else g * result.normaliser
+                out.append(torch.zeros_like(x) if g is None else g.to(x.dtype).view(x.shape))
+        if made:
+            _, leaves = numbered(result.softmax) if known.tensors else (None, [])
+            out.append(torch.stack([put(x.to(dtype)) for x in leaves]) if leaves else empty(dtype=dtype))
+            out.append(done.numbers)
+        if made and not recipe.visited and loss is not None:
+            unknown = [f for f in result.by_fact if f not in known.cotangents]
+            if unknown:
+                raise RuntimeError(f"headloss: a loss pulls on {unknown[0].name!r} in this call, and did not in others")
+            zero = torch.zeros(sweep.rows.count, dtype=dtype, device=device)
+            for f, width in zip(known.facts, known.widths):
+                if f in known.cotangents:
+                    g = result.by_fact.get(f)
+                    out.append(put(zero.view(-1, *(1 for _ in width)).expand(-1, *width) if g is None else g.to(dtype)))
+    return _apart(out, tensors)
+
+
+def _made(sweep: Sweep, result: Result, needs: tuple[bool, ...], final: bool) -> tuple[list[Tensor | None], Tensor]:
+    """The gradients made in the visit, and what they still have to be multiplied with."""
+    one = torch.ones((), dtype=sweep.source.fact_dtype, device=sweep.source.device)
+    if final:
+        return _listed(settle(sweep, result, needs), len(needs)), one
+    if result.grads is not None:
+        return _listed(result.grads, len(needs)), one if result.normaliser is None else result.normaliser.to(one)
+    by_fact = result.by_fact
+    if sweep.source.narrow and by_fact:
+        one = torch.stack([g.abs().amax() if g.numel() else g.sum() for g in by_fact.values()]).amax()
+        one = one.masked_fill(one == 0, 1.0)
+        by_fact = {f: g / one for f, g in by_fact.items()}
+    grads = sweep.pull(result.facts, result.softmax, by_fact, needs)
+    sweep.close()
+    return _listed(grads, len(needs)), one
+
+
+def _listed(grads: Grads, count: int) -> list[Tensor | None]:
+    return [grads.logits] if count == 1 else [grads.hidden, grads.weight, grads.bias][:count]
+
+
+def _kept_dtype(args: Call, x: Tensor) -> torch.dtype:
+    return torch.float32 if args.source.narrow and not args.recipe.data["direct"] else x.dtype
+
+
+def _apart(out: list[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
+    """No output in memory that another, or an input, has too."""
+    seen = {x.untyped_storage().data_ptr() for x in inputs}
+    for i, x in enumerate(out):
+        place = x.untyped_storage().data_ptr()
+        if (place in seen and x.numel()) or not x.is_contiguous():
+            out[i] = x = x.clone(memory_format=torch.contiguous_format)
+            place = x.untyped_storage().data_ptr()
+        seen.add(place)
+        out[i] = x.detach()
+    return out
+
+
+def _visit_fake(tensors: Sequence[Tensor], sizes: Sequence[int], text: str) -> list[Tensor]:
+    recipe, known = read(text), form(text)
+    args = Call(recipe, tensors, sizes)
+    source, data = args.source, recipe.data
+    dtype, leading, loss = source.fact_dtype, tensors[0].shape[:-1], args.objective is not None
+    new = functools.partial(tensors[0].new_empty, dtype=dtype)
+    out = [new(()), new(len(known.terms)), new(sum(m[3] for m in known.metrics), dtype=known.wide)]
+    out += [new((*leading, *w), dtype=d) for w, d in zip(known.widths, known.dtypes)]
+    made = any(args.needs)
+    if made and recipe.visited and loss:
+        out += [] if data["direct"] else [new(())]
+        for x, need in zip(source.tensors, args.needs):
+            out += [new(x.shape, dtype=_kept_dtype(args, x))] if need else []
+    if data["direct"]:
+        return out
+    if loss:
+        out += [torch.empty_like(args.inputs[n], memory_format=torch.contiguous_format) for n in data["wanted"]]
+    if made:
+        out.append(new((known.tensors, *leading)) if known.tensors else new(0))
+        host = data["host_read"] and args.targets is not None
+        length = 0 if not host else 3 if args.segments is None else 6 + args.segments.num_segments
+        length = args.numbers.shape[0] if args.numbers is not None else length
+        out.append(torch.empty(length, dtype=torch.long, device="cpu"))
+    if made and not recipe.visited and loss:
+        shape = dict(zip(known.facts, known.widths))
+        out += [new((*leading, *shape[f])) for f in known.facts if f in known.cotangents]
+    return out
+
+
+def _pull(
+    tensors: Sequence[Tensor],
+    sizes: Sequence[int],
+    kept: Sequence[Tensor],
+    cotangents: Sequence[Tensor],
+    which: Sequence[int],
+    text: str,
+) -> list[Tensor]:
+    """kept: the facts, their softmax in one piece, and what the host knows of the targets."""
+    recipe, known = read(text), form(text)
+    args = Call(recipe, tensors, sizes)
+    *facts, softmax, numbers = kept
+    args.numbers = numbers if numbers.numel() else None
+    with _recording(), torch.no_grad():
+        targets, host_read = _known(args, recipe.data["host_read"] and bool(numbers.numel()))
+        if args.objective is None:
+            sweep = _facts_sweep(args, targets, host_read)
+        else:
+            plan = _plan(args, targets)
+            rows = rows_of(plan, targets, host_read)
+            backend = backend_for(args.objective.backend, args.source, plan.want)
+            guides = bind_guides(plan.teachers, plan.want.teachers, args.source, rows)
+            sweep = Sweep(args.source, rows, plan.want, backend, guides)
+        take = sweep.rows.take
+        by_fact = {f: take(x) for f, x in zip(known.facts, facts, strict=True)}
+        whole = filled(known.softmax, [take(x) for x in softmax]) if known.tensors else NO_SOFTMAX
+        pulls = {known.facts[i]: take(g) for i, g in zip(which, cotangents, strict=True)}
+        grads = _listed(sweep.pull(by_fact, whole, pulls, args.needs), len(args.needs))
+        sweep.close()
+        out = [x.to(y.dtype) for x, y in zip(grads, args.source.tensors) if x is not None]
+    return _apart(out, [*tensors, *kept, *cotangents])
+
+
+def _pull_fake(tensors: Any, sizes: Any, kept: Any, cotangents: Any, which: Any, text: str) -> list[Tensor]:
+    needs = read(text).data["needs"]
+    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x, need in zip(tensors, needs) if need]
+
+
+def _visit_context(ctx: Any, inputs: Any, output: list[Tensor]) -> None:
+    tensors, sizes, text = inputs
+    recipe, known = read(text), form(text)
+    ctx.set_materialize_grads(False)
+    n = len(known.facts)
+    live = [3 + i for i in known.differentiable()] if any(recipe.data["needs"]) else []
+    if recipe.objective is not None and (any(recipe.data["needs"]) or recipe.data["wanted"]):
+        live.append(0)
+    ctx.mark_non_differentiable(*(x for i, x in enumerate(output) if i not in live))
+    ctx.text, ctx.sizes, ctx.count = text, list(sizes), len(tensors)
+    ctx.save_for_backward(*tensors, *output[3 : 3 + n], *output[3 + n :])
+
+
+def _visit_backward(ctx: Any, grads: list[Tensor | None]) -> Any:
+    recipe, known = read(ctx.text), form(ctx.text)
+    data, n = recipe.data, len(known.facts)
+    saved = list(ctx.saved_tensors)
+    tensors, facts, more = saved[: ctx.count], saved[ctx.count : ctx.count + n], saved[ctx.count + n :]
+    needs, loss = data["needs"], recipe.objective is not None
+    made = any(needs)
+    by_source: list[Tensor | None] = [None] * recipe.sources
+    by_tensor: list[Tensor | None] = [None] * ctx.count
+    g_loss = grads[0] if loss else None
+    pending = {i: grads[3 + i] for i in known.differentiable() if grads[3 + i] is not None}
+    if made and recipe.visited and loss:
+        normaliser, more = more[0], more[1:]
+        for i, need in enumerate(needs):
+            if need:
+                g, more = more[0], more[1:]
+                by_source[i] = None if g_loss is None else _times(g, g_loss * normaliser, tensors[i].dtype)
+    for name in data["wanted"] if loss else ():
+        g, more = more[0], more[1:]
+        if g_loss is not None:
+            by_tensor[recipe.names.index(f"inputs.{name}")] = _times(g, g_loss, g.dtype)
+    if made:
+        softmax, numbers, *cotangents = more
+        if g_loss is not None:
+            for i, g in zip([known.facts.index(f) for f in known.facts if f in known.cotangents], cotangents):
+                pulled = g * g_loss
+                pending[i] = pulled if i not in pending else pending[i] + pulled
+        if pending:
+            pulls = [x.to(softmax.dtype) for x in pending.values() if x is not None]
+            which = list(pending)
+            found = torch.ops.headloss.pull(
+                tensors, ctx.sizes, [*facts, softmax, numbers], pulls, which, ctx.text
+            )  # fmt: skip
+            places = [i for i, need in enumerate(needs) if need]
+            for i, g in zip(places, found):
+                before = by_source[i]
+                by_source[i] = g if before is None else before + g
+    by_tensor[: recipe.sources] = by_source
+    return by_tensor, [] if not ctx.sizes else None, None
+
+
+def _times(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """In float32 where x is narrower."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return (x.to(wide) * scale.to(wide)).to(dtype)
+
+
+def _pull_backward(ctx: Any, grads: Any) -> Any:
+    raise RuntimeError("headloss: a gradient of a gradient was asked for; every backward here is once differentiable")
+
+
+for _name, _real, _fake in (("visit", _visit, _visit_fake), ("pull", _pull, _pull_fake)):
+    _library.impl(_name, _real, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"headloss::{_name}", _fake, lib=_library)
+torch.library.register_autograd("headloss::visit", _visit_backward, setup_context=_visit_context, lib=_library)
+torch.library.register_autograd("headloss::pull", _pull_backward, lib=_library)

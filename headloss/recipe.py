@@ -1,0 +1,364 @@
+"""Recipes: a call without its tensors, as a string.
+
+An operator of a graph takes tensors, sizes and a string.  The string is the rest of the call as JSON: the objective's
+config, the source's options, the names of the tensors in their order, and which of them want a gradient.  Equal calls
+have equal strings, and one whose losses all belong to headloss can be read in another process.
+
+    describe   a call's arguments  ->  tensors, sizes, and the rest as tuples of constants (torch.compile traces this)
+    write      the rest            ->  the recipe
+    Call       recipe and tensors  ->  the call's arguments again
+    form       recipe              ->  what the call returns, learned from a rehearsal on a few rows of zeros
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from headloss.config import write_config
+from headloss.facts import CONSTANT, FACTS, Fact
+from headloss.losses import LOSSES
+from headloss.metrics import DIVERGENCES, NAMED
+from headloss.parallel import VocabShard
+from headloss.rows import Prepared, Stats
+from headloss.segments import Segments
+from headloss.signature import function_name
+from headloss.sources import Linear, Logits, Source, Sparse, Teacher
+
+if TYPE_CHECKING:
+    from headloss.objective import Objective
+
+_TENSORS: dict[type, tuple[str, ...]] = {
+    Logits: ("logits",),
+    Linear: ("hidden", "weight", "bias"),
+    Sparse: ("ids", "logprobs"),
+}
+_OPTIONS: dict[type, tuple[str, ...]] = {
+    Logits: ("scale", "softcap", "inplace"),
+    Linear: ("scale", "softcap", "logits_dtype", "weight_grad_dtype", "memory", "_gemm_dtype"),
+    Sparse: (),
+}
+_KINDS: dict[str, type] = {kind.__name__: kind for kind in _TENSORS}
+
+
+class Described:
+    """A call, taken apart: tensors with a name and a place each, sizes with a name, and the rest.
+
+    A place is how a tensor's shape follows from the call's: ("row", *rest), ("flat",), ("segment", *rest) or
+    ("whole", *shape).
+    """
+
+    def __init__(self, leading: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> None:
+        self.leading, self.device, self.dtype = leading, device, dtype
+        self.tensors: list[Tensor] = []
+        self.names: list[Any] = []
+        self.sizes: list[int] = []
+        self.size_names: list[str] = []
+
+    def tensor(self, name: str, x: Tensor, *place: Any) -> None:
+        self.tensors.append(x)
+        self.names.append((name, x.dtype, *place))
+
+    def size(self, name: str, x: int) -> None:
+        self.sizes.append(x)
+        self.size_names.append(name)
+
+    def scalar(self, name: str, x: Any, dtype: torch.dtype) -> None:
+        """A number that may change from call to call: as a tensor, it is no part of the recipe."""
+        x = x if isinstance(x, Tensor) else self.number(x, dtype)
+        self.tensor(name, x, "whole", *x.shape)
+
+    def number(self, x: float, dtype: torch.dtype) -> Tensor:
+        return torch.ones((), dtype=dtype, device=self.device) * x  # torch leaves a product open, and `full` not
+
+    def source(self, label: str, source: Teacher) -> tuple[Any, ...]:
+        """Its tensors go into the lists; what it is, as constants."""
+        kind = type(source)
+        for name in _TENSORS[kind]:
+            x = getattr(source, name)
+            if x is None:
+                continue
+            if name == "weight":
+                self.tensor(f"{label}.{name}", x, "whole", x.shape[0], 1)
+            elif name == "bias":
+                self.tensor(f"{label}.{name}", x, "whole", x.shape[0])
+            else:
+                self.tensor(f"{label}.{name}", x, "row", 1 if name == "hidden" else x.shape[-1])
+        if isinstance(source, Sparse):
+            return (kind.__name__, (), None, None)
+        T: Any = source.temperature
+        if isinstance(T, Tensor):
+            self.tensor(f"{label}.temperature", T, *(("row",) if T.ndim else ("whole",)))
+            T = None
+        shard = source.shard
+        split = None
+        if shard is not None:
+            split = (shard.group.group_name, shard.start, shard.vocab, shard.width, shard.partial_hidden)
+        return (kind.__name__, tuple(getattr(source, name) for name in _OPTIONS[kind]), T, split)
+
+    def input(self, name: str, x: Any, num_segments: int | None) -> None:
+        if isinstance(x, bool):
+            x = torch.full((), x, dtype=torch.bool, device=self.device)
+        elif isinstance(x, int | float):
+            x = self.number(x, torch.float64) if isinstance(x, float) else torch.full((), x, device=self.device)
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name}: wanted a tensor or a number, got {type(x).__name__}")
+        lead = len(self.leading)
+        if name == "pairs":
+            place: tuple[Any, ...] = ("whole", 1, 2)
+        elif x.ndim and tuple(x.shape[:lead]) == self.leading:
+            place = ("row", *x.shape[lead:])
+        elif x.ndim and num_segments is not None and x.shape[0] == num_segments:
+            place = ("segment", *x.shape[1:])
+        else:
+            place = ("whole", *x.shape)
+        self.tensor(f"inputs.{name}", x, *place)
+
+
+def describe(
+    source: Source,
+    targets: Tensor | Prepared | None,
+    segments: Segments | None,
+    teacher: Teacher | Mapping[str, Teacher] | None,
+    rest: tuple[Any, ...],
+    inputs: Mapping[str, Any],
+    direct: bool = False,
+) -> tuple[Described, tuple[Any, ...]]:
+    """The tensors and sizes of a call, and all the rest of it as constants; see `write`."""
+    found = Described(source.leading, source.device, source.fact_dtype)
+    said = found.source("source", source)
+    needs = tuple(direct or (x.requires_grad and torch.is_grad_enabled()) for x in source.tensors)
+    if isinstance(targets, Prepared):
+        segments = targets.segments if segments is None else segments
+        found.tensor("numbers", targets.numbers, "whole", 0)
+        targets = targets.targets
+    if targets is not None:
+        found.tensor("targets", targets, "row")
+    group = None
+    if segments is not None:
+        found.tensor("segments", segments.ids, "flat" if segments.ids.ndim == 1 else "row")
+        found.size("segments", segments.num_segments)
+        group = "" if segments.group is None else segments.group.group_name
+    teachers = []
+    if isinstance(teacher, Mapping):
+        teachers = [(name, *found.source(f"teacher.{name}", x)) for name, x in teacher.items()]
+    elif teacher is not None:
+        teachers = [(None, *found.source("teacher.", teacher))]
+    num_items, num_segments, weights, scale, _ = rest
+    for name, x in (("num_items", num_items), ("num_segments", num_segments)):
+        if isinstance(x, int) and not isinstance(x, bool):
+            found.size(name, x)
+        elif x is not None:
+            found.scalar(name, x, source.fact_dtype)
+    if isinstance(scale, Tensor) or scale != 1.0:
+        found.scalar("grad_scale", scale, source.fact_dtype)
+    off = []
+    for name, weight in (weights or {}).items():
+        if not isinstance(weight, Tensor) and weight == 0:
+            off.append(name)
+        else:
+            found.scalar(f"weights.{name}", weight, source.fact_dtype)
+    wanted = []
+    for name, x in inputs.items():
+        if x is not None:
+            found.input(name, x, None if segments is None else segments.num_segments)
+            if isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled():
+                wanted.append(name)
+    constants = (said, needs, tuple(found.names), tuple(found.size_names), tuple(teachers), tuple(off), tuple(wanted))
+    return found, (*constants, group, len(source.leading), source.device.type)
+
+
+def write(objective: Objective | None, constants: tuple[Any, ...], **more: Any) -> str:
+    """The recipe of a call."""
+    said, needs, names, size_names, teachers, off, wanted, group, ndim, device = constants
+    recipe = {
+        "source": said, "needs": needs, "tensors": names, "sizes": size_names, "teachers": teachers, "off": off,
+        "wanted": wanted, "group": group, "ndim": ndim, "device": device, **more,
+    }  # fmt: skip
+    if objective is not None:
+        recipe["objective"] = _portable(objective) or _number(objective)
+    return json.dumps(recipe, default=str, separators=(",", ":"))
+
+
+def _portable(objective: Objective) -> Any:
+    """Its config, if that says all there is to say; None if it has functions or tensors of its own."""
+    for term in objective.terms.values():
+        if LOSSES.get(function_name(term.fn)) is not term.fn or callable(term.row_weight):
+            return None
+        if isinstance(term.weight, Tensor):
+            return None
+    for name, call in objective.metrics:
+        fn = getattr(call.fn, "fn", call.fn)
+        of_fact = name in FACTS and getattr(fn, "__module__", "") == "headloss.metrics"
+        if not of_fact and fn is not NAMED.get(name) and fn is not DIVERGENCES.get(name):
+            return None
+    try:
+        config = write_config(objective)
+        json.dumps(config)
+    except (TypeError, ValueError):
+        return None
+    return config
+
+
+_NUMBERED: dict[int, Objective] = {}  # objectives of graphs that no config describes: a graph keeps its own alive
+_count = itertools.count()
+
+
+def _number(objective: Objective) -> int:
+    for number, known in _NUMBERED.items():
+        if known is objective or known.key == objective.key:
+            return number
+    number = next(_count)
+    _NUMBERED[number] = objective
+    return number
+
+
+class Recipe(NamedTuple):
+    """A recipe, read."""
+
+    text: str
+    data: Mapping[str, Any]
+    objective: Objective | None
+    names: tuple[str, ...]  # of the tensors
+
+    @property
+    def sources(self) -> int:
+        """How many of the tensors, the first ones, are the source's own and may want a gradient."""
+        return len(self.data["needs"])
+
+    @property
+    def visited(self) -> bool:
+        """Whether the gradients of the source are made in the visit; if not, from the facts' cotangents later."""
+        return self.data["source"][0] == "Linear" or self.data["direct"]
+
+
+@functools.lru_cache(512)
+def read(text: str) -> Recipe:
+    from headloss.objective import Objective
+
+    data = json.loads(text)
+    objective = data.get("objective")
+    if isinstance(objective, int):
+        if objective not in _NUMBERED:
+            raise RuntimeError(
+                "headloss: this graph was made in another process, with a loss or a metric that is not headloss's own; "
+                "make the graph again here"
+            )
+        objective = _NUMBERED[objective]
+    elif objective is not None:
+        objective = Objective.from_config(objective)
+    return Recipe(text, data, objective, tuple(x[0] for x in data["tensors"]))
+
+
+class Call:
+    """The arguments of a call, put together again from its recipe and tensors."""
+
+    def __init__(self, recipe: Recipe, tensors: Sequence[Tensor], sizes: Sequence[int]) -> None:
+        data = recipe.data
+        self.recipe, self.objective = recipe, recipe.objective
+        by_name = dict(zip(recipe.names, tensors, strict=True))
+        size = dict(zip(data["sizes"], sizes, strict=True))
+        self.source: Any = _source("source", data["source"], by_name)
+        self.targets: Tensor | None = by_name.get("targets")
+        self.segments: Segments | None = None
+        if "segments" in by_name:
+            group = _group(data["group"]) if data["group"] else None
+            self.segments = Segments(by_name["segments"], size["segments"], group=group)
+        self.numbers: Tensor | None = by_name.get("numbers")
+        named = {name: _source(f"teacher.{name or ''}", x, by_name) for name, *x in data["teachers"]}
+        self.teacher: Any = named.get(None, named or None)
+        self.num_items = size.get("num_items", by_name.get("num_items"))
+        self.num_segments = size.get("num_segments", by_name.get("num_segments"))
+        self.grad_scale: float | Tensor = by_name.get("grad_scale", 1.0)
+        self.weights: dict[str, float | Tensor] = dict.fromkeys(data["off"], 0.0)
+        self.weights |= {n.split(".", 1)[1]: x for n, x in by_name.items() if n.startswith("weights.")}
+        self.inputs = {n.split(".", 1)[1]: x for n, x in by_name.items() if n.startswith("inputs.")}
+        for name in data["wanted"]:
+            self.inputs[name] = self.inputs[name].detach().requires_grad_()
+        self.needs = tuple(data["needs"])
+
+    def prepared(self) -> Prepared | None:
+        """The targets with what the host knows of them."""
+        if self.targets is None or self.numbers is None:
+            return None
+        return Prepared(self.targets, self.segments, Stats.read(self.numbers.tolist()), self.numbers)
+
+
+def _source(label: str, said: Sequence[Any], tensors: Mapping[str, Tensor]) -> Any:
+    """The source as it was: checked when it was made, and made under another autocast perhaps."""
+    kind = _KINDS[said[0]]
+    _, options, temperature, split = said
+    source: Any = object.__new__(kind)
+    for name in _TENSORS[kind]:
+        object.__setattr__(source, name, tensors.get(f"{label}.{name}"))
+    if kind is Sparse:
+        return source
+    for name, value in zip(_OPTIONS[kind], options, strict=True):
+        if isinstance(value, str) and value.startswith("torch."):
+            value = getattr(torch, value[len("torch.") :])
+        object.__setattr__(source, name, value)
+    object.__setattr__(
+        source, "temperature", tensors.get(f"{label}.temperature") if temperature is None else temperature
+    )
+    object.__setattr__(source, "shard", None if split is None else VocabShard(_group(split[0]), *split[1:]))
+    return source
+
+
+def _group(name: str) -> Any:
+    return torch.distributed.distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined, arg-type]
+
+
+class Form(NamedTuple):
+    """What a call returns, apart from sizes."""
+
+    facts: tuple[Fact, ...]
+    dtypes: tuple[torch.dtype, ...]  # of the facts
+    widths: tuple[tuple[int, ...], ...]  # their dimensions after the rows
+    terms: tuple[str, ...]
+    metrics: tuple[tuple[str, str, str, int], ...]  # name, kind, per, and of how many numbers it is made
+    cotangents: tuple[Fact, ...]  # the facts that the loss pulls on
+    softmax: Any  # a nest of tuples with a number for each tensor in it
+    tensors: int  # how many those are
+    wide: torch.dtype  # of the metrics' numbers
+
+    def differentiable(self) -> list[int]:
+        """Places of the facts that can be pulled on."""
+        return [i for i, fact in enumerate(self.facts) if fact.name not in CONSTANT]
+
+
+def stand_in(place: Sequence[Any], leading: tuple[int, ...], segments: int) -> tuple[int, ...]:
+    """The shape of a tensor in a rehearsal."""
+    kind, *rest = place
+    rows = {"row": leading, "flat": (torch.Size(leading).numel(),), "segment": (segments,), "whole": ()}
+    return (*rows[kind], *rest)
+
+
+def numbered(nest: Any, start: int = 0) -> tuple[Any, list[Tensor]]:
+    """A nest of tuples with numbers in place of its tensors, and those tensors."""
+    if isinstance(nest, Tensor):
+        return start, [nest]
+    if not isinstance(nest, tuple):
+        return nest, []
+    items: list[Any] = []
+    tensors: list[Tensor] = []
+    for x in nest:
+        item, more = numbered(x, start + len(tensors))
+        items.append(item)
+        tensors += more
+    return type(nest)(*items) if hasattr(nest, "_fields") else tuple(items), tensors
+
+
+def filled(nest: Any, tensors: Sequence[Tensor]) -> Any:
+    """`numbered`, undone."""
+    if isinstance(nest, int):
+        return tensors[nest]
+    if not isinstance(nest, tuple):
+        return nest
+    items = [filled(x, tensors) for x in nest]
+    return type(nest)(*items) if hasattr(nest, "_fields") else tuple(items)
