@@ -31,7 +31,7 @@ def pointwise(graph: fx.GraphModule, name: str = "pointwise", quick: bool = Fals
     return compiled(_QUICK.sub(lambda m: f"quick_{m[1]}(", source) if quick else source, name)
 
 
-_QUICK = re.compile(r"(?:tl\.(?=div_rn)|(?<![.\w]))(exp|div)(?:_rn)?\(")
+_QUICK = re.compile(r"(?:tl\.(?=div_rn)|(?<![.\w]))(exp|div|logaddexp|sigmoid)(?:_rn)?\(")
 
 
 def source_of(graph: fx.GraphModule, name: str = "pointwise") -> str:

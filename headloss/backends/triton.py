@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton  # type: ignore
@@ -27,6 +27,7 @@ from headloss.backends.kernels.pull import pull_kernel
 from headloss.backends.kernels.scale import scale_kernel
 from headloss.backends.kernels.sums import merge_kernel, sums_kernel
 from headloss.facts import Moments, Partial, Pull, Softmax, Want
+from headloss.teachers import TeacherChunk
 
 BATCH_INVARIANT = True
 PEEL = True
@@ -73,8 +74,14 @@ def sums(
     start: int = 0,
     batch_invariant: bool | None = None,
     shape: Shape | None = None,
+    teachers: Sequence[TeacherChunk] = (),
 ) -> Partial:
     """The partial of these columns; `start` is the first column's place in the whole vocabulary."""
+    if teachers:
+        from headloss.backends import triton_teachers
+
+        more = {"scale": scale, "softcap": softcap, "start": start, "shape": shape}
+        return triton_teachers.sums(raw_CV, target_C, want, temperatures, teachers=teachers, **more)  # type: ignore[arg-type]
     _check(raw_CV)
     C, V = raw_CV.shape
     x_flags = tuple(want.at(T, "entropy") for T in want.temperatures)
@@ -136,8 +143,18 @@ def pull(
     softcap: float | None = None,
     start: int = 0,
     shape: Shape | None = None,
+    **taught: Any,
 ) -> None:
-    """Write the gradient with respect to the raw logits into `out_CV`, which may be `raw_CV` itself."""
+    """Write the gradient with respect to the raw logits into `out_CV`, which may be `raw_CV` itself.
+
+    `taught`: teachers, teacher_pulls and teacher_temperatures.
+    """
+    if taught.get("teachers"):
+        from headloss.backends import triton_pulls
+
+        taught |= {"scale": scale, "softcap": softcap, "start": start, "shape": shape}
+        triton_pulls.pull(raw_CV, target_C, softmax, pulls, temperatures, out_CV, **taught)
+        return
     _check(raw_CV)
     if out_CV.stride(-1) != 1 and out_CV.shape[-1] > 1:  # rare: write beside it, then copy
         beside_CV = torch.empty_like(out_CV, memory_format=torch.contiguous_format)
@@ -174,6 +191,13 @@ def pull(
         WIDTH=shape.width, LINE=out.line, VEC=out.vector, RAW_VEC=raw.vector if together else 1,
         BLOCK=shape.block(out_CV), STAGES=shape.stages, num_warps=shape.warps, **LAUNCH,
     )  # fmt: skip
+
+
+def look(*row: Any, **options: Any) -> list[tuple[Tensor, Tensor]]:
+    """The second look that some divergences need; see `triton_teachers.look`."""
+    from headloss.backends import triton_teachers
+
+    return triton_teachers.look(*row, **options)
 
 
 def scale_(x: Tensor, scale: Tensor) -> None:

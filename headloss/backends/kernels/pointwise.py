@@ -58,6 +58,11 @@ def sigmoid(x):
 
 
 @triton.jit
+def quick_sigmoid(x):
+    return 1.0 / (1.0 + tl.exp2(-x * LOG2E))
+
+
+@triton.jit
 def softplus(x, beta, threshold):
     y = x * beta
     return tl.where(y > threshold, x, tl.div_rn(log1p(exp(y)), beta))
@@ -92,6 +97,21 @@ def logaddexp(x, y):
     top = tl.maximum(x, y, propagate_nan=tl.PropagateNan.ALL)
     same = (x == y) & (tl.abs(x) == INF)
     return tl.where(same, x, top + log1p(exp(-tl.abs(tl.where(same, 0.0, x - y)))))
+
+
+@triton.jit
+def quick_logaddexp(x, y):
+    """log(1 + e) by a polynomial for 0 <= e <= 1, right to 2e-7; of numbers that are not infinite."""
+    e = tl.exp2(-tl.abs(x - y) * LOG2E)
+    near = 0.005126102 * e - 0.029074065
+    near = near * e + 0.07751609
+    near = near * e - 0.13602248
+    near = near * e + 0.19076881
+    near = near * e - 0.24835399
+    near = near * e + 0.3331812
+    near = near * e - 0.49999446
+    near = near * e + 0.99999994
+    return tl.maximum(x, y) + near * e
 
 
 @triton.jit

@@ -1,0 +1,327 @@
+"""Distillation from a dense teacher against the speed of memory: `python benchmarks/gpu_teachers.py [--configs]`, CUDA.
+
+First every divergence and every kind of teacher is held against float64 next to eager in the same dtype; no time is
+reported when the numbers are wrong.  Then, for forward KL, reverse KL and JSD at 4096 x 128256 in bfloat16:
+
+    facts         the sums (and the second look)      against one read of both matrices
+    pull          the gradient                        against one read of both and one write
+    whole call    loss and gradient                   against both floors, next to the torch backend, torch.compile of
+                                                      the plain formula, and Liger's kernels where installed
+
+`--configs` times a few block shapes for each kernel instead.  With $OUT set, everything is written there as JSON too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+
+import headloss as hl
+from headloss.losses import forward_kl, jsd, reverse_kl, skew_kl, soft_cross_entropy, tvd
+
+sys.path.insert(0, str(Path(__file__).parent))
+from gpu_kernels import DEVICE, error, read_only, say, timed
+
+teachers: Any = import_module("headloss.backends.triton_teachers")
+pulls: Any = import_module("headloss.backends.triton_pulls")
+Shape = teachers.Shape
+DIVERGENCES: list[tuple[Any, dict[str, float]]] = [
+    (forward_kl, {}), (reverse_kl, {}), (soft_cross_entropy, {}), (jsd, {"beta": 0.5}), (jsd, {"beta": 0.1}),
+    (skew_kl, {"alpha": 0.1}), (tvd, {}),
+]  # fmt: skip
+FLOOR = -1e4
+
+
+# ---------------------------------------------------------------- right?
+
+
+def draw(n: int, v: int, dtype: torch.dtype, spread: float = 3.0) -> torch.Tensor:
+    return (spread * torch.randn(n, v, device=DEVICE)).to(dtype)
+
+
+def plain(fn: Any, options: dict[str, Any], x: torch.Tensor, u: torch.Tensor, T: float = 1.0) -> torch.Tensor:
+    """The divergence of every row by its definition, over the columns that both have."""
+    U = min(x.shape[-1], u.shape[-1])
+    wide = lambda z: z[:, :U] if z.dtype == torch.float64 else z[:, :U].float()
+    logp, logq = ((wide(z) / T).log_softmax(-1).clamp(min=FLOOR) for z in (x, u))
+    return fn(logp, logq, **options).sum(-1)
+
+
+def plain_sparse(
+    fn: Any, options: dict[str, Any], x: torch.Tensor, ids: torch.Tensor, logprobs: torch.Tensor, tail: str
+) -> torch.Tensor:
+    z = x if x.dtype == torch.float64 else x.float()
+    logq = logprobs.to(z.dtype)
+    if tail == "renormalise":
+        return fn(z.gather(-1, ids).log_softmax(-1), logq.log_softmax(-1), **options).sum(-1)
+    logp = z.log_softmax(-1)
+    value = fn(logp.gather(-1, ids), logq, **options).sum(-1)
+    if tail == "bucket":
+        rest = logp.scatter(-1, ids, -math.inf).logsumexp(-1)
+        value = value + fn(rest, torch.log1p(-logq.exp().sum(-1)), **options)
+    return value
+
+
+def compared(name: str, run: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, objective: Any, taught: Any,
+             **source: Any) -> Iterator[str]:  # fmt: skip
+    """Loss and gradient against float64, at most twice eager's error in the same dtype."""
+    found = []
+    for dtype in (torch.float64, x.dtype):
+        leaf = x.detach().clone().to(dtype).requires_grad_()
+        run(leaf).sum().backward()
+        with torch.no_grad():
+            found.append((run(leaf).double(), leaf.grad))
+    leaf = x.detach().clone().requires_grad_() if x.is_contiguous() else x.detach().requires_grad_()
+    out = objective(hl.Logits(leaf, **source), teacher=taught)
+    out.loss.backward()
+    ours = (out.terms["kd"], leaf.grad)
+    for what, mine, truth, eager in zip(("loss", "gradient"), ours, *found, strict=True):
+        if what == "loss":
+            truth, eager = truth.sum(), eager.sum()
+        scale = float(truth.abs().max()) if what == "gradient" else 1.0
+        a, b = error(mine / scale, truth / scale), error(eager / scale, truth / scale)
+        if not a <= 2 * b + 4e-6 or not torch.equal(mine.isfinite(), truth.isfinite()):
+            yield f"{name} {what}: {a:.2e}, eager {b:.2e}"
+    again = x.detach().clone().requires_grad_() if x.is_contiguous() else x.detach().requires_grad_()
+    again.grad = None
+    other = objective(hl.Logits(again, **source), teacher=taught)
+    other.loss.backward()
+    if not torch.equal(other.loss, out.loss) or not torch.equal(again.grad, leaf.grad):
+        yield f"{name}: not the same bits twice"
+
+
+def check(few: bool = False) -> list[str]:
+    wrong: list[str] = []
+    torch.manual_seed(0)
+    dtypes = (torch.bfloat16, torch.float32) if few else (torch.bfloat16, torch.float16, torch.float32)
+    term = lambda fn, options, **more: hl.Objective(
+        kd=hl.Term(fn, reduction="token_sum", **options, **more), backend="triton"
+    )
+    for dtype in dtypes:
+        sizes = ((9, 5003),) if few else ((9, 128256), (17, 50257), (5, 1003))
+        for n, v in sizes:
+            x, u = draw(n, v, dtype), draw(n, v, dtype)
+            K = min(64, v // 2)
+            logq = u.double().log_softmax(-1)
+            ids = logq.topk(K).indices[:, torch.randperm(K, device=DEVICE)]
+            logprobs = logq.gather(-1, ids).float()
+            for fn, options in DIVERGENCES:
+                name = f"{fn.__name__}{options or ''} {dtype} {n}x{v}"
+                run = lambda z, fn=fn, o=options, u=u: plain(fn, o, z, u.to(z.dtype))
+                wrong += compared(name, run, x, term(fn, options), hl.Logits(u))
+                for tail in ("bucket", "none", "renormalise"):
+                    run = lambda z, fn=fn, o=options, i=ids, q=logprobs, t=tail: plain_sparse(fn, o, z, i, q, t)
+                    taught = hl.Sparse(ids, logprobs)
+                    wrong += compared(f"{name} {tail}", run, x, term(fn, options, tail=tail), taught)
+        wide, other = draw(9, 4000, dtype), draw(9, 4100, dtype)
+        for fn, options in DIVERGENCES:  # other widths, offsets, temperature, and a teacher of another dtype
+            kind = torch.float32 if dtype != torch.float32 else torch.bfloat16
+            x, u = wide[:, 3:3001], other[:, 5:2905].to(kind)
+            run = lambda z, fn=fn, o=options, u=u: plain(
+                fn, o, z, u.to(z.dtype) if z.dtype == torch.float64 else u, 2.0
+            )
+            name = f"{fn.__name__}{options or ''} {dtype} beside {kind}, 2998 and 2900 columns"
+            wrong += compared(name, run, x, term(fn, options, temperature=2.0), hl.Logits(u))
+        wrong += check_mix(dtype)
+    return wrong
+
+
+def check_mix(dtype: torch.dtype) -> list[str]:
+    """Everything at once, against the torch backend in float64."""
+    n, v, K = 13, 32003, 20
+    x, u, w = draw(n, v, dtype), draw(n, v, dtype), draw(n, v - 70, dtype)
+    u[:, ::7] = -math.inf
+    ids = torch.randint(0, v, (n, K), device=DEVICE)
+    ids[:, 3] = -1
+    ids[:, 5] = ids[:, 6]
+    named = {
+        "a": hl.Logits(u, softcap=20.0), "b": hl.Logits(w, temperature=torch.rand(n, device=DEVICE) + 0.5),
+        "c": hl.Sparse(ids, torch.randn(n, K, device=DEVICE).log_softmax(-1) - 0.2),
+    }  # fmt: skip
+    targets = torch.randint(0, v, (n,), device=DEVICE)
+    targets[:2] = ids[:2, 0]
+    targets[4] = -100
+    found = {}
+    for backend in ("torch", "triton"):
+        objective = hl.Objective(
+            ce=hl.losses.cross_entropy, z=hl.Term(hl.losses.z_loss, weight=0.01),
+            f=hl.Term(forward_kl, teacher="a", temperature=2.0), j=hl.Term(jsd, teacher="b"),
+            s=hl.Term(tvd, teacher="b"), t=hl.Term(forward_kl, teacher="c"),
+            r=hl.Term(reverse_kl, teacher="c", tail="none", temperature=0.8),
+            metrics=["entropy", "accuracy"], backend=backend,
+        )  # fmt: skip
+        leaf = x.detach().clone().to(torch.float64 if backend == "torch" else dtype).requires_grad_()
+        out = objective(hl.Logits(leaf, softcap=15.0, scale=0.9), targets, teacher=named)
+        out.loss.backward()
+        found[backend] = (out.loss.detach(), leaf.grad)
+    loss, grad = (error(a, b) for a, b in zip(found["triton"], found["torch"], strict=True))
+    scale = float(found["torch"][1].abs().max())
+    grad = error(found["triton"][1] / scale, found["torch"][1] / scale)
+    close = 2e-5 if dtype == torch.float32 else 6e-3
+    return [f"mix {dtype}: loss {loss:.2e}, gradient {grad:.2e}"] if loss > 2e-5 or grad > close else []
+
+
+# ---------------------------------------------------------------- fast?
+
+
+class Problem:
+    def __init__(self, N: int = 4096, V: int = 128256, dtype: torch.dtype = torch.bfloat16) -> None:
+        self.shape = f"{N}x{V}"
+        self.x, self.u = (torch.empty(N, V, dtype=dtype, device=DEVICE).normal_(std=3.0) for _ in range(2))
+        self.out = torch.empty_like(self.x)
+
+    def facts_floor(self) -> float:
+        return sum(min(timed(read_only(z)), timed(read_only(z, width=8192))) for z in (self.x, self.u))
+
+    def pull_floor(self) -> float:
+        return timed(lambda: torch.add(self.x, self.u, out=self.out))
+
+
+def parts_of(problem: Problem, fn: Any, **options: Any) -> dict[str, Callable[..., Any]]:
+    """The launches of one divergence, each to be run by itself."""
+    from headloss import binding
+    from headloss.facts import coefficients, finish
+    from headloss.teachers import DenseChunk, teacher_coefficients
+
+    objective = hl.Objective(kd=hl.Term(fn, **options), backend="triton")
+    source, taught = hl.Logits(problem.x), hl.Logits(problem.u)
+    want = binding.make_plan(objective, source, None, None, None, taught, {}).want
+    V = problem.x.shape[1]
+    chunk = [DenseChunk(problem.u, 1.0, None, (1.0,), V)]
+    engine: Any = import_module("headloss.backends.triton")
+    sums = lambda **more: engine.sums(problem.x, None, want, [1.0], teachers=chunk, **more)
+    facts, softmax = finish(sums(), want, [1.0], V)
+    look = lambda **more: engine.look(problem.x, want, softmax, chunk, [[1.0]], **more)
+    found = {"sums": sums}
+    if any(f.element is not None for f in want.facts):
+        ((value, slopes),) = look()
+        facts |= {want.facts[0]: value}
+        softmax = softmax._replace(teachers=(softmax.teachers[0]._replace(looks=(slopes,)),))
+        found["look"] = look
+    ones = {f: torch.rand(len(problem.x), device=DEVICE) for f in want.facts if f.name != "teacher_entropy"}
+    own = [teacher_coefficients(softmax.teachers[0], want.temperatures_of(want.teachers[0]), want.facts, facts, ones)]
+    more = {"teachers": chunk, "teacher_pulls": own, "teacher_temperatures": [[1.0]]}
+    mine = coefficients(facts, ones, want, V)
+    found["pull"] = lambda **m: engine.pull(problem.x, None, softmax, mine, [1.0], problem.out, **more, **m)
+    return found
+
+
+TIMED: list[tuple[Any, dict[str, float]]] = [(forward_kl, {}), (reverse_kl, {}), (jsd, {"beta": 0.5})]
+
+
+def table() -> list[dict[str, Any]]:
+    lines: list[dict[str, Any]] = []
+    p = Problem()
+    facts_floor, pull_floor = p.facts_floor(), p.pull_floor()
+
+    def line(what: str, ms: float, floor: float, **more: Any) -> None:
+        lines.append({"what": what, "shape": p.shape, "ms": ms, "floor_ms": floor, "ratio": floor / ms, **more})
+        say(f"{what:44s} {ms:8.3f} ms  floor {floor:7.3f} ms  {floor / ms:6.1%}")
+
+    for fn, options in TIMED:
+        found = parts_of(p, fn, **options)
+        for part, run in found.items():
+            line(f"{fn.__name__}, {part}", timed(run), pull_floor if part == "pull" else facts_floor)
+    whole = facts_floor + pull_floor
+    for fn, options in TIMED:
+        for backend in ("triton", "torch"):
+            objective = hl.Objective(kd=hl.Term(fn, **options), backend=backend)
+            line(f"{fn.__name__}, whole call, {backend} backend", *_whole(p, objective), whole)
+        compiled = torch.compile(lambda x, u, fn=fn, o=options: plain(fn, o, x, u).mean())
+        line(f"{fn.__name__}, whole call, torch.compile", *_whole(p, compiled), whole)
+        peer = liger(fn, options)
+        if peer is not None:
+            line(f"{fn.__name__}, whole call, Liger after log_softmax", *_whole(p, peer), whole)
+    return lines
+
+
+def _whole(p: Problem, call: Any) -> tuple[float]:
+    leaf = p.x.detach().requires_grad_()
+
+    def run() -> None:
+        leaf.grad = None
+        out = call(hl.Logits(leaf), teacher=hl.Logits(p.u)) if isinstance(call, hl.Objective) else call(leaf, p.u)
+        (out.loss if isinstance(call, hl.Objective) else out).backward()
+
+    return (timed(run, repeats=7),)
+
+
+def liger(fn: Any, options: dict[str, float]) -> Any:
+    if find_spec("liger_kernel") is None:
+        return None
+    from liger_kernel.transformers import LigerJSD, LigerKLDIVLoss  # type: ignore
+
+    if fn is jsd:
+        module = LigerJSD(beta=options["beta"])
+        return lambda x, u: module(x.float().log_softmax(-1), u.float().log_softmax(-1))
+    if fn is forward_kl:
+        module = LigerKLDIVLoss(reduction="batchmean", log_target=True)
+        return lambda x, u: module(x.float().log_softmax(-1), u.float().log_softmax(-1))
+    return None
+
+
+SHAPES = {
+    "sums": [
+        Shape(32768, 128, 2, 1, 4), Shape(32768, 128, 4, 1, 4), Shape(16384, 128, 2, 1, 4), Shape(32768, 256, 2, 1, 8),
+        Shape(32768, 128, 1, 1, 4), Shape(16384, 64, 2, 1, 2),
+    ],
+    "look": [
+        Shape(16384, 128, 1, 1, 4), Shape(32768, 128, 1, 1, 4), Shape(32768, 128, 2, 1, 4), Shape(16384, 256, 1, 1, 8),
+    ],
+    "pull": [
+        Shape(4096, 128, 2, 1, 4), Shape(4096, 128, 4, 1, 4), Shape(4096, 128, 1, 1, 4), Shape(2048, 128, 2, 1, 4),
+        Shape(8192, 128, 2, 1, 4), Shape(4096, 256, 1, 1, 8),
+    ],
+}  # fmt: skip
+
+
+def configs() -> list[dict[str, Any]]:
+    lines: list[dict[str, Any]] = []
+    p = Problem()
+    facts_floor, pull_floor = p.facts_floor(), p.pull_floor()
+    say(f"floors: two reads {facts_floor:.3f} ms, two reads and a write {pull_floor:.3f} ms")
+    for fn, options in TIMED:
+        for part, run in parts_of(p, fn, **options).items():
+            floor = pull_floor if part == "pull" else facts_floor
+            for shape in SHAPES[part]:
+                ms = timed(lambda run=run, shape=shape: run(shape=shape), repeats=9)
+                lines.append({"what": f"{fn.__name__}, {part}", "shape": shape, "ms": ms, "ratio": floor / ms})
+                say(f"{fn.__name__} {part} {tuple(shape)!s:28s} {ms:.3f} ms {floor / ms:6.1%}")
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--configs", action="store_true", help="time a few block shapes for each kernel")
+    parser.add_argument("--few", action="store_true", help="a short check of the numbers")
+    args = parser.parse_args()
+    say(torch.cuda.get_device_name(), "torch", torch.__version__, "triton", triton.__version__)
+    wrong = check(args.few)
+    say("all right" if not wrong else "WRONG:\n" + "\n".join(wrong))
+    results: dict[str, Any] = {
+        "command": " ".join(["python benchmarks/gpu_teachers.py", *sys.argv[1:]]),
+        "date": datetime.date.today().isoformat(),
+        "device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__, "wrong": wrong
+    }  # fmt: skip
+    if not wrong:
+        results["configs" if args.configs else "table"] = configs() if args.configs else table()
+    if os.environ.get("OUT"):
+        name = "gpu_teachers_configs.json" if args.configs else "gpu_teachers.json"
+        Path(os.environ["OUT"], name).write_text(json.dumps(results, indent=1))
+    sys.exit(bool(wrong))
+
+
+if __name__ == "__main__":
+    main()

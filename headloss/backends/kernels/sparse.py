@@ -1,0 +1,123 @@
+# mypy: ignore-errors
+"""What a sparse teacher needs: the tail's own softmax, and the gradient at the ids.
+
+Dimension key:  N rows   K ids a row   P parts   L lanes   J columns of a lane
+
+The tail is swept like the row (`sums.py`), without the columns that are ids: 1 - sum p would lose its digits.  The ids
+come sorted, so a program walks them beside its blocks, and a block that has none pays one comparison.
+"""
+
+import triton
+import triton.language as tl
+
+from headloss.backends.kernels.logits import LOG2E, LOWEST, boundary, logits, temperature
+from headloss.backends.kernels.sums import absorb, fetch
+
+
+@triton.jit
+def next_id(ids, k, count, offset):
+    """Where the k-th id stands, counted as columns are here; beyond the last: nowhere."""
+    return tl.load(ids + k, mask=k < count, other=4611686018427387904) + offset
+
+
+@triton.jit
+def without_ids(z, at, block_end, ids, k, count, offset):
+    """A block z, K x (L, J) from column `at` on, -inf at the ids, and the first id beyond it."""
+    column = next_id(ids, k, count, offset)
+    while column < block_end:
+        here = column.to(tl.int32)
+        left = ()
+        for n in tl.static_range(len(z)):
+            left = left + (tl.where(at + n * (at.shape[0] * at.shape[1]) == here, -float("inf"), z[n]),)
+        z = left
+        k += 1
+        column = next_id(ids, k, count, offset)
+    return z, k
+
+
+@triton.jit(do_not_specialize=["N", "V", "parts", "width", "stride", "lead", "start", "count"])
+def tail_kernel(
+    raw, ids, out, temperatures,
+    N, V, parts, width, stride, lead, start, count, scale, cap,
+    PER_ROW: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr, LINE: tl.constexpr, VEC: tl.constexpr,
+    K: tl.constexpr, L: tl.constexpr, J: tl.constexpr, IDS: tl.constexpr, OFF: tl.constexpr,
+):  # fmt: skip
+    """The tail's maximum and, for each temperature, S, to `out` (F, P, N); `ids` (N, count) are sorted in each row."""
+    BLOCK: tl.constexpr = K * L * J
+    row = tl.program_id(0) // parts
+    part = tl.program_id(0) % parts
+    begin, skew = boundary(row, stride, lead, LINE)
+    raw += begin
+    high = tl.minimum(part * width + width, skew + V)
+    low = part * width
+    ids += row.to(tl.int64) * count
+    offset = skew.to(tl.int64) - start
+    k = tl.arange(0, IDS)
+    columns = tl.load(ids + k, mask=k < count, other=4611686018427387904) + offset
+    c, S, none = (), (), ()
+    for i in tl.static_range(len(temperatures)):
+        c = c + (tl.div_rn(LOG2E, temperature(temperatures[i], row, PER_ROW[i])),)
+        S = S + (tl.zeros([L], tl.float32),)
+        none = none + (0.0,)
+    m = tl.full([L], LOWEST, tl.float32)
+    j = tl.arange(0, L)[:, None] * J + tl.arange(0, J)[None, :]
+    head = (low < skew).to(tl.int32)
+    first = low // BLOCK + head
+    last = tl.maximum(high // BLOCK, first)
+    k = tl.sum((columns < first * BLOCK).to(tl.int32), axis=0)
+    for block in range(first, last):
+        at = block * BLOCK + j
+        x = fetch(raw, at, 0, 0, False, K)
+        z = ()
+        for n in tl.static_range(K):
+            z = z + (logits(x[n], scale, cap, SCALED, CAPPED),)
+        z, k = without_ids(z, at, (block + 1) * BLOCK, ids, k, count, offset)
+        m, _, S, _, _ = absorb(z, m, 0, block, S, none, none, c, OFF, OFF, False)
+    go = tl.multiple_of(skew // VEC * VEC, VEC)
+    stop = tl.multiple_of((high + VEC - 1) // VEC * VEC, VEC)
+    for edge in range(1 - head, 1 + (high > last * BLOCK).to(tl.int32)):
+        block = tl.where(edge == 0, 0, last)
+        k = tl.sum((columns < block * BLOCK).to(tl.int32), axis=0)
+        at = block * BLOCK + j
+        x = fetch(raw, at, go, stop, True, K)
+        z = ()
+        for n in tl.static_range(K):
+            here = at + n * (L * J)
+            value = logits(x[n], scale, cap, SCALED, CAPPED)
+            z = z + (tl.where((here >= skew) & (here < high), value, -float("inf")),)
+        z, k = without_ids(z, at, (block + 1) * BLOCK, ids, k, count, offset)
+        m, _, S, _, _ = absorb(z, m, 0, block, S, none, none, c, OFF, OFF, False)
+    top = tl.max(m, axis=0)
+    out += part.to(tl.int64) * N + row
+    step = N.to(tl.int64) * parts
+    tl.store(out, tl.where(top > LOWEST, top, -float("inf")))
+    for i in tl.static_range(len(c)):
+        tl.store(out + (i + 1) * step, tl.sum(tl.exp2((m - top) * c[i]) * S[i], axis=0))
+
+
+@triton.jit(do_not_specialize=["count", "others"])
+def gather_kernel(at, ids, values, out, inside, count, others, IDS: tl.constexpr):
+    """For each of `count` columns of a row, the sum of the values at the ids equal to it, and whether there are any."""
+    row = tl.program_id(0).to(tl.int64)
+    k = tl.arange(0, IDS)
+    column = tl.load(at + row * count + k, mask=k < count, other=-1)
+    total = tl.zeros([IDS], tl.float32)
+    found = tl.zeros([IDS], tl.int1)
+    for i in range(others):
+        same = column == tl.load(ids + row * others + i)
+        total += tl.where(same, tl.load(values + row * others + i), 0.0)
+        found = found | same
+    tl.store(out + row * count + k, total, mask=k < count)
+    tl.store(inside + row * count + k, found, mask=k < count)
+
+
+@triton.jit(do_not_specialize=["V", "stride", "apart", "start", "count"], do_not_specialize_on_alignment=["out"])
+def store_kernel(out, ids, values, V, stride, apart, start, count, IDS: tl.constexpr):
+    """Values to the columns of a row that are ids; equal ids hold equal values, and those of other shards are left."""
+    row = tl.program_id(0).to(tl.int64)
+    k = tl.arange(0, IDS)
+    ids_K = tl.load(ids + row * count + k, mask=k < count, other=-1)
+    column = ids_K - start
+    here = (ids_K >= 0) & (column >= 0) & (column < V)
+    x = tl.load(values + row * count + k, mask=k < count, other=0.0)
+    tl.store(out + row * stride + column * apart, x.to(out.dtype.element_ty), mask=here)
