@@ -3,15 +3,16 @@
     head = FastLLMLosses({"ce": {"type": "label"}, "rl": {"type": "gspo", "epsilon_low": 3e-4, "epsilon_high": 4e-4}})
     loss, grad_logits = head.forward_backward(logits, kwargs, losses)        # kwargs as Fast-LLM's layers pass them on
 
-All losses of the block share one sweep, in any combination.  A row whose label is negative, or which `loss_mask`
-leaves out, counts in none.  Token losses divide by `num_labels_in_batch`, gspo by `num_documents_in_batch`.
+All losses of the block share one sweep, in any combination, each at its own `logits_scale_factor` if it has one; a
+`monolithic` loss is its children.  A row whose label is negative, or which `loss_mask` leaves out, counts in none.
+Token losses divide by `num_labels_in_batch`, gspo by `num_documents_in_batch`.
 
 Follows fast_llm/layers/language_model/loss of Fast-LLM's main branch of 2026; nothing here imports Fast-LLM.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ import headloss as hl
 from headloss.losses import LOSSES
 from headloss.signature import suggest
 
-SILENT = ("type", "weight", "use_triton", "implementation", "entropy_chunk_size")
+SILENT = ("type", "weight", "logits_scale_factor", "use_triton", "implementation", "entropy_chunk_size")
 KEYS = {
     "label": ("loss_type",),
     "z_loss": (),
@@ -31,7 +32,8 @@ KEYS = {
     "dpo": ("beta", "reference_model"),
 }
 DIVERGENCES = {"cross_entropy": "soft_cross_entropy", "forward_kl": "forward_kl", "reverse_kl": "reverse_kl"}
-LEVELS = ("none", "basic", "with_entropy")
+LEVELS = ("none", "basic", "auto", "with_entropy")  # all but none are the same by now; `few` is the older basic
+DATA = {"train_samples_reward": ("reward", None), "staleness": ("model_version", "documents_seen")}
 
 
 class FastLLMLosses:
@@ -50,7 +52,7 @@ class FastLLMLosses:
         shard: hl.VocabShard | None = None,
         sequence_group: Any = None,
     ) -> None:
-        self.blocks = {name: _checked(name, block) for name, block in losses.items()}
+        self.blocks = {name: _checked(name, block) for name, block in _flat(losses)}
         self.scale, self.shard, self.group = logits_scale_factor, shard, sequence_group
         kinds = [b["type"] for b in self.blocks.values()]
         if "dpo" in kinds and "gspo" in kinds:
@@ -58,8 +60,12 @@ class FastLLMLosses:
         if kinds.count("dpo") > 1:
             raise ValueError("losses: wanted one dpo at most, for there is one pair of spans")
         terms = {name: _term(name, block) for name, block in self.blocks.items()}
-        wants = any(b.get("metrics") == "with_entropy" for b in self.blocks.values())
-        self.objective = hl.Objective(**terms, metrics=["entropy"] if wants else [])  # type: ignore[arg-type]
+        entropies = {
+            f"{name}_entropy": hl.Term(_entropy, **_at(block))
+            for name, block in self.blocks.items()
+            if block.get("metrics", "none") not in ("none", "few")
+        }
+        self.objective = hl.Objective(**terms, metrics=entropies)  # type: ignore[arg-type]
 
     def forward_backward(
         self,
@@ -99,8 +105,7 @@ class FastLLMLosses:
         for name, block in self.blocks.items():
             if block["type"] not in ("grpo", "gspo"):
                 continue
-            temperature = float(block.get("temperature", 1.0))
-            logprob = out.facts["logprob" if temperature == 1.0 else ("logprob", temperature)].detach()
+            logprob = _fact(out, "logprob", block)
             mask = targets >= 0
             share = mask / _first(kwargs["label_counts"]).to(logprob.dtype).clamp(min=1)
             documents = kwargs["num_documents_in_batch"]
@@ -124,14 +129,22 @@ class FastLLMLosses:
                 "clipped_ratio_fraction": clipped,
                 "advantage": advantage,
             }
-            if block["metrics"] == "with_entropy":
-                means["entropy"] = out.facts["entropy"].detach()
+            if block["metrics"] != "few":
+                means["entropy"] = _fact(out, "entropy", block)
             found |= {f"{name}_{k}": (x * share).sum() / documents for k, x in means.items()}
             found[f"{name}_ratio_new_old_sum"] = (ratio * count).sum()
             found[f"{name}_ratio_new_old_squared_sum"] = (ratio * ratio * count).sum()
             found[f"{name}_max_advantage"] = advantage.masked_fill(~mask, -torch.inf).max()
             found[f"{name}_min_advantage"] = advantage.masked_fill(~mask, torch.inf).min()
             found[f"{name}_num_tokens"] = mask.sum()
+            for metric, (key, since) in DATA.items():
+                if kwargs.get(key) is None:
+                    continue
+                x = _first(kwargs[key])
+                x = (x if since is None else kwargs[since] - x).to(share.dtype)
+                found[f"{name}_{metric}"] = (x * share).sum() / documents
+                found[f"{name}_max_{metric}"] = x.masked_fill(~mask, -torch.inf).max()
+                found[f"{name}_min_{metric}"] = x.masked_fill(~mask, torch.inf).min()
         return found
 
     def _targets(self, logits: Tensor, kwargs: Mapping[str, Any]) -> Tensor:
@@ -163,7 +176,8 @@ class FastLLMLosses:
                 teachers[name] = hl.Logits(logits, scale=scale, shard=self.shard)
             if kind == "dpo":
                 logits = _reference(kwargs, block["reference_model"])
-                reference = hl.Logits(logits.detach(), scale=self.scale, shard=self.shard)
+                T = _temperature(block)
+                reference = hl.Logits(logits.detach(), scale=self.scale, temperature=T, shard=self.shard)
                 call["ref_logprob"] = hl.row_facts(reference, targets, want=("logprob",)).logprob
                 call["segments"] = _spans(targets, kwargs)
                 call["pairs"] = torch.tensor([[0, 1]], device=targets.device)
@@ -176,6 +190,19 @@ class FastLLMLosses:
         return hl.Segments.from_ids(ids.view(targets.shape), kwargs["num_documents_in_sequence"], self.group)
 
 
+def _flat(losses: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The losses, and in place of a monolithic one its children, whose weights and scale factors it multiplies."""
+    for name, block in losses.items():
+        if block.get("type") != "monolithic":
+            yield name, block
+            continue
+        for key in set(block) - {"type", "losses", "weight", "logits_scale_factor", "use_triton"}:
+            raise ValueError(f"{name}: no field {key!r} of monolithic; there are losses, weight, logits_scale_factor")
+        for child, inner in _flat(block.get("losses", {})):
+            both = {k: float(block.get(k, 1.0)) * float(inner.get(k, 1.0)) for k in ("weight", "logits_scale_factor")}
+            yield child, {**inner, **both}
+
+
 def _checked(name: str, block: Mapping[str, Any]) -> dict[str, Any]:
     """A block with nothing unknown in it; the older spelling of gspo and of metrics is understood."""
     block = dict(block)
@@ -183,46 +210,68 @@ def _checked(name: str, block: Mapping[str, Any]) -> dict[str, Any]:
     if kind not in KEYS:
         raise ValueError(f"{name}: no loss type {kind!r}; there are {', '.join(KEYS)}{suggest(str(kind), KEYS)}")
     if kind == "grpo":
+        older = {"policy_loss", "compute_extra_metrics", "compute_entropy_metric"} & set(block)
         block["type"] = kind = block.pop("policy_loss", "grpo")
         extra, entropy = block.pop("compute_extra_metrics", False), block.pop("compute_entropy_metric", False)
-        if extra or entropy:
-            block["metrics"] = "with_entropy" if entropy else "basic"
+        if older:
+            block["metrics"] = "with_entropy" if entropy else "few" if extra else "none"
         if block.pop("normalize_by_documents", False):
             raise ValueError(f"{name}: normalize_by_documents is not read; use type gspo, or Term(reduction=...)")
+    if kind in ("grpo", "gspo"):
+        block.setdefault("metrics", "auto")
     for key in block:
         if key not in (*SILENT, *KEYS[kind]):
             known = (*SILENT[:2], *KEYS[kind])
             raise ValueError(f"{name}: no field {key!r} of {kind}; there are {', '.join(known)}{suggest(key, known)}")
-    if block.get("metrics", "none") not in LEVELS:
+    if block.get("metrics", "none") not in (*LEVELS, "few"):
         raise ValueError(f"{name}: metrics: wanted one of {', '.join(LEVELS)}, got {block['metrics']!r}")
-    if block.get("metrics") == "with_entropy" and float(block.get("temperature", 1.0)) != 1.0:
-        raise ValueError(f"{name}: metrics: with_entropy is the entropy at temperature 1, got {block['temperature']}")
+    if not _temperature(block) > 0:
+        raise ValueError(f"{name}: logits_scale_factor and temperature: wanted positive numbers")
     if kind == "dpo" and "reference_model" not in block:
         raise ValueError(f"{name}: reference_model: missing")
     return block
 
 
+def _temperature(block: Mapping[str, Any]) -> float:
+    """At which the student is read: a policy loss's own, divided by the loss's own scale factor."""
+    own = float(block.get("temperature", 1.0)) if block["type"] in ("grpo", "gspo") else 1.0
+    factor = float(block.get("logits_scale_factor", 1.0))
+    return own / factor if factor > 0 else -1.0
+
+
+def _at(block: Mapping[str, Any]) -> dict[str, Any]:
+    T = _temperature(block)
+    return {} if T == 1.0 else {"temperature": T}
+
+
+def _fact(out: hl.Output, fact: str, block: Mapping[str, Any]) -> Tensor:
+    T = _temperature(block)
+    return out.facts[fact if T == 1.0 else (fact, T)].detach()
+
+
+def _entropy(entropy: Tensor) -> Tensor:
+    return entropy
+
+
 def _term(name: str, block: Mapping[str, Any]) -> hl.Term:
-    kind, weight = block["type"], float(block.get("weight", 1.0))
+    kind, weight, at = block["type"], float(block.get("weight", 1.0)), _at(block)
     loss_type = block.get("loss_type", "cross_entropy")
     if kind == "label":
         if loss_type not in ("cross_entropy", "forward_kl"):  # the same for a label, whose own entropy is 0
             raise ValueError(f"loss_type: {loss_type!r} to a label is infinite; use cross_entropy")
-        return hl.Term(LOSSES["cross_entropy"], weight=weight)
+        return hl.Term(LOSSES["cross_entropy"], weight=weight, **at)
     if kind == "z_loss":
-        return hl.Term(LOSSES["z_loss"], weight=weight)
+        return hl.Term(LOSSES["z_loss"], weight=weight, **at)
     if kind == "distillation":
         if loss_type not in DIVERGENCES:
             raise ValueError(f"loss_type: wanted one of {', '.join(DIVERGENCES)}, got {loss_type!r}")
-        return hl.Term(LOSSES[DIVERGENCES[loss_type]], weight=weight, teacher=name)
+        return hl.Term(LOSSES[DIVERGENCES[loss_type]], weight=weight, teacher=name, **at)
     if kind == "dpo":
-        return hl.Term(LOSSES["dpo"], weight=weight, beta=float(block.get("beta", 1.0)))
+        return hl.Term(LOSSES["dpo"], weight=weight, beta=float(block.get("beta", 1.0)), **at)
     how: dict[str, Any] = {"low": float(block.get("epsilon_low", 0.2)), "high": float(block.get("epsilon_high", 0.2))}
-    if float(block.get("temperature", 1.0)) != 1.0:
-        how["temperature"] = float(block["temperature"])
     if kind == "gspo":
         how["reduction"] = "seq_mean_token_sum"
-    return hl.Term(LOSSES[kind], weight=weight, **how)
+    return hl.Term(LOSSES[kind], weight=weight, **how, **at)
 
 
 def _first(x: Any) -> Any:

@@ -1,7 +1,8 @@
 """Fast-LLM's adapter against its formulas, written down densely in float64.
 
-Fast-LLM needs a GPU stack.  The keyword inputs follow its main branch of 2026 (fast_llm/layers/language_model/loss:
-`LanguageModelLossKwargs`, `policy_gradient.py`, `entropy_loss.py`, `dpo.py`).
+Fast-LLM is on no package index, so its formulas stand in for it.  They and the keyword inputs follow its main branch of
+2026 (fast_llm/layers/language_model/loss: `LanguageModelLossKwargs`, `policy_gradient.py`, `entropy_loss.py`, `dpo.py`,
+`monolithic.py`).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch.nn.functional import logsigmoid
 
 from headloss.integrations.fast_llm import FastLLMLosses
 
-N, V, SCALE = 14, 17, 0.7
+N, V, MODEL_SCALE = 14, 17, 0.7
 LENGTHS = [5, 6, 3]
 
 
@@ -43,6 +44,7 @@ def keywords(grad_output: float | None = 3.0) -> tuple[Tensor, dict[str, Any]]:
 def value(kind: str, logits: Tensor, kw: dict[str, Any], **o: Any) -> Tensor:
     """One loss before its weight, as Fast-LLM computes it."""
     mask = kw["labels"] >= 0
+    SCALE = MODEL_SCALE * o.get("logits_scale_factor", 1.0)
     logp = (SCALE * logits / o.get("temperature", 1.0)).log_softmax(-1) if kind in ("grpo", "gspo") else None
     whole = (SCALE * logits).log_softmax(-1)
     pick = lambda x: x.gather(-1, kw["labels"].clamp(min=0)[:, None])[:, 0]
@@ -79,6 +81,13 @@ BLOCKS: dict[str, dict[str, dict[str, Any]]] = {
     "grpo": {"rl": {"type": "grpo", "epsilon_low": 0.1, "epsilon_high": 0.3, "use_triton": None}},
     "grpo warm": {"rl": {"type": "grpo", "temperature": 0.7}},
     "gspo": {"rl": {"type": "gspo", "epsilon_low": 0.05, "epsilon_high": 0.1}},
+    "scaled": {
+        "ce": {"type": "label", "logits_scale_factor": 1.5},
+        "z": {"type": "z_loss", "logits_scale_factor": 0.5},
+        "kd": {"type": "distillation", "loss_type": "reverse_kl", "temperature": 1.4, "logits_scale_factor": 2.0},
+        "rl": {"type": "gspo", "logits_scale_factor": 1.25},
+        "token": {"type": "grpo", "logits_scale_factor": 1.25, "temperature": 0.9},
+    },
     "all": {
         "ce": {"type": "label", "weight": 0.3},
         "z": {"type": "z_loss", "weight": 1e-3},
@@ -99,7 +108,7 @@ def test_losses_and_gradients(block: dict[str, dict[str, Any]]) -> None:
     (wanted,) = torch.autograd.grad(3.0 * truth, leaf)
     losses: dict[str, list[Tensor]] = {}
     already = torch.ones_like(logits)
-    loss, grad = FastLLMLosses(block, logits_scale_factor=SCALE).forward_backward(
+    loss, grad = FastLLMLosses(block, logits_scale_factor=MODEL_SCALE).forward_backward(
         logits, kw, losses, grad_logits=already
     )
     torch.testing.assert_close(loss, truth.detach())
@@ -112,12 +121,14 @@ def test_losses_and_gradients(block: dict[str, dict[str, Any]]) -> None:
 @pytest.mark.parametrize("kind", ["grpo", "gspo"])
 def test_metrics_have_fast_llms_names_and_numbers(kind: str) -> None:
     logits, kw = keywords(grad_output=None)
+    kw |= {"model_version": 3 * kw["global_document_index_q"], "documents_seen": 100}
     losses: dict[str, list[Tensor]] = {}
-    head = FastLLMLosses({"rl": {"type": kind, "metrics": "with_entropy"}})
+    head = FastLLMLosses({"rl": {"type": kind}})
     _, grad = head.forward_backward(logits, kw, losses)
     assert grad is None
     names = "old_logprobs ratio_new_old ratio_new_old_sum ratio_new_old_squared_sum kl_new_old clipped_ratio_fraction "
-    names += "advantage max_advantage min_advantage num_tokens entropy new_logprobs"
+    names += "advantage max_advantage min_advantage num_tokens entropy new_logprobs "
+    names += "staleness max_staleness min_staleness"
     expected = {f"rl_{n}" for n in names.split()} | ({"rl_num_segments"} if kind == "gspo" else set()) | {"rl"}
     assert set(losses) == expected
     mask = kw["labels"] >= 0
@@ -130,6 +141,8 @@ def test_metrics_have_fast_llms_names_and_numbers(kind: str) -> None:
     assert got["rl_num_tokens"] == int(mask.sum())
     assert got["rl_max_advantage"] == pytest.approx(float(kw["advantages"][mask].max()))
     ratio = (new - kw["old_log_probabilities"]).exp()
+    assert got["rl_staleness"] == pytest.approx(float(means(100.0 - kw["model_version"])))
+    assert got["rl_max_staleness"] == pytest.approx(float((100 - kw["model_version"])[mask].max()))
     if kind == "grpo":
         assert got["rl_ratio_new_old"] == pytest.approx(float(means(ratio)))
         assert got["rl_ratio_new_old_squared_sum"] == pytest.approx(float(ratio[mask].square().sum()))
@@ -165,7 +178,7 @@ def test_dpo_compares_all_spans_in_one_sigmoid() -> None:
 def test_labels_may_come_one_for_each_prediction_distance_and_a_mask_leaves_out_more() -> None:
     logits, kw = keywords()
     mask = torch.arange(N) % 3 > 0
-    loss, _ = FastLLMLosses({"ce": {}}, logits_scale_factor=SCALE).forward_backward(
+    loss, _ = FastLLMLosses({"ce": {}}, logits_scale_factor=MODEL_SCALE).forward_backward(
         logits, kw | {"labels": [kw["labels"]], "loss_mask": mask, "num_labels_in_batch": [20]}
     )
     kw["labels"] = kw["labels"].masked_fill(~mask, -1)
@@ -187,6 +200,28 @@ def test_what_is_not_understood_is_refused(block: dict[str, Any], says: str) -> 
         FastLLMLosses({"x": block})
 
 
+def test_a_monolithic_loss_is_its_children() -> None:
+    logits, kw = keywords()
+    children = {"ce": {"type": "label", "weight": 0.3}, "rl": {"type": "gspo"}}
+    whole = {"type": "monolithic", "weight": 2.0, "logits_scale_factor": 1.5, "losses": children, "use_triton": True}
+    flat = {"ce": {"type": "label", "weight": 0.6, "logits_scale_factor": 1.5}}
+    flat["rl"] = {"type": "gspo", "weight": 2.0, "logits_scale_factor": 1.5}
+    got, wanted = (FastLLMLosses(block).forward_backward(logits, kw) for block in ({"all": whole}, flat))
+    torch.testing.assert_close(got, wanted)
+    with pytest.raises(ValueError, match="fusion"):
+        FastLLMLosses({"all": {**whole, "fusion": True}})
+
+
+def test_the_entropy_is_the_loss_own() -> None:
+    logits, kw = keywords(grad_output=None)
+    losses: dict[str, list[Tensor]] = {}
+    FastLLMLosses({"rl": {"type": "grpo", "logits_scale_factor": 2.0}}).forward_backward(logits, kw, losses)
+    logp = (2.0 * logits).log_softmax(-1)
+    share = (kw["labels"] >= 0) / kw["label_counts"].clamp(min=1)
+    wanted = (-(logp.exp() * logp).sum(-1) * share).sum() / 6
+    assert float(losses["rl_entropy"][0]) == pytest.approx(float(wanted))
+
+
 def test_the_older_spelling_of_gspo() -> None:
     head = FastLLMLosses({"rl": {"type": "grpo", "policy_loss": "gspo", "compute_extra_metrics": True}})
-    assert head.blocks["rl"] == {"type": "gspo", "metrics": "basic"}
+    assert head.blocks["rl"] == {"type": "gspo", "metrics": "few"}
