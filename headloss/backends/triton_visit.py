@@ -44,13 +44,14 @@ class Visited(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """How a row is swept: a block is `loads` vectors of 16 bytes for each lane, `stages` blocks are under way."""
+    """How a row is swept: a block is `loads` vectors of 16 bytes for each lane."""
 
     warps: int
     loads: int
-    stages: int
+    stages: int  # blocks under way at once; 0: two, in registers
     pull_loads: int
     pull_stages: int
+    resident: int = 0  # programs on each processor, which then take row after row; 0: a program for each row
 
 
 # by columns in hand: the first line whose bound is not below V.  Measured on an H200; see benchmarks/gpu_visit.py
@@ -119,10 +120,11 @@ def visit(
     looks = target_C is not None and (want.target or program.target or ignore)
     target = target_C if looks else None
     valid = None if valid_C is None else valid_C.contiguous()
-    visit_kernel[(C,)](
+    programs = min(C, shape.resident * _processors(device)) if shape.resident else C
+    visit_kernel[(programs,)](
         raw.x_CV, None if out_CV is None else out.x_CV, target, valid, found, best,
         given, inputs, bases, factors, program.options(arguments.options),
-        C, V, raw.x_CV.stride(0), raw.lead, out.x_CV.stride(0), out.lead,
+        C, programs, V, raw.x_CV.stride(0), raw.lead, out.x_CV.stride(0), out.lead,
         0 if target is None else target.stride(0), start, V if vocab is None else vocab, float(scale), softcap or 1.0,
         FN=program.function, SLOTS=plan.slots, **plan.flags,
         TARGET=target is not None, IGNORE=ignore and target is not None, VALID=valid is not None,
@@ -134,6 +136,11 @@ def visit(
         PULL_BLOCK=_pull_block(shape, out), PULL_STAGES=shape.pull_stages, num_warps=shape.warps, **LAUNCH,
     )  # fmt: skip
     return result
+
+
+@functools.cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def _pull_block(shape: Shape, out: Rows) -> int:

@@ -50,11 +50,6 @@ def number(given, row, POINTER: tl.constexpr, PER_ROW: tl.constexpr):
 
 
 @triton.jit
-def as_float(x):
-    return x.to(tl.float32)
-
-
-@triton.jit
 def as_argument(x):
     """What a printed function takes: float32, int64 or bool."""
     if x.dtype.is_floating():
@@ -94,14 +89,137 @@ def zeros(out, skew, end, VEC: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(out + ragged, tl.zeros([2 * VEC], kind), mask=ends)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "N", "V", "stride", "lead", "out_stride", "out_lead", "target_stride", "start", "vocab",
-    ],
-    do_not_specialize_on_alignment=["target", "valid"],
-)  # fmt: skip
-def visit_kernel(
-    raw, out, target, valid, found, best_out, temperatures, inputs, bases, factors, numbers,
+@triton.jit
+def ahead(raw, at, some, POLICY: tl.constexpr, K: tl.constexpr):
+    """A block that may not be there."""
+    x = ()
+    for k in tl.static_range(K):
+        here = at + k * (at.shape[0] * at.shape[1])
+        x = x + (tl.load(raw + here, mask=(here >= 0) & some, eviction_policy=POLICY),)
+    return x
+
+
+@triton.jit
+def read(
+    raw, skew, end, c, scale, cap,
+    TOTAL: tl.constexpr, BEST: tl.constexpr, WANT_X: tl.constexpr, WANT_Q: tl.constexpr,
+    SCALED: tl.constexpr, CAPPED: tl.constexpr, VEC: tl.constexpr, POLICY: tl.constexpr,
+    K: tl.constexpr, L: tl.constexpr, J: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """The first sweep: what each lane has seen of the row, as in sums.py."""
+    BLOCK: tl.constexpr = K * L * J
+    S, X, Q = (), (), ()
+    for _i in tl.static_range(len(c)):
+        S = S + (tl.zeros([L], tl.float32),)
+        X = X + (tl.zeros([L], tl.float32),)
+        Q = Q + (tl.zeros([L], tl.float32),)
+    m = tl.full([L], LOWEST, tl.float32)
+    best = tl.zeros([L], tl.int32)
+    total = tl.zeros([L], tl.float32)
+    centre = 0.0
+    if TOTAL:  # any logit of the row is near enough to keep the digits of a sum
+        centre = logits(tl.load(raw + skew), scale, cap, SCALED, CAPPED)
+        centre = tl.where(tl.abs(centre) < -LOWEST, centre, 0.0)
+    j = tl.arange(0, L)[:, None] * J + tl.arange(0, J)[None, :]
+    first = (skew > 0).to(tl.int32)
+    last = tl.maximum(end // BLOCK, first)
+    if STAGES == 0:  # the next block is under way, in registers, while this one is summed
+        x = ahead(raw, first * BLOCK + j, first < last, POLICY, K)
+        for block in range(first, last):
+            following = ahead(raw, (block + 1) * BLOCK + j, block + 1 < last, POLICY, K)
+            z = ()
+            for n in tl.static_range(K):
+                z = z + (logits(x[n], scale, cap, SCALED, CAPPED),)
+                if TOTAL:
+                    total += tl.sum(z[n] - centre, axis=1)
+            m, best, S, X, Q = absorb(z, m, best, block, S, X, Q, c, WANT_X, WANT_Q, BEST)
+            x = following
+    else:
+        for block in tl.range(first, last, num_stages=STAGES):
+            x = take(raw, block * BLOCK + j, 0, 0, False, POLICY, K)
+            z = ()
+            for n in tl.static_range(K):
+                z = z + (logits(x[n], scale, cap, SCALED, CAPPED),)
+                if TOTAL:
+                    total += tl.sum(z[n] - centre, axis=1)
+            m, best, S, X, Q = absorb(z, m, best, block, S, X, Q, c, WANT_X, WANT_Q, BEST)
+    go = tl.multiple_of(skew // VEC * VEC, VEC)
+    stop = tl.multiple_of((end + VEC - 1) // VEC * VEC, VEC)
+    for edge in range(1 - first, 1 + (end > last * BLOCK).to(tl.int32)):  # the row's first block if cut, and its last
+        block = tl.where(edge == 0, 0, last)
+        # whole vectors, masked afterwards: a 16-byte vector with one good element can be read without harm
+        x = take(raw, block * BLOCK + j, go, stop, True, POLICY, K)
+        z = ()
+        for n in tl.static_range(K):
+            at = block * BLOCK + n * (L * J) + j
+            good = (at >= skew) & (at < end)
+            value = logits(x[n], scale, cap, SCALED, CAPPED)
+            if TOTAL:
+                total += tl.sum(tl.where(good, value - centre, 0.0), axis=1)
+            z = z + (tl.where(good, value, -float("inf")),)
+        m, best, S, X, Q = absorb(z, m, best, block, S, X, Q, c, WANT_X, WANT_Q, BEST)
+    top = tl.max(m, axis=0)
+    argmax = tl.zeros([], tl.int32)
+    if BEST:
+        # every lane that holds the maximum knows in which load it first saw it; the lowest column is in the lowest
+        load = tl.min(tl.where(m == top, best, 2147483647), axis=0)
+        spot = tl.where(top > LOWEST, load, 0) * (L * J) + j
+        (there,) = take(raw, spot, go, stop, True, POLICY, 1)
+        match = (spot >= skew) & (spot < end) & (logits(there, scale, cap, SCALED, CAPPED) == top)
+        seen = tl.min(tl.min(tl.where(match, spot, 2147483647), axis=1), axis=0)
+        argmax = tl.where(top > LOWEST, seen - skew, 0)
+    return m, top, argmax, S, X, Q, tl.sum(total, axis=0), centre
+
+
+@triton.jit
+def write(
+    raw, out, skew, end, m, log_sum, c, k, at_target, picked, column, here, scale, cap,
+    A: tl.constexpr, B: tl.constexpr, E: tl.constexpr, C: tl.constexpr, PICK: tl.constexpr,
+    SCALED: tl.constexpr, CAPPED: tl.constexpr, VEC: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """The second sweep: the gradient of a row, from its end to its beginning; see pull.py."""
+    kind = out.dtype.element_ty
+    low, high = inner(skew, end, VEC)
+    q = tl.arange(0, BLOCK)
+    first = (low > 0).to(tl.int32)
+    last = tl.maximum(high // BLOCK, first)
+    ragged, ends = rim(skew, end, low, high, VEC)
+    x_ends = tl.load(raw + ragged, mask=ends, other=0.0)  # early: its latency hides behind the blocks
+    tl.debug_barrier()  # every warp has seen what it needs of the row before any may overwrite it
+    for edge in range(1 - first, 1 + (high > last * BLOCK).to(tl.int32)):
+        at = tl.where(edge == 0, 0, last) * BLOCK + q
+        whole = (at >= low) & (at < high)
+        x = tl.load(raw + at, mask=whole, other=0.0)
+        g, _ = gradient(x, m, log_sum, c, k, scale, cap, A, B, E, C, SCALED, CAPPED)
+        tl.store(out + at, g.to(kind), mask=whole)
+    if STAGES == 0:
+        x = tl.load(raw + ((last - 1) * BLOCK + q), mask=(q >= 0) & (last > first), eviction_policy="evict_first")
+        for back in range(first, last):
+            at = (last - 1 + first - back) * BLOCK + q
+            following = tl.load(raw + (at - BLOCK), mask=(q >= 0) & (back + 1 < last), eviction_policy="evict_first")
+            g, _ = gradient(x, m, log_sum, c, k, scale, cap, A, B, E, C, SCALED, CAPPED)
+            tl.store(out + at, g.to(kind), cache_modifier=".cs")
+            x = following
+    else:
+        for back in tl.range(first, last, num_stages=STAGES):
+            at = (last - 1 + first - back) * BLOCK + q
+            x = tl.load(raw + at, eviction_policy="evict_first")
+            g, _ = gradient(x, m, log_sum, c, k, scale, cap, A, B, E, C, SCALED, CAPPED)
+            tl.store(out + at, g.to(kind), cache_modifier=".cs")
+    if (low > skew) | (high < end):
+        g, _ = gradient(x_ends, m, log_sum, c, k, scale, cap, A, B, E, C, SCALED, CAPPED)
+        tl.store(out + ragged, g.to(kind), mask=ends)
+    if PICK:  # noqa: SIM102, known before the kernel runs
+        if here:  # one store instead of a comparison for every column
+            g, z = gradient(picked, m, log_sum, c, k, scale, cap, A, B, E, C, SCALED, CAPPED)
+            g += slopes(at_target, z, scale, cap, SCALED, CAPPED)
+            tl.debug_barrier()
+            tl.store(out + column, g.to(kind))
+
+
+@triton.jit
+def visit_row(
+    row, raw, out, target, valid, found, best_out, temperatures, inputs, bases, factors, numbers,
     N, V, stride, lead, out_stride, out_lead, target_stride, start, vocab, scale, cap,
     FN: tl.constexpr, NAMES: tl.constexpr, PLACES: tl.constexpr, USED: tl.constexpr, SLOTS: tl.constexpr,
     TARGET: tl.constexpr, IGNORE: tl.constexpr, VALID: tl.constexpr, GRADIENT: tl.constexpr,
@@ -113,19 +231,15 @@ def visit_kernel(
     K: tl.constexpr, L: tl.constexpr, J: tl.constexpr, STAGES: tl.constexpr,
     PULL_BLOCK: tl.constexpr, PULL_STAGES: tl.constexpr,
 ):  # fmt: skip
-    BLOCK: tl.constexpr = K * L * J
-    row = tl.program_id(0).to(tl.int64)
-    begin, skew = boundary(row, stride, lead, LINE)
-    above = raw
-    raw += begin
-    end = skew + V
-    found += row
-    step = N.to(tl.int64)
     POLICY: tl.constexpr = "evict_last" if GRADIENT else "evict_first"
+    begin, skew = boundary(row, stride, lead, LINE)
+    out_skew = 0
     if GRADIENT:
         out_begin, out_skew = boundary(row, out_stride, out_lead, OUT_LINE)
         out += out_begin
-        out_end = out_skew + V
+    found += row
+    step = N.to(tl.int64)
+    rows = vocab.to(tl.float32)
 
     live = tl.full([], 1, tl.int1)
     wanted = tl.zeros([], tl.int64)
@@ -138,79 +252,32 @@ def visit_kernel(
 
     if live:
         # everything a row needs is on its way before the sweep
-        given, weights, seeds, c, T = (), (), (), (), ()
-        S, X, Q = (), (), ()
+        given, weights, seeds, known, T, c = (), (), (), (), (), ()
         for i in tl.static_range(len(inputs)):
             given = given + (as_argument(number(inputs[i], row, INPUT_ROWS[i] >= 0, INPUT_ROWS[i] == 1)),)
         for i in tl.static_range(len(bases)):
-            weights = weights + (as_float(number(bases[i], row, BASE_KINDS[i] >= 0, BASE_KINDS[i] == 1)),)
-            factor = as_float(number(factors[i], row, FACTOR_KINDS[i] >= 0, False))
+            weights = weights + (number(bases[i], row, BASE_KINDS[i] >= 0, BASE_KINDS[i] == 1).to(tl.float32),)
+            factor = number(factors[i], row, FACTOR_KINDS[i] >= 0, False).to(tl.float32)
             seeds = seeds + (weights[i] * factor,)
+        for i in tl.static_range(len(numbers)):
+            known = known + (number(numbers[i], row, False, False).to(tl.float32),)
         for i in tl.static_range(len(temperatures)):
             T = T + (temperature(temperatures[i], row, PER_ROW[i]),)
             c = c + (tl.div_rn(LOG2E, T[i]),)
-            S = S + (tl.zeros([L], tl.float32),)
-            X = X + (tl.zeros([L], tl.float32),)
-            Q = Q + (tl.zeros([L], tl.float32),)
-        known = ()
-        for i in tl.static_range(len(numbers)):
-            known = known + (as_float(number(numbers[i], row, False, False)),)
-        column = (wanted - start + skew).to(tl.int32)
-        here = (column >= skew) & (column < end)
+        column = (wanted - start).to(tl.int32)
+        here = (column >= 0) & (column < V)
         picked = tl.zeros([], raw.dtype.element_ty)
         if PICK:
-            picked = tl.load(raw + column, mask=here, other=0.0)
+            picked = tl.load(raw + (row * stride + lead + column), mask=here, other=0.0)
 
-        # the first sweep
-        m = tl.full([L], LOWEST, tl.float32)
-        best = tl.zeros([L], tl.int32)
-        total = tl.zeros([L], tl.float32)
-        centre = 0.0
-        if TOTAL:  # any logit of the row is near enough to keep the digits of a sum
-            centre = logits(tl.load(raw + skew), scale, cap, SCALED, CAPPED)
-            centre = tl.where(tl.abs(centre) < -LOWEST, centre, 0.0)
-        j = tl.arange(0, L)[:, None] * J + tl.arange(0, J)[None, :]
-        head = (skew > 0).to(tl.int32)
-        first = head
-        last = tl.maximum(end // BLOCK, first)
-        for block in tl.range(first, last, num_stages=STAGES):
-            x = take(raw, block * BLOCK + j, 0, 0, False, POLICY, K)
-            z = ()
-            for n in tl.static_range(K):
-                z = z + (logits(x[n], scale, cap, SCALED, CAPPED),)
-                if TOTAL:
-                    total += tl.sum(z[n] - centre, axis=1)
-            m, best, S, X, Q = absorb(z, m, best, block, S, X, Q, c, WANT_X, WANT_Q, BEST)
-        go = tl.multiple_of(skew // VEC * VEC, VEC)
-        stop = tl.multiple_of((end + VEC - 1) // VEC * VEC, VEC)
-        for edge in range(1 - head, 1 + (end > last * BLOCK).to(tl.int32)):
-            block = tl.where(edge == 0, 0, last)
-            # whole vectors, masked afterwards: a 16-byte vector with one good element can be read without harm
-            x = take(raw, block * BLOCK + j, go, stop, True, POLICY, K)
-            z = ()
-            for n in tl.static_range(K):
-                at = block * BLOCK + n * (L * J) + j
-                good = (at >= skew) & (at < end)
-                value = logits(x[n], scale, cap, SCALED, CAPPED)
-                if TOTAL:
-                    total += tl.sum(tl.where(good, value - centre, 0.0), axis=1)
-                z = z + (tl.where(good, value, -float("inf")),)
-            m, best, S, X, Q = absorb(z, m, best, block, S, X, Q, c, WANT_X, WANT_Q, BEST)
+        m, top, argmax, S, X, Q, total, centre = read(
+            raw + begin, skew, skew + V, c, scale, cap,
+            TOTAL, BEST, WANT_X, WANT_Q, SCALED, CAPPED, VEC, POLICY, K, L, J, STAGES,
+        )  # fmt: skip
 
         # merge the lanes, and finish as facts.finish does
-        top = tl.max(m, axis=0)
         some = top > LOWEST  # else every logit is -inf
         origin = tl.where(some, top, 0.0)
-        argmax = tl.zeros([], tl.int64)
-        if BEST:
-            # every lane that holds the maximum knows in which load it first saw it; the lowest column is in the lowest
-            load = tl.min(tl.where(m == top, best, 2147483647), axis=0)
-            at = tl.where(some, load, 0) * (L * J) + j
-            (x,) = take(raw, at, go, stop, True, POLICY, 1)
-            value = logits(x, scale, cap, SCALED, CAPPED)
-            match = (at >= skew) & (at < end) & (value == top)
-            seen = tl.min(tl.min(tl.where(match, at, 2147483647), axis=1), axis=0)
-            argmax = (tl.where(some, seen, skew) - skew + start).to(tl.int64)
         sums, log_sums, spreads, squares = (), (), (), ()
         for i in tl.static_range(len(c)):
             d = (m - top) * c[i]
@@ -230,117 +297,83 @@ def visit_kernel(
         away = -float("inf")
         if PICK:
             away = tl.where(here, logits(picked, scale, cap, SCALED, CAPPED) - origin, -float("inf"))
-        mean = 0.0
-        if TOTAL:
-            mean = tl.sum(total, axis=0) + V.to(tl.float32) * (centre - origin)
         facts = ()
         for i in tl.static_range(len(NAMES)):
-            t = PLACES[i]
             if NAMES[i] == LSE:
-                facts = facts + (tl.div_rn(tl.where(some, top, -float("inf")), T[t]) + log_sums[t],)
+                value = tl.div_rn(tl.where(some, top, -float("inf")), T[PLACES[i]]) + log_sums[PLACES[i]]
             elif NAMES[i] == LOGPROB:
-                facts = facts + (tl.div_rn(away, T[t]) - log_sums[t],)
+                value = tl.div_rn(away, T[PLACES[i]]) - log_sums[PLACES[i]]
             elif NAMES[i] == MEAN_LOGPROB:
-                facts = facts + (tl.div_rn(tl.div_rn(mean, T[t]), vocab.to(tl.float32)) - log_sums[t],)
+                value = total + V.to(tl.float32) * (centre - origin)
+                value = tl.div_rn(tl.div_rn(value, T[PLACES[i]]), rows) - log_sums[PLACES[i]]
             elif NAMES[i] == ENTROPY:
-                facts = facts + (log_sums[t] - tl.div_rn(spreads[t], sums[t]),)
+                value = log_sums[PLACES[i]] - tl.div_rn(spreads[PLACES[i]], sums[PLACES[i]])
             elif NAMES[i] == SUM_P2:
-                facts = facts + (tl.div_rn(squares[t], sums[t] * sums[t]),)
+                value = tl.div_rn(squares[PLACES[i]], sums[PLACES[i]] * sums[PLACES[i]])
             elif NAMES[i] == MAX_LOGPROB:
-                facts = facts + (-log_sums[t],)
+                value = -log_sums[PLACES[i]]
             else:
-                facts = facts + (argmax,)
+                value = (argmax + start).to(tl.int64)
+            facts = facts + (value,)
 
         if GRADIENT:
-            _, _, _, _, pulls = FN(facts, given, wanted, known, seeds, vocab.to(tl.float32))
+            pulls = FN(facts, given, wanted, known, seeds, rows)[4]
             f = 1.0
             if SCALED:
                 f = scale + 0.0
             moves = tl.full([], 0, tl.int1)
             at_target = 0.0
-            c_, log_, k = (), (), ()
+            c_, log_sum, k = (), (), ()
             for i in tl.static_range(len(A)):
-                t = USED[i]
-                over = tl.div_rn(f, T[t])
+                over = tl.div_rn(f, T[USED[i]])
                 a, b, e, const = 0.0, 0.0, 0.0, 0.0
                 if A[i]:
-                    a = pulls[5 * t] * over
+                    a = pulls[5 * USED[i]] * over
                     moves = moves | (a != 0)
                 if B[i]:
-                    b = pulls[5 * t + 1] * over * LN2
+                    b = pulls[5 * USED[i] + 1] * over * LN2
                     moves = moves | (b != 0)
                 if E[i]:
-                    e = pulls[5 * t + 2] * over
+                    e = pulls[5 * USED[i] + 2] * over
                     moves = moves | (e != 0)
                 if C[i]:
-                    const = pulls[5 * t + 3] * over
+                    const = pulls[5 * USED[i] + 3] * over
                     moves = moves | (const != 0)
                 if Y[i]:
-                    y = pulls[5 * t + 4] * over
+                    y = pulls[5 * USED[i] + 4] * over
                     moves = moves | (y != 0)
                     at_target += y
-                c_ = c_ + (c[t],)
-                log_ = log_ + (log_sums[t] * LOG2E,)
+                c_ = c_ + (c[USED[i]],)
+                log_sum = log_sum + (log_sums[USED[i]] * LOG2E,)
                 k = k + (a, b, e, const)
-
-            # the second sweep, on the output's boundaries
-            kind = out.dtype.element_ty
-            again = above + tl.multiple_of(row * stride + lead - out_skew, RAW_VEC)
-            whole_low, whole_high = inner(out_skew, out_end, OUT_VEC)
             if moves:
-                q = tl.arange(0, PULL_BLOCK)
-                pull_head = (whole_low > 0).to(tl.int32)
-                pull_last = tl.maximum(whole_high // PULL_BLOCK, pull_head)
-                ragged, ends = rim(out_skew, out_end, whole_low, whole_high, OUT_VEC)
-                cut = (whole_low > out_skew) | (whole_high < out_end)
-                x_ends = tl.load(again + ragged, mask=ends, other=0.0)
-                tl.debug_barrier()  # every warp has seen what it needs of the row before any may overwrite it
-                for edge in range(1 - pull_head, 1 + (whole_high > pull_last * PULL_BLOCK).to(tl.int32)):
-                    at = tl.where(edge == 0, 0, pull_last) * PULL_BLOCK + q
-                    whole = (at >= whole_low) & (at < whole_high)
-                    x = tl.load(again + at, mask=whole, other=0.0)
-                    g, _ = gradient(x, origin, log_, c_, k, scale, cap, A, B, E, C, SCALED, CAPPED)
-                    tl.store(out + at, g.to(kind), mask=whole)
-                for step_back in tl.range(pull_head, pull_last, num_stages=PULL_STAGES):
-                    at = (pull_last - 1 + pull_head - step_back) * PULL_BLOCK + q
-                    x = tl.load(again + at, eviction_policy="evict_first")
-                    g, _ = gradient(x, origin, log_, c_, k, scale, cap, A, B, E, C, SCALED, CAPPED)
-                    tl.store(out + at, g.to(kind), cache_modifier=".cs")
-                if cut:
-                    g, _ = gradient(x_ends, origin, log_, c_, k, scale, cap, A, B, E, C, SCALED, CAPPED)
-                    tl.store(out + ragged, g.to(kind), mask=ends)
-                if PICK:  # noqa: SIM102, known before the kernel runs
-                    if here:  # one store instead of a comparison for every column
-                        g, z_y = gradient(picked, origin, log_, c_, k, scale, cap, A, B, E, C, SCALED, CAPPED)
-                        g += slopes(at_target, z_y, scale, cap, SCALED, CAPPED)
-                        tl.debug_barrier()
-                        tl.store(out + (column - skew + out_skew), g.to(kind))
+                write(
+                    raw + tl.multiple_of(row * stride + lead - out_skew, RAW_VEC), out, out_skew, out_skew + V,
+                    origin, log_sum, c_, k, at_target, picked, column + out_skew, here, scale, cap,
+                    A, B, E, C, PICK, SCALED, CAPPED, OUT_VEC, PULL_BLOCK, PULL_STAGES,
+                )  # fmt: skip
             else:
-                zeros(out, out_skew, out_end, OUT_VEC, PULL_BLOCK)
+                zeros(out, out_skew, out_skew + V, OUT_VEC, PULL_BLOCK)
 
         # what is known of the row; after the sweep, so that nothing in it waits for a metric
-        values, metrics, by_fact, by_input, _ = FN(facts, given, wanted, known, seeds, vocab.to(tl.float32))
+        values, metrics, by_fact, by_input, _unused = FN(facts, given, wanted, known, seeds, rows)
         tl.store(found, origin)
+        slot = 1
         for i in tl.static_range(len(log_sums)):
-            tl.store(found + (1 + i) * step, log_sums[i])
-        slot = 1 + len(log_sums)
+            tl.store(found + slot * step, log_sums[i])
+            slot += 1
         for i in tl.static_range(len(NAMES)):
             if NAMES[i] == ARGMAX:
-                tl.store(best_out + row, argmax)
+                tl.store(best_out + row, facts[i])
             else:
                 tl.store(found + slot * step, facts[i])
                 slot += 1
         for i in tl.static_range(len(values)):
             tl.store(found + slot * step, values[i] * weights[i])
             slot += 1
-        for i in tl.static_range(len(metrics)):
-            tl.store(found + slot * step, metrics[i])
-            slot += 1
-        for i in tl.static_range(len(by_fact)):
-            tl.store(found + slot * step, by_fact[i])
-            slot += 1
-        for i in tl.static_range(len(by_input)):
-            tl.store(found + slot * step, by_input[i])
+        rest = metrics + by_fact + by_input
+        for i in tl.static_range(len(rest)):
+            tl.store(found + slot * step, rest[i])
             slot += 1
     else:
         for i in tl.static_range(SLOTS):
@@ -348,4 +381,35 @@ def visit_kernel(
         if BEST:
             tl.store(best_out + row, tl.zeros([], tl.int64))
         if GRADIENT:
-            zeros(out, out_skew, out_end, OUT_VEC, PULL_BLOCK)
+            zeros(out, out_skew, out_skew + V, OUT_VEC, PULL_BLOCK)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "N", "programs", "V", "stride", "lead", "out_stride", "out_lead", "target_stride", "start", "vocab",
+    ],
+    do_not_specialize_on_alignment=["target", "valid"],
+)  # fmt: skip
+def visit_kernel(
+    raw, out, target, valid, found, best_out, temperatures, inputs, bases, factors, numbers,
+    N, programs, V, stride, lead, out_stride, out_lead, target_stride, start, vocab, scale, cap,
+    FN: tl.constexpr, NAMES: tl.constexpr, PLACES: tl.constexpr, USED: tl.constexpr, SLOTS: tl.constexpr,
+    TARGET: tl.constexpr, IGNORE: tl.constexpr, VALID: tl.constexpr, GRADIENT: tl.constexpr,
+    PICK: tl.constexpr, TOTAL: tl.constexpr, BEST: tl.constexpr,
+    WANT_X: tl.constexpr, WANT_Q: tl.constexpr, PER_ROW: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr,
+    A: tl.constexpr, B: tl.constexpr, E: tl.constexpr, C: tl.constexpr, Y: tl.constexpr,
+    INPUT_ROWS: tl.constexpr, BASE_KINDS: tl.constexpr, FACTOR_KINDS: tl.constexpr,
+    LINE: tl.constexpr, VEC: tl.constexpr, OUT_LINE: tl.constexpr, OUT_VEC: tl.constexpr, RAW_VEC: tl.constexpr,
+    K: tl.constexpr, L: tl.constexpr, J: tl.constexpr, STAGES: tl.constexpr,
+    PULL_BLOCK: tl.constexpr, PULL_STAGES: tl.constexpr,
+):  # fmt: skip
+    """Row after row; with as many programs as rows, one each."""
+    for row in range(tl.program_id(0), N, programs):
+        visit_row(
+            row + tl.zeros([], tl.int64), raw, out, target, valid, found, best_out,
+            temperatures, inputs, bases, factors, numbers,
+            N, V, stride, lead, out_stride, out_lead, target_stride, start, vocab, scale, cap,
+            FN, NAMES, PLACES, USED, SLOTS, TARGET, IGNORE, VALID, GRADIENT, PICK, TOTAL, BEST, WANT_X, WANT_Q,
+            PER_ROW, SCALED, CAPPED, A, B, E, C, Y, INPUT_ROWS, BASE_KINDS, FACTOR_KINDS,
+            LINE, VEC, OUT_LINE, OUT_VEC, RAW_VEC, K, L, J, STAGES, PULL_BLOCK, PULL_STAGES,
+        )  # fmt: skip
