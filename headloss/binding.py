@@ -1,179 +1,26 @@
-"""From a call's arguments to a plan, and from a plan to a sweep and a loss: checked before anything is computed.
-
-A plan is decided from names, shapes and traces alone, so it can be explained without a single number.  Binding it looks
-at the targets, finds the rows that count and lays everything else out along them.
-"""
+"""From a plan to a sweep and a loss: look at the targets, find the rows that count, lay everything out along them."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterable, Mapping, Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from headloss.backends import choose, resolve
-from headloss.bound import BoundLoss, Planned, check_inputs, layout
-from headloss.facts import NEEDS_TARGET, Fact, Want
-from headloss.guides import SparseGuide, bind_guides, name_teachers, teacher_bytes
-from headloss.metrics import retarget
-from headloss.plan import Call, Shape, Trace, fit, trace
+from headloss.bound import BoundLoss
+from headloss.facts import Want
+from headloss.guides import SparseGuide, bind_guides, teacher_bytes
+from headloss.planning import Plan
 from headloss.rows import Prepared, Rows, bind_rows
-from headloss.segments import Segments
-from headloss.signature import ONLY, TEACHER_INPUTS, identity, suggest
-from headloss.sources import Linear, Logits, Source, Sparse, Teacher
+from headloss.signature import TEACHER_INPUTS
+from headloss.sources import Linear, Logits, Source
 from headloss.sweeps import Chunk, Sweep
-from headloss.teachers import SPARSE
 from headloss.term import check_weight
 
 if TYPE_CHECKING:
     from headloss.objective import Objective
-
-CALL = ("teacher", "targets", "segments", "num_items", "num_segments", "weights", "grad_scale", "host_read")
-
-
-class Plan(NamedTuple):
-    """How one call will run."""
-
-    source: Source
-    segments: Segments | None
-    teachers: dict[str, Teacher]
-    terms: tuple[Planned, ...]
-    off: tuple[str, ...]  # terms switched off
-    metrics: tuple[tuple[str, Call], ...]
-    inputs: dict[str, tuple[Tensor, Shape]]
-    want: Want
-    kind: str  # the widest class among the terms
-
-
-def make_plan(
-    objective: Objective,
-    source: Source,
-    targets: Tensor | Prepared | None,
-    segments: Segments | None,
-    weights: Mapping[str, float | Tensor] | None,
-    teacher: Teacher | Mapping[str, Teacher] | None,
-    inputs: Mapping[str, Any],
-) -> Plan:
-    if isinstance(targets, Prepared):
-        segments = targets.segments if segments is None else segments
-    if segments is not None and not isinstance(segments, Segments):
-        hint = "; make them with hl.Segments.from_cu_seqlens, from_ids, from_position_ids or from_batch"
-        raise TypeError(f"segments: wanted hl.Segments, got {type(segments).__name__}{hint}")
-    now = _weights(objective, weights or {})
-    off = tuple(name for name, weight in now.items() if not isinstance(weight, Tensor) and weight == 0)
-    teachers = name_teachers(teacher, source)
-    asked = (
-        source.temperature if isinstance(source.temperature, int | float) else None,
-        tuple((n, type(x), x.ids.shape[-1] if isinstance(x, Sparse) else None) for n, x in teachers.items()),
-        tuple(n for n, x in inputs.items() if x is not None),
-        off,
-    )
-    if asked not in objective.known:
-        objective.known[asked] = _calls(objective, off, teachers, inputs, asked[0])
-    calls, metrics = objective.known[asked]
-    for name in calls:
-        if segments is None and objective.terms[name].needs_segments:
-            term = objective.terms[name]
-            asks = f"reduction {term.reduction!r}" if term.reduction.startswith("seq_") else "its loss"
-            raise ValueError(f"segments: term {name!r} needs them for {asks}; pass segments=hl.Segments...")
-    laid = _lay_out(inputs, source, segments)
-    key: Any = (
-        asked,
-        source.fact_dtype,
-        source.device.type,
-        targets is None,
-        None if segments is None else source.leading == (segments.num_segments,),
-        tuple((n, shape) for n, (_, shape) in laid.items()),
-        tuple(identity(fn) for call in calls.values() for fn in call.functions),
-    )
-    try:
-        found = objective.known.get(key)
-    except TypeError:  # something a function reads has no hash
-        found, key = None, None
-    if found is None:
-        found = _trace_terms(objective, calls, metrics, source, segments, teachers, laid, targets is None)
-        if len(objective.known) > _MOST_KNOWN:
-            objective.known.clear()
-        if key is not None:
-            objective.known[key] = found
-    traces, shapes, want, kind = found
-    planned = tuple(
-        Planned(name, call, traces[name], now[name], objective.terms[name].reduction, objective.terms[name].length)
-        for name, call in calls.items()
-    )
-    laid = {n: (x, shapes[n]) for n, (x, _) in laid.items()}
-    return Plan(source, segments, teachers, planned, off, metrics, laid, want, kind)
-
-
-_MOST_KNOWN = 64  # plans of an objective: more would mean that something changes with every call
-
-
-def _calls(
-    objective: Objective,
-    off: tuple[str, ...],
-    teachers: Mapping[str, Teacher],
-    inputs: Mapping[str, Any],
-    temperature: float | None,
-) -> tuple[dict[str, Call], tuple[tuple[str, Call], ...]]:
-    """The terms that are on and the metrics, ready to be called, once names are known to fit."""
-    calls = {name: term.call(temperature, teachers) for name, term in objective.terms.items()}
-    metrics = tuple((name, retarget(call, temperature, teachers)) for name, call in objective.metrics)
-    for name, call in calls.items():
-        if name not in off:
-            check_teachers(f"term {name!r} ({call.signature.name})", call, teachers)
-    for name, call in metrics:
-        check_teachers(f"metric {name!r}", call, teachers)
-    check_asked(teachers, [*calls.values(), *(call for _, call in metrics)])
-    named = {f"{i} of {n}" for n, x in teachers.items() if isinstance(x, Sparse) for i in TEACHER_INPUTS}
-    check_inputs(calls.items(), inputs, CALL, off=off, metrics=metrics, teachers=named)
-    return {name: call for name, call in calls.items() if name not in off}, metrics
-
-
-def _trace_terms(
-    objective: Objective,
-    calls: Mapping[str, Call],
-    metrics: Sequence[tuple[str, Call]],
-    source: Source,
-    segments: Segments | None,
-    teachers: Mapping[str, Teacher],
-    laid: Mapping[str, tuple[Tensor, Shape]],
-    targetless: bool,
-) -> tuple[dict[str, Trace], dict[str, Shape], Want, str]:
-    """Each term's trace, the inputs' shapes as the traces take them, the facts wanted, and the widest class."""
-    ids = {
-        f"{i} of {n}": Shape("row", torch.long if i == "teacher_ids" else source.fact_dtype, (x.ids.shape[-1],))
-        for n, x in teachers.items()
-        if isinstance(x, Sparse)
-        for i in TEACHER_INPUTS
-    }
-    given = {n: shape for n, (_, shape) in laid.items()}
-    traces: dict[str, Trace] = {}
-    for name, call in calls.items():
-        shapes = {n: shape for n, shape in given.items() if n in call.input_names}
-        shapes |= {n: shape for n, shape in ids.items() if n.split(" of ", 1)[1] in {f.teacher for f in call.facts}}
-        if segments is not None and source.leading == (segments.num_segments,):
-            found, shapes = fit(call, shapes, source.fact_dtype, source.device.type)
-            given |= {n: shape for n, shape in shapes.items() if n in given}
-        else:
-            found = trace(call, shapes, source.fact_dtype, source.device.type, segments is not None)
-        _check_spread(f"term {name!r} ({call.signature.name})", found, shapes)
-        by_facts = call.row_weight_signature is not None and call.row_weight_signature.facts
-        if objective.terms[name].reduction == "weighted_mean" and by_facts:
-            found = found._replace(kind="batch", reason="weighted_mean sums a row_weight made of facts")
-        traces[name] = found
-    _check_gradients(calls.values(), given)
-    wanted = [f for name, call in calls.items() for f in call.facts if f not in traces[name].unused]
-    wanted += [f for _, call in metrics for f in call.facts]
-    if targetless:
-        check_targets_wanted(wanted)
-        signatures = [s for call in calls.values() for s in call.signatures] + [call.signature for _, call in metrics]
-        if any(p.kind == "targets" and not p.optional for s in signatures for p in s.parameters):
-            raise ValueError("targets: a loss or metric asks for them; pass each row's target")
-    kinds = [found.kind for found in traces.values()]
-    return traces, given, Want(wanted), next((k for k in ("batch", "segment") if k in kinds), "row")
 
 
 def rows_of(plan: Plan, targets: Tensor | Prepared | None, host_read: bool) -> Rows:
@@ -190,6 +37,7 @@ def rows_of(plan: Plan, targets: Tensor | Prepared | None, host_read: bool) -> R
     return bind_rows(
         source.leading, targets, plan.segments,
         vocab=source.vocab, device=source.device, host_read=host_read, by_segment=by_segment,
+        skips=plan.program is not None and isinstance(source, Logits),
     )  # fmt: skip
 
 
@@ -239,7 +87,7 @@ def bind(
         chunks=chunks, num_items=num_items, num_segments=num_segments, grad_scale=grad_scale,
         dtype=source.fact_dtype, device=source.device, narrow=source.narrow, taken=taken,
     )  # fmt: skip
-    return Sweep(source, rows, plan.want, backend, guides), loss
+    return Sweep(source, rows, plan.want, backend, guides, plan.program, plan.times), loss
 
 
 def chunks_of(plan: Plan, rows: Rows, beside: int) -> list[Chunk] | None:
@@ -248,6 +96,8 @@ def chunks_of(plan: Plan, rows: Rows, beside: int) -> list[Chunk] | None:
     `beside` is what a row costs for its teachers.
     """
     source = plan.source
+    if isinstance(source, Logits) and plan.program is not None:
+        return [Chunk(slice(0, rows.count))] if rows.count else None
     if not isinstance(source, Linear) or plan.kind == "batch" or plan.want.only_ids:
         return None
     if plan.kind == "segment" and plan.segments is not None and plan.segments.group is not None:
@@ -261,101 +111,26 @@ def chunks_of(plan: Plan, rows: Rows, beside: int) -> list[Chunk] | None:
 
 
 def backend_for(name: str, source: Source, want: Want) -> ModuleType:
-    """The backend asked for, or a sentence; "auto" takes one that knows the facts wanted."""
-    if want.teachers and resolve(name, source.device, source.fact_dtype) == "triton":
-        if name != "auto":
-            raise ValueError('backend: "triton" does not know teachers\' facts yet; use backend="torch"')
-        name = "torch"
-    return choose(name, source.device, source.fact_dtype)
+    """The backend asked for, or a sentence; "auto" takes one that can run every divergence wanted."""
+    why = without_triton(want) if resolve(name, source.device, source.fact_dtype) == "triton" else None
+    if why is not None and name != "auto":
+        raise ValueError(f'backend: "triton" cannot run {why}; use backend="torch"')
+    return choose("torch" if why is not None else name, source.device, source.fact_dtype)
 
 
-def check_teachers(label: str, call: Call, teachers: Mapping[str, Teacher]) -> None:
-    """Every teacher a call looks at is there, and of the kind it needs."""
-    asked = [(f.name, f.teacher, f.name in SPARSE) for f in call.facts if f.teacher is not None]
-    asked += [(p.name, p.teacher, True) for s in call.signatures for p in s.parameters if p.teacher is not None]
-    for what, name, sparse in asked:
-        there = ", ".join(map(repr, teachers)) or "none"
-        if name not in teachers:
-            if name != ONLY:
-                near = suggest(str(name), teachers)
-                raise ValueError(f"teacher: {label} looks at {name!r}, which was not passed (there are: {there}){near}")
-            which = "Term(teacher=...) must name one" if len(teachers) > 1 else "pass teacher=..."
-            raise ValueError(f"teacher: {label} needs one for {what!r}; {which} (there are: {there})")
-        if isinstance(teachers[name], Sparse) != sparse:
-            kind = "a sparse teacher (hl.Sparse)" if sparse else "a dense teacher (hl.Logits or hl.Linear)"
-            got = type(teachers[name]).__name__
-            raise ValueError(f"teacher: {label} asks for {what!r}, which needs {kind}, got hl.{got}")
+def without_triton(want: Want) -> str | None:
+    """Which divergence the Triton backend cannot run, and for what operation; None: it can run them all."""
+    elements = dict.fromkeys(f.element for f in want.facts if f.element is not None)
+    if not elements:
+        return None
+    from headloss.backends.elements import Unprintable, printed
 
-
-def check_asked(teachers: Mapping[str, Teacher], calls: Sequence[Call]) -> None:
-    """Every teacher is one that some term or metric looks at, if only one that is switched off."""
-    asked = {f.teacher for call in calls for f in call.facts if f.teacher}
-    asked |= {p.teacher for call in calls for s in call.signatures for p in s.parameters if p.teacher}
-    for name in teachers:
-        if name not in asked:
-            which = "one was passed" if name == ONLY else f"{name!r} was passed"
-            seen = ", ".join(sorted(map(repr, asked))) or "none"
-            raise ValueError(f"teacher: {which}, but terms and metrics look at {seen}{suggest(name, asked)}")
-
-
-def check_targets_wanted(wanted: list[Fact]) -> None:
-    for fact in wanted:
-        if fact.name in NEEDS_TARGET:
-            raise ValueError(f"targets: needed by the fact {fact.name!r}; pass each row's target")
-
-
-def plain_source(source: Source) -> Source:
-    """The source, checked, on plain tensors."""
-    if not isinstance(source, Logits | Linear):
-        hint = "; wrap a tensor in hl.Logits(...)" if isinstance(source, Tensor) else ""
-        raise TypeError(f"source: wanted hl.Logits or hl.Linear, got {type(source).__name__}{hint}")
-    tensors = sys.modules.get("torch.distributed.tensor")  # not loaded: there are no DTensors either
-    if tensors is not None and any(isinstance(x, tensors.DTensor) for x in source.tensors):
-        from headloss.dtensor import localize
-
-        source = localize(source)
-    return source
-
-
-def _weights(objective: Objective, weights: Mapping[str, float | Tensor]) -> dict[str, float | Tensor]:
-    """The terms' weights for this call."""
-    terms = objective.terms
-    for name, weight in weights.items():
-        if name not in terms:
-            raise ValueError(f"weights: no term {name!r}; there are {', '.join(terms)}{suggest(name, terms)}")
-        check_weight(f"weights[{name!r}]", weight)
-    return {name: weights.get(name, term.weight) for name, term in terms.items()}
-
-
-def _lay_out(inputs: Mapping[str, Any], source: Source, segments: Segments | None) -> dict[str, tuple[Tensor, Shape]]:
-    pairs = inputs.get("pairs")
-    tables = {"vocabulary": source.vocab, "pairs": -1 if pairs is None else len(pairs)}
-    return {
-        name: layout(name, x, source.leading, segments, tables, source.device)
-        for name, x in inputs.items()
-        if x is not None
-    }
-
-
-def _check_spread(label: str, found: Trace, shapes: Mapping[str, Shape]) -> None:
-    """Values of segments where values of rows are wanted: by chance there may be as many of both."""
-    per_segment = [name for name, shape in shapes.items() if shape.kind == "segment"]
-    mismatch = "must match" in found.reason or "to broadcast" in found.reason  # torch has two ways to say it
-    if per_segment and found.joint is None and mismatch:
-        name = per_segment[0]
-        raise ValueError(
-            f"{name}: has one value a segment, where {label} meets it with one a row; pass segments.spread({name})"
-        )
-
-
-def _check_gradients(calls: Iterable[Call], shapes: Mapping[str, Shape]) -> None:
-    """An input that wants a gradient is one that some loss can give it."""
-    calls = list(calls)
-    seen = {p.key for call in calls for p in call.signature.parameters}
-    for call in calls:
-        for name in call.input_names:
-            if name not in seen and name in shapes and shapes[name].requires_grad:
-                raise ValueError(f"{name}: requires grad, but no gradient flows to a row weight; pass it detached")
+    for element in elements:
+        try:
+            printed(((0, element),), 1)
+        except Unprintable as error:
+            return f"{element}: its kernels have no form of {error}"
+    return None
 
 
 def _check_count(name: str, x: object) -> None:

@@ -52,7 +52,8 @@ def layout(
 ) -> tuple[Tensor, Shape]:
     """An input as a tensor, and how it is laid out; an error if it fits nothing."""
     if isinstance(x, bool | int | float):
-        x = torch.tensor(x, dtype=torch.float64 if isinstance(x, float) else None)
+        kind = torch.float64 if isinstance(x, float) and device.type != "mps" else None
+        x = torch.full((), x, dtype=kind, device=device)  # there, because clamp takes no scalar from the host
     if not isinstance(x, Tensor):
         raise TypeError(f"{name}: wanted a tensor or a number, got {type(x).__name__}")
     if "logprob" in name and x.dtype.is_floating_point and x.dtype.itemsize < 4:
@@ -125,7 +126,6 @@ class BoundLoss:
         self.taken = dict(taken or {})  # teachers' inputs, already of the rows that count
         self.shapes |= {name: Shape("row", x.dtype, tuple(x.shape[1:])) for name, x in (taken or {}).items()}
         self.wants_grad = tuple(name for name, shape in self.shapes.items() if shape.requires_grad)
-        self.filler = torch.zeros(rows.count, dtype=dtype, device=device)
         self.values: dict[str, Tensor] = {}
         self.metrics: dict[str, Metric] = {}
         self.denominators: dict[str, Tensor] = {}
@@ -141,6 +141,18 @@ class BoundLoss:
         """Every input, of the rows that count."""
         own = {n: self.rows.take(x.detach()) if s.kind == "row" else x.detach() for n, (x, s) in self.given.items()}
         return own | self.taken
+
+    def raw_inputs(self, part: slice) -> dict[str, Tensor]:
+        """Inputs of rows and scalars, for a kernel that passes over ignored rows by itself."""
+        if self.rows.keep is not None:
+            return {n: x[part] if self.shapes[n].kind == "row" else x for n, x in self.inputs.items()}
+        flat = {n: x.detach().reshape(-1)[part] if s.kind == "row" else x.detach() for n, (x, s) in self.given.items()}
+        return flat
+
+    @functools.cached_property
+    def filler(self) -> Tensor:
+        """What stands for a fact that nothing looks at."""
+        return torch.zeros(self.rows.count, dtype=self.dtype, device=self.device)
 
     @functools.cached_property
     def seeds(self) -> list[Tensor]:
@@ -243,16 +255,19 @@ class BoundLoss:
         return self._weights(term, kind, length, self._env({}, None)) * self._scale(term)
 
     def _weights(self, term: Planned, kind: str, length: int, env: Env) -> Tensor:
-        denominator = self._denominator(term, kind, length, env) if term.reduction == "weighted_mean" else None
+        denominator = self.denominator(term, kind, length, env) if term.reduction == "weighted_mean" else None
         return reduction_weights(
             term.reduction, kind, length, self.rows,
             num_items=self.num_items, num_segments=self.num_segments, norm=term.length, denominator=denominator,
             dtype=self.dtype, device=self.device,
         )  # fmt: skip
 
-    def _denominator(self, term: Planned, kind: str, length: int, env: Env) -> Tensor:
+    def denominator(
+        self, term: Planned, kind: str = "row", length: int | None = None, env: Env | None = None
+    ) -> Tensor:
         """The sum of a weighted mean's weights, on all ranks where segments lie on several; made once."""
         if term.name not in self.denominators:
+            length, env = self.rows.count if length is None else length, env or self._env({}, None)
             with torch.no_grad():
                 weight = term.call.weight(env)
             weight = torch.ones(length, dtype=self.dtype, device=self.device) if weight is None else weight

@@ -14,7 +14,7 @@ from headloss.sources import Linear, parse_bytes
 from headloss.sweeps import Chunk
 
 if TYPE_CHECKING:
-    from headloss.binding import Plan
+    from headloss.planning import Plan
 
 
 class TermPlan(NamedTuple):
@@ -34,6 +34,8 @@ class Explanation(NamedTuple):
     terms: tuple[TermPlan, ...]
     off: tuple[str, ...]
     grade: str
+    launches: str  # how the loss meets the kernels, and why
+    first_call: dict[str, float]  # seconds that the first call of this form spent, if there was one
     rows: int
     rows_total: int
     vocab: int
@@ -45,6 +47,7 @@ class Explanation(NamedTuple):
     host_reads: int
     collectives: dict[str, int]  # by purpose, forward and backward
     bytes: dict[str, int]  # by purpose
+    code: str = ""  # of the printed program, where it was asked for
 
     def __str__(self) -> str:
         lines = [
@@ -57,9 +60,12 @@ class Explanation(NamedTuple):
         for name in self.off:
             lines.append(f"term         {name}: switched off, costs nothing")
         lines.append(f"grade        {self.grade}")
+        lines += [f"kernels      {self.launches}"] if self.launches else []
         chunks = "1 chunk" if self.chunks == 1 else f"{self.chunks} chunks"
         gemms = f", {self.gemms} GEMMs over {chunks} (1 without grad)" if self.gemms else ""
-        gemms += f", {self.teacher_gemms} GEMM{'s' * (self.teacher_gemms > 1)} of teachers" if self.teacher_gemms else ""
+        gemms += (
+            f", {self.teacher_gemms} GEMM{'s' * (self.teacher_gemms > 1)} of teachers" if self.teacher_gemms else ""
+        )
         lines.append(
             f"work         {self.sweeps} sweeps over the vocabulary ({self.forward_sweeps} without grad){gemms}"
         )
@@ -67,6 +73,10 @@ class Explanation(NamedTuple):
         counted = [f"{n} {what}" for what, n in self.collectives.items()]
         lines.append(f"collectives  {', '.join(counted) or 0}")
         lines += [f"bytes        {_size(n):>10}  {what}" for what, n in self.bytes.items()]
+        spent = ", ".join(f"{s:.2f} s {what}" for what, s in self.first_call.items())
+        lines += [f"first call   {spent}"] if spent else []
+        if self.code:
+            lines += ["", self.code]
         return "\n".join(lines)
 
 
@@ -77,8 +87,10 @@ def explain(
     guides: Mapping[str, Guide],
     backend: str,
     host_read: bool,
+    show_source: bool = False,
 ) -> Explanation:
     source = plan.source
+    engine = backend_for(backend, source, plan.want).__name__.split(".")[-1]
     beside = teacher_bytes(guides, source)
     terms = tuple(TermPlan(t.name, t.call.signature.name, *t.trace[:2], t.trace.frozen) for t in plan.terms)
     if isinstance(source, Linear):
@@ -90,6 +102,8 @@ def explain(
         written = 0 if source.inplace else source.logits.numel() * source.logits.element_size()
         sizes = {"gradient of logits" + (" (in place)" if source.inplace else ""): written}
         grade = "read for the facts, then read and write for the gradient"
+        if plan.program is not None:
+            grade = "gradients in the same visit: read once, written once"
         most = most_rows(guides)
         if most is not None:
             sizes["teachers' logits beside them"] = min(most, rows.count) * beside
@@ -98,11 +112,13 @@ def explain(
     )
     return Explanation(
         source=type(source).__name__,
-        backend=backend_for(backend, source, plan.want).__name__.split(".")[-1],
+        backend=engine,
         facts=tuple(map(str, plan.want.facts)),
         terms=terms,
         off=plan.off,
         grade=grade,
+        launches=_launches(plan) if engine == "triton" else "",
+        first_call=plan.times,
         rows=rows.count,
         rows_total=rows.total,
         vocab=source.vocab,
@@ -114,7 +130,14 @@ def explain(
         host_reads=int(source.device.type not in ("cpu", "meta") and host_read and rows.targets is not None),
         collectives=_collectives(plan, pieces if chunks is not None else 1),
         bytes={what: n for what, n in sizes.items() if n},
+        code=plan.program.source if show_source and plan.program is not None else "",
     )
+
+
+def _launches(plan: Plan) -> str:
+    if plan.program is not None:
+        return "one launch a visit: the loss runs inside the sweep"
+    return f"one launch for the facts, one for the gradient ({plan.reason})"
 
 
 def _teacher_gemms(plan: Plan, guides: Mapping[str, Guide], chunks: Sequence[Chunk] | None) -> int:

@@ -95,7 +95,7 @@ class Batch:
     Dimension key:  M metrics   R values of each
     """
 
-    def __init__(self, values: Mapping[str, Tensor], weights_R: Tensor | None) -> None:
+    def __init__(self, values: Mapping[str, Tensor], weights_R: Tensor | Callable[[], Tensor | None] | None) -> None:
         self.kinds = {name: kind_of(name) for name in values}
         unique = {id(x): x for x in values.values()}  # several metrics may look at one tensor
         place = {key: i for i, key in enumerate(unique)}
@@ -116,10 +116,11 @@ class Batch:
         narrow = {x.dtype for x in self.values}
         same = len(narrow) == 1 and next(iter(narrow)).is_floating_point
         x_MR = torch.stack([x.reshape(-1) if same else x.reshape(-1).to(wide) for x in self.values])
-        if self.weights_R is None:
+        weights_R = self.weights_R() if callable(self.weights_R) else self.weights_R
+        if weights_R is None:
             counted, count = None, torch.full((), x_MR.shape[1], dtype=wide, device=device)
         else:
-            counted = self.weights_R.reshape(-1) > 0
+            counted = weights_R.reshape(-1) > 0
             count = counted.sum(dtype=wide)
             x_MR = torch.where(counted, x_MR, 0)  # a value that does not count may be NaN
         reduced: dict[tuple[str, int], Tensor] = {}
@@ -199,7 +200,9 @@ class Metric:
         return f"Metric({float(self.value):.6g}, {self.kind} per {self.per})"
 
 
-def measure(values: Mapping[str, Tensor], weights: Tensor | None, per: str, later: bool = False) -> dict[str, Metric]:
+def measure(
+    values: Mapping[str, Tensor], weights: Tensor | Callable[[], Tensor | None] | None, per: str, later: bool = False
+) -> dict[str, Metric]:
     """Metrics of values that belong to the same rows (segments, pairs); those of weight 0 do not count.
 
     `later`: nobody else can write to the values, so the sums may wait until a metric is looked at.

@@ -21,12 +21,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from headloss.binding import Plan, backend_for, bind, make_plan, rows_of
+from headloss.binding import backend_for, bind, rows_of
 from headloss.bound import BoundLoss
 from headloss.guides import bind_guides
 from headloss.heads import Grads
 from headloss.passes import Result, run, settle
-from headloss.planning import make_plan
+from headloss.planning import Plan, make_plan
 from headloss.recipe import Call, Form, Recipe, filled, numbered, read, stand_in
 from headloss.rows import Prepared, prepare
 from headloss.sweeps import NO_SOFTMAX, Sweep
@@ -157,7 +157,7 @@ def _on_torch(objective: Objective) -> Objective:
 @contextmanager
 def _outside() -> Iterator[None]:
     """Ordinary tensors and autograd, whatever is being traced around."""
-    with _disable_current_modes(), _recording(), torch.enable_grad():
+    with _disable_current_modes(), torch._C.DisableTorchFunction(), _recording(), torch.enable_grad():
         yield
 
 

@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from headloss.facts import CONSTANT, Fact, Softmax
 from headloss.heads import Grads, outside_autocast
+from headloss.one_launch import launch
 from headloss.sources import with_tensors, without_tensors
 from headloss.sweeps import Loss, Sweep, scaled
 
@@ -37,6 +38,8 @@ def run(sweep: Sweep, loss: Loss | None, needs: tuple[bool, ...]) -> Result:
     if loss is None:
         facts, softmax = sweep.facts()
         return Result(softmax.max.new_zeros(()), facts, softmax, {}, {})
+    if sweep.program is not None and loss.chunks:
+        return Result(*launch(sweep, loss, needs))  # type: ignore[arg-type]
     if any(needs) and loss.chunks:
         facts, softmax, by_fact, by_input, grads = sweep.visit(loss.chunks, loss.chunk, needs)
         value, _ = loss.whole(facts, grad=False)

@@ -144,8 +144,7 @@ def even(
         return denominator.reciprocal()
     if reduction == "token_mean":
         if num_items is None:
-            num_items = rows.count if rows.valid is None else rows.valid.sum()
-            num_items = num_items if rows.num_items is None else rows.num_items
+            num_items = rows.tokens if rows.num_items is None else rows.num_items
         return _over(num_items)
     if num_segments is None:
         assert rows.segments is not None, "checked before: a segment reduction needs segments"

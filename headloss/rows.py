@@ -8,6 +8,7 @@ on other devices, none after `prepare`), ignored rows are dropped before any wor
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -84,7 +85,10 @@ def prepare(targets: Tensor, segments: Segments | None = None) -> Prepared:
 
 
 class Rows:
-    """The rows of one call: `keep` numbers those that count (None: all), `valid` is a mask where none is dropped."""
+    """The rows of one call: `keep` numbers those that count (None: all), `valid` is a mask where none is dropped.
+
+    `skipped`: none is dropped because a kernel passes over those of target -100; the mask is made if something asks.
+    """
 
     def __init__(
         self,
@@ -94,13 +98,33 @@ class Rows:
         valid: Tensor | None,
         segments: Segments | None,
         stats: Stats | None,
+        skipped: bool = False,
     ) -> None:
-        self.shape, self.keep, self.valid, self.stats = shape, keep, valid, stats
+        self.shape, self.keep, self.stats = shape, keep, stats
         self.total = torch.Size(shape).numel()
         self.count = self.total if keep is None else keep.numel()
-        self.targets = None if targets is None else self.take(targets)
+        self.given, self.skipped, self._valid = targets, skipped, valid
         self.segments = segments
         self.num_items: Tensor | None = None  # of the whole group, once `join` has asked
+
+    @functools.cached_property
+    def valid(self) -> Tensor | None:
+        if self.skipped:
+            assert self.given is not None
+            return self.given.reshape(-1) != IGNORE
+        return self._valid
+
+    @functools.cached_property
+    def targets(self) -> Tensor | None:
+        """Of the rows that count; 0 where a row is masked."""
+        return None if self.given is None else self.take(self.given)
+
+    @property
+    def tokens(self) -> int | Tensor:
+        """How many rows count."""
+        if self.stats is not None:
+            return self.stats.valid
+        return self.count if self.valid is None else self.valid.sum()
 
     def take(self, x: Tensor) -> Tensor:
         """(shape, ...) to (R, ...): the rows that count."""
@@ -115,7 +139,7 @@ class Rows:
         """(R, ...) to (shape, ...), with 0 in the ignored rows."""
         if self.keep is not None:
             x = x.new_zeros(self.total, *x.shape[1:]).index_copy_(0, self.keep, x)
-        elif self.valid is not None:
+        elif not self.skipped and self.valid is not None:
             x = x.masked_fill(~self.valid.view(-1, *(1 for _ in x.shape[1:])), 0)
         return x.reshape(self.shape + tuple(x.shape[1:]))
 
@@ -166,8 +190,12 @@ def bind_rows(
     device: torch.device,
     host_read: bool = True,
     by_segment: bool = False,
+    skips: bool = False,
 ) -> Rows:
-    """Check targets and segments against the source and find the rows that count; `by_segment` orders them so."""
+    """Check targets and segments against the source and find the rows that count.
+
+    `by_segment` orders them so; `skips`: a kernel will pass over the ignored ones, which then need not be dropped.
+    """
     stats = None
     if isinstance(targets, Prepared):
         if segments is not None and segments is not targets.segments:
@@ -192,6 +220,8 @@ def bind_rows(
     if stats is None and not host_read:
         valid = flat != IGNORE
         torch._assert_async(((flat >= 0) & (flat < vocab) | ~valid).all(), "targets: out of range")
+        if skips:
+            return _skipping(shape, targets, segments, ids, None, True)
         bound = None
         if segments is not None and ids is not None:
             bound = Segments(ids.masked_fill(~valid, -1), segments.num_segments, group=segments.group)
@@ -199,6 +229,8 @@ def bind_rows(
     if stats is None:
         stats = prepare(targets, segments).stats
     _check_stats(stats, vocab, segments)
+    if skips:
+        return _skipping(shape, targets, segments, ids, stats, stats.valid < len(flat))
     valid = flat != IGNORE
     keep = None
     if segments is not None and by_segment and not stats.sorted:
@@ -211,6 +243,21 @@ def bind_rows(
         ids = ids if keep is None else ids.index_select(0, keep)
         bound = Segments(ids, segments.num_segments, group=segments.group)
     return Rows(shape, targets, keep, None, bound, stats)
+
+
+def _skipping(
+    shape: tuple[int, ...],
+    targets: Tensor,
+    segments: Segments | None,
+    ids: Tensor | None,
+    stats: Stats | None,
+    skipped: bool,
+) -> Rows:
+    """All rows, for a kernel that passes over the ignored ones."""
+    if segments is not None and ids is not None:
+        ids = ids.masked_fill(targets.reshape(-1) == IGNORE, -1) if skipped else ids
+        segments = Segments(ids, segments.num_segments, group=segments.group)
+    return Rows(shape, targets, None, None, segments, stats, skipped)
 
 
 def segment_ids(segments: Segments, shape: torch.Size | tuple[int, ...]) -> Tensor:

@@ -22,7 +22,7 @@ from headloss.guides import Guide, ids_facts, ids_pull, most_rows, note, teacher
 from headloss.heads import Grads, open_source, outside_autocast
 from headloss.parallel import Gathering, reduce_hidden, sum_over
 from headloss.rows import Rows
-from headloss.sources import Source
+from headloss.sources import Linear, Source
 from headloss.teachers import DenseSoftmax, TeacherChunk, Temperature, teacher_coefficients
 
 Cotangents = tuple[Mapping[Fact, Tensor], Mapping[str, Tensor]]  # of the facts, and of inputs that want a gradient
@@ -58,9 +58,17 @@ class Sweep:
     """A source, the rows of it that count, the facts wanted of them, their teachers, and the backend that reads."""
 
     def __init__(
-        self, source: Source, rows: Rows, want: Want, backend: ModuleType, guides: Mapping[str, Guide] | None = None
+        self,
+        source: Source,
+        rows: Rows,
+        want: Want,
+        backend: ModuleType,
+        guides: Mapping[str, Guide] | None = None,
+        program: Any = None,
+        times: dict[str, float] | None = None,
     ) -> None:
         self.source, self.rows, self.want, self.backend = source, rows, want, backend
+        self.program, self.times = program, {} if times is None else times
         self.guides = {name: (guides or {})[name] for name in want.teachers}
         T = source.temperature
         if isinstance(T, Tensor):
@@ -82,12 +90,12 @@ class Sweep:
         head, shard = self._open(), self.source.shard
         if shard is None:
             done = [self._settle(self._sums(block), block) for block in self._blocks(head)]
-            return _concatenate_each([facts for facts, _ in done]), _join(*(softmax for _, softmax in done))
-        partial = _join(*(self._sums(block) for block in self._blocks(head)))
+            return concatenate_each([facts for facts, _ in done]), join(*(softmax for _, softmax in done))
+        partial = join(*(self._sums(block) for block in self._blocks(head)))
         gathering = Gathering(partial, shard, note(self.source, self.rows, self.guides))
         facts, softmax = self._finish(self._merged(gathering, self._all), self._all)
         looks = [self._look(block, _at(softmax, block.part)) for block in (self._blocks(head) if self._looks else ())]
-        return self._with_looks(facts, softmax, _join(*looks) if looks else [])
+        return self._with_looks(facts, softmax, join(*looks) if looks else [])
 
     def close(self) -> None:
         """Let go of the teachers' buffers between one pass and the next."""
@@ -112,14 +120,12 @@ class Sweep:
             for block in self._blocks(head):
                 at = {f: x[block.part] for f, x in facts.items()}, {f: g[block.part] for f, g in grads.items()}
                 self._pull(head, block, _at(softmax, block.part), *at)
-        return scaled(self._grads(head), normaliser, self.backend)
+        return scaled(self.grads(head), normaliser, self.backend)
 
     def visit(
         self, chunks: Sequence[Chunk], cotangents: Callable[[Chunk, Mapping[Fact, Tensor]], Cotangents], needs: Any
     ) -> tuple[dict[Fact, Tensor], Softmax, dict[Fact, Tensor], dict[str, Tensor], Grads]:
-        head = self._open()
-        head.wants_grad(needs)
-        head.single_chunk, head.longest = len(chunks) == 1, max(c.rows.stop - c.rows.start for c in chunks)
+        head = self.open_head(needs, chunks)
         seen: list[tuple[dict[Fact, Tensor], Softmax, Mapping[Fact, Tensor], Mapping[str, Tensor]]] = []
         for chunk, block, partial in self._ahead(head, chunks):
             facts, softmax = self._settle(partial, block)
@@ -128,12 +134,41 @@ class Sweep:
             seen.append((facts, softmax, by_fact, by_input))
         facts_, softmax_, by_fact_, by_input_ = zip(*seen, strict=True)
         return (
-            _concatenate_each(facts_),
-            _join(*softmax_),
-            _concatenate_each(by_fact_),
-            _concatenate_each(by_input_),
-            self._grads(head),
+            concatenate_each(facts_),
+            join(*softmax_),
+            concatenate_each(by_fact_),
+            concatenate_each(by_input_),
+            self.grads(head),
         )
+
+    def open_head(self, needs: tuple[bool, ...], chunks: Sequence[Chunk]) -> Any:
+        """The source, open for a visit of these chunks."""
+        head = self._open()
+        if any(needs):
+            head.wants_grad(needs)
+        head.single_chunk, head.longest = len(chunks) == 1, max(c.rows.stop - c.rows.start for c in chunks)
+        return head
+
+    def launch(self, head: Any, chunk: Chunk, arguments: Any, grad: bool) -> Any:
+        """Facts, values, metrics and gradient of a chunk in one launch of the printed program."""
+        from headloss.backends.triton_visit import visit
+
+        rows, part = self.rows, chunk.rows
+        block = self._read(head, part)
+        out_CV = head.room(block.numbers, block.raw_CV) if grad else None
+        ignored = rows.skipped or rows.valid is not None
+        targets = self._targets(part) if not ignored or rows.given is None else rows.given.reshape(-1)[part]
+        visited = visit(
+            block.raw_CV, targets, self.want, self._temperatures(part), self.program, arguments, out_CV,
+            start=self._start, vocab=self.source.vocab, ignore=ignored, **self._transform(),
+        )  # fmt: skip
+        if grad:
+            ignored_C1 = None
+            if ignored and isinstance(self.source, Linear):
+                assert rows.valid is not None
+                ignored_C1 = ~rows.valid[part, None]
+            head.write(block.numbers, out_CV, ignored_C1)
+        return visited
 
     def _ahead(self, head: Any, chunks: Sequence[Chunk]) -> Iterator[tuple[Chunk, Block, Partial]]:
         """Each chunk and its partial.  Over a shard, the next chunk is made while this one's partial travels."""
@@ -267,7 +302,7 @@ class Sweep:
             out_CV.masked_fill_(ignored_C1, 0)  # the logits there may be anything
         head.write(block.numbers, out_CV, ignored_C1)
 
-    def _grads(self, head: Any) -> Grads:
+    def grads(self, head: Any) -> Grads:
         ignored = self.rows.ignored()
         if ignored is not None:
             head.skip(ignored)
@@ -296,18 +331,18 @@ def _at(x: Any, part: slice) -> Any:
     return x[part] if isinstance(x, Tensor) else _rebuild(x, [_at(y, part) for y in x]) if isinstance(x, tuple) else x
 
 
-def _join(*xs: Any) -> Any:
+def join(*xs: Any) -> Any:
     """Nests of tuples of the same shape, their tensors concatenated."""
     if isinstance(xs[0], Tensor):
         return xs[0] if len(xs) == 1 else torch.cat(xs)
     if not isinstance(xs[0], tuple | list):
         return xs[0]
-    return _rebuild(xs[0], [_join(*ys) for ys in zip(*xs, strict=True)])
+    return _rebuild(xs[0], [join(*ys) for ys in zip(*xs, strict=True)])
 
 
 def _rebuild(like: Any, items: list[Any]) -> Any:
     return type(like)(*items) if hasattr(like, "_fields") else type(like)(items)
 
 
-def _concatenate_each(parts: Sequence[Mapping[Any, Tensor]]) -> dict[Any, Tensor]:
+def concatenate_each(parts: Sequence[Mapping[Any, Tensor]]) -> dict[Any, Tensor]:
     return {key: torch.cat([p[key] for p in parts]) for key in parts[0]}

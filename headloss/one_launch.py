@@ -1,0 +1,120 @@
+"""A visit in one launch: what the printed program is handed, chunk by chunk, and what it brings back.
+
+Dimension key:  R rows that count   C rows of a chunk   T terms
+
+The kernel reads a row, finds its facts, runs the program on them and writes the row's gradient.  It leaves the facts,
+each term's weighted value and each metric of every row; sums over rows are all that is left to do.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from headloss.facts import Fact, Softmax
+from headloss.heads import Grads
+from headloss.metrics import measure
+from headloss.reductions import even, lengths
+from headloss.sweeps import Chunk, Sweep, concatenate_each, join
+
+if TYPE_CHECKING:
+    from headloss.backends.triton_visit import Arguments, Visited
+    from headloss.bound import BoundLoss, Planned
+
+
+class Launched(NamedTuple):
+    loss: Tensor
+    facts: dict[Fact, Tensor]
+    softmax: Softmax
+    by_fact: dict[Fact, Tensor]
+    by_input: dict[str, Tensor]
+    grads: Grads | None
+    normaliser: Tensor | None
+
+
+def launch(sweep: Sweep, loss: BoundLoss, needs: tuple[bool, ...]) -> Launched:
+    """Visit every chunk: the loss, the facts, the softmax, and the gradients if any are wanted."""
+    assert loss.chunks
+    weighed = _Weighed(loss)
+    chunks, grad = loss.chunks, any(needs)
+    head = sweep.open_head(needs, chunks)
+    begun = time.perf_counter()
+    seen = []
+    for chunk in chunks:
+        seen.append(sweep.launch(head, chunk, weighed.arguments(chunk), grad))
+        if "compiling" not in sweep.times:
+            sweep.times["compiling"] = time.perf_counter() - begun
+    facts, softmax = concatenate_each([x.facts for x in seen]), join(*(x.softmax for x in seen))
+    by_fact = concatenate_each([x.cotangents for x in seen])
+    by_input = concatenate_each([x.input_cotangents for x in seen])
+    value = weighed.report(seen)
+    return Launched(value, facts, softmax, by_fact, by_input, sweep.grads(head) if grad else None, weighed.normaliser)
+
+
+class _Weighed:
+    """The terms of a call with the weights of their rows, as the program takes them: numbers wherever rows agree."""
+
+    def __init__(self, loss: BoundLoss) -> None:
+        self.loss = loss
+        self.bases = {t.name: self._base(t) for t in loss.terms}
+        self.factors = {t.name: _product(t.weight, loss.grad_scale) for t in loss.terms}
+        self.options = {t.name: t.call.options for t in loss.terms}
+        self.normaliser: Tensor | None = None
+        if loss.narrow:
+            self._normalise()
+
+    def _base(self, term: Planned) -> float | Tensor:
+        loss = self.loss
+        denominator = loss.denominator(term) if term.reduction == "weighted_mean" else None
+        shared = even(
+            term.reduction, loss.rows,
+            num_items=loss.num_items, num_segments=loss.num_segments, norm=term.length, denominator=denominator,
+        )  # fmt: skip
+        return shared if term.reduction != "seq_mean_token_mean" else shared / lengths(loss.rows, loss.dtype)
+
+    def _normalise(self) -> None:
+        """Write a gradient of order 1, because fp16 cannot hold 1 / number of tokens."""
+        dtype, device = self.loss.dtype, self.loss.device
+        sizes = [
+            torch.as_tensor(_product(self.bases[name], factor), dtype=dtype, device=device).abs().amax()
+            for name, factor in self.factors.items()
+        ]
+        largest = torch.stack(sizes).amax()
+        self.normaliser = largest.masked_fill(largest == 0, 1.0)
+        self.factors = {name: factor / self.normaliser for name, factor in self.factors.items()}
+
+    def arguments(self, chunk: Chunk) -> Arguments:
+        from headloss.backends.triton_visit import Arguments
+
+        loss, part = self.loss, chunk.rows
+        cut = {name: x[part] if isinstance(x, Tensor) and x.ndim else x for name, x in self.bases.items()}
+        return Arguments(loss.raw_inputs(part), self.options, cut, self.factors)
+
+    def report(self, seen: Sequence[Visited]) -> Tensor:
+        """Sum over the rows: the terms' values, and the loss; and leave the metrics where they are asked for."""
+        loss = self.loss
+        values_TR = seen[0].values if len(seen) == 1 else torch.cat([x.values for x in seen], 1)
+        sums_T = values_TR.sum(1)
+        loss.values |= dict(zip((t.name for t in loss.terms), sums_T.unbind(), strict=True))
+        metrics = concatenate_each([x.metrics for x in seen])
+        loss.metrics |= measure(metrics, lambda: loss.rows.valid, "token", later=True)
+        weights = [t.weight for t in loss.terms]
+        if len(weights) == 1 and not isinstance(weights[0], Tensor):
+            return sums_T[0] if weights[0] == 1.0 else sums_T[0] * weights[0]
+        if any(isinstance(w, Tensor) for w in weights):
+            return sum((s * w for s, w in zip(sums_T.unbind(), weights, strict=True)), start=sums_T.new_zeros(()))
+        return sums_T @ _vector(tuple(weights), sums_T.device)
+
+
+@functools.lru_cache(256)
+def _vector(numbers: tuple[float, ...], device: torch.device) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.float32, device=device)
+
+
+def _product(x: Any, y: Any) -> Any:
+    return x * y
