@@ -52,8 +52,8 @@ def layout(
 ) -> tuple[Tensor, Shape]:
     """An input as a tensor, and how it is laid out; an error if it fits nothing."""
     if isinstance(x, bool | int | float):
-        kind = torch.float64 if isinstance(x, float) and device.type != "mps" else None
-        x = torch.full((), x, dtype=kind, device=device)  # there, because clamp takes no scalar from the host
+        dtype = torch.float64 if isinstance(x, float) and device.type != "mps" else None
+        x = torch.full((), x, dtype=dtype, device=device)  # there, because clamp takes no scalar from the host
     if not isinstance(x, Tensor):
         raise TypeError(f"{name}: wanted a tensor or a number, got {type(x).__name__}")
     if "logprob" in name and x.dtype.is_floating_point and x.dtype.itemsize < 4:
@@ -294,7 +294,7 @@ class BoundLoss:
         batches: dict[tuple[str, int], dict[str, Tensor]] = {}
         for name, x in values.items():
             if name in numbers:
-                x = torch.tensor(float(x), device=self.device)
+                x = torch.full((), float(x), device=self.device)
             kind = kinds.get(name) or ("other" if x.ndim != 1 else self._kind(x))
             if kind == "other" and self.rows.valid is not None and name not in numbers:
                 raise ValueError(

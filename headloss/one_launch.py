@@ -81,7 +81,7 @@ class _Weighed:
         """Write a gradient of order 1, because fp16 cannot hold 1 / number of tokens."""
         dtype, device = self.loss.dtype, self.loss.device
         sizes = [
-            torch.as_tensor(_product(self.bases[name], factor), dtype=dtype, device=device).abs().amax()
+            _tensor(_product(self.bases[name], factor), dtype, device).abs().amax()
             for name, factor in self.factors.items()
         ]
         largest = torch.stack(sizes).amax()
@@ -118,3 +118,8 @@ def _vector(numbers: tuple[float, ...], device: torch.device) -> Tensor:
 
 def _product(x: Any, y: Any) -> Any:
     return x * y
+
+
+def _tensor(x: float | Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Made on the device: a CUDA graph cannot hold a copy from the host."""
+    return x.to(dtype) if isinstance(x, Tensor) else torch.full((), x, dtype=dtype, device=device)

@@ -95,7 +95,9 @@ def weights(
     """
 
     def whole(x: int | float | Tensor) -> Tensor:
-        return torch.as_tensor(x, device=device, dtype=dtype)
+        if isinstance(x, Tensor):
+            return x.to(device=device, dtype=dtype)
+        return torch.full((), x, device=device, dtype=dtype)  # not a copy from the host: a CUDA graph cannot hold one
 
     if kind == "row":
         shared = even(

@@ -27,7 +27,12 @@ _library.define("segment_spread(Tensor y, Tensor ids) -> Tensor")
 
 def _totals(x: Tensor, ids: Tensor, num_segments: int) -> Tensor:
     out = x.new_zeros(num_segments + 1)  # the last place takes the rows without a segment
-    return out.index_add_(0, torch.where(ids < 0, num_segments, ids), x)[:num_segments].clone()
+    place = torch.where(ids < 0, num_segments, ids)
+    if x.device.type == "cuda":  # it sorts, where index_add_ is atomic and other bits come out each time
+        out.index_put_((place,), x, accumulate=True)
+    else:
+        out.index_add_(0, place, x)
+    return out[:num_segments].clone()
 
 
 def _spread(y: Tensor, ids: Tensor) -> Tensor:

@@ -1,0 +1,217 @@
+"""The operators of a graph: their contract with torch, and what stands on it: export, checkpointing, fake tensors."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
+
+import headloss as hl
+from headloss import ops, recipe
+from headloss.graph import labels
+from headloss.losses import cross_entropy, gspo, jsd, z_loss
+from headloss.recipe import describe
+
+V, D = 29, 5
+OBJECTIVE = hl.Objective(ce=cross_entropy, z=hl.Term(z_loss, weight=0.1), metrics=["entropy", "accuracy"])
+
+
+def own(logprob: Tensor, lse: Tensor) -> Tensor:
+    return -logprob + 0.01 * lse**2
+
+
+OWN = hl.Objective(own=own)
+
+
+class Model(nn.Module):
+    def __init__(self, objective: hl.Objective = OBJECTIVE) -> None:
+        super().__init__()
+        self.body = nn.Linear(D, D, dtype=torch.float64)
+        self.head = hl.FusedLMHead(D, V, bias=True, dtype=torch.float64)
+        self.objective = objective
+
+    def forward(self, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        out = self.head(self.body(x).tanh(), targets=targets, objective=self.objective)
+        return out.loss, out.facts.logprob
+
+
+def batch(rows: int, ignored: int = 2) -> tuple[Tensor, Tensor]:
+    targets = torch.randint(V, (rows,)).index_fill(0, torch.randperm(rows)[:ignored], -100)
+    return torch.randn(rows, D, dtype=torch.float64), targets
+
+
+def grads(loss: Tensor, module: nn.Module) -> list[Tensor]:
+    return list(torch.autograd.grad(loss, list(module.parameters())))
+
+
+def same(found: Any, want: Any) -> None:
+    torch.testing.assert_close(found, want, rtol=1e-9, atol=1e-9)
+
+
+def arguments(source: Any, targets: Tensor, segments: Any = None, objective: Any = OBJECTIVE, **inputs: Any) -> Any:
+    rest = (None, None, None, 1.0, True)
+    found, constants = describe(source, targets, segments, None, rest, inputs)
+    known = labels(objective, constants, host_read=True, direct=False)
+    return found.tensors, found.sizes, known.recipe
+
+
+def linear(rows: int) -> hl.Linear:
+    hidden, weight, bias = (
+        torch.randn(*shape, dtype=torch.float64).requires_grad_() for shape in ((rows, D), (V, D), (V,))
+    )
+    return hl.Linear(hidden, weight, bias)
+
+
+def logits(rows: int) -> hl.Logits:
+    return hl.Logits(torch.randn(rows, V, dtype=torch.float64).requires_grad_())
+
+
+@pytest.mark.parametrize("source", [linear, logits])
+def test_opcheck(source: Callable[[int], Any]) -> None:
+    targets = batch(6)[1]
+    torch.library.opcheck(torch.ops.headloss.visit.default, arguments(source(6), targets))
+    policy = hl.Objective(rl=gspo)
+    segments = hl.Segments.from_ids(torch.tensor([0, 1, 0, 1, 2, 2]), 3)
+    advantage = torch.randn(6, dtype=torch.float64).requires_grad_()
+    torch.library.opcheck(
+        torch.ops.headloss.visit.default, arguments(source(6), targets, segments, policy, advantage=advantage)
+    )
+
+
+@pytest.mark.parametrize("source", [linear, logits])
+def test_opcheck_of_the_pull(source: Callable[[int], Any]) -> None:
+    tensors, sizes, text = arguments(source(6), batch(6)[1])
+    known = ops.form(text)
+    with torch.no_grad():
+        out = torch.ops.headloss.visit(tensors, sizes, text)
+    n, saved = len(known.facts), (1 + 3 if isinstance(source(2), hl.Linear) else 0)
+    kept = [*out[3 : 3 + n], *out[3 + n + saved : 5 + n + saved]]
+    which = known.differentiable()
+    pulls = [torch.randn(6, dtype=torch.float64) for _ in which]
+    plain = [x.detach() for x in tensors]
+    torch.library.opcheck(torch.ops.headloss.pull.default, (plain, sizes, kept, pulls, which, text))
+
+
+def test_outputs_stand_apart() -> None:
+    """Not in the memory of an input, nor of each other: a compiler may write over any of them."""
+    for source in (linear(6), logits(6)):
+        tensors, sizes, text = arguments(source, batch(6, 0)[1])
+        out = torch.ops.headloss.visit(tensors, sizes, text)
+        places = [x.untyped_storage().data_ptr() for x in (*tensors, *out) if x.numel()]
+        assert len(set(places)) == len(places)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_checkpointing(reentrant: bool, compiled: bool) -> None:
+    torch._dynamo.reset()
+    model = Model()
+    x, targets = batch(7)
+    x.requires_grad_()
+
+    def step(x: Tensor, targets: Tensor) -> Tensor:
+        loss, logprob = checkpoint(model, x, targets, use_reentrant=reentrant)  # type: ignore[misc]
+        return loss + logprob.square().mean()
+
+    loss, logprob = model(x, targets)
+    want = torch.autograd.grad(loss + logprob.square().mean(), [x, *model.parameters()])
+    if compiled and reentrant:
+        pytest.skip("torch.compile knows the other kind only")
+    run = torch.compile(step, backend="aot_eager", fullgraph=True) if compiled else step
+    run(x, targets).backward()
+    same([x.grad, *(p.grad for p in model.parameters())], want)
+
+
+def test_export_and_run_on_other_data() -> None:
+    model = Model()
+    rows = torch.export.Dim("rows", min=2, max=4096)
+    shapes = {"x": {0: rows}, "targets": {0: rows}}
+    program = torch.export.export(model, batch(7), dynamic_shapes=shapes)
+    assert any("headloss.visit" in str(node.target) for node in program.graph.nodes)
+    for n in (7, 12):
+        x, targets = batch(n)
+        found, want = program.module()(x, targets), model(x, targets)
+        same(found, want)
+        assert found[0].requires_grad
+    exported = program.module()
+    found, want = exported(x, targets), model(x, targets)
+    same(grads(found[0] + found[1].sum(), exported), grads(want[0] + want[1].sum(), model))
+
+
+def test_an_exported_program_can_be_kept() -> None:
+    """All that the operator needs is in its string: nothing of this process."""
+    model, (x, targets) = Model(), batch(7)
+    file = io.BytesIO()
+    torch.export.save(torch.export.export(model, (x, targets)), file)
+    recipe.read.cache_clear()
+    ops.form.cache_clear()
+    same(torch.export.load(file).module()(x, targets), model(x, targets))
+
+
+def test_a_recipe_with_functions_of_its_own_stays_in_its_process() -> None:
+    text = arguments(logits(6), batch(6)[1], objective=OWN)[2]
+    assert recipe.read(text).objective is not None
+    assert recipe.read(arguments(logits(6), batch(6)[1])[2]).objective is not OBJECTIVE  # from its config
+    elsewhere = text.replace('"objective":', '"objective":99')
+    with pytest.raises(RuntimeError, match="made in another process"):
+        recipe.read(elsewhere)
+
+
+def test_fake_tensors() -> None:
+    with FakeTensorMode() as mode:
+        model = Model()
+        x = torch.empty(3, 4, D, dtype=torch.float64)
+        loss, logprob = model(x, torch.zeros(3, 4, dtype=torch.long))
+        loss.backward()
+        assert model.head.weight.grad is not None and model.head.weight.grad.shape == (V, D)
+        facts = hl.row_facts(
+            hl.Logits(torch.empty(6, V, device="cuda")), torch.zeros(6, dtype=torch.long, device="cuda")
+        )
+    assert loss.fake_mode is mode and loss.shape == () and logprob.shape == (3, 4)  # type: ignore[attr-defined]
+    assert facts.logprob.device.type == "cuda" and facts.logprob.dtype == torch.float32
+
+
+def test_recipes_do_not_accumulate() -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda o, s, t: o(s, t).loss, backend="aot_eager", fullgraph=True)
+    for i in range(12):
+        source, (_, targets) = logits(6 + i), batch(6 + i)
+        for objective in (OWN, hl.Objective(own=own)):
+            compiled(objective, source, targets).backward()
+        if i == 2:
+            before = recipe.read.cache_info().currsize, ops.form.cache_info().currsize, len(recipe._NUMBERED)
+    assert (recipe.read.cache_info().currsize, ops.form.cache_info().currsize, len(recipe._NUMBERED)) == before
+
+
+def test_every_backward_is_once_differentiable() -> None:
+    torch._dynamo.reset()
+    exported = torch.export.export(Model(), batch(7)).module()
+    x, targets = batch(7)
+    _, logprob = exported(x.requires_grad_(), targets)
+    (g,) = torch.autograd.grad(logprob.sum(), [exported.body.weight], create_graph=True)
+    with pytest.raises(RuntimeError, match="once differentiable"):
+        torch.autograd.grad(g.sum(), [exported.body.weight])
+
+
+def test_a_divergence_that_differentiates_itself() -> None:
+    """Its pull runs autograd inside the operator, where autograd is off by default."""
+    torch._dynamo.reset()
+    teacher = hl.Logits(torch.randn(6, V, dtype=torch.float64))
+    objective = hl.Objective(js=jsd)
+    source = logits(6)
+    compiled = torch.compile(lambda s: objective(s, teacher=teacher).loss, backend="aot_eager", fullgraph=True)
+    want, found = objective(source, teacher=teacher).loss, compiled(source)
+    same(torch.autograd.grad(found, [source.logits]), torch.autograd.grad(want, [source.logits]))
+
+
+def test_the_graph_says_what_it_computes() -> None:
+    program = torch.export.export(Model(), batch(7))
+    buffer = io.StringIO()
+    print(program.graph_module.code, file=buffer)
+    assert "cross_entropy" in buffer.getvalue() and "z_loss" in buffer.getvalue()
