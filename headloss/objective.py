@@ -34,7 +34,7 @@ from headloss.plan import Call
 from headloss.planning import Plan, check_targets_wanted, check_teachers, make_plan, plain_source
 from headloss.recipe import describe
 from headloss.record import Facts, Output
-from headloss.rows import Prepared, bind_rows
+from headloss.rows import Prepared, bind_rows, may_read
 from headloss.segments import Segments
 from headloss.signature import COMPARING, ONLY, Parameter, Signature, suggest
 from headloss.sources import Source, Teacher
@@ -129,7 +129,8 @@ class Objective:
         num_segments  global number of segments, for the `seq_mean_...` reductions; by default those of this call
         weights       weights of terms for this call only, {"kl": beta}
         grad_scale    multiplies every gradient, not the loss: a loss scale that is known now costs nothing
-        host_read     False: never look at the targets from the host; ignored rows are then masked, not dropped
+        host_read     False: never look at the targets from the host; ignored rows are then masked, not dropped.  So it
+                      is while a CUDA graph is captured
         teacher       what terms compare the student with: Logits, Linear or Sparse, or several by name; constant
         inputs        whatever the losses' signatures ask for, in the targets' shape, (S,) or scalar
         """
@@ -151,6 +152,7 @@ class Objective:
         num_items, num_segments, weights, grad_scale, host_read = rest
         source = plain_source(source)
         plan = make_plan(self, source, targets, segments, weights, teacher, inputs)
+        host_read = may_read(host_read, source.device)
         sweep, loss = bind(self, plan, targets, num_items, num_segments, grad_scale, host_read)
         needs = tuple(x.requires_grad and torch.is_grad_enabled() for x in source.tensors)
         if not any(needs) and not loss.wants_grad:
@@ -197,6 +199,7 @@ class Objective:
         with torch.no_grad():
             source = plain_source(source)
             plan = make_plan(self, source, targets, segments, weights, teacher, inputs)
+            host_read = may_read(host_read, source.device)
             sweep, loss = bind(self, plan, targets, num_items, num_segments, grad_scale, host_read)
             needs = tuple(True for _ in source.tensors)
             result = run(sweep, loss, needs)
@@ -261,7 +264,7 @@ class Objective:
     labels._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler's own decorator imports it
 
     def _report(self, plan: Plan, loss: BoundLoss, value: Tensor, facts: Sequence[Tensor]) -> Output:
-        zero = torch.zeros_like(loss.filler, requires_grad=False).sum()
+        zero = torch.zeros((), dtype=value.dtype, device=value.device) if plan.off else value
         terms = {name: zero if name in plan.off else loss.values[name] for name in self.terms}
         named = Facts(dict(zip(plan.want.facts, facts, strict=True)))
         return Output(value, terms, loss.metrics, named)
@@ -300,7 +303,7 @@ _labels._dynamo_marked_constant = True  # type: ignore[attr-defined]
 @as_it_is
 def _row_facts(source: Source, targets: Any, want: Any, teacher: Any, backend: str, host_read: bool) -> Facts:
     source = plain_source(source)
-    sweep = facts_sweep(source, targets, want, teacher, backend, host_read)
+    sweep = facts_sweep(source, targets, want, teacher, backend, may_read(host_read, source.device))
     needs = tuple(x.requires_grad and torch.is_grad_enabled() for x in source.tensors)
     if any(needs):
         _, *facts = Head.apply(sweep, None, needs, *source.tensors)

@@ -28,7 +28,7 @@ from headloss.heads import Grads
 from headloss.passes import Result, run, settle
 from headloss.planning import Plan, make_plan
 from headloss.recipe import Call, Form, Recipe, filled, numbered, read, stand_in
-from headloss.rows import Prepared, prepare
+from headloss.rows import Prepared, may_read, prepare
 from headloss.sweeps import NO_SOFTMAX, Sweep
 
 if TYPE_CHECKING:
@@ -81,13 +81,9 @@ def _known(args: Call, host_read: bool) -> tuple[Tensor | Prepared | None, bool]
     if args.targets is None:
         return None, host_read
     known = args.prepared()
-    if known is None and host_read and not _capturing(args.targets):
+    if known is None and may_read(host_read, args.targets.device):
         known = prepare(args.targets, args.segments)
     return (args.targets, False) if known is None else (known, host_read)
-
-
-def _capturing(x: Tensor) -> bool:
-    return x.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _facts_sweep(args: Call, targets: Tensor | Prepared | None, host_read: bool) -> Sweep:

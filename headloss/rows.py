@@ -260,6 +260,11 @@ def _skipping(
     return Rows(shape, targets, None, None, segments, stats, skipped)
 
 
+def may_read(host_read: bool, device: torch.device) -> bool:
+    """Whether the host may look: not where it was told not to, and not while a CUDA graph is being captured."""
+    return host_read and not (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
+
+
 def segment_ids(segments: Segments, shape: torch.Size | tuple[int, ...]) -> Tensor:
     """The ids of the flat rows, checked against the targets' shape."""
     ids = segments.ids
