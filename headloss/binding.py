@@ -85,9 +85,14 @@ def bind(
     loss = BoundLoss(
         plan.terms, plan.metrics, rows, plan.inputs,
         chunks=chunks, num_items=num_items, num_segments=num_segments, grad_scale=grad_scale,
-        dtype=source.fact_dtype, device=source.device, narrow=source.narrow, taken=taken,
+        dtype=source.fact_dtype, device=source.device, narrow=source.narrow or _too_early(plan), taken=taken,
     )  # fmt: skip
     return Sweep(source, rows, plan.want, backend, guides, plan.program, plan.times), loss
+
+
+def _too_early(plan: Plan) -> bool:
+    """Whether fp16 logits get their gradient before the loss scale is known: write order 1, and scale in float32."""
+    return plan.program is not None and isinstance(plan.source, Logits) and plan.source.logits.dtype == torch.float16
 
 
 def chunks_of(plan: Plan, rows: Rows, beside: int) -> list[Chunk] | None:

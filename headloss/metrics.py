@@ -14,6 +14,7 @@ The name's ending says how two combine:
 
 from __future__ import annotations
 
+import functools
 import inspect
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -83,6 +84,7 @@ _ENDINGS = {"_min": "min", "_max": "max", "_std": "std"}
 _NAMES = {"effective_sample_size": "ess", "perplexity": "exp"}
 
 
+@functools.lru_cache(1024)
 def kind_of(name: str) -> str:
     """How a metric combines, by its name."""
     last = name.rsplit("/", 1)[-1]
@@ -97,25 +99,25 @@ class Batch:
 
     def __init__(self, values: Mapping[str, Tensor], weights_R: Tensor | Callable[[], Tensor | None] | None) -> None:
         self.kinds = {name: kind_of(name) for name in values}
-        unique = {id(x): x for x in values.values()}  # several metrics may look at one tensor
-        place = {key: i for i, key in enumerate(unique)}
-        self.places = {name: place[id(x)] for name, x in values.items()}
-        self.values = [x.detach() for x in unique.values()]
-        self.weights_R = weights_R
+        self.given, self.weights_R = values, weights_R
         self.found: dict[str, tuple[Tensor, ...]] | None = None
 
     def parts(self, name: str) -> tuple[Tensor, ...]:
         if self.found is None:
             self.found = self._reduce()
-            self.values, self.weights_R = [], None
+            self.given, self.weights_R = {}, None
         return self.found[name]
 
     def _reduce(self) -> dict[str, tuple[Tensor, ...]]:
-        device = self.values[0].device
+        unique = {id(x): x for x in self.given.values()}  # several metrics may look at one tensor
+        place = {key: i for i, key in enumerate(unique)}
+        places = {name: place[id(x)] for name, x in self.given.items()}
+        xs = [x.detach().reshape(-1) for x in unique.values()]
+        device = xs[0].device
         wide = torch.float32 if device.type == "mps" else torch.float64
-        narrow = {x.dtype for x in self.values}
+        narrow = {x.dtype for x in xs}
         same = len(narrow) == 1 and next(iter(narrow)).is_floating_point
-        x_MR = torch.stack([x.reshape(-1) if same else x.reshape(-1).to(wide) for x in self.values])
+        x_MR = torch.stack([x if same else x.to(wide) for x in xs])
         weights_R = self.weights_R() if callable(self.weights_R) else self.weights_R
         if weights_R is None:
             counted, count = None, torch.full((), x_MR.shape[1], dtype=wide, device=device)
@@ -125,12 +127,12 @@ class Batch:
             x_MR = torch.where(counted, x_MR, 0)  # a value that does not count may be NaN
         reduced: dict[tuple[str, int], Tensor] = {}
         for part, reduce in _REDUCE.items():
-            rows = sorted({self.places[name] for name, kind in self.kinds.items() if part in _KINDS[kind].parts})
+            rows = sorted({places[name] for name, kind in self.kinds.items() if part in _KINDS[kind].parts})
             if rows:
                 values = reduce(x_MR if len(rows) == len(x_MR) else torch.stack([x_MR[i] for i in rows]), counted, wide)
                 reduced |= {(part, row): value for row, value in zip(rows, values.unbind(), strict=True)}
         return {
-            name: tuple(count if part == "count" else reduced[part, self.places[name]] for part in _KINDS[kind].parts)
+            name: tuple(count if part == "count" else reduced[part, places[name]] for part in _KINDS[kind].parts)
             for name, kind in self.kinds.items()
         }
 
@@ -315,6 +317,7 @@ def _first(fn: Callable[..., Any]) -> Callable[..., Any]:
     return values
 
 
+@functools.cache
 def _fact_metric(name: str) -> Callable[..., Tensor]:
     """The function `lambda <name>: <name>`."""
 
@@ -325,4 +328,5 @@ def _fact_metric(name: str) -> Callable[..., Tensor]:
         [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD)]
     )
     metric.__name__ = name
+    metric.fixed = True  # type: ignore[attr-defined]  # for `signature.identity`
     return metric

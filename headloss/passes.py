@@ -74,12 +74,13 @@ class Head(torch.autograd.Function):
         ctx.softmax, ctx.by_fact, ctx.grads = result.softmax, result.by_fact, result.grads
         ctx.inputs = [] if loss is None else [loss.shaped(n, result.by_input.get(n)) for n in loss.wants_grad]
         ctx.normaliser = result.normaliser
+        ctx.overwritten = result.grads is not None and getattr(sweep.source, "inplace", False)
         return (result.loss, *outputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g_loss: Tensor | None, *g_facts: Tensor | None) -> Any:
-        sweep: Sweep = ctx.sweep.replace(with_tensors(ctx.sweep.source, ctx.saved_tensors))
+        sweep: Sweep = ctx.sweep
         pending = {f: sweep.rows.take(g) for f, g in zip(sweep.want.facts, g_facts, strict=True) if g is not None}
         grads, by_input = None, [None] * len(ctx.inputs)
         if g_loss is not None:
@@ -92,7 +93,13 @@ class Head(torch.autograd.Function):
                     pulled = scale * cotangent
                     pending[fact] = pending[fact] + pulled if fact in pending else pulled
             by_input = [None if g is None else scale * g for g in ctx.inputs]
+        if pending and ctx.overwritten:
+            raise RuntimeError(
+                "inplace: the logits have been modified by an inplace operation, their own gradient: nothing but the "
+                "loss can be pulled on, and only once; use inplace=False, or make the fact's part a term"
+            )
         if pending and any(ctx.needs):
+            sweep = sweep.replace(with_tensors(sweep.source, ctx.saved_tensors))
             more = sweep.pull(ctx.facts, ctx.softmax, pending, ctx.needs)
             sweep.close()
             grads = more if grads is None else Grads(*(_add(x, y) for x, y in zip(grads, more, strict=True)))

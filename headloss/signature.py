@@ -153,7 +153,7 @@ def identity(fn: Callable[..., Any]) -> tuple[object, tuple[str, ...]]:
     be: functions that capture those are run as they are, never from a trace.
     """
     home = fn.__module__ or "" if isinstance(fn, types.FunctionType) else ""
-    if home.startswith("headloss.losses.") and "<locals>" not in fn.__qualname__:
+    if home.startswith("headloss.") and ("<locals>" not in fn.__qualname__ or hasattr(fn, "fixed")):
         return _Same(fn), ()  # nothing changes behind our own back
     loose: list[str] = []
     return _key(fn, loose, set()), tuple(dict.fromkeys(loose))

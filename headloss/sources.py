@@ -25,7 +25,8 @@ from headloss.parallel import VocabShard
 class Logits:
     """Logits that exist: (..., V).
 
-    `inplace=True` lets the gradient overwrite them: no second (..., V) buffer, and one backward only.
+    `inplace=True` lets the gradient overwrite them, in the forward pass already where that saves a sweep: no second
+    (..., V) buffer, one backward only, and nothing else may read them after the call.
     """
 
     logits: Tensor

@@ -333,8 +333,10 @@ def _at(x: Any, part: slice) -> Any:
 
 def join(*xs: Any) -> Any:
     """Nests of tuples of the same shape, their tensors concatenated."""
+    if len(xs) == 1:
+        return xs[0]
     if isinstance(xs[0], Tensor):
-        return xs[0] if len(xs) == 1 else torch.cat(xs)
+        return torch.cat(xs)
     if not isinstance(xs[0], tuple | list):
         return xs[0]
     return _rebuild(xs[0], [join(*ys) for ys in zip(*xs, strict=True)])
@@ -345,4 +347,6 @@ def _rebuild(like: Any, items: list[Any]) -> Any:
 
 
 def concatenate_each(parts: Sequence[Mapping[Any, Tensor]]) -> dict[Any, Tensor]:
+    if len(parts) == 1:
+        return dict(parts[0])
     return {key: torch.cat([p[key] for p in parts]) for key in parts[0]}

@@ -1,0 +1,279 @@
+"""Objectives on the one-launch path against the torch backend, under Triton's interpreter in a process of its own."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import headloss as hl
+from headloss.losses import cross_entropy, forward_kl, grpo, gspo, z_loss
+
+pytest.importorskip("triton")
+INSIDE = os.environ.get("TRITON_INTERPRET") == "1"
+inside = pytest.mark.skipif(not INSIDE, reason="runs under the interpreter, in a process of its own")
+N, V, D = 9, 37, 16
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(INSIDE, reason="this is the other process")
+def test_under_the_interpreter():
+    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:xdist", "-p", "no:cacheprovider", __file__]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-4000:] + done.stderr[-2000:]
+
+
+class Batch:
+    def __init__(self, ignored=True, dtype=torch.float32):
+        generator = torch.Generator().manual_seed(3)
+        self.logits = (3 * torch.randn(N, V, generator=generator)).to(dtype)
+        self.hidden, self.weight = (torch.randn(n, D, generator=generator).to(dtype) for n in (N, V))
+        self.targets = torch.randint(0, V, (N,), generator=generator)
+        self.inputs = {
+            "advantage": torch.randn(N, generator=generator),
+            "old_logprob": -3 * torch.rand(N, generator=generator),
+        }
+        if ignored:
+            self.targets[[2, 5]] = -100
+            self.logits[2] = torch.nan  # an ignored row may hold anything
+            self.inputs["advantage"][5] = torch.nan
+
+    def source(self, kind, **more):
+        if kind == "Logits":
+            leaves = [self.logits.clone().requires_grad_()]
+            return hl.Logits(*leaves, **more), leaves
+        leaves = [self.hidden.clone().requires_grad_(), self.weight.clone().requires_grad_()]
+        return hl.Linear(*leaves, memory=4 * 64 * 4, **more), leaves  # four rows a chunk
+
+
+def mix(backend, **more):
+    return hl.Objective(
+        ce=hl.Term(cross_entropy, label_smoothing=0.1),
+        z=hl.Term(z_loss, weight=1e-2),
+        pg=hl.Term(grpo, weight=0.3, low=0.2, high=0.3),
+        metrics=["entropy", "accuracy"],
+        backend=backend,
+        **more,
+    )
+
+
+def compare(ours, truth, rtol=2e-5, atol=2e-6):
+    torch.testing.assert_close(ours.loss, truth.loss, rtol=rtol, atol=atol)
+    assert list(ours.metrics) == list(truth.metrics) and list(ours.terms) == list(truth.terms)
+    for name, metric in truth.metrics.items():
+        torch.testing.assert_close(
+            ours.metrics[name].value, metric.value, rtol=1e-4, atol=1e-5, equal_nan=True, msg=name
+        )
+        assert ours.metrics[name].per == metric.per
+    for name, value in truth.terms.items():
+        torch.testing.assert_close(ours.terms[name], value, rtol=rtol, atol=atol)
+    for key, fact in truth.facts.items():
+        torch.testing.assert_close(ours.facts[key], fact, rtol=1e-4, atol=1e-5)
+
+
+def both(kind, batch, call=lambda o, s, b: o(s, b.targets, **b.inputs), **source):
+    found = []
+    for backend in ("triton", "torch"):
+        opened, leaves = batch.source(kind, **source)
+        out = call(mix(backend), opened, batch)
+        out.loss.backward()
+        found.append((out, [x.grad for x in leaves]))
+    (ours, grads), (truth, expected) = found
+    compare(ours, truth)
+    for x, y in zip(grads, expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-6)
+
+
+@inside
+@pytest.mark.parametrize("kind", ["Logits", "Linear"])
+@pytest.mark.parametrize("ignored", [True, False])
+@pytest.mark.parametrize("host_read", [True, False])
+def test_equals_the_torch_backend(kind, ignored, host_read):
+    batch = Batch(ignored)
+    plan = mix("triton").explain(batch.source(kind)[0], batch.targets, **batch.inputs)
+    assert plan.launches.startswith("one launch a visit"), plan.launches
+    both(kind, batch, lambda o, s, b: o(s, b.targets, host_read=host_read, **b.inputs))
+
+
+@inside
+@pytest.mark.parametrize("kind", ["Logits", "Linear"])
+def test_equals_the_torch_backend_with_everything_given(kind):
+    segments = hl.Segments.from_ids(torch.tensor([0, 0, 0, 1, 1, 1, 1, 2, 2]))
+
+    def call(objective, source, batch):
+        terms = {n: hl.Term(t.fn, **t.options, reduction="seq_mean_token_mean") for n, t in objective.terms.items()}
+        terms["w"] = hl.Term(cross_entropy, reduction="weighted_mean", row_weight="importance")
+        objective = hl.Objective(**terms, metrics=["entropy"], backend=objective.backend)
+        importance = torch.arange(N) / 7.0
+        weights = {"z": torch.tensor(0.02), "pg": 0.4}
+        return objective(
+            source, batch.targets, segments=segments, weights=weights, grad_scale=torch.tensor(3.0),
+            importance=importance, **batch.inputs,
+        )  # fmt: skip
+
+    both(kind, Batch(), call, scale=0.7, softcap=5.0, temperature=torch.linspace(0.5, 2.0, N))
+
+
+@inside
+def test_no_gradient_writes_none_and_prepared_targets_read_nothing():
+    batch = Batch()
+    source, leaves = batch.source("Logits")
+    with torch.no_grad():
+        ours, truth = (mix(b)(source, hl.prepare(batch.targets), **batch.inputs) for b in ("triton", "torch"))
+    compare(ours, truth)
+    assert leaves[0].grad is None and torch.equal(leaves[0].detach().nan_to_num(), batch.logits.nan_to_num())
+
+
+@inside
+@pytest.mark.parametrize("kind", ["Logits", "Linear"])
+def test_facts_and_a_second_backward_are_paid_for_when_asked(kind):
+    batch = Batch()
+    found = []
+    for backend in ("triton", "torch"):
+        source, leaves = batch.source(kind)
+        out = mix(backend)(source, batch.targets, **batch.inputs)
+        out.loss.backward(retain_graph=True)
+        (2 * out.loss + out.facts.entropy.square().sum()).backward()
+        found.append([x.grad for x in leaves])
+    for x, y in zip(*found, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-4, atol=2e-6)
+
+
+@inside
+def test_in_place_overwrites_in_the_forward_pass_and_then_gives_only_the_loss():
+    batch = Batch(ignored=False)
+    leaf = batch.logits.clone().requires_grad_()
+    logits = leaf * 1
+    version = logits._version
+    out = mix("triton")(hl.Logits(logits, inplace=True), batch.targets, **batch.inputs)
+    assert logits._version > version and not torch.allclose(logits, batch.logits)
+    out.loss.backward(retain_graph=True)
+    truth = batch.logits.clone().requires_grad_()
+    mix("torch")(hl.Logits(truth), batch.targets, **batch.inputs).loss.backward()
+    torch.testing.assert_close(leaf.grad, truth.grad, rtol=1e-4, atol=1e-6)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="make the fact's part a term"):
+        out.facts.entropy.sum().backward()
+
+
+@inside
+def test_fp16_logits_keep_what_a_loss_scale_saves():
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(4, 64, generator=generator).half()
+    targets = torch.tensor([1, 2, 3, 4])
+    grads = []
+    for backend, dtype in (("triton", torch.float16), ("torch", torch.float64)):
+        x = logits.detach().to(dtype, copy=True).requires_grad_()
+        objective = hl.Objective(ce=cross_entropy, backend=backend)
+        (objective(hl.Logits(x), targets, num_items=10**7).loss * 2.0**14).backward()  # 1e-7 / 64 is 0 in fp16
+        grads.append(x.grad.double())
+    torch.testing.assert_close(*grads, rtol=2e-3, atol=4e-8)
+
+
+@inside
+def test_inputs_that_want_a_gradient_get_it():
+    def pushed(logprob, push):
+        return -logprob * push.sigmoid()
+
+    found = []
+    for backend in ("triton", "torch"):
+        source, leaves = Batch().source("Logits")
+        push = torch.linspace(-1, 1, N).requires_grad_()
+        hl.Objective(term=pushed, backend=backend)(source, Batch().targets, push=push).loss.backward()
+        found.append([leaves[0].grad, push.grad])
+    for x, y in zip(*found, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-6)
+
+
+def roll(logprob):
+    return logprob.roll(1)
+
+
+def gamma(logprob):
+    return torch.lgamma(1 - logprob)
+
+
+@inside
+@pytest.mark.parametrize(
+    ("terms", "metrics", "reason"),
+    [
+        ({"seq": hl.Term(gspo)}, [], "seq: rows meet through segments"),
+        ({"roll": roll}, [], "roll: roll mixes rows"),
+        ({"gamma": gamma}, [], "lgamma of gamma"),
+        ({"ce": cross_entropy}, {"spread": lambda logprob: logprob - logprob.mean()}, "metric 'spread'"),
+    ],
+)
+def test_what_cannot_be_printed_takes_two_launches_and_says_why(terms, metrics, reason):
+    batch = Batch(ignored=False)
+    segments = hl.Segments.from_ids(torch.arange(N) // 3)
+    inputs = batch.inputs if "seq" in terms else {}
+    found = []
+    for backend in ("triton", "torch"):
+        objective = hl.Objective(**terms, metrics=metrics, backend=backend)
+        source, leaves = batch.source("Logits")
+        out = objective(source, batch.targets, segments=segments, **inputs)
+        out.loss.backward()
+        found.append((out, leaves[0].grad))
+        if backend == "triton":
+            plan = objective.explain(source, batch.targets, segments=segments, **inputs)
+            assert plan.launches.startswith("one launch for the facts, one for the gradient (") and reason in str(plan)
+    compare(found[0][0], found[1][0])
+    torch.testing.assert_close(found[0][1], found[1][1], rtol=1e-4, atol=1e-6)
+
+
+@inside
+def test_changing_numbers_prints_and_traces_nothing_new():
+    from headloss import plan
+    from headloss.backends import program
+
+    batch = Batch()
+    source, _ = batch.source("Logits")
+    mix("triton")(source, batch.targets, **batch.inputs)
+    seen = len(plan._TRACES), len(program._PROGRAMS)
+    for i in range(3):
+        low = 0.1 + i / 10
+        objective = hl.Objective(
+            ce=hl.Term(cross_entropy, label_smoothing=0.1),
+            z=hl.Term(z_loss, weight=1e-2),
+            pg=hl.Term(grpo, weight=0.3, low=low, high=0.3),
+            metrics=["entropy", "accuracy"],
+            backend="triton",
+        )
+        ours = objective(source, batch.targets, weights={"z": 0.1 * i + 0.1}, num_items=5 + i, **batch.inputs)
+        other = hl.Objective(**objective.terms, metrics=["entropy", "accuracy"], backend="torch")
+        compare(ours, other(source, batch.targets, weights={"z": 0.1 * i + 0.1}, num_items=5 + i, **batch.inputs))
+    assert (len(plan._TRACES), len(program._PROGRAMS)) == seen
+
+
+@inside
+def test_explain_shows_the_source_and_what_the_first_call_cost():
+    batch = Batch()
+    objective = mix("triton")
+    source, _ = batch.source("Logits")
+    before = objective.explain(source, batch.targets, source=True, **batch.inputs)
+    assert "@triton.jit\ndef row(" in str(before) and before.code not in str(before._replace(code=""))
+    objective(source, batch.targets, **batch.inputs)
+    after = objective.explain(source, batch.targets, **batch.inputs)
+    assert not after.code and set(after.first_call) == {"tracing", "printing", "compiling"}
+    assert "first call" in str(after) and " s compiling" in str(after)
+
+
+@inside
+def test_no_rows_that_count():
+    for kind in ("Logits", "Linear"):
+        batch = Batch()
+        batch.targets[:] = -100
+        both(kind, batch)
+
+
+@inside
+def test_teachers_take_their_own_kernels():
+    batch = Batch(ignored=False)
+    source, _ = batch.source("Logits")
+    teacher = hl.Logits(batch.logits.flip(0))
+    out = hl.Objective(kl=forward_kl, backend="triton")(source, batch.targets, teacher=teacher)
+    truth = hl.Objective(kl=forward_kl, backend="torch")(source, batch.targets, teacher=teacher)
+    torch.testing.assert_close(out.loss, truth.loss, rtol=1e-4, atol=1e-6)
