@@ -19,6 +19,7 @@ from headloss.reductions import REDUCTIONS
 
 DIVERGENCES = tuple(name for name, fn in LOSSES.items() if is_divergence(fn))
 STUDENT = tuple(name for name in LOSSES if name not in DIVERGENCES)
+TEMPERATURES = (2.0, 0.7)
 METRICS = ("entropy", "accuracy", "perplexity", "lse", "sum_p2", "max_logprob")
 CHOICES: dict[tuple[str, str], tuple[Any, ...]] = {  # options that are no floats
     ("kl_to_reference", "estimator"): ("k1", "k2", "k3"),
@@ -29,6 +30,7 @@ CHOICES: dict[tuple[str, str], tuple[Any, ...]] = {  # options that are no float
     ("grpo", "dual"): (None, 3.0),
     ("grpo", "delta"): (None, 1.7),
 }
+BRANCHED = ("beta", "alpha", "label_smoothing")  # some loss looks at it in Python, so each value has its own trace
 
 
 def asks(fn: Callable[..., Any]) -> set[str]:
@@ -49,7 +51,8 @@ def options(random: standard.Random, name: str, numbers: standard.Random) -> dic
         if (name, p.name) in CHOICES:
             found[p.name] = random.choice(CHOICES[name, p.name])
         elif isinstance(p.default, float):
-            found[p.name] = round(p.default * numbers.uniform(0.5, 1.5), 6) if p.default else 0.1
+            source = random if p.name in BRANCHED else numbers
+            found[p.name] = round(p.default * source.uniform(0.5, 1.5), 6) if p.default else 0.1
     return found
 
 
@@ -73,7 +76,7 @@ def term(
     if name in DIVERGENCES:
         more["tail"] = random.choice(TAILS)
     if random.random() < 0.2:
-        more["temperature"] = random.choice((0.7, 1.5, 2.0))
+        more["temperature"] = random.choice(TEMPERATURES)
     return hl.Term(LOSSES[name], weight=round(numbers.uniform(0.05, 1.5), 3), reduction=reduction, **more)
 
 
