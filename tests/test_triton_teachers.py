@@ -11,6 +11,7 @@ from importlib import import_module
 
 import pytest
 import torch
+from interpreting import quicken
 
 from headloss.divergence import Element
 from headloss.facts import Fact, Want, coefficients, finish
@@ -20,6 +21,8 @@ from headloss.teachers import DenseChunk, DenseSoftmax, SparseChunk, teacher_coe
 pytest.importorskip("triton")
 INSIDE = os.environ.get("TRITON_INTERPRET") == "1"
 inside = pytest.mark.skipif(not INSIDE, reason="run by test_under_the_interpreter")
+if INSIDE:
+    quicken()
 NAN, INF = math.nan, math.inf
 DENSE = ("teacher_cross_entropy", "reverse_cross_entropy", "teacher_entropy", "shared_entropy", "teacher_argmax")
 STUDENT = ("lse", "logprob", "mean_logprob", "entropy", "sum_p2", "argmax")
@@ -192,8 +195,9 @@ def test_each_dense_fact_alone(name):
 
 
 @inside
-@pytest.mark.parametrize("v", [1, 5, 64, 147])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "v, dtype", [(1, torch.float16), (64, torch.float32), (147, torch.bfloat16), (147, torch.float32)]
+)
 def test_any_vocabulary(v, dtype):
     want = Want(own(*STUDENT) + wants(*DENSE))
     Case(draw(2, v, dtype), want, [dense(draw(2, v, dtype, seed=1))]).check()
@@ -224,7 +228,8 @@ def test_any_layout_of_either():
 def test_vocabularies_that_differ():
     want = Want(own(*STUDENT) + wants(*DENSE) + wants("teacher_cross_entropy", T=(2.0,)))
     x, u = draw(3, 147), draw(3, 170, seed=1)
-    for columns in (147, 131, 64, 1, 0):
+    x, u = x[:2], u[:2]
+    for columns in (131, 1, 0):
         Case(x, want, [dense(u, columns, (1.0, 2.0))], temperatures=(1.0, 2.0)).check()
     peak = x.clone()
     peak[:, 140] = 50.0  # the student's maximum stands beyond the shared columns
@@ -245,7 +250,7 @@ def test_what_either_rules_out():
     case = Case(x, want, [dense(u.flip(0).flip(0))])
     case.check_sums()
     case.check_pull(close=2e-3)  # of numbers as large as 1e4
-    for mask in (-1e9, -1e30, torch.finfo(torch.float32).min, -60000.0):
+    for mask in (-1e9, -1e30, torch.finfo(torch.float32).min):
         x, u = draw(2, 147), draw(2, 147, seed=1)
         x[0, :64] = x[1, ::2] = u[1, :80] = u[0, 100:] = mask
         case = Case(x, Want(wants(*DENSE)), [dense(u)])
@@ -254,7 +259,7 @@ def test_what_either_rules_out():
 
 
 @inside
-@pytest.mark.parametrize("offset", [1e4, -1e4, 200.0])
+@pytest.mark.parametrize("offset", [1e4, -200.0])
 def test_offsets_cost_no_digits(offset):
     x, u = draw(2, 133) + offset, draw(2, 133, seed=1) - offset
     case = Case(x, Want(own("entropy") + wants(*DENSE)), [dense(u)])
@@ -349,16 +354,15 @@ def ids_of(n, v, k, start=0, seed=3):
 
 @inside
 @pytest.mark.parametrize("names", [SPARSE[:1], SPARSE[1:2], SPARSE[2:3], SPARSE[3:], SPARSE], ids=" ".join)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_sparse_facts(names, dtype):
+def test_sparse_facts(names):
+    dtype = torch.float32 if len(names) == 1 else torch.bfloat16
     x = draw(3, 149, dtype)[:, 2:]
     want = Want(own("logprob", "entropy") + wants(*names))
     Case(x, want, [SparseChunk(ids_of(3, 147, 9))]).check()
 
 
 @inside
-@pytest.mark.parametrize("k", [1, 40])
-@pytest.mark.parametrize("v", [5, 64, 147])
+@pytest.mark.parametrize("k, v", [(1, 5), (40, 64), (40, 147)])
 def test_any_number_of_ids(k, v):
     want = Want(wants("ids_logprob", "tail_logprob"))
     x = draw(2, v)
@@ -377,11 +381,11 @@ def test_tails():
     want = Want(wants("ids_logprob", "tail_logprob", T=(None, 2.0)) + own("sum_p2"))
     T = torch.rand(5) + 0.5
     Case(x, want, [SparseChunk(ids)], temperatures=(T, 2.0)).check()
-    Case(x, want, [SparseChunk(ids)], temperatures=(T, 2.0), softcap=20.0, scale=-0.5).check()
+    Case(x[:2], want, [SparseChunk(ids[:2])], temperatures=(T[:2], 2.0), softcap=20.0, scale=-0.5).check()
     every = torch.arange(9).expand(2, -1)
     case = Case(draw(2, 9), Want(wants("ids_logprob", "tail_logprob")), [SparseChunk(every)])
     case.check_sums()
-    some = Case(draw(3, 147), want, [SparseChunk(ids_of(3, 147, 9, 100))], temperatures=(1.0, 2.0), start=100)
+    some = Case(draw(2, 147), want, [SparseChunk(ids_of(2, 147, 9, 100))], temperatures=(1.0, 2.0), start=100)
     some.check()
     Case(draw(3, 0), want, [SparseChunk(ids_of(3, 0, 9, 100))], temperatures=(1.0, 2.0), start=100).check_sums()
 

@@ -28,7 +28,8 @@ from headloss.teachers import (
 )
 
 # by columns in hand, as in `triton.py`; measured on an H200, see benchmarks/gpu_teachers.py
-GUIDED = ((2048, Shape(2048, 128, 1, 1, 4)), (1 << 31, Shape(4096, 128, 2, 1, 4)))
+GUIDED = ((2048, Shape(2048, 128, 1, 1, 4)), (1 << 31, Shape(4096, 256, 1, 1, 8)))
+LOOKING = ((2048, Shape(2048, 128, 1, 1, 4)), (1 << 31, Shape(8192, 128, 2, 1, 4)))  # with a divergence's slope
 TILE_BYTES = 64 << 20  # of the float32 buffer that several dense teachers' pulls meet in
 
 
@@ -171,7 +172,8 @@ def _guided(
             out_CV.zero_()
         return
     raw, out = base._rows(raw_CV), base._rows(out_CV)
-    shape = shape or base._row_shape(GUIDED, V)
+    looking = met is not None and any(k.looks for k in met.pulls)
+    shape = shape or base._row_shape(LOOKING if looking else GUIDED, V)
     if not entries:  # Triton has no empty tuples
         assert met is not None
         entries = [Entry(1.0, met.own_max, met.own_max, Pull(None, None, None, None, None))]

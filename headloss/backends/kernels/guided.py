@@ -23,7 +23,7 @@ from headloss.backends.kernels.sums import fetch
 
 @triton.jit
 def gradient(
-    raw, other, m, log_sum, c, k, mt, meet, kt, kl, options, scale, cap, teacher_scale, teacher_cap,
+    raw, other, m, log_sum, c, k, mt, meet, kt, kl, numbers, scale, cap, teacher_scale, teacher_cap,
     A: tl.constexpr, B: tl.constexpr, E: tl.constexpr, C: tl.constexpr, TEACHER: tl.constexpr, ELEMENT: tl.constexpr,
     TA: tl.constexpr, TB: tl.constexpr, TC: tl.constexpr, TD: tl.constexpr, LOOKS: tl.constexpr,
     SCALED: tl.constexpr, CAPPED: tl.constexpr, TEACHER_SCALED: tl.constexpr, TEACHER_CAPPED: tl.constexpr,
@@ -64,7 +64,7 @@ def gradient(
                 if TD[i]:
                     g += kt[4 * i + 3] * tl.exp2(logq * LOG2E)
         if ELEMENT is not None:
-            found = ELEMENT(*logs, *options)
+            found = ELEMENT(*logs, *numbers)
             for n in tl.static_range(len(LOOKS)):
                 p = tl.exp2(logs[2 * LOOKS[n]] * LOG2E)
                 g += kl[2 * n] * (found[2 * n + 1] - p * kl[2 * n + 1])
@@ -79,7 +79,7 @@ def gradient(
     do_not_specialize_on_alignment=["target"],
 )  # fmt: skip
 def guided_kernel(
-    raw, target, teacher, rows, out, temperatures, met_temperatures, teacher_temperatures, options,
+    raw, target, teacher, rows, out, temperatures, met_temperatures, teacher_temperatures, numbers,
     N, V, parts, stride, lead, teacher_stride, teacher_lead, out_stride, out_lead, target_stride, start,
     scale, cap, teacher_scale, teacher_cap,
     A: tl.constexpr, B: tl.constexpr, E: tl.constexpr, C: tl.constexpr, Y: tl.constexpr, TARGET: tl.constexpr,
@@ -210,7 +210,7 @@ def guided_kernel(
             if TEACHER:
                 u = tl.load(teacher + block * BLOCK + j, eviction_policy="evict_first")
             g, _ = gradient(
-                x, u, m, log_sum, c, k, mt, meet, kt, kl, options, scale, cap, teacher_scale, teacher_cap,
+                x, u, m, log_sum, c, k, mt, meet, kt, kl, numbers, scale, cap, teacher_scale, teacher_cap,
                 A, B, E, C, TEACHER, ELEMENT, TA, TB, TC, TD, LOOKS, SCALED, CAPPED, TEACHER_SCALED, TEACHER_CAPPED,
             )  # fmt: skip
             if ADD:
@@ -224,7 +224,7 @@ def guided_kernel(
             if TEACHER:
                 u = tl.load(teacher + at, mask=whole, other=0.0)
             g, _ = gradient(
-                x, u, m, log_sum, c, k, mt, meet, kt, kl, options, scale, cap, teacher_scale, teacher_cap,
+                x, u, m, log_sum, c, k, mt, meet, kt, kl, numbers, scale, cap, teacher_scale, teacher_cap,
                 A, B, E, C, TEACHER, ELEMENT, TA, TB, TC, TD, LOOKS, SCALED, CAPPED, TEACHER_SCALED, TEACHER_CAPPED,
             )  # fmt: skip
             if ADD:
@@ -236,7 +236,7 @@ def guided_kernel(
             if TEACHER:
                 u = tl.load(teacher + ragged, mask=ends, other=0.0)
             g, _ = gradient(
-                x, u, m, log_sum, c, k, mt, meet, kt, kl, options, scale, cap, teacher_scale, teacher_cap,
+                x, u, m, log_sum, c, k, mt, meet, kt, kl, numbers, scale, cap, teacher_scale, teacher_cap,
                 A, B, E, C, TEACHER, ELEMENT, TA, TB, TC, TD, LOOKS, SCALED, CAPPED, TEACHER_SCALED, TEACHER_CAPPED,
             )  # fmt: skip
             if ADD:
@@ -245,7 +245,7 @@ def guided_kernel(
         if TARGET:  # noqa: SIM102, known before the kernel runs
             if here:  # one store instead of a comparison for every column
                 g, z = gradient(
-                    picked, said, m, log_sum, c, k, mt, meet, kt, kl, options, scale, cap, teacher_scale, teacher_cap,
+                    picked, said, m, log_sum, c, k, mt, meet, kt, kl, numbers, scale, cap, teacher_scale, teacher_cap,
                     A, B, E, C, TEACHER, ELEMENT, TA, TB, TC, TD, LOOKS, SCALED, CAPPED, TEACHER_SCALED, TEACHER_CAPPED,
                 )  # fmt: skip
                 g += slopes(at_target, z, scale, cap, SCALED, CAPPED) + before
@@ -265,7 +265,7 @@ def guided_kernel(
     do_not_specialize=["N", "V", "parts", "width", "stride", "lead", "teacher_stride", "teacher_lead"],
 )
 def look_kernel(
-    raw, teacher, rows, out, given, teacher_given, options,
+    raw, teacher, rows, out, given, teacher_given, numbers,
     N, V, parts, width, stride, lead, teacher_stride, teacher_lead, scale, cap, teacher_scale, teacher_cap,
     ELEMENT: tl.constexpr, SUMS: tl.constexpr, PER_ROW: tl.constexpr, TEACHER_PER_ROW: tl.constexpr,
     SCALED: tl.constexpr, CAPPED: tl.constexpr, TEACHER_SCALED: tl.constexpr, TEACHER_CAPPED: tl.constexpr,
@@ -302,7 +302,7 @@ def look_kernel(
             u = logits(y[n], teacher_scale, teacher_cap, TEACHER_SCALED, TEACHER_CAPPED)
             logp = tl.maximum((z - m) * inverse, NATS) - log_S
             logq = tl.maximum((u - mt) * other, NATS) - log_St
-            found = ELEMENT(logp, logq, *options)
+            found = ELEMENT(logp, logq, *numbers)
             more = ()
             for i in tl.static_range(SUMS):
                 more = more + (sums[i] + tl.sum(found[i] + tl.zeros_like(z), axis=1),)
@@ -322,7 +322,7 @@ def look_kernel(
             u = logits(y[n], teacher_scale, teacher_cap, TEACHER_SCALED, TEACHER_CAPPED)
             logp = tl.where(good, tl.maximum((z - m) * inverse, NATS) - log_S, 0.0)
             logq = tl.where(good, tl.maximum((u - mt) * other, NATS) - log_St, 0.0)
-            found = ELEMENT(logp, logq, *options)
+            found = ELEMENT(logp, logq, *numbers)
             more = ()
             for i in tl.static_range(SUMS):
                 more = more + (sums[i] + tl.sum(tl.where(good, found[i], 0.0), axis=1),)
