@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -71,9 +71,7 @@ def bind(
     if needed and rows.valid is not None and rows.segments is not None:
         has_one = (rows.segments.ids >= 0) | ~rows.valid
         torch._assert_async(has_one.all(), "segments: rows that are not ignored have no segment (id -1)")
-    inputs_of = [p.teacher for t in plan.terms for s in t.call.signatures for p in s.parameters if p.teacher]
-    inputs_of += [p.teacher for _, call in plan.metrics for p in call.signature.parameters if p.teacher]
-    guides = bind_guides(plan.teachers, tuple(dict.fromkeys((*plan.want.teachers, *inputs_of))), source, rows)
+    guides = _guides(plan, rows) if plan.teachers else {}
     chunks = chunks_of(plan, rows, teacher_bytes(guides, source))
     rows.join()
     taken = {
@@ -88,6 +86,12 @@ def bind(
         dtype=source.fact_dtype, device=source.device, narrow=source.narrow or _too_early(plan), taken=taken,
     )  # fmt: skip
     return Sweep(source, rows, plan.want, backend, guides, plan.program, plan.times), loss
+
+
+def _guides(plan: Plan, rows: Rows) -> dict[str, Any]:
+    inputs_of = [p.teacher for t in plan.terms for s in t.call.signatures for p in s.parameters if p.teacher]
+    inputs_of += [p.teacher for _, call in plan.metrics for p in call.signature.parameters if p.teacher]
+    return bind_guides(plan.teachers, tuple(dict.fromkeys((*plan.want.teachers, *inputs_of))), plan.source, rows)
 
 
 def _too_early(plan: Plan) -> bool:

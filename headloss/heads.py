@@ -62,7 +62,8 @@ class LogitsHead:
         else:
             self.all_NV = torch.empty_like(self.all_NV, memory_format=torch.contiguous_format)
         self.grad_NV = self.all_NV[:, : self.source.columns]
-        self.all_NV[:, self.source.columns :] = 0
+        if self.source.columns < self.all_NV.shape[1]:
+            self.all_NV[:, self.source.columns :] = 0
 
     def room(self, rows: Rows, raw_CV: Tensor) -> Tensor:
         """Where the gradient of these rows' raw logits is to be written."""

@@ -80,7 +80,7 @@ class Head(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g_loss: Tensor | None, *g_facts: Tensor | None) -> Any:
-        sweep: Sweep = ctx.sweep
+        sweep, tensors = ctx.sweep, ctx.saved_tensors  # looked at in any case: they must not have been written to
         pending = {f: sweep.rows.take(g) for f, g in zip(sweep.want.facts, g_facts, strict=True) if g is not None}
         grads, by_input = None, [None] * len(ctx.inputs)
         if g_loss is not None:
@@ -99,7 +99,7 @@ class Head(torch.autograd.Function):
                 "loss can be pulled on, and only once; use inplace=False, or make the fact's part a term"
             )
         if pending and any(ctx.needs):
-            sweep = sweep.replace(with_tensors(sweep.source, ctx.saved_tensors))
+            sweep = sweep.replace(with_tensors(sweep.source, tensors))
             more = sweep.pull(ctx.facts, ctx.softmax, pending, ctx.needs)
             sweep.close()
             grads = more if grads is None else Grads(*(_add(x, y) for x, y in zip(grads, more, strict=True)))

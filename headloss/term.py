@@ -44,10 +44,11 @@ class Term:
     teacher: str | None
     tail: str
     options: Mapping[str, Any]
+    needs_segments: bool  # cannot do without them, for its loss's or its reduction's sake
     _calls: dict[Any, Call]
     __slots__ = (
-        "_calls", "facts", "fn", "length", "options", "reduction", "row_weight", "tail", "teacher", "temperature",
-        "weight",
+        "_calls", "facts", "fn", "length", "needs_segments", "options", "reduction", "row_weight", "tail", "teacher",
+        "temperature", "weight",
     )  # fmt: skip
 
     def __init__(
@@ -96,7 +97,9 @@ class Term:
         object.__setattr__(self, "options", _check_options(fn, options))
         if is_divergence(fn):
             Element(fn, {**read_signature(fn).options, **self.options}).check()
-        self.call(None, {})
+        signatures = self.call(None, {}).signatures
+        asked = any(p.kind == "segments" and not p.optional for s in signatures for p in s.parameters)
+        object.__setattr__(self, "needs_segments", asked or reduction in NEEDS_SEGMENTS)
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"Term is immutable; make a new one to change {name!r}")
@@ -106,13 +109,6 @@ class Term:
         plain = {"weight": 1.0, "reduction": "token_mean", "facts": {}, "tail": "bucket"}
         said = {k: v for k, v in said.items() if v is not None and v != plain.get(k)} | dict(self.options)
         return f"Term({', '.join([function_name(self.fn), *(f'{k}={v!r}' for k, v in said.items())])})"
-
-    @property
-    def needs_segments(self) -> bool:
-        """Whether the term cannot do without segments, for its loss's or its reduction's sake."""
-        signatures = self.call(None, {}).signatures
-        asked = any(p.kind == "segments" and not p.optional for s in signatures for p in s.parameters)
-        return asked or self.reduction in NEEDS_SEGMENTS
 
     def call(self, source_temperature: float | None, teachers: Mapping[str, Teacher]) -> Call:
         """The function ready to be called: its facts named, and a divergence in the form that its teacher allows."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from importlib import import_module
 from importlib.util import find_spec
@@ -26,6 +27,7 @@ def choose(name: str, device: torch.device, dtype: torch.dtype = float32) -> Mod
     return import_module(f"headloss.backends.{resolve(name, device, dtype)}")
 
 
+@functools.lru_cache(64)
 def resolve(name: str, device: torch.device, dtype: torch.dtype = float32) -> str:
     """The name of the backend that `name` means for tensors of this device and dtype; a sentence if there is none."""
     check_backend(name)
