@@ -5,7 +5,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --retries 10 --timeout 60
 TESTS ?= tests
 
-.PHONY: demo test lint format docs bench clean
+.PHONY: demo test lint format docs plots site bench clean
 
 demo: .venv/ready
 	$(BIN)/python -m headloss demo
@@ -25,6 +25,14 @@ format: .venv/ready
 # What the documents take from the code: losses, plans, measurements.
 docs: .venv/ready
 	$(BIN)/python docs/build.py
+
+# Pictures of the committed measurements.
+plots: .venv/ready
+	$(BIN)/python benchmarks/plots.py
+
+# The documents as a site: open build/site/index.html.
+site: .venv/ready
+	$(BIN)/mkdocs build --quiet --strict
 
 bench: .venv/ready
 	$(BIN)/python benchmarks/cpu_losses.py
@@ -48,7 +56,8 @@ clean:
 	touch $@
 
 .venv/tools: .venv/triton
-	$(PIP) numpy pytest pytest-xdist pytest-timeout hypothesis ruff==0.17.4 mypy==2.4.1 typer rich matplotlib
+	$(PIP) numpy pytest pytest-xdist pytest-timeout hypothesis ruff==0.17.4 mypy==2.4.1 typer rich matplotlib \
+		mkdocs==1.6.1
 	touch $@
 
 # The trainers that the adapters are tested with (brings transformers, accelerate, datasets); their tests skip without.

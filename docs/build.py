@@ -1,14 +1,17 @@
 """Rebuild what the documents take from the code: `make docs`, or `python docs/build.py`.
 
-docs/losses.md is made whole.  README.md has marked places, <!-- name --> to <!-- /name -->, filled from the losses,
-from `explain`, and from the benchmarks' result files; no number is typed by hand.
+docs/losses.md is made whole.  README.md and docs/performance.md have marked places, <!-- name --> to <!-- /name -->,
+filled from the losses, from `explain`, and from the benchmarks' result files; no number is typed by hand.
 """
 
+# ruff: noqa: RUF001  (the pages have multiplication signs and dashes)
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,16 +19,28 @@ import headloss as hl
 from headloss.cli import losses
 
 ROOT = Path(__file__).parent.parent
+PERFORMANCE = ROOT / "docs" / "performance.md"
+RESULTS = ROOT / "benchmarks" / "results"
+Record = dict[str, Any]
 
 
 def pages() -> dict[Path, str]:
     """Each file that this script keeps, as it should be."""
-    readme = (ROOT / "README.md").read_text()
-    for name, made in (("explain", explain()), ("losses", table()), ("measured", measured())):
+    readme = {"explain": explain(), "losses": table(), "measured": measured()}
+    return {
+        ROOT / "README.md": filled(ROOT / "README.md", readme),
+        ROOT / "docs" / "losses.md": losses.markdown(),
+        PERFORMANCE: filled(PERFORMANCE, measurements()),
+    }
+
+
+def filled(path: Path, places: dict[str, str]) -> str:
+    text = path.read_text()
+    for name, made in places.items():
         start, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
-        assert start in readme and end in readme, f"README.md has no place for {name}"
-        readme = readme[: readme.index(start) + len(start)] + made + readme[readme.index(end) :]
-    return {ROOT / "README.md": readme, ROOT / "docs" / "losses.md": losses.markdown()}
+        assert start in text and end in text, f"{path.name} has no place for {name}"
+        text = text[: text.index(start) + len(start)] + made + text[text.index(end) :]
+    return text
 
 
 def explain() -> str:
@@ -41,7 +56,8 @@ def explain() -> str:
         space["targets"],  # type: ignore[arg-type]
         advantage=torch.zeros(4, 32),
     )
-    return f"```text\n{made}\n```\n"
+    lines = [line for line in str(made).splitlines() if not line.startswith("first call")]  # its seconds are today's
+    return "\n".join(["```text", *lines, "```", ""])
 
 
 def table() -> str:
@@ -51,7 +67,7 @@ def table() -> str:
 
 def measured() -> str:
     """The CPU benchmark's last run."""
-    path = ROOT / "benchmarks" / "results" / "cpu_losses.json"
+    path = RESULTS / "cpu_losses.json"
     record = json.loads(path.read_text())
     device = record["device"]
     lines = [
@@ -66,6 +82,70 @@ def measured() -> str:
         for name, found in case["candidates"].items():
             lines.append(f"| {name} | {found['ms']:.0f} | {found['times_headloss']:.2f}x | {found['grad_error']:.0e} |")
     return "\n".join(lines) + "\n"
+
+
+def measurements() -> dict[str, str]:
+    """A place of docs/performance.md for each result file, by its name; those without one go to the place `more`."""
+    places = {"more": ""}
+    for path in sorted(RESULTS.glob("*.json")):
+        record = json.loads(path.read_text())
+        rows = next(
+            (rows for kind, rows in (("table", _kernels), ("rows", _ways), ("heads", _bench)) if kind in record), None
+        )
+        if rows is None:
+            continue
+        made = "\n\n".join(
+            [
+                f"`{record['command'].strip()}`, {record['device']}, torch {_torch(record)}, {record['date']}: "
+                f"[{path.name}](../benchmarks/results/{path.name})",
+                f"![The numbers of the table below as bars.](pictures/{path.stem}.svg)",
+                "\n".join(rows(record)) + "\n",
+            ]
+        )
+        if f"<!-- {path.stem} -->" in PERFORMANCE.read_text():
+            places[path.stem] = made
+        else:
+            places["more"] += f"\n## {path.stem}\n\n{made}"
+    return places
+
+
+def _kernels(record: Record) -> Iterator[str]:
+    yield "| what | rows × vocabulary | ms | floor ms | of the floor's speed |"
+    yield "|---|---|---:|---:|---:|"
+    for r in record["table"]:
+        shape = r["shape"].replace("x", " × ")
+        yield f"| {r['what']} | {shape} | {r['ms']:.4f} | {r['floor_ms']:.4f} | {r['ratio']:.1%} |"
+
+
+def _ways(record: Record) -> Iterator[str]:
+    N, V, D = record["shape"]
+    yield f"| {N} rows × {V} columns × {D} | ms | of three GEMMs | GiB | error of dW |"
+    yield "|---|---:|---:|---:|---:|"
+    yield f"| three GEMMs, cuBLAS | {record['three GEMMs ms']:.2f} | 1.000× | | |"
+    limit = 2 * record["eager errors (loss, dH, dW)"][1]
+    for r in record["rows"]:
+        errors = r["errors (loss, dH, dW)"]
+        error = f"{errors[2]:.1e}" if errors else "–"
+        if errors and errors[1] > limit:
+            error += f" (dH off by {errors[1]:.1e})"
+        half = " of all rows" if "half the rows" in r["what"] else ""
+        yield f"| {r['what']} | {r['ms']:.2f} | {r['ratio']:.3f}×{half} | {r['GiB']:.2f} | {error} |"
+
+
+def _bench(record: Record) -> Iterator[str]:
+    yield "| way | rows × vocabulary × hidden | ms | of three GEMMs | GiB | error |"
+    yield "|---|---|---:|---:|---:|---:|"
+    for h in record["heads"]:
+        size = f"{h['tokens']} × {h['vocab']} × {h['hidden']}"
+        for w in h["ways"]:
+            took = "wrong, not timed | | "
+            if w["seconds"] is not None:
+                took = f"{1e3 * w['seconds']:.2f} | {w['seconds'] / h['floor']:.3f}× | {w['peak'] / 2**30:.2f}"
+            yield f"| {w['way']} | {size} | {took} | {w['error']:.1e} |"
+
+
+def _torch(record: Record) -> str:
+    return record["torch"] if "torch" in record else record["versions"]["torch"]
 
 
 def _cell(text: str) -> str:

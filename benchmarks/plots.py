@@ -1,0 +1,161 @@
+"""Pictures of the result files: `python benchmarks/plots.py`, or `make plots`.
+
+Every file of benchmarks/results is drawn by what is in it, as docs/pictures/<name>.svg:
+
+    table   kernels against a floor       one bar each, how much of the floor's speed
+    rows    ways to a loss, at one size   time and memory, with the three GEMMs
+    heads   `headloss bench --json`       the same at several sizes
+    cases   losses on a CPU               time
+
+A picture carries the digest of its file, so that a test can tell an old one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+PICTURES = ROOT / "docs" / "pictures"
+OURS, THEIRS, LINE = "#2f6db5", "#b9bec8", "#c2571a"
+
+
+def digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+
+
+def kernels(record: dict[str, Any]) -> Figure:
+    """How much of the floor's speed each sweep has."""
+    rows = record["table"]
+    figure, ax = _figure(len(rows))
+    labels = [f"{r['what']}   {r['shape'].replace('x', ' x ')}" for r in rows]
+    shares = [100 * r["ratio"] for r in rows]
+    _bars(ax, labels, shares, [OURS] * len(rows), [""] * len(rows))
+    for place, share, row in zip(reversed(range(len(rows))), shares, rows, strict=True):
+        ax.text(1.5, place, f"{share:.0f}%,  {_ms(row['ms'])}", va="center", fontsize=9, color="white")
+    ax.axvline(100, color=LINE, linestyle="--", linewidth=1.2)
+    ax.set(xlabel="% of the floor's speed (dashed: the floor, measured in the same run)", xlim=(0, 1.08 * max(shares)))
+    return _titled(figure, f"kernels, {_where(record)}")
+
+
+def linear(record: dict[str, Any]) -> Figure:
+    """Time and memory of a head, by every way."""
+    N, V, D = record["shape"]
+    rows = [r for r in record["rows"] if "half the rows" not in r["what"]]
+    figure = _ways(
+        [
+            (
+                f"{N} rows x {V} columns, hidden {D}",
+                record["three GEMMs ms"],
+                [(r["what"], r["ms"], r["GiB"]) for r in rows],
+            )
+        ]
+    )
+    return _titled(figure, f"cross-entropy of a head, forward and backward, bf16, {_where(record)}")
+
+
+def bench(record: dict[str, Any]) -> Figure:
+    """What `headloss bench` found."""
+    sizes = []
+    for h in record["heads"]:
+        rows = [(w["way"], 1e3 * w["seconds"], w["peak"] / 2**30) for w in h["ways"] if w["seconds"] is not None]
+        sizes.append((f"{h['tokens']} rows x {h['vocab']} columns, hidden {h['hidden']}", 1e3 * h["floor"], rows))
+    return _titled(_ways(sizes), f"headloss bench, cross-entropy, {record['dtype']}, {_where(record)}")
+
+
+def cpu(record: dict[str, Any]) -> Figure:
+    """Time of the same losses by other means, on a CPU."""
+    cases = record["cases"]
+    figure, axes = plt.subplots(
+        len(cases), 1, figsize=(9, sum(0.36 * len(c["candidates"]) + 0.9 for c in cases)), layout="constrained",
+        height_ratios=[len(c["candidates"]) + 1.5 for c in cases], squeeze=False,
+    )  # fmt: skip
+    for case, ax in zip(cases, axes[:, 0], strict=True):
+        found = case["candidates"]
+        times = [c["ms"] for c in found.values()]
+        _bars(ax, list(found), times, [_color(n) for n in found], [_ms(t) for t in times])
+        ax.set_title(case["case"], fontsize=10, loc="left")
+        ax.set_xlim(0, 1.2 * max(times))
+    axes[-1, 0].set_xlabel("ms")
+    device = record["device"]
+    return _titled(figure, f"{device['cpu']}, {device['threads']} threads, torch {record['versions']['torch']}")
+
+
+KINDS = {"table": kernels, "rows": linear, "heads": bench, "cases": cpu}
+
+
+def _ways(sizes: list[tuple[str, float, list[tuple[str, float, float]]]]) -> Figure:
+    figure, grid = plt.subplots(
+        len(sizes), 2, figsize=(10.5, sum(0.34 * len(rows) + 1.1 for _, _, rows in sizes)), layout="constrained",
+        squeeze=False, width_ratios=[1.25, 1], height_ratios=[len(rows) + 1.5 for _, _, rows in sizes],
+    )  # fmt: skip
+    for (size, floor, rows), (left, right) in zip(sizes, grid, strict=True):
+        names, times, memory = zip(*rows)
+        colors = [_color(n) for n in names]
+        _bars(left, names, times, colors, [f"{t:.1f}" for t in times])
+        left.axvline(floor, color=LINE, linestyle="--", linewidth=1.2)
+        left.set_title(size, fontsize=10, loc="left")
+        left.set(xlabel=f"ms (dashed: the three GEMMs alone, {floor:.1f})", xlim=(0, 1.13 * max(times)))
+        _bars(right, names, memory, colors, [f"{m:.2f}" for m in memory])
+        right.set(xlabel="GiB beyond the inputs, gradients included", xlim=(0, 1.15 * max(memory)))
+        right.tick_params(labelleft=False)
+    return figure
+
+
+def _figure(rows: int) -> tuple[Figure, Axes]:
+    return plt.subplots(figsize=(9.5, 0.36 * rows + 1.1), layout="constrained")
+
+
+def _bars(ax: Axes, labels: Any, values: Any, colors: Any, texts: Any) -> None:
+    places = range(len(labels))[::-1]  # the first on top, and two of one name stay two
+    ax.bar_label(ax.barh(places, values, color=colors, height=0.72), texts, padding=4, fontsize=9)
+    ax.set_yticks(places, labels, fontsize=9.5)
+    ax.tick_params(axis="y", length=0)
+    ax.spines[["top", "right", "left"]].set_visible(False)
+
+
+def _color(name: str) -> str:
+    return OURS if name.startswith("headloss") else THEIRS
+
+
+def _ms(x: float) -> str:
+    return f"{x:.3g} ms" if x < 100 else f"{x:.0f} ms"
+
+
+def _where(record: dict[str, Any]) -> str:
+    return f"{record['device']}, {record['date']}"
+
+
+def _titled(figure: Figure, title: str) -> Figure:
+    figure.suptitle(title, fontsize=11)
+    return figure
+
+
+def main() -> None:
+    plt.rcParams["svg.hashsalt"] = "headloss"
+    PICTURES.mkdir(exist_ok=True)
+    for path in sorted(RESULTS.glob("*.json")):
+        record = json.loads(path.read_text())
+        kind = next((kind for kind in KINDS if kind in record), None)
+        if kind is None:
+            print(f"{path.name}: no picture for what is in it")
+            continue
+        picture = PICTURES / f"{path.stem}.svg"
+        figure = KINDS[kind](record)
+        figure.savefig(picture, metadata={"Date": None, "Description": f"{path.name} {digest(path)}"})
+        plt.close(figure)
+        print(picture.relative_to(ROOT))
+
+
+if __name__ == "__main__":
+    main()
