@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from headloss.binding import backend_for
+from headloss.backends import resolve
+from headloss.binding import backend_for, without_triton
 from headloss.guides import DenseGuide, Guide, most_rows, teacher_bytes
 from headloss.rows import Rows
 from headloss.sources import Linear, parse_bytes
@@ -117,7 +118,7 @@ def explain(
         terms=terms,
         off=plan.off,
         grade=grade,
-        launches=_launches(plan) if engine == "triton" else "",
+        launches=_launches(plan) if engine == "triton" else _without_triton(plan, backend),
         first_call=plan.times,
         rows=rows.count,
         rows_total=rows.total,
@@ -132,6 +133,14 @@ def explain(
         bytes={what: n for what, n in sizes.items() if n},
         code=plan.program.source if show_source and plan.program is not None else "",
     )
+
+
+def _without_triton(plan: Plan, backend: str) -> str:
+    """Why "auto" is not the Triton backend where that could be."""
+    source = plan.source
+    if resolve(backend, source.device, source.fact_dtype) != "triton":
+        return ""
+    return f"none of Triton's, which cannot run {without_triton(plan.want)}"
 
 
 def _launches(plan: Plan) -> str:

@@ -117,7 +117,7 @@ def sums(
     sums_kernel[(C * parts,)](
         raw.x_CV, target, out, given, C, V, parts, width, *places, *transform,
         **flags, **LAUNCH, TARGET=want.target and not split, LINE=raw.line, VEC=raw.vector,
-        K=shape.loads, L=shape.lanes, J=16 // raw_CV.element_size(), num_warps=shape.warps,
+        K=shape.loads if raw.vector > 1 else 1, L=shape.lanes, J=16 // raw_CV.element_size(), num_warps=shape.warps,
     )  # fmt: skip
     if split:
         whole = torch.empty(slots, 1, C, dtype=torch.float32, device=raw_CV.device)

@@ -1,0 +1,163 @@
+"""Teachers' kernels on a CUDA device: what the interpreter cannot show."""
+
+import importlib.util
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+import headloss as hl
+from headloss.losses import cross_entropy, forward_kl, jsd, reverse_kl, soft_cross_entropy, tvd
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module")
+def bench():
+    path = Path(__file__).parent.parent / "benchmarks" / "gpu_teachers.py"
+    spec = importlib.util.spec_from_file_location("gpu_teachers", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_divergence_and_teacher_beside_eager(bench):
+    assert bench.check(few=True) == []
+
+
+def relative(ours, theirs):
+    return float((ours.double() - theirs.double()).norm() / theirs.double().norm())
+
+
+def sparse(n, v, k=33):
+    ids = torch.randint(0, v, (n, k), device="cuda")
+    ids[:, 2], ids[:, 5] = -1, ids[:, 7]
+    return hl.Sparse(ids, torch.randn(n, k, device="cuda").log_softmax(-1) - 0.2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_linear_student_and_teachers(dtype):
+    torch.manual_seed(0)
+    draw = lambda *shape: torch.randn(*shape, device="cuda", dtype=dtype)
+    hidden, weight, big, big_weight = draw(301, 64), draw(50257, 64) / 2, draw(301, 96), draw(50304, 96) / 3
+    targets = torch.randint(0, 50257, (301,), device="cuda")
+    targets[::3] = -100
+    teachers = {"big": hl.Linear(big, big_weight), "served": sparse(301, 50257)}
+    found = {}
+    for backend in ("torch", "triton"):
+        objective = hl.Objective(
+            ce=cross_entropy,
+            f=hl.Term(forward_kl, teacher="big", temperature=2.0),
+            j=hl.Term(jsd, teacher="big", beta=0.2),
+            s=hl.Term(reverse_kl, teacher="served"),
+            backend=backend,
+        )
+        h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        out = objective(hl.Linear(h, w, memory="32MB"), targets, teacher=teachers)
+        out.loss.backward()
+        found[backend] = (out.loss.detach(), h.grad, w.grad)
+    for ours, theirs in zip(found["triton"], found["torch"], strict=True):
+        assert relative(ours, theirs) < (2e-5 if dtype == torch.float32 else 1e-2)
+
+
+@pytest.mark.parametrize("v", [1, 7, 129, 2051])
+def test_small_and_odd(v):
+    """Every kernel at sizes where nothing divides anything; the selection that compute-sanitizer looks at."""
+    torch.manual_seed(v)
+    x, u = torch.randn(5, v + 3, device="cuda")[:, 1 : v + 1], torch.randn(5, v + 9, device="cuda")[:, 2 : v + 2]
+    for dtype in (torch.float32, torch.bfloat16):
+        found = {}
+        for backend in ("torch", "triton"):
+            objective = hl.Objective(
+                a=hl.Term(forward_kl, teacher="a"), b=hl.Term(tvd, teacher="a"), c=hl.Term(jsd, teacher="b"),
+                d=hl.Term(soft_cross_entropy, teacher="s"), metrics=["entropy"], backend=backend,
+            )  # fmt: skip
+            torch.manual_seed(1)
+            teachers = {"a": hl.Logits(u.to(dtype)), "b": hl.Logits(u.flip(-1)), "s": sparse(5, v, 9)}
+            leaf = x.to(dtype).requires_grad_()
+            out = objective(hl.Logits(leaf), teacher=teachers)
+            out.loss.backward()
+            found[backend] = (out.loss.detach(), leaf.grad.float())
+        close = 3e-5 if dtype == torch.float32 else 1e-2
+        torch.testing.assert_close(found["triton"], found["torch"], rtol=close, atol=close)
+
+
+def test_more_than_two_to_the_31_elements():
+    N, V = 16500, 131077
+    x, u = (torch.empty(N, V, dtype=torch.bfloat16, device="cuda").normal_(std=2.0) for _ in range(2))
+    rows = torch.tensor([0, 8191, 16383, 16384, N - 1], device="cuda")
+    few_x, few_u = x[rows].double().requires_grad_(), u[rows].double()
+    logp, logq = few_x.log_softmax(-1), few_u.log_softmax(-1)
+    ((logp.exp() * (logp - logq)).sum(-1) + jsd(logp, logq).sum(-1)).sum().backward()
+    objective = hl.Objective(r=hl.Term(reverse_kl, reduction="token_sum"), j=hl.Term(jsd, reduction="token_sum"))
+    leaf = x.requires_grad_()
+    out = objective(hl.Logits(leaf, inplace=True), teacher=hl.Logits(u))
+    out.loss.backward()
+    assert relative(leaf.grad[rows], few_x.grad) < 4e-3
+
+
+def test_no_compilation_when_only_the_number_of_rows_changes():
+    from headloss.backends.kernels import dense, guided
+    from headloss.backends.kernels import sparse as ids
+
+    kernels = (
+        dense.dense_sums_kernel, dense.dense_merge_kernel, guided.guided_kernel, guided.look_kernel, ids.tail_kernel,
+        ids.gather_kernel, ids.store_kernel,
+    )  # fmt: skip
+    before = None
+    for n in (1, 2, 16, 17, 33, 128):
+        for beta in (0.3, 0.6) if before else (0.3,):
+            leaf = torch.randn(n, 5003, device="cuda", requires_grad=True)
+            teachers = {"a": hl.Logits(torch.randn(n, 5003, device="cuda")), "s": sparse(n, 5003)}
+            objective = hl.Objective(
+                a=hl.Term(forward_kl, teacher="a"), j=hl.Term(jsd, teacher="a", beta=beta), s=hl.Term(tvd, teacher="s")
+            )
+            objective(hl.Logits(leaf), teacher=teachers).loss.backward()
+            count = [sum(len(caches[0]) for caches in kernel.device_caches.values()) for kernel in kernels]
+            assert before in (None, count)
+            before = count
+
+
+def test_captured_in_a_graph():
+    torch.manual_seed(0)
+    x, u = torch.randn(9, 3001, device="cuda"), torch.randn(9, 3001, device="cuda")
+    targets = torch.randint(0, 3001, (9,), device="cuda")
+    served = sparse(9, 3001)
+    objective = hl.Objective(ce=cross_entropy, j=hl.Term(jsd, teacher="a"), s=hl.Term(forward_kl, teacher="s"))
+
+    def step():
+        return objective.forward_backward(
+            hl.Logits(x), targets, teacher={"a": hl.Logits(u), "s": served}, host_read=False
+        )
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    x.normal_()
+    u.normal_()
+    graph.replay()
+    torch.cuda.synchronize()
+    loss, grad = out.loss.clone(), out.grads.logits.clone()
+    again = step()
+    assert torch.equal(loss, again.loss) and torch.equal(grad, again.grads.logits)
+
+
+def bessel(logp, logq):
+    return torch.special.bessel_j0(logp) * logq.exp()
+
+
+def test_auto_is_triton_unless_a_divergence_cannot_be_printed():
+    x, u = torch.randn(4, 100, device="cuda"), torch.randn(4, 100, device="cuda")
+    assert hl.Objective(kd=jsd).explain(hl.Logits(x), teacher=hl.Logits(u)).backend == "triton"
+    explained = hl.Objective(kd=bessel).explain(hl.Logits(x), teacher=hl.Logits(u))
+    assert explained.backend == "torch" and "special_bessel_j0" in str(explained)
+    assert math.isfinite(float(hl.Objective(kd=bessel)(hl.Logits(x), teacher=hl.Logits(u)).loss))
+    with pytest.raises(ValueError, match="special_bessel_j0"):
+        hl.Objective(kd=bessel, backend="triton")(hl.Logits(x), teacher=hl.Logits(u))
