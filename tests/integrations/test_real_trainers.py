@@ -8,6 +8,7 @@ index: its stand-in is in test_fast_llm.py.  Each check runs in processes of its
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 import types
 from importlib.abc import Loader, MetaPathFinder
@@ -26,6 +27,7 @@ sys.path.append(str(Path(__file__).parent.parent / "ranks"))
 from spawn import Ranks
 
 STACKS = Path(sys.prefix) / "stacks"
+DOCS = Path(__file__).parents[2] / "docs"
 
 
 class Nothing(MetaPathFinder, Loader):
@@ -64,6 +66,17 @@ def check(pair: Ranks, package: str, *functions: Any) -> None:
         pytest.skip(f"{package} is not in {STACKS.parent.name}/stacks")
     for function in functions:
         pair.run(function)
+    pair.run(the_page, f"{package}.md")
+
+
+def the_page(name: str) -> None:
+    """The blocks of a document that want these packages."""
+    prepare()
+    space: dict[str, Any] = {}
+    blocks = re.findall(r"^```python stacks\n(.*?)^```", (DOCS / name).read_text(), re.DOTALL | re.MULTILINE)
+    assert blocks
+    for block in blocks:
+        exec(compile(block, name, "exec"), space)
 
 
 def grads(loss: Tensor, *leaves: Tensor) -> tuple[Tensor, ...]:
