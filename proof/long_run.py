@@ -1,0 +1,143 @@
+"""Train the same model with headloss and with plain torch, from one seed: `python -m proof.long_run`.
+
+500 steps in float32, and on a GPU again with bf16 autocast.  The losses go to
+benchmarks/results/long_run_<device>.json: in float32 the two may differ by the order of additions only, and in bf16
+headloss may not be further from float32 than torch is.  `--picture` draws docs/pictures/long_run.svg from the results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import headloss as hl
+from headloss.cli.tiny import TinyTransformer
+from headloss.losses import cross_entropy, entropy_bonus, z_loss
+from proof.record import RESULTS, ROOT, command, environment, write
+
+VOCAB, LENGTH, BATCH, D, LAYERS = 512, 32, 16, 64, 2
+Z, BONUS = 1e-4, 1e-3
+OBJECTIVE = hl.Objective(ce=cross_entropy, z=hl.Term(z_loss, weight=Z), h=hl.Term(entropy_bonus, weight=BONUS))
+CHUNK = "300KiB"  # several chunks of logits a step
+
+
+def batches(steps: int, seed: int) -> list[tuple[Tensor, Tensor]]:
+    """Sequences of a random chain, in which each token has four likely successors; a third of the rows is ignored."""
+    dice = torch.Generator().manual_seed(seed)
+    follow = torch.randint(VOCAB, (VOCAB, 4), generator=dice)
+    made = []
+    for _ in range(steps):
+        tokens = torch.randint(VOCAB, (BATCH, 1), generator=dice)
+        for _ in range(LENGTH):
+            chosen = torch.randint(4, (BATCH, 1), generator=dice)
+            tokens = torch.cat([tokens, follow[tokens[:, -1]].gather(1, chosen)], 1)
+        targets = tokens[:, 1:].clone()
+        targets[torch.rand(targets.shape, generator=dice) < 0.33] = -100
+        made.append((tokens[:, :-1], targets))
+    return made
+
+
+def by_headloss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    return OBJECTIVE(hl.Linear(hidden, weight, memory=CHUNK), targets).loss
+
+
+def by_torch(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """What one would write without headloss, with float32 logits."""
+    logits = F.linear(hidden, weight).float().flatten(0, 1)
+    valid = targets.flatten() != -100
+    ce = F.cross_entropy(logits, targets.flatten())
+    logp = logits[valid].log_softmax(-1)
+    entropy = -(logp.exp() * logp).sum(-1).mean()
+    return ce + Z * logits[valid].logsumexp(-1).square().mean() - BONUS * entropy
+
+
+HEADS = {"headloss": by_headloss, "torch": by_torch}
+
+
+def curve(head: str, precision: str, steps: int, device: str, seed: int) -> list[float]:
+    """The loss of every step."""
+    torch.manual_seed(seed)
+    model = TinyTransformer(VOCAB, LENGTH, D, LAYERS).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps, 3e-4)
+    losses = []
+    for tokens, targets in batches(steps, seed):
+        with torch.autocast(device, torch.bfloat16, enabled=precision == "bf16"):
+            loss = HEADS[head](model(tokens.to(device)), model.head.weight, targets.to(device))
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        losses.append(loss.detach())
+    return torch.stack(losses).float().tolist()
+
+
+def compare(steps: int, device: str, precisions: tuple[str, ...], seed: int = 0) -> dict[str, Any]:
+    curves = {f"{head}, {p}": curve(head, p, steps, device, seed) for p in precisions for head in HEADS}
+    tensor = {name: torch.tensor(c) for name, c in curves.items()}
+    apart = lambda a, b: (tensor[a] - tensor[b]).abs()
+    last = max(1, steps // 10)
+    return {
+        "steps": steps,
+        "largest difference, float32, headloss and torch": float(apart("headloss, float32", "torch, float32").amax()),
+        "mean difference to torch in float32": {
+            name: float(apart(name, "torch, float32").mean()) for name in curves if name != "torch, float32"
+        },
+        "mean loss of the last tenth": {name: float(c[-last:].mean()) for name, c in tensor.items()},
+        "curves": {name: [round(x, 6) for x in c] for name, c in curves.items()},
+    }
+
+
+def picture(found: dict[str, Any], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams["svg.hashsalt"] = "headloss"
+    from matplotlib import pyplot
+
+    figure, (above, below) = pyplot.subplots(2, 1, figsize=(7, 5.5), sharex=True, height_ratios=(3, 2))
+    where = f"{found['device']}, torch {found['versions']['torch']}, {found['date'][:10]}"
+    above.set_title(f"the same training with headloss and with torch ({where})", fontsize=9)
+    styles = {"headloss, float32": "C0-", "torch, float32": "k:", "headloss, bf16": "C1-", "torch, bf16": "C2--"}
+    truth = torch.tensor(found["curves"]["torch, float32"])
+    for name, values in found["curves"].items():
+        above.plot(values, styles[name], label=name, linewidth=1.2 if "headloss" in name else 1.6)
+        if name != "torch, float32":
+            below.semilogy((torch.tensor(values) - truth).abs() + 1e-8, styles[name], label=name, linewidth=0.8)
+    above.set_ylabel("loss")
+    above.legend(frameon=False)
+    below.set(ylabel="distance to torch, float32", xlabel="step")
+    figure.tight_layout()
+    path.parent.mkdir(exist_ok=True)
+    figure.savefig(path, metadata={"Date": None})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--picture", action="store_true", help="only draw what an earlier run found")
+    args = parser.parse_args()
+    if args.picture:
+        paths = [RESULTS / f"long_run_{device}.json" for device in ("cuda", "cpu")]
+        found = json.loads(next(path for path in paths if path.exists()).read_text())
+        picture(found, ROOT / "docs" / "pictures" / "long_run.svg")
+        return
+    # bf16 products are emulated on many CPUs, a hundred times slower.
+    found = compare(args.steps, args.device, ("float32", "bf16") if args.device == "cuda" else ("float32",))
+    model = {"vocabulary": VOCAB, "length": LENGTH, "batch": BATCH, "hidden": D, "layers": LAYERS, "chunk": CHUNK}
+    for name, value in found.items():
+        if name != "curves":
+            print(f"{name}: {value}")
+    about = {"command": command("proof.long_run"), **environment(args.device), "model": model}
+    write(f"long_run_{args.device}", about | found)
+
+
+if __name__ == "__main__":
+    main()
