@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from headloss import ops  # noqa: F401  registers the operators
 from headloss.heads import Grads
 from headloss.metrics import Metric
-from headloss.ops import form
 from headloss.recipe import Described, describe, write
 from headloss.record import Output, facts_from, key_of
+from headloss.rehearsal import form, one_launch
 from headloss.rows import Prepared
 from headloss.segments import Segments
 from headloss.signature import identity
@@ -39,7 +40,10 @@ class Labels(NamedTuple):
 
 
 def labels(objective: Objective | None, constants: tuple[Any, ...], **more: Any) -> Labels:
-    text = write(objective, constants, **more)
+    visited = constants[0][0] == "Linear" or more["direct"]
+    text = write(objective, constants, **more, visited=visited)
+    if one_launch(text) and not visited:
+        text = write(objective, constants, **more, visited=True)
     known = form(text)
     several = len({f.teacher for f in known.facts} - {None}) > 1
     return Labels(text, tuple(key_of(f, several) for f in known.facts), known.terms, known.metrics)

@@ -7,32 +7,28 @@ Both take the call's tensors and its recipe, put the call together again and run
 traced.  The loss's backward multiplies the gradients made in the visit (`Linear`) or pulls once with the cotangents
 made there (`Logits`); a fact is pulled on by another sweep, and only when something pulls.  Outputs never alias inputs.
 
-A graph needs the form of the result before there is one: see `recipe`.
+A graph needs the form of the result before there is one: see `rehearsal`.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
-from headloss.binding import backend_for, bind, rows_of
-from headloss.bound import BoundLoss
+from headloss.binding import backend_for, rows_of
 from headloss.guides import bind_guides
 from headloss.heads import Grads
-from headloss.passes import Result, run, settle
-from headloss.planning import Plan, make_plan
-from headloss.recipe import Call, Form, Recipe, filled, numbered, read, stand_in
-from headloss.rows import Prepared, may_read, prepare
+from headloss.passes import Result, settle
+from headloss.recipe import Call, filled, numbered, read
+from headloss.rehearsal import form, known_of, perform, plan_of, recording, sweep_of
 from headloss.sweeps import NO_SOFTMAX, Sweep
 
 if TYPE_CHECKING:
-    from headloss.objective import Objective
+    pass
 
 _library = torch.library.Library("headloss", "FRAGMENT")
 _library.define("visit(Tensor[] tensors, SymInt[] sizes, str recipe) -> Tensor[]")
@@ -41,139 +37,13 @@ _library.define(
 )
 
 
-class Done(NamedTuple):
-    """A call that ran."""
-
-    sweep: Sweep
-    loss: BoundLoss | None
-    result: Result
-    numbers: Tensor  # what the host knows of the targets
-
-
-def perform(args: Call) -> Done:
-    """The ordinary path."""
-    recipe = args.recipe.data
-    targets, host_read = _known(args, recipe["host_read"])
-    loss: BoundLoss | None = None
-    if args.objective is None:
-        sweep = _facts_sweep(args, targets, host_read)
-    else:
-        plan = _plan(args, targets)
-        sweep, loss = bind(
-            args.objective, plan, targets, args.num_items, args.num_segments, args.grad_scale, host_read
-        )  # fmt: skip
-    with torch.no_grad():
-        result = run(sweep, loss, args.needs)
-        sweep.close()
-    numbers = targets.numbers if isinstance(targets, Prepared) else torch.empty(0, dtype=torch.long)
-    return Done(sweep, loss, result, numbers)
-
-
-def _plan(args: Call, targets: Tensor | Prepared | None) -> Plan:
-    assert args.objective is not None
-    plan = make_plan(args.objective, args.source, targets, args.segments, args.weights, args.teacher, args.inputs)
-    later = any(args.needs) and not args.recipe.visited  # pulled in the backward: what one launch made would be scaled
-    return plan._replace(program=None, reason="the gradient is made in the backward") if later else plan
-
-
-def _known(args: Call, host_read: bool) -> tuple[Tensor | Prepared | None, bool]:
-    """The targets, with what the host must know of them; a graph that is being captured cannot ask."""
-    if args.targets is None:
-        return None, host_read
-    known = args.prepared()
-    if known is None and may_read(host_read, args.targets.device):
-        known = prepare(args.targets, args.segments)
-    return (args.targets, False) if known is None else (known, host_read)
-
-
-def _facts_sweep(args: Call, targets: Tensor | Prepared | None, host_read: bool) -> Sweep:
-    from headloss.objective import facts_sweep
-
-    want = [tuple(x) if isinstance(x, list) else x for x in args.recipe.data["want"]]
-    return facts_sweep(args.source, targets, want, args.teacher, args.recipe.data["backend"], host_read)
-
-
-@functools.lru_cache(512)
-def form(text: str) -> Form:
-    """The form of a call's result, from a rehearsal: a few rows of zeros, on the host."""
-    recipe = read(text)
-    data = dict(recipe.data)
-    leading = ((6,), (2, 3), *((2, 3, *(1 for _ in range(n))) for n in range(1, 9)))[data["ndim"] - 1]
-    split = data["source"][3]
-    data["source"] = [*data["source"][:3], None]
-    data["teachers"] = [[*x[:-1], None] for x in data["teachers"]]
-    data["backend"], data["group"], data["host_read"] = "torch", None, True
-    kept = [x for x in data["tensors"] if x[0] != "numbers"]
-    data["tensors"] = kept
-    objective = recipe.objective
-    if objective is not None:
-        tensors = {n: 1.0 for n, t in objective.terms.items() if isinstance(t.weight, Tensor)}
-        objective = _on_torch(objective)
-    else:
-        tensors = {}
-    with _outside():
-        given = []
-        for name, dtype, *place in kept:
-            if split is not None and name in ("source.weight", "source.bias", "source.logits"):
-                place[1] = split[2]
-            shape = stand_in(place, leading, 2)
-            like = getattr(torch, dtype[len("torch.") :])
-            fill = 1 if name.endswith(("temperature", "num_items", "num_segments")) or name.startswith("weights") else 0
-            x = torch.full(shape, fill, dtype=like)
-            if name == "segments":
-                x = (torch.arange(x.numel()) % 2).view(shape)
-            given.append(x)
-        sizes = [2 if name == "segments" else 6 for name in data["sizes"]]
-        names = tuple(x[0] for x in kept)
-        args = Call(Recipe(text, data, objective, names), given, sizes)
-        args.weights = {**tensors, **args.weights}
-        done = perform(args)
-    facts = done.sweep.want.facts
-    values = [done.result.facts[f] for f in facts]
-    softmax, tensors_ = numbered(done.result.softmax) if not done.sweep.want.only_ids else (None, [])
-    loss = done.loss
-    metrics = () if loss is None else tuple((n, m.kind, m.per, len(m.parts)) for n, m in loss.metrics.items())
-    terms = () if loss is None else tuple(loss.values)
-    cotangents = tuple(f for f in facts if f in done.result.by_fact)
-    return Form(
-        facts, tuple(x.dtype for x in values), tuple(tuple(x.shape[1:]) for x in values), terms, metrics, cotangents,
-        softmax, len(tensors_), torch.float32 if data["device"] == "mps" else torch.float64,
-    )  # fmt: skip
-
-
-def _on_torch(objective: Objective) -> Objective:
-    other = object.__new__(type(objective))
-    for name in objective.__slots__:
-        object.__setattr__(other, name, getattr(objective, name))
-    object.__setattr__(other, "backend", "torch")
-    object.__setattr__(other, "known", {})
-    return other
-
-
-@contextmanager
-def _outside() -> Iterator[None]:
-    """Ordinary tensors and autograd, whatever is being traced around."""
-    with _disable_current_modes(), torch._C.DisableTorchFunction(), _recording(), torch.enable_grad():
-        yield
-
-
-@contextmanager
-def _recording() -> Iterator[None]:
-    """Autograd as usual: inside an operator it is switched off, and a loss may need it for the facts' cotangents."""
-    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradFunctionality)
-    keys = keys | torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
-    include, exclude = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
-    with torch._C._ForceDispatchKeyGuard(include, exclude - keys):
-        yield
-
-
 def _visit(tensors: Sequence[Tensor], sizes: Sequence[int], text: str) -> list[Tensor]:
     recipe, known = read(text), form(text)
     args = Call(recipe, tensors, sizes)
-    with _recording(), torch.enable_grad():
+    with recording(), torch.enable_grad():
         done = perform(args)
         sweep, loss, result = done.sweep, done.loss, done.result
-    with _recording(), torch.no_grad():
+    with recording(), torch.no_grad():
         dtype, device = args.source.fact_dtype, args.source.device
         put = sweep.rows.put
         empty = functools.partial(torch.empty, 0, device=device)
@@ -290,12 +160,12 @@ def _pull(
     args = Call(recipe, tensors, sizes)
     *facts, softmax, numbers = kept
     args.numbers = numbers if numbers.numel() else None
-    with _recording(), torch.no_grad():
-        targets, host_read = _known(args, recipe.data["host_read"] and bool(numbers.numel()))
+    with recording(), torch.no_grad():
+        targets, host_read = known_of(args, recipe.data["host_read"] and bool(numbers.numel()))
         if args.objective is None:
-            sweep = _facts_sweep(args, targets, host_read)
+            sweep = sweep_of(args, targets, host_read)
         else:
-            plan = _plan(args, targets)
+            plan = plan_of(args, targets)
             rows = rows_of(plan, targets, host_read)
             backend = backend_for(args.objective.backend, args.source, plan.want)
             guides = bind_guides(plan.teachers, plan.want.teachers, args.source, rows)

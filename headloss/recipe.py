@@ -7,7 +7,6 @@ have equal strings, and one whose losses all belong to headloss can be read in a
     describe   a call's arguments  ->  tensors, sizes, and the rest as tuples of constants (torch.compile traces this)
     write      the rest            ->  the recipe
     Call       recipe and tensors  ->  the call's arguments again
-    form       recipe              ->  what the call returns, learned from a rehearsal on a few rows of zeros
 """
 
 from __future__ import annotations
@@ -235,7 +234,7 @@ class Recipe(NamedTuple):
     @property
     def visited(self) -> bool:
         """Whether the gradients of the source are made in the visit; if not, from the facts' cotangents later."""
-        return self.data["source"][0] == "Linear" or self.data["direct"]
+        return self.data["visited"]
 
 
 @functools.lru_cache(512)

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import headloss as hl
-from headloss import ops, recipe
+from headloss import recipe, rehearsal
 from headloss.graph import labels
 from headloss.losses import cross_entropy, gspo, jsd, z_loss
 from headloss.recipe import describe
@@ -87,7 +87,7 @@ def test_opcheck(source: Callable[[int], Any]) -> None:
 @pytest.mark.parametrize("source", [linear, logits])
 def test_opcheck_of_the_pull(source: Callable[[int], Any]) -> None:
     tensors, sizes, text = arguments(source(6), batch(6)[1])
-    known = ops.form(text)
+    known = rehearsal.form(text)
     with torch.no_grad():
         out = torch.ops.headloss.visit(tensors, sizes, text)
     n, saved = len(known.facts), (1 + 3 if isinstance(source(2), hl.Linear) else 0)
@@ -150,7 +150,7 @@ def test_an_exported_program_can_be_kept() -> None:
     file = io.BytesIO()
     torch.export.save(torch.export.export(model, (x, targets)), file)
     recipe.read.cache_clear()
-    ops.form.cache_clear()
+    rehearsal.form.cache_clear()
     same(torch.export.load(file).module()(x, targets), model(x, targets))
 
 
@@ -185,8 +185,8 @@ def test_recipes_do_not_accumulate() -> None:
         for objective in (OWN, hl.Objective(own=own)):
             compiled(objective, source, targets).backward()
         if i == 2:
-            before = recipe.read.cache_info().currsize, ops.form.cache_info().currsize, len(recipe._NUMBERED)
-    assert (recipe.read.cache_info().currsize, ops.form.cache_info().currsize, len(recipe._NUMBERED)) == before
+            before = recipe.read.cache_info().currsize, rehearsal.form.cache_info().currsize, len(recipe._NUMBERED)
+    assert (recipe.read.cache_info().currsize, rehearsal.form.cache_info().currsize, len(recipe._NUMBERED)) == before
 
 
 def test_every_backward_is_once_differentiable() -> None:

@@ -1,0 +1,187 @@
+"""A call put together from its recipe, run as always, or rehearsed to learn the form of its result.
+
+A graph needs that form before there are numbers.  A rehearsal is the call itself on a few rows of zeros, outside
+whatever is being traced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import operator
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from headloss.binding import bind
+from headloss.bound import BoundLoss
+from headloss.passes import Result, run
+from headloss.planning import Plan, make_plan
+from headloss.recipe import Call, Form, Recipe, numbered, read, stand_in
+from headloss.rows import Prepared, may_read, prepare
+from headloss.sweeps import Sweep
+
+if TYPE_CHECKING:
+    from headloss.objective import Objective
+
+
+class Done(NamedTuple):
+    """A call that ran."""
+
+    sweep: Sweep
+    loss: BoundLoss | None
+    result: Result
+    numbers: Tensor  # what the host knows of the targets
+
+
+def perform(args: Call) -> Done:
+    """The ordinary path."""
+    recipe = args.recipe.data
+    targets, host_read = known_of(args, recipe["host_read"])
+    loss: BoundLoss | None = None
+    if args.objective is None:
+        sweep = sweep_of(args, targets, host_read)
+    else:
+        plan = plan_of(args, targets)
+        sweep, loss = bind(
+            args.objective, plan, targets, args.num_items, args.num_segments, args.grad_scale, host_read
+        )  # fmt: skip
+    with torch.no_grad():
+        result = run(sweep, loss, args.needs)
+        sweep.close()
+    numbers = targets.numbers if isinstance(targets, Prepared) else torch.empty(0, dtype=torch.long)
+    return Done(sweep, loss, result, numbers)
+
+
+def plan_of(args: Call, targets: Tensor | Prepared | None) -> Plan:
+    assert args.objective is not None
+    plan = make_plan(args.objective, args.source, targets, args.segments, args.weights, args.teacher, args.inputs)
+    later = any(args.needs) and not args.recipe.visited  # pulled in the backward: what one launch made would be scaled
+    return plan._replace(program=None, reason="the gradient is made in the backward") if later else plan
+
+
+def known_of(args: Call, host_read: bool) -> tuple[Tensor | Prepared | None, bool]:
+    """The targets, with what the host must know of them; a graph that is being captured cannot ask."""
+    if args.targets is None:
+        return None, host_read
+    known = args.prepared()
+    if known is None and may_read(host_read, args.targets.device):
+        known = prepare(args.targets, args.segments)
+    return (args.targets, False) if known is None else (known, host_read)
+
+
+def sweep_of(args: Call, targets: Tensor | Prepared | None, host_read: bool) -> Sweep:
+    from headloss.objective import facts_sweep
+
+    want = [tuple(x) if isinstance(x, list) else x for x in args.recipe.data["want"]]
+    return facts_sweep(args.source, targets, want, args.teacher, args.recipe.data["backend"], host_read)
+
+
+@functools.lru_cache(512)
+def form(text: str) -> Form:
+    """The form of a call's result, from a rehearsal on the host."""
+    recipe = read(text)
+    try:
+        done = _rehearse(recipe, torch.device("cpu"))
+    except RuntimeError:  # a loss that holds tensors of the device, say
+        done = _rehearse(recipe, torch.device(recipe.data["device"]))
+    facts, loss = done.sweep.want.facts, done.loss
+    values = [done.result.facts[f] for f in facts]
+    softmax, leaves = numbered(done.result.softmax) if not done.sweep.want.only_ids else (None, [])
+    metrics = () if loss is None else tuple((n, m.kind, m.per, len(m.parts)) for n, m in loss.metrics.items())
+    return Form(
+        facts,
+        tuple(x.dtype for x in values),
+        tuple(tuple(x.shape[1:]) for x in values),
+        () if loss is None else tuple(loss.values),
+        metrics,
+        tuple(f for f in facts if f in done.result.by_fact),
+        softmax,
+        len(leaves),
+        torch.float32 if recipe.data["device"] == "mps" else torch.float64,
+    )
+
+
+@functools.lru_cache(512)
+def one_launch(text: str) -> bool:
+    """Whether a call on logits makes their gradient in its only launch; found on the device, where there is one.
+
+    Traces, kernels and constants that calls share are made on the way: not later, in the memory of a CUDA graph.
+    """
+    recipe = read(text)
+    if recipe.data["device"] != "cuda" or recipe.objective is None or not torch.cuda.is_available():
+        return False
+    printed = False
+    for host_read in (recipe.data["host_read"], False):
+        with contextlib.suppress(Exception):  # what fails will fail again, in the call itself
+            done = _rehearse(recipe, torch.device("cuda"), host_read=host_read, visited=True)
+            printed = printed or done.sweep.program is not None
+    return printed
+
+
+def _rehearse(recipe: Recipe, device: torch.device, **changes: Any) -> Done:
+    """The call on a few rows of zeros: on the host always with the torch backend."""
+    data = {**recipe.data, "host_read": True, "group": None, **changes}
+    leading = ((6,), (2, 3), *((2, 3, *(1 for _ in range(n))) for n in range(1, 9)))[data["ndim"] - 1]
+    split = data["source"][3]
+    data["source"] = [*data["source"][:3], None]
+    data["teachers"] = [[*x[:-1], None] for x in data["teachers"]]
+    data["tensors"] = [x for x in data["tensors"] if x[0] != "numbers"]
+    objective, weights = recipe.objective, {}
+    if device.type == "cpu":
+        data["backend"] = "torch"
+        if objective is not None:
+            weights = {n: 1.0 for n, t in objective.terms.items() if isinstance(t.weight, Tensor)}
+            objective = _on_torch(objective)
+    with _outside():
+        given = []
+        for name, dtype, *place in data["tensors"]:
+            if split is not None and name in ("source.weight", "source.bias", "source.logits"):
+                place[1] = split[2]
+            shape = stand_in(place, leading, 2)
+            one = name.endswith(("temperature", "num_items", "num_segments")) or name.startswith("weights")
+            x = torch.full(shape, int(one), dtype=getattr(torch, dtype[len("torch.") :]), device=device)
+            if name == "segments":
+                x = (torch.arange(x.numel(), device=device) % 2).view(shape)
+            given.append(x)
+        sizes = [2 if name == "segments" else 6 for name in data["sizes"]]
+        args = Call(Recipe(recipe.text, data, objective, tuple(x[0] for x in data["tensors"])), given, sizes)
+        args.weights = {**weights, **args.weights}
+        return perform(args)
+
+
+def _on_torch(objective: Objective) -> Objective:
+    other = object.__new__(type(objective))
+    for name in objective.__slots__:
+        object.__setattr__(other, name, getattr(objective, name))
+    object.__setattr__(other, "backend", "torch")
+    object.__setattr__(other, "known", {})
+    return other
+
+
+@contextlib.contextmanager
+def _outside() -> Iterator[None]:
+    """Ordinary tensors and autograd, whatever is being traced around."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction(), recording(), torch.enable_grad():
+        yield
+
+
+_AUTOCAST = functools.reduce(
+    operator.or_,
+    (
+        torch._C.DispatchKeySet(key)
+        for name, key in torch._C.DispatchKey.__members__.items()
+        if name.startswith("Autocast")
+    ),
+)
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[None]:
+    """Dispatch as outside an operator, where autograd and tracing work: a loss's cotangents may need either."""
+    include, exclude = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+    with torch._C._ForceDispatchKeyGuard(include, exclude & _AUTOCAST):
+        yield
