@@ -264,14 +264,14 @@ def _whole(p: Problem, call: Any) -> tuple[float]:
 def liger(fn: Any, options: dict[str, float]) -> Any:
     if find_spec("liger_kernel") is None:
         return None
-    from liger_kernel.transformers import LigerJSD, LigerKLDIVLoss  # type: ignore
+    from liger_kernel.ops.jsd import LigerJSDFunction  # type: ignore
+    from liger_kernel.ops.kl_div import LigerKLDivLossFunction  # type: ignore
 
+    logs = lambda x, u: (x.float().log_softmax(-1), u.float().log_softmax(-1))
     if fn is jsd:
-        module = LigerJSD(beta=options["beta"])
-        return lambda x, u: module(x.float().log_softmax(-1), u.float().log_softmax(-1))
+        return lambda x, u: LigerJSDFunction.apply(*logs(x, u), None, options["beta"], -100, None, None)
     if fn is forward_kl:
-        module = LigerKLDIVLoss(reduction="batchmean", log_target=True)
-        return lambda x, u: module(x.float().log_softmax(-1), u.float().log_softmax(-1))
+        return lambda x, u: LigerKLDivLossFunction.apply(*logs(x, u), "batchmean", True, 1e-10)
     return None
 
 
