@@ -128,7 +128,7 @@ def explain(
         sweeps=0 if plan.want.only_ids else 2,
         gemms=gemms,
         teacher_gemms=_teacher_gemms(plan, guides, chunks),
-        host_reads=int(source.device.type not in ("cpu", "meta") and host_read and rows.targets is not None),
+        host_reads=int(source.device.type != "cpu" and host_read),  # meta tensors stand for those of a GPU
         collectives=_collectives(plan, pieces if chunks is not None else 1),
         bytes={what: n for what, n in sizes.items() if n},
         code=plan.program.source if show_source and plan.program is not None else "",

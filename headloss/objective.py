@@ -241,7 +241,8 @@ class Objective:
         rows = rows_of(plan, targets, host_read)
         guides = bind_guides(plan.teachers, plan.want.teachers, on, rows)
         chunks = chunks_of(plan, rows, teacher_bytes(guides, on))
-        return explain(plan, rows, chunks, guides, self.backend, host_read, source)
+        reads = host_read and isinstance(targets, Tensor)
+        return explain(plan, rows, chunks, guides, self.backend, reads, source)
 
     @classmethod
     def from_config(
