@@ -128,7 +128,7 @@ def step(number: int, seed: int, model: TinyTransformer, device: str, kept: Kept
     return wanted, out
 
 
-def train(seconds: float, device: str, seed: int = 0, report: float = 5.0) -> dict[str, Any]:
+def train(seconds: float, device: str, seed: int = 0, report: float = 5.0, least: int = 20) -> dict[str, Any]:
     torch.manual_seed(seed)
     model = TinyTransformer(VOCAB, LENGTH, D, layers=1).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -137,7 +137,7 @@ def train(seconds: float, device: str, seed: int = 0, report: float = 5.0) -> di
     series: dict[str, list[float]] = collections.defaultdict(list)
     steps = bad = 0
     kept: Kept = {}
-    while time.monotonic() - begin < seconds or steps < 20:
+    while time.monotonic() - begin < seconds or steps < least:
         optimizer.zero_grad(set_to_none=True)
         wanted, out = step(steps, seed, model, device, kept)
         seen.update(list(wanted.terms))
@@ -148,7 +148,7 @@ def train(seconds: float, device: str, seed: int = 0, report: float = 5.0) -> di
             print(f"step {steps}: loss {float(out.loss)}, gradient {float(norm)}: {wanted}", flush=True)
         optimizer.step()
         steps += 1
-        if time.monotonic() - last >= report or steps == 20:
+        if time.monotonic() - last >= report or steps == least:
             last = time.monotonic()
             gc.collect()
             series["seconds"].append(round(last - begin, 1))
