@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import inspect
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -97,8 +97,13 @@ class Batch:
     Dimension key:  M metrics   R values of each
     """
 
-    def __init__(self, values: Mapping[str, Tensor], weights_R: Tensor | Callable[[], Tensor | None] | None) -> None:
-        self.kinds = {name: kind_of(name) for name in values}
+    def __init__(
+        self,
+        names: Iterable[str],
+        values: Mapping[str, Tensor] | Tensor,  # by name, or (M, R) in the order of the names
+        weights_R: Tensor | Callable[[], Tensor | None] | None,
+    ) -> None:
+        self.kinds = {name: kind_of(name) for name in names}
         self.given, self.weights_R = values, weights_R
         self.found: dict[str, tuple[Tensor, ...]] | None = None
 
@@ -109,15 +114,9 @@ class Batch:
         return self.found[name]
 
     def _reduce(self) -> dict[str, tuple[Tensor, ...]]:
-        unique = {id(x): x for x in self.given.values()}  # several metrics may look at one tensor
-        place = {key: i for i, key in enumerate(unique)}
-        places = {name: place[id(x)] for name, x in self.given.items()}
-        xs = [x.detach().reshape(-1) for x in unique.values()]
-        device = xs[0].device
-        wide = torch.float32 if device.type == "mps" else torch.float64
-        narrow = {x.dtype for x in xs}
-        same = len(narrow) == 1 and next(iter(narrow)).is_floating_point
-        x_MR = torch.stack([x if same else x.to(wide) for x in xs])
+        x_MR, places = self._stacked()
+        device = x_MR.device
+        wide = _widest(device)
         weights_R = self.weights_R() if callable(self.weights_R) else self.weights_R
         if weights_R is None:
             counted, count = None, torch.full((), x_MR.shape[1], dtype=wide, device=device)
@@ -135,6 +134,22 @@ class Batch:
             name: tuple(count if part == "count" else reduced[part, places[name]] for part in _KINDS[kind].parts)
             for name, kind in self.kinds.items()
         }
+
+    def _stacked(self) -> tuple[Tensor, dict[str, int]]:
+        """The values as rows of a matrix, and which row is whose: several metrics may look at one tensor."""
+        if isinstance(self.given, Tensor):
+            return self.given, {name: i for i, name in enumerate(self.kinds)}
+        unique = {id(x): x for x in self.given.values()}
+        place = {key: i for i, key in enumerate(unique)}
+        xs = [x.detach().reshape(-1) for x in unique.values()]
+        narrow = {x.dtype for x in xs}
+        same = len(narrow) == 1 and next(iter(narrow)).is_floating_point
+        x_MR = torch.stack([x if same else x.to(_widest(x.device)) for x in xs])
+        return x_MR, {name: place[id(x)] for name, x in self.given.items()}
+
+
+def _widest(device: torch.device) -> torch.dtype:
+    return torch.float32 if device.type == "mps" else torch.float64
 
 
 def _extreme(x_MR: Tensor, counted: Tensor | None, fill: float) -> Tensor:
@@ -202,19 +217,21 @@ class Metric:
         return f"Metric({float(self.value):.6g}, {self.kind} per {self.per})"
 
 
-def measure(
-    values: Mapping[str, Tensor], weights: Tensor | Callable[[], Tensor | None] | None, per: str, later: bool = False
-) -> dict[str, Metric]:
-    """Metrics of values that belong to the same rows (segments, pairs); those of weight 0 do not count.
-
-    `later`: nobody else can write to the values, so the sums may wait until a metric is looked at.
-    """
+def measure(values: Mapping[str, Tensor], weights: Tensor | None, per: str) -> dict[str, Metric]:
+    """Metrics of values that belong to the same rows (segments, pairs); those of weight 0 do not count."""
     if not values:
         return {}
-    batch = Batch(values, weights)
-    if not later:
-        batch.parts(next(iter(values)))
-    return {name: Metric(batch.kinds[name], (batch, name), per) for name in values}
+    batch = Batch(values, values, weights)
+    batch.parts(next(iter(values)))  # now: somebody may write to the values, which may be inputs
+    return {name: Metric(kind, (batch, name), per) for name, kind in batch.kinds.items()}
+
+
+def measure_later(
+    names: Sequence[str], values_MR: Tensor, weights: Callable[[], Tensor | None], per: str
+) -> dict[str, Metric]:
+    """The same for values that nobody else can write to: they are reduced when the first metric is looked at."""
+    batch = Batch(names, values_MR, weights)
+    return {name: Metric(kind, (batch, name), per) for name, kind in batch.kinds.items()}
 
 
 class Meter:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -18,9 +17,9 @@ from torch import Tensor
 
 from headloss.facts import Fact, Softmax
 from headloss.heads import Grads
-from headloss.metrics import measure
+from headloss.metrics import measure_later
 from headloss.reductions import even, lengths
-from headloss.sweeps import Chunk, Sweep, concatenate_each, join
+from headloss.sweeps import Chunk, Sweep
 
 if TYPE_CHECKING:
     from headloss.backends.triton_visit import Arguments, Visited
@@ -39,6 +38,8 @@ class Launched(NamedTuple):
 
 def launch(sweep: Sweep, loss: BoundLoss, needs: tuple[bool, ...]) -> Launched:
     """Visit every chunk: the loss, the facts, the softmax, and the gradients if any are wanted."""
+    from headloss.backends.triton_visit import Visited
+
     assert loss.chunks
     weighed = _Weighed(loss)
     chunks, grad = loss.chunks, any(needs)
@@ -49,11 +50,12 @@ def launch(sweep: Sweep, loss: BoundLoss, needs: tuple[bool, ...]) -> Launched:
         seen.append(sweep.launch(head, chunk, weighed.arguments(chunk), grad))
         if "compiling" not in sweep.times:
             sweep.times["compiling"] = time.perf_counter() - begun
-    facts, softmax = concatenate_each([x.facts for x in seen]), join(*(x.softmax for x in seen))
-    by_fact = concatenate_each([x.cotangents for x in seen])
-    by_input = concatenate_each([x.input_cotangents for x in seen])
-    value = weighed.report(seen)
-    return Launched(value, facts, softmax, by_fact, by_input, sweep.grads(head) if grad else None, weighed.normaliser)
+    visited = Visited.join(seen)
+    grads = sweep.grads(head) if grad else None
+    return Launched(
+        weighed.report(visited), visited.facts, visited.softmax, visited.cotangents, visited.input_cotangents, grads,
+        weighed.normaliser,
+    )  # fmt: skip
 
 
 class _Weighed:
@@ -95,14 +97,12 @@ class _Weighed:
         cut = {name: x[part] if isinstance(x, Tensor) and x.ndim else x for name, x in self.bases.items()}
         return Arguments(loss.raw_inputs(part), self.options, cut, self.factors)
 
-    def report(self, seen: Sequence[Visited]) -> Tensor:
-        """Sum over the rows: the terms' values, and the loss; and leave the metrics where they are asked for."""
+    def report(self, visited: Visited) -> Tensor:
+        """Sum over the rows: the terms' values, and the loss; metrics are summed when they are looked at."""
         loss = self.loss
-        values_TR = seen[0].values if len(seen) == 1 else torch.cat([x.values for x in seen], 1)
-        sums_T = values_TR.sum(1)
-        loss.values |= dict(zip((t.name for t in loss.terms), sums_T.unbind(), strict=True))
-        metrics = concatenate_each([x.metrics for x in seen])
-        loss.metrics |= measure(metrics, lambda: loss.rows.valid, "token", later=True)
+        sums_T = visited.values.sum(1)
+        loss.values |= dict(zip(visited.program.terms, sums_T.unbind(), strict=True))
+        loss.metrics |= measure_later(visited.program.metrics, visited.metric_values, lambda: loss.rows.valid, "token")
         weights = [t.weight for t in loss.terms]
         if len(weights) == 1 and not isinstance(weights[0], Tensor):
             return sums_T[0] if weights[0] == 1.0 else sums_T[0] * weights[0]

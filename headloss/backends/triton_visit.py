@@ -9,6 +9,7 @@ so logits are read once and their gradient is written once.  Nothing is tuned at
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -32,15 +33,55 @@ class Arguments(NamedTuple):
     factors: Mapping[str, Number]  # of each term, what its gradient is multiplied with: weight * grad_scale
 
 
-class Visited(NamedTuple):
-    """What a visit found; in ignored rows everything is 0.  Each tensor is (C,) but for `values`."""
+class Visited:
+    """What a visit found; in ignored rows everything is 0.  The kernel's (F, C) numbers by name, cut when asked for."""
 
-    facts: dict[Fact, Tensor]
-    softmax: Softmax
-    values: Tensor  # (T, C), base * value
-    metrics: dict[str, Tensor]
-    cotangents: dict[Fact, Tensor]
-    input_cotangents: dict[str, Tensor]
+    def __init__(self, found: Tensor, best: Tensor | None, program: Program) -> None:
+        self.found, self.best, self.program = found, best, program
+        self.ends = _plan(program).ends
+
+    @classmethod
+    def join(cls, parts: Sequence[Visited]) -> Visited:
+        """Visits of rows that follow each other, as one."""
+        if len(parts) == 1:
+            return parts[0]
+        best = None if parts[0].best is None else torch.cat([x.best for x in parts if x.best is not None])
+        return cls(torch.cat([x.found for x in parts], 1), best, parts[0].program)
+
+    def _slots(self, which: int) -> Tensor:
+        return self.found[self.ends[which] : self.ends[which + 1]]
+
+    @property
+    def softmax(self) -> Softmax:
+        most, *log_sums = self._slots(0).unbind()
+        return Softmax(most, tuple(log_sums))
+
+    @property
+    def facts(self) -> dict[Fact, Tensor]:
+        slots = iter(self._slots(1).unbind())
+        return {f: self.best if f.name == "argmax" else next(slots) for f in self.program.want.facts}  # type: ignore[misc]
+
+    @property
+    def values(self) -> Tensor:
+        """(T, C), base * value."""
+        return self._slots(2)
+
+    @property
+    def metric_values(self) -> Tensor:
+        """(M, C), in the order of the program's metrics."""
+        return self._slots(3)
+
+    @property
+    def metrics(self) -> dict[str, Tensor]:
+        return dict(zip(self.program.metrics, self._slots(3).unbind(), strict=True))
+
+    @property
+    def cotangents(self) -> dict[Fact, Tensor]:
+        return dict(zip(self.program.cotangents, self._slots(4).unbind(), strict=True))
+
+    @property
+    def input_cotangents(self) -> dict[str, Tensor]:
+        return dict(zip(self.program.input_cotangents, self._slots(5).unbind(), strict=True))
 
 
 class Shape(NamedTuple):
@@ -96,7 +137,7 @@ def visit(
     plan = _plan(program)
     found = torch.empty(plan.slots, C, dtype=torch.float32, device=device)
     best = torch.empty(C, dtype=torch.int64, device=device) if want.argmax else None
-    result = _named(found, best, program)
+    result = Visited(found, best, program)
     if C == 0:
         return result
     if out_CV is not None and out_CV.stride(-1) != 1 and V > 1:  # rare: write beside it, then copy
@@ -149,6 +190,7 @@ def _pull_block(shape: Shape, out: Rows) -> int:
 
 class _Plan(NamedTuple):
     slots: int
+    ends: tuple[int, ...]  # where softmax, facts, values, metrics and cotangents begin among the slots
     flags: dict[str, Any]
 
 
@@ -168,29 +210,11 @@ def _plan(program: Program) -> _Plan:
         "WANT_Q": tuple(want.at(T, "sum_p2") for T in want.temperatures),
     }
     flags |= {name: tuple(program.there[i][j] for i in used) for j, name in enumerate("ABECY")}
-    slots = 1 + len(want.temperatures) + len(want.facts) - want.argmax + len(program.terms) + len(program.metrics)
-    return _Plan(slots + len(program.cotangents) + len(program.input_cotangents), flags)
-
-
-def _named(found: Tensor, best: Tensor | None, program: Program) -> Visited:
-    """The kernel's (F, C) numbers, by name and in their order."""
-    slots = iter(found)
-    softmax = Softmax(next(slots), tuple(next(slots) for _ in program.want.temperatures))
-    facts: dict[Fact, Tensor] = {}
-    for fact in program.want.facts:
-        if fact.name == "argmax":
-            assert best is not None
-            facts[fact] = best
-        else:
-            facts[fact] = next(slots)
-    place = 1 + len(softmax.log_sums) + len(facts) - program.want.argmax
-    values = found[place : place + len(program.terms)]
-    slots = iter(found[place + len(program.terms) :])
-    metrics = {name: next(slots) for name in program.metrics}
-    cotangents = {fact: next(slots) for fact in program.cotangents}
-    return Visited(
-        facts, softmax, values, metrics, cotangents, {name: next(slots) for name in program.input_cotangents}
-    )
+    sizes = (
+        1 + len(want.temperatures), len(want.facts) - want.argmax, len(program.terms), len(program.metrics),
+        len(program.cotangents), len(program.input_cotangents),
+    )  # fmt: skip
+    return _Plan(sum(sizes), (0, *itertools.accumulate(sizes)), flags)
 
 
 def _number(x: Number, device: torch.device) -> Number:
