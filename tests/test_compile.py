@@ -143,15 +143,14 @@ def test_a_whole_graph_gives_what_eager_gives(call: Callable[..., Any], source: 
         return flat(call(source, x))
 
     compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
-    for rows, ignored in ((7, 2), (12, 0)):
-        x = data(rows, ignored)
+    x = data(9)
+    want, found = step(x), compiled(x)
+    same(found, want)
+    same(gradients(found["loss"], x), gradients(want["loss"], x))
+    if "entropy" in want["facts"]:  # and a fact that is pulled on behind the graph
         want, found = step(x), compiled(x)
-        same(found, want)
-        same(gradients(found["loss"], x), gradients(want["loss"], x))
-        if "entropy" in want["facts"]:  # and a fact that is pulled on behind the graph
-            want, found = step(x), compiled(x)
-            pulled = [(out["facts"]["entropy"] ** 2).sum() + out["loss"] for out in (found, want)]
-            same(gradients(pulled[0], x), gradients(pulled[1], x))
+        pulled = [(out["facts"]["entropy"] ** 2).sum() + out["loss"] for out in (found, want)]
+        same(gradients(pulled[0], x), gradients(pulled[1], x))
 
 
 def test_compiled_to_code() -> None:
@@ -169,7 +168,7 @@ def test_rows_change_without_compiling_again() -> None:
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(lambda x: flat(by_segment(linear, x)), backend=counter, fullgraph=True)
     for rows in (7, 12, 13, 20, 8):
-        x = data(rows)
+        x = data(rows, rows % 5)
         want, found = flat(by_segment(linear, x)), compiled(x)
         same(found, want)
         same(gradients(found["loss"], x), gradients(want["loss"], x))
