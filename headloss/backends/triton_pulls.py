@@ -181,6 +181,7 @@ def _guided(
     given = tuple(base._temperature(e.T) for e in entries)
     there = {f: tuple(e.pull[i] is not None for e in entries) for i, f in enumerate("ABECY")}
     target = target_C if any(there["Y"]) else None
+    assert not add or target is None, "the student's own pull is in the first launch"
     flags: dict[str, Any] = {"TA": (), "TB": (), "TC": (), "TD": (), "LOOKS": (), "ELEMENT": None}
     met_given: tuple[Any, ...] = (1.0,)
     theirs: tuple[Any, ...] = (1.0,)

@@ -90,7 +90,7 @@ def guided_kernel(
     WIDTH: tl.constexpr, LINE: tl.constexpr, VEC: tl.constexpr, RAW_VEC: tl.constexpr, TEACHER_VEC: tl.constexpr,
     BLOCK: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """As `pull_kernel`; with ADD it adds to what stands in `out`, a float32 matrix then."""
+    """As `pull_kernel`; with ADD, which has no TARGET, it adds to what stands in `out`, a float32 matrix then."""
     row = tl.program_id(0) // parts
     part = tl.program_id(0) % parts
     begin, skew = boundary(row, out_stride, out_lead, LINE)
@@ -198,9 +198,6 @@ def guided_kernel(
             said = 0.0
             if TEACHER:
                 said = tl.load(teacher + column, mask=here, other=0.0)
-            before = 0.0
-            if ADD:
-                before = tl.load(out + column, mask=here, other=0.0)
             if here:
                 picked = tl.load(raw + column)
                 tl.debug_barrier()  # every warp has seen the target's logit before any may overwrite it
@@ -248,7 +245,7 @@ def guided_kernel(
                     picked, said, m, log_sum, c, k, mt, meet, kt, kl, numbers, scale, cap, teacher_scale, teacher_cap,
                     A, B, E, C, TEACHER, ELEMENT, TA, TB, TC, TD, LOOKS, SCALED, CAPPED, TEACHER_SCALED, TEACHER_CAPPED,
                 )  # fmt: skip
-                g += slopes(at_target, z, scale, cap, SCALED, CAPPED) + before
+                g += slopes(at_target, z, scale, cap, SCALED, CAPPED)
                 tl.debug_barrier()
                 tl.store(out + column, g.to(kind))
     else:
