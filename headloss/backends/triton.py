@@ -5,6 +5,8 @@ Dimension key:  C rows handed in   V columns in hand   P parts a row is swept in
     sums   one launch, each program a part of a row, and one small launch that merges the parts
     pull   one launch, each program some columns of a row
 
+Teachers have kernels of their own, `triton_teachers.py` and `triton_pulls.py`.
+
 Nothing is tuned at run time and nothing is atomic, so a call gives the same bits each time.  Into how many parts a row
 is cut depends on V alone, so a row's facts do not depend on how many rows stand around it; `BATCH_INVARIANT = False`
 lets the count of rows decide too, which is faster for a handful of rows.  Where the row stride is not a multiple of 16
