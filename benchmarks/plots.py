@@ -6,6 +6,7 @@ Every file of benchmarks/results is drawn by what is in it, as docs/pictures/<na
     rows    ways to a loss, at one size   time and memory, with the three GEMMs
     heads   `headloss bench --json`       the same at several sizes
     cases   losses on a CPU               time
+    curves  a long training run           its losses
 
 A picture carries the digest of its file, so that a test can tell an old one.
 """
@@ -40,12 +41,16 @@ def kernels(record: dict[str, Any]) -> Figure:
     figure, ax = _figure(len(rows))
     labels = [f"{r['what']}   {r['shape'].replace('x', ' x ')}" for r in rows]
     shares = [100 * r["ratio"] for r in rows]
-    _bars(ax, labels, shares, [OURS] * len(rows), [""] * len(rows))
-    for place, share, row in zip(reversed(range(len(rows))), shares, rows, strict=True):
-        ax.text(1.5, place, f"{share:.0f}%,  {_ms(row['ms'])}", va="center", fontsize=9, color="white")
+    others = ("torch", "Liger", "read-only")
+    colors = [THEIRS if any(o in r["what"] for o in others) and "triton" not in r["what"] else OURS for r in rows]
+    _bars(ax, labels, shares, colors, [""] * len(rows))
+    for place, share, color, row in zip(reversed(range(len(rows))), shares, colors, rows, strict=True):
+        wide = share > 22  # of the text
+        style = {"va": "center", "fontsize": 9, "color": "white" if wide and color == OURS else "black"}
+        ax.text(1.5 if wide else share + 1.5, place, f"{share:.0f}%,  {_ms(row['ms'])}", **style)
     ax.axvline(100, color=LINE, linestyle="--", linewidth=1.2)
     ax.set(xlabel="% of the floor's speed (dashed: the floor, measured in the same run)", xlim=(0, 1.08 * max(shares)))
-    return _titled(figure, f"kernels, {_where(record)}")
+    return _titled(figure, f"against the floor, {_where(record)}")
 
 
 def linear(record: dict[str, Any]) -> Figure:
@@ -91,7 +96,26 @@ def cpu(record: dict[str, Any]) -> Figure:
     return _titled(figure, f"{device['cpu']}, {device['threads']} threads, torch {record['versions']['torch']}")
 
 
-KINDS = {"table": kernels, "rows": linear, "heads": bench, "cases": cpu}
+def curves(record: dict[str, Any]) -> Figure:
+    """Losses of one training run by several ways: plain PyTorch's broad, headloss's on top of it."""
+    figure, ax = plt.subplots(figsize=(9, 3.6), layout="constrained")
+    broad = {name: c for name, c in record["curves"].items() if not name.startswith("headloss")}
+    for name, c in broad.items():
+        ax.plot(c, color=THEIRS, linewidth=5, label=name)
+    for i, (name, c) in enumerate((n, c) for n, c in record["curves"].items() if n not in broad):
+        ax.plot(c, color=(OURS, LINE, "black")[i % 3], linewidth=1, label=name)
+    ax.set(xlabel="step", ylabel="loss, nats a token")
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.legend(frameon=False)
+    apart = [f", at most {x:.0e} apart" for k, x in record.items() if k.startswith("largest difference, float32")]
+    return _titled(figure, f"{record['steps']} steps from one seed, {record['device']}{''.join(apart[:1])}")
+
+
+KINDS = {"table": kernels, "rows": linear, "heads": bench, "cases": cpu, "curves": curves}
+
+
+def kind_of(record: dict[str, Any]) -> str | None:
+    return next((kind for kind in KINDS if kind in record), None)
 
 
 def _ways(sizes: list[tuple[str, float, list[tuple[str, float, float]]]]) -> Figure:
@@ -146,7 +170,7 @@ def main() -> None:
     PICTURES.mkdir(exist_ok=True)
     for path in sorted(RESULTS.glob("*.json")):
         record = json.loads(path.read_text())
-        kind = next((kind for kind in KINDS if kind in record), None)
+        kind = kind_of(record)
         if kind is None:
             print(f"{path.name}: no picture for what is in it")
             continue
