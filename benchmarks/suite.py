@@ -227,7 +227,7 @@ def trl(work: Workload) -> Way | None:
     def logprob(b: Batch) -> Tensor:
         """Of every row; 0 where it is ignored: TRL's trainers leave those rows out before the head."""
         rows = (b.targets != -100).nonzero()[:, 0]
-        found = ChunkedLogProbFunction.apply(b.hidden[rows], b.weight, None, b.targets[rows], 1.0, 8192, None, 1.0, ())
+        found = ChunkedLogProbFunction.apply(b.hidden[rows], b.weight, None, b.targets[rows], 1.0, 32768, None, 1.0, ())
         return torch.zeros(len(b.targets), device=rows.device).index_copy(0, rows, found[0].float())
 
     if work.eager is eager_sft:

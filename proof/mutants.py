@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import re
 import shutil
-import subprocess
+import signal
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,7 @@ from proof.record import RESULTS, ROOT, command, environment, write
 
 COPIED = ("headloss", "tests", "docs", "benchmarks", "examples", "proof", "pyproject.toml", "README.md")
 COPIED += ("CONTRIBUTING.md", "Makefile")
-FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
+FAILED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
 
 
 def broken(fault: Fault, text: str) -> str:
@@ -51,24 +53,46 @@ def copy(folder: Path) -> Path:
     return folder
 
 
-def pytest(folder: Path, tests: tuple[str, ...], seconds: float) -> tuple[int | None, str]:
-    """The exit status (None: out of time) and the output of some tests in the copy."""
-    there = [t for t in tests if (folder / t.split("::")[0]).exists()]
-    arguments = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *there]
-    environ = os.environ | {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+def pytest(folder: Path, arguments: Sequence[str], seconds: float) -> tuple[int | None, str]:
+    """The exit status (None: out of time) and the output of pytest in the copy.
+
+    A child of this process runs it: torch is loaded already, which would take longer than most of the tests.
+    """
+    log = folder / "pytest.log"
+    child = os.fork()
+    if child == 0:
+        try:
+            status = _inside(folder, arguments, log)
+        finally:
+            os._exit(status)
+    end = time.monotonic() + seconds
+    while True:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status), log.read_text()
+        if time.monotonic() > end:
+            os.killpg(child, signal.SIGKILL)  # its own session: nobody else's process is in it
+            os.waitpid(child, 0)
+            return None, log.read_text()
+        time.sleep(0.1)
+
+
+def _inside(folder: Path, arguments: Sequence[str], log: Path) -> int:
+    os.setsid()
+    os.chdir(folder)
+    with log.open("w") as out:
+        os.dup2(out.fileno(), 1)
+        os.dup2(out.fileno(), 2)
     # Hypothesis would shrink for minutes what only has to be noticed.
-    environ["HEADLOSS_NO_SHRINK"] = "1"
-    process = subprocess.Popen(
-        arguments, cwd=folder, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        start_new_session=True,
-    )  # fmt: skip
-    try:
-        output, _ = process.communicate(timeout=seconds)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, 9)  # its own session: nobody else's process is in it
-        output, _ = process.communicate()
-        return None, output
-    return process.returncode, output
+    os.environ |= {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1", "HEADLOSS_NO_SHRINK": "1"}
+    os.environ |= {"OMP_NUM_THREADS": "1", "HOME": str(folder)}
+    sys.dont_write_bytecode = True
+    for name in [n for n in sys.modules if n.split(".")[0] in ("proof", "headloss")]:
+        del sys.modules[name]
+    sys.path[:] = [str(folder), *(p for p in sys.path if Path(p or ".").resolve() != ROOT)]
+    import pytest as runner
+
+    return int(runner.main(["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *arguments]))
 
 
 def seed(folder: Path, fault: Fault, seconds: float, wide: bool) -> dict[str, Any]:
@@ -77,19 +101,35 @@ def seed(folder: Path, fault: Fault, seconds: float, wide: bool) -> dict[str, An
     path.write_text(broken(fault, text))
     begin = time.monotonic()
     row: dict[str, Any] = {"file": fault.file, "what": fault.what, "caught": None}
+    runs = [(arguments(fault), seconds), *([(["tests"], 6 * seconds)] if wide else [])]
     try:
-        for tests, limit in ((fault.first, seconds), (("tests",), 6 * seconds)) if wide else ((fault.first, seconds),):
-            status, output = pytest(folder, tests, limit)
+        for chosen, limit in runs:
+            status, output = pytest(folder, chosen, limit)
+            failed = FAILED.findall(output)
             if status is None:
                 row["caught"] = "a test that did not end"
-            elif status != 0:
-                failed = FAILED.findall(output)
-                row["caught"] = failed[0] if failed else f"exit status {status}: {output.strip().splitlines()[-1]}"
+            elif status == 1 and failed:
+                row["caught"] = failed[0]
+            elif status not in (0, 5):  # 5: nothing was selected
+                row["error"] = f"exit status {status}: {output.strip()[-400:]}"
             if row["caught"]:
                 break
     finally:
         path.write_text(text)
     return row | {"seconds": round(time.monotonic() - begin, 1)}
+
+
+def arguments(fault: Fault) -> list[str]:
+    """The tests likely to notice; of a loss's own file those that carry its name."""
+    loss = Path(fault.file).stem if fault.file.startswith("losses/") else "_"
+    return [*fault.first, *(["-k", loss] if not loss.startswith("_") else [])]
+
+
+def work(faults: Any, rows: Any, folder: Path, seconds: float, wide: bool) -> None:
+    """One worker, with a copy of its own."""
+    copy(folder)
+    for i in iter(faults.get, None):
+        rows.put(seed(folder, FAULTS[i], seconds, wide))
 
 
 def main() -> None:
@@ -98,47 +138,69 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="only see whether each fault still applies")
     parser.add_argument("--narrow", action="store_true", help="only the tests likely to notice, not the whole suite")
     parser.add_argument("--seconds", type=float, default=240.0, help="for the tests that run first")
-    parser.add_argument("--part", default="0/1", help="i/n: every n-th fault, from the i-th on")
+    parser.add_argument("--jobs", type=int, default=1, help="faults at a time")
+    parser.add_argument("--unchecked", action="store_true", help="do not see first whether the tests are green")
+    parser.add_argument("--again", action="store_true", help="only those that no earlier run has seen caught")
     parser.add_argument("--name", default="mutants", help="of the results file")
     args = parser.parse_args()
-    i, n = map(int, args.part.split("/"))
-    faults = [f for f in FAULTS if f.file.startswith(args.only)][i::n]
+    faults = [f for f in FAULTS if f.file.startswith(args.only)]
+    if args.again:
+        caught = {(row["file"], row["what"]) for row in earlier(args.name) if row["caught"]}
+        faults = [f for f in faults if (f.file, f.what) not in caught]
     for fault in faults:
         broken(fault, (ROOT / "headloss" / fault.file).read_text())
     print(f"{len(faults)} faults apply", flush=True)
     if args.check:
         return
+    import pytest  # noqa: F401  (loaded before the workers part, as torch is)
+
     rows: list[dict[str, Any]] = []
+    context = multiprocessing.get_context("fork")
+    todo, done = context.Queue(), context.Queue()
     with tempfile.TemporaryDirectory(prefix="mutants-") as temporary:
-        folder = copy(Path(temporary))
-        firsts = tuple(dict.fromkeys(t for f in faults for t in f.first))
-        status, output = pytest(folder, firsts, 3600)
-        if status != 0:
-            sys.exit(f"without any fault the tests are not green:\n{output[-3000:]}")
-        print(f"green without a fault: {' '.join(firsts)}", flush=True)
+        if not args.unchecked:
+            green(Path(temporary) / "green", faults)
         for fault in faults:
-            rows.append(seed(folder, fault, args.seconds, not args.narrow))
-            row = rows[-1]
-            print(
-                f"{row['seconds']:6.1f}s  {fault.file}: {fault.what}\n         {row['caught'] or 'SURVIVED'}",
-                flush=True,
-            )
+            todo.put(FAULTS.index(fault))
+        folders = [Path(temporary) / str(i) for i in range(args.jobs)]
+        workers = [context.Process(target=work, args=(todo, done, f, args.seconds, not args.narrow)) for f in folders]
+        for worker in workers:
+            todo.put(None)
+            worker.start()
+        for _ in faults:
+            rows.append(row := done.get())
+            told = row["caught"] or f"SURVIVED {row.get('error', '')}"
+            print(f"{row['seconds']:6.1f}s  {row['file']}: {row['what']}\n         {told}", flush=True)
             save(args.name, rows)
+        for worker in workers:
+            worker.join()
     survivors = [row for row in rows if not row["caught"]]
     print(f"caught {len(rows) - len(survivors)} of {len(rows)}")
     sys.exit(bool(survivors))
 
 
+def green(folder: Path, faults: Sequence[Fault]) -> None:
+    """Without a fault the tests pass; otherwise what they say of one means nothing."""
+    copy(folder)
+    firsts = list(dict.fromkeys(t for f in faults for t in f.first))
+    status, output = pytest(folder, firsts, 3600)
+    if status != 0:
+        sys.exit(f"without any fault the tests are not green:\n{output[-3000:]}")
+    print(f"green without a fault: {' '.join(firsts)}", flush=True)
+
+
 def save(name: str, rows: list[dict[str, Any]]) -> None:
     """With what an earlier run found of other faults: a run may cover a part of the table."""
-    path = Path(os.environ.get("OUT") or RESULTS) / f"{name}.json"
-    key = lambda row: (row["file"], row["what"])
-    before = {key(row): row for row in (json.loads(path.read_text())["faults"] if path.exists() else [])}
-    every = before | {key(row): row for row in rows}
+    every = {(row["file"], row["what"]): row for row in [*earlier(name), *rows]}
     faults = [every[f.file, f.what] for f in FAULTS if (f.file, f.what) in every]
     caught = sum(bool(row["caught"]) for row in faults)
     result = {"command": command("proof.mutants"), **environment(), "caught": caught, "total": len(faults)}
     write(name, result | {"faults": faults})
+
+
+def earlier(name: str) -> list[dict[str, Any]]:
+    path = Path(os.environ.get("OUT") or RESULTS) / f"{name}.json"
+    return json.loads(path.read_text())["faults"] if path.exists() else []
 
 
 if __name__ == "__main__":

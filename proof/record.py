@@ -9,19 +9,18 @@ import platform
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import torch
-
-import headloss as hl
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 
 
 def environment(device: str = "cpu") -> dict[str, Any]:
-    versions = {"python": platform.python_version(), "torch": torch.__version__, "headloss": hl.__version__}
+    versions = {"python": platform.python_version(), "torch": torch.__version__, "headloss": _version()}
     if "triton" in sys.modules:
         versions["triton"] = sys.modules["triton"].__version__
     name = torch.cuda.get_device_name() if device == "cuda" else _cpu()
@@ -46,6 +45,11 @@ def write(name: str, result: dict[str, Any]) -> Path:
     flat = re.compile(r"\[\s+([^\[\]{}]*?)\s+\]")  # a list of numbers on one line
     path.write_text(flat.sub(lambda m: "[" + re.sub(r"\s*\n\s*", " ", m[1]) + "]", text) + "\n")
     return path
+
+
+def _version() -> str:
+    """Read, not imported: a script that seeds faults into the package must not have it loaded."""
+    return str(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"])
 
 
 def _cpu() -> str:
