@@ -67,7 +67,8 @@ def _visit(tensors: Sequence[Tensor], sizes: Sequence[int], text: str) -> list[T
         if made:
             _, leaves = numbered(result.softmax) if known.tensors else (None, [])
             out.append(torch.stack([put(x.to(dtype)) for x in leaves]) if leaves else empty(dtype=dtype))
-            out.append(done.numbers)
+            if recipe.reads:  # -1: nothing was read after all, as a CUDA graph is being captured
+                out.append(done.numbers if done.numbers.numel() else torch.full((_numbers(args),), -1))
         if made and not recipe.visited and loss is not None:
             unknown = [f for f in result.by_fact if f not in known.cotangents]
             if unknown:
@@ -137,10 +138,8 @@ def _visit_fake(tensors: Sequence[Tensor], sizes: Sequence[int], text: str) -> l
         out += [torch.empty_like(args.inputs[n], memory_format=torch.contiguous_format) for n in data["wanted"]]
     if made:
         out.append(new((known.tensors, *leading)) if known.tensors else new(0))
-        host = data["host_read"] and args.targets is not None
-        length = 0 if not host else 3 if args.segments is None else 6 + args.segments.num_segments
-        length = args.numbers.shape[0] if args.numbers is not None else length
-        out.append(torch.empty(length, dtype=torch.long, device="cpu"))
+        if recipe.reads:
+            out.append(torch.empty(_numbers(args), dtype=torch.long, device="cpu"))
     if made and not recipe.visited and loss:
         shape = dict(zip(known.facts, known.widths))
         out += [new((*leading, *shape[f])) for f in known.facts if f in known.cotangents]
@@ -158,10 +157,11 @@ def _pull(
     """kept: the facts, their softmax in one piece, and what the host knows of the targets."""
     recipe, known = read(text), form(text)
     args = Call(recipe, tensors, sizes)
-    *facts, softmax, numbers = kept
-    args.numbers = numbers if numbers.numel() else None
+    n = len(known.facts)
+    facts, softmax, numbers = kept[:n], kept[n], kept[n + 1] if recipe.reads else None
+    args.numbers = numbers if numbers is not None and int(numbers[0]) >= 0 else None
     with recording(), torch.no_grad():
-        targets, host_read = known_of(args, recipe.data["host_read"] and bool(numbers.numel()))
+        targets, host_read = known_of(args, args.numbers is not None)
         if args.objective is None:
             sweep = sweep_of(args, targets, host_read)
         else:
@@ -178,6 +178,13 @@ def _pull(
         sweep.close()
         out = [x.to(y.dtype) for x, y in zip(grads, args.source.tensors) if x is not None]
     return _apart(out, [*tensors, *kept, *cotangents])
+
+
+def _numbers(args: Call) -> int:
+    """How many numbers the host reads; see `rows.prepare`."""
+    if args.numbers is not None:
+        return args.numbers.shape[0]
+    return 3 if args.segments is None else 6 + args.segments.num_segments
 
 
 def _pull_fake(tensors: Any, sizes: Any, kept: Any, cotangents: Any, which: Any, text: str) -> list[Tensor]:
@@ -220,7 +227,8 @@ def _visit_backward(ctx: Any, grads: list[Tensor | None]) -> Any:
         if g_loss is not None:
             by_tensor[recipe.names.index(f"inputs.{name}")] = _times(g, g_loss, g.dtype)
     if made:
-        softmax, numbers, *cotangents = more
+        softmax, more = more[0], more[1:]
+        numbers, cotangents = (more[:1], more[1:]) if recipe.reads else ([], more)
         if g_loss is not None:
             for i, g in zip([known.facts.index(f) for f in known.facts if f in known.cotangents], cotangents):
                 pulled = g * g_loss
@@ -229,7 +237,7 @@ def _visit_backward(ctx: Any, grads: list[Tensor | None]) -> Any:
             pulls = [x.to(softmax.dtype) for x in pending.values() if x is not None]
             which = list(pending)
             found = torch.ops.headloss.pull(
-                tensors, ctx.sizes, [*facts, softmax, numbers], pulls, which, ctx.text
+                tensors, ctx.sizes, [*facts, softmax, *numbers], pulls, which, ctx.text
             )  # fmt: skip
             places = [i for i, need in enumerate(needs) if need]
             for i, g in zip(places, found):

@@ -232,6 +232,11 @@ class Recipe(NamedTuple):
         return len(self.data["needs"])
 
     @property
+    def reads(self) -> bool:
+        """Whether the host looks at the targets, and hands what it saw to the backward: a tensor of the host's."""
+        return "targets" in self.names and (self.data["host_read"] or "numbers" in self.names)
+
+    @property
     def visited(self) -> bool:
         """Whether the gradients of the source are made in the visit; if not, from the facts' cotangents later."""
         return self.data["visited"]

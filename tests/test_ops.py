@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
@@ -215,3 +216,24 @@ def test_the_graph_says_what_it_computes() -> None:
     buffer = io.StringIO()
     print(program.graph_module.code, file=buffer)
     assert "cross_entropy" in buffer.getvalue() and "z_loss" in buffer.getvalue()
+
+
+def test_a_vocabulary_shard_and_segments_of_a_group() -> None:
+    torch._dynamo.reset()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        objective, group = hl.Objective(ce=cross_entropy, rl=gspo), dist.group.WORLD
+        shard, segments = hl.VocabShard(group, 0, V), hl.Segments.from_ids(torch.arange(8) // 2, 4, group=group)
+        targets, advantage, head = batch(8)[1], torch.randn(8, dtype=torch.float64), linear(8)
+
+        def step(hidden: Tensor, weight: Tensor) -> Tensor:
+            return objective(
+                hl.Linear(hidden, weight, shard=shard), targets, segments=segments, advantage=advantage
+            ).loss
+
+        leaves = (head.hidden, head.weight)
+        want, found = step(*leaves), torch.compile(step, backend="aot_eager", fullgraph=True)(*leaves)
+        same(found, want)
+        same(torch.autograd.grad(found, leaves), torch.autograd.grad(want, leaves))
+    finally:
+        dist.destroy_process_group()
