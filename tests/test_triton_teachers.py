@@ -365,6 +365,28 @@ def test_sparse_facts(names):
 
 
 @inside
+def test_likeliest_columns_of_a_negative_scale():
+    Case(draw(2, 40), Want(wants("topk_overlap")), [SparseChunk(ids_of(2, 40, 9))], scale=-1.5).check_sums()
+
+
+@inside
+def test_ids_beyond_the_columns_that_a_dense_teacher_shares():
+    want = Want(wants("reverse_cross_entropy", teacher="a") + wants("ids_logprob", "tail_logprob", teacher="s"))
+    Case(draw(2, 71), want, [dense(draw(2, 71, seed=1), 33), SparseChunk(ids_of(2, 71, 12))]).check()
+
+
+@inside
+def test_where_a_teacher_can_be_read_by_whole_vectors():
+    beside = import_module("headloss.backends.triton_teachers").beside
+    rows = kernels._rows
+    x, u = torch.zeros(4, 64), torch.zeros(4, 64, dtype=torch.bfloat16)
+    assert beside(rows(x), rows(u)) == 8 and beside(rows(u), rows(x)) == 4
+    assert beside(rows(x[:, :12].contiguous()), rows(u[:, :20].contiguous())) == 1  # 12 and 20: 8 apart, neither of 8
+    assert beside(rows(x[:, 3:]), rows(u[:, 3:])) == 8 and beside(rows(x[:, 3:]), rows(u[:, 4:])) == 1
+    assert beside(rows(u[:, 3:]), rows(u[:, 11:])) == 8 and beside(rows(u), rows(u[:, 1:])) == 1
+
+
+@inside
 @pytest.mark.parametrize("k, v", [(1, 5), (40, 64), (40, 147)])
 def test_any_number_of_ids(k, v):
     want = Want(wants("ids_logprob", "tail_logprob"))

@@ -116,8 +116,7 @@ def store_kernel(out, ids, values, V, stride, apart, start, count, IDS: tl.const
     """Values to the columns of a row that are ids; equal ids hold equal values, and those of other shards are left."""
     row = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, IDS)
-    ids_K = tl.load(ids + row * count + k, mask=k < count, other=-1)
-    column = ids_K - start
-    here = (ids_K >= 0) & (column >= 0) & (column < V)
+    column = tl.load(ids + row * count + k, mask=k < count, other=-1) - start
+    here = (column >= 0) & (column < V)
     x = tl.load(values + row * count + k, mask=k < count, other=0.0)
     tl.store(out + row * stride + column * apart, x.to(out.dtype.element_ty), mask=here)
