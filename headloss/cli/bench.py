@@ -3,7 +3,7 @@
 Dimension key:  N rows   V vocabulary   D hidden size
 
 A way that gets the numbers wrong has no time: each is first held to float64 on a smaller head, and may lose twice what
-plain PyTorch loses in the same type.  The floor is what no way that makes the logits can beat: its three GEMMs.
+plain PyTorch loses in the same type and a few roundings.  If headloss is wrong, the exit code is 1.  The floor is what no way that makes the logits can beat: its three GEMMs.
 Times are medians of rounds in which the ways take turns; memory is the most held at one time beyond the inputs.
 """
 
@@ -94,7 +94,8 @@ def command(
     if plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise typer.BadParameter("a plot needs matplotlib, which is not installed", param_hint="--plot")
     console = Console(highlight=False)
-    ways = {**installed(device), **own(memory)}
+    ours = own(memory)
+    ways = {**installed(device), **ours}
     bar = Progress(
         TextColumn("[cyan]{task.description:<22}"), BarColumn(), TimeRemainingColumn(), console=console, transient=True,
         disable=json_ or not console.is_terminal,
@@ -125,7 +126,7 @@ def command(
             console.print(_table(head))
     if plot is not None:
         draw(heads, plot, f"cross-entropy of a head, forward and backward, {dtype} on {about['device']}")
-    if not all(r.ok for h in heads for r in h.ways):
+    if not all(r.ok for h in heads for r in h.ways if r.way in ours):
         raise typer.Exit(1)
 
 
@@ -179,7 +180,8 @@ def measure(
     for name, way in {"eager": eager, **ways}.items():
         errors[name] = _error(_step(way, *small), truth)
         tick()
-    limit = 2 * errors["eager"] + 16 * torch.finfo(dtype).eps
+    few = 2 if dtype.itemsize == 2 else 16  # roundings: in half precision eager's own error is many
+    limit = 2 * errors["eager"] + few * torch.finfo(dtype).eps
     head = make(N, V, D, dtype, device, seed)
     right = [name for name in ways if errors[name] <= limit]
     peaks = {}
