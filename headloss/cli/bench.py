@@ -3,9 +3,9 @@
 Dimension key:  N rows   V vocabulary   D hidden size
 
 A way that gets the numbers wrong has no time: each is first held to float64 on a smaller head, and may lose twice what
-plain PyTorch loses in the same type and a few roundings.  If headloss is wrong, the exit code is 1.  The floor is what no
-way that makes the logits can beat: its three GEMMs.  Times are medians of rounds in which the ways take turns; memory is
-the most held at one time beyond the inputs.
+plain PyTorch loses in the same type and a few roundings.  If headloss is wrong, the exit code is 1.  The floor is what
+no way that makes the logits can beat: its three GEMMs.  Times are medians of rounds in which the ways take turns;
+memory is the most held at one time beyond the inputs.
 """
 
 from __future__ import annotations
