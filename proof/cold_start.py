@@ -1,0 +1,111 @@
+"""Eight processes that start together on an empty Triton cache: `python -m proof.cold_start`, on a CUDA device.
+
+Each makes the same calls, on logits and on hidden states, with a teacher and without.  All of them must end, with the
+same bits, and with what eager says; then again with the cache they leave behind.  The seconds go to
+benchmarks/results/cold_start_cuda.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import headloss as hl
+from headloss.losses import cross_entropy, entropy_bonus, forward_kl, grpo, z_loss
+from proof.record import ROOT, command, environment, write
+
+N, V, D = 512, 32003, 256
+
+
+def calls(device: str) -> dict[str, Any]:
+    """Losses and gradients of a few first calls: a digest of their bits, and the error of cross-entropy."""
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    hidden = torch.randn(N, D, device=device).to(dtype)
+    weight = (torch.randn(V, D, device=device) * 3 / D**0.5).to(dtype)
+    targets = torch.randint(V, (N,), device=device)
+    logits = hidden @ weight.t()
+    old = hl.row_facts(hl.Logits(logits), targets, ("logprob",)).logprob + 0.1
+    mix = {"ce": cross_entropy, "z": hl.Term(z_loss, weight=1e-4), "h": hl.Term(entropy_bonus, weight=1e-3)}
+    taught = hl.Objective(kd=forward_kl)
+    policy = hl.Objective(rl=grpo, **mix, metrics=["entropy", "accuracy"])
+    digest = hashlib.sha256()
+    begin = time.monotonic()
+    for name in ("logits", "hidden"):
+        x = (logits if name == "logits" else hidden).detach().requires_grad_()
+        source = hl.Logits(x) if name == "logits" else hl.Linear(x, weight, memory="8MiB")
+        for out in (
+            policy(source, targets, advantage=torch.ones_like(old), old_logprob=old),
+            hl.Objective(**mix)(source, targets),
+            taught(source, targets, teacher=hl.Logits(logits.flip(0))),
+        ):
+            (grad,) = torch.autograd.grad(out.loss, x)
+            digest.update(out.loss.detach().cpu().numpy().tobytes())
+            digest.update(grad.float().cpu().numpy().tobytes())
+    ours = hl.Objective(ce=cross_entropy)(hl.Logits(logits), targets).loss
+    eager = torch.nn.functional.cross_entropy(logits.double(), targets)
+    error = float((ours.double() - eager).abs() / eager)
+    return {"seconds": round(time.monotonic() - begin, 2), "digest": digest.hexdigest(), "error": error}
+
+
+def together(count: int, cache: Path, device: str) -> list[dict[str, Any]]:
+    arguments = [sys.executable, "-m", "proof.cold_start", "--one", "--device", device]
+    environ = os.environ | {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+    processes = [
+        subprocess.Popen(arguments, cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for _ in range(count)
+    ]
+    found = []
+    for process in processes:
+        out, err = process.communicate(timeout=500)
+        failed = process.returncode != 0
+        found.append({"failed": err[-600:]} if failed else json.loads(out.strip().splitlines()[-1]))
+    return found
+
+
+def race(count: int, device: str) -> dict[str, Any]:
+    result: dict[str, Any] = {"processes": count}
+    with tempfile.TemporaryDirectory(prefix="cold-") as cache:
+        for state in ("cold", "warm"):
+            begin = time.monotonic()
+            rows = together(count, Path(cache), device)
+            result[state] = {
+                "seconds, with the start of Python": round(time.monotonic() - begin, 1),
+                "seconds of the calls": [row.get("seconds") for row in rows],
+                "failed": [row["failed"] for row in rows if "failed" in row],
+                "different results": len({row.get("digest") for row in rows}),
+                "largest error of the loss": max((row.get("error", 0.0) for row in rows), default=0.0),
+                "binaries in the cache": sum(1 for _ in Path(cache).rglob("*.cubin")),
+            }
+    states = (result["cold"], result["warm"])
+    result["fine"] = all(not s["failed"] and s["different results"] == 1 for s in states)
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda", choices=("cpu", "cuda"))
+    parser.add_argument("--processes", type=int, default=8)
+    parser.add_argument("--one", action="store_true", help="be one of the processes")
+    args = parser.parse_args()
+    if args.one:
+        print(json.dumps(calls(args.device)))
+        return
+    found = race(args.processes, args.device)
+    print(json.dumps(found, indent=1))
+    write(f"cold_start_{args.device}", {"command": command("proof.cold_start"), **environment(args.device), **found})
+    sys.exit(0 if found["fine"] else 1)
+
+
+if __name__ == "__main__":
+    main()
