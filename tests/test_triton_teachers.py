@@ -378,12 +378,18 @@ def test_ids_beyond_the_columns_that_a_dense_teacher_shares():
 @inside
 def test_where_a_teacher_can_be_read_by_whole_vectors():
     beside = import_module("headloss.backends.triton_teachers").beside
-    rows = kernels._rows
-    x, u = torch.zeros(4, 64), torch.zeros(4, 64, dtype=torch.bfloat16)
-    assert beside(rows(x), rows(u)) == 8 and beside(rows(u), rows(x)) == 4
-    assert beside(rows(x[:, :12].contiguous()), rows(u[:, :20].contiguous())) == 1  # 12 and 20: 8 apart, neither of 8
-    assert beside(rows(x[:, 3:]), rows(u[:, 3:])) == 8 and beside(rows(x[:, 3:]), rows(u[:, 4:])) == 1
-    assert beside(rows(u[:, 3:]), rows(u[:, 11:])) == 8 and beside(rows(u), rows(u[:, 1:])) == 1
+
+    def rows(dtype, stride, lead=0):  # as `_rows` sees memory that begins at a boundary
+        x = torch.zeros(4, 64, dtype=dtype).as_strided((4, 9), (stride, 1))
+        vector = 16 // x.element_size()
+        aligned = lead == 0 and stride % vector == 0
+        return kernels.Rows(x, lead, vector if aligned else 8 * vector, vector)
+
+    wide, narrow = torch.float32, torch.bfloat16
+    assert beside(rows(wide, 64), rows(narrow, 64)) == 8 and beside(rows(narrow, 64), rows(wide, 64)) == 4
+    assert beside(rows(wide, 12), rows(narrow, 20)) == 1  # 8 apart, and neither of 8
+    assert beside(rows(wide, 64, 3), rows(narrow, 64, 3)) == 8 and beside(rows(wide, 64, 3), rows(narrow, 64, 4)) == 1
+    assert beside(rows(narrow, 61, 3), rows(narrow, 53, 11)) == 8 and beside(rows(narrow, 64), rows(narrow, 61)) == 1
 
 
 @inside
