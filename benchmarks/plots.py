@@ -6,6 +6,8 @@ Every file of benchmarks/results is drawn by what is in it, as docs/pictures/<na
     rows    ways to a loss, at one size   time and memory, with the three GEMMs
     heads   `headloss bench --json`       the same at several sizes
     cases   losses on a CPU               time
+    workloads   `benchmarks.suite`        times the floor, over vocabularies, and scaling
+    series      `proof.soak`              what must not grow
     curves  a long training run           its losses
 
 A picture carries the digest of its file, so that a test can tell an old one.
@@ -111,7 +113,57 @@ def curves(record: dict[str, Any]) -> Figure:
     return _titled(figure, f"{record['steps']} steps from one seed, {record['device']}{''.join(apart[:1])}")
 
 
-KINDS = {"table": kernels, "rows": linear, "heads": bench, "cases": cpu, "curves": curves}
+def suite(record: dict[str, Any]) -> Figure:
+    """Of every workload and vocabulary, how many times the floor each way takes; and how headloss scales."""
+    workloads = list(dict.fromkeys(r["workload"] for r in record["workloads"]))
+    figure, grid = plt.subplots(2, 5, figsize=(15, 6.4), layout="constrained")
+    ways = list(dict.fromkeys(r["way"] for r in record["workloads"]))
+    marks = dict(zip(ways, "os^vDPX*", strict=False))
+    for ax, work in zip(grid[0], workloads, strict=True):
+        for way in ways:
+            rows = [r for r in record["workloads"] if (r["workload"], r["way"]) == (work, way) and "ratio" in r]
+            rows.sort(key=lambda r: r["V"])
+            shade = {"color": OURS, "zorder": 3} if way == "headloss" else {"alpha": 0.7}
+            ax.plot([r["V"] / 1e3 for r in rows], [r["ratio"] for r in rows], f"{marks[way]}-", label=way, **shade)
+        ax.axhline(1, color=LINE, linestyle="--", linewidth=1.2)
+        ax.set(title=work, xlabel="vocabulary, thousands", yscale="log")
+    grid[0][0].set_ylabel("times the floor (dashed)")
+    grid[0][1].legend(frameon=False, fontsize=8)
+    for ax, what in zip(grid[1], ("N", "V", "D", "losses", "simulated ranks"), strict=True):
+        rows = [r for r in record["scaling"] if r["grows"] == what]
+        place = [r[{"simulated ranks": "ranks"}.get(what, what)] for r in rows]
+        ax.plot(place, [r["ratio"] for r in rows], "o-", color=OURS)
+        ax.axhline(1, color=LINE, linestyle="--", linewidth=1.2)
+        ax.set(xlabel=what, xscale="log", ylim=(0.9, None))
+        ax.set_xticks(place, [f"{x:,}" for x in place], fontsize=7, rotation=30)
+        ax.minorticks_off()
+    grid[1][0].set_ylabel("headloss, times the floor")
+    for ax in grid.flat:
+        ax.spines[["top", "right"]].set_visible(False)
+    return _titled(figure, f"forward and backward of a head against its GEMMs, bf16, {_where(record)}")
+
+
+def soak(record: dict[str, Any]) -> Figure:
+    """What must stay level while random objectives are trained on."""
+    series = record["series"]
+    names = [n for n in series if n not in ("seconds", "steps", "traces kept")]
+    figure, axes = plt.subplots(1, len(names), figsize=(3.2 * len(names), 2.8), layout="constrained", squeeze=False)
+    for ax, name in zip(axes[0], names, strict=True):
+        ax.plot([s / 60 for s in series["seconds"]], series[name], color=OURS)
+        ax.set(title=name, xlabel="minutes", ylim=(0, 1.1 * max(*series[name], 1)))
+        ax.spines[["top", "right"]].set_visible(False)
+    return _titled(figure, f"{record['steps']:,} steps, each with another random objective, {_where(record)}")
+
+
+KINDS = {
+    "table": kernels,
+    "rows": linear,
+    "heads": bench,
+    "cases": cpu,
+    "curves": curves,
+    "workloads": suite,
+    "series": soak,
+}
 
 
 def kind_of(record: dict[str, Any]) -> str | None:

@@ -34,7 +34,7 @@ from headloss.cli.compare import peak_bytes
 from headloss.facts import CONSTANT, Fact, Want, coefficients, finish, merge
 from headloss.losses import cross_entropy, dft, entropy_bonus, focal, grpo, gspo, jsd, reinforce, z_loss
 from headloss.parallel import _fields, _refill
-from proof.record import command, environment, write
+from proof.record import command, environment, short, write
 
 VOCABULARIES = (128256, 151936, 262144, 32000, 50257)
 DOCUMENTS = 8
@@ -475,7 +475,7 @@ def main() -> None:
     args = parser.parse_args()
     found = run(args.device, args.tiny, args.seconds)
     result = {"command": command("benchmarks.suite"), **environment(args.device), **found}
-    write(f"suite_{args.device}{'_tiny' if args.tiny else ''}", result)
+    write(f"suite_{short(args.device)}{'_tiny' if args.tiny else ''}", result)
 
 
 if __name__ == "__main__":

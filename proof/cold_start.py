@@ -22,7 +22,7 @@ import torch
 
 import headloss as hl
 from headloss.losses import cross_entropy, entropy_bonus, forward_kl, grpo, z_loss
-from proof.record import ROOT, command, environment, write
+from proof.record import ROOT, command, environment, short, write
 
 N, V, D = 512, 32003, 256
 
@@ -103,7 +103,10 @@ def main() -> None:
         return
     found = race(args.processes, args.device)
     print(json.dumps(found, indent=1))
-    write(f"cold_start_{args.device}", {"command": command("proof.cold_start"), **environment(args.device), **found})
+    write(
+        f"cold_start_{short(args.device)}",
+        {"command": command("proof.cold_start"), **environment(args.device), **found},
+    )
     sys.exit(0 if found["fine"] else 1)
 
 

@@ -2,14 +2,12 @@
 
 500 steps in float32, and on a GPU again with bf16 autocast.  The losses go to
 benchmarks/results/long_run_<device>.json: in float32 the two may differ by the order of additions only, and in bf16
-headloss may not be further from float32 than torch is.  `--picture` draws docs/pictures/long_run.svg from the results.
+headloss may not be further from float32 than torch is.  `make plots` draws them.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +17,7 @@ from torch import Tensor
 import headloss as hl
 from headloss.cli.tiny import TinyTransformer
 from headloss.losses import cross_entropy, entropy_bonus, z_loss
-from proof.record import RESULTS, ROOT, command, environment, write
+from proof.record import command, environment, short, write
 
 VOCAB, LENGTH, BATCH, D, LAYERS = 512, 32, 16, 64, 2
 Z, BONUS = 1e-4, 1e-3
@@ -94,41 +92,11 @@ def compare(steps: int, device: str, precisions: tuple[str, ...], seed: int = 0)
     }
 
 
-def picture(found: dict[str, Any], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("svg")
-    matplotlib.rcParams["svg.hashsalt"] = "headloss"
-    from matplotlib import pyplot
-
-    figure, (above, below) = pyplot.subplots(2, 1, figsize=(7, 5.5), sharex=True, height_ratios=(3, 2))
-    where = f"{found['device']}, torch {found['versions']['torch']}, {found['date'][:10]}"
-    above.set_title(f"the same training with headloss and with torch ({where})", fontsize=9)
-    styles = {"headloss, float32": "C0-", "torch, float32": "k:", "headloss, bf16": "C1-", "torch, bf16": "C2--"}
-    truth = torch.tensor(found["curves"]["torch, float32"])
-    for name, values in found["curves"].items():
-        above.plot(values, styles[name], label=name, linewidth=1.2 if "headloss" in name else 1.6)
-        if name != "torch, float32":
-            below.semilogy((torch.tensor(values) - truth).abs() + 1e-8, styles[name], label=name, linewidth=0.8)
-    above.set_ylabel("loss")
-    above.legend(frameon=False)
-    below.set(ylabel="distance to torch, float32", xlabel="step")
-    figure.tight_layout()
-    path.parent.mkdir(exist_ok=True)
-    figure.savefig(path, metadata={"Date": None})
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--picture", action="store_true", help="only draw what an earlier run found")
     args = parser.parse_args()
-    if args.picture:
-        paths = [RESULTS / f"long_run_{device}.json" for device in ("cuda", "cpu")]
-        found = json.loads(next(path for path in paths if path.exists()).read_text())
-        picture(found, ROOT / "docs" / "pictures" / "long_run.svg")
-        return
     # bf16 products are emulated on many CPUs, a hundred times slower.
     found = compare(args.steps, args.device, ("float32", "bf16") if args.device == "cuda" else ("float32",))
     model = {"vocabulary": VOCAB, "length": LENGTH, "batch": BATCH, "hidden": D, "layers": LAYERS, "chunk": CHUNK}
@@ -136,7 +104,7 @@ def main() -> None:
         if name != "curves":
             print(f"{name}: {value}")
     about = {"command": command("proof.long_run"), **environment(args.device), "model": model}
-    write(f"long_run_{args.device}", about | found)
+    write(f"long_run_{short(args.device)}", about | found)
 
 
 if __name__ == "__main__":

@@ -33,6 +33,11 @@ def environment(device: str = "cpu") -> dict[str, Any]:
     }
 
 
+def short(device: str) -> str:
+    """What to call results of this device: "cpu", or the last word of a GPU's name, such as "h200"."""
+    return torch.cuda.get_device_name().split()[-1].lower() if device == "cuda" else device
+
+
 def command(module: str) -> str:
     """How this run was started, as one would type it."""
     return " ".join([f"python -m {module}", *sys.argv[1:]])

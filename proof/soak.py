@@ -28,7 +28,7 @@ import headloss as hl
 from headloss import plan
 from headloss.cli.tiny import TinyTransformer
 from proof.objectives import DIVERGENCES, STUDENT, inputs_wanted, objective
-from proof.record import command, environment, write
+from proof.record import command, environment, short, write
 
 VOCAB, LENGTH, D = 211, 24, 32
 STRUCTURES = 150  # which terms, reductions and kinds of source and teacher; numbers are new at every step
@@ -200,7 +200,7 @@ def main() -> None:
     found = train(60 * args.minutes, args.device, args.seed)
     result = {"command": command("proof.soak"), **environment(args.device), **found}
     print(f"{found['steps']} steps in {found['minutes']} minutes;", found["verdict"])
-    write(f"soak_{args.device}", result)
+    write(f"soak_{short(args.device)}", result)
     sys.exit(0 if found["verdict"]["fine"] else 1)
 
 
