@@ -111,7 +111,8 @@ def _apart(out: list[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
     seen = {x.untyped_storage().data_ptr() for x in inputs}
     for i, x in enumerate(out):
         place = x.untyped_storage().data_ptr()
-        if (place in seen and x.numel()) or not x.is_contiguous():
+        part = x.untyped_storage().nbytes() > x.numel() * x.element_size()  # it may start off an aligned address
+        if x.numel() and (place in seen or part or not x.is_contiguous()):
             out[i] = x = x.clone(memory_format=torch.contiguous_format)
             place = x.untyped_storage().data_ptr()
         seen.add(place)

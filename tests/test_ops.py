@@ -106,6 +106,7 @@ def test_outputs_stand_apart() -> None:
         out = torch.ops.headloss.visit(tensors, sizes, text)
         places = [x.untyped_storage().data_ptr() for x in (*tensors, *out) if x.numel()]
         assert len(set(places)) == len(places)
+        assert all(x.untyped_storage().nbytes() == x.numel() * x.element_size() for x in out)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
