@@ -53,7 +53,7 @@ def copy(folder: Path) -> Path:
     return folder
 
 
-def pytest(folder: Path, arguments: Sequence[str], seconds: float) -> tuple[int | None, str]:
+def pytest(folder: Path, arguments: Sequence[str], seconds: float, interpreted: bool = False) -> tuple[int | None, str]:
     """The exit status (None: out of time) and the output of pytest in the copy.
 
     A child of this process runs it: torch is loaded already, which would take longer than most of the tests.
@@ -61,8 +61,9 @@ def pytest(folder: Path, arguments: Sequence[str], seconds: float) -> tuple[int 
     log = folder / "pytest.log"
     child = os.fork()
     if child == 0:
+        status = 3
         try:
-            status = _inside(folder, arguments, log)
+            status = _inside(folder, arguments, log, interpreted)
         finally:
             os._exit(status)
     end = time.monotonic() + seconds
@@ -77,7 +78,7 @@ def pytest(folder: Path, arguments: Sequence[str], seconds: float) -> tuple[int 
         time.sleep(0.1)
 
 
-def _inside(folder: Path, arguments: Sequence[str], log: Path) -> int:
+def _inside(folder: Path, arguments: Sequence[str], log: Path, interpreted: bool) -> int:
     os.setsid()
     os.chdir(folder)
     with log.open("w") as out:
@@ -86,6 +87,8 @@ def _inside(folder: Path, arguments: Sequence[str], log: Path) -> int:
     # Hypothesis would shrink for minutes what only has to be noticed.
     os.environ |= {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1", "HEADLOSS_NO_SHRINK": "1"}
     os.environ |= {"OMP_NUM_THREADS": "1", "HOME": str(folder)}
+    if interpreted:
+        os.environ["TRITON_INTERPRET"] = "1"
     sys.dont_write_bytecode = True
     for name in [n for n in sys.modules if n.split(".")[0] in ("proof", "headloss")]:
         del sys.modules[name]
@@ -101,10 +104,10 @@ def seed(folder: Path, fault: Fault, seconds: float, wide: bool) -> dict[str, An
     path.write_text(broken(fault, text))
     begin = time.monotonic()
     row: dict[str, Any] = {"file": fault.file, "what": fault.what, "caught": None}
-    runs = [(arguments(fault), seconds), *([(["tests"], 6 * seconds)] if wide else [])]
+    runs = [(arguments(fault), seconds, fault.interpreted), *([(["tests"], 6 * seconds, False)] if wide else [])]
     try:
-        for chosen, limit in runs:
-            status, output = pytest(folder, chosen, limit)
+        for chosen, limit, interpreted in runs:
+            status, output = pytest(folder, chosen, limit, interpreted)
             failed = FAILED.findall(output)
             if status is None:
                 row["caught"] = "a test that did not end"

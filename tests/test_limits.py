@@ -184,3 +184,20 @@ def test_the_same_call_gives_the_same_bits(kind: str) -> None:
     first, second = (oracle.run(objective, problem, dtype=torch.float32, memory=problem.budget(4)) for _ in range(2))
     assert torch.equal(first.loss, second.loss) and first.metrics == second.metrics
     assert all(torch.equal(first.grads[n], g) for n, g in second.grads.items())
+
+
+@pytest.mark.parametrize("kind", ["Logits", "Linear"])
+def test_a_nan_stays_in_its_row(kind: str) -> None:
+    """What is wrong with one row shows in the loss, and does not touch the others' gradients."""
+    problem = oracle.make(kind, (23,), 37, ignored=0.0)
+    objective = hl.Objective(
+        ce=cross_entropy, z=hl.Term(z_loss, weight=0.1), h=LOSSES["entropy_bonus"], backend="torch"
+    )
+    rows = "logits" if kind == "Logits" else "hidden"
+    spoiled = {n: x.clone() for n, x in problem.tensors.items()}
+    spoiled[rows][5, 0] = torch.nan
+    clean = oracle.run(objective, problem, memory=problem.budget(4))
+    found = oracle.run(objective, oracle.replace(problem, tensors=spoiled), memory=problem.budget(4))
+    others = torch.arange(23) != 5
+    assert found.loss.isnan() and found.grads[rows][5].isnan().any()
+    assert torch.equal(found.grads[rows][others], clean.grads[rows][others])
