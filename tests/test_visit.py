@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import subprocess
 import sys
 from importlib import import_module
@@ -21,11 +22,12 @@ INSIDE = os.environ.get("TRITON_INTERPRET") == "1"
 inside = pytest.mark.skipif(not INSIDE, reason="runs under the interpreter, in a process of its own")
 
 plain = import_module("headloss.backends.torch")
+from headloss.backends.lower import Unprintable  # noqa: E402
 from headloss.backends.program import lower  # noqa: E402
 
 if INSIDE:
     one = import_module("headloss.backends.triton_visit")
-    TINY = one.Shape(1, 1, 1, 1, 1)
+    TINY = one.Shape(1, 1)
 
 
 @pytest.mark.timeout(300)
@@ -155,3 +157,242 @@ def row_losses():
 @pytest.mark.parametrize("name", list(row_losses()))
 def test_every_row_loss(name):
     Mix(it=LOSSES[name]).check(*draw())
+
+
+def focal_variant(logprob, entropy, *, gamma=1.5, floor=0.05):
+    miss = (-logprob.expm1()).clamp(min=floor)
+    return -(miss**gamma) * logprob - 0.1 * entropy.sqrt(), {"miss": miss, "easy": miss <= floor}
+
+
+def smooth_clip(logprob, advantage, old_logprob, *, low=0.2, high=0.3, beta=8.0):
+    ratio = (logprob - old_logprob).exp()
+    soft = 1 - low + F.softplus(ratio - 1 + low, beta=8.0) - F.softplus(ratio - 1 - high, beta=8.0)
+    return -torch.minimum(ratio * advantage, soft * advantage) / beta, {"soft": soft, "soft_max": soft}
+
+
+def gated(lse, logprob, mean_logprob, sum_p2, flag, count, temper, targets, *, cut=-3.0):
+    gate = torch.sigmoid(temper * (logprob - cut)) * (count + 1)
+    odd = torch.where(targets > 30, 1.0, 2.0)
+    value = torch.where(flag, gate * F.softplus(-logprob), F.huber_loss(lse, mean_logprob, reduction="none"))
+    return value * odd + sum_p2.log1p(), {"gate": gate, "count": count}
+
+
+def spread(hot_entropy, cold_logprob, max_logprob, argmax):
+    return F.logsigmoid(hot_entropy - 1) * cold_logprob.tanh(), {"sure": max_logprob > -0.5, "best": argmax}
+
+
+def learned(logprob, advantage, weight_of):
+    return -logprob * advantage.exp() + weight_of**2
+
+
+TWO = {"hot_entropy": ("entropy", 2.0), "cold_logprob": ("logprob", 0.7)}
+MIXES = {
+    "ce, z, policy": lambda: Mix(
+        ("entropy", "accuracy", "perplexity"),
+        ce=LOSSES["cross_entropy"], z=hl.Term(LOSSES["z_loss"], weight=1e-4), rl=LOSSES["grpo"],
+    ),
+    "smoothing, bonus": lambda: Mix(
+        ce=hl.Term(LOSSES["cross_entropy"], label_smoothing=0.1), bonus=LOSSES["entropy_bonus"]
+    ),
+    "dual clip": lambda: Mix(it=hl.Term(LOSSES["grpo"], dual=3.0, delta=2.0)),
+    "reference": lambda: Mix(
+        kl=hl.Term(LOSSES["kl_to_reference"], estimator="k3", corrected=True), sg=LOSSES["cispo"], so=LOSSES["sapo"]
+    ),
+    "focal variant": lambda: Mix(("max_logprob",), it=focal_variant),
+    "smooth clip": lambda: Mix(it=smooth_clip, other=hl.Term(smooth_clip, low=0.1, high=0.5)),
+    "where, sigmoid, softplus": lambda: Mix(it=gated),
+    "temperatures": lambda: Mix(it=hl.Term(spread, facts=TWO), ce=LOSSES["cross_entropy"]),
+    "row weight": lambda: Mix(it=hl.Term(LOSSES["cross_entropy"], row_weight="weight_of")),
+    "inputs with gradients": lambda: Mix(grad=("advantage", "weight_of"), it=learned, ce=LOSSES["cross_entropy"]),
+}  # fmt: skip
+
+
+@inside
+@pytest.mark.parametrize("name", MIXES)
+def test_mixes(name):
+    MIXES[name]().check(*draw(), where="in place" if "clip" in name else "beside")
+
+
+def every():
+    return Mix(("entropy", "accuracy"), it=gated, ce=LOSSES["cross_entropy"], bonus=LOSSES["entropy_bonus"])
+
+
+@inside
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("v", [1, 5, 256, 331])
+def test_any_vocabulary(v, dtype):
+    every().check(*draw(2, v, dtype), where="in place" if v == 331 else "beside", close=3e-5)
+
+
+@inside
+def test_any_layout():
+    x, y = draw(3, 300)
+    for view in (x[:, 3:150], x[1:, 7:8], x[:, :300:2], x[1:2, 130:].expand(3, -1)):
+        every().check(view, y[: len(view)] % view.shape[1], close=3e-5)
+    half = x.bfloat16()
+    every().check(half[:, 3:150], y[:, None].repeat(1, 2)[:, 1].int() % 147, where="in place", close=3e-5)
+
+
+@inside
+def test_output_of_another_layout():
+    x, y = draw(3, 75)
+    mix = Mix(ce=LOSSES["cross_entropy"])
+    _, want, program = mix.lowered({})
+    a = one.Arguments({}, {"ce": {"label_smoothing": 0.0}}, {"ce": 1.0}, {"ce": 1.0})
+    one.visit(x, y, want, [1.0], program, a, first := torch.empty(3, 75))
+    for out in (torch.empty(3, 80)[:, 3:78], torch.empty(75, 3).T, torch.empty(3, 150)[:, ::2]):
+        one.visit(x, y, want, [1.0], program, a, out, shape=TINY)
+        torch.testing.assert_close(out, first, rtol=1e-6, atol=1e-7)
+
+
+@inside
+def test_transformed_logits():
+    every().check(*draw(), scale=0.7, softcap=5.0, temperature=1.3, close=3e-5)
+    every().check(*draw(), temperature=torch.tensor([0.5, 1.0, 2.0]), close=3e-5)
+    MIXES["temperatures"]().check(*draw(), scale=-0.5, temperature=torch.tensor([0.5, 1.0, 2.0]), where="in place")
+
+
+@inside
+def test_extreme_logits():
+    mix = Mix(("accuracy",), ce=LOSSES["cross_entropy"], z=hl.Term(LOSSES["z_loss"]), bonus=LOSSES["entropy_bonus"])
+    x, y = draw(4, 75)
+    x[0, ::3], y[0] = -math.inf, 1
+    x[1, :64], y[1] = -math.inf, 70
+    x[2] = -1e30
+    x[2, 5], y[2] = 80.0, 5
+    x[3] -= 40.0
+    mix.check(x, y)
+    mix.check(x[3:] + 1e4, y[3:], close=2e-3)  # lse itself is 1e4
+    x[1] = -math.inf  # a row of nothing but -inf
+    _, want, program = mix.lowered({})
+    a = one.Arguments({}, {n: c.options for n, c in mix.calls.items()}, *(dict.fromkeys(mix.calls, 1.0) for _ in "ab"))
+    found = one.visit(x, y, want, [1.0], program, a, torch.empty_like(x), shape=TINY)
+    truth, softmax = finish(plain.sums(x.double(), y, want, [1.0]), want, [1.0], 75)
+    for fact, value in found.facts.items():
+        torch.testing.assert_close(value.double(), truth[fact].double(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found.softmax.max.double(), softmax.max)
+
+
+@inside
+@pytest.mark.parametrize("where", ["beside", "in place", "nowhere"])
+def test_ignored_rows(where):
+    x, y = draw(5, 75)
+    x[1], x[3] = math.nan, math.nan
+    y[1], y[3] = -100, -100
+    mix = MIXES["ce, z, policy"]()
+    mix.check(x, y, ignore=True, where=where)
+    mix.check(x, y.clamp(min=0), valid=torch.tensor([True, False, True, False, True]), where=where)
+
+
+@inside
+def test_rows_without_gradient_are_written_too():
+    x, y = draw(4, 75)
+    mix = Mix(it=lambda logprob, count: -logprob * (count > 2))
+    given = mix.inputs(4)
+    given["count"] = torch.tensor([0, 3, 1, 4])
+    _, want, program = mix.lowered(given)
+    a = one.Arguments(given, {"it": {}}, {"it": 1.0}, {"it": 1.0})
+    out = torch.full_like(x, math.nan)
+    one.visit(x, y, want, [1.0], program, a, out, shape=TINY)
+    assert (out[[0, 2]] == 0).all() and (out[[1, 3]] != 0).all()
+
+
+@inside
+def test_no_rows():
+    mix = MIXES["ce, z, policy"]()
+    _, want, program = mix.lowered(mix.inputs(3))
+    a = one.Arguments(
+        mix.inputs(0), {n: c.options for n, c in mix.calls.items()}, *(dict.fromkeys(mix.calls, 1.0) for _ in "ab")
+    )
+    found = one.visit(torch.empty(0, 75), torch.empty(0, dtype=torch.long), want, [1.0], program, a, None)
+    assert found.values.shape == (3, 0)
+
+
+def lowered(**terms):
+    return Mix(**terms).lowered(Mix().inputs(7))[2]
+
+
+def test_options_are_arguments():
+    """A clip range that changes prints the same function; what depends on options alone is worked out in float64."""
+    low, high = lowered(it=hl.Term(LOSSES["grpo"], low=0.1)), lowered(it=hl.Term(LOSSES["grpo"], low=0.3, high=1e-9))
+    assert low.source == high.source
+    options = {"it": {"low": 0.1, "high": 0.2, "dual": None, "delta": None}}
+    assert sorted(set(low.options(options))) == [1 - 0.1, 1 + 0.2]
+
+
+def test_a_metric_that_cannot_be_printed_is_left_out():
+    def mixed(logprob):
+        return -logprob, {"rank": logprob.argsort(), "plain": logprob.exp()}
+
+    program = lowered(it=mixed)
+    assert program.metrics == ("it/plain",) and program.left_out == (("it/rank", "sort"),)
+    program = Mix((lambda logprob: logprob - logprob.mean(), "accuracy"), it=mixed).lowered({})[2]
+    assert program.metrics == ("it/plain", "accuracy")
+
+
+DISGUISED = {
+    "sum": lambda logprob: logprob * logprob.sum(), "view": lambda logprob: (logprob.view(1, -1) * 2).view(-1),
+    "expand": lambda logprob: logprob.expand(2, logprob.shape[0])[0], "cumsum": lambda logprob: logprob.cumsum(0),
+    "softmax": lambda logprob: logprob.softmax(0), "roll": lambda logprob: logprob.roll(1),
+    "size": lambda logprob: logprob / logprob.shape[0], "rand": lambda logprob: logprob * torch.rand_like(logprob),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DISGUISED)
+def test_functions_that_mix_rows_never_lower(name):
+    with pytest.raises(Unprintable):
+        lowered(it=DISGUISED[name])
+
+
+def test_the_loss_and_the_operation_are_named():
+    def angular(logprob):
+        return torch.atan2(logprob, logprob)
+
+    with pytest.raises(Unprintable, match="atan2 of angular"):
+        lowered(it=angular)
+
+
+if INSIDE:
+    from hypothesis import given, settings
+    from hypothesis import strategies as st
+
+    KNOWN = ("logprob", "lse", "entropy", "advantage", "old_logprob", "low")
+    UNARY = (
+        "x.exp()", "x.tanh()", "x.sigmoid()", "x.abs()", "-x", "F.softplus(x)", "F.logsigmoid(x)", "x**2", "F.relu(x)",
+        "x.clamp(-1.5, 2.0)", "(x * x + 1).log()", "(x * x + 0.5).sqrt()", "(x.abs() + 1) ** 1.7", "x.detach()",
+        "1 / (1 + x * x)", "x.expm1()", "F.silu(x)", "torch.round(x)",
+    )  # fmt: skip
+    BINARY = (
+        "x + y", "x - y", "x * y", "torch.minimum(x, y)", "torch.maximum(x, y)", "torch.where(x > y, x, 2 * y)",
+        "x / (1 + y * y)", "x.clamp(max=y)", "x * (y < 0.3)", "x.masked_fill(y > 1, 0.25)", "torch.logaddexp(x, y)",
+        "F.huber_loss(x, y, reduction='none')",
+    )  # fmt: skip
+    trees = st.recursive(
+        st.sampled_from(KNOWN) | st.floats(-3, 3, width=16).map(lambda x: f"torch.full_like(lse, {x})"),
+        lambda inner: st.tuples(st.sampled_from(UNARY), inner) | st.tuples(st.sampled_from(BINARY), inner, inner),
+        max_leaves=8,
+    )
+
+    def written(tree):
+        """A random function as text; `tanh` holds what an operation sees, so that nothing overflows."""
+        if isinstance(tree, str):
+            return tree
+        form, *inner = tree
+        for name, x in zip("xy", inner, strict=False):
+            form = re.sub(rf"\b{name}\b", f"(torch.tanh(({written(x)}) / 4) * 4)", form)
+        return form
+
+    X, TARGETS = draw(2, 19)
+
+    @settings(max_examples=12, deadline=None, derandomize=True)
+    @given(trees)
+    def test_random_functions(tree):
+        code = f"""
+def loss(logprob, lse, entropy, advantage, old_logprob, *, low=0.3):
+    low = low + torch.zeros_like(lse)
+    value = {written(tree)}
+    return value + 0 * logprob, {{"twice": 2 * value, "over": value > 0.1234}}
+"""
+        namespace = {"torch": torch, "F": F}
+        exec(code, namespace)
+        Mix(it=namespace["loss"]).check(X, TARGETS, close=5e-5)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from headloss.backends.kernels.visit import visit_kernel
 from headloss.backends.program import Program
-from headloss.backends.triton import LAUNCH, Rows, _check, _rows, _temperature
+from headloss.backends.triton import LAUNCH, _check, _rows, _temperature
 from headloss.facts import STUDENT, Fact, Softmax, Want
 
 Number = float | Tensor
@@ -89,17 +89,14 @@ class Shape(NamedTuple):
 
     warps: int
     loads: int
-    stages: int  # blocks under way at once; 0: two, in registers
-    pull_loads: int
-    pull_stages: int
-    resident: int = 0  # programs on each processor, which then take row after row; 0: a program for each row
 
 
-# by columns in hand: the first line whose bound is not below V.  Measured on an H200; see benchmarks/gpu_visit.py
+# by columns in hand: the first line whose bound is not below V.  Measured on an H200; see benchmarks/gpu_visit.py.
+# Second column: where more is summed than e^z, which needs registers.
 SHAPES = (
-    (2048, Shape(4, 1, 1, 1, 1)),
-    (65536, Shape(4, 4, 1, 4, 1)),
-    (1 << 31, Shape(16, 4, 1, 2, 1)),
+    (2048, Shape(4, 1), Shape(4, 1)),
+    (65536, Shape(8, 4), Shape(4, 8)),
+    (1 << 31, Shape(32, 4), Shape(32, 4)),
 )
 FEWEST = 264  # two rows for each of an H200's processors; fewer are swept faster in parts
 
@@ -153,7 +150,9 @@ def visit(
     # rows of both at the same place of a vector, or no wide loads: the stores decide
     apart = (raw.x_CV.stride(0) - out.x_CV.stride(0), raw.lead - out.lead)
     together = raw.vector == out.vector and not any(x % raw.vector for x in apart)
-    shape = shape or next(shape for most, shape in SHAPES if most >= V)
+    same = together and raw.line == out.line and not any(x % raw.line for x in apart)
+    paired = raw_CV.dtype == torch.bfloat16 and raw.vector > 1  # words of two are decoded in fewer steps
+    shape = shape or next(heavy if plan.heavy else light for most, light, heavy in SHAPES if most >= V)
     given = tuple(_temperature(T) for T in temperatures)
     inputs = tuple(_number(arguments.inputs[name], device) for name in program.inputs)
     bases = tuple(_number(arguments.bases[name], device) for name in program.terms)
@@ -161,11 +160,10 @@ def visit(
     looks = target_C is not None and (want.target or program.target or ignore)
     target = target_C if looks else None
     valid = None if valid_C is None else valid_C.contiguous()
-    programs = min(C, shape.resident * _processors(device)) if shape.resident else C
-    visit_kernel[(programs,)](
+    visit_kernel[(C,)](
         raw.x_CV, None if out_CV is None else out.x_CV, target, valid, found, best,
         given, inputs, bases, factors, program.options(arguments.options),
-        C, programs, V, raw.x_CV.stride(0), raw.lead, out.x_CV.stride(0), out.lead,
+        C, V, raw.x_CV.stride(0), raw.lead, out.x_CV.stride(0), out.lead,
         0 if target is None else target.stride(0), start, V if vocab is None else vocab, float(scale), softcap or 1.0,
         FN=program.function, SLOTS=plan.slots, **plan.flags,
         TARGET=target is not None, IGNORE=ignore and target is not None, VALID=valid is not None,
@@ -173,23 +171,15 @@ def visit(
         SCALED=scale != 1.0, CAPPED=softcap is not None,
         INPUT_ROWS=_kinds(inputs), BASE_KINDS=_kinds(bases), FACTOR_KINDS=_kinds(factors),
         LINE=raw.line, VEC=raw.vector, OUT_LINE=out.line, OUT_VEC=out.vector, RAW_VEC=raw.vector if together else 1,
-        K=shape.loads, L=32 * shape.warps, J=16 // raw_CV.element_size(), STAGES=shape.stages,
-        PULL_BLOCK=_pull_block(shape, out), PULL_STAGES=shape.pull_stages, num_warps=shape.warps, **LAUNCH,
+        SAME=same, PAIRED=paired, K=shape.loads, L=32 * shape.warps, J=16 // raw_CV.element_size(),
+        num_warps=shape.warps, **LAUNCH,
     )  # fmt: skip
     return result
 
 
-@functools.cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-
-
-def _pull_block(shape: Shape, out: Rows) -> int:
-    return 32 * shape.warps * shape.pull_loads * (16 // out.x_CV.element_size())
-
-
 class _Plan(NamedTuple):
     slots: int
+    heavy: bool  # whether more is summed than e^z
     ends: tuple[int, ...]  # where softmax, facts, values, metrics and cotangents begin among the slots
     flags: dict[str, Any]
 
@@ -214,7 +204,8 @@ def _plan(program: Program) -> _Plan:
         1 + len(want.temperatures), len(want.facts) - want.argmax, len(program.terms), len(program.metrics),
         len(program.cotangents), len(program.input_cotangents),
     )  # fmt: skip
-    return _Plan(sum(sizes), (0, *itertools.accumulate(sizes)), flags)
+    heavy = len(want.temperatures) > 1 or want.argmax or want.total or any((*flags["WANT_X"], *flags["WANT_Q"]))
+    return _Plan(sum(sizes), heavy, (0, *itertools.accumulate(sizes)), flags)
 
 
 def _number(x: Number, device: torch.device) -> Number:

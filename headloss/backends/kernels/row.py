@@ -1,0 +1,295 @@
+# mypy: ignore-errors
+"""The two sweeps of a visit over one row: `read` sums it up, `write` puts its gradient in its place, backwards.
+
+Dimension key:  K loads in flight   L lanes (threads)   J columns of a lane in each load   W columns of a stored word
+
+A block is K x (L, J) columns.  Each lane keeps its own partial, so nothing waits for another warp inside a loop; there
+are many warps instead, whose loads and exponentials overlap.  The row's last block, which is cut, is read before the
+loop and kept for the second sweep.  See logits.py for boundaries and sums.py and pull.py for the algebra.
+"""
+
+import triton
+import triton.language as tl
+
+from headloss.backends.kernels.logits import FLOOR, logits
+from headloss.backends.kernels.pull import slopes
+
+LOWEST = tl.constexpr(-1.0e7)  # at or below is -inf: further down the rounding of z / T alone could overflow
+
+
+@triton.jit
+def take(raw, at, go, stop, MASKED: tl.constexpr, POLICY: tl.constexpr, K: tl.constexpr, PAIRED: tl.constexpr):
+    """A block as it is stored, K x (L, J); PAIRED: as words of two bfloat16, which `decode` in fewer steps.
+
+    MASKED: only vectors from `go` to `stop`.
+    """
+    x = ()
+    for k in tl.static_range(K):
+        here = at + k * (at.shape[0] * at.shape[1])
+        if PAIRED:
+            if MASKED:
+                word = tl.load(raw + here, mask=(here >= go // 2) & (here < stop // 2), other=0)
+            else:
+                word = tl.load(raw + here, eviction_policy=POLICY)
+        else:
+            if MASKED:
+                word = tl.load(raw + here, mask=(here >= go) & (here < stop), other=0.0)
+            else:
+                word = tl.load(raw + here, eviction_policy=POLICY)
+        x = x + (word,)
+    return x
+
+
+@triton.jit
+def decode(x, scale, cap, SCALED: tl.constexpr, CAPPED: tl.constexpr, PAIRED: tl.constexpr):
+    """Logits (L, J) from a block as it is stored."""
+    if PAIRED:
+        even = (x << 16).to(tl.float32, bitcast=True)
+        odd = (x & -65536).to(tl.float32, bitcast=True)
+        x = tl.join(even, odd).reshape(x.shape[0], 2 * x.shape[1])
+    return logits(x, scale, cap, SCALED, CAPPED)
+
+
+@triton.jit
+def absorb(z, m, best, block, S, X, Q, c, WANT_X: tl.constexpr, WANT_Q: tl.constexpr, BEST: tl.constexpr):
+    """Take a block z, K x (L, J), into the lanes' partials (L,), every reduction within a thread.
+
+    As in sums.py, but in each temperature a lane measures from the whole number below m c: t = z c - origin is then one
+    operation, and differences of origins are exact.
+    """
+    new = m
+    for n in tl.static_range(len(z)):
+        top = tl.max(z[n], axis=1)
+        if BEST:
+            best = tl.where(top > new, block * len(z) + n, best)  # strictly above: a tie keeps the earlier load
+        new = tl.maximum(new, top)
+    S_, X_, Q_ = (), (), ()
+    for i in tl.static_range(len(c)):
+        origin = tl.floor(new * c[i])
+        d = tl.floor(m * c[i]) - origin
+        k = tl.exp2(d)
+        s, x, q = k * S[i], X[i], Q[i]
+        if WANT_X[i]:
+            x = k * (x + d * S[i])
+        if WANT_Q[i]:
+            q = k * k * q
+        for n in tl.static_range(len(z)):
+            t = tl.fma(z[n], c[i] + tl.zeros_like(z[n]), -origin[:, None] + tl.zeros_like(z[n]))
+            e = tl.exp2(t)
+            s += tl.sum(e, axis=1)
+            if WANT_X[i]:
+                x += tl.sum(e * tl.maximum(t, FLOOR), axis=1)
+            if WANT_Q[i]:
+                q += tl.sum(e * e, axis=1)
+        S_ = S_ + (s,)
+        X_ = X_ + (x,)
+        Q_ = Q_ + (q,)
+    return new, best, S_, X_, Q_
+
+
+@triton.jit
+def gradient(
+    z, origin, c, k, cap,
+    A: tl.constexpr, B: tl.constexpr, E: tl.constexpr, C: tl.constexpr, CAPPED: tl.constexpr,
+):  # fmt: skip
+    """The dense part; `k` has four numbers for each temperature: a, b, e, c over T, as factors of 2^t, not of p."""
+    g = tl.zeros_like(z)
+    for i in tl.static_range(len(c)):
+        if A[i] or B[i] or E[i]:
+            t = tl.fma(z, c[i] + tl.zeros_like(z), tl.zeros_like(z) - origin[i])
+            u = tl.exp2(t)
+            slope = k[4 * i] + 0.0
+            if B[i]:
+                slope = slope + k[4 * i + 1] * tl.maximum(t, FLOOR)
+            if E[i]:
+                slope = slope + k[4 * i + 2] * u
+            g += u * slope
+        if C[i]:
+            g += k[4 * i + 3]
+    return slopes(g, z, 1.0, cap, False, CAPPED)
+
+
+@triton.jit
+def inner(skew, end, VEC: tl.constexpr):
+    """The vectors that lie whole in a row: from where, and to where."""
+    return tl.multiple_of((skew + VEC - 1) // VEC * VEC, VEC), tl.multiple_of(end // VEC * VEC, VEC)
+
+
+@triton.jit
+def rim(low, high, whole_low, whole_high, VEC: tl.constexpr):
+    """The row's ragged ends, fewer than VEC columns each: their columns, and which of those are there."""
+    v = tl.arange(0, 2 * VEC)
+    at = tl.where(v < VEC, whole_low, whole_high) + v - VEC
+    before = (at >= low) & (at < high)
+    after = (at >= tl.maximum(whole_high, whole_low)) & (at < high)
+    return at, tl.where(v < VEC, before, after)
+
+
+@triton.jit
+def zeros(out, skew, end, VEC: tl.constexpr, BLOCK: tl.constexpr):
+    """A row of zeros; `out` stands on a boundary."""
+    whole_low, whole_high = inner(skew, end, VEC)
+    kind = out.dtype.element_ty
+    j = tl.arange(0, BLOCK)
+    for block in range(0, tl.cdiv(end, BLOCK)):
+        at = block * BLOCK + j
+        tl.store(out + at, tl.zeros([BLOCK], kind), mask=(at >= whole_low) & (at < whole_high))
+    ragged, ends = rim(skew, end, whole_low, whole_high, VEC)
+    tl.store(out + ragged, tl.zeros([2 * VEC], kind), mask=ends)
+
+
+@triton.jit
+def blocks(skew, end, LINE: tl.constexpr, VEC: tl.constexpr, BLOCK: tl.constexpr):
+    """The blocks that lie whole in a row, from the first to before the last."""
+    first = 0
+    if LINE > VEC:  # else every row starts on a boundary
+        first = (skew > 0).to(tl.int32)
+    return first, tl.maximum(end // BLOCK, first)
+
+
+@triton.jit
+def take_in(
+    x, at, skew, end, m, best, block, S, X, Q, total, centre, c, scale, cap, MASKED: tl.constexpr,
+    TOTAL: tl.constexpr, BEST: tl.constexpr, WANT_X: tl.constexpr, WANT_Q: tl.constexpr,
+    SCALED: tl.constexpr, CAPPED: tl.constexpr, PAIRED: tl.constexpr,
+):  # fmt: skip
+    """A stored block, from column `at` (L, J) on, into the lanes' partials."""
+    z = ()
+    for n in tl.static_range(len(x)):
+        value = decode(x[n], scale, cap, SCALED, CAPPED, PAIRED)
+        if MASKED:
+            here = at + n * (at.shape[0] * at.shape[1])
+            good = (here >= skew) & (here < end)
+            if TOTAL:
+                total += tl.sum(tl.where(good, value - centre, 0.0), axis=1)
+            value = tl.where(good, value, -float("inf"))
+        else:
+            if TOTAL:
+                total += tl.sum(value - centre, axis=1)
+        z = z + (value,)
+    m, best, S, X, Q = absorb(z, m, best, block, S, X, Q, c, WANT_X, WANT_Q, BEST)
+    return m, best, S, X, Q, total
+
+
+@triton.jit
+def read(
+    raw, skew, end, c, scale, cap,
+    TOTAL: tl.constexpr, BEST: tl.constexpr, WANT_X: tl.constexpr, WANT_Q: tl.constexpr,
+    SCALED: tl.constexpr, CAPPED: tl.constexpr, LINE: tl.constexpr, VEC: tl.constexpr, POLICY: tl.constexpr,
+    PAIRED: tl.constexpr, K: tl.constexpr, L: tl.constexpr, J: tl.constexpr,
+):  # fmt: skip
+    """The first sweep: what each lane has seen of the row, and the row's last block as it is stored."""
+    BLOCK: tl.constexpr = K * L * J
+    W: tl.constexpr = 2 if PAIRED else 1  # columns of a word
+    S, X, Q = (), (), ()
+    for _i in tl.static_range(len(c)):
+        S = S + (tl.zeros([L], tl.float32),)
+        X = X + (tl.zeros([L], tl.float32),)
+        Q = Q + (tl.zeros([L], tl.float32),)
+    m = tl.full([L], LOWEST, tl.float32)
+    best = tl.zeros([L], tl.int32)
+    total = tl.zeros([L], tl.float32)
+    centre = 0.0
+    if TOTAL:  # any logit of the row is near enough to keep the digits of a sum
+        centre = logits(tl.load(raw + skew), scale, cap, SCALED, CAPPED)
+        centre = tl.where(tl.abs(centre) < -LOWEST, centre, 0.0)
+    words = raw
+    if PAIRED:
+        words = raw.to(tl.pointer_type(tl.int32))
+    j = tl.arange(0, L)[:, None] * J + tl.arange(0, J)[None, :]
+    w = tl.arange(0, L)[:, None] * (J // W) + tl.arange(0, J // W)[None, :]
+    first, last = blocks(skew, end, LINE, VEC, BLOCK)
+    go = tl.multiple_of(skew // VEC * VEC, VEC)
+    stop = tl.multiple_of((end + VEC - 1) // VEC * VEC, VEC)
+    # The last block is cut, so it cannot be part of the loop; loaded now, it is there when its turn comes.
+    # Whole vectors, masked afterwards: a 16-byte vector with one good element can be read without harm.
+    tail = take(words, last * (BLOCK // W) + w, go, stop, True, POLICY, K, PAIRED)
+    if LINE > VEC:
+        for _head in range(0, first):
+            h = take(words, w, go, stop, True, POLICY, K, PAIRED)
+            m, best, S, X, Q, total = take_in(
+                h, j, skew, end, m, best, 0, S, X, Q, total, centre, c, scale, cap,
+                True, TOTAL, BEST, WANT_X, WANT_Q, SCALED, CAPPED, PAIRED,
+            )  # fmt: skip
+    for block in tl.range(first, last, num_stages=1):
+        x = take(words, block * (BLOCK // W) + w, 0, 0, False, POLICY, K, PAIRED)
+        m, best, S, X, Q, total = take_in(
+            x, j, skew, end, m, best, block, S, X, Q, total, centre, c, scale, cap,
+            False, TOTAL, BEST, WANT_X, WANT_Q, SCALED, CAPPED, PAIRED,
+        )  # fmt: skip
+    if end > last * BLOCK:
+        m, best, S, X, Q, total = take_in(
+            tail, last * BLOCK + j, skew, end, m, best, last, S, X, Q, total, centre, c, scale, cap,
+            True, TOTAL, BEST, WANT_X, WANT_Q, SCALED, CAPPED, PAIRED,
+        )  # fmt: skip
+    top = tl.max(m, axis=0)
+    argmax = tl.zeros([], tl.int32)
+    if BEST:
+        # every lane that holds the maximum knows in which load it first saw it; the lowest column is in the lowest
+        load = tl.min(tl.where(m == top, best, 2147483647), axis=0)
+        spot = tl.where(top > LOWEST, load, 0) * (L * J)
+        (there,) = take(words, spot // W + w, go, stop, True, POLICY, 1, PAIRED)
+        spot += j
+        match = (spot >= skew) & (spot < end) & (decode(there, scale, cap, SCALED, CAPPED, PAIRED) == top)
+        seen = tl.min(tl.min(tl.where(match, spot, 2147483647), axis=1), axis=0)
+        argmax = tl.where(top > LOWEST, seen - skew, 0)
+    return m, top, argmax, S, X, Q, tl.sum(total, axis=0), centre, tail
+
+
+@triton.jit
+def emit(
+    x, out, at, low, high, origin, c, k, scale, cap, MASKED: tl.constexpr, PAIRED: tl.constexpr,
+    A: tl.constexpr, B: tl.constexpr, E: tl.constexpr, C: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr,
+):  # fmt: skip
+    """The gradient of a stored block."""
+    for n in tl.static_range(len(x)):
+        here = at + n * (at.shape[0] * at.shape[1])
+        g = gradient(decode(x[n], scale, cap, SCALED, CAPPED, PAIRED), origin, c, k, cap, A, B, E, C, CAPPED)
+        g = g.to(out.dtype.element_ty)
+        if MASKED:
+            tl.store(out + here, g, mask=(here >= low) & (here < high), cache_modifier=".cs")
+        else:
+            tl.store(out + here, g, cache_modifier=".cs")
+
+
+@triton.jit
+def write(
+    raw, out, skew, end, tail, origin, c, k, at_target, picked, column, here, scale, cap,
+    A: tl.constexpr, B: tl.constexpr, E: tl.constexpr, C: tl.constexpr, PICK: tl.constexpr,
+    SCALED: tl.constexpr, CAPPED: tl.constexpr, LINE: tl.constexpr, VEC: tl.constexpr, SAME: tl.constexpr,
+    PAIRED: tl.constexpr, K: tl.constexpr, L: tl.constexpr, J: tl.constexpr,
+):  # fmt: skip
+    """The second sweep: the gradient of a row, from its end to its beginning; see pull.py."""
+    BLOCK: tl.constexpr = K * L * J
+    W: tl.constexpr = 2 if PAIRED else 1
+    kind = out.dtype.element_ty
+    words = raw
+    if PAIRED:
+        words = raw.to(tl.pointer_type(tl.int32))
+    low, high = inner(skew, end, VEC)
+    j = tl.arange(0, L)[:, None] * J + tl.arange(0, J)[None, :]
+    w = tl.arange(0, L)[:, None] * (J // W) + tl.arange(0, J // W)[None, :]
+    first, last = blocks(skew, end, LINE, VEC, BLOCK)
+    ragged, ends = rim(skew, end, low, high, VEC)
+    x_ends = tl.load(raw + ragged, mask=ends, other=0.0)  # early: its latency hides behind the blocks
+    tl.debug_barrier()  # every warp has seen what it needs of the row before any may overwrite it
+    if not SAME:
+        tail = take(words, last * (BLOCK // W) + w, low, high, True, "evict_first", K, PAIRED)
+    emit(tail, out, last * BLOCK + j, low, high, origin, c, k, scale, cap, True, PAIRED, A, B, E, C, SCALED, CAPPED)
+    for back in tl.range(first, last, num_stages=1):
+        block = last - 1 + first - back
+        x = take(words, block * (BLOCK // W) + w, 0, 0, False, "evict_first", K, PAIRED)
+        emit(x, out, block * BLOCK + j, 0, 0, origin, c, k, scale, cap, False, PAIRED, A, B, E, C, SCALED, CAPPED)
+    if LINE > VEC:
+        for _head in range(0, first):
+            h = take(words, w, low, high, True, "evict_first", K, PAIRED)
+            emit(h, out, j, low, high, origin, c, k, scale, cap, True, PAIRED, A, B, E, C, SCALED, CAPPED)
+    if (low > skew) | (high < end):
+        z_ends = logits(x_ends, scale, cap, SCALED, CAPPED)
+        tl.store(out + ragged, gradient(z_ends, origin, c, k, cap, A, B, E, C, CAPPED).to(kind), mask=ends)
+    if PICK:  # noqa: SIM102, known before the kernel runs
+        if here:  # one store instead of a comparison for every column
+            z_y = logits(picked, scale, cap, SCALED, CAPPED)
+            g_y = gradient(z_y, origin, c, k, cap, A, B, E, C, CAPPED) + slopes(at_target, z_y, 1.0, cap, False, CAPPED)
+            tl.debug_barrier()
+            tl.store(out + column, g_y.to(kind))
