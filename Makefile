@@ -80,3 +80,27 @@ BESIDE = $(PIP) --no-deps --target .venv/stacks
 .venv/ready: .venv/stacks/ready pyproject.toml
 	$(PIP) --no-build-isolation --no-deps --editable .
 	touch $@
+
+# What takes long, on demand: each writes a file of benchmarks/results.  JOBS faults at a time.  DEVICE=cuda on a GPU.
+.PHONY: mutants properties soak long-run cold-start suite
+JOBS ?= 2
+DEVICE ?= cpu
+MINUTES ?= 10
+
+mutants: .venv/ready
+	OMP_NUM_THREADS=1 $(BIN)/python -m proof.mutants --jobs $(JOBS)
+
+properties: .venv/ready
+	PROPERTIES=properties OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/properties --slow -o timeout=3000
+
+soak: .venv/ready
+	$(BIN)/python -m proof.soak --minutes $(MINUTES) --device $(DEVICE)
+
+long-run: .venv/ready
+	$(BIN)/python -m proof.long_run --device $(DEVICE)
+
+cold-start: .venv/ready
+	$(BIN)/python -m proof.cold_start --device $(DEVICE)
+
+suite: .venv/ready
+	$(BIN)/python -m benchmarks.suite --device $(DEVICE)

@@ -1,7 +1,8 @@
 """Rebuild what the documents take from the code: `make docs`, or `python docs/build.py`.
 
-docs/losses.md is made whole.  README.md and docs/performance.md have marked places, <!-- name --> to <!-- /name -->,
-filled from the losses, from `explain`, and from the benchmarks' result files; no number is typed by hand.
+docs/losses.md and docs/faults.md are made whole.  README.md, docs/performance.md and docs/trust.md have marked places,
+<!-- name --> to <!-- /name -->, filled from the losses, from `explain`, and from the result files; no number is typed
+by hand.
 """
 
 # ruff: noqa: RUF001  (the pages have multiplication signs and dashes)
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,11 @@ import headloss as hl
 from headloss.cli import losses
 
 ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+from proof import tables  # noqa: E402
+
 PERFORMANCE = ROOT / "docs" / "performance.md"
+TRUST = ROOT / "docs" / "trust.md"
 RESULTS = ROOT / "benchmarks" / "results"
 Record = dict[str, Any]
 
@@ -31,6 +37,8 @@ def pages() -> dict[Path, str]:
         ROOT / "README.md": filled(ROOT / "README.md", readme),
         ROOT / "docs" / "losses.md": losses.markdown(),
         PERFORMANCE: filled(PERFORMANCE, measurements()),
+        TRUST: filled(TRUST, tables.places()),
+        ROOT / "docs" / "faults.md": tables.faults(),
     }
 
 

@@ -15,7 +15,8 @@ Record = dict[str, Any]
 def places() -> dict[str, str]:
     """The marked places of docs/trust.md."""
     makers = {"faults": _faults, "properties": _properties, "soak": _soak, "cold": _cold, "long_run": _long_run}
-    return {name: make() + "\n" for name, make in makers.items()} | {"suite": _suite() + "\n"}
+    made = {name: make() + "\n" for name, make in makers.items()} | {"suite": _suite() + "\n"}
+    return {name: text if text.strip() else "Not run yet.\n" for name, text in made.items()}
 
 
 def faults() -> str:
@@ -75,6 +76,8 @@ GROUPS = {
 
 
 def _properties() -> str:
+    if not (RESULTS / "properties.json").exists():
+        return ""
     record = _read("properties")
     drawn = record["drawn"]
     verdict = "none failed" if not record["failed"] else f"{record['failed']} failed"
@@ -115,7 +118,7 @@ def _cold() -> str:
             f"cache they left), {len(cold['failed'])} failed, {cold['different results']} result between them. "
             f"{_about(record)} {_link(path.stem)}"
         )
-    return "\n\n".join(lines) or "Not run yet."
+    return "\n\n".join(lines)
 
 
 def _long_run() -> str:
@@ -155,7 +158,7 @@ def _suite() -> str:
             grows[r["grows"]].append(f"{place:,}: {r['ratio']:.3f}×")
         made += ["", "| headloss, times the floor, as this grows | |", "|---|---|"]
         made += [f"| {what} | {', '.join(values)} |" for what, values in grows.items()]
-    return "\n".join(made) or "Not run yet."
+    return "\n".join(made)
 
 
 def _time(row: Record | None) -> str:
