@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import time
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -26,14 +26,31 @@ if TYPE_CHECKING:
     from headloss.bound import BoundLoss, Planned
 
 
-class Launched(NamedTuple):
-    loss: Tensor
-    facts: dict[Fact, Tensor]
-    softmax: Softmax
-    by_fact: dict[Fact, Tensor]
-    by_input: dict[str, Tensor]
-    grads: Grads | None
-    normaliser: Tensor | None
+class Launched:
+    """What a visit in one launch leaves behind: a `passes.Result` whose parts are cut out when something asks."""
+
+    def __init__(self, loss: Tensor, visited: Visited, grads: Grads | None, normaliser: Tensor | None) -> None:
+        self.loss, self.visited, self.grads, self.normaliser = loss, visited, grads, normaliser
+
+    @functools.cached_property
+    def facts(self) -> dict[Fact, Tensor]:
+        return self.visited.facts
+
+    def rest(self) -> Launched:
+        """See `passes.Result.rest`."""
+        return Launched(self.loss.detach(), self.visited, None, self.normaliser)
+
+    @property
+    def softmax(self) -> Softmax:
+        return self.visited.softmax
+
+    @property
+    def by_fact(self) -> dict[Fact, Tensor]:
+        return self.visited.cotangents
+
+    @property
+    def by_input(self) -> dict[str, Tensor]:
+        return self.visited.input_cotangents
 
 
 def launch(sweep: Sweep, loss: BoundLoss, needs: tuple[bool, ...]) -> Launched:
@@ -51,11 +68,7 @@ def launch(sweep: Sweep, loss: BoundLoss, needs: tuple[bool, ...]) -> Launched:
         if "compiling" not in sweep.times:
             sweep.times["compiling"] = time.perf_counter() - begun
     visited = Visited.join(seen)
-    grads = sweep.grads(head) if grad else None
-    return Launched(
-        weighed.report(visited), visited.facts, visited.softmax, visited.cotangents, visited.input_cotangents, grads,
-        weighed.normaliser,
-    )  # fmt: skip
+    return Launched(weighed.report(visited), visited, sweep.grads(head) if grad else None, weighed.normaliser)
 
 
 class _Weighed:

@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from headloss.facts import CONSTANT, Fact, Softmax
 from headloss.heads import Grads, outside_autocast
-from headloss.one_launch import launch
+from headloss.one_launch import Launched, launch
 from headloss.sources import with_tensors, without_tensors
 from headloss.sweeps import Loss, Sweep, scaled
 
@@ -31,15 +31,19 @@ class Result(NamedTuple):
     grads: Grads | None = None  # made in the visit
     normaliser: Tensor | None = None  # what grads and cotangents from a visit still have to be multiplied with
 
+    def rest(self) -> Result:
+        """What a later pull needs: not the loss, which would keep the graph alive that holds it, nor the gradients."""
+        return self._replace(loss=self.loss.detach(), grads=None)
+
 
 @outside_autocast
-def run(sweep: Sweep, loss: Loss | None, needs: tuple[bool, ...]) -> Result:
+def run(sweep: Sweep, loss: Loss | None, needs: tuple[bool, ...]) -> Result | Launched:
     """The forward pass: facts, loss, and whatever of the gradient can be had in the same visit."""
     if loss is None:
         facts, softmax = sweep.facts()
         return Result(softmax.max.new_zeros(()), facts, softmax, {}, {})
     if sweep.program is not None and loss.chunks:
-        return Result(*launch(sweep, loss, needs))  # type: ignore[arg-type]
+        return launch(sweep, loss, needs)  # type: ignore[arg-type]
     if any(needs) and loss.chunks:
         facts, softmax, by_fact, by_input, grads = sweep.visit(loss.chunks, loss.chunk, needs)
         value, _ = loss.whole(facts, grad=False)
@@ -50,7 +54,7 @@ def run(sweep: Sweep, loss: Loss | None, needs: tuple[bool, ...]) -> Result:
     return Result(value, facts, softmax, by_fact_, by_input_)
 
 
-def settle(sweep: Sweep, result: Result, needs: tuple[bool, ...]) -> Grads:
+def settle(sweep: Sweep, result: Result | Launched, needs: tuple[bool, ...]) -> Grads:
     """The gradients of the loss, without autograd."""
     if result.grads is None:
         return sweep.pull(result.facts, result.softmax, result.by_fact, needs)
@@ -65,31 +69,31 @@ class Head(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         result = run(sweep, loss, needs)
         sweep.close()
-        outputs = [sweep.rows.put(result.facts[f]) for f in sweep.want.facts]
+        facts = result.facts
+        outputs = [sweep.rows.put(facts[f]) for f in sweep.want.facts]
         ctx.mark_non_differentiable(*(x for f, x in zip(sweep.want.facts, outputs, strict=True) if f.name in CONSTANT))
         ctx.count = len(sweep.source.tensors)
         ctx.save_for_backward(*tensors[: ctx.count])
         ctx.sweep, ctx.needs = sweep.replace(without_tensors(sweep.source)), needs
-        ctx.facts = {f: x.detach() for f, x in result.facts.items()}
-        ctx.softmax, ctx.by_fact, ctx.grads = result.softmax, result.by_fact, result.grads
+        ctx.result, ctx.grads = result.rest(), result.grads
         ctx.inputs = [] if loss is None else [loss.shaped(n, result.by_input.get(n)) for n in loss.wants_grad]
-        ctx.normaliser = result.normaliser
         ctx.overwritten = result.grads is not None and getattr(sweep.source, "inplace", False)
         return (result.loss, *outputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g_loss: Tensor | None, *g_facts: Tensor | None) -> Any:
-        sweep, tensors = ctx.sweep, ctx.saved_tensors  # looked at in any case: they must not have been written to
+        sweep, result = ctx.sweep, ctx.result
+        tensors = ctx.saved_tensors  # looked at in any case: they must not have been written to
         pending = {f: sweep.rows.take(g) for f, g in zip(sweep.want.facts, g_facts, strict=True) if g is not None}
         grads, by_input = None, [None] * len(ctx.inputs)
         if g_loss is not None:
-            scale = g_loss if ctx.normaliser is None else g_loss * ctx.normaliser
+            scale = g_loss if result.normaliser is None else g_loss * result.normaliser
             if ctx.grads is not None:
                 grads = scaled(ctx.grads, scale, sweep.backend)
                 ctx.grads = None  # handed over: a second backward makes them again
             else:
-                for fact, cotangent in ctx.by_fact.items():
+                for fact, cotangent in result.by_fact.items():
                     pulled = scale * cotangent
                     pending[fact] = pending[fact] + pulled if fact in pending else pulled
             by_input = [None if g is None else scale * g for g in ctx.inputs]
@@ -100,7 +104,7 @@ class Head(torch.autograd.Function):
             )
         if pending and any(ctx.needs):
             sweep = sweep.replace(with_tensors(sweep.source, tensors))
-            more = sweep.pull(ctx.facts, ctx.softmax, pending, ctx.needs)
+            more = sweep.pull(result.facts, result.softmax, pending, ctx.needs)
             sweep.close()
             grads = more if grads is None else Grads(*(_add(x, y) for x, y in zip(grads, more, strict=True)))
         names = ("logits",) if ctx.count == 1 else ("hidden", "weight", "bias")
