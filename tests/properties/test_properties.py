@@ -243,6 +243,20 @@ def test_any_budget_and_any_way(random: standard.Random) -> None:
         oracle.check(oracle.run(wanted, p, memory=memory(random, p), how=way(random, wanted, p)), first, TIGHT)
 
 
+@given(RANDOM)
+def test_any_tile(random: standard.Random) -> None:
+    """The torch sweeps walk the rows in tiles of any size, also where one row is left for the last."""
+    example()
+    wanted = drawn.objective(random)
+    p = problem(random, wanted)
+    whole = oracle.run(wanted, p)
+    before, sweep.TILE_BYTES = sweep.TILE_BYTES, {"cpu": random.choice((1, 2, 3, 4, 5)) * 8 * p.vocab}
+    try:
+        oracle.check(oracle.run(wanted, p, memory=memory(random, p)), whole, TIGHT)
+    finally:
+        sweep.TILE_BYTES = before
+
+
 # Splitting
 
 
