@@ -245,3 +245,134 @@ def test_teachers_kernels_compile_without_spills(name, tmp_path):
         assert len(re.findall(r"LDG\.E\.EF\.128", code)) >= 4, "both rows are read 16 bytes at a time"
         for loop in loops(code):
             assert not re.search(r"BAR\.SYNC|SHFL", loop), "lanes wait for each other inside the loop"
+
+
+# ---------------------------------------------------------------- one launch
+
+visits = import_module("headloss.backends.triton_visit")
+from headloss import Term  # noqa: E402
+from headloss.backends.kernels.visit import visit_kernel  # noqa: E402
+from headloss.backends.program import lower  # noqa: E402
+from headloss.facts import Want  # noqa: E402
+from headloss.losses import cross_entropy, entropy_bonus, focal, grpo, z_loss  # noqa: E402
+from headloss.metrics import read_metrics  # noqa: E402
+from headloss.plan import Shape as Layout  # noqa: E402
+from headloss.plan import trace  # noqa: E402
+
+VISIT_INTS = ("N", "V", "stride", "lead", "out_stride", "out_lead", "target_stride", "start", "vocab")
+
+
+def program_of(metrics, terms):
+    import torch
+
+    calls = {name: term.call(None, {}) for name, term in terms.items()}
+    own = list(read_metrics(metrics))
+    layouts = {n: Layout("row", torch.float32, ()) for call in calls.values() for n in call.input_names}
+    traces = {n: trace(call, layouts, torch.float32, "cpu", False) for n, call in calls.items()}
+    facts = [f for n, call in calls.items() for f in call.facts if f not in traces[n].unused]
+    want = Want([*facts, *(f for _, call in own for f in call.facts)])
+    program = lower({n: (calls[n], traces[n]) for n in calls}, want, layouts, own)
+    return program, program.options({n: call.options for n, call in calls.items()})
+
+
+class Visit(Built):
+    """The one-launch kernel of some terms, as a call with logits of this dtype and width would build it."""
+
+    def __init__(self, dtype, V, metrics=(), *, aligned=True, capped=False, **terms):
+        program, numbers = program_of(list(metrics), terms)
+        plan = visits._plan(program)
+        shape = next(heavy if plan.heavy else light for most, light, heavy in visits.SHAPES if most >= V)
+        vec, n = WIDE[dtype], len(program.want.temperatures)
+        line = vec if aligned else 8 * vec
+        signature = dict.fromkeys(VISIT_INTS, "i32") | {"scale": "fp32", "cap": "fp32", "target": "*i64"}
+        signature |= {"raw": f"*{dtype}", "out": f"*{dtype}", "found": "*fp32", "temperatures": ("fp32",) * n}
+        signature |= {"inputs": ("*fp32",) * len(program.inputs), "numbers": ("fp32",) * len(numbers)}
+        signature |= {"bases": ("*fp32",) * len(program.terms), "factors": ("fp32",) * len(program.terms)}
+        constants = {
+            "FN": program.function, "SLOTS": plan.slots, **plan.flags, "TARGET": True, "IGNORE": False, "VALID": False,
+            "GRADIENT": True, "PER_ROW": (False,) * n, "SCALED": capped, "CAPPED": capped, "valid": None,
+            "INPUT_ROWS": (1,) * len(program.inputs), "BASE_KINDS": (1,) * len(program.terms),
+            "FACTOR_KINDS": (-1,) * len(program.terms), "LINE": line, "VEC": vec, "OUT_LINE": line, "OUT_VEC": vec,
+            "RAW_VEC": vec, "SAME": True, "PAIRED": dtype == "bf16", "K": shape.loads, "L": 32 * shape.warps, "J": vec,
+        }  # fmt: skip
+        if program.want.argmax:
+            signature["best_out"] = "*i64"
+        else:
+            constants["best_out"] = None
+        names = visit_kernel.arg_names
+        aligned_arguments = {(names.index(k),): [["tt.divisibility", 16]] for k in ("raw", "out", "found")}
+        source = ASTSource(
+            visit_kernel, {k: signature.get(k, "constexpr") for k in names}, constants, aligned_arguments
+        )
+        options = {"num_warps": shape.warps, **backend.LAUNCH}
+        self.cubin = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["cubin"]
+
+
+CE = {"ce": Term(cross_entropy)}
+MIX = {**CE, "z": Term(z_loss, weight=1e-4), "rl": Term(grpo)}
+VISITS = {
+    "32000": lambda: Visit("bf16", 32000, **CE),
+    "32000, a mix": lambda: Visit("bf16", 32000, ("entropy", "accuracy"), **MIX),
+    "50257": lambda: Visit("bf16", 50257, aligned=False, **CE),
+    "32000 float32": lambda: Visit("fp32", 32000, **CE),
+    "128256": lambda: Visit("bf16", 128256, **CE),
+    "128256, a mix": lambda: Visit("bf16", 128256, ("entropy", "accuracy"), **MIX),
+    "every kind of coefficient": lambda: Visit(
+        "fp16", 32000, ("accuracy",), capped=True, ce=Term(cross_entropy, label_smoothing=0.1),
+        bonus=Term(entropy_bonus), it=Term(focal, gamma=1.5),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", VISITS)
+def test_one_launch_compiles_for_hopper(name, tmp_path):
+    built = VISITS[name]()
+    usage = re.search(r"REG:(\d+) STACK:(\d+)", built.dump("--dump-resource-usage", tmp_path))
+    assert usage is not None
+    code = built.dump("-sass", tmp_path)
+    found = [loop for loop in loops(code) if loop.count("MUFU.EX2") >= 16]
+    assert len(found) >= 2, "two sweeps"
+    for loop in found:
+        assert not re.search(r"BAR\.SYNC|SHFL", loop), "lanes wait for each other inside the loop"
+        assert not re.search(r"LDL|STL", loop), "spills inside the loop"
+        assert re.search(r"LDG\S*\.128", loop) and not re.search(r"LDG\S*\.U16", loop)
+    # 32 warps leave 64 registers a lane: what the loops do not need may be put aside while they run
+    assert int(usage[2]) <= (128 if name.startswith("128256") else 0), usage
+
+
+def test_every_printed_operation_compiles():
+    """One graph with a good part of the table in it, forward and backward."""
+    import torch
+    import torch.nn.functional as F
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    from headloss.backends.lower import pointwise
+
+    def many(x, y, n):
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            parts = [
+                x.exp(), x.expm1(), x.log1p(), x.log(), x.sqrt(), x**2.5, x.sigmoid(), x.tanh(), F.softplus(x),
+                F.logsigmoid(x), F.silu(x), F.gelu(x), F.elu(x), F.huber_loss(x, y, reduction="none"), x.sin(), x.erf(),
+                F.smooth_l1_loss(x, y, reduction="none"), torch.logaddexp(x, y), torch.minimum(x, y), x.clamp(y, y + 1),
+                torch.where(x > y, x, y), x.masked_fill(y > 0, 1e-40), x.round(), x.sign() * x, torch.xlogy(x, y),
+                x * n, x * (n == 2), F.binary_cross_entropy_with_logits(x, y, reduction="none"), x.abs().rsqrt(),
+                x.nan_to_num(), (x > y) ^ (n > 1), x.isfinite() & ~x.isnan(), F.relu6(x) + F.leaky_relu(x),
+            ]  # fmt: skip
+            value = sum(p.to(x.dtype) for p in parts)
+            return value.detach(), *torch.autograd.grad([value], [x], [torch.ones_like(value)])
+
+    import torch as t
+
+    function = pointwise(make_fx(many, tracing_mode="symbolic")(t.rand(7), t.rand(7), t.arange(7)))
+    source = ASTSource(
+        printed_kernel, {"x": "*fp32", "y": "*fp32", "n": "*i64", "out": "*fp32", "FN": "constexpr"}, {"FN": function}
+    )
+    assert triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]
+
+
+@triton.jit
+def printed_kernel(x, y, n, out, FN: triton.language.constexpr):
+    i = triton.language.arange(0, 128)
+    value, grad = FN(triton.language.load(x + i), triton.language.load(y + i), triton.language.load(n + i))
+    triton.language.store(out + i, value + grad)

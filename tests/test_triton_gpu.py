@@ -76,3 +76,31 @@ def test_no_compilation_when_only_the_number_of_rows_changes():
         count = sum(len(caches[0]) for caches in sums_kernel.device_caches.values())
         assert before in (None, count)
         before = count
+
+
+@pytest.fixture(scope="module")
+def bench_visit():
+    path = Path(__file__).parent.parent / "benchmarks" / "gpu_visit.py"
+    spec = importlib.util.spec_from_file_location("gpu_visit", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_one_launch_not_above_twice_eagers_error(bench_visit):
+    assert bench_visit.check() == []
+
+
+def test_one_launch_compiles_once(bench_visit):
+    """Neither rows, options nor weights that change make another kernel."""
+    from headloss.backends.kernels.visit import visit_kernel
+
+    before = None
+    for n, low, weight in ((300, 0.2, 1.0), (301, 0.1, 0.5), (16, 0.3, 0.0), (1, 0.2, 2.0)):
+        mix = bench_visit.Mix(rl=hl.Term(grpo, low=low, weight=weight))
+        x = torch.randn(n, 32000, device="cuda", dtype=torch.bfloat16)
+        y = torch.zeros(n, dtype=torch.long, device="cuda")
+        bench_visit.visit(x, y, mix.want, [1.0], mix.program, mix.arguments(n), x)
+        count = sum(len(caches[0]) for caches in visit_kernel.device_caches.values())
+        assert before in (None, count)
+        before = count

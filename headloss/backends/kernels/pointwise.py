@@ -10,8 +10,7 @@ import triton.language as tl
 from headloss.backends.kernels.logits import LOG2E
 from headloss.backends.kernels.logits import tanh as tanh
 
-NAN = tl.constexpr(float("nan"))
-INF = tl.constexpr(float("inf"))
+INF = tl.constexpr(float("inf"))  # a NaN cannot be such a constant: Triton would find that it has changed
 
 
 @triton.jit
@@ -124,7 +123,7 @@ def power(x, y):
     odd = whole & (tl.floor(y * 0.5) * 2.0 != y)
     below_zero = (x == 0) & (tl.div_rn(1.0, x) < 0)
     size = tl.where(below_zero & odd, -size, size)
-    signed = tl.where(x < 0, tl.where(whole, tl.where(odd, -size, size), NAN), size)
+    signed = tl.where(x < 0, tl.where(whole, tl.where(odd, -size, size), float("nan")), size)
     signed = tl.where((x < 0) & (tl.abs(x) == INF) & (whole == 0), size, signed)
     return tl.where((y == 0) | (x == 1.0), 1.0, signed)
 
@@ -154,7 +153,7 @@ def highest(x, y):
 
 @triton.jit
 def xlogy(x, y):
-    return tl.where(y == y, tl.where(x == 0, 0.0, x * tl.log(y)), NAN)
+    return tl.where(y == y, tl.where(x == 0, 0.0, x * tl.log(y)), float("nan"))
 
 
 @triton.jit
