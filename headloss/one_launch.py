@@ -113,20 +113,14 @@ class _Weighed:
     def report(self, visited: Visited) -> Tensor:
         """Sum over the rows: the terms' values, and the loss; metrics are summed when they are looked at."""
         loss = self.loss
-        sums_T = visited.values.sum(1)
-        loss.values |= dict(zip(visited.program.terms, sums_T.unbind(), strict=True))
+        sums = visited.values.sum(1).unbind()
+        loss.values |= dict(zip(visited.program.terms, sums, strict=True))
         loss.metrics |= measure_later(visited.program.metrics, visited.metric_values, lambda: loss.rows.valid, "token")
-        weights = [t.weight for t in loss.terms]
-        if len(weights) == 1 and not isinstance(weights[0], Tensor):
-            return sums_T[0] if weights[0] == 1.0 else sums_T[0] * weights[0]
-        if any(isinstance(w, Tensor) for w in weights):
-            return sum((s * w for s, w in zip(sums_T.unbind(), weights, strict=True)), start=sums_T.new_zeros(()))
-        return sums_T @ _vector(tuple(weights), sums_T.device)
-
-
-@functools.lru_cache(256)
-def _vector(numbers: tuple[float, ...], device: torch.device) -> Tensor:
-    return torch.tensor(numbers, dtype=torch.float32, device=device)
+        total = torch.zeros((), dtype=loss.dtype, device=loss.device)
+        for term, value in zip(loss.terms, sums, strict=True):
+            weight = term.weight
+            total = total + value * weight if isinstance(weight, Tensor) else torch.add(total, value, alpha=weight)
+        return total
 
 
 def _product(x: Any, y: Any) -> Any:

@@ -262,9 +262,8 @@ def _flat_arguments(call: Call, env: Env, seed: Tensor, frozen: Sequence[str]) -
     return [*flat, seed, seed]  # a graph looks at the one that fits its values: one a row, or one a segment
 
 
-@functools.lru_cache(1024)
 def _scalar(value: float, device: torch.device) -> Tensor:
-    """On the device, for not every operation takes a scalar from the host: clamp does not."""
+    """On the device, where clamp wants it; not kept, because it may lie in the memory of a CUDA graph."""
     wide = torch.float32 if device.type == "mps" else torch.float64
     return torch.full((), value, dtype=wide, device=device)
 
