@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from interpreting import quicken
 
 import headloss as hl
 from headloss.losses import cross_entropy, forward_kl, grpo, gspo, z_loss
@@ -14,6 +15,8 @@ pytest.importorskip("triton")
 INSIDE = os.environ.get("TRITON_INTERPRET") == "1"
 inside = pytest.mark.skipif(not INSIDE, reason="runs under the interpreter, in a process of its own")
 N, V, D = 9, 37, 16
+if INSIDE:
+    quicken()
 
 
 @pytest.mark.timeout(300)

@@ -12,6 +12,7 @@ from itertools import combinations
 
 import pytest
 import torch
+from interpreting import quicken
 
 import headloss as hl
 from headloss.backends import choose
@@ -27,6 +28,7 @@ NAN = math.nan
 
 plain = import_module("headloss.backends.torch")
 if INSIDE:
+    quicken()
     kernels = import_module("headloss.backends.triton")
     TINY = kernels.Shape(width=64, lanes=4, loads=2, stages=1, warps=1)  # 3 parts and several blocks at V near 150
 
