@@ -72,6 +72,7 @@ BESIDE = $(PIP) --no-deps --target .venv/stacks
 	$(BESIDE) megatron-core==0.16.1 || echo "megatron-core could not be installed; continuing without it"
 	$(BESIDE) torchtitan==0.3.0 spmd_types==0.2.3 torchdata==0.11.0 tyro docstring_parser tensorboard absl-py protobuf \
 		|| echo "torchtitan could not be installed; continuing without it"
+	$(BESIDE) peft==0.21.2 || echo "peft could not be installed; continuing without it"
 	$(BESIDE) liger-kernel==0.8.5 || echo "liger-kernel could not be installed; continuing without it"
 	$(BESIDE) verl==0.9.1 tensordict==0.15.3 omegaconf==2.4.0 antlr4-python3-runtime==4.9.3 codetiming orjson pyvers \
 		cloudpickle || echo "verl could not be installed; continuing without it"

@@ -68,7 +68,8 @@ def check_model(model: Any, *, takes_loss: bool = True) -> nn.Linear:
         )
     instead = "keep the logits: model.loss_function = loss_function(objective)"
     if not isinstance(head, nn.Linear):
-        one = "several heads" if isinstance(head, nn.ModuleList | list | tuple) else f"a {type(head).__name__}"
+        kind = f"{type(head).__module__.partition('.')[0]}'s {type(head).__name__}"  # PEFT calls its own a Linear too
+        one = "several heads" if isinstance(head, nn.ModuleList | list | tuple) else kind
         raise TypeError(f"model: the head of {name} is {one}, wanted one nn.Linear without adapters; {instead}")
     if type(head).forward not in (nn.Linear.forward, hl.FusedLMHead.forward) or not head.weight.is_floating_point():
         raise TypeError(

@@ -19,7 +19,7 @@ BLOCK = re.compile(r"^```python( liger)?\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
 def test_every_pair_of_blocks_agrees(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(Path(sys.prefix) / "stacks"))
+    monkeypatch.setattr(sys, "path", [*sys.path, str(Path(sys.prefix) / "stacks")])
     pytest.importorskip("liger_kernel.chunked_loss")
     monkeypatch.setattr(torch, "compile", lambda fn=None, **_: fn if fn is not None else lambda f: f)
     space: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""The adapters of torchtitan, verl and Megatron against those packages themselves, on CPU.
+"""The adapters of torchtitan, verl, Megatron and PEFT's models against those packages themselves, on CPU.
 
 `make` puts them, without what they depend on, into .venv/stacks; what of them the adapters meet can be imported from
 there.  verl imports ray on the way, which an empty module plays; nothing of it is called.  Fast-LLM is on no package
@@ -61,12 +61,13 @@ def pair() -> Any:
     ranks.stop()
 
 
-def check(pair: Ranks, package: str, *functions: Any) -> None:
+def check(pair: Ranks, package: str, *functions: Any, page: bool = True) -> None:
     if not (STACKS / package).exists():
         pytest.skip(f"{package} is not in {STACKS.parent.name}/stacks")
     for function in functions:
         pair.run(function)
-    pair.run(the_page, f"{package}.md")
+    if page:
+        pair.run(the_page, f"{package}.md")
 
 
 def the_page(name: str) -> None:
@@ -370,3 +371,49 @@ def verls_fused_linear() -> None:
 def test_verl(pair: Ranks) -> None:
     pytest.importorskip("transformers")
     check(pair, "verl", verls_policy_losses, verls_fused_linear)
+
+
+# PEFT ----------------------------------------------------------------------------------------------------------------
+
+
+def pefts_models() -> None:
+    """LoRA beside the head, patched before and after; on the head, refused with a sentence."""
+    prepare()
+    sys.path.append(str(Path(__file__).parent))
+    import tiny_models as tiny
+    from peft import LoraConfig, get_peft_model
+
+    from headloss.integrations.transformers import patch
+
+    batch = tiny.batch()
+    lora = lambda **how: LoraConfig(r=2, task_type="CAUSAL_LM", **{"target_modules": ["q_proj", "v_proj"], **how})
+    ways = (
+        lambda: get_peft_model(tiny.model("llama"), lora()),
+        lambda: patch(get_peft_model(tiny.model("llama"), lora())),
+        lambda: get_peft_model(patch(tiny.model("llama")), lora()),
+    )
+    found = []
+    for make in ways:
+        model = make()
+        torch.manual_seed(0)
+        for name, p in model.named_parameters():
+            if "lora" in name:
+                torch.nn.init.normal_(p, std=0.3)
+        loss = model(**batch).loss
+        loss.backward()
+        found.append((loss.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}))
+    for ours in found[1:]:
+        assert_close(ours[0], found[0][0])
+        assert ours[1].keys() == found[0][1].keys() and ours[1]
+        for name, g in ours[1].items():
+            assert_close(g, found[0][1][name], rtol=1e-5, atol=1e-6)
+    for how in ({"target_modules": ["lm_head"]}, {"modules_to_save": ["lm_head"]}):
+        with pytest.raises(TypeError, match="peft's .*without adapters"):
+            patch(get_peft_model(tiny.model("llama"), lora(**how)))
+        with pytest.raises(ValueError, match="wrapped by an adapter"):
+            get_peft_model(patch(tiny.model("llama")), lora(**how))(**batch)
+
+
+def test_peft(pair: Ranks) -> None:
+    pytest.importorskip("transformers")
+    check(pair, "peft", pefts_models, page=False)
