@@ -140,7 +140,10 @@ def suite(record: dict[str, Any]) -> Figure:
     grid[1][0].set_ylabel("headloss, times the floor")
     for ax in grid.flat:
         ax.spines[["top", "right"]].set_visible(False)
-    return _titled(figure, f"forward and backward of a head against its GEMMs, bf16, {_where(record)}")
+    return _titled(
+        figure,
+        f"forward and backward of a head against its GEMMs, {record['dtype'].removeprefix('torch.')}, {_where(record)}",
+    )
 
 
 def soak(record: dict[str, Any]) -> Figure:

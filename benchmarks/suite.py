@@ -3,7 +3,8 @@
 Dimension key:  N rows   R rows that count   V vocabulary   D hidden size
 
 Five workloads (pretraining, SFT with masks, GRPO, GSPO, distillation) at five real vocabularies, forward and backward
-from hidden states and weights, in bf16; then how headloss scales with N, V, D, the losses and simulated ranks.
+from hidden states and weights, in bf16 (on a CPU in float32, and fewer rows); then how headloss scales with N, V, D,
+the losses and simulated ranks.
 The floor of every line is the GEMMs that it cannot do without, through cuBLAS, in the same run: three on the rows that
 count, and one more for a teacher's logits.  Every way is first held to float64 on fewer rows, next to eager in the same
 dtype; where headloss is wrong there is no time, a peer that is further from float64 than twice eager is marked.
@@ -368,12 +369,15 @@ def ways_of(work: Workload, compiled: bool, memory: str, slow: bool) -> dict[str
 
 def scaling(clock: Clock, dtype: torch.dtype, rounds: int, tiny: bool) -> Iterator[dict[str, Any]]:
     """Headloss alone: one of N, V, D, the number of losses and the ranks grows, the others stay."""
-    N, V, D = (64, 96, 16) if tiny else (4096, 128256, 2048)
+    large = clock.device == "cuda"
+    N, V, D = (64, 96, 16) if tiny else (4096, 128256, 2048) if large else (256, 32000, 128)
     work = WORKLOADS[0]
+    many_N = (32, 64) if tiny else (512, 1024, 2048, 4096, 8192, 16384) if large else (64, 128, 256, 512)
+    many_D = (8, 16) if tiny else (512, 1024, 2048, 4096, 8192) if large else (64, 128, 256, 512)
     sizes = {
-        "N": [(n, V, D) for n in ((32, 64) if tiny else (512, 1024, 2048, 4096, 8192, 16384))],
+        "N": [(n, V, D) for n in many_N],
         "V": [(N, v, D) for v in ((50, 97) if tiny else sorted(VOCABULARIES))],
-        "D": [(N, V, d) for d in ((8, 16) if tiny else (512, 1024, 2048, 4096, 8192))],
+        "D": [(N, V, d) for d in many_D],
     }
     for what, many in sizes.items():
         for size in many:
@@ -433,13 +437,14 @@ def _line(
 
 
 def run(device: str, tiny: bool, seconds: float, vocabularies: Sequence[int] = VOCABULARIES) -> dict[str, Any]:
+    """`tiny` for a test; a CPU gets a head of its own size."""
     clock = Clock(device, seconds)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    rounds = 2 if tiny else 7
-    N, D = (64, 16) if tiny else (4096, 4096)
+    rounds = 2 if tiny else 7 if device == "cuda" else 3
+    N, D = (64, 16) if tiny else (4096, 4096) if device == "cuda" else (256, 128)
     rows: list[dict[str, Any]] = []
     left: list[str] = []
-    memory = "20KiB" if tiny else MEMORY
+    memory = "20KiB" if tiny else MEMORY if device == "cuda" else "16MiB"
     for V in (97, 128) if tiny else vocabularies:
         for work in WORKLOADS:
             if clock.over:
