@@ -79,7 +79,8 @@ class Objective:
     "accuracy", "perplexity") or functions injected like a loss.  Call it with a source and targets; see `__call__`.
     """
 
-    __slots__ = ("backend", "key", "known", "metrics", "names", "terms")
+    __slots__ = ("asked", "backend", "key", "known", "metrics", "names", "terms")
+    asked: Any  # the metrics as they were given
     terms: dict[str, Term]
     metrics: tuple[tuple[str, Call], ...]
     backend: str
@@ -100,6 +101,7 @@ class Objective:
             raise ValueError("terms: wanted at least one loss, as in Objective(ce=cross_entropy)")
         check_backend(backend)
         object.__setattr__(self, "terms", {name: _as_term(name, x) for name, x in terms.items()})
+        object.__setattr__(self, "asked", metrics)
         object.__setattr__(self, "metrics", tuple(read_metrics(metrics)))
         object.__setattr__(self, "backend", backend)
         object.__setattr__(self, "known", {})
@@ -108,6 +110,9 @@ class Objective:
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"Objective is immutable; make a new one to change {name!r}")
+
+    def __reduce__(self) -> Any:
+        return _made, (self.terms, self.asked, self.backend)
 
     def __deepcopy__(self, memo: object) -> Objective:
         return self  # immutable: a copied model keeps its objective
@@ -358,6 +363,10 @@ def _read_fact(want: Any, teachers: Mapping[str, Teacher]) -> Fact:
     asked = Call(_read_fact, Signature("want", (Parameter(name, "fact", False, fact),), {}), {})
     check_teachers("want", asked, teachers)
     return fact
+
+
+def _made(terms: Mapping[str, Term], metrics: Any, backend: str) -> Objective:
+    return Objective(**terms, metrics=metrics, backend=backend)
 
 
 def _as_term(name: str, x: Callable[..., Any] | Term) -> Term:

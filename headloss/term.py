@@ -104,6 +104,10 @@ class Term:
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"Term is immutable; make a new one to change {name!r}")
 
+    def __reduce__(self) -> Any:
+        said = {name: getattr(self, name) for name in RESERVED} | dict(self.options)
+        return _made, (self.fn, said)
+
     def __repr__(self) -> str:
         said = {name: getattr(self, name) for name in sorted(RESERVED & set(self.__slots__))}
         plain = {"weight": 1.0, "reduction": "token_mean", "facts": {}, "tail": "bucket"}
@@ -149,6 +153,10 @@ class Term:
 
 
 _MOST_CALLS = 64  # of a term: more would mean that the source's temperature changes with every call
+
+
+def _made(fn: Callable[..., Any], said: Mapping[str, Any]) -> Term:
+    return Term(fn, **said)
 
 
 def check_weight(name: str, weight: object) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import pickle
 from typing import Any
 
 import oracle
@@ -841,3 +842,16 @@ def test_a_loss_without_a_derivative_at_zero_does_not_reach_masked_rows(dtype: t
         found.append((out.loss.detach(), *first, *torch.autograd.grad(out.loss, (h, w))))  # and made again
     assert all(x.isfinite().all() for x in found[1])
     torch.testing.assert_close(found[1], found[0], rtol=1e-3, atol=1e-4)
+
+
+def test_an_objective_travels_to_other_processes() -> None:
+    given = hl.Objective(
+        pg=hl.Term(grpo, weight=0.5, low=0.1, reduction="token_sum"), z=z_loss, metrics=["entropy", "accuracy"]
+    )
+    again = pickle.loads(pickle.dumps(given))
+    assert repr(again) == repr(given) and again.to_config() == given.to_config()
+    logits, targets, advantage = torch.randn(4, 6), torch.arange(4), torch.randn(4)
+    ours, theirs = (o(hl.Logits(logits), targets, advantage=advantage) for o in (again, given))
+    assert torch.equal(ours.loss, theirs.loss) and list(ours.metrics) == list(theirs.metrics)
+    moved = pickle.loads(pickle.dumps(theirs.metrics))
+    assert all(float(moved[name]) == float(metric) or math.isnan(metric) for name, metric in theirs.metrics.items())
