@@ -33,8 +33,12 @@ PICTURES = ROOT / "docs" / "pictures"
 OURS, THEIRS, LINE = "#2f6db5", "#b9bec8", "#c2571a"
 
 
-def digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+def digest(record: dict[str, Any]) -> str:
+    """Of what is drawn; a note in the file may change."""
+    kind = kind_of(record)
+    assert kind is not None
+    drawn = {key: record.get(key) for key in (kind, "device", "date")}
+    return hashlib.sha256(json.dumps(drawn, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def kernels(record: dict[str, Any]) -> Figure:
@@ -231,7 +235,7 @@ def main() -> None:
             continue
         picture = PICTURES / f"{path.stem}.svg"
         figure = KINDS[kind](record)
-        figure.savefig(picture, metadata={"Date": None, "Description": f"{path.name} {digest(path)}"})
+        figure.savefig(picture, metadata={"Date": None, "Description": f"{path.name} {digest(record)}"})
         plt.close(figure)
         print(picture.relative_to(ROOT))
 

@@ -56,11 +56,12 @@ def test_pictures_are_up_to_date(path: Path) -> None:
     assert spec is not None and spec.loader is not None
     plots = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(plots)
-    if plots.kind_of(json.loads(path.read_text())) is None:
+    record = json.loads(path.read_text())
+    if plots.kind_of(record) is None:
         pytest.skip("not something to draw")
     picture = ROOT / "docs" / "pictures" / f"{path.stem}.svg"
     assert picture.exists(), f"{picture.name}: run `make plots`"
-    fresh = f"{path.name} {plots.digest(path)}" in picture.read_text()
+    fresh = f"{path.name} {plots.digest(record)}" in picture.read_text()
     assert fresh, f"{picture.name} is not of this {path.name}: run `make plots`"
     shown = any(f"pictures/{path.stem}.svg" in p.read_text() for p in (ROOT / "docs").glob("*.md"))
     assert shown, f"no page shows {picture.name}: run `make docs`"
