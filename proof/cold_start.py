@@ -1,14 +1,16 @@
 """Eight processes that start together on an empty Triton cache: `python -m proof.cold_start`, on a CUDA device.
 
 Each makes the same calls, on logits and on hidden states, with a teacher and without.  All of them must end, with the
-same bits, and with what eager says; then again with the cache they leave behind.  The seconds go to
-benchmarks/results/cold_start_cuda.json.
+same bits, and with what eager says; then again with the cache they leave behind.  Without a GPU, `--device compiler`
+only compiles the kernels for Hopper, all processes into one cache.  The seconds go to
+benchmarks/results/cold_start_<device>.json.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+import importlib.util
 import json
 import os
 import subprocess
@@ -58,6 +60,18 @@ def calls(device: str) -> dict[str, Any]:
     return {"seconds": round(time.monotonic() - begin, 2), "digest": digest.hexdigest(), "error": error}
 
 
+def compilations() -> dict[str, Any]:
+    """The kernels of tests/test_triton_compile.py, compiled for Hopper: a digest of the binaries."""
+    spec = importlib.util.spec_from_file_location("kernels", ROOT / "tests" / "test_triton_compile.py")
+    assert spec is not None and spec.loader is not None
+    kernels = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(kernels)
+    begin, digest = time.monotonic(), hashlib.sha256()
+    for make in kernels.KERNELS.values():
+        digest.update(make().cubin)
+    return {"seconds": round(time.monotonic() - begin, 2), "digest": digest.hexdigest()}
+
+
 def together(count: int, cache: Path, device: str) -> list[dict[str, Any]]:
     arguments = [sys.executable, "-m", "proof.cold_start", "--one", "--device", device]
     environ = os.environ | {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
@@ -94,12 +108,12 @@ def race(count: int, device: str) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda", choices=("cpu", "cuda"))
+    parser.add_argument("--device", default="cuda", choices=("cpu", "cuda", "compiler"))
     parser.add_argument("--processes", type=int, default=8)
     parser.add_argument("--one", action="store_true", help="be one of the processes")
     args = parser.parse_args()
     if args.one:
-        print(json.dumps(calls(args.device)))
+        print(json.dumps(compilations() if args.device == "compiler" else calls(args.device)))
         return
     found = race(args.processes, args.device)
     print(json.dumps(found, indent=1))
