@@ -26,7 +26,8 @@ class Fault(NamedTuple):
         return self.file.startswith(("backends/kernels", "backends/program", "backends/operations", "one_launch"))
 
 
-RANKS = ("tests/ranks/test_shards.py", "tests/ranks/test_documents.py", "tests/ranks/test_collectives.py")
+RANKS = ("tests/ranks/test_shards.py", "tests/ranks/test_collectives.py")
+DOCUMENTS = ("tests/ranks/test_documents.py", "tests/ranks/test_collectives.py")  # segments on several ranks
 TEACHERS = ("tests/distill/test_teachers.py", "tests/distill/test_divergences.py")
 FIRST: dict[str, tuple[str, ...]] = {  # by how a file's name begins
     "facts.py": ("tests/test_facts.py", "tests/ranks/test_simulated.py"),
@@ -156,7 +157,6 @@ FAULTS = [
     # Row, segment or batch
     Fault("classify.py", 'elif name == "getitem" or name in _CREATION:', 'elif name in ("getitem", "mean") or name in _CREATION:', "a batch mean taken for a row's own"),
     Fault("classify.py", '"mse_loss", "mse_loss_backward",', '"mse_loss", "mse_loss_backward", "cumsum", "roll",', "rows that look at their neighbours taken for row-local"),
-    Fault("classify.py", 'return "batch", "captures a tensor"', "continue", "a tensor made in a loss is not cut into chunks with its rows", ("tests/test_seeded.py",)),
     Fault("classify.py", 'return "batch", "uses the number of rows"', "pass", "the number of rows of a chunk taken for the batch's"),
     Fault("classify.py", 'return "batch", "looks at segments.ids"', "pass", "segment ids of a chunk taken for the batch's"),
     Fault("classify.py", 'return "batch", "its Python code looks at the number of rows"', "pass", "Python code that branches on the number of rows"),
@@ -165,11 +165,11 @@ FAULTS = [
     # Segments
     Fault("segments.py", "place = torch.where(ids < 0, num_segments, ids)", "place = ids.clamp(min=0)", "rows without a segment count in the first one", ("tests/test_contract.py::test_rows_without_a_segment", "tests/test_contracts.py")),
     Fault("segments.py", "self.totals(x) / self.counts.clamp(min=1)", "self.totals(x) / self.counts", "an empty segment gives NaN"),
-    Fault("segments.py", "return group_sum(grad, ctx.group), None", "return grad, None", "missing collective: backward of a sum over ranks", RANKS),
+    Fault("segments.py", "return group_sum(grad, ctx.group), None", "return grad, None", "missing collective: backward of a sum over ranks", DOCUMENTS),
     Fault("segments.py", "right=True", "right=False", "packed sequences: the first row belongs to the one before"),
     Fault("segments.py", "position_ids[..., :-1] + 1", "position_ids[..., :-1]", "positions: a segment begins wherever one goes up"),
-    Fault("segments.py", "return self.group is None or torch.distributed.get_rank(self.group) == 0", "return True", "values of a segment count on every rank", RANKS),
-    Fault("segments.py", "        torch.distributed.all_reduce(x, group=group)", "        pass", "missing collective: sums over ranks that share segments", RANKS),
+    Fault("segments.py", "return self.group is None or torch.distributed.get_rank(self.group) == 0", "return True", "values of a segment count on every rank", DOCUMENTS),
+    Fault("segments.py", "        torch.distributed.all_reduce(x, group=group)", "        pass", "missing collective: sums over ranks that share segments", DOCUMENTS),
     # Reductions
     Fault("reductions.py", "num_items = rows.tokens if rows.num_items is None else rows.num_items", "num_items = rows.total if rows.num_items is None else rows.num_items", "ignored rows count in the token mean"),
     Fault("reductions.py", 'return weight if reduction != "seq_mean_token_mean" else weight / lengths(rows, dtype)', "return weight", "a segment's mean taken for its sum"),
@@ -179,14 +179,14 @@ FAULTS = [
     Fault("reductions.py", "ids = segment_ids(segments, targets.shape).masked_fill(~valid, -1)", "ids = segment_ids(segments, targets.shape)", "count: segments with ignored rows alone are counted"),
     Fault("reductions.py", "count.clamp(min=1).to(wide)", "count.to(wide)", "an all-ignored batch divides by 0"),
     Fault("reductions.py", 'if reduction == "token_sum":\n        return 1.0', 'if reduction == "token_sum":\n        return 1.0 / max(1, rows.count)', "a sum is averaged"),
-    Fault("reductions.py", "(rows_S > 0).sum() * segments.counts_here", "(rows_S > 0).sum()", "count: a segment on two ranks counts twice", RANKS),
+    Fault("reductions.py", "(rows_S > 0).sum() * segments.counts_here", "(rows_S > 0).sum()", "count: a segment on two ranks counts twice", DOCUMENTS),
     # Rows
     Fault("rows.py", "return flat.masked_fill(~self.valid.view(-1, *(1 for _ in flat.shape[1:])), 0)", "return flat", "NaN in ignored rows' inputs reaches the loss"),
     Fault("rows.py", "runs.append((slice(first_row, row), slice(first_segment, segment)))", "runs.append((slice(first_row, row), slice(first_segment, segment + 1)))", "a chunk has one segment too many"),
     Fault("rows.py", "if row + length - first_row > most:", "if row + length - first_row > most + 1:", "aligned chunks overrun the budget by a row", ("tests/test_plan.py", "tests/test_memory.py", "tests/test_contracts.py")),
     Fault("rows.py", "keep = ids.masked_fill(~valid, segments.num_segments).argsort(stable=True)", "keep = ids.argsort(stable=True)", "ordered by segment, ignored rows are kept"),
     Fault("rows.py", "ids[..., 1:] != ids[..., :-1], IGNORE", "ids[..., 1:] != ids[..., 1:], IGNORE", "shift_labels: the last row of a segment predicts the next one"),
-    Fault("rows.py", "counts = group_sum(torch.cat([local, mine]), segments.group)", "counts = torch.cat([local, mine])", "missing collective: lengths of segments on several ranks", RANKS),
+    Fault("rows.py", "counts = group_sum(torch.cat([local, mine]), segments.group)", "counts = torch.cat([local, mine])", "missing collective: lengths of segments on several ranks", DOCUMENTS),
     Fault("rows.py", "not 0 <= stats.low <= stats.high < vocab", "not 0 <= stats.low <= stats.high <= vocab", "a target of V is let through", ("tests/test_bad_input.py",)),
     Fault("rows.py", "mask.index_fill_(0, self.keep, False)", "mask.index_fill_(0, self.keep, True)", "the rows that were dropped are others"),
     Fault("rows.py", "x = x.new_zeros(self.total, *x.shape[1:]).index_copy_(0, self.keep, x)", "x = x.new_empty(self.total, *x.shape[1:]).fill_(7).index_copy_(0, self.keep, x)", "facts of ignored rows are not 0", ("tests/test_facts.py",)),

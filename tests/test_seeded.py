@@ -1,4 +1,4 @@
-"""What seeded faults showed missing: each test here is the only one that notices some fault of `proof/faults.py`."""
+"""What seeded faults showed missing; see `proof/faults.py`."""
 
 from __future__ import annotations
 
