@@ -70,9 +70,8 @@ _SEGMENT = {"segment_totals", "segment_spread"}
 
 def classify(graph: fx.GraphModule, R: int, S: int, ids_at: int | None = None) -> tuple[str, str]:
     """Row, segment or batch, and the operation that decided it; `ids_at` numbers the argument with the segment ids."""
-    for guard in graph.shape_env.guards:  # type: ignore[union-attr]
-        if not _harmless(guard.expr):
-            return "batch", "its Python code looks at the number of rows"
+    if counts_rows(graph):
+        return "batch", "its Python code looks at the number of rows"
     value, grads, _ = graph.graph.output_node().args[0]  # type: ignore[misc, str-unpack]
     needed = reach((value, grads))
     if ids_at is not None:  # a chunk numbers its segments anew, so the ids themselves mean nothing to a chunk
@@ -96,6 +95,11 @@ def classify(graph: fx.GraphModule, R: int, S: int, ids_at: int | None = None) -
         elif not (_rowwise(node, name, R, S) or _within_rows(node, name, R, S) or _look_up(node, name, R, S)):
             return "batch", f"{name} mixes rows"
     return ("segment", f"rows meet through {through}") if through else ("row", "element-wise")
+
+
+def counts_rows(graph: fx.GraphModule) -> bool:
+    """Whether a number of the trace holds only for as many rows as it was made with."""
+    return any(not _harmless(guard.expr) for guard in graph.shape_env.guards)  # type: ignore[union-attr]
 
 
 def _operation(node: fx.Node) -> str:

@@ -362,7 +362,7 @@ def _trace_once(
             value, metrics = call._replace(options=options)(Env(facts, given, targets, segments))
             leaves = [facts[f] for f in _differentiable(call)] + [given[n] for n in wanted]
             found["value"] = kind_of(value)
-            kinds.update({k: kind_of(m) for k, m in metrics.items() if isinstance(m, Tensor)})
+            kinds.update({k: kind_of(m) if isinstance(m, Tensor) else "other" for k, m in metrics.items()})
             seed = seeds.get(found["value"], torch.ones_like(value)).to(value.dtype)
             grads: Sequence[Tensor | None] = [None] * len(leaves)
             if value.requires_grad and leaves:

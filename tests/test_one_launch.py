@@ -199,6 +199,29 @@ def gamma(logprob):
     return torch.lgamma(1 - logprob)
 
 
+def noted(logprob, *, rate=0.5):
+    return -rate * logprob, {"rate": rate, "likely": logprob > -1}
+
+
+@inside
+def test_the_likeliest_column_at_two_temperatures():
+    def confident(logprob, argmax, targets):
+        return torch.where(argmax == targets, 0.1, 1.0) * -logprob, {"right": argmax == targets}
+
+    batch, found = Batch(), []
+    for backend in ("triton", "torch"):
+        objective = hl.Objective(
+            hot=hl.Term(confident, temperature=2.0), own=confident, metrics=["accuracy"], backend=backend
+        )
+        source, leaves = batch.source("Logits")
+        out = objective(source, batch.targets)
+        out.loss.backward()
+        found.append((out, leaves[0].grad))
+        assert backend == "torch" or objective.explain(source, batch.targets).launches.startswith("one launch a visit")
+    compare(found[0][0], found[1][0])
+    torch.testing.assert_close(found[0][1], found[1][1], rtol=1e-4, atol=1e-6)
+
+
 @inside
 @pytest.mark.parametrize(
     ("terms", "metrics", "reason"),
@@ -207,6 +230,10 @@ def gamma(logprob):
         ({"roll": roll}, [], "roll: roll mixes rows"),
         ({"gamma": gamma}, [], "lgamma of gamma"),
         ({"ce": cross_entropy}, {"spread": lambda logprob: logprob - logprob.mean()}, "metric 'spread'"),
+        ({"ce": cross_entropy}, {"share": lambda logprob: logprob / len(logprob)}, "metric 'share': its Python code"),
+        ({"ce": cross_entropy}, {"share": lambda logprob: logprob / logprob.shape[0]}, "metric 'share': div of a size"),
+        ({"noted": hl.Term(noted, rate=0.3)}, [], "metric 'noted/rate': not one value a row"),
+        ({"noted": hl.Term(noted, rate=1)}, [], "metric 'noted/rate': not one value a row"),
     ],
 )
 def test_what_cannot_be_printed_takes_two_launches_and_says_why(terms, metrics, reason):

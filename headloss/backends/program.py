@@ -22,6 +22,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from headloss.backends.lower import compiled, function
 from headloss.backends.operations import Unprintable, constant
 from headloss.backends.printer import Printer, Value, dtype_of, kind_of, reach
+from headloss.classify import counts_rows, size
 from headloss.facts import CONSTANT, Fact, Want
 from headloss.signature import identity
 
@@ -180,8 +181,11 @@ class _Page:
                 sums: dict[Any, str] = self.by_fact if isinstance(leaf, Fact) else self.by_input
                 text = self.printer.line(found[g].to("f"))
                 sums[leaf] = self.printer.line(f"{sums[leaf]} + {text}") if leaf in sums else text
-        for key, node in metrics.items():
-            self._metric(f"{name}/{key}", graph, given, node)
+        for key, kind in trace.metrics.items():
+            if kind == "row":
+                self._metric(f"{name}/{key}", graph, given, metrics[key])
+            else:  # a number, or a scalar: counted once a call and not once a row
+                self.left_out[f"{name}/{key}"] = "not one value a row"
 
     def metric(self, name: str, call: Any) -> None:
         """A function of facts that returns one value a row, or several by name."""
@@ -191,22 +195,28 @@ class _Page:
             self.left_out[name] = f"captures {', '.join(loose)}" if loose else "segments"
             return
         known: dict[str, Any] = {p.name: "targets" if p.kind == "targets" else p.fact or p.key for p in parameters}
+        given_shapes = [self.shapes[x] for x in known.values() if isinstance(x, str) and x in self.shapes]
+        R = next(n for n in (7, 11, 13, 17) if all(n not in s.rest for s in given_shapes))  # no other size is that
         names: list[str] = []
 
         def values(*arguments: Tensor) -> tuple[Tensor, ...]:
             found = call.fn(**dict(zip(known, arguments, strict=True)), **call.options)
             found = {f"{name}/{k}": x for k, x in found.items()} if isinstance(found, Mapping) else {name: found}
             names.extend(found)
-            if any(not isinstance(x, Tensor) or x.shape != (7,) for x in found.values()):
+            if any(not isinstance(x, Tensor) or [size(d) for d in x.shape] != [R] for x in found.values()):
                 raise TypeError("not one value a row")
             return tuple(found.values())
 
         try:
             with torch.no_grad():
-                graph = make_fx(values)(*(self._example(x) for x in known.values())).graph
+                module = make_fx(values, tracing_mode="symbolic")(*(self._example(x, R) for x in known.values()))
         except Exception as error:  # whatever a function raises under a tracer
             self.left_out[name] = f"{type(error).__name__}: {error}"[:120]
             return
+        if counts_rows(module):
+            self.left_out[name] = "its Python code looks at the number of rows"
+            return
+        graph = module.graph
         placeholders = [n for n in graph.nodes if n.op == "placeholder"]
         given = {
             n: self._fact(x) if isinstance(x, Fact) else x for n, x in zip(placeholders, known.values(), strict=True)
@@ -214,11 +224,11 @@ class _Page:
         for key, node in zip(names, graph.output_node().args[0], strict=True):  # type: ignore[arg-type]
             self._metric(key, graph, given, node)
 
-    def _example(self, what: Any) -> Tensor:
+    def _example(self, what: Any, R: int) -> Tensor:
         if isinstance(what, Fact) or what == "targets":
-            return torch.zeros(7, dtype=torch.long if what == "targets" or what.name == "argmax" else torch.float32)
+            return torch.zeros(R, dtype=torch.long if what == "targets" or what.name == "argmax" else torch.float32)
         shape = self.shapes[what]
-        return torch.zeros((7, *shape.rest) if shape.kind == "row" else shape.rest, dtype=shape.dtype)
+        return torch.zeros((R, *shape.rest) if shape.kind == "row" else shape.rest, dtype=shape.dtype)
 
     def _fact(self, fact: Fact) -> Value:
         kind = "i" if fact.name == "argmax" else "f"

@@ -201,7 +201,8 @@ def _plan(program: Program) -> _Plan:
     }
     flags |= {name: tuple(program.there[i][j] for i in used) for j, name in enumerate("ABECY")}
     sizes = (
-        1 + len(want.temperatures), len(want.facts) - want.argmax, len(program.terms), len(program.metrics),
+        1 + len(want.temperatures), len(want.facts) - flags["NAMES"].count(STUDENT.index("argmax")),
+        len(program.terms), len(program.metrics),
         len(program.cotangents), len(program.input_cotangents),
     )  # fmt: skip
     heavy = len(want.temperatures) > 1 or want.argmax or want.total or any((*flags["WANT_X"], *flags["WANT_Q"]))
