@@ -1,6 +1,6 @@
 """How many examples: few and always the same ones by default, many and new ones with --slow.
 
-With $PROPERTIES set to a name, what was drawn is counted and written to benchmarks/results/<name>.json.
+$EXAMPLES says how many.  With $PROPERTIES set to a name, what was drawn is counted and written to benchmarks/results/<name>.json.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if os.environ.get("HEADLOSS_NO_SHRINK"):  # where only whether a test fails is of interest
         every["phases"] = [Phase.explicit, Phase.generate]
     settings.register_profile("fast", max_examples=12, derandomize=True, **every)
-    settings.register_profile("slow", max_examples=400, print_blob=True, **every)
+    settings.register_profile("slow", max_examples=int(os.environ.get("EXAMPLES", "400")), print_blob=True, **every)
     settings.load_profile("slow" if config.getoption("--slow", False) else "fast")
 
 
@@ -36,8 +36,9 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 
         counted = {what: dict(sorted(counter.items())) for what, counter in drawn.TALLY.items()}
         slow = " --slow" if session.config.getoption("--slow") else ""
+        many = f"EXAMPLES={os.environ['EXAMPLES']} " if "EXAMPLES" in os.environ else ""
         result = {
-            "command": f"PROPERTIES={name} python -m pytest tests/properties{slow}",
+            "command": f"{many}PROPERTIES={name} python -m pytest tests/properties{slow}",
             **environment(),
             "minutes": round((time.monotonic() - BEGIN) / 60, 1),
             "tests": session.testscollected,
