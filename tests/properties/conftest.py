@@ -1,6 +1,7 @@
 """How many examples: few and always the same ones by default, many and new ones with --slow.
 
-$EXAMPLES says how many.  With $PROPERTIES set to a name, what was drawn is counted and written to benchmarks/results/<name>.json.
+$EXAMPLES says how many.  With $PROPERTIES set to a name, what was drawn is counted and written to
+benchmarks/results/<name>.json.
 """
 
 from __future__ import annotations
