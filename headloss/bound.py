@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from headloss.facts import CONSTANT, Fact
+from headloss.heads import part_of
 from headloss.metrics import Metric, measure
 from headloss.plan import Call, Env, Shape, Trace, run_cotangents
 from headloss.reductions import weights as reduction_weights
@@ -145,9 +146,9 @@ class BoundLoss:
     def raw_inputs(self, part: slice) -> dict[str, Tensor]:
         """Inputs of rows and scalars, for a kernel that passes over ignored rows by itself."""
         if self.rows.keep is not None:
-            return {n: x[part] if self.shapes[n].kind == "row" else x for n, x in self.inputs.items()}
-        flat = {n: x.detach().reshape(-1)[part] if s.kind == "row" else x.detach() for n, (x, s) in self.given.items()}
-        return flat
+            return {n: part_of(x, part) if self.shapes[n].kind == "row" else x for n, x in self.inputs.items()}
+        flat = {n: x.reshape(-1) if s.kind == "row" and x.ndim > 1 else x for n, (x, s) in self.given.items()}
+        return {n: part_of(x.detach(), part) if self.shapes[n].kind == "row" else x for n, x in flat.items()}
 
     @functools.cached_property
     def filler(self) -> Tensor:

@@ -30,6 +30,11 @@ class Grads(NamedTuple):
     bias: Tensor | None = None
 
 
+def part_of(x: Tensor, rows: slice) -> Tensor:
+    """x[rows], and x itself where that is all of it: a view costs as much as a small kernel."""
+    return x if rows.start == 0 and rows.stop == len(x) else x[rows]
+
+
 class LogitsHead:
     """`Logits`, opened: raw logits are rows of the tensor itself."""
 
@@ -37,10 +42,15 @@ class LogitsHead:
 
     def __init__(self, source: Logits, most: int | None = None) -> None:
         self.source, self.most = source, most
-        rows = torch.Size(source.leading).numel()
-        self.all_NV = source.logits.detach().reshape(rows, source.logits.shape[-1])
-        self.logits_NV = self.all_NV[:, : source.columns]  # without the columns that pad a vocabulary
+        self.all_NV = source.logits.detach()
+        if self.all_NV.ndim != 2:
+            self.all_NV = self.all_NV.reshape(torch.Size(source.leading).numel(), self.all_NV.shape[-1])
+        self.logits_NV = self._unpadded(self.all_NV)
         self.grad_NV: Tensor | None = None
+
+    def _unpadded(self, x_NV: Tensor) -> Tensor:
+        """Without the columns that pad a vocabulary."""
+        return x_NV if self.source.columns == x_NV.shape[1] else x_NV[:, : self.source.columns]
 
     def chunks(self, count: int, gathered: bool) -> list[slice]:
         """All rows at once, or runs small enough that a copy of them does not matter."""
@@ -51,7 +61,7 @@ class LogitsHead:
 
     def read(self, rows: Rows, slot: int = 0) -> Tensor:
         if isinstance(rows, slice):
-            return self.logits_NV[rows]
+            return part_of(self.logits_NV, rows)
         return self.logits_NV.index_select(0, rows)
 
     def wants_grad(self, needs: tuple[bool, ...]) -> None:
@@ -61,14 +71,14 @@ class LogitsHead:
             torch.autograd.graph.increment_version(self.source.logits)
         else:
             self.all_NV = torch.empty_like(self.all_NV, memory_format=torch.contiguous_format)
-        self.grad_NV = self.all_NV[:, : self.source.columns]
+        self.grad_NV = self._unpadded(self.all_NV)
         if self.source.columns < self.all_NV.shape[1]:
             self.all_NV[:, self.source.columns :] = 0
 
     def room(self, rows: Rows, raw_CV: Tensor) -> Tensor:
         """Where the gradient of these rows' raw logits is to be written."""
         assert self.grad_NV is not None
-        return self.grad_NV[rows] if isinstance(rows, slice) else raw_CV
+        return part_of(self.grad_NV, rows) if isinstance(rows, slice) else raw_CV
 
     def write(self, rows: Rows, grad_CV: Tensor, ignored_C1: Tensor | None) -> None:
         if not isinstance(rows, slice):
@@ -127,7 +137,7 @@ class LinearHead:
         return [slice(count * i // pieces, count * (i + 1) // pieces) for i in range(pieces)]
 
     def _hidden(self, rows: Rows) -> Tensor:
-        return self.hidden_ND[rows] if isinstance(rows, slice) else self.hidden_ND.index_select(0, rows)
+        return part_of(self.hidden_ND, rows) if isinstance(rows, slice) else self.hidden_ND.index_select(0, rows)
 
     def read(self, rows: Rows, slot: int = 0) -> Tensor:
         """Make these rows' logits, in one of two buffers: the last chunk's may still be needed."""

@@ -19,6 +19,7 @@ from headloss.facts import Fact, Softmax
 from headloss.heads import Grads
 from headloss.metrics import measure_later
 from headloss.reductions import even, lengths
+from headloss.rows import may_read
 from headloss.sweeps import Chunk, Sweep
 
 if TYPE_CHECKING:
@@ -115,12 +116,18 @@ class _Weighed:
         loss = self.loss
         sums = visited.values.sum(1).unbind()
         loss.values |= dict(zip(visited.program.terms, sums, strict=True))
-        loss.metrics |= measure_later(visited.program.metrics, visited.metric_values, lambda: loss.rows.valid, "token")
-        total = torch.zeros((), dtype=loss.dtype, device=loss.device)
-        for term, value in zip(loss.terms, sums, strict=True):
+        if visited.program.metrics:  # which rows count is noted now: the targets may be written to
+            metrics = measure_later(visited.program.metrics, visited.metric_values, loss.rows.valid, "token")
+            if not may_read(True, loss.device):
+                next(iter(metrics.values())).parts  # a graph that is replayed makes them anew  # noqa: B018
+            loss.metrics |= metrics
+        if not sums:  # every term is switched off
+            return torch.zeros((), dtype=loss.dtype, device=loss.device)
+        total = sums[0] * loss.terms[0].weight
+        for term, value in zip(loss.terms[1:], sums[1:], strict=True):
             weight = term.weight
             total = total + value * weight if isinstance(weight, Tensor) else torch.add(total, value, alpha=weight)
-        return total
+        return total.to(loss.dtype)
 
 
 def _product(x: Any, y: Any) -> Any:
@@ -129,4 +136,4 @@ def _product(x: Any, y: Any) -> Any:
 
 def _tensor(x: float | Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Made on the device: a CUDA graph cannot hold a copy from the host."""
-    return x.to(dtype) if isinstance(x, Tensor) else torch.full((), x, dtype=dtype, device=device)
+    return x.to(device, dtype) if isinstance(x, Tensor) else torch.full((), x, dtype=dtype, device=device)

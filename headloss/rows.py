@@ -128,7 +128,7 @@ class Rows:
 
     def take(self, x: Tensor) -> Tensor:
         """(shape, ...) to (R, ...): the rows that count."""
-        flat = x.reshape(self.total, *x.shape[len(self.shape) :])
+        flat = x if len(self.shape) == 1 else x.reshape(self.total, *x.shape[len(self.shape) :])
         if self.keep is not None:
             return flat.index_select(0, self.keep)
         if self.valid is not None:  # padding may hold -inf or NaN: replace before a loss sees it

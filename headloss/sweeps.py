@@ -19,7 +19,7 @@ from torch import Tensor
 
 from headloss.facts import Fact, Partial, Softmax, Want, coefficients, finish
 from headloss.guides import Guide, ids_facts, ids_pull, most_rows, note, teacher_bytes
-from headloss.heads import Grads, open_source, outside_autocast
+from headloss.heads import Grads, open_source, outside_autocast, part_of
 from headloss.parallel import Gathering, reduce_hidden, sum_over
 from headloss.rows import Rows
 from headloss.sources import Linear, Source
@@ -157,7 +157,7 @@ class Sweep:
         block = self._read(head, part)
         out_CV = head.room(block.numbers, block.raw_CV) if grad else None
         ignored = rows.skipped or rows.valid is not None
-        targets = self._targets(part) if not ignored or rows.given is None else rows.given.reshape(-1)[part]
+        targets = self._targets(part) if not ignored or rows.given is None else part_of(rows.given.reshape(-1), part)
         visited = visit(
             block.raw_CV, targets, self.want, self._temperatures(part), self.program, arguments, out_CV,
             start=self._start, vocab=self.source.vocab, ignore=ignored, **self._transform(),
@@ -220,7 +220,7 @@ class Sweep:
         return [[(student[T], guide.own(T, part)) for T in keys(name)] for name, guide in self.guides.items()]
 
     def _targets(self, part: slice) -> Tensor | None:
-        return None if self.rows.targets is None else self.rows.targets[part]
+        return None if self.rows.targets is None else part_of(self.rows.targets, part)
 
     def _transform(self) -> dict[str, Any]:
         return {"scale": self.source.scale, "softcap": self.source.softcap}
