@@ -101,7 +101,7 @@ class Batch:
         self,
         names: Iterable[str],
         values: Mapping[str, Tensor] | Tensor,  # by name, or (M, R) in the order of the names
-        weights_R: Tensor | Callable[[], Tensor | None] | None,
+        weights_R: Tensor | None,
     ) -> None:
         self.kinds = {name: kind_of(name) for name in names}
         self.given, self.weights_R = values, weights_R
@@ -117,11 +117,10 @@ class Batch:
         x_MR, places = self._stacked()
         device = x_MR.device
         wide = _widest(device)
-        weights_R = self.weights_R() if callable(self.weights_R) else self.weights_R
-        if weights_R is None:
+        if self.weights_R is None:
             counted, count = None, torch.full((), x_MR.shape[1], dtype=wide, device=device)
         else:
-            counted = weights_R.reshape(-1) > 0
+            counted = self.weights_R.reshape(-1) > 0
             count = counted.sum(dtype=wide)
             x_MR = torch.where(counted, x_MR, 0)  # a value that does not count may be NaN
         reduced: dict[tuple[str, int], Tensor] = {}
@@ -226,9 +225,7 @@ def measure(values: Mapping[str, Tensor], weights: Tensor | None, per: str) -> d
     return {name: Metric(kind, (batch, name), per) for name, kind in batch.kinds.items()}
 
 
-def measure_later(
-    names: Sequence[str], values_MR: Tensor, weights: Callable[[], Tensor | None], per: str
-) -> dict[str, Metric]:
+def measure_later(names: Sequence[str], values_MR: Tensor, weights: Tensor | None, per: str) -> dict[str, Metric]:
     """The same for values that nobody else can write to: they are reduced when the first metric is looked at."""
     batch = Batch(names, values_MR, weights)
     return {name: Metric(kind, (batch, name), per) for name, kind in batch.kinds.items()}

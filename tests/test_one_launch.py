@@ -292,6 +292,43 @@ def test_explain_shows_the_source_and_what_the_first_call_cost():
 
 
 @inside
+def test_metrics_do_not_change_with_what_is_written_to_the_targets_later():
+    batch = Batch()
+    objective = hl.Objective(ce=cross_entropy, metrics={"lse_min": lambda lse: lse, "lse": lambda lse: lse})
+    found = []
+    for backend in ("triton", "torch"):
+        targets = batch.targets.clone()
+        objective = hl.Objective(**objective.terms, metrics=objective.asked, backend=backend)
+        out = objective(batch.source("Logits")[0], targets)
+        targets.fill_(-100)  # the next batch comes into the same buffer
+        found.append([float(x) for x in out.metrics.values()])
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
+
+
+@inside
+def test_while_a_graph_is_captured_metrics_are_part_of_it(monkeypatch):
+    from headloss import one_launch
+
+    batch = Batch()
+    source, _ = batch.source("Logits")
+    for captured in (False, True):
+        monkeypatch.setattr(one_launch, "may_read", lambda *_, captured=captured: not captured)
+        metric = mix("triton")(source, batch.targets, **batch.inputs).metrics["entropy"]
+        assert isinstance(metric._parts[0], hl.metrics.Batch) and (metric._parts[0].found is not None) == captured
+
+
+@inside
+def test_every_term_off():
+    batch = Batch()
+    for kind in ("Logits", "Linear"):
+        ours, truth = (
+            o(batch.source(kind)[0], batch.targets, weights=dict.fromkeys(o.terms, 0), **batch.inputs)
+            for o in (mix("triton"), mix("torch"))
+        )
+        compare(ours, truth)
+
+
+@inside
 def test_no_rows_that_count():
     for kind in ("Logits", "Linear"):
         batch = Batch()
