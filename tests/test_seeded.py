@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import torch
 
 import headloss as hl
+from headloss.parallel import VocabShard, check_notes
+from headloss.rows import bind_rows
 
 
 def test_a_tensor_made_in_a_loss_belongs_to_its_rows() -> None:
@@ -43,3 +46,41 @@ def test_padding_ids_count_for_nothing() -> None:
         hl.Logits(logits), torch.zeros(3, dtype=torch.long), teacher=hl.Sparse(ids, probabilities.log())
     )
     assert math.isclose(float(out.loss.detach()), 0.5 + 0.2 + 0.3 + 0.1 + 0.2 + 0.3)
+
+
+def test_aligned_chunks_keep_the_budget() -> None:
+    """Whole segments, never more rows than asked for, every row once."""
+    lengths = (3, 1, 4, 1, 5, 2, 6, 5, 3)
+    ids = torch.repeat_interleave(torch.arange(9), torch.tensor(lengths))
+    targets = torch.zeros(len(ids), dtype=torch.long)
+    rows = bind_rows((len(ids),), targets, hl.Segments.from_ids(ids), vocab=2, device=targets.device)
+    for most in (6, 7, 9, 30):
+        runs = rows.aligned(most)
+        assert runs is not None
+        assert [i for part, _ in runs for i in range(part.start, part.stop)] == list(range(len(ids)))
+        for part, span in runs:
+            assert part.stop - part.start <= most
+            assert set(ids[part].tolist()) == set(range(span.start, span.stop))
+    assert rows.aligned(5) is None  # a segment has six
+
+
+def test_shards_are_as_wide_as_the_widest(monkeypatch: pytest.MonkeyPatch) -> None:
+    shard = object.__new__(VocabShard)
+    for name, value in (("vocab", 10), ("width", None), ("start", 9)):
+        object.__setattr__(shard, name, value)
+    monkeypatch.setattr(VocabShard, "size", 3)
+    assert shard.even_width == 4 and shard.columns(4) == 1
+
+
+def test_notes_of_ranks_are_compared() -> None:
+    good = torch.tensor([[0.0, 4.0, 7.0], [4.0, 4.0, 7.0], [8.0, 2.0, 7.0]])
+    check_notes(good, 10)
+    for row, column, value, message in (
+        (1, 1, 3.0, "each of the 10 columns"),  # a column on no rank
+        (1, 0, 3.0, "each of the 10 columns"),  # one on two ranks, one on none
+        (2, 2, 8.0, "differ between ranks"),
+    ):
+        bad = good.clone()
+        bad[row, column] = value
+        with pytest.raises(ValueError, match=message):
+            check_notes(bad, 10)
