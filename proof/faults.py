@@ -179,7 +179,7 @@ FAULTS = [
     Fault("reductions.py", "ids = segment_ids(segments, targets.shape).masked_fill(~valid, -1)", "ids = segment_ids(segments, targets.shape)", "count: segments with ignored rows alone are counted"),
     Fault("reductions.py", "count.clamp(min=1).to(wide)", "count.to(wide)", "an all-ignored batch divides by 0"),
     Fault("reductions.py", 'if reduction == "token_sum":\n        return 1.0', 'if reduction == "token_sum":\n        return 1.0 / max(1, rows.count)', "a sum is averaged"),
-    Fault("reductions.py", "(rows_S > 0).sum() * segments.counts_here", "(rows_S > 0).sum()", "count: a segment on two ranks counts twice", DOCUMENTS),
+    Fault("reductions.py", "(rows_S > 0).sum() * segments.counts_here", "(rows_S > 0).sum()", "count: a segment on two ranks counts twice", ("tests/test_seeded.py",)),
     # Rows
     Fault("rows.py", "return flat.masked_fill(~self.valid.view(-1, *(1 for _ in flat.shape[1:])), 0)", "return flat", "NaN in ignored rows' inputs reaches the loss", ("tests/test_contract.py::test_without_optional_inputs",)),
     Fault("rows.py", "runs.append((slice(first_row, row), slice(first_segment, segment)))", "runs.append((slice(first_row, row), slice(first_segment, segment + 1)))", "a chunk has one segment too many"),
@@ -204,7 +204,7 @@ FAULTS = [
     Fault("heads.py", "return self.source.weight.dtype if narrow else wide", "return self.source.weight.dtype", "weight gradient accumulated in bf16"),
     Fault("heads.py", "hidden_CD = hidden_CD.masked_fill(ignored_C1, 0)", "pass", "NaN in ignored hidden rows reaches the weight"),
     Fault("heads.py", "self.dbias_V = part_V if self.dbias_V is None else self.dbias_V.add_(part_V)", "self.dbias_V = part_V", "the last chunk's bias gradient alone"),
-    Fault("heads.py", "torch.autograd.graph.increment_version(self.source.logits)", "pass", "logits overwritten without a version counter"),
+    Fault("heads.py", "torch.autograd.graph.increment_version(self.source.logits)", "pass", "logits overwritten without a version counter", ("tests/test_seeded.py",)),
     Fault("heads.py", "self.all_NV[:, self.source.columns :] = 0", "pass", "padding columns' gradient is whatever was there", RANKS),
     Fault("heads.py", "self.grad_NV.index_fill_(0, rows, 0)", "pass", "ignored rows' gradient is whatever was there"),
     Fault("heads.py", "            raw_CV += self.bias_V", "            pass", "no bias"),

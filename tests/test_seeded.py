@@ -8,8 +8,11 @@ import pytest
 import torch
 
 import headloss as hl
+from headloss import reductions
+from headloss.losses import cross_entropy
 from headloss.parallel import VocabShard, check_notes
 from headloss.rows import bind_rows
+from headloss.segments import Segments
 
 
 def test_a_tensor_made_in_a_loss_belongs_to_its_rows() -> None:
@@ -84,3 +87,29 @@ def test_notes_of_ranks_are_compared() -> None:
         bad[row, column] = value
         with pytest.raises(ValueError, match=message):
             check_notes(bad, 10)
+
+
+def test_overwritten_logits_say_so() -> None:
+    """Whoever kept logits for a backward of its own hears that they were overwritten."""
+    x = torch.randn(5, 7, requires_grad=True)
+    logits = x * 1.0
+    other = logits.square().sum()  # keeps the logits
+    hl.Objective(ce=cross_entropy)(hl.Logits(logits, inplace=True), torch.arange(5)).loss.backward()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        other.backward()
+
+
+def test_a_segment_on_two_ranks_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Context parallelism inside data parallelism: two ranks hold three segments between them, one of them both."""
+    held = (torch.tensor([0, 0, 1]), torch.tensor([1, 2, 2]))
+    counted = torch.tensor([2, 2, 2])
+    total = 0
+    for rank, ids in enumerate(held):
+        sums = {"context": lambda x: counted, "data": lambda x: x}
+        monkeypatch.setattr(Segments, "counts_here", property(lambda _, rank=rank: rank == 0))
+        monkeypatch.setattr(reductions, "group_sum", lambda x, group, sums=sums: sums[group](x))
+        monkeypatch.setattr(reductions, "_ranks", lambda group: [0, 1] if group == "context" else [0, 1, 2, 3])
+        found = reductions.count(torch.zeros(3, dtype=torch.long), Segments(ids, 3, group="context"), "data")
+        assert found.num_items == 3 and found.num_segments is not None
+        total += int(found.num_segments)
+    assert total == 3
