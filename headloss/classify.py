@@ -51,7 +51,8 @@ _POINTWISE = {
     "alias", "clone", "detach", "lift_fresh_copy", "_to_copy", "huber_loss", "huber_loss_backward", "smooth_l1_loss",
     "smooth_l1_loss_backward", "softplus_backward", "log_sigmoid_forward", "log_sigmoid_backward", "elu_backward",
     "hardtanh_backward", "leaky_relu_backward", "threshold_backward", "masked_fill_", "binary_cross_entropy",
-    "binary_cross_entropy_backward", "mse_loss", "mse_loss_backward",
+    "binary_cross_entropy_backward", "binary_cross_entropy_with_logits", "mse_loss", "mse_loss_backward",
+    "floor_divide",
 }  # fmt: skip
 # Operations that make a tensor of a given size: they may see how many rows there are, as only the size depends on it.
 _CREATION = {

@@ -65,6 +65,10 @@ ROW: dict[str, tuple[Any, tuple[str, ...]]] = {
     "option": (hl.Term(gated, low=-2.0), ("advantage",)),
     "lambda": (lambda logprob, lse: F.softplus(-logprob) + 0.1 * lse.abs(), ()),
     "huber": (lambda logprob: F.huber_loss(logprob, torch.zeros_like(logprob), reduction="none"), ()),
+    "binary cross-entropy": (
+        lambda logprob, lse: F.binary_cross_entropy_with_logits(logprob, lse.detach().sigmoid(), reduction="none"), ()
+    ),
+    "whole quotient": (lambda logprob, targets: -logprob * (targets // 3), ()),
     "logsigmoid": (lambda logprob, advantage: -F.logsigmoid(logprob * advantage), ("advantage",)),
     "masked_fill": (lambda logprob, advantage: (-logprob).masked_fill(advantage > 0, 0.0), ("advantage",)),
     "targets": (lambda logprob, targets: torch.where(targets % 2 == 0, -logprob, -2 * logprob), ()),
