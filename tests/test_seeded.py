@@ -9,7 +9,7 @@ import torch
 
 import headloss as hl
 from headloss import reductions
-from headloss.losses import cross_entropy
+from headloss.losses import cross_entropy, reinforce
 from headloss.parallel import VocabShard, check_notes
 from headloss.rows import bind_rows
 from headloss.segments import Segments
@@ -89,16 +89,6 @@ def test_notes_of_ranks_are_compared() -> None:
             check_notes(bad, 10)
 
 
-def test_overwritten_logits_say_so() -> None:
-    """Whoever kept logits for a backward of its own hears that they were overwritten."""
-    x = torch.randn(5, 7, requires_grad=True)
-    logits = x * 1.0
-    other = logits.square().sum()  # keeps the logits
-    hl.Objective(ce=cross_entropy)(hl.Logits(logits, inplace=True), torch.arange(5)).loss.backward()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        other.backward()
-
-
 def test_a_segment_on_two_ranks_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Context parallelism inside data parallelism: two ranks hold three segments between them, one of them both."""
     held = (torch.tensor([0, 0, 1]), torch.tensor([1, 2, 2]))
@@ -113,3 +103,27 @@ def test_a_segment_on_two_ranks_counts_once(monkeypatch: pytest.MonkeyPatch) -> 
         assert found.num_items == 3 and found.num_segments is not None
         total += int(found.num_segments)
     assert total == 3
+
+
+@pytest.mark.parametrize("kind", ["Logits", "Linear"])
+def test_a_loss_on_facts_that_the_loss_uses_too(kind: str) -> None:
+    """Both pull on the same fact, and the pulls add up."""
+    torch.manual_seed(0)
+    leaf = torch.randn(5, 7, dtype=torch.float64, requires_grad=True)
+    weight, targets = torch.randn(11, 7, dtype=torch.float64), torch.randint(11, (5,))
+    z = leaf @ weight.T
+    out = hl.Objective(ce=cross_entropy)(hl.Logits(z) if kind == "Logits" else hl.Linear(leaf, weight), targets)
+    (got,) = torch.autograd.grad(out.loss + out.facts.logprob.square().sum(), leaf)
+    logp = (leaf @ weight.T).log_softmax(-1).gather(-1, targets[:, None])[:, 0]
+    (want,) = torch.autograd.grad(logp.square().sum() - logp.mean(), leaf)
+    torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("kind", ["Logits", "Linear"])
+def test_inputs_hear_the_upstream_gradient(kind: str) -> None:
+    leaf, weight = torch.randn(5, 7, requires_grad=True), torch.randn(11, 7)
+    targets, advantage = torch.randint(11, (5,)), torch.randn(5, requires_grad=True)
+    source = hl.Logits(leaf @ weight.T) if kind == "Logits" else hl.Linear(leaf, weight)
+    out = hl.Objective(pg=reinforce)(source, targets, advantage=advantage)
+    (3 * out.loss).backward()
+    torch.testing.assert_close(advantage.grad, -3 * out.facts.logprob.detach() / 5)

@@ -341,6 +341,18 @@ def test_objective_on_logits(host_read):
 
 
 @inside
+def test_objective_that_overwrites_logits_says_so():
+    """A kernel's store is not seen by autograd: whoever kept the logits for a backward must still hear of it."""
+    x = torch.randn(3, 40, requires_grad=True)
+    logits = x * 1.0
+    other = logits.square().sum()  # keeps the logits
+    objective = hl.Objective(ce=cross_entropy, backend="triton")
+    objective(hl.Logits(logits, inplace=True), torch.arange(3)).loss.backward()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        other.backward()
+
+
+@inside
 @pytest.mark.parametrize("loss", [grpo, gspo])
 def test_objective_on_linear(loss):
     hidden, weight, targets, inputs = problem()
