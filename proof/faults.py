@@ -219,7 +219,7 @@ FAULTS = [
     Fault("passes.py", "Grads(*(_add(x, y) for x, y in zip(grads, more, strict=True)))", "more", "facts' gradient in place of the loss's"),
     Fault("sweeps.py", "out_CV.masked_fill_(ignored_C1, 0)", "pass", "masked rows' gradient is what their logits say"),
     Fault("sweeps.py", 'slot=0 if shard is None else i % 2', "slot=0", "a chunk overwrites the one whose partial still travels", RANKS),
-    Fault("sweeps.py", "x.mul_(scale) if x.dtype.itemsize >= 4 else x.copy_(x.float() * scale)", "x.mul_(scale.to(x.dtype))", "fp16: rescaled in fp16, where it overflows"),
+    Fault("sweeps.py", "x.mul_(scale) if x.dtype.itemsize >= 4 else x.copy_(x.float() * scale)", "x.mul_(scale.to(x.dtype))", "fp16: rescaled in fp16, where it overflows", ("tests/test_seeded.py",)),
     # The objective
     Fault("bound.py", "loss = loss + reduced * term.weight", "loss = loss + reduced", "the loss ignores weights"),
     Fault("bound.py", "return weight * scale\n", "return weight\n", "grad_scale is ignored"),

@@ -127,3 +127,19 @@ def test_inputs_hear_the_upstream_gradient(kind: str) -> None:
     out = hl.Objective(pg=reinforce)(source, targets, advantage=advantage)
     (3 * out.loss).backward()
     torch.testing.assert_close(advantage.grad, -3 * out.facts.logprob.detach() / 5)
+
+
+def test_fp16_gradients_are_rescaled_in_float32() -> None:
+    """An upstream factor that float16 cannot hold, on gradients that it can."""
+    torch.manual_seed(0)
+    hidden, weight = (1e-3 * torch.randn(*size) for size in ((9, 5), (11, 5)))
+    targets = torch.randint(11, (9,))
+    grads = []
+    for dtype in (torch.float16, torch.float64):
+        h, w = (x.half().to(dtype).requires_grad_() for x in (hidden, weight))
+        out = hl.Objective(ce=cross_entropy)(hl.Linear(h, w, memory=4 * 11 * dtype.itemsize), targets)
+        (1e7 * out.loss).backward()
+        grads.append((h.grad, w.grad))
+    for low, exact in zip(*grads, strict=True):
+        assert low.isfinite().all()
+        assert (low.double() - exact).norm() < 5e-3 * exact.norm()
