@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import headloss as hl
-from headloss import reductions
+from headloss import metrics, reductions
 from headloss.losses import cross_entropy, reinforce
 from headloss.parallel import VocabShard, check_notes
 from headloss.rows import bind_rows
@@ -143,3 +144,29 @@ def test_fp16_gradients_are_rescaled_in_float32() -> None:
     for low, exact in zip(*grads, strict=True):
         assert low.isfinite().all()
         assert (low.double() - exact).norm() < 5e-3 * exact.norm()
+
+
+def test_weighted_mean_without_weights_passes_over_ignored_rows() -> None:
+    """Where ignored rows are masked and not dropped, they weigh nothing."""
+    logits, targets = torch.randn(6, 9, dtype=torch.float64), torch.tensor([1, -100, 3, -100, 5, 6])
+    objective = hl.Objective(ce=hl.Term(cross_entropy, reduction="weighted_mean"))
+    want = torch.nn.functional.cross_entropy(logits, targets)
+    for host_read in (True, False):
+        torch.testing.assert_close(objective(hl.Logits(logits), targets, host_read=host_read).loss, want)
+
+
+def test_sample_sizes_of_ranks_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """(sum w)^2 / sum w^2 over all ranks: a mean of sums would halve it."""
+    mine, theirs = torch.rand(5, dtype=torch.float64), torch.rand(7, dtype=torch.float64)
+    name = "rl/effective_sample_size"
+    other = metrics.Metric.of(name, theirs, None, "token").parts
+
+    def gather(out, packed, group):
+        out[0], out[1] = packed, torch.stack([*other, packed[-1]])
+        return SimpleNamespace(wait=lambda: None)
+
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 2)
+    monkeypatch.setattr(metrics, "all_gather", gather)
+    meter = hl.Meter().add({name: metrics.Metric.of(name, mine, None, "token")})
+    w = torch.cat([mine, theirs])
+    assert math.isclose(meter.compute("group")[name], float(w.sum() ** 2 / w.square().sum()), rel_tol=1e-9)
