@@ -170,3 +170,13 @@ def test_sample_sizes_of_ranks_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     meter = hl.Meter().add({name: metrics.Metric.of(name, mine, None, "token")})
     w = torch.cat([mine, theirs])
     assert math.isclose(meter.compute("group")[name], float(w.sum() ** 2 / w.square().sum()), rel_tol=1e-9)
+
+
+def test_objectives_that_differ_have_keys_that_differ() -> None:
+    """A graph made with one objective serves all of its key, so whatever changes a number is part of it."""
+    length = {"reduction": "seq_mean_token_sum_norm", "length": 3.0}
+    options = [{}, {"weight": 2.0}, {"reduction": "token_sum"}, length, {**length, "length": 4.0}, {"temperature": 2.0}]
+    options += [{"label_smoothing": 0.1}, {"label_smoothing": 0.2}, {"row_weight": "w"}]
+    keys = [hl.Objective(ce=hl.Term(cross_entropy, **more)).key for more in options]
+    assert len(set(keys)) == len(keys)
+    assert keys == [hl.Objective(ce=hl.Term(cross_entropy, **more)).key for more in options]

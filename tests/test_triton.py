@@ -341,6 +341,22 @@ def test_objective_on_logits(host_read):
 
 
 @inside
+@pytest.mark.parametrize("reduction", ["token_mean", "token_sum", "seq_mean_token_mean", "seq_mean_token_sum"])
+def test_objective_with_weights_and_a_scale(reduction):
+    """Weights of terms, reductions and grad_scale, when the loss runs inside the sweep."""
+    hidden, weight, targets, _ = problem()
+    segments = hl.Segments.from_ids(torch.tensor([0, 0, 1, 1, 1, 2, 2]))
+    found = {}
+    for backend in ("torch", "triton"):
+        logits = (hidden @ weight.T).requires_grad_()
+        terms = {"ce": hl.Term(cross_entropy, weight=0.7, reduction=reduction), "z": hl.Term(z_loss, weight=1e-2)}
+        out = hl.Objective(**terms, backend=backend)(hl.Logits(logits), targets, segments=segments, grad_scale=3.0)
+        out.loss.backward()
+        found[backend] = (out.loss.detach(), logits.grad, out.terms["ce"])
+    torch.testing.assert_close(found["triton"], found["torch"], rtol=1e-5, atol=1e-6)
+
+
+@inside
 def test_objective_that_overwrites_logits_says_so():
     """A kernel's store is not seen by autograd: whoever kept the logits for a backward must still hear of it."""
     x = torch.randn(3, 40, requires_grad=True)
