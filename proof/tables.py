@@ -48,6 +48,7 @@ def _faults() -> str:
         groups[name][1] += 1
     lines = [f"**{record['caught']} of {record['total']} caught.** {_about(record)}", "", "| faults in | caught | of |"]
     lines += ["|---|---:|---:|", *(f"| {name} | {a} | {b} |" for name, (a, b) in groups.items())]
+    lines += ["", record["note"]] if "note" in record else []
     return "\n".join(lines)
 
 
