@@ -47,12 +47,6 @@ WHY = (
 )
 
 
-def _tracing() -> bool:
-    """Whether Dynamo looks at what runs here."""
-    found = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", None)
-    return found is None or found() is not None
-
-
 def as_it_is(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Under torch.compile `fn` runs as it is, between two compiled graphs: its kernels are fused already.
 
@@ -62,7 +56,7 @@ def as_it_is(fn: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(fn)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if "torch._dynamo" not in sys.modules or not _tracing():
+        if "torch._dynamo" not in sys.modules:
             return fn(*args, **kwargs)
         if not disabled:
             disabled.append(torch.compiler.disable(fn, reason=WHY))
