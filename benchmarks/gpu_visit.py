@@ -21,7 +21,6 @@ import math
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -38,12 +37,8 @@ from headloss.metrics import read_metrics
 from headloss.plan import Shape as Layout
 from headloss.plan import trace
 
-START = time.time()
-DEVICE = "cuda"
-
-
-def say(*words: object) -> None:
-    print(f"[{time.time() - START:6.1f}s]", *words, flush=True)
+sys.path.insert(0, str(Path(__file__).parent))
+from gpu_kernels import DEVICE, say, timed
 
 
 class Mix:
@@ -169,26 +164,6 @@ def check() -> list[str]:
 
 
 # ---------------------------------------------------------------- fast?
-
-
-def timed(fn: Callable[[], object], before: Callable[[], object] | None = None, repeats: int = 15) -> float:
-    """Median milliseconds, each run after the caches were flushed and the buffers restored."""
-    flush = torch.empty(256 << 20, dtype=torch.int8, device=DEVICE)
-    for _ in range(2):
-        fn()
-    marks = []
-    for _ in range(repeats):
-        if before is not None:
-            before()
-        flush.zero_()
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        fn()
-        end.record()
-        marks.append((begin, end))
-    torch.cuda.synchronize()
-    times = sorted(b.elapsed_time(e) for b, e in marks)
-    return times[len(times) // 2]
 
 
 class Problem:

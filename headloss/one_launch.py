@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -78,7 +78,7 @@ class _Weighed:
     def __init__(self, loss: BoundLoss) -> None:
         self.loss = loss
         self.bases = {t.name: self._base(t) for t in loss.terms}
-        self.factors = {t.name: _product(t.weight, loss.grad_scale) for t in loss.terms}
+        self.factors = {t.name: t.weight * loss.grad_scale for t in loss.terms}
         self.options = {t.name: t.call.options for t in loss.terms}
         self.normaliser: Tensor | None = None
         if loss.narrow:
@@ -97,8 +97,7 @@ class _Weighed:
         """Write a gradient of order 1, because fp16 cannot hold 1 / number of tokens."""
         dtype, device = self.loss.dtype, self.loss.device
         sizes = [
-            _tensor(_product(self.bases[name], factor), dtype, device).abs().amax()
-            for name, factor in self.factors.items()
+            _tensor(self.bases[name] * factor, dtype, device).abs().amax() for name, factor in self.factors.items()
         ]
         largest = torch.stack(sizes).amax()
         self.normaliser = largest.masked_fill(largest == 0, 1.0)
@@ -128,10 +127,6 @@ class _Weighed:
             weight = term.weight
             total = total + value * weight if isinstance(weight, Tensor) else torch.add(total, value, alpha=weight)
         return total.to(loss.dtype)
-
-
-def _product(x: Any, y: Any) -> Any:
-    return x * y
 
 
 def _tensor(x: float | Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:

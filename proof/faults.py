@@ -315,7 +315,7 @@ FAULTS = [
     Fault("backends/program.py", "pieces += [f\"-{g['entropy']} * {own['entropy']}\"] if \"entropy\" in g else []", "pass", "printed pull of entropy without its constant part"),
     Fault("backends/operations.py", 'held = f"lowest({held}, {{{high}:p}})"', "pass", "printed clamp: no upper bound", ("tests/test_lower.py",)),
     Fault("backends/operations.py", 'return ("{other:p} - {self:p}" if a["alpha"].number == 1', 'return ("{self:p} - {other:p}" if a["alpha"].number == 1', "printed rsub: the other way round", ("tests/test_lower.py",)),
-    Fault("one_launch.py", "_product(t.weight, loss.grad_scale)", "_product(t.weight, 1.0)", "one launch: grad_scale is ignored"),
+    Fault("one_launch.py", "t.weight * loss.grad_scale", "t.weight * 1.0", "one launch: grad_scale is ignored"),
     Fault("one_launch.py", 'shared if term.reduction != "seq_mean_token_mean" else shared / lengths(loss.rows, loss.dtype)', "shared", "one launch: a segment's mean taken for its sum"),
     # Operators in a graph
     Fault("ops.py", "by_source[i] = g if before is None else before + g", "by_source[i] = g", "compiled: facts' gradient in place of the loss's"),
