@@ -1,4 +1,4 @@
-"""One launch against the speed of memory: `python benchmarks/gpu_visit.py [--configs | --check]`, on a CUDA device.
+"""One launch against the speed of memory: `python benchmarks/gpu_visit.py [--configs | --check | --overhead]`, on CUDA.
 
 First values, metrics and gradients are held against float64 next to eager in the same dtype; no time is reported when
 they are wrong.  Then, each as a ratio to the floor, one read and one write of the logits (an in-place multiplication),
@@ -8,7 +8,8 @@ measured in the same run:
     mix    cross-entropy + z-loss + clipped policy gradient, entropy and accuracy measured, all policy metrics
     peers  Liger's and torch.compile's cross-entropy, forward and backward, on the same rows
 
-`--configs` times block shapes instead.  With $OUT set, everything is written there as JSON too.
+`--configs` times block shapes instead, `--overhead` what a call costs the host (gpu_overhead.py); the latter goes into
+the results that are there already.  With $OUT set, everything is written there as JSON too.
 """
 
 from __future__ import annotations
@@ -39,6 +40,9 @@ from headloss.plan import trace
 
 sys.path.insert(0, str(Path(__file__).parent))
 from gpu_kernels import DEVICE, say, timed
+from gpu_overhead import overhead
+
+RESULTS = Path(__file__).parent / "results" / "gpu_visit_h200.json"
 
 
 class Mix:
@@ -281,28 +285,42 @@ def warm(shapes: list[Shape], part: int, parts: int) -> None:
     torch.cuda.synchronize()
 
 
+def circumstances() -> dict[str, str]:
+    return {
+        "command": " ".join(["python benchmarks/gpu_visit.py", *sys.argv[1:]]),
+        "date": datetime.date.today().isoformat(),
+        "device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
+    }  # fmt: skip
+
+
+def add_overhead() -> None:
+    """Measure what a call costs the host, and put it into the results there are."""
+    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    results["overhead, us"] = {**circumstances(), **overhead(say)}
+    path = Path(os.environ["OUT"], "gpu_visit.json") if os.environ.get("OUT") else RESULTS
+    path.write_text(json.dumps(results, indent=1))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--configs", action="store_true", help="time block shapes")
     parser.add_argument("--check", action="store_true", help="only hold the numbers against float64")
+    parser.add_argument("--overhead", action="store_true", help="time what a call costs the host")
     parser.add_argument("--no-peers", action="store_true")
     parser.add_argument("--warm", nargs=2, type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     shapes = list(dict.fromkeys([*WIDE, *NARROW]))
     if args.warm:
         return warm(shapes, *args.warm)
+    if args.overhead:
+        return add_overhead()
     if args.configs:
         jobs = [subprocess.Popen([sys.executable, __file__, "--warm", str(i), "10"]) for i in range(10)]
         say("compiled", [job.wait() for job in jobs])
     say(torch.cuda.get_device_name(), "torch", torch.__version__, "triton", triton.__version__)
     wrong = [] if args.configs else check()
     say("all right" if not wrong else "WRONG:\n" + "\n".join(wrong))
-    results: dict[str, Any] = {
-        "command": " ".join(["python benchmarks/gpu_visit.py", *sys.argv[1:]]),
-        "date": datetime.date.today().isoformat(),
-        "device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
-        "wrong": wrong, "shapes": SHAPES,
-    }  # fmt: skip
+    results: dict[str, Any] = {**circumstances(), "wrong": wrong, "shapes": SHAPES}
     if not wrong and not args.check:
         results["configs" if args.configs else "table"] = configs() if args.configs else table(not args.no_peers)
     if os.environ.get("OUT"):

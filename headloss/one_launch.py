@@ -56,8 +56,6 @@ class Launched:
 
 def launch(sweep: Sweep, loss: BoundLoss, needs: tuple[bool, ...]) -> Launched:
     """Visit every chunk: the loss, the facts, the softmax, and the gradients if any are wanted."""
-    from headloss.backends.triton_visit import Visited
-
     assert loss.chunks
     weighed = _Weighed(loss)
     chunks, grad = loss.chunks, any(needs)
@@ -68,7 +66,7 @@ def launch(sweep: Sweep, loss: BoundLoss, needs: tuple[bool, ...]) -> Launched:
         seen.append(sweep.launch(head, chunk, weighed.arguments(chunk), grad))
         if "compiling" not in sweep.times:
             sweep.times["compiling"] = time.perf_counter() - begun
-    visited = Visited.join(seen)
+    visited = type(seen[0]).join(seen)
     return Launched(weighed.report(visited), visited, sweep.grads(head) if grad else None, weighed.normaliser)
 
 
@@ -112,21 +110,19 @@ class _Weighed:
 
     def report(self, visited: Visited) -> Tensor:
         """Sum over the rows: the terms' values, and the loss; metrics are summed when they are looked at."""
+        from headloss.backends.triton_visit import totals
+
         loss = self.loss
-        sums = visited.values.sum(1).unbind()
-        loss.values |= dict(zip(visited.program.terms, sums, strict=True))
         if visited.program.metrics:  # which rows count is noted now: the targets may be written to
             metrics = measure_later(visited.program.metrics, visited.metric_values, loss.rows.valid, "token")
             if not may_read(True, loss.device):
                 next(iter(metrics.values())).parts  # a graph that is replayed makes them anew  # noqa: B018
             loss.metrics |= metrics
-        if not sums:  # every term is switched off
+        if not loss.terms:  # every term is switched off
             return torch.zeros((), dtype=loss.dtype, device=loss.device)
-        total = sums[0] * loss.terms[0].weight
-        for term, value in zip(loss.terms[1:], sums[1:], strict=True):
-            weight = term.weight
-            total = total + value * weight if isinstance(weight, Tensor) else torch.add(total, value, alpha=weight)
-        return total.to(loss.dtype)
+        sums, total = totals(visited, [term.weight for term in loss.terms])
+        loss.values |= dict(zip(visited.program.terms, sums.unbind(), strict=True))
+        return total
 
 
 def _tensor(x: float | Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:

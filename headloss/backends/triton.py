@@ -28,6 +28,7 @@ from torch import Tensor
 from headloss.backends.kernels.pull import pull_kernel
 from headloss.backends.kernels.scale import scale_kernel
 from headloss.backends.kernels.sums import merge_kernel, sums_kernel
+from headloss.backends.triton_launch import Launch
 from headloss.facts import Moments, Partial, Pull, Softmax, Want
 from headloss.teachers import TeacherChunk
 
@@ -207,7 +208,10 @@ def scale_(x: Tensor, scale: Tensor) -> None:
     if not x.is_contiguous() or x.dtype == torch.float64:
         x.mul_(scale)
     elif x.numel():
-        scale_kernel[(triton.cdiv(x.numel(), 8192),)](x, scale, x.numel(), BLOCK=8192, num_warps=8)
+        _SCALE(triton.cdiv(x.numel(), 8192), x, scale, x.numel())
+
+
+_SCALE = Launch(scale_kernel, {"BLOCK": 8192, "num_warps": 8})
 
 
 def _check(raw_CV: Tensor) -> None:

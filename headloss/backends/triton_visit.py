@@ -16,12 +16,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from headloss.backends.kernels.totals import totals_kernel
 from headloss.backends.kernels.visit import visit_kernel
 from headloss.backends.program import Program
 from headloss.backends.triton import LAUNCH, _check, _rows, _temperature
+from headloss.backends.triton_launch import Launch
 from headloss.facts import STUDENT, Fact, Softmax, Want
 
 Number = float | Tensor
+Kinds = tuple[int, ...]  # see `_kinds`
 
 
 class Arguments(NamedTuple):
@@ -36,9 +39,8 @@ class Arguments(NamedTuple):
 class Visited:
     """What a visit found; in ignored rows everything is 0.  The kernel's (F, C) numbers by name, cut when asked for."""
 
-    def __init__(self, found: Tensor, best: Tensor | None, program: Program) -> None:
-        self.found, self.best, self.program = found, best, program
-        self.ends = _plan(program).ends
+    def __init__(self, found: Tensor, best: Tensor | None, plan: Plan) -> None:
+        self.found, self.best, self.program, self.ends = found, best, plan.program, plan.ends
 
     @classmethod
     def join(cls, parts: Sequence[Visited]) -> Visited:
@@ -46,7 +48,7 @@ class Visited:
         if len(parts) == 1:
             return parts[0]
         best = None if parts[0].best is None else torch.cat([x.best for x in parts if x.best is not None])
-        return cls(torch.cat([x.found for x in parts], 1), best, parts[0].program)
+        return cls(torch.cat([x.found for x in parts], 1), best, _plan(parts[0].program))
 
     def _slots(self, which: int) -> Tensor:
         return self.found[self.ends[which] : self.ends[which + 1]]
@@ -127,17 +129,9 @@ def visit(
 
     `ignore`: a target of -100 marks a row that is not read; so does False in `valid_C`.
     """
-    _check(raw_CV)
-    C, V = raw_CV.shape
-    assert V > 0 and want == program.want and not want.teachers
-    device = raw_CV.device
-    plan = _plan(program)
-    found = torch.empty(plan.slots, C, dtype=torch.float32, device=device)
-    best = torch.empty(C, dtype=torch.int64, device=device) if want.argmax else None
-    result = Visited(found, best, program)
-    if C == 0:
-        return result
-    if out_CV is not None and out_CV.stride(-1) != 1 and V > 1:  # rare: write beside it, then copy
+    device, plan = raw_CV.device, _plan(program)
+    assert want == program.want and not want.teachers
+    if out_CV is not None and out_CV.stride(-1) != 1 and raw_CV.shape[1] > 1:  # rare: write beside it, then copy
         beside_CV = torch.empty_like(out_CV, memory_format=torch.contiguous_format)
         visited = visit(
             raw_CV, target_C, want, temperatures, program, arguments, beside_CV,
@@ -145,48 +139,121 @@ def visit(
         )  # fmt: skip
         out_CV.copy_(beside_CV)
         return visited
+    return launch(
+        plan, raw_CV, target_C,
+        tuple(_temperature(T) for T in temperatures),
+        tuple(_number(arguments.inputs[name], device) for name in program.inputs),
+        tuple(_number(arguments.bases[name], device) for name in program.terms),
+        tuple(_number(arguments.factors[name], device) for name in program.terms),
+        program.options(arguments.options), out_CV,
+        scale=scale, softcap=softcap, start=start, vocab=vocab,
+        valid_C=None if valid_C is None else valid_C.contiguous(), ignore=ignore, shape=shape,
+    )  # fmt: skip
+
+
+def launch(
+    plan: Plan,
+    raw_CV: Tensor,
+    target_C: Tensor | None,
+    temperatures: tuple[Number, ...],
+    inputs: tuple[Number, ...],
+    bases: tuple[Number, ...],
+    factors: tuple[Number, ...],
+    numbers: tuple[float, ...],
+    out_CV: Tensor | None,
+    *,
+    scale: float = 1.0,
+    softcap: float | None = None,
+    start: int = 0,
+    vocab: int | None = None,
+    valid_C: Tensor | None = None,
+    ignore: bool = False,
+    shape: Shape | None = None,
+) -> Visited:
+    """`visit` with everything in the form that the kernel takes."""
+    _check(raw_CV)
+    C, V = raw_CV.shape
+    assert V > 0
+    found = torch.empty(plan.slots, C, dtype=torch.float32, device=raw_CV.device)
+    best = torch.empty(C, dtype=torch.int64, device=raw_CV.device) if plan.best else None
+    if C == 0:
+        return Visited(found, best, plan)
     raw = _rows(raw_CV)
     out = raw if out_CV is None or out_CV is raw_CV else _rows(out_CV)
-    # rows of both at the same place of a vector, or no wide loads: the stores decide
-    apart = (raw.x_CV.stride(0) - out.x_CV.stride(0), raw.lead - out.lead)
-    together = raw.vector == out.vector and not any(x % raw.vector for x in apart)
-    same = together and raw.line == out.line and not any(x % raw.line for x in apart)
-    paired = raw_CV.dtype == torch.bfloat16 and raw.vector > 1  # words of two are decoded in fewer steps
+    stride, out_stride = raw.x_CV.stride(0), out.x_CV.stride(0)
     shape = shape or next(heavy if plan.heavy else light for most, light, heavy in SHAPES if most >= V)
-    given = tuple(_temperature(T) for T in temperatures)
-    inputs = tuple(_number(arguments.inputs[name], device) for name in program.inputs)
-    bases = tuple(_number(arguments.bases[name], device) for name in program.terms)
-    factors = tuple(_number(arguments.factors[name], device) for name in program.terms)
-    looks = target_C is not None and (want.target or program.target or ignore)
-    target = target_C if looks else None
-    valid = None if valid_C is None else valid_C.contiguous()
-    visit_kernel[(C,)](
-        raw.x_CV, None if out_CV is None else out.x_CV, target, valid, found, best,
-        given, inputs, bases, factors, program.options(arguments.options),
-        C, V, raw.x_CV.stride(0), raw.lead, out.x_CV.stride(0), out.lead,
-        0 if target is None else target.stride(0), start, V if vocab is None else vocab, float(scale), softcap or 1.0,
-        FN=program.function, SLOTS=plan.slots, **plan.flags,
-        TARGET=target is not None, IGNORE=ignore and target is not None, VALID=valid is not None,
-        GRADIENT=out_CV is not None, PER_ROW=tuple(isinstance(T, Tensor) for T in given),
-        SCALED=scale != 1.0, CAPPED=softcap is not None,
-        INPUT_ROWS=_kinds(inputs), BASE_KINDS=_kinds(bases), FACTOR_KINDS=_kinds(factors),
-        LINE=raw.line, VEC=raw.vector, OUT_LINE=out.line, OUT_VEC=out.vector, RAW_VEC=raw.vector if together else 1,
-        SAME=same, PAIRED=paired, K=shape.loads, L=32 * shape.warps, J=16 // raw_CV.element_size(),
-        num_warps=shape.warps, **LAUNCH,
+    target = target_C if plan.looks or ignore else None
+    # rows of both at the same place of a vector, or no wide loads: the stores decide
+    apart, lead_apart = stride - out_stride, raw.lead - out.lead
+    together = raw.vector == out.vector and not apart % raw.vector and not lead_apart % raw.vector
+    same = together and raw.line == out.line and not apart % raw.line and not lead_apart % raw.line
+    variant = (
+        raw_CV.dtype, target is None, ignore, valid_C is None, out_CV is None, scale != 1.0, softcap is None,
+        _kinds(temperatures), _kinds(inputs), _kinds(bases), _kinds(factors),
+        raw.line, raw.vector, out.line, out.vector, together, same, shape,
     )  # fmt: skip
-    return result
+    kernel = plan.variants.get(variant)
+    if kernel is None:
+        kernel = plan.variants[variant] = _variant(plan, *variant)
+    kernel(
+        C, raw.x_CV, None if out_CV is None else out.x_CV, target, valid_C, found, best,
+        temperatures, inputs, bases, factors, numbers,
+        C, V, stride, raw.lead, out_stride, out.lead,
+        0 if target is None else target.stride(0), start, V if vocab is None else vocab,
+        float(scale), 1.0 if softcap is None else float(softcap),
+    )  # fmt: skip
+    return Visited(found, best, plan)
 
 
-class _Plan(NamedTuple):
-    slots: int
-    heavy: bool  # whether more is summed than e^z
-    ends: tuple[int, ...]  # where softmax, facts, values, metrics and cotangents begin among the slots
-    flags: dict[str, Any]
+def _variant(
+    plan: Plan, dtype: torch.dtype, targetless: bool, ignore: bool, unmasked: bool, forward: bool,
+    scaled: bool, uncapped: bool, temperatures: Kinds, inputs: Kinds, bases: Kinds, factors: Kinds,
+    line: int, vector: int, out_line: int, out_vector: int, together: bool, same: bool, shape: Shape,
+) -> Launch:  # fmt: skip
+    """The kernel with its constants, for calls of this form."""
+    constants = {
+        **plan.flags, **LAUNCH, "FN": plan.program.function, "SLOTS": plan.slots,
+        "TARGET": not targetless, "IGNORE": ignore and not targetless, "VALID": not unmasked, "GRADIENT": not forward,
+        "SCALED": scaled, "CAPPED": not uncapped, "PER_ROW": tuple(n >= 0 for n in temperatures),
+        "INPUT_ROWS": inputs, "BASE_KINDS": bases, "FACTOR_KINDS": factors,
+        "LINE": line, "VEC": vector, "OUT_LINE": out_line, "OUT_VEC": out_vector, "RAW_VEC": vector if together else 1,
+        "SAME": same, "PAIRED": dtype == torch.bfloat16 and vector > 1,  # words of two are decoded in fewer steps
+        "K": shape.loads, "L": 32 * shape.warps, "J": 16 // dtype.itemsize, "num_warps": shape.warps,
+    }  # fmt: skip
+    return Launch(visit_kernel, constants)
+
+
+def totals(visited: Visited, weights: Sequence[Number]) -> tuple[Tensor, Tensor]:
+    """The sum over rows of each term's value, (T,), and the loss, the sum of those times their weights: one launch."""
+    found, weights = visited.found, tuple(_number(w, visited.found.device) for w in weights)
+    sums = torch.empty(len(weights), dtype=torch.float32, device=found.device)
+    loss = torch.empty((), dtype=torch.float32, device=found.device)
+    _totals(visited.ends[2], _kinds(weights))(1, found, sums, loss, weights, found.shape[1])
+    return sums, loss
 
 
 @functools.lru_cache(256)
-def _plan(program: Program) -> _Plan:
+def _totals(first: int, kinds: Kinds) -> Launch:
+    padded = 1 << (len(kinds) - 1).bit_length()
+    block = max(256, 8192 // padded)
+    return Launch(totals_kernel, {"FIRST": first, "KINDS": kinds, "P": padded, "B": block, "num_warps": 16, **LAUNCH})
+
+
+class Plan(NamedTuple):
     """What a program fixes of the kernel."""
+
+    program: Program
+    slots: int
+    heavy: bool  # whether more is summed than e^z
+    looks: bool  # whether at the targets
+    best: bool
+    ends: tuple[int, ...]  # where softmax, facts, values, metrics and cotangents begin among the slots
+    flags: dict[str, Any]
+    variants: dict[Any, Launch]  # by the form of a call
+
+
+@functools.lru_cache(256)
+def _plan(program: Program) -> Plan:
     want = program.want
     used = [i for i, there in enumerate(program.there) if any(there)]
     flags: dict[str, Any] = {
@@ -206,7 +273,8 @@ def _plan(program: Program) -> _Plan:
         len(program.cotangents), len(program.input_cotangents),
     )  # fmt: skip
     heavy = len(want.temperatures) > 1 or want.argmax or want.total or any((*flags["WANT_X"], *flags["WANT_Q"]))
-    return _Plan(sum(sizes), heavy, (0, *itertools.accumulate(sizes)), flags)
+    looks, ends = want.target or program.target, (0, *itertools.accumulate(sizes))
+    return Plan(program, sum(sizes), heavy, looks, want.argmax, ends, flags, {})
 
 
 def _number(x: Number, device: torch.device) -> Number:
@@ -220,6 +288,6 @@ def _number(x: Number, device: torch.device) -> Number:
     return x.contiguous() if x.ndim else x
 
 
-def _kinds(xs: Sequence[Number]) -> tuple[int, ...]:
+def _kinds(xs: Sequence[Number]) -> Kinds:
     """-1 a number, 0 one value on the device, 1 one a row."""
-    return tuple(x.ndim if isinstance(x, Tensor) else -1 for x in xs)
+    return tuple([x.ndim if isinstance(x, Tensor) else -1 for x in xs])
