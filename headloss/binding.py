@@ -11,7 +11,7 @@ from torch import Tensor
 from headloss.backends import choose, resolve
 from headloss.bound import BoundLoss
 from headloss.facts import Want
-from headloss.guides import SparseGuide, bind_guides, teacher_bytes
+from headloss.guides import SparseGuide, bind_guides, most_rows, teacher_bytes
 from headloss.planning import Plan
 from headloss.rows import Prepared, Rows, bind_rows
 from headloss.signature import TEACHER_INPUTS
@@ -72,7 +72,7 @@ def bind(
         has_one = (rows.segments.ids >= 0) | ~rows.valid
         torch._assert_async(has_one.all(), "segments: rows that are not ignored have no segment (id -1)")
     guides = _guides(plan, rows) if plan.teachers else {}
-    chunks = chunks_of(plan, rows, teacher_bytes(guides, source))
+    chunks = chunks_of(plan, rows, teacher_bytes(guides, source), most_rows(guides))
     rows.join()
     taken = {
         f"{i} of {n}": x
@@ -99,14 +99,15 @@ def _too_early(plan: Plan) -> bool:
     return plan.program is not None and isinstance(plan.source, Logits) and plan.source.logits.dtype == torch.float16
 
 
-def chunks_of(plan: Plan, rows: Rows, beside: int) -> list[Chunk] | None:
+def chunks_of(plan: Plan, rows: Rows, beside: int, taught: int | None = None) -> list[Chunk] | None:
     """How a visit walks the rows; None if every fact must be there before the first cotangent.
 
-    `beside` is what a row costs for its teachers.
+    `beside` is what a row costs for its teachers; `taught`, of how many rows their logits may be made at a time.
     """
     source = plan.source
     if isinstance(source, Logits) and plan.program is not None:
-        return [Chunk(slice(0, rows.count))] if rows.count else None
+        step = max(1, rows.count if taught is None else taught)
+        return [Chunk(slice(i, min(i + step, rows.count))) for i in range(0, rows.count, step)] or None
     if not isinstance(source, Linear) or plan.kind == "batch" or plan.want.only_ids:
         return None
     if plan.kind == "segment" and plan.segments is not None and plan.segments.group is not None:

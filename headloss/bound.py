@@ -148,6 +148,7 @@ class BoundLoss:
         if self.rows.keep is not None:
             return {n: part_of(x, part) if self.shapes[n].kind == "row" else x for n, x in self.inputs.items()}
         flat = {n: x.reshape(-1) if s.kind == "row" and x.ndim > 1 else x for n, (x, s) in self.given.items()}
+        flat |= self.taken
         return {n: part_of(x.detach(), part) if self.shapes[n].kind == "row" else x for n, x in flat.items()}
 
     @functools.cached_property

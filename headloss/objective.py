@@ -26,7 +26,7 @@ from headloss.bound import BoundLoss
 from headloss.config import read_config, write_config
 from headloss.explain import Explanation, explain
 from headloss.facts import FACTS, Fact, Want
-from headloss.guides import bind_guides, name_teachers, teacher_bytes
+from headloss.guides import bind_guides, most_rows, name_teachers, teacher_bytes
 from headloss.heads import Grads
 from headloss.metrics import read_metrics
 from headloss.passes import Head, run, settle
@@ -239,7 +239,7 @@ class Objective:
         plan = make_plan(self, on, targets, segments, weights, teacher, inputs)
         rows = rows_of(plan, targets, host_read)
         guides = bind_guides(plan.teachers, plan.want.teachers, on, rows)
-        chunks = chunks_of(plan, rows, teacher_bytes(guides, on))
+        chunks = chunks_of(plan, rows, teacher_bytes(guides, on), most_rows(guides))
         reads = host_read and isinstance(targets, Tensor)
         return explain(plan, rows, chunks, guides, self.backend, reads, source)
 

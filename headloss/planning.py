@@ -100,7 +100,7 @@ def make_plan(
         begun = time.perf_counter()
         found = _trace_terms(objective, calls, metrics, source, segments, teachers, laid, targets is None)
         traced = time.perf_counter()
-        found = (*found, *_print_terms(objective, calls, metrics, source, *found))
+        found = (*found, *_print_terms(objective, calls, metrics, source, teachers, *found))
         found = (*found, {"tracing": traced - begun, "printing": time.perf_counter() - traced})
         if len(objective.known) > _MOST_KNOWN:
             objective.known.clear()
@@ -109,6 +109,8 @@ def make_plan(
     traces, shapes, want, kind, program, reason, times = found
     if program is not None and not _suits(source):
         program, reason = None, "so few rows are swept faster in parts"
+    if program is not None and any(not isinstance(x, Sparse) and x.vocab < source.vocab for x in teachers.values()):
+        program, reason = None, "the teacher has fewer columns than the student"
     planned = tuple(
         Planned(name, call, traces[name], now[name], objective.terms[name].reduction, objective.terms[name].length)
         for name, call in calls.items()
@@ -152,12 +154,7 @@ def _trace_terms(
     targetless: bool,
 ) -> tuple[dict[str, Trace], dict[str, Shape], Want, str]:
     """Each term's trace, the inputs' shapes as the traces take them, the facts wanted, and the widest class."""
-    ids = {
-        f"{i} of {n}": Shape("row", torch.long if i == "teacher_ids" else source.fact_dtype, (x.ids.shape[-1],))
-        for n, x in teachers.items()
-        if isinstance(x, Sparse)
-        for i in TEACHER_INPUTS
-    }
+    ids = _ids(source, teachers)
     given = {n: shape for n, (_, shape) in laid.items()}
     traces: dict[str, Trace] = {}
     for name, call in calls.items():
@@ -185,6 +182,16 @@ def _trace_terms(
     return traces, given, Want(wanted), next((k for k in ("batch", "segment") if k in kinds), "row")
 
 
+def _ids(source: Source, teachers: Mapping[str, Teacher]) -> dict[str, Shape]:
+    """What sparse teachers bring as inputs."""
+    return {
+        f"{i} of {n}": Shape("row", torch.long if i == "teacher_ids" else source.fact_dtype, (x.ids.shape[-1],))
+        for n, x in teachers.items()
+        if isinstance(x, Sparse)
+        for i in TEACHER_INPUTS
+    }
+
+
 def _suits(source: Source) -> bool:
     """Whether one program a row is as fast as rows cut in parts; only asked where the count of rows may decide."""
     from headloss.backends import triton, triton_visit
@@ -199,6 +206,7 @@ def _print_terms(
     calls: Mapping[str, Call],
     metrics: Sequence[tuple[str, Call]],
     source: Source,
+    teachers: Mapping[str, Teacher],
     traces: Mapping[str, Trace],
     shapes: Mapping[str, Shape],
     want: Want,
@@ -216,6 +224,7 @@ def _print_terms(
     from headloss.backends.program import lower
 
     try:
+        shapes = {**shapes, **_ids(source, teachers)}
         program = lower({name: (call, traces[name]) for name, call in calls.items()}, want, shapes, metrics)
     except Unprintable as error:
         return None, str(error)

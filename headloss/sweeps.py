@@ -151,17 +151,19 @@ class Sweep:
 
     def launch(self, head: Any, chunk: Chunk, arguments: Any, grad: bool) -> Any:
         """Facts, values, metrics and gradient of a chunk in one launch of the printed program."""
-        from headloss.backends.triton_visit import visit
+        from headloss.backends import triton_taught, triton_visit
 
         rows, part = self.rows, chunk.rows
         block = self._read(head, part)
         out_CV = head.room(block.numbers, block.raw_CV) if grad else None
         ignored = rows.skipped or rows.valid is not None
         targets = self._targets(part) if not ignored or rows.given is None else part_of(rows.given.reshape(-1), part)
-        visited = visit(
-            block.raw_CV, targets, self.want, self._temperatures(part), self.program, arguments, out_CV,
-            start=self._start, vocab=self.source.vocab, ignore=ignored, **self._transform(),
-        )  # fmt: skip
+        what = (block.raw_CV, targets, self.want, self._temperatures(part), self.program, arguments, out_CV)
+        how = {"start": self._start, "vocab": self.source.vocab, "ignore": ignored, **self._transform()}
+        if block.teachers:
+            visited: Any = triton_taught.visit(*what, block.teachers[0], **how)
+        else:
+            visited = triton_visit.visit(*what, **how)
         if grad:
             ignored_C1 = None
             if ignored and isinstance(self.source, Linear):

@@ -121,8 +121,9 @@ def loops(code):
 # ---------------------------------------------------------------- beside teachers
 
 from headloss.backends.elements import printed  # noqa: E402
-from headloss.backends.kernels.dense import dense_merge_kernel, dense_sums_kernel  # noqa: E402
+from headloss.backends.kernels.dense import dense_sums_kernel  # noqa: E402
 from headloss.backends.kernels.guided import guided_kernel, look_kernel  # noqa: E402
+from headloss.backends.kernels.meeting import dense_merge_kernel  # noqa: E402
 from headloss.backends.kernels.sparse import gather_kernel, store_kernel, tail_kernel  # noqa: E402
 from headloss.divergence import Element  # noqa: E402
 from headloss.losses import jsd, tvd  # noqa: E402
@@ -376,3 +377,83 @@ def printed_kernel(x, y, n, out, FN: triton.language.constexpr):
     i = triton.language.arange(0, 128)
     value, grad = FN(triton.language.load(x + i), triton.language.load(y + i), triton.language.load(n + i))
     triton.language.store(out + i, value + grad)
+
+
+# ---------------------------------------------------------------- one launch beside a teacher
+
+taught = import_module("headloss.backends.triton_taught")
+from headloss import Logits, Sparse  # noqa: E402
+from headloss.backends.kernels.taught import taught_kernel  # noqa: E402
+from headloss.losses import forward_kl, reverse_kl  # noqa: E402
+from headloss.planning import _ids  # noqa: E402
+from headloss.signature import ONLY  # noqa: E402
+
+
+class Beside(Built):
+    """The one-launch kernel of some terms beside a teacher, dense or of `ids` ids a row."""
+
+    def __init__(self, V=128256, metrics=(), *, ids=0, dtype="bf16", **terms):
+        import torch
+
+        one = torch.zeros(1, V, device="meta")
+        told = Sparse(torch.zeros(1, ids, dtype=torch.long), torch.zeros(1, ids)) if ids else Logits(one)
+        calls = {name: term.call(None, {ONLY: told}) for name, term in terms.items()}
+        layouts = {n: Layout("row", torch.float32, ()) for call in calls.values() for n in call.input_names}
+        layouts |= _ids(Logits(one), {ONLY: told})
+        own = list(read_metrics(list(metrics)))
+        traces = {n: trace(call, layouts, torch.float32, "cpu", False) for n, call in calls.items()}
+        facts = [f for n, call in calls.items() for f in call.facts if f not in traces[n].unused]
+        want = Want([*facts, *(f for _, call in own for f in call.facts)])
+        program = lower({n: (calls[n], traces[n]) for n in calls}, want, layouts, own)
+        plan = taught._plan(program)
+        numbers = program.options({n: call.options for n, call in calls.items()})
+        shape = next(heavy if plan.looks else light for most, light, heavy in taught.SHAPES if most >= V)
+        n, vec = len(want.temperatures), WIDE[dtype]
+        signature = dict.fromkeys((*VISIT_INTS, *COUNTS), "i32") | {"found": "*fp32"}
+        signature |= dict.fromkeys(("scale", "cap", "teacher_scale", "teacher_cap"), "fp32")
+        signature |= dict.fromkeys(("raw", "out", "teacher"), f"*{dtype}")
+        signature |= dict.fromkeys(("target", "ids", "sorted_ids", "best_out", "teacher_best_out"), "*i64")
+        signature |= dict.fromkeys(("temperatures", "teacher_temperatures"), ("fp32",) * n) | {"wide": "*fp32"}
+        signature |= {"look_numbers": ("fp32",) * len(plan.look), "pull_numbers": ("fp32",) * len(plan.pulled)}
+        kinds = ["*i64" if x.startswith("teacher_ids") else "*fp32" for x in program.inputs]
+        signature |= {"inputs": tuple(kinds), "numbers": ("fp32",) * len(numbers)}
+        signature |= {"bases": ("*fp32",) * len(program.terms), "factors": ("fp32",) * len(program.terms)}
+        flat = dict.fromkeys(("SCALED", "CAPPED", "TEACHER_SCALED", "TEACHER_CAPPED", "IGNORE"), False)
+        constants = {
+            "FN": program.function, "SLOTS": plan.slots, "WIDE_SLOTS": plan.wide_slots, **plan.flags, **flat,
+            "TARGET": want.target, "GRADIENT": True, "PER_ROW": (False,) * n, "TEACHER_PER_ROW": (False,) * n,
+            "INPUT_ROWS": tuple(2 if " of " in x else 1 for x in program.inputs),
+            "BASE_KINDS": (1,) * len(program.terms), "FACTOR_KINDS": (-1,) * len(program.terms), "LINE": vec,
+            "VEC": vec, "TEACHER_VEC": vec, "OUT_LINE": vec, "OUT_VEC": vec, "OUT_RAW_VEC": vec,
+            "OUT_TEACHER_VEC": vec, "K": shape.loads, "L": 32 * shape.warps, "J": vec, "BLOCK": 32 * shape.warps * vec,
+        }  # fmt: skip
+        absent = {"wide": not plan.wide_slots, "best_out": not want.argmax, "target": not want.target}
+        absent |= {"teacher_best_out": not plan.flags["TEACHER_BEST"], "teacher": bool(ids)}
+        absent |= {"ids": not ids, "sorted_ids": not ids}
+        constants |= {name: None for name, gone in absent.items() if gone}
+        signature = {name: x for name, x in signature.items() if not absent.get(name)}
+        names = taught_kernel.arg_names
+        aligned = {(names.index(k),): [["tt.divisibility", 16]] for k in ("raw", "out", "found")}
+        aligned |= {} if ids else {(names.index("teacher"),): [["tt.divisibility", 16]]}
+        source = ASTSource(taught_kernel, {k: signature.get(k, "constexpr") for k in names}, constants, aligned)
+        options = {"num_warps": shape.warps, **backend.LAUNCH}
+        self.cubin = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["cubin"]
+
+
+BESIDE = {
+    "forward": lambda: Beside(kd=Term(forward_kl)),
+    "reverse": lambda: Beside(kd=Term(reverse_kl)),
+    "a second look": lambda: Beside(kd=Term(jsd)),
+    "a mix": lambda: Beside(metrics=("entropy", "accuracy"), kd=Term(forward_kl), **CE),
+    "float32": lambda: Beside(dtype="fp32", kd=Term(forward_kl)),
+    "ids": lambda: Beside(ids=64, kd=Term(forward_kl)),
+    "ids and a mix": lambda: Beside(metrics=("entropy", "accuracy"), ids=20, kd=Term(reverse_kl), **CE),
+}
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_one_launch_beside_a_teacher_compiles_for_hopper(name, tmp_path):
+    built = BESIDE[name]()
+    usage = re.search(r"REG:(\d+) STACK:(\d+)", built.dump("--dump-resource-usage", tmp_path))
+    assert usage is not None and int(usage[2]) == 0, usage
+    assert len(re.findall(r"LDG\S*\.128", built.dump("-sass", tmp_path))) >= 3, "rows are read 16 bytes at a time"

@@ -295,5 +295,15 @@ FILLS: dict[str, str | float] = {  # which argument fills a new tensor, or the n
     "full": "fill_value", "full_like": "fill_value", "new_full": "fill_value", "scalar_tensor": "s",
     "zeros": 0, "zeros_like": 0, "new_zeros": 0, "ones": 1, "ones_like": 1, "new_ones": 1,
 }  # fmt: skip
+# Along the ids of a row, (R, K): `there` says which of a padded block of ids are ids.
+ALONG: dict[str, str] = {
+    "sum": "sum_along({x}, there)",
+    "logsumexp": "logsumexp_along({x}, there)",
+    "_log_softmax": "log_softmax_along({x}, there)",
+    "_softmax": "softmax_along({x}, there)",
+    "_log_softmax_backward_data": "log_softmax_backward_along({x}, {y}, there)",
+    "_softmax_backward_data": "softmax_backward_along({x}, {y}, there)",
+}
+RESHAPES = frozenset({"unsqueeze", "squeeze", "expand"})  # between (R,), (R, 1) and (R, K): a block or what it repeats
 # which operands decide on the common kind; for others, all of them
 PROMOTED = {"where": ("self", "other"), "masked_fill": ("self",), "pow": ("self", "exponent")}

@@ -9,7 +9,18 @@ from typing import Any
 import torch
 from torch import fx
 
-from headloss.backends.operations import COPIES, FILLS, KINDS, PROMOTED, RULES, SAME, Operand, Unprintable
+from headloss.backends.operations import (
+    ALONG,
+    COPIES,
+    FILLS,
+    KINDS,
+    PROMOTED,
+    RESHAPES,
+    RULES,
+    SAME,
+    Operand,
+    Unprintable,
+)
 from headloss.backends.operations import cast as cast
 from headloss.backends.operations import constant as constant
 
@@ -31,9 +42,13 @@ class Value:
 
 
 class Printer:
-    """Lines of straight code.  An expression printed twice is one line: terms share what they have in common."""
+    """Lines of straight code.  An expression printed twice is one line: terms share what they have in common.
 
-    def __init__(self) -> None:
+    `width`: how many ids a row has, if a sparse teacher names some.  What is (R, K) in the graph is a block then.
+    """
+
+    def __init__(self, width: int = 0) -> None:
+        self.width = width
         self.lines: list[str] = []
         self._names: dict[str, str] = {}
 
@@ -75,8 +90,10 @@ class Printer:
                     values[node] = None  # log_sigmoid's buffer, which nothing here looks at
                     continue
                 values[node] = values[source]
-            elif name in SAME:
+            elif name in SAME or (name in RESHAPES and self._reshapes(name, node)):
                 values[node], roots[node] = values[node.args[0]], _root(node.args[0], roots)
+            elif name in ALONG and self.width:
+                values[node] = self._along(name, node, values)
             elif name in ("sym_size", "sym_numel", "sym_stride"):
                 continue  # the size of a new tensor; as a number it has no value and is refused
             else:
@@ -91,7 +108,40 @@ class Printer:
                             values[other] = values[node]
         return {node: values[node] for node in outputs}
 
+    def _reshapes(self, name: str, node: fx.Node) -> bool:
+        """Whether a reshape leaves rows where they are: (R,) to (R, 1) and back, (R, 1) to (R, K)."""
+        if not self.width:
+            return False
+        here, there = _sizes(node.args[0]), _sizes(node)
+        self._fits(name, node)
+        moved = name == "expand" or node.args[1] in (1, -1)
+        return moved and here[:1] == there[:1] and (name != "expand" or len(here) == len(there))
+
+    def _fits(self, name: str, node: fx.Node) -> None:
+        sizes = _sizes(node)
+        if len(sizes) > 1 and (len(sizes) > 2 or sizes[1] not in (1, self.width)):
+            raise Unprintable(f"{name} of a table")
+
+    def _along(self, name: str, node: fx.Node, values: dict[fx.Node, Any]) -> Value:
+        """A sum, or a softmax, over the ids of each row."""
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        place = 2 if name.endswith("_backward_data") else 1
+        dims = node.args[place] if len(node.args) > place else None
+        dims = list(dims) if isinstance(dims, list | tuple) else [dims]
+        if len(_sizes(source)) != 2 or _sizes(source)[1] != self.width or dims not in ([1], [-1]):
+            raise Unprintable(name)
+        self._fits(name, node)
+        dtype = dtype_of(node)
+        if dtype in _HALF or (dtype not in _FLOATS and (dtype not in _INTS or name != "sum")):
+            raise Unprintable(f"{name} in {str(dtype).removeprefix('torch.')}")
+        other = values[node.args[1]].to("f") if place == 2 else ""  # type: ignore[index]
+        text = ALONG[name].format(x=values[source].to("f"), y=other)
+        return self.value(cast(text, "f", kind_of(dtype)), kind_of(dtype))
+
     def _operation(self, name: str, node: fx.Node, values: dict[fx.Node, Any]) -> Value:
+        if self.width:
+            self._fits(name, node)
         dtype = dtype_of(node)
         if dtype not in _FLOATS and dtype not in _INTS and dtype != torch.bool:
             raise Unprintable(f"{name} in {str(dtype).removeprefix('torch.')}")
@@ -121,6 +171,12 @@ class Printer:
         if dtype in _HALF:  # computed in float32 and rounded after every operation, as PyTorch does
             text = f"({text}).to({_HALF[dtype]}).to(tl.float32)"
         return self.value(text, mine)
+
+
+def _sizes(node: Any) -> list[int]:
+    found = node.meta.get("val")
+    found = found[0] if isinstance(found, tuple | list) else found
+    return [int(d.node.hint) if isinstance(d, torch.SymInt) else int(d) for d in found.shape]
 
 
 def _root(node: Any, roots: dict[fx.Node, fx.Node]) -> Any:

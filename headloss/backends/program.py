@@ -5,6 +5,9 @@ Dimension key:  C rows handed in   T terms
     row(facts, inputs, y, numbers, seeds, vocab) -> values, metrics, cotangents, input cotangents, pull coefficients
 
 The cotangents are summed over the terms and folded into the five coefficients of `facts.Pull`, for each temperature.
+Beside a teacher it takes `there` and `named` as well, and returns the coefficients of `teachers.DensePull` or
+`SparsePull` too: facts at the ids of a sparse teacher are blocks, padded; which of them are ids, and of those, which
+name a column.
 Whatever depends on float options alone is worked out on the host, in float64, and handed in: a clip range or a weight
 that changes compiles nothing.
 """
@@ -27,6 +30,7 @@ from headloss.facts import CONSTANT, Fact, Want
 from headloss.signature import identity
 
 COEFFICIENTS = ("a", "b", "e", "c", "y")
+WIDE = ("ids_logprob", "ids_logit")  # one value an id
 NAME = "row"
 
 
@@ -73,6 +77,10 @@ class Program(NamedTuple):
     input_cotangents: tuple[str, ...]
     there: tuple[tuple[bool, ...], ...]  # which of a, b, e, c, y there are, for each temperature
     left_out: tuple[tuple[str, str], ...]  # metrics that are not printed, and the operation that forbids it
+    width: int = 0  # ids that a sparse teacher names
+    # which of a, b, c, d (a dense teacher) or of ids, tail (a sparse one) there are, for each temperature they meet at
+    guided: tuple[tuple[bool, ...], ...] = ()
+    looked: tuple[Fact, ...] = ()  # the divergences that pull
 
     @property
     def function(self) -> Any:
@@ -120,8 +128,12 @@ def _key(terms: Any, want: Want, inputs: Any, metrics: Any) -> Any:
 
 
 def _lower(terms: Any, want: Want, inputs: Mapping[str, Any], metrics: Any) -> Program:
-    if want.teachers:
-        raise Unprintable("a teacher")
+    if len(want.teachers) > 1:
+        raise Unprintable("more than one teacher")
+    if want.only_ids:
+        raise Unprintable("no softmax: only some logits are read")
+    if any(f.name == "topk_overlap" for f in want.facts):
+        raise Unprintable("topk_overlap")
     page = _Page(want, inputs)
     for name, (call, trace) in terms.items():
         try:
@@ -138,7 +150,12 @@ class _Page:
 
     def __init__(self, want: Want, inputs: Mapping[str, Any]) -> None:
         self.want, self.shapes = want, inputs
-        self.printer = Printer()
+        self.teacher = want.teachers[0] if want.teachers else None
+        named = inputs.get(f"teacher_ids of {self.teacher}")
+        self.width = named.rest[0] if named is not None else 0
+        if self.width == 1:
+            raise Unprintable("a single id a row")
+        self.printer = Printer(self.width)
         self.inputs: dict[str, Value] = {}
         self.target = False
         self.numbers: list[Numbers] = []
@@ -180,6 +197,8 @@ class _Page:
             if g is not None:
                 sums: dict[Any, str] = self.by_fact if isinstance(leaf, Fact) else self.by_input
                 text = self.printer.line(found[g].to("f"))
+                if isinstance(leaf, Fact) and leaf.name in WIDE:
+                    text = self.printer.line(f"tl.where(named, {text}, 0.0)")
                 sums[leaf] = self.printer.line(f"{sums[leaf]} + {text}") if leaf in sums else text
         for key, kind in trace.metrics.items():
             if kind == "row":
@@ -226,12 +245,14 @@ class _Page:
 
     def _example(self, what: Any, R: int) -> Tensor:
         if isinstance(what, Fact) or what == "targets":
-            return torch.zeros(R, dtype=torch.long if what == "targets" or what.name == "argmax" else torch.float32)
+            whole = what == "targets" or what.name in ("argmax", "teacher_argmax")
+            size = (R, self.width) if what != "targets" and what.name in WIDE else (R,)
+            return torch.zeros(size, dtype=torch.long if whole else torch.float32)
         shape = self.shapes[what]
         return torch.zeros((R, *shape.rest) if shape.kind == "row" else shape.rest, dtype=shape.dtype)
 
     def _fact(self, fact: Fact) -> Value:
-        kind = "i" if fact.name == "argmax" else "f"
+        kind = "i" if fact.name in ("argmax", "teacher_argmax") else "f"
         if fact not in self.want.facts:
             return Value(constant(0, kind), kind)  # a trace showed that nothing looks at it
         return Value(f"facts[{self.want.facts.index(fact)}]", kind)
@@ -257,7 +278,8 @@ class _Page:
             self.target = True
             return Value("y", "i")
         shape = self.shapes[name]
-        if shape.kind not in ("row", "scalar") or shape.rest:
+        of_ids = name == f"teacher_ids of {self.teacher}" or name == f"teacher_logprob of {self.teacher}"
+        if shape.kind not in ("row", "scalar") or (shape.rest and not of_ids):
             raise Unprintable(
                 f"an input of one value a {shape.kind}" if not shape.rest else "an input of several columns"
             )
@@ -271,19 +293,27 @@ class _Page:
             k = self._pull(T)
             there.append(tuple(k[c] is not None for c in COEFFICIENTS))
             coefficients += [k[c] or "0.0" for c in COEFFICIENTS]
-        results = [
+        results: list[Any] = [
             self.values.values(),
             self.metrics.values(),
             self.by_fact.values(),
             self.by_input.values(),
             coefficients,
         ]
-        result = ", ".join(f"({''.join(f'{x}, ' for x in texts).rstrip()})" for texts in results)
         arguments = ["facts", "inputs", "y", "numbers", "seeds", "vocab"]
+        guided: list[dict[str, str | None]] = []
+        looked = tuple(f for f in self.by_fact if f.element is not None)
+        if self.teacher is not None:
+            arguments += ["there", "named"]
+            meets = self._meets_ids if self.width else self._meets
+            guided = [meets(T) for T in self.want.temperatures_of(self.teacher)]
+            results.append([*(x or "0.0" for k in guided for x in k.values()), *(self.by_fact[f] for f in looked)])
+        result = ", ".join(f"({''.join(f'{x}, ' for x in texts).rstrip()})" for texts in results)
         return Program(
             function(NAME, arguments, self.printer.lines, f"({result})"),
             self.want, tuple(self.values), tuple(self.inputs), self.target, tuple(self.numbers), tuple(self.metrics),
             tuple(self.by_fact), tuple(self.by_input), tuple(there), tuple(self.left_out.items()),
+            self.width, tuple(tuple(x is not None for x in k.values()) for k in guided), looked,
         )  # fmt: skip
 
     def _pull(self, T: float | None) -> dict[str, str | None]:
@@ -295,16 +325,49 @@ class _Page:
         pieces += [f"-{g[name]}" for name in ("logprob", "mean_logprob") if name in g]
         pieces += [f"-{g['entropy']} * {own['entropy']}"] if "entropy" in g else []
         pieces += [f"-2.0 * {g['sum_p2']} * {own['sum_p2']}"] if "sum_p2" in g else []
-        total = None
-        for piece in pieces:
-            total = line(piece) if total is None else line(f"{total} + {line(piece)}")
+        if self.width:  # `teachers.student_share`
+            met = {f.name: x for f, x in self.by_fact.items() if f.temperature == T and f.teacher is not None}
+            pieces += [f"-sum_along({met['ids_logprob']}, named)"] if "ids_logprob" in met else []
+            pieces += [f"-{met['tail_logprob']}"] if "tail_logprob" in met else []
         return {
-            "a": total,
+            "a": self._sum(pieces),
             "b": line(f"-{g['entropy']}") if "entropy" in g else None,
             "e": line(f"2.0 * {g['sum_p2']}") if "sum_p2" in g else None,
             "c": line(f"tl.div_rn({g['mean_logprob']}, vocab)") if "mean_logprob" in g else None,
             "y": g.get("logprob"),
         }
+
+    def _sum(self, pieces: Sequence[str]) -> str | None:
+        total = None
+        for piece in pieces:
+            text = self.printer.line(piece)
+            total = text if total is None else self.printer.line(f"{total} + {text}")
+        return total
+
+    def _met(self, T: float | None) -> dict[str, str]:
+        return {f.name: x for f, x in self.by_fact.items() if f[1:3] == (T, self.teacher) and f.element is None}
+
+    def _meets(self, T: float | None) -> dict[str, str | None]:
+        """`teachers.teacher_coefficients` of a dense teacher, printed."""
+        line, g = self.printer.line, self._met(T)
+        forward, reverse, shared = (
+            g.get(n) for n in ("teacher_cross_entropy", "reverse_cross_entropy", "shared_entropy")
+        )
+        value = lambda name: line(self._fact(Fact(name, T, self.teacher)).text)
+        pieces = [forward] if forward else []
+        pieces += [f"-{reverse} * {value('reverse_cross_entropy')}"] if reverse else []
+        pieces += [f"-{shared} * {value('shared_entropy')}"] if shared else []
+        return {
+            "a": self._sum(pieces),
+            "b": line(f"-{shared}") if shared else None,
+            "c": line(f"-{reverse}") if reverse else None,
+            "d": line(f"-{forward}") if forward else None,
+        }
+
+    def _meets_ids(self, T: float | None) -> dict[str, str | None]:
+        """`teachers.SparsePull`, printed."""
+        g = self._met(T)
+        return {"ids": self._sum([g[n] for n in WIDE if n in g]), "tail": g.get("tail_logprob")}
 
 
 def _hosted(

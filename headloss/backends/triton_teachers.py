@@ -22,8 +22,9 @@ from torch import Tensor
 
 from headloss.backends import triton as base
 from headloss.backends.elements import printed
-from headloss.backends.kernels.dense import dense_merge_kernel, dense_sums_kernel
+from headloss.backends.kernels.dense import dense_sums_kernel
 from headloss.backends.kernels.guided import look_kernel
+from headloss.backends.kernels.meeting import dense_merge_kernel
 from headloss.backends.kernels.sparse import tail_kernel
 from headloss.backends.kernels.sums import merge_kernel
 from headloss.facts import Moments, Partial, Softmax, Want, merge

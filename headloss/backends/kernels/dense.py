@@ -13,7 +13,7 @@ as x = FLOOR from the maximum of the whole row, which is known at the end only, 
 
 A program sweeps one part of one row, over the columns that both have.  Numbers go to `out` (F, P, N): the student's
 maximum, total and its count, argmax, the teacher's maximum, argmax, then for each temperature S, X, Q and, where the
-two meet, St, Y, F with D, G with E, without those not wanted.  `dense_merge_kernel` makes one part of all.
+two meet, St, Y, F with D, G with E, without those not wanted.  `meeting.py` makes one part of all.
 """
 
 import triton
@@ -116,37 +116,25 @@ def column_of(m, best, raw, j, skew, high, go, stop, scale, cap, SCALED: tl.cons
     return tl.min(tl.min(tl.where(match, at, 2147483647), axis=1), axis=0)
 
 
-@triton.jit(
-    do_not_specialize=["N", "V", "parts", "width", "stride", "lead", "teacher_stride", "teacher_lead", "start"],
-)
-def dense_sums_kernel(
-    raw, teacher, out, temperatures, teacher_temperatures,
-    N, V, parts, width, stride, lead, teacher_stride, teacher_lead, start, scale, cap, teacher_scale, teacher_cap,
+@triton.jit
+def edges(skew, high, VEC: tl.constexpr):
+    """From where to where whole vectors may be read: one with a single good element can be, without harm."""
+    return tl.multiple_of(skew // VEC * VEC, VEC), tl.multiple_of((high + VEC - 1) // VEC * VEC, VEC)
+
+
+@triton.jit
+def read_both(
+    raw, teacher, skew, low, high, c, ct, scale, cap, teacher_scale, teacher_cap,
     TOTAL: tl.constexpr, ARGMAX: tl.constexpr, ARGMAXT: tl.constexpr, MET: tl.constexpr,
     WANT_X: tl.constexpr, WANT_Q: tl.constexpr, WANT_Y: tl.constexpr, WANT_F: tl.constexpr, WANT_G: tl.constexpr,
-    PER_ROW: tl.constexpr, TEACHER_PER_ROW: tl.constexpr,
     SCALED: tl.constexpr, CAPPED: tl.constexpr, TEACHER_SCALED: tl.constexpr, TEACHER_CAPPED: tl.constexpr,
-    LINE: tl.constexpr, VEC: tl.constexpr, TEACHER_VEC: tl.constexpr,
-    K: tl.constexpr, L: tl.constexpr, J: tl.constexpr, CHAINED: tl.constexpr,
+    VEC: tl.constexpr, TEACHER_VEC: tl.constexpr, POLICY: tl.constexpr,
+    K: tl.constexpr, L: tl.constexpr, J: tl.constexpr,
 ):  # fmt: skip
+    """What each lane has seen of the columns from `low` to `high` of both rows."""
     BLOCK: tl.constexpr = K * L * J
-    if CHAINED:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    row = tl.program_id(0) // parts
-    part = tl.program_id(0) % parts
-    begin, skew = boundary(row, stride, lead, LINE)
-    raw += begin
-    teacher += tl.multiple_of(row.to(tl.int64) * teacher_stride + teacher_lead - skew, TEACHER_VEC)
-    end = skew + V
-    low = part * width
-    high = tl.minimum(low + width, end)
-
-    c, ct = (), ()
     S, X, Q, St, Y, F, D, G, E = (), (), (), (), (), (), (), (), ()
-    for i in tl.static_range(len(temperatures)):
-        c = c + (tl.div_rn(LOG2E, temperature(temperatures[i], row, PER_ROW[i])),)
-        ct = ct + (tl.div_rn(LOG2E, temperature(teacher_temperatures[i], row, TEACHER_PER_ROW[i])),)
+    for _i in tl.static_range(len(c)):
         S = S + (tl.zeros([L], tl.float32),)
         X = X + (tl.zeros([L], tl.float32),)
         Q = Q + (tl.zeros([L], tl.float32),)
@@ -171,8 +159,8 @@ def dense_sums_kernel(
     first = low // BLOCK + head
     last = tl.maximum(high // BLOCK, first)
     for block in range(first, last):
-        x = fetch(raw, block * BLOCK + j, 0, 0, False, K)
-        y = fetch(teacher, block * BLOCK + j, 0, 0, False, K)
+        x = fetch(raw, block * BLOCK + j, 0, 0, False, K, POLICY)
+        y = fetch(teacher, block * BLOCK + j, 0, 0, False, K, POLICY)
         z, u = (), ()
         for n in tl.static_range(K):
             z = z + (logits(x[n], scale, cap, SCALED, CAPPED),)
@@ -183,10 +171,8 @@ def dense_sums_kernel(
             z, u, m, mt, best, bestt, block, S, X, Q, St, Y, F, D, G, E, c, ct,
             MET, WANT_X, WANT_Q, WANT_Y, WANT_F, WANT_G, ARGMAX, ARGMAXT,
         )  # fmt: skip
-    go = tl.multiple_of(skew // VEC * VEC, VEC)
-    stop = tl.multiple_of((high + VEC - 1) // VEC * VEC, VEC)
-    got = tl.multiple_of(skew // TEACHER_VEC * TEACHER_VEC, TEACHER_VEC)
-    stopt = tl.multiple_of((high + TEACHER_VEC - 1) // TEACHER_VEC * TEACHER_VEC, TEACHER_VEC)
+    go, stop = edges(skew, high, VEC)
+    got, stopt = edges(skew, high, TEACHER_VEC)
     for edge in range(1 - head, 1 + (high > last * BLOCK).to(tl.int32)):  # the row's first block if cut, and its last
         block = tl.where(edge == 0, 0, last)
         x = fetch(raw, block * BLOCK + j, go, stop, True, K)
@@ -205,6 +191,45 @@ def dense_sums_kernel(
             z, u, m, mt, best, bestt, block, S, X, Q, St, Y, F, D, G, E, c, ct,
             MET, WANT_X, WANT_Q, WANT_Y, WANT_F, WANT_G, ARGMAX, ARGMAXT,
         )  # fmt: skip
+    return m, mt, best, bestt, S, X, Q, St, Y, F, D, G, E, tl.sum(total, axis=0), centre
+
+
+@triton.jit(
+    do_not_specialize=["N", "V", "parts", "width", "stride", "lead", "teacher_stride", "teacher_lead", "start"],
+)
+def dense_sums_kernel(
+    raw, teacher, out, temperatures, teacher_temperatures,
+    N, V, parts, width, stride, lead, teacher_stride, teacher_lead, start, scale, cap, teacher_scale, teacher_cap,
+    TOTAL: tl.constexpr, ARGMAX: tl.constexpr, ARGMAXT: tl.constexpr, MET: tl.constexpr,
+    WANT_X: tl.constexpr, WANT_Q: tl.constexpr, WANT_Y: tl.constexpr, WANT_F: tl.constexpr, WANT_G: tl.constexpr,
+    PER_ROW: tl.constexpr, TEACHER_PER_ROW: tl.constexpr,
+    SCALED: tl.constexpr, CAPPED: tl.constexpr, TEACHER_SCALED: tl.constexpr, TEACHER_CAPPED: tl.constexpr,
+    LINE: tl.constexpr, VEC: tl.constexpr, TEACHER_VEC: tl.constexpr,
+    K: tl.constexpr, L: tl.constexpr, J: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    if CHAINED:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    row = tl.program_id(0) // parts
+    part = tl.program_id(0) % parts
+    begin, skew = boundary(row, stride, lead, LINE)
+    raw += begin
+    teacher += tl.multiple_of(row.to(tl.int64) * teacher_stride + teacher_lead - skew, TEACHER_VEC)
+    end = skew + V
+    low = part * width
+    high = tl.minimum(low + width, end)
+    c, ct = (), ()
+    for i in tl.static_range(len(temperatures)):
+        c = c + (tl.div_rn(LOG2E, temperature(temperatures[i], row, PER_ROW[i])),)
+        ct = ct + (tl.div_rn(LOG2E, temperature(teacher_temperatures[i], row, TEACHER_PER_ROW[i])),)
+    m, mt, best, bestt, S, X, Q, St, Y, F, D, G, E, total, centre = read_both(
+        raw, teacher, skew, low, high, c, ct, scale, cap, teacher_scale, teacher_cap,
+        TOTAL, ARGMAX, ARGMAXT, MET, WANT_X, WANT_Q, WANT_Y, WANT_F, WANT_G,
+        SCALED, CAPPED, TEACHER_SCALED, TEACHER_CAPPED, VEC, TEACHER_VEC, "evict_first", K, L, J,
+    )  # fmt: skip
+    j = tl.arange(0, L)[:, None] * J + tl.arange(0, J)[None, :]
+    go, stop = edges(skew, high, VEC)
+    got, stopt = edges(skew, high, TEACHER_VEC)
 
     # merge the lanes
     top, topt = tl.max(m, axis=0), tl.max(mt, axis=0)
@@ -216,7 +241,7 @@ def dense_sums_kernel(
     none = tl.maximum(low, skew)
     if TOTAL:
         count = tl.maximum(high - none, 0).to(tl.float32)
-        tl.store(out + slot * step, tl.sum(total, axis=0) + count * (centre - tl.where(some, top, 0.0)))
+        tl.store(out + slot * step, total + count * (centre - tl.where(some, top, 0.0)))
         tl.store(out + (slot + 1) * step, count)
         slot += 2
     if ARGMAX:
@@ -259,121 +284,3 @@ def dense_sums_kernel(
             tl.store(out + slot * step, tl.sum(k * g, axis=0) * LN2)
             tl.store(out + (slot + 1) * step, tl.sum(k * lost, axis=0))
             slot += 2
-
-
-@triton.jit
-def moved(m):
-    """How far each part's maximum (P, R) is from that of all; a part without columns never moves the sums."""
-    top = tl.max(m, axis=0)
-    return top, tl.where(m == -float("inf"), -float("inf"), m - top[None, :])
-
-
-@triton.jit
-def settle(x, k, good, out):
-    tl.store(out, tl.sum(k * x, axis=0), mask=good)
-
-
-@triton.jit
-def row_temperature(given, row, good, PER_ROW: tl.constexpr):
-    if PER_ROW:
-        return tl.load(given + row, mask=good, other=1.0).to(tl.float32)[None, :]
-    else:
-        return temperature(given, row, False)
-
-
-@triton.jit(
-    do_not_specialize=["N", "V", "parts", "stride", "lead", "target_stride", "start"],
-    do_not_specialize_on_alignment=["raw", "target"],
-)
-def dense_merge_kernel(
-    raw, target, partial, out, temperatures, teacher_temperatures,
-    N, V, parts, stride, lead, target_stride, start, scale, cap,
-    TARGET: tl.constexpr, TOTAL: tl.constexpr, ARGMAX: tl.constexpr, ARGMAXT: tl.constexpr, MET: tl.constexpr,
-    WANT_X: tl.constexpr, WANT_Q: tl.constexpr, WANT_Y: tl.constexpr, WANT_F: tl.constexpr, WANT_G: tl.constexpr,
-    PER_ROW: tl.constexpr, TEACHER_PER_ROW: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr,
-    PADDED: tl.constexpr, ROWS: tl.constexpr, CHAINED: tl.constexpr,
-):  # fmt: skip
-    """(F, P, N) -> (F, N): the same numbers without D and E, and the target's logit after the maximum."""
-    part = tl.arange(0, PADDED)[:, None]
-    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-    good = row < N
-    here = (part < parts) & good[None, :]
-    partial += part * N + row[None, :]
-    out += row
-    step = N.to(tl.int64) * parts
-    if TARGET:
-        column = tl.load(target + row * target_stride, mask=good, other=-1) - start
-        held = (column >= 0) & (column < V) & good
-        z = logits(tl.load(raw + row * stride + lead + column, mask=held, other=0.0), scale, cap, SCALED, CAPPED)
-    if CHAINED:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    m = tl.load(partial, mask=here, other=-float("inf"))
-    top, shift = moved(m)
-    tl.store(out, top, mask=good)
-    partial += step
-    out += N
-    if TARGET:
-        origin = tl.where(top == -float("inf"), 0.0, top)
-        tl.store(out, tl.where(held, z - origin, -float("inf")), mask=good)
-        out += N
-    if TOTAL:
-        total = tl.load(partial, mask=here, other=0.0)
-        count = tl.load(partial + step, mask=here, other=0.0)
-        tl.store(out, tl.sum(tl.where(count > 0, total + count * shift, 0.0), axis=0), mask=good)
-        tl.store(out + N, tl.sum(count, axis=0), mask=good)
-        partial += 2 * step
-        out += 2 * N
-    if ARGMAX:
-        best = tl.load(partial, mask=here, other=float("inf"))
-        tl.store(out, tl.min(tl.where(m == top[None, :], best, float("inf")), axis=0), mask=good)
-        partial += step
-        out += N
-    mt = tl.load(partial, mask=here, other=-float("inf"))
-    topt, shiftt = moved(mt)
-    tl.store(out, topt, mask=good)
-    partial += step
-    out += N
-    if ARGMAXT:
-        best = tl.load(partial, mask=here, other=float("inf"))
-        tl.store(out, tl.min(tl.where(mt == topt[None, :], best, float("inf")), axis=0), mask=good)
-        partial += step
-        out += N
-    for i in tl.static_range(len(temperatures)):
-        T = row_temperature(temperatures[i], row, good, PER_ROW[i])
-        Tt = row_temperature(teacher_temperatures[i], row, good, TEACHER_PER_ROW[i])
-        d, dt = tl.maximum(shift / T, NATS), tl.maximum(shiftt / Tt, NATS)
-        k, kt = tl.exp2(d * LOG2E), tl.exp2(dt * LOG2E)
-        S = tl.load(partial, mask=here, other=0.0)
-        settle(S, k, good, out)
-        partial += step
-        out += N
-        if WANT_X[i]:
-            settle(tl.load(partial, mask=here, other=0.0) + d * S, k, good, out)
-            partial += step
-            out += N
-        if WANT_Q[i]:
-            settle(tl.load(partial, mask=here, other=0.0), k * k, good, out)
-            partial += step
-            out += N
-        if MET[i]:
-            St = tl.load(partial, mask=here, other=0.0)
-            settle(St, kt, good, out)
-            partial += step
-            out += N
-        if WANT_Y[i]:
-            settle(tl.load(partial, mask=here, other=0.0) + dt * St, kt, good, out)
-            partial += step
-            out += N
-        if WANT_F[i]:
-            f, lost = tl.load(partial, mask=here, other=0.0), tl.load(partial + step, mask=here, other=0.0)
-            f, lost = rebase(f, lost, St, shift / T, NATS)
-            settle(f + lost * NATS, kt, good, out)
-            partial += 2 * step
-            out += N
-        if WANT_G[i]:
-            g, lost = tl.load(partial, mask=here, other=0.0), tl.load(partial + step, mask=here, other=0.0)
-            g, lost = rebase(g, lost, S, shiftt / Tt, NATS)
-            settle(g + lost * NATS, k, good, out)
-            partial += 2 * step
-            out += N

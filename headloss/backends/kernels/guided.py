@@ -15,7 +15,7 @@ in which it is loaded below.
 import triton
 import triton.language as tl
 
-from headloss.backends.kernels.dense import NATS
+from headloss.backends.kernels.dense import NATS, edges
 from headloss.backends.kernels.logits import FLOOR, LN2, LOG2E, boundary, logits, temperature
 from headloss.backends.kernels.pull import slopes
 from headloss.backends.kernels.sums import fetch
@@ -69,6 +69,88 @@ def gradient(
                 p = tl.exp2(logs[2 * LOOKS[n]] * LOG2E)
                 g += kl[2 * n] * (found[2 * n + 1] - p * kl[2 * n + 1])
     return slopes(g, z, scale, cap, SCALED, CAPPED), z
+
+
+@triton.jit
+def write_both(
+    raw, teacher, out, skew, low, high, whole_low, whole_high, column, here, picked, said, at_target,
+    m, log_sum, c, k, mt, meet, kt, kl, numbers, scale, cap, teacher_scale, teacher_cap,
+    A: tl.constexpr, B: tl.constexpr, E: tl.constexpr, C: tl.constexpr, TARGET: tl.constexpr, TEACHER: tl.constexpr,
+    ELEMENT: tl.constexpr, TA: tl.constexpr, TB: tl.constexpr, TC: tl.constexpr, TD: tl.constexpr, LOOKS: tl.constexpr,
+    SCALED: tl.constexpr, CAPPED: tl.constexpr, TEACHER_SCALED: tl.constexpr, TEACHER_CAPPED: tl.constexpr,
+    VEC: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, BACK: tl.constexpr,
+):  # fmt: skip
+    """The gradient of the columns from `low` to `high`; BACK: from their end, which is in the cache, to the beginning.
+
+    `picked` and `said` are what stood at the target's column before anything was written.
+    """
+    kind = out.dtype.element_ty
+    j = tl.arange(0, BLOCK)
+    head = (low < whole_low).to(tl.int32)
+    first = low // BLOCK + head
+    last = tl.maximum(whole_high // BLOCK, first)
+    ragged, ends, cut = ragged_ends(skew, low, high, whole_low, whole_high, VEC)
+    for step in range(first, last):
+        block = step
+        if BACK:
+            block = last - 1 + first - step
+        x = tl.load(raw + block * BLOCK + j, eviction_policy="evict_first")
+        u = x
+        if TEACHER:
+            u = tl.load(teacher + block * BLOCK + j, eviction_policy="evict_first")
+        g, _ = gradient(
+            x, u, m, log_sum, c, k, mt, meet, kt, kl, numbers, scale, cap, teacher_scale, teacher_cap,
+            A, B, E, C, TEACHER, ELEMENT, TA, TB, TC, TD, LOOKS, SCALED, CAPPED, TEACHER_SCALED, TEACHER_CAPPED,
+        )  # fmt: skip
+        if ADD:
+            g += tl.load(out + block * BLOCK + j)
+        tl.store(out + block * BLOCK + j, g.to(kind), eviction_policy="evict_first")
+    for edge in range(1 - head, 1 + (whole_high > last * BLOCK).to(tl.int32)):
+        at = tl.where(edge == 0, low // BLOCK, last) * BLOCK + j
+        whole = (at >= whole_low) & (at < whole_high)
+        x = tl.load(raw + at, mask=whole, other=0.0)
+        u = x
+        if TEACHER:
+            u = tl.load(teacher + at, mask=whole, other=0.0)
+        g, _ = gradient(
+            x, u, m, log_sum, c, k, mt, meet, kt, kl, numbers, scale, cap, teacher_scale, teacher_cap,
+            A, B, E, C, TEACHER, ELEMENT, TA, TB, TC, TD, LOOKS, SCALED, CAPPED, TEACHER_SCALED, TEACHER_CAPPED,
+        )  # fmt: skip
+        if ADD:
+            g += tl.load(out + at, mask=whole, other=0.0)
+        tl.store(out + at, g.to(kind), mask=whole)
+    if cut:
+        x = tl.load(raw + ragged, mask=ends, other=0.0)
+        u = x
+        if TEACHER:
+            u = tl.load(teacher + ragged, mask=ends, other=0.0)
+        g, _ = gradient(
+            x, u, m, log_sum, c, k, mt, meet, kt, kl, numbers, scale, cap, teacher_scale, teacher_cap,
+            A, B, E, C, TEACHER, ELEMENT, TA, TB, TC, TD, LOOKS, SCALED, CAPPED, TEACHER_SCALED, TEACHER_CAPPED,
+        )  # fmt: skip
+        if ADD:
+            g += tl.load(out + ragged, mask=ends, other=0.0)
+        tl.store(out + ragged, g.to(kind), mask=ends)
+    if TARGET:  # noqa: SIM102, known before the kernel runs
+        if here:  # one store instead of a comparison for every column
+            g, z = gradient(
+                picked, said, m, log_sum, c, k, mt, meet, kt, kl, numbers, scale, cap, teacher_scale, teacher_cap,
+                A, B, E, C, TEACHER, ELEMENT, TA, TB, TC, TD, LOOKS, SCALED, CAPPED, TEACHER_SCALED, TEACHER_CAPPED,
+            )  # fmt: skip
+            g += slopes(at_target, z, scale, cap, SCALED, CAPPED)
+            tl.debug_barrier()
+            tl.store(out + column, g.to(kind))
+
+
+@triton.jit
+def ragged_ends(skew, low, high, whole_low, whole_high, VEC: tl.constexpr):
+    """The columns before the first whole vector and after the last, which of them there are, and whether any."""
+    q = tl.arange(0, 2 * VEC)
+    ragged = tl.where(q < VEC, whole_low, whole_high) + q - VEC
+    at_low = (ragged >= tl.maximum(low, skew)) & (ragged < high)
+    at_high = (ragged >= tl.maximum(whole_high, whole_low)) & (ragged < high)
+    cut = (whole_low > tl.maximum(low, skew)) | (whole_high < high)
+    return ragged, tl.where(q < VEC, at_low, at_high), cut
 
 
 @triton.jit(
@@ -179,83 +261,94 @@ def guided_kernel(
         rows += 2 * N
 
     kind = out.dtype.element_ty
-    j = tl.arange(0, BLOCK)
-    head = (low < whole_low).to(tl.int32)
-    first = low // BLOCK + head
-    last = tl.maximum(whole_high // BLOCK, first)
-    edges = 1 + (whole_high > last * BLOCK).to(tl.int32)
-    q = tl.arange(0, 2 * VEC)
-    ragged = tl.where(q < VEC, whole_low, whole_high) + q - VEC
-    at_low = (ragged >= tl.maximum(low, skew)) & (ragged < high)
-    at_high = (ragged >= tl.maximum(whole_high, whole_low)) & (ragged < high)
-    ends = tl.where(q < VEC, at_low, at_high)
-    cut = (whole_low > tl.maximum(low, skew)) | (whole_high < high)
     if live:
+        column, here = 0, False
+        picked = tl.zeros([], raw.dtype.element_ty)
+        said = 0.0
         if TARGET:
             column = (wanted - start + skew).to(tl.int32)
             here = (column >= tl.maximum(low, skew)) & (column < high)
-            picked = tl.zeros([], raw.dtype.element_ty)
-            said = 0.0
             if TEACHER:
                 said = tl.load(teacher + column, mask=here, other=0.0)
             if here:
                 picked = tl.load(raw + column)
                 tl.debug_barrier()  # every warp has seen the target's logit before any may overwrite it
-        for block in range(first, last):
-            x = tl.load(raw + block * BLOCK + j, eviction_policy="evict_first")
-            u = x
-            if TEACHER:
-                u = tl.load(teacher + block * BLOCK + j, eviction_policy="evict_first")
-            g, _ = gradient(
-                x, u, m, log_sum, c, k, mt, meet, kt, kl, numbers, scale, cap, teacher_scale, teacher_cap,
-                A, B, E, C, TEACHER, ELEMENT, TA, TB, TC, TD, LOOKS, SCALED, CAPPED, TEACHER_SCALED, TEACHER_CAPPED,
-            )  # fmt: skip
-            if ADD:
-                g += tl.load(out + block * BLOCK + j)
-            tl.store(out + block * BLOCK + j, g.to(kind), eviction_policy="evict_first")
-        for edge in range(1 - head, edges):
-            at = tl.where(edge == 0, low // BLOCK, last) * BLOCK + j
-            whole = (at >= whole_low) & (at < whole_high)
-            x = tl.load(raw + at, mask=whole, other=0.0)
-            u = x
-            if TEACHER:
-                u = tl.load(teacher + at, mask=whole, other=0.0)
-            g, _ = gradient(
-                x, u, m, log_sum, c, k, mt, meet, kt, kl, numbers, scale, cap, teacher_scale, teacher_cap,
-                A, B, E, C, TEACHER, ELEMENT, TA, TB, TC, TD, LOOKS, SCALED, CAPPED, TEACHER_SCALED, TEACHER_CAPPED,
-            )  # fmt: skip
-            if ADD:
-                g += tl.load(out + at, mask=whole, other=0.0)
-            tl.store(out + at, g.to(kind), mask=whole)
-        if cut:
-            x = tl.load(raw + ragged, mask=ends, other=0.0)
-            u = x
-            if TEACHER:
-                u = tl.load(teacher + ragged, mask=ends, other=0.0)
-            g, _ = gradient(
-                x, u, m, log_sum, c, k, mt, meet, kt, kl, numbers, scale, cap, teacher_scale, teacher_cap,
-                A, B, E, C, TEACHER, ELEMENT, TA, TB, TC, TD, LOOKS, SCALED, CAPPED, TEACHER_SCALED, TEACHER_CAPPED,
-            )  # fmt: skip
-            if ADD:
-                g += tl.load(out + ragged, mask=ends, other=0.0)
-            tl.store(out + ragged, g.to(kind), mask=ends)
-        if TARGET:  # noqa: SIM102, known before the kernel runs
-            if here:  # one store instead of a comparison for every column
-                g, z = gradient(
-                    picked, said, m, log_sum, c, k, mt, meet, kt, kl, numbers, scale, cap, teacher_scale, teacher_cap,
-                    A, B, E, C, TEACHER, ELEMENT, TA, TB, TC, TD, LOOKS, SCALED, CAPPED, TEACHER_SCALED, TEACHER_CAPPED,
-                )  # fmt: skip
-                g += slopes(at_target, z, scale, cap, SCALED, CAPPED)
-                tl.debug_barrier()
-                tl.store(out + column, g.to(kind))
+        write_both(
+            raw, teacher, out, skew, low, high, whole_low, whole_high, column, here, picked, said, at_target,
+            m, log_sum, c, k, mt, meet, kt, kl, numbers, scale, cap, teacher_scale, teacher_cap,
+            A, B, E, C, TARGET, TEACHER, ELEMENT, TA, TB, TC, TD, LOOKS,
+            SCALED, CAPPED, TEACHER_SCALED, TEACHER_CAPPED, VEC, BLOCK, ADD, False,
+        )  # fmt: skip
     else:
         if not ADD:
+            j = tl.arange(0, BLOCK)
             zeros = tl.zeros([BLOCK], kind)
             for block in range(low // BLOCK, tl.cdiv(high, BLOCK)):
                 at = block * BLOCK + j
                 tl.store(out + at, zeros, mask=(at >= whole_low) & (at < whole_high))
+            ragged, ends, cut = ragged_ends(skew, low, high, whole_low, whole_high, VEC)
             if cut:
                 tl.store(out + ragged, tl.zeros([2 * VEC], kind), mask=ends)
+
+
+@triton.jit
+def look_both(
+    raw, teacher, skew, low, high, m, mt, meet, numbers, scale, cap, teacher_scale, teacher_cap,
+    ELEMENT: tl.constexpr, SUMS: tl.constexpr,
+    SCALED: tl.constexpr, CAPPED: tl.constexpr, TEACHER_SCALED: tl.constexpr, TEACHER_CAPPED: tl.constexpr,
+    VEC: tl.constexpr, TEACHER_VEC: tl.constexpr, POLICY: tl.constexpr,
+    K: tl.constexpr, L: tl.constexpr, J: tl.constexpr,
+):  # fmt: skip
+    """The sums of ELEMENT's results, SUMS of them, over the columns from `low` to `high`; `meet` as in `gradient`."""
+    BLOCK: tl.constexpr = K * L * J
+    sums = ()
+    for _ in tl.static_range(SUMS):
+        sums = sums + (tl.zeros([L], tl.float32),)
+    j = tl.arange(0, L)[:, None] * J + tl.arange(0, J)[None, :]
+    head = (low < skew).to(tl.int32)
+    first = low // BLOCK + head
+    last = tl.maximum(high // BLOCK, first)
+    for block in range(first, last):
+        x = fetch(raw, block * BLOCK + j, 0, 0, False, K, POLICY)
+        y = fetch(teacher, block * BLOCK + j, 0, 0, False, K, POLICY)
+        for n in tl.static_range(K):
+            z = logits(x[n], scale, cap, SCALED, CAPPED)
+            u = logits(y[n], teacher_scale, teacher_cap, TEACHER_SCALED, TEACHER_CAPPED)
+            logs = ()
+            for i in tl.static_range(len(meet) // 4):
+                logp = tl.maximum((z - m) * meet[4 * i], NATS) - meet[4 * i + 1]
+                logq = tl.maximum((u - mt) * meet[4 * i + 2], NATS) - meet[4 * i + 3]
+                logs = logs + (logp, logq)
+            found = ELEMENT(*logs, *numbers)
+            more = ()
+            for i in tl.static_range(SUMS):
+                more = more + (sums[i] + tl.sum(found[i] + tl.zeros_like(z), axis=1),)
+            sums = more
+    go, stop = edges(skew, high, VEC)
+    got, stopt = edges(skew, high, TEACHER_VEC)
+    for edge in range(1 - head, 1 + (high > last * BLOCK).to(tl.int32)):
+        block = tl.where(edge == 0, 0, last)
+        x = fetch(raw, block * BLOCK + j, go, stop, True, K)
+        y = fetch(teacher, block * BLOCK + j, got, stopt, True, K)
+        for n in tl.static_range(K):
+            at = block * BLOCK + n * (L * J) + j
+            good = (at >= skew) & (at < high)
+            z = logits(x[n], scale, cap, SCALED, CAPPED)
+            u = logits(y[n], teacher_scale, teacher_cap, TEACHER_SCALED, TEACHER_CAPPED)
+            logs = ()
+            for i in tl.static_range(len(meet) // 4):
+                logp = tl.maximum((z - m) * meet[4 * i], NATS) - meet[4 * i + 1]
+                logq = tl.maximum((u - mt) * meet[4 * i + 2], NATS) - meet[4 * i + 3]
+                logs = logs + (tl.where(good, logp, 0.0), tl.where(good, logq, 0.0))
+            found = ELEMENT(*logs, *numbers)
+            more = ()
+            for i in tl.static_range(SUMS):
+                more = more + (sums[i] + tl.sum(tl.where(good, found[i], 0.0), axis=1),)
+            sums = more
+    whole = ()
+    for i in tl.static_range(SUMS):
+        whole = whole + (tl.sum(sums[i], axis=0),)
+    return whole
 
 
 @triton.jit(
@@ -270,7 +363,6 @@ def look_kernel(
     K: tl.constexpr, L: tl.constexpr, J: tl.constexpr,
 ):  # fmt: skip
     """The sums of ELEMENT's results, SUMS of them, over the columns that both have: (SUMS, P, N)."""
-    BLOCK: tl.constexpr = K * L * J
     row = tl.program_id(0) // parts
     part = tl.program_id(0) % parts
     begin, skew = boundary(row, stride, lead, LINE)
@@ -283,47 +375,11 @@ def look_kernel(
     rows += row
     m, log_S = tl.load(rows), tl.load(rows + N)
     mt, log_St = tl.load(rows + 2 * N), tl.load(rows + 3 * N)
-    sums = ()
-    for _ in tl.static_range(SUMS):
-        sums = sums + (tl.zeros([L], tl.float32),)
-
-    j = tl.arange(0, L)[:, None] * J + tl.arange(0, J)[None, :]
-    head = (low < skew).to(tl.int32)
-    first = low // BLOCK + head
-    last = tl.maximum(high // BLOCK, first)
-    for block in range(first, last):
-        x = fetch(raw, block * BLOCK + j, 0, 0, False, K)
-        y = fetch(teacher, block * BLOCK + j, 0, 0, False, K)
-        for n in tl.static_range(K):
-            z = logits(x[n], scale, cap, SCALED, CAPPED)
-            u = logits(y[n], teacher_scale, teacher_cap, TEACHER_SCALED, TEACHER_CAPPED)
-            logp = tl.maximum((z - m) * inverse, NATS) - log_S
-            logq = tl.maximum((u - mt) * other, NATS) - log_St
-            found = ELEMENT(logp, logq, *numbers)
-            more = ()
-            for i in tl.static_range(SUMS):
-                more = more + (sums[i] + tl.sum(found[i] + tl.zeros_like(z), axis=1),)
-            sums = more
-    go = tl.multiple_of(skew // VEC * VEC, VEC)
-    stop = tl.multiple_of((high + VEC - 1) // VEC * VEC, VEC)
-    got = tl.multiple_of(skew // TEACHER_VEC * TEACHER_VEC, TEACHER_VEC)
-    stopt = tl.multiple_of((high + TEACHER_VEC - 1) // TEACHER_VEC * TEACHER_VEC, TEACHER_VEC)
-    for edge in range(1 - head, 1 + (high > last * BLOCK).to(tl.int32)):
-        block = tl.where(edge == 0, 0, last)
-        x = fetch(raw, block * BLOCK + j, go, stop, True, K)
-        y = fetch(teacher, block * BLOCK + j, got, stopt, True, K)
-        for n in tl.static_range(K):
-            at = block * BLOCK + n * (L * J) + j
-            good = (at >= skew) & (at < high)
-            z = logits(x[n], scale, cap, SCALED, CAPPED)
-            u = logits(y[n], teacher_scale, teacher_cap, TEACHER_SCALED, TEACHER_CAPPED)
-            logp = tl.where(good, tl.maximum((z - m) * inverse, NATS) - log_S, 0.0)
-            logq = tl.where(good, tl.maximum((u - mt) * other, NATS) - log_St, 0.0)
-            found = ELEMENT(logp, logq, *numbers)
-            more = ()
-            for i in tl.static_range(SUMS):
-                more = more + (sums[i] + tl.sum(tl.where(good, found[i], 0.0), axis=1),)
-            sums = more
+    sums = look_both(
+        raw, teacher, skew, low, high, m, mt, (inverse, log_S, other, log_St), numbers,
+        scale, cap, teacher_scale, teacher_cap, ELEMENT, SUMS, SCALED, CAPPED, TEACHER_SCALED, TEACHER_CAPPED,
+        VEC, TEACHER_VEC, "evict_first", K, L, J,
+    )  # fmt: skip
     out += part.to(tl.int64) * N + row
     for i in tl.static_range(SUMS):
-        tl.store(out + i * N.to(tl.int64) * parts, tl.sum(sums[i], axis=0))
+        tl.store(out + i * N.to(tl.int64) * parts, sums[i])

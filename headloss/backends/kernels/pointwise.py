@@ -218,3 +218,37 @@ def binary_cross(x, y):
 @triton.jit
 def binary_cross_backward(grad, x, y):
     return tl.div_rn(grad * (x - y), highest((1.0 - x) * x, 1e-12))
+
+
+@triton.jit
+def sum_along(x, there):
+    """Of a block, without what pads it; `x` may be one value for all of it."""
+    return tl.sum(tl.where(there, x, 0.0), axis=0)
+
+
+@triton.jit
+def logsumexp_along(x, there):
+    x = tl.where(there, x, -INF)
+    top = tl.max(x, axis=0)
+    top = tl.where(tl.abs(top) == INF, 0.0, top)
+    return tl.log(tl.sum(exp(x - top), axis=0)) + top
+
+
+@triton.jit
+def log_softmax_along(x, there):
+    return x - logsumexp_along(x, there)
+
+
+@triton.jit
+def softmax_along(x, there):
+    return exp(log_softmax_along(x, there))
+
+
+@triton.jit
+def log_softmax_backward_along(grad, output, there):
+    return grad - exp(output + tl.zeros_like(grad)) * sum_along(grad, there)
+
+
+@triton.jit
+def softmax_backward_along(grad, output, there):
+    return output * (grad - sum_along(grad * output, there))

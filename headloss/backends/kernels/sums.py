@@ -19,7 +19,7 @@ from headloss.backends.kernels.logits import FLOOR, LN2, LOG2E, LOWEST, boundary
 
 
 @triton.jit
-def fetch(raw, at, go, stop, MASKED: tl.constexpr, K: tl.constexpr):
+def fetch(raw, at, go, stop, MASKED: tl.constexpr, K: tl.constexpr, POLICY: tl.constexpr = "evict_first"):
     """A block as it is stored, K x (L, J) from column `at` (L, J) on; MASKED: only vectors from `go` to `stop`."""
     x = ()
     for k in tl.static_range(K):
@@ -27,7 +27,7 @@ def fetch(raw, at, go, stop, MASKED: tl.constexpr, K: tl.constexpr):
         if MASKED:
             x = x + (tl.load(raw + here, mask=(here >= go) & (here < stop), other=0.0),)
         else:
-            x = x + (tl.load(raw + here, eviction_policy="evict_first"),)
+            x = x + (tl.load(raw + here, eviction_policy=POLICY),)
     return x
 
 

@@ -46,6 +46,53 @@ def as_argument(x):
         return x.to(tl.int64)
 
 
+@triton.jit
+def argument(given, row, count, k, ROWS: tl.constexpr):
+    """An input of the printed function: a number, one on the device, one a row, or (ROWS = 2) one an id of the row."""
+    if ROWS == 2:
+        return as_argument(tl.load(given + row * count + k, mask=k < count, other=0))
+    else:
+        return as_argument(number(given, row, ROWS >= 0, ROWS == 1))
+
+
+@triton.jit
+def arguments(
+    inputs, bases, factors, numbers, row, count, k,
+    INPUT_ROWS: tl.constexpr, BASE_KINDS: tl.constexpr, FACTOR_KINDS: tl.constexpr,
+):  # fmt: skip
+    """What the printed function takes beside facts, and each term's weight of the row."""
+    given, weights, seeds, known = (), (), (), ()
+    for i in tl.static_range(len(inputs)):
+        given = given + (argument(inputs[i], row, count, k, INPUT_ROWS[i]),)
+    for i in tl.static_range(len(bases)):
+        weights = weights + (number(bases[i], row, BASE_KINDS[i] >= 0, BASE_KINDS[i] == 1).to(tl.float32),)
+        factor = number(factors[i], row, FACTOR_KINDS[i] >= 0, False).to(tl.float32)
+        seeds = seeds + (weights[i] * factor,)
+    for i in tl.static_range(len(numbers)):
+        known = known + (number(numbers[i], row, False, False).to(tl.float32),)
+    return given, weights, seeds, known
+
+
+@triton.jit
+def student_fact(NAME: tl.constexpr, some, top, best, away, total, rows, T, s, log_sum, spread, square):
+    """As `facts.finish`: `away` is the target's logit and `total` the sum of all, from the maximum."""
+    if NAME == LSE:
+        value = tl.div_rn(tl.where(some, top, -float("inf")), T) + log_sum
+    elif NAME == LOGPROB:
+        value = tl.div_rn(away, T) - log_sum
+    elif NAME == MEAN_LOGPROB:
+        value = tl.div_rn(tl.div_rn(total, T), rows) - log_sum
+    elif NAME == ENTROPY:
+        value = log_sum - tl.div_rn(spread, s)
+    elif NAME == SUM_P2:
+        value = tl.div_rn(square, s * s)
+    elif NAME == MAX_LOGPROB:
+        value = -log_sum
+    else:
+        value = best
+    return value
+
+
 @triton.jit(
     do_not_specialize=[
         "N", "V", "stride", "lead", "out_stride", "out_lead", "target_stride", "start", "vocab",
@@ -86,15 +133,10 @@ def visit_kernel(
 
     if live:
         # everything a row needs is on its way before the sweep
-        given, weights, seeds, known, T, c = (), (), (), (), (), ()
-        for i in tl.static_range(len(inputs)):
-            given = given + (as_argument(number(inputs[i], row, INPUT_ROWS[i] >= 0, INPUT_ROWS[i] == 1)),)
-        for i in tl.static_range(len(bases)):
-            weights = weights + (number(bases[i], row, BASE_KINDS[i] >= 0, BASE_KINDS[i] == 1).to(tl.float32),)
-            factor = number(factors[i], row, FACTOR_KINDS[i] >= 0, False).to(tl.float32)
-            seeds = seeds + (weights[i] * factor,)
-        for i in tl.static_range(len(numbers)):
-            known = known + (number(numbers[i], row, False, False).to(tl.float32),)
+        given, weights, seeds, known = arguments(
+            inputs, bases, factors, numbers, row, 0, 0, INPUT_ROWS, BASE_KINDS, FACTOR_KINDS
+        )
+        T, c = (), ()
         for i in tl.static_range(len(temperatures)):
             T = T + (temperature(temperatures[i], row, PER_ROW[i]),)
             c = c + (tl.div_rn(LOG2E, T[i]),)
@@ -135,24 +177,25 @@ def visit_kernel(
         away = -float("inf")
         if PICK:
             away = tl.where(here, logits(picked, scale, cap, SCALED, CAPPED) - origin, -float("inf"))
+        total = total + V.to(tl.float32) * (centre - origin)
+        best = (argmax + start).to(tl.int64)
         facts = ()
         for i in tl.static_range(len(NAMES)):
-            if NAMES[i] == LSE:
-                value = tl.div_rn(tl.where(some, top, -float("inf")), T[PLACES[i]]) + log_sums[PLACES[i]]
-            elif NAMES[i] == LOGPROB:
-                value = tl.div_rn(away, T[PLACES[i]]) - log_sums[PLACES[i]]
-            elif NAMES[i] == MEAN_LOGPROB:
-                value = total + V.to(tl.float32) * (centre - origin)
-                value = tl.div_rn(tl.div_rn(value, T[PLACES[i]]), rows) - log_sums[PLACES[i]]
-            elif NAMES[i] == ENTROPY:
-                value = log_sums[PLACES[i]] - tl.div_rn(spreads[PLACES[i]], sums[PLACES[i]])
-            elif NAMES[i] == SUM_P2:
-                value = tl.div_rn(squares[PLACES[i]], sums[PLACES[i]] * sums[PLACES[i]])
-            elif NAMES[i] == MAX_LOGPROB:
-                value = -log_sums[PLACES[i]]
-            else:
-                value = (argmax + start).to(tl.int64)
-            facts = facts + (value,)
+            fact = student_fact(
+                NAMES[i],
+                some,
+                top,
+                best,
+                away,
+                total,
+                rows,
+                T[PLACES[i]],
+                sums[PLACES[i]],
+                log_sums[PLACES[i]],
+                spreads[PLACES[i]],
+                squares[PLACES[i]],
+            )
+            facts = facts + (fact,)
 
         if GRADIENT:
             pulls = FN(facts, given, wanted, known, seeds, rows)[4]
