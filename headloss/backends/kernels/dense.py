@@ -111,7 +111,7 @@ def column_of(m, best, raw, j, skew, high, go, stop, scale, cap, SCALED: tl.cons
     top = tl.max(m, axis=0)
     load = tl.min(tl.where(m == top, best, 2147483647), axis=0)
     at = tl.where(top > LOWEST, load, 0) * (j.shape[0] * j.shape[1]) + j
-    (x,) = fetch(raw, at, go, stop, True, 1)
+    (x,) = fetch(raw, at, go, stop, True, 1, "evict_first")
     match = (at >= skew) & (at < high) & (logits(x, scale, cap, SCALED, CAPPED) == top)
     return tl.min(tl.min(tl.where(match, at, 2147483647), axis=1), axis=0)
 
@@ -175,8 +175,8 @@ def read_both(
     got, stopt = edges(skew, high, TEACHER_VEC)
     for edge in range(1 - head, 1 + (high > last * BLOCK).to(tl.int32)):  # the row's first block if cut, and its last
         block = tl.where(edge == 0, 0, last)
-        x = fetch(raw, block * BLOCK + j, go, stop, True, K)
-        y = fetch(teacher, block * BLOCK + j, got, stopt, True, K)
+        x = fetch(raw, block * BLOCK + j, go, stop, True, K, "evict_first")
+        y = fetch(teacher, block * BLOCK + j, got, stopt, True, K, "evict_first")
         z, u = (), ()
         for n in tl.static_range(K):
             at = block * BLOCK + n * (L * J) + j

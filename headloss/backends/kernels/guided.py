@@ -328,8 +328,8 @@ def look_both(
     got, stopt = edges(skew, high, TEACHER_VEC)
     for edge in range(1 - head, 1 + (high > last * BLOCK).to(tl.int32)):
         block = tl.where(edge == 0, 0, last)
-        x = fetch(raw, block * BLOCK + j, go, stop, True, K)
-        y = fetch(teacher, block * BLOCK + j, got, stopt, True, K)
+        x = fetch(raw, block * BLOCK + j, go, stop, True, K, "evict_first")
+        y = fetch(teacher, block * BLOCK + j, got, stopt, True, K, "evict_first")
         for n in tl.static_range(K):
             at = block * BLOCK + n * (L * J) + j
             good = (at >= skew) & (at < high)

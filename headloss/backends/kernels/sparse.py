@@ -84,7 +84,7 @@ def read_without(
     for edge in range(1 - head, 1 + (high > last * BLOCK).to(tl.int32)):
         block = tl.where(edge == 0, 0, last)
         at = block * BLOCK + j
-        x = fetch(raw, at, go, stop, True, K)
+        x = fetch(raw, at, go, stop, True, K, "evict_first")
         z = ()
         for n in tl.static_range(K):
             here = at + n * (L * J)

@@ -19,7 +19,7 @@ from headloss.backends.kernels.logits import FLOOR, LN2, LOG2E, LOWEST, boundary
 
 
 @triton.jit
-def fetch(raw, at, go, stop, MASKED: tl.constexpr, K: tl.constexpr, POLICY: tl.constexpr = "evict_first"):
+def fetch(raw, at, go, stop, MASKED: tl.constexpr, K: tl.constexpr, POLICY: tl.constexpr):
     """A block as it is stored, K x (L, J) from column `at` (L, J) on; MASKED: only vectors from `go` to `stop`."""
     x = ()
     for k in tl.static_range(K):
@@ -110,7 +110,7 @@ def sums_kernel(
     first = low // BLOCK + head
     last = tl.maximum(high // BLOCK, first)
     for block in range(first, last):
-        x = fetch(raw, block * BLOCK + j, 0, 0, False, K)
+        x = fetch(raw, block * BLOCK + j, 0, 0, False, K, "evict_first")
         z = ()
         for n in tl.static_range(K):
             z = z + (logits(x[n], scale, cap, SCALED, CAPPED),)
@@ -122,7 +122,7 @@ def sums_kernel(
     for edge in range(1 - head, 1 + (high > last * BLOCK).to(tl.int32)):  # the row's first block if cut, and its last
         block = tl.where(edge == 0, 0, last)
         # whole vectors, masked afterwards: a 16-byte vector with one good element can be read without harm
-        x = fetch(raw, block * BLOCK + j, go, stop, True, K)
+        x = fetch(raw, block * BLOCK + j, go, stop, True, K, "evict_first")
         z = ()
         for n in tl.static_range(K):
             at = block * BLOCK + n * (L * J) + j
@@ -159,7 +159,7 @@ def sums_kernel(
         # every lane that holds the maximum knows in which load it first saw it; the lowest column is in the lowest load
         load = tl.min(tl.where(m == top, best, 2147483647), axis=0)
         at = tl.where(some, load, 0) * (L * J) + j
-        (x,) = fetch(raw, at, go, stop, True, 1)
+        (x,) = fetch(raw, at, go, stop, True, 1, "evict_first")
         value = logits(x, scale, cap, SCALED, CAPPED)
         match = (at >= skew) & (at < high) & (value == top)
         found = tl.min(tl.min(tl.where(match, at, 2147483647), axis=1), axis=0)
