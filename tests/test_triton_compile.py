@@ -407,7 +407,7 @@ class Beside(Built):
         program = lower({n: (calls[n], traces[n]) for n in calls}, want, layouts, own)
         plan = taught._plan(program)
         numbers = program.options({n: call.options for n, call in calls.items()})
-        shape = next(heavy if plan.looks else light for most, light, heavy in taught.SHAPES if most >= V)
+        shape = taught.shape_for(plan, V)
         n, vec = len(want.temperatures), WIDE[dtype]
         signature = dict.fromkeys((*VISIT_INTS, *COUNTS), "i32") | {"found": "*fp32"}
         signature |= dict.fromkeys(("scale", "cap", "teacher_scale", "teacher_cap"), "fp32")
@@ -455,5 +455,10 @@ BESIDE = {
 def test_one_launch_beside_a_teacher_compiles_for_hopper(name, tmp_path):
     built = BESIDE[name]()
     usage = re.search(r"REG:(\d+) STACK:(\d+)", built.dump("--dump-resource-usage", tmp_path))
-    assert usage is not None and int(usage[2]) == 0, usage
-    assert len(re.findall(r"LDG\S*\.128", built.dump("-sass", tmp_path))) >= 3, "rows are read 16 bytes at a time"
+    assert usage is not None and int(usage[2]) <= 32, usage  # a number or two may be put aside before the loops
+    code = built.dump("-sass", tmp_path)
+    assert len(re.findall(r"LDG\S*\.128", code)) >= 3, "rows are read 16 bytes at a time"
+    found = [loop for loop in loops(code) if loop.count("MUFU.EX2") >= 4]
+    assert len(found) >= 2, "two sweeps"
+    for loop in found:
+        assert not re.search(r"LDL|STL", loop), "spills inside the loop"

@@ -23,11 +23,11 @@ from headloss.backends.triton_visit import Arguments, Shape, Visited, _kinds, _n
 from headloss.facts import FACTS, Fact, Softmax, Want
 from headloss.teachers import DenseChunk, DenseSoftmax, SparseSoftmax, TeacherChunk
 
-# by columns in hand: the first line whose bound is not below V.  Measured on an H200; see benchmarks/gpu_teachers.py.
-# Second column: with a divergence that needs a second look.
+# by columns in hand: beside a dense teacher; with a divergence that needs a second look; beside ids.  Measured on an
+# H200; see benchmarks/gpu_teachers.py.
 SHAPES = (
-    (2048, Shape(4, 1), Shape(4, 1)),
-    (1 << 31, Shape(16, 1), Shape(16, 1)),
+    (2048, Shape(4, 1), Shape(4, 1), Shape(4, 1)),
+    (1 << 31, Shape(8, 2), Shape(8, 1), Shape(8, 1)),
 )
 
 
@@ -150,6 +150,11 @@ def _plan(program: Program) -> _Plan:
     return _Plan(dense, sum(sizes), wide, (0, *itertools.accumulate(sizes)), looks, flags, look, pulled)
 
 
+def shape_for(plan: _Plan, V: int) -> Shape:
+    line = next(shapes for most, *shapes in SHAPES if most >= V)
+    return line[2 if not plan.dense else 1 if plan.looks else 0]
+
+
 def visit(
     raw_CV: Tensor,
     target_C: Tensor | None,
@@ -208,7 +213,7 @@ def visit(
     factors = tuple(_number(arguments.factors[name], device) for name in program.terms)
     looks = target_C is not None and (want.target or program.target or ignore)
     target = target_C if looks else None
-    shape = shape or next(heavy if plan.looks else light for most, light, heavy in SHAPES if most >= V)
+    shape = shape or shape_for(plan, V)
     J, L = 16 // widest, 32 * shape.warps
     dense = plan.dense
     taught_kernel[(C,)](
