@@ -263,7 +263,7 @@ class Sweep:
         found = dict(zip(self._looks, zip(summed[::2], summed[1::2], strict=True), strict=True))
         teachers = []
         for name, seen in zip(self.want.teachers, softmax.teachers, strict=True):
-            mine = tuple(slopes for fact, (_, slopes) in found.items() if fact.teacher == name)
+            mine = tuple(found[f][1] for f in self.want.facts if f in found and f.teacher == name)
             teachers.append(seen._replace(looks=mine) if isinstance(seen, DenseSoftmax) else seen)
         values = {fact: value for fact, (value, _) in found.items()}
         return facts | values, softmax._replace(teachers=tuple(teachers))

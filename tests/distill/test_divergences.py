@@ -122,3 +122,26 @@ def test_several_at_once_equal_their_sum() -> None:
     leaves = problem.leaves()
     out = objective.forward_backward(problem.student.source(leaves), problem.targets, teacher=teachers)
     check(out, {n: getattr(out.grads, n) for n in leaves}, want)
+
+
+def test_second_looks_at_several_temperatures() -> None:
+    """Each finds its own sums, in whatever order the temperatures come: here the student's own fact brings 2 first."""
+    problem = make("Logits", "Logits", (13,))
+    losses = hl.losses
+    parts = {
+        "z": (hl.Term(losses.z_loss, weight=1.0, temperature=2.0), None),
+        "a": (hl.Term(losses.jsd), (teaching.jsd, None)),
+        "b": (hl.Term(losses.tvd, temperature=2.0), (teaching.tvd, 2.0)),
+        "c": (hl.Term(losses.jsd, temperature=2.0), (teaching.jsd, 2.0)),
+    }
+
+    def total(leaves: Mapping[str, Tensor]) -> Tensor:
+        found = (problem.student_scores(leaves) / 2.0).logsumexp(-1) ** 2
+        for _, said in parts.values():
+            if said is not None:
+                found = found + values(problem, leaves, said[0], {}, "bucket", said[1])
+        return found
+
+    want = truth(problem, total)
+    for names in (list(parts), list(parts)[::-1]):
+        check(*run(hl.Objective(**{name: parts[name][0] for name in names}), problem), want)
