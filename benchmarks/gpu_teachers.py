@@ -5,8 +5,10 @@ reported when the numbers are wrong.  Then, for forward KL, reverse KL and JSD a
 
     facts         the sums (and the second look)      against one read of both matrices
     pull          the gradient                        against one read of both and one write
-    whole call    loss and gradient                   against both floors, next to the torch backend, torch.compile of
-                                                      the plain formula, and Liger's kernels where installed
+    whole call    loss and gradient, in one launch    against one read of both and one write, next to two launches, the
+                                                      torch backend, torch.compile of the plain formula, and Liger's
+                                                      kernels where installed; with 64 ids a row instead of a dense
+                                                      teacher, against one read and one write of the student's matrix
 
 `--configs` times a few block shapes for each kernel instead.  With $OUT set, everything is written there as JSON too.
 """
@@ -14,6 +16,7 @@ reported when the numbers are wrong.  Then, for forward KL, reverse KL and JSD a
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import json
 import math
@@ -29,6 +32,7 @@ import torch
 import triton
 
 import headloss as hl
+from headloss import planning
 from headloss.losses import forward_kl, jsd, reverse_kl, skew_kl, soft_cross_entropy, tvd
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -42,6 +46,18 @@ DIVERGENCES: list[tuple[Any, dict[str, float]]] = [
     (skew_kl, {"alpha": 0.1}), (tvd, {}),
 ]  # fmt: skip
 FLOOR = -1e4
+
+
+@contextlib.contextmanager
+def launches(how: str) -> Iterator[None]:
+    """A new objective inside takes "two" launches whatever it could do."""
+    printed = planning._print_terms
+    if how == "two":
+        planning._print_terms = lambda *_: (None, "two are measured")
+    try:
+        yield
+    finally:
+        planning._print_terms = printed
 
 
 # ---------------------------------------------------------------- right?
@@ -74,40 +90,43 @@ def plain_sparse(
     return value
 
 
-def compared(name: str, run: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, objective: Any, taught: Any,
-             **source: Any) -> Iterator[str]:  # fmt: skip
-    """Loss and gradient against float64, at most twice eager's error in the same dtype."""
+def compared(
+    name: str, run: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, make: Callable[[], Any], taught: Any
+) -> Iterator[str]:
+    """Loss and gradient in one launch and in two, against float64: at most twice eager's error in the same dtype."""
     found = []
     for dtype in (torch.float64, x.dtype):
         leaf = x.detach().clone().to(dtype).requires_grad_()
         run(leaf).sum().backward()
         with torch.no_grad():
             found.append((run(leaf).double(), leaf.grad))
-    leaf = x.detach().clone().requires_grad_() if x.is_contiguous() else x.detach().requires_grad_()
-    out = objective(hl.Logits(leaf, **source), teacher=taught)
-    out.loss.backward()
-    ours = (out.terms["kd"], leaf.grad)
-    for what, mine, truth, eager in zip(("loss", "gradient"), ours, *found, strict=True):
-        if what == "loss":
-            truth, eager = truth.sum(), eager.sum()
-        scale = float(truth.abs().max()) if what == "gradient" else 1.0
-        a, b = error(mine / scale, truth / scale), error(eager / scale, truth / scale)
-        if not a <= 2 * b + 4e-6 or not torch.equal(mine.isfinite(), truth.isfinite()):
-            yield f"{name} {what}: {a:.2e}, eager {b:.2e}"
-    again = x.detach().clone().requires_grad_() if x.is_contiguous() else x.detach().requires_grad_()
-    again.grad = None
-    other = objective(hl.Logits(again, **source), teacher=taught)
-    other.loss.backward()
-    if not torch.equal(other.loss, out.loss) or not torch.equal(again.grad, leaf.grad):
-        yield f"{name}: not the same bits twice"
+    for how in ("one", "two"):
+        with launches(how):
+            objective = make()
+            ours, again = (_loss_and_gradient(objective, x, taught) for _ in range(2))
+        for what, mine, truth, eager in zip(("loss", "gradient"), ours, *found, strict=True):
+            if what == "loss":
+                truth, eager = truth.sum(), eager.sum()
+            scale = float(truth.abs().max()) if what == "gradient" else 1.0
+            a, b = error(mine / scale, truth / scale), error(eager / scale, truth / scale)
+            if not a <= 2 * b + 4e-6 or not torch.equal(mine.isfinite(), truth.isfinite()):
+                yield f"{name}, {how} {what}: {a:.2e}, eager {b:.2e}"
+        if not all(torch.equal(a, b) for a, b in zip(ours, again, strict=True)):
+            yield f"{name}, {how}: not the same bits twice"
+
+
+def _loss_and_gradient(objective: Any, x: torch.Tensor, taught: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    leaf = (x.detach().clone() if x.is_contiguous() else x.detach()).requires_grad_()
+    out = objective(hl.Logits(leaf), teacher=taught)
+    return out.terms["kd"], torch.autograd.grad(out.loss, leaf)[0]
 
 
 def check(few: bool = False) -> list[str]:
     wrong: list[str] = []
     torch.manual_seed(0)
     dtypes = (torch.bfloat16, torch.float32) if few else (torch.bfloat16, torch.float16, torch.float32)
-    term = lambda fn, options, **more: hl.Objective(
-        kd=hl.Term(fn, reduction="token_sum", **options, **more), backend="triton"
+    term = lambda fn, options, **more: (
+        lambda: hl.Objective(kd=hl.Term(fn, reduction="token_sum", **options, **more), backend="triton")
     )
     for dtype in dtypes:
         sizes = ((9, 5003),) if few else ((9, 128256), (17, 50257), (5, 1003))
@@ -221,6 +240,7 @@ def parts_of(problem: Problem, fn: Any, **options: Any) -> dict[str, Callable[..
     return found
 
 
+LAUNCHES = {"one": "one launch", "two": "two launches"}
 TIMED: list[tuple[Any, dict[str, float]]] = [(forward_kl, {}), (reverse_kl, {}), (jsd, {"beta": 0.5})]
 
 
@@ -236,29 +256,34 @@ def table() -> list[dict[str, Any]]:
     for fn, options in TIMED:
         found = parts_of(p, fn, **options)
         for part, run in found.items():
-            line(f"{fn.__name__}, {part}", timed(run), pull_floor if part == "pull" else facts_floor)
-    whole = facts_floor + pull_floor
+            line(f"{fn.__name__}, {part} by itself", timed(run), pull_floor if part == "pull" else facts_floor)
+    ids_floor = timed(lambda: p.x.mul_(1.0))
+    named = [z.float().log_softmax(-1).topk(64) for z in p.u.split(256)]
+    sparse = hl.Sparse(torch.cat([x.indices for x in named]), torch.cat([x.values for x in named]) - 0.01)
     for fn, options in TIMED:
-        for backend in ("triton", "torch"):
-            objective = hl.Objective(kd=hl.Term(fn, **options), backend=backend)
-            line(f"{fn.__name__}, whole call, {backend} backend", *_whole(p, objective), whole)
+        objective = lambda backend="triton", fn=fn, o=options: hl.Objective(kd=hl.Term(fn, **o), backend=backend)
+        for how in ("one", "two"):
+            with launches(how):
+                line(f"{fn.__name__}, {LAUNCHES[how]}", _whole(p, objective(), hl.Logits(p.u)), pull_floor)
+                line(f"{fn.__name__}, 64 ids, {LAUNCHES[how]}", _whole(p, objective(), sparse), ids_floor)
+        line(f"{fn.__name__}, torch backend", _whole(p, objective("torch"), hl.Logits(p.u)), pull_floor)
         compiled = torch.compile(lambda x, u, fn=fn, o=options: plain(fn, o, x, u).mean())
-        line(f"{fn.__name__}, whole call, torch.compile", *_whole(p, compiled), whole)
+        line(f"{fn.__name__}, torch.compile", _whole(p, compiled), pull_floor)
         peer = liger(fn, options)
         if peer is not None:
-            line(f"{fn.__name__}, whole call, Liger after log_softmax", *_whole(p, peer), whole)
+            line(f"{fn.__name__}, Liger after log_softmax", _whole(p, peer), pull_floor)
     return lines
 
 
-def _whole(p: Problem, call: Any) -> tuple[float]:
+def _whole(p: Problem, call: Any, taught: Any = None) -> float:
     leaf = p.x.detach().requires_grad_()
 
     def run() -> None:
         leaf.grad = None
-        out = call(hl.Logits(leaf), teacher=hl.Logits(p.u)) if isinstance(call, hl.Objective) else call(leaf, p.u)
+        out = call(hl.Logits(leaf), teacher=taught) if isinstance(call, hl.Objective) else call(leaf, p.u)
         (out.loss if isinstance(call, hl.Objective) else out).backward()
 
-    return (timed(run, repeats=7),)
+    return timed(run, repeats=7)
 
 
 def liger(fn: Any, options: dict[str, float]) -> Any:
