@@ -121,7 +121,6 @@ def test_captured_and_replayed(call: Callable[..., Any], source: Callable[..., A
         close(found, [*out, *gradients(out[0], fresh)])
 
 
-@pytest.mark.xfail(reason="torch 2.11 finds two small tensors of the first call in its pool, and refuses", strict=False)
 @pytest.mark.parametrize("source", [linear, logits], ids=lambda f: f.__name__)
 def test_reduce_overhead(source: Callable[..., Any]) -> None:
     torch._dynamo.reset()
