@@ -51,7 +51,7 @@ def bind(
     host_read: bool,
 ) -> tuple[Sweep, BoundLoss]:
     for name, x in (("num_items", num_items), ("num_segments", num_segments)):
-        _check_count(name, x)
+        check_count(name, x)
     check_weight("grad_scale", grad_scale)
     source = plan.source
     backend = backend_for(objective.backend, source, plan.want)
@@ -143,7 +143,7 @@ def without_triton(want: Want) -> str | None:
     return None
 
 
-def _check_count(name: str, x: object) -> None:
+def check_count(name: str, x: object) -> None:
     if x is None or (isinstance(x, Tensor) and x.ndim == 0 and not x.requires_grad):
         return
     if isinstance(x, Tensor | bool) or not isinstance(x, int | float):

@@ -61,6 +61,54 @@ def settle(sweep: Sweep, result: Result | Launched, needs: tuple[bool, ...]) -> 
     return scaled(result.grads, result.normaliser, sweep.backend)
 
 
+class Held:
+    """What a forward pass leaves for the backward, beside the source's tensors, which autograd keeps."""
+
+    def __init__(
+        self,
+        sweep: Sweep,
+        needs: tuple[bool, ...],
+        result: Result | Launched,
+        grads: Grads | None,
+        inputs: list[Tensor | None],
+        overwritten: bool,
+    ) -> None:
+        self.sweep, self.needs, self.result, self.grads = sweep, needs, result, grads
+        self.inputs, self.overwritten = inputs, overwritten
+
+    def pull(
+        self, tensors: tuple[Tensor, ...], g_loss: Tensor | None, g_facts: tuple[Tensor | None, ...]
+    ) -> tuple[list[Tensor | None], list[Tensor | None]]:
+        """Gradients of the source's tensors, and of the inputs that want one."""
+        sweep, result = self.sweep, self.result
+        pending = {f: sweep.rows.take(g) for f, g in zip(sweep.want.facts, g_facts, strict=True) if g is not None}
+        grads: Grads | None = None
+        by_input: list[Tensor | None] = [None] * len(self.inputs)
+        if g_loss is not None:
+            scale = g_loss if result.normaliser is None else g_loss * result.normaliser
+            if self.grads is not None:
+                grads = scaled(self.grads, scale, sweep.backend)
+                self.grads = None  # handed over: a second backward makes them again
+            else:
+                for fact, cotangent in result.by_fact.items():
+                    pulled = scale * cotangent
+                    pending[fact] = pending[fact] + pulled if fact in pending else pulled
+            by_input = [None if g is None else scale * g for g in self.inputs]
+        if pending and self.overwritten:
+            raise RuntimeError(
+                "inplace: the logits have been modified by an inplace operation, their own gradient: nothing but the "
+                "loss can be pulled on, and only once; use inplace=False, or make the fact's part a term"
+            )
+        if pending and any(self.needs):
+            sweep = sweep.replace(with_tensors(sweep.source, tensors))
+            more = sweep.pull(result.facts, result.softmax, pending, self.needs)
+            sweep.close()
+            grads = more if grads is None else Grads(*(_add(x, y) for x, y in zip(grads, more, strict=True)))
+        names = ("logits",) if len(tensors) == 1 else ("hidden", "weight", "bias")
+        by_tensor = [None if grads is None else getattr(grads, name) for name in names[: len(tensors)]]
+        return by_tensor, by_input
+
+
 class Head(torch.autograd.Function):
     """(source tensors, inputs that want a gradient) -> (loss, *facts)."""
 
@@ -72,43 +120,18 @@ class Head(torch.autograd.Function):
         facts = result.facts
         outputs = [sweep.rows.put(facts[f]) for f in sweep.want.facts]
         ctx.mark_non_differentiable(*(x for f, x in zip(sweep.want.facts, outputs, strict=True) if f.name in CONSTANT))
-        ctx.count = len(sweep.source.tensors)
-        ctx.save_for_backward(*tensors[: ctx.count])
-        ctx.sweep, ctx.needs = sweep.replace(without_tensors(sweep.source)), needs
-        ctx.result, ctx.grads = result.rest(), result.grads
-        ctx.inputs = [] if loss is None else [loss.shaped(n, result.by_input.get(n)) for n in loss.wants_grad]
-        ctx.overwritten = result.grads is not None and getattr(sweep.source, "inplace", False)
+        ctx.save_for_backward(*tensors[: len(sweep.source.tensors)])
+        inputs = [] if loss is None else [loss.shaped(n, result.by_input.get(n)) for n in loss.wants_grad]
+        overwritten = result.grads is not None and getattr(sweep.source, "inplace", False)
+        kept = sweep.replace(without_tensors(sweep.source))
+        ctx.held = Held(kept, needs, result.rest(), result.grads, inputs, overwritten)
         return (result.loss, *outputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g_loss: Tensor | None, *g_facts: Tensor | None) -> Any:
-        sweep, result = ctx.sweep, ctx.result
         tensors = ctx.saved_tensors  # looked at in any case: they must not have been written to
-        pending = {f: sweep.rows.take(g) for f, g in zip(sweep.want.facts, g_facts, strict=True) if g is not None}
-        grads, by_input = None, [None] * len(ctx.inputs)
-        if g_loss is not None:
-            scale = g_loss if result.normaliser is None else g_loss * result.normaliser
-            if ctx.grads is not None:
-                grads = scaled(ctx.grads, scale, sweep.backend)
-                ctx.grads = None  # handed over: a second backward makes them again
-            else:
-                for fact, cotangent in result.by_fact.items():
-                    pulled = scale * cotangent
-                    pending[fact] = pending[fact] + pulled if fact in pending else pulled
-            by_input = [None if g is None else scale * g for g in ctx.inputs]
-        if pending and ctx.overwritten:
-            raise RuntimeError(
-                "inplace: the logits have been modified by an inplace operation, their own gradient: nothing but the "
-                "loss can be pulled on, and only once; use inplace=False, or make the fact's part a term"
-            )
-        if pending and any(ctx.needs):
-            sweep = sweep.replace(with_tensors(sweep.source, tensors))
-            more = sweep.pull(result.facts, result.softmax, pending, ctx.needs)
-            sweep.close()
-            grads = more if grads is None else Grads(*(_add(x, y) for x, y in zip(grads, more, strict=True)))
-        names = ("logits",) if ctx.count == 1 else ("hidden", "weight", "bias")
-        by_tensor = [None if grads is None else getattr(grads, name) for name in names[: ctx.count]]
+        by_tensor, by_input = ctx.held.pull(tensors, g_loss, g_facts)
         return (None, None, None, *by_tensor, *by_input)
 
 

@@ -64,13 +64,13 @@ def make_plan(
     if segments is not None and not isinstance(segments, Segments):
         hint = "; make them with hl.Segments.from_cu_seqlens, from_ids, from_position_ids or from_batch"
         raise TypeError(f"segments: wanted hl.Segments, got {type(segments).__name__}{hint}")
-    now = _weights(objective, weights or {})
+    now = call_weights(objective, weights or {})
     off = tuple(name for name, weight in now.items() if not isinstance(weight, Tensor) and weight == 0)
     teachers = name_teachers(teacher, source)
     asked = (
         source.temperature if isinstance(source.temperature, int | float) else None,
         tuple((n, type(x), x.ids.shape[-1] if isinstance(x, Sparse) else None) for n, x in teachers.items()),
-        tuple(n for n, x in inputs.items() if x is not None),
+        tuple((n, x is None) for n, x in inputs.items()),
         off,
     )
     if asked not in objective.known:
@@ -102,10 +102,8 @@ def make_plan(
         traced = time.perf_counter()
         found = (*found, *_print_terms(objective, calls, metrics, source, teachers, *found))
         found = (*found, {"tracing": traced - begun, "printing": time.perf_counter() - traced})
-        if len(objective.known) > _MOST_KNOWN:
-            objective.known.clear()
         if key is not None:
-            objective.known[key] = found
+            keep(objective, key, found)
     traces, shapes, want, kind, program, reason, times = found
     if program is not None and not _suits(source):
         program, reason = None, "so few rows are swept faster in parts"
@@ -120,6 +118,12 @@ def make_plan(
 
 
 _MOST_KNOWN = 64  # plans of an objective: more would mean that something changes with every call
+
+
+def keep(objective: Objective, key: Any, found: Any) -> None:
+    if len(objective.known) > _MOST_KNOWN:
+        objective.known.clear()
+    objective.known[key] = found
 
 
 def _calls(
@@ -282,7 +286,7 @@ def plain_source(source: Source) -> Source:
     return source
 
 
-def _weights(objective: Objective, weights: Mapping[str, float | Tensor]) -> dict[str, float | Tensor]:
+def call_weights(objective: Objective, weights: Mapping[str, float | Tensor]) -> dict[str, float | Tensor]:
     """The terms' weights for this call."""
     terms = objective.terms
     for name, weight in weights.items():

@@ -147,14 +147,14 @@ def even(
     if reduction == "token_mean":
         if num_items is None:
             num_items = rows.tokens if rows.num_items is None else rows.num_items
-        return _over(num_items)
+        return over(num_items)
     if num_segments is None:
         assert rows.segments is not None, "checked before: a segment reduction needs segments"
         num_segments = (rows.segments.counts > 0).sum()
-    return _over(num_segments) if norm is None else _over(num_segments) / norm
+    return over(num_segments) if norm is None else over(num_segments) / norm
 
 
-def _over(count: int | float | Tensor) -> float | Tensor:
+def over(count: int | float | Tensor) -> float | Tensor:
     if not isinstance(count, Tensor):
         return 1.0 / max(1, count)
     wide = torch.float32 if count.device.type == "mps" else torch.float64

@@ -228,7 +228,7 @@ def bind_rows(
         return Rows(shape, targets, None, valid, bound, None)
     if stats is None:
         stats = prepare(targets, segments).stats
-    _check_stats(stats, vocab, segments)
+    check_stats(stats, vocab, segments)
     if skips:
         return _skipping(shape, targets, segments, ids, stats, stats.valid < len(flat))
     valid = flat != IGNORE
@@ -282,7 +282,7 @@ def check_targets(targets: Tensor) -> None:
     _check_integers("targets", targets)
 
 
-def _check_stats(stats: Stats, vocab: int, segments: Segments | None) -> None:
+def check_stats(stats: Stats, vocab: int, segments: Segments | None) -> None:
     if stats.valid and not 0 <= stats.low <= stats.high < vocab:
         bad = stats.low if stats.low < 0 else stats.high
         hint = f"; ignored rows are marked {IGNORE}" if stats.low < 0 else ""

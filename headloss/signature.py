@@ -152,11 +152,16 @@ def identity(fn: Callable[..., Any]) -> tuple[object, tuple[str, ...]]:
     from a closure or a global is part of the key, because a trace would freeze it.  Tensors and other objects cannot
     be: functions that capture those are run as they are, never from a trace.
     """
-    home = fn.__module__ or "" if isinstance(fn, types.FunctionType) else ""
-    if home.startswith("headloss.") and ("<locals>" not in fn.__qualname__ or hasattr(fn, "fixed")):
-        return _Same(fn), ()  # nothing changes behind our own back
+    if ours(fn):
+        return _Same(fn), ()
     loose: list[str] = []
     return _key(fn, loose, set()), tuple(dict.fromkeys(loose))
+
+
+def ours(fn: Any) -> bool:
+    """Whether a function is one of this package: nothing changes behind our own back."""
+    home = fn.__module__ or "" if isinstance(fn, types.FunctionType) else ""
+    return home.startswith("headloss.") and ("<locals>" not in fn.__qualname__ or hasattr(fn, "fixed"))
 
 
 def _key(fn: Any, loose: list[str], seen: set[int]) -> object:

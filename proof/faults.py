@@ -181,7 +181,7 @@ FAULTS = [
     # Reductions
     Fault("reductions.py", "num_items = rows.tokens if rows.num_items is None else rows.num_items", "num_items = rows.total if rows.num_items is None else rows.num_items", "ignored rows count in the token mean"),
     Fault("reductions.py", 'return weight if reduction != "seq_mean_token_mean" else weight / lengths(rows, dtype)', "return weight", "a segment's mean taken for its sum"),
-    Fault("reductions.py", "_over(num_segments) if norm is None else _over(num_segments) / norm", "_over(num_segments)", "the constant length is not divided by"),
+    Fault("reductions.py", "over(num_segments) if norm is None else over(num_segments) / norm", "over(num_segments)", "the constant length is not divided by"),
     Fault("reductions.py", "num_segments = (rows.segments.counts > 0).sum()", "num_segments = rows.segments.num_segments", "empty segments count in the mean"),
     Fault("reductions.py", "present = (rows.segments.counts > 0).to(dtype)", "present = torch.ones_like(rows.segments.counts, dtype=dtype)", "values of empty segments count"),
     Fault("reductions.py", "ids = segment_ids(segments, targets.shape).masked_fill(~valid, -1)", "ids = segment_ids(segments, targets.shape)", "count: segments with ignored rows alone are counted"),
@@ -219,10 +219,10 @@ FAULTS = [
     Fault("heads.py", "wide = torch.promote_types(out.dtype, torch.promote_types(x.dtype, torch.float32))", "wide = x.dtype", "products in bf16 where float32 was asked for", ("tests/test_contracts.py", "tests/test_memory.py", "tests/properties")),
     Fault("heads.py", "self.hidden_ND.index_select(0, rows)", "self.hidden_ND[: len(rows)]", "the first rows in place of those that count"),
     # Passes
-    Fault("passes.py", "ctx.grads = None  # handed over", "pass  # handed over", "a second backward scales what was handed out"),
+    Fault("passes.py", "self.grads = None  # handed over", "pass  # handed over", "a second backward scales what was handed out"),
     Fault("passes.py", "normaliser is None else g_loss * ", "normaliser is None else g_loss if True else ", "fp16: the normaliser is forgotten"),
     Fault("passes.py", "pending[fact] = pending[fact] + pulled if fact in pending else pulled", "pending[fact] = pulled", "a loss on the facts is overwritten by the loss itself", ("tests/test_seeded.py",)),
-    Fault("passes.py", "by_input = [None if g is None else scale * g for g in ctx.inputs]", "by_input = ctx.inputs", "inputs' gradients ignore the upstream gradient", ("tests/test_seeded.py",)),
+    Fault("passes.py", "by_input = [None if g is None else scale * g for g in self.inputs]", "by_input = self.inputs", "inputs' gradients ignore the upstream gradient", ("tests/test_seeded.py",)),
     Fault("passes.py", "Grads(*(_add(x, y) for x, y in zip(grads, more, strict=True)))", "more", "facts' gradient in place of the loss's"),
     Fault("sweeps.py", "out_CV.masked_fill_(ignored_C1, 0)", "pass", "masked rows' gradient is what their logits say"),
     Fault("sweeps.py", 'slot=0 if shard is None else i % 2', "slot=0", "a chunk overwrites the one whose partial still travels", RANKS),

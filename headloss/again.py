@@ -1,0 +1,271 @@
+"""A later call of a form that was seen before: straight to the launch.
+
+Dimension key:  N rows   V vocabulary   F facts
+
+The first call of a form goes the long way: plan, bind, sweep.  Where it ends in one launch on logits, later calls
+differ in their tensors and numbers alone, so they check those and launch.  Two calls are of one form if everything is
+equal that was looked at on the way, sizes apart.  What is done here is what the long way does, to the bit; calls with
+segments, teachers, shards or gradients for inputs always go the long way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from headloss.binding import check_count
+from headloss.facts import CONSTANT
+from headloss.heads import Grads
+from headloss.metrics import measure_later
+from headloss.one_launch import Launched
+from headloss.passes import Held
+from headloss.planning import Plan, call_weights, keep
+from headloss.record import Output, facts_from, key_of
+from headloss.reductions import over
+from headloss.rows import IGNORE, Prepared, Rows, Stats, check_stats, may_read, prepare
+from headloss.signature import identity, ours
+from headloss.sources import Logits, Source
+from headloss.sweeps import Sweep, scaled
+from headloss.term import Term, check_weight
+
+if TYPE_CHECKING:
+    from headloss.backends.triton_visit import Visited
+    from headloss.objective import Objective
+
+PLAIN = (Tensor, torch.nn.Parameter)  # and no subclass that could mean something else
+EVEN = ("token_mean", "token_sum")
+
+
+def form_of(
+    objective: Objective,
+    source: Source,
+    targets: Any,
+    segments: Any,
+    teacher: Any,
+    rest: tuple[Any, ...],
+    inputs: Mapping[str, Any],
+) -> Any:
+    """The key under which `objective.known` may have a `Form` for this call; None: it has to go the long way."""
+    if type(source) is not Logits or segments is not None or teacher is not None or source.shard is not None:
+        return None
+    if isinstance(source.temperature, Tensor):
+        return None
+    x, y = source.logits, targets
+    if type(y) is Prepared and y.segments is None:
+        y = y.targets
+    elif not may_read(rest[4], x.device):
+        return None
+    device, leading = x.device, x.shape[:-1]
+    if type(x) not in PLAIN or type(y) is not Tensor or y.dtype != torch.long or y.device != device:
+        return None
+    if y.shape != leading or x.stride(-1) != 1 or not x.numel() or (x.ndim > 2 and not x.is_contiguous()):
+        return None
+    grad = torch.is_grad_enabled()
+    given: list[Any] = [x.dtype, device, source.temperature]
+    for name, value in inputs.items():
+        given.append(name)
+        if value is None:
+            given.append(None)
+        elif type(value) is not Tensor or value.device != device or (grad and value.requires_grad) or name == "pairs":
+            return None
+        elif value.ndim == 0 or value.shape == leading:
+            given += (value.dtype, value.ndim == 0)
+        else:
+            return None
+    off, foreign = objective.standing
+    given.append(_off(call_weights(objective, rest[2])) if rest[2] else off)
+    given += [identity(fn) for fn in foreign]
+    return tuple(given)
+
+
+def standing(objective: Objective) -> tuple[tuple[str, ...], tuple[Any, ...]]:
+    """Terms that are off by themselves, and functions that are not ours: what they read may change between calls."""
+    fns = [x for t in objective.terms.values() for x in (t.fn, t.row_weight)] + [c.fn for _, c in objective.metrics]
+    fns = [y for x in fns for y in ((x.fn, x.row_weight) if isinstance(x, Term) else (x,)) if callable(y)]
+    return _off({n: t.weight for n, t in objective.terms.items()}), tuple(fn for fn in fns if not ours(fn))
+
+
+def _off(weights: Mapping[str, float | Tensor]) -> tuple[str, ...]:
+    return tuple([n for n, weight in weights.items() if not isinstance(weight, Tensor) and weight == 0])
+
+
+def recall(
+    objective: Objective,
+    source: Source,
+    targets: Any,
+    segments: Any,
+    teacher: Any,
+    rest: tuple[Any, ...],
+    inputs: Mapping[str, Any],
+) -> tuple[Any, Any]:
+    """The form of a call, or None if it always goes the long way, and the `Form` if one is known."""
+    form = form_of(objective, source, targets, segments, teacher, rest, inputs)
+    if form is None:
+        return None, None
+    try:
+        known = objective.known.get(form)
+    except TypeError:  # something a function reads has no hash
+        return None, None
+    return form, known if known is not None and known.suits(source.tensors[0]) else None
+
+
+def remember(objective: Objective, form: Any, plan: Plan, backend: ModuleType) -> None:
+    """Keep what a call of this form has come to, if it is one that can be repeated from here."""
+    if form is None or plan.program is None or not plan.terms or plan.program.input_cotangents:
+        return
+    if any(t.reduction not in EVEN for t in plan.terms) or plan.source.tensors[0].dtype == torch.float16:
+        return
+    keep(objective, form, Form(objective, plan, backend))
+
+
+class Form:
+    """What calls of one form have in common."""
+
+    def __init__(self, objective: Objective, plan: Plan, backend: ModuleType) -> None:
+        from headloss.backends import triton_visit
+
+        self.kernels, self.backend = triton_visit, backend
+        self.program, self.want, self.off = plan.program, plan.want, plan.off
+        self.plan = triton_visit._plan(plan.program)
+        self.numbers = plan.program.options({t.name: t.call.options for t in plan.terms})
+        self.terms = tuple(t.name for t in plan.terms)
+        self.means = tuple(t.reduction == "token_mean" for t in plan.terms)
+        self.weights = {name: term.weight for name, term in objective.terms.items()}
+        self.facts = [key_of(f, False) for f in plan.want.facts]
+        self.constant = [f.name in CONSTANT for f in plan.want.facts]
+
+    def suits(self, x: Tensor) -> bool:
+        V = x.shape[-1]
+        return self.backend.BATCH_INVARIANT or self.kernels.suits(x.numel() // V, V)
+
+    def call(
+        self,
+        objective: Objective,
+        source: Logits,
+        targets: Tensor | Prepared,
+        rest: tuple[Any, ...],
+        inputs: Mapping[str, Any],
+        direct: bool,
+    ) -> Output:
+        """`Objective.__call__`, or with `direct` its `forward_backward`."""
+        num_items, num_segments, weights, grad_scale, _ = rest
+        check_count("num_items", num_items)
+        check_count("num_segments", num_segments)
+        check_weight("grad_scale", grad_scale)
+        x = source.logits
+        prepared = targets if isinstance(targets, Prepared) else prepare(targets)
+        check_stats(prepared.stats, x.shape[-1], None)
+        now = call_weights(objective, weights) if weights else self.weights
+        weigh = [now[name] for name in self.terms]
+        again = Again(self, source, prepared.targets, prepared.stats)
+        mean = over(prepared.stats.valid if num_items is None else num_items)
+        arguments = self.arguments(x.device, mean, [w * grad_scale for w in weigh], inputs)
+        if direct:
+            loss, *facts = again.run(x, weigh, arguments, True)
+        elif x.requires_grad and torch.is_grad_enabled():
+            loss, *facts = Visit.apply(again, weigh, arguments, x)
+        else:
+            with torch.no_grad():
+                loss, *facts = again.run(x, weigh, arguments, False)
+        terms = dict(zip(self.terms, again.sums.unbind(), strict=True))
+        if self.off:
+            terms |= dict.fromkeys(self.off, torch.zeros((), dtype=loss.dtype, device=x.device))
+            terms = {name: terms[name] for name in objective.terms}
+        grads = Grads(again.grad) if direct else None
+        return Output(loss, terms, again.metrics, facts_from(facts, self.facts), grads)
+
+    def arguments(
+        self, device: torch.device, mean: float | Tensor, factors: list[float | Tensor], inputs: Mapping[str, Any]
+    ) -> tuple[Any, ...]:
+        """Inputs, bases, factors and numbers, as the kernel takes them."""
+        number = self.kernels._number
+        flat = (inputs[name] for name in self.program.inputs)
+        mean = number(mean, device)
+        return (
+            tuple([number(v if v.ndim < 2 else v.reshape(-1), device) for v in flat]),
+            tuple([mean if is_mean else 1.0 for is_mean in self.means]),
+            tuple([number(f, device) for f in factors]),
+            self.numbers,
+        )
+
+
+class Again:
+    """One call."""
+
+    sums: Tensor
+    visited: Visited
+
+    def __init__(self, form: Form, source: Logits, targets: Tensor, stats: Stats) -> None:
+        self.form, self.targets, self.stats = form, targets, stats
+        self.said = {"temperature": source.temperature, "scale": source.scale, "softcap": source.softcap}
+        self.inplace = source.inplace
+        self.grad: Tensor | None = None
+        self.metrics: dict[str, Any] = {}
+
+    def run(
+        self, x: Tensor, weights: list[float | Tensor], arguments: tuple[Any, ...], grad: bool
+    ) -> tuple[Tensor, ...]:
+        """The loss and the facts; the gradient is kept."""
+        form, said = self.form, self.said
+        flat = self.targets if x.ndim == 2 else self.targets.reshape(-1)
+        raw_NV = x if x.ndim == 2 else x.view(-1, x.shape[-1])
+        out_NV = None
+        if grad and self.inplace:
+            torch.autograd.graph.increment_version(x)
+            self.grad, out_NV = x.detach(), raw_NV
+        elif grad:
+            self.grad = torch.empty_like(x, memory_format=torch.contiguous_format)
+            out_NV = self.grad if x.ndim == 2 else self.grad.view(-1, x.shape[-1])
+        ignored = self.stats.valid < len(raw_NV)
+        T = float(said["temperature"])  # type: ignore[arg-type]
+        temperatures = tuple([T if t is None else t for t in form.want.temperatures])
+        visited = self.visited = form.kernels.launch(
+            form.plan, raw_NV, flat, temperatures, *arguments, out_NV,
+            scale=said["scale"], softcap=said["softcap"], ignore=ignored,
+        )  # fmt: skip
+        self.sums, loss = form.kernels.totals(visited, weights)
+        if form.program.metrics:  # which rows count is noted now: the targets may be written to
+            valid = flat != IGNORE if ignored else None
+            self.metrics = measure_later(form.program.metrics, visited.metric_values, valid, "token")
+            if not may_read(True, x.device):
+                next(iter(self.metrics.values())).parts  # a graph that is replayed makes them anew  # noqa: B018
+        facts = visited.facts.values()
+        return (loss, *(facts if x.ndim == 2 else (f.view(x.shape[:-1]) for f in facts)))
+
+    def open(self, x: Tensor) -> Sweep:
+        """The same call as the long way has it."""
+        shape = tuple(x.shape[:-1])
+        rows = Rows(shape, self.targets, None, None, None, self.stats, self.stats.valid < self.targets.numel())
+        source = Logits(x, **self.said)  # type: ignore[arg-type]
+        return Sweep(source, rows, self.form.want, self.form.backend, {}, self.form.program)
+
+
+class Visit(torch.autograd.Function):
+    """As `passes.Head`, which it becomes where something pulls on a fact or a second time."""
+
+    @staticmethod
+    def forward(ctx: Any, again: Again, weights: Any, arguments: Any, x: Tensor) -> Any:
+        ctx.set_materialize_grads(False)
+        outputs = again.run(x, weights, arguments, True)
+        if True in again.form.constant:
+            ctx.mark_non_differentiable(*(f for f, c in zip(outputs[1:], again.form.constant, strict=True) if c))
+        ctx.save_for_backward(x)
+        ctx.again, ctx.grads = again, Grads(again.grad)
+        again.grad = None
+        return outputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g_loss: Tensor | None, *g_facts: Tensor | None) -> Any:
+        again, (x,) = ctx.again, ctx.saved_tensors  # looked at in any case: it must not have been written to
+        grads, ctx.grads = ctx.grads, None  # handed over: a second backward makes them again
+        if grads is not None and g_loss is not None and all(g is None for g in g_facts):
+            return None, None, None, scaled(grads, g_loss, again.form.backend).logits
+        held = Held(again.open(x), (True,), Launched(again.sums, again.visited, None, None), grads, [], again.inplace)
+        by_tensor, _ = held.pull((x,), g_loss, g_facts)
+        return None, None, None, *by_tensor

@@ -1,0 +1,472 @@
+"""Later calls against first ones, bit for bit: the second must come out as if it were the first.
+
+In a process of its own under Triton's interpreter, which is slow: most kernels are played by a function whose results
+depend on everything that the kernel is given.  On a GPU the kernels run.
+"""
+
+import gc
+import os
+import subprocess
+import sys
+import types
+import weakref
+import zlib
+
+import pytest
+import torch
+from interpreting import quicken
+
+import headloss as hl
+from headloss import again
+from headloss.losses import cross_entropy, entropy_bonus, grpo, z_loss
+
+pytest.importorskip("triton")
+from headloss.backends import triton_visit
+from headloss.backends.triton_launch import Launch
+
+INSIDE = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INSIDE else "cuda"
+N, V = 9, 37
+BETA = 2.0
+if INSIDE:
+    quicken()
+
+# here under the interpreter, or where there is a GPU
+runs = lambda fn: fn if INSIDE else pytest.mark.gpu(fn)
+inside = pytest.mark.skipif(not INSIDE, reason="runs under the interpreter, in a process of its own")
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(INSIDE, reason="this is the other process")
+def test_under_the_interpreter():
+    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:xdist", "-p", "no:cacheprovider", __file__]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-4000:] + done.stderr[-2000:]
+
+
+class Played:
+    """Stands for `Launch.__call__`."""
+
+    def __init__(self, real):
+        self.real = real
+
+    def __get__(self, launch, _):
+        return lambda *arguments: self.play(launch, *arguments)
+
+    def play(self, launch, programs, *arguments):
+        if launch.kernel is not triton_visit.visit_kernel:
+            return self.real(launch, programs, *arguments)
+        raw, out, target, valid, found, best, *rest = arguments
+        C, V, _, lead, *_ = numbers = rest[5:]
+        assert programs == C == len(raw) and raw.shape[1] == V
+        raw = raw.as_strided(raw.shape, raw.stride(), raw.storage_offset() + lead)  # where it lies may differ
+        kinds = [
+            (k, x) for k, x in launch.constants.items() if not k.endswith(("LINE", "VEC")) and k not in ("FN", "SAME")
+        ]
+        told = [raw, target, valid, out is None, rest[:5], V, numbers[6:], sorted(kinds, key=str)]
+        seed = torch.Generator().manual_seed(zlib.crc32(repr([told_of(x) for x in told]).encode()))
+        found.copy_(torch.randn(found.shape, generator=seed))
+        if best is not None:
+            best.copy_(torch.randint(0, V, best.shape, generator=seed))
+        if out is not None:
+            out = out.as_strided(out.shape, out.stride(), out.storage_offset() + numbers[5])
+            out.copy_(torch.randn(out.shape, generator=seed))
+        return None
+
+
+def told_of(x):
+    if isinstance(x, tuple | list):
+        return [told_of(y) for y in x]
+    return (x.dtype, x.tolist()) if isinstance(x, torch.Tensor) else x
+
+
+@pytest.fixture
+def played(monkeypatch):
+    if INSIDE:
+        monkeypatch.setattr(Launch, "__call__", Played(Launch.__call__))
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The calls that went the short way."""
+    made = []
+    plain = again.Form.call
+    monkeypatch.setattr(again.Form, "call", lambda *a: made.append(a) or plain(*a))
+    return made
+
+
+def mix(**more):
+    return hl.Objective(
+        ce=hl.Term(cross_entropy, label_smoothing=0.1), z=hl.Term(z_loss, weight=1e-2), pg=hl.Term(grpo, weight=0.3),
+        h=hl.Term(entropy_bonus, weight=0.05, reduction="token_sum"), metrics=["accuracy"], backend="triton", **more,
+    )  # fmt: skip
+
+
+class Call:
+    """The arguments of a call; `change` makes another that differs in what is said."""
+
+    def __init__(self, n=N, v=V, seed=3):
+        generator = torch.Generator().manual_seed(seed)
+        self.logits = (3 * torch.randn(n, v, generator=generator)).to(DEVICE)
+        self.targets = torch.randint(0, v, (n,), generator=generator).to(DEVICE)
+        self.inputs = {
+            "advantage": torch.randn(n, generator=generator).to(DEVICE),
+            "old_logprob": -3 * torch.rand(n, generator=generator).to(DEVICE),
+        }
+        self.source, self.more, self.grad, self.direct = {}, {}, True, False
+
+    def change(self, **said):
+        for name, value in said.items():
+            setattr(self, name, value)
+        return self
+
+    def ignoring(self, *rows):
+        self.targets[list(rows)] = -100
+        for row in rows:
+            self.logits[row] = torch.nan
+            self.inputs.get("advantage", self.logits[:, 0])[row] = torch.nan
+        return self
+
+    def __call__(self, objective):
+        """Everything that comes back, as a dict of tensors."""
+        x, made = self.logits.detach(), self.logits.detach()
+        if self.source.get("inplace"):
+            made = x = x.clone()
+        if self.grad and not self.direct:
+            x = x.requires_grad_()
+            made = x.mul(1.0) if self.source.get("inplace") else x
+        step = objective.forward_backward if self.direct else objective
+        out = step(hl.Logits(made, **self.source), self.targets, **self.more, **self.inputs)
+        found = {"loss": out.loss.detach(), **{f"term {k}": v for k, v in out.terms.items()}}
+        found |= {f"metric {k}": m.value for k, m in out.metrics.items()}
+        found |= {f"fact {k}": f.detach() for k, f in out.facts.items()}
+        assert out.loss.requires_grad == (self.grad and not self.direct)
+        if self.direct:
+            found["grad"] = out.grads.logits
+        elif self.grad:
+            wanting = [v for v in self.inputs.values() if isinstance(v, torch.Tensor) and v.requires_grad]
+            found |= dict(enumerate(torch.autograd.grad(out.loss * 3.0, [x, *wanting])))
+        return found
+
+
+def same(ours, truth):
+    assert list(ours) == list(truth)
+    for name, value in truth.items():
+        assert ours[name].dtype == value.dtype and ours[name].shape == value.shape, name
+        torch.testing.assert_close(ours[name], value, rtol=0, atol=0, equal_nan=True, msg=f"{name} differs")
+
+
+def wide(shift):
+    """A call whose logits are some columns of others."""
+    call = Call()
+    room = torch.zeros(N, V + 11, device=DEVICE)
+    room[:, shift : shift + V] = call.logits
+    return call.change(logits=room[:, shift : shift + V])
+
+
+def with_inputs(**inputs):
+    call = Call()
+    call.inputs |= inputs
+    return call
+
+
+ROWS = torch.linspace(-1.0, 1.0, N, device=DEVICE if INSIDE or torch.cuda.is_available() else "cpu")
+SHORT = {
+    "other values": lambda: Call(seed=4),
+    "fewer rows": lambda: Call(n=5),
+    "one row": lambda: Call(n=1),
+    "16 rows of 48 columns": lambda: Call(16, 48),
+    "other columns": lambda: Call(v=40),
+    "ignored rows": lambda: Call().ignoring(2, 5),
+    "every row ignored": lambda: Call().ignoring(*range(N)),
+    "a wider row stride": lambda: wide(0),
+    "columns from the fourth on": lambda: wide(4),
+    "rows that begin off a boundary": lambda: wide(3),
+    "no gradient": lambda: Call().change(grad=False),
+    "forward_backward": lambda: Call().change(direct=True),
+    "in place": lambda: Call().change(source={"inplace": True}),
+    "scale, softcap": lambda: Call().change(source={"scale": 0.7, "softcap": 5}),
+    "prepared": lambda: Call().change(targets=hl.prepare(Call().ignoring(1).targets)),
+    "a weight": lambda: Call().change(more={"weights": {"z": 0.5}}),
+    "a weight on the device": lambda: Call().change(more={"weights": {"z": torch.tensor(0.5, device=DEVICE)}}),
+    "num_items": lambda: Call().change(more={"num_items": 4}),
+    "num_items on the device": lambda: Call().change(more={"num_items": torch.tensor(4, device=DEVICE)}),
+    "grad_scale": lambda: Call().change(more={"grad_scale": 7.0}),
+    "grad_scale on the host": lambda: Call().change(more={"grad_scale": torch.tensor(7.0)}),
+    "a batch of lines": lambda: (
+        c := Call(8),
+        c.change(
+            logits=c.logits.view(2, 4, V), targets=c.targets.view(2, 4).t().contiguous().t(),
+            inputs={k: v.view(2, 4) for k, v in c.inputs.items()},
+        ),
+    )[1],
+    "an input off a boundary": lambda: with_inputs(advantage=torch.cat([ROWS[:1], ROWS])[1:]),
+    "an input with gaps": lambda: with_inputs(advantage=torch.stack([ROWS, ROWS], 1)[:, 0]),
+    "an input with one value for all rows": lambda: with_inputs(advantage=ROWS[:1].expand(N)),
+}  # fmt: skip
+LATER = {  # a form of their own: the first such call goes the long way, the second the short
+    "bfloat16": lambda: (c := Call()).change(logits=c.logits.bfloat16()),
+    "an input in float64": lambda: with_inputs(advantage=ROWS.double()),
+    "an input that is None": lambda: with_inputs(old_logprob=None),
+    "a temperature": lambda: Call().change(source={"temperature": 0.5}),
+    "a term switched off": lambda: Call().change(more={"weights": {"z": 0}}),
+}
+NEVER = {
+    "float16": lambda: (c := Call()).change(logits=c.logits.half()),
+    "columns apart": lambda: (c := Call()).change(logits=c.logits.t().contiguous().t()),
+    "lines apart": lambda: (c := Call(8)).change(
+        logits=c.logits.view(2, 4, V).transpose(0, 1), targets=c.targets.view(4, 2),
+        inputs={k: v.view(4, 2) for k, v in c.inputs.items()},
+    ),
+    "int32 targets": lambda: (c := Call()).change(targets=c.targets.int()),
+    "no host read": lambda: Call().change(more={"host_read": False}),
+    "segments": lambda: Call().change(more={"segments": hl.Segments.from_ids((ROWS > 0).long())}),
+    "a temperature a row": lambda: Call().change(source={"temperature": ROWS + 1.5}),
+    "an input that wants a gradient": lambda: with_inputs(advantage=ROWS.clone().requires_grad_()),
+    "an input that is a number": lambda: with_inputs(advantage=0.5),
+    "an input that makes a metric one number": lambda: with_inputs(advantage=ROWS[3]),
+}  # fmt: skip
+
+
+@runs
+@pytest.mark.parametrize("name", [*SHORT, *LATER, *NEVER])
+def test_one_thing_changes(name, calls, played):
+    changes(name, calls)
+
+
+@inside
+@pytest.mark.parametrize("name", ["ignored rows", "rows that begin off a boundary"])
+def test_one_thing_changes_for_the_kernel(name, calls, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "mix", lambda: hl.Objective(ce=cross_entropy, backend="triton"))
+    monkeypatch.setattr(Call, "inputs", property(lambda self: {}, lambda self, _: None), raising=False)
+    changes(name, calls)
+
+
+def changes(name, calls):
+    call = {**SHORT, **LATER, **NEVER}[name]
+    objective, plain = mix(), Call()
+    truth, other = plain(mix()), call()(mix())
+    assert not calls
+    for count in (0, 1, 2):
+        same(plain(objective), truth)
+        assert len(calls) == count
+    for count in (2, 3):
+        same(call()(objective), other)
+        assert len(calls) == count + {True: 1, False: 0}[name in SHORT] - (name in NEVER and count == 3)
+    del calls[:]
+    same(plain(objective), truth)
+    assert len(calls) == 1
+
+
+def numbers_of(objective, **inputs):
+    call = Call()
+    call.inputs = inputs
+    return call(objective)
+
+
+@runs
+def test_what_a_function_reads_may_change(calls, monkeypatch):
+    settings = types.ModuleType("settings")
+    settings.beta = 2.0
+    cell = 2.0
+
+    def by_global(logprob):
+        return -BETA * logprob
+
+    def by_module(logprob):
+        return -settings.beta * logprob
+
+    def by_closure(logprob):
+        return -cell * logprob
+
+    def by_default(logprob, *, beta=2.0):
+        return -beta * logprob
+
+    def by_weight(logprob):
+        return BETA + 0 * logprob
+
+    for fn, change in (
+        (by_global, lambda: monkeypatch.setattr(sys.modules[__name__], "BETA", 3.0)),
+        (by_module, lambda: setattr(settings, "beta", 3.0)),
+    ):
+        objective = hl.Objective(a=fn, backend="triton")
+        first = numbers_of(objective)
+        same(numbers_of(objective), first)
+        assert len(calls) == 1
+        change()
+        for _ in range(2):
+            torch.testing.assert_close(numbers_of(objective)["loss"], 1.5 * first["loss"])
+        assert len(calls) == 2
+        del calls[:]
+    objective = hl.Objective(a=by_closure, b=by_default, backend="triton")
+    first = numbers_of(objective)
+    cell = 3.0
+    assert float(numbers_of(objective)["term a"]) == pytest.approx(1.5 * float(first["term a"]))
+    by_default.__code__ = by_global.__code__
+    objective = hl.Objective(a=hl.Term(cross_entropy, row_weight=by_weight), backend="triton")
+    weighed = numbers_of(objective)
+    monkeypatch.setattr(sys.modules[__name__], "BETA", 6.0)
+    torch.testing.assert_close(numbers_of(objective)["loss"], 2.0 * weighed["loss"])
+
+
+@runs
+def test_a_number_on_the_device_is_an_input_like_another(calls, played):
+    def loss(logprob, coefficient):
+        return -coefficient * logprob
+
+    objective = hl.Objective(a=loss, backend="triton")
+    for i, x in enumerate((2.0, 3.0, 4.0)):
+        given = {"coefficient": torch.tensor(x, device=DEVICE)}
+        same(numbers_of(objective, **given), numbers_of(hl.Objective(a=loss, backend="triton"), **given))
+        assert len(calls) == i
+
+
+@runs
+def test_a_metric_of_the_users_own_may_change_too(monkeypatch):
+    def above(logprob):
+        return logprob * BETA
+
+    objective = hl.Objective(ce=cross_entropy, metrics=[above], backend="triton")
+    first = numbers_of(objective)
+    numbers_of(objective)
+    monkeypatch.setattr(sys.modules[__name__], "BETA", 4.0)
+    torch.testing.assert_close(numbers_of(objective)["metric above"], 2.0 * first["metric above"])
+
+
+@runs
+@pytest.mark.parametrize("inplace", [False, True])
+def test_backward_of_a_later_call(inplace, played):
+    """Facts, twice, and both together."""
+    found = []
+    for objective in (mix(), mix()):
+        for _ in range(2):
+            call = Call().ignoring(2)
+            leaf = call.logits.clone().requires_grad_()
+            made = leaf * 1.0
+            out = objective(hl.Logits(made, inplace=inplace), call.targets, **call.inputs)
+            if inplace:
+                with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                    (out.loss + out.facts.entropy.sum()).backward(retain_graph=True)
+                continue
+            out.loss.backward(retain_graph=True)
+            (2 * out.loss + out.facts.entropy.square().sum()).backward(retain_graph=True)
+            out.facts.logprob.sum().backward()
+            found.append(leaf.grad.nan_to_num())
+            assert not out.facts.argmax.requires_grad and out.facts.entropy.requires_grad
+    assert all(torch.equal(x, found[0]) for x in found)
+
+
+@runs
+def test_the_loss_of_a_later_call_can_be_divided_in_place_and_its_logits_written_to():
+    objective = mix()
+    for _ in range(2):
+        call = Call()
+        leaf = call.logits.clone().requires_grad_()
+        loss = objective(hl.Logits(leaf), call.targets, **call.inputs).loss
+        loss /= 4
+        loss.backward()
+        plain = Call().change(direct=True)(mix())["grad"]
+        torch.testing.assert_close(leaf.grad, plain / 4)
+        made = leaf.detach().requires_grad_() * 1.0
+        out = objective(hl.Logits(made), call.targets, **call.inputs)
+        made.mul_(2.0)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.loss.backward()
+        with pytest.raises(RuntimeError, match="differentiate twice|does not require grad"):
+            x = call.logits.clone().requires_grad_()
+            (g,) = torch.autograd.grad(objective(hl.Logits(x), call.targets, **call.inputs).loss, x, create_graph=True)
+            g.sum().backward()
+
+
+@runs
+def test_a_later_call_keeps_neither_logits_nor_inputs(played):
+    objective = mix()
+    for _ in range(2):
+        call = Call()
+        x = call.logits.clone().requires_grad_()
+        out = objective(hl.Logits(x), call.targets, **call.inputs)
+        out.loss.backward()
+        refs = [weakref.ref(t) for t in (x, call.inputs["advantage"])]
+        out = (out.loss, out.metrics)
+        del x, call
+        gc.collect()
+        assert [r() for r in refs][1] is None
+        del out
+        gc.collect()
+        assert refs[0]() is None
+
+
+BAD = {
+    "a target that is out of range": lambda c: c.targets.__setitem__(3, V),
+    "a negative target": lambda c: c.targets.__setitem__(3, -5),
+    "targets of another shape": lambda c: c.change(targets=c.targets[:-1]),
+    "float targets": lambda c: c.change(targets=c.targets.float()),
+    "targets elsewhere": lambda c: c.change(targets=c.targets.to("meta")),
+    "no targets": lambda c: c.change(targets=None),
+    "an input of another shape": lambda c: c.inputs.update(advantage=ROWS[:-1]),
+    "an input elsewhere": lambda c: c.inputs.update(advantage=ROWS.to("meta")),
+    "an input nobody asks for": lambda c: c.inputs.update(advantages=ROWS),
+    "None for an input nobody asks for": lambda c: c.inputs.update(advantages=None),
+    "a missing input": lambda c: c.inputs.pop("advantage"),
+    "a missing input, given as None": lambda c: c.inputs.update(advantage=None),
+    "a log-probability in bfloat16": lambda c: c.inputs.update(old_logprob=ROWS.bfloat16()),
+    "a list for an input": lambda c: c.inputs.update(advantage=[1.0]),
+    "a weight of no term": lambda c: c.change(more={"weights": {"zz": 1.0}}),
+    "a weight that is NaN": lambda c: c.change(more={"weights": {"z": float("nan")}}),
+    "a weight that is text": lambda c: c.change(more={"weights": {"z": "1"}}),
+    "a count below 0": lambda c: c.change(more={"num_items": -1}),
+    "segments that count below 0": lambda c: c.change(more={"num_segments": -1}),
+    "a count that is a vector": lambda c: c.change(more={"num_items": ROWS}),
+    "grad_scale True": lambda c: c.change(more={"grad_scale": True}),
+    "grad_scale infinite": lambda c: c.change(more={"grad_scale": float("inf")}),
+    "ids for segments": lambda c: c.change(more={"segments": torch.zeros(N)}),
+    "a teacher nobody looks at": lambda c: c.change(more={"teacher": hl.Logits(c.logits)}),
+    "in place on a leaf": lambda c: c.change(source={"inplace": True, "temperature": 0.0}),
+}
+
+
+@runs
+@pytest.mark.parametrize("name", BAD)
+def test_what_is_wrong_is_said_as_the_first_time(name, calls, played):
+    objective, said = mix(), []
+    for i, known in enumerate((mix(), objective)):
+        for _ in range(2 * i):
+            Call()(known)
+        assert len(calls) == i
+        call = Call()
+        BAD[name](call)
+        with pytest.raises((TypeError, ValueError)) as error:
+            call(known)
+        said.append((type(error.value), str(error.value)))
+    assert said[0] == said[1]
+
+
+@runs
+def test_forms_do_not_pile_up(played):
+    objective = mix()
+    for i in range(80):
+        Call(n=2).change(source={"temperature": 1.0 + i / 100}, grad=False)(objective)
+    assert len(objective.known) <= 70
+
+
+@pytest.mark.gpu
+def test_a_later_call_is_part_of_a_cuda_graph():
+    objective, call = mix(), Call(n=64, v=1024)
+    batch = hl.prepare(call.targets)
+    x = call.logits.clone()
+    step = lambda: objective.forward_backward(hl.Logits(x), batch, **call.inputs)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    x.copy_(call.logits.flip(0))
+    graph.replay()
+    truth = mix().forward_backward(hl.Logits(x.clone()), batch, **call.inputs)
+    assert torch.equal(out.loss, truth.loss) and torch.equal(out.grads.logits, truth.grads.logits)
+    assert float(out.metrics["accuracy"]) == float(truth.metrics["accuracy"])
