@@ -71,7 +71,7 @@ def bind(
     if needed and rows.valid is not None and rows.segments is not None:
         has_one = (rows.segments.ids >= 0) | ~rows.valid
         torch._assert_async(has_one.all(), "segments: rows that are not ignored have no segment (id -1)")
-    guides = _guides(plan, rows) if plan.teachers else {}
+    guides = _guides(plan, rows, backend) if plan.teachers else {}
     chunks = chunks_of(plan, rows, teacher_bytes(guides, source), most_rows(guides))
     rows.join()
     taken = {
@@ -88,10 +88,11 @@ def bind(
     return Sweep(source, rows, plan.want, backend, guides, plan.program, plan.times), loss
 
 
-def _guides(plan: Plan, rows: Rows) -> dict[str, Any]:
+def _guides(plan: Plan, rows: Rows, backend: Any) -> dict[str, Any]:
     inputs_of = [p.teacher for t in plan.terms for s in t.call.signatures for p in s.parameters if p.teacher]
     inputs_of += [p.teacher for _, call in plan.metrics for p in call.signature.parameters if p.teacher]
-    return bind_guides(plan.teachers, tuple(dict.fromkeys((*plan.want.teachers, *inputs_of))), plan.source, rows)
+    names = tuple(dict.fromkeys((*plan.want.teachers, *inputs_of)))
+    return bind_guides(plan.teachers, names, plan.source, rows, backend)
 
 
 def _too_early(plan: Plan) -> bool:

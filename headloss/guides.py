@@ -132,14 +132,24 @@ class DenseGuide:
         self.head = None  # and with it the chunk's buffer
 
 
+MOST_IDS = 512  # a row's ids are compared with each other, in one kernel
+
+
 class SparseGuide:
     """A sparse teacher: K columns a row, each named once."""
 
     row_bytes = 0
 
-    def __init__(self, teacher: Sparse, rows: Rows, dtype: torch.dtype) -> None:
-        logprobs = rows.take(teacher.logprobs.detach()).to(dtype)
-        self.ids_RK, self.logprob_RK = merge_repeated(rows.take(teacher.ids).long(), logprobs)
+    def __init__(self, teacher: Sparse, rows: Rows, dtype: torch.dtype, backend: Any = None) -> None:
+        ids, logprobs = teacher.ids, teacher.logprobs.detach()
+        self.sorted_RK: Tensor | None = None
+        if hasattr(backend, "merge_repeated") and ids.shape[-1] <= MOST_IDS:
+            flat = [x.reshape(rows.total, x.shape[-1]) for x in (ids, logprobs)]  # the kernel passes over ignored rows
+            ids, logprobs = flat if rows.keep is None else [x.index_select(0, rows.keep) for x in flat]
+            merged = backend.merge_repeated(ids.long(), logprobs.to(dtype), rows.valid)
+            self.ids_RK, self.logprob_RK, self.sorted_RK = merged
+            return
+        self.ids_RK, self.logprob_RK = merge_repeated(rows.take(ids).long(), rows.take(logprobs).to(dtype))
         if rows.valid is not None:
             self.ids_RK = self.ids_RK.masked_fill(~rows.valid[:, None], -1)
 
@@ -153,7 +163,7 @@ class SparseGuide:
         return 1.0  # unused: its log-probabilities are what they are
 
     def chunk(self, part: slice, keys: tuple[float | None, ...], slot: int) -> TeacherChunk:
-        return SparseChunk(self.ids_RK[part])
+        return SparseChunk(self.ids_RK[part], None if self.sorted_RK is None else self.sorted_RK[part])
 
     def close(self) -> None:
         pass
@@ -182,10 +192,12 @@ def merge_repeated(ids_RK: Tensor, logprob_RK: Tensor) -> tuple[Tensor, Tensor]:
     return ids_RK.masked_fill(~leads_RK, -1), merged_RK
 
 
-def bind_guides(teachers: Mapping[str, Teacher], names: tuple[str, ...], source: Source, rows: Rows) -> dict[str, Any]:
+def bind_guides(
+    teachers: Mapping[str, Teacher], names: tuple[str, ...], source: Source, rows: Rows, backend: Any = None
+) -> dict[str, Any]:
     """The teachers that some fact needs, for these rows."""
     return {
-        name: SparseGuide(teachers[name], rows, source.fact_dtype)  # type: ignore[arg-type]
+        name: SparseGuide(teachers[name], rows, source.fact_dtype, backend)  # type: ignore[arg-type]
         if isinstance(teachers[name], Sparse)
         else DenseGuide(teachers[name], source, rows)  # type: ignore[arg-type]
         for name in names

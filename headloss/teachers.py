@@ -64,6 +64,10 @@ class SparseChunk(NamedTuple):
     """A sparse teacher's part in a sweep: the columns it names, in the whole vocabulary; -1 names none."""
 
     ids_CK: Tensor
+    sorted_CK: Tensor | None = None  # the same columns in order, where that is known
+
+    def in_order(self) -> Tensor:
+        return (self.ids_CK.sort(-1).values if self.sorted_CK is None else self.sorted_CK).contiguous()
 
 
 TeacherChunk = DenseChunk | SparseChunk

@@ -319,6 +319,8 @@ FAULTS = [
     Fault("backends/kernels/compared.py", "x = up * (x + d * s) + tl.sum(e * tl.maximum(t, FLOOR), axis=0)", "x = up * x + tl.sum(e * tl.maximum(t, FLOOR), axis=0)", "one launch: the tail's entropy joins the ids' without being rebased"),
     Fault("backends/kernels/compared.py", "f = tl.sum(upt * part, axis=0) * LN2 + tl.sum(upt * lost, axis=0) * NATS", "f = tl.sum(upt * part, axis=0) * LN2", "one launch: mass on columns that the student rules out is forgotten"),
     Fault("backends/program.py", "pieces += [f\"-{met['tail_logprob']}\"] if \"tail_logprob\" in met else []", "pass", "printed: the tail's share of the student's pull", ("tests/test_taught.py",)),
+    Fault("backends/kernels/sparse.py", "repeats = repeats | (same & (i < k))", "pass", "an id named twice counts twice", ("tests/test_taught.py",)),
+    Fault("sweeps.py", "mine = tuple(found[f][1] for f in self.want.facts if f in found and f.teacher == name)", "mine = tuple(slopes for fact, (_, slopes) in found.items() if fact.teacher == name)", "divergences at several temperatures pull with each other's sums", ("tests/distill/test_divergences.py",)),
     # Printed losses
     Fault("backends/program.py", "line(f\"2.0 * {g['sum_p2']}\")", "line(f\"1.0 * {g['sum_p2']}\")", "printed pull of sum_p2: the factor 2"),
     Fault("backends/program.py", 'sums[leaf] = self.printer.line(f"{sums[leaf]} + {text}") if leaf in sums else text', "sums[leaf] = text", "printed: the last term's cotangent alone"),

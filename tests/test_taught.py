@@ -341,3 +341,24 @@ def test_what_takes_two_launches_says_why(why, terms, teacher, metrics):
         found.append((out.loss.detach(), torch.autograd.grad(out.loss, leaf)[0]))
     for x, y in zip(*found, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-6)
+
+
+@inside
+@pytest.mark.parametrize("k", [1, 2, 5, 33])
+def test_repeated_ids_are_merged_in_one_launch(k):
+    from headloss.backends.triton_teachers import merge_repeated
+    from headloss.guides import merge_repeated as plain
+
+    generator = torch.Generator().manual_seed(k)
+    ids = torch.randint(-1, 7, (6, k), generator=generator)
+    logprobs = torch.randn(6, k, generator=generator)
+    logprobs[0], logprobs[1, 0] = -math.inf, -math.inf
+    valid = torch.tensor([True, True, False, True, True, True])
+    for told in (None, valid):
+        own = ids if told is None else ids.masked_fill(~told[:, None], -1)
+        want_ids, want = plain(own, logprobs)
+        got_ids, got, in_order = merge_repeated(ids, logprobs, told)
+        assert torch.equal(got_ids, want_ids) and torch.equal(in_order, own.sort(-1).values)
+        torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
+    logprobs[2] = torch.nan  # of an ignored row
+    assert not merge_repeated(ids, logprobs, valid)[1].isnan().any()

@@ -124,7 +124,7 @@ from headloss.backends.elements import printed  # noqa: E402
 from headloss.backends.kernels.dense import dense_sums_kernel  # noqa: E402
 from headloss.backends.kernels.guided import guided_kernel, look_kernel  # noqa: E402
 from headloss.backends.kernels.meeting import dense_merge_kernel  # noqa: E402
-from headloss.backends.kernels.sparse import gather_kernel, store_kernel, tail_kernel  # noqa: E402
+from headloss.backends.kernels.sparse import gather_kernel, merge_ids_kernel, store_kernel, tail_kernel  # noqa: E402
 from headloss.divergence import Element  # noqa: E402
 from headloss.losses import jsd, tvd  # noqa: E402
 
@@ -145,6 +145,8 @@ class Taught(Built):
             "partial": "*fp32",
         }
         signature |= {"ids": "*i64", "at": "*i64", "target": "*i64", "values": "*fp32", "inside": "*i1"}
+        signature |= {"logprobs": "*fp32", "valid": "*i1", "out_logprobs": "*fp32"}
+        signature |= {"out_ids": "*i64", "out_sorted": "*i64"}
         many = {"temperatures", "teacher_temperatures", "met_temperatures"}
         signature |= dict.fromkeys(many, ("fp32",) * temperatures) | {"numbers": ("fp32",) * numbers}
         names = kernel.arg_names
@@ -231,6 +233,7 @@ TAUGHT = {
     "pull of a look": lambda: guided(element=JSD),
     "pull of everything": lambda: guided("ABCD", "ABECY", element=JSD),
     "tail": tail,
+    "ids, each once": lambda: Taught(merge_ids_kernel, "bf16", "bf16", 1, VALID=True, IDS=64),
     "values at ids": lambda: Taught(gather_kernel, "bf16", "bf16", 4, IDS=64),
     "stores at ids": lambda: Taught(store_kernel, "bf16", "bf16", 4, out="bf16", IDS=64),
 }

@@ -196,6 +196,13 @@ def pull(
     )  # fmt: skip
 
 
+def merge_repeated(*ids: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Each id of a sparse teacher once; see `triton_teachers.merge_repeated`."""
+    from headloss.backends import triton_teachers
+
+    return triton_teachers.merge_repeated(*ids)
+
+
 def look(*row: Any, **options: Any) -> list[tuple[Tensor, Tensor]]:
     """The second look that some divergences need; see `triton_teachers.look`."""
     from headloss.backends import triton_teachers

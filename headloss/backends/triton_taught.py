@@ -207,7 +207,7 @@ def visit(
         widest = max(widest, their_rows.x_CV.element_size())
     else:
         ids = teacher.ids_CK.contiguous()
-        sorted_ids = ids.sort(-1).values if plan.flags["TAIL"] else ids
+        sorted_ids = teacher.in_order() if plan.flags["TAIL"] else ids
     inputs = tuple(_number(arguments.inputs[name], device) for name in program.inputs)
     bases = tuple(_number(arguments.bases[name], device) for name in program.terms)
     factors = tuple(_number(arguments.factors[name], device) for name in program.terms)

@@ -25,7 +25,7 @@ from headloss.backends.elements import printed
 from headloss.backends.kernels.dense import dense_sums_kernel
 from headloss.backends.kernels.guided import look_kernel
 from headloss.backends.kernels.meeting import dense_merge_kernel
-from headloss.backends.kernels.sparse import tail_kernel
+from headloss.backends.kernels.sparse import merge_ids_kernel, tail_kernel
 from headloss.backends.kernels.sums import merge_kernel
 from headloss.facts import Moments, Partial, Softmax, Want, merge
 from headloss.teachers import (
@@ -266,7 +266,7 @@ def _sparse(
     tails: tuple[Tensor, ...] = ()
     if want.at_any(name, "tail_logprob"):
         given = tuple(base._temperature(student[key]) for key in want.temperatures_of(name))
-        tail_max, *rest = _tail(raw_CV, ids_CK, given, how, start, shape)
+        tail_max, *rest = _tail(raw_CV, chunk, given, how, start, shape)
         tails = tuple(rest)
     if want.at_any(name, "topk_overlap"):
         top = how(raw_CV.topk(min(K, V), -1, largest=how.scale >= 0).values) - origin_C1
@@ -279,6 +279,18 @@ def _sparse(
     return SparsePartial(ids, tail_max, tails, top)
 
 
+def merge_repeated(ids_RK: Tensor, logprob_RK: Tensor, valid_R: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """`guides.merge_repeated` in one launch, and the ids in order."""
+    R, K = ids_RK.shape
+    ids_RK, logprob_RK = ids_RK.contiguous(), logprob_RK.contiguous()
+    out = torch.empty_like(ids_RK), torch.empty_like(logprob_RK), torch.empty_like(ids_RK)
+    if R and K:
+        merge_ids_kernel[(R,)](
+            ids_RK, logprob_RK, valid_R, *out, K, VALID=valid_R is not None, IDS=triton.next_power_of_2(K), num_warps=1
+        )
+    return out
+
+
 def places(ids_CK: Tensor, start: int, V: int) -> tuple[Tensor, Tensor]:
     """Each id as a column in hand, and whether it is one (if not, the column is any)."""
     column_CK = ids_CK - start
@@ -286,7 +298,7 @@ def places(ids_CK: Tensor, start: int, V: int) -> tuple[Tensor, Tensor]:
     return column_CK.clamp(0, max(0, V - 1)), here_CK
 
 
-def _tail(raw_CV: Tensor, ids_CK: Tensor, given: Any, how: Transform, start: int, shape: Shape | None) -> Tensor:
+def _tail(raw_CV: Tensor, chunk: SparseChunk, given: Any, how: Transform, start: int, shape: Shape | None) -> Tensor:
     """(1 + temperatures, C): the maximum of the columns that are no ids, and their sums."""
     base._check(raw_CV)
     C, V = raw_CV.shape
@@ -295,12 +307,12 @@ def _tail(raw_CV: Tensor, ids_CK: Tensor, given: Any, how: Transform, start: int
         out[0] = -math.inf
         return out
     raw, shape = base._rows(raw_CV), shape or base._row_shape(base.SUMS, V)
-    parts, K = triton.cdiv(V + raw.skew, shape.width), ids_CK.shape[-1]
+    parts, K = triton.cdiv(V + raw.skew, shape.width), chunk.ids_CK.shape[-1]
     place, flags = (raw.x_CV.stride(0), raw.lead), {"PER_ROW": per_row(given), **how.flags(), **base.LAUNCH}
     off = (False,) * len(given)
     found = out[:, None] if parts == 1 else torch.empty(len(out), parts, C, dtype=out.dtype, device=out.device)
     tail_kernel[(C * parts,)](
-        raw.x_CV, ids_CK.sort(-1).values.contiguous(), found, given, C, V, parts, shape.width, *place, start, K,
+        raw.x_CV, chunk.in_order(), found, given, C, V, parts, shape.width, *place, start, K,
         *how.numbers, **flags, LINE=raw.line, VEC=raw.vector, IDS=triton.next_power_of_2(max(1, K)), OFF=off,
         K=shape.loads, L=shape.lanes, J=16 // raw_CV.element_size(), num_warps=shape.warps,
     )  # fmt: skip

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""What a sparse teacher needs: the tail's own softmax, and the gradient at the ids.
+"""What a sparse teacher needs: each id once, the tail's own softmax, and the gradient at the ids.
 
 Dimension key:  N rows   K ids a row   P parts   L lanes   J columns of a lane
 
@@ -125,6 +125,43 @@ def tail_kernel(
     tl.store(out, tl.where(top > LOWEST, top, -float("inf")))
     for i in tl.static_range(len(c)):
         tl.store(out + (i + 1) * step, tl.sum(tl.exp2((m - top) * c[i]) * S[i], axis=0))
+
+
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["valid"])
+def merge_ids_kernel(
+    ids, logprobs, valid, out_ids, out_logprobs, out_sorted, count, VALID: tl.constexpr, IDS: tl.constexpr
+):  # fmt: skip
+    """The first place of a repeated id takes all its probability; the others, and ignored rows, name none.
+
+    `out_sorted` takes the ids as they are, in order.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    ids += row * count
+    logprobs += row * count
+    k = tl.arange(0, IDS)
+    there = k < count
+    live = tl.full([], 1, tl.int1)
+    if VALID:
+        live = tl.load(valid + row) != 0
+    own = tl.where(live, tl.load(ids + k, mask=there, other=-1), -1)
+    most = tl.full([IDS], -float("inf"), tl.float32)
+    repeats = tl.zeros([IDS], tl.int1)
+    before = tl.zeros([IDS], tl.int32)
+    for i in range(count):
+        other = tl.where(live, tl.load(ids + i), -1)
+        same = own == other
+        most = tl.maximum(most, tl.where(same, tl.load(logprobs + i), -float("inf")))
+        repeats = repeats | (same & (i < k))
+        before += ((other < own) | (same & (i < k))).to(tl.int32)
+    origin = tl.where(most == -float("inf"), 0.0, most)
+    total = tl.zeros([IDS], tl.float32)
+    for i in range(count):
+        same = own == tl.where(live, tl.load(ids + i), -1)
+        total += tl.where(same, tl.exp2((tl.load(logprobs + i) - origin) * LOG2E), 0.0)
+    leads = (own >= 0) & (repeats == 0)
+    tl.store(out_ids + row * count + k, tl.where(leads, own, -1), mask=there)
+    tl.store(out_logprobs + row * count + k, tl.where(leads, origin + tl.log(total), -float("inf")), mask=there)
+    tl.store(out_sorted + row * count + before, own, mask=there)
 
 
 @triton.jit(do_not_specialize=["count", "others"])
