@@ -11,6 +11,7 @@ report goes to benchmarks/results/mutants.json, and the table of docs/trust.md i
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import multiprocessing
 import os
@@ -29,6 +30,7 @@ from proof.record import RESULTS, ROOT, command, environment, write
 
 COPIED = ("headloss", "tests", "docs", "benchmarks", "examples", "proof", "pyproject.toml", "README.md")
 COPIED += ("CONTRIBUTING.md", "Makefile")
+ONE_BY_ONE = ("-x", "-p", "no:xdist")
 FAILED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
 
 
@@ -53,7 +55,9 @@ def copy(folder: Path) -> Path:
     return folder
 
 
-def pytest(folder: Path, arguments: Sequence[str], seconds: float, interpreted: bool = False) -> tuple[int | None, str]:
+def pytest(
+    folder: Path, arguments: Sequence[str], seconds: float, interpreted: bool = False, how: Sequence[str] = ONE_BY_ONE
+) -> tuple[int | None, str]:
     """The exit status (None: out of time) and the output of pytest in the copy.
 
     A child of this process runs it: torch is loaded already, which would take longer than most of the tests.
@@ -63,7 +67,7 @@ def pytest(folder: Path, arguments: Sequence[str], seconds: float, interpreted: 
     if child == 0:
         status = 3
         try:
-            status = _inside(folder, arguments, log, interpreted)
+            status = _inside(folder, [*how, *arguments], log, interpreted)
         finally:
             os._exit(status)
     end = time.monotonic() + seconds
@@ -95,10 +99,10 @@ def _inside(folder: Path, arguments: Sequence[str], log: Path, interpreted: bool
     sys.path[:] = [str(folder), *(p for p in sys.path if Path(p or ".").resolve() != ROOT)]
     import pytest as runner
 
-    return int(runner.main(["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *arguments]))
+    return int(runner.main(["-q", "-p", "no:cacheprovider", *arguments]))
 
 
-def seed(folder: Path, fault: Fault, seconds: float, wide: bool) -> dict[str, Any]:
+def seed(folder: Path, fault: Fault, seconds: float, wide: bool, without: Sequence[str]) -> dict[str, Any]:
     path = folder / "headloss" / fault.file
     text = path.read_text()
     path.write_text(broken(fault, text))
@@ -107,7 +111,7 @@ def seed(folder: Path, fault: Fault, seconds: float, wide: bool) -> dict[str, An
     runs = [(arguments(fault), seconds, fault.interpreted), *([(["tests"], 6 * seconds, False)] if wide else [])]
     try:
         for chosen, limit, interpreted in runs:
-            status, output = pytest(folder, chosen, limit, interpreted)
+            status, output = pytest(folder, [*chosen, *without], limit, interpreted)
             failed = FAILED.findall(output)
             if status is None:
                 row["error"] = f"out of time after {limit:.0f} s"  # not caught: the machine may be slow
@@ -128,11 +132,11 @@ def arguments(fault: Fault) -> list[str]:
     return [*fault.first, *(["-k", loss] if not loss.startswith("_") else [])]
 
 
-def work(faults: Any, rows: Any, folder: Path, seconds: float, wide: bool) -> None:
+def work(faults: Any, rows: Any, folder: Path, seconds: float, wide: bool, without: Sequence[str]) -> None:
     """One worker, with a copy of its own."""
     copy(folder)
     for i in iter(faults.get, None):
-        rows.put(seed(folder, FAULTS[i], seconds, wide))
+        rows.put(seed(folder, FAULTS[i], seconds, wide, without))
 
 
 def main() -> None:
@@ -161,12 +165,13 @@ def main() -> None:
     context = multiprocessing.get_context("fork")
     todo, done = context.Queue(), context.Queue()
     with tempfile.TemporaryDirectory(prefix="mutants-") as temporary:
-        if not args.unchecked:
-            green(Path(temporary) / "green", faults)
+        red = [] if args.unchecked else failing(Path(temporary) / "green", faults, args.jobs)
+        without = [x for name in red for x in ("--deselect", name)]
         for fault in faults:
             todo.put(FAULTS.index(fault))
         folders = [Path(temporary) / str(i) for i in range(args.jobs)]
-        workers = [context.Process(target=work, args=(todo, done, f, args.seconds, not args.narrow)) for f in folders]
+        how = (args.seconds, not args.narrow, without)
+        workers = [context.Process(target=work, args=(todo, done, folder, *how)) for folder in folders]
         for worker in workers:
             todo.put(None)
             worker.start()
@@ -174,7 +179,7 @@ def main() -> None:
             rows.append(row := done.get())
             told = row["caught"] or f"SURVIVED {row.get('error', '')}"
             print(f"{row['seconds']:6.1f}s  {row['file']}: {row['what']}\n         {told}", flush=True)
-            save(args.name, rows)
+            save(args.name, rows, red)
         for worker in workers:
             worker.join()
     survivors = [row for row in rows if not row["caught"]]
@@ -182,22 +187,26 @@ def main() -> None:
     sys.exit(bool(survivors))
 
 
-def green(folder: Path, faults: Sequence[Fault]) -> None:
-    """Without a fault the tests pass; otherwise what they say of one means nothing."""
+def failing(folder: Path, faults: Sequence[Fault], jobs: int) -> list[str]:
+    """Tests that are red without a fault, with other versions of PyTorch, say: what they say of one means nothing."""
     copy(folder)
     firsts = list(dict.fromkeys(t for f in faults for t in f.first))
-    status, output = pytest(folder, firsts, 3600)
-    if status != 0:
+    how = ("-n", str(jobs)) if jobs > 1 and importlib.util.find_spec("xdist") is not None else ("-p", "no:xdist")
+    status, output = pytest(folder, firsts, 3600, how=how)
+    red = FAILED.findall(output)
+    if status not in (0, 1) or len(red) > 20:
         sys.exit(f"without any fault the tests are not green:\n{output[-3000:]}")
-    print(f"green without a fault: {' '.join(firsts)}", flush=True)
+    print(f"without a fault, {len(red)} are red: {' '.join(red)}", flush=True)
+    return red
 
 
-def save(name: str, rows: list[dict[str, Any]]) -> None:
+def save(name: str, rows: list[dict[str, Any]], red: list[str]) -> None:
     """With what an earlier run found of other faults: a run may cover a part of the table."""
     every = {(row["file"], row["what"]): row for row in [*earlier(name), *rows]}
     faults = [every[f.file, f.what] for f in FAULTS if (f.file, f.what) in every]
     caught = sum(bool(row["caught"]) for row in faults)
     result = {"command": command("proof.mutants"), **environment(), "caught": caught, "total": len(faults)}
+    result |= {"left out, red without a fault": red} if red else {}
     write(name, result | {"faults": faults})
 
 
