@@ -27,7 +27,7 @@ from headloss.passes import Held
 from headloss.planning import Plan, call_weights, keep
 from headloss.record import Output, facts_from, key_of
 from headloss.reductions import over
-from headloss.rows import IGNORE, Prepared, Rows, Stats, check_stats, may_read, prepare
+from headloss.rows import IGNORE, Prepared, Rows, Stats, check_stats, may_read
 from headloss.signature import identity, ours
 from headloss.sources import Logits, Source
 from headloss.sweeps import Sweep, scaled
@@ -58,12 +58,12 @@ def form_of(
     x, y = source.logits, targets
     if type(y) is Prepared and y.segments is None:
         y = y.targets
-    elif not may_read(rest[4], x.device):
-        return None
     device, leading = x.device, x.shape[:-1]
     if type(x) not in PLAIN or type(y) is not Tensor or y.dtype != torch.long or y.device != device:
         return None
-    if y.shape != leading or x.stride(-1) != 1 or not x.numel() or (x.ndim > 2 and not x.is_contiguous()):
+    if y.shape != leading or x.stride(-1) != 1 or not x.numel() or not y.is_contiguous():
+        return None
+    if x.ndim > 2 and not x.is_contiguous():
         return None
     grad = torch.is_grad_enabled()
     given: list[Any] = [x.dtype, device, source.temperature]
@@ -153,17 +153,16 @@ class Form:
         direct: bool,
     ) -> Output:
         """`Objective.__call__`, or with `direct` its `forward_backward`."""
-        num_items, num_segments, weights, grad_scale, _ = rest
+        num_items, num_segments, weights, grad_scale, host_read = rest
         check_count("num_items", num_items)
         check_count("num_segments", num_segments)
         check_weight("grad_scale", grad_scale)
         x = source.logits
-        prepared = targets if isinstance(targets, Prepared) else prepare(targets)
-        check_stats(prepared.stats, x.shape[-1], None)
+        targets, stats, mean = self.read(targets, x.shape[-1], may_read(host_read, x.device))
+        mean = mean if num_items is None else over(num_items)
         now = call_weights(objective, weights) if weights else self.weights
         weigh = [now[name] for name in self.terms]
-        again = Again(self, source, prepared.targets, prepared.stats)
-        mean = over(prepared.stats.valid if num_items is None else num_items)
+        again = Again(self, source, targets, stats)
         arguments = self.arguments(x.device, mean, [w * grad_scale for w in weigh], inputs)
         if direct:
             loss, *facts = again.run(x, weigh, arguments, True)
@@ -178,6 +177,20 @@ class Form:
             terms = {name: terms[name] for name in objective.terms}
         grads = Grads(again.grad) if direct else None
         return Output(loss, terms, again.metrics, facts_from(facts, self.facts), grads)
+
+    def read(
+        self, targets: Tensor | Prepared, vocab: int, host_read: bool
+    ) -> tuple[Tensor, Stats | None, float | Tensor]:
+        """The targets, what the host knows of them, and 1 / how many count."""
+        stats = None
+        if isinstance(targets, Prepared):
+            stats, targets = targets.stats, targets.targets
+        elif host_read:
+            stats = Stats.read(self.kernels.read_targets(targets.view(-1)))
+        if stats is None:
+            return targets, None, self.kernels.count_targets(targets.view(-1), vocab)
+        check_stats(stats, vocab, None)
+        return targets, stats, over(stats.valid)
 
     def arguments(
         self, device: torch.device, mean: float | Tensor, factors: list[float | Tensor], inputs: Mapping[str, Any]
@@ -200,8 +213,9 @@ class Again:
     sums: Tensor
     visited: Visited
 
-    def __init__(self, form: Form, source: Logits, targets: Tensor, stats: Stats) -> None:
+    def __init__(self, form: Form, source: Logits, targets: Tensor, stats: Stats | None) -> None:
         self.form, self.targets, self.stats = form, targets, stats
+        self.ignored = stats is None or stats.valid < targets.numel()  # whether some rows may be
         self.said = {"temperature": source.temperature, "scale": source.scale, "softcap": source.softcap}
         self.inplace = source.inplace
         self.grad: Tensor | None = None
@@ -212,7 +226,7 @@ class Again:
     ) -> tuple[Tensor, ...]:
         """The loss and the facts; the gradient is kept."""
         form, said = self.form, self.said
-        flat = self.targets if x.ndim == 2 else self.targets.reshape(-1)
+        flat = self.targets if x.ndim == 2 else self.targets.view(-1)
         raw_NV = x if x.ndim == 2 else x.view(-1, x.shape[-1])
         out_NV = None
         if grad and self.inplace:
@@ -221,16 +235,15 @@ class Again:
         elif grad:
             self.grad = torch.empty_like(x, memory_format=torch.contiguous_format)
             out_NV = self.grad if x.ndim == 2 else self.grad.view(-1, x.shape[-1])
-        ignored = self.stats.valid < len(raw_NV)
         T = float(said["temperature"])  # type: ignore[arg-type]
         temperatures = tuple([T if t is None else t for t in form.want.temperatures])
         visited = self.visited = form.kernels.launch(
             form.plan, raw_NV, flat, temperatures, *arguments, out_NV,
-            scale=said["scale"], softcap=said["softcap"], ignore=ignored,
+            scale=said["scale"], softcap=said["softcap"], ignore=self.ignored,
         )  # fmt: skip
         self.sums, loss = form.kernels.totals(visited, weights)
         if form.program.metrics:  # which rows count is noted now: the targets may be written to
-            valid = flat != IGNORE if ignored else None
+            valid = flat != IGNORE if self.ignored else None
             self.metrics = measure_later(form.program.metrics, visited.metric_values, valid, "token")
             if not may_read(True, x.device):
                 next(iter(self.metrics.values())).parts  # a graph that is replayed makes them anew  # noqa: B018
@@ -240,7 +253,7 @@ class Again:
     def open(self, x: Tensor) -> Sweep:
         """The same call as the long way has it."""
         shape = tuple(x.shape[:-1])
-        rows = Rows(shape, self.targets, None, None, None, self.stats, self.stats.valid < self.targets.numel())
+        rows = Rows(shape, self.targets, None, None, None, self.stats, self.ignored)
         source = Logits(x, **self.said)  # type: ignore[arg-type]
         return Sweep(source, rows, self.form.want, self.form.backend, {}, self.form.program)
 
@@ -260,8 +273,11 @@ class Visit(torch.autograd.Function):
         return outputs
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g_loss: Tensor | None, *g_facts: Tensor | None) -> Any:
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        return _once(ctx, *grads) if torch.is_grad_enabled() else Visit._backward(ctx, *grads)
+
+    @staticmethod
+    def _backward(ctx: Any, g_loss: Tensor | None, *g_facts: Tensor | None) -> Any:
         again, (x,) = ctx.again, ctx.saved_tensors  # looked at in any case: it must not have been written to
         grads, ctx.grads = ctx.grads, None  # handed over: a second backward makes them again
         if grads is not None and g_loss is not None and all(g is None for g in g_facts):
@@ -269,3 +285,6 @@ class Visit(torch.autograd.Function):
         held = Held(again.open(x), (True,), Launched(again.sums, again.visited, None, None), grads, [], again.inplace)
         by_tensor, _ = held.pull((x,), g_loss, g_facts)
         return None, None, None, *by_tensor
+
+
+_once = once_differentiable(Visit._backward)  # says so where a graph of the backward pass is made

@@ -99,7 +99,8 @@ def calls(monkeypatch):
 def mix(**more):
     return hl.Objective(
         ce=hl.Term(cross_entropy, label_smoothing=0.1), z=hl.Term(z_loss, weight=1e-2), pg=hl.Term(grpo, weight=0.3),
-        h=hl.Term(entropy_bonus, weight=0.05, reduction="token_sum"), metrics=["accuracy"], backend="triton", **more,
+        h=hl.Term(entropy_bonus, weight=0.05, reduction="token_sum", temperature=2.0),
+        metrics=["accuracy"], backend="triton", **more,
     )  # fmt: skip
 
 
@@ -187,6 +188,9 @@ SHORT = {
     "forward_backward": lambda: Call().change(direct=True),
     "in place": lambda: Call().change(source={"inplace": True}),
     "scale, softcap": lambda: Call().change(source={"scale": 0.7, "softcap": 5}),
+    "no host read": lambda: Call().change(more={"host_read": False}),
+    "no host read, ignored rows": lambda: Call().ignoring(2, 5).change(more={"host_read": False}),
+    "no host read, every row ignored": lambda: Call().ignoring(*range(N)).change(more={"host_read": False}),
     "prepared": lambda: Call().change(targets=hl.prepare(Call().ignoring(1).targets)),
     "a weight": lambda: Call().change(more={"weights": {"z": 0.5}}),
     "a weight on the device": lambda: Call().change(more={"weights": {"z": torch.tensor(0.5, device=DEVICE)}}),
@@ -197,7 +201,7 @@ SHORT = {
     "a batch of lines": lambda: (
         c := Call(8),
         c.change(
-            logits=c.logits.view(2, 4, V), targets=c.targets.view(2, 4).t().contiguous().t(),
+            logits=c.logits.view(2, 4, V), targets=c.targets.view(2, 4),
             inputs={k: v.view(2, 4) for k, v in c.inputs.items()},
         ),
     )[1],
@@ -219,8 +223,8 @@ NEVER = {
         logits=c.logits.view(2, 4, V).transpose(0, 1), targets=c.targets.view(4, 2),
         inputs={k: v.view(4, 2) for k, v in c.inputs.items()},
     ),
+    "targets with gaps": lambda: (c := Call()).change(targets=torch.stack([c.targets, c.targets], 1)[:, 0]),
     "int32 targets": lambda: (c := Call()).change(targets=c.targets.int()),
-    "no host read": lambda: Call().change(more={"host_read": False}),
     "segments": lambda: Call().change(more={"segments": hl.Segments.from_ids((ROWS > 0).long())}),
     "a temperature a row": lambda: Call().change(source={"temperature": ROWS + 1.5}),
     "an input that wants a gradient": lambda: with_inputs(advantage=ROWS.clone().requires_grad_()),
@@ -229,8 +233,20 @@ NEVER = {
 }  # fmt: skip
 
 
+FEW = [
+    "other values",
+    "fewer rows",
+    "no gradient",
+    "forward_backward",
+    "in place",
+    "prepared",
+    "num_items",
+    "grad_scale",
+]
+
+
 @runs
-@pytest.mark.parametrize("name", [*SHORT, *LATER, *NEVER])
+@pytest.mark.parametrize("name", [*SHORT, *LATER, *NEVER] if INSIDE else [*FEW, "no host read, ignored rows"])
 def test_one_thing_changes(name, calls, played):
     changes(name, calls)
 
@@ -265,7 +281,7 @@ def numbers_of(objective, **inputs):
     return call(objective)
 
 
-@runs
+@inside
 def test_what_a_function_reads_may_change(calls, monkeypatch):
     settings = types.ModuleType("settings")
     settings.beta = 2.0
@@ -310,7 +326,7 @@ def test_what_a_function_reads_may_change(calls, monkeypatch):
     torch.testing.assert_close(numbers_of(objective)["loss"], 2.0 * weighed["loss"])
 
 
-@runs
+@inside
 def test_a_number_on_the_device_is_an_input_like_another(calls, played):
     def loss(logprob, coefficient):
         return -coefficient * logprob
@@ -322,7 +338,17 @@ def test_a_number_on_the_device_is_an_input_like_another(calls, played):
         assert len(calls) == i
 
 
-@runs
+@inside
+def test_inputs_are_told_apart_by_their_names(played):
+    def loss(logprob, a=None, b=None):
+        return -logprob * (1.0 if a is None else a) * (2.0 if b is None else b)
+
+    objective = hl.Objective(a=loss, backend="triton")
+    for name in ("a", "b", "a", "b"):
+        same(numbers_of(objective, **{name: ROWS}), numbers_of(hl.Objective(a=loss, backend="triton"), **{name: ROWS}))
+
+
+@inside
 def test_a_metric_of_the_users_own_may_change_too(monkeypatch):
     def above(logprob):
         return logprob * BETA
@@ -336,24 +362,28 @@ def test_a_metric_of_the_users_own_may_change_too(monkeypatch):
 
 @runs
 @pytest.mark.parametrize("inplace", [False, True])
-def test_backward_of_a_later_call(inplace, played):
+def test_backward_of_a_later_call(inplace, played, monkeypatch):
     """Facts, twice, and both together."""
+    bumped, bump = [], torch.autograd.graph.increment_version
+    monkeypatch.setattr(torch.autograd.graph, "increment_version", lambda x: bumped.append(x) or bump(x))
     found = []
     for objective in (mix(), mix()):
         for _ in range(2):
             call = Call().ignoring(2)
             leaf = call.logits.clone().requires_grad_()
             made = leaf * 1.0
+            del bumped[:]
             out = objective(hl.Logits(made, inplace=inplace), call.targets, **call.inputs)
+            assert [x is made for x in bumped] == [True] * inplace  # a kernel's writes are nothing that torch sees
             if inplace:
                 with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-                    (out.loss + out.facts.entropy.sum()).backward(retain_graph=True)
+                    (out.loss + out.facts.lse.sum()).backward(retain_graph=True)
                 continue
             out.loss.backward(retain_graph=True)
-            (2 * out.loss + out.facts.entropy.square().sum()).backward(retain_graph=True)
+            (2 * out.loss + out.facts.lse.square().sum()).backward(retain_graph=True)
             out.facts.logprob.sum().backward()
             found.append(leaf.grad.nan_to_num())
-            assert not out.facts.argmax.requires_grad and out.facts.entropy.requires_grad
+            assert not out.facts.argmax.requires_grad and out.facts.lse.requires_grad
     assert all(torch.equal(x, found[0]) for x in found)
 
 
@@ -426,7 +456,7 @@ BAD = {
 }
 
 
-@runs
+@inside
 @pytest.mark.parametrize("name", BAD)
 def test_what_is_wrong_is_said_as_the_first_time(name, calls, played):
     objective, said = mix(), []
@@ -442,7 +472,7 @@ def test_what_is_wrong_is_said_as_the_first_time(name, calls, played):
     assert said[0] == said[1]
 
 
-@runs
+@inside
 def test_forms_do_not_pile_up(played):
     objective = mix()
     for i in range(80):

@@ -114,21 +114,29 @@ def test_equal_kinds_are_one_kernel_for_triton():
         assert len(set(seen.values())) > 30  # or nothing was told apart
 
 
-@pytest.mark.parametrize(("terms", "weights"), [(1, "fp32"), (5, "*fp32")])
-def test_totals_compile_for_hopper(terms, weights):
+HOPPER = {
+    "totals, one term": lambda v: (v._totals(3, (-1,)), {"weights": ("fp32",)}),
+    "totals, five terms": lambda v: (v._totals(3, (0,) * 5), {"weights": ("*fp32",) * 5}),
+    "targets, for the host": lambda v: (v._READ, {"numbers": "*i64"}),
+    "targets, for the device": lambda v: (v._COUNT, {"mean": "*fp64", "fine": "*i1"}),
+}
+
+
+@pytest.mark.parametrize("name", HOPPER)
+def test_small_kernels_compile_for_hopper(name):
     triton = pytest.importorskip("triton")
     if triton.knobs.runtime.interpret:
         pytest.skip("the interpreter compiles nothing")
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from headloss.backends.triton_visit import _totals
+    from headloss.backends import triton_visit
 
-    launch = _totals(3, (0 if weights == "*fp32" else -1,) * terms)
-    given = {"found": "*fp32", "sums": "*fp32", "loss": "*fp32", "weights": (weights,) * terms, "N": "i32"}
-    signature = {name: given.get(name, "constexpr") for name in launch.kernel.arg_names}
-    constants = {name: x for name, x in launch.constants.items() if name in signature}
-    options = {name: x for name, x in launch.constants.items() if name not in signature}
+    launch, given = HOPPER[name](triton_visit)
+    given |= {"found": "*fp32", "sums": "*fp32", "loss": "*fp32", "target": "*i64", "N": "i32", "V": "i32"}
+    signature = {n: given.get(n, "constexpr") for n in launch.kernel.arg_names}
+    constants = {n: launch.constants.get(n) for n, said in signature.items() if said == "constexpr"}
+    options = {n: x for n, x in launch.constants.items() if n not in signature}
     source = ASTSource(launch.kernel, signature, constants, {(0,): [["tt.divisibility", 16]]})
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     assert ".local" not in compiled.asm["ptx"] and compiled.metadata.shared <= 4096

@@ -44,13 +44,14 @@ class Launch:
 
 def kind(x: Any) -> Any:
     """All that Triton's choice of a compiled kernel depends on, and more: equal kinds, same kernel (on CUDA)."""
-    if isinstance(x, Tensor):
-        return x.dtype, x.data_ptr() % 16 == 0
-    if type(x) is float:
+    of = type(x)
+    if of is float:
         return "f"
-    if type(x) is int:
+    if of is int:
         return (x == 1) + 2 * (x % 16 == 0) + 4 * (x.bit_length() > 31)
-    if type(x) is tuple:
+    if of is tuple:
         return tuple([kind(y) for y in x])
-    assert x is None, f"no kernel takes {type(x).__name__}"
-    return None
+    if x is None:
+        return None
+    assert isinstance(x, Tensor), f"no kernel takes {of.__name__}"
+    return x.dtype, x.data_ptr() % 16 == 0

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from headloss.backends.kernels.totals import totals_kernel
+from headloss.backends.kernels.totals import count_kernel, totals_kernel
 from headloss.backends.kernels.visit import visit_kernel
 from headloss.backends.program import Program
 from headloss.backends.triton import LAUNCH, _check, _rows, _temperature
@@ -230,6 +230,25 @@ def totals(visited: Visited, weights: Sequence[Number]) -> tuple[Tensor, Tensor]
     loss = torch.empty((), dtype=torch.float32, device=found.device)
     _totals(visited.ends[2], _kinds(weights))(1, found, sums, loss, weights, found.shape[1])
     return sums, loss
+
+
+def read_targets(target_N: Tensor) -> list[int]:
+    """How many of them count, the smallest and the largest of those: one launch and one copy to the host."""
+    numbers = torch.empty(3, dtype=torch.int64, device=target_N.device)
+    _READ(1, target_N, numbers, None, None, len(target_N), 0)
+    return numbers.tolist()
+
+
+def count_targets(target_N: Tensor, vocab: int) -> Tensor:
+    """1 / how many of them count, on the device, where their range is checked too."""
+    mean = torch.empty((), dtype=torch.float64, device=target_N.device)
+    fine = torch.empty((), dtype=torch.bool, device=target_N.device)
+    _COUNT(1, target_N, None, mean, fine, len(target_N), vocab)
+    torch._assert_async(fine, "targets: out of range")
+    return mean
+
+
+_READ, _COUNT = (Launch(count_kernel, {"READ": x, "B": 4096, "num_warps": 16, **LAUNCH}) for x in (True, False))
 
 
 @functools.lru_cache(256)
