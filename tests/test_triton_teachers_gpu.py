@@ -84,6 +84,39 @@ def test_small_and_odd(v):
         torch.testing.assert_close(found["triton"], found["torch"], rtol=close, atol=close)
 
 
+@pytest.mark.parametrize("v", [2, 7, 129, 2051, 40003])
+@pytest.mark.parametrize("kind", ["dense", "ids"])
+def test_one_launch_small_and_odd(kind, v):
+    torch.manual_seed(v)
+    x, u = torch.randn(5, v + 3, device="cuda"), torch.randn(5, v + 9, device="cuda")[:, 2 : v + 2]
+    targets = torch.randint(0, v, (5,), device="cuda")
+    targets[3] = -100
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        found = {}
+        for backend in ("torch", "triton"):
+            torch.manual_seed(1)
+            told = hl.Logits(u.to(dtype), temperature=0.7, softcap=9.0) if kind == "dense" else sparse(5, v, 9)
+            objective = hl.Objective(
+                ce=hl.Term(cross_entropy, label_smoothing=0.1), a=forward_kl, b=hl.Term(jsd, temperature=2.0),
+                c=hl.Term(reverse_kl, weight=0.1), metrics=["entropy", "accuracy"], backend=backend,
+            )  # fmt: skip
+            leaf = x.to(torch.float64 if backend == "torch" else dtype)
+            leaf = (x.to(dtype).to(leaf.dtype))[:, 1 : v + 1].detach().requires_grad_()
+            source = hl.Logits(leaf, softcap=20.0)
+            if backend == "triton":
+                assert objective.explain(source, targets, teacher=told).launches.startswith("one launch a visit")
+            elif kind == "dense":
+                told = hl.Logits(u.to(dtype).double(), temperature=0.7, softcap=9.0)
+            else:
+                told = hl.Sparse(told.ids, told.logprobs.double())
+            out = objective(source, targets, teacher=told)
+            out.loss.backward()
+            found[backend] = (out.loss.detach().double(), leaf.grad.double(), out.metrics["entropy"].value.double())
+        close = {torch.float32: 5e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}[dtype]
+        for ours, truth in zip(found["triton"], found["torch"], strict=True):
+            torch.testing.assert_close(ours, truth, rtol=close, atol=close * float(truth.abs().max()))
+
+
 def test_more_than_two_to_the_31_elements():
     N, V = 16500, 131077
     x, u = (torch.empty(N, V, dtype=torch.bfloat16, device="cuda").normal_(std=2.0) for _ in range(2))
@@ -99,12 +132,12 @@ def test_more_than_two_to_the_31_elements():
 
 
 def test_no_compilation_when_only_the_number_of_rows_changes():
-    from headloss.backends.kernels import dense, guided
+    from headloss.backends.kernels import dense, guided, meeting, taught
     from headloss.backends.kernels import sparse as ids
 
     kernels = (
-        dense.dense_sums_kernel, dense.dense_merge_kernel, guided.guided_kernel, guided.look_kernel, ids.tail_kernel,
-        ids.gather_kernel, ids.store_kernel,
+        dense.dense_sums_kernel, meeting.dense_merge_kernel, guided.guided_kernel, guided.look_kernel, ids.tail_kernel,
+        ids.gather_kernel, ids.store_kernel, ids.merge_ids_kernel, taught.taught_kernel,
     )  # fmt: skip
     before = None
     for n in (1, 2, 16, 17, 33, 128):
@@ -115,6 +148,10 @@ def test_no_compilation_when_only_the_number_of_rows_changes():
                 a=hl.Term(forward_kl, teacher="a"), j=hl.Term(jsd, teacher="a", beta=beta), s=hl.Term(tvd, teacher="s")
             )
             objective(hl.Logits(leaf), teacher=teachers).loss.backward()
+            for told in teachers.values():  # one launch
+                one = hl.Objective(kd=hl.Term(jsd, beta=beta), ce=cross_entropy)
+                targets = torch.randint(0, 5003, (n,), device="cuda")
+                one(hl.Logits(leaf), targets, teacher=told).loss.backward()
             count = [sum(len(caches[0]) for caches in kernel.device_caches.values()) for kernel in kernels]
             assert before in (None, count)
             before = count
@@ -151,6 +188,30 @@ def test_captured_in_a_graph():
 
 def bessel(logp, logq):
     return torch.special.bessel_j0(logp) * logq.exp()
+
+
+@pytest.mark.parametrize("kind", ["dense", "ids"])
+def test_one_launch_captured_in_a_graph(kind):
+    torch.manual_seed(0)
+    x, u = torch.randn(9, 3001, device="cuda"), torch.randn(9, 3001, device="cuda")
+    targets = torch.randint(0, 3001, (9,), device="cuda")
+    told = hl.Logits(u) if kind == "dense" else sparse(9, 3001)
+    objective = hl.Objective(ce=cross_entropy, j=jsd)
+    step = lambda: objective.forward_backward(hl.Logits(x), targets, teacher=told, host_read=False)
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    for seed in range(3):
+        torch.manual_seed(10 + seed)
+        x.normal_(), u.normal_()
+        graph.replay()
+        want = step()
+        assert torch.equal(out.loss, want.loss) and torch.equal(out.grads.logits, want.grads.logits)
 
 
 def test_auto_is_triton_unless_a_divergence_cannot_be_printed():
