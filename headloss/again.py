@@ -186,7 +186,7 @@ class Form:
         if isinstance(targets, Prepared):
             stats, targets = targets.stats, targets.targets
         elif host_read:
-            stats = Stats.read(self.kernels.read_targets(targets.view(-1)))
+            stats = Stats.read(self.kernels.target_numbers(targets.view(-1)))  # one launch, one copy
         if stats is None:
             return targets, None, self.kernels.count_targets(targets.view(-1), vocab)
         check_stats(stats, vocab, None)

@@ -291,7 +291,7 @@ class Call:
         """The targets with what the host knows of them."""
         if self.targets is None or self.numbers is None:
             return None
-        return Prepared(self.targets, self.segments, Stats.read(self.numbers.tolist()), self.numbers)
+        return Prepared(self.targets, self.segments, Stats.read(self.numbers), self.numbers)
 
 
 def _source(label: str, said: Sequence[Any], tensors: Mapping[str, Tensor]) -> Any:

@@ -31,9 +31,9 @@ class Stats(NamedTuple):
     lengths: tuple[int, ...]  # valid rows of each segment
 
     @classmethod
-    def read(cls, numbers: list[int]) -> Stats:
-        """From the numbers that `prepare` makes."""
-        valid, low, high, *more = numbers
+    def read(cls, numbers: Tensor) -> Stats:
+        """From the numbers that `prepare` makes: this waits for the device."""
+        valid, low, high, *more = numbers.tolist()
         if not more:
             return cls(valid, low, high, 0, -1, True, ())
         return cls(valid, low, high, more[0], more[1], not more[2], tuple(more[3:]))
@@ -81,7 +81,7 @@ def prepare(targets: Tensor, segments: Segments | None = None) -> Prepared:
         inside = held.clamp(max=segments.num_segments - 1)
         parts.append(Segments(inside, segments.num_segments).counts.long())
     numbers = torch.cat(parts).cpu()
-    return Prepared(targets, segments, Stats.read(numbers.tolist()), numbers)
+    return Prepared(targets, segments, Stats.read(numbers), numbers)
 
 
 class Rows:

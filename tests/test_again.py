@@ -349,6 +349,24 @@ def test_inputs_are_told_apart_by_their_names(played):
 
 
 @inside
+def test_segments_are_seen_wherever_they_come_from():
+    def loss(logprob, segments=None):
+        return -logprob if segments is None else -segments.totals(logprob)
+
+    objective, call = hl.Objective(a=loss, backend="triton"), Call(4)
+    segments = hl.Segments.from_ids(torch.tensor([0, 0, 0, 1]))
+    source = hl.Logits(call.logits)
+    for _ in range(2):
+        plain = objective(source, call.targets).loss
+        torch.testing.assert_close(plain, torch.nn.functional.cross_entropy(call.logits, call.targets))
+        for out in (
+            objective(source, call.targets, segments=segments),
+            objective(source, hl.prepare(call.targets, segments)),
+        ):
+            torch.testing.assert_close(out.loss, 2 * plain)  # 4 rows in 2 segments
+
+
+@inside
 def test_a_metric_of_the_users_own_may_change_too(monkeypatch):
     def above(logprob):
         return logprob * BETA

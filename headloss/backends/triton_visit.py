@@ -232,11 +232,11 @@ def totals(visited: Visited, weights: Sequence[Number]) -> tuple[Tensor, Tensor]
     return sums, loss
 
 
-def read_targets(target_N: Tensor) -> list[int]:
-    """How many of them count, the smallest and the largest of those: one launch and one copy to the host."""
+def target_numbers(target_N: Tensor) -> Tensor:
+    """How many of them count, the smallest and the largest of those."""
     numbers = torch.empty(3, dtype=torch.int64, device=target_N.device)
     _READ(1, target_N, numbers, None, None, len(target_N), 0)
-    return numbers.tolist()
+    return numbers
 
 
 def count_targets(target_N: Tensor, vocab: int) -> Tensor:
