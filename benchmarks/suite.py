@@ -11,6 +11,7 @@ dtype; where headloss is wrong there is no time, a peer that is further from flo
 
     --tiny        a few seconds on any device: does everything run?
     --seconds S   stop beginning new measurements after S seconds; what was left out is in the result
+    --warm I      only workload I (0 to 4), and nothing is written: several of these at a time fill the compilers' caches
 
 Results: benchmarks/results/suite_<device>.json, or the folder $OUT; `python benchmarks/plots.py` draws them.
 """
@@ -436,7 +437,13 @@ def _line(
     return line | {"ratio": times["ours"] / times["floor"], "GiB": peak}
 
 
-def run(device: str, tiny: bool, seconds: float, vocabularies: Sequence[int] = VOCABULARIES) -> dict[str, Any]:
+def run(
+    device: str,
+    tiny: bool,
+    seconds: float,
+    vocabularies: Sequence[int] = VOCABULARIES,
+    workloads: Sequence[Workload] = WORKLOADS,
+) -> dict[str, Any]:
     """`tiny` for a test; a CPU gets a head of its own size."""
     clock = Clock(device, seconds)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
@@ -446,7 +453,7 @@ def run(device: str, tiny: bool, seconds: float, vocabularies: Sequence[int] = V
     left: list[str] = []
     memory = "20KiB" if tiny else MEMORY if device == "cuda" else "16MiB"
     for V in (97, 128) if tiny else vocabularies:
-        for work in WORKLOADS:
+        for work in workloads:
             if clock.over:
                 left.append(f"{work.name} at {V}")
                 continue
@@ -477,7 +484,11 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--seconds", type=float, default=1e9)
+    parser.add_argument("--warm", type=int, choices=range(len(WORKLOADS)))
     args = parser.parse_args()
+    if args.warm is not None:
+        run(args.device, args.tiny, args.seconds, workloads=[WORKLOADS[args.warm]])
+        return
     found = run(args.device, args.tiny, args.seconds)
     result = {"command": command("benchmarks.suite"), **environment(args.device), **found}
     write(f"suite_{short(args.device)}{'_tiny' if args.tiny else ''}", result)
