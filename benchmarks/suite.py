@@ -11,7 +11,7 @@ dtype; where headloss is wrong there is no time, a peer that is further from flo
 
     --tiny        a few seconds on any device: does everything run?
     --seconds S   stop beginning new measurements after S seconds; what was left out is in the result
-    --warm I      only workload I (0 to 4), and nothing is written: several of these at a time fill the compilers' caches
+    --warm I      only workload I (0 to 4), nothing written: several of these at a time fill the compilers' caches
 
 Results: benchmarks/results/suite_<device>.json, or the folder $OUT; `python benchmarks/plots.py` draws them.
 """
@@ -465,7 +465,7 @@ def run(
             if device == "cuda":
                 torch.cuda.empty_cache()
     scaled = []
-    for line in scaling(clock, dtype, rounds, tiny):
+    for line in scaling(clock, dtype, rounds, tiny) if workloads is WORKLOADS else ():
         scaled.append(line)
         _say(line)
     return {"dtype": str(dtype), "memory": memory, "workloads": rows, "scaling": scaled, "left out": left}
