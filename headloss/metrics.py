@@ -91,6 +91,11 @@ def kind_of(name: str) -> str:
     return _NAMES.get(last) or next((kind for ending, kind in _ENDINGS.items() if last.endswith(ending)), "mean")
 
 
+@functools.lru_cache(256)
+def _kinds_of(names: tuple[str, ...]) -> dict[str, str]:
+    return {name: kind_of(name) for name in names}
+
+
 class Batch:
     """Metrics of the same rows, reduced together when the first of them is looked at.
 
@@ -103,7 +108,7 @@ class Batch:
         values: Mapping[str, Tensor] | Tensor,  # by name, or (M, R) in the order of the names
         weights_R: Tensor | None,
     ) -> None:
-        self.kinds = {name: kind_of(name) for name in names}
+        self.kinds = _kinds_of(tuple(names))
         self.given, self.weights_R = values, weights_R
         self.found: dict[str, tuple[Tensor, ...]] | None = None
 
