@@ -1,7 +1,8 @@
 """Train a small model for a while with another random objective at every step: `python -m proof.soak --minutes 10`.
 
 Losses, options, reductions, temperatures, teachers, sources, memory budgets, batch shapes and masks change from step to
-step: 150 structures in any order, each time with other numbers, shapes and budgets, half of them as a new Objective.
+step: 150 structures (--structures) in any order, each time with other numbers, shapes and budgets, half of them as a
+new Objective.  On a GPU each structure is a few kernels to compile, so fewer of them leave time for what comes after.
 What must not happen: memory that grows, a trace or a compilation for every step, a NaN.  The figures go to
 benchmarks/results/soak_<device>.json; the exit status says whether they are fine.
 """
@@ -32,6 +33,7 @@ from proof.record import command, environment, short, write
 
 VOCAB, LENGTH, D = 211, 24, 32
 STRUCTURES = 150  # which terms, reductions and kinds of source and teacher; numbers are new at every step
+GPU_STRUCTURES = 32
 
 
 class Traces:
@@ -92,10 +94,12 @@ def teacher_for(dice: random.Random, names: set[str], tokens: Tensor, hidden: Te
 Kept = dict[int, hl.Objective]
 
 
-def step(number: int, seed: int, model: TinyTransformer, device: str, kept: Kept) -> tuple[hl.Objective, hl.Output]:
+def step(
+    number: int, seed: int, structures: int, model: TinyTransformer, device: str, kept: Kept
+) -> tuple[hl.Objective, hl.Output]:
     """One random call, with its gradients in the model."""
     dice = random.Random(f"{seed} {number}")
-    structure = dice.randrange(STRUCTURES)
+    structure = dice.randrange(structures)
     shape = random.Random(f"{seed} structure {structure}")
     B, T = 2 * dice.randint(1, 4), dice.randint(2, LENGTH)
     tokens = (torch.arange(T) * torch.randint(1, 7, (B, 1)) + torch.randint(VOCAB, (B, 1))).remainder(VOCAB).to(device)
@@ -128,7 +132,9 @@ def step(number: int, seed: int, model: TinyTransformer, device: str, kept: Kept
     return wanted, out
 
 
-def train(seconds: float, device: str, seed: int = 0, report: float = 5.0, least: int = 20) -> dict[str, Any]:
+def train(
+    seconds: float, device: str, seed: int = 0, report: float = 5.0, least: int = 20, structures: int = STRUCTURES
+) -> dict[str, Any]:
     torch.manual_seed(seed)
     model = TinyTransformer(VOCAB, LENGTH, D, layers=1).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -139,7 +145,7 @@ def train(seconds: float, device: str, seed: int = 0, report: float = 5.0, least
     kept: Kept = {}
     while time.monotonic() - begin < seconds or steps < least:
         optimizer.zero_grad(set_to_none=True)
-        wanted, out = step(steps, seed, model, device, kept)
+        wanted, out = step(steps, seed, structures, model, device, kept)
         seen.update(list(wanted.terms))
         classes[f"{len(wanted.terms)} terms"] += 1
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -161,7 +167,8 @@ def train(seconds: float, device: str, seed: int = 0, report: float = 5.0, least
                 series["allocated MiB"].append(round(torch.cuda.memory_allocated() / 2**20, 2))
                 series["reserved MiB"].append(round(torch.cuda.memory_reserved() / 2**20, 1))
                 series["Triton binaries"].append(compilations())
-    result = {"minutes": round((time.monotonic() - begin) / 60, 2), "steps": steps, "steps with a NaN or infinity": bad}
+    result = {"minutes": round((time.monotonic() - begin) / 60, 2), "structures": structures, "steps": steps}
+    result |= {"steps with a NaN or infinity": bad}
     result |= {"losses met": dict(sorted(seen.items())), "terms a step": dict(sorted(classes.items()))}
     return result | {"series": dict(series), "verdict": verdict(dict(series), bad)}
 
@@ -194,10 +201,12 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--structures", type=int, help=f"{STRUCTURES}, on a GPU {GPU_STRUCTURES}")
     args = parser.parse_args()
     if args.device == "cuda":  # an empty cache, whose files can be counted
         os.environ["TRITON_CACHE_DIR"] = tempfile.mkdtemp(prefix="soak-")
-    found = train(60 * args.minutes, args.device, args.seed)
+    structures = args.structures or (GPU_STRUCTURES if args.device == "cuda" else STRUCTURES)
+    found = train(60 * args.minutes, args.device, args.seed, structures=structures)
     result = {"command": command("proof.soak"), **environment(args.device), **found}
     print(f"{found['steps']} steps in {found['minutes']} minutes;", found["verdict"])
     write(f"soak_{short(args.device)}", result)
