@@ -99,7 +99,7 @@ def explain(
         sizes, grade = _linear_bytes(source, rows, chunks, pieces, beside), _linear_grade(plan, rows, chunks)
         gemms = 0 if plan.want.only_ids else 3 if chunks is not None else 4 + _looks_across_ranks(plan)
     else:
-        pieces, gemms = 1, 0
+        pieces, gemms = len(chunks) if chunks else 1, 0
         written = 0 if source.inplace else source.logits.numel() * source.logits.element_size()
         sizes = {"gradient of logits" + (" (in place)" if source.inplace else ""): written}
         grade = "read for the facts, then read and write for the gradient"

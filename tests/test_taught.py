@@ -22,6 +22,7 @@ from headloss.losses import (
     tvd,
     z_loss,
 )
+from headloss.planning import make_plan
 
 pytest.importorskip("triton")
 INSIDE = os.environ.get("TRITON_INTERPRET") == "1"
@@ -341,6 +342,21 @@ def test_what_takes_two_launches_says_why(why, terms, teacher, metrics):
         found.append((out.loss.detach(), torch.autograd.grad(out.loss, leaf)[0]))
     for x, y in zip(*found, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-6)
+
+
+def bessel(logp, logq):
+    return torch.special.bessel_j0(logp) * logq.exp()
+
+
+@inside
+def test_a_divergence_that_cannot_be_printed_is_no_program():
+    batch = Batch()
+    source = hl.Logits(batch.logits.clone().requires_grad_())
+    objective = hl.Objective(kd=bessel, backend="triton")
+    plan = make_plan(objective, source, batch.targets, None, None, batch.teacher("Logits", torch.float32), {})
+    assert plan.program is None and "bessel" in plan.reason  # "auto" then takes the torch backend
+    with pytest.raises(ValueError, match="bessel"):
+        objective(source, batch.targets, teacher=batch.teacher("Logits", torch.float32))
 
 
 @inside

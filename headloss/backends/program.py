@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from headloss.backends.elements import printed
 from headloss.backends.lower import compiled, function
 from headloss.backends.operations import Unprintable, constant
 from headloss.backends.printer import Printer, Value, dtype_of, kind_of, reach
@@ -134,6 +135,9 @@ def _lower(terms: Any, want: Want, inputs: Mapping[str, Any], metrics: Any) -> P
         raise Unprintable("no softmax: only some logits are read")
     if any(f.name == "topk_overlap" for f in want.facts):
         raise Unprintable("topk_overlap")
+    for fact in want.facts:
+        if fact.element is not None:
+            printed(((0, fact.element),), 1)
     page = _Page(want, inputs)
     for name, (call, trace) in terms.items():
         try:
