@@ -448,6 +448,7 @@ def run(
     clock = Clock(device, seconds)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     rounds = 2 if tiny else 7 if device == "cuda" else 3
+    rounds = rounds if workloads is WORKLOADS else 1
     N, D = (64, 16) if tiny else (4096, 4096) if device == "cuda" else (256, 128)
     rows: list[dict[str, Any]] = []
     left: list[str] = []
@@ -468,6 +469,8 @@ def run(
     for line in scaling(clock, dtype, rounds, tiny) if workloads is WORKLOADS else ():
         scaled.append(line)
         _say(line)
+    if clock.over and workloads is WORKLOADS:
+        left.append("the end of the scaling")
     return {"dtype": str(dtype), "memory": memory, "workloads": rows, "scaling": scaled, "left out": left}
 
 
