@@ -16,6 +16,7 @@ import pstats
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -150,8 +151,7 @@ def profile(step: Callable[[], object], most: int = 12) -> list[dict[str, Any]]:
     torch.cuda.synchronize()
     lines = []
     for (path, line, name), (_, count, own, _, _) in pstats.Stats(profiler).stats.items():  # type: ignore[attr-defined]
-        short = path.split("site-packages/")[-1].split("headloss/", 1)[-1] if path != "~" else ""
-        where = f"{short}:{line} {name}" if short else name
+        where = name if path == "~" else f"{'/'.join(Path(path).parts[-2:])}:{line} {name}"
         lines.append({"function": where, "us": round(1e6 * own / CALLS, 2), "calls": count / CALLS})
     return sorted(lines, key=lambda x: -x["us"])[:most]
 
@@ -172,4 +172,5 @@ def overhead(say: Callable[..., None]) -> dict[str, Any]:
         say(f"{name}, own time under a profiler")
         for line in top:
             say(f"    {line['us']:8.2f} us {line['calls']:6.1f} calls  {line['function']}")
-    return {"rows": N, "columns": V, "lines": lines, "profile": profiles}
+    method = f"steps that take turns, median of {ROUNDS} rounds of {CALLS} calls"
+    return {"rows": N, "columns": V, "method": method, "lines": lines, "profile": profiles}
