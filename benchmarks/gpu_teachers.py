@@ -334,10 +334,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--configs", action="store_true", help="time a few block shapes for each kernel")
     parser.add_argument("--few", action="store_true", help="a short check of the numbers")
+    parser.add_argument("--check", action="store_true", help="only check the numbers")
     args = parser.parse_args()
     say(torch.cuda.get_device_name(), "torch", torch.__version__, "triton", triton.__version__)
     wrong = [] if args.configs else check(args.few)
     say("all right" if not wrong else "WRONG:\n" + "\n".join(wrong))
+    if args.check:
+        sys.exit(bool(wrong))
     results: dict[str, Any] = {
         "command": " ".join(["python benchmarks/gpu_teachers.py", *sys.argv[1:]]),
         "date": datetime.date.today().isoformat(),
