@@ -490,6 +490,35 @@ def test_what_is_wrong_is_said_as_the_first_time(name, calls, played):
     assert said[0] == said[1]
 
 
+@runs
+@pytest.mark.parametrize(("rows", "weights"), [(1, [2.0]), (9001, [0.5]), (2500, [1.0, -2.0, 0.0, 0.25, 3.0])])
+def test_sums_over_more_rows_than_a_block(rows, weights):
+    wide = torch.randn(9, rows + 3, device=DEVICE)
+    found = wide.flatten()[: 9 * rows].view(9, rows)
+    told = [w if i % 2 else torch.tensor(w, device=DEVICE) for i, w in enumerate(weights)]
+    sums, loss = triton_visit.totals(types.SimpleNamespace(found=found, ends=(0, 1, 3)), told)
+    truth = found[3 : 3 + len(weights)].double().sum(1)
+    torch.testing.assert_close(sums.double(), truth, rtol=1e-5, atol=1e-4)
+    expected = (truth * torch.tensor(weights, device=DEVICE)).sum()
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-3)
+
+
+@runs
+@pytest.mark.parametrize("rows", [1, 9001])
+def test_targets_are_counted(rows):
+    targets = torch.randint(3, 90, (rows + 1,), device=DEVICE)[:rows]
+    targets[rows // 2 :: 3] = -100
+    stats = hl.prepare(targets).stats
+    numbers = triton_visit.target_numbers(targets).tolist()
+    assert numbers[0] == stats.valid and (not stats.valid or numbers[1:] == [stats.low, stats.high])
+    for vocab, fine in ((90, True), (80, rows == 1)) if INSIDE else ((90, True),):
+        if fine:
+            assert float(triton_visit.count_targets(targets, vocab)) == 1 / max(1, stats.valid)
+        else:
+            with pytest.raises(RuntimeError, match="out of range"):
+                triton_visit.count_targets(targets, vocab)
+
+
 @inside
 def test_forms_do_not_pile_up(played):
     objective = mix()
