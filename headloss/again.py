@@ -236,7 +236,7 @@ class Again:
             self.grad = torch.empty_like(x, memory_format=torch.contiguous_format)
             out_NV = self.grad if x.ndim == 2 else self.grad.view(-1, x.shape[-1])
         T = float(said["temperature"])  # type: ignore[arg-type]
-        temperatures = tuple([T if t is None else t for t in form.want.temperatures])
+        temperatures = tuple([T if t is None else float(t) for t in form.want.temperatures])
         visited = self.visited = form.kernels.launch(
             form.plan, raw_NV, flat, temperatures, *arguments, out_NV,
             scale=said["scale"], softcap=said["softcap"], ignore=self.ignored,

@@ -336,7 +336,7 @@ FAULTS = [
     Fault("again.py", "given += [identity(fn) for fn in foreign]", "pass", "later calls: what a function reads has changed, and nobody looks"),
     Fault("again.py", "check_stats(stats, vocab, None)", "pass", "later calls: a target out of range is let through"),
     Fault("again.py", "given += (value.dtype, value.ndim == 0)", "given += (value.ndim == 0,)", "later calls: an input of another dtype taken for the same"),
-    Fault("again.py", "T if t is None else t", "T", "later calls: a term's own temperature is lost"),
+    Fault("again.py", "T if t is None else float(t)", "T", "later calls: a term's own temperature is lost"),
     Fault("again.py", "[w * grad_scale for w in weigh]", "list(weigh)", "later calls: grad_scale is ignored"),
     Fault("again.py", "grads, ctx.grads = ctx.grads, None", "grads = ctx.grads", "later calls: a second backward scales what was handed out"),
     Fault("again.py", "type(y) is Prepared and y.segments is None", "type(y) is Prepared", "later calls: segments of prepared targets are not seen"),

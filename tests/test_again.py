@@ -99,7 +99,7 @@ def calls(monkeypatch):
 def mix(**more):
     return hl.Objective(
         ce=hl.Term(cross_entropy, label_smoothing=0.1), z=hl.Term(z_loss, weight=1e-2), pg=hl.Term(grpo, weight=0.3),
-        h=hl.Term(entropy_bonus, weight=0.05, reduction="token_sum", temperature=2.0),
+        h=hl.Term(entropy_bonus, weight=0.05, reduction="token_sum", temperature=2),
         metrics=["accuracy"], backend="triton", **more,
     )  # fmt: skip
 
