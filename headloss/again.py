@@ -21,8 +21,7 @@ from torch.autograd.function import once_differentiable
 from headloss.binding import check_count
 from headloss.facts import CONSTANT
 from headloss.heads import Grads
-from headloss.metrics import measure_later
-from headloss.one_launch import Launched
+from headloss.one_launch import Launched, measured
 from headloss.passes import Held
 from headloss.planning import Plan, call_weights, keep
 from headloss.record import Output, facts_from, key_of
@@ -244,9 +243,7 @@ class Again:
         self.sums, loss = form.kernels.totals(visited, weights)
         if form.program.metrics:  # which rows count is noted now: the targets may be written to
             valid = flat != IGNORE if self.ignored else None
-            self.metrics = measure_later(form.program.metrics, visited.metric_values, valid, "token")
-            if not may_read(True, x.device):
-                next(iter(self.metrics.values())).parts  # a graph that is replayed makes them anew  # noqa: B018
+            self.metrics = measured(visited, valid)
         facts = visited.facts.values()
         return (loss, *(facts if x.ndim == 2 else (f.view(x.shape[:-1]) for f in facts)))
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from headloss.facts import Fact, Softmax
 from headloss.heads import Grads
-from headloss.metrics import measure_later
+from headloss.metrics import Metric, measure_later
 from headloss.reductions import even, lengths
 from headloss.rows import may_read
 from headloss.sweeps import Chunk, Sweep
@@ -114,15 +114,20 @@ class _Weighed:
 
         loss = self.loss
         if visited.program.metrics:  # which rows count is noted now: the targets may be written to
-            metrics = measure_later(visited.program.metrics, visited.metric_values, loss.rows.valid, "token")
-            if not may_read(True, loss.device):
-                next(iter(metrics.values())).parts  # a graph that is replayed makes them anew  # noqa: B018
-            loss.metrics |= metrics
+            loss.metrics |= measured(visited, loss.rows.valid)
         if not loss.terms:  # every term is switched off
             return torch.zeros((), dtype=loss.dtype, device=loss.device)
         sums, total = totals(visited, [term.weight for term in loss.terms])
         loss.values |= dict(zip(visited.program.terms, sums.unbind(), strict=True))
         return total
+
+
+def measured(visited: Visited, valid: Tensor | None) -> dict[str, Metric]:
+    """The metrics of a visit, to be summed when they are looked at."""
+    metrics = measure_later(visited.program.metrics, visited.metric_values, valid, "token")
+    if not may_read(True, visited.found.device):
+        next(iter(metrics.values())).parts  # a graph that is replayed makes them anew  # noqa: B018
+    return metrics
 
 
 def _tensor(x: float | Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
