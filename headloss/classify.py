@@ -62,9 +62,11 @@ _CREATION = {
 # Operations along a dimension: they stay within a row as long as it is not the first.
 _ALONG = {
     "sum", "mean", "amax", "amin", "logsumexp", "_softmax", "_log_softmax", "_softmax_backward_data",
-    "_log_softmax_backward_data", "unsqueeze", "squeeze", "expand", "argmax", "gather",
+    "_log_softmax_backward_data", "unsqueeze", "squeeze", "expand", "argmax", "gather", "select", "select_backward",
+    "slice", "slice_backward",
 }  # fmt: skip
 _FILL = {"full": 1, "full_like": 1, "new_full": 2, "scalar_tensor": 0}  # where a value goes, not a size
+_RESIZED = {"expand", "select_backward", "slice_backward"}
 _SIZES = {"sym_size", "sym_numel"}
 _SEGMENT = {"segment_totals", "segment_spread"}
 
@@ -73,6 +75,9 @@ def classify(graph: fx.GraphModule, R: int, S: int, ids_at: int | None = None) -
     """Row, segment or batch, and the operation that decided it; `ids_at` numbers the argument with the segment ids."""
     if counts_rows(graph):
         return "batch", "its Python code looks at the number of rows"
+    shown = changed_under_another_name(graph.graph)
+    if shown:
+        return "batch", shown
     value, grads, _ = graph.graph.output_node().args[0]  # type: ignore[misc, str-unpack]
     needed = reach((value, grads))
     if ids_at is not None:  # a chunk numbers its segments anew, so the ids themselves mean nothing to a chunk
@@ -89,6 +94,8 @@ def classify(graph: fx.GraphModule, R: int, S: int, ids_at: int | None = None) -
         if name in _SEGMENT:
             through = through or f"segments.{'totals' if name == 'segment_totals' else 'spread'}"
         elif name in _SIZES:
+            if name == "sym_size" and size(node.meta["val"]) not in (R, S):  # how many ids a row has
+                continue
             if any(not _sizes(user, node) for user in node.users if user in needed):
                 return "batch", "uses the number of rows"
         elif name == "getitem" or name in _CREATION:
@@ -96,6 +103,31 @@ def classify(graph: fx.GraphModule, R: int, S: int, ids_at: int | None = None) -
         elif not (_rowwise(node, name, R, S) or _within_rows(node, name, R, S) or _look_up(node, name, R, S)):
             return "batch", f"{name} mixes rows"
     return ("segment", f"rows meet through {through}") if through else ("row", "element-wise")
+
+
+def changed_under_another_name(graph: fx.Graph, but: Iterable[str] = ()) -> str | None:
+    """An operation in place on memory that a view shows too: it is lost where a graph is cut down to its outputs.
+
+    `but`: views that the caller follows by itself.
+    """
+    for node in graph.nodes:
+        schema = getattr(node.target, "_schema", None)
+        if node.op != "call_function" or schema is None or not schema.is_mutable:
+            continue
+        written = [a.alias_info is not None and a.alias_info.is_write for a in schema.arguments]
+        for x in [x for x, writes in zip(node.args, written, strict=False) if writes and isinstance(x, fx.Node)]:
+            names = [_operation(n) for n in (x, *x.users) if _is_view(n)]
+            if any(name not in but for name in names):
+                return f"{_operation(node)} changes what {names[0]} shows"
+    return None
+
+
+def _is_view(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    if node.op != "call_function" or schema is None or not schema.arguments:
+        return False
+    alias = schema.arguments[0].alias_info
+    return alias is not None and not alias.is_write
 
 
 def counts_rows(graph: fx.GraphModule) -> bool:
@@ -114,7 +146,7 @@ def _sizes(user: fx.Node, size: fx.Node) -> bool:
     """Whether an operation takes a size for the size of a tensor, and not for a number to compute with."""
     name = _operation(user)
     fill = user.args[_FILL[name]] if name in _FILL and len(user.args) > _FILL[name] else None
-    return name in _CREATION | {"expand"} and size is not fill and size not in user.kwargs.values()
+    return name in _CREATION | _RESIZED and size is not fill and size not in user.kwargs.values()
 
 
 def _rowwise(node: fx.Node, name: str, R: int, S: int) -> bool:
@@ -125,8 +157,10 @@ def _rowwise(node: fx.Node, name: str, R: int, S: int) -> bool:
     outs = node.meta["val"] if isinstance(node.meta["val"], tuple | list) else [node.meta["val"]]
     ndim = max(len(x.shape) for x in outs)
     for x in [*outs, *(n.meta["val"] for n in node.all_input_nodes)]:
-        if not isinstance(x, Tensor):
-            return False  # a size used as a number
+        if not isinstance(x, Tensor):  # a size used as a number
+            if size(x) in (R, S):
+                return False
+            continue
         sizes = [size(d) for d in x.shape]
         if any(d in (R, S) for d in sizes[1:]) or (sizes[:1] in ([R], [S]) and len(sizes) != ndim):
             return False
@@ -158,13 +192,25 @@ def _within_rows(node: fx.Node, name: str, R: int, S: int) -> bool:
         return False
     if name == "expand":
         return x.ndim == out.ndim  # (R, 1) to (R, K); a leading dimension would lay rows side by side
+    if is_whole_slice(node):
+        return True
     dims = _dimensions(node, name)
     return bool(dims) and all(d % max(x.ndim, out.ndim) != 0 for d in dims)
 
 
+def is_whole_slice(node: fx.Node) -> bool:
+    """`x[:]`, which is `x`; and its backward."""
+    name = _operation(node)
+    if name not in ("slice", "slice_backward"):
+        return False
+    given: list[Any] = [*node.args, None, None, None, None][2 if name == "slice" else 3 :]
+    start, end, step = given[0] or 0, given[1], given[2] or 1
+    return bool(start == 0 and step == 1 and (end is None or (isinstance(end, int) and end >= 1 << 62)))
+
+
 def _dimensions(node: fx.Node, name: str) -> list[int]:
     """The dimensions an operation runs along."""
-    place = 2 if name.endswith("_backward_data") else 1
+    place = 2 if name.endswith("_backward_data") or name in ("select_backward", "slice_backward") else 1
     found = node.kwargs.get("dim", node.args[place] if len(node.args) > place else None)
     found = found if isinstance(found, list | tuple) else [found]
     return [d for d in found if isinstance(d, int)]

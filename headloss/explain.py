@@ -104,7 +104,8 @@ def explain(
         sizes = {"gradient of logits" + (" (in place)" if source.inplace else ""): written}
         grade = "read for the facts, then read and write for the gradient"
         if plan.program is not None:
-            grade = "gradients in the same visit: read once, written once"
+            again = any(f.element is not None for f in plan.want.facts)
+            grade = f"gradients in the same visit: read {'twice for a divergence' if again else 'once'}, written once"
         most = most_rows(guides)
         if most is not None:
             sizes["teachers' logits beside them"] = min(most, rows.count) * beside

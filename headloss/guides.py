@@ -132,7 +132,7 @@ class DenseGuide:
         self.head = None  # and with it the chunk's buffer
 
 
-MOST_IDS = 512  # a row's ids are compared with each other, in one kernel
+MOST_COMPARED = 512  # of a row's ids, each with all others, in one kernel
 
 
 class SparseGuide:
@@ -143,7 +143,7 @@ class SparseGuide:
     def __init__(self, teacher: Sparse, rows: Rows, dtype: torch.dtype, backend: Any = None) -> None:
         ids, logprobs = teacher.ids, teacher.logprobs.detach()
         self.sorted_RK: Tensor | None = None
-        if hasattr(backend, "merge_repeated") and ids.shape[-1] <= MOST_IDS:
+        if hasattr(backend, "merge_repeated") and ids.shape[-1] <= MOST_COMPARED:
             flat = [x.reshape(rows.total, x.shape[-1]) for x in (ids, logprobs)]  # the kernel passes over ignored rows
             ids, logprobs = flat if rows.keep is None else [x.index_select(0, rows.keep) for x in flat]
             merged = backend.merge_repeated(ids.long(), logprobs.to(dtype), rows.valid)

@@ -107,7 +107,7 @@ def make_plan(
     traces, shapes, want, kind, program, reason, times = found
     if program is not None and not _suits(source):
         program, reason = None, "so few rows are swept faster in parts"
-    if program is not None and any(not isinstance(x, Sparse) and x.vocab < source.vocab for x in teachers.values()):
+    if program is not None and any(_is_narrow(teachers[name], source) for name in want.teachers):
         program, reason = None, "the teacher has fewer columns than the student"
     planned = tuple(
         Planned(name, call, traces[name], now[name], objective.terms[name].reduction, objective.terms[name].length)
@@ -163,7 +163,8 @@ def _trace_terms(
     traces: dict[str, Trace] = {}
     for name, call in calls.items():
         shapes = {n: shape for n, shape in given.items() if n in call.input_names}
-        shapes |= {n: shape for n, shape in ids.items() if n.split(" of ", 1)[1] in {f.teacher for f in call.facts}}
+        looked = {f.teacher for f in call.facts} | {p.teacher for s in call.signatures for p in s.parameters}
+        shapes |= {n: shape for n, shape in ids.items() if n.split(" of ", 1)[1] in looked}
         if segments is not None and source.leading == (segments.num_segments,):
             found, shapes = fit(call, shapes, source.fact_dtype, source.device.type)
             given |= {n: shape for n, shape in shapes.items() if n in given}
@@ -184,6 +185,10 @@ def _trace_terms(
             raise ValueError("targets: a loss or metric asks for them; pass each row's target")
     kinds = [found.kind for found in traces.values()]
     return traces, given, Want(wanted), next((k for k in ("batch", "segment") if k in kinds), "row")
+
+
+def _is_narrow(teacher: Teacher, source: Source) -> bool:
+    return not isinstance(teacher, Sparse) and teacher.vocab < source.vocab
 
 
 def _ids(source: Source, teachers: Mapping[str, Teacher]) -> dict[str, Shape]:

@@ -528,3 +528,70 @@ def test_a_loss_that_is_traced_anew_in_every_call_is_reported_once():
 
 def _scaled(logprob, *, beta=1.0):
     return -beta * logprob
+
+
+def last_column(ids_logprob, teacher_logprob):
+    weight = teacher_logprob.exp()
+    weight[:, -1] = 0.0
+    return -(weight * ids_logprob).sum(-1)
+
+
+def first_row(logprob, advantage):
+    weight = advantage.clone()
+    weight[0] = 0.0
+    return weight * logprob
+
+
+def centred(logprob, advantage):
+    weight = advantage.clone()
+    weight.view(-1).sub_(advantage.mean())
+    return weight * logprob
+
+
+def under_another_name(logprob, advantage):
+    weight = advantage.clone()
+    weight.detach().mul_(2)
+    return weight * logprob
+
+
+def seen_before(logprob, advantage):
+    weight = advantage.clone()
+    shown = weight[:]
+    weight.mul_(2)
+    return shown * logprob
+
+
+@pytest.mark.parametrize("fn", [last_column, first_row, centred, under_another_name, seen_before])
+def test_what_is_changed_in_place_through_a_view_counts(fn):
+    """A graph that is cut down to its outputs would lose the change: such a function runs as it is."""
+    torch.manual_seed(0)
+    draw = lambda *size: torch.randn(*size, dtype=torch.float64)
+    hidden, weight, advantage = draw(9, 8), draw(23, 8), draw(9)
+    targets, ids = torch.randint(23, (9,)), torch.stack([torch.randperm(23)[:4] for _ in range(9)])
+    logq = draw(9, 4).log_softmax(-1)
+    leaf = hidden.clone().requires_grad_()
+    logp = (leaf @ weight.T).log_softmax(-1)
+    value = (
+        fn(logp.gather(1, ids), logq) if fn is last_column else fn(logp.gather(1, targets[:, None])[:, 0], advantage)
+    )
+    (want,) = torch.autograd.grad(value.mean(), leaf)
+    more = {"teacher": hl.Sparse(ids, logq)} if fn is last_column else {"advantage": advantage}
+    mine = hidden.clone().requires_grad_()
+    out = hl.Objective(u=fn)(hl.Linear(mine, weight, memory=600), targets, **more)
+    out.loss.backward()
+    torch.testing.assert_close(out.loss, value.mean())
+    torch.testing.assert_close(mine.grad, want)
+
+
+def test_ids_are_not_rows():
+    """How many ids a row has, a column of them, and `x[:, None]` leave rows apart."""
+    ids = hl.Sparse(torch.arange(20).view(5, 4), torch.full((5, 4), -1.5))
+    hidden, weight = torch.randn(5, 8), torch.randn(23, 8)
+    for fn in (
+        lambda ids_logprob: -ids_logprob.mean(-1),
+        lambda ids_logprob: -ids_logprob.sum(-1) / ids_logprob.shape[-1],
+        lambda ids_logprob: -ids_logprob[:, 0],
+        lambda ids_logprob, entropy: (ids_logprob * entropy[:, None]).sum(-1),
+    ):
+        plan = hl.Objective(u=fn).explain(hl.Linear(hidden, weight), torch.zeros(5, dtype=torch.long), teacher=ids)
+        assert plan.terms[0].kind == "row", plan.terms[0]

@@ -344,6 +344,53 @@ def test_what_takes_two_launches_says_why(why, terms, teacher, metrics):
         torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-6)
 
 
+def rank(logprob):
+    return (logprob.unsqueeze(1) < logprob).sum(1).float()
+
+
+def squeezed(ids_logprob):
+    return ids_logprob.sum(-1, keepdim=True).squeeze()
+
+
+def whole(ids_logprob):
+    return (ids_logprob[:] * ids_logprob[:, :]).sum(-1)
+
+
+@inside
+@pytest.mark.parametrize("k", [5, 7, 11])
+def test_metrics_on_ids_that_mix_rows_are_no_part_of_the_program(k):
+    batch = Batch(9, k=k)
+    for metric, printed in ((rank, False), (squeezed, None), (whole, True)):
+        found = {}
+        for backend in ("triton", "torch"):
+            objective = hl.Objective(kd=forward_kl, metrics=[metric], backend=backend)
+            source, told = hl.Logits(batch.logits.clone().requires_grad_()), batch.teacher("ids", torch.float32)
+            if backend == "triton" and printed is not None:
+                plan = objective.explain(source, batch.targets, teacher=told)
+                assert plan.launches.startswith("one launch a visit") == printed, plan.launches
+            found[backend] = objective(source, batch.targets, teacher=told).metrics[metric.__name__].value
+        torch.testing.assert_close(found["triton"], found["torch"], rtol=1e-4, atol=1e-5)
+
+
+def test_a_plan_on_meta_tensors_has_the_gradient_at_ids():
+    ids = torch.empty(8, 5, dtype=torch.long, device="meta")
+    told = hl.Sparse(ids, torch.empty(8, 5, device="meta"))
+    source = hl.Logits(torch.empty(8, 64, device="meta"))
+    objective = hl.Objective(kd=forward_kl, backend="triton")
+    plan = make_plan(objective, source, torch.empty(8, dtype=torch.long, device="meta"), None, None, told, {})
+    assert {f.name for f in plan.program.cotangents} == {"ids_logprob", "tail_logprob"}
+
+
+def test_a_teacher_that_no_term_looks_at_decides_nothing():
+    batch = Batch()
+    terms = {"a": hl.Term(forward_kl, teacher="a"), "b": hl.Term(jsd, teacher="b", weight=0.0)}
+    told = {"a": hl.Logits(batch.said), "b": hl.Logits(batch.said[:, :30])}
+    objective = hl.Objective(**terms, backend="triton")
+    source = hl.Logits(batch.logits)
+    if INSIDE:
+        assert objective.explain(source, batch.targets, teacher=told).launches.startswith("one launch a visit")
+
+
 def bessel(logp, logq):
     return torch.special.bessel_j0(logp) * logq.exp()
 

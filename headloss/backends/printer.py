@@ -23,6 +23,7 @@ from headloss.backends.operations import (
 )
 from headloss.backends.operations import cast as cast
 from headloss.backends.operations import constant as constant
+from headloss.classify import changed_under_another_name, is_whole_slice
 
 _HALF = {torch.bfloat16: "tl.bfloat16", torch.float16: "tl.float16"}
 _FLOATS = (torch.float32, torch.float64, *_HALF)
@@ -74,6 +75,9 @@ class Printer:
 
     def graph(self, graph: fx.Graph, given: dict[fx.Node, Value], outputs: Iterable[fx.Node]) -> dict[fx.Node, Value]:
         """Print what these outputs need; `given` holds the arguments, and nodes that are known otherwise."""
+        shown = changed_under_another_name(graph, SAME)
+        if shown:
+            raise Unprintable(shown)
         outputs = list(outputs)
         needed = reach(outputs, given)
         values: dict[fx.Node, Any] = dict(given)
@@ -90,7 +94,7 @@ class Printer:
                     values[node] = None  # log_sigmoid's buffer, which nothing here looks at
                     continue
                 values[node] = values[source]
-            elif name in SAME or (name in RESHAPES and self._reshapes(name, node)):
+            elif name in SAME or is_whole_slice(node) or (name in RESHAPES and self._reshapes(name, node)):
                 values[node], roots[node] = values[node.args[0]], _root(node.args[0], roots)
             elif name in ALONG and self.width:
                 values[node] = self._along(name, node, values)
@@ -114,7 +118,7 @@ class Printer:
             return False
         here, there = _sizes(node.args[0]), _sizes(node)
         self._fits(name, node)
-        moved = name == "expand" or node.args[1] in (1, -1)
+        moved = name == "expand" or node.args[1:2] in ((1,), (-1,))
         return moved and here[:1] == there[:1] and (name != "expand" or len(here) == len(there))
 
     def _fits(self, name: str, node: fx.Node) -> None:
@@ -135,9 +139,10 @@ class Printer:
         dtype = dtype_of(node)
         if dtype in _HALF or (dtype not in _FLOATS and (dtype not in _INTS or name != "sum")):
             raise Unprintable(f"{name} in {str(dtype).removeprefix('torch.')}")
+        if dtype in _INTS:
+            return self.value(f"tl.sum(tl.where(there, {values[source].to('i')}, 0), axis=0)", "i")
         other = values[node.args[1]].to("f") if place == 2 else ""  # type: ignore[index]
-        text = ALONG[name].format(x=values[source].to("f"), y=other)
-        return self.value(cast(text, "f", kind_of(dtype)), kind_of(dtype))
+        return self.value(ALONG[name].format(x=values[source].to("f"), y=other), "f")
 
     def _operation(self, name: str, node: fx.Node, values: dict[fx.Node, Any]) -> Value:
         if self.width:

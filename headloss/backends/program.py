@@ -32,6 +32,7 @@ from headloss.signature import identity
 
 COEFFICIENTS = ("a", "b", "e", "c", "y")
 WIDE = ("ids_logprob", "ids_logit")  # one value an id
+MOST_IDS = 1024  # of a row, in the registers of one program
 NAME = "row"
 
 
@@ -157,8 +158,8 @@ class _Page:
         self.teacher = want.teachers[0] if want.teachers else None
         named = inputs.get(f"teacher_ids of {self.teacher}")
         self.width = named.rest[0] if named is not None else 0
-        if self.width == 1:
-            raise Unprintable("a single id a row")
+        if self.width == 1 or self.width > MOST_IDS:
+            raise Unprintable("a single id a row" if self.width == 1 else f"more than {MOST_IDS} ids a row")
         self.printer = Printer(self.width)
         self.inputs: dict[str, Value] = {}
         self.target = False
@@ -219,7 +220,8 @@ class _Page:
             return
         known: dict[str, Any] = {p.name: "targets" if p.kind == "targets" else p.fact or p.key for p in parameters}
         given_shapes = [self.shapes[x] for x in known.values() if isinstance(x, str) and x in self.shapes]
-        R = next(n for n in (7, 11, 13, 17) if all(n not in s.rest for s in given_shapes))  # no other size is that
+        taken = {d for shape in given_shapes for d in shape.rest} | {self.width}
+        R = next(n for n in (7, 11, 13, 17, 19, 23, 29, 31) if n not in taken)  # no other size is that
         names: list[str] = []
 
         def values(*arguments: Tensor) -> tuple[Tensor, ...]:

@@ -166,19 +166,9 @@ def taught_kernel(
             if TEACHER_BEST:
                 go, stop = edges(skew, end, TEACHER_VEC)
                 seen = column_of(
-                    mt,
-                    bestt,
-                    theirs,
-                    j,
-                    skew,
-                    end,
-                    go,
-                    stop,
-                    teacher_scale,
-                    teacher_cap,
-                    TEACHER_SCALED,
-                    TEACHER_CAPPED,
-                )
+                    mt, bestt, theirs, j, skew, end, go, stop,
+                    teacher_scale, teacher_cap, TEACHER_SCALED, TEACHER_CAPPED,
+                )  # fmt: skip
                 teacher_argmax = (tl.where(top_t > LOWEST, seen - skew, 0) + start).to(tl.int64)
             sums_t, log_t, ys, fs, gs = teacher_sums(
                 m, mt, top, top_t, S, St, YY, F, D, G, EE, c, ct, MET, WANT_Y, WANT_F, WANT_G
