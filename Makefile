@@ -83,7 +83,7 @@ BESIDE = $(PIP) --no-deps --target .venv/stacks
 	touch $@
 
 # What takes long, on demand: each writes a file of benchmarks/results.  JOBS faults at a time.  DEVICE=cuda on a GPU.
-.PHONY: mutants properties soak long-run cold-start suite
+.PHONY: mutants properties soak long-run cold-start suite gpu-bench
 JOBS ?= 2
 DEVICE ?= cpu
 MINUTES ?= 10
@@ -105,3 +105,10 @@ cold-start: .venv/ready
 
 suite: .venv/ready
 	$(BIN)/python -m benchmarks.suite --device $(DEVICE)
+
+# On a CUDA device: the kernels against the speed of memory, then heads against their GEMMs.  With OUT set, files go there.
+gpu-bench: .venv/ready
+	$(BIN)/python benchmarks/gpu_kernels.py
+	$(BIN)/python benchmarks/gpu_visit.py
+	$(BIN)/python benchmarks/gpu_teachers.py
+	$(BIN)/python benchmarks/gpu_linear.py

@@ -15,10 +15,12 @@ import gc
 import os
 import random
 import resource
+import signal
 import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -133,8 +135,15 @@ def step(
 
 
 def train(
-    seconds: float, device: str, seed: int = 0, report: float = 5.0, least: int = 20, structures: int = STRUCTURES
+    seconds: float,
+    device: str,
+    seed: int = 0,
+    report: float = 5.0,
+    least: int = 20,
+    structures: int = STRUCTURES,
+    told: Sequence[int] = (),
 ) -> dict[str, Any]:
+    """`told`: not empty any more when it is to stop; what there is then is reported."""
     torch.manual_seed(seed)
     model = TinyTransformer(VOCAB, LENGTH, D, layers=1).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -143,7 +152,7 @@ def train(
     series: dict[str, list[float]] = collections.defaultdict(list)
     steps = bad = 0
     kept: Kept = {}
-    while time.monotonic() - begin < seconds or steps < least:
+    while (time.monotonic() - begin < seconds or steps < least) and not told:
         optimizer.zero_grad(set_to_none=True)
         wanted, out = step(steps, seed, structures, model, device, kept)
         seen.update(list(wanted.terms))
@@ -206,7 +215,9 @@ def main() -> None:
     if args.device == "cuda":  # an empty cache, whose files can be counted
         os.environ["TRITON_CACHE_DIR"] = tempfile.mkdtemp(prefix="soak-")
     structures = args.structures or (GPU_STRUCTURES if args.device == "cuda" else STRUCTURES)
-    found = train(60 * args.minutes, args.device, args.seed, structures=structures)
+    told: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: told.append(number))
+    found = train(60 * args.minutes, args.device, args.seed, structures=structures, told=told)
     result = {"command": command("proof.soak"), **environment(args.device), **found}
     print(f"{found['steps']} steps in {found['minutes']} minutes;", found["verdict"])
     write(f"soak_{short(args.device)}", result)
