@@ -452,8 +452,9 @@ def run(
     N, D = (64, 16) if tiny else (4096, 4096) if device == "cuda" else (256, 128)
     rows: list[dict[str, Any]] = []
     left: list[str] = []
+    scaled: list[dict[str, Any]] = []
     memory = "20KiB" if tiny else MEMORY if device == "cuda" else "16MiB"
-    for V in (97, 128) if tiny else vocabularies:
+    for number, V in enumerate((97, 128) if tiny else vocabularies):
         for work in workloads:
             if clock.over:
                 left.append(f"{work.name} at {V}")
@@ -465,12 +466,11 @@ def run(
                 _say(line)
             if device == "cuda":
                 torch.cuda.empty_cache()
-    scaled = []
-    for line in scaling(clock, dtype, rounds, tiny) if workloads is WORKLOADS else ():
-        scaled.append(line)
-        _say(line)
-    if clock.over and workloads is WORKLOADS:
-        left.append("the end of the scaling")
+        for line in scaling(clock, dtype, rounds, tiny) if number == 0 and workloads is WORKLOADS else ():
+            scaled.append(line)
+            _say(line)
+        if number == 0 and clock.over:
+            left.append("some of the scaling")
     return {"dtype": str(dtype), "memory": memory, "workloads": rows, "scaling": scaled, "left out": left}
 
 
