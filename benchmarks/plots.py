@@ -120,7 +120,8 @@ def curves(record: dict[str, Any]) -> Figure:
 def suite(record: dict[str, Any]) -> Figure:
     """Of every workload and vocabulary, how many times the floor each way takes; and how headloss scales."""
     workloads = list(dict.fromkeys(r["workload"] for r in record["workloads"]))
-    figure, grid = plt.subplots(2, 5, figsize=(15, 6.4), layout="constrained")
+    lines = 2 if record["scaling"] else 1
+    figure, grid = plt.subplots(lines, 5, figsize=(15, 3.4 * lines), layout="constrained", squeeze=False)
     ways = list(dict.fromkeys(r["way"] for r in record["workloads"]))
     marks = dict(zip(ways, "os^vDPX*", strict=False))
     for ax, work in zip(grid[0], workloads, strict=True):
@@ -132,8 +133,10 @@ def suite(record: dict[str, Any]) -> Figure:
         ax.axhline(1, color=LINE, linestyle="--", linewidth=1.2)
         ax.set(title=work, xlabel="vocabulary, thousands", yscale="log")
     grid[0][0].set_ylabel("times the floor (dashed)")
-    grid[0][1].legend(frameon=False, fontsize=8)
-    for ax, what in zip(grid[1], ("N", "V", "D", "losses", "simulated ranks"), strict=True):
+    figure.legend(*grid[0][1].get_legend_handles_labels(), loc="outside lower center", ncols=len(ways), frameon=False)
+    for ax, what in zip(grid[-1], ("N", "V", "D", "losses", "simulated ranks"), strict=True):
+        if not record["scaling"]:
+            break
         rows = [r for r in record["scaling"] if r["grows"] == what]
         place = [r[{"simulated ranks": "ranks"}.get(what, what)] for r in rows]
         ax.plot(place, [r["ratio"] for r in rows], "o-", color=OURS)
@@ -141,7 +144,8 @@ def suite(record: dict[str, Any]) -> Figure:
         ax.set(xlabel=what, xscale="log", ylim=(0.9, None))
         ax.set_xticks(place, [f"{x:,}" for x in place], fontsize=7, rotation=30)
         ax.minorticks_off()
-    grid[1][0].set_ylabel("headloss, times the floor")
+    if record["scaling"]:
+        grid[1][0].set_ylabel("headloss, times the floor")
     for ax in grid.flat:
         ax.spines[["top", "right"]].set_visible(False)
     return _titled(

@@ -152,7 +152,7 @@ def main() -> None:
     args = parser.parse_args()
     faults = [f for f in FAULTS if f.file.startswith(args.only)]
     if args.again:
-        caught = {(row["file"], row["what"]) for row in earlier(args.name) if row["caught"]}
+        caught = {(row["file"], row["what"]) for row in earlier(args.name)["faults"] if row["caught"]}
         faults = [f for f in faults if (f.file, f.what) not in caught]
     for fault in faults:
         broken(fault, (ROOT / "headloss" / fault.file).read_text())
@@ -202,17 +202,19 @@ def failing(folder: Path, faults: Sequence[Fault], jobs: int) -> list[str]:
 
 def save(name: str, rows: list[dict[str, Any]], red: list[str]) -> None:
     """With what an earlier run found of other faults: a run may cover a part of the table."""
-    every = {(row["file"], row["what"]): row for row in [*earlier(name), *rows]}
+    before = earlier(name)
+    every = {(row["file"], row["what"]): row for row in [*before["faults"], *rows]}
     faults = [every[f.file, f.what] for f in FAULTS if (f.file, f.what) in every]
     caught = sum(bool(row["caught"]) for row in faults)
-    result = {"command": command("proof.mutants"), **environment(), "caught": caught, "total": len(faults)}
+    result = {"command": command("proof.mutants"), **({"note": before["note"]} if "note" in before else {})}
+    result |= {**environment(), "caught": caught, "total": len(faults)}
     result |= {"left out, red without a fault": red} if red else {}
     write(name, result | {"faults": faults})
 
 
-def earlier(name: str) -> list[dict[str, Any]]:
+def earlier(name: str) -> dict[str, Any]:
     path = Path(os.environ.get("OUT") or RESULTS) / f"{name}.json"
-    return json.loads(path.read_text())["faults"] if path.exists() else []
+    return json.loads(path.read_text()) if path.exists() else {"faults": []}
 
 
 if __name__ == "__main__":

@@ -157,7 +157,7 @@ def _suite() -> str:
         for r in record["scaling"]:
             place = r.get("losses", r.get("ranks", r.get(r["grows"])))
             grows[r["grows"]].append(f"{place:,}: {r['ratio']:.3f}×")
-        made += ["", "| headloss, times the floor, as this grows | |", "|---|---|"]
+        made += ["", "| headloss, times the floor, as this grows | |", "|---|---|"] if grows else []
         made += [f"| {what} | {', '.join(values)} |" for what, values in grows.items()]
     return "\n".join(made)
 
