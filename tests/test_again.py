@@ -6,7 +6,6 @@ depend on everything that the kernel is given.  On a GPU the kernels run.
 
 import gc
 import os
-import subprocess
 import sys
 import types
 import weakref
@@ -14,7 +13,7 @@ import zlib
 
 import pytest
 import torch
-from interpreting import quicken
+from interpreting import quicken, rerun
 
 import headloss as hl
 from headloss import again
@@ -39,10 +38,7 @@ inside = pytest.mark.skipif(not INSIDE, reason="runs under the interpreter, in a
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(INSIDE, reason="this is the other process")
 def test_under_the_interpreter():
-    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:xdist", "-p", "no:cacheprovider", __file__]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-4000:] + done.stderr[-2000:]
+    rerun(__file__)
 
 
 class Played:

@@ -2,12 +2,11 @@
 
 import math
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
 import torch.nn.functional as F
+from interpreting import rerun
 from torch.fx.experimental.proxy_tensor import make_fx
 
 pytest.importorskip("triton")
@@ -35,11 +34,7 @@ from headloss.backends.lower import Unprintable, compiled, pointwise, source_of 
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(INSIDE, reason="this is the other process")
 def test_under_the_interpreter():
-    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:xdist", "-p", "no:cacheprovider", __file__]
-    done = subprocess.run(
-        command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-4000:] + done.stderr[-2000:]
+    rerun(__file__)
 
 
 SPECIAL = [0.0, -0.0, 1.0, -1.0, 0.5, -0.5, 1.5, 2.5, -2.5, math.inf, -math.inf, math.nan, 1e-30, -1e-30, 1e30, 20.5]

@@ -1,12 +1,10 @@
 """Objectives on the one-launch path against the torch backend, under Triton's interpreter in a process of its own."""
 
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
-from interpreting import quicken
+from interpreting import quicken, rerun
 
 import headloss as hl
 from headloss.losses import cross_entropy, grpo, gspo, z_loss
@@ -22,10 +20,7 @@ if INSIDE:
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(INSIDE, reason="this is the other process")
 def test_under_the_interpreter():
-    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:xdist", "-p", "no:cacheprovider", __file__]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-4000:] + done.stderr[-2000:]
+    rerun(__file__)
 
 
 class Batch:

@@ -2,12 +2,10 @@
 
 import math
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
-from interpreting import quicken
+from interpreting import quicken, rerun
 
 import headloss as hl
 from headloss.losses import (
@@ -35,10 +33,7 @@ if INSIDE:
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(INSIDE, reason="this is the other process")
 def test_under_the_interpreter():
-    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:xdist", "-p", "no:cacheprovider", __file__]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-4000:] + done.stderr[-2000:]
+    rerun(__file__)
 
 
 class Batch:
@@ -381,14 +376,14 @@ def test_a_plan_on_meta_tensors_has_the_gradient_at_ids():
     assert {f.name for f in plan.program.cotangents} == {"ids_logprob", "tail_logprob"}
 
 
+@inside
 def test_a_teacher_that_no_term_looks_at_decides_nothing():
     batch = Batch()
     terms = {"a": hl.Term(forward_kl, teacher="a"), "b": hl.Term(jsd, teacher="b", weight=0.0)}
     told = {"a": hl.Logits(batch.said), "b": hl.Logits(batch.said[:, :30])}
     objective = hl.Objective(**terms, backend="triton")
-    source = hl.Logits(batch.logits)
-    if INSIDE:
-        assert objective.explain(source, batch.targets, teacher=told).launches.startswith("one launch a visit")
+    plan = objective.explain(hl.Logits(batch.logits), batch.targets, teacher=told)
+    assert plan.launches.startswith("one launch a visit")
 
 
 def bessel(logp, logq):

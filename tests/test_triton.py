@@ -12,7 +12,7 @@ from itertools import combinations
 
 import pytest
 import torch
-from interpreting import quicken
+from interpreting import quicken, rerun
 
 import headloss as hl
 from headloss.backends import choose
@@ -40,10 +40,7 @@ HALVES = ("pull or coefficients or objective", "not (pull or coefficients or obj
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.skipif(INSIDE, reason="this is the other process")
 def test_under_the_interpreter(half):
-    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:xdist", "-p", "no:cacheprovider", "-k", half, __file__]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-4000:] + done.stderr[-2000:]
+    rerun(__file__, "-k", half)
 
 
 @pytest.mark.skipif(INSIDE, reason="triton is allowed everything here")

@@ -5,14 +5,13 @@ The losses are found, not listed.  What is given is rounded to float32 first, so
 
 import math
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import oracle
 import pytest
 import torch
-from interpreting import quicken
+from interpreting import quicken, rerun
 from oracle import LOSSES
 from test_contract import needs_inputs, objective_ways, options_of, term_for
 
@@ -34,10 +33,7 @@ if INSIDE:
 @pytest.mark.parametrize("part", ["every_loss", "not every_loss"])
 @pytest.mark.skipif(INSIDE, reason="this is the other process")
 def test_under_the_interpreter(part):
-    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:xdist", "-p", "no:cacheprovider", "-k", part, __file__]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-4000:] + done.stderr[-2000:]
+    rerun(__file__, "-k", part)
 
 
 def rounded(x):

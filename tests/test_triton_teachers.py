@@ -5,13 +5,11 @@ TRITON_INTERPRET must be set before triton is first imported, so one test runs t
 
 import math
 import os
-import subprocess
-import sys
 from importlib import import_module
 
 import pytest
 import torch
-from interpreting import quicken
+from interpreting import quicken, rerun
 
 from headloss.divergence import Element
 from headloss.facts import Fact, Want, coefficients, finish
@@ -38,10 +36,7 @@ if INSIDE:
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(INSIDE, reason="this is the other process")
 def test_under_the_interpreter():
-    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:xdist", "-p", "no:cacheprovider", __file__]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-4000:] + done.stderr[-2000:]
+    rerun(__file__)
 
 
 class Case:

@@ -3,13 +3,12 @@
 import math
 import os
 import re
-import subprocess
-import sys
 from importlib import import_module
 
 import pytest
 import torch
 import torch.nn.functional as F
+from interpreting import rerun
 
 import headloss as hl
 from headloss.facts import CONSTANT, Fact, Want, coefficients, finish
@@ -33,11 +32,7 @@ if INSIDE:
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(INSIDE, reason="this is the other process")
 def test_under_the_interpreter():
-    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:xdist", "-p", "no:cacheprovider", __file__]
-    done = subprocess.run(
-        command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-4000:] + done.stderr[-2000:]
+    rerun(__file__)
 
 
 class Mix:
