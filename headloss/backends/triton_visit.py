@@ -217,10 +217,16 @@ def _variant(
         "SCALED": scaled, "CAPPED": not uncapped, "PER_ROW": tuple(n >= 0 for n in temperatures),
         "INPUT_ROWS": inputs, "BASE_KINDS": bases, "FACTOR_KINDS": factors,
         "LINE": line, "VEC": vector, "OUT_LINE": out_line, "OUT_VEC": out_vector, "RAW_VEC": vector if together else 1,
-        "SAME": same, "PAIRED": dtype == torch.bfloat16 and vector > 1,  # words of two are decoded in fewer steps
+        "SAME": same, "PAIRED": dtype == torch.bfloat16 and vector > 1 and _pairs(),
         "K": shape.loads, "L": 32 * shape.warps, "J": 16 // dtype.itemsize, "num_warps": shape.warps,
     }  # fmt: skip
     return Launch(visit_kernel, constants)
+
+
+@functools.cache
+def _pairs() -> bool:
+    """Whether the device compares two bfloat16 in a word at once."""
+    return not torch.cuda.is_available() or (torch.version.hip is None and torch.cuda.get_device_capability() >= (8, 0))
 
 
 def totals(visited: Visited, weights: Sequence[Number]) -> tuple[Tensor, Tensor]:
@@ -286,6 +292,7 @@ def _plan(program: Program) -> Plan:
         "WANT_Q": tuple(want.at(T, "sum_p2") for T in want.temperatures),
     }
     flags |= {name: tuple(program.there[i][j] for i in used) for j, name in enumerate("ABECY")}
+    flags |= {"FINITE": any(flags["WANT_X"]), "FINITE_OUT": any(flags["B"])}
     sizes = (
         1 + len(want.temperatures), len(want.facts) - flags["NAMES"].count(STUDENT.index("argmax")),
         len(program.terms), len(program.metrics),

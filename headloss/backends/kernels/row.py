@@ -11,10 +11,31 @@ loop and kept for the second sweep.  See logits.py for boundaries and sums.py an
 import triton
 import triton.language as tl
 
-from headloss.backends.kernels.logits import FLOOR, logits
+from headloss.backends.kernels.logits import logits
 from headloss.backends.kernels.pull import slopes
 
 LOWEST = tl.constexpr(-1.0e7)  # at or below is -inf: further down the rounding of z / T alone could overflow
+LEAST = tl.constexpr(-1.0e20)  # for -inf where a logit is a factor: 2^LEAST is 0, and 0 * LEAST is 0, not NaN
+TWO_LEAST = tl.constexpr(-525475667)  # 0xE0ADE0AD, twice that as bfloat16
+
+
+if triton.knobs.runtime.interpret:  # which knows no assembly
+
+    @triton.jit
+    def higher(x, y, NAN: tl.constexpr):
+        """The higher ones of two words of two bfloat16; NAN: a NaN is higher than anything, else lower."""
+        low, high = (x << 16).to(tl.float32, bitcast=True), (x & -65536).to(tl.float32, bitcast=True)
+        low_, high_ = (y << 16).to(tl.float32, bitcast=True), (y & -65536).to(tl.float32, bitcast=True)
+        kept = tl.where((low >= low_) | ((low != low) if NAN else (low_ != low_)), x, y) & 65535
+        return kept | (tl.where((high >= high_) | ((high != high) if NAN else (high_ != high_)), x, y) & -65536)
+
+else:
+
+    @triton.jit
+    def higher(x, y, NAN: tl.constexpr):
+        """The higher ones of two words of two bfloat16; NAN: a NaN is higher than anything, else lower."""
+        NAME: tl.constexpr = "max.NaN.bf16x2" if NAN else "max.bf16x2"
+        return tl.inline_asm_elementwise(NAME + " $0, $1, $2;", "=r,r,r", [x, y], dtype=tl.int32, is_pure=True, pack=1)
 
 
 @triton.jit
@@ -41,28 +62,56 @@ def take(raw, at, go, stop, MASKED: tl.constexpr, POLICY: tl.constexpr, K: tl.co
 
 
 @triton.jit
-def decode(x, scale, cap, SCALED: tl.constexpr, CAPPED: tl.constexpr, PAIRED: tl.constexpr):
-    """Logits (L, J) from a block as it is stored."""
-    if PAIRED:
-        even = (x << 16).to(tl.float32, bitcast=True)
-        odd = (x & -65536).to(tl.float32, bitcast=True)
-        x = tl.join(even, odd).reshape(x.shape[0], 2 * x.shape[1])
-    return logits(x, scale, cap, SCALED, CAPPED)
+def halves(x):
+    """The two bfloat16 of a word."""
+    return (x << 16).to(tl.float32, bitcast=True), (x & -65536).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def absorb(z, m, best, block, S, X, Q, c, WANT_X: tl.constexpr, WANT_Q: tl.constexpr, BEST: tl.constexpr):
-    """Take a block z, K x (L, J), into the lanes' partials (L,), every reduction within a thread.
+def decode(
+    x, scale, cap, FINITE: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr, PAIRED: tl.constexpr
+):  # fmt: skip
+    """Logits (L, J) from a block as it is stored; FINITE: at least LEAST."""
+    WORDS: tl.constexpr = PAIRED and not SCALED and not CAPPED
+    if FINITE and WORDS:
+        x = higher(x, tl.zeros_like(x) + TWO_LEAST, True)
+    if PAIRED:
+        even, odd = halves(x)
+        x = tl.join(even, odd).reshape(x.shape[0], 2 * x.shape[1])
+    z = logits(x, scale, cap, SCALED, CAPPED)
+    if FINITE and not WORDS:
+        z = finite(z)
+    return z
+
+
+@triton.jit
+def finite(z):
+    return tl.maximum(z, LEAST, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def highest(x):
+    """The highest logit of each lane, (L,), from words of two, K x (L, J / 2): two are compared at a time."""
+    w = x[0]
+    for n in tl.static_range(1, len(x)):
+        w = higher(w, x[n], False)
+    a, b = tl.split(w.reshape(w.shape[0], w.shape[1] // 2, 2))
+    w = higher(a, b, False)
+    a, b = tl.split(w)
+    even, odd = halves(higher(a, b, False))
+    return tl.maximum(even, odd)
+
+
+@triton.jit
+def absorb(z, top, m, best, block, S, X, Q, c, WANT_X: tl.constexpr, WANT_Q: tl.constexpr, BEST: tl.constexpr):
+    """Take a block z, K x (L, J), and its maxima (L,) into the lanes' partials (L,), without a word between lanes.
 
     As in sums.py, but in each temperature a lane measures from the whole number below m c: t = z c - origin is then one
-    operation, and differences of origins are exact.
+    operation, and differences of origins are exact.  Where t is a factor, z is finite.
     """
-    new = m
-    for n in tl.static_range(len(z)):
-        top = tl.max(z[n], axis=1)
-        if BEST:
-            best = tl.where(top > new, block * len(z) + n, best)  # strictly above: a tie keeps the earlier load
-        new = tl.maximum(new, top)
+    if BEST:
+        best = tl.where(top > m, block, best)  # strictly above: a tie keeps the earlier block
+    new = tl.maximum(m, top)
     S_, X_, Q_ = (), (), ()
     for i in tl.static_range(len(c)):
         origin = tl.floor(new * c[i])
@@ -78,7 +127,7 @@ def absorb(z, m, best, block, S, X, Q, c, WANT_X: tl.constexpr, WANT_Q: tl.const
             e = tl.exp2(t)
             s += tl.sum(e, axis=1)
             if WANT_X[i]:
-                x += tl.sum(e * tl.maximum(t, FLOOR), axis=1)
+                x += tl.sum(e * t, axis=1)
             if WANT_Q[i]:
                 q += tl.sum(e * e, axis=1)
         S_ = S_ + (s,)
@@ -92,7 +141,10 @@ def gradient(
     z, origin, c, k, cap,
     A: tl.constexpr, B: tl.constexpr, E: tl.constexpr, C: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """The dense part; `k` has four numbers for each temperature: a, b, e, c over T, as factors of 2^t, not of p."""
+    """The dense part; `k` has four numbers for each temperature: a, b, e, c over T, as factors of 2^t, not of p.
+
+    Where there is a `b`, z is finite.
+    """
     g = tl.zeros_like(z)
     for i in tl.static_range(len(c)):
         if A[i] or B[i] or E[i]:
@@ -100,7 +152,7 @@ def gradient(
             u = tl.exp2(t)
             slope = k[4 * i] + 0.0
             if B[i]:
-                slope = slope + k[4 * i + 1] * tl.maximum(t, FLOOR)
+                slope = slope + k[4 * i + 1] * t
             if E[i]:
                 slope = slope + k[4 * i + 2] * u
             g += u * slope
@@ -148,33 +200,47 @@ def blocks(skew, end, LINE: tl.constexpr, VEC: tl.constexpr, BLOCK: tl.constexpr
 
 
 @triton.jit
+def within(at, n: tl.constexpr, low, high):
+    """Which columns of load `n` of a block from column `at` (L, J) on are there."""
+    here = at + n * (at.shape[0] * at.shape[1])
+    return (here >= low) & (here < high)
+
+
+@triton.jit
 def take_in(
     x, at, skew, end, m, best, block, S, X, Q, total, centre, c, scale, cap, MASKED: tl.constexpr,
-    TOTAL: tl.constexpr, BEST: tl.constexpr, WANT_X: tl.constexpr, WANT_Q: tl.constexpr,
+    TOTAL: tl.constexpr, BEST: tl.constexpr, WANT_X: tl.constexpr, WANT_Q: tl.constexpr, FINITE: tl.constexpr,
     SCALED: tl.constexpr, CAPPED: tl.constexpr, PAIRED: tl.constexpr,
 ):  # fmt: skip
     """A stored block, from column `at` (L, J) on, into the lanes' partials."""
+    WORDS: tl.constexpr = PAIRED and not (SCALED or CAPPED or MASKED)
     z = ()
+    if WORDS:
+        top = highest(x)
+    else:
+        top = m
     for n in tl.static_range(len(x)):
-        value = decode(x[n], scale, cap, SCALED, CAPPED, PAIRED)
+        value = decode(x[n], scale, cap, FINITE and not TOTAL, SCALED, CAPPED, PAIRED)
+        if TOTAL:  # of all logits as they are
+            away = value - centre
+            if MASKED:
+                away = tl.where(within(at, n, skew, end), away, 0.0)
+            total += tl.sum(away, axis=1)
+            if FINITE:
+                value = finite(value)
         if MASKED:
-            here = at + n * (at.shape[0] * at.shape[1])
-            good = (here >= skew) & (here < end)
-            if TOTAL:
-                total += tl.sum(tl.where(good, value - centre, 0.0), axis=1)
-            value = tl.where(good, value, -float("inf"))
-        else:
-            if TOTAL:
-                total += tl.sum(value - centre, axis=1)
+            value = tl.where(within(at, n, skew, end), value, LEAST)
+        if not WORDS:
+            top = tl.maximum(top, tl.max(value, axis=1))
         z = z + (value,)
-    m, best, S, X, Q = absorb(z, m, best, block, S, X, Q, c, WANT_X, WANT_Q, BEST)
+    m, best, S, X, Q = absorb(z, top, m, best, block, S, X, Q, c, WANT_X, WANT_Q, BEST)
     return m, best, S, X, Q, total
 
 
 @triton.jit
 def read(
     raw, skew, end, c, scale, cap,
-    TOTAL: tl.constexpr, BEST: tl.constexpr, WANT_X: tl.constexpr, WANT_Q: tl.constexpr,
+    TOTAL: tl.constexpr, BEST: tl.constexpr, WANT_X: tl.constexpr, WANT_Q: tl.constexpr, FINITE: tl.constexpr,
     SCALED: tl.constexpr, CAPPED: tl.constexpr, LINE: tl.constexpr, VEC: tl.constexpr, POLICY: tl.constexpr,
     PAIRED: tl.constexpr, K: tl.constexpr, L: tl.constexpr, J: tl.constexpr,
 ):  # fmt: skip
@@ -209,42 +275,45 @@ def read(
             h = take(words, w, go, stop, True, POLICY, K, PAIRED)
             m, best, S, X, Q, total = take_in(
                 h, j, skew, end, m, best, 0, S, X, Q, total, centre, c, scale, cap,
-                True, TOTAL, BEST, WANT_X, WANT_Q, SCALED, CAPPED, PAIRED,
+                True, TOTAL, BEST, WANT_X, WANT_Q, FINITE, SCALED, CAPPED, PAIRED,
             )  # fmt: skip
     for block in tl.range(first, last, num_stages=1):
         x = take(words, block * (BLOCK // W) + w, 0, 0, False, POLICY, K, PAIRED)
         m, best, S, X, Q, total = take_in(
             x, j, skew, end, m, best, block, S, X, Q, total, centre, c, scale, cap,
-            False, TOTAL, BEST, WANT_X, WANT_Q, SCALED, CAPPED, PAIRED,
+            False, TOTAL, BEST, WANT_X, WANT_Q, FINITE, SCALED, CAPPED, PAIRED,
         )  # fmt: skip
     if end > last * BLOCK:
         m, best, S, X, Q, total = take_in(
             tail, last * BLOCK + j, skew, end, m, best, last, S, X, Q, total, centre, c, scale, cap,
-            True, TOTAL, BEST, WANT_X, WANT_Q, SCALED, CAPPED, PAIRED,
+            True, TOTAL, BEST, WANT_X, WANT_Q, FINITE, SCALED, CAPPED, PAIRED,
         )  # fmt: skip
     top = tl.max(m, axis=0)
-    argmax = tl.zeros([], tl.int32)
+    column = tl.zeros([L], tl.int32)
     if BEST:
-        # every lane that holds the maximum knows in which load it first saw it; the lowest column is in the lowest
-        load = tl.min(tl.where(m == top, best, 2147483647), axis=0)
-        spot = tl.where(top > LOWEST, load, 0) * (L * J)
-        (there,) = take(words, spot // W + w, go, stop, True, POLICY, 1, PAIRED)
-        spot += j
-        match = (spot >= skew) & (spot < end) & (decode(there, scale, cap, SCALED, CAPPED, PAIRED) == top)
-        seen = tl.min(tl.min(tl.where(match, spot, 2147483647), axis=1), axis=0)
-        argmax = tl.where(top > LOWEST, seen - skew, 0)
-    return m, top, argmax, S, X, Q, tl.sum(total, axis=0), centre, tail
+        # a lane that holds the maximum knows in which block it first saw it, and reads that one once more
+        column += 2147483647
+        holds = m == top
+        spot = best * BLOCK
+        for n in tl.static_range(K):
+            here = spot[:, None] // W + n * (L * J // W) + w
+            read_again = holds[:, None] & (here >= go // W) & (here < stop // W)
+            z = decode(tl.load(words + here, mask=read_again, other=0), scale, cap, False, SCALED, CAPPED, PAIRED)
+            at = spot[:, None] + n * (L * J) + j
+            match = holds[:, None] & (at >= skew) & (at < end) & (z == top)
+            column = tl.minimum(column, tl.min(tl.where(match, at, 2147483647), axis=1))
+    return m, top, column - skew, S, X, Q, tl.sum(total, axis=0), centre, tail
 
 
 @triton.jit
 def emit(
-    x, out, at, low, high, origin, c, k, scale, cap, MASKED: tl.constexpr, PAIRED: tl.constexpr,
+    x, out, at, low, high, origin, c, k, scale, cap, MASKED: tl.constexpr, PAIRED: tl.constexpr, FINITE: tl.constexpr,
     A: tl.constexpr, B: tl.constexpr, E: tl.constexpr, C: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
     """The gradient of a stored block."""
     for n in tl.static_range(len(x)):
         here = at + n * (at.shape[0] * at.shape[1])
-        g = gradient(decode(x[n], scale, cap, SCALED, CAPPED, PAIRED), origin, c, k, cap, A, B, E, C, CAPPED)
+        g = gradient(decode(x[n], scale, cap, FINITE, SCALED, CAPPED, PAIRED), origin, c, k, cap, A, B, E, C, CAPPED)
         g = g.to(out.dtype.element_ty)
         if MASKED:
             tl.store(out + here, g, mask=(here >= low) & (here < high), cache_modifier=".cs")
@@ -255,7 +324,7 @@ def emit(
 @triton.jit
 def write(
     raw, out, skew, end, tail, origin, c, k, at_target, picked, column, here, scale, cap,
-    A: tl.constexpr, B: tl.constexpr, E: tl.constexpr, C: tl.constexpr, PICK: tl.constexpr,
+    A: tl.constexpr, B: tl.constexpr, E: tl.constexpr, C: tl.constexpr, FINITE: tl.constexpr, PICK: tl.constexpr,
     SCALED: tl.constexpr, CAPPED: tl.constexpr, LINE: tl.constexpr, VEC: tl.constexpr, SAME: tl.constexpr,
     PAIRED: tl.constexpr, K: tl.constexpr, L: tl.constexpr, J: tl.constexpr,
 ):  # fmt: skip
@@ -275,21 +344,21 @@ def write(
     tl.debug_barrier()  # every warp has seen what it needs of the row before any may overwrite it
     if not SAME:
         tail = take(words, last * (BLOCK // W) + w, low, high, True, "evict_first", K, PAIRED)
-    emit(tail, out, last * BLOCK + j, low, high, origin, c, k, scale, cap, True, PAIRED, A, B, E, C, SCALED, CAPPED)
+    emit(tail, out, last * BLOCK + j, low, high, origin, c, k, scale, cap, True, PAIRED, FINITE, A, B, E, C, SCALED, CAPPED)
     for back in tl.range(first, last, num_stages=1):
         block = last - 1 + first - back
         x = take(words, block * (BLOCK // W) + w, 0, 0, False, "evict_first", K, PAIRED)
-        emit(x, out, block * BLOCK + j, 0, 0, origin, c, k, scale, cap, False, PAIRED, A, B, E, C, SCALED, CAPPED)
+        emit(x, out, block * BLOCK + j, 0, 0, origin, c, k, scale, cap, False, PAIRED, FINITE, A, B, E, C, SCALED, CAPPED)
     if LINE > VEC:
         for _head in range(0, first):
             h = take(words, w, low, high, True, "evict_first", K, PAIRED)
-            emit(h, out, j, low, high, origin, c, k, scale, cap, True, PAIRED, A, B, E, C, SCALED, CAPPED)
+            emit(h, out, j, low, high, origin, c, k, scale, cap, True, PAIRED, FINITE, A, B, E, C, SCALED, CAPPED)
     if (low > skew) | (high < end):
-        z_ends = logits(x_ends, scale, cap, SCALED, CAPPED)
+        z_ends = finite(logits(x_ends, scale, cap, SCALED, CAPPED))
         tl.store(out + ragged, gradient(z_ends, origin, c, k, cap, A, B, E, C, CAPPED).to(kind), mask=ends)
     if PICK:  # noqa: SIM102, known before the kernel runs
         if here:  # one store instead of a comparison for every column
-            z_y = logits(picked, scale, cap, SCALED, CAPPED)
+            z_y = finite(logits(picked, scale, cap, SCALED, CAPPED))
             g_y = gradient(z_y, origin, c, k, cap, A, B, E, C, CAPPED) + slopes(at_target, z_y, 1.0, cap, False, CAPPED)
             tl.debug_barrier()
             tl.store(out + column, g_y.to(kind))

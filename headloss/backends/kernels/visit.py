@@ -74,6 +74,11 @@ def arguments(
 
 
 @triton.jit
+def plus(a, b, a_, b_):
+    return a + a_, b + b_
+
+
+@triton.jit
 def student_fact(NAME: tl.constexpr, some, top, best, away, total, rows, T, s, log_sum, spread, square):
     """As `facts.finish`: `away` is the target's logit and `total` the sum of all, from the maximum."""
     if NAME == LSE:
@@ -105,8 +110,9 @@ def visit_kernel(
     FN: tl.constexpr, NAMES: tl.constexpr, PLACES: tl.constexpr, USED: tl.constexpr, SLOTS: tl.constexpr,
     TARGET: tl.constexpr, IGNORE: tl.constexpr, VALID: tl.constexpr, GRADIENT: tl.constexpr,
     PICK: tl.constexpr, TOTAL: tl.constexpr, BEST: tl.constexpr,
-    WANT_X: tl.constexpr, WANT_Q: tl.constexpr, PER_ROW: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr,
-    A: tl.constexpr, B: tl.constexpr, E: tl.constexpr, C: tl.constexpr, Y: tl.constexpr,
+    WANT_X: tl.constexpr, WANT_Q: tl.constexpr, FINITE: tl.constexpr,
+    PER_ROW: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr,
+    A: tl.constexpr, B: tl.constexpr, E: tl.constexpr, C: tl.constexpr, Y: tl.constexpr, FINITE_OUT: tl.constexpr,
     INPUT_ROWS: tl.constexpr, BASE_KINDS: tl.constexpr, FACTOR_KINDS: tl.constexpr,
     LINE: tl.constexpr, VEC: tl.constexpr, OUT_LINE: tl.constexpr, OUT_VEC: tl.constexpr, RAW_VEC: tl.constexpr,
     SAME: tl.constexpr, PAIRED: tl.constexpr, K: tl.constexpr, L: tl.constexpr, J: tl.constexpr,
@@ -146,9 +152,9 @@ def visit_kernel(
         if PICK:
             picked = tl.load(raw + (row * stride + lead + column), mask=here, other=0.0)
 
-        m, top, argmax, S, X, Q, total, centre, tail = read(
+        m, top, seen, S, X, Q, total, centre, tail = read(
             raw + begin, skew, skew + V, c, scale, cap,
-            TOTAL, BEST, WANT_X, WANT_Q, SCALED, CAPPED, LINE, VEC, POLICY, PAIRED, K, L, J,
+            TOTAL, BEST, WANT_X, WANT_Q, FINITE, SCALED, CAPPED, LINE, VEC, POLICY, PAIRED, K, L, J,
         )  # fmt: skip
 
         # merge the lanes, and finish as facts.finish does
@@ -160,16 +166,17 @@ def visit_kernel(
             off = tl.fma(top, c[i], -origin_i)  # from there to the maximum itself
             d = tl.floor(m * c[i]) - origin_i - off
             k = tl.exp2(d)
-            s = tl.sum(k * S[i], axis=0)
+            if WANT_X[i]:  # both in one step: lanes wait for each other once
+                s, spread = tl.reduce((k * S[i], k * (X[i] + d * S[i])), 0, plus)
+                spreads = spreads + (spread * LN2,)
+            else:
+                s = tl.sum(k * S[i], axis=0)
+                spreads = spreads + (0.0,)
             s = tl.where(s == 0, 1.0, s)
             origins = origins + (origin_i,)
             offs = offs + (off,)
             sums = sums + (s,)
             log_sums = log_sums + (tl.log(s),)
-            if WANT_X[i]:
-                spreads = spreads + (tl.sum(k * (X[i] + d * S[i]), axis=0) * LN2,)
-            else:
-                spreads = spreads + (0.0,)
             if WANT_Q[i]:
                 squares = squares + (tl.sum(k * k * Q[i], axis=0),)
             else:
@@ -178,7 +185,9 @@ def visit_kernel(
         if PICK:
             away = tl.where(here, logits(picked, scale, cap, SCALED, CAPPED) - origin, -float("inf"))
         total = total + V.to(tl.float32) * (centre - origin)
-        best = (argmax + start).to(tl.int64)
+        best = tl.zeros([], tl.int64)
+        if BEST:
+            best = tl.where(some, tl.min(seen, axis=0) + start, start).to(tl.int64)
         facts = ()
         for i in tl.static_range(len(NAMES)):
             fact = student_fact(
@@ -235,7 +244,7 @@ def visit_kernel(
                 write(
                     raw + tl.multiple_of(row * stride + lead - out_skew, RAW_VEC), out, out_skew, out_skew + V,
                     tail, origin_, c_, k, at_target, picked, column + out_skew, here, scale, cap,
-                    A, B, E, C, PICK, SCALED, CAPPED, OUT_LINE, OUT_VEC, SAME, PAIRED and RAW_VEC > 1,
+                    A, B, E, C, FINITE_OUT, PICK, SCALED, CAPPED, OUT_LINE, OUT_VEC, SAME, PAIRED and RAW_VEC > 1,
                     K, L, J,
                 )  # fmt: skip
             else:
