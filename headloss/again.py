@@ -24,7 +24,7 @@ from headloss.heads import Grads
 from headloss.one_launch import Launched, measured
 from headloss.passes import Held
 from headloss.planning import Plan, call_weights, keep
-from headloss.record import Output, facts_from, key_of
+from headloss.record import Output, facts_later, key_of
 from headloss.reductions import over
 from headloss.rows import IGNORE, Prepared, Rows, Stats, check_stats, may_read
 from headloss.signature import identity, ours
@@ -136,7 +136,7 @@ class Form:
         self.means = tuple(t.reduction == "token_mean" for t in plan.terms)
         self.weights = {name: term.weight for name, term in objective.terms.items()}
         self.facts = [key_of(f, False) for f in plan.want.facts]
-        self.constant = [f.name in CONSTANT for f in plan.want.facts]
+        self.best = next((i for i, f in enumerate(plan.want.facts) if f.name in CONSTANT), None)
 
     def suits(self, x: Tensor) -> bool:
         V = x.shape[-1]
@@ -162,20 +162,29 @@ class Form:
         now = call_weights(objective, weights) if weights else self.weights
         weigh = [now[name] for name in self.terms]
         again = Again(self, source, targets, stats)
-        arguments = self.arguments(x.device, mean, [w * grad_scale for w in weigh], inputs)
+        factors = weigh if type(grad_scale) is float and grad_scale == 1.0 else [w * grad_scale for w in weigh]
+        arguments = self.arguments(x.device, mean, factors, inputs)
         if direct:
-            loss, *facts = again.run(x, weigh, arguments, True)
+            loss, facts = again.run(x, weigh, arguments, True)
         elif x.requires_grad and torch.is_grad_enabled():
-            loss, *facts = Visit.apply(again, weigh, arguments, x)
+            loss, facts = Visit.apply(again, weigh, arguments, x)
         else:
             with torch.no_grad():
-                loss, *facts = again.run(x, weigh, arguments, False)
+                loss, facts = again.run(x, weigh, arguments, False)
         terms = dict(zip(self.terms, again.sums.unbind(), strict=True))
         if self.off:
             terms |= dict.fromkeys(self.off, torch.zeros((), dtype=loss.dtype, device=x.device))
             terms = {name: terms[name] for name in objective.terms}
         grads = Grads(again.grad) if direct else None
-        return Output(loss, terms, again.metrics, facts_from(facts, self.facts), grads)
+        best = again.visited.best
+        return Output(loss, terms, again.metrics, facts_later(lambda: self.cut(facts, best), self.facts), grads)
+
+    def cut(self, facts: Tensor, best: Tensor | None) -> list[Tensor]:
+        """The facts one by one; the targets' shape is that of the block's rows."""
+        found = list(facts.unbind())
+        if best is not None and self.best is not None:
+            found.insert(self.best, best.view(facts.shape[1:]))
+        return found
 
     def read(
         self, targets: Tensor | Prepared, vocab: int, host_read: bool
@@ -196,12 +205,12 @@ class Form:
     ) -> tuple[Any, ...]:
         """Inputs, bases, factors and numbers, as the kernel takes them."""
         number = self.kernels._number
-        flat = (inputs[name] for name in self.program.inputs)
-        mean = number(mean, device)
+        flat = [inputs[name] for name in self.program.inputs]
+        mean = mean if type(mean) is float else number(mean, device)
         return (
             tuple([number(v if v.ndim < 2 else v.reshape(-1), device) for v in flat]),
             tuple([mean if is_mean else 1.0 for is_mean in self.means]),
-            tuple([number(f, device) for f in factors]),
+            tuple([f if type(f) is float else number(f, device) for f in factors]),
             self.numbers,
         )
 
@@ -222,8 +231,8 @@ class Again:
 
     def run(
         self, x: Tensor, weights: list[float | Tensor], arguments: tuple[Any, ...], grad: bool
-    ) -> tuple[Tensor, ...]:
-        """The loss and the facts; the gradient is kept."""
+    ) -> tuple[Tensor, Tensor]:
+        """The loss and the facts (F, ...) but for the argmax; the gradient is kept."""
         form, said = self.form, self.said
         flat = self.targets if x.ndim == 2 else self.targets.view(-1)
         raw_NV = x if x.ndim == 2 else x.view(-1, x.shape[-1])
@@ -244,8 +253,8 @@ class Again:
         if form.program.metrics:  # which rows count is noted now: the targets may be written to
             valid = flat != IGNORE if self.ignored else None
             self.metrics = measured(visited, valid)
-        facts = visited.facts.values()
-        return (loss, *(facts if x.ndim == 2 else (f.view(x.shape[:-1]) for f in facts)))
+        facts = visited.block
+        return loss, facts if x.ndim == 2 else facts.view(-1, *x.shape[:-1])
 
     def open(self, x: Tensor) -> Sweep:
         """The same call as the long way has it."""
@@ -262,25 +271,28 @@ class Visit(torch.autograd.Function):
     def forward(ctx: Any, again: Again, weights: Any, arguments: Any, x: Tensor) -> Any:
         ctx.set_materialize_grads(False)
         outputs = again.run(x, weights, arguments, True)
-        if True in again.form.constant:
-            ctx.mark_non_differentiable(*(f for f, c in zip(outputs[1:], again.form.constant, strict=True) if c))
         ctx.save_for_backward(x)
         ctx.again, ctx.grads = again, Grads(again.grad)
         again.grad = None
         return outputs
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        return _once(ctx, *grads) if torch.is_grad_enabled() else Visit._backward(ctx, *grads)
+    def backward(ctx: Any, g_loss: Tensor | None, g_facts: Tensor | None) -> Any:
+        return _once(ctx, g_loss, g_facts) if torch.is_grad_enabled() else Visit._backward(ctx, g_loss, g_facts)
 
     @staticmethod
-    def _backward(ctx: Any, g_loss: Tensor | None, *g_facts: Tensor | None) -> Any:
+    def _backward(ctx: Any, g_loss: Tensor | None, g_facts: Tensor | None) -> Any:
         again, (x,) = ctx.again, ctx.saved_tensors  # looked at in any case: it must not have been written to
         grads, ctx.grads = ctx.grads, None  # handed over: a second backward makes them again
-        if grads is not None and g_loss is not None and all(g is None for g in g_facts):
+        if grads is not None and g_loss is not None and g_facts is None:
             return None, None, None, scaled(grads, g_loss, again.form.backend).logits
         held = Held(again.open(x), (True,), Launched(again.sums, again.visited, None, None), grads, [], again.inplace)
-        by_tensor, _ = held.pull((x,), g_loss, g_facts)
+        pulled: list[Tensor | None] = [None] * len(again.form.facts)
+        if g_facts is not None:
+            pulled = list(g_facts.unbind())
+            if again.form.best is not None:
+                pulled.insert(again.form.best, None)
+        by_tensor, _ = held.pull((x,), g_loss, tuple(pulled))
         return None, None, None, *by_tensor
 
 

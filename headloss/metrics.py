@@ -105,7 +105,7 @@ class Batch:
     def __init__(
         self,
         names: Iterable[str],
-        values: Mapping[str, Tensor] | Tensor,  # by name, or (M, R) in the order of the names
+        values: Mapping[str, Tensor] | Callable[[], Tensor],  # by name, or (M, R) in the order of the names
         weights_R: Tensor | None,
     ) -> None:
         self.kinds = _kinds_of(tuple(names))
@@ -141,8 +141,8 @@ class Batch:
 
     def _stacked(self) -> tuple[Tensor, dict[str, int]]:
         """The values as rows of a matrix, and which row is whose: several metrics may look at one tensor."""
-        if isinstance(self.given, Tensor):
-            return self.given, {name: i for i, name in enumerate(self.kinds)}
+        if callable(self.given):
+            return self.given(), {name: i for i, name in enumerate(self.kinds)}
         unique = {id(x): x for x in self.given.values()}
         place = {key: i for i, key in enumerate(unique)}
         xs = [x.detach().reshape(-1) for x in unique.values()]
@@ -230,7 +230,9 @@ def measure(values: Mapping[str, Tensor], weights: Tensor | None, per: str) -> d
     return {name: Metric(kind, (batch, name), per) for name, kind in batch.kinds.items()}
 
 
-def measure_later(names: Sequence[str], values_MR: Tensor, weights: Tensor | None, per: str) -> dict[str, Metric]:
+def measure_later(
+    names: Sequence[str], values_MR: Callable[[], Tensor], weights: Tensor | None, per: str
+) -> dict[str, Metric]:
     """The same for values that nobody else can write to: they are reduced when the first metric is looked at."""
     batch = Batch(names, values_MR, weights)
     return {name: Metric(kind, (batch, name), per) for name, kind in batch.kinds.items()}

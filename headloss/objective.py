@@ -51,13 +51,13 @@ WHY = (
 def as_it_is(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Under torch.compile `fn` runs as it is, between two compiled graphs: its kernels are fused already.
 
-    `torch.compiler.disable`, but only once something may be compiling: it imports the compiler, and that triton.
+    `torch.compiler.disable`, but only where something compiles: it costs, and imports the compiler, and that triton.
     """
     disabled: list[Callable[..., Any]] = []
 
     @functools.wraps(fn)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if "torch._dynamo" not in sys.modules:
+        if not _compiles():
             return fn(*args, **kwargs)
         if not disabled:
             disabled.append(torch.compiler.disable(fn, reason=WHY))
@@ -65,6 +65,10 @@ def as_it_is(fn: Callable[..., Any]) -> Callable[..., Any]:
 
     call.__dict__.update(_torchdynamo_disable=True, _torchdynamo_disable_recursive=True, _torchdynamo_disable_msg=WHY)
     return call
+
+
+# the hook that torch.compile looks at frames with, where there is one
+_compiles = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: "torch._dynamo" in sys.modules)
 
 
 class Objective:

@@ -124,7 +124,7 @@ class _Weighed:
 
 def measured(visited: Visited, valid: Tensor | None) -> dict[str, Metric]:
     """The metrics of a visit, to be summed when they are looked at."""
-    metrics = measure_later(visited.program.metrics, visited.metric_values, valid, "token")
+    metrics = measure_later(visited.program.metrics, lambda: visited.metric_values, valid, "token")
     if not may_read(True, visited.found.device):
         next(iter(metrics.values())).parts  # a graph that is replayed makes them anew  # noqa: B018
     return metrics

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,11 +22,17 @@ class Facts(Mapping[Key, Tensor]):
     With several teachers, theirs go by (name, temperature or None, teacher); a divergence by `facts["tvd()"]`.
     """
 
-    _values: dict[Key, Tensor]
+    _later: tuple[list[Any], Callable[[], Sequence[Tensor]]]
 
     def __init__(self, values: Mapping[Fact, Tensor]) -> None:
         several = len({f.teacher for f in values} - {None}) > 1
         self._values = {key_of(f, several): x for f, x in values.items()}
+
+    @functools.cached_property
+    def _values(self) -> dict[Key, Tensor]:
+        """By key; cut out of a block of them when something asks for the first."""
+        keys, values = self._later
+        return dict(zip(keys, values(), strict=True))
 
     def __getitem__(self, key: Key) -> Tensor:
         return self._values[key]
@@ -41,6 +48,9 @@ class Facts(Mapping[Key, Tensor]):
 
     def __len__(self) -> int:
         return len(self._values)
+
+    def __reduce__(self) -> Any:
+        return facts_from, (list(self._values.values()), list(self._values))
 
     def __repr__(self) -> str:
         return f"Facts({', '.join(f'{k}: {tuple(x.shape)}' for k, x in self._values.items())})"
@@ -61,8 +71,13 @@ def key_of(fact: Fact, several: bool) -> Key:
 
 
 def facts_from(values: list[Tensor], keys: list[Any]) -> Facts:
-    facts = Facts({})
-    facts._values = dict(zip(keys, values, strict=True))
+    return facts_later(lambda: values, keys)
+
+
+def facts_later(values: Callable[[], Sequence[Tensor]], keys: list[Any]) -> Facts:
+    """Facts that are made when something asks for the first."""
+    facts = Facts.__new__(Facts)
+    facts._later = keys, values
     return facts
 
 

@@ -8,7 +8,7 @@ import torch
 
 import headloss as hl
 from headloss.facts import Fact, Want
-from headloss.losses import cross_entropy, grpo, gspo, z_loss
+from headloss.losses import cross_entropy, entropy_bonus, grpo, gspo, z_loss
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.gpu
@@ -56,6 +56,57 @@ def test_objective_agrees_with_the_torch_backend(dtype, loss):
     close = 1e-5 if dtype == torch.float32 else 1e-2
     for ours, theirs in zip(found["triton"], found["torch"], strict=True):
         assert float((ours - theirs).norm() / theirs.norm()) < close
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_infinite_logits_and_nan_are_seen_in_any_half_of_a_word(dtype):
+    """The interpreter compares words of two bfloat16 in another way than the device."""
+    torch.manual_seed(0)
+    x = (4 * torch.randn(400, 70003, device="cuda")).to(dtype)
+    y = torch.randint(70003, (400,), device="cuda")
+    for row in range(300):
+        x[row, row % 7 :: 2 + row % 3] = -torch.inf
+        x[row, 65500 + row] = 30.0 + row % 5
+        y[row] = 65500 + row
+    bad = torch.arange(300, 400, device="cuda")
+    x[bad, torch.randint(70003, (100,), device="cuda")] = torch.nan
+    mix = hl.Objective(ce=cross_entropy, h=hl.Term(entropy_bonus, weight=0.1), metrics=["accuracy"])
+    out = mix.forward_backward(hl.Logits(x, inplace=False), y)
+    assert out.facts.logprob[300:].isnan().all() and out.facts.entropy[300:].isnan().all()
+    assert out.grads.logits[300:].isnan().all()
+    good, wide = x[:300], x[:300].double().requires_grad_()
+    logp = wide.log_softmax(-1)
+    entropy = -(logp.exp() * logp.clamp(min=-1e4)).sum(-1)
+    assert torch.equal(out.facts.argmax[:300], good.float().argmax(-1))
+    torch.testing.assert_close(out.facts.entropy[:300].double(), entropy, rtol=1e-4, atol=1e-5)
+    loss = (-logp.gather(1, y[:300, None])[:, 0] - 0.1 * entropy).sum() / 400
+    loss.backward()
+    error = (out.grads.logits[:300].double() - wide.grad).norm() / wide.grad.norm()
+    assert float(error) < (1e-5 if dtype == torch.float32 else 4e-3)
+
+
+@pytest.mark.parametrize("V", [50257, 32001])
+def test_an_uneven_vocabulary_is_as_right_as_an_even_one(V):
+    torch.manual_seed(0)
+    hidden = torch.randn(512, 256, device="cuda").bfloat16()
+    weight = (torch.randn(V, 256, device="cuda") * 3 / 16).bfloat16()
+    targets = torch.randint(V, (512,), device="cuda")
+    targets[-1], targets[::5] = V - 1, -100
+
+    def gradients(dtype, loss):
+        h, w = hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_()
+        found = loss(h, w)
+        return found.detach(), *torch.autograd.grad(found, (h, w))
+
+    plain = lambda h, w: torch.nn.functional.cross_entropy(
+        (h @ w.t()).to(torch.promote_types(h.dtype, torch.float32)), targets
+    )
+    truth, eager = gradients(torch.float64, plain), gradients(torch.bfloat16, plain)
+    ce = hl.Objective(ce=cross_entropy)
+    for memory in ("1GiB", "16MiB"):
+        ours = gradients(torch.bfloat16, lambda h, w: ce(hl.Linear(h, w, memory=memory), targets).loss)
+        for x, other, t in zip(ours, eager, truth, strict=True):
+            assert float((x.double() - t).norm() / t.norm()) <= 2 * float((other.double() - t).norm() / t.norm()) + 1e-4
 
 
 def test_auto_is_triton_on_cuda():

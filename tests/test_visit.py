@@ -269,6 +269,33 @@ def test_extreme_logits():
 
 
 @inside
+@pytest.mark.parametrize("total", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_neither_infinite_logits_nor_nan_are_lost_in_a_block(dtype, total):
+    """bfloat16 is compared two at a time: each half of a word must keep to itself."""
+    ce = hl.Term(LOSSES["cross_entropy"], label_smoothing=0.1 if total else 0.0)
+    mix = Mix(("accuracy", "entropy"), ce=ce, bonus=LOSSES["entropy_bonus"])
+    x, y = draw(12, 4 * 256 + 19, dtype)
+    V = x.shape[1]
+    for row in range(6):
+        x[row, row::2] = -math.inf if not total else -1e6
+        x[row, 300 + row] = 60.0  # in either half, in any place of a vector
+        y[row] = 300 + row if row % 2 else 301 + row
+    x[6], x[7] = -x[6].abs(), x[7].abs()
+    x[8, 2 * torch.arange(V // 2)] = -math.inf if not total else -1e6
+    y[8] = 7
+    mix.check(x[:9], y[:9], close=3e-4)
+    x[9, 5], x[10, 4], x[11, V - 1] = math.nan, math.nan, math.nan
+    _, want, program = mix.lowered({})
+    a = one.Arguments({}, {n: c.options for n, c in mix.calls.items()}, *(dict.fromkeys(mix.calls, 1.0) for _ in "ab"))
+    out = torch.zeros_like(x)
+    found = one.visit(x, y, want, [1.0], program, a, out, shape=TINY)
+    assert found.values[:, 9:].isnan().all() and out[9:].isnan().all()
+    assert found.facts[Fact("entropy")][9:].isnan().all()
+    assert not found.values[:, :9].isnan().any()
+
+
+@inside
 @pytest.mark.parametrize("where", ["beside", "in place", "nowhere"])
 def test_ignored_rows(where):
     x, y = draw(5, 75)

@@ -26,11 +26,14 @@ class Launch:
         self.rest: tuple[Any, ...] = ()
 
     def __call__(self, programs: int, *arguments: Any) -> None:
-        key = [kind(x) for x in arguments]
-        if arguments[0].is_cuda:
-            key.append(torch.cuda.current_device())
-        place = tuple(key)
-        compiled = self.known.get(place)
+        key: list[Any] = []
+        look(arguments, key)
+        key.append(place(arguments[0]))
+        self.run(tuple(key), programs, arguments)
+
+    def run(self, key: Any, programs: int, arguments: tuple[Any, ...]) -> None:
+        """For a caller that has a key of its own: what is equal in it must be equal in `look`, device included."""
+        compiled = self.known.get(key)
         if compiled is not None:
             compiled[programs, 1, 1](*arguments, *self.rest)
             return
@@ -39,19 +42,31 @@ class Launch:
             self.rest = tuple(self.constants[name] for name in self.kernel.arg_names[len(arguments) :])
             if len(self.known) >= MOST_KNOWN:
                 self.known.clear()
-            self.known[place] = compiled
+            self.known[key] = compiled
 
 
-def kind(x: Any) -> Any:
-    """All that Triton's choice of a compiled kernel depends on, and more: equal kinds, same kernel (on CUDA)."""
-    of = type(x)
-    if of is float:
-        return "f"
-    if of is int:
-        return (x == 1) + 2 * (x % 16 == 0) + 4 * (x.bit_length() > 31)
-    if of is tuple:
-        return tuple([kind(y) for y in x])
-    if x is None:
-        return None
-    assert isinstance(x, Tensor), f"no kernel takes {of.__name__}"
-    return x.dtype, x.data_ptr() % 16 == 0
+def place(x: Tensor) -> int:
+    """The device that a kernel over `x` would run on: Triton asks for the current one, not for that of `x`."""
+    return int(torch._C._cuda_getDevice()) if x.is_cuda else -1
+
+
+def look(arguments: tuple[Any, ...], key: list[Any]) -> None:
+    """Note all that Triton's choice of a compiled kernel depends on, and more: equal keys, same kernel (on CUDA).
+
+    One loop and no function for each argument: it runs for every launch.
+    """
+    for x in arguments:
+        of = type(x)
+        if of is float:
+            key.append("f")
+        elif of is int:
+            key.append((x == 1) + 2 * (x & 15 == 0) + 4 * (x.bit_length() > 31))
+        elif of is tuple:
+            key.append(-1 - len(x))  # no number is noted as that
+            look(x, key)
+        elif x is None:
+            key.append(None)
+        else:
+            assert isinstance(x, Tensor), f"no kernel takes {of.__name__}"
+            key.append(x.dtype)
+            key.append(x.data_ptr() & 15 == 0)

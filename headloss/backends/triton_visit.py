@@ -20,7 +20,7 @@ from headloss.backends.kernels.totals import count_kernel, totals_kernel
 from headloss.backends.kernels.visit import visit_kernel
 from headloss.backends.program import Program
 from headloss.backends.triton import LAUNCH, _check, _rows, _temperature
-from headloss.backends.triton_launch import Launch
+from headloss.backends.triton_launch import Launch, place
 from headloss.facts import STUDENT, Fact, Softmax, Want
 
 Number = float | Tensor
@@ -59,8 +59,13 @@ class Visited:
         return Softmax(most, tuple(log_sums))
 
     @property
+    def block(self) -> Tensor:
+        """(F, C), the facts in their order, without the argmax."""
+        return self._slots(1)
+
+    @property
     def facts(self) -> dict[Fact, Tensor]:
-        slots = iter(self._slots(1).unbind())
+        slots = iter(self.block.unbind())
         return {f: self.best if f.name == "argmax" else next(slots) for f in self.program.want.facts}  # type: ignore[misc]
 
     @property
@@ -174,6 +179,7 @@ def launch(
     _check(raw_CV)
     C, V = raw_CV.shape
     assert V > 0
+    vocab = V if vocab is None else vocab
     found = torch.empty(plan.slots, C, dtype=torch.float32, device=raw_CV.device)
     best = torch.empty(C, dtype=torch.int64, device=raw_CV.device) if plan.best else None
     if C == 0:
@@ -187,21 +193,28 @@ def launch(
     apart, lead_apart = stride - out_stride, raw.lead - out.lead
     together = raw.vector == out.vector and not apart % raw.vector and not lead_apart % raw.vector
     same = together and raw.line == out.line and not apart % raw.line and not lead_apart % raw.line
-    variant = (
-        raw_CV.dtype, target is None, ignore, valid_C is None, out_CV is None, scale != 1.0, softcap is None,
-        _kinds(temperatures), _kinds(inputs), _kinds(bases), _kinds(factors),
-        raw.line, raw.vector, out.line, out.vector, together, same, shape,
+    assert C >> 31 == 0 == vocab >> 31
+    # all that a compiled kernel depends on, looked at once: see triton_launch.py
+    form = (
+        shape, raw_CV.dtype, raw.line, raw.vector, out.line, out.vector, together, same, stride >> 31, out_stride >> 31,
+        raw.x_CV.data_ptr() & 15 == 0, out.x_CV.data_ptr() & 15 == 0, ignore, out_CV is None, scale != 1.0,
+        None if target is None else target.dtype, None if valid_C is None else valid_C.dtype, softcap is None,
+        _forms(temperatures), _forms(inputs), _forms(bases), _forms(factors),
     )  # fmt: skip
-    kernel = plan.variants.get(variant)
+    kernel = plan.variants.get(form)
     if kernel is None:
-        kernel = plan.variants[variant] = _variant(plan, *variant)
-    kernel(
-        C, raw.x_CV, None if out_CV is None else out.x_CV, target, valid_C, found, best,
+        kernel = plan.variants[form] = _variant(
+            plan, raw_CV.dtype, target is None, ignore, valid_C is None, out_CV is None, scale != 1.0, softcap is None,
+            _kinds(temperatures), _kinds(inputs), _kinds(bases), _kinds(factors),
+            raw.line, raw.vector, out.line, out.vector, together, same, shape,
+        )  # fmt: skip
+    arguments = (
+        raw.x_CV, None if out_CV is None else out.x_CV, target, valid_C, found, best,
         temperatures, inputs, bases, factors, numbers,
-        C, V, stride, raw.lead, out_stride, out.lead,
-        0 if target is None else target.stride(0), start, V if vocab is None else vocab,
+        C, V, stride, raw.lead, out_stride, out.lead, 0 if target is None else target.stride(0), start, vocab,
         float(scale), 1.0 if softcap is None else float(softcap),
     )  # fmt: skip
+    kernel.run(place(raw_CV), C, arguments)
     return Visited(found, best, plan)
 
 
@@ -231,7 +244,8 @@ def _pairs() -> bool:
 
 def totals(visited: Visited, weights: Sequence[Number]) -> tuple[Tensor, Tensor]:
     """The sum over rows of each term's value, (T,), and the loss, the sum of those times their weights: one launch."""
-    found, weights = visited.found, tuple(_number(w, visited.found.device) for w in weights)
+    found = visited.found
+    weights = tuple([w if type(w) is float else _number(w, found.device) for w in weights])
     sums = torch.empty(len(weights), dtype=torch.float32, device=found.device)
     loss = torch.empty((), dtype=torch.float32, device=found.device)
     _totals(visited.ends[2], _kinds(weights))(1, found, sums, loss, weights, found.shape[1])
@@ -312,6 +326,11 @@ def _number(x: Number, device: torch.device) -> Number:
     if x.ndim and x.stride(0) == 0 and x.shape[0]:
         return x[0]
     return x.contiguous() if x.ndim else x
+
+
+def _forms(xs: Sequence[Number]) -> tuple[Any, ...]:
+    """Of a number -1; of a tensor all that a compiled kernel depends on."""
+    return tuple([(x.ndim, x.dtype, x.data_ptr() & 15 == 0) if isinstance(x, Tensor) else -1 for x in xs])
 
 
 def _kinds(xs: Sequence[Number]) -> Kinds:

@@ -344,11 +344,33 @@ def write(
     tl.debug_barrier()  # every warp has seen what it needs of the row before any may overwrite it
     if not SAME:
         tail = take(words, last * (BLOCK // W) + w, low, high, True, "evict_first", K, PAIRED)
-    emit(tail, out, last * BLOCK + j, low, high, origin, c, k, scale, cap, True, PAIRED, FINITE, A, B, E, C, SCALED, CAPPED)
+    emit(
+        tail,
+        out,
+        last * BLOCK + j,
+        low,
+        high,
+        origin,
+        c,
+        k,
+        scale,
+        cap,
+        True,
+        PAIRED,
+        FINITE,
+        A,
+        B,
+        E,
+        C,
+        SCALED,
+        CAPPED,
+    )
     for back in tl.range(first, last, num_stages=1):
         block = last - 1 + first - back
         x = take(words, block * (BLOCK // W) + w, 0, 0, False, "evict_first", K, PAIRED)
-        emit(x, out, block * BLOCK + j, 0, 0, origin, c, k, scale, cap, False, PAIRED, FINITE, A, B, E, C, SCALED, CAPPED)
+        emit(
+            x, out, block * BLOCK + j, 0, 0, origin, c, k, scale, cap, False, PAIRED, FINITE, A, B, E, C, SCALED, CAPPED
+        )
     if LINE > VEC:
         for _head in range(0, first):
             h = take(words, w, low, high, True, "evict_first", K, PAIRED)
