@@ -105,12 +105,22 @@ SHAPES = (
     (65536, Shape(8, 4), Shape(4, 8)),
     (1 << 31, Shape(32, 4), Shape(32, 4)),
 )
+# without a gradient no row has to stay in the cache, so that more of them can be under way
+FORWARD = (
+    (2048, Shape(4, 1), Shape(4, 1)),
+    (1 << 31, Shape(8, 4), Shape(4, 4)),
+)
 FEWEST = 264  # two rows for each of an H200's processors; fewer are swept faster in parts
 
 
 def suits(C: int, V: int) -> bool:
     """Whether one program a row keeps the device busy; else two launches with the row cut in parts are faster."""
     return C >= FEWEST or V <= 8192
+
+
+def shape_of(plan: Plan, V: int, gradient: bool = True) -> Shape:
+    table = SHAPES if gradient else FORWARD
+    return next(heavy if plan.heavy else light for most, light, heavy in table if most >= V)
 
 
 def visit(
@@ -187,7 +197,7 @@ def launch(
     raw = _rows(raw_CV)
     out = raw if out_CV is None or out_CV is raw_CV else _rows(out_CV)
     stride, out_stride = raw.x_CV.stride(0), out.x_CV.stride(0)
-    shape = shape or next(heavy if plan.heavy else light for most, light, heavy in SHAPES if most >= V)
+    shape = shape or shape_of(plan, V, out_CV is not None)
     target = target_C if plan.looks or ignore else None
     # rows of both at the same place of a vector, or no wide loads: the stores decide
     apart, lead_apart = stride - out_stride, raw.lead - out.lead
