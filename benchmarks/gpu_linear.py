@@ -190,6 +190,17 @@ def gspo_step(N: int, V: int, H: int, documents: int, memory: str) -> Callable[[
     return step
 
 
+def uneven(line: Callable[..., float], rows: list[dict[str, Any]], N: int, H: int) -> None:
+    """A vocabulary that is no multiple of 8 against the GEMMs of the next one that is."""
+    odd, even = 50257, 50304
+    against = floor(N, even, H)
+    plain = floor(N, odd, H)
+    rows.append({"what": f"three GEMMs, {N} x {odd}, against {even}", "ms": plain, "ratio": plain / against})
+    print(f"three GEMMs {N} x {odd} x {H}: {plain:.2f} ms, with {even} columns {against:.2f} ms", flush=True)
+    case = Case(N, odd, H)
+    line(f"headloss, {N} x {odd}, against {even}", ours(case, memory="1GiB"), over=case, against=against)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--shape", default="8192,128256,4096")
@@ -241,6 +252,9 @@ def main() -> None:
     line("headloss, GSPO, 4 documents, 2 GiB", gspo_step(N, V, H, 4, "2GiB"), check=False)
     half = Case(N, V, H, ignored=0.5)
     line("headloss, half the rows ignored, 2 GiB", ours(half, memory="2GiB"), over=half, against=full)
+    del half
+    torch.cuda.empty_cache()
+    uneven(line, rows, N // 2, H)
     if not args.no_peers:
         for name, step in peers(case).items():
             try:

@@ -115,6 +115,65 @@ def test_equal_kinds_are_one_kernel_for_triton():
         assert len(set(seen.values())) > 30  # or nothing was told apart
 
 
+def test_equal_forms_of_a_visit_are_one_kernel_for_triton(monkeypatch):
+    """A visit has a key of its own, which must tell apart what Triton tells apart."""
+    triton = pytest.importorskip("triton")
+    jit = pytest.importorskip("triton.runtime.jit")
+    if triton.knobs.runtime.interpret or not hasattr(jit, "create_function_from_signature"):
+        pytest.skip("the interpreter compiles nothing")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import make_backend
+
+    from headloss.backends import triton_visit
+    from headloss.backends.kernels.visit import visit_kernel
+
+    calls = []
+    monkeypatch.setattr(Launch, "run", lambda launch, key, programs, arguments: calls.append((launch, key, arguments)))
+    plan = triton_visit._plan(program())
+    whole = torch.zeros(1 << 14, dtype=torch.float32)
+    logits = [
+        whole[i : i + 3 * s].view(3, s)[:, :v] for i, s, v in ((0, 64, 64), (0, 65, 64), (4, 64, 64), (1, 68, 64))
+    ]
+    logits += [x.to(torch.bfloat16) for x in logits] + [torch.zeros(3, 1), torch.zeros(3, 16)]
+    targets = [torch.zeros(6, dtype=d)[k::2] for d in (torch.int64, torch.int32) for k in (0, 1)]
+    rows = [torch.zeros(8, dtype=d)[k : k + 3] for d in (torch.float32, torch.bfloat16, torch.int64) for k in (0, 1)]
+    numbers = [0.5, torch.zeros(()), torch.zeros(2, dtype=torch.float64)[1]]
+    for x, y, row, base in itertools.product(logits, targets, rows, numbers):
+        ignore = row.dtype == torch.int64
+        for out in (None, x, torch.empty_like(x)):
+            triton_visit.launch(
+                plan, x, y, (1.0,), (row, rows[0]), (base,), (1.0,), (0.2, 0.2, 3.0), out, ignore=ignore
+            )  # fmt: skip
+    for valid in (torch.zeros(3, dtype=torch.bool), torch.zeros(4, dtype=torch.bool)[1:]):
+        triton_visit.launch(
+            plan, logits[0], targets[0], (torch.ones(3),), (rows[0],) * 2, (1.0,), (1.0,), (0.2, 0.2, 3.0), None,
+            valid_C=valid, softcap=3.0,
+        )  # fmt: skip
+    bind = jit.create_function_from_signature(
+        visit_kernel.signature, visit_kernel.params, make_backend(GPUTarget("cuda", 90, 32))
+    )
+    seen = {}
+    for launch, key, arguments in calls:
+        constants = dict.fromkeys(visit_kernel.arg_names[len(arguments) :], 8)
+        theirs = str(bind(*arguments, **constants)[1])
+        assert seen.setdefault((launch, key), theirs) == theirs, arguments
+    assert len(set(seen.values())) > 30  # or nothing was told apart
+
+
+def program():
+    """Some terms with two inputs, printed."""
+    import headloss as hl
+    from headloss.losses import grpo
+    from headloss.planning import make_plan
+
+    objective = hl.Objective(rl=grpo, backend="triton")
+    meta = lambda *shape, dtype=torch.float32: torch.empty(*shape, dtype=dtype, device="meta")
+    inputs = {"advantage": meta(3), "old_logprob": meta(3)}
+    made = make_plan(objective, hl.Logits(meta(3, 64)), meta(3, dtype=torch.long), None, None, None, inputs)
+    assert made.program is not None and len(made.program.inputs) == 2
+    return made.program
+
+
 HOPPER = {
     "totals, one term": lambda v: (v._totals(3, (-1,)), {"weights": ("fp32",)}),
     "totals, five terms": lambda v: (v._totals(3, (0,) * 5), {"weights": ("*fp32",) * 5}),
