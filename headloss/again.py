@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from headloss.binding import check_count
-from headloss.facts import CONSTANT
 from headloss.heads import Grads
 from headloss.one_launch import Launched, measured
 from headloss.passes import Held
@@ -136,7 +135,6 @@ class Form:
         self.means = tuple(t.reduction == "token_mean" for t in plan.terms)
         self.weights = {name: term.weight for name, term in objective.terms.items()}
         self.facts = [key_of(f, False) for f in plan.want.facts]
-        self.best = next((i for i, f in enumerate(plan.want.facts) if f.name in CONSTANT), None)
 
     def suits(self, x: Tensor) -> bool:
         V = x.shape[-1]
@@ -180,11 +178,8 @@ class Form:
         return Output(loss, terms, again.metrics, facts_later(lambda: self.cut(facts, best), self.facts), grads)
 
     def cut(self, facts: Tensor, best: Tensor | None) -> list[Tensor]:
-        """The facts one by one; the targets' shape is that of the block's rows."""
-        found = list(facts.unbind())
-        if best is not None and self.best is not None:
-            found.insert(self.best, best.view(facts.shape[1:]))
-        return found
+        """The facts one by one; the argmax is the last of a student's."""
+        return [*facts.unbind(), *([] if best is None else [best.view(facts.shape[1:])])]
 
     def read(
         self, targets: Tensor | Prepared, vocab: int, host_read: bool
@@ -287,12 +282,9 @@ class Visit(torch.autograd.Function):
         if grads is not None and g_loss is not None and g_facts is None:
             return None, None, None, scaled(grads, g_loss, again.form.backend).logits
         held = Held(again.open(x), (True,), Launched(again.sums, again.visited, None, None), grads, [], again.inplace)
-        pulled: list[Tensor | None] = [None] * len(again.form.facts)
-        if g_facts is not None:
-            pulled = list(g_facts.unbind())
-            if again.form.best is not None:
-                pulled.insert(again.form.best, None)
-        by_tensor, _ = held.pull((x,), g_loss, tuple(pulled))
+        pulled = () if g_facts is None else g_facts.unbind()
+        nothing = (None,) * (len(again.form.facts) - len(pulled))
+        by_tensor, _ = held.pull((x,), g_loss, (*pulled, *nothing))
         return None, None, None, *by_tensor
 
 
