@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -22,22 +21,21 @@ class Facts(Mapping[Key, Tensor]):
     With several teachers, theirs go by (name, temperature or None, teacher); a divergence by `facts["tvd()"]`.
     """
 
+    _values: dict[Key, Tensor]
     _later: tuple[list[Any], Callable[[], Sequence[Tensor]]]
 
     def __init__(self, values: Mapping[Fact, Tensor]) -> None:
         several = len({f.teacher for f in values} - {None}) > 1
         self._values = {key_of(f, several): x for f, x in values.items()}
 
-    @functools.cached_property
-    def _values(self) -> dict[Key, Tensor]:
-        """By key; cut out of a block of them when something asks for the first."""
-        keys, values = self._later
-        return dict(zip(keys, values(), strict=True))
-
     def __getitem__(self, key: Key) -> Tensor:
         return self._values[key]
 
-    def __getattr__(self, name: str) -> Tensor:
+    def __getattr__(self, name: str) -> Any:
+        if name == "_values" and "_later" in self.__dict__:  # a block of them, cut when something asks for the first
+            keys, values = self._later
+            self._values = dict(zip(keys, values(), strict=True))
+            return self._values
         if name.startswith("_") or name not in self._values:
             there = ", ".join(map(str, self._values)) or "none"
             raise AttributeError(f"fact {name!r} was not asked for by any loss or metric; there are {there}")
@@ -71,7 +69,9 @@ def key_of(fact: Fact, several: bool) -> Key:
 
 
 def facts_from(values: list[Tensor], keys: list[Any]) -> Facts:
-    return facts_later(lambda: values, keys)
+    facts = Facts({})
+    facts._values = dict(zip(keys, values, strict=True))
+    return facts
 
 
 def facts_later(values: Callable[[], Sequence[Tensor]], keys: list[Any]) -> Facts:
