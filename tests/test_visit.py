@@ -92,7 +92,9 @@ class Mix:
         facts = {f: v * keep for f, v in facts.items()}
         return torch.stack(values), metrics, out, facts, by_input
 
-    def check(self, x, y, *, temperature=1.0, close=1e-5, valid=None, ignore=False, where="beside", **options):
+    def check(
+        self, x, y, *, temperature=1.0, close=1e-5, valid=None, ignore=False, where="beside", shape=None, **options
+    ):
         n = len(x)
         given = self.inputs(n)
         _, want, program = self.lowered(given)
@@ -108,7 +110,7 @@ class Mix:
         read = x.clone() if where == "in place" else x
         out = read if where == "in place" else torch.full_like(x, math.nan) if where == "beside" else None
         visited = one.visit(
-            read, y, want, T, program, arguments, out, valid_C=valid, ignore=ignore, shape=TINY, **options
+            read, y, want, T, program, arguments, out, valid_C=valid, ignore=ignore, shape=shape or TINY, **options
         )
         known = y.clamp(min=0) if ignore else y
         wide = temperature.double() if isinstance(temperature, torch.Tensor) else temperature
@@ -217,6 +219,21 @@ def every():
 @pytest.mark.parametrize("v", [1, 5, 256, 331])
 def test_any_vocabulary(v, dtype):
     every().check(*draw(2, v, dtype), where="in place" if v == 331 else "beside", close=3e-5)
+
+
+@inside
+@pytest.mark.parametrize("where", ["in place", "beside"])
+@pytest.mark.parametrize("loads", [2, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_blocks_of_several_loads_and_what_is_left_of_them(dtype, loads, where):
+    """A load is 128 columns of float32 or 256 of bfloat16: none to five whole ones, and a cut one at either end."""
+    unit = 512 // dtype.itemsize
+    for begin, v in ((0, 5 * unit + 9), (3, 4 * unit), (5, unit + 11), (0, 3 * unit)):
+        x, y = draw(2, v + begin + 2, dtype)
+        x = x[:, begin : begin + v] if begin else x[:, :v].contiguous()
+        x[0, v - 1], y[0] = 20.0, v - 1  # the very last column counts
+        x[1, 0], y[1] = 20.0, 0
+        every().check(x, y % v, where=where, close=3e-5, shape=one.Shape(1, loads))
 
 
 @inside

@@ -4,7 +4,8 @@
 Dimension key:  K loads in flight   L lanes (threads)   J columns of a lane in each load   W columns of a stored word
 
 A block is K x (L, J) columns.  Each lane keeps its own partial, so nothing waits for another warp inside a loop; there
-are many warps instead, whose loads and exponentials overlap.  The row's last block, which is cut, is read before the
+are many warps instead, whose loads and exponentials overlap.  Only a row's first and last load, (L, J) columns, may be
+cut; blocks lie between them, and then what is left of a block, one load at a time.  The last load is made before the
 loop and kept for the second sweep.  See logits.py for boundaries and sums.py and pull.py for the algebra.
 """
 
@@ -191,12 +192,12 @@ def zeros(out, skew, end, VEC: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def blocks(skew, end, LINE: tl.constexpr, VEC: tl.constexpr, BLOCK: tl.constexpr):
-    """The blocks that lie whole in a row, from the first to before the last."""
+def loads(skew, end, LINE: tl.constexpr, VEC: tl.constexpr, UNIT: tl.constexpr):
+    """The loads (UNIT columns) that lie whole in a row, from the first to before the last."""
     first = 0
     if LINE > VEC:  # else every row starts on a boundary
         first = (skew > 0).to(tl.int32)
-    return first, tl.maximum(end // BLOCK, first)
+    return first, tl.maximum(end // UNIT, first)
 
 
 @triton.jit
@@ -244,8 +245,8 @@ def read(
     SCALED: tl.constexpr, CAPPED: tl.constexpr, LINE: tl.constexpr, VEC: tl.constexpr, POLICY: tl.constexpr,
     PAIRED: tl.constexpr, K: tl.constexpr, L: tl.constexpr, J: tl.constexpr,
 ):  # fmt: skip
-    """The first sweep: what each lane has seen of the row, and the row's last block as it is stored."""
-    BLOCK: tl.constexpr = K * L * J
+    """The first sweep: what each lane has seen of the row, and the row's last columns as they are stored."""
+    UNIT: tl.constexpr = L * J
     W: tl.constexpr = 2 if PAIRED else 1  # columns of a word
     S, X, Q = (), (), ()
     for _i in tl.static_range(len(c)):
@@ -264,42 +265,51 @@ def read(
         words = raw.to(tl.pointer_type(tl.int32))
     j = tl.arange(0, L)[:, None] * J + tl.arange(0, J)[None, :]
     w = tl.arange(0, L)[:, None] * (J // W) + tl.arange(0, J // W)[None, :]
-    first, last = blocks(skew, end, LINE, VEC, BLOCK)
+    first, last = loads(skew, end, LINE, VEC, UNIT)
     go = tl.multiple_of(skew // VEC * VEC, VEC)
     stop = tl.multiple_of((end + VEC - 1) // VEC * VEC, VEC)
-    # The last block is cut, so it cannot be part of the loop; loaded now, it is there when its turn comes.
+    # The last columns are cut, so they cannot be part of a loop; loaded now, they are there when their turn comes.
     # Whole vectors, masked afterwards: a 16-byte vector with one good element can be read without harm.
-    tail = take(words, last * (BLOCK // W) + w, go, stop, True, POLICY, K, PAIRED)
+    tail = take(words, last * (UNIT // W) + w, go, stop, True, POLICY, 1, PAIRED)
     if LINE > VEC:
         for _head in range(0, first):
-            h = take(words, w, go, stop, True, POLICY, K, PAIRED)
+            h = take(words, w, go, stop, True, POLICY, 1, PAIRED)
             m, best, S, X, Q, total = take_in(
                 h, j, skew, end, m, best, 0, S, X, Q, total, centre, c, scale, cap,
                 True, TOTAL, BEST, WANT_X, WANT_Q, FINITE, SCALED, CAPPED, PAIRED,
             )  # fmt: skip
-    for block in tl.range(first, last, num_stages=1):
-        x = take(words, block * (BLOCK // W) + w, 0, 0, False, POLICY, K, PAIRED)
+    whole = (last - first) // K
+    for block in tl.range(0, whole, num_stages=1):
+        at = first + block * K
+        x = take(words, at * (UNIT // W) + w, 0, 0, False, POLICY, K, PAIRED)
         m, best, S, X, Q, total = take_in(
-            x, j, skew, end, m, best, block, S, X, Q, total, centre, c, scale, cap,
+            x, j, skew, end, m, best, at, S, X, Q, total, centre, c, scale, cap,
             False, TOTAL, BEST, WANT_X, WANT_Q, FINITE, SCALED, CAPPED, PAIRED,
         )  # fmt: skip
-    if end > last * BLOCK:
+    if K > 1:
+        for at in tl.range(first + whole * K, last, num_stages=1):
+            x = take(words, at * (UNIT // W) + w, 0, 0, False, POLICY, 1, PAIRED)
+            m, best, S, X, Q, total = take_in(
+                x, j, skew, end, m, best, at, S, X, Q, total, centre, c, scale, cap,
+                False, TOTAL, BEST, WANT_X, WANT_Q, FINITE, SCALED, CAPPED, PAIRED,
+            )  # fmt: skip
+    if end > last * UNIT:
         m, best, S, X, Q, total = take_in(
-            tail, last * BLOCK + j, skew, end, m, best, last, S, X, Q, total, centre, c, scale, cap,
+            tail, last * UNIT + j, skew, end, m, best, last, S, X, Q, total, centre, c, scale, cap,
             True, TOTAL, BEST, WANT_X, WANT_Q, FINITE, SCALED, CAPPED, PAIRED,
         )  # fmt: skip
     top = tl.max(m, axis=0)
     column = tl.zeros([L], tl.int32)
     if BEST:
-        # a lane that holds the maximum knows in which block it first saw it, and reads that one once more
+        # a lane that holds the maximum knows where the block begins in which it first saw it, and reads that once more
         column += 2147483647
         holds = m == top
-        spot = best * BLOCK
+        spot = best * UNIT
         for n in tl.static_range(K):
-            here = spot[:, None] // W + n * (L * J // W) + w
+            here = spot[:, None] // W + n * (UNIT // W) + w
             read_again = holds[:, None] & (here >= go // W) & (here < stop // W)
             z = decode(tl.load(words + here, mask=read_again, other=0), scale, cap, False, SCALED, CAPPED, PAIRED)
-            at = spot[:, None] + n * (L * J) + j
+            at = spot[:, None] + n * UNIT + j
             match = holds[:, None] & (at >= skew) & (at < end) & (z == top)
             column = tl.minimum(column, tl.min(tl.where(match, at, 2147483647), axis=1))
     return m, top, column - skew, S, X, Q, tl.sum(total, axis=0), centre, tail
@@ -329,7 +339,7 @@ def write(
     PAIRED: tl.constexpr, K: tl.constexpr, L: tl.constexpr, J: tl.constexpr,
 ):  # fmt: skip
     """The second sweep: the gradient of a row, from its end to its beginning; see pull.py."""
-    BLOCK: tl.constexpr = K * L * J
+    UNIT: tl.constexpr = L * J
     W: tl.constexpr = 2 if PAIRED else 1
     kind = out.dtype.element_ty
     words = raw
@@ -338,42 +348,35 @@ def write(
     low, high = inner(skew, end, VEC)
     j = tl.arange(0, L)[:, None] * J + tl.arange(0, J)[None, :]
     w = tl.arange(0, L)[:, None] * (J // W) + tl.arange(0, J // W)[None, :]
-    first, last = blocks(skew, end, LINE, VEC, BLOCK)
+    first, last = loads(skew, end, LINE, VEC, UNIT)
     ragged, ends = rim(skew, end, low, high, VEC)
     x_ends = tl.load(raw + ragged, mask=ends, other=0.0)  # early: its latency hides behind the blocks
     tl.debug_barrier()  # every warp has seen what it needs of the row before any may overwrite it
     if not SAME:
-        tail = take(words, last * (BLOCK // W) + w, low, high, True, "evict_first", K, PAIRED)
+        tail = take(words, last * (UNIT // W) + w, low, high, True, "evict_first", 1, PAIRED)
     emit(
-        tail,
-        out,
-        last * BLOCK + j,
-        low,
-        high,
-        origin,
-        c,
-        k,
-        scale,
-        cap,
-        True,
-        PAIRED,
-        FINITE,
-        A,
-        B,
-        E,
-        C,
-        SCALED,
-        CAPPED,
-    )
-    for back in tl.range(first, last, num_stages=1):
-        block = last - 1 + first - back
-        x = take(words, block * (BLOCK // W) + w, 0, 0, False, "evict_first", K, PAIRED)
+        tail, out, last * UNIT + j, low, high, origin, c, k, scale, cap,
+        True, PAIRED, FINITE, A, B, E, C, SCALED, CAPPED,
+    )  # fmt: skip
+    whole = (last - first) // K
+    if K > 1:
+        for back in tl.range(first + whole * K, last, num_stages=1):
+            at = last - 1 + first + whole * K - back
+            x = take(words, at * (UNIT // W) + w, 0, 0, False, "evict_first", 1, PAIRED)
+            emit(
+                x, out, at * UNIT + j, 0, 0, origin, c, k, scale, cap,
+                False, PAIRED, FINITE, A, B, E, C, SCALED, CAPPED,
+            )  # fmt: skip
+    for back in tl.range(0, whole, num_stages=1):
+        at = first + (whole - 1 - back) * K
+        x = take(words, at * (UNIT // W) + w, 0, 0, False, "evict_first", K, PAIRED)
         emit(
-            x, out, block * BLOCK + j, 0, 0, origin, c, k, scale, cap, False, PAIRED, FINITE, A, B, E, C, SCALED, CAPPED
-        )
+            x, out, at * UNIT + j, 0, 0, origin, c, k, scale, cap,
+            False, PAIRED, FINITE, A, B, E, C, SCALED, CAPPED,
+        )  # fmt: skip
     if LINE > VEC:
         for _head in range(0, first):
-            h = take(words, w, low, high, True, "evict_first", K, PAIRED)
+            h = take(words, w, low, high, True, "evict_first", 1, PAIRED)
             emit(h, out, j, low, high, origin, c, k, scale, cap, True, PAIRED, FINITE, A, B, E, C, SCALED, CAPPED)
     if (low > skew) | (high < end):
         z_ends = finite(logits(x_ends, scale, cap, SCALED, CAPPED))
