@@ -297,7 +297,8 @@ class Visit(Built):
             "GRADIENT": gradient, "PER_ROW": (False,) * n, "SCALED": capped, "CAPPED": capped, "valid": None,
             "INPUT_ROWS": (1,) * len(program.inputs), "BASE_KINDS": (1,) * len(program.terms),
             "FACTOR_KINDS": (-1,) * len(program.terms), "LINE": line, "VEC": vec, "OUT_LINE": line, "OUT_VEC": vec,
-            "RAW_VEC": vec, "SAME": True, "PAIRED": dtype == "bf16", "K": shape.loads, "L": 32 * shape.warps, "J": vec,
+            "RAW_VEC": vec, "SAME": True, "EVEN": aligned, "PAIRED": dtype == "bf16",
+            "K": shape.loads, "L": 32 * shape.warps, "J": vec,
         }  # fmt: skip
         if program.want.argmax:
             signature["best_out"] = "*i64"

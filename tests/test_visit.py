@@ -228,8 +228,16 @@ def test_any_vocabulary(v, dtype):
 def test_blocks_of_several_loads_and_what_is_left_of_them(dtype, loads, where):
     """A load is 128 columns of float32 or 256 of bfloat16: none to five whole ones, and a cut one at either end."""
     unit = 512 // dtype.itemsize
-    for begin, v in ((0, 5 * unit + 9), (3, 4 * unit), (5, unit + 11), (0, 3 * unit)):
-        x, y = draw(2, v + begin + 2, dtype)
+    for begin, v in (
+        (0, 5 * unit + 9),
+        (3, 4 * unit),
+        (5, unit + 11),
+        (0, 3 * unit),
+        (8, 2 * unit + 3),
+        (8, unit + 16),
+    ):
+        x, y = draw(2, v + begin + (-v - begin) % 64, dtype, spread=2.0)
+        x[:, v + begin :] = 50.0  # beside the row, where nobody may look
         x = x[:, begin : begin + v] if begin else x[:, :v].contiguous()
         x[0, v - 1], y[0] = 20.0, v - 1  # the very last column counts
         x[1, 0], y[1] = 20.0, 0

@@ -203,12 +203,14 @@ def launch(
     apart, lead_apart = stride - out_stride, raw.lead - out.lead
     together = raw.vector == out.vector and not apart % raw.vector and not lead_apart % raw.vector
     same = together and raw.line == out.line and not apart % raw.line and not lead_apart % raw.line
+    even = raw.line == raw.vector and V % raw.vector == 0  # no vector belongs to two rows
     assert C >> 31 == 0 == vocab >> 31
     # all that a compiled kernel depends on, looked at once: see triton_launch.py
     form = (
-        shape, raw_CV.dtype, raw.line, raw.vector, out.line, out.vector, together, same, stride >> 31, out_stride >> 31,
-        raw.x_CV.data_ptr() & 15 == 0, out.x_CV.data_ptr() & 15 == 0, ignore, out_CV is None, scale != 1.0,
-        None if target is None else target.dtype, None if valid_C is None else valid_C.dtype, softcap is None,
+        shape, raw_CV.dtype, raw.line, raw.vector, out.line, out.vector, together, same, even,
+        stride >> 31, out_stride >> 31, raw.x_CV.data_ptr() & 15 == 0, out.x_CV.data_ptr() & 15 == 0,
+        ignore, out_CV is None, scale != 1.0, None if target is None else target.dtype,
+        None if valid_C is None else valid_C.dtype, softcap is None,
         _forms(temperatures), _forms(inputs), _forms(bases), _forms(factors),
     )  # fmt: skip
     kernel = plan.variants.get(form)
@@ -216,7 +218,7 @@ def launch(
         kernel = plan.variants[form] = _variant(
             plan, raw_CV.dtype, target is None, ignore, valid_C is None, out_CV is None, scale != 1.0, softcap is None,
             _kinds(temperatures), _kinds(inputs), _kinds(bases), _kinds(factors),
-            raw.line, raw.vector, out.line, out.vector, together, same, shape,
+            raw.line, raw.vector, out.line, out.vector, together, same, even, shape,
         )  # fmt: skip
     arguments = (
         raw.x_CV, None if out_CV is None else out.x_CV, target, valid_C, found, best,
@@ -231,7 +233,7 @@ def launch(
 def _variant(
     plan: Plan, dtype: torch.dtype, targetless: bool, ignore: bool, unmasked: bool, forward: bool,
     scaled: bool, uncapped: bool, temperatures: Kinds, inputs: Kinds, bases: Kinds, factors: Kinds,
-    line: int, vector: int, out_line: int, out_vector: int, together: bool, same: bool, shape: Shape,
+    line: int, vector: int, out_line: int, out_vector: int, together: bool, same: bool, even: bool, shape: Shape,
 ) -> Launch:  # fmt: skip
     """The kernel with its constants, for calls of this form."""
     constants = {
@@ -240,7 +242,7 @@ def _variant(
         "SCALED": scaled, "CAPPED": not uncapped, "PER_ROW": tuple(n >= 0 for n in temperatures),
         "INPUT_ROWS": inputs, "BASE_KINDS": bases, "FACTOR_KINDS": factors,
         "LINE": line, "VEC": vector, "OUT_LINE": out_line, "OUT_VEC": out_vector, "RAW_VEC": vector if together else 1,
-        "SAME": same, "PAIRED": dtype == torch.bfloat16 and vector > 1 and _pairs(),
+        "SAME": same, "EVEN": even, "PAIRED": dtype == torch.bfloat16 and vector > 1 and _pairs(),
         "K": shape.loads, "L": 32 * shape.warps, "J": 16 // dtype.itemsize, "num_warps": shape.warps,
     }  # fmt: skip
     return Launch(visit_kernel, constants)

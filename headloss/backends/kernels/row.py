@@ -4,8 +4,7 @@
 Dimension key:  K loads in flight   L lanes (threads)   J columns of a lane in each load   W columns of a stored word
 
 A block is K x (L, J) columns.  Each lane keeps its own partial, so nothing waits for another warp inside a loop; there
-are many warps instead, whose loads and exponentials overlap.  Only a row's first and last load, (L, J) columns, may be
-cut; blocks lie between them, and then what is left of a block, one load at a time.  The last load is made before the
+are many warps instead, whose loads and exponentials overlap.  The row's last block, which is cut, is read before the
 loop and kept for the second sweep.  See logits.py for boundaries and sums.py and pull.py for the algebra.
 """
 
@@ -43,19 +42,19 @@ else:
 def take(raw, at, go, stop, MASKED: tl.constexpr, POLICY: tl.constexpr, K: tl.constexpr, PAIRED: tl.constexpr):
     """A block as it is stored, K x (L, J); PAIRED: as words of two bfloat16, which `decode` in fewer steps.
 
-    MASKED: only vectors from `go` to `stop`.
+    MASKED: only vectors from `go` to `stop`, the rest as if it were -inf.
     """
     x = ()
     for k in tl.static_range(K):
         here = at + k * (at.shape[0] * at.shape[1])
         if PAIRED:
             if MASKED:
-                word = tl.load(raw + here, mask=(here >= go // 2) & (here < stop // 2), other=0)
+                word = tl.load(raw + here, mask=(here >= go // 2) & (here < stop // 2), other=TWO_LEAST)
             else:
                 word = tl.load(raw + here, eviction_policy=POLICY)
         else:
             if MASKED:
-                word = tl.load(raw + here, mask=(here >= go) & (here < stop), other=0.0)
+                word = tl.load(raw + here, mask=(here >= go) & (here < stop), other=-float("inf"))
             else:
                 word = tl.load(raw + here, eviction_policy=POLICY)
         x = x + (word,)
@@ -192,12 +191,12 @@ def zeros(out, skew, end, VEC: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def loads(skew, end, LINE: tl.constexpr, VEC: tl.constexpr, UNIT: tl.constexpr):
-    """The loads (UNIT columns) that lie whole in a row, from the first to before the last."""
+def blocks(skew, end, LINE: tl.constexpr, VEC: tl.constexpr, BLOCK: tl.constexpr):
+    """The blocks that lie whole in a row, from the first to before the last."""
     first = 0
     if LINE > VEC:  # else every row starts on a boundary
         first = (skew > 0).to(tl.int32)
-    return first, tl.maximum(end // UNIT, first)
+    return first, tl.maximum(end // BLOCK, first)
 
 
 @triton.jit
@@ -209,12 +208,16 @@ def within(at, n: tl.constexpr, low, high):
 
 @triton.jit
 def take_in(
-    x, at, skew, end, m, best, block, S, X, Q, total, centre, c, scale, cap, MASKED: tl.constexpr,
+    x, at, skew, end, m, best, block, S, X, Q, total, centre, c, scale, cap, MASKED: tl.constexpr, EVEN: tl.constexpr,
     TOTAL: tl.constexpr, BEST: tl.constexpr, WANT_X: tl.constexpr, WANT_Q: tl.constexpr, FINITE: tl.constexpr,
     SCALED: tl.constexpr, CAPPED: tl.constexpr, PAIRED: tl.constexpr,
 ):  # fmt: skip
-    """A stored block, from column `at` (L, J) on, into the lanes' partials."""
-    WORDS: tl.constexpr = PAIRED and not (SCALED or CAPPED or MASKED)
+    """A stored block, from column `at` (L, J) on, into the lanes' partials.
+
+    MASKED: some of its columns may not be there.  If no vector is cut (EVEN) those were loaded as -inf.
+    """
+    CUT: tl.constexpr = MASKED and (SCALED or CAPPED or not EVEN)
+    WORDS: tl.constexpr = PAIRED and not (SCALED or CAPPED or CUT)
     z = ()
     if WORDS:
         top = highest(x)
@@ -229,7 +232,7 @@ def take_in(
             total += tl.sum(away, axis=1)
             if FINITE:
                 value = finite(value)
-        if MASKED:
+        if CUT:
             value = tl.where(within(at, n, skew, end), value, LEAST)
         if not WORDS:
             top = tl.maximum(top, tl.max(value, axis=1))
@@ -242,11 +245,11 @@ def take_in(
 def read(
     raw, skew, end, c, scale, cap,
     TOTAL: tl.constexpr, BEST: tl.constexpr, WANT_X: tl.constexpr, WANT_Q: tl.constexpr, FINITE: tl.constexpr,
-    SCALED: tl.constexpr, CAPPED: tl.constexpr, LINE: tl.constexpr, VEC: tl.constexpr, POLICY: tl.constexpr,
-    PAIRED: tl.constexpr, K: tl.constexpr, L: tl.constexpr, J: tl.constexpr,
+    SCALED: tl.constexpr, CAPPED: tl.constexpr, LINE: tl.constexpr, VEC: tl.constexpr, EVEN: tl.constexpr,
+    POLICY: tl.constexpr, PAIRED: tl.constexpr, K: tl.constexpr, L: tl.constexpr, J: tl.constexpr,
 ):  # fmt: skip
-    """The first sweep: what each lane has seen of the row, and the row's last columns as they are stored."""
-    UNIT: tl.constexpr = L * J
+    """The first sweep: what each lane has seen of the row, and the row's last block as it is stored."""
+    BLOCK: tl.constexpr = K * L * J
     W: tl.constexpr = 2 if PAIRED else 1  # columns of a word
     S, X, Q = (), (), ()
     for _i in tl.static_range(len(c)):
@@ -265,51 +268,42 @@ def read(
         words = raw.to(tl.pointer_type(tl.int32))
     j = tl.arange(0, L)[:, None] * J + tl.arange(0, J)[None, :]
     w = tl.arange(0, L)[:, None] * (J // W) + tl.arange(0, J // W)[None, :]
-    first, last = loads(skew, end, LINE, VEC, UNIT)
+    first, last = blocks(skew, end, LINE, VEC, BLOCK)
     go = tl.multiple_of(skew // VEC * VEC, VEC)
     stop = tl.multiple_of((end + VEC - 1) // VEC * VEC, VEC)
-    # The last columns are cut, so they cannot be part of a loop; loaded now, they are there when their turn comes.
+    # The last block is cut, so it cannot be part of the loop; loaded now, it is there when its turn comes.
     # Whole vectors, masked afterwards: a 16-byte vector with one good element can be read without harm.
-    tail = take(words, last * (UNIT // W) + w, go, stop, True, POLICY, 1, PAIRED)
+    tail = take(words, last * (BLOCK // W) + w, go, stop, True, POLICY, K, PAIRED)
     if LINE > VEC:
         for _head in range(0, first):
-            h = take(words, w, go, stop, True, POLICY, 1, PAIRED)
+            h = take(words, w, go, stop, True, POLICY, K, PAIRED)
             m, best, S, X, Q, total = take_in(
                 h, j, skew, end, m, best, 0, S, X, Q, total, centre, c, scale, cap,
-                True, TOTAL, BEST, WANT_X, WANT_Q, FINITE, SCALED, CAPPED, PAIRED,
+                True, False, TOTAL, BEST, WANT_X, WANT_Q, FINITE, SCALED, CAPPED, PAIRED,
             )  # fmt: skip
-    whole = (last - first) // K
-    for block in tl.range(0, whole, num_stages=1):
-        at = first + block * K
-        x = take(words, at * (UNIT // W) + w, 0, 0, False, POLICY, K, PAIRED)
+    for block in tl.range(first, last, num_stages=1):
+        x = take(words, block * (BLOCK // W) + w, 0, 0, False, POLICY, K, PAIRED)
         m, best, S, X, Q, total = take_in(
-            x, j, skew, end, m, best, at, S, X, Q, total, centre, c, scale, cap,
-            False, TOTAL, BEST, WANT_X, WANT_Q, FINITE, SCALED, CAPPED, PAIRED,
+            x, j, skew, end, m, best, block, S, X, Q, total, centre, c, scale, cap,
+            False, EVEN, TOTAL, BEST, WANT_X, WANT_Q, FINITE, SCALED, CAPPED, PAIRED,
         )  # fmt: skip
-    if K > 1:
-        for at in tl.range(first + whole * K, last, num_stages=1):
-            x = take(words, at * (UNIT // W) + w, 0, 0, False, POLICY, 1, PAIRED)
-            m, best, S, X, Q, total = take_in(
-                x, j, skew, end, m, best, at, S, X, Q, total, centre, c, scale, cap,
-                False, TOTAL, BEST, WANT_X, WANT_Q, FINITE, SCALED, CAPPED, PAIRED,
-            )  # fmt: skip
-    if end > last * UNIT:
+    if end > last * BLOCK:
         m, best, S, X, Q, total = take_in(
-            tail, last * UNIT + j, skew, end, m, best, last, S, X, Q, total, centre, c, scale, cap,
-            True, TOTAL, BEST, WANT_X, WANT_Q, FINITE, SCALED, CAPPED, PAIRED,
+            tail, last * BLOCK + j, skew, end, m, best, last, S, X, Q, total, centre, c, scale, cap,
+            True, EVEN, TOTAL, BEST, WANT_X, WANT_Q, FINITE, SCALED, CAPPED, PAIRED,
         )  # fmt: skip
     top = tl.max(m, axis=0)
     column = tl.zeros([L], tl.int32)
     if BEST:
-        # a lane that holds the maximum knows where the block begins in which it first saw it, and reads that once more
+        # a lane that holds the maximum knows in which block it first saw it, and reads that one once more
         column += 2147483647
         holds = m == top
-        spot = best * UNIT
+        spot = best * BLOCK
         for n in tl.static_range(K):
-            here = spot[:, None] // W + n * (UNIT // W) + w
+            here = spot[:, None] // W + n * (L * J // W) + w
             read_again = holds[:, None] & (here >= go // W) & (here < stop // W)
             z = decode(tl.load(words + here, mask=read_again, other=0), scale, cap, False, SCALED, CAPPED, PAIRED)
-            at = spot[:, None] + n * UNIT + j
+            at = spot[:, None] + n * (L * J) + j
             match = holds[:, None] & (at >= skew) & (at < end) & (z == top)
             column = tl.minimum(column, tl.min(tl.where(match, at, 2147483647), axis=1))
     return m, top, column - skew, S, X, Q, tl.sum(total, axis=0), centre, tail
@@ -339,7 +333,7 @@ def write(
     PAIRED: tl.constexpr, K: tl.constexpr, L: tl.constexpr, J: tl.constexpr,
 ):  # fmt: skip
     """The second sweep: the gradient of a row, from its end to its beginning; see pull.py."""
-    UNIT: tl.constexpr = L * J
+    BLOCK: tl.constexpr = K * L * J
     W: tl.constexpr = 2 if PAIRED else 1
     kind = out.dtype.element_ty
     words = raw
@@ -348,35 +342,42 @@ def write(
     low, high = inner(skew, end, VEC)
     j = tl.arange(0, L)[:, None] * J + tl.arange(0, J)[None, :]
     w = tl.arange(0, L)[:, None] * (J // W) + tl.arange(0, J // W)[None, :]
-    first, last = loads(skew, end, LINE, VEC, UNIT)
+    first, last = blocks(skew, end, LINE, VEC, BLOCK)
     ragged, ends = rim(skew, end, low, high, VEC)
     x_ends = tl.load(raw + ragged, mask=ends, other=0.0)  # early: its latency hides behind the blocks
     tl.debug_barrier()  # every warp has seen what it needs of the row before any may overwrite it
     if not SAME:
-        tail = take(words, last * (UNIT // W) + w, low, high, True, "evict_first", 1, PAIRED)
+        tail = take(words, last * (BLOCK // W) + w, low, high, True, "evict_first", K, PAIRED)
     emit(
-        tail, out, last * UNIT + j, low, high, origin, c, k, scale, cap,
-        True, PAIRED, FINITE, A, B, E, C, SCALED, CAPPED,
-    )  # fmt: skip
-    whole = (last - first) // K
-    if K > 1:
-        for back in tl.range(first + whole * K, last, num_stages=1):
-            at = last - 1 + first + whole * K - back
-            x = take(words, at * (UNIT // W) + w, 0, 0, False, "evict_first", 1, PAIRED)
-            emit(
-                x, out, at * UNIT + j, 0, 0, origin, c, k, scale, cap,
-                False, PAIRED, FINITE, A, B, E, C, SCALED, CAPPED,
-            )  # fmt: skip
-    for back in tl.range(0, whole, num_stages=1):
-        at = first + (whole - 1 - back) * K
-        x = take(words, at * (UNIT // W) + w, 0, 0, False, "evict_first", K, PAIRED)
+        tail,
+        out,
+        last * BLOCK + j,
+        low,
+        high,
+        origin,
+        c,
+        k,
+        scale,
+        cap,
+        True,
+        PAIRED,
+        FINITE,
+        A,
+        B,
+        E,
+        C,
+        SCALED,
+        CAPPED,
+    )
+    for back in tl.range(first, last, num_stages=1):
+        block = last - 1 + first - back
+        x = take(words, block * (BLOCK // W) + w, 0, 0, False, "evict_first", K, PAIRED)
         emit(
-            x, out, at * UNIT + j, 0, 0, origin, c, k, scale, cap,
-            False, PAIRED, FINITE, A, B, E, C, SCALED, CAPPED,
-        )  # fmt: skip
+            x, out, block * BLOCK + j, 0, 0, origin, c, k, scale, cap, False, PAIRED, FINITE, A, B, E, C, SCALED, CAPPED
+        )
     if LINE > VEC:
         for _head in range(0, first):
-            h = take(words, w, low, high, True, "evict_first", 1, PAIRED)
+            h = take(words, w, low, high, True, "evict_first", K, PAIRED)
             emit(h, out, j, low, high, origin, c, k, scale, cap, True, PAIRED, FINITE, A, B, E, C, SCALED, CAPPED)
     if (low > skew) | (high < end):
         z_ends = finite(logits(x_ends, scale, cap, SCALED, CAPPED))

@@ -115,7 +115,7 @@ def visit_kernel(
     A: tl.constexpr, B: tl.constexpr, E: tl.constexpr, C: tl.constexpr, Y: tl.constexpr, FINITE_OUT: tl.constexpr,
     INPUT_ROWS: tl.constexpr, BASE_KINDS: tl.constexpr, FACTOR_KINDS: tl.constexpr,
     LINE: tl.constexpr, VEC: tl.constexpr, OUT_LINE: tl.constexpr, OUT_VEC: tl.constexpr, RAW_VEC: tl.constexpr,
-    SAME: tl.constexpr, PAIRED: tl.constexpr, K: tl.constexpr, L: tl.constexpr, J: tl.constexpr,
+    SAME: tl.constexpr, EVEN: tl.constexpr, PAIRED: tl.constexpr, K: tl.constexpr, L: tl.constexpr, J: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     POLICY: tl.constexpr = "evict_last" if GRADIENT else "evict_first"
@@ -154,7 +154,7 @@ def visit_kernel(
 
         m, top, seen, S, X, Q, total, centre, tail = read(
             raw + begin, skew, skew + V, c, scale, cap,
-            TOTAL, BEST, WANT_X, WANT_Q, FINITE, SCALED, CAPPED, LINE, VEC, POLICY, PAIRED, K, L, J,
+            TOTAL, BEST, WANT_X, WANT_Q, FINITE, SCALED, CAPPED, LINE, VEC, EVEN, POLICY, PAIRED, K, L, J,
         )  # fmt: skip
 
         # merge the lanes, and finish as facts.finish does
