@@ -295,12 +295,13 @@ def circumstances() -> dict[str, str]:
 
 def add_overhead() -> None:
     """Measure what a call costs the host, and put it into the results there are."""
-    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    path = Path(os.environ["OUT"], "gpu_visit.json") if os.environ.get("OUT") else RESULTS
+    before = path if path.exists() else RESULTS
+    results = json.loads(before.read_text()) if before.exists() else {}
     earlier = results.get("overhead, us", {})
     results["overhead, us"] = {**circumstances(), **overhead(say)}
     if "before" in earlier:
         results["overhead, us"]["before"] = earlier["before"]
-    path = Path(os.environ["OUT"], "gpu_visit.json") if os.environ.get("OUT") else RESULTS
     path.write_text(json.dumps(results, indent=1))
 
 

@@ -132,12 +132,14 @@ def _ways(record: Record) -> Iterator[str]:
     yield f"| three GEMMs, cuBLAS | {record['three GEMMs ms']:.2f} | 1.000× | | |"
     limit = 2 * record["eager errors (loss, dH, dW)"][1]
     for r in record["rows"]:
-        errors = r["errors (loss, dH, dW)"]
+        errors = r.get("errors (loss, dH, dW)")
         error = f"{errors[2]:.1e}" if errors else "–"
         if errors and errors[1] > limit:
             error += f" (dH off by {errors[1]:.1e})"
-        half = " of all rows" if "half the rows" in r["what"] else ""
-        yield f"| {r['what']} | {r['ms']:.2f} | {r['ratio']:.3f}×{half} | {r['GiB']:.2f} | {error} |"
+        name, _, other = r["what"].replace(" x ", " × ").partition(", against ")
+        of = " of all rows" if "half the rows" in name else f" of those with {other}" if other else ""
+        memory = f"{r['GiB']:.2f}" if "GiB" in r else "–"
+        yield f"| {name} | {r['ms']:.2f} | {r['ratio']:.3f}×{of} | {memory} | {error} |"
 
 
 def _bench(record: Record) -> Iterator[str]:
