@@ -132,6 +132,10 @@ def suite(record: dict[str, Any]) -> Figure:
             ax.plot([r["V"] / 1e3 for r in rows], [r["ratio"] for r in rows], f"{marks[way]}-", label=way, **shade)
         ax.axhline(1, color=LINE, linestyle="--", linewidth=1.2)
         ax.set(title=work, xlabel="vocabulary, thousands", yscale="log")
+        low, high = ax.get_ylim()
+        ticks = [x for x in (0.2, 0.5, 1, 2, 5, 10, 20, 50) if low <= x <= high]
+        ax.minorticks_off()
+        ax.set_yticks(ticks, [f"{x:g}" for x in ticks])
     grid[0][0].set_ylabel("times the floor (dashed)")
     figure.legend(*grid[0][1].get_legend_handles_labels(), loc="outside lower center", ncols=len(ways), frameon=False)
     for ax, what in zip(grid[-1], ("N", "V", "D", "losses", "simulated ranks"), strict=True):
@@ -141,7 +145,7 @@ def suite(record: dict[str, Any]) -> Figure:
         place = [r[{"simulated ranks": "ranks"}.get(what, what)] for r in rows]
         ax.plot(place, [r["ratio"] for r in rows], "o-", color=OURS)
         ax.axhline(1, color=LINE, linestyle="--", linewidth=1.2)
-        ax.set(xlabel=what, xscale="log", ylim=(0.9, None))
+        ax.set(xlabel=what, xscale="log", ylim=(min(0.9, 0.8 * min(r["ratio"] for r in rows)), None))
         ax.set_xticks(place, [f"{x:,}" for x in place], fontsize=7, rotation=30)
         ax.minorticks_off()
     if record["scaling"]:

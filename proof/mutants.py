@@ -11,6 +11,7 @@ report goes to benchmarks/results/mutants.json, and the table of docs/trust.md i
 from __future__ import annotations
 
 import argparse
+import hashlib
 import importlib.util
 import json
 import multiprocessing
@@ -42,6 +43,11 @@ def broken(fault: Fault, text: str) -> str:
     changed = text.replace(fault.old, fault.new)
     compile(changed, fault.file, "exec")
     return changed
+
+
+def digest(fault: Fault, text: str) -> str:
+    """Of a fault and the file it is put into: a line of the report counts for as long as neither changes."""
+    return hashlib.sha256("\n".join([text, fault.old, fault.new]).encode()).hexdigest()[:12]
 
 
 def copy(folder: Path) -> Path:
@@ -107,7 +113,7 @@ def seed(folder: Path, fault: Fault, seconds: float, wide: bool, without: Sequen
     text = path.read_text()
     path.write_text(broken(fault, text))
     begin = time.monotonic()
-    row: dict[str, Any] = {"file": fault.file, "what": fault.what, "caught": None}
+    row: dict[str, Any] = {"file": fault.file, "what": fault.what, "digest": digest(fault, text), "caught": None}
     runs = [(arguments(fault), seconds, fault.interpreted), *([(["tests"], 6 * seconds, False)] if wide else [])]
     try:
         for chosen, limit, interpreted in runs:
@@ -147,13 +153,13 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=240.0, help="for the tests that run first")
     parser.add_argument("--jobs", type=int, default=1, help="faults at a time")
     parser.add_argument("--unchecked", action="store_true", help="do not see first whether the tests are green")
-    parser.add_argument("--again", action="store_true", help="only those that no earlier run has seen caught")
+    parser.add_argument("--again", action="store_true", help="only those not yet caught in their file as it is now")
     parser.add_argument("--name", default="mutants", help="of the results file")
     args = parser.parse_args()
     faults = [f for f in FAULTS if f.file.startswith(args.only)]
     if args.again:
-        caught = {(row["file"], row["what"]) for row in earlier(args.name)["faults"] if row["caught"]}
-        faults = [f for f in faults if (f.file, f.what) not in caught]
+        caught = {row.get("digest") for row in earlier(args.name)["faults"] if row["caught"]}
+        faults = [f for f in faults if digest(f, (ROOT / "headloss" / f.file).read_text()) not in caught]
     for fault in faults:
         broken(fault, (ROOT / "headloss" / fault.file).read_text())
     print(f"{len(faults)} faults apply", flush=True)

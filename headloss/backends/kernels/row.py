@@ -295,17 +295,24 @@ def read(
     top = tl.max(m, axis=0)
     column = tl.zeros([L], tl.int32)
     if BEST:
-        # a lane that holds the maximum knows in which block it first saw it, and reads that one once more
-        column += 2147483647
-        holds = m == top
-        spot = best * BLOCK
+        # A lane that holds the maximum knows in which block it first saw it, and reads that one once more.
+        CUT: tl.constexpr = SCALED or CAPPED or not EVEN
+        holds = (m == top)[:, None]
+        spot = best[:, None] * BLOCK + j
+        place = tl.full([L], K * J, tl.int32)  # among the lane's columns of that block
         for n in tl.static_range(K):
-            here = spot[:, None] // W + n * (L * J // W) + w
-            read_again = holds[:, None] & (here >= go // W) & (here < stop // W)
-            z = decode(tl.load(words + here, mask=read_again, other=0), scale, cap, False, SCALED, CAPPED, PAIRED)
-            at = spot[:, None] + n * (L * J) + j
-            match = holds[:, None] & (at >= skew) & (at < end) & (z == top)
-            column = tl.minimum(column, tl.min(tl.where(match, at, 2147483647), axis=1))
+            here = best[:, None] * (BLOCK // W) + n * (L * J // W) + w
+            again = holds & (here >= go // W) & (here < stop // W)
+            if PAIRED:
+                x = tl.load(words + here, mask=again, other=TWO_LEAST)
+            else:
+                x = tl.load(words + here, mask=again, other=-float("inf"))
+            match = decode(x, scale, cap, False, SCALED, CAPPED, PAIRED) == top
+            if CUT:
+                match = match & holds & within(spot, n, skew, end)
+            place = tl.minimum(place, tl.min(tl.where(match, n * J + tl.arange(0, J)[None, :], K * J), axis=1))
+        column = best * BLOCK + place // J * (L * J) + tl.arange(0, L) * J + place % J
+        column = tl.where(place < K * J, column, 2147483647)
     return m, top, column - skew, S, X, Q, tl.sum(total, axis=0), centre, tail
 
 
