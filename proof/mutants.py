@@ -196,7 +196,7 @@ def main() -> None:
 def failing(folder: Path, faults: Sequence[Fault], jobs: int) -> list[str]:
     """Tests that are red without a fault, with other versions of PyTorch, say: what they say of one means nothing."""
     copy(folder)
-    firsts = list(dict.fromkeys(t for f in faults for t in f.first))
+    firsts = sorted({t for f in faults for t in f.first})  # folders whole: an older pytest loses their fixtures else
     how = ("-n", str(jobs)) if jobs > 1 and importlib.util.find_spec("xdist") is not None else ("-p", "no:xdist")
     status, output = pytest(folder, firsts, 3600, how=how)
     red = FAILED.findall(output)
