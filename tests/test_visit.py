@@ -270,6 +270,9 @@ def test_transformed_logits():
     every().check(*draw(), scale=0.7, softcap=5.0, temperature=1.3, close=3e-5)
     every().check(*draw(), temperature=torch.tensor([0.5, 1.0, 2.0]), close=3e-5)
     MIXES["temperatures"]().check(*draw(), scale=-0.5, temperature=torch.tensor([0.5, 1.0, 2.0]), where="in place")
+    for dtype in (torch.float32, torch.bfloat16):  # no vector is cut, and the last block is not full
+        every().check(*draw(2, 320, dtype), scale=-0.5, close=3e-5)
+        every().check(*draw(2, 320, dtype), softcap=2.0, close=3e-5)
 
 
 @inside
