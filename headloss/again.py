@@ -178,8 +178,9 @@ class Form:
         return Output(loss, terms, again.metrics, facts_later(lambda: self.cut(facts, best), self.facts), grads)
 
     def cut(self, facts: Tensor, best: Tensor | None) -> list[Tensor]:
-        """The facts one by one; the argmax is the last of a student's."""
-        return [*facts.unbind(), *([] if best is None else [best.view(facts.shape[1:])])]
+        """The facts one by one, differentiable wherever they are first asked for; a student's argmax is the last."""
+        with torch.inference_mode(False), torch.set_grad_enabled(facts.requires_grad):
+            return [*facts.unbind(), *([] if best is None else [best.view(facts.shape[1:])])]
 
     def read(
         self, targets: Tensor | Prepared, vocab: int, host_read: bool

@@ -24,8 +24,8 @@ if triton.knobs.runtime.interpret:  # which knows no assembly
     @triton.jit
     def higher(x, y, NAN: tl.constexpr):
         """The higher ones of two words of two bfloat16; NAN: a NaN is higher than anything, else lower."""
-        low, high = (x << 16).to(tl.float32, bitcast=True), (x & -65536).to(tl.float32, bitcast=True)
-        low_, high_ = (y << 16).to(tl.float32, bitcast=True), (y & -65536).to(tl.float32, bitcast=True)
+        low, high = halves(x)
+        low_, high_ = halves(y)
         kept = tl.where((low >= low_) | ((low != low) if NAN else (low_ != low_)), x, y) & 65535
         return kept | (tl.where((high >= high_) | ((high != high) if NAN else (high_ != high_)), x, y) & -65536)
 
@@ -295,24 +295,17 @@ def read(
     top = tl.max(m, axis=0)
     column = tl.zeros([L], tl.int32)
     if BEST:
-        # A lane that holds the maximum knows in which block it first saw it, and reads that one once more.
-        CUT: tl.constexpr = SCALED or CAPPED or not EVEN
-        holds = (m == top)[:, None]
-        spot = best[:, None] * BLOCK + j
-        place = tl.full([L], K * J, tl.int32)  # among the lane's columns of that block
+        # a lane that holds the maximum knows in which block it first saw it, and reads that one once more
+        column += 2147483647
+        holds = m == top
+        spot = best * BLOCK
         for n in tl.static_range(K):
-            here = best[:, None] * (BLOCK // W) + n * (L * J // W) + w
-            again = holds & (here >= go // W) & (here < stop // W)
-            if PAIRED:
-                x = tl.load(words + here, mask=again, other=TWO_LEAST)
-            else:
-                x = tl.load(words + here, mask=again, other=-float("inf"))
-            match = decode(x, scale, cap, False, SCALED, CAPPED, PAIRED) == top
-            if CUT:
-                match = match & holds & within(spot, n, skew, end)
-            place = tl.minimum(place, tl.min(tl.where(match, n * J + tl.arange(0, J)[None, :], K * J), axis=1))
-        column = best * BLOCK + place // J * (L * J) + tl.arange(0, L) * J + place % J
-        column = tl.where(place < K * J, column, 2147483647)
+            here = spot[:, None] // W + n * (L * J // W) + w
+            read_again = holds[:, None] & (here >= go // W) & (here < stop // W)
+            z = decode(tl.load(words + here, mask=read_again, other=0), scale, cap, False, SCALED, CAPPED, PAIRED)
+            at = spot[:, None] + n * (L * J) + j
+            match = holds[:, None] & (at >= skew) & (at < end) & (z == top)
+            column = tl.minimum(column, tl.min(tl.where(match, at, 2147483647), axis=1))
     return m, top, column - skew, S, X, Q, tl.sum(total, axis=0), centre, tail
 
 
@@ -356,26 +349,9 @@ def write(
     if not SAME:
         tail = take(words, last * (BLOCK // W) + w, low, high, True, "evict_first", K, PAIRED)
     emit(
-        tail,
-        out,
-        last * BLOCK + j,
-        low,
-        high,
-        origin,
-        c,
-        k,
-        scale,
-        cap,
-        True,
-        PAIRED,
-        FINITE,
-        A,
-        B,
-        E,
-        C,
-        SCALED,
-        CAPPED,
-    )
+        tail, out, last * BLOCK + j, low, high, origin, c, k, scale, cap,
+        True, PAIRED, FINITE, A, B, E, C, SCALED, CAPPED,
+    )  # fmt: skip
     for back in tl.range(first, last, num_stages=1):
         block = last - 1 + first - back
         x = take(words, block * (BLOCK // W) + w, 0, 0, False, "evict_first", K, PAIRED)
