@@ -13,93 +13,9 @@ import triton.language as tl
 
 from headloss.backends.kernels.logits import logits
 from headloss.backends.kernels.pull import slopes
+from headloss.backends.kernels.words import LEAST, TWO_LEAST, decode, finite, highest, take
 
 LOWEST = tl.constexpr(-1.0e7)  # at or below is -inf: further down the rounding of z / T alone could overflow
-LEAST = tl.constexpr(-1.0e20)  # for -inf where a logit is a factor: 2^LEAST is 0, and 0 * LEAST is 0, not NaN
-TWO_LEAST = tl.constexpr(-525475667)  # 0xE0ADE0AD, twice that as bfloat16
-
-
-if triton.knobs.runtime.interpret:  # which knows no assembly
-
-    @triton.jit
-    def higher(x, y, NAN: tl.constexpr):
-        """The higher ones of two words of two bfloat16; NAN: a NaN is higher than anything, else lower."""
-        low, high = halves(x)
-        low_, high_ = halves(y)
-        kept = tl.where((low >= low_) | ((low != low) if NAN else (low_ != low_)), x, y) & 65535
-        return kept | (tl.where((high >= high_) | ((high != high) if NAN else (high_ != high_)), x, y) & -65536)
-
-else:
-
-    @triton.jit
-    def higher(x, y, NAN: tl.constexpr):
-        """The higher ones of two words of two bfloat16; NAN: a NaN is higher than anything, else lower."""
-        NAME: tl.constexpr = "max.NaN.bf16x2" if NAN else "max.bf16x2"
-        return tl.inline_asm_elementwise(NAME + " $0, $1, $2;", "=r,r,r", [x, y], dtype=tl.int32, is_pure=True, pack=1)
-
-
-@triton.jit
-def take(raw, at, go, stop, MASKED: tl.constexpr, POLICY: tl.constexpr, K: tl.constexpr, PAIRED: tl.constexpr):
-    """A block as it is stored, K x (L, J); PAIRED: as words of two bfloat16, which `decode` in fewer steps.
-
-    MASKED: only vectors from `go` to `stop`, the rest as if it were -inf.
-    """
-    x = ()
-    for k in tl.static_range(K):
-        here = at + k * (at.shape[0] * at.shape[1])
-        if PAIRED:
-            if MASKED:
-                word = tl.load(raw + here, mask=(here >= go // 2) & (here < stop // 2), other=TWO_LEAST)
-            else:
-                word = tl.load(raw + here, eviction_policy=POLICY)
-        else:
-            if MASKED:
-                word = tl.load(raw + here, mask=(here >= go) & (here < stop), other=-float("inf"))
-            else:
-                word = tl.load(raw + here, eviction_policy=POLICY)
-        x = x + (word,)
-    return x
-
-
-@triton.jit
-def halves(x):
-    """The two bfloat16 of a word."""
-    return (x << 16).to(tl.float32, bitcast=True), (x & -65536).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def decode(
-    x, scale, cap, FINITE: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr, PAIRED: tl.constexpr
-):  # fmt: skip
-    """Logits (L, J) from a block as it is stored; FINITE: at least LEAST."""
-    WORDS: tl.constexpr = PAIRED and not SCALED and not CAPPED
-    if FINITE and WORDS:
-        x = higher(x, tl.zeros_like(x) + TWO_LEAST, True)
-    if PAIRED:
-        even, odd = halves(x)
-        x = tl.join(even, odd).reshape(x.shape[0], 2 * x.shape[1])
-    z = logits(x, scale, cap, SCALED, CAPPED)
-    if FINITE and not WORDS:
-        z = finite(z)
-    return z
-
-
-@triton.jit
-def finite(z):
-    return tl.maximum(z, LEAST, propagate_nan=tl.PropagateNan.ALL)
-
-
-@triton.jit
-def highest(x):
-    """The highest logit of each lane, (L,), from words of two, K x (L, J / 2): two are compared at a time."""
-    w = x[0]
-    for n in tl.static_range(1, len(x)):
-        w = higher(w, x[n], False)
-    a, b = tl.split(w.reshape(w.shape[0], w.shape[1] // 2, 2))
-    w = higher(a, b, False)
-    a, b = tl.split(w)
-    even, odd = halves(higher(a, b, False))
-    return tl.maximum(even, odd)
 
 
 @triton.jit
@@ -242,6 +158,50 @@ def take_in(
 
 
 @triton.jit
+def search(
+    words, block, holds, top, low, high, go, stop, scale, cap, SKEWED: tl.constexpr, EVEN: tl.constexpr,
+    SCALED: tl.constexpr, CAPPED: tl.constexpr, PAIRED: tl.constexpr, K: tl.constexpr, L: tl.constexpr, J: tl.constexpr,
+):  # fmt: skip
+    """The first column at which each lane that holds `top` has it in its `block`, (L,); elsewhere beyond all columns.
+
+    Every lane of a row pays for every step of this, so first the load is found, then the column in that one alone.
+    """
+    BLOCK: tl.constexpr = K * L * J
+    W: tl.constexpr = 2 if PAIRED else 1
+    CUT: tl.constexpr = SCALED or CAPPED or not EVEN
+    WORDS: tl.constexpr = PAIRED and not CUT
+    lane, j = tl.arange(0, L), tl.arange(0, J)[None, :]
+    at = (block * (BLOCK // W) + lane * (J // W))[:, None] + tl.arange(0, J // W)[None, :]
+    load = tl.zeros([L], tl.int32)
+    for n in tl.static_range(K - 1, -1, -1):  # backwards: the first one stays
+        here = at + n * (L * J // W)
+        there = holds[:, None] & (here < stop // W)
+        if SKEWED:
+            there = there & (here >= go // W)
+        if PAIRED:
+            x = tl.load(words + here, mask=there, other=TWO_LEAST)
+        else:
+            x = tl.load(words + here, mask=there, other=-float("inf"))
+        if WORDS:
+            hit = highest((x,)) == top
+        else:
+            x = decode(x, scale, cap, False, SCALED, CAPPED, PAIRED)
+            if CUT:
+                spot = (block * BLOCK + lane * J)[:, None] + j
+                x = tl.where(holds[:, None] & within(spot, n, low, high), x, LEAST)
+            hit = tl.max(x, axis=1) == top
+        if n == K - 1:
+            found = x
+        else:
+            found = tl.where(hit[:, None], x, found)
+        load = tl.where(hit, n, load)
+    if WORDS:
+        found = decode(found, scale, cap, False, SCALED, CAPPED, PAIRED)
+    first = tl.min(tl.where(found == top, j, J), axis=1)
+    return tl.where(first < J, block * BLOCK + load * (L * J) + lane * J + first, 2147483647)
+
+
+@triton.jit
 def read(
     raw, skew, end, c, scale, cap,
     TOTAL: tl.constexpr, BEST: tl.constexpr, WANT_X: tl.constexpr, WANT_Q: tl.constexpr, FINITE: tl.constexpr,
@@ -296,16 +256,10 @@ def read(
     column = tl.zeros([L], tl.int32)
     if BEST:
         # a lane that holds the maximum knows in which block it first saw it, and reads that one once more
-        column += 2147483647
-        holds = m == top
-        spot = best * BLOCK
-        for n in tl.static_range(K):
-            here = spot[:, None] // W + n * (L * J // W) + w
-            read_again = holds[:, None] & (here >= go // W) & (here < stop // W)
-            z = decode(tl.load(words + here, mask=read_again, other=0), scale, cap, False, SCALED, CAPPED, PAIRED)
-            at = spot[:, None] + n * (L * J) + j
-            match = holds[:, None] & (at >= skew) & (at < end) & (z == top)
-            column = tl.minimum(column, tl.min(tl.where(match, at, 2147483647), axis=1))
+        column = search(
+            words, best, m == top, top, skew, end, go, stop, scale, cap, LINE > VEC, EVEN, SCALED, CAPPED, PAIRED,
+            K, L, J,
+        )  # fmt: skip
     return m, top, column - skew, S, X, Q, tl.sum(total, axis=0), centre, tail
 
 
