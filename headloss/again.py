@@ -1,6 +1,6 @@
 """A later call of a form that was seen before: straight to the launch.
 
-Dimension key:  N rows   V vocabulary   F facts
+Dimension key:  N rows   V vocabulary
 
 The first call of a form goes the long way: plan, bind, sweep.  Where it ends in one launch on logits, later calls
 differ in their tensors and numbers alone, so they check those and launch.  Two calls are of one form if everything is
@@ -135,6 +135,7 @@ class Form:
         self.means = tuple(t.reduction == "token_mean" for t in plan.terms)
         self.weights = {name: term.weight for name, term in objective.terms.items()}
         self.facts = [key_of(f, False) for f in plan.want.facts]
+        self.slots = slice(*self.plan.ends[1:3])  # of the facts, but for the argmax, in what a visit found
 
     def suits(self, x: Tensor) -> bool:
         V = x.shape[-1]
@@ -163,24 +164,25 @@ class Form:
         factors = weigh if type(grad_scale) is float and grad_scale == 1.0 else [w * grad_scale for w in weigh]
         arguments = self.arguments(x.device, mean, factors, inputs)
         if direct:
-            loss, facts = again.run(x, weigh, arguments, True)
+            loss, found = again.run(x, weigh, arguments, True)
         elif x.requires_grad and torch.is_grad_enabled():
-            loss, facts = Visit.apply(again, weigh, arguments, x)
+            loss, found = Visit.apply(again, weigh, arguments, x)
         else:
             with torch.no_grad():
-                loss, facts = again.run(x, weigh, arguments, False)
+                loss, found = again.run(x, weigh, arguments, False)
         terms = dict(zip(self.terms, again.sums.unbind(), strict=True))
         if self.off:
             terms |= dict.fromkeys(self.off, torch.zeros((), dtype=loss.dtype, device=x.device))
             terms = {name: terms[name] for name in objective.terms}
         grads = Grads(again.grad) if direct else None
-        best = again.visited.best
-        return Output(loss, terms, again.metrics, facts_later(lambda: self.cut(facts, best), self.facts), grads)
+        best, shape = again.visited.best, x.shape[:-1]
+        return Output(loss, terms, again.metrics, facts_later(lambda: self.cut(found, best, shape), self.facts), grads)
 
-    def cut(self, facts: Tensor, best: Tensor | None) -> list[Tensor]:
+    def cut(self, found: Tensor, best: Tensor | None, shape: torch.Size) -> list[Tensor]:
         """The facts one by one, differentiable wherever they are first asked for; a student's argmax is the last."""
-        with torch.inference_mode(False), torch.set_grad_enabled(facts.requires_grad):
-            return [*facts.unbind(), *([] if best is None else [best.view(facts.shape[1:])])]
+        with torch.inference_mode(False), torch.set_grad_enabled(found.requires_grad):
+            facts = found[self.slots].view(-1, *shape)
+            return [*facts.unbind(), *([] if best is None else [best.view(shape)])]
 
     def read(
         self, targets: Tensor | Prepared, vocab: int, host_read: bool
@@ -228,7 +230,7 @@ class Again:
     def run(
         self, x: Tensor, weights: list[float | Tensor], arguments: tuple[Any, ...], grad: bool
     ) -> tuple[Tensor, Tensor]:
-        """The loss and the facts (F, ...) but for the argmax; the gradient is kept."""
+        """The loss, and what was found of the rows, for the facts in it; the gradient is kept."""
         form, said = self.form, self.said
         flat = self.targets if x.ndim == 2 else self.targets.view(-1)
         raw_NV = x if x.ndim == 2 else x.view(-1, x.shape[-1])
@@ -249,8 +251,7 @@ class Again:
         if form.program.metrics:  # which rows count is noted now: the targets may be written to
             valid = flat != IGNORE if self.ignored else None
             self.metrics = measured(visited, valid)
-        facts = visited.block
-        return loss, facts if x.ndim == 2 else facts.view(-1, *x.shape[:-1])
+        return loss, visited.found.detach()  # another tensor: the graph will hang on it
 
     def open(self, x: Tensor) -> Sweep:
         """The same call as the long way has it."""
@@ -273,17 +274,17 @@ class Visit(torch.autograd.Function):
         return outputs
 
     @staticmethod
-    def backward(ctx: Any, g_loss: Tensor | None, g_facts: Tensor | None) -> Any:
-        return _once(ctx, g_loss, g_facts) if torch.is_grad_enabled() else Visit._backward(ctx, g_loss, g_facts)
+    def backward(ctx: Any, g_loss: Tensor | None, g_found: Tensor | None) -> Any:
+        return _once(ctx, g_loss, g_found) if torch.is_grad_enabled() else Visit._backward(ctx, g_loss, g_found)
 
     @staticmethod
-    def _backward(ctx: Any, g_loss: Tensor | None, g_facts: Tensor | None) -> Any:
+    def _backward(ctx: Any, g_loss: Tensor | None, g_found: Tensor | None) -> Any:
         again, (x,) = ctx.again, ctx.saved_tensors  # looked at in any case: it must not have been written to
         grads, ctx.grads = ctx.grads, None  # handed over: a second backward makes them again
-        if grads is not None and g_loss is not None and g_facts is None:
+        if grads is not None and g_loss is not None and g_found is None:
             return None, None, None, scaled(grads, g_loss, again.form.backend).logits
         held = Held(again.open(x), (True,), Launched(again.sums, again.visited, None, None), grads, [], again.inplace)
-        pulled = () if g_facts is None else g_facts.unbind()
+        pulled = () if g_found is None else g_found[again.form.slots].view(-1, *x.shape[:-1]).unbind()
         nothing = (None,) * (len(again.form.facts) - len(pulled))
         by_tensor, _ = held.pull((x,), g_loss, (*pulled, *nothing))
         return None, None, None, *by_tensor

@@ -50,9 +50,9 @@ class Played:
     def __get__(self, launch, _):
         return lambda *arguments: self.play(launch, *arguments)
 
-    def play(self, launch, key, programs, arguments):
+    def play(self, launch, key, where, programs, arguments):
         if launch.kernel is not triton_visit.visit_kernel:
-            return self.real(launch, key, programs, arguments)
+            return self.real(launch, key, where, programs, arguments)
         raw, out, target, valid, found, best, *rest = arguments
         C, V, _, lead, *_ = numbers = rest[5:]
         assert programs == C == len(raw) and raw.shape[1] == V

@@ -1,11 +1,14 @@
 """Launches past Triton's dispatcher: arguments of equal kinds are arguments that Triton compiles one kernel for."""
 
 import itertools
+import types
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
+from triton.knobs import HookChain
+
 import headloss.backends.triton_launch as launch_module
 from headloss.backends.triton_launch import Launch, look
 
@@ -13,11 +16,16 @@ from headloss.backends.triton_launch import Launch, look
 class Compiled:
     """What a fake kernel was compiled into: writes down how it is launched."""
 
+    function, packed_metadata = "function", "metadata"
+
     def __init__(self, log):
         self.log = log
 
     def __getitem__(self, grid):
         return lambda *arguments: self.log.append(("compiled", grid, arguments))
+
+    def run(self, *arguments):
+        self.log.append(("run", arguments))
 
 
 class Kernel:
@@ -49,6 +57,30 @@ def test_a_later_launch_takes_what_was_compiled_with_every_argument_of_its_own(l
     name, grid, arguments = log[1]
     assert name == "compiled" and grid == (7, 1, 1)
     assert arguments[0] is second and arguments[1:] == (6, (0.25, None), 1, 2)
+
+
+def test_on_a_device_a_later_launch_goes_past_the_runner_unless_somebody_watches(log, monkeypatch):
+    hooks = types.SimpleNamespace(launch_enter_hook=HookChain(), launch_exit_hook=HookChain(reversed=True))
+    streams = types.SimpleNamespace(get_current_stream=lambda device: {0: 11, 1: 12}[device])
+    monkeypatch.setattr(launch_module, "knobs", types.SimpleNamespace(runtime=hooks))
+    monkeypatch.setattr(launch_module, "driver", types.SimpleNamespace(active=streams))
+    launch, arguments = Launch(Kernel(log), {"A": 1, "B": 2}), (torch.zeros(4), 5, ())
+    for where in (0, 0, 1, 1):
+        launch.run("key", where, 3, arguments)
+    assert [entry[0] for entry in log] == ["kernel", "run", "kernel", "run"]
+    handles, none = ("function", "metadata"), (None, None, None)
+    assert log[1][1] == (3, 1, 1, 11, *handles, *none, *arguments, 1, 2)
+    assert log[3][1] == (3, 1, 1, 12, *handles, *none, *arguments, 1, 2)
+    for hook in (hooks.launch_enter_hook, hooks.launch_exit_hook):
+        log.clear()
+        hook.add(print)
+        launch.run("key", 0, 3, arguments)
+        hook.remove(print)
+        launch.run("key", 0, 3, arguments)
+        assert [entry[0] for entry in log] == ["compiled", "run"]
+    hooks.launch_enter_hook = hooks.launch_exit_hook = None  # as it was before there were chains
+    launch.run("key", 0, 3, arguments)
+    assert log[-1][0] == "run"
 
 
 @pytest.mark.parametrize(
@@ -128,7 +160,9 @@ def test_equal_forms_of_a_visit_are_one_kernel_for_triton(monkeypatch):
     from headloss.backends.kernels.visit import visit_kernel
 
     calls = []
-    monkeypatch.setattr(Launch, "run", lambda launch, key, programs, arguments: calls.append((launch, key, arguments)))
+    monkeypatch.setattr(
+        Launch, "run", lambda launch, key, where, programs, arguments: calls.append((launch, arguments))
+    )
     plan = triton_visit._plan(program())
     whole = torch.zeros(1 << 14, dtype=torch.float32)
     logits = [
@@ -153,10 +187,10 @@ def test_equal_forms_of_a_visit_are_one_kernel_for_triton(monkeypatch):
         visit_kernel.signature, visit_kernel.params, make_backend(GPUTarget("cuda", 90, 32))
     )
     seen = {}
-    for launch, key, arguments in calls:
+    for launch, arguments in calls:
         constants = dict.fromkeys(visit_kernel.arg_names[len(arguments) :], 8)
         theirs = str(bind(*arguments, **constants)[1])
-        assert seen.setdefault((launch, key), theirs) == theirs, arguments
+        assert seen.setdefault(launch, theirs) == theirs, arguments
     assert len(set(seen.values())) > 30  # or nothing was told apart
 
 
@@ -176,7 +210,7 @@ def program():
 
 HOPPER = {
     "totals, one term": lambda v: (v._totals(3, (-1,)), {"weights": ("fp32",)}),
-    "totals, five terms": lambda v: (v._totals(3, (0,) * 5), {"weights": ("*fp32",) * 5}),
+    "totals, five terms": lambda v: (v._totals(3, ((0, torch.float32, True),) * 5), {"weights": ("*fp32",) * 5}),
     "targets, for the host": lambda v: (v._READ, {"numbers": "*i64"}),
     "targets, for the device": lambda v: (v._COUNT, {"mean": "*fp64", "fine": "*i1"}),
 }

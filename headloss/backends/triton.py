@@ -221,8 +221,11 @@ def scale_(x: Tensor, scale: Tensor) -> None:
 _SCALE = Launch(scale_kernel, {"BLOCK": 8192, "num_warps": 8})
 
 
+READS = (torch.bfloat16, torch.float16, torch.float32)
+
+
 def _check(raw_CV: Tensor) -> None:
-    if raw_CV.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+    if raw_CV.dtype not in READS:
         raise TypeError(
             f'backend="triton" reads bfloat16, float16 and float32, got {raw_CV.dtype}; use backend="torch"'
         )

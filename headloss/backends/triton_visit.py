@@ -119,8 +119,10 @@ def suits(C: int, V: int) -> bool:
 
 
 def shape_of(plan: Plan, V: int, gradient: bool = True) -> Shape:
-    table = SHAPES if gradient else FORWARD
-    return next(heavy if plan.heavy else light for most, light, heavy in table if most >= V)
+    for most, light, heavy in SHAPES if gradient else FORWARD:
+        if most >= V:
+            return heavy if plan.heavy else light
+    raise AssertionError(V)
 
 
 def visit(
@@ -211,7 +213,7 @@ def launch(
         stride >> 31, out_stride >> 31, raw.x_CV.data_ptr() & 15 == 0, out.x_CV.data_ptr() & 15 == 0,
         ignore, out_CV is None, scale != 1.0, None if target is None else target.dtype,
         None if valid_C is None else valid_C.dtype, softcap is None,
-        _forms(temperatures), _forms(inputs), _forms(bases), _forms(factors),
+        _forms((*temperatures, *inputs, *bases, *factors)),  # how many of each, the plan knows
     )  # fmt: skip
     kernel = plan.variants.get(form)
     if kernel is None:
@@ -226,7 +228,7 @@ def launch(
         C, V, stride, raw.lead, out_stride, out.lead, 0 if target is None else target.stride(0), start, vocab,
         float(scale), 1.0 if softcap is None else float(softcap),
     )  # fmt: skip
-    kernel.run(place(raw_CV), C, arguments)
+    kernel.run(None, place(raw_CV), C, arguments)
     return Visited(found, best, plan)
 
 
@@ -260,7 +262,8 @@ def totals(visited: Visited, weights: Sequence[Number]) -> tuple[Tensor, Tensor]
     weights = tuple([w if type(w) is float else _number(w, found.device) for w in weights])
     sums = torch.empty(len(weights), dtype=torch.float32, device=found.device)
     loss = torch.empty((), dtype=torch.float32, device=found.device)
-    _totals(visited.ends[2], _kinds(weights))(1, found, sums, loss, weights, found.shape[1])
+    kernel = _totals(visited.ends[2], _forms(weights))
+    kernel.run(None, place(found), 1, (found, sums, loss, weights, found.shape[1]))
     return sums, loss
 
 
@@ -284,7 +287,8 @@ _READ, _COUNT = (Launch(count_kernel, {"READ": x, "B": 4096, "num_warps": 16, **
 
 
 @functools.lru_cache(256)
-def _totals(first: int, kinds: Kinds) -> Launch:
+def _totals(first: int, forms: tuple[Any, ...]) -> Launch:
+    kinds = tuple(form if form == -1 else form[0] for form in forms)
     padded = 1 << (len(kinds) - 1).bit_length()
     block = max(256, 8192 // padded)
     return Launch(totals_kernel, {"FIRST": first, "KINDS": kinds, "P": padded, "B": block, "num_warps": 16, **LAUNCH})
