@@ -345,6 +345,7 @@ FAULTS = [
     Fault("one_launch.py", "t.weight * loss.grad_scale", "t.weight * 1.0", "one launch: grad_scale is ignored"),
     Fault("one_launch.py", 'shared if term.reduction != "seq_mean_token_mean" else shared / lengths(loss.rows, loss.dtype)', "shared", "one launch: a segment's mean taken for its sum"),
     # Later calls
+    Fault("again.py", "g_found[again.form.slots]", "g_found[: len(again.form.facts)]", "a pull on a fact reaches another one"),
     Fault("again.py", "given += [identity(fn) for fn in foreign]", "pass", "later calls: what a function reads has changed, and nobody looks"),
     Fault("again.py", "check_stats(stats, vocab, None)", "pass", "later calls: a target out of range is let through"),
     Fault("again.py", "given += (value.dtype, value.ndim == 0)", "given += (value.ndim == 0,)", "later calls: an input of another dtype taken for the same"),
@@ -356,6 +357,7 @@ FAULTS = [
     Fault("backends/triton_visit.py", "(x.ndim, x.dtype, x.data_ptr() & 15 == 0)", "(x.ndim, x.dtype)", "a visit compiled for aligned inputs is given others", ("tests/test_launch.py",)),
     Fault("backends/triton_visit.py", "scale != 1.0, None if target is None else target.dtype,", "scale != 1.0, target is None,", "a visit compiled for targets of 64 bits is given some of 32", ("tests/test_launch.py",)),
     Fault("again.py", "(*pulled, *nothing)", "(*nothing, *pulled)", "later calls: what pulls on a fact pulls on its neighbour"),
+    Fault("backends/triton_launch.py", "elif where < 0 or _watched():", "elif where < 0:", "a profiler is not told of later launches"),
     Fault("backends/triton_launch.py", "4 * (x.bit_length() > 31)", "0", "a kernel compiled for 32-bit sizes is given larger ones"),
     Fault("backends/kernels/totals.py", "there = (term < T)[:, None] & (at + row < N)[None, :]", "there = (term < T)[:, None] & (row < N)[None, :]", "the loss sums what lies behind the last row"),
     Fault("backends/kernels/totals.py", "low = tl.where(counts, tl.minimum(low, y), low)", "low = tl.minimum(low, y)", "later calls: an ignored row is a target out of range"),
