@@ -298,10 +298,7 @@ def add_overhead() -> None:
     path = Path(os.environ["OUT"], "gpu_visit.json") if os.environ.get("OUT") else RESULTS
     before = path if path.exists() else RESULTS
     results = json.loads(before.read_text()) if before.exists() else {}
-    earlier = results.get("overhead, us", {})
     results["overhead, us"] = {**circumstances(), **overhead(say)}
-    if "before" in earlier:
-        results["overhead, us"]["before"] = earlier["before"]
     path.write_text(json.dumps(results, indent=1))
 
 

@@ -1,8 +1,8 @@
 """Rebuild what the documents take from the code: `make docs`, or `python docs/build.py`.
 
-docs/losses.md and docs/faults.md are made whole.  README.md, docs/performance.md and docs/trust.md have marked places,
-<!-- name --> to <!-- /name -->, filled from the losses, from `explain`, and from the result files; no number is typed
-by hand.
+docs/losses.md and docs/faults.md are made whole.  README.md, docs/performance.md, docs/one-launch.md and docs/trust.md
+have marked places, <!-- name --> to <!-- /name -->, filled from the losses, from `explain`, and from the result files;
+no number is typed by hand.
 """
 
 # ruff: noqa: RUF001  (the pages have multiplication signs and dashes)
@@ -25,6 +25,7 @@ sys.path.insert(0, str(ROOT))
 from proof import tables  # noqa: E402
 
 PERFORMANCE = ROOT / "docs" / "performance.md"
+ONE_LAUNCH = ROOT / "docs" / "one-launch.md"
 TRUST = ROOT / "docs" / "trust.md"
 RESULTS = ROOT / "benchmarks" / "results"
 Record = dict[str, Any]
@@ -37,6 +38,7 @@ def pages() -> dict[Path, str]:
         ROOT / "README.md": filled(ROOT / "README.md", readme),
         ROOT / "docs" / "losses.md": losses.markdown(),
         PERFORMANCE: filled(PERFORMANCE, measurements()),
+        ONE_LAUNCH: filled(ONE_LAUNCH, {"overhead": overhead()}),
         TRUST: filled(TRUST, tables.places()),
         ROOT / "docs" / "faults.md": tables.faults(),
     }
@@ -115,6 +117,27 @@ def measurements() -> dict[str, str]:
         else:
             places["more"] += f"\n## {path.stem}\n\n{made}"
     return places
+
+
+def overhead() -> str:
+    """What a later call costs the host."""
+    path = RESULTS / "gpu_visit_h200.json"
+    record = json.loads(path.read_text())["overhead, us"]
+    lines = [
+        f"`{record['command']}`, the host of an {record['device']}, torch {record['torch']}, "
+        f"triton {record['triton']}, {record['date']}, {record['rows']} × {record['columns']} logits, "
+        f"{record['method']}: "
+        f"[{path.name}](../benchmarks/results/{path.name})",
+        "",
+        "| | µs | above the bare Function of 57 | of 7 |",
+        "|---|---:|---:|---:|",
+    ]
+    for line in record["lines"]:
+        above = "|  |  |"
+        if "bare" not in line["what"] and "alone" not in line["what"]:
+            above = f"| {line['over_57']:+.0f} | {line['over_7']:+.0f} |"
+        lines.append(f"| {line['what']} | {line['us']:.0f} {above}")
+    return "\n".join(lines) + "\n"
 
 
 def _kernels(record: Record) -> Iterator[str]:
