@@ -87,12 +87,13 @@ BESIDE = $(PIP) --no-deps --target .venv/stacks
 JOBS ?= 2
 DEVICE ?= cpu
 MINUTES ?= 10
+EXAMPLES ?= 200
 
 mutants: .venv/ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m proof.mutants --jobs $(JOBS)
 
 properties: .venv/ready
-	PROPERTIES=properties OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/properties --slow -o timeout=3000
+	EXAMPLES=$(EXAMPLES) PROPERTIES=properties OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/properties --slow -o timeout=3000
 
 soak: .venv/ready
 	$(BIN)/python -m proof.soak --minutes $(MINUTES) --device $(DEVICE)
@@ -106,9 +107,10 @@ cold-start: .venv/ready
 suite: .venv/ready
 	$(BIN)/python -m benchmarks.suite --device $(DEVICE)
 
-# On a CUDA device: the kernels against the speed of memory, then heads against their GEMMs.  With OUT set, files go there.
+# On a CUDA device: the kernels against the speed of memory, what a call costs the host, heads against their GEMMs.
 gpu-bench: .venv/ready
 	$(BIN)/python benchmarks/gpu_kernels.py
 	$(BIN)/python benchmarks/gpu_visit.py
+	$(BIN)/python benchmarks/gpu_visit.py --overhead
 	$(BIN)/python benchmarks/gpu_teachers.py
 	$(BIN)/python benchmarks/gpu_linear.py

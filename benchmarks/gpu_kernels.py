@@ -8,7 +8,8 @@ Then, each as a ratio to a floor measured in the same run:
     few rows       64 x 262144               against the bandwidth of the large read-only sweep
     odd widths     50257 and 151665          against the next multiple of 64
 
-`--configs` times a few block shapes for each kernel instead.  With $OUT set, everything is written there as JSON too.
+`--configs` times a few block shapes for each kernel instead.  The results go to
+benchmarks/results, or to the folder $OUT.
 """
 
 from __future__ import annotations
@@ -43,6 +44,18 @@ MIX = Want([Fact("lse"), Fact("logprob"), Fact("entropy")])
 
 def say(*words: object) -> None:
     print(f"[{time.time() - START:6.1f}s]", *words, flush=True)
+
+
+def results_file(name: str) -> Path:
+    """Of a benchmark on this device; with $OUT set, in that folder."""
+    folder = Path(os.environ.get("OUT") or Path(__file__).parent / "results")
+    return folder / f"{name}_{torch.cuda.get_device_name().split()[-1].lower()}.json"
+
+
+def save(name: str, results: dict[str, Any]) -> None:
+    path = results_file(name)
+    path.write_text(json.dumps(results, indent=1) + "\n")
+    say("written to", path.name)
 
 
 # ---------------------------------------------------------------- right?
@@ -363,9 +376,7 @@ def main() -> None:
     }  # fmt: skip
     if not wrong:
         results["configs" if args.configs else "table"] = configs() if args.configs else table()
-    if os.environ.get("OUT"):
-        name = "gpu_kernels_configs.json" if args.configs else "gpu_kernels.json"
-        Path(os.environ["OUT"], name).write_text(json.dumps(results, indent=1))
+        save("gpu_kernels_configs" if args.configs else "gpu_kernels", results)
     sys.exit(bool(wrong))
 
 

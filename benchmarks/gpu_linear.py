@@ -3,15 +3,13 @@
 The floor is the three matrix products that any head must do, through cuBLAS on the same shapes in the same run.  Every
 line is checked against float64 first, next to eager in the same dtype, and a line whose numbers are wrong has no time.
 Peers are compared where they can be imported (PYTHONPATH=peers): Liger, cut-cross-entropy, torch's own.
-With $OUT set, everything is written there as JSON too.
+The results go to benchmarks/results, or to the folder $OUT.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
-import json
-import os
 import statistics
 import sys
 from collections.abc import Callable
@@ -23,6 +21,9 @@ import torch.nn.functional as F
 
 import headloss as hl
 from headloss.losses import cross_entropy, entropy_bonus, gspo, z_loss
+
+sys.path.insert(0, str(Path(__file__).parent))
+from gpu_kernels import save
 
 DEVICE = "cuda"
 Step = Callable[[], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]  # loss, gradient of hidden, of weight
@@ -272,8 +273,7 @@ def main() -> None:
         "eager errors (loss, dH, dW)": reference,
         "rows": rows,
     }
-    if os.environ.get("OUT"):
-        Path(os.environ["OUT"], f"gpu_linear_{N}_{V}_{H}.json").write_text(json.dumps(result, indent=1) + "\n")
+    save("gpu_linear" if args.shape == parser.get_default("shape") else f"gpu_linear_{N}_{V}_{H}", result)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,8 @@ reported when the numbers are wrong.  Then, for forward KL, reverse KL and JSD a
                                                       kernels where installed; with 64 ids a row instead of a dense
                                                       teacher, against one read and one write of the student's matrix
 
-`--configs` times a few block shapes for each kernel instead.  With $OUT set, everything is written there as JSON too.
+`--configs` times a few block shapes for each kernel instead.  The results go to
+benchmarks/results, or to the folder $OUT.
 """
 
 from __future__ import annotations
@@ -18,9 +19,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
-import json
 import math
-import os
 import sys
 from collections.abc import Callable, Iterator
 from importlib import import_module
@@ -36,7 +35,7 @@ from headloss import planning
 from headloss.losses import forward_kl, jsd, reverse_kl, skew_kl, soft_cross_entropy, tvd
 
 sys.path.insert(0, str(Path(__file__).parent))
-from gpu_kernels import DEVICE, error, read_only, say, timed
+from gpu_kernels import DEVICE, error, read_only, save, say, timed
 
 teachers: Any = import_module("headloss.backends.triton_teachers")
 pulls: Any = import_module("headloss.backends.triton_pulls")
@@ -348,9 +347,7 @@ def main() -> None:
     }  # fmt: skip
     if not wrong:
         results["configs" if args.configs else "table"] = configs() if args.configs else table()
-    if os.environ.get("OUT"):
-        name = "gpu_teachers_configs.json" if args.configs else "gpu_teachers.json"
-        Path(os.environ["OUT"], name).write_text(json.dumps(results, indent=1))
+        save("gpu_teachers_configs" if args.configs else "gpu_teachers", results)
     sys.exit(bool(wrong))
 
 

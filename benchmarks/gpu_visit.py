@@ -9,7 +9,7 @@ measured in the same run:
     peers  Liger's and torch.compile's cross-entropy, forward and backward, on the same rows
 
 `--configs` times block shapes instead, `--overhead` what a call costs the host (gpu_overhead.py); the latter goes into
-the results that are there already.  With $OUT set, everything is written there as JSON too.
+the results that are there already.  The results go to benchmarks/results, or to the folder $OUT.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import datetime
 import importlib.util
 import json
 import math
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -39,10 +38,8 @@ from headloss.plan import Shape as Layout
 from headloss.plan import trace
 
 sys.path.insert(0, str(Path(__file__).parent))
-from gpu_kernels import DEVICE, say, timed
+from gpu_kernels import DEVICE, results_file, save, say, timed
 from gpu_overhead import overhead
-
-RESULTS = Path(__file__).parent / "results" / "gpu_visit_h200.json"
 
 
 class Mix:
@@ -295,11 +292,10 @@ def circumstances() -> dict[str, str]:
 
 def add_overhead() -> None:
     """Measure what a call costs the host, and put it into the results there are."""
-    path = Path(os.environ["OUT"], "gpu_visit.json") if os.environ.get("OUT") else RESULTS
-    before = path if path.exists() else RESULTS
-    results = json.loads(before.read_text()) if before.exists() else {}
+    path = results_file("gpu_visit")
+    results = json.loads(path.read_text()) if path.exists() else {}
     results["overhead, us"] = {**circumstances(), **overhead(say)}
-    path.write_text(json.dumps(results, indent=1))
+    save("gpu_visit", results)
 
 
 def main() -> None:
@@ -324,9 +320,7 @@ def main() -> None:
     results: dict[str, Any] = {**circumstances(), "wrong": wrong, "shapes": SHAPES}
     if not wrong and not args.check:
         results["configs" if args.configs else "table"] = configs() if args.configs else table(not args.no_peers)
-    if os.environ.get("OUT"):
-        name = "gpu_visit_configs.json" if args.configs else "gpu_visit.json"
-        Path(os.environ["OUT"], name).write_text(json.dumps(results, indent=1))
+        save("gpu_visit_configs" if args.configs else "gpu_visit", results)
     sys.exit(bool(wrong))
 
 

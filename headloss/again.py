@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from headloss.binding import check_count
-from headloss.heads import Grads
+from headloss.facts import CONSTANT
+from headloss.heads import Grads, elsewhere
 from headloss.one_launch import Launched, measured
 from headloss.passes import Held
 from headloss.planning import Plan, call_weights, keep
@@ -156,6 +157,9 @@ class Form:
         check_count("num_segments", num_segments)
         check_weight("grad_scale", grad_scale)
         x = source.logits
+        if elsewhere(x.device):
+            with torch.cuda.device(x.device):
+                return self.call(objective, source, targets, rest, inputs, direct)
         targets, stats, mean = self.read(targets, x.shape[-1], may_read(host_read, x.device))
         mean = mean if num_items is None else over(num_items)
         now = call_weights(objective, weights) if weights else self.weights
@@ -181,8 +185,8 @@ class Form:
     def cut(self, found: Tensor, best: Tensor | None, shape: torch.Size) -> list[Tensor]:
         """The facts one by one, differentiable wherever they are first asked for; a student's argmax is the last."""
         with torch.inference_mode(False), torch.set_grad_enabled(found.requires_grad):
-            facts = found[self.slots].view(-1, *shape)
-            return [*facts.unbind(), *([] if best is None else [best.view(shape)])]
+            facts = [*found[self.slots].view(-1, *shape).unbind(), *([] if best is None else [best.view(shape)])]
+            return [x.detach() if f.name in CONSTANT else x for f, x in zip(self.want.facts, facts, strict=True)]
 
     def read(
         self, targets: Tensor | Prepared, vocab: int, host_read: bool

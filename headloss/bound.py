@@ -18,7 +18,7 @@ from torch import Tensor
 from headloss.facts import CONSTANT, Fact
 from headloss.heads import part_of
 from headloss.metrics import Metric, measure
-from headloss.plan import Call, Env, Shape, Trace, run_cotangents
+from headloss.plan import Call, Env, Shape, Trace, WrongValueError, run_cotangents
 from headloss.reductions import weights as reduction_weights
 from headloss.rows import Rows
 from headloss.segments import Segments, group_sum
@@ -41,6 +41,19 @@ class Planned(NamedTuple):
         """Whether its row weights are summed before any fact is known."""
         by_facts = self.call.row_weight_signature is not None and self.call.row_weight_signature.facts
         return self.reduction == "weighted_mean" and not by_facts
+
+
+def check_belongs(call: Call, kind: str | None, shapes: Mapping[str, Shape], length: int | None = None) -> None:
+    """Values of neither rows nor segments come of segments or a table; else rows were dropped, and counts with them."""
+    apart = any(s.wants("segments") for s in call.signatures) or any(
+        shapes[n].kind == "whole" for n in call.input_names if n in shapes
+    )
+    if kind == "other" and not apart:
+        got = "its values" if length is None else f"its {length} values"
+        raise WrongValueError(
+            f"{call.signature.name}: wanted one value a row, a segment or a pair; {got} belong to none of them.  "
+            f"Give a row that should not count the value 0, or its target -100"
+        )
 
 
 def layout(
@@ -192,6 +205,7 @@ class BoundLoss:
             with torch.set_grad_enabled(grad):
                 value, metrics = term.call(env)
             kind = term.trace.value or self._kind(value)
+            check_belongs(term.call, kind, self.shapes, len(value))
             base = self._weights(term, kind, value.shape[0], env)
             plain = value.detach()
             if kind == "row" and self.rows.valid is not None:

@@ -15,6 +15,7 @@ from headloss.sources import Linear, parse_bytes
 from headloss.sweeps import Chunk
 
 if TYPE_CHECKING:
+    from headloss.bound import Planned
     from headloss.planning import Plan
 
 
@@ -93,7 +94,7 @@ def explain(
     source = plan.source
     engine = backend_for(backend, source, plan.want).__name__.split(".")[-1]
     beside = teacher_bytes(guides, source)
-    terms = tuple(TermPlan(t.name, t.call.signature.name, *t.trace[:2], t.trace.frozen) for t in plan.terms)
+    terms = tuple(TermPlan(t.name, t.call.signature.name, *t.trace[:2], _frozen(t)) for t in plan.terms)
     if isinstance(source, Linear):
         pieces = len(chunks) if chunks else -(-rows.count // source.chunk_rows(beside))
         sizes, grade = _linear_bytes(source, rows, chunks, pieces, beside), _linear_grade(plan, rows, chunks)
@@ -132,8 +133,21 @@ def explain(
         host_reads=int(source.device.type != "cpu" and host_read),  # meta tensors stand for those of a GPU
         collectives=_collectives(plan, pieces if chunks is not None else 1),
         bytes={what: n for what, n in sizes.items() if n},
-        code=plan.program.source if show_source and plan.program is not None else "",
+        code=_code(plan, engine) if show_source else "",
     )
+
+
+def _frozen(term: Planned) -> tuple[str, ...]:
+    """Options of which another value is traced anew: those a branch looks at, and those of a divergence."""
+    own = [name for f in term.call.facts if f.element is not None for name in f.element.options]
+    return tuple(dict.fromkeys([*term.trace.frozen, *own]))
+
+
+def _code(plan: Plan, engine: str) -> str:
+    if plan.program is not None:
+        return plan.program.source
+    reason = plan.reason if engine == "triton" else f'backend {engine}; backend="triton" shows what a GPU would run'
+    return f"# no source: {reason}"
 
 
 def _without_triton(plan: Plan, backend: str) -> str:

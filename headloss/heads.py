@@ -281,17 +281,28 @@ def open_source(source: Source, beside: int = 0, most: int | None = None) -> Hea
     return LogitsHead(source, most) if isinstance(source, Logits) else LinearHead(source, beside)
 
 
-def outside_autocast(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Switch autocast off around a function of a sweep: it would round products that are asked for in float32."""
+def at_home(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Around a function of a sweep: its device is the current one, where Triton launches, and autocast is off.
+
+    Autocast would round products that are asked for in float32.
+    """
 
     @functools.wraps(fn)
     def call(sweep: Any, *args: Any) -> Any:
-        kind = sweep.source.device.type
-        on = torch.is_autocast_enabled(kind)
-        with torch.autocast(kind, enabled=False) if on else contextlib.nullcontext():
+        device = sweep.source.device
+        with contextlib.ExitStack() as stack:
+            if elsewhere(device):
+                stack.enter_context(torch.cuda.device(device))
+            if torch.is_autocast_enabled(device.type):
+                stack.enter_context(torch.autocast(device.type, enabled=False))
             return fn(sweep, *args)
 
     return call
+
+
+def elsewhere(device: torch.device) -> bool:
+    """Whether a Triton kernel would be launched on another device than this one."""
+    return device.type == "cuda" and device.index != torch.cuda.current_device()
 
 
 def product(x: Tensor, y: Tensor, out: Tensor, add: bool = False) -> None:

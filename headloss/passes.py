@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from headloss.facts import CONSTANT, Fact, Softmax
-from headloss.heads import Grads, outside_autocast
+from headloss.heads import Grads, at_home
 from headloss.one_launch import Launched, launch
 from headloss.sources import with_tensors, without_tensors
 from headloss.sweeps import Loss, Sweep, scaled
@@ -36,7 +36,7 @@ class Result(NamedTuple):
         return self._replace(loss=self.loss.detach(), grads=None)
 
 
-@outside_autocast
+@at_home
 def run(sweep: Sweep, loss: Loss | None, needs: tuple[bool, ...]) -> Result | Launched:
     """The forward pass: facts, loss, and whatever of the gradient can be had in the same visit."""
     if loss is None:
@@ -54,6 +54,7 @@ def run(sweep: Sweep, loss: Loss | None, needs: tuple[bool, ...]) -> Result | La
     return Result(value, facts, softmax, by_fact_, by_input_)
 
 
+@at_home
 def settle(sweep: Sweep, result: Result | Launched, needs: tuple[bool, ...]) -> Grads:
     """The gradients of the loss, without autograd."""
     if result.grads is None:

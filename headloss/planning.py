@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from headloss.backends import resolve
-from headloss.bound import Planned, check_inputs, layout
+from headloss.bound import Planned, check_belongs, check_inputs, layout
 from headloss.facts import NEEDS_TARGET, Fact, Want
 from headloss.guides import name_teachers
 from headloss.metrics import retarget
@@ -171,6 +171,7 @@ def _trace_terms(
         else:
             found = trace(call, shapes, source.fact_dtype, source.device.type, segments is not None)
         _check_spread(f"term {name!r} ({call.signature.name})", found, shapes)
+        check_belongs(call, found.value, shapes)
         by_facts = call.row_weight_signature is not None and call.row_weight_signature.facts
         if objective.terms[name].reduction == "weighted_mean" and by_facts:
             found = found._replace(kind="batch", reason="weighted_mean sums a row_weight made of facts")

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from headloss.facts import Fact, Partial, Softmax, Want, coefficients, finish
 from headloss.guides import Guide, ids_facts, ids_pull, most_rows, note, teacher_bytes
-from headloss.heads import Grads, open_source, outside_autocast, part_of
+from headloss.heads import Grads, at_home, open_source, part_of
 from headloss.parallel import Gathering, reduce_hidden, sum_over
 from headloss.rows import Rows
 from headloss.sources import Linear, Source
@@ -102,7 +102,7 @@ class Sweep:
         for guide in self.guides.values():
             guide.close()
 
-    @outside_autocast
+    @at_home
     def pull(
         self, facts: Mapping[Fact, Tensor], softmax: Softmax, grads: Mapping[Fact, Tensor], needs: tuple[bool, ...]
     ) -> Grads:

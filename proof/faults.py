@@ -345,6 +345,10 @@ FAULTS = [
     Fault("one_launch.py", "t.weight * loss.grad_scale", "t.weight * 1.0", "one launch: grad_scale is ignored"),
     Fault("one_launch.py", 'shared if term.reduction != "seq_mean_token_mean" else shared / lengths(loss.rows, loss.dtype)', "shared", "one launch: a segment's mean taken for its sum"),
     # Later calls
+    Fault("again.py", "x.detach() if f.name in CONSTANT else x", "x", "later calls: a fact without a gradient claims one"),
+    Fault("again.py", "        if elsewhere(x.device):", "        if False:", "later calls: a kernel is launched on another device than its tensors'"),
+    Fault("heads.py", "            if elsewhere(device):", "            if False:", "a kernel is launched on another device than its tensors'", ("tests/test_launch.py",)),
+    Fault("bound.py", 'if kind == "other" and not apart:', "if False:", "a loss that drops rows changes what is counted", ("tests/test_bad_input.py",)),
     Fault("again.py", "g_found[again.form.slots]", "g_found[: len(again.form.facts)]", "a pull on a fact reaches another one"),
     Fault("again.py", "given += [identity(fn) for fn in foreign]", "pass", "later calls: what a function reads has changed, and nobody looks"),
     Fault("again.py", "check_stats(stats, vocab, None)", "pass", "later calls: a target out of range is let through"),

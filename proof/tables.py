@@ -91,17 +91,18 @@ def _properties() -> str:
 
 
 def _soak() -> str:
-    lines = [
-        "| | steps | minutes | NaN or inf | memory, end over middle | traces a hundred steps, second half | fine |"
-    ]
-    lines += ["|---|---:|---:|---:|---:|---:|---|"]
+    lines = ["| | steps | minutes | NaN or inf | resident | allocated on the device | traces a hundred steps | fine |"]
+    lines += ["|---|---:|---:|---:|---:|---:|---:|---|"]
     pictures = []
     for path in sorted(RESULTS.glob("soak_*.json")):
         record, verdict = _read(path.stem), _read(path.stem)["verdict"]
-        grown = verdict.get("allocated MiB, end over middle", verdict["resident MiB, last quarter over second"])
+        resident, allocated = (
+            f"{verdict[key]:+.1f} MiB" if key in verdict else ""
+            for key in ("resident MiB, last quarter over second", "allocated MiB, end over middle")
+        )
         lines.append(
             f"| {record['device']} ({_link(path.stem)}) | {record['steps']:,} | {record['minutes']:.1f} | "
-            f"{record['steps with a NaN or infinity']} | {grown:+.1f} MiB | "
+            f"{record['steps with a NaN or infinity']} | {resident} | {allocated} | "
             f"{verdict['traces a hundred steps, second half']:.2f} | {'yes' if verdict['fine'] else 'no'} |"
         )
         pictures += ["", f"![Memory and traces while random objectives are trained on.](pictures/{path.stem}.svg)"]

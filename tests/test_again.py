@@ -4,6 +4,7 @@ In a process of its own under Triton's interpreter, which is slow: most kernels 
 depend on everything that the kernel is given.  On a GPU the kernels run.
 """
 
+import contextlib
 import gc
 import os
 import sys
@@ -371,6 +372,35 @@ def test_a_metric_of_the_users_own_may_change_too(monkeypatch):
     numbers_of(objective)
     monkeypatch.setattr(sys.modules[__name__], "BETA", 4.0)
     torch.testing.assert_close(numbers_of(objective)["metric above"], 2.0 * first["metric above"])
+
+
+@inside
+def test_a_later_call_launches_where_its_logits_are(played, monkeypatch):
+    objective, call = mix(), Call()
+    first = objective(hl.Logits(call.logits), call.targets, **call.inputs)
+    entered = []
+    monkeypatch.setattr(again, "elsewhere", lambda device: not entered)
+
+    @contextlib.contextmanager
+    def current(device):
+        entered.append(device)
+        yield
+
+    monkeypatch.setattr(torch.cuda, "device", current)
+    later = objective(hl.Logits(call.logits), call.targets, **call.inputs)
+    assert entered == [call.logits.device] and torch.equal(first.loss, later.loss)
+
+
+@runs
+def test_what_has_no_gradient_says_so_in_every_call(played):
+    """As `passes.Head` marks them."""
+    objective = hl.Objective(ce=cross_entropy, metrics=["max_logprob", "accuracy", "entropy"], backend="triton")
+    for _ in range(3):
+        call = Call()
+        out = objective(hl.Logits(call.logits.clone().requires_grad_()), call.targets)
+        wants = {name for name, fact in out.facts.items() if fact.requires_grad}
+        assert wants == {"logprob", "entropy"} and set(out.facts) - wants == {"max_logprob", "argmax"}
+    assert len([x for x in objective.known.values() if isinstance(x, again.Form)]) == 1
 
 
 @runs

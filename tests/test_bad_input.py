@@ -26,6 +26,14 @@ def mine(logprob, my_input, *, my_option=1.0):
     return logprob * my_input * my_option
 
 
+def dropping(logprob):
+    return -logprob[1:]
+
+
+def masking(logprob):
+    return -logprob[logprob < logprob.max()]
+
+
 def scalar(logprob):
     return logprob.mean()
 
@@ -315,6 +323,11 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         TypeError,
         "scalar: wanted one value a row",
     ),
+    "a loss that drops some rows": (
+        lambda: hl.Objective(a=dropping)(LINEAR, TARGETS),
+        TypeError,
+        "dropping: wanted one value a row.*its values belong to none.*-100",
+    ),
     "a loss that returns a matrix": (
         lambda: hl.Objective(a=matrix)(LINEAR, TARGETS),
         TypeError,
@@ -507,3 +520,8 @@ def test_a_config_cannot_hold_a_row_weight_with_numbers_of_its_own() -> None:
     objective = hl.Objective(rl=hl.Term(hl.losses.grpo, row_weight=truncate(2.0)))
     with pytest.raises(ValueError, match="row_weight: 'trunc"):
         objective.to_config()
+
+
+def test_rows_dropped_by_their_numbers_are_refused_when_they_are_known() -> None:
+    with pytest.raises(TypeError, match=r"masking: wanted one value a row.*its \d+ values belong to none.*-100"):
+        hl.Objective(a=masking)(LINEAR, TARGETS)

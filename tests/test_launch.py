@@ -1,5 +1,6 @@
 """Launches past Triton's dispatcher: arguments of equal kinds are arguments that Triton compiles one kernel for."""
 
+import contextlib
 import itertools
 import types
 
@@ -11,6 +12,7 @@ from triton.knobs import HookChain
 
 import headloss.backends.triton_launch as launch_module
 from headloss.backends.triton_launch import Launch, look
+from headloss.heads import at_home
 
 
 class Compiled:
@@ -81,6 +83,24 @@ def test_on_a_device_a_later_launch_goes_past_the_runner_unless_somebody_watches
     hooks.launch_enter_hook = hooks.launch_exit_hook = None  # as it was before there were chains
     launch.run("key", 0, 3, arguments)
     assert log[-1][0] == "run"
+
+
+def test_a_sweep_makes_its_device_the_current_one(monkeypatch):
+    """Triton launches on the current device, wherever the tensors are."""
+    entered = []
+
+    @contextlib.contextmanager
+    def current(device):
+        entered.append(device.index)
+        yield
+        entered.append("left")
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device", current)
+    home = at_home(lambda sweep, x: entered.append(x))
+    for device in ("cpu", "cuda:0", "cuda:1"):
+        home(types.SimpleNamespace(source=types.SimpleNamespace(device=torch.device(device))), device)
+    assert entered == ["cpu", "cuda:0", 1, "cuda:1", "left"]
 
 
 @pytest.mark.parametrize(

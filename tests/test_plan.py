@@ -250,6 +250,21 @@ def test_branch_on_an_option(options: dict[str, Any]) -> None:
     assert found.frozen == ("extra",)
 
 
+def test_the_numbers_of_a_divergence_are_said_to_be_its_own() -> None:
+    logits = hl.Logits(torch.empty(5, 17, device="meta"))
+    kd = hl.Objective(kd=hl.Term(hl.losses.jsd, beta=0.3))
+    plan = kd.explain(logits, torch.empty(5, dtype=torch.long, device="meta"), teacher=logits)
+    assert plan.terms[0].frozen == ("beta",) and "specialised on beta" in str(plan)
+
+
+def test_a_source_that_is_not_there_has_a_reason() -> None:
+    hidden, weight = torch.empty(5, 3, device="meta"), torch.empty(17, 3, device="meta")
+    plan = hl.Objective(ce=hl.losses.cross_entropy, backend="torch").explain(
+        hl.Linear(hidden, weight), torch.empty(5, dtype=torch.long, device="meta"), source=True
+    )
+    assert plan.code.startswith("# no source: backend torch") and plan.code in str(plan)
+
+
 def test_float_options_are_arguments(traces: list[str]) -> None:
     problem = oracle.make("Linear", (23,), 17, inputs=("advantage",))
     for low in (-2.0, -3.0, -4.0):

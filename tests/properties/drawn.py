@@ -9,6 +9,7 @@ from typing import Any
 
 import oracle
 import torch
+from hypothesis import assume
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -138,3 +139,14 @@ def permuted(problem: oracle.Problem, columns: Tensor) -> oracle.Problem:
         tensors = {"logits": problem.tensors["logits"][..., columns]}
     targets = torch.where(problem.targets == -100, -100, back[problem.targets.clamp(min=0)])
     return oracle.replace(problem, tensors=tensors, targets=targets)
+
+
+def near(got: oracle.Answer, want: oracle.Answer, dtype: torch.dtype) -> None:
+    """Of logits that are exact numbers: the loss to float32's digits, the gradient rounded once."""
+    size = max(1.0, float(want.loss.abs()), *(float(t.abs()) for t in want.terms.values()))
+    torch.testing.assert_close(got.loss.double() / size, want.loss.double() / size, rtol=2e-4, atol=2e-4)
+    truth, grad = want.grads["logits"], got.grads["logits"].double()
+    largest = float(truth.abs().amax()) if truth.numel() else 0.0
+    assume(largest < torch.finfo(dtype).max)
+    room = 2 * torch.finfo(dtype).eps * truth.abs() + 2e-4 * largest + 1e-6
+    assert grad.isfinite().all() and ((grad - truth).abs() <= room).all()
