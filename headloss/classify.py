@@ -7,11 +7,27 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]
 import torch
 from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
+
+
+def unwatched() -> ExitStack:
+    """For the time of a trace, off with what the caller has on: a checkpoint's hooks, modes that look at operations.
+
+    A mode that asks for sizes (a flop counter, a memory profiler) would make numbers of them, and the trace a batch's.
+    Fake tensors stay fake.
+    """
+    stack = ExitStack()
+    stack.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x))
+    if not all(isinstance(mode, FakeTensorMode) for mode in _get_current_dispatch_mode_stack()):
+        stack.enter_context(_disable_current_modes())
+    return stack
 
 
 def only(graph: fx.GraphModule, choose: Callable[[Any], Any]) -> fx.GraphModule:

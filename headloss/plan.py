@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from headloss.classify import classify, only, reach, reads_a_number, size
+from headloss.classify import classify, only, reach, reads_a_number, size, unwatched
 from headloss.facts import CONSTANT, Fact
 from headloss.segments import Segments
 from headloss.signature import Signature, identity
@@ -386,7 +386,7 @@ def _trace_once(
     scalar = functools.partial(torch.tensor, dtype=torch.float64, device=device)
     options_at = len(flat)
     flat += [scalar(v) for k, v in call.options.items() if _is_float(v) and k not in frozen]
-    with torch.no_grad(), torch.autograd.graph.saved_tensors_hooks(*[lambda x: x] * 2):  # not those of a checkpoint
+    with torch.no_grad(), unwatched():
         graph = make_fx(joint, tracing_mode="symbolic")(*flat, zeros(R), zeros(S))
     placeholders = [n for n in graph.graph.nodes if n.op == "placeholder"]
     if reads_a_number(placeholders[options_at : len(flat)]):

@@ -167,6 +167,7 @@ FAULTS = [
     Fault("divergence.py", "value = torch.where(held, fn(logp, logq, **options), 0.0).sum(-1)\n        mass", "value = fn(logp, logq, **options).sum(-1)\n        mass", "padding ids are not masked", ("tests/test_seeded.py",)),
     Fault("divergence.py", "torch.where(held, ids_logit.clamp(min=FLOOR), FLOOR)", "ids_logit", "masked ids stay in the normaliser"),
     # Row, segment or batch
+    Fault("classify.py", "stack.enter_context(_disable_current_modes())", "pass", "a profiler's mode makes a row loss a batch loss", ("tests/test_plan.py",)),
     Fault("classify.py", 'elif name == "getitem" or name in _CREATION:', 'elif name in ("getitem", "mean") or name in _CREATION:', "a batch mean taken for a row's own"),
     Fault("classify.py", '"mse_loss", "mse_loss_backward",', '"mse_loss", "mse_loss_backward", "cumsum", "roll",', "rows that look at their neighbours taken for row-local"),
     Fault("classify.py", 'return "batch", "uses the number of rows"', "pass", "the number of rows of a chunk taken for the batch's"),

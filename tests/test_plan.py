@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import headloss as hl
 from headloss import plan
@@ -248,6 +249,23 @@ def branched(logprob, *, mode="sum", power=2.0, extra=0.0):
 def test_branch_on_an_option(options: dict[str, Any]) -> None:
     found = assert_same_everywhere(hl.Term(branched, **options), "row")
     assert found.frozen == ("extra",)
+
+
+def test_a_mode_that_watches_operations_does_not_change_the_class() -> None:
+    class Sizes(TorchDispatchMode):
+        largest = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            for x in torch.utils._pytree.tree_leaves(out):
+                self.largest = max(self.largest, x.numel()) if isinstance(x, torch.Tensor) else self.largest
+            return out
+
+    problem = oracle.make("Linear", (23,), 17)
+    objective = hl.Objective(ce=lambda logprob: -logprob * (logprob < -0.1), backend="torch")
+    with Sizes() as seen:
+        oracle.run(objective, problem)
+    assert seen.largest and explain(objective, problem).terms[0].kind == "row"
 
 
 def test_the_numbers_of_a_divergence_are_said_to_be_its_own() -> None:
