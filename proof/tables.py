@@ -137,8 +137,9 @@ def _long_run() -> str:
 
 def _suite() -> str:
     made = []
-    for path in sorted(RESULTS.glob("suite_*.json")):
+    for path in sorted(RESULTS.glob("suite_*.json"), reverse=True):
         record = _read(path.stem)
+        made += [""] if made else []
         ways = list(dict.fromkeys(r["way"] for r in record["workloads"]))
         made += [f"{_about(record)} {_link(path.stem)}", ""]
         made += [f"![Times the floor, by workload and vocabulary; and scaling.](pictures/{path.stem}.svg)", ""]
