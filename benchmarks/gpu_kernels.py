@@ -16,9 +16,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import json
 import math
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -33,6 +31,9 @@ import triton.language as tl
 import headloss as hl
 from headloss.facts import Fact, Softmax, Want, coefficients, finish
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from proof.record import short, write
+
 backend: Any = import_module("headloss.backends.triton")
 Shape = backend.Shape
 START = time.time()
@@ -46,16 +47,8 @@ def say(*words: object) -> None:
     print(f"[{time.time() - START:6.1f}s]", *words, flush=True)
 
 
-def results_file(name: str) -> Path:
-    """Of a benchmark on this device; with $OUT set, in that folder."""
-    folder = Path(os.environ.get("OUT") or Path(__file__).parent / "results")
-    return folder / f"{name}_{torch.cuda.get_device_name().split()[-1].lower()}.json"
-
-
 def save(name: str, results: dict[str, Any]) -> None:
-    path = results_file(name)
-    path.write_text(json.dumps(results, indent=1) + "\n")
-    say("written to", path.name)
+    say("written to", write(f"{name}_{short(DEVICE)}", results).name)
 
 
 # ---------------------------------------------------------------- right?

@@ -19,6 +19,7 @@ import datetime
 import importlib.util
 import json
 import math
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -38,8 +39,10 @@ from headloss.plan import Shape as Layout
 from headloss.plan import trace
 
 sys.path.insert(0, str(Path(__file__).parent))
-from gpu_kernels import DEVICE, results_file, save, say, timed
+from gpu_kernels import DEVICE, save, say, timed
 from gpu_overhead import overhead
+
+from proof.record import RESULTS, short
 
 
 class Mix:
@@ -292,7 +295,7 @@ def circumstances() -> dict[str, str]:
 
 def add_overhead() -> None:
     """Measure what a call costs the host, and put it into the results there are."""
-    path = results_file("gpu_visit")
+    path = Path(os.environ.get("OUT") or RESULTS, f"gpu_visit_{short(DEVICE)}.json")
     results = json.loads(path.read_text()) if path.exists() else {}
     results["overhead, us"] = {**circumstances(), **overhead(say)}
     save("gpu_visit", results)
