@@ -58,7 +58,7 @@ class Played:
         C, V, _, lead, *_ = numbers = rest[5:]
         assert programs == C == len(raw) and raw.shape[1] == V
         raw = raw.as_strided(raw.shape, raw.stride(), raw.storage_offset() + lead)  # where it lies may differ
-        place = ("LINE", "VEC", "SAME", "EVEN", "FN")
+        place = ("LINE", "VEC", "SAME", "EVEN", "PAIRED", "FN")
         kinds = [(k, x) for k, x in launch.constants.items() if not k.endswith(place)]
         told = [raw, target, valid, out is None, rest[:5], V, numbers[6:], sorted(kinds, key=str)]
         seed = torch.Generator().manual_seed(zlib.crc32(repr([told_of(x) for x in told]).encode()))

@@ -192,6 +192,25 @@ def test_parts_are_those_of_the_merge():
 
 
 @inside
+@pytest.mark.parametrize(("V", "dtype"), [(149, torch.float32), (149, torch.bfloat16), (152, torch.float32)])
+def test_bits_do_not_depend_on_where_the_allocator_put_the_rows(V, dtype):
+    """CUDA starts every tensor on a line of 128 bytes; a CPU's memory may start anywhere, and must not matter."""
+    x, y = draw(3, V)
+    x, found = x.to(dtype), []
+    for start in range(0, 128, 16):
+        room = torch.empty(x.nbytes + 256, dtype=torch.uint8).numpy()
+        room = room[(start - room.ctypes.data) % 128 :][: x.nbytes]
+        placed = torch.from_numpy(room).view(dtype).view(x.shape).copy_(x)
+        assert placed.data_ptr() % 128 == start and placed.storage_offset() == 0
+        sums, out = kernels.sums(placed, y, ALL, [1.0], shape=TINY), torch.empty_like(placed)
+        assert torch.equal(placed, x)
+        found.append((sums.moments[0].S, sums.moments[0].X, sums.total, kernels._rows(out).vector))
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(other[:3], found[0][:3], strict=True))
+        assert other[3] == found[0][3] > 1
+
+
+@inside
 def test_bits_do_not_depend_on_the_rows_around():
     x, y = draw(3, 152)
     every = kernels.sums(x, y, ALL, [1.0], shape=TINY)

@@ -262,10 +262,19 @@ class Rows(NamedTuple):
         return self.line - 1 if self.lead or self.x_CV.stride(0) % self.line else 0
 
 
+def _from_its_storage(x: Tensor) -> int:
+    return int(x.storage_offset()) * x.element_size()
+
+
+# Where a row starts against a line of 128 bytes decides how it is cut, and so its last bits.  CUDA's allocator starts
+# every tensor on a line, a CPU's on any multiple of 64 bytes: under the interpreter that is taken for a line.
+_address = _from_its_storage if triton.knobs.runtime.interpret else Tensor.data_ptr
+
+
 def _rows(x_CV: Tensor) -> Rows:
     if x_CV.stride(-1) != 1 and x_CV.shape[-1] > 1:
         x_CV = x_CV.contiguous()  # columns apart cannot be read 16 bytes at a time; only inputs come here
-    size, first = x_CV.element_size(), x_CV.data_ptr()
+    size, first = x_CV.element_size(), _address(x_CV)
     vector = 16 // size
     if first % 16 == 0 and x_CV.stride(0) % vector == 0:
         return Rows(x_CV, 0, vector, vector)
