@@ -6,17 +6,24 @@
       rl: {loss: gspo, low: 3.0e-4, high: 4.0e-4, reduction: seq_mean_token_mean}
     metrics: [entropy, accuracy]
 
-A config is data: names are looked up in a table, nothing is evaluated.
+A config is data: names are looked up in a table, nothing is evaluated.  An error names the place: `terms.rl.low`.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
+import re
+import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from headloss.backends import check_backend
 from headloss.losses import LOSSES
+from headloss.metrics import read_metrics
+from headloss.options import shown
 from headloss.signature import RESERVED, function_name, suggest
 from headloss.term import Term
 
@@ -24,77 +31,168 @@ if TYPE_CHECKING:
     from headloss.objective import Objective
 
 _KEYS = ("terms", "metrics", "backend")
+Losses = Mapping[str, Callable[..., Any]]
 
 
-def read_config(config: Mapping[str, Any], losses: Mapping[str, Callable[..., Any]]) -> dict[str, Any]:
-    """The arguments of `Objective` from a config."""
+def check_losses(losses: Any) -> dict[str, Callable[..., Any]]:
+    """The functions a caller adds, by name."""
+    if losses is not None and not isinstance(losses, Mapping):
+        raise TypeError(f"losses: wanted a mapping from names to functions, got {type(losses).__name__}")
+    for name, fn in (losses or {}).items():
+        if not (isinstance(name, str) and name and callable(fn)):
+            raise TypeError(f"losses: wanted a mapping from names to functions, got {shown(name)}: {shown(fn)}")
+    return dict(losses or {})
+
+
+def read_config(config: Mapping[str, Any], losses: Losses) -> tuple[dict[str, Term], dict[str, Any], str]:
+    """The terms, the metrics and the backend of a config."""
     if not isinstance(config, Mapping):
         raise TypeError(f"config: wanted a mapping with {', '.join(_KEYS)}, got {type(config).__name__}")
     for key in config:
         if key not in _KEYS:
-            raise ValueError(f"config: unknown key {key!r}; there are {', '.join(_KEYS)}{suggest(str(key), _KEYS)}")
+            near = suggest(str(key), _KEYS)
+            raise ValueError(f"config: unknown key {shown(key)}; there are {', '.join(_KEYS)}{near}")
     terms = config.get("terms")
     if not isinstance(terms, Mapping) or not terms:
-        raise ValueError("config: wanted terms: a mapping from names to losses")
-    known = {**LOSSES, **losses}
-    read: dict[str, Any] = {}
+        raise ValueError(f"config: wanted terms: a mapping from names to losses, got {shown(terms)}")
+    read: dict[str, Term] = {}
     for name, entry in terms.items():
         if name in ("metrics", "backend") or not isinstance(name, str):
-            raise ValueError(f"config: {name!r} cannot be the name of a term")
-        read[name] = _read_term(name, entry, known)
+            raise ValueError(f"config: {shown(name)} cannot be the name of a term (at terms)")
+        read[name] = _read_term(name, entry, losses)
     metrics = config.get("metrics", ())
     if isinstance(metrics, str) or not isinstance(metrics, Sequence):
-        raise TypeError(f"config: wanted metrics: a list of names, got {metrics!r}")
-    metrics = [known.get(m, m) if isinstance(m, str) and m not in LOSSES else m for m in metrics]
-    return {**read, "metrics": metrics, "backend": config.get("backend", "auto")}
+        raise TypeError(f"config: wanted metrics: a list of names, got {shown(metrics)}")
+    asked: dict[str, Any] = {}
+    for i, metric in enumerate(metrics):
+        at = f"(at metrics[{i}])"
+        if not isinstance(metric, str):
+            raise TypeError(f"config: metrics: wanted names, got {shown(metric)} {at}")
+        if metric in asked:
+            raise ValueError(f"config: metrics: {metric!r} is there twice {at}")
+        asked[metric] = losses.get(metric, metric)
+        _placed(functools.partial(list, read_metrics({metric: asked[metric]})), "config", f"metrics[{i}]")
+    backend = config.get("backend", "auto")
+    _placed(lambda: check_backend(backend), "config", "backend")
+    return read, asked, backend
 
 
-def _read_term(name: str, entry: Any, known: Mapping[str, Callable[..., Any]]) -> Term:
+def _read_term(name: str, entry: Any, losses: Losses) -> Term:
+    path = f"terms.{name}"
     if isinstance(entry, str):
         entry = {"loss": entry}
     if not isinstance(entry, Mapping) or "loss" not in entry:
-        raise ValueError(f"config: term {name!r} wants a loss's name or a mapping with 'loss', got {entry!r}")
+        raise ValueError(
+            f"config: term {name!r} wants a loss's name or a mapping with 'loss', got {shown(entry)} (at {path})"
+        )
     options = dict(entry)
     loss = options.pop("loss")
-    if loss not in known:
-        there = ", ".join(sorted(known))
-        raise ValueError(f"config: term {name!r} names loss {loss!r}; there are {there}{suggest(str(loss), known)}")
+    known = {**LOSSES, **losses}
+    if not isinstance(loss, str) or loss not in known:
+        there = f"{', '.join(sorted(known))}{suggest(str(loss), known)}"
+        raise ValueError(f"config: term {name!r} names loss {shown(loss)}; there are {there} (at {path}.loss)")
+    for key in options:
+        if not isinstance(key, str) or key in ("self", "fn"):
+            raise TypeError(f"config: term {name!r}: {shown(key)} is no option of a term (at {path})")
     if isinstance(options.get("row_weight"), str):
-        options["row_weight"] = known.get(options["row_weight"], options["row_weight"])
+        options["row_weight"] = losses.get(options["row_weight"], options["row_weight"])
+    return _placed(lambda: Term(known[loss], **options), f"config: term {name!r}", path, options)
+
+
+def _placed(make: Callable[[], Any], label: str, path: str, keys: Mapping[str, Any] | None = None) -> Any:
+    """What `make` makes; its error with the place in the config, where it names one of the `keys`."""
     try:
-        return Term(known[loss], **options)
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"config: term {name!r}: {error}") from None
+        return make()
+    except Exception as error:
+        named = re.match(r"(?:.*?: (?:no )?option ')?(\w+)", str(error))
+        path += f".{named[1]}" if named is not None and keys and named[1] in keys else ""
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(f"{label}: {error} (at {path})") from (None if isinstance(error, kind) else error)
 
 
-def write_config(objective: Objective) -> dict[str, Any]:
-    """The config of an objective; functions go by their names."""
+_DEFAULTS = {
+    name: p.default for name, p in inspect.signature(Term.__init__).parameters.items() if p.kind is p.KEYWORD_ONLY
+}
+
+
+def write_config(objective: Objective, losses: Losses | None = None) -> dict[str, Any]:
+    """The config of an objective; functions go by the names that `from_config` finds them under."""
+    losses = losses or {}
     terms: dict[str, Any] = {}
     for name, term in objective.terms.items():
-        entry: dict[str, Any] = {"loss": function_name(term.fn)}
-        plain = {"weight": 1.0, "reduction": "token_mean", "facts": {}, "tail": "bucket"}
+        label = f"config: term {name!r}"
+        entry: dict[str, Any] = {"loss": _name_of(f"{label}: loss", term.fn, {**LOSSES, **losses})}
         for key in sorted(RESERVED & set(Term.__slots__)):
             value = getattr(term, key)
             if isinstance(value, Tensor):
-                value = float(value)
-            if callable(value):
-                if getattr(value, "__closure__", None):
-                    raise ValueError(
-                        f"row_weight: {function_name(value)!r} of term {name!r} was made with numbers of its own, "
-                        f"which a config cannot hold; name a function that has none"
-                    )
-                value = function_name(value)
+                raise ValueError(
+                    f"{label}: {key} is a tensor, which a config cannot hold; pass it as weights= to the call"
+                )
+            if key == "row_weight" and callable(value):
+                value = _name_of(f"{label}: row_weight", value, losses)
+            elif key == "row_weight" and value in losses:
+                raise ValueError(f"{label}: row_weight is the input {value!r}, but losses= has a function of that name")
             if key == "facts":
-                value = {k: list(v) for k, v in value.items()}
-            if value is not None and value != plain.get(key):
+                value = {k: list(v) for k, v in value.items()} or None
+            if value != _DEFAULTS[key]:
                 entry[key] = value
-        terms[name] = {**entry, **term.options}
+        for option, value in term.options.items():
+            if option in entry:
+                raise ValueError(f"{label}: option {option!r} has the name of a key that a config needs; rename it")
+            default = inspect.signature(term.fn).parameters[option].default
+            entry[option] = _data(f"{label}: option {option!r}", value, isinstance(default, tuple))
+        terms[name] = entry
     config: dict[str, Any] = {"terms": terms}
     for name, call in objective.metrics:
-        if isinstance(call.fn, Term) and repr(call.fn) != repr(Term(call.fn.fn)):
-            raise ValueError(f"metrics: {name!r} is {call.fn!r}, and a config holds a metric's name only")
+        if not _is_found(name, call.fn, losses):
+            what = repr(call.fn) if isinstance(call.fn, Term) else function_name(call.fn)
+            raise ValueError(
+                f"metrics: {name!r} is {what}, which from_config does not find under this name, and a config holds a "
+                f"metric's name only; pass losses={{{name!r}: ...}} to to_config and from_config"
+            )
     if objective.metrics:
         config["metrics"] = [name for name, _ in objective.metrics]
     if objective.backend != "auto":
         config["backend"] = objective.backend
     return config
+
+
+def _name_of(label: str, fn: Callable[..., Any], table: Losses) -> str:
+    """The name under which a table has this very function."""
+    own = function_name(fn)
+    for name in (own, *table):
+        if name in table and _same(table[name], fn):
+            return name
+    known = " (its name is that of another function)" if own in table else ""
+    numbers = ", made with numbers of its own," if getattr(fn, "__closure__", None) else ""
+    raise ValueError(
+        f"{label}: {own!r}{numbers} is a function that from_config cannot find again{known}; name it, "
+        f"to_config(losses={{name: function}}), and pass the same losses= to from_config"
+    )
+
+
+def _same(x: Any, y: Any) -> bool:
+    """A bound method is another object each time it is looked up."""
+    return x is y or (isinstance(y, types.MethodType) and x == y)
+
+
+def _is_found(name: str, fn: Any, losses: Losses) -> bool:
+    """Whether `from_config` takes a name in `metrics` for this function."""
+    try:
+        [(_, call)] = read_metrics({name: losses.get(name, name)})
+    except (TypeError, ValueError):
+        return False
+    if isinstance(fn, Term) and isinstance(call.fn, Term):
+        return _same(call.fn.fn, fn.fn) and repr(call.fn) == repr(fn)
+    return _same(call.fn, fn)
+
+
+def _data(label: str, value: Any, as_tuple: bool = False) -> Any:
+    """An option as plain data that reads back as itself."""
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if type(value) is list or (as_tuple and type(value) is tuple):
+        return [_data(label, x) for x in value]
+    if type(value) is dict and all(type(k) is str for k in value):
+        return {k: _data(label, x) for k, x in value.items()}
+    raise ValueError(f"{label} is {shown(value)}, a {type(value).__name__}, which a config cannot hold")

@@ -26,6 +26,7 @@ from torch import Tensor
 from headloss.divergence import is_divergence
 from headloss.facts import FACTS
 from headloss.losses import LOSSES
+from headloss.options import shown
 from headloss.parallel import all_gather, together
 from headloss.plan import Call
 from headloss.signature import function_name, read_signature, suggest
@@ -290,11 +291,21 @@ def _over_ranks(held: Mapping[str, Metric], group: Any) -> tuple[dict[str, Metri
     return result, (everyone[:, -1] != names).any()
 
 
+def own_metrics(metrics: Any) -> Any:
+    """The metrics as they were asked for, in a container that nobody else can change."""
+    if isinstance(metrics, Mapping):
+        return dict(metrics)
+    if isinstance(metrics, str) or not isinstance(metrics, Iterable):
+        hint = "; a term cannot have this name" if callable(metrics) or isinstance(metrics, Term) else ""
+        raise TypeError(f"metrics: wanted a list of names and functions, got {shown(metrics)}{hint}")
+    return tuple(metrics)
+
+
 def read_metrics(metrics: Any) -> Iterator[tuple[str, Call]]:
-    if isinstance(metrics, str):
-        raise TypeError(f"metrics: wanted a list of names and functions, got the string {metrics!r}")
     pairs = metrics.items() if isinstance(metrics, Mapping) else [(None, m) for m in metrics]
     for name, metric in pairs:
+        if name is not None and not (isinstance(name, str) and name):
+            raise TypeError(f"metrics: wanted names as keys, got {shown(name)}")
         if isinstance(metric, str) and metric in DIVERGENCES:
             metric = DIVERGENCES[metric]
         if isinstance(metric, Term) or (callable(metric) and is_divergence(metric)):
@@ -312,6 +323,22 @@ def read_metrics(metrics: Any) -> Iterator[tuple[str, Call]]:
             raise TypeError(f"metrics: wanted names and functions, got {type(metric).__name__}")
         signature = read_signature(fn)
         yield name or label, Call(fn, signature, dict(signature.options))
+
+
+def check_names(terms: Mapping[str, Any], metrics: Sequence[str]) -> None:
+    """Every term and metric has a key of its own in the record, where `term/metric` is a metric of a term's loss."""
+    if "" in terms:
+        raise ValueError("terms: one has an empty name; it keys terms and metrics")
+    for i, name in enumerate((*terms, *metrics)):
+        inside = next((t for t in terms if name.startswith(f"{t}/")), None)
+        if inside is not None:
+            kind = "term" if i < len(terms) else "metric"
+            raise ValueError(
+                f"{name}: the {kind} has a name of the form that metrics of term {inside!r} have; rename it"
+            )
+    twice = next((name for i, name in enumerate(metrics) if name in metrics[:i]), None)
+    if twice is not None:
+        raise ValueError(f"metrics: two are named {twice!r}; give them names of their own, metrics={{name: function}}")
 
 
 def retarget(call: Call, source_temperature: float | None, teachers: Mapping[str, Any]) -> Call:

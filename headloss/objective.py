@@ -24,12 +24,13 @@ from headloss.again import recall, remember, standing
 from headloss.backends import check_backend
 from headloss.binding import backend_for, bind, chunks_of, rows_of
 from headloss.bound import BoundLoss
-from headloss.config import read_config, write_config
+from headloss.config import check_losses, read_config, write_config
 from headloss.explain import Explanation, explain
 from headloss.facts import FACTS, Fact, Want
 from headloss.guides import bind_guides, most_rows, name_teachers, teacher_bytes
 from headloss.heads import Grads
-from headloss.metrics import read_metrics
+from headloss.metrics import check_names, own_metrics, read_metrics
+from headloss.options import is_number, shown
 from headloss.passes import Head, run, settle
 from headloss.plan import Call
 from headloss.planning import Plan, check_targets_wanted, check_teachers, make_plan, plain_source
@@ -40,7 +41,7 @@ from headloss.segments import Segments
 from headloss.signature import COMPARING, ONLY, Parameter, Signature, suggest
 from headloss.sources import Source, Teacher
 from headloss.sweeps import Sweep
-from headloss.term import Term
+from headloss.term import Term, as_term
 
 WHY = (
     "headloss runs this call as it is, between two graphs: logits that are overwritten (inplace=True), DTensors and an "
@@ -78,8 +79,9 @@ class Objective:
     "accuracy", "perplexity") or functions injected like a loss.  Call it with a source and targets; see `__call__`.
     """
 
-    __slots__ = ("asked", "backend", "key", "known", "metrics", "names", "standing", "terms")
+    __slots__ = ("asked", "backend", "key", "known", "losses", "metrics", "names", "standing", "terms")
     asked: Any  # the metrics as they were given
+    losses: Mapping[str, Callable[..., Any]]  # that `from_config` was given, for `to_config`
     terms: dict[str, Term]
     metrics: tuple[tuple[str, Call], ...]
     backend: str
@@ -90,6 +92,7 @@ class Objective:
 
     def __init__(
         self,
+        /,
         *unnamed: Any,
         metrics: Sequence[str | Callable[..., Any]] | Mapping[str, Callable[..., Any]] = (),
         backend: str = "auto",
@@ -100,9 +103,12 @@ class Objective:
         if not terms:
             raise ValueError("terms: wanted at least one loss, as in Objective(ce=cross_entropy)")
         check_backend(backend)
-        object.__setattr__(self, "terms", {name: _as_term(name, x) for name, x in terms.items()})
+        metrics = own_metrics(metrics)
+        object.__setattr__(self, "terms", {name: as_term(name, x) for name, x in terms.items()})
         object.__setattr__(self, "asked", metrics)
+        object.__setattr__(self, "losses", {})
         object.__setattr__(self, "metrics", tuple(read_metrics(metrics)))
+        check_names(terms, [name for name, _ in self.metrics])
         object.__setattr__(self, "backend", backend)
         object.__setattr__(self, "known", {})
         object.__setattr__(self, "key", graph.content_key(self))
@@ -113,7 +119,7 @@ class Objective:
         raise AttributeError(f"Objective is immutable; make a new one to change {name!r}")
 
     def __reduce__(self) -> Any:
-        return _made, (self.terms, self.asked, self.backend)
+        return _made, (self.terms, self.asked, self.backend, self.losses)
 
     def __deepcopy__(self, memo: object) -> Objective:
         return self  # immutable: a copied model keeps its objective
@@ -266,11 +272,15 @@ class Objective:
 
         >>> Objective.from_config({"terms": {"ce": "cross_entropy", "z": {"loss": "z_loss", "weight": 1e-4}}})
         """
-        return cls(**read_config(config, losses or {}))
+        losses = check_losses(losses)
+        return _made(*read_config(config, losses), losses, cls)
 
-    def to_config(self) -> dict[str, Any]:
-        """Plain data that `from_config` turns into this objective again."""
-        return write_config(self)
+    def to_config(self, losses: Mapping[str, Callable[..., Any]] | None = None) -> dict[str, Any]:
+        """Plain data that `from_config` turns into this objective again, or an error.
+
+        A function of your own is found by its name in `losses`; those that `from_config` was given are known already.
+        """
+        return write_config(self, {**self.losses, **check_losses(losses)})
 
     def __repr__(self) -> str:
         parts = [f"{name}={term!r}" for name, term in self.terms.items()]
@@ -362,8 +372,8 @@ def _read_fact(want: Any, teachers: Mapping[str, Teacher]) -> Fact:
     if name not in FACTS or name == "divergence":
         there = ", ".join(f for f in FACTS if f != "divergence")
         raise ValueError(f"want: {name!r} is not a fact; there are {there}{suggest(str(name), FACTS)}")
-    if temperature is not None and not (isinstance(temperature, int | float) and temperature > 0):
-        raise ValueError(f"want: wanted a positive temperature for {name!r}, got {temperature!r}")
+    if temperature is not None and not (is_number(temperature) and temperature > 0):
+        raise ValueError(f"want: wanted a positive temperature for {name!r}, got {shown(temperature)}")
     if name in COMPARING:
         teacher = teacher or (next(iter(teachers)) if len(teachers) == 1 else ONLY)
     elif teacher is not None:
@@ -374,18 +384,12 @@ def _read_fact(want: Any, teachers: Mapping[str, Teacher]) -> Fact:
     return fact
 
 
-def _made(terms: Mapping[str, Term], metrics: Any, backend: str) -> Objective:
-    return Objective(**terms, metrics=metrics, backend=backend)
-
-
-def _as_term(name: str, x: Callable[..., Any] | Term) -> Term:
-    if isinstance(x, Term):
-        return x
-    if isinstance(x, str):
-        raise TypeError(f"{name}: wanted a loss function or a Term, got {x!r}; names belong in Objective.from_config")
-    if not callable(x):
-        raise TypeError(f"{name}: wanted a loss function or a Term, got {type(x).__name__}")
-    return Term(x)
+def _made(
+    terms: Mapping[str, Term], metrics: Any, backend: str, losses: Mapping[str, Any], cls: type[Objective] = Objective
+) -> Objective:
+    made = cls(**terms, metrics=metrics, backend=backend)
+    object.__setattr__(made, "losses", losses)
+    return made
 
 
 def _by_name(source: Source) -> tuple[Tensor | None, ...]:

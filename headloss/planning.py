@@ -22,15 +22,13 @@ from headloss.metrics import retarget
 from headloss.plan import Call, Shape, Trace, fit, trace
 from headloss.rows import Prepared
 from headloss.segments import Segments
-from headloss.signature import ONLY, TEACHER_INPUTS, identity, suggest
+from headloss.signature import CALL, ONLY, TEACHER_INPUTS, identity, suggest
 from headloss.sources import Linear, Logits, Source, Sparse, Teacher
 from headloss.teachers import SPARSE
 from headloss.term import check_weight
 
 if TYPE_CHECKING:
     from headloss.objective import Objective
-
-CALL = ("teacher", "targets", "segments", "num_items", "num_segments", "weights", "grad_scale", "host_read")
 
 
 class Plan(NamedTuple):

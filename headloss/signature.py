@@ -23,6 +23,12 @@ from headloss.facts import FACTS, STUDENT, Fact
 
 RESERVED = frozenset({"weight", "reduction", "temperature", "length", "row_weight", "facts", "teacher", "tail"})
 
+# Arguments of a call itself: an input of one of these names could never be passed.
+CALL = (
+    "teacher", "targets", "segments", "num_items", "num_segments", "weights", "grad_scale", "host_read", "source",
+    "self",
+)  # fmt: skip
+
 ONLY = "teacher"  # the name of a teacher that was given without one
 COMPARING = frozenset(FACTS) - frozenset(STUDENT)
 TEACHER_INPUTS = ("teacher_ids", "teacher_logprob")  # of a sparse teacher, (rows, K)
@@ -94,13 +100,17 @@ def read_signature(
                 f"{name}: *{p.name} in a loss's signature says nothing about what it needs; name the inputs"
             )
         if p.kind is p.KEYWORD_ONLY:
-            if p.name in RESERVED:
+            if p.name in RESERVED or p.name in ("self", "fn"):
                 raise TypeError(f"{name}: option {p.name!r} is a name that belongs to Term; rename it")
             options[p.name] = p.default
             continue
+        if p.kind is p.POSITIONAL_ONLY:
+            raise TypeError(f"{name}: {p.name!r} can be given by position only, and losses get theirs by name; drop /")
         optional = p.default is not p.empty
         if p.name in named:
             parameters.append(Parameter(p.name, "fact", optional, named.pop(p.name)))
+        elif p.name == "divergence":
+            raise TypeError(f"{name}: no loss can ask for 'divergence'; write it as a function of (logp, logq)")
         elif p.name in COMPARING:
             parameters.append(Parameter(p.name, "fact", optional, Fact(p.name, at, teacher or ONLY)))
         elif p.name in FACTS:
@@ -109,6 +119,8 @@ def read_signature(
             parameters.append(Parameter(p.name, "input", optional, teacher=teacher or ONLY))
         elif p.name in ("segments", "targets"):
             parameters.append(Parameter(p.name, p.name, optional))
+        elif p.name in CALL:
+            raise TypeError(f"{name}: parameter {p.name!r} is a name that belongs to the call itself; rename it")
         else:
             parameters.append(Parameter(p.name, "input", optional))
     if named:

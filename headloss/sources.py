@@ -10,7 +10,6 @@ A source is a frozen record of what the user said; `heads.py` has the verbs.
 from __future__ import annotations
 
 import copy
-import math
 import re
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headloss.options import is_number, shown
 from headloss.parallel import VocabShard
 
 
@@ -321,12 +321,12 @@ def _check_transform(source: Logits | Linear, x: Tensor) -> None:
         _check_positive("temperature", T)
     if source.softcap is not None:
         _check_positive("softcap", source.softcap)
-    if not isinstance(source.scale, int | float) or not math.isfinite(source.scale) or source.scale == 0:
-        raise ValueError(f"scale: wanted a finite number other than 0, got {source.scale!r}")
+    if not is_number(source.scale) or source.scale == 0:
+        raise ValueError(f"scale: wanted a finite number other than 0, got {shown(source.scale)}")
 
 
 def _check_positive(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name}: wanted a number, got {type(value).__name__}")
-    if not (math.isfinite(value) and value > 0):
-        raise ValueError(f"{name}: wanted a positive number, got {value}")
+    if not (is_number(value) and value > 0):
+        raise ValueError(f"{name}: wanted a positive number, got {shown(value)}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,9 +10,10 @@ from torch import Tensor
 
 from headloss.divergence import TAILS, Element, is_divergence, sparse_loss, summed
 from headloss.facts import FACTS, Fact
+from headloss.options import check_option, is_number, shown
 from headloss.plan import Call
 from headloss.reductions import NEEDS_SEGMENTS, REDUCTIONS
-from headloss.signature import COMPARING, ONLY, RESERVED, function_name, read_signature, suggest
+from headloss.signature import CALL, COMPARING, ONLY, RESERVED, function_name, read_signature, suggest
 from headloss.sources import Sparse, Teacher
 
 
@@ -66,26 +66,34 @@ class Term:
         **options: Any,
     ) -> None:
         if not callable(fn):
-            raise TypeError(f"fn: wanted a loss function, got {fn!r}")
+            raise TypeError(f"fn: wanted a loss function, got {shown(fn)}")
+        try:
+            inspect.signature(fn)
+        except (TypeError, ValueError):
+            hint = "wrap it in a function whose parameters do"
+            raise TypeError(f"fn: {shown(fn)} has no signature that says what it needs; {hint}") from None
         check_weight("weight", weight)
-        if reduction not in REDUCTIONS:
+        if not isinstance(reduction, str) or reduction not in REDUCTIONS:
             known = ", ".join(REDUCTIONS)
             raise ValueError(
-                f"reduction: wanted one of {known}, got {reduction!r}{suggest(str(reduction), REDUCTIONS)}"
+                f"reduction: wanted one of {known}, got {shown(reduction)}{suggest(str(reduction), REDUCTIONS)}"
             )
         if (length is not None) != (reduction == "seq_mean_token_sum_norm"):
             raise ValueError(
-                f"length: goes with reduction='seq_mean_token_sum_norm', got {length!r} with {reduction!r}"
+                f"length: goes with reduction='seq_mean_token_sum_norm', got {shown(length)} with {reduction!r}"
             )
         for name, value in (("length", length), ("temperature", temperature)):
-            if value is not None and not (isinstance(value, int | float) and math.isfinite(value) and value > 0):
-                raise ValueError(f"{name}: wanted a positive number, got {value!r}")
+            if value is not None and not (is_number(value) and value > 0):
+                raise ValueError(f"{name}: wanted a positive number, got {shown(value)}")
         if row_weight is not None and not (isinstance(row_weight, str) or callable(row_weight)):
             raise TypeError(f"row_weight: wanted an input's name or a function, got {type(row_weight).__name__}")
-        if teacher is not None and not isinstance(teacher, str):
-            raise TypeError(f"teacher: wanted the name of one, got {type(teacher).__name__}; pass it to the call")
+        if isinstance(row_weight, str) and (not row_weight or row_weight in CALL):
+            raise ValueError(f"row_weight: no input of a call can be named {row_weight!r}; rename it")
+        if teacher is not None and not (isinstance(teacher, str) and teacher):
+            got = "an empty one" if teacher == "" else type(teacher).__name__
+            raise TypeError(f"teacher: wanted the name of one, got {got}; pass it to the call")
         if tail not in TAILS:
-            raise ValueError(f"tail: wanted one of {', '.join(TAILS)}, got {tail!r}{suggest(str(tail), TAILS)}")
+            raise ValueError(f"tail: wanted one of {', '.join(TAILS)}, got {shown(tail)}{suggest(str(tail), TAILS)}")
         if tail != "bucket" and not is_divergence(fn):
             raise ValueError(f"tail: {function_name(fn)} is no divergence of (logp, logq), and has no tail to treat")
         object.__setattr__(self, "_calls", {})
@@ -152,6 +160,20 @@ class Term:
         return Call(fn, named, {**signature.options, **self.options}, self.row_weight, weighed)
 
 
+def as_term(name: str, x: Callable[..., Any] | Term) -> Term:
+    """A term of an objective, from what its keyword was given."""
+    if isinstance(x, Term):
+        return x
+    if isinstance(x, str):
+        raise TypeError(f"{name}: wanted a loss function or a Term, got {x!r}; names belong in Objective.from_config")
+    if not callable(x):
+        raise TypeError(f"{name}: wanted a loss function or a Term, got {type(x).__name__}")
+    try:
+        return Term(x)
+    except TypeError as error:
+        raise TypeError(f"{name}: {error}") from None
+
+
 _MOST_CALLS = 64  # of a term: more would mean that the source's temperature changes with every call
 
 
@@ -167,35 +189,36 @@ def check_weight(name: str, weight: object) -> None:
             raise ValueError(f"{name}: requires grad, but no gradient flows to a term's weight; pass it detached")
     elif isinstance(weight, bool) or not isinstance(weight, int | float):
         raise TypeError(f"{name}: wanted a number or a scalar tensor, got {type(weight).__name__}")
-    elif not math.isfinite(weight):
-        raise ValueError(f"{name}: wanted a finite number, got {weight}")
+    elif not is_number(weight):
+        raise ValueError(f"{name}: wanted a finite number, got {shown(weight)}")
 
 
 def _check_facts(facts: Mapping[str, tuple[str, float]] | None) -> dict[str, tuple[str, float]]:
+    if facts is not None and not isinstance(facts, Mapping):
+        raise TypeError(f"facts: wanted {{name: (fact, temperature)}}, got {shown(facts)}")
     checked = {}
     for name, pair in (facts or {}).items():
-        if not (isinstance(pair, tuple | list) and len(pair) == 2):
-            raise TypeError(f"facts: wanted {{name: (fact, temperature)}}, got {name!r}: {pair!r}")
+        if not (isinstance(name, str) and isinstance(pair, tuple | list) and len(pair) == 2):
+            raise TypeError(f"facts: wanted {{name: (fact, temperature)}}, got {shown(name)}: {shown(pair)}")
         fact, temperature = pair
-        if fact not in FACTS:
-            raise ValueError(f"facts: {fact!r} is not a fact; there are {', '.join(FACTS)}{suggest(str(fact), FACTS)}")
-        if not (isinstance(temperature, int | float) and math.isfinite(temperature) and temperature > 0):
-            raise ValueError(f"facts: wanted a positive temperature for {name!r}, got {temperature!r}")
+        if fact not in FACTS or fact == "divergence":
+            there = [f for f in FACTS if f != "divergence"]
+            near = suggest(str(fact), there)
+            raise ValueError(f"facts: {shown(fact)} is not a fact; there are {', '.join(there)}{near}")
+        if not (is_number(temperature) and temperature > 0):
+            raise ValueError(f"facts: wanted a positive temperature for {name!r}, got {shown(temperature)}")
         checked[name] = (fact, float(temperature))
     return checked
 
 
 def _check_options(fn: Callable[..., Any], options: Mapping[str, Any]) -> dict[str, Any]:
     name = function_name(fn)
-    known = {p.name: p.default for p in inspect.signature(fn).parameters.values() if p.kind is p.KEYWORD_ONLY}
+    known = {p.name: p for p in inspect.signature(fn).parameters.values() if p.kind is p.KEYWORD_ONLY}
     for option in options:
         if option not in known:
             there = f"its options are {', '.join(known)}" if known else "it has none"
             raise TypeError(f"{name}: no option {option!r}; {there}{suggest(option, [*known, *RESERVED])}")
-        if isinstance(known[option], float) and isinstance(options[option], str):
-            hint = "; YAML reads 3e-4 as text and 3.0e-4 as a number"
-            raise TypeError(f"{name}: option {option!r}: wanted a number, got {options[option]!r}{hint}")
-    missing = [k for k, default in known.items() if default is inspect.Parameter.empty and k not in options]
+    missing = [k for k, p in known.items() if p.default is p.empty and k not in options]
     if missing:
         raise TypeError(f"{name}: option {missing[0]!r} has no default; give it to Term")
-    return {k: float(v) if isinstance(known[k], float) and type(v) is int else v for k, v in options.items()}
+    return {k: check_option(f"{name}: option {k!r}", known[k], v) for k, v in options.items()}

@@ -30,6 +30,7 @@ class Fault(NamedTuple):
 RANKS = ("tests/ranks/test_shards.py", "tests/ranks/test_collectives.py")
 DOCUMENTS = ("tests/ranks/test_documents.py", "tests/ranks/test_collectives.py")  # segments on several ranks
 TEACHERS = ("tests/distill/test_teachers.py", "tests/distill/test_divergences.py")
+CONFIGS = ("tests/trust/test_configs.py",)
 FIRST: dict[str, tuple[str, ...]] = {  # by how a file's name begins
     "facts.py": ("tests/test_facts.py", "tests/ranks/test_simulated.py"),
     "teachers.py": ("tests/ranks/test_simulated.py", *TEACHERS, "tests/properties"),
@@ -374,4 +375,15 @@ FAULTS = [
     Fault("ops.py", "by_tensor[recipe.names.index(f\"inputs.{name}\")] = _times(g, g_loss, g.dtype)", "pass", "compiled: inputs get no gradient"),
     Fault("ops.py", "if x.numel() and (place in seen or part or not x.is_contiguous()):", "if False:", "compiled: an output shares memory with another"),
     Fault("graph.py", "plain = (term.weight, term.reduction, term.length, weight[0], term.temperature, term.teacher, term.tail)", "plain = (term.weight, weight[0], term.temperature, term.teacher, term.tail)", "compiled: objectives that differ in their reduction share a graph", ("tests/test_seeded.py",)),
+    # Configs and options
+    Fault("options.py", "if isinstance(x, bool) or not isinstance(x, int | float):", "if not isinstance(x, int | float):", "a temperature may be True", CONFIGS),
+    Fault("options.py", "bool: (bool,), int:", "bool: (), int:", "text and numbers pass for a bool option", CONFIGS),
+    Fault("options.py", "if not math.isfinite(number) and (whole or not unbounded):", "if False:", "an option may be NaN or of 401 digits", CONFIGS),
+    Fault("options.py", "    return {k: _copied(y) for k, y in x.items()} if type(x) is dict else x", "    return x", "an option follows the caller's dict", CONFIGS),
+    Fault("config.py", "if name in table and _same(table[name], fn):", "if name in table:", "a function named like ours comes back as ours", CONFIGS),
+    Fault("config.py", "    return _same(call.fn, fn)", "    return True", "a metric named like ours comes back as ours", CONFIGS),
+    Fault("config.py", 'losses.get(options["row_weight"], options["row_weight"])', '{**LOSSES, **losses}.get(options["row_weight"], options["row_weight"])', "an input named like a loss of ours comes back as that loss", CONFIGS),
+    Fault("metrics.py", "        return dict(metrics)\n", "        return metrics\n", "an objective's metrics follow the caller's dict", CONFIGS),
+    Fault("metrics.py", 'next((t for t in terms if name.startswith(f"{t}/")), None)', "None", "two metrics share a key of the record", CONFIGS),
+    Fault("signature.py", "        elif p.name in CALL:", "        elif False:", "an input with the name of an argument of the call is never passed", CONFIGS),
 ]  # fmt: skip

@@ -785,8 +785,9 @@ def test_from_and_to_config() -> None:
     assert json.loads(json.dumps(obj.to_config())) == config
     short = hl.Objective.from_config({"terms": {"ce": "cross_entropy"}})
     assert short.to_config() == {"terms": {"ce": {"loss": "cross_entropy"}}}
-    several = hl.Objective(t=hl.Term(lambda hot: hot, facts={"hot": ("entropy", 2.0)}))
-    assert several.to_config()["terms"]["t"]["facts"] == {"hot": ["entropy", 2.0]}
+    hot = lambda hot: hot
+    several = hl.Objective(t=hl.Term(hot, facts={"hot": ("entropy", 2.0)}))
+    assert several.to_config(losses={"hot": hot})["terms"]["t"]["facts"] == {"hot": ["entropy", 2.0]}
 
 
 def test_shift_labels() -> None:

@@ -18,8 +18,9 @@ BACKENDS = ("auto", "torch", "triton")
 
 
 def check_backend(name: str) -> None:
-    if name not in BACKENDS:
-        raise ValueError(f"backend: wanted one of {', '.join(BACKENDS)}, got {name!r}")
+    if not isinstance(name, str) or name not in BACKENDS:
+        hint = "; a term cannot have this name" if callable(name) else ""
+        raise ValueError(f"backend: wanted one of {', '.join(BACKENDS)}, got {name!r}{hint}")
 
 
 def choose(name: str, device: torch.device, dtype: torch.dtype = float32) -> ModuleType:

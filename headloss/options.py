@@ -1,0 +1,112 @@
+"""What an option of a loss may be: a value of the kind that its annotation or its default says.
+
+Options often come from YAML or JSON, where "no", "3e-4" and 1 are easily something else than was meant.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import numbers
+import types
+import typing
+from typing import Any
+
+_NAMES: dict[str, type] = {"bool": bool, "int": int, "float": float, "str": str, "None": types.NoneType}
+_BY_DEFAULT: dict[type, tuple[type, ...]] = {bool: (bool,), int: (int, float), float: (float,), str: (str,)}
+_SAID = {bool: "True or False", int: "a whole number", float: "a finite number", str: "text", types.NoneType: "None"}
+
+
+def is_number(x: object) -> bool:
+    """Whether it is a finite number: neither a bool, nor NaN, nor an integer that no float can hold."""
+    if isinstance(x, bool) or not isinstance(x, int | float):
+        return False
+    try:
+        return math.isfinite(x)
+    except OverflowError:
+        return False
+
+
+def shown(x: object) -> str:
+    """A value for a message: never long, and never an error of its own."""
+    try:
+        text = repr(x)
+    except Exception:  # an integer of more than 4300 digits has no text
+        return f"a value of type {type(x).__name__}"
+    return text if len(text) <= 100 else f"{text[:80]}..."
+
+
+def check_option(label: str, parameter: inspect.Parameter, value: Any) -> Any:
+    """The value as the function gets it; an error that begins with `label` if it is of the wrong kind."""
+    default = parameter.default
+    kinds = _kinds(parameter)
+    if not kinds:
+        return _unknown(label, default, value)
+    wanted = " or ".join(_SAID[kind] for kind in kinds if not (kind is int and float in kinds))
+    if value is None or isinstance(value, bool | str):
+        kind = next(k for k in (types.NoneType, bool, str) if isinstance(value, k))
+        if kind in kinds:
+            return value
+        hint = "; YAML reads 3e-4 as text and 3.0e-4 as a number" if kind is str and float in kinds else ""
+        hint = "; YAML 1.2 reads no and off as text" if kind is str and bool in kinds else hint
+        raise TypeError(f"{label}: wanted {wanted}, got {shown(value)}{hint}")
+    if not isinstance(value, numbers.Real) or not (int in kinds or float in kinds):
+        got = shown(value) if isinstance(value, numbers.Real) else type(value).__name__
+        hint = "; a value that changes belongs in an input of the call" if hasattr(value, "dtype") else ""
+        raise TypeError(f"{label}: wanted {wanted}, got {got}{hint}")
+    whole = isinstance(value, numbers.Integral)
+    if float not in kinds and not whole:
+        raise TypeError(f"{label}: wanted {wanted}, got {shown(value)}")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    unbounded = isinstance(default, float) and not math.isfinite(default)
+    if not math.isfinite(number) and (whole or not unbounded):
+        raise ValueError(f"{label}: wanted {wanted}, got {shown(value)}")
+    return int(value) if isinstance(value, numbers.Integral) and int in kinds else number
+
+
+def _unknown(label: str, default: Any, value: Any) -> Any:
+    """A value of an option whose default says nothing: all that can be said is what is no number."""
+    if isinstance(value, int | float) and not isinstance(value, bool) and not is_number(value):
+        raise ValueError(f"{label}: wanted a finite number, got {shown(value)}")
+    if default is None and isinstance(value, str) and _reads_as_number(value):
+        hint = "YAML reads 3e-4 as text and 3.0e-4 as a number"
+        raise TypeError(f"{label}: wanted a number, got the text {value!r}; {hint}")
+    return _copied(tuple(value) if isinstance(default, tuple) and isinstance(value, list) else value)
+
+
+def _reads_as_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _kinds(parameter: inspect.Parameter) -> tuple[type, ...]:
+    """The plain types that an option may have; none if that is not known."""
+    default, said = parameter.default, parameter.annotation
+    if said is parameter.empty:
+        return _BY_DEFAULT.get(type(default), ())
+    if isinstance(said, str):
+        found = [_NAMES.get(part.strip()) for part in said.split("|")]
+    else:
+        parts = typing.get_args(said) if isinstance(said, types.UnionType) else (said,)
+        found = [types.NoneType if part is None else part for part in parts]
+    if default is None:
+        found.append(types.NoneType)
+    if any(kind not in _NAMES.values() for kind in found) or not (
+        default is parameter.empty or default is None or isinstance(default, tuple(found))  # type: ignore[arg-type]
+        or (isinstance(default, int) and float in found)
+    ):  # fmt: skip
+        return ()
+    return tuple(dict.fromkeys(found))  # type: ignore[arg-type]
+
+
+def _copied(x: Any) -> Any:
+    """Containers of plain Python copied, so that a later change of the caller's is not followed."""
+    if type(x) in (list, tuple, set, frozenset):
+        return type(x)(_copied(y) for y in x)
+    return {k: _copied(y) for k, y in x.items()} if type(x) is dict else x
