@@ -56,6 +56,18 @@ def check_belongs(call: Call, kind: str | None, shapes: Mapping[str, Shape], len
         )
 
 
+def check_constants(names: Iterable[str], calls: Iterable[Call]) -> None:
+    """An input that requires grad gets its gradient or a refusal; of those that only metrics read nothing is said."""
+    calls = list(calls)
+    for name in names:
+        takers = [call.signature.name for call in calls if name in call.input_names]
+        if takers:
+            raise ValueError(
+                f"{name}: requires grad, but no gradient flows to it: {' and '.join(dict.fromkeys(takers))} takes it "
+                f"as a constant; pass {name}.detach()"
+            )
+
+
 def layout(
     name: str,
     x: Any,
@@ -238,6 +250,7 @@ class BoundLoss:
                 for (key, _), g in zip(targets, grads, strict=True):
                     if g is not None:
                         (by_fact if isinstance(key, Fact) else by_input)[key] = g
+            check_constants([n for n in self.wants_grad if n not in by_input], [t.call for t in self.terms])
         return loss, (by_fact, by_input)
 
     def shaped(self, name: str, grad: Tensor | None) -> Tensor | None:

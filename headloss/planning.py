@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from headloss.backends import resolve
-from headloss.bound import Planned, check_belongs, check_inputs, layout
+from headloss.bound import Planned, check_belongs, check_constants, check_inputs, layout
 from headloss.facts import NEEDS_TARGET, Fact, Want
 from headloss.guides import name_teachers
 from headloss.metrics import retarget
@@ -174,7 +174,7 @@ def _trace_terms(
         if objective.terms[name].reduction == "weighted_mean" and by_facts:
             found = found._replace(kind="batch", reason="weighted_mean sums a row_weight made of facts")
         traces[name] = found
-    _check_gradients(calls.values(), given)
+    _check_gradients(calls, given, traces)
     wanted = [f for name, call in calls.items() for f in call.facts if f not in traces[name].unused]
     wanted += [f for _, call in metrics for f in call.facts]
     if targetless:
@@ -321,11 +321,24 @@ def _check_spread(label: str, found: Trace, shapes: Mapping[str, Shape]) -> None
         )
 
 
-def _check_gradients(calls: Iterable[Call], shapes: Mapping[str, Shape]) -> None:
-    """An input that wants a gradient is one that some loss can give it."""
-    calls = list(calls)
-    seen = {p.key for call in calls for p in call.signature.parameters}
-    for call in calls:
+def _check_gradients(calls: Mapping[str, Call], shapes: Mapping[str, Shape], traces: Mapping[str, Trace]) -> None:
+    """An input that wants a gradient is one that some loss gives it; without a trace, `BoundLoss.whole` finds out."""
+    seen = {p.key for call in calls.values() for p in call.signature.parameters}
+    given: dict[str, bool] = {}
+    for term, call in calls.items():
         for name in call.input_names:
-            if name not in seen and name in shapes and shapes[name].requires_grad:
-                raise ValueError(f"{name}: requires grad, but no gradient flows to a row weight; pass it detached")
+            if name in shapes and shapes[name].requires_grad:
+                if name not in seen:
+                    raise ValueError(f"{name}: requires grad, but no gradient flows to a row weight; pass it detached")
+                given[name] = given.get(name, False) or name not in _constants(call, shapes, traces[term])
+    check_constants([name for name, has in given.items() if not has], calls.values())
+
+
+def _constants(call: Call, shapes: Mapping[str, Shape], found: Trace) -> set[str]:
+    """Inputs that want a gradient and, by the trace, get none."""
+    if found.joint is None:
+        return set()
+    wanted = [n for n in call.input_names if n in shapes and shapes[n].requires_grad]
+    outputs: Any = found.joint.graph.output_node().args[0]  # value, cotangents of facts and then inputs, metrics
+    of_inputs = outputs[1][len(outputs[1]) - len(wanted) :]
+    return {n for n, g in zip(wanted, of_inputs, strict=True) if g is None}

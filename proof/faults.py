@@ -244,6 +244,8 @@ FAULTS = [
     Fault("bound.py", "part = chunk.segments if term.trace.value == \"segment\" else chunk.rows", "part = chunk.rows", "seeds of segments cut as rows"),
     Fault("binding.py", "if not isinstance(source, Linear) or plan.kind == \"batch\" or", "if not isinstance(source, Linear) or", "batch losses run chunk by chunk", ("tests/test_plan.py", "tests/test_contracts.py")),
     Fault("planning.py", "off = tuple(name for name, weight in now.items() if not isinstance(weight, Tensor) and weight == 0)", "off = ()", "a term of weight 0 is still computed", ("tests/test_contracts.py", "tests/test_plan.py")),
+    Fault("planning.py", "given[name] = given.get(name, False) or name not in", "given[name] = True or name not in", "an input that requires grad gets none, in silence", ("tests/trust/test_constant_inputs.py",)),
+    Fault("bound.py", "check_constants([n for n in self.wants_grad if n not in by_input], [t.call for t in self.terms])", "pass", "an input of an untraced loss gets no gradient, in silence", ("tests/trust/test_constant_inputs.py",)),
     # Metrics
     Fault("metrics.py", '"max": torch.maximum', '"max": torch.add', "maxima of micro-batches are added"),
     Fault("metrics.py", "(q / n - (s / n) ** 2)", "(q / n - s / n)", "standard deviation without the square"),
@@ -267,6 +269,8 @@ FAULTS = [
     Fault("losses/kl_to_reference.py", "    x = ref_logprob - logprob\n", "    x = logprob - ref_logprob\n", "KL to the reference: the other way round"),
     Fault("losses/cispo.py", "bounded_exp(log_ratio(logprob, old_logprob)).detach()", "bounded_exp(log_ratio(logprob, old_logprob))", "cispo: its weight has a gradient"),
     Fault("losses/gspo.py", "segments.mean(log_ratio(logprob, old_logprob))", "log_ratio(logprob, old_logprob)", "gspo: ratio of tokens, not of sequences"),
+    Fault("losses/gspo.py", "segments.mean(torch.zeros_like(logprob) + advantage.detach())", "torch.zeros_like(logprob) + advantage.detach()", "gspo: tokens keep advantages of their own"),
+    Fault("losses/gspo.py", "advantage.detach()", "advantage", "gspo: the advantage has a gradient", ("tests/trust/test_constant_inputs.py",)),
     Fault("losses/gspo_token.py", ")).detach()", "))", "gspo_token: the sequence ratio has a gradient"),
     Fault("losses/gmpo.py", "sign * torch.minimum(sign * d", "torch.minimum(sign * d", "gmpo: the sign is not undone"),
     Fault("losses/sapo.py", "tau_pos * rises + tau_neg * (1 - rises)", "tau_neg * rises + tau_pos * (1 - rises)", "sapo: temperatures swapped"),

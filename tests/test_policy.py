@@ -295,9 +295,15 @@ def test_relatives_are_reductions(batch: Batch, loss: str, paper, term: dict, ca
     close(hidden.grad, d_hidden)
 
 
-def test_gspo_is_its_definition_when_tokens_share_the_advantage(batch: Batch) -> None:
+@pytest.mark.parametrize("shared", [True, False], ids=["tokens share the advantage", "tokens differ"])
+def test_gspo_is_its_definition(batch: Batch, shared: bool) -> None:
     """J = mean over sequences of min(s A, clip(s) A), s = (pi(y) / pi_old(y))^(1/|y|): one number a sequence."""
     advantage_S = torch.randn(S, dtype=torch.float64)
+    advantage = batch.segments.spread(advantage_S).masked_fill(~batch.valid, math.nan)
+    if not shared:
+        advantage = advantage + torch.randn(len(batch.ids), dtype=torch.float64)
+        for s in torch.nonzero(batch.present()).flatten():
+            advantage_S[s] = advantage[batch.valid & (batch.ids == s)].mean()
     hidden, weight = batch.leaves()
     logprob, old = batch.dense(hidden, weight), batch.inputs["old_logprob"][batch.valid]
     ids = batch.ids[batch.valid]
@@ -309,8 +315,7 @@ def test_gspo_is_its_definition_when_tokens_share_the_advantage(batch: Batch) ->
         total = total - torch.min(ratio * A, ratio.clamp(0.9, 1.2) * A)
     value = total / batch.present().sum()
     want = torch.autograd.grad(value, (hidden, weight))
-    advantage = batch.segments.spread(advantage_S).masked_fill(~batch.valid, math.nan)
-    for name in ("gspo", "gspo_token"):  # with a shared advantage the token variant has the same gradient
+    for name in ("gspo", "gspo_token")[: 1 + shared]:  # with a shared advantage the token variant has this gradient
         h, w = batch.leaves()
         term = hl.Term(LOSSES[name], low=0.1, high=0.2, reduction="seq_mean_token_mean")
         out = hl.Objective(rl=term)(
@@ -332,8 +337,32 @@ def test_gspo_and_its_token_variant_differ_where_advantages_do(batch: Batch) -> 
         out = objective(hl.Linear(hidden, weight), batch.targets, segments=batch.segments, **given)
         out.loss.backward()
         found.append((out.loss.detach(), hidden.grad))
+    assert (found[0][0] - found[1][0]).abs() > 1e-3 and (found[0][1] - found[1][1]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("where", ["logits", "linear4", "linear1000"])
+@pytest.mark.parametrize(
+    ("said", "plain"),
+    [
+        (lambda rows: torch.tensor(0.5), 0.5),
+        (lambda rows: -1.5, -1.5),
+        (lambda rows: torch.full((rows,), 2, dtype=torch.long), 2.0),
+        (lambda rows: torch.full((rows,), -0.25, dtype=torch.bfloat16), -0.25),
+    ],
+    ids=["a scalar", "a number", "integers", "bfloat16"],
+)
+def test_one_advantage_for_all_rows_of_gspo(batch: Batch, where: str, said, plain: float) -> None:
+    found = []
+    for advantage in (said(len(batch.ids)), torch.full((len(batch.ids),), plain, dtype=torch.float64)):
+        hidden, weight = batch.leaves()
+        source = sources(batch, hidden, weight)[where]
+        objective = hl.Objective(rl=hl.Term(gspo, low=0.1, high=0.1))
+        given = {"advantage": advantage, "old_logprob": batch.inputs["old_logprob"]}
+        out = objective(source, batch.targets, segments=batch.segments, **given)
+        out.loss.backward()
+        found.append((out.loss.detach(), hidden.grad))
     close(found[0][0], found[1][0])
-    assert (found[0][1] - found[1][1]).abs().max() > 1e-3
+    close(found[0][1], found[1][1])
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,8 @@ def grpo(logprob, advantage, old_logprob=None, *, low=0.2, high=0.2, dual=None, 
 def gspo(logprob, advantage, segments, old_logprob=None, *, low=3e-4, high=4e-4):
     gap = logprob - _old(logprob, old_logprob)
     sequence_ratio = torch.exp(_per_segment(segments, gap, "mean"))
-    return _ppo(_to_rows(segments, sequence_ratio), advantage, low, high)
+    sequence_advantage = _per_segment(segments, advantage.detach(), "mean")
+    return _to_rows(segments, _ppo(sequence_ratio, sequence_advantage, low, high))
 
 
 def gspo_token(logprob, advantage, segments, old_logprob=None, *, low=3e-4, high=4e-4):

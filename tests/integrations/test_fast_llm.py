@@ -29,7 +29,7 @@ def keywords(grad_output: float | None = 3.0) -> tuple[Tensor, dict[str, Any]]:
     counts = torch.zeros(3, dtype=torch.long).index_add(0, document, (labels >= 0).long())
     return normal(N, V), {
         "labels": labels,
-        "advantages": normal(3)[document],
+        "advantages": normal(3)[document] + 0.1 * normal(N),
         "old_log_probabilities": -2 + 0.3 * normal(N),
         "label_counts": counts[document],
         "num_labels_in_batch": 20,
@@ -62,11 +62,13 @@ def value(kind: str, logits: Tensor, kw: dict[str, Any], **o: Any) -> Tensor:
         }[o.get("loss_type", "cross_entropy")]
     else:
         assert logp is not None
-        d = (pick(logp) - kw["old_log_probabilities"]).masked_fill(~mask, 0.0)
+        d, A = (pick(logp) - kw["old_log_probabilities"]).masked_fill(~mask, 0.0), kw["advantages"]
         if kind == "gspo":
             document = kw["global_document_index_q"] - 1
-            d = torch.zeros(3, dtype=d.dtype).index_add(0, document, d / kw["label_counts"].clamp(min=1))[document]
-        ratio, A = d.exp(), kw["advantages"]
+            share = kw["label_counts"].clamp(min=1)
+            over = lambda x: torch.zeros(3, dtype=d.dtype).index_add(0, document, x / share)[document]
+            d, A = over(d), over(A.masked_fill(~mask, 0.0))
+        ratio = d.exp()
         low, high = o.get("epsilon_low", 0.2), o.get("epsilon_high", 0.2)
         each = -torch.minimum(ratio * A, ratio.clamp(1 - low, 1 + high) * A)
     divisor = kw["num_documents_in_batch"] if kind == "gspo" else kw["num_labels_in_batch"]
