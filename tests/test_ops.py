@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import headloss as hl
 from headloss import recipe, rehearsal
 from headloss.graph import labels
-from headloss.losses import cross_entropy, gspo, jsd, z_loss
+from headloss.losses import cross_entropy, gspo, gspo_token, jsd, z_loss
 from headloss.recipe import describe
 
 V, D = 29, 5
@@ -77,7 +77,7 @@ def logits(rows: int) -> hl.Logits:
 def test_opcheck(source: Callable[[int], Any]) -> None:
     targets = batch(6)[1]
     torch.library.opcheck(torch.ops.headloss.visit.default, arguments(source(6), targets))
-    policy = hl.Objective(rl=gspo)
+    policy = hl.Objective(rl=gspo_token)
     segments = hl.Segments.from_ids(torch.tensor([0, 1, 0, 1, 2, 2]), 3)
     advantage = torch.randn(6, dtype=torch.float64).requires_grad_()
     torch.library.opcheck(
