@@ -65,7 +65,6 @@ class Mix:
         known = {"advantage": 2 * draw() - 1, "old_logprob": -6 * draw() - 3, "ref_logprob": -6 * draw() - 3}
         return Arguments(
             {n: known[n] for n in self.names},
-            {n: call.options for n, call in self.calls.items()},
             dict.fromkeys(self.terms, 1.0 / N),
             {n: float(t.weight) for n, t in self.terms.items()},
         )

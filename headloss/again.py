@@ -25,9 +25,9 @@ from headloss.one_launch import Launched, measured
 from headloss.passes import Held
 from headloss.planning import Plan, call_weights, keep
 from headloss.record import Output, facts_later, key_of
+from headloss.reads import ours, reads
 from headloss.reductions import over
 from headloss.rows import IGNORE, Prepared, Rows, Stats, check_stats, may_read
-from headloss.signature import identity, ours
 from headloss.sources import Logits, Source
 from headloss.sweeps import Sweep, scaled
 from headloss.term import Term, check_weight
@@ -78,15 +78,16 @@ def form_of(
             return None
     off, foreign = objective.standing
     given.append(_off(call_weights(objective, rest[2])) if rest[2] else off)
-    given += [identity(fn) for fn in foreign]
+    given.append(torch.get_default_dtype())
+    given += [reads(fn, pure=pure) for fn, pure in foreign]
     return tuple(given)
 
 
 def standing(objective: Objective) -> tuple[tuple[str, ...], tuple[Any, ...]]:
     """Terms that are off by themselves, and functions that are not ours: what they read may change between calls."""
-    fns = [x for t in objective.terms.values() for x in (t.fn, t.row_weight)] + [c.fn for _, c in objective.metrics]
-    fns = [y for x in fns for y in ((x.fn, x.row_weight) if isinstance(x, Term) else (x,)) if callable(y)]
-    return _off({n: t.weight for n, t in objective.terms.items()}), tuple(fn for fn in fns if not ours(fn))
+    fns = [(x, t.pure) for t in objective.every_term for x in (t.fn, t.row_weight) if callable(x)]
+    fns += [(c.fn, False) for _, c in objective.metrics if not isinstance(c.fn, Term)]
+    return _off({n: t.weight for n, t in objective.terms.items()}), tuple(x for x in fns if not ours(x[0]))
 
 
 def _off(weights: Mapping[str, float | Tensor]) -> tuple[str, ...]:
@@ -106,10 +107,7 @@ def recall(
     form = form_of(objective, source, targets, segments, teacher, rest, inputs)
     if form is None:
         return None, None
-    try:
-        known = objective.known.get(form)
-    except TypeError:  # something a function reads has no hash
-        return None, None
+    known = objective.known.get(form)
     return form, known if known is not None and known.suits(source.tensors[0]) else None
 
 
@@ -131,7 +129,7 @@ class Form:
         self.kernels, self.backend = triton_visit, backend
         self.program, self.want, self.off = plan.program, plan.want, plan.off
         self.plan = triton_visit._plan(plan.program)
-        self.numbers = plan.program.options({t.name: t.call.options for t in plan.terms})
+        self.numbers = plan.program.numbers
         self.terms = tuple(t.name for t in plan.terms)
         self.means = tuple(t.reduction == "token_mean" for t in plan.terms)
         self.weights = {name: term.weight for name, term in objective.terms.items()}

@@ -18,7 +18,7 @@ from torch import Tensor
 from headloss.facts import CONSTANT, Fact
 from headloss.heads import part_of
 from headloss.metrics import Metric, measure
-from headloss.plan import Call, Env, Shape, Trace, WrongValueError, run_cotangents
+from headloss.plan import Call, Env, Shape, Trace, WrongValueError, evaluate, run_cotangents
 from headloss.reductions import weights as reduction_weights
 from headloss.rows import Rows
 from headloss.segments import Segments, group_sum
@@ -233,7 +233,7 @@ class BoundLoss:
             measured |= {f"{term.name}/{name}": x for name, x in metrics.items()}
         with torch.no_grad():
             for name, call in self.metric_calls:
-                found = call.fn(**env.arguments(call.signature), **call.options)
+                found = evaluate(call.fn, call.signature.name, env.arguments(call.signature), call.options)
                 many = isinstance(found, Mapping)
                 measured |= {f"{name}/{k}": x for k, x in found.items()} if many else {name: found}
             self._measure(measured, kinds)

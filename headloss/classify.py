@@ -57,9 +57,19 @@ def reach(outputs: Any) -> set[fx.Node]:
     return needed
 
 
-def reads_a_number(nodes: Iterable[fx.Node]) -> bool:
-    """Whether Python looks at the value of one of these: on a device that would be a host read in every call."""
-    return any(_operation(user) == "_local_scalar_dense" for node in nodes for user in node.users)
+def written(graph: fx.Graph) -> list[fx.Node]:
+    """The arguments that some operation changes in place, by themselves or through a view."""
+    found = []
+    for node in graph.nodes:
+        schema = getattr(node.target, "_schema", None)
+        if node.op != "call_function" or schema is None or not schema.is_mutable:
+            continue
+        for x in _written(node):
+            while _is_view(x):
+                x = x.args[0]  # type: ignore[assignment]
+            if x.op == "placeholder":
+                found.append(x)
+    return found
 
 
 # Element-wise operations that carry no pointwise tag.
@@ -130,12 +140,17 @@ def changed_under_another_name(graph: fx.Graph, but: Iterable[str] = ()) -> str 
         schema = getattr(node.target, "_schema", None)
         if node.op != "call_function" or schema is None or not schema.is_mutable:
             continue
-        written = [a.alias_info is not None and a.alias_info.is_write for a in schema.arguments]
-        for x in [x for x, writes in zip(node.args, written, strict=False) if writes and isinstance(x, fx.Node)]:
+        for x in _written(node):
             names = [_operation(n) for n in (x, *x.users) if _is_view(n)]
             if any(name not in but for name in names):
                 return f"{_operation(node)} changes what {names[0]} shows"
     return None
+
+
+def _written(node: fx.Node) -> list[fx.Node]:
+    """Which of its arguments an operation writes to."""
+    writes = [a.alias_info is not None and a.alias_info.is_write for a in node.target._schema.arguments]  # type: ignore[union-attr]
+    return [x for x, wrote in zip(node.args, writes, strict=False) if wrote and isinstance(x, fx.Node)]
 
 
 def _is_view(node: fx.Node) -> bool:

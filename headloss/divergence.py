@@ -27,7 +27,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headloss.signature import function_name, identity
+from headloss.keys import Same
+from headloss.reads import Reads, reads
+from headloss.signature import function_name
 from headloss.teachers import FLOOR
 
 TAILS = ("bucket", "none", "renormalise")
@@ -40,11 +42,15 @@ def is_divergence(fn: Callable[..., Any]) -> bool:
 
 
 class Element:
-    """A divergence with its options, as a sweep runs it.  Equal functions with equal options are equal."""
+    """A divergence with its options, as a sweep runs it.  One function that reads the same is one element."""
 
-    def __init__(self, fn: Callable[..., Any], options: Mapping[str, Any]) -> None:
-        self.fn, self.options = fn, dict(options)
-        self._key = (identity(fn)[0], tuple(sorted(self.options.items())))
+    def __init__(self, fn: Callable[..., Any], options: Mapping[str, Any], pure: bool = False) -> None:
+        self.fn, self.options, self.pure = fn, dict(options), pure
+        self._key = (Same(fn), self.reads().key)
+
+    def reads(self) -> Reads:
+        """What it reads now, apart from log p and log q."""
+        return reads(self.fn, self.options, pure=self.pure)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Element) and self._key == other._key
@@ -53,7 +59,8 @@ class Element:
         return hash(self._key)
 
     def __str__(self) -> str:
-        options = ", ".join(f"{k}={v}" for k, v in self.options.items())
+        known = inspect.signature(self.fn).parameters.values()
+        options = ", ".join(f"{p.name}={self.options.get(p.name, p.default)}" for p in known if p.kind is p.KEYWORD_ONLY)
         return f"{function_name(self.fn)}({options})"
 
     def value(self, logp: Tensor, logq: Tensor) -> Tensor:

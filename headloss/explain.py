@@ -15,7 +15,6 @@ from headloss.sources import Linear, parse_bytes
 from headloss.sweeps import Chunk
 
 if TYPE_CHECKING:
-    from headloss.bound import Planned
     from headloss.planning import Plan
 
 
@@ -24,7 +23,6 @@ class TermPlan(NamedTuple):
     loss: str
     kind: str  # "row", "segment" or "batch"
     reason: str  # the operation that decided it
-    frozen: tuple[str, ...]  # options the trace had to take as constants
 
 
 class Explanation(NamedTuple):
@@ -57,8 +55,7 @@ class Explanation(NamedTuple):
             f"facts        {', '.join(self.facts) or 'none'}",
         ]
         for t in self.terms:
-            frozen = f"; specialised on {', '.join(t.frozen)}" if t.frozen else ""
-            lines.append(f"term         {t.name} ({t.loss}): {t.kind}, {t.reason}{frozen}")
+            lines.append(f"term         {t.name} ({t.loss}): {t.kind}, {t.reason}")
         for name in self.off:
             lines.append(f"term         {name}: switched off, costs nothing")
         lines.append(f"grade        {self.grade}")
@@ -94,7 +91,7 @@ def explain(
     source = plan.source
     engine = backend_for(backend, source, plan.want).__name__.split(".")[-1]
     beside = teacher_bytes(guides, source)
-    terms = tuple(TermPlan(t.name, t.call.signature.name, *t.trace[:2], _frozen(t)) for t in plan.terms)
+    terms = tuple(TermPlan(t.name, t.call.signature.name, *t.trace[:2]) for t in plan.terms)
     if isinstance(source, Linear):
         pieces = len(chunks) if chunks else -(-rows.count // source.chunk_rows(beside))
         sizes, grade = _linear_bytes(source, rows, chunks, pieces, beside), _linear_grade(plan, rows, chunks)
@@ -135,12 +132,6 @@ def explain(
         bytes={what: n for what, n in sizes.items() if n},
         code=_code(plan, engine) if show_source else "",
     )
-
-
-def _frozen(term: Planned) -> tuple[str, ...]:
-    """Options of which another value is traced anew: those a branch looks at, and those of a divergence."""
-    own = [name for f in term.call.facts if f.element is not None for name in f.element.options]
-    return tuple(dict.fromkeys([*term.trace.frozen, *own]))
 
 
 def _code(plan: Plan, engine: str) -> str:

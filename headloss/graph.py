@@ -16,13 +16,15 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from headloss import ops  # noqa: F401  registers the operators
 from headloss.heads import Grads
+from headloss.keys import key_of
 from headloss.metrics import Metric
 from headloss.recipe import Described, describe, write
-from headloss.record import Output, facts_from, key_of
+from headloss.reads import Reads
+from headloss.record import Output, facts_from
+from headloss.record import key_of as fact_key
 from headloss.rehearsal import form, one_launch
 from headloss.rows import Prepared
 from headloss.segments import Segments
-from headloss.signature import identity
 from headloss.sources import Linear, Logits, Source, Teacher
 from headloss.term import Term
 
@@ -46,7 +48,7 @@ def labels(objective: Objective | None, constants: tuple[Any, ...], **more: Any)
         text = write(objective, constants, **more, visited=True)
     known = form(text)
     several = len({f.teacher for f in known.facts} - {None}) > 1
-    return Labels(text, tuple(key_of(f, several) for f in known.facts), known.terms, known.metrics)
+    return Labels(text, tuple(fact_key(f, several) for f in known.facts), known.terms, known.metrics)
 
 
 def wanted(source: Any, teacher: Any) -> bool:
@@ -110,27 +112,28 @@ _count = itertools.count()
 
 
 def content_key(objective: Objective) -> str:
-    """Equal for equal terms and metrics; one of its own for an objective whose functions capture what may change."""
+    """Equal for equal terms and metrics; one of its own for an objective whose functions read what may change."""
     said: list[Any] = [objective.backend]
-    loose: list[str] = []
-    for name, fn in [(n, c.fn) for n, c in objective.metrics] + [(n, t.fn) for n, t in objective.terms.items()]:
-        known = identity(fn) if not isinstance(fn, Term) else (repr(fn), ())
-        said.append((name, known[0]))
-        loose += known[1]
+    unknown: list[str] = []
+    for name, call in objective.metrics:
+        known = _term_key(call.fn) if isinstance(call.fn, Term) else call.reads()
+        said.append((name, known.key))
+        unknown += known.unknown
     for name, term in objective.terms.items():
-        weight = identity(term.row_weight) if callable(term.row_weight) else (term.row_weight, ())
-        loose += weight[1]
-        loose += ["weight"] if isinstance(term.weight, Tensor) else []
-        plain = (term.weight, term.reduction, term.length, weight[0], term.temperature, term.teacher, term.tail)
-        said.append((name, *plain, tuple(term.facts.items()), tuple(term.options.items())))
-    try:
-        known_as = None if loose else _KEYS.get(tuple(said))
-    except TypeError:  # an option without a hash
-        loose = ["option"]
-    if loose:
+        known = _term_key(term)
+        said.append((name, known.key))
+        unknown += known.unknown
+    if unknown:
         return str(next(_count))
-    if known_as is None:
+    if tuple(said) not in _KEYS:
         if len(_KEYS) >= 512:
             _KEYS.clear()
-        known_as = _KEYS[tuple(said)] = str(next(_count))
-    return known_as
+        _KEYS[tuple(said)] = str(next(_count))
+    return _KEYS[tuple(said)]
+
+
+def _term_key(term: Term) -> Reads:
+    call = term.call(None, {}).reads()
+    plain = tuple([key_of(getattr(term, name)) for name in ("weight", "reduction", "length", "temperature", "teacher", "tail")])
+    facts = tuple([(name, key_of(x)) for name, x in term.facts.items()])
+    return call._replace(key=(call.key, plain, facts))

@@ -322,7 +322,7 @@ def read_metrics(metrics: Any) -> Iterator[tuple[str, Call]]:
         else:
             raise TypeError(f"metrics: wanted names and functions, got {type(metric).__name__}")
         signature = read_signature(fn)
-        yield name or label, Call(fn, signature, dict(signature.options))
+        yield name or label, Call(fn, signature, {})
 
 
 def check_names(terms: Mapping[str, Any], metrics: Sequence[str]) -> None:

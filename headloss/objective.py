@@ -79,7 +79,9 @@ class Objective:
     "accuracy", "perplexity") or functions injected like a loss.  Call it with a source and targets; see `__call__`.
     """
 
-    __slots__ = ("asked", "backend", "key", "known", "losses", "metrics", "names", "standing", "terms")
+    __slots__ = (
+        "asked", "backend", "every_term", "key", "known", "losses", "metrics", "names", "standing", "terms",
+    )  # fmt: skip
     asked: Any  # the metrics as they were given
     losses: Mapping[str, Callable[..., Any]]  # that `from_config` was given, for `to_config`
     terms: dict[str, Term]
@@ -87,6 +89,7 @@ class Objective:
     backend: str
     key: str  # of its content: a graph made with one objective serves all that are equal
     names: tuple[str, ...]  # of the terms
+    every_term: tuple[Term, ...]  # and those that metrics are made of
     standing: tuple[tuple[str, ...], tuple[Any, ...]]  # see `again.standing`
     known: dict[Any, Any]  # plans of earlier calls; see `binding.make_plan`
 
@@ -111,6 +114,8 @@ class Objective:
         check_names(terms, [name for name, _ in self.metrics])
         object.__setattr__(self, "backend", backend)
         object.__setattr__(self, "known", {})
+        measured = [call.fn for _, call in self.metrics if isinstance(call.fn, Term)]
+        object.__setattr__(self, "every_term", (*self.terms.values(), *measured))
         object.__setattr__(self, "key", graph.content_key(self))
         object.__setattr__(self, "names", tuple(self.terms))
         object.__setattr__(self, "standing", standing(self))

@@ -77,7 +77,6 @@ class _Weighed:
         self.loss = loss
         self.bases = {t.name: self._base(t) for t in loss.terms}
         self.factors = {t.name: t.weight * loss.grad_scale for t in loss.terms}
-        self.options = {t.name: t.call.options for t in loss.terms}
         self.normaliser: Tensor | None = None
         if loss.narrow:
             self._normalise()
@@ -106,7 +105,7 @@ class _Weighed:
 
         loss, part = self.loss, chunk.rows
         cut = {name: x[part] if isinstance(x, Tensor) and x.ndim else x for name, x in self.bases.items()}
-        return Arguments(loss.raw_inputs(part), self.options, cut, self.factors)
+        return Arguments(loss.raw_inputs(part), cut, self.factors)
 
     def report(self, visited: Visited) -> Tensor:
         """Sum over the rows: the terms' values, and the loss; metrics are summed when they are looked at."""

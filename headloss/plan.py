@@ -2,21 +2,21 @@
 
 Dimension key:  R rows that count   S segments
 
-Each term is traced into one joint graph `(facts, inputs, options, seed) -> (value, cotangents, metrics)`; `seed` is the
-reduction's weight on each value and the cotangents are those of the facts and of inputs that require grad.  The
-graph runs chunk by chunk in the visit, and it shows the term's class:
+Each term is traced into one joint graph `(facts, inputs, seed) -> (value, cotangents, metrics)`; `seed` is the
+reduction's weight on each value and the cotangents are those of the facts and of inputs that require grad.  Options
+are constants of the trace.  The graph runs chunk by chunk in the visit, and it shows the term's class:
 
     row       every operation is element-wise over rows        any chunk of rows will do
     segment   rows meet only through `segments`                chunks must hold whole segments
     batch     anything else                                    all rows' facts first, then the loss once
 
-A function that cannot be traced (it branches on values, or captures tensors or objects that may change) is batch: it
-is called as it is, under ordinary autograd.  Metrics are evaluated once on all rows and never change the class.
+A function that may not be traced (it reads something that can change, see `reads.py`) or cannot be (it branches on
+values) is batch: it is called as it is, under ordinary autograd.  Metrics are evaluated once on all rows and never
+change the class.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -26,10 +26,11 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from headloss.classify import classify, only, reach, reads_a_number, size, unwatched
+from headloss.classify import classify, counts_rows, only, reach, size, unwatched, written
 from headloss.facts import CONSTANT, Fact
+from headloss.reads import Reads, reads
 from headloss.segments import Segments
-from headloss.signature import Signature, identity
+from headloss.signature import Signature
 
 
 class Env(NamedTuple):
@@ -65,20 +66,25 @@ class WrongWeightError(ValueError):
     """A row weight does not fit the values it weighs."""
 
 
+class WritesError(ValueError):
+    """A function writes into what it was handed."""
+
+
 class Call(NamedTuple):
     """A term's function with its options, and its row weight if it has one: all that a trace depends on."""
 
     fn: Callable[..., Any]
     signature: Signature
-    options: Mapping[str, Any]
+    options: Mapping[str, Any]  # those that were given; the others keep the function's own defaults
     row_weight: str | Callable[..., Any] | None = None
     row_weight_signature: Signature | None = None
+    pure: bool = False  # the user vouches that it reads nothing that changes
 
     def __call__(self, env: Env) -> tuple[Tensor, dict[str, Tensor]]:
         """The values, weighted row by row, and the metrics."""
         given = env.arguments(self.signature)
         try:
-            result = self.fn(**given, **self.options)
+            result = evaluate(self.fn, self.signature.name, given, self.options)
         except RuntimeError as error:
             shapes = ", ".join(f"{k} {tuple(x.shape)}" for k, x in given.items() if isinstance(x, Tensor))
             error.add_note(
@@ -103,6 +109,19 @@ class Call(NamedTuple):
             value = value * weight
         return value, dict(metrics)
 
+    def reads(self) -> Reads:
+        """All that a call of the function reads apart from its arguments."""
+        own = reads(self.fn, self.options, pure=self.pure)
+        elements = [f.element.reads() for f in self.signature.facts if f.element is not None]
+        weighed = Reads(self.row_weight, (), False)
+        if callable(self.row_weight):
+            weighed = reads(self.row_weight, pure=self.pure)
+        elif not elements:
+            return own._replace(key=(own.key, self.row_weight))
+        every = (own, weighed, *elements)
+        unknown = tuple(dict.fromkeys(x for r in (own, weighed) for x in r.unknown))
+        return Reads(tuple([r.key for r in every]), unknown, any(r.floats for r in every))
+
     def weight(self, env: Env) -> Tensor | None:
         if self.row_weight is None:
             return None
@@ -111,17 +130,14 @@ class Call(NamedTuple):
             assert weight is not None
         else:
             assert self.row_weight_signature is not None
-            weight = self.row_weight(**env.arguments(self.row_weight_signature))
+            given = env.arguments(self.row_weight_signature)
+            weight = evaluate(self.row_weight, self.row_weight_signature.name, given)
         return weight.detach()
 
     @property
     def facts(self) -> tuple[Fact, ...]:
         more = self.row_weight_signature.facts if self.row_weight_signature is not None else ()
         return tuple(dict.fromkeys((*self.signature.facts, *more)))
-
-    @property
-    def functions(self) -> tuple[Callable[..., Any], ...]:
-        return (self.fn, self.row_weight) if callable(self.row_weight) else (self.fn,)
 
     @property
     def signatures(self) -> tuple[Signature, ...]:
@@ -150,49 +166,37 @@ class Trace(NamedTuple):
     value: str | None  # the values belong to a "row", a "segment" or "other"; None if untraced
     cotangents: fx.GraphModule | None
     joint: fx.GraphModule | None
-    frozen: tuple[str, ...] = ()  # options the trace had to take as constants
-    unused: frozenset[Fact] = frozenset()  # facts it asks for and, with these options, never looks at
+    floats: bool = True  # whether its literals may be another call's options: a kernel takes them as arguments
+    unused: frozenset[Fact] = frozenset()  # facts it asks for and, with these options, never reads
     metrics: Mapping[str, str] = {}  # its metrics, each by "row", "segment" or "other"
     sums: tuple[int, int] = (0, 0)  # how often it sums over segments, forward and backward
 
 
-def trace(call: Call, inputs: Mapping[str, Shape], dtype: torch.dtype, device: str, segmented: bool) -> Trace:
-    """The trace of a term, from a cache keyed by the content of the function and the shape of the call."""
+def trace(
+    call: Call, inputs: Mapping[str, Shape], dtype: torch.dtype, device: str, segmented: bool, targetless: bool = False
+) -> Trace:
+    """The trace of a term, from a cache keyed by all that the function reads and by the shape of the call."""
     device = "cpu" if device == "meta" else device  # where some operations forget their derivative
-    key, loose = identity(call.fn)
-    weight_key: object = call.row_weight
-    if callable(call.row_weight):
-        weight_key, more = identity(call.row_weight)
-        loose = (*loose, *more)
-    if loose:
-        return Trace("batch", f"captures {', '.join(loose)}", None, None, None)
-    options = tuple((k, type(v), None if _is_float(v) else v) for k, v in sorted(call.options.items()))
-    floats = {k: v for k, v in call.options.items() if _is_float(v)}
-    place = (
-        key,
-        weight_key,
+    found = call.reads()
+    if found.unknown:
+        return Trace("batch", f"reads {', '.join(found.unknown)}", None, None, None)
+    shape = (
         call.signature.parameters,
-        options,
         tuple(sorted(inputs.items())),
         dtype,
         device,
         segmented,
+        targetless,
+        torch.get_default_dtype(),  # what a number makes of integers
     )
-    try:
-        frozen = _FROZEN.get(place, ())
-    except TypeError:
-        return Trace("batch", "has an option that cannot be part of a plan's key", None, None, None)
-    found = _TRACES.get((place, tuple(floats.get(name) for name in frozen)))
-    if found is None:
-        _count_trace(call, place[2:])
-        found = _trace(call, inputs, dtype, device, segmented)
+    made = _TRACES.get((found.key, shape))
+    if made is None:
+        _count_trace(call, shape)
+        made = _trace(call, inputs, dtype, device, segmented, targetless)._replace(floats=found.floats)
         if len(_TRACES) >= _MOST_TRACES:
             _TRACES.pop(next(iter(_TRACES)))
-        if len(_FROZEN) >= _MOST_TRACES:
-            _FROZEN.pop(next(iter(_FROZEN)))
-        _FROZEN[place] = found.frozen
-        _TRACES[place, tuple(floats[name] for name in found.frozen)] = found
-    return found
+        _TRACES[found.key, shape] = made
+    return made
 
 
 def fit(call: Call, inputs: dict[str, Shape], dtype: torch.dtype, device: str) -> tuple[Trace, dict[str, Shape]]:
@@ -209,26 +213,42 @@ def fit(call: Call, inputs: dict[str, Shape], dtype: torch.dtype, device: str) -
     return plain, inputs
 
 
-def _count_trace(call: Call, situation: tuple[Any, ...]) -> None:
-    """Say so when a function is traced again and again where only what it captures can have changed."""
-    seen = (getattr(call.fn, "__code__", None), *situation)
+def _count_trace(call: Call, shape: tuple[Any, ...]) -> None:
+    """Say so when a function is traced again and again where only a number of its own can have changed."""
+    seen = (getattr(call.fn, "__code__", None), *shape)
     if len(_TRACED) > _MOST_TRACES:
         _TRACED.clear()
     _TRACED[seen] = _TRACED.get(seen, 0) + 1
     if _TRACED[seen] == _TOO_OFTEN:
         warnings.warn(
-            f"headloss: {call.signature.name} has been traced {_TOO_OFTEN} times, which costs time in every call: a "
-            f"number that it captures, or an option that it branches on, keeps changing; make it a float option that "
-            f"is only computed with, an input (inputs may be numbers), or a term's weight (weights={{...}})",
+            f"headloss: {call.signature.name} has been traced {_TOO_OFTEN} times, which costs time whenever it "
+            f"happens: an option, or a number that it captures, keeps changing; make it an input (inputs may be "
+            f"numbers) or a term's weight (weights={{...}})",
             stacklevel=2,
         )
 
 
 _TRACED: dict[Any, int] = {}
 _TOO_OFTEN = 20
-_FROZEN: dict[Any, tuple[str, ...]] = {}
 _TRACES: dict[Any, Trace] = {}
 _MOST_TRACES = 512
+
+
+def evaluate(fn: Callable[..., Any], name: str, given: Mapping[str, Any], options: Mapping[str, Any] = {}) -> Any:
+    """What a function returns.  It must leave its arguments as they are: others read them too."""
+    tensors = [(k, x, x._version) for k, x in given.items() if isinstance(x, Tensor) and not x.is_inference()]
+    result = fn(**given, **options)
+    for argument, x, before in tensors:
+        if x._version != before:
+            raise WritesError(_writes(name, argument))
+    return result
+
+
+def _writes(function: str, name: str) -> str:
+    return (
+        f"{name}: {function} writes into it, but other terms and later passes read it too; work on a copy "
+        f"({name} = {name}.clone(), or an operation that is not in place)"
+    )
 
 
 def run_cotangents(
@@ -236,7 +256,7 @@ def run_cotangents(
 ) -> tuple[dict[Fact, Tensor], dict[str, Tensor]]:
     """Cotangents of the facts, and of the inputs that want one, from a traced term."""
     assert trace.cotangents is not None
-    outputs = trace.cotangents(*_flat_arguments(call, env, seed, trace.frozen))
+    outputs = trace.cotangents(*_flat_arguments(call, env, seed))
     facts = _differentiable(call)
     by_fact = {f: g for f, g in zip(facts, outputs[: len(facts)], strict=True) if g is not None}
     by_input = {n: g for n, g in zip(wants_grad, outputs[len(facts) :], strict=True) if g is not None}
@@ -247,26 +267,15 @@ def _differentiable(call: Call) -> list[Fact]:
     return [f for f in call.facts if f.name not in CONSTANT]
 
 
-def _is_float(x: object) -> bool:
-    return isinstance(x, float)
-
-
-def _flat_arguments(call: Call, env: Env, seed: Tensor, frozen: Sequence[str]) -> list[Any]:
+def _flat_arguments(call: Call, env: Env, seed: Tensor) -> list[Any]:
     """The graph's arguments in their one order; see `_rebuild` for the way back."""
     flat: list[Any] = [env.facts[f] for f in call.facts]
     flat += [env.inputs[n] for n in call.input_names if env.inputs.get(n) is not None]
-    if any(s.wants("targets") for s in call.signatures):
+    if env.targets is not None and any(s.wants("targets") for s in call.signatures):
         flat.append(env.targets)
     if any(s.wants("segments") for s in call.signatures) and env.segments is not None:
         flat += [env.segments.ids, env.segments.counts, env.segments.num_segments]
-    flat += [_scalar(v, seed.device) for k, v in call.options.items() if _is_float(v) and k not in frozen]
-    return [*flat, seed, seed]  # a graph looks at the one that fits its values: one a row, or one a segment
-
-
-def _scalar(value: float, device: torch.device) -> Tensor:
-    """On the device, where clamp wants it; not kept, because it may lie in the memory of a CUDA graph."""
-    wide = torch.float32 if device.type == "mps" else torch.float64
-    return torch.full((), value, dtype=wide, device=device)
+    return [*flat, seed, seed]  # a graph reads the one that fits its values: one per row, or one per segment
 
 
 class _Tallied(Segments):
@@ -291,36 +300,29 @@ class _Tallied(Segments):
 
 
 def _rebuild(
-    call: Call, names: Sequence[str], segmented: bool, frozen: Sequence[str], tally: list[int], flat: Sequence[Any]
-) -> Any:
-    """Env, options and seed from the flat arguments of the graph."""
+    call: Call, names: Sequence[str], segmented: bool, targetless: bool, tally: list[int], flat: Sequence[Any]
+) -> tuple[Env, dict[str, Any]]:
+    """What the function is called with, and the seeds, from the flat arguments of the graph."""
     rest = list(flat)
     facts = {f: rest.pop(0) for f in call.facts}
     inputs = {n: rest.pop(0) for n in names}
-    targets = rest.pop(0) if any(s.wants("targets") for s in call.signatures) else None
+    targets = rest.pop(0) if not targetless and any(s.wants("targets") for s in call.signatures) else None
     segments = None
     if segmented and any(s.wants("segments") for s in call.signatures):
         ids, counts, num_segments = rest.pop(0), rest.pop(0), rest.pop(0)
         segments = _Tallied(ids, num_segments, counts, tally)
-    options = {k: v if not _is_float(v) or k in frozen else rest.pop(0) for k, v in call.options.items()}
-    return facts, inputs, targets, segments, options, {"row": rest.pop(0), "segment": rest.pop(0)}
+    return Env(facts, inputs, targets, segments), {"row": rest.pop(0), "segment": rest.pop(0)}
 
 
-def _trace(call: Call, inputs: Mapping[str, Shape], dtype: torch.dtype, device: str, segmented: bool) -> Trace:
-    """Trace with every float option as an argument; freeze as few as possible where that fails."""
-    floats = [k for k, v in call.options.items() if _is_float(v)]
-    attempts: list[tuple[str, ...]] = [(), *((k,) for k in floats if len(floats) > 1)]
-    if floats:
-        attempts.append(tuple(floats))
-    error: Exception | None = None
-    for frozen in attempts:
-        try:
-            return _trace_once(call, inputs, dtype, device, segmented, frozen)
-        except (WrongValueError, WrongWeightError):
-            raise
-        except Exception as e:  # whatever a user's function raises under a tracer: it is then called as it is
-            error = e
-    return Trace("batch", f"cannot be traced ({_first_line(error)})", None, None, None)
+def _trace(
+    call: Call, inputs: Mapping[str, Shape], dtype: torch.dtype, device: str, segmented: bool, targetless: bool
+) -> Trace:
+    try:
+        return _trace_once(call, inputs, dtype, device, segmented, targetless)
+    except (WrongValueError, WrongWeightError, WritesError):
+        raise
+    except Exception as error:  # whatever a user's function raises under a tracer: it is then called as it is
+        return Trace("batch", f"cannot be traced ({_first_line(error)})", None, None, None)
 
 
 def _fact_shape(fact: Fact, R: int, inputs: Mapping[str, Shape]) -> tuple[int, ...]:
@@ -332,7 +334,7 @@ def _fact_dtype(fact: Fact, dtype: torch.dtype) -> torch.dtype:
     return torch.long if fact.name in ("argmax", "teacher_argmax") else dtype
 
 
-def _first_line(error: Exception | None) -> str:
+def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"[:120]
 
 
@@ -342,7 +344,7 @@ def _trace_once(
     dtype: torch.dtype,
     device: str,
     segmented: bool,
-    frozen: tuple[str, ...],
+    targetless: bool,
 ) -> Trace:
     names = [n for n in call.input_names if n in inputs]
     wanted = [n for n in names if inputs[n].requires_grad]
@@ -356,11 +358,11 @@ def _trace_once(
         return {R: "row", S: "segment"}.get(size(x.shape[0]), "other") if x.ndim == 1 else "other"
 
     def joint(*flat: Any) -> tuple[Any, ...]:
-        facts, given, targets, segments, options, seeds = _rebuild(call, names, segmented, frozen, tally, flat)
+        env, seeds = _rebuild(call, names, segmented, targetless, tally, flat)
         with torch.enable_grad():
-            facts = {f: x.detach().requires_grad_() if f.name not in CONSTANT else x for f, x in facts.items()}
-            given = {n: x.detach().requires_grad_() if n in wanted else x for n, x in given.items()}
-            value, metrics = call._replace(options=options)(Env(facts, given, targets, segments))
+            facts = {f: x.detach().requires_grad_() if f.name not in CONSTANT else x for f, x in env.facts.items()}
+            given = {n: x.detach().requires_grad_() if n in wanted else x for n, x in env.inputs.items()}
+            value, metrics = call(env._replace(facts=facts, inputs=given))
             leaves = [facts[f] for f in _differentiable(call)] + [given[n] for n in wanted]
             found["value"] = kind_of(value)
             kinds.update({k: kind_of(m) if isinstance(m, Tensor) else "other" for k, m in metrics.items()})
@@ -377,24 +379,26 @@ def _trace_once(
     lead = {"row": (R,), "segment": (S,), "scalar": (), "whole": ()}
     flat: list[Any] = [zeros(*_fact_shape(f, R, inputs), dtype=_fact_dtype(f, dtype)) for f in call.facts]
     flat += [zeros(*lead[inputs[n].kind], *inputs[n].rest, dtype=inputs[n].dtype) for n in names]
-    if any(s.wants("targets") for s in call.signatures):
+    if not targetless and any(s.wants("targets") for s in call.signatures):
         flat.append(zeros(R, dtype=torch.long))
     if segmented and any(s.wants("segments") for s in call.signatures):
         ids_at = len(flat)
         flat += [zeros(R, dtype=torch.long), zeros(S, dtype=torch.float64), S]
-    # New tensors, not `_scalar`'s: the tracer would take two options of equal value for one.
-    scalar = functools.partial(torch.tensor, dtype=torch.float64, device=device)
-    options_at = len(flat)
-    flat += [scalar(v) for k, v in call.options.items() if _is_float(v) and k not in frozen]
     with torch.no_grad(), unwatched():
         graph = make_fx(joint, tracing_mode="symbolic")(*flat, zeros(R), zeros(S))
     placeholders = [n for n in graph.graph.nodes if n.op == "placeholder"]
-    if reads_a_number(placeholders[options_at : len(flat)]):
-        raise TypeError("makes a Python number of an option")  # a trace of it as a constant will do
+    parameters = [*map(str, call.facts), *names]  # in the graph's order
+    if not targetless and any(s.wants("targets") for s in call.signatures):
+        parameters.append("targets")
+    for node in written(graph.graph):
+        at = placeholders.index(node)
+        raise WritesError(_writes(call.signature.name, parameters[at] if at < len(parameters) else "segments"))
     kind, reason = classify(graph, R, S, ids_at)
     if found["value"] == "other" and kind != "batch":
         kind, reason = "batch", "its values belong to neither rows nor segments"
     cotangents = only(graph, lambda out: tuple(out[1])) if kind != "batch" else None
     needed = reach(graph.graph.output_node().args[0])
     unused = frozenset(f for f, node in zip(call.facts, placeholders, strict=False) if node not in needed)
-    return Trace(kind, reason, found["value"], cotangents, graph, frozen, unused, kinds, (tally[0], tally[1]))
+    if counts_rows(graph):
+        unused = frozenset()  # with another number of rows it may take another branch
+    return Trace(kind, reason, found["value"], cotangents, graph, True, unused, kinds, (tally[0], tally[1]))

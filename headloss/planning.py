@@ -22,7 +22,7 @@ from headloss.metrics import retarget
 from headloss.plan import Call, Shape, Trace, fit, trace
 from headloss.rows import Prepared
 from headloss.segments import Segments
-from headloss.signature import CALL, ONLY, TEACHER_INPUTS, identity, suggest
+from headloss.signature import CALL, ONLY, TEACHER_INPUTS, suggest
 from headloss.sources import Linear, Logits, Source, Sparse, Teacher
 from headloss.teachers import SPARSE
 from headloss.term import check_weight
@@ -70,6 +70,7 @@ def make_plan(
         tuple((n, type(x), x.ids.shape[-1] if isinstance(x, Sparse) else None) for n, x in teachers.items()),
         tuple((n, x is None) for n, x in inputs.items()),
         off,
+        tuple(term.content() for term in objective.every_term),
     )
     if asked not in objective.known:
         objective.known[asked] = _calls(objective, off, teachers, inputs, asked[0])
@@ -88,20 +89,17 @@ def make_plan(
         None if segments is None else source.leading == (segments.num_segments,),
         source.shard is None,
         tuple((n, shape) for n, (_, shape) in laid.items()),
-        tuple(identity(fn) for call in (*calls.values(), *(c for _, c in metrics)) for fn in call.functions),
+        tuple(call.reads() for call in (*calls.values(), *(c for _, c in metrics))),
+        torch.get_default_dtype(),
     )
-    try:
-        found = objective.known.get(key)
-    except TypeError:  # something a function reads has no hash
-        found, key = None, None
+    found = objective.known.get(key)
     if found is None:
         begun = time.perf_counter()
         found = _trace_terms(objective, calls, metrics, source, segments, teachers, laid, targets is None)
         traced = time.perf_counter()
         found = (*found, *_print_terms(objective, calls, metrics, source, teachers, *found))
         found = (*found, {"tracing": traced - begun, "printing": time.perf_counter() - traced})
-        if key is not None:
-            keep(objective, key, found)
+        keep(objective, key, found)
     traces, shapes, want, kind, program, reason, times = found
     if program is not None and not _suits(source):
         program, reason = None, "so few rows are swept faster in parts"
@@ -167,7 +165,7 @@ def _trace_terms(
             found, shapes = fit(call, shapes, source.fact_dtype, source.device.type)
             given |= {n: shape for n, shape in shapes.items() if n in given}
         else:
-            found = trace(call, shapes, source.fact_dtype, source.device.type, segments is not None)
+            found = trace(call, shapes, source.fact_dtype, source.device.type, segments is not None, targetless)
         _check_spread(f"term {name!r} ({call.signature.name})", found, shapes)
         check_belongs(call, found.value, shapes)
         by_facts = call.row_weight_signature is not None and call.row_weight_signature.facts

@@ -12,6 +12,7 @@ from headloss.divergence import TAILS, Element, is_divergence, sparse_loss, summ
 from headloss.facts import FACTS, Fact
 from headloss.options import check_option, is_number, shown
 from headloss.plan import Call
+from headloss.reads import ours, reads
 from headloss.reductions import NEEDS_SEGMENTS, REDUCTIONS
 from headloss.signature import CALL, COMPARING, ONLY, RESERVED, function_name, read_signature, suggest
 from headloss.sources import Sparse, Teacher
@@ -29,6 +30,7 @@ class Term:
     facts        facts at temperatures of their own, {"hot_entropy": ("entropy", 2.0)}
     teacher      the name of the teacher this term looks at, where there are several
     tail         of a divergence with a sparse teacher: "bucket", "none" or "renormalise"
+    pure         True: `fn` and `row_weight` read nothing that changes, so they may be traced whatever they read
     options      the keyword-only parameters of `fn`
 
     >>> Term(grpo, low=0.2, high=0.28, reduction="seq_mean_token_mean")
@@ -43,12 +45,14 @@ class Term:
     facts: Mapping[str, tuple[str, float]]
     teacher: str | None
     tail: str
+    pure: bool
     options: Mapping[str, Any]
     needs_segments: bool  # cannot do without them, for its loss's or its reduction's sake
     _calls: dict[Any, Call]
+    _foreign_divergence: bool
     __slots__ = (
-        "_calls", "facts", "fn", "length", "needs_segments", "options", "reduction", "row_weight", "tail", "teacher",
-        "temperature", "weight",
+        "_calls", "_foreign_divergence", "facts", "fn", "length", "needs_segments", "options", "pure", "reduction", "row_weight", "tail",
+        "teacher", "temperature", "weight",
     )  # fmt: skip
 
     def __init__(
@@ -63,6 +67,7 @@ class Term:
         facts: Mapping[str, tuple[str, float]] | None = None,
         teacher: str | None = None,
         tail: str = "bucket",
+        pure: bool = False,
         **options: Any,
     ) -> None:
         if not callable(fn):
@@ -96,15 +101,19 @@ class Term:
             raise ValueError(f"tail: wanted one of {', '.join(TAILS)}, got {shown(tail)}{suggest(str(tail), TAILS)}")
         if tail != "bucket" and not is_divergence(fn):
             raise ValueError(f"tail: {function_name(fn)} is no divergence of (logp, logq), and has no tail to treat")
+        if not isinstance(pure, bool):
+            raise TypeError(f"pure: wanted True or False, got {type(pure).__name__}")
         object.__setattr__(self, "_calls", {})
         for name, said in (
             ("fn", fn), ("weight", weight), ("reduction", reduction), ("length", length), ("row_weight", row_weight),
             ("temperature", temperature), ("facts", _check_facts(facts)), ("teacher", teacher), ("tail", tail),
+            ("pure", pure),
         ):  # fmt: skip
             object.__setattr__(self, name, said)
         object.__setattr__(self, "options", _check_options(fn, options))
         if is_divergence(fn):
-            Element(fn, {**read_signature(fn).options, **self.options}).check()
+            Element(fn, self.options, pure).check()
+        object.__setattr__(self, "_foreign_divergence", is_divergence(fn) and not ours(fn))
         signatures = self.call(None, {}).signatures
         asked = any(p.kind == "segments" and not p.optional for s in signatures for p in s.parameters)
         object.__setattr__(self, "needs_segments", asked or reduction in NEEDS_SEGMENTS)
@@ -118,7 +127,7 @@ class Term:
 
     def __repr__(self) -> str:
         said = {name: getattr(self, name) for name in sorted(RESERVED & set(self.__slots__))}
-        plain = {"weight": 1.0, "reduction": "token_mean", "facts": {}, "tail": "bucket"}
+        plain = {"weight": 1.0, "reduction": "token_mean", "facts": {}, "tail": "bucket", "pure": False}
         said = {k: v for k, v in said.items() if v is not None and v != plain.get(k)} | dict(self.options)
         return f"Term({', '.join([function_name(self.fn), *(f'{k}={v!r}' for k, v in said.items())])})"
 
@@ -126,12 +135,18 @@ class Term:
         """The function ready to be called: its facts named, and a divergence in the form that its teacher allows."""
         name = self.teacher or (next(iter(teachers)) if len(teachers) == 1 else ONLY)
         sparse = isinstance(teachers.get(name), Sparse)
-        key = (source_temperature, name, sparse)
+        key = (source_temperature, name, sparse, self.content())
         if key not in self._calls:
             if len(self._calls) >= _MOST_CALLS:
                 self._calls.clear()
             self._calls[key] = self._call(source_temperature, name, sparse)
         return self._calls[key]
+
+    def content(self) -> Any:
+        """What a divergence reads now, if that can change: it is part of the fact that it becomes."""
+        if self.pure or not self._foreign_divergence:
+            return None
+        return reads(self.fn).key
 
     def _call(self, source_temperature: float | None, teacher: str, sparse: bool) -> Call:
         T = None if self.temperature == source_temperature else self.temperature
@@ -146,18 +161,17 @@ class Term:
         weighed = read_signature(self.row_weight, temperature=T, teacher=teacher) if callable(self.row_weight) else None
         fn = self.fn
         if is_divergence(fn):
-            options = {**read_signature(fn).options, **self.options}
             if sparse:
                 fn = sparse_loss(fn, self.tail)
             elif hasattr(fn, "one_pass"):
                 fn = fn.one_pass
             else:
-                fact = Fact("divergence", self.temperature, teacher, Element(fn, options))
+                fact = Fact("divergence", self.temperature, teacher, Element(fn, self.options, self.pure))
                 signature = read_signature(summed, facts={"divergence": fact})._replace(name=function_name(fn))
-                return Call(summed, signature, {}, self.row_weight, weighed)
+                return Call(summed, signature, {}, self.row_weight, weighed, self.pure)
         signature = read_signature(fn, temperature=T, facts=own, teacher=teacher, compared_at=self.temperature)
         named = signature._replace(name=function_name(self.fn))
-        return Call(fn, named, {**signature.options, **self.options}, self.row_weight, weighed)
+        return Call(fn, named, self.options, self.row_weight, weighed, self.pure)
 
 
 def as_term(name: str, x: Callable[..., Any] | Term) -> Term:

@@ -23,3 +23,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _seed() -> None:
     random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _each_test_counts_its_own_traces() -> None:
+    """A loss that is traced too often is warned of, and warnings are errors here."""
+    from headloss import plan
+
+    plan._TRACED.clear()

@@ -1,5 +1,6 @@
 """One launch against the two: the printed loss inside the sweep, under Triton's interpreter in a process of its own."""
 
+import inspect
 import math
 import os
 import re
@@ -76,7 +77,7 @@ class Mix:
         values, metrics, grads, by_input = [], {}, {}, {}
         for name, call in self.calls.items():
             seed = (bases[name] * factors[name] * torch.ones(len(x))).double()
-            value, cotangents, found = traces[name].joint(*_flat_arguments(call, env, seed, traces[name].frozen))
+            value, cotangents, found = traces[name].joint(*_flat_arguments(call, env, seed))
             values.append(bases[name] * value * keep)
             metrics |= {f"{name}/{k}": m.double() * keep for k, m in found.items()}
             names = [n for n in call.input_names if n in given and n in self.grad]
@@ -106,7 +107,7 @@ class Mix:
         factors = dict.fromkeys(self.terms, 0.5) | {first: torch.tensor(1.5)}
         keep = torch.ones(n) if valid is None else valid.float()
         keep = keep * (y != -100) if ignore else keep
-        arguments = one.Arguments(given, {k: c.options for k, c in self.calls.items()}, bases, factors)
+        arguments = one.Arguments(given, bases, factors)
         read = x.clone() if where == "in place" else x
         out = read if where == "in place" else torch.full_like(x, math.nan) if where == "beside" else None
         visited = one.visit(
@@ -258,7 +259,7 @@ def test_output_of_another_layout():
     x, y = draw(3, 75)
     mix = Mix(ce=LOSSES["cross_entropy"])
     _, want, program = mix.lowered({})
-    a = one.Arguments({}, {"ce": {"label_smoothing": 0.0}}, {"ce": 1.0}, {"ce": 1.0})
+    a = one.Arguments({}, {"ce": 1.0}, {"ce": 1.0})
     one.visit(x, y, want, [1.0], program, a, first := torch.empty(3, 75))
     for out in (torch.empty(3, 80)[:, 3:78], torch.empty(75, 3).T, torch.empty(3, 150)[:, ::2]):
         one.visit(x, y, want, [1.0], program, a, out, shape=TINY)
@@ -288,7 +289,7 @@ def test_extreme_logits():
     mix.check(x[3:] + 1e4, y[3:], close=2e-3)  # lse itself is 1e4
     x[1] = -math.inf  # a row of nothing but -inf
     _, want, program = mix.lowered({})
-    a = one.Arguments({}, {n: c.options for n, c in mix.calls.items()}, *(dict.fromkeys(mix.calls, 1.0) for _ in "ab"))
+    a = one.Arguments({}, *(dict.fromkeys(mix.calls, 1.0) for _ in "ab"))
     found = one.visit(x, y, want, [1.0], program, a, torch.empty_like(x), shape=TINY)
     truth, softmax = finish(plain.sums(x.double(), y, want, [1.0]), want, [1.0], 75)
     for fact, value in found.facts.items():
@@ -315,7 +316,7 @@ def test_neither_infinite_logits_nor_nan_are_lost_in_a_block(dtype, total):
     mix.check(x[:9], y[:9], close=3e-4)
     x[9, 5], x[10, 4], x[11, V - 1] = math.nan, math.nan, math.nan
     _, want, program = mix.lowered({})
-    a = one.Arguments({}, {n: c.options for n, c in mix.calls.items()}, *(dict.fromkeys(mix.calls, 1.0) for _ in "ab"))
+    a = one.Arguments({}, *(dict.fromkeys(mix.calls, 1.0) for _ in "ab"))
     out = torch.zeros_like(x)
     found = one.visit(x, y, want, [1.0], program, a, out, shape=TINY)
     assert found.values[:, 9:].isnan().all() and out[9:].isnan().all()
@@ -341,7 +342,7 @@ def test_rows_without_gradient_are_written_too():
     given = mix.inputs(4)
     given["count"] = torch.tensor([0, 3, 1, 4])
     _, want, program = mix.lowered(given)
-    a = one.Arguments(given, {"it": {}}, {"it": 1.0}, {"it": 1.0})
+    a = one.Arguments(given, {"it": 1.0}, {"it": 1.0})
     out = torch.full_like(x, math.nan)
     one.visit(x, y, want, [1.0], program, a, out, shape=TINY)
     assert (out[[0, 2]] == 0).all() and (out[[1, 3]] != 0).all()
@@ -351,9 +352,7 @@ def test_rows_without_gradient_are_written_too():
 def test_no_rows():
     mix = MIXES["ce, z, policy"]()
     _, want, program = mix.lowered(mix.inputs(3))
-    a = one.Arguments(
-        mix.inputs(0), {n: c.options for n, c in mix.calls.items()}, *(dict.fromkeys(mix.calls, 1.0) for _ in "ab")
-    )
+    a = one.Arguments(mix.inputs(0), *(dict.fromkeys(mix.calls, 1.0) for _ in "ab"))
     found = one.visit(torch.empty(0, 75), torch.empty(0, dtype=torch.long), want, [1.0], program, a, None)
     assert found.values.shape == (3, 0)
 
@@ -362,12 +361,40 @@ def lowered(**terms):
     return Mix(**terms).lowered(Mix().inputs(7))[2]
 
 
-def test_options_are_arguments():
-    """A clip range that changes prints the same function; what depends on options alone is worked out in float64."""
-    low, high = lowered(it=hl.Term(LOSSES["grpo"], low=0.1)), lowered(it=hl.Term(LOSSES["grpo"], low=0.3, high=1e-9))
-    assert low.source == high.source
-    options = {"it": {"low": 0.1, "high": 0.2, "dual": None, "delta": None}}
-    assert sorted(set(low.options(options))) == [1 - 0.1, 1 + 0.2]
+def scaled(logprob, *, by=2.0, power=2.0, low=-1.0, high=1.0, eps=1e-3, fill=0.5, alpha=1.0):
+    held = logprob.abs().add(eps, alpha=alpha) ** power
+    value = (by * held + torch.full_like(logprob, fill)).clamp(low, high)
+    return value + torch.where(logprob > low, logprob, high).nan_to_num(nan=fill), {"gate": (logprob > -eps) * by}
+
+
+@pytest.mark.parametrize(
+    "fn, options",
+    [
+        ("grpo", {"low": 0.3}),
+        ("grpo", {"low": 0.3, "high": 1e-9}),
+        ("grpo", {"low": 0.0, "high": 1.0}),
+        ("focal", {"gamma": 1.0}),
+        *((scaled, {"power": x}) for x in (1.0, 2.0, 0.5, -1.0, 3.0)),  # of x^0 torch has another derivative
+        *((scaled, {name: x}) for name in ("by", "fill", "alpha") for x in (0.0, 1.0, 2.0, 0.5, -1.0, 3.0)),
+        *((scaled, {name: x}) for name in ("low", "high", "eps") for x in (0.0, -0.0, 1.0, 1e-40, 1e30, math.inf)),
+    ],
+)
+def test_another_value_of_an_option_compiles_nothing(fn, options):
+    """Whatever the value, the printed function is the same, and takes the float literals as arguments."""
+    fn = LOSSES.get(fn, fn)
+    plain, other = lowered(it=fn), lowered(it=hl.Term(fn, **options))
+    assert plain.source == other.source and plain.function is other.function
+    assert len(plain.numbers) == len(other.numbers)
+    defaults = {k: p.default for k, p in inspect.signature(fn).parameters.items()}
+    if any(defaults[k] != x for k, x in options.items()):
+        assert plain.numbers != other.numbers
+
+
+def test_a_loss_without_numbers_of_its_own_is_handed_none():
+    assert lowered(it=LOSSES["z_loss"]).numbers == ()
+    assert lowered(it=lambda logprob: -2.5 * logprob.clamp(min=-3.0)).numbers == ()
+    factor = 2.5
+    assert lowered(it=lambda logprob: -factor * logprob).numbers == (-2.5, -2.5)
 
 
 def test_a_metric_that_cannot_be_printed_is_left_out():

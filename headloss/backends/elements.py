@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from headloss.backends import lower
 from headloss.backends.lower import Unprintable as Unprintable
+from headloss.classify import unwatched
 
 Looks = tuple[tuple[int, Any], ...]  # which pair (log p, log q) each divergence looks at
 
@@ -18,25 +18,36 @@ Looks = tuple[tuple[int, Any], ...]  # which pair (log p, log q) each divergence
 def printed(looks: Looks, pairs: int) -> tuple[Any, tuple[float, ...]]:
     """A function of `pairs` pairs and of some numbers, giving value and slope of each divergence; and the numbers.
 
-    The numbers are the constants of the traced graphs, so options of other values need no other kernel.
+    The numbers are the literals of the traced graphs, so options of other values need no other kernel.  A divergence
+    that reads something which may change is not printed: it has to run as it is.
     """
-    found = _printed(looks, pairs)
-    if isinstance(found, Unprintable):
-        raise found
-    return found
+    read = [element.reads() for _, element in looks]
+    for found in read:
+        if found.unknown:
+            raise Unprintable(f"what it reads: {', '.join(found.unknown)}")
+    key = (tuple((i, found.key) for (i, _), found in zip(looks, read, strict=True)), pairs, torch.get_default_dtype())
+    if key not in _PRINTED:
+        if len(_PRINTED) >= 256:
+            _PRINTED.pop(next(iter(_PRINTED)))
+        _PRINTED[key] = _print(looks, pairs)
+    made = _PRINTED[key]
+    if isinstance(made, Unprintable):
+        raise made
+    return made
 
 
-@functools.lru_cache(256)
-def _printed(looks: Looks, pairs: int) -> tuple[Any, tuple[float, ...]] | Unprintable:
+_PRINTED: dict[Any, tuple[Any, tuple[float, ...]] | Unprintable] = {}
+
+
+def _print(looks: Looks, pairs: int) -> tuple[Any, tuple[float, ...]] | Unprintable:
 
     def every(*logs: Tensor) -> tuple[Tensor, ...]:
         return tuple(x for i, element in looks for x in _value_and_slope(element, logs[2 * i], logs[2 * i + 1]))
 
     try:
-        with torch.inference_mode(False):
+        with torch.inference_mode(False), unwatched():
             graph = make_fx(every)(*(torch.full((2, 3), -1.0 - 0.1 * k) for k in range(2 * pairs)))
-        numbers = _lift(graph)
-        return lower.pointwise(graph, "element", quick=True), numbers
+        return lower.quick(graph, "element")
     except Unprintable as error:
         return error
     except Exception as error:
@@ -51,28 +62,3 @@ def _value_and_slope(element: Any, logp: Tensor, logq: Tensor) -> tuple[Tensor, 
         if value.requires_grad:
             slope = torch.autograd.grad(value, leaf, torch.ones_like(value))[0]
     return value.detach(), slope
-
-
-_ATEN = torch.ops.aten
-_LIFTED = (_ATEN.add.Tensor, _ATEN.sub.Tensor, _ATEN.mul.Tensor, _ATEN.div.Tensor)
-
-
-def _lift(module: fx.GraphModule) -> tuple[float, ...]:
-    """Constants of the arithmetic become arguments, after one that is always there: Triton has no empty tuples."""
-    graph = module.graph
-    last = [n for n in graph.nodes if n.op == "placeholder"][-1]
-    numbers: list[float] = []
-
-    def argument(value: float) -> fx.Node:
-        nonlocal last
-        with graph.inserting_after(last):
-            last = graph.placeholder(f"number_{len(numbers)}")
-        last.meta["val"] = torch.zeros(())
-        numbers.append(value)
-        return last
-
-    argument(0.0)
-    for node in list(graph.nodes):
-        if node.op == "call_function" and node.target in _LIFTED and any(type(x) is float for x in node.args):
-            node.args = tuple(argument(x) if type(x) is float else x for x in node.args)
-    return tuple(numbers)

@@ -20,29 +20,40 @@ from headloss.backends.operations import Unprintable as Unprintable
 from headloss.backends.printer import Printer, Value, dtype_of, kind_of
 
 
-def pointwise(graph: fx.GraphModule, name: str = "pointwise", quick: bool = False) -> Any:
+def pointwise(graph: fx.GraphModule, name: str = "pointwise") -> Any:
     """`graph` as a `@triton.jit` function: one argument for each placeholder, a tuple of its outputs.
 
     Arguments are float32 (int64 and bool where the graph has those), scalars or blocks that broadcast; so are the
-    results.  float64 is computed as float32.  `quick`: exponentials and quotients to the digits of Triton's own, for a
-    function that runs for every column and not once a row.
+    results.  float64 is computed as float32.
     """
-    source = source_of(graph, name)
-    return compiled(_QUICK.sub(lambda m: f"quick_{m[1]}(", source) if quick else source, name)
+    return compiled(source_of(graph, name), name)
+
+
+def quick(graph: fx.GraphModule, name: str) -> tuple[Any, tuple[float, ...]]:
+    """The same for a function that runs for every column and not once per row, and the numbers it is handed.
+
+    Exponentials and quotients have the digits of Triton's own.  Float literals become arguments, after one that is
+    always there because Triton has no empty tuples; an exponent stays, because a known one is far cheaper.
+    """
+    printer = Printer(lifted=lambda i: f"n{i + 1}", but=("pow",))
+    source = source_of(graph, name, printer)
+    return compiled(_QUICK.sub(lambda m: f"quick_{m[1]}(", source), name), (0.0, *printer.numbers)
 
 
 _QUICK = re.compile(r"(?:tl\.(?=div_rn)|(?<![.\w]))(exp|div|logaddexp|sigmoid)(?:_rn)?\(")
 
 
-def source_of(graph: fx.GraphModule, name: str = "pointwise") -> str:
+def source_of(graph: fx.GraphModule, name: str = "pointwise", printer: Printer | None = None) -> str:
     placeholders = [n for n in graph.graph.nodes if n.op == "placeholder"]
     given = {n: Value(f"a{i}", kind_of(dtype_of(n))) for i, n in enumerate(placeholders)}
     outputs: list[fx.Node] = []
     fx.map_arg(graph.graph.output_node().args[0], outputs.append)
-    printer = Printer()
+    printer = printer or Printer()
     values = printer.graph(graph.graph, given, outputs)
     results = "".join(f"{values[node].text}, " for node in outputs)
-    return function(name, [v.text for v in given.values()], printer.lines, f"({results.rstrip()})")
+    lifted = printer.lifted
+    numbers = [] if lifted is None else [lifted(i) for i in range(-1, len(printer.numbers))]
+    return function(name, [*(v.text for v in given.values()), *numbers], printer.lines, f"({results.rstrip()})")
 
 
 def function(name: str, arguments: list[str], lines: list[str], result: str) -> str:

@@ -25,7 +25,10 @@ class Unprintable(Exception):  # noqa: N818, it says what cannot be done
 
 
 class Operand:
-    """A printed value or a number, as an argument of a template."""
+    """A printed value or a number, as an argument of a template.
+
+    A number that has a text is one that the function is handed: no template may depend on what it is.
+    """
 
     __slots__ = ("common", "kind", "number", "text")
 
@@ -38,9 +41,13 @@ class Operand:
         kind = "b" if isinstance(number, bool) else "i" if isinstance(number, int) else "f"
         return cls("", kind, number)
 
+    @property
+    def is_one(self) -> bool:
+        return not self.text and self.number == 1
+
     def __format__(self, spec: str) -> str:
         kind = self.common if spec == "p" else spec.lower()
-        if self.number is not None:
+        if self.number is not None and not self.text:
             return constant(self.number, kind) if spec == "F" or kind == "b" else literal(self.number, kind)
         return cast(self.text, self.kind, kind)
 
@@ -79,7 +86,7 @@ def _linear(sign: str) -> Callable[[Arguments], str]:
     def text(a: Arguments) -> str:
         if a["self"].common == "b":
             return "({self:b} | {other:b})".format_map(a)
-        plain = a["alpha"].number == 1
+        plain = a["alpha"].is_one
         return (
             "{self:p} " + sign + " {other:p}" if plain else "{self:p} " + sign + " {alpha:p} * {other:p}"
         ).format_map(a)
@@ -92,7 +99,7 @@ def _mul(a: Arguments) -> str:
 
 
 def _rsub(a: Arguments) -> str:
-    return ("{other:p} - {self:p}" if a["alpha"].number == 1 else "{other:p} - {alpha:p} * {self:p}").format_map(a)
+    return ("{other:p} - {self:p}" if a["alpha"].is_one else "{other:p} - {alpha:p} * {self:p}").format_map(a)
 
 
 def _div(a: Arguments) -> str:
@@ -110,6 +117,8 @@ _POWERS = {
 
 def _pow(a: Arguments) -> str:
     base, exponent = a["self"], a["exponent"].number
+    if a["exponent"].text:
+        return "power({self:F}, {exponent:F})".format_map(a)
     if base.common != "f":
         if exponent in (1, 2):
             return ("{self:i}" if exponent == 1 else "{self:i} * {self:i}").format_map(a)
@@ -164,7 +173,7 @@ def _plain(template: str, **must: Any) -> Rule:
 def _nan_to_num(a: Arguments) -> str:
     most = struct.unpack("f", struct.pack("f", 3.4028234663852886e38))[0]
     fill = {"nan": 0.0, "posinf": most, "neginf": -most}
-    nan, up, down = (literal(a[k].number if isinstance(a.get(k), Operand) else v, "f") for k, v in fill.items())
+    nan, up, down = (f"{a[k]:f}" if isinstance(a.get(k), Operand) else literal(v, "f") for k, v in fill.items())
     x = f"{a['self']:f}"
     return f"tl.where({x} == {x}, tl.where({x} == INF, {up}, tl.where({x} == -INF, {down}, {x})), {nan})"
 

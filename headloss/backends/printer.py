@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -46,11 +46,13 @@ class Printer:
     """Lines of straight code.  An expression printed twice is one line: terms share what they have in common.
 
     `width`: how many ids a row has, if a sparse teacher names some.  What is (R, K) in the graph is a block then.
+    `lifted`: the text of the i-th float literal, where literals are handed in: another value is then the same source.
     """
 
-    def __init__(self, width: int = 0) -> None:
-        self.width = width
+    def __init__(self, width: int = 0, lifted: Callable[[int], str] | None = None, but: Container[str] = ()) -> None:
+        self.width, self.lifted, self.but = width, lifted, but
         self.lines: list[str] = []
+        self.numbers: list[float] = []  # the literals that were lifted
         self._names: dict[str, str] = {}
 
     def line(self, text: str) -> str:
@@ -61,12 +63,12 @@ class Printer:
             self.lines.append(f"{self._names[text]} = {text}")
         return self._names[text]
 
-    def mark(self) -> tuple[int, int]:
-        return len(self.lines), len(self._names)
+    def mark(self) -> tuple[int, int, int]:
+        return len(self.lines), len(self._names), len(self.numbers)
 
-    def back(self, mark: tuple[int, int]) -> None:
+    def back(self, mark: tuple[int, int, int]) -> None:
         """Take back what was printed since."""
-        del self.lines[mark[0] :]
+        del self.lines[mark[0] :], self.numbers[mark[2] :]
         for name in list(self._names)[mark[1] :]:
             del self._names[name]
 
@@ -151,13 +153,13 @@ class Printer:
         if dtype not in _FLOATS and dtype not in _INTS and dtype != torch.bool:
             raise Unprintable(f"{name} in {str(dtype).removeprefix('torch.')}")
         mine = kind_of(dtype)
-        arguments = _bound(node, values, name)
+        arguments = self._bound(node, values, name)
         if name in FILLS:
             fill = FILLS[name]
             filled: Any = arguments.get(fill) if isinstance(fill, str) else Operand.of(fill)
             if not isinstance(filled, Operand) or filled.number is None:
                 raise Unprintable(f"{name} of a size")
-            text, kind = constant(filled.number, mine), mine
+            text, kind = (filled.text, "f") if filled.text else (constant(filled.number, mine), mine)
         elif name in COPIES:
             source = arguments["self"]
             text, kind = source.text, source.kind
@@ -177,6 +179,28 @@ class Printer:
             text = f"({text}).to({_HALF[dtype]}).to(tl.float32)"
         return self.value(text, mine)
 
+    def _bound(self, node: fx.Node, values: dict[fx.Node, Any], name: str) -> dict[str, Any]:
+        """The operation's arguments by name, with its defaults."""
+        bound: dict[str, Any] = {}
+        for i, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+            given = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name, argument.default_value)
+            if isinstance(given, fx.Node):
+                found = values.get(given)
+                if found is None:
+                    if name in FILLS or argument.name == "buffer":
+                        continue
+                    raise Unprintable(f"{name} of a size")
+                bound[argument.name] = Operand(found.text, found.kind)
+            elif type(given) is float and self.lifted is not None and name not in self.but:
+                bound[argument.name] = Operand(self.lifted(len(self.numbers)), "f", given)
+                self.numbers.append(given)
+            elif isinstance(given, bool | int | float):
+                bound[argument.name] = Operand.of(given)
+            else:
+                bound[argument.name] = given
+        return bound
+
+
 
 def _sizes(node: Any) -> list[int]:
     found = node.meta.get("val")
@@ -186,25 +210,6 @@ def _sizes(node: Any) -> list[int]:
 
 def _root(node: Any, roots: dict[fx.Node, fx.Node]) -> Any:
     return roots.get(node, node)
-
-
-def _bound(node: fx.Node, values: dict[fx.Node, Any], name: str) -> dict[str, Any]:
-    """The operation's arguments by name, with its defaults."""
-    bound: dict[str, Any] = {}
-    for i, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
-        given = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name, argument.default_value)
-        if isinstance(given, fx.Node):
-            found = values.get(given)
-            if found is None:
-                if name in FILLS or argument.name == "buffer":
-                    continue
-                raise Unprintable(f"{name} of a size")
-            bound[argument.name] = Operand(found.text, found.kind)
-        elif isinstance(given, bool | int | float):
-            bound[argument.name] = Operand.of(given)
-        else:
-            bound[argument.name] = given
-    return bound
 
 
 def operation(node: fx.Node) -> tuple[str, bool]:

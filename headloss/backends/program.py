@@ -8,13 +8,12 @@ The cotangents are summed over the terms and folded into the five coefficients o
 Beside a teacher it takes `there` and `named` as well, and returns the coefficients of `teachers.DensePull` or
 `SparsePull` too: facts at the ids of a sparse teacher are blocks, padded; which of them are ids, and of those, which
 name a column.
-Whatever depends on float options alone is worked out on the host, in float64, and handed in: a clip range or a weight
-that changes compiles nothing.
+The float literals of a loss that has numbers of its own are handed in: a clip range that changes is traced anew and
+compiles nothing.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -26,43 +25,14 @@ from headloss.backends.elements import printed
 from headloss.backends.lower import compiled, function
 from headloss.backends.operations import Unprintable, constant
 from headloss.backends.printer import Printer, Value, dtype_of, kind_of, reach
-from headloss.classify import counts_rows, size
+from headloss.classify import counts_rows, size, unwatched
 from headloss.facts import CONSTANT, Fact, Want
-from headloss.signature import identity
+from headloss.keys import Same
 
 COEFFICIENTS = ("a", "b", "e", "c", "y")
 WIDE = ("ids_logprob", "ids_logit")  # one value an id
 MOST_IDS = 1024  # of a row, in the registers of one program
 NAME = "row"
-
-
-class Numbers(NamedTuple):
-    """What some nodes of a term's graph are worth, given the term's float options."""
-
-    term: str
-    names: tuple[str, ...]  # of the options, in the graph's order
-    placeholders: tuple[fx.Node, ...]
-    graph: fx.Graph
-    nodes: tuple[fx.Node, ...]
-
-    def __call__(self, options: Mapping[str, Any]) -> tuple[float, ...]:
-        return _worth(self, tuple(float(options[name]) for name in self.names))
-
-
-@functools.lru_cache(1024)
-def _worth(numbers: Numbers, options: tuple[float, ...]) -> tuple[float, ...]:
-    known: dict[fx.Node, Any] = {
-        node: torch.tensor(x, dtype=torch.float64) for node, x in zip(numbers.placeholders, options, strict=True)
-    }
-
-    def worth(node: fx.Node) -> Any:
-        if node not in known:
-            args, kwargs = fx.map_arg((node.args, node.kwargs), worth)
-            kwargs = {k: torch.device("cpu") if k == "device" else x for k, x in kwargs.items()}
-            known[node] = node.target(*args, **kwargs)  # type: ignore[operator]
-        return known[node]
-
-    return tuple(float(worth(node)) for node in numbers.nodes)
 
 
 class Program(NamedTuple):
@@ -73,7 +43,7 @@ class Program(NamedTuple):
     terms: tuple[str, ...]
     inputs: tuple[str, ...]  # of the rows, in the function's order
     target: bool  # whether it looks at the targets
-    numbers: tuple[Numbers, ...]
+    numbers: tuple[float, ...]  # float literals of the losses, which the function is handed
     metrics: tuple[str, ...]  # "term/metric" and the objective's own
     cotangents: tuple[Fact, ...]
     input_cotangents: tuple[str, ...]
@@ -88,10 +58,6 @@ class Program(NamedTuple):
     def function(self) -> Any:
         return compiled(self.source, NAME)
 
-    def options(self, given: Mapping[str, Mapping[str, Any]]) -> tuple[float, ...]:
-        """The function's run-time numbers from each term's options."""
-        return tuple(x for numbers in self.numbers for x in numbers(given[numbers.term]))
-
 
 def lower(
     terms: Mapping[str, tuple[Any, Any]],
@@ -105,10 +71,8 @@ def lower(
     cannot is left out.
     """
     key = _key(terms, want, inputs, metrics)
-    if key is None or key not in _PROGRAMS:
+    if key not in _PROGRAMS:
         made = _lower(terms, want, inputs, metrics)
-        if key is None:
-            return made
         if len(_PROGRAMS) >= 256:
             _PROGRAMS.pop(next(iter(_PROGRAMS)))
         _PROGRAMS[key] = made
@@ -119,14 +83,9 @@ _PROGRAMS: dict[Any, Program] = {}
 
 
 def _key(terms: Any, want: Want, inputs: Any, metrics: Any) -> Any:
-    parts = [(name, trace.joint, call.facts, call.input_names, trace.frozen) for name, (call, trace) in terms.items()]
-    own = [(n, identity(c.fn)[0], c.signature.parameters, tuple(sorted(c.options.items()))) for n, c in metrics]
-    key = (tuple(parts), want, tuple(sorted(inputs.items())), tuple(own))
-    try:
-        hash(key)
-    except TypeError:
-        return None
-    return key
+    parts = [(name, Same(trace.joint), call.facts, call.input_names) for name, (call, trace) in terms.items()]
+    own = [(n, call.reads(), call.signature.parameters) for n, call in metrics]
+    return (tuple(parts), want, tuple(sorted(inputs.items())), tuple(own), torch.get_default_dtype())
 
 
 def _lower(terms: Any, want: Want, inputs: Mapping[str, Any], metrics: Any) -> Program:
@@ -163,7 +122,6 @@ class _Page:
         self.printer = Printer(self.width)
         self.inputs: dict[str, Value] = {}
         self.target = False
-        self.numbers: list[Numbers] = []
         self.values: dict[str, str] = {}
         self.metrics: dict[str, str] = {}
         self.left_out: dict[str, str] = {}
@@ -180,20 +138,10 @@ class _Page:
         given |= {rest.pop(0): n for n in names}
         if any(s.wants("targets") for s in call.signatures):
             given[rest.pop(0)] = "targets"
-        options = [k for k, v in call.options.items() if isinstance(v, float) and k not in trace.frozen]
-        *rest, seed, _ = rest
-        if len(rest) > len(options):  # segments that a row term never looks at
-            rest = rest[len(rest) - len(options) :]
-        given[seed] = Value(f"seeds[{len(self.values)}]", "f")
+        given[rest[-2]] = Value(f"seeds[{len(self.values)}]", "f")
         value, grads, metrics = graph.output_node().args[0]
         wanted = [g for g in grads if g is not None]
-        chosen = [value, *wanted, *metrics.values()]
-        hosted, numbers = _hosted(
-            name, graph, tuple(options), tuple(rest), chosen, sum(len(n.nodes) for n in self.numbers)
-        )
-        if numbers.nodes:
-            self.numbers.append(numbers)
-        given |= hosted
+        self.printer.lifted = _number if trace.floats else None
         found = self._print(graph, given, [value, *wanted])
         self.values[name] = found[value].to("f")
         facts = [f for f in call.facts if f.name not in CONSTANT]
@@ -213,11 +161,12 @@ class _Page:
 
     def metric(self, name: str, call: Any) -> None:
         """A function of facts that returns one value a row, or several by name."""
-        _, loose = identity(call.fn)
+        read = call.reads()
         parameters = [p for p in call.signature.parameters if p.kind != "input" or p.key in self.shapes]
-        if loose or any(p.kind == "segments" for p in parameters):
-            self.left_out[name] = f"captures {', '.join(loose)}" if loose else "segments"
+        if read.unknown or any(p.kind == "segments" for p in parameters):
+            self.left_out[name] = f"reads {', '.join(read.unknown)}" if read.unknown else "segments"
             return
+        self.printer.lifted = _number if read.floats else None
         known: dict[str, Any] = {p.name: "targets" if p.kind == "targets" else p.fact or p.key for p in parameters}
         given_shapes = [self.shapes[x] for x in known.values() if isinstance(x, str) and x in self.shapes]
         taken = {d for shape in given_shapes for d in shape.rest} | {self.width}
@@ -233,7 +182,7 @@ class _Page:
             return tuple(found.values())
 
         try:
-            with torch.no_grad():
+            with torch.no_grad(), unwatched():
                 module = make_fx(values, tracing_mode="symbolic")(*(self._example(x, R) for x in known.values()))
         except Exception as error:  # whatever a function raises under a tracer
             self.left_out[name] = f"{type(error).__name__}: {error}"[:120]
@@ -317,7 +266,7 @@ class _Page:
         result = ", ".join(f"({''.join(f'{x}, ' for x in texts).rstrip()})" for texts in results)
         return Program(
             function(NAME, arguments, self.printer.lines, f"({result})"),
-            self.want, tuple(self.values), tuple(self.inputs), self.target, tuple(self.numbers), tuple(self.metrics),
+            self.want, tuple(self.values), tuple(self.inputs), self.target, tuple(self.printer.numbers), tuple(self.metrics),
             tuple(self.by_fact), tuple(self.by_input), tuple(there), tuple(self.left_out.items()),
             self.width, tuple(tuple(x is not None for x in k.values()) for k in guided), looked,
         )  # fmt: skip
@@ -376,25 +325,5 @@ class _Page:
         return {"ids": self._sum([g[n] for n in WIDE if n in g]), "tail": g.get("tail_logprob")}
 
 
-def _hosted(
-    term: str, graph: fx.Graph, names: tuple[str, ...], options: tuple[fx.Node, ...], outputs: Sequence[Any], taken: int
-) -> tuple[dict[fx.Node, Value], Numbers]:
-    """The nodes that depend on options alone and meet others that do not: numbers handed in."""
-    host = set(options)
-    free: set[fx.Node] = set()  # made of nothing
-    for node in graph.nodes:
-        if node.op != "call_function" or getattr(node.meta.get("val"), "ndim", None) != 0:
-            continue
-        needs = node.all_input_nodes
-        if not needs:
-            free.add(node)
-        elif any(n in host for n in needs) and all(n in host or n in free for n in needs):
-            host.add(node)
-    ends = {n for n in outputs if isinstance(n, fx.Node)}
-    met = [n for n in graph.nodes if n in host and (n in ends or any(user not in host for user in n.users))]
-    given = {}
-    for i, node in enumerate(met):
-        kind = kind_of(dtype_of(node))
-        text = f"numbers[{taken + i}]"
-        given[node] = Value({"f": text, "i": f"{text}.to(tl.int64)", "b": f"({text} != 0)"}[kind], kind)
-    return given, Numbers(term, names, options, graph, tuple(met))
+def _number(i: int) -> str:
+    return f"numbers[{i}]"

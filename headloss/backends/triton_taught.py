@@ -219,7 +219,7 @@ def visit(
     taught_kernel[(C,)](
         raw.x_CV, None if out_CV is None else out.x_CV, target, their_rows.x_CV if dense else None, ids, sorted_ids,
         found, wide, best, theirs, given, given_theirs, inputs, bases, factors,
-        program.options(arguments.options), plan.look, plan.pulled,
+        program.numbers, plan.look, plan.pulled,
         C, V, raw.x_CV.stride(0), raw.lead, out.x_CV.stride(0), out.lead, their_rows.x_CV.stride(0), their_rows.lead,
         0 if target is None else target.stride(0), start, V if vocab is None else vocab, program.width,
         *how.numbers, *other.numbers,

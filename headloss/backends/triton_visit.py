@@ -31,7 +31,6 @@ class Arguments(NamedTuple):
     """What a program is called with, beside the facts."""
 
     inputs: Mapping[str, Tensor]  # by name, (C,) or a scalar
-    options: Mapping[str, Mapping[str, Any]]  # of each term: `Call.options`
     bases: Mapping[str, Number]  # of each term, the reduction's weight of each row, (C,), or one for all rows
     factors: Mapping[str, Number]  # of each term, what its gradient is multiplied with: weight * grad_scale
 
@@ -162,7 +161,7 @@ def visit(
         tuple(_number(arguments.inputs[name], device) for name in program.inputs),
         tuple(_number(arguments.bases[name], device) for name in program.terms),
         tuple(_number(arguments.factors[name], device) for name in program.terms),
-        program.options(arguments.options), out_CV,
+        program.numbers, out_CV,
         scale=scale, softcap=softcap, start=start, vocab=vocab,
         valid_C=None if valid_C is None else valid_C.contiguous(), ignore=ignore, shape=shape,
     )  # fmt: skip
