@@ -24,8 +24,8 @@ from headloss.heads import Grads, elsewhere
 from headloss.one_launch import Launched, measured
 from headloss.passes import Held
 from headloss.planning import Plan, call_weights, keep
-from headloss.record import Output, facts_later, key_of
 from headloss.reads import ours, reads
+from headloss.record import Output, facts_later, key_of
 from headloss.reductions import over
 from headloss.rows import IGNORE, Prepared, Rows, Stats, check_stats, may_read
 from headloss.sources import Logits, Source

@@ -15,10 +15,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from headloss.call import Call, Env, WrongValueError, evaluate
 from headloss.facts import CONSTANT, Fact
 from headloss.heads import part_of
 from headloss.metrics import Metric, measure
-from headloss.plan import Call, Env, Shape, Trace, WrongValueError, evaluate, run_cotangents
+from headloss.plan import Shape, Trace, run_cotangents
 from headloss.reductions import weights as reduction_weights
 from headloss.rows import Rows
 from headloss.segments import Segments, group_sum

@@ -60,7 +60,9 @@ class Element:
 
     def __str__(self) -> str:
         known = inspect.signature(self.fn).parameters.values()
-        options = ", ".join(f"{p.name}={self.options.get(p.name, p.default)}" for p in known if p.kind is p.KEYWORD_ONLY)
+        options = ", ".join(
+            f"{p.name}={self.options.get(p.name, p.default)}" for p in known if p.kind is p.KEYWORD_ONLY
+        )
         return f"{function_name(self.fn)}({options})"
 
     def value(self, logp: Tensor, logq: Tensor) -> Tensor:

@@ -18,8 +18,8 @@ from headloss import ops  # noqa: F401  registers the operators
 from headloss.heads import Grads
 from headloss.keys import key_of
 from headloss.metrics import Metric
-from headloss.recipe import Described, describe, write
 from headloss.reads import Reads
+from headloss.recipe import Described, describe, write
 from headloss.record import Output, facts_from
 from headloss.record import key_of as fact_key
 from headloss.rehearsal import form, one_launch
@@ -134,6 +134,8 @@ def content_key(objective: Objective) -> str:
 
 def _term_key(term: Term) -> Reads:
     call = term.call(None, {}).reads()
-    plain = tuple([key_of(getattr(term, name)) for name in ("weight", "reduction", "length", "temperature", "teacher", "tail")])
+    plain = tuple(
+        [key_of(getattr(term, name)) for name in ("weight", "reduction", "length", "temperature", "teacher", "tail")]
+    )
     facts = tuple([(name, key_of(x)) for name, x in term.facts.items()])
     return call._replace(key=(call.key, plain, facts))

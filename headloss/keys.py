@@ -59,7 +59,8 @@ def plain_key(x: Any) -> Any:
         return None if plain_key(x.value) is None else (kind, x.name, plain_key(x.value))
     if kind.__module__ == "numpy" and kind.__name__ != "ndarray" and getattr(x, "shape", None) == ():
         return (kind, x.tobytes()) if getattr(x.dtype, "kind", "O") in "biufc" else None
-    return _all(kind, (getattr(x, name) for name in fields_of(kind))) if fields_of(kind) is not None else None
+    names = fields_of(kind)
+    return None if names is None else _all(kind, (getattr(x, name) for name in names))
 
 
 def fields_of(kind: type) -> tuple[str, ...] | None:

@@ -23,12 +23,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from headloss.call import Call
 from headloss.divergence import is_divergence
 from headloss.facts import FACTS
 from headloss.losses import LOSSES
 from headloss.options import shown
 from headloss.parallel import all_gather, together
-from headloss.plan import Call
 from headloss.signature import function_name, read_signature, suggest
 from headloss.sources import Sparse
 from headloss.term import Term

@@ -24,6 +24,7 @@ from headloss.again import recall, remember, standing
 from headloss.backends import check_backend
 from headloss.binding import backend_for, bind, chunks_of, rows_of
 from headloss.bound import BoundLoss
+from headloss.call import Call
 from headloss.config import check_losses, read_config, write_config
 from headloss.explain import Explanation, explain
 from headloss.facts import FACTS, Fact, Want
@@ -32,7 +33,6 @@ from headloss.heads import Grads
 from headloss.metrics import check_names, own_metrics, read_metrics
 from headloss.options import is_number, shown
 from headloss.passes import Head, run, settle
-from headloss.plan import Call
 from headloss.planning import Plan, check_targets_wanted, check_teachers, make_plan, plain_source
 from headloss.recipe import describe
 from headloss.record import Facts, Output
@@ -79,9 +79,7 @@ class Objective:
     "accuracy", "perplexity") or functions injected like a loss.  Call it with a source and targets; see `__call__`.
     """
 
-    __slots__ = (
-        "asked", "backend", "every_term", "key", "known", "losses", "metrics", "names", "standing", "terms",
-    )  # fmt: skip
+    __slots__ = ("asked", "backend", "every_term", "key", "known", "losses", "metrics", "names", "standing", "terms")
     asked: Any  # the metrics as they were given
     losses: Mapping[str, Callable[..., Any]]  # that `from_config` was given, for `to_config`
     terms: dict[str, Term]
@@ -114,7 +112,7 @@ class Objective:
         check_names(terms, [name for name, _ in self.metrics])
         object.__setattr__(self, "backend", backend)
         object.__setattr__(self, "known", {})
-        measured = [call.fn for _, call in self.metrics if isinstance(call.fn, Term)]
+        measured = (call.fn for _, call in self.metrics if isinstance(call.fn, Term))
         object.__setattr__(self, "every_term", (*self.terms.values(), *measured))
         object.__setattr__(self, "key", graph.content_key(self))
         object.__setattr__(self, "names", tuple(self.terms))

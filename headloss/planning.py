@@ -16,10 +16,11 @@ from torch import Tensor
 
 from headloss.backends import resolve
 from headloss.bound import Planned, check_belongs, check_constants, check_inputs, layout
+from headloss.call import Call
 from headloss.facts import NEEDS_TARGET, Fact, Want
 from headloss.guides import name_teachers
 from headloss.metrics import retarget
-from headloss.plan import Call, Shape, Trace, fit, trace
+from headloss.plan import Shape, Trace, fit, trace
 from headloss.rows import Prepared
 from headloss.segments import Segments
 from headloss.signature import CALL, ONLY, TEACHER_INPUTS, suggest

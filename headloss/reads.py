@@ -144,7 +144,7 @@ class _Found:
             named = tuple([(k, self.value(f"{name} {k}".strip(), y)) for k, y in sorted(x.keywords.items())])
             return (functools.partial, self.value(name, x.func), *(self.value(name, y) for y in x.args), named)
         if type(x) is tuple or isinstance(x, types.UnionType):
-            return (type(x), *(self.value(name, y) for y in (x if type(x) is tuple else x.__args__)))
+            return (type(x), *(self.value(name, y) for y in tuple(getattr(x, "__args__", x))))  # type: ignore[arg-type]
         self.unknown.append(f"{name or _name_of(x)} ({_what(x)})")
         return Same(x)
 
@@ -169,13 +169,13 @@ class _Found:
         return (fn.__code__, tuple(items), tuple(defaults), tuple(named))
 
     def follow(self, name: str, x: Any, chain: tuple[str, ...]) -> Any:
-        """The key of `name.attribute.attribute...`: through modules and enums, whose attributes are as good as globals."""
+        """The key of `name.attribute...`: through modules and enums, whose attributes are as good as globals."""
         rest = list(chain)
         while rest:
-            if isinstance(x, types.ModuleType):
-                held: Any = vars(x)
-                if x is torch.ops or x is torch.ops.aten:
-                    held = {rest[0]: getattr(x, rest[0], None)}
+            if x is torch.ops or x is torch.ops.aten or isinstance(x, OpOverloadPacket):
+                held: Any = {rest[0]: getattr(x, rest[0], None)}
+            elif isinstance(x, types.ModuleType):
+                held = vars(x)
             elif isinstance(x, enum.EnumMeta):
                 held = x.__members__
             else:
@@ -247,7 +247,9 @@ def _allowed() -> dict[int, Any]:
 
     known = [*_BUILTINS, *(x for x in vars(math).values() if callable(x))]
     known += [x for x in vars(builtins).values() if isinstance(x, type) and issubclass(x, Exception)]
-    known += [x for home, found in get_overridable_functions().items() if isinstance(home, types.ModuleType) for x in found]
+    known += [
+        x for home, found in get_overridable_functions().items() if isinstance(home, types.ModuleType) for x in found
+    ]
     known += [getattr(torch, name) for name in _TORCH]
     known += [getattr(functional, name) for name in _FUNCTIONAL if hasattr(functional, name)]
     return {id(x): x for x in known}

@@ -15,9 +15,7 @@ from typing import Any, NamedTuple
 
 from headloss.facts import FACTS, STUDENT, Fact
 
-RESERVED = frozenset(
-    {"weight", "reduction", "temperature", "length", "row_weight", "facts", "teacher", "tail", "pure"}
-)
+RESERVED = frozenset({"weight", "reduction", "temperature", "length", "row_weight", "facts", "teacher", "tail", "pure"})
 
 # Arguments of a call itself: an input of one of these names could never be passed.
 CALL = (

@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import Tensor
 
+from headloss.call import Call
 from headloss.divergence import TAILS, Element, is_divergence, sparse_loss, summed
 from headloss.facts import FACTS, Fact
 from headloss.options import check_option, is_number, shown
-from headloss.plan import Call
 from headloss.reads import ours, reads
 from headloss.reductions import NEEDS_SEGMENTS, REDUCTIONS
 from headloss.signature import CALL, COMPARING, ONLY, RESERVED, function_name, read_signature, suggest
@@ -51,8 +51,8 @@ class Term:
     _calls: dict[Any, Call]
     _foreign_divergence: bool
     __slots__ = (
-        "_calls", "_foreign_divergence", "facts", "fn", "length", "needs_segments", "options", "pure", "reduction", "row_weight", "tail",
-        "teacher", "temperature", "weight",
+        "_calls", "_foreign_divergence", "facts", "fn", "length", "needs_segments", "options", "pure", "reduction",
+        "row_weight", "tail", "teacher", "temperature", "weight",
     )  # fmt: skip
 
     def __init__(

@@ -561,18 +561,3 @@ def test_metrics_of_a_preference_term(batch: Batch) -> None:
     assert float(out.metrics["dpo/reward_chosen"]) == pytest.approx(0.2 * float(chosen.mean()))
     assert float(out.metrics["dpo/reward_margin"]) == pytest.approx(0.2 * float((chosen - rejected).mean()))
     assert float(out.metrics["dpo/reward_accuracy"]) == pytest.approx(float((chosen > rejected).double().mean()))
-
-
-def test_a_changed_float_option_runs_the_same_trace(batch: Batch, monkeypatch: pytest.MonkeyPatch) -> None:
-    from headloss import plan
-
-    traced = []
-    trace_once = plan._trace_once
-    monkeypatch.setattr(plan, "_trace_once", lambda *a: traced.append(1) or trace_once(*a))
-    losses = []
-    for low in (0.0, 0.05, 0.1, 0.2):
-        objective = hl.Objective(it=hl.Term(LOSSES["gmpo"], low=low, high=0.31))
-        given = batch.given(LOSSES["gmpo"])
-        out = objective(hl.Linear(batch.hidden, batch.weight), batch.targets, segments=batch.segments, **given)
-        losses.append(float(out.loss))
-    assert len(traced) <= 1 and len(set(losses)) == 4

@@ -12,10 +12,11 @@ import torch.nn.functional as F
 from interpreting import rerun
 
 import headloss as hl
+from headloss.call import Env
 from headloss.facts import CONSTANT, Fact, Want, coefficients, finish
 from headloss.losses import LOSSES
 from headloss.metrics import read_metrics
-from headloss.plan import Env, Shape, _flat_arguments, trace
+from headloss.plan import Shape, _flat_arguments, trace
 
 pytest.importorskip("triton")
 INSIDE = os.environ.get("TRITON_INTERPRET") == "1"

@@ -201,7 +201,6 @@ class Printer:
         return bound
 
 
-
 def _sizes(node: Any) -> list[int]:
     found = node.meta.get("val")
     found = found[0] if isinstance(found, tuple | list) else found

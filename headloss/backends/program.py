@@ -266,8 +266,8 @@ class _Page:
         result = ", ".join(f"({''.join(f'{x}, ' for x in texts).rstrip()})" for texts in results)
         return Program(
             function(NAME, arguments, self.printer.lines, f"({result})"),
-            self.want, tuple(self.values), tuple(self.inputs), self.target, tuple(self.printer.numbers), tuple(self.metrics),
-            tuple(self.by_fact), tuple(self.by_input), tuple(there), tuple(self.left_out.items()),
+            self.want, tuple(self.values), tuple(self.inputs), self.target, tuple(self.printer.numbers),
+            tuple(self.metrics), tuple(self.by_fact), tuple(self.by_input), tuple(there), tuple(self.left_out.items()),
             self.width, tuple(tuple(x is not None for x in k.values()) for k in guided), looked,
         )  # fmt: skip
 
