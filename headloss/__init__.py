@@ -16,6 +16,7 @@ from headloss.rows import Prepared, prepare, shift_labels
 from headloss.segments import Segments
 from headloss.sources import Linear, Logits, Sparse
 from headloss.term import Term
+from headloss.verify import Verification, verify
 
 __version__ = "0.1.0"
 
@@ -44,10 +45,12 @@ __all__ = [
     "Segments",
     "Sparse",
     "Term",
+    "Verification",
     "VocabShard",
     "count",
     "losses",
     "prepare",
     "row_facts",
     "shift_labels",
+    "verify",
 ]

@@ -137,3 +137,94 @@ def test_bench_refuses_wrong_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.exit_code == 1
     off = next(w for w in json.loads(found.stdout)["heads"][0]["ways"] if w["way"] == "off")
     assert off["seconds"] is None and not off["ok"]
+
+
+OWN = """
+import torch
+import headloss as hl
+from headloss.losses import cross_entropy, dpo, forward_kl, gspo, kto
+
+beta = 1.0
+
+def right(logprob, entropy, advantage, old_logprob=None, *, power=2.0):
+    ratio = (logprob - (logprob.detach() if old_logprob is None else old_logprob)).exp()
+    return -ratio * advantage - 0.1 * entropy**power, {"ratio": ratio}
+
+def wrong(logp, logq):
+    return logq.exp() * (logq - logp)
+
+wrong.one_pass = lambda teacher_cross_entropy: teacher_cross_entropy
+
+def noisy(logprob):
+    return -logprob * torch.rand_like(logprob)
+
+def sparse(ids_logprob, teacher_ids, teacher_logprob):
+    held = teacher_ids >= 0
+    return -torch.where(held, torch.where(held, ids_logprob, 0.0) * teacher_logprob.exp(), 0.0).sum(-1)
+
+term = hl.Term(right, row_weight="token_weight", reduction="weighted_mean", power=3.0)
+
+def factory():
+    return hl.Objective(
+        ce=cross_entropy, rl=gspo, d=dpo, k=kto, kd=hl.Term(forward_kl, temperature=2.0),
+        metrics=["entropy", "accuracy", "teacher_agreement", "reverse_kl"],
+    )
+
+number = 3
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    name = f"own_losses_{tmp_path.name.replace('-', '_')}"
+    (tmp_path / f"{name}.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    return name
+
+
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("right", ["--seed", "3"]),
+        ("term", ["--dtype", "bfloat16", "--head", "linear"]),
+        ("factory", []),
+        ("factory", ["--top-k", "5", "--dtype", "float64"]),
+        ("sparse", ["--head", "logits"]),
+    ],
+)
+def test_check_of_an_objective_of_ones_own(own: str, name: str, more: list[str]) -> None:
+    size = ["--rows", "48", "--vocab", "61", "--hidden", "8", "--device", "cpu"]
+    found = CliRunner().invoke(main, ["check", "--objective", f"{own}:{name}", *size, *more])
+    assert found.exit_code == 0, found.output
+    heads = ["linear", "logits"] if "--head" not in more else [more[-1]]
+    assert found.stdout.count("all right") == len(heads)
+    assert all(f"{own}:{name}, {head}, " in found.stdout for head in heads)
+
+
+@pytest.mark.parametrize("name", ["wrong", "noisy"])
+def test_check_notices_an_objective_that_is_off(own: str, name: str) -> None:
+    size = ["--rows", "40", "--vocab", "61", "--hidden", "8", "--device", "cpu"]
+    found = CliRunner().invoke(main, ["check", "--objective", f"{own}:{name}", *size, "--json"])
+    assert found.exit_code == 1
+    told = json.loads(found.stdout)
+    assert not told["ok"] and not told["linear"]["ok"]
+    off = [c["what"] for c in told["linear"]["compared"] if not c["ok"]]
+    assert ("loss" if name == "wrong" else "the functions, called twice") in off
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ("{}", "wanted module:name"),
+        ("{}:nothing", "has no 'nothing'"),
+        ("no_such_module:a", "cannot import 'no_such_module'"),
+        ("{}:number", "wanted an Objective, a Term or a function, got int"),
+        ("{}:right --dtype int8", "wanted one of float64"),
+        ("{}:right --head both", "wanted one of linear, logits"),
+    ],
+)
+def test_check_says_what_is_wrong_with_an_objective(own: str, said: str, message: str) -> None:
+    found = CliRunner().invoke(main, ["check", "--device", "cpu", "--objective", *said.format(own).split()])
+    assert found.exit_code == 2
+    words = " ".join(found.output.replace("│", " ").split())
+    assert message in words, words

@@ -26,6 +26,7 @@ from torch import Tensor
 
 import headloss as hl
 from headloss.backends import resolve
+from headloss.cli import own
 from headloss.cli.truth import STUDENT, Problem, Result, dense_facts, dense_loss, leaves_of
 from headloss.divergence import is_divergence
 from headloss.losses import LOSSES
@@ -60,13 +61,26 @@ def command(
     fast: Annotated[bool, typer.Option("--fast", help="Fewer rows and columns.")] = False,
     json_: Annotated[bool, typer.Option("--json", help="Every single check as JSON, and no table.")] = False,
     seed: Annotated[int, typer.Option(help="Of all random numbers.")] = 0,
+    objective: Annotated[str, typer.Option(metavar="MODULE:NAME", help="Verify this objective, term or loss.")] = "",
+    rows: Annotated[int, typer.Option(min=4, help="With --objective: rows of the random data.")] = 64,
+    vocab: Annotated[int, typer.Option(min=8, help="With --objective: size of the vocabulary.")] = 1003,
+    hidden: Annotated[int, typer.Option(min=1, help="With --objective: hidden size.")] = 32,
+    dtype: Annotated[str, typer.Option(help="With --objective: float64, float32, bfloat16 or float16.")] = "float32",
+    head: Annotated[str, typer.Option(help="With --objective: linear or logits; by default both.")] = "",
+    top_k: Annotated[int, typer.Option(min=0, help="With --objective: a sparse teacher of K ids; 0, a dense one.")] = 0,
 ) -> None:
-    """Check every loss and path against float64 on this machine; exit code 1 if anything is off."""
+    """Check every loss and path against float64 on this machine; exit code 1 if anything is off.
+
+    With --objective check one of your own instead, on random data for what its signatures ask.
+    """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device not in ("cpu", "cuda"):
         raise typer.BadParameter(f"wanted cpu or cuda, got {device!r}", param_hint="--device")
     if device == "cuda" and not torch.cuda.is_available():
         raise typer.BadParameter("there is no CUDA device here", param_hint="--device")
+    if objective:
+        _check_own(objective, (rows, vocab, hidden), dtype, device, seed, head, top_k, json_)
+        return
     console = Console(highlight=False)
     bar = Progress(
         TextColumn("[cyan]{task.description:<22}"), BarColumn(), TimeRemainingColumn(), console=console, transient=True,
@@ -85,6 +99,34 @@ def command(
     else:
         console.print(_table(done), *_verdict(done, bad, device), sep="\n")
     if bad:
+        raise typer.Exit(1)
+
+
+def _check_own(
+    where: str, size: tuple[int, int, int], dtype: str, device: str, seed: int, head: str, top_k: int, json_: bool
+) -> None:
+    for name, said, known in (("--dtype", dtype, own.DTYPES), ("--head", head, ("", "linear", "logits"))):
+        if said not in known:
+            raise typer.BadParameter(f"wanted one of {', '.join(filter(None, known))}, got {said!r}", param_hint=name)
+    try:
+        mine = own.load(where)
+    except (TypeError, ValueError) as error:
+        raise typer.BadParameter(str(error), param_hint="--objective") from None
+    found = {}
+    try:
+        for kind in (head,) if head else ("linear", "logits"):
+            source, targets, call = own.make(mine, *size, own.DTYPES[dtype], device, seed, kind, top_k)
+            found[kind] = hl.verify(mine, source, targets, rows=size[0], **call)
+    except (TypeError, ValueError, RuntimeError) as error:
+        hint = "; for data of your own call hl.verify(objective, source, targets, ...) from Python"
+        raise typer.BadParameter(f"{where}: {error}{hint}", param_hint="--objective") from None
+    if json_:
+        head_ = {"headloss": hl.__version__, "torch": torch.__version__, "objective": where, "device": device}
+        told = {kind: v.as_data() for kind, v in found.items()}
+        typer.echo(json.dumps({**head_, "dtype": dtype, "seed": seed, "ok": all(v.ok for v in found.values()), **told}))
+    else:
+        typer.echo("\n\n".join(f"{where}, {kind}, {dtype}, {device}\n{v}" for kind, v in found.items()))
+    if not all(v.ok for v in found.values()):
         raise typer.Exit(1)
 
 

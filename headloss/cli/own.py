@@ -1,0 +1,141 @@
+"""`headloss check --objective module:name`: `hl.verify` of a loss of your own, on random data of the right shapes.
+
+Dimension key:  N rows   V vocabulary   D hidden size   S segments   P pairs   K ids per row
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import headloss as hl
+from headloss.divergence import is_divergence
+from headloss.facts import FACTS, STUDENT
+from headloss.losses import LOSSES
+from headloss.signature import TEACHER_INPUTS, read_signature
+from headloss.teachers import SPARSE
+
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def load(where: str) -> hl.Objective:
+    """The objective at "module:name": an Objective, a Term, a loss, or a function without arguments that makes one."""
+    module, colon, name = where.partition(":")
+    if not colon or not module or not name:
+        raise ValueError(f"wanted module:name, as in my_losses:focal, got {where!r}")
+    sys.path.insert(0, os.getcwd())  # as python -m does
+    try:
+        found: Any = importlib.import_module(module)
+    except ImportError as error:
+        raise ValueError(f"cannot import {module!r}: {error}") from None
+    finally:
+        sys.path.remove(os.getcwd())
+    for part in name.split("."):
+        if not hasattr(found, part):
+            raise ValueError(f"{module} has no {name!r}")
+        found = getattr(found, part)
+    if callable(found) and not isinstance(found, hl.Term) and not inspect.signature(found).parameters:
+        found = found()
+    if isinstance(found, hl.Objective):
+        return found
+    if not callable(getattr(found, "fn", found)):
+        raise ValueError(f"{where}: wanted an Objective, a Term or a function, got {type(found).__name__}")
+    return hl.Objective(**{part: found})
+
+
+def make(
+    objective: hl.Objective, N: int, V: int, D: int, dtype: torch.dtype, device: str, seed: int, head: str, top_k: int
+) -> tuple[Any, Tensor, dict[str, Any]]:
+    """A source, targets and whatever else the signatures ask for, drawn at random."""
+    random = torch.Generator().manual_seed(seed)
+    normal = lambda *shape: torch.randn(*shape, generator=random, dtype=torch.float64)
+    hidden, weight = normal(N, D).to(dtype), (normal(V, D) * 2 / D**0.5).to(dtype)
+    targets = torch.randint(V, (N,), generator=random)
+    targets[torch.rand(N, generator=random) < 0.1] = -100
+    logits = hidden.double() @ weight.double().T
+    logprob = logits.log_softmax(-1).gather(1, targets.clamp(min=0)[:, None])[:, 0]
+    asked = set(_asked(objective))
+    S = max(2, N // 8)
+    S -= S % 2
+    call: dict[str, Any] = {}
+    if "segments" in asked or any(t.needs_segments for t in objective.terms.values()):
+        bounds = torch.linspace(0, N, S + 1).round().long()
+        call["segments"] = hl.Segments.from_cu_seqlens(bounds.to(device))
+    names = {t.teacher or "teacher" for t in objective.terms.values() if _looks(t)}
+    names |= {"teacher"} if not names and any(n in TEACHER_INPUTS or n in _COMPARING for n in asked) else set()
+    sparse = top_k or any(n in TEACHER_INPUTS or n in SPARSE for n in asked)
+    if names:
+        made = {n: _teacher(normal(N, V) * 2, top_k or 8 if sparse else 0, dtype, device) for n in sorted(names)}
+        call["teacher"] = made["teacher"] if names == {"teacher"} else made
+    for name in sorted(asked - {*FACTS, *TEACHER_INPUTS, "segments", "targets"}):
+        call[name] = _input(name, N, S, logprob, normal).to(device)
+    ready = lambda x: x.to(device).requires_grad_()
+    source = hl.Logits(ready(logits.to(dtype))) if head == "logits" else hl.Linear(ready(hidden), ready(weight))
+    return source, targets.to(device), call
+
+
+_ANY = "teacher_cross_entropy"  # stands for everything that needs a teacher of either kind
+_COMPARING = frozenset(FACTS) - frozenset(STUDENT)
+
+
+def _functions(objective: hl.Objective) -> Iterator[Callable[..., Any]]:
+    for term in objective.terms.values():
+        yield term.fn
+        if callable(term.row_weight):
+            yield term.row_weight
+    asked = objective.asked
+    for metric in asked.values() if hasattr(asked, "values") else asked:
+        if isinstance(metric, str) and metric in LOSSES and is_divergence(LOSSES[metric]):
+            yield LOSSES[metric]
+        elif callable(metric):
+            yield metric
+        elif isinstance(metric, hl.Term):
+            yield metric.fn
+
+
+def _asked(objective: hl.Objective) -> Iterator[str]:
+    """What losses, row weights and metrics ask for, by name."""
+    named = {name: fact for term in objective.terms.values() for name, (fact, _) in term.facts.items()}
+    for fn in _functions(objective):
+        own = [_ANY] if is_divergence(fn) else [p.name for p in read_signature(fn).parameters]
+        yield from (named.get(name, name) for name in own)
+    for term in objective.terms.values():
+        yield from [term.row_weight] if isinstance(term.row_weight, str) else []
+    asked = objective.asked
+    for metric in asked.values() if hasattr(asked, "values") else asked:
+        if metric == "teacher_agreement":
+            yield _ANY
+        elif isinstance(metric, str) and metric in FACTS:
+            yield metric
+
+
+def _looks(term: hl.Term) -> bool:
+    """Whether a term looks at a teacher."""
+    names = [p.name for p in read_signature(term.fn).parameters] + [fact for fact, _ in term.facts.values()]
+    return is_divergence(term.fn) or any(n in _COMPARING or n in TEACHER_INPUTS for n in names)
+
+
+def _teacher(logits: Tensor, K: int, dtype: torch.dtype, device: str) -> Any:
+    if not K:
+        return hl.Logits(logits.to(dtype).to(device))
+    top = logits.log_softmax(-1).topk(min(K, logits.shape[1]))
+    return hl.Sparse(top.indices.to(device), top.values.float().to(device))
+
+
+def _input(name: str, N: int, S: int, logprob: Tensor, normal: Callable[..., Tensor]) -> Tensor:
+    if name == "pairs":
+        return torch.arange(S // 2 * 2).view(-1, 2)
+    if name == "desirable":
+        return torch.arange(S) % 2 == 0
+    if name == "kl":
+        return torch.tensor(0.3)
+    if name.endswith("logprob"):
+        return (logprob + 0.1 * normal(N)).clamp(max=-1e-3).float()
+    return normal(N).abs().float() if "weight" in name or "mask" in name else normal(N).float()

@@ -1,0 +1,336 @@
+"""`hl.verify`: right objectives pass on every source, wrong ones are caught, and what it cannot check it says."""
+
+import json
+
+import oracle
+import pytest
+import torch
+
+import headloss as hl
+from headloss import plan
+from headloss.losses import (
+    LOSSES,
+    cross_entropy,
+    dpo,
+    entropy_bonus,
+    forward_kl,
+    grpo,
+    gspo,
+    jsd,
+    kto,
+    reverse_kl,
+    z_loss,
+)
+
+N, V, D = 50, 37, 5
+SEGMENTS = hl.Segments.from_cu_seqlens(torch.tensor([0, 7, 8, 20, 31, 42, 50]))
+
+
+def data(dtype=torch.float32, lead=(N,)):
+    targets = torch.randint(V, lead)
+    targets.view(-1)[::9] = -100
+    draw = lambda *shape: torch.randn(*lead, *shape)
+    return targets, {
+        "logits": (3 * draw(V)).to(dtype).requires_grad_(),
+        "hidden": draw(D).to(dtype).requires_grad_(),
+        "weight": (2 * torch.randn(V, D)).to(dtype).requires_grad_(),
+        "bias": torch.randn(V).to(dtype).requires_grad_(),
+        "advantage": draw(),
+        "old_logprob": -3 * torch.rand(lead),
+    }
+
+
+def sources(x, **more):
+    return {
+        "logits": hl.Logits(x["logits"], **more),
+        "linear": hl.Linear(x["hidden"], x["weight"], x["bias"], **more),
+        "chunks": hl.Linear(x["hidden"], x["weight"], memory=5 * V * 8, **more),
+    }
+
+
+@pytest.mark.parametrize("kind", ["Logits", "Linear"])
+@pytest.mark.parametrize("name", sorted(oracle.LOSSES))
+def test_every_loss_passes(name, kind):
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        problem = oracle.problem_for(oracle.LOSSES[name], kind, (40,))
+        objective = hl.Objective(it=oracle.LOSSES[name], metrics=["entropy", "accuracy", "perplexity"])
+        leaves = {n: x.detach().to(dtype).requires_grad_() for n, x in problem.tensors.items()}
+        given = oracle.call_arguments(problem, torch.float32)
+        report = hl.verify(objective, problem.source(leaves), problem.targets, segments=problem.segments, **given)
+        assert report.check() is report and report.ok
+        names = [c.what for c in report.compared]
+        assert {"loss", "term it", "metric entropy", "metric accuracy", "metric perplexity"} <= set(names)
+        assert {f"gradient of {n}" for n in leaves} <= set(names)
+
+
+@pytest.mark.parametrize("where", ["logits", "linear", "chunks"])
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"temperature": 0.5},
+        {"scale": 0.7, "softcap": 5.0},
+        {"temperature": torch.linspace(0.5, 2.0, N), "softcap": 8.0},
+    ],
+    ids=["temperature", "softcap", "per row"],
+)
+def test_what_a_source_says(where, said):
+    targets, x = data()
+    objective = hl.Objective(
+        ce=hl.Term(cross_entropy, label_smoothing=0.1), z=hl.Term(z_loss, weight=0.01, temperature=2.0),
+        h=hl.Term(lambda entropy, hot: -entropy * hot, facts={"hot": ("sum_p2", 3.0)}), metrics=["lse", "max_logprob"],
+    )  # fmt: skip
+    hl.verify(objective, sources(x, **said)[where], targets).check()
+
+
+@pytest.mark.parametrize("where", ["logits", "linear", "chunks"])
+@pytest.mark.parametrize("reduction", ["token_mean", "token_sum", "seq_mean_token_mean", "seq_mean_token_sum_norm"])
+def test_reductions_weights_counts(where, reduction):
+    targets, x = data()
+    length = {"length": 20.0} if reduction.endswith("norm") else {}
+    objective = hl.Objective(
+        rl=hl.Term(gspo, low=0.1, high=0.1, reduction=reduction, **length),
+        ce=hl.Term(cross_entropy, row_weight="w", reduction="weighted_mean"),
+        h=hl.Term(entropy_bonus, row_weight=lambda logprob, segments: (segments.mean(logprob) < -2).to(logprob.dtype)),
+        off=hl.Term(z_loss, weight=0),
+    )
+    report = hl.verify(
+        objective, sources(x)[where], targets, segments=SEGMENTS, advantage=x["advantage"], w=torch.rand(N),
+        weights={"ce": torch.tensor(0.3), "h": 2.0}, num_items=77, num_segments=torch.tensor(9), grad_scale=8.0,
+    )  # fmt: skip
+    report.check()
+    assert report.rows == "50 of 50 rows, 6 of 6 segments"
+
+
+TEACHERS = {
+    "dense": lambda: hl.Logits(2 * torch.randn(N, V), temperature=1.5),
+    "narrow": lambda: hl.Logits(2 * torch.randn(N, V - 4), softcap=4.0),
+    "linear": lambda: hl.Linear(torch.randn(N, 3), torch.randn(V, 3)),
+    "sparse": lambda: hl.Sparse(torch.randint(-1, V, (N, 6)), torch.randn(N, 8).log_softmax(-1)[:, :6]),
+}
+
+
+@pytest.mark.parametrize("where", ["logits", "linear", "chunks"])
+@pytest.mark.parametrize("teacher", TEACHERS)
+def test_teachers(where, teacher):
+    targets, x = data()
+    objective = hl.Objective(
+        kd=forward_kl, rk=hl.Term(reverse_kl, temperature=2.0), js=hl.Term(jsd, beta=0.3),
+        ce=hl.Term(cross_entropy, weight=0.1), metrics=["tvd", "teacher_agreement"],
+    )  # fmt: skip
+    hl.verify(objective, sources(x)[where], targets, teacher=TEACHERS[teacher]()).check()
+    if teacher == "sparse":
+        for tail in ("none", "renormalise"):
+            tailed = hl.Objective(kd=hl.Term(forward_kl, tail=tail), js=hl.Term(jsd, tail=tail))
+            hl.verify(tailed, sources(x)[where], targets, teacher=TEACHERS[teacher]()).check()
+    named = hl.Objective(a=hl.Term(forward_kl, teacher="a"), b=hl.Term(jsd, teacher="b"))
+    two = {"a": TEACHERS[teacher](), "b": TEACHERS["dense"]()}
+    hl.verify(named, sources(x)[where], targets, teacher=two, rows=20).check()
+
+
+def ids_loss(ids_logprob, tail_logprob, teacher_ids, teacher_logprob):
+    held = teacher_ids >= 0
+    each = torch.where(held, torch.where(held, teacher_logprob, 0.0).exp() * torch.where(held, ids_logprob, 0.0), 0.0)
+    return -each.sum(-1) - 0.1 * tail_logprob
+
+
+def test_losses_of_teachers_facts():
+    targets, x = data()
+    mine = hl.Objective(a=ids_loss, metrics=["topk_overlap"])
+    hl.verify(mine, hl.Logits(x["logits"]), targets, teacher=TEACHERS["sparse"]()).check()
+    dense = hl.Objective(
+        a=lambda teacher_cross_entropy, reverse_cross_entropy, teacher_entropy: (
+            teacher_cross_entropy * reverse_cross_entropy - teacher_entropy
+        )
+    )
+    hl.verify(dense, hl.Logits(x["logits"]), targets, teacher=TEACHERS["narrow"]()).check()
+
+
+def test_lines_prepared_masked_in_place_frozen_and_learned_inputs():
+    lead = (5, 10)
+    targets, x = data(lead=lead)
+    segments = hl.Segments.from_batch(targets)
+    objective = hl.Objective(rl=grpo, h=entropy_bonus, metrics=["accuracy"])
+    given = {"advantage": x["advantage"].requires_grad_(), "old_logprob": x["old_logprob"]}
+    linear = hl.Linear(x["hidden"], x["weight"].detach())
+    report = hl.verify(objective, linear, targets, **given).check()
+    assert "gradient of advantage" in [c.what for c in report.compared]
+    assert report.unchecked == ("the gradient of weight, which does not require grad",)
+    assert "not checked: the gradient of weight" in str(report)
+    hl.verify(objective, linear, hl.prepare(targets, segments), **given, rows=20).check()
+    hl.verify(objective, linear, targets, host_read=False, **given).check()
+    hl.verify(objective, hl.Logits(x["logits"] * 1.0, inplace=True), targets, **given).check()
+    hl.verify(objective, hl.Logits(x["logits"].detach()), targets, advantage=0.5).check()  # then all of its tensors
+    hl.verify(hl.Objective(z=z_loss), hl.Logits(x["logits"])).check()  # no targets
+
+
+def test_whole_segments_and_pairs_are_taken():
+    targets, x = data()
+    source = hl.Linear(x["hidden"], x["weight"])
+    pairs = torch.tensor([[5, 0], [2, 3], [4, 1]])
+    report = hl.verify(hl.Objective(a=dpo), source, targets, segments=SEGMENTS, pairs=pairs, rows=20,
+                       ref_logprob=x["old_logprob"]).check()  # fmt: skip
+    assert report.rows == "15 of 50 rows, 2 of 6 segments"
+    flags = torch.tensor([True, False, False, True, True, False])
+    report = hl.verify(hl.Objective(a=kto), source, targets, segments=SEGMENTS, desirable=flags, rows=9,
+                       ref_logprob=x["old_logprob"]).check()  # fmt: skip
+    assert report.rows == "8 of 50 rows, 2 of 6 segments"
+    assert (
+        hl.verify(hl.Objective(a=cross_entropy), source, targets, rows=V).rows == "36 of 50 rows"
+    )  # V would be unclear
+
+
+class Settings:
+    beta = 1.0
+
+
+def reads_settings(logprob):
+    return -getattr(Settings, "beta") * logprob  # noqa: B009
+
+
+def test_a_stale_value_is_caught(monkeypatch):
+    """A trace that is believed where the function reads something new; here by force, whatever the trace may know."""
+    kept = {}
+
+    def stale(call, *rest):
+        return kept.setdefault(call.fn, fresh(call, *rest))
+
+    fresh = plan.trace
+    monkeypatch.setattr("headloss.planning.trace", stale)
+    monkeypatch.setattr("headloss.planning.identity", lambda fn: (id(fn), ()))
+    monkeypatch.setattr("headloss.plan.identity", lambda fn: (id(fn), ()))
+    targets, x = data()
+    objective = hl.Objective(a=reads_settings)
+    source = hl.Linear(x["hidden"], x["weight"])
+    hl.verify(objective, source, targets).check()
+    monkeypatch.setattr(Settings, "beta", 2.0)
+    report = hl.verify(objective, source, targets)
+    off = [c.what for c in report.compared if not c.ok]
+    assert not report.ok and {"gradient of hidden", "gradient of weight"} <= set(off)
+    with pytest.raises(AssertionError, match="gradient of hidden .*off, "):
+        report.check()
+
+
+def mixing(logprob):
+    return -((logprob - logprob.mean()) ** 2)
+
+
+def across_segments(logprob, segments):
+    return -segments.mean(logprob) * logprob.mean()
+
+
+@pytest.mark.parametrize("loss", [mixing, across_segments])
+def test_a_wrong_class_is_caught(loss, monkeypatch):
+    targets, x = data()
+    source = hl.Linear(x["hidden"], x["weight"])
+    call = {"segments": SEGMENTS} if loss is across_segments else {}
+    hl.verify(hl.Objective(a=loss), source, targets, **call).check()
+    monkeypatch.setattr(plan, "_TRACES", {})
+    monkeypatch.setattr(plan, "classify", lambda *_: ("segment" if call else "row", "so it is said"))
+    report = hl.verify(hl.Objective(a=loss), source, targets, **call)
+    assert [c.run for c in report.compared if c.what == "gradient of hidden" and not c.ok] == ["in chunks"]
+
+
+def wrong_kl(logp, logq):
+    return logq.exp() * (logq - logp)
+
+
+wrong_kl.one_pass = lambda teacher_cross_entropy, teacher_entropy: teacher_cross_entropy - 1.01 * teacher_entropy
+
+
+def test_a_wrong_one_pass_is_caught():
+    targets, x = data()
+    report = hl.verify(hl.Objective(a=wrong_kl), hl.Logits(x["logits"]), targets, teacher=TEACHERS["dense"]())
+    assert {"loss", "term a"} <= {c.what for c in report.compared if not c.ok}
+
+
+def drops(logprob):
+    return -logprob * torch.rand_like(logprob)
+
+
+class Counting:
+    def __init__(self):
+        self.calls = 0
+        self.__name__ = "counting"
+
+    def __call__(self, logprob):
+        self.calls += 1
+        return -logprob * self.calls
+
+
+@pytest.mark.parametrize("loss", [drops, Counting(), lambda logprob: logprob + torch.randn(()).item()])
+def test_what_is_not_deterministic_is_said(loss):
+    targets, x = data()
+    report = hl.verify(hl.Objective(a=loss), hl.Logits(x["logits"]), targets)
+    assert not report.ok and "the functions, called twice" in [c.what for c in report.compared if not c.ok]
+    assert "not deterministic" in str(report)
+
+
+@pytest.mark.parametrize(
+    ("where", "wrong"),
+    [
+        ("headloss.reductions.over", lambda count: 1.0 / (count + 1)),
+        ("headloss.bound.BoundLoss._scale", lambda self, term: 1.1 * term.weight),
+    ],
+)
+def test_a_wrong_engine_is_caught(where, wrong, monkeypatch):
+    targets, x = data()
+    objective = hl.Objective(a=cross_entropy, b=hl.Term(entropy_bonus, weight=0.5))
+    monkeypatch.setattr(where, wrong)
+    assert not hl.verify(objective, hl.Linear(x["hidden"], x["weight"]), targets).ok
+
+
+def only_float32(logprob):
+    return -torch.zeros(len(logprob)).index_add(0, torch.arange(len(logprob)), logprob)
+
+
+def test_what_cannot_run_in_float64_is_compared_as_it_can_be_and_says_so():
+    targets, x = data()
+    report = hl.verify(hl.Objective(a=only_float32), hl.Logits(x["logits"]), targets).check()
+    assert len(report.unchecked) == 1 and "in place of float64, in which a function cannot run" in report.unchecked[0]
+
+
+def test_nothing_of_the_callers_changes():
+    targets, x = data()
+    source, advantage = hl.Linear(x["hidden"], x["weight"]), x["advantage"]
+    before = [t.detach().clone() for t in (*source.tensors, targets, advantage)]
+    state = torch.random.get_rng_state()
+
+    def writes(logprob, advantage):
+        noise = torch.rand_like(logprob) * 0
+        return -logprob * advantage.clone().mul_(2.0) + noise
+
+    with torch.no_grad():  # it takes gradients by itself
+        hl.verify(hl.Objective(a=writes), source, targets, advantage=advantage).check()
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert all(torch.equal(a, b) for a, b in zip(before, (*source.tensors, targets, advantage), strict=True))
+    assert x["hidden"].grad is None and x["weight"].grad is None
+
+
+def test_the_report():
+    targets, x = data()
+    report = hl.verify(hl.Objective(ce=cross_entropy), hl.Logits(x["logits"]), targets, rows=16)
+    lines = str(report).splitlines()
+    assert lines[0].split() == ["quantity", "difference", "allowed"]
+    assert lines[-1].startswith("all right; 16 of 50 rows; backend torch, ") and lines[-1].endswith("(ce: row)")
+    told = json.loads(json.dumps(report.as_data()))
+    assert told["ok"] and told["rows"] == "16 of 50 rows" and all(c["ok"] for c in told["compared"])
+
+
+def test_refusals():
+    targets, x = data()
+    objective, source = hl.Objective(ce=cross_entropy), hl.Logits(x["logits"])
+    for rows in (0, -1, True, 2.5):
+        with pytest.raises(ValueError, match="rows: wanted how many rows to take"):
+            hl.verify(objective, source, targets, rows=rows)
+    with pytest.raises(TypeError, match="advantages: no loss asks for this input"):
+        hl.verify(objective, source, targets, advantages=x["advantage"])
+    with pytest.raises(ValueError, match="segments: lie on several ranks"):
+        hl.verify(hl.Objective(a=gspo), source, targets, advantage=x["advantage"],
+                  segments=hl.Segments(SEGMENTS.ids, 6, group=object()))  # fmt: skip
+
+
+def test_every_loss_of_the_package_is_one_that_verify_knows():
+    assert set(oracle.LOSSES) <= set(LOSSES)
+    targets, x = data()
+    for name in sorted(set(LOSSES) - set(oracle.LOSSES)):  # the divergences
+        hl.verify(hl.Objective(a=LOSSES[name]), hl.Logits(x["logits"]), targets, teacher=TEACHERS["dense"]()).check()
