@@ -271,6 +271,11 @@ FAULTS = [
     Fault("metrics.py", "x_MR = torch.where(counted, x_MR, 0)", "pass", "metrics see ignored rows"),
     Fault("metrics.py", 'combined = {"sum": everyone.sum(0)', 'combined = {"sum": everyone.mean(0)', "sums of ranks are averaged", ("tests/test_seeded.py",)),
     Fault("metrics.py", "return argmax == targets", "return argmax == targets + 1", "accuracy: off by one"),
+    # verify: what would make it see nothing
+    Fault("verify.py", "\"in chunks\", how, max(1, N // 3) * per_row)", "\"in chunks\", how)", "verify never runs in chunks: a wrong class passes", ("tests/trust/test_verify.py",)),
+    Fault("verify.py", "again = answer(objective, plain, wide, _leaves(plain, wide))", "again = truth", "verify does not notice random losses", ("tests/trust/test_verify.py",)),
+    Fault("verify.py", "return self.difference <= self.allowed  # false for NaN", "return not self.difference > self.allowed", "verify takes NaN for right", ("tests/trust/test_verify.py",)),
+    Fault("dense.py", "return f(*self.both(s, term.temperature, teacher)).sum(-1), {}", "return term.fn.one_pass(**self.arguments(term.fn.one_pass, term)), {}", "verify believes a one_pass", ("tests/trust/test_verify.py",)),
     # Losses
     Fault("losses/_policy.py", "-torch.minimum(ratio * advantage", "-torch.maximum(ratio * advantage", "clip: the optimistic of the two"),
     Fault("losses/_policy.py", "ratio.clamp(1 - low, 1 + high)", "ratio.clamp(1 - high, 1 + low)", "clip: swapped bounds"),

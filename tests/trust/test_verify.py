@@ -1,6 +1,7 @@
 """`hl.verify`: right objectives pass on every source, wrong ones are caught, and what it cannot check it says."""
 
 import json
+import types
 
 import oracle
 import pytest
@@ -183,31 +184,54 @@ class Settings:
     beta = 1.0
 
 
-def reads_settings(logprob):
-    return -getattr(Settings, "beta") * logprob  # noqa: B009
+TABLE, LIST, OBJECT = {"beta": 1.0}, [1.0], types.SimpleNamespace(beta=1.0)
 
 
-def test_a_stale_value_is_caught(monkeypatch):
-    """A trace that is believed where the function reads something new; here by force, whatever the trace may know."""
-    kept = {}
+def by_class(logprob):
+    return -Settings.beta * logprob
 
-    def stale(call, *rest):
-        return kept.setdefault(call.fn, fresh(call, *rest))
 
-    fresh = plan.trace
-    monkeypatch.setattr("headloss.planning.trace", stale)
-    monkeypatch.setattr("headloss.planning.identity", lambda fn: (id(fn), ()))
-    monkeypatch.setattr("headloss.plan.identity", lambda fn: (id(fn), ()))
+def by_dict(logprob):
+    return -TABLE["beta"] * logprob
+
+
+def by_list(logprob):
+    return -sum(LIST) * logprob
+
+
+def by_object(logprob):
+    return -OBJECT.beta * logprob
+
+
+CHANGES = {
+    by_class: lambda: setattr(Settings, "beta", 1.01),
+    by_dict: lambda: TABLE.update(beta=1.01),
+    by_list: lambda: LIST.append(0.01),
+    by_object: lambda: setattr(OBJECT, "beta", 1.01),
+}
+
+
+@pytest.mark.parametrize("where", ["linear", "chunks"])
+@pytest.mark.parametrize("loss", CHANGES, ids=lambda fn: fn.__name__)
+def test_a_stale_value_is_caught(loss, where, monkeypatch):
+    """A term that is said to be pure and is not: its trace has the value that it read first."""
+    monkeypatch.setattr(Settings, "beta", 1.0)
+    TABLE["beta"] = 1.0
+    LIST[:] = [1.0]
+    OBJECT.beta = 1.0
     targets, x = data()
-    objective = hl.Objective(a=reads_settings)
-    source = hl.Linear(x["hidden"], x["weight"])
-    hl.verify(objective, source, targets).check()
-    monkeypatch.setattr(Settings, "beta", 2.0)
+    objective = hl.Objective(a=hl.Term(loss, pure=True), b=hl.Term(cross_entropy, weight=0.1))
+    source = sources(x)[where]
+    objective(source, targets)
+    CHANGES[loss]()
     report = hl.verify(objective, source, targets)
-    off = [c.what for c in report.compared if not c.ok]
-    assert not report.ok and {"gradient of hidden", "gradient of weight"} <= set(off)
-    with pytest.raises(AssertionError, match="gradient of hidden .*off, "):
+    off = {c.what for c in report.compared if not c.ok}
+    assert off >= {"gradient of hidden", "gradient of weight"} and not report.ok
+    with pytest.raises(AssertionError, match="gradient of .*off, "):
         report.check()
+    hl.verify(
+        hl.Objective(a=loss, b=hl.Term(cross_entropy, weight=0.1)), source, targets
+    ).check()  # not pure: it is right
 
 
 def mixing(logprob):
@@ -277,6 +301,20 @@ def test_a_wrong_engine_is_caught(where, wrong, monkeypatch):
     objective = hl.Objective(a=cross_entropy, b=hl.Term(entropy_bonus, weight=0.5))
     monkeypatch.setattr(where, wrong)
     assert not hl.verify(objective, hl.Linear(x["hidden"], x["weight"]), targets).ok
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_number_that_is_none_is_never_right(bad, monkeypatch):
+    targets, x = data()
+    plain = hl.Objective.__call__
+
+    def spoiled(self, *args, **kwargs):
+        out = plain(self, *args, **kwargs)
+        return out._replace(loss=out.loss * bad)
+
+    monkeypatch.setattr(hl.Objective, "__call__", spoiled)
+    report = hl.verify(hl.Objective(ce=cross_entropy), hl.Logits(x["logits"]), targets)
+    assert {c.what for c in report.compared if not c.ok} >= {"loss", "gradient of logits"}
 
 
 def only_float32(logprob):
