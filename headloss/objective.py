@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -82,7 +83,7 @@ class Objective:
     __slots__ = ("asked", "backend", "every_term", "key", "known", "losses", "metrics", "names", "standing", "terms")
     asked: Any  # the metrics as they were given
     losses: Mapping[str, Callable[..., Any]]  # that `from_config` was given, for `to_config`
-    terms: dict[str, Term]
+    terms: Mapping[str, Term]
     metrics: tuple[tuple[str, Call], ...]
     backend: str
     key: str  # of its content: a graph made with one objective serves all that are equal
@@ -105,7 +106,7 @@ class Objective:
             raise ValueError("terms: wanted at least one loss, as in Objective(ce=cross_entropy)")
         check_backend(backend)
         metrics = own_metrics(metrics)
-        object.__setattr__(self, "terms", {name: as_term(name, x) for name, x in terms.items()})
+        object.__setattr__(self, "terms", MappingProxyType({name: as_term(name, x) for name, x in terms.items()}))
         object.__setattr__(self, "asked", metrics)
         object.__setattr__(self, "losses", {})
         object.__setattr__(self, "metrics", tuple(read_metrics(metrics)))
@@ -122,7 +123,7 @@ class Objective:
         raise AttributeError(f"Objective is immutable; make a new one to change {name!r}")
 
     def __reduce__(self) -> Any:
-        return _made, (self.terms, self.asked, self.backend, self.losses)
+        return _made, (dict(self.terms), self.asked, self.backend, self.losses)
 
     def __deepcopy__(self, memo: object) -> Objective:
         return self  # immutable: a copied model keeps its objective

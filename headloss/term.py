@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
@@ -106,11 +107,11 @@ class Term:
         object.__setattr__(self, "_calls", {})
         for name, said in (
             ("fn", fn), ("weight", weight), ("reduction", reduction), ("length", length), ("row_weight", row_weight),
-            ("temperature", temperature), ("facts", _check_facts(facts)), ("teacher", teacher), ("tail", tail),
-            ("pure", pure),
+            ("temperature", temperature), ("facts", MappingProxyType(_check_facts(facts))), ("teacher", teacher),
+            ("tail", tail), ("pure", pure),
         ):  # fmt: skip
             object.__setattr__(self, name, said)
-        object.__setattr__(self, "options", _check_options(fn, options))
+        object.__setattr__(self, "options", MappingProxyType(_check_options(fn, options)))
         if is_divergence(fn):
             Element(fn, self.options, pure).check()
         object.__setattr__(self, "_foreign_divergence", is_divergence(fn) and not ours(fn))
@@ -122,14 +123,17 @@ class Term:
         raise AttributeError(f"Term is immutable; make a new one to change {name!r}")
 
     def __reduce__(self) -> Any:
-        said = {name: getattr(self, name) for name in RESERVED} | dict(self.options)
-        return _made, (self.fn, said)
+        return _made, (self.fn, self._said() | dict(self.options))
 
     def __repr__(self) -> str:
-        said = {name: getattr(self, name) for name in sorted(RESERVED & set(self.__slots__))}
+        said = self._said()
         plain = {"weight": 1.0, "reduction": "token_mean", "facts": {}, "tail": "bucket", "pure": False}
         said = {k: v for k, v in said.items() if v is not None and v != plain.get(k)} | dict(self.options)
         return f"Term({', '.join([function_name(self.fn), *(f'{k}={v!r}' for k, v in said.items())])})"
+
+    def _said(self) -> dict[str, Any]:
+        """What it was made with, apart from its function and options."""
+        return {name: getattr(self, name) for name in sorted(RESERVED)} | {"facts": dict(self.facts)}
 
     def call(self, source_temperature: float | None, teachers: Mapping[str, Teacher]) -> Call:
         """The function ready to be called: its facts named, and a divergence in the form that its teacher allows."""

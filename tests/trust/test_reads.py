@@ -2,6 +2,7 @@
 
 import math
 import os
+import pickle
 import random
 
 import knobs
@@ -381,3 +382,19 @@ def test_targets_that_may_be_missing():
         want = (torch.logsumexp(z, 1) * factor).mean()
         torch.testing.assert_close(out.loss, want)
         torch.testing.assert_close(*(torch.autograd.grad(y, z, retain_graph=True)[0] for y in (out.loss, want)))
+
+
+def test_terms_and_options_cannot_be_changed_behind_a_plan():
+    term = hl.Term(hl.losses.focal, gamma=2.0, facts={})
+    objective = hl.Objective(it=term)
+    for change in (
+        lambda: objective.terms.update(z=hl.losses.z_loss),
+        lambda: objective.terms.__setitem__("it", term),
+        lambda: term.options.__setitem__("gamma", 0.0),
+        lambda: term.facts.__setitem__("hot", ("entropy", 2.0)),
+    ):
+        with pytest.raises((TypeError, AttributeError)):
+            change()
+    assert repr(hl.Term(hl.losses.focal, gamma=2.0)) == "Term(focal, gamma=2.0)"
+    again = pickle.loads(pickle.dumps(objective))
+    assert repr(again) == repr(objective)
