@@ -6,6 +6,7 @@ facts; autograd on small vectors gives the coefficients; one more sweep writes t
 
 from headloss import losses
 from headloss.heads import Grads
+from headloss.layout import PerRow, PerSegment, Whole
 from headloss.metrics import Meter, Metric
 from headloss.module import FusedLMHead, Inputs
 from headloss.objective import Objective, row_facts
@@ -41,12 +42,15 @@ __all__ = [
     "Metric",
     "Objective",
     "Output",
+    "PerRow",
+    "PerSegment",
     "Prepared",
     "Segments",
     "Sparse",
     "Term",
     "Verification",
     "VocabShard",
+    "Whole",
     "count",
     "losses",
     "prepare",

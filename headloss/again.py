@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 from headloss.binding import check_count
 from headloss.facts import CONSTANT
 from headloss.heads import Grads, elsewhere
+from headloss.layout import PerRow
 from headloss.one_launch import Launched, measured
 from headloss.passes import Held
 from headloss.planning import Plan, call_weights, keep
@@ -70,12 +71,14 @@ def form_of(
         given.append(name)
         if value is None:
             given.append(None)
-        elif type(value) is not Tensor or value.device != device or (grad and value.requires_grad) or name == "pairs":
+            continue
+        if type(value) is PerRow and value.value.ndim:
+            value = value.value
+        if type(value) is not Tensor or value.device != device or (grad and value.requires_grad) or name == "pairs":
             return None
-        elif value.ndim == 0 or value.shape == leading:
-            given += (value.dtype, value.ndim == 0)
-        else:
-            return None
+        if value.ndim and (value.shape != leading or leading == x.shape[-1:]):
+            return None  # as many rows as columns: what it is has to be asked
+        given += (value.dtype, value.ndim == 0)
     off, foreign = objective.standing
     given.append(_off(call_weights(objective, rest[2])) if rest[2] else off)
     given.append(torch.get_default_dtype())
@@ -205,7 +208,7 @@ class Form:
     ) -> tuple[Any, ...]:
         """Inputs, bases, factors and numbers, as the kernel takes them."""
         number = self.kernels._number
-        flat = [inputs[name] for name in self.program.inputs]
+        flat = [x.value if type(x) is PerRow else x for x in map(inputs.__getitem__, self.program.inputs)]
         mean = mean if type(mean) is float else number(mean, device)
         return (
             tuple([number(v if v.ndim < 2 else v.reshape(-1), device) for v in flat]),

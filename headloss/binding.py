@@ -14,6 +14,7 @@ from headloss.facts import Want
 from headloss.guides import SparseGuide, bind_guides, most_rows, teacher_bytes
 from headloss.planning import Plan
 from headloss.rows import Prepared, Rows, bind_rows
+from headloss.segments import readable
 from headloss.signature import TEACHER_INPUTS
 from headloss.sources import Linear, Logits, Source
 from headloss.sweeps import Chunk, Sweep
@@ -145,10 +146,20 @@ def without_triton(want: Want) -> str | None:
 
 
 def check_count(name: str, x: object) -> None:
-    if x is None or (isinstance(x, Tensor) and x.ndim == 0 and not x.requires_grad):
+    """A whole number, at least 0; on a device it is checked there, and nothing waits."""
+    if x is None:
         return
-    if isinstance(x, Tensor | bool) or not isinstance(x, int | float):
-        got = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
-        raise TypeError(f"{name}: wanted a number or a scalar tensor, got {got}")
-    if x < 0:
-        raise ValueError(f"{name}: wanted a count, got {x}")
+    if isinstance(x, Tensor):
+        if x.ndim or x.requires_grad or x.dtype == torch.bool or x.dtype.is_complex:
+            got = f"one of shape {tuple(x.shape)}" if x.ndim else f"{x.dtype}" + ", requires grad" * x.requires_grad
+            raise TypeError(f"{name}: wanted a number or a scalar tensor without grad, got {got}")
+        if not readable(x):
+            if x.device.type != "meta":
+                good = x >= 0 if not x.dtype.is_floating_point else (x >= 0) & (x.frac() == 0)
+                torch._assert_async(good, f"{name}: wanted a whole number, at least 0")
+            return
+        x = x.item()
+    elif isinstance(x, bool) or not isinstance(x, int | float):
+        raise TypeError(f"{name}: wanted a number or a scalar tensor, got {type(x).__name__}")
+    if not (x >= 0 and x % 1 == 0):
+        raise ValueError(f"{name}: wanted a count (a whole number, at least 0), got {x}")

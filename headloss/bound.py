@@ -2,8 +2,8 @@
 
 Dimension key:  R rows that count   S segments   P pairs
 
-An input of the targets' shape has one value a row.  One of (S,) has one a segment; a scalar and an integer table belong
-to all rows.  The loss functions see flat vectors of the rows that count, whatever shape the caller's batch has.
+The loss functions see flat vectors of the rows that count, whatever shape the caller's batch has; `layout` says which
+inputs go by row, by segment, or whole.
 """
 
 from __future__ import annotations
@@ -55,6 +55,9 @@ def check_belongs(call: Call, kind: str | None, shapes: Mapping[str, Shape], len
             f"{call.signature.name}: wanted one value a row, a segment or a pair; {got} belong to none of them.  "
             f"Give a row that should not count the value 0, or its target -100"
         )
+    said, found = call.signature.returns, "pair" if kind == "other" else kind
+    if said is not None and found is not None and said != found:
+        raise WrongValueError(f"{call.signature.name}.returns: is {said!r}, but it returns one value per {found}")
 
 
 def check_constants(names: Iterable[str], calls: Iterable[Call]) -> None:
@@ -67,63 +70,6 @@ def check_constants(names: Iterable[str], calls: Iterable[Call]) -> None:
                 f"{name}: requires grad, but no gradient flows to it: {' and '.join(dict.fromkeys(takers))} takes it "
                 f"as a constant; pass {name}.detach()"
             )
-
-
-def layout(
-    name: str,
-    x: Any,
-    shape: tuple[int, ...],
-    segments: Segments | None,
-    tables: Mapping[str, int],
-    device: torch.device,
-) -> tuple[Tensor, Shape]:
-    """An input as a tensor, and how it is laid out; an error if it fits nothing."""
-    if isinstance(x, bool | int | float):
-        dtype = torch.float64 if isinstance(x, float) and device.type != "mps" else None
-        x = torch.full((), x, dtype=dtype, device=device)  # there, because clamp takes no scalar from the host
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name}: wanted a tensor or a number, got {type(x).__name__}")
-    if "logprob" in name and x.dtype.is_floating_point and x.dtype.itemsize < 4:
-        raise TypeError(
-            f"{name}: is {x.dtype}, wanted float32 or better: a log-probability of -10 in bfloat16 can be off by 0.03 "
-            f"(FSDP casts loose inputs; wrap them in hl.Inputs)"
-        )
-    if x.ndim and x.device != device:
-        raise ValueError(f"{name}: is on {x.device}, but the source is on {device}")
-    if name == "pairs":
-        _check_pairs(x, segments)
-    lead = tuple(x.shape[: len(shape)])
-    grad = x.requires_grad and torch.is_grad_enabled()
-    rest: tuple[int, ...] = ()
-    if x.ndim == 0:
-        kind = "scalar"
-    elif lead == shape and name != "pairs":
-        kind, rest = "row", tuple(x.shape[len(shape) :])
-    elif segments is not None and tuple(x.shape[:1]) == (segments.num_segments,) and name != "pairs":
-        kind, rest = "segment", tuple(x.shape[1:])
-    elif (not x.dtype.is_floating_point and x.ndim > 1) or x.shape[0] in tables.values():
-        kind, rest = "whole", tuple(x.shape)
-    else:
-        per_segment = f", ({segments.num_segments},) for one a segment" if segments is not None else ""
-        lines = len(shape) == 2 and tuple(x.shape) in (shape[:1], (shape[0], 1))
-        spread = f"; {name}.view(-1, 1).expand{shape} gives each row its line's value" if lines else ""
-        raise ValueError(
-            f"{name}: has shape {tuple(x.shape)}; wanted {shape} for one value a row{per_segment}, or a scalar "
-            f"(a function that captures a tensor may use one of any shape){spread}"
-        )
-    return x, Shape(kind, x.dtype, rest, grad)
-
-
-def _check_pairs(pairs: Tensor, segments: Segments | None) -> None:
-    if pairs.dtype.is_floating_point or pairs.dtype == torch.bool:
-        raise TypeError(f"pairs: wanted integers, the numbers of segments, got {pairs.dtype}")
-    if pairs.ndim != 2 or pairs.shape[1] != 2:
-        raise ValueError(f"pairs: wanted (pairs, 2), chosen and rejected, got shape {tuple(pairs.shape)}")
-    if segments is not None and pairs.device.type == "cpu" and pairs.numel():
-        low, high = int(pairs.min()), int(pairs.max())
-        if low < 0 or high >= segments.num_segments:
-            bad = low if low < 0 else high
-            raise ValueError(f"pairs: wanted numbers of segments, in [0, {segments.num_segments}), got {bad}")
 
 
 class BoundLoss:
@@ -217,7 +163,7 @@ class BoundLoss:
         for term in self.terms:
             with torch.set_grad_enabled(grad):
                 value, metrics = term.call(env)
-            kind = term.trace.value or self._kind(value)
+            kind = term.trace.value or self._kind(term.call, value)
             check_belongs(term.call, kind, self.shapes, len(value))
             base = self._weights(term, kind, value.shape[0], env)
             plain = value.detach()
@@ -230,13 +176,15 @@ class BoundLoss:
             loss = loss + reduced * term.weight
             values.append(value)
             seeds.append((base * self._scale(term)).to(value.dtype))
-            kinds |= {f"{term.name}/{name}": kind for name, kind in term.trace.metrics.items()}
+            of = term.trace.metrics if term.trace.value else {k: self._kind(term.call, x) for k, x in metrics.items()}
+            kinds |= {f"{term.name}/{name}": kind for name, kind in of.items()}
             measured |= {f"{term.name}/{name}": x for name, x in metrics.items()}
         with torch.no_grad():
             for name, call in self.metric_calls:
                 found = evaluate(call.fn, call.signature.name, env.arguments(call.signature), call.options)
-                many = isinstance(found, Mapping)
-                measured |= {f"{name}/{k}": x for k, x in found.items()} if many else {name: found}
+                found = {f"{name}/{k}": x for k, x in found.items()} if isinstance(found, Mapping) else {name: found}
+                kinds |= {k: self._kind(call, x) for k, x in found.items()}
+                measured |= found
             self._measure(measured, kinds)
         by_fact: dict[Fact, Tensor] = {}
         by_input: dict[str, Tensor] = {}
@@ -312,11 +260,29 @@ class BoundLoss:
             self.denominators[term.name] = total.masked_fill(total == 0, 1.0)
         return self.denominators[term.name]
 
-    def _kind(self, value: Tensor) -> str:
-        if value.shape[0] == self.rows.count:
-            return "row"
-        segments = self.rows.segments
-        return "segment" if segments is not None and value.shape[0] == segments.num_segments else "other"
+    def _kind(self, call: Call, value: Any) -> str:
+        """What values belong to that no trace has seen: "row", "segment" or "other"."""
+        if not isinstance(value, Tensor) or value.ndim != 1:
+            return "other"
+        length, segments = value.shape[0], self.rows.segments
+        shapes = [self.shapes[n] for n in call.input_names if n in self.shapes]
+        given = {s.kind for s in shapes} | {p.kind for s in call.signatures for p in s.parameters}
+        ways = []
+        if length == self.rows.count and given & {"fact", "targets", "row", "segments"}:
+            ways.append("row")
+        if segments is not None and length == segments.num_segments and given & {"segment", "segments"}:
+            ways.append("segment")
+        if any(s.kind == "whole" and s.rest[0] == length for s in shapes):
+            ways.append("pair")
+        if len(ways) < 2:
+            return ways[0].replace("pair", "other") if ways else "other"
+        if call.signature.returns in ways:
+            return call.signature.returns.replace("pair", "other")
+        name, either = call.signature.name, " or ".join(f"{way!r}" for way in ways)
+        raise ValueError(
+            f"{name}: there are {length} of its values, which fits one per {' and one per '.join(ways)}, and it is not "
+            f"traced; let it say which: {name}.returns = {either}"
+        )
 
     def _measure(self, values: Mapping[str, Any], kinds: Mapping[str, str]) -> None:
         """Metrics by name, in that order; those that belong to the same things are reduced together."""
@@ -325,7 +291,7 @@ class BoundLoss:
         for name, x in values.items():
             if name in numbers:
                 x = torch.full((), float(x), device=self.device)
-            kind = kinds.get(name) or ("other" if x.ndim != 1 else self._kind(x))
+            kind = kinds[name]
             if kind == "other" and self.rows.valid is not None and name not in numbers:
                 raise ValueError(
                     f"host_read: metric {name!r} is made of all rows, ignored ones too, as they were not dropped; "

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from headloss.facts import Fact
 from headloss.reads import Reads, reads
-from headloss.segments import Segments
+from headloss.segments import Segments, WrongLengthError
 from headloss.signature import Signature
 
 
@@ -68,7 +68,7 @@ class Call(NamedTuple):
         given = env.arguments(self.signature)
         try:
             result = evaluate(self.fn, self.signature.name, given, self.options)
-        except RuntimeError as error:
+        except (RuntimeError, WrongLengthError) as error:
             shapes = ", ".join(f"{k} {tuple(x.shape)}" for k, x in given.items() if isinstance(x, Tensor))
             error.add_note(
                 f"{self.signature.name} was called with {shapes}; "

@@ -17,7 +17,6 @@ change the class.
 
 from __future__ import annotations
 
-import itertools
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -29,7 +28,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from headloss.call import Call, Env, WritesError, WrongValueError, WrongWeightError, writes_message
 from headloss.classify import classify, counts_rows, only, reach, size, unwatched, written
 from headloss.facts import CONSTANT, Fact
-from headloss.segments import Segments
+from headloss.segments import Segments, WrongLengthError
 
 
 class Shape(NamedTuple):
@@ -80,20 +79,6 @@ def trace(
             _TRACES.pop(next(iter(_TRACES)))
         _TRACES[found.key, shape] = made
     return made
-
-
-def fit(call: Call, inputs: dict[str, Shape], dtype: torch.dtype, device: str) -> tuple[Trace, dict[str, Shape]]:
-    """`trace` where there are as many rows as segments: shapes do not tell which of the two an input is for, but as a
-    rule only one reading fits the loss.  The first that can be traced is taken."""
-    rows = [n for n, shape in inputs.items() if shape.kind == "row" and " of " not in n]
-    plain = trace(call, inputs, dtype, device, True)
-    if plain.joint is None:
-        for chosen in [*itertools.combinations(rows, 1), *itertools.combinations(rows, 2)]:
-            other = {n: s._replace(kind="segment") if n in chosen else s for n, s in inputs.items()}
-            found = trace(call, other, dtype, device, True)
-            if found.joint is not None:
-                return found, other
-    return plain, inputs
 
 
 def _count_trace(call: Call, shape: tuple[Any, ...]) -> None:
@@ -185,7 +170,7 @@ def _trace(
 ) -> Trace:
     try:
         return _trace_once(call, inputs, dtype, device, segmented, targetless)
-    except (WrongValueError, WrongWeightError, WritesError):
+    except (WrongValueError, WrongWeightError, WrongLengthError, WritesError):
         raise
     except Exception as error:  # whatever a user's function raises under a tracer: it is then called as it is
         return Trace("batch", f"cannot be traced ({_first_line(error)})", None, None, None)

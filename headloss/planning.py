@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 
 from headloss.backends import resolve
-from headloss.bound import Planned, check_belongs, check_constants, check_inputs, layout
+from headloss.bound import Planned, check_belongs, check_constants, check_inputs
 from headloss.call import Call
 from headloss.facts import NEEDS_TARGET, Fact, Want
 from headloss.guides import name_teachers
+from headloss.layout import Laid, layout
 from headloss.metrics import retarget
-from headloss.plan import Shape, Trace, fit, trace
+from headloss.plan import Shape, Trace, trace
 from headloss.rows import Prepared
 from headloss.segments import Segments
 from headloss.signature import CALL, ONLY, TEACHER_INPUTS, suggest
@@ -81,13 +82,13 @@ def make_plan(
             term = objective.terms[name]
             asks = f"reduction {term.reduction!r}" if term.reduction.startswith("seq_") else "its loss"
             raise ValueError(f"segments: term {name!r} needs them for {asks}; pass segments=hl.Segments...")
-    laid = _lay_out(inputs, source, segments)
+    laid = _lay_out(objective, inputs, source, segments)
     key: Any = (
         asked,
         source.fact_dtype,
         source.device.type,
         targets is None,
-        None if segments is None else source.leading == (segments.num_segments,),
+        segments is None,
         source.shard is None,
         tuple((n, shape) for n, (_, shape) in laid.items()),
         tuple(call.reads() for call in (*calls.values(), *(c for _, c in metrics))),
@@ -162,11 +163,7 @@ def _trace_terms(
         shapes = {n: shape for n, shape in given.items() if n in call.input_names}
         looked = {f.teacher for f in call.facts} | {p.teacher for s in call.signatures for p in s.parameters}
         shapes |= {n: shape for n, shape in ids.items() if n.split(" of ", 1)[1] in looked}
-        if segments is not None and source.leading == (segments.num_segments,):
-            found, shapes = fit(call, shapes, source.fact_dtype, source.device.type)
-            given |= {n: shape for n, shape in shapes.items() if n in given}
-        else:
-            found = trace(call, shapes, source.fact_dtype, source.device.type, segments is not None, targetless)
+        found = trace(call, shapes, source.fact_dtype, source.device.type, segments is not None, targetless)
         _check_spread(f"term {name!r} ({call.signature.name})", found, shapes)
         check_belongs(call, found.value, shapes)
         by_facts = call.row_weight_signature is not None and call.row_weight_signature.facts
@@ -299,11 +296,14 @@ def call_weights(objective: Objective, weights: Mapping[str, float | Tensor]) ->
     return {name: weights.get(name, term.weight) for name, term in terms.items()}
 
 
-def _lay_out(inputs: Mapping[str, Any], source: Source, segments: Segments | None) -> dict[str, tuple[Tensor, Shape]]:
+def _lay_out(
+    objective: Objective, inputs: Mapping[str, Any], source: Source, segments: Segments | None
+) -> dict[str, tuple[Tensor, Shape]]:
     pairs = inputs.get("pairs")
-    tables = {"vocabulary": source.vocab, "pairs": -1 if pairs is None else len(pairs)}
+    pairs = pairs.value if isinstance(pairs, Laid) else pairs
+    P = len(pairs) if isinstance(pairs, Tensor) and pairs.ndim else None
     return {
-        name: layout(name, x, source.leading, segments, tables, source.device)
+        name: layout(name, x, source.leading, segments, source.vocab, P, objective.readings[name], source.device)
         for name, x in inputs.items()
         if x is not None
     }

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from headloss.config import write_config
 from headloss.facts import CONSTANT, FACTS, Fact
+from headloss.layout import LAID, Laid, Reading, choose, fits, unfit
 from headloss.losses import LOSSES
 from headloss.metrics import DIVERGENCES, NAMED
 from headloss.parallel import VocabShard
@@ -50,7 +51,7 @@ class Described:
     """A call, taken apart: tensors with a name and a place each, sizes with a name, and the rest.
 
     A place is how a tensor's shape follows from the call's: ("row", *rest), ("flat",), ("segment", *rest) or
-    ("whole", *shape).
+    ("whole", *shape); of an input, ("input", ...) and all that `write` needs to find out.
     """
 
     def __init__(self, leading: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> None:
@@ -101,23 +102,26 @@ class Described:
             split = (shard.group.group_name, shard.start, shard.vocab, shard.width, shard.partial_hidden)
         return (kind.__name__, tuple(getattr(source, name) for name in _OPTIONS[kind]), T, split)
 
-    def input(self, name: str, x: Any, num_segments: int | None) -> None:
+    def input(self, name: str, x: Any, num_segments: int | None, vocab: int, pairs: int | None) -> None:
+        said = None
+        if isinstance(x, Laid):
+            said, x = x.kind, x.value
         if isinstance(x, bool):
             x = torch.full((), x, dtype=torch.bool, device=self.device)
         elif isinstance(x, int | float):
             x = self.number(x, torch.float64) if isinstance(x, float) else torch.full((), x, device=self.device)
         if not isinstance(x, Tensor):
             raise TypeError(f"{name}: wanted a tensor or a number, got {type(x).__name__}")
-        lead = len(self.leading)
         if name == "pairs":
-            place: tuple[Any, ...] = ("whole", 1, 2)
-        elif x.ndim and tuple(x.shape[:lead]) == self.leading:
-            place = ("row", *x.shape[lead:])
-        elif x.ndim and num_segments is not None and x.shape[0] == num_segments:
-            place = ("segment", *x.shape[1:])
-        else:
-            place = ("whole", *x.shape)
-        self.tensor(f"inputs.{name}", x, *place)
+            self.tensor("inputs.pairs", x, "whole", 1, 2)
+            return
+        ways = fits(name, x, said, self.leading, num_segments, vocab, pairs)
+        if not ways and said is None:
+            raise ValueError(unfit(name, tuple(x.shape), self.leading, num_segments))
+        segmented = num_segments is not None
+        rest = tuple(x.shape[len(self.leading) :] if "row" in ways else x.shape[1:])
+        table = () if said in ("row", "segment") or ways in (("row",), ("segment",)) else tuple(x.shape)
+        self.tensor(f"inputs.{name}", x, "input", ways, said, segmented, rest, table)
 
 
 def describe(
@@ -164,11 +168,13 @@ def describe(
         else:
             found.scalar(f"weights.{name}", weight, source.fact_dtype)
     wanted = []
-    for name, x in inputs.items():
-        if x is not None:
-            found.input(name, x, None if segments is None else segments.num_segments)
-            if isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled():
-                wanted.append(name)
+    plain = {name: x.value if isinstance(x, Laid) else x for name, x in inputs.items() if x is not None}
+    pairs = plain.get("pairs")
+    P = pairs.shape[0] if isinstance(pairs, Tensor) and pairs.ndim else None
+    for name, x in plain.items():
+        found.input(name, inputs[name], None if segments is None else segments.num_segments, source.vocab, P)
+        if isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled():
+            wanted.append(name)
     constants = (said, needs, tuple(found.names), tuple(found.size_names), tuple(teachers), tuple(off), tuple(wanted))
     return found, (*constants, group, len(source.leading), source.device.type)
 
@@ -176,6 +182,8 @@ def describe(
 def write(objective: Objective | None, constants: tuple[Any, ...], **more: Any) -> str:
     """The recipe of a call."""
     said, needs, names, size_names, teachers, off, wanted, group, ndim, device = constants
+    if objective is not None:
+        names = tuple((name, dtype, *_place(objective, name, *place)) for name, dtype, *place in names)
     recipe = {
         "source": said, "needs": needs, "tensors": names, "sizes": size_names, "teachers": teachers, "off": off,
         "wanted": wanted, "group": group, "ndim": ndim, "device": device, **more,
@@ -183,6 +191,16 @@ def write(objective: Objective | None, constants: tuple[Any, ...], **more: Any) 
     if objective is not None:
         recipe["objective"] = _portable(objective) or _number(objective)
     return json.dumps(recipe, default=str, separators=(",", ":"))
+
+
+def _place(objective: Objective, label: str, kind: str, *more: Any) -> tuple[Any, ...]:
+    """The place of a tensor, with that of an input found."""
+    if kind != "input":
+        return (kind, *more)
+    ways, said, segmented, rest, table = more
+    name = label.split(".", 1)[1]
+    chosen = choose(name, ways, said, objective.readings.get(name, Reading()), segmented, "its shape")
+    return (chosen, *rest) if chosen in ("row", "segment") else ("whole", *table)
 
 
 def _portable(objective: Objective) -> Any:
@@ -286,6 +304,12 @@ class Call:
         for name in data["wanted"]:
             self.inputs[name] = self.inputs[name].detach().requires_grad_()
         self.needs = tuple(data["needs"])
+
+    @property
+    def laid(self) -> dict[str, Laid]:
+        """The inputs, each with what it was found to be."""
+        kinds = {name: place[0] for name, _, *place in self.recipe.data["tensors"]}
+        return {n: LAID[kinds[f"inputs.{n}"]](x) for n, x in self.inputs.items()}
 
     def prepared(self) -> Prepared | None:
         """The targets with what the host knows of them."""

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headloss.rows import IGNORE, Rows, check_targets, segment_ids
-from headloss.segments import Segments, group_sum
+from headloss.rows import IGNORE, Rows, segment_ids
+from headloss.segments import Segments, group_sum, integers
 
 REDUCTIONS: Mapping[str, str] = {
     "token_mean": "sum over tokens / number of tokens",
@@ -55,7 +55,7 @@ def count(targets: Tensor, segments: Segments | None = None, group: Any = None) 
     One collective.  Where segments lie on several ranks but not on all of `group` (context parallelism inside data
     parallelism), one more over the segments' own group.  Nothing is read back.
     """
-    check_targets(targets)
+    targets = integers("targets", targets)
     valid = targets.reshape(-1) != IGNORE
     tokens = valid.sum()
     if segments is None:

@@ -58,7 +58,7 @@ def perform(args: Call) -> Done:
 
 def plan_of(args: Call, targets: Tensor | Prepared | None) -> Plan:
     assert args.objective is not None
-    plan = make_plan(args.objective, args.source, targets, args.segments, args.weights, args.teacher, args.inputs)
+    plan = make_plan(args.objective, args.source, targets, args.segments, args.weights, args.teacher, args.laid)
     later = any(args.needs) and not args.recipe.visited  # pulled in the backward: what one launch made would be scaled
     return plan._replace(program=None, reason="the gradient is made in the backward") if later else plan
 

@@ -35,11 +35,13 @@ def truncate(high: float, low: float = 0.0, *, level: str = "token") -> Callable
     low, high = _range(low, high)
     if _level(level) == "token":
 
+        @_by_row
         def truncated(logprob: Tensor, sampler_logprob: Tensor, old_logprob: Tensor | None = None) -> Tensor:
             return _drift(logprob, sampler_logprob, old_logprob).exp().clamp(low, high)
 
         return truncated
 
+    @_by_row
     def truncated_segments(
         logprob: Tensor, sampler_logprob: Tensor, segments: Segments, old_logprob: Tensor | None = None
     ) -> Tensor:
@@ -53,12 +55,14 @@ def band(low: float, high: float, *, level: str = "token") -> Callable[..., Tens
     low, high = _range(low, high)
     if _level(level) == "token":
 
+        @_by_row
         def banded(logprob: Tensor, sampler_logprob: Tensor, old_logprob: Tensor | None = None) -> Tensor:
             w = _drift(logprob, sampler_logprob, old_logprob).exp()
             return w * ((w >= low) & (w <= high)).to(w.dtype)
 
         return banded
 
+    @_by_row
     def banded_segments(
         logprob: Tensor, sampler_logprob: Tensor, segments: Segments, old_logprob: Tensor | None = None
     ) -> Tensor:
@@ -76,6 +80,7 @@ def drop_segments(low: float, high: float, *, level: str = "segment_mean") -> Ca
     low, high = _range(low, high)
     _level(level)
 
+    @_by_row
     def kept_segments(
         logprob: Tensor, sampler_logprob: Tensor, segments: Segments, old_logprob: Tensor | None = None
     ) -> Tensor:
@@ -95,6 +100,7 @@ def off_policy_mask(most: float) -> Callable[..., Tensor]:
     """
     most = float(most)
 
+    @_by_row
     def on_policy(
         logprob: Tensor,
         advantage: Tensor,
@@ -115,12 +121,19 @@ def top_entropy(fraction: float) -> Callable[..., Tensor]:
     if not 0 < fraction <= 1:
         raise ValueError(f"fraction: wanted a number in (0, 1], got {fraction}")
 
+    @_by_row
     def high_entropy(entropy: Tensor) -> Tensor:
         if entropy.numel() == 0:
             return torch.ones_like(entropy)
         return (entropy >= entropy.detach().quantile(1 - fraction)).to(entropy.dtype)
 
     return high_entropy
+
+
+def _by_row(fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """All its inputs have one value per row; see `headloss.layout`."""
+    fn.__dict__["per_segment"] = ()
+    return fn
 
 
 def _drift(logprob: Tensor, sampler_logprob: Tensor, old_logprob: Tensor | None) -> Tensor:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from headloss.segments import Segments, _check_integers, group_sum
+from headloss.segments import Segments, group_sum, integers
 
 IGNORE = -100
 
@@ -26,7 +26,7 @@ class Stats(NamedTuple):
     low: int  # smallest and largest target among them
     high: int
     loose: int  # valid rows without a segment
-    stray: int  # largest segment id
+    stray: int  # largest segment id, or one below -1
     sorted: bool  # the valid rows' segment ids never fall
     lengths: tuple[int, ...]  # valid rows of each segment
 
@@ -62,7 +62,7 @@ def prepare(targets: Tensor, segments: Segments | None = None) -> Prepared:
     >>> batch = hl.prepare(targets, segments).to("cuda")
     >>> out = objective(hl.Linear(hidden, weight), batch)
     """
-    check_targets(targets)
+    targets = integers("targets", targets)
     ids = None if segments is None else segment_ids(segments, targets.shape)
     flat = targets.reshape(-1)
     valid = flat != IGNORE
@@ -76,7 +76,8 @@ def prepare(targets: Tensor, segments: Segments | None = None) -> Prepared:
     if ids is not None and segments is not None:
         held = ids.masked_fill(~valid, -1)
         falls = (held.masked_fill(held < 0, 0).cummax(0).values > held) & (held >= 0) if len(flat) else held > 0
-        stray = ids.max() if len(flat) else ids.new_full((), -1)
+        low, high = ids.aminmax() if len(flat) else (ids.new_full((), -1), ids.new_full((), -1))
+        stray = torch.where(low < -1, low, high)
         parts.append(torch.stack([(valid & (ids < 0)).sum(), stray.long(), falls.any().long()]))
         inside = held.clamp(max=segments.num_segments - 1)
         parts.append(Segments(inside, segments.num_segments).counts.long())
@@ -206,20 +207,22 @@ def bind_rows(
         if segments is not None:
             raise ValueError("targets: needed when segments are given (they say which rows count)")
         return Rows(shape, None, None, None, None, None)
-    check_targets(targets)
+    targets = integers("targets", targets)
     if tuple(targets.shape) != shape:
         raise ValueError(f"targets: wanted shape {shape} to match the source, got {tuple(targets.shape)}")
     for name, x in (("targets", targets), ("segments", None if segments is None else segments.ids)):
         if x is not None and x.device != device:
             raise ValueError(f"{name}: is on {x.device}, but the source is on {device}")
     ids = None if segments is None else segment_ids(segments, targets.shape)
-    targets = targets.long()
     flat = targets.reshape(-1)
     if device.type == "meta":
         return Rows(shape, targets, None, None, segments, None)
     if stats is None and not host_read:
         valid = flat != IGNORE
         torch._assert_async(((flat >= 0) & (flat < vocab) | ~valid).all(), "targets: out of range")
+        if segments is not None and ids is not None:
+            inside = (ids >= -1) & (ids < segments.num_segments)
+            torch._assert_async(inside.all(), "segments: an id is out of range")
         if skips:
             return _skipping(shape, targets, segments, ids, None, True)
         bound = None
@@ -276,18 +279,12 @@ def segment_ids(segments: Segments, shape: torch.Size | tuple[int, ...]) -> Tens
     return ids.reshape(-1)
 
 
-def check_targets(targets: Tensor) -> None:
-    if not isinstance(targets, Tensor):
-        raise TypeError(f"targets: wanted an integer tensor, got {type(targets).__name__}")
-    _check_integers("targets", targets)
-
-
 def check_stats(stats: Stats, vocab: int, segments: Segments | None) -> None:
     if stats.valid and not 0 <= stats.low <= stats.high < vocab:
         bad = stats.low if stats.low < 0 else stats.high
         hint = f"; ignored rows are marked {IGNORE}" if stats.low < 0 else ""
         raise ValueError(f"targets: wanted values in [0, {vocab}) or {IGNORE}, got {bad}{hint}")
-    if segments is not None and stats.stray >= segments.num_segments:
+    if segments is not None and not -1 <= stats.stray < segments.num_segments:
         raise ValueError(f"segments: id {stats.stray} is outside [-1, {segments.num_segments})")
 
 
@@ -297,7 +294,8 @@ def shift_labels(labels: Tensor, segments: Segments | None = None) -> Tensor:
     >>> shift_labels(torch.tensor([[5, 6, 7]]))
     tensor([[   6,    7, -100]])
     """
-    check_targets(labels)
+    wide = integers("labels", labels)
+    labels = labels if labels.dtype.is_signed else wide  # without a sign there is no -100
     if labels.ndim < 1:
         raise ValueError("labels: wanted at least one dimension, got a scalar")
     targets = torch.full_like(labels, IGNORE)

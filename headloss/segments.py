@@ -13,10 +13,12 @@ then global, sums run over the group, forward and backward, and each rank's loss
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from headloss.parallel import together
 
@@ -88,6 +90,10 @@ def group_sum(x: Tensor, group: Any) -> Tensor:
     return x
 
 
+class WrongLengthError(ValueError):
+    """A vector has neither as many values as there are rows, nor as there are segments."""
+
+
 class Segments:
     """Which segment each row belongs to.  Immutable; make one with a `from_...` constructor.
 
@@ -111,17 +117,18 @@ class Segments:
 
     @classmethod
     def from_ids(cls, ids: Tensor, num_segments: int | None = None, group: Any = None) -> Segments:
-        """One id a row, in the targets' shape, in any order; -1 for none.  Without `num_segments` the ids are read."""
-        _check_integers("ids", ids)
+        """One id per row, in the targets' shape, in any order; -1 for none.  Without `num_segments` they are read."""
+        ids = integers("ids", ids)
         if num_segments is None and group is not None:
             raise ValueError("num_segments: needed with a group, where no rank sees all ids")
         if num_segments is None:
-            num_segments = int(ids.max()) + 1 if ids.numel() else 0
-        if _readable(ids) and ids.numel() and not -1 <= int(ids.min()) <= int(ids.max()) < num_segments:
+            num_segments = max(0, int(ids.max()) + 1) if ids.numel() else 0
+        check_size("num_segments", num_segments)
+        if readable(ids) and ids.numel() and not -1 <= int(ids.min()) <= int(ids.max()) < num_segments:
             raise ValueError(
                 f"ids: segment ids must lie in [-1, {num_segments}), got {int(ids.min())} to {int(ids.max())}"
             )
-        return cls(ids.long(), num_segments, group=group)
+        return cls(ids, num_segments, group=group)
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: Tensor, rows: int | None = None, group: Any = None) -> Segments:
@@ -129,16 +136,19 @@ class Segments:
 
         With a group these are the whole batch's offsets; `select` then takes the rows of this rank.
         """
-        _check_integers("cu_seqlens", cu_seqlens)
-        if cu_seqlens.ndim != 1 or cu_seqlens.numel() < 1:
-            raise ValueError(f"cu_seqlens: wanted a vector [0, n1, n1+n2, ...], got shape {tuple(cu_seqlens.shape)}")
-        if _readable(cu_seqlens) and (cu_seqlens[0] != 0 or (cu_seqlens.diff() < 0).any()):
-            raise ValueError(f"cu_seqlens: wanted 0 and then rising offsets, got {cu_seqlens.tolist()[:8]}")
+        ends = integers("cu_seqlens", cu_seqlens)
+        if ends.ndim != 1 or ends.numel() < 1:
+            raise ValueError(f"cu_seqlens: wanted a vector [0, n1, n1+n2, ...], got shape {tuple(ends.shape)}")
+        rising = (ends[0] == 0) & (ends.diff() >= 0).all()
+        _require(rising, ends, lambda: f"cu_seqlens: wanted 0 and then rising offsets, got {ends.tolist()[:8]}")
         if rows is None:
-            rows = int(cu_seqlens[-1])
-        num_segments = cu_seqlens.numel() - 1
-        position = torch.arange(rows, device=cu_seqlens.device)
-        ids = torch.searchsorted(cu_seqlens[1:].long().contiguous(), position, right=True)
+            rows = int(ends[-1])
+        else:
+            check_size("rows", rows)
+            _require(ends[-1] <= rows, ends, lambda: f"rows: wanted at least {int(ends[-1])}, got {rows}")
+        num_segments = ends.numel() - 1
+        position = torch.arange(rows, device=ends.device)
+        ids = torch.searchsorted(ends[1:].contiguous(), position, right=True)
         return cls(ids.masked_fill(ids >= num_segments, -1), num_segments, group=group)
 
     @classmethod
@@ -147,7 +157,9 @@ class Segments:
 
         With a group these are the whole batch's positions; `select` then takes the rows of this rank.
         """
-        _check_integers("position_ids", position_ids)
+        position_ids = integers("position_ids", position_ids)
+        if position_ids.ndim < 1:
+            raise ValueError("position_ids: wanted one per row, got a scalar")
         starts = torch.ones_like(position_ids, dtype=torch.bool)
         starts[..., 1:] = position_ids[..., 1:] != position_ids[..., :-1] + 1
         ids = starts.flatten().cumsum(0) - 1
@@ -188,21 +200,32 @@ class Segments:
 
     def totals(self, x: Tensor) -> Tensor:
         """Sum of `x` over each segment: (N,) to (S,)."""
+        self._check_rows("totals", x)
         sums = torch.ops.headloss.segment_totals(_flat(x), _flat(self.ids), self.num_segments)
         return sums if self.group is None else _GroupSum.apply(sums, self.group)
 
     def means(self, x: Tensor) -> Tensor:
         """Mean of `x` over each segment: (N,) to (S,); 0 for a segment without rows."""
+        self._check_rows("means", x)
         return self.totals(x) / self.counts.clamp(min=1).to(x.dtype)
 
     def spread(self, y: Tensor) -> Tensor:
         """Each row's own segment value: (S,) to (N,); 0 for a row without a segment."""
+        if tuple(y.shape) != (self.num_segments,):
+            raise WrongLengthError(
+                f"spread: wanted one value per segment, shape {(self.num_segments,)}, got shape {tuple(y.shape)}"
+            )
         x = torch.ops.headloss.segment_spread(y, _flat(self.ids))
         return x if self.ids.ndim == 1 else x.view(self.ids.shape)
 
     def mean(self, x: Tensor) -> Tensor:
         """Each row's segment mean of `x`: (N,) to (N,)."""
         return self.spread(self.means(x))
+
+    def _check_rows(self, method: str, x: Tensor) -> None:
+        shape, wanted = tuple(x.shape), tuple(self.ids.shape)
+        if shape != wanted and ((len(shape) != 1 and len(wanted) != 1) or x.numel() != self.ids.numel()):
+            raise WrongLengthError(f"{method}: wanted one value per row, shape {wanted}, got shape {shape}")
 
     def __len__(self) -> int:
         return self.num_segments
@@ -211,16 +234,38 @@ class Segments:
         return f"Segments({self.num_segments} over rows of shape {tuple(self.ids.shape)})"
 
 
-def _readable(x: Tensor) -> bool:
+def readable(x: Tensor) -> bool:
     """Whether the host may look at it for nothing; a graph that is being made has no numbers yet."""
-    return x.device.type == "cpu" and not torch.compiler.is_compiling()
+    return x.device.type == "cpu" and not torch.compiler.is_compiling() and not isinstance(x, FakeTensor)
 
 
 def _flat(x: Tensor) -> Tensor:
     return x if x.ndim == 1 else x.reshape(-1)  # a reshape that changes nothing would still stand in a trace
 
 
-def _check_integers(name: str, x: Tensor) -> None:
-    if not isinstance(x, Tensor) or x.dtype.is_floating_point or x.dtype.is_complex or x.dtype == torch.bool:
+_INTEGERS = frozenset({getattr(torch, f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64)})
+
+
+def integers(name: str, x: Tensor) -> Tensor:
+    """The same numbers in int64, where -100 is -100 and no sum wraps around."""
+    if not isinstance(x, Tensor) or x.dtype not in _INTEGERS:
         got = x.dtype if isinstance(x, Tensor) else type(x).__name__
         raise TypeError(f"{name}: wanted an integer tensor, got {got}")
+    if x.dtype == torch.uint64:
+        raise TypeError(f"{name}: torch.uint64 holds numbers that int64 does not; pass {name}.long()")
+    return x.long()
+
+
+def check_size(name: str, n: object) -> None:
+    if isinstance(n, bool) or not isinstance(n, (int, torch.SymInt)):
+        raise TypeError(f"{name}: wanted an int, got {type(n).__name__}")
+    if n < 0:
+        raise ValueError(f"{name}: wanted at least 0, got {n}")
+
+
+def _require(true: Tensor, seen: Tensor, message: Callable[[], str]) -> None:
+    """A ValueError now, where the host may look for nothing; elsewhere the device says so when it gets there."""
+    if not readable(seen):
+        torch._assert_async(true, "cu_seqlens: wanted 0 and then rising offsets, the last of them at most `rows`")
+    elif not true:
+        raise ValueError(message())

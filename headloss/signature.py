@@ -63,6 +63,8 @@ class Signature(NamedTuple):
     name: str
     parameters: tuple[Parameter, ...]
     options: Mapping[str, Any]  # keyword-only parameters and their defaults
+    per_segment: tuple[str, ...] | None = None  # its inputs with one value per segment, if it says so; see `layout`
+    returns: str | None = None  # whether its values belong to a "row", a "segment" or a "pair", if it says so
 
     @property
     def facts(self) -> tuple[Fact, ...]:
@@ -119,7 +121,34 @@ def read_signature(
             parameters.append(Parameter(p.name, "input", optional))
     if named:
         raise TypeError(f"{name}: facts={sorted(named)} are not among its parameters {[p.name for p in parameters]}")
-    return Signature(name, tuple(parameters), options)
+    return Signature(name, tuple(parameters), options, _per_segment(fn, name, parameters), _returns(fn, name))
+
+
+def _per_segment(fn: Callable[..., Any], name: str, parameters: Iterable[Parameter]) -> tuple[str, ...] | None:
+    said = _said(fn, "per_segment")
+    if said is None:
+        return None
+    if isinstance(said, str) or not isinstance(said, Iterable) or not all(isinstance(x, str) for x in (*said,)):
+        raise TypeError(f"{name}.per_segment: wanted a tuple of names of its inputs, got {said!r}")
+    inputs = [p.name for p in parameters if p.kind == "input" and p.teacher is None]
+    for x in said:
+        if x not in inputs and not isinstance(fn, functools.partial):
+            there = ", ".join(inputs) or "none"
+            raise ValueError(f"{name}.per_segment: {x!r} is none of its inputs ({there}){suggest(x, inputs)}")
+    return tuple(said)
+
+
+def _returns(fn: Callable[..., Any], name: str) -> str | None:
+    said = _said(fn, "returns")
+    if said not in (None, "row", "segment", "pair"):
+        raise ValueError(f'{name}.returns: wanted "row", "segment" or "pair", got {said!r}')
+    return said
+
+
+def _said(fn: Any, attribute: str) -> Any:
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    return getattr(fn, attribute, None)
 
 
 def function_name(fn: Callable[..., Any]) -> str:

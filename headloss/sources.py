@@ -19,6 +19,7 @@ from torch import Tensor
 
 from headloss.options import is_number, shown
 from headloss.parallel import VocabShard
+from headloss.segments import integers
 
 
 @dataclass(frozen=True, eq=False)
@@ -217,8 +218,7 @@ class Sparse:
         for name, x in (("ids", self.ids), ("logprobs", self.logprobs)):
             if not isinstance(x, Tensor):
                 raise TypeError(f"{name}: wanted a tensor, got {type(x).__name__}")
-        if self.ids.dtype.is_floating_point or self.ids.dtype == torch.bool:
-            raise TypeError(f"ids: wanted an integer tensor, got {self.ids.dtype}")
+        object.__setattr__(self, "ids", integers("ids", self.ids))
         if not self.logprobs.dtype.is_floating_point or self.logprobs.dtype.itemsize < 4:
             raise TypeError(f"logprobs: wanted float32 or better, got {self.logprobs.dtype}")
         if self.ids.ndim < 2 or self.ids.shape != self.logprobs.shape or self.ids.shape[-1] < 1:

@@ -26,7 +26,7 @@ def test_one_advantage_a_line(shape: tuple[int, ...]) -> None:
 
 def test_one_advantage_a_segment() -> None:
     segments, advantage = hl.Segments.from_batch(TARGETS), torch.ones(2)
-    with pytest.raises(ValueError, match=r"advantage: has one value a segment.*segments.spread\(advantage\)"):
+    with pytest.raises(ValueError, match=r"advantage: has one value (a|per) segment.*segments.spread\(advantage\)"):
         hl.Objective(rl=gspo)(hl.Logits(LOGITS), TARGETS, segments=segments, advantage=advantage)
 
 

@@ -115,9 +115,10 @@ class GRPOTrainer(_OnHeadloss, grpo_trainer.GRPOTrainer):
         training = self.model.training
         steps = self.current_gradient_accumulation_steps if training else 1
         call, keep = _policy_call(self.objective, inputs)
-        items = inputs["num_items_in_batch"].clamp(min=1.0) / self.accelerator.num_processes
-        call["num_items"] = items * steps / self.args.steps_per_generation if training else items
-        call["num_segments"] = len(keep) * steps
+        share = self.accelerator.num_processes * (self.args.steps_per_generation / steps if training else 1)
+        call["num_items"] = inputs["num_items_in_batch"]  # of all ranks and of a whole generation; ours is one share
+        means = {n: t.weight * share for n, t in self.objective.terms.items() if t.reduction == "token_mean"}
+        call["num_segments"], call["weights"] = len(keep) * steps, means
         adapter = unwrapped(self.model).headloss
         adapter.wanted = self.objective, call, keep
         try:

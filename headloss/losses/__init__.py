@@ -1,7 +1,8 @@
 """Losses: plain functions of facts.  One small file each; this folder discovers itself.
 
 A file here that defines `def my_loss(logprob, ...)` makes `headloss.losses.my_loss` and a name for configs.  Files that
-begin with an underscore hold pieces that several losses share.
+begin with an underscore hold pieces that several losses share.  A loss whose inputs or values are not all per row says
+so: `kto.per_segment`, `kto.returns` (see `headloss.layout`).
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ for _found in sorted(iter_modules(__path__), key=lambda m: m.name):
         for _name, _fn in inspect.getmembers(_module, inspect.isfunction):
             if _fn.__module__ == _module.__name__ and not _name.startswith("_"):
                 LOSSES[_name] = _fn
+                _fn.__dict__.setdefault("per_segment", ())
+                _fn.__dict__.setdefault("returns", "row")
 
 globals().update(LOSSES)
 __all__ = ["LOSSES", *LOSSES]  # noqa: PLE0604

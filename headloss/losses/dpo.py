@@ -22,3 +22,6 @@ def dpo(logprob, ref_logprob, segments, pairs, *, beta=0.1, link="sigmoid", labe
     else:
         raise ValueError(f"link: wanted 'sigmoid' or 'ipo', got {link!r}")
     return loss, preference_metrics(beta * chosen, beta * rejected, segments.totals(logprob), pairs)
+
+
+dpo.returns = "pair"

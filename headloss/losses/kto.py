@@ -14,3 +14,6 @@ def kto(logprob, ref_logprob, segments, desirable, kl=None, *, beta=0.1, desirab
     scale = desirable_weight * good + undesirable_weight * (1 - good)
     loss = scale * torch.sigmoid((1 - 2 * good) * beta * behind)
     return loss, {"reward": beta * gain, "reward_accuracy": (2 * good - 1) * behind > 0}
+
+
+kto.per_segment, kto.returns = ("desirable", "kl"), "segment"

@@ -16,3 +16,6 @@ def orpo(logprob, segments, pairs, *, beta=0.1):
     gap = odds_chosen - odds_rejected
     loss = -chosen - beta * logsigmoid(gap)
     return loss, {**preference_metrics(beta * chosen, beta * rejected, means, pairs), "log_odds": gap}
+
+
+orpo.returns = "pair"

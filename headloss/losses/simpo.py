@@ -10,3 +10,6 @@ def simpo(logprob, segments, pairs, *, beta=2.0, gamma=0.5):
     means = segments.means(logprob)
     chosen, rejected = chosen_rejected(beta * means, pairs)
     return -logsigmoid(chosen - rejected - gamma), preference_metrics(chosen, rejected, means, pairs)
+
+
+simpo.returns = "pair"
