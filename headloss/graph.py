@@ -119,6 +119,8 @@ def content_key(objective: Objective) -> str:
         known = _term_key(call.fn) if isinstance(call.fn, Term) else call.reads()
         said.append((name, known.key))
         unknown += known.unknown
+    calls = [c for _, c in objective.metrics] + [t.call(None, {}) for t in objective.terms.values()]
+    said.append(tuple([(s.per_segment, s.returns) for c in calls for s in c.signatures]))
     for name, term in objective.terms.items():
         known = _term_key(term)
         said.append((name, known.key))

@@ -22,6 +22,7 @@ from headloss.call import Call
 from headloss.plan import Shape
 from headloss.segments import Segments, integers
 from headloss.signature import Signature
+from headloss.term import Term
 
 
 class Laid:
@@ -93,7 +94,7 @@ class Reading(NamedTuple):
     pairs: bool = False  # whether one takes pairs
 
 
-def readings(calls: Iterable[tuple[str, Call]]) -> dict[str, Reading]:
+def readings(terms: Mapping[str, Term], metrics: Iterable[tuple[str, Call]]) -> dict[str, Reading]:
     """Of every input that these terms and metrics take."""
     found: dict[str, Reading] = {}
 
@@ -101,7 +102,8 @@ def readings(calls: Iterable[tuple[str, Call]]) -> dict[str, Reading]:
         pairs = old.pairs or any(p.name == "pairs" for p in s.parameters)
         return old._replace(segments=(*old.segments, *([s.name] if s.wants("segments") else [])), pairs=pairs)
 
-    for label, call in calls:
+    calls = [(f"term {name!r}", term.call(None, {})) for name, term in terms.items()]
+    for label, call in (*calls, *((f"metric {name!r}", call) for name, call in metrics)):
         for s in call.signatures:
             for p in s.parameters:
                 if p.kind != "input" or p.teacher is not None:
@@ -234,7 +236,7 @@ def layout(
         x = _check_pairs(x, segments)
     S = None if segments is None else segments.num_segments
     ways = fits(name, x, said, leading, S, vocab, pairs)
-    if not ways and said != "whole":
+    if not ways and said is None:
         raise ValueError(unfit(name, tuple(x.shape), leading, S))
     kind = choose(name, ways, said, reading, S is not None, f"shape {tuple(x.shape)}")
     after = {"row": len(leading), "segment": 1, "scalar": 0, "whole": 0}[kind]

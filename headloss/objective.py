@@ -122,8 +122,7 @@ class Objective:
         object.__setattr__(self, "key", graph.content_key(self))
         object.__setattr__(self, "names", tuple(self.terms))
         object.__setattr__(self, "standing", standing(self))
-        calls = [(f"term {n!r}", t.call(None, {})) for n, t in self.terms.items()]
-        object.__setattr__(self, "readings", readings([*calls, *((f"metric {n!r}", c) for n, c in self.metrics)]))
+        object.__setattr__(self, "readings", readings(self.terms, self.metrics))
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"Objective is immutable; make a new one to change {name!r}")
@@ -160,7 +159,7 @@ class Objective:
         host_read     False: never look at the targets from the host; ignored rows are then masked, not dropped.  So it
                       is while a CUDA graph is captured
         teacher       what terms compare the student with: Logits, Linear or Sparse, or several by name; constant
-        inputs        whatever the losses' signatures ask for, in the targets' shape, (S,) or scalar
+        inputs        what the losses ask for: of the targets' shape, (S,), scalar, or in PerRow, PerSegment or Whole
         """
         rest = (num_items, num_segments, weights, grad_scale, host_read)
         if graph.wanted(source, teacher):

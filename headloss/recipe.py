@@ -112,15 +112,12 @@ class Described:
             x = self.number(x, torch.float64) if isinstance(x, float) else torch.full((), x, device=self.device)
         if not isinstance(x, Tensor):
             raise TypeError(f"{name}: wanted a tensor or a number, got {type(x).__name__}")
-        if name == "pairs":
-            self.tensor("inputs.pairs", x, "whole", 1, 2)
-            return
         ways = fits(name, x, said, self.leading, num_segments, vocab, pairs)
         if not ways and said is None:
             raise ValueError(unfit(name, tuple(x.shape), self.leading, num_segments))
-        segmented = num_segments is not None
+        segmented, whole = num_segments is not None, (1, 2) if name == "pairs" else tuple(x.shape)
         rest = tuple(x.shape[len(self.leading) :] if "row" in ways else x.shape[1:])
-        table = () if said in ("row", "segment") or ways in (("row",), ("segment",)) else tuple(x.shape)
+        table = () if said in ("row", "segment") or ways in (("row",), ("segment",)) else whole
         self.tensor(f"inputs.{name}", x, "input", ways, said, segmented, rest, table)
 
 
