@@ -32,6 +32,7 @@ DOCUMENTS = ("tests/ranks/test_documents.py", "tests/ranks/test_collectives.py")
 TEACHERS = ("tests/distill/test_teachers.py", "tests/distill/test_divergences.py")
 CONFIGS = ("tests/trust/test_configs.py",)
 TRACED = ("tests/trust/test_reads.py",)
+INPUTS, INTEGERS = ("tests/trust/test_inputs.py",), ("tests/trust/test_integers.py",)
 FIRST: dict[str, tuple[str, ...]] = {  # by how a file's name begins
     "facts.py": ("tests/test_facts.py", "tests/ranks/test_simulated.py"),
     "teachers.py": ("tests/ranks/test_simulated.py", *TEACHERS, "tests/properties"),
@@ -412,4 +413,35 @@ FAULTS = [
     Fault("metrics.py", "        return dict(metrics)\n", "        return metrics\n", "an objective's metrics follow the caller's dict", CONFIGS),
     Fault("metrics.py", 'next((t for t in terms if name.startswith(f"{t}/")), None)', "None", "two metrics share a key of the record", CONFIGS),
     Fault("signature.py", "        elif p.name in CALL:", "        elif False:", "an input with the name of an argument of the call is never passed", CONFIGS),
+    # What an input is
+    Fault("layout.py", "if row and len(leading) > 1 and said is None:", "if row and said is None:", "an input that fits rows and segments is read by row", INPUTS),
+    Fault("layout.py", "if shape[0] == vocab or (len(shape)", "if (len(shape)", "a table as long as there are rows is cut with them", INPUTS),
+    Fault("layout.py", "elif pairs is not None and shape[0] == pairs:", "elif False:", "one value per pair is read by segment", INPUTS),
+    Fault("layout.py", '{"segment": bool(reading.segments), "pair": reading.pairs}', '{"segment": False, "pair": reading.pairs}', "one value per segment is read by row", INPUTS),
+    Fault("layout.py", "    if reading.row and per_segment:", "    if False:", "two functions that declare an input differently both get it", INPUTS),
+    Fault("layout.py", '    if per_segment and chosen != "segment":', "    if False:", "a loss of segments is given rows", INPUTS),
+    Fault("layout.py", '    if reading.row and chosen == "segment":', "    if False:", "a loss of rows is given segments", INPUTS),
+    Fault("layout.py", '        if said not in ways and said != "whole":', "        if False:", "hl.PerRow and hl.PerSegment of any shape are let through", INPUTS),
+    Fault("recipe.py", 'return {n: LAID[kinds[f"inputs.{n}"]](x) for n, x in self.inputs.items()}', "return self.inputs", "compiled: what the caller said of an input is forgotten", INPUTS),
+    Fault("graph.py", "    said.append(tuple([(s.per_segment, s.returns) for c in calls for s in c.signatures]))", "    pass", "compiled: functions that declare their inputs differently share a graph", INPUTS),
+    Fault("again.py", " or leading == x.shape[-1:]", "", "later calls: a table as long as there are rows is read by row", INPUTS),
+    Fault("bound.py", "        if len(ways) < 2:\n", "        if ways:\n", "values of segments are taken for those of rows", INPUTS),
+    Fault("bound.py", "    if said is not None and found is not None and said != found:", "    if False:", "a loss that returns something else than it says is believed", INPUTS),
+    Fault("plan.py", "except (WrongValueError, WrongWeightError, WrongLengthError, WritesError):", "except (WrongValueError, WrongWeightError, WritesError):", "rows are spread as segments where there are as many", INPUTS),
+    Fault("losses/kto.py", '("desirable", "kl"), "segment"', '(), "segment"', "kto: as many rows as segments", INPUTS),
+    Fault("losses/__init__.py", '_fn.__dict__.setdefault("per_segment", ())', "pass", "our own losses are asked about", INPUTS),
+    # Integers and counts
+    Fault("segments.py", "    return x.long()\n", "    return x\n", "-100 is 156 in eight bits without a sign", INTEGERS),
+    Fault("segments.py", "    if x.dtype == torch.uint64:", "    if False:", "a target of 2^64 - 100 is ignored", INTEGERS),
+    Fault("segments.py", "        if tuple(y.shape) != (self.num_segments,):", "        if False:", "spread of any length", INTEGERS),
+    Fault("segments.py", '        self._check_rows("totals", x)\n', "", "totals of any length", INTEGERS),
+    Fault("segments.py", "_require(ends[-1] <= rows, ends,", "_require(ends[-1] >= 0, ends,", "packed sequences: rows below the last offset cut it", INTEGERS),
+    Fault("segments.py", "rising = (ends[0] == 0) & (ends.diff() >= 0).all()", "rising = ends[0] == 0", "packed sequences: offsets may fall", INTEGERS),
+    Fault("rows.py", "torch.where(low < -1, low, high)", "high", "a segment id below -1 is none", INTEGERS),
+    Fault("rows.py", '            torch._assert_async(inside.all(), "segments: an id is out of range")\n', "", "segment ids are not checked where the host does not look", INTEGERS),
+    Fault("rows.py", "labels if labels.dtype.is_signed else wide", "labels", "shift_labels: the last target of unsigned labels is a token", INTEGERS),
+    Fault("reductions.py", 'targets = integers("targets", targets)', "pass", "count: unsigned targets of 156 are ignored", INTEGERS),
+    Fault("binding.py", "if not (x >= 0 and x % 1 == 0):", "if x < 0:", "num_items may be NaN or a fraction", INTEGERS),
+    Fault("binding.py", "(x >= 0) & (x.frac() == 0)", "x >= 0", "num_items on a device may be a fraction", INTEGERS),
+    Fault("sources.py", 'integers("ids", self.ids)', "self.ids", "ids of a teacher may be flags", INTEGERS),
 ]  # fmt: skip

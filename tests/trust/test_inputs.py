@@ -396,6 +396,18 @@ def test_refused(name: str, way: str) -> None:
         step(source("Logits")[0])
 
 
+@pytest.mark.parametrize("way", ["spread", "totals"])
+def test_rows_are_no_segments_where_there_are_as_many(way: str) -> None:
+    """No length is wrong in this call: the trace knows better, as its rows and segments differ in number."""
+    said, fn = {
+        "spread": (hl.PerRow(REWARD), lambda logprob, segments, reward: logprob * segments.spread(reward)),
+        "totals": (hl.PerSegment(REWARD), lambda logprob, segments, reward: logprob * segments.totals(reward).sum()),
+    }[way]
+    objective = hl.Objective(l=fn)
+    with pytest.raises(ValueError, match=f"{way}: wanted one value per"):
+        objective(source("Logits")[0], TARGETS.clamp(min=0), segments=SEGMENTS, reward=said)
+
+
 def test_two_functions_agree() -> None:
     """What one function says holds for another that says nothing, and for a metric without segments."""
     on, logp, _ = source("Logits")

@@ -236,7 +236,12 @@ def test_lengths(name: str, way: str) -> None:
         torch._dynamo.reset()
         call = torch.compile(call, backend="eager", fullgraph=True)
     if way == "traced":
-        fn = lambda logprob, segments, x: logprob + getattr(segments, method)(x).sum()
+        fn = {
+            "spread": lambda logprob, segments, x: logprob + segments.spread(x).sum(),
+            "totals": lambda logprob, segments, x: logprob + segments.totals(x).sum(),
+            "means": lambda logprob, segments, x: logprob + segments.means(x).sum(),
+            "mean": lambda logprob, segments, x: logprob + segments.mean(x).sum(),
+        }[method]
         call = lambda x: hl.Objective(l=fn)(sources(4)[0], torch.arange(4), segments=segments, x=hl.Whole(x))
     if way == "untraced":
         held = [x]
