@@ -31,7 +31,6 @@ from headloss.explain import Explanation, explain
 from headloss.facts import FACTS, Fact, Want
 from headloss.guides import bind_guides, most_rows, name_teachers, teacher_bytes
 from headloss.heads import Grads
-from headloss.layout import Reading, readings
 from headloss.metrics import check_names, own_metrics, read_metrics
 from headloss.options import is_number, shown
 from headloss.passes import Head, run, settle
@@ -81,9 +80,7 @@ class Objective:
     "accuracy", "perplexity") or functions injected like a loss.  Call it with a source and targets; see `__call__`.
     """
 
-    __slots__ = (
-        "asked", "backend", "every_term", "key", "known", "losses", "metrics", "names", "readings", "standing", "terms",
-    )  # fmt: skip
+    __slots__ = ("asked", "backend", "every_term", "key", "known", "losses", "metrics", "names", "standing", "terms")
     asked: Any  # the metrics as they were given
     losses: Mapping[str, Callable[..., Any]]  # that `from_config` was given, for `to_config`
     terms: Mapping[str, Term]
@@ -93,7 +90,6 @@ class Objective:
     names: tuple[str, ...]  # of the terms
     every_term: tuple[Term, ...]  # and those that metrics are made of
     standing: tuple[tuple[str, ...], tuple[Any, ...]]  # see `again.standing`
-    readings: dict[str, Reading]  # what its functions say about their inputs
     known: dict[Any, Any]  # plans of earlier calls; see `binding.make_plan`
 
     def __init__(
@@ -122,7 +118,6 @@ class Objective:
         object.__setattr__(self, "key", graph.content_key(self))
         object.__setattr__(self, "names", tuple(self.terms))
         object.__setattr__(self, "standing", standing(self))
-        object.__setattr__(self, "readings", readings(self.terms, self.metrics))
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"Objective is immutable; make a new one to change {name!r}")

@@ -19,7 +19,7 @@ from headloss.bound import Planned, check_belongs, check_constants, check_inputs
 from headloss.call import Call
 from headloss.facts import NEEDS_TARGET, Fact, Want
 from headloss.guides import name_teachers
-from headloss.layout import Laid, layout
+from headloss.layout import Laid, Reading, layout, readings
 from headloss.metrics import retarget
 from headloss.plan import Shape, Trace, trace
 from headloss.rows import Prepared
@@ -76,13 +76,13 @@ def make_plan(
     )
     if asked not in objective.known:
         objective.known[asked] = _calls(objective, off, teachers, inputs, asked[0])
-    calls, metrics = objective.known[asked]
+    calls, metrics, said = objective.known[asked]
     for name in calls:
         if segments is None and objective.terms[name].needs_segments:
             term = objective.terms[name]
             asks = f"reduction {term.reduction!r}" if term.reduction.startswith("seq_") else "its loss"
             raise ValueError(f"segments: term {name!r} needs them for {asks}; pass segments=hl.Segments...")
-    laid = _lay_out(objective, inputs, source, segments)
+    laid = _lay_out(said, inputs, source, segments)
     key: Any = (
         asked,
         source.fact_dtype,
@@ -130,8 +130,8 @@ def _calls(
     teachers: Mapping[str, Teacher],
     inputs: Mapping[str, Any],
     temperature: float | None,
-) -> tuple[dict[str, Call], tuple[tuple[str, Call], ...]]:
-    """The terms that are on and the metrics, ready to be called, once names are known to fit."""
+) -> tuple[dict[str, Call], tuple[tuple[str, Call], ...], dict[str, Reading]]:
+    """The terms that are on and the metrics, ready to be called, once names are known to fit; and their readings."""
     calls = {name: term.call(temperature, teachers) for name, term in objective.terms.items()}
     metrics = tuple((name, retarget(call, temperature, teachers)) for name, call in objective.metrics)
     for name, call in calls.items():
@@ -142,7 +142,8 @@ def _calls(
     check_asked(teachers, [*calls.values(), *(call for _, call in metrics)])
     named = {f"{i} of {n}" for n, x in teachers.items() if isinstance(x, Sparse) for i in TEACHER_INPUTS}
     check_inputs(calls.items(), inputs, CALL, off=off, metrics=metrics, teachers=named)
-    return {name: call for name, call in calls.items() if name not in off}, metrics
+    said = readings(objective.terms, metrics)
+    return {name: call for name, call in calls.items() if name not in off}, metrics, said
 
 
 def _trace_terms(
@@ -297,13 +298,13 @@ def call_weights(objective: Objective, weights: Mapping[str, float | Tensor]) ->
 
 
 def _lay_out(
-    objective: Objective, inputs: Mapping[str, Any], source: Source, segments: Segments | None
+    said: Mapping[str, Reading], inputs: Mapping[str, Any], source: Source, segments: Segments | None
 ) -> dict[str, tuple[Tensor, Shape]]:
     pairs = inputs.get("pairs")
     pairs = pairs.value if isinstance(pairs, Laid) else pairs
     P = len(pairs) if isinstance(pairs, Tensor) and pairs.ndim else None
     return {
-        name: layout(name, x, source.leading, segments, source.vocab, P, objective.readings[name], source.device)
+        name: layout(name, x, source.leading, segments, source.vocab, P, said[name], source.device)
         for name, x in inputs.items()
         if x is not None
     }

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from headloss.config import write_config
 from headloss.facts import CONSTANT, FACTS, Fact
-from headloss.layout import LAID, Laid, Reading, choose, fits, unfit
+from headloss.layout import LAID, Laid, Reading, choose, fits, readings, unfit
 from headloss.losses import LOSSES
 from headloss.metrics import DIVERGENCES, NAMED
 from headloss.parallel import VocabShard
@@ -180,7 +180,8 @@ def write(objective: Objective | None, constants: tuple[Any, ...], **more: Any) 
     """The recipe of a call."""
     said, needs, names, size_names, teachers, off, wanted, group, ndim, device = constants
     if objective is not None:
-        names = tuple((name, dtype, *_place(objective, name, *place)) for name, dtype, *place in names)
+        reading = readings(objective.terms, objective.metrics)
+        names = tuple((name, dtype, *_place(reading, name, *place)) for name, dtype, *place in names)
     recipe = {
         "source": said, "needs": needs, "tensors": names, "sizes": size_names, "teachers": teachers, "off": off,
         "wanted": wanted, "group": group, "ndim": ndim, "device": device, **more,
@@ -190,13 +191,13 @@ def write(objective: Objective | None, constants: tuple[Any, ...], **more: Any) 
     return json.dumps(recipe, default=str, separators=(",", ":"))
 
 
-def _place(objective: Objective, label: str, kind: str, *more: Any) -> tuple[Any, ...]:
+def _place(readings: Mapping[str, Reading], label: str, kind: str, *more: Any) -> tuple[Any, ...]:
     """The place of a tensor, with that of an input found."""
     if kind != "input":
         return (kind, *more)
     ways, said, segmented, rest, table = more
     name = label.split(".", 1)[1]
-    chosen = choose(name, ways, said, objective.readings.get(name, Reading()), segmented, "its shape")
+    chosen = choose(name, ways, said, readings.get(name, Reading()), segmented, "its shape")
     return (chosen, *rest) if chosen in ("row", "segment") else ("whole", *table)
 
 

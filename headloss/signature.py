@@ -9,6 +9,7 @@ A name that nothing provides, and an input that nothing asks for, are errors wit
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
