@@ -23,7 +23,7 @@ class Fault(NamedTuple):
     @property
     def interpreted(self) -> bool:
         """Whether its tests are those of Triton's interpreter, which has to be chosen before triton is imported."""
-        kernels = ("backends/kernels", "backends/program", "backends/operations", "one_launch")
+        kernels = ("backends/kernels", "backends/program", "backends/oper", "backends/printer", "one_launch")
         return self.file.startswith(kernels) or self.tests == ("tests/test_triton.py",)
 
 
@@ -185,7 +185,7 @@ FAULTS = [
     Fault("call.py", "        if x._version != before:", "        if False:", "a loss that writes into its inputs is let through", TRACED),
     Fault("term.py", "key = (source_temperature, name, sparse, self.content())", "key = (source_temperature, name, sparse)", "a divergence keeps what it read first", TRACED),
     Fault("backends/elements.py", "        if found.unknown:", "        if False:", "a divergence that reads an object is printed", TRACED),
-    Fault("backends/printer.py", "elif type(given) is float and self.lifted is not None", "elif type(given) is float and False", "another value of an option compiles a kernel", ("tests/test_visit.py",)),
+    Fault("backends/printer.py", "elif type(given) is float and lift is not None", "elif type(given) is float and False", "another value of an option compiles a kernel", ("tests/test_visit.py",)),
     Fault("classify.py", "stack.enter_context(_disable_current_modes())", "pass", "a profiler's mode makes a row loss a batch loss", ("tests/test_plan.py",)),
     Fault("classify.py", 'elif name == "getitem" or name in _CREATION:', 'elif name in ("getitem", "mean") or name in _CREATION:', "a batch mean taken for a row's own"),
     Fault("classify.py", '"mse_loss", "mse_loss_backward",', '"mse_loss", "mse_loss_backward", "cumsum", "roll",', "rows that look at their neighbours taken for row-local"),
@@ -371,6 +371,16 @@ FAULTS = [
     Fault("backends/program.py", "pieces += [f\"-{g['entropy']} * {own['entropy']}\"] if \"entropy\" in g else []", "pass", "printed pull of entropy without its constant part"),
     Fault("backends/operations.py", 'held = f"lowest({held}, {{{high}:p}})"', "pass", "printed clamp: no upper bound", ("tests/test_lower.py",)),
     Fault("backends/operations.py", 'return ("{other:p} - {self:p}" if a["alpha"].is_one', 'return ("{self:p} - {other:p}" if a["alpha"].is_one', "printed rsub: the other way round", ("tests/test_lower.py",)),
+    Fault("backends/operations.py", "if key not in seen.read and key not in rule.only and key not in rule.unread:", "if False:", "printed: an argument that no rule reads is dropped", ("tests/trust/test_printed_operations.py",)),
+    Fault("backends/operations.py", "if type(found) is not type(value) or found != value:", "if False:", "printed: another reduction or approximation taken for the printed one", ("tests/trust/test_printed_operations.py",)),
+    Fault("backends/operations.py", 'return (text if a["weight"] is None else', "return (text if True else", "printed binary cross-entropy: the weight is dropped", ("tests/trust/test_printed_operations.py",)),
+    Fault("backends/operations.py", 'positive = "" if a["pos_weight"] is None else', 'positive = "" if True else', "printed binary cross-entropy: the positive weight is dropped", ("tests/trust/test_printed_operations.py",)),
+    Fault("backends/operands.py", 'return "d" if dtype == torch.float64 else "f"', 'return "f"', "printed: float64 computed in float32", ("tests/trust/test_printed_operations.py",)),
+    Fault("backends/operands.py", "if dtype in NARROW else text", "if dtype.is_floating_point and dtype in NARROW else text", "printed: narrow integers do not wrap", ("tests/trust/test_printed_operations.py",)),
+    Fault("backends/operations.py", "        if not fits:", "        if False:", "printed: a number that a half cannot hold is compared as it is", ("tests/trust/test_printed_operations.py",)),
+    Fault("backends/operations.py", '"{self:p} * (-1.0)"', '"0.0 - {self:p}"', "printed: -0 loses its sign", ("tests/trust/test_printed_operations.py",)),
+    Fault("backends/printer.py", "return any(node is user.kwargs.get(name) or node in user.args[i : i + 1] for i, name in written)", "return False", "printed: a value written by out= is not seen", ("tests/trust/test_printed_operations.py",)),
+    Fault("backends/kernels/visit.py", "    if x.dtype.is_fp64():", "    if False:", "one launch: a float64 input is rounded as it is read", ("tests/trust/test_printed_operations.py",)),
     Fault("one_launch.py", "t.weight * loss.grad_scale", "t.weight * 1.0", "one launch: grad_scale is ignored"),
     Fault("one_launch.py", 'shared if term.reduction != "seq_mean_token_mean" else shared / lengths(loss.rows, loss.dtype)', "shared", "one launch: a segment's mean taken for its sum"),
     # Later calls

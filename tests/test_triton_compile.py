@@ -276,7 +276,7 @@ def program_of(metrics, terms):
     facts = [f for n, call in calls.items() for f in call.facts if f not in traces[n].unused]
     want = Want([*facts, *(f for _, call in own for f in call.facts)])
     program = lower({n: (calls[n], traces[n]) for n in calls}, want, layouts, own)
-    return program, program.options({n: call.options for n, call in calls.items()})
+    return program, program.numbers
 
 
 class Visit(Built):
@@ -410,7 +410,7 @@ class Beside(Built):
         want = Want([*facts, *(f for _, call in own for f in call.facts)])
         program = lower({n: (calls[n], traces[n]) for n in calls}, want, layouts, own)
         plan = taught._plan(program)
-        numbers = program.options({n: call.options for n, call in calls.items()})
+        numbers = program.numbers
         shape = taught.shape_for(plan, V)
         n, vec = len(want.temperatures), WIDE[dtype]
         signature = dict.fromkeys((*VISIT_INTS, *COUNTS), "i32") | {"found": "*fp32"}

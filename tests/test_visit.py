@@ -64,6 +64,8 @@ class Mix:
         traces = {n: trace(call, wide, dtype, "cpu", False) for n, call in self.calls.items()}
         facts = [f for n, c in self.calls.items() for f in c.facts if f not in traces[n].unused]
         want = Want([*facts, *(f for _, c in self.metrics for f in c.facts)])
+        if dtype != torch.float32:
+            return traces, want, None
         return traces, want, lower({n: (self.calls[n], traces[n]) for n in self.calls}, want, wide, self.metrics)
 
     def truth(self, x, y, given, bases, factors, temperature, keep, **options):

@@ -16,15 +16,15 @@ from typing import Any
 
 from torch import fx
 
-from headloss.backends.operations import Unprintable as Unprintable
+from headloss.backends.operands import Unprintable as Unprintable
 from headloss.backends.printer import Printer, Value, dtype_of, kind_of
 
 
 def pointwise(graph: fx.GraphModule, name: str = "pointwise") -> Any:
     """`graph` as a `@triton.jit` function: one argument for each placeholder, a tuple of its outputs.
 
-    Arguments are float32 (int64 and bool where the graph has those), scalars or blocks that broadcast; so are the
-    results.  float64 is computed as float32.
+    Arguments are float32 (float64, int64 and bool where the graph has those), scalars or blocks that broadcast; so are
+    the results.
     """
     return compiled(source_of(graph, name), name)
 

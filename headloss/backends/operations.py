@@ -1,139 +1,188 @@
 """How each element-wise operation of PyTorch reads in Triton.
 
-A rule is the kind of its result and a template over the operation's own argument names.  `{self:f}` is the argument as
-a float32, `:i` as an int64, `:b` as a bool, `:p` in the kind that PyTorch promotes the operands to, `:F` as a float32
-tensor even where it is a number.  An operation without a rule is not printed.
+A rule has a template for each kind of number that PyTorch computes the operation in, over the operation's own argument
+names.  `{self:p}` is the argument in that kind, `:f` as a float of its width, `:i` as an int64, `:b` as a bool, `:F` as
+a float tensor even where it is a number.  What is not stated is not printed: an operation without a rule, a kind
+without a template, and an argument that the template does not read and the caller gave.
 """
 
 from __future__ import annotations
 
-import math
-import struct
-from collections.abc import Callable, Mapping
-from typing import Any
+import functools
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any, NamedTuple
 
-KINDS = "bif"  # bool, int64, float32: each promotes to the next
-TYPES = {"b": "tl.int1", "i": "tl.int64", "f": "tl.float32"}
+import torch
 
-
-class Unprintable(Exception):  # noqa: N818, it says what cannot be done
-    """An operation that cannot be part of a printed function."""
-
-    def __init__(self, operation: str, where: str | None = None) -> None:
-        super().__init__(operation if where is None else f"{operation} of {where}")
-        self.operation, self.where = operation, where
-
-
-class Operand:
-    """A printed value or a number, as an argument of a template.
-
-    A number that has a text is one that the function is handed: no template may depend on what it is.
-    """
-
-    __slots__ = ("common", "kind", "number", "text")
-
-    def __init__(self, text: str, kind: str, number: float | None = None) -> None:
-        self.text, self.kind, self.number = text, kind, number
-        self.common = kind
-
-    @classmethod
-    def of(cls, number: float) -> Operand:
-        kind = "b" if isinstance(number, bool) else "i" if isinstance(number, int) else "f"
-        return cls("", kind, number)
-
-    @property
-    def is_one(self) -> bool:
-        return not self.text and self.number == 1
-
-    def __format__(self, spec: str) -> str:
-        kind = self.common if spec == "p" else spec.lower()
-        if self.number is not None and not self.text:
-            return constant(self.number, kind) if spec == "F" or kind == "b" else literal(self.number, kind)
-        return cast(self.text, self.kind, kind)
-
-
-def cast(text: str, have: str, want: str) -> str:
-    if have == want:
-        return text
-    return f"({text} != 0)" if want == "b" else f"{text}.to({TYPES[want]})"
-
-
-def literal(number: float, kind: str) -> str:
-    """A number so that it survives: rounded to float32 once, here."""
-    if kind != "f":
-        return _signed(str(int(number)))
-    x = struct.unpack("f", struct.pack("f", float(number)))[0]  # native: beyond float32 it is infinite
-    if math.isnan(x) or math.isinf(x):
-        return 'float("nan")' if math.isnan(x) else 'float("inf")' if x > 0 else '(-float("inf"))'
-    return _signed(repr(x)) if x == 0 or abs(x) >= 2.0**-126 else constant(x, "f")
-
-
-def constant(number: float, kind: str) -> str:
-    subnormal = kind == "f" and 0 < abs(number) < 2.0**-126
-    text = repr(bool(number)) if kind == "b" else repr(float(number)) if subnormal else literal(number, kind)
-    return f"tl.full([], {text}, {TYPES[kind]})"
-
-
-def _signed(text: str) -> str:
-    return f"({text})" if text.startswith("-") else text
-
+from headloss.backends.operands import (
+    KINDS,
+    NARROW,
+    TYPES,
+    Operand,
+    Unprintable,
+    constant,
+    kind_of,
+    name_of,
+)
 
 Arguments = Mapping[str, Any]  # Operand, or whatever else the operation was called with
-Rule = tuple[str, str | Callable[[Arguments], str]]
+Template = str | Callable[[Arguments], str]
 
 
-def _linear(sign: str) -> Callable[[Arguments], str]:
+class Rule(NamedTuple):
+    result: str  # "b" flags, "f" floats, "p" the kind that it is computed in
+    forms: Mapping[str, Template]  # by kind
+    only: Mapping[str, Any] = {}  # arguments with the one value that is printed
+    unread: tuple[str, ...] = ()  # arguments that change nothing
+
+
+class _Read(dict[str, Any]):
+    """Arguments, and which of them a template has read."""
+
+    def __init__(self, arguments: Arguments) -> None:
+        super().__init__(arguments)
+        self.read: set[str] = set()
+
+    def __getitem__(self, name: str) -> Any:
+        self.read.add(name)
+        return super().__getitem__(name)
+
+
+def written(name: str, arguments: Arguments, given: Collection[str], dtype: torch.dtype) -> tuple[str, str]:
+    """An operation as text, and the text's kind.  `given`: the arguments that are not their defaults; `dtype`: of the
+    result."""
+    rule = RULES[name]
+    for key, value in rule.only.items():
+        found = arguments.get(key)
+        found = found.number if isinstance(found, Operand) else found
+        if type(found) is not type(value) or found != value:
+            raise Unprintable(f"{name} with {key}={found}")
+    operands = {k: x for k, x in arguments.items() if isinstance(x, Operand)}
+    meeting = [x for k, x in operands.items() if _promotes(name, k, x)]
+    work = promoted(meeting)
+    if rule.result == "f":
+        if not dtype.is_floating_point:
+            raise Unprintable(f"{name} in {name_of(dtype)}")
+        work = work if work.is_floating_point else dtype
+    if ("reduction" in rule.only or name.endswith("_backward")) and any(x.dtype != work for x in meeting):
+        raise Unprintable(f"{name} of several dtypes")
+    _check_narrow(name, work, [*meeting, *(x for k, x in operands.items() if k == "alpha")])
+    common = kind_of(work)
+    if common not in rule.forms:
+        raise Unprintable(f"{name} in {name_of(work)}")
+    for x in operands.values():
+        x.common = common
+    form, seen = rule.forms[common], _Read(arguments)
+    text = form.format_map(seen) if isinstance(form, str) else form(seen)
+    for key in given:
+        if key not in seen.read and key not in rule.only and key not in rule.unread:
+            raise Unprintable(f"{name} with {key}")
+    return text, common if rule.result == "p" else kind_of(work) if rule.result == "f" else "b"
+
+
+_PROMOTING = ("self", "other", "exponent", "min", "max")  # numbers that count as operands do; others are parameters
+_APART = {"where": ("condition",), "masked_fill": ("mask", "value")}  # operands that do not count
+
+
+def _promotes(name: str, key: str, x: Operand) -> bool:
+    return (x.number is None or key in _PROMOTING) and key not in _APART.get(name, ())
+
+
+def promoted(operands: Iterable[Operand]) -> torch.dtype:
+    """What PyTorch computes these in: rows decide, scalars and then numbers only where they are of a higher kind."""
+    groups: tuple[list[torch.dtype], ...] = ([], [], [])
+    for x in operands:
+        groups[2 if x.ndim is None else int(x.ndim == 0)].append(x.dtype)
+    found = [functools.reduce(torch.promote_types, group) for group in groups if group]
+    return functools.reduce(lambda a, b: torch.promote_types(a, b) if _rank(b) > _rank(a) else a, found)
+
+
+def _rank(dtype: torch.dtype) -> int:
+    return "bif".index(kind_of(dtype).replace("d", "f"))
+
+
+# operations on halves in which PyTorch uses a number as it is, or in which it does not matter when it is rounded
+_ROUNDED_LATER = frozenset({"mul", "div", "where", "clamp", "clamp_min", "clamp_max"})
+
+
+def _check_narrow(name: str, work: torch.dtype, operands: Iterable[Operand]) -> None:
+    """That every operand is a value of the narrow type that PyTorch brings it into first.
+
+    It does not do so in every operation, nor on every device alike.
+    """
+    for x in operands if work in NARROW else ():
+        if x.number is None:
+            fits = x.dtype == work or (torch.promote_types(x.dtype, work) == work and x.dtype.itemsize == 1)
+        elif work.is_floating_point:
+            fits = name in _ROUNDED_LATER or float(torch.tensor(x.number, dtype=work)) == x.number
+        else:
+            fits = torch.iinfo(work).min <= x.number <= torch.iinfo(work).max
+        if not fits:
+            what = f"a {name_of(x.dtype)} operand" if x.number is None else str(x.number)
+            raise Unprintable(f"{name} of {name_of(work)} and {what}")
+
+
+# ---------------------------------------------------------------- templates
+
+
+def _rule(text: Template, kinds: str = "ifd", **more: Template) -> Rule:
+    """In the kind that the operands are promoted to."""
+    return Rule("p", dict.fromkeys(kinds, text) | more)
+
+
+def _floats(text: Template, d: Template | None = None, **only: Any) -> Rule:
+    """In floats, whatever the operands are."""
+    return Rule("f", {"f": text} if d is None else {"f": text, "d": d}, only)
+
+
+def _flags(text: str, **more: str) -> Rule:
+    return Rule("b", dict.fromkeys(KINDS, text) | more)
+
+
+def _linear(sign: str) -> Template:
     def text(a: Arguments) -> str:
-        if a["self"].common == "b":
-            return "({self:b} | {other:b})".format_map(a)
-        plain = a["alpha"].is_one
-        return (
-            "{self:p} " + sign + " {other:p}" if plain else "{self:p} " + sign + " {alpha:p} * {other:p}"
-        ).format_map(a)
+        scaled = "{other:p}" if a["alpha"].is_one else "{alpha:p} * {other:p}"
+        return ("{self:p} " + sign + " " + scaled).format_map(a)
 
     return text
-
-
-def _mul(a: Arguments) -> str:
-    return ("({self:b} & {other:b})" if a["self"].common == "b" else "{self:p} * {other:p}").format_map(a)
 
 
 def _rsub(a: Arguments) -> str:
     return ("{other:p} - {self:p}" if a["alpha"].is_one else "{other:p} - {alpha:p} * {self:p}").format_map(a)
 
 
-def _div(a: Arguments) -> str:
-    if a.get("rounding_mode") is not None:
-        raise Unprintable("div with rounding_mode")
-    return "tl.div_rn({self:f}, {other:f})".format_map(a)
-
-
 _POWERS = {
-    0.0: "{self:f} * 0.0 + 1.0", 1.0: "{self:f}", 2.0: "{self:f} * {self:f}", 3.0: "{self:f} * {self:f} * {self:f}",
+    1.0: "{self:f}", 2.0: "{self:f} * {self:f}", 3.0: "{self:f} * {self:f} * {self:f}",
     0.5: "tl.sqrt_rn({self:F})", -0.5: "tl.div_rn(1.0, tl.sqrt_rn({self:F}))", -1.0: "tl.div_rn(1.0, {self:F})",
     -2.0: "tl.div_rn(1.0, {self:f} * {self:f})",
 }  # fmt: skip
+_WIDE_POWERS = {**_POWERS, 0.5: "tl.sqrt({self:F})", -0.5: "1.0 / tl.sqrt({self:F})", -1.0: "1.0 / {self:F}",
+                -2.0: "1.0 / ({self:F} * {self:F})"}  # fmt: skip
+_WHOLE_POWERS = {1.0: "{self:i}", 2.0: "{self:i} * {self:i}", 3.0: "{self:i} * {self:i} * {self:i}"}
 
 
-def _pow(a: Arguments) -> str:
-    base, exponent = a["self"], a["exponent"].number
-    if a["exponent"].text:
-        return "power({self:F}, {exponent:F})".format_map(a)
-    if base.common != "f":
-        if exponent in (1, 2):
-            return ("{self:i}" if exponent == 1 else "{self:i} * {self:i}").format_map(a)
-        raise Unprintable("pow of integers")
-    if exponent == 0.0:
-        return constant(1.0, "f")
-    return _POWERS.get(exponent, "power({self:F}, {exponent:F})").format_map(a)
+def _pow(powers: Mapping[float, str], kind: str) -> Template:
+    def text(a: Arguments) -> str:
+        exponent = a["exponent"]
+        if exponent.text and exponent.number is not None:
+            return "power_by({self:F}, {exponent:F})".format_map(a)
+        if exponent.number == 0:
+            return constant(1, kind)
+        if (exponent.number not in powers and kind != "f") or (
+            exponent.number in (0.5, -0.5) and a["self"].dtype in NARROW
+        ):
+            raise Unprintable(f"pow of {name_of(a['self'].dtype)} to {exponent.number or 'a tensor'}")
+        return powers.get(exponent.number, "power({self:F}, {exponent:F})").format_map(a)
+
+    return text
 
 
-def _clamp(low: str, high: str) -> Callable[[Arguments], str]:
+def _clamp(low: str, high: str) -> Template:
     def text(a: Arguments) -> str:
         held = "{self:p}"
-        if isinstance(a.get(low), Operand):
+        if low in a and a[low] is not None:
             held = f"highest({held}, {{{low}:p}})"
-        if isinstance(a.get(high), Operand):
+        if high in a and a[high] is not None:
             held = f"lowest({held}, {{{high}:p}})"
         return held.format_map(a)
 
@@ -141,161 +190,166 @@ def _clamp(low: str, high: str) -> Callable[[Arguments], str]:
 
 
 def _compare(sign: str) -> Rule:
-    def text(a: Arguments) -> str:
-        form = "({self:i} " + sign + " {other:i})" if a["self"].common == "b" else "({self:p} " + sign + " {other:p})"
-        return form.format_map(a)
-
-    return "b", text
+    return _flags("({self:p} " + sign + " {other:p})", b="({self:i} " + sign + " {other:i})")
 
 
-def _bits(sign: str) -> Callable[[Arguments], str]:
-    return ("({self:p} " + sign + " {other:p})").format_map
+def _bits(sign: str) -> Rule:
+    return _rule("({self:p} " + sign + " {other:p})", "bi")
 
 
-def _whole(template: str) -> Rule:
+def _whole(template: str, kinds: str = "fd") -> Rule:
     """Rounding, which leaves integers as they are."""
-    return "p", lambda a: (template if a["self"].common == "f" else "{self:p}").format_map(a)
+    return _rule(template, kinds, i="{self:p}")
 
 
-def _plain(template: str, **must: Any) -> Rule:
-    """A float operation of which only one form is printed: not reduced, not weighted."""
-
-    def text(a: Arguments) -> str:
-        for name, value in must.items():
-            found = a.get(name)
-            if (found.number if isinstance(found, Operand) else found) != value:
-                raise Unprintable(f"{name}={found.number if isinstance(found, Operand) else found}")
-        return template.format_map(a)
-
-    return "f", text
+def _unary(call: str, d: str | None = None) -> Rule:
+    return _floats(call + "({self:F})", d and d + "({self:F})")
 
 
 def _nan_to_num(a: Arguments) -> str:
-    most = struct.unpack("f", struct.pack("f", 3.4028234663852886e38))[0]
+    most = torch.finfo(a["self"].dtype).max
     fill = {"nan": 0.0, "posinf": most, "neginf": -most}
-    nan, up, down = (f"{a[k]:f}" if isinstance(a.get(k), Operand) else literal(v, "f") for k, v in fill.items())
-    x = f"{a['self']:f}"
+    kind = a["self"].common
+    nan, up, down = (constant(v, kind) if a[k] is None else f"{a[k]:F}" for k, v in fill.items())
+    x = f"{a['self']:p}"
     return f"tl.where({x} == {x}, tl.where({x} == INF, {up}, tl.where({x} == -INF, {down}, {x})), {nan})"
 
 
-def _unary(call: str) -> Rule:
-    return "f", call + "({self:F})"
+def _weighted(text: str) -> Template:
+    """A loss with an optional weight of each element.  Of halves PyTorch rounds what is between its steps."""
+
+    def weighted(a: Arguments) -> str:
+        if a["self"].dtype in NARROW:
+            raise Unprintable(f"binary_cross_entropy in {name_of(a['self'].dtype)}")
+        return (text if a["weight"] is None else f"({text}) * {{weight:f}}").format_map(a)
+
+    return weighted
 
 
-def _round(a: Arguments) -> str:
-    if isinstance(a.get("decimals"), Operand) and a["decimals"].number:
-        raise Unprintable("round with decimals")
-    return ("nearest({self:f})" if a["self"].common == "f" else "{self:p}").format_map(a)
+def _binary_cross_with_logits(a: Arguments) -> str:
+    positive = "" if a["pos_weight"] is None else "(({pos_weight:f} - 1.0) * {target:f} + 1.0) * "
+    return _weighted("(1.0 - {target:f}) * {self:f} - " + positive + "log_sigmoid({self:F})")(a)  # type: ignore[operator]
 
 
-def _sign(a: Arguments) -> str:
-    return ("sign({self:f})" if a["self"].common == "f" else "sign({self:f}).to(tl.int64)").format_map(a)
+def _elu_backward(a: Arguments) -> str:
+    return (
+        "elu_backward({grad_output:F}, {alpha:F}, {scale:F}, {input_scale:F}, "
+        + f"{bool(a['is_result'].number)}, "
+        + "{self_or_result:F})"
+    ).format_map(a)
 
+
+_SIGN = "({self:p} > 0).to(TYPE) - ({self:p} < 0).to(TYPE)"
+_LERP = (
+    "tl.where(tl.abs({weight:F}) < 0.5, {self:f} + {weight:f} * ({end:f} - {self:f}), "
+    "{end:f} - ({end:f} - {self:f}) * (1.0 - {weight:f}))"
+)
+_SQUARED = "({self:f} - {target:f}) * ({self:f} - {target:f})"
+_SQUARED_BACKWARD = "2.0 * ({self:f} - {target:f}) * {grad_output:f}"
+_SIGMOID_BACKWARD = "{grad_output:f} * (1.0 - {output:f}) * {output:f}"
+_TANH_BACKWARD = "{grad_output:f} * (1.0 - {output:f} * {output:f})"
+_THRESHOLD_BACKWARD = "tl.where({self:f} <= {threshold:f}, 0.0, {grad_output:f})"
+_HARDTANH_BACKWARD = "tl.where(({self:f} > {min_val:f}) & ({self:f} < {max_val:f}), {grad_output:f}, 0.0)"
+_LEAKY = "tl.where({self:f} > 0, {self:f}, {self:f} * {negative_slope:f})"
+_LEAKY_BACKWARD = "tl.where({self:f} > 0, {grad_output:f}, {grad_output:f} * {negative_slope:f})"
 
 RULES: dict[str, Rule] = {
-    "add": ("p", _linear("+")),
-    "sub": ("p", _linear("-")),
-    "rsub": ("p", _rsub),
-    "mul": ("p", _mul),
-    "div": ("f", _div),
-    "true_divide": ("f", _div),
-    "neg": ("p", "-{self:p}"),
-    "abs": ("p", "tl.abs({self:p})"),
-    "reciprocal": ("f", "tl.div_rn(1.0, {self:F})"),
-    "square": ("p", "{self:p} * {self:p}"),
-    "pow": ("p", _pow),
-    "exp": _unary("exp"),
-    "exp2": _unary("tl.exp2"),
+    "add": _rule(_linear("+"), b="({self:b} | {other:b})"),
+    "sub": _rule(_linear("-")),
+    "rsub": _rule(_rsub),
+    "mul": _rule("{self:p} * {other:p}", b="({self:b} & {other:b})"),
+    "div": _floats("tl.div_rn({self:f}, {other:f})", "{self:f} / {other:f}"),
+    "neg": _rule("{self:p} * (-1.0)", "fd", i="-{self:p}"),  # 0 - x would lose the sign of a zero
+    "abs": _rule("tl.abs({self:p})"),
+    "reciprocal": _floats("tl.div_rn(1.0, {self:F})", "1.0 / {self:F}"),
+    "pow": Rule(
+        "p", {"f": _pow(_POWERS, "f"), "d": _pow(_WIDE_POWERS, "d"), "i": _pow(_WHOLE_POWERS, "i")}, unread=("self",)
+    ),
+    "exp": _unary("exp", "tl.exp"),
+    "exp2": _unary("tl.exp2", "tl.exp2"),
     "expm1": _unary("expm1"),
-    "log": _unary("tl.log"),
-    "log2": _unary("tl.log2"),
-    "log10": ("f", "tl.log({self:F}) * 0.4342944819032518"),
+    "log": _unary("tl.log", "tl.log"),
+    "log2": _unary("tl.log2", "tl.log2"),
+    "log10": _floats("tl.log({self:F}) * 0.4342944819032518"),
     "log1p": _unary("log1p"),
-    "sqrt": _unary("tl.sqrt_rn"),
-    "rsqrt": ("f", "tl.div_rn(1.0, tl.sqrt_rn({self:F}))"),
-    "sin": _unary("tl.sin"),
-    "cos": _unary("tl.cos"),
-    "erf": _unary("tl.erf"),
-    "sigmoid": _unary("sigmoid"),
+    "sqrt": _unary("tl.sqrt_rn", "tl.sqrt"),
+    "rsqrt": _floats("tl.div_rn(1.0, tl.sqrt_rn({self:F}))", "1.0 / tl.sqrt({self:F})"),
+    "sin": _unary("tl.sin", "tl.sin"),
+    "cos": _unary("tl.cos", "tl.cos"),
+    "erf": _unary("tl.erf", "tl.erf"),
+    "sigmoid": _floats("sigmoid({self:F})", "1.0 / (1.0 + tl.exp(-{self:F}))"),
     "tanh": _unary("tanh"),
-    "silu": ("f", "{self:f} * sigmoid({self:F})"),
-    "relu": ("p", "highest({self:p}, 0)"),
-    "gelu": _plain("gelu({self:F})", approximate="none"),
-    "elu": ("f", "elu({self:F}, {alpha:F}, {scale:F}, {input_scale:F})"),
-    "hardtanh": ("p", _clamp("min_val", "max_val")),
-    "leaky_relu": ("f", "tl.where({self:f} > 0, {self:f}, {self:f} * {negative_slope:f})"),
-    "softplus": ("f", "softplus({self:F}, {beta:F}, {threshold:F})"),
+    "silu": _floats("{self:f} * sigmoid({self:F})"),
+    "relu": _rule("highest({self:p}, 0)"),
+    "gelu": _floats("gelu({self:F})", approximate="none"),
+    "elu": _floats("elu({self:F}, {alpha:F}, {scale:F}, {input_scale:F})"),
+    "hardtanh": _rule(_clamp("min_val", "max_val"), "fd"),
+    "leaky_relu": _floats(_LEAKY, _LEAKY),
+    "softplus": _floats("softplus({self:F}, {beta:F}, {threshold:F})"),
     "log_sigmoid_forward": _unary("log_sigmoid"),
-    "sign": ("p", _sign),
-    "sgn": ("p", _sign),
+    "sign": _rule("sign({self:f})", "f", b="{self:b}", **{k: _SIGN.replace("TYPE", TYPES[k]) for k in "id"}),
     "floor": _whole("tl.floor({self:f})"),
     "ceil": _whole("tl.ceil({self:f})"),
     "trunc": _whole("tl.where({self:f} < 0, tl.ceil({self:f}), tl.floor({self:f}))"),
-    "round": ("p", _round),
-    "nan_to_num": ("f", _nan_to_num),
-    "minimum": ("p", "lowest({self:p}, {other:p})"),
-    "maximum": ("p", "highest({self:p}, {other:p})"),
-    "clamp": ("p", _clamp("min", "max")),
-    "clamp_min": ("p", _clamp("min", "max")),
-    "clamp_max": ("p", _clamp("min", "max")),
-    "where": ("p", "tl.where({condition:b}, {self:p}, {other:p})"),
-    "masked_fill": ("p", "tl.where({mask:b}, {value:p}, {self:p})"),
-    "logaddexp": ("f", "logaddexp({self:F}, {other:F})"),
-    "xlogy": ("f", "xlogy({self:F}, {other:F})"),
-    "lerp": ("f", "tl.where(tl.abs({weight:F}) < 0.5, {self:f} + {weight:f} * ({end:f} - {self:f}), "
-                  "{end:f} - ({end:f} - {self:f}) * (1.0 - {weight:f}))"),
-    "addcmul": ("f", "{self:f} + {value:f} * {tensor1:f} * {tensor2:f}"),
-    "addcdiv": ("f", "{self:f} + {value:f} * tl.div_rn({tensor1:f}, {tensor2:f})"),
+    "round": _whole("nearest({self:f})", "f"),
+    "nan_to_num": _rule(_nan_to_num, "fd", i="{self:p}"),
+    "minimum": _rule("lowest({self:p}, {other:p})", b="({self:b} & {other:b})"),
+    "maximum": _rule("highest({self:p}, {other:p})", b="({self:b} | {other:b})"),
+    "clamp": _rule(_clamp("min", "max")),
+    "clamp_min": _rule(_clamp("min", "max")),
+    "clamp_max": _rule(_clamp("min", "max")),
+    "where": _rule("tl.where({condition:b}, {self:p}, {other:p})", KINDS),
+    "masked_fill": _rule("tl.where({mask:b}, {value:p}, {self:p})", KINDS),
+    "logaddexp": _floats("logaddexp({self:F}, {other:F})"),
+    "xlogy": _floats("xlogy({self:F}, {other:F})"),
+    "lerp": _floats(_LERP, _LERP),
+    "addcmul": _rule("{self:p} + {value:p} * {tensor1:p} * {tensor2:p}"),
+    "addcdiv": _floats(
+        "{self:f} + {value:f} * tl.div_rn({tensor1:f}, {tensor2:f})",
+        "{self:f} + {value:f} * ({tensor1:f} / {tensor2:f})",
+    ),
     "lt": _compare("<"),
     "le": _compare("<="),
     "gt": _compare(">"),
     "ge": _compare(">="),
     "eq": _compare("=="),
     "ne": _compare("!="),
-    "logical_and": ("b", "({self:b} & {other:b})"),
-    "logical_or": ("b", "({self:b} | {other:b})"),
-    "logical_xor": ("b", "({self:b} ^ {other:b})"),
-    "logical_not": ("b", "({self:f} == 0)"),
-    "bitwise_and": ("p", _bits("&")),
-    "bitwise_or": ("p", _bits("|")),
-    "bitwise_xor": ("p", _bits("^")),
-    "bitwise_not": ("p", lambda a: ("({self:f} == 0)" if a["self"].common == "b" else "(-1 - {self:p})").format_map(a)),
-    "isnan": ("b", "({self:f} != {self:f})"),
-    "isinf": ("b", "(tl.abs({self:f}) == INF)"),
-    "isfinite": ("b", "(tl.abs({self:f}) < INF)"),
-    "huber_loss": _plain("huber({self:F}, {target:F}, {delta:F})", reduction=0),
-    "smooth_l1_loss": _plain("smooth_l1({self:F}, {target:F}, {beta:F})", reduction=0),
-    "mse_loss": _plain("({self:f} - {target:f}) * ({self:f} - {target:f})", reduction=0),
-    "binary_cross_entropy": _plain("binary_cross({self:F}, {target:F})", reduction=0, weight=None),
-    "binary_cross_entropy_with_logits": _plain(
-        "(1.0 - {target:f}) * {self:f} - log_sigmoid({self:F})", reduction=0, weight=None, pos_weight=None
-    ),
-    "sigmoid_backward": ("f", "{grad_output:f} * (1.0 - {output:f}) * {output:f}"),
-    "tanh_backward": ("f", "{grad_output:f} * (1.0 - {output:f} * {output:f})"),
-    "threshold_backward": ("f", "tl.where({self:f} <= {threshold:f}, 0.0, {grad_output:f})"),
-    "softplus_backward": ("f", "softplus_backward({grad_output:F}, {self:F}, {beta:F}, {threshold:F})"),
-    "log_sigmoid_backward": ("f", "log_sigmoid_backward({grad_output:F}, {self:F})"),
-    "silu_backward": ("f", "silu_backward({grad_output:F}, {self:F})"),
-    "gelu_backward": _plain("gelu_backward({grad_output:F}, {self:F})", approximate="none"),
-    "elu_backward": (
-        "f",
-        lambda a: f"elu_backward({a['grad_output']:F}, {a['alpha']:F}, {a['scale']:F}, {a['input_scale']:F}, "
-        f"{bool(a['is_result'].number)}, {a['self_or_result']:F})",
-    ),
-    "hardtanh_backward": (
-        "f",
-        "tl.where(({self:f} > {min_val:f}) & ({self:f} < {max_val:f}), {grad_output:f}, 0.0)",
-    ),
-    "leaky_relu_backward": ("f", "tl.where({self:f} > 0, {grad_output:f}, {grad_output:f} * {negative_slope:f})"),
-    "huber_loss_backward": _plain("huber_backward({grad_output:F}, {self:F}, {target:F}, {delta:F})", reduction=0),
-    "smooth_l1_loss_backward": _plain(
+    "logical_and": _flags("({self:b} & {other:b})"),
+    "logical_or": _flags("({self:b} | {other:b})"),
+    "logical_xor": _flags("({self:b} ^ {other:b})"),
+    "logical_not": _flags("({self:p} == 0)", b="({self:i} == 0)"),
+    "bitwise_and": _bits("&"),
+    "bitwise_or": _bits("|"),
+    "bitwise_xor": _bits("^"),
+    "bitwise_not": _rule("(-1 - {self:p})", "i", b="({self:i} == 0)"),
+    "isnan": _flags("({self:p} != {self:p})", b="({self:i} != {self:i})"),
+    "isinf": _flags("(tl.abs({self:f}) == INF)"),
+    "isfinite": _flags("(tl.abs({self:f}) < INF)"),
+    "huber_loss": _floats("huber({self:F}, {target:F}, {delta:F})", reduction=0),
+    "smooth_l1_loss": _floats("smooth_l1({self:F}, {target:F}, {beta:F})", reduction=0),
+    "mse_loss": _floats(_SQUARED, _SQUARED, reduction=0),
+    "binary_cross_entropy": _floats(_weighted("binary_cross({self:F}, {target:F})"), reduction=0),
+    "binary_cross_entropy_with_logits": _floats(_binary_cross_with_logits, reduction=0),
+    "sigmoid_backward": _floats(_SIGMOID_BACKWARD, _SIGMOID_BACKWARD),
+    "tanh_backward": _floats(_TANH_BACKWARD, _TANH_BACKWARD),
+    "threshold_backward": _floats(_THRESHOLD_BACKWARD, _THRESHOLD_BACKWARD),
+    "softplus_backward": _floats("softplus_backward({grad_output:F}, {self:F}, {beta:F}, {threshold:F})"),
+    "log_sigmoid_backward": Rule("f", {"f": "log_sigmoid_backward({grad_output:F}, {self:F})"}, unread=("buffer",)),
+    "silu_backward": _floats("silu_backward({grad_output:F}, {self:F})"),
+    "gelu_backward": _floats("gelu_backward({grad_output:F}, {self:F})", approximate="none"),
+    "elu_backward": _floats(_elu_backward),
+    "hardtanh_backward": _floats(_HARDTANH_BACKWARD, _HARDTANH_BACKWARD),
+    "leaky_relu_backward": _floats(_LEAKY_BACKWARD, _LEAKY_BACKWARD, self_is_result=False),
+    "huber_loss_backward": _floats("huber_backward({grad_output:F}, {self:F}, {target:F}, {delta:F})", reduction=0),
+    "smooth_l1_loss_backward": _floats(
         "smooth_l1_backward({grad_output:F}, {self:F}, {target:F}, {beta:F})", reduction=0
     ),
-    "mse_loss_backward": _plain("2.0 * ({self:f} - {target:f}) * {grad_output:f}", reduction=0),
-    "binary_cross_entropy_backward": _plain(
-        "binary_cross_backward({grad_output:F}, {self:F}, {target:F})", reduction=0, weight=None
+    "mse_loss_backward": _floats(_SQUARED_BACKWARD, _SQUARED_BACKWARD, reduction=0),
+    "binary_cross_entropy_backward": _floats(
+        _weighted("binary_cross_backward({grad_output:F}, {self:F}, {target:F})"), reduction=0
     ),
 }  # fmt: skip
+RULES["true_divide"], RULES["sgn"] = RULES["div"], RULES["sign"]
 
 
 SAME = frozenset({"detach", "alias", "lift_fresh"})  # another name for the same storage
@@ -314,5 +368,16 @@ ALONG: dict[str, str] = {
     "_softmax_backward_data": "softmax_backward_along({x}, {y}, there)",
 }
 RESHAPES = frozenset({"unsqueeze", "squeeze", "expand"})  # between (R,), (R, 1) and (R, K): a block or what it repeats
-# which operands decide on the common kind; for others, all of them
-PROMOTED = {"where": ("self", "other"), "masked_fill": ("self",), "pow": ("self", "exponent")}
+# what these may be called with: the shape and the dtype of the result say it all, or it does not change values
+_SHOWN = {
+    "self", "dim", "keepdim", "dtype", "half_to_float", "input_dtype", "grad_output", "output", "size", "implicit",
+    "fill_value", "s", "device", "pin_memory", "non_blocking", "memory_format",
+}  # fmt: skip
+
+
+def check_shown(name: str, given: Mapping[str, Any]) -> None:
+    """That an operation which is no rule's was given nothing that is lost: `given` are arguments that are not their
+    defaults."""
+    for key, value in given.items():
+        if key not in _SHOWN and not (key == "layout" and value is torch.strided):
+            raise Unprintable(f"{name} with {key}")

@@ -9,29 +9,16 @@ from typing import Any
 import torch
 from torch import fx
 
-from headloss.backends.operations import (
-    ALONG,
-    COPIES,
-    FILLS,
-    KINDS,
-    PROMOTED,
-    RESHAPES,
-    RULES,
-    SAME,
-    Operand,
-    Unprintable,
-)
-from headloss.backends.operations import cast as cast
-from headloss.backends.operations import constant as constant
+from headloss.backends.operands import DTYPES, Operand, Unprintable, name_of, narrowed
+from headloss.backends.operands import cast as cast
+from headloss.backends.operands import constant as constant
+from headloss.backends.operands import kind_of as kind_of
+from headloss.backends.operations import ALONG, COPIES, FILLS, RESHAPES, RULES, SAME, check_shown, written
 from headloss.classify import changed_under_another_name, is_whole_slice
-
-_HALF = {torch.bfloat16: "tl.bfloat16", torch.float16: "tl.float16"}
-_FLOATS = (torch.float32, torch.float64, *_HALF)
-_INTS = (torch.int64, torch.int32)
 
 
 class Value:
-    """A printed name and its kind: "f" float32, "i" int64, "b" bool."""
+    """A printed name and its kind: "f" float32, "d" float64, "i" int64, "b" bool."""
 
     __slots__ = ("kind", "text")
 
@@ -138,10 +125,11 @@ class Printer:
         if len(_sizes(source)) != 2 or _sizes(source)[1] != self.width or dims not in ([1], [-1]):
             raise Unprintable(name)
         self._fits(name, node)
+        check_shown(name, _given(node))
         dtype = dtype_of(node)
-        if dtype in _HALF or (dtype not in _FLOATS and (dtype not in _INTS or name != "sum")):
-            raise Unprintable(f"{name} in {str(dtype).removeprefix('torch.')}")
-        if dtype in _INTS:
+        if dtype != torch.float32 and (dtype != torch.int64 or name != "sum"):
+            raise Unprintable(f"{name} in {name_of(dtype)}")
+        if dtype == torch.int64:
             return self.value(f"tl.sum(tl.where(there, {values[source].to('i')}, 0), axis=0)", "i")
         other = values[node.args[1]].to("f") if place == 2 else ""  # type: ignore[index]
         return self.value(ALONG[name].format(x=values[source].to("f"), y=other), "f")
@@ -150,55 +138,58 @@ class Printer:
         if self.width:
             self._fits(name, node)
         dtype = dtype_of(node)
-        if dtype not in _FLOATS and dtype not in _INTS and dtype != torch.bool:
-            raise Unprintable(f"{name} in {str(dtype).removeprefix('torch.')}")
+        if dtype not in DTYPES:
+            raise Unprintable(f"{name} in {name_of(dtype)}")
         mine = kind_of(dtype)
         arguments = self._bound(node, values, name)
-        if name in FILLS:
+        if name in RULES:
+            text, kind = written(name, arguments, _given(node), dtype)
+        elif name in FILLS:
+            check_shown(name, _given(node))
             fill = FILLS[name]
             filled: Any = arguments.get(fill) if isinstance(fill, str) else Operand.of(fill)
             if not isinstance(filled, Operand) or filled.number is None:
                 raise Unprintable(f"{name} of a size")
             text, kind = (filled.text, "f") if filled.text else (constant(filled.number, mine), mine)
         elif name in COPIES:
+            check_shown(name, _given(node))
             source = arguments["self"]
             text, kind = source.text, source.kind
-        elif name in RULES:
-            operands = {k: x for k, x in arguments.items() if isinstance(x, Operand)}
-            deciding = [operands[k] for k in PROMOTED.get(name, tuple(operands)) if k in operands and k != "alpha"]
-            common = max((x.kind for x in deciding), key=KINDS.index)
-            for x in operands.values():
-                x.common = common
-            kind, rule = RULES[name]
-            text = rule.format_map(arguments) if isinstance(rule, str) else rule(arguments)
-            kind = common if kind == "p" else kind
+            if source.dtype == dtype:
+                return self.value(text, kind)
         else:
             raise Unprintable(name)
         text = cast(f"({text})" if kind != mine and not text.isidentifier() else text, kind, mine)
-        if dtype in _HALF:  # computed in float32 and rounded after every operation, as PyTorch does
-            text = f"({text}).to({_HALF[dtype]}).to(tl.float32)"
-        return self.value(text, mine)
+        return self.value(narrowed(text, dtype), mine)
 
     def _bound(self, node: fx.Node, values: dict[fx.Node, Any], name: str) -> dict[str, Any]:
         """The operation's arguments by name, with its defaults."""
         bound: dict[str, Any] = {}
-        for i, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
-            given = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name, argument.default_value)
+        lift = self.lifted if name not in self.but and _in_float32(node) else None
+        for argument in node.target._schema.arguments:  # type: ignore[union-attr]
+            given = _given(node).get(argument.name, argument.default_value)
             if isinstance(given, fx.Node):
                 found = values.get(given)
                 if found is None:
                     if name in FILLS or argument.name == "buffer":
                         continue
                     raise Unprintable(f"{name} of a size")
-                bound[argument.name] = Operand(found.text, found.kind)
-            elif type(given) is float and self.lifted is not None and name not in self.but:
-                bound[argument.name] = Operand(self.lifted(len(self.numbers)), "f", given)
+                bound[argument.name] = Operand(found.text, found.kind, dtype_of(given), len(_sizes(given)))
+            elif type(given) is float and lift is not None:
+                bound[argument.name] = Operand.of(given, lift(len(self.numbers)))
                 self.numbers.append(given)
             elif isinstance(given, bool | int | float):
                 bound[argument.name] = Operand.of(given)
             else:
                 bound[argument.name] = given
         return bound
+
+
+def _in_float32(node: fx.Node) -> bool:
+    """Whether PyTorch makes a float32 of an operation's literals, as the kernel does that is handed them."""
+    operands = [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]  # the others are sizes
+    floats = {d for d in (*map(dtype_of, operands), torch.get_default_dtype()) if d.is_floating_point}
+    return floats == {torch.float32} and dtype_of(node) in (torch.float32, torch.bool)
 
 
 def _sizes(node: Any) -> list[int]:
@@ -211,6 +202,17 @@ def _root(node: Any, roots: dict[fx.Node, fx.Node]) -> Any:
     return roots.get(node, node)
 
 
+def _given(node: fx.Node) -> dict[str, Any]:
+    """The arguments of an operation that are not its defaults."""
+    given: dict[str, Any] = {}
+    for i, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+        default = argument.default_value if argument.has_default_value() else node  # which no argument is
+        value = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name, default)
+        if type(value) is not type(default) or value != default:
+            given[argument.name] = value
+    return given
+
+
 def operation(node: fx.Node) -> tuple[str, bool]:
     """An operation's plain name, and whether it changes its first argument."""
     target = node.target
@@ -221,6 +223,8 @@ def operation(node: fx.Node) -> tuple[str, bool]:
     name = target._schema.name.removeprefix("aten::")
     if name.endswith("_") and not name.endswith("__"):
         return name[:-1], True
+    if target._schema.is_mutable:
+        raise Unprintable(f"{name} with out")
     return name.strip("_") if name.startswith("__") else name, False
 
 
@@ -240,13 +244,15 @@ def reach(outputs: Sequence[fx.Node], known: Iterable[fx.Node] = ()) -> set[fx.N
 
 def _changes(user: fx.Node, node: fx.Node) -> bool:
     """Whether `user` is `node` changed in place, or another name of it, through which it may be."""
-    if user.op != "call_function" or not user.args or user.args[0] is not node:
+    schema = getattr(user.target, "_schema", None)
+    if user.op != "call_function" or schema is None:
         return False
-    try:
-        name, changes = operation(user)
-    except Unprintable:
-        return False
-    return changes or name in SAME
+    if user.args and user.args[0] is node and schema.name.removeprefix("aten::") in SAME:
+        return True
+    written = [
+        (i, a.name) for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write
+    ]
+    return any(node is user.kwargs.get(name) or node in user.args[i : i + 1] for i, name in written)
 
 
 def dtype_of(node: fx.Node) -> torch.dtype:
@@ -256,7 +262,3 @@ def dtype_of(node: fx.Node) -> torch.dtype:
     if dtype is None:
         raise Unprintable(f"{node.name} without a dtype")
     return dtype
-
-
-def kind_of(dtype: torch.dtype) -> str:
-    return "f" if dtype.is_floating_point else "b" if dtype == torch.bool else "i"

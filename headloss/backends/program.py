@@ -23,7 +23,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from headloss.backends.elements import printed
 from headloss.backends.lower import compiled, function
-from headloss.backends.operations import Unprintable, constant
+from headloss.backends.operands import Unprintable, constant
 from headloss.backends.printer import Printer, Value, dtype_of, kind_of, reach
 from headloss.classify import counts_rows, size, unwatched
 from headloss.facts import CONSTANT, Fact, Want
@@ -239,7 +239,9 @@ class _Page:
                 f"an input of one value a {shape.kind}" if not shape.rest else "an input of several columns"
             )
         if name not in self.inputs:
-            self.inputs[name] = Value(f"inputs[{len(self.inputs)}]", kind_of(dtype_of(node)))
+            kind = kind_of(dtype_of(node))
+            text = f"inputs[{len(self.inputs)}]"
+            self.inputs[name] = Value(f"{text}.to(tl.float64)" if kind == "d" else text, kind)
         return self.inputs[name]
 
     def program(self) -> Program:

@@ -336,8 +336,8 @@ def _number(x: Number, device: torch.device) -> Number:
     """As the kernel takes it: a float, or a tensor of its device with one value or one a row, next to each other."""
     if not isinstance(x, Tensor):
         return float(x)
-    if x.device != device:  # a scalar on the host
-        return float(x) if x.dtype.is_floating_point else x.to(device)
+    if x.device != device:  # a scalar on the host; as a number it would be a float32
+        return float(x) if x.dtype.is_floating_point and x.dtype != torch.float64 else x.to(device)
     if x.ndim and x.stride(0) == 0 and x.shape[0]:
         return x[0]
     return x.contiguous() if x.ndim else x

@@ -1,14 +1,15 @@
 # mypy: ignore-errors
 """What printed functions call: element-wise functions as exact as PyTorch's where Triton's own are approximate.
 
-They run once a row, so digits cost nothing.  All take and return float32, a scalar or a block.
+They run once a row, so digits cost nothing.  All take and return float32, a scalar or a block; `lowest` and `highest`
+any number.
 """
 
 import triton
 import triton.language as tl
 
 from headloss.backends.kernels.logits import LOG2E
-from headloss.backends.kernels.logits import tanh as tanh
+from headloss.backends.kernels.logits import tanh as unsigned_tanh
 
 INF = tl.constexpr(float("inf"))  # a NaN cannot be such a constant: Triton would find that it has changed
 
@@ -41,7 +42,7 @@ def expm1(x):
     near = 1.0 + x * (1.0 / 4.0) * near
     near = 1.0 + x * (1.0 / 3.0) * near
     near = x + x * (x * 0.5 * near)
-    return tl.where(tl.abs(x) < 0.35, near, exp(x) - 1.0)
+    return tl.where(x == 0, x, tl.where(tl.abs(x) < 0.35, near, exp(x) - 1.0))  # -0 stays -0
 
 
 @triton.jit
@@ -49,6 +50,11 @@ def log1p(x):
     u = 1.0 + x
     d = u - 1.0
     return tl.where(d == 0, x, tl.where(u == INF, u, tl.log(u) * tl.div_rn(x, tl.where(d == 0, 1.0, d))))
+
+
+@triton.jit
+def tanh(x):
+    return tl.where(x == 0, x, unsigned_tanh(x))
 
 
 @triton.jit
@@ -129,6 +135,13 @@ def power(x, y):
 
 
 @triton.jit
+def power_by(x, y):
+    """x^y with a number y, of which PyTorch makes a root where it can."""
+    root = tl.sqrt_rn(x)
+    return tl.where(y == 0.5, root, tl.where(y == -0.5, tl.div_rn(1.0, root), power(x, y)))
+
+
+@triton.jit
 def sign(x):
     return (x > 0).to(tl.float32) - (x < 0).to(tl.float32)
 
@@ -138,7 +151,8 @@ def nearest(x):
     """To the nearest whole number, halves to the even one."""
     size = tl.abs(x)
     whole = (size + 8388608.0) - 8388608.0
-    return tl.where(size < 8388608.0, tl.where(x < 0, -whole, whole), x)
+    whole = tl.where(whole == 0, x * 0.0, tl.where(x < 0, -whole, whole))  # -0.3 to -0
+    return tl.where(size < 8388608.0, whole, x)
 
 
 @triton.jit

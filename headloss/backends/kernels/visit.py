@@ -37,8 +37,10 @@ def number(given, row, POINTER: tl.constexpr, PER_ROW: tl.constexpr):
 
 @triton.jit
 def as_argument(x):
-    """What a printed function takes: float32, int64 or bool."""
-    if x.dtype.is_floating():
+    """What a printed function takes: float32, float64, int64 or bool."""
+    if x.dtype.is_fp64():
+        return x
+    elif x.dtype.is_floating():
         return x.to(tl.float32)
     elif x.dtype.is_bool():
         return x
