@@ -192,7 +192,8 @@ class LinearHead:
                 self.dweight_VD.index_add_(0, column_RK[part].flatten(), part_CKD.flatten(0, 1))
         if need_bias and self.bias_V is not None:
             self.dbias_V = torch.zeros(self.source.columns, dtype=dtype, device=device)
-            self.dbias_V.index_add_(0, column_RK.flatten(), grad_RK.flatten().to(dtype))
+            if self.source.columns:  # in an empty shard there is no column to add to
+                self.dbias_V.index_add_(0, column_RK.flatten(), grad_RK.flatten().to(dtype))
 
     def _meetings(self, rows: Rows, column_RK: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """Runs of rows, in float32 or better, with the rows of the weight that each of them names."""
