@@ -86,7 +86,10 @@ def bind(
         chunks=chunks, num_items=num_items, num_segments=num_segments, grad_scale=grad_scale,
         dtype=source.fact_dtype, device=source.device, narrow=source.narrow or _too_early(plan), taken=taken,
     )  # fmt: skip
-    return Sweep(source, rows, plan.want, backend, guides, plan.program, plan.times), loss
+    integers: list[Tensor] = []
+    if source.shard is not None:
+        integers = [x for x, _ in plan.inputs.values() if x.ndim and not x.dtype.is_floating_point]
+    return Sweep(source, rows, plan.want, backend, guides, plan.program, plan.times, integers), loss
 
 
 def _guides(plan: Plan, rows: Rows, backend: Any) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -218,16 +218,35 @@ def most_rows(guides: Mapping[str, Guide]) -> int | None:
     return max(1, budget // max(1, sum(g.row_bytes for g in made)))
 
 
-def note(source: Source, rows: Rows, guides: Mapping[str, Guide]) -> Tensor:
-    """What ranks that share a vocabulary must agree about, sent along with a call's first partial."""
-    assert source.shard is not None
-    same = [] if rows.targets is None else [rows.targets]
-    same += [guide.ids_RK for guide in guides.values() if isinstance(guide, SparseGuide)]
-    return note_of(source.shard, source.columns, same, source.device)
+def note(
+    source: Source, rows: Rows, want: Want, guides: Mapping[str, Guide], inputs: Sequence[Tensor]
+) -> Tensor | None:
+    """What ranks that share a vocabulary must agree about, sent along with a call's first partial; `inputs`: integers.
+
+    Floats are left out: one that was made on each rank anew may differ in its last bits.
+    """
+    if source.shard is None:
+        return None
+    nothing = torch.empty(0, dtype=torch.long, device=source.device)
+    same = {
+        "targets": [nothing if rows.given is None else rows.given],
+        "segments": [] if rows.segments is None else [rows.segments.ids],
+        "teacher": [guide.ids_RK for guide in guides.values() if isinstance(guide, SparseGuide)],
+        "inputs": inputs,
+    }
+    T = None if isinstance(source.temperature, Tensor) else source.temperature
+    facts = [(f.name, f.temperature, f.teacher) for f in want.facts]
+    call = (type(source), [x.dtype for x in source.tensors], rows.shape, T, source.scale, source.softcap, facts)
+    return note_of(source.shard, source.columns, same, str(call))
 
 
 def ids_facts(
-    source: Source, rows: Rows, want: Want, guides: Mapping[str, Guide], temperatures: list[Temperature]
+    source: Source,
+    rows: Rows,
+    want: Want,
+    guides: Mapping[str, Guide],
+    temperatures: list[Temperature],
+    said: Tensor | None,
 ) -> dict[Fact, Tensor]:
     """`ids_logit` alone: some logits of each row, without a softmax and without the full GEMM."""
     head = open_source(source)
@@ -239,7 +258,9 @@ def ids_facts(
         z_RK = raw_RK * source.scale
         if source.softcap is not None:
             z_RK = (z_RK / source.softcap).tanh() * source.softcap
-        z_RK = max_over(z_RK.masked_fill(~here_RK, -math.inf), source.shard).masked_fill(guide.ids_RK < 0, 0.0)
+        z_RK = max_over(z_RK.masked_fill(~here_RK, -math.inf), source.shard, said, rows.total)
+        said = None  # once is enough
+        z_RK = z_RK.masked_fill(guide.ids_RK < 0, 0.0)
         for T, key in zip(temperatures, want.temperatures, strict=True):
             if want.at(key, "ids_logit", name):
                 facts[Fact("ids_logit", key, name)] = z_RK / (T[:, None] if isinstance(T, Tensor) else T)

@@ -10,8 +10,10 @@ group; every rank then knows every fact, and the loss needs no collective of its
 from __future__ import annotations
 
 import contextlib
+import math
 import warnings
-from collections.abc import Iterator, Sequence
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,16 +80,23 @@ class VocabShard:
 
 
 class Gathering:
-    """A partial on its way: packed, being gathered, merged when asked for.  A `note` travels along; see `note_of`."""
+    """A partial on its way: packed, being gathered, merged when asked for.
 
-    def __init__(self, partial: Partial, shard: VocabShard, note: Tensor | None = None) -> None:
+    A `note` travels along, see `note_of`.  What leaves before a note was read is as long as for all `rows`, ignored
+    ones included: ranks that count different rows must meet in a collective of one length to hear of it.
+    """
+
+    def __init__(self, partial: Partial, shard: VocabShard, note: Tensor | None = None, rows: int = 0) -> None:
         self.like, self.shard, self.note = partial, shard, note
         packed_kN = torch.stack(list(_fields(partial)))
         self.shape = packed_kN.shape
-        packed = packed_kN.flatten() if note is None else torch.cat([packed_kN.flatten(), note.to(packed_kN)])
+        packed = packed_kN.flatten()
+        if rows > self.shape[1] or note is not None:
+            padding = packed.new_zeros(self.shape[0] * (max(rows, self.shape[1]) - self.shape[1]))
+            packed = torch.cat([packed, padding, *([] if note is None else [note.to(packed)])])
         self.all_W = packed.new_empty(shard.size, len(packed))
         self.work = None
-        if packed_kN.numel():
+        if packed_kN.numel() or rows:
             with together("gathering the partials of a sharded vocabulary"):
                 self.work = all_gather(self.all_W, packed, shard.group)
 
@@ -96,36 +105,59 @@ class Gathering:
             with together("gathering the partials of a sharded vocabulary"):
                 self.work.wait()
             if self.note is not None:
-                check_notes(self.all_W[:, self.shape.numel() :], self.shard.vocab)
+                check_notes(self.all_W[:, -len(self.note) :], self.shard.vocab)
         all_WkN = self.all_W[:, : self.shape.numel()].unflatten(1, self.shape)
         return merge(_refill(self.like, iter(all_WkN.unbind(1))), temperatures, paired)
 
 
-def note_of(shard: VocabShard, columns: int, same: Sequence[Tensor], device: torch.device) -> Tensor:
-    """What the others check of this rank: its first column, how many, and a digest of what must be the `same`."""
-    digest = torch.zeros((), dtype=torch.long, device=device)
-    for x in same:
-        digest = digest * 31 + (x.flatten() * torch.arange(1, x.numel() + 1, device=device)).sum()
-    digest = digest % 16777213  # the largest prime that float32 holds
-    return torch.stack([torch.full_like(digest, shard.start), torch.full_like(digest, columns), digest])
+SAME = {  # what must be equal on ranks that share a vocabulary, in the order of a note
+    "targets": "targets: they differ between ranks that share a vocabulary",
+    "segments": "segments: they differ between ranks that share a vocabulary",
+    "teacher": "teacher: the ids of a sparse teacher differ between ranks that share a vocabulary",
+    "inputs": "inputs: integers passed to the call differ between ranks that share a vocabulary",
+    "call": "source: its dtype, rows, temperature, scale or softcap, or the facts that the objective asks for, differ "
+    "between ranks that share a vocabulary",
+}
+_BITS = 22  # of a whole number that travel as one float32, which holds 24
+_PRIMES = (-7046029254386353131, -4417276706812531889, -8663945395140668459)  # odd, of 64 bits (Steele et al. 2014)
 
 
-def check_notes(notes_W3: Tensor, vocab: int) -> None:
+def note_of(shard: VocabShard, columns: int, same: Mapping[str, Sequence[Tensor]], call: str) -> Tensor:
+    """What the others check of this rank: its first column, how many, and digests of what must be the `same`.
+
+    A digest is a sum of hashes of (place, value), so it changes with a permutation as with a value.  All of them are
+    made by one pass over the values, on the device, and nothing is read back.
+    """
+    device = next(x.device for xs in same.values() for x in (*xs, None) if x is not None)
+    parts = {name: [x.reshape(-1).long() for x in same.get(name, ())] for name in SAME if name != "call"}
+    values = torch.cat([x for xs in parts.values() for x in xs])
+    hashed = values * _PRIMES[0] + torch.arange(len(values), device=device) * _PRIMES[1]
+    hashed = (hashed ^ (hashed >> 31)) * _PRIMES[2]
+    hashed ^= hashed >> 29
+    sums = [x.sum() for x in hashed.split([sum(map(len, xs)) for xs in parts.values()])]
+    known = [torch.full_like(sums[0], x) for x in (shard.start, columns, zlib.crc32(call.encode()))]
+    numbers = torch.stack([*known[:2], *sums, known[2]])
+    numbers = (numbers[:, None] >> torch.arange(0, 3 * _BITS, _BITS, device=device)) & ((1 << _BITS) - 1)
+    return numbers.flatten()
+
+
+def check_notes(notes_Wm: Tensor, vocab: int) -> None:
     """Every column on one rank, and the same rows everywhere: whatever else comes out is wrong without a sound."""
-    start_W, columns_W, digest_W = notes_W3.unbind(1)
-    end_W = start_W + columns_W
-    meets_WW = torch.maximum(start_W[:, None], start_W) < torch.minimum(end_W[:, None], end_W)
-    whole = (columns_W.sum() == vocab) & (meets_WW.sum() == (columns_W > 0).sum())  # each meets itself alone
-    same = (digest_W == digest_W[0]).all()
-    for holds, message in (
-        (whole, f"shard: each of the {vocab} columns must be on one rank of the group"),
-        (same, "targets: they, or the ids of a sparse teacher, differ between ranks that share a vocabulary"),
-    ):
-        if notes_W3.device.type != "cpu":
+    shifts = torch.arange(0, 3 * _BITS, _BITS, device=notes_Wm.device)
+    start_W, columns_W, *digests = (notes_Wm.unflatten(1, (-1, 3)).long() << shifts).sum(-1).unbind(1)
+    before_W = columns_W.cumsum(0) - columns_W
+    whole = (columns_W.sum() == vocab) & ((columns_W == 0) | (start_W == before_W)).all()
+    checks = [(whole, f"shard: each of the {vocab} columns must be on one rank of the group")]
+    checks += [((x == x[0]).all(), text) for x, text in zip(digests, SAME.values(), strict=True)]
+    if notes_Wm.device.type != "cpu":
+        for holds, message in checks:
             torch._assert_async(holds, message)
-        elif not holds:
-            held = ", ".join(f"{int(a)} to {int(b)}" for a, b in zip(start_W, end_W, strict=True))
-            raise ValueError(message if holds is same else f"{message}, but the ranks hold {held}")
+        return
+    for holds, message in checks:
+        if not holds:
+            held = ", ".join(f"{int(a)} to {int(a + b)}" for a, b in zip(start_W, columns_W, strict=True))
+            order = f", but the ranks hold {held}; shards stand in the order of the ranks" if holds is whole else ""
+            raise ValueError(f"{message}{order}")
 
 
 def all_gather(out: Tensor, x: Tensor, group: Any) -> Any:
@@ -162,12 +194,21 @@ def sum_over(tensors: Sequence[Tensor], shard: VocabShard | None) -> list[Tensor
     return list(packed.unbind())
 
 
-def max_over(x: Tensor, shard: VocabShard | None) -> Tensor:
-    """The largest over the ranks that share the vocabulary, where all but one hold -inf."""
-    if shard is not None and x.numel():
-        with together("finding the logits at a teacher's ids"):
-            dist.all_reduce(x, op=dist.ReduceOp.MAX, group=shard.group)
-    return x
+def max_over(x_RK: Tensor, shard: VocabShard | None, note: Tensor | None, rows: int) -> Tensor:
+    """The largest over the ranks that share the vocabulary, where all but one hold -inf; with a note as `Gathering`."""
+    if shard is None or not rows:
+        return x_RK
+    packed = x_RK.flatten()
+    if note is not None:
+        slots_Wm = packed.new_full((shard.size, len(note)), -math.inf)
+        slots_Wm[dist.get_rank(shard.group)] = note.to(packed)
+        padding = packed.new_full(((rows - len(x_RK)) * x_RK.shape[1],), -math.inf)
+        packed = torch.cat([packed, padding, slots_Wm.flatten()])
+    with together("finding the logits at a teacher's ids"):
+        dist.all_reduce(packed, op=dist.ReduceOp.MAX, group=shard.group)
+    if note is not None:
+        check_notes(packed[-shard.size * len(note) :].unflatten(0, (shard.size, -1)), shard.vocab)
+    return packed[: x_RK.numel()].view_as(x_RK)
 
 
 def reduce_hidden(grad: Tensor | None, shard: VocabShard | None) -> None:

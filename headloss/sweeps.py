@@ -66,9 +66,11 @@ class Sweep:
         guides: Mapping[str, Guide] | None = None,
         program: Any = None,
         times: dict[str, float] | None = None,
+        integers: Sequence[Tensor] = (),
     ) -> None:
         self.source, self.rows, self.want, self.backend = source, rows, want, backend
         self.program, self.times = program, {} if times is None else times
+        self.integers = integers  # inputs that ranks which share the vocabulary compare
         self.guides = {name: (guides or {})[name] for name in want.teachers}
         T = source.temperature
         if isinstance(T, Tensor):
@@ -86,13 +88,15 @@ class Sweep:
     def facts(self) -> tuple[dict[Fact, Tensor], Softmax]:
         """All facts of all rows: over a shard, one collective, and one more if a divergence needs a second look."""
         if self.want.only_ids:
-            return ids_facts(self.source, self.rows, self.want, self.guides, self._temperatures(self._all)), NO_SOFTMAX
+            temperatures = self._temperatures(self._all)
+            found = ids_facts(self.source, self.rows, self.want, self.guides, temperatures, self._note())
+            return found, NO_SOFTMAX
         head, shard = self._open(), self.source.shard
         if shard is None:
             done = [self._settle(self._sums(block), block) for block in self._blocks(head)]
             return concatenate_each([facts for facts, _ in done]), join(*(softmax for _, softmax in done))
         partial = join(*(self._sums(block) for block in self._blocks(head)))
-        gathering = Gathering(partial, shard, note(self.source, self.rows, self.guides))
+        gathering = Gathering(partial, shard, self._note(), self.rows.total)
         facts, softmax = self._finish(self._merged(gathering, self._all), self._all)
         looks = [self._look(block, _at(softmax, block.part)) for block in (self._blocks(head) if self._looks else ())]
         return self._with_looks(facts, softmax, join(*looks) if looks else [])
@@ -181,13 +185,16 @@ class Sweep:
             if shard is None:
                 yield chunk, block, self._sums(block)
                 continue
-            said = None if i else note(self.source, self.rows, self.guides)
-            travelling.append((chunk, block, Gathering(self._sums(block), shard, said)))
+            first = (self._note() if i == 0 else None, self.rows.total if i < 2 else 0)
+            travelling.append((chunk, block, Gathering(self._sums(block), shard, *first)))
             if len(travelling) == 2:
-                chunk, block, partial = travelling.pop(0)
-                yield chunk, block, self._merged(partial, chunk.rows)
-        for chunk, block, partial in travelling:
-            yield chunk, block, self._merged(partial, chunk.rows)
+                chunk, block, gathering = travelling.pop(0)
+                yield chunk, block, self._merged(gathering, chunk.rows)
+        for chunk, block, gathering in travelling:
+            yield chunk, block, self._merged(gathering, chunk.rows)
+
+    def _note(self) -> Tensor | None:
+        return note(self.source, self.rows, self.want, self.guides, self.integers)
 
     @property
     def _all(self) -> slice:

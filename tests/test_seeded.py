@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from types import SimpleNamespace
 
@@ -11,7 +12,7 @@ import torch
 import headloss as hl
 from headloss import metrics, reductions
 from headloss.losses import cross_entropy, reinforce
-from headloss.parallel import VocabShard, check_notes
+from headloss.parallel import VocabShard, check_notes, note_of
 from headloss.rows import bind_rows
 from headloss.segments import Segments
 
@@ -76,18 +77,49 @@ def test_shards_are_as_wide_as_the_widest(monkeypatch: pytest.MonkeyPatch) -> No
     assert shard.even_width == 4 and shard.columns(4) == 1
 
 
+def noted(start: int, columns: int, targets: list[int], ids: list[int] | None = None, call: str = "") -> torch.Tensor:
+    """What a rank with these columns says to the others, as float32 carries it."""
+    shard = object.__new__(VocabShard)
+    object.__setattr__(shard, "start", start)
+    same = {"targets": [torch.tensor(targets)], "teacher": [torch.tensor(ids or [])]}
+    return note_of(shard, columns, same, call).float()
+
+
 def test_notes_of_ranks_are_compared() -> None:
-    good = torch.tensor([[0.0, 4.0, 7.0], [4.0, 4.0, 7.0], [8.0, 2.0, 7.0]])
-    check_notes(good, 10)
-    for row, column, value, message in (
-        (1, 1, 3.0, "each of the 10 columns"),  # a column on no rank
-        (1, 0, 3.0, "each of the 10 columns"),  # one on two ranks, one on none
-        (2, 2, 8.0, "differ between ranks"),
+    rows, large = [3, 1, 2, -100], 1 << 40  # beyond what a float32 holds
+    check_notes(torch.stack([noted(0, 4, rows), noted(4, 4, rows), noted(8, 2, rows)]), 10)
+    check_notes(torch.stack([noted(0, large + 1, rows), noted(large + 1, 1, rows), noted(7, 0, rows)]), large + 2)
+    for other, message in (
+        (noted(4, 3, rows), "each of the 10 columns"),  # a column on no rank
+        (noted(3, 4, rows), "each of the 10 columns"),  # one on two ranks, one on none
+        (noted(4, 4, [3, 2, 1, -100]), "targets: they differ"),
+        (noted(4, 4, [2, 3, 1, -100]), "targets: they differ"),  # 1 * 3 + 2 * 1 + 3 * 2 = 1 * 2 + 2 * 3 + 3 * 1
+        (noted(4, 4, [3, 1, -100, 2]), "targets: they differ"),
+        (noted(4, 4, rows, [5]), "teacher: the ids"),
+        (noted(4, 4, rows, call="other"), "source: its dtype"),
     ):
-        bad = good.clone()
-        bad[row, column] = value
         with pytest.raises(ValueError, match=message):
-            check_notes(bad, 10)
+            check_notes(torch.stack([noted(0, 4, rows), other, noted(8, 2, rows)]), 10)
+    with pytest.raises(ValueError, match="the ranks hold 8 to 10, 4 to 8, 0 to 4; shards stand in the order"):
+        check_notes(torch.stack([noted(8, 2, rows), noted(4, 4, rows), noted(0, 4, rows)]), 10)
+
+
+def test_every_permutation_and_exchange_changes_a_digest() -> None:
+    """All arrangements of a few values, near and far, each with a note of its own."""
+    for values in ([0, 1, 2, 3, 4, 5], [0, 0, 1, 1, 2, -100], [1, 2, 4, 8, 16, 32], [-100, 7, 1 << 30, 5, 3, 2]):
+        arranged = set(itertools.permutations(values))
+        digests = {tuple(noted(0, 1, list(x)).tolist()) for x in arranged}
+        assert len(digests) == len(arranged)
+    torch.manual_seed(0)
+    many = torch.randint(50000, (4096,)).tolist()
+    for _ in range(200):  # two rows exchanged
+        j, k = (int(x) for x in torch.randint(len(many), (2,)))
+        other = list(many)
+        other[j], other[k] = other[k], other[j]
+        assert other == many or not torch.equal(noted(0, 1, other), noted(0, 1, many)), (j, k)
+    moved = [0] * 64
+    placed = {tuple(noted(0, 1, [*moved[:i], 1, *moved[i:]]).tolist()) for i in range(64)}
+    assert len(placed) == 64
 
 
 def test_a_segment_on_two_ranks_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,7 +90,8 @@ def disagreement(what: str) -> None:
         hl.Logits(hidden @ held.T, shard=shard),
         hl.Linear(hidden, held, shard=shard, memory=2 * 4 * V * 3),  # four chunks
     ):
-        with pytest.raises(ValueError, match=message if what in ("whole weight", "same start", "gap") else "targets: "):
+        told = {"targets": "targets: they differ", "ids": "teacher: the ids"}.get(what, message)
+        with pytest.raises(ValueError, match=told):
             objective(source, targets, teacher=hl.Sparse(ids, logprobs))
     dist.barrier()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,10 +28,21 @@ def columns(split: list[int]) -> tuple[hl.VocabShard, slice]:
 
 def problem(seed: int = 0) -> dict[str, Tensor]:
     g = torch.Generator().manual_seed(seed)
-    x = {n: torch.randn(*shape, generator=g, dtype=torch.float64).half().double() for n, shape in {
-        "logits": (N, V), "hidden": (N, D), "weight": (V, D), "bias": (V,), "t_logits": (N, V), "t_hidden": (N, D),
-        "t_weight": (V, D), "t_bias": (V,), "advantage": (N,), "old_logprob": (N,),
-    }.items()}  # fmt: skip
+    x = {
+        n: torch.randn(*shape, generator=g, dtype=torch.float64).half().double()
+        for n, shape in {
+            "logits": (N, V),
+            "hidden": (N, D),
+            "weight": (V, D),
+            "bias": (V,),
+            "t_logits": (N, V),
+            "t_hidden": (N, D),
+            "t_weight": (V, D),
+            "t_bias": (V,),
+            "advantage": (N,),
+            "old_logprob": (N,),
+        }.items()
+    }
     targets = torch.randint(V, (N,), generator=g)
     targets[2] = -100
     ids = torch.rand(N, V, generator=g).argsort(-1)[:, :K]
@@ -47,9 +59,14 @@ SOURCES = {"Logits": ("logits",), "Linear": ("hidden", "weight"), "bias": ("hidd
 
 
 def source_of(
-    kind: str, x: dict[str, Tensor], split: list[int] | None, dtype: torch.dtype, frozen: tuple[str, ...] = (),
-    before: str = "", **options: Any,
-) -> tuple[Any, dict[str, Tensor]]:  # fmt: skip
+    kind: str,
+    x: dict[str, Tensor],
+    split: list[int] | None,
+    dtype: torch.dtype,
+    frozen: tuple[str, ...] = (),
+    before: str = "",
+    **options: Any,
+) -> tuple[Any, dict[str, Tensor]]:
     shard, mine = (None, slice(None)) if split is None else columns(split)
     leaves = {}
     for name in SOURCES[kind]:
@@ -68,7 +85,12 @@ def teacher_of(kind: str | None, x: dict[str, Tensor], split: list[int] | None, 
 
 
 OBJECTIVES: dict[str, tuple[str | None, Any]] = {
-    "ce": (None, hl.Objective(ce=hl.Term(losses.cross_entropy, label_smoothing=0.1), z=losses.z_loss, metrics=["entropy", "accuracy"])),
+    "ce": (
+        None,
+        hl.Objective(
+            ce=hl.Term(losses.cross_entropy, label_smoothing=0.1), z=losses.z_loss, metrics=["entropy", "accuracy"]
+        ),
+    ),
     "gspo": (None, hl.Objective(rl=losses.gspo)),
     "batch": (None, hl.Objective(b=lambda logprob: -(logprob - logprob.mean()) * logprob)),
     **{
@@ -76,12 +98,15 @@ OBJECTIVES: dict[str, tuple[str | None, Any]] = {
         for name in ("forward_kl", "jsd")
         for tail in ("bucket", "none", "renormalise")
     },
-    **{f"{name} alone {tail}": ("sparse", hl.Objective(k=hl.Term(losses.LOSSES[name], tail=tail)))
-       for name in ("reverse_kl",) for tail in ("bucket", "none", "renormalise")},
+    **{
+        f"{name} alone {tail}": ("sparse", hl.Objective(k=hl.Term(losses.LOSSES[name], tail=tail)))
+        for name in ("reverse_kl",)
+        for tail in ("bucket", "none", "renormalise")
+    },
     "forward_kl of logits": ("Logits", hl.Objective(k=losses.forward_kl, metrics=["teacher_agreement"])),
     "tvd of a head": ("bias", hl.Objective(k=losses.tvd)),
     "jsd of a head": ("Linear", hl.Objective(k=losses.jsd, ce=losses.cross_entropy)),
-}  # fmt: skip
+}
 
 
 def answer(
@@ -122,13 +147,17 @@ def compare(got: dict[str, Tensor], want: dict[str, Tensor], split: list[int], d
         y = sharded(y, name.split()[-1], mine) if name.startswith("grad") else y
         assert got[name].shape == y.shape, f"{label}, {name}"
         torch.testing.assert_close(
-            got[name].double(), y.double(), rtol=tolerance, atol=tolerance, equal_nan=True,
+            got[name].double(),
+            y.double(),
+            rtol=tolerance,
+            atol=tolerance,
+            equal_nan=True,
             msg=lambda m: f"{label}, {name}: {m}",
-        )  # fmt: skip
+        )
 
 
 def cases(kind: str) -> Iterator[tuple[str, torch.dtype, str, tuple[str, ...], bool]]:
-    """Every objective as it is; a few of them in every way, dtype, with anything frozen, and without a row that counts."""
+    """Every objective as it is; a few in every way and dtype, with anything frozen, and without a row that counts."""
     few = ("ce", "jsd renormalise", "reverse_kl alone renormalise", "tvd of a head")
     held = SOURCES[kind]
     for name in OBJECTIVES:
@@ -159,3 +188,133 @@ def empty(size: int, layout: int, kind: str) -> None:
 @pytest.mark.parametrize(("size", "layout"), LAYOUTS, ids=str)
 def test_an_empty_shard_is_like_any_other(ranks: Any, size: int, layout: int, kind: str) -> None:
     ranks(size, empty, size, layout, kind)
+
+
+def facts_of_ids(size: int, layout: int, kind: str) -> None:
+    """`row_facts` of what a sparse teacher names, and their gradients."""
+    split = SPLITS[size][layout]
+    found = []
+    for part in (split, None):
+        x = problem()
+        source, leaves = source_of(kind, x, part, torch.float64)
+        want = ("ids_logprob", "tail_logprob", "logprob", "entropy")
+        facts = hl.row_facts(source, x["targets"], want, teacher=teacher_of("sparse", x, part, torch.float64))
+        sum((facts[n] ** 2).sum() for n in want).backward()
+        grads = {f"grad {n}": leaf.grad for n, leaf in leaves.items()}
+        found.append({n: facts[n].detach() for n in want} | grads)
+        only = hl.row_facts(source, x["targets"], ("ids_logit",), teacher=teacher_of("sparse", x, part, torch.float64))
+        found[-1] |= {"ids": only["ids_logit"].detach()}
+        (only["ids_logit"] ** 2).sum().backward()
+        found[-1] |= {f"grad of ids {n}": leaf.grad for n, leaf in leaves.items()}
+    compare(found[0], found[1], split, torch.float64, f"{kind}, {split}")
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+@pytest.mark.parametrize(("size", "layout"), LAYOUTS, ids=str)
+def test_facts_of_an_empty_shard(ranks: Any, size: int, layout: int, kind: str) -> None:
+    ranks(size, facts_of_ids, size, layout, kind)
+
+
+def exchanged(x: Tensor, i: int = 0, j: int = 1) -> Tensor:
+    order = list(range(len(x)))
+    order[i], order[j] = j, i
+    return x[order]
+
+
+# What one rank does otherwise, each right by itself, and what all ranks then say.
+OTHERWISE: dict[str, tuple[Any, str]] = {
+    "targets permuted": (lambda x: x.update(targets=x["targets"].roll(1)), "targets: they differ"),
+    "two targets exchanged": (lambda x: x.update(targets=exchanged(x["targets"])), "targets: they differ"),
+    "an ignored row exchanged with its neighbour": (
+        lambda x: x.update(targets=exchanged(x["targets"], 2, 3)),
+        "targets: they differ",
+    ),
+    "one more row ignored": (
+        lambda x: x.update(targets=x["targets"].index_fill(0, torch.tensor([4]), -100)),
+        "targets: they differ",
+    ),
+    "all rows ignored": (lambda x: x.update(targets=torch.full_like(x["targets"], -100)), "targets: they differ"),
+    "the same sum of products": (
+        lambda x: x.update(targets=torch.tensor([2, 3, 1, 0, 0, 0, 0])),
+        "targets: they differ",
+    ),
+    "ids of two rows exchanged": (lambda x: x.update(ids=exchanged(x["ids"], 3, 4)), "teacher: the ids"),
+    "ids of a row in another order": (
+        lambda x: x.update(ids=torch.cat([x["ids"][:3], x["ids"][3:].flip(-1)])),
+        "teacher: the ids",
+    ),
+    "one id fewer": (lambda x: x.update(ids=x["ids"].index_fill(0, torch.tensor([4]), -1)), "teacher: the ids"),
+    "segments permuted": (lambda x: x.update(segments=x["segments"].flip(0)), "segments: they differ"),
+    "a mask of integers": (lambda x: x.update(mask=exchanged(x["mask"], 3, 4)), "inputs: integers"),
+    "another temperature": (lambda x: x.update(temperature=2.0), "source: its dtype"),
+    "another softcap": (lambda x: x.update(softcap=5.0), "source: its dtype"),
+    "another scale": (lambda x: x.update(scale=2.0), "source: its dtype"),
+    "another dtype": (lambda x: x.update(dtype=torch.bfloat16), "source: its dtype"),
+    "shards exchanged": (
+        lambda x: x.update(exchange=True),
+        "shard: each of the 11 columns .* in the order of the ranks",
+    ),
+    "the start of another": (lambda x: x.update(start=0), "shard: each of the 11 columns"),
+    "all columns": (lambda x: x.update(whole=True), "shard: each of the 11 columns"),
+}
+
+
+def masked(logprob: Tensor, mask: Tensor) -> Tensor:
+    return -logprob * mask
+
+
+ASKED = {
+    "ids alone": hl.Objective(k=hl.Term(losses.forward_kl, tail="renormalise"), m=hl.Term(masked, weight=0.0)),
+    "a row": hl.Objective(k=hl.Term(losses.forward_kl, tail="none"), m=masked),
+    "a batch": hl.Objective(k=losses.forward_kl, m=masked, b=lambda logprob: logprob - logprob.mean()),
+}
+
+
+def disagreement(size: int, kind: str, asked: str) -> None:
+    """The last rank does something otherwise; every rank hears of it, and the group still works."""
+    rank = dist.get_rank()
+    split = {2: [5, 6], 3: [4, 0, 7]}[size]
+    for what, (spoil, message) in {"nothing": (None, ""), **OTHERWISE}.items():
+        x: dict[str, Any] = problem()
+        x |= {"segments": torch.arange(N) // 3, "mask": torch.arange(N) % 2, "dtype": torch.float32}
+        if what == "the same sum of products":
+            x["targets"] = torch.tensor([3, 1, 2, 0, 0, 0, 0])
+        if spoil is not None and (rank == size - 1 or what == "shards exchanged"):
+            spoil(x)
+        _, mine = columns(split)
+        width = mine.stop - mine.start
+        start = x.get("start", mine.start)
+        if "exchange" in x:  # the first and the last rank, each with as many columns as before
+            start = {0: V - split[0], size - 1: 0}.get(rank, split[-1])
+        if "whole" in x:
+            mine, start = slice(None), 0
+        # A group of its own: the second chunk may be on its way when the first one's note is read.
+        shard = hl.VocabShard(dist.new_group(), start, V, width=V)
+        leaves = [sharded(x[n], n, mine).to(x["dtype"]).requires_grad_() for n in SOURCES[kind]]
+        assert "whole" in x or kind == "Logits" or len(leaves[1]) == width
+        options = {n: x[n] for n in ("temperature", "softcap", "scale") if n in x}
+        options |= {} if kind == "Logits" else {"memory": 2 * 2 * 4 * V}  # two rows a chunk, or four
+        source = (hl.Logits if kind == "Logits" else hl.Linear)(*leaves, shard=shard, **options)
+        call = lambda: ASKED[asked](
+            source,
+            x["targets"],
+            teacher=hl.Sparse(x["ids"], x["logprobs"].float()),
+            mask=x["mask"],
+            segments=hl.Segments.from_ids(x["segments"], 3),
+        )
+        if what == "nothing":
+            call().loss.backward()
+            continue
+        try:
+            call()
+        except ValueError as error:
+            assert re.search(message, str(error)), f"{what}: {error}"
+        else:
+            raise AssertionError(f"{what}: no error")
+    dist.barrier()
+
+
+@pytest.mark.parametrize("asked", ASKED)
+@pytest.mark.parametrize(("size", "kind"), [(2, "Logits"), (2, "bias"), (3, "Linear")])
+def test_ranks_that_disagree_all_raise(ranks: Any, size: int, kind: str, asked: str) -> None:
+    ranks(size, disagreement, size, kind, asked)
