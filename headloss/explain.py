@@ -196,7 +196,8 @@ def _linear_bytes(
     return {
         f"chunk of {longest} rows x {source.columns} (budget {budget})": longest * source.row_bytes,
         "teachers' logits beside it": longest * beside,
-        "gradient of hidden": source.hidden.numel() * source.gemm_dtype.itemsize,
+        "gradient of hidden": source.hidden.numel()
+        * (source.fact_dtype if source.narrow else source.gemm_dtype).itemsize,
         "weight gradient": _weight_grad(source, pieces),
         "gathered hidden rows": longest * width if rows.keep is not None else 0,
     }
@@ -227,6 +228,7 @@ def _collectives(plan: Plan, visited: int) -> dict[str, int]:
 
 def _weight_grad(source: Linear, pieces: int) -> int:
     wide = source.weight_grad_dtype or torch.promote_types(source.gemm_dtype, torch.float32)
+    wide = torch.promote_types(wide, torch.float32) if source.narrow else wide
     narrow = pieces == 1 and source.weight_grad_dtype is None and not source.narrow
     return source.weight.numel() * (source.weight.dtype if narrow else wide).itemsize
 

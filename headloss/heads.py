@@ -156,9 +156,14 @@ class LinearHead:
             most = max(C, self.longest)
             self.buffers_CV[slot] = torch.empty(most, padded(V), dtype=dtype, device=hidden_CD.device)[:, :V]
         raw_CV = self.buffers_CV[slot][:C]
+        at_once = self.bias_V is not None and self.bias_V.dtype == dtype == hidden_CD.dtype
         for part in self.parts:
-            product(hidden_CD, part_of(self.weight_VD, part).t(), out=self._columns(raw_CV, part))
-        if self.bias_V is not None:
+            into_CV, weight_VD = self._columns(raw_CV, part), part_of(self.weight_VD, part)
+            if at_once and self.bias_V is not None:  # rounded once: the product alone may be beyond float16
+                torch.addmm(part_of(self.bias_V, part), hidden_CD, weight_VD.t(), out=into_CV)
+            else:
+                product(hidden_CD, weight_VD.t(), out=into_CV)
+        if self.bias_V is not None and not at_once:
             raw_CV += self.bias_V
         return raw_CV
 
@@ -176,7 +181,7 @@ class LinearHead:
         need_hidden, need_weight, need_bias = self.needs
         dtype, device = self.source.fact_dtype, column_RK.device
         if need_hidden:
-            self.dhidden_ND = torch.zeros_like(self.hidden_ND, memory_format=torch.contiguous_format)
+            self.dhidden_ND = self._room_for_hidden()
         if need_weight:
             self.dweight_VD = torch.zeros(self.source.weight.shape, dtype=dtype, device=device)
         for part, hidden_CD, weight_CKD in self._meetings(rows, column_RK):
@@ -221,8 +226,8 @@ class LinearHead:
         grad_CV, D = grad_CV.to(self.weight_VD.dtype), self.weight_VD.shape[1]
         if need_hidden:
             if self.dhidden_ND is None:
-                self.dhidden_ND = torch.zeros_like(self.hidden_ND, memory_format=torch.contiguous_format)
-            into_CD = self.dhidden_ND[rows] if isinstance(rows, slice) else self.hidden_ND.new_empty(len(grad_CV), D)
+                self.dhidden_ND = self._room_for_hidden()
+            into_CD = self.dhidden_ND[rows] if isinstance(rows, slice) else self.dhidden_ND.new_empty(len(grad_CV), D)
             for i, part in enumerate(reversed(self.parts)):  # the few columns first: what is rounded twice is small
                 product(self._columns(grad_CV, part), part_of(self.weight_VD, part), out=into_CD, add=i > 0)
             if not isinstance(rows, slice):
@@ -243,8 +248,15 @@ class LinearHead:
     def _accumulator(self) -> torch.dtype:
         """With a single chunk nothing is accumulated and the weight's own dtype will do."""
         wide = self.source.weight_grad_dtype or torch.promote_types(self.weight_VD.dtype, torch.float32)
-        narrow = self.single_chunk and self.source.weight_grad_dtype is None and not self.source.narrow
+        if self.source.narrow:  # not yet normalised: the sum over many rows is beyond float16
+            return torch.promote_types(wide, torch.float32)
+        narrow = self.single_chunk and self.source.weight_grad_dtype is None
         return self.source.weight.dtype if narrow else wide
+
+    def _room_for_hidden(self) -> Tensor:
+        """Zeros for dhidden.  In fp16 it is made before it is normalised: with large weights it is beyond float16."""
+        dtype = self.source.fact_dtype if self.source.narrow else self.hidden_ND.dtype
+        return torch.zeros_like(self.hidden_ND, dtype=dtype, memory_format=torch.contiguous_format)
 
     def skip(self, rows: Tensor) -> None:
         """Ignored rows get stored zeros: dhidden starts as zeros."""

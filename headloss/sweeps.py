@@ -131,10 +131,17 @@ class Sweep:
     ) -> tuple[dict[Fact, Tensor], Softmax, dict[Fact, Tensor], dict[str, Tensor], Grads]:
         head = self.open_head(needs, chunks)
         seen: list[tuple[dict[Fact, Tensor], Softmax, Mapping[Fact, Tensor], Mapping[str, Tensor]]] = []
+        bound: Tensor | None = None
         for chunk, block, partial in self._ahead(head, chunks):
             facts, softmax = self._settle(partial, block)
             by_fact, by_input = cotangents(chunk, facts)
-            self._pull(head, block, softmax, facts, by_fact)
+            pulled = by_fact
+            if self.source.narrow and by_fact:
+                before, bound = bound, _beyond_fp16(by_fact, bound)
+                if before is not None:
+                    scaled(Grads(None, head.dhidden_ND, head.dweight_VD, head.dbias_V), before / bound, self.backend)
+                pulled = {f: g / bound for f, g in by_fact.items()}
+            self._pull(head, block, softmax, facts, pulled)
             seen.append((facts, softmax, by_fact, by_input))
         facts_, softmax_, by_fact_, by_input_ = zip(*seen, strict=True)
         return (
@@ -142,7 +149,7 @@ class Sweep:
             join(*softmax_),
             concatenate_each(by_fact_),
             concatenate_each(by_input_),
-            self.grads(head),
+            scaled(self.grads(head), bound, self.backend),
         )
 
     def open_head(self, needs: tuple[bool, ...], chunks: Sequence[Chunk]) -> Any:
@@ -321,6 +328,13 @@ class Sweep:
 
 
 NO_SOFTMAX = Softmax(torch.empty(0), ())
+
+
+def _beyond_fp16(by_fact: Mapping[Fact, Tensor], before: Tensor | None) -> Tensor:
+    """What cotangents are divided by so that a chunk's gradient fits into float16: 1, or as far as they are beyond."""
+    largest = torch.stack([g.abs().amax() if g.numel() else g.sum() for g in by_fact.values()]).amax() / 4096
+    bound = largest.masked_fill(~largest.isfinite(), 1.0).clamp(min=1.0)
+    return bound if before is None else torch.maximum(before, bound)
 
 
 def scaled(grads: Grads, scale: Tensor | None, backend: ModuleType) -> Grads:

@@ -30,9 +30,10 @@ class Fault(NamedTuple):
 RANKS = ("tests/ranks/test_shards.py", "tests/ranks/test_collectives.py")
 DOCUMENTS = ("tests/ranks/test_documents.py", "tests/ranks/test_collectives.py")  # segments on several ranks
 TEACHERS = ("tests/distill/test_teachers.py", "tests/distill/test_divergences.py")
-CONFIGS = ("tests/trust/test_configs.py",)
 TRACED = ("tests/trust/test_reads.py",)
 INPUTS, INTEGERS = ("tests/trust/test_inputs.py",), ("tests/trust/test_integers.py",)
+CONFIGS, FP16 = ("tests/trust/test_configs.py",), ("tests/trust/test_fp16.py",)
+RANK_FAULTS = ("tests/trust/test_rank_faults.py",)
 FIRST: dict[str, tuple[str, ...]] = {  # by how a file's name begins
     "facts.py": ("tests/test_facts.py", "tests/ranks/test_simulated.py"),
     "teachers.py": ("tests/ranks/test_simulated.py", *TEACHERS, "tests/properties"),
@@ -225,10 +226,10 @@ FAULTS = [
     Fault("parallel.py", "return max(0, min(held, self.vocab - self.start))", "return held", "columns that pad a vocabulary count"),
     Fault("parallel.py", "and not shard.partial_hidden", "and shard.partial_hidden", "missing collective: gradient of hidden"),
     Fault("parallel.py", "        dist.all_reduce(packed, group=shard.group)", "        pass", "missing collective: divergences over a shard", ("tests/distill/test_teacher_ranks.py",)),
-    Fault("parallel.py", "dist.all_reduce(x, op=dist.ReduceOp.MAX, group=shard.group)", "pass", "missing collective: logits at a teacher's ids", ("tests/distill/test_teacher_ranks.py",)),
+    Fault("parallel.py", "dist.all_reduce(packed, op=dist.ReduceOp.MAX, group=shard.group)", "pass", "missing collective: logits at a teacher's ids", ("tests/distill/test_teacher_ranks.py",)),
     Fault("parallel.py", "return self.width or -(-self.vocab // self.size)", "return self.width or self.vocab // self.size", "the even width rounds down", ("tests/test_seeded.py",)),
     Fault("parallel.py", "(columns_W.sum() == vocab) &", "(columns_W.sum() >= 0) &", "a column on no rank goes unnoticed", ("tests/test_seeded.py",)),
-    Fault("parallel.py", "same = (digest_W == digest_W[0]).all()", "same = (digest_W == digest_W).all()", "ranks with other targets go unnoticed", ("tests/test_seeded.py",)),
+    Fault("parallel.py", "checks += [((x == x[0]).all(), text)", "checks += [((x == x).all(), text)", "ranks with other targets go unnoticed", ("tests/test_seeded.py",)),
     Fault("dtensor.py", "min(mesh.get_local_rank() * width, vocab)", "min(mesh.get_local_rank() * (width + 1), vocab)", "off-by-one shard of a DTensor", ("tests/ranks/test_dtensor.py",)),
     # Heads
     Fault("heads.py", "(slice(0, V - last), slice(V - last, V)) if last", "(slice(0, V - last),) if last", "an uneven vocabulary's last columns are left out", ("tests/test_even.py",)),
@@ -454,4 +455,17 @@ FAULTS = [
     Fault("binding.py", "if not (x >= 0 and x % 1 == 0):", "if x < 0:", "num_items may be NaN or a fraction", INTEGERS),
     Fault("binding.py", "(x >= 0) & (x.frac() == 0)", "x >= 0", "num_items on a device may be a fraction", INTEGERS),
     Fault("sources.py", 'integers("ids", self.ids)', "self.ids", "ids of a teacher may be flags", INTEGERS),
+    # fp16 before it is normalised
+    Fault("heads.py", "dtype = self.source.fact_dtype if self.source.narrow else self.hidden_ND.dtype", "dtype = self.hidden_ND.dtype", "fp16: the gradient of hidden overflows before it is normalised", FP16),
+    Fault("heads.py", "            return torch.promote_types(wide, torch.float32)", "            return wide", "fp16: a weight gradient accumulated in float16 overflows", FP16),
+    Fault("heads.py", "at_once = self.bias_V is not None and self.bias_V.dtype == dtype == hidden_CD.dtype", "at_once = False", "fp16: a product overflows before its bias is added", FP16),
+    Fault("sweeps.py", "pulled = {f: g / bound for f, g in by_fact.items()}", "bound = None", "fp16: cotangents beyond float16 overflow in a chunk", FP16),
+    Fault("sweeps.py", "before / bound, self.backend)", "bound / bound, self.backend)", "fp16: chunks with different bounds are added up as they are", FP16),
+    # What ranks that share a vocabulary compare
+    Fault("heads.py", "if self.source.columns:  # in an empty shard", "if True:  # in an empty shard", "an empty shard with a bias adds to a column it has not", RANK_FAULTS),
+    Fault("parallel.py", "((columns_W == 0) | (start_W == before_W)).all()", "(columns_W >= 0).all()", "two ranks that exchanged their shards are not noticed", RANK_FAULTS),
+    Fault("parallel.py", "hashed = (hashed ^ (hashed >> 31)) * _PRIMES[2]", "hashed = values * (torch.arange(len(values), device=device) + 1)", "targets whose products with their places have one sum are taken for the same", ("tests/test_seeded.py",)),
+    Fault("parallel.py", "torch.arange(len(values), device=device) * _PRIMES[1]", "_PRIMES[1]", "targets in another order are taken for the same", ("tests/test_seeded.py",)),
+    Fault("guides.py", "nothing if rows.given is None else rows.given", "nothing if rows.targets is None else rows.targets", "ranks that ignore different rows with the same targets are not noticed", RANK_FAULTS),
+    Fault("guides.py", "max_over(z_RK.masked_fill(~here_RK, -math.inf), source.shard, said, rows.total)", "max_over(z_RK.masked_fill(~here_RK, -math.inf), source.shard, None, rows.total)", "with ids alone ranks compare nothing", RANK_FAULTS),
 ]  # fmt: skip
