@@ -95,7 +95,7 @@ OBJECTIVES: dict[str, tuple[str | None, Any]] = {
     "batch": (None, hl.Objective(b=lambda logprob: -(logprob - logprob.mean()) * logprob)),
     **{
         f"{name} {tail}": ("sparse", hl.Objective(k=hl.Term(losses.LOSSES[name], tail=tail), ce=losses.cross_entropy))
-        for name in ("forward_kl", "jsd")
+        for name in ("jsd",)
         for tail in ("bucket", "none", "renormalise")
     },
     **{
@@ -160,7 +160,7 @@ def cases(kind: str) -> Iterator[tuple[str, torch.dtype, str, tuple[str, ...], b
     """Every objective as it is; a few in every way and dtype, with anything frozen, and without a row that counts."""
     few = ("ce", "jsd renormalise", "reverse_kl alone renormalise", "tvd of a head")
     held = SOURCES[kind]
-    for name in OBJECTIVES:
+    for name in OBJECTIVES if dist.get_world_size() == 2 else few:
         yield name, torch.float64, "autograd", (), False
     for name in few:
         yield name, torch.float64, "autograd", (), True
@@ -187,7 +187,7 @@ def empty(size: int, layout: int, kind: str) -> None:
 @pytest.mark.parametrize("kind", SOURCES)
 @pytest.mark.parametrize(("size", "layout"), LAYOUTS, ids=str)
 def test_an_empty_shard_is_like_any_other(ranks: Any, size: int, layout: int, kind: str) -> None:
-    ranks(size, empty, size, layout, kind)
+    ranks(size, empty, size, layout, kind, timeout=280.0)  # the first of them makes the traces
 
 
 def facts_of_ids(size: int, layout: int, kind: str) -> None:
