@@ -22,6 +22,7 @@ from headloss.call import Call
 from headloss.plan import Shape
 from headloss.segments import Segments, integers
 from headloss.signature import Signature
+from headloss.sources import Source
 from headloss.term import Term
 
 
@@ -204,6 +205,20 @@ def _only(name: str, ways: tuple[str, ...], reading: Reading, shape: str) -> str
             also = f", or in the function: {(*reading.segments, 'loss')[0]}.per_segment = ({name!r},), or () for rows"
         raise ValueError(f"{name}: {shape} fits {named}; say which in the call{also}")
     return left[0]
+
+
+def lay_out(
+    said: Mapping[str, Reading], inputs: Mapping[str, Any], source: Source, segments: Segments | None
+) -> dict[str, tuple[Tensor, Shape]]:
+    """Every input of a call as a tensor, and how it is laid out."""
+    pairs = inputs.get("pairs")
+    pairs = pairs.value if isinstance(pairs, Laid) else pairs
+    P = len(pairs) if isinstance(pairs, Tensor) and pairs.ndim else None
+    return {
+        name: layout(name, x, source.leading, segments, source.vocab, P, said[name], source.device)
+        for name, x in inputs.items()
+        if x is not None
+    }
 
 
 def layout(

@@ -19,7 +19,7 @@ from headloss.bound import Planned, check_belongs, check_constants, check_inputs
 from headloss.call import Call
 from headloss.facts import NEEDS_TARGET, Fact, Want
 from headloss.guides import name_teachers
-from headloss.layout import Laid, Reading, layout, readings
+from headloss.layout import Reading, lay_out, readings
 from headloss.metrics import retarget
 from headloss.plan import Shape, Trace, trace
 from headloss.rows import Prepared
@@ -82,7 +82,7 @@ def make_plan(
             term = objective.terms[name]
             asks = f"reduction {term.reduction!r}" if term.reduction.startswith("seq_") else "its loss"
             raise ValueError(f"segments: term {name!r} needs them for {asks}; pass segments=hl.Segments...")
-    laid = _lay_out(said, inputs, source, segments)
+    laid = lay_out(said, inputs, source, segments)
     key: Any = (
         asked,
         source.fact_dtype,
@@ -295,19 +295,6 @@ def call_weights(objective: Objective, weights: Mapping[str, float | Tensor]) ->
             raise ValueError(f"weights: no term {name!r}; there are {', '.join(terms)}{suggest(name, terms)}")
         check_weight(f"weights[{name!r}]", weight)
     return {name: weights.get(name, term.weight) for name, term in terms.items()}
-
-
-def _lay_out(
-    said: Mapping[str, Reading], inputs: Mapping[str, Any], source: Source, segments: Segments | None
-) -> dict[str, tuple[Tensor, Shape]]:
-    pairs = inputs.get("pairs")
-    pairs = pairs.value if isinstance(pairs, Laid) else pairs
-    P = len(pairs) if isinstance(pairs, Tensor) and pairs.ndim else None
-    return {
-        name: layout(name, x, source.leading, segments, source.vocab, P, said[name], source.device)
-        for name, x in inputs.items()
-        if x is not None
-    }
 
 
 def _check_spread(label: str, found: Trace, shapes: Mapping[str, Shape]) -> None:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from headloss.dense import IGNORE, Answer, Given, answer
+from headloss.layout import LAID, lay_out, readings
 from headloss.rows import Prepared, prepare
 from headloss.segments import Segments
 from headloss.sources import Linear, Logits, Source, Sparse, Teacher
@@ -121,7 +122,7 @@ def verify(
     teachers: dict[str, Teacher] = dict(teacher) if isinstance(teacher, Mapping) else {}
     if teacher is not None and not isinstance(teacher, Mapping):
         teachers = {"teacher": teacher}
-    given = Given(source, targets, segments, teachers, inputs, _kinds(source, segments, inputs), **options)
+    given = Given(source, targets, segments, teachers, *_kinds(objective, source, segments, inputs), **options)
     given, taken = _cut(given, rows)
     devices = [source.device] if source.device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), torch.enable_grad():
@@ -149,21 +150,15 @@ def _told(plan: Any) -> str:
     return f"backend {plan.backend}, {plan.grade} ({terms})"
 
 
-def _kinds(source: Source, segments: Segments | None, inputs: Mapping[str, Any]) -> dict[str, str]:
-    """What each input is: as its wrapper says, or else by its shape, as a call reads it."""
-    found = {}
-    for name, x in inputs.items():
-        said = getattr(x, "kind", None)
-        if isinstance(said, str):
-            found[name] = said
-        elif not isinstance(x, Tensor) or x.ndim == 0 or name == "pairs":
-            found[name] = "whole"
-        elif tuple(x.shape[: len(source.leading)]) == source.leading:
-            found[name] = "row"
-        else:
-            by_segment = segments is not None and x.shape[0] == segments.num_segments
-            found[name] = "segment" if by_segment else "whole"
-    return found
+def _kinds(
+    objective: Objective, source: Source, segments: Segments | None, inputs: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """The inputs, each with the word that says what it is, and these words: a cut may fit another reading."""
+    laid = lay_out(readings(objective.terms, objective.metrics), inputs, source, segments)
+    kinds = dict.fromkeys(inputs, "whole") | {n: shape.kind for n, (_, shape) in laid.items()}
+    plain = {n for n, kind in kinds.items() if kind == "scalar" or n == "pairs"}
+    said = {n: x if n in plain else LAID[kinds[n]](x) for n, (x, _) in laid.items()}
+    return {**inputs, **said}, kinds
 
 
 def _cut(given: Given, most: int) -> tuple[Given, str]:

@@ -276,6 +276,18 @@ def test_kto_with_as_many_rows_as_segments(kind: str, way: str, wrap: Any) -> No
     torch.testing.assert_close(torch.autograd.grad(loss, leaves), torch.autograd.grad(truth, leaves))
 
 
+@pytest.mark.parametrize("kind", ["Logits", "Linear"])
+def test_verified(kind: str) -> None:
+    """What a user's own check makes of it."""
+    flags, ref = torch.arange(N) > 2, REWARD.log().double() - 5
+    call = {"segments": SEGMENTS, "ref_logprob": ref}
+    hl.verify(hl.Objective(k=kto), source(kind)[0], TARGETS, desirable=flags, **call).check()
+    said = {"segments": SEGMENTS, "reward": hl.PerSegment(REWARD.double())}
+    hl.verify(hl.Objective(l=spreads), source(kind)[0], TARGETS, **said).check()
+    with pytest.raises(ValueError, match="reward: .*hl.PerSegment"):
+        hl.verify(hl.Objective(l=spreads), source(kind)[0], TARGETS, segments=SEGMENTS, reward=REWARD)
+
+
 @pytest.mark.parametrize("way", ["eager", "compiled"])
 @pytest.mark.parametrize("V", [N, 9, 2])
 def test_said_in_a_graph(way: str, V: int) -> None:
