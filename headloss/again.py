@@ -195,7 +195,7 @@ class Form:
         """The targets, what the host knows of them, and 1 / how many count."""
         stats = None
         if isinstance(targets, Prepared):
-            stats, targets = targets.stats, targets.targets
+            stats, targets = targets.known(), targets.targets
         elif host_read:
             stats = Stats.read(self.kernels.target_numbers(targets.view(-1)))  # one launch, one copy
         if stats is None:

@@ -9,12 +9,12 @@ on other devices, none after `prepare`), ignored rows are dropped before any wor
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from headloss.segments import Segments, group_sum, integers
+from headloss.segments import Segments, group_sum, integers, version
 
 IGNORE = -100
 
@@ -42,11 +42,23 @@ class Stats(NamedTuple):
 class Prepared:
     """Targets and segments with everything the host must know about them already read.  See `prepare`."""
 
-    __slots__ = ("numbers", "segments", "stats", "targets")
+    __slots__ = ("numbers", "segments", "stats", "targets", "written")
 
     def __init__(self, targets: Tensor, segments: Segments | None, stats: Stats, numbers: Tensor) -> None:
         self.targets, self.segments, self.stats = targets, segments, stats
         self.numbers = numbers  # the same as a tensor of the host, for a graph
+        self.written = (version(targets), 0 if segments is None else version(segments.ids))
+
+    def __reduce__(self) -> Any:
+        return Prepared, (self.targets, self.segments, self.stats, self.numbers)
+
+    def known(self) -> Stats:
+        """What was read; an error if it is no longer true."""
+        ids = None if self.segments is None else self.segments.ids
+        for name, x, before in zip(("targets", "segments"), (self.targets, ids), self.written, strict=True):
+            if x is not None and version(x) != before:
+                raise ValueError(f"{name}: were written to after hl.prepare read them; prepare them again")
+        return self.stats
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Prepared:
         segments = self.segments
@@ -202,7 +214,7 @@ def bind_rows(
         if segments is not None and segments is not targets.segments:
             raise ValueError("segments: given both to prepare() and to the call; give them once")
         prepared = targets
-        targets, segments, stats = prepared.targets, prepared.segments, prepared.stats
+        targets, segments, stats = prepared.targets, prepared.segments, prepared.known()
     if targets is None:
         if segments is not None:
             raise ValueError("targets: needed when segments are given (they say which rows count)")

@@ -94,6 +94,11 @@ class WrongLengthError(ValueError):
     """A vector has neither as many values as there are rows, nor as there are segments."""
 
 
+def version(x: Tensor) -> int:
+    """How often a tensor has been written to; a graph that is being made and inference tensors do not count."""
+    return 0 if torch.compiler.is_compiling() or x.is_inference() else x._version
+
+
 class Segments:
     """Which segment each row belongs to.  Immutable; make one with a `from_...` constructor.
 
@@ -102,18 +107,23 @@ class Segments:
     tensor([3., 3.])
     """
 
-    __slots__ = ("_counts", "group", "ids", "num_segments")
+    __slots__ = ("_counts", "_written", "group", "ids", "num_segments")
     ids: Tensor
     num_segments: int
     group: Any
     _counts: Tensor | None
+    _written: int  # what version of the ids was counted
 
     def __init__(self, ids: Tensor, num_segments: int, counts: Tensor | None = None, group: Any = None) -> None:
         for name, value in (("ids", ids), ("num_segments", num_segments), ("_counts", counts), ("group", group)):
             object.__setattr__(self, name, value)
+        object.__setattr__(self, "_written", version(ids))
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"Segments is immutable; make a new one to change {name!r}")
+
+    def __reduce__(self) -> Any:
+        return Segments, (self.ids, self.num_segments, None, self.group)
 
     @classmethod
     def from_ids(cls, ids: Tensor, num_segments: int | None = None, group: Any = None) -> Segments:
@@ -181,10 +191,11 @@ class Segments:
     @property
     def counts(self) -> Tensor:
         """Rows in each segment, (S,), on all ranks of the group."""
-        if self._counts is None:
+        if self._counts is None or self._written != version(self.ids):
             counts = self.local_counts()
             counts = counts if self.group is None else group_sum(counts, self.group)
             object.__setattr__(self, "_counts", counts)
+            object.__setattr__(self, "_written", version(self.ids))
         assert self._counts is not None
         return self._counts
 

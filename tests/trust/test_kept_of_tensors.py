@@ -1,0 +1,67 @@
+"""What is kept of a tensor (counts of segments, statistics of targets) is not believed once the tensor has changed."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import headloss as hl
+
+CE = hl.Objective(ce=hl.losses.cross_entropy)
+
+
+def batch(targets=(1, 2, -100, 3, 4, 5)):
+    torch.manual_seed(0)
+    return torch.randn(6, 9, requires_grad=True), torch.tensor(targets)
+
+
+@pytest.mark.parametrize("source", ["Logits", "Linear"])
+@pytest.mark.parametrize("change", ["item", "view", "copy"])
+def test_targets_written_to_after_prepare(source, change):
+    z, targets = batch()
+    prepared = hl.prepare(targets)
+    make = lambda: hl.Logits(z) if source == "Logits" else hl.Linear(z, torch.eye(9))
+    torch.testing.assert_close(CE(make(), prepared).loss, F.cross_entropy(z, targets))
+    if change == "item":
+        targets[0] = -100
+    elif change == "view":
+        targets[:2].fill_(-100)
+    else:
+        targets.copy_(targets.flip(0))
+    with pytest.raises(ValueError, match="targets: were written to after hl.prepare"):
+        CE(make(), prepared)
+    torch.testing.assert_close(CE(make(), hl.prepare(targets)).loss, F.cross_entropy(z, targets))
+
+
+def test_segments_written_to_after_prepare():
+    z, targets = batch()
+    ids = torch.tensor([0, 0, 1, 1, 2, 2])
+    objective = hl.Objective(ce=hl.Term(hl.losses.cross_entropy, reduction="seq_mean_token_mean"))
+    prepared = hl.prepare(targets, hl.Segments.from_ids(ids))
+    objective(hl.Logits(z), prepared)
+    ids[1] = 1
+    with pytest.raises(ValueError, match="segments: were written to after hl.prepare"):
+        objective(hl.Logits(z), prepared)
+
+
+def test_counts_of_segments_follow_their_ids():
+    ids, x = torch.tensor([0, 0, 1, 1, 2, 2]), torch.arange(6.0)
+    segments = hl.Segments.from_ids(ids)
+    assert segments.counts.tolist() == [2, 2, 2]
+    ids[1] = 1
+    assert segments.counts.tolist() == [1, 3, 2]
+    torch.testing.assert_close(segments.means(x), torch.tensor([0.0, 2.0, 4.5]))
+
+
+@pytest.mark.parametrize(
+    "again", [copy.deepcopy, copy.copy, lambda x: pickle.loads(pickle.dumps(x)), lambda x: x.to("cpu")]
+)
+def test_prepared_targets_travel(again):
+    z, targets = batch((1, 2, 6, 3, 4, 5))
+    targets[2] = -100  # a version of its own
+    segments = hl.Segments.from_ids(torch.tensor([0, 0, 1, 1, 2, 2]))
+    assert again(hl.prepare(targets, segments)).segments.counts.tolist() == [2, 2, 2]
+    prepared = again(hl.prepare(targets))
+    torch.testing.assert_close(CE(hl.Logits(z), prepared).loss, F.cross_entropy(z, targets))
