@@ -10,13 +10,13 @@ segments, teachers, shards or gradients for inputs always go the long way.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from headloss.binding import check_count
 from headloss.facts import CONSTANT
@@ -29,6 +29,7 @@ from headloss.reads import ours, reads
 from headloss.record import Output, facts_later, key_of
 from headloss.reductions import over
 from headloss.rows import IGNORE, Prepared, Rows, Stats, check_stats, may_read
+from headloss.saved import hold, once, refuse_transforms
 from headloss.sources import Logits, Source
 from headloss.sweeps import Sweep, scaled
 from headloss.term import Term, check_weight
@@ -107,6 +108,7 @@ def recall(
     inputs: Mapping[str, Any],
 ) -> tuple[Any, Any]:
     """The form of a call, or None if it always goes the long way, and the `Form` if one is known."""
+    refuse_transforms(source, targets, segments, teacher, rest, inputs)
     form = form_of(objective, source, targets, segments, teacher, rest, inputs)
     if form is None:
         return None, None
@@ -120,6 +122,8 @@ def remember(objective: Objective, form: Any, plan: Plan, backend: ModuleType) -
         return
     if any(t.reduction not in EVEN for t in plan.terms) or plan.source.tensors[0].dtype == torch.float16:
         return
+    if not all(t.trace.reach.fine for t in plan.terms if t.trace.reach is not None):
+        return  # something has to be said where a gradient is wanted
     keep(objective, form, Form(objective, plan, backend))
 
 
@@ -134,6 +138,7 @@ class Form:
         self.plan = triton_visit._plan(plan.program)
         self.numbers = plan.program.numbers
         self.terms = tuple(t.name for t in plan.terms)
+        self.labels = tuple(f"weights[{name!r}]" for name in self.terms)
         self.means = tuple(t.reduction == "token_mean" for t in plan.terms)
         self.weights = {name: term.weight for name, term in objective.terms.items()}
         self.facts = [key_of(f, False) for f in plan.want.facts]
@@ -171,7 +176,10 @@ class Form:
         if direct:
             loss, found = again.run(x, weigh, arguments, True)
         elif x.requires_grad and torch.is_grad_enabled():
-            loss, found = Visit.apply(again, weigh, arguments, x)
+            used = [(name, inputs[name]) for name in self.program.inputs]
+            rest_ = [("num_items", num_items), ("grad_scale", grad_scale), *zip(self.labels, weigh, strict=True)]
+            used += [(name, y) for name, y in rest_ if isinstance(y, Tensor)]
+            loss, found = Visit.apply(again, weigh, arguments, used, x)
         else:
             with torch.no_grad():
                 loss, found = again.run(x, weigh, arguments, False)
@@ -186,7 +194,8 @@ class Form:
     def cut(self, found: Tensor, best: Tensor | None, shape: torch.Size) -> list[Tensor]:
         """The facts one by one, differentiable wherever they are first asked for; a student's argmax is the last."""
         with torch.inference_mode(False), torch.set_grad_enabled(found.requires_grad):
-            facts = [*found[self.slots].view(-1, *shape).unbind(), *([] if best is None else [best.view(shape)])]
+            block = found[self.slots].clone()  # the backward reads the original
+            facts = [*block.view(-1, *shape).unbind(), *([] if best is None else [best.view(shape)])]
             return [x.detach() if f.name in CONSTANT else x for f, x in zip(self.want.facts, facts, strict=True)]
 
     def read(
@@ -258,10 +267,10 @@ class Again:
             self.metrics = measured(visited, valid)
         return loss, visited.found.detach()  # another tensor: the graph will hang on it
 
-    def open(self, x: Tensor) -> Sweep:
+    def open(self, x: Tensor, targets: Tensor) -> Sweep:
         """The same call as the long way has it."""
         shape = tuple(x.shape[:-1])
-        rows = Rows(shape, self.targets, None, None, None, self.stats, self.ignored)
+        rows = Rows(shape, targets, None, None, None, self.stats, self.ignored)
         source = Logits(x, **self.said)  # type: ignore[arg-type]
         return Sweep(source, rows, self.form.want, self.form.backend, {}, self.form.program)
 
@@ -270,29 +279,27 @@ class Visit(torch.autograd.Function):
     """As `passes.Head`, which it becomes where something pulls on a fact or a second time."""
 
     @staticmethod
-    def forward(ctx: Any, again: Again, weights: Any, arguments: Any, x: Tensor) -> Any:
+    def forward(ctx: Any, again: Again, weights: Any, arguments: Any, used: Any, x: Tensor) -> Any:
         ctx.set_materialize_grads(False)
         outputs = again.run(x, weights, arguments, True)
-        ctx.save_for_backward(x)
+        hold(ctx, (("logits", x),), (("targets", again.targets),), used)
         ctx.again, ctx.grads = again, Grads(again.grad)
         again.grad = None
         return outputs
 
     @staticmethod
     def backward(ctx: Any, g_loss: Tensor | None, g_found: Tensor | None) -> Any:
-        return _once(ctx, g_loss, g_found) if torch.is_grad_enabled() else Visit._backward(ctx, g_loss, g_found)
-
-    @staticmethod
-    def _backward(ctx: Any, g_loss: Tensor | None, g_found: Tensor | None) -> Any:
-        again, (x,) = ctx.again, ctx.saved_tensors  # looked at in any case: it must not have been written to
-        grads, ctx.grads = ctx.grads, None  # handed over: a second backward makes them again
-        if grads is not None and g_loss is not None and g_found is None:
-            return None, None, None, scaled(grads, g_loss, again.form.backend).logits
-        held = Held(again.open(x), (True,), Launched(again.sums, again.visited, None, None), grads, [], again.inplace)
-        pulled = () if g_found is None else g_found[again.form.slots].view(-1, *x.shape[:-1]).unbind()
-        nothing = (None,) * (len(again.form.facts) - len(pulled))
-        by_tensor, _ = held.pull((x,), g_loss, (*pulled, *nothing))
-        return None, None, None, *by_tensor
+        return once(_pull, ctx, g_loss, g_found)
 
 
-_once = once_differentiable(Visit._backward)  # says so where a graph of the backward pass is made
+def _pull(ctx: Any, args: Any, read: Mapping[str, Tensor], g_loss: Tensor | None, g_found: Tensor | None) -> Any:
+    again, (x,) = ctx.again, args
+    grads, ctx.grads = ctx.grads, None  # handed over: a second backward makes them again
+    if grads is not None and g_loss is not None and g_found is None:
+        return None, None, None, None, scaled(grads, g_loss, again.form.backend).logits
+    held = Held((True,), Launched(again.sums, again.visited, None, None), grads, [], again.inplace)
+    pulled = () if g_found is None else g_found[again.form.slots].view(-1, *x.shape[:-1]).unbind()
+    nothing = (None,) * (len(again.form.facts) - len(pulled))
+    again_ = functools.partial(again.open, x, read["targets"])
+    by_tensor, _ = held.pull(again.form.want, again.form.backend, again_, g_loss, (*pulled, *nothing))
+    return None, None, None, None, *by_tensor

@@ -85,6 +85,7 @@ def bind(
         plan.terms, plan.metrics, rows, plan.inputs,
         chunks=chunks, num_items=num_items, num_segments=num_segments, grad_scale=grad_scale,
         dtype=source.fact_dtype, device=source.device, narrow=source.narrow or _too_early(plan), taken=taken,
+        segments=plan.segments,
     )  # fmt: skip
     integers: list[Tensor] = []
     if source.shard is not None:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from headloss.call import Call, Env, WrongValueError, evaluate
 from headloss.facts import CONSTANT, Fact
+from headloss.gradient import Reach, check_constants, check_gradient, leaf, reach_of
 from headloss.heads import part_of
 from headloss.metrics import Metric, measure
 from headloss.plan import Shape, Trace, run_cotangents
@@ -60,18 +61,6 @@ def check_belongs(call: Call, kind: str | None, shapes: Mapping[str, Shape], len
         raise WrongValueError(f"{call.signature.name}.returns: is {said!r}, but it returns one value per {found}")
 
 
-def check_constants(names: Iterable[str], calls: Iterable[Call]) -> None:
-    """An input that requires grad gets its gradient or a refusal; of those that only metrics read nothing is said."""
-    calls = list(calls)
-    for name in names:
-        takers = [call.signature.name for call in calls if name in call.input_names]
-        if takers:
-            raise ValueError(
-                f"{name}: requires grad, but no gradient flows to it: {' and '.join(dict.fromkeys(takers))} takes it "
-                f"as a constant; pass {name}.detach()"
-            )
-
-
 class BoundLoss:
     """The terms and metrics of one call.  `chunk` gives cotangents inside a visit, `whole` everything on all rows."""
 
@@ -90,12 +79,13 @@ class BoundLoss:
         device: torch.device,
         narrow: bool,
         taken: Mapping[str, Tensor] | None = None,
+        segments: Segments | None = None,
     ) -> None:
         self.terms, self.metric_calls, self.rows, self.chunks = terms, metrics, rows, chunks
         self.num_items, self.num_segments, self.grad_scale = num_items, num_segments, grad_scale
         self.dtype, self.device = dtype, device
         self.shapes = {name: shape for name, (_, shape) in inputs.items()}
-        self.given = inputs
+        self.given, self.segments = inputs, segments
         self.taken = dict(taken or {})  # teachers' inputs, already of the rows that count
         self.shapes |= {name: Shape("row", x.dtype, tuple(x.shape[1:])) for name, x in (taken or {}).items()}
         self.wants_grad = tuple(name for name, shape in self.shapes.items() if shape.requires_grad)
@@ -103,7 +93,7 @@ class BoundLoss:
         self.metrics: dict[str, Metric] = {}
         self.denominators: dict[str, Tensor] = {}
         self.normaliser: Tensor | None = None
-        self.narrow = narrow
+        self.narrow, self.watched = narrow, torch.is_grad_enabled()  # somebody may want a captured tensor's gradient
         if rows.segments is not None and rows.segments.group is not None:
             for t in terms:  # now, at the same place on all ranks: one without rows has no chunks
                 if t.sums_weights and t.trace.value == "row":
@@ -112,8 +102,8 @@ class BoundLoss:
     @functools.cached_property
     def inputs(self) -> dict[str, Tensor]:
         """Every input, of the rows that count."""
-        own = {n: self.rows.take(x.detach()) if s.kind == "row" else x.detach() for n, (x, s) in self.given.items()}
-        return own | self.taken
+        own = {n: x.clone() if x.is_inference() else x.detach() for n, (x, _) in self.given.items()}  # for autograd
+        return {n: self.rows.take(x) if self.shapes[n].kind == "row" else x for n, x in own.items()} | self.taken
 
     def raw_inputs(self, part: slice) -> dict[str, Tensor]:
         """Inputs of rows and scalars, for a kernel that passes over ignored rows by itself."""
@@ -151,18 +141,19 @@ class BoundLoss:
         return by_fact, by_input
 
     def whole(self, facts: Mapping[Fact, Tensor], grad: bool) -> tuple[Tensor, Cotangents]:
-        leaves = {f: x.detach().requires_grad_(grad and f.name not in CONSTANT) for f, x in facts.items()}
+        leaves = {f: leaf(f, x) if grad else x.detach() for f, x in facts.items()}
         env = self._env(leaves, None)
         if grad:
             given = {n: x.detach().requires_grad_() if n in self.wants_grad else x for n, x in env.inputs.items()}  # type: ignore[union-attr]
             env = env._replace(inputs=given)
         values, seeds = [], []
-        measured: dict[str, Any] = {}
-        kinds: dict[str, str] = {}
+        measured, kinds, ways = dict[str, Any](), dict[str, str](), dict[str, Reach]()
         loss = torch.zeros((), dtype=self.dtype, device=self.device)
         for term in self.terms:
-            with torch.set_grad_enabled(grad):
+            with torch.set_grad_enabled(grad or (self.watched and term.trace.reach is None)):
                 value, metrics = term.call(env)
+            if term.trace.reach is None and (grad or self.watched):
+                ways[term.name] = reach_of(value, leaves, [x for x in env.inputs.values() if x is not None])
             kind = term.trace.value or self._kind(term.call, value)
             check_belongs(term.call, kind, self.shapes, len(value))
             base = self._weights(term, kind, value.shape[0], env)
@@ -188,8 +179,10 @@ class BoundLoss:
             self._measure(measured, kinds)
         by_fact: dict[Fact, Tensor] = {}
         by_input: dict[str, Tensor] = {}
+        if ways:
+            check_gradient(self.terms, grad, ways)
         if grad:
-            targets: list[tuple[Any, Any]] = [(f, x) for f, x in leaves.items() if x.requires_grad]
+            targets: list[tuple[Any, Any]] = [(f, x) for f, x in leaves.items() if f.name not in CONSTANT]
             targets += [(n, env.inputs[n]) for n in self.wants_grad]
             live = [(v, s) for v, s in zip(values, seeds, strict=True) if v.requires_grad]
             if live and targets:
@@ -205,6 +198,13 @@ class BoundLoss:
     def shaped(self, name: str, grad: Tensor | None) -> Tensor | None:
         """The gradient of an input in the input's own shape."""
         return grad if grad is None or self.shapes[name].kind != "row" else self.rows.put(grad)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Every tensor of the caller's that the loss was made of, by the name of its argument."""
+        found = {name: x for name, (x, _) in self.given.items()} | {"segments": getattr(self.segments, "ids", None)}
+        found |= {"num_items": self.num_items, "num_segments": self.num_segments, "grad_scale": self.grad_scale}
+        found |= {f"weights[{term.name!r}]": term.weight for term in self.terms}
+        return {name: x for name, x in found.items() if isinstance(x, Tensor)}
 
     def _env(self, facts: Mapping[Fact, Tensor], chunk: Chunk | None) -> Env:
         rows = self.rows

@@ -85,6 +85,13 @@ _CREATION = {
     "full", "zeros", "ones", "empty", "scalar_tensor", "full_like", "zeros_like", "ones_like", "new_zeros", "new_ones",
     "new_full",
 }  # fmt: skip
+
+
+def creates(node: fx.Node) -> bool:
+    """Whether an operation takes nothing but sizes from its arguments."""
+    return _operation(node) in _CREATION or _operation(node).startswith(("empty", "new_empty", "sym_"))
+
+
 # Operations along a dimension: they stay within a row as long as it is not the first.
 _ALONG = {
     "sum", "mean", "amax", "amin", "logsumexp", "_softmax", "_log_softmax", "_softmax_backward_data",

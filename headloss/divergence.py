@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headloss.gradient import reach_of
 from headloss.keys import Same
 from headloss.reads import Reads, reads
 from headloss.signature import function_name
@@ -84,6 +85,14 @@ class Element:
             raise TypeError(
                 f"{self}: wanted an element-wise function of log p and log q, but a column's value depends on others"
             )
+
+    def captured(self, device: torch.device) -> str:
+        """What requires grad of all that it reads apart from log p and log q, in words."""
+        if not self.reads().unknown:
+            return ""
+        with torch.enable_grad():
+            logp = torch.full((1, 1), -1.0, device=device, requires_grad=True)
+            return reach_of(self.value(logp, logp.detach()), {}, [logp]).captured
 
     def slope(self, logp: Tensor, logq: Tensor) -> Tensor:
         """c_j = df/d(log p_j)."""

@@ -50,6 +50,9 @@ from headloss.teachers import FLOOR as FLOOR
 STUDENT = ("lse", "logprob", "mean_logprob", "entropy", "sum_p2", "max_logprob", "argmax")
 FACTS = (*STUDENT, *DENSE, *SPARSE)
 CONSTANT = frozenset({"max_logprob", "argmax", "teacher_entropy", "teacher_argmax", "topk_overlap"})  # no gradient
+VALUED = frozenset(
+    {"entropy", "sum_p2", "reverse_cross_entropy", "shared_entropy", "ids_logit"}
+)  # their pull reads them
 NEEDS_TARGET = frozenset({"logprob"})
 
 
@@ -80,6 +83,7 @@ class Want:
         self.target = not NEEDS_TARGET.isdisjoint(names)
         self.argmax = "argmax" in names
         self.total = "mean_logprob" in names
+        self.divergent = any(f.element is not None for f in self.facts)
 
     def at(self, temperature: float | None, name: str, teacher: str | None = None) -> bool:
         return any(f[:3] == (name, temperature, teacher) for f in self.facts)

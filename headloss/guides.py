@@ -5,6 +5,7 @@ Dimension key:  N rows   R rows that count   C rows of a chunk   K ids a row
 
 from __future__ import annotations
 
+import copy
 import math
 import sys
 from collections.abc import Mapping, Sequence
@@ -19,7 +20,7 @@ from headloss.heads import Head, open_source
 from headloss.parallel import max_over, note_of
 from headloss.rows import Rows
 from headloss.signature import ONLY
-from headloss.sources import Linear, Logits, Source, Sparse, Teacher, padded, parse_bytes
+from headloss.sources import Linear, Logits, Source, Sparse, Teacher, padded, parse_bytes, tensors_in, with_tensors
 from headloss.teachers import DenseChunk, SparseChunk, TeacherChunk, Temperature
 
 
@@ -29,7 +30,7 @@ def name_teachers(teacher: Teacher | Mapping[str, Teacher] | None, source: Sourc
         return {}
     named = dict(teacher) if isinstance(teacher, Mapping) else {ONLY: teacher}
     for name, x in named.items():
-        label = "teacher" if name == ONLY else f"teacher[{name!r}]"
+        label = teacher_label(name)
         if not isinstance(x, Logits | Linear | Sparse):
             hint = "; wrap a tensor in hl.Logits(...)" if isinstance(x, Tensor) else ""
             raise TypeError(f"{label}: wanted hl.Logits, hl.Linear or hl.Sparse, got {type(x).__name__}{hint}")
@@ -44,6 +45,10 @@ def name_teachers(teacher: Teacher | Mapping[str, Teacher] | None, source: Sourc
         else:
             _check_columns(label, x, source)
     return named
+
+
+def teacher_label(name: str) -> str:
+    return "teacher" if name == ONLY else f"teacher[{name!r}]"
 
 
 def _local(teacher: Source) -> Source:
@@ -131,6 +136,23 @@ class DenseGuide:
     def close(self) -> None:
         self.head = None  # and with it the chunk's buffer
 
+    def tensors(self) -> dict[str, Tensor]:
+        """The caller's tensors, which a pull reads again."""
+        return tensors_in(self.teacher)
+
+    def bare(self) -> DenseGuide:
+        """Without them; `whole` puts them back."""
+        other = copy.copy(self)
+        other.teacher, other.temperature, other.head = (
+            with_tensors(self.teacher, dict.fromkeys(self.tensors())),
+            1.0,
+            None,
+        )
+        return other
+
+    def whole(self, tensors: Mapping[str, Tensor], source: Source, rows: Rows) -> DenseGuide:
+        return DenseGuide(with_tensors(self.teacher, tensors), source, rows)
+
 
 MOST_COMPARED = 512  # of a row's ids, each with all others, in one kernel
 
@@ -142,6 +164,7 @@ class SparseGuide:
 
     def __init__(self, teacher: Sparse, rows: Rows, dtype: torch.dtype, backend: Any = None) -> None:
         ids, logprobs = teacher.ids, teacher.logprobs.detach()
+        self.teacher: Sparse | None = teacher
         self.sorted_RK: Tensor | None = None
         if hasattr(backend, "merge_repeated") and ids.shape[-1] <= MOST_COMPARED:
             flat = [x.reshape(rows.total, x.shape[-1]) for x in (ids, logprobs)]  # the kernel passes over ignored rows
@@ -167,6 +190,19 @@ class SparseGuide:
 
     def close(self) -> None:
         pass
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The caller's tensors."""
+        return {} if self.teacher is None else {"ids": self.teacher.ids, "logprobs": self.teacher.logprobs}
+
+    def bare(self) -> SparseGuide:
+        """Without them: ids that are named once are a copy, and all that a pull reads."""
+        other = copy.copy(self)
+        other.teacher = None
+        return other
+
+    def whole(self, tensors: Mapping[str, Tensor], source: Source, rows: Rows) -> SparseGuide:
+        return self
 
 
 Guide = DenseGuide | SparseGuide

@@ -38,6 +38,7 @@ from headloss.planning import Plan, check_targets_wanted, check_teachers, make_p
 from headloss.recipe import describe
 from headloss.record import Facts, Output
 from headloss.rows import Prepared, bind_rows, may_read
+from headloss.saved import refuse_transforms
 from headloss.segments import Segments
 from headloss.signature import COMPARING, ONLY, Parameter, Signature, suggest
 from headloss.sources import Source, Teacher
@@ -337,11 +338,11 @@ _labels._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 @as_it_is
 def _row_facts(source: Source, targets: Any, want: Any, teacher: Any, backend: str, host_read: bool) -> Facts:
-    source = plain_source(source)
-    sweep = facts_sweep(source, targets, want, teacher, backend, may_read(host_read, source.device))
-    needs = tuple(x.requires_grad and torch.is_grad_enabled() for x in source.tensors)
+    refuse_transforms(source, targets, None, teacher)
+    sweep = facts_sweep(plain_source(source), targets, want, teacher, backend, may_read(host_read, source.device))
+    needs = tuple(x.requires_grad and torch.is_grad_enabled() for x in sweep.source.tensors)
     if any(needs):
-        _, *facts = Head.apply(sweep, None, needs, *source.tensors)
+        _, *facts = Head.apply(sweep, None, needs, *sweep.source.tensors)
     else:
         with torch.no_grad():
             result = run(sweep, None, needs)

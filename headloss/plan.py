@@ -28,6 +28,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from headloss.call import Call, Env, WritesError, WrongValueError, WrongWeightError, writes_message
 from headloss.classify import classify, counts_rows, only, reach, size, unwatched, written
 from headloss.facts import CONSTANT, Fact
+from headloss.gradient import Reach, is_idle, leaf, reach_of
 from headloss.segments import Segments, WrongLengthError
 
 
@@ -52,6 +53,7 @@ class Trace(NamedTuple):
     unused: frozenset[Fact] = frozenset()  # facts it asks for and, with these options, never reads
     metrics: Mapping[str, str] = {}  # its metrics, each by "row", "segment" or "other"
     sums: tuple[int, int] = (0, 0)  # how often it sums over segments, forward and backward
+    reach: Reach | None = None  # where its gradient goes; None if untraced
 
 
 def trace(
@@ -201,7 +203,7 @@ def _trace_once(
     wanted = [n for n in names if inputs[n].requires_grad]
     taken = {d for shape in inputs.values() for d in shape.rest}
     R, S = [n for n in (7, 11, 13, 17, 19, 23, 29, 31) if n not in taken][:2]  # told apart from every other size
-    found: dict[str, str] = {}
+    found: dict[str, Any] = {}
     kinds: dict[str, str] = {}
     tally = [0, 0]
 
@@ -211,13 +213,14 @@ def _trace_once(
     def joint(*flat: Any) -> tuple[Any, ...]:
         env, seeds = _rebuild(call, names, segmented, targetless, tally, flat)
         with torch.enable_grad():
-            facts = {f: x.detach().requires_grad_() if f.name not in CONSTANT else x for f, x in env.facts.items()}
+            facts = {f: leaf(f, x) for f, x in env.facts.items()}
             given: dict[str, Any] = {
                 n: x.detach().requires_grad_() if x is not None and n in wanted else x for n, x in env.inputs.items()
             }
             value, metrics = call(env._replace(facts=facts, inputs=given))
             leaves = [facts[f] for f in _differentiable(call)] + [given[n] for n in wanted]
             found["value"] = kind_of(value)
+            found["way"] = reach_of(value, facts, [given[n] for n in wanted])
             kinds.update({k: kind_of(m) if isinstance(m, Tensor) else "other" for k, m in metrics.items()})
             seed = seeds.get(found["value"], torch.ones_like(value)).to(value.dtype)
             grads: Sequence[Tensor | None] = [None] * len(leaves)
@@ -250,8 +253,10 @@ def _trace_once(
     if found["value"] == "other" and kind != "batch":
         kind, reason = "batch", "its values belong to neither rows nor segments"
     cotangents = only(graph, lambda out: tuple(out[1])) if kind != "batch" else None
-    needed = reach(graph.graph.output_node().args[0])
+    outputs: Any = graph.graph.output_node().args[0]
+    way = found["way"]._replace(idle=is_idle(outputs[0], placeholders[:-2]))
+    needed = reach(outputs)
     unused = frozenset(f for f, node in zip(call.facts, placeholders, strict=False) if node not in needed)
     if counts_rows(graph):
-        unused = frozenset()  # with another number of rows it may take another branch
-    return Trace(kind, reason, found["value"], cotangents, graph, True, unused, kinds, (tally[0], tally[1]))
+        unused, way = frozenset(), None  # with another number of rows it may take another branch
+    return Trace(kind, reason, found["value"], cotangents, graph, True, unused, kinds, (tally[0], tally[1]), way)

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from headloss.backends import resolve
-from headloss.bound import Planned, check_belongs, check_constants, check_inputs
+from headloss.bound import Planned, check_belongs, check_inputs
 from headloss.call import Call
 from headloss.facts import NEEDS_TARGET, Fact, Want
+from headloss.gradient import check_constants
 from headloss.guides import name_teachers
 from headloss.layout import Reading, lay_out, readings
 from headloss.metrics import retarget

@@ -49,6 +49,7 @@ def perform(args: Call) -> Done:
         sweep, loss = bind(
             args.objective, plan, targets, args.num_items, args.num_segments, args.grad_scale, host_read
         )  # fmt: skip
+        loss.watched = any(args.needs) or bool(recipe["wanted"])  # not as it is inside the operator
     with torch.no_grad():
         result = run(sweep, loss, args.needs)
         sweep.close()

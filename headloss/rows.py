@@ -8,6 +8,7 @@ on other devices, none after `prepare`), ignored rows are dropped before any wor
 
 from __future__ import annotations
 
+import copy
 import functools
 from typing import Any, NamedTuple
 
@@ -155,6 +156,14 @@ class Rows:
         elif not self.skipped and self.valid is not None:
             x = x.masked_fill(~self.valid.view(-1, *(1 for _ in x.shape[1:])), 0)
         return x.reshape(self.shape + tuple(x.shape[1:]))
+
+    def with_targets(self, targets: Tensor | None) -> Rows:
+        """The same rows with other targets, or with none while autograd keeps them; what a pull reads of them."""
+        other = copy.copy(self)
+        other.given, other.segments = targets, None
+        if self.keep is None:
+            other.__dict__.pop("targets", None)  # they may be the caller's own memory
+        return other
 
     def numbers(self, part: slice) -> slice | Tensor:
         """Where rows `part` of those that count stand among all rows."""

@@ -80,7 +80,7 @@ class _GroupSum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return group_sum(grad, ctx.group), None
+        return _GroupSum.apply(grad, ctx.group), None
 
 
 def group_sum(x: Tensor, group: Any) -> Tensor:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
@@ -45,6 +46,11 @@ class Logits:
         if self.inplace and self.logits.requires_grad and self.logits.is_leaf:
             raise ValueError(
                 "inplace: logits is a leaf that requires grad and cannot be overwritten; use inplace=False"
+            )
+        if self.inplace and overlaps(self.logits):
+            raise ValueError(
+                f"inplace: logits of shape {tuple(self.logits.shape)} and strides {self.logits.stride()} have elements "
+                f"that share memory (an expanded tensor?), so a gradient cannot overwrite them; use inplace=False"
             )
 
     narrow = False  # the gradient is written in the caller's own dtype, at the caller's own scale
@@ -254,17 +260,28 @@ class Sparse:
 Teacher = Logits | Linear | Sparse
 
 
-def without_tensors(source: Source) -> Source:
-    """The same source with nothing in it, to be kept between forward and backward; see `with_tensors`."""
-    return with_tensors(source, tuple(None for _ in source.tensors))
+def tensors_in(source: Source) -> dict[str, Tensor]:
+    """Every tensor in a source, by name: those of `source.tensors`, and a temperature if it is one."""
+    names = ("logits", "temperature") if isinstance(source, Logits) else ("hidden", "weight", "bias", "temperature")
+    return {name: x for name in names if isinstance(x := getattr(source, name), Tensor)}
 
 
-def with_tensors(source: Source, tensors: tuple[Tensor | None, ...]) -> Source:
-    names = ("logits",) if isinstance(source, Logits) else ("hidden", "weight", "bias")
+def with_tensors(source: Source, tensors: Mapping[str, Tensor | None]) -> Source:
+    """The same source with other tensors, or with None in their place while autograd keeps them."""
     other = copy.copy(source)
-    for name, x in zip(names, tensors, strict=False):
+    for name, x in tensors.items():
         object.__setattr__(other, name, x)
     return other
+
+
+def overlaps(x: Tensor) -> bool:
+    """Whether two elements may share memory: some stride is within the reach of the smaller ones."""
+    reach = 0
+    for stride, size in sorted((stride, size) for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1):
+        if stride <= reach:
+            return True
+        reach += stride * (size - 1)
+    return False
 
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from headloss.facts import Fact, Partial, Softmax, Want, coefficients, finish
-from headloss.guides import Guide, ids_facts, ids_pull, most_rows, note, teacher_bytes
+from headloss.guides import Guide, ids_facts, ids_pull, most_rows, note, teacher_bytes, teacher_label
 from headloss.heads import Grads, at_home, open_source, part_of
 from headloss.parallel import Gathering, reduce_hidden, sum_over
 from headloss.rows import Rows
-from headloss.sources import Linear, Source
+from headloss.sources import Linear, Source, tensors_in, with_tensors
 from headloss.teachers import DenseSoftmax, TeacherChunk, Temperature, teacher_coefficients
 
 Cotangents = tuple[Mapping[Fact, Tensor], Mapping[str, Tensor]]  # of the facts, and of inputs that want a gradient
@@ -39,10 +39,13 @@ class Loss(Protocol):
     chunks: Sequence[Chunk] | None  # how to visit the rows; None if all facts must come first
     normaliser: Tensor | None  # what the gradients made in a visit still have to be multiplied with
     wants_grad: tuple[str, ...]  # inputs that require grad
+    terms: Sequence[Any]
+    watched: bool  # whether the call was made where gradients are recorded
 
     def chunk(self, chunk: Chunk, facts: Mapping[Fact, Tensor]) -> Cotangents: ...
     def whole(self, facts: Mapping[Fact, Tensor], grad: bool) -> tuple[Tensor, Cotangents]: ...
     def shaped(self, name: str, grad: Tensor | None) -> Tensor | None: ...
+    def tensors(self) -> dict[str, Tensor]: ...
 
 
 class Block(NamedTuple):
@@ -80,10 +83,36 @@ class Sweep:
                 T = T.masked_fill(~rows.valid, 1.0)
         self.temperature = T
 
-    def replace(self, source: Source) -> Sweep:
+    def tensors(self) -> dict[str, Tensor]:
+        """The caller's tensors that a pull reads again, by the names of their arguments; the source's come first."""
+        found = tensors_in(self.source)
+        if self.rows.given is not None:
+            found["targets"] = self.rows.given
+        for name, guide in self.guides.items():
+            found |= {f"{teacher_label(name)}.{field}": x for field, x in guide.tensors().items()}
+        return found
+
+    def bare(self) -> Sweep:
+        """The sweep without them, while autograd keeps them; `whole` puts them back."""
         other = object.__new__(Sweep)
-        other.__dict__.update(self.__dict__, source=source)
+        other.__dict__.update(
+            self.__dict__,
+            source=with_tensors(self.source, dict.fromkeys(tensors_in(self.source))),
+            rows=self.rows.with_targets(None),
+            guides={name: guide.bare() for name, guide in self.guides.items()},
+            temperature=1.0,
+        )
         return other
+
+    def whole(self, tensors: Mapping[str, Tensor]) -> Sweep:
+        source = with_tensors(self.source, {n: x for n, x in tensors.items() if hasattr(self.source, n)})
+        rows = self.rows.with_targets(tensors.get("targets"))
+        guides: dict[str, Guide] = {}
+        for name, guide in self.guides.items():
+            label = f"{teacher_label(name)}."
+            own = {n.removeprefix(label): x for n, x in tensors.items() if n.startswith(label)}
+            guides[name] = guide.whole(own, source, rows)
+        return Sweep(source, rows, self.want, self.backend, guides, self.program, self.times)
 
     def facts(self) -> tuple[dict[Fact, Tensor], Softmax]:
         """All facts of all rows: over a shard, one collective, and one more if a divergence needs a second look."""

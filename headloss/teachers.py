@@ -283,7 +283,7 @@ def teacher_coefficients(
     for T in temperatures:
         mine = [f for f in asked if f.temperature == T and grads.get(f) is not None]
         g = {f.name: grads[f] for f in mine if f.element is None}
-        value = {f.name: facts[f] for f in mine}
+        value = {f.name: facts[f] for f in mine if f in facts}
         if isinstance(softmax, SparseSoftmax):
             both = [g[n] for n in ("ids_logprob", "ids_logit") if n in g]
             pulls.append(SparsePull(sum(both[1:], both[0]) if both else None, g.get("tail_logprob")))

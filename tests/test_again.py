@@ -448,7 +448,7 @@ def test_the_loss_of_a_later_call_can_be_divided_in_place_and_its_logits_written
         made.mul_(2.0)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             out.loss.backward()
-        with pytest.raises(RuntimeError, match="differentiate twice|does not require grad"):
+        with pytest.raises(RuntimeError, match="differentiate twice"):
             x = call.logits.clone().requires_grad_()
             (g,) = torch.autograd.grad(objective(hl.Logits(x), call.targets, **call.inputs).loss, x, create_graph=True)
             g.sum().backward()

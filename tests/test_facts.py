@@ -102,7 +102,7 @@ def test_backward_is_once_differentiable() -> None:
     logits = torch.randn(4, 9, requires_grad=True)
     facts = hl.row_facts(hl.Logits(logits), None, ("lse",))
     (grad,) = torch.autograd.grad(facts.lse.sum(), logits, create_graph=True)
-    with pytest.raises(RuntimeError, match=r"once_differentiable|does not require grad"):
+    with pytest.raises(RuntimeError, match="differentiate twice"):
         torch.autograd.grad(grad.sum(), logits)
 
 

@@ -1,0 +1,119 @@
+"""Autograd's contract, for every backward here: what it reads is kept by autograd, and it is differentiable once.
+
+A tensor of the caller's that was changed in place since the forward raises, as in torch; hooks on saved tensors
+(`save_on_cpu`, activation checkpointing) get all of them.  A second derivative raises where it is used, a transform of
+`torch.func` and a forward-mode tangent where the call is made.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+Named = Iterable[tuple[str, Tensor]]
+
+TWICE = (
+    "headloss: tried to differentiate twice (create_graph=True, a Hessian).  The gradient of a call "
+    "is made in its own sweep and is once differentiable; for a second derivative write the loss on logits in PyTorch"
+)
+
+
+def hold(ctx: Any, args: Named, read: Named = (), used: Named = ()) -> None:
+    """Save what the backward needs: `args` of the Function, what else is `read` again, and what was only `used`."""
+    args, read, used = list(args), list(read), list(used)
+    tensors: list[Tensor | None] = [x for _, x in args]
+    ctx.names = tuple([name for name, _ in read])
+    ctx.untracked = {}
+    for name, x in read:
+        if x.is_inference():  # autograd takes none of these, and nothing counts what is written to them
+            ctx.untracked[name] = x.clone() if name.endswith(("targets", "temperature")) else x
+        tensors.append(None if x.is_inference() else x.detach() if x.requires_grad else x)
+    used = [(name, x) for name, x in used if not x.is_inference()]
+    tensors += [x.detach() if x.requires_grad else x for _, x in used]
+    ctx.save_for_backward(*tensors)
+    ctx.args = len(args)
+    ctx.versions = [(n, weakref.ref(x), x._version) for n, x in (*args, *read, *used) if not x.is_inference()]
+
+
+def once(pull: Callable[..., Sequence[Tensor | None]], ctx: Any, *grads: Tensor | None) -> Any:
+    """A backward: `pull(ctx, args, read, *grads)` on what `hold` saved; its gradients cannot be differentiated."""
+    saved = _saved(ctx)
+    args, end = saved[: ctx.args], ctx.args + len(ctx.names)
+    read = dict(zip(ctx.names, saved[ctx.args : end], strict=True)) | ctx.untracked
+    if not torch.is_grad_enabled():
+        return tuple(pull(ctx, args, read, *grads))
+    with torch.no_grad():
+        found = pull(ctx, args, read, *grads)
+    return seal(found, (*args, *grads))
+
+
+def _saved(ctx: Any) -> tuple[Tensor, ...]:
+    try:
+        return ctx.saved_tensors
+    except RuntimeError as error:
+        if "modified by an inplace operation" not in str(error):
+            raise
+        changed = [name for name, ref, version in ctx.versions if (x := ref()) is not None and x._version != version]
+        raise RuntimeError(
+            f"{', '.join(changed) or 'a tensor of the call'}: modified by an inplace operation after the forward pass; "
+            f"the gradient needs what was there before.  Write to a clone, or after the backward.  ({error})"
+        ) from error
+
+
+def seal(grads: Sequence[Tensor | None], of: Iterable[Tensor | None]) -> tuple[Tensor | None, ...]:
+    """The gradients as a function of these tensors, which raises when it is differentiated."""
+    there = [g for g in grads if g is not None]
+    leads = [x for x in of if x is not None and x.requires_grad]
+    if not there or not leads:
+        return tuple(grads)
+    sealed = iter(_Sealed.apply(len(there), *there, *leads))
+    return tuple(None if g is None else next(sealed) for g in grads)
+
+
+class _Sealed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(x.detach() for x in tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise RuntimeError(TWICE)
+
+
+def refuse_transforms(source: Any, targets: Any, segments: Any, teacher: Any, rest: Any = (), inputs: Any = ()) -> None:
+    """No tensor of a call is one that `torch.func` or forward mode follows: it would be lost without a word."""
+    if forward_ad._current_level < 0 and torch._C._functorch.peek_interpreter_stack() is None:
+        return
+    things = (source, {"targets": targets, "segments": segments}, teacher, rest, inputs)
+    for name, x in _tensors("", things):
+        if torch._C._functorch.is_functorch_wrapped_tensor(x):
+            raise RuntimeError(
+                f"{name}: is inside a transform of torch.func (vmap, grad, jvp, vjp, jacrev, ...), which cannot see "
+                f"into a headloss call.  Rows need no vmap: leading dimensions are free.  For gradients use "
+                f"torch.autograd or objective.forward_backward"
+            )
+        if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
+            raise RuntimeError(
+                f"{name}: carries a forward-mode tangent, which a headloss call would drop; only reverse mode is there "
+                f"(loss.backward(), torch.autograd.grad).  Pass it detached if the tangent is not wanted"
+            )
+
+
+def _tensors(name: str, x: Any) -> Iterable[tuple[str, Tensor]]:
+    """Every tensor in the arguments of a call, with a name."""
+    if isinstance(x, Tensor):
+        yield name or "an argument", x
+    elif isinstance(x, Mapping):
+        for key, y in x.items():
+            yield from _tensors(str(key), y)
+    elif isinstance(x, tuple | list):
+        for y in x:
+            yield from _tensors(name, y)
+    elif type(x).__module__.startswith("headloss."):
+        fields = vars(x) if hasattr(x, "__dict__") else {n: getattr(x, n, None) for n in getattr(x, "__slots__", ())}
+        yield from _tensors(name, dict(fields))
