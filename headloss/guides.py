@@ -143,11 +143,8 @@ class DenseGuide:
     def bare(self) -> DenseGuide:
         """Without them; `whole` puts them back."""
         other = copy.copy(self)
-        other.teacher, other.temperature, other.head = (
-            with_tensors(self.teacher, dict.fromkeys(self.tensors())),
-            1.0,
-            None,
-        )
+        other.teacher = with_tensors(self.teacher, dict.fromkeys(self.tensors()))
+        other.temperature, other.head = 1.0, None
         return other
 
     def whole(self, tensors: Mapping[str, Tensor], source: Source, rows: Rows) -> DenseGuide:

@@ -302,8 +302,7 @@ class Objective:
     def _report(self, plan: Plan, loss: BoundLoss, value: Tensor, facts: Sequence[Tensor]) -> Output:
         zero = torch.zeros((), dtype=value.dtype, device=value.device) if plan.off else value
         terms = {name: zero if name in plan.off else loss.values[name] for name in self.terms}
-        named = Facts(dict(zip(plan.want.facts, facts, strict=True)))
-        return Output(value, terms, loss.metrics, named)
+        return Output(value, terms, loss.metrics, Facts(dict(zip(plan.want.facts, facts, strict=True))))
 
 
 def row_facts(

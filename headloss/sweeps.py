@@ -10,6 +10,7 @@ Dimension key:  N rows   R rows that count   C rows of a chunk   V vocabulary
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple, Protocol
@@ -94,14 +95,10 @@ class Sweep:
 
     def bare(self) -> Sweep:
         """The sweep without them, while autograd keeps them; `whole` puts them back."""
-        other = object.__new__(Sweep)
-        other.__dict__.update(
-            self.__dict__,
-            source=with_tensors(self.source, dict.fromkeys(tensors_in(self.source))),
-            rows=self.rows.with_targets(None),
-            guides={name: guide.bare() for name, guide in self.guides.items()},
-            temperature=1.0,
-        )
+        other = copy.copy(self)
+        other.source = with_tensors(self.source, dict.fromkeys(tensors_in(self.source)))
+        other.rows, other.temperature = self.rows.with_targets(None), 1.0
+        other.guides = {name: guide.bare() for name, guide in self.guides.items()}
         return other
 
     def whole(self, tensors: Mapping[str, Tensor]) -> Sweep:
@@ -109,8 +106,7 @@ class Sweep:
         rows = self.rows.with_targets(tensors.get("targets"))
         guides: dict[str, Guide] = {}
         for name, guide in self.guides.items():
-            label = f"{teacher_label(name)}."
-            own = {n.removeprefix(label): x for n, x in tensors.items() if n.startswith(label)}
+            own = {n.rsplit(".", 1)[1]: x for n, x in tensors.items() if n.startswith(f"{teacher_label(name)}.")}
             guides[name] = guide.whole(own, source, rows)
         return Sweep(source, rows, self.want, self.backend, guides, self.program, self.times)
 

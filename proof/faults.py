@@ -30,6 +30,7 @@ class Fault(NamedTuple):
 RANKS = ("tests/ranks/test_shards.py", "tests/ranks/test_collectives.py")
 DOCUMENTS = ("tests/ranks/test_documents.py", "tests/ranks/test_collectives.py")  # segments on several ranks
 TEACHERS = ("tests/distill/test_teachers.py", "tests/distill/test_divergences.py")
+CONTRACT = ("tests/trust/test_autograd_contract.py",)
 TRACED = ("tests/trust/test_reads.py",)
 INPUTS, INTEGERS = ("tests/trust/test_inputs.py",), ("tests/trust/test_integers.py",)
 CONFIGS, FP16 = ("tests/trust/test_configs.py",), ("tests/trust/test_fp16.py",)
@@ -181,7 +182,7 @@ FAULTS = [
     Fault("reads.py", "x = cells[name].cell_contents if captured else _global(fn, name)", "x = None if captured else _global(fn, name)", "a captured number is no part of the key", TRACED),
     Fault("reads.py", "named = [(k, self.value(f\"default of {k}\", x)) for k, x in sorted((fn.__kwdefaults__ or {}).items())]", "named = []", "a default that changes is no part of the key", TRACED),
     Fault("reads.py", 'self.unknown.append(f"{name}.{rest[0]} (an attribute of a function)")', "pass", "an attribute of a function is frozen", TRACED),
-    Fault("plan.py", "unused = frozenset()  # with another", "pass  # with another", "a fact is fed as zeros where another number of rows uses it", TRACED),
+    Fault("plan.py", "unused, way = frozenset(), None  # with another", "way = None  # with another", "a fact is fed as zeros where another number of rows uses it", TRACED),
     Fault("plan.py", "    for node in written(graph.graph):", "    for node in ():", "a loss that writes through .detach() is traced", TRACED),
     Fault("call.py", "        if x._version != before:", "        if False:", "a loss that writes into its inputs is let through", TRACED),
     Fault("term.py", "key = (source_temperature, name, sparse, self.content())", "key = (source_temperature, name, sparse)", "a divergence keeps what it read first", TRACED),
@@ -198,7 +199,7 @@ FAULTS = [
     # Segments
     Fault("segments.py", "place = torch.where(ids < 0, num_segments, ids)", "place = ids.clamp(min=0)", "rows without a segment count in the first one", ("tests/test_contract.py::test_rows_without_a_segment", "tests/test_contracts.py")),
     Fault("segments.py", "self.totals(x) / self.counts.clamp(min=1)", "self.totals(x) / self.counts", "an empty segment gives NaN"),
-    Fault("segments.py", "return group_sum(grad, ctx.group), None", "return grad, None", "missing collective: backward of a sum over ranks", DOCUMENTS),
+    Fault("segments.py", "return _GroupSum.apply(grad, ctx.group), None", "return grad, None", "missing collective: backward of a sum over ranks", DOCUMENTS),
     Fault("segments.py", "right=True", "right=False", "packed sequences: the first row belongs to the one before"),
     Fault("segments.py", "position_ids[..., :-1] + 1", "position_ids[..., :-1]", "positions: a segment begins wherever one goes up"),
     Fault("segments.py", "return self.group is None or torch.distributed.get_rank(self.group) == 0", "return True", "values of a segment count on every rank", DOCUMENTS),
@@ -413,6 +414,24 @@ FAULTS = [
     Fault("ops.py", "by_tensor[recipe.names.index(f\"inputs.{name}\")] = _times(g, g_loss, g.dtype)", "pass", "compiled: inputs get no gradient"),
     Fault("ops.py", "if x.numel() and (place in seen or part or not x.is_contiguous()):", "if False:", "compiled: an output shares memory with another"),
     Fault("graph.py", '"weight", "reduction", "length",', '"weight", "length",', "compiled: objectives that differ in their reduction share a graph", ("tests/test_seeded.py",)),
+    # Autograd's contract
+    Fault("saved.py", "tensors += [x.detach() if x.requires_grad else x for _, x in used]", "pass", "an input changed in place before the backward goes unnoticed", CONTRACT),
+    Fault("saved.py", "    return seal(found, (*args, *grads))", "    return tuple(found)", "a second derivative takes the gradient for a constant", CONTRACT),
+    Fault("saved.py", "    return seal(found, (*args, *grads))", "    return seal(found, grads)", "a second derivative raises only if the incoming gradient needs one", CONTRACT),
+    Fault("saved.py", "x.clone() if name.endswith((\"targets\", \"temperature\")) else x", "x", "the backward reads targets of inference mode that have changed", CONTRACT),
+    Fault("saved.py", "forward_ad.unpack_dual(x).tangent is not None", "False", "a forward-mode tangent is dropped", CONTRACT),
+    Fault("saved.py", "torch._C._functorch.is_functorch_wrapped_tensor(x)", "False", "a transform of torch.func runs into our kernels", CONTRACT),
+    Fault("rows.py", '            other.__dict__.pop("targets", None)', "            pass", "the backward reads the caller's targets, whatever a hook kept", CONTRACT),
+    Fault("passes.py", "x.clone() if f.name in VALUED else x.data", "x.data", "what is written to a fact changes the gradient", CONTRACT),
+    Fault("again.py", "found[self.slots].clone()", "found[self.slots]", "later calls: what is written to a fact changes the gradient", CONTRACT),
+    Fault("again.py", "        return  # something has to be said where a gradient is wanted", "        pass", "a loss first seen in an evaluation may have no gradient", CONTRACT),
+    Fault("bound.py", "grad or (self.watched and term.trace.reach is None)", "grad", "a captured parameter is not seen where the source is frozen", CONTRACT),
+    Fault("gradient.py", 'captured = f"a tensor of shape {tuple(x.shape)}"', 'captured = ""', "a captured parameter gets no gradient", CONTRACT),
+    Fault("gradient.py", "for fact in way.lost if way.path else ():", "for fact in ():", "a loss pulls on max_logprob without a word", CONTRACT),
+    Fault("gradient.py", "if way.path or (some and way.idle):", "if way.path or some:", "a term without a gradient hides behind another", CONTRACT),
+    Fault("gradient.py", "if way.path or (some and way.idle):", "if way.path:", "a term that an option switches off is refused", CONTRACT),
+    Fault("divergence.py", "        if not self.reads().unknown:", "        if True:", "a parameter that a divergence captures gets no gradient", CONTRACT),
+    Fault("sources.py", "        if stride <= reach:", "        if stride < 0:", "a gradient overwrites logits that share memory", CONTRACT),
     # Configs and options
     Fault("options.py", "if isinstance(x, bool) or not isinstance(x, int | float):", "if not isinstance(x, int | float):", "a temperature may be True", CONFIGS),
     Fault("options.py", "bool: (bool,), int:", "bool: (), int:", "text and numbers pass for a bool option", CONFIGS),
