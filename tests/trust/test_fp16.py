@@ -34,6 +34,10 @@ TERMS: dict[str, tuple[hl.Objective, Loss]] = {
     ),
     "z-loss": (hl.Objective(a=losses.z_loss), lambda z, t, x: z.logsumexp(-1) ** 2),
     "reinforce": (hl.Objective(a=losses.reinforce), lambda z, t, x: -picked(z, t) * x["advantage"]),
+    "slopes beyond fp16": (
+        hl.Objective(a=lambda logprob, advantage: -logprob * advantage * 2000.0),
+        lambda z, t, x: -picked(z, t) * x["advantage"] * 2000.0,
+    ),
     "a batch": (
         hl.Objective(a=lambda logprob: (logprob - logprob.mean()) ** 2),
         lambda z, t, x: (picked(z, t) - picked(z, t).mean()) ** 2,
@@ -99,7 +103,7 @@ def ours(
     source = hl.Linear(*leaves.values(), **options)
     objective, _ = TERMS[name]
     call: dict[str, Any] = {}
-    if name == "reinforce":
+    if name in ("reinforce", "slopes beyond fp16"):
         call["advantage"] = inputs["advantage"].float()
     if name == "forward KL":
         call["teacher"] = hl.Logits(inputs["teacher"].float())
