@@ -21,7 +21,7 @@ from torch import Tensor
 from headloss.binding import check_count
 from headloss.facts import CONSTANT
 from headloss.heads import Grads, elsewhere
-from headloss.layout import PerRow
+from headloss.layout import PerRow, readings
 from headloss.one_launch import Launched, measured
 from headloss.passes import Held
 from headloss.planning import Plan, call_weights, keep
@@ -67,6 +67,7 @@ def form_of(
     if x.ndim > 2 and not x.is_contiguous():
         return None
     grad = torch.is_grad_enabled()
+    off, foreign, per_row = objective.standing
     given: list[Any] = [x.dtype, device, source.temperature]
     for name, value in inputs.items():
         given.append(name)
@@ -77,21 +78,23 @@ def form_of(
             value = value.value
         if type(value) is not Tensor or value.device != device or (grad and value.requires_grad) or name == "pairs":
             return None
-        if value.ndim and (value.shape != leading or leading == x.shape[-1:]):
+        if value.ndim and (value.shape != leading or (leading == x.shape[-1:] and name not in per_row)):
             return None  # as many rows as columns: what it is has to be asked
         given += (value.dtype, value.ndim == 0)
-    off, foreign = objective.standing
     given.append(_off(call_weights(objective, rest[2])) if rest[2] else off)
     given.append(torch.get_default_dtype())
     given += [reads(fn, pure=pure) for fn, pure in foreign]
     return tuple(given)
 
 
-def standing(objective: Objective) -> tuple[tuple[str, ...], tuple[Any, ...]]:
-    """Terms that are off by themselves, and functions that are not ours: what they read may change between calls."""
+def standing(objective: Objective) -> tuple[tuple[str, ...], tuple[Any, ...], frozenset[str]]:
+    """What calls need not find out again: terms that are off by themselves, functions that are not ours (what they
+    read may change between calls), and inputs of which some function says that they have one value per row."""
     fns = [(x, t.pure) for t in objective.every_term for x in (t.fn, t.row_weight) if callable(x)]
     fns += [(c.fn, False) for _, c in objective.metrics if not isinstance(c.fn, Term)]
-    return _off({n: t.weight for n, t in objective.terms.items()}), tuple(x for x in fns if not ours(x[0]))
+    said = readings(objective.terms, objective.metrics)
+    per_row = frozenset(name for name, reading in said.items() if reading.row and not reading.segment)
+    return _off({n: t.weight for n, t in objective.terms.items()}), tuple(x for x in fns if not ours(x[0])), per_row
 
 
 def _off(weights: Mapping[str, float | Tensor]) -> tuple[str, ...]:

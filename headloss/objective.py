@@ -90,7 +90,7 @@ class Objective:
     key: str  # of its content: a graph made with one objective serves all that are equal
     names: tuple[str, ...]  # of the terms
     every_term: tuple[Term, ...]  # and those that metrics are made of
-    standing: tuple[tuple[str, ...], tuple[Any, ...]]  # see `again.standing`
+    standing: tuple[tuple[str, ...], tuple[Any, ...], frozenset[str]]  # see `again.standing`
     known: dict[Any, Any]  # plans of earlier calls; see `binding.make_plan`
 
     def __init__(
