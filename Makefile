@@ -5,13 +5,17 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --retries 10 --timeout 60
 TESTS ?= tests
 
-.PHONY: demo test lint format docs plots site bench clean
+.PHONY: demo test test-floor lint format docs plots site bench clean
 
 demo: .venv/ready
 	$(BIN)/python -m headloss demo
 
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(TESTS)
+
+# The oldest torch that we support, with its triton, in an environment of its own; what is not there is skipped.
+test-floor: .venv-floor/ready
+	OMP_NUM_THREADS=1 .venv-floor/bin/python -m pytest -n 2 $(TESTS)
 
 lint: .venv/ready
 	$(BIN)/ruff check .
@@ -38,7 +42,7 @@ bench: .venv/ready
 	$(BIN)/python benchmarks/cpu_losses.py
 
 clean:
-	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-floor build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 # One step a stamp, so that a broken download resumes where it stopped.
 .venv/created:
@@ -80,6 +84,22 @@ BESIDE = $(PIP) --no-deps --target .venv/stacks
 
 .venv/ready: .venv/stacks/ready pyproject.toml
 	$(PIP) --no-build-isolation --no-deps --editable .
+	touch $@
+
+# On x86_64 this torch comes with CUDA, which it will not start without: 3 GB to load, 7 GB on the disk.
+FLOOR := .venv-floor/bin/python -m pip install --disable-pip-version-check --retries 10 --timeout 60
+.venv-floor/torch:
+	test -x .venv-floor/bin/pip || $(PYTHON) -m venv .venv-floor
+	$(FLOOR) torch==2.8.0
+	touch $@
+
+.venv-floor/triton: .venv-floor/torch
+	$(FLOOR) triton==3.4.0 || echo "triton could not be installed; continuing without it"
+	touch $@
+
+.venv-floor/ready: .venv-floor/triton pyproject.toml
+	$(FLOOR) numpy pytest pytest-xdist pytest-timeout hypothesis typer rich "setuptools>=77" wheel
+	$(FLOOR) --no-build-isolation --no-deps --editable .
 	touch $@
 
 # What takes long, on demand: each writes a file of benchmarks/results.  JOBS faults at a time.  DEVICE=cuda on a GPU.

@@ -5,29 +5,62 @@ The trace was made with R rows and S segments, sizes that nothing else in it has
 
 from __future__ import annotations
 
+import contextlib
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]
 import torch
 from torch import Tensor, fx
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import _pop_mode, _push_mode
+from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 
-def unwatched() -> ExitStack:
-    """For the time of a trace, off with what the caller has on: a checkpoint's hooks, modes that look at operations.
+@contextlib.contextmanager
+def unwatched() -> Iterator[None]:
+    """For the time of a trace, off with what the caller has on: the trace is kept, and serves calls without it.
 
-    A mode that asks for sizes (a flop counter, a memory profiler) would make numbers of them, and the trace a batch's.
-    Fake tensors stay fake.
+    A checkpoint's hooks, modes that look at operations, anomaly detection, inference mode, autocast, torch.func.  A
+    mode that asks for sizes (a flop counter, a memory profiler) would make numbers of them, and the trace a batch's; in
+    inference mode the trace would hold no gradient.  Fake tensors stay fake.  The default dtype and device stay too:
+    a function may make tensors, so they are part of its key (`reads.defaults`).
     """
-    stack = ExitStack()
-    stack.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x))
-    if not all(isinstance(mode, FakeTensorMode) for mode in _get_current_dispatch_mode_stack()):
-        stack.enter_context(_disable_current_modes())
-    return stack
+    with ExitStack() as stack:
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            stack.enter_context(temporarily_clear_interpreter_stack())
+        stack.enter_context(torch.inference_mode(False))
+        if torch.is_anomaly_enabled():
+            stack.enter_context(torch.autograd.set_detect_anomaly(False))
+        for kind in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        if torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x))
+        if not all(isinstance(mode, FakeTensorMode) for mode in _get_current_dispatch_mode_stack()):
+            stack.enter_context(_disable_current_modes())
+        stack.enter_context(_without_function_modes())
+        yield
+
+
+@contextlib.contextmanager
+def _without_function_modes() -> Iterator[None]:
+    """But for those that say where new tensors go."""
+    modes = [_pop_mode() for _ in range(torch._C._len_torch_function_stack())]
+    kept = [mode for mode in reversed(modes) if isinstance(mode, DeviceContext)]
+    for mode in kept:
+        _push_mode(mode)
+    try:
+        yield
+    finally:
+        for _ in kept:
+            _pop_mode()
+        for mode in reversed(modes):
+            _push_mode(mode)
 
 
 def only(graph: fx.GraphModule, choose: Callable[[Any], Any]) -> fx.GraphModule:

@@ -75,7 +75,7 @@ class Element:
 
     def check(self) -> None:
         """Refuse a function that looks beyond its own column: it would depend on how the vocabulary is cut."""
-        p = torch.tensor([[0.1, 0.3, 0.15, 0.25, 0.2], [0.6, 0.1, 0.1, 0.15, 0.05]], dtype=torch.float64)
+        p = torch.tensor([[0.1, 0.3, 0.15, 0.25, 0.2], [0.6, 0.1, 0.1, 0.15, 0.05]], dtype=torch.float64, device="cpu")
         logp, logq = p.log(), p.flip(0).log()
         try:
             whole, part = self.value(logp, logq), self.value(logp[:, 1:4], logq[:, 1:4])

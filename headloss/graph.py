@@ -6,8 +6,9 @@ torch.compile traces what is here.  What it must not trace, planning and naming,
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Mapping
+import functools
+import sys
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -16,20 +17,46 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from headloss import ops  # noqa: F401  registers the operators
 from headloss.heads import Grads
-from headloss.keys import key_of
 from headloss.metrics import Metric
-from headloss.reads import Reads
-from headloss.recipe import Described, describe, write
+from headloss.recipe import Described, describe, read, write
 from headloss.record import Output, facts_from
-from headloss.record import key_of as fact_key
 from headloss.rehearsal import form, one_launch
 from headloss.rows import Prepared
 from headloss.segments import Segments
 from headloss.sources import Linear, Logits, Source, Teacher
-from headloss.term import Term
 
 if TYPE_CHECKING:
     from headloss.objective import Objective
+
+
+WHY = (
+    "headloss runs this call as it is, between two graphs: logits that are overwritten (inplace=True), DTensors, an "
+    "objective made inside the compiled function, and losses or metrics that read what may change (objective.explain "
+    "names it; pass it as an input or an option) cannot be part of one"
+)
+
+
+def as_it_is(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Under torch.compile `fn` runs as it is, between two compiled graphs: its kernels are fused already.
+
+    `torch.compiler.disable`, but only where something compiles: it costs, and imports the compiler, and that triton.
+    """
+    disabled: list[Callable[..., Any]] = []
+
+    @functools.wraps(fn)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not _compiles():
+            return fn(*args, **kwargs)
+        if not disabled:
+            disabled.append(torch.compiler.disable(fn, reason=WHY))
+        return disabled[0](*args, **kwargs)
+
+    call.__dict__.update(_torchdynamo_disable=True, _torchdynamo_disable_recursive=True, _torchdynamo_disable_msg=WHY)
+    return call
+
+
+# the hook that torch.compile looks at frames with, where there is one
+_compiles = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: "torch._dynamo" in sys.modules)
 
 
 class Labels(NamedTuple):
@@ -43,17 +70,19 @@ class Labels(NamedTuple):
 
 def labels(objective: Objective | None, constants: tuple[Any, ...], **more: Any) -> Labels:
     visited = constants[0][0] == "Linear" or more["direct"]
-    text = write(objective, constants, **more, visited=visited)
-    if one_launch(text) and not visited:
-        text = write(objective, constants, **more, visited=True)
-    known = form(text)
-    several = len({f.teacher for f in known.facts} - {None}) > 1
-    return Labels(text, tuple(fact_key(f, several) for f in known.facts), known.terms, known.metrics)
+    recipe = read(write(objective, constants, **more, visited=visited))
+    if not visited and one_launch(recipe, objective):
+        recipe = read(write(objective, constants, **more, visited=True))
+    known = form(recipe, objective=objective)
+    return Labels(recipe.text, known.keys, known.terms, known.metrics)
 
 
-def wanted(source: Any, teacher: Any) -> bool:
-    """Whether a call becomes an operator: something traces, or there are shapes and no numbers, and it can."""
-    if not isinstance(source, Logits | Linear):
+def wanted(source: Any, teacher: Any, unknown: tuple[str, ...] = ()) -> bool:
+    """Whether a call becomes an operator: something traces, or there are shapes and no numbers, and it can.
+
+    A function that reads what may change could read it too early in a graph, whose side effects come last.
+    """
+    if not isinstance(source, (Logits, Linear)) or (unknown and torch.compiler.is_dynamo_compiling()):
         return False
     return (torch.compiler.is_compiling() or isinstance(source.tensors[0], FakeTensor)) and _fits(source, teacher)
 
@@ -79,7 +108,8 @@ def call(
     direct: bool,
 ) -> Output:
     """`Objective.__call__`, or with `direct` its `forward_backward`, as an operator."""
-    found, constants = describe(source, targets, segments, teacher, rest, inputs, direct)
+    number = None if objective.is_portable(objective.key) else objective.traits.number
+    found, constants = describe(source, targets, segments, teacher, rest, inputs, direct, objective.traits, number)
     known = objective.labels(objective.key, constants, rest[-1], direct)
     loss, terms, parts, *more = torch.ops.headloss.visit(found.tensors, found.sizes, known.recipe)
     values = dict(zip(known.terms, terms.detach().unbind()))
@@ -105,39 +135,3 @@ def read_facts(known: Labels, found: Described) -> Any:
     """`row_facts` as an operator."""
     _, _, _, *more = torch.ops.headloss.visit(found.tensors, found.sizes, known.recipe)
     return facts_from(list(more[: len(known.facts)]), list(known.facts))
-
-
-_KEYS: dict[Any, str] = {}
-_count = itertools.count()
-
-
-def content_key(objective: Objective) -> str:
-    """Equal for equal terms and metrics; one of its own for an objective whose functions read what may change."""
-    said: list[Any] = [objective.backend]
-    unknown: list[str] = []
-    for name, call in objective.metrics:
-        known = _term_key(call.fn) if isinstance(call.fn, Term) else call.reads()
-        said.append((name, known.key))
-        unknown += known.unknown
-    calls = [c for _, c in objective.metrics] + [t.call(None, {}) for t in objective.terms.values()]
-    said.append(tuple([(s.per_segment, s.returns) for c in calls for s in c.signatures]))
-    for name, term in objective.terms.items():
-        known = _term_key(term)
-        said.append((name, known.key))
-        unknown += known.unknown
-    if unknown:
-        return str(next(_count))
-    if tuple(said) not in _KEYS:
-        if len(_KEYS) >= 512:
-            _KEYS.clear()
-        _KEYS[tuple(said)] = str(next(_count))
-    return _KEYS[tuple(said)]
-
-
-def _term_key(term: Term) -> Reads:
-    call = term.call(None, {}).reads()
-    plain = tuple(
-        [key_of(getattr(term, name)) for name in ("weight", "reduction", "length", "temperature", "teacher", "tail")]
-    )
-    facts = tuple([(name, key_of(x)) for name, x in term.facts.items()])
-    return call._replace(key=(call.key, plain, facts))

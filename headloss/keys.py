@@ -13,6 +13,7 @@ import dataclasses
 import enum
 import reprlib
 import typing
+import weakref
 from typing import Any
 
 import torch
@@ -66,8 +67,6 @@ def plain_key(x: Any) -> Any:
 def fields_of(kind: type) -> tuple[str, ...] | None:
     """The fields of a named tuple or frozen dataclass that adds no code of its own to them; None for other types."""
     if kind not in _FIELDS:
-        if len(_FIELDS) >= 1024:
-            _FIELDS.clear()
         _FIELDS[kind] = _fields(kind)
     return _FIELDS[kind]
 
@@ -99,7 +98,7 @@ def _all(kind: type, items: Any) -> Any:
 _ATOMS = frozenset(
     {bool, int, str, bytes, type(None), type(...), range, torch.dtype, torch.device, torch.memory_format, torch.layout}
 )
-_FIELDS: dict[type, tuple[str, ...] | None] = {}
+_FIELDS: weakref.WeakKeyDictionary[type, tuple[str, ...] | None] = weakref.WeakKeyDictionary()
 
 
 # What a record's type holds that is no code.  `<string>`: where generated methods say they come from.

@@ -235,7 +235,7 @@ def layout(
     said = None
     if isinstance(x, Laid):
         said, x = x.kind, x.value
-    if isinstance(x, bool | int | float):
+    if isinstance(x, (bool, int, float)):
         dtype = torch.float64 if isinstance(x, float) and device.type != "mps" else None
         x = torch.full((), x, dtype=dtype, device=device)  # there, because clamp takes no scalar from the host
     if not isinstance(x, Tensor):

@@ -262,7 +262,7 @@ class Meter:
         held, self._held = self._held, {}
         if not held and group is None:
             return {}
-        strange = torch.zeros(())
+        strange = torch.zeros((), device="cpu")
         if group is not None:
             held, strange = _over_ranks(held, group)
         values = [metric.value for metric in held.values()]

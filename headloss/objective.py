@@ -11,8 +11,6 @@ classes allow.  The same record comes back whatever was asked for.
 
 from __future__ import annotations
 
-import functools
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -27,6 +25,7 @@ from headloss.binding import backend_for, bind, chunks_of, rows_of
 from headloss.bound import BoundLoss
 from headloss.call import Call
 from headloss.config import check_losses, read_config, write_config
+from headloss.content import Traits, content_key, portable, traits
 from headloss.explain import Explanation, explain
 from headloss.facts import FACTS, Fact, Want
 from headloss.guides import bind_guides, most_rows, name_teachers, teacher_bytes
@@ -45,34 +44,6 @@ from headloss.sources import Source, Teacher
 from headloss.sweeps import Sweep
 from headloss.term import Term, as_term
 
-WHY = (
-    "headloss runs this call as it is, between two graphs: logits that are overwritten (inplace=True), DTensors and an "
-    "objective made inside the compiled function cannot be part of one"
-)
-
-
-def as_it_is(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Under torch.compile `fn` runs as it is, between two compiled graphs: its kernels are fused already.
-
-    `torch.compiler.disable`, but only where something compiles: it costs, and imports the compiler, and that triton.
-    """
-    disabled: list[Callable[..., Any]] = []
-
-    @functools.wraps(fn)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if not _compiles():
-            return fn(*args, **kwargs)
-        if not disabled:
-            disabled.append(torch.compiler.disable(fn, reason=WHY))
-        return disabled[0](*args, **kwargs)
-
-    call.__dict__.update(_torchdynamo_disable=True, _torchdynamo_disable_recursive=True, _torchdynamo_disable_msg=WHY)
-    return call
-
-
-# the hook that torch.compile looks at frames with, where there is one
-_compiles = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: "torch._dynamo" in sys.modules)
-
 
 class Objective:
     """Named terms over one softmax.  Immutable.
@@ -81,7 +52,10 @@ class Objective:
     "accuracy", "perplexity") or functions injected like a loss.  Call it with a source and targets; see `__call__`.
     """
 
-    __slots__ = ("asked", "backend", "every_term", "key", "known", "losses", "metrics", "names", "standing", "terms")
+    __slots__ = (
+        "__weakref__", "asked", "backend", "every_term", "key", "known", "losses", "metrics", "names", "standing",
+        "terms", "traits",
+    )  # fmt: skip
     asked: Any  # the metrics as they were given
     losses: Mapping[str, Callable[..., Any]]  # that `from_config` was given, for `to_config`
     terms: Mapping[str, Term]
@@ -91,6 +65,7 @@ class Objective:
     names: tuple[str, ...]  # of the terms
     every_term: tuple[Term, ...]  # and those that metrics are made of
     standing: tuple[tuple[str, ...], tuple[Any, ...], frozenset[str]]  # see `again.standing`
+    traits: Traits  # what a graph must know
     known: dict[Any, Any]  # plans of earlier calls; see `binding.make_plan`
 
     def __init__(
@@ -116,7 +91,8 @@ class Objective:
         object.__setattr__(self, "known", {})
         measured = (call.fn for _, call in self.metrics if isinstance(call.fn, Term))
         object.__setattr__(self, "every_term", (*self.terms.values(), *measured))
-        object.__setattr__(self, "key", graph.content_key(self))
+        object.__setattr__(self, "key", content_key(self))
+        object.__setattr__(self, "traits", traits(self))
         object.__setattr__(self, "names", tuple(self.terms))
         object.__setattr__(self, "standing", standing(self))
 
@@ -158,11 +134,11 @@ class Objective:
         inputs        what the losses ask for: of the targets' shape, (S,), scalar, or in PerRow, PerSegment or Whole
         """
         rest = (num_items, num_segments, weights, grad_scale, host_read)
-        if graph.wanted(source, teacher):
+        if graph.wanted(source, teacher, self.traits.unknown):
             return graph.call(self, source, targets, segments, teacher, rest, inputs, False)
         return self._call(source, targets, segments, teacher, rest, inputs)
 
-    @as_it_is
+    @graph.as_it_is
     def _call(
         self,
         source: Source,
@@ -208,11 +184,11 @@ class Objective:
         """The same record with `.grads` (logits, or hidden, weight and bias), without autograd."""
         rest = (num_items, num_segments, weights, grad_scale, host_read)
         with torch.no_grad():
-            if graph.wanted(source, teacher):
+            if graph.wanted(source, teacher, self.traits.unknown):
                 return graph.call(self, source, targets, segments, teacher, rest, inputs, True)
             return self._forward_backward(source, targets, segments, teacher, rest, inputs)
 
-    @as_it_is
+    @graph.as_it_is
     def _forward_backward(
         self,
         source: Source,
@@ -297,7 +273,12 @@ class Objective:
         """The recipe of a call and the names of what it returns; a constant of the graph that is being made."""
         return graph.labels(self, constants, host_read=host_read, direct=direct)
 
+    def is_portable(self, key: str) -> bool:
+        """Whether a recipe can hold all of it."""
+        return portable(self) is not None
+
     labels._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler's own decorator imports it
+    is_portable._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     def _report(self, plan: Plan, loss: BoundLoss, value: Tensor, facts: Sequence[Tensor]) -> Output:
         zero = torch.zeros((), dtype=value.dtype, device=value.device) if plan.off else value
@@ -335,7 +316,7 @@ def _labels(constants: tuple[Any, ...], want: tuple[Any, ...], backend: str, hos
 _labels._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-@as_it_is
+@graph.as_it_is
 def _row_facts(source: Source, targets: Any, want: Any, teacher: Any, backend: str, host_read: bool) -> Facts:
     refuse_transforms(source, targets, None, teacher)
     sweep = facts_sweep(plain_source(source), targets, want, teacher, backend, may_read(host_read, source.device))

@@ -14,21 +14,33 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from headloss.binding import backend_for, rows_of
-from headloss.guides import bind_guides
+from headloss.binding import backend_for
+from headloss.facts import Want
+from headloss.guides import bind_guides, name_teachers
 from headloss.heads import Grads
 from headloss.passes import Result, settle
-from headloss.recipe import Call, filled, numbered, read
-from headloss.rehearsal import form, known_of, perform, plan_of, recording, sweep_of
+from headloss.recipe import Call, read
+from headloss.rehearsal import (
+    Done,
+    Form,
+    bare,
+    filled,
+    form,
+    known_of,
+    numbered,
+    perform,
+    plan_of,
+    recording,
+    sweep_of,
+)
+from headloss.rows import bind_rows
+from headloss.sources import Linear, Logits
 from headloss.sweeps import NO_SOFTMAX, Sweep
-
-if TYPE_CHECKING:
-    pass
 
 _library = torch.library.Library("headloss", "FRAGMENT")
 _library.define("visit(Tensor[] tensors, SymInt[] sizes, str recipe) -> Tensor[]")
@@ -38,11 +50,12 @@ _library.define(
 
 
 def _visit(tensors: Sequence[Tensor], sizes: Sequence[int], text: str) -> list[Tensor]:
-    recipe, known = read(text), form(text)
-    args = Call(recipe, tensors, sizes)
+    recipe = read(text)
+    args, known = Call(recipe, tensors, sizes), form(recipe, sizes)
     with recording(), torch.enable_grad():
-        done = perform(args)
+        done = perform(args, recipe.objective_of(sizes))
         sweep, loss, result = done.sweep, done.loss, done.result
+    _check_form(known, done)
     with recording(), torch.no_grad():
         dtype, device = args.source.fact_dtype, args.source.device
         put = sweep.rows.put
@@ -51,7 +64,7 @@ def _visit(tensors: Sequence[Tensor], sizes: Sequence[int], text: str) -> list[T
         out.append(torch.stack([loss.values[n] for n in known.terms]) if loss and known.terms else empty(dtype=dtype))
         parts = [p for name, *_ in known.metrics for p in loss.metrics[name].parts] if loss else []
         out.append(torch.stack(parts).to(known.wide) if parts else empty(dtype=known.wide))
-        out += [put(result.facts[f]) for f in known.facts]
+        out += [put(result.facts[f]) for f in sweep.want.facts]
         made = any(args.needs)
         if made and recipe.visited and loss is not None:
             grads, scale = _made(sweep, result, args.needs, recipe.data["direct"])
@@ -68,17 +81,30 @@ def _visit(tensors: Sequence[Tensor], sizes: Sequence[int], text: str) -> list[T
             _, leaves = numbered(result.softmax) if known.tensors else (None, [])
             out.append(torch.stack([put(x.to(dtype)) for x in leaves]) if leaves else empty(dtype=dtype))
             if recipe.reads:  # -1: nothing was read after all, as a CUDA graph is being captured
-                out.append(done.numbers if done.numbers.numel() else torch.full((_numbers(args),), -1))
+                out.append(done.numbers if done.numbers.numel() else torch.full((_numbers(args),), -1, device="cpu"))
         if made and not recipe.visited and loss is not None:
-            unknown = [f for f in result.by_fact if f not in known.cotangents]
-            if unknown:
-                raise RuntimeError(f"headloss: a loss pulls on {unknown[0].name!r} in this call, and did not in others")
             zero = torch.zeros(sweep.rows.count, dtype=dtype, device=device)
-            for f, width in zip(known.facts, known.widths):
-                if f in known.cotangents:
-                    g = result.by_fact.get(f)
-                    out.append(put(zero.view(-1, *(1 for _ in width)).expand(-1, *width) if g is None else g.to(dtype)))
+            for i in known.cotangents:
+                g, width = result.by_fact.get(sweep.want.facts[i]), known.widths[i]
+                out.append(put(zero.view(-1, *(1 for _ in width)).expand(-1, *width) if g is None else g.to(dtype)))
     return _apart(out, tensors)
+
+
+def _check_form(known: Form, done: Done) -> None:
+    """Refuse a call whose functions now ask for, or return, other things than when the graph was made."""
+    facts, metrics = done.sweep.want.facts, () if done.loss is None else tuple(done.loss.metrics)
+    pulled = [facts[i].name for i in range(len(facts)) if facts[i] in done.result.by_fact and i not in known.cotangents]
+    for what, now, then in (
+        ("asks for facts", [str(f) for f in bare(facts)], [str(f) for f in known.facts]),
+        ("returns metrics", list(metrics), [m[0] for m in known.metrics]),
+        ("pulls on", pulled, []),
+    ):
+        if now != then:
+            raise RuntimeError(
+                f"headloss: a loss or metric {what} {now} in this call, and {then} when the graph was made: something "
+                f"that it reads has changed; make that an option or an input, or compile again after "
+                f"torch.compiler.reset()"
+            )
 
 
 def _made(sweep: Sweep, result: Result, needs: tuple[bool, ...], final: bool) -> tuple[list[Tensor | None], Tensor]:
@@ -121,10 +147,10 @@ def _apart(out: list[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _visit_fake(tensors: Sequence[Tensor], sizes: Sequence[int], text: str) -> list[Tensor]:
-    recipe, known = read(text), form(text)
-    args = Call(recipe, tensors, sizes)
+    recipe = read(text)
+    args, known = Call(recipe, tensors, sizes, fake=True), form(recipe, sizes)
     source, data = args.source, recipe.data
-    dtype, leading, loss = source.fact_dtype, tensors[0].shape[:-1], args.objective is not None
+    dtype, leading, loss = source.fact_dtype, tensors[0].shape[:-1], recipe.has_loss
     new = functools.partial(tensors[0].new_empty, dtype=dtype)
     out = [new(()), new(len(known.terms)), new(sum(m[3] for m in known.metrics), dtype=known.wide)]
     out += [new((*leading, *w), dtype=d) for w, d in zip(known.widths, known.dtypes)]
@@ -142,8 +168,7 @@ def _visit_fake(tensors: Sequence[Tensor], sizes: Sequence[int], text: str) -> l
         if recipe.reads:
             out.append(torch.empty(_numbers(args), dtype=torch.long, device="cpu"))
     if made and not recipe.visited and loss:
-        shape = dict(zip(known.facts, known.widths))
-        out += [new((*leading, *shape[f])) for f in known.facts if f in known.cotangents]
+        out += [new((*leading, *known.widths[i])) for i in known.cotangents]
     return out
 
 
@@ -156,25 +181,33 @@ def _pull(
     text: str,
 ) -> list[Tensor]:
     """kept: the facts, their softmax in one piece, and what the host knows of the targets."""
-    recipe, known = read(text), form(text)
-    args = Call(recipe, tensors, sizes)
+    recipe = read(text)
+    args, known = Call(recipe, tensors, sizes), form(recipe, sizes)
     n = len(known.facts)
     facts, softmax, numbers = kept[:n], kept[n], kept[n + 1] if recipe.reads else None
     args.numbers = numbers if numbers is not None and int(numbers[0]) >= 0 else None
     with recording(), torch.no_grad():
         targets, host_read = known_of(args, args.numbers is not None)
-        if args.objective is None:
+        if not recipe.has_loss:
             sweep = sweep_of(args, targets, host_read)
         else:
-            plan = plan_of(args, targets)
-            rows = rows_of(plan, targets, host_read)
-            backend = backend_for(args.objective.backend, args.source, plan.want)
-            guides = bind_guides(plan.teachers, plan.want.teachers, args.source, rows)
-            sweep = Sweep(args.source, rows, plan.want, backend, guides)
-        take = sweep.rows.take
-        by_fact = {f: take(x) for f, x in zip(known.facts, facts, strict=True)}
+            source, want = args.source, Want(known.facts)
+            if known.divergences:
+                objective = recipe.objective_of(sizes)
+                assert objective is not None
+                want = plan_of(args, objective, targets).want
+            rows = bind_rows(
+                source.leading, targets, args.segments,
+                vocab=source.vocab, device=source.device, host_read=host_read,
+                by_segment=known.by_segment and isinstance(source, Linear),
+                skips=recipe.visited and isinstance(source, Logits),
+            )  # fmt: skip
+            guides = bind_guides(name_teachers(args.teacher, source), want.teachers, source, rows)
+            sweep = Sweep(source, rows, want, backend_for(recipe.data["backend"], source, want), guides)
+        take, named = sweep.rows.take, sweep.want.facts
+        by_fact = {f: take(x) for f, x in zip(named, facts, strict=True)}
         whole = filled(known.softmax, [take(x) for x in softmax]) if known.tensors else NO_SOFTMAX
-        pulls = {known.facts[i]: take(g) for i, g in zip(which, cotangents, strict=True)}
+        pulls = {named[i]: take(g) for i, g in zip(which, cotangents, strict=True)}
         grads = _listed(sweep.pull(by_fact, whole, pulls, args.needs), len(args.needs))
         sweep.close()
         out = [x.to(y.dtype) for x, y in zip(grads, args.source.tensors) if x is not None]
@@ -195,11 +228,12 @@ def _pull_fake(tensors: Any, sizes: Any, kept: Any, cotangents: Any, which: Any,
 
 def _visit_context(ctx: Any, inputs: Any, output: list[Tensor]) -> None:
     tensors, sizes, text = inputs
-    recipe, known = read(text), form(text)
+    recipe = read(text)
+    known = form(recipe, sizes)
     ctx.set_materialize_grads(False)
     n = len(known.facts)
     live = [3 + i for i in known.differentiable()] if any(recipe.data["needs"]) else []
-    if recipe.objective is not None and (any(recipe.data["needs"]) or recipe.data["wanted"]):
+    if recipe.has_loss and (any(recipe.data["needs"]) or recipe.data["wanted"]):
         live.append(0)
     ctx.mark_non_differentiable(*(x for i, x in enumerate(output) if i not in live))
     ctx.text, ctx.sizes, ctx.count = text, list(sizes), len(tensors)
@@ -207,11 +241,12 @@ def _visit_context(ctx: Any, inputs: Any, output: list[Tensor]) -> None:
 
 
 def _visit_backward(ctx: Any, grads: list[Tensor | None]) -> Any:
-    recipe, known = read(ctx.text), form(ctx.text)
+    recipe = read(ctx.text)
+    known = form(recipe, ctx.sizes)
     data, n = recipe.data, len(known.facts)
     saved = list(ctx.saved_tensors)
     tensors, facts, more = saved[: ctx.count], saved[ctx.count : ctx.count + n], saved[ctx.count + n :]
-    needs, loss = data["needs"], recipe.objective is not None
+    needs, loss = data["needs"], recipe.has_loss
     made = any(needs)
     by_source: list[Tensor | None] = [None] * recipe.sources
     by_tensor: list[Tensor | None] = [None] * ctx.count
@@ -231,7 +266,7 @@ def _visit_backward(ctx: Any, grads: list[Tensor | None]) -> Any:
         softmax, more = more[0], more[1:]
         numbers, cotangents = (more[:1], more[1:]) if recipe.reads else ([], more)
         if g_loss is not None:
-            for i, g in zip([known.facts.index(f) for f in known.facts if f in known.cotangents], cotangents):
+            for i, g in zip(known.cotangents, cotangents):
                 pulled = g * g_loss
                 pending[i] = pulled if i not in pending else pending[i] + pulled
         if pending:

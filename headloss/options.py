@@ -19,7 +19,7 @@ _SAID = {bool: "True or False", int: "a whole number", float: "a finite number",
 
 def is_number(x: object) -> bool:
     """Whether it is a finite number: neither a bool, nor NaN, nor an integer that no float can hold."""
-    if isinstance(x, bool) or not isinstance(x, int | float):
+    if isinstance(x, bool) or not isinstance(x, (int, float)):  # torch 2.8 compiles no other form
         return False
     try:
         return math.isfinite(x)

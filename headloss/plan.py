@@ -29,6 +29,7 @@ from headloss.call import Call, Env, WritesError, WrongValueError, WrongWeightEr
 from headloss.classify import classify, counts_rows, only, reach, size, unwatched, written
 from headloss.facts import CONSTANT, Fact
 from headloss.gradient import Reach, is_idle, leaf, reach_of
+from headloss.reads import ours
 from headloss.segments import Segments, WrongLengthError
 
 
@@ -71,8 +72,9 @@ def trace(
         device,
         segmented,
         targetless,
-        torch.get_default_dtype(),  # what a number makes of integers
     )
+    if any(f.element is not None and not ours(f.element.fn) for f in call.facts):
+        return _trace(call, inputs, dtype, device, segmented, targetless)  # the key would keep the function alive
     made = _TRACES.get((found.key, shape))
     if made is None:
         _count_trace(call, shape)
@@ -171,9 +173,12 @@ def _trace(
     call: Call, inputs: Mapping[str, Shape], dtype: torch.dtype, device: str, segmented: bool, targetless: bool
 ) -> Trace:
     try:
-        return _trace_once(call, inputs, dtype, device, segmented, targetless)
+        with torch.no_grad(), unwatched():
+            return _trace_once(call, inputs, dtype, device, segmented, targetless)
     except (WrongValueError, WrongWeightError, WrongLengthError, WritesError):
         raise
+    except (MemoryError, RecursionError, torch.OutOfMemoryError, Warning):
+        raise  # another call may go better
     except Exception as error:  # whatever a user's function raises under a tracer: it is then called as it is
         return Trace("batch", f"cannot be traced ({_first_line(error)})", None, None, None)
 
@@ -240,8 +245,7 @@ def _trace_once(
     if segmented and any(s.wants("segments") for s in call.signatures):
         ids_at = len(flat)
         flat += [zeros(R, dtype=torch.long), zeros(S, dtype=torch.float64), S]
-    with torch.no_grad(), unwatched():
-        graph = make_fx(joint, tracing_mode="symbolic")(*flat, zeros(R), zeros(S))
+    graph = make_fx(joint, tracing_mode="symbolic")(*flat, zeros(R), zeros(S))
     placeholders = [n for n in graph.graph.nodes if n.op == "placeholder"]
     parameters = [*map(str, call.facts), *names]  # in the graph's order
     if not targetless and any(s.wants("targets") for s in call.signatures):

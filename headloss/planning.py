@@ -76,7 +76,7 @@ def make_plan(
         tuple(term.content() for term in objective.every_term),
     )
     if asked not in objective.known:
-        objective.known[asked] = _calls(objective, off, teachers, inputs, asked[0])
+        keep(objective, asked, _calls(objective, off, teachers, inputs, asked[0]))
     calls, metrics, said = objective.known[asked]
     for name in calls:
         if segments is None and objective.terms[name].needs_segments:
@@ -93,7 +93,6 @@ def make_plan(
         source.shard is None,
         tuple((n, shape) for n, (_, shape) in laid.items()),
         tuple(call.reads() for call in (*calls.values(), *(c for _, c in metrics))),
-        torch.get_default_dtype(),
     )
     found = objective.known.get(key)
     if found is None:

@@ -45,11 +45,16 @@ def reads(fn: Callable[..., Any], options: Mapping[str, Any] | None = None, *, p
     A lambda that is made anew in every step has the same code and the same captured numbers, hence the same key.
     """
     if not options and (pure or ours(fn)):
-        return Reads(Same(fn), (), bool(getattr(fn, "__kwdefaults__", None)))
+        return Reads((defaults(), Same(fn)), (), bool(getattr(fn, "__kwdefaults__", None)))
     found = _Found()
     key = Same(fn) if pure else found.value("", fn)
     given = tuple([(name, found.value(f"option {name}", x)) for name, x in sorted((options or {}).items())])
-    return Reads((key, given), found.finish(), found.floats)
+    return Reads((defaults(), key, given), found.finish(), found.floats)
+
+
+def defaults() -> tuple[torch.dtype, torch.device | None]:
+    """What decides about tensors that a function makes without saying, and about a number that meets integers."""
+    return torch.get_default_dtype(), torch.get_default_device() if torch._C._len_torch_function_stack() else None
 
 
 def ours(fn: Any) -> bool:

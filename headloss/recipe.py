@@ -7,29 +7,29 @@ have equal strings, and one whose losses all belong to headloss can be read in a
     describe   a call's arguments  ->  tensors, sizes, and the rest as tuples of constants (torch.compile traces this)
     write      the rest            ->  the recipe
     Call       recipe and tensors  ->  the call's arguments again
+
+An objective that no config describes stays where it is.  A recipe holds a key of its content, and the sizes its number:
+what runs is the objective that was called, as it is then, and nothing here keeps it alive.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 import json
+import operator
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from headloss.config import write_config
-from headloss.facts import CONSTANT, FACTS, Fact
+from headloss.content import _NUMBERED, Traits, content_key, portable
 from headloss.layout import LAID, Laid, Reading, choose, fits, readings, unfit
-from headloss.losses import LOSSES
-from headloss.metrics import DIVERGENCES, NAMED
 from headloss.parallel import VocabShard
 from headloss.rows import Prepared, Stats
 from headloss.segments import Segments
-from headloss.signature import function_name
-from headloss.sources import Linear, Logits, Source, Sparse, Teacher
+from headloss.sources import Linear, Logits, Source, Sparse, Teacher, check_number, is_symbol
+from headloss.term import check_weight
 
 if TYPE_CHECKING:
     from headloss.objective import Objective
@@ -51,7 +51,8 @@ class Described:
     """A call, taken apart: tensors with a name and a place each, sizes with a name, and the rest.
 
     A place is how a tensor's shape follows from the call's: ("row", *rest), ("flat",), ("segment", *rest) or
-    ("whole", *shape); of an input, ("input", ...) and all that `write` needs to find out.
+    ("whole", *shape); of an input, ("input", ...) and all that `write` needs to find out.  ("number",) is a Python
+    number that the graph holds as a symbol: a scalar on the host.
     """
 
     def __init__(self, leading: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> None:
@@ -63,7 +64,7 @@ class Described:
 
     def tensor(self, name: str, x: Tensor, *place: Any) -> None:
         self.tensors.append(x)
-        self.names.append((name, x.dtype, *place))
+        self.names.append((name, x.dtype, *_settled(place)))
 
     def size(self, name: str, x: int) -> None:
         self.sizes.append(x)
@@ -77,8 +78,17 @@ class Described:
     def number(self, x: float, dtype: torch.dtype) -> Tensor:
         return torch.ones((), dtype=dtype, device=self.device) * x  # torch leaves a product open, and `full` not
 
-    def source(self, label: str, source: Teacher) -> tuple[Any, ...]:
-        """Its tensors go into the lists; what it is, as constants."""
+    def constant(self, name: str, x: Any) -> Any:
+        """An option of a source, for the recipe; one that changes from call to call is a tensor, and "symbol" here."""
+        if isinstance(x, bool) or not isinstance(x, (int, float)) or not is_symbol(x):
+            return x
+        if name.endswith(".memory"):
+            return operator.index(x)  # type: ignore[arg-type]
+        self.tensor(name, torch.ones((), dtype=torch.float64, device="cpu") * x, "number")
+        return "symbol"
+
+    def source(self, label: str, source: Teacher, temperatures: Sequence[float] = ()) -> tuple[Any, ...]:
+        """Its tensors go into the lists; what it is, as constants.  A fact at one of `temperatures` may be its own."""
         kind = type(source)
         for name in _TENSORS[kind]:
             x = getattr(source, name)
@@ -94,13 +104,20 @@ class Described:
             return (kind.__name__, (), None, None)
         T: Any = source.temperature
         if isinstance(T, Tensor):
-            self.tensor(f"{label}.temperature", T, *(("row",) if T.ndim else ("whole",)))
-            T = None
+            self.tensor(f"{label}.temperature", T, "row" if T.ndim else "whole")
+            T = "symbol"
+        else:
+            for known in temperatures:
+                if known == T:
+                    T = known
+            T = self.constant(f"{label}.temperature", T)
         shard = source.shard
         split = None
         if shard is not None:
-            split = (shard.group.group_name, shard.start, shard.vocab, shard.width, shard.partial_hidden)
-        return (kind.__name__, tuple(getattr(source, name) for name in _OPTIONS[kind]), T, split)
+            sizes = [None if n is None else operator.index(n) for n in (shard.start, shard.vocab, shard.width)]
+            split = (shard.group.group_name, *sizes, shard.partial_hidden)
+        options = [self.constant(f"{label}.{name}", getattr(source, name)) for name in _OPTIONS[kind]]
+        return (kind.__name__, tuple(options), T, split)
 
     def input(self, name: str, x: Any, num_segments: int | None, vocab: int, pairs: int | None) -> None:
         said = None
@@ -108,7 +125,7 @@ class Described:
             said, x = x.kind, x.value
         if isinstance(x, bool):
             x = torch.full((), x, dtype=torch.bool, device=self.device)
-        elif isinstance(x, int | float):
+        elif isinstance(x, (int, float)):
             x = self.number(x, torch.float64) if isinstance(x, float) else torch.full((), x, device=self.device)
         if not isinstance(x, Tensor):
             raise TypeError(f"{name}: wanted a tensor or a number, got {type(x).__name__}")
@@ -121,6 +138,18 @@ class Described:
         self.tensor(f"inputs.{name}", x, "input", ways, said, segmented, rest, table)
 
 
+def _settled(place: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Sizes as constants of the graph: a recipe holds no symbols."""
+    found: list[Any] = []
+    for x in place:
+        if isinstance(x, tuple):
+            x = _settled(x)
+        elif isinstance(x, int) and not isinstance(x, bool):
+            x = operator.index(x)
+        found.append(x)
+    return tuple(found)
+
+
 def describe(
     source: Source,
     targets: Tensor | Prepared | None,
@@ -129,10 +158,17 @@ def describe(
     rest: tuple[Any, ...],
     inputs: Mapping[str, Any],
     direct: bool = False,
+    traits: Traits | None = None,
+    number: int | None = None,
 ) -> tuple[Described, tuple[Any, ...]]:
-    """The tensors and sizes of a call, and all the rest of it as constants; see `write`."""
+    """The tensors and sizes of a call, and all the rest of it as constants; see `write`.
+
+    `traits`: those of the objective.  `number`: its own, if it has to be found again.
+    """
     found = Described(source.leading, source.device, source.fact_dtype)
-    said = found.source("source", source)
+    said = found.source("source", source, () if traits is None else traits.temperatures)
+    if number is not None:
+        found.size("objective", number)
     needs = tuple(direct or (x.requires_grad and torch.is_grad_enabled()) for x in source.tensors)
     if isinstance(targets, Prepared):
         segments = targets.segments if segments is None else segments
@@ -156,10 +192,13 @@ def describe(
             found.size(name, x)
         elif x is not None:
             found.scalar(name, x, source.fact_dtype)
+    check_weight("grad_scale", scale)
     if isinstance(scale, Tensor) or scale != 1.0:
         found.scalar("grad_scale", scale, source.fact_dtype)
     off = []
-    for name, weight in (weights or {}).items():
+    own = {} if traits is None else dict(traits.weights)  # tensors: in the graph, what changes them there comes first
+    for name, weight in {**own, **(weights or {})}.items():
+        check_weight(f"weights[{name!r}]", weight)
         if not isinstance(weight, Tensor) and weight == 0:
             off.append(name)
         else:
@@ -187,7 +226,8 @@ def write(objective: Objective | None, constants: tuple[Any, ...], **more: Any) 
         "wanted": wanted, "group": group, "ndim": ndim, "device": device, **more,
     }  # fmt: skip
     if objective is not None:
-        recipe["objective"] = _portable(objective) or _number(objective)
+        recipe["objective"] = portable(objective) or content_key(objective)
+        recipe["backend"] = objective.backend
     return json.dumps(recipe, default=str, separators=(",", ":"))
 
 
@@ -201,46 +241,30 @@ def _place(readings: Mapping[str, Reading], label: str, kind: str, *more: Any) -
     return (chosen, *rest) if chosen in ("row", "segment") else ("whole", *table)
 
 
-def _portable(objective: Objective) -> Any:
-    """Its config, if that says all there is to say; None if it has functions or tensors of its own."""
-    for term in objective.terms.values():
-        if LOSSES.get(function_name(term.fn)) is not term.fn or callable(term.row_weight):
-            return None
-        if isinstance(term.weight, Tensor):
-            return None
-    for name, call in objective.metrics:
-        fn = getattr(call.fn, "fn", call.fn)
-        of_fact = name in FACTS and getattr(fn, "__module__", "") == "headloss.metrics"
-        if not of_fact and fn is not NAMED.get(name) and fn is not DIVERGENCES.get(name):
-            return None
-    try:
-        config = write_config(objective)
-        json.dumps(config)
-    except (TypeError, ValueError):
-        return None
-    return config
-
-
-_NUMBERED: dict[int, Objective] = {}  # objectives of graphs that no config describes: a graph keeps its own alive
-_count = itertools.count()
-
-
-def _number(objective: Objective) -> int:
-    for number, known in _NUMBERED.items():
-        if known is objective or known.key == objective.key:
-            return number
-    number = next(_count)
-    _NUMBERED[number] = objective
-    return number
-
-
 class Recipe(NamedTuple):
     """A recipe, read."""
 
     text: str
     data: Mapping[str, Any]
-    objective: Objective | None
+    objective: Objective | None  # from its config
     names: tuple[str, ...]  # of the tensors
+
+    @property
+    def has_loss(self) -> bool:
+        return "objective" in self.data
+
+    def objective_of(self, sizes: Sequence[int]) -> Objective | None:
+        """The objective of a call; None for `row_facts`."""
+        if self.objective is not None or not self.has_loss:
+            return self.objective
+        found = _NUMBERED.get(int(sizes[self.data["sizes"].index("objective")]))
+        if found is None:
+            raise RuntimeError(
+                "headloss: the objective of this graph is gone: it has a loss or a metric that is not headloss's own, "
+                "and was deleted, or made in another process; keep it for as long as the graph and its backward run, "
+                "or make the graph again here"
+            )
+        return found
 
     @property
     def sources(self) -> int:
@@ -263,26 +287,21 @@ def read(text: str) -> Recipe:
     from headloss.objective import Objective
 
     data = json.loads(text)
-    objective = data.get("objective")
-    if isinstance(objective, int):
-        if objective not in _NUMBERED:
-            raise RuntimeError(
-                "headloss: this graph was made in another process, with a loss or a metric that is not headloss's own; "
-                "make the graph again here"
-            )
-        objective = _NUMBERED[objective]
-    elif objective is not None:
-        objective = Objective.from_config(objective)
+    said = data.get("objective")
+    objective = Objective.from_config(said) if isinstance(said, Mapping) else None
     return Recipe(text, data, objective, tuple(x[0] for x in data["tensors"]))
 
 
 class Call:
-    """The arguments of a call, put together again from its recipe and tensors."""
+    """The arguments of a call, put together again from its recipe and tensors; fake ones have no numbers to read."""
 
-    def __init__(self, recipe: Recipe, tensors: Sequence[Tensor], sizes: Sequence[int]) -> None:
+    def __init__(self, recipe: Recipe, tensors: Sequence[Tensor], sizes: Sequence[int], fake: bool = False) -> None:
         data = recipe.data
-        self.recipe, self.objective = recipe, recipe.objective
-        by_name = dict(zip(recipe.names, tensors, strict=True))
+        self.recipe = recipe
+        by_name: dict[str, Any] = dict(zip(recipe.names, tensors, strict=True))
+        for name, _, kind, *_ in data["tensors"]:
+            if kind == "number" and not fake:
+                by_name[name] = float(by_name[name])
         size = dict(zip(data["sizes"], sizes, strict=True))
         self.source: Any = _source("source", data["source"], by_name)
         self.targets: Tensor | None = by_name.get("targets")
@@ -325,66 +344,17 @@ def _source(label: str, said: Sequence[Any], tensors: Mapping[str, Tensor]) -> A
         object.__setattr__(source, name, tensors.get(f"{label}.{name}"))
     if kind is Sparse:
         return source
-    for name, value in zip(_OPTIONS[kind], options, strict=True):
-        if isinstance(value, str) and value.startswith("torch."):
+    for name, value in zip((*_OPTIONS[kind], "temperature"), (*options, temperature), strict=True):
+        if value == "symbol":
+            value = tensors[f"{label}.{name}"]
+            if isinstance(value, float):
+                check_number(name, value)
+        elif isinstance(value, str) and value.startswith("torch."):
             value = getattr(torch, value[len("torch.") :])
         object.__setattr__(source, name, value)
-    object.__setattr__(
-        source, "temperature", tensors.get(f"{label}.temperature") if temperature is None else temperature
-    )
     object.__setattr__(source, "shard", None if split is None else VocabShard(_group(split[0]), *split[1:]))
     return source
 
 
 def _group(name: str) -> Any:
     return torch.distributed.distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined, arg-type]
-
-
-class Form(NamedTuple):
-    """What a call returns, apart from sizes."""
-
-    facts: tuple[Fact, ...]
-    dtypes: tuple[torch.dtype, ...]  # of the facts
-    widths: tuple[tuple[int, ...], ...]  # their dimensions after the rows
-    terms: tuple[str, ...]
-    metrics: tuple[tuple[str, str, str, int], ...]  # name, kind, per, and of how many numbers it is made
-    cotangents: tuple[Fact, ...]  # the facts that the loss pulls on
-    softmax: Any  # a nest of tuples with a number for each tensor in it
-    tensors: int  # how many those are
-    wide: torch.dtype  # of the metrics' numbers
-
-    def differentiable(self) -> list[int]:
-        """Places of the facts that can be pulled on."""
-        return [i for i, fact in enumerate(self.facts) if fact.name not in CONSTANT]
-
-
-def stand_in(place: Sequence[Any], leading: tuple[int, ...], segments: int) -> tuple[int, ...]:
-    """The shape of a tensor in a rehearsal."""
-    kind, *rest = place
-    rows = {"row": leading, "flat": (torch.Size(leading).numel(),), "segment": (segments,), "whole": ()}
-    return (*rows[kind], *rest)
-
-
-def numbered(nest: Any, start: int = 0) -> tuple[Any, list[Tensor]]:
-    """A nest of tuples with numbers in place of its tensors, and those tensors."""
-    if isinstance(nest, Tensor):
-        return start, [nest]
-    if not isinstance(nest, tuple):
-        return nest, []
-    items: list[Any] = []
-    tensors: list[Tensor] = []
-    for x in nest:
-        item, more = numbered(x, start + len(tensors))
-        items.append(item)
-        tensors += more
-    return type(nest)(*items) if hasattr(nest, "_fields") else tuple(items), tensors
-
-
-def filled(nest: Any, tensors: Sequence[Tensor]) -> Any:
-    """`numbered`, undone."""
-    if isinstance(nest, int):
-        return tensors[nest]
-    if not isinstance(nest, tuple):
-        return nest
-    items = [filled(x, tensors) for x in nest]
-    return type(nest)(*items) if hasattr(nest, "_fields") else tuple(items)

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import has_static_value
 
 from headloss.options import is_number, shown
 from headloss.parallel import VocabShard
@@ -289,7 +290,7 @@ _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 1 << 10, 
 
 def parse_bytes(memory: str | int) -> int:
     """A size in bytes from an int or a string such as "1GiB"."""
-    if isinstance(memory, bool) or not isinstance(memory, int | str):
+    if isinstance(memory, bool) or not isinstance(memory, (int, str)):
         raise TypeError(f'memory: wanted bytes or a size such as "1GiB", got {memory!r}')
     if isinstance(memory, str):
         match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([a-zA-Z]*)\s*", memory)
@@ -335,15 +336,23 @@ def _check_transform(source: Logits | Linear, x: Tensor) -> None:
         if T.ndim and T.device != x.device:
             raise ValueError(f"temperature: is on {T.device}, but the source is on {x.device}")
     else:
-        _check_positive("temperature", T)
+        check_number("temperature", T)
     if source.softcap is not None:
-        _check_positive("softcap", source.softcap)
-    if not is_number(source.scale) or source.scale == 0:
-        raise ValueError(f"scale: wanted a finite number other than 0, got {shown(source.scale)}")
+        check_number("softcap", source.softcap)
+    check_number("scale", source.scale)
 
 
-def _check_positive(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
+def check_number(name: str, value: object) -> None:
+    """Of a temperature, softcap or scale.  A symbol of a graph is let pass: the operator reads the number and asks."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name}: wanted a number, got {type(value).__name__}")
-    if not (is_number(value) and value > 0):
-        raise ValueError(f"{name}: wanted a positive number, got {shown(value)}")
+    if is_symbol(value):
+        return
+    if not is_number(value) or (value == 0 if name == "scale" else value <= 0):
+        wanted = "a finite number other than 0" if name == "scale" else "a positive number"
+        raise ValueError(f"{name}: wanted {wanted}, got {shown(value)}")
+
+
+def is_symbol(x: Any) -> bool:
+    """Whether a graph holds this number as a symbol: another call may bring another."""
+    return torch.compiler.is_compiling() and not has_static_value(x)

@@ -352,7 +352,7 @@ class Sweep:
         return grads
 
 
-NO_SOFTMAX = Softmax(torch.empty(0), ())
+NO_SOFTMAX = Softmax(torch.empty(0, dtype=torch.float32, device="cpu"), ())
 
 
 def _beyond_fp16(by_fact: Mapping[Fact, Tensor], before: Tensor | None) -> Tensor:

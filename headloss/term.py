@@ -16,7 +16,7 @@ from headloss.options import check_option, is_number, shown
 from headloss.reads import ours, reads
 from headloss.reductions import NEEDS_SEGMENTS, REDUCTIONS
 from headloss.signature import CALL, COMPARING, ONLY, RESERVED, function_name, read_signature, suggest
-from headloss.sources import Sparse, Teacher
+from headloss.sources import Sparse, Teacher, is_symbol
 
 
 class Term:
@@ -205,9 +205,9 @@ def check_weight(name: str, weight: object) -> None:
             raise ValueError(f"{name}: wanted a number or a scalar tensor, got shape {tuple(weight.shape)}")
         if weight.requires_grad:
             raise ValueError(f"{name}: requires grad, but no gradient flows to a term's weight; pass it detached")
-    elif isinstance(weight, bool) or not isinstance(weight, int | float):
+    elif isinstance(weight, bool) or not isinstance(weight, (int, float)):
         raise TypeError(f"{name}: wanted a number or a scalar tensor, got {type(weight).__name__}")
-    elif not is_number(weight):
+    elif not (is_symbol(weight) or is_number(weight)):
         raise ValueError(f"{name}: wanted a finite number, got {shown(weight)}")
 
 

@@ -35,6 +35,9 @@ TRACED = ("tests/trust/test_reads.py",)
 INPUTS, INTEGERS = ("tests/trust/test_inputs.py",), ("tests/trust/test_integers.py",)
 CONFIGS, FP16 = ("tests/trust/test_configs.py",), ("tests/trust/test_fp16.py",)
 RANK_FAULTS = ("tests/trust/test_rank_faults.py",)
+COMPILED = ("tests/trust/test_compiled.py",)
+AROUND = ("tests/trust/test_surroundings.py",)
+KEPT = ("tests/trust/test_kept.py",)
 FIRST: dict[str, tuple[str, ...]] = {  # by how a file's name begins
     "facts.py": ("tests/test_facts.py", "tests/ranks/test_simulated.py"),
     "teachers.py": ("tests/ranks/test_simulated.py", *TEACHERS, "tests/properties"),
@@ -195,7 +198,7 @@ FAULTS = [
     Fault("classify.py", 'return "batch", "looks at segments.ids"', "pass", "segment ids of a chunk taken for the batch's"),
     Fault("classify.py", 'return "batch", "its Python code looks at the number of rows"', "pass", "Python code that branches on the number of rows"),
     Fault("plan.py", "_TRACES.get((found.key, shape))", "_TRACES.get(shape)", "a trace is never found again", ("tests/test_plan.py",)),
-    Fault("reads.py", "return Reads((key, given), found.finish(), found.floats)", "return Reads((key, tuple(n for n, _ in given)), found.finish(), found.floats)", "a trace is reused for another value of an option", TRACED),
+    Fault("reads.py", "return Reads((defaults(), key, given), found.finish(), found.floats)", "return Reads((key, tuple(n for n, _ in given)), found.finish(), found.floats)", "a trace is reused for another value of an option", TRACED),
     # Segments
     Fault("segments.py", "place = torch.where(ids < 0, num_segments, ids)", "place = ids.clamp(min=0)", "rows without a segment count in the first one", ("tests/test_contract.py::test_rows_without_a_segment", "tests/test_contracts.py")),
     Fault("segments.py", "self.totals(x) / self.counts.clamp(min=1)", "self.totals(x) / self.counts", "an empty segment gives NaN"),
@@ -413,7 +416,30 @@ FAULTS = [
     Fault("ops.py", "_times(g, g_loss * normaliser, tensors[i].dtype)", "_times(g, g_loss, tensors[i].dtype)", "compiled: fp16's normaliser is forgotten"),
     Fault("ops.py", "by_tensor[recipe.names.index(f\"inputs.{name}\")] = _times(g, g_loss, g.dtype)", "pass", "compiled: inputs get no gradient"),
     Fault("ops.py", "if x.numel() and (place in seen or part or not x.is_contiguous()):", "if False:", "compiled: an output shares memory with another"),
-    Fault("graph.py", '"weight", "reduction", "length",', '"weight", "length",', "compiled: objectives that differ in their reduction share a graph", ("tests/test_seeded.py",)),
+    Fault("content.py", '("weight", "reduction", "length", "temperature"', '("weight", "length", "temperature"', "compiled: objectives that differ in their reduction share a graph", ("tests/test_seeded.py",)),
+    Fault("recipe.py", "T = self.constant(f\"{label}.temperature\", T)", "T = T * 1.0", "compiled: a temperature that changes is a constant", COMPILED),
+    Fault("recipe.py", "self.names.append((name, x.dtype, *_settled(place)))", "self.names.append((name, x.dtype, *place))", "compiled: a size that is a symbol stands in a recipe", COMPILED),
+    Fault("recipe.py", "                if known == T:", "                if False:", "compiled: a temperature meets a term's own, and two facts have one name", COMPILED),
+    Fault("recipe.py", "                check_number(name, value)", "                pass", "compiled: a temperature that is infinite is let through", COMPILED),
+    Fault("content.py", "return config if content(again).key == content(objective).key else None", "return config", "compiled: metrics go by their names alone", (*COMPILED, "tests/trust/test_configs.py")),
+    Fault("recipe.py", "own = {} if traits is None else dict(traits.weights)", "own = {}", "compiled: a weight that the graph changes is read too early", COMPILED),
+    Fault("content.py", "_NUMBERED: weakref.WeakValueDictionary[int, Objective] = weakref.WeakValueDictionary()", "_NUMBERED: dict[int, Objective] = {}", "objectives are kept for ever", KEPT),
+    Fault("content.py", "        if len(_KEYS) >= _MOST_KEYS:", "        if False:", "keys of objectives are kept for ever", KEPT),
+    Fault("rehearsal.py", "        if len(_FORMS) >= _MOST:", "        if False:", "forms of graphs are kept for ever", KEPT),
+    Fault("rehearsal.py", "return tuple(f._replace(element=None) for f in facts)", "return tuple(facts)", "a graph's form keeps a divergence alive", KEPT),
+    Fault("rehearsal.py", "with torch.random.fork_rng([torch.cuda.current_device()] if device.type == \"cuda\" else []):", "with contextlib.nullcontext():", "a rehearsal draws from the caller's random numbers", COMPILED),
+    Fault("graph.py", "(unknown and torch.compiler.is_dynamo_compiling())", "False", "compiled: what a function reads is read before the graph changes it", COMPILED),
+    Fault("ops.py", "    _check_form(known, done)", "    pass", "compiled: a loss that asks for other facts than before", COMPILED),
+    # What surrounds a call, and what is kept
+    Fault("classify.py", "stack.enter_context(torch.autograd.set_detect_anomaly(False))", "pass", "anomaly detection around the first call makes a row loss a batch loss", AROUND),
+    Fault("classify.py", "stack.enter_context(torch.inference_mode(False))", "pass", "inference mode around the first call leaves a trace without gradient", AROUND),
+    Fault("classify.py", "if torch._C._autograd._saved_tensors_hooks_is_enabled():", "if True:", "hooks that are switched off make a row loss a batch loss", AROUND),
+    Fault("classify.py", "stack.enter_context(_without_function_modes())", "pass", "a function mode makes a row loss a batch loss", AROUND),
+    Fault("classify.py", "        for mode in reversed(modes):\n            _push_mode(mode)", "        for mode in modes:\n            _push_mode(mode)", "modes come back in another order", AROUND),
+    Fault("reads.py", "return torch.get_default_dtype(), torch", "return torch.float32, torch", "the default dtype of the first call stays in later ones", AROUND),
+    Fault("plan.py", "    except (MemoryError, RecursionError, torch.OutOfMemoryError, Warning):", "    except ():", "a trace that ran out of memory is believed for ever", AROUND),
+    Fault("plan.py", "    if any(f.element is not None and not ours(f.element.fn) for f in call.facts):", "    if False:", "a trace keeps a divergence alive", KEPT),
+    Fault("planning.py", "        keep(objective, asked,", "        objective.known.__setitem__(asked,", "plans of an objective are kept for ever", KEPT),
     # Autograd's contract
     Fault("saved.py", "tensors += [x.detach() if x.requires_grad else x for _, x in used]", "pass", "an input changed in place before the backward goes unnoticed", CONTRACT),
     Fault("saved.py", "    return seal(found, (*args, *grads))", "    return tuple(found)", "a second derivative takes the gradient for a constant", CONTRACT),
@@ -433,7 +459,7 @@ FAULTS = [
     Fault("divergence.py", "        if not self.reads().unknown:", "        if True:", "a parameter that a divergence captures gets no gradient", CONTRACT),
     Fault("sources.py", "        if stride <= reach:", "        if stride < 0:", "a gradient overwrites logits that share memory", CONTRACT),
     # Configs and options
-    Fault("options.py", "if isinstance(x, bool) or not isinstance(x, int | float):", "if not isinstance(x, int | float):", "a temperature may be True", CONFIGS),
+    Fault("options.py", "if isinstance(x, bool) or not isinstance(x, (int, float)):", "if not isinstance(x, (int, float)):", "a temperature may be True", CONFIGS),
     Fault("options.py", "bool: (bool,), int:", "bool: (), int:", "text and numbers pass for a bool option", CONFIGS),
     Fault("options.py", "if not math.isfinite(number) and (whole or not unbounded):", "if False:", "an option may be NaN or of 401 digits", CONFIGS),
     Fault("options.py", "    return {k: _copied(y) for k, y in x.items()} if type(x) is dict else x", "    return x", "an option follows the caller's dict", CONFIGS),
@@ -453,7 +479,7 @@ FAULTS = [
     Fault("layout.py", '    if reading.row and chosen == "segment":', "    if False:", "a loss of rows is given segments", INPUTS),
     Fault("layout.py", '        if said not in ways and said != "whole":', "        if False:", "hl.PerRow and hl.PerSegment of any shape are let through", INPUTS),
     Fault("recipe.py", 'return {n: LAID[kinds[f"inputs.{n}"]](x) for n, x in self.inputs.items()}', "return self.inputs", "compiled: what the caller said of an input is forgotten", INPUTS),
-    Fault("graph.py", "    said.append(tuple([(s.per_segment, s.returns) for c in calls for s in c.signatures]))", "    pass", "compiled: functions that declare their inputs differently share a graph", INPUTS),
+    Fault("content.py", "return tuple((s.per_segment, s.returns) for s in call.signatures)", "return ()", "compiled: functions that declare their inputs differently share a graph", INPUTS),
     Fault("again.py", " or leading == x.shape[-1:]", "", "later calls: a table as long as there are rows is read by row", INPUTS),
     Fault("bound.py", "        if len(ways) < 2:\n", "        if ways:\n", "values of segments are taken for those of rows", INPUTS),
     Fault("bound.py", "    if said is not None and found is not None and said != found:", "    if False:", "a loss that returns something else than it says is believed", INPUTS),

@@ -72,6 +72,8 @@ GROUPS = {
     "ops.py": "operators and compiled graphs",
     "graph.py": "operators and compiled graphs",
     "recipe.py": "operators and compiled graphs",
+    "content.py": "operators and compiled graphs",
+    "rehearsal.py": "operators and compiled graphs",
     "metrics.py": "metrics",
 }
 

@@ -109,7 +109,7 @@ def unread(source: Any, x: dict[str, Tensor]) -> Any:
 
 def a_fact_pulled(source: Any, x: dict[str, Tensor]) -> Any:
     out = OBJECTIVE(source(x), x["targets"])
-    return out._replace(loss=out.loss + (out.facts.entropy * x["old_logprob"]).mean())
+    return hl.Output(out.loss + (out.facts.entropy * x["old_logprob"]).mean(), *out[1:])  # torch 2.8 knows no _replace
 
 
 CALLS = (

@@ -57,7 +57,8 @@ def same(found: Any, want: Any) -> None:
 
 def arguments(source: Any, targets: Tensor, segments: Any = None, objective: Any = OBJECTIVE, **inputs: Any) -> Any:
     rest = (None, None, None, 1.0, True)
-    found, constants = describe(source, targets, segments, None, rest, inputs)
+    number = None if objective.is_portable(objective.key) else objective.traits.number
+    found, constants = describe(source, targets, segments, None, rest, inputs, False, objective.traits, number)
     known = labels(objective, constants, host_read=True, direct=False)
     return found.tensors, found.sizes, known.recipe
 
@@ -88,7 +89,7 @@ def test_opcheck(source: Callable[[int], Any]) -> None:
 @pytest.mark.parametrize("source", [linear, logits])
 def test_opcheck_of_the_pull(source: Callable[[int], Any]) -> None:
     tensors, sizes, text = arguments(source(6), batch(6)[1])
-    known = rehearsal.form(text)
+    known = rehearsal.form(recipe.read(text))
     with torch.no_grad():
         out = torch.ops.headloss.visit(tensors, sizes, text)
     n, saved = len(known.facts), (1 + 3 if isinstance(source(2), hl.Linear) else 0)
@@ -152,17 +153,17 @@ def test_an_exported_program_can_be_kept() -> None:
     file = io.BytesIO()
     torch.export.save(torch.export.export(model, (x, targets)), file)
     recipe.read.cache_clear()
-    rehearsal.form.cache_clear()
+    rehearsal._FORMS.clear()
     same(torch.export.load(file).module()(x, targets), model(x, targets))
 
 
 def test_a_recipe_with_functions_of_its_own_stays_in_its_process() -> None:
-    text = arguments(logits(6), batch(6)[1], objective=OWN)[2]
-    assert recipe.read(text).objective is not None
-    assert recipe.read(arguments(logits(6), batch(6)[1])[2]).objective is not OBJECTIVE  # from its config
-    elsewhere = text.replace('"objective":', '"objective":99')
+    tensors, sizes, text = arguments(logits(6), batch(6)[1], objective=OWN)
+    assert recipe.read(text).objective_of(sizes) is OWN
+    tensors, _, ours = arguments(logits(6), batch(6)[1])
+    assert recipe.read(ours).objective not in (None, OBJECTIVE)  # from its config
     with pytest.raises(RuntimeError, match="made in another process"):
-        recipe.read(elsewhere)
+        torch.ops.headloss.visit(tensors, [99], text)
 
 
 def test_fake_tensors() -> None:
@@ -187,8 +188,8 @@ def test_recipes_do_not_accumulate() -> None:
         for objective in (OWN, hl.Objective(own=own)):
             compiled(objective, source, targets).backward()
         if i == 2:
-            before = recipe.read.cache_info().currsize, rehearsal.form.cache_info().currsize, len(recipe._NUMBERED)
-    assert (recipe.read.cache_info().currsize, rehearsal.form.cache_info().currsize, len(recipe._NUMBERED)) == before
+            before = recipe.read.cache_info().currsize, len(rehearsal._FORMS)
+    assert (recipe.read.cache_info().currsize, len(rehearsal._FORMS)) == before
 
 
 def test_every_backward_is_once_differentiable() -> None:

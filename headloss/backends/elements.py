@@ -25,7 +25,7 @@ def printed(looks: Looks, pairs: int) -> tuple[Any, tuple[float, ...]]:
     for found in read:
         if found.unknown:
             raise Unprintable(f"what it reads: {', '.join(found.unknown)}")
-    key = (tuple((i, found.key) for (i, _), found in zip(looks, read, strict=True)), pairs, torch.get_default_dtype())
+    key = (tuple((i, found.key) for (i, _), found in zip(looks, read, strict=True)), pairs)
     if key not in _PRINTED:
         if len(_PRINTED) >= 256:
             _PRINTED.pop(next(iter(_PRINTED)))
@@ -45,8 +45,9 @@ def _print(looks: Looks, pairs: int) -> tuple[Any, tuple[float, ...]] | Unprinta
         return tuple(x for i, element in looks for x in _value_and_slope(element, logs[2 * i], logs[2 * i + 1]))
 
     try:
-        with torch.inference_mode(False), unwatched():
-            graph = make_fx(every)(*(torch.full((2, 3), -1.0 - 0.1 * k) for k in range(2 * pairs)))
+        with unwatched():
+            given = [torch.full((2, 3), -1.0 - 0.1 * k, dtype=torch.float32, device="cpu") for k in range(2 * pairs)]
+            graph = make_fx(every)(*given)
         return lower.quick(graph, "element")
     except Unprintable as error:
         return error

@@ -85,7 +85,7 @@ _PROGRAMS: dict[Any, Program] = {}
 def _key(terms: Any, want: Want, inputs: Any, metrics: Any) -> Any:
     parts = [(name, Same(trace.joint), call.facts, call.input_names) for name, (call, trace) in terms.items()]
     own = [(n, call.reads(), call.signature.parameters) for n, call in metrics]
-    return (tuple(parts), want, tuple(sorted(inputs.items())), tuple(own), torch.get_default_dtype())
+    return (tuple(parts), want, tuple(sorted(inputs.items())), tuple(own))
 
 
 def _lower(terms: Any, want: Want, inputs: Mapping[str, Any], metrics: Any) -> Program:
@@ -202,9 +202,9 @@ class _Page:
         if isinstance(what, Fact) or what == "targets":
             whole = what == "targets" or what.name in ("argmax", "teacher_argmax")
             size = (R, self.width) if what != "targets" and what.name in WIDE else (R,)
-            return torch.zeros(size, dtype=torch.long if whole else torch.float32)
+            return torch.zeros(size, dtype=torch.long if whole else torch.float32, device="cpu")
         shape = self.shapes[what]
-        return torch.zeros((R, *shape.rest) if shape.kind == "row" else shape.rest, dtype=shape.dtype)
+        return torch.zeros((R, *shape.rest) if shape.kind == "row" else shape.rest, dtype=shape.dtype, device="cpu")
 
     def _fact(self, fact: Fact) -> Value:
         kind = "i" if fact.name in ("argmax", "teacher_argmax") else "f"
