@@ -62,7 +62,7 @@ def attempt(fn, *arguments):
     """Nothing where PyTorch has no such operation, or no gradient of it."""
     try:
         return fn(*arguments)
-    except (RuntimeError, TypeError, IndexError, NotImplementedError):
+    except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError):
         return ()
 
 
