@@ -170,7 +170,11 @@ def test_what_is_wrong_in_a_config(case: tuple[Any, type[Exception], str]) -> No
     assert type(raised.value) is kind and len(str(raised.value)) < 1500
 
 
-@pytest.mark.parametrize("wrong", [[flagged], "flagged", {"f": 3}, {3: flagged}, {"": flagged}], ids=str)
+@pytest.mark.parametrize(
+    "wrong",
+    [[flagged], "flagged", {"f": 3}, {3: flagged}, {"": flagged}],
+    ids=["a list", "text", "no function", "no name", "an empty name"],
+)
 def test_losses_is_a_table_of_functions(wrong: Any) -> None:
     for use in (
         lambda: hl.Objective.from_config({"terms": {"a": "focal"}}, losses=wrong),

@@ -101,7 +101,7 @@ def test_what_is_equal_has_one_key(x):
         [1], {1: 2}, {1}, torch.zeros(()), np.zeros(()), len, int, Record, lambda: 0, Mutable(), WithMethod(),
         WithProperty(), WithRepr(), Mode.LIST, Number(1.0), (1, [2]), Record([1]), Pair(1, {}), torch, object(),
     ],
-    ids=repr,
+    ids=lambda x: type(x).__name__,
 )  # fmt: skip
 def test_what_may_change_is_itself_alone(x):
     assert plain_key(x) is None

@@ -241,7 +241,9 @@ def test_options_that_compare_equal_are_told_apart():
         torch.testing.assert_close(got, right)
 
 
-@pytest.mark.parametrize("held", [[1.0], {"x": 1.0}, torch.ones(()), knobs.Mutable(), len, lambda x: x], ids=repr)
+@pytest.mark.parametrize(
+    "held", [[1.0], {"x": 1.0}, torch.ones(()), knobs.Mutable(), len, lambda x: x], ids=lambda x: type(x).__name__
+)
 def test_an_option_that_holds_an_object_is_not_traced(held):
     def loss(logprob, *, option=None):
         return -logprob
