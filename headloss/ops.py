@@ -2,6 +2,7 @@
 
     headloss::visit   the call: loss, terms, metrics, facts, and what a backward needs of it
     headloss::pull    the gradient of the source from cotangents of the facts, by another sweep
+    headloss::once    a gradient that was made in the visit, tied to what it is a function of: it is differentiable once
 
 Both take the call's tensors and its recipe, put the call together again and run the ordinary path; nothing of it is
 traced.  The loss's backward multiplies the gradients made in the visit (`Linear`) or pulls once with the cotangents
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 
 from headloss.binding import backend_for
-from headloss.facts import Want
+from headloss.facts import VALUED, Want
 from headloss.guides import bind_guides, name_teachers
 from headloss.heads import Grads
 from headloss.passes import Result, settle
@@ -39,10 +40,12 @@ from headloss.rehearsal import (
     sweep_of,
 )
 from headloss.rows import bind_rows
+from headloss.saved import TWICE
 from headloss.sources import Linear, Logits
 from headloss.sweeps import NO_SOFTMAX, Sweep
 
 _library = torch.library.Library("headloss", "FRAGMENT")
+_library.define("once(Tensor x, Tensor[] of) -> Tensor")
 _library.define("visit(Tensor[] tensors, SymInt[] sizes, str recipe) -> Tensor[]")
 _library.define(
     "pull(Tensor[] tensors, SymInt[] sizes, Tensor[] kept, Tensor[] cotangents, int[] which, str recipe) -> Tensor[]"
@@ -78,6 +81,7 @@ def _visit(tensors: Sequence[Tensor], sizes: Sequence[int], text: str) -> list[T
                 g = g if g is None or result.normaliser is None else g * result.normaliser
                 out.append(torch.zeros_like(x) if g is None else g.to(x.dtype).view(x.shape))
         if made:
+            out += [put(result.facts[sweep.want.facts[i]]) for i in _valued(known)]  # `_apart` makes copies of them
             _, leaves = numbered(result.softmax) if known.tensors else (None, [])
             out.append(torch.stack([put(x.to(dtype)) for x in leaves]) if leaves else empty(dtype=dtype))
             if recipe.reads:  # -1: nothing was read after all, as a CUDA graph is being captured
@@ -164,6 +168,7 @@ def _visit_fake(tensors: Sequence[Tensor], sizes: Sequence[int], text: str) -> l
     if loss:
         out += [torch.empty_like(args.inputs[n], memory_format=torch.contiguous_format) for n in data["wanted"]]
     if made:
+        out += [new((*leading, *known.widths[i]), dtype=known.dtypes[i]) for i in _valued(known)]
         out.append(new((known.tensors, *leading)) if known.tensors else new(0))
         if recipe.reads:
             out.append(torch.empty(_numbers(args), dtype=torch.long, device="cpu"))
@@ -180,10 +185,11 @@ def _pull(
     which: Sequence[int],
     text: str,
 ) -> list[Tensor]:
-    """kept: the facts, their softmax in one piece, and what the host knows of the targets."""
+    """kept: facts that their own pull reads, the softmax in one piece, and what the host knows of the targets."""
     recipe = read(text)
     args, known = Call(recipe, tensors, sizes), form(recipe, sizes)
-    n = len(known.facts)
+    valued = _valued(known)
+    n = len(valued)
     facts, softmax, numbers = kept[:n], kept[n], kept[n + 1] if recipe.reads else None
     args.numbers = numbers if numbers is not None and int(numbers[0]) >= 0 else None
     with recording(), torch.no_grad():
@@ -205,7 +211,7 @@ def _pull(
             guides = bind_guides(name_teachers(args.teacher, source), want.teachers, source, rows)
             sweep = Sweep(source, rows, want, backend_for(recipe.data["backend"], source, want), guides)
         take, named = sweep.rows.take, sweep.want.facts
-        by_fact = {f: take(x) for f, x in zip(named, facts, strict=True)}
+        by_fact = {named[i]: take(x) for i, x in zip(valued, facts, strict=True)}
         whole = filled(known.softmax, [take(x) for x in softmax]) if known.tensors else NO_SOFTMAX
         pulls = {named[i]: take(g) for i, g in zip(which, cotangents, strict=True)}
         grads = _listed(sweep.pull(by_fact, whole, pulls, args.needs), len(args.needs))
@@ -237,20 +243,24 @@ def _visit_context(ctx: Any, inputs: Any, output: list[Tensor]) -> None:
         live.append(0)
     ctx.mark_non_differentiable(*(x for i, x in enumerate(output) if i not in live))
     ctx.text, ctx.sizes, ctx.count = text, list(sizes), len(tensors)
-    ctx.save_for_backward(*tensors, *output[3 : 3 + n], *output[3 + n :])
+    ctx.save_for_backward(*tensors, *output[3 + n :])  # not the facts: the caller may write to those
 
 
 def _visit_backward(ctx: Any, grads: list[Tensor | None]) -> Any:
     recipe = read(ctx.text)
     known = form(recipe, ctx.sizes)
-    data, n = recipe.data, len(known.facts)
+    data, n = recipe.data, len(_valued(known))
     saved = list(ctx.saved_tensors)
-    tensors, facts, more = saved[: ctx.count], saved[ctx.count : ctx.count + n], saved[ctx.count + n :]
+    tensors, more = saved[: ctx.count], saved[ctx.count :]
     needs, loss = data["needs"], recipe.has_loss
     made = any(needs)
     by_source: list[Tensor | None] = [None] * recipe.sources
     by_tensor: list[Tensor | None] = [None] * ctx.count
     g_loss = grads[0] if loss else None
+    if g_loss is not None and (recipe.visited or data["wanted"]):  # what was made in the visit leads nowhere by itself
+        of = [x for x, need in zip(tensors, needs) if need]
+        of += [tensors[recipe.names.index(f"inputs.{name}")] for name in data["wanted"]]
+        g_loss = torch.ops.headloss.once(g_loss, of)
     pending = {i: grads[3 + i] for i in known.differentiable() if grads[3 + i] is not None}
     if made and recipe.visited and loss:
         normaliser, more = more[0], more[1:]
@@ -263,7 +273,7 @@ def _visit_backward(ctx: Any, grads: list[Tensor | None]) -> Any:
         if g_loss is not None:
             by_tensor[recipe.names.index(f"inputs.{name}")] = _times(g, g_loss, g.dtype)
     if made:
-        softmax, more = more[0], more[1:]
+        facts, softmax, more = more[:n], more[n], more[n + 1 :]
         numbers, cotangents = (more[:1], more[1:]) if recipe.reads else ([], more)
         if g_loss is not None:
             for i, g in zip(known.cotangents, cotangents):
@@ -289,12 +299,27 @@ def _times(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return (x.to(wide) * scale.to(wide)).to(dtype)
 
 
-def _pull_backward(ctx: Any, grads: Any) -> Any:
-    raise RuntimeError("headloss: a gradient of a gradient was asked for; every backward here is once differentiable")
+def _valued(known: Form) -> list[int]:
+    """Places of the facts that their own pull reads."""
+    return [i for i, fact in enumerate(known.facts) if fact.name in VALUED]
 
 
-for _name, _real, _fake in (("visit", _visit, _visit_fake), ("pull", _pull, _pull_fake)):
+def _once(x: Tensor, of: Sequence[Tensor]) -> Tensor:
+    """x, as a function of these tensors that cannot be differentiated; see `saved.seal`."""
+    return x.clone()
+
+
+def _twice(ctx: Any, grads: Any) -> Any:
+    raise RuntimeError(TWICE)
+
+
+def _once_fake(x: Tensor, of: Sequence[Tensor]) -> Tensor:
+    return torch.empty_like(x)
+
+
+for _name, _real, _fake in (("visit", _visit, _visit_fake), ("pull", _pull, _pull_fake), ("once", _once, _once_fake)):
     _library.impl(_name, _real, "CompositeExplicitAutograd")
     torch.library.register_fake(f"headloss::{_name}", _fake, lib=_library)
 torch.library.register_autograd("headloss::visit", _visit_backward, setup_context=_visit_context, lib=_library)
-torch.library.register_autograd("headloss::pull", _pull_backward, lib=_library)
+for _name in ("pull", "once"):
+    torch.library.register_autograd(f"headloss::{_name}", _twice, lib=_library)

@@ -34,6 +34,7 @@ from headloss.term import check_weight
 if TYPE_CHECKING:
     from headloss.objective import Objective
 
+OUTPUTS = 2  # counts the changes of what the operators return: compilers keep code between processes
 _TENSORS: dict[type, tuple[str, ...]] = {
     Logits: ("logits",),
     Linear: ("hidden", "weight", "bias"),
@@ -223,7 +224,7 @@ def write(objective: Objective | None, constants: tuple[Any, ...], **more: Any) 
         names = tuple((name, dtype, *_place(reading, name, *place)) for name, dtype, *place in names)
     recipe = {
         "source": said, "needs": needs, "tensors": names, "sizes": size_names, "teachers": teachers, "off": off,
-        "wanted": wanted, "group": group, "ndim": ndim, "device": device, **more,
+        "wanted": wanted, "group": group, "ndim": ndim, "device": device, "outputs": OUTPUTS, **more,
     }  # fmt: skip
     if objective is not None:
         recipe["objective"] = portable(objective) or content_key(objective)
