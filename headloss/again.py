@@ -162,14 +162,16 @@ class Form:
     ) -> Output:
         """`Objective.__call__`, or with `direct` its `forward_backward`."""
         num_items, num_segments, weights, grad_scale, host_read = rest
-        check_count("num_items", num_items)
-        check_count("num_segments", num_segments)
-        check_weight("grad_scale", grad_scale)
+        if num_items is not None or num_segments is not None:
+            check_count("num_items", num_items)
+            check_count("num_segments", num_segments)
+        if type(grad_scale) is not float or grad_scale != 1.0:
+            check_weight("grad_scale", grad_scale)
         x = source.logits
         if elsewhere(x.device):
             with torch.cuda.device(x.device):
                 return self.call(objective, source, targets, rest, inputs, direct)
-        targets, stats, mean = self.read(targets, x.shape[-1], may_read(host_read, x.device))
+        targets, stats, mean = self.read(targets, x.shape[-1], host_read)
         mean = mean if num_items is None else over(num_items)
         now = call_weights(objective, weights) if weights else self.weights
         weigh = [now[name] for name in self.terms]
@@ -180,8 +182,9 @@ class Form:
             loss, found = again.run(x, weigh, arguments, True)
         elif x.requires_grad and torch.is_grad_enabled():
             used = [(name, inputs[name]) for name in self.program.inputs]
-            rest_ = [("num_items", num_items), ("grad_scale", grad_scale), *zip(self.labels, weigh, strict=True)]
-            used += [(name, y) for name, y in rest_ if isinstance(y, Tensor)]
+            if num_items is not None or {*map(type, factors)} != {float}:
+                counts = [("num_items", num_items), ("grad_scale", grad_scale), *zip(self.labels, weigh, strict=True)]
+                used += [(name, y) for name, y in counts if isinstance(y, Tensor)]
             loss, found = Visit.apply(again, weigh, arguments, used, x)
         else:
             with torch.no_grad():
@@ -208,7 +211,7 @@ class Form:
         stats = None
         if isinstance(targets, Prepared):
             stats, targets = targets.known(), targets.targets
-        elif host_read:
+        elif may_read(host_read, targets.device):
             stats = Stats.read(self.kernels.target_numbers(targets.view(-1)))  # one launch, one copy
         if stats is None:
             return targets, None, self.kernels.count_targets(targets.view(-1), vocab)

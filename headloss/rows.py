@@ -43,22 +43,24 @@ class Stats(NamedTuple):
 class Prepared:
     """Targets and segments with everything the host must know about them already read.  See `prepare`."""
 
-    __slots__ = ("numbers", "segments", "stats", "targets", "written")
+    __slots__ = ("counted", "numbers", "segments", "stats", "targets", "written")
 
     def __init__(self, targets: Tensor, segments: Segments | None, stats: Stats, numbers: Tensor) -> None:
         self.targets, self.segments, self.stats = targets, segments, stats
         self.numbers = numbers  # the same as a tensor of the host, for a graph
         self.written = (version(targets), 0 if segments is None else version(segments.ids))
+        self.counted = not targets.is_inference()  # how often it is written to
 
     def __reduce__(self) -> Any:
         return Prepared, (self.targets, self.segments, self.stats, self.numbers)
 
     def known(self) -> Stats:
         """What was read; an error if it is no longer true."""
-        ids = None if self.segments is None else self.segments.ids
-        for name, x, before in zip(("targets", "segments"), (self.targets, ids), self.written, strict=True):
-            if x is not None and version(x) != before:
-                raise ValueError(f"{name}: were written to after hl.prepare read them; prepare them again")
+        changed = "targets" if self.counted and self.targets._version != self.written[0] else None
+        if self.segments is not None and version(self.segments.ids) != self.written[1]:
+            changed = "segments"
+        if changed is not None:
+            raise ValueError(f"{changed}: were written to after hl.prepare read them; prepare them again")
         return self.stats
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Prepared:

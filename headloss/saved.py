@@ -25,26 +25,40 @@ TWICE = (
 
 def hold(ctx: Any, args: Named, read: Named = (), used: Named = ()) -> None:
     """Save what the backward needs: `args` of the Function, what else is `read` again, and what was only `used`."""
-    args, read, used = list(args), list(read), list(used)
-    tensors: list[Tensor | None] = [x for _, x in args]
-    ctx.names = tuple([name for name, _ in read])
-    ctx.untracked = {}
+    saved: list[Tensor | None] = []
+    names: list[str] = []
+    ctx.untracked, ctx.versions = {}, []
+    for name, x in args:
+        saved.append(x)
+        _note(ctx, name, x)
+    ctx.args = len(saved)
     for name, x in read:
-        if x.is_inference():  # autograd takes none of these, and nothing counts what is written to them
+        names.append(name)
+        if _note(ctx, name, x):
+            saved.append(x.detach() if x.requires_grad else x)
+        else:  # autograd takes no inference tensors, and nothing counts what is written to them
+            saved.append(None)
             ctx.untracked[name] = x.clone() if name.endswith(("targets", "temperature")) else x
-        tensors.append(None if x.is_inference() else x.detach() if x.requires_grad else x)
-    used = [(name, x) for name, x in used if not x.is_inference()]
-    tensors += [x.detach() if x.requires_grad else x for _, x in used]
-    ctx.save_for_backward(*tensors)
-    ctx.args = len(args)
-    ctx.versions = [(n, weakref.ref(x), x._version) for n, x in (*args, *read, *used) if not x.is_inference()]
+    for name, x in used:
+        if _note(ctx, name, x):
+            saved.append(x.detach() if x.requires_grad else x)
+    ctx.names = names
+    ctx.save_for_backward(*saved)
+
+
+def _note(ctx: Any, name: str, x: Tensor) -> bool:
+    """Remember how often a tensor was written to, for a message that names it; False for an inference tensor."""
+    if x.is_inference():
+        return False
+    ctx.versions.append((name, weakref.ref(x), x._version))
+    return True
 
 
 def once(pull: Callable[..., Sequence[Tensor | None]], ctx: Any, *grads: Tensor | None) -> Any:
     """A backward: `pull(ctx, args, read, *grads)` on what `hold` saved; its gradients cannot be differentiated."""
     saved = _saved(ctx)
-    args, end = saved[: ctx.args], ctx.args + len(ctx.names)
-    read = dict(zip(ctx.names, saved[ctx.args : end], strict=True)) | ctx.untracked
+    args = saved[: ctx.args]
+    read = dict(zip(ctx.names, saved[ctx.args :], strict=False)) | ctx.untracked
     if not torch.is_grad_enabled():
         return tuple(pull(ctx, args, read, *grads))
     with torch.no_grad():

@@ -342,7 +342,7 @@ def _check_transform(source: Logits | Linear, x: Tensor) -> None:
     check_number("scale", source.scale)
 
 
-def check_number(name: str, value: object) -> None:
+def check_number(name: str, value: Any) -> None:
     """Of a temperature, softcap or scale.  A symbol of a graph is let pass: the operator reads the number and asks."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name}: wanted a number, got {type(value).__name__}")

@@ -369,7 +369,7 @@ mine.__name__ = "forward_kl"
 @pytest.mark.parametrize(
     "metrics",
     [{"entropy": perplexity}, {"accuracy": entropy}, [entropy], {"lse": "entropy"}, {"perplexity": "perplexity"}],
-    ids=str,
+    ids=["perplexity", "entropy", "a list", "a fact", "itself"],
 )
 def test_metrics_under_a_name_of_ours(metrics: Any) -> None:
     objective = hl.Objective(ce=cross_entropy, metrics=metrics)
