@@ -28,13 +28,6 @@ if INSIDE:
     quicken()
 
 
-@pytest.mark.timeout(600)
-@pytest.mark.skipif(INSIDE, reason="this is the other process")
-def test_under_the_interpreter():
-    pytest.importorskip("triton")
-    rerun(__file__)
-
-
 def batch_mean(logprob, advantage):
     return (advantage - advantage.mean()) * -logprob
 
@@ -670,3 +663,10 @@ def test_inplace_on_views_that_are_not(view):
         t = torch.arange(len(z))
         objective(hl.Logits(z, inplace=inplace), t).loss.backward()
     torch.testing.assert_close(x.grad, 2 * torch.autograd.grad(F.cross_entropy(view(x), t), x)[0])
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(INSIDE, reason="this is the other process")
+def test_under_the_interpreter():
+    pytest.importorskip("triton")
+    rerun(__file__)
