@@ -441,7 +441,7 @@ FAULTS = [
     Fault("plan.py", "    if any(f.element is not None and not ours(f.element.fn) for f in call.facts):", "    if False:", "a trace keeps a divergence alive", KEPT),
     Fault("planning.py", "        keep(objective, asked,", "        objective.known.__setitem__(asked,", "plans of an objective are kept for ever", KEPT),
     # Autograd's contract
-    Fault("saved.py", "tensors += [x.detach() if x.requires_grad else x for _, x in used]", "pass", "an input changed in place before the backward goes unnoticed", CONTRACT),
+    Fault("saved.py", "    for name, x in used:", "    for name, x in ():", "an input changed in place before the backward goes unnoticed", CONTRACT),
     Fault("saved.py", "    return seal(found, (*args, *grads))", "    return tuple(found)", "a second derivative takes the gradient for a constant", CONTRACT),
     Fault("saved.py", "    return seal(found, (*args, *grads))", "    return seal(found, grads)", "a second derivative raises only if the incoming gradient needs one", CONTRACT),
     Fault("saved.py", "x.clone() if name.endswith((\"targets\", \"temperature\")) else x", "x", "the backward reads targets of inference mode that have changed", CONTRACT),
