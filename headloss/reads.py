@@ -27,6 +27,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch._ops import OpOverload, OpOverloadPacket
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
 from headloss.keys import Same, fields_of, plain_key
 
@@ -54,7 +56,13 @@ def reads(fn: Callable[..., Any], options: Mapping[str, Any] | None = None, *, p
 
 def defaults() -> tuple[torch.dtype, torch.device | None]:
     """What decides about tensors that a function makes without saying, and about a number that meets integers."""
-    return torch.get_default_dtype(), torch.get_default_device() if torch._C._len_torch_function_stack() else None
+    return torch.get_default_dtype(), _device() if torch._C._len_torch_function_stack() else None
+
+
+def _device() -> torch.device | None:
+    """As `torch.get_default_device`, which fails in torch 2.8 once a default device was taken back."""
+    contexts = [mode for mode in _get_current_function_mode_stack() if isinstance(mode, DeviceContext)]
+    return contexts[-1].device if contexts else None
 
 
 def ours(fn: Any) -> bool:

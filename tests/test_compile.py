@@ -109,7 +109,8 @@ def unread(source: Any, x: dict[str, Tensor]) -> Any:
 
 def a_fact_pulled(source: Any, x: dict[str, Tensor]) -> Any:
     out = OBJECTIVE(source(x), x["targets"])
-    return hl.Output(out.loss + (out.facts.entropy * x["old_logprob"]).mean(), *out[1:])  # torch 2.8 knows no _replace
+    loss = out.loss + (out.facts.entropy * x["old_logprob"]).mean()
+    return hl.Output(loss, out.terms, out.metrics, out.facts)  # torch 2.8 traces no _replace
 
 
 CALLS = (
