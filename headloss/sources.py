@@ -292,14 +292,20 @@ def parse_bytes(memory: str | int) -> int:
     """A size in bytes from an int or a string such as "1GiB"."""
     if isinstance(memory, bool) or not isinstance(memory, (int, str)):
         raise TypeError(f'memory: wanted bytes or a size such as "1GiB", got {memory!r}')
-    if isinstance(memory, str):
-        match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([a-zA-Z]*)\s*", memory)
-        if match is None or match[2].lower() not in _UNITS:
-            raise ValueError(f'memory: wanted bytes or a size such as "1GiB" or "200MB", got {memory!r}')
-        memory = int(float(match[1]) * _UNITS[match[2].lower()])
-    if memory <= 0:
-        raise ValueError(f"memory: wanted a positive size, got {memory}")
-    return memory
+    size = _size(memory) if isinstance(memory, str) else memory
+    if size <= 0:
+        raise ValueError(f"memory: wanted a positive size, got {size}")
+    return size
+
+
+def _size(memory: str) -> int:
+    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([a-zA-Z]*)\s*", memory)
+    if match is None or match[2].lower() not in _UNITS:
+        raise ValueError(f'memory: wanted bytes or a size such as "1GiB" or "200MB", got {memory!r}')
+    return int(float(match[1]) * _UNITS[match[2].lower()])
+
+
+_size._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch 2.8 cannot trace `re`
 
 
 def _autocast(x: Tensor) -> torch.dtype | None:

@@ -421,7 +421,6 @@ FAULTS = [
     Fault("recipe.py", "self.names.append((name, x.dtype, *_settled(place)))", "self.names.append((name, x.dtype, *place))", "compiled: a size that is a symbol stands in a recipe", COMPILED),
     Fault("recipe.py", "                if known == T:", "                if False:", "compiled: a temperature meets a term's own, and two facts have one name", COMPILED),
     Fault("recipe.py", "                check_number(name, value)", "                pass", "compiled: a temperature that is infinite is let through", COMPILED),
-    Fault("content.py", "return config if content(again).key == content(objective).key else None", "return config", "compiled: metrics go by their names alone", (*COMPILED, "tests/trust/test_configs.py")),
     Fault("recipe.py", "own = {} if traits is None else dict(traits.weights)", "own = {}", "compiled: a weight that the graph changes is read too early", COMPILED),
     Fault("content.py", "_NUMBERED: weakref.WeakValueDictionary[int, Objective] = weakref.WeakValueDictionary()", "_NUMBERED: dict[int, Objective] = {}", "objectives are kept for ever", KEPT),
     Fault("content.py", "        if len(_KEYS) >= _MOST_KEYS:", "        if False:", "keys of objectives are kept for ever", KEPT),

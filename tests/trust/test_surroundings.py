@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import headloss as hl
 from headloss import plan, rehearsal
 from headloss.losses import cross_entropy, gspo, jsd
-from headloss.reads import defaults
+from headloss.reads import defaults, reads
 
 V, D = 9, 4
 
@@ -197,11 +197,13 @@ def test_the_default_dtype_is_what_a_function_reads() -> None:
 
     forget()
     objective, source = hl.Objective(l=loss), hl.Logits(torch.randn(5, V, dtype=torch.float64))
-    facts = hl.row_facts(source, want=("entropy",))
+    facts, keys = hl.row_facts(source, want=("entropy",)), set()
     for dtype in (torch.float32, torch.float64, torch.float32, torch.bfloat16, torch.float64):
         with default_dtype(dtype):
             found = objective(source).loss
             torch.testing.assert_close(found, loss(facts.entropy).mean(), rtol=1e-14, atol=0)
+            keys.add(reads(loss).key)
+    assert len(keys) == 3
     assert defaults() == (torch.float32, None)
 
 
