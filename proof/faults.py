@@ -479,7 +479,7 @@ FAULTS = [
     Fault("layout.py", '        if said not in ways and said != "whole":', "        if False:", "hl.PerRow and hl.PerSegment of any shape are let through", INPUTS),
     Fault("recipe.py", 'return {n: LAID[kinds[f"inputs.{n}"]](x) for n, x in self.inputs.items()}', "return self.inputs", "compiled: what the caller said of an input is forgotten", INPUTS),
     Fault("content.py", "return tuple((s.per_segment, s.returns) for s in call.signatures)", "return ()", "compiled: functions that declare their inputs differently share a graph", INPUTS),
-    Fault("again.py", " or leading == x.shape[-1:]", "", "later calls: a table as long as there are rows is read by row", INPUTS),
+    Fault("again.py", " or (leading == x.shape[-1:] and name not in per_row)", "", "later calls: a table as long as there are rows is read by row", INPUTS),
     Fault("bound.py", "        if len(ways) < 2:\n", "        if ways:\n", "values of segments are taken for those of rows", INPUTS),
     Fault("bound.py", "    if said is not None and found is not None and said != found:", "    if False:", "a loss that returns something else than it says is believed", INPUTS),
     Fault("plan.py", "except (WrongValueError, WrongWeightError, WrongLengthError, WritesError):", "except (WrongValueError, WrongWeightError, WritesError):", "rows are spread as segments where there are as many", INPUTS),
