@@ -86,7 +86,8 @@ BESIDE = $(PIP) --no-deps --target .venv/stacks
 	$(PIP) --no-build-isolation --no-deps --editable .
 	touch $@
 
-# On x86_64 this torch comes with CUDA, which it will not start without: 3 GB to load, 7 GB on the disk.
+# On x86_64 this torch comes with CUDA, which it will not start without: 3 GB to load, 7 GB on the disk.  Its triton's
+# interpreter needs a numpy that still makes a number of an array of one.
 FLOOR := .venv-floor/bin/python -m pip install --disable-pip-version-check --retries 10 --timeout 60
 .venv-floor/torch:
 	test -x .venv-floor/bin/pip || $(PYTHON) -m venv .venv-floor
@@ -98,7 +99,7 @@ FLOOR := .venv-floor/bin/python -m pip install --disable-pip-version-check --ret
 	touch $@
 
 .venv-floor/ready: .venv-floor/triton pyproject.toml
-	$(FLOOR) numpy pytest pytest-xdist pytest-timeout hypothesis typer rich "setuptools>=77" wheel
+	$(FLOOR) "numpy<2.4" pytest pytest-xdist pytest-timeout hypothesis typer rich "setuptools>=77" wheel
 	$(FLOOR) --no-build-isolation --no-deps --editable .
 	touch $@
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from triton.knobs import HookChain
+from triton import knobs
 
 import headloss.backends.triton_launch as launch_module
 from headloss.backends.triton_launch import Launch, look
@@ -62,7 +62,9 @@ def test_a_later_launch_takes_what_was_compiled_with_every_argument_of_its_own(l
 
 
 def test_on_a_device_a_later_launch_goes_past_the_runner_unless_somebody_watches(log, monkeypatch):
-    hooks = types.SimpleNamespace(launch_enter_hook=HookChain(), launch_exit_hook=HookChain(reversed=True))
+    if not hasattr(knobs, "HookChain"):
+        pytest.skip("needs triton 3.5, which has chains of hooks")
+    hooks = types.SimpleNamespace(launch_enter_hook=knobs.HookChain(), launch_exit_hook=knobs.HookChain(reversed=True))
     streams = types.SimpleNamespace(get_current_stream=lambda device: {0: 11, 1: 12}[device])
     monkeypatch.setattr(launch_module, "knobs", types.SimpleNamespace(runtime=hooks))
     monkeypatch.setattr(launch_module, "driver", types.SimpleNamespace(active=streams))
