@@ -123,6 +123,8 @@ FLAGS = {
 @inside
 @pytest.mark.parametrize("name", UNARY)
 def test_unary(name):
+    if name == "silu" and torch.__version__ < "2.9":
+        pytest.skip("torch 2.8 makes silu's derivative in memory of its own (empty_like), which is not printed")
     same(graded(UNARY[name]), LINE)
 
 
