@@ -9,6 +9,7 @@ inputs go by row, by segment, or whole.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ from headloss.call import Call, Env, WrongValueError, evaluate
 from headloss.facts import CONSTANT, Fact
 from headloss.gradient import Reach, check_constants, check_gradient, leaf, reach_of
 from headloss.heads import part_of
-from headloss.metrics import Metric, measure
+from headloss.metrics import Metric, kind_of, measure
 from headloss.plan import Shape, Trace, run_cotangents
 from headloss.reductions import weights as reduction_weights
 from headloss.rows import Rows
@@ -115,8 +116,8 @@ class BoundLoss:
 
     @functools.cached_property
     def filler(self) -> Tensor:
-        """What stands for a fact that nothing looks at."""
-        return torch.zeros(self.rows.count, dtype=self.dtype, device=self.device)
+        """What stands for a fact that no term reads: should one read it after all, the loss is NaN and not wrong."""
+        return torch.full((self.rows.count,), math.nan, dtype=self.dtype, device=self.device)
 
     @functools.cached_property
     def seeds(self) -> list[Tensor]:
@@ -292,6 +293,11 @@ class BoundLoss:
             if name in numbers:
                 x = torch.full((), float(x), device=self.device)
             kind = kinds[name]
+            if x.ndim == 0 and kind_of(name) in ("std", "exp", "ess"):
+                raise ValueError(
+                    f"metrics: {name!r} is one number, but its name says that values are combined ({kind_of(name)}); "
+                    f"return one value per row, or give a reduced number another name"
+                )
             if kind == "other" and self.rows.valid is not None and name not in numbers:
                 raise ValueError(
                     f"host_read: metric {name!r} is made of all rows, ignored ones too, as they were not dropped; "
@@ -314,7 +320,7 @@ class BoundLoss:
 
 
 class _Filled(Mapping[Fact, Tensor]):
-    """Facts, with zeros for those that a trace showed nothing looks at."""
+    """Facts, with NaN for those that a trace showed no term reads."""
 
     def __init__(self, facts: Mapping[Fact, Tensor], filler: Tensor) -> None:
         self.facts, self.filler = facts, filler

@@ -123,6 +123,10 @@ class Call(NamedTuple):
         return tuple(dict.fromkeys((*self.signature.facts, *more)))
 
     @property
+    def functions(self) -> tuple[Callable[..., Any], ...]:
+        return (self.fn, self.row_weight) if callable(self.row_weight) else (self.fn,)
+
+    @property
     def signatures(self) -> tuple[Signature, ...]:
         return (self.signature,) if self.row_weight_signature is None else (self.signature, self.row_weight_signature)
 

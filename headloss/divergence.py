@@ -79,9 +79,11 @@ class Element:
         logp, logq = p.log(), p.flip(0).log()
         try:
             whole, part = self.value(logp, logq), self.value(logp[:, 1:4], logq[:, 1:4])
+            row = self.value(logp[1:], logq[1:])
         except RuntimeError:  # it holds tensors of another device, say
             return
-        if not torch.allclose(whole[:, 1:4], part, rtol=1e-9, atol=1e-12, equal_nan=True):
+        cuts = ((whole[:, 1:4], part), (whole[1:], row))
+        if not all(torch.allclose(x, y, rtol=1e-9, atol=1e-12, equal_nan=True) for x, y in cuts):
             raise TypeError(
                 f"{self}: wanted an element-wise function of log p and log q, but a column's value depends on others"
             )

@@ -13,7 +13,6 @@ import dataclasses
 import enum
 import reprlib
 import typing
-import weakref
 from typing import Any
 
 import torch
@@ -54,10 +53,13 @@ def plain_key(x: Any) -> Any:
         return (float, x.hex())  # tells -0.0 from 0.0, and NaN is itself
     if kind is complex:
         return (complex, x.real.hex(), x.imag.hex())
-    if kind is tuple or kind is frozenset or kind is torch.Size:
+    if kind is tuple or kind is torch.Size:
         return _all(kind, x)
+    if kind is range:
+        return (range, x.start, x.stop, x.step)  # ranges of equal numbers may differ in their ends
     if isinstance(x, enum.Enum):
-        return None if plain_key(x.value) is None else (kind, x.name, plain_key(x.value))
+        value = plain_key(x.value) if _is_bare(kind) and set(vars(x)) <= _MEMBER else None
+        return None if value is None else (kind, x.name, value)
     if kind.__module__ == "numpy" and kind.__name__ != "ndarray" and getattr(x, "shape", None) == ():
         return (kind, x.tobytes()) if getattr(x.dtype, "kind", "O") in "biufc" else None
     names = fields_of(kind)
@@ -65,49 +67,59 @@ def plain_key(x: Any) -> Any:
 
 
 def fields_of(kind: type) -> tuple[str, ...] | None:
-    """The fields of a named tuple or frozen dataclass that adds no code of its own to them; None for other types."""
-    if kind not in _FIELDS:
-        _FIELDS[kind] = _fields(kind)
-    return _FIELDS[kind]
-
-
-def _fields(kind: type) -> tuple[str, ...] | None:
+    """The fields of a named tuple or frozen dataclass that adds nothing of its own to them; None for other types."""
     if kind.__mro__[1:] == (tuple, object) and isinstance(getattr(kind, "_fields", None), tuple):
         names: tuple[str, ...] = kind._fields  # type: ignore[attr-defined]
     elif kind.__mro__[1:] == (object,) and getattr(getattr(kind, "__dataclass_params__", None), "frozen", False):
         names = tuple(f.name for f in dataclasses.fields(kind))
     else:
         return None
-    own = [x for name, x in vars(kind).items() if name not in names and name not in _DATA]
-    return names if all(_generated(x) for x in own) else None
+    own = [(name, x) for name, x in vars(kind).items() if name not in names and name not in _DATA]
+    return names if all(_generated(name, x) for name, x in own) else None
 
 
-def _generated(x: Any) -> bool:
+def _generated(name: str, x: Any) -> bool:
     """Whether a method was written by `dataclass` or `namedtuple` themselves."""
     code = getattr(getattr(x, "__func__", x), "__code__", None)
-    return code is not None and code.co_filename in _GENERATORS
+    return code is not None and code.co_filename in _GENERATORS and name in _METHODS
+
+
+def _is_bare(kind: Any) -> bool:
+    """Whether an enum is names and values alone, without code or attributes of its own."""
+    for name, x in vars(kind).items():
+        code = getattr(getattr(x, "fget", None) or getattr(x, "__func__", x), "__code__", None)
+        mine = code is None or code.co_filename != enum.__file__
+        if mine and name not in kind.__members__ and (code is not None or not name.startswith("_")):
+            return False
+    return all(x in (kind, int, str, float, object) or x.__module__ == "enum" for x in kind.__mro__)
 
 
 def _all(kind: type, items: Any) -> Any:
     keys = [plain_key(y) for y in items]
     if any(k is None for k in keys):
         return None
-    return (kind, frozenset(keys) if kind is frozenset else tuple(keys))
+    return (kind, tuple(keys))
 
 
 _ATOMS = frozenset(
-    {bool, int, str, bytes, type(None), type(...), range, torch.dtype, torch.device, torch.memory_format, torch.layout}
+    {bool, int, str, bytes, type(None), type(...), torch.dtype, torch.device, torch.memory_format, torch.layout}
 )
-_FIELDS: weakref.WeakKeyDictionary[type, tuple[str, ...] | None] = weakref.WeakKeyDictionary()
 
 
 # What a record's type holds that is no code.  `<string>`: where generated methods say they come from.
 _DATA = frozenset(
     {
         "__annotations__", "__dataclass_fields__", "__dataclass_params__", "__dict__", "__doc__", "__firstlineno__",
-        "__hash__", "__match_args__", "__module__", "__orig_bases__", "__qualname__", "__slots__",
+        "__hash__", "__match_args__", "__module__", "__orig_bases__", "__qualname__", "__slotnames__", "__slots__",
         "__static_attributes__", "__weakref__", "__annotate__", "__annotate_func__", "__annotations_cache__",
         "_field_defaults", "_fields",
     }
 )  # fmt: skip
 _GENERATORS = frozenset({"<string>", *(str(m.__file__) for m in (collections, dataclasses, reprlib, typing))})
+_METHODS = frozenset(
+    {
+        "__delattr__", "__eq__", "__ge__", "__getnewargs__", "__getstate__", "__gt__", "__hash__", "__init__", "__le__",
+        "__lt__", "__new__", "__replace__", "__repr__", "__setattr__", "__setstate__", "_asdict", "_make", "_replace",
+    }
+)  # fmt: skip
+_MEMBER = frozenset({"__objclass__", "_name_", "_sort_order_", "_value_"})  # what a member of an enum holds

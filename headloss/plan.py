@@ -18,7 +18,7 @@ change the class.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +30,7 @@ from headloss.classify import classify, counts_rows, only, reach, size, unwatche
 from headloss.facts import CONSTANT, Fact
 from headloss.gradient import Reach, is_idle, leaf, reach_of
 from headloss.reads import ours
+from headloss.rehearse import SIZES, agrees, drawn
 from headloss.segments import Segments, WrongLengthError
 
 
@@ -66,7 +67,7 @@ def trace(
     if found.unknown:
         return Trace("batch", f"reads {', '.join(found.unknown)}", None, None, None)
     shape = (
-        call.signature.parameters,
+        tuple([s.parameters for s in call.signatures]),
         tuple(sorted(inputs.items())),
         dtype,
         device,
@@ -212,8 +213,10 @@ def _trace_once(
     kinds: dict[str, str] = {}
     tally = [0, 0]
 
+    sizes = {R: "row", S: "segment"}
+
     def kind_of(x: Tensor) -> str:
-        return {R: "row", S: "segment"}.get(size(x.shape[0]), "other") if x.ndim == 1 else "other"
+        return sizes.get(size(x.shape[0]), "other") if x.ndim == 1 else "other"
 
     def joint(*flat: Any) -> tuple[Any, ...]:
         env, seeds = _rebuild(call, names, segmented, targetless, tally, flat)
@@ -233,19 +236,28 @@ def _trace_once(
                 grads = torch.autograd.grad([value], leaves, [seed], allow_unused=True)
         return value.detach(), tuple(grads), {k: m.detach() for k, m in metrics.items() if isinstance(m, Tensor)}
 
-    def zeros(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
-        return torch.zeros(shape, dtype=dtype, device=device)  # a scalar input has no sizes
+    def example(R: int, S: int, draw: Callable[[Tensor, tuple[int, ...]], Tensor]) -> list[Any]:
+        """The graph's arguments for so many rows and segments."""
 
-    ids_at: int | None = None  # where the segment ids stand among the arguments
-    lead = {"row": (R,), "segment": (S,), "scalar": (), "whole": ()}
-    flat: list[Any] = [zeros(*_fact_shape(f, R, inputs), dtype=_fact_dtype(f, dtype)) for f in call.facts]
-    flat += [zeros(*lead[inputs[n].kind], *inputs[n].rest, dtype=inputs[n].dtype) for n in names]
-    if not targetless and any(s.wants("targets") for s in call.signatures):
-        flat.append(zeros(R, dtype=torch.long))
-    if segmented and any(s.wants("segments") for s in call.signatures):
-        ids_at = len(flat)
-        flat += [zeros(R, dtype=torch.long), zeros(S, dtype=torch.float64), S]
-    graph = make_fx(joint, tracing_mode="symbolic")(*flat, zeros(R), zeros(S))
+        def make(shape: tuple[int, ...], dtype: torch.dtype = dtype) -> Tensor:
+            return draw(torch.empty(0, dtype=dtype, device=device), shape)
+
+        lead = {"row": (R,), "segment": (S,), "scalar": (), "whole": ()}
+        flat: list[Any] = [make(_fact_shape(f, R, inputs), _fact_dtype(f, dtype)) for f in call.facts]
+        flat += [make((*lead[inputs[n].kind], *inputs[n].rest), inputs[n].dtype) for n in names]
+        if not targetless and any(s.wants("targets") for s in call.signatures):
+            flat.append(make((R,), torch.long))
+        if ids_at is not None:
+            ids = make((R,), torch.long)
+            counts = make((S,), torch.float64)
+            counts = torch.where(torch.arange(S, device=counts.device) == 0, float(R), 0.0).to(counts.dtype)
+            flat += [ids, counts, S]  # all rows in the first
+        return [*flat, make((R,)), make((S,))]
+
+    takes_targets = not targetless and any(s.wants("targets") for s in call.signatures)
+    takes_segments = segmented and any(s.wants("segments") for s in call.signatures)
+    ids_at = len(call.facts) + len(names) + takes_targets if takes_segments else None  # among the arguments
+    graph = make_fx(joint, tracing_mode="symbolic")(*example(R, S, lambda like, shape: like.new_zeros(shape)))
     placeholders = [n for n in graph.graph.nodes if n.op == "placeholder"]
     parameters = [*map(str, call.facts), *names]  # in the graph's order
     if not targetless and any(s.wants("targets") for s in call.signatures):
@@ -256,11 +268,27 @@ def _trace_once(
     kind, reason = classify(graph, R, S, ids_at)
     if found["value"] == "other" and kind != "batch":
         kind, reason = "batch", "its values belong to neither rows nor segments"
+    value_kind, way, sums = found["value"], found["way"], (tally[0], tally[1])
+    if kind != "batch" and not all(ours(fn) for fn in call.functions):
+        generator = torch.Generator("cpu").manual_seed(0)
+
+        def examples() -> Iterator[list[Any]]:
+            for r, s in SIZES:
+                sizes.clear()
+                sizes.update({r: "row", s: "segment"})
+                yield example(r, s, lambda like, shape: drawn(like, shape, generator))
+
+        told = dict(kinds)
+        if not agrees(graph, joint, examples()):
+            kind, reason = "batch", "its Python code tells a trace from a call, or one row from many"
+        kinds = told
     cotangents = only(graph, lambda out: tuple(out[1])) if kind != "batch" else None
     outputs: Any = graph.graph.output_node().args[0]
-    way = found["way"]._replace(idle=is_idle(outputs[0], placeholders[:-2]))
+    way = way._replace(idle=is_idle(outputs[0], placeholders[:-2]))
     needed = reach(outputs)
     unused = frozenset(f for f, node in zip(call.facts, placeholders, strict=False) if node not in needed)
+    if kind == "batch":
+        unused = frozenset()  # it runs as it is, and may take another branch than it took here
     if counts_rows(graph):
-        unused, way = frozenset(), None  # with another number of rows it may take another branch
-    return Trace(kind, reason, found["value"], cotangents, graph, True, unused, kinds, (tally[0], tally[1]), way)
+        way = None
+    return Trace(kind, reason, value_kind, cotangents, graph, True, unused, kinds, sums, way)

@@ -67,8 +67,11 @@ def _device() -> torch.device | None:
 
 def ours(fn: Any) -> bool:
     """Whether a function is one of this package: nothing changes behind our own back."""
-    home = fn.__module__ or "" if isinstance(fn, types.FunctionType) else ""
-    return home.startswith("headloss.") and ("<locals>" not in fn.__qualname__ or hasattr(fn, "fixed"))
+    if type(fn) is not types.FunctionType:
+        return False
+    home, name = fn.__globals__.get("__name__") or "", fn.__code__.co_qualname  # which no decorator copies
+    fixed = "fixed" in vars(fn) and "__wrapped__" not in vars(fn)
+    return home.startswith("headloss.") and ("<locals>" not in name or fixed)
 
 
 class _Uses(NamedTuple):
@@ -106,6 +109,8 @@ def _uses(code: types.CodeType) -> _Uses:
             elif step.opname in _ATTRIBUTE:
                 if i > taken:
                     attributes.add(name)
+            elif step.opname == "MATCH_CLASS":  # `case Point(x=0)` reads what a constant before it names
+                attributes.update(str(x) for x in (steps[i - 1].argval or ()))
             elif captured:
                 if name in code.co_freevars and step.opname not in ("COPY_FREE_VARS", "LOAD_CLOSURE", "MAKE_CELL"):
                     refused.append(f"{name} (it writes to it)")
@@ -144,7 +149,7 @@ class _Found:
         key = plain_key(x)
         if key is not None:
             self.floats |= not isinstance(x, _WHOLE)
-            self.fields.update(fields_of(type(x)) or ())
+            self.fields.update(("name", "value") if isinstance(x, enum.Enum) else fields_of(type(x)) or ())
             return key
         if id(x) in _allowed() or (isinstance(x, OpOverload | OpOverloadPacket) and _is_aten(x)):
             return Same(x)
@@ -177,9 +182,10 @@ class _Found:
                 self.unknown.append(f"{name} (not assigned yet)")
                 continue
             items.append(self.follow(name, x, chain))
+        own = [(k, self.value(f"{fn.__name__}.{k}", x)) for k, x in sorted(vars(fn).items()) if k not in _DECLARED]
         defaults = [self.value("default", x) for x in fn.__defaults__ or ()]
         named = [(k, self.value(f"default of {k}", x)) for k, x in sorted((fn.__kwdefaults__ or {}).items())]
-        return (fn.__code__, tuple(items), tuple(defaults), tuple(named))
+        return (fn.__code__, tuple(items), tuple(defaults), tuple(named), tuple(own))
 
     def follow(self, name: str, x: Any, chain: tuple[str, ...]) -> Any:
         """The key of `name.attribute...`: through modules and enums, whose attributes are as good as globals."""
@@ -236,6 +242,7 @@ def _is_aten(x: OpOverload | OpOverloadPacket) -> bool:
     return name.startswith(("aten::", "headloss::"))
 
 
+_DECLARED = frozenset({"__wrapped__", "__signature__", "per_segment", "returns"})  # read when a term is made
 _WHOLE = (bool, int, str, bytes, type(None), torch.dtype, torch.device)
 
 _BUILTINS = (
@@ -249,6 +256,7 @@ _TORCH = (
     "is_tensor", "linspace", "logspace", "no_grad", "ones", "promote_types", "result_type", "scalar_tensor",
     "set_grad_enabled", "tensor", "zeros", "Tensor", "Size",
 )  # fmt: skip
+_TELL = ("is_complex", "is_floating_point", "is_signed")  # the others tell the state of a tensor
 _FUNCTIONAL = ("elu_", "hardsigmoid", "hardswish", "hardtanh_", "leaky_relu_", "relu_", "selu_", "sigmoid", "tanh")
 
 
@@ -260,9 +268,10 @@ def _allowed() -> dict[int, Any]:
 
     known = [*_BUILTINS, *(x for x in vars(math).values() if callable(x))]
     known += [x for x in vars(builtins).values() if isinstance(x, type) and issubclass(x, Exception)]
-    known += [
+    listed = [
         x for home, found in get_overridable_functions().items() if isinstance(home, types.ModuleType) for x in found
     ]
+    known += [x for x in listed if _name_of(x) in _TELL or not _name_of(x).startswith(("is_", "get_"))]
     known += [getattr(torch, name) for name in _TORCH]
     known += [getattr(functional, name) for name in _FUNCTIONAL if hasattr(functional, name)]
     return {id(x): x for x in known}
@@ -290,4 +299,4 @@ def allowed_attributes() -> frozenset[str]:
                 names.add(name)
     for kind in (dict, list, tuple, str, set, frozenset, int, float, complex, range, slice):
         names.update(name for name in dir(kind) if not name.startswith("_"))
-    return frozenset(names)
+    return frozenset(names - {"format", "format_map"})  # which read whatever attributes a text names

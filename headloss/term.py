@@ -167,7 +167,7 @@ class Term:
         if is_divergence(fn):
             if sparse:
                 fn = sparse_loss(fn, self.tail)
-            elif hasattr(fn, "one_pass"):
+            elif hasattr(fn, "one_pass") and not hasattr(fn, "__wrapped__"):  # a decorator copies attributes
                 fn = fn.one_pass
             else:
                 fact = Fact("divergence", self.temperature, teacher, Element(fn, self.options, self.pure))

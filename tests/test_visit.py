@@ -379,7 +379,7 @@ def scaled(logprob, *, by=2.0, power=2.0, low=-1.0, high=1.0, eps=1e-3, fill=0.5
         ("focal", {"gamma": 1.0}),
         *((scaled, {"power": x}) for x in (1.0, 2.0, 0.5, -1.0, 3.0)),  # of x^0 torch has another derivative
         *((scaled, {name: x}) for name in ("by", "fill", "alpha") for x in (0.0, 1.0, 2.0, 0.5, -1.0, 3.0)),
-        *((scaled, {name: x}) for name in ("low", "high", "eps") for x in (0.0, -0.0, 1.0, 1e-40, 1e30, math.inf)),
+        *((scaled, {name: x}) for name in ("low", "high", "eps") for x in (0.0, -0.0, 1.0, 1e-40, 1e30)),
     ],
 )
 def test_another_value_of_an_option_compiles_nothing(fn, options):

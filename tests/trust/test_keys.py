@@ -77,7 +77,8 @@ DIFFERENT = [
     1, True, 1.0, 0.0, -0.0, float("nan"), float("inf"), 1j, -1j, "1", b"1", None, (1,), (1.0,), (True,), (1, 2),
     Pair(1, 2), Other(1, 2), Typed(), Record(), Record(2), Record(1.0), Slotted(), Mode.ONE, IntMode.ONE,
     np.float64(1), np.float32(1), np.int64(1), torch.float32, torch.float64, torch.device("cpu"), torch.device("meta"),
-    frozenset({1}), torch.Size([1, 2]), range(2), ..., torch.contiguous_format, ((1, 2), 3), (1, (2, 3)),
+    torch.Size([1, 2]), range(2), range(0, 3, 2), range(0, 4, 2), ..., torch.contiguous_format, ((1, 2), 3),
+    (1, (2, 3)),
 ]  # fmt: skip
 
 

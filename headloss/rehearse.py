@@ -1,0 +1,48 @@
+"""Is a trace what the function does?  Both are run once on small tensors of concrete numbers, and compared.
+
+Python code can tell a tracer's tensors and sizes from real ones (`isinstance(x.shape[0], int)`, a `try` around what a
+tracer refuses), or treat one row otherwise than many.  Its trace is then another function, and must not be kept.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+SIZES = ((5, 3), (1, 2), (4, 1))  # rows and segments: several, one of the one, one of the other
+
+
+def agrees(graph: Callable[..., Any], function: Callable[..., Any], examples: Iterable[Sequence[Any]]) -> bool:
+    """Whether a graph gives what the function that it was made of gives, for each of these arguments."""
+    with _disable_current_modes(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of numbers that nobody asked about
+        return all(_same(graph(*x), function(*x)) for x in examples)
+
+
+def drawn(like: Tensor, shape: Sequence[int], generator: torch.Generator) -> Tensor:
+    """Numbers as losses meet them: floats negative like log-probabilities, integers 0 like ids, bools mixed."""
+    if like.dtype == torch.bool:
+        x = torch.rand(tuple(shape), generator=generator, device="cpu") < 0.5
+    elif like.dtype.is_floating_point:
+        x = -0.1 - 2 * torch.rand(tuple(shape), generator=generator, device="cpu", dtype=torch.float64)
+    else:
+        x = torch.zeros(tuple(shape), device="cpu")
+    return x.to(like.device, like.dtype)
+
+
+def _same(x: Any, y: Any) -> bool:
+    if isinstance(x, Tensor) and isinstance(y, Tensor):
+        if x.shape != y.shape or x.dtype != y.dtype:
+            return False
+        exact = not x.dtype.is_floating_point
+        return torch.equal(x, y) if exact else torch.allclose(x, y, rtol=1e-3, atol=1e-5, equal_nan=True)
+    if isinstance(x, dict) and isinstance(y, dict):
+        return x.keys() == y.keys() and all(_same(x[k], y[k]) for k in x)
+    if isinstance(x, tuple | list) and isinstance(y, tuple | list):
+        return len(x) == len(y) and all(_same(a, b) for a, b in zip(x, y, strict=True))
+    return x is None and y is None
