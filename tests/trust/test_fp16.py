@@ -205,3 +205,24 @@ def test_a_bias_brings_a_product_back_into_fp16(targets: int) -> None:
     term, y = TERMS["cross-entropy"][1], torch.tensor([targets])
     want, plain = (eager(term, tensors, y, {}, dtype, 1.0) for dtype in (torch.float64, torch.float16))
     assert no_worse(ours("cross-entropy", tensors, y, {}, "autograd", 1.0), plain, want, "a bias") == 4
+
+
+def test_a_bias_beside_wider_logits() -> None:
+    """Where the product is made in another dtype than the bias, it is added after it."""
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(6, 8).bfloat16(), torch.randn(11, 8).bfloat16()
+    bias, targets = 3 * torch.randn(11).bfloat16(), torch.randint(11, (6,))
+    out = hl.Objective(ce=hl.losses.cross_entropy)(hl.Linear(hidden, weight, bias, logits_dtype=torch.float32), targets)
+    want = torch.nn.functional.cross_entropy(hidden.float() @ weight.float().T + bias.float(), targets)
+    torch.testing.assert_close(out.loss, want)
+
+
+def test_a_loss_scale_beyond_fp16_reaches_fp16_logits() -> None:
+    torch.manual_seed(0)
+    z = torch.randn(64, 11).half()
+    targets = torch.randint(11, (64,))
+    x, y = z.clone().requires_grad_(), z.float().requires_grad_()
+    (hl.Objective(ce=hl.losses.cross_entropy)(hl.Logits(x), targets).loss * 1e5).backward()
+    (torch.nn.functional.cross_entropy(y, targets) * 1e5).backward()
+    assert x.grad is not None and torch.isfinite(x.grad).all()
+    torch.testing.assert_close(x.grad.float(), y.grad, rtol=2e-3, atol=1.0)

@@ -284,6 +284,10 @@ def branches_on_rows(logprob, entropy):
     return -logprob if logprob.shape[0] > 6 else entropy
 
 
+def branches_on_many_rows(logprob, entropy):
+    return -logprob if logprob.shape[0] > 100 else entropy
+
+
 def branches_on_grad(logprob, entropy):
     return -logprob if torch.is_grad_enabled() else entropy
 
@@ -292,15 +296,15 @@ def branches_on_requires_grad(logprob, entropy):
     return -logprob if logprob.requires_grad else entropy
 
 
-@pytest.mark.parametrize("fn", [branches_on_rows, branches_on_grad, branches_on_requires_grad])
+@pytest.mark.parametrize("fn", [branches_on_rows, branches_on_many_rows, branches_on_grad, branches_on_requires_grad])
 def test_no_fact_is_called_unused_where_another_branch_uses_it(fn):
     objective = hl.Objective(it=fn, backend="torch")
-    for rows in (5, 9, 5):
+    for rows in (5, 9, 130, 5):
         for grad in (True, False):
             z = torch.randn(rows, 11, dtype=torch.float64, requires_grad=grad)
             targets = torch.randint(11, (rows,))
             logp = z.log_softmax(-1)
-            first = rows > 6 if fn is branches_on_rows else grad
+            first = {branches_on_rows: rows > 6, branches_on_many_rows: rows > 100}.get(fn, grad)
             want = -logp.gather(1, targets[:, None])[:, 0] if first else -(logp.exp() * logp).sum(-1)
             with torch.set_grad_enabled(grad):
                 out = objective(hl.Logits(z), targets)
@@ -319,6 +323,11 @@ def writes_through_a_view(logprob, advantage):
 
 def writes_detached(logprob, advantage):
     advantage.detach().mul_(2.0)
+    return -advantage * logprob
+
+
+def writes_data(logprob, advantage):
+    advantage.data.mul_(2.0)
     return -advantage * logprob
 
 
@@ -341,8 +350,8 @@ def writes_out(logprob, advantage):
 @pytest.mark.parametrize(
     "fn",
     [
-        writes_directly, writes_through_a_view, writes_detached, writes_and_cannot_be_traced, writes_into_a_fact,
-        writes_out,
+        writes_directly, writes_through_a_view, writes_detached, writes_data, writes_and_cannot_be_traced,
+        writes_into_a_fact, writes_out,
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("kind", ["Logits", "Linear"])
