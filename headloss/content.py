@@ -94,6 +94,6 @@ def content_key(objective: Objective) -> str:
         return f"own {next(_count)}"
     if said not in _KEYS:
         if len(_KEYS) >= _MOST_KEYS:
-            _KEYS.clear()
+            _KEYS.pop(next(iter(_KEYS)))
         _KEYS[said] = f"own {next(_count)}"
     return _KEYS[said]

@@ -84,19 +84,26 @@ class Want:
         self.argmax = "argmax" in names
         self.total = "mean_logprob" in names
         self.divergent = any(f.element is not None for f in self.facts)
+        self._at = frozenset((f.temperature, f.name, f.teacher) for f in self.facts)
+        self._compared = {
+            name: tuple(T for T in self.temperatures if any(f[1:3] == (T, name) for f in self.facts))
+            for name in self.teachers
+        }
 
     def at(self, temperature: float | None, name: str, teacher: str | None = None) -> bool:
-        return any(f[:3] == (name, temperature, teacher) for f in self.facts)
+        return (temperature, name, teacher) in self._at
 
     def at_any(self, teacher: str, name: str) -> bool:
         return any(f.name == name and f.teacher == teacher for f in self.facts)
 
     def temperatures_of(self, teacher: str) -> tuple[float | None, ...]:
         """The temperatures at which the row is compared with this teacher."""
-        return tuple(T for T in self.temperatures if any(f[1:3] == (T, teacher) for f in self.facts))
+        return self._compared.get(teacher, ())
 
     def looks(self, teacher: str, temperature: float | None) -> tuple[Fact, ...]:
         """The divergences whose sum over the vocabulary needs a second look at the row."""
+        if not self.divergent:
+            return ()
         return tuple(f for f in self.facts if f.element is not None and f[1:3] == (temperature, teacher))
 
     def __eq__(self, other: object) -> bool:

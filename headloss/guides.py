@@ -5,7 +5,6 @@ Dimension key:  N rows   R rows that count   C rows of a chunk   K ids a row
 
 from __future__ import annotations
 
-import copy
 import math
 import sys
 from collections.abc import Mapping, Sequence
@@ -19,6 +18,7 @@ from headloss.facts import Fact, Want
 from headloss.heads import Head, open_source
 from headloss.parallel import max_over, note_of
 from headloss.rows import Rows
+from headloss.segments import shallow
 from headloss.signature import ONLY
 from headloss.sources import Linear, Logits, Source, Sparse, Teacher, padded, parse_bytes, tensors_in, with_tensors
 from headloss.teachers import DenseChunk, SparseChunk, TeacherChunk, Temperature
@@ -142,7 +142,7 @@ class DenseGuide:
 
     def bare(self) -> DenseGuide:
         """Without them; `whole` puts them back."""
-        other = copy.copy(self)
+        other = shallow(self)
         other.teacher = with_tensors(self.teacher, dict.fromkeys(self.tensors()))
         other.temperature, other.head = 1.0, None
         return other
@@ -194,7 +194,7 @@ class SparseGuide:
 
     def bare(self) -> SparseGuide:
         """Without them: ids that are named once are a copy, and all that a pull reads."""
-        other = copy.copy(self)
+        other = shallow(self)
         other.teacher = None
         return other
 

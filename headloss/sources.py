@@ -9,7 +9,6 @@ A source is a frozen record of what the user said; `heads.py` has the verbs.
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
@@ -21,7 +20,7 @@ from torch.fx.experimental.symbolic_shapes import has_static_value
 
 from headloss.options import is_number, shown
 from headloss.parallel import VocabShard
-from headloss.segments import integers
+from headloss.segments import integers, shallow
 
 
 @dataclass(frozen=True, eq=False)
@@ -269,7 +268,7 @@ def tensors_in(source: Source) -> dict[str, Tensor]:
 
 def with_tensors(source: Source, tensors: Mapping[str, Tensor | None]) -> Source:
     """The same source with other tensors, or with None in their place while autograd keeps them."""
-    other = copy.copy(source)
+    other = shallow(source)
     for name, x in tensors.items():
         object.__setattr__(other, name, x)
     return other
@@ -299,10 +298,17 @@ def parse_bytes(memory: str | int) -> int:
 
 
 def _size(memory: str) -> int:
+    if memory in _SEEN:
+        return _SEEN[memory]
     match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([a-zA-Z]*)\s*", memory)
     if match is None or match[2].lower() not in _UNITS:
         raise ValueError(f'memory: wanted bytes or a size such as "1GiB" or "200MB", got {memory!r}')
+    if len(_SEEN) < 64:
+        _SEEN[memory] = int(float(match[1]) * _UNITS[match[2].lower()])
     return int(float(match[1]) * _UNITS[match[2].lower()])
+
+
+_SEEN: dict[str, int] = {}
 
 
 _size._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch 2.8 cannot trace `re`

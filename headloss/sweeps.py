@@ -10,7 +10,6 @@ Dimension key:  N rows   R rows that count   C rows of a chunk   V vocabulary
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple, Protocol
@@ -23,6 +22,7 @@ from headloss.guides import Guide, ids_facts, ids_pull, most_rows, note, teacher
 from headloss.heads import Grads, at_home, open_source, part_of
 from headloss.parallel import Gathering, reduce_hidden, sum_over
 from headloss.rows import Rows
+from headloss.segments import shallow
 from headloss.sources import Linear, Source, tensors_in, with_tensors
 from headloss.teachers import DenseSoftmax, TeacherChunk, Temperature, teacher_coefficients
 
@@ -95,7 +95,7 @@ class Sweep:
 
     def bare(self) -> Sweep:
         """The sweep without them, while autograd keeps them; `whole` puts them back."""
-        other = copy.copy(self)
+        other = shallow(self)
         other.source = with_tensors(self.source, dict.fromkeys(tensors_in(self.source)))
         other.rows, other.temperature = self.rows.with_targets(None), 1.0
         other.guides = {name: guide.bare() for name, guide in self.guides.items()}
@@ -234,6 +234,8 @@ class Sweep:
 
     @property
     def _looks(self) -> list[Fact]:
+        if not self.want.divergent:
+            return []
         return [f for n in self.want.teachers for T in self.want.temperatures_of(n) for f in self.want.looks(n, T)]
 
     def _open(self) -> Any:

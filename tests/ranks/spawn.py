@@ -156,7 +156,8 @@ class Calls:
                 for place in (dist, c10d):
                     if hasattr(place, name):
                         self._replace(place, name, counted)
-        self._replace(torch, "mm", self._noted("gemm", torch.mm))
+        for name in ("mm", "addmm"):
+            self._replace(torch, name, self._noted("gemm", getattr(torch, name)))
         return self
 
     def _replace(self, place: Any, name: str, new: Any) -> None:
