@@ -25,12 +25,12 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from headloss.agreement import SIZES, agrees, drawn
 from headloss.call import Call, Env, WritesError, WrongValueError, WrongWeightError, writes_message
 from headloss.classify import classify, counts_rows, only, reach, size, unwatched, written
 from headloss.facts import CONSTANT, Fact
 from headloss.gradient import Reach, is_idle, leaf, reach_of
 from headloss.reads import ours
-from headloss.rehearse import SIZES, agrees, drawn
 from headloss.segments import Segments, WrongLengthError
 
 

@@ -188,7 +188,7 @@ FAULTS = [
     Fault("plan.py", "unused = frozenset()  # it runs as it is", "pass  # it runs as it is", "a fact is withheld from a function that may read it", TRACED),
     Fault("plan.py", "if not agrees(graph, joint, examples()):", "if False:", "Python code that tells a trace from a call is traced", ("tests/trust/test_traces_are_the_function.py",)),
     Fault("plan.py", "tuple([s.parameters for s in call.signatures]),", "call.signature.parameters,", "row weights at another temperature share a trace", ("tests/trust/test_traces_are_the_function.py",)),
-    Fault("rehearse.py", "SIZES = ((5, 3), (1, 2), (4, 1))", "SIZES = ((5, 3),)", "one row is taken for many", ("tests/trust/test_traces_are_the_function.py",)),
+    Fault("agreement.py", "SIZES = ((5, 3), (1, 2), (4, 1))", "SIZES = ((5, 3),)", "one row is taken for many", ("tests/trust/test_traces_are_the_function.py",)),
     Fault("keys.py", "value = plain_key(x.value) if _is_bare(kind) and set(vars(x)) <= _MEMBER else None", "value = plain_key(x.value)", "an enum with code of its own is taken for plain data", ("tests/trust/test_traces_are_the_function.py",)),
     Fault("reads.py", 'name = fn.__globals__.get("__name__") or "", fn.__code__.co_qualname', 'name = fn.__module__ or "", fn.__qualname__', "a decorated loss of ours is taken for ours", ("tests/trust/test_traces_are_the_function.py",)),
     Fault("term.py", ' and not hasattr(fn, "__wrapped__")', "", "a decorated divergence loses its decorator", ("tests/trust/test_traces_are_the_function.py",)),

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from headloss.agreement import SIZES, agrees, drawn
 from headloss.backends.elements import printed
 from headloss.backends.lower import compiled, function
 from headloss.backends.operands import Unprintable, constant
@@ -29,7 +30,6 @@ from headloss.classify import counts_rows, size, unwatched
 from headloss.facts import CONSTANT, Fact, Want
 from headloss.keys import Same
 from headloss.reads import ours
-from headloss.rehearse import SIZES, agrees, drawn
 
 COEFFICIENTS = ("a", "b", "e", "c", "y")
 WIDE = ("ids_logprob", "ids_logit")  # one value an id
@@ -206,7 +206,7 @@ class _Page:
             self._metric(key, graph, given, node)
 
     def _rehearsed(self, module: Any, values: Any, known: Sequence[Any], sizes: list[int]) -> bool:
-        """See `rehearse.agrees`."""
+        """See `agreement.agrees`."""
         generator = torch.Generator("cpu").manual_seed(0)
         for R, _ in SIZES:
             sizes[:] = [R]
