@@ -103,8 +103,7 @@ class Sweep:
 
     def whole(self, tensors: Mapping[str, Tensor]) -> Sweep:
         source = with_tensors(self.source, {n: x for n, x in tensors.items() if hasattr(self.source, n)})
-        rows = self.rows.with_targets(tensors.get("targets"))
-        guides: dict[str, Guide] = {}
+        rows, guides = self.rows.with_targets(tensors.get("targets")), {}
         for name, guide in self.guides.items():
             own = {n.rsplit(".", 1)[1]: x for n, x in tensors.items() if n.startswith(f"{teacher_label(name)}.")}
             guides[name] = guide.whole(own, source, rows)
@@ -234,9 +233,8 @@ class Sweep:
 
     @property
     def _looks(self) -> list[Fact]:
-        if not self.want.divergent:
-            return []
-        return [f for n in self.want.teachers for T in self.want.temperatures_of(n) for f in self.want.looks(n, T)]
+        teachers = self.want.teachers if self.want.divergent else ()
+        return [f for n in teachers for T in self.want.temperatures_of(n) for f in self.want.looks(n, T)]
 
     def _open(self) -> Any:
         self.close()
@@ -368,10 +366,10 @@ def scaled(grads: Grads, scale: Tensor | None, backend: ModuleType) -> Grads:
     """Times a number, in place, and in float32 where the gradient itself is narrower; times 1 costs nothing."""
     if scale is None or (scale.device.type == "cpu" and float(scale) == 1.0):
         return grads
-    for x in grads:
-        if x is not None and hasattr(backend, "scale_"):
+    for x in [x for x in grads if x is not None]:
+        if hasattr(backend, "scale_"):
             backend.scale_(x, scale)
-        elif x is not None:
+        else:
             x.mul_(scale) if x.dtype.itemsize >= 4 else x.copy_(x.float() * scale)
     return grads
 
