@@ -92,8 +92,8 @@ def content_key(objective: Objective) -> str:
     said, unknown, _ = content(objective)
     if unknown:
         return f"own {next(_count)}"
-    if said not in _KEYS:
-        if len(_KEYS) >= _MOST_KEYS:
-            _KEYS.pop(next(iter(_KEYS)))
-        _KEYS[said] = f"own {next(_count)}"
+    key = _KEYS.pop(said, None)
+    if key is None and len(_KEYS) >= _MOST_KEYS:
+        _KEYS.pop(next(iter(_KEYS)))  # the one that was asked for longest ago
+    _KEYS[said] = key or f"own {next(_count)}"
     return _KEYS[said]

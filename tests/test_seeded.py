@@ -214,3 +214,17 @@ def test_objectives_that_differ_have_keys_that_differ() -> None:
     keys = [hl.Objective(ce=hl.Term(cross_entropy, **more)).key for more in options]
     assert len(set(keys)) == len(keys)
     assert keys == [hl.Objective(ce=hl.Term(cross_entropy, **more)).key for more in options]
+
+
+def test_keys_are_those_asked_for_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is bounded forgets what was asked for longest ago, not what is in use."""
+    from headloss import content
+
+    monkeypatch.setattr(content, "_MOST_KEYS", 3)
+    monkeypatch.setattr(content, "_KEYS", {})
+    key = lambda weight: hl.Objective(ce=hl.Term(cross_entropy, weight=weight)).key
+    first = key(1.0)
+    for weight in (2.0, 3.0, 4.0, 5.0):
+        key(weight)
+        assert key(1.0) == first
+    assert len(content._KEYS) == 3
