@@ -433,7 +433,7 @@ FAULTS = [
     Fault("recipe.py", "                check_number(name, value)", "                pass", "compiled: a temperature that is infinite is let through", COMPILED),
     Fault("recipe.py", "own = {} if traits is None else dict(traits.weights)", "own = {}", "compiled: a weight that the graph changes is read too early", COMPILED),
     Fault("content.py", "_NUMBERED: weakref.WeakValueDictionary[int, Objective] = weakref.WeakValueDictionary()", "_NUMBERED: dict[int, Objective] = {}", "objectives are kept for ever", KEPT),
-    Fault("content.py", "        if len(_KEYS) >= _MOST_KEYS:", "        if False:", "keys of objectives are kept for ever", KEPT),
+    Fault("content.py", "    if key is None and len(_KEYS) >= _MOST_KEYS:", "    if False:", "keys of objectives are kept for ever", KEPT),
     Fault("rehearsal.py", "        if len(_FORMS) >= _MOST:", "        if False:", "forms of graphs are kept for ever", KEPT),
     Fault("rehearsal.py", "return tuple(f._replace(element=None) for f in facts)", "return tuple(facts)", "a graph's form keeps a divergence alive", KEPT),
     Fault("rehearsal.py", "with torch.random.fork_rng([torch.cuda.current_device()] if device.type == \"cuda\" else []):", "with contextlib.nullcontext():", "a rehearsal draws from the caller's random numbers", COMPILED),
