@@ -25,7 +25,7 @@ from headloss.layout import PerRow, readings
 from headloss.one_launch import Launched, measured
 from headloss.passes import Held
 from headloss.planning import Plan, call_weights, keep
-from headloss.reads import ours, reads
+from headloss.reads import ours, own_key, reads
 from headloss.record import Output, facts_later, key_of
 from headloss.reductions import over
 from headloss.rows import IGNORE, Prepared, Rows, Stats, check_stats, may_read
@@ -67,7 +67,7 @@ def form_of(
     if x.ndim > 2 and not x.is_contiguous():
         return None
     grad = torch.is_grad_enabled()
-    off, foreign, per_row = objective.standing
+    off, foreign, own, per_row = objective.standing
     given: list[Any] = [x.dtype, device, source.temperature]
     for name, value in inputs.items():
         given.append(name)
@@ -84,17 +84,22 @@ def form_of(
     given.append(_off(call_weights(objective, rest[2])) if rest[2] else off)
     given.append(torch.get_default_dtype())
     given += [reads(fn, pure=pure) for fn, pure in foreign]
+    for fn in own:
+        given += own_key(fn)
     return tuple(given)
 
 
-def standing(objective: Objective) -> tuple[tuple[str, ...], tuple[Any, ...], frozenset[str]]:
+def standing(objective: Objective) -> tuple[tuple[str, ...], tuple[Any, ...], tuple[Any, ...], frozenset[str]]:
     """What calls need not find out again: terms that are off by themselves, functions that are not ours (what they
-    read may change between calls), and inputs of which some function says that they have one value per row."""
+    read may change between calls), those of ours whose options have defaults, and inputs of which some function says
+    that they have one value per row."""
     fns = [(x, t.pure) for t in objective.every_term for x in (t.fn, t.row_weight) if callable(x)]
     fns += [(c.fn, False) for _, c in objective.metrics if not isinstance(c.fn, Term)]
     said = readings(objective.terms, objective.metrics)
     per_row = frozenset(name for name, reading in said.items() if reading.row and not reading.segment)
-    return _off({n: t.weight for n, t in objective.terms.items()}), tuple(x for x in fns if not ours(x[0])), per_row
+    off = _off({n: t.weight for n, t in objective.terms.items()})
+    own = tuple(fn for fn, _ in fns if ours(fn) and fn.__kwdefaults__)
+    return off, tuple(x for x in fns if not ours(x[0])), own, per_row
 
 
 def _off(weights: Mapping[str, float | Tensor]) -> tuple[str, ...]:

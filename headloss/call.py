@@ -42,7 +42,7 @@ class Env(NamedTuple):
 
 
 class WrongValueError(TypeError):
-    """A loss returned something that is not one value a row, a segment or a pair."""
+    """A loss returned something that is not one real value per row, segment or pair."""
 
 
 class WrongWeightError(ValueError):
@@ -75,22 +75,19 @@ class Call(NamedTuple):
                 f"segments.spread(x) makes one value a row of one value a segment"
             )
             raise
-        value, metrics = result if isinstance(result, tuple) else (result, {})
         name = self.signature.name
-        if not isinstance(value, Tensor) or value.ndim != 1:
-            got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-            raise WrongValueError(
-                f"{name}: wanted one value a row, a segment or a pair (a vector), got {got}; "
-                f"leave the reduction to Term(reduction=...)"
-            )
+        value, metrics = _values_and_metrics(name, result)
         weight = self.weight(env)
         if weight is not None:
             if weight.shape not in ((), value.shape):
                 raise WrongWeightError(
-                    f"row_weight: of {name} has shape {tuple(weight.shape)}, its values have {tuple(value.shape)}"
+                    f"row_weight: of {name} has {weight.ndim} dimensions, and does not fit its values, one per row or "
+                    f"segment"
+                    if weight.ndim > 1
+                    else f"row_weight: of {name} has {weight.shape[0]} weights for {value.shape[0]} values"
                 )
             value = value * weight
-        return value, dict(metrics)
+        return value, metrics
 
     def reads(self) -> Reads:
         """All that a call of the function reads apart from its arguments."""
@@ -114,7 +111,10 @@ class Call(NamedTuple):
         else:
             assert self.row_weight_signature is not None
             given = env.arguments(self.row_weight_signature)
-            weight = evaluate(self.row_weight, self.row_weight_signature.name, given)
+            name = self.row_weight_signature.name
+            weight = evaluate(self.row_weight, name, given)
+            if not isinstance(weight, Tensor) or weight.dtype.is_complex:
+                raise WrongWeightError(f"row_weight: {name} returns {_got(weight)}, wanted one real weight per row")
         return weight.detach()
 
     @property
@@ -134,6 +134,31 @@ class Call(NamedTuple):
     def input_names(self) -> tuple[str, ...]:
         names = [p.key for s in self.signatures for p in s.parameters if p.kind == "input"]
         return tuple(dict.fromkeys([*names, *([self.row_weight] if isinstance(self.row_weight, str) else [])]))
+
+
+def _values_and_metrics(name: str, result: Any) -> tuple[Tensor, dict[str, Any]]:
+    """What a loss returned: `values`, or `(values, metrics)`."""
+    if isinstance(result, tuple) and not (len(result) == 2 and isinstance(result[1], Mapping)):
+        got = ", ".join("tensor" if isinstance(x, Tensor) else type(x).__name__ for x in result)
+        raise WrongValueError(f"{name}: wanted values, or (values, a dict of metrics), got a tuple of ({got})")
+    value, metrics = result if isinstance(result, tuple) else (result, {})
+    if not isinstance(value, Tensor) or value.ndim != 1 or value.dtype.is_complex:
+        raise WrongValueError(
+            f"{name}: wanted one real value per row, segment or pair (a vector), got {_got(value)}; "
+            f"leave the reduction to Term(reduction=...)"
+        )
+    for key, x in metrics.items():
+        if not hasattr(x, "__float__") or (isinstance(x, Tensor) and x.dtype.is_complex):
+            raise WrongValueError(
+                f"{name}: its metric {key!r} is {_got(x)}, wanted a tensor of real values or a number"
+            )
+    return value, dict(metrics)
+
+
+def _got(x: Any) -> str:
+    if not isinstance(x, Tensor):
+        return type(x).__name__
+    return f"{x.dtype} values" if x.dtype.is_complex else f"shape {tuple(x.shape)}"
 
 
 def evaluate(fn: Callable[..., Any], name: str, given: Mapping[str, Any], options: Mapping[str, Any] = {}) -> Any:

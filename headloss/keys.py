@@ -63,7 +63,9 @@ def plain_key(x: Any) -> Any:
     if kind.__module__ == "numpy" and kind.__name__ != "ndarray" and getattr(x, "shape", None) == ():
         return (kind, x.tobytes()) if getattr(x.dtype, "kind", "O") in "biufc" else None
     names = fields_of(kind)
-    return None if names is None else _all(kind, (getattr(x, name) for name in names))
+    if names is None or not set(getattr(x, "__dict__", ())).issubset(names):
+        return None  # no record, or one that was given more than its fields
+    return _all(kind, (getattr(x, name) for name in names))
 
 
 def fields_of(kind: type) -> tuple[str, ...] | None:

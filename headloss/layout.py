@@ -237,9 +237,16 @@ def layout(
         said, x = x.kind, x.value
     if isinstance(x, (bool, int, float)):
         dtype = torch.float64 if isinstance(x, float) and device.type != "mps" else None
+        if isinstance(x, int) and abs(x) >= 1 << 63:
+            raise ValueError(f"{name}: {x} does not fit 64 bits; give it as a float")
         x = torch.full((), x, dtype=dtype, device=device)  # there, because clamp takes no scalar from the host
     if not isinstance(x, Tensor):
         raise TypeError(f"{name}: wanted a tensor or a number, got {type(x).__name__}")
+    if getattr(type(x).__torch_function__, "__func__", _DISABLED) not in (_DISABLED, _TORCHS):
+        raise TypeError(
+            f"{name}: is a {type(x).__name__}, whose operations run code of its own that a trace cannot follow; "
+            f"wanted a plain tensor ({name}.as_subclass(torch.Tensor))"
+        )
     if "logprob" in name and x.dtype.is_floating_point and x.dtype.itemsize < 4:
         raise TypeError(
             f"{name}: is {x.dtype}, wanted float32 or better: a log-probability of -10 in bfloat16 can be off by 0.03 "
@@ -256,6 +263,10 @@ def layout(
     kind = choose(name, ways, said, reading, S is not None, f"shape {tuple(x.shape)}")
     after = {"row": len(leading), "segment": 1, "scalar": 0, "whole": 0}[kind]
     return x, Shape(kind, x.dtype, tuple(x.shape[after:]), x.requires_grad and torch.is_grad_enabled())
+
+
+_DISABLED = torch._C._disabled_torch_function_impl
+_TORCHS = Tensor.__torch_function__.__func__  # type: ignore[attr-defined]
 
 
 def unfit(name: str, shape: tuple[int, ...], leading: tuple[int, ...], num_segments: int | None) -> str:

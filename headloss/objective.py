@@ -64,7 +64,7 @@ class Objective:
     key: str  # of its content: a graph made with one objective serves all that are equal
     names: tuple[str, ...]  # of the terms
     every_term: tuple[Term, ...]  # and those that metrics are made of
-    standing: tuple[tuple[str, ...], tuple[Any, ...], frozenset[str]]  # see `again.standing`
+    standing: tuple[tuple[str, ...], tuple[Any, ...], tuple[Any, ...], frozenset[str]]  # see `again.standing`
     traits: Traits  # what a graph must know
     known: dict[Any, Any]  # plans of earlier calls; see `binding.make_plan`
 

@@ -105,9 +105,9 @@ def _check_form(known: Form, done: Done) -> None:
     ):
         if now != then:
             raise RuntimeError(
-                f"headloss: a loss or metric {what} {now} in this call, and {then} when the graph was made: something "
-                f"that it reads has changed; make that an option or an input, or compile again after "
-                f"torch.compiler.reset()"
+                f"headloss: a loss or metric {what} {now} in this call, and {then} when the graph was made: the "
+                f"number of rows that it branches on, or something that it reads, has changed; make that an option or "
+                f"an input, or compile again after torch.compiler.reset()"
             )
 
 

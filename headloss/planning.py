@@ -62,7 +62,7 @@ def make_plan(
 ) -> Plan:
     if isinstance(targets, Prepared):
         segments = targets.segments if segments is None else segments
-    if segments is not None and not isinstance(segments, Segments):
+    if segments is not None and type(segments) is not Segments:
         hint = "; make them with hl.Segments.from_cu_seqlens, from_ids, from_position_ids or from_batch"
         raise TypeError(f"segments: wanted hl.Segments, got {type(segments).__name__}{hint}")
     now = call_weights(objective, weights or {})

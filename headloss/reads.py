@@ -30,7 +30,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
-from headloss.keys import Same, fields_of, plain_key
+from headloss.keys import Same, fields_of, key_of, plain_key
 
 
 class Reads(NamedTuple):
@@ -47,9 +47,9 @@ def reads(fn: Callable[..., Any], options: Mapping[str, Any] | None = None, *, p
     A lambda that is made anew in every step has the same code and the same captured numbers, hence the same key.
     """
     if not options and (pure or ours(fn)):
-        return Reads((defaults(), Same(fn)), (), bool(getattr(fn, "__kwdefaults__", None)))
+        return Reads((defaults(), *own_key(fn)), (), bool(getattr(fn, "__kwdefaults__", None)))
     found = _Found()
-    key = Same(fn) if pure else found.value("", fn)
+    key = own_key(fn) if pure else found.value("", fn)
     given = tuple([(name, found.value(f"option {name}", x)) for name, x in sorted((options or {}).items())])
     return Reads((defaults(), key, given), found.finish(), found.floats)
 
@@ -72,6 +72,12 @@ def ours(fn: Any) -> bool:
     home, name = fn.__globals__.get("__name__") or "", fn.__code__.co_qualname  # which no decorator copies
     fixed = "fixed" in vars(fn) and "__wrapped__" not in vars(fn)
     return home.startswith("headloss.") and ("<locals>" not in name or fixed)
+
+
+def own_key(fn: Any) -> tuple[Any, ...]:
+    """The key of a function of ours: itself, and the defaults of its options, which a user may set."""
+    given = getattr(fn, "__kwdefaults__", None)
+    return (Same(fn), *map(key_of, given.values())) if given else (Same(fn),)
 
 
 class _Uses(NamedTuple):
@@ -142,7 +148,8 @@ class _Found:
 
     def finish(self) -> tuple[str, ...]:
         odd = sorted(self.attributes - allowed_attributes() - self.fields)
-        return tuple(dict.fromkeys([*self.unknown, *(f".{name}" for name in odd)]))
+        changed = [f"torch.Tensor.{x} (not torch's own)" for x in sorted(self.attributes) if not _is_torchs(x)]
+        return tuple(dict.fromkeys([*self.unknown, *(f".{name}" for name in odd), *changed]))
 
     def value(self, name: str, x: Any) -> Any:
         """The key of something that is read; if it is not known it is noted by name."""
@@ -155,7 +162,7 @@ class _Found:
             return Same(x)
         if ours(x):
             self.floats |= bool(x.__kwdefaults__)
-            return Same(x)
+            return own_key(x)
         if type(x) is types.FunctionType:
             return self.function(x)
         if type(x) is functools.partial:
@@ -204,8 +211,8 @@ class _Found:
             x = held[rest[0]]
             name = f"{name}.{rest.pop(0)}"
         key = self.value(name, x)
-        if type(x) is types.FunctionType and rest:
-            self.unknown.append(f"{name}.{rest[0]} (an attribute of a function)")
+        if rest and callable(x) and x is not torch.Tensor and not _is_immutable(x):
+            self.unknown.append(f"{name}.{rest[0]} (an attribute of {_what(x)})")
         self.attributes.update(rest)
         return key
 
@@ -216,6 +223,15 @@ def _global(fn: types.FunctionType, name: str) -> Any:
         return found[name]
     within = found.get("__builtins__", builtins)
     return (within if isinstance(within, dict) else vars(within))[name]
+
+
+def _is_immutable(x: Any) -> bool:
+    return isinstance(x, type) and bool(x.__flags__ & _IMMUTABLE)
+
+
+def _is_torchs(name: str) -> bool:
+    """Whether an attribute of tensors is what it was when this module was imported."""
+    return getattr(torch.Tensor, name, None) is _OF_TENSORS.get(name)
 
 
 def _name_of(x: Any) -> str:
@@ -242,6 +258,8 @@ def _is_aten(x: OpOverload | OpOverloadPacket) -> bool:
     return name.startswith(("aten::", "headloss::"))
 
 
+_IMMUTABLE = 1 << 8  # of a type whose attributes cannot be set (Py_TPFLAGS_IMMUTABLETYPE)
+_OF_TENSORS = {name: getattr(torch.Tensor, name, None) for name in dir(torch.Tensor)}
 _DECLARED = frozenset({"__wrapped__", "__signature__", "per_segment", "returns"})  # read when a term is made
 _WHOLE = (bool, int, str, bytes, type(None), torch.dtype, torch.device)
 

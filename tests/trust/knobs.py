@@ -357,6 +357,43 @@ def by_dtype():
     return loss, functools.partial(held.__setitem__, "x")
 
 
+def by_record_with_more():
+    """An attribute that is no field, under a name that tensors have too."""
+    held = Frozen()
+
+    def turn(x):
+        object.__setattr__(held, "mean", x)
+
+    turn(1.0)
+    return lambda logprob, entropy: combine(held.mean, logprob, entropy), turn
+
+
+def by_attribute_of_a_type():
+    """`eps` is a name of torch.finfo's."""
+
+    def turn(x):
+        torch.Tensor.eps = x
+
+    turn(1.0)
+    return lambda logprob, entropy: combine(torch.Tensor.eps, logprob, entropy), turn
+
+
+def by_attribute_of_tensors():
+    def turn(x):
+        torch.Tensor.resolution = x
+
+    turn(1.0)
+    return lambda logprob, entropy: combine(logprob.resolution, logprob, entropy), turn
+
+
+def by_attribute_of_a_guard():
+    def turn(x):
+        torch.no_grad.max = x
+
+    turn(1.0)
+    return lambda logprob, entropy: combine(torch.no_grad.max, logprob, entropy), turn
+
+
 KNOBS = {name.removeprefix("by_"): fn for name, fn in list(globals().items()) if name.startswith("by_")}
 # Everything these read is compared in every call, so they stay traced.
 TRACED = {

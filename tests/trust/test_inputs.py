@@ -527,3 +527,66 @@ def test_metrics_of_as_many_segments_as_rows() -> None:
     present = torch.bincount(IDS, minlength=N) > 0
     totals = torch.zeros(N).double().index_add(0, IDS, logp.gather(-1, targets[:, None])[:, 0])
     assert float(out.metrics["total"]) == pytest.approx(totals[present].mean().item())
+
+
+RETURNS: dict[str, tuple[Any, str]] = {
+    "a weight of float": (lambda: hl.Term(plain, row_weight=lambda logprob: 2.0), "row_weight: <lambda> returns float"),
+    "no weight": (lambda: hl.Term(plain, row_weight=lambda logprob: None), "row_weight: <lambda> returns NoneType"),
+    "a weight and more": (lambda: hl.Term(plain, row_weight=lambda logprob: (logprob, {})), "returns tuple"),
+    "a complex weight": (lambda: hl.Term(plain, row_weight=lambda logprob: logprob * 1j), "complex128 values"),
+    "a wide weight": (lambda: hl.Term(plain, row_weight=lambda logprob: logprob[:, None]), "has 2 dimensions"),
+    "a short weight": (lambda: hl.Term(plain, row_weight=lambda logprob: logprob[:1]), "1 weights for"),
+    "three things": (lambda: hl.Term(lambda logprob: (logprob, {}, 1)), r"a tuple of \(tensor, dict, int\)"),
+    "one in a tuple": (lambda: hl.Term(lambda logprob: (logprob,)), r"a tuple of \(tensor\)"),
+    "metrics in a list": (lambda: hl.Term(lambda logprob: (logprob, [logprob])), "tensor, list"),
+    "no metrics": (lambda: hl.Term(lambda logprob: (logprob, None)), "tensor, NoneType"),
+    "no metric": (lambda: hl.Term(lambda logprob: (logprob, {"a": None})), "its metric 'a' is NoneType"),
+    "text": (lambda: hl.Term(lambda logprob: (logprob, {"a": "x"})), "its metric 'a' is str"),
+    "complex values": (lambda: hl.Term(lambda logprob: logprob * 1j), "<lambda>: wanted one real value"),
+    "a complex metric": (lambda: hl.Term(lambda logprob: (logprob, {"a": logprob * 1j})), "'a' is torch.complex128"),
+}
+
+
+def plain(logprob: torch.Tensor) -> torch.Tensor:
+    return -logprob
+
+
+@pytest.mark.parametrize("kind", ["Logits", "Linear"])
+@pytest.mark.parametrize("name", RETURNS)
+def test_what_a_function_returns(name: str, kind: str) -> None:
+    make, message = RETURNS[name]
+    h, w = torch.randn(6, 4, dtype=torch.float64, requires_grad=True), torch.randn(9, 4, dtype=torch.float64)
+    source = hl.Linear(h, w) if kind == "Linear" else hl.Logits(h @ w.T)
+    with pytest.raises((TypeError, ValueError), match=message):
+        hl.Objective(it=make())(source, torch.randint(9, (6,)))
+
+
+class Doubled(torch.Tensor):
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+class Five(hl.Segments):
+    pass
+
+
+class Named(torch.Tensor):
+    """One that changes nothing."""
+
+
+@pytest.mark.parametrize("kind", ["Logits", "Linear"])
+def test_subclasses_with_code_of_their_own(kind: str) -> None:
+    h, w, y = torch.randn(6, 4, requires_grad=True), torch.randn(9, 4), torch.randint(9, (6,))
+    source = hl.Linear(h, w) if kind == "Linear" else hl.Logits(h @ w.T)
+    weighed = hl.Objective(it=lambda logprob, a: -a * logprob)
+    with pytest.raises(TypeError, match=r"a: is a Doubled.*as_subclass"):
+        weighed(source, y, a=torch.rand(6).as_subclass(Doubled))
+    plain = weighed(source, y, a=torch.ones(6)).loss
+    assert float(weighed(source, y, a=torch.ones(6).as_subclass(Named)).loss) == float(plain)  # type: ignore[arg-type]
+    assert float(weighed(source, y, a=torch.nn.Parameter(torch.ones(6), requires_grad=False)).loss) == float(plain)
+    with pytest.raises(TypeError, match=r"segments: wanted hl.Segments, got Five"):
+        segments = Five(torch.tensor([0, 0, 1, 1, 2, 2]), 3)
+        hl.Objective(it=lambda logprob, segments: -segments.mean(logprob))(source, y, segments=segments)
+    with pytest.raises(ValueError, match="beta: .* does not fit 64 bits"):
+        hl.Objective(it=lambda logprob, beta: -beta * logprob)(source, y, beta=10**30)

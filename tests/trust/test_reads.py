@@ -114,7 +114,7 @@ def test_a_divergence_reads_in_every_call_too(name):
 @pytest.mark.skipif(INSIDE, reason="runs inside")
 def test_under_the_interpreter():
     pytest.importorskip("triton")
-    rerun(__file__, "-k", "function_reads or divergence_reads")
+    rerun(__file__, "-k", "function_reads or divergence_reads or metric_reads")
 
 
 @pytest.mark.parametrize("name", KNOBS)
@@ -144,6 +144,10 @@ NAMED = {
     "import": "math (an import inside)",
     "globals": "globals (a built-in function)",
     "dtype": "torch.get_default_dtype (a built-in function)",
+    "record_with_more": "held (a Frozen)",
+    "attribute_of_a_type": "torch.Tensor.eps (not torch's own)",
+    "attribute_of_tensors": "torch.Tensor.resolution (not torch's own)",
+    "attribute_of_a_guard": "torch.no_grad.max (an attribute of a class)",
 }
 
 
@@ -152,6 +156,68 @@ def test_explain_names_what_was_read(name):
     loss, _ = KNOBS[name]()
     plan = hl.Objective(it=loss).explain(hl.Logits(torch.empty(5, 9)), torch.zeros(5, dtype=torch.long))
     assert NAMED[name] in plan.terms[0].reason
+
+
+@pytest.fixture(autouse=True)
+def torch_as_it_was():
+    yield
+    for owner, name in ((torch.Tensor, "eps"), (torch.Tensor, "resolution"), (torch.no_grad, "max")):
+        if name in vars(owner):
+            delattr(owner, name)
+
+
+@pytest.mark.parametrize("kind", ["Logits", "Linear"])
+def test_a_default_of_a_loss_of_ours_is_read_in_every_call(kind):
+    """A user sets it for all of a process."""
+    hidden, weight = torch.randn(6, 4, dtype=torch.float64), torch.randn(9, 4, dtype=torch.float64)
+    targets = torch.randint(9, (6,))
+    rows = {"advantage": -torch.ones(6).double(), "old_logprob": -torch.ones(6).double()}
+    objective = hl.Objective(it=hl.losses.grpo)
+    logprob = (hidden @ weight.T).log_softmax(-1).gather(1, targets[:, None])[:, 0]
+    was = hl.losses.grpo.__kwdefaults__["low"]
+    try:
+        for low in (0.2, 0.9, 0.01, 0.2):
+            hl.losses.grpo.__kwdefaults__["low"] = low
+            leaf = hidden.clone().requires_grad_()
+            out = objective(sources(kind, leaf, weight), targets, **rows)
+            out.loss.backward()
+            ratio = (logprob + 1).exp()
+            want = torch.maximum(ratio, ratio.clamp(min=1 - low)).mean()
+            torch.testing.assert_close(out.loss.detach(), want)
+            free = (ratio >= 1 - low).double()[:, None]
+            p = (hidden @ weight.T).softmax(-1)
+            slope = free * ratio[:, None] * (F.one_hot(targets, 9) - p) / 6
+            torch.testing.assert_close(leaf.grad, slope @ weight)
+    finally:
+        hl.losses.grpo.__kwdefaults__["low"] = was
+
+
+def by_size(logprob, entropy):
+    return entropy if isinstance(logprob.shape[0], int) else logprob
+
+
+def one_row(logprob, entropy):
+    return entropy if logprob.shape[0] == 1 else logprob
+
+
+def by_except(logprob, entropy):
+    try:
+        fine = bool((logprob < 0).all())
+    except RuntimeError:
+        fine = False
+    return entropy if fine else logprob
+
+
+@pytest.mark.parametrize("fn", [by_size, one_row, by_except])
+@pytest.mark.parametrize("backend", ["torch", "triton"] if INSIDE else ["torch"])
+def test_a_metric_reads_as_its_function_does(fn, backend):
+    objective = hl.Objective(it=lambda logprob: -logprob, metrics={"m": fn}, backend=backend)
+    for rows in (6, 1, 6):
+        z, targets = torch.randn(rows, 9), torch.randint(9, (rows,))
+        logp = z.log_softmax(-1)
+        facts = logp.gather(1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
+        got = float(objective(hl.Logits(z), targets).metrics["m"])
+        torch.testing.assert_close(torch.tensor(got), fn(*facts).mean(), rtol=1e-4, atol=1e-5)
 
 
 FACTOR = 0.5
