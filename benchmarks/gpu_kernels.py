@@ -34,7 +34,7 @@ from headloss.facts import Fact, Softmax, Want, coefficients, finish
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from proof.record import short, write
 
-backend: Any = import_module("headloss.backends.triton")
+backend: Any = import_module("headloss.backends.triton.sweeps")
 Shape = backend.Shape
 START = time.time()
 DEVICE = "cuda"

@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 
 import headloss as hl
-from headloss.backends.kernels.scale import scale_kernel
+from headloss.backends.triton.kernels.scale import scale_kernel
 from headloss.losses import cross_entropy, entropy_bonus, grpo, z_loss
 
 N, V = 1024, 1024

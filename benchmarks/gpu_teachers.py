@@ -31,14 +31,14 @@ import torch
 import triton
 
 import headloss as hl
-from headloss import planning
+from headloss.engine import plan as planning
 from headloss.losses import forward_kl, jsd, reverse_kl, skew_kl, soft_cross_entropy, tvd
 
 sys.path.insert(0, str(Path(__file__).parent))
 from gpu_kernels import DEVICE, error, read_only, save, say, timed
 
-teachers: Any = import_module("headloss.backends.triton_teachers")
-pulls: Any = import_module("headloss.backends.triton_pulls")
+teachers: Any = import_module("headloss.backends.triton.teachers")
+pulls: Any = import_module("headloss.backends.triton.pulls")
 Shape = teachers.Shape
 DIVERGENCES: list[tuple[Any, dict[str, float]]] = [
     (forward_kl, {}), (reverse_kl, {}), (soft_cross_entropy, {}), (jsd, {"beta": 0.5}), (jsd, {"beta": 0.1}),
@@ -221,7 +221,7 @@ def parts_of(problem: Problem, fn: Any, **options: Any) -> dict[str, Callable[..
     want = Want(facts_of or [Fact("divergence", None, "t", Element(fn, options))])
     V = problem.x.shape[1]
     chunk = [DenseChunk(problem.u, 1.0, None, (1.0,), V)]
-    engine: Any = import_module("headloss.backends.triton")
+    engine: Any = import_module("headloss.backends.triton.sweeps")
     sums = lambda **more: engine.sums(problem.x, None, want, [1.0], teachers=chunk, **more)
     facts, softmax = finish(sums(), want, [1.0], V)
     look = lambda **more: engine.look(problem.x, want, softmax, chunk, [[1.0]], **more)

@@ -30,13 +30,13 @@ import torch
 import triton
 
 import headloss as hl
-from headloss.backends.program import lower
-from headloss.backends.triton_visit import SHAPES, Arguments, Shape, visit
+from headloss.backends.triton.printer.program import lower
+from headloss.backends.triton.visit import SHAPES, Arguments, Shape, visit
 from headloss.facts import Want
 from headloss.losses import cross_entropy, entropy_bonus, grpo, z_loss
 from headloss.metrics import read_metrics
-from headloss.plan import Shape as Layout
-from headloss.plan import trace
+from headloss.trace.trace import Shape as Layout
+from headloss.trace.trace import trace
 
 sys.path.insert(0, str(Path(__file__).parent))
 from gpu_kernels import DEVICE, save, say, timed

@@ -23,7 +23,6 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
@@ -31,11 +30,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import headloss as hl
-from headloss.backends import resolve
+from headloss.backends import choose
 from headloss.cli.compare import peak_bytes
 from headloss.facts import CONSTANT, Fact, Want, coefficients, finish, merge
 from headloss.losses import cross_entropy, dft, entropy_bonus, focal, grpo, gspo, jsd, reinforce, z_loss
-from headloss.parallel import _fields, _refill
+from headloss.parallel.shard import _fields, _refill
 from proof.record import command, environment, short, write
 
 VOCABULARIES = (128256, 151936, 262144, 32000, 50257)
@@ -409,7 +408,7 @@ def _rank(ranks: int, size: tuple[int, int, int], clock: Clock, dtype: torch.dty
     """What one of several ranks does, with everything but the wires: its columns, the others' partials, the merge."""
     N, V, D = size
     b = batch(N, V // ranks, D, 0.0, False, clock.device, dtype)
-    sweep: Any = import_module(f"headloss.backends.{resolve('auto', b.hidden.device)}")
+    sweep: Any = choose("auto", b.hidden.device)
     want = Want([Fact("lse"), Fact("logprob")])
 
     def step() -> None:

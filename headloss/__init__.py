@@ -5,26 +5,26 @@ facts; autograd on small vectors gives the coefficients; one more sweep writes t
 """
 
 from headloss import losses
-from headloss.heads import Grads
-from headloss.layout import PerRow, PerSegment, Whole
+from headloss.checks.verify import Verification, verify
+from headloss.engine.heads import Grads
+from headloss.engine.layout import PerRow, PerSegment, Whole
 from headloss.metrics import Meter, Metric
 from headloss.module import FusedLMHead, Inputs
 from headloss.objective import Objective, row_facts
-from headloss.parallel import VocabShard
+from headloss.parallel.shard import VocabShard
 from headloss.record import Facts, Output
 from headloss.reductions import count
 from headloss.rows import Prepared, prepare, shift_labels
 from headloss.segments import Segments
 from headloss.sources import Linear, Logits, Sparse
 from headloss.term import Term
-from headloss.verify import Verification, verify
 
 __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> object:
     if name == "HeadParallel":  # loads DTensor, which a plain import should not
-        from headloss.dtensor import HeadParallel
+        from headloss.parallel.dtensor import HeadParallel
 
         return HeadParallel
     raise AttributeError(f"module 'headloss' has no attribute {name!r}")

@@ -27,11 +27,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headloss.gradient import reach_of
-from headloss.keys import Same
-from headloss.reads import Reads, reads
-from headloss.signature import function_name
 from headloss.teachers import FLOOR
+from headloss.trace.gradient import reach_of
+from headloss.trace.keys import Same
+from headloss.trace.reads import Reads, reads
+from headloss.trace.signature import function_name
 
 TAILS = ("bucket", "none", "renormalise")
 

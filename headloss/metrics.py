@@ -23,15 +23,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from headloss.call import Call
 from headloss.divergence import is_divergence
 from headloss.facts import FACTS
 from headloss.losses import LOSSES
-from headloss.options import shown
-from headloss.parallel import all_gather, together
-from headloss.signature import function_name, read_signature, suggest
+from headloss.parallel.shard import all_gather, together
 from headloss.sources import Sparse
 from headloss.term import Term
+from headloss.trace.call import Call
+from headloss.trace.options import shown
+from headloss.trace.signature import function_name, read_signature, suggest
 
 
 def accuracy(argmax: Tensor, targets: Tensor) -> Tensor:

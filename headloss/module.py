@@ -96,7 +96,7 @@ class FusedLMHead(nn.Linear):
                 raise ValueError("objective: needed with targets or inputs; without it the head is a linear layer")
             if self.parallel is None:
                 return super().forward(hidden)
-            from headloss.dtensor import sharded_logits
+            from headloss.parallel.dtensor import sharded_logits
 
             return sharded_logits(hidden, self)
         if not isinstance(objective, Objective):
@@ -106,7 +106,7 @@ class FusedLMHead(nn.Linear):
     def _source(self, hidden: Tensor) -> Linear:
         if self.parallel is None:
             return Linear(hidden, self.weight, self.bias, **self.source_options)
-        from headloss.dtensor import sharded_source
+        from headloss.parallel.dtensor import sharded_source
 
         return sharded_source(hidden, self, **self.source_options)
 

@@ -18,31 +18,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headloss import graph
-from headloss.again import recall, remember, standing
 from headloss.backends import check_backend
-from headloss.binding import backend_for, bind, chunks_of, rows_of
-from headloss.bound import BoundLoss
-from headloss.call import Call
 from headloss.config import check_losses, read_config, write_config
-from headloss.content import Traits, content_key, portable, traits
-from headloss.explain import Explanation, explain
+from headloss.engine.again import recall, remember, standing
+from headloss.engine.bind import backend_for, bind, chunks_of, rows_of
+from headloss.engine.explain import Explanation, explain
+from headloss.engine.heads import Grads
+from headloss.engine.loss import BoundLoss
+from headloss.engine.plan import Plan, check_targets_wanted, check_teachers, make_plan, plain_source
+from headloss.engine.run import Head, run, settle
+from headloss.engine.saved import refuse_transforms
+from headloss.engine.sweeps import Sweep
+from headloss.engine.teachers import bind_guides, most_rows, name_teachers, teacher_bytes
 from headloss.facts import FACTS, Fact, Want
-from headloss.guides import bind_guides, most_rows, name_teachers, teacher_bytes
-from headloss.heads import Grads
+from headloss.graph import compiled as graph
+from headloss.graph.content import Traits, content_key, portable, traits
+from headloss.graph.recipe import describe
 from headloss.metrics import check_names, own_metrics, read_metrics
-from headloss.options import is_number, shown
-from headloss.passes import Head, run, settle
-from headloss.planning import Plan, check_targets_wanted, check_teachers, make_plan, plain_source
-from headloss.recipe import describe
 from headloss.record import Facts, Output
 from headloss.rows import Prepared, bind_rows, may_read
-from headloss.saved import refuse_transforms
 from headloss.segments import Segments
-from headloss.signature import COMPARING, ONLY, Parameter, Signature, suggest
 from headloss.sources import Source, Teacher
-from headloss.sweeps import Sweep
 from headloss.term import Term, as_term
+from headloss.trace.call import Call
+from headloss.trace.options import is_number, shown
+from headloss.trace.signature import COMPARING, ONLY, Parameter, Signature, suggest
 
 
 class Objective:

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from headloss.engine.heads import Grads
 from headloss.facts import Fact
-from headloss.heads import Grads
 from headloss.metrics import Metric
 
 Key = str | tuple[str, float] | tuple[str, float | None, str]

@@ -131,7 +131,7 @@ def top_entropy(fraction: float) -> Callable[..., Tensor]:
 
 
 def _by_row(fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """All its inputs have one value per row; see `headloss.layout`."""
+    """All its inputs have one value per row; see `headloss.engine.layout`."""
     fn.__dict__["per_segment"] = ()
     return fn
 

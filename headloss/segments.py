@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from headloss.parallel import together
+from headloss.parallel.shard import together
 
 _library = torch.library.Library("headloss", "DEF")
 _library.define("segment_totals(Tensor x, Tensor ids, SymInt num_segments) -> Tensor")

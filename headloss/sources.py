@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import has_static_value
 
-from headloss.options import is_number, shown
-from headloss.parallel import VocabShard
+from headloss.parallel.shard import VocabShard
 from headloss.segments import integers, shallow
+from headloss.trace.options import is_number, shown
 
 
 @dataclass(frozen=True, eq=False)

@@ -28,6 +28,6 @@ def _seed() -> None:
 @pytest.fixture(autouse=True)
 def _each_test_counts_its_own_traces() -> None:
     """A loss that is traced too often is warned of, and warnings are errors here."""
-    from headloss import plan
+    from headloss.trace import trace as plan
 
     plan._TRACED.clear()

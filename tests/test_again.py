@@ -17,12 +17,12 @@ import torch
 from interpreting import quicken, rerun
 
 import headloss as hl
-from headloss import again
+from headloss.engine import again
 from headloss.losses import cross_entropy, entropy_bonus, grpo, z_loss
 
 pytest.importorskip("triton")
-from headloss.backends import triton_visit
-from headloss.backends.triton_launch import Launch
+from headloss.backends.triton import visit as triton_visit
+from headloss.backends.triton.launch import Launch
 
 INSIDE = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INSIDE else "cuda"

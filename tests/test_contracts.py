@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import headloss as hl
-from headloss import plan
 from headloss.losses import cross_entropy, entropy_bonus, grpo, gspo, z_loss
+from headloss.trace import trace as plan
 
 KINDS = ["Logits", "Linear"]
 BATCH_LOSS = lambda logprob: (logprob - logprob.mean()) ** 2

@@ -5,8 +5,8 @@ import torch
 import torch.distributed as dist
 
 import headloss as hl
-from headloss import heads
-from headloss.heads import even_parts
+from headloss.engine import heads
+from headloss.engine.heads import even_parts
 from headloss.losses import cross_entropy, gspo, jsd, z_loss
 
 N, D = 24, 12

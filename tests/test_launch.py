@@ -10,9 +10,9 @@ import torch
 pytest.importorskip("triton")
 from triton import knobs
 
-import headloss.backends.triton_launch as launch_module
-from headloss.backends.triton_launch import Launch, look
-from headloss.heads import at_home
+import headloss.backends.triton.launch as launch_module
+from headloss.backends.triton.launch import Launch, look
+from headloss.engine.heads import at_home
 
 
 class Compiled:
@@ -146,8 +146,8 @@ def test_equal_kinds_are_one_kernel_for_triton():
     from triton.backends.compiler import GPUTarget
     from triton.compiler import make_backend
 
-    from headloss.backends.kernels.scale import scale_kernel
-    from headloss.backends.kernels.totals import totals_kernel
+    from headloss.backends.triton.kernels.scale import scale_kernel
+    from headloss.backends.triton.kernels.totals import totals_kernel
 
     backend = make_backend(GPUTarget("cuda", 90, 32))
     tensors = [torch.zeros(40, dtype=d) for d in (torch.float32, torch.bfloat16, torch.int64, torch.bool)]
@@ -178,8 +178,8 @@ def test_equal_forms_of_a_visit_are_one_kernel_for_triton(monkeypatch):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import make_backend
 
-    from headloss.backends import triton_visit
-    from headloss.backends.kernels.visit import visit_kernel
+    from headloss.backends.triton import visit as triton_visit
+    from headloss.backends.triton.kernels.visit import visit_kernel
 
     calls = []
     monkeypatch.setattr(
@@ -219,8 +219,8 @@ def test_equal_forms_of_a_visit_are_one_kernel_for_triton(monkeypatch):
 def program():
     """Some terms with two inputs, printed."""
     import headloss as hl
+    from headloss.engine.plan import make_plan
     from headloss.losses import grpo
-    from headloss.planning import make_plan
 
     objective = hl.Objective(rl=grpo, backend="triton")
     meta = lambda *shape, dtype=torch.float32: torch.empty(*shape, dtype=dtype, device="meta")
@@ -246,7 +246,7 @@ def test_small_kernels_compile_for_hopper(name):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from headloss.backends import triton_visit
+    from headloss.backends.triton import visit as triton_visit
 
     launch, given = HOPPER[name](triton_visit)
     given |= {"found": "*fp32", "sums": "*fp32", "loss": "*fp32", "target": "*i64", "N": "i32", "V": "i32"}

@@ -18,7 +18,7 @@ import torch
 import headloss as hl
 from headloss.cli.compare import peak_bytes
 from headloss.losses import LOSSES, cross_entropy, z_loss
-from headloss.plan import Shape, trace
+from headloss.trace.trace import Shape, trace
 
 CODE = "__import__('os').system('touch /tmp/owned')"
 WRONG: dict[str, Any] = {
@@ -146,8 +146,8 @@ def test_silly_numbers_come_back_as_numbers(term: dict[str, Any]) -> None:
 @pytest.mark.skipif(find_spec("triton") is None, reason="what is printed is Triton")
 def test_printed_code_has_known_names_only() -> None:
     """Of every loss that can be printed: names made by the printer, Triton's, and the device functions beside it."""
-    from headloss.backends import lower
-    from headloss.backends.kernels import pointwise
+    from headloss.backends.triton.kernels import pointwise
+    from headloss.backends.triton.printer import lower
 
     known = {n for n in vars(pointwise) if not n.startswith("_")} | {"tl", "triton", "jit", "def", "return", "float"}
     known |= {"float32", "float64", "int64", "int1", "bfloat16", "float16", "to", "where", "loss", "and", "or", "not"}

@@ -28,7 +28,7 @@ if INSIDE:
             tl.store(outs[k] + i, found[k].to(tl.float32) + tl.zeros([N], tl.float32))
 
 
-from headloss.backends.lower import Unprintable, compiled, pointwise, source_of  # noqa: E402
+from headloss.backends.triton.printer.lower import Unprintable, compiled, pointwise, source_of  # noqa: E402
 
 
 @pytest.mark.timeout(300)

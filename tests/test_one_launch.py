@@ -251,7 +251,7 @@ def test_what_cannot_be_printed_takes_two_launches_and_says_why(terms, metrics, 
 
 @inside
 def test_changing_numbers_compiles_nothing_new():
-    from headloss.backends import lower
+    from headloss.backends.triton.printer import lower
 
     batch = Batch()
     source, _ = batch.source("Logits")
@@ -301,7 +301,7 @@ def test_metrics_do_not_change_with_what_is_written_to_the_targets_later():
 
 @inside
 def test_while_a_graph_is_captured_metrics_are_part_of_it(monkeypatch):
-    from headloss import one_launch
+    from headloss.engine import one_launch
 
     batch = Batch()
     source, _ = batch.source("Logits")

@@ -14,11 +14,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import headloss as hl
-from headloss import recipe, rehearsal
 from headloss.facts import VALUED
-from headloss.graph import labels
+from headloss.graph.compiled import labels, recipe, rehearsal
+from headloss.graph.recipe import describe
 from headloss.losses import cross_entropy, gspo, gspo_token, jsd, z_loss
-from headloss.recipe import describe
 
 V, D = 29, 5
 OBJECTIVE = hl.Objective(ce=cross_entropy, z=hl.Term(z_loss, weight=0.1), metrics=["entropy", "accuracy"])

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import headloss as hl
-from headloss import plan
+from headloss.trace import trace as plan
 
 BUDGETS = (1, 3, 7, 1000)
 

@@ -130,7 +130,7 @@ def test_row_weight(batch: Batch, case: str, reduction: str, with_old: bool) -> 
 
 
 def test_equal_weights_share_a_trace_and_others_do_not(batch: Batch, monkeypatch: pytest.MonkeyPatch) -> None:
-    from headloss import plan
+    from headloss.trace import trace as plan
 
     traced = []
     trace_once = plan._trace_once

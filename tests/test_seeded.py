@@ -12,7 +12,7 @@ import torch
 import headloss as hl
 from headloss import metrics, reductions
 from headloss.losses import cross_entropy, reinforce
-from headloss.parallel import VocabShard, check_notes, note_of
+from headloss.parallel.shard import VocabShard, check_notes, note_of
 from headloss.rows import bind_rows
 from headloss.segments import Segments
 
@@ -218,7 +218,7 @@ def test_objectives_that_differ_have_keys_that_differ() -> None:
 
 def test_keys_are_those_asked_for_last(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is bounded forgets what was asked for longest ago, not what is in use."""
-    from headloss import content
+    from headloss.graph import content
 
     monkeypatch.setattr(content, "_MOST_KEYS", 3)
     monkeypatch.setattr(content, "_KEYS", {})

@@ -8,6 +8,7 @@ import torch
 from interpreting import quicken, rerun
 
 import headloss as hl
+from headloss.engine.plan import make_plan
 from headloss.losses import (
     cross_entropy,
     entropy_bonus,
@@ -20,7 +21,6 @@ from headloss.losses import (
     tvd,
     z_loss,
 )
-from headloss.planning import make_plan
 
 pytest.importorskip("triton")
 INSIDE = os.environ.get("TRITON_INTERPRET") == "1"
@@ -404,8 +404,8 @@ def test_a_divergence_that_cannot_be_printed_is_no_program():
 @inside
 @pytest.mark.parametrize("k", [1, 2, 5, 33])
 def test_repeated_ids_are_merged_in_one_launch(k):
-    from headloss.backends.triton_teachers import merge_repeated
-    from headloss.guides import merge_repeated as plain
+    from headloss.backends.triton.teachers import merge_repeated
+    from headloss.engine.teachers import merge_repeated as plain
 
     generator = torch.Generator().manual_seed(k)
     ids = torch.randint(-1, 7, (6, k), generator=generator)

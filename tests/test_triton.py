@@ -29,7 +29,7 @@ NAN = math.nan
 plain = import_module("headloss.backends.torch")
 if INSIDE:
     quicken()
-    kernels = import_module("headloss.backends.triton")
+    kernels = import_module("headloss.backends.triton.sweeps")
     TINY = kernels.Shape(width=64, lanes=4, loads=2, stages=1, warps=1)  # 3 parts and several blocks at V near 150
 
 

@@ -14,9 +14,9 @@ if triton.knobs.runtime.interpret:
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-backend = import_module("headloss.backends.triton")
-from headloss.backends.kernels.pull import pull_kernel  # noqa: E402
-from headloss.backends.kernels.sums import merge_kernel, sums_kernel  # noqa: E402
+backend = import_module("headloss.backends.triton.sweeps")
+from headloss.backends.triton.kernels.pull import pull_kernel  # noqa: E402
+from headloss.backends.triton.kernels.sums import merge_kernel, sums_kernel  # noqa: E402
 
 BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 INTS = ("N", "V", "parts", "width", "stride", "lead", "out_stride", "out_lead", "target_stride", "start")
@@ -120,16 +120,16 @@ def loops(code):
 
 # ---------------------------------------------------------------- beside teachers
 
-from headloss.backends.elements import printed  # noqa: E402
-from headloss.backends.kernels.dense import dense_sums_kernel  # noqa: E402
-from headloss.backends.kernels.guided import guided_kernel, look_kernel  # noqa: E402
-from headloss.backends.kernels.meeting import dense_merge_kernel  # noqa: E402
-from headloss.backends.kernels.sparse import gather_kernel, merge_ids_kernel, store_kernel, tail_kernel  # noqa: E402
+from headloss.backends.triton.kernels.dense import dense_sums_kernel  # noqa: E402
+from headloss.backends.triton.kernels.guided import guided_kernel, look_kernel  # noqa: E402
+from headloss.backends.triton.kernels.meeting import dense_merge_kernel  # noqa: E402
+from headloss.backends.triton.kernels.sparse import gather_kernel, merge_ids_kernel, store_kernel, tail_kernel  # noqa: E402
+from headloss.backends.triton.printer.elements import printed  # noqa: E402
 from headloss.divergence import Element  # noqa: E402
 from headloss.losses import jsd, tvd  # noqa: E402
 
-beside = import_module("headloss.backends.triton_teachers")
-pulls = import_module("headloss.backends.triton_pulls")
+beside = import_module("headloss.backends.triton.teachers")
+pulls = import_module("headloss.backends.triton.pulls")
 COUNTS = ("teacher_stride", "teacher_lead", "count", "others", "apart")
 
 
@@ -253,15 +253,15 @@ def test_teachers_kernels_compile_without_spills(name, tmp_path):
 
 # ---------------------------------------------------------------- one launch
 
-visits = import_module("headloss.backends.triton_visit")
+visits = import_module("headloss.backends.triton.visit")
 from headloss import Term  # noqa: E402
-from headloss.backends.kernels.visit import visit_kernel  # noqa: E402
-from headloss.backends.program import lower  # noqa: E402
+from headloss.backends.triton.kernels.visit import visit_kernel  # noqa: E402
+from headloss.backends.triton.printer.program import lower  # noqa: E402
 from headloss.facts import Want  # noqa: E402
 from headloss.losses import cross_entropy, entropy_bonus, focal, grpo, z_loss  # noqa: E402
 from headloss.metrics import read_metrics  # noqa: E402
-from headloss.plan import Shape as Layout  # noqa: E402
-from headloss.plan import trace  # noqa: E402
+from headloss.trace.trace import Shape as Layout  # noqa: E402
+from headloss.trace.trace import trace  # noqa: E402
 
 VISIT_INTS = ("N", "V", "stride", "lead", "out_stride", "out_lead", "target_stride", "start", "vocab")
 
@@ -351,7 +351,7 @@ def test_every_printed_operation_compiles():
     import torch.nn.functional as F
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    from headloss.backends.lower import pointwise
+    from headloss.backends.triton.printer.lower import pointwise
 
     def many(x, y, n):
         with torch.enable_grad():
@@ -385,12 +385,12 @@ def printed_kernel(x, y, n, out, FN: triton.language.constexpr):
 
 # ---------------------------------------------------------------- one launch beside a teacher
 
-taught = import_module("headloss.backends.triton_taught")
+taught = import_module("headloss.backends.triton.taught")
 from headloss import Logits, Sparse  # noqa: E402
-from headloss.backends.kernels.taught import taught_kernel  # noqa: E402
+from headloss.backends.triton.kernels.taught import taught_kernel  # noqa: E402
+from headloss.engine.plan import _ids  # noqa: E402
 from headloss.losses import forward_kl, reverse_kl  # noqa: E402
-from headloss.planning import _ids  # noqa: E402
-from headloss.signature import ONLY  # noqa: E402
+from headloss.trace.signature import ONLY  # noqa: E402
 
 
 class Beside(Built):

@@ -189,7 +189,7 @@ def test_a_divergence_without_a_triton_form(fn, operation):
 
 @inside
 def test_other_options_are_the_same_function():
-    from headloss.backends.elements import printed
+    from headloss.backends.triton.printer.elements import printed
     from headloss.divergence import Element
 
     (one, numbers), (two, others) = (printed(((0, Element(hl.losses.jsd, {"beta": b})),), 1) for b in (0.3, 0.6))

@@ -116,8 +116,8 @@ def test_auto_is_triton_on_cuda():
 
 
 def test_no_compilation_when_only_the_number_of_rows_changes():
-    from headloss.backends.kernels.sums import sums_kernel
-    from headloss.backends.triton import sums
+    from headloss.backends.triton.kernels.sums import sums_kernel
+    from headloss.backends.triton.sweeps import sums
 
     want = Want([Fact("logprob"), Fact("entropy")])
     before = None
@@ -144,7 +144,7 @@ def test_one_launch_not_above_twice_eagers_error(bench_visit):
 
 def test_one_launch_compiles_once(bench_visit):
     """Neither rows, options nor weights that change make another kernel."""
-    from headloss.backends.kernels.visit import visit_kernel
+    from headloss.backends.triton.kernels.visit import visit_kernel
 
     before = None
     for n, low, weight in ((300, 0.2, 1.0), (301, 0.1, 0.5), (16, 0.3, 0.0), (1, 0.2, 2.0)):

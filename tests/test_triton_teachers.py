@@ -28,7 +28,7 @@ SPARSE = ("ids_logprob", "tail_logprob", "ids_logit", "topk_overlap")
 
 plain = import_module("headloss.backends.torch")
 if INSIDE:
-    kernels = import_module("headloss.backends.triton")
+    kernels = import_module("headloss.backends.triton.sweeps")
     TINY = kernels.Shape(width=64, lanes=4, loads=2, stages=1, warps=1)  # 3 parts and several blocks at V near 150
     MIXED = kernels.Shape(width=128, lanes=8, loads=2, stages=1, warps=1)  # for two dtypes
 
@@ -372,7 +372,7 @@ def test_ids_beyond_the_columns_that_a_dense_teacher_shares():
 
 @inside
 def test_where_a_teacher_can_be_read_by_whole_vectors():
-    beside = import_module("headloss.backends.triton_teachers").beside
+    beside = import_module("headloss.backends.triton.teachers").beside
 
     def rows(dtype, stride, lead=0):  # as `_rows` sees memory that begins at a boundary
         x = torch.zeros(4, 64, dtype=dtype).as_strided((4, 9), (stride, 1))
@@ -418,7 +418,7 @@ def test_tails():
 
 @inside
 def test_several_teachers_of_both_kinds(monkeypatch):
-    monkeypatch.setattr(import_module("headloss.backends.triton_pulls"), "TILE_BYTES", 2 * 4 * 147)
+    monkeypatch.setattr(import_module("headloss.backends.triton.pulls"), "TILE_BYTES", 2 * 4 * 147)
     facts = wants("teacher_cross_entropy", "teacher_argmax", teacher="a")
     facts += wants("reverse_cross_entropy", "shared_entropy", teacher="b", T=(2.0,))
     facts += divergences(ELEMENTS[:1], 2.0, "b")

@@ -132,8 +132,8 @@ def test_more_than_two_to_the_31_elements():
 
 
 def test_no_compilation_when_only_the_number_of_rows_changes():
-    from headloss.backends.kernels import dense, guided, meeting, taught
-    from headloss.backends.kernels import sparse as ids
+    from headloss.backends.triton.kernels import dense, guided, meeting, taught
+    from headloss.backends.triton.kernels import sparse as ids
 
     kernels = (
         dense.dense_sums_kernel, meeting.dense_merge_kernel, guided.guided_kernel, guided.look_kernel, ids.tail_kernel,

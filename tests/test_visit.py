@@ -12,22 +12,22 @@ import torch.nn.functional as F
 from interpreting import rerun
 
 import headloss as hl
-from headloss.call import Env
 from headloss.facts import CONSTANT, Fact, Want, coefficients, finish
 from headloss.losses import LOSSES
 from headloss.metrics import read_metrics
-from headloss.plan import Shape, _flat_arguments, trace
+from headloss.trace.call import Env
+from headloss.trace.trace import Shape, _flat_arguments, trace
 
 pytest.importorskip("triton")
 INSIDE = os.environ.get("TRITON_INTERPRET") == "1"
 inside = pytest.mark.skipif(not INSIDE, reason="runs under the interpreter, in a process of its own")
 
 plain = import_module("headloss.backends.torch")
-from headloss.backends.lower import Unprintable  # noqa: E402
-from headloss.backends.program import lower  # noqa: E402
+from headloss.backends.triton.printer.lower import Unprintable  # noqa: E402
+from headloss.backends.triton.printer.program import lower  # noqa: E402
 
 if INSIDE:
-    one = import_module("headloss.backends.triton_visit")
+    one = import_module("headloss.backends.triton.visit")
     TINY = one.Shape(1, 1)
 
 

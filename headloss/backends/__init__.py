@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import torch  # not at run time, where `torch` here becomes the backend of that name
 
 BACKENDS = ("auto", "torch", "triton")
+MODULES = {"torch": "headloss.backends.torch", "triton": "headloss.backends.triton.sweeps"}
 
 
 def check_backend(name: str) -> None:
@@ -25,7 +26,7 @@ def check_backend(name: str) -> None:
 
 def choose(name: str, device: torch.device, dtype: torch.dtype = float32) -> ModuleType:
     """The backend asked for, never swapped for another; "auto" is triton on CUDA where it can, torch elsewhere."""
-    return import_module(f"headloss.backends.{resolve(name, device, dtype)}")
+    return import_module(MODULES[resolve(name, device, dtype)])
 
 
 @functools.lru_cache(64)

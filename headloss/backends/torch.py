@@ -19,6 +19,8 @@ from headloss.backends.torch_teachers import Comparison, divide, logits, pull_ti
 from headloss.facts import FLOOR, Moments, Partial, Pull, Softmax, Want
 from headloss.teachers import DenseChunk, DensePull, DenseSoftmax, TeacherChunk, TeacherPulls, Temperature
 
+NAME = "torch"
+
 TILE_BYTES = {"cpu": 8 << 20}
 TILE_BYTES_ELSEWHERE = 64 << 20
 LOOK_BUFFERS = 8  # a divergence and its slope keep about 20 of a tile's size

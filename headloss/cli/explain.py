@@ -19,7 +19,7 @@ from torch import Tensor
 
 import headloss as hl
 from headloss.divergence import is_divergence
-from headloss.explain import Explanation
+from headloss.engine.explain import Explanation
 from headloss.sources import padded, parse_bytes
 
 DTYPES = {

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from headloss.divergence import is_divergence
 from headloss.losses import LOSSES
-from headloss.signature import read_signature, suggest
+from headloss.trace.signature import read_signature, suggest
 
 HEADER = """\
 # Losses

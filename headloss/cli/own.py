@@ -19,8 +19,8 @@ import headloss as hl
 from headloss.divergence import is_divergence
 from headloss.facts import FACTS, STUDENT
 from headloss.losses import LOSSES
-from headloss.signature import TEACHER_INPUTS, read_signature
 from headloss.teachers import SPARSE
+from headloss.trace.signature import TEACHER_INPUTS, read_signature
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 import headloss as hl
 from headloss.losses import LOSSES
-from headloss.signature import suggest
+from headloss.trace.signature import suggest
 
 SILENT = ("type", "weight", "logits_scale_factor", "use_triton", "implementation", "entropy_chunk_size")
 KEYS = {

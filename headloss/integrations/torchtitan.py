@@ -80,7 +80,7 @@ class HeadlossLoss(ChunkedLossWrapper):  # type: ignore[misc,unused-ignore]
         weight: Any = head.weight
         shard = None
         if hasattr(weight, "device_mesh") and not hasattr(hidden, "device_mesh"):
-            from headloss.dtensor import shard_of
+            from headloss.parallel.dtensor import shard_of
 
             # Not FSDP's, or its forward would have made it whole: what is left is tensor parallelism.
             shard = shard_of(weight.device_mesh, weight.shape[0])

@@ -2,7 +2,7 @@
 
 A file here that defines `def my_loss(logprob, ...)` makes `headloss.losses.my_loss` and a name for configs.  Files that
 begin with an underscore hold pieces that several losses share.  A loss whose inputs or values are not all per row says
-so: `kto.per_segment`, `kto.returns` (see `headloss.layout`).
+so: `kto.per_segment`, `kto.returns` (see `headloss.engine.layout`).
 """
 
 from __future__ import annotations

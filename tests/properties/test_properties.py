@@ -24,7 +24,7 @@ from torch import Tensor
 import headloss as hl
 from headloss.facts import CONSTANT, STUDENT, Fact, Want, coefficients, finish, merge
 from headloss.losses import LOSSES
-from headloss.parallel import _fields, _refill
+from headloss.parallel.shard import _fields, _refill
 from headloss.teachers import DenseChunk, SparseChunk, teacher_coefficients
 from proof import objectives
 

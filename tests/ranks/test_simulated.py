@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 import headloss as hl
+from headloss.backends import MODULES
 from headloss.facts import CONSTANT, Fact, Want, coefficients, finish, merge
-from headloss.parallel import _fields, _refill
+from headloss.parallel.shard import _fields, _refill
 
 FINITE = ("lse", "logprob", "entropy", "sum_p2", "max_logprob", "argmax", ("entropy", 2.0))  # also with -inf logits
 
@@ -22,7 +23,7 @@ def simulate(
     backend: str, logits: Tensor, targets: Tensor, want: Want, held: list[int], **transform: float
 ) -> tuple[dict[Fact, Tensor], Tensor]:
     """Facts, and the gradient of the sum of all of them, from shards of `held` columns."""
-    sweep = import_module(f"headloss.backends.{backend}")
+    sweep = import_module(MODULES[backend])
     vocab, temperatures = logits.shape[1], [1.0 if T is None else T for T in want.temperatures]
     starts = [sum(held[:i]) for i in range(len(held))]
     shards = [logits[:, start : start + width].contiguous() for start, width in zip(starts, held)]

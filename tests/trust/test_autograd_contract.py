@@ -18,8 +18,8 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(__file__)))
 from interpreting import quicken, rerun
 
 import headloss as hl
-from headloss import gradient
 from headloss.losses import cross_entropy, entropy_bonus, forward_kl, grpo, gspo, reverse_kl, tvd
+from headloss.trace import gradient
 
 INSIDE = os.environ.get("TRITON_INTERPRET") == "1"
 BACKEND = "triton" if INSIDE else "torch"

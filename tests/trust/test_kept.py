@@ -18,8 +18,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import headloss as hl
-from headloss import content, keys, plan, recipe, rehearsal
+from headloss.graph import content, recipe, rehearsal
 from headloss.losses import cross_entropy
+from headloss.trace import keys
+from headloss.trace import trace as plan
 
 V = 7
 
@@ -158,10 +160,11 @@ def test_hundreds_of_objectives(monkeypatch: pytest.MonkeyPatch) -> None:
     many(150)
     gc.collect()
     grown = {name: (before.get(name, 0), size) for name, size in containers() if size > max(before.get(name, 0), 18)}
-    grown.pop("headloss.recipe.read", None)  # strings: at most 512 of them
+    grown.pop("headloss.graph.recipe.read", None)  # strings: at most 512 of them
     assert not grown
     assert (
-        recipe.read.cache_info().maxsize == 512 and len(content._NUMBERED) <= before["headloss.content._NUMBERED"] + 2
+        recipe.read.cache_info().maxsize == 512
+        and len(content._NUMBERED) <= before["headloss.graph.content._NUMBERED"] + 2
     )
 
 

@@ -24,10 +24,10 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from headloss.backends.lower import Unprintable, compiled, function, source_of
-from headloss.backends.operands import DTYPES, kind_of
-from headloss.backends.operations import RULES
-from headloss.backends.printer import Printer, Value
+from headloss.backends.triton.printer.lower import Unprintable, compiled, function, source_of
+from headloss.backends.triton.printer.operands import DTYPES, kind_of
+from headloss.backends.triton.printer.operations import RULES
+from headloss.backends.triton.printer.printer import Printer, Value
 
 INSIDE = os.environ.get("TRITON_INTERPRET") == "1"
 inside = pytest.mark.skipif(not INSIDE, reason="runs under the interpreter, in a process of its own")

@@ -15,7 +15,7 @@ from knobs import KNOBS, TRACED
 import headloss as hl
 from headloss import metrics, row_weights
 from headloss.losses import LOSSES
-from headloss.reads import _Found, reads
+from headloss.trace.reads import _Found, reads
 
 INSIDE = os.environ.get("TRITON_INTERPRET") == "1"
 BACKENDS = ("torch", "triton") if INSIDE else ("torch",)

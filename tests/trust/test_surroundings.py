@@ -18,9 +18,10 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import headloss as hl
-from headloss import plan, rehearsal
+from headloss.graph import rehearsal
 from headloss.losses import cross_entropy, gspo, jsd
-from headloss.reads import defaults, reads
+from headloss.trace import trace as plan
+from headloss.trace.reads import defaults, reads
 
 V, D = 9, 4
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import headloss as hl
-from headloss import plan
 from headloss.losses import (
     LOSSES,
     cross_entropy,
@@ -22,6 +21,7 @@ from headloss.losses import (
     reverse_kl,
     z_loss,
 )
+from headloss.trace import trace as plan
 
 N, V, D = 50, 37, 5
 SEGMENTS = hl.Segments.from_cu_seqlens(torch.tensor([0, 7, 8, 20, 31, 42, 50]))
@@ -293,7 +293,7 @@ def test_what_is_not_deterministic_is_said(loss):
     ("where", "wrong"),
     [
         ("headloss.reductions.over", lambda count: 1.0 / (count + 1)),
-        ("headloss.bound.BoundLoss._scale", lambda self, term: 1.1 * term.weight),
+        ("headloss.engine.loss.BoundLoss._scale", lambda self, term: 1.1 * term.weight),
     ],
 )
 def test_a_wrong_engine_is_caught(where, wrong, monkeypatch):

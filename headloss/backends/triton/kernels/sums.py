@@ -1,0 +1,264 @@
+# mypy: ignore-errors
+"""The facts sweep: each lane keeps a partial of its own, and lanes merge once, at the end.
+
+Dimension key:  K loads in flight   L lanes (threads)   J columns of a lane in each load   P parts   N rows
+
+A block of K x L x J columns is reduced inside the thread to (L,) vectors, so nothing in the loop waits for another
+warp.  The algebra is that of `facts.merge` in base 2: with d = (max - new) log2(e) / T,
+
+    S = 2^d S + sum 2^x        X = 2^d (X + d S) + sum x 2^x        Q = 2^2d Q + sum 2^2x
+
+A program sweeps one part of one row, `width` columns, a multiple of the block.  Its numbers go to `out` (F, P, N):
+maximum, target, total and its count, argmax, then S, X, Q for each temperature, without those not wanted.
+"""
+
+import triton
+import triton.language as tl
+
+from headloss.backends.triton.kernels.logits import FLOOR, LN2, LOG2E, LOWEST, boundary, logits, temperature
+
+
+@triton.jit
+def fetch(raw, at, go, stop, MASKED: tl.constexpr, K: tl.constexpr, POLICY: tl.constexpr):
+    """A block as it is stored, K x (L, J) from column `at` (L, J) on; MASKED: only vectors from `go` to `stop`."""
+    x = ()
+    for k in tl.static_range(K):
+        here = at + k * (at.shape[0] * at.shape[1])
+        if MASKED:
+            x = x + (tl.load(raw + here, mask=(here >= go) & (here < stop), other=0.0),)
+        else:
+            x = x + (tl.load(raw + here, eviction_policy=POLICY),)
+    return x
+
+
+@triton.jit
+def absorb(z, m, best, block, S, X, Q, c, WANT_X: tl.constexpr, WANT_Q: tl.constexpr, ARGMAX: tl.constexpr):
+    """Take a block z, K x (L, J), into the lanes' partials (L,); every reduction here is within a thread."""
+    new = m
+    for n in tl.static_range(len(z)):
+        top = tl.max(z[n], axis=1)
+        if ARGMAX:
+            best = tl.where(top > new, block * len(z) + n, best)  # strictly above: a tie keeps the earlier load
+        new = tl.maximum(new, top)
+    drop = m - new
+    S_, X_, Q_ = (), (), ()
+    for i in tl.static_range(len(c)):
+        d = drop * c[i]
+        k = tl.exp2(d)
+        s, x, q = k * S[i], X[i], Q[i]
+        if WANT_X[i]:
+            x = k * (x + d * S[i])
+        if WANT_Q[i]:
+            q = k * k * q
+        for n in tl.static_range(len(z)):
+            t = (z[n] - new[:, None]) * c[i]
+            e = tl.exp2(t)
+            s += tl.sum(e, axis=1)
+            if WANT_X[i]:
+                x += tl.sum(e * tl.maximum(t, FLOOR), axis=1)
+            if WANT_Q[i]:
+                q += tl.sum(e * e, axis=1)
+        S_ = S_ + (s,)
+        X_ = X_ + (x,)
+        Q_ = Q_ + (q,)
+    return new, best, S_, X_, Q_
+
+
+@triton.jit(
+    do_not_specialize=["N", "V", "parts", "width", "stride", "lead", "target_stride", "start"],
+    do_not_specialize_on_alignment=["target"],
+)
+def sums_kernel(
+    raw, target, out, temperatures,
+    N, V, parts, width, stride, lead, target_stride, start, scale, cap,
+    TARGET: tl.constexpr, TOTAL: tl.constexpr, ARGMAX: tl.constexpr,
+    WANT_X: tl.constexpr, WANT_Q: tl.constexpr, PER_ROW: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr,
+    LINE: tl.constexpr, VEC: tl.constexpr,
+    K: tl.constexpr, L: tl.constexpr, J: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    BLOCK: tl.constexpr = K * L * J
+    if CHAINED:  # launched while the kernel before still ran; the merge may be so too
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    row = tl.program_id(0) // parts
+    part = tl.program_id(0) % parts
+    begin, skew = boundary(row, stride, lead, LINE)
+    raw += begin
+    end = skew + V
+    low = part * width
+    high = tl.minimum(low + width, end)
+
+    if TARGET:
+        wanted = tl.load(target + row.to(tl.int64) * target_stride)
+    c = ()
+    S, X, Q = (), (), ()
+    for i in tl.static_range(len(temperatures)):
+        c = c + (tl.div_rn(LOG2E, temperature(temperatures[i], row, PER_ROW[i])),)
+        S = S + (tl.zeros([L], tl.float32),)
+        X = X + (tl.zeros([L], tl.float32),)
+        Q = Q + (tl.zeros([L], tl.float32),)
+    m = tl.full([L], LOWEST, tl.float32)
+    best = tl.zeros([L], tl.int32)
+    total = tl.zeros([L], tl.float32)
+    centre = 0.0
+    if TOTAL:  # any logit of the row is near enough to keep the digits of a sum
+        centre = logits(tl.load(raw + tl.maximum(low, skew), mask=low < high, other=0.0), scale, cap, SCALED, CAPPED)
+        centre = tl.where(tl.abs(centre) < -LOWEST, centre, 0.0)
+
+    j = tl.arange(0, L)[:, None] * J + tl.arange(0, J)[None, :]
+    head = (low < skew).to(tl.int32)
+    first = low // BLOCK + head
+    last = tl.maximum(high // BLOCK, first)
+    for block in range(first, last):
+        x = fetch(raw, block * BLOCK + j, 0, 0, False, K, "evict_first")
+        z = ()
+        for n in tl.static_range(K):
+            z = z + (logits(x[n], scale, cap, SCALED, CAPPED),)
+            if TOTAL:
+                total += tl.sum(z[n] - centre, axis=1)
+        m, best, S, X, Q = absorb(z, m, best, block, S, X, Q, c, WANT_X, WANT_Q, ARGMAX)
+    go = tl.multiple_of(skew // VEC * VEC, VEC)
+    stop = tl.multiple_of((high + VEC - 1) // VEC * VEC, VEC)
+    for edge in range(1 - head, 1 + (high > last * BLOCK).to(tl.int32)):  # the row's first block if cut, and its last
+        block = tl.where(edge == 0, 0, last)
+        # whole vectors, masked afterwards: a 16-byte vector with one good element can be read without harm
+        x = fetch(raw, block * BLOCK + j, go, stop, True, K, "evict_first")
+        z = ()
+        for n in tl.static_range(K):
+            at = block * BLOCK + n * (L * J) + j
+            good = (at >= skew) & (at < high)
+            value = logits(x[n], scale, cap, SCALED, CAPPED)
+            if TOTAL:
+                total += tl.sum(tl.where(good, value - centre, 0.0), axis=1)
+            z = z + (tl.where(good, value, -float("inf")),)
+        m, best, S, X, Q = absorb(z, m, best, block, S, X, Q, c, WANT_X, WANT_Q, ARGMAX)
+
+    if TARGET:  # not before the loop, whose loads would wait for the target's number
+        column = (wanted - start + skew).to(tl.int32)
+        here = (column >= tl.maximum(low, skew)) & (column < high)
+        picked = tl.load(raw + column, mask=here, other=-float("inf"))
+
+    # merge the lanes
+    top = tl.max(m, axis=0)
+    some = top > LOWEST  # else every column is -inf: the identity, but for `total`
+    out += part.to(tl.int64) * N + row
+    step = N.to(tl.int64) * parts
+    tl.store(out, tl.where(some, top, -float("inf")))
+    origin = tl.where(some, top, 0.0)
+    slot = 1
+    if TARGET:
+        z = logits(picked, scale, cap, SCALED, CAPPED)
+        tl.store(out + slot * step, tl.where(here, z - origin, -float("inf")))
+        slot += 1
+    if TOTAL:
+        count = tl.maximum(high - tl.maximum(low, skew), 0).to(tl.float32)
+        tl.store(out + slot * step, tl.sum(total, axis=0) + count * (centre - origin))
+        tl.store(out + (slot + 1) * step, count)
+        slot += 2
+    if ARGMAX:
+        # every lane that holds the maximum knows in which load it first saw it; the lowest column is in the lowest load
+        load = tl.min(tl.where(m == top, best, 2147483647), axis=0)
+        at = tl.where(some, load, 0) * (L * J) + j
+        (x,) = fetch(raw, at, go, stop, True, 1, "evict_first")
+        value = logits(x, scale, cap, SCALED, CAPPED)
+        match = (at >= skew) & (at < high) & (value == top)
+        found = tl.min(tl.min(tl.where(match, at, 2147483647), axis=1), axis=0)
+        tl.store(out + slot * step, (tl.where(some, found, tl.maximum(low, skew)) - skew + start).to(tl.float32))
+        slot += 1
+    for i in tl.static_range(len(c)):
+        d = (m - top) * c[i]
+        k = tl.exp2(d)
+        tl.store(out + slot * step, tl.sum(k * S[i], axis=0))
+        slot += 1
+        if WANT_X[i]:
+            tl.store(out + slot * step, tl.sum(k * (X[i] + d * S[i]), axis=0) * LN2)
+            slot += 1
+        if WANT_Q[i]:
+            tl.store(out + slot * step, tl.sum(k * k * Q[i], axis=0))
+            slot += 1
+
+
+@triton.jit(
+    do_not_specialize=["N", "V", "parts", "stride", "lead", "target_stride", "start"],
+    do_not_specialize_on_alignment=["raw", "target"],
+)
+def merge_kernel(
+    raw, target, partial, out, temperatures,
+    N, V, parts, stride, lead, target_stride, start, scale, cap,
+    TARGET: tl.constexpr, TOTAL: tl.constexpr, ARGMAX: tl.constexpr,
+    WANT_X: tl.constexpr, WANT_Q: tl.constexpr, PER_ROW: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr,
+    PADDED: tl.constexpr, ROWS: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    """`facts.merge` in one launch: (F, P, N) -> (F, N), for parts that follow each other in the vocabulary.
+
+    The target's logit is picked here and not in the sweep, because it can be picked while the sweep still runs.
+    """
+    part = tl.arange(0, PADDED)[:, None]
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    good = row < N
+    here = (part < parts) & good[None, :]
+    partial += part * N + row[None, :]
+    out += row
+    step = N.to(tl.int64) * parts
+    if TARGET:
+        column = tl.load(target + row * target_stride, mask=good, other=-1) - start
+        held = (column >= 0) & (column < V) & good
+        z = logits(tl.load(raw + row * stride + lead + column, mask=held, other=0.0), scale, cap, SCALED, CAPPED)
+    if CHAINED:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    # every load before the first store, so that they do not wait for each other
+    m = tl.load(partial, mask=here, other=-float("inf"))
+    slot = 1
+    if TOTAL:
+        total = tl.load(partial + slot * step, mask=here, other=0.0)
+        count = tl.load(partial + (slot + 1) * step, mask=here, other=0.0)
+        slot += 2
+    if ARGMAX:
+        best = tl.load(partial + slot * step, mask=here, other=float("inf"))
+        slot += 1
+    T, S, X, Q = (), (), (), ()
+    for i in tl.static_range(len(temperatures)):
+        if PER_ROW[i]:
+            T = T + (tl.load(temperatures[i] + row, mask=good, other=1.0).to(tl.float32)[None, :],)
+        else:
+            T = T + (temperature(temperatures[i], row, False),)
+        S = S + (tl.load(partial + slot * step, mask=here, other=0.0),)
+        slot += 1
+        if WANT_X[i]:
+            X = X + (tl.load(partial + slot * step, mask=here, other=0.0),)
+            slot += 1
+        else:
+            X = X + (0.0,)
+        if WANT_Q[i]:
+            Q = Q + (tl.load(partial + slot * step, mask=here, other=0.0),)
+            slot += 1
+        else:
+            Q = Q + (0.0,)
+
+    top = tl.max(m, axis=0)
+    shift = tl.where(m == -float("inf"), -float("inf"), m - top[None, :])
+    tl.store(out, top, mask=good)
+    slot = 1
+    if TARGET:
+        origin = tl.where(top == -float("inf"), 0.0, top)
+        tl.store(out + slot * N, tl.where(held, z - origin, -float("inf")), mask=good)
+        slot += 1
+    if TOTAL:
+        tl.store(out + slot * N, tl.sum(tl.where(count > 0, total + count * shift, 0.0), axis=0), mask=good)
+        tl.store(out + (slot + 1) * N, tl.sum(count, axis=0), mask=good)
+        slot += 2
+    if ARGMAX:
+        tl.store(out + slot * N, tl.min(tl.where(m == top[None, :], best, float("inf")), axis=0), mask=good)
+        slot += 1
+    for i in tl.static_range(len(temperatures)):
+        d = tl.maximum(shift / T[i], FLOOR)
+        k = tl.exp2(d * LOG2E)
+        tl.store(out + slot * N, tl.sum(k * S[i], axis=0), mask=good)
+        slot += 1
+        if WANT_X[i]:
+            tl.store(out + slot * N, tl.sum(k * (X[i] + d * S[i]), axis=0), mask=good)
+            slot += 1
+        if WANT_Q[i]:
+            tl.store(out + slot * N, tl.sum(k * k * Q[i], axis=0), mask=good)
+            slot += 1

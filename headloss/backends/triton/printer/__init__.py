@@ -1,0 +1,1 @@
+"""Losses as source of Triton."""

@@ -1,0 +1,65 @@
+"""Divergences as the Triton kernels run them: f(log p, log q) and df/d(log p), traced and printed as one function."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from headloss.backends.triton.printer import lower
+from headloss.backends.triton.printer.lower import Unprintable as Unprintable
+from headloss.trace.classify import unwatched
+
+Looks = tuple[tuple[int, Any], ...]  # which pair (log p, log q) each divergence looks at
+
+
+def printed(looks: Looks, pairs: int) -> tuple[Any, tuple[float, ...]]:
+    """A function of `pairs` pairs and of some numbers, giving value and slope of each divergence; and the numbers.
+
+    The numbers are the literals of the traced graphs, so options of other values need no other kernel.  A divergence
+    that reads something which may change is not printed: it has to run as it is.
+    """
+    read = [element.reads() for _, element in looks]
+    for found in read:
+        if found.unknown:
+            raise Unprintable(f"what it reads: {', '.join(found.unknown)}")
+    key = (tuple((i, found.key) for (i, _), found in zip(looks, read, strict=True)), pairs)
+    if key not in _PRINTED:
+        if len(_PRINTED) >= 256:
+            _PRINTED.pop(next(iter(_PRINTED)))
+        _PRINTED[key] = _print(looks, pairs)
+    made = _PRINTED[key]
+    if isinstance(made, Unprintable):
+        raise made
+    return made
+
+
+_PRINTED: dict[Any, tuple[Any, tuple[float, ...]] | Unprintable] = {}
+
+
+def _print(looks: Looks, pairs: int) -> tuple[Any, tuple[float, ...]] | Unprintable:
+
+    def every(*logs: Tensor) -> tuple[Tensor, ...]:
+        return tuple(x for i, element in looks for x in _value_and_slope(element, logs[2 * i], logs[2 * i + 1]))
+
+    try:
+        with unwatched():
+            given = [torch.full((2, 3), -1.0 - 0.1 * k, dtype=torch.float32, device="cpu") for k in range(2 * pairs)]
+            graph = make_fx(every)(*given)
+        return lower.quick(graph, "element")
+    except Unprintable as error:
+        return error
+    except Exception as error:
+        return Unprintable(f"what cannot be traced ({type(error).__name__}: {str(error).splitlines()[0]})")
+
+
+def _value_and_slope(element: Any, logp: Tensor, logq: Tensor) -> tuple[Tensor, Tensor]:
+    with torch.enable_grad():
+        leaf = logp.detach().requires_grad_()
+        value = element.value(leaf, logq)
+        slope = torch.zeros_like(logp)
+        if value.requires_grad:
+            slope = torch.autograd.grad(value, leaf, torch.ones_like(value))[0]
+    return value.detach(), slope

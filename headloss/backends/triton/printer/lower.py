@@ -1,0 +1,79 @@
+"""A traced loss printed as a Triton function, so that it runs inside a kernel.
+
+    pointwise   any graph of element-wise operations -> a function of its arguments
+
+What is printed is a known operation (`operations.py`) on names made here; anything else raises `Unprintable`.  The
+source lives in memory only, where tracebacks and `inspect` find it.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import linecache
+import re
+from typing import Any
+
+from torch import fx
+
+from headloss.backends.triton.printer.operands import Unprintable as Unprintable
+from headloss.backends.triton.printer.printer import Printer, Value, dtype_of, kind_of
+
+
+def pointwise(graph: fx.GraphModule, name: str = "pointwise") -> Any:
+    """`graph` as a `@triton.jit` function: one argument for each placeholder, a tuple of its outputs.
+
+    Arguments are float32 (float64, int64 and bool where the graph has those), scalars or blocks that broadcast; so are
+    the results.
+    """
+    return compiled(source_of(graph, name), name)
+
+
+def quick(graph: fx.GraphModule, name: str) -> tuple[Any, tuple[float, ...]]:
+    """The same for a function that runs for every column and not once per row, and the numbers it is handed.
+
+    Exponentials and quotients have the digits of Triton's own.  Float literals become arguments, after one that is
+    always there because Triton has no empty tuples; an exponent stays, because a known one is far cheaper.
+    """
+    printer = Printer(lifted=lambda i: f"n{i + 1}", but=("pow",))
+    source = source_of(graph, name, printer)
+    return compiled(_QUICK.sub(lambda m: f"quick_{m[1]}(", source), name), (0.0, *printer.numbers)
+
+
+_QUICK = re.compile(r"(?:tl\.(?=div_rn)|(?<![.\w]))(exp|div|logaddexp|sigmoid)(?:_rn)?\(")
+
+
+def source_of(graph: fx.GraphModule, name: str = "pointwise", printer: Printer | None = None) -> str:
+    placeholders = [n for n in graph.graph.nodes if n.op == "placeholder"]
+    given = {n: Value(f"a{i}", kind_of(dtype_of(n))) for i, n in enumerate(placeholders)}
+    outputs: list[fx.Node] = []
+    fx.map_arg(graph.graph.output_node().args[0], outputs.append)
+    printer = printer or Printer()
+    values = printer.graph(graph.graph, given, outputs)
+    results = "".join(f"{values[node].text}, " for node in outputs)
+    lifted = printer.lifted
+    numbers = [] if lifted is None else [lifted(i) for i in range(-1, len(printer.numbers))]
+    return function(name, [*(v.text for v in given.values()), *numbers], printer.lines, f"({results.rstrip()})")
+
+
+def function(name: str, arguments: list[str], lines: list[str], result: str) -> str:
+    if not name.isidentifier():
+        raise ValueError(f"name: wanted an identifier, got {name!r}")
+    body = "".join(f"    {line}\n" for line in [*lines, f"return {result}"])
+    return f"@triton.jit\ndef {name}({', '.join(arguments)}):\n{body}"
+
+
+@functools.lru_cache(1024)
+def compiled(source: str, name: str) -> Any:
+    """The function that this source defines; the same object for the same source."""
+    import triton  # type: ignore
+    import triton.language as tl  # type: ignore
+
+    from headloss.backends.triton.kernels import pointwise as device
+
+    place = f"<headloss {name} {hashlib.sha256(source.encode()).hexdigest()[:12]}>"
+    linecache.cache[place] = (len(source), None, source.splitlines(True), place)
+    namespace: dict[str, Any] = {k: x for k, x in vars(device).items() if not k.startswith("_")}
+    namespace |= {"triton": triton, "tl": tl, "__name__": "headloss.backends.triton.printer.lower"}
+    exec(compile(source, place, "exec"), namespace)
+    return namespace[name]

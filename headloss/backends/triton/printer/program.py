@@ -1,0 +1,352 @@
+"""The terms of an objective as one printed function of a row.
+
+Dimension key:  C rows handed in   T terms
+
+    row(facts, inputs, y, numbers, seeds, vocab) -> values, metrics, cotangents, input cotangents, pull coefficients
+
+The cotangents are summed over the terms and folded into the five coefficients of `facts.Pull`, for each temperature.
+Beside a teacher it takes `there` and `named` as well, and returns the coefficients of `teachers.DensePull` or
+`SparsePull` too: facts at the ids of a sparse teacher are blocks, padded; which of them are ids, and of those, which
+name a column.
+The float literals of a loss that has numbers of its own are handed in: a clip range that changes is traced anew and
+compiles nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from headloss.backends.triton.printer.elements import printed
+from headloss.backends.triton.printer.lower import compiled, function
+from headloss.backends.triton.printer.operands import Unprintable, constant
+from headloss.backends.triton.printer.printer import Printer, Value, dtype_of, kind_of, reach
+from headloss.facts import CONSTANT, Fact, Want
+from headloss.trace.agreement import SIZES, agrees, drawn
+from headloss.trace.classify import counts_rows, size, unwatched
+from headloss.trace.keys import Same
+from headloss.trace.reads import ours
+
+COEFFICIENTS = ("a", "b", "e", "c", "y")
+WIDE = ("ids_logprob", "ids_logit")  # one value an id
+MOST_IDS = 1024  # of a row, in the registers of one program
+NAME = "row"
+
+
+class Program(NamedTuple):
+    """A printed objective.  Equal sources are one function, compiled once."""
+
+    source: str
+    want: Want
+    terms: tuple[str, ...]
+    inputs: tuple[str, ...]  # of the rows, in the function's order
+    target: bool  # whether it looks at the targets
+    numbers: tuple[float, ...]  # float literals of the losses, which the function is handed
+    metrics: tuple[str, ...]  # "term/metric" and the objective's own
+    cotangents: tuple[Fact, ...]
+    input_cotangents: tuple[str, ...]
+    there: tuple[tuple[bool, ...], ...]  # which of a, b, e, c, y there are, for each temperature
+    left_out: tuple[tuple[str, str], ...]  # metrics that are not printed, and the operation that forbids it
+    width: int = 0  # ids that a sparse teacher names
+    # which of a, b, c, d (a dense teacher) or of ids, tail (a sparse one) there are, for each temperature they meet at
+    guided: tuple[tuple[bool, ...], ...] = ()
+    looked: tuple[Fact, ...] = ()  # the divergences that pull
+
+    @property
+    def function(self) -> Any:
+        return compiled(self.source, NAME)
+
+
+def lower(
+    terms: Mapping[str, tuple[Any, Any]],
+    want: Want,
+    inputs: Mapping[str, Any],
+    metrics: Sequence[tuple[str, Any]] = (),
+) -> Program:
+    """The program of some row terms, each a `plan.Call` and its `plan.Trace`, and of an objective's own metrics.
+
+    Raises `Unprintable`, with the operation and the loss, if a value or a cotangent cannot be printed; a metric that
+    cannot is left out.
+    """
+    key = _key(terms, want, inputs, metrics)
+    if key not in _PROGRAMS:
+        made = _lower(terms, want, inputs, metrics)
+        if len(_PROGRAMS) >= 256:
+            _PROGRAMS.pop(next(iter(_PROGRAMS)))
+        _PROGRAMS[key] = made
+    return _PROGRAMS[key]
+
+
+_PROGRAMS: dict[Any, Program] = {}
+
+
+def _key(terms: Any, want: Want, inputs: Any, metrics: Any) -> Any:
+    parts = [(name, Same(trace.joint), call.facts, call.input_names) for name, (call, trace) in terms.items()]
+    own = [(n, call.reads(), call.signature.parameters) for n, call in metrics]
+    return (tuple(parts), want, tuple(sorted(inputs.items())), tuple(own))
+
+
+def _lower(terms: Any, want: Want, inputs: Mapping[str, Any], metrics: Any) -> Program:
+    if len(want.teachers) > 1:
+        raise Unprintable("more than one teacher")
+    if want.only_ids:
+        raise Unprintable("no softmax: only some logits are read")
+    if any(f.name == "topk_overlap" for f in want.facts):
+        raise Unprintable("topk_overlap")
+    for fact in want.facts:
+        if fact.element is not None:
+            printed(((0, fact.element),), 1)
+    page = _Page(want, inputs)
+    for name, (call, trace) in terms.items():
+        try:
+            page.term(name, call, trace)
+        except Unprintable as error:
+            raise Unprintable(error.operation, call.signature.name) from None
+    for name, call in metrics:
+        page.metric(name, call)
+    return page.program()
+
+
+class _Page:
+    """A function being written."""
+
+    def __init__(self, want: Want, inputs: Mapping[str, Any]) -> None:
+        self.want, self.shapes = want, inputs
+        self.teacher = want.teachers[0] if want.teachers else None
+        named = inputs.get(f"teacher_ids of {self.teacher}")
+        self.width = named.rest[0] if named is not None else 0
+        if self.width == 1 or self.width > MOST_IDS:
+            raise Unprintable("a single id a row" if self.width == 1 else f"more than {MOST_IDS} ids a row")
+        self.printer = Printer(self.width)
+        self.inputs: dict[str, Value] = {}
+        self.target = False
+        self.values: dict[str, str] = {}
+        self.metrics: dict[str, str] = {}
+        self.left_out: dict[str, str] = {}
+        self.by_fact: dict[Fact, str] = {}
+        self.by_input: dict[str, str] = {}
+
+    def term(self, name: str, call: Any, trace: Any) -> None:
+        if trace.joint is None or trace.kind != "row" or trace.value != "row":
+            raise Unprintable(trace.reason)
+        graph = trace.joint.graph
+        rest = [n for n in graph.nodes if n.op == "placeholder"]
+        given: dict[fx.Node, Any] = {rest.pop(0): self._fact(f) for f in call.facts}
+        names = [n for n in call.input_names if n in self.shapes]
+        given |= {rest.pop(0): n for n in names}
+        if any(s.wants("targets") for s in call.signatures):
+            given[rest.pop(0)] = "targets"
+        given[rest[-2]] = Value(f"seeds[{len(self.values)}]", "f")
+        value, grads, metrics = graph.output_node().args[0]
+        wanted = [g for g in grads if g is not None]
+        self.printer.lifted = _number if trace.floats else None
+        found = self._print(graph, given, [value, *wanted])
+        self.values[name] = found[value].to("f")
+        facts = [f for f in call.facts if f.name not in CONSTANT]
+        leaves: list[Any] = [*facts, *(n for n in names if self.shapes[n].requires_grad)]
+        for leaf, g in zip(leaves, grads, strict=True):
+            if g is not None:
+                sums: dict[Any, str] = self.by_fact if isinstance(leaf, Fact) else self.by_input
+                text = self.printer.line(found[g].to("f"))
+                if isinstance(leaf, Fact) and leaf.name in WIDE:
+                    text = self.printer.line(f"tl.where(named, {text}, 0.0)")
+                sums[leaf] = self.printer.line(f"{sums[leaf]} + {text}") if leaf in sums else text
+        for key, kind in trace.metrics.items():
+            if kind == "row":
+                self._metric(f"{name}/{key}", graph, given, metrics[key])
+            else:  # a number, or a scalar: counted once a call and not once a row
+                self.left_out[f"{name}/{key}"] = "not one value a row"
+
+    def metric(self, name: str, call: Any) -> None:
+        """A function of facts that returns one value a row, or several by name."""
+        read = call.reads()
+        parameters = [p for p in call.signature.parameters if p.kind != "input" or p.key in self.shapes]
+        if read.unknown or any(p.kind == "segments" for p in parameters):
+            self.left_out[name] = f"reads {', '.join(read.unknown)}" if read.unknown else "segments"
+            return
+        self.printer.lifted = _number if read.floats else None
+        known: dict[str, Any] = {p.name: "targets" if p.kind == "targets" else p.fact or p.key for p in parameters}
+        given_shapes = [self.shapes[x] for x in known.values() if isinstance(x, str) and x in self.shapes]
+        taken = {d for shape in given_shapes for d in shape.rest} | {self.width}
+        R = next(n for n in (7, 11, 13, 17, 19, 23, 29, 31) if n not in taken)  # no other size is that
+        names: list[str] = []
+        sizes = [R]
+
+        def values(*arguments: Tensor) -> tuple[Tensor, ...]:
+            found = call.fn(**dict(zip(known, arguments, strict=True)), **call.options)
+            found = {f"{name}/{k}": x for k, x in found.items()} if isinstance(found, Mapping) else {name: found}
+            names.extend(found)
+            if any(not isinstance(x, Tensor) or [size(d) for d in x.shape] != sizes for x in found.values()):
+                raise TypeError("not one value a row")
+            return tuple(found.values())
+
+        try:
+            with torch.no_grad(), unwatched():
+                module = make_fx(values, tracing_mode="symbolic")(*(self._example(x, R) for x in known.values()))
+        except Exception as error:  # whatever a function raises under a tracer
+            self.left_out[name] = f"{type(error).__name__}: {error}"[:120]
+            return
+        if counts_rows(module):
+            self.left_out[name] = "its Python code looks at the number of rows"
+            return
+        if not ours(call.fn) and not self._rehearsed(module, values, list(known.values()), sizes):
+            self.left_out[name] = "its Python code tells a trace from a call, or one row from many"
+            return
+        del names[len(module.graph.output_node().args[0]) :]  # type: ignore[arg-type]
+        graph = module.graph
+        placeholders = [n for n in graph.nodes if n.op == "placeholder"]
+        given = {
+            n: self._fact(x) if isinstance(x, Fact) else x for n, x in zip(placeholders, known.values(), strict=True)
+        }
+        for key, node in zip(names, graph.output_node().args[0], strict=True):  # type: ignore[arg-type]
+            self._metric(key, graph, given, node)
+
+    def _rehearsed(self, module: Any, values: Any, known: Sequence[Any], sizes: list[int]) -> bool:
+        """See `agreement.agrees`."""
+        generator = torch.Generator("cpu").manual_seed(0)
+        for R, _ in SIZES:
+            sizes[:] = [R]
+            like = [self._example(what, R) for what in known]
+            try:
+                with torch.no_grad(), unwatched():
+                    if not agrees(module, values, [[drawn(x, x.shape, generator) for x in like]]):
+                        return False
+            except Exception:  # whatever a function raises of numbers that it does not like
+                return False
+        return True
+
+    def _example(self, what: Any, R: int) -> Tensor:
+        if isinstance(what, Fact) or what == "targets":
+            whole = what == "targets" or what.name in ("argmax", "teacher_argmax")
+            size = (R, self.width) if what != "targets" and what.name in WIDE else (R,)
+            return torch.zeros(size, dtype=torch.long if whole else torch.float32, device="cpu")
+        shape = self.shapes[what]
+        return torch.zeros((R, *shape.rest) if shape.kind == "row" else shape.rest, dtype=shape.dtype, device="cpu")
+
+    def _fact(self, fact: Fact) -> Value:
+        kind = "i" if fact.name in ("argmax", "teacher_argmax") else "f"
+        if fact not in self.want.facts:
+            return Value(constant(0, kind), kind)  # a trace showed that nothing looks at it
+        return Value(f"facts[{self.want.facts.index(fact)}]", kind)
+
+    def _metric(self, name: str, graph: fx.Graph, given: Mapping[fx.Node, Any], node: fx.Node) -> None:
+        mark = self.printer.mark()
+        try:
+            text = self._print(graph, given, [node])[node].to("f")
+        except Unprintable as error:
+            self.printer.back(mark)
+            self.left_out[name] = error.operation
+        else:
+            self.metrics[name] = self.printer.line(text)
+
+    def _print(self, graph: fx.Graph, given: Mapping[fx.Node, Any], outputs: Sequence[fx.Node]) -> dict[fx.Node, Value]:
+        needed = reach(outputs)
+        known = {n: x if isinstance(x, Value) else self._argument(n, x) for n, x in given.items() if n in needed}
+        known = {n: Value(self.printer.line(x.text), x.kind) for n, x in known.items()}
+        return self.printer.graph(graph, known, outputs)
+
+    def _argument(self, node: fx.Node, name: str) -> Value:
+        if name == "targets":
+            self.target = True
+            return Value("y", "i")
+        shape = self.shapes[name]
+        of_ids = name == f"teacher_ids of {self.teacher}" or name == f"teacher_logprob of {self.teacher}"
+        if shape.kind not in ("row", "scalar") or (shape.rest and not of_ids):
+            raise Unprintable(
+                f"an input of one value a {shape.kind}" if not shape.rest else "an input of several columns"
+            )
+        if name not in self.inputs:
+            kind = kind_of(dtype_of(node))
+            text = f"inputs[{len(self.inputs)}]"
+            self.inputs[name] = Value(f"{text}.to(tl.float64)" if kind == "d" else text, kind)
+        return self.inputs[name]
+
+    def program(self) -> Program:
+        there, coefficients = [], []
+        for T in self.want.temperatures:
+            k = self._pull(T)
+            there.append(tuple(k[c] is not None for c in COEFFICIENTS))
+            coefficients += [k[c] or "0.0" for c in COEFFICIENTS]
+        results: list[Any] = [
+            self.values.values(),
+            self.metrics.values(),
+            self.by_fact.values(),
+            self.by_input.values(),
+            coefficients,
+        ]
+        arguments = ["facts", "inputs", "y", "numbers", "seeds", "vocab"]
+        guided: list[dict[str, str | None]] = []
+        looked = tuple(f for f in self.by_fact if f.element is not None)
+        if self.teacher is not None:
+            arguments += ["there", "named"]
+            meets = self._meets_ids if self.width else self._meets
+            guided = [meets(T) for T in self.want.temperatures_of(self.teacher)]
+            results.append([*(x or "0.0" for k in guided for x in k.values()), *(self.by_fact[f] for f in looked)])
+        result = ", ".join(f"({''.join(f'{x}, ' for x in texts).rstrip()})" for texts in results)
+        return Program(
+            function(NAME, arguments, self.printer.lines, f"({result})"),
+            self.want, tuple(self.values), tuple(self.inputs), self.target, tuple(self.printer.numbers),
+            tuple(self.metrics), tuple(self.by_fact), tuple(self.by_input), tuple(there), tuple(self.left_out.items()),
+            self.width, tuple(tuple(x is not None for x in k.values()) for k in guided), looked,
+        )  # fmt: skip
+
+    def _pull(self, T: float | None) -> dict[str, str | None]:
+        """`facts.coefficients`, printed."""
+        line = self.printer.line
+        g = {f.name: x for f, x in self.by_fact.items() if f.temperature == T and f.teacher is None}
+        own = {name: line(self._fact(Fact(name, T)).text) for name in ("entropy", "sum_p2") if name in g}
+        pieces = [g["lse"]] if "lse" in g else []
+        pieces += [f"-{g[name]}" for name in ("logprob", "mean_logprob") if name in g]
+        pieces += [f"-{g['entropy']} * {own['entropy']}"] if "entropy" in g else []
+        pieces += [f"-2.0 * {g['sum_p2']} * {own['sum_p2']}"] if "sum_p2" in g else []
+        if self.width:  # `teachers.student_share`
+            met = {f.name: x for f, x in self.by_fact.items() if f.temperature == T and f.teacher is not None}
+            pieces += [f"-sum_along({met['ids_logprob']}, named)"] if "ids_logprob" in met else []
+            pieces += [f"-{met['tail_logprob']}"] if "tail_logprob" in met else []
+        return {
+            "a": self._sum(pieces),
+            "b": line(f"-{g['entropy']}") if "entropy" in g else None,
+            "e": line(f"2.0 * {g['sum_p2']}") if "sum_p2" in g else None,
+            "c": line(f"tl.div_rn({g['mean_logprob']}, vocab)") if "mean_logprob" in g else None,
+            "y": g.get("logprob"),
+        }
+
+    def _sum(self, pieces: Sequence[str]) -> str | None:
+        total = None
+        for piece in pieces:
+            text = self.printer.line(piece)
+            total = text if total is None else self.printer.line(f"{total} + {text}")
+        return total
+
+    def _met(self, T: float | None) -> dict[str, str]:
+        return {f.name: x for f, x in self.by_fact.items() if f[1:3] == (T, self.teacher) and f.element is None}
+
+    def _meets(self, T: float | None) -> dict[str, str | None]:
+        """`teachers.teacher_coefficients` of a dense teacher, printed."""
+        line, g = self.printer.line, self._met(T)
+        forward, reverse, shared = (
+            g.get(n) for n in ("teacher_cross_entropy", "reverse_cross_entropy", "shared_entropy")
+        )
+        value = lambda name: line(self._fact(Fact(name, T, self.teacher)).text)
+        pieces = [forward] if forward else []
+        pieces += [f"-{reverse} * {value('reverse_cross_entropy')}"] if reverse else []
+        pieces += [f"-{shared} * {value('shared_entropy')}"] if shared else []
+        return {
+            "a": self._sum(pieces),
+            "b": line(f"-{shared}") if shared else None,
+            "c": line(f"-{reverse}") if reverse else None,
+            "d": line(f"-{forward}") if forward else None,
+        }
+
+    def _meets_ids(self, T: float | None) -> dict[str, str | None]:
+        """`teachers.SparsePull`, printed."""
+        g = self._met(T)
+        return {"ids": self._sum([g[n] for n in WIDE if n in g]), "tail": g.get("tail_logprob")}
+
+
+def _number(i: int) -> str:
+    return f"numbers[{i}]"

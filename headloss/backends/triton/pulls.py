@@ -1,0 +1,269 @@
+"""The Triton backend's pull beside teachers; see `triton_teachers.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton  # type: ignore
+from torch import Tensor
+
+from headloss.backends.triton import sweeps as base
+from headloss.backends.triton.kernels.guided import guided_kernel
+from headloss.backends.triton.kernels.sparse import gather_kernel, store_kernel
+from headloss.backends.triton.printer.elements import printed
+from headloss.backends.triton.teachers import Shape, Transform, beside, nest, per_row, places, readable
+from headloss.facts import Pull, Softmax
+from headloss.teachers import (
+    DenseChunk,
+    DensePull,
+    DenseSoftmax,
+    SparseChunk,
+    SparsePull,
+    SparseSoftmax,
+    TeacherChunk,
+    TeacherPulls,
+    Temperature,
+)
+
+# by columns in hand, as in `triton.py`; measured on an H200, see benchmarks/gpu_teachers.py
+GUIDED = ((2048, Shape(2048, 128, 1, 1, 4)), (1 << 31, Shape(4096, 256, 1, 1, 8)))
+LOOKING = ((2048, Shape(2048, 128, 1, 1, 4)), (1 << 31, Shape(8192, 128, 2, 1, 4)))  # with a divergence's slope
+TILE_BYTES = 64 << 20  # of the float32 buffer that several dense teachers' pulls meet in
+
+
+class Entry(NamedTuple):
+    """A softmax that the pull needs: the student's at a temperature, or that of a tail."""
+
+    T: Temperature
+    max: Tensor
+    log_sum: Tensor
+    pull: Pull
+
+
+class Met(NamedTuple):
+    """A dense teacher's pulls, wherever there are any."""
+
+    chunk: DenseChunk
+    own_max: Tensor  # the student's
+    max: Tensor
+    log_S: tuple[Tensor, ...]
+    log_St: tuple[Tensor, ...]
+    T: tuple[Temperature, ...]  # the student's
+    pulls: tuple[DensePull, ...]
+
+
+class Named(NamedTuple):
+    """A sparse teacher's pulls."""
+
+    ids_CK: Tensor
+    seen: SparseSoftmax
+    T: tuple[Temperature, ...]
+    pulls: tuple[SparsePull, ...]
+
+
+def pull(
+    raw_CV: Tensor,
+    target_C: Tensor | None,
+    softmax: Softmax,
+    pulls: Sequence[Pull],
+    temperatures: Sequence[Temperature],
+    out_CV: Tensor,
+    *,
+    scale: float,
+    softcap: float | None,
+    start: int,
+    teachers: Sequence[TeacherChunk],
+    teacher_pulls: Sequence[TeacherPulls],
+    teacher_temperatures: Sequence[Sequence[Temperature]],
+    shape: Shape | None = None,
+) -> None:
+    """Write the gradient with respect to the raw logits into `out_CV`, which may be `raw_CV` itself."""
+    if 0 in raw_CV.shape:
+        return
+    how = Transform(scale, softcap)
+    entries = [
+        Entry(T, softmax.max, log_sum, k)
+        for T, log_sum, k in zip(temperatures, softmax.log_sums, pulls, strict=True)
+        if any(x is not None for x in k)
+    ]
+    dense, sparse = [], []
+    for chunk, seen, own, Ts in zip(teachers, softmax.teachers, teacher_pulls, teacher_temperatures, strict=True):
+        if isinstance(chunk, SparseChunk):
+            if any(x is not None for k in own for x in k):
+                sparse.append(Named(chunk.ids_CK, seen, tuple(Ts), own))  # type: ignore[arg-type]
+        elif chunk.columns:
+            assert isinstance(seen, DenseSoftmax)
+            kept = [i for i, k in enumerate(own) if k.a is not None or k.looks]  # type: ignore[attr-defined]
+            if kept:
+                at = lambda xs, kept=kept: tuple(xs[i] for i in kept)
+                chunk = chunk._replace(temperatures=at(chunk.temperatures))
+                dense.append(Met(chunk, softmax.max, seen.max, at(seen.log_S), at(seen.log_St), at(Ts), at(own)))
+    apart = _at_ids(raw_CV, target_C, entries, dense, sparse, how, start) if sparse else None
+    for named in sparse:
+        assert named.seen.tail_max is not None or all(k.tail is None for k in named.pulls)
+        for T, k, log_sum in zip(named.T, named.pulls, named.seen.tail_log_sums, strict=False):
+            if k.tail is not None and named.seen.tail_max is not None:
+                entries.append(Entry(T, named.seen.tail_max, log_sum, Pull(k.tail, None, None, None, None)))
+    if out_CV.stride(-1) != 1 and out_CV.shape[-1] > 1:  # rare: write beside it, then copy
+        into_CV = torch.empty_like(out_CV, memory_format=torch.contiguous_format)
+        _everywhere(raw_CV, target_C, into_CV, entries, dense, how, start, shape)
+        out_CV.copy_(into_CV)
+    else:
+        _everywhere(raw_CV, target_C, out_CV, entries, dense, how, start, shape)
+    if apart is not None:
+        ids_CK, values_CK = apart
+        K = ids_CK.shape[-1]
+        store_kernel[(len(ids_CK),)](
+            out_CV, ids_CK, values_CK, out_CV.shape[-1], *out_CV.stride(), start, K, IDS=triton.next_power_of_2(K)
+        )
+
+
+def _everywhere(
+    raw_CV: Tensor,
+    target_C: Tensor | None,
+    out_CV: Tensor,
+    entries: list[Entry],
+    dense: list[Met],
+    how: Transform,
+    start: int,
+    shape: Shape | None,
+) -> None:
+    """The gradient at every column, but for the ids of sparse teachers."""
+    C, V = raw_CV.shape
+    if len(dense) < 2:
+        U = dense[0].chunk.columns if dense else 0
+        if U:
+            _guided(raw_CV[:, :U], target_C, out_CV[:, :U], entries, dense[0], how, start, shape)
+        if U < V:
+            _guided(raw_CV[:, U:], target_C, out_CV[:, U:], entries, None, how, start + U, shape)
+        return
+    step = max(1, TILE_BYTES // (4 * V))
+    wide = torch.empty(min(step, C), V, dtype=torch.float32, device=raw_CV.device)
+    for i in range(0, C, step):
+        part = lambda x, i=i: x[i : i + step]
+        raw_BV, target_B = part(raw_CV), None if target_C is None else part(target_C)
+        wide_BV, own = wide[: len(raw_BV)], nest(tuple(entries), part)
+        for n, met in enumerate(nest(tuple(dense), part)):
+            U = met.chunk.columns
+            more = {"add": n > 0}
+            _guided(raw_BV[:, :U], target_B, wide_BV[:, :U], [] if n else own, met, how, start, shape, **more)
+            if U < V and n == 0:
+                _guided(raw_BV[:, U:], target_B, wide_BV[:, U:], own, None, how, start + U, shape)
+        part(out_CV).copy_(wide_BV)
+
+
+def _guided(
+    raw_CV: Tensor,
+    target_C: Tensor | None,
+    out_CV: Tensor,
+    entries: Sequence[Entry],
+    met: Met | None,
+    how: Transform,
+    start: int,
+    shape: Shape | None,
+    add: bool = False,
+) -> None:
+    base._check(raw_CV)
+    C, V = raw_CV.shape
+    if not entries and met is None:
+        if not add:
+            out_CV.zero_()
+        return
+    raw, out = base._rows(raw_CV), base._rows(out_CV)
+    looking = met is not None and any(k.looks for k in met.pulls)
+    shape = shape or base._row_shape(LOOKING if looking else GUIDED, V)
+    if not entries:  # Triton has no empty tuples
+        assert met is not None
+        entries = [Entry(1.0, met.own_max, met.own_max, Pull(None, None, None, None, None))]
+    numbers = [x for e in entries for x in (e.max, e.log_sum, *e.pull) if x is not None]
+    given = tuple(base._temperature(e.T) for e in entries)
+    there = {f: tuple(e.pull[i] is not None for e in entries) for i, f in enumerate("ABECY")}
+    target = target_C if any(there["Y"]) else None
+    assert not add or target is None, "the student's own pull is in the first launch"
+    flags: dict[str, Any] = {"TA": (), "TB": (), "TC": (), "TD": (), "LOOKS": (), "ELEMENT": None}
+    met_given: tuple[Any, ...] = (1.0,)
+    theirs: tuple[Any, ...] = (1.0,)
+    options: tuple[float, ...] = (0.0,)
+    teacher, other = raw, Transform(1.0, None)
+    if met is not None:
+        teacher = base._rows(readable(met.chunk.raw_CV[:, :V]))
+        other = Transform(met.chunk.scale, met.chunk.softcap)
+        met_given = tuple(base._temperature(T) for T in met.T)
+        theirs = tuple(base._temperature(T) for T in met.chunk.temperatures)
+        numbers += [met.own_max, met.max]
+        for i, k in enumerate(met.pulls):
+            numbers += [met.log_S[i], met.log_St[i], *(x for x in k[:4] if x is not None and k.a is not None)]
+        looks = [(i, at) for i, k in enumerate(met.pulls) for at in k.looks]
+        numbers += [x for _, at in looks for x in (at.g, at.C)]
+        on = lambda n: tuple(k.a is not None and k[n] is not None for k in met.pulls)
+        flags = {"TA": on(0), "TB": on(1), "TC": on(2), "TD": on(3), "LOOKS": tuple(i for i, _ in looks)}
+        flags["ELEMENT"] = None
+        if looks:
+            flags["ELEMENT"], options = printed(tuple((i, at.element) for i, at in looks), len(met.pulls))
+    # stacked: a coefficient may be a stride-0 expand straight from a sum's backward
+    rows = torch.stack([x.to(torch.float32) for x in numbers])
+    parts = triton.cdiv(V + out.skew, shape.width)
+    guided_kernel[(C * parts,)](
+        raw.x_CV, target, teacher.x_CV, rows, out.x_CV, given, met_given, theirs, options, C, V, parts,
+        raw.x_CV.stride(0), raw.lead, teacher.x_CV.stride(0), teacher.lead, out.x_CV.stride(0), out.lead,
+        0 if target is None else target.stride(0), start, *how.numbers, *other.numbers,
+        **there, TARGET=target is not None, TEACHER=met is not None, **flags,
+        PER_ROW=per_row(given), MET_PER_ROW=per_row(met_given), TEACHER_PER_ROW=per_row(theirs),
+        **how.flags(), **other.flags("TEACHER_"), **base.LAUNCH,
+        WIDTH=shape.width, LINE=out.line, VEC=out.vector, RAW_VEC=beside(out, raw), TEACHER_VEC=beside(out, teacher),
+        BLOCK=shape.block(out_CV), ADD=add, num_warps=shape.warps,
+    )  # fmt: skip
+
+
+def _at_ids(
+    raw_CV: Tensor,
+    target_C: Tensor | None,
+    entries: list[Entry],
+    dense: list[Met],
+    sparse: list[Named],
+    how: Transform,
+    start: int,
+) -> tuple[Tensor, Tensor]:
+    """The ids of all sparse teachers, and the whole gradient there in float32: the dense part of the pull, on the few
+    columns that they name, and the ids' own.  Columns named twice get the same value twice."""
+    ids_CK = torch.cat([named.ids_CK for named in sparse], -1).contiguous()
+    C, K = ids_CK.shape
+    column_CK, _ = places(ids_CK, start, raw_CV.shape[-1])
+    raw_CK = raw_CV.gather(-1, column_CK)
+    grad_CK = torch.empty(C, K, dtype=torch.float32, device=raw_CV.device)
+    _guided(raw_CK, None, grad_CK, [e._replace(pull=e.pull._replace(y=None)) for e in entries], None, how, 0, None)
+    for met in dense:
+        U = met.chunk.columns
+        theirs_CK = met.chunk.raw_CV[:, :U].gather(-1, column_CK.clamp(max=U - 1))
+        own = met._replace(chunk=met.chunk._replace(raw_CV=theirs_CK, columns=K))
+        more_CK = torch.empty_like(grad_CK)
+        _guided(raw_CK, None, more_CK, [], own, how, 0, None)
+        grad_CK += more_CK.masked_fill_(column_CK >= U, 0.0)
+    z_CK = how(raw_CK)
+    own_CK = torch.zeros_like(grad_CK)  # d/dz
+    for e in entries:
+        if e.pull.y is not None and target_C is not None:
+            own_CK += torch.where(ids_CK == target_C[:, None], (e.pull.y / e.T)[:, None], 0.0)
+    for named in sparse:
+        values = torch.zeros(named.ids_CK.shape, dtype=torch.float32, device=raw_CV.device)
+        for T, k in zip(named.T, named.pulls, strict=True):
+            if k.ids is not None:
+                values += k.ids / _column(T)
+        total_CK, inside_CK = torch.empty_like(grad_CK), torch.empty_like(ids_CK, dtype=torch.bool)
+        gather_kernel[(C,)](
+            ids_CK, named.ids_CK.contiguous(), values, total_CK, inside_CK, K, values.shape[-1],
+            IDS=triton.next_power_of_2(K),
+        )  # fmt: skip
+        own_CK += total_CK
+        if len(sparse) > 1 and named.seen.tail_max is not None:  # another's ids may be in this one's tail
+            for T, k, log_sum in zip(named.T, named.pulls, named.seen.tail_log_sums, strict=True):
+                if k.tail is not None:
+                    p_CK = ((z_CK - named.seen.tail_max[:, None]) / _column(T) - log_sum[:, None]).exp()
+                    own_CK += (p_CK * (k.tail[:, None] / _column(T))).masked_fill_(inside_CK, 0.0)
+    return ids_CK, grad_CK + own_CK * how.slope(z_CK)
+
+
+def _column(T: Temperature) -> Any:
+    return T[:, None] if isinstance(T, Tensor) else T

@@ -1,0 +1,377 @@
+"""The Triton backend's part in comparing rows with teachers; see `headloss.teachers` for what is summed.
+
+Dimension key:  C rows handed in   V columns in hand   U columns shared with the teacher   K ids   P parts   F numbers
+
+    sums   the first dense teacher in the student's own launch, every further teacher in one of its own
+    look   one launch for each teacher and temperature that a divergence needs both softmaxes of
+    pull   one launch for the student, the tails and a dense teacher (`triton_pulls.py`); with several dense teachers,
+           one for each into a float32 buffer; at the ids of sparse teachers it is made apart and stored last
+
+The columns that only the student has are a launch of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton  # type: ignore
+from torch import Tensor
+
+from headloss.backends.triton import sweeps as base
+from headloss.backends.triton.kernels.dense import dense_sums_kernel
+from headloss.backends.triton.kernels.guided import look_kernel
+from headloss.backends.triton.kernels.meeting import dense_merge_kernel
+from headloss.backends.triton.kernels.sparse import merge_ids_kernel, tail_kernel
+from headloss.backends.triton.kernels.sums import merge_kernel
+from headloss.backends.triton.printer.elements import printed
+from headloss.facts import Moments, Partial, Softmax, Want, merge
+from headloss.teachers import (
+    DenseChunk,
+    DensePartial,
+    DenseSoftmax,
+    Meeting,
+    SparseChunk,
+    SparsePartial,
+    TeacherChunk,
+    TeacherPartial,
+    Temperature,
+    merge_teacher,
+)
+
+Shape = base.Shape
+
+# by columns in hand, as in `triton.py`; measured on an H200, see benchmarks/gpu_teachers.py
+DENSE = ((2048, Shape(2048, 128, 1, 1, 4)), (1 << 31, Shape(16384, 64, 2, 1, 2)))
+LOOK = ((2048, Shape(2048, 128, 1, 1, 4)), (1 << 31, Shape(32768, 128, 2, 1, 4)))
+
+
+class Transform(NamedTuple):
+    scale: float
+    softcap: float | None
+
+    @property
+    def numbers(self) -> tuple[float, float]:
+        return float(self.scale), self.softcap or 1.0
+
+    def flags(self, prefix: str = "") -> dict[str, bool]:
+        return {f"{prefix}SCALED": self.scale != 1.0, f"{prefix}CAPPED": self.softcap is not None}
+
+    def __call__(self, raw: Tensor) -> Tensor:
+        z = raw.float() * self.scale
+        return z if self.softcap is None else (z / self.softcap).tanh() * self.softcap
+
+    def slope(self, z: Tensor) -> Tensor | float:
+        return self.scale if self.softcap is None else self.scale * (1 - (z / self.softcap) ** 2)
+
+
+def sums(
+    raw_CV: Tensor,
+    target_C: Tensor | None,
+    want: Want,
+    temperatures: Sequence[Temperature],
+    *,
+    scale: float,
+    softcap: float | None,
+    start: int,
+    teachers: Sequence[TeacherChunk],
+    shape: Shape | None = None,
+) -> Partial:
+    """The student's partial and every teacher's."""
+    V, how = raw_CV.shape[1], Transform(scale, softcap)
+    student = dict(zip(want.temperatures, temperatures, strict=True))
+    options: dict[str, Any] = {"scale": scale, "softcap": softcap, "shape": shape}
+    found: dict[int, TeacherPartial] = {}
+    first = next((i for i, t in enumerate(teachers) if isinstance(t, DenseChunk) and t.columns and len(raw_CV)), None)
+    if first is None:
+        partial = base.sums(raw_CV, target_C, want, temperatures, start=start, **options)
+    else:
+        chunk = teachers[first]
+        assert isinstance(chunk, DenseChunk)
+        U, name = chunk.columns, want.teachers[first]
+        partial, dense = _together(raw_CV[:, :U], target_C, want, name, chunk, student, how, start, shape)
+        shared_C = partial.max
+        if U < V:
+            rest = base.sums(raw_CV[:, U:], target_C, want, temperatures, start=start + U, **options)
+            partial = merge(_stacked(partial, rest), temperatures)
+        found[first] = _moved(dense, shared_C, partial.max, _pairs(want, name, chunk, student))
+    for i, (name, chunk) in enumerate(zip(want.teachers, teachers, strict=True)):
+        if isinstance(chunk, SparseChunk):
+            found[i] = _sparse(raw_CV, partial.max, want, name, chunk, student, how, start, shape)
+        elif i != first:
+            narrow = raw_CV[:, : chunk.columns]
+            other, dense = _together(narrow, None, want, name, chunk, student, how, start, shape, alone=True)
+            found[i] = _moved(dense, other.max, partial.max, _pairs(want, name, chunk, student))
+    return partial._replace(teachers=tuple(found[i] for i in range(len(teachers))))
+
+
+def _pairs(want: Want, name: str, chunk: DenseChunk, student: dict[Any, Temperature]) -> list[Any]:
+    return [(student[key], Tt) for key, Tt in zip(want.temperatures_of(name), chunk.temperatures, strict=True)]
+
+
+def _moved(dense: DensePartial, shared_C: Tensor, max_C: Tensor, pairs: list[Any]) -> TeacherPartial:
+    """Sums from the maximum of the shared columns, as from the student's own."""
+    if shared_C is max_C:
+        return dense
+    shift = torch.where(shared_C == -math.inf, -math.inf, shared_C - max_C)
+    return merge_teacher(nest(dense, lambda x: x[None]), shift[None], pairs)
+
+
+def _stacked(*parts: Partial) -> Any:
+    return nest(parts[0], lambda x, *others: torch.stack([x, *others]), *parts[1:])
+
+
+def nest(x: Any, fn: Any, *others: Any) -> Any:
+    """`fn` of the tensors in a nest of tuples."""
+    if isinstance(x, Tensor):
+        return fn(x, *others)
+    if not isinstance(x, tuple):
+        return x
+    items = [nest(y, fn, *(other[i] for other in others)) for i, y in enumerate(x)]
+    return type(x)(*items) if hasattr(x, "_fields") else tuple(items)
+
+
+def beside(rows: Any, other: Any) -> int:
+    """Elements of a vector of `other`, if it can be read by whole vectors along `rows`; else 1."""
+    apart = (other.x_CV.stride(0), other.lead)
+    if rows.skew:
+        apart = (apart[0] - rows.x_CV.stride(0), apart[1] - rows.lead)
+    return 1 if any(x % other.vector for x in apart) else other.vector
+
+
+def readable(x_CV: Tensor) -> Tensor:
+    return x_CV if x_CV.dtype in (torch.bfloat16, torch.float16, torch.float32) else x_CV.float()
+
+
+def _columns_a_load(raw_CU: Tensor, teacher_CU: Tensor, shape: Shape) -> int:
+    """Columns of a lane in each load: 16 bytes of the wider of the two, for lanes must hold the same of both."""
+    J = 16 // max(raw_CU.element_size(), teacher_CU.element_size())
+    block = J * shape.lanes * shape.loads
+    assert shape.width % block == 0 and block * raw_CU.element_size() >= 128, "whole blocks, none below a line"
+    return J
+
+
+def per_row(given: Sequence[Any]) -> tuple[bool, ...]:
+    return tuple(isinstance(T, Tensor) for T in given)
+
+
+def _together(
+    raw_CU: Tensor,
+    target_C: Tensor | None,
+    want: Want,
+    name: str,
+    chunk: DenseChunk,
+    student: dict[Any, Temperature],
+    how: Transform,
+    start: int,
+    shape: Shape | None,
+    alone: bool = False,
+) -> tuple[Partial, DensePartial]:
+    """The partials of the shared columns; `alone`: without the facts that the student has by itself."""
+    base._check(raw_CU)
+    C, U = raw_CU.shape
+    met_keys = want.temperatures_of(name)
+    keys = met_keys if alone else want.temperatures
+    met = tuple(key in met_keys for key in keys)
+    own = lambda fact: tuple(not alone and want.at(key, fact) for key in keys)
+    shared = lambda fact: tuple(want.at(key, fact, name) for key in keys)
+    flags: dict[str, Any] = {
+        "TOTAL": want.total and not alone,
+        "ARGMAX": want.argmax and not alone,
+        "ARGMAXT": want.at_any(name, "teacher_argmax"),
+        "MET": met,
+        "WANT_X": tuple(a or b for a, b in zip(own("entropy"), shared("shared_entropy"), strict=True)),
+        "WANT_Q": own("sum_p2"),
+        "WANT_Y": shared("teacher_entropy"),
+        "WANT_F": shared("teacher_cross_entropy"),
+        "WANT_G": shared("reverse_cross_entropy"),
+    }
+    target = target_C if want.target and not alone else None
+    pairs = sum(sum(flags[f]) for f in ("WANT_F", "WANT_G"))
+    singles = sum(sum(flags[f]) for f in ("WANT_X", "WANT_Q", "WANT_Y"))
+    swept = 2 + 2 * flags["TOTAL"] + flags["ARGMAX"] + flags["ARGMAXT"]
+    swept += len(keys) + sum(met) + singles + 2 * pairs
+    slots = swept - pairs + (target is not None)
+    if C == 0 or U == 0:
+        out_FC = torch.zeros(slots, C, dtype=torch.float32, device=raw_CU.device)
+        partial, dense = _named(out_FC, flags, keys, target is not None, own("entropy"), shared("shared_entropy"))
+        for x in (partial.max, dense.max, *([] if partial.target is None else [partial.target])):
+            x.fill_(-math.inf)
+        return partial, dense
+    raw, teacher = base._rows(raw_CU), base._rows(readable(chunk.raw_CV[:, :U]))
+    shape = shape or base._row_shape(DENSE, U)
+    J = _columns_a_load(raw_CU, teacher.x_CV, shape)
+    parts = triton.cdiv(U + raw.skew, shape.width)
+    given = tuple(base._temperature(student[key]) for key in keys)
+    theirs = dict(zip(met_keys, chunk.temperatures, strict=True))
+    given_theirs = tuple(base._temperature(theirs.get(key, 1.0)) for key in keys)
+    other = Transform(chunk.scale, chunk.softcap)
+    flags |= {"PER_ROW": per_row(given), "TEACHER_PER_ROW": per_row(given_theirs), **how.flags()}
+    flags |= {"CHAINED": True, "launch_pdl": True} if base._chains(raw_CU.device) else {"CHAINED": False}
+    out = torch.empty(swept, parts, C, dtype=torch.float32, device=raw_CU.device)
+    place = (raw.x_CV.stride(0), raw.lead)
+    dense_sums_kernel[(C * parts,)](
+        raw.x_CV, teacher.x_CV, out, given, given_theirs, C, U, parts, shape.width, *place,
+        teacher.x_CV.stride(0), teacher.lead, start, *how.numbers, *other.numbers,
+        **flags, **other.flags("TEACHER_"), **base.LAUNCH, LINE=raw.line, VEC=raw.vector,
+        TEACHER_VEC=beside(raw, teacher), K=shape.loads, L=shape.lanes, J=J, num_warps=shape.warps,
+    )  # fmt: skip
+    whole = torch.empty(slots, C, dtype=torch.float32, device=raw_CU.device)
+    padded = triton.next_power_of_2(parts)
+    rows = max(1, 32 // padded)
+    dense_merge_kernel[(triton.cdiv(C, rows),)](
+        raw.x_CV, target, out, whole, given, given_theirs, C, U, parts, *place,
+        0 if target is None else target.stride(0), start, *how.numbers,
+        **flags, **base.LAUNCH, TARGET=target is not None, PADDED=padded, ROWS=rows, num_warps=1,
+    )  # fmt: skip
+    return _named(whole, flags, keys, target is not None, own("entropy"), shared("shared_entropy"))
+
+
+def _named(
+    out_FC: Tensor, flags: dict[str, Any], keys: Any, target: bool, entropy: Any, shared: Any
+) -> tuple[Partial, DensePartial]:
+    """The kernels' numbers, by name and in their order."""
+    slots = iter(out_FC)
+    take = lambda there: next(slots) if there else None
+    best, at, total, columns = next(slots), take(target), take(flags["TOTAL"]), take(flags["TOTAL"])
+    argmax, teacher_max, teacher_argmax = take(flags["ARGMAX"]), next(slots), take(flags["ARGMAXT"])
+    moments, meetings = [], []
+    for i in range(len(keys)):
+        S, X, Q = next(slots), take(flags["WANT_X"][i]), take(flags["WANT_Q"][i])
+        moments.append(Moments(S, X if entropy[i] else None, Q))
+        if flags["MET"][i]:
+            St, Y, F, G = next(slots), *(take(flags[f"WANT_{f}"][i]) for f in "YFG")
+            meetings.append(Meeting(S, X if shared[i] else None, St, Y, F, G))
+    partial = Partial(best, argmax, at, total, columns, tuple(moments))
+    return partial, DensePartial(teacher_max, teacher_argmax, tuple(meetings))
+
+
+def _sparse(
+    raw_CV: Tensor,
+    max_C: Tensor,
+    want: Want,
+    name: str,
+    chunk: SparseChunk,
+    student: dict[Any, Temperature],
+    how: Transform,
+    start: int,
+    shape: Shape | None,
+) -> SparsePartial:
+    (C, V), ids_CK = raw_CV.shape, chunk.ids_CK
+    K = ids_CK.shape[-1]
+    origin_C1 = max_C.masked_fill(max_C == -math.inf, 0.0)[:, None]
+    tail_max = top = None
+    tails: tuple[Tensor, ...] = ()
+    if want.at_any(name, "tail_logprob"):
+        given = tuple(base._temperature(student[key]) for key in want.temperatures_of(name))
+        tail_max, *rest = _tail(raw_CV, chunk, given, how, start, shape)
+        tails = tuple(rest)
+    if want.at_any(name, "topk_overlap"):
+        top = how(raw_CV.topk(min(K, V), -1, largest=how.scale >= 0).values) - origin_C1
+        top = torch.nn.functional.pad(top, (0, K - top.shape[-1]), value=-math.inf)
+    column_CK, here_CK = places(ids_CK, start, V)
+    if V == 0:
+        ids = torch.full((C, K), -math.inf, dtype=torch.float32, device=raw_CV.device)
+    else:
+        ids = (how(raw_CV.gather(-1, column_CK)) - origin_C1).masked_fill_(~here_CK, -math.inf)
+    return SparsePartial(ids, tail_max, tails, top)
+
+
+def merge_repeated(ids_RK: Tensor, logprob_RK: Tensor, valid_R: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """`guides.merge_repeated` in one launch, and the ids in order."""
+    R, K = ids_RK.shape
+    ids_RK, logprob_RK = ids_RK.contiguous(), logprob_RK.contiguous()
+    out = torch.empty_like(ids_RK), torch.empty_like(logprob_RK), torch.empty_like(ids_RK)
+    if R and K:
+        merge_ids_kernel[(R,)](
+            ids_RK, logprob_RK, valid_R, *out, K, VALID=valid_R is not None, IDS=triton.next_power_of_2(K), num_warps=1
+        )
+    return out
+
+
+def places(ids_CK: Tensor, start: int, V: int) -> tuple[Tensor, Tensor]:
+    """Each id as a column in hand, and whether it is one (if not, the column is any)."""
+    column_CK = ids_CK - start
+    here_CK = (ids_CK >= 0) & (column_CK >= 0) & (column_CK < V)
+    return column_CK.clamp(0, max(0, V - 1)), here_CK
+
+
+def _tail(raw_CV: Tensor, chunk: SparseChunk, given: Any, how: Transform, start: int, shape: Shape | None) -> Tensor:
+    """(1 + temperatures, C): the maximum of the columns that are no ids, and their sums."""
+    base._check(raw_CV)
+    C, V = raw_CV.shape
+    out = torch.zeros(1 + len(given), C, dtype=torch.float32, device=raw_CV.device)
+    if C == 0 or V == 0:
+        out[0] = -math.inf
+        return out
+    raw, shape = base._rows(raw_CV), shape or base._row_shape(base.SUMS, V)
+    parts, K = triton.cdiv(V + raw.skew, shape.width), chunk.ids_CK.shape[-1]
+    place, flags = (raw.x_CV.stride(0), raw.lead), {"PER_ROW": per_row(given), **how.flags(), **base.LAUNCH}
+    off = (False,) * len(given)
+    found = out[:, None] if parts == 1 else torch.empty(len(out), parts, C, dtype=out.dtype, device=out.device)
+    tail_kernel[(C * parts,)](
+        raw.x_CV, chunk.in_order(), found, given, C, V, parts, shape.width, *place, start, K,
+        *how.numbers, **flags, LINE=raw.line, VEC=raw.vector, IDS=triton.next_power_of_2(max(1, K)), OFF=off,
+        K=shape.loads, L=shape.lanes, J=16 // raw_CV.element_size(), num_warps=shape.warps,
+    )  # fmt: skip
+    if parts > 1:
+        padded = triton.next_power_of_2(parts)
+        rows = max(1, 32 // padded)
+        merge_kernel[(triton.cdiv(C, rows),)](
+            raw.x_CV, None, found, out, given, C, V, parts, *place, 0, start, *how.numbers, **flags,
+            TARGET=False, TOTAL=False, ARGMAX=False, WANT_X=off, WANT_Q=off, PADDED=padded, ROWS=rows, CHAINED=False,
+            num_warps=1,
+        )  # fmt: skip
+    return out
+
+
+def look(
+    raw_CV: Tensor,
+    want: Want,
+    softmax: Softmax,
+    teachers: Sequence[TeacherChunk],
+    teacher_temperatures: Sequence[Sequence[Temperature]],
+    *,
+    scale: float = 1.0,
+    softcap: float | None = None,
+    shape: Shape | None = None,
+) -> list[tuple[Tensor, Tensor]]:
+    """The second look: of every divergence wanted, in order, its sum over these columns and that of its slopes."""
+    found: list[tuple[Tensor, Tensor]] = []
+    how = Transform(scale, softcap)
+    for name, chunk, seen, Ts in zip(want.teachers, teachers, softmax.teachers, teacher_temperatures, strict=True):
+        if isinstance(chunk, DenseChunk):
+            assert isinstance(seen, DenseSoftmax)
+            for i, key in enumerate(want.temperatures_of(name)):
+                elements = [f.element for f in want.looks(name, key)]
+                if elements:
+                    rows = torch.stack([softmax.max, seen.log_S[i], seen.max, seen.log_St[i]])
+                    sums_FC = _look(raw_CV[:, : chunk.columns], chunk, i, Ts[i], rows, elements, how, shape)
+                    found += zip(sums_FC[::2], sums_FC[1::2], strict=True)
+    return found
+
+
+def _look(
+    raw_CU: Tensor, chunk: DenseChunk, i: int, T: Any, rows: Tensor, elements: list[Any], how: Any, shape: Shape | None
+) -> Tensor:
+    base._check(raw_CU)
+    C, U = raw_CU.shape
+    if C == 0 or U == 0:
+        return torch.zeros(2 * len(elements), C, dtype=torch.float32, device=raw_CU.device)
+    element, options = printed(tuple((0, e) for e in elements), 1)
+    raw, teacher = base._rows(raw_CU), base._rows(readable(chunk.raw_CV[:, :U]))
+    shape, other = shape or base._row_shape(LOOK, U), Transform(chunk.scale, chunk.softcap)
+    given, theirs = base._temperature(T), base._temperature(chunk.temperatures[i])
+    parts = triton.cdiv(U + raw.skew, shape.width)
+    out = torch.empty(2 * len(elements), parts, C, dtype=torch.float32, device=raw_CU.device)
+    look_kernel[(C * parts,)](
+        raw.x_CV, teacher.x_CV, rows.float(), out, given, theirs, options, C, U, parts, shape.width,
+        raw.x_CV.stride(0), raw.lead, teacher.x_CV.stride(0), teacher.lead, *how.numbers, *other.numbers,
+        ELEMENT=element, SUMS=len(out), PER_ROW=isinstance(given, Tensor), TEACHER_PER_ROW=isinstance(theirs, Tensor),
+        **how.flags(), **other.flags("TEACHER_"), **base.LAUNCH, LINE=raw.line, VEC=raw.vector,
+        TEACHER_VEC=beside(raw, teacher), K=shape.loads, L=shape.lanes, J=_columns_a_load(raw_CU, teacher.x_CV, shape),
+        num_warps=shape.warps,
+    )  # fmt: skip
+    return out.sum(1)

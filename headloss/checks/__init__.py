@@ -1,0 +1,1 @@
+"""An objective against dense float64 PyTorch."""

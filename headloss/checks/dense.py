@@ -1,0 +1,348 @@
+"""An objective once more, dense: every logit in memory, every function called as it is written.
+
+Dimension key:  R rows that count   S segments   V vocabulary   U columns that both have   K ids per row
+
+`hl.verify` compares a call with this.  Nothing here is traced, kept between calls or shared with what runs a call: the
+formulas are written again, and a divergence is its own sum over the vocabulary, whatever its `one_pass` says.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from headloss.checks.dense_facts import COMPARING, FLOOR, STUDENT, DenseSegments, sparse_fact, student_fact
+from headloss.losses import LOSSES
+from headloss.segments import Segments
+from headloss.sources import Logits, Source, Sparse, Teacher
+from headloss.term import Term
+
+if TYPE_CHECKING:
+    from headloss.objective import Objective
+
+IGNORE = -100
+
+
+class Given(NamedTuple):
+    """The arguments of one call; `kinds` says of each input what it is: "row", "segment" or anything else."""
+
+    source: Source
+    targets: Tensor | None
+    segments: Segments | None
+    teachers: Mapping[str, Teacher]
+    inputs: Mapping[str, Any]
+    kinds: Mapping[str, str]
+    num_items: Any = None
+    num_segments: Any = None
+    weights: Mapping[str, Any] | None = None
+    grad_scale: Any = 1.0
+
+
+class Part(NamedTuple):
+    """A number and what it is made of, so that an error in it can be bounded by errors in those."""
+
+    number: Tensor
+    parts: Tensor
+    scale: float  # how large it would be if nothing cancelled
+    step: float = 0.0  # what one row can change it by, where its values are yes or no
+    summed: bool = True  # the sum of its parts, or else an extreme of them
+
+    def error(self, other: Part) -> float:
+        """A bound on the error of the number, from the errors of all parts: they must not cancel by luck."""
+        if self.parts.shape != other.parts.shape or not len(self.parts):
+            return float((self.number - other.number).abs())
+        apart = (self.parts.double() - other.parts.double()).abs().nan_to_num(nan=0.0, posinf=0.0)
+        return float(apart.sum() if self.summed else apart.max())
+
+
+class Answer(NamedTuple):
+    numbers: dict[str, Part]  # "loss", "term ce", "metric ce/perplexity"
+    grads: dict[str, Tensor]  # by the name of a leaf: "hidden", "weight", "input advantage"
+
+
+def answer(objective: Objective, given: Given, dtype: torch.dtype, leaves: Mapping[str, Tensor]) -> Answer:
+    """Loss, terms, metrics and gradients.  `leaves` are the source's tensors and inputs, in the type to compute with:
+    all float64 for the truth, the caller's own for what plain PyTorch would get."""
+    dense = Dense(given, dtype, leaves)
+    numbers: dict[str, Part] = {}
+    loss, parts, scale = torch.zeros((), dtype=dtype, device=given.source.device), [], 0.0
+    measured: dict[str, Any] = {}
+    for name, term in objective.terms.items():
+        weight = (given.weights or {}).get(name, term.weight)
+        if not isinstance(weight, Tensor) and weight == 0:
+            zero = torch.zeros((), dtype=dtype, device=given.source.device)
+            numbers[f"term {name}"] = Part(zero, zero[None], 0.0)
+            continue
+        values, metrics = dense.values(term)
+        row_weight = dense.row_weight(term)
+        values = values if row_weight is None else values * row_weight
+        each = dense.coefficients(term, len(values), row_weight) * values
+        each = each[dense.counts(len(values))]
+        numbers[f"term {name}"] = Part(each.sum().detach(), each.detach(), float(each.detach().abs().sum()))
+        loss = loss + weight * each.sum()
+        parts.append(each.detach() * weight)
+        scale += abs(float(weight)) * numbers[f"term {name}"].scale
+        measured |= {f"{name}/{k}": x for k, x in metrics.items()}
+    measured |= dict(dense.metrics(objective.asked))
+    numbers["loss"] = Part(loss.detach(), torch.cat([*parts, loss.detach()[None] * 0]), scale)
+    numbers |= {f"metric {name}": dense.metric(name, x) for name, x in measured.items()}
+    wanted = {n: x for n, x in leaves.items() if x.requires_grad}
+    grads = {n: torch.zeros_like(x) for n, x in wanted.items()}
+    if loss.requires_grad and wanted:
+        found = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
+        grads |= {n: g * given.grad_scale for n, g in zip(wanted, found, strict=True) if g is not None}
+    return Answer(numbers, grads)
+
+
+class Dense:
+    """Facts, inputs and segments of the rows that count, and the functions' values on them."""
+
+    def __init__(self, given: Given, dtype: torch.dtype, leaves: Mapping[str, Tensor]) -> None:
+        self.given, self.dtype, source = given, dtype, given.source
+        self.lead = source.leading
+        y = given.targets
+        self.valid = torch.ones(self.lead, dtype=torch.bool, device=source.device) if y is None else y.ne(IGNORE)
+        self.valid = self.valid.reshape(-1)
+        self.targets = None if given.targets is None else self.rows(given.targets).long()
+        self.R = int(self.valid.sum())
+        self.z_RV = self.logits(source, {n: leaves[n] for n in ("logits", "hidden", "weight", "bias") if n in leaves})
+        self.teacher_z = {n: self.logits(t, {}) for n, t in given.teachers.items() if not isinstance(t, Sparse)}
+        self.sparse = {n: self.merged(t) for n, t in given.teachers.items() if isinstance(t, Sparse)}
+        self.segments: DenseSegments | None = None
+        if given.segments is not None:
+            self.segments = DenseSegments(self.rows(given.segments.ids).long(), given.segments.num_segments)
+        own = {n: leaves.get(f"input {n}", x) for n, x in given.inputs.items() if x is not None}
+        self.inputs = {n: self.input(n, x) for n, x in own.items()}
+
+    def rows(self, x: Tensor) -> Tensor:
+        return x.reshape(-1, *x.shape[len(self.lead) :])[self.valid]
+
+    def input(self, name: str, x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return torch.full(
+                (), x, dtype=self.dtype if isinstance(x, float) else None, device=self.given.source.device
+            )
+        x = self.rows(x) if self.given.kinds[name] == "row" else x.clone()
+        return x.to(self.dtype) if x.is_floating_point() and x.dtype.itemsize < self.dtype.itemsize else x
+
+    def logits(self, source: Source, leaves: Mapping[str, Tensor]) -> Tensor:
+        """z of the rows that count; of a teacher, which has no leaves, constant and in the type to compute with."""
+        wide = torch.float64 if self.dtype == torch.float64 else None
+        if isinstance(source, Logits):
+            raw = self.rows(leaves.get("logits", source.logits.detach()))
+        else:
+            held = {"hidden": source.hidden, "weight": source.weight, "bias": source.bias}
+            h, w, b = (
+                leaves[n] if n in leaves else None if x is None else x.detach().to(wide or source.gemm_dtype)
+                for n, x in held.items()
+            )
+            assert h is not None and w is not None
+            if wide is None:  # as autocast or the tensors have it
+                h, w, b = (None if x is None else x.to(source.gemm_dtype) for x in (h, w, b))
+            raw = linear(self.rows(h), w, b).to(wide or source.chunk_dtype)  # type: ignore[arg-type]
+        z = raw.to(self.dtype) * source.scale
+        return z if source.softcap is None else source.softcap * torch.tanh(z / source.softcap)
+
+    def at(self, z: Tensor, own: Any, temperature: float | None) -> Tensor:
+        """z / T, with the term's temperature or else the source's own."""
+        T = own if temperature is None else temperature
+        if isinstance(T, Tensor):
+            T = self.rows(T.detach().expand(self.lead)).to(self.dtype)[:, None]
+        return z / T
+
+    def merged(self, teacher: Sparse) -> tuple[Tensor, Tensor]:
+        """A sparse teacher's ids, each once: the first place of an id has all its probability."""
+        ids, logq = self.rows(teacher.ids).long(), self.rows(teacher.logprobs.detach()).to(self.dtype)
+        same = (ids[:, :, None] == ids[:, None, :]) & (ids >= 0)[:, :, None]
+        first = ~(same & torch.ones_like(same).tril(-1)).any(-1) & (ids >= 0)
+        total = logq[:, None, :].masked_fill(~same, -math.inf).logsumexp(-1)
+        return ids.masked_fill(~first, -1), total.masked_fill(~first, -math.inf)
+
+    def fact(self, name: str, temperature: float | None, teacher: str) -> Tensor:
+        s = self.at(self.z_RV, self.given.source.temperature, temperature)
+        if name in STUDENT:
+            return student_fact(name, s, self.targets)
+        if teacher in self.sparse:
+            return sparse_fact(name, s, *self.sparse[teacher])
+        if teacher not in self.teacher_z:
+            raise ValueError(f"teacher: {name!r} needs one")
+        logp, logq = self.both(s, temperature, teacher)
+        p, q = logp.exp(), logq.exp()
+        sums = {
+            "teacher_cross_entropy": (q, logp), "reverse_cross_entropy": (p, logq), "teacher_entropy": (q, logq),
+            "shared_entropy": (p, logp),
+        }  # fmt: skip
+        if name == "teacher_argmax":
+            return self.teacher_z[teacher][:, : logq.shape[1]].argmax(-1)
+        weights, logs = sums[name]
+        return -(weights * logs.clamp(min=FLOOR)).sum(-1)
+
+    def both(self, s: Tensor, temperature: float | None, teacher: str) -> tuple[Tensor, Tensor]:
+        """log p and log q over the columns that student and teacher share."""
+        U = min(s.shape[1], self.teacher_z[teacher].shape[1])
+        own: Any = self.given.teachers[teacher]
+        u = self.at(self.teacher_z[teacher][:, :U], own.temperature, temperature)
+        return s[:, :U].log_softmax(-1), u.log_softmax(-1)
+
+    def teacher_of(self, term: Term | None) -> str:
+        if term is not None and term.teacher is not None:
+            return term.teacher
+        return next(iter(self.given.teachers), "")
+
+    def values(self, term: Term) -> tuple[Tensor, Mapping[str, Any]]:
+        """A term's values and its own metrics, from the function as it is written."""
+        if _is_divergence(term.fn):
+            return self.divergence(term)
+        found = term.fn(**self.arguments(term.fn, term), **term.options)
+        return found if isinstance(found, tuple) else (found, {})
+
+    def divergence(self, term: Term) -> tuple[Tensor, Mapping[str, Any]]:
+        teacher = self.teacher_of(term)
+        f = lambda p, q: term.fn(p.clamp(min=FLOOR), q.clamp(min=FLOOR), **term.options)
+        s = self.at(self.z_RV, self.given.source.temperature, term.temperature)
+        if teacher not in self.sparse:
+            return f(*self.both(s, term.temperature, teacher)).sum(-1), {}
+        ids, logq = self.sparse[teacher]
+        held = ids >= 0
+        if term.tail == "renormalise":
+            logp = s.gather(1, ids.clamp(min=0)).masked_fill(~held, FLOOR).log_softmax(-1)
+            norm = logq.logsumexp(-1, keepdim=True)
+            return torch.where(held, f(logp, logq - torch.where(norm > -math.inf, norm, 0.0)), 0.0).sum(-1), {}
+        at_ids = sparse_fact("ids_logprob", s, ids, logq)
+        value = torch.where(held, f(torch.where(held, at_ids, 0.0), torch.where(held, logq, 0.0)), 0.0).sum(-1)
+        p, q = (torch.where(held, x.exp(), 0.0).sum(-1) for x in (at_ids, logq))
+        if term.tail == "bucket":
+            tail, left = sparse_fact("tail_logprob", s, ids, logq), torch.log1p(-q.clamp(max=1.0))
+            rounding = math.log(torch.finfo(self.given.source.fact_dtype).eps)  # what a call takes for a mass of 1
+            value = value + f(tail, torch.where(tail > FLOOR, left.clamp(min=rounding), left))
+        return value, {"student_mass": p, "teacher_mass": q}
+
+    def arguments(self, fn: Callable[..., Any], term: Term | None) -> dict[str, Any]:
+        """What the parameter names ask for; an optional input that was not passed keeps its default."""
+        found: dict[str, Any] = {}
+        temperature, teacher = None if term is None else term.temperature, self.teacher_of(term)
+        named = {} if term is None or fn is not term.fn else term.facts
+        for p in inspect.signature(fn).parameters.values():
+            if p.kind is p.KEYWORD_ONLY:
+                continue
+            if p.name in named:
+                found[p.name] = self.fact(*named[p.name], teacher)
+            elif p.name in STUDENT or p.name in COMPARING:
+                found[p.name] = self.fact(p.name, temperature, teacher)
+            elif p.name == "targets":
+                found[p.name] = self.targets
+            elif p.name == "segments":
+                found |= {} if self.segments is None else {"segments": self.segments}
+            elif p.name in self.inputs:
+                found[p.name] = self.inputs[p.name]
+        return found
+
+    def row_weight(self, term: Term) -> Tensor | None:
+        if term.row_weight is None:
+            return None
+        if isinstance(term.row_weight, str):
+            return self.inputs[term.row_weight].detach()
+        return term.row_weight(**self.arguments(term.row_weight, term)).detach()
+
+    def kind(self, length: int) -> str:
+        if length == self.R:
+            return "row"
+        return "segment" if self.segments is not None and length == self.segments.num_segments else "other"
+
+    def counts(self, length: int) -> Tensor:
+        """Which of a term's values count: not those of segments without rows."""
+        if self.kind(length) == "segment":
+            assert self.segments is not None
+            return self.segments.counts > 0
+        return torch.ones(length, dtype=torch.bool, device=self.valid.device)
+
+    def coefficients(self, term: Term, length: int, row_weight: Tensor | None) -> Tensor:
+        """What each value counts in the term: the definition of its reduction."""
+        kind, present = self.kind(length), self.counts(length)
+        ones = torch.ones(length, dtype=self.dtype, device=self.valid.device)
+        at_least_1 = lambda x, own: max(1.0, float(own if x is None else x))
+        if term.reduction == "weighted_mean":
+            mass = (ones if row_weight is None else row_weight.to(self.dtype).expand(length))[present].sum()
+            return ones / (mass if float(mass) else 1.0)
+        if term.reduction == "token_sum":
+            return ones
+        if kind == "other":
+            return ones / max(1, length)
+        if kind == "segment":
+            return ones / at_least_1(self.given.num_segments, present.sum())
+        if term.reduction == "token_mean":
+            return ones / at_least_1(self.given.num_items, self.R)
+        assert self.segments is not None
+        sizes = self.segments.counts
+        ones = ones / at_least_1(self.given.num_segments, (sizes > 0).sum())
+        if term.reduction == "seq_mean_token_mean":
+            return ones / sizes.to(self.dtype)[self.segments.ids.clamp(min=0)]
+        return ones if term.length is None else ones / term.length
+
+    def metrics(self, asked: Any) -> Iterator[tuple[str, Any]]:
+        """The objective's own metrics, from what the user asked for."""
+        for label, metric in asked.items() if isinstance(asked, Mapping) else [(None, m) for m in asked]:
+            fn: Any = metric
+            if isinstance(fn, str) and fn in LOSSES and _is_divergence(LOSSES[fn]):
+                fn = Term(LOSSES[fn])
+            elif callable(fn) and not isinstance(fn, Term) and _is_divergence(fn):
+                fn = Term(fn)
+            name = label or (metric if isinstance(metric, str) else _name(fn.fn if isinstance(fn, Term) else fn))
+            if isinstance(fn, Term):
+                found = self.values(fn)[0]
+            elif isinstance(fn, str):
+                found = self.named(fn)
+            else:
+                found = fn(**self.arguments(fn, None))
+            many = found.items() if isinstance(found, Mapping) else [("", found)]
+            yield from ((f"{name}/{k}" if k else name, x) for k, x in many)
+
+    def named(self, name: str) -> Tensor:
+        fact = lambda fact: self.fact(fact, None, self.teacher_of(None))
+        if name == "accuracy":
+            assert self.targets is not None
+            return fact("argmax").eq(self.targets)
+        if name == "perplexity":
+            return -fact("logprob")
+        if name == "teacher_agreement":
+            if self.teacher_of(None) in self.sparse:
+                ids, logq = self.sparse[self.teacher_of(None)]
+                return fact("argmax") == ids.gather(1, logq.argmax(-1, keepdim=True))[:, 0]
+            return fact("argmax") == fact("teacher_argmax")
+        return fact(name)
+
+    def metric(self, name: str, x: Any) -> Part:
+        """A metric's number, by the ending of its name."""
+        x = torch.as_tensor(x, device=self.valid.device).detach()
+        yes_or_no = not x.is_floating_point()
+        x = x.double().reshape(-1) if x.ndim != 1 else x.double()[self.counts(len(x))]
+        n, last = max(1, len(x)), name.rsplit("/", 1)[-1]
+        largest = float(x.abs().max()) if len(x) else 0.0
+        if last.endswith(("_min", "_max")):
+            sign = -1.0 if last.endswith("_min") else 1.0
+            number = sign * (sign * x).max() if len(x) else x.new_full((), -sign * math.inf)
+            return Part(number, x, largest, float(yes_or_no), summed=False)
+        mean = x.mean()
+        if last == "perplexity":
+            return Part(mean.exp(), x * mean.exp() / n, float(mean.exp()) * max(1.0, largest))
+        if last.endswith("_std"):
+            return Part(x.std(correction=0), x, largest, summed=False)
+        if last == "effective_sample_size":
+            number = x.sum() ** 2 / x.square().sum()
+            return Part(number, 4 * x * number / x.abs().sum().clamp(min=1e-30), float(number))
+        return Part(mean, x / n, float(x.abs().mean()) if len(x) else 0.0, yes_or_no / n)
+
+
+def _is_divergence(fn: Callable[..., Any]) -> bool:
+    parameters = inspect.signature(fn).parameters.values()
+    return [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY] == ["logp", "logq"]
+
+
+def _name(fn: Callable[..., Any]) -> str:
+    return getattr(fn, "__name__", type(fn).__name__)

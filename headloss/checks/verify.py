@@ -1,0 +1,395 @@
+"""`hl.verify`: an objective as it runs, against the same functions on dense float64 logits, on a few rows.
+
+    print(hl.verify(objective, hl.Linear(hidden, weight), targets, advantage=advantage))
+    hl.verify(objective, hl.Linear(hidden, weight), targets, advantage=advantage).check()      # raises where it is off
+
+What runs is what training runs: the backend, the traces and plans that earlier calls left behind, and once more in
+chunks where the head is made in chunks.  What it is compared with, `dense.py`, calls each function as it is written.
+A difference is allowed as far as the numbers' type explains it: twice what plain PyTorch loses in the same type on the
+same rows (four times where the head's product is rounded to half precision, each way in its own order), and a few
+roundings.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from headloss.checks.dense import IGNORE, Answer, Given, answer
+from headloss.engine.layout import LAID, lay_out, readings
+from headloss.rows import Prepared, prepare
+from headloss.segments import Segments
+from headloss.sources import Linear, Logits, Source, Sparse, Teacher
+
+if TYPE_CHECKING:
+    from headloss.objective import Objective
+
+FEW = {torch.float64: 4e6, torch.float32: 64.0, torch.bfloat16: 4.0, torch.float16: 4.0}  # roundings; 1e-9 in float64
+
+
+class Compared(NamedTuple):
+    """One quantity: its largest difference over all runs, and what was allowed."""
+
+    what: str
+    difference: float
+    allowed: float
+    run: str  # the run that it comes from: "first call", "later call", "in chunks"
+
+    @property
+    def ok(self) -> bool:
+        return self.difference <= self.allowed  # false for NaN
+
+
+class Verification(NamedTuple):
+    """What `verify` found; `str()` is a table, `check()` raises where something is off."""
+
+    compared: tuple[Compared, ...]
+    unchecked: tuple[str, ...]  # what could not be compared, and why
+    rows: str  # which rows were taken
+    how: str  # what ran
+
+    @property
+    def ok(self) -> bool:
+        return all(c.ok for c in self.compared)
+
+    def check(self) -> Verification:
+        """Itself, or an AssertionError with the table."""
+        if not self.ok:
+            raise AssertionError(f"the objective does not compute what its functions say\n{self}")
+        return self
+
+    def as_data(self) -> dict[str, Any]:
+        """The same as plain data."""
+        said = {"ok": self.ok, "rows": self.rows, "how": self.how, "unchecked": list(self.unchecked)}
+        return {**said, "compared": [{**c._asdict(), "ok": c.ok} for c in self.compared]}
+
+    def __str__(self) -> str:
+        width = max([len(c.what) for c in self.compared] + [8])
+        lines = [f"{'quantity':<{width}}  {'difference':>10}  {'allowed':>10}"]
+        for c in self.compared:
+            told = "ok" if c.ok else f"off, {c.run}"
+            lines.append(f"{c.what:<{width}}  {c.difference:>10.2e}  {c.allowed:>10.2e}  {told}")
+        lines += [f"not checked: {what}" for what in self.unchecked]
+        off = sum(not c.ok for c in self.compared)
+        verdict = "all right" if self.ok else f"{off} of {len(self.compared)} off"
+        return "\n".join([*lines, f"{verdict}; {self.rows}; {self.how}"])
+
+
+def verify(
+    objective: Objective,
+    source: Source,
+    targets: Tensor | Prepared | None = None,
+    *,
+    rows: int = 64,
+    segments: Segments | None = None,
+    num_items: int | Tensor | None = None,
+    num_segments: int | Tensor | None = None,
+    weights: Mapping[str, float | Tensor] | None = None,
+    grad_scale: float | Tensor = 1.0,
+    host_read: bool = True,
+    teacher: Teacher | Mapping[str, Teacher] | None = None,
+    **inputs: Any,
+) -> Verification:
+    """Compare a call with dense float64 PyTorch from the functions as written: loss, terms, metrics and gradients.
+
+    The arguments are those of the call.  `rows` of them are taken, whole segments where there are segments; the float64
+    copies of the weight and its gradient are the largest thing in memory.  Gradients are those of the source's tensors
+    and inputs that require grad; of all the source's where none does.  Nothing of the caller's is written to, and the
+    random generators are left as they were.
+
+    >>> hl.verify(objective, hl.Logits(logits), targets, advantage=advantage).check()
+    """
+    if isinstance(rows, bool) or not isinstance(rows, int) or rows < 1:
+        raise ValueError(f"rows: wanted how many rows to take, at least 1, got {rows!r}")
+    options: dict[str, Any] = {
+        "num_items": num_items,
+        "num_segments": num_segments,
+        "weights": weights,
+        "grad_scale": grad_scale,
+    }
+    call = {"host_read": host_read, "teacher": teacher, **options, **inputs}
+    plan = objective.explain(source, targets, segments=segments, **call)  # says what is wrong with the arguments
+    prepared = isinstance(targets, Prepared)
+    if isinstance(targets, Prepared):
+        segments = targets.segments if segments is None else segments
+        targets = targets.targets
+    _check_whole(source, segments, teacher)
+    teachers: dict[str, Teacher] = dict(teacher) if isinstance(teacher, Mapping) else {}
+    if teacher is not None and not isinstance(teacher, Mapping):
+        teachers = {"teacher": teacher}
+    given = Given(source, targets, segments, teachers, *_kinds(objective, source, segments, inputs), **options)
+    given, taken = _cut(given, rows)
+    devices = [source.device] if source.device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices), torch.enable_grad():
+        how = How(host_read, prepared, isinstance(teacher, Mapping))
+        return _compare(objective, given, how, taken, _told(plan))
+
+
+def _check_whole(source: Source, segments: Segments | None, teacher: Any) -> None:
+    every = [source, *(teacher.values() if isinstance(teacher, Mapping) else [teacher])]
+    if any(getattr(x, "shard", None) is not None or _is_distributed(x) for x in every):
+        raise ValueError(
+            "source: is one rank's share of a vocabulary, which verify cannot see whole; verify the same objective on "
+            "a whole head (a small one will do)"
+        )
+    if segments is not None and segments.group is not None:
+        raise ValueError("segments: lie on several ranks; verify on segments without a group")
+
+
+def _is_distributed(source: Any) -> bool:
+    return any(hasattr(x, "placements") for x in getattr(source, "tensors", ()))
+
+
+def _told(plan: Any) -> str:
+    terms = ", ".join(f"{t.name}: {t.kind}" for t in plan.terms)
+    return f"backend {plan.backend}, {plan.grade} ({terms})"
+
+
+def _kinds(
+    objective: Objective, source: Source, segments: Segments | None, inputs: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """The inputs, each with the word that says what it is, and these words: a cut may fit another reading."""
+    laid = lay_out(readings(objective.terms, objective.metrics), inputs, source, segments)
+    kinds = dict.fromkeys(inputs, "whole") | {n: shape.kind for n, (_, shape) in laid.items()}
+    plain = {n for n, kind in kinds.items() if kind == "scalar" or n == "pairs"}
+    said = {n: x if n in plain else LAID[kinds[n]](x) for n, (x, _) in laid.items()}
+    return {**inputs, **said}, kinds
+
+
+def _cut(given: Given, most: int) -> tuple[Given, str]:
+    """About `most` of the rows, whole segments, in numbers that cannot be taken for a count of something else."""
+    source, targets, segments, pairs = given.source, given.targets, given.segments, given.inputs.get("pairs")
+    N = torch.Size(source.leading).numel()
+    device = source.device
+    valid = torch.ones(N, dtype=torch.bool) if targets is None else (targets != IGNORE).reshape(-1).cpu()
+    if segments is None:
+        keep = torch.arange(N) if most >= N else torch.linspace(0, N - 1, most).round().long().unique()
+        while len(keep) > 2 and _confused(keep, valid, given, 0):
+            keep = keep[:-1]
+        told = f"{len(keep)} of {N} rows" if len(keep) < N else f"all {N} rows"
+        return (given if len(keep) == N else _taken(given, keep.to(device), None)), told
+    ids = segments.ids.reshape(-1).cpu()
+    order = list(range(segments.num_segments)) if pairs is None else pairs.reshape(-1).tolist()
+    chosen = _choose(dict.fromkeys(order), ids, valid, given, most)
+    keep = torch.isin(ids, torch.tensor(chosen)).nonzero()[:, 0]
+    whole = len(keep) == N and len(chosen) == segments.num_segments
+    told = f"{len(keep)} of {N} rows, {len(chosen)} of {segments.num_segments} segments"
+    return (given if whole else _taken(given, keep.to(device), chosen)), told
+
+
+def _choose(order: Any, ids: Tensor, valid: Tensor, given: Given, most: int) -> list[int]:
+    """Segments in their order, until there are enough rows and no number of them means something else too."""
+    together = 2 if given.inputs.get("pairs") is not None else 1  # of a pair both
+    chosen: list[int] = []
+    order, rows = list(order), 0
+    sizes = torch.bincount(ids[ids >= 0], minlength=max(order, default=0) + 1).tolist()
+    for i in range(0, len(order), together):
+        step = order[i : i + together]
+        size = sum(sizes[s] for s in step)
+        if chosen and rows + size > most:
+            keep = torch.isin(ids, torch.tensor(chosen)).nonzero()[:, 0]
+            if not _confused(keep, valid, given, len(chosen)):
+                break
+        if size:
+            chosen += step
+            rows += size
+    return sorted(chosen)
+
+
+def _confused(keep: Tensor, valid: Tensor, given: Given, segments: int) -> bool:
+    """Whether so many rows could be taken for segments, pairs or columns."""
+    counts = {len(keep), int(valid[keep].sum())}
+    pairs = given.inputs.get("pairs")
+    others = {given.source.vocab} | ({segments} if segments else set()) | (set() if pairs is None else {len(pairs)})
+    return bool(counts & others)
+
+
+def _taken(given: Given, keep: Tensor, chosen: Sequence[int] | None) -> Given:
+    """These rows, flat; segments are numbered anew."""
+    lead = len(given.source.leading)
+    rows = lambda x: x.reshape(-1, *x.shape[lead:])[keep]
+    segments, inputs = given.segments, dict(given.inputs)
+    if segments is not None and chosen is not None:
+        number = torch.full((segments.num_segments + 1,), -1, dtype=torch.long, device=keep.device)
+        number[torch.tensor(chosen, device=keep.device)] = torch.arange(len(chosen), device=keep.device)
+        segments = Segments(number[rows(segments.ids).long()], len(chosen))  # id -1 finds the last place
+    for name, x in given.inputs.items():
+        kind, inner = given.kinds[name], getattr(x, "value", x)
+        if kind == "row":
+            inner = rows(inner)
+        elif kind == "segment" and chosen is not None:
+            inner = inner[torch.tensor(chosen, device=inner.device)]
+        elif name == "pairs" and chosen is not None:
+            inner = number.to(inner.device)[inner.long()]
+            inner = inner[(inner >= 0).all(-1)]
+        inputs[name] = inner if inner is getattr(x, "value", x) or not hasattr(x, "value") else type(x)(inner)
+    teachers: dict[str, Teacher] = {}
+    for name, t in given.teachers.items():
+        teachers[name] = Sparse(rows(t.ids), rows(t.logprobs)) if isinstance(t, Sparse) else _of_rows(t, rows)
+    targets = None if given.targets is None else rows(given.targets)
+    return given._replace(
+        source=_of_rows(given.source, rows), targets=targets, segments=segments, inputs=inputs, teachers=teachers
+    )
+
+
+def _of_rows(source: Source, rows: Any) -> Source:
+    name = "logits" if isinstance(source, Logits) else "hidden"
+    T = source.temperature
+    return _with(source, **{name: rows(getattr(source, name)), "temperature": rows(T) if _per_row(T) else T})
+
+
+def _per_row(T: object) -> bool:
+    return isinstance(T, Tensor) and T.ndim > 0
+
+
+def _with(source: Source, **changed: Any) -> Source:
+    """The source with other tensors, and all else as it was made (under autocast, say)."""
+    other = copy.copy(source)
+    for name, x in changed.items():
+        object.__setattr__(other, name, x)
+    return other
+
+
+def _tensors(source: Source) -> dict[str, Tensor]:
+    names = ("logits",) if isinstance(source, Logits) else ("hidden", "weight", "bias")
+    return {n: getattr(source, n) for n in names if getattr(source, n) is not None}
+
+
+def _leaves(given: Given, dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """Fresh copies of the source's tensors, and of inputs that require grad, in this type or their own."""
+    own = _tensors(given.source)
+    wanted = {n for n, x in own.items() if x.requires_grad} or set(own)
+    found = {n: x.detach().to(dtype or x.dtype, copy=True).requires_grad_(n in wanted) for n, x in own.items()}
+    for name, x in given.inputs.items():
+        x = getattr(x, "value", x)
+        if isinstance(x, Tensor) and x.requires_grad:
+            found[f"input {name}"] = x.detach().to(dtype or x.dtype, copy=True).requires_grad_()
+    return found
+
+
+class Run(NamedTuple):
+    label: str
+    numbers: dict[str, float]
+    grads: dict[str, Tensor]
+
+
+class How(NamedTuple):
+    """What a call says beside the arguments that `dense.py` needs."""
+
+    host_read: bool
+    prepared: bool
+    named: bool  # teachers were given by name
+
+
+def _run(objective: Objective, given: Given, label: str, how: How, memory: int | None = None) -> Run:
+    """The objective as it is, on copies."""
+    leaves = _leaves(given, None)
+    tensors = {n: x for n, x in leaves.items() if not n.startswith("input ")}
+    source = given.source
+    if isinstance(source, Logits) and source.inplace:
+        tensors = {n: x.clone() for n, x in tensors.items()}  # what is overwritten must not be a leaf
+    source = _with(source, **tensors, **({} if memory is None else {"memory": memory}))
+    inputs = {}
+    for name, x in given.inputs.items():
+        inner = leaves.get(f"input {name}", getattr(x, "value", x))
+        inner = inner.clone() if isinstance(inner, Tensor) and not inner.requires_grad else inner
+        inputs[name] = type(x)(inner) if hasattr(x, "value") else inner
+    teacher: Any = dict(given.teachers) if how.named else next(iter(given.teachers.values()), None)
+    targets: Any = given.targets if given.targets is None else given.targets.clone()
+    if how.prepared:
+        targets = prepare(targets, given.segments)
+    out = objective(
+        source, targets, segments=given.segments, num_items=given.num_items, num_segments=given.num_segments,
+        weights=given.weights, grad_scale=given.grad_scale, host_read=how.host_read, teacher=teacher, **inputs,
+    )  # fmt: skip
+    wanted = {n: x for n, x in leaves.items() if x.requires_grad}
+    grads = {n: torch.zeros_like(x) for n, x in wanted.items()}
+    if out.loss.requires_grad:
+        found = torch.autograd.grad(out.loss, list(wanted.values()), allow_unused=True)
+        grads |= {n: g for n, g in zip(wanted, found, strict=True) if g is not None}
+    numbers = {"loss": float(out.loss.detach())} | {f"term {n}": float(x) for n, x in out.terms.items()}
+    return Run(label, numbers | {f"metric {n}": float(m) for n, m in out.metrics.items()}, grads)
+
+
+def _runs(objective: Objective, given: Given, how: How) -> Iterator[Run]:
+    yield _run(objective, given, "first call", how)
+    yield _run(objective, given, "later call", how)
+    source = given.source
+    if isinstance(source, Linear):
+        N = torch.Size(source.leading).numel()
+        per_row = source.row_bytes + sum(8 * t.vocab for t in given.teachers.values() if not isinstance(t, Sparse))
+        yield _run(objective, given, "in chunks", how, max(1, N // 3) * per_row)
+
+
+def _compare(objective: Objective, given: Given, how: How, taken: str, told: str) -> Verification:
+    plain = given._replace(inputs={n: getattr(x, "value", x) for n, x in given.inputs.items()})
+    fact_dtype, unchecked = given.source.fact_dtype, []
+    runs = list(_runs(objective, given, how))
+    wide = torch.float32 if given.source.device.type == "mps" else torch.float64
+    try:
+        truth = answer(objective, plain, wide, _leaves(plain, wide))
+    except (RuntimeError, TypeError) as error:  # a function that makes tensors of one type only
+        if fact_dtype == wide:
+            raise
+        wide = fact_dtype
+        first = str(error).strip().splitlines()[0]
+        unchecked.append(f"{wide} in place of float64, in which a function cannot run: {first}")
+        truth = answer(objective, plain, wide, _leaves(plain, wide))
+    again = answer(objective, plain, wide, _leaves(plain, wide))
+    eager = truth if fact_dtype == torch.float64 else answer(objective, plain, fact_dtype, _leaves(plain, None))
+    compared = [_repeat(truth, again), *_judge(runs, truth, eager, given.source)]
+    frozen = [n for n in _tensors(given.source) if n not in truth.grads]
+    unchecked += [f"the gradient of {n}, which does not require grad" for n in frozen]
+    return Verification(tuple(compared), tuple(unchecked), taken, told)
+
+
+def _repeat(truth: Answer, again: Answer) -> Compared:
+    """The functions twice: one that draws random numbers, or changes what it reads, is no function of its arguments."""
+    worst = 0.0
+    for name, part in truth.numbers.items():
+        apart = _apart(float(part.number), float(again.numbers[name].number)) / max(part.scale, 1e-30)
+        worst = apart if math.isnan(apart) else max(worst, apart)
+    return Compared("the functions, called twice", worst, 1e-9, "as written: not deterministic")
+
+
+def _judge(runs: list[Run], truth: Answer, eager: Answer, source: Source) -> Iterator[Compared]:
+    dtype = source.fact_dtype
+    narrow = isinstance(source, Linear) and source.gemm_dtype.itemsize < 4
+    times = 4 if narrow else 2
+    for name, part in truth.numbers.items():
+        few = FEW[dtype] * torch.finfo(dtype).eps * max(part.scale, abs(_finite(part.number)))
+        flips = part.step if dtype != torch.float64 else 0.0
+        allowed = times * eager.numbers[name].error(part) + few + flips
+        errors = [(_apart(run.numbers.get(name, math.nan), float(part.number)), run.label) for run in runs]
+        yield Compared(name, *_worst(errors, allowed))
+    for name in (n for n in runs[0].numbers if n not in truth.numbers):
+        yield Compared(name, math.nan, 0.0, "no function returns it")
+    for name, grad in truth.grads.items():
+        own = runs[0].grads[name].dtype
+        scale = float(grad.abs().max()) if grad.numel() else 0.0
+        lost = float((eager.grads[name].double() - grad.double()).abs().max()) if grad.numel() else 0.0
+        allowed = times * lost + FEW[own] * torch.finfo(own).eps * scale
+        errors = [(_largest(run.grads[name], grad), run.label) for run in runs]
+        yield Compared(f"gradient of {name.removeprefix('input ')}", *_worst(errors, allowed))
+
+
+def _worst(errors: list[tuple[float, str]], allowed: float) -> tuple[float, float, str]:
+    error, label = max(errors, key=lambda e: (math.isnan(e[0]), e[0]))
+    return error, allowed, label
+
+
+def _largest(got: Tensor, truth: Tensor) -> float:
+    return float((got.double() - truth.double()).abs().max()) if truth.numel() else 0.0
+
+
+def _apart(a: float, b: float) -> float:
+    return 0.0 if a == b or (math.isnan(a) and math.isnan(b)) else abs(a - b)
+
+
+def _finite(x: Tensor) -> float:
+    return float(x) if math.isfinite(float(x)) else 0.0

@@ -1,0 +1,169 @@
+"""From a plan to a sweep and a loss: look at the targets, find the rows that count, lay everything out along them."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from headloss.backends import choose, resolve
+from headloss.engine.loss import BoundLoss
+from headloss.engine.plan import Plan
+from headloss.engine.sweeps import Chunk, Sweep
+from headloss.engine.teachers import SparseGuide, bind_guides, most_rows, teacher_bytes
+from headloss.facts import Want
+from headloss.rows import Prepared, Rows, bind_rows
+from headloss.segments import readable
+from headloss.sources import Linear, Logits, Source
+from headloss.term import check_weight
+from headloss.trace.signature import TEACHER_INPUTS
+
+if TYPE_CHECKING:
+    from headloss.objective import Objective
+
+
+def rows_of(plan: Plan, targets: Tensor | Prepared | None, host_read: bool) -> Rows:
+    """The rows of a call that count."""
+    unread = not host_read and isinstance(targets, Tensor)
+    if plan.kind == "batch" and unread:
+        names = [t.name for t in plan.terms if t.trace.kind == "batch"]
+        raise ValueError(
+            f"host_read: term {names[0]!r} mixes rows and must not see ignored ones, so they have to be dropped; "
+            f"allow the host read, or give targets through hl.prepare"
+        )
+    by_segment = plan.kind == "segment" and isinstance(plan.source, Linear)
+    source = plan.source
+    return bind_rows(
+        source.leading, targets, plan.segments,
+        vocab=source.vocab, device=source.device, host_read=host_read, by_segment=by_segment,
+        skips=plan.program is not None and isinstance(source, Logits),
+    )  # fmt: skip
+
+
+def bind(
+    objective: Objective,
+    plan: Plan,
+    targets: Tensor | Prepared | None,
+    num_items: int | Tensor | None,
+    num_segments: int | Tensor | None,
+    grad_scale: float | Tensor,
+    host_read: bool,
+) -> tuple[Sweep, BoundLoss]:
+    for name, x in (("num_items", num_items), ("num_segments", num_segments)):
+        check_count(name, x)
+    check_weight("grad_scale", grad_scale)
+    source = plan.source
+    backend = backend_for(objective.backend, source, plan.want)
+    if isinstance(source, Linear):
+        source.chunk_rows()  # refuses a budget below one row
+        if source.shard is not None:
+            source.shard.check_width(source.weight.shape[0])
+    rows = rows_of(plan, targets, host_read)
+    if rows.stats is not None and rows.stats.loose:
+        for term in plan.terms:
+            if objective.terms[term.name].needs_segments:
+                raise ValueError(
+                    f"segments: {rows.stats.loose} rows that are not ignored have no segment (id -1), "
+                    f"but term {term.name!r} needs one for each"
+                )
+    needed = any(objective.terms[t.name].needs_segments for t in plan.terms)
+    if needed and rows.valid is not None and rows.segments is not None:
+        has_one = (rows.segments.ids >= 0) | ~rows.valid
+        torch._assert_async(has_one.all(), "segments: rows that are not ignored have no segment (id -1)")
+    guides = _guides(plan, rows, backend) if plan.teachers else {}
+    chunks = chunks_of(plan, rows, teacher_bytes(guides, source), most_rows(guides))
+    rows.join()
+    taken = {
+        f"{i} of {n}": x
+        for n, guide in guides.items()
+        if isinstance(guide, SparseGuide)
+        for i, x in zip(TEACHER_INPUTS, (guide.ids_RK, guide.logprob_RK), strict=True)
+    }
+    loss = BoundLoss(
+        plan.terms, plan.metrics, rows, plan.inputs,
+        chunks=chunks, num_items=num_items, num_segments=num_segments, grad_scale=grad_scale,
+        dtype=source.fact_dtype, device=source.device, narrow=source.narrow or _too_early(plan), taken=taken,
+        segments=plan.segments,
+    )  # fmt: skip
+    integers: list[Tensor] = []
+    if source.shard is not None:
+        integers = [x for x, _ in plan.inputs.values() if x.ndim and not x.dtype.is_floating_point]
+    return Sweep(source, rows, plan.want, backend, guides, plan.program, plan.times, integers), loss
+
+
+def _guides(plan: Plan, rows: Rows, backend: Any) -> dict[str, Any]:
+    inputs_of = [p.teacher for t in plan.terms for s in t.call.signatures for p in s.parameters if p.teacher]
+    inputs_of += [p.teacher for _, call in plan.metrics for p in call.signature.parameters if p.teacher]
+    names = tuple(dict.fromkeys((*plan.want.teachers, *inputs_of)))
+    return bind_guides(plan.teachers, names, plan.source, rows, backend)
+
+
+def _too_early(plan: Plan) -> bool:
+    """Whether fp16 logits get their gradient before the loss scale is known: write order 1, and scale in float32."""
+    return plan.program is not None and isinstance(plan.source, Logits) and plan.source.logits.dtype == torch.float16
+
+
+def chunks_of(plan: Plan, rows: Rows, beside: int, taught: int | None = None) -> list[Chunk] | None:
+    """How a visit walks the rows; None if every fact must be there before the first cotangent.
+
+    `beside` is what a row costs for its teachers; `taught`, of how many rows their logits may be made at a time.
+    """
+    source = plan.source
+    if isinstance(source, Logits) and plan.program is not None:
+        step = max(1, rows.count if taught is None else taught)
+        return [Chunk(slice(i, min(i + step, rows.count))) for i in range(0, rows.count, step)] or None
+    if not isinstance(source, Linear) or plan.kind == "batch" or plan.want.only_ids:
+        return None
+    if plan.kind == "segment" and plan.segments is not None and plan.segments.group is not None:
+        return None  # a sum over ranks must see all rows
+    most = source.chunk_rows(beside)
+    if plan.kind == "row":
+        pieces = -(-rows.count // most)
+        return [Chunk(slice(rows.count * i // pieces, rows.count * (i + 1) // pieces)) for i in range(pieces)]
+    runs = rows.aligned(most) if rows.stats is not None and not rows.stats.loose else None
+    return None if runs is None else [Chunk(*run) for run in runs]
+
+
+def backend_for(name: str, source: Source, want: Want) -> ModuleType:
+    """The backend asked for, or a sentence; "auto" takes one that can run every divergence wanted."""
+    why = without_triton(want) if resolve(name, source.device, source.fact_dtype) == "triton" else None
+    if why is not None and name != "auto":
+        raise ValueError(f'backend: "triton" cannot run {why}; use backend="torch"')
+    return choose("torch" if why is not None else name, source.device, source.fact_dtype)
+
+
+def without_triton(want: Want) -> str | None:
+    """Which divergence the Triton backend cannot run, and for what operation; None: it can run them all."""
+    elements = dict.fromkeys(f.element for f in want.facts if f.element is not None)
+    if not elements:
+        return None
+    from headloss.backends.triton.printer.elements import Unprintable, printed
+
+    for element in elements:
+        try:
+            printed(((0, element),), 1)
+        except Unprintable as error:
+            return f"{element}: its kernels have no form of {error}"
+    return None
+
+
+def check_count(name: str, x: object) -> None:
+    """A whole number, at least 0; on a device it is checked there, and nothing waits."""
+    if x is None:
+        return
+    if isinstance(x, Tensor):
+        if x.ndim or x.requires_grad or x.dtype == torch.bool or x.dtype.is_complex:
+            got = f"one of shape {tuple(x.shape)}" if x.ndim else f"{x.dtype}" + ", requires grad" * x.requires_grad
+            raise TypeError(f"{name}: wanted a number or a scalar tensor without grad, got {got}")
+        if not readable(x):
+            if x.device.type != "meta":
+                good = x >= 0 if not x.dtype.is_floating_point else (x >= 0) & (x.frac() == 0)
+                torch._assert_async(good, f"{name}: wanted a whole number, at least 0")
+            return
+        x = x.item()
+    elif isinstance(x, bool) or not isinstance(x, int | float):
+        raise TypeError(f"{name}: wanted a number or a scalar tensor, got {type(x).__name__}")
+    if not (x >= 0 and x % 1 == 0):
+        raise ValueError(f"{name}: wanted a count (a whole number, at least 0), got {x}")

@@ -1,0 +1,241 @@
+"""What a call would do, in words and numbers, before it does it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from headloss.backends import resolve
+from headloss.engine.bind import backend_for, without_triton
+from headloss.engine.sweeps import Chunk
+from headloss.engine.teachers import DenseGuide, Guide, most_rows, teacher_bytes
+from headloss.rows import Rows
+from headloss.sources import Linear, parse_bytes
+
+if TYPE_CHECKING:
+    from headloss.engine.plan import Plan
+
+
+class TermPlan(NamedTuple):
+    name: str
+    loss: str
+    kind: str  # "row", "segment" or "batch"
+    reason: str  # the operation that decided it
+
+
+class Explanation(NamedTuple):
+    """The plan of a call.  `print` it."""
+
+    source: str
+    backend: str
+    facts: tuple[str, ...]
+    terms: tuple[TermPlan, ...]
+    off: tuple[str, ...]
+    grade: str
+    launches: str  # how the loss meets the kernels, and why
+    first_call: dict[str, float]  # seconds that the first call of this form spent, if there was one
+    rows: int
+    rows_total: int
+    vocab: int
+    chunks: int
+    forward_sweeps: int  # over the vocabulary, without grad mode
+    sweeps: int  # forward and backward
+    gemms: int  # forward and backward; 1 without grad mode
+    teacher_gemms: int  # of the teachers' logits
+    host_reads: int
+    collectives: dict[str, int]  # by purpose, forward and backward
+    bytes: dict[str, int]  # by purpose
+    code: str = ""  # of the printed program, where it was asked for
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.source}: {self.rows} of {self.rows_total} rows x {self.vocab} columns, backend {self.backend}",
+            f"facts        {', '.join(self.facts) or 'none'}",
+        ]
+        for t in self.terms:
+            lines.append(f"term         {t.name} ({t.loss}): {t.kind}, {t.reason}")
+        for name in self.off:
+            lines.append(f"term         {name}: switched off, costs nothing")
+        lines.append(f"grade        {self.grade}")
+        lines += [f"kernels      {self.launches}"] if self.launches else []
+        chunks = "1 chunk" if self.chunks == 1 else f"{self.chunks} chunks"
+        gemms = f", {self.gemms} GEMMs over {chunks} (1 without grad)" if self.gemms else ""
+        gemms += (
+            f", {self.teacher_gemms} GEMM{'s' * (self.teacher_gemms > 1)} of teachers" if self.teacher_gemms else ""
+        )
+        lines.append(
+            f"work         {self.sweeps} sweeps over the vocabulary ({self.forward_sweeps} without grad){gemms}"
+        )
+        lines.append(f"host reads   {self.host_reads}")
+        counted = [f"{n} {what}" for what, n in self.collectives.items()]
+        lines.append(f"collectives  {', '.join(counted) or 0}")
+        lines += [f"bytes        {_size(n):>10}  {what}" for what, n in self.bytes.items()]
+        spent = ", ".join(f"{s:.2f} s {what}" for what, s in self.first_call.items())
+        lines += [f"first call   {spent}"] if spent else []
+        if self.code:
+            lines += ["", self.code]
+        return "\n".join(lines)
+
+
+def explain(
+    plan: Plan,
+    rows: Rows,
+    chunks: Sequence[Chunk] | None,
+    guides: Mapping[str, Guide],
+    backend: str,
+    host_read: bool,
+    show_source: bool = False,
+) -> Explanation:
+    source = plan.source
+    engine = backend_for(backend, source, plan.want).NAME
+    beside = teacher_bytes(guides, source)
+    terms = tuple(TermPlan(t.name, t.call.signature.name, *t.trace[:2]) for t in plan.terms)
+    if isinstance(source, Linear):
+        pieces = len(chunks) if chunks else -(-rows.count // source.chunk_rows(beside))
+        sizes, grade = _linear_bytes(source, rows, chunks, pieces, beside), _linear_grade(plan, rows, chunks)
+        gemms = 0 if plan.want.only_ids else 3 if chunks is not None else 4 + _looks_across_ranks(plan)
+    else:
+        pieces, gemms = len(chunks) if chunks else 1, 0
+        written = 0 if source.inplace else source.logits.numel() * source.logits.element_size()
+        sizes = {"gradient of logits" + (" (in place)" if source.inplace else ""): written}
+        grade = "read for the facts, then read and write for the gradient"
+        if plan.program is not None:
+            again = any(f.element is not None for f in plan.want.facts)
+            grade = f"gradients in the same visit: read {'twice for a divergence' if again else 'once'}, written once"
+        most = most_rows(guides)
+        if most is not None:
+            sizes["teachers' logits beside them"] = min(most, rows.count) * beside
+    sizes["facts, cotangents and coefficients"] = (
+        rows.count * source.fact_dtype.itemsize * 2 * (len(plan.want.facts) + 1)
+    )
+    return Explanation(
+        source=type(source).__name__,
+        backend=engine,
+        facts=tuple(map(str, plan.want.facts)),
+        terms=terms,
+        off=plan.off,
+        grade=grade,
+        launches=_launches(plan) if engine == "triton" else _without_triton(plan, backend),
+        first_call=plan.times,
+        rows=rows.count,
+        rows_total=rows.total,
+        vocab=source.vocab,
+        chunks=pieces,
+        forward_sweeps=0 if plan.want.only_ids else 1,
+        sweeps=0 if plan.want.only_ids else 2,
+        gemms=gemms,
+        teacher_gemms=_teacher_gemms(plan, guides, chunks),
+        host_reads=int(source.device.type != "cpu" and host_read),  # meta tensors stand for those of a GPU
+        collectives=_collectives(plan, pieces if chunks is not None else 1),
+        bytes={what: n for what, n in sizes.items() if n},
+        code=_code(plan, engine) if show_source else "",
+    )
+
+
+def _code(plan: Plan, engine: str) -> str:
+    if plan.program is not None:
+        return plan.program.source
+    reason = plan.reason if engine == "triton" else f'backend {engine}; backend="triton" shows what a GPU would run'
+    return f"# no source: {reason}"
+
+
+def _without_triton(plan: Plan, backend: str) -> str:
+    """Why "auto" is not the Triton backend where that could be."""
+    source = plan.source
+    if resolve(backend, source.device, source.fact_dtype) != "triton":
+        return ""
+    return f"none of Triton's, which cannot run {without_triton(plan.want)}"
+
+
+def _launches(plan: Plan) -> str:
+    if plan.program is not None:
+        return "one launch a visit: the loss runs inside the sweep"
+    return f"one launch for the facts, one for the gradient ({plan.reason})"
+
+
+def _teacher_gemms(plan: Plan, guides: Mapping[str, Guide], chunks: Sequence[Chunk] | None) -> int:
+    """A teacher's logits are made once in a visit; without one, again for the gradient and for a look across ranks."""
+    made = sum(isinstance(g, DenseGuide) and isinstance(g.teacher, Linear) for g in guides.values())
+    if chunks is not None:
+        return made
+    return made * (2 + _looks_across_ranks(plan))
+
+
+def _looks_across_ranks(plan: Plan) -> bool:
+    """Whether the logits of all rows are made once more, after the gather, for a divergence's second look."""
+    return plan.source.shard is not None and any(f.element is not None for f in plan.want.facts)
+
+
+def _linear_grade(plan: Plan, rows: Rows, chunks: Sequence[Chunk] | None) -> str:
+    if plan.want.only_ids:
+        return "only the teacher's ids: no softmax over the vocabulary and no full GEMM"
+    if chunks is not None:
+        look = ", read twice for a divergence" if any(f.element is not None for f in plan.want.facts) else ""
+        return f"gradients in the same visit: each chunk's logits are made once{look}"
+    batch = [f"{t.name}: {t.trace.reason}" for t in plan.terms if t.trace.kind == "batch"]
+    if batch:
+        why = batch[0]
+    elif plan.segments is not None and plan.segments.group is not None:
+        why = "segments lie on several ranks"
+    elif rows.stats is None:
+        why = "segment lengths are not known to the host"
+    else:
+        why = "a segment is longer than a chunk"
+    return f"facts of all rows first, logits made again for the gradient ({why})"
+
+
+def _linear_bytes(
+    source: Linear, rows: Rows, chunks: Sequence[Chunk] | None, pieces: int, beside: int
+) -> dict[str, int]:
+    longest = -(-rows.count // max(1, pieces))
+    if chunks:
+        longest = max(c.rows.stop - c.rows.start for c in chunks)
+    width, budget = source.hidden.shape[-1] * source.gemm_dtype.itemsize, _size(parse_bytes(source.memory))
+    return {
+        f"chunk of {longest} rows x {source.columns} (budget {budget})": longest * source.row_bytes,
+        "teachers' logits beside it": longest * beside,
+        "gradient of hidden": source.hidden.numel()
+        * (source.fact_dtype if source.narrow else source.gemm_dtype).itemsize,
+        "weight gradient": _weight_grad(source, pieces),
+        "gathered hidden rows": longest * width if rows.keep is not None else 0,
+    }
+
+
+def _collectives(plan: Plan, visited: int) -> dict[str, int]:
+    source, segments = plan.source, plan.segments
+    found: dict[str, int] = {}
+    if source.shard is not None:
+        if plan.want.only_ids:
+            found["all-reduce of the logits at the ids"] = 1
+        else:
+            found["all-gather of partials"] = visited
+        if any(f.element is not None for f in plan.want.facts):
+            found["all-reduce of divergences"] = visited
+        if isinstance(source, Linear) and not source.shard.partial_hidden:
+            found["all-reduce of the gradient of hidden"] = 1
+    if segments is not None and segments.group is not None:
+        found["all-reduce of segment counts"] = 1
+        weighted = sum(t.sums_weights and t.trace.value == "row" for t in plan.terms)
+        if weighted:
+            found["all-reduce of the sum of row weights"] = weighted
+        sums = sum(sum(t.trace.sums) for t in plan.terms)
+        if sums:
+            found["all-reduce of segment totals, forward and backward"] = sums
+    return found
+
+
+def _weight_grad(source: Linear, pieces: int) -> int:
+    wide = source.weight_grad_dtype or torch.promote_types(source.gemm_dtype, torch.float32)
+    wide = torch.promote_types(wide, torch.float32) if source.narrow else wide
+    narrow = pieces == 1 and source.weight_grad_dtype is None and not source.narrow
+    return source.weight.numel() * (source.weight.dtype if narrow else wide).itemsize
+
+
+def _size(n: int) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if n < 1024:
+            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
+        n /= 1024  # type: ignore[assignment]
+    return f"{n:.2f} GiB"

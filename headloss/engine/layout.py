@@ -1,0 +1,292 @@
+"""How an input is laid out: one value per row, one per segment, or whole.
+
+Dimension key:  N rows   V vocabulary   S segments   P pairs
+
+The shape says it where only one reading fits: the targets' shape is one value per row, (S,) one per segment, (V,), (P,)
+and an integer table are whole.  Where several fit, nothing is guessed.  The functions may say it,
+
+    kto.per_segment = ("desirable", "kl")     all its other inputs of the targets' shape then have one value per row
+
+or the caller, with `PerRow`, `PerSegment` or `Whole` around the input; otherwise the call raises and names what fits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from headloss.segments import Segments, integers
+from headloss.sources import Source
+from headloss.term import Term
+from headloss.trace.call import Call
+from headloss.trace.signature import Signature
+from headloss.trace.trace import Shape
+
+
+class Laid:
+    """An input and what it is.  Immutable, and like `Inputs` opaque to wrappers that cast loose tensors."""
+
+    __slots__ = ("value",)
+    value: Tensor
+    kind: ClassVar[str]
+
+    def __init__(self, value: Tensor) -> None:
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{type(self).__name__}: wanted a tensor, got {type(value).__name__}")
+        object.__setattr__(self, "value", value)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"{type(self).__name__} is immutable; make a new one to change {name!r}")
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.value,)
+
+    def to(self, *args: Any, **kwargs: Any) -> Laid:
+        """The same with the tensor elsewhere, as `Tensor.to`."""
+        return type(self)(self.value.to(*args, **kwargs))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({tuple(self.value.shape)}, {self.value.dtype})"
+
+
+class PerRow(Laid):
+    """An input with one value per row, in the targets' shape; more dimensions may follow.
+
+    >>> objective(source, targets, segments=segments, reward=hl.PerRow(reward))
+    """
+
+    __slots__ = ()
+    kind = "row"
+
+
+class PerSegment(Laid):
+    """An input with one value per segment: (S,); more dimensions may follow.
+
+    >>> objective(source, targets, segments=segments, reward=hl.PerSegment(reward))
+    """
+
+    __slots__ = ()
+    kind = "segment"
+
+
+class Whole(Laid):
+    """An input that belongs to no row: a table, say, which the functions are given as it is.
+
+    >>> objective(source, targets, class_weight=hl.Whole(class_weight))
+    """
+
+    __slots__ = ()
+    kind = "whole"
+
+
+LAID: Mapping[str, type[Laid]] = {x.kind: x for x in (PerRow, PerSegment, Whole)}
+
+
+class Reading(NamedTuple):
+    """What the functions of an objective say about one of its inputs."""
+
+    row: tuple[str, ...] = ()  # functions that say it has one value per row
+    segment: tuple[str, ...] = ()  # and per segment
+    likely: str | None = None  # what fits the values that it weighs, as a row weight
+    segments: tuple[str, ...] = ()  # functions that take it, take segments too, and say nothing
+    pairs: bool = False  # whether one takes pairs
+
+
+def readings(terms: Mapping[str, Term], metrics: Iterable[tuple[str, Call]]) -> dict[str, Reading]:
+    """Of every input that these terms and metrics take."""
+    found: dict[str, Reading] = {}
+
+    def unsaid(old: Reading, s: Signature) -> Reading:
+        pairs = old.pairs or any(p.name == "pairs" for p in s.parameters)
+        return old._replace(segments=(*old.segments, *([s.name] if s.wants("segments") else [])), pairs=pairs)
+
+    calls = [(f"term {name!r}", term.call(None, {})) for name, term in terms.items()]
+    for label, call in (*calls, *((f"metric {name!r}", call) for name, call in metrics)):
+        for s in call.signatures:
+            for p in s.parameters:
+                if p.kind != "input" or p.teacher is not None:
+                    continue
+                old = found.get(p.name, Reading())
+                if s.per_segment is None:
+                    old = unsaid(old, s)
+                elif p.name in s.per_segment:
+                    old = old._replace(segment=(*old.segment, f"{label} ({s.name})"))
+                else:
+                    old = old._replace(row=(*old.row, f"{label} ({s.name})"))
+                found[p.name] = old
+        if isinstance(call.row_weight, str):
+            s, old = call.signature, found.get(call.row_weight, Reading())
+            may = unsaid(Reading(), s)
+            likely = s.returns or (None if may.segments or may.pairs else "row")
+            found[call.row_weight] = (unsaid(old, s) if likely is None else old)._replace(likely=likely)
+    return found
+
+
+def fits(
+    name: str,
+    x: Tensor,
+    said: str | None,
+    leading: tuple[int, ...],
+    num_segments: int | None,
+    vocab: int,
+    pairs: int | None,
+) -> tuple[str, ...]:
+    """What an input of this shape can be: "scalar", or some of "row", "segment", "whole" and "pair"."""
+    shape = tuple(x.shape)
+    if not shape:
+        return ("scalar",)
+    if name == "pairs":
+        return ("whole",)
+    row = shape[: len(leading)] == leading
+    if row and len(leading) > 1 and said is None:
+        return ("row",)  # (B, T, ...): nothing else has two sizes in common with the rows
+    ways = ["row"] if row else []
+    if num_segments is not None and shape[0] == num_segments:
+        ways.append("segment")
+    if shape[0] == vocab or (len(shape) > 1 and not x.dtype.is_floating_point):
+        ways.append("whole")
+    elif pairs is not None and shape[0] == pairs:
+        ways.append("pair")
+    return tuple(ways)
+
+
+_SAID = {
+    "row": "one value per row (hl.PerRow({0}))",
+    "segment": "one per segment (hl.PerSegment({0}))",
+    "whole": "a table that belongs to no row (hl.Whole({0}))",
+    "pair": "one value per pair (hl.Whole({0}))",
+}
+
+
+def choose(name: str, ways: tuple[str, ...], said: str | None, reading: Reading, segmented: bool, shape: str) -> str:
+    """What an input is, of all that it can be; an error where nothing and nobody says it.
+
+    `said` is the caller's word, `shape` how the error calls the input's shape.
+    """
+    if ways == ("scalar",):
+        if said in ("row", "segment"):
+            raise ValueError(f"{name}: hl.{LAID[said].__name__} of a scalar; a scalar needs no such word")
+        return "scalar"
+    per_segment = reading.segment if segmented else ()
+    if reading.row and per_segment:
+        raise ValueError(
+            f"{name}: {reading.row[0]} takes one value per row, and {per_segment[0]} one per segment; "
+            f"give them under two names"
+        )
+    if said is not None:
+        if said not in ways and said != "whole":
+            what = {"row": "one value per row, in the targets' shape", "segment": "one per segment, (S,)"}[said]
+            raise ValueError(f"{name}: hl.{LAID[said].__name__} means {what}; {shape} does not fit")
+        chosen = said
+    else:
+        declared = "row" if reading.row else "segment" if per_segment else reading.likely
+        chosen = declared if declared in ways else _only(name, ways, reading, shape)
+    if per_segment and chosen != "segment":
+        got = shape if said is None else f"hl.{LAID[said].__name__}"
+        raise ValueError(f"{name}: {per_segment[0]} takes one value per segment, (S,), got {got}")
+    if reading.row and chosen == "segment":
+        raise ValueError(
+            f"{name}: has one value per segment, where {reading.row[0]} takes one per row; pass segments.spread({name})"
+        )
+    return "whole" if chosen == "pair" else chosen
+
+
+def _only(name: str, ways: tuple[str, ...], reading: Reading, shape: str) -> str:
+    """The one reading that is left of those that fit the shape."""
+    possible = {"segment": bool(reading.segments), "pair": reading.pairs}
+    left = tuple(way for way in ways if possible.get(way, True)) or ways
+    if len(left) > 1:
+        named = " and ".join(_SAID[way].format(name) for way in left)
+        also = ""
+        if "segment" in left:
+            also = f", or in the function: {(*reading.segments, 'loss')[0]}.per_segment = ({name!r},), or () for rows"
+        raise ValueError(f"{name}: {shape} fits {named}; say which in the call{also}")
+    return left[0]
+
+
+def lay_out(
+    said: Mapping[str, Reading], inputs: Mapping[str, Any], source: Source, segments: Segments | None
+) -> dict[str, tuple[Tensor, Shape]]:
+    """Every input of a call as a tensor, and how it is laid out."""
+    pairs = inputs.get("pairs")
+    pairs = pairs.value if isinstance(pairs, Laid) else pairs
+    P = len(pairs) if isinstance(pairs, Tensor) and pairs.ndim else None
+    return {
+        name: layout(name, x, source.leading, segments, source.vocab, P, said[name], source.device)
+        for name, x in inputs.items()
+        if x is not None
+    }
+
+
+def layout(
+    name: str,
+    x: Any,
+    leading: tuple[int, ...],
+    segments: Segments | None,
+    vocab: int,
+    pairs: int | None,
+    reading: Reading,
+    device: torch.device,
+) -> tuple[Tensor, Shape]:
+    """An input as a tensor, and how it is laid out; an error if it fits nothing, or several things."""
+    said = None
+    if isinstance(x, Laid):
+        said, x = x.kind, x.value
+    if isinstance(x, (bool, int, float)):
+        dtype = torch.float64 if isinstance(x, float) and device.type != "mps" else None
+        if isinstance(x, int) and abs(x) >= 1 << 63:
+            raise ValueError(f"{name}: {x} does not fit 64 bits; give it as a float")
+        x = torch.full((), x, dtype=dtype, device=device)  # there, because clamp takes no scalar from the host
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name}: wanted a tensor or a number, got {type(x).__name__}")
+    if getattr(type(x).__torch_function__, "__func__", _DISABLED) not in (_DISABLED, _TORCHS):
+        raise TypeError(
+            f"{name}: is a {type(x).__name__}, whose operations run code of its own that a trace cannot follow; "
+            f"wanted a plain tensor ({name}.as_subclass(torch.Tensor))"
+        )
+    if "logprob" in name and x.dtype.is_floating_point and x.dtype.itemsize < 4:
+        raise TypeError(
+            f"{name}: is {x.dtype}, wanted float32 or better: a log-probability of -10 in bfloat16 can be off by 0.03 "
+            f"(FSDP casts loose inputs; wrap them in hl.Inputs)"
+        )
+    if x.ndim and x.device != device:
+        raise ValueError(f"{name}: is on {x.device}, but the source is on {device}")
+    if name == "pairs":
+        x = _check_pairs(x, segments)
+    S = None if segments is None else segments.num_segments
+    ways = fits(name, x, said, leading, S, vocab, pairs)
+    if not ways and said is None:
+        raise ValueError(unfit(name, tuple(x.shape), leading, S))
+    kind = choose(name, ways, said, reading, S is not None, f"shape {tuple(x.shape)}")
+    after = {"row": len(leading), "segment": 1, "scalar": 0, "whole": 0}[kind]
+    return x, Shape(kind, x.dtype, tuple(x.shape[after:]), x.requires_grad and torch.is_grad_enabled())
+
+
+_DISABLED = torch._C._disabled_torch_function_impl
+_TORCHS = Tensor.__torch_function__.__func__  # type: ignore[attr-defined]
+
+
+def unfit(name: str, shape: tuple[int, ...], leading: tuple[int, ...], num_segments: int | None) -> str:
+    """What to say of an input whose shape fits nothing."""
+    per_segment = f", ({num_segments},) for one per segment" if num_segments is not None else ""
+    lines = len(leading) == 2 and shape in (leading[:1], (leading[0], 1))
+    spread = f"; {name}.view(-1, 1).expand{leading} gives each row its line's value" if lines else ""
+    return (
+        f"{name}: has shape {shape}; wanted {leading} for one value per row{per_segment}, or a scalar "
+        f"(hl.Whole({name}) may have any shape){spread}"
+    )
+
+
+def _check_pairs(pairs: Tensor, segments: Segments | None) -> Tensor:
+    pairs = integers("pairs", pairs)
+    if pairs.ndim != 2 or pairs.shape[1] != 2:
+        raise ValueError(f"pairs: wanted (pairs, 2), chosen and rejected, got shape {tuple(pairs.shape)}")
+    if segments is not None and pairs.device.type == "cpu" and pairs.numel():
+        low, high = int(pairs.min()), int(pairs.max())
+        if low < 0 or high >= segments.num_segments:
+            bad = low if low < 0 else high
+            raise ValueError(f"pairs: wanted numbers of segments, in [0, {segments.num_segments}), got {bad}")
+    return pairs

@@ -1,0 +1,372 @@
+"""An objective bound to one call: inputs laid out by row and segment, weights made, losses evaluated.
+
+Dimension key:  R rows that count   S segments   P pairs
+
+The loss functions see flat vectors of the rows that count, whatever shape the caller's batch has; `layout` says which
+inputs go by row, by segment, or whole.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Container, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from headloss.engine.heads import part_of
+from headloss.engine.sweeps import Chunk, Cotangents
+from headloss.facts import CONSTANT, Fact
+from headloss.metrics import Metric, kind_of, measure
+from headloss.reductions import weights as reduction_weights
+from headloss.rows import Rows
+from headloss.segments import Segments, group_sum
+from headloss.trace.call import Call, Env, WrongValueError, evaluate
+from headloss.trace.gradient import Reach, check_constants, check_gradient, leaf, reach_of
+from headloss.trace.signature import suggest
+from headloss.trace.trace import Shape, Trace, run_cotangents
+
+
+class Planned(NamedTuple):
+    """A term of this call: what to run, how it was traced, and what it weighs."""
+
+    name: str
+    call: Call
+    trace: Trace
+    weight: float | Tensor
+    reduction: str
+    length: float | None
+
+    @property
+    def sums_weights(self) -> bool:
+        """Whether its row weights are summed before any fact is known."""
+        by_facts = self.call.row_weight_signature is not None and self.call.row_weight_signature.facts
+        return self.reduction == "weighted_mean" and not by_facts
+
+
+def check_belongs(call: Call, kind: str | None, shapes: Mapping[str, Shape], length: int | None = None) -> None:
+    """Values of neither rows nor segments come of segments or a table; else rows were dropped, and counts with them."""
+    apart = any(s.wants("segments") for s in call.signatures) or any(
+        shapes[n].kind == "whole" for n in call.input_names if n in shapes
+    )
+    if kind == "other" and not apart:
+        got = "its values" if length is None else f"its {length} values"
+        raise WrongValueError(
+            f"{call.signature.name}: wanted one value a row, a segment or a pair; {got} belong to none of them.  "
+            f"Give a row that should not count the value 0, or its target -100"
+        )
+    said, found = call.signature.returns, "pair" if kind == "other" else kind
+    if said is not None and found is not None and said != found:
+        raise WrongValueError(f"{call.signature.name}.returns: is {said!r}, but it returns one value per {found}")
+
+
+class BoundLoss:
+    """The terms and metrics of one call.  `chunk` gives cotangents inside a visit, `whole` everything on all rows."""
+
+    def __init__(
+        self,
+        terms: Sequence[Planned],
+        metrics: Sequence[tuple[str, Call]],
+        rows: Rows,
+        inputs: Mapping[str, tuple[Tensor, Shape]],
+        *,
+        chunks: Sequence[Chunk] | None,
+        num_items: int | Tensor | None,
+        num_segments: int | Tensor | None,
+        grad_scale: float | Tensor,
+        dtype: torch.dtype,
+        device: torch.device,
+        narrow: bool,
+        taken: Mapping[str, Tensor] | None = None,
+        segments: Segments | None = None,
+    ) -> None:
+        self.terms, self.metric_calls, self.rows, self.chunks = terms, metrics, rows, chunks
+        self.num_items, self.num_segments, self.grad_scale = num_items, num_segments, grad_scale
+        self.dtype, self.device = dtype, device
+        self.shapes = {name: shape for name, (_, shape) in inputs.items()}
+        self.given, self.segments = inputs, segments
+        self.taken = dict(taken or {})  # teachers' inputs, already of the rows that count
+        self.shapes |= {name: Shape("row", x.dtype, tuple(x.shape[1:])) for name, x in (taken or {}).items()}
+        self.wants_grad = tuple(name for name, shape in self.shapes.items() if shape.requires_grad)
+        self.values: dict[str, Tensor] = {}
+        self.metrics: dict[str, Metric] = {}
+        self.denominators: dict[str, Tensor] = {}
+        self.normaliser: Tensor | None = None
+        self.narrow, self.watched = narrow, torch.is_grad_enabled()  # somebody may want a captured tensor's gradient
+        if rows.segments is not None and rows.segments.group is not None:
+            for t in terms:  # now, at the same place on all ranks: one without rows has no chunks
+                if t.sums_weights and t.trace.value == "row":
+                    self._weights(t, "row", rows.count, self._env({}, None))
+
+    @functools.cached_property
+    def inputs(self) -> dict[str, Tensor]:
+        """Every input, of the rows that count."""
+        own = {n: x.clone() if x.is_inference() else x.detach() for n, (x, _) in self.given.items()}  # for autograd
+        return {n: self.rows.take(x) if self.shapes[n].kind == "row" else x for n, x in own.items()} | self.taken
+
+    def raw_inputs(self, part: slice) -> dict[str, Tensor]:
+        """Inputs of rows and scalars, for a kernel that passes over ignored rows by itself."""
+        if self.rows.keep is not None:
+            return {n: part_of(x, part) if self.shapes[n].kind == "row" else x for n, x in self.inputs.items()}
+        flat = {n: x.reshape(-1) if s.kind == "row" and x.ndim > 1 else x for n, (x, s) in self.given.items()}
+        flat |= self.taken
+        return {n: part_of(x.detach(), part) if self.shapes[n].kind == "row" else x for n, x in flat.items()}
+
+    @functools.cached_property
+    def filler(self) -> Tensor:
+        """What stands for a fact that no term reads: should one read it after all, the loss is NaN and not wrong."""
+        return torch.full((self.rows.count,), math.nan, dtype=self.dtype, device=self.device)
+
+    @functools.cached_property
+    def seeds(self) -> list[Tensor]:
+        """Of each term, the weight of each of its values in the gradient, before the normaliser."""
+        seeds = [self._seed(t, t.trace.value or "row", self.rows.count) for t in self.terms]
+        if self.narrow:
+            self.normaliser = torch.stack([s.abs().amax() for s in seeds if s.numel()]).amax()
+            self.normaliser = self.normaliser.masked_fill(self.normaliser == 0, 1.0)
+            seeds = [s / self.normaliser for s in seeds]
+        return seeds
+
+    def chunk(self, chunk: Chunk, facts: Mapping[Fact, Tensor]) -> Cotangents:
+        env = self._env(facts, chunk)
+        by_fact: dict[Fact, Tensor] = {}
+        by_input: dict[str, Tensor] = {}
+        for term, seed in zip(self.terms, self.seeds, strict=True):
+            part = chunk.segments if term.trace.value == "segment" else chunk.rows
+            wanted = [n for n in self.wants_grad if n in term.call.input_names]
+            for_facts, for_inputs = run_cotangents(term.call, term.trace, env, seed[part], wanted)
+            _add_into(by_fact, for_facts)
+            _add_into(by_input, for_inputs)
+        return by_fact, by_input
+
+    def whole(self, facts: Mapping[Fact, Tensor], grad: bool) -> tuple[Tensor, Cotangents]:
+        leaves = {f: leaf(f, x) if grad else x.detach() for f, x in facts.items()}
+        env = self._env(leaves, None)
+        if grad:
+            given = {n: x.detach().requires_grad_() if n in self.wants_grad else x for n, x in env.inputs.items()}  # type: ignore[union-attr]
+            env = env._replace(inputs=given)
+        values, seeds = [], []
+        measured, kinds, ways = dict[str, Any](), dict[str, str](), dict[str, Reach]()
+        loss = torch.zeros((), dtype=self.dtype, device=self.device)
+        for term in self.terms:
+            with torch.set_grad_enabled(grad or (self.watched and term.trace.reach is None)):
+                value, metrics = term.call(env)
+            if term.trace.reach is None and (grad or self.watched):
+                ways[term.name] = reach_of(value, leaves, [x for x in env.inputs.values() if x is not None])
+            kind = term.trace.value or self._kind(term.call, value)
+            check_belongs(term.call, kind, self.shapes, len(value))
+            base = self._weights(term, kind, value.shape[0], env)
+            plain = value.detach()
+            if kind == "row" and self.rows.valid is not None:
+                plain = plain.masked_fill(~self.rows.valid, 0)
+            elif kind == "segment" and self.rows.segments is not None:
+                plain = plain.masked_fill(self.rows.segments.counts == 0, 0)  # an empty segment may yield anything
+            reduced = (base * plain).sum().to(self.dtype)
+            self.values[term.name] = reduced
+            loss = loss + reduced * term.weight
+            values.append(value)
+            seeds.append((base * self._scale(term)).to(value.dtype))
+            of = term.trace.metrics if term.trace.value else {k: self._kind(term.call, x) for k, x in metrics.items()}
+            kinds |= {f"{term.name}/{name}": kind for name, kind in of.items()}
+            measured |= {f"{term.name}/{name}": x for name, x in metrics.items()}
+        with torch.no_grad():
+            for name, call in self.metric_calls:
+                found = evaluate(call.fn, call.signature.name, env.arguments(call.signature), call.options)
+                found = {f"{name}/{k}": x for k, x in found.items()} if isinstance(found, Mapping) else {name: found}
+                kinds |= {k: self._kind(call, x) for k, x in found.items()}
+                measured |= found
+            self._measure(measured, kinds)
+        by_fact: dict[Fact, Tensor] = {}
+        by_input: dict[str, Tensor] = {}
+        if ways:
+            check_gradient(self.terms, grad, ways)
+        if grad:
+            targets: list[tuple[Any, Any]] = [(f, x) for f, x in leaves.items() if f.name not in CONSTANT]
+            targets += [(n, env.inputs[n]) for n in self.wants_grad]
+            live = [(v, s) for v, s in zip(values, seeds, strict=True) if v.requires_grad]
+            if live and targets:
+                grads = torch.autograd.grad(
+                    [v for v, _ in live], [x for _, x in targets], [s for _, s in live], allow_unused=True
+                )
+                for (key, _), g in zip(targets, grads, strict=True):
+                    if g is not None:
+                        (by_fact if isinstance(key, Fact) else by_input)[key] = g
+            check_constants([n for n in self.wants_grad if n not in by_input], [t.call for t in self.terms])
+        return loss, (by_fact, by_input)
+
+    def shaped(self, name: str, grad: Tensor | None) -> Tensor | None:
+        """The gradient of an input in the input's own shape."""
+        return grad if grad is None or self.shapes[name].kind != "row" else self.rows.put(grad)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Every tensor of the caller's that the loss was made of, by the name of its argument."""
+        found = {name: x for name, (x, _) in self.given.items()} | {"segments": getattr(self.segments, "ids", None)}
+        found |= {"num_items": self.num_items, "num_segments": self.num_segments, "grad_scale": self.grad_scale}
+        found |= {f"weights[{term.name!r}]": term.weight for term in self.terms}
+        return {name: x for name, x in found.items() if isinstance(x, Tensor)}
+
+    def _env(self, facts: Mapping[Fact, Tensor], chunk: Chunk | None) -> Env:
+        rows = self.rows
+        inputs, targets, segments, filler = self.inputs, rows.targets, rows.segments, self.filler
+        if chunk is not None:
+            part, span = chunk.rows, chunk.segments
+            cut = {"row": part, "segment": span, "scalar": None, "whole": None}
+            inputs = {
+                n: x if cut[self.shapes[n].kind] is None else x[cut[self.shapes[n].kind]] for n, x in inputs.items()
+            }
+            targets = None if targets is None else targets[part]
+            filler = filler[part]
+            if segments is not None and span is not None:
+                ids, counts = segments.ids[part] - span.start, segments.counts[span]
+                segments = Segments(ids, span.stop - span.start, counts)
+        return Env(_Filled(facts, filler), inputs, targets, segments)
+
+    def _scale(self, term: Planned) -> float | Tensor:
+        weight = term.weight.to(self.dtype) if isinstance(term.weight, Tensor) else term.weight
+        scale = self.grad_scale.to(self.dtype) if isinstance(self.grad_scale, Tensor) else self.grad_scale
+        return weight * scale
+
+    def _seed(self, term: Planned, kind: str, length: int) -> Tensor:
+        if kind == "segment" and self.rows.segments is not None:
+            length = self.rows.segments.num_segments
+        return self._weights(term, kind, length, self._env({}, None)) * self._scale(term)
+
+    def _weights(self, term: Planned, kind: str, length: int, env: Env) -> Tensor:
+        denominator = self.denominator(term, kind, length, env) if term.reduction == "weighted_mean" else None
+        return reduction_weights(
+            term.reduction, kind, length, self.rows,
+            num_items=self.num_items, num_segments=self.num_segments, norm=term.length, denominator=denominator,
+            dtype=self.dtype, device=self.device,
+        )  # fmt: skip
+
+    def denominator(
+        self, term: Planned, kind: str = "row", length: int | None = None, env: Env | None = None
+    ) -> Tensor:
+        """The sum of a weighted mean's weights, on all ranks where segments lie on several; made once."""
+        if term.name not in self.denominators:
+            length, env = self.rows.count if length is None else length, env or self._env({}, None)
+            with torch.no_grad():
+                weight = term.call.weight(env)
+            weight = torch.ones(length, dtype=self.dtype, device=self.device) if weight is None else weight
+            weight = weight.to(self.dtype).expand(length)
+            if kind == "row" and self.rows.valid is not None:
+                weight = weight.masked_fill(~self.rows.valid, 0)
+            elif kind == "segment" and self.rows.segments is not None:
+                weight = weight.masked_fill(self.rows.segments.counts == 0, 0)
+            total = weight.sum()
+            if kind == "row" and self.rows.segments is not None and self.rows.segments.group is not None:
+                total = group_sum(total, self.rows.segments.group)
+            self.denominators[term.name] = total.masked_fill(total == 0, 1.0)
+        return self.denominators[term.name]
+
+    def _kind(self, call: Call, value: Any) -> str:
+        """What values belong to that no trace has seen: "row", "segment" or "other"."""
+        if not isinstance(value, Tensor) or value.ndim != 1:
+            return "other"
+        length, segments = value.shape[0], self.rows.segments
+        shapes = [self.shapes[n] for n in call.input_names if n in self.shapes]
+        given = {s.kind for s in shapes} | {p.kind for s in call.signatures for p in s.parameters}
+        ways = []
+        if length == self.rows.count and given & {"fact", "targets", "row", "segments"}:
+            ways.append("row")
+        if segments is not None and length == segments.num_segments and given & {"segment", "segments"}:
+            ways.append("segment")
+        if any(s.kind == "whole" and s.rest[0] == length for s in shapes):
+            ways.append("pair")
+        if len(ways) < 2:
+            return ways[0].replace("pair", "other") if ways else "other"
+        if call.signature.returns in ways:
+            return call.signature.returns.replace("pair", "other")
+        name, either = call.signature.name, " or ".join(f"{way!r}" for way in ways)
+        raise ValueError(
+            f"{name}: there are {length} of its values, which fits one per {' and one per '.join(ways)}, and it is not "
+            f"traced; let it say which: {name}.returns = {either}"
+        )
+
+    def _measure(self, values: Mapping[str, Any], kinds: Mapping[str, str]) -> None:
+        """Metrics by name, in that order; those that belong to the same things are reduced together."""
+        numbers = {name for name, x in values.items() if not isinstance(x, Tensor)}
+        batches: dict[tuple[str, int], dict[str, Tensor]] = {}
+        for name, x in values.items():
+            if name in numbers:
+                x = torch.full((), float(x), device=self.device)
+            kind = kinds[name]
+            if x.ndim == 0 and kind_of(name) in ("std", "exp", "ess"):
+                raise ValueError(
+                    f"metrics: {name!r} is one number, but its name says that values are combined ({kind_of(name)}); "
+                    f"return one value per row, or give a reduced number another name"
+                )
+            if kind == "other" and self.rows.valid is not None and name not in numbers:
+                raise ValueError(
+                    f"host_read: metric {name!r} is made of all rows, ignored ones too, as they were not dropped; "
+                    f"return one value a row or a segment, allow the host read, or give targets through hl.prepare"
+                )
+            batches.setdefault((kind, x.numel()), {})[name] = x
+        found: dict[str, Metric] = {}
+        segments = self.rows.segments
+        for (kind, length), batch in batches.items():
+            weights: Tensor | None = None
+            if kind == "row":
+                weights = self.rows.valid
+            elif segments is not None:
+                if kind == "segment":
+                    weights = (segments.counts > 0) & segments.counts_here
+                elif not segments.counts_here:
+                    weights = torch.zeros(length, dtype=torch.bool, device=self.device)
+            found |= measure(batch, weights, {"row": "token", "segment": "segment"}.get(kind, "call"))
+        self.metrics |= {name: found[name] for name in values}
+
+
+class _Filled(Mapping[Fact, Tensor]):
+    """Facts, with NaN for those that a trace showed no term reads."""
+
+    def __init__(self, facts: Mapping[Fact, Tensor], filler: Tensor) -> None:
+        self.facts, self.filler = facts, filler
+
+    def __getitem__(self, fact: Fact) -> Tensor:
+        found = self.facts.get(fact)
+        return self.filler if found is None else found
+
+    def __iter__(self) -> Any:
+        return iter(self.facts)
+
+    def __len__(self) -> int:
+        return len(self.facts)
+
+
+def _add_into(sums: dict[Any, Tensor], more: Mapping[Any, Tensor]) -> None:
+    for key, x in more.items():
+        sums[key] = sums[key] + x if key in sums else x
+
+
+def check_inputs(
+    terms: Iterable[tuple[str, Call]],
+    given: Mapping[str, Any],
+    reserved: Iterable[str],
+    *,
+    off: Iterable[str],
+    metrics: Iterable[tuple[str, Call]],
+    teachers: Container[str] = (),
+) -> None:
+    """Every input a loss needs is there, and every input that is there is one some loss knows."""
+    everything = [*((f"term {n!r}", n, c) for n, c in terms), *((f"metric {n!r}", None, c) for n, c in metrics)]
+    known = [name for _, _, call in everything for name in call.input_names]
+    for name in given:
+        if name not in known:
+            asked = ", ".join(dict.fromkeys(known)) or "no inputs"
+            near = suggest(name, [*known, *reserved])
+            raise TypeError(f"{name}: no loss asks for this input; they ask for {asked}{near}")
+    for label, term, call in everything:
+        if term is not None and term in off:
+            continue
+        required = [p.key for s in call.signatures for p in s.parameters if p.kind == "input" and not p.optional]
+        required += [call.row_weight] if isinstance(call.row_weight, str) else []
+        for wanted in required:
+            if given.get(wanted) is None and wanted not in teachers:
+                what = ", ".join(dict.fromkeys(p.name for s in call.signatures for p in s.parameters))
+                passed = ", ".join(given) or "none"
+                raise TypeError(
+                    f"{wanted}: missing; {label} ({call.signature.name}) asks for {what}; inputs passed: {passed}"
+                )

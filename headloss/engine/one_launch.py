@@ -1,0 +1,134 @@
+"""A visit in one launch: what the printed program is handed, chunk by chunk, and what it brings back.
+
+Dimension key:  R rows that count   C rows of a chunk   T terms
+
+The kernel reads a row, finds its facts, runs the program on them and writes the row's gradient.  It leaves the facts,
+each term's weighted value and each metric of every row; sums over rows are all that is left to do.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from headloss.engine.heads import Grads
+from headloss.engine.sweeps import Chunk, Sweep
+from headloss.facts import Fact, Softmax
+from headloss.metrics import Metric, measure_later
+from headloss.reductions import even, lengths
+from headloss.rows import may_read
+
+if TYPE_CHECKING:
+    from headloss.backends.triton.visit import Arguments, Visited
+    from headloss.engine.loss import BoundLoss, Planned
+
+
+class Launched:
+    """What a visit in one launch leaves behind: a `passes.Result` whose parts are cut out when something asks."""
+
+    def __init__(self, loss: Tensor, visited: Visited, grads: Grads | None, normaliser: Tensor | None) -> None:
+        self.loss, self.visited, self.grads, self.normaliser = loss, visited, grads, normaliser
+
+    @functools.cached_property
+    def facts(self) -> dict[Fact, Tensor]:
+        return self.visited.facts
+
+    def rest(self) -> Launched:
+        """See `passes.Result.rest`."""
+        return Launched(self.loss.detach(), self.visited, None, self.normaliser)
+
+    @property
+    def softmax(self) -> Softmax:
+        return self.visited.softmax
+
+    @property
+    def by_fact(self) -> dict[Fact, Tensor]:
+        return self.visited.cotangents
+
+    @property
+    def by_input(self) -> dict[str, Tensor]:
+        return self.visited.input_cotangents
+
+
+def launch(sweep: Sweep, loss: BoundLoss, needs: tuple[bool, ...]) -> Launched:
+    """Visit every chunk: the loss, the facts, the softmax, and the gradients if any are wanted."""
+    assert loss.chunks
+    weighed = _Weighed(loss)
+    chunks, grad = loss.chunks, any(needs)
+    head = sweep.open_head(needs, chunks)
+    begun = time.perf_counter()
+    seen = []
+    for chunk in chunks:
+        seen.append(sweep.launch(head, chunk, weighed.arguments(chunk), grad))
+        if "compiling" not in sweep.times:
+            sweep.times["compiling"] = time.perf_counter() - begun
+    visited = type(seen[0]).join(seen)
+    return Launched(weighed.report(visited), visited, sweep.grads(head) if grad else None, weighed.normaliser)
+
+
+class _Weighed:
+    """The terms of a call with the weights of their rows, as the program takes them: numbers wherever rows agree."""
+
+    def __init__(self, loss: BoundLoss) -> None:
+        self.loss = loss
+        self.bases = {t.name: self._base(t) for t in loss.terms}
+        self.factors = {t.name: t.weight * loss.grad_scale for t in loss.terms}
+        self.normaliser: Tensor | None = None
+        if loss.narrow:
+            self._normalise()
+
+    def _base(self, term: Planned) -> float | Tensor:
+        loss = self.loss
+        denominator = loss.denominator(term) if term.reduction == "weighted_mean" else None
+        shared = even(
+            term.reduction, loss.rows,
+            num_items=loss.num_items, num_segments=loss.num_segments, norm=term.length, denominator=denominator,
+        )  # fmt: skip
+        return shared if term.reduction != "seq_mean_token_mean" else shared / lengths(loss.rows, loss.dtype)
+
+    def _normalise(self) -> None:
+        """Write a gradient of order 1, because fp16 cannot hold 1 / number of tokens."""
+        dtype, device = self.loss.dtype, self.loss.device
+        sizes = [
+            _tensor(self.bases[name] * factor, dtype, device).abs().amax() for name, factor in self.factors.items()
+        ]
+        largest = torch.stack(sizes).amax()
+        self.normaliser = largest.masked_fill(largest == 0, 1.0)
+        self.factors = {name: factor / self.normaliser for name, factor in self.factors.items()}
+
+    def arguments(self, chunk: Chunk) -> Arguments:
+        from headloss.backends.triton.visit import Arguments
+
+        loss, part = self.loss, chunk.rows
+        cut = {name: x[part] if isinstance(x, Tensor) and x.ndim else x for name, x in self.bases.items()}
+        return Arguments(loss.raw_inputs(part), cut, self.factors)
+
+    def report(self, visited: Visited) -> Tensor:
+        """Sum over the rows: the terms' values, and the loss; metrics are summed when they are looked at."""
+        from headloss.backends.triton.visit import totals
+
+        loss = self.loss
+        if visited.program.metrics:  # which rows count is noted now: the targets may be written to
+            loss.metrics |= measured(visited, loss.rows.valid)
+        if not loss.terms:  # every term is switched off
+            return torch.zeros((), dtype=loss.dtype, device=loss.device)
+        sums, total = totals(visited, [term.weight for term in loss.terms])
+        loss.values |= dict(zip(visited.program.terms, sums.unbind(), strict=True))
+        return total
+
+
+def measured(visited: Visited, valid: Tensor | None) -> dict[str, Metric]:
+    """The metrics of a visit, to be summed when they are looked at."""
+    metrics = measure_later(visited.program.metrics, lambda: visited.metric_values, valid, "token")
+    if not may_read(True, visited.found.device):
+        next(iter(metrics.values())).parts  # a graph that is replayed makes them anew  # noqa: B018
+    return metrics
+
+
+def _tensor(x: float | Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Made on the device: a CUDA graph cannot hold a copy from the host."""
+    return x.to(device, dtype) if isinstance(x, Tensor) else torch.full((), x, dtype=dtype, device=device)

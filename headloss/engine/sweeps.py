@@ -1,0 +1,400 @@
+"""The sweeps: read the vocabulary for facts, read it again to write the gradient, or do both in one visit.
+
+Dimension key:  N rows   R rows that count   C rows of a chunk   V vocabulary
+
+    facts   read each chunk's logits, keep the facts
+    pull    read each chunk's logits again and write their gradient from the facts' cotangents
+    visit   read a chunk once, get its facts, their cotangents and its gradient, go to the next: on `Linear` the logits
+            are then made once, three GEMMs in all instead of four
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import ModuleType
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from headloss.engine.heads import Grads, at_home, open_source, part_of
+from headloss.engine.teachers import Guide, ids_facts, ids_pull, most_rows, note, teacher_bytes, teacher_label
+from headloss.facts import Fact, Partial, Softmax, Want, coefficients, finish
+from headloss.parallel.shard import Gathering, reduce_hidden, sum_over
+from headloss.rows import Rows
+from headloss.segments import shallow
+from headloss.sources import Linear, Source, tensors_in, with_tensors
+from headloss.teachers import DenseSoftmax, TeacherChunk, Temperature, teacher_coefficients
+
+Cotangents = tuple[Mapping[Fact, Tensor], Mapping[str, Tensor]]  # of the facts, and of inputs that want a gradient
+
+
+class Chunk(NamedTuple):
+    rows: slice  # of the rows that count
+    segments: slice | None = None  # that they make up whole
+
+
+class Loss(Protocol):
+    """What a sweep must know of an objective."""
+
+    chunks: Sequence[Chunk] | None  # how to visit the rows; None if all facts must come first
+    normaliser: Tensor | None  # what the gradients made in a visit still have to be multiplied with
+    wants_grad: tuple[str, ...]  # inputs that require grad
+    terms: Sequence[Any]
+    watched: bool  # whether the call was made where gradients are recorded
+
+    def chunk(self, chunk: Chunk, facts: Mapping[Fact, Tensor]) -> Cotangents: ...
+    def whole(self, facts: Mapping[Fact, Tensor], grad: bool) -> tuple[Tensor, Cotangents]: ...
+    def shaped(self, name: str, grad: Tensor | None) -> Tensor | None: ...
+    def tensors(self) -> dict[str, Tensor]: ...
+
+
+class Block(NamedTuple):
+    """A chunk in hand: its rows, their raw logits, and what the teachers say of them."""
+
+    part: slice  # of the rows that count
+    numbers: Any  # where they stand among all rows
+    raw_CV: Tensor
+    teachers: tuple[TeacherChunk, ...]
+
+
+class Sweep:
+    """A source, the rows of it that count, the facts wanted of them, their teachers, and the backend that reads."""
+
+    def __init__(
+        self,
+        source: Source,
+        rows: Rows,
+        want: Want,
+        backend: ModuleType,
+        guides: Mapping[str, Guide] | None = None,
+        program: Any = None,
+        times: dict[str, float] | None = None,
+        integers: Sequence[Tensor] = (),
+    ) -> None:
+        self.source, self.rows, self.want, self.backend = source, rows, want, backend
+        self.program, self.times = program, {} if times is None else times
+        self.integers = integers  # inputs that ranks which share the vocabulary compare
+        self.guides = {name: (guides or {})[name] for name in want.teachers}
+        T = source.temperature
+        if isinstance(T, Tensor):
+            T = T.detach().to(source.fact_dtype)
+            T = rows.take(T) if T.ndim else T.expand(rows.count)
+            if rows.valid is not None:
+                T = T.masked_fill(~rows.valid, 1.0)
+        self.temperature = T
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The caller's tensors that a pull reads again, by the names of their arguments; the source's come first."""
+        found = tensors_in(self.source)
+        if self.rows.given is not None:
+            found["targets"] = self.rows.given
+        for name, guide in self.guides.items():
+            found |= {f"{teacher_label(name)}.{field}": x for field, x in guide.tensors().items()}
+        return found
+
+    def bare(self) -> Sweep:
+        """The sweep without them, while autograd keeps them; `whole` puts them back."""
+        other = shallow(self)
+        other.source = with_tensors(self.source, dict.fromkeys(tensors_in(self.source)))
+        other.rows, other.temperature = self.rows.with_targets(None), 1.0
+        other.guides = {name: guide.bare() for name, guide in self.guides.items()}
+        return other
+
+    def whole(self, tensors: Mapping[str, Tensor]) -> Sweep:
+        source = with_tensors(self.source, {n: x for n, x in tensors.items() if hasattr(self.source, n)})
+        rows, guides = self.rows.with_targets(tensors.get("targets")), {}
+        for name, guide in self.guides.items():
+            own = {n.rsplit(".", 1)[1]: x for n, x in tensors.items() if n.startswith(f"{teacher_label(name)}.")}
+            guides[name] = guide.whole(own, source, rows)
+        return Sweep(source, rows, self.want, self.backend, guides, self.program, self.times)
+
+    def facts(self) -> tuple[dict[Fact, Tensor], Softmax]:
+        """All facts of all rows: over a shard, one collective, and one more if a divergence needs a second look."""
+        if self.want.only_ids:
+            temperatures = self._temperatures(self._all)
+            found = ids_facts(self.source, self.rows, self.want, self.guides, temperatures, self._note())
+            return found, NO_SOFTMAX
+        head, shard = self._open(), self.source.shard
+        if shard is None:
+            done = [self._settle(self._sums(block), block) for block in self._blocks(head)]
+            return concatenate_each([facts for facts, _ in done]), join(*(softmax for _, softmax in done))
+        partial = join(*(self._sums(block) for block in self._blocks(head)))
+        gathering = Gathering(partial, shard, self._note(), self.rows.total)
+        facts, softmax = self._finish(self._merged(gathering, self._all), self._all)
+        looks = [self._look(block, _at(softmax, block.part)) for block in (self._blocks(head) if self._looks else ())]
+        return self._with_looks(facts, softmax, join(*looks) if looks else [])
+
+    def close(self) -> None:
+        """Let go of the teachers' buffers between one pass and the next."""
+        for guide in self.guides.values():
+            guide.close()
+
+    @at_home
+    def pull(
+        self, facts: Mapping[Fact, Tensor], softmax: Softmax, grads: Mapping[Fact, Tensor], needs: tuple[bool, ...]
+    ) -> Grads:
+        head = self._open()
+        head.wants_grad(needs)
+        grads, normaliser = self._held(grads, self._all), None
+        if self.source.narrow and grads:  # 1 / number of tokens underflows in fp16: write order 1, rescale in float32
+            normaliser = torch.stack([g.abs().amax() if g.numel() else g.sum() for g in grads.values()]).amax()
+            normaliser = normaliser.masked_fill(normaliser == 0, 1.0)
+            grads = {f: g / normaliser for f, g in grads.items()}
+        if self.want.only_ids:
+            temperatures = dict(zip(self.want.temperatures, self._temperatures(self._all), strict=True))
+            ids_pull(head, self.rows, self.guides, facts, grads, temperatures)
+        else:
+            for block in self._blocks(head):
+                at = {f: x[block.part] for f, x in facts.items()}, {f: g[block.part] for f, g in grads.items()}
+                self._pull(head, block, _at(softmax, block.part), *at)
+        return scaled(self.grads(head), normaliser, self.backend)
+
+    def visit(
+        self, chunks: Sequence[Chunk], cotangents: Callable[[Chunk, Mapping[Fact, Tensor]], Cotangents], needs: Any
+    ) -> tuple[dict[Fact, Tensor], Softmax, dict[Fact, Tensor], dict[str, Tensor], Grads]:
+        head = self.open_head(needs, chunks)
+        seen: list[tuple[dict[Fact, Tensor], Softmax, Mapping[Fact, Tensor], Mapping[str, Tensor]]] = []
+        bound: Tensor | None = None
+        for chunk, block, partial in self._ahead(head, chunks):
+            facts, softmax = self._settle(partial, block)
+            by_fact, by_input = cotangents(chunk, facts)
+            pulled = by_fact
+            if self.source.narrow and by_fact:
+                before, bound = bound, _beyond_fp16(by_fact, bound)
+                if before is not None:
+                    scaled(Grads(None, head.dhidden_ND, head.dweight_VD, head.dbias_V), before / bound, self.backend)
+                pulled = {f: g / bound for f, g in by_fact.items()}
+            self._pull(head, block, softmax, facts, pulled)
+            seen.append((facts, softmax, by_fact, by_input))
+        facts_, softmax_, by_fact_, by_input_ = zip(*seen, strict=True)
+        return (
+            concatenate_each(facts_),
+            join(*softmax_),
+            concatenate_each(by_fact_),
+            concatenate_each(by_input_),
+            scaled(self.grads(head), bound, self.backend),
+        )
+
+    def open_head(self, needs: tuple[bool, ...], chunks: Sequence[Chunk]) -> Any:
+        """The source, open for a visit of these chunks."""
+        head = self._open()
+        if any(needs):
+            head.wants_grad(needs)
+        head.single_chunk, head.longest = len(chunks) == 1, max(c.rows.stop - c.rows.start for c in chunks)
+        return head
+
+    def launch(self, head: Any, chunk: Chunk, arguments: Any, grad: bool) -> Any:
+        """Facts, values, metrics and gradient of a chunk in one launch of the printed program."""
+        from headloss.backends.triton import taught, visit
+
+        rows, part = self.rows, chunk.rows
+        block = self._read(head, part)
+        out_CV = head.room(block.numbers, block.raw_CV) if grad else None
+        ignored = rows.skipped or rows.valid is not None
+        targets = self._targets(part) if not ignored or rows.given is None else part_of(rows.given.reshape(-1), part)
+        what = (block.raw_CV, targets, self.want, self._temperatures(part), self.program, arguments, out_CV)
+        how = {"start": self._start, "vocab": self.source.vocab, "ignore": ignored, **self._transform()}
+        if block.teachers:
+            visited: Any = taught.visit(*what, block.teachers[0], **how)
+        else:
+            visited = visit.visit(*what, **how)
+        if grad:
+            ignored_C1 = None
+            if ignored and isinstance(self.source, Linear):
+                assert rows.valid is not None
+                ignored_C1 = ~rows.valid[part, None]
+            head.write(block.numbers, out_CV, ignored_C1)
+        return visited
+
+    def _ahead(self, head: Any, chunks: Sequence[Chunk]) -> Iterator[tuple[Chunk, Block, Partial]]:
+        """Each chunk and its partial.  Over a shard, the next chunk is made while this one's partial travels."""
+        shard = self.source.shard
+        travelling: list[tuple[Chunk, Block, Gathering]] = []
+        for i, chunk in enumerate(chunks):
+            block = self._read(head, chunk.rows, slot=0 if shard is None else i % 2)
+            if shard is None:
+                yield chunk, block, self._sums(block)
+                continue
+            first = (self._note() if i == 0 else None, self.rows.total if i < 2 else 0)
+            travelling.append((chunk, block, Gathering(self._sums(block), shard, *first)))
+            if len(travelling) == 2:
+                chunk, block, gathering = travelling.pop(0)
+                yield chunk, block, self._merged(gathering, chunk.rows)
+        for chunk, block, gathering in travelling:
+            yield chunk, block, self._merged(gathering, chunk.rows)
+
+    def _note(self) -> Tensor | None:
+        return note(self.source, self.rows, self.want, self.guides, self.integers)
+
+    @property
+    def _all(self) -> slice:
+        return slice(0, self.rows.count)
+
+    @property
+    def _looks(self) -> list[Fact]:
+        teachers = self.want.teachers if self.want.divergent else ()
+        return [f for n in teachers for T in self.want.temperatures_of(n) for f in self.want.looks(n, T)]
+
+    def _open(self) -> Any:
+        self.close()
+        return open_source(self.source, teacher_bytes(self.guides, self.source), most_rows(self.guides))
+
+    def _blocks(self, head: Any) -> Iterator[Block]:
+        for part in head.chunks(self.rows.count, self.rows.keep is not None) or [slice(0, 0)]:
+            yield self._read(head, part)
+
+    def _read(self, head: Any, part: slice, slot: int = 0) -> Block:
+        numbers = self.rows.numbers(part)
+        keys = self.want.temperatures_of
+        teachers = tuple(guide.chunk(part, keys(name), slot) for name, guide in self.guides.items())
+        return Block(part, numbers, head.read(numbers, slot), teachers)
+
+    def _temperatures(self, part: slice) -> list[Temperature]:
+        own = self.temperature[part] if isinstance(self.temperature, Tensor) else self.temperature
+        return [own if T is None else T for T in self.want.temperatures]
+
+    def _paired(self, part: slice) -> list[list[tuple[Temperature, Temperature]]]:
+        """Of each teacher, the student's and its own temperature wherever the two are compared."""
+        student = dict(zip(self.want.temperatures, self._temperatures(part), strict=True))
+        keys = self.want.temperatures_of
+        return [[(student[T], guide.own(T, part)) for T in keys(name)] for name, guide in self.guides.items()]
+
+    def _targets(self, part: slice) -> Tensor | None:
+        return None if self.rows.targets is None else part_of(self.rows.targets, part)
+
+    def _transform(self) -> dict[str, Any]:
+        return {"scale": self.source.scale, "softcap": self.source.softcap}
+
+    @property
+    def _start(self) -> int:
+        return 0 if self.source.shard is None else self.source.shard.start
+
+    def _sums(self, block: Block) -> Partial:
+        more = {"teachers": block.teachers} if block.teachers else {}
+        temperatures, targets = self._temperatures(block.part), self._targets(block.part)
+        transform = self._transform()
+        return self.backend.sums(block.raw_CV, targets, self.want, temperatures, start=self._start, **transform, **more)
+
+    def _merged(self, partial: Gathering, part: slice) -> Partial:
+        return partial.merged(self._temperatures(part), self._paired(part))
+
+    def _settle(self, partial: Partial, block: Block) -> tuple[dict[Fact, Tensor], Softmax]:
+        """Facts from a whole partial, the second look included."""
+        facts, softmax = self._finish(partial, block.part)
+        return self._with_looks(facts, softmax, self._look(block, softmax) if self._looks else [])
+
+    def _finish(self, partial: Partial, part: slice) -> tuple[dict[Fact, Tensor], Softmax]:
+        facts, softmax = finish(partial, self.want, self._temperatures(part), self.source.vocab)
+        return self._held(facts, part), softmax
+
+    def _look(self, block: Block, softmax: Softmax) -> list[tuple[Tensor, Tensor]]:
+        student = [[T for T, _ in pairs] for pairs in self._paired(block.part)]
+        return self.backend.look(block.raw_CV, self.want, softmax, block.teachers, student, **self._transform())
+
+    def _with_looks(
+        self, facts: dict[Fact, Tensor], softmax: Softmax, looks: Sequence[tuple[Tensor, Tensor]]
+    ) -> tuple[dict[Fact, Tensor], Softmax]:
+        """Facts and softmax with the divergences in them, summed over the ranks of a shard."""
+        if not looks:
+            return facts, softmax
+        summed = sum_over([x for pair in looks for x in pair], self.source.shard)
+        found = dict(zip(self._looks, zip(summed[::2], summed[1::2], strict=True), strict=True))
+        teachers = []
+        for name, seen in zip(self.want.teachers, softmax.teachers, strict=True):
+            mine = tuple(found[f][1] for f in self.want.facts if f in found and f.teacher == name)
+            teachers.append(seen._replace(looks=mine) if isinstance(seen, DenseSoftmax) else seen)
+        values = {fact: value for fact, (value, _) in found.items()}
+        return facts | values, softmax._replace(teachers=tuple(teachers))
+
+    def _held(self, values: Mapping[Fact, Tensor], part: slice) -> dict[Fact, Tensor]:
+        """0 in ignored rows and at ids that are padding, for facts and for their cotangents alike."""
+        values = dict(values)
+        for fact, x in values.items():
+            if self.rows.valid is not None:
+                ignored = ~self.rows.valid[part]
+                values[fact] = x = x.masked_fill(ignored if x.ndim == 1 else ignored[:, None], 0)
+            if fact.name in ("ids_logprob", "ids_logit"):
+                values[fact] = x.masked_fill(self.guides[str(fact.teacher)].ids_RK[part] < 0, 0)  # type: ignore[union-attr]
+        return values
+
+    def _pull(
+        self, head: Any, block: Block, softmax: Softmax, facts: Mapping[Fact, Tensor], grads: Mapping[Fact, Tensor]
+    ) -> None:
+        grads = self._held(grads, block.part)
+        pulls = coefficients(facts, grads, self.want, self.source.vocab)
+        more: dict[str, Any] = {}
+        if self.guides:
+            asked = [[f for f in self.want.facts if f.teacher == name] for name in self.guides]
+            more = {
+                "teachers": block.teachers,
+                "teacher_pulls": [
+                    teacher_coefficients(seen, self.want.temperatures_of(name), mine, facts, grads)
+                    for name, seen, mine in zip(self.guides, softmax.teachers, asked, strict=True)
+                ],
+                "teacher_temperatures": [[T for T, _ in pairs] for pairs in self._paired(block.part)],
+            }
+        out_CV = head.room(block.numbers, block.raw_CV)
+        temperatures, targets = self._temperatures(block.part), self._targets(block.part)
+        more |= {"start": self._start, **self._transform()}
+        self.backend.pull(block.raw_CV, targets, softmax, pulls, temperatures, out_CV, **more)
+        ignored_C1 = None if self.rows.valid is None else ~self.rows.valid[block.part, None]
+        if ignored_C1 is not None:
+            out_CV.masked_fill_(ignored_C1, 0)  # the logits there may be anything
+        head.write(block.numbers, out_CV, ignored_C1)
+
+    def grads(self, head: Any) -> Grads:
+        ignored = self.rows.ignored()
+        if ignored is not None:
+            head.skip(ignored)
+        grads = head.grads()
+        reduce_hidden(grads.hidden, self.source.shard)
+        return grads
+
+
+NO_SOFTMAX = Softmax(torch.empty(0, dtype=torch.float32, device="cpu"), ())
+
+
+def _beyond_fp16(by_fact: Mapping[Fact, Tensor], before: Tensor | None) -> Tensor:
+    """What cotangents are divided by so that a chunk's gradient fits into float16: 1, or as far as they are beyond."""
+    largest = torch.stack([g.abs().amax() if g.numel() else g.sum() for g in by_fact.values()]).amax() / 4096
+    bound = largest.masked_fill(~largest.isfinite(), 1.0).clamp(min=1.0)
+    return bound if before is None else torch.maximum(before, bound)
+
+
+def scaled(grads: Grads, scale: Tensor | None, backend: ModuleType) -> Grads:
+    """Times a number, in place, and in float32 where the gradient itself is narrower; times 1 costs nothing."""
+    if scale is None or (scale.device.type == "cpu" and float(scale) == 1.0):
+        return grads
+    for x in [x for x in grads if x is not None]:
+        if hasattr(backend, "scale_"):
+            backend.scale_(x, scale)
+        else:
+            x.mul_(scale) if x.dtype.itemsize >= 4 else x.copy_(x.float() * scale)
+    return grads
+
+
+def _at(x: Any, part: slice) -> Any:
+    """Rows `part` of every tensor in a nest of tuples."""
+    return x[part] if isinstance(x, Tensor) else _rebuild(x, [_at(y, part) for y in x]) if isinstance(x, tuple) else x
+
+
+def join(*xs: Any) -> Any:
+    """Nests of tuples of the same shape, their tensors concatenated."""
+    if len(xs) == 1:
+        return xs[0]
+    if isinstance(xs[0], Tensor):
+        return torch.cat(xs)
+    if not isinstance(xs[0], tuple | list):
+        return xs[0]
+    return _rebuild(xs[0], [join(*ys) for ys in zip(*xs, strict=True)])
+
+
+def _rebuild(like: Any, items: list[Any]) -> Any:
+    return type(like)(*items) if hasattr(like, "_fields") else type(like)(items)
+
+
+def concatenate_each(parts: Sequence[Mapping[Any, Tensor]]) -> dict[Any, Tensor]:
+    if len(parts) == 1:
+        return dict(parts[0])
+    return {key: torch.cat([p[key] for p in parts]) for key in parts[0]}

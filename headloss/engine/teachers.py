@@ -1,0 +1,328 @@
+"""Teachers, bound to the rows of a call: what each brings to a chunk of the student's sweep.
+
+Dimension key:  N rows   R rows that count   C rows of a chunk   K ids a row
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from headloss.engine.heads import Head, open_source
+from headloss.facts import Fact, Want
+from headloss.parallel.shard import max_over, note_of
+from headloss.rows import Rows
+from headloss.segments import shallow
+from headloss.sources import Linear, Logits, Source, Sparse, Teacher, padded, parse_bytes, tensors_in, with_tensors
+from headloss.teachers import DenseChunk, SparseChunk, TeacherChunk, Temperature
+from headloss.trace.signature import ONLY
+
+
+def name_teachers(teacher: Teacher | Mapping[str, Teacher] | None, source: Source) -> dict[str, Teacher]:
+    """Teachers by name, on plain tensors, checked against the student."""
+    if teacher is None:
+        return {}
+    named = dict(teacher) if isinstance(teacher, Mapping) else {ONLY: teacher}
+    for name, x in named.items():
+        label = teacher_label(name)
+        if not isinstance(x, Logits | Linear | Sparse):
+            hint = "; wrap a tensor in hl.Logits(...)" if isinstance(x, Tensor) else ""
+            raise TypeError(f"{label}: wanted hl.Logits, hl.Linear or hl.Sparse, got {type(x).__name__}{hint}")
+        if not isinstance(x, Sparse):
+            named[name] = x = _local(x)
+        if x.leading != source.leading:
+            raise ValueError(f"{label}: has rows of shape {x.leading}, the student's are {source.leading}")
+        if x.device != source.device:
+            raise ValueError(f"{label}: is on {x.device}, but the source is on {source.device}")
+        if isinstance(x, Sparse):
+            _check_ids(label, x, source)
+        else:
+            _check_columns(label, x, source)
+    return named
+
+
+def teacher_label(name: str) -> str:
+    return "teacher" if name == ONLY else f"teacher[{name!r}]"
+
+
+def _local(teacher: Source) -> Source:
+    tensors = sys.modules.get("torch.distributed.tensor")  # not loaded: there are no DTensors either
+    if tensors is None or not any(isinstance(x, tensors.DTensor) for x in teacher.tensors):
+        return teacher
+    from headloss.parallel.dtensor import localize
+
+    return localize(teacher)
+
+
+def _check_columns(label: str, teacher: Source, source: Source) -> None:
+    """A rank holds the same of the columns that student and teacher share."""
+    mine, theirs = source.shard, teacher.shard
+    if (mine is None) != (theirs is None):
+        whole, split = ("the student", "the teacher") if mine is None else ("the teacher", "the student")
+        raise ValueError(f"{label}: {split} has a vocabulary shard, {whole} has none; shard both alike, or neither")
+    if mine is None or theirs is None:
+        return
+    if dist.get_process_group_ranks(theirs.group) != dist.get_process_group_ranks(mine.group):
+        raise ValueError(f"{label}: its vocabulary is shared by another group than the student's")
+    shared = min(source.vocab, teacher.vocab)
+    held = [(min(s.start, shared), min(s.start + x.columns, shared)) for s, x in ((mine, source), (theirs, teacher))]
+    if held[0] != held[1]:
+        (a, b), (c, d) = held
+        raise ValueError(
+            f"{label}: of the {shared} columns that both have, this rank holds {c} to {d} of the teacher's and {a} to "
+            f"{b} of the student's; a rank must hold the same columns of both"
+        )
+
+
+def _check_ids(label: str, sparse: Sparse, source: Source) -> None:
+    ids, vocab = sparse.ids, source.vocab
+    if ids.device.type == "cpu":
+        low, high = (int(ids.min()), int(ids.max())) if ids.numel() else (-1, -1)
+        if low < -1 or high >= vocab:
+            bad = low if low < -1 else high
+            raise ValueError(f"{label}: wanted ids in [0, {vocab}) or -1 for none, got {bad}")
+        if ids.numel() and bool((sparse.logprobs > 0).all()):
+            raise ValueError(
+                f"{label}: every log-probability is above 0; are these probabilities? pass their logarithms"
+            )
+    elif ids.device.type != "meta":
+        torch._assert_async(((ids >= -1) & (ids < vocab)).all(), f"{label}: an id is out of range")
+
+
+class DenseGuide:
+    """A dense teacher: its logits are read, or made, for the same rows as the student's."""
+
+    def __init__(self, teacher: Logits | Linear, source: Source, rows: Rows) -> None:
+        self.teacher, self.rows = teacher, rows
+        self.head: Head | None = None  # open while a sweep lasts
+        shared = min(teacher.vocab, source.vocab)
+        start = 0 if source.shard is None else source.shard.start
+        self.columns = max(0, min(source.columns, teacher.columns, shared - start))
+        T = teacher.temperature
+        if isinstance(T, Tensor):
+            T = rows.take(T.detach().expand(rows.shape).to(source.fact_dtype))
+            T = T if rows.valid is None else T.masked_fill(~rows.valid, 1.0)
+        self.temperature: Temperature = T
+
+    @property
+    def row_bytes(self) -> int:
+        """What a row of a chunk costs: a teacher's logits are made, or copied where rows are passed over.
+
+        The width is one that all ranks agree on, for they must walk the same chunks.
+        """
+        teacher = self.teacher
+        width = padded(teacher.vocab if teacher.shard is None else teacher.shard.even_width)
+        if isinstance(teacher, Linear):
+            return width * teacher.chunk_dtype.itemsize
+        return 0 if self.rows.keep is None else width * teacher.logits.element_size()
+
+    def own(self, key: float | None, part: slice) -> Temperature:
+        if key is not None:
+            return key
+        return self.temperature[part] if isinstance(self.temperature, Tensor) else self.temperature
+
+    def chunk(self, part: slice, keys: tuple[float | None, ...], slot: int) -> TeacherChunk:
+        self.head = self.head or open_source(self.teacher)
+        raw_CV = self.head.read(self.rows.numbers(part), slot)
+        temperatures = tuple(self.own(key, part) for key in keys)
+        return DenseChunk(raw_CV, self.teacher.scale, self.teacher.softcap, temperatures, self.columns)
+
+    def close(self) -> None:
+        self.head = None  # and with it the chunk's buffer
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The caller's tensors, which a pull reads again."""
+        return tensors_in(self.teacher)
+
+    def bare(self) -> DenseGuide:
+        """Without them; `whole` puts them back."""
+        other = shallow(self)
+        other.teacher = with_tensors(self.teacher, dict.fromkeys(self.tensors()))
+        other.temperature, other.head = 1.0, None
+        return other
+
+    def whole(self, tensors: Mapping[str, Tensor], source: Source, rows: Rows) -> DenseGuide:
+        return DenseGuide(with_tensors(self.teacher, tensors), source, rows)
+
+
+MOST_COMPARED = 512  # of a row's ids, each with all others, in one kernel
+
+
+class SparseGuide:
+    """A sparse teacher: K columns a row, each named once."""
+
+    row_bytes = 0
+
+    def __init__(self, teacher: Sparse, rows: Rows, dtype: torch.dtype, backend: Any = None) -> None:
+        ids, logprobs = teacher.ids, teacher.logprobs.detach()
+        self.teacher: Sparse | None = teacher
+        self.sorted_RK: Tensor | None = None
+        if hasattr(backend, "merge_repeated") and ids.shape[-1] <= MOST_COMPARED:
+            flat = [x.reshape(rows.total, x.shape[-1]) for x in (ids, logprobs)]  # the kernel passes over ignored rows
+            ids, logprobs = flat if rows.keep is None else [x.index_select(0, rows.keep) for x in flat]
+            merged = backend.merge_repeated(ids.long(), logprobs.to(dtype), rows.valid)
+            self.ids_RK, self.logprob_RK, self.sorted_RK = merged
+            return
+        self.ids_RK, self.logprob_RK = merge_repeated(rows.take(ids).long(), rows.take(logprobs).to(dtype))
+        if rows.valid is not None:
+            self.ids_RK = self.ids_RK.masked_fill(~rows.valid[:, None], -1)
+
+    def places(self, source: Source) -> tuple[Tensor, Tensor]:
+        """Each id as one of the source's own columns, and whether it is one (if not, the column is any)."""
+        column_RK = self.ids_RK - (0 if source.shard is None else source.shard.start)
+        here_RK = (self.ids_RK >= 0) & (column_RK >= 0) & (column_RK < source.columns)
+        return column_RK.clamp(0, max(0, source.columns - 1)), here_RK
+
+    def own(self, key: float | None, part: slice) -> Temperature:
+        return 1.0  # unused: its log-probabilities are what they are
+
+    def chunk(self, part: slice, keys: tuple[float | None, ...], slot: int) -> TeacherChunk:
+        return SparseChunk(self.ids_RK[part], None if self.sorted_RK is None else self.sorted_RK[part])
+
+    def close(self) -> None:
+        pass
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The caller's tensors."""
+        return {} if self.teacher is None else {"ids": self.teacher.ids, "logprobs": self.teacher.logprobs}
+
+    def bare(self) -> SparseGuide:
+        """Without them: ids that are named once are a copy, and all that a pull reads."""
+        other = shallow(self)
+        other.teacher = None
+        return other
+
+    def whole(self, tensors: Mapping[str, Tensor], source: Source, rows: Rows) -> SparseGuide:
+        return self
+
+
+Guide = DenseGuide | SparseGuide
+
+
+def merge_repeated(ids_RK: Tensor, logprob_RK: Tensor) -> tuple[Tensor, Tensor]:
+    """The first place of a repeated id takes all its probability; the others become padding (-1, -inf)."""
+    logprob_RK = logprob_RK.masked_fill(ids_RK < 0, -math.inf)
+    K = ids_RK.shape[-1]
+    sorted_RK, order_RK = ids_RK.sort(dim=-1, stable=True)
+    starts_RK = torch.ones_like(sorted_RK, dtype=torch.bool)
+    starts_RK[:, 1:] = sorted_RK[:, 1:] != sorted_RK[:, :-1]
+    place = torch.arange(K, device=ids_RK.device).expand_as(ids_RK)
+    first_RK = torch.where(starts_RK, place, 0).cummax(-1).values  # where in the sorted row this id's run begins
+    leader_RK = torch.empty_like(order_RK).scatter_(-1, order_RK, order_RK.gather(-1, first_RK))
+    best_RK = logprob_RK.new_full(logprob_RK.shape, -math.inf).scatter_reduce(-1, leader_RK, logprob_RK, "amax")
+    safe_RK = best_RK.masked_fill(best_RK == -math.inf, 0.0)
+    sums_RK = torch.zeros_like(logprob_RK).scatter_add_(
+        -1, leader_RK, (logprob_RK - safe_RK.gather(-1, leader_RK)).exp()
+    )
+    leads_RK = (leader_RK == place) & (ids_RK >= 0)
+    merged_RK = torch.where(leads_RK, safe_RK + sums_RK.log(), -math.inf)
+    return ids_RK.masked_fill(~leads_RK, -1), merged_RK
+
+
+def bind_guides(
+    teachers: Mapping[str, Teacher], names: tuple[str, ...], source: Source, rows: Rows, backend: Any = None
+) -> dict[str, Any]:
+    """The teachers that some fact needs, for these rows."""
+    return {
+        name: SparseGuide(teachers[name], rows, source.fact_dtype, backend)  # type: ignore[arg-type]
+        if isinstance(teachers[name], Sparse)
+        else DenseGuide(teachers[name], source, rows)  # type: ignore[arg-type]
+        for name in names
+    }
+
+
+def teacher_bytes(guides: Mapping[str, Guide], source: Source) -> int:
+    """What a row of a chunk costs for its teachers; over a shard two chunks exist at once."""
+    return sum(guide.row_bytes for guide in guides.values()) * (1 if source.shard is None else 2)
+
+
+def most_rows(guides: Mapping[str, Guide]) -> int | None:
+    """How many rows of the teachers' logits may be made at a time beside logits that exist; None: there are none."""
+    made = [g for g in guides.values() if isinstance(g, DenseGuide) and isinstance(g.teacher, Linear)]
+    if not made:
+        return None
+    budget = min(parse_bytes(g.teacher.memory) for g in made if isinstance(g.teacher, Linear))
+    return max(1, budget // max(1, sum(g.row_bytes for g in made)))
+
+
+def note(
+    source: Source, rows: Rows, want: Want, guides: Mapping[str, Guide], inputs: Sequence[Tensor]
+) -> Tensor | None:
+    """What ranks that share a vocabulary must agree about, sent along with a call's first partial; `inputs`: integers.
+
+    Floats are left out: one that was made on each rank anew may differ in its last bits.
+    """
+    if source.shard is None:
+        return None
+    nothing = torch.empty(0, dtype=torch.long, device=source.device)
+    same = {
+        "targets": [nothing if rows.given is None else rows.given],
+        "segments": [] if rows.segments is None else [rows.segments.ids],
+        "teacher": [guide.ids_RK for guide in guides.values() if isinstance(guide, SparseGuide)],
+        "inputs": inputs,
+    }
+    T = None if isinstance(source.temperature, Tensor) else source.temperature
+    facts = [(f.name, f.temperature, f.teacher) for f in want.facts]
+    call = (type(source), [x.dtype for x in source.tensors], rows.shape, T, source.scale, source.softcap, facts)
+    return note_of(source.shard, source.columns, same, str(call))
+
+
+def ids_facts(
+    source: Source,
+    rows: Rows,
+    want: Want,
+    guides: Mapping[str, Guide],
+    temperatures: list[Temperature],
+    said: Tensor | None,
+) -> dict[Fact, Tensor]:
+    """`ids_logit` alone: some logits of each row, without a softmax and without the full GEMM."""
+    head = open_source(source)
+    facts: dict[Fact, Tensor] = {}
+    for name, guide in guides.items():
+        assert isinstance(guide, SparseGuide)
+        column_RK, here_RK = guide.places(source)
+        raw_RK = head.gather(rows.numbers(slice(0, rows.count)), column_RK).to(source.fact_dtype)
+        z_RK = raw_RK * source.scale
+        if source.softcap is not None:
+            z_RK = (z_RK / source.softcap).tanh() * source.softcap
+        z_RK = max_over(z_RK.masked_fill(~here_RK, -math.inf), source.shard, said, rows.total)
+        said = None  # once is enough
+        z_RK = z_RK.masked_fill(guide.ids_RK < 0, 0.0)
+        for T, key in zip(temperatures, want.temperatures, strict=True):
+            if want.at(key, "ids_logit", name):
+                facts[Fact("ids_logit", key, name)] = z_RK / (T[:, None] if isinstance(T, Tensor) else T)
+    return facts
+
+
+def ids_pull(
+    head: Head,
+    rows: Rows,
+    guides: Mapping[str, Guide],
+    facts: Mapping[Fact, Tensor],
+    grads: Mapping[Fact, Tensor],
+    temperatures: Mapping[float | None, Temperature],
+) -> None:
+    """The pull of `ids_logit` alone: on the ids, and nowhere else."""
+    source, columns, totals = head.source, [], []
+    for name, guide in guides.items():
+        assert isinstance(guide, SparseGuide)
+        column_RK, here_RK = guide.places(source)
+        total_RK = torch.zeros_like(guide.logprob_RK)
+        for fact, g_RK in grads.items():
+            if fact.teacher == name:
+                T = temperatures[fact.temperature]
+                T = T[:, None] if isinstance(T, Tensor) else T
+                slope = source.scale / T
+                if source.softcap is not None:
+                    slope = slope * (1 - (facts[fact] * T / source.softcap) ** 2)
+                total_RK += g_RK * slope
+        columns.append(column_RK)
+        totals.append(total_RK.masked_fill(~here_RK, 0.0))
+    ignored_R1 = None if rows.valid is None else ~rows.valid[:, None]
+    head.scatter(rows.numbers(slice(0, rows.count)), torch.cat(columns, -1), torch.cat(totals, -1), ignored_R1)

@@ -1,0 +1,137 @@
+"""The way into a graph: a call, taken apart into tensors and a recipe, and its record put together around the operator.
+
+torch.compile traces what is here.  What it must not trace, planning and naming, is a constant of the graph, made by
+`labels` from constants alone; so nothing here may depend on how many rows there are.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from headloss.engine.heads import Grads
+from headloss.graph import ops  # noqa: F401  registers the operators
+from headloss.graph.recipe import Described, describe, read, write
+from headloss.graph.rehearsal import form, one_launch
+from headloss.metrics import Metric
+from headloss.record import Output, facts_from
+from headloss.rows import Prepared
+from headloss.segments import Segments
+from headloss.sources import Linear, Logits, Source, Teacher
+
+if TYPE_CHECKING:
+    from headloss.objective import Objective
+
+
+WHY = (
+    "headloss runs this call as it is, between two graphs: logits that are overwritten (inplace=True), DTensors, an "
+    "objective made inside the compiled function, and losses or metrics that read what may change (objective.explain "
+    "names it; pass it as an input or an option) cannot be part of one"
+)
+
+
+def as_it_is(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Under torch.compile `fn` runs as it is, between two compiled graphs: its kernels are fused already.
+
+    `torch.compiler.disable`, but only where something compiles: it costs, and imports the compiler, and that triton.
+    """
+    disabled: list[Callable[..., Any]] = []
+
+    @functools.wraps(fn)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not _compiles():
+            return fn(*args, **kwargs)
+        if not disabled:
+            disabled.append(torch.compiler.disable(fn, reason=WHY))
+        return disabled[0](*args, **kwargs)
+
+    call.__dict__.update(_torchdynamo_disable=True, _torchdynamo_disable_recursive=True, _torchdynamo_disable_msg=WHY)
+    return call
+
+
+# the hook that torch.compile looks at frames with, where there is one
+_compiles = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: "torch._dynamo" in sys.modules)
+
+
+class Labels(NamedTuple):
+    """All that names the parts of a result: constants of a graph."""
+
+    recipe: str
+    facts: tuple[Any, ...]  # their keys in the record
+    terms: tuple[str, ...]  # those that are on
+    metrics: tuple[tuple[str, str, str, int], ...]
+
+
+def labels(objective: Objective | None, constants: tuple[Any, ...], **more: Any) -> Labels:
+    visited = constants[0][0] == "Linear" or more["direct"]
+    recipe = read(write(objective, constants, **more, visited=visited))
+    if not visited and one_launch(recipe, objective):
+        recipe = read(write(objective, constants, **more, visited=True))
+    known = form(recipe, objective=objective)
+    return Labels(recipe.text, known.keys, known.terms, known.metrics)
+
+
+def wanted(source: Any, teacher: Any, unknown: tuple[str, ...] = ()) -> bool:
+    """Whether a call becomes an operator: something traces, or there are shapes and no numbers, and it can.
+
+    A function that reads what may change could read it too early in a graph, whose side effects come last.
+    """
+    if not isinstance(source, (Logits, Linear)) or (unknown and torch.compiler.is_dynamo_compiling()):
+        return False
+    return (torch.compiler.is_compiling() or isinstance(source.tensors[0], FakeTensor)) and _fits(source, teacher)
+
+
+def _fits(source: Source, teacher: Teacher | Mapping[str, Teacher] | None) -> bool:
+    """Whether a call can be an operator: one that overwrites its logits, or looks into DTensors, runs as it is."""
+    teachers = list(teacher.values()) if isinstance(teacher, Mapping) else [] if teacher is None else [teacher]
+    for x in [source, *teachers]:
+        for y in getattr(x, "tensors", ()):
+            if hasattr(y, "device_mesh"):
+                return False
+    return not getattr(source, "inplace", False)
+
+
+def call(
+    objective: Objective,
+    source: Source,
+    targets: Tensor | Prepared | None,
+    segments: Segments | None,
+    teacher: Teacher | Mapping[str, Teacher] | None,
+    rest: tuple[Any, ...],
+    inputs: Mapping[str, Any],
+    direct: bool,
+) -> Output:
+    """`Objective.__call__`, or with `direct` its `forward_backward`, as an operator."""
+    number = None if objective.is_portable(objective.key) else objective.traits.number
+    found, constants = describe(source, targets, segments, teacher, rest, inputs, direct, objective.traits, number)
+    known = objective.labels(objective.key, constants, rest[-1], direct)
+    loss, terms, parts, *more = torch.ops.headloss.visit(found.tensors, found.sizes, known.recipe)
+    values = dict(zip(known.terms, terms.detach().unbind()))
+    for name in objective.names:
+        if name not in values:
+            values[name] = torch.zeros_like(loss, requires_grad=False)  # switched off
+    numbers = list(parts.detach().unbind()) if known.metrics else []
+    metrics, i = {}, 0
+    for name, kind, per, count in known.metrics:
+        metrics[name] = Metric(kind, tuple(numbers[i : i + count]), per)
+        i += count
+    n = len(known.facts)
+    grads = Grads(**dict(zip(_gradients(source), more[n:]))) if direct else None
+    facts = facts_from(list(more[:n]), list(known.facts))
+    return Output(loss, {name: values[name] for name in objective.names}, metrics, facts, grads)
+
+
+def _gradients(source: Source) -> tuple[str, ...]:
+    return ("logits",) if len(source.tensors) == 1 else ("hidden", "weight", "bias")[: len(source.tensors)]
+
+
+def read_facts(known: Labels, found: Described) -> Any:
+    """`row_facts` as an operator."""
+    _, _, _, *more = torch.ops.headloss.visit(found.tensors, found.sizes, known.recipe)
+    return facts_from(list(more[: len(known.facts)]), list(known.facts))

@@ -1,0 +1,99 @@
+"""What an objective says, as a key.  Equal objectives share a graph; a recipe holds one that is all headloss's own.
+
+An objective with functions of a user's own is found again by its number, for as long as it lives.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import secrets
+import weakref
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import Tensor
+
+from headloss.config import write_config
+from headloss.term import Term
+from headloss.trace.call import Call
+from headloss.trace.keys import key_of
+from headloss.trace.reads import Reads
+
+if TYPE_CHECKING:
+    from headloss.objective import Objective
+
+
+def portable(objective: Objective) -> Any:
+    """Its config, if that gives the same objective again; None if it has functions or tensors of its own."""
+    from headloss.objective import Objective
+
+    try:
+        config = write_config(objective)
+        again = Objective.from_config(json.loads(json.dumps(config)))
+    except (TypeError, ValueError):
+        return None
+    return config if content(again).key == content(objective).key else None
+
+
+class Traits(NamedTuple):
+    """What a graph must know of an objective apart from its content."""
+
+    number: int  # its place in `_NUMBERED`
+    unknown: tuple[str, ...]  # what its functions read that may change: they do not run in a graph
+    temperatures: tuple[float, ...]  # its own, of terms and facts
+    weights: tuple[tuple[str, Tensor], ...]  # those that are tensors
+
+
+_NUMBERED: weakref.WeakValueDictionary[int, Objective] = weakref.WeakValueDictionary()
+_numbers = itertools.count(2 + secrets.randbits(40))  # a graph of another process finds none of ours
+
+
+def traits(objective: Objective) -> Traits:
+    number = next(_numbers)
+    _NUMBERED[number] = objective
+    terms = objective.every_term
+    temperatures = [t.temperature for t in terms] + [T for t in terms for _, T in t.facts.values()]
+    weights = tuple((name, t.weight) for name, t in objective.terms.items() if isinstance(t.weight, Tensor))
+    return Traits(number, content(objective).unknown, tuple({T for T in temperatures if T is not None}), weights)
+
+
+def content(objective: Objective) -> Reads:
+    """What an objective says, as a key, and what its functions read that may change behind it."""
+    terms = [(name, _term_content(x)) for name, x in objective.terms.items()]
+    metrics = [(n, _term_content(c.fn) if isinstance(c.fn, Term) else c.reads()) for n, c in objective.metrics]
+    calls = [*(t.call(None, {}) for t in objective.terms.values()), *(c for _, c in objective.metrics)]
+    said = [(name, found.key, _said(c)) for (name, found), c in zip((*terms, *metrics), calls, strict=True)]
+    unknown = [x for _, found in (*terms, *metrics) for x in found.unknown]
+    return Reads((objective.backend, len(terms), tuple(said)), tuple(dict.fromkeys(unknown)))
+
+
+def _term_content(term: Term) -> Reads:
+    call = term.call(None, {})
+    found = call.reads()
+    unknown = [x for f in call.facts if f.element is not None for x in f.element.reads().unknown]
+    names = ("weight", "reduction", "length", "temperature", "teacher", "tail")
+    plain = tuple(key_of(getattr(term, name)) for name in names)
+    named = tuple((name, key_of(x)) for name, x in term.facts.items())
+    return found._replace(key=(found.key, plain, named), unknown=(*found.unknown, *unknown))
+
+
+def _said(call: Call) -> Any:
+    """What its functions say of themselves."""
+    return tuple((s.per_segment, s.returns) for s in call.signatures)
+
+
+_KEYS: dict[Any, str] = {}
+_MOST_KEYS = 512
+_count = itertools.count()
+
+
+def content_key(objective: Objective) -> str:
+    """Equal for equal terms and metrics; one of its own for an objective whose functions read what may change."""
+    said, unknown, _ = content(objective)
+    if unknown:
+        return f"own {next(_count)}"
+    key = _KEYS.pop(said, None)
+    if key is None and len(_KEYS) >= _MOST_KEYS:
+        _KEYS.pop(next(iter(_KEYS)))  # the one that was asked for longest ago
+    _KEYS[said] = key or f"own {next(_count)}"
+    return _KEYS[said]

@@ -1,0 +1,361 @@
+"""Recipes: a call without its tensors, as a string.
+
+An operator of a graph takes tensors, sizes and a string.  The string is the rest of the call as JSON: the objective's
+config, the source's options, the names of the tensors in their order, and which of them want a gradient.  Equal calls
+have equal strings, and one whose losses all belong to headloss can be read in another process.
+
+    describe   a call's arguments  ->  tensors, sizes, and the rest as tuples of constants (torch.compile traces this)
+    write      the rest            ->  the recipe
+    Call       recipe and tensors  ->  the call's arguments again
+
+An objective that no config describes stays where it is.  A recipe holds a key of its content, and the sizes its number:
+what runs is the objective that was called, as it is then, and nothing here keeps it alive.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import operator
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from headloss.engine.layout import LAID, Laid, Reading, choose, fits, readings, unfit
+from headloss.graph.content import _NUMBERED, Traits, content_key, portable
+from headloss.parallel.shard import VocabShard
+from headloss.rows import Prepared, Stats
+from headloss.segments import Segments
+from headloss.sources import Linear, Logits, Source, Sparse, Teacher, check_number, is_symbol
+from headloss.term import check_weight
+
+if TYPE_CHECKING:
+    from headloss.objective import Objective
+
+OUTPUTS = 2  # counts the changes of what the operators return: compilers keep code between processes
+_TENSORS: dict[type, tuple[str, ...]] = {
+    Logits: ("logits",),
+    Linear: ("hidden", "weight", "bias"),
+    Sparse: ("ids", "logprobs"),
+}
+_OPTIONS: dict[type, tuple[str, ...]] = {
+    Logits: ("scale", "softcap", "inplace"),
+    Linear: ("scale", "softcap", "logits_dtype", "weight_grad_dtype", "memory", "_gemm_dtype"),
+    Sparse: (),
+}
+_KINDS: dict[str, type] = {kind.__name__: kind for kind in _TENSORS}
+
+
+class Described:
+    """A call, taken apart: tensors with a name and a place each, sizes with a name, and the rest.
+
+    A place is how a tensor's shape follows from the call's: ("row", *rest), ("flat",), ("segment", *rest) or
+    ("whole", *shape); of an input, ("input", ...) and all that `write` needs to find out.  ("number",) is a Python
+    number that the graph holds as a symbol: a scalar on the host.
+    """
+
+    def __init__(self, leading: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> None:
+        self.leading, self.device, self.dtype = leading, device, dtype
+        self.tensors: list[Tensor] = []
+        self.names: list[Any] = []
+        self.sizes: list[int] = []
+        self.size_names: list[str] = []
+
+    def tensor(self, name: str, x: Tensor, *place: Any) -> None:
+        self.tensors.append(x)
+        self.names.append((name, x.dtype, *_settled(place)))
+
+    def size(self, name: str, x: int) -> None:
+        self.sizes.append(x)
+        self.size_names.append(name)
+
+    def scalar(self, name: str, x: Any, dtype: torch.dtype) -> None:
+        """A number that may change from call to call: as a tensor, it is no part of the recipe."""
+        x = x if isinstance(x, Tensor) else self.number(x, dtype)
+        self.tensor(name, x, "whole", *x.shape)
+
+    def number(self, x: float, dtype: torch.dtype) -> Tensor:
+        return torch.ones((), dtype=dtype, device=self.device) * x  # torch leaves a product open, and `full` not
+
+    def constant(self, name: str, x: Any) -> Any:
+        """An option of a source, for the recipe; one that changes from call to call is a tensor, and "symbol" here."""
+        if isinstance(x, bool) or not isinstance(x, (int, float)) or not is_symbol(x):
+            return x
+        if name.endswith(".memory"):
+            return operator.index(x)  # type: ignore[arg-type]
+        self.tensor(name, torch.ones((), dtype=torch.float64, device="cpu") * x, "number")
+        return "symbol"
+
+    def source(self, label: str, source: Teacher, temperatures: Sequence[float] = ()) -> tuple[Any, ...]:
+        """Its tensors go into the lists; what it is, as constants.  A fact at one of `temperatures` may be its own."""
+        kind = type(source)
+        for name in _TENSORS[kind]:
+            x = getattr(source, name)
+            if x is None:
+                continue
+            if name == "weight":
+                self.tensor(f"{label}.{name}", x, "whole", x.shape[0], 1)
+            elif name == "bias":
+                self.tensor(f"{label}.{name}", x, "whole", x.shape[0])
+            else:
+                self.tensor(f"{label}.{name}", x, "row", 1 if name == "hidden" else x.shape[-1])
+        if isinstance(source, Sparse):
+            return (kind.__name__, (), None, None)
+        T: Any = source.temperature
+        if isinstance(T, Tensor):
+            self.tensor(f"{label}.temperature", T, "row" if T.ndim else "whole")
+            T = "symbol"
+        else:
+            for known in temperatures:
+                if known == T:
+                    T = known
+            T = self.constant(f"{label}.temperature", T)
+        shard = source.shard
+        split = None
+        if shard is not None:
+            sizes = [None if n is None else operator.index(n) for n in (shard.start, shard.vocab, shard.width)]
+            split = (shard.group.group_name, *sizes, shard.partial_hidden)
+        options = [self.constant(f"{label}.{name}", getattr(source, name)) for name in _OPTIONS[kind]]
+        return (kind.__name__, tuple(options), T, split)
+
+    def input(self, name: str, x: Any, num_segments: int | None, vocab: int, pairs: int | None) -> None:
+        said = None
+        if isinstance(x, Laid):
+            said, x = x.kind, x.value
+        if isinstance(x, bool):
+            x = torch.full((), x, dtype=torch.bool, device=self.device)
+        elif isinstance(x, (int, float)):
+            x = self.number(x, torch.float64) if isinstance(x, float) else torch.full((), x, device=self.device)
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name}: wanted a tensor or a number, got {type(x).__name__}")
+        ways = fits(name, x, said, self.leading, num_segments, vocab, pairs)
+        if not ways and said is None:
+            raise ValueError(unfit(name, tuple(x.shape), self.leading, num_segments))
+        segmented, whole = num_segments is not None, (1, 2) if name == "pairs" else tuple(x.shape)
+        rest = tuple(x.shape[len(self.leading) :] if "row" in ways else x.shape[1:])
+        table = () if said in ("row", "segment") or ways in (("row",), ("segment",)) else whole
+        self.tensor(f"inputs.{name}", x, "input", ways, said, segmented, rest, table)
+
+
+def _settled(place: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Sizes as constants of the graph: a recipe holds no symbols."""
+    found: list[Any] = []
+    for x in place:
+        if isinstance(x, tuple):
+            x = _settled(x)
+        elif isinstance(x, int) and not isinstance(x, bool):
+            x = operator.index(x)
+        found.append(x)
+    return tuple(found)
+
+
+def describe(
+    source: Source,
+    targets: Tensor | Prepared | None,
+    segments: Segments | None,
+    teacher: Teacher | Mapping[str, Teacher] | None,
+    rest: tuple[Any, ...],
+    inputs: Mapping[str, Any],
+    direct: bool = False,
+    traits: Traits | None = None,
+    number: int | None = None,
+) -> tuple[Described, tuple[Any, ...]]:
+    """The tensors and sizes of a call, and all the rest of it as constants; see `write`.
+
+    `traits`: those of the objective.  `number`: its own, if it has to be found again.
+    """
+    found = Described(source.leading, source.device, source.fact_dtype)
+    said = found.source("source", source, () if traits is None else traits.temperatures)
+    if number is not None:
+        found.size("objective", number)
+    needs = tuple(direct or (x.requires_grad and torch.is_grad_enabled()) for x in source.tensors)
+    if isinstance(targets, Prepared):
+        segments = targets.segments if segments is None else segments
+        found.tensor("numbers", targets.numbers, "whole", 0)
+        targets = targets.targets
+    if targets is not None:
+        found.tensor("targets", targets, "row")
+    group = None
+    if segments is not None:
+        found.tensor("segments", segments.ids, "flat" if segments.ids.ndim == 1 else "row")
+        found.size("segments", segments.num_segments)
+        group = "" if segments.group is None else segments.group.group_name
+    teachers = []
+    if isinstance(teacher, Mapping):
+        teachers = [(name, *found.source(f"teacher.{name}", x)) for name, x in teacher.items()]
+    elif teacher is not None:
+        teachers = [(None, *found.source("teacher.", teacher))]
+    num_items, num_segments, weights, scale, _ = rest
+    for name, x in (("num_items", num_items), ("num_segments", num_segments)):
+        if isinstance(x, int) and not isinstance(x, bool):
+            found.size(name, x)
+        elif x is not None:
+            found.scalar(name, x, source.fact_dtype)
+    check_weight("grad_scale", scale)
+    if isinstance(scale, Tensor) or scale != 1.0:
+        found.scalar("grad_scale", scale, source.fact_dtype)
+    off = []
+    own = {} if traits is None else dict(traits.weights)  # tensors: in the graph, what changes them there comes first
+    for name, weight in {**own, **(weights or {})}.items():
+        check_weight(f"weights[{name!r}]", weight)
+        if not isinstance(weight, Tensor) and weight == 0:
+            off.append(name)
+        else:
+            found.scalar(f"weights.{name}", weight, source.fact_dtype)
+    wanted = []
+    plain = {name: x.value if isinstance(x, Laid) else x for name, x in inputs.items() if x is not None}
+    pairs = plain.get("pairs")
+    P = pairs.shape[0] if isinstance(pairs, Tensor) and pairs.ndim else None
+    for name, x in plain.items():
+        found.input(name, inputs[name], None if segments is None else segments.num_segments, source.vocab, P)
+        if isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled():
+            wanted.append(name)
+    constants = (said, needs, tuple(found.names), tuple(found.size_names), tuple(teachers), tuple(off), tuple(wanted))
+    return found, (*constants, group, len(source.leading), source.device.type)
+
+
+def write(objective: Objective | None, constants: tuple[Any, ...], **more: Any) -> str:
+    """The recipe of a call."""
+    said, needs, names, size_names, teachers, off, wanted, group, ndim, device = constants
+    if objective is not None:
+        reading = readings(objective.terms, objective.metrics)
+        names = tuple((name, dtype, *_place(reading, name, *place)) for name, dtype, *place in names)
+    recipe = {
+        "source": said, "needs": needs, "tensors": names, "sizes": size_names, "teachers": teachers, "off": off,
+        "wanted": wanted, "group": group, "ndim": ndim, "device": device, "outputs": OUTPUTS, **more,
+    }  # fmt: skip
+    if objective is not None:
+        recipe["objective"] = portable(objective) or content_key(objective)
+        recipe["backend"] = objective.backend
+    return json.dumps(recipe, default=str, separators=(",", ":"))
+
+
+def _place(readings: Mapping[str, Reading], label: str, kind: str, *more: Any) -> tuple[Any, ...]:
+    """The place of a tensor, with that of an input found."""
+    if kind != "input":
+        return (kind, *more)
+    ways, said, segmented, rest, table = more
+    name = label.split(".", 1)[1]
+    chosen = choose(name, ways, said, readings.get(name, Reading()), segmented, "its shape")
+    return (chosen, *rest) if chosen in ("row", "segment") else ("whole", *table)
+
+
+class Recipe(NamedTuple):
+    """A recipe, read."""
+
+    text: str
+    data: Mapping[str, Any]
+    objective: Objective | None  # from its config
+    names: tuple[str, ...]  # of the tensors
+
+    @property
+    def has_loss(self) -> bool:
+        return "objective" in self.data
+
+    def objective_of(self, sizes: Sequence[int]) -> Objective | None:
+        """The objective of a call; None for `row_facts`."""
+        if self.objective is not None or not self.has_loss:
+            return self.objective
+        found = _NUMBERED.get(int(sizes[self.data["sizes"].index("objective")]))
+        if found is None:
+            raise RuntimeError(
+                "headloss: the objective of this graph is gone: it has a loss or a metric that is not headloss's own, "
+                "and was deleted, or made in another process; keep it for as long as the graph and its backward run, "
+                "or make the graph again here"
+            )
+        return found
+
+    @property
+    def sources(self) -> int:
+        """How many of the tensors, the first ones, are the source's own and may want a gradient."""
+        return len(self.data["needs"])
+
+    @property
+    def reads(self) -> bool:
+        """Whether the host looks at the targets, and hands what it saw to the backward: a tensor of the host's."""
+        return "targets" in self.names and (self.data["host_read"] or "numbers" in self.names)
+
+    @property
+    def visited(self) -> bool:
+        """Whether the gradients of the source are made in the visit; if not, from the facts' cotangents later."""
+        return self.data["visited"]
+
+
+@functools.lru_cache(512)
+def read(text: str) -> Recipe:
+    from headloss.objective import Objective
+
+    data = json.loads(text)
+    said = data.get("objective")
+    objective = Objective.from_config(said) if isinstance(said, Mapping) else None
+    return Recipe(text, data, objective, tuple(x[0] for x in data["tensors"]))
+
+
+class Call:
+    """The arguments of a call, put together again from its recipe and tensors; fake ones have no numbers to read."""
+
+    def __init__(self, recipe: Recipe, tensors: Sequence[Tensor], sizes: Sequence[int], fake: bool = False) -> None:
+        data = recipe.data
+        self.recipe = recipe
+        by_name: dict[str, Any] = dict(zip(recipe.names, tensors, strict=True))
+        for name, _, kind, *_ in data["tensors"]:
+            if kind == "number" and not fake:
+                by_name[name] = float(by_name[name])
+        size = dict(zip(data["sizes"], sizes, strict=True))
+        self.source: Any = _source("source", data["source"], by_name)
+        self.targets: Tensor | None = by_name.get("targets")
+        self.segments: Segments | None = None
+        if "segments" in by_name:
+            group = _group(data["group"]) if data["group"] else None
+            self.segments = Segments(by_name["segments"], size["segments"], group=group)
+        self.numbers: Tensor | None = by_name.get("numbers")
+        named = {name: _source(f"teacher.{name or ''}", x, by_name) for name, *x in data["teachers"]}
+        self.teacher: Any = named.get(None, named or None)
+        self.num_items = size.get("num_items", by_name.get("num_items"))
+        self.num_segments = size.get("num_segments", by_name.get("num_segments"))
+        self.grad_scale: float | Tensor = by_name.get("grad_scale", 1.0)
+        self.weights: dict[str, float | Tensor] = dict.fromkeys(data["off"], 0.0)
+        self.weights |= {n.split(".", 1)[1]: x for n, x in by_name.items() if n.startswith("weights.")}
+        self.inputs = {n.split(".", 1)[1]: x for n, x in by_name.items() if n.startswith("inputs.")}
+        for name in data["wanted"]:
+            self.inputs[name] = self.inputs[name].detach().requires_grad_()
+        self.needs = tuple(data["needs"])
+
+    @property
+    def laid(self) -> dict[str, Laid]:
+        """The inputs, each with what it was found to be."""
+        kinds = {name: place[0] for name, _, *place in self.recipe.data["tensors"]}
+        return {n: LAID[kinds[f"inputs.{n}"]](x) for n, x in self.inputs.items()}
+
+    def prepared(self) -> Prepared | None:
+        """The targets with what the host knows of them."""
+        if self.targets is None or self.numbers is None:
+            return None
+        return Prepared(self.targets, self.segments, Stats.read(self.numbers), self.numbers)
+
+
+def _source(label: str, said: Sequence[Any], tensors: Mapping[str, Tensor]) -> Any:
+    """The source as it was: checked when it was made, and made under another autocast perhaps."""
+    kind = _KINDS[said[0]]
+    _, options, temperature, split = said
+    source: Any = object.__new__(kind)
+    for name in _TENSORS[kind]:
+        object.__setattr__(source, name, tensors.get(f"{label}.{name}"))
+    if kind is Sparse:
+        return source
+    for name, value in zip((*_OPTIONS[kind], "temperature"), (*options, temperature), strict=True):
+        if value == "symbol":
+            value = tensors[f"{label}.{name}"]
+            if isinstance(value, float):
+                check_number(name, value)
+        elif isinstance(value, str) and value.startswith("torch."):
+            value = getattr(torch, value[len("torch.") :])
+        object.__setattr__(source, name, value)
+    object.__setattr__(source, "shard", None if split is None else VocabShard(_group(split[0]), *split[1:]))
+    return source
+
+
+def _group(name: str) -> Any:
+    return torch.distributed.distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined, arg-type]

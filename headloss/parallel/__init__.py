@@ -1,0 +1,1 @@
+"""The vocabulary over several ranks."""

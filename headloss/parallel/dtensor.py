@@ -1,0 +1,183 @@
+"""DTensors in and out: a sharded head becomes plain tensors and a `VocabShard`, or an error that says why not.
+
+A weight sharded over its rows may be a vocabulary shard (tensor parallelism) or a piece of an FSDP parameter.  They
+look the same, and taking one for the other gives a wrong loss without a sound.  So a sharded weight counts as a
+vocabulary shard only if that was said: by `shard=`, by `HeadParallel`, or by a hidden that is replicated on the same
+mesh.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from headloss.parallel.shard import VocabShard
+from headloss.sources import Linear, Source
+
+
+def localize(source: Source) -> Source:
+    """The same source on plain tensors; gradients flow back through to the DTensors."""
+    return _localize_linear(source) if isinstance(source, Linear) else _localize_logits(source)
+
+
+def _localize_logits(source: Any) -> Source:
+    logits = source.logits
+    real = _placements(logits)
+    if real == [Shard(logits.ndim - 1)] and logits.device_mesh.ndim == 1:
+        if source.shard is not None:
+            _check_same_ranks("logits", logits, source.shard)
+        shard = source.shard or shard_of(logits.device_mesh, logits.shape[-1])
+        return dataclasses.replace(source, logits=logits.to_local(), shard=shard)
+    if real or source.shard is not None:
+        raise ValueError(
+            f"logits: a DTensor placed {tuple(logits.placements)} is not a vocabulary shard; redistribute it to "
+            f"Shard(-1) or Replicate() on one mesh dimension, or pass its local tensor if other ranks hold other rows"
+        )
+    return dataclasses.replace(source, logits=logits.to_local())
+
+
+def _localize_linear(source: Linear) -> Source:
+    hidden, weight = source.hidden, source.weight
+    if source.shard is not None:
+        if isinstance(hidden, DTensor):
+            if _placements(hidden):
+                raise ValueError(_NOT_REPLICATED.format(tuple(hidden.placements)))
+            kept = Partial() if source.shard.partial_hidden else Replicate()
+            hidden = hidden.to_local(grad_placements=[kept] * hidden.device_mesh.ndim)
+        plain: dict[str, Any] = {"hidden": hidden}
+        for name, x in (("weight", weight), ("bias", source.bias)):
+            if isinstance(x, DTensor):
+                _check_same_ranks(name, x, source.shard)
+                x = x.to_local()
+            plain[name] = x
+        return dataclasses.replace(source, **plain)
+    placement = _one_placement("weight", weight) if isinstance(weight, DTensor) else None
+    if not isinstance(hidden, DTensor):
+        raise ValueError(
+            f"weight: a DTensor placed {placement} with a plain hidden. If it is FSDP's, a piece of a parameter and "
+            f"not of the vocabulary, use hl.FusedLMHead, whose own forward sees it whole. If it is a vocabulary shard, "
+            f"say so: hl.HeadParallel, shard=hl.VocabShard(...), or hidden as a DTensor Replicate() on the same mesh"
+        )
+    if not isinstance(weight, DTensor) or weight.device_mesh != hidden.device_mesh:
+        raise ValueError("hidden: is a DTensor, but weight is not one on the same mesh; pass hidden.to_local()")
+    if _placements(hidden):
+        raise ValueError(_NOT_REPLICATED.format(tuple(hidden.placements)))
+    bias = source.bias.to_local() if isinstance(source.bias, DTensor) else source.bias
+    local: dict[str, Any] = {
+        "hidden": hidden.to_local(grad_placements=[Replicate()]),
+        "weight": weight.to_local(),
+        "bias": bias,
+    }
+    if placement is not None and placement.is_replicate():
+        return dataclasses.replace(source, **local)
+    if not (isinstance(placement, Shard) and placement.dim == 0):
+        raise ValueError(
+            f"weight: a DTensor placed {placement}; the head knows Shard(0), the vocabulary, and Replicate()"
+        )
+    return dataclasses.replace(source, **local, shard=shard_of(weight.device_mesh, weight.shape[0]))
+
+
+_NOT_REPLICATED = (
+    "hidden: a DTensor placed {}; redistribute it to Replicate() before the head (hl.HeadParallel(input_layouts=...) "
+    "does): all ranks that share the vocabulary see the same rows"
+)
+
+
+def _placements(x: DTensor) -> list[Placement]:
+    """The placements that matter: not replicated, over more than one rank; Shard counts from the front."""
+    found = []
+    for placement, size in zip(x.placements, x.device_mesh.shape, strict=True):
+        if size > 1 and not placement.is_replicate():
+            plain = isinstance(placement, Shard) and placement.dim < 0
+            found.append(Shard(placement.dim + x.ndim) if plain else placement)  # type: ignore[attr-defined]
+    return found
+
+
+def _check_same_ranks(name: str, x: DTensor, shard: VocabShard) -> None:
+    """A DTensor beside an explicit shard: split over the same ranks, or it is something else."""
+    ranks = dist.get_process_group_ranks(shard.group)
+    dim = x.ndim - 1 if name == "logits" else 0
+    if _placements(x) not in ([], [Shard(dim)]) or x.device_mesh.mesh.flatten().tolist() != ranks:
+        raise ValueError(
+            f"{name}: a DTensor placed {tuple(x.placements)} on ranks {x.device_mesh.mesh.tolist()}, but shard= says "
+            f"that ranks {ranks} share the vocabulary. If it is FSDP's, use hl.FusedLMHead; if its local tensor is "
+            f"meant, pass that"
+        )
+
+
+def _one_placement(name: str, x: DTensor) -> Placement:
+    real = _placements(x)
+    if len(real) > 1 or (real and x.device_mesh.ndim > 1):
+        raise ValueError(
+            f"{name}: a DTensor placed {tuple(x.placements)} on a {x.device_mesh.ndim}-D mesh; outside its module's "
+            f"forward an FSDP parameter is a piece. Use hl.FusedLMHead, whose own forward sees it whole"
+        )
+    return real[0] if real else (x.placements[0] if x.device_mesh.ndim == 1 else Replicate())
+
+
+def shard_of(mesh: Any, vocab: int) -> VocabShard:
+    """The shard that DTensor's Shard(0) gives this rank."""
+    width = -(-vocab // mesh.size())
+    return VocabShard(mesh.get_group(), min(mesh.get_local_rank() * width, vocab), vocab)
+
+
+class HeadParallel(ParallelStyle):
+    """Shards a `FusedLMHead` over the vocabulary, for `parallelize_module`.
+
+    `input_layouts` says how hidden arrives: `Replicate()`, or `Shard(1)` under sequence parallelism, where it is
+    gathered before the head and its gradient reduce-scattered behind it.  A tied embedding has to be sharded the same
+    way and tied again.
+
+    >>> parallelize_module(model, tp_mesh, {"lm_head": hl.HeadParallel()})
+    """
+
+    def __init__(self, *, input_layouts: Placement | None = None) -> None:
+        super().__init__()
+        self.input_layouts = input_layouts or Replicate()
+
+    def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
+        from headloss.module import FusedLMHead
+
+        if not isinstance(module, FusedLMHead):
+            raise TypeError(
+                f"HeadParallel: wanted a hl.FusedLMHead, got {type(module).__name__}; "
+                f"replace the layer by hl.FusedLMHead.from_linear(...) first"
+            )
+        if device_mesh.ndim != 1:
+            raise ValueError(f"device_mesh: wanted one dimension (the tensor-parallel one), got {device_mesh.ndim}")
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if not isinstance(parameter, DTensor):
+                sharded = distribute_tensor(parameter.detach(), device_mesh, [Shard(0)])
+                module.register_parameter(name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
+        module.parallel = (device_mesh, self.input_layouts)
+        return module
+
+
+def sharded_source(hidden: Any, module: Any, **options: Any) -> Linear:
+    """The source of a head that `HeadParallel` sharded: local tensors and the shard."""
+    mesh, layout = module.parallel
+    vocab = module.weight.shape[0]
+    shard = shard_of(mesh, vocab)
+    if isinstance(hidden, DTensor) or not layout.is_replicate():
+        if not isinstance(hidden, DTensor):
+            hidden = DTensor.from_local(hidden, mesh, [layout], run_check=False)
+        whole = hidden.redistribute(mesh, [Replicate()])
+        # The gradient stays partial: redistribute's own backward reduces or reduce-scatters it.
+        hidden = whole.to_local(grad_placements=[Partial()])
+        shard = dataclasses.replace(shard, partial_hidden=True)
+    bias = None if module.bias is None else module.bias.to_local()
+    return Linear(hidden, module.weight.to_local(), bias, shard=shard, **options)
+
+
+def sharded_logits(hidden: Any, module: Any) -> Tensor:
+    """All logits, from a head that `HeadParallel` sharded."""
+    mesh, layout = module.parallel
+    if not isinstance(hidden, DTensor):
+        hidden = DTensor.from_local(hidden, mesh, [layout], run_check=False)
+    logits: Any = nn.functional.linear(hidden.redistribute(mesh, [Replicate()]), module.weight, module.bias)
+    return logits.redistribute(mesh, [Replicate()]).to_local()

@@ -1,0 +1,1 @@
+"""What a loss asks for, what it may read, its graph, and how its rows meet."""

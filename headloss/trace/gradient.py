@@ -1,0 +1,168 @@
+"""Where the gradient of a term goes: to facts and inputs that take one, to a fact that has none, or out of our sight.
+
+A gradient that would be lost is refused, or a warning names it: a tensor that a function captures gets none from a
+call, `max_logprob` has none, and a loss without any path to a fact or an input would train nothing.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from headloss.facts import CONSTANT, Fact
+from headloss.trace.classify import creates
+
+LOST = frozenset({"max_logprob", "topk_overlap"})  # the student's own, without a gradient; a teacher's are constant
+
+
+class Reach(NamedTuple):
+    """What the gradient of a term's values reaches."""
+
+    path: bool  # some fact that has a gradient, or an input that wants one
+    lost: tuple[Fact, ...] = ()  # facts that have none
+    captured: str = ""  # a tensor that requires grad and is neither
+    idle: bool = False  # the values depend on no fact and no input: a constant, chosen by an option
+
+    @property
+    def fine(self) -> bool:
+        return self.path and not self.lost and not self.captured
+
+
+def leaf(fact: Fact, x: Tensor) -> Tensor:
+    """A fact as a function gets it where a gradient is wanted: it shows whether that reaches it."""
+    return x.detach().requires_grad_() if fact.name not in CONSTANT or fact.name in LOST else x
+
+
+def reach_of(value: Tensor, facts: Mapping[Fact, Tensor], inputs: Sequence[Tensor]) -> Reach:
+    """Walk from the values back to the leaves."""
+    known: dict[int, Any] = {id(x): fact for fact, x in facts.items()}
+    known |= {id(x): None for x in inputs}
+    path, captured, lost = False, "", []
+    for x in _leaves(value):
+        if id(x) not in known:
+            captured = f"a tensor of shape {tuple(x.shape)}"
+            break
+        fact = known[id(x)]
+        if fact is not None and fact.name in LOST:
+            lost.append(fact)
+        else:
+            path = True
+    return Reach(path, tuple(lost), captured)
+
+
+def _leaves(value: Tensor) -> Any:
+    """Each leaf that a gradient of `value` reaches."""
+    if value.grad_fn is None:
+        if value.requires_grad:
+            yield value
+        return
+    stack, seen = [value.grad_fn], {value.grad_fn}
+    while stack:
+        node: Any = stack.pop()
+        if hasattr(node, "variable"):
+            yield node.variable
+        for other, _ in node.next_functions:
+            if other is not None and other not in seen:
+                seen.add(other)
+                stack.append(other)
+
+
+def is_idle(values: fx.Node, arguments: Sequence[fx.Node]) -> bool:
+    """Whether traced values depend on none of these arguments, sizes apart."""
+    stack, seen = [values], {values}
+    while stack:
+        node = stack.pop()
+        if not creates(node):
+            more = [x for x in node.all_input_nodes if x not in seen]
+            seen.update(more)
+            stack += more
+    return seen.isdisjoint(arguments)
+
+
+def check_gradient(terms: Sequence[Any], grad: bool, untraced: Mapping[str, Reach] | None = None) -> None:
+    """Refuse what would be lost without a word: in what a trace showed, and in `untraced` functions once they ran."""
+    if all(t.trace.reach is not None and t.trace.reach.fine for t in terms):
+        return
+    ways = {t.name: t.trace.reach for t in terms if t.trace.reach is not None} | dict(untraced or {})
+    if len(ways) < len(terms):
+        return
+    for t in terms:
+        _check_captured(_label(t), ways[t.name], t.trace.reason)
+    if grad:
+        _check_paths(terms, ways)
+
+
+def check_elements(terms: Sequence[Any], device: torch.device) -> None:
+    """A divergence captures nothing that requires grad: a sweep runs it, out of autograd's sight."""
+    for t in terms:
+        for element in [f.element for f in t.call.facts if f.element is not None]:
+            _check_captured(_label(t), Reach(True, captured=element.captured(device)), f"the divergence {element}")
+
+
+def check_constants(names: Iterable[str], calls: Iterable[Any]) -> None:
+    """An input that requires grad gets its gradient or a refusal; of those that only metrics read nothing is said."""
+    calls = list(calls)
+    for name in names:
+        takers = [call.signature.name for call in calls if name in call.input_names]
+        if takers:
+            raise ValueError(
+                f"{name}: requires grad, but no gradient flows to it: {' and '.join(dict.fromkeys(takers))} takes it "
+                f"as a constant; pass {name}.detach()"
+            )
+
+
+def _check_captured(label: str, reach: Reach, reason: str) -> None:
+    if reach.captured:
+        raise ValueError(
+            f"{label}: {reach.captured} that it captures requires grad ({reason}), but gets no gradient from a call.  "
+            f"Make it a parameter of the function and pass it as an input, which does get one; or detach it, if it is "
+            f"meant to be constant"
+        )
+
+
+def _check_paths(terms: Sequence[Any], ways: Mapping[str, Reach]) -> None:
+    """Refuse a term that has no gradient, and warn of one that loses some.
+
+    A constant that an option chose is no mistake as long as another term has a gradient.  A function that was not
+    traced may be constant in one call and not in the next.
+    """
+    some = any(way.path for way in ways.values())
+    for t in terms:
+        label, fn, way = _label(t), t.call.fn, ways[t.name]
+        for fact in way.lost if way.path else ():
+            _say_once(
+                (fn, fact),
+                f"{label}: its gradient reaches {fact.name!r}, which has none, and that part is lost.  Write "
+                f"{fact.name}.detach() if it is meant to be constant",
+            )
+        if way.path or (some and way.idle):
+            continue
+        if some and t.trace.reach is None and not way.lost:
+            _say_once((fn, None), f"{label}: has no gradient in this call; it reads facts detached, or none")
+            continue
+        what = f"it reaches {way.lost[0].name!r}, which has none" if way.lost else "no fact or input is reached"
+        raise ValueError(
+            f"{label}: has no gradient: {what}.  A number that is only watched belongs in metrics=...; "
+            f"weight=0 switches a term off"
+        )
+
+
+def _label(term: Any) -> str:
+    return f"term {term.name!r} ({term.call.signature.name})"
+
+
+def _say_once(key: tuple[Any, Fact | None], message: str) -> None:
+    key = (getattr(key[0], "__code__", None) or type(key[0]), key[1])
+    if key not in _SAID:
+        if len(_SAID) >= _MOST_SAID:
+            _SAID.clear()
+        _SAID.add(key)
+        warnings.warn(f"headloss: {message}", stacklevel=2)
+
+
+_SAID: set[Any] = set()
+_MOST_SAID = 512

@@ -1,0 +1,320 @@
+"""What a function can read, and whether all of it is known.
+
+A trace is believed in later calls, so it is made only of functions that read nothing but their arguments and values
+that the library can name and compare: plain constants (`keys.py`), functions of torch and math, and Python functions
+for which the same holds, all the way down.  The rule is an allowance, read off the function's bytecode: whatever is
+not on the list (an attribute of an object or a class, `getattr`, `globals()`, an import, a captured tensor, module,
+list or dict, a method, state of torch such as `is_grad_enabled()`) makes a function one that is run as it is, on every
+call.
+
+    BETA = 0.1
+    def known(logprob): return -BETA * logprob            # BETA is part of the key: another value, another trace
+    def unknown(logprob): return -config.beta * logprob   # `config` may change behind our back: run as it is
+
+`Term(fn, pure=True)` says of a function that it reads nothing that changes.
+"""
+
+from __future__ import annotations
+
+import builtins
+import dis
+import enum
+import functools
+import math
+import types
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch._ops import OpOverload, OpOverloadPacket
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+
+from headloss.trace.keys import Same, fields_of, key_of, plain_key
+
+
+class Reads(NamedTuple):
+    """The key of all that a function reads, and in words what of it is not known."""
+
+    key: Any
+    unknown: tuple[str, ...] = ()
+    floats: bool = True  # whether numbers of its own may take other values
+
+
+def reads(fn: Callable[..., Any], options: Mapping[str, Any] | None = None, *, pure: bool = False) -> Reads:
+    """What a function reads when it is called with these options.
+
+    A lambda that is made anew in every step has the same code and the same captured numbers, hence the same key.
+    """
+    if not options and (pure or ours(fn)):
+        return Reads((defaults(), *own_key(fn)), (), bool(getattr(fn, "__kwdefaults__", None)))
+    found = _Found()
+    key = own_key(fn) if pure else found.value("", fn)
+    given = tuple([(name, found.value(f"option {name}", x)) for name, x in sorted((options or {}).items())])
+    return Reads((defaults(), key, given), found.finish(), found.floats)
+
+
+def defaults() -> tuple[torch.dtype, torch.device | None]:
+    """What decides about tensors that a function makes without saying, and about a number that meets integers."""
+    return torch.get_default_dtype(), _device() if torch._C._len_torch_function_stack() else None
+
+
+def _device() -> torch.device | None:
+    """As `torch.get_default_device`, which fails in torch 2.8 once a default device was taken back."""
+    contexts = [mode for mode in _get_current_function_mode_stack() if isinstance(mode, DeviceContext)]
+    return contexts[-1].device if contexts else None
+
+
+def ours(fn: Any) -> bool:
+    """Whether a function is one of this package: nothing changes behind our own back."""
+    if type(fn) is not types.FunctionType:
+        return False
+    home, name = fn.__globals__.get("__name__") or "", fn.__code__.co_qualname  # which no decorator copies
+    fixed = "fixed" in vars(fn) and "__wrapped__" not in vars(fn)
+    return home.startswith("headloss.") and ("<locals>" not in name or fixed)
+
+
+def own_key(fn: Any) -> tuple[Any, ...]:
+    """The key of a function of ours: itself, and the defaults of its options, which a user may set."""
+    given = getattr(fn, "__kwdefaults__", None)
+    return (Same(fn), *map(key_of, given.values())) if given else (Same(fn),)
+
+
+class _Uses(NamedTuple):
+    """What a code object names: read off its bytecode once."""
+
+    roots: tuple[tuple[bool, str, tuple[str, ...]], ...]  # captured (or global), name, and the attributes that follow
+    attributes: frozenset[str]  # of values that are neither
+    refused: tuple[str, ...]  # what it does that no trace can repeat
+
+
+@functools.lru_cache(4096)
+def _uses(code: types.CodeType) -> _Uses:
+    roots: dict[tuple[bool, str, tuple[str, ...]], None] = {}
+    attributes: set[str] = set()
+    refused: list[str] = []
+    pending = [code]
+    while pending:
+        inner = pending.pop()
+        pending += [x for x in inner.co_consts if isinstance(x, types.CodeType)]
+        steps = [x for x in dis.get_instructions(inner) if x.opname not in ("EXTENDED_ARG", "CACHE")]
+        taken = 0  # attributes that belong to a root that was seen
+        for i, step in enumerate(steps):
+            name = str(step.argval)
+            captured = step.opcode in dis.hasfree
+            if step.opname in ("LOAD_GLOBAL", "LOAD_DEREF"):
+                if captured and name not in code.co_freevars:
+                    continue  # a variable of the function itself
+                chain = []
+                for after in steps[i + 1 :]:
+                    if after.opname not in _ATTRIBUTE or after.is_jump_target:
+                        break
+                    chain.append(str(after.argval))
+                taken = i + len(chain)
+                roots[captured, name, tuple(chain)] = None
+            elif step.opname in _ATTRIBUTE:
+                if i > taken:
+                    attributes.add(name)
+            elif step.opname == "MATCH_CLASS":  # `case Point(x=0)` reads what a constant before it names
+                attributes.update(str(x) for x in (steps[i - 1].argval or ()))
+            elif captured:
+                if name in code.co_freevars and step.opname not in ("COPY_FREE_VARS", "LOAD_CLOSURE", "MAKE_CELL"):
+                    refused.append(f"{name} (it writes to it)")
+            elif step.opcode in dis.hasname:
+                refused.append(_VERBS.get(step.opname, "{} ({})").format(name, step.opname.lower()))
+    return _Uses(tuple(roots), frozenset(attributes), tuple(dict.fromkeys(refused)))
+
+
+_ATTRIBUTE = ("LOAD_ATTR", "LOAD_METHOD")
+_VERBS = {
+    "IMPORT_NAME": "{} (an import inside)",
+    "IMPORT_FROM": "{} (an import inside)",
+    "STORE_GLOBAL": "{} (it writes to it)",
+    "DELETE_GLOBAL": "{} (it writes to it)",
+    "STORE_ATTR": ".{} (it writes to it)",
+    "DELETE_ATTR": ".{} (it writes to it)",
+}
+
+
+class _Found:
+    """A walk over all that a function reads."""
+
+    def __init__(self) -> None:
+        self.unknown: list[str] = []
+        self.attributes: set[str] = set()
+        self.fields: set[str] = set()
+        self.floats = False
+        self.seen: dict[int, int] = {}
+
+    def finish(self) -> tuple[str, ...]:
+        odd = sorted(self.attributes - allowed_attributes() - self.fields)
+        changed = [f"torch.Tensor.{x} (not torch's own)" for x in sorted(self.attributes) if not _is_torchs(x)]
+        return tuple(dict.fromkeys([*self.unknown, *(f".{name}" for name in odd), *changed]))
+
+    def value(self, name: str, x: Any) -> Any:
+        """The key of something that is read; if it is not known it is noted by name."""
+        key = plain_key(x)
+        if key is not None:
+            self.floats |= not isinstance(x, _WHOLE)
+            self.fields.update(("name", "value") if isinstance(x, enum.Enum) else fields_of(type(x)) or ())
+            return key
+        if id(x) in _allowed() or (isinstance(x, OpOverload | OpOverloadPacket) and _is_aten(x)):
+            return Same(x)
+        if ours(x):
+            self.floats |= bool(x.__kwdefaults__)
+            return own_key(x)
+        if type(x) is types.FunctionType:
+            return self.function(x)
+        if type(x) is functools.partial:
+            named = tuple([(k, self.value(f"{name} {k}".strip(), y)) for k, y in sorted(x.keywords.items())])
+            return (functools.partial, self.value(name, x.func), *(self.value(name, y) for y in x.args), named)
+        if type(x) is tuple or isinstance(x, types.UnionType):
+            return (type(x), *(self.value(name, y) for y in tuple(getattr(x, "__args__", x))))  # type: ignore[arg-type]
+        self.unknown.append(f"{name or _name_of(x)} ({_what(x)})")
+        return Same(x)
+
+    def function(self, fn: types.FunctionType) -> Any:
+        if id(fn) in self.seen:
+            return self.seen[id(fn)]
+        self.seen[id(fn)] = len(self.seen)
+        uses = _uses(fn.__code__)
+        self.unknown += uses.refused
+        self.attributes |= uses.attributes
+        cells = dict(zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True))
+        items = []
+        for captured, name, chain in uses.roots:
+            try:
+                x = cells[name].cell_contents if captured else _global(fn, name)
+            except (ValueError, KeyError):  # not assigned yet
+                self.unknown.append(f"{name} (not assigned yet)")
+                continue
+            items.append(self.follow(name, x, chain))
+        own = [(k, self.value(f"{fn.__name__}.{k}", x)) for k, x in sorted(vars(fn).items()) if k not in _DECLARED]
+        defaults = [self.value("default", x) for x in fn.__defaults__ or ()]
+        named = [(k, self.value(f"default of {k}", x)) for k, x in sorted((fn.__kwdefaults__ or {}).items())]
+        return (fn.__code__, tuple(items), tuple(defaults), tuple(named), tuple(own))
+
+    def follow(self, name: str, x: Any, chain: tuple[str, ...]) -> Any:
+        """The key of `name.attribute...`: through modules and enums, whose attributes are as good as globals."""
+        rest = list(chain)
+        while rest:
+            if x is torch.ops or x is torch.ops.aten or isinstance(x, OpOverloadPacket):
+                held: Any = {rest[0]: getattr(x, rest[0], None)}
+            elif isinstance(x, types.ModuleType):
+                held = vars(x)
+            elif isinstance(x, enum.EnumMeta):
+                held = x.__members__
+            else:
+                break
+            if rest[0] not in held:
+                break
+            x = held[rest[0]]
+            name = f"{name}.{rest.pop(0)}"
+        key = self.value(name, x)
+        if rest and callable(x) and x is not torch.Tensor and not _is_immutable(x):
+            self.unknown.append(f"{name}.{rest[0]} (an attribute of {_what(x)})")
+        self.attributes.update(rest)
+        return key
+
+
+def _global(fn: types.FunctionType, name: str) -> Any:
+    found = fn.__globals__
+    if name in found:
+        return found[name]
+    within = found.get("__builtins__", builtins)
+    return (within if isinstance(within, dict) else vars(within))[name]
+
+
+def _is_immutable(x: Any) -> bool:
+    return isinstance(x, type) and bool(x.__flags__ & _IMMUTABLE)
+
+
+def _is_torchs(name: str) -> bool:
+    """Whether an attribute of tensors is what it was when this module was imported."""
+    return getattr(torch.Tensor, name, None) is _OF_TENSORS.get(name)
+
+
+def _name_of(x: Any) -> str:
+    return str(getattr(x, "__name__", type(x).__name__))
+
+
+def _what(x: Any) -> str:
+    if isinstance(x, torch.Tensor):
+        return "a tensor"
+    if isinstance(x, types.ModuleType):
+        return "a module"
+    if isinstance(x, type):
+        return "a class"
+    if isinstance(x, types.MethodType):
+        return f"a method of {type(x.__self__).__name__}"
+    if isinstance(x, types.BuiltinFunctionType):
+        return "a built-in function"
+    article = "an" if type(x).__name__[:1].lower() in "aeiou" else "a"
+    return f"{article} {type(x).__name__}"
+
+
+def _is_aten(x: OpOverload | OpOverloadPacket) -> bool:
+    name = x._qualified_op_name if isinstance(x, OpOverloadPacket) else x.name()
+    return name.startswith(("aten::", "headloss::"))
+
+
+_IMMUTABLE = 1 << 8  # of a type whose attributes cannot be set (Py_TPFLAGS_IMMUTABLETYPE)
+_OF_TENSORS = {name: getattr(torch.Tensor, name, None) for name in dir(torch.Tensor)}
+_DECLARED = frozenset({"__wrapped__", "__signature__", "per_segment", "returns"})  # read when a term is made
+_WHOLE = (bool, int, str, bytes, type(None), torch.dtype, torch.device)
+
+_BUILTINS = (
+    abs, all, any, bool, complex, dict, divmod, enumerate, filter, float, format, frozenset, int, isinstance,
+    issubclass, iter, len, list, map, max, min, next, pow, range, repr, reversed, round, set, slice, sorted, str, sum,
+    tuple, type, zip,
+)  # fmt: skip
+# What makes a tensor, or describes one, without taking one: torch lists the others itself.
+_TORCH = (
+    "arange", "as_tensor", "broadcast_shapes", "can_cast", "empty", "enable_grad", "eye", "finfo", "full", "iinfo",
+    "is_tensor", "linspace", "logspace", "no_grad", "ones", "promote_types", "result_type", "scalar_tensor",
+    "set_grad_enabled", "tensor", "zeros", "Tensor", "Size",
+)  # fmt: skip
+_TELL = ("is_complex", "is_floating_point", "is_signed")  # the others tell the state of a tensor
+_FUNCTIONAL = ("elu_", "hardsigmoid", "hardswish", "hardtanh_", "leaky_relu_", "relu_", "selu_", "sigmoid", "tanh")
+
+
+@functools.cache
+def _allowed() -> dict[int, Any]:
+    """Functions and types that read nothing but their arguments, by identity."""
+    from torch.nn import functional
+    from torch.overrides import get_overridable_functions
+
+    known = [*_BUILTINS, *(x for x in vars(math).values() if callable(x))]
+    known += [x for x in vars(builtins).values() if isinstance(x, type) and issubclass(x, Exception)]
+    listed = [
+        x for home, found in get_overridable_functions().items() if isinstance(home, types.ModuleType) for x in found
+    ]
+    known += [x for x in listed if _name_of(x) in _TELL or not _name_of(x).startswith(("is_", "get_"))]
+    known += [getattr(torch, name) for name in _TORCH]
+    known += [getattr(functional, name) for name in _FUNCTIONAL if hasattr(functional, name)]
+    return {id(x): x for x in known}
+
+
+# Of tensors, what tells their size and type; other attributes of theirs are operators of ATen that return tensors.
+_SIZES = (
+    "T", "bfloat16", "bool", "byte", "char", "device", "dim", "double", "dtype", "element_size", "float", "half", "int",
+    "is_complex", "is_cpu", "is_cuda", "is_floating_point", "is_meta", "is_signed", "item", "itemsize", "long", "mT",
+    "ndim", "ndimension", "nelement", "new_tensor", "numel", "polygamma", "shape", "short", "size", "tolist", "type",
+    "where",
+)  # fmt: skip
+_SEGMENTS = ("counts", "ids", "mean", "means", "num_segments", "spread", "totals")
+_LIMITS = ("bits", "eps", "max", "min", "resolution", "smallest_normal", "tiny")  # of torch.finfo
+
+
+@functools.cache
+def allowed_attributes() -> frozenset[str]:
+    """Attributes that tell nothing but what their owner is worth: of tensors, segments, and Python's own values."""
+    names = {*_SIZES, *_SEGMENTS, *_LIMITS}
+    for name in dir(torch.Tensor):
+        for schema in torch._C._jit_get_schemas_for_operator(f"aten::{name}"):
+            first = schema.arguments[0] if schema.arguments else None
+            if first is not None and first.name == "self" and any("Tensor" in str(r.type) for r in schema.returns):
+                names.add(name)
+    for kind in (dict, list, tuple, str, set, frozenset, int, float, complex, range, slice):
+        names.update(name for name in dir(kind) if not name.startswith("_"))
+    return frozenset(names - {"format", "format_map"})  # which read whatever attributes a text names

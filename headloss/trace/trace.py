@@ -1,0 +1,294 @@
+"""The plan: trace a term once, and read off the trace how its rows meet.
+
+Dimension key:  R rows that count   S segments
+
+Each term is traced into one joint graph `(facts, inputs, seed) -> (value, cotangents, metrics)`; `seed` is the
+reduction's weight on each value and the cotangents are those of the facts and of inputs that require grad.  Options
+are constants of the trace.  The graph runs chunk by chunk in the visit, and it shows the term's class:
+
+    row       every operation is element-wise over rows        any chunk of rows will do
+    segment   rows meet only through `segments`                chunks must hold whole segments
+    batch     anything else                                    all rows' facts first, then the loss once
+
+A function that may not be traced (it reads something that can change, see `reads.py`) or cannot be (it branches on
+values) is batch: it is called as it is, under ordinary autograd.  Metrics are evaluated once on all rows and never
+change the class.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from headloss.facts import CONSTANT, Fact
+from headloss.segments import Segments, WrongLengthError
+from headloss.trace.agreement import SIZES, agrees, drawn
+from headloss.trace.call import Call, Env, WritesError, WrongValueError, WrongWeightError, writes_message
+from headloss.trace.classify import classify, counts_rows, only, reach, size, unwatched, written
+from headloss.trace.gradient import Reach, is_idle, leaf, reach_of
+from headloss.trace.reads import ours
+
+
+class Shape(NamedTuple):
+    """What a trace must know of an input: how it is laid out, and whether it wants a gradient."""
+
+    kind: str  # "row", "segment", "scalar" or "whole"
+    dtype: torch.dtype
+    rest: tuple[int, ...]  # the dimensions after the first (row, segment) or all of them (whole)
+    requires_grad: bool = False
+
+
+class Trace(NamedTuple):
+    """A term's class, why, and the graph of its cotangents where it has one."""
+
+    kind: str  # "row", "segment" or "batch"
+    reason: str
+    value: str | None  # the values belong to a "row", a "segment" or "other"; None if untraced
+    cotangents: fx.GraphModule | None
+    joint: fx.GraphModule | None
+    floats: bool = True  # whether its literals may be another call's options: a kernel takes them as arguments
+    unused: frozenset[Fact] = frozenset()  # facts it asks for and, with these options, never reads
+    metrics: Mapping[str, str] = {}  # its metrics, each by "row", "segment" or "other"
+    sums: tuple[int, int] = (0, 0)  # how often it sums over segments, forward and backward
+    reach: Reach | None = None  # where its gradient goes; None if untraced
+
+
+def trace(
+    call: Call, inputs: Mapping[str, Shape], dtype: torch.dtype, device: str, segmented: bool, targetless: bool = False
+) -> Trace:
+    """The trace of a term, from a cache keyed by all that the function reads and by the shape of the call."""
+    device = "cpu" if device == "meta" else device  # where some operations forget their derivative
+    found = call.reads()
+    if found.unknown:
+        return Trace("batch", f"reads {', '.join(found.unknown)}", None, None, None)
+    shape = (
+        tuple([s.parameters for s in call.signatures]),
+        tuple(sorted(inputs.items())),
+        dtype,
+        device,
+        segmented,
+        targetless,
+    )
+    if any(f.element is not None and not ours(f.element.fn) for f in call.facts):
+        return _trace(call, inputs, dtype, device, segmented, targetless)  # the key would keep the function alive
+    made = _TRACES.get((found.key, shape))
+    if made is None:
+        _count_trace(call, shape)
+        made = _trace(call, inputs, dtype, device, segmented, targetless)._replace(floats=found.floats)
+        if len(_TRACES) >= _MOST_TRACES:
+            _TRACES.pop(next(iter(_TRACES)))
+        _TRACES[found.key, shape] = made
+    return made
+
+
+def _count_trace(call: Call, shape: tuple[Any, ...]) -> None:
+    """Say so when a function is traced again and again where only a number of its own can have changed."""
+    seen = (getattr(call.fn, "__code__", None), *shape)
+    if len(_TRACED) > _MOST_TRACES:
+        _TRACED.clear()
+    _TRACED[seen] = _TRACED.get(seen, 0) + 1
+    if _TRACED[seen] == _TOO_OFTEN:
+        warnings.warn(
+            f"headloss: {call.signature.name} has been traced {_TOO_OFTEN} times, which costs time whenever it "
+            f"happens: an option, or a number that it captures, keeps changing; make it an input (inputs may be "
+            f"numbers) or a term's weight (weights={{...}})",
+            stacklevel=2,
+        )
+
+
+_TRACED: dict[Any, int] = {}
+_TOO_OFTEN = 20
+_TRACES: dict[Any, Trace] = {}
+_MOST_TRACES = 512
+
+
+def run_cotangents(
+    call: Call, trace: Trace, env: Env, seed: Tensor, wants_grad: Sequence[str]
+) -> tuple[dict[Fact, Tensor], dict[str, Tensor]]:
+    """Cotangents of the facts, and of the inputs that want one, from a traced term."""
+    assert trace.cotangents is not None
+    outputs = trace.cotangents(*_flat_arguments(call, env, seed))
+    facts = _differentiable(call)
+    by_fact = {f: g for f, g in zip(facts, outputs[: len(facts)], strict=True) if g is not None}
+    by_input = {n: g for n, g in zip(wants_grad, outputs[len(facts) :], strict=True) if g is not None}
+    return by_fact, by_input
+
+
+def _differentiable(call: Call) -> list[Fact]:
+    return [f for f in call.facts if f.name not in CONSTANT]
+
+
+def _flat_arguments(call: Call, env: Env, seed: Tensor) -> list[Any]:
+    """The graph's arguments in their one order; see `_rebuild` for the way back."""
+    flat: list[Any] = [env.facts[f] for f in call.facts]
+    flat += [env.inputs[n] for n in call.input_names if env.inputs.get(n) is not None]
+    if env.targets is not None and any(s.wants("targets") for s in call.signatures):
+        flat.append(env.targets)
+    if any(s.wants("segments") for s in call.signatures) and env.segments is not None:
+        flat += [env.segments.ids, env.segments.counts, env.segments.num_segments]
+    return [*flat, seed, seed]  # a graph reads the one that fits its values: one per row, or one per segment
+
+
+class _Tallied(Segments):
+    """The segments of a trace: they count their sums, each of which is a collective where segments lie on ranks."""
+
+    __slots__ = ("tally",)
+    tally: list[int]
+
+    def __init__(self, ids: Tensor, num_segments: int, counts: Tensor, tally: list[int]) -> None:
+        super().__init__(ids, num_segments, counts)
+        object.__setattr__(self, "tally", tally)
+
+    def totals(self, x: Tensor) -> Tensor:
+        sums = super().totals(x)
+        self.tally[0] += 1
+        if sums.requires_grad:
+            sums.register_hook(self._pulled)
+        return sums
+
+    def _pulled(self, grad: Tensor) -> None:
+        self.tally[1] += 1
+
+
+def _rebuild(
+    call: Call, names: Sequence[str], segmented: bool, targetless: bool, tally: list[int], flat: Sequence[Any]
+) -> tuple[Env, dict[str, Any]]:
+    """What the function is called with, and the seeds, from the flat arguments of the graph."""
+    rest = list(flat)
+    facts = {f: rest.pop(0) for f in call.facts}
+    inputs = {n: rest.pop(0) for n in names}
+    targets = rest.pop(0) if not targetless and any(s.wants("targets") for s in call.signatures) else None
+    segments = None
+    if segmented and any(s.wants("segments") for s in call.signatures):
+        ids, counts, num_segments = rest.pop(0), rest.pop(0), rest.pop(0)
+        segments = _Tallied(ids, num_segments, counts, tally)
+    return Env(facts, inputs, targets, segments), {"row": rest.pop(0), "segment": rest.pop(0)}
+
+
+def _trace(
+    call: Call, inputs: Mapping[str, Shape], dtype: torch.dtype, device: str, segmented: bool, targetless: bool
+) -> Trace:
+    try:
+        with torch.no_grad(), unwatched():
+            return _trace_once(call, inputs, dtype, device, segmented, targetless)
+    except (WrongValueError, WrongWeightError, WrongLengthError, WritesError):
+        raise
+    except (MemoryError, RecursionError, torch.OutOfMemoryError, Warning):
+        raise  # another call may go better
+    except Exception as error:  # whatever a user's function raises under a tracer: it is then called as it is
+        return Trace("batch", f"cannot be traced ({_first_line(error)})", None, None, None)
+
+
+def _fact_shape(fact: Fact, R: int, inputs: Mapping[str, Shape]) -> tuple[int, ...]:
+    """(R,), or (R, K) for a fact at the ids of a sparse teacher."""
+    return (R, *inputs[f"teacher_ids of {fact.teacher}"].rest) if fact.name in ("ids_logprob", "ids_logit") else (R,)
+
+
+def _fact_dtype(fact: Fact, dtype: torch.dtype) -> torch.dtype:
+    return torch.long if fact.name in ("argmax", "teacher_argmax") else dtype
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"[:120]
+
+
+def _trace_once(
+    call: Call,
+    inputs: Mapping[str, Shape],
+    dtype: torch.dtype,
+    device: str,
+    segmented: bool,
+    targetless: bool,
+) -> Trace:
+    names = [n for n in call.input_names if n in inputs]
+    wanted = [n for n in names if inputs[n].requires_grad]
+    taken = {d for shape in inputs.values() for d in shape.rest}
+    R, S = [n for n in (7, 11, 13, 17, 19, 23, 29, 31) if n not in taken][:2]  # told apart from every other size
+    found: dict[str, Any] = {}
+    kinds: dict[str, str] = {}
+    tally = [0, 0]
+
+    sizes = {R: "row", S: "segment"}
+
+    def kind_of(x: Tensor) -> str:
+        return sizes.get(size(x.shape[0]), "other") if x.ndim == 1 else "other"
+
+    def joint(*flat: Any) -> tuple[Any, ...]:
+        env, seeds = _rebuild(call, names, segmented, targetless, tally, flat)
+        with torch.enable_grad():
+            facts = {f: leaf(f, x) for f, x in env.facts.items()}
+            given: dict[str, Any] = {
+                n: x.detach().requires_grad_() if x is not None and n in wanted else x for n, x in env.inputs.items()
+            }
+            value, metrics = call(env._replace(facts=facts, inputs=given))
+            leaves = [facts[f] for f in _differentiable(call)] + [given[n] for n in wanted]
+            found["value"] = kind_of(value)
+            found["way"] = reach_of(value, facts, [given[n] for n in wanted])
+            kinds.update({k: kind_of(m) if isinstance(m, Tensor) else "other" for k, m in metrics.items()})
+            seed = seeds.get(found["value"], torch.ones_like(value)).to(value.dtype)
+            grads: Sequence[Tensor | None] = [None] * len(leaves)
+            if value.requires_grad and leaves:
+                grads = torch.autograd.grad([value], leaves, [seed], allow_unused=True)
+        return value.detach(), tuple(grads), {k: m.detach() for k, m in metrics.items() if isinstance(m, Tensor)}
+
+    def example(R: int, S: int, draw: Callable[[Tensor, tuple[int, ...]], Tensor]) -> list[Any]:
+        """The graph's arguments for so many rows and segments."""
+
+        def make(shape: tuple[int, ...], dtype: torch.dtype = dtype) -> Tensor:
+            return draw(torch.empty(0, dtype=dtype, device=device), shape)
+
+        lead = {"row": (R,), "segment": (S,), "scalar": (), "whole": ()}
+        flat: list[Any] = [make(_fact_shape(f, R, inputs), _fact_dtype(f, dtype)) for f in call.facts]
+        flat += [make((*lead[inputs[n].kind], *inputs[n].rest), inputs[n].dtype) for n in names]
+        if not targetless and any(s.wants("targets") for s in call.signatures):
+            flat.append(make((R,), torch.long))
+        if ids_at is not None:
+            ids = make((R,), torch.long)
+            counts = make((S,), torch.float64)
+            counts = torch.where(torch.arange(S, device=counts.device) == 0, float(R), 0.0).to(counts.dtype)
+            flat += [ids, counts, S]  # all rows in the first
+        return [*flat, make((R,)), make((S,))]
+
+    takes_targets = not targetless and any(s.wants("targets") for s in call.signatures)
+    takes_segments = segmented and any(s.wants("segments") for s in call.signatures)
+    ids_at = len(call.facts) + len(names) + takes_targets if takes_segments else None  # among the arguments
+    graph = make_fx(joint, tracing_mode="symbolic")(*example(R, S, lambda like, shape: like.new_zeros(shape)))
+    placeholders = [n for n in graph.graph.nodes if n.op == "placeholder"]
+    parameters = [*map(str, call.facts), *names]  # in the graph's order
+    if not targetless and any(s.wants("targets") for s in call.signatures):
+        parameters.append("targets")
+    for node in written(graph.graph):
+        at = placeholders.index(node)
+        raise WritesError(writes_message(call.signature.name, parameters[at] if at < len(parameters) else "segments"))
+    kind, reason = classify(graph, R, S, ids_at)
+    if found["value"] == "other" and kind != "batch":
+        kind, reason = "batch", "its values belong to neither rows nor segments"
+    value_kind, way, sums = found["value"], found["way"], (tally[0], tally[1])
+    if kind != "batch" and not all(ours(fn) for fn in call.functions):
+        generator = torch.Generator("cpu").manual_seed(0)
+
+        def examples() -> Iterator[list[Any]]:
+            for r, s in SIZES:
+                sizes.clear()
+                sizes.update({r: "row", s: "segment"})
+                yield example(r, s, lambda like, shape: drawn(like, shape, generator))
+
+        told = dict(kinds)
+        if not agrees(graph, joint, examples()):
+            kind, reason = "batch", "its Python code tells a trace from a call, or one row from many"
+        kinds = told
+    cotangents = only(graph, lambda out: tuple(out[1])) if kind != "batch" else None
+    outputs: Any = graph.graph.output_node().args[0]
+    way = way._replace(idle=is_idle(outputs[0], placeholders[:-2]))
+    needed = reach(outputs)
+    unused = frozenset(f for f, node in zip(call.facts, placeholders, strict=False) if node not in needed)
+    if kind == "batch":
+        unused = frozenset()  # it runs as it is, and may take another branch than it took here
+    if counts_rows(graph):
+        way = None
+    return Trace(kind, reason, value_kind, cotangents, graph, True, unused, kinds, sums, way)
