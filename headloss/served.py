@@ -1,4 +1,4 @@
-"""What inference servers say about a prompt, as a sparse teacher.
+"""What inference servers say about a prompt, as the ids and log-probabilities of a sparse teacher.
 
 Asked for the log-probabilities of a prompt, a server returns one entry a token: how likely it found that token, and the
 likeliest others, given the tokens before it.  The first token has nothing before it and no entry.  A student's row t
@@ -18,8 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-
-from headloss.sources import Sparse
+from torch import Tensor
 
 Row = list[tuple[float, int]]  # log-probability and id
 
@@ -31,8 +30,8 @@ def from_vllm(
     k: int | None = None,
     start: int | Sequence[int] = 0,
     device: Any = None,
-) -> Sparse:
-    """A teacher from vLLM's `prompt_logprobs`: None, then {token id: Logprob} a token.
+) -> tuple[Tensor, Tensor]:
+    """Ids and log-probabilities from vLLM's `prompt_logprobs`: None, then {token id: Logprob} per token.
 
     Ids may be strings, as JSON has them; a Logprob may be the object, {"logprob": ...} or a number.  With
     `prompt_logprobs=K` vLLM returns K entries, and one more where the token itself is not among the K likeliest.
@@ -51,8 +50,8 @@ def from_sglang(
     k: int | None = None,
     start: int | Sequence[int] = 0,
     device: Any = None,
-) -> Sparse:
-    """A teacher from SGLang's `meta_info["input_top_logprobs"]`: None, then [(logprob, token id, text), ...] a token.
+) -> tuple[Tensor, Tensor]:
+    """The same from SGLang's `meta_info["input_top_logprobs"]`: None, then [(logprob, token id, text), ...] per token.
 
     `start` is the request's `logprob_start_len`; the rest as in `from_vllm`.
     """
@@ -96,7 +95,7 @@ def _pack(
     k: int | None,
     start: int | Sequence[int],
     device: Any,
-) -> Sparse:
+) -> tuple[Tensor, Tensor]:
     if isinstance(said, str | Mapping) or not isinstance(said, Sequence):
         raise TypeError(f"{name}: wanted a list with an entry a token, or a list of those, got {type(said).__name__}")
     if not said:
@@ -127,7 +126,7 @@ def _pack(
             ids[b, t, : len(row)] = torch.tensor([token for _, token in row])
             logprobs[b, t, : len(row)] = torch.tensor([x for x, _ in row], dtype=torch.float32)
     ids, logprobs = (x[0] if single else x for x in (ids, logprobs))
-    return Sparse(ids.to(device), logprobs.to(device))
+    return ids.to(device), logprobs.to(device)
 
 
 def _rows(label: str, sequence: Sequence[Any], start: int, read: Any, k: int | None) -> Iterator[tuple[int, Row]]:

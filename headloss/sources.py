@@ -20,6 +20,7 @@ from torch.fx.experimental.symbolic_shapes import has_static_value
 
 from headloss.parallel.shard import VocabShard
 from headloss.segments import integers, shallow
+from headloss.served import from_sglang, from_vllm
 from headloss.trace.options import is_number, shown
 
 
@@ -237,16 +238,12 @@ class Sparse:
     @classmethod
     def from_vllm(cls, prompt_logprobs: Any, **options: Any) -> Sparse:
         """From vLLM's `prompt_logprobs`, of one sequence or of several; see `headloss.served.from_vllm`."""
-        from headloss.served import from_vllm
-
-        return from_vllm(prompt_logprobs, **options)
+        return cls(*from_vllm(prompt_logprobs, **options))
 
     @classmethod
     def from_sglang(cls, input_top_logprobs: Any, **options: Any) -> Sparse:
         """From SGLang's `input_top_logprobs`, of one sequence or of several; see `headloss.served.from_sglang`."""
-        from headloss.served import from_sglang
-
-        return from_sglang(input_top_logprobs, **options)
+        return cls(*from_sglang(input_top_logprobs, **options))
 
     @property
     def leading(self) -> tuple[int, ...]:
