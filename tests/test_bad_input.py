@@ -321,22 +321,22 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a loss that reduces": (
         lambda: hl.Objective(a=scalar)(LINEAR, TARGETS),
         TypeError,
-        "scalar: wanted one value a row",
+        "scalar: wanted one real value per row",
     ),
     "a loss that drops some rows": (
         lambda: hl.Objective(a=dropping)(LINEAR, TARGETS),
         TypeError,
-        "dropping: wanted one value a row.*its values belong to none.*-100",
+        "dropping: wanted one real value per row.*its values belong to none.*-100",
     ),
     "a loss that returns a matrix": (
         lambda: hl.Objective(a=matrix)(LINEAR, TARGETS),
         TypeError,
-        "matrix: wanted one value",
+        "matrix: wanted one real value",
     ),
     "a loss that returns nothing": (
         lambda: hl.Objective(a=nothing)(LINEAR, TARGETS),
         TypeError,
-        "nothing: wanted one value",
+        "nothing: wanted one real value",
     ),
     "unknown metric": (
         lambda: hl.Objective(z=z_loss, metrics=["entropi"]),

@@ -15,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 import headloss as hl
 from headloss.facts import VALUED
-from headloss.graph.compiled import labels, recipe, rehearsal
+from headloss.graph import recipe, rehearsal
+from headloss.graph.compiled import labels
 from headloss.graph.recipe import describe
 from headloss.losses import cross_entropy, gspo, gspo_token, jsd, z_loss
 
