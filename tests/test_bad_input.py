@@ -326,7 +326,7 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a loss that drops some rows": (
         lambda: hl.Objective(a=dropping)(LINEAR, TARGETS),
         TypeError,
-        "dropping: wanted one real value per row.*its values belong to none.*-100",
+        "dropping: wanted one value per row.*its values belong to none.*-100",
     ),
     "a loss that returns a matrix": (
         lambda: hl.Objective(a=matrix)(LINEAR, TARGETS),

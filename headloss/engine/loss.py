@@ -54,7 +54,7 @@ def check_belongs(call: Call, kind: str | None, shapes: Mapping[str, Shape], len
     if kind == "other" and not apart:
         got = "its values" if length is None else f"its {length} values"
         raise WrongValueError(
-            f"{call.signature.name}: wanted one value a row, a segment or a pair; {got} belong to none of them.  "
+            f"{call.signature.name}: wanted one value per row, segment or pair; {got} belong to none of them.  "
             f"Give a row that should not count the value 0, or its target -100"
         )
     said, found = call.signature.returns, "pair" if kind == "other" else kind

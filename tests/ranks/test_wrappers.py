@@ -24,6 +24,10 @@ from torch.nn.parallel import DistributedDataParallel
 import headloss as hl
 from headloss.losses import cross_entropy
 
+OLD = torch.__version__ < "2.9"
+twice = pytest.mark.skipif(OLD, reason="torch 2.8 on gloo does not divide gradients of reduce_dtype, nor eager ones")
+uneven = pytest.mark.skipif(OLD, reason="torch 2.8 puts uneven shards of a 2D mesh together wrongly, eager ones too")
+
 
 def mine(whole: tiny.Batch, rank: int, ranks: int) -> tiny.Batch:
     """Ragged on purpose: the first rank has more lines than the others."""
@@ -160,6 +164,7 @@ def mixed_precision(tensor_parallel: bool) -> None:
         assert ours <= 2 * eager + 1e-3, (name, float(ours), float(eager))
 
 
+@twice
 @pytest.mark.parametrize("tensor_parallel", [False, True], ids=["", "and tensor parallel"])
 def test_mixed_precision(ranks: Any, tensor_parallel: bool) -> None:
     ranks(4 if tensor_parallel else 2, mixed_precision, tensor_parallel)
@@ -225,6 +230,7 @@ def _scatter(x: torch.Tensor, mesh: Any) -> Any:
     return DTensor.from_local(x, mesh, [Replicate()], run_check=False).redistribute(mesh, [Shard(1)])
 
 
+@uneven
 @pytest.mark.parametrize("accumulate", [False, True], ids=["", "accumulate"])
 @pytest.mark.parametrize("sequence", [False, True], ids=["replicated", "sequence parallel"])
 def test_fsdp_and_tensor_parallel(ranks: Any, sequence: bool, accumulate: bool) -> None:

@@ -233,6 +233,8 @@ def test_lengths(name: str, way: str) -> None:
     segments, x = hl.Segments.from_ids(torch.tensor([0, 0, 1, 1])), torch.ones(shape)
     call = lambda x: getattr(segments, method)(x)
     if way == "graph":
+        if torch.__version__ < "2.9":
+            pytest.skip("torch 2.8 says that something was raised, and not what")
         torch._dynamo.reset()
         call = torch.compile(call, backend="eager", fullgraph=True)
     if way == "traced":

@@ -305,7 +305,8 @@ def test_every_overload_argument_and_dtype(name):
     count, wrong = compare(name)
     assert not wrong, "\n".join(wrong)
     plain = [x for x in count["printed"] if "int" not in x.partition("self:")[2] and "float64" not in x]
-    assert plain or name.startswith("bitwise"), count  # what was always printed still is
+    in_memory = name.startswith("silu") and torch.__version__ < "2.9"  # there its formula allocates
+    assert plain or name.startswith("bitwise") or in_memory, count  # what was always printed still is
     for optional in ("weight", "pos_weight") if name.startswith("binary") else ():
         there = any(a.name == optional for op in overloads(name) for a in op._schema.arguments)
         assert not there or any(f" {optional}:" in x for x in count["printed"]), (optional, count)
@@ -404,6 +405,8 @@ ZEROS = {
 @inside
 @pytest.mark.parametrize("name", ZEROS)
 def test_signs_of_zeros(name):
+    if name == "add" and triton.__version__ < "3.5":
+        pytest.skip("triton 3.4 takes the literal -0.0 for 0.0")
     x = torch.tensor([0.0, -0.0, 0.3, -0.3, 1.0, -1.0, 0.5, -0.5]).repeat(8)
     fn = lambda x: (ZEROS[name](x), 1 / ZEROS[name](x))
     check(printed([fn], [x])[0], fn(x), name)
@@ -535,6 +538,8 @@ def test_every_form_compiles_for_hopper(part):
                 places |= {x: len(places) for x in which if x not in places}
                 fn = function_of(op, names, others)
                 fns.append(lambda *rows, f=fn, at=[places[x] for x in which]: f(*(rows[i] for i in at)))
+        if name.startswith("silu") and torch.__version__ < "2.9":
+            continue  # not printed there
         rows = [values(d, i, name) if ndim else values(d, i, name)[20] for d, ndim, i in places]
         written = Written(fns, rows)
         types = {"arguments": tuple(POINTERS[x.dtype] for x in written.held)}

@@ -17,12 +17,14 @@ has one) or `PEEL = False`, which is slow, avoids that.
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 import triton  # type: ignore
+import triton.language as tl  # type: ignore
 from torch import Tensor
 
 from headloss.backends.triton.kernels.pull import pull_kernel
@@ -36,6 +38,7 @@ NAME = "triton"
 BATCH_INVARIANT = True
 PEEL = True
 LAUNCH = {"enable_fp_fusion": True}  # the default differs between versions of triton, and with it the last bits
+CHAINS = "_semantic" in inspect.signature(tl.extra.cuda.gdc_wait).parameters  # triton 3.4 cannot compile it
 PROGRAMS = 1024  # enough to fill a GPU, where the count of rows may decide on the parts
 
 
@@ -239,7 +242,8 @@ def _row_shape(table: Sequence[tuple[int, Shape]], V: int) -> Shape:
 @functools.cache
 def _chains(device: torch.device) -> bool:
     """Whether a kernel can be launched while the one it waits for still runs: Hopper and later."""
-    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 9
+    able = CHAINS and device.type == "cuda" and torch.version.hip is None
+    return able and torch.cuda.get_device_capability(device)[0] >= 9
 
 
 def _width_for(C: int, V: int, block: int) -> int:
