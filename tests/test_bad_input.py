@@ -523,5 +523,5 @@ def test_a_config_cannot_hold_a_row_weight_with_numbers_of_its_own() -> None:
 
 
 def test_rows_dropped_by_their_numbers_are_refused_when_they_are_known() -> None:
-    with pytest.raises(TypeError, match=r"masking: wanted one value a row.*its \d+ values belong to none.*-100"):
+    with pytest.raises(TypeError, match=r"masking: wanted one value per row.*its \d+ values belong to none.*-100"):
         hl.Objective(a=masking)(LINEAR, TARGETS)
