@@ -221,7 +221,7 @@ def parts_of(problem: Problem, fn: Any, **options: Any) -> dict[str, Callable[..
     want = Want(facts_of or [Fact("divergence", None, "t", Element(fn, options))])
     V = problem.x.shape[1]
     chunk = [DenseChunk(problem.u, 1.0, None, (1.0,), V)]
-    engine: Any = import_module("headloss.backends.triton.sweeps")
+    engine: Any = import_module("headloss.backends.triton.backend")
     sums = lambda **more: engine.sums(problem.x, None, want, [1.0], teachers=chunk, **more)
     facts, softmax = finish(sums(), want, [1.0], V)
     look = lambda **more: engine.look(problem.x, want, softmax, chunk, [[1.0]], **more)

@@ -275,7 +275,7 @@ FAULTS = [
     Fault("engine/run.py", "Grads(*(_add(x, y) for x, y in zip(grads, more, strict=True)))", "more", "facts' gradient in place of the loss's"),
     Fault("engine/sweeps.py", "out_CV.masked_fill_(ignored_C1, 0)", "pass", "masked rows' gradient is what their logits say"),
     Fault("engine/sweeps.py", 'slot=0 if shard is None else i % 2', "slot=0", "a chunk overwrites the one whose partial still travels", RANKS),
-    Fault("engine/sweeps.py", "x.mul_(scale) if x.dtype.itemsize >= 4 else x.copy_(x.float() * scale)", "x.mul_(scale.to(x.dtype))", "fp16: rescaled in fp16, where it overflows", ("tests/trust/test_fp16.py",)),
+    Fault("backends/torch.py", "x.mul_(scale) if x.dtype.itemsize >= 4 else x.copy_(x.float() * scale)", "x.mul_(scale.to(x.dtype))", "fp16: rescaled in fp16, where it overflows", ("tests/trust/test_fp16.py",)),
     # The objective
     Fault("engine/loss.py", "loss = loss + reduced * term.weight", "loss = loss + reduced", "the loss ignores weights"),
     Fault("engine/loss.py", "return weight * scale\n", "return weight\n", "grad_scale is ignored"),
@@ -427,7 +427,7 @@ FAULTS = [
     Fault("backends/triton/launch.py", "4 * (x.bit_length() > 31)", "0", "a kernel compiled for 32-bit sizes is given larger ones"),
     Fault("backends/triton/kernels/totals.py", "there = (term < T)[:, None] & (at + row < N)[None, :]", "there = (term < T)[:, None] & (row < N)[None, :]", "the loss sums what lies behind the last row"),
     Fault("backends/triton/kernels/totals.py", "low = tl.where(counts, tl.minimum(low, y), low)", "low = tl.minimum(low, y)", "later calls: an ignored row is a target out of range"),
-    Fault("backends/triton/sweeps.py", "_address = _from_its_storage if triton.knobs.runtime.interpret else Tensor.data_ptr", "_address = Tensor.data_ptr", "interpreted bits depend on where memory happens to lie", ("tests/test_triton.py",)),
+    Fault("backends/triton/tiles.py", "_address = _from_its_storage if triton.knobs.runtime.interpret else Tensor.data_ptr", "_address = Tensor.data_ptr", "interpreted bits depend on where memory happens to lie", ("tests/test_triton.py",)),
     # Operators in a graph
     Fault("graph/ops.py", "by_source[i] = g if before is None else before + g", "by_source[i] = g", "compiled: facts' gradient in place of the loss's"),
     Fault("graph/ops.py", "pulled = g * g_loss", "pulled = g", "compiled: logits ignore the upstream gradient"),

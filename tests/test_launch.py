@@ -185,7 +185,7 @@ def test_equal_forms_of_a_visit_are_one_kernel_for_triton(monkeypatch):
     monkeypatch.setattr(
         Launch, "run", lambda launch, key, where, programs, arguments: calls.append((launch, arguments))
     )
-    plan = triton_visit._plan(program())
+    plan = triton_visit.plan_of(program())
     whole = torch.zeros(1 << 14, dtype=torch.float32)
     logits = [
         whole[i : i + 3 * s].view(3, s)[:, :v] for i, s, v in ((0, 64, 64), (0, 65, 64), (4, 64, 64), (1, 68, 64))

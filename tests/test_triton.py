@@ -29,8 +29,9 @@ NAN = math.nan
 plain = import_module("headloss.backends.torch")
 if INSIDE:
     quicken()
-    kernels = import_module("headloss.backends.triton.sweeps")
-    TINY = kernels.Shape(width=64, lanes=4, loads=2, stages=1, warps=1)  # 3 parts and several blocks at V near 150
+    kernels = import_module("headloss.backends.triton.backend")
+    tiles = import_module("headloss.backends.triton.tiles")
+    TINY = tiles.Shape(width=64, lanes=4, loads=2, stages=1, warps=1)  # 3 parts and several blocks at V near 150
 
 
 HALVES = ("pull or coefficients or objective", "not (pull or coefficients or objective)")
@@ -204,7 +205,7 @@ def test_bits_do_not_depend_on_where_the_allocator_put_the_rows(V, dtype):
         assert placed.data_ptr() % 128 == start and placed.storage_offset() == 0
         sums, out = kernels.sums(placed, y, ALL, [1.0], shape=TINY), torch.empty_like(placed)
         assert torch.equal(placed, x)
-        found.append((sums.moments[0].S, sums.moments[0].X, sums.total, kernels._rows(out).vector))
+        found.append((sums.moments[0].S, sums.moments[0].X, sums.total, tiles.rows_of(out).vector))
     for other in found[1:]:
         assert all(torch.equal(a, b) for a, b in zip(other[:3], found[0][:3], strict=True))
         assert other[3] == found[0][3] > 1
@@ -220,12 +221,12 @@ def test_bits_do_not_depend_on_the_rows_around():
         assert torch.equal(every.moments[0][k], again.moments[0][k])
         assert torch.equal(every.moments[0][k][1:2], some.moments[0][k])
     x, y = draw(2, 149)  # rows that start anywhere: the same bits without wide loads
-    kernels.PEEL = False
+    tiles.PEEL = False
     try:
         every = kernels.sums(x, y, ALL, [1.0], shape=TINY)
         some = kernels.sums(x[1:2], y[1:2], ALL, [1.0], shape=TINY)
     finally:
-        kernels.PEEL = True
+        tiles.PEEL = True
     assert torch.equal(every.moments[0].S[1:2], some.moments[0].S) and torch.equal(every.total[1:2], some.total)
     compare_sums(x[:1], y[:1], batch_invariant=False)
 

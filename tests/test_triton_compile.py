@@ -16,6 +16,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 backend = import_module("headloss.backends.triton.sweeps")
+tiles = import_module("headloss.backends.triton.tiles")
 from headloss.backends.triton.kernels.pull import pull_kernel  # noqa: E402
 from headloss.backends.triton.kernels.sums import merge_kernel, sums_kernel  # noqa: E402
 
@@ -36,7 +37,7 @@ class Built:
         }
         source = ASTSource(kernel, {n: signature.get(n, "constexpr") for n in names}, constants, aligned)
         compiled = triton.compile(
-            source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps, **backend.LAUNCH}
+            source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps, **tiles.LAUNCH}
         )
         self.cubin = compiled.asm["cubin"]
 
@@ -47,19 +48,19 @@ class Built:
 
 
 def sums(dtype, V, *, temperatures=1, every=False, capped=False, peel=True):
-    shape = backend._row_shape(backend.SUMS, V)
+    shape = tiles.row_shape(backend.SUMS, V)
     vector = WIDE[dtype] if peel else 1
     flags = (True,) * temperatures
     return Built(
         sums_kernel, dtype, shape.warps, temperatures,
         TARGET=True, TOTAL=every, ARGMAX=every, WANT_X=flags, WANT_Q=(every,) * temperatures,
-        PER_ROW=(False,) * temperatures, SCALED=capped, CAPPED=capped, CHAINED=backend.CHAINS,
+        PER_ROW=(False,) * temperatures, SCALED=capped, CAPPED=capped, CHAINED=tiles.CHAINS,
         LINE=8 * vector if peel else 1, VEC=vector, K=shape.loads if peel else 1, L=shape.lanes, J=WIDE[dtype],
     )  # fmt: skip
 
 
 def pull(dtype, V, *, temperatures=1, every=False, capped=False):
-    shape = backend._row_shape(backend.PULL, V)
+    shape = tiles.row_shape(backend.PULL, V)
     some, rest = (True,) * temperatures, (every,) * temperatures
     return Built(
         pull_kernel, dtype, shape.warps, temperatures,
@@ -73,7 +74,7 @@ def merge():
     return Built(
         merge_kernel, "bf16", 1, 2,
         TARGET=True, TOTAL=True, ARGMAX=True, WANT_X=(True, True), WANT_Q=(True, False), PER_ROW=(False, False),
-        SCALED=True, CAPPED=True, PADDED=8, ROWS=4, CHAINED=backend.CHAINS,
+        SCALED=True, CAPPED=True, PADDED=8, ROWS=4, CHAINED=tiles.CHAINS,
     )  # fmt: skip
 
 
@@ -157,7 +158,7 @@ class Taught(Built):
             if n in names
         }
         source = ASTSource(kernel, {n: signature.get(n, "constexpr") for n in names}, constants, aligned)
-        options = {"num_warps": warps, **backend.LAUNCH}
+        options = {"num_warps": warps, **tiles.LAUNCH}
         self.cubin = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["cubin"]
 
 
@@ -166,7 +167,7 @@ TEACHERS_PLAIN = {"TEACHER_SCALED": False, "TEACHER_CAPPED": False}
 
 
 def dense(names, V=128256, *, dtype="bf16", teacher="bf16", n=1, capped=False):
-    shape = backend._row_shape(beside.DENSE, V)
+    shape = tiles.row_shape(beside.DENSE, V)
     flags = {f"WANT_{k}": (k in names,) * n for k in "XQYFG"}
     every = len(names) > 3
     return Taught(
@@ -174,7 +175,7 @@ def dense(names, V=128256, *, dtype="bf16", teacher="bf16", n=1, capped=False):
         TOTAL=every, ARGMAX=every, ARGMAXT=every, MET=(True,) * n, **flags,
         PER_ROW=(False,) * n, TEACHER_PER_ROW=(False,) * n, SCALED=capped, CAPPED=capped,
         TEACHER_SCALED=capped, TEACHER_CAPPED=capped, LINE=8 * WIDE[dtype], VEC=WIDE[dtype], TEACHER_VEC=WIDE[teacher],
-        K=shape.loads, L=shape.lanes, J=min(WIDE[dtype], WIDE[teacher]), CHAINED=backend.CHAINS,
+        K=shape.loads, L=shape.lanes, J=min(WIDE[dtype], WIDE[teacher]), CHAINED=tiles.CHAINS,
     )  # fmt: skip
 
 
@@ -183,12 +184,12 @@ def dense_merge():
     return Taught(
         dense_merge_kernel, "bf16", "bf16", 1, temperatures=2, TARGET=True, TOTAL=True, ARGMAX=True, ARGMAXT=True,
         MET=(True, True), **flags, PER_ROW=(False,) * 2, TEACHER_PER_ROW=(False,) * 2, SCALED=True, CAPPED=True,
-        PADDED=8, ROWS=4, CHAINED=backend.CHAINS,
+        PADDED=8, ROWS=4, CHAINED=tiles.CHAINS,
     )  # fmt: skip
 
 
 def second_look(*elements):
-    shape = backend._row_shape(beside.LOOK, 128256)
+    shape = tiles.row_shape(beside.LOOK, 128256)
     element, numbers = printed(tuple((0, e) for e in elements), 1)
     return Taught(
         look_kernel, "bf16", "bf16", shape.warps, numbers=len(numbers), ELEMENT=element, SUMS=2 * len(elements),
@@ -198,7 +199,7 @@ def second_look(*elements):
 
 
 def guided(names="", own="", *, element=None, dtype="bf16"):
-    shape = backend._row_shape(pulls.LOOKING if element else pulls.GUIDED, 128256)
+    shape = tiles.row_shape(pulls.LOOKING if element else pulls.GUIDED, 128256)
     function, numbers = printed(((0, element),), 1) if element else (None, (0.0,))
     return Taught(
         guided_kernel, dtype, dtype, shape.warps, out=dtype, numbers=len(numbers),
@@ -211,7 +212,7 @@ def guided(names="", own="", *, element=None, dtype="bf16"):
 
 
 def tail():
-    shape = backend._row_shape(backend.SUMS, 128256)
+    shape = tiles.row_shape(backend.SUMS, 128256)
     return Taught(
         tail_kernel, "bf16", "bf16", shape.warps, temperatures=2, PER_ROW=(False,) * 2, **PLAIN, LINE=64, VEC=8,
         K=shape.loads, L=shape.lanes, J=8, IDS=64, OFF=(False,) * 2,
@@ -284,7 +285,7 @@ class Visit(Built):
 
     def __init__(self, dtype, V, metrics=(), *, aligned=True, capped=False, gradient=True, **terms):
         program, numbers = program_of(list(metrics), terms)
-        plan = visits._plan(program)
+        plan = visits.plan_of(program)
         shape = visits.shape_of(plan, V, gradient)
         vec, n = WIDE[dtype], len(program.want.temperatures)
         line = vec if aligned else 8 * vec
@@ -309,7 +310,7 @@ class Visit(Built):
         source = ASTSource(
             visit_kernel, {k: signature.get(k, "constexpr") for k in names}, constants, aligned_arguments
         )
-        options = {"num_warps": shape.warps, **backend.LAUNCH}
+        options = {"num_warps": shape.warps, **tiles.LAUNCH}
         self.cubin = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["cubin"]
 
 
@@ -439,7 +440,7 @@ class Beside(Built):
         aligned = {(names.index(k),): [["tt.divisibility", 16]] for k in ("raw", "out", "found")}
         aligned |= {} if ids else {(names.index("teacher"),): [["tt.divisibility", 16]]}
         source = ASTSource(taught_kernel, {k: signature.get(k, "constexpr") for k in names}, constants, aligned)
-        options = {"num_warps": shape.warps, **backend.LAUNCH}
+        options = {"num_warps": shape.warps, **tiles.LAUNCH}
         self.cubin = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["cubin"]
 
 

@@ -28,9 +28,10 @@ SPARSE = ("ids_logprob", "tail_logprob", "ids_logit", "topk_overlap")
 
 plain = import_module("headloss.backends.torch")
 if INSIDE:
-    kernels = import_module("headloss.backends.triton.sweeps")
-    TINY = kernels.Shape(width=64, lanes=4, loads=2, stages=1, warps=1)  # 3 parts and several blocks at V near 150
-    MIXED = kernels.Shape(width=128, lanes=8, loads=2, stages=1, warps=1)  # for two dtypes
+    kernels = import_module("headloss.backends.triton.backend")
+    tiles = import_module("headloss.backends.triton.tiles")
+    TINY = tiles.Shape(width=64, lanes=4, loads=2, stages=1, warps=1)  # 3 parts and several blocks at V near 150
+    MIXED = tiles.Shape(width=128, lanes=8, loads=2, stages=1, warps=1)  # for two dtypes
 
 
 @pytest.mark.timeout(600)
@@ -372,13 +373,13 @@ def test_ids_beyond_the_columns_that_a_dense_teacher_shares():
 
 @inside
 def test_where_a_teacher_can_be_read_by_whole_vectors():
-    beside = import_module("headloss.backends.triton.teachers").beside
+    beside = tiles.vector_along
 
     def rows(dtype, stride, lead=0):  # as `_rows` sees memory that begins at a boundary
         x = torch.zeros(4, 64, dtype=dtype).as_strided((4, 9), (stride, 1))
         vector = 16 // x.element_size()
         aligned = lead == 0 and stride % vector == 0
-        return kernels.Rows(x, lead, vector if aligned else 8 * vector, vector)
+        return tiles.Rows(x, lead, vector if aligned else 8 * vector, vector)
 
     wide, narrow = torch.float32, torch.bfloat16
     assert beside(rows(wide, 64), rows(narrow, 64)) == 8 and beside(rows(narrow, 64), rows(wide, 64)) == 4

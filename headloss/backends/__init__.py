@@ -1,4 +1,4 @@
-"""Ways to run the two sweeps.  Each backend is a module with `sums` and `pull`; none imports another."""
+"""Ways to run a call.  Each backend is a module that offers the engine the same names; none imports another."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch  # not at run time, where `torch` here becomes the backend of that name
 
 BACKENDS = ("auto", "torch", "triton")
-MODULES = {"torch": "headloss.backends.torch", "triton": "headloss.backends.triton.sweeps"}
+MODULES = {"torch": "headloss.backends.torch", "triton": "headloss.backends.triton.backend"}
 
 
 def check_backend(name: str) -> None:

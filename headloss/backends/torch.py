@@ -23,6 +23,7 @@ NAME = "torch"
 
 TILE_BYTES = {"cpu": 8 << 20}
 TILE_BYTES_ELSEWHERE = 64 << 20
+lower = None  # no program for one launch: nothing here is a kernel of ours
 LOOK_BUFFERS = 8  # a divergence and its slope keep about 20 of a tile's size
 
 
@@ -172,6 +173,15 @@ def look(
                     found += second_look(z_BV, rows, chunk, seen, softmax, Ts[i], i, elements)
         tiles.append(found)
     return [(torch.cat([v for v, _ in look]), torch.cat([s for _, s in look])) for look in zip(*tiles, strict=True)]
+
+
+def scale_(x: Tensor, scale: Tensor) -> None:
+    """x *= scale in place, in float32 where x is narrower."""
+    x.mul_(scale) if x.dtype.itemsize >= 4 else x.copy_(x.float() * scale)
+
+
+def cannot_run(want: Want) -> None:
+    """Every divergence can run: it is torch's own operations."""
 
 
 def _compare(compared: Sequence[Comparison], rows: slice, *tile: Any) -> None:

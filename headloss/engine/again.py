@@ -35,7 +35,6 @@ from headloss.term import Term, check_weight
 from headloss.trace.reads import ours, own_key, reads
 
 if TYPE_CHECKING:
-    from headloss.backends.triton.visit import Visited
     from headloss.objective import Objective
 
 PLAIN = (Tensor, torch.nn.Parameter)  # and no subclass that could mean something else
@@ -139,11 +138,9 @@ class Form:
     """What calls of one form have in common."""
 
     def __init__(self, objective: Objective, plan: Plan, backend: ModuleType) -> None:
-        from headloss.backends.triton import visit as triton_visit
-
-        self.kernels, self.backend = triton_visit, backend
+        self.backend = backend
         self.program, self.want, self.off = plan.program, plan.want, plan.off
-        self.plan = triton_visit._plan(plan.program)
+        self.plan = backend.plan_of(plan.program)
         self.numbers = plan.program.numbers
         self.terms = tuple(t.name for t in plan.terms)
         self.labels = tuple(f"weights[{name!r}]" for name in self.terms)
@@ -154,7 +151,7 @@ class Form:
 
     def suits(self, x: Tensor) -> bool:
         V = x.shape[-1]
-        return self.backend.BATCH_INVARIANT or self.kernels.suits(x.numel() // V, V)
+        return bool(self.backend.suits(x.numel() // V, V))
 
     def call(
         self,
@@ -217,9 +214,9 @@ class Form:
         if isinstance(targets, Prepared):
             stats, targets = targets.known(), targets.targets
         elif may_read(host_read, targets.device):
-            stats = Stats.read(self.kernels.target_numbers(targets.view(-1)))  # one launch, one copy
+            stats = Stats.read(self.backend.target_numbers(targets.view(-1)))  # one launch, one copy
         if stats is None:
-            return targets, None, self.kernels.count_targets(targets.view(-1), vocab)
+            return targets, None, self.backend.count_targets(targets.view(-1), vocab)
         check_stats(stats, vocab, None)
         return targets, stats, over(stats.valid)
 
@@ -227,7 +224,7 @@ class Form:
         self, device: torch.device, mean: float | Tensor, factors: list[float | Tensor], inputs: Mapping[str, Any]
     ) -> tuple[Any, ...]:
         """Inputs, bases, factors and numbers, as the kernel takes them."""
-        number = self.kernels._number
+        number = self.backend.as_number
         flat = [x.value if type(x) is PerRow else x for x in map(inputs.__getitem__, self.program.inputs)]
         mean = mean if type(mean) is float else number(mean, device)
         return (
@@ -242,7 +239,7 @@ class Again:
     """One call."""
 
     sums: Tensor
-    visited: Visited
+    visited: Any
 
     def __init__(self, form: Form, source: Logits, targets: Tensor, stats: Stats | None) -> None:
         self.form, self.targets, self.stats = form, targets, stats
@@ -268,11 +265,11 @@ class Again:
             out_NV = self.grad if x.ndim == 2 else self.grad.view(-1, x.shape[-1])
         T = float(said["temperature"])  # type: ignore[arg-type]
         temperatures = tuple([T if t is None else float(t) for t in form.want.temperatures])
-        visited = self.visited = form.kernels.launch(
+        visited = self.visited = form.backend.launch(
             form.plan, raw_NV, flat, temperatures, *arguments, out_NV,
             scale=said["scale"], softcap=said["softcap"], ignore=self.ignored,
         )  # fmt: skip
-        self.sums, loss = form.kernels.totals(visited, weights)
+        self.sums, loss = form.backend.totals(visited, weights)
         if form.program.metrics:  # which rows count is noted now: the targets may be written to
             valid = flat != IGNORE if self.ignored else None
             self.metrics = measured(visited, valid)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from headloss.backends import choose, resolve
+from headloss.backends import choose
 from headloss.engine.loss import BoundLoss
 from headloss.engine.plan import Plan
 from headloss.engine.sweeps import Chunk, Sweep
@@ -127,26 +127,12 @@ def chunks_of(plan: Plan, rows: Rows, beside: int, taught: int | None = None) ->
 
 
 def backend_for(name: str, source: Source, want: Want) -> ModuleType:
-    """The backend asked for, or a sentence; "auto" takes one that can run every divergence wanted."""
-    why = without_triton(want) if resolve(name, source.device, source.fact_dtype) == "triton" else None
+    """The backend asked for, or a ValueError; "auto" takes one that can run every divergence wanted."""
+    backend = choose(name, source.device, source.fact_dtype)
+    why = backend.cannot_run(want)
     if why is not None and name != "auto":
-        raise ValueError(f'backend: "triton" cannot run {why}; use backend="torch"')
-    return choose("torch" if why is not None else name, source.device, source.fact_dtype)
-
-
-def without_triton(want: Want) -> str | None:
-    """Which divergence the Triton backend cannot run, and for what operation; None: it can run them all."""
-    elements = dict.fromkeys(f.element for f in want.facts if f.element is not None)
-    if not elements:
-        return None
-    from headloss.backends.triton.printer.elements import Unprintable, printed
-
-    for element in elements:
-        try:
-            printed(((0, element),), 1)
-        except Unprintable as error:
-            return f"{element}: its kernels have no form of {error}"
-    return None
+        raise ValueError(f'backend: "{backend.NAME}" cannot run {why}; use backend="torch"')
+    return backend if why is None else choose("torch", source.device, source.fact_dtype)
 
 
 def check_count(name: str, x: object) -> None:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from headloss.backends import resolve
-from headloss.engine.bind import backend_for, without_triton
+from headloss.backends import choose
+from headloss.engine.bind import backend_for
 from headloss.engine.sweeps import Chunk
 from headloss.engine.teachers import DenseGuide, Guide, most_rows, teacher_bytes
 from headloss.rows import Rows
@@ -143,10 +143,8 @@ def _code(plan: Plan, engine: str) -> str:
 
 def _without_triton(plan: Plan, backend: str) -> str:
     """Why "auto" is not the Triton backend where that could be."""
-    source = plan.source
-    if resolve(backend, source.device, source.fact_dtype) != "triton":
-        return ""
-    return f"none of Triton's, which cannot run {without_triton(plan.want)}"
+    why = choose(backend, plan.source.device, plan.source.fact_dtype).cannot_run(plan.want)
+    return "" if why is None else f"none of Triton's, which cannot run {why}"
 
 
 def _launches(plan: Plan) -> str:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import functools
 import time
-from typing import TYPE_CHECKING
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -23,14 +24,13 @@ from headloss.reductions import even, lengths
 from headloss.rows import may_read
 
 if TYPE_CHECKING:
-    from headloss.backends.triton.visit import Arguments, Visited
     from headloss.engine.loss import BoundLoss, Planned
 
 
 class Launched:
     """What a visit in one launch leaves behind: a `passes.Result` whose parts are cut out when something asks."""
 
-    def __init__(self, loss: Tensor, visited: Visited, grads: Grads | None, normaliser: Tensor | None) -> None:
+    def __init__(self, loss: Tensor, visited: Any, grads: Grads | None, normaliser: Tensor | None) -> None:
         self.loss, self.visited, self.grads, self.normaliser = loss, visited, grads, normaliser
 
     @functools.cached_property
@@ -57,7 +57,7 @@ class Launched:
 def launch(sweep: Sweep, loss: BoundLoss, needs: tuple[bool, ...]) -> Launched:
     """Visit every chunk: the loss, the facts, the softmax, and the gradients if any are wanted."""
     assert loss.chunks
-    weighed = _Weighed(loss)
+    weighed = _Weighed(loss, sweep.backend)
     chunks, grad = loss.chunks, any(needs)
     head = sweep.open_head(needs, chunks)
     begun = time.perf_counter()
@@ -73,8 +73,8 @@ def launch(sweep: Sweep, loss: BoundLoss, needs: tuple[bool, ...]) -> Launched:
 class _Weighed:
     """The terms of a call with the weights of their rows, as the program takes them: numbers wherever rows agree."""
 
-    def __init__(self, loss: BoundLoss) -> None:
-        self.loss = loss
+    def __init__(self, loss: BoundLoss, backend: ModuleType) -> None:
+        self.loss, self.backend = loss, backend
         self.bases = {t.name: self._base(t) for t in loss.terms}
         self.factors = {t.name: t.weight * loss.grad_scale for t in loss.terms}
         self.normaliser: Tensor | None = None
@@ -100,28 +100,24 @@ class _Weighed:
         self.normaliser = largest.masked_fill(largest == 0, 1.0)
         self.factors = {name: factor / self.normaliser for name, factor in self.factors.items()}
 
-    def arguments(self, chunk: Chunk) -> Arguments:
-        from headloss.backends.triton.visit import Arguments
-
+    def arguments(self, chunk: Chunk) -> Any:
         loss, part = self.loss, chunk.rows
         cut = {name: x[part] if isinstance(x, Tensor) and x.ndim else x for name, x in self.bases.items()}
-        return Arguments(loss.raw_inputs(part), cut, self.factors)
+        return self.backend.Arguments(loss.raw_inputs(part), cut, self.factors)
 
-    def report(self, visited: Visited) -> Tensor:
+    def report(self, visited: Any) -> Tensor:
         """Sum over the rows: the terms' values, and the loss; metrics are summed when they are looked at."""
-        from headloss.backends.triton.visit import totals
-
         loss = self.loss
         if visited.program.metrics:  # which rows count is noted now: the targets may be written to
             loss.metrics |= measured(visited, loss.rows.valid)
         if not loss.terms:  # every term is switched off
             return torch.zeros((), dtype=loss.dtype, device=loss.device)
-        sums, total = totals(visited, [term.weight for term in loss.terms])
+        sums, total = self.backend.totals(visited, [term.weight for term in loss.terms])
         loss.values |= dict(zip(visited.program.terms, sums.unbind(), strict=True))
         return total
 
 
-def measured(visited: Visited, valid: Tensor | None) -> dict[str, Metric]:
+def measured(visited: Any, valid: Tensor | None) -> dict[str, Metric]:
     """The metrics of a visit, to be summed when they are looked at."""
     metrics = measure_later(visited.program.metrics, lambda: visited.metric_values, valid, "token")
     if not may_read(True, visited.found.device):

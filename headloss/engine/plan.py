@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from headloss.backends import resolve
+from headloss.backends import choose
 from headloss.engine.layout import Reading, lay_out, readings
 from headloss.engine.loss import Planned, check_belongs, check_inputs
 from headloss.engine.teachers import name_teachers
@@ -103,7 +103,7 @@ def make_plan(
         found = (*found, {"tracing": traced - begun, "printing": time.perf_counter() - traced})
         keep(objective, key, found)
     traces, shapes, want, kind, program, reason, times = found
-    if program is not None and not _suits(source):
+    if program is not None and not _suits(source, objective.backend):
         program, reason = None, "so few rows are swept faster in parts"
     if program is not None and any(_is_narrow(teachers[name], source) for name in want.teachers):
         program, reason = None, "the teacher has fewer columns than the student"
@@ -197,14 +197,12 @@ def _ids(source: Source, teachers: Mapping[str, Teacher]) -> dict[str, Shape]:
     }
 
 
-def _suits(source: Source) -> bool:
-    """Whether one program a row is as fast as rows cut in parts; only asked where the count of rows may decide."""
-    from headloss.backends.triton import sweeps as triton
-    from headloss.backends.triton import visit as triton_visit
-
+def _suits(source: Source, backend: str) -> bool:
+    """Whether one program per row is as fast as rows cut in parts."""
     rows = torch.Size(source.leading).numel()
     rows = min(rows, source.chunk_rows()) if isinstance(source, Linear) else rows
-    return triton.BATCH_INVARIANT or triton_visit.suits(rows, source.columns)
+    suits: bool = choose(backend, source.device, source.fact_dtype).suits(rows, source.columns)
+    return suits
 
 
 def _print_terms(
@@ -219,25 +217,19 @@ def _print_terms(
     kind: str,
 ) -> tuple[Any, str]:
     """The terms as one printed program, so that a visit is one launch; or None, and why."""
-    if resolve(objective.backend, source.device, source.fact_dtype) != "triton":
-        return None, "the torch backend runs no kernels of ours"
+    backend = choose(objective.backend, source.device, source.fact_dtype)
+    if backend.lower is None:
+        return None, f"the {backend.NAME} backend runs no kernels of ours"
     if source.shard is not None:
         return None, "a collective stands between the facts and the gradient"
     if kind != "row":
         name = next(name for name, found in traces.items() if found.kind == kind)
         return None, f"{name}: {traces[name].reason}"
-    from headloss.backends.triton.printer.lower import Unprintable
-    from headloss.backends.triton.printer.program import lower
-
-    try:
-        shapes = {**shapes, **_ids(source, teachers)}
-        program = lower({name: (call, traces[name]) for name, call in calls.items()}, want, shapes, metrics)
-    except Unprintable as error:
-        return None, str(error)
-    if program.left_out:
-        name, operation = program.left_out[0]
-        return None, f"metric {name!r}: {operation}"
-    return program, ""
+    shapes = {**shapes, **_ids(source, teachers)}
+    program: tuple[Any, str] = backend.lower(
+        {name: (call, traces[name]) for name, call in calls.items()}, want, shapes, metrics
+    )
+    return program
 
 
 def check_teachers(label: str, call: Call, teachers: Mapping[str, Teacher]) -> None:

@@ -186,8 +186,6 @@ class Sweep:
 
     def launch(self, head: Any, chunk: Chunk, arguments: Any, grad: bool) -> Any:
         """Facts, values, metrics and gradient of a chunk in one launch of the printed program."""
-        from headloss.backends.triton import taught, visit
-
         rows, part = self.rows, chunk.rows
         block = self._read(head, part)
         out_CV = head.room(block.numbers, block.raw_CV) if grad else None
@@ -195,10 +193,7 @@ class Sweep:
         targets = self._targets(part) if not ignored or rows.given is None else part_of(rows.given.reshape(-1), part)
         what = (block.raw_CV, targets, self.want, self._temperatures(part), self.program, arguments, out_CV)
         how = {"start": self._start, "vocab": self.source.vocab, "ignore": ignored, **self._transform()}
-        if block.teachers:
-            visited: Any = taught.visit(*what, block.teachers[0], **how)
-        else:
-            visited = visit.visit(*what, **how)
+        visited = self.backend.visit(*what, teachers=block.teachers, **how)
         if grad:
             ignored_C1 = None
             if ignored and isinstance(self.source, Linear):
@@ -367,10 +362,7 @@ def scaled(grads: Grads, scale: Tensor | None, backend: ModuleType) -> Grads:
     if scale is None or (scale.device.type == "cpu" and float(scale) == 1.0):
         return grads
     for x in [x for x in grads if x is not None]:
-        if hasattr(backend, "scale_"):
-            backend.scale_(x, scale)
-        else:
-            x.mul_(scale) if x.dtype.itemsize >= 4 else x.copy_(x.float() * scale)
+        backend.scale_(x, scale)
     return grads
 
 

@@ -1,4 +1,4 @@
-"""The Triton backend's pull beside teachers; see `triton_teachers.py`."""
+"""The Triton backend's pull with teachers; see `teachers.py`."""
 
 from __future__ import annotations
 
@@ -9,11 +9,23 @@ import torch
 import triton  # type: ignore
 from torch import Tensor
 
-from headloss.backends.triton import sweeps as base
 from headloss.backends.triton.kernels.guided import guided_kernel
 from headloss.backends.triton.kernels.sparse import gather_kernel, store_kernel
 from headloss.backends.triton.printer.elements import printed
-from headloss.backends.triton.teachers import Shape, Transform, beside, nest, per_row, places, readable
+from headloss.backends.triton.tiles import (
+    LAUNCH,
+    Shape,
+    Transform,
+    check_dtype,
+    nest,
+    per_row,
+    places,
+    plain_temperature,
+    readable,
+    row_shape,
+    rows_of,
+    vector_along,
+)
 from headloss.facts import Pull, Softmax
 from headloss.teachers import (
     DenseChunk,
@@ -27,7 +39,7 @@ from headloss.teachers import (
     Temperature,
 )
 
-# by columns in hand, as in `triton.py`; measured on an H200, see benchmarks/gpu_teachers.py
+# by columns in hand, as in `sweeps.py`; measured on an H200, see benchmarks/gpu_teachers.py
 GUIDED = ((2048, Shape(2048, 128, 1, 1, 4)), (1 << 31, Shape(4096, 256, 1, 1, 8)))
 LOOKING = ((2048, Shape(2048, 128, 1, 1, 4)), (1 << 31, Shape(8192, 128, 2, 1, 4)))  # with a divergence's slope
 TILE_BYTES = 64 << 20  # of the float32 buffer that several dense teachers' pulls meet in
@@ -71,12 +83,12 @@ def pull(
     temperatures: Sequence[Temperature],
     out_CV: Tensor,
     *,
-    scale: float,
-    softcap: float | None,
-    start: int,
     teachers: Sequence[TeacherChunk],
     teacher_pulls: Sequence[TeacherPulls],
     teacher_temperatures: Sequence[Sequence[Temperature]],
+    scale: float = 1.0,
+    softcap: float | None = None,
+    start: int = 0,
     shape: Shape | None = None,
 ) -> None:
     """Write the gradient with respect to the raw logits into `out_CV`, which may be `raw_CV` itself."""
@@ -165,20 +177,20 @@ def _guided(
     shape: Shape | None,
     add: bool = False,
 ) -> None:
-    base._check(raw_CV)
+    check_dtype(raw_CV)
     C, V = raw_CV.shape
     if not entries and met is None:
         if not add:
             out_CV.zero_()
         return
-    raw, out = base._rows(raw_CV), base._rows(out_CV)
+    raw, out = rows_of(raw_CV), rows_of(out_CV)
     looking = met is not None and any(k.looks for k in met.pulls)
-    shape = shape or base._row_shape(LOOKING if looking else GUIDED, V)
+    shape = shape or row_shape(LOOKING if looking else GUIDED, V)
     if not entries:  # Triton has no empty tuples
         assert met is not None
         entries = [Entry(1.0, met.own_max, met.own_max, Pull(None, None, None, None, None))]
     numbers = [x for e in entries for x in (e.max, e.log_sum, *e.pull) if x is not None]
-    given = tuple(base._temperature(e.T) for e in entries)
+    given = tuple(plain_temperature(e.T) for e in entries)
     there = {f: tuple(e.pull[i] is not None for e in entries) for i, f in enumerate("ABECY")}
     target = target_C if any(there["Y"]) else None
     assert not add or target is None, "the student's own pull is in the first launch"
@@ -188,10 +200,10 @@ def _guided(
     options: tuple[float, ...] = (0.0,)
     teacher, other = raw, Transform(1.0, None)
     if met is not None:
-        teacher = base._rows(readable(met.chunk.raw_CV[:, :V]))
+        teacher = rows_of(readable(met.chunk.raw_CV[:, :V]))
         other = Transform(met.chunk.scale, met.chunk.softcap)
-        met_given = tuple(base._temperature(T) for T in met.T)
-        theirs = tuple(base._temperature(T) for T in met.chunk.temperatures)
+        met_given = tuple(plain_temperature(T) for T in met.T)
+        theirs = tuple(plain_temperature(T) for T in met.chunk.temperatures)
         numbers += [met.own_max, met.max]
         for i, k in enumerate(met.pulls):
             numbers += [met.log_S[i], met.log_St[i], *(x for x in k[:4] if x is not None and k.a is not None)]
@@ -211,9 +223,9 @@ def _guided(
         0 if target is None else target.stride(0), start, *how.numbers, *other.numbers,
         **there, TARGET=target is not None, TEACHER=met is not None, **flags,
         PER_ROW=per_row(given), MET_PER_ROW=per_row(met_given), TEACHER_PER_ROW=per_row(theirs),
-        **how.flags(), **other.flags("TEACHER_"), **base.LAUNCH,
-        WIDTH=shape.width, LINE=out.line, VEC=out.vector, RAW_VEC=beside(out, raw), TEACHER_VEC=beside(out, teacher),
-        BLOCK=shape.block(out_CV), ADD=add, num_warps=shape.warps,
+        **how.flags(), **other.flags("TEACHER_"), **LAUNCH,
+        WIDTH=shape.width, LINE=out.line, VEC=out.vector, RAW_VEC=vector_along(out, raw),
+        TEACHER_VEC=vector_along(out, teacher), BLOCK=shape.block(out_CV), ADD=add, num_warps=shape.warps,
     )  # fmt: skip
 
 

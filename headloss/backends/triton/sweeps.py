@@ -5,56 +5,31 @@ Dimension key:  C rows handed in   V columns in hand   P parts a row is swept in
     sums   one launch, each program a part of a row, and one small launch that merges the parts
     pull   one launch, each program some columns of a row
 
-Teachers have kernels of their own, `triton_teachers.py` and `triton_pulls.py`.
+Teachers have kernels of their own, `teachers.py` and `pulls.py`.
 
 Nothing is tuned at run time and nothing is atomic, so a call gives the same bits each time.  Into how many parts a row
 is cut depends on V alone, so a row's facts do not depend on how many rows stand around it; `BATCH_INVARIANT = False`
-lets the count of rows decide too, which is faster for a handful of rows.  Where the row stride is not a multiple of 16
-bytes, rows start at different places of a vector and equal rows may differ in the last bit; a padded stride (`Linear`
-has one) or `PEEL = False`, which is slow, avoids that.
+lets the count of rows decide too, which is faster for a handful of rows.  How rows are laid out: `tiles.py`.
 """
 
 from __future__ import annotations
 
-import functools
-import inspect
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
 
 import torch
 import triton  # type: ignore
-import triton.language as tl  # type: ignore
 from torch import Tensor
 
 from headloss.backends.triton.kernels.pull import pull_kernel
 from headloss.backends.triton.kernels.scale import scale_kernel
 from headloss.backends.triton.kernels.sums import merge_kernel, sums_kernel
 from headloss.backends.triton.launch import Launch
+from headloss.backends.triton.tiles import LAUNCH, Shape, chains, check_dtype, plain_temperature, row_shape, rows_of
 from headloss.facts import Moments, Partial, Pull, Softmax, Want
-from headloss.teachers import TeacherChunk
 
-NAME = "triton"
 BATCH_INVARIANT = True
-PEEL = True
-LAUNCH = {"enable_fp_fusion": True}  # the default differs between versions of triton, and with it the last bits
-CHAINS = "_semantic" in inspect.signature(tl.extra.cuda.gdc_wait).parameters  # triton 3.4 cannot compile it
 PROGRAMS = 1024  # enough to fill a GPU, where the count of rows may decide on the parts
-
-
-class Shape(NamedTuple):
-    """How a sweep is cut: a part is at most `width` columns, a block is `loads` vectors of 16 bytes for each lane."""
-
-    width: int
-    lanes: int
-    loads: int
-    stages: int  # blocks under way at once, in the pull
-    warps: int
-
-    def block(self, x: Tensor) -> int:
-        block = self.lanes * self.loads * (16 // x.element_size())
-        assert self.width % block == 0 and block * x.element_size() >= 128, "whole blocks, none below a line"
-        return block
 
 
 # by columns in hand: the first line whose bound is not below V.  Measured on an H200; see benchmarks/gpu_kernels.py
@@ -81,28 +56,22 @@ def sums(
     start: int = 0,
     batch_invariant: bool | None = None,
     shape: Shape | None = None,
-    teachers: Sequence[TeacherChunk] = (),
 ) -> Partial:
     """The partial of these columns; `start` is the first column's place in the whole vocabulary."""
-    if teachers:
-        from headloss.backends.triton import teachers as triton_teachers
-
-        more = {"scale": scale, "softcap": softcap, "start": start, "shape": shape}
-        return triton_teachers.sums(raw_CV, target_C, want, temperatures, teachers=teachers, **more)  # type: ignore[arg-type]
-    _check(raw_CV)
+    check_dtype(raw_CV)
     C, V = raw_CV.shape
     x_flags = tuple(want.at(T, "entropy") for T in want.temperatures)
     q_flags = tuple(want.at(T, "sum_p2") for T in want.temperatures)
     slots = 1 + want.target + 2 * want.total + want.argmax + sum(1 + x + q for x, q in zip(x_flags, q_flags))
     if C == 0 or V == 0:
         return _named(_identity(slots, want, raw_CV), want)
-    raw = _rows(raw_CV)
-    shape = shape or _row_shape(SUMS, V)
+    raw = rows_of(raw_CV)
+    shape = shape or row_shape(SUMS, V)
     width, block = shape.width, shape.block(raw_CV)
     if not (BATCH_INVARIANT if batch_invariant is None else batch_invariant):
         width = _width_for(C, V, block)
     parts = triton.cdiv(V + raw.skew, width)
-    given = tuple(_temperature(T) for T in temperatures)
+    given = tuple(plain_temperature(T) for T in temperatures)
     split = parts > 1
     flags = {
         "TOTAL": want.total,
@@ -113,7 +82,7 @@ def sums(
         "SCALED": scale != 1.0,
         "CAPPED": softcap is not None,
     }
-    if _chains(raw_CV.device):
+    if chains(raw_CV.device):
         flags |= {"CHAINED": True, "launch_pdl": True}
     else:
         flags |= {"CHAINED": False}
@@ -150,19 +119,9 @@ def pull(
     softcap: float | None = None,
     start: int = 0,
     shape: Shape | None = None,
-    **taught: Any,
 ) -> None:
-    """Write the gradient with respect to the raw logits into `out_CV`, which may be `raw_CV` itself.
-
-    `taught`: teachers, teacher_pulls and teacher_temperatures.
-    """
-    if taught.get("teachers"):
-        from headloss.backends.triton import pulls as triton_pulls
-
-        taught |= {"scale": scale, "softcap": softcap, "start": start, "shape": shape}
-        triton_pulls.pull(raw_CV, target_C, softmax, pulls, temperatures, out_CV, **taught)
-        return
-    _check(raw_CV)
+    """Write the gradient with respect to the raw logits into `out_CV`, which may be `raw_CV` itself."""
+    check_dtype(raw_CV)
     if out_CV.stride(-1) != 1 and out_CV.shape[-1] > 1:  # rare: write beside it, then copy
         beside_CV = torch.empty_like(out_CV, memory_format=torch.contiguous_format)
         pull(raw_CV, target_C, softmax, pulls, temperatures, beside_CV, scale=scale, softcap=softcap, start=start)
@@ -175,18 +134,18 @@ def pull(
     if not used:
         out_CV.zero_()
         return
-    raw, out = _rows(raw_CV), _rows(out_CV)
+    raw, out = rows_of(raw_CV), rows_of(out_CV)
     # rows of both at the same place of a vector, or no wide loads: the stores decide
     apart = (raw.x_CV.stride(0) - out.x_CV.stride(0), raw.lead - out.lead)
     together = raw.vector == out.vector and not any(x % raw.vector for x in apart)
-    shape = shape or _row_shape(PULL, V)
+    shape = shape or row_shape(PULL, V)
     numbers = [softmax.max]
     for i in used:
         numbers += [softmax.log_sums[i], *(x for x in pulls[i] if x is not None)]
     # stacked: a coefficient may be a stride-0 expand straight from a sum's backward
     rows = torch.stack([x.to(torch.float32) for x in numbers])
     there = {name: tuple(getattr(pulls[i], name.lower()) is not None for i in used) for name in "ABECY"}
-    given = tuple(_temperature(temperatures[i]) for i in used)
+    given = tuple(plain_temperature(temperatures[i]) for i in used)
     target = target_C if any(there["Y"]) else None
     parts = triton.cdiv(V + out.skew, shape.width)
     pull_kernel[(C * parts,)](
@@ -200,20 +159,6 @@ def pull(
     )  # fmt: skip
 
 
-def merge_repeated(*ids: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Each id of a sparse teacher once; see `triton_teachers.merge_repeated`."""
-    from headloss.backends.triton import teachers as triton_teachers
-
-    return triton_teachers.merge_repeated(*ids)
-
-
-def look(*row: Any, **options: Any) -> list[tuple[Tensor, Tensor]]:
-    """The second look that some divergences need; see `triton_teachers.look`."""
-    from headloss.backends.triton import teachers as triton_teachers
-
-    return triton_teachers.look(*row, **options)
-
-
 def scale_(x: Tensor, scale: Tensor) -> None:
     """x *= scale in place, in float32, without asking the host what it is; times 1 costs a launch."""
     if not x.is_contiguous() or x.dtype == torch.float64:
@@ -225,72 +170,11 @@ def scale_(x: Tensor, scale: Tensor) -> None:
 _SCALE = Launch(scale_kernel, {"BLOCK": 8192, "num_warps": 8})
 
 
-READS = (torch.bfloat16, torch.float16, torch.float32)
-
-
-def _check(raw_CV: Tensor) -> None:
-    if raw_CV.dtype not in READS:
-        raise TypeError(
-            f'backend="triton" reads bfloat16, float16 and float32, got {raw_CV.dtype}; use backend="torch"'
-        )
-
-
-def _row_shape(table: Sequence[tuple[int, Shape]], V: int) -> Shape:
-    return next(shape for most, shape in table if most >= V)
-
-
-@functools.cache
-def _chains(device: torch.device) -> bool:
-    """Whether a kernel can be launched while the one it waits for still runs: Hopper and later."""
-    able = CHAINS and device.type == "cuda" and torch.version.hip is None
-    return able and torch.cuda.get_device_capability(device)[0] >= 9
-
-
 def _width_for(C: int, V: int, block: int) -> int:
     """Columns of a part where the rows may decide: as many as leave PROGRAMS programs, a whole number of blocks."""
     parts = min(triton.cdiv(PROGRAMS, C), triton.cdiv(V, block))
     parts = 1 << (parts - 1).bit_length()
     return triton.cdiv(triton.cdiv(V, parts), block) * block
-
-
-class Rows(NamedTuple):
-    """A matrix as the kernels see it: from a boundary on, the first element `lead` after it."""
-
-    x_CV: Tensor
-    lead: int
-    line: int  # elements from one boundary to the next
-    vector: int  # elements of a 16-byte vector; 1 if nothing is known about where rows start
-
-    @property
-    def skew(self) -> int:
-        """How far from a boundary a row can start."""
-        return self.line - 1 if self.lead or self.x_CV.stride(0) % self.line else 0
-
-
-def _from_its_storage(x: Tensor) -> int:
-    return int(x.storage_offset()) * x.element_size()
-
-
-# Where a row starts against a line of 128 bytes decides how it is cut, and so its last bits.  CUDA's allocator starts
-# every tensor on a line, a CPU's on any multiple of 64 bytes: under the interpreter that is taken for a line.
-_address = _from_its_storage if triton.knobs.runtime.interpret else Tensor.data_ptr
-
-
-def _rows(x_CV: Tensor) -> Rows:
-    if x_CV.stride(-1) != 1 and x_CV.shape[-1] > 1:
-        x_CV = x_CV.contiguous()  # columns apart cannot be read 16 bytes at a time; only inputs come here
-    size, first = x_CV.element_size(), _address(x_CV)
-    vector = 16 // size
-    if first % 16 == 0 and x_CV.stride(0) % vector == 0:
-        return Rows(x_CV, 0, vector, vector)
-    lead = first % 128 // size
-    if not PEEL or lead > x_CV.storage_offset():  # the second: memory that starts off a boundary, not torch's own
-        return Rows(x_CV, 0, 1, 1)
-    return Rows(x_CV.as_strided(x_CV.shape, x_CV.stride(), x_CV.storage_offset() - lead), lead, 128 // size, vector)
-
-
-def _temperature(T: float | Tensor) -> float | Tensor:
-    return T.contiguous() if isinstance(T, Tensor) else float(T)
 
 
 def _identity(slots: int, want: Want, raw_CV: Tensor) -> Tensor:

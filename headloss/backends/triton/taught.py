@@ -1,4 +1,4 @@
-"""The visit beside a teacher in one launch; see `triton_visit.py`, and `headloss.teachers` for what is compared.
+"""The visit with a teacher in one launch; see `visit.py`, and `headloss.teachers` for what is compared.
 
 Dimension key:  C rows handed in   V columns in hand   K ids a row   F numbers a row   W numbers an id
 """
@@ -17,9 +17,17 @@ from torch import Tensor
 from headloss.backends.triton.kernels.taught import taught_kernel
 from headloss.backends.triton.printer.elements import printed
 from headloss.backends.triton.printer.program import WIDE, Program
-from headloss.backends.triton.sweeps import LAUNCH, _check, _rows, _temperature
-from headloss.backends.triton.teachers import Transform, beside, per_row, readable
-from headloss.backends.triton.visit import Arguments, Shape, Visited, _kinds, _number
+from headloss.backends.triton.tiles import (
+    LAUNCH,
+    Transform,
+    check_dtype,
+    per_row,
+    plain_temperature,
+    readable,
+    rows_of,
+    vector_along,
+)
+from headloss.backends.triton.visit import Arguments, Shape, Visited, as_number, kinds_of
 from headloss.facts import FACTS, Fact, Softmax, Want
 from headloss.teachers import DenseChunk, DenseSoftmax, SparseSoftmax, TeacherChunk
 
@@ -32,7 +40,7 @@ SHAPES = (
 
 
 class Taught(Visited):
-    """What a visit beside a teacher found.  `wide` (W, C, K): the facts at ids, then their cotangents."""
+    """What a visit with a teacher found.  `wide` (W, C, K): the facts at ids, then their cotangents."""
 
     def __init__(
         self, found: Tensor, best: Tensor | None, program: Program, theirs: Tensor | None, wide: Tensor | None
@@ -172,8 +180,8 @@ def visit(
     ignore: bool = False,
     shape: Shape | None = None,
 ) -> Taught:
-    """As `triton_visit.visit`; a dense teacher has every column of the student's."""
-    _check(raw_CV)
+    """As `visit.visit`; a dense teacher has every column of the student's."""
+    check_dtype(raw_CV)
     C, V = raw_CV.shape
     assert V > 0 and want == program.want and len(want.teachers) == 1
     device, plan = raw_CV.device, _plan(program)
@@ -193,24 +201,24 @@ def visit(
         )  # fmt: skip
         out_CV.copy_(beside_CV)
         return visited
-    raw = _rows(raw_CV)
-    out = raw if out_CV is None or out_CV is raw_CV else _rows(out_CV)
+    raw = rows_of(raw_CV)
+    out = raw if out_CV is None or out_CV is raw_CV else rows_of(out_CV)
     how, other = Transform(scale, softcap), Transform(1.0, None)
-    given = tuple(_temperature(T) for T in temperatures)
+    given = tuple(plain_temperature(T) for T in temperatures)
     given_theirs: tuple[Any, ...] = tuple(1.0 for _ in given)
     their_rows, ids, sorted_ids, widest = raw, None, None, raw_CV.element_size()
     if isinstance(teacher, DenseChunk):
         assert teacher.columns == V
-        their_rows, other = _rows(readable(teacher.raw_CV[:, :V])), Transform(teacher.scale, teacher.softcap)
+        their_rows, other = rows_of(readable(teacher.raw_CV[:, :V])), Transform(teacher.scale, teacher.softcap)
         met = dict(zip(want.temperatures_of(want.teachers[0]), teacher.temperatures, strict=True))
-        given_theirs = tuple(_temperature(met.get(T, 1.0)) for T in want.temperatures)
+        given_theirs = tuple(plain_temperature(met.get(T, 1.0)) for T in want.temperatures)
         widest = max(widest, their_rows.x_CV.element_size())
     else:
         ids = teacher.ids_CK.contiguous()
         sorted_ids = teacher.in_order() if plan.flags["TAIL"] else ids
-    inputs = tuple(_number(arguments.inputs[name], device) for name in program.inputs)
-    bases = tuple(_number(arguments.bases[name], device) for name in program.terms)
-    factors = tuple(_number(arguments.factors[name], device) for name in program.terms)
+    inputs = tuple(as_number(arguments.inputs[name], device) for name in program.inputs)
+    bases = tuple(as_number(arguments.bases[name], device) for name in program.terms)
+    factors = tuple(as_number(arguments.factors[name], device) for name in program.terms)
     looks = target_C is not None and (want.target or program.target or ignore)
     target = target_C if looks else None
     shape = shape or shape_for(plan, V)
@@ -226,9 +234,10 @@ def visit(
         FN=program.function, SLOTS=plan.slots, WIDE_SLOTS=plan.wide_slots, **plan.flags,
         TARGET=target is not None, IGNORE=ignore and target is not None, GRADIENT=out_CV is not None,
         PER_ROW=per_row(given), TEACHER_PER_ROW=per_row(given_theirs), **how.flags(), **other.flags("TEACHER_"),
-        INPUT_ROWS=_kinds(inputs), BASE_KINDS=_kinds(bases), FACTOR_KINDS=_kinds(factors),
-        LINE=raw.line, VEC=raw.vector, TEACHER_VEC=beside(raw, their_rows),
-        OUT_LINE=out.line, OUT_VEC=out.vector, OUT_RAW_VEC=beside(out, raw), OUT_TEACHER_VEC=beside(out, their_rows),
-        K=shape.loads, L=L, J=J, BLOCK=L * J, num_warps=shape.warps, **LAUNCH,
+        INPUT_ROWS=kinds_of(inputs), BASE_KINDS=kinds_of(bases), FACTOR_KINDS=kinds_of(factors),
+        LINE=raw.line, VEC=raw.vector, TEACHER_VEC=vector_along(raw, their_rows),
+        OUT_LINE=out.line, OUT_VEC=out.vector, OUT_RAW_VEC=vector_along(out, raw),
+        OUT_TEACHER_VEC=vector_along(out, their_rows), K=shape.loads, L=L, J=J, BLOCK=L * J, num_warps=shape.warps,
+        **LAUNCH,
     )  # fmt: skip
     return result

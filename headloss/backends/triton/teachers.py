@@ -4,7 +4,7 @@ Dimension key:  C rows handed in   V columns in hand   U columns shared with the
 
     sums   the first dense teacher in the student's own launch, every further teacher in one of its own
     look   one launch for each teacher and temperature that a divergence needs both softmaxes of
-    pull   one launch for the student, the tails and a dense teacher (`triton_pulls.py`); with several dense teachers,
+    pull   one launch for the student, the tails and a dense teacher (`pulls.py`); with several dense teachers,
            one for each into a float32 buffer; at the ids of sparse teachers it is made apart and stored last
 
 The columns that only the student has are a launch of its own.
@@ -14,19 +14,35 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton  # type: ignore
 from torch import Tensor
 
-from headloss.backends.triton import sweeps as base
 from headloss.backends.triton.kernels.dense import dense_sums_kernel
 from headloss.backends.triton.kernels.guided import look_kernel
 from headloss.backends.triton.kernels.meeting import dense_merge_kernel
 from headloss.backends.triton.kernels.sparse import merge_ids_kernel, tail_kernel
 from headloss.backends.triton.kernels.sums import merge_kernel
 from headloss.backends.triton.printer.elements import printed
+from headloss.backends.triton.sweeps import SUMS
+from headloss.backends.triton.sweeps import sums as student_sums
+from headloss.backends.triton.tiles import (
+    LAUNCH,
+    Shape,
+    Transform,
+    chains,
+    check_dtype,
+    nest,
+    per_row,
+    places,
+    plain_temperature,
+    readable,
+    row_shape,
+    rows_of,
+    vector_along,
+)
 from headloss.facts import Moments, Partial, Softmax, Want, merge
 from headloss.teachers import (
     DenseChunk,
@@ -41,30 +57,9 @@ from headloss.teachers import (
     merge_teacher,
 )
 
-Shape = base.Shape
-
-# by columns in hand, as in `triton.py`; measured on an H200, see benchmarks/gpu_teachers.py
+# by columns in hand, as in `sweeps.py`; measured on an H200, see benchmarks/gpu_teachers.py
 DENSE = ((2048, Shape(2048, 128, 1, 1, 4)), (1 << 31, Shape(16384, 64, 2, 1, 2)))
 LOOK = ((2048, Shape(2048, 128, 1, 1, 4)), (1 << 31, Shape(32768, 128, 2, 1, 4)))
-
-
-class Transform(NamedTuple):
-    scale: float
-    softcap: float | None
-
-    @property
-    def numbers(self) -> tuple[float, float]:
-        return float(self.scale), self.softcap or 1.0
-
-    def flags(self, prefix: str = "") -> dict[str, bool]:
-        return {f"{prefix}SCALED": self.scale != 1.0, f"{prefix}CAPPED": self.softcap is not None}
-
-    def __call__(self, raw: Tensor) -> Tensor:
-        z = raw.float() * self.scale
-        return z if self.softcap is None else (z / self.softcap).tanh() * self.softcap
-
-    def slope(self, z: Tensor) -> Tensor | float:
-        return self.scale if self.softcap is None else self.scale * (1 - (z / self.softcap) ** 2)
 
 
 def sums(
@@ -73,10 +68,10 @@ def sums(
     want: Want,
     temperatures: Sequence[Temperature],
     *,
-    scale: float,
-    softcap: float | None,
-    start: int,
     teachers: Sequence[TeacherChunk],
+    scale: float = 1.0,
+    softcap: float | None = None,
+    start: int = 0,
     shape: Shape | None = None,
 ) -> Partial:
     """The student's partial and every teacher's."""
@@ -86,7 +81,7 @@ def sums(
     found: dict[int, TeacherPartial] = {}
     first = next((i for i, t in enumerate(teachers) if isinstance(t, DenseChunk) and t.columns and len(raw_CV)), None)
     if first is None:
-        partial = base.sums(raw_CV, target_C, want, temperatures, start=start, **options)
+        partial = student_sums(raw_CV, target_C, want, temperatures, start=start, **options)
     else:
         chunk = teachers[first]
         assert isinstance(chunk, DenseChunk)
@@ -94,7 +89,7 @@ def sums(
         partial, dense = _together(raw_CV[:, :U], target_C, want, name, chunk, student, how, start, shape)
         shared_C = partial.max
         if U < V:
-            rest = base.sums(raw_CV[:, U:], target_C, want, temperatures, start=start + U, **options)
+            rest = student_sums(raw_CV[:, U:], target_C, want, temperatures, start=start + U, **options)
             partial = merge(_stacked(partial, rest), temperatures)
         found[first] = _moved(dense, shared_C, partial.max, _pairs(want, name, chunk, student))
     for i, (name, chunk) in enumerate(zip(want.teachers, teachers, strict=True)):
@@ -123,38 +118,12 @@ def _stacked(*parts: Partial) -> Any:
     return nest(parts[0], lambda x, *others: torch.stack([x, *others]), *parts[1:])
 
 
-def nest(x: Any, fn: Any, *others: Any) -> Any:
-    """`fn` of the tensors in a nest of tuples."""
-    if isinstance(x, Tensor):
-        return fn(x, *others)
-    if not isinstance(x, tuple):
-        return x
-    items = [nest(y, fn, *(other[i] for other in others)) for i, y in enumerate(x)]
-    return type(x)(*items) if hasattr(x, "_fields") else tuple(items)
-
-
-def beside(rows: Any, other: Any) -> int:
-    """Elements of a vector of `other`, if it can be read by whole vectors along `rows`; else 1."""
-    apart = (other.x_CV.stride(0), other.lead)
-    if rows.skew:
-        apart = (apart[0] - rows.x_CV.stride(0), apart[1] - rows.lead)
-    return 1 if any(x % other.vector for x in apart) else other.vector
-
-
-def readable(x_CV: Tensor) -> Tensor:
-    return x_CV if x_CV.dtype in (torch.bfloat16, torch.float16, torch.float32) else x_CV.float()
-
-
 def _columns_a_load(raw_CU: Tensor, teacher_CU: Tensor, shape: Shape) -> int:
     """Columns of a lane in each load: 16 bytes of the wider of the two, for lanes must hold the same of both."""
     J = 16 // max(raw_CU.element_size(), teacher_CU.element_size())
     block = J * shape.lanes * shape.loads
     assert shape.width % block == 0 and block * raw_CU.element_size() >= 128, "whole blocks, none below a line"
     return J
-
-
-def per_row(given: Sequence[Any]) -> tuple[bool, ...]:
-    return tuple(isinstance(T, Tensor) for T in given)
 
 
 def _together(
@@ -170,7 +139,7 @@ def _together(
     alone: bool = False,
 ) -> tuple[Partial, DensePartial]:
     """The partials of the shared columns; `alone`: without the facts that the student has by itself."""
-    base._check(raw_CU)
+    check_dtype(raw_CU)
     C, U = raw_CU.shape
     met_keys = want.temperatures_of(name)
     keys = met_keys if alone else want.temperatures
@@ -200,23 +169,23 @@ def _together(
         for x in (partial.max, dense.max, *([] if partial.target is None else [partial.target])):
             x.fill_(-math.inf)
         return partial, dense
-    raw, teacher = base._rows(raw_CU), base._rows(readable(chunk.raw_CV[:, :U]))
-    shape = shape or base._row_shape(DENSE, U)
+    raw, teacher = rows_of(raw_CU), rows_of(readable(chunk.raw_CV[:, :U]))
+    shape = shape or row_shape(DENSE, U)
     J = _columns_a_load(raw_CU, teacher.x_CV, shape)
     parts = triton.cdiv(U + raw.skew, shape.width)
-    given = tuple(base._temperature(student[key]) for key in keys)
+    given = tuple(plain_temperature(student[key]) for key in keys)
     theirs = dict(zip(met_keys, chunk.temperatures, strict=True))
-    given_theirs = tuple(base._temperature(theirs.get(key, 1.0)) for key in keys)
+    given_theirs = tuple(plain_temperature(theirs.get(key, 1.0)) for key in keys)
     other = Transform(chunk.scale, chunk.softcap)
     flags |= {"PER_ROW": per_row(given), "TEACHER_PER_ROW": per_row(given_theirs), **how.flags()}
-    flags |= {"CHAINED": True, "launch_pdl": True} if base._chains(raw_CU.device) else {"CHAINED": False}
+    flags |= {"CHAINED": True, "launch_pdl": True} if chains(raw_CU.device) else {"CHAINED": False}
     out = torch.empty(swept, parts, C, dtype=torch.float32, device=raw_CU.device)
     place = (raw.x_CV.stride(0), raw.lead)
     dense_sums_kernel[(C * parts,)](
         raw.x_CV, teacher.x_CV, out, given, given_theirs, C, U, parts, shape.width, *place,
         teacher.x_CV.stride(0), teacher.lead, start, *how.numbers, *other.numbers,
-        **flags, **other.flags("TEACHER_"), **base.LAUNCH, LINE=raw.line, VEC=raw.vector,
-        TEACHER_VEC=beside(raw, teacher), K=shape.loads, L=shape.lanes, J=J, num_warps=shape.warps,
+        **flags, **other.flags("TEACHER_"), **LAUNCH, LINE=raw.line, VEC=raw.vector,
+        TEACHER_VEC=vector_along(raw, teacher), K=shape.loads, L=shape.lanes, J=J, num_warps=shape.warps,
     )  # fmt: skip
     whole = torch.empty(slots, C, dtype=torch.float32, device=raw_CU.device)
     padded = triton.next_power_of_2(parts)
@@ -224,7 +193,7 @@ def _together(
     dense_merge_kernel[(triton.cdiv(C, rows),)](
         raw.x_CV, target, out, whole, given, given_theirs, C, U, parts, *place,
         0 if target is None else target.stride(0), start, *how.numbers,
-        **flags, **base.LAUNCH, TARGET=target is not None, PADDED=padded, ROWS=rows, num_warps=1,
+        **flags, **LAUNCH, TARGET=target is not None, PADDED=padded, ROWS=rows, num_warps=1,
     )  # fmt: skip
     return _named(whole, flags, keys, target is not None, own("entropy"), shared("shared_entropy"))
 
@@ -265,7 +234,7 @@ def _sparse(
     tail_max = top = None
     tails: tuple[Tensor, ...] = ()
     if want.at_any(name, "tail_logprob"):
-        given = tuple(base._temperature(student[key]) for key in want.temperatures_of(name))
+        given = tuple(plain_temperature(student[key]) for key in want.temperatures_of(name))
         tail_max, *rest = _tail(raw_CV, chunk, given, how, start, shape)
         tails = tuple(rest)
     if want.at_any(name, "topk_overlap"):
@@ -291,24 +260,17 @@ def merge_repeated(ids_RK: Tensor, logprob_RK: Tensor, valid_R: Tensor | None) -
     return out
 
 
-def places(ids_CK: Tensor, start: int, V: int) -> tuple[Tensor, Tensor]:
-    """Each id as a column in hand, and whether it is one (if not, the column is any)."""
-    column_CK = ids_CK - start
-    here_CK = (ids_CK >= 0) & (column_CK >= 0) & (column_CK < V)
-    return column_CK.clamp(0, max(0, V - 1)), here_CK
-
-
 def _tail(raw_CV: Tensor, chunk: SparseChunk, given: Any, how: Transform, start: int, shape: Shape | None) -> Tensor:
     """(1 + temperatures, C): the maximum of the columns that are no ids, and their sums."""
-    base._check(raw_CV)
+    check_dtype(raw_CV)
     C, V = raw_CV.shape
     out = torch.zeros(1 + len(given), C, dtype=torch.float32, device=raw_CV.device)
     if C == 0 or V == 0:
         out[0] = -math.inf
         return out
-    raw, shape = base._rows(raw_CV), shape or base._row_shape(base.SUMS, V)
+    raw, shape = rows_of(raw_CV), shape or row_shape(SUMS, V)
     parts, K = triton.cdiv(V + raw.skew, shape.width), chunk.ids_CK.shape[-1]
-    place, flags = (raw.x_CV.stride(0), raw.lead), {"PER_ROW": per_row(given), **how.flags(), **base.LAUNCH}
+    place, flags = (raw.x_CV.stride(0), raw.lead), {"PER_ROW": per_row(given), **how.flags(), **LAUNCH}
     off = (False,) * len(given)
     found = out[:, None] if parts == 1 else torch.empty(len(out), parts, C, dtype=out.dtype, device=out.device)
     tail_kernel[(C * parts,)](
@@ -356,22 +318,22 @@ def look(
 def _look(
     raw_CU: Tensor, chunk: DenseChunk, i: int, T: Any, rows: Tensor, elements: list[Any], how: Any, shape: Shape | None
 ) -> Tensor:
-    base._check(raw_CU)
+    check_dtype(raw_CU)
     C, U = raw_CU.shape
     if C == 0 or U == 0:
         return torch.zeros(2 * len(elements), C, dtype=torch.float32, device=raw_CU.device)
     element, options = printed(tuple((0, e) for e in elements), 1)
-    raw, teacher = base._rows(raw_CU), base._rows(readable(chunk.raw_CV[:, :U]))
-    shape, other = shape or base._row_shape(LOOK, U), Transform(chunk.scale, chunk.softcap)
-    given, theirs = base._temperature(T), base._temperature(chunk.temperatures[i])
+    raw, teacher = rows_of(raw_CU), rows_of(readable(chunk.raw_CV[:, :U]))
+    shape, other = shape or row_shape(LOOK, U), Transform(chunk.scale, chunk.softcap)
+    given, theirs = plain_temperature(T), plain_temperature(chunk.temperatures[i])
     parts = triton.cdiv(U + raw.skew, shape.width)
     out = torch.empty(2 * len(elements), parts, C, dtype=torch.float32, device=raw_CU.device)
     look_kernel[(C * parts,)](
         raw.x_CV, teacher.x_CV, rows.float(), out, given, theirs, options, C, U, parts, shape.width,
         raw.x_CV.stride(0), raw.lead, teacher.x_CV.stride(0), teacher.lead, *how.numbers, *other.numbers,
         ELEMENT=element, SUMS=len(out), PER_ROW=isinstance(given, Tensor), TEACHER_PER_ROW=isinstance(theirs, Tensor),
-        **how.flags(), **other.flags("TEACHER_"), **base.LAUNCH, LINE=raw.line, VEC=raw.vector,
-        TEACHER_VEC=beside(raw, teacher), K=shape.loads, L=shape.lanes, J=_columns_a_load(raw_CU, teacher.x_CV, shape),
-        num_warps=shape.warps,
+        **how.flags(), **other.flags("TEACHER_"), **LAUNCH, LINE=raw.line, VEC=raw.vector,
+        TEACHER_VEC=vector_along(raw, teacher), K=shape.loads, L=shape.lanes,
+        J=_columns_a_load(raw_CU, teacher.x_CV, shape), num_warps=shape.warps,
     )  # fmt: skip
     return out.sum(1)

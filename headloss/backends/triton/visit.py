@@ -20,11 +20,11 @@ from headloss.backends.triton.kernels.totals import count_kernel, totals_kernel
 from headloss.backends.triton.kernels.visit import visit_kernel
 from headloss.backends.triton.launch import Launch, place
 from headloss.backends.triton.printer.program import Program
-from headloss.backends.triton.sweeps import LAUNCH, _check, _rows, _temperature
+from headloss.backends.triton.tiles import LAUNCH, check_dtype, plain_temperature, rows_of
 from headloss.facts import STUDENT, Fact, Softmax, Want
 
 Number = float | Tensor
-Kinds = tuple[int, ...]  # see `_kinds`
+Kinds = tuple[int, ...]  # see `kinds_of`
 
 
 class Arguments(NamedTuple):
@@ -47,7 +47,7 @@ class Visited:
         if len(parts) == 1:
             return parts[0]
         best = None if parts[0].best is None else torch.cat([x.best for x in parts if x.best is not None])
-        return cls(torch.cat([x.found for x in parts], 1), best, _plan(parts[0].program))
+        return cls(torch.cat([x.found for x in parts], 1), best, plan_of(parts[0].program))
 
     def _slots(self, which: int) -> Tensor:
         return self.found[self.ends[which] : self.ends[which + 1]]
@@ -145,7 +145,7 @@ def visit(
 
     `ignore`: a target of -100 marks a row that is not read; so does False in `valid_C`.
     """
-    device, plan = raw_CV.device, _plan(program)
+    device, plan = raw_CV.device, plan_of(program)
     assert want == program.want and not want.teachers
     if out_CV is not None and out_CV.stride(-1) != 1 and raw_CV.shape[1] > 1:  # rare: write beside it, then copy
         beside_CV = torch.empty_like(out_CV, memory_format=torch.contiguous_format)
@@ -157,10 +157,10 @@ def visit(
         return visited
     return launch(
         plan, raw_CV, target_C,
-        tuple(_temperature(T) for T in temperatures),
-        tuple(_number(arguments.inputs[name], device) for name in program.inputs),
-        tuple(_number(arguments.bases[name], device) for name in program.terms),
-        tuple(_number(arguments.factors[name], device) for name in program.terms),
+        tuple(plain_temperature(T) for T in temperatures),
+        tuple(as_number(arguments.inputs[name], device) for name in program.inputs),
+        tuple(as_number(arguments.bases[name], device) for name in program.terms),
+        tuple(as_number(arguments.factors[name], device) for name in program.terms),
         program.numbers, out_CV,
         scale=scale, softcap=softcap, start=start, vocab=vocab,
         valid_C=None if valid_C is None else valid_C.contiguous(), ignore=ignore, shape=shape,
@@ -187,7 +187,7 @@ def launch(
     shape: Shape | None = None,
 ) -> Visited:
     """`visit` with everything in the form that the kernel takes."""
-    _check(raw_CV)
+    check_dtype(raw_CV)
     C, V = raw_CV.shape
     assert V > 0
     vocab = V if vocab is None else vocab
@@ -195,8 +195,8 @@ def launch(
     best = torch.empty(C, dtype=torch.int64, device=raw_CV.device) if plan.best else None
     if C == 0:
         return Visited(found, best, plan)
-    raw = _rows(raw_CV)
-    out = raw if out_CV is None or out_CV is raw_CV else _rows(out_CV)
+    raw = rows_of(raw_CV)
+    out = raw if out_CV is None or out_CV is raw_CV else rows_of(out_CV)
     stride, out_stride = raw.x_CV.stride(0), out.x_CV.stride(0)
     shape = shape or shape_of(plan, V, out_CV is not None)
     target = target_C if plan.looks or ignore else None
@@ -206,7 +206,7 @@ def launch(
     same = together and raw.line == out.line and not apart % raw.line and not lead_apart % raw.line
     even = raw.line == raw.vector and V % raw.vector == 0  # no vector belongs to two rows
     assert C >> 31 == 0 == vocab >> 31
-    # all that a compiled kernel depends on, looked at once: see triton_launch.py
+    # all that a compiled kernel depends on, looked at once: see launch.py
     form = (
         shape, raw_CV.dtype, raw.line, raw.vector, out.line, out.vector, together, same, even,
         stride >> 31, out_stride >> 31, raw.x_CV.data_ptr() & 15 == 0, out.x_CV.data_ptr() & 15 == 0,
@@ -218,7 +218,7 @@ def launch(
     if kernel is None:
         kernel = plan.variants[form] = _variant(
             plan, raw_CV.dtype, target is None, ignore, valid_C is None, out_CV is None, scale != 1.0, softcap is None,
-            _kinds(temperatures), _kinds(inputs), _kinds(bases), _kinds(factors),
+            kinds_of(temperatures), kinds_of(inputs), kinds_of(bases), kinds_of(factors),
             raw.line, raw.vector, out.line, out.vector, together, same, even, shape,
         )  # fmt: skip
     arguments = (
@@ -258,7 +258,7 @@ def _pairs() -> bool:
 def totals(visited: Visited, weights: Sequence[Number]) -> tuple[Tensor, Tensor]:
     """The sum over rows of each term's value, (T,), and the loss, the sum of those times their weights: one launch."""
     found = visited.found
-    weights = tuple([w if type(w) is float else _number(w, found.device) for w in weights])
+    weights = tuple([w if type(w) is float else as_number(w, found.device) for w in weights])
     sums = torch.empty(len(weights), dtype=torch.float32, device=found.device)
     loss = torch.empty((), dtype=torch.float32, device=found.device)
     kernel = _totals(visited.ends[2], _forms(weights))
@@ -307,7 +307,7 @@ class Plan(NamedTuple):
 
 
 @functools.lru_cache(256)
-def _plan(program: Program) -> Plan:
+def plan_of(program: Program) -> Plan:
     want = program.want
     used = [i for i, there in enumerate(program.there) if any(there)]
     flags: dict[str, Any] = {
@@ -332,7 +332,7 @@ def _plan(program: Program) -> Plan:
     return Plan(program, sum(sizes), heavy, looks, want.argmax, ends, flags, {})
 
 
-def _number(x: Number, device: torch.device) -> Number:
+def as_number(x: Number, device: torch.device) -> Number:
     """As the kernel takes it: a float, or a tensor of its device with one value or one a row, next to each other."""
     if not isinstance(x, Tensor):
         return float(x)
@@ -348,6 +348,6 @@ def _forms(xs: Sequence[Number]) -> tuple[Any, ...]:
     return tuple([(x.ndim, x.dtype, x.data_ptr() & 15 == 0) if isinstance(x, Tensor) else -1 for x in xs])
 
 
-def _kinds(xs: Sequence[Number]) -> Kinds:
+def kinds_of(xs: Sequence[Number]) -> Kinds:
     """-1 a number, 0 one value on the device, 1 one a row."""
     return tuple([x.ndim if isinstance(x, Tensor) else -1 for x in xs])

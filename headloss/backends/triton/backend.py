@@ -1,0 +1,73 @@
+"""The Triton backend as the engine sees it: what `headloss.backends.torch` offers, and a visit in one launch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from headloss.backends.triton import pulls, sweeps, taught
+from headloss.backends.triton import teachers as compared
+from headloss.backends.triton import visit as alone
+from headloss.backends.triton.printer.elements import printed
+from headloss.backends.triton.printer.lower import Unprintable
+from headloss.backends.triton.printer.program import Program
+from headloss.backends.triton.printer.program import lower as print_terms
+from headloss.facts import Partial, Want
+from headloss.teachers import TeacherChunk
+
+NAME = "triton"
+
+look, merge_repeated, scale_ = compared.look, compared.merge_repeated, sweeps.scale_
+# a visit in one launch: what it takes, its sums over the rows, and its parts for a caller that keeps its own plan
+Arguments, totals, launch, plan_of, as_number = (
+    alone.Arguments,
+    alone.totals,
+    alone.launch,
+    alone.plan_of,
+    alone.as_number,
+)
+target_numbers, count_targets = alone.target_numbers, alone.count_targets
+
+
+def sums(*call: Any, teachers: Sequence[TeacherChunk] = (), **options: Any) -> Partial:
+    """The partial of some columns, and every teacher's; see `sweeps.sums` and `teachers.sums`."""
+    return compared.sums(*call, teachers=teachers, **options) if teachers else sweeps.sums(*call, **options)
+
+
+def pull(*call: Any, teachers: Sequence[TeacherChunk] = (), **options: Any) -> None:
+    """Write the gradient with respect to the raw logits; see `sweeps.pull` and `pulls.pull`."""
+    pulls.pull(*call, teachers=teachers, **options) if teachers else sweeps.pull(*call, **options)
+
+
+def visit(*call: Any, teachers: Sequence[TeacherChunk] = (), **options: Any) -> alone.Visited:
+    """Facts, values, metrics and gradient of some rows in one launch; see `visit.visit` and `taught.visit`."""
+    return taught.visit(*call, *teachers, **options) if teachers else alone.visit(*call, **options)
+
+
+def suits(C: int, V: int) -> bool:
+    """Whether a visit of C rows takes one launch: always, unless the count of rows may decide."""
+    return sweeps.BATCH_INVARIANT or alone.suits(C, V)
+
+
+def lower(
+    terms: Mapping[str, tuple[Any, Any]], want: Want, inputs: Mapping[str, Any], metrics: Sequence[tuple[str, Any]]
+) -> tuple[Program | None, str]:
+    """The program that a visit runs, or None, and why there is none."""
+    try:
+        program = print_terms(terms, want, inputs, metrics)
+    except Unprintable as error:
+        return None, str(error)
+    if program.left_out:
+        name, operation = program.left_out[0]
+        return None, f"metric {name!r}: {operation}"
+    return program, ""
+
+
+def cannot_run(want: Want) -> str | None:
+    """Which divergence has no kernels, and for what operation; None: all of them can run."""
+    for element in dict.fromkeys(f.element for f in want.facts if f.element is not None):
+        try:
+            printed(((0, element),), 1)
+        except Unprintable as error:
+            return f"{element}: its kernels have no form of {error}"
+    return None

@@ -1,0 +1,151 @@
+"""How a matrix of logits is cut for a kernel: what every launch of this backend shares.
+
+Dimension key:  C rows handed in   V columns in hand   K ids per row
+
+Where the row stride is not a multiple of 16 bytes, rows start at different places of a vector and equal rows may differ
+in the last bit; a padded stride (`Linear` has one) or `PEEL = False`, which is slow, avoids that.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton  # type: ignore
+import triton.language as tl  # type: ignore
+from torch import Tensor
+
+PEEL = True
+LAUNCH = {"enable_fp_fusion": True}  # the default differs between versions of triton, and with it the last bits
+CHAINS = "_semantic" in inspect.signature(tl.extra.cuda.gdc_wait).parameters  # triton 3.4 cannot compile it
+
+
+class Shape(NamedTuple):
+    """How a sweep is cut: a part is at most `width` columns, a block is `loads` vectors of 16 bytes for each lane."""
+
+    width: int
+    lanes: int
+    loads: int
+    stages: int  # blocks under way at once, in the pull
+    warps: int
+
+    def block(self, x: Tensor) -> int:
+        block = self.lanes * self.loads * (16 // x.element_size())
+        assert self.width % block == 0 and block * x.element_size() >= 128, "whole blocks, none below a line"
+        return block
+
+
+def row_shape(table: Sequence[tuple[int, Shape]], V: int) -> Shape:
+    return next(shape for most, shape in table if most >= V)
+
+
+READS = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def check_dtype(raw_CV: Tensor) -> None:
+    if raw_CV.dtype not in READS:
+        raise TypeError(
+            f'backend="triton" reads bfloat16, float16 and float32, got {raw_CV.dtype}; use backend="torch"'
+        )
+
+
+@functools.cache
+def chains(device: torch.device) -> bool:
+    """Whether a kernel can be launched while the one it waits for still runs: Hopper and later."""
+    able = CHAINS and device.type == "cuda" and torch.version.hip is None
+    return able and torch.cuda.get_device_capability(device)[0] >= 9
+
+
+class Rows(NamedTuple):
+    """A matrix as the kernels see it: from a boundary on, the first element `lead` after it."""
+
+    x_CV: Tensor
+    lead: int
+    line: int  # elements from one boundary to the next
+    vector: int  # elements of a 16-byte vector; 1 if nothing is known about where rows start
+
+    @property
+    def skew(self) -> int:
+        """How far from a boundary a row can start."""
+        return self.line - 1 if self.lead or self.x_CV.stride(0) % self.line else 0
+
+
+def _from_its_storage(x: Tensor) -> int:
+    return int(x.storage_offset()) * x.element_size()
+
+
+# Where a row starts against a line of 128 bytes decides how it is cut, and so its last bits.  CUDA's allocator starts
+# every tensor on a line, a CPU's on any multiple of 64 bytes: under the interpreter that is taken for a line.
+_address = _from_its_storage if triton.knobs.runtime.interpret else Tensor.data_ptr
+
+
+def rows_of(x_CV: Tensor) -> Rows:
+    if x_CV.stride(-1) != 1 and x_CV.shape[-1] > 1:
+        x_CV = x_CV.contiguous()  # columns apart cannot be read 16 bytes at a time; only inputs come here
+    size, first = x_CV.element_size(), _address(x_CV)
+    vector = 16 // size
+    if first % 16 == 0 and x_CV.stride(0) % vector == 0:
+        return Rows(x_CV, 0, vector, vector)
+    lead = first % 128 // size
+    if not PEEL or lead > x_CV.storage_offset():  # the second: memory that starts off a boundary, not torch's own
+        return Rows(x_CV, 0, 1, 1)
+    return Rows(x_CV.as_strided(x_CV.shape, x_CV.stride(), x_CV.storage_offset() - lead), lead, 128 // size, vector)
+
+
+def plain_temperature(T: float | Tensor) -> float | Tensor:
+    return T.contiguous() if isinstance(T, Tensor) else float(T)
+
+
+def per_row(given: Sequence[Any]) -> tuple[bool, ...]:
+    return tuple(isinstance(T, Tensor) for T in given)
+
+
+class Transform(NamedTuple):
+    scale: float
+    softcap: float | None
+
+    @property
+    def numbers(self) -> tuple[float, float]:
+        return float(self.scale), self.softcap or 1.0
+
+    def flags(self, prefix: str = "") -> dict[str, bool]:
+        return {f"{prefix}SCALED": self.scale != 1.0, f"{prefix}CAPPED": self.softcap is not None}
+
+    def __call__(self, raw: Tensor) -> Tensor:
+        z = raw.float() * self.scale
+        return z if self.softcap is None else (z / self.softcap).tanh() * self.softcap
+
+    def slope(self, z: Tensor) -> Tensor | float:
+        return self.scale if self.softcap is None else self.scale * (1 - (z / self.softcap) ** 2)
+
+
+def vector_along(rows: Any, other: Any) -> int:
+    """Elements of a vector of `other`, if it can be read by whole vectors along `rows`; else 1."""
+    apart = (other.x_CV.stride(0), other.lead)
+    if rows.skew:
+        apart = (apart[0] - rows.x_CV.stride(0), apart[1] - rows.lead)
+    return 1 if any(x % other.vector for x in apart) else other.vector
+
+
+def readable(x_CV: Tensor) -> Tensor:
+    return x_CV if x_CV.dtype in READS else x_CV.float()
+
+
+def places(ids_CK: Tensor, start: int, V: int) -> tuple[Tensor, Tensor]:
+    """Each id as a column in hand, and whether it is one (if not, the column is any)."""
+    column_CK = ids_CK - start
+    here_CK = (ids_CK >= 0) & (column_CK >= 0) & (column_CK < V)
+    return column_CK.clamp(0, max(0, V - 1)), here_CK
+
+
+def nest(x: Any, fn: Any, *others: Any) -> Any:
+    """`fn` of the tensors in a nest of tuples."""
+    if isinstance(x, Tensor):
+        return fn(x, *others)
+    if not isinstance(x, tuple):
+        return x
+    items = [nest(y, fn, *(other[i] for other in others)) for i, y in enumerate(x)]
+    return type(x)(*items) if hasattr(x, "_fields") else tuple(items)
