@@ -24,7 +24,7 @@ __version__ = "0.1.0"
 
 def __getattr__(name: str) -> object:
     if name == "HeadParallel":  # loads DTensor, which a plain import should not
-        from headloss.parallel.dtensor import HeadParallel
+        from headloss.head_parallel import HeadParallel
 
         return HeadParallel
     raise AttributeError(f"module 'headloss' has no attribute {name!r}")

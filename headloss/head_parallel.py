@@ -1,0 +1,41 @@
+"""`HeadParallel`: a `FusedLMHead` over a vocabulary that ranks share.  It loads DTensor; `import headloss` does not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from headloss.module import FusedLMHead
+
+
+class HeadParallel(ParallelStyle):
+    """Shards a `FusedLMHead` over the vocabulary, for `parallelize_module`.
+
+    `input_layouts` says how hidden arrives: `Replicate()`, or `Shard(1)` under sequence parallelism, where it is
+    gathered before the head and its gradient reduce-scattered behind it.  A tied embedding has to be sharded the same
+    way and tied again.
+
+    >>> parallelize_module(model, tp_mesh, {"lm_head": hl.HeadParallel()})
+    """
+
+    def __init__(self, *, input_layouts: Placement | None = None) -> None:
+        super().__init__()
+        self.input_layouts = input_layouts or Replicate()
+
+    def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
+        if not isinstance(module, FusedLMHead):
+            raise TypeError(
+                f"HeadParallel: wanted a hl.FusedLMHead, got {type(module).__name__}; "
+                f"replace the layer by hl.FusedLMHead.from_linear(...) first"
+            )
+        if device_mesh.ndim != 1:
+            raise ValueError(f"device_mesh: wanted one dimension (the tensor-parallel one), got {device_mesh.ndim}")
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if not isinstance(parameter, DTensor):
+                sharded = distribute_tensor(parameter.detach(), device_mesh, [Shard(0)])
+                module.register_parameter(name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
+        module.parallel = (device_mesh, self.input_layouts)
+        return module
