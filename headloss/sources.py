@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.symbolic_shapes import has_static_value
 
 from headloss.parallel.shard import VocabShard
 from headloss.segments import integers, shallow
@@ -364,4 +363,8 @@ def check_number(name: str, value: Any) -> None:
 
 def is_symbol(x: Any) -> bool:
     """Whether a graph holds this number as a symbol: another call may bring another."""
-    return torch.compiler.is_compiling() and not has_static_value(x)
+    if not torch.compiler.is_compiling():
+        return False
+    from torch.fx.experimental.symbolic_shapes import has_static_value  # which loads sympy; a compiler has it already
+
+    return not has_static_value(x)

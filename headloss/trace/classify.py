@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
-import sympy  # type: ignore[import-untyped]
 import torch
 from torch import Tensor, fx
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
@@ -294,6 +293,8 @@ def size(x: Any) -> int:
 
 def _harmless(expr: Any) -> bool:
     """`s >= 2` and the like: torch says so of every dynamic size."""
+    import sympy  # type: ignore[import-untyped]  # a third of a second, which only a trace should cost
+
     if isinstance(expr, sympy.Ge | sympy.Gt) and expr.lhs.is_Symbol and expr.rhs.is_Integer:
         return int(expr.rhs) <= 2
     if isinstance(expr, sympy.Ne) and expr.lhs.is_Symbol and expr.rhs.is_Integer:

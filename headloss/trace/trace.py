@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from headloss.facts import CONSTANT, Fact
 from headloss.segments import Segments, WrongLengthError
@@ -257,6 +256,8 @@ def _trace_once(
     takes_targets = not targetless and any(s.wants("targets") for s in call.signatures)
     takes_segments = segmented and any(s.wants("segments") for s in call.signatures)
     ids_at = len(call.facts) + len(names) + takes_targets if takes_segments else None  # among the arguments
+    from torch.fx.experimental.proxy_tensor import make_fx  # half a second, which only a trace should cost
+
     graph = make_fx(joint, tracing_mode="symbolic")(*example(R, S, lambda like, shape: like.new_zeros(shape)))
     placeholders = [n for n in graph.graph.nodes if n.op == "placeholder"]
     parameters = [*map(str, call.facts), *names]  # in the graph's order
