@@ -33,7 +33,7 @@ Record = dict[str, Any]
 
 def pages() -> dict[Path, str]:
     """Each file that this script keeps, as it should be."""
-    readme = {"explain": explain(), "losses": table(), "measured": measured()}
+    readme = {"explain": explain(), "losses": table(), "measured": measured(), "first call": first_call()}
     return {
         ROOT / "README.md": filled(ROOT / "README.md", readme),
         ROOT / "docs" / "losses.md": losses.markdown(),
@@ -92,6 +92,24 @@ def measured() -> str:
         for name, found in case["candidates"].items():
             lines.append(f"| {name} | {found['ms']:.0f} | {found['times_headloss']:.2f}x | {found['grad_error']:.0e} |")
     return "\n".join(lines) + "\n"
+
+
+def first_call() -> str:
+    """What the first call costs a process, from the last run of the cold start on a CPU."""
+    path = RESULTS / "cold_start_cpu.json"
+    record = json.loads(path.read_text())
+    found = record["CPU seconds alone"]
+    rows = [row for row in found.values() if isinstance(row, dict)]
+    first, own, second = (
+        max(row[key] for row in rows) for key in ("first call", "first call, compiler loaded", "second call")
+    )
+    return (
+        f"`import headloss` adds {found['import headloss, after torch']:.2f} s to `import torch`. The first call in a "
+        f"process traces its losses with `make_fx`, which loads torch's compiler as `torch.compile` does: up to "
+        f"{first:.1f} s of CPU time, {own:.1f} s where the compiler is already loaded; the second call takes at most "
+        f"{1000 * second:.0f} ms "
+        f"(`{record['command']}`, {record['device']}, torch {_torch(record)}, {record['date'][:10]}; a small batch).\n"
+    )
 
 
 def measurements() -> dict[str, str]:

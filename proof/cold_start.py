@@ -2,8 +2,8 @@
 
 Each makes the same calls, on logits and on hidden states, with a teacher and without.  All of them must end, with the
 same bits, and with what eager says; then again with the cache they leave behind.  Without a GPU, `--device compiler`
-only compiles the kernels for Hopper, all processes into one cache.  The seconds go to
-benchmarks/results/cold_start_<device>.json.
+only compiles the kernels for Hopper, all processes into one cache; `--device cpu` times what one process alone pays
+for `import headloss` and for its first call.  The seconds go to benchmarks/results/cold_start_<device>.json.
 """
 
 from __future__ import annotations
@@ -106,6 +106,54 @@ def race(count: int, device: str) -> dict[str, Any]:
     return result
 
 
+# A new process per loss and source; the compiler is what torch's make_fx and torch.compile load when first called.
+FIRST = """
+import json, sys, time
+import torch
+marks = [time.process_time()]
+import headloss as hl
+from headloss import losses
+marks.append(time.process_time())
+loss, source = sys.argv[1:3]
+if "compiler" in sys.argv:
+    import torch._dynamo, torch._inductor.sizevars, torch.export._trace
+N, V, D = 64, 1000, 32
+targets, hidden = torch.randint(V, (N,)), torch.randn(N, D, requires_grad=True)
+x = hl.Linear(hidden, torch.randn(V, D)) if source == "Linear" else hl.Logits(torch.randn(N, V, requires_grad=True))
+given = {"advantage": torch.randn(N), "old_logprob": -torch.rand(N)} if loss == "grpo" else {}
+given |= {"teacher": hl.Logits(torch.randn(N, V))} if loss == "jsd" else {}
+for _ in range(2):
+    marks.append(time.process_time())
+    hl.Objective(a=getattr(losses, loss))(x, targets, **given).loss.backward()
+    marks.append(time.process_time())
+print(json.dumps([b - a for a, b in zip(marks[::2], marks[1::2])]))
+"""
+
+
+def alone(rounds: int = 2) -> dict[str, Any]:
+    """CPU seconds of the import and of the first two calls in a process of its own: the least of a few rounds."""
+    found: dict[str, Any] = {"import headloss, after torch": 9e9}
+    # Python files compiled once, as an installed package is.
+    with tempfile.TemporaryDirectory(prefix="bytecode-") as cache:
+        environ = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
+        environ |= {"PYTHONPYCACHEPREFIX": cache, "PYTHONPATH": str(ROOT)}
+        for loss in ("cross_entropy", "grpo", "jsd"):
+            for source in ("Logits", "Linear"):
+                row = {}
+                for state, more in (("", ()), (", compiler loaded", ("compiler",))):
+                    times = []
+                    for _ in range(rounds + 1):  # the first writes the bytecode
+                        line = [sys.executable, "-c", FIRST, loss, source, *more]
+                        done = subprocess.run(line, env=environ, stdout=subprocess.PIPE, text=True, check=True)
+                        times.append(json.loads(done.stdout.splitlines()[-1]))
+                    least = [min(column) for column in zip(*times, strict=True)]
+                    key = "import headloss, after torch"
+                    found[key] = round(min(found[key], least[0]), 3)
+                    row |= {f"first call{state}": round(least[1], 3), "second call": round(least[2], 4)}
+                found[f"{loss}, {source}"] = row
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", choices=("cpu", "cuda", "compiler"))
@@ -115,7 +163,7 @@ def main() -> None:
     if args.one:
         print(json.dumps(compilations() if args.device == "compiler" else calls(args.device)))
         return
-    found = race(args.processes, args.device)
+    found = {"CPU seconds alone": alone(), "fine": True} if args.device == "cpu" else race(args.processes, args.device)
     print(json.dumps(found, indent=1))
     write(
         f"cold_start_{short(args.device)}",

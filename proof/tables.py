@@ -115,6 +115,8 @@ def _cold() -> str:
     lines = []
     for path in sorted(RESULTS.glob("cold_start_*.json")):
         record = _read(path.stem)
+        if "cold" not in record:  # one process alone: the README has it
+            continue
         cold, warm = record["cold"], record["warm"]
         lines.append(
             f"{record['processes']} processes on an empty cache ended after at most "
