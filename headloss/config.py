@@ -16,7 +16,7 @@ import inspect
 import re
 import types
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
@@ -24,11 +24,9 @@ from headloss.backends import check_backend
 from headloss.losses import LOSSES
 from headloss.metrics import read_metrics
 from headloss.term import Term
+from headloss.terms import Terms
 from headloss.trace.options import shown
 from headloss.trace.signature import RESERVED, function_name, suggest
-
-if TYPE_CHECKING:
-    from headloss.objective import Objective
 
 _KEYS = ("terms", "metrics", "backend")
 Losses = Mapping[str, Callable[..., Any]]
@@ -44,7 +42,9 @@ def check_losses(losses: Any) -> dict[str, Callable[..., Any]]:
     return dict(losses or {})
 
 
-def read_config(config: Mapping[str, Any], losses: Losses) -> tuple[dict[str, Term], dict[str, Any], str]:
+def read_config(
+    config: Mapping[str, Any], losses: Losses = types.MappingProxyType({})
+) -> tuple[dict[str, Term], dict[str, Any], str]:
     """The terms, the metrics and the backend of a config."""
     if not isinstance(config, Mapping):
         raise TypeError(f"config: wanted a mapping with {', '.join(_KEYS)}, got {type(config).__name__}")
@@ -115,11 +115,11 @@ _DEFAULTS = {
 }
 
 
-def write_config(objective: Objective, losses: Losses | None = None) -> dict[str, Any]:
+def write_config(of: Terms, losses: Losses | None = None) -> dict[str, Any]:
     """The config of an objective; functions go by the names that `from_config` finds them under."""
     losses = losses or {}
     terms: dict[str, Any] = {}
-    for name, term in objective.terms.items():
+    for name, term in of.terms.items():
         label = f"config: term {name!r}"
         entry: dict[str, Any] = {"loss": _name_of(f"{label}: loss", term.fn, {**LOSSES, **losses})}
         for key in sorted(RESERVED & set(Term.__slots__)):
@@ -143,17 +143,17 @@ def write_config(objective: Objective, losses: Losses | None = None) -> dict[str
             entry[option] = _data(f"{label}: option {option!r}", value, isinstance(default, tuple))
         terms[name] = entry
     config: dict[str, Any] = {"terms": terms}
-    for name, call in objective.metrics:
+    for name, call in of.metrics:
         if not _is_found(name, call.fn, losses):
             what = repr(call.fn) if isinstance(call.fn, Term) else function_name(call.fn)
             raise ValueError(
                 f"metrics: {name!r} is {what}, which from_config does not find under this name, and a config holds a "
                 f"metric's name only; pass losses={{{name!r}: ...}} to to_config and from_config"
             )
-    if objective.metrics:
-        config["metrics"] = [name for name, _ in objective.metrics]
-    if objective.backend != "auto":
-        config["backend"] = objective.backend
+    if of.metrics:
+        config["metrics"] = [name for name, _ in of.metrics]
+    if of.backend != "auto":
+        config["backend"] = of.backend
     return config
 
 

@@ -12,61 +12,45 @@ classes allow.  The same record comes back whatever was asked for.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from headloss.backends import check_backend
 from headloss.config import check_losses, read_config, write_config
 from headloss.engine.again import recall, remember, standing
-from headloss.engine.bind import backend_for, bind, chunks_of, rows_of
+from headloss.engine.bind import bind, chunks_of, rows_of
 from headloss.engine.explain import Explanation, explain
 from headloss.engine.heads import Grads
 from headloss.engine.loss import BoundLoss
-from headloss.engine.plan import Plan, check_targets_wanted, check_teachers, make_plan, plain_source
+from headloss.engine.plan import Plan, make_plan, plain_source
+from headloss.engine.row_facts import facts_sweep
 from headloss.engine.run import Head, run, settle
 from headloss.engine.saved import refuse_transforms
-from headloss.engine.sweeps import Sweep
-from headloss.engine.teachers import bind_guides, most_rows, name_teachers, teacher_bytes
-from headloss.facts import FACTS, Fact, Want
+from headloss.engine.teachers import bind_guides, most_rows, teacher_bytes
 from headloss.graph import compiled as graph
 from headloss.graph.content import Traits, content_key, portable, traits
 from headloss.graph.recipe import describe
-from headloss.metrics import check_names, own_metrics, read_metrics
 from headloss.record import Facts, Output
-from headloss.rows import Prepared, bind_rows, may_read
+from headloss.rows import Prepared, may_read
 from headloss.segments import Segments
 from headloss.sources import Source, Teacher
-from headloss.term import Term, as_term
-from headloss.trace.call import Call
-from headloss.trace.options import is_number, shown
-from headloss.trace.signature import COMPARING, ONLY, Parameter, Signature, suggest
+from headloss.term import Term
+from headloss.terms import Terms
 
 
-class Objective:
+class Objective(Terms):
     """Named terms over one softmax.  Immutable.
 
     A keyword is a term: a loss function, or a `Term` with weight, reduction and options.  `metrics` are names (a fact,
     "accuracy", "perplexity") or functions injected like a loss.  Call it with a source and targets; see `__call__`.
     """
 
-    __slots__ = (
-        "__weakref__", "asked", "backend", "every_term", "key", "known", "losses", "metrics", "names", "standing",
-        "terms", "traits",
-    )  # fmt: skip
-    asked: Any  # the metrics as they were given
+    __slots__ = ("key", "losses", "standing", "traits")
     losses: Mapping[str, Callable[..., Any]]  # that `from_config` was given, for `to_config`
-    terms: Mapping[str, Term]
-    metrics: tuple[tuple[str, Call], ...]
-    backend: str
     key: str  # of its content: a graph made with one objective serves all that are equal
-    names: tuple[str, ...]  # of the terms
-    every_term: tuple[Term, ...]  # and those that metrics are made of
     standing: tuple[tuple[str, ...], tuple[Any, ...], tuple[Any, ...], frozenset[str]]  # see `again.standing`
     traits: Traits  # what a graph must know
-    known: dict[Any, Any]  # plans of earlier calls; see `binding.make_plan`
 
     def __init__(
         self,
@@ -80,24 +64,8 @@ class Objective:
             raise TypeError("terms: each needs a name, as in Objective(ce=cross_entropy); it keys terms and metrics")
         if not terms:
             raise ValueError("terms: wanted at least one loss, as in Objective(ce=cross_entropy)")
-        check_backend(backend)
-        metrics = own_metrics(metrics)
-        object.__setattr__(self, "terms", MappingProxyType({name: as_term(name, x) for name, x in terms.items()}))
-        object.__setattr__(self, "asked", metrics)
-        object.__setattr__(self, "losses", {})
-        object.__setattr__(self, "metrics", tuple(read_metrics(metrics)))
-        check_names(terms, [name for name, _ in self.metrics])
-        object.__setattr__(self, "backend", backend)
-        object.__setattr__(self, "known", {})
-        measured = (call.fn for _, call in self.metrics if isinstance(call.fn, Term))
-        object.__setattr__(self, "every_term", (*self.terms.values(), *measured))
-        object.__setattr__(self, "key", content_key(self))
-        object.__setattr__(self, "traits", traits(self))
-        object.__setattr__(self, "names", tuple(self.terms))
-        object.__setattr__(self, "standing", standing(self))
-
-    def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError(f"Objective is immutable; make a new one to change {name!r}")
+        super().__init__(terms, metrics, backend)
+        self._set(losses={}, key=content_key(self), traits=traits(self), standing=standing(self))
 
     def __reduce__(self) -> Any:
         return _made, (dict(self.terms), self.asked, self.backend, self.losses)
@@ -330,50 +298,11 @@ def _row_facts(source: Source, targets: Any, want: Any, teacher: Any, backend: s
     return Facts(dict(zip(sweep.want.facts, facts, strict=True)))
 
 
-def facts_sweep(
-    source: Source,
-    targets: Tensor | Prepared | None,
-    want: Sequence[Any],
-    teacher: Teacher | Mapping[str, Teacher] | None,
-    backend: str,
-    host_read: bool,
-) -> Sweep:
-    """The sweep of `row_facts`."""
-    teachers = name_teachers(teacher, source)
-    wanted = [_read_fact(x, teachers) for x in ([want] if isinstance(want, str) else want)]
-    if not wanted:
-        raise ValueError(f"want: wanted at least one of {', '.join(FACTS)}")
-    if targets is None:
-        check_targets_wanted(wanted)
-    chosen = Want(wanted)
-    engine = backend_for(backend, source, chosen)
-    rows = bind_rows(source.leading, targets, None, vocab=source.vocab, device=source.device, host_read=host_read)
-    return Sweep(source, rows, chosen, engine, bind_guides(teachers, chosen.teachers, source, rows))
-
-
-def _read_fact(want: Any, teachers: Mapping[str, Teacher]) -> Fact:
-    """A fact from its name, (name, temperature) or (name, temperature, teacher)."""
-    name, temperature, teacher = (*((want,) if isinstance(want, str) else tuple(want)), None, None)[:3]
-    if name not in FACTS or name == "divergence":
-        there = ", ".join(f for f in FACTS if f != "divergence")
-        raise ValueError(f"want: {name!r} is not a fact; there are {there}{suggest(str(name), FACTS)}")
-    if temperature is not None and not (is_number(temperature) and temperature > 0):
-        raise ValueError(f"want: wanted a positive temperature for {name!r}, got {shown(temperature)}")
-    if name in COMPARING:
-        teacher = teacher or (next(iter(teachers)) if len(teachers) == 1 else ONLY)
-    elif teacher is not None:
-        raise ValueError(f"want: {name!r} is the student's alone, got teacher {teacher!r}")
-    fact = Fact(name, None if temperature is None else float(temperature), teacher)
-    asked = Call(_read_fact, Signature("want", (Parameter(name, "fact", False, fact),), {}), {})
-    check_teachers("want", asked, teachers)
-    return fact
-
-
 def _made(
     terms: Mapping[str, Term], metrics: Any, backend: str, losses: Mapping[str, Any], cls: type[Objective] = Objective
 ) -> Objective:
     made = cls(**terms, metrics=metrics, backend=backend)
-    object.__setattr__(made, "losses", losses)
+    made._set(losses=losses)
     return made
 
 

@@ -440,7 +440,7 @@ FAULTS = [
     Fault("graph/recipe.py", "                if known == T:", "                if False:", "compiled: a temperature meets a term's own, and two facts have one name", COMPILED),
     Fault("graph/recipe.py", "                check_number(name, value)", "                pass", "compiled: a temperature that is infinite is let through", COMPILED),
     Fault("graph/recipe.py", "own = {} if traits is None else dict(traits.weights)", "own = {}", "compiled: a weight that the graph changes is read too early", COMPILED),
-    Fault("graph/content.py", "_NUMBERED: weakref.WeakValueDictionary[int, Objective] = weakref.WeakValueDictionary()", "_NUMBERED: dict[int, Objective] = {}", "objectives are kept for ever", KEPT),
+    Fault("graph/content.py", "_NUMBERED: weakref.WeakValueDictionary[int, Terms] = weakref.WeakValueDictionary()", "_NUMBERED: dict[int, Terms] = {}", "objectives are kept for ever", KEPT),
     Fault("graph/content.py", "    if key is None and len(_KEYS) >= _MOST_KEYS:", "    if False:", "keys of objectives are kept for ever", KEPT),
     Fault("graph/rehearsal.py", "        if len(_FORMS) >= _MOST:", "        if False:", "forms of graphs are kept for ever", KEPT),
     Fault("graph/rehearsal.py", "return tuple(f._replace(element=None) for f in facts)", "return tuple(facts)", "a graph's form keeps a divergence alive", KEPT),

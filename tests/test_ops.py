@@ -161,9 +161,9 @@ def test_an_exported_program_can_be_kept() -> None:
 
 def test_a_recipe_with_functions_of_its_own_stays_in_its_process() -> None:
     tensors, sizes, text = arguments(logits(6), batch(6)[1], objective=OWN)
-    assert recipe.read(text).objective_of(sizes) is OWN
+    assert recipe.read(text).terms_of(sizes) is OWN
     tensors, _, ours = arguments(logits(6), batch(6)[1])
-    assert recipe.read(ours).objective not in (None, OBJECTIVE)  # from its config
+    assert recipe.read(ours).terms not in (None, OBJECTIVE)  # from its config
     with pytest.raises(RuntimeError, match="made in another process"):
         torch.ops.headloss.visit(tensors, [99], text)
 

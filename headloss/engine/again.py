@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,15 +34,12 @@ from headloss.sources import Logits, Source
 from headloss.term import Term, check_weight
 from headloss.trace.reads import ours, own_key, reads
 
-if TYPE_CHECKING:
-    from headloss.objective import Objective
-
 PLAIN = (Tensor, torch.nn.Parameter)  # and no subclass that could mean something else
 EVEN = ("token_mean", "token_sum")
 
 
 def form_of(
-    objective: Objective,
+    objective: Any,
     source: Source,
     targets: Any,
     segments: Any,
@@ -88,7 +85,7 @@ def form_of(
     return tuple(given)
 
 
-def standing(objective: Objective) -> tuple[tuple[str, ...], tuple[Any, ...], tuple[Any, ...], frozenset[str]]:
+def standing(objective: Any) -> tuple[tuple[str, ...], tuple[Any, ...], tuple[Any, ...], frozenset[str]]:
     """What calls need not find out again: terms that are off by themselves, functions that are not ours (what they
     read may change between calls), those of ours whose options have defaults, and inputs of which some function says
     that they have one value per row."""
@@ -106,7 +103,7 @@ def _off(weights: Mapping[str, float | Tensor]) -> tuple[str, ...]:
 
 
 def recall(
-    objective: Objective,
+    objective: Any,
     source: Source,
     targets: Any,
     segments: Any,
@@ -123,7 +120,7 @@ def recall(
     return form, known if known is not None and known.suits(source.tensors[0]) else None
 
 
-def remember(objective: Objective, form: Any, plan: Plan, backend: ModuleType) -> None:
+def remember(objective: Any, form: Any, plan: Plan, backend: ModuleType) -> None:
     """Keep what a call of this form has come to, if it is one that can be repeated from here."""
     if form is None or plan.program is None or not plan.terms or plan.program.input_cotangents:
         return
@@ -137,7 +134,7 @@ def remember(objective: Objective, form: Any, plan: Plan, backend: ModuleType) -
 class Form:
     """What calls of one form have in common."""
 
-    def __init__(self, objective: Objective, plan: Plan, backend: ModuleType) -> None:
+    def __init__(self, objective: Any, plan: Plan, backend: ModuleType) -> None:
         self.backend = backend
         self.program, self.want, self.off = plan.program, plan.want, plan.off
         self.plan = backend.plan_of(plan.program)
@@ -155,7 +152,7 @@ class Form:
 
     def call(
         self,
-        objective: Objective,
+        objective: Any,
         source: Logits,
         targets: Tensor | Prepared,
         rest: tuple[Any, ...],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,10 +18,8 @@ from headloss.rows import Prepared, Rows, bind_rows
 from headloss.segments import readable
 from headloss.sources import Linear, Logits, Source
 from headloss.term import check_weight
+from headloss.terms import Terms
 from headloss.trace.signature import TEACHER_INPUTS
-
-if TYPE_CHECKING:
-    from headloss.objective import Objective
 
 
 def rows_of(plan: Plan, targets: Tensor | Prepared | None, host_read: bool) -> Rows:
@@ -43,7 +41,7 @@ def rows_of(plan: Plan, targets: Tensor | Prepared | None, host_read: bool) -> R
 
 
 def bind(
-    objective: Objective,
+    objective: Terms,
     plan: Plan,
     targets: Tensor | Prepared | None,
     num_items: int | Tensor | None,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,13 +25,11 @@ from headloss.segments import Segments
 from headloss.sources import Linear, Logits, Source, Sparse, Teacher
 from headloss.teachers import SPARSE
 from headloss.term import check_weight
+from headloss.terms import Terms
 from headloss.trace.call import Call
 from headloss.trace.gradient import check_constants
 from headloss.trace.signature import CALL, ONLY, TEACHER_INPUTS, suggest
 from headloss.trace.trace import Shape, Trace, trace
-
-if TYPE_CHECKING:
-    from headloss.objective import Objective
 
 
 class Plan(NamedTuple):
@@ -52,7 +50,7 @@ class Plan(NamedTuple):
 
 
 def make_plan(
-    objective: Objective,
+    objective: Terms,
     source: Source,
     targets: Tensor | Prepared | None,
     segments: Segments | None,
@@ -118,14 +116,14 @@ def make_plan(
 _MOST_KNOWN = 64  # plans of an objective: more would mean that something changes with every call
 
 
-def keep(objective: Objective, key: Any, found: Any) -> None:
+def keep(objective: Terms, key: Any, found: Any) -> None:
     if len(objective.known) > _MOST_KNOWN:
         objective.known.clear()
     objective.known[key] = found
 
 
 def _calls(
-    objective: Objective,
+    objective: Terms,
     off: tuple[str, ...],
     teachers: Mapping[str, Teacher],
     inputs: Mapping[str, Any],
@@ -147,7 +145,7 @@ def _calls(
 
 
 def _trace_terms(
-    objective: Objective,
+    objective: Terms,
     calls: Mapping[str, Call],
     metrics: Sequence[tuple[str, Call]],
     source: Source,
@@ -206,7 +204,7 @@ def _suits(source: Source, backend: str) -> bool:
 
 
 def _print_terms(
-    objective: Objective,
+    objective: Terms,
     calls: Mapping[str, Call],
     metrics: Sequence[tuple[str, Call]],
     source: Source,
@@ -280,7 +278,7 @@ def plain_source(source: Source) -> Source:
     return source
 
 
-def call_weights(objective: Objective, weights: Mapping[str, float | Tensor]) -> dict[str, float | Tensor]:
+def call_weights(objective: Terms, weights: Mapping[str, float | Tensor]) -> dict[str, float | Tensor]:
     """The terms' weights for this call."""
     terms = objective.terms
     for name, weight in weights.items():

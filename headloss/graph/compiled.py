@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from headloss.engine.heads import Grads
 from headloss.graph import ops  # noqa: F401  registers the operators
+from headloss.graph.content import Traits
 from headloss.graph.recipe import Described, describe, read, write
 from headloss.graph.rehearsal import form, one_launch
 from headloss.metrics import Metric
@@ -24,10 +25,7 @@ from headloss.record import Output, facts_from
 from headloss.rows import Prepared
 from headloss.segments import Segments
 from headloss.sources import Linear, Logits, Source, Teacher
-
-if TYPE_CHECKING:
-    from headloss.objective import Objective
-
+from headloss.terms import Terms
 
 WHY = (
     "headloss runs this call as it is, between two graphs: logits that are overwritten (inplace=True), DTensors, an "
@@ -68,12 +66,23 @@ class Labels(NamedTuple):
     metrics: tuple[tuple[str, str, str, int], ...]
 
 
-def labels(objective: Objective | None, constants: tuple[Any, ...], **more: Any) -> Labels:
+class Compilable(Protocol):
+    """What a graph must know of an objective; its methods are constants of the graph, and `key` says which."""
+
+    names: tuple[str, ...]
+    key: str
+    traits: Traits
+
+    def labels(self, key: str, constants: tuple[Any, ...], host_read: bool, direct: bool) -> Labels: ...
+    def is_portable(self, key: str) -> bool: ...
+
+
+def labels(of: Terms | None, constants: tuple[Any, ...], **more: Any) -> Labels:
     visited = constants[0][0] == "Linear" or more["direct"]
-    recipe = read(write(objective, constants, **more, visited=visited))
-    if not visited and one_launch(recipe, objective):
-        recipe = read(write(objective, constants, **more, visited=True))
-    known = form(recipe, objective=objective)
+    recipe = read(write(of, constants, **more, visited=visited))
+    if not visited and one_launch(recipe, of):
+        recipe = read(write(of, constants, **more, visited=True))
+    known = form(recipe, terms=of)
     return Labels(recipe.text, known.keys, known.terms, known.metrics)
 
 
@@ -98,7 +107,7 @@ def _fits(source: Source, teacher: Teacher | Mapping[str, Teacher] | None) -> bo
 
 
 def call(
-    objective: Objective,
+    objective: Compilable,
     source: Source,
     targets: Tensor | Prepared | None,
     segments: Segments | None,

@@ -9,30 +9,26 @@ import itertools
 import json
 import secrets
 import weakref
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from headloss.config import write_config
+from headloss.config import read_config, write_config
 from headloss.term import Term
+from headloss.terms import Terms
 from headloss.trace.call import Call
 from headloss.trace.keys import key_of
 from headloss.trace.reads import Reads
 
-if TYPE_CHECKING:
-    from headloss.objective import Objective
 
-
-def portable(objective: Objective) -> Any:
-    """Its config, if that gives the same objective again; None if it has functions or tensors of its own."""
-    from headloss.objective import Objective
-
+def portable(terms: Terms) -> Any:
+    """Their config, if that gives the same terms again; None if they have functions or tensors of their own."""
     try:
-        config = write_config(objective)
-        again = Objective.from_config(json.loads(json.dumps(config)))
+        config = write_config(terms)
+        again = Terms(*read_config(json.loads(json.dumps(config))))
     except (TypeError, ValueError):
         return None
-    return config if content(again).key == content(objective).key else None
+    return config if content(again).key == content(terms).key else None
 
 
 class Traits(NamedTuple):
@@ -44,27 +40,26 @@ class Traits(NamedTuple):
     weights: tuple[tuple[str, Tensor], ...]  # those that are tensors
 
 
-_NUMBERED: weakref.WeakValueDictionary[int, Objective] = weakref.WeakValueDictionary()
+_NUMBERED: weakref.WeakValueDictionary[int, Terms] = weakref.WeakValueDictionary()
 _numbers = itertools.count(2 + secrets.randbits(40))  # a graph of another process finds none of ours
 
 
-def traits(objective: Objective) -> Traits:
+def traits(of: Terms) -> Traits:
     number = next(_numbers)
-    _NUMBERED[number] = objective
-    terms = objective.every_term
-    temperatures = [t.temperature for t in terms] + [T for t in terms for _, T in t.facts.values()]
-    weights = tuple((name, t.weight) for name, t in objective.terms.items() if isinstance(t.weight, Tensor))
-    return Traits(number, content(objective).unknown, tuple({T for T in temperatures if T is not None}), weights)
+    _NUMBERED[number] = of
+    temperatures = [t.temperature for t in of.every_term] + [T for t in of.every_term for _, T in t.facts.values()]
+    weights = tuple((name, t.weight) for name, t in of.terms.items() if isinstance(t.weight, Tensor))
+    return Traits(number, content(of).unknown, tuple({T for T in temperatures if T is not None}), weights)
 
 
-def content(objective: Objective) -> Reads:
-    """What an objective says, as a key, and what its functions read that may change behind it."""
-    terms = [(name, _term_content(x)) for name, x in objective.terms.items()]
-    metrics = [(n, _term_content(c.fn) if isinstance(c.fn, Term) else c.reads()) for n, c in objective.metrics]
-    calls = [*(t.call(None, {}) for t in objective.terms.values()), *(c for _, c in objective.metrics)]
+def content(of: Terms) -> Reads:
+    """What terms and metrics say, as a key, and what their functions read that may change behind them."""
+    terms = [(name, _term_content(x)) for name, x in of.terms.items()]
+    metrics = [(n, _term_content(c.fn) if isinstance(c.fn, Term) else c.reads()) for n, c in of.metrics]
+    calls = [*(t.call(None, {}) for t in of.terms.values()), *(c for _, c in of.metrics)]
     said = [(name, found.key, _said(c)) for (name, found), c in zip((*terms, *metrics), calls, strict=True)]
     unknown = [x for _, found in (*terms, *metrics) for x in found.unknown]
-    return Reads((objective.backend, len(terms), tuple(said)), tuple(dict.fromkeys(unknown)))
+    return Reads((of.backend, len(terms), tuple(said)), tuple(dict.fromkeys(unknown)))
 
 
 def _term_content(term: Term) -> Reads:
@@ -87,9 +82,9 @@ _MOST_KEYS = 512
 _count = itertools.count()
 
 
-def content_key(objective: Objective) -> str:
+def content_key(of: Terms) -> str:
     """Equal for equal terms and metrics; one of its own for an objective whose functions read what may change."""
-    said, unknown, _ = content(objective)
+    said, unknown, _ = content(of)
     if unknown:
         return f"own {next(_count)}"
     key = _KEYS.pop(said, None)

@@ -56,7 +56,7 @@ def _visit(tensors: Sequence[Tensor], sizes: Sequence[int], text: str) -> list[T
     recipe = read(text)
     args, known = Call(recipe, tensors, sizes), form(recipe, sizes)
     with recording(), torch.enable_grad():
-        done = perform(args, recipe.objective_of(sizes))
+        done = perform(args, recipe.terms_of(sizes))
         sweep, loss, result = done.sweep, done.loss, done.result
     _check_form(known, done)
     with recording(), torch.no_grad():
@@ -199,9 +199,9 @@ def _pull(
         else:
             source, want = args.source, Want(known.facts)
             if known.divergences:
-                objective = recipe.objective_of(sizes)
-                assert objective is not None
-                want = plan_of(args, objective, targets).want
+                terms = recipe.terms_of(sizes)
+                assert terms is not None
+                want = plan_of(args, terms, targets).want
             rows = bind_rows(
                 source.leading, targets, args.segments,
                 vocab=source.vocab, device=source.device, host_read=host_read,

@@ -18,11 +18,12 @@ import functools
 import json
 import operator
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from headloss.config import read_config
 from headloss.engine.layout import LAID, Laid, Reading, choose, fits, readings, unfit
 from headloss.graph.content import _NUMBERED, Traits, content_key, portable
 from headloss.parallel.shard import VocabShard
@@ -30,9 +31,7 @@ from headloss.rows import Prepared, Stats
 from headloss.segments import Segments
 from headloss.sources import Linear, Logits, Source, Sparse, Teacher, check_number, is_symbol
 from headloss.term import check_weight
-
-if TYPE_CHECKING:
-    from headloss.objective import Objective
+from headloss.terms import Terms
 
 OUTPUTS = 2  # counts the changes of what the operators return: compilers keep code between processes
 _TENSORS: dict[type, tuple[str, ...]] = {
@@ -216,19 +215,19 @@ def describe(
     return found, (*constants, group, len(source.leading), source.device.type)
 
 
-def write(objective: Objective | None, constants: tuple[Any, ...], **more: Any) -> str:
+def write(of: Terms | None, constants: tuple[Any, ...], **more: Any) -> str:
     """The recipe of a call."""
     said, needs, names, size_names, teachers, off, wanted, group, ndim, device = constants
-    if objective is not None:
-        reading = readings(objective.terms, objective.metrics)
+    if of is not None:
+        reading = readings(of.terms, of.metrics)
         names = tuple((name, dtype, *_place(reading, name, *place)) for name, dtype, *place in names)
     recipe = {
         "source": said, "needs": needs, "tensors": names, "sizes": size_names, "teachers": teachers, "off": off,
         "wanted": wanted, "group": group, "ndim": ndim, "device": device, "outputs": OUTPUTS, **more,
     }  # fmt: skip
-    if objective is not None:
-        recipe["objective"] = portable(objective) or content_key(objective)
-        recipe["backend"] = objective.backend
+    if of is not None:
+        recipe["objective"] = portable(of) or content_key(of)
+        recipe["backend"] = of.backend
     return json.dumps(recipe, default=str, separators=(",", ":"))
 
 
@@ -247,17 +246,17 @@ class Recipe(NamedTuple):
 
     text: str
     data: Mapping[str, Any]
-    objective: Objective | None  # from its config
+    terms: Terms | None  # of the objective, from its config
     names: tuple[str, ...]  # of the tensors
 
     @property
     def has_loss(self) -> bool:
         return "objective" in self.data
 
-    def objective_of(self, sizes: Sequence[int]) -> Objective | None:
-        """The objective of a call; None for `row_facts`."""
-        if self.objective is not None or not self.has_loss:
-            return self.objective
+    def terms_of(self, sizes: Sequence[int]) -> Terms | None:
+        """The terms of a call: those of a config, or the objective itself; None for `row_facts`."""
+        if self.terms is not None or not self.has_loss:
+            return self.terms
         found = _NUMBERED.get(int(sizes[self.data["sizes"].index("objective")]))
         if found is None:
             raise RuntimeError(
@@ -285,12 +284,10 @@ class Recipe(NamedTuple):
 
 @functools.lru_cache(512)
 def read(text: str) -> Recipe:
-    from headloss.objective import Objective
-
     data = json.loads(text)
     said = data.get("objective")
-    objective = Objective.from_config(said) if isinstance(said, Mapping) else None
-    return Recipe(text, data, objective, tuple(x[0] for x in data["tensors"]))
+    terms = Terms(*read_config(said)) if isinstance(said, Mapping) else None
+    return Recipe(text, data, terms, tuple(x[0] for x in data["tensors"]))
 
 
 class Call:

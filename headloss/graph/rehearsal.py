@@ -10,7 +10,7 @@ import contextlib
 import functools
 import operator
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,16 +19,15 @@ from torch.utils._python_dispatch import _disable_current_modes
 from headloss.engine.bind import bind
 from headloss.engine.loss import BoundLoss
 from headloss.engine.plan import Plan, make_plan
+from headloss.engine.row_facts import facts_sweep
 from headloss.engine.run import Result, run
 from headloss.engine.sweeps import Sweep
 from headloss.facts import CONSTANT, Fact
 from headloss.graph.recipe import Call, Recipe
 from headloss.record import key_of
 from headloss.rows import Prepared, may_read, prepare
+from headloss.terms import Terms
 from headloss.trace.classify import unwatched
-
-if TYPE_CHECKING:
-    from headloss.objective import Objective
 
 
 class Done(NamedTuple):
@@ -41,18 +40,18 @@ class Done(NamedTuple):
     kind: str  # of the plan
 
 
-def perform(args: Call, objective: Objective | None) -> Done:
+def perform(args: Call, terms: Terms | None) -> Done:
     """The ordinary path."""
     recipe = args.recipe.data
     targets, host_read = known_of(args, recipe["host_read"])
     loss: BoundLoss | None = None
     kind = "row"
-    if objective is None:
+    if terms is None:
         sweep = sweep_of(args, targets, host_read)
     else:
-        plan = plan_of(args, objective, targets)
+        plan = plan_of(args, terms, targets)
         kind = plan.kind
-        sweep, loss = bind(objective, plan, targets, args.num_items, args.num_segments, args.grad_scale, host_read)
+        sweep, loss = bind(terms, plan, targets, args.num_items, args.num_segments, args.grad_scale, host_read)
         loss.watched = any(args.needs) or bool(recipe["wanted"])  # not as it is inside the operator
     with torch.no_grad():
         result = run(sweep, loss, args.needs)
@@ -61,8 +60,8 @@ def perform(args: Call, objective: Objective | None) -> Done:
     return Done(sweep, loss, result, numbers, kind)
 
 
-def plan_of(args: Call, objective: Objective, targets: Tensor | Prepared | None) -> Plan:
-    plan = make_plan(objective, args.source, targets, args.segments, args.weights, args.teacher, args.laid)
+def plan_of(args: Call, terms: Terms, targets: Tensor | Prepared | None) -> Plan:
+    plan = make_plan(terms, args.source, targets, args.segments, args.weights, args.teacher, args.laid)
     later = any(args.needs) and not args.recipe.visited  # pulled in the backward: what one launch made would be scaled
     return plan._replace(program=None, reason="the gradient is made in the backward") if later else plan
 
@@ -78,8 +77,6 @@ def known_of(args: Call, host_read: bool) -> tuple[Tensor | Prepared | None, boo
 
 
 def sweep_of(args: Call, targets: Tensor | Prepared | None, host_read: bool) -> Sweep:
-    from headloss.objective import facts_sweep
-
     want = [tuple(x) if isinstance(x, list) else x for x in args.recipe.data["want"]]
     return facts_sweep(args.source, targets, want, args.teacher, args.recipe.data["backend"], host_read)
 
@@ -142,21 +139,21 @@ _LAUNCHES: dict[str, bool] = {}
 _MOST = 512
 
 
-def form(recipe: Recipe, sizes: Sequence[int] = (), objective: Objective | None = None) -> Form:
+def form(recipe: Recipe, sizes: Sequence[int] = (), terms: Terms | None = None) -> Form:
     """The form of a call's result, from a rehearsal on the host."""
     if recipe.text not in _FORMS:
-        found = _form(recipe, objective or recipe.objective_of(sizes))
+        found = _form(recipe, terms or recipe.terms_of(sizes))
         if len(_FORMS) >= _MOST:
             _FORMS.pop(next(iter(_FORMS)))
         _FORMS[recipe.text] = found
     return _FORMS[recipe.text]
 
 
-def _form(recipe: Recipe, objective: Objective | None) -> Form:
+def _form(recipe: Recipe, terms: Terms | None) -> Form:
     try:
-        done = _rehearse(recipe, objective, torch.device("cpu"))
+        done = _rehearse(recipe, terms, torch.device("cpu"))
     except RuntimeError:  # a loss that holds tensors of the device, say
-        done = _rehearse(recipe, objective, torch.device(recipe.data["device"]))
+        done = _rehearse(recipe, terms, torch.device(recipe.data["device"]))
     facts, loss = done.sweep.want.facts, done.loss
     values = [done.result.facts[f] for f in facts]
     softmax, leaves = numbered(done.result.softmax) if not done.sweep.want.only_ids else (None, [])
@@ -183,18 +180,18 @@ def bare(facts: Sequence[Fact]) -> tuple[Fact, ...]:
     return tuple(f._replace(element=None) for f in facts)
 
 
-def one_launch(recipe: Recipe, objective: Objective | None) -> bool:
+def one_launch(recipe: Recipe, terms: Terms | None) -> bool:
     """Whether a call on logits makes their gradient in its only launch; found on the device, where there is one.
 
     Traces, kernels and constants that calls share are made on the way: not later, in the memory of a CUDA graph.
     """
-    if recipe.data["device"] != "cuda" or objective is None or not torch.cuda.is_available():
+    if recipe.data["device"] != "cuda" or terms is None or not torch.cuda.is_available():
         return False
     if recipe.text not in _LAUNCHES:
         printed = False
         for host_read in (recipe.data["host_read"], False):
             with contextlib.suppress(Exception):  # what fails will fail again, in the call itself
-                done = _rehearse(recipe, objective, torch.device("cuda"), host_read=host_read, visited=True)
+                done = _rehearse(recipe, terms, torch.device("cuda"), host_read=host_read, visited=True)
                 printed = printed or done.sweep.program is not None
         if len(_LAUNCHES) >= _MOST:
             _LAUNCHES.pop(next(iter(_LAUNCHES)))
@@ -202,7 +199,7 @@ def one_launch(recipe: Recipe, objective: Objective | None) -> bool:
     return _LAUNCHES[recipe.text]
 
 
-def _rehearse(recipe: Recipe, objective: Objective | None, device: torch.device, **changes: Any) -> Done:
+def _rehearse(recipe: Recipe, terms: Terms | None, device: torch.device, **changes: Any) -> Done:
     """The call on a few rows of zeros: on the host always with the torch backend."""
     data = {**recipe.data, "host_read": True, "group": None, **changes}
     leading = ((6,), (2, 3), *((2, 3, *(1 for _ in range(n))) for n in range(1, 9)))[data["ndim"] - 1]
@@ -212,7 +209,7 @@ def _rehearse(recipe: Recipe, objective: Objective | None, device: torch.device,
     data["tensors"] = [x for x in data["tensors"] if x[0] != "numbers"]
     if device.type == "cpu":
         data["backend"] = "torch"
-        objective = None if objective is None else _on_torch(objective)
+        terms = None if terms is None else terms.on("torch")
     with _outside():
         given = []
         for name, dtype, *place in data["tensors"]:
@@ -229,20 +226,10 @@ def _rehearse(recipe: Recipe, objective: Objective | None, device: torch.device,
         sizes = [2 if name == "segments" else 6 for name in data["sizes"]]
         args = Call(Recipe(recipe.text, data, None, tuple(x[0] for x in data["tensors"])), given, sizes)
         with torch.random.fork_rng([torch.cuda.current_device()] if device.type == "cuda" else []):
-            return perform(args, objective)
+            return perform(args, terms)
 
 
 _ODD = 3**0.5  # a temperature, scale or cap that no term has as its own
-
-
-def _on_torch(objective: Objective) -> Objective:
-    other = object.__new__(type(objective))
-    for name in objective.__slots__:
-        if name != "__weakref__":
-            object.__setattr__(other, name, getattr(objective, name))
-    object.__setattr__(other, "backend", "torch")
-    object.__setattr__(other, "known", {})
-    return other
 
 
 @contextlib.contextmanager

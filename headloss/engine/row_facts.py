@@ -1,0 +1,58 @@
+"""Facts by themselves: the sweep of `hl.row_facts`, and what it may be asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from headloss.engine.bind import backend_for
+from headloss.engine.plan import check_targets_wanted, check_teachers
+from headloss.engine.sweeps import Sweep
+from headloss.engine.teachers import bind_guides, name_teachers
+from headloss.facts import FACTS, Fact, Want
+from headloss.rows import Prepared, bind_rows
+from headloss.sources import Source, Teacher
+from headloss.trace.call import Call
+from headloss.trace.options import is_number, shown
+from headloss.trace.signature import COMPARING, ONLY, Parameter, Signature, suggest
+
+
+def facts_sweep(
+    source: Source,
+    targets: Tensor | Prepared | None,
+    want: Sequence[Any],
+    teacher: Teacher | Mapping[str, Teacher] | None,
+    backend: str,
+    host_read: bool,
+) -> Sweep:
+    """The sweep of `row_facts`."""
+    teachers = name_teachers(teacher, source)
+    wanted = [_read_fact(x, teachers) for x in ([want] if isinstance(want, str) else want)]
+    if not wanted:
+        raise ValueError(f"want: wanted at least one of {', '.join(FACTS)}")
+    if targets is None:
+        check_targets_wanted(wanted)
+    chosen = Want(wanted)
+    engine = backend_for(backend, source, chosen)
+    rows = bind_rows(source.leading, targets, None, vocab=source.vocab, device=source.device, host_read=host_read)
+    return Sweep(source, rows, chosen, engine, bind_guides(teachers, chosen.teachers, source, rows))
+
+
+def _read_fact(want: Any, teachers: Mapping[str, Teacher]) -> Fact:
+    """A fact from its name, (name, temperature) or (name, temperature, teacher)."""
+    name, temperature, teacher = (*((want,) if isinstance(want, str) else tuple(want)), None, None)[:3]
+    if name not in FACTS or name == "divergence":
+        there = ", ".join(f for f in FACTS if f != "divergence")
+        raise ValueError(f"want: {name!r} is not a fact; there are {there}{suggest(str(name), FACTS)}")
+    if temperature is not None and not (is_number(temperature) and temperature > 0):
+        raise ValueError(f"want: wanted a positive temperature for {name!r}, got {shown(temperature)}")
+    if name in COMPARING:
+        teacher = teacher or (next(iter(teachers)) if len(teachers) == 1 else ONLY)
+    elif teacher is not None:
+        raise ValueError(f"want: {name!r} is the student's alone, got teacher {teacher!r}")
+    fact = Fact(name, None if temperature is None else float(temperature), teacher)
+    asked = Call(_read_fact, Signature("want", (Parameter(name, "fact", False, fact),), {}), {})
+    check_teachers("want", asked, teachers)
+    return fact

@@ -1,0 +1,52 @@
+"""Named terms and metrics on a backend: what the engine and the graph know of an objective."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from headloss.backends import check_backend
+from headloss.metrics import check_names, own_metrics, read_metrics
+from headloss.term import Term, as_term
+from headloss.trace.call import Call
+
+
+class Terms:
+    """Named terms and metrics, checked, and the plans of calls on them.  Immutable, but for the plans."""
+
+    __slots__ = ("__weakref__", "asked", "backend", "every_term", "known", "metrics", "names", "terms")
+    asked: Any  # the metrics as they were given
+    terms: Mapping[str, Term]
+    metrics: tuple[tuple[str, Call], ...]
+    backend: str
+    names: tuple[str, ...]  # of the terms
+    every_term: tuple[Term, ...]  # and those that metrics are made of
+    known: dict[Any, Any]  # plans of earlier calls; see `engine.plan.make_plan`
+
+    def __init__(
+        self, terms: Mapping[str, Callable[..., Any] | Term], metrics: Any = (), backend: str = "auto"
+    ) -> None:
+        check_backend(backend)
+        metrics = own_metrics(metrics)
+        checked = MappingProxyType({name: as_term(name, x) for name, x in terms.items()})
+        calls = tuple(read_metrics(metrics))
+        check_names(terms, [name for name, _ in calls])
+        measured = (call.fn for _, call in calls if isinstance(call.fn, Term))
+        self._set(
+            asked=metrics, terms=checked, metrics=calls, backend=backend, names=tuple(checked),
+            every_term=(*checked.values(), *measured), known={},
+        )  # fmt: skip
+
+    def on(self, backend: str) -> Terms:
+        """The same terms on another backend, without the plans."""
+        other = object.__new__(Terms)
+        other._set(**{name: getattr(self, name) for name in Terms.__slots__[1:]} | {"backend": backend, "known": {}})
+        return other
+
+    def _set(self, **values: Any) -> None:
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"{type(self).__name__} is immutable; make a new one to change {name!r}")
