@@ -3,7 +3,7 @@
 Dimension key:  N rows   V vocabulary columns in hand (a shard, a block, or all)   R parts to be merged   K ids a row
 Symbols:        z logits after scale, bias and softcap   T temperature   s = z / T   p = softmax(s)   y target column
 
-A fact is one number a row.  Its value, and its pull d(fact)/d(s_j) on the logits:
+A fact is one number per row.  Its value, and its pull d(fact)/d(s_j) on the logits:
 
     lse            log sum_j e^s_j            p_j
     logprob        s_y - lse                  1[j=y] - p_j
@@ -13,8 +13,11 @@ A fact is one number a row.  Its value, and its pull d(fact)/d(s_j) on the logit
     max_logprob    max_j log p_j              none: a metric
     argmax         the column of the maximum  none: a metric
 
+The table `FACTS` says the same in code, and is the only place that does: the backends run `finish` and `coefficients`,
+or print them into their kernels.
+
 A loss is plain PyTorch on facts, so d(loss)/d(fact) is ordinary autograd on (N,) vectors.  `coefficients` folds those
-into five numbers a row, and the gradient of any loss whatever is
+into five numbers per row, and the gradient of any loss whatever is
 
     d(loss)/d(s_j) = p_j (a + b log p_j + e p_j) + c + y 1[j=y]
 
@@ -29,31 +32,52 @@ offset by 200 the centred entropy is right to 3e-7, the uncentred one to 1.5e-5.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from headloss.teachers import (
-    DENSE,
-    SPARSE,
-    TeacherPartial,
-    TeacherSoftmax,
-    Temperature,
-    finish_teacher,
-    merge_teacher,
-    student_share,
-)
+from headloss.rule import Pull as Pull
+from headloss.rule import Rule, summed
+from headloss.teachers import COMPARING, TeacherPartial, TeacherSoftmax, Temperature, finish_teacher, merge_teacher
 from headloss.teachers import FLOOR as FLOOR
 
-STUDENT = ("lse", "logprob", "mean_logprob", "entropy", "sum_p2", "max_logprob", "argmax")
-FACTS = (*STUDENT, *DENSE, *SPARSE)
-CONSTANT = frozenset({"max_logprob", "argmax", "teacher_entropy", "teacher_argmax", "topk_overlap"})  # no gradient
-VALUED = frozenset(
-    {"entropy", "sum_p2", "reverse_cross_entropy", "shared_entropy", "ids_logit"}
-)  # their pull reads them
-NEEDS_TARGET = frozenset({"logprob"})
+# The table.  Values are made of the fields of `Partial` and `Moments`, and T, log_S, vocab; see `rule.Rule`.
+FACTS: dict[str, Rule] = {
+    "lse": Rule(lambda max, T, log_S: max / T + log_S, lambda g: Pull(a=g)),
+    "logprob": Rule(lambda target, T, log_S: target / T - log_S, lambda g: Pull(a=-g, y=g)),
+    "mean_logprob": Rule(
+        lambda total, T, vocab, log_S: total / T / vocab - log_S, lambda g, vocab: Pull(a=-g, c=g / vocab)
+    ),
+    "entropy": Rule(lambda log_S, X, S: log_S - X / S, lambda g, value: Pull(a=-g * value, b=-g)),
+    "sum_p2": Rule(lambda Q, S: Q / S**2, lambda g, value: Pull(a=-2 * g * value, e=2 * g)),
+    "max_logprob": Rule(lambda log_S: -log_S),
+    "argmax": Rule(lambda argmax: argmax.long(), moves=False),
+    **COMPARING,
+}
+
+
+class _Those(Set[str]):
+    """The facts whose rule says so, in the table as it is now."""
+
+    def __init__(self, said: Callable[[Rule], bool]) -> None:
+        self.said = said
+
+    def __contains__(self, name: object) -> bool:
+        return name in FACTS and self.said(FACTS[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in FACTS if name in self)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+CONSTANT = _Those(lambda rule: not rule.pulls)  # no gradient
+LOST = _Those(lambda rule: not rule.pulls and rule.moves)  # none, though the logits move it
+VALUED = _Those(lambda rule: rule.valued)  # their pull reads them
+NEEDS_TARGET = _Those(lambda rule: "target" in rule.sums)
 
 
 class Fact(NamedTuple):
@@ -70,19 +94,23 @@ class Fact(NamedTuple):
         return f"{name} of {self.teacher}" if self.teacher else name
 
 
+ANY = "any"
+
+
 class Want:
     """Which facts a sweep is asked for; what is not asked for is not computed."""
 
     def __init__(self, facts: Sequence[Fact]) -> None:
-        order = {f: i for i, f in enumerate(dict.fromkeys(facts))}
-        self.facts = tuple(sorted(order, key=lambda f: (FACTS.index(f.name), f.temperature or 0.0, order[f])))
+        order, table = {f: i for i, f in enumerate(dict.fromkeys(facts))}, list(FACTS)
+        self.facts = tuple(sorted(order, key=lambda f: (table.index(f.name), f.temperature or 0.0, order[f])))
         self.temperatures = tuple(dict.fromkeys(f.temperature for f in self.facts))
         self.teachers = tuple(dict.fromkeys(f.teacher for f in self.facts if f.teacher is not None))
         names = {f.name for f in self.facts}
         self.only_ids = names == {"ids_logit"}  # some logits of each row, and no softmax
-        self.target = not NEEDS_TARGET.isdisjoint(names)
-        self.argmax = "argmax" in names
-        self.total = "mean_logprob" in names
+        self._sums = frozenset(
+            (x, T, f.teacher) for f in self.facts for x in FACTS[f.name].sums for T in (f.temperature, ANY)
+        )
+        self.target, self.argmax, self.total = (self.sums(x) for x in ("target", "argmax", "total"))
         self.divergent = any(f.element is not None for f in self.facts)
         self._at = frozenset((f.temperature, f.name, f.teacher) for f in self.facts)
         self._compared = {
@@ -93,8 +121,9 @@ class Want:
     def at(self, temperature: float | None, name: str, teacher: str | None = None) -> bool:
         return (temperature, name, teacher) in self._at
 
-    def at_any(self, teacher: str, name: str) -> bool:
-        return any(f.name == name and f.teacher == teacher for f in self.facts)
+    def sums(self, name: str, temperature: float | str | None = ANY, teacher: str | None = None) -> bool:
+        """Whether a value that is wanted (at this temperature, of this teacher) is made of this sum."""
+        return (name, temperature, teacher) in self._sums
 
     def temperatures_of(self, teacher: str) -> tuple[float | None, ...]:
         """The temperatures at which the row is compared with this teacher."""
@@ -134,16 +163,6 @@ class Partial(NamedTuple):
     columns: Tensor | None  # how many columns `total` covers
     moments: tuple[Moments, ...]  # one per temperature of the Want
     teachers: tuple[TeacherPartial, ...] = ()  # one per teacher of the Want
-
-
-class Pull(NamedTuple):
-    """Coefficients of the gradient at one temperature; None where no fact needs the term.  Each is (N,)."""
-
-    a: Tensor | None  # p_j
-    b: Tensor | None  # p_j log p_j
-    e: Tensor | None  # p_j^2
-    c: Tensor | None  # 1
-    y: Tensor | None  # 1[j=y]
 
 
 class Softmax(NamedTuple):
@@ -198,27 +217,13 @@ def finish(
     log_sums = tuple(m.S.log() for m in moments)
     facts: dict[Fact, Tensor] = {}
     softmax = Softmax(partial.max.masked_fill(partial.max == -math.inf, 0.0), log_sums)
+    rows = [
+        {**partial._asdict(), **m._asdict(), "T": T, "log_S": log_S, "vocab": vocab}
+        for m, T, log_S in zip(moments, temperatures, log_sums, strict=True)
+    ]
     for fact in want.facts:
-        if fact.teacher is not None:
-            continue
-        i = want.temperatures.index(fact.temperature)
-        T, log_S, (S, X, Q) = temperatures[i], log_sums[i], moments[i]
-        match fact.name:
-            case "lse":
-                value = partial.max / T + log_S
-            case "logprob":
-                value = _known(partial.target) / T - log_S
-            case "mean_logprob":
-                value = _known(partial.total) / T / vocab - log_S
-            case "entropy":
-                value = log_S - _known(X) / S
-            case "sum_p2":
-                value = _known(Q) / S**2
-            case "max_logprob":
-                value = -log_S
-            case "argmax":
-                value = _known(partial.argmax).long()
-        facts[fact] = value
+        if fact.teacher is None:
+            facts[fact] = FACTS[fact.name].value(rows[want.temperatures.index(fact.temperature)])
     seen = []
     student = dict(zip(want.temperatures, zip(temperatures, log_sums, strict=True), strict=True))
     for name, teacher in zip(want.teachers, partial.teachers, strict=True):
@@ -227,11 +232,6 @@ def finish(
         facts |= values
         seen.append(teacher_softmax)
     return facts, softmax._replace(teachers=tuple(seen))
-
-
-def _known(x: Tensor | None) -> Tensor:
-    assert x is not None, "the sweep left out a sum that a wanted fact needs"
-    return x
 
 
 def coefficients(
@@ -243,23 +243,11 @@ def coefficients(
     """
     pulls = []
     for T in want.temperatures:
-        g = {f.name: grads[f] for f in want.facts if f[1:3] == (T, None) and grads.get(f) is not None}
-        pieces = [
-            g.get("lse"),
-            -g["logprob"] if "logprob" in g else None,
-            -g["mean_logprob"] if "mean_logprob" in g else None,
-            -g["entropy"] * facts[Fact("entropy", T)] if "entropy" in g else None,
-            -2 * g["sum_p2"] * facts[Fact("sum_p2", T)] if "sum_p2" in g else None,
-            *(student_share(f.name, grads[f]) for f in want.facts if f.teacher and f.temperature == T and f in grads),
-        ]
-        present = [x for x in pieces if x is not None]
-        pulls.append(
-            Pull(
-                a=sum(present[1:], present[0]) if present else None,
-                b=-g["entropy"] if "entropy" in g else None,
-                e=2 * g["sum_p2"] if "sum_p2" in g else None,
-                c=g["mean_logprob"] / vocab if "mean_logprob" in g else None,
-                y=g.get("logprob"),
-            )
-        )
+        found = []
+        for fact in want.facts:
+            g = grads.get(fact) if fact.temperature == T else None
+            if g is not None:
+                rule = FACTS[fact.name]
+                found.append((rule.pull if fact.teacher is None else rule.share)(g, facts.get(fact), vocab))
+        pulls.append(summed(Pull, found))
     return tuple(pulls)

@@ -34,15 +34,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-DENSE = (
-    "teacher_cross_entropy",
-    "reverse_cross_entropy",
-    "teacher_entropy",
-    "shared_entropy",
-    "teacher_argmax",
-    "divergence",
-)
-SPARSE = ("ids_logprob", "tail_logprob", "ids_logit", "topk_overlap")
+from headloss.rule import Pull, Rule, summed
 
 FLOOR = -1.0e4  # exp(FLOOR) is 0 in every dtype, and 0 * FLOOR is 0 where 0 * -inf would be NaN
 
@@ -130,21 +122,62 @@ class Look(NamedTuple):
 class DensePull(NamedTuple):
     """p_j (a + b log p_j + c log q_j) + d q_j, and the looks, at one temperature.  None: nothing needs the term."""
 
-    a: Tensor | None
-    b: Tensor | None
-    c: Tensor | None
-    d: Tensor | None
+    a: Tensor | None = None
+    b: Tensor | None = None
+    c: Tensor | None = None
+    d: Tensor | None = None
     looks: tuple[Look, ...] = ()
 
 
 class SparsePull(NamedTuple):
     """ids_k 1[j = i_k] + tail 1[j not an id] e^(s_j - tail lse), at one temperature.  The -p_j is the student's."""
 
-    ids: Tensor | None  # (N, K)
-    tail: Tensor | None
+    ids: Tensor | None = None  # (N, K)
+    tail: Tensor | None = None
 
 
 TeacherPulls = tuple[DensePull, ...] | tuple[SparsePull, ...]  # one per temperature
+
+
+def _column(T: Temperature) -> Temperature:
+    return T.unsqueeze(-1) if isinstance(T, Tensor) else T
+
+
+def _overlap(ids: Tensor, top: Tensor) -> Tensor:
+    """With n ids in a row, how many of them are among its n likeliest columns, as a fraction."""
+    n_N = (ids > -math.inf).sum(-1, keepdim=True)
+    least_N = top.gather(-1, (n_N - 1).clamp(min=0))
+    among = (ids >= least_N) & (ids > -math.inf)
+    return among.sum(-1).to(ids.dtype) / n_N[:, 0].clamp(min=1)
+
+
+# Values are made of the fields of `Meeting`, and log_S, log_St, argmax; see `rule.Rule`.
+DENSE: dict[str, Rule] = {
+    "teacher_cross_entropy": Rule(lambda log_S, F, St: log_S - F / St, lambda g: DensePull(a=g, d=-g)),
+    "reverse_cross_entropy": Rule(lambda log_St, G, S: log_St - G / S, lambda g, value: DensePull(a=-g * value, c=-g)),
+    "teacher_entropy": Rule(lambda log_St, Y, St: log_St - Y / St, moves=False),
+    "shared_entropy": Rule(lambda log_S, X, S: log_S - X / S, lambda g, value: DensePull(a=-g * value, b=-g)),
+    "teacher_argmax": Rule(lambda argmax: argmax.long(), moves=False),
+    "divergence": Rule(None, lambda g: DensePull()),  # the second look gives its value and its pull
+}
+# Of the fields of `SparsePartial`, and T, log_S, tail_log_sum, and the student's max.
+SPARSE: dict[str, Rule] = {
+    "ids_logprob": Rule(
+        lambda ids, T, log_S: ids / _column(T) - log_S.unsqueeze(-1),
+        lambda g: SparsePull(ids=g),
+        share=lambda g: Pull(a=-g.sum(-1)),
+    ),
+    "tail_logprob": Rule(
+        lambda tail_max, max, T, tail_log_sum, log_S: (tail_max - max) / T + tail_log_sum - log_S,
+        lambda g: SparsePull(tail=g),
+        share=lambda g: Pull(a=-g),
+    ),
+    "ids_logit": Rule(
+        lambda ids, max, T: (ids + max.unsqueeze(-1)) / _column(T), lambda g: SparsePull(ids=g), kept=True
+    ),
+    "topk_overlap": Rule(_overlap),
+}
+COMPARING = DENSE | SPARSE
 
 
 def merge_teacher(parts: TeacherPartial, shift: Tensor, pairs: Pairs) -> TeacherPartial:
@@ -200,21 +233,11 @@ def finish_teacher(
         return _finish_sparse(partial, asked, temperatures, max_N, student)
     meetings = [m._replace(S=_positive(m.S), St=_positive(m.St)) for m in partial.meetings]
     log_S, log_St = tuple(m.S.log() for m in meetings), tuple(m.St.log() for m in meetings)
-    values: dict[Any, Tensor] = {}
-    for fact in asked:
-        i = temperatures.index(fact.temperature)
-        S, X, St, Y, F, G = meetings[i]
-        match fact.name:
-            case "teacher_cross_entropy":
-                values[fact] = log_S[i] - _known(F) / St
-            case "reverse_cross_entropy":
-                values[fact] = log_St[i] - _known(G) / S
-            case "shared_entropy":
-                values[fact] = log_S[i] - _known(X) / S
-            case "teacher_entropy":
-                values[fact] = log_St[i] - _known(Y) / St
-            case "teacher_argmax":
-                values[fact] = _known(partial.argmax).long()
+    rows = [
+        {**m._asdict(), "log_S": own, "log_St": theirs, "argmax": partial.argmax}
+        for m, own, theirs in zip(meetings, log_S, log_St, strict=True)
+    ]
+    values = {f: DENSE[f.name].value(rows[temperatures.index(f.temperature)]) for f in asked if f.element is None}
     return values, DenseSoftmax(partial.max.masked_fill(partial.max == -math.inf, 0.0), log_S, log_St)
 
 
@@ -226,48 +249,20 @@ def _finish_sparse(
     student: Mapping[float | None, tuple[Temperature, Tensor]],
 ) -> tuple[dict[Any, Tensor], TeacherSoftmax]:
     tail_log_sums = tuple(_positive(S).log() for S in partial.tails)
-    values: dict[Any, Tensor] = {}
+    values = {}
     for fact in asked:
         T, log_S = student[fact.temperature]
-        columns = T[:, None] if isinstance(T, Tensor) else T
-        match fact.name:
-            case "ids_logprob":
-                values[fact] = partial.ids / columns - log_S[:, None]
-            case "ids_logit":
-                values[fact] = (partial.ids + max_N[:, None]) / columns
-            case "tail_logprob":
-                tail = (_known(partial.tail_max) - max_N) / T
-                values[fact] = tail + tail_log_sums[temperatures.index(fact.temperature)] - log_S
-            case "topk_overlap":
-                values[fact] = _overlap(partial.ids, _known(partial.top))
+        tail = tail_log_sums[temperatures.index(fact.temperature)] if tail_log_sums else None
+        row = {**partial._asdict(), "max": max_N, "T": T, "log_S": log_S, "tail_log_sum": tail}
+        values[fact] = SPARSE[fact.name].value(row)
     tail_max = partial.tail_max
     if tail_max is not None:
         tail_max = tail_max.masked_fill(tail_max == -math.inf, 0.0)
     return values, SparseSoftmax(tail_max, tail_log_sums)
 
 
-def _overlap(ids_NK: Tensor, top_NK: Tensor) -> Tensor:
-    """With n ids in a row, how many of them are among its n likeliest columns, as a fraction."""
-    n_N = (ids_NK > -math.inf).sum(-1, keepdim=True)
-    least_N = top_NK.gather(-1, (n_N - 1).clamp(min=0))
-    among = (ids_NK >= least_N) & (ids_NK > -math.inf)
-    return among.sum(-1).to(ids_NK.dtype) / n_N[:, 0].clamp(min=1)
-
-
 def _positive(S: Tensor) -> Tensor:
     return S.masked_fill(S == 0, 1.0)  # 0: there was no column, or every logit was -inf
-
-
-def _known(x: Tensor | None) -> Tensor:
-    assert x is not None, "the sweep left out a sum that a wanted fact needs"
-    return x
-
-
-def student_share(name: str, grad: Tensor) -> Tensor | None:
-    """What a sparse fact adds to the student's own coefficient of p_j."""
-    if name == "ids_logprob":
-        return -grad.sum(-1)
-    return -grad if name == "tail_logprob" else None
 
 
 def teacher_coefficients(
@@ -282,30 +277,8 @@ def teacher_coefficients(
     looks = [f for f in asked if f.element is not None]
     for T in temperatures:
         mine = [f for f in asked if f.temperature == T and grads.get(f) is not None]
-        g = {f.name: grads[f] for f in mine if f.element is None}
-        value = {f.name: facts[f] for f in mine if f in facts}
-        if isinstance(softmax, SparseSoftmax):
-            both = [g[n] for n in ("ids_logprob", "ids_logit") if n in g]
-            pulls.append(SparsePull(sum(both[1:], both[0]) if both else None, g.get("tail_logprob")))
-            continue
-        forward, reverse, shared = (
-            g.get(n) for n in ("teacher_cross_entropy", "reverse_cross_entropy", "shared_entropy")
-        )
-        pieces = [
-            forward,
-            None if reverse is None else -reverse * value["reverse_cross_entropy"],
-            None if shared is None else -shared * value["shared_entropy"],
-        ]
-        present = [x for x in pieces if x is not None]
-        pulls.append(
-            DensePull(
-                a=sum(present[1:], present[0]) if present else None,
-                b=None if shared is None else -shared,
-                c=None if reverse is None else -reverse,
-                d=None if forward is None else -forward,
-                looks=tuple(
-                    Look(f.element, grads[f], softmax.looks[looks.index(f)]) for f in mine if f.element is not None
-                ),
-            )
-        )
+        kind: Any = SparsePull if isinstance(softmax, SparseSoftmax) else DensePull
+        total = summed(kind, [COMPARING[f.name].pull(grads[f], facts.get(f)) for f in mine])
+        own = [Look(f.element, grads[f], softmax.looks[looks.index(f)]) for f in mine if f.element is not None]  # type: ignore[union-attr]
+        pulls.append(total._replace(looks=tuple(own)) if own else total)
     return tuple(pulls)

@@ -49,7 +49,7 @@ def sums(
         total=fresh() if want.total else None,
         columns=fresh().fill_(V) if want.total else None,
         moments=tuple(
-            Moments(fresh(), fresh() if want.at(T, "entropy") else None, fresh() if want.at(T, "sum_p2") else None)
+            Moments(fresh(), *(fresh() if want.sums(x, T) else None for x in Moments._fields[1:]))
             for T in want.temperatures
         ),
     )
@@ -112,23 +112,26 @@ def pull(
     parts = [
         (T, *_over(k, log_sum), k.c, k.y if k.y is None or here_C is None else k.y * here_C)
         for T, log_sum, k in zip(temperatures, softmax.log_sums, pulls, strict=True)
-        if k.a is not None
+        if any(x is not None for x in k)
     ]
     looks = any(isinstance(k, DensePull) and k.looks for own in teacher_pulls for k in own)
     for rows in _tiles(raw_CV, LOOK_BUFFERS if looks else 2 if teachers else 1):
         z_BV = logits(raw_CV[rows], scale, softcap)
         grad_BV = None
         for T, a, b, e, c, y in parts:
-            x_BV = z_BV - softmax.max[rows, None]
-            if not _is_one(T):
-                divide(x_BV, T, rows, into=x_BV)
-            e_BV = x_BV.exp_() if b is None else x_BV.exp()
-            slope = a[rows, None]
-            if b is not None:
-                slope = x_BV.clamp_(min=FLOOR).mul_(b[rows, None]).add_(slope)
-            if e is not None:
-                slope = slope + e_BV * e[rows, None]
-            ds_BV = e_BV.mul_(slope)
+            if a is None:  # no softmax in it
+                ds_BV = torch.zeros_like(z_BV)
+            else:
+                x_BV = z_BV - softmax.max[rows, None]
+                if not _is_one(T):
+                    divide(x_BV, T, rows, into=x_BV)
+                e_BV = x_BV.exp_() if b is None else x_BV.exp()
+                slope = a[rows, None]
+                if b is not None:
+                    slope = x_BV.clamp_(min=FLOOR).mul_(b[rows, None]).add_(slope)
+                if e is not None:
+                    slope = slope + e_BV * e[rows, None]
+                ds_BV = e_BV.mul_(slope)
             if c is not None:
                 ds_BV += c[rows, None]
             if y is not None and column_C is not None and V:
@@ -193,14 +196,16 @@ def _compare(compared: Sequence[Comparison], rows: slice, *tile: Any) -> None:
             comparison.meet(rows, key, T, z_BV, z_BV)
 
 
-def _over(k: Pull, log_sum: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def _over(k: Pull, log_sum: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Coefficients for e^x where a pull has them for p = e^x / S: dividing here saves a pass over the columns.
 
-    p (a + b log p + e p) = e^x (a - b log S + b x + e/S e^x) / S
+    p (a + b log p + e p) = e^x (a - b log S + b x + e/S e^x) / S        None, None, None: nothing is made of p
     """
-    assert k.a is not None
+    if k.a is None and k.b is None and k.e is None:
+        return None, None, None
     inverse = (-log_sum).exp()
-    a = k.a if k.b is None else k.a - k.b * log_sum
+    a = torch.zeros_like(log_sum) if k.a is None else k.a
+    a = a if k.b is None else a - k.b * log_sum
     return a * inverse, None if k.b is None else k.b * inverse, None if k.e is None else k.e * inverse**2
 
 

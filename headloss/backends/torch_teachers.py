@@ -45,7 +45,7 @@ class Comparison:
         if isinstance(self.chunk, DenseChunk):
             u_BU = logits(self.chunk.raw_CV[rows, : self.chunk.columns], self.chunk.scale, self.chunk.softcap)
             u_BU = u_BU.to(self.dtype)
-            part |= _best(u_BU, start, self.want.at_any(self.name, "teacher_argmax"))
+            part |= _best(u_BU, start, self.want.sums("argmax", teacher=self.name))
             part["y"] = u_BU - part["max"].masked_fill(part["max"] == -math.inf, 0.0)[:, None]
         else:
             column_BK, here_BK, inside_BV = _places(self.chunk.ids_CK[rows], start, x_BV.shape[-1])
@@ -55,12 +55,12 @@ class Comparison:
                 ids_BK = torch.full(column_BK.shape, -math.inf, dtype=self.dtype, device=self.device)
             part["ids"] = ids_BK
             part["tail_max"] = part["top"] = None
-            if self.want.at_any(self.name, "tail_logprob"):
+            if self.want.sums("tail_max", teacher=self.name):
                 tail_BV = x_BV.masked_fill(inside_BV, -math.inf)
                 tail_B = tail_BV.amax(-1) if tail_BV.shape[-1] else torch.full_like(max_B, -math.inf)
                 part["tail_max"] = tail_B + max_B
                 part["tail"] = tail_BV - tail_B.masked_fill(tail_B == -math.inf, 0.0)[:, None]
-            if self.want.at_any(self.name, "topk_overlap"):
+            if self.want.sums("top", teacher=self.name):
                 K = self.chunk.ids_CK.shape[-1]
                 top_BK = x_BV.topk(min(K, x_BV.shape[-1]), -1).values
                 part["top"] = torch.nn.functional.pad(top_BK, (0, K - top_BK.shape[-1]), value=-math.inf)
@@ -75,17 +75,17 @@ class Comparison:
             if part["tail_max"] is not None:
                 part["tails"].append(divide(part["tail"], T, rows).exp().sum(-1))
             return
-        wants = {n: self.want.at(key, n, self.name) for n in ("shared_entropy", "teacher_entropy")}
+        wants = {x: self.want.sums(x, key, self.name) for x in "XYFG"}
         U, y_BU = self.chunk.columns, divide(part["y"], self.chunk.temperatures[self.temperatures.index(key)], rows)
         s_BU, e_BU, f_BU = s_BV[:, :U], e_BV[:, :U], y_BU.exp()
         part["meetings"].append(
             Meeting(
                 S=e_BU.sum(-1),
-                X=_weighted(e_BU, s_BU) if wants["shared_entropy"] else None,
+                X=_weighted(e_BU, s_BU) if wants["X"] else None,
                 St=f_BU.sum(-1),
-                Y=_weighted(f_BU, y_BU) if wants["teacher_entropy"] else None,
-                F=_weighted(f_BU, s_BU) if self.want.at(key, "teacher_cross_entropy", self.name) else None,
-                G=_weighted(e_BU, y_BU) if self.want.at(key, "reverse_cross_entropy", self.name) else None,
+                Y=_weighted(f_BU, y_BU) if wants["Y"] else None,
+                F=_weighted(f_BU, s_BU) if wants["F"] else None,
+                G=_weighted(e_BU, y_BU) if wants["G"] else None,
             )
         )
 
@@ -139,7 +139,7 @@ def pull_tile(
     for i, (pull, T) in enumerate(zip(pulls, temperatures, strict=True)):
         if isinstance(pull, DensePull):
             assert isinstance(chunk, DenseChunk)
-            if pull.a is not None or pull.looks:
+            if pull.looks or any(x is not None for x in pull[:4]):
                 g_BU = _pull_dense(pull, z_BV, rows, chunk, seen, softmax, T, i)
                 grad_BV[:, : chunk.columns] += divide(g_BU, T, rows)
         elif isinstance(pull, SparsePull) and isinstance(chunk, SparseChunk):
@@ -151,16 +151,14 @@ def _pull_dense(
 ) -> Tensor:
     logp_BU, logq_BU = _logprobs(z_BV, rows, chunk, seen, softmax, T, i)
     p_BU = logp_BU.exp()
-    g_BU = torch.zeros_like(p_BU)
-    if pull.a is not None:
-        slope = pull.a[rows, None]
-        if pull.b is not None:
-            slope = slope + pull.b[rows, None] * logp_BU
-        if pull.c is not None:
-            slope = slope + pull.c[rows, None] * logq_BU
-        g_BU = p_BU * slope
-        if pull.d is not None:
-            g_BU += pull.d[rows, None] * logq_BU.exp()
+    slope: float | Tensor = 0.0 if pull.a is None else pull.a[rows, None]
+    if pull.b is not None:
+        slope = slope + pull.b[rows, None] * logp_BU
+    if pull.c is not None:
+        slope = slope + pull.c[rows, None] * logq_BU
+    g_BU = p_BU * slope if isinstance(slope, Tensor) else torch.zeros_like(p_BU)
+    if pull.d is not None:
+        g_BU += pull.d[rows, None] * logq_BU.exp()
     for element, g, C in pull.looks:
         g_BU += g[rows, None] * (element.slope(logp_BU, logq_BU) - p_BU * C[rows, None])
     return g_BU

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from headloss.checks.dense_facts import COMPARING, FLOOR, STUDENT, DenseSegments, sparse_fact, student_fact
+from headloss.checks.dense_facts import COMPARING, FLOOR, DenseSegments, sparse_fact, student_fact
+from headloss.facts import FACTS
 from headloss.losses import LOSSES
 from headloss.segments import Segments
 from headloss.sources import Logits, Source, Sparse, Teacher
@@ -166,7 +167,7 @@ class Dense:
 
     def fact(self, name: str, temperature: float | None, teacher: str) -> Tensor:
         s = self.at(self.z_RV, self.given.source.temperature, temperature)
-        if name in STUDENT:
+        if name not in COMPARING:
             return student_fact(name, s, self.targets)
         if teacher in self.sparse:
             return sparse_fact(name, s, *self.sparse[teacher])
@@ -233,7 +234,7 @@ class Dense:
                 continue
             if p.name in named:
                 found[p.name] = self.fact(*named[p.name], teacher)
-            elif p.name in STUDENT or p.name in COMPARING:
+            elif p.name in FACTS or p.name in COMPARING:
                 found[p.name] = self.fact(p.name, temperature, teacher)
             elif p.name == "targets":
                 found[p.name] = self.targets

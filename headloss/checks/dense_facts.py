@@ -1,19 +1,22 @@
 """Facts of dense logits, for `dense.py`: each written as its definition, and shared with nothing that runs a call.
 
+A fact that stands in the table alone has its value from there, over dense sums, and its derivative from autograd.
+
 Dimension key:  R rows that count   S segments   V vocabulary   K ids per row
 """
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from headloss.facts import FACTS
 from headloss.segments import Segments
 
 FLOOR = -1.0e4  # of log p and log q: an outcome of probability 0 counts for nothing, not NaN
-STUDENT = ("lse", "logprob", "mean_logprob", "entropy", "sum_p2", "max_logprob", "argmax")
 COMPARING = (
     "teacher_cross_entropy", "reverse_cross_entropy", "teacher_entropy", "shared_entropy", "teacher_argmax",
     "ids_logprob", "tail_logprob", "ids_logit", "topk_overlap", "teacher_ids", "teacher_logprob",
@@ -60,7 +63,21 @@ def student_fact(name: str, s: Tensor, targets: Tensor | None) -> Tensor:
             return logp.exp().square().sum(-1)
         case "max_logprob":
             return logp.detach().amax(-1)
-    return s.detach().argmax(-1)
+        case "argmax":
+            return s.detach().argmax(-1)
+    most = s.detach().amax(-1)
+    x = s - most.masked_fill(most == -math.inf, 0.0)[:, None]
+    e, bounded = x.exp(), x.clamp(min=FLOOR)
+    row: dict[str, Any] = {
+        "max": most,
+        "total": x.sum(-1),
+        "S": e.sum(-1),
+        "X": (e * bounded).sum(-1),
+        "Q": (e * e).sum(-1),
+    }
+    row |= {"T": 1.0, "log_S": row["S"].log(), "vocab": s.shape[-1], "argmax": s.detach().argmax(-1)}
+    row |= {} if targets is None else {"target": x.gather(-1, targets[:, None])[:, 0]}
+    return FACTS[name].value(row)
 
 
 def sparse_fact(name: str, s: Tensor, ids: Tensor, logq: Tensor) -> Tensor:

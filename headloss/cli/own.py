@@ -17,9 +17,9 @@ from torch import Tensor
 
 import headloss as hl
 from headloss.divergence import is_divergence
-from headloss.facts import FACTS, STUDENT
+from headloss.facts import FACTS
 from headloss.losses import LOSSES
-from headloss.teachers import SPARSE
+from headloss.teachers import COMPARING, SPARSE
 from headloss.trace.signature import TEACHER_INPUTS, read_signature
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -69,7 +69,7 @@ def make(
         bounds = torch.linspace(0, N, S + 1).round().long()
         call["segments"] = hl.Segments.from_cu_seqlens(bounds.to(device))
     names = {t.teacher or "teacher" for t in objective.terms.values() if _looks(t)}
-    names |= {"teacher"} if not names and any(n in TEACHER_INPUTS or n in _COMPARING for n in asked) else set()
+    names |= {"teacher"} if not names and any(n in TEACHER_INPUTS or n in COMPARING for n in asked) else set()
     sparse = top_k or any(n in TEACHER_INPUTS or n in SPARSE for n in asked)
     if names:
         made = {n: _teacher(normal(N, V) * 2, top_k or 8 if sparse else 0, dtype, device) for n in sorted(names)}
@@ -82,7 +82,6 @@ def make(
 
 
 _ANY = "teacher_cross_entropy"  # stands for everything that needs a teacher of either kind
-_COMPARING = frozenset(FACTS) - frozenset(STUDENT)
 
 
 def _functions(objective: hl.Objective) -> Iterator[Callable[..., Any]]:
@@ -119,7 +118,7 @@ def _asked(objective: hl.Objective) -> Iterator[str]:
 def _looks(term: hl.Term) -> bool:
     """Whether a term looks at a teacher."""
     names = [p.name for p in read_signature(term.fn).parameters] + [fact for fact, _ in term.facts.values()]
-    return is_divergence(term.fn) or any(n in _COMPARING or n in TEACHER_INPUTS for n in names)
+    return is_divergence(term.fn) or any(n in COMPARING or n in TEACHER_INPUTS for n in names)
 
 
 def _teacher(logits: Tensor, K: int, dtype: torch.dtype, device: str) -> Any:

@@ -13,10 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from headloss.facts import CONSTANT, Fact
+from headloss.facts import CONSTANT, LOST, Fact
 from headloss.trace.classify import creates
-
-LOST = frozenset({"max_logprob", "topk_overlap"})  # the student's own, without a gradient; a teacher's are constant
 
 
 class Reach(NamedTuple):

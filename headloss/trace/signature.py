@@ -14,7 +14,8 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from headloss.facts import FACTS, STUDENT, Fact
+from headloss.facts import FACTS, Fact
+from headloss.teachers import COMPARING as COMPARING
 
 RESERVED = frozenset({"weight", "reduction", "temperature", "length", "row_weight", "facts", "teacher", "tail", "pure"})
 
@@ -25,7 +26,6 @@ CALL = (
 )  # fmt: skip
 
 ONLY = "teacher"  # the name of a teacher that was given without one
-COMPARING = frozenset(FACTS) - frozenset(STUDENT)
 TEACHER_INPUTS = ("teacher_ids", "teacher_logprob")  # of a sparse teacher, (rows, K)
 
 ALIASES = {  # what other libraries call our inputs

@@ -9,6 +9,7 @@ from headloss.backends.triton import pulls, sweeps, taught
 from headloss.backends.triton import teachers as compared
 from headloss.backends.triton import visit as alone
 from headloss.backends.triton.printer.elements import printed
+from headloss.backends.triton.printer.facts import check_sums
 from headloss.backends.triton.printer.lower import Unprintable
 from headloss.backends.triton.printer.program import Program
 from headloss.backends.triton.printer.program import lower as print_terms
@@ -31,6 +32,7 @@ target_numbers, count_targets = alone.target_numbers, alone.count_targets
 
 def sums(*call: Any, teachers: Sequence[TeacherChunk] = (), **options: Any) -> Partial:
     """The partial of some columns, and every teacher's; see `sweeps.sums` and `teachers.sums`."""
+    check_sums(call[2])
     return compared.sums(*call, teachers=teachers, **options) if teachers else sweeps.sums(*call, **options)
 
 

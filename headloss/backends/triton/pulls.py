@@ -107,7 +107,7 @@ def pull(
                 sparse.append(Named(chunk.ids_CK, seen, tuple(Ts), own))  # type: ignore[arg-type]
         elif chunk.columns:
             assert isinstance(seen, DenseSoftmax)
-            kept = [i for i, k in enumerate(own) if k.a is not None or k.looks]  # type: ignore[attr-defined]
+            kept = [i for i, k in enumerate(own) if any(x is not None for x in k[:4]) or k.looks]  # type: ignore[attr-defined]
             if kept:
                 at = lambda xs, kept=kept: tuple(xs[i] for i in kept)
                 chunk = chunk._replace(temperatures=at(chunk.temperatures))
@@ -206,10 +206,10 @@ def _guided(
         theirs = tuple(plain_temperature(T) for T in met.chunk.temperatures)
         numbers += [met.own_max, met.max]
         for i, k in enumerate(met.pulls):
-            numbers += [met.log_S[i], met.log_St[i], *(x for x in k[:4] if x is not None and k.a is not None)]
+            numbers += [met.log_S[i], met.log_St[i], *(x for x in k[:4] if x is not None)]
         looks = [(i, at) for i, k in enumerate(met.pulls) for at in k.looks]
         numbers += [x for _, at in looks for x in (at.g, at.C)]
-        on = lambda n: tuple(k.a is not None and k[n] is not None for k in met.pulls)
+        on = lambda n: tuple(k[n] is not None for k in met.pulls)
         flags = {"TA": on(0), "TB": on(1), "TC": on(2), "TD": on(3), "LOOKS": tuple(i for i, _ in looks)}
         flags["ELEMENT"] = None
         if looks:

@@ -60,8 +60,7 @@ def sums(
     """The partial of these columns; `start` is the first column's place in the whole vocabulary."""
     check_dtype(raw_CV)
     C, V = raw_CV.shape
-    x_flags = tuple(want.at(T, "entropy") for T in want.temperatures)
-    q_flags = tuple(want.at(T, "sum_p2") for T in want.temperatures)
+    x_flags, q_flags = (tuple(want.sums(x, T) for T in want.temperatures) for x in "XQ")
     slots = 1 + want.target + 2 * want.total + want.argmax + sum(1 + x + q for x, q in zip(x_flags, q_flags))
     if C == 0 or V == 0:
         return _named(_identity(slots, want, raw_CV), want)
@@ -193,11 +192,6 @@ def _named(out: Tensor, want: Want) -> Partial:
         columns=next(slots) if want.total else None,
         argmax=next(slots) if want.argmax else None,
         moments=tuple(
-            Moments(
-                next(slots),
-                next(slots) if want.at(T, "entropy") else None,
-                next(slots) if want.at(T, "sum_p2") else None,
-            )
-            for T in want.temperatures
+            Moments(next(slots), *(next(slots) if want.sums(x, T) else None for x in "XQ")) for T in want.temperatures
         ),
     )

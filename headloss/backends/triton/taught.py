@@ -14,9 +14,10 @@ import torch
 import triton  # type: ignore
 from torch import Tensor
 
-from headloss.backends.triton.kernels.taught import taught_kernel
+from headloss.backends.triton.kernels.taught import AT_IDS, COLUMN, TEACHER_COLUMN, taught_kernel
 from headloss.backends.triton.printer.elements import printed
-from headloss.backends.triton.printer.program import WIDE, Program
+from headloss.backends.triton.printer.facts import WIDE
+from headloss.backends.triton.printer.program import Program
 from headloss.backends.triton.tiles import (
     LAUNCH,
     Transform,
@@ -28,7 +29,7 @@ from headloss.backends.triton.tiles import (
     vector_along,
 )
 from headloss.backends.triton.visit import Arguments, Shape, Visited, as_number, kinds_of
-from headloss.facts import FACTS, Fact, Softmax, Want
+from headloss.facts import Fact, Softmax, Want
 from headloss.teachers import DenseChunk, DenseSoftmax, SparseSoftmax, TeacherChunk
 
 # by columns in hand: beside a dense teacher; with a divergence that needs a second look; beside ids.  Measured on an
@@ -37,6 +38,9 @@ SHAPES = (
     (2048, Shape(4, 1), Shape(4, 1), Shape(4, 1)),
     (1 << 31, Shape(8, 2), Shape(8, 1), Shape(8, 1)),
 )
+
+
+KINDS = {"argmax": COLUMN.value, "teacher_argmax": TEACHER_COLUMN.value, **dict.fromkeys(WIDE, AT_IDS.value)}
 
 
 class Taught(Visited):
@@ -109,10 +113,9 @@ def _plan(program: Program) -> _Plan:
     dense = program.width == 0
     used = [i for i, there in enumerate(program.there) if any(there)]
     looks = tuple(f for f in want.facts if f.element is not None)
-    shared = lambda fact: tuple(want.at(T, fact, name) for T in keys)
     flags: dict[str, Any] = {
-        "NAMES": tuple(FACTS.index(f.name) for f in want.facts),
-        "PLACES": tuple(keys.index(f.temperature) for f in want.facts),
+        "VALUES": program.values,
+        "KINDS": tuple(KINDS.get(f.name, 0) for f in want.facts),
         "LOOK_OF": tuple(looks.index(f) if f in looks else -1 for f in want.facts),
         "MEETS": tuple(keys.index(T) for T in met),
         "USED": tuple(used),
@@ -120,15 +123,13 @@ def _plan(program: Program) -> _Plan:
         "PICK": want.target,
         "TOTAL": want.total,
         "BEST": want.argmax,
-        "TEACHER_BEST": want.at_any(name, "teacher_argmax"),
+        "TEACHER_BEST": want.sums("argmax", teacher=name),
         "MET": tuple(T in met and dense for T in keys),
-        "WANT_X": tuple(want.at(T, "entropy") or want.at(T, "shared_entropy", name) for T in keys),
-        "WANT_Q": tuple(want.at(T, "sum_p2") for T in keys),
-        "WANT_Y": shared("teacher_entropy"),
-        "WANT_F": shared("teacher_cross_entropy"),
-        "WANT_G": shared("reverse_cross_entropy"),
+        "WANT_X": tuple(want.sums("X", T) or want.sums("X", T, name) for T in keys),
+        "WANT_Q": tuple(want.sums("Q", T) for T in keys),
+        **{f"WANT_{x}": tuple(want.sums(x, T, name) for T in keys) for x in "YFG"},
         "DENSE": dense,
-        "TAIL": want.at_any(name, "tail_logprob"),
+        "TAIL": want.sums("tail_max", teacher=name),
         "IDS": 0 if dense else triton.next_power_of_2(program.width),
         "LOOK_SUMS": 2 * len(looks),
         "PULLED": tuple(met.index(f.temperature) for f in program.looked),

@@ -144,18 +144,16 @@ def _together(
     met_keys = want.temperatures_of(name)
     keys = met_keys if alone else want.temperatures
     met = tuple(key in met_keys for key in keys)
-    own = lambda fact: tuple(not alone and want.at(key, fact) for key in keys)
-    shared = lambda fact: tuple(want.at(key, fact, name) for key in keys)
+    own = lambda x: tuple(not alone and want.sums(x, key) for key in keys)
+    shared = lambda x: tuple(want.sums(x, key, name) for key in keys)
     flags: dict[str, Any] = {
         "TOTAL": want.total and not alone,
         "ARGMAX": want.argmax and not alone,
-        "ARGMAXT": want.at_any(name, "teacher_argmax"),
+        "ARGMAXT": want.sums("argmax", teacher=name),
         "MET": met,
-        "WANT_X": tuple(a or b for a, b in zip(own("entropy"), shared("shared_entropy"), strict=True)),
-        "WANT_Q": own("sum_p2"),
-        "WANT_Y": shared("teacher_entropy"),
-        "WANT_F": shared("teacher_cross_entropy"),
-        "WANT_G": shared("reverse_cross_entropy"),
+        "WANT_X": tuple(a or b for a, b in zip(own("X"), shared("X"), strict=True)),
+        "WANT_Q": own("Q"),
+        **{f"WANT_{x}": shared(x) for x in "YFG"},
     }
     target = target_C if want.target and not alone else None
     pairs = sum(sum(flags[f]) for f in ("WANT_F", "WANT_G"))
@@ -165,7 +163,7 @@ def _together(
     slots = swept - pairs + (target is not None)
     if C == 0 or U == 0:
         out_FC = torch.zeros(slots, C, dtype=torch.float32, device=raw_CU.device)
-        partial, dense = _named(out_FC, flags, keys, target is not None, own("entropy"), shared("shared_entropy"))
+        partial, dense = _named(out_FC, flags, keys, target is not None, own("X"), shared("X"))
         for x in (partial.max, dense.max, *([] if partial.target is None else [partial.target])):
             x.fill_(-math.inf)
         return partial, dense
@@ -195,7 +193,7 @@ def _together(
         0 if target is None else target.stride(0), start, *how.numbers,
         **flags, **LAUNCH, TARGET=target is not None, PADDED=padded, ROWS=rows, num_warps=1,
     )  # fmt: skip
-    return _named(whole, flags, keys, target is not None, own("entropy"), shared("shared_entropy"))
+    return _named(whole, flags, keys, target is not None, own("X"), shared("X"))
 
 
 def _named(
@@ -233,11 +231,11 @@ def _sparse(
     origin_C1 = max_C.masked_fill(max_C == -math.inf, 0.0)[:, None]
     tail_max = top = None
     tails: tuple[Tensor, ...] = ()
-    if want.at_any(name, "tail_logprob"):
+    if want.sums("tail_max", teacher=name):
         given = tuple(plain_temperature(student[key]) for key in want.temperatures_of(name))
         tail_max, *rest = _tail(raw_CV, chunk, given, how, start, shape)
         tails = tuple(rest)
-    if want.at_any(name, "topk_overlap"):
+    if want.sums("top", teacher=name):
         top = how(raw_CV.topk(min(K, V), -1, largest=how.scale >= 0).values) - origin_C1
         top = torch.nn.functional.pad(top, (0, K - top.shape[-1]), value=-math.inf)
     column_CK, here_CK = places(ids_CK, start, V)

@@ -21,7 +21,7 @@ from headloss.backends.triton.kernels.visit import visit_kernel
 from headloss.backends.triton.launch import Launch, place
 from headloss.backends.triton.printer.program import Program
 from headloss.backends.triton.tiles import LAUNCH, check_dtype, plain_temperature, rows_of
-from headloss.facts import STUDENT, Fact, Softmax, Want
+from headloss.facts import Fact, Softmax, Want
 
 Number = float | Tensor
 Kinds = tuple[int, ...]  # see `kinds_of`
@@ -311,19 +311,19 @@ def plan_of(program: Program) -> Plan:
     want = program.want
     used = [i for i, there in enumerate(program.there) if any(there)]
     flags: dict[str, Any] = {
-        "NAMES": tuple(STUDENT.index(f.name) for f in want.facts),
-        "PLACES": tuple(want.temperatures.index(f.temperature) for f in want.facts),
+        "VALUES": program.values,
+        "WHOLE": tuple(f.name == "argmax" for f in want.facts),
         "USED": tuple(used),
         "PICK": want.target,
         "TOTAL": want.total,
         "BEST": want.argmax,
-        "WANT_X": tuple(want.at(T, "entropy") for T in want.temperatures),
-        "WANT_Q": tuple(want.at(T, "sum_p2") for T in want.temperatures),
+        "WANT_X": tuple(want.sums("X", T) for T in want.temperatures),
+        "WANT_Q": tuple(want.sums("Q", T) for T in want.temperatures),
     }
     flags |= {name: tuple(program.there[i][j] for i in used) for j, name in enumerate("ABECY")}
     flags |= {"FINITE": any(flags["WANT_X"]), "FINITE_OUT": any(flags["B"])}
     sizes = (
-        1 + len(want.temperatures), len(want.facts) - flags["NAMES"].count(STUDENT.index("argmax")),
+        1 + len(want.temperatures), flags["WHOLE"].count(False),
         len(program.terms), len(program.metrics),
         len(program.cotangents), len(program.input_cotangents),
     )  # fmt: skip

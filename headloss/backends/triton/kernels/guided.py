@@ -54,15 +54,15 @@ def gradient(
             logp = tl.maximum((z - mt[0]) * meet[4 * i], NATS) - meet[4 * i + 1]
             logq = tl.maximum((u - mt[1]) * meet[4 * i + 2], NATS) - meet[4 * i + 3]
             logs = logs + (logp, logq)
-            if TA[i]:
+            if TA[i] or TB[i] or TC[i]:
                 slope = kt[4 * i] + 0.0
                 if TB[i]:
                     slope = slope + kt[4 * i + 1] * logp
                 if TC[i]:
                     slope = slope + kt[4 * i + 2] * logq
                 g += tl.exp2(logp * LOG2E) * slope
-                if TD[i]:
-                    g += kt[4 * i + 3] * tl.exp2(logq * LOG2E)
+            if TD[i]:
+                g += kt[4 * i + 3] * tl.exp2(logq * LOG2E)
         if ELEMENT is not None:
             found = ELEMENT(*logs, *numbers)
             for n in tl.static_range(len(LOOKS)):

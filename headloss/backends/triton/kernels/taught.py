@@ -4,7 +4,7 @@
 Dimension key:  K loads in flight   L lanes (threads)   J columns of a lane in each load   F numbers a row   N rows
 
 A program owns a row.  Beside a dense teacher it sweeps both rows for their sums, once more for divergences that need
-both softmaxes first, runs the printed function `FN`, and sweeps both again, backwards, to write the gradient.
+both softmaxes first, runs the printed functions, and sweeps both again, backwards, to write the gradient.
 
 The ids of a sparse teacher are read first.  If the rest of the row is wanted by itself, the sweep is over that alone,
 and the ids join it at the end: the row's sums are the tail's and the ids'.  The tail's pull is written everywhere, and
@@ -18,24 +18,20 @@ a value an id goes to `wide` (F, N, count).  Ignored rows are not read; their nu
 import triton
 import triton.language as tl
 
-from headloss.backends.triton.kernels.compared import (
-    DIVERGENCE,
-    IDS_LOGIT,
-    IDS_LOGPROB,
-    TAIL_LOGPROB,
-    TEACHER_ARGMAX,
-    dense_fact,
-    row_sums,
-    sparse_fact,
-    teacher_sums,
-)
+from headloss.backends.triton.kernels.compared import row_sums, teacher_sums
 from headloss.backends.triton.kernels.dense import column_of, edges, read_both
 from headloss.backends.triton.kernels.guided import gradient, look_both, write_both
 from headloss.backends.triton.kernels.logits import LN2, LOG2E, LOWEST, boundary, logits, temperature
 from headloss.backends.triton.kernels.pull import slopes
 from headloss.backends.triton.kernels.row import inner, zeros
 from headloss.backends.triton.kernels.sparse import read_without
-from headloss.backends.triton.kernels.visit import ARGMAX, arguments, student_fact
+from headloss.backends.triton.kernels.visit import arguments
+
+COLUMN = tl.constexpr(
+    1
+)  # the kinds of facts: a column of the student's, of the teacher's, a value per id; 0: one value
+TEACHER_COLUMN = tl.constexpr(2)
+AT_IDS = tl.constexpr(3)
 
 
 @triton.jit(
@@ -50,7 +46,7 @@ def taught_kernel(
     temperatures, teacher_temperatures, inputs, bases, factors, numbers, look_numbers, pull_numbers,
     N, V, stride, lead, out_stride, out_lead, teacher_stride, teacher_lead, target_stride, start, vocab, count,
     scale, cap, teacher_scale, teacher_cap,
-    FN: tl.constexpr, NAMES: tl.constexpr, PLACES: tl.constexpr, MEETS: tl.constexpr, LOOK_OF: tl.constexpr,
+    FN: tl.constexpr, VALUES: tl.constexpr, KINDS: tl.constexpr, MEETS: tl.constexpr, LOOK_OF: tl.constexpr,
     USED: tl.constexpr, SLOTS: tl.constexpr, WIDE_SLOTS: tl.constexpr, WIDE_FACTS: tl.constexpr,
     TARGET: tl.constexpr, IGNORE: tl.constexpr, GRADIENT: tl.constexpr, PICK: tl.constexpr, TOTAL: tl.constexpr,
     BEST: tl.constexpr, TEACHER_BEST: tl.constexpr, MET: tl.constexpr, WANT_X: tl.constexpr, WANT_Q: tl.constexpr,
@@ -143,7 +139,7 @@ def taught_kernel(
             top = tl.maximum(swept, tl.max(z_k, axis=0))
         some = top > LOWEST  # else every logit is -inf
         origin = tl.where(some, top, 0.0)
-        sums, log_sums, spreads, squares, tail_sums = row_sums(m, swept, top, z_k, S, X, Q, c, TAIL, WANT_X, WANT_Q)
+        sums, spreads, squares, tail_sums = row_sums(m, swept, top, z_k, S, X, Q, c, TAIL, WANT_X, WANT_Q)
         argmax = tl.zeros([], tl.int64)
         if BEST:
             go, stop = edges(skew, end, VEC)
@@ -159,7 +155,8 @@ def taught_kernel(
 
         teacher_argmax = tl.zeros([], tl.int64)
         other = 0.0  # the maximum of the teacher, or of the tail
-        sums_t, log_t, ys, fs, gs, meet, looks = (), (), (), (), (), (), ()
+        tail_most = -float("inf")
+        sums_t, ys, fs, gs, meet, looks = (), (), (), (), (), ()
         if DENSE:
             top_t = tl.max(mt, axis=0)
             other = tl.where(top_t > LOWEST, top_t, 0.0)
@@ -170,9 +167,19 @@ def taught_kernel(
                     teacher_scale, teacher_cap, TEACHER_SCALED, TEACHER_CAPPED,
                 )  # fmt: skip
                 teacher_argmax = (tl.where(top_t > LOWEST, seen - skew, 0) + start).to(tl.int64)
-            sums_t, log_t, ys, fs, gs = teacher_sums(
+            sums_t, ys, fs, gs = teacher_sums(
                 m, mt, top, top_t, S, St, YY, F, D, G, EE, c, ct, MET, WANT_Y, WANT_F, WANT_G
             )
+        elif TAIL:
+            other = tl.where(swept > LOWEST, swept, 0.0)
+            tail_most = tl.where(swept > LOWEST, swept, -float("inf"))
+
+        most = tl.where(some, top, -float("inf"))
+        settled, log_sums, log_t = VALUES(
+            most, away, total, argmax, T, sums, spreads, squares, rows,
+            teacher_argmax, sums_t, ys, fs, gs, z_k - origin, tail_most, tail_sums,
+        )  # fmt: skip
+        if DENSE:
             for n in tl.static_range(len(MEETS)):
                 own, told = tl.div_rn(1.0, T[MEETS[n]]), tl.div_rn(1.0, Tt[MEETS[n]])
                 meet = meet + (own, log_sums[MEETS[n]], told, log_t[MEETS[n]])
@@ -182,34 +189,14 @@ def taught_kernel(
                     scale, cap, teacher_scale, teacher_cap, LOOK, LOOK_SUMS,
                     SCALED, CAPPED, TEACHER_SCALED, TEACHER_CAPPED, VEC, TEACHER_VEC, POLICY, K, L, J,
                 )  # fmt: skip
-        elif TAIL:
-            other = tl.where(swept > LOWEST, swept, 0.0)
-            for i in tl.static_range(len(c)):
-                log_t = log_t + (tl.log(tail_sums[i]),)
-
         facts = ()
-        for i in tl.static_range(len(NAMES)):
-            if NAMES[i] <= ARGMAX:
-                fact = student_fact(
-                    NAMES[i], some, top, argmax, away, total, rows,
-                    T[PLACES[i]], sums[PLACES[i]], log_sums[PLACES[i]], spreads[PLACES[i]], squares[PLACES[i]],
-                )  # fmt: skip
-            elif NAMES[i] <= DIVERGENCE:
-                looked = 0.0
-                if LOOK_OF[i] >= 0:
-                    looked = looks[2 * LOOK_OF[i]]
-                fact = dense_fact(
-                    NAMES[i], teacher_argmax, looked, sums[PLACES[i]], log_sums[PLACES[i]], spreads[PLACES[i]],
-                    sums_t[PLACES[i]], log_t[PLACES[i]], ys[PLACES[i]], fs[PLACES[i]], gs[PLACES[i]],
-                )  # fmt: skip
-            elif NAMES[i] == TAIL_LOGPROB:
-                least = tl.where(swept > LOWEST, swept, -float("inf"))
-                fact = sparse_fact(
-                    NAMES[i], named, z_k, origin, least, T[PLACES[i]], log_sums[PLACES[i]], log_t[PLACES[i]]
-                )
+        for i in tl.static_range(len(KINDS)):
+            if LOOK_OF[i] >= 0:
+                facts = facts + (looks[2 * LOOK_OF[i]],)
+            elif KINDS[i] == AT_IDS:
+                facts = facts + (tl.where(named, settled[i], 0.0),)  # an id that names no column counts as 0
             else:
-                fact = sparse_fact(NAMES[i], named, z_k, origin, 0.0, T[PLACES[i]], log_sums[PLACES[i]], 0.0)
-            facts = facts + (fact,)
+                facts = facts + (settled[i],)
 
         if GRADIENT:
             results = FN(facts, given, wanted, known, seeds, rows, there, named)
@@ -332,12 +319,12 @@ def taught_kernel(
             tl.store(found + slot * step, looks[2 * n + 1])
             slot += 1
         wide_slot = 0
-        for i in tl.static_range(len(NAMES)):
-            if NAMES[i] == ARGMAX:
+        for i in tl.static_range(len(KINDS)):
+            if KINDS[i] == COLUMN:
                 tl.store(best_out + row, facts[i])
-            elif NAMES[i] == TEACHER_ARGMAX:
+            elif KINDS[i] == TEACHER_COLUMN:
                 tl.store(teacher_best_out + row, facts[i])
-            elif NAMES[i] == IDS_LOGPROB or NAMES[i] == IDS_LOGIT:
+            elif KINDS[i] == AT_IDS:
                 tl.store(wide + wide_slot * (step * count), facts[i], mask=k < count)
                 wide_slot += 1
             else:

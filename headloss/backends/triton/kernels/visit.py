@@ -4,9 +4,10 @@
 Dimension key:  K loads in flight   L lanes (threads)   J columns of a lane in each load   F numbers a row   N rows
 
 A program owns a row.  It sweeps the row once for the sums behind the facts, each lane on its own (see sums.py), calls
-the printed function `FN` between the sweeps, and sweeps the row again, backwards, while the end of it is still in the
-cache, to write the gradient.  `found` (F, N) takes what is known of a row: its maximum and log_sums, the facts, the
-terms' values, metrics, and cotangents.  Ignored rows are not read; their numbers and their gradient are 0.
+two printed functions, `VALUES` (sums to facts) and `FN` (facts to losses and coefficients), and sweeps the row again,
+backwards, while the end of it is still in the cache, to write the gradient.  `found` (F, N) takes what is known of a
+row: its maximum and log_sums, the facts, the terms' values, metrics, and cotangents.  Ignored rows are not read; their
+numbers and their gradient are 0.
 """
 
 import triton
@@ -14,14 +15,6 @@ import triton.language as tl
 
 from headloss.backends.triton.kernels.logits import LN2, LOG2E, boundary, logits, temperature
 from headloss.backends.triton.kernels.row import LOWEST, read, write, zeros
-
-LSE = tl.constexpr(0)
-LOGPROB = tl.constexpr(1)
-MEAN_LOGPROB = tl.constexpr(2)
-ENTROPY = tl.constexpr(3)
-SUM_P2 = tl.constexpr(4)
-MAX_LOGPROB = tl.constexpr(5)
-ARGMAX = tl.constexpr(6)
 
 
 @triton.jit
@@ -80,26 +73,6 @@ def plus(a, b, a_, b_):
     return a + a_, b + b_
 
 
-@triton.jit
-def student_fact(NAME: tl.constexpr, some, top, best, away, total, rows, T, s, log_sum, spread, square):
-    """As `facts.finish`: `away` is the target's logit and `total` the sum of all, from the maximum."""
-    if NAME == LSE:
-        value = tl.div_rn(tl.where(some, top, -float("inf")), T) + log_sum
-    elif NAME == LOGPROB:
-        value = tl.div_rn(away, T) - log_sum
-    elif NAME == MEAN_LOGPROB:
-        value = tl.div_rn(tl.div_rn(total, T), rows) - log_sum
-    elif NAME == ENTROPY:
-        value = log_sum - tl.div_rn(spread, s)
-    elif NAME == SUM_P2:
-        value = tl.div_rn(square, s * s)
-    elif NAME == MAX_LOGPROB:
-        value = -log_sum
-    else:
-        value = best
-    return value
-
-
 @triton.jit(
     do_not_specialize=[
         "N", "V", "stride", "lead", "out_stride", "out_lead", "target_stride", "start", "vocab",
@@ -109,7 +82,7 @@ def student_fact(NAME: tl.constexpr, some, top, best, away, total, rows, T, s, l
 def visit_kernel(
     raw, out, target, valid, found, best_out, temperatures, inputs, bases, factors, numbers,
     N, V, stride, lead, out_stride, out_lead, target_stride, start, vocab, scale, cap,
-    FN: tl.constexpr, NAMES: tl.constexpr, PLACES: tl.constexpr, USED: tl.constexpr, SLOTS: tl.constexpr,
+    FN: tl.constexpr, VALUES: tl.constexpr, WHOLE: tl.constexpr, USED: tl.constexpr, SLOTS: tl.constexpr,
     TARGET: tl.constexpr, IGNORE: tl.constexpr, VALID: tl.constexpr, GRADIENT: tl.constexpr,
     PICK: tl.constexpr, TOTAL: tl.constexpr, BEST: tl.constexpr,
     WANT_X: tl.constexpr, WANT_Q: tl.constexpr, FINITE: tl.constexpr,
@@ -159,10 +132,10 @@ def visit_kernel(
             TOTAL, BEST, WANT_X, WANT_Q, FINITE, SCALED, CAPPED, LINE, VEC, EVEN, POLICY, PAIRED, K, L, J,
         )  # fmt: skip
 
-        # merge the lanes, and finish as facts.finish does
+        # merge the lanes
         some = top > LOWEST  # else every logit is -inf
         origin = tl.where(some, top, 0.0)
-        sums, log_sums, spreads, squares, origins, offs = (), (), (), (), (), ()
+        sums, spreads, squares, origins, offs = (), (), (), (), ()
         for i in tl.static_range(len(c)):
             origin_i = tl.floor(top * c[i])
             off = tl.fma(top, c[i], -origin_i)  # from there to the maximum itself
@@ -174,11 +147,9 @@ def visit_kernel(
             else:
                 s = tl.sum(k * S[i], axis=0)
                 spreads = spreads + (0.0,)
-            s = tl.where(s == 0, 1.0, s)
             origins = origins + (origin_i,)
             offs = offs + (off,)
             sums = sums + (s,)
-            log_sums = log_sums + (tl.log(s),)
             if WANT_Q[i]:
                 squares = squares + (tl.sum(k * k * Q[i], axis=0),)
             else:
@@ -190,23 +161,8 @@ def visit_kernel(
         best = tl.zeros([], tl.int64)
         if BEST:
             best = tl.where(some, tl.min(seen, axis=0) + start, start).to(tl.int64)
-        facts = ()
-        for i in tl.static_range(len(NAMES)):
-            fact = student_fact(
-                NAMES[i],
-                some,
-                top,
-                best,
-                away,
-                total,
-                rows,
-                T[PLACES[i]],
-                sums[PLACES[i]],
-                log_sums[PLACES[i]],
-                spreads[PLACES[i]],
-                squares[PLACES[i]],
-            )
-            facts = facts + (fact,)
+        most = tl.where(some, top, -float("inf"))
+        facts, log_sums = VALUES(most, away, total, best, T, sums, spreads, squares, rows)
 
         if GRADIENT:
             pulls = FN(facts, given, wanted, known, seeds, rows)[4]
@@ -259,8 +215,8 @@ def visit_kernel(
         for i in tl.static_range(len(log_sums)):
             tl.store(found + slot * step, log_sums[i])
             slot += 1
-        for i in tl.static_range(len(NAMES)):
-            if NAMES[i] == ARGMAX:
+        for i in tl.static_range(len(WHOLE)):
+            if WHOLE[i]:
                 tl.store(best_out + row, facts[i])
             else:
                 tl.store(found + slot * step, facts[i])

@@ -22,6 +22,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from headloss.backends.triton.printer.elements import printed
+from headloss.backends.triton.printer.facts import WIDE, chain_rule, values
 from headloss.backends.triton.printer.lower import compiled, function
 from headloss.backends.triton.printer.operands import Unprintable, constant
 from headloss.backends.triton.printer.printer import Printer, Value, dtype_of, kind_of, reach
@@ -31,8 +32,6 @@ from headloss.trace.classify import counts_rows, size, unwatched
 from headloss.trace.keys import Same
 from headloss.trace.reads import ours
 
-COEFFICIENTS = ("a", "b", "e", "c", "y")
-WIDE = ("ids_logprob", "ids_logit")  # one value an id
 MOST_IDS = 1024  # of a row, in the registers of one program
 NAME = "row"
 
@@ -59,6 +58,10 @@ class Program(NamedTuple):
     @property
     def function(self) -> Any:
         return compiled(self.source, NAME)
+
+    @property
+    def values(self) -> Any:
+        return values(self.want, self.width)
 
 
 def lower(
@@ -266,86 +269,29 @@ class _Page:
         return self.inputs[name]
 
     def program(self) -> Program:
-        there, coefficients = [], []
-        for T in self.want.temperatures:
-            k = self._pull(T)
-            there.append(tuple(k[c] is not None for c in COEFFICIENTS))
-            coefficients += [k[c] or "0.0" for c in COEFFICIENTS]
+        value = lambda fact: self._fact(fact).text
+        self.printer.lifted = None
+        own, guided = chain_rule(self.printer, self.want, self.by_fact, self.width, value)
         results: list[Any] = [
             self.values.values(),
             self.metrics.values(),
             self.by_fact.values(),
             self.by_input.values(),
-            coefficients,
+            [x or "0.0" for k in own for x in k],
         ]
         arguments = ["facts", "inputs", "y", "numbers", "seeds", "vocab"]
-        guided: list[dict[str, str | None]] = []
         looked = tuple(f for f in self.by_fact if f.element is not None)
         if self.teacher is not None:
             arguments += ["there", "named"]
-            meets = self._meets_ids if self.width else self._meets
-            guided = [meets(T) for T in self.want.temperatures_of(self.teacher)]
-            results.append([*(x or "0.0" for k in guided for x in k.values()), *(self.by_fact[f] for f in looked)])
+            results.append([*(x or "0.0" for k in guided for x in k), *(self.by_fact[f] for f in looked)])
         result = ", ".join(f"({''.join(f'{x}, ' for x in texts).rstrip()})" for texts in results)
+        fed = lambda pulls: tuple(tuple(x is not None for x in k) for k in pulls)
         return Program(
             function(NAME, arguments, self.printer.lines, f"({result})"),
             self.want, tuple(self.values), tuple(self.inputs), self.target, tuple(self.printer.numbers),
-            tuple(self.metrics), tuple(self.by_fact), tuple(self.by_input), tuple(there), tuple(self.left_out.items()),
-            self.width, tuple(tuple(x is not None for x in k.values()) for k in guided), looked,
+            tuple(self.metrics), tuple(self.by_fact), tuple(self.by_input), fed(own), tuple(self.left_out.items()),
+            self.width, fed(guided), looked,
         )  # fmt: skip
-
-    def _pull(self, T: float | None) -> dict[str, str | None]:
-        """`facts.coefficients`, printed."""
-        line = self.printer.line
-        g = {f.name: x for f, x in self.by_fact.items() if f.temperature == T and f.teacher is None}
-        own = {name: line(self._fact(Fact(name, T)).text) for name in ("entropy", "sum_p2") if name in g}
-        pieces = [g["lse"]] if "lse" in g else []
-        pieces += [f"-{g[name]}" for name in ("logprob", "mean_logprob") if name in g]
-        pieces += [f"-{g['entropy']} * {own['entropy']}"] if "entropy" in g else []
-        pieces += [f"-2.0 * {g['sum_p2']} * {own['sum_p2']}"] if "sum_p2" in g else []
-        if self.width:  # `teachers.student_share`
-            met = {f.name: x for f, x in self.by_fact.items() if f.temperature == T and f.teacher is not None}
-            pieces += [f"-sum_along({met['ids_logprob']}, named)"] if "ids_logprob" in met else []
-            pieces += [f"-{met['tail_logprob']}"] if "tail_logprob" in met else []
-        return {
-            "a": self._sum(pieces),
-            "b": line(f"-{g['entropy']}") if "entropy" in g else None,
-            "e": line(f"2.0 * {g['sum_p2']}") if "sum_p2" in g else None,
-            "c": line(f"tl.div_rn({g['mean_logprob']}, vocab)") if "mean_logprob" in g else None,
-            "y": g.get("logprob"),
-        }
-
-    def _sum(self, pieces: Sequence[str]) -> str | None:
-        total = None
-        for piece in pieces:
-            text = self.printer.line(piece)
-            total = text if total is None else self.printer.line(f"{total} + {text}")
-        return total
-
-    def _met(self, T: float | None) -> dict[str, str]:
-        return {f.name: x for f, x in self.by_fact.items() if f[1:3] == (T, self.teacher) and f.element is None}
-
-    def _meets(self, T: float | None) -> dict[str, str | None]:
-        """`teachers.teacher_coefficients` of a dense teacher, printed."""
-        line, g = self.printer.line, self._met(T)
-        forward, reverse, shared = (
-            g.get(n) for n in ("teacher_cross_entropy", "reverse_cross_entropy", "shared_entropy")
-        )
-        value = lambda name: line(self._fact(Fact(name, T, self.teacher)).text)
-        pieces = [forward] if forward else []
-        pieces += [f"-{reverse} * {value('reverse_cross_entropy')}"] if reverse else []
-        pieces += [f"-{shared} * {value('shared_entropy')}"] if shared else []
-        return {
-            "a": self._sum(pieces),
-            "b": line(f"-{shared}") if shared else None,
-            "c": line(f"-{reverse}") if reverse else None,
-            "d": line(f"-{forward}") if forward else None,
-        }
-
-    def _meets_ids(self, T: float | None) -> dict[str, str | None]:
-        """`teachers.SparsePull`, printed."""
-        g = self._met(T)
-        return {"ids": self._sum([g[n] for n in WIDE if n in g]), "tail": g.get("tail_logprob")}
 
 
 def _number(i: int) -> str:

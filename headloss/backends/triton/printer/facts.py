@@ -1,0 +1,159 @@
+"""The table of facts, printed: values from `facts.finish`, coefficients from `facts.coefficients`, both traced.
+
+    facts(most, target, total, argmax, T, S, X, Q, vocab)        -> values, log_sums
+    with a teacher, also (teacher_argmax, St, Y, F, G, ids, tail_most, tails)    -> values, log_sums, the teacher's
+
+Values stand in the order of the Want; a divergence's is 0, because the second look gives it.  No kernel and no other
+file of this backend knows the formula or the number of a fact.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from headloss.backends.triton.printer.lower import compiled, function
+from headloss.backends.triton.printer.operands import kind_of
+from headloss.backends.triton.printer.printer import Printer, Value, reach
+from headloss.facts import FACTS, VALUED, Fact, Moments, Partial, Want, coefficients, finish
+from headloss.teachers import (
+    DensePartial,
+    DenseSoftmax,
+    Meeting,
+    SparsePartial,
+    SparseSoftmax,
+    teacher_coefficients,
+)
+from headloss.trace.classify import unwatched
+
+NAME = "facts"
+WIDE = ("ids_logprob", "ids_logit")  # one value per id
+SUMS = {  # what the kernels of this backend sum, and what is made of that
+    "max", "target", "total", "columns", "argmax", "S", "X", "Q", "St", "Y", "F", "G", "ids", "tail_max", "top",
+    "T", "vocab", "log_S", "log_St", "tail_log_sum",
+}  # fmt: skip
+OWN = ("most", "target", "total", "argmax", "T", "S", "X", "Q", "vocab")
+THEIRS = ("teacher_argmax", "St", "Y", "F", "G", "ids", "tail_most", "tails")
+ROWS = 3
+Texts = list[str | None]
+
+
+class Given(NamedTuple):
+    """What a traced function takes, by the text that the printed one has for it."""
+
+    text: str
+    width: int = 0
+    dtype: torch.dtype = torch.float32
+    scalar: bool = False
+
+    def example(self) -> Tensor:
+        shape = () if self.scalar else (ROWS, self.width) if self.width else (ROWS,)
+        return torch.ones(shape, dtype=self.dtype, device="cpu")
+
+
+def check_sums(want: Want) -> None:
+    """Refuse a fact that is made of a sum which the kernels do not take."""
+    for fact in want.facts:
+        for name in sorted(FACTS[fact.name].sums - SUMS):
+            raise TypeError(f'backend="triton" has no sum {name!r}, which {fact} is made of; use backend="torch"')
+
+
+def values(want: Want, width: int = 0) -> Any:
+    """`facts.finish` as a `@triton.jit` function of a row's sums; `width`: the ids that a sparse teacher names."""
+    return compiled(values_source(want, width), NAME)
+
+
+@functools.lru_cache(256)
+def values_source(want: Want, width: int = 0) -> str:
+    check_sums(want)
+    keys, whole = range(len(want.temperatures)), torch.int64
+    many = [
+        f"{x}[{i}]"
+        for x in ("T", "S", "X", "Q", *(("St", "Y", "F", "G", "tails") if want.teachers else ()))
+        for i in keys
+    ]
+    given = [Given(x) for x in ("most", "target", "total", "tail_most", *many)]
+    given += [Given("argmax", dtype=whole), Given("teacher_argmax", dtype=whole), Given("vocab", scalar=True)]
+    given += [Given("ids", width=width)] if width else []
+    met = [want.temperatures.index(T) for name in want.teachers for T in want.temperatures_of(name)]
+
+    def settle(at: Mapping[str, Tensor]) -> list[list[Tensor | None]]:
+        moments = tuple(Moments(*(at[f"{x}[{i}]"] for x in Moments._fields)) for i in keys)
+        teachers: tuple[Any, ...] = ()
+        if width:
+            tail = want.sums("tail_max", teacher=want.teachers[0])
+            tails = tuple(at[f"tails[{i}]"] for i in met) if tail else ()
+            teachers = (SparsePartial(at["ids"], at["tail_most"] if tail else None, tails, None),)
+        elif want.teachers:
+            meetings = tuple(Meeting(*(at[f"{x}[{i}]"] for x in Meeting._fields)) for i in met)
+            teachers = (DensePartial(at["most"], at["teacher_argmax"], meetings),)
+        partial = Partial(at["most"], at["argmax"], at["target"], at["total"], None, moments, teachers)
+        facts, softmax = finish(partial, want, [at[f"T[{i}]"] for i in keys], at["vocab"])  # type: ignore[arg-type]
+        found: list[list[Tensor | None]] = [[facts.get(f) for f in want.facts], [*softmax.log_sums]]
+        for seen in softmax.teachers:
+            logs = seen.log_St if isinstance(seen, DenseSoftmax) else seen.tail_log_sums
+            found.append([logs[met.index(i)] if logs and i in met else None for i in keys])
+        return found
+
+    printer = Printer(width)
+    results = _printed(printer, settle, given)
+    text = ", ".join(f"({''.join(f'{x or 0.0}, ' for x in group).rstrip()})" for group in results)
+    return function(NAME, [*OWN, *(THEIRS if want.teachers else ())], printer.lines, f"({text})")
+
+
+def chain_rule(
+    printer: Printer, want: Want, cotangents: Mapping[Fact, str], width: int, value: Callable[[Fact], str]
+) -> tuple[list[Texts], list[Texts]]:
+    """`facts.coefficients` and `teachers.teacher_coefficients` of these cotangents, printed.
+
+    For each temperature the fields of `Pull`, and for each that a teacher is compared at those of `DensePull`, without
+    its looks, or of `SparsePull`; None where nothing feeds them.
+    """
+    wide = lambda f: width if f.name in WIDE else 0
+    given = {f: Given(x, wide(f)) for f, x in cotangents.items()}
+    own = {f: Given(printer.line(value(f)), wide(f)) for f in cotangents if f.name in VALUED}
+
+    def pulls(at: Mapping[str, Tensor]) -> list[list[Tensor | None]]:
+        grads, facts = ({f: at[x.text] for f, x in known.items()} for known in (given, own))
+        found = [list(k) for k in coefficients(facts, grads, want, at["vocab"])]  # type: ignore[arg-type]
+        for name in want.teachers:
+            asked = [f for f in want.facts if f.teacher == name]
+            looks = tuple(at["vocab"] for f in asked if f.element is not None)  # which are read elsewhere
+            seen: Any = SparseSoftmax(None, ()) if width else DenseSoftmax(at["vocab"], (), (), looks)
+            more: Any = teacher_coefficients(seen, want.temperatures_of(name), asked, facts, grads)
+            found += [list(k if width else k[:4]) for k in more]
+        return found
+
+    found = _printed(printer, pulls, [*given.values(), *own.values(), Given("vocab", scalar=True)])
+    count = len(want.temperatures)
+    return found[:count], found[count:]
+
+
+def _printed(
+    printer: Printer, fn: Callable[[Mapping[str, Tensor]], list[list[Tensor | None]]], given: Sequence[Given]
+) -> list[Texts]:
+    """A function of named rows, traced and printed: the texts of its results."""
+    named = {x.text: x for x in given}
+    present: list[list[bool]] = []
+
+    def traced(*tensors: Tensor) -> list[Tensor]:
+        found = fn(dict(zip(named, tensors, strict=True)))
+        present[:] = [[x is not None for x in group] for group in found]
+        return [x for group in found for x in group if x is not None]
+
+    with torch.no_grad(), unwatched():
+        graph = make_fx(traced)(*(x.example() for x in named.values())).graph
+    outputs: list[fx.Node] = list(graph.output_node().args[0])  # type: ignore[arg-type]
+    needed = reach(outputs)
+    placeholders = [n for n in graph.nodes if n.op == "placeholder"]
+    known = {
+        n: Value(printer.line(x.text), kind_of(x.dtype)) for n, x in zip(placeholders, named.values()) if n in needed
+    }
+    values = printer.graph(graph, known, outputs)
+    texts = iter([values[n].text for n in outputs])
+    return [[next(texts) if x else None for x in group] for group in present]
