@@ -26,6 +26,7 @@ sys.path.append(str(Path(__file__).parent / "ranks"))
 from test_simulated import simulate
 
 INSIDE = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cuda" if torch.cuda.is_available() and not INSIDE else "cpu"
 if INSIDE:
     quicken()
 N, V, D, T = 6, 37, 5, 0.7
@@ -39,7 +40,9 @@ backends = pytest.mark.parametrize(
     "backend",
     [
         pytest.param("torch", marks=pytest.mark.skipif(INSIDE, reason="ran in the other process")),
-        pytest.param("triton", marks=pytest.mark.skipif(not INSIDE, reason="runs under the interpreter")),
+        pytest.param(
+            "triton", marks=pytest.mark.skipif(not INSIDE and DEVICE == "cpu", reason="runs under the interpreter")
+        ),
     ],
 )
 
@@ -83,9 +86,9 @@ def pushed(mean_logit: Tensor) -> Tensor:
 
 class Batch:
     def __init__(self) -> None:
-        self.logits = (3 * torch.randn(N, V)).requires_grad_()
-        self.hidden, self.weight = torch.randn(N, D, requires_grad=True), torch.randn(V, D, requires_grad=True)
-        self.targets, self.teacher = torch.randint(V, (N,)), torch.randn(N, V)
+        self.logits = (3 * torch.randn(N, V, device=DEVICE)).requires_grad_()
+        self.hidden, self.weight = (torch.randn(n, D, device=DEVICE, requires_grad=True) for n in (N, V))
+        self.targets, self.teacher = torch.randint(V, (N,), device=DEVICE), torch.randn(N, V, device=DEVICE)
         self.targets[2] = -100
 
     def source(self, kind: str) -> tuple[Any, list[Tensor]]:
@@ -198,6 +201,6 @@ def test_a_sum_that_nobody_takes_is_refused(backend: str) -> None:
     FACTS["cubed"] = table.Rule(lambda C, S: C / S**3, lambda g: table.Pull(a=g))
     try:
         with pytest.raises(TypeError, match="'C'"):
-            hl.row_facts(hl.Logits(torch.randn(3, 5)), want=("cubed",), backend=backend)
+            hl.row_facts(hl.Logits(torch.randn(3, 5, device=DEVICE)), want=("cubed",), backend=backend)
     finally:
         del FACTS["cubed"]
