@@ -25,6 +25,7 @@ from torch import Tensor
 
 from headloss.divergence import is_divergence
 from headloss.facts import FACTS
+from headloss.late import check_pending
 from headloss.losses import LOSSES
 from headloss.parallel.shard import all_gather, together
 from headloss.sources import Sparse
@@ -259,6 +260,7 @@ class Meter:
 
     def compute(self, group: Any = None) -> dict[str, float]:
         """Every metric as a number, and over the ranks of `group` where one is given: one collective, one copy."""
+        check_pending(wait=True)
         held, self._held = self._held, {}
         if not held and group is None:
             return {}

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from headloss.config import check_losses, read_config, write_config
 from headloss.engine.again import recall, remember, standing
-from headloss.engine.bind import bind, chunks_of, rows_of
+from headloss.engine.bind import bind, chunks_of, rows_of, why_read
 from headloss.engine.explain import Explanation, explain
 from headloss.engine.heads import Grads
 from headloss.engine.loss import BoundLoss
@@ -31,6 +31,7 @@ from headloss.engine.teachers import bind_guides, most_rows, teacher_bytes
 from headloss.graph import compiled as graph
 from headloss.graph.content import Traits, content_key, portable, traits
 from headloss.graph.recipe import describe
+from headloss.late import check_pending
 from headloss.record import Facts, Output
 from headloss.rows import Prepared, may_read
 from headloss.segments import Segments
@@ -96,8 +97,8 @@ class Objective(Terms):
         num_segments  global number of segments, for the `seq_mean_...` reductions; by default those of this call
         weights       weights of terms for this call only, {"kl": beta}
         grad_scale    multiplies every gradient, not the loss: a loss scale that is known now costs nothing
-        host_read     False: never look at the targets from the host; ignored rows are then masked, not dropped.  So it
-                      is while a CUDA graph is captured
+        host_read     False: never wait for the targets; ignored rows are then masked, not dropped.  So it is while a
+                      CUDA graph is captured, and on Logits wherever no loss has to see the valid rows alone
         teacher       what terms compare the student with: Logits, Linear or Sparse, or several by name; constant
         inputs        what the losses ask for: of the targets' shape, (S,), scalar, or in PerRow, PerSegment or Whole
         """
@@ -116,6 +117,7 @@ class Objective(Terms):
         rest: tuple[Any, ...],
         inputs: Mapping[str, Any],
     ) -> Output:
+        check_pending()
         num_items, num_segments, weights, grad_scale, host_read = rest
         form, known = recall(self, source, targets, segments, teacher, rest, inputs)
         if known is not None:
@@ -166,6 +168,7 @@ class Objective(Terms):
         rest: tuple[Any, ...],
         inputs: Mapping[str, Any],
     ) -> Output:
+        check_pending()
         num_items, num_segments, weights, grad_scale, host_read = rest
         with torch.no_grad():
             form, known = recall(self, source, targets, segments, teacher, rest, inputs)
@@ -210,7 +213,7 @@ class Objective(Terms):
         rows = rows_of(plan, targets, host_read)
         guides = bind_guides(plan.teachers, plan.want.teachers, on, rows)
         chunks = chunks_of(plan, rows, teacher_bytes(guides, on), most_rows(guides))
-        reads = host_read and isinstance(targets, Tensor)
+        reads = why_read(plan) if host_read and isinstance(targets, Tensor) else ""
         return explain(plan, rows, chunks, guides, self.backend, reads, source)
 
     @classmethod
@@ -286,6 +289,7 @@ _labels._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 @graph.as_it_is
 def _row_facts(source: Source, targets: Any, want: Any, teacher: Any, backend: str, host_read: bool) -> Facts:
+    check_pending()
     refuse_transforms(source, targets, None, teacher)
     sweep = facts_sweep(plain_source(source), targets, want, teacher, backend, may_read(host_read, source.device))
     needs = tuple(x.requires_grad and torch.is_grad_enabled() for x in sweep.source.tensors)

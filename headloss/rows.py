@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from headloss.late import Copy, check_later, defers
 from headloss.segments import Segments, group_sum, integers, shallow, version
 
 IGNORE = -100
@@ -40,18 +41,30 @@ class Stats(NamedTuple):
 
 
 class Prepared:
-    """Targets and segments with everything the host must know about them already read.  See `prepare`."""
+    """Targets and segments, and what the host must know about them, read or on its way.  See `prepare`."""
 
-    __slots__ = ("counted", "numbers", "segments", "stats", "targets", "written")
+    __slots__ = ("_copy", "_stats", "counted", "segments", "targets", "written")
 
-    def __init__(self, targets: Tensor, segments: Segments | None, stats: Stats, numbers: Tensor) -> None:
-        self.targets, self.segments, self.stats = targets, segments, stats
-        self.numbers = numbers  # the same as a tensor of the host, for a graph
+    def __init__(self, targets: Tensor, segments: Segments | None, numbers: Tensor | Copy) -> None:
+        self.targets, self.segments = targets, segments
+        self._copy = numbers if isinstance(numbers, Copy) else Copy(numbers)
+        self._stats: Stats | None = None
         self.written = (version(targets), 0 if segments is None else version(segments.ids))
         self.counted = not targets.is_inference()  # how often it is written to
 
     def __reduce__(self) -> Any:
-        return Prepared, (self.targets, self.segments, self.stats, self.numbers)
+        return Prepared, (self.targets, self.segments, self.numbers)
+
+    @property
+    def numbers(self) -> Tensor:
+        """What is known, as a tensor of the host; waits for it if it is still on its way."""
+        return self._copy.wait()
+
+    @property
+    def stats(self) -> Stats:
+        if self._stats is None:
+            self._stats = Stats.read(self.numbers)
+        return self._stats
 
     def known(self) -> Stats:
         """What was read; an error if it is no longer true."""
@@ -67,16 +80,27 @@ class Prepared:
         if segments is not None:
             ids = segments.ids.to(device, non_blocking=non_blocking)
             segments = Segments(ids, segments.num_segments, group=segments.group)
-        return Prepared(self.targets.to(device, non_blocking=non_blocking), segments, self.stats, self.numbers)
+        return Prepared(self.targets.to(device, non_blocking=non_blocking), segments, self._copy)
 
 
-def prepare(targets: Tensor, segments: Segments | None = None) -> Prepared:
-    """Read what the host must know of the targets now (in a data loader, say), so that the step reads nothing.
+def prepare(targets: Tensor, segments: Segments | None = None, *, non_blocking: bool = False) -> Prepared:
+    """Read what the host must know of the targets now, so that the step reads nothing.
+
+    In a data loader, on the CPU:
 
     >>> batch = hl.prepare(targets, segments).to("cuda")
     >>> out = objective(hl.Linear(hidden, weight), batch)
+
+    Of targets on a GPU, `non_blocking=True` starts the copy and returns; the call that needs the numbers waits for that
+    copy alone.  Start it before the model's forward, and the wait is over when the head is reached.
     """
     targets = integers("targets", targets)
+    numbers = read_later(targets, segments)
+    return Prepared(targets, segments, Copy(numbers) if non_blocking else numbers.cpu())
+
+
+def read_later(targets: Tensor, segments: Segments | None) -> Tensor:
+    """The numbers that `Stats.read` takes, on the targets' device."""
     ids = None if segments is None else segment_ids(segments, targets.shape)
     flat = targets.reshape(-1)
     valid = flat != IGNORE
@@ -95,8 +119,24 @@ def prepare(targets: Tensor, segments: Segments | None = None) -> Prepared:
         parts.append(torch.stack([(valid & (ids < 0)).sum(), stray.long(), falls.any().long()]))
         inside = held.clamp(max=segments.num_segments - 1)
         parts.append(Segments(inside, segments.num_segments).counts.long())
-    numbers = torch.cat(parts).cpu()
-    return Prepared(targets, segments, Stats.read(numbers), numbers)
+    return torch.cat(parts)
+
+
+def check_targets_later(
+    numbers: Tensor, vocab: int, segments: Segments | None = None, needed: str | None = None
+) -> None:
+    """Check what `read_later` found once it has reached the host; on the device while a CUDA graph is captured."""
+    if defers(numbers.device):
+        count = None if segments is None else segments.num_segments
+        check_later(numbers, lambda x: check_stats(Stats.read(x), vocab, count, needed))
+        return
+    fine = (numbers[0] == 0) | ((numbers[1] >= 0) & (numbers[2] < vocab))
+    torch._assert_async(fine, "targets: out of range")
+    if segments is not None:
+        inside = (numbers[4] >= -1) & (numbers[4] < segments.num_segments)
+        torch._assert_async(inside, "segments: an id is out of range")
+        if needed is not None:
+            torch._assert_async(numbers[3] == 0, "segments: rows that are not ignored have no segment (id -1)")
 
 
 class Rows:
@@ -214,10 +254,12 @@ def bind_rows(
     host_read: bool = True,
     by_segment: bool = False,
     skips: bool = False,
+    needed: str | None = None,
 ) -> Rows:
     """Check targets and segments against the source and find the rows that count.
 
-    `by_segment` orders them so; `skips`: a kernel will pass over the ignored ones, which then need not be dropped.
+    `by_segment` orders them so; `skips`: a kernel will pass over the ignored ones, which then need not be dropped;
+    `needed`: the name of a term that needs a segment for every row.
     """
     stats = None
     if isinstance(targets, Prepared):
@@ -240,20 +282,17 @@ def bind_rows(
     if device.type == "meta":
         return Rows(shape, targets, None, None, segments, None)
     if stats is None and not host_read:
-        valid = flat != IGNORE
-        torch._assert_async(((flat >= 0) & (flat < vocab) | ~valid).all(), "targets: out of range")
-        if segments is not None and ids is not None:
-            inside = (ids >= -1) & (ids < segments.num_segments)
-            torch._assert_async(inside.all(), "segments: an id is out of range")
+        check_targets_later(read_later(targets, segments), vocab, segments, needed)
         if skips:
             return _skipping(shape, targets, segments, ids, None, True)
+        valid = flat != IGNORE
         bound = None
         if segments is not None and ids is not None:
             bound = Segments(ids.masked_fill(~valid, -1), segments.num_segments, group=segments.group)
         return Rows(shape, targets, None, valid, bound, None)
     if stats is None:
         stats = prepare(targets, segments).stats
-    check_stats(stats, vocab, segments)
+    check_stats(stats, vocab, None if segments is None else segments.num_segments, needed)
     if skips:
         return _skipping(shape, targets, segments, ids, stats, stats.valid < len(flat))
     valid = flat != IGNORE
@@ -301,13 +340,18 @@ def segment_ids(segments: Segments, shape: torch.Size | tuple[int, ...]) -> Tens
     return ids.reshape(-1)
 
 
-def check_stats(stats: Stats, vocab: int, segments: Segments | None) -> None:
+def check_stats(stats: Stats, vocab: int, num_segments: int | None = None, needed: str | None = None) -> None:
     if stats.valid and not 0 <= stats.low <= stats.high < vocab:
         bad = stats.low if stats.low < 0 else stats.high
         hint = f"; ignored rows are marked {IGNORE}" if stats.low < 0 else ""
         raise ValueError(f"targets: wanted values in [0, {vocab}) or {IGNORE}, got {bad}{hint}")
-    if segments is not None and not -1 <= stats.stray < segments.num_segments:
-        raise ValueError(f"segments: id {stats.stray} is outside [-1, {segments.num_segments})")
+    if num_segments is not None and not -1 <= stats.stray < num_segments:
+        raise ValueError(f"segments: id {stats.stray} is outside [-1, {num_segments})")
+    if needed is not None and stats.loose:
+        raise ValueError(
+            f"segments: {stats.loose} rows that are not ignored have no segment (id -1), "
+            f"but term {needed!r} needs one for each"
+        )
 
 
 def shift_labels(labels: Tensor, segments: Segments | None = None) -> Tensor:

@@ -27,9 +27,10 @@ from headloss.engine.run import Held
 from headloss.engine.saved import hold, once, refuse_transforms
 from headloss.engine.sweeps import Sweep, scaled
 from headloss.facts import CONSTANT
+from headloss.late import defers
 from headloss.record import Output, facts_later, key_of
 from headloss.reductions import over
-from headloss.rows import IGNORE, Prepared, Rows, Stats, check_stats, may_read
+from headloss.rows import IGNORE, Prepared, Rows, Stats, check_stats, check_targets_later, may_read
 from headloss.sources import Logits, Source
 from headloss.term import Term, check_weight
 from headloss.trace.reads import ours, own_key, reads
@@ -210,11 +211,13 @@ class Form:
         stats = None
         if isinstance(targets, Prepared):
             stats, targets = targets.known(), targets.targets
-        elif may_read(host_read, targets.device):
-            stats = Stats.read(self.backend.target_numbers(targets.view(-1)))  # one launch, one copy
+        elif may_read(host_read, targets.device) and not defers(targets.device):
+            stats = Stats.read(self.backend.count_targets(targets.view(-1))[0])
         if stats is None:
-            return targets, None, self.backend.count_targets(targets.view(-1), vocab)
-        check_stats(stats, vocab, None)
+            numbers, mean = self.backend.count_targets(targets.view(-1))
+            check_targets_later(numbers, vocab)
+            return targets, None, mean
+        check_stats(stats, vocab)
         return targets, stats, over(stats.valid)
 
     def arguments(

@@ -14,11 +14,13 @@ from headloss.engine.plan import Plan
 from headloss.engine.sweeps import Chunk, Sweep
 from headloss.engine.teachers import SparseGuide, bind_guides, most_rows, teacher_bytes
 from headloss.facts import Want
+from headloss.late import defers
 from headloss.rows import Prepared, Rows, bind_rows
 from headloss.segments import readable
 from headloss.sources import Linear, Logits, Source
 from headloss.term import check_weight
 from headloss.terms import Terms
+from headloss.trace.reads import ours
 from headloss.trace.signature import TEACHER_INPUTS
 
 
@@ -31,13 +33,24 @@ def rows_of(plan: Plan, targets: Tensor | Prepared | None, host_read: bool) -> R
             f"host_read: term {names[0]!r} mixes rows and must not see ignored ones, so they have to be dropped; "
             f"allow the host read, or give targets through hl.prepare"
         )
-    by_segment = plan.kind == "segment" and isinstance(plan.source, Linear)
-    source = plan.source
+    source, needed = plan.source, [t.name for t in plan.terms if t.needs_segments]
     return bind_rows(
         source.leading, targets, plan.segments,
-        vocab=source.vocab, device=source.device, host_read=host_read, by_segment=by_segment,
-        skips=plan.program is not None and isinstance(source, Logits),
+        vocab=source.vocab, device=source.device, by_segment=plan.kind == "segment" and isinstance(source, Linear),
+        host_read=host_read and (not defers(source.device) or why_read(plan) != ""),
+        skips=plan.program is not None and isinstance(source, Logits), needed=needed[0] if needed else None,
     )  # fmt: skip
+
+
+def why_read(plan: Plan) -> str:
+    """Why the host has to know which rows count before the work is queued; empty: it need not."""
+    if isinstance(plan.source, Linear):
+        return "ignored rows are left out of the products"
+    if plan.kind == "batch":
+        return f"term {next(t.name for t in plan.terms if t.trace.kind == 'batch')!r} must not see ignored rows"
+    mixing = [f"{t.name}/{name}" for t in plan.terms for name, kind in t.trace.metrics.items() if kind == "other"]
+    mixing += [name for name, call in plan.metrics if plan.program is None and not ours(call.fn)]
+    return f"metric {mixing[0]!r} may not see ignored rows" if mixing else ""
 
 
 def bind(
@@ -59,17 +72,6 @@ def bind(
         if source.shard is not None:
             source.shard.check_width(source.weight.shape[0])
     rows = rows_of(plan, targets, host_read)
-    if rows.stats is not None and rows.stats.loose:
-        for term in plan.terms:
-            if objective.terms[term.name].needs_segments:
-                raise ValueError(
-                    f"segments: {rows.stats.loose} rows that are not ignored have no segment (id -1), "
-                    f"but term {term.name!r} needs one for each"
-                )
-    needed = any(objective.terms[t.name].needs_segments for t in plan.terms)
-    if needed and rows.valid is not None and rows.segments is not None:
-        has_one = (rows.segments.ids >= 0) | ~rows.valid
-        torch._assert_async(has_one.all(), "segments: rows that are not ignored have no segment (id -1)")
     guides = _guides(plan, rows, backend) if plan.teachers else {}
     chunks = chunks_of(plan, rows, teacher_bytes(guides, source), most_rows(guides))
     rows.join()

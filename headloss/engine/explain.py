@@ -45,6 +45,7 @@ class Explanation(NamedTuple):
     gemms: int  # forward and backward; 1 without grad mode
     teacher_gemms: int  # of the teachers' logits
     host_reads: int
+    read_because: str  # why the host reads the targets, and so waits for them; empty if it does not
     collectives: dict[str, int]  # by purpose, forward and backward
     bytes: dict[str, int]  # by purpose
     code: str = ""  # of the printed program, where it was asked for
@@ -68,7 +69,7 @@ class Explanation(NamedTuple):
         lines.append(
             f"work         {self.sweeps} sweeps over the vocabulary ({self.forward_sweeps} without grad){gemms}"
         )
-        lines.append(f"host reads   {self.host_reads}")
+        lines.append(f"host reads   {self.host_reads}{f' ({self.read_because})' if self.read_because else ''}")
         counted = [f"{n} {what}" for what, n in self.collectives.items()]
         lines.append(f"collectives  {', '.join(counted) or 0}")
         lines += [f"bytes        {_size(n):>10}  {what}" for what, n in self.bytes.items()]
@@ -85,10 +86,11 @@ def explain(
     chunks: Sequence[Chunk] | None,
     guides: Mapping[str, Guide],
     backend: str,
-    host_read: bool,
+    read_because: str,
     show_source: bool = False,
 ) -> Explanation:
     source = plan.source
+    read_because = "" if source.device.type == "cpu" else read_because  # meta tensors stand for those of a GPU
     engine = backend_for(backend, source, plan.want).NAME
     beside = teacher_bytes(guides, source)
     terms = tuple(TermPlan(t.name, t.call.signature.name, *t.trace[:2]) for t in plan.terms)
@@ -127,7 +129,8 @@ def explain(
         sweeps=0 if plan.want.only_ids else 2,
         gemms=gemms,
         teacher_gemms=_teacher_gemms(plan, guides, chunks),
-        host_reads=int(source.device.type != "cpu" and host_read),  # meta tensors stand for those of a GPU
+        host_reads=int(read_because != ""),
+        read_because=read_because,
         collectives=_collectives(plan, pieces if chunks is not None else 1),
         bytes={what: n for what, n in sizes.items() if n},
         code=_code(plan, engine) if show_source else "",

@@ -38,6 +38,7 @@ class Planned(NamedTuple):
     weight: float | Tensor
     reduction: str
     length: float | None
+    needs_segments: bool
 
     @property
     def sums_weights(self) -> bool:

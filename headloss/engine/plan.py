@@ -105,9 +105,10 @@ def make_plan(
         program, reason = None, "so few rows are swept faster in parts"
     if program is not None and any(_is_narrow(teachers[name], source) for name in want.teachers):
         program, reason = None, "the teacher has fewer columns than the student"
+    terms = objective.terms
     planned = tuple(
-        Planned(name, call, traces[name], now[name], objective.terms[name].reduction, objective.terms[name].length)
-        for name, call in calls.items()
+        Planned(n, call, traces[n], now[n], terms[n].reduction, terms[n].length, terms[n].needs_segments)
+        for n, call in calls.items()
     )
     laid = {n: (x, shapes[n]) for n, (x, _) in laid.items()}
     return Plan(source, segments, teachers, planned, off, metrics, laid, want, kind, program, reason, times)

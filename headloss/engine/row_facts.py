@@ -12,8 +12,9 @@ from headloss.engine.plan import check_targets_wanted, check_teachers
 from headloss.engine.sweeps import Sweep
 from headloss.engine.teachers import bind_guides, name_teachers
 from headloss.facts import FACTS, Fact, Want
+from headloss.late import defers
 from headloss.rows import Prepared, bind_rows
-from headloss.sources import Source, Teacher
+from headloss.sources import Linear, Source, Teacher
 from headloss.trace.call import Call
 from headloss.trace.options import is_number, shown
 from headloss.trace.signature import COMPARING, ONLY, Parameter, Signature, suggest
@@ -36,7 +37,8 @@ def facts_sweep(
         check_targets_wanted(wanted)
     chosen = Want(wanted)
     engine = backend_for(backend, source, chosen)
-    rows = bind_rows(source.leading, targets, None, vocab=source.vocab, device=source.device, host_read=host_read)
+    reads = host_read and (isinstance(source, Linear) or not defers(source.device))
+    rows = bind_rows(source.leading, targets, None, vocab=source.vocab, device=source.device, host_read=reads)
     return Sweep(source, rows, chosen, engine, bind_guides(teachers, chosen.teachers, source, rows))
 
 

@@ -27,7 +27,7 @@ from headloss.config import read_config
 from headloss.engine.layout import LAID, Laid, Reading, choose, fits, readings, unfit
 from headloss.graph.content import _NUMBERED, Traits, content_key, portable
 from headloss.parallel.shard import VocabShard
-from headloss.rows import Prepared, Stats
+from headloss.rows import Prepared
 from headloss.segments import Segments
 from headloss.sources import Linear, Logits, Source, Sparse, Teacher, check_number, is_symbol
 from headloss.term import check_weight
@@ -330,7 +330,7 @@ class Call:
         """The targets with what the host knows of them."""
         if self.targets is None or self.numbers is None:
             return None
-        return Prepared(self.targets, self.segments, Stats.read(self.numbers), self.numbers)
+        return Prepared(self.targets, self.segments, self.numbers)
 
 
 def _source(label: str, said: Sequence[Any], tensors: Mapping[str, Tensor]) -> Any:

@@ -31,6 +31,7 @@ from headloss.integrations.causal_lm import (
     check_shape,
     count_of,
     logits_transform,
+    prepared,
     targets_of,
     unwrapped,
 )
@@ -168,8 +169,8 @@ class Expected(NamedTuple):
     It returns a result, and those tensors of it that carry gradients.
     """
 
-    targets: Tensor
-    evaluate: Callable[[Head, Tensor, Tensor], tuple[Any, list[Tensor]]]
+    targets: Tensor | hl.Prepared
+    evaluate: Callable[[Head, Tensor, Any], tuple[Any, list[Tensor]]]
 
 
 class Head(hl.FusedLMHead):
@@ -233,7 +234,7 @@ class Adapter:
     def visit(self, hidden: Tensor, expected: Expected) -> Tensor:
         """Inside the head's forward: evaluate, and return a placeholder for gradients to pass on their way back."""
         targets = expected.targets.to(hidden.device)
-        check_shape(targets, hidden)
+        check_shape(targets.targets if isinstance(targets, hl.Prepared) else targets, hidden)
         result, live = expected.evaluate(self.head, hidden, targets)  # type: ignore[arg-type]
         placeholder, *tied = _Tie.apply(hidden.detach(), int(not self.probed), *live)
         self.found = result, tied
@@ -258,7 +259,7 @@ class Adapter:
             return self.log.run(self.objective, logits, targets, call)
         return self.collect(logits)[1][0]
 
-    def evaluate(self, head: Head, hidden: Tensor, targets: Tensor) -> tuple[hl.Output, list[Tensor]]:
+    def evaluate(self, head: Head, hidden: Tensor, targets: Tensor | hl.Prepared) -> tuple[hl.Output, list[Tensor]]:
         out = hl.FusedLMHead.forward(head, hidden, targets=targets, objective=self.objective, inputs=self.call)
         assert isinstance(out, hl.Output)
         self.log.add(out, head.training)
@@ -302,9 +303,12 @@ def _forward(self: Any, *args: Any, headloss: Mapping[str, Any] | None = None, *
         return adapter.inner(self, *args, **kwargs)
     check_head(self, adapter.head)
     call = {"num_items": count_of(kwargs.get("num_items_in_batch")), **(headloss or {})}
-    expected = Expected(targets_of(labels, kwargs.get("shift_labels")), adapter.evaluate)
-    keep = adapter.eval_logits and not self.training
-    with adapter.expecting(None if keep else expected, **call):
+    expected = None
+    if not adapter.eval_logits or self.training:
+        targets = targets_of(labels, kwargs.get("shift_labels"))
+        alone = "segments" not in call  # which would have to be prepared with them
+        expected = Expected(prepared(targets) if alone else targets, adapter.evaluate)
+    with adapter.expecting(expected, **call):
         return adapter.inner(self, *args, **kwargs)
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from trl.trainer import utils as trl_utils
 
 import headloss as hl
-from headloss.integrations.causal_lm import check_head, check_model, logits_transform, unwrapped
+from headloss.integrations.causal_lm import check_head, check_model, logits_transform, prepared, unwrapped
 from headloss.integrations.transformers import Adapter, Expected, Head
 from headloss.metrics import read_metrics
 
@@ -92,17 +92,16 @@ class FusedHead(Adapter):
         self.loss: Tensor | None = None
         self.aux_loss: Tensor | None = None
 
-    def evaluate(self, head: Head, hidden: Tensor, targets: Tensor) -> tuple[Any, list[Tensor]]:
+    def evaluate(self, head: Head, hidden: Tensor, targets: Tensor | hl.Prepared) -> tuple[Any, list[Tensor]]:
         with torch.autocast(hidden.device.type, enabled=False) if self.cast else nullcontext():
             source = source_of(head, hidden.float(), self.options) if self.cast else head._source(hidden)
             if self.wanted is not None:
-                objective, call, keep = self.wanted
-                counted = targets if keep is None else targets.masked_fill(~keep, -100)
-                out = objective(source, counted, **call)
+                objective, call, _ = self.wanted
+                out = objective(source, targets, **call)
                 self.log.add(out._replace(metrics=shown(out.metrics)), head.training)
                 return {name: out.facts[name].detach() for name in self.want}, [out.loss]
             facts = hl.row_facts(source, targets, want=self.want)
-        self._measure(facts, targets, head.training)
+        self._measure(facts, targets.targets if isinstance(targets, hl.Prepared) else targets, head.training)
         return dict(facts), [facts[name] for name in ("logprob", "entropy") if name in self.want]
 
     def _measure(self, facts: Mapping[Any, Tensor], targets: Tensor, training: bool) -> None:
@@ -148,7 +147,11 @@ def _fused_forward(
     if labels is None and shift_labels is None:
         raise ValueError("labels: needed with fused_lm_head=True")
     targets = hl.shift_labels(labels) if shift_labels is None else shift_labels  # type: ignore[arg-type]
-    with adapter.expecting(Expected(targets, adapter.evaluate)):
+    keep, alone = None, True
+    if adapter.wanted is not None:
+        keep, alone = adapter.wanted[2], "segments" not in adapter.wanted[1]
+    counted = targets if keep is None else targets.masked_fill(~keep, -100)
+    with adapter.expecting(Expected(prepared(counted) if alone else counted, adapter.evaluate)):
         outputs = adapter.inner(self, *args, **{**kwargs, "use_cache": False})
         facts, live = adapter.collect(outputs.logits)
     if adapter.wanted is not None:

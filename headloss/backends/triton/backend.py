@@ -27,7 +27,7 @@ Arguments, totals, launch, plan_of, as_number = (
     alone.plan_of,
     alone.as_number,
 )
-target_numbers, count_targets = alone.target_numbers, alone.count_targets
+count_targets = alone.count_targets
 
 
 def sums(*call: Any, teachers: Sequence[TeacherChunk] = (), **options: Any) -> Partial:

@@ -266,23 +266,15 @@ def totals(visited: Visited, weights: Sequence[Number]) -> tuple[Tensor, Tensor]
     return sums, loss
 
 
-def target_numbers(target_N: Tensor) -> Tensor:
-    """How many of them count, the smallest and the largest of those."""
+def count_targets(target_N: Tensor) -> tuple[Tensor, Tensor]:
+    """How many of them count, the smallest and the largest of those; and 1 / how many."""
     numbers = torch.empty(3, dtype=torch.int64, device=target_N.device)
-    _READ(1, target_N, numbers, None, None, len(target_N), 0)
-    return numbers
-
-
-def count_targets(target_N: Tensor, vocab: int) -> Tensor:
-    """1 / how many of them count, on the device, where their range is checked too."""
     mean = torch.empty((), dtype=torch.float64, device=target_N.device)
-    fine = torch.empty((), dtype=torch.bool, device=target_N.device)
-    _COUNT(1, target_N, None, mean, fine, len(target_N), vocab)
-    torch._assert_async(fine, "targets: out of range")
-    return mean
+    _COUNT(1, target_N, numbers, mean, len(target_N))
+    return numbers, mean
 
 
-_READ, _COUNT = (Launch(count_kernel, {"READ": x, "B": 4096, "num_warps": 16, **LAUNCH}) for x in (True, False))
+_COUNT = Launch(count_kernel, {"B": 4096, "num_warps": 16, **LAUNCH})
 
 
 @functools.lru_cache(256)
