@@ -38,14 +38,8 @@ def nothing_pending() -> Any:
 @pytest.fixture
 def deferred(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU as if a read from it would wait."""
-    for name in (
-        "headloss.late",
-        "headloss.rows",
-        "headloss.engine.bind",
-        "headloss.engine.again",
-        "headloss.objective",
-    ):
-        monkeypatch.setattr(f"{name}.defers", lambda device: True)
+    for name in ("late", "rows", "engine.bind", "engine.again", "engine.row_facts"):
+        monkeypatch.setattr(f"headloss.{name}.defers", lambda device: True)
 
 
 def problem(rows: int = 12) -> tuple[torch.Tensor, torch.Tensor]:
