@@ -50,7 +50,11 @@ def problem(rows: int = 12) -> tuple[torch.Tensor, torch.Tensor]:
 
 def ways(logits: torch.Tensor) -> dict[str, Any]:
     segments = hl.Segments.from_ids(torch.arange(len(logits)) // 3)
-    rows = {"advantage": torch.randn(len(logits)), "old_logprob": -torch.rand(len(logits))}
+    device = logits.device
+    rows = {
+        "advantage": torch.randn(len(logits), device=device),
+        "old_logprob": -torch.rand(len(logits), device=device),
+    }
     return {
         "ce": lambda y: CE(hl.Logits(logits), y),
         "grpo": lambda y: hl.Objective(rl=grpo)(hl.Logits(logits), y, **rows),
