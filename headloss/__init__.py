@@ -6,13 +6,12 @@ facts; autograd on small vectors gives the coefficients; one more sweep writes t
 
 from headloss import losses
 from headloss.checks.verify import Verification, verify
-from headloss.engine.heads import Grads
 from headloss.engine.layout import PerRow, PerSegment, Whole
 from headloss.metrics import Meter, Metric
 from headloss.module import FusedLMHead, Inputs
 from headloss.objective import Objective, row_facts
 from headloss.parallel.shard import VocabShard
-from headloss.record import Facts, Output
+from headloss.record import Facts, Grads, Output
 from headloss.reductions import count
 from headloss.rows import Prepared, prepare, shift_labels
 from headloss.segments import Segments

@@ -23,9 +23,9 @@ from torch import Tensor
 from headloss.backends import check_backend
 from headloss.losses import LOSSES
 from headloss.metrics import read_metrics
+from headloss.options import shown
 from headloss.term import Term
 from headloss.terms import Terms
-from headloss.trace.options import shown
 from headloss.trace.signature import RESERVED, function_name, suggest
 
 _KEYS = ("terms", "metrics", "backend")

@@ -27,11 +27,11 @@ from headloss.divergence import is_divergence
 from headloss.facts import FACTS
 from headloss.late import check_pending
 from headloss.losses import LOSSES
+from headloss.options import shown
 from headloss.parallel.shard import all_gather, together
 from headloss.sources import Sparse
 from headloss.term import Term
 from headloss.trace.call import Call
-from headloss.trace.options import shown
 from headloss.trace.signature import function_name, read_signature, suggest
 
 

@@ -21,7 +21,6 @@ from headloss.config import check_losses, read_config, write_config
 from headloss.engine.again import recall, remember, standing
 from headloss.engine.bind import bind, chunks_of, rows_of, why_read
 from headloss.engine.explain import Explanation, explain
-from headloss.engine.heads import Grads
 from headloss.engine.loss import BoundLoss
 from headloss.engine.plan import Plan, make_plan, plain_source
 from headloss.engine.row_facts import facts_sweep
@@ -32,7 +31,7 @@ from headloss.graph import compiled as graph
 from headloss.graph.content import Traits, content_key, portable, traits
 from headloss.graph.recipe import describe
 from headloss.late import check_pending
-from headloss.record import Facts, Output
+from headloss.record import Facts, Grads, Output
 from headloss.rows import Prepared, may_read
 from headloss.segments import Segments
 from headloss.sources import Source, Teacher

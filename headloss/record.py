@@ -8,11 +8,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from headloss.engine.heads import Grads
 from headloss.facts import Fact
 from headloss.metrics import Metric
 
 Key = str | tuple[str, float] | tuple[str, float | None, str]
+
+
+class Grads(NamedTuple):
+    """Gradients with respect to the source's tensors; None where not wanted."""
+
+    logits: Tensor | None = None
+    hidden: Tensor | None = None
+    weight: Tensor | None = None
+    bias: Tensor | None = None
 
 
 class Facts(Mapping[Key, Tensor]):

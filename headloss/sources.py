@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headloss.options import is_number, shown
 from headloss.parallel.shard import VocabShard
 from headloss.segments import integers, shallow
 from headloss.served import from_sglang, from_vllm
-from headloss.trace.options import is_number, shown
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from headloss.divergence import TAILS, Element, is_divergence, sparse_loss, summed
 from headloss.facts import FACTS, Fact
+from headloss.options import check_option, is_number, shown
 from headloss.reductions import NEEDS_SEGMENTS, REDUCTIONS
 from headloss.sources import Sparse, Teacher, is_symbol
 from headloss.trace.call import Call
-from headloss.trace.options import check_option, is_number, shown
 from headloss.trace.reads import ours, reads
 from headloss.trace.signature import CALL, COMPARING, ONLY, RESERVED, function_name, read_signature, suggest
 

@@ -40,6 +40,7 @@ AROUND = ("tests/trust/test_surroundings.py",)
 KEPT = ("tests/trust/test_kept.py",)
 NEW_FACT = ("tests/test_new_fact.py",)
 WAITING = ("tests/test_no_waiting.py",)
+SHAPE = ("tests/test_shape_of_code.py",)
 FIRST: dict[str, tuple[str, ...]] = {  # by how a file's name begins
     "facts.py": ("tests/test_facts.py", "tests/ranks/test_simulated.py"),
     "teachers.py": ("tests/ranks/test_simulated.py", *TEACHERS, "tests/properties"),
@@ -478,10 +479,10 @@ FAULTS = [
     Fault("sources.py", "        if stride <= reach:", "        if stride < 0:", "a gradient overwrites logits that share memory", CONTRACT),
     Fault("graph/ops.py", "g_loss = torch.ops.headloss.once(g_loss, of)", "pass", "compiled: a second derivative takes the gradient for a constant", ("tests/trust/test_autograd_compiled.py",)),
     # Configs and options
-    Fault("trace/options.py", "if isinstance(x, bool) or not isinstance(x, (int, float)):", "if not isinstance(x, (int, float)):", "a temperature may be True", CONFIGS),
-    Fault("trace/options.py", "bool: (bool,), int:", "bool: (), int:", "text and numbers pass for a bool option", CONFIGS),
-    Fault("trace/options.py", "if not math.isfinite(number) and (whole or not unbounded):", "if False:", "an option may be NaN or of 401 digits", CONFIGS),
-    Fault("trace/options.py", "    return {k: _copied(y) for k, y in x.items()} if type(x) is dict else x", "    return x", "an option follows the caller's dict", CONFIGS),
+    Fault("options.py", "if isinstance(x, bool) or not isinstance(x, (int, float)):", "if not isinstance(x, (int, float)):", "a temperature may be True", CONFIGS),
+    Fault("options.py", "bool: (bool,), int:", "bool: (), int:", "text and numbers pass for a bool option", CONFIGS),
+    Fault("options.py", "if not math.isfinite(number) and (whole or not unbounded):", "if False:", "an option may be NaN or of 401 digits", CONFIGS),
+    Fault("options.py", "    return {k: _copied(y) for k, y in x.items()} if type(x) is dict else x", "    return x", "an option follows the caller's dict", CONFIGS),
     Fault("config.py", "if name in table and _same(table[name], fn):", "if name in table:", "a function named like ours comes back as ours", CONFIGS),
     Fault("config.py", "    return _same(call.fn, fn)", "    return True", "a metric named like ours comes back as ours", CONFIGS),
     Fault("config.py", 'losses.get(options["row_weight"], options["row_weight"])', '{**LOSSES, **losses}.get(options["row_weight"], options["row_weight"])', "an input named like a loss of ours comes back as that loss", CONFIGS),
@@ -538,4 +539,7 @@ FAULTS = [
     Fault("parallel/shard.py", "torch.arange(len(values), device=device) * _PRIMES[1]", "_PRIMES[1]", "targets in another order are taken for the same", ("tests/test_seeded.py",)),
     Fault("engine/teachers.py", "nothing if rows.given is None else rows.given", "nothing if rows.targets is None else rows.targets", "ranks that ignore different rows with the same targets are not noticed", RANK_FAULTS),
     Fault("engine/teachers.py", "max_over(z_RK.masked_fill(~here_RK, -math.inf), source.shard, said, rows.total)", "max_over(z_RK.masked_fill(~here_RK, -math.inf), source.shard, None, rows.total)", "with ids alone ranks compare nothing", RANK_FAULTS),
+    Fault("record.py", "Key = str | tuple", "if False:\n    from headloss.objective import Objective\nKey = str | tuple", "a record imports from above, for types alone", SHAPE),
+    Fault("teachers.py", "COMPARING = ", "if False:\n    from headloss.facts import Fact\nCOMPARING = ", "two files of a layer import each other", SHAPE),
+    Fault("terms.py", "from headloss.backends import check_backend\n", "from headloss.backends import check_backend\nfrom headloss.backends import torch as plain  # noqa\n", "terms name a backend", SHAPE),
 ]  # fmt: skip

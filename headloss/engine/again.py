@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from headloss.engine.bind import check_count
-from headloss.engine.heads import Grads, elsewhere
+from headloss.engine.heads import elsewhere
 from headloss.engine.layout import PerRow, readings
 from headloss.engine.one_launch import Launched, measured
 from headloss.engine.plan import Plan, call_weights, keep
@@ -28,7 +28,7 @@ from headloss.engine.saved import hold, once, refuse_transforms
 from headloss.engine.sweeps import Sweep, scaled
 from headloss.facts import CONSTANT
 from headloss.late import defers
-from headloss.record import Output, facts_later, key_of
+from headloss.record import Grads, Output, facts_later, key_of
 from headloss.reductions import over
 from headloss.rows import IGNORE, Prepared, Rows, Stats, check_stats, check_targets_later, may_read
 from headloss.sources import Logits, Source

@@ -9,11 +9,12 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from headloss.record import Grads
 from headloss.sources import Linear, Logits, Source, padded, parse_bytes
 
 GATHER_BYTES = 32 << 20  # of the logits copied at a time where ignored rows are passed over
@@ -23,15 +24,6 @@ GATHER_BYTES = 32 << 20  # of the logits copied at a time where ignored rows are
 UNEVEN_IS_SLOW = {"cuda": 1024}
 
 Rows = slice | Tensor  # a run of rows, or their numbers
-
-
-class Grads(NamedTuple):
-    """Gradients with respect to the source's tensors; None where not wanted."""
-
-    logits: Tensor | None = None
-    hidden: Tensor | None = None
-    weight: Tensor | None = None
-    bias: Tensor | None = None
 
 
 def part_of(x: Tensor, rows: slice) -> Tensor:

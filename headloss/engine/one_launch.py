@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from headloss.engine.heads import Grads
 from headloss.engine.sweeps import Chunk, Sweep
 from headloss.facts import Fact, Softmax
 from headloss.metrics import Metric, measure_later
+from headloss.record import Grads
 from headloss.reductions import even, lengths
 from headloss.rows import may_read
 

@@ -13,10 +13,10 @@ from headloss.engine.sweeps import Sweep
 from headloss.engine.teachers import bind_guides, name_teachers
 from headloss.facts import FACTS, Fact, Want
 from headloss.late import defers
+from headloss.options import is_number, shown
 from headloss.rows import Prepared, bind_rows
 from headloss.sources import Linear, Source, Teacher
 from headloss.trace.call import Call
-from headloss.trace.options import is_number, shown
 from headloss.trace.signature import COMPARING, ONLY, Parameter, Signature, suggest
 
 

@@ -14,11 +14,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from headloss.engine.heads import Grads, at_home
+from headloss.engine.heads import at_home
 from headloss.engine.one_launch import Launched, launch
 from headloss.engine.saved import hold, once
 from headloss.engine.sweeps import Loss, Sweep, scaled
 from headloss.facts import CONSTANT, VALUED, Fact, Softmax, Want
+from headloss.record import Grads
 from headloss.trace.gradient import check_elements, check_gradient
 
 

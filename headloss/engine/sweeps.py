@@ -17,10 +17,11 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from headloss.engine.heads import Grads, at_home, open_source, part_of
+from headloss.engine.heads import at_home, open_source, part_of
 from headloss.engine.teachers import Guide, ids_facts, ids_pull, most_rows, note, teacher_bytes, teacher_label
 from headloss.facts import Fact, Partial, Softmax, Want, coefficients, finish
 from headloss.parallel.shard import Gathering, reduce_hidden, sum_over
+from headloss.record import Grads
 from headloss.rows import Rows
 from headloss.segments import shallow
 from headloss.sources import Linear, Source, tensors_in, with_tensors

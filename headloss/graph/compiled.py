@@ -15,13 +15,12 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from headloss.engine.heads import Grads
 from headloss.graph import ops  # noqa: F401  registers the operators
 from headloss.graph.content import Traits
 from headloss.graph.recipe import Described, describe, read, write
 from headloss.graph.rehearsal import form, one_launch
 from headloss.metrics import Metric
-from headloss.record import Output, facts_from
+from headloss.record import Grads, Output, facts_from
 from headloss.rows import Prepared
 from headloss.segments import Segments
 from headloss.sources import Linear, Logits, Source, Teacher

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from headloss.engine.bind import backend_for
-from headloss.engine.heads import Grads
 from headloss.engine.run import Result, settle
 from headloss.engine.saved import TWICE
 from headloss.engine.sweeps import NO_SOFTMAX, Sweep
@@ -41,6 +40,7 @@ from headloss.graph.rehearsal import (
     recording,
     sweep_of,
 )
+from headloss.record import Grads
 from headloss.rows import bind_rows
 from headloss.sources import Linear, Logits
 
