@@ -219,7 +219,7 @@ def _check_facts(facts: Mapping[str, tuple[str, float]] | None) -> dict[str, tup
         if not (isinstance(name, str) and isinstance(pair, tuple | list) and len(pair) == 2):
             raise TypeError(f"facts: wanted {{name: (fact, temperature)}}, got {shown(name)}: {shown(pair)}")
         fact, temperature = pair
-        if fact not in FACTS or fact == "divergence":
+        if not isinstance(fact, str) or fact not in FACTS or fact == "divergence":
             there = [f for f in FACTS if f != "divergence"]
             near = suggest(str(fact), there)
             raise ValueError(f"facts: {shown(fact)} is not a fact; there are {', '.join(there)}{near}")

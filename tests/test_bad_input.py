@@ -169,6 +169,7 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "want: 'entropi'.*mean 'entropy'",
     ),
     "no fact": (lambda: hl.row_facts(LINEAR, TARGETS, ()), ValueError, "want: "),
+    "a list for a fact": (lambda: hl.row_facts(LINEAR, TARGETS, [([], 1.0)]), ValueError, "want: .*is not a fact"),
     "fact at temperature 0": (
         lambda: hl.row_facts(LINEAR, TARGETS, [("lse", 0.0)]),
         ValueError,

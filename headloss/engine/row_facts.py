@@ -45,7 +45,7 @@ def facts_sweep(
 def _read_fact(want: Any, teachers: Mapping[str, Teacher]) -> Fact:
     """A fact from its name, (name, temperature) or (name, temperature, teacher)."""
     name, temperature, teacher = (*((want,) if isinstance(want, str) else tuple(want)), None, None)[:3]
-    if name not in FACTS or name == "divergence":
+    if not isinstance(name, str) or name not in FACTS or name == "divergence":
         there = ", ".join(f for f in FACTS if f != "divergence")
         raise ValueError(f"want: {name!r} is not a fact; there are {there}{suggest(str(name), FACTS)}")
     if temperature is not None and not (is_number(temperature) and temperature > 0):
