@@ -328,3 +328,21 @@ def test_no_rows_that_count():
         batch = Batch()
         batch.targets[:] = -100
         both(kind, batch)
+
+
+def test_few_rows_are_cut_in_parts_only_where_that_is_allowed(monkeypatch):
+    """On meta tensors: `BATCH_INVARIANT` decides whether the count of rows may change a row's bits."""
+    from headloss.backends.triton import sweeps
+
+    launches = {}
+    for invariant in (True, False):
+        monkeypatch.setattr(sweeps, "BATCH_INVARIANT", invariant)
+        for rows, columns in ((8, 50257), (4096, 50257), (8, 4096)):
+            source = hl.Logits(torch.empty(rows, columns, device="meta"))
+            plan = hl.Objective(ce=cross_entropy, backend="triton").explain(
+                source, torch.empty(rows, dtype=torch.long, device="meta")
+            )
+            launches[invariant, rows, columns] = plan.launches
+    apart = launches.pop((False, 8, 50257))
+    assert "so few rows are swept faster in parts" in apart
+    assert all(x.startswith("one launch") and "in parts" not in x for x in launches.values()), launches
