@@ -96,17 +96,18 @@ class Element:
             logp = torch.full((1, 1), -1.0, device=device, requires_grad=True)
             return reach_of(self.value(logp, logp.detach()), {}, [logp]).captured
 
-    def slope(self, logp: Tensor, logq: Tensor) -> Tensor:
-        """c_j = df/d(log p_j)."""
+    def value_and_slope(self, logp: Tensor, logq: Tensor) -> tuple[Tensor, Tensor]:
+        """f_j, and c_j = df/d(log p_j)."""
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):
-                return self.slope(logp.clone(), logq.clone())
+                return self.value_and_slope(logp.clone(), logq.clone())
+        slope = None
         with torch.enable_grad():
             leaf = logp.detach().requires_grad_()
             value = self.value(leaf, logq)
-            if not value.requires_grad:
-                return torch.zeros_like(logp)
-            return torch.autograd.grad(value, leaf, torch.ones_like(value))[0]
+            if value.requires_grad:
+                (slope,) = torch.autograd.grad(value, leaf, torch.ones_like(value))
+        return value.detach(), torch.zeros_like(logp) if slope is None else slope
 
 
 def sparse_loss(fn: Callable[..., Any], tail: str) -> Callable[..., Any]:

@@ -98,7 +98,7 @@ class DenseSoftmax(NamedTuple):
     max: Tensor
     log_S: tuple[Tensor, ...]
     log_St: tuple[Tensor, ...]
-    looks: tuple[Tensor, ...] = ()  # sum_k c_k of each divergence, in the order of the Want
+    looks: tuple[Tensor | None, ...] = ()  # sum_k c_k of each divergence, in the order of the Want, or None
 
 
 class SparseSoftmax(NamedTuple):
@@ -116,7 +116,7 @@ class Look(NamedTuple):
 
     element: Any
     g: Tensor
-    C: Tensor
+    C: Any  # (N,), or None where the pull has the whole row in hand and sums c itself
 
 
 class DensePull(NamedTuple):

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headloss.backends.torch_teachers import Comparison, divide, logits, pull_tile, second_look
+from headloss.backends.torch_teachers import Comparison, divide, floored, join, logits, pull_tile, second_look
 from headloss.facts import FLOOR, Moments, Partial, Pull, Softmax, Want
 from headloss.teachers import DenseChunk, DensePull, DenseSoftmax, TeacherChunk, TeacherPulls, Temperature
 
 NAME = "torch"
 
-TILE_BYTES = {"cpu": 8 << 20}
+TILE_BYTES = {"cpu": 1 << 20}
 TILE_BYTES_ELSEWHERE = 64 << 20
 lower = None  # no program for one launch: nothing here is a kernel of ours
 LOOK_BUFFERS = 8  # a divergence and its slope keep about 20 of a tile's size
@@ -76,16 +76,19 @@ def sums(
         for comparison in compared:
             comparison.tile(rows, x_BV, max_B, start)
         for i, (moments, T) in enumerate(zip(out.moments, temperatures, strict=True)):
-            last = i == len(out.moments) - 1 and not compared  # x may be overwritten
-            s_BV = x_BV if _is_one(T) else divide(x_BV, T, rows, into=x_BV if last else None)
-            e_BV = s_BV.exp_() if last and moments.X is None else s_BV.exp()
+            key, last = want.temperatures[i], i == len(out.moments) - 1  # x may then be overwritten
+            s_BV = divide(x_BV, T, rows, into=x_BV if last else None)
+            weighs = moments.X is not None or any(comparison.weighs(key) for comparison in compared)
+            if weighs:
+                s_BV = floored(s_BV, keep=s_BV is x_BV and not last)
+            e_BV = s_BV.exp_() if last and not weighs else s_BV.exp()
             moments.S[rows] = e_BV.sum(-1)
             if moments.Q is not None:
                 moments.Q[rows] = (e_BV * e_BV).sum(-1)
             for comparison in compared:
-                comparison.meet(rows, want.temperatures[i], T, s_BV, e_BV)
+                comparison.meet(rows, key, T, s_BV, e_BV, moments.S[rows])
             if moments.X is not None:
-                moments.X[rows] = e_BV.mul_(s_BV.clamp_(min=FLOOR) if last else s_BV.clamp(min=FLOOR)).sum(-1)
+                moments.X[rows] = e_BV.mul_(s_BV).sum(-1)
     if out.target is not None and here_C is not None:
         out.target.masked_fill_(~here_C, -math.inf)
     return out._replace(teachers=tuple(comparison.partial() for comparison in compared))
@@ -123,8 +126,7 @@ def pull(
                 ds_BV = torch.zeros_like(z_BV)
             else:
                 x_BV = z_BV - softmax.max[rows, None]
-                if not _is_one(T):
-                    divide(x_BV, T, rows, into=x_BV)
+                divide(x_BV, T, rows, into=x_BV)
                 e_BV = x_BV.exp_() if b is None else x_BV.exp()
                 slope = a[rows, None]
                 if b is not None:
@@ -136,16 +138,13 @@ def pull(
                 ds_BV += c[rows, None]
             if y is not None and column_C is not None and V:
                 ds_BV.scatter_add_(-1, column_C[rows, None], y[rows, None])
-            if not _is_one(T):
-                divide(ds_BV, T, rows, into=ds_BV)
+            divide(ds_BV, T, rows, into=ds_BV)
             grad_BV = ds_BV if grad_BV is None else grad_BV.add_(ds_BV)
-        if grad_BV is None:
-            if not teachers:
-                out_CV[rows] = 0
-                continue
-            grad_BV = torch.zeros_like(z_BV)
         for chunk, seen, own, Ts in zip(teachers, softmax.teachers, teacher_pulls, teacher_temperatures, strict=True):
-            pull_tile(grad_BV, z_BV, rows, chunk, seen, softmax, own, Ts, start)
+            grad_BV = pull_tile(grad_BV, z_BV, rows, chunk, seen, softmax, own, Ts, start)
+        if grad_BV is None:
+            out_CV[rows] = 0
+            continue
         if softcap is not None:
             grad_BV *= 1 - (z_BV / softcap) ** 2
         if scale != 1.0:
@@ -162,20 +161,24 @@ def look(
     *,
     scale: float = 1.0,
     softcap: float | None = None,
-) -> list[tuple[Tensor, Tensor]]:
-    """The second look: of every divergence wanted, in order, its sum over these columns and that of its slopes."""
-    tiles: list[list[tuple[Tensor, Tensor]]] = []
+    whole: bool = False,
+) -> list[tuple[Tensor, Tensor | None]]:
+    """The second look: of every divergence wanted, in order, its sum over these columns and that of its slopes.
+
+    `whole`: these are all the columns.  The pull has them all in hand too, and sums the slopes itself.
+    """
+    tiles: list[list[tuple[Tensor, Tensor | None]]] = []
     for rows in _tiles(raw_CV, LOOK_BUFFERS):
         z_BV = logits(raw_CV[rows], scale, softcap)
-        found: list[tuple[Tensor, Tensor]] = []
+        found: list[tuple[Tensor, Tensor | None]] = []
         for name, chunk, seen, Ts in zip(want.teachers, teachers, softmax.teachers, teacher_temperatures, strict=True):
             if isinstance(chunk, DenseChunk):
                 assert isinstance(seen, DenseSoftmax)
                 for i, key in enumerate(want.temperatures_of(name)):
                     elements = [f.element for f in want.looks(name, key)]
-                    found += second_look(z_BV, rows, chunk, seen, softmax, Ts[i], i, elements)
+                    found += second_look(z_BV, rows, chunk, seen, softmax, Ts[i], i, elements, whole)
         tiles.append(found)
-    return [(torch.cat([v for v, _ in look]), torch.cat([s for _, s in look])) for look in zip(*tiles, strict=True)]
+    return [tuple(join(xs) for xs in zip(*look, strict=True)) for look in zip(*tiles, strict=True)]
 
 
 def scale_(x: Tensor, scale: Tensor) -> None:
@@ -193,7 +196,7 @@ def _compare(compared: Sequence[Comparison], rows: slice, *tile: Any) -> None:
     for comparison in compared:
         comparison.tile(rows, z_BV, max_B, start)
         for key, T in zip(want.temperatures, temperatures, strict=True):
-            comparison.meet(rows, key, T, z_BV, z_BV)
+            comparison.meet(rows, key, T, z_BV, z_BV, max_B.new_zeros(len(max_B)))
 
 
 def _over(k: Pull, log_sum: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -217,8 +220,10 @@ def _columns(target_C: Tensor, start: int, V: int) -> tuple[Tensor, Tensor]:
 
 def _tiles(raw_CV: Tensor, beside: int = 1) -> Iterator[slice]:
     """Runs of rows; with more buffers `beside` them they are shorter, so that all together take no more."""
+    here = raw_CV.device.type
+    beside = min(beside, 2) if here in TILE_BYTES else beside  # there, shorter tiles save less than their calls cost
     row_bytes = max(1, raw_CV.shape[-1]) * max(4, raw_CV.element_size()) * beside
-    step = max(1, TILE_BYTES.get(raw_CV.device.type, TILE_BYTES_ELSEWHERE) // row_bytes)
+    step = max(1, TILE_BYTES.get(here, TILE_BYTES_ELSEWHERE) // row_bytes)
     for i in range(0, max(1, raw_CV.shape[0]), step):  # without rows there is still one tile, of none
         yield slice(i, min(i + step, raw_CV.shape[0]))
 
@@ -233,7 +238,3 @@ def _identity(out: Partial, rows: slice) -> None:
         for x in moments:
             if x is not None:
                 x[rows] = 0.0
-
-
-def _is_one(T: float | Tensor) -> bool:
-    return not isinstance(T, Tensor) and T == 1.0

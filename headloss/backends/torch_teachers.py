@@ -66,8 +66,12 @@ class Comparison:
                 part["top"] = torch.nn.functional.pad(top_BK, (0, K - top_BK.shape[-1]), value=-math.inf)
         self.parts.append(part)
 
-    def meet(self, rows: slice, key: float | None, T: Temperature, s_BV: Tensor, e_BV: Tensor) -> None:
-        """At one temperature: s = x / T, e = exp(s)."""
+    def weighs(self, key: float | None) -> bool:
+        """Whether `meet` multiplies with s: it must then be finite."""
+        return any(self.want.sums(x, key, self.name) for x in "XF")
+
+    def meet(self, rows: slice, key: float | None, T: Temperature, s_BV: Tensor, e_BV: Tensor, S_B: Tensor) -> None:
+        """At one temperature: s = x / T, e = exp(s), S their sum over all columns in hand."""
         if key not in self.temperatures:
             return
         part = self.parts[-1]
@@ -76,23 +80,24 @@ class Comparison:
                 part["tails"].append(divide(part["tail"], T, rows).exp().sum(-1))
             return
         wants = {x: self.want.sums(x, key, self.name) for x in "XYFG"}
-        U, y_BU = self.chunk.columns, divide(part["y"], self.chunk.temperatures[self.temperatures.index(key)], rows)
+        U, i = self.chunk.columns, self.temperatures.index(key)
+        last = i == len(self.temperatures) - 1  # y may be overwritten
+        y_BU = divide(part["y"], self.chunk.temperatures[i], rows, into=part["y"] if last else None)
+        if wants["Y"] or wants["G"]:
+            y_BU = floored(y_BU, keep=y_BU is part["y"] and not last)
         s_BU, e_BU, f_BU = s_BV[:, :U], e_BV[:, :U], y_BU.exp()
         part["meetings"].append(
             Meeting(
-                S=e_BU.sum(-1),
-                X=_weighted(e_BU, s_BU) if wants["X"] else None,
+                S=S_B if e_BV.shape[-1] == U else e_BU.sum(-1),
+                X=torch.linalg.vecdot(e_BU, s_BU) if wants["X"] else None,
                 St=f_BU.sum(-1),
-                Y=_weighted(f_BU, y_BU) if wants["Y"] else None,
-                F=_weighted(f_BU, s_BU) if wants["F"] else None,
-                G=_weighted(e_BU, y_BU) if wants["G"] else None,
+                Y=torch.linalg.vecdot(f_BU, y_BU) if wants["Y"] else None,
+                F=torch.linalg.vecdot(f_BU, s_BU) if wants["F"] else None,
+                G=torch.linalg.vecdot(e_BU, y_BU) if wants["G"] else None,
             )
         )
 
     def partial(self) -> DensePartial | SparsePartial:
-        def join(xs: Sequence[Tensor | None]) -> Any:
-            return None if xs[0] is None else torch.cat([x for x in xs if x is not None])
-
         tiles = self.parts
         if isinstance(self.chunk, SparseChunk):
             tails = tuple(join(ts) for ts in zip(*(t["tails"] for t in tiles), strict=True))
@@ -105,6 +110,10 @@ class Comparison:
         return DensePartial(join([t["max"] for t in tiles]), join([t["argmax"] for t in tiles]), meetings)
 
 
+def join(xs: Sequence[Tensor | None]) -> Any:
+    return None if xs[0] is None else torch.cat([x for x in xs if x is not None])
+
+
 def second_look(
     z_BV: Tensor,
     rows: slice,
@@ -114,18 +123,18 @@ def second_look(
     T: Temperature,
     i: int,
     looks: Any,
-) -> list[tuple[Tensor, Tensor]]:
-    """Of each divergence, its sum over these columns and that of its slopes."""
+    whole: bool,
+) -> list[tuple[Tensor, Tensor | None]]:
+    """Of each divergence, its sum over these columns and, unless they are the whole row, that of its slopes."""
     logp_BU, logq_BU = _logprobs(z_BV, rows, chunk, seen, softmax, T, i)
-    found = []
-    for element in looks:
-        value, slope = element.value(logp_BU, logq_BU), element.slope(logp_BU, logq_BU)
-        found.append((value.sum(-1), slope.sum(-1)))
-    return found
+    if whole:
+        return [(element.value(logp_BU, logq_BU).sum(-1), None) for element in looks]
+    pairs = [element.value_and_slope(logp_BU, logq_BU) for element in looks]
+    return [(value.sum(-1), slope.sum(-1)) for value, slope in pairs]
 
 
 def pull_tile(
-    grad_BV: Tensor,
+    grad_BV: Tensor | None,
     z_BV: Tensor,
     rows: slice,
     chunk: TeacherChunk,
@@ -134,33 +143,51 @@ def pull_tile(
     pulls: TeacherPulls,
     temperatures: Sequence[Temperature],
     start: int,
-) -> None:
-    """Add one teacher's pull on a tile."""
+) -> Tensor | None:
+    """A tile's gradient with one teacher's pull in it; None is a gradient of zeros."""
     for i, (pull, T) in enumerate(zip(pulls, temperatures, strict=True)):
         if isinstance(pull, DensePull):
             assert isinstance(chunk, DenseChunk)
-            if pull.looks or any(x is not None for x in pull[:4]):
-                g_BU = _pull_dense(pull, z_BV, rows, chunk, seen, softmax, T, i)
-                grad_BV[:, : chunk.columns] += divide(g_BU, T, rows)
+            if not pull.looks and all(x is None for x in pull[:4]):
+                continue
+            g_BU = _pull_dense(pull, z_BV, rows, chunk, seen, softmax, T, i)
         elif isinstance(pull, SparsePull) and isinstance(chunk, SparseChunk):
-            grad_BV += divide(_pull_sparse(pull, z_BV, rows, chunk, seen, T, i, start), T, rows)
+            g_BU = _pull_sparse(pull, z_BV, rows, chunk, seen, T, i, start)
+        g_BU = divide(g_BU, T, rows, into=g_BU)
+        if grad_BV is None and g_BU.shape == z_BV.shape:
+            grad_BV = g_BU
+        else:
+            grad_BV = torch.zeros_like(z_BV) if grad_BV is None else grad_BV
+            grad_BV[:, : g_BU.shape[-1]] += g_BU
+    return grad_BV
 
 
 def _pull_dense(
     pull: DensePull, z_BV: Tensor, rows: slice, chunk: DenseChunk, seen: DenseSoftmax, softmax: Softmax, T: Any, i: int
 ) -> Tensor:
-    logp_BU, logq_BU = _logprobs(z_BV, rows, chunk, seen, softmax, T, i)
+    finite = pull.b is not None or pull.c is not None or bool(pull.looks)
+    logp_BU, logq_BU = _logprobs(z_BV, rows, chunk, seen, softmax, T, i, finite)
     p_BU = logp_BU.exp()
-    slope: float | Tensor = 0.0 if pull.a is None else pull.a[rows, None]
-    if pull.b is not None:
-        slope = slope + pull.b[rows, None] * logp_BU
-    if pull.c is not None:
-        slope = slope + pull.c[rows, None] * logq_BU
-    g_BU = p_BU * slope if isinstance(slope, Tensor) else torch.zeros_like(p_BU)
-    if pull.d is not None:
-        g_BU += pull.d[rows, None] * logq_BU.exp()
+    g_BU = None
     for element, g, C in pull.looks:
-        g_BU += g[rows, None] * (element.slope(logp_BU, logq_BU) - p_BU * C[rows, None])
+        _, slope_BU = element.value_and_slope(logp_BU, logq_BU)
+        C_B = slope_BU.sum(-1) if C is None else C[rows]
+        own_BU = torch.addcmul(slope_BU, p_BU, C_B[:, None], value=-1).mul_(g[rows, None])
+        g_BU = own_BU if g_BU is None else g_BU.add_(own_BU)
+    weight_BU = None
+    if pull.b is not None:
+        weight_BU = logp_BU.mul_(pull.b[rows, None])
+    if pull.c is not None:
+        own_BU = logq_BU * pull.c[rows, None]
+        weight_BU = own_BU if weight_BU is None else weight_BU.add_(own_BU)
+    if pull.a is not None:
+        weight_BU = pull.a[rows, None] if weight_BU is None else weight_BU.add_(pull.a[rows, None])
+    if weight_BU is not None:
+        g_BU = p_BU.mul_(weight_BU) if g_BU is None else g_BU.addcmul_(p_BU, weight_BU)
+    if pull.d is not None:
+        q_BU, d_B1 = logq_BU.exp_(), pull.d[rows, None]
+        g_BU = q_BU.mul_(d_B1) if g_BU is None else g_BU.addcmul_(q_BU, d_B1)
+    assert g_BU is not None
     return g_BU
 
 
@@ -178,15 +205,23 @@ def _pull_sparse(
 
 
 def _logprobs(
-    z_BV: Tensor, rows: slice, chunk: DenseChunk, seen: DenseSoftmax, softmax: Softmax, T: Temperature, i: int
+    z_BV: Tensor,
+    rows: slice,
+    chunk: DenseChunk,
+    seen: DenseSoftmax,
+    softmax: Softmax,
+    T: Temperature,
+    i: int,
+    finite: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """log p and log q over the shared columns, finite: both sweeps hold x and y above FLOOR."""
-    x_BU = divide(z_BV[:, : chunk.columns] - softmax.max[rows, None], T, rows)
-    u_BU = logits(chunk.raw_CV[rows, : chunk.columns], chunk.scale, chunk.softcap).to(z_BV.dtype)
-    y_BU = divide(u_BU - seen.max[rows, None], chunk.temperatures[i], rows)
-    return x_BU.clamp_(min=FLOOR).sub_(seen.log_S[i][rows, None]), y_BU.clamp_(min=FLOOR).sub_(
-        seen.log_St[i][rows, None]
-    )
+    """log p and log q over the shared columns; finite where asked: both sweeps hold x and y above FLOOR."""
+    x_BU = z_BV[:, : chunk.columns] - softmax.max[rows, None]
+    y_BU = logits(chunk.raw_CV[rows, : chunk.columns], chunk.scale, chunk.softcap).to(z_BV.dtype) - seen.max[rows, None]
+    x_BU, y_BU = divide(x_BU, T, rows, into=x_BU), divide(y_BU, chunk.temperatures[i], rows, into=y_BU)
+    if finite:
+        x_BU.clamp_(min=FLOOR)
+        y_BU.clamp_(min=FLOOR)
+    return x_BU.sub_(seen.log_S[i][rows, None]), y_BU.sub_(seen.log_St[i][rows, None])
 
 
 def _places(ids_BK: Tensor, start: int, V: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -208,11 +243,6 @@ def _best(u_BU: Tensor, start: int, argmax: bool) -> dict[str, Tensor | None]:
     return {"max": max_B, "argmax": (argmax_B + start).to(u_BU.dtype)}
 
 
-def _weighted(weight_BU: Tensor, x_BU: Tensor) -> Tensor:
-    """Sum of weight * x, where weight 0 counts for nothing even if x is -inf."""
-    return torch.linalg.vecdot(weight_BU, x_BU.clamp(min=FLOOR))
-
-
 def logits(raw_BV: Tensor, scale: float, softcap: float | None) -> Tensor:
     """z = cap tanh(scale raw / cap), in float32 or better."""
     z_BV = raw_BV.to(torch.promote_types(raw_BV.dtype, torch.float32))
@@ -222,5 +252,12 @@ def logits(raw_BV: Tensor, scale: float, softcap: float | None) -> Tensor:
 
 
 def divide(x_BV: Tensor, T: Temperature, rows: slice, into: Tensor | None = None) -> Tensor:
-    divisor = T[rows, None] if isinstance(T, Tensor) else T
-    return torch.div(x_BV, divisor, out=into)
+    """x / T, `into` a buffer if there is one; x itself where T is 1."""
+    if not isinstance(T, Tensor):
+        return x_BV if T == 1.0 else torch.div(x_BV, T, out=into)
+    return torch.div(x_BV, T[rows, None], out=into)
+
+
+def floored(s_BV: Tensor, keep: bool) -> Tensor:
+    """s with FLOOR for -inf, in place unless it is to be kept: e^FLOOR is 0, and 0 times FLOOR is no NaN."""
+    return s_BV.clamp(min=FLOOR) if keep else s_BV.clamp_(min=FLOOR)

@@ -284,18 +284,21 @@ class Sweep:
         facts, softmax = finish(partial, self.want, self._temperatures(part), self.source.vocab)
         return self._held(facts, part), softmax
 
-    def _look(self, block: Block, softmax: Softmax) -> list[tuple[Tensor, Tensor]]:
+    def _look(self, block: Block, softmax: Softmax) -> list[tuple[Tensor, Any]]:
         student = [[T for T, _ in pairs] for pairs in self._paired(block.part)]
-        return self.backend.look(block.raw_CV, self.want, softmax, block.teachers, student, **self._transform())
+        how = {"whole": self.source.shard is None, **self._transform()}
+        return self.backend.look(block.raw_CV, self.want, softmax, block.teachers, student, **how)
 
     def _with_looks(
-        self, facts: dict[Fact, Tensor], softmax: Softmax, looks: Sequence[tuple[Tensor, Tensor]]
+        self, facts: dict[Fact, Tensor], softmax: Softmax, looks: Sequence[tuple[Tensor, Any]]
     ) -> tuple[dict[Fact, Tensor], Softmax]:
         """Facts and softmax with the divergences in them, summed over the ranks of a shard."""
         if not looks:
             return facts, softmax
-        summed = sum_over([x for pair in looks for x in pair], self.source.shard)
-        found = dict(zip(self._looks, zip(summed[::2], summed[1::2], strict=True), strict=True))
+        if self.source.shard is not None:
+            summed = sum_over([x for pair in looks for x in pair], self.source.shard)
+            looks = list(zip(summed[::2], summed[1::2], strict=True))
+        found = dict(zip(self._looks, looks, strict=True))
         teachers = []
         for name, seen in zip(self.want.teachers, softmax.teachers, strict=True):
             mine = tuple(found[f][1] for f in self.want.facts if f in found and f.teacher == name)

@@ -296,6 +296,7 @@ def look(
     *,
     scale: float = 1.0,
     softcap: float | None = None,
+    whole: bool = False,
     shape: Shape | None = None,
 ) -> list[tuple[Tensor, Tensor]]:
     """The second look: of every divergence wanted, in order, its sum over these columns and that of its slopes."""

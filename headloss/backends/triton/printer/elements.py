@@ -42,7 +42,7 @@ _PRINTED: dict[Any, tuple[Any, tuple[float, ...]] | Unprintable] = {}
 def _print(looks: Looks, pairs: int) -> tuple[Any, tuple[float, ...]] | Unprintable:
 
     def every(*logs: Tensor) -> tuple[Tensor, ...]:
-        return tuple(x for i, element in looks for x in _value_and_slope(element, logs[2 * i], logs[2 * i + 1]))
+        return tuple(x for i, element in looks for x in element.value_and_slope(logs[2 * i], logs[2 * i + 1]))
 
     try:
         with unwatched():
@@ -53,13 +53,3 @@ def _print(looks: Looks, pairs: int) -> tuple[Any, tuple[float, ...]] | Unprinta
         return error
     except Exception as error:
         return Unprintable(f"what cannot be traced ({type(error).__name__}: {str(error).splitlines()[0]})")
-
-
-def _value_and_slope(element: Any, logp: Tensor, logq: Tensor) -> tuple[Tensor, Tensor]:
-    with torch.enable_grad():
-        leaf = logp.detach().requires_grad_()
-        value = element.value(leaf, logq)
-        slope = torch.zeros_like(logp)
-        if value.requires_grad:
-            slope = torch.autograd.grad(value, leaf, torch.ones_like(value))[0]
-    return value.detach(), slope
