@@ -60,7 +60,7 @@ def count(targets: Tensor, segments: Segments | None = None, group: Any = None) 
     tokens = valid.sum()
     if segments is None:
         return Counts(tokens if group is None else group_sum(tokens, group), None)
-    ids = segment_ids(segments, targets.shape).masked_fill(~valid, -1)
+    ids = segment_ids(segments, targets).masked_fill(~valid, -1)
     rows_S, own = Segments(ids, segments.num_segments).counts.long(), segments.group
     if own is not None and (group is None or _ranks(group) == _ranks(own)):
         packed = group_sum(torch.cat([rows_S, tokens[None]]), own)

@@ -95,13 +95,14 @@ def prepare(targets: Tensor, segments: Segments | None = None, *, non_blocking: 
     copy alone.  Start it before the model's forward, and the wait is over when the head is reached.
     """
     targets = integers("targets", targets)
+    segments = None if segments is None else segments.fitted(tuple(targets.shape), targets.device)
     numbers = read_later(targets, segments)
     return Prepared(targets, segments, Copy(numbers) if non_blocking else numbers.cpu())
 
 
 def read_later(targets: Tensor, segments: Segments | None) -> Tensor:
     """The numbers that `Stats.read` takes, on the targets' device."""
-    ids = None if segments is None else segment_ids(segments, targets.shape)
+    ids = None if segments is None else segment_ids(segments, targets)
     flat = targets.reshape(-1)
     valid = flat != IGNORE
     big = torch.iinfo(flat.dtype).max
@@ -277,7 +278,7 @@ def bind_rows(
     for name, x in (("targets", targets), ("segments", None if segments is None else segments.ids)):
         if x is not None and x.device != device:
             raise ValueError(f"{name}: is on {x.device}, but the source is on {device}")
-    ids = None if segments is None else segment_ids(segments, targets.shape)
+    ids = None if segments is None else segment_ids(segments, targets)
     flat = targets.reshape(-1)
     if device.type == "meta":
         return Rows(shape, targets, None, None, segments, None)
@@ -329,12 +330,12 @@ def may_read(host_read: bool, device: torch.device) -> bool:
     return host_read and not (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
 
 
-def segment_ids(segments: Segments, shape: torch.Size | tuple[int, ...]) -> Tensor:
-    """The ids of the flat rows, checked against the targets' shape."""
-    ids = segments.ids
-    if tuple(ids.shape) != tuple(shape) and not (ids.ndim == 1 and ids.numel() == torch.Size(shape).numel()):
+def segment_ids(segments: Segments, targets: Tensor) -> Tensor:
+    """The ids of the flat rows, checked against the targets' shape; either of the two may be flat already."""
+    ids = segments.fitted(tuple(targets.shape), targets.device).ids
+    if ids.shape != targets.shape and not (ids.ndim == 1 and ids.numel() == targets.numel()):
         raise ValueError(
-            f"segments: ids have shape {tuple(ids.shape)}, the targets {tuple(shape)}; they must agree "
+            f"segments: ids have shape {tuple(ids.shape)}, the targets {tuple(targets.shape)}; they must agree "
             f"(from_cu_seqlens(..., rows=N) pads with rows of no segment)"
         )
     return ids.reshape(-1)
@@ -367,6 +368,6 @@ def shift_labels(labels: Tensor, segments: Segments | None = None) -> Tensor:
     targets = torch.full_like(labels, IGNORE)
     targets[..., :-1] = labels[..., 1:]
     if segments is not None:
-        ids = segment_ids(segments, labels.shape).view(labels.shape)
+        ids = segment_ids(segments, labels).view(labels.shape)
         targets[..., :-1].masked_fill_(ids[..., 1:] != ids[..., :-1], IGNORE)
     return targets

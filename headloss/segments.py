@@ -114,23 +114,32 @@ class Segments:
     tensor([3., 3.])
     """
 
-    __slots__ = ("_counts", "_written", "group", "ids", "num_segments")
+    __slots__ = ("_counts", "_written", "anywhere", "group", "ids", "num_segments")
     ids: Tensor
     num_segments: int
     group: Any
+    anywhere: bool  # lines of a shape alone, which go to whatever device the rows are on
     _counts: Tensor | None
     _written: int  # what version of the ids was counted
 
-    def __init__(self, ids: Tensor, num_segments: int, counts: Tensor | None = None, group: Any = None) -> None:
+    def __init__(
+        self,
+        ids: Tensor,
+        num_segments: int,
+        counts: Tensor | None = None,
+        group: Any = None,
+        anywhere: bool = False,
+    ) -> None:
         for name, value in (("ids", ids), ("num_segments", num_segments), ("_counts", counts), ("group", group)):
             object.__setattr__(self, name, value)
+        object.__setattr__(self, "anywhere", anywhere)
         object.__setattr__(self, "_written", version(ids))
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"Segments is immutable; make a new one to change {name!r}")
 
     def __reduce__(self) -> Any:
-        return Segments, (self.ids, self.num_segments, None, self.group)
+        return Segments, (self.ids, self.num_segments, None, self.group, self.anywhere)
 
     @classmethod
     def from_ids(cls, ids: Tensor, num_segments: int | None = None, group: Any = None) -> Segments:
@@ -184,16 +193,26 @@ class Segments:
 
     @classmethod
     def from_batch(cls, like: Tensor | tuple[int, int], group: Any = None) -> Segments:
-        """Each line of a (B, T) batch is a segment; give the targets or the shape."""
+        """Each line of a (B, T) batch is a segment; give the targets, or the shape, which fits any device."""
         shape = tuple(like.shape) if isinstance(like, Tensor) else tuple(like)
         if len(shape) != 2:
             raise ValueError(f"like: wanted a (B, T) tensor or shape, got shape {shape}")
         device = like.device if isinstance(like, Tensor) else None
-        return cls(torch.arange(shape[0], device=device)[:, None].expand(shape), shape[0], group=group)
+        return cls(_lines(shape, device), shape[0], group=group, anywhere=not isinstance(like, Tensor))
 
     def select(self, rows: slice | Tensor | tuple[Any, ...]) -> Segments:
         """These rows only, with the same numbering: `ids[rows]`.  For a rank's part of a batch, zig-zag or not."""
         return Segments(self.ids[rows], self.num_segments, group=self.group)
+
+    def fitted(self, shape: tuple[int, ...], device: torch.device) -> Segments:
+        """The same for rows of this shape on this device: flat where they are, moved if made of a shape alone."""
+        flat = self.ids.ndim != 1 and len(shape) == 1 and self.ids.numel() == shape[0]
+        moves = self.anywhere and self.ids.device != device
+        if not flat and not moves:
+            return self
+        ids = _lines(tuple(self.ids.shape), device) if moves else self.ids
+        ids = ids.reshape(-1) if flat else ids
+        return Segments(ids, self.num_segments, group=self.group, anywhere=self.anywhere and not flat)
 
     @property
     def counts(self) -> Tensor:
@@ -255,6 +274,10 @@ class Segments:
 def readable(x: Tensor) -> bool:
     """Whether the host may look at it for nothing; a graph that is being made has no numbers yet."""
     return x.device.type == "cpu" and not torch.compiler.is_compiling() and not isinstance(x, FakeTensor)
+
+
+def _lines(shape: tuple[int, ...], device: torch.device | None) -> Tensor:
+    return torch.arange(shape[0], device=device)[:, None].expand(shape)
 
 
 def _flat(x: Tensor) -> Tensor:

@@ -118,6 +118,7 @@ def verify(
     if isinstance(targets, Prepared):
         segments = targets.segments if segments is None else segments
         targets = targets.targets
+    segments = None if segments is None else segments.fitted(source.leading, source.device)
     _check_whole(source, segments, teacher)
     teachers: dict[str, Teacher] = dict(teacher) if isinstance(teacher, Mapping) else {}
     if teacher is not None and not isinstance(teacher, Mapping):

@@ -63,6 +63,8 @@ def make_plan(
     if segments is not None and type(segments) is not Segments:
         hint = "; make them with hl.Segments.from_cu_seqlens, from_ids, from_position_ids or from_batch"
         raise TypeError(f"segments: wanted hl.Segments, got {type(segments).__name__}{hint}")
+    if segments is not None and not isinstance(targets, Prepared):
+        segments = segments.fitted(source.leading, source.device)
     now = call_weights(objective, weights or {})
     off = tuple(name for name, weight in now.items() if not isinstance(weight, Tensor) and weight == 0)
     teachers = name_teachers(teacher, source)

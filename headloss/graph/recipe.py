@@ -178,6 +178,7 @@ def describe(
         found.tensor("targets", targets, "row")
     group = None
     if segments is not None:
+        segments = segments.fitted(source.leading, source.device)
         found.tensor("segments", segments.ids, "flat" if segments.ids.ndim == 1 else "row")
         found.size("segments", segments.num_segments)
         group = "" if segments.group is None else segments.group.group_name
