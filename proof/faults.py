@@ -235,7 +235,7 @@ FAULTS = [
     Fault("reductions.py", "over(num_segments) if norm is None else over(num_segments) / norm", "over(num_segments)", "the constant length is not divided by"),
     Fault("reductions.py", "num_segments = (rows.segments.counts > 0).sum()", "num_segments = rows.segments.num_segments", "empty segments count in the mean"),
     Fault("reductions.py", "present = (rows.segments.counts > 0).to(dtype)", "present = torch.ones_like(rows.segments.counts, dtype=dtype)", "values of empty segments count"),
-    Fault("reductions.py", "ids = segment_ids(segments, targets.shape).masked_fill(~valid, -1)", "ids = segment_ids(segments, targets.shape)", "count: segments with ignored rows alone are counted"),
+    Fault("reductions.py", "ids = segment_ids(segments, targets).masked_fill(~valid, -1)", "ids = segment_ids(segments, targets)", "count: segments with ignored rows alone are counted"),
     Fault("reductions.py", "count.clamp(min=1).to(wide)", "count.to(wide)", "an all-ignored batch divides by 0"),
     Fault("reductions.py", 'if reduction == "token_sum":\n        return 1.0', 'if reduction == "token_sum":\n        return 1.0 / max(1, rows.count)', "a sum is averaged"),
     Fault("reductions.py", "(rows_S > 0).sum() * segments.counts_here", "(rows_S > 0).sum()", "count: a segment on two ranks counts twice", ("tests/test_seeded.py",)),
