@@ -18,20 +18,21 @@ import torch
 from torch import Tensor
 
 from headloss.config import check_losses, read_config, write_config
-from headloss.engine.again import recall, remember, standing
-from headloss.engine.bind import bind, chunks_of, rows_of, why_read
+from headloss.engine.again import standing
+from headloss.engine.arguments import CallArguments, CallOptions
+from headloss.engine.bind import chunks_of, rows_of, why_read
+from headloss.engine.evaluate import evaluate
 from headloss.engine.explain import Explanation, explain
-from headloss.engine.loss import BoundLoss
-from headloss.engine.plan import Plan, make_plan, plain_source
+from headloss.engine.plan import make_plan, plain_source
 from headloss.engine.row_facts import facts_sweep
-from headloss.engine.run import Head, run, settle
+from headloss.engine.run import Head, run
 from headloss.engine.saved import refuse_transforms
 from headloss.engine.teachers import bind_guides, most_rows, teacher_bytes
 from headloss.graph import compiled as graph
 from headloss.graph.content import Traits, content_key, portable, traits
 from headloss.graph.recipe import describe
 from headloss.late import check_pending
-from headloss.record import Facts, Grads, Output
+from headloss.record import Facts, Output
 from headloss.rows import Prepared, may_read
 from headloss.segments import Segments
 from headloss.sources import Source, Teacher
@@ -101,40 +102,8 @@ class Objective(Terms):
         teacher       what terms compare the student with: Logits, Linear or Sparse, or several by name; constant
         inputs        what the losses ask for: of the targets' shape, (S,), scalar, or in PerRow, PerSegment or Whole
         """
-        rest = (num_items, num_segments, weights, grad_scale, host_read)
-        if graph.wanted(source, teacher, self.traits.unknown):
-            return graph.call(self, source, targets, segments, teacher, rest, inputs, False)
-        return self._call(source, targets, segments, teacher, rest, inputs)
-
-    @graph.as_it_is
-    def _call(
-        self,
-        source: Source,
-        targets: Any,
-        segments: Any,
-        teacher: Any,
-        rest: tuple[Any, ...],
-        inputs: Mapping[str, Any],
-    ) -> Output:
-        check_pending()
-        num_items, num_segments, weights, grad_scale, host_read = rest
-        form, known = recall(self, source, targets, segments, teacher, rest, inputs)
-        if known is not None:
-            return known.call(self, source, targets, rest, inputs, False)
-        source = plain_source(source)
-        plan = make_plan(self, source, targets, segments, weights, teacher, inputs)
-        host_read = may_read(host_read, source.device)
-        sweep, loss = bind(self, plan, targets, num_items, num_segments, grad_scale, host_read)
-        remember(self, form, plan, sweep.backend)
-        needs = tuple(x.requires_grad and torch.is_grad_enabled() for x in source.tensors)
-        if not any(needs) and not loss.wants_grad:
-            with torch.no_grad():
-                result = run(sweep, loss, needs)
-            shaped = [sweep.rows.put(result.facts[f]) for f in sweep.want.facts]
-            return self._report(plan, loss, result.loss, shaped)
-        given = [plan.inputs[name][0] for name in loss.wants_grad]
-        value, *facts = Head.apply(sweep, loss, needs, *source.tensors, *given)
-        return self._report(plan, loss, value, facts)
+        options = CallOptions(num_items, num_segments, weights, grad_scale, host_read)
+        return self._evaluate(CallArguments(source, targets, segments, teacher, options, inputs), False)
 
     def forward_backward(
         self,
@@ -151,41 +120,18 @@ class Objective(Terms):
         **inputs: Any,
     ) -> Output:
         """The same record with `.grads` (logits, or hidden, weight and bias), without autograd."""
-        rest = (num_items, num_segments, weights, grad_scale, host_read)
+        options = CallOptions(num_items, num_segments, weights, grad_scale, host_read)
         with torch.no_grad():
-            if graph.wanted(source, teacher, self.traits.unknown):
-                return graph.call(self, source, targets, segments, teacher, rest, inputs, True)
-            return self._forward_backward(source, targets, segments, teacher, rest, inputs)
+            return self._evaluate(CallArguments(source, targets, segments, teacher, options, inputs), True)
+
+    def _evaluate(self, arguments: CallArguments, direct: bool) -> Output:
+        if graph.wanted(arguments.source, arguments.teacher, self.traits.unknown):
+            return graph.call(self, arguments, direct)
+        return self._uncompiled(arguments, direct)
 
     @graph.as_it_is
-    def _forward_backward(
-        self,
-        source: Source,
-        targets: Any,
-        segments: Any,
-        teacher: Any,
-        rest: tuple[Any, ...],
-        inputs: Mapping[str, Any],
-    ) -> Output:
-        check_pending()
-        num_items, num_segments, weights, grad_scale, host_read = rest
-        with torch.no_grad():
-            form, known = recall(self, source, targets, segments, teacher, rest, inputs)
-            if known is not None:
-                return known.call(self, source, targets, rest, inputs, True)
-            source = plain_source(source)
-            plan = make_plan(self, source, targets, segments, weights, teacher, inputs)
-            host_read = may_read(host_read, source.device)
-            sweep, loss = bind(self, plan, targets, num_items, num_segments, grad_scale, host_read)
-            remember(self, form, plan, sweep.backend)
-            needs = tuple(True for _ in source.tensors)
-            result = run(sweep, loss, needs)
-            grads = settle(sweep, result, needs)
-            grads = Grads(
-                *(g if g is None or x is None else g.to(x.dtype) for g, x in zip(grads, _by_name(source), strict=True))
-            )
-            shaped = [sweep.rows.put(result.facts[f]) for f in sweep.want.facts]
-            return self._report(plan, loss, result.loss, shaped)._replace(grads=grads)
+    def _uncompiled(self, arguments: CallArguments, direct: bool) -> Output:
+        return evaluate(self, arguments, direct)
 
     def explain(
         self,
@@ -208,7 +154,8 @@ class Objective(Terms):
         source   True: also the Triton source that the losses become, where they run inside the sweep
         """
         on = plain_source(on)
-        plan = make_plan(self, on, targets, segments, weights, teacher, inputs)
+        options = CallOptions(num_items, num_segments, weights, grad_scale, host_read)
+        plan = make_plan(self, CallArguments(on, targets, segments, teacher, options, inputs))
         rows = rows_of(plan, targets, host_read)
         guides = bind_guides(plan.teachers, plan.want.teachers, on, rows)
         chunks = chunks_of(plan, rows, teacher_bytes(guides, on), most_rows(guides))
@@ -250,11 +197,6 @@ class Objective(Terms):
     labels._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler's own decorator imports it
     is_portable._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
-    def _report(self, plan: Plan, loss: BoundLoss, value: Tensor, facts: Sequence[Tensor]) -> Output:
-        zero = torch.zeros((), dtype=value.dtype, device=value.device) if plan.off else value
-        terms = {name: zero if name in plan.off else loss.values[name] for name in self.terms}
-        return Output(value, terms, loss.metrics, Facts(dict(zip(plan.want.facts, facts, strict=True))))
-
 
 def row_facts(
     source: Source,
@@ -273,7 +215,7 @@ def row_facts(
     >>> (-facts.logprob.mean() - 0.01 * facts.entropy.mean()).backward()
     """
     if graph.wanted(source, teacher):
-        found, constants = describe(source, targets, None, teacher, (None, None, None, 1.0, host_read), {})
+        found, constants = describe(CallArguments(source, targets, None, teacher, CallOptions(host_read=host_read)))
         asked = (want,) if isinstance(want, str) else tuple(x if isinstance(x, str) else tuple(x) for x in want)
         return graph.read_facts(_labels(constants, asked, backend, host_read), found)
     return _row_facts(source, targets, want, teacher, backend, host_read)
@@ -289,7 +231,7 @@ _labels._dynamo_marked_constant = True  # type: ignore[attr-defined]
 @graph.as_it_is
 def _row_facts(source: Source, targets: Any, want: Any, teacher: Any, backend: str, host_read: bool) -> Facts:
     check_pending()
-    refuse_transforms(source, targets, None, teacher)
+    refuse_transforms(CallArguments(source, targets, None, teacher))
     sweep = facts_sweep(plain_source(source), targets, want, teacher, backend, may_read(host_read, source.device))
     needs = tuple(x.requires_grad and torch.is_grad_enabled() for x in sweep.source.tensors)
     if any(needs):
@@ -307,7 +249,3 @@ def _made(
     made = cls(**terms, metrics=metrics, backend=backend)
     made._set(losses=losses)
     return made
-
-
-def _by_name(source: Source) -> tuple[Tensor | None, ...]:
-    return tuple(getattr(source, name, None) for name in Grads._fields)

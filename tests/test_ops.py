@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import headloss as hl
+from headloss.engine.arguments import CallArguments
 from headloss.facts import VALUED
 from headloss.graph import recipe, rehearsal
 from headloss.graph.compiled import labels
@@ -57,9 +58,10 @@ def same(found: Any, want: Any) -> None:
 
 
 def arguments(source: Any, targets: Tensor, segments: Any = None, objective: Any = OBJECTIVE, **inputs: Any) -> Any:
-    rest = (None, None, None, 1.0, True)
     number = None if objective.is_portable(objective.key) else objective.traits.number
-    found, constants = describe(source, targets, segments, None, rest, inputs, False, objective.traits, number)
+    found, constants = describe(
+        CallArguments(source, targets, segments, inputs=inputs), False, objective.traits, number
+    )
     known = labels(objective, constants, host_read=True, direct=False)
     return found.tensors, found.sizes, known.recipe
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headloss.engine.arguments import CallArguments
 from headloss.engine.bind import check_count
 from headloss.engine.heads import elsewhere
 from headloss.engine.layout import PerRow, readings
@@ -31,7 +32,7 @@ from headloss.late import defers
 from headloss.record import Grads, Output, facts_later, key_of
 from headloss.reductions import over
 from headloss.rows import IGNORE, Prepared, Rows, Stats, check_stats, check_targets_later, may_read
-from headloss.sources import Logits, Source
+from headloss.sources import Logits
 from headloss.term import Term, check_weight
 from headloss.trace.reads import ours, own_key, reads
 
@@ -39,16 +40,9 @@ PLAIN = (Tensor, torch.nn.Parameter)  # and no subclass that could mean somethin
 EVEN = ("token_mean", "token_sum")
 
 
-def form_of(
-    objective: Any,
-    source: Source,
-    targets: Any,
-    segments: Any,
-    teacher: Any,
-    rest: tuple[Any, ...],
-    inputs: Mapping[str, Any],
-) -> Any:
+def form_of(objective: Any, arguments: CallArguments) -> Any:
     """The key under which `objective.known` may have a `Form` for this call; None: it has to go the long way."""
+    source, targets, segments, teacher, options, inputs = arguments
     if type(source) is not Logits or segments is not None or teacher is not None or source.shard is not None:
         return None
     if isinstance(source.temperature, Tensor):
@@ -78,7 +72,7 @@ def form_of(
         if value.ndim and (value.shape != leading or (leading == x.shape[-1:] and name not in per_row)):
             return None  # as many rows as columns: what it is has to be asked
         given += (value.dtype, value.ndim == 0)
-    given.append(_off(call_weights(objective, rest[2])) if rest[2] else off)
+    given.append(_off(call_weights(objective, options.weights)) if options.weights else off)
     given.append(torch.get_default_dtype())
     given += [reads(fn, pure=pure) for fn, pure in foreign]
     for fn in own:
@@ -103,22 +97,14 @@ def _off(weights: Mapping[str, float | Tensor]) -> tuple[str, ...]:
     return tuple([n for n, weight in weights.items() if not isinstance(weight, Tensor) and weight == 0])
 
 
-def recall(
-    objective: Any,
-    source: Source,
-    targets: Any,
-    segments: Any,
-    teacher: Any,
-    rest: tuple[Any, ...],
-    inputs: Mapping[str, Any],
-) -> tuple[Any, Any]:
+def recall(objective: Any, arguments: CallArguments) -> tuple[Any, Any]:
     """The form of a call, or None if it always goes the long way, and the `Form` if one is known."""
-    refuse_transforms(source, targets, segments, teacher, rest, inputs)
-    form = form_of(objective, source, targets, segments, teacher, rest, inputs)
+    refuse_transforms(arguments)
+    form = form_of(objective, arguments)
     if form is None:
         return None, None
     known = objective.known.get(form)
-    return form, known if known is not None and known.suits(source.tensors[0]) else None
+    return form, known if known is not None and known.suits(arguments.source.tensors[0]) else None
 
 
 def remember(objective: Any, form: Any, plan: Plan, backend: ModuleType) -> None:
@@ -151,17 +137,11 @@ class Form:
         V = x.shape[-1]
         return bool(self.backend.suits(x.numel() // V, V))
 
-    def call(
-        self,
-        objective: Any,
-        source: Logits,
-        targets: Tensor | Prepared,
-        rest: tuple[Any, ...],
-        inputs: Mapping[str, Any],
-        direct: bool,
-    ) -> Output:
+    def call(self, objective: Any, arguments: CallArguments, direct: bool) -> Output:
         """`Objective.__call__`, or with `direct` its `forward_backward`."""
-        num_items, num_segments, weights, grad_scale, host_read = rest
+        source, targets, _, _, options, inputs = arguments
+        num_items, num_segments, weights, grad_scale, host_read = options
+        assert isinstance(source, Logits) and targets is not None
         if num_items is not None or num_segments is not None:
             check_count("num_items", num_items)
             check_count("num_segments", num_segments)
@@ -170,25 +150,25 @@ class Form:
         x = source.logits
         if elsewhere(x.device):
             with torch.cuda.device(x.device):
-                return self.call(objective, source, targets, rest, inputs, direct)
+                return self.call(objective, arguments, direct)
         targets, stats, mean = self.read(targets, x.shape[-1], host_read)
         mean = mean if num_items is None else over(num_items)
         now = call_weights(objective, weights) if weights else self.weights
         weigh = [now[name] for name in self.terms]
         again = Again(self, source, targets, stats)
         factors = weigh if type(grad_scale) is float and grad_scale == 1.0 else [w * grad_scale for w in weigh]
-        arguments = self.arguments(x.device, mean, factors, inputs)
+        taken = self.arguments(x.device, mean, factors, inputs)
         if direct:
-            loss, found = again.run(x, weigh, arguments, True)
+            loss, found = again.run(x, weigh, taken, True)
         elif x.requires_grad and torch.is_grad_enabled():
             used = [(name, inputs[name]) for name in self.program.inputs]
             if num_items is not None or {*map(type, factors)} != {float}:
                 counts = [("num_items", num_items), ("grad_scale", grad_scale), *zip(self.labels, weigh, strict=True)]
                 used += [(name, y) for name, y in counts if isinstance(y, Tensor)]
-            loss, found = Visit.apply(again, weigh, arguments, used, x)
+            loss, found = Visit.apply(again, weigh, taken, used, x)
         else:
             with torch.no_grad():
-                loss, found = again.run(x, weigh, arguments, False)
+                loss, found = again.run(x, weigh, taken, False)
         terms = dict(zip(self.terms, again.sums.unbind(), strict=True))
         if self.off:
             terms |= dict.fromkeys(self.off, torch.zeros((), dtype=loss.dtype, device=x.device))

@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from headloss.backends import choose
+from headloss.engine.arguments import CallArguments
 from headloss.engine.loss import BoundLoss
 from headloss.engine.plan import Plan
 from headloss.engine.sweeps import Chunk, Sweep
 from headloss.engine.teachers import SparseGuide, bind_guides, most_rows, teacher_bytes
 from headloss.facts import Want
 from headloss.late import defers
-from headloss.rows import Prepared, Rows, bind_rows
+from headloss.rows import Prepared, Rows, bind_rows, may_read
 from headloss.segments import readable
 from headloss.sources import Linear, Logits, Source
 from headloss.term import check_weight
@@ -53,15 +54,8 @@ def why_read(plan: Plan) -> str:
     return f"metric {mixing[0]!r} may not see ignored rows" if mixing else ""
 
 
-def bind(
-    objective: Terms,
-    plan: Plan,
-    targets: Tensor | Prepared | None,
-    num_items: int | Tensor | None,
-    num_segments: int | Tensor | None,
-    grad_scale: float | Tensor,
-    host_read: bool,
-) -> tuple[Sweep, BoundLoss]:
+def bind(objective: Terms, plan: Plan, arguments: CallArguments) -> tuple[Sweep, BoundLoss]:
+    num_items, num_segments, _, grad_scale, host_read = arguments.options
     for name, x in (("num_items", num_items), ("num_segments", num_segments)):
         check_count(name, x)
     check_weight("grad_scale", grad_scale)
@@ -71,7 +65,7 @@ def bind(
         source.chunk_rows()  # refuses a budget below one row
         if source.shard is not None:
             source.shard.check_width(source.weight.shape[0])
-    rows = rows_of(plan, targets, host_read)
+    rows = rows_of(plan, arguments.targets, may_read(host_read, source.device))
     guides = _guides(plan, rows, backend) if plan.teachers else {}
     chunks = chunks_of(plan, rows, teacher_bytes(guides, source), most_rows(guides))
     rows.join()

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from headloss.backends import choose
+from headloss.engine.arguments import CallArguments
 from headloss.engine.layout import Reading, lay_out, readings
 from headloss.engine.loss import Planned, check_belongs, check_inputs
 from headloss.engine.teachers import name_teachers
@@ -49,15 +50,8 @@ class Plan(NamedTuple):
     times: dict[str, float]  # what the first call of this form spent, in seconds
 
 
-def make_plan(
-    objective: Terms,
-    source: Source,
-    targets: Tensor | Prepared | None,
-    segments: Segments | None,
-    weights: Mapping[str, float | Tensor] | None,
-    teacher: Teacher | Mapping[str, Teacher] | None,
-    inputs: Mapping[str, Any],
-) -> Plan:
+def make_plan(objective: Terms, arguments: CallArguments) -> Plan:
+    source, targets, segments, teacher, options, inputs = arguments
     if isinstance(targets, Prepared):
         segments = targets.segments if segments is None else segments
     if segments is not None and type(segments) is not Segments:
@@ -65,7 +59,7 @@ def make_plan(
         raise TypeError(f"segments: wanted hl.Segments, got {type(segments).__name__}{hint}")
     if segments is not None and not isinstance(targets, Prepared):
         segments = segments.fitted(source.leading, source.device)
-    now = call_weights(objective, weights or {})
+    now = call_weights(objective, options.weights or {})
     off = tuple(name for name, weight in now.items() if not isinstance(weight, Tensor) and weight == 0)
     teachers = name_teachers(teacher, source)
     asked = (

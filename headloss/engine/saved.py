@@ -99,11 +99,12 @@ class _Sealed(torch.autograd.Function):
         raise RuntimeError(TWICE)
 
 
-def refuse_transforms(source: Any, targets: Any, segments: Any, teacher: Any, rest: Any = (), inputs: Any = ()) -> None:
+def refuse_transforms(arguments: Any) -> None:
     """No tensor of a call is one that `torch.func` or forward mode follows: it would be lost without a word."""
     if forward_ad._current_level < 0 and torch._C._functorch.peek_interpreter_stack() is None:
         return
-    things = (source, {"targets": targets, "segments": segments}, teacher, rest, inputs)
+    source, targets, segments, teacher, options, inputs = arguments
+    things = (source, {"targets": targets, "segments": segments}, teacher, options, inputs)
     for name, x in _tensors("", things):
         if torch._C._functorch.is_functorch_wrapped_tensor(x):
             raise RuntimeError(

@@ -12,17 +12,15 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from headloss.engine.arguments import CallArguments
 from headloss.graph import ops  # noqa: F401  registers the operators
 from headloss.graph.content import Traits
 from headloss.graph.recipe import Described, describe, read, write
 from headloss.graph.rehearsal import form, one_launch
 from headloss.metrics import Metric
 from headloss.record import Grads, Output, facts_from
-from headloss.rows import Prepared
-from headloss.segments import Segments
 from headloss.sources import Linear, Logits, Source, Teacher
 from headloss.terms import Terms
 
@@ -105,20 +103,11 @@ def _fits(source: Source, teacher: Teacher | Mapping[str, Teacher] | None) -> bo
     return not getattr(source, "inplace", False)
 
 
-def call(
-    objective: Compilable,
-    source: Source,
-    targets: Tensor | Prepared | None,
-    segments: Segments | None,
-    teacher: Teacher | Mapping[str, Teacher] | None,
-    rest: tuple[Any, ...],
-    inputs: Mapping[str, Any],
-    direct: bool,
-) -> Output:
+def call(objective: Compilable, arguments: CallArguments, direct: bool) -> Output:
     """`Objective.__call__`, or with `direct` its `forward_backward`, as an operator."""
     number = None if objective.is_portable(objective.key) else objective.traits.number
-    found, constants = describe(source, targets, segments, teacher, rest, inputs, direct, objective.traits, number)
-    known = objective.labels(objective.key, constants, rest[-1], direct)
+    found, constants = describe(arguments, direct, objective.traits, number)
+    known = objective.labels(objective.key, constants, arguments.options.host_read, direct)
     loss, terms, parts, *more = torch.ops.headloss.visit(found.tensors, found.sizes, known.recipe)
     values = dict(zip(known.terms, terms.detach().unbind()))
     for name in objective.names:
@@ -130,7 +119,7 @@ def call(
         metrics[name] = Metric(kind, tuple(numbers[i : i + count]), per)
         i += count
     n = len(known.facts)
-    grads = Grads(**dict(zip(_gradients(source), more[n:]))) if direct else None
+    grads = Grads(**dict(zip(_gradients(arguments.source), more[n:]))) if direct else None
     facts = facts_from(list(more[:n]), list(known.facts))
     return Output(loss, {name: values[name] for name in objective.names}, metrics, facts, grads)
 

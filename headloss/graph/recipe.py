@@ -24,12 +24,13 @@ import torch
 from torch import Tensor
 
 from headloss.config import read_config
+from headloss.engine.arguments import CallArguments
 from headloss.engine.layout import LAID, Laid, Reading, choose, fits, readings, unfit
 from headloss.graph.content import _NUMBERED, Traits, content_key, portable
 from headloss.parallel.shard import VocabShard
 from headloss.rows import Prepared
 from headloss.segments import Segments
-from headloss.sources import Linear, Logits, Source, Sparse, Teacher, check_number, is_symbol
+from headloss.sources import Linear, Logits, Sparse, Teacher, check_number, is_symbol
 from headloss.term import check_weight
 from headloss.terms import Terms
 
@@ -151,20 +152,13 @@ def _settled(place: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def describe(
-    source: Source,
-    targets: Tensor | Prepared | None,
-    segments: Segments | None,
-    teacher: Teacher | Mapping[str, Teacher] | None,
-    rest: tuple[Any, ...],
-    inputs: Mapping[str, Any],
-    direct: bool = False,
-    traits: Traits | None = None,
-    number: int | None = None,
+    arguments: CallArguments, direct: bool = False, traits: Traits | None = None, number: int | None = None
 ) -> tuple[Described, tuple[Any, ...]]:
     """The tensors and sizes of a call, and all the rest of it as constants; see `write`.
 
     `traits`: those of the objective.  `number`: its own, if it has to be found again.
     """
+    source, targets, segments, teacher, options, inputs = arguments
     found = Described(source.leading, source.device, source.fact_dtype)
     said = found.source("source", source, () if traits is None else traits.temperatures)
     if number is not None:
@@ -187,7 +181,7 @@ def describe(
         teachers = [(name, *found.source(f"teacher.{name}", x)) for name, x in teacher.items()]
     elif teacher is not None:
         teachers = [(None, *found.source("teacher.", teacher))]
-    num_items, num_segments, weights, scale, _ = rest
+    num_items, num_segments, weights, scale, _ = options
     for name, x in (("num_items", num_items), ("num_segments", num_segments)):
         if isinstance(x, int) and not isinstance(x, bool):
             found.size(name, x)

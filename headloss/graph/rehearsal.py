@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from headloss.engine.arguments import CallArguments, CallOptions
 from headloss.engine.bind import bind
 from headloss.engine.loss import BoundLoss
 from headloss.engine.plan import Plan, make_plan
@@ -51,7 +52,7 @@ def perform(args: Call, terms: Terms | None) -> Done:
     else:
         plan = plan_of(args, terms, targets)
         kind = plan.kind
-        sweep, loss = bind(terms, plan, targets, args.num_items, args.num_segments, args.grad_scale, host_read)
+        sweep, loss = bind(terms, plan, arguments_of(args, targets, host_read))
         loss.watched = any(args.needs) or bool(recipe["wanted"])  # not as it is inside the operator
     with torch.no_grad():
         result = run(sweep, loss, args.needs)
@@ -61,9 +62,14 @@ def perform(args: Call, terms: Terms | None) -> Done:
 
 
 def plan_of(args: Call, terms: Terms, targets: Tensor | Prepared | None) -> Plan:
-    plan = make_plan(terms, args.source, targets, args.segments, args.weights, args.teacher, args.laid)
+    plan = make_plan(terms, arguments_of(args, targets))
     later = any(args.needs) and not args.recipe.visited  # pulled in the backward: what one launch made would be scaled
     return plan._replace(program=None, reason="the gradient is made in the backward") if later else plan
+
+
+def arguments_of(args: Call, targets: Tensor | Prepared | None, host_read: bool = True) -> CallArguments:
+    options = CallOptions(args.num_items, args.num_segments, args.weights, args.grad_scale, host_read)
+    return CallArguments(args.source, targets, args.segments, args.teacher, options, args.laid)
 
 
 def known_of(args: Call, host_read: bool) -> tuple[Tensor | Prepared | None, bool]:

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map_only
 
 import headloss as hl
 from headloss.engine.again import form_of
+from headloss.engine.arguments import CallArguments
 from headloss.losses import LOSSES, cross_entropy, dpo, grpo, gspo, kto
 from headloss.row_weights import off_policy_mask, truncate
 
@@ -174,12 +175,10 @@ def test_asked_in_a_later_call() -> None:
 
 def test_later_calls_on_logits_ask_too() -> None:
     objective = hl.Objective(l=lambda logprob, reward: logprob * reward)
-    rest = (None, None, None, 1.0, True)
 
     def form(V: int, reward: Any) -> Any:
-        return form_of(
-            objective, hl.Logits(torch.zeros(N, V)), torch.zeros(N).long(), None, None, rest, {"reward": reward}
-        )
+        arguments = CallArguments(hl.Logits(torch.zeros(N, V)), torch.zeros(N).long(), inputs={"reward": reward})
+        return form_of(objective, arguments)
 
     assert form(9, REWARD) is not None
     assert form(9, REWARD) == form(9, hl.PerRow(REWARD))
