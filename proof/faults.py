@@ -116,7 +116,7 @@ FAULTS = [
     Fault("facts.py", "(x, T, f.teacher) for f in self.facts", "(x, T, f.teacher) for f in self.facts[:1]", "only what the first fact is made of is summed"),
     Fault("rule.py", 'kept or "value" in', 'kept and "value" in', "a pull that reads its fact finds what was written to it", CONTRACT),
     Fault("rule.py", "if present else None for present", "if present[1:] else None for present", "a coefficient that one fact feeds is dropped", ("tests/test_facts.py",)),
-    Fault("rule.py", "functools.reduce(operator.add, present)", "present[0]", "of several facts only the first pulls", ("tests/ranks/test_simulated.py",)),
+    Fault("rule.py", "functools.reduce(operator.add, present)", "present[0]", "of several facts only the first pulls", ("tests/test_facts.py", "tests/test_new_fact.py")),
     # The torch sweeps
     Fault("backends/torch.py", "(argmax_B + start).to(dtype)", "argmax_B.to(dtype)", "argmax counted inside the shard"),
     Fault("backends/torch.py", "column_C = target_C - start", "column_C = target_C - start - (start > 0)", "target off by one behind the first shard"),
