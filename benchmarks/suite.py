@@ -31,7 +31,7 @@ from torch import Tensor
 
 import headloss as hl
 from headloss.backends import choose
-from headloss.cli.compare import peak_bytes
+from headloss.cli.memory import peak_bytes
 from headloss.facts import CONSTANT, Fact, Want, coefficients, finish, merge
 from headloss.losses import cross_entropy, dft, entropy_bonus, focal, grpo, gspo, jsd, reinforce, z_loss
 from headloss.parallel.shard import _fields, _refill

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import headloss as hl
-from headloss.cli.tiny import TinyTransformer
+from examples.demo.tiny import TinyTransformer
 from headloss.losses import cross_entropy, entropy_bonus, z_loss
 from proof.record import command, environment, short, write
 

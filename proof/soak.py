@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 import headloss as hl
-from headloss.cli.tiny import TinyTransformer
+from examples.demo.tiny import TinyTransformer
 from headloss.trace import trace as plan
 from proof.objectives import DIVERGENCES, STUDENT, inputs_wanted, objective
 from proof.record import command, environment, short, write

@@ -16,10 +16,11 @@ import torch
 from typer.testing import CliRunner
 
 import headloss as hl
-from headloss.cli import compare, demo, main, page, phases
+from examples.demo import compare, demo, page, phases
+from examples.demo.sorting import EOS, Sorting
+from examples.demo.tiny import TinyTransformer
+from headloss.cli import main, memory
 from headloss.cli.losses import entries
-from headloss.cli.sorting import EOS, Sorting
-from headloss.cli.tiny import TinyTransformer
 from headloss.losses import LOSSES
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -123,6 +124,15 @@ def test_without_matplotlib_the_demo_says_how_to_get_the_page(monkeypatch: pytes
     assert "pip install 'headloss[plot]'" in result.output and not os.listdir(tmp_path)
 
 
+def test_a_package_without_the_checkout_says_where_the_demo_is(tmp_path: Path) -> None:
+    package = Path(hl.__file__).parent
+    shutil.copytree(package, tmp_path / "headloss", ignore=shutil.ignore_patterns("__pycache__"))
+    line, environ = [sys.executable, "-m", "headloss", "demo", "--fast"], os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(line, check=False, capture_output=True, text=True, timeout=120, cwd=tmp_path, env=environ)
+    assert done.returncode == 1 and "examples/demo" in done.stderr and "make demo" in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr and not done.stdout
+
+
 def test_every_way_of_the_comparison_gives_the_same_numbers() -> None:
     ticks: list[None] = []
     ways = compare.compare(N=24, V=300, D=8, rounds=2, seed=0, tick=lambda: ticks.append(None))
@@ -138,8 +148,8 @@ def test_peak_bytes_counts_what_lives_at_the_same_time() -> None:
             x.fill_(0)
             del x
 
-    assert 8000 <= compare.peak_bytes(work) < 8000 + 1000
-    both = compare.peak_bytes(lambda: (torch.empty(1000), torch.empty(500)))
+    assert 8000 <= memory.peak_bytes(work) < 8000 + 1000
+    both = memory.peak_bytes(lambda: (torch.empty(1000), torch.empty(500)))
     assert 6000 <= both < 6000 + 1000
 
 

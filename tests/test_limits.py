@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import headloss as hl
-from headloss.cli.compare import peak_bytes
+from headloss.cli.memory import peak_bytes
 from headloss.losses import LOSSES, cross_entropy, z_loss
 from headloss.trace.trace import Shape, trace
 

@@ -29,8 +29,8 @@ from rich.table import Table
 from torch import Tensor
 
 import headloss as hl
-from headloss.cli.compare import peak_bytes
 from headloss.cli.explain import DTYPES
+from headloss.cli.memory import peak_bytes
 from headloss.losses import cross_entropy
 
 OBJECTIVE = hl.Objective(ce=cross_entropy)

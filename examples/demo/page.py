@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from headloss.cli.compare import Way
-from headloss.cli.phases import CLIP, TO_REFERENCE, Curves, K
+from examples.demo.compare import Way
+from examples.demo.phases import CLIP, TO_REFERENCE, Curves, K
 
 BLUE, ORANGE, GREEN, GREY = "#2f6db5", "#d9772b", "#3f8f5f", "#8a8f98"
 KINDS = {"top-K": (f"top {K} of the teacher", BLUE), "dense": ("dense teacher", ORANGE), "labels": ("labels", GREY)}

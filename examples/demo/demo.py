@@ -20,10 +20,10 @@ from rich.table import Table
 from rich.text import Text
 
 import headloss as hl
-from headloss.cli import compare, page
-from headloss.cli.phases import K, Tick, Trained, Training, distill, examine, reinforce, teach
-from headloss.cli.sorting import Sorting
-from headloss.cli.tiny import TinyTransformer
+from examples.demo import compare, page
+from examples.demo.phases import K, Tick, Trained, Training, distill, examine, reinforce, teach
+from examples.demo.sorting import Sorting
+from examples.demo.tiny import TinyTransformer
 
 IDEA = """\
 logits ─┐                   ┌─ facts ─► losses, metrics ─► loss

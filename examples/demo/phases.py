@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 import headloss as hl
-from headloss.cli.sorting import Sorting
-from headloss.cli.tiny import TinyTransformer
+from examples.demo.sorting import Sorting
+from examples.demo.tiny import TinyTransformer
 from headloss.losses import cross_entropy, forward_kl, gspo, reverse_kl, z_loss
 
 K = 4  # ids that the sparse teacher names

@@ -5,20 +5,18 @@ Dimension key:  N rows   V vocabulary   D hidden size
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
 import headloss as hl
+from headloss.cli.memory import peak_bytes
 from headloss.losses import cross_entropy, entropy_bonus, z_loss
 
 Z, BONUS = 1e-4, 1e-2
@@ -86,31 +84,6 @@ def steps(rounds: int) -> int:
     return 1 + len(WAYS) * (1 + rounds)
 
 
-def peak_bytes(work: Callable[[], object]) -> int:
-    """The most bytes of tensors that `work` held at one time, from every allocation and release on the CPU."""
-    with _no_stderr(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
-        work()
-    events = [e for e in record.profiler.kineto_results.events() if e.name() == "[memory]"]
-    now = most = 0
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        now += event.nbytes()
-        most = max(most, now)
-    return most
-
-
 def _step(way: Callable[..., Tensor], hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
     loss = way(hidden, weight, targets)
     return loss.detach(), *torch.autograd.grad(loss, (hidden, weight))
-
-
-@contextmanager
-def _no_stderr() -> Iterator[None]:
-    """The profiler announces itself on the file descriptor, not on sys.stderr."""
-    saved = os.dup(2)
-    with open(os.devnull, "wb") as nowhere:
-        os.dup2(nowhere.fileno(), 2)
-    try:
-        yield
-    finally:
-        os.dup2(saved, 2)
-        os.close(saved)

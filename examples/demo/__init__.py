@@ -1,0 +1,3 @@
+"""`make demo`: teach, distill, reinforce, compare; one page at the end."""
+
+from examples.demo.demo import command as command
