@@ -99,28 +99,19 @@ def weights(
             return x.to(device=device, dtype=dtype)
         return torch.full((), x, device=device, dtype=dtype)  # not a copy from the host: a CUDA graph cannot hold one
 
+    counts = {"num_items": num_items, "num_segments": num_segments, "norm": norm, "denominator": denominator}
     if kind == "row":
-        shared = even(
-            reduction, rows, num_items=num_items, num_segments=num_segments, norm=norm, denominator=denominator
-        )
+        shared = even(reduction, kind, rows, **counts)  # type: ignore[arg-type]
         weight = whole(shared).expand(length) if rows.valid is None else rows.valid * whole(shared)
         return weight if reduction != "seq_mean_token_mean" else weight / lengths(rows, dtype)
     one = whole(1.0).expand(length)
     if kind == "other" and rows.segments is not None and not rows.segments.counts_here:
         one = one * 0  # a value per pair is known to all ranks of the group and counts on one
     if kind == "segment" and rows.segments is not None:
-        present = (rows.segments.counts > 0).to(dtype)
-        one = present * rows.segments.counts_here
-        num_segments = present.sum() if num_segments is None else num_segments
-    if reduction == "weighted_mean":
-        assert denominator is not None
-        return one / denominator
-    if reduction == "token_sum":
-        return one
-    if kind == "other":
+        one = (rows.segments.counts > 0).to(dtype) * rows.segments.counts_here
+    if kind == "other" and reduction not in ("weighted_mean", "token_sum"):
         return one / max(1, length)
-    assert num_segments is not None
-    return one / whole(num_segments).clamp(min=1)
+    return one * whole(even(reduction, kind, rows, **counts))  # type: ignore[arg-type]
 
 
 def lengths(rows: Rows, dtype: torch.dtype) -> Tensor:
@@ -131,6 +122,7 @@ def lengths(rows: Rows, dtype: torch.dtype) -> Tensor:
 
 def even(
     reduction: str,
+    kind: str,
     rows: Rows,
     *,
     num_items: int | Tensor | None,
@@ -138,20 +130,22 @@ def even(
     norm: float | None,
     denominator: Tensor | None,
 ) -> float | Tensor:
-    """What the weights of all rows have in common; only `seq_mean_token_mean` adds something of each segment."""
+    """What the weights of all rows, or of all segments that have any, have in common; only `seq_mean_token_mean` adds
+    something of each segment to those of rows."""
     if reduction == "token_sum":
         return 1.0
     if reduction == "weighted_mean":
         assert denominator is not None
         return denominator.reciprocal()
-    if reduction == "token_mean":
+    if reduction == "token_mean" and kind == "row":
         if num_items is None:
             num_items = rows.tokens if rows.num_items is None else rows.num_items
         return over(num_items)
     if num_segments is None:
         assert rows.segments is not None, "checked before: a segment reduction needs segments"
-        num_segments = (rows.segments.counts > 0).sum()
-    return over(num_segments) if norm is None else over(num_segments) / norm
+        known = rows.stats is not None and rows.segments.group is None
+        num_segments = rows.stats.present if known else (rows.segments.counts > 0).sum()  # type: ignore[union-attr]
+    return over(num_segments) if norm is None or kind != "row" else over(num_segments) / norm
 
 
 def over(count: int | float | Tensor) -> float | Tensor:

@@ -31,6 +31,11 @@ class Stats(NamedTuple):
     sorted: bool  # the valid rows' segment ids never fall
     lengths: tuple[int, ...]  # valid rows of each segment
 
+    @property
+    def present(self) -> int:
+        """How many segments have any."""
+        return len(self.lengths) - self.lengths.count(0)
+
     @classmethod
     def read(cls, numbers: Tensor) -> Stats:
         """From the numbers that `prepare` makes: this waits for the device."""
@@ -155,8 +160,10 @@ class Rows:
         segments: Segments | None,
         stats: Stats | None,
         skipped: bool = False,
+        by_segment: bool = False,
     ) -> None:
         self.shape, self.keep, self.stats = shape, keep, stats
+        self.by_segment = by_segment  # whether those that count are in the order of their segments
         self.total = torch.Size(shape).numel()
         self.count = self.total if keep is None else keep.numel()
         self.given, self.skipped, self._valid = targets, skipped, valid
@@ -307,7 +314,7 @@ def bind_rows(
     if segments is not None and ids is not None:
         ids = ids if keep is None else ids.index_select(0, keep)
         bound = Segments(ids, segments.num_segments, group=segments.group)
-    return Rows(shape, targets, keep, None, bound, stats)
+    return Rows(shape, targets, keep, None, bound, stats, by_segment=by_segment or stats.sorted)
 
 
 def _skipping(
@@ -322,7 +329,8 @@ def _skipping(
     if segments is not None and ids is not None:
         ids = ids.masked_fill(targets.reshape(-1) == IGNORE, -1) if skipped else ids
         segments = Segments(ids, segments.num_segments, group=segments.group)
-    return Rows(shape, targets, None, None, segments, stats, skipped)
+    by_segment = stats is not None and stats.sorted
+    return Rows(shape, targets, None, None, segments, stats, skipped, by_segment)
 
 
 def may_read(host_read: bool, device: torch.device) -> bool:

@@ -24,6 +24,7 @@ class Fault(NamedTuple):
     def interpreted(self) -> bool:
         """Whether its tests are those of Triton's interpreter, which has to be chosen before triton is imported."""
         kernels = ("backends/triton/kernels", "backends/triton/printer", "engine/one_launch")
+        kernels += ("backends/triton/settle", "engine/settled")
         return self.file.startswith(kernels) or self.tests == ("tests/test_triton.py",)
 
 
@@ -57,6 +58,10 @@ FIRST: dict[str, tuple[str, ...]] = {  # by how a file's name begins
     "backends/triton/kernels/totals.py": ("tests/test_again.py", "tests/test_one_launch.py"),
     "backends/triton/kernels/taught.py": ("tests/test_taught.py",),
     "backends/triton/kernels/compared.py": ("tests/test_taught.py",),
+    "backends/triton/kernels/settle.py": ("tests/test_settle.py",),
+    "backends/triton/printer/segments.py": ("tests/test_settle.py",),
+    "backends/triton/settle.py": ("tests/test_settle.py",),
+    "engine/settled.py": ("tests/test_settle.py",),
     "backends/triton/kernels/": ("tests/test_triton.py", "tests/test_visit.py"),
     "backends/": ("tests/test_lower.py", "tests/test_visit.py"),
     "engine/one_launch.py": ("tests/test_triton.py", "tests/test_visit.py"),
@@ -232,9 +237,9 @@ FAULTS = [
     # Reductions
     Fault("reductions.py", "num_items = rows.tokens if rows.num_items is None else rows.num_items", "num_items = rows.total if rows.num_items is None else rows.num_items", "ignored rows count in the token mean"),
     Fault("reductions.py", 'return weight if reduction != "seq_mean_token_mean" else weight / lengths(rows, dtype)', "return weight", "a segment's mean taken for its sum"),
-    Fault("reductions.py", "over(num_segments) if norm is None else over(num_segments) / norm", "over(num_segments)", "the constant length is not divided by"),
-    Fault("reductions.py", "num_segments = (rows.segments.counts > 0).sum()", "num_segments = rows.segments.num_segments", "empty segments count in the mean"),
-    Fault("reductions.py", "present = (rows.segments.counts > 0).to(dtype)", "present = torch.ones_like(rows.segments.counts, dtype=dtype)", "values of empty segments count"),
+    Fault("reductions.py", 'over(num_segments) if norm is None or kind != "row" else over(num_segments) / norm', "over(num_segments)", "the constant length is not divided by"),
+    Fault("reductions.py", "rows.stats.present if known else (rows.segments.counts > 0).sum()", "rows.segments.num_segments", "empty segments count in the mean"),
+    Fault("reductions.py", "one = (rows.segments.counts > 0).to(dtype)", "one = torch.ones_like(rows.segments.counts, dtype=dtype)", "values of empty segments count"),
     Fault("reductions.py", "ids = segment_ids(segments, targets).masked_fill(~valid, -1)", "ids = segment_ids(segments, targets)", "count: segments with ignored rows alone are counted"),
     Fault("reductions.py", "count.clamp(min=1).to(wide)", "count.to(wide)", "an all-ignored batch divides by 0"),
     Fault("reductions.py", 'if reduction == "token_sum":\n        return 1.0', 'if reduction == "token_sum":\n        return 1.0 / max(1, rows.count)', "a sum is averaged"),
@@ -409,8 +414,25 @@ FAULTS = [
     Fault("backends/triton/printer/operations.py", '"{self:p} * (-1.0)"', '"0.0 - {self:p}"', "printed: -0 loses its sign", ("tests/trust/test_printed_operations.py",)),
     Fault("backends/triton/printer/printer.py", "return any(node is user.kwargs.get(name) or node in user.args[i : i + 1] for i, name in written)", "return False", "printed: a value written by out= is not seen", ("tests/trust/test_printed_operations.py",)),
     Fault("backends/triton/kernels/visit.py", "    if x.dtype.is_fp64():", "    if False:", "one launch: a float64 input is rounded as it is read", ("tests/trust/test_printed_operations.py",)),
+    Fault("backends/triton/kernels/settle.py", "live = live & (tl.load(ids + row) == group - 1)", "pass", "settle: ignored rows count in the segment around them"),
+    Fault("backends/triton/kernels/settle.py", "live = live & (tl.load(target + row) != -100)", "pass", "settle: ignored rows count among those without a segment"),
+    Fault("backends/triton/kernels/settle.py", "weight = tl.div_rn(weight, tl.maximum(count, 1.0).to(tl.float32))", "pass", "settle: a segment's mean taken for its sum"),
+    Fault("backends/triton/kernels/settle.py", "tl.where(counts, values[i] * weights[i], 0.0)", "values[i] * weights[i]", "settle: values of empty segments count"),
+    Fault("backends/triton/kernels/settle.py", "row = tl.load(order + row)", "pass", "settle: segments in no order taken for runs of rows"),
+    Fault("backends/triton/kernels/settle.py", "count = tl.sum(counted, 0).to(tl.float64)", "pass", "settle: ignored rows count in the length of a segment"),
+    Fault("backends/triton/kernels/settle.py", "tl.where(live, rest[i], 0.0)", "rest[i]", "settle: ignored rows have cotangents and metrics"),
+    Fault("backends/triton/printer/segments.py", 'f"tl.where(inside, {found.text}, {constant(0, found.kind)})"', "found.text", "settle: rows without a segment get what a segment of theirs would say"),
+    Fault("backends/triton/printer/segments.py", "level.get(summed[int(i)], 0) + 1", "level.get(summed[int(i)], 0)", "settle: a sum is read before it is known"),
+    Fault("backends/triton/printer/segments.py", "order.index(x) for x in self.printer.summed", "i for i, x in enumerate(self.printer.summed)", "settle: sums are numbered as they were printed, not as they are found"),
+    Fault("backends/triton/settle.py", '2 if n == 1 and kind == "segment" else n', "n", "settle: values of segments read as values of rows"),
+    Fault("engine/settled.py", "rising = stats is not None and not stats.loose and rows.by_segment", "rising = stats is not None", "settle: segments in no order taken for rising ones"),
+    Fault("engine/settled.py", "whole=not ignore", "whole=True", "settle: ignored rows searched as if their ids rose"),
+    Fault("engine/settled.py", "settling.settle(_sums(sweep, block), part.start, chunk.segments)", "settling.settle(_sums(sweep, block), 0, chunk.segments)", "settle: a chunk reads the rows of the first"),
+    Fault("rows.py", "len(self.lengths) - self.lengths.count(0)", "len(self.lengths)", "segments without rows count in the mean, where the host knows them"),
+    Fault("trace/classify.py", "if node.args[1] is not ids:", "if False:", "sums over segments of a function's own taken for those of the call", ("tests/test_plan.py", "tests/test_settle.py")),
+    Fault("engine/plan.py", "if source.narrow or source.tensors[0].dtype == torch.float16:", "if False:", "settle: float16 gradients are written at the scale of their seeds", ("tests/test_settle.py",)),
     Fault("engine/one_launch.py", "t.weight * loss.grad_scale", "t.weight * 1.0", "one launch: grad_scale is ignored"),
-    Fault("engine/one_launch.py", 'shared if term.reduction != "seq_mean_token_mean" else shared / lengths(loss.rows, loss.dtype)', "shared", "one launch: a segment's mean taken for its sum"),
+    Fault("engine/one_launch.py", 'shared if self.by_segment or not by_length(term) else shared / lengths(loss.rows, loss.dtype)', "shared", "one launch: a segment's mean taken for its sum"),
     # Later calls
     Fault("engine/again.py", "x.detach() if f.name in CONSTANT else x", "x", "later calls: a fact without a gradient claims one"),
     Fault("engine/again.py", "        if elsewhere(x.device):", "        if False:", "later calls: a kernel is launched on another device than its tensors'"),

@@ -7,7 +7,7 @@ import torch
 from interpreting import quicken, rerun
 
 import headloss as hl
-from headloss.losses import cross_entropy, grpo, gspo, z_loss
+from headloss.losses import cross_entropy, grpo, z_loss
 
 pytest.importorskip("triton")
 INSIDE = os.environ.get("TRITON_INTERPRET") == "1"
@@ -221,7 +221,6 @@ def test_the_likeliest_column_at_two_temperatures():
 @pytest.mark.parametrize(
     ("terms", "metrics", "reason"),
     [
-        ({"seq": hl.Term(gspo)}, [], "seq: rows meet through segments"),
         ({"roll": roll}, [], "roll: roll mixes rows"),
         ({"gamma": gamma}, [], "lgamma of gamma"),
         ({"ce": cross_entropy}, {"spread": lambda logprob: logprob - logprob.mean()}, "metric 'spread'"),
@@ -234,16 +233,15 @@ def test_the_likeliest_column_at_two_temperatures():
 def test_what_cannot_be_printed_takes_two_launches_and_says_why(terms, metrics, reason):
     batch = Batch(ignored=False)
     segments = hl.Segments.from_ids(torch.arange(N) // 3)
-    inputs = batch.inputs if "seq" in terms else {}
     found = []
     for backend in ("triton", "torch"):
         objective = hl.Objective(**terms, metrics=metrics, backend=backend)
         source, leaves = batch.source("Logits")
-        out = objective(source, batch.targets, segments=segments, **inputs)
+        out = objective(source, batch.targets, segments=segments)
         out.loss.backward()
         found.append((out, leaves[0].grad))
         if backend == "triton":
-            plan = objective.explain(source, batch.targets, segments=segments, **inputs)
+            plan = objective.explain(source, batch.targets, segments=segments)
             assert plan.launches.startswith("one launch for the facts, one for the gradient (") and reason in str(plan)
     compare(found[0][0], found[1][0])
     torch.testing.assert_close(found[0][1], found[1][1], rtol=1e-4, atol=1e-6)

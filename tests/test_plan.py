@@ -138,6 +138,11 @@ def pair_loss(logprob, segments, pairs):
     return -F.logsigmoid(y[pairs[:, 0]] - y[pairs[:, 1]])
 
 
+def by_target(logprob, targets):
+    own = hl.Segments(targets % 3, 3)
+    return -own.spread(own.totals(logprob).exp()) * logprob
+
+
 CAPTURED = torch.linspace(0.5, 2.0, 17, dtype=torch.float64)
 BATCH: dict[str, tuple[Any, tuple[str, ...]]] = {
     "batch mean": (lambda logprob, advantage: -(advantage - advantage.mean()) * logprob, ("advantage",)),
@@ -176,6 +181,7 @@ BATCH: dict[str, tuple[Any, tuple[str, ...]]] = {
     "segment ids": (lambda logprob, segments: logprob * (segments.ids % 2), ()),
     "number of segments": (lambda logprob, segments: segments.totals(logprob) / segments.num_segments, ()),
     "len of segments": (lambda logprob, segments: segments.totals(logprob) / len(segments), ()),
+    "segments of its own": (by_target, ()),
     "mean over segments": (lambda logprob, segments: segments.means(logprob) - segments.means(logprob).mean(), ()),
     "branch on a value": (lambda logprob: -logprob if logprob.sum() < 0 else logprob, ()),
     "item": (lambda logprob: -logprob * logprob.detach().min().item(), ()),

@@ -106,6 +106,8 @@ def chunks_of(plan: Plan, rows: Rows, beside: int, taught: int | None = None) ->
     """
     source = plan.source
     if isinstance(source, Logits) and plan.program is not None:
+        if plan.program.by_segment:
+            return [Chunk(slice(0, rows.count))] if rows.count else None
         step = max(1, rows.count if taught is None else taught)
         return [Chunk(slice(i, min(i + step, rows.count))) for i in range(0, rows.count, step)] or None
     if not isinstance(source, Linear) or plan.kind == "batch" or plan.want.only_ids:

@@ -103,7 +103,7 @@ def explain(
         written = 0 if source.inplace else source.logits.numel() * source.logits.element_size()
         sizes = {"gradient of logits" + (" (in place)" if source.inplace else ""): written}
         grade = "read for the facts, then read and write for the gradient"
-        if plan.program is not None:
+        if plan.program is not None and not plan.program.by_segment:
             again = any(f.element is not None for f in plan.want.facts)
             grade = f"gradients in the same visit: read {'twice for a divergence' if again else 'once'}, written once"
         most = most_rows(guides)
@@ -151,6 +151,8 @@ def _without_triton(plan: Plan, backend: str) -> str:
 
 
 def _launches(plan: Plan) -> str:
+    if plan.program is not None and plan.program.by_segment:
+        return "one launch for the facts, one that settles the segments, one for the gradient"
     if plan.program is not None:
         return "one launch a visit: the loss runs inside the sweep"
     return f"one launch for the facts, one for the gradient ({plan.reason})"

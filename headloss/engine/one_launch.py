@@ -57,7 +57,7 @@ class Launched:
 def launch(sweep: Sweep, loss: BoundLoss, needs: tuple[bool, ...]) -> Launched:
     """Visit every chunk: the loss, the facts, the softmax, and the gradients if any are wanted."""
     assert loss.chunks
-    weighed = _Weighed(loss, sweep.backend)
+    weighed = Weighed(loss, sweep.backend)
     chunks, grad = loss.chunks, any(needs)
     head = sweep.open_head(needs, chunks)
     begun = time.perf_counter()
@@ -70,11 +70,11 @@ def launch(sweep: Sweep, loss: BoundLoss, needs: tuple[bool, ...]) -> Launched:
     return Launched(weighed.report(visited), visited, sweep.grads(head) if grad else None, weighed.normaliser)
 
 
-class _Weighed:
+class Weighed:
     """The terms of a call with the weights of their rows, as the program takes them: numbers wherever rows agree."""
 
-    def __init__(self, loss: BoundLoss, backend: ModuleType) -> None:
-        self.loss, self.backend = loss, backend
+    def __init__(self, loss: BoundLoss, backend: ModuleType, by_segment: bool = False) -> None:
+        self.loss, self.backend, self.by_segment = loss, backend, by_segment
         self.bases = {t.name: self._base(t) for t in loss.terms}
         self.factors = {t.name: t.weight * loss.grad_scale for t in loss.terms}
         self.normaliser: Tensor | None = None
@@ -83,12 +83,14 @@ class _Weighed:
 
     def _base(self, term: Planned) -> float | Tensor:
         loss = self.loss
-        denominator = loss.denominator(term) if term.reduction == "weighted_mean" else None
+        kind = term.trace.value or "row"
+        length = loss.rows.count if kind == "row" else len(loss.rows.segments or ())
+        denominator = loss.denominator(term, kind, length) if term.reduction == "weighted_mean" else None
         shared = even(
-            term.reduction, loss.rows,
+            term.reduction, kind, loss.rows,
             num_items=loss.num_items, num_segments=loss.num_segments, norm=term.length, denominator=denominator,
         )  # fmt: skip
-        return shared if term.reduction != "seq_mean_token_mean" else shared / lengths(loss.rows, loss.dtype)
+        return shared if self.by_segment or not by_length(term) else shared / lengths(loss.rows, loss.dtype)
 
     def _normalise(self) -> None:
         """Write a gradient of order 1, because fp16 cannot hold 1 / number of tokens."""
@@ -110,11 +112,24 @@ class _Weighed:
         loss = self.loss
         if visited.program.metrics:  # which rows count is noted now: the targets may be written to
             loss.metrics |= measured(visited, loss.rows.valid)
+        if self.by_segment:
+            self._measure_segments(visited)
         if not loss.terms:  # every term is switched off
             return torch.zeros((), dtype=loss.dtype, device=loss.device)
         sums, total = self.backend.totals(visited, [term.weight for term in loss.terms])
         loss.values |= dict(zip(visited.program.terms, sums.unbind(), strict=True))
         return total
+
+    def _measure_segments(self, settled: Any) -> None:
+        """Metrics of segments too, all in the order of the terms."""
+        names, metrics = settled.program.segment_metrics, self.loss.metrics
+        counts = settled.segment_counts > 0
+        found = {**metrics, **measure_later(names, lambda: settled.segment_metric_values, counts, "segment")}
+        if names and not may_read(True, counts.device):
+            found[names[0]].parts  # noqa: B018, see `measured`
+        order = [f"{t.name}/{key}" for t in self.loss.terms for key in t.trace.metrics]
+        metrics.clear()
+        metrics.update({name: found[name] for name in dict.fromkeys((*order, *found))})
 
 
 def measured(visited: Any, valid: Tensor | None) -> dict[str, Metric]:
@@ -123,6 +138,11 @@ def measured(visited: Any, valid: Tensor | None) -> dict[str, Metric]:
     if not may_read(True, visited.found.device):
         next(iter(metrics.values())).parts  # a graph that is replayed makes them anew  # noqa: B018
     return metrics
+
+
+def by_length(term: Planned) -> bool:
+    """Whether rows weigh less the longer their segment is."""
+    return term.reduction == "seq_mean_token_mean" and term.trace.value == "row"
 
 
 def _tensor(x: float | Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -97,7 +97,10 @@ def make_plan(objective: Terms, arguments: CallArguments) -> Plan:
         found = (*found, {"tracing": traced - begun, "printing": time.perf_counter() - traced})
         keep(objective, key, found)
     traces, shapes, want, kind, program, reason, times = found
-    if program is not None and not _suits(source, objective.backend):
+    if program is not None and program.by_segment:
+        apart = _apart(source, segments)
+        program, reason = (None, apart) if apart else (program, reason)
+    elif program is not None and not _suits(source, objective.backend):
         program, reason = None, "so few rows are swept faster in parts"
     if program is not None and any(_is_narrow(teachers[name], source) for name in want.teachers):
         program, reason = None, "the teacher has fewer columns than the student"
@@ -200,6 +203,15 @@ def _suits(source: Source, backend: str) -> bool:
     return suits
 
 
+def _apart(source: Source, segments: Segments | None) -> str:
+    """Why segments cannot be settled in one launch."""
+    if segments is not None and segments.group is not None:
+        return "segments lie on several ranks"
+    if source.narrow or source.tensors[0].dtype == torch.float16:
+        return "in float16 the gradient is scaled by the largest cotangent"
+    return ""
+
+
 def _print_terms(
     objective: Terms,
     calls: Mapping[str, Call],
@@ -217,7 +229,7 @@ def _print_terms(
         return None, f"the {backend.NAME} backend runs no kernels of ours"
     if source.shard is not None:
         return None, "a collective stands between the facts and the gradient"
-    if kind != "row":
+    if kind == "batch":
         name = next(name for name, found in traces.items() if found.kind == kind)
         return None, f"{name}: {traces[name].reason}"
     shapes = {**shapes, **_ids(source, teachers)}

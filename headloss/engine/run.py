@@ -17,6 +17,7 @@ from torch import Tensor
 from headloss.engine.heads import at_home
 from headloss.engine.one_launch import Launched, launch
 from headloss.engine.saved import hold, once
+from headloss.engine.settled import settle as settle_segments
 from headloss.engine.sweeps import Loss, Sweep, scaled
 from headloss.facts import CONSTANT, VALUED, Fact, Softmax, Want
 from headloss.record import Grads
@@ -54,6 +55,8 @@ def run(sweep: Sweep, loss: Loss | None, needs: tuple[bool, ...]) -> Result | La
         check_gradient(loss.terms, wanted)
         if sweep.want.divergent:
             check_elements(loss.terms, sweep.source.device)
+    if sweep.program is not None and sweep.program.by_segment and sweep.rows.count:
+        return settle_segments(sweep, loss, needs)  # type: ignore[arg-type]
     if sweep.program is not None and loss.chunks:
         return launch(sweep, loss, needs)  # type: ignore[arg-type]
     if any(needs) and loss.chunks:

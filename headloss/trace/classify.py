@@ -145,6 +145,7 @@ def classify(graph: fx.GraphModule, R: int, S: int, ids_at: int | None = None) -
         return "batch", shown
     value, grads, _ = graph.graph.output_node().args[0]  # type: ignore[misc, str-unpack]
     needed = reach((value, grads))
+    ids: fx.Node | None = None
     if ids_at is not None:  # a chunk numbers its segments anew, so the ids themselves mean nothing to a chunk
         ids = [node for node in graph.graph.nodes if node.op == "placeholder"][ids_at]
         if any(user in needed and _operation(user) not in _SEGMENT | _SIZES for user in ids.users):
@@ -157,6 +158,8 @@ def classify(graph: fx.GraphModule, R: int, S: int, ids_at: int | None = None) -
             return "batch", "captures a tensor"
         name = _operation(node)
         if name in _SEGMENT:
+            if node.args[1] is not ids:
+                return "batch", "sums over segments of its own"
             through = through or f"segments.{'totals' if name == 'segment_totals' else 'spread'}"
         elif name in _SIZES:
             if name == "sym_size" and size(node.meta["val"]) not in (R, S):  # how many ids a row has

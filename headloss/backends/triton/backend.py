@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from headloss.backends.triton import pulls, sweeps, taught
+from headloss.backends.triton import pulls, settle, sweeps, taught
 from headloss.backends.triton import teachers as compared
 from headloss.backends.triton import visit as alone
 from headloss.backends.triton.printer.elements import printed
@@ -13,6 +13,8 @@ from headloss.backends.triton.printer.facts import check_sums
 from headloss.backends.triton.printer.lower import Unprintable
 from headloss.backends.triton.printer.program import Program
 from headloss.backends.triton.printer.program import lower as print_terms
+from headloss.backends.triton.printer.segments import SegmentProgram
+from headloss.backends.triton.printer.segments import lower as print_segments
 from headloss.facts import Partial, Want
 from headloss.teachers import TeacherChunk
 
@@ -26,6 +28,14 @@ Arguments, totals, launch, plan_of, as_number = (
     alone.launch,
     alone.plan_of,
     alone.as_number,
+)
+# segments, settled between the two sweeps
+sums_matrix, pull_rows, Settling, Weights, spans = (
+    sweeps.sums_matrix,
+    sweeps.pull_rows,
+    settle.Settling,
+    settle.Weights,
+    settle.spans,
 )
 count_targets = alone.count_targets
 
@@ -53,10 +63,11 @@ def suits(C: int, V: int) -> bool:
 
 def lower(
     terms: Mapping[str, tuple[Any, Any]], want: Want, inputs: Mapping[str, Any], metrics: Sequence[tuple[str, Any]]
-) -> tuple[Program | None, str]:
+) -> tuple[Program | SegmentProgram | None, str]:
     """The program that a visit runs, or None, and why there is none."""
+    by_segment = any(trace.kind == "segment" for _, trace in terms.values())
     try:
-        program = print_terms(terms, want, inputs, metrics)
+        program = (print_segments if by_segment else print_terms)(terms, want, inputs, metrics)
     except Unprintable as error:
         return None, str(error)
     if program.left_out:

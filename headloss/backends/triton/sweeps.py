@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton  # type: ignore
@@ -58,12 +59,29 @@ def sums(
     shape: Shape | None = None,
 ) -> Partial:
     """The partial of these columns; `start` is the first column's place in the whole vocabulary."""
+    how: dict[str, Any] = {"scale": scale, "softcap": softcap, "start": start, "shape": shape}
+    return _named(sums_matrix(raw_CV, target_C, want, temperatures, batch_invariant=batch_invariant, **how), want)
+
+
+def sums_matrix(
+    raw_CV: Tensor,
+    target_C: Tensor | None,
+    want: Want,
+    temperatures: Sequence[float | Tensor],
+    *,
+    scale: float = 1.0,
+    softcap: float | None = None,
+    start: int = 0,
+    batch_invariant: bool | None = None,
+    shape: Shape | None = None,
+) -> Tensor:
+    """The same as a matrix, in the order of `_named`."""
     check_dtype(raw_CV)
     C, V = raw_CV.shape
     x_flags, q_flags = (tuple(want.sums(x, T) for T in want.temperatures) for x in "XQ")
     slots = 1 + want.target + 2 * want.total + want.argmax + sum(1 + x + q for x, q in zip(x_flags, q_flags))
     if C == 0 or V == 0:
-        return _named(_identity(slots, want, raw_CV), want)
+        return _identity(slots, want, raw_CV)
     raw = rows_of(raw_CV)
     shape = shape or row_shape(SUMS, V)
     width, block = shape.width, shape.block(raw_CV)
@@ -103,7 +121,7 @@ def sums(
             **flags, **LAUNCH, TARGET=want.target, PADDED=padded, ROWS=rows, num_warps=1,
         )  # fmt: skip
         out = whole
-    return _named(out[:, 0], want)
+    return out[:, 0]
 
 
 def pull(
@@ -120,38 +138,60 @@ def pull(
     shape: Shape | None = None,
 ) -> None:
     """Write the gradient with respect to the raw logits into `out_CV`, which may be `raw_CV` itself."""
+    used = [i for i, k in enumerate(pulls) if any(x is not None for x in k)]
+    numbers = [softmax.max]
+    for i in used:
+        numbers += [softmax.log_sums[i], *(x for x in pulls[i] if x is not None)]
+    # stacked: a coefficient may be a stride-0 expand straight from a sum's backward
+    rows_FC = torch.stack([x.to(torch.float32) for x in numbers])
+    there = [tuple(x is not None for x in pulls[i]) for i in used]
+    given = [temperatures[i] for i in used]
+    how: dict[str, Any] = {"scale": scale, "softcap": softcap, "start": start, "shape": shape}
+    pull_rows(raw_CV, target_C, rows_FC, there, given, out_CV, **how)
+
+
+def pull_rows(
+    raw_CV: Tensor,
+    target_C: Tensor | None,
+    rows_FC: Tensor,
+    there: Sequence[tuple[bool, ...]],
+    temperatures: Sequence[float | Tensor],
+    out_CV: Tensor,
+    *,
+    scale: float = 1.0,
+    softcap: float | None = None,
+    start: int = 0,
+    shape: Shape | None = None,
+) -> None:
+    """The same from numbers per row: the maximum, and of each temperature that pulls the log_sum and the coefficients
+    that are there."""
     check_dtype(raw_CV)
-    if out_CV.stride(-1) != 1 and out_CV.shape[-1] > 1:  # rare: write beside it, then copy
-        beside_CV = torch.empty_like(out_CV, memory_format=torch.contiguous_format)
-        pull(raw_CV, target_C, softmax, pulls, temperatures, beside_CV, scale=scale, softcap=softcap, start=start)
-        out_CV.copy_(beside_CV)
-        return
     C, V = raw_CV.shape
     if C == 0 or V == 0:
         return
-    used = [i for i, k in enumerate(pulls) if any(x is not None for x in k)]
-    if not used:
+    if not there:
         out_CV.zero_()
+        return
+    if out_CV.stride(-1) != 1 and V > 1:  # rare: write into another tensor, then copy
+        other_CV = torch.empty_like(out_CV, memory_format=torch.contiguous_format)
+        how: dict[str, Any] = {"scale": scale, "softcap": softcap, "start": start, "shape": shape}
+        pull_rows(raw_CV, target_C, rows_FC, there, temperatures, other_CV, **how)
+        out_CV.copy_(other_CV)
         return
     raw, out = rows_of(raw_CV), rows_of(out_CV)
     # rows of both at the same place of a vector, or no wide loads: the stores decide
     apart = (raw.x_CV.stride(0) - out.x_CV.stride(0), raw.lead - out.lead)
     together = raw.vector == out.vector and not any(x % raw.vector for x in apart)
     shape = shape or row_shape(PULL, V)
-    numbers = [softmax.max]
-    for i in used:
-        numbers += [softmax.log_sums[i], *(x for x in pulls[i] if x is not None)]
-    # stacked: a coefficient may be a stride-0 expand straight from a sum's backward
-    rows = torch.stack([x.to(torch.float32) for x in numbers])
-    there = {name: tuple(getattr(pulls[i], name.lower()) is not None for i in used) for name in "ABECY"}
-    given = tuple(plain_temperature(temperatures[i]) for i in used)
-    target = target_C if any(there["Y"]) else None
+    flags = dict(zip("ABECY", zip(*there, strict=True), strict=True))
+    given = tuple(plain_temperature(T) for T in temperatures)
+    target = target_C if any(flags["Y"]) else None
     parts = triton.cdiv(V + out.skew, shape.width)
     pull_kernel[(C * parts,)](
-        raw.x_CV, target, rows, out.x_CV, given,
+        raw.x_CV, target, rows_FC, out.x_CV, given,
         C, V, parts, raw.x_CV.stride(0), raw.lead, out.x_CV.stride(0), out.lead,
         0 if target is None else target.stride(0), start, float(scale), softcap or 1.0,
-        **there, TARGET=target is not None, PER_ROW=tuple(isinstance(T, Tensor) for T in given),
+        **flags, TARGET=target is not None, PER_ROW=tuple(isinstance(T, Tensor) for T in given),
         SCALED=scale != 1.0, CAPPED=softcap is not None,
         WIDTH=shape.width, LINE=out.line, VEC=out.vector, RAW_VEC=raw.vector if together else 1,
         BLOCK=shape.block(out_CV), STAGES=shape.stages, num_warps=shape.warps, **LAUNCH,

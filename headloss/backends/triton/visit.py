@@ -73,6 +73,11 @@ class Visited:
         return self._slots(2)
 
     @property
+    def term_values(self) -> tuple[Tensor, int]:
+        """Numbers that sum to the terms' values, and where among them the first term's are."""
+        return self.found, self.ends[2]
+
+    @property
     def metric_values(self) -> Tensor:
         """(M, C), in the order of the program's metrics."""
         return self._slots(3)
@@ -257,11 +262,11 @@ def _pairs() -> bool:
 
 def totals(visited: Visited, weights: Sequence[Number]) -> tuple[Tensor, Tensor]:
     """The sum over rows of each term's value, (T,), and the loss, the sum of those times their weights: one launch."""
-    found = visited.found
+    found, first = visited.term_values
     weights = tuple([w if type(w) is float else as_number(w, found.device) for w in weights])
     sums = torch.empty(len(weights), dtype=torch.float32, device=found.device)
     loss = torch.empty((), dtype=torch.float32, device=found.device)
-    kernel = _totals(visited.ends[2], _forms(weights))
+    kernel = _totals(first, _forms(weights))
     kernel.run(None, place(found), 1, (found, sums, loss, weights, found.shape[1]))
     return sums, loss
 

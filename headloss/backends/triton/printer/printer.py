@@ -50,6 +50,7 @@ class Printer:
         self.lines: list[str] = []
         self.numbers: list[float] = []  # the literals that were lifted
         self._names: dict[str, str] = {}
+        self._places: dict[tuple[fx.Node, str], int] = {}  # which of them an argument is: printed again, it is the same
 
     def line(self, text: str) -> str:
         if text.isidentifier():
@@ -67,6 +68,7 @@ class Printer:
         del self.lines[mark[0] :], self.numbers[mark[2] :]
         for name in list(self._names)[mark[1] :]:
             del self._names[name]
+        self._places = {key: i for key, i in self._places.items() if i < mark[2]}
 
     def value(self, text: str, kind: str) -> Value:
         return Value(self.line(text), kind)
@@ -81,7 +83,7 @@ class Printer:
         values: dict[fx.Node, Any] = dict(given)
         roots: dict[fx.Node, fx.Node] = {}
         for node in graph.nodes:
-            if node in values or node not in needed:
+            if node in values or node not in needed or self.met(node, values):
                 continue
             if node.op != "call_function":
                 raise Unprintable({"get_attr": "a captured tensor", "placeholder": "an unknown argument"}[node.op])
@@ -109,6 +111,10 @@ class Printer:
                         if _root(other, roots) is root:
                             values[other] = values[node]
         return {node: values[node] for node in outputs}
+
+    def met(self, node: fx.Node, values: dict[fx.Node, Any]) -> bool:
+        """Print an operation in which rows meet, where a printer knows how: see `segments.py`."""
+        return False
 
     def _reshapes(self, name: str, node: fx.Node) -> bool:
         """Whether a reshape leaves rows where they are: (R,) to (R, 1) and back, (R, 1) to (R, K)."""
@@ -185,8 +191,9 @@ class Printer:
                     raise Unprintable(f"{name} of a size")
                 bound[argument.name] = Operand(found.text, found.kind, dtype_of(given), len(_sizes(given)))
             elif type(given) is float and lift is not None:
-                bound[argument.name] = Operand.of(given, lift(len(self.numbers)))
-                self.numbers.append(given)
+                at = self._places.setdefault((node, argument.name), len(self.numbers))
+                self.numbers += [given] if at == len(self.numbers) else []
+                bound[argument.name] = Operand.of(given, lift(at))
             elif isinstance(given, bool | int | float):
                 bound[argument.name] = Operand.of(given)
             else:

@@ -22,7 +22,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from headloss.backends.triton.printer.elements import printed
-from headloss.backends.triton.printer.facts import WIDE, chain_rule, values
+from headloss.backends.triton.printer.facts import WIDE, Texts, chain_rule, values
 from headloss.backends.triton.printer.lower import compiled, function
 from headloss.backends.triton.printer.operands import Unprintable, constant
 from headloss.backends.triton.printer.printer import Printer, Value, dtype_of, kind_of, reach
@@ -54,6 +54,7 @@ class Program(NamedTuple):
     # which of a, b, c, d (a dense teacher) or of ids, tail (a sparse one) there are, for each temperature they meet at
     guided: tuple[tuple[bool, ...], ...] = ()
     looked: tuple[Fact, ...] = ()  # the divergences that pull
+    by_segment: bool = False
 
     @property
     def function(self) -> Any:
@@ -75,7 +76,7 @@ def lower(
     Raises `Unprintable`, with the operation and the loss, if a value or a cotangent cannot be printed; a metric that
     cannot is left out.
     """
-    key = _key(terms, want, inputs, metrics)
+    key = program_key(terms, want, inputs, metrics)
     if key not in _PROGRAMS:
         made = _lower(terms, want, inputs, metrics)
         if len(_PROGRAMS) >= 256:
@@ -87,7 +88,7 @@ def lower(
 _PROGRAMS: dict[Any, Program] = {}
 
 
-def _key(terms: Any, want: Want, inputs: Any, metrics: Any) -> Any:
+def program_key(terms: Any, want: Want, inputs: Any, metrics: Any) -> Any:
     parts = [(name, Same(trace.joint), call.facts, call.input_names) for name, (call, trace) in terms.items()]
     own = [(n, call.reads(), call.signature.parameters) for n, call in metrics]
     return (tuple(parts), want, tuple(sorted(inputs.items())), tuple(own))
@@ -103,7 +104,7 @@ def _lower(terms: Any, want: Want, inputs: Mapping[str, Any], metrics: Any) -> P
     for fact in want.facts:
         if fact.element is not None:
             printed(((0, fact.element),), 1)
-    page = _Page(want, inputs)
+    page = Page(want, inputs)
     for name, (call, trace) in terms.items():
         try:
             page.term(name, call, trace)
@@ -114,8 +115,10 @@ def _lower(terms: Any, want: Want, inputs: Mapping[str, Any], metrics: Any) -> P
     return page.program()
 
 
-class _Page:
+class Page:
     """A function being written."""
+
+    kinds: tuple[str, ...] = ("row",)  # what a term's values may belong to
 
     def __init__(self, want: Want, inputs: Mapping[str, Any]) -> None:
         self.want, self.shapes = want, inputs
@@ -124,7 +127,7 @@ class _Page:
         self.width = named.rest[0] if named is not None else 0
         if self.width == 1 or self.width > MOST_IDS:
             raise Unprintable("a single id a row" if self.width == 1 else f"more than {MOST_IDS} ids a row")
-        self.printer = Printer(self.width)
+        self.printer = self.new_printer()
         self.inputs: dict[str, Value] = {}
         self.target = False
         self.values: dict[str, str] = {}
@@ -133,8 +136,19 @@ class _Page:
         self.by_fact: dict[Fact, str] = {}
         self.by_input: dict[str, str] = {}
 
+    def new_printer(self) -> Printer:
+        return Printer(self.width)
+
+    def meeting(self, rest: Sequence[fx.Node], trace: Any) -> dict[fx.Node, Any]:
+        """The arguments of a graph after facts, inputs and targets: the seeds come last."""
+        return {rest[-2]: Value(f"seeds[{len(self.values)}]", "f")}
+
+    def metrics_of(self, kind: str) -> dict[str, str] | None:
+        """Where metrics that belong to this are kept."""
+        return self.metrics if kind == "row" else None
+
     def term(self, name: str, call: Any, trace: Any) -> None:
-        if trace.joint is None or trace.kind != "row" or trace.value != "row":
+        if trace.joint is None or trace.kind not in self.kinds or trace.value not in self.kinds:
             raise Unprintable(trace.reason)
         graph = trace.joint.graph
         rest = [n for n in graph.nodes if n.op == "placeholder"]
@@ -143,7 +157,7 @@ class _Page:
         given |= {rest.pop(0): n for n in names}
         if any(s.wants("targets") for s in call.signatures):
             given[rest.pop(0)] = "targets"
-        given[rest[-2]] = Value(f"seeds[{len(self.values)}]", "f")
+        given |= self.meeting(rest, trace)
         value, grads, metrics = graph.output_node().args[0]
         wanted = [g for g in grads if g is not None]
         self.printer.lifted = _number if trace.floats else None
@@ -159,8 +173,9 @@ class _Page:
                     text = self.printer.line(f"tl.where(named, {text}, 0.0)")
                 sums[leaf] = self.printer.line(f"{sums[leaf]} + {text}") if leaf in sums else text
         for key, kind in trace.metrics.items():
-            if kind == "row":
-                self._metric(f"{name}/{key}", graph, given, metrics[key])
+            into = self.metrics_of(kind)
+            if into is not None:
+                self._metric(f"{name}/{key}", graph, given, metrics[key], into)
             else:  # a number, or a scalar: counted once a call and not once a row
                 self.left_out[f"{name}/{key}"] = "not one value a row"
 
@@ -206,7 +221,7 @@ class _Page:
             n: self._fact(x) if isinstance(x, Fact) else x for n, x in zip(placeholders, known.values(), strict=True)
         }
         for key, node in zip(names, graph.output_node().args[0], strict=True):  # type: ignore[arg-type]
-            self._metric(key, graph, given, node)
+            self._metric(key, graph, given, node, self.metrics)
 
     def _rehearsed(self, module: Any, values: Any, known: Sequence[Any], sizes: list[int]) -> bool:
         """See `agreement.agrees`."""
@@ -236,7 +251,9 @@ class _Page:
             return Value(constant(0, kind), kind)  # a trace showed that nothing looks at it
         return Value(f"facts[{self.want.facts.index(fact)}]", kind)
 
-    def _metric(self, name: str, graph: fx.Graph, given: Mapping[fx.Node, Any], node: fx.Node) -> None:
+    def _metric(
+        self, name: str, graph: fx.Graph, given: Mapping[fx.Node, Any], node: fx.Node, into: dict[str, str]
+    ) -> None:
         mark = self.printer.mark()
         try:
             text = self._print(graph, given, [node])[node].to("f")
@@ -244,15 +261,15 @@ class _Page:
             self.printer.back(mark)
             self.left_out[name] = error.operation
         else:
-            self.metrics[name] = self.printer.line(text)
+            into[name] = self.printer.line(text)
 
     def _print(self, graph: fx.Graph, given: Mapping[fx.Node, Any], outputs: Sequence[fx.Node]) -> dict[fx.Node, Value]:
         needed = reach(outputs)
-        known = {n: x if isinstance(x, Value) else self._argument(n, x) for n, x in given.items() if n in needed}
+        known = {n: x if isinstance(x, Value) else self.argument(n, x) for n, x in given.items() if n in needed}
         known = {n: Value(self.printer.line(x.text), x.kind) for n, x in known.items()}
         return self.printer.graph(graph, known, outputs)
 
-    def _argument(self, node: fx.Node, name: str) -> Value:
+    def argument(self, node: fx.Node, name: str) -> Value:
         if name == "targets":
             self.target = True
             return Value("y", "i")
@@ -262,16 +279,22 @@ class _Page:
             raise Unprintable(
                 f"an input of one value a {shape.kind}" if not shape.rest else "an input of several columns"
             )
+        return self.known_input(node, name)
+
+    def known_input(self, node: fx.Node, name: str) -> Value:
         if name not in self.inputs:
             kind = kind_of(dtype_of(node))
             text = f"inputs[{len(self.inputs)}]"
             self.inputs[name] = Value(f"{text}.to(tl.float64)" if kind == "d" else text, kind)
         return self.inputs[name]
 
-    def program(self) -> Program:
-        value = lambda fact: self._fact(fact).text
+    def pulls(self) -> tuple[list[Texts], list[Texts]]:
+        """See `facts.chain_rule`."""
         self.printer.lifted = None
-        own, guided = chain_rule(self.printer, self.want, self.by_fact, self.width, value)
+        return chain_rule(self.printer, self.want, self.by_fact, self.width, lambda fact: self._fact(fact).text)
+
+    def program(self) -> Program:
+        own, guided = self.pulls()
         results: list[Any] = [
             self.values.values(),
             self.metrics.values(),
@@ -285,13 +308,17 @@ class _Page:
             arguments += ["there", "named"]
             results.append([*(x or "0.0" for k in guided for x in k), *(self.by_fact[f] for f in looked)])
         result = ", ".join(f"({''.join(f'{x}, ' for x in texts).rstrip()})" for texts in results)
-        fed = lambda pulls: tuple(tuple(x is not None for x in k) for k in pulls)
         return Program(
             function(NAME, arguments, self.printer.lines, f"({result})"),
             self.want, tuple(self.values), tuple(self.inputs), self.target, tuple(self.printer.numbers),
             tuple(self.metrics), tuple(self.by_fact), tuple(self.by_input), fed(own), tuple(self.left_out.items()),
             self.width, fed(guided), looked,
         )  # fmt: skip
+
+
+def fed(pulls: list[Texts]) -> tuple[tuple[bool, ...], ...]:
+    """Which coefficients there are, for each temperature."""
+    return tuple(tuple(x is not None for x in k) for k in pulls)
 
 
 def _number(i: int) -> str:

@@ -1,0 +1,225 @@
+"""The terms of an objective whose rows meet through segments, as one printed function of a segment.
+
+    segment(WALK, facts, inputs, y, numbers, seeds, vocab, known, count, inside)
+
+A traced segment loss is element-wise over rows and over segments, joined by sums over the rows of a segment and by
+values that a segment hands to its rows.  A program that owns a segment walks its rows once for each level of sums:
+walk k gives what is to be summed, made of the sums that the walks before it found (`known`); the walk after the last
+sum gives what belongs to rows, as `program.py` has it, and one more what belongs to the segment.  Rows are blocks here
+and segments scalars, so nothing has to be handed out; rows without a segment (`inside` is False) get 0, as in
+`Segments.spread`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from headloss.backends.triton.printer.facts import values
+from headloss.backends.triton.printer.lower import compiled
+from headloss.backends.triton.printer.operands import Unprintable, constant, name_of
+from headloss.backends.triton.printer.printer import Printer, Value, dtype_of, kind_of
+from headloss.backends.triton.printer.program import Page, fed, program_key
+from headloss.facts import Fact, Want
+
+NAME = "segment"
+_ARGUMENTS = "WALK: tl.constexpr, facts, inputs, y, numbers, seeds, vocab, known, count, inside"
+_VARIABLE, _SUM = re.compile(r"\bv\d+\b"), re.compile(r"\bknown\[(\d+)\]")
+
+
+class SegmentProgram(NamedTuple):
+    """A printed objective with segment terms.  The fields that `Program` has too mean the same."""
+
+    source: str
+    want: Want
+    terms: tuple[str, ...]
+    inputs: tuple[str, ...]
+    target: bool
+    numbers: tuple[float, ...]
+    metrics: tuple[str, ...]  # of rows
+    cotangents: tuple[Fact, ...]
+    input_cotangents: tuple[str, ...]
+    there: tuple[tuple[bool, ...], ...]
+    left_out: tuple[tuple[str, str], ...]
+    segment_metrics: tuple[str, ...]
+    of_segments: tuple[bool, ...]  # of each term, whether its values belong to segments
+    input_kinds: tuple[str, ...]  # of each input: "row", "segment" or "scalar"
+    sums: tuple[tuple[bool, ...], ...]  # that each walk finds: whether in float64
+    by_segment: bool = True
+
+    @property
+    def function(self) -> Any:
+        return compiled(self.source, NAME)
+
+    @property
+    def values(self) -> Any:
+        """The facts of a row from its sums."""
+        return values(self.want)
+
+
+def lower(
+    terms: Mapping[str, tuple[Any, Any]],
+    want: Want,
+    inputs: Mapping[str, Any],
+    metrics: Sequence[tuple[str, Any]] = (),
+) -> SegmentProgram:
+    """As `program.lower`, for terms of which some are segment terms and the others row terms."""
+    key = program_key(terms, want, inputs, metrics)
+    if key not in _PROGRAMS:
+        made = _lower(terms, want, inputs, metrics)
+        if len(_PROGRAMS) >= 256:
+            _PROGRAMS.pop(next(iter(_PROGRAMS)))
+        _PROGRAMS[key] = made
+    return _PROGRAMS[key]
+
+
+_PROGRAMS: dict[Any, SegmentProgram] = {}
+
+
+def _lower(terms: Any, want: Want, inputs: Mapping[str, Any], metrics: Any) -> SegmentProgram:
+    if want.teachers:
+        raise Unprintable("segments and a teacher")
+    page = _SegmentPage(want, inputs)
+    for name, (call, trace) in terms.items():
+        try:
+            page.term(name, call, trace)
+        except Unprintable as error:
+            raise Unprintable(error.operation, call.signature.name) from None
+    for name, call in metrics:
+        page.metric(name, call)
+    return page.segment_program()
+
+
+class _SegmentPrinter(Printer):
+    """A printer that knows sums over segments: those of the arguments `ids` and `number`, which nothing else reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ids: fx.Node | None = None
+        self.number: fx.Node | None = None
+        self.summed: dict[str, bool] = {}  # what is summed, and whether in float64
+
+    def met(self, node: fx.Node, values: dict[fx.Node, Any]) -> bool:
+        if node is self.ids or node is self.number:
+            values[node] = None
+        elif node.target is torch.ops.headloss.segment_spread.default:
+            y, ids = node.args
+            self._check(ids)
+            found = values[y]  # type: ignore[index]
+            values[node] = self.value(f"tl.where(inside, {found.text}, {constant(0, found.kind)})", found.kind)
+        elif node.target is torch.ops.headloss.segment_totals.default:
+            x, ids, _ = node.args
+            self._check(ids)
+            if dtype_of(node) not in (torch.float32, torch.float64):
+                raise Unprintable(f"segments.totals in {name_of(dtype_of(node))}")
+            kind = kind_of(dtype_of(node))
+            text = self.line(values[x].to(kind))  # type: ignore[index]
+            self.summed.setdefault(text, kind == "d")
+            values[node] = self.value(f"known[{list(self.summed).index(text)}]", kind)
+        else:
+            return False
+        return True
+
+    def _check(self, ids: Any) -> None:
+        if ids is not self.ids:
+            raise Unprintable("sums over segments of its own")
+
+
+class _SegmentPage(Page):
+    kinds = ("row", "segment")
+    printer: _SegmentPrinter
+
+    def __init__(self, want: Want, inputs: Mapping[str, Any]) -> None:
+        super().__init__(want, inputs)
+        self.segment_metrics: dict[str, str] = {}
+        self.of_segments: list[bool] = []
+
+    def new_printer(self) -> Printer:
+        return _SegmentPrinter()
+
+    def meeting(self, rest: Sequence[fx.Node], trace: Any) -> dict[fx.Node, Any]:
+        *segments, row_seed, segment_seed = rest
+        by_segment = trace.value == "segment"
+        self.of_segments.append(by_segment)
+        given = {segment_seed if by_segment else row_seed: Value(f"seeds[{len(self.values)}]", "f")}
+        self.printer.ids = self.printer.number = None
+        if segments:
+            self.printer.ids, counts, self.printer.number = segments
+            given[counts] = Value("count", "d")
+        return given
+
+    def metrics_of(self, kind: str) -> dict[str, str] | None:
+        return {"row": self.metrics, "segment": self.segment_metrics}.get(kind)
+
+    def argument(self, node: fx.Node, name: str) -> Value:
+        shape = self.shapes.get(name)
+        if shape is not None and shape.kind == "segment":
+            if shape.requires_grad:
+                raise Unprintable("a gradient for one value a segment")
+            if not shape.rest:
+                return self.known_input(node, name)
+        return super().argument(node, name)
+
+    def segment_program(self) -> SegmentProgram:
+        own, _ = self.pulls()
+        walks, of = self._walks(), self.of_segments
+        of_terms = list(self.values.values())
+        rows = [
+            [x if not s else "0.0" for x, s in zip(of_terms, of, strict=True)],
+            self.metrics.values(), self.by_fact.values(), self.by_input.values(),
+            [x or "0.0" for k in own for x in k],
+        ]  # fmt: skip
+        segment = [[x if s else "0.0" for x, s in zip(of_terms, of, strict=True)], self.segment_metrics.values()]
+        results = [*map(_tuple, walks), *(f"({', '.join(map(_tuple, x))})" for x in (rows, segment))]
+        return SegmentProgram(
+            self._source(results, walks), self.want, tuple(self.values), tuple(self.inputs), self.target,
+            tuple(self.printer.numbers), tuple(self.metrics), tuple(self.by_fact), tuple(self.by_input), fed(own),
+            tuple(self.left_out.items()), tuple(self.segment_metrics), tuple(of),
+            tuple(self.shapes[n].kind for n in self.inputs),
+            tuple(tuple(self.printer.summed[x] for x in walk) for walk in walks),
+        )  # fmt: skip
+
+    def _walks(self) -> list[list[str]]:
+        """What is summed in each walk: what is made of sums comes after the walk that finds them."""
+        level: dict[str, int] = {}
+        summed = list(self.printer.summed)
+        for line in self.printer.lines:
+            name, text = line.split(" = ", 1)
+            after = [level.get(x, 0) for x in _VARIABLE.findall(text)]
+            after += [level.get(summed[int(i)], 0) + 1 for i in _SUM.findall(text)]
+            level[name] = max(after, default=0)
+        walks: list[list[str]] = []
+        for name in summed:
+            at = level.get(name, 0)
+            walks += [[] for _ in range(at + 1 - len(walks))]
+            walks[at].append(name)
+        return walks
+
+    def _source(self, results: list[str], walks: list[list[str]]) -> str:
+        order = [x for walk in walks for x in walk]  # in which they come to be known
+        number = [order.index(x) for x in self.printer.summed]
+        text = f"@triton.jit\ndef {NAME}({_ARGUMENTS}):\n"
+        for i, result in enumerate(results):
+            test = "else" if i == len(results) - 1 else f"{'elif' if i else 'if'} WALK == {i}"
+            lines = [*_needed(self.printer.lines, result), f"return {result}"]
+            text += f"    {test}:\n" + "".join(f"        {line}\n" for line in lines)
+        return _SUM.sub(lambda m: f"known[{number[int(m[1])]}]", text)
+
+
+def _tuple(texts: Any) -> str:
+    return f"({''.join(f'{x}, ' for x in texts).rstrip()})"
+
+
+def _needed(lines: Sequence[str], result: str) -> list[str]:
+    """Those lines that a result is made of, in their order."""
+    wanted, found = set(_VARIABLE.findall(result)), []
+    for line in reversed(lines):
+        name, text = line.split(" = ", 1)
+        if name in wanted:
+            found.append(line)
+            wanted |= set(_VARIABLE.findall(text))
+    return found[::-1]

@@ -1,0 +1,182 @@
+"""Settle a segment objective: one launch between the sweep that reads the vocabulary and the one that writes.
+
+Dimension key:  R rows that count   C rows of a chunk   S segments   G = S + 1, the rows without a segment come first
+
+`Spans` says where each segment's rows are; `Settling` is one call: each chunk's sums go in, its facts, metrics and
+cotangents are kept, and what the pull reads comes out.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from headloss.backends.triton.kernels.settle import settle_kernel
+from headloss.backends.triton.launch import Launch, place
+from headloss.backends.triton.printer.segments import SegmentProgram
+from headloss.backends.triton.tiles import LAUNCH, plain_temperature
+from headloss.backends.triton.visit import Number, Visited, _forms, as_number, kinds_of
+
+BLOCK, WARPS = 256, 4  # fixed, so that the sums of a segment do not depend on what stands around it
+
+
+class Spans(NamedTuple):
+    """Where the rows of each segment are: offsets (G + 1,) into the rows, or into `order` where there is one."""
+
+    offsets: Tensor
+    order: Tensor | None = None
+    ids: Tensor | None = None  # to be compared: there are rows of no segment among those of a segment
+
+
+def spans(ids_R: Tensor, num_segments: int, rising: bool = False, whole: bool = False) -> Spans:
+    """Of any ids, -1 for none.  `rising`: those that are not -1 never fall, and rows of no segment are ignored;
+    `whole`: there are none of those."""
+    groups = torch.arange(-1, num_segments + 1, device=ids_R.device)
+    if not rising:
+        placed, order = ids_R.sort(stable=True)
+        return Spans(torch.searchsorted(placed, groups), order)
+    if whole or not ids_R.numel():
+        return Spans(torch.searchsorted(ids_R.contiguous(), groups))
+    return Spans(torch.searchsorted(ids_R.cummax(0).values, groups), None, ids_R)
+
+
+class Weights(NamedTuple):
+    """What a program is called with, apart from facts and segments."""
+
+    inputs: Mapping[str, Tensor]  # by name: (R,), (S,) or a scalar
+    bases: Mapping[str, Number]  # of each term, the reduction's weight of a row or of a segment, or one of each row
+    means: Mapping[str, bool]  # of each term, whether that is to be divided by the length of the segment
+    factors: Mapping[str, Number]  # of each term, what its gradient is multiplied with: weight * grad_scale
+
+
+class Settled(Visited):
+    """What was settled, as a visit leaves it, and `by_segment` (F, G): terms' sums, rows that count, metrics."""
+
+    by_segment: Tensor
+
+    @property
+    def term_values(self) -> tuple[Tensor, int]:
+        return self.by_segment, 0
+
+    @property
+    def segment_counts(self) -> Tensor:
+        return self.by_segment[len(self.program.terms), 1:]
+
+    @property
+    def segment_metric_values(self) -> Tensor:
+        """(M, S), in the order of the program's metrics of segments."""
+        return self.by_segment[len(self.program.terms) + 1 :, 1:]
+
+
+class Settling:
+    """One call.  `targets` (R,) may hold -100 where rows are to be ignored (`ignore`)."""
+
+    def __init__(
+        self,
+        program: SegmentProgram,
+        spans: Spans,
+        weights: Weights,
+        targets: Tensor | None,
+        rows: int,
+        temperatures: Sequence[Number],
+        *,
+        vocab: int,
+        ignore: bool = False,
+        gradient: bool = True,
+    ) -> None:
+        device = spans.offsets.device
+        self.plan, self.spans, self.targets, self.rows = _plan(program), spans, targets, rows
+        self.vocab, self.gradient = vocab, gradient
+        made = torch.empty(self.plan.slots, rows, dtype=torch.float32, device=device)
+        best = torch.empty(rows, dtype=torch.int64, device=device) if program.want.argmax else None
+        self.settled = Settled(made, best, self.plan)  # type: ignore[arg-type]
+        self.groups = len(spans.offsets) - 1
+        high = len(program.terms) + 1 + len(program.segment_metrics)
+        self.settled.by_segment = torch.zeros(high, self.groups, dtype=torch.float32, device=device)
+        self.arguments = (
+            tuple(plain_temperature(T) for T in temperatures),
+            tuple(_input(weights.inputs[name], device) for name in program.inputs),
+            tuple(as_number(weights.bases[name], device) for name in program.terms),
+            tuple(as_number(weights.factors[name], device) for name in program.terms),
+            program.numbers,
+        )
+        means = tuple(weights.means[name] for name in program.terms)
+        given = self.arguments[:4]
+        self.form = (_forms([x for part in given for x in part]), means, ignore, gradient, spans.order is None,
+                     spans.ids is None, targets is None)  # fmt: skip
+        if self.form not in self.plan.variants:
+            self.plan.variants[self.form] = _variant(self.plan, given, means, spans, ignore, gradient)
+
+    def settle(self, sums_FC: Tensor, first_row: int = 0, segments: slice | None = None) -> Tensor | None:
+        """Settle the rows from `first_row` on, which are those of `segments` or, with None, all there are.
+
+        Gives what `sweeps.pull_rows` reads.
+        """
+        C = sums_FC.shape[1]
+        rows = torch.empty(self.plan.pulled, C, dtype=torch.float32, device=sums_FC.device) if self.gradient else None
+        first, last = (0, self.groups) if segments is None else (segments.start + 1, segments.stop + 1)
+        if C == 0 or first == last:
+            return rows
+        settled, spans = self.settled, self.spans
+        arguments = (
+            sums_FC, self.targets, spans.ids, spans.order, spans.offsets, *self.arguments,
+            settled.found, settled.best, rows, settled.by_segment,
+            C, self.rows, first_row, first, self.groups, self.vocab,
+        )  # fmt: skip
+        self.plan.variants[self.form].run(None, place(sums_FC), last - first, arguments)
+        return rows
+
+
+class Plan(NamedTuple):
+    """What a program fixes of the kernel."""
+
+    program: Any
+    slots: int
+    pulled: int  # numbers a row that the pull reads
+    ends: tuple[int, ...]  # as in `visit.Plan`
+    flags: dict[str, Any]
+    variants: dict[Any, Launch]
+
+
+@functools.lru_cache(256)
+def _plan(program: SegmentProgram) -> Plan:
+    want = program.want
+    used = tuple(i for i, there in enumerate(program.there) if any(there))
+    flags: dict[str, Any] = {
+        "VALUES": program.values, "WHOLE": tuple(f.name == "argmax" for f in want.facts),
+        "USED": used, "THERE": tuple(x for there in program.there for x in there),
+        "SUMS": tuple(map(len, program.sums)), "WIDE": tuple(x for walk in program.sums for x in walk),
+        "OF_SEGMENTS": program.of_segments,
+        "TARGET": want.target, "TOTAL": want.total, "BEST": want.argmax, "LOOKS": program.target,
+        "WANT_X": tuple(want.sums("X", T) for T in want.temperatures),
+        "WANT_Q": tuple(want.sums("Q", T) for T in want.temperatures),
+    }  # fmt: skip
+    sizes = (
+        1 + len(want.temperatures), flags["WHOLE"].count(False), 0, len(program.metrics),
+        len(program.cotangents), len(program.input_cotangents),
+    )  # fmt: skip
+    pulled = 1 + sum(1 + sum(program.there[i]) for i in used)
+    return Plan(program, sum(sizes), pulled, (0, *itertools.accumulate(sizes)), flags, {})
+
+
+def _variant(plan: Plan, given: Any, means: Any, spans: Spans, ignore: bool, gradient: bool) -> Launch:
+    temperatures, inputs, bases, factors = map(kinds_of, given)
+    kinds = zip(inputs, plan.program.input_kinds, strict=True)
+    constants = {
+        **plan.flags, **LAUNCH, "FN": plan.program.function, "GRADIENT": gradient,
+        "PER_ROW": tuple(n >= 0 for n in temperatures),
+        "INPUTS": tuple(2 if n == 1 and kind == "segment" else n for n, kind in kinds),
+        "BASES": bases, "FACTORS": factors, "MEANS": means,
+        "ORDERED": spans.order is not None, "MATCH": spans.ids is not None, "IGNORE": ignore,
+        "B": BLOCK, "num_warps": WARPS,
+    }  # fmt: skip
+    return Launch(settle_kernel, constants)
+
+
+def _input(x: Tensor, device: torch.device) -> Number:
+    return as_number(x if x.numel() else x.new_zeros(1), device)  # without segments there is still a place to read

@@ -1,0 +1,86 @@
+"""A call whose rows meet in segments, on a backend that settles them in one launch between its two sweeps.
+
+Dimension key:  R rows that count   C rows of a chunk   S segments
+
+    read     sums over the vocabulary, chunk by chunk
+    settle   facts, losses, their sums and the coefficients of the gradient: one launch, a program for each segment
+    write    the gradient, while the chunk is there; without chunks, in a sweep of its own
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from headloss.engine.one_launch import Launched, Weighed, by_length
+
+if TYPE_CHECKING:
+    from headloss.engine.loss import BoundLoss
+    from headloss.engine.sweeps import Sweep
+
+
+def settle(sweep: Sweep, loss: BoundLoss, needs: tuple[bool, ...]) -> Launched:
+    """As `one_launch.launch`; without chunks, all rows are settled at once and no gradient is made."""
+    grad = any(needs) and bool(loss.chunks)
+    weighed = Weighed(loss, sweep.backend, by_segment=True)
+    settling = _open(sweep, loss, weighed, grad)
+    if loss.chunks:
+        head = sweep.open_head(needs, loss.chunks)
+        for chunk in loss.chunks:
+            _visit(sweep, head, chunk, settling, grad)
+        return Launched(
+            weighed.report(settling.settled), settling.settled, sweep.grads(head) if grad else None, weighed.normaliser
+        )
+    head = sweep._open()
+    settling.settle(torch.cat([_sums(sweep, block) for block in sweep._blocks(head)], 1))
+    return Launched(weighed.report(settling.settled), settling.settled, None, None)
+
+
+def _open(sweep: Sweep, loss: BoundLoss, weighed: Weighed, grad: bool) -> Any:
+    backend, rows, everything = sweep.backend, sweep.rows, slice(0, sweep.rows.count)
+    segments, stats = rows.segments, rows.stats
+    assert segments is not None and segments.group is None
+    ignore = rows.skipped or rows.valid is not None
+    rising = stats is not None and not stats.loose and rows.by_segment
+    means = {t.name: by_length(t) for t in loss.terms}
+    return backend.Settling(
+        sweep.program,
+        backend.spans(segments.ids, segments.num_segments, rising, whole=not ignore),
+        backend.Weights(loss.raw_inputs(everything), weighed.bases, means, weighed.factors),
+        _targets(sweep, everything), rows.count, sweep._temperatures(everything),
+        vocab=sweep.source.vocab, ignore=ignore, gradient=grad,
+    )  # fmt: skip
+
+
+def _visit(sweep: Sweep, head: Any, chunk: Any, settling: Any, grad: bool) -> None:
+    part = chunk.rows
+    block = sweep._read(head, part)
+    rows_FC = settling.settle(_sums(sweep, block), part.start, chunk.segments)
+    if not grad:
+        return
+    out_CV, program = head.room(block.numbers, block.raw_CV), sweep.program
+    used = [i for i, there in enumerate(program.there) if any(there)]
+    temperatures = sweep._temperatures(part)
+    sweep.backend.pull_rows(
+        block.raw_CV, _targets(sweep, part), rows_FC, [program.there[i] for i in used],
+        [temperatures[i] for i in used], out_CV, start=sweep._start, **sweep._transform(),
+    )  # fmt: skip
+    ignored_C1 = None if sweep.rows.valid is None else ~sweep.rows.valid[part, None]
+    head.write(block.numbers, out_CV, ignored_C1)
+
+
+def _sums(sweep: Sweep, block: Any) -> Any:
+    part = block.part
+    return sweep.backend.sums_matrix(
+        block.raw_CV, _targets(sweep, part), sweep.want, sweep._temperatures(part),
+        start=sweep._start, **sweep._transform(),
+    )  # fmt: skip
+
+
+def _targets(sweep: Sweep, part: slice) -> Any:
+    """As they were given where kernels pass over those that are ignored."""
+    rows = sweep.rows
+    if rows.keep is None and rows.given is not None:
+        return rows.given.reshape(-1)[part]
+    return sweep._targets(part)

@@ -1,0 +1,316 @@
+"""Segment objectives that settle in one launch, under Triton's interpreter, against the dense oracle in float64."""
+
+import os
+import re
+import subprocess
+from importlib import import_module
+
+import oracle
+import pytest
+import torch
+from interpreting import quicken, rerun
+from test_contract import needs_inputs, term_for
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import headloss as hl
+from headloss.losses import cross_entropy, forward_kl, gmpo, gspo, gspo_token, kto, vespo, z_loss
+
+pytest.importorskip("triton")
+INSIDE = os.environ.get("TRITON_INTERPRET") == "1"
+inside = pytest.mark.skipif(not INSIDE, reason="runs under the interpreter, in a process of its own")
+SETTLES = "one launch for the facts, one that settles the segments, one for the gradient"
+if INSIDE:
+    quicken()
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(INSIDE, reason="this is the other process")
+def test_under_the_interpreter():
+    rerun(__file__)
+
+
+@pytest.mark.skipif(INSIDE, reason="the interpreter compiles nothing")
+@pytest.mark.parametrize("how", [(False, False, False), (True, False, True), (False, True, True)])
+def test_compiles_for_hopper_without_spills(how, tmp_path):
+    from test_triton_compile import BIN, GPUTarget, triton
+    from triton.compiler import ASTSource
+
+    from headloss.backends.triton import settle
+    from headloss.backends.triton.kernels.settle import settle_kernel
+    from headloss.backends.triton.printer.segments import lower
+    from headloss.backends.triton.tiles import LAUNCH
+    from headloss.facts import Want
+    from headloss.trace.trace import Shape, trace
+
+    shapes = {n: Shape("row", torch.float32, ()) for n in ("advantage", "old_logprob", "ref_logprob")}
+    shapes["desirable"] = Shape("segment", torch.bool, ())
+    calls = {n: hl.Term(fn).call(None, {}) for n, fn in {"rl": gspo, "kto": kto, "ce": cross_entropy}.items()}
+    own = lambda call: {n: x for n, x in shapes.items() if n in call.input_names}
+    traces = {n: trace(call, own(call), torch.float32, "cpu", True) for n, call in calls.items()}
+    want = Want([f for call in calls.values() for f in call.facts])
+    program = lower({n: (calls[n], traces[n]) for n in calls}, want, shapes)
+    ints = ("N", "all_rows", "first_row", "first_group", "groups", "vocab")
+    signature = dict.fromkeys(ints, "i32") | dict.fromkeys(("target", "offsets"), "*i64")
+    signature |= dict.fromkeys(("sums", "found", "rows", "by_segment"), "*fp32")
+    signature |= {"order": "*i64"} if how[0] else {}
+    signature |= {"ids": "*i64"} if how[1] else {}
+    pointers = ["*i1" if n == "desirable" else "*fp32" for n in program.inputs]
+    signature |= {"temperatures": ("fp32",) * len(want.temperatures), "inputs": tuple(pointers)}
+    signature |= {"bases": ("fp32",) * 3, "factors": ("*fp32",) * 3, "numbers": ("fp32",) * len(program.numbers)}
+    kinds = {"row": 1, "segment": 2}
+    constants = {
+        **settle._plan(program).flags, "FN": program.function, "GRADIENT": True, "PER_ROW": (False,),
+        "INPUTS": tuple(kinds[k] for k in program.input_kinds), "BASES": (-1,) * 3, "FACTORS": (0,) * 3,
+        "MEANS": (True, False, False), **dict(zip(("ORDERED", "MATCH", "IGNORE"), how)), "B": settle.BLOCK,
+    }  # fmt: skip
+    constants |= {n: None for n in ("ids", "order", "best_out") if n not in signature}
+    source = ASTSource(settle_kernel, {n: signature.get(n, "constexpr") for n in settle_kernel.arg_names}, constants)
+    options = {"num_warps": settle.WARPS, **LAUNCH}
+    built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    path = tmp_path / "kernel.cubin"
+    path.write_bytes(built.asm["cubin"])
+    command = [BIN / "cuobjdump", "--dump-resource-usage", path]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    usage = re.search(r"REG:(\d+) STACK:(\d+)", said)
+    assert usage is not None and int(usage[2]) == 0, usage
+
+
+@pytest.fixture(autouse=True)
+def _short_blocks(monkeypatch):
+    """Segments of several blocks, without long segments."""
+    if INSIDE:
+        settle = import_module("headloss.backends.triton.settle")
+        monkeypatch.setattr(settle, "BLOCK", 4)
+        settle._plan.cache_clear()
+
+
+def in_float32(problem):
+    """The same numbers in both: inputs are float32 here and not float64."""
+    narrow = lambda x: x.detach().float() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+    inputs = {n: narrow(x).requires_grad_(getattr(x, "requires_grad", False)) if isinstance(narrow(x), torch.Tensor)
+              and narrow(x).is_floating_point() else x for n, x in problem.inputs.items()}  # fmt: skip
+    return oracle.replace(problem, tensors={n: narrow(x).double() for n, x in problem.tensors.items()}, inputs=inputs)
+
+
+def launches(objective, problem, **more):
+    source = problem.source(problem.leaves(torch.float32), **more)
+    return objective.explain(
+        source, problem.targets, segments=problem.segments, **oracle.call_arguments(problem)
+    ).launches
+
+
+def check(objective, problem, *, rows=None, how="autograd", settles=True, tolerance=5e-5, **call):
+    memory = None if rows is None or problem.kind == "Logits" else problem.budget(rows, itemsize=4)
+    assert (launches(objective, problem) == SETTLES) == settles
+    got = oracle.run(objective, problem, memory=memory, how=how, dtype=torch.float32, **call)
+    said = {k: x for k, x in call.items() if k in ("weights", "grad_scale", "num_items", "num_segments")}
+    oracle.check(got, oracle.answer(objective, problem, **said), tolerance, what=f"{problem.kind}, {how}, {rows}")
+    return got
+
+
+# ---------------------------------------------------------------- every segment loss, every way
+
+WAYS = ("autograd", "prepared", "masked", "forward_backward")
+REDUCTIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum_norm", "token_sum", "weighted_mean")
+
+
+@inside
+@pytest.mark.parametrize("kind", ["Logits", "Linear"])
+@pytest.mark.parametrize("fn", [gspo, gspo_token, gmpo, vespo, kto])
+def test_every_segment_loss(fn, kind):
+    """Ways, budgets and reductions take turns; segments are in no order, one is empty, one has ignored rows only."""
+    turn = len(fn.__name__) + len(kind)
+    for reduction in REDUCTIONS:
+        turn += 1
+        shape = ((17,), (3, 5))[turn % 2]  # as many rows that count as segments would be told apart by nothing
+        problem = in_float32(oracle.problem_for(fn, kind, shape, peaked=turn % 3 == 0, extra_inputs=("token_weight",)))
+        term = term_for(fn, reduction, problem)
+        own = needs_inputs(term, problem)
+        objective = hl.Objective(term=term, z=hl.Term(z_loss, weight=1e-2), metrics=["entropy"], backend="triton")
+        check(objective, own, rows=(None, 9, 3)[turn % 3], how=WAYS[turn % 4])
+
+
+@inside
+@pytest.mark.parametrize("ids", [
+    [0, 0, 0, 1, 1, 1, 1, 1, 1, 2, 4, 4],  # in order, one empty
+    [0] * 12,  # one for all
+    list(range(12)),  # of one row each
+    [5, 1, 1, 3, 5, 0, 0, 0, 3, 5, 1, 2],  # in no order
+])  # fmt: skip
+@pytest.mark.parametrize("ignored", [False, True])
+@pytest.mark.parametrize("kind", ["Logits", "Linear"])
+def test_where_segments_lie(ids, ignored, kind):
+    problem = in_float32(oracle.problem_for(gspo, kind, (12,), ignored=0.0))
+    targets = problem.targets.clone()
+    if ignored:
+        targets[[0, 4, 5, 11]] = -100
+    problem = oracle.replace(problem, segments=hl.Segments.from_ids(torch.tensor(ids), max(ids) + 2), targets=targets)
+    problem = oracle.poison(problem)
+    objective = hl.Objective(rl=hl.Term(gspo, reduction="seq_mean_token_mean"), backend="triton")
+    for how in ("autograd", "masked"):
+        check(objective, problem, rows=7, how=how)
+
+
+# ---------------------------------------------------------------- terms of several kinds
+
+
+def lagging(logprob, segments=None):
+    """Rows without a segment are allowed: they get 0 from it."""
+    ratio = (logprob - segments.mean(logprob.detach())).exp()
+    return ratio, {"ratio": ratio, "longest_max": segments.totals(torch.ones_like(logprob))}
+
+
+def nested(logprob, advantage, segments, bonus):
+    """Three levels of sums, a value of each segment, and one that a caller gives for each."""
+    mean = segments.mean(logprob)
+    apart = segments.mean((logprob - mean) ** 2)
+    third = segments.totals((logprob - mean) ** 3 / (1 + apart)) * bonus
+    return third + segments.means(advantage), {"third": third, "apart": apart, "bonus": bonus}
+
+
+nested.per_segment = ("bonus",)
+
+
+@inside
+def test_terms_of_several_kinds_and_the_order_of_their_metrics():
+    problem = in_float32(oracle.make("Logits", (17,), inputs=("advantage", "old_logprob", "token_weight")))
+    bonus = torch.rand(problem.segments.num_segments)
+    problem = oracle.replace(problem, inputs={**problem.inputs, "bonus": bonus})
+    terms = {
+        "ce": hl.Term(cross_entropy, label_smoothing=0.1, row_weight="token_weight"),
+        "deep": hl.Term(nested, weight=0.3),
+        "rl": hl.Term(gspo, weight=0.5, reduction="seq_mean_token_mean"),
+    }
+    objective = hl.Objective(**terms, metrics=["accuracy", "entropy"], backend="triton")
+    call = {"bonus": hl.PerSegment(bonus), "weights": {"rl": torch.tensor(0.7)}, "grad_scale": 3.0}
+    call |= {"num_items": 40, "num_segments": torch.tensor(9)}
+    for how in ("autograd", "masked"):
+        got = check(objective, problem, how=how, **call)
+    torch_ = hl.Objective(**terms, metrics=["accuracy", "entropy"], backend="torch")
+    truth = oracle.run(torch_, problem, dtype=torch.float32, **call)
+    assert list(got.metrics) == list(truth.metrics)
+
+
+@inside
+def test_rows_without_a_segment():
+    problem = in_float32(oracle.make("Logits", (14,)))
+    ids = torch.tensor([-1, 0, 0, -1, 2, 2, 2, -1, 1, 0, 0, -1, 2, 2])
+    problem = oracle.replace(problem, segments=hl.Segments.from_ids(ids, 4))
+    objective = hl.Objective(it=lagging, ce=cross_entropy, backend="triton")
+    for how in ("autograd", "masked"):
+        check(objective, problem, how=how)
+
+
+@inside
+def test_inputs_that_want_a_gradient():
+    problem = in_float32(oracle.problem_for(gspo_token, "Linear", (11,)))
+    value = torch.randn(11, requires_grad=True)
+    problem = oracle.replace(problem, inputs={**problem.inputs, "value": value})
+
+    def with_critic(logprob, value, segments):
+        return segments.mean(logprob) * value + value**2
+
+    objective = hl.Objective(rl=gspo_token, critic=hl.Term(with_critic, weight=0.5), backend="triton")
+    for rows in (None, 4):
+        check(objective, problem, rows=rows)
+    per = torch.randn(problem.segments.num_segments, requires_grad=True)
+    problem = oracle.replace(problem, inputs={"bonus": per, "advantage": torch.randn(11)})
+    check(hl.Objective(deep=nested, backend="triton"), problem, settles=False)
+
+
+@inside
+@pytest.mark.parametrize("kind", ["Logits", "Linear"])
+def test_transforms_and_facts_at_two_temperatures(kind):
+    T = 0.5 + torch.rand(13)
+    problem = in_float32(oracle.make(kind, (13,), transform={"temperature": T, "scale": 0.7, "softcap": 5.0}))
+
+    def warm(logprob, hot_entropy, mean_logprob, sum_p2, segments):
+        return segments.mean(hot_entropy) * logprob + segments.totals(mean_logprob)[0:].sum() * 0 + sum_p2 * logprob
+
+    def calm(logprob, hot_entropy, mean_logprob, sum_p2, segments):
+        return segments.mean(hot_entropy) * logprob + segments.mean(mean_logprob) + sum_p2 * logprob
+
+    term = hl.Term(calm, facts={"hot_entropy": ("entropy", 2.0)})
+    check(hl.Objective(it=term, metrics=["accuracy", "lse"], backend="triton"), problem, rows=5)
+    batch = hl.Objective(it=hl.Term(warm, facts={"hot_entropy": ("entropy", 2.0)}), backend="triton")
+    assert "mixes rows" in launches(batch, problem)
+
+
+# ---------------------------------------------------------------- what is not settled, and what does not run
+
+
+@inside
+def test_reasons():
+    problem = in_float32(oracle.problem_for(gspo, "Logits", (11,)))
+    objective = hl.Objective(rl=gspo, backend="triton")
+    explain = lambda o, source, **more: (
+        o.explain(source, problem.targets, segments=problem.segments, **problem.inputs, **more).launches
+    )
+    half = hl.Logits(problem.tensors["logits"].half())
+    assert explain(objective, half).endswith("(in float16 the gradient is scaled by the largest cotangent)")
+    whole = hl.Logits(problem.tensors["logits"].float())
+    taught = hl.Objective(rl=gspo, kd=forward_kl, backend="triton")
+    assert explain(taught, whole, teacher=whole).endswith("(segments and a teacher)")
+
+    def lengthy(logprob, segments):
+        return logprob - segments.mean(logprob), {"long": segments.spread((segments.counts > 2).double())}
+
+    def counted(logprob, segments):
+        return logprob - segments.mean(logprob), {"rows": (segments.ids > 0).float()}
+
+    assert launches(hl.Objective(it=lengthy, backend="triton"), oracle.replace(problem, inputs={})) == SETTLES
+    reason = launches(hl.Objective(it=counted, backend="triton"), oracle.replace(problem, inputs={}))
+    assert "metric 'it/rows'" in reason
+
+
+class Dispatched(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
+@inside
+@pytest.mark.parametrize("kind", ["Logits", "Linear"])
+def test_a_later_call_runs_no_sums_over_segments_of_its_own(kind):
+    problem = in_float32(oracle.problem_for(gspo, kind, (11,), ignored=0.0))
+    ids = torch.tensor([0, 0, 0, 1, 1, 2, 2, 2, 2, 3, 3])
+    problem = oracle.replace(problem, segments=hl.Segments.from_ids(ids, 4))
+    objective = hl.Objective(rl=hl.Term(gspo, reduction="seq_mean_token_mean"), backend="triton")
+    targets = hl.prepare(problem.targets, problem.segments)
+    source = problem.source(problem.leaves(torch.float32))
+    with Dispatched() as seen:
+        objective.forward_backward(source, targets, **problem.inputs)
+    assert not [n for n in seen.names if "segment" in n or "index" in n], seen.names
+
+
+@inside
+def test_facts_and_a_second_backward():
+    problem = in_float32(oracle.problem_for(gspo, "Logits", (11,)))
+    found = []
+    for backend in ("triton", "torch"):
+        leaves = problem.leaves(torch.float32)
+        out = hl.Objective(rl=gspo, backend=backend)(
+            problem.source(leaves), problem.targets, segments=problem.segments, **problem.inputs
+        )
+        (2 * out.loss + out.facts.logprob.sum()).backward(retain_graph=True)
+        out.loss.backward()
+        found.append((leaves["logits"].grad, out.facts.logprob.detach()))
+    torch.testing.assert_close(found[0], found[1], rtol=2e-5, atol=2e-6)
+
+
+@inside
+def test_without_gradients_and_without_rows():
+    problem = in_float32(oracle.problem_for(gspo, "Linear", (11,)))
+    objective = hl.Objective(rl=gspo, backend="triton")
+    call = {"segments": problem.segments, **problem.inputs}
+    source = problem.source(problem.leaves(torch.float32))
+    with torch.no_grad():
+        out = objective(source, problem.targets, **call)
+    torch.testing.assert_close(out.loss.double(), oracle.answer(objective, problem).loss, rtol=5e-5, atol=5e-5)
+    empty = objective(source, torch.full_like(problem.targets, -100), **call)
+    empty.loss.backward()
+    assert float(empty.loss) == 0.0
