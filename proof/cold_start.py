@@ -61,8 +61,8 @@ def calls(device: str) -> dict[str, Any]:
 
 
 def compilations() -> dict[str, Any]:
-    """The kernels of tests/test_triton_compile.py, compiled for Hopper: a digest of the binaries."""
-    spec = importlib.util.spec_from_file_location("kernels", ROOT / "tests" / "test_triton_compile.py")
+    """The kernels of tests/kernels/test_triton_compile.py, compiled for Hopper: a digest of the binaries."""
+    spec = importlib.util.spec_from_file_location("kernels", ROOT / "tests" / "kernels" / "test_triton_compile.py")
     assert spec is not None and spec.loader is not None
     kernels = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(kernels)

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(scope="module")
 def bench():
-    path = Path(__file__).parent.parent / "benchmarks" / "gpu_teachers.py"
+    path = Path(__file__).parents[2] / "benchmarks" / "gpu_teachers.py"
     spec = importlib.util.spec_from_file_location("gpu_teachers", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -18,7 +18,7 @@ from test_contract import needs_inputs, objective_ways, options_of, term_for
 import headloss as hl
 from headloss.reductions import REDUCTIONS
 
-sys.path.append(str(Path(__file__).parent / "distill"))
+sys.path.append(str(Path(__file__).parents[1] / "distill"))
 import teaching
 from teaching import CASES, TAILS, check, make, run, truth, values
 

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(scope="module")
 def bench():
-    path = Path(__file__).parent.parent / "benchmarks" / "gpu_kernels.py"
+    path = Path(__file__).parents[2] / "benchmarks" / "gpu_kernels.py"
     spec = importlib.util.spec_from_file_location("gpu_kernels", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -131,7 +131,7 @@ def test_no_compilation_when_only_the_number_of_rows_changes():
 
 @pytest.fixture(scope="module")
 def bench_visit():
-    path = Path(__file__).parent.parent / "benchmarks" / "gpu_visit.py"
+    path = Path(__file__).parents[2] / "benchmarks" / "gpu_visit.py"
     spec = importlib.util.spec_from_file_location("gpu_visit", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
