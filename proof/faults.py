@@ -130,7 +130,7 @@ FAULTS = [
     Fault("backends/torch.py", "k.y if k.y is None or here_C is None else k.y * here_C", "k.y", "every shard pulls at a target"),
     Fault("backends/torch.py", "max_B.masked_fill_(max_B == -math.inf, 0.0)[:, None]", "max_B[:, None]", "a row of -inf gives NaN"),
     Fault("backends/torch.py", "s_BV = floored(s_BV, keep=s_BV is x_BV and not last)", "pass", "0 times -inf in the entropy of masked columns"),
-    Fault("backends/torch.py", "keep=s_BV is x_BV and not last", "keep=False", "logits are floored for one temperature and read at the next"),
+    Fault("backends/torch.py", "keep=s_BV is x_BV and not last", "keep=False", "logits are floored for one temperature and read at the next", ("tests/distill/test_teacher_numerics.py",)),
     Fault("backends/torch.py", "moments.Q[rows] = (e_BV * e_BV).sum(-1)", "moments.Q[rows] = e_BV.sum(-1)", "sum of squares without the square"),
     Fault("backends/torch.py", "a = a if k.b is None else a - k.b * log_sum", "pass", "log p taken for x in the pull"),
     Fault("backends/torch.py", "        if any(x is not None for x in k)\n", "        if k.a is not None\n", "a pull without a coefficient of p is dropped", NEW_FACT),

@@ -335,3 +335,23 @@ def test_low_precision(dtype: torch.dtype, offset: float, apart: float) -> None:
             errors.append((abs(float(value.detach()) - float(want.mean().detach())), float(grad)))
         for ours, theirs in zip(*errors):
             assert ours <= 2 * theirs + 1e-6, (name, errors)
+
+
+@pytest.mark.parametrize("teacher", (False, True), ids=("student", "teacher"))
+def test_masked_columns_stay_masked_at_the_next_temperature(teacher: bool) -> None:
+    """A logit of -inf is a large negative number for the sums of one temperature, and -inf again for those of the next."""
+    torch.manual_seed(0)
+    z, u = torch.randn(2, 3, 7, dtype=torch.float64).unbind()
+    z[:, 2:4] = u[:, 2:4] = -torch.inf
+    kept, targets = [0, 1, 4, 5, 6], torch.zeros(3, dtype=torch.long)
+    wanted = torch.zeros((), dtype=torch.float64)
+    for T in (1.0, 5000.0):
+        logp, logq = ((x[:, kept] / T).log_softmax(-1) for x in (z, u))
+        wanted += (logp.exp() * (logp - logq if teacher else -logp)).sum(-1).mean()
+    if teacher:
+        terms = {f"at{T}": hl.Term(hl.losses.reverse_kl, temperature=T) for T in (1.0, 5000.0)}
+        out = hl.Objective(**terms)(hl.Logits(z), targets, teacher=hl.Logits(u))
+    else:
+        both = hl.Term(lambda entropy, hot: entropy + hot, facts={"hot": ("entropy", 5000.0)})
+        out = hl.Objective(both=both)(hl.Logits(z), targets)
+    torch.testing.assert_close(out.loss, wanted, rtol=1e-9, atol=1e-12)
