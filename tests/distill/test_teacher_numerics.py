@@ -339,7 +339,7 @@ def test_low_precision(dtype: torch.dtype, offset: float, apart: float) -> None:
 
 @pytest.mark.parametrize("teacher", (False, True), ids=("student", "teacher"))
 def test_masked_columns_stay_masked_at_the_next_temperature(teacher: bool) -> None:
-    """A logit of -inf is a large negative number for the sums of one temperature, and -inf again for those of the next."""
+    """A logit of -inf is a large negative number for the sums of one temperature, and -inf again for the next."""
     torch.manual_seed(0)
     z, u = torch.randn(2, 3, 7, dtype=torch.float64).unbind()
     z[:, 2:4] = u[:, 2:4] = -torch.inf
