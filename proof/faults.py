@@ -71,15 +71,15 @@ FIRST: dict[str, tuple[str, ...]] = {  # by how a file's name begins
     "engine/teachers.py": (*TEACHERS, "tests/distill/test_teacher_numerics.py"),
     "divergence.py": ("tests/distill/test_divergences.py", "tests/distill/test_teachers.py"),
     "trace/classify.py": ("tests/test_plan.py",),
-    "trace/trace.py": ("tests/test_plan.py", "tests/test_contracts.py"),
-    "segments.py": ("tests/test_contracts.py", "tests/test_policy.py"),
+    "trace/trace.py": ("tests/test_plan.py", "tests/contracts"),
+    "segments.py": ("tests/contracts", "tests/test_policy.py"),
     "parallel/shard.py": RANKS,
-    "reductions.py": ("tests/test_contracts.py", "tests/test_contract.py"),
-    "rows.py": ("tests/test_contracts.py", "tests/test_contract.py"),
-    "engine/heads.py": ("tests/test_contracts.py", "tests/test_memory.py"),
-    "metrics.py": ("tests/test_contracts.py", "tests/test_contract.py"),
+    "reductions.py": ("tests/contracts", "tests/test_contract.py"),
+    "rows.py": ("tests/contracts", "tests/test_contract.py"),
+    "engine/heads.py": ("tests/contracts", "tests/test_memory.py"),
+    "metrics.py": ("tests/contracts", "tests/test_contract.py"),
     "losses/": ("tests/test_formulas.py", "tests/test_policy.py", "tests/distill/test_divergences.py"),
-    "": ("tests/test_contracts.py", "tests/test_plan.py", "tests/test_contract.py"),
+    "": ("tests/contracts", "tests/test_plan.py", "tests/test_contract.py"),
 }
 
 FAULTS = [
@@ -144,7 +144,7 @@ FAULTS = [
         "dtype = torch.promote_types(raw_CV.dtype, torch.float32)",
         "dtype = raw_CV.dtype",
         "sums kept in bf16 where float32 belongs",
-        ("tests/test_facts.py", "tests/test_contracts.py", "tests/properties"),
+        ("tests/test_facts.py", "tests/contracts", "tests/properties"),
     ),
     Fault("backends/torch.py", "for i in range(0, max(1, raw_CV.shape[0]), step)", "for i in range(0, max(1, raw_CV.shape[0] - 1), step)", "the last row is not swept where it is alone in its tile", ("tests/properties/test_properties.py::test_any_tile",)),
     # Teachers
@@ -227,7 +227,7 @@ FAULTS = [
     Fault("trace/trace.py", "_TRACES.get((found.key, shape))", "_TRACES.get(shape)", "a trace is never found again", ("tests/test_plan.py",)),
     Fault("trace/reads.py", "return Reads((defaults(), key, given), found.finish(), found.floats)", "return Reads((key, tuple(n for n, _ in given)), found.finish(), found.floats)", "a trace is reused for another value of an option", TRACED),
     # Segments
-    Fault("segments.py", "place = torch.where(ids < 0, num_segments, ids)", "place = ids.clamp(min=0)", "rows without a segment count in the first one", ("tests/test_contract.py::test_rows_without_a_segment", "tests/test_contracts.py")),
+    Fault("segments.py", "place = torch.where(ids < 0, num_segments, ids)", "place = ids.clamp(min=0)", "rows without a segment count in the first one", ("tests/test_contract.py::test_rows_without_a_segment", "tests/contracts")),
     Fault("segments.py", "self.totals(x) / self.counts.clamp(min=1)", "self.totals(x) / self.counts", "an empty segment gives NaN"),
     Fault("segments.py", "return _GroupSum.apply(grad, ctx.group), None", "return grad, None", "missing collective: backward of a sum over ranks", DOCUMENTS),
     Fault("segments.py", "right=True", "right=False", "packed sequences: the first row belongs to the one before"),
@@ -275,7 +275,7 @@ FAULTS = [
     Fault("engine/heads.py", "            raw_CV += self.bias_V", "            pass", "no bias where logits are wider than it", ("tests/trust/test_fp16.py",)),
     Fault("engine/heads.py", "torch.addmm(part_of(self.bias_V, part), hidden_CD, weight_VD.t(), out=into_CV)", "torch.mm(hidden_CD, weight_VD.t(), out=into_CV)", "no bias"),
     Fault("engine/heads.py", "slice(count * i // pieces, count * (i + 1) // pieces)", "slice(count * i // pieces, count * (i + 1) // pieces - (i + 1 < pieces))", "a row between two chunks is left out"),
-    Fault("engine/heads.py", "wide = torch.promote_types(out.dtype, torch.promote_types(x.dtype, torch.float32))", "wide = x.dtype", "products in bf16 where float32 was asked for", ("tests/test_contracts.py", "tests/test_memory.py", "tests/properties")),
+    Fault("engine/heads.py", "wide = torch.promote_types(out.dtype, torch.promote_types(x.dtype, torch.float32))", "wide = x.dtype", "products in bf16 where float32 was asked for", ("tests/contracts", "tests/test_memory.py", "tests/properties")),
     Fault("engine/heads.py", "self.hidden_ND.index_select(0, rows)", "self.hidden_ND[: len(rows)]", "the first rows in place of those that count"),
     # Passes
     Fault("engine/run.py", "self.grads = None  # handed over", "pass  # handed over", "a second backward scales what was handed out"),
@@ -293,8 +293,8 @@ FAULTS = [
     Fault("engine/loss.py", "weight = weight.masked_fill(~self.rows.valid, 0)", "pass", "weighted mean: ignored rows weigh", ("tests/test_seeded.py",)),
     Fault("engine/loss.py", "ids, counts = segments.ids[part] - span.start, segments.counts[span]", "ids, counts = segments.ids[part], segments.counts[span]", "segments of a chunk are numbered as in the batch"),
     Fault("engine/loss.py", "part = chunk.segments if term.trace.value == \"segment\" else chunk.rows", "part = chunk.rows", "seeds of segments cut as rows"),
-    Fault("engine/bind.py", "if not isinstance(source, Linear) or plan.kind == \"batch\" or", "if not isinstance(source, Linear) or", "batch losses run chunk by chunk", ("tests/test_plan.py", "tests/test_contracts.py")),
-    Fault("engine/plan.py", "off = tuple(name for name, weight in now.items() if not isinstance(weight, Tensor) and weight == 0)", "off = ()", "a term of weight 0 is still computed", ("tests/test_contracts.py", "tests/test_plan.py")),
+    Fault("engine/bind.py", "if not isinstance(source, Linear) or plan.kind == \"batch\" or", "if not isinstance(source, Linear) or", "batch losses run chunk by chunk", ("tests/test_plan.py", "tests/contracts")),
+    Fault("engine/plan.py", "off = tuple(name for name, weight in now.items() if not isinstance(weight, Tensor) and weight == 0)", "off = ()", "a term of weight 0 is still computed", ("tests/contracts", "tests/test_plan.py")),
     Fault("engine/plan.py", "given[name] = given.get(name, False) or name not in", "given[name] = True or name not in", "an input that requires grad gets none, in silence", ("tests/trust/test_constant_inputs.py",)),
     Fault("engine/loss.py", "check_constants([n for n in self.wants_grad if n not in by_input], [t.call for t in self.terms])", "pass", "an input of an untraced loss gets no gradient, in silence", ("tests/trust/test_constant_inputs.py",)),
     # Metrics
@@ -347,7 +347,7 @@ FAULTS = [
     Fault("losses/tvd.py", ".abs() / 2", ".abs()", "tvd: a factor of 2"),
     Fault("row_weights.py", "return w * ((w >= low) & (w <= high)).to(w.dtype)\n\n        return banded", "return w.clamp(low, high)\n\n        return banded", "a band clips in place of dropping", ("tests/test_policy_weights.py",)),
     Fault("row_weights.py", "whole = segments.totals(drift) if level == \"segment\" else segments.means(drift)", "whole = segments.means(drift)", "a segment's weight taken for its geometric mean", ("tests/test_policy_weights.py",)),
-    Fault("sources.py", "return budget // max(1, row_bytes)", "return 2 * budget // max(1, row_bytes)", "the memory budget is overrun twice", ("tests/test_memory.py", "tests/test_plan.py", "tests/test_contracts.py")),
+    Fault("sources.py", "return budget // max(1, row_bytes)", "return 2 * budget // max(1, row_bytes)", "the memory budget is overrun twice", ("tests/test_memory.py", "tests/test_plan.py", "tests/contracts")),
     # Triton kernels, in the interpreter
     Fault("backends/triton/kernels/sums.py", "x = k * (x + d * S[i])", "x = k * x", "a block's moment is not rebased"),
     Fault("backends/triton/kernels/sums.py", "q = k * k * q", "q = k * q", "a block's squares are rebased once"),

@@ -1,0 +1,133 @@
+"""What a call does with the tensors it is given: ignored rows, strange layouts, memory that is the caller's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import oracle
+import pytest
+import torch
+import torch.nn.functional as F
+from calls import BATCH_LOSS, KINDS, close, objective
+
+import headloss as hl
+from headloss.losses import cross_entropy, grpo, gspo
+
+# Ignored rows
+
+
+@pytest.mark.parametrize("how", ["autograd", "masked", "prepared", "forward_backward"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_ignored(kind: str, how: str) -> None:
+    """A differentiable 0, stored zeros for gradients, and no NaN."""
+    problem = oracle.problem_for(gspo, kind, (3, 7))
+    problem = oracle.poison(oracle.replace(problem, targets=torch.full((3, 7), -100)))
+    obj = objective(rl=hl.Term(gspo, reduction="seq_mean_token_mean"), ce=cross_entropy)
+    got = oracle.run(obj, problem, memory=problem.budget(4), how=how)
+    assert got.loss == 0 and all(t == 0 for t in got.terms.values())
+    assert all((g == 0).all() for g in got.grads.values())
+    assert all((x == 0).all() for x in got.facts.values())
+
+
+@pytest.mark.parametrize("loss", [cross_entropy, BATCH_LOSS], ids=["row", "batch"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_ignored_rows_get_stored_zeros(kind: str, loss: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fresh memory is filled with NaN, so that a row nobody wrote shows."""
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    try:
+        problem = oracle.make(kind, (3, 7), ignored=0.5)
+        for how in ("autograd", "forward_backward"):
+            got = oracle.run(objective(a=loss), problem, memory=problem.budget(4), how=how)
+            first = got.grads["logits" if kind == "Logits" else "hidden"]
+            gone = problem.targets == -100
+            assert (first[gone] == 0).all() and first.isfinite().all() and (first[~gone] != 0).any()
+            assert all(g.isfinite().all() for g in got.grads.values())
+            assert all((x[gone] == 0).all() for x in got.facts.values())
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+# The caller's tensors
+
+
+@pytest.mark.parametrize("loss", [cross_entropy, BATCH_LOSS], ids=["row", "batch"])
+def test_callers_tensors_are_never_overwritten(loss: Any) -> None:
+    for kind in KINDS:
+        problem = oracle.make(kind, bad=False)
+        leaves = problem.leaves()
+        before = {n: (x.detach().clone(), x._version) for n, x in leaves.items()}
+        targets = problem.targets.clone()
+        out = objective(a=loss)(problem.source(leaves, temperature=2.0), targets)
+        out.loss.backward()
+        objective(a=loss).forward_backward(problem.source(leaves), targets)
+        for name, (value, version) in before.items():
+            assert torch.equal(leaves[name], value) and leaves[name]._version == version
+        assert torch.equal(targets, problem.targets)
+
+
+@pytest.mark.parametrize("ignored", [0.0, 0.4])
+def test_inplace(ignored: float) -> None:
+    """The gradient lies where the logits lay; the version counter says so; a second backward is refused."""
+    problem = oracle.make("Logits", ignored=ignored)
+    want = oracle.answer(objective(), problem)
+    leaf = problem.leaves()["logits"]
+    logits = leaf * 1.0
+    place, version = logits.data_ptr(), logits._version
+    out = objective()(hl.Logits(logits, inplace=True), problem.targets)
+    close(out.loss.detach(), want.loss)
+    out.loss.backward(retain_graph=True)
+    close(leaf.grad, want.grads["logits"])
+    assert logits.data_ptr() == place and logits._version > version
+    close(logits.detach(), want.grads["logits"])
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.loss.backward()
+
+
+def test_inplace_without_grad_overwrites_nothing() -> None:
+    logits = torch.randn(5, 7)
+    kept = logits.clone()
+    objective()(hl.Logits(logits, inplace=True), torch.arange(5))
+    with torch.no_grad():
+        objective()(hl.Logits(logits.clone().requires_grad_() * 1, inplace=True), torch.arange(5))
+    assert torch.equal(logits, kept)
+
+
+def test_inplace_forward_backward() -> None:
+    problem = oracle.make("Logits", ignored=0.3, bad=False)
+    logits = problem.tensors["logits"].clone()
+    want = oracle.answer(objective(), problem)
+    out = objective().forward_backward(hl.Logits(logits, inplace=True), problem.targets)
+    close(out.grads.logits, want.grads["logits"])
+    assert out.grads.logits.data_ptr() == logits.data_ptr()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_strange_layouts(kind: str) -> None:
+    """Sliced, transposed, expanded and int32 inputs; gradients come back in the inputs' own shape."""
+    problem = oracle.make(kind, (3, 7), inputs=("advantage", "old_logprob"), bad=False)
+    obj = objective(rl=grpo, ce=cross_entropy)
+    want = oracle.answer(obj, problem)
+    leaves = problem.leaves()
+    wide = {n: torch.stack([x, x], -1).detach().requires_grad_() for n, x in leaves.items()}
+    views = {n: x[..., 0] for n, x in wide.items()}
+    packed = torch.zeros(3, 9, dtype=torch.int32)
+    packed[:, 2:] = problem.targets
+    inputs = {n: x.t().contiguous().t() for n, x in problem.inputs.items()}
+    out = obj(problem.source(views, memory=problem.budget(4)), packed[:, 2:], **inputs)
+    out.loss.backward()
+    close(out.loss.detach(), want.loss)
+    for name, x in wide.items():
+        close(x.grad[..., 0], want.grads[name])
+        assert (x.grad[..., 1] == 0).all()
+
+
+def test_expanded_hidden() -> None:
+    row = torch.randn(1, 5, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(9, 5, dtype=torch.float64)
+    targets = torch.tensor([1, 2, -100, 4])
+    objective()(hl.Linear(row.expand(4, 5), weight), targets).loss.backward()
+    logits = row.detach().clone().requires_grad_()
+    z = (logits.expand(4, 5) @ weight.T)[[0, 1, 3]]
+    (F.cross_entropy(z, targets[[0, 1, 3]]) + 0.1 * (z.logsumexp(-1) ** 2).mean()).backward()
+    close(row.grad, logits.grad)
