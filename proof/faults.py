@@ -414,7 +414,6 @@ FAULTS = [
     Fault("backends/triton/printer/operations.py", '"{self:p} * (-1.0)"', '"0.0 - {self:p}"', "printed: -0 loses its sign", ("tests/trust/test_printed_operations.py",)),
     Fault("backends/triton/printer/printer.py", "return any(node is user.kwargs.get(name) or node in user.args[i : i + 1] for i, name in written)", "return False", "printed: a value written by out= is not seen", ("tests/trust/test_printed_operations.py",)),
     Fault("backends/triton/kernels/visit.py", "    if x.dtype.is_fp64():", "    if False:", "one launch: a float64 input is rounded as it is read", ("tests/trust/test_printed_operations.py",)),
-    Fault("backends/triton/kernels/settle.py", "live = live & (tl.load(ids + row) == group - 1)", "pass", "settle: ignored rows count in the segment around them"),
     Fault("backends/triton/kernels/settle.py", "live = live & (tl.load(target + row) != -100)", "pass", "settle: ignored rows count among those without a segment"),
     Fault("backends/triton/kernels/settle.py", "weight = tl.div_rn(weight, tl.maximum(count, 1.0).to(tl.float32))", "pass", "settle: a segment's mean taken for its sum"),
     Fault("backends/triton/kernels/settle.py", "tl.where(counts, values[i] * weights[i], 0.0)", "values[i] * weights[i]", "settle: values of empty segments count"),

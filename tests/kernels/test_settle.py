@@ -30,7 +30,7 @@ def test_under_the_interpreter():
 
 
 @pytest.mark.skipif(INSIDE, reason="the interpreter compiles nothing")
-@pytest.mark.parametrize("how", [(False, False, False), (True, False, True), (False, True, True)])
+@pytest.mark.parametrize("how", [(False, False), (True, True), (False, True)])
 def test_compiles_for_hopper_without_spills(how, tmp_path):
     from test_triton_compile import BIN, GPUTarget, triton
     from triton.compiler import ASTSource
@@ -53,7 +53,6 @@ def test_compiles_for_hopper_without_spills(how, tmp_path):
     signature = dict.fromkeys(ints, "i32") | dict.fromkeys(("target", "offsets"), "*i64")
     signature |= dict.fromkeys(("sums", "found", "rows", "by_segment"), "*fp32")
     signature |= {"order": "*i64"} if how[0] else {}
-    signature |= {"ids": "*i64"} if how[1] else {}
     pointers = ["*i1" if n == "desirable" else "*fp32" for n in program.inputs]
     signature |= {"temperatures": ("fp32",) * len(want.temperatures), "inputs": tuple(pointers)}
     signature |= {"bases": ("fp32",) * 3, "factors": ("*fp32",) * 3, "numbers": ("fp32",) * len(program.numbers)}
@@ -61,9 +60,9 @@ def test_compiles_for_hopper_without_spills(how, tmp_path):
     constants = {
         **settle._plan(program).flags, "FN": program.function, "GRADIENT": True, "PER_ROW": (False,),
         "INPUTS": tuple(kinds[k] for k in program.input_kinds), "BASES": (-1,) * 3, "FACTORS": (0,) * 3,
-        "MEANS": (True, False, False), **dict(zip(("ORDERED", "MATCH", "IGNORE"), how)), "B": settle.BLOCK,
+        "MEANS": (True, False, False), **dict(zip(("ORDERED", "IGNORE"), how)), "B": settle.BLOCK,
     }  # fmt: skip
-    constants |= {n: None for n in ("ids", "order", "best_out") if n not in signature}
+    constants |= {n: None for n in ("order", "best_out") if n not in signature}
     source = ASTSource(settle_kernel, {n: signature.get(n, "constexpr") for n in settle_kernel.arg_names}, constants)
     options = {"num_warps": settle.WARPS, **LAUNCH}
     built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
@@ -202,19 +201,20 @@ def test_rows_without_a_segment():
 
 
 @inside
-def test_inputs_that_want_a_gradient():
-    problem = in_float32(oracle.problem_for(gspo_token, "Linear", (11,)))
-    value = torch.randn(11, requires_grad=True)
+@pytest.mark.parametrize("kind", ["Logits", "Linear"])
+def test_inputs_that_want_a_gradient(kind):
+    problem = in_float32(oracle.problem_for(gspo_token, kind, (17,)))
+    value = torch.randn(17, requires_grad=True)
     problem = oracle.replace(problem, inputs={**problem.inputs, "value": value})
 
     def with_critic(logprob, value, segments):
-        return segments.mean(logprob) * value + value**2
+        return segments.mean(logprob) * value + value**2 + value  # its slope is not 0 in ignored rows either
 
     objective = hl.Objective(rl=gspo_token, critic=hl.Term(with_critic, weight=0.5), backend="triton")
     for rows in (None, 4):
         check(objective, problem, rows=rows)
     per = torch.randn(problem.segments.num_segments, requires_grad=True)
-    problem = oracle.replace(problem, inputs={"bonus": per, "advantage": torch.randn(11)})
+    problem = oracle.replace(problem, inputs={"bonus": per, "advantage": torch.randn(17)})
     check(hl.Objective(deep=nested, backend="triton"), problem, settles=False)
 
 

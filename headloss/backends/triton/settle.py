@@ -30,19 +30,17 @@ class Spans(NamedTuple):
 
     offsets: Tensor
     order: Tensor | None = None
-    ids: Tensor | None = None  # to be compared: there are rows of no segment among those of a segment
 
 
 def spans(ids_R: Tensor, num_segments: int, rising: bool = False, whole: bool = False) -> Spans:
-    """Of any ids, -1 for none.  `rising`: those that are not -1 never fall, and rows of no segment are ignored;
-    `whole`: there are none of those."""
+    """Of any ids, -1 for none.  `rising`: those that are not -1 never fall, and rows of no segment are ignored, so they
+    may lie among those of a segment; `whole`: there are none."""
     groups = torch.arange(-1, num_segments + 1, device=ids_R.device)
     if not rising:
         placed, order = ids_R.sort(stable=True)
         return Spans(torch.searchsorted(placed, groups), order)
-    if whole or not ids_R.numel():
-        return Spans(torch.searchsorted(ids_R.contiguous(), groups))
-    return Spans(torch.searchsorted(ids_R.cummax(0).values, groups), None, ids_R)
+    filled_R = ids_R.contiguous() if whole or not ids_R.numel() else ids_R.cummax(0).values
+    return Spans(torch.searchsorted(filled_R, groups))
 
 
 class Weights(NamedTuple):
@@ -107,8 +105,8 @@ class Settling:
         )
         means = tuple(weights.means[name] for name in program.terms)
         given = self.arguments[:4]
-        self.form = (_forms([x for part in given for x in part]), means, ignore, gradient, spans.order is None,
-                     spans.ids is None, targets is None)  # fmt: skip
+        forms = _forms([x for part in given for x in part])
+        self.form = (forms, means, ignore, gradient, spans.order is None, targets is None)
         if self.form not in self.plan.variants:
             self.plan.variants[self.form] = _variant(self.plan, given, means, spans, ignore, gradient)
 
@@ -124,7 +122,7 @@ class Settling:
             return rows
         settled, spans = self.settled, self.spans
         arguments = (
-            sums_FC, self.targets, spans.ids, spans.order, spans.offsets, *self.arguments,
+            sums_FC, self.targets, spans.order, spans.offsets, *self.arguments,
             settled.found, settled.best, rows, settled.by_segment,
             C, self.rows, first_row, first, self.groups, self.vocab,
         )  # fmt: skip
@@ -172,7 +170,7 @@ def _variant(plan: Plan, given: Any, means: Any, spans: Spans, ignore: bool, gra
         "PER_ROW": tuple(n >= 0 for n in temperatures),
         "INPUTS": tuple(2 if n == 1 and kind == "segment" else n for n, kind in kinds),
         "BASES": bases, "FACTORS": factors, "MEANS": means,
-        "ORDERED": spans.order is not None, "MATCH": spans.ids is not None, "IGNORE": ignore,
+        "ORDERED": spans.order is not None, "IGNORE": ignore,
         "B": BLOCK, "num_warps": WARPS,
     }  # fmt: skip
     return Launch(settle_kernel, constants)

@@ -8,8 +8,8 @@ what belongs to rows.  `sums` (F, N) is what a sweep left of a chunk; `found` (F
 there but for the terms' values; `rows` (F, N) what the pull reads; `by_segment` (F, G) each term's sum, how many rows
 count, and the segment's metrics.  All sums run in the same order each time.
 
-The rows of group g are those from offsets[g] to offsets[g + 1], by themselves or as `order` numbers them.  With `ids`
-there may be rows of no segment among them, which are ignored; so are rows of target -100.
+The rows of group g are those from offsets[g] to offsets[g + 1], by themselves or as `order` numbers them.  Rows of
+target -100 among them are ignored.
 """
 
 import triton
@@ -20,8 +20,7 @@ from headloss.backends.triton.kernels.visit import argument, number
 
 
 @triton.jit
-def block_of(at, end, group, target, ids, order, ORDERED: tl.constexpr, MATCH: tl.constexpr, IGNORE: tl.constexpr,
-             B: tl.constexpr):  # fmt: skip
+def block_of(at, end, target, order, ORDERED: tl.constexpr, IGNORE: tl.constexpr, B: tl.constexpr):
     """The rows of a block, where it lies inside the group, and which of those count; lanes beyond it stay inside."""
     lane = at + tl.arange(0, B)
     here = lane < end
@@ -29,8 +28,6 @@ def block_of(at, end, group, target, ids, order, ORDERED: tl.constexpr, MATCH: t
     if ORDERED:
         row = tl.load(order + row)
     live = here
-    if MATCH:
-        live = live & (tl.load(ids + row) == group - 1)
     if IGNORE:
         live = live & (tl.load(target + row) != -100)
     return row, here, live
@@ -133,14 +130,14 @@ def added(sums, parts, live):
 
 @triton.jit
 def read(
-    at, end, group, count, sums, target, ids, order, temperatures, inputs, bases, factors, N, first_row, vocab,
+    at, end, group, count, sums, target, order, temperatures, inputs, bases, factors, N, first_row, vocab,
     VALUES: tl.constexpr, TARGET: tl.constexpr, TOTAL: tl.constexpr, BEST: tl.constexpr,
     WANT_X: tl.constexpr, WANT_Q: tl.constexpr, LOOKS: tl.constexpr, PER_ROW: tl.constexpr, INPUTS: tl.constexpr,
-    BASES: tl.constexpr, FACTORS: tl.constexpr, MEANS: tl.constexpr, ORDERED: tl.constexpr, MATCH: tl.constexpr,
+    BASES: tl.constexpr, FACTORS: tl.constexpr, MEANS: tl.constexpr, ORDERED: tl.constexpr,
     IGNORE: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
     """A block of rows with everything that the printed function takes of them."""
-    row, here, live = block_of(at, end, group, target, ids, order, ORDERED, MATCH, IGNORE, B)
+    row, here, live = block_of(at, end, target, order, ORDERED, IGNORE, B)
     facts, top, log_sums = facts_of(
         sums, row - first_row, live, row, N, vocab, temperatures, VALUES, PER_ROW,
         TARGET, TOTAL, BEST, WANT_X, WANT_Q,
@@ -155,16 +152,16 @@ def read(
 
 @triton.jit(
     do_not_specialize=["N", "all_rows", "first_row", "first_group", "groups", "vocab"],
-    do_not_specialize_on_alignment=["target", "ids", "order", "offsets"],
+    do_not_specialize_on_alignment=["target", "order", "offsets"],
 )
 def settle_kernel(
-    sums, target, ids, order, offsets, temperatures, inputs, bases, factors, numbers,
+    sums, target, order, offsets, temperatures, inputs, bases, factors, numbers,
     found, best_out, rows, by_segment, N, all_rows, first_row, first_group, groups, vocab,
     FN: tl.constexpr, SUMS: tl.constexpr, WIDE: tl.constexpr, VALUES: tl.constexpr, WHOLE: tl.constexpr,
     USED: tl.constexpr, THERE: tl.constexpr, OF_SEGMENTS: tl.constexpr, GRADIENT: tl.constexpr,
     TARGET: tl.constexpr, TOTAL: tl.constexpr, BEST: tl.constexpr, WANT_X: tl.constexpr, WANT_Q: tl.constexpr,
     LOOKS: tl.constexpr, PER_ROW: tl.constexpr, INPUTS: tl.constexpr, BASES: tl.constexpr, FACTORS: tl.constexpr,
-    MEANS: tl.constexpr, ORDERED: tl.constexpr, MATCH: tl.constexpr, IGNORE: tl.constexpr, B: tl.constexpr,
+    MEANS: tl.constexpr, ORDERED: tl.constexpr, IGNORE: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
     group = first_group + tl.program_id(0)
     inside = group > 0
@@ -176,10 +173,10 @@ def settle_kernel(
         literals = literals + (number(numbers[i], 0, False, False).to(tl.float32),)
 
     count = (end - begin).to(tl.float64)
-    if MATCH or IGNORE:
+    if IGNORE:
         counted = tl.zeros([B], tl.int32)
         for at in range(begin, end, B):
-            row, here, live = block_of(at, end, group, target, ids, order, ORDERED, MATCH, IGNORE, B)
+            row, here, live = block_of(at, end, target, order, ORDERED, IGNORE, B)
             counted += live.to(tl.int32)
         count = tl.sum(counted, 0).to(tl.float64)
 
@@ -187,9 +184,9 @@ def settle_kernel(
         partial = zeros(len(known), SUMS[walk], WIDE, B)
         for at in range(begin, end, B):
             row, here, live, facts, top, log_sums, given, weights, seeds, y = read(
-                at, end, group, count, sums, target, ids, order, temperatures, inputs, bases, factors, step, first_row,
+                at, end, group, count, sums, target, order, temperatures, inputs, bases, factors, step, first_row,
                 columns, VALUES, TARGET, TOTAL, BEST, WANT_X, WANT_Q, LOOKS, PER_ROW, INPUTS, BASES, FACTORS,
-                MEANS, ORDERED, MATCH, IGNORE, B,
+                MEANS, ORDERED, IGNORE, B,
             )  # fmt: skip
             parts = FN(walk, facts, given, y, literals, seeds, columns, known, count, inside)
             partial = added(partial, parts, live)
@@ -202,9 +199,9 @@ def settle_kernel(
         totals = totals + (tl.zeros([B], tl.float32),)
     for at in range(begin, end, B):
         row, here, live, facts, top, log_sums, given, weights, seeds, y = read(
-            at, end, group, count, sums, target, ids, order, temperatures, inputs, bases, factors, step, first_row,
+            at, end, group, count, sums, target, order, temperatures, inputs, bases, factors, step, first_row,
             columns, VALUES, TARGET, TOTAL, BEST, WANT_X, WANT_Q, LOOKS, PER_ROW, INPUTS, BASES, FACTORS,
-            MEANS, ORDERED, MATCH, IGNORE, B,
+            MEANS, ORDERED, IGNORE, B,
         )  # fmt: skip
         values, metrics, by_fact, by_input, pulls = FN(
             LAST, facts, given, y, literals, seeds, columns, known, count, inside
