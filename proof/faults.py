@@ -426,7 +426,6 @@ FAULTS = [
     Fault("backends/triton/settle.py", '2 if n == 1 and kind == "segment" else n', "n", "settle: values of segments read as values of rows"),
     Fault("engine/settled.py", "rising = stats is not None and not stats.loose and rows.by_segment", "rising = stats is not None", "settle: segments in no order taken for rising ones"),
     Fault("engine/settled.py", "whole=not ignore", "whole=True", "settle: ignored rows searched as if their ids rose"),
-    Fault("engine/settled.py", "settling.settle(_sums(sweep, block), part.start, chunk.segments)", "settling.settle(_sums(sweep, block), 0, chunk.segments)", "settle: a chunk reads the rows of the first"),
     Fault("rows.py", "len(self.lengths) - self.lengths.count(0)", "len(self.lengths)", "segments without rows count in the mean, where the host knows them"),
     Fault("trace/classify.py", "if node.args[1] is not ids:", "if False:", "sums over segments of a function's own taken for those of the call", ("tests/test_plan.py", "tests/kernels/test_settle.py")),
     Fault("engine/plan.py", "if source.narrow or source.tensors[0].dtype == torch.float16:", "if False:", "settle: float16 gradients are written at the scale of their seeds", ("tests/kernels/test_settle.py",)),
