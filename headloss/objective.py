@@ -33,7 +33,7 @@ from headloss.graph.content import Traits, content_key, portable, traits
 from headloss.graph.recipe import describe
 from headloss.late import check_pending
 from headloss.record import Facts, Output
-from headloss.rows import Prepared, may_read
+from headloss.rows import Prepared, may_read, prepare
 from headloss.segments import Segments
 from headloss.sources import Source, Teacher
 from headloss.term import Term
@@ -156,10 +156,12 @@ class Objective(Terms):
         on = plain_source(on)
         options = CallOptions(num_items, num_segments, weights, grad_scale, host_read)
         plan = make_plan(self, CallArguments(on, targets, segments, teacher, options, inputs))
+        reads = why_read(plan) if host_read and isinstance(targets, Tensor) else ""
+        if isinstance(targets, Tensor) and targets.device.type != "meta" and host_read:
+            targets = prepare(targets, plan.segments)  # now, and not for a later call to say
         rows = rows_of(plan, targets, host_read)
         guides = bind_guides(plan.teachers, plan.want.teachers, on, rows)
         chunks = chunks_of(plan, rows, teacher_bytes(guides, on), most_rows(guides))
-        reads = why_read(plan) if host_read and isinstance(targets, Tensor) else ""
         return explain(plan, rows, chunks, guides, self.backend, reads, source)
 
     @classmethod

@@ -18,6 +18,7 @@ from headloss.late import Copy, check_later, defers
 from headloss.segments import Segments, group_sum, integers, shallow, version
 
 IGNORE = -100
+TWICE = "segments: given both to prepare() and to the call; give them once"
 
 
 class Stats(NamedTuple):
@@ -45,6 +46,9 @@ class Stats(NamedTuple):
         return cls(valid, low, high, more[0], more[1], not more[2], tuple(more[3:]))
 
 
+WRITTEN = "were written to after hl.prepare read them; prepare them again"
+
+
 class Prepared:
     """Targets and segments, and what the host must know about them, read or on its way.  See `prepare`."""
 
@@ -58,6 +62,7 @@ class Prepared:
         self.counted = not targets.is_inference()  # how often it is written to
 
     def __reduce__(self) -> Any:
+        self.check()
         return Prepared, (self.targets, self.segments, self.numbers)
 
     @property
@@ -73,14 +78,18 @@ class Prepared:
 
     def known(self) -> Stats:
         """What was read; an error if it is no longer true."""
+        self.check()
+        return self.stats
+
+    def check(self) -> None:
         changed = "targets" if self.counted and self.targets._version != self.written[0] else None
         if self.segments is not None and version(self.segments.ids) != self.written[1]:
             changed = "segments"
         if changed is not None:
-            raise ValueError(f"{changed}: were written to after hl.prepare read them; prepare them again")
-        return self.stats
+            raise ValueError(f"{changed}: {WRITTEN}")
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Prepared:
+        self.check()
         segments = self.segments
         if segments is not None:
             ids = segments.ids.to(device, non_blocking=non_blocking)
@@ -100,6 +109,7 @@ def prepare(targets: Tensor, segments: Segments | None = None, *, non_blocking: 
     copy alone.  Start it before the model's forward, and the wait is over when the head is reached.
     """
     targets = integers("targets", targets)
+    targets = targets.clone() if targets.is_inference() else targets  # nothing counts what is written to those
     segments = None if segments is None else segments.fitted(tuple(targets.shape), targets.device)
     numbers = read_later(targets, segments)
     return Prepared(targets, segments, Copy(numbers) if non_blocking else numbers.cpu())
@@ -126,6 +136,19 @@ def read_later(targets: Tensor, segments: Segments | None) -> Tensor:
         inside = held.clamp(max=segments.num_segments - 1)
         parts.append(Segments(inside, segments.num_segments).counts.long())
     return torch.cat(parts)
+
+
+def check_prepared(numbers: Tensor, targets: Tensor, segments: Segments | None) -> None:
+    """In a graph, where nothing tells whether a tensor was written to: the numbers must be those of the targets."""
+    if defers(targets.device):  # the targets' range and count, which cost little
+        check_later(read_later(targets, None), lambda x: _check_same(x, numbers[:3]))
+    elif targets.device.type == "cpu":
+        _check_same(read_later(targets, segments), numbers)
+
+
+def _check_same(now: Tensor, then: Tensor) -> None:
+    if not torch.equal(now, then):
+        raise ValueError(f"targets or segments: {WRITTEN}")
 
 
 def check_targets_later(
@@ -272,7 +295,7 @@ def bind_rows(
     stats = None
     if isinstance(targets, Prepared):
         if segments is not None and segments is not targets.segments:
-            raise ValueError("segments: given both to prepare() and to the call; give them once")
+            raise ValueError(TWICE)
         prepared = targets
         targets, segments, stats = prepared.targets, prepared.segments, prepared.known()
     if targets is None:

@@ -161,7 +161,7 @@ class Form:
         if direct:
             loss, found = again.run(x, weigh, taken, True)
         elif x.requires_grad and torch.is_grad_enabled():
-            used = [(name, inputs[name]) for name in self.program.inputs]
+            used = [(n, x.value if type(x) is PerRow else x) for n, x in ((n, inputs[n]) for n in self.program.inputs)]
             if num_items is not None or {*map(type, factors)} != {float}:
                 counts = [("num_items", num_items), ("grad_scale", grad_scale), *zip(self.labels, weigh, strict=True)]
                 used += [(name, y) for name, y in counts if isinstance(y, Tensor)]

@@ -59,6 +59,8 @@ def bind(objective: Terms, plan: Plan, arguments: CallArguments) -> tuple[Sweep,
     for name, x in (("num_items", num_items), ("num_segments", num_segments)):
         check_count(name, x)
     check_weight("grad_scale", grad_scale)
+    for element in dict.fromkeys(f.element for f in plan.want.facts if f.element is not None):
+        element.check_again()
     source = plan.source
     backend = backend_for(objective.backend, source, plan.want)
     if isinstance(source, Linear):

@@ -12,12 +12,14 @@ or the caller, with `PerRow`, `PerSegment` or `Whole` around the input; otherwis
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
+from headloss.late import check_later, defers
 from headloss.segments import Segments, integers
 from headloss.sources import Source
 from headloss.term import Term
@@ -285,8 +287,13 @@ def _check_pairs(pairs: Tensor, segments: Segments | None) -> Tensor:
     if pairs.ndim != 2 or pairs.shape[1] != 2:
         raise ValueError(f"pairs: wanted (pairs, 2), chosen and rejected, got shape {tuple(pairs.shape)}")
     if segments is not None and pairs.device.type == "cpu" and pairs.numel():
-        low, high = int(pairs.min()), int(pairs.max())
-        if low < 0 or high >= segments.num_segments:
-            bad = low if low < 0 else high
-            raise ValueError(f"pairs: wanted numbers of segments, in [0, {segments.num_segments}), got {bad}")
+        _check_range(segments.num_segments, torch.stack(pairs.aminmax()))
+    elif segments is not None and pairs.numel() and defers(pairs.device):
+        check_later(torch.stack(pairs.aminmax()), functools.partial(_check_range, segments.num_segments))
     return pairs
+
+
+def _check_range(count: int, ends: Tensor) -> None:
+    low, high = ends.tolist()
+    if low < 0 or high >= count:
+        raise ValueError(f"pairs: wanted numbers of segments, in [0, {count}), got {low if low < 0 else high}")

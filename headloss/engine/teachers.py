@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -36,6 +37,12 @@ def name_teachers(teacher: Teacher | Mapping[str, Teacher] | None, source: Sourc
             raise TypeError(f"{label}: wanted hl.Logits, hl.Linear or hl.Sparse, got {type(x).__name__}{hint}")
         if not isinstance(x, Sparse):
             named[name] = x = _local(x)
+        if torch.is_grad_enabled() and _first(x).requires_grad:
+            warnings.warn(
+                f"headloss: {label}: its {'logits' if isinstance(x, Logits) else 'hidden states or log-probabilities'} "
+                f"require grad, but a teacher is constant and gets none; make it under torch.no_grad() or detach it",
+                stacklevel=2,
+            )
         if x.leading != source.leading:
             raise ValueError(f"{label}: has rows of shape {x.leading}, the student's are {source.leading}")
         if x.device != source.device:
@@ -45,6 +52,11 @@ def name_teachers(teacher: Teacher | Mapping[str, Teacher] | None, source: Sourc
         else:
             _check_columns(label, x, source)
     return named
+
+
+def _first(teacher: Teacher) -> Tensor:
+    """What a teacher's model made."""
+    return teacher.logprobs if isinstance(teacher, Sparse) else teacher.tensors[0]
 
 
 def teacher_label(name: str) -> str:

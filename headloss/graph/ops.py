@@ -40,8 +40,9 @@ from headloss.graph.rehearsal import (
     recording,
     sweep_of,
 )
+from headloss.late import check_pending
 from headloss.record import Grads
-from headloss.rows import bind_rows
+from headloss.rows import bind_rows, check_prepared
 from headloss.sources import Linear, Logits
 
 _library = torch.library.Library("headloss", "FRAGMENT")
@@ -55,10 +56,13 @@ _library.define(
 def _visit(tensors: Sequence[Tensor], sizes: Sequence[int], text: str) -> list[Tensor]:
     recipe = read(text)
     args, known = Call(recipe, tensors, sizes), form(recipe, sizes)
+    check_pending()
+    if args.numbers is not None and args.targets is not None:
+        check_prepared(args.numbers, args.targets, args.segments)
     with recording(), torch.enable_grad():
         done = perform(args, recipe.terms_of(sizes))
         sweep, loss, result = done.sweep, done.loss, done.result
-    _check_form(known, done)
+    _check_form(known, done, any(args.needs) and not recipe.visited)
     with recording(), torch.no_grad():
         dtype, device = args.source.fact_dtype, args.source.device
         put = sweep.rows.put
@@ -94,10 +98,11 @@ def _visit(tensors: Sequence[Tensor], sizes: Sequence[int], text: str) -> list[T
     return _apart(out, tensors)
 
 
-def _check_form(known: Form, done: Done) -> None:
+def _check_form(known: Form, done: Done, pulls: bool) -> None:
     """Refuse a call whose functions now ask for, or return, other things than when the graph was made."""
     facts, metrics = done.sweep.want.facts, () if done.loss is None else tuple(done.loss.metrics)
-    pulled = [facts[i].name for i in range(len(facts)) if facts[i] in done.result.by_fact and i not in known.cotangents]
+    by_fact = done.result.by_fact if pulls else {}
+    pulled = [facts[i].name for i in range(len(facts)) if facts[i] in by_fact and i not in known.cotangents]
     for what, now, then in (
         ("asks for facts", [str(f) for f in bare(facts)], [str(f) for f in known.facts]),
         ("returns metrics", list(metrics), [m[0] for m in known.metrics]),

@@ -28,7 +28,7 @@ from headloss.engine.arguments import CallArguments
 from headloss.engine.layout import LAID, Laid, Reading, choose, fits, readings, unfit
 from headloss.graph.content import _NUMBERED, Traits, content_key, portable
 from headloss.parallel.shard import VocabShard
-from headloss.rows import Prepared
+from headloss.rows import TWICE, Prepared
 from headloss.segments import Segments
 from headloss.sources import Linear, Logits, Sparse, Teacher, check_number, is_symbol
 from headloss.term import check_weight
@@ -165,6 +165,8 @@ def describe(
         found.size("objective", number)
     needs = tuple(direct or (x.requires_grad and torch.is_grad_enabled()) for x in source.tensors)
     if isinstance(targets, Prepared):
+        if segments is not None and targets.segments is not None:
+            raise ValueError(TWICE)
         segments = targets.segments if segments is None else segments
         found.tensor("numbers", targets.numbers, "whole", 0)
         targets = targets.targets
@@ -183,7 +185,9 @@ def describe(
         teachers = [(None, *found.source("teacher.", teacher))]
     num_items, num_segments, weights, scale, _ = options
     for name, x in (("num_items", num_items), ("num_segments", num_segments)):
-        if isinstance(x, int) and not isinstance(x, bool):
+        if isinstance(x, bool):
+            raise TypeError(f"{name}: wanted a number or a scalar tensor, got bool")
+        if isinstance(x, int):
             found.size(name, x)
         elif x is not None:
             found.scalar(name, x, source.fact_dtype)

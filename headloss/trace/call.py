@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from headloss.facts import Fact
 from headloss.segments import Segments, WrongLengthError
-from headloss.trace.reads import Reads, reads
+from headloss.trace.reads import Reads, ours, reads, writes_unseen
 from headloss.trace.signature import Signature
 
 
@@ -163,6 +164,9 @@ def _got(x: Any) -> str:
 
 def evaluate(fn: Callable[..., Any], name: str, given: Mapping[str, Any], options: Mapping[str, Any] = {}) -> Any:
     """What a function returns.  It must leave its arguments as they are: others read them too."""
+    # nothing counts what is written to an inference tensor, nor what is written through `.data` or NumPy
+    if torch.is_inference_mode_enabled() or (not ours(fn) and writes_unseen(fn)):
+        given = {k: x.clone() if isinstance(x, Tensor) else x for k, x in given.items()}
     tensors = [(k, x, x._version) for k, x in given.items() if isinstance(x, Tensor) and not x.is_inference()]
     result = fn(**given, **options)
     for argument, x, before in tensors:

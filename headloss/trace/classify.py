@@ -166,6 +166,8 @@ def classify(graph: fx.GraphModule, R: int, S: int, ids_at: int | None = None) -
                 continue
             if any(not _sizes(user, node) for user in node.users if user in needed):
                 return "batch", "uses the number of rows"
+        elif name in _CREATION and isinstance(_filled_with(node), fx.Node):
+            return "batch", "uses the number of rows or segments"
         elif name == "getitem" or name in _CREATION:
             continue
         elif not (_rowwise(node, name, R, S) or _within_rows(node, name, R, S) or _look_up(node, name, R, S)):
@@ -217,9 +219,15 @@ def _operation(node: fx.Node) -> str:
 
 def _sizes(user: fx.Node, size: fx.Node) -> bool:
     """Whether an operation takes a size for the size of a tensor, and not for a number to compute with."""
-    name = _operation(user)
-    fill = user.args[_FILL[name]] if name in _FILL and len(user.args) > _FILL[name] else None
-    return name in _CREATION | _RESIZED and size is not fill and size not in user.kwargs.values()
+    fits = _operation(user) in _CREATION | _RESIZED
+    return fits and size is not _filled_with(user) and size not in user.kwargs.values()
+
+
+def _filled_with(node: fx.Node) -> Any:
+    """The value that a new tensor is filled with, a number or a size of the trace."""
+    place = _FILL.get(_operation(node))
+    given = node.args[place] if place is not None and len(node.args) > place else None
+    return node.kwargs.get("fill_value", given)
 
 
 def _rowwise(node: fx.Node, name: str, R: int, S: int) -> bool:

@@ -23,6 +23,7 @@ import functools
 import math
 import types
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -80,6 +81,12 @@ def own_key(fn: Any) -> tuple[Any, ...]:
     return (Same(fn), *map(key_of, given.values())) if given else (Same(fn),)
 
 
+def writes_unseen(fn: Any) -> bool:
+    """Whether a function may write to memory of a tensor past its count of writes, or read what nobody knows."""
+    code = getattr(fn, "__code__", None)
+    return code is None or bool(_uses(code).attributes & {"__array__", "data", "data_ptr", "numpy", "untyped_storage"})
+
+
 class _Uses(NamedTuple):
     """What a code object names: read off its bytecode once."""
 
@@ -93,6 +100,7 @@ def _uses(code: types.CodeType) -> _Uses:
     roots: dict[tuple[bool, str, tuple[str, ...]], None] = {}
     attributes: set[str] = set()
     refused: list[str] = []
+    shown = False  # as text
     pending = [code]
     while pending:
         inner = pending.pop()
@@ -102,6 +110,7 @@ def _uses(code: types.CodeType) -> _Uses:
         for i, step in enumerate(steps):
             name = str(step.argval)
             captured = step.opcode in dis.hasfree
+            shown |= step.opname.startswith("FORMAT_")
             if step.opname in ("LOAD_GLOBAL", "LOAD_DEREF"):
                 if captured and name not in code.co_freevars:
                     continue  # a variable of the function itself
@@ -115,6 +124,8 @@ def _uses(code: types.CodeType) -> _Uses:
             elif step.opname in _ATTRIBUTE:
                 if i > taken:
                     attributes.add(name)
+            elif step.opname == "PUSH_EXC_INFO" and steps[i + 1].opname != "WITH_EXCEPT_START":
+                refused.append("what a try hides (under a trace other things raise)")
             elif step.opname == "MATCH_CLASS":  # `case Point(x=0)` reads what a constant before it names
                 attributes.update(str(x) for x in (steps[i - 1].argval or ()))
             elif captured:
@@ -122,10 +133,16 @@ def _uses(code: types.CodeType) -> _Uses:
                     refused.append(f"{name} (it writes to it)")
             elif step.opcode in dis.hasname:
                 refused.append(_VERBS.get(step.opname, "{} ({})").format(name, step.opname.lower()))
+    names = {name for _, name, _ in roots}
+    measures = attributes & {"nelement", "numel", "shape", "size"} or "len" in names
+    told = names & set(_TELLING) or shown
+    if measures and told:  # a size is an int in a call, and something else under a trace
+        refused.append(f"the type or text of sizes ({', '.join(sorted(names & set(_TELLING))) or 'an f-string'})")
     return _Uses(tuple(roots), frozenset(attributes), tuple(dict.fromkeys(refused)))
 
 
 _ATTRIBUTE = ("LOAD_ATTR", "LOAD_METHOD")
+_TELLING = ("format", "isinstance", "issubclass", "repr", "str")
 _VERBS = {
     "IMPORT_NAME": "{} (an import inside)",
     "IMPORT_FROM": "{} (an import inside)",
@@ -167,7 +184,8 @@ class _Found:
             return self.function(x)
         if type(x) is functools.partial:
             named = tuple([(k, self.value(f"{name} {k}".strip(), y)) for k, y in sorted(x.keywords.items())])
-            return (functools.partial, self.value(name, x.func), *(self.value(name, y) for y in x.args), named)
+            more = tuple([(k, self.value(f"{name}.{k}", y)) for k, y in sorted(vars(x).items())])
+            return (functools.partial, self.value(name, x.func), *(self.value(name, y) for y in x.args), named, more)
         if type(x) is tuple or isinstance(x, types.UnionType):
             return (type(x), *(self.value(name, y) for y in tuple(getattr(x, "__args__", x))))  # type: ignore[arg-type]
         self.unknown.append(f"{name or _name_of(x)} ({_what(x)})")
@@ -259,14 +277,29 @@ def _is_aten(x: OpOverload | OpOverloadPacket) -> bool:
 
 
 _IMMUTABLE = 1 << 8  # of a type whose attributes cannot be set (Py_TPFLAGS_IMMUTABLETYPE)
-_OF_TENSORS = {name: getattr(torch.Tensor, name, None) for name in dir(torch.Tensor)}
+_TORCH_FILES = str(Path(torch.__file__).parent)
+
+
+def _is_own(x: Any) -> bool:
+    """Whether a function or descriptor is torch's or Python's own, and not put there by somebody else."""
+    x = getattr(x, "fget", None) or getattr(x, "__func__", x)
+    if isinstance(x, types.FunctionType):
+        return x.__code__.co_filename.startswith(_TORCH_FILES)
+    return isinstance(x, _COMPILED) or x is None
+
+
+_COMPILED = (
+    type, types.BuiltinFunctionType, types.MethodDescriptorType, types.GetSetDescriptorType,
+    types.WrapperDescriptorType, types.ClassMethodDescriptorType, types.MemberDescriptorType, types.MethodWrapperType,
+)  # fmt: skip
+_OF_TENSORS = {x: y if _is_own(y := getattr(torch.Tensor, x, None)) else object() for x in dir(torch.Tensor)}
 _DECLARED = frozenset({"__wrapped__", "__signature__", "per_segment", "returns"})  # read when a term is made
 _WHOLE = (bool, int, str, bytes, type(None), torch.dtype, torch.device)
 
 _BUILTINS = (
     abs, all, any, bool, complex, dict, divmod, enumerate, filter, float, format, frozenset, int, isinstance,
     issubclass, iter, len, list, map, max, min, next, pow, range, repr, reversed, round, set, slice, sorted, str, sum,
-    tuple, type, zip,
+    tuple, zip,
 )  # fmt: skip
 # What makes a tensor, or describes one, without taking one: torch lists the others itself.
 _TORCH = (
@@ -284,14 +317,15 @@ def _allowed() -> dict[int, Any]:
     from torch.nn import functional
     from torch.overrides import get_overridable_functions
 
-    known = [*_BUILTINS, *(x for x in vars(math).values() if callable(x))]
+    known = [*_BUILTINS, *(x for x in vars(math).values() if isinstance(x, types.BuiltinFunctionType))]
     known += [x for x in vars(builtins).values() if isinstance(x, type) and issubclass(x, Exception)]
     listed = [
         x for home, found in get_overridable_functions().items() if isinstance(home, types.ModuleType) for x in found
     ]
+    listed = [x for x in listed if _is_own(x)]
     known += [x for x in listed if _name_of(x) in _TELL or not _name_of(x).startswith(("is_", "get_"))]
     known += [getattr(torch, name) for name in _TORCH]
-    known += [getattr(functional, name) for name in _FUNCTIONAL if hasattr(functional, name)]
+    known += [x for name in _FUNCTIONAL if _is_own(x := getattr(functional, name, None)) and x is not None]
     return {id(x): x for x in known}
 
 
