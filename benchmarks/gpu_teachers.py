@@ -7,7 +7,7 @@ reported when the numbers are wrong.  Then, for forward KL, reverse KL and JSD a
     pull          the gradient                        against one read of both and one write
     whole call    loss and gradient, in one launch    against one read of both and one write, next to two launches, the
                                                       torch backend, torch.compile of the plain formula, and Liger's
-                                                      kernels where installed; with 64 ids a row instead of a dense
+                                                      kernels where installed; with 64 ids per row instead of a dense
                                                       teacher, against one read and one write of the student's matrix
 
 `--configs` times a few block shapes for each kernel instead.  The results go to

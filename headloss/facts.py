@@ -1,6 +1,6 @@
 """What one sweep over the vocabulary knows about a row, how partial sweeps merge, and how facts pull on the logits.
 
-Dimension key:  N rows   V vocabulary columns in hand (a shard, a block, or all)   R parts to be merged   K ids a row
+Dimension key:  N rows   V vocabulary columns in hand (a shard, a block, or all)   R parts to be merged   K ids per row
 Symbols:        z logits after scale, bias and softcap   T temperature   s = z / T   p = softmax(s)   y target column
 
 A fact is one number per row.  Its value, and its pull d(fact)/d(s_j) on the logits:
@@ -237,7 +237,7 @@ def finish(
 def coefficients(
     facts: Mapping[Fact, Tensor], grads: Mapping[Fact, Tensor], want: Want, vocab: int
 ) -> tuple[Pull, ...]:
-    """The chain rule, once for every loss: five numbers a row from the cotangents of the facts.
+    """The chain rule, once for every loss: five numbers per row from the cotangents of the facts.
 
     An absent or None cotangent is a zero, and a coefficient that nothing feeds stays None.
     """

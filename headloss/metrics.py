@@ -99,7 +99,7 @@ def _kinds_of(names: tuple[str, ...]) -> dict[str, str]:
 
 
 class Batch:
-    """Metrics of the same rows, reduced together when the first of them is looked at.
+    """Metrics of the same rows, reduced together when the first of them is read.
 
     Dimension key:  M metrics   R values of each
     """
@@ -235,7 +235,7 @@ def measure(values: Mapping[str, Tensor], weights: Tensor | None, per: str) -> d
 def measure_later(
     names: Sequence[str], values_MR: Callable[[], Tensor], weights: Tensor | None, per: str
 ) -> dict[str, Metric]:
-    """The same for values that nobody else can write to: they are reduced when the first metric is looked at."""
+    """The same for values that nobody else can write to: they are reduced when the first metric is read."""
     batch = Batch(names, values_MR, weights)
     return {name: Metric(kind, (batch, name), per) for name, kind in batch.kinds.items()}
 

@@ -27,7 +27,7 @@ from headloss.engine.plan import make_plan, plain_source
 from headloss.engine.row_facts import facts_sweep
 from headloss.engine.run import Head, run
 from headloss.engine.saved import refuse_transforms
-from headloss.engine.teachers import bind_guides, most_rows, teacher_bytes
+from headloss.engine.teachers import bind_teachers, most_rows, teacher_bytes
 from headloss.graph import compiled as graph
 from headloss.graph.content import Traits, content_key, portable, traits
 from headloss.graph.recipe import describe
@@ -129,7 +129,7 @@ class Objective(Terms):
             return graph.call(self, arguments, direct)
         return self._uncompiled(arguments, direct)
 
-    @graph.as_it_is
+    @graph.uncompiled
     def _uncompiled(self, arguments: CallArguments, direct: bool) -> Output:
         return evaluate(self, arguments, direct)
 
@@ -160,7 +160,7 @@ class Objective(Terms):
         if isinstance(targets, Tensor) and targets.device.type != "meta" and host_read:
             targets = prepare(targets, plan.segments)  # now, and not for a later call to say
         rows = rows_of(plan, targets, host_read)
-        guides = bind_guides(plan.teachers, plan.want.teachers, on, rows)
+        guides = bind_teachers(plan.teachers, plan.want.teachers, on, rows)
         chunks = chunks_of(plan, rows, teacher_bytes(guides, on), most_rows(guides))
         return explain(plan, rows, chunks, guides, self.backend, reads, source)
 
@@ -230,7 +230,7 @@ def _labels(constants: tuple[Any, ...], want: tuple[Any, ...], backend: str, hos
 _labels._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-@graph.as_it_is
+@graph.uncompiled
 def _row_facts(source: Source, targets: Any, want: Any, teacher: Any, backend: str, host_read: bool) -> Facts:
     check_pending()
     refuse_transforms(CallArguments(source, targets, None, teacher))

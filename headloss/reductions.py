@@ -1,4 +1,4 @@
-"""Reductions: how many things a term is averaged over, as one weight a row (or a segment).
+"""Reductions: how many things a term is averaged over, as one weight per row (or segment).
 
 Dimension key:  R rows that count   S segments
 

@@ -1,6 +1,6 @@
 """Facts that compare a row with a teacher's: sums, merge, value and pull, in the shape of `facts.py`.
 
-Dimension key:  N rows   K ids a row   R parts to be merged
+Dimension key:  N rows   K ids per row   R parts to be merged
 Symbols:        u teacher logits   q = softmax(u / T)   p the student's softmax over the columns that both have
 
 A dense teacher (logits, or hidden and weight) is swept beside the student.  With x = (z - max) / T and

@@ -436,7 +436,7 @@ def _pairs(problem: Problem) -> Tensor:
     return torch.stack([alive[:3], alive[-3:].flip(0)], 1) if len(alive) >= 3 else alive[[0, -1]][None]
 
 
-# Inputs by name; any other name is one normal number a row.
+# Inputs by name; any other name is one normal number per row.
 INPUTS: dict[str, Callable[[Problem], Any]] = {
     "old_logprob": lambda p: logprob_of(p) + 0.2 * torch.randn(p.shape, dtype=torch.float64),
     "sampler_logprob": lambda p: logprob_of(p) + 0.3 * torch.randn(p.shape, dtype=torch.float64),

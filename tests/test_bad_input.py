@@ -360,12 +360,12 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "num_items is a vector": (lambda: CE(LINEAR, TARGETS, num_items=torch.ones(2)), TypeError, "num_items: "),
     "num_segments is text": (lambda: CE(LINEAR, TARGETS, num_segments="3"), TypeError, "num_segments: "),
     "grad_scale is infinite": (lambda: CE(LINEAR, TARGETS, grad_scale=math.inf), ValueError, "grad_scale: "),
-    "one value a segment for a row loss": (
+    "one value per segment for a row loss": (
         lambda: RL(LINEAR, TARGETS, advantage=torch.randn(S), segments=SEGMENTS),
         ValueError,
         r"advantage: .*'rl' \(grpo\).*segments.spread\(advantage\)",
     ),
-    "one value a segment where gspo wants one a row": (
+    "one value per segment where gspo wants one a row": (
         lambda: SEQ(LINEAR, TARGETS, advantage=torch.randn(S), segments=SEGMENTS),
         ValueError,
         "advantage: .*spread",

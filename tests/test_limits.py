@@ -89,7 +89,7 @@ def peak_of(config: dict[str, Any], memory: Any) -> float:
 
 
 def test_no_config_takes_more_than_the_budget() -> None:
-    """Many terms at many temperatures, every reduction: more numbers a row, not more rows x vocabulary buffers."""
+    """Many terms at many temperatures, every reduction: more numbers per row, not more rows x vocabulary buffers."""
     plain = peak_of({"terms": {"ce": "cross_entropy"}}, "2MiB")
     many: dict[str, Any] = {
         f"t{i}": {"loss": name, "temperature": 0.5 + 0.1 * i, "reduction": reduction, "weight": 1e-3}

@@ -102,7 +102,7 @@ def _teacher(figure: Any, story: Story) -> None:
     _titles(entropy, "Entropy of the softmax", "step", "nats a token")
     _curve(right, story.teacher, "held out/accuracy", "token accuracy", GREY)
     _curve(right, story.teacher, "held out/exact_match", "exact match", BLUE)
-    _titles(right, "Held-out prompts", "step", "fraction right")
+    _titles(right, "SavedForBackward-out prompts", "step", "fraction right")
     right.set_ylim(0, 1.03)
     _legend(right)
 

@@ -31,7 +31,7 @@ def choose(name: str, device: torch.device, dtype: torch.dtype = float32) -> Mod
 
 @functools.lru_cache(64)
 def resolve(name: str, device: torch.device, dtype: torch.dtype = float32) -> str:
-    """The name of the backend that `name` means for tensors of this device and dtype; a sentence if there is none."""
+    """The name of the backend that `name` means for tensors of this device and dtype; an error if there is none."""
     check_backend(name)
     if name == "auto":
         able = device.type == "cuda" and dtype != float64 and find_spec("triton") is not None

@@ -2,10 +2,10 @@
 
 Dimension key:  N rows   V vocabulary
 
-The first call of a form goes the long way: plan, bind, sweep.  Where it ends in one launch on logits, later calls
+The first call of a form takes the general path: plan, bind, sweep.  Where it ends in one launch on logits, later calls
 differ in their tensors and numbers alone, so they check those and launch.  Two calls are of one form if everything is
-equal that was looked at on the way, sizes apart.  What is done here is what the long way does, to the bit; calls with
-segments, teachers, shards or gradients for inputs always go the long way.
+equal that was read on the way, sizes apart.  What is done here is what the general path does, to the bit; calls with
+segments, teachers, shards or gradients for inputs always take the general path.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from torch import Tensor
 
 from headloss.engine.arguments import CallArguments
 from headloss.engine.bind import check_count
-from headloss.engine.heads import elsewhere
+from headloss.engine.heads import on_other_device
 from headloss.engine.layout import PerRow, readings
 from headloss.engine.one_launch import Launched, measured
 from headloss.engine.plan import Plan, call_weights, keep
-from headloss.engine.run import Held
+from headloss.engine.run import SavedForBackward
 from headloss.engine.saved import hold, once, refuse_transforms
 from headloss.engine.sweeps import Sweep, scaled
 from headloss.facts import CONSTANT
@@ -41,7 +41,7 @@ EVEN = ("token_mean", "token_sum")
 
 
 def form_of(objective: Any, arguments: CallArguments) -> Any:
-    """The key under which `objective.known` may have a `Form` for this call; None: it has to go the long way."""
+    """The key under which `objective.known` may have a `Form` for this call; None: it has to take the general path."""
     source, targets, segments, teacher, options, inputs = arguments
     if type(source) is not Logits or segments is not None or teacher is not None or source.shard is not None:
         return None
@@ -98,7 +98,7 @@ def _off(weights: Mapping[str, float | Tensor]) -> tuple[str, ...]:
 
 
 def recall(objective: Any, arguments: CallArguments) -> tuple[Any, Any]:
-    """The form of a call, or None if it always goes the long way, and the `Form` if one is known."""
+    """The form of a call, or None if it always takes the general path, and the `Form` if one is known."""
     refuse_transforms(arguments)
     form = form_of(objective, arguments)
     if form is None:
@@ -148,7 +148,7 @@ class Form:
         if type(grad_scale) is not float or grad_scale != 1.0:
             check_weight("grad_scale", grad_scale)
         x = source.logits
-        if elsewhere(x.device):
+        if on_other_device(x.device):
             with torch.cuda.device(x.device):
                 return self.call(objective, arguments, direct)
         targets, stats, mean = self.read(targets, x.shape[-1], host_read)
@@ -256,7 +256,7 @@ class Again:
         return loss, visited.found.detach()  # another tensor: the graph will hang on it
 
     def open(self, x: Tensor, targets: Tensor) -> Sweep:
-        """The same call as the long way has it."""
+        """The same call as the general path has it."""
         shape = tuple(x.shape[:-1])
         rows = Rows(shape, targets, None, None, None, self.stats, self.ignored)
         source = Logits(x, **self.said)  # type: ignore[arg-type]
@@ -285,7 +285,7 @@ def _pull(ctx: Any, args: Any, read: Mapping[str, Tensor], g_loss: Tensor | None
     grads, ctx.grads = ctx.grads, None  # handed over: a second backward makes them again
     if grads is not None and g_loss is not None and g_found is None:
         return None, None, None, None, scaled(grads, g_loss, again.form.backend).logits
-    held = Held((True,), Launched(again.sums, again.visited, None, None), grads, [], again.inplace)
+    held = SavedForBackward((True,), Launched(again.sums, again.visited, None, None), grads, [], again.inplace)
     pulled = () if g_found is None else g_found[again.form.slots].view(-1, *x.shape[:-1]).unbind()
     nothing = (None,) * (len(again.form.facts) - len(pulled))
     again_ = functools.partial(again.open, x, read["targets"])

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from headloss.backends import choose
 from headloss.engine.arguments import CallArguments
-from headloss.engine.loss import BoundLoss
+from headloss.engine.loss import TermsOnRows
 from headloss.engine.plan import Plan
 from headloss.engine.sweeps import Chunk, Sweep
-from headloss.engine.teachers import SparseGuide, bind_guides, most_rows, teacher_bytes
+from headloss.engine.teachers import SparseTeacherRows, bind_teachers, most_rows, teacher_bytes
 from headloss.facts import Want
 from headloss.late import defers
 from headloss.rows import Prepared, Rows, bind_rows, may_read
@@ -54,7 +54,7 @@ def why_read(plan: Plan) -> str:
     return f"metric {mixing[0]!r} may not see ignored rows" if mixing else ""
 
 
-def bind(objective: Terms, plan: Plan, arguments: CallArguments) -> tuple[Sweep, BoundLoss]:
+def bind(objective: Terms, plan: Plan, arguments: CallArguments) -> tuple[Sweep, TermsOnRows]:
     num_items, num_segments, _, grad_scale, host_read = arguments.options
     for name, x in (("num_items", num_items), ("num_segments", num_segments)):
         check_count(name, x)
@@ -74,10 +74,10 @@ def bind(objective: Terms, plan: Plan, arguments: CallArguments) -> tuple[Sweep,
     taken = {
         f"{i} of {n}": x
         for n, guide in guides.items()
-        if isinstance(guide, SparseGuide)
+        if isinstance(guide, SparseTeacherRows)
         for i, x in zip(TEACHER_INPUTS, (guide.ids_RK, guide.logprob_RK), strict=True)
     }
-    loss = BoundLoss(
+    loss = TermsOnRows(
         plan.terms, plan.metrics, rows, plan.inputs,
         chunks=chunks, num_items=num_items, num_segments=num_segments, grad_scale=grad_scale,
         dtype=source.fact_dtype, device=source.device, narrow=source.narrow or _too_early(plan), taken=taken,
@@ -93,7 +93,7 @@ def _guides(plan: Plan, rows: Rows, backend: Any) -> dict[str, Any]:
     inputs_of = [p.teacher for t in plan.terms for s in t.call.signatures for p in s.parameters if p.teacher]
     inputs_of += [p.teacher for _, call in plan.metrics for p in call.signature.parameters if p.teacher]
     names = tuple(dict.fromkeys((*plan.want.teachers, *inputs_of)))
-    return bind_guides(plan.teachers, names, plan.source, rows, backend)
+    return bind_teachers(plan.teachers, names, plan.source, rows, backend)
 
 
 def _too_early(plan: Plan) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor
 from headloss.engine.again import recall, remember
 from headloss.engine.arguments import CallArguments
 from headloss.engine.bind import bind
-from headloss.engine.loss import BoundLoss
+from headloss.engine.loss import TermsOnRows
 from headloss.engine.plan import Plan, make_plan, plain_source
 from headloss.engine.run import Head, run, settle
 from headloss.late import check_pending
@@ -45,7 +45,7 @@ def evaluate(terms: Terms, arguments: CallArguments, direct: bool) -> Output:
 
 
 def _report(
-    terms: Terms, plan: Plan, loss: BoundLoss, value: Tensor, facts: Sequence[Tensor], grads: Grads | None = None
+    terms: Terms, plan: Plan, loss: TermsOnRows, value: Tensor, facts: Sequence[Tensor], grads: Grads | None = None
 ) -> Output:
     zero = torch.zeros((), dtype=value.dtype, device=value.device) if plan.off else value
     values = {name: zero if name in plan.off else loss.values[name] for name in terms.names}

@@ -10,7 +10,7 @@ import torch
 from headloss.backends import choose
 from headloss.engine.bind import backend_for
 from headloss.engine.sweeps import Chunk
-from headloss.engine.teachers import DenseGuide, Guide, most_rows, teacher_bytes
+from headloss.engine.teachers import DenseTeacherRows, TeacherRows, most_rows, teacher_bytes
 from headloss.rows import Rows
 from headloss.sources import Linear, parse_bytes
 
@@ -84,7 +84,7 @@ def explain(
     plan: Plan,
     rows: Rows,
     chunks: Sequence[Chunk] | None,
-    guides: Mapping[str, Guide],
+    guides: Mapping[str, TeacherRows],
     backend: str,
     read_because: str,
     show_source: bool = False,
@@ -158,9 +158,9 @@ def _launches(plan: Plan) -> str:
     return f"one launch for the facts, one for the gradient ({plan.reason})"
 
 
-def _teacher_gemms(plan: Plan, guides: Mapping[str, Guide], chunks: Sequence[Chunk] | None) -> int:
+def _teacher_gemms(plan: Plan, guides: Mapping[str, TeacherRows], chunks: Sequence[Chunk] | None) -> int:
     """A teacher's logits are made once in a visit; without one, again for the gradient and for a look across ranks."""
-    made = sum(isinstance(g, DenseGuide) and isinstance(g.teacher, Linear) for g in guides.values())
+    made = sum(isinstance(g, DenseTeacherRows) and isinstance(g.teacher, Linear) for g in guides.values())
     if chunks is not None:
         return made
     return made * (2 + _looks_across_ranks(plan))

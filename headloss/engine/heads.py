@@ -286,7 +286,7 @@ def open_source(source: Source, beside: int = 0, most: int | None = None) -> Hea
     return LogitsHead(source, most) if isinstance(source, Logits) else LinearHead(source, beside)
 
 
-def at_home(fn: Callable[..., Any]) -> Callable[..., Any]:
+def on_source_device(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Around a function of a sweep: its device is the current one, where Triton launches, and autocast is off.
 
     Autocast would round products that are asked for in float32.
@@ -296,7 +296,7 @@ def at_home(fn: Callable[..., Any]) -> Callable[..., Any]:
     def call(sweep: Any, *args: Any) -> Any:
         device = sweep.source.device
         with contextlib.ExitStack() as stack:
-            if elsewhere(device):
+            if on_other_device(device):
                 stack.enter_context(torch.cuda.device(device))
             if torch.is_autocast_enabled(device.type):
                 stack.enter_context(torch.autocast(device.type, enabled=False))
@@ -305,7 +305,7 @@ def at_home(fn: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def elsewhere(device: torch.device) -> bool:
+def on_other_device(device: torch.device) -> bool:
     """Whether a Triton kernel would be launched on another device than this one."""
     return device.type == "cuda" and device.index != torch.cuda.current_device()
 

@@ -63,7 +63,7 @@ def check_belongs(call: Call, kind: str | None, shapes: Mapping[str, Shape], len
         raise WrongValueError(f"{call.signature.name}.returns: is {said!r}, but it returns one value per {found}")
 
 
-class BoundLoss:
+class TermsOnRows:
     """The terms and metrics of one call.  `chunk` gives cotangents inside a visit, `whole` everything on all rows."""
 
     def __init__(
@@ -302,7 +302,7 @@ class BoundLoss:
             if kind == "other" and self.rows.valid is not None and name not in numbers:
                 raise ValueError(
                     f"host_read: metric {name!r} is made of all rows, ignored ones too, as they were not dropped; "
-                    f"return one value a row or a segment, allow the host read, or give targets through hl.prepare"
+                    f"return one value per row or segment, allow the host read, or give targets through hl.prepare"
                 )
             batches.setdefault((kind, x.numel()), {})[name] = x
         found: dict[str, Metric] = {}

@@ -24,7 +24,7 @@ from headloss.reductions import even, lengths
 from headloss.rows import may_read
 
 if TYPE_CHECKING:
-    from headloss.engine.loss import BoundLoss, Planned
+    from headloss.engine.loss import Planned, TermsOnRows
 
 
 class Launched:
@@ -54,7 +54,7 @@ class Launched:
         return self.visited.input_cotangents
 
 
-def launch(sweep: Sweep, loss: BoundLoss, needs: tuple[bool, ...]) -> Launched:
+def launch(sweep: Sweep, loss: TermsOnRows, needs: tuple[bool, ...]) -> Launched:
     """Visit every chunk: the loss, the facts, the softmax, and the gradients if any are wanted."""
     assert loss.chunks
     weighed = Weighed(loss, sweep.backend)
@@ -73,7 +73,7 @@ def launch(sweep: Sweep, loss: BoundLoss, needs: tuple[bool, ...]) -> Launched:
 class Weighed:
     """The terms of a call with the weights of their rows, as the program takes them: numbers wherever rows agree."""
 
-    def __init__(self, loss: BoundLoss, backend: ModuleType, by_segment: bool = False) -> None:
+    def __init__(self, loss: TermsOnRows, backend: ModuleType, by_segment: bool = False) -> None:
         self.loss, self.backend, self.by_segment = loss, backend, by_segment
         self.bases = {t.name: self._base(t) for t in loss.terms}
         self.factors = {t.name: t.weight * loss.grad_scale for t in loss.terms}
@@ -108,7 +108,7 @@ class Weighed:
         return self.backend.Arguments(loss.raw_inputs(part), cut, self.factors)
 
     def report(self, visited: Any) -> Tensor:
-        """Sum over the rows: the terms' values, and the loss; metrics are summed when they are looked at."""
+        """Sum over the rows: the terms' values, and the loss; metrics are summed when they are read."""
         loss = self.loss
         if visited.program.metrics:  # which rows count is noted now: the targets may be written to
             loss.metrics |= measured(visited, loss.rows.valid)
@@ -133,7 +133,7 @@ class Weighed:
 
 
 def measured(visited: Any, valid: Tensor | None) -> dict[str, Metric]:
-    """The metrics of a visit, to be summed when they are looked at."""
+    """The metrics of a visit, to be summed when they are read."""
     metrics = measure_later(visited.program.metrics, lambda: visited.metric_values, valid, "token")
     if not may_read(True, visited.found.device):
         next(iter(metrics.values())).parts  # a graph that is replayed makes them anew  # noqa: B018

@@ -304,12 +304,12 @@ def _check_spread(label: str, found: Trace, shapes: Mapping[str, Shape]) -> None
     if per_segment and found.joint is None and mismatch:
         name = per_segment[0]
         raise ValueError(
-            f"{name}: has one value a segment, where {label} meets it with one a row; pass segments.spread({name})"
+            f"{name}: has one value per segment, where {label} meets it with one per row; pass segments.spread({name})"
         )
 
 
 def _check_gradients(calls: Mapping[str, Call], shapes: Mapping[str, Shape], traces: Mapping[str, Trace]) -> None:
-    """An input that wants a gradient is one that some loss gives it; without a trace, `BoundLoss.whole` finds out."""
+    """An input that wants a gradient is one that some loss gives it; without a trace, `TermsOnRows.whole` finds out."""
     seen = {p.key for call in calls.values() for p in call.signature.parameters}
     given: dict[str, bool] = {}
     for term, call in calls.items():

@@ -10,7 +10,7 @@ from torch import Tensor
 from headloss.engine.bind import backend_for
 from headloss.engine.plan import check_targets_wanted, check_teachers
 from headloss.engine.sweeps import Sweep
-from headloss.engine.teachers import bind_guides, name_teachers
+from headloss.engine.teachers import bind_teachers, name_teachers
 from headloss.facts import FACTS, Fact, Want
 from headloss.late import defers
 from headloss.options import is_number, shown
@@ -39,7 +39,7 @@ def facts_sweep(
     engine = backend_for(backend, source, chosen)
     reads = host_read and (isinstance(source, Linear) or not defers(source.device))
     rows = bind_rows(source.leading, targets, None, vocab=source.vocab, device=source.device, host_read=reads)
-    return Sweep(source, rows, chosen, engine, bind_guides(teachers, chosen.teachers, source, rows))
+    return Sweep(source, rows, chosen, engine, bind_teachers(teachers, chosen.teachers, source, rows))
 
 
 def _read_fact(want: Any, teachers: Mapping[str, Teacher]) -> Fact:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from headloss.engine.heads import at_home
+from headloss.engine.heads import on_source_device
 from headloss.engine.one_launch import Launched, launch
 from headloss.engine.saved import hold, once
 from headloss.engine.settled import settle as settle_segments
@@ -44,7 +44,7 @@ class Result(NamedTuple):
         return self._replace(loss=self.loss.detach(), facts=facts, grads=None)
 
 
-@at_home
+@on_source_device
 def run(sweep: Sweep, loss: Loss | None, needs: tuple[bool, ...]) -> Result | Launched:
     """The forward pass: facts, loss, and whatever of the gradient can be had in the same visit."""
     if loss is None:
@@ -68,7 +68,7 @@ def run(sweep: Sweep, loss: Loss | None, needs: tuple[bool, ...]) -> Result | La
     return Result(value, facts, softmax, by_fact_, by_input_)
 
 
-@at_home
+@on_source_device
 def settle(sweep: Sweep, result: Result | Launched, needs: tuple[bool, ...]) -> Grads:
     """The gradients of the loss, without autograd."""
     if result.grads is None:
@@ -76,7 +76,7 @@ def settle(sweep: Sweep, result: Result | Launched, needs: tuple[bool, ...]) -> 
     return scaled(result.grads, result.normaliser, sweep.backend)
 
 
-class Held:
+class SavedForBackward:
     """What a forward pass leaves for the backward, apart from the caller's tensors, which autograd keeps."""
 
     def __init__(
@@ -149,7 +149,7 @@ class Head(torch.autograd.Function):
         hold(ctx, zip((*ctx.own, *wanted), tensors, strict=True), list(read.items())[count:], used)
         inputs = [] if loss is None else [loss.shaped(n, result.by_input.get(n)) for n in wanted]
         overwritten = result.grads is not None and getattr(sweep.source, "inplace", False)
-        ctx.sweep, ctx.held = sweep.bare(), Held(needs, result.rest(), result.grads, inputs, overwritten)
+        ctx.sweep, ctx.held = sweep.bare(), SavedForBackward(needs, result.rest(), result.grads, inputs, overwritten)
         return (result.loss, *outputs)
 
     @staticmethod

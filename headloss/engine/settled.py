@@ -16,11 +16,11 @@ import torch
 from headloss.engine.one_launch import Launched, Weighed, by_length
 
 if TYPE_CHECKING:
-    from headloss.engine.loss import BoundLoss
+    from headloss.engine.loss import TermsOnRows
     from headloss.engine.sweeps import Sweep
 
 
-def settle(sweep: Sweep, loss: BoundLoss, needs: tuple[bool, ...]) -> Launched:
+def settle(sweep: Sweep, loss: TermsOnRows, needs: tuple[bool, ...]) -> Launched:
     """As `one_launch.launch`; without chunks, all rows are settled at once and no gradient is made."""
     grad = any(needs) and bool(loss.chunks)
     weighed = Weighed(loss, sweep.backend, by_segment=True)
@@ -37,7 +37,7 @@ def settle(sweep: Sweep, loss: BoundLoss, needs: tuple[bool, ...]) -> Launched:
     return Launched(weighed.report(settling.settled), settling.settled, None, None)
 
 
-def _open(sweep: Sweep, loss: BoundLoss, weighed: Weighed, grad: bool) -> Any:
+def _open(sweep: Sweep, loss: TermsOnRows, weighed: Weighed, grad: bool) -> Any:
     backend, rows, everything = sweep.backend, sweep.rows, slice(0, sweep.rows.count)
     segments, stats = rows.segments, rows.stats
     assert segments is not None and segments.group is None

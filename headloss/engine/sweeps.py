@@ -17,8 +17,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from headloss.engine.heads import at_home, open_source, part_of
-from headloss.engine.teachers import Guide, ids_facts, ids_pull, most_rows, note, teacher_bytes, teacher_label
+from headloss.engine.heads import on_source_device, open_source, part_of
+from headloss.engine.teachers import TeacherRows, ids_facts, ids_pull, most_rows, note, teacher_bytes, teacher_label
 from headloss.facts import Fact, Partial, Softmax, Want, coefficients, finish
 from headloss.parallel.shard import Gathering, reduce_hidden, sum_over
 from headloss.record import Grads
@@ -68,7 +68,7 @@ class Sweep:
         rows: Rows,
         want: Want,
         backend: ModuleType,
-        guides: Mapping[str, Guide] | None = None,
+        guides: Mapping[str, TeacherRows] | None = None,
         program: Any = None,
         times: dict[str, float] | None = None,
         integers: Sequence[Tensor] = (),
@@ -131,7 +131,7 @@ class Sweep:
         for guide in self.guides.values():
             guide.close()
 
-    @at_home
+    @on_source_device
     def pull(
         self, facts: Mapping[Fact, Tensor], softmax: Softmax, grads: Mapping[Fact, Tensor], needs: tuple[bool, ...]
     ) -> Grads:

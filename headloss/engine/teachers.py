@@ -1,6 +1,6 @@
 """Teachers, bound to the rows of a call: what each brings to a chunk of the student's sweep.
 
-Dimension key:  N rows   R rows that count   C rows of a chunk   K ids a row
+Dimension key:  N rows   R rows that count   C rows of a chunk   K ids per row
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def _check_ids(label: str, sparse: Sparse, source: Source) -> None:
         torch._assert_async(((ids >= -1) & (ids < vocab)).all(), f"{label}: an id is out of range")
 
 
-class DenseGuide:
+class DenseTeacherRows:
     """A dense teacher: its logits are read, or made, for the same rows as the student's."""
 
     def __init__(self, teacher: Logits | Linear, source: Source, rows: Rows) -> None:
@@ -152,21 +152,21 @@ class DenseGuide:
         """The caller's tensors, which a pull reads again."""
         return tensors_in(self.teacher)
 
-    def bare(self) -> DenseGuide:
+    def bare(self) -> DenseTeacherRows:
         """Without them; `whole` puts them back."""
         other = shallow(self)
         other.teacher = with_tensors(self.teacher, dict.fromkeys(self.tensors()))
         other.temperature, other.head = 1.0, None
         return other
 
-    def whole(self, tensors: Mapping[str, Tensor], source: Source, rows: Rows) -> DenseGuide:
-        return DenseGuide(with_tensors(self.teacher, tensors), source, rows)
+    def whole(self, tensors: Mapping[str, Tensor], source: Source, rows: Rows) -> DenseTeacherRows:
+        return DenseTeacherRows(with_tensors(self.teacher, tensors), source, rows)
 
 
 MOST_COMPARED = 512  # of a row's ids, each with all others, in one kernel
 
 
-class SparseGuide:
+class SparseTeacherRows:
     """A sparse teacher: K columns a row, each named once."""
 
     row_bytes = 0
@@ -204,17 +204,17 @@ class SparseGuide:
         """The caller's tensors."""
         return {} if self.teacher is None else {"ids": self.teacher.ids, "logprobs": self.teacher.logprobs}
 
-    def bare(self) -> SparseGuide:
+    def bare(self) -> SparseTeacherRows:
         """Without them: ids that are named once are a copy, and all that a pull reads."""
         other = shallow(self)
         other.teacher = None
         return other
 
-    def whole(self, tensors: Mapping[str, Tensor], source: Source, rows: Rows) -> SparseGuide:
+    def whole(self, tensors: Mapping[str, Tensor], source: Source, rows: Rows) -> SparseTeacherRows:
         return self
 
 
-Guide = DenseGuide | SparseGuide
+TeacherRows = DenseTeacherRows | SparseTeacherRows
 
 
 def merge_repeated(ids_RK: Tensor, logprob_RK: Tensor) -> tuple[Tensor, Tensor]:
@@ -237,26 +237,26 @@ def merge_repeated(ids_RK: Tensor, logprob_RK: Tensor) -> tuple[Tensor, Tensor]:
     return ids_RK.masked_fill(~leads_RK, -1), merged_RK
 
 
-def bind_guides(
+def bind_teachers(
     teachers: Mapping[str, Teacher], names: tuple[str, ...], source: Source, rows: Rows, backend: Any = None
 ) -> dict[str, Any]:
     """The teachers that some fact needs, for these rows."""
     return {
-        name: SparseGuide(teachers[name], rows, source.fact_dtype, backend)  # type: ignore[arg-type]
+        name: SparseTeacherRows(teachers[name], rows, source.fact_dtype, backend)  # type: ignore[arg-type]
         if isinstance(teachers[name], Sparse)
-        else DenseGuide(teachers[name], source, rows)  # type: ignore[arg-type]
+        else DenseTeacherRows(teachers[name], source, rows)  # type: ignore[arg-type]
         for name in names
     }
 
 
-def teacher_bytes(guides: Mapping[str, Guide], source: Source) -> int:
+def teacher_bytes(guides: Mapping[str, TeacherRows], source: Source) -> int:
     """What a row of a chunk costs for its teachers; over a shard two chunks exist at once."""
     return sum(guide.row_bytes for guide in guides.values()) * (1 if source.shard is None else 2)
 
 
-def most_rows(guides: Mapping[str, Guide]) -> int | None:
+def most_rows(guides: Mapping[str, TeacherRows]) -> int | None:
     """How many rows of the teachers' logits may be made at a time beside logits that exist; None: there are none."""
-    made = [g for g in guides.values() if isinstance(g, DenseGuide) and isinstance(g.teacher, Linear)]
+    made = [g for g in guides.values() if isinstance(g, DenseTeacherRows) and isinstance(g.teacher, Linear)]
     if not made:
         return None
     budget = min(parse_bytes(g.teacher.memory) for g in made if isinstance(g.teacher, Linear))
@@ -264,7 +264,7 @@ def most_rows(guides: Mapping[str, Guide]) -> int | None:
 
 
 def note(
-    source: Source, rows: Rows, want: Want, guides: Mapping[str, Guide], inputs: Sequence[Tensor]
+    source: Source, rows: Rows, want: Want, guides: Mapping[str, TeacherRows], inputs: Sequence[Tensor]
 ) -> Tensor | None:
     """What ranks that share a vocabulary must agree about, sent along with a call's first partial; `inputs`: integers.
 
@@ -276,7 +276,7 @@ def note(
     same = {
         "targets": [nothing if rows.given is None else rows.given],
         "segments": [] if rows.segments is None else [rows.segments.ids],
-        "teacher": [guide.ids_RK for guide in guides.values() if isinstance(guide, SparseGuide)],
+        "teacher": [guide.ids_RK for guide in guides.values() if isinstance(guide, SparseTeacherRows)],
         "inputs": inputs,
     }
     T = None if isinstance(source.temperature, Tensor) else source.temperature
@@ -289,7 +289,7 @@ def ids_facts(
     source: Source,
     rows: Rows,
     want: Want,
-    guides: Mapping[str, Guide],
+    guides: Mapping[str, TeacherRows],
     temperatures: list[Temperature],
     said: Tensor | None,
 ) -> dict[Fact, Tensor]:
@@ -297,7 +297,7 @@ def ids_facts(
     head = open_source(source)
     facts: dict[Fact, Tensor] = {}
     for name, guide in guides.items():
-        assert isinstance(guide, SparseGuide)
+        assert isinstance(guide, SparseTeacherRows)
         column_RK, here_RK = guide.places(source)
         raw_RK = head.gather(rows.numbers(slice(0, rows.count)), column_RK).to(source.fact_dtype)
         z_RK = raw_RK * source.scale
@@ -315,7 +315,7 @@ def ids_facts(
 def ids_pull(
     head: Head,
     rows: Rows,
-    guides: Mapping[str, Guide],
+    guides: Mapping[str, TeacherRows],
     facts: Mapping[Fact, Tensor],
     grads: Mapping[Fact, Tensor],
     temperatures: Mapping[float | None, Temperature],
@@ -323,7 +323,7 @@ def ids_pull(
     """The pull of `ids_logit` alone: on the ids, and nowhere else."""
     source, columns, totals = head.source, [], []
     for name, guide in guides.items():
-        assert isinstance(guide, SparseGuide)
+        assert isinstance(guide, SparseTeacherRows)
         column_RK, here_RK = guide.places(source)
         total_RK = torch.zeros_like(guide.logprob_RK)
         for fact, g_RK in grads.items():

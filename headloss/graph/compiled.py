@@ -31,7 +31,7 @@ WHY = (
 )
 
 
-def as_it_is(fn: Callable[..., Any]) -> Callable[..., Any]:
+def uncompiled(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Under torch.compile `fn` runs as it is, between two compiled graphs: its kernels are fused already.
 
     `torch.compiler.disable`, but only where something compiles: it costs, and imports the compiler, and that triton.

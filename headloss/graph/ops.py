@@ -24,7 +24,7 @@ from headloss.engine.bind import backend_for
 from headloss.engine.run import Result, settle
 from headloss.engine.saved import TWICE
 from headloss.engine.sweeps import NO_SOFTMAX, Sweep
-from headloss.engine.teachers import bind_guides, name_teachers
+from headloss.engine.teachers import bind_teachers, name_teachers
 from headloss.facts import VALUED, Want
 from headloss.graph.recipe import Call, read
 from headloss.graph.rehearsal import (
@@ -213,7 +213,7 @@ def _pull(
                 by_segment=known.by_segment and isinstance(source, Linear),
                 skips=recipe.visited and isinstance(source, Logits),
             )  # fmt: skip
-            guides = bind_guides(name_teachers(args.teacher, source), want.teachers, source, rows)
+            guides = bind_teachers(name_teachers(args.teacher, source), want.teachers, source, rows)
             sweep = Sweep(source, rows, want, backend_for(recipe.data["backend"], source, want), guides)
         take, named = sweep.rows.take, sweep.want.facts
         by_fact = {named[i]: take(x) for i, x in zip(valued, facts, strict=True)}

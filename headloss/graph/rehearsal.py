@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from headloss.engine.arguments import CallArguments, CallOptions
 from headloss.engine.bind import bind
-from headloss.engine.loss import BoundLoss
+from headloss.engine.loss import TermsOnRows
 from headloss.engine.plan import Plan, make_plan
 from headloss.engine.row_facts import facts_sweep
 from headloss.engine.run import Result, run
@@ -35,7 +35,7 @@ class Done(NamedTuple):
     """A call that ran."""
 
     sweep: Sweep
-    loss: BoundLoss | None
+    loss: TermsOnRows | None
     result: Result
     numbers: Tensor  # what the host knows of the targets
     kind: str  # of the plan
@@ -45,7 +45,7 @@ def perform(args: Call, terms: Terms | None) -> Done:
     """The ordinary path."""
     recipe = args.recipe.data
     targets, host_read = known_of(args, recipe["host_read"])
-    loss: BoundLoss | None = None
+    loss: TermsOnRows | None = None
     kind = "row"
     if terms is None:
         sweep = sweep_of(args, targets, host_read)

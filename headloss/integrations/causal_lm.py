@@ -1,4 +1,4 @@
-"""What headloss must know of a causal language model of Transformers: head, logits, labels; or else a sentence."""
+"""What headloss must know of a causal language model of Transformers: head, logits, labels; or else an error."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def logits_transform(config: Any) -> dict[str, Any]:
 
 
 def check_model(model: Any, *, takes_loss: bool = True) -> nn.Linear:
-    """The head of a causal language model that can be patched, or a sentence."""
+    """The head of a causal language model that can be patched, or an error."""
     name = type(model).__name__
     if "headloss" in vars(model):
         raise ValueError(f"model: {name} is patched already; unpatch(model) first")

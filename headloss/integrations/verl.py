@@ -35,7 +35,7 @@ def log_probs_and_entropy(
 ) -> tuple[Tensor, Tensor]:
     """(log_probs, entropy) in the labels' shape, float32, both differentiable; logits (..., V) or a source.
 
-    `temperature` is a number, one value a sample ((B,) or (B, 1) for (B, T) labels) or one value a token.
+    `temperature` is a number, one value per sample ((B,) or (B, 1) for (B, T) labels) or one value per token.
     `inplace=True` lets the gradient overwrite the logits.
     """
     if isinstance(source, Tensor):
@@ -89,7 +89,7 @@ def per_token(temperature: float | Tensor, labels: Tensor) -> float | Tensor:
     if len(shape) == 2 and tuple(T.shape) in ((shape[0],), (shape[0], 1)):
         return T.reshape(-1, 1).expand(shape).contiguous().to(labels.device)
     raise ValueError(
-        f"temperature: wanted a number, one value a sample or one a token of {shape}, got {tuple(T.shape)}"
+        f"temperature: wanted a number, one value per sample or one a token of {shape}, got {tuple(T.shape)}"
     )
 
 

@@ -2,8 +2,8 @@ import torch
 
 
 def kto(logprob, ref_logprob, segments, desirable, kl=None, *, beta=0.1, desirable_weight=1.0, undesirable_weight=1.0):
-    """One value a segment, with g = total of logprob - ref_logprob: w_d (1 - sigmoid(beta (g - kl))) if the segment is
-    `desirable`, else w_u (1 - sigmoid(beta (kl - g))) (Ethayarajh et al. 2024).
+    """One value per segment, with g = total of logprob - ref_logprob: w_d (1 - sigmoid(beta (g - kl))) if the segment
+    is `desirable`, else w_u (1 - sigmoid(beta (kl - g))) (Ethayarajh et al. 2024).
 
     desirable   (S,) flags: no pairs are needed
     kl          a scalar: the batch's estimate of KL(policy || reference), at least 0; 0 if it is not given

@@ -109,7 +109,7 @@ def test_packed_tokens_and_logits(head: Any) -> None:
 
 
 def test_a_temperature_that_fits_nothing_is_refused(head: Any) -> None:
-    with pytest.raises(ValueError, match="one value a sample"):
+    with pytest.raises(ValueError, match="one value per sample"):
         adapter.log_probs_and_entropy(head[0].detach() @ head[1].detach().T, head[2], torch.ones(B + 1))
 
 

@@ -12,7 +12,7 @@ from triton import knobs
 
 import headloss.backends.triton.launch as launch_module
 from headloss.backends.triton.launch import Launch, look
-from headloss.engine.heads import at_home
+from headloss.engine.heads import on_source_device
 
 
 class Compiled:
@@ -99,7 +99,7 @@ def test_a_sweep_makes_its_device_the_current_one(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "device", current)
-    home = at_home(lambda sweep, x: entered.append(x))
+    home = on_source_device(lambda sweep, x: entered.append(x))
     for device in ("cpu", "cuda:0", "cuda:1"):
         home(types.SimpleNamespace(source=types.SimpleNamespace(device=torch.device(device))), device)
     assert entered == ["cpu", "cuda:0", 1, "cuda:1", "left"]

@@ -226,8 +226,8 @@ def test_the_likeliest_column_at_two_temperatures():
         ({"ce": cross_entropy}, {"spread": lambda logprob: logprob - logprob.mean()}, "metric 'spread'"),
         ({"ce": cross_entropy}, {"share": lambda logprob: logprob / len(logprob)}, "metric 'share': its Python code"),
         ({"ce": cross_entropy}, {"share": lambda logprob: logprob / logprob.shape[0]}, "metric 'share': div of a size"),
-        ({"noted": hl.Term(noted, rate=0.3)}, [], "metric 'noted/rate': not one value a row"),
-        ({"noted": hl.Term(noted, rate=1)}, [], "metric 'noted/rate': not one value a row"),
+        ({"noted": hl.Term(noted, rate=0.3)}, [], "metric 'noted/rate': not one value per row"),
+        ({"noted": hl.Term(noted, rate=1)}, [], "metric 'noted/rate': not one value per row"),
     ],
 )
 def test_what_cannot_be_printed_takes_two_launches_and_says_why(terms, metrics, reason):

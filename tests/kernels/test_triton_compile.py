@@ -395,7 +395,7 @@ from headloss.trace.signature import ONLY  # noqa: E402
 
 
 class Beside(Built):
-    """The one-launch kernel of some terms beside a teacher, dense or of `ids` ids a row."""
+    """The one-launch kernel of some terms beside a teacher, dense or of `ids` ids per row."""
 
     def __init__(self, V=128256, metrics=(), *, ids=0, dtype="bf16", **terms):
 

@@ -453,11 +453,11 @@ def test_wrong_declarations(name: str) -> None:
         hl.Objective(l=spreading)
 
 
-class Held:
+class SavedForBackward:
     factor = 1.0
 
 
-HELD = Held()  # what is read from it may change, so nothing below is traced
+HELD = SavedForBackward()  # what is read from it may change, so nothing below is traced
 
 
 def untraced_totals(logprob, segments):

@@ -293,7 +293,7 @@ def test_what_is_not_deterministic_is_said(loss):
     ("where", "wrong"),
     [
         ("headloss.reductions.over", lambda count: 1.0 / (count + 1)),
-        ("headloss.engine.loss.BoundLoss._scale", lambda self, term: 1.1 * term.weight),
+        ("headloss.engine.loss.TermsOnRows._scale", lambda self, term: 1.1 * term.weight),
     ],
 )
 def test_a_wrong_engine_is_caught(where, wrong, monkeypatch):

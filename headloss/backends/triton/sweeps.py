@@ -1,6 +1,6 @@
 """The two sweeps as Triton kernels: bf16, fp16 or float32 in, float32 inside, any vocabulary, stride and alignment.
 
-Dimension key:  C rows handed in   V columns in hand   P parts a row is swept in   F numbers a row
+Dimension key:  C rows handed in   V columns in hand   P parts a row is swept in   F numbers per row
 
     sums   one launch, each program a part of a row, and one small launch that merges the parts
     pull   one launch, each program some columns of a row

@@ -1,6 +1,6 @@
 """The visit with a teacher in one launch; see `visit.py`, and `headloss.teachers` for what is compared.
 
-Dimension key:  C rows handed in   V columns in hand   K ids a row   F numbers a row   W numbers an id
+Dimension key:  C rows handed in   V columns in hand   K ids per row   F numbers per row   W numbers per id
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The visit in one launch: facts, loss, metrics and gradient of each row while it is in hand.
 
-Dimension key:  C rows handed in   V columns in hand   T terms   F numbers a row
+Dimension key:  C rows handed in   V columns in hand   T terms   F numbers per row
 
 The terms come as a `Program` (program.py): their joint graph printed as a Triton function.  It runs inside the kernel,
 so logits are read once and their gradient is written once.  Nothing is tuned at run time and nothing is atomic.
@@ -211,7 +211,7 @@ def launch(
     same = together and raw.line == out.line and not apart % raw.line and not lead_apart % raw.line
     even = raw.line == raw.vector and V % raw.vector == 0  # no vector belongs to two rows
     assert C >> 31 == 0 == vocab >> 31
-    # all that a compiled kernel depends on, looked at once: see launch.py
+    # all that a compiled kernel depends on, read once: see launch.py
     form = (
         shape, raw_CV.dtype, raw.line, raw.vector, out.line, out.vector, together, same, even,
         stride >> 31, out_stride >> 31, raw.x_CV.data_ptr() & 15 == 0, out.x_CV.data_ptr() & 15 == 0,

@@ -47,7 +47,7 @@ def logits(raw, scale, cap, SCALED: tl.constexpr, CAPPED: tl.constexpr):
 
 @triton.jit
 def temperature(given, row, PER_ROW: tl.constexpr):
-    """One temperature, from a number or from a pointer to one value a row."""
+    """One temperature, from a number or from a pointer to one value per row."""
     if PER_ROW:
         return tl.load(given + row).to(tl.float32)
     else:

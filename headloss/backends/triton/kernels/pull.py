@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""The pull: d(loss)/d(raw) from a handful of numbers a row.
+"""The pull: d(loss)/d(raw) from a handful of numbers per row.
 
     d(loss)/d(s_j) = p_j (a + b log p_j + e p_j) + c + y 1[j=y]        summed over temperatures, s = z / T
 

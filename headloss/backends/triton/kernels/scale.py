@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Multiply in place by a number on the device; a 1, which is what most backward passes bring, is not even looked at."""
+"""Multiply in place by a number on the device; a 1, which is what most backward passes bring, is not even read."""
 
 import triton
 import triton.language as tl

@@ -1,7 +1,7 @@
 # mypy: ignore-errors
 """Settle: between the two sweeps, the facts of all rows, the losses, their sums and the coefficients of the gradient.
 
-Dimension key:  N rows   B rows of a block   G segments and, first of all, the rows without one   F numbers a row
+Dimension key:  N rows   B rows of a block   G segments and, first of all, the rows without one   F numbers per row
 
 A program owns a segment and walks its rows once for each level of sums (`printer/segments.py`), then once more to write
 what belongs to rows.  `sums` (F, N) is what a sweep left of a chunk; `found` (F, N) takes what `visit_kernel` leaves

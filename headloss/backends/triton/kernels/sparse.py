@@ -1,7 +1,7 @@
 # mypy: ignore-errors
 """What a sparse teacher needs: each id once, the tail's own softmax, and the gradient at the ids.
 
-Dimension key:  N rows   K ids a row   P parts   L lanes   J columns of a lane
+Dimension key:  N rows   K ids per row   P parts   L lanes   J columns of a lane
 
 The tail is swept like the row (`sums.py`), without the columns that are ids: 1 - sum p would lose its digits.  The ids
 come sorted, so a program walks them beside its blocks, and a block that has none pays one comparison.

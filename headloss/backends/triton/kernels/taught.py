@@ -1,7 +1,7 @@
 # mypy: ignore-errors
 """One launch beside a teacher: as visit.py, with what dense.py, sparse.py and guided.py know of teachers.
 
-Dimension key:  K loads in flight   L lanes (threads)   J columns of a lane in each load   F numbers a row   N rows
+Dimension key:  K loads in flight   L lanes (threads)   J columns of a lane in each load   F numbers per row   N rows
 
 A program owns a row.  Beside a dense teacher it sweeps both rows for their sums, once more for divergences that need
 both softmaxes first, runs the printed functions, and sweeps both again, backwards, to write the gradient.
@@ -23,7 +23,7 @@ from headloss.backends.triton.kernels.dense import column_of, edges, read_both
 from headloss.backends.triton.kernels.guided import gradient, look_both, write_both
 from headloss.backends.triton.kernels.logits import LN2, LOG2E, LOWEST, boundary, logits, temperature
 from headloss.backends.triton.kernels.pull import slopes
-from headloss.backends.triton.kernels.row import inner, zeros
+from headloss.backends.triton.kernels.row_loops import inner, zeros
 from headloss.backends.triton.kernels.sparse import read_without
 from headloss.backends.triton.kernels.visit import arguments
 

@@ -1,7 +1,7 @@
 # mypy: ignore-errors
 """One launch: a row's facts, the loss and its derivative, and the gradient, while the row is in hand.
 
-Dimension key:  K loads in flight   L lanes (threads)   J columns of a lane in each load   F numbers a row   N rows
+Dimension key:  K loads in flight   L lanes (threads)   J columns of a lane in each load   F numbers per row   N rows
 
 A program owns a row.  It sweeps the row once for the sums behind the facts, each lane on its own (see sums.py), calls
 two printed functions, `VALUES` (sums to facts) and `FN` (facts to losses and coefficients), and sweeps the row again,
@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from headloss.backends.triton.kernels.logits import LN2, LOG2E, boundary, logits, temperature
-from headloss.backends.triton.kernels.row import LOWEST, read, write, zeros
+from headloss.backends.triton.kernels.row_loops import LOWEST, read, write, zeros
 
 
 @triton.jit

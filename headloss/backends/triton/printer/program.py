@@ -126,7 +126,7 @@ class Page:
         named = inputs.get(f"teacher_ids of {self.teacher}")
         self.width = named.rest[0] if named is not None else 0
         if self.width == 1 or self.width > MOST_IDS:
-            raise Unprintable("a single id a row" if self.width == 1 else f"more than {MOST_IDS} ids a row")
+            raise Unprintable("a single id per row" if self.width == 1 else f"more than {MOST_IDS} ids per row")
         self.printer = self.new_printer()
         self.inputs: dict[str, Value] = {}
         self.target = False
@@ -177,10 +177,10 @@ class Page:
             if into is not None:
                 self._metric(f"{name}/{key}", graph, given, metrics[key], into)
             else:  # a number, or a scalar: counted once a call and not once a row
-                self.left_out[f"{name}/{key}"] = "not one value a row"
+                self.left_out[f"{name}/{key}"] = "not one value per row"
 
     def metric(self, name: str, call: Any) -> None:
-        """A function of facts that returns one value a row, or several by name."""
+        """A function of facts that returns one value per row, or several by name."""
         read = call.reads()
         parameters = [p for p in call.signature.parameters if p.kind != "input" or p.key in self.shapes]
         if read.unknown or any(p.kind == "segments" for p in parameters):
@@ -199,7 +199,7 @@ class Page:
             found = {f"{name}/{k}": x for k, x in found.items()} if isinstance(found, Mapping) else {name: found}
             names.extend(found)
             if any(not isinstance(x, Tensor) or [size(d) for d in x.shape] != sizes for x in found.values()):
-                raise TypeError("not one value a row")
+                raise TypeError("not one value per row")
             return tuple(found.values())
 
         try:

@@ -159,7 +159,7 @@ class _SegmentPage(Page):
         shape = self.shapes.get(name)
         if shape is not None and shape.kind == "segment":
             if shape.requires_grad:
-                raise Unprintable("a gradient for one value a segment")
+                raise Unprintable("a gradient for one value per segment")
             if not shape.rest:
                 return self.known_input(node, name)
         return super().argument(node, name)

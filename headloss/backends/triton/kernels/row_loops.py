@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 
 from headloss.backends.triton.kernels.logits import logits
+from headloss.backends.triton.kernels.packed_bf16 import LEAST, TWO_LEAST, decode, finite, highest, take
 from headloss.backends.triton.kernels.pull import slopes
-from headloss.backends.triton.kernels.words import LEAST, TWO_LEAST, decode, finite, highest, take
 
 LOWEST = tl.constexpr(-1.0e7)  # at or below is -inf: further down the rounding of z / T alone could overflow
 
