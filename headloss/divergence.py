@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -78,12 +79,11 @@ class Element:
         if self.pure or ours(self.fn):
             return
         found = self.reads()
-        key = (Same(self.fn), found.key)
-        if found.unknown or key not in _CHECKED:
+        if found.unknown:
             self.check()
-            if len(_CHECKED) >= _MOST_CHECKED:
-                _CHECKED.clear()
-            _CHECKED[key] = None
+        elif _CHECKED.get(self.fn) != found.key:
+            self.check()
+            _CHECKED[self.fn] = found.key
 
     def check(self) -> None:
         """Refuse a function that looks beyond its own column: it would depend on how the vocabulary is cut."""
@@ -124,8 +124,8 @@ class Element:
         return value.detach(), torch.zeros_like(logp) if slope is None else slope
 
 
-_CHECKED: dict[Any, None] = {}
-_MOST_CHECKED = 512
+# what each function read when it was last checked
+_CHECKED: weakref.WeakKeyDictionary[Callable[..., Any], Any] = weakref.WeakKeyDictionary()
 
 
 def sparse_loss(fn: Callable[..., Any], tail: str) -> Callable[..., Any]:

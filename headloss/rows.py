@@ -19,6 +19,7 @@ from headloss.segments import Segments, group_sum, integers, shallow, version
 
 IGNORE = -100
 TWICE = "segments: given both to prepare() and to the call; give them once"
+WRITTEN = "were written to after hl.prepare read them; prepare them again"
 
 
 class Stats(NamedTuple):
@@ -33,20 +34,15 @@ class Stats(NamedTuple):
     lengths: tuple[int, ...]  # valid rows of each segment
 
     @property
-    def present(self) -> int:
-        """How many segments have any."""
+    def present(self) -> int:  # segments that have any
         return len(self.lengths) - self.lengths.count(0)
 
     @classmethod
     def read(cls, numbers: Tensor) -> Stats:
         """From the numbers that `prepare` makes: this waits for the device."""
         valid, low, high, *more = numbers.tolist()
-        if not more:
-            return cls(valid, low, high, 0, -1, True, ())
-        return cls(valid, low, high, more[0], more[1], not more[2], tuple(more[3:]))
-
-
-WRITTEN = "were written to after hl.prepare read them; prepare them again"
+        loose, stray, falls, *lengths = more or (0, -1, 0)
+        return cls(valid, low, high, loose, stray, not falls, tuple(lengths))
 
 
 class Prepared:
@@ -140,15 +136,15 @@ def read_later(targets: Tensor, segments: Segments | None) -> Tensor:
 
 def check_prepared(numbers: Tensor, targets: Tensor, segments: Segments | None) -> None:
     """In a graph, where nothing tells whether a tensor was written to: the numbers must be those of the targets."""
+
+    def check(now: Tensor) -> None:
+        if not torch.equal(now, numbers[: len(now)]):
+            raise ValueError(f"targets or segments: {WRITTEN}")
+
     if defers(targets.device):  # the targets' range and count, which cost little
-        check_later(read_later(targets, None), lambda x: _check_same(x, numbers[:3]))
+        check_later(read_later(targets, None), check)
     elif targets.device.type == "cpu":
-        _check_same(read_later(targets, segments), numbers)
-
-
-def _check_same(now: Tensor, then: Tensor) -> None:
-    if not torch.equal(now, then):
-        raise ValueError(f"targets or segments: {WRITTEN}")
+        check(read_later(targets, segments))
 
 
 def check_targets_later(

@@ -379,7 +379,7 @@ def test_a_later_call_launches_where_its_logits_are(played, monkeypatch):
     objective, call = mix(), Call()
     first = objective(hl.Logits(call.logits), call.targets, **call.inputs)
     entered = []
-    monkeypatch.setattr(again, "elsewhere", lambda device: not entered)
+    monkeypatch.setattr(again, "on_other_device", lambda device: not entered)
 
     @contextlib.contextmanager
     def current(device):
@@ -523,7 +523,7 @@ def test_sums_over_more_rows_than_a_block(rows, weights):
     wide = torch.randn(9, rows + 3, device=DEVICE)
     found = wide.flatten()[: 9 * rows].view(9, rows)
     told = [w if i % 2 else torch.tensor(w, device=DEVICE) for i, w in enumerate(weights)]
-    sums, loss = triton_visit.totals(types.SimpleNamespace(found=found, ends=(0, 1, 3)), told)
+    sums, loss = triton_visit.totals(types.SimpleNamespace(term_values=(found, 3)), told)
     truth = found[3 : 3 + len(weights)].double().sum(1)
     torch.testing.assert_close(sums.double(), truth, rtol=1e-5, atol=1e-4)
     expected = (truth * torch.tensor(weights, device=DEVICE)).sum()

@@ -134,7 +134,7 @@ def _uses(code: types.CodeType) -> _Uses:
             elif step.opcode in dis.hasname:
                 refused.append(_VERBS.get(step.opname, "{} ({})").format(name, step.opname.lower()))
     names = {name for _, name, _ in roots}
-    measures = attributes & {"nelement", "numel", "shape", "size"} or "len" in names
+    measures = attributes & {"nelement", "numel", "shape", "size"}  # len() of a tensor is seen by the trace itself
     told = names & set(_TELLING) or shown
     if measures and told:  # a size is an int in a call, and something else under a trace
         refused.append(f"the type or text of sizes ({', '.join(sorted(names & set(_TELLING))) or 'an f-string'})")
@@ -161,10 +161,11 @@ class _Found:
         self.attributes: set[str] = set()
         self.fields: set[str] = set()
         self.floats = False
+        self.typed = False  # whether it asks for types, whose attributes may be those of a record's class
         self.seen: dict[int, int] = {}
 
     def finish(self) -> tuple[str, ...]:
-        odd = sorted(self.attributes - allowed_attributes() - self.fields)
+        odd = sorted(self.attributes - allowed_attributes() - (set() if self.typed else self.fields))
         changed = [f"torch.Tensor.{x} (not torch's own)" for x in sorted(self.attributes) if not _is_torchs(x)]
         return tuple(dict.fromkeys([*self.unknown, *(f".{name}" for name in odd), *changed]))
 
@@ -175,6 +176,7 @@ class _Found:
             self.floats |= not isinstance(x, _WHOLE)
             self.fields.update(("name", "value") if isinstance(x, enum.Enum) else fields_of(type(x)) or ())
             return key
+        self.typed |= x is type
         if id(x) in _allowed() or (isinstance(x, OpOverload | OpOverloadPacket) and _is_aten(x)):
             return Same(x)
         if ours(x):
@@ -299,7 +301,7 @@ _WHOLE = (bool, int, str, bytes, type(None), torch.dtype, torch.device)
 _BUILTINS = (
     abs, all, any, bool, complex, dict, divmod, enumerate, filter, float, format, frozenset, int, isinstance,
     issubclass, iter, len, list, map, max, min, next, pow, range, repr, reversed, round, set, slice, sorted, str, sum,
-    tuple, zip,
+    tuple, type, zip,
 )  # fmt: skip
 # What makes a tensor, or describes one, without taking one: torch lists the others itself.
 _TORCH = (
