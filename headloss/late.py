@@ -1,8 +1,8 @@
 """Numbers on their way from a device to the host, and checks that come late so that no call has to wait for them.
 
 A call that reads its targets from the host waits for all work that was queued before it: in a training step that is
-the whole forward pass.  So the numbers travel by a copy that nothing waits for.  What is wrong with them is said by the
-next call, or when a meter is read.
+the whole forward pass.  So the numbers travel by a copy that nothing waits for.  The next call, or the meter when it is
+read, raises if they are wrong.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _settle() -> None:
         check(copy.wait())
     except ValueError as error:
         raise ValueError(
-            f"{error}.  This is of an earlier call, which did not wait for it: its loss is wrong"
+            f"{error}.  Found after an earlier call had returned: the loss and gradients of that call are wrong"
         ) from error
 
 

@@ -77,7 +77,7 @@ class Prepared:
         self.check()
         return self.stats
 
-    def check(self) -> None:
+    def check(self) -> None:  # without waiting for what was read
         changed = "targets" if self.counted and self.targets._version != self.written[0] else None
         if self.segments is not None and version(self.segments.ids) != self.written[1]:
             changed = "segments"
@@ -107,11 +107,11 @@ def prepare(targets: Tensor, segments: Segments | None = None, *, non_blocking: 
     targets = integers("targets", targets)
     targets = targets.clone() if targets.is_inference() else targets  # nothing counts what is written to those
     segments = None if segments is None else segments.fitted(tuple(targets.shape), targets.device)
-    numbers = read_later(targets, segments)
+    numbers = target_numbers(targets, segments)
     return Prepared(targets, segments, Copy(numbers) if non_blocking else numbers.cpu())
 
 
-def read_later(targets: Tensor, segments: Segments | None) -> Tensor:
+def target_numbers(targets: Tensor, segments: Segments | None) -> Tensor:
     """The numbers that `Stats.read` takes, on the targets' device."""
     ids = None if segments is None else segment_ids(segments, targets)
     flat = targets.reshape(-1)
@@ -142,15 +142,15 @@ def check_prepared(numbers: Tensor, targets: Tensor, segments: Segments | None) 
             raise ValueError(f"targets or segments: {WRITTEN}")
 
     if defers(targets.device):  # the targets' range and count, which cost little
-        check_later(read_later(targets, None), check)
+        check_later(target_numbers(targets, None), check)
     elif targets.device.type == "cpu":
-        check(read_later(targets, segments))
+        check(target_numbers(targets, segments))
 
 
 def check_targets_later(
     numbers: Tensor, vocab: int, segments: Segments | None = None, needed: str | None = None
 ) -> None:
-    """Check what `read_later` found once it has reached the host; on the device while a CUDA graph is captured."""
+    """Check what `target_numbers` found once it has reached the host; on the device while a CUDA graph is captured."""
     if defers(numbers.device):
         count = None if segments is None else segments.num_segments
         check_later(numbers, lambda x: check_stats(Stats.read(x), vocab, count, needed))
@@ -309,7 +309,7 @@ def bind_rows(
     if device.type == "meta":
         return Rows(shape, targets, None, None, segments, None)
     if stats is None and not host_read:
-        check_targets_later(read_later(targets, segments), vocab, segments, needed)
+        check_targets_later(target_numbers(targets, segments), vocab, segments, needed)
         if skips:
             return _skipping(shape, targets, segments, ids, None, True)
         valid = flat != IGNORE

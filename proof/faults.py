@@ -553,6 +553,7 @@ FAULTS = [
     Fault("rows.py", "torch.where(low < -1, low, high)", "high", "a segment id below -1 is none", INTEGERS),
     Fault("rows.py", '        torch._assert_async(inside, "segments: an id is out of range")\n', "", "segment ids are not checked where the host does not look", INTEGERS),
     Fault("rows.py", "        check_later(numbers, lambda x: check_stats(Stats.read(x), vocab, count, needed))\n", "", "a wrong target of a call that did not wait is lost", WAITING),
+    Fault("engine/bind.py", "if plan.source.shard is not None or (plan.segments is not None and plan.segments.group is not None):", "if False:", "ranks that share a call refuse it one by one", WAITING),
     Fault("late.py", "while _PENDING and (wait or _PENDING[0][0].is_here()):", "while False:", "late checks never run", WAITING),
     Fault("late.py", "    check_pending(wait=True)\n    except", "    pass\n    except", "what is wrong with the last call of a process is lost", WAITING),
     Fault("late.py", "if len(_PENDING) >= MOST_PENDING:", "if False:", "late checks pile up", WAITING),

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 import time
+import types
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch.nn.functional import cross_entropy as dense
 
 import headloss as hl
 from headloss import late
+from headloss.engine.bind import why_read
 from headloss.losses import cross_entropy, forward_kl, grpo, gspo
 from headloss.rows import Stats, check_stats
 
@@ -167,6 +169,16 @@ def test_rows_are_read_where_they_have_to_be() -> None:
         assert plan.host_reads == (because != "") and because in plan.read_because
         assert plan.read_because in str(plan)
         assert objective.explain(source, meta[1], host_read=plan.terms[0].kind == "batch").host_reads in (0, 1)
+
+
+def test_ranks_that_share_a_call_read() -> None:
+    """One that raised late, alone, would leave the others waiting in a collective."""
+    alone: dict[str, Any] = {"kind": "row", "terms": (), "metrics": (), "program": None}
+    whole, shard = types.SimpleNamespace(shard=None), types.SimpleNamespace(shard="a shard")
+    group = types.SimpleNamespace(group="a group")
+    for source, segments, because in ((whole, None, ""), (shard, None, "together"), (whole, group, "together")):
+        found = why_read(types.SimpleNamespace(source=source, segments=segments, **alone))  # type: ignore[arg-type]
+        assert because in found and bool(found) == bool(because)
 
 
 def test_prepared_without_blocking() -> None:

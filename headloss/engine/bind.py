@@ -47,6 +47,8 @@ def why_read(plan: Plan) -> str:
     """Why the host has to know which rows count before the work is queued; empty: it need not."""
     if isinstance(plan.source, Linear):
         return "ignored rows are left out of the products"
+    if plan.source.shard is not None or (plan.segments is not None and plan.segments.group is not None):
+        return "ranks that share a call must refuse it together, before a collective"
     if plan.kind == "batch":
         return f"term {next(t.name for t in plan.terms if t.trace.kind == 'batch')!r} must not see ignored rows"
     mixing = [f"{t.name}/{name}" for t in plan.terms for name, kind in t.trace.metrics.items() if kind == "other"]

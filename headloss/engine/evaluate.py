@@ -12,7 +12,7 @@ from headloss.engine.arguments import CallArguments
 from headloss.engine.bind import bind
 from headloss.engine.loss import TermsOnRows
 from headloss.engine.plan import Plan, make_plan, plain_source
-from headloss.engine.run import Head, run, settle
+from headloss.engine.run import Head, final_grads, run
 from headloss.late import check_pending
 from headloss.record import Facts, Grads, Output
 from headloss.sources import Source
@@ -38,7 +38,7 @@ def evaluate(terms: Terms, arguments: CallArguments, direct: bool) -> Output:
     with torch.no_grad():
         result = run(sweep, loss, needs)
         if direct:
-            made = zip(settle(sweep, result, needs), _tensors(source), strict=True)
+            made = zip(final_grads(sweep, result, needs), _tensors(source), strict=True)
             grads = Grads(*(g if g is None or x is None else g.to(x.dtype) for g, x in made))
     facts = [sweep.rows.put(result.facts[f]) for f in sweep.want.facts]
     return _report(terms, plan, loss, result.loss, facts, grads)

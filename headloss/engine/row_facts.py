@@ -37,7 +37,7 @@ def facts_sweep(
         check_targets_wanted(wanted)
     chosen = Want(wanted)
     engine = backend_for(backend, source, chosen)
-    reads = host_read and (isinstance(source, Linear) or not defers(source.device))
+    reads = host_read and (isinstance(source, Linear) or source.shard is not None or not defers(source.device))
     rows = bind_rows(source.leading, targets, None, vocab=source.vocab, device=source.device, host_read=reads)
     return Sweep(source, rows, chosen, engine, bind_teachers(teachers, chosen.teachers, source, rows))
 

@@ -69,7 +69,7 @@ def run(sweep: Sweep, loss: Loss | None, needs: tuple[bool, ...]) -> Result | La
 
 
 @on_source_device
-def settle(sweep: Sweep, result: Result | Launched, needs: tuple[bool, ...]) -> Grads:
+def final_grads(sweep: Sweep, result: Result | Launched, needs: tuple[bool, ...]) -> Grads:
     """The gradients of the loss, without autograd."""
     if result.grads is None:
         return sweep.pull(result.facts, result.softmax, result.by_fact, needs)

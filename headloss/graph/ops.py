@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from headloss.engine.bind import backend_for
-from headloss.engine.run import Result, settle
+from headloss.engine.run import Result, final_grads
 from headloss.engine.saved import TWICE
 from headloss.engine.sweeps import NO_SOFTMAX, Sweep
 from headloss.engine.teachers import bind_teachers, name_teachers
@@ -120,7 +120,7 @@ def _made(sweep: Sweep, result: Result, needs: tuple[bool, ...], final: bool) ->
     """The gradients made in the visit, and what they still have to be multiplied with."""
     one = torch.ones((), dtype=sweep.source.fact_dtype, device=sweep.source.device)
     if final:
-        return _listed(settle(sweep, result, needs), len(needs)), one
+        return _listed(final_grads(sweep, result, needs), len(needs)), one
     if result.grads is not None:
         return _listed(result.grads, len(needs)), one if result.normaliser is None else result.normaliser.to(one)
     by_fact = result.by_fact

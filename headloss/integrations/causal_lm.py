@@ -104,10 +104,10 @@ def targets_of(labels: Tensor | None, shift_labels: Tensor | None) -> Tensor:
     return hl.shift_labels(labels)
 
 
-def prepared(targets: Tensor, segments: hl.Segments | None = None) -> Tensor | hl.Prepared:
+def prepared(targets: Tensor) -> Tensor | hl.Prepared:
     """The targets of a step whose model has yet to run: what the host must know of them travels while it runs."""
     early = targets.device.type == "cuda" and not torch.compiler.is_compiling()
-    return hl.prepare(targets, segments, non_blocking=True) if early else targets
+    return hl.prepare(targets, non_blocking=True) if early else targets
 
 
 def check_shape(targets: Tensor, rows: Tensor) -> None:
