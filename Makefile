@@ -60,8 +60,8 @@ clean:
 	touch $@
 
 .venv/tools: .venv/triton
-	$(PIP) numpy pytest pytest-xdist pytest-timeout hypothesis ruff==0.17.4 mypy==2.4.1 typer rich matplotlib \
-		mkdocs==1.6.1
+	$(PIP) numpy pytest pytest-xdist pytest-timeout hypothesis ruff==0.17.4 mypy==2.4.1 pyright==1.1.414 typer rich matplotlib \
+		mkdocs==1.6.1 mkdocs-material==9.8.1
 	touch $@
 
 # The trainers that the adapters are tested with (brings transformers, accelerate, datasets); their tests skip without.

@@ -1,8 +1,8 @@
 """Rebuild what the documents take from the code: `make docs`, or `python docs/build.py`.
 
-docs/losses.md and docs/faults.md are made whole.  README.md, docs/performance.md, docs/one-launch.md and docs/trust.md
-have marked places, <!-- name --> to <!-- /name -->, filled from the losses, from `explain`, and from the result files;
-no number is typed by hand.
+docs/losses.md, docs/faults.md and headloss/losses/__init__.pyi are made whole.  README.md, docs/performance.md,
+docs/one-launch.md and docs/trust.md have marked places, <!-- name --> to <!-- /name -->, filled from the losses, from
+`explain`, and from the result files; no number is typed by hand.
 """
 
 # ruff: noqa: RUF001  (the pages have multiplication signs and dashes)
@@ -21,7 +21,9 @@ import headloss as hl
 from headloss.cli import losses
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "docs")]
+from losses_stub import stub  # noqa: E402
+
 from proof import tables  # noqa: E402
 
 PERFORMANCE = ROOT / "docs" / "performance.md"
@@ -41,6 +43,7 @@ def pages() -> dict[Path, str]:
         ONE_LAUNCH: filled(ONE_LAUNCH, {"overhead": overhead()}),
         TRUST: filled(TRUST, tables.places()),
         ROOT / "docs" / "faults.md": tables.faults(),
+        ROOT / "headloss" / "losses" / "__init__.pyi": stub(),
     }
 
 

@@ -4,6 +4,8 @@ One sweep over the vocabulary yields a handful of facts about every row; every l
 facts; autograd on small vectors gives the coefficients; one more sweep writes the combined gradient.
 """
 
+from typing import TYPE_CHECKING
+
 from headloss import losses
 from headloss.checks.verify import Verification, verify
 from headloss.engine.layout import PerRow, PerSegment, Whole
@@ -21,12 +23,16 @@ from headloss.term import Term
 __version__ = "0.1.0"
 
 
-def __getattr__(name: str) -> object:
-    if name == "HeadParallel":  # loads DTensor, which a plain import should not
-        from headloss.head_parallel import HeadParallel
+if TYPE_CHECKING:
+    from headloss.head_parallel import HeadParallel
+else:
 
-        return HeadParallel
-    raise AttributeError(f"module 'headloss' has no attribute {name!r}")
+    def __getattr__(name: str) -> object:
+        if name == "HeadParallel":  # loads DTensor, which a plain import should not
+            from headloss.head_parallel import HeadParallel
+
+            return HeadParallel
+        raise AttributeError(f"module 'headloss' has no attribute {name!r}")
 
 
 __all__ = [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol, overload
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +45,22 @@ class Inputs(Mapping[str, Any]):
         return f"Inputs({', '.join(self._values)})"
 
 
+class _Head(Protocol):
+    """What a call of the module returns: the record if an objective came with it, otherwise logits."""
+
+    @overload
+    def __call__(self, hidden: Tensor) -> Tensor: ...
+    @overload
+    def __call__(
+        self,
+        hidden: Tensor,
+        *,
+        targets: Tensor | Prepared | None = None,
+        objective: Objective,
+        inputs: Mapping[str, Any] | None = None,
+    ) -> Output: ...
+
+
 class FusedLMHead(nn.Linear):
     """A head that, given targets and an objective, returns the objective's record; otherwise a linear layer.
 
@@ -55,6 +71,8 @@ class FusedLMHead(nn.Linear):
 
     source_options: dict[str, Any]
     parallel: tuple[Any, Any] | None = None  # mesh and layout of hidden, set by HeadParallel
+    if TYPE_CHECKING:
+        __call__: _Head  # nn.Module's own says Any
 
     def __init__(
         self,

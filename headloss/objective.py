@@ -57,7 +57,7 @@ class Objective(Terms):
         self,
         /,
         *unnamed: Any,
-        metrics: Sequence[str | Callable[..., Any]] | Mapping[str, Callable[..., Any]] = (),
+        metrics: Sequence[str | Callable[..., Any] | Term] | Mapping[str, str | Callable[..., Any] | Term] = (),
         backend: str = "auto",
         **terms: Callable[..., Any] | Term,
     ) -> None:

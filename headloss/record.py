@@ -39,11 +39,11 @@ class Facts(Mapping[Key, Tensor]):
     def __getitem__(self, key: Key) -> Tensor:
         return self._values[key]
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> Tensor:
         if name == "_values" and "_later" in self.__dict__:  # a block of them, cut when something asks for the first
             keys, values = self._later
             self._values = dict(zip(keys, values(), strict=True))
-            return self._values
+            return self._values  # type: ignore[return-value]  # not a fact, and declared above
         if name.startswith("_") or name not in self._values:
             there = ", ".join(map(str, self._values)) or "none"
             raise AttributeError(f"fact {name!r} was not asked for by any loss or metric; there are {there}")

@@ -17,7 +17,7 @@ from examples.demo.phases import CLIP, TO_REFERENCE, Curves, K
 
 BLUE, ORANGE, GREEN, GREY = "#2f6db5", "#d9772b", "#3f8f5f", "#8a8f98"
 KINDS = {"top-K": (f"top {K} of the teacher", BLUE), "dense": ("dense teacher", ORANGE), "labels": ("labels", GREY)}
-STYLE = {
+STYLE: Any = {
     "font.size": 9.5,
     "axes.titlesize": 10.5,
     "axes.titleweight": "bold",
@@ -78,9 +78,8 @@ def write_page(folder: Path, story: Story) -> tuple[Path, Path]:
         heights = [3.3 + 0.18 * section.lines for section in SECTIONS]
         whole = pyplot.figure(figsize=(12, sum(heights) + 0.6), layout="constrained")
         whole.suptitle(f"headloss {story.version}   {_headline(story)}", fontsize=13, x=0.008, ha="left")
-        for section, part in zip(
-            SECTIONS, whole.subfigures(len(SECTIONS), 1, hspace=0.03, height_ratios=heights), strict=True
-        ):
+        parts: Any = whole.subfigures(len(SECTIONS), 1, hspace=0.03, height_ratios=heights)
+        for section, part in zip(SECTIONS, parts, strict=True):
             part.suptitle(section.title, fontsize=12, x=0.008, ha="left", color="#333842")
             section.draw(part, story)
         whole.savefig(picture, dpi=110)

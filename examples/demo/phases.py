@@ -34,7 +34,7 @@ def exact_match(argmax: Tensor, targets: Tensor, segments: hl.Segments) -> Tenso
     return segments.means((argmax == targets).double()) == 1
 
 
-METRICS = ["entropy", "accuracy", exact_match]
+METRICS: list[str | Callable[..., Any]] = ["entropy", "accuracy", exact_match]
 TEACH = hl.Objective(ce=cross_entropy, z=hl.Term(z_loss, weight=1e-4), metrics=METRICS)
 LABELS = hl.Objective(ce=cross_entropy, metrics=METRICS)
 DISTILL = hl.Objective(kl=hl.Term(forward_kl, tail="bucket"), metrics=METRICS)  # for a sparse teacher or a dense one
@@ -185,9 +185,7 @@ def _supervise(
 def _head(
     model: TinyTransformer, tokens_BT: Tensor, targets_BT: Tensor, objective: hl.Objective, given: dict[str, Any]
 ) -> hl.Output:
-    out = model.head(model(tokens_BT), targets=targets_BT, objective=objective, inputs=hl.Inputs(**given))
-    assert isinstance(out, hl.Output)
-    return out
+    return model.head(model(tokens_BT), targets=targets_BT, objective=objective, inputs=hl.Inputs(**given))
 
 
 def _steps(model: TinyTransformer, how: Training) -> Iterator[tuple[int, torch.optim.Optimizer]]:

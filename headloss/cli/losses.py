@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Annotated, Any, NamedTuple
 
 import typer
@@ -130,7 +130,7 @@ def _formula(text: str) -> str:
 
 
 def _default(value: Any) -> str:
-    return value.__name__ if isinstance(value, Callable) else repr(value)
+    return getattr(value, "__name__", repr(value))
 
 
 def _ticks(names: tuple[str, ...]) -> str:
