@@ -94,8 +94,11 @@ def _read_term(name: str, entry: Any, losses: Losses) -> Term:
     for key in options:
         if not isinstance(key, str) or key in ("self", "fn"):
             raise TypeError(f"config: term {name!r}: {shown(key)} is no option of a term (at {path})")
-    if isinstance(options.get("row_weight"), str):
-        options["row_weight"] = losses.get(options["row_weight"], options["row_weight"])
+    weight = options.get("row_weight")
+    if isinstance(weight, str | list | tuple):
+        named = [weight] if isinstance(weight, str) else weight
+        found = [losses.get(w, w) if isinstance(w, str) else w for w in named]
+        options["row_weight"] = found[0] if isinstance(weight, str) else found
     return _placed(lambda: Term(known[loss], **options), f"config: term {name!r}", path, options)
 
 
@@ -128,10 +131,9 @@ def write_config(of: Terms, losses: Losses | None = None) -> dict[str, Any]:
                 raise ValueError(
                     f"{label}: {key} is a tensor, which a config cannot hold; pass it as weights= to the call"
                 )
-            if key == "row_weight" and callable(value):
-                value = _name_of(f"{label}: row_weight", value, losses)
-            elif key == "row_weight" and value in losses:
-                raise ValueError(f"{label}: row_weight is the input {value!r}, but losses= has a function of that name")
+            if key == "row_weight" and value is not None:
+                names = [_weight_name(f"{label}: row_weight", w, losses) for w in term.row_weights]
+                value = names if isinstance(value, tuple) else names[0]
             if key == "facts":
                 value = {k: list(v) for k, v in value.items()} or None
             if value != _DEFAULTS[key]:
@@ -169,6 +171,14 @@ def _name_of(label: str, fn: Callable[..., Any], table: Losses) -> str:
         f"{label}: {own!r}{numbers} is a function that from_config cannot find again{known}; name it, "
         f"to_config(losses={{name: function}}), and pass the same losses= to from_config"
     )
+
+
+def _weight_name(label: str, weight: str | Callable[..., Any], losses: Losses) -> str:
+    if callable(weight):
+        return _name_of(label, weight, losses)
+    if weight in losses:
+        raise ValueError(f"{label} is the input {weight!r}, but losses= has a function of that name")
+    return weight
 
 
 def _same(x: Any, y: Any) -> bool:

@@ -110,7 +110,8 @@ class Batch:
         values: Mapping[str, Tensor] | Callable[[], Tensor],  # by name, or (M, R) in the order of the names
         weights_R: Tensor | None,
     ) -> None:
-        self.kinds = _kinds_of(tuple(names))
+        self.names = tuple(names)
+        self.kinds = _kinds_of(tuple(name for name in self.names if not name.endswith("/")))
         self.given, self.weights_R = values, weights_R
         self.found: dict[str, tuple[Tensor, ...]] | None = None
 
@@ -121,30 +122,44 @@ class Batch:
         return self.found[name]
 
     def _reduce(self) -> dict[str, tuple[Tensor, ...]]:
+        """All that count the same rows together: those under a mask, `term/`, and the others."""
         x_MR, places = self._stacked()
-        device = x_MR.device
-        wide = _widest(device)
-        if self.weights_R is None:
-            counted, count = None, torch.full((), x_MR.shape[1], dtype=wide, device=device)
+        masks = [name for name in self.names if name.endswith("/")]
+        under = {name: next((m for m in masks if name.startswith(m)), None) for name in self.kinds}
+        found: dict[str, tuple[Tensor, ...]] = {}
+        for mask in dict.fromkeys(under.values()):
+            counted = None if self.weights_R is None else self.weights_R.reshape(-1) > 0
+            if mask is not None:
+                own = x_MR[places[mask]] != 0
+                counted = own if counted is None else counted & own
+            found |= self._reduce_counted(x_MR, places, counted, [n for n, m in under.items() if m == mask])
+        return {name: found[name] for name in self.kinds}
+
+    def _reduce_counted(
+        self, x_MR: Tensor, places: Mapping[str, int], counted: Tensor | None, names: Sequence[str]
+    ) -> dict[str, tuple[Tensor, ...]]:
+        wide = _widest(x_MR.device)
+        if counted is None:
+            count = torch.full((), x_MR.shape[1], dtype=wide, device=x_MR.device)
         else:
-            counted = self.weights_R.reshape(-1) > 0
             count = counted.sum(dtype=wide)
             x_MR = torch.where(counted, x_MR, 0)  # a value that does not count may be NaN
         reduced: dict[tuple[str, int], Tensor] = {}
+        kinds = {name: self.kinds[name] for name in names}
         for part, reduce in _REDUCE.items():
-            rows = sorted({places[name] for name, kind in self.kinds.items() if part in _KINDS[kind].parts})
+            rows = sorted({places[name] for name, kind in kinds.items() if part in _KINDS[kind].parts})
             if rows:
                 values = reduce(x_MR if len(rows) == len(x_MR) else torch.stack([x_MR[i] for i in rows]), counted, wide)
                 reduced |= {(part, row): value for row, value in zip(rows, values.unbind(), strict=True)}
         return {
             name: tuple(count if part == "count" else reduced[part, places[name]] for part in _KINDS[kind].parts)
-            for name, kind in self.kinds.items()
+            for name, kind in kinds.items()
         }
 
     def _stacked(self) -> tuple[Tensor, dict[str, int]]:
         """The values as rows of a matrix, and which row is whose: several metrics may look at one tensor."""
         if callable(self.given):
-            return self.given(), {name: i for i, name in enumerate(self.kinds)}
+            return self.given(), {name: i for i, name in enumerate(self.names)}
         unique = {id(x): x for x in self.given.values()}
         place = {key: i for i, key in enumerate(unique)}
         xs = [x.detach().reshape(-1) for x in unique.values()]
@@ -224,11 +239,14 @@ class Metric:
 
 
 def measure(values: Mapping[str, Tensor], weights: Tensor | None, per: str) -> dict[str, Metric]:
-    """Metrics of values that belong to the same rows (segments, pairs); those of weight 0 do not count."""
-    if not values:
-        return {}
+    """Metrics of values that belong to the same rows (segments, pairs); those of weight 0 do not count.
+
+    A name that ends in "/" is no metric: it is a mask, and says which rows count in metrics whose names begin so.
+    """
     batch = Batch(values, values, weights)
-    batch.parts(next(iter(values)))  # now: somebody may write to the values, which may be inputs
+    if not batch.kinds:
+        return {}
+    batch.parts(next(iter(batch.kinds)))  # now: somebody may write to the values, which may be inputs
     return {name: Metric(kind, (batch, name), per) for name, kind in batch.kinds.items()}
 
 

@@ -2,9 +2,10 @@
 
     hl.Term(grpo, row_weight=truncate(2.0))            # sampler correction, token by token
     hl.Term(gspo, row_weight=drop_segments(0.5, 2.0))  # leave out sequences the sampler saw too differently
+    hl.Term(grpo, row_weight=[truncate(2.0), off_policy_mask(0.1), "loss_mask"])  # several multiply
 
 Each factory returns a plain function that is injected like a loss and never differentiated.  Its numbers are captured
-floats, so equal weights share one trace.  To combine two, write a function that multiplies them.
+floats, so equal weights share one trace.
 
 The sampler's weight of a token is w = exp(old_logprob - sampler_logprob): `sampler_logprob` comes from the engine that
 generated, `old_logprob` from the trainer's copy of the same policy (without it, the policy of this call).  `level` says
@@ -14,8 +15,10 @@ whose w is meant:
     "segment"        that of its whole segment: the product of its tokens' w
     "segment_mean"   the same, length-normalised: their geometric mean
 
-A token the sampler could not score (NaN) counts as w = 1.  A weight of 0 leaves a token out of the sum; it still counts
-in the normaliser (with `reduction="weighted_mean"` it does not).
+A token the sampler could not score (NaN) counts as w = 1.  A weight of 0 leaves a token out: no NaN or inf that the
+loss makes of it reaches the sum, a gradient or the term's metrics.  It still counts in the normaliser (with
+`reduction="weighted_mean"` it does not), and in sums that the loss itself takes over segments; target -100 takes it
+out of everything.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -14,9 +14,11 @@ from headloss.facts import FACTS, Fact
 from headloss.options import check_option, is_number, shown
 from headloss.reductions import NEEDS_SEGMENTS, REDUCTIONS
 from headloss.sources import Sparse, Teacher, is_symbol
-from headloss.trace.call import Call
+from headloss.trace.call import Call, RowWeight
 from headloss.trace.reads import ours, reads
 from headloss.trace.signature import CALL, COMPARING, ONLY, RESERVED, function_name, read_signature, suggest
+
+RowWeights = str | Callable[..., Any] | Sequence[str | Callable[..., Any]] | None
 
 
 class Term:
@@ -26,7 +28,8 @@ class Term:
     weight       a number or a scalar tensor; a literal 0 switches the term off, and it then costs nothing
     reduction    see `headloss.reductions.REDUCTIONS`
     length       the constant that `seq_mean_token_sum_norm` divides by
-    row_weight   the name of an input, or a function injected like a loss; never differentiated
+    row_weight   the name of an input, or a function injected like a loss, or several, which multiply; never
+                 differentiated.  A row of weight 0 is left out
     temperature  replaces the source's temperature for this term, and the teacher's; no hidden T^2
     facts        facts at temperatures of their own, {"hot_entropy": ("entropy", 2.0)}
     teacher      the name of the teacher this term looks at, where there are several
@@ -41,7 +44,7 @@ class Term:
     weight: float | Tensor
     reduction: str
     length: float | None
-    row_weight: str | Callable[..., Any] | None
+    row_weight: RowWeights
     temperature: float | None
     facts: Mapping[str, tuple[str, float]]
     teacher: str | None
@@ -63,7 +66,7 @@ class Term:
         weight: float | Tensor = 1.0,
         reduction: str = "token_mean",
         length: float | None = None,
-        row_weight: str | Callable[..., Any] | None = None,
+        row_weight: RowWeights = None,
         temperature: float | None = None,
         facts: Mapping[str, tuple[str, float]] | None = None,
         teacher: str | None = None,
@@ -91,10 +94,12 @@ class Term:
         for name, value in (("length", length), ("temperature", temperature)):
             if value is not None and not (is_number(value) and value > 0):
                 raise ValueError(f"{name}: wanted a positive number, got {shown(value)}")
-        if row_weight is not None and not (isinstance(row_weight, str) or callable(row_weight)):
-            raise TypeError(f"row_weight: wanted an input's name or a function, got {type(row_weight).__name__}")
-        if isinstance(row_weight, str) and (not row_weight or row_weight in CALL):
-            raise ValueError(f"row_weight: no input of a call can be named {row_weight!r}; rename it")
+        row_weight = (tuple(row_weight) or None) if isinstance(row_weight, list | tuple) else row_weight
+        for w in _several(row_weight):
+            if not (isinstance(w, str) or callable(w)):
+                raise TypeError(f"row_weight: wanted an input's name, a function, or a list of them, got {shown(w)}")
+            if isinstance(w, str) and (not w or w in CALL):
+                raise ValueError(f"row_weight: no input of a call can be named {w!r}; rename it")
         if teacher is not None and not (isinstance(teacher, str) and teacher):
             got = "an empty one" if teacher == "" else type(teacher).__name__
             raise TypeError(f"teacher: wanted the name of one, got {got}; pass it to the call")
@@ -162,7 +167,10 @@ class Term:
             )
             for name, (fact, temperature) in self.facts.items()
         }
-        weighed = read_signature(self.row_weight, temperature=T, teacher=teacher) if callable(self.row_weight) else None
+        weighed = tuple(
+            RowWeight(w, read_signature(w, temperature=T, teacher=teacher) if callable(w) else None)
+            for w in self.row_weights
+        )
         fn = self.fn
         if is_divergence(fn):
             if sparse:
@@ -172,10 +180,15 @@ class Term:
             else:
                 fact = Fact("divergence", self.temperature, teacher, Element(fn, self.options, self.pure))
                 signature = read_signature(summed, facts={"divergence": fact})._replace(name=function_name(fn))
-                return Call(summed, signature, {}, self.row_weight, weighed, self.pure)
+                return Call(summed, signature, {}, weighed, self.pure)
         signature = read_signature(fn, temperature=T, facts=own, teacher=teacher, compared_at=self.temperature)
         named = signature._replace(name=function_name(self.fn))
-        return Call(fn, named, self.options, self.row_weight, weighed, self.pure)
+        return Call(fn, named, self.options, weighed, self.pure)
+
+    @property
+    def row_weights(self) -> tuple[str | Callable[..., Any], ...]:
+        """The factors of its row weight."""
+        return _several(self.row_weight)
 
 
 def as_term(name: str, x: Callable[..., Any] | Term) -> Term:
@@ -197,6 +210,12 @@ _MOST_CALLS = 64  # of a term: more would mean that the source's temperature cha
 
 def _made(fn: Callable[..., Any], said: Mapping[str, Any]) -> Term:
     return Term(fn, **said)
+
+
+def _several(row_weight: RowWeights) -> tuple[str | Callable[..., Any], ...]:
+    if row_weight is None:
+        return ()
+    return tuple(row_weight) if isinstance(row_weight, list | tuple) else (row_weight,)  # type: ignore[return-value]
 
 
 def check_weight(name: str, weight: object) -> None:

@@ -43,6 +43,7 @@ NEW_FACT = ("tests/test_new_fact.py",)
 WAITING = ("tests/test_no_waiting.py",)
 MORE = ("tests/trust/test_more_forms.py",)
 SHAPE = ("tests/test_shape_of_code.py",)
+LEFT_OUT = ("tests/test_row_weight_of_zero.py",)
 FIRST: dict[str, tuple[str, ...]] = {  # by how a file's name begins
     "facts.py": ("tests/test_facts.py", "tests/ranks/test_simulated.py"),
     "teachers.py": ("tests/ranks/test_simulated.py", *TEACHERS, "tests/properties"),
@@ -360,6 +361,11 @@ FAULTS = [
     Fault("losses/reverse_kl.py", "return reverse_cross_entropy - shared_entropy", "return reverse_cross_entropy", "reverse_kl: the student's entropy dropped"),
     Fault("losses/forward_kl.py", "return logq.exp() * (logq - logp)", "return logp.exp() * (logq - logp)", "forward_kl: weighted by the student"),
     Fault("losses/tvd.py", ".abs() / 2", ".abs()", "tvd: a factor of 2"),
+    Fault("trace/call.py", "value = torch.where(weight != 0, value * weight, 0.0)", "value = value * weight", "0 * NaN of a row of weight 0 reaches the loss", LEFT_OUT),
+    Fault("trace/call.py", "x.register_hook(lambda g: torch.where(counts, g, 0.0))", "pass", "0 * inf of a row of weight 0 reaches the gradient", LEFT_OUT),
+    Fault("trace/call.py", "metrics |= {COUNTED: torch.where(weight != 0, torch.ones_like(value), 0.0)} if metrics else {}", "pass", "metrics count rows of weight 0", LEFT_OUT),
+    Fault("trace/call.py", "product = weight.detach() if product is None else product * weight.detach()", "product = weight.detach()", "of several row weights only the last counts", ("tests/test_policy_weights.py",)),
+    Fault("metrics.py", "counted = own if counted is None else counted & own", "counted = own", "ignored rows count in metrics under a mask", LEFT_OUT),
     Fault("row_weights.py", "return w * ((w >= low) & (w <= high)).to(w.dtype)\n\n        return banded", "return w.clamp(low, high)\n\n        return banded", "a band clips in place of dropping", ("tests/test_policy_weights.py",)),
     Fault("row_weights.py", "whole = segments.totals(drift) if level == \"segment\" else segments.means(drift)", "whole = segments.means(drift)", "a segment's weight taken for its geometric mean", ("tests/test_policy_weights.py",)),
     Fault("sources.py", "return budget // max(1, row_bytes)", "return 2 * budget // max(1, row_bytes)", "the memory budget is overrun twice", ("tests/test_memory.py", "tests/test_plan.py", "tests/contracts")),
@@ -522,7 +528,7 @@ FAULTS = [
     Fault("options.py", "    return {k: _copied(y) for k, y in x.items()} if type(x) is dict else x", "    return x", "an option follows the caller's dict", CONFIGS),
     Fault("config.py", "if name in table and _same(table[name], fn):", "if name in table:", "a function named like ours comes back as ours", CONFIGS),
     Fault("config.py", "    return _same(call.fn, fn)", "    return True", "a metric named like ours comes back as ours", CONFIGS),
-    Fault("config.py", 'losses.get(options["row_weight"], options["row_weight"])', '{**LOSSES, **losses}.get(options["row_weight"], options["row_weight"])', "an input named like a loss of ours comes back as that loss", CONFIGS),
+    Fault("config.py", "losses.get(w, w) if", "{**LOSSES, **losses}.get(w, w) if", "an input named like a loss of ours comes back as that loss", CONFIGS),
     Fault("metrics.py", "        return dict(metrics)\n", "        return metrics\n", "an objective's metrics follow the caller's dict", CONFIGS),
     Fault("metrics.py", 'next((t for t in terms if name.startswith(f"{t}/")), None)', "None", "two metrics share a key of the record", CONFIGS),
     Fault("trace/signature.py", "        elif p.name in CALL:", "        elif False:", "an input with the name of an argument of the call is never passed", CONFIGS),

@@ -140,11 +140,12 @@ def test_equal_weights_share_a_trace_and_others_do_not(batch: Batch, monkeypatch
         term = hl.Term(cispo, row_weight=truncate(high))
         given = batch.given(cispo, term.row_weight)
         losses.append(float(hl.Objective(rl=term)(hl.Linear(batch.hidden, batch.weight), batch.targets, **given).loss))
-    assert len(traced) == 2
+    assert len(traced) == 3, "the loss alone, and with each of two weights"
     assert losses[0] == losses[1] != losses[2]
 
 
-def test_two_weights_multiplied_in_a_function(batch: Batch) -> None:
+@pytest.mark.parametrize("how", ["a list", "a list with an input", "a function"])
+def test_two_weights_multiply(batch: Batch, how: str) -> None:
     correction, mask = truncate(1.2), off_policy_mask(0.02)
 
     def both(logprob, advantage, sampler_logprob, segments, old_logprob):
@@ -152,7 +153,9 @@ def test_two_weights_multiplied_in_a_function(batch: Batch) -> None:
         return correction(logprob, sampler_logprob, old_logprob) * kept
 
     given = batch.given(gspo, both)
-    objective = hl.Objective(rl=hl.Term(gspo, row_weight=both, low=0.1, high=0.1))
+    row_weight = {"a list": [correction, mask], "a function": both}.get(how, [correction, mask, "more"])
+    given |= {"more": torch.ones(len(batch.targets), dtype=torch.float64)} if how == "a list with an input" else {}
+    objective = hl.Objective(rl=hl.Term(gspo, row_weight=row_weight, low=0.1, high=0.1))
     source = hl.Linear(batch.hidden, batch.weight, memory=4 * V * 8)
     out = objective(source, batch.targets, segments=batch.segments, **given)
     logprob = batch.dense(batch.hidden, batch.weight)

@@ -74,6 +74,7 @@ def answer(objective: Objective, given: Given, dtype: torch.dtype, leaves: Mappi
     numbers: dict[str, Part] = {}
     loss, parts, scale = torch.zeros((), dtype=dtype, device=given.source.device), [], 0.0
     measured: dict[str, Any] = {}
+    weighs: dict[str, Tensor | None] = {}
     for name, term in objective.terms.items():
         weight = (given.weights or {}).get(name, term.weight)
         if not isinstance(weight, Tensor) and weight == 0:
@@ -82,7 +83,7 @@ def answer(objective: Objective, given: Given, dtype: torch.dtype, leaves: Mappi
             continue
         values, metrics = dense.values(term)
         row_weight = dense.row_weight(term)
-        values = values if row_weight is None else values * row_weight
+        values = values if row_weight is None else torch.where(row_weight != 0, values * row_weight, 0.0)
         each = dense.coefficients(term, len(values), row_weight) * values
         each = each[dense.counts(len(values))]
         numbers[f"term {name}"] = Part(each.sum().detach(), each.detach(), float(each.detach().abs().sum()))
@@ -90,9 +91,12 @@ def answer(objective: Objective, given: Given, dtype: torch.dtype, leaves: Mappi
         parts.append(each.detach() * weight)
         scale += abs(float(weight)) * numbers[f"term {name}"].scale
         measured |= {f"{name}/{k}": x for k, x in metrics.items()}
+        weighs[name] = row_weight
     measured |= dict(dense.metrics(objective.asked))
     numbers["loss"] = Part(loss.detach(), torch.cat([*parts, loss.detach()[None] * 0]), scale)
-    numbers |= {f"metric {name}": dense.metric(name, x) for name, x in measured.items()}
+    for name, x in measured.items():
+        weight = next((w for term, w in weighs.items() if name.startswith(f"{term}/")), None)
+        numbers[f"metric {name}"] = dense.metric(name, x, weight)
     wanted = {n: x for n, x in leaves.items() if x.requires_grad}
     grads = {n: torch.zeros_like(x) for n, x in wanted.items()}
     if loss.requires_grad and wanted:
@@ -245,11 +249,11 @@ class Dense:
         return found
 
     def row_weight(self, term: Term) -> Tensor | None:
-        if term.row_weight is None:
-            return None
-        if isinstance(term.row_weight, str):
-            return self.inputs[term.row_weight].detach()
-        return term.row_weight(**self.arguments(term.row_weight, term)).detach()
+        product: Tensor | None = None
+        for w in term.row_weights:
+            weight = (self.inputs[w] if isinstance(w, str) else w(**self.arguments(w, term))).detach()
+            product = weight if product is None else product * weight
+        return product
 
     def kind(self, length: int) -> str:
         if length == self.R:
@@ -318,11 +322,14 @@ class Dense:
             return fact("argmax") == fact("teacher_argmax")
         return fact(name)
 
-    def metric(self, name: str, x: Any) -> Part:
-        """A metric's number, by the ending of its name."""
+    def metric(self, name: str, x: Any, row_weight: Tensor | None = None) -> Part:
+        """A metric's number, by the ending of its name, over the rows whose weight is not 0."""
         x = torch.as_tensor(x, device=self.valid.device).detach()
         yes_or_no = not x.is_floating_point()
-        x = x.double().reshape(-1) if x.ndim != 1 else x.double()[self.counts(len(x))]
+        counts = self.counts(len(x)) if x.ndim == 1 else None
+        if counts is not None and row_weight is not None and row_weight.shape in ((), x.shape):
+            counts = counts & (row_weight != 0)
+        x = x.double().reshape(-1) if counts is None else x.double()[counts]
         n, last = max(1, len(x)), name.rsplit("/", 1)[-1]
         largest = float(x.abs().max()) if len(x) else 0.0
         if last.endswith(("_min", "_max")):

@@ -109,7 +109,7 @@ def explain(
     for term, read_call in zip(objective.terms.values(), calls, strict=True):
         if read_call is None:
             call["teacher"] = _teachers(objective, N, held, D, dtype, top_k)
-            names: tuple[str, ...] = (term.row_weight,) if isinstance(term.row_weight, str) else ()
+            names = tuple(w for w in term.row_weights if isinstance(w, str))
         else:
             names = read_call.input_names
         call |= {name: _input(name, N, S) for name in names}

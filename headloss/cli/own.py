@@ -87,8 +87,7 @@ _ANY = "teacher_cross_entropy"  # stands for everything that needs a teacher of 
 def _functions(objective: hl.Objective) -> Iterator[Callable[..., Any]]:
     for term in objective.terms.values():
         yield term.fn
-        if callable(term.row_weight):
-            yield term.row_weight
+        yield from (w for w in term.row_weights if callable(w))
     asked = objective.asked
     for metric in asked.values() if hasattr(asked, "values") else asked:
         if isinstance(metric, str) and metric in LOSSES and is_divergence(LOSSES[metric]):
@@ -106,7 +105,7 @@ def _asked(objective: hl.Objective) -> Iterator[str]:
         own = [_ANY] if is_divergence(fn) else [p.name for p in read_signature(fn).parameters]
         yield from (named.get(name, name) for name in own)
     for term in objective.terms.values():
-        yield from [term.row_weight] if isinstance(term.row_weight, str) else []
+        yield from (w for w in term.row_weights if isinstance(w, str))
     asked = objective.asked
     for metric in asked.values() if hasattr(asked, "values") else asked:
         if metric == "teacher_agreement":

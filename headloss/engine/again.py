@@ -84,7 +84,7 @@ def standing(objective: Any) -> tuple[tuple[str, ...], tuple[Any, ...], tuple[An
     """What calls need not find out again: terms that are off by themselves, functions that are not ours (what they
     read may change between calls), those of ours whose options have defaults, and inputs of which some function says
     that they have one value per row."""
-    fns = [(x, t.pure) for t in objective.every_term for x in (t.fn, t.row_weight) if callable(x)]
+    fns = [(x, t.pure) for t in objective.every_term for x in (t.fn, *t.row_weights) if callable(x)]
     fns += [(c.fn, False) for _, c in objective.metrics if not isinstance(c.fn, Term)]
     said = readings(objective.terms, objective.metrics)
     per_row = frozenset(name for name, reading in said.items() if reading.row and not reading.segment)

@@ -119,11 +119,11 @@ def readings(terms: Mapping[str, Term], metrics: Iterable[tuple[str, Call]]) -> 
                 else:
                     old = old._replace(row=(*old.row, f"{label} ({s.name})"))
                 found[p.name] = old
-        if isinstance(call.row_weight, str):
-            s, old = call.signature, found.get(call.row_weight, Reading())
+        for name in call.weight_names:
+            s, old = call.signature, found.get(name, Reading())
             may = unsaid(Reading(), s)
             likely = s.returns or (None if may.segments or may.pairs else "row")
-            found[call.row_weight] = (unsaid(old, s) if likely is None else old)._replace(likely=likely)
+            found[name] = (unsaid(old, s) if likely is None else old)._replace(likely=likely)
     return found
 
 

@@ -43,8 +43,7 @@ class Planned(NamedTuple):
     @property
     def sums_weights(self) -> bool:
         """Whether its row weights are summed before any fact is known."""
-        by_facts = self.call.row_weight_signature is not None and self.call.row_weight_signature.facts
-        return self.reduction == "weighted_mean" and not by_facts
+        return self.reduction == "weighted_mean" and not self.call.weighs_by_facts
 
 
 def check_belongs(call: Call, kind: str | None, shapes: Mapping[str, Shape], length: int | None = None) -> None:
@@ -90,6 +89,7 @@ class TermsOnRows:
         self.given, self.segments = inputs, segments
         self.taken = dict(taken or {})  # teachers' inputs, already of the rows that count
         self.shapes |= {name: Shape("row", x.dtype, tuple(x.shape[1:])) for name, x in (taken or {}).items()}
+        self.per_row = [name for name, shape in self.shapes.items() if shape.kind == "row"]
         self.wants_grad = tuple(name for name, shape in self.shapes.items() if shape.requires_grad)
         self.values: dict[str, Tensor] = {}
         self.metrics: dict[str, Metric] = {}
@@ -153,7 +153,7 @@ class TermsOnRows:
         loss = torch.zeros((), dtype=self.dtype, device=self.device)
         for term in self.terms:
             with torch.set_grad_enabled(grad or (self.watched and term.trace.reach is None)):
-                value, metrics = term.call(env)
+                value, metrics = term.call(env, self.per_row if term.trace.apart else None)
             if term.trace.reach is None and (grad or self.watched):
                 ways[term.name] = reach_of(value, leaves, [x for x in env.inputs.values() if x is not None])
             kind = term.trace.value or self._kind(term.call, value)
@@ -317,7 +317,7 @@ class TermsOnRows:
                 elif not segments.counts_here:
                     weights = torch.zeros(length, dtype=torch.bool, device=self.device)
             found |= measure(batch, weights, {"row": "token", "segment": "segment"}.get(kind, "call"))
-        self.metrics |= {name: found[name] for name in values}
+        self.metrics |= {name: found[name] for name in values if name in found}
 
 
 class _Filled(Mapping[Fact, Tensor]):
@@ -363,7 +363,7 @@ def check_inputs(
         if term is not None and term in off:
             continue
         required = [p.key for s in call.signatures for p in s.parameters if p.kind == "input" and not p.optional]
-        required += [call.row_weight] if isinstance(call.row_weight, str) else []
+        required += call.weight_names
         for wanted in required:
             if given.get(wanted) is None and wanted not in teachers:
                 what = ", ".join(dict.fromkeys(p.name for s in call.signatures for p in s.parameters))

@@ -129,7 +129,7 @@ class Weighed:
             found[names[0]].parts  # noqa: B018, see `measured`
         order = [f"{t.name}/{key}" for t in self.loss.terms for key in t.trace.metrics]
         metrics.clear()
-        metrics.update({name: found[name] for name in dict.fromkeys((*order, *found))})
+        metrics.update({name: found[name] for name in dict.fromkeys((*order, *found)) if name in found})
 
 
 def measured(visited: Any, valid: Tensor | None) -> dict[str, Metric]:

@@ -165,8 +165,7 @@ def _trace_terms(
         found = trace(call, shapes, source.fact_dtype, source.device.type, segments is not None, targetless)
         _check_spread(f"term {name!r} ({call.signature.name})", found, shapes)
         check_belongs(call, found.value, shapes)
-        by_facts = call.row_weight_signature is not None and call.row_weight_signature.facts
-        if objective.terms[name].reduction == "weighted_mean" and by_facts:
+        if objective.terms[name].reduction == "weighted_mean" and call.weighs_by_facts:
             found = found._replace(kind="batch", reason="weighted_mean sums a row_weight made of facts")
         traces[name] = found
     _check_gradients(calls, given, traces)

@@ -5,7 +5,7 @@ Dimension key:  R rows that count   S segments
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -54,19 +54,36 @@ class WritesError(ValueError):
     """A function writes into what it was handed."""
 
 
+COUNTED = ""  # the name, among a term's metrics, of the mask that says which rows the others count
+
+
+class RowWeight(NamedTuple):
+    """One factor of a term's row weight: an input's name, or a function and what it asks for."""
+
+    of: str | Callable[..., Any]
+    signature: Signature | None = None
+
+
 class Call(NamedTuple):
-    """A term's function with its options, and its row weight if it has one: all that a trace depends on."""
+    """A term's function with its options and its row weights: all that a trace depends on."""
 
     fn: Callable[..., Any]
     signature: Signature
     options: Mapping[str, Any]  # those that were given; the others keep the function's own defaults
-    row_weight: str | Callable[..., Any] | None = None
-    row_weight_signature: Signature | None = None
+    row_weights: tuple[RowWeight, ...] = ()
     pure: bool = False  # the user vouches that it reads nothing that changes
 
-    def __call__(self, env: Env) -> tuple[Tensor, dict[str, Tensor]]:
-        """The values, weighted row by row, and the metrics."""
-        given = env.arguments(self.signature)
+    def __call__(self, env: Env, apart: Container[str] | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+        """The values, weighted row by row, and the metrics.
+
+        A row of weight 0 is left out: its value is 0 whatever the function makes of it, and metrics do not count it.
+        `apart`: the inputs of a function whose rows do not meet, one value per row each; no gradient reaches such a row
+        then, not even 0 * inf.
+        """
+        given, weight = env.arguments(self.signature), self.weight(env)
+        if apart is not None and weight is not None:
+            rows = {p.name for p in self.signature.parameters if p.kind == "fact" or p.key in apart}
+            given = {k: _gated(x, weight) if k in rows else x for k, x in given.items()}
         try:
             result = evaluate(self.fn, self.signature.name, given, self.options)
         except (RuntimeError, WrongLengthError) as error:
@@ -78,7 +95,6 @@ class Call(NamedTuple):
             raise
         name = self.signature.name
         value, metrics = _values_and_metrics(name, result)
-        weight = self.weight(env)
         if weight is not None:
             if weight.shape not in ((), value.shape):
                 raise WrongWeightError(
@@ -87,54 +103,74 @@ class Call(NamedTuple):
                     if weight.ndim > 1
                     else f"row_weight: of {name} has {weight.shape[0]} weights for {value.shape[0]} values"
                 )
-            value = value * weight
+            value = torch.where(weight != 0, value * weight, 0.0)
+            metrics |= {COUNTED: torch.where(weight != 0, torch.ones_like(value), 0.0)} if metrics else {}
         return value, metrics
 
     def reads(self) -> Reads:
         """All that a call of the function reads apart from its arguments."""
         own = reads(self.fn, self.options, pure=self.pure)
         elements = [f.element.reads() for f in self.signature.facts if f.element is not None]
-        weighed = Reads(self.row_weight, (), False)
-        if callable(self.row_weight):
-            weighed = reads(self.row_weight, pure=self.pure)
-        elif not elements:
-            return own._replace(key=(own.key, self.row_weight))
-        every = (own, weighed, *elements)
-        unknown = tuple(dict.fromkeys(x for r in (own, weighed) for x in r.unknown))
-        return Reads(tuple([r.key for r in every]), unknown, any(r.floats for r in every))
+        weighed = [reads(w.of, pure=self.pure) for w in self.row_weights if callable(w.of)]
+        named = self.weight_names
+        if not weighed and not elements:
+            return own._replace(key=(own.key, named))
+        every = (own, *weighed, *elements)
+        unknown = tuple(dict.fromkeys(x for r in (own, *weighed) for x in r.unknown))
+        return Reads((named, *(r.key for r in every)), unknown, any(r.floats for r in every))
 
     def weight(self, env: Env) -> Tensor | None:
-        if self.row_weight is None:
-            return None
-        if isinstance(self.row_weight, str):
-            weight = env.inputs[self.row_weight]
-            assert weight is not None
-        else:
-            assert self.row_weight_signature is not None
-            given = env.arguments(self.row_weight_signature)
-            name = self.row_weight_signature.name
-            weight = evaluate(self.row_weight, name, given)
-            if not isinstance(weight, Tensor) or weight.dtype.is_complex:
-                raise WrongWeightError(f"row_weight: {name} returns {_got(weight)}, wanted one real weight per row")
-        return weight.detach()
+        """The product of the row weights, without a gradient."""
+        product: Tensor | None = None
+        for of, signature in self.row_weights:
+            if isinstance(of, str):
+                weight = env.inputs[of]
+                assert weight is not None
+            else:
+                assert signature is not None
+                weight = evaluate(of, signature.name, env.arguments(signature))
+                if not isinstance(weight, Tensor) or weight.dtype.is_complex:
+                    wanted = "wanted one real weight per row"
+                    raise WrongWeightError(f"row_weight: {signature.name} returns {_got(weight)}, {wanted}")
+            product = weight.detach() if product is None else product * weight.detach()
+        return product
+
+    @property
+    def weighs_by_facts(self) -> bool:
+        """Whether the row weight is known only once facts are."""
+        return any(w.signature is not None and w.signature.facts for w in self.row_weights)
 
     @property
     def facts(self) -> tuple[Fact, ...]:
-        more = self.row_weight_signature.facts if self.row_weight_signature is not None else ()
-        return tuple(dict.fromkeys((*self.signature.facts, *more)))
+        return tuple(dict.fromkeys(f for s in self.signatures for f in s.facts))
 
     @property
     def functions(self) -> tuple[Callable[..., Any], ...]:
-        return (self.fn, self.row_weight) if callable(self.row_weight) else (self.fn,)
+        return (self.fn, *(w.of for w in self.row_weights if callable(w.of)))
 
     @property
     def signatures(self) -> tuple[Signature, ...]:
-        return (self.signature,) if self.row_weight_signature is None else (self.signature, self.row_weight_signature)
+        return (self.signature, *(w.signature for w in self.row_weights if w.signature is not None))
+
+    @property
+    def weight_names(self) -> tuple[str, ...]:
+        """The inputs that are row weights themselves."""
+        return tuple(w.of for w in self.row_weights if isinstance(w.of, str))
 
     @property
     def input_names(self) -> tuple[str, ...]:
         names = [p.key for s in self.signatures for p in s.parameters if p.kind == "input"]
-        return tuple(dict.fromkeys([*names, *([self.row_weight] if isinstance(self.row_weight, str) else [])]))
+        return tuple(dict.fromkeys([*names, *self.weight_names]))
+
+
+def _gated(x: Any, weight: Tensor) -> Any:
+    """The same values; a gradient of rows of weight 0 stops here."""
+    if not isinstance(x, Tensor) or not x.requires_grad:
+        return x
+    x, counts = x.clone(), weight != 0
+    counts = counts[:, None] if counts.ndim and x.ndim > 1 else counts
+    x.register_hook(lambda g: torch.where(counts, g, 0.0))
+    return x
 
 
 def _values_and_metrics(name: str, result: Any) -> tuple[Tensor, dict[str, Any]]:
@@ -149,6 +185,8 @@ def _values_and_metrics(name: str, result: Any) -> tuple[Tensor, dict[str, Any]]
             f"leave the reduction to Term(reduction=...)"
         )
     for key, x in metrics.items():
+        if not isinstance(key, str) or not key or key.endswith("/"):
+            raise WrongValueError(f"{name}: wanted names for its metrics, got {key!r}")
         if not hasattr(x, "__float__") or (isinstance(x, Tensor) and x.dtype.is_complex):
             raise WrongValueError(
                 f"{name}: its metric {key!r} is {_got(x)}, wanted a tensor of real values or a number"

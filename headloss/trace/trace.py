@@ -55,6 +55,7 @@ class Trace(NamedTuple):
     metrics: Mapping[str, str] = {}  # its metrics, each by "row", "segment" or "other"
     sums: tuple[int, int] = (0, 0)  # how often it sums over segments, forward and backward
     reach: Reach | None = None  # where its gradient goes; None if untraced
+    apart: bool = False  # whether no rows meet in its loss, so that a row of weight 0 gets no gradient whatever
 
 
 def trace(
@@ -62,9 +63,14 @@ def trace(
 ) -> Trace:
     """The trace of a term, from a cache keyed by all that the function reads and by the shape of the call."""
     device = "cpu" if device == "meta" else device  # where some operations forget their derivative
+    apart = False
+    if call.row_weights:
+        alone = call._replace(row_weights=())
+        taken = {n: s for n, s in inputs.items() if n in alone.input_names}
+        apart = trace(alone, taken, dtype, device, segmented, targetless).kind == "row"
     found = call.reads()
     if found.unknown:
-        return Trace("batch", f"reads {', '.join(found.unknown)}", None, None, None)
+        return Trace("batch", f"reads {', '.join(found.unknown)}", None, None, None, apart=apart)
     shape = (
         tuple([s.parameters for s in call.signatures]),
         tuple(sorted(inputs.items())),
@@ -74,11 +80,11 @@ def trace(
         targetless,
     )
     if any(f.element is not None and not ours(f.element.fn) for f in call.facts):
-        return _trace(call, inputs, dtype, device, segmented, targetless)  # the key would keep the function alive
+        return _trace(call, inputs, dtype, device, segmented, targetless, apart)  # the key would keep it alive
     made = _TRACES.get((found.key, shape))
     if made is None:
         _count_trace(call, shape)
-        made = _trace(call, inputs, dtype, device, segmented, targetless)._replace(floats=found.floats)
+        made = _trace(call, inputs, dtype, device, segmented, targetless, apart)._replace(floats=found.floats)
         if len(_TRACES) >= _MOST_TRACES:
             _TRACES.pop(next(iter(_TRACES)))
         _TRACES[found.key, shape] = made
@@ -170,17 +176,23 @@ def _rebuild(
 
 
 def _trace(
-    call: Call, inputs: Mapping[str, Shape], dtype: torch.dtype, device: str, segmented: bool, targetless: bool
+    call: Call,
+    inputs: Mapping[str, Shape],
+    dtype: torch.dtype,
+    device: str,
+    segmented: bool,
+    targetless: bool,
+    apart: bool,
 ) -> Trace:
     try:
         with torch.no_grad(), unwatched():
-            return _trace_once(call, inputs, dtype, device, segmented, targetless)
+            return _trace_once(call, inputs, dtype, device, segmented, targetless, apart)
     except (WrongValueError, WrongWeightError, WrongLengthError, WritesError):
         raise
     except (MemoryError, RecursionError, torch.OutOfMemoryError, Warning):
         raise  # another call may go better
     except Exception as error:  # whatever a user's function raises under a tracer: it is then called as it is
-        return Trace("batch", f"cannot be traced ({_first_line(error)})", None, None, None)
+        return Trace("batch", f"cannot be traced ({_first_line(error)})", None, None, None, apart=apart)
 
 
 def _fact_shape(fact: Fact, R: int, inputs: Mapping[str, Shape]) -> tuple[int, ...]:
@@ -203,6 +215,7 @@ def _trace_once(
     device: str,
     segmented: bool,
     targetless: bool,
+    apart: bool,
 ) -> Trace:
     names = [n for n in call.input_names if n in inputs]
     wanted = [n for n in names if inputs[n].requires_grad]
@@ -212,6 +225,7 @@ def _trace_once(
     kinds: dict[str, str] = {}
     tally = [0, 0]
 
+    gated = [n for n in names if inputs[n].kind == "row"] if apart else None
     sizes = {R: "row", S: "segment"}
 
     def kind_of(x: Tensor) -> str:
@@ -224,7 +238,7 @@ def _trace_once(
             given: dict[str, Any] = {
                 n: x.detach().requires_grad_() if x is not None and n in wanted else x for n, x in env.inputs.items()
             }
-            value, metrics = call(env._replace(facts=facts, inputs=given))
+            value, metrics = call(env._replace(facts=facts, inputs=given), gated)
             leaves = [facts[f] for f in _differentiable(call)] + [given[n] for n in wanted]
             found["value"] = kind_of(value)
             found["way"] = reach_of(value, facts, [given[n] for n in wanted])
@@ -292,4 +306,4 @@ def _trace_once(
         unused = frozenset()  # it runs as it is, and may take another branch than it took here
     if counts_rows(graph):
         way = None
-    return Trace(kind, reason, value_kind, cotangents, graph, True, unused, kinds, sums, way)
+    return Trace(kind, reason, value_kind, cotangents, graph, True, unused, kinds, sums, way, apart)
