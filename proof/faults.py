@@ -43,6 +43,7 @@ NEW_FACT = ("tests/test_new_fact.py",)
 WAITING = ("tests/test_no_waiting.py",)
 MORE = ("tests/trust/test_more_forms.py",)
 SHAPE = ("tests/test_shape_of_code.py",)
+POLICY = ("tests/test_policy.py",)
 LEFT_OUT = ("tests/test_row_weight_of_zero.py",)
 FIRST: dict[str, tuple[str, ...]] = {  # by how a file's name begins
     "facts.py": ("tests/test_facts.py", "tests/ranks/test_simulated.py"),
@@ -337,13 +338,18 @@ FAULTS = [
     Fault("losses/dft.py", "logprob.detach().exp()", "logprob.exp()", "dft: its weight has a gradient"),
     Fault("losses/entropy_bonus.py", "return -entropy", "return entropy", "entropy bonus: a sign"),
     Fault("losses/focal.py", "-logprob.expm1()", "1 - logprob", "focal: 1 - log p for 1 - p"),
-    Fault("losses/kl_to_reference.py", "kl = x.expm1() - x", "kl = x.exp() - x", "k3: a constant of 1 too much"),
+    Fault("losses/kl_to_reference.py", "kl = held.expm1() - held", "kl = held.exp() - held", "k3: a constant of 1 too much"),
+    Fault("losses/kl_to_reference.py", "held = x.clamp(max=20.0)", "held = x.clamp(-20.0, 20.0)", "k3: flat where the reference gives far less", POLICY),
+    Fault("losses/kl_to_reference.py", "kl = kl.detach() + square - square.detach()", "kl = square", "k1+: k2's value too", POLICY),
+    Fault("losses/kl_to_reference.py", "kl if bound is None else kl.clamp(-bound, bound)", "kl", "the bound of a KL is forgotten", POLICY),
     Fault("losses/kl_to_reference.py", "    x = ref_logprob - logprob\n", "    x = logprob - ref_logprob\n", "KL to the reference: the other way round"),
     Fault("losses/cispo.py", "bounded_exp(log_ratio(logprob, old_logprob)).detach()", "bounded_exp(log_ratio(logprob, old_logprob))", "cispo: its weight has a gradient"),
     Fault("losses/gspo.py", "segments.mean(log_ratio(logprob, old_logprob))", "log_ratio(logprob, old_logprob)", "gspo: ratio of tokens, not of sequences"),
     Fault("losses/gspo.py", "segments.mean(torch.zeros_like(logprob) + advantage.detach())", "torch.zeros_like(logprob) + advantage.detach()", "gspo: tokens keep advantages of their own"),
     Fault("losses/gspo.py", "advantage.detach()", "advantage", "gspo: the advantage has a gradient", ("tests/trust/test_constant_inputs.py",)),
     Fault("losses/gspo_token.py", ")).detach()", "))", "gspo_token: the sequence ratio has a gradient"),
+    Fault("losses/orpo.py", "loss - chosen * tokens / tokens.mean()", "loss - chosen", "orpo: chosen tokens are not counted alike", POLICY),
+    Fault("losses/gmpo.py", "-(high if signed else low)", "-low", "gmpo: the authors' caps taken for verl's", POLICY),
     Fault("losses/gmpo.py", "sign * torch.minimum(sign * d", "torch.minimum(sign * d", "gmpo: the sign is not undone"),
     Fault("losses/sapo.py", "tau_pos * rises + tau_neg * (1 - rises)", "tau_neg * rises + tau_pos * (1 - rises)", "sapo: temperatures swapped"),
     Fault("losses/topr.py", "ratio.clamp(max=1.0)", "ratio", "topr: no taper"),
@@ -353,7 +359,7 @@ FAULTS = [
     Fault("losses/dpo.py", "margin = chosen - rejected", "margin = rejected - chosen", "dpo: chosen and rejected swapped"),
     Fault("losses/dpo.py", "- label_smoothing * logsigmoid(-beta * margin)", "- label_smoothing * logsigmoid(beta * margin)", "dpo: label smoothing without its flip"),
     Fault("losses/kto.py", "(1 - 2 * good) * beta * behind", "(2 * good - 1) * beta * behind", "kto: desirable and undesirable swapped"),
-    Fault("losses/orpo.py", "-chosen - beta * logsigmoid(gap)", "-chosen + beta * logsigmoid(gap)", "orpo: a sign"),
+    Fault("losses/orpo.py", "loss = -beta * logsigmoid(gap)", "loss = beta * logsigmoid(gap)", "orpo: a sign"),
     Fault("losses/simpo.py", "chosen - rejected - gamma", "chosen - rejected + gamma", "simpo: the margin's sign"),
     Fault("losses/_preference.py", "y.index_select(0, pairs[:, 0]), y.index_select(0, pairs[:, 1])", "y.index_select(0, pairs[:, 0]), y.index_select(0, pairs[:, 0])", "the rejected is the chosen"),
     Fault("losses/jsd.py", "logq + math.log(beta), logp + math.log1p(-beta)", "logp + math.log(beta), logq + math.log1p(-beta)", "jsd: mixture weights swapped"),

@@ -32,6 +32,7 @@ CASES = [
     ("sapo", {"tau_pos": 2.0, "tau_neg": 0.5}),
     ("gmpo", {}),
     ("gmpo", {"low": 0.1, "high": 0.2}),
+    ("gmpo", {"low": 0.1, "high": 0.2, "signed": True}),
     ("dppo", {"low": 0.02, "high": 0.03}),
     ("dppo", {"divergence": "kl", "low": 0.02, "high": 0.01, "cap": 1.2}),
     ("reinforce", {}),
@@ -43,12 +44,21 @@ CASES = [
     ("kl_to_reference", {"estimator": "k1", "corrected": True}),
     ("kl_to_reference", {"estimator": "k2"}),
     ("kl_to_reference", {"corrected": True}),
+    ("kl_to_reference", {"corrected": True, "bound": 0.05}),
+    ("kl_to_reference", {"estimator": "abs"}),
+    ("kl_to_reference", {"estimator": "mse", "bound": 0.1}),
+    ("kl_to_reference", {"estimator": "low_var"}),
+    ("kl_to_reference", {"estimator": "k1+"}),
+    ("kl_to_reference", {"estimator": "k2+", "bound": 0.02}),
+    ("kl_to_reference", {"estimator": "k3+"}),
     ("dpo", {}),
     ("dpo", {"label_smoothing": 0.2, "beta": 0.3}),
     ("dpo", {"link": "ipo"}),
     ("dpo", {"link": "ipo", "average": True, "beta": 0.6}),
     ("simpo", {}),
     ("orpo", {"beta": 0.7}),
+    ("orpo", {"nll": "token"}),
+    ("orpo", {"nll": "none"}),
     ("kto", {}),
     ("kto", {"desirable_weight": 1.3, "undesirable_weight": 0.6}),
 ]
@@ -513,7 +523,14 @@ def test_a_pair_must_name_segments(batch: Batch) -> None:
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [("dppo", {"divergence": "js"}), ("kl_to_reference", {"estimator": "k4"}), ("dpo", {"link": "x"})],
+    [
+        ("dppo", {"divergence": "js"}),
+        ("kl_to_reference", {"estimator": "k4"}),
+        ("dpo", {"link": "x"}),
+        ("kl_to_reference", {"bound": -1.0}),
+        ("kl_to_reference", {"corrected": True, "estimator": "k3+"}),
+        ("orpo", {"nll": "tokens"}),
+    ],
 )
 def test_an_unknown_choice_is_refused(batch: Batch, name: str, options: dict) -> None:
     objective = hl.Objective(it=hl.Term(LOSSES[name], **options))
@@ -561,3 +578,47 @@ def test_metrics_of_a_preference_term(batch: Batch) -> None:
     assert float(out.metrics["dpo/reward_chosen"]) == pytest.approx(0.2 * float(chosen.mean()))
     assert float(out.metrics["dpo/reward_margin"]) == pytest.approx(0.2 * float((chosen - rejected).mean()))
     assert float(out.metrics["dpo/reward_accuracy"]) == pytest.approx(float((chosen > rejected).double().mean()))
+
+
+def test_k3_is_a_line_where_the_reference_gives_far_less() -> None:
+    """logprob -1 against -30: e^-29 + 29 - 1, slope 1 - e^-29."""
+    kl = LOSSES["kl_to_reference"]
+    logprob = torch.tensor([-1.0, -1.0, -1.0], dtype=torch.float64, requires_grad=True)
+    reference = torch.tensor([-30.0, -500.0, -1.5], dtype=torch.float64)
+    value, _ = kl(logprob, reference)
+    (slope,) = torch.autograd.grad(value.sum(), logprob)
+    close(value.detach(), torch.tensor([28.0, 498.0, math.exp(-0.5) - 0.5], dtype=torch.float64))
+    close(slope, torch.tensor([1.0, 1.0, 1 - math.exp(-0.5)], dtype=torch.float64))
+    value, _ = kl(logprob, reference, bound=10.0)
+    (slope,) = torch.autograd.grad(value.sum(), logprob)
+    assert value.tolist()[:2] == [10.0, 10.0] and slope.tolist()[:2] == [0.0, 0.0]
+    assert kl(logprob, reference, estimator="k1", bound=10.0)[0][0] == 10
+    assert kl(logprob - 100, reference, estimator="k1", bound=10.0)[0][0] == -10
+
+
+def test_straight_through_kinds_have_the_gradient_of_k2() -> None:
+    kl = LOSSES["kl_to_reference"]
+    logprob = torch.tensor([-1.0, -3.0], dtype=torch.float64, requires_grad=True)
+    reference = torch.tensor([-30.0, -2.0], dtype=torch.float64)
+    for kind in ("k1", "k3", "abs", "low_var"):
+        value, _ = kl(logprob, reference, estimator=f"{kind}+")
+        close(value.detach(), kl(logprob, reference, estimator=kind)[0].detach())
+        (slope,) = torch.autograd.grad(value.sum(), logprob)
+        close(slope, (logprob - reference).detach())
+
+
+def test_gmpo_over_sequences_is_verls() -> None:
+    """verl: one ratio and one advantage per sequence, and their mean over sequences."""
+    d = torch.tensor([0.3, -0.2, 0.05, -0.5, 0.4], dtype=torch.float64)
+    lengths, advantage = [2, 3], torch.tensor([1.0, 1.0, -0.5, -0.5, -0.5], dtype=torch.float64)
+    want = []
+    for own, A in zip(d.split(lengths), (1.0, -0.5)):
+        capped = torch.tensor([min(x, 0.1) if A > 0 else max(x, -0.2) for x in own.tolist()], dtype=torch.float64)
+        want.append(-A * capped.mean().exp())
+    logits = torch.randn(5, 7, dtype=torch.float64)
+    targets = torch.arange(5)
+    old = torch.log_softmax(logits, -1)[range(5), targets] - d
+    objective = hl.Objective(rl=hl.Term(LOSSES["gmpo"], low=0.2, high=0.1, reduction="seq_mean_token_mean"))
+    segments = hl.Segments.from_cu_seqlens(torch.tensor([0, 2, 5]))
+    out = objective(hl.Logits(logits), targets, segments=segments, advantage=advantage, old_logprob=old)
+    close(out.loss, torch.stack(want).mean())

@@ -44,9 +44,14 @@ def focal(logprob: Tensor, *, gamma: float = 2.0) -> tuple[Tensor, dict[str, Ten
 def forward_kl(logp: Tensor, logq: Tensor) -> Tensor:
     """KL(q || p) = sum_j q_j (log q_j - log p_j): the student covers what the teacher does (Hinton et al. 2015)."""
 
-def gmpo(logprob: Tensor, advantage: Tensor, segments: Segments, old_logprob: Tensor | None = None, *, low: float = 0.4, high: float = 0.4) -> tuple[Tensor, dict[str, Tensor]]:
+def gmpo(logprob: Tensor, advantage: Tensor, segments: Segments, old_logprob: Tensor | None = None, *, low: float = 0.4, high: float = 0.4, signed: bool = False) -> tuple[Tensor, dict[str, Tensor]]:
     """-A exp(mean over the segment of c), c = sgn(A) min(sgn(A) d, sgn(A) clip(d, -low, high)), d = logprob - old: the
-    geometric mean of token ratios that were clipped one by one (Zhao et al. 2025).  The paper's tokens share A."""
+    geometric mean of token ratios that were clipped one by one (Zhao et al. 2025).  The paper's tokens share A.
+
+    signed   the authors' caps, sgn(A) clip(sgn(A) d, -low, high): `high` then bounds d where A < 0 too, as -high.
+             verl's, the default, bounds it there by -low.  They differ where low and high do
+
+    Both take the mean over sequences: reduce by seq_mean_token_mean."""
 
 def grpo(logprob: Tensor, advantage: Tensor, old_logprob: Tensor | None = None, *, low: float = 0.2, high: float = 0.2, dual: float | None = None, delta: float | None = None) -> tuple[Tensor, dict[str, Tensor]]:
     """-min(r A, clip(r, 1 - low, 1 + high) A), r = exp(logprob - old): clipped policy gradient with group-relative
@@ -77,11 +82,13 @@ def kimi(logprob: Tensor, advantage: Tensor, old_logprob: Tensor | None = None, 
     """-A logprob + beta / 2 d^2, d = logprob - old: a squared step in place of a clip (Kimi k1.5, 2025; DRO, Richemond
     et al. 2024), token by token."""
 
-def kl_to_reference(logprob: Tensor, ref_logprob: Tensor, old_logprob: Tensor | None = None, *, estimator: str = 'k3', corrected: bool = False) -> tuple[Tensor, dict[str, Tensor]]:
+def kl_to_reference(logprob: Tensor, ref_logprob: Tensor, old_logprob: Tensor | None = None, *, estimator: str = 'k3', corrected: bool = False, bound: float | None = None) -> tuple[Tensor, dict[str, Tensor]]:
     """An estimate of KL(policy || reference) from the sampled tokens (Schulman 2020), with x = ref_logprob - logprob:
 
-    estimator   "k1": -x    "k2": x^2 / 2    "k3": e^x - x - 1
+    estimator   "k1": -x    "k2", "mse": x^2 / 2    "k3": e^x - x - 1    "abs": |x|    "low_var": k3 with bound 10
+                "k1+", "k2+", "k3+", "abs+", "low_var+": that value, with the gradient of k2
     corrected   multiplies by r = exp(logprob - old), which makes the gradient that of the KL itself (DeepSeek-V3.2)
+    bound       clamps the estimate to [-bound, bound]; there is no gradient outside
 
     As a loss, plain k1 has a gradient of mean 0 and plain k3 a biased one; k2's is right on-policy."""
 
@@ -92,10 +99,13 @@ def kto(logprob: Tensor, ref_logprob: Tensor, segments: Segments, desirable: Ten
     desirable   (S,) flags: no pairs are needed
     kl          a scalar: the batch's estimate of KL(policy || reference), at least 0; 0 if it is not given"""
 
-def orpo(logprob: Tensor, segments: Segments, pairs: Tensor, *, beta: float = 0.1) -> tuple[Tensor, dict[str, Tensor]]:
+def orpo(logprob: Tensor, segments: Segments, pairs: Tensor, *, beta: float = 0.1, nll: str = 'sequence') -> tuple[Tensor, dict[str, Tensor]]:
     """-chosen - beta log sigmoid(odds(chosen) - odds(rejected)), on the segments' means x of logprob, with the log odds
     odds(x) = x - log(1 - e^x): fine-tuning on the chosen one and an odds ratio, without a reference (Hong et al. 2024).
-    `pairs` (P, 2) holds the chosen and the rejected segment's number."""
+    `pairs` (P, 2) holds the chosen and the rejected segment's number.
+
+    nll   "sequence": the mean of each chosen segment, so that pairs count alike    "token": the mean over the tokens of
+          all chosen segments of the call, as most trainers have it    "none": the odds term alone"""
 
 def reinforce(logprob: Tensor, advantage: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """-A logprob (Williams 1992); with group-relative advantages this is GPG (Chu et al. 2025)."""

@@ -3,13 +3,19 @@ import torch
 from headloss.losses._policy import bounded_exp, log_ratio, outside, policy_metrics
 
 
-def gmpo(logprob, advantage, segments, old_logprob=None, *, low=0.4, high=0.4):
+def gmpo(logprob, advantage, segments, old_logprob=None, *, low=0.4, high=0.4, signed=False):
     """-A exp(mean over the segment of c), c = sgn(A) min(sgn(A) d, sgn(A) clip(d, -low, high)), d = logprob - old: the
     geometric mean of token ratios that were clipped one by one (Zhao et al. 2025).  The paper's tokens share A.
+
+    signed   the authors' caps, sgn(A) clip(sgn(A) d, -low, high): `high` then bounds d where A < 0 too, as -high.
+             verl's, the default, bounds it there by -low.  They differ where low and high do
+
+    Both take the mean over sequences: reduce by seq_mean_token_mean.
     """
     d = log_ratio(logprob, old_logprob)
     sign = advantage.sign()
-    held = sign * torch.minimum(sign * d, sign * d.clamp(-low, high))
+    floor, ceiling = -(high if signed else low), high
+    held = sign * torch.minimum(sign * d, sign * d.clamp(floor, ceiling))
     ratio = bounded_exp(segments.mean(held))
-    under, over = outside(d, advantage, -low, high)
+    under, over = outside(d, advantage, floor, ceiling)
     return -advantage * ratio, policy_metrics(logprob, advantage, old_logprob, ratio, under, over)

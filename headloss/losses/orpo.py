@@ -4,17 +4,27 @@ from torch.nn.functional import logsigmoid
 from headloss.losses._preference import chosen_rejected, preference_metrics
 
 
-def orpo(logprob, segments, pairs, *, beta=0.1):
+def orpo(logprob, segments, pairs, *, beta=0.1, nll="sequence"):
     """-chosen - beta log sigmoid(odds(chosen) - odds(rejected)), on the segments' means x of logprob, with the log odds
     odds(x) = x - log(1 - e^x): fine-tuning on the chosen one and an odds ratio, without a reference (Hong et al. 2024).
     `pairs` (P, 2) holds the chosen and the rejected segment's number.
+
+    nll   "sequence": the mean of each chosen segment, so that pairs count alike    "token": the mean over the tokens of
+          all chosen segments of the call, as most trainers have it    "none": the odds term alone
     """
     means = segments.means(logprob)
     odds = means - (-means.clamp(max=-torch.finfo(means.dtype).eps).expm1()).log()
     chosen, rejected = chosen_rejected(means, pairs)
     odds_chosen, odds_rejected = chosen_rejected(odds, pairs)
     gap = odds_chosen - odds_rejected
-    loss = -chosen - beta * logsigmoid(gap)
+    loss = -beta * logsigmoid(gap)
+    if nll == "sequence":
+        loss = loss - chosen
+    elif nll == "token":
+        tokens, _ = chosen_rejected(segments.counts.to(means.dtype), pairs)
+        loss = loss - chosen * tokens / tokens.mean()
+    elif nll != "none":
+        raise ValueError(f"nll: wanted 'sequence', 'token' or 'none', got {nll!r}")
     return loss, {**preference_metrics(beta * chosen, beta * rejected, means, pairs), "log_odds": gap}
 
 

@@ -74,8 +74,9 @@ def sapo(logprob, advantage, old_logprob=None, *, tau_pos=1.0, tau_neg=1.05):
     return -where(advantage > 0, gate_pos, gate_neg) * advantage
 
 
-def gmpo(logprob, advantage, segments, old_logprob=None, *, low=0.4, high=0.4):
+def gmpo(logprob, advantage, segments, old_logprob=None, *, low=0.4, high=0.4, signed=False):
     gap = logprob - _old(logprob, old_logprob)
+    low = high if signed else low
     up = where(gap > high, high, gap)  # a good token's ratio is bounded from above only
     down = where(gap < -low, -low, gap)
     held = where(advantage > 0, up, where(advantage < 0, down, 0.0))
@@ -115,10 +116,18 @@ def vespo(logprob, advantage, segments, old_logprob=None, *, k_pos=2.0, lam_pos=
     return -where(advantage >= 0, phi_pos, phi_neg) * advantage * logprob
 
 
-def kl_to_reference(logprob, ref_logprob, old_logprob=None, *, estimator="k3", corrected=False):
+def kl_to_reference(logprob, ref_logprob, old_logprob=None, *, estimator="k3", corrected=False, bound=None):
     odds = torch.exp(ref_logprob - logprob)  # of reference to policy
-    kl = {"k1": -torch.log(odds), "k2": torch.log(odds) ** 2 / 2, "k3": odds - 1 - torch.log(odds)}[estimator]
-    return kl * _ratio(logprob, old_logprob) if corrected else kl
+    gap = torch.log(odds)
+    kinds = {"k1": -gap, "k2": gap**2 / 2, "mse": gap**2 / 2, "k3": odds - 1 - gap, "abs": gap.abs()}
+    kl = (kinds | {"low_var": kinds["k3"]})[estimator.strip("+")]
+    kl = kl * _ratio(logprob, old_logprob) if corrected else kl
+    bound = 10.0 if bound is None and "low_var" in estimator else bound
+    if bound is not None:
+        kl = where(kl > bound, bound, where(kl < -bound, -bound, kl))
+    if estimator.endswith("+"):  # the value of one, the gradient (the gap itself) of another
+        kl = kl.detach() - gap.detach() * (logprob - logprob.detach())
+    return kl
 
 
 def dpo(logprob, ref_logprob, segments, pairs, *, beta=0.1, link="sigmoid", label_smoothing=0.0, average=False):
@@ -142,13 +151,15 @@ def simpo(logprob, segments, pairs, *, beta=2.0, gamma=0.5):
     )
 
 
-def orpo(logprob, segments, pairs, *, beta=0.1):
-    likelihood = torch.exp(_per_segment(segments, logprob, "mean"))
+def orpo(logprob, segments, pairs, *, beta=0.1, nll="sequence"):
+    likelihood, total = torch.exp(_per_segment(segments, logprob, "mean")), _per_segment(segments, logprob, "sum")
+    tokens = sum(float(segments.counts[chosen]) for chosen, _ in pairs.tolist())
     values = []
     for chosen, rejected in pairs.tolist():
         good, bad = likelihood[chosen], likelihood[rejected]
         odds_ratio = good / (1 - good) / (bad / (1 - bad))
-        values.append(-torch.log(good) - beta * torch.log(odds_ratio / (1 + odds_ratio)))
+        own = {"sequence": -torch.log(good), "token": -total[chosen] / (tokens / len(pairs)), "none": 0.0}[nll]
+        values.append(own - beta * torch.log(odds_ratio / (1 + odds_ratio)))
     return torch.stack(values)
 
 
