@@ -136,6 +136,8 @@ def write_config(of: Terms, losses: Losses | None = None) -> dict[str, Any]:
                 value = names if isinstance(value, tuple) else names[0]
             if key == "facts":
                 value = {k: list(v) for k, v in value.items()} or None
+            if key == "inputs":
+                value = dict(value) or None
             if value != _DEFAULTS[key]:
                 entry[key] = value
         for option, value in term.options.items():

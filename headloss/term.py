@@ -32,6 +32,7 @@ class Term:
                  differentiated.  A row of weight 0 is left out
     temperature  replaces the source's temperature for this term, and the teacher's; no hidden T^2
     facts        facts at temperatures of their own, {"hot_entropy": ("entropy", 2.0)}
+    inputs       inputs of the call that parameters of `fn` take under other names, {"old_logprob": "sampler_logprob"}
     teacher      the name of the teacher this term looks at, where there are several
     tail         of a divergence with a sparse teacher: "bucket", "none" or "renormalise"
     pure         True: `fn` and `row_weight` read nothing that changes, so they may be traced whatever they read
@@ -47,6 +48,7 @@ class Term:
     row_weight: RowWeights
     temperature: float | None
     facts: Mapping[str, tuple[str, float]]
+    inputs: Mapping[str, str]
     teacher: str | None
     tail: str
     pure: bool
@@ -55,8 +57,8 @@ class Term:
     _calls: dict[Any, Call]
     _foreign_divergence: bool
     __slots__ = (
-        "_calls", "_foreign_divergence", "facts", "fn", "length", "needs_segments", "options", "pure", "reduction",
-        "row_weight", "tail", "teacher", "temperature", "weight",
+        "_calls", "_foreign_divergence", "facts", "fn", "inputs", "length", "needs_segments", "options", "pure",
+        "reduction", "row_weight", "tail", "teacher", "temperature", "weight",
     )  # fmt: skip
 
     def __init__(
@@ -69,6 +71,7 @@ class Term:
         row_weight: RowWeights = None,
         temperature: float | None = None,
         facts: Mapping[str, tuple[str, float]] | None = None,
+        inputs: Mapping[str, str] | None = None,
         teacher: str | None = None,
         tail: str = "bucket",
         pure: bool = False,
@@ -112,8 +115,8 @@ class Term:
         object.__setattr__(self, "_calls", {})
         for name, said in (
             ("fn", fn), ("weight", weight), ("reduction", reduction), ("length", length), ("row_weight", row_weight),
-            ("temperature", temperature), ("facts", MappingProxyType(_check_facts(facts))), ("teacher", teacher),
-            ("tail", tail), ("pure", pure),
+            ("temperature", temperature), ("facts", MappingProxyType(_check_facts(facts))),
+            ("inputs", MappingProxyType(_check_taken(inputs))), ("teacher", teacher), ("tail", tail), ("pure", pure),
         ):  # fmt: skip
             object.__setattr__(self, name, said)
         object.__setattr__(self, "options", MappingProxyType(_check_options(fn, options)))
@@ -132,13 +135,16 @@ class Term:
 
     def __repr__(self) -> str:
         said = self._said()
-        plain = {"weight": 1.0, "reduction": "token_mean", "facts": {}, "tail": "bucket", "pure": False}
+        plain = {"weight": 1.0, "reduction": "token_mean", "facts": {}, "inputs": {}, "tail": "bucket", "pure": False}
         said = {k: v for k, v in said.items() if v is not None and v != plain.get(k)} | dict(self.options)
         return f"Term({', '.join([function_name(self.fn), *(f'{k}={v!r}' for k, v in said.items())])})"
 
     def _said(self) -> dict[str, Any]:
         """What it was made with, apart from its function and options."""
-        return {name: getattr(self, name) for name in sorted(RESERVED)} | {"facts": dict(self.facts)}
+        return {name: getattr(self, name) for name in sorted(RESERVED)} | {
+            "facts": dict(self.facts),
+            "inputs": dict(self.inputs),
+        }
 
     def call(self, source_temperature: float | None, teachers: Mapping[str, Teacher]) -> Call:
         """The function ready to be called: its facts named, and a divergence in the form that its teacher allows."""
@@ -173,6 +179,8 @@ class Term:
         )
         fn = self.fn
         if is_divergence(fn):
+            if self.inputs:
+                raise TypeError(f"inputs: {function_name(fn)} is a divergence of (logp, logq), and takes no inputs")
             if sparse:
                 fn = sparse_loss(fn, self.tail)
             elif hasattr(fn, "one_pass") and not hasattr(fn, "__wrapped__"):  # a decorator copies attributes
@@ -181,7 +189,9 @@ class Term:
                 fact = Fact("divergence", self.temperature, teacher, Element(fn, self.options, self.pure))
                 signature = read_signature(summed, facts={"divergence": fact})._replace(name=function_name(fn))
                 return Call(summed, signature, {}, weighed, self.pure)
-        signature = read_signature(fn, temperature=T, facts=own, teacher=teacher, compared_at=self.temperature)
+        signature = read_signature(
+            fn, temperature=T, facts=own, teacher=teacher, compared_at=self.temperature, inputs=self.inputs
+        )
         named = signature._replace(name=function_name(self.fn))
         return Call(fn, named, self.options, weighed, self.pure)
 
@@ -246,6 +256,18 @@ def _check_facts(facts: Mapping[str, tuple[str, float]] | None) -> dict[str, tup
             raise ValueError(f"facts: wanted a positive temperature for {name!r}, got {shown(temperature)}")
         checked[name] = (fact, float(temperature))
     return checked
+
+
+def _check_taken(inputs: Mapping[str, str] | None) -> dict[str, str]:
+    if inputs is not None and not isinstance(inputs, Mapping):
+        raise TypeError(f"inputs: wanted {{parameter: name of an input}}, got {shown(inputs)}")
+    for name, taken in (inputs or {}).items():
+        if not (isinstance(name, str) and isinstance(taken, str) and taken):
+            raise TypeError(f"inputs: wanted {{parameter: name of an input}}, got {shown(name)}: {shown(taken)}")
+        if taken in CALL or taken in FACTS or "pairs" in (name, taken):
+            what = "a fact" if taken in FACTS else "an argument of the call" if taken in CALL else "checked by its name"
+            raise ValueError(f"inputs: {name!r} cannot take {taken!r}, which is {what}")
+    return dict(inputs or {})
 
 
 def _check_options(fn: Callable[..., Any], options: Mapping[str, Any]) -> dict[str, Any]:

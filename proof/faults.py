@@ -43,6 +43,7 @@ NEW_FACT = ("tests/test_new_fact.py",)
 WAITING = ("tests/test_no_waiting.py",)
 MORE = ("tests/trust/test_more_forms.py",)
 SHAPE = ("tests/test_shape_of_code.py",)
+TAKEN = ("tests/test_term_inputs.py",)
 POLICY = ("tests/test_policy.py",)
 LEFT_OUT = ("tests/test_row_weight_of_zero.py",)
 FIRST: dict[str, tuple[str, ...]] = {  # by how a file's name begins
@@ -367,6 +368,9 @@ FAULTS = [
     Fault("losses/reverse_kl.py", "return reverse_cross_entropy - shared_entropy", "return reverse_cross_entropy", "reverse_kl: the student's entropy dropped"),
     Fault("losses/forward_kl.py", "return logq.exp() * (logq - logp)", "return logp.exp() * (logq - logp)", "forward_kl: weighted by the student"),
     Fault("losses/tvd.py", ".abs() / 2", ".abs()", "tvd: a factor of 2"),
+    Fault("trace/signature.py", "optional and takes is None", "optional", "a term without the input it takes uses its default", TAKEN),
+    Fault("graph/content.py", "(*term.facts.items(), *term.inputs.items())", "term.facts.items()", "a graph serves an objective that takes other inputs", TAKEN),
+    Fault("engine/layout.py", "found[p.key] = old", "found[p.name] = old", "what a loss says of an input is lost where that has another name", TAKEN),
     Fault("trace/call.py", "value = torch.where(weight != 0, value * weight, 0.0)", "value = value * weight", "0 * NaN of a row of weight 0 reaches the loss", LEFT_OUT),
     Fault("trace/call.py", "x.register_hook(lambda g: torch.where(counts, g, 0.0))", "pass", "0 * inf of a row of weight 0 reaches the gradient", LEFT_OUT),
     Fault("trace/call.py", "metrics |= {COUNTED: torch.where(weight != 0, torch.ones_like(value), 0.0)} if metrics else {}", "pass", "metrics count rows of weight 0", LEFT_OUT),

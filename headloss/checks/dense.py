@@ -233,6 +233,7 @@ class Dense:
         found: dict[str, Any] = {}
         temperature, teacher = None if term is None else term.temperature, self.teacher_of(term)
         named = {} if term is None or fn is not term.fn else term.facts
+        taken = {} if term is None or fn is not term.fn else term.inputs
         for p in inspect.signature(fn).parameters.values():
             if p.kind is p.KEYWORD_ONLY:
                 continue
@@ -244,8 +245,8 @@ class Dense:
                 found[p.name] = self.targets
             elif p.name == "segments":
                 found |= {} if self.segments is None else {"segments": self.segments}
-            elif p.name in self.inputs:
-                found[p.name] = self.inputs[p.name]
+            elif taken.get(p.name, p.name) in self.inputs:
+                found[p.name] = self.inputs[taken.get(p.name, p.name)]
         return found
 
     def row_weight(self, term: Term) -> Tensor | None:

@@ -104,6 +104,7 @@ def _asked(objective: hl.Objective) -> Iterator[str]:
     for fn in _functions(objective):
         own = [_ANY] if is_divergence(fn) else [p.name for p in read_signature(fn).parameters]
         yield from (named.get(name, name) for name in own)
+    yield from (taken for term in objective.terms.values() for taken in term.inputs.values())
     for term in objective.terms.values():
         yield from (w for w in term.row_weights if isinstance(w, str))
     asked = objective.asked

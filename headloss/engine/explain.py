@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -23,6 +23,7 @@ class TermPlan(NamedTuple):
     loss: str
     kind: str  # "row", "segment" or "batch"
     reason: str  # the operation that decided it
+    takes: str = ""  # its inputs that have other names in the call
 
 
 class Explanation(NamedTuple):
@@ -56,7 +57,7 @@ class Explanation(NamedTuple):
             f"facts        {', '.join(self.facts) or 'none'}",
         ]
         for t in self.terms:
-            lines.append(f"term         {t.name} ({t.loss}): {t.kind}, {t.reason}")
+            lines.append(f"term         {t.name} ({t.loss}{t.takes}): {t.kind}, {t.reason}")
         for name in self.off:
             lines.append(f"term         {name}: switched off, costs nothing")
         lines.append(f"grade        {self.grade}")
@@ -93,7 +94,7 @@ def explain(
     read_because = "" if source.device.type == "cpu" else read_because  # meta tensors stand for those of a GPU
     engine = backend_for(backend, source, plan.want).NAME
     beside = teacher_bytes(guides, source)
-    terms = tuple(TermPlan(t.name, t.call.signature.name, *t.trace[:2]) for t in plan.terms)
+    terms = tuple(TermPlan(t.name, t.call.signature.name, *t.trace[:2], _taken(t)) for t in plan.terms)
     if isinstance(source, Linear):
         pieces = len(chunks) if chunks else -(-rows.count // source.chunk_rows(beside))
         sizes, grade = _linear_bytes(source, rows, chunks, pieces, beside), _linear_grade(plan, rows, chunks)
@@ -242,3 +243,7 @@ def _size(n: int) -> str:
             return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
         n /= 1024  # type: ignore[assignment]
     return f"{n:.2f} GiB"
+
+
+def _taken(term: Any) -> str:
+    return "".join(f", {p.name} from {p.takes}" for p in term.call.signature.parameters if p.takes)

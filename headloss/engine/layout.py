@@ -111,14 +111,14 @@ def readings(terms: Mapping[str, Term], metrics: Iterable[tuple[str, Call]]) -> 
             for p in s.parameters:
                 if p.kind != "input" or p.teacher is not None:
                     continue
-                old = found.get(p.name, Reading())
+                old = found.get(p.key, Reading())
                 if s.per_segment is None:
                     old = unsaid(old, s)
                 elif p.name in s.per_segment:
                     old = old._replace(segment=(*old.segment, f"{label} ({s.name})"))
                 else:
                     old = old._replace(row=(*old.row, f"{label} ({s.name})"))
-                found[p.name] = old
+                found[p.key] = old
         for name in call.weight_names:
             s, old = call.signature, found.get(name, Reading())
             may = unsaid(Reading(), s)

@@ -366,7 +366,7 @@ def check_inputs(
         required += call.weight_names
         for wanted in required:
             if given.get(wanted) is None and wanted not in teachers:
-                what = ", ".join(dict.fromkeys(p.name for s in call.signatures for p in s.parameters))
+                what = ", ".join(dict.fromkeys(p.takes or p.name for s in call.signatures for p in s.parameters))
                 passed = ", ".join(given) or "none"
                 raise TypeError(
                     f"{wanted}: missing; {label} ({call.signature.name}) asks for {what}; inputs passed: {passed}"

@@ -17,7 +17,9 @@ from typing import Any, NamedTuple
 from headloss.facts import FACTS, Fact
 from headloss.teachers import COMPARING as COMPARING
 
-RESERVED = frozenset({"weight", "reduction", "temperature", "length", "row_weight", "facts", "teacher", "tail", "pure"})
+RESERVED = frozenset(
+    {"weight", "reduction", "temperature", "length", "row_weight", "facts", "inputs", "teacher", "tail", "pure"}
+)
 
 # Arguments of a call itself: an input of one of these names could never be passed.
 CALL = (
@@ -53,11 +55,13 @@ class Parameter(NamedTuple):
     optional: bool
     fact: Fact | None = None
     teacher: str | None = None  # whose input it is
+    takes: str | None = None  # the input of the call that it takes, where that has another name
 
     @property
     def key(self) -> str:
         """The input's name in the call: a teacher's own inputs are kept apart from another's."""
-        return self.name if self.teacher is None else f"{self.name} of {self.teacher}"
+        name = self.takes or self.name
+        return name if self.teacher is None else f"{name} of {self.teacher}"
 
 
 class Signature(NamedTuple):
@@ -82,12 +86,14 @@ def read_signature(
     facts: Mapping[str, Fact] | None = None,
     teacher: str | None = None,
     compared_at: float | None = None,
+    inputs: Mapping[str, str] | None = None,
 ) -> Signature:
     """The signature of a loss, metric or row-weight function; `facts` names facts at temperatures of their own.
 
-    `compared_at` is the temperature of facts that look at a teacher, where it is not that of the others.
+    `compared_at` is the temperature of facts that look at a teacher, where it is not that of the others.  `inputs`
+    gives parameters an input of the call that has another name; such a one is no longer optional.
     """
-    named = dict(facts or {})
+    named, taken = dict(facts or {}), dict(inputs or {})
     name = function_name(fn)
     at = temperature if compared_at is None else compared_at
     parameters, options = [], {}
@@ -119,7 +125,14 @@ def read_signature(
         elif p.name in CALL:
             raise TypeError(f"{name}: parameter {p.name!r} is a name that belongs to the call itself; rename it")
         else:
-            parameters.append(Parameter(p.name, "input", optional))
+            takes = taken.pop(p.name, None)
+            parameters.append(Parameter(p.name, "input", optional and takes is None, takes=takes))
+    for wrong in taken:
+        there = [p.name for p in parameters if p.kind == "input" and p.teacher is None]
+        raise TypeError(
+            f"inputs: {wrong!r} is none of the inputs of {name} ({', '.join(there) or 'it has none'})"
+            f"{suggest(wrong, there)}"
+        )
     if named:
         raise TypeError(f"{name}: facts={sorted(named)} are not among its parameters {[p.name for p in parameters]}")
     return Signature(name, tuple(parameters), options, _per_segment(fn, name, parameters), _returns(fn, name))
