@@ -24,7 +24,7 @@ class Fault(NamedTuple):
     def interpreted(self) -> bool:
         """Whether its tests are those of Triton's interpreter, which has to be chosen before triton is imported."""
         kernels = ("backends/triton/kernels", "backends/triton/printer", "engine/one_launch")
-        kernels += ("backends/triton/settle", "engine/settled")
+        kernels += ("backends/triton/settle", "backends/triton/product", "engine/settled")
         return self.file.startswith(kernels) or self.tests == ("tests/kernels/test_triton.py",)
 
 
@@ -62,6 +62,8 @@ FIRST: dict[str, tuple[str, ...]] = {  # by how a file's name begins
     "backends/triton/kernels/totals.py": ("tests/test_again.py", "tests/kernels/test_one_launch.py"),
     "backends/triton/kernels/taught.py": ("tests/kernels/test_taught.py",),
     "backends/triton/kernels/compared.py": ("tests/kernels/test_taught.py",),
+    "backends/triton/kernels/product": ("tests/kernels/test_product.py",),
+    "backends/triton/product.py": ("tests/kernels/test_product.py",),
     "backends/triton/kernels/settle.py": ("tests/kernels/test_settle.py",),
     "backends/triton/printer/segments.py": ("tests/kernels/test_settle.py",),
     "backends/triton/settle.py": ("tests/kernels/test_settle.py",),
@@ -445,6 +447,16 @@ FAULTS = [
     Fault("backends/triton/printer/operations.py", '"{self:p} * (-1.0)"', '"0.0 - {self:p}"', "printed: -0 loses its sign", ("tests/trust/test_printed_operations.py",)),
     Fault("backends/triton/printer/printer.py", "return any(node is user.kwargs.get(name) or node in user.args[i : i + 1] for i, name in written)", "return False", "printed: a value written by out= is not seen", ("tests/trust/test_printed_operations.py",)),
     Fault("backends/triton/kernels/visit.py", "    if x.dtype.is_fp64():", "    if False:", "one launch: a float64 input is rounded as it is read", ("tests/trust/test_printed_operations.py",)),
+    Fault("backends/triton/kernels/product.py", "acc = tl.where(column[None, :] == own[:, None], LOWEST, acc)", "pass", "product: the target counts twice in the sums of full tiles"),
+    Fault("backends/triton/kernels/product.py", "-1.2676506002282294e30", "-1.0e30", "product: a tile of nothing but its target has no exact maximum"),
+    Fault("backends/triton/kernels/product.py", "shift = tl.exp2(most - tl.load(reference + row, mask=here, other=0.0))", "shift = most * 0 + 1", "product: rows of E measured from each tile's own maximum"),
+    Fault("backends/triton/kernels/product_rows.py", "bad = here & (tl.abs(most - base) > FAR)", "bad = here & (base > 1e30)", "product: a row far from its reference overflows"),
+    Fault("backends/triton/kernels/product_rows.py", "near = -log1p(S * tl.exp2(tl.where(close, -gap, 0.0)))", "near = gap / LOG2E - tl.log(whole)", "product: a confident row's loss loses its digits"),
+    Fault("backends/triton/kernels/product_rows.py", "first = (logits > most) | ((logits == most) & (start + own < best))", "first = logits > 1e30", "product: a target that is the maximum is never the argmax"),
+    Fault("backends/triton/kernels/product_grads.py", "slope * ((share + pull) + pull * p)", "slope * share", "product: the target's own probability has no gradient"),
+    Fault("backends/triton/kernels/product_grads.py", "to = tl.load(gaps + tl.load(ranks + place))", "to = place", "product: rows that move to the front of E leave their factors behind"),
+    Fault("backends/triton/kernels/product_grads.py", "(key >= V) | (key == before)", "key >= V", "product: rows of one target are added once for each of them"),
+    Fault("backends/triton/product.py", "ADD=add", "ADD=False", "product: the weight's gradient replaces what it should be added to"),
     Fault("backends/triton/kernels/settle.py", "live = live & (tl.load(target + row) != -100)", "pass", "settle: ignored rows count among those without a segment"),
     Fault("backends/triton/kernels/settle.py", "weight = tl.div_rn(weight, tl.maximum(count, 1.0).to(tl.float32))", "pass", "settle: a segment's mean taken for its sum"),
     Fault("backends/triton/kernels/settle.py", "tl.where(counts, values[i] * weights[i], 0.0)", "values[i] * weights[i]", "settle: values of empty segments count"),

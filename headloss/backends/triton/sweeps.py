@@ -60,7 +60,7 @@ def sums(
 ) -> Partial:
     """The partial of these columns; `start` is the first column's place in the whole vocabulary."""
     how: dict[str, Any] = {"scale": scale, "softcap": softcap, "start": start, "shape": shape}
-    return _named(sums_matrix(raw_CV, target_C, want, temperatures, batch_invariant=batch_invariant, **how), want)
+    return named(sums_matrix(raw_CV, target_C, want, temperatures, batch_invariant=batch_invariant, **how), want)
 
 
 def sums_matrix(
@@ -75,7 +75,7 @@ def sums_matrix(
     batch_invariant: bool | None = None,
     shape: Shape | None = None,
 ) -> Tensor:
-    """The same as a matrix, in the order of `_named`."""
+    """The same as a matrix, in the order of `named`."""
     check_dtype(raw_CV)
     C, V = raw_CV.shape
     x_flags, q_flags = (tuple(want.sums(x, T) for T in want.temperatures) for x in "XQ")
@@ -222,7 +222,7 @@ def _identity(slots: int, want: Want, raw_CV: Tensor) -> Tensor:
     return out
 
 
-def _named(out: Tensor, want: Want) -> Partial:
+def named(out: Tensor, want: Want) -> Partial:
     """The kernels' (F, C) numbers, by name and in their order."""
     slots = iter(out)
     return Partial(

@@ -44,7 +44,7 @@ def facts_of(
     sums, column, live, row, N, vocab, temperatures, VALUES: tl.constexpr, PER_ROW: tl.constexpr,
     TARGET: tl.constexpr, TOTAL: tl.constexpr, BEST: tl.constexpr, WANT_X: tl.constexpr, WANT_Q: tl.constexpr,
 ):  # fmt: skip
-    """`facts.finish` of a block: facts, maximum and log_sums.  The sums stand in the order of `sweeps._named`."""
+    """`facts.finish` of a block: facts, maximum and log_sums.  The sums stand in the order of `sweeps.named`."""
     sums += column
     top = tl.load(sums)
     slot = 1

@@ -1,0 +1,239 @@
+# mypy: ignore-errors
+"""The head's three matrix products, with the softmax in their epilogues.
+
+Dimension key:  C rows of a chunk   V columns in hand   D hidden size   BM, BN, BK a tile: rows, columns, depth
+
+    read     t = multiplier * X W^T, in units of log 2.  Each tile leaves sums of its rows, the target left out,
+             measured from its own maximum; if asked, also e = 2^(t - reference) in bf16
+    hidden   dX = factor * (E W) + share * W[target] + constant * sum_j W_j
+    weight   dW = E^T X' (+ what was there) + sum_n constant_n X_n, where X' are the rows of X times their factors
+
+Persistent programs over tiles of one size: what a tile holds does not depend on which program makes it, on the rows in
+other tiles, nor on how many there are.  How many rows count is read from the device.
+"""
+
+import triton
+import triton.language as tl
+
+LOWEST = tl.constexpr(-1.2676506002282294e30)  # -2^100: 0 * LOWEST is 0, and LOWEST * multiplier is exact
+INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))  # it multiplies the bits of bf16
+
+
+@triton.jit
+def dot(x, y, acc):
+    if INTERPRETED:
+        return tl.dot(x.to(tl.float32), y.to(tl.float32), acc)
+    else:
+        return tl.dot(x, y, acc)
+
+
+@triton.jit
+def tile_of(t, tall, wide, GROUP: tl.constexpr):
+    """Tiles in groups of GROUP rows of tiles, so that both operands stay in the cache."""
+    inside = GROUP * wide
+    first = t // inside * GROUP
+    high = tl.minimum(tall - first, GROUP)
+    return first + t % high, t % inside // high
+
+
+@triton.jit
+def halves(x, BM: tl.constexpr, BN: tl.constexpr):
+    """The left and the right half of a tile: a whole one does not fit beside the operands under way."""
+    return tl.split(tl.permute(tl.reshape(x, (BM, 2, BN // 2)), (0, 2, 1)))
+
+
+@triton.jit
+def along(x, like):
+    """One number per row, as a tile."""
+    return x[:, None] + tl.zeros_like(like)
+
+
+@triton.jit
+def without(acc, row, here, pn, target, V, TARGET: tl.constexpr, RAGGED: tl.constexpr, BN: tl.constexpr):
+    """A tile without its rows' targets and, if it is the last, without columns beyond V.
+
+    Without a branch: one around the tile keeps its products from overlapping, which costs 35%.
+    """
+    column = pn * BN + tl.arange(0, BN)
+    if TARGET:
+        own = tl.load(target + row, mask=here, other=-1)
+        if RAGGED:
+            acc = tl.where((column[None, :] == own[:, None]) | (column >= V)[None, :], LOWEST, acc)
+        else:
+            acc = tl.where(column[None, :] == own[:, None], LOWEST, acc)
+    elif RAGGED:
+        acc = tl.where((column >= V)[None, :], LOWEST, acc)
+    return acc
+
+
+@triton.jit
+def half_sums(acc, times, most, shift, e, first_row, first, STORE: tl.constexpr, X: tl.constexpr, Q: tl.constexpr):
+    """Sums of half a tile's rows, measured from `most`; its e is stored, measured from the reference."""
+    away = tl.fma(acc, along(times, acc), along(-most, acc))
+    p = tl.exp2(away)
+    S = tl.sum(p, 1)
+    in_x, in_q = S, S
+    if X:
+        in_x = tl.sum(p * away, 1)
+    if Q:
+        in_q = tl.sum(p * p, 1)
+    if STORE:
+        e.store([first_row, first], (p * shift[:, None]).to(tl.bfloat16))
+    return S, in_x, in_q
+
+
+@triton.jit
+def product(x, w, pm, pn, deep, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+    acc = tl.zeros((BM, BN), tl.float32)
+    for k in range(deep):
+        acc = dot(x.load([pm * BM, k * BK]), w.load([pn * BN, k * BK]).T, acc)
+    return acc
+
+
+@triton.jit(
+    do_not_specialize=["V", "D", "rows", "start", "first", "wide", "tiles"], do_not_specialize_on_alignment=["count"]
+)
+def read_kernel(
+    x, w, e, count, target, multiplier, reference, out, V, D, rows, start, first, wide, tiles,
+    STORE: tl.constexpr, TARGET: tl.constexpr, WANT_X: tl.constexpr, WANT_Q: tl.constexpr, TOTAL: tl.constexpr,
+    BEST: tl.constexpr, RAGGED: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
+):  # fmt: skip
+    """`wide` columns of tiles from `first` on.  `out` (fields, tiles, rows): maximum, S, [total], [best], [X], [Q]."""
+    live = tl.load(count)
+    tall, deep = tl.cdiv(live, BM), tl.cdiv(D, BK)
+    for t in tl.range(tl.program_id(0), tall * wide, PROGRAMS, flatten=True):
+        pm, pn = tile_of(t, tall, wide, GROUP)
+        pn += first
+        acc = product(x, w, pm, pn, deep, BM, BN, BK)
+        row = pm * BM + tl.arange(0, BM)
+        here = row < live
+        field, at = tiles.to(tl.int64) * rows, out + pn.to(tl.int64) * rows + row
+        times = tl.load(multiplier + row, mask=here, other=0.0)
+        if TOTAL:  # columns beyond V are 0
+            tl.store(at + 2 * field, tl.sum(acc, 1) * times, mask=here)
+        acc = without(acc, row, here, pn, target, V, TARGET, RAGGED, BN)
+        top = tl.max(acc, 1)
+        most = top * times
+        if BEST:
+            column = pn * BN + tl.arange(0, BN)
+            best = tl.min(tl.where(acc == top[:, None], column[None, :], 2147483647), 1)
+            tl.store(at + (2 + TOTAL) * field, (start + best).to(tl.float32), mask=here)
+        shift = most
+        if STORE:
+            shift = tl.exp2(most - tl.load(reference + row, mask=here, other=0.0))
+        left, right = halves(acc, BM, BN)
+        S, X, Q = half_sums(left, times, most, shift, e, pm * BM, pn * BN, STORE, WANT_X, WANT_Q)
+        more_S, more_X, more_Q = half_sums(
+            right, times, most, shift, e, pm * BM, pn * BN + BN // 2, STORE, WANT_X, WANT_Q
+        )
+        tl.store(at, most, mask=here)
+        tl.store(at + field, S + more_S, mask=here)
+        if WANT_X:
+            tl.store(at + (2 + TOTAL + BEST) * field, X + more_X, mask=here)
+        if WANT_Q:
+            tl.store(at + (2 + TOTAL + BEST + WANT_X) * field, Q + more_Q, mask=here)
+
+
+@triton.jit(do_not_specialize=["V", "D"], do_not_specialize_on_alignment=["count", "beyond", "tiles"])
+def repair_kernel(
+    x, w, e, count, beyond, tiles, target, multiplier, reference, V, D, TARGET: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PROGRAMS: tl.constexpr,
+):  # fmt: skip
+    """Make e again in those rows of tiles that have a row too far from its reference, which is now another."""
+    live, wide, deep = tl.load(count), tl.cdiv(V, BN), tl.cdiv(D, BK)
+    bad = tl.load(beyond)
+    for t in tl.range(tl.program_id(0), bad * wide, PROGRAMS):
+        pm, pn = tl.load(tiles + t // wide), t % wide
+        acc = product(x, w, pm, pn, deep, BM, BN, BK)
+        row = pm * BM + tl.arange(0, BM)
+        here = row < live
+        times = tl.load(multiplier + row, mask=here, other=0.0)
+        base = tl.load(reference + row, mask=here, other=0.0)
+        acc = without(acc, row, here, pn, target, V, TARGET, True, BN)
+        found = tl.exp2(tl.fma(acc, along(times, acc), along(-base, acc)))
+        left, right = halves(found, BM, BN)
+        e.store([pm * BM, pn * BN], left.to(tl.bfloat16))
+        e.store([pm * BM, pn * BN + BN // 2], right.to(tl.bfloat16))
+
+
+@triton.jit
+def hidden_part(
+    acc, number, here, column, factor, share, constant, own, weight, total, out, weight_stride, out_stride, D,
+    TARGET: tl.constexpr, CONSTANT: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    keep = here[:, None]
+    if not EVEN:
+        keep = keep & (column < D)[None, :]
+    x = acc * factor[:, None]
+    if CONSTANT:
+        x += constant[:, None] * tl.load(total + column, mask=column < D, other=0.0)[None, :]
+    if TARGET:
+        at = weight + own.to(tl.int64)[:, None] * weight_stride + column[None, :]
+        x += share[:, None] * tl.load(at, mask=keep & (own >= 0)[:, None], other=0.0).to(tl.float32)
+    into = out + number.to(tl.int64)[:, None] * out_stride + column[None, :]
+    tl.store(into, x.to(out.dtype.element_ty), mask=keep)
+
+
+@triton.jit(do_not_specialize=["V", "D"], do_not_specialize_on_alignment=["count", "numbers", "target"])
+def hidden_kernel(
+    e, w, out, numbers, factors, shares, constants, target, weight, total, count, V, D, weight_stride, out_stride,
+    TARGET: tl.constexpr, CONSTANT: tl.constexpr, EVEN: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
+):  # fmt: skip
+    """Rows of E in the order of `numbers`, which says where in `out` they go; `total` (D,) is the weight's sum."""
+    live = tl.load(count)
+    tall, wide, deep = tl.cdiv(live, BM), tl.cdiv(D, BN), tl.cdiv(V, BK)
+    for t in tl.range(tl.program_id(0), tall * wide, PROGRAMS, flatten=True):
+        pm, pn = tile_of(t, tall, wide, GROUP)
+        acc = tl.zeros((BM, BN), tl.float32)
+        for k in range(deep):
+            acc = dot(e.load([pm * BM, k * BK]), w.load([k * BK, pn * BN]), acc)
+        row = pm * BM + tl.arange(0, BM)
+        here = row < live
+        number = tl.load(numbers + row, mask=here, other=0)
+        factor = tl.load(factors + row, mask=here, other=0.0)
+        share, constant, own = factor, factor, number
+        if TARGET:
+            share = tl.load(shares + row, mask=here, other=0.0)
+            own = tl.load(target + row, mask=here, other=-1)
+        if CONSTANT:
+            constant = tl.load(constants + row, mask=here, other=0.0)
+        left, right = halves(acc, BM, BN)
+        parts = halves(left, BM, BN // 2) + halves(right, BM, BN // 2)
+        for i in tl.static_range(4):
+            column = pn * BN + i * (BN // 4) + tl.arange(0, BN // 4)
+            hidden_part(
+                parts[i], number, here, column, factor, share, constant, own, weight, total, out, weight_stride,
+                out_stride, D, TARGET, CONSTANT, EVEN,
+            )  # fmt: skip
+
+
+@triton.jit
+def weight_part(acc, out, total, first_row, first, D, ADD: tl.constexpr, CONSTANT: tl.constexpr, WIDTH: tl.constexpr):
+    if CONSTANT:
+        column = first + tl.arange(0, WIDTH)
+        acc += tl.load(total + column, mask=column < D, other=0.0)[None, :]
+    if ADD:
+        acc += out.load([first_row, first]).to(tl.float32)
+    out.store([first_row, first], acc.to(out.dtype))
+
+
+@triton.jit(do_not_specialize=["V", "D"], do_not_specialize_on_alignment=["count"])
+def weight_kernel(
+    e, x, out, total, count, V, D, ADD: tl.constexpr, CONSTANT: tl.constexpr, PARTS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
+):  # fmt: skip
+    """`total` (D,): what every row of the weight gets.  Rows from `count` on are 0 in `x` and finite in `e`."""
+    live = tl.load(count)
+    tall, wide, deep = tl.cdiv(V, BM), tl.cdiv(D, BN), tl.cdiv(live, BK)
+    for t in tl.range(tl.program_id(0), tall * wide, PROGRAMS, flatten=True):
+        pm, pn = tile_of(t, tall, wide, GROUP)
+        acc = tl.zeros((BM, BN), tl.float32)
+        for k in range(deep):
+            acc = dot(e.load([k * BK, pm * BM]).T, x.load([k * BK, pn * BN]), acc)
+        parts = halves(acc, BM, BN)
+        if PARTS == 4:
+            parts = halves(parts[0], BM, BN // 2) + halves(parts[1], BM, BN // 2)
+        for i in tl.static_range(PARTS):
+            weight_part(parts[i], out, total, pm * BM, pn * BN + i * (BN // PARTS), D, ADD, CONSTANT, BN // PARTS)

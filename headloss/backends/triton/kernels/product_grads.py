@@ -1,0 +1,188 @@
+# mypy: ignore-errors
+"""Between the facts and the products of the gradient: which rows have one, and their factors.
+
+Dimension key:  C rows of a chunk   V columns in hand   D hidden size
+
+    live      count the rows whose coefficients are not all 0      move      their rows of E to the front
+    factor    the numbers that the products take of a row          scatter   the targets' share of the weight's gradient
+"""
+
+import triton
+import triton.language as tl
+
+from headloss.backends.triton.kernels.logits import LN2
+
+
+@triton.jit
+def expm1(x):
+    """e^x - 1 of x <= 0, to the last digits of small ones."""
+    near = x * (1 / 9) + 1.0
+    near = near * x * (1 / 8) + 1.0
+    near = near * x * (1 / 7) + 1.0
+    near = near * x * (1 / 6) + 1.0
+    near = near * x * (1 / 5) + 1.0
+    near = near * x * (1 / 4) + 1.0
+    near = near * x * (1 / 3) + 1.0
+    near = near * x * (1 / 2) + 1.0
+    return tl.where(x > -0.5, near * x, tl.exp(x) - 1.0)
+
+
+@triton.jit
+def coefficients(a, c, y, row, here, A: tl.constexpr, C: tl.constexpr, Y: tl.constexpr):
+    """Of the gradient by the logits over T: a p_j + c + y 1[j = target]."""
+    pull = tl.where(here, 0.0, 0.0)
+    constant, share = pull, pull
+    if A:
+        pull = tl.load(a + row, mask=here, other=0.0)
+    if C:
+        constant = tl.load(c + row, mask=here, other=0.0)
+    if Y:
+        share = tl.load(y + row, mask=here, other=0.0)
+    return pull, constant, share, here & ((pull != 0) | (constant != 0) | (share != 0))
+
+
+@triton.jit(do_not_specialize_on_alignment=["listed", "count", "a", "c", "y"])
+def live_kernel(
+    listed, count, beyond, a, c, y, counts, tiles, gaps, sources, ranks,
+    LISTED: tl.constexpr, A: tl.constexpr, C: tl.constexpr, Y: tl.constexpr, BM: tl.constexpr, B: tl.constexpr,
+):  # fmt: skip
+    """`counts`: rows with a gradient, rows of E to move, marked tiles.  The front of E is to be the rows with one:
+
+    those further back move into the gaps in front, `sources` to `gaps`; `ranks` numbers them.
+    """
+    live = tl.load(count)
+    marked = 0
+    for at in range(0, tl.cdiv(live, BM), B):
+        i = at + tl.arange(0, B)
+        bad = tl.load(beyond + i, mask=i < tl.cdiv(live, BM), other=0)
+        tl.store(tiles + marked + tl.cumsum(bad, 0) - 1, i, mask=bad > 0)
+        marked += tl.sum(bad, 0)
+    alive = 0
+    for at in range(0, live, B):
+        place = at + tl.arange(0, B)
+        here = place < live
+        row = place
+        if LISTED:
+            row = tl.load(listed + place, mask=here, other=0).to(tl.int32)
+        _, _, _, some = coefficients(a, c, y, row, here, A, C, Y)
+        alive += tl.sum(some.to(tl.int32), 0)
+    empty, moved = 0, 0
+    for at in range(0, live, B):
+        place = at + tl.arange(0, B)
+        here = place < live
+        row = place
+        if LISTED:
+            row = tl.load(listed + place, mask=here, other=0).to(tl.int32)
+        _, _, _, some = coefficients(a, c, y, row, here, A, C, Y)
+        gap = (here & (some == 0) & (place < alive)).to(tl.int32)
+        tl.store(gaps + empty + tl.cumsum(gap, 0) - 1, place, mask=gap > 0)
+        empty += tl.sum(gap, 0)
+        back = (some & (place >= alive)).to(tl.int32)
+        rank = moved + tl.cumsum(back, 0) - 1
+        tl.store(sources + rank, place, mask=back > 0)
+        tl.store(ranks + place, rank, mask=back > 0)
+        moved += tl.sum(back, 0)
+    tl.store(counts, alive)
+    tl.store(counts + 1, moved)
+    tl.store(counts + 2, marked)
+
+
+@triton.jit(do_not_specialize=["V"])
+def move_kernel(e, counts, gaps, sources, V, stride, PROGRAMS: tl.constexpr, B: tl.constexpr):
+    parts = tl.cdiv(V, B)
+    for i in tl.range(tl.program_id(0), tl.load(counts + 1) * parts, PROGRAMS):
+        column = i % parts * B + tl.arange(0, B)
+        source, gap = tl.load(sources + i // parts).to(tl.int64), tl.load(gaps + i // parts).to(tl.int64)
+        x = tl.load(e + source * stride + column, mask=column < V)
+        tl.store(e + gap * stride + column, x, mask=column < V)
+
+
+@triton.jit(
+    do_not_specialize=["D", "stride", "scaled_stride"],
+    do_not_specialize_on_alignment=["listed", "count", "a", "c", "y", "hidden", "scaled"],
+)
+def factor_kernel(
+    hidden, listed, count, counts, gaps, ranks, a, c, y, targets, multiplier, reference, lse, logprob,
+    factors, shares, constants, numbers, columns, scaled, D, stride, scaled_stride,
+    LISTED: tl.constexpr, A: tl.constexpr, C: tl.constexpr, Y: tl.constexpr, TARGET: tl.constexpr,
+    SCALED: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """A program per row that counts: what the gradient products take of it, in the place that E has for it."""
+    place = tl.program_id(0)
+    live, alive = tl.load(count), tl.load(counts)
+    pad = (place >= alive) & (place < tl.cdiv(alive, BK) * BK)  # a depth of rows is always read whole
+    if SCALED and pad:
+        for first in range(0, D, BD):
+            d = first + tl.arange(0, BD)
+            zero = tl.zeros([BD], scaled.dtype.element_ty)
+            tl.store(scaled + place.to(tl.int64) * scaled_stride + d, zero, mask=d < D)
+    if place >= live:
+        return
+    row = place
+    if LISTED:
+        row = tl.load(listed + place).to(tl.int32)
+    pull, constant, share, some = coefficients(a, c, y, row, place >= 0, A, C, Y)
+    if some == 0:
+        return
+    to = place
+    if place >= alive:
+        to = tl.load(gaps + tl.load(ranks + place))
+    slope = tl.load(multiplier + place) * LN2
+    factor = slope * pull * tl.exp2(tl.load(reference + place) - tl.load(lse + place))
+    tl.store(factors + to, factor)
+    tl.store(constants + to, slope * constant)
+    tl.store(numbers + to, row)
+    if TARGET:
+        own = tl.load(targets + place)
+        p = expm1(tl.load(logprob + place))
+        tl.store(columns + to, own)
+        tl.store(shares + to, tl.where(own >= 0, slope * ((share + pull) + pull * p), 0.0))
+    if SCALED:
+        for first in range(0, D, BD):
+            d = first + tl.arange(0, BD)
+            x = tl.load(hidden + row.to(tl.int64) * stride + d, mask=d < D, other=0.0).to(tl.float32) * factor
+            tl.store(scaled + to.to(tl.int64) * scaled_stride + d, x.to(scaled.dtype.element_ty), mask=d < D)
+
+
+@triton.jit(do_not_specialize=["D", "stride", "out_stride", "rows", "V"], do_not_specialize_on_alignment=["hidden"])
+def scatter_kernel(
+    keys, order, numbers, shares, hidden, out, rows, V, D, stride, out_stride, R: tl.constexpr, BD: tl.constexpr
+):
+    """out[key] += sum of share * hidden over the rows of that key: keys rise, the first of a run adds them all up."""
+    first = tl.program_id(0)
+    key = tl.load(keys + first)
+    before = tl.load(keys + first - 1, mask=first > 0, other=-1)
+    if (key >= V) | (key == before):
+        return
+    d = tl.program_id(1) * BD + tl.arange(0, BD)
+    sums = tl.zeros([BD], tl.float32)
+    at, more = first, first >= 0
+    while more:
+        i = at + tl.arange(0, R)
+        there = i < rows
+        place = tl.load(order + i, mask=there, other=0)
+        same = there & (tl.load(keys + i, mask=there, other=-1) == key)
+        row = tl.load(numbers + place, mask=same, other=0).to(tl.int64)
+        share = tl.load(shares + place, mask=same, other=0.0)
+        x = tl.load(hidden + row[:, None] * stride + d[None, :], mask=same[:, None] & (d < D)[None, :], other=0.0)
+        sums += tl.sum(x.to(tl.float32) * share[:, None], 0)
+        more = tl.sum(same.to(tl.int32), 0) == R
+        at += R
+    into = out + key.to(tl.int64) * out_stride + d
+    old = tl.load(into, mask=d < D, other=0.0).to(tl.float32)
+    tl.store(into, (old + sums).to(out.dtype.element_ty), mask=d < D)
+
+
+@triton.jit(do_not_specialize=["D", "stride"], do_not_specialize_on_alignment=["hidden"])
+def total_kernel(hidden, numbers, constants, counts, out, D, stride, R: tl.constexpr, BD: tl.constexpr):
+    """sum_n constant_n X_n, which every row of the weight gets."""
+    d = tl.program_id(0) * BD + tl.arange(0, BD)
+    live = tl.load(counts)
+    sums = tl.zeros([R, BD], tl.float32)
+    for first in range(0, live, R):
+        i = first + tl.arange(0, R)
+        row = tl.load(numbers + i, mask=i < live, other=0).to(tl.int64)
+        k = tl.load(constants + i, mask=i < live, other=0.0)
+        x = tl.load(hidden + row[:, None] * stride + d[None, :], mask=(i < live)[:, None] & (d < D)[None, :], other=0.0)
+        sums += x.to(tl.float32) * k[:, None]
+    tl.store(out + d, tl.sum(sums, 0), mask=d < D)

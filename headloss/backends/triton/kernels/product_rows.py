@@ -1,0 +1,256 @@
+# mypy: ignore-errors
+"""Around the product that reads: rows are gathered before it, the sums of its tiles merged and finished after it.
+
+Dimension key:  C rows of a chunk   V columns in hand   D hidden size
+
+    order     number the rows that count
+    gather    their hidden rows, targets and a reference logit
+    merge     sums of tiles, 32 at a time, in one tree: tiles 2i and 2i + 1, then pairs of those, ...
+    finish    the sums of a row, in the order of `sweeps.named`
+"""
+
+import triton
+import triton.language as tl
+
+from headloss.backends.triton.kernels.logits import LN2, LOG2E, temperature
+
+NONE = tl.constexpr(-1.0e30)  # the maximum of no columns: finite, because NONE - NONE must be 0
+FAR = tl.constexpr(86.0)  # powers of 2 between a row's reference and its maximum: 2^127 is the end of bf16
+
+
+@triton.jit(do_not_specialize=["N"], do_not_specialize_on_alignment=["target"])
+def order_kernel(target, rows, count, N, B: tl.constexpr):
+    """Number the rows whose target is not -100."""
+    found = 0
+    for at in range(0, N, B):
+        i = at + tl.arange(0, B)
+        keep = (i < N) & (tl.load(target + i, mask=i < N, other=-100) != -100)
+        number = keep.to(tl.int32)
+        tl.store(rows + found + tl.cumsum(number, 0) - 1, i, mask=keep)
+        found += tl.sum(number, 0)
+    tl.store(count, found)
+
+
+@triton.jit(
+    do_not_specialize=["V", "D", "start", "stride", "weight_stride"],
+    do_not_specialize_on_alignment=["rows", "count", "target", "hidden", "weight"],
+)
+def gather_kernel(
+    hidden, weight, rows, count, target, temperatures, scale, copy, targets, multiplier, logit, reference,
+    V, D, start, stride, weight_stride,
+    LISTED: tl.constexpr, TARGET: tl.constexpr, PER_ROW: tl.constexpr, COPY: tl.constexpr,
+    BM: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """A program per place: its row, its target's column here (-1: none), and the logit there or else in column 0."""
+    place = tl.program_id(0)
+    live = tl.load(count)
+    if place >= tl.cdiv(live, BM) * BM:
+        return
+    here = place < live
+    row = place
+    if LISTED:
+        row = tl.load(rows + place, mask=here, other=0).to(tl.int32)
+    row = tl.where(here, row, 0)
+    own = -1
+    if TARGET:
+        column = tl.load(target + row, mask=here, other=-1).to(tl.int64) - start
+        own = tl.where(here & (column >= 0) & (column < V), column, -1).to(tl.int32)
+    at = tl.maximum(own, 0)
+    width = tl.where(here, D, 0)
+    sums = tl.zeros([BD], tl.float32)
+    for first in range(0, D, BD):
+        d = first + tl.arange(0, BD)
+        x = tl.load(hidden + row.to(tl.int64) * stride + d, mask=d < width, other=0.0)
+        w = tl.load(weight + at.to(tl.int64) * weight_stride + d, mask=d < width, other=0.0)
+        sums += x.to(tl.float32) * w.to(tl.float32)
+        if COPY:
+            tl.store(copy + place.to(tl.int64) * D + d, x, mask=d < D)
+    times = scale * LOG2E / temperature(temperatures, row, PER_ROW)
+    found = tl.sum(sums, 0) * times
+    tl.store(targets + place, own)
+    tl.store(multiplier + place, times)
+    tl.store(logit + place, found)
+    tl.store(reference + place, found)
+
+
+@triton.jit
+def loaded(at, field, here, WANT_X: tl.constexpr, WANT_Q: tl.constexpr, TOTAL: tl.constexpr, BEST: tl.constexpr):
+    """The sums of some columns: maximum, S, total, best, X, Q; those of none where `here` is not."""
+    most = tl.load(at, mask=here, other=NONE)
+    S = tl.load(at + field, mask=here, other=0.0)
+    slot = 2
+    total, best, X, Q = S, S, S, S
+    if TOTAL:
+        total = tl.load(at + slot * field, mask=here, other=0.0)
+        slot += 1
+    if BEST:
+        best = tl.load(at + slot * field, mask=here, other=0.0)
+        slot += 1
+    if WANT_X:
+        X = tl.load(at + slot * field, mask=here, other=0.0)
+        slot += 1
+    if WANT_Q:
+        Q = tl.load(at + slot * field, mask=here, other=0.0)
+    return (most, S, total, best, X, Q)
+
+
+@triton.jit
+def joined(a, b):
+    """The sums of two runs of columns, the first of them on the left.  Every rounding is spelled out."""
+    most = tl.maximum(a[0], b[0])
+    away, off = a[0] - most, b[0] - most
+    k, j = tl.exp2(away), tl.exp2(off)
+    X = tl.fma(k, tl.fma(away, a[1], a[4]), j * tl.fma(off, b[1], b[4]))
+    return (
+        most,
+        tl.fma(k, a[1], j * b[1]),
+        a[2] + b[2],
+        tl.where(b[0] > a[0], b[3], a[3]),
+        X,
+        tl.fma(k * k, a[5], j * j * b[5]),
+    )
+
+
+@triton.jit(do_not_specialize=["tiles", "rows"], do_not_specialize_on_alignment=["count"])
+def merge_kernel(
+    parts, out, count, tiles, rows,
+    WANT_X: tl.constexpr, WANT_Q: tl.constexpr, TOTAL: tl.constexpr, BEST: tl.constexpr,
+    LEVELS: tl.constexpr, B: tl.constexpr,
+):  # fmt: skip
+    """(fields, tiles, rows) to (fields, tiles / 2^LEVELS, rows)."""
+    RADIX: tl.constexpr = 1 << LEVELS
+    row = tl.program_id(0) * B + tl.arange(0, B)
+    if tl.program_id(0) * B >= tl.load(count):
+        return
+    group, groups = tl.program_id(1), tl.cdiv(tiles, RADIX).to(tl.int64)
+    first = group.to(tl.int64) * RADIX
+    nodes = ()
+    for i in tl.static_range(RADIX):
+        here = row < tl.where(first + i < tiles, rows, 0)
+        nodes += (
+            loaded(parts + (first + i) * rows + row, tiles.to(tl.int64) * rows, here, WANT_X, WANT_Q, TOTAL, BEST),
+        )
+    for _level in tl.static_range(LEVELS):
+        halved = ()
+        for i in tl.static_range(len(nodes) // 2):
+            halved += (joined(nodes[2 * i], nodes[2 * i + 1]),)
+        nodes = halved
+    most, S, total, best, X, Q = nodes[0]
+    at, field, here = out + group * rows + row, groups * rows, row < rows
+    tl.store(at, most, mask=here)
+    tl.store(at + field, S, mask=here)
+    slot = 2
+    if TOTAL:
+        tl.store(at + slot * field, total, mask=here)
+        slot += 1
+    if BEST:
+        tl.store(at + slot * field, best, mask=here)
+        slot += 1
+    if WANT_X:
+        tl.store(at + slot * field, X, mask=here)
+        slot += 1
+    if WANT_Q:
+        tl.store(at + slot * field, Q, mask=here)
+
+
+@triton.jit
+def log1p(x):
+    """log(1 + x) of x >= 0, to the last digits of small ones: 2 artanh(x / (2 + x))."""
+    s = tl.div_rn(x, 2.0 + x)
+    r = s * s
+    near = r * (1 / 15) + 1 / 13
+    near = near * r + 1 / 11
+    near = near * r + 1 / 9
+    near = near * r + 1 / 7
+    near = near * r + 1 / 5
+    near = near * r + 1 / 3
+    near = 2.0 * tl.fma(near * r, s, s)
+    return tl.where(x < 1.0, near, tl.log(1.0 + x))
+
+
+@triton.jit(
+    do_not_specialize=["rows", "wide", "columns", "start"],
+    do_not_specialize_on_alignment=["listed", "count", "temperatures"],
+)
+def finish_kernel(
+    node, listed, count, targets, logit, reference, temperatures, out, lse, logprob, beyond, rows, wide, columns, start,
+    LISTED: tl.constexpr, TARGET: tl.constexpr, OUT: tl.constexpr, PER_ROW: tl.constexpr, STORED: tl.constexpr,
+    REBASED: tl.constexpr,
+    WANT_X: tl.constexpr, WANT_Q: tl.constexpr, TOTAL: tl.constexpr, BEST: tl.constexpr, B: tl.constexpr,
+):  # fmt: skip
+    """Sums over all columns, the target's among them, into `out` (F, wide) where the rows stand in the chunk.
+
+    REBASED: measured from lse instead of the maximum, which keeps the digits of a log p near 0.  A row whose maximum is
+    far from its reference gets another one, and its tile of rows a mark in `beyond`.
+    """
+    place = tl.program_id(0) * B + tl.arange(0, B)
+    live = tl.load(count)
+    if tl.program_id(0) * B >= live:
+        return
+    here = place < live
+    most, S, total, best, X, Q = loaded(node + place, rows.to(tl.int64), here, WANT_X, WANT_Q, TOTAL, BEST)
+    row = place.to(tl.int64)
+    if LISTED:
+        row = tl.load(listed + place, mask=here, other=0).to(tl.int64)
+    T = temperature(temperatures, row, PER_ROW)
+    gap = tl.full([B], -float("inf"), tl.float32)
+    if TARGET:  # its column was left out: put it back, measured from the maximum of both
+        own = tl.load(targets + place, mask=here, other=-1)
+        logits = tl.where(own >= 0, tl.load(logit + place, mask=here, other=0.0), gap)
+        if BEST:
+            first = (logits > most) | ((logits == most) & (start + own < best))
+            best = tl.where(first, (start + own).to(tl.float32), best)
+        top = tl.maximum(most, logits)
+        away, gap = most - top, logits - top
+        k = tl.exp2(away)
+        X = k * tl.fma(away, S, X)
+        S, Q, most = k * S, k * k * Q, top
+    p = tl.exp2(gap)
+    whole = S + p
+    close = gap > -20.0
+    near = -log1p(S * tl.exp2(tl.where(close, -gap, 0.0)))
+    width = tl.where(close, gap - near * LOG2E, tl.log2(whole))
+    own_logprob = tl.where(close, near, (gap - width) * LN2)
+    tl.store(lse + place, most + width, mask=here)
+    tl.store(logprob + place, own_logprob, mask=here)
+    if STORED:
+        base = tl.load(reference + place, mask=here, other=0.0)
+        bad = here & (tl.abs(most - base) > FAR)
+        tl.store(reference + place, most, mask=bad)
+        tl.store(beyond + tl.program_id(0), tl.max(bad.to(tl.int32), 0))
+    X += tl.where(p > 0, p * gap, 0.0)
+    shift = most
+    if REBASED:
+        shift = most + width
+    at = out + row
+    tl.store(at, shift * LN2 * T, mask=here)
+    slot = 1
+    if OUT:
+        if REBASED:
+            tl.store(at + slot * wide, own_logprob * T, mask=here)
+        else:
+            tl.store(at + slot * wide, gap * LN2 * T, mask=here)
+        slot += 1
+    if TOTAL:
+        tl.store(at + slot * wide, (total - columns * shift) * LN2 * T, mask=here)
+        tl.store(at + (slot + 1) * wide, columns + tl.zeros([B], tl.float32), mask=here)
+        slot += 2
+    if BEST:
+        tl.store(at + slot * wide, best, mask=here)
+        slot += 1
+    if REBASED:
+        tl.store(at + slot * wide, tl.full([B], 1.0, tl.float32), mask=here)
+    else:
+        tl.store(at + slot * wide, whole, mask=here)
+    slot += 1
+    if WANT_X:
+        if REBASED:
+            tl.store(at + slot * wide, (tl.div_rn(X, whole) - width) * LN2, mask=here)
+        else:
+            tl.store(at + slot * wide, X * LN2, mask=here)
+        slot += 1
+    if WANT_Q:
+        Q += p * p
+        if REBASED:
+            Q = tl.div_rn(Q, whole * whole)
+        tl.store(at + slot * wide, Q, mask=here)

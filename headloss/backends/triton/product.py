@@ -1,0 +1,252 @@
+"""A head's own matrix products on Hopper: the first leaves the sums behind the facts, the others take row factors.
+
+Dimension key:  C rows of a chunk   V columns in hand   D hidden size   F numbers per row
+
+    read     the sums of each row of a chunk and, if asked, e = exp(s - reference) of all its logits
+    write    dX = f (E W) + y W[target] + c sum_j W_j         dW = E^T (f X) + scatter of y X + sum_n c_n X_n
+
+where the gradient of a row by its logits is a p_j + c + y 1[j = target], and f = a / sum_j e_j.  Nothing of the size of
+rows x vocabulary is read or written but E, by the products themselves.  Rows that are ignored, and rows whose
+coefficients are all 0, are left out by counts that the host does not know.
+
+One size of tiles serves every shape; sums of a tile are measured from its own maximum and merged in one tree.  So the
+sums of a row are a function of the row and the weight, to the bit.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+import triton  # type: ignore
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor  # type: ignore
+
+from headloss.backends.triton.kernels.product import hidden_kernel, read_kernel, repair_kernel, weight_kernel
+from headloss.backends.triton.kernels.product_grads import (
+    factor_kernel,
+    live_kernel,
+    move_kernel,
+    scatter_kernel,
+    total_kernel,
+)
+from headloss.backends.triton.kernels.product_rows import finish_kernel, gather_kernel, merge_kernel, order_kernel
+from headloss.backends.triton.sweeps import named
+from headloss.backends.triton.tiles import LAUNCH, plain_temperature
+from headloss.facts import Partial, Want
+
+
+class Tile(NamedTuple):
+    rows: int
+    columns: int
+    depth: int
+    group: int
+    warps: int
+    stages: int
+
+
+TILE = Tile(128, 256, 64, 8, 8, 3)  # for every shape: 0.97 to 1.02 of cuBLAS on an H200, and the same bits everywhere
+LEVELS = 5  # of the tree that one launch merges
+PRETEND = False  # in tests: take CPU tensors under the interpreter for a Hopper GPU's
+
+
+class Read(NamedTuple):
+    """What `read` leaves for `write`: each (C,) or longer, by the place of a row among those that count."""
+
+    sums: Tensor  # (F, C), by the row's place in the chunk
+    e: Tensor | None
+    hidden: Tensor
+    listed: Tensor | None  # which row of the chunk stands at a place
+    live: Tensor  # how many rows count
+    targets: Tensor
+    numbers: Tensor  # multiplier, the target's logit, reference, lse, log p of the target
+    beyond: Tensor
+    has_target: bool
+
+
+def able(device: torch.device) -> bool:
+    """Whether the products run there."""
+    if device.type != "cuda":
+        return PRETEND and triton.knobs.runtime.interpret
+    return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 9
+
+
+@functools.cache
+def _programs(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
+
+
+def fits(x: Tensor) -> bool:
+    """Whether a matrix can be read tile by tile: bf16, rows that start on 16 bytes."""
+    even = x.stride(-1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
+    return x.dtype == torch.bfloat16 and even and min(x.shape) > 0
+
+
+def read(
+    hidden_CD: Tensor,
+    weight_VD: Tensor,
+    target_C: Tensor | None,
+    want: Want,
+    temperature: float | Tensor,
+    *,
+    scale: float = 1.0,
+    start: int = 0,
+    ignore: bool = False,
+    store: Tensor | None = None,
+) -> Read:
+    """The sums of each row, and E in `store` (rows to a multiple of a tile's, V) if it is there.
+
+    `ignore`: rows of target -100 are left out, and their sums are 0.
+    """
+    (C, D), V, device = hidden_CD.shape, len(weight_VD), hidden_CD.device
+    T = TILE
+    high, tiles, programs = -(-C // T.rows) * T.rows, -(-V // T.columns), _programs(device)
+    ints, floats = (
+        functools.partial(torch.empty, dtype=torch.int32, device=device),
+        functools.partial(torch.empty, dtype=torch.float32, device=device),
+    )
+    listed, count = None, torch.full((1,), C, dtype=torch.int32, device=device)
+    x_CD = hidden_CD
+    if ignore and target_C is not None:
+        listed, x_CD = ints(C), torch.empty(high, D, dtype=hidden_CD.dtype, device=device)
+        order_kernel[(1,)](target_C, listed, count, C, B=min(4096, triton.next_power_of_2(C)), num_warps=8)
+    per_row, given = isinstance(temperature, Tensor), plain_temperature(temperature)
+    targets, numbers = ints(high), floats(5, high)
+    multiplier, logit, reference, lse, logprob = numbers.unbind()
+    has_target = target_C is not None  # even if no fact asks: the bits of the others must not depend on what is asked
+    gather_kernel[(high,)](
+        hidden_CD, weight_VD, listed, count, target_C if has_target else None, given, float(scale), x_CD, targets,
+        multiplier, logit, reference, V, D, start, hidden_CD.stride(0), weight_VD.stride(0),
+        LISTED=listed is not None, TARGET=has_target, PER_ROW=per_row, COPY=listed is not None, BM=T.rows,
+        BD=min(1024, triton.next_power_of_2(D)), num_warps=4, **LAUNCH,
+    )  # fmt: skip
+    flags = {"WANT_X": want.sums("X"), "WANT_Q": want.sums("Q"), "TOTAL": want.total, "BEST": want.argmax}
+    fields = 2 + sum(flags.values())
+    parts = floats(fields, tiles, high)
+    whole = V // T.columns
+    for first, wide in ((0, whole), (whole, tiles - whole)):  # the last tile by itself: masks cost 6% at D = 1024
+        if wide:
+            read_kernel[(programs,)](
+                _blocks(x_CD, T.rows, T.depth), _blocks(weight_VD, T.columns, T.depth),
+                None if store is None else _blocks(store, T.rows, T.columns // 2),
+                count, targets, multiplier, reference, parts, V, D, high, start, first, wide, tiles,
+                STORE=store is not None, TARGET=has_target, RAGGED=first > 0 or whole == 0, **flags, **_tile(programs),
+            )  # fmt: skip
+    while tiles > 1:
+        merged = floats(fields, -(-tiles // (1 << LEVELS)), high)
+        merge_kernel[(triton.cdiv(C, 128), merged.shape[1])](
+            parts, merged, count, tiles, high, **flags, LEVELS=LEVELS, B=128, num_warps=4, **LAUNCH
+        )
+        parts, tiles = merged, merged.shape[1]
+    slots = 1 + want.target + 2 * want.total + want.argmax + 1 + flags["WANT_X"] + flags["WANT_Q"]
+    sums = torch.zeros(slots, C, dtype=torch.float32, device=device)
+    beyond = ints(high // T.rows)
+    finish_kernel[(high // T.rows,)](
+        parts, listed, count, targets, logit, reference, given, sums, lse, logprob, beyond, high, C, V, start,
+        LISTED=listed is not None, TARGET=has_target, OUT=want.target, PER_ROW=per_row, STORED=store is not None,
+        REBASED=all(f.name != "max_logprob" for f in want.facts), **flags, B=T.rows, num_warps=4, **LAUNCH,
+    )  # fmt: skip
+    return Read(sums, store, x_CD, listed, count, targets, numbers, beyond, has_target)
+
+
+def write(
+    read: Read,
+    hidden_CD: Tensor,
+    weight_VD: Tensor,
+    coefficients: tuple[Tensor | None, Tensor | None, Tensor | None],
+    *,
+    dhidden_CD: Tensor | None,
+    dweight_VD: Tensor | None,
+    add: bool = False,
+) -> None:
+    """The gradients from a, c and y of each row of the chunk; `add` to what is in `dweight_VD`.
+
+    E is used up: its rows move.  `dhidden_CD` is room for the rows of X times their factors until it is written.
+    """
+    assert read.e is not None
+    (C, D), V, device = hidden_CD.shape, len(weight_VD), hidden_CD.device
+    T, programs, high = TILE, _programs(device), len(read.targets)
+    a, c, y = (None if x is None else x.to(torch.float32).contiguous() for x in coefficients)
+    given = {"A": a is not None, "C": c is not None, "Y": y is not None, "LISTED": read.listed is not None}
+    multiplier, _, reference, lse, logprob = read.numbers.unbind()
+    ints = torch.empty(5, high, dtype=torch.int32, device=device)
+    counts, tiles, gaps, sources, ranks = ints.unbind()
+    live_kernel[(1,)](
+        read.listed, read.live, read.beyond, a, c, y, counts, tiles, gaps, sources, ranks, **given,
+        BM=T.rows, B=min(4096, triton.next_power_of_2(C)), num_warps=8, **LAUNCH,
+    )  # fmt: skip
+    tile = _tile(programs)
+    repair_kernel[(programs,)](
+        _blocks(read.hidden, T.rows, T.depth), _blocks(weight_VD, T.columns, T.depth),
+        _blocks(read.e, T.rows, T.columns // 2), read.live, counts[2:], tiles, read.targets, multiplier, reference,
+        V, D, TARGET=read.has_target, **{k: v for k, v in tile.items() if k != "GROUP"},
+    )  # fmt: skip
+    move_kernel[(8 * programs,)](
+        read.e, counts, gaps, sources, V, read.e.stride(0), PROGRAMS=8 * programs, B=8192, num_warps=8
+    )
+    factors, shares, constants = torch.empty(3, high, dtype=torch.float32, device=device).unbind()
+    numbers = torch.empty(high, dtype=torch.int32, device=device)
+    columns = torch.full((high,), 2**31 - 1, dtype=torch.int32, device=device)
+    scaled_CD = None
+    if dweight_VD is not None:
+        usable = dhidden_CD is not None and fits(dhidden_CD)
+        scaled_CD = dhidden_CD if usable else torch.empty(C, D, dtype=hidden_CD.dtype, device=device)
+    BD = min(1024, triton.next_power_of_2(D))
+    factor_kernel[(C,)](
+        hidden_CD, read.listed, read.live, counts, gaps, ranks, a, c, y, read.targets, multiplier, reference, lse,
+        logprob, factors, shares, constants, numbers, columns, scaled_CD, D, hidden_CD.stride(0),
+        0 if scaled_CD is None else scaled_CD.stride(0), **given, TARGET=read.has_target,
+        SCALED=scaled_CD is not None, BK=T.depth, BD=BD, num_warps=4, **LAUNCH,
+    )  # fmt: skip
+    constant = c is not None
+    if dweight_VD is not None and scaled_CD is not None:
+        total = None
+        if constant:
+            total = torch.empty(D, dtype=torch.float32, device=device)
+            total_kernel[(triton.cdiv(D, 128),)](
+                hidden_CD, numbers, constants, counts, total, D, hidden_CD.stride(0), R=32, BD=128, num_warps=4
+            )
+        pieces = 2 if dweight_VD.element_size() == 2 else 4  # what is stored at once must fit beside the operands
+        weight_kernel[(programs,)](
+            _blocks(read.e, T.depth, T.rows), _blocks(scaled_CD, T.depth, T.columns),
+            _blocks(dweight_VD, T.rows, T.columns // pieces), total, counts, V, D,
+            ADD=add, CONSTANT=constant, PARTS=pieces, **tile,
+        )  # fmt: skip
+        if read.has_target:
+            keys, order = columns.sort(stable=True)
+            wide = min(2048, triton.next_power_of_2(D))
+            scatter_kernel[(C, triton.cdiv(D, wide))](
+                keys, order, numbers, shares, hidden_CD, dweight_VD, high, V, D, hidden_CD.stride(0),
+                dweight_VD.stride(0), R=4, BD=wide, num_warps=8,
+            )  # fmt: skip
+    if dhidden_CD is not None:
+        dhidden_CD.zero_()
+        total = weight_VD.sum(0, dtype=torch.float32) if constant else None
+        hidden_kernel[(programs,)](
+            _blocks(read.e, T.rows, T.depth), _blocks(weight_VD, T.depth, T.columns), dhidden_CD, numbers, factors,
+            shares, constants, columns, weight_VD, total, counts, V, D, weight_VD.stride(0), dhidden_CD.stride(0),
+            TARGET=read.has_target, CONSTANT=constant, EVEN=D % T.columns == 0, **tile,
+        )  # fmt: skip
+
+
+def partial(read: Read, want: Want) -> Partial:
+    """The sums of a chunk by name: of the whole vocabulary, one part."""
+    return named(read.sums, want)
+
+
+def chunk(rows: int, columns: int, device: torch.device) -> Tensor:
+    """Room for E of that many rows: whole tiles of rows, which start on 16 bytes."""
+    high, wide = -(-rows // TILE.rows) * TILE.rows, -(-columns // 64) * 64
+    return torch.empty(high, wide, dtype=torch.bfloat16, device=device)[:, :columns]
+
+
+def _blocks(x: Tensor, rows: int, columns: int) -> Any:
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, columns])
+
+
+def _tile(programs: int) -> dict[str, Any]:
+    return {
+        "BM": TILE.rows, "BN": TILE.columns, "BK": TILE.depth, "GROUP": TILE.group, "PROGRAMS": programs,
+        "num_warps": TILE.warps, "num_stages": TILE.stages, **LAUNCH,
+    }  # fmt: skip

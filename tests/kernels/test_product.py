@@ -1,0 +1,241 @@
+"""The head's own products under Triton's interpreter: against float64, and bit for bit against themselves."""
+
+import os
+
+import pytest
+import torch
+from interpreting import quicken, rerun
+
+from headloss.facts import Fact, Want, finish
+
+pytest.importorskip("triton")
+from headloss.backends.triton import product
+
+INSIDE = os.environ.get("TRITON_INTERPRET") == "1"
+inside = pytest.mark.skipif(not INSIDE, reason="runs under the interpreter, in a process of its own")
+ALL = ("lse", "logprob", "mean_logprob", "entropy", "sum_p2", "argmax")
+if INSIDE:
+    quicken()
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(INSIDE, reason="this is the other process")
+def test_under_the_interpreter():
+    rerun(__file__, "-W", "ignore::RuntimeWarning")  # numpy says that 2^-x overflows where the result is not used
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch):
+    monkeypatch.setattr(product, "TILE", product.Tile(16, 32, 16, 2, 4, 2))
+    monkeypatch.setattr(product, "LEVELS", 1)
+
+
+class Case:
+    """Some rows, some of them ignored, and what float64 says of them."""
+
+    def __init__(self, rows=37, vocab=70, width=24, *, ignored=True, temperature=1.0, scale=1.0, facts=ALL):
+        self.hidden = torch.randn(rows, width).bfloat16()
+        self.weight = (torch.randn(vocab, width) * 2 / width**0.5).bfloat16()
+        self.target = torch.randint(vocab, (rows,))
+        self.target[2::5] = -100 if ignored else 0
+        self.temperature, self.scale, self.want, self.ignored = (
+            temperature,
+            scale,
+            Want(list(map(Fact, facts))),
+            ignored,
+        )
+
+    @property
+    def counts(self):
+        return self.target >= 0
+
+    def read(self, store=True, rows=slice(None), **more):
+        vocab = len(self.weight)
+        e = product.chunk(len(self.hidden[rows]), vocab, self.hidden.device).fill_(torch.nan) if store else None
+        T = self.temperature[rows] if isinstance(self.temperature, torch.Tensor) else self.temperature
+        how = {"scale": self.scale, "ignore": self.ignored, "store": e, **more}
+        return product.read(self.hidden[rows], self.weight, self.target[rows], self.want, T, **how)
+
+    def facts(self, found):
+        facts, _ = finish(product.partial(found, self.want), self.want, [self.temperature], len(self.weight))
+        return {f.name: x for f, x in facts.items()}
+
+    def logprobs(self):
+        T = self.temperature.double()[:, None] if isinstance(self.temperature, torch.Tensor) else self.temperature
+        s = self.scale * (self.hidden.double() @ self.weight.double().t()) / T
+        return s, s.log_softmax(-1)
+
+    def truth(self):
+        s, log_p = self.logprobs()
+        p = log_p.exp()
+        return {
+            "lse": s.logsumexp(-1), "logprob": log_p.gather(1, self.target.clamp(min=0)[:, None])[:, 0],
+            "mean_logprob": log_p.mean(-1), "entropy": -(p * log_p).sum(-1), "sum_p2": (p * p).sum(-1),
+            "max_logprob": log_p.amax(-1), "argmax": s.argmax(-1),
+        }  # fmt: skip
+
+    def check(self, found, within=2e-6):
+        for name, x in self.facts(found).items():
+            true = self.truth()[name]
+            torch.testing.assert_close(x.double()[self.counts], true.double()[self.counts], rtol=within, atol=within)
+
+    def gradients(self, a, c, y):
+        """In float64."""
+        _, log_p = self.logprobs()
+        grad = a.double()[:, None] * log_p.exp() + (0 if c is None else c.double()[:, None])
+        grad[torch.arange(len(grad)), self.target.clamp(min=0)] += y.double()
+        grad[~self.counts] = 0
+        T = self.temperature[:, None] if isinstance(self.temperature, torch.Tensor) else self.temperature
+        grad = grad * self.scale / T
+        return grad @ self.weight.double(), grad.t() @ self.hidden.double()
+
+    def write(self, found, a, c, y, **more):
+        into = {"dhidden_CD": torch.full_like(self.hidden, torch.nan)}
+        into |= {"dweight_VD": torch.full(self.weight.shape, torch.nan), **more}
+        product.write(found, self.hidden, self.weight, (a, c, y), **into)
+        return into["dhidden_CD"], into["dweight_VD"]
+
+
+def apart(x, true):
+    return float((x.double() - true).norm() / true.norm())
+
+
+CASES = {
+    "ignored rows, a last tile that is not full": {},
+    "scaled, a temperature": {"scale": 2.0, "temperature": 0.5, "ignored": False, "vocab": 64},
+    "a temperature per row": {"temperature": torch.linspace(0.5, 2, 37), "vocab": 33},
+    "the maximum": {"facts": ("lse", "logprob", "max_logprob", "entropy")},
+}
+
+
+@inside
+@pytest.mark.parametrize("name", CASES)
+def test_facts_and_gradients_are_those_of_float64(name):
+    case = Case(**CASES[name])
+    found = case.read()
+    case.check(found)
+    a, y, c = torch.randn(3, 37)
+    c = c / 8 if name != "the maximum" else None
+    for x in (a, y, c):
+        if x is not None:
+            x[::3] = 0  # rows without a gradient
+    dhidden, dweight = case.write(found, a, c, y)
+    true_hidden, true_weight = case.gradients(a, c, y)
+    assert apart(dhidden, true_hidden) < 6e-3  # the interpreter cuts bf16 off where devices round
+    assert apart(dweight, true_weight) < 5e-3
+    assert torch.equal(dhidden[~case.counts], torch.zeros_like(dhidden[~case.counts]))
+    assert torch.equal(dhidden[::3], torch.zeros_like(dhidden[::3]))
+
+
+@inside
+def test_the_weight_gradient_is_added_to_what_is_there():
+    case = Case(facts=("logprob",))
+    a, y = torch.randn(2, 37)
+    there = torch.randn(case.weight.shape)
+    _, dweight = case.write(case.read(), a, None, y, dweight_VD=there.clone(), add=True, dhidden_CD=None)
+    assert apart(dweight - there, case.gradients(a, None, y)[1]) < 5e-3
+
+
+@inside
+@pytest.mark.parametrize("which", ["ignored", "dead"])
+def test_no_row_at_all(which):
+    case = Case(facts=("logprob",))
+    a, y = torch.ones(2, 37)
+    if which == "ignored":
+        case.target[:] = -100
+    else:
+        a, y = 0 * a, 0 * y
+    for x in case.write(case.read(), a, None, y):
+        assert torch.equal(x, torch.zeros_like(x))
+
+
+@inside
+def test_confident_rows_keep_the_digits_of_their_loss():
+    case = Case(ignored=False, facts=("logprob", "entropy"))
+    case.hidden *= torch.linspace(1, 16, 37)[:, None].bfloat16()
+    case.target = case.truth()["argmax"]
+    found, true = case.facts(case.read()), case.truth()["logprob"]
+    assert -1e-8 < true.max() < 0
+    torch.testing.assert_close(found["logprob"].double(), true, rtol=2e-4, atol=1e-30)
+
+
+@inside
+def test_a_target_far_below_the_maximum_is_measured_from_elsewhere():
+    case = Case(ignored=False, facts=("logprob", "entropy"))
+    case.hidden[5:8] *= 60
+    case.target[5:8] = case.logprobs()[0][5:8].argmin(-1)
+    assert case.truth()["logprob"].min() < -100
+    found = case.read()
+    case.check(found, within=1e-5)
+    a = torch.full((37,), 0.1)
+    for x, true in zip(case.write(found, a, None, -a), case.gradients(a, None, -a)):
+        assert x.isfinite().all() and apart(x, true) < 6e-3
+
+
+@inside
+def test_a_row_has_the_same_bits_wherever_it_stands():
+    case = Case(rows=40, vocab=96, ignored=False)
+    whole = case.facts(case.read())
+    for rows in (slice(0, 1), slice(17, 18), slice(3, 10), slice(8, 40)):
+        found = case.facts(case.read(store=False, rows=rows))
+        assert all(torch.equal(x, whole[name][rows]) for name, x in found.items()), rows
+    case.target[torch.rand(40) < 0.4] = -100
+    case.ignored = True
+    found = case.facts(case.read())
+    assert all(torch.equal(x[case.counts], whole[name][case.counts]) for name, x in found.items())
+    few = Case.facts(case, product.read(
+        case.hidden, case.weight, case.target, case.want, 1.0, ignore=True,
+    ))  # fmt: skip
+    assert all(torch.equal(x[case.counts], whole[name][case.counts]) for name, x in few.items())
+
+
+def builds():
+    """Each kernel of a product with what it takes, as the launches of product.py give it."""
+    from headloss.backends.triton.kernels import product as kernels
+
+    T, ints = product.TILE, dict.fromkeys(("V", "D", "rows", "start", "first", "wide", "tiles"), "i32")
+    block = lambda rows, columns, dtype="bf16": f"tensordesc<{dtype}[{rows},{columns}]>"
+    tile = {"BM": T.rows, "BN": T.columns, "BK": T.depth, "GROUP": T.group, "PROGRAMS": 132}
+    floats = dict.fromkeys(("multiplier", "reference", "out", "factors", "shares", "constants", "total"), "*fp32")
+    pointers = dict.fromkeys(("count", "target", "numbers", "beyond", "tiles"), "*i32")
+    x, w, e = block(T.rows, T.depth), block(T.columns, T.depth), block(T.rows, T.columns // 2)
+    everything = dict.fromkeys(("STORE", "TARGET", "WANT_X", "WANT_Q", "TOTAL", "BEST", "RAGGED"), True)
+    usual = everything | dict.fromkeys(("WANT_Q", "TOTAL", "BEST", "RAGGED"), False)
+    reads = {**floats, **pointers, **ints, "x": x, "w": w, "e": e}
+    yield "read", kernels.read_kernel, reads, {**usual, **tile}
+    yield "read, every sum", kernels.read_kernel, reads, {**everything, **tile}
+    stores_nothing = {k: v for k, v in reads.items() if k != "e"}
+    yield "read, nothing stored", kernels.read_kernel, stores_nothing, {**usual, "STORE": False, "e": None, **tile}
+    yield "repair", kernels.repair_kernel, {**reads, "tiles": "*i32"}, {"TARGET": True, **tile}
+    hidden = {**floats, **pointers, **ints, "e": x, "w": block(T.depth, T.columns), "out": "*bf16", "weight": "*bf16"}
+    hidden |= {"weight_stride": "i32", "out_stride": "i32"}
+    yield "hidden", kernels.hidden_kernel, hidden, {"TARGET": True, "CONSTANT": True, "EVEN": False, **tile}
+    for dtype, add, parts in (("bf16", False, 2), ("bf16", True, 2), ("fp32", True, 4)):
+        out = block(T.rows, T.columns // parts, dtype)
+        weight = {**floats, **pointers, **ints, "e": block(T.depth, T.rows), "x": block(T.depth, T.columns), "out": out}
+        flags = {"ADD": add, "CONSTANT": True, "PARTS": parts, **tile}
+        yield f"weight {dtype}{', added' * add}", kernels.weight_kernel, weight, flags
+
+
+@pytest.mark.skipif(INSIDE, reason="the interpreter compiles nothing")
+@pytest.mark.parametrize("which", range(8))
+def test_compiles_for_hopper_without_spills(which, tmp_path, monkeypatch):
+    import re
+
+    from test_triton_compile import BIN, ASTSource, GPUTarget, subprocess, triton
+
+    monkeypatch.undo()  # tiles of the size that runs
+    name, kernel, signature, constants = list(builds())[which]
+    names = kernel.arg_names
+    signature = {n: signature.get(n, "constexpr") if n not in constants else "constexpr" for n in names}
+    even = [n for n in names if signature[n].startswith("*") or n.endswith("stride")]
+    aligned = {(names.index(n),): [["tt.divisibility", 16]] for n in even}
+    constants = {n: x for n, x in constants.items() if n in names}
+    options = {"num_warps": product.TILE.warps, "num_stages": product.TILE.stages, **product.LAUNCH}
+    source = ASTSource(kernel, signature, constants, aligned)
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    (tmp_path / "cubin").write_bytes(made.asm["cubin"])
+    command = [BIN / "cuobjdump", "--dump-resource-usage", tmp_path / "cubin"]
+    usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert re.search(r"STACK:0 ", usage), f"{name}: {usage}"
+    assert made.metadata.shared < 228 << 10, name
