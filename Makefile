@@ -34,9 +34,10 @@ docs: .venv/ready
 plots: .venv/ready
 	$(BIN)/python benchmarks/plots.py
 
-# The documents as a site: open build/site/index.html.
+# The documents as a site.
 site: .venv/ready
-	$(BIN)/mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	@echo "open build/site/index.html; with the search: python3 -m http.server -d build/site, then http://localhost:8000"
 
 bench: .venv/ready
 	$(BIN)/python benchmarks/cpu_losses.py

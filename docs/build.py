@@ -1,8 +1,8 @@
 """Rebuild what the documents take from the code: `make docs`, or `python docs/build.py`.
 
-docs/losses.md, docs/faults.md and headloss/losses/__init__.pyi are made whole.  README.md, docs/performance.md,
-docs/one-launch.md and docs/trust.md have marked places, <!-- name --> to <!-- /name -->, filled from the losses, from
-`explain`, and from the result files; no number is typed by hand.
+docs/losses.md, docs/api.md, docs/faults.md and headloss/losses/__init__.pyi are made whole.  Other pages have marked
+places, <!-- name --> to <!-- /name -->, filled from the losses, from `explain`, and from the result files; no number is
+typed by hand.
 """
 
 # ruff: noqa: RUF001  (the pages have multiplication signs and dashes)
@@ -22,10 +22,13 @@ from headloss.cli import losses
 
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "docs")]
+import api_reference  # noqa: E402
 from losses_stub import stub  # noqa: E402
 
 from proof import tables  # noqa: E402
 
+INDEX = ROOT / "docs" / "index.md"
+GUIDE = ROOT / "docs" / "guide.md"
 PERFORMANCE = ROOT / "docs" / "performance.md"
 ONE_LAUNCH = ROOT / "docs" / "one-launch.md"
 TRUST = ROOT / "docs" / "trust.md"
@@ -35,11 +38,13 @@ Record = dict[str, Any]
 
 def pages() -> dict[Path, str]:
     """Each file that this script keeps, as it should be."""
-    readme = {"explain": explain(), "losses": table(), "measured": measured(), "first call": first_call()}
     return {
-        ROOT / "README.md": filled(ROOT / "README.md", readme),
+        ROOT / "README.md": filled(ROOT / "README.md", {"peers": peers(), "families": families()}),
+        INDEX: filled(INDEX, {"peers": peers().replace("](docs/", "](").replace("](benchmarks/", "](../benchmarks/")}),
+        GUIDE: filled(GUIDE, {"explain": explain(), "first call": first_call()}),
         ROOT / "docs" / "losses.md": losses.markdown(),
-        PERFORMANCE: filled(PERFORMANCE, measurements()),
+        ROOT / "docs" / "api.md": api_reference.page(),
+        PERFORMANCE: filled(PERFORMANCE, {**measurements(), "cpu_losses": measured()}),
         ONE_LAUNCH: filled(ONE_LAUNCH, {"overhead": overhead()}),
         TRUST: filled(TRUST, tables.places()),
         ROOT / "docs" / "faults.md": tables.faults(),
@@ -56,12 +61,60 @@ def filled(path: Path, places: dict[str, str]) -> str:
     return text
 
 
+def peers() -> str:
+    """Each workload of the suite on a GPU by each way, at the vocabulary that most of them ran."""
+    path = RESULTS / "suite_h200.json"
+    record = json.loads(path.read_text())
+    found = {(w["workload"], w["way"], w["V"]): w for w in record["workloads"]}
+    V = max({v for _, _, v in found}, key=lambda v: len({way for _, way, at in found if at == v}))
+    ways = [way for way in PEERS if any(found.get((w, way, V)) for w in {w for w, _, _ in found})]
+    lines = [f"| {' | '.join(['', *(PEERS[way] for way in ways)])} |", f"|---|{'---:|' * len(ways)}"]
+    for workload in dict.fromkeys(w for w, _, v in found if v == V):
+        cells = [_took(found.get((workload, way, V))) for way in ways]
+        lines.append(f"| {workload} | {' | '.join(cells)} |")
+    one = next(w for w in record["workloads"] if w["V"] == V)
+    return "\n".join(
+        [
+            *lines,
+            "",
+            f"Forward and backward of the head and its loss, {one['N']} tokens × {V} vocabulary × {one['D']} hidden, "
+            f"bfloat16, on one {record['device']}, and the most memory held beyond the inputs (gradients included). "
+            "Every way is first held to float64: *off* marks one whose gradient was off by more than twice "
+            "eager's own error. "
+            f"`{record['command']}`, torch {_torch(record)}, triton {record['versions']['triton']}, "
+            f"{record['date'][:10]}: [all sizes](docs/performance.md), "
+            f"[{path.name}](benchmarks/results/{path.name}).",
+            "",
+        ]
+    )
+
+
+PEERS = {"headloss": "**headloss**", "eager": "eager PyTorch", "torch.compile": "torch.compile", "Liger": "Liger"}
+PEERS |= {"QuACK": "QuACK"}
+
+
+def _took(found: Record | None) -> str:
+    if found is None:
+        return "–"
+    off = ", *off*" if found["wrong"] else ""
+    ms = f"{found['ms']:.1f}" if found["ms"] < 100 else f"{found['ms']:.0f}"
+    return f"{ms} ms, {found['GiB']:.1f} GiB{off}"
+
+
+def families() -> str:
+    """Every loss by its family, each with a link to its formula."""
+    rows = []
+    for family, members in losses.by_family().items():
+        rows.append(f"| {family} | {', '.join(f'[{e.name}](docs/losses.md#{e.name})' for e in members)} |")
+    return "\n".join(["| | |", "|---|---|", *rows]) + "\n"
+
+
 def explain() -> str:
-    """What `explain` says of the README's own loss, on tensors without data."""
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    """What `explain` says of the guide's own loss, on tensors without data."""
+    blocks = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)
     space: dict[str, object] = {}
     for block in blocks[:2]:
-        exec(compile(block, "README.md", "exec"), space)
+        exec(compile(block, "guide.md", "exec"), space)
     objective = space["objective"]
     assert isinstance(objective, hl.Objective)
     made = objective.explain(
@@ -71,11 +124,6 @@ def explain() -> str:
     )
     lines = [line for line in str(made).splitlines() if not line.startswith("first call")]  # its seconds are today's
     return "\n".join(["```text", *lines, "```", ""])
-
-
-def table() -> str:
-    rows = [f"| `{e.name}` | {_cell(e.formula)} |" for e in losses.entries()]
-    return "\n".join(["| loss | |", "|---|---|", *rows]) + "\n"
 
 
 def measured() -> str:
@@ -200,10 +248,6 @@ def _bench(record: Record) -> Iterator[str]:
 
 def _torch(record: Record) -> str:
     return record["torch"] if "torch" in record else record["versions"]["torch"]
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("*", "\\*").replace("_", "\\_").replace("<", "&lt;")
 
 
 def main() -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 import shutil
+import statistics
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from headloss.losses import LOSSES
 from headloss.reductions import REDUCTIONS
@@ -70,10 +73,43 @@ def test_pages_are_up_to_date() -> None:
         assert path.read_text() == text, f"{path.relative_to(ROOT)} is out of date: run `make docs`"
 
 
-def test_readme_lists_every_loss_and_reduction() -> None:
-    readme = (ROOT / "README.md").read_text()
-    missing = [name for name in (*LOSSES, *REDUCTIONS) if f"`{name}`" not in readme]
-    assert not missing, f"README.md does not mention {missing}: run `make docs`, and describe new reductions by hand"
+def test_pages_list_every_loss_and_reduction() -> None:
+    readme, guide, page = ((ROOT / name).read_text() for name in ("README.md", "docs/guide.md", "docs/losses.md"))
+    missing = [name for name in LOSSES if f"#{name})" not in readme or f"### `{name}`" not in page]
+    assert not missing, f"README.md or docs/losses.md lacks {missing}: run `make docs`"
+    missing = [name for name in REDUCTIONS if f"`{name}`" not in guide]
+    assert not missing, f"docs/guide.md does not mention {missing}: describe new reductions by hand"
+
+
+def test_the_first_sentence_is_true() -> None:
+    """Half the time, less than a third of the memory: of the workloads in the table below it."""
+    assert (
+        "roughly half the time and less than a third of the memory of plain PyTorch" in (ROOT / "README.md").read_text()
+    )
+    record = json.loads((ROOT / "benchmarks" / "results" / "suite_h200.json").read_text())
+    found = {(w["workload"], w["way"]): w for w in record["workloads"] if w["V"] == 128256}
+    names = {name for name, _ in found}
+    ratio = lambda what: [found[n, "headloss"][what] / found[n, "eager"][what] for n in names]
+    assert len(names) == 5 and not any(found[n, "headloss"]["wrong"] for n in names)
+    assert statistics.mean(ratio("ms")) < 0.6 and max(ratio("ms")) < 0.7 and max(ratio("GiB")) < 1 / 3
+
+
+def test_turning_it_on_in_three_lines() -> None:
+    """The README's block for Transformers, on a small model: the same loss, and a gradient."""
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    (block,) = re.findall(
+        r"^```python transformers\n(.*?)^```", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE
+    )
+    assert len([line for line in block.splitlines() if line.strip()]) <= 3
+    size = dict(vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2)
+    model, ids = transformers.LlamaForCausalLM(transformers.LlamaConfig(**size)), torch.randint(97, (2, 8))
+    before = model(input_ids=ids, labels=ids).loss
+    exec(compile(block, "README.md", "exec"), {"model": model})
+    after = model(input_ids=ids, labels=ids)
+    torch.testing.assert_close(after.loss, before)
+    assert after.logits.numel() < ids.numel() * 97
+    after.loss.backward()
 
 
 def test_links_lead_somewhere() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any, NamedTuple
 
 import typer
@@ -16,7 +16,8 @@ from rich.text import Text
 
 from headloss.divergence import is_divergence
 from headloss.losses import LOSSES
-from headloss.trace.signature import read_signature, suggest
+from headloss.teachers import COMPARING
+from headloss.trace.signature import TEACHER_INPUTS, read_signature, suggest
 
 HEADER = """\
 # Losses
@@ -27,8 +28,12 @@ A loss that asks for a `teacher` takes any: `hl.Logits`, `hl.Linear` or `hl.Spar
 """
 
 
+FAMILIES = ("Likelihood and regularisers", "Policy gradient", "Preferences", "Distillation")
+
+
 class Entry(NamedTuple):
     name: str
+    family: str  # one of FAMILIES
     formula: str  # the first line of the docstring
     text: str  # the docstring as it stands
     facts: tuple[str, ...]
@@ -44,6 +49,7 @@ def entries() -> Iterator[Entry]:
         divergence = is_divergence(fn)
         yield Entry(
             name,
+            _family(fn, {p.name for p in signature.parameters}),
             _formula(" ".join(text.split())),
             text,
             tuple(mark(p) for p in signature.parameters if p.kind == "fact"),
@@ -52,13 +58,20 @@ def entries() -> Iterator[Entry]:
         )
 
 
+def by_family() -> dict[str, list[Entry]]:
+    found = list(entries())
+    return {family: [e for e in found if e.family == family] for family in FAMILIES}
+
+
 def markdown() -> str:
     """The page docs/losses.md."""
     lines = [HEADER]
-    for e in entries():
-        lines.append(f"\n## `{e.name}`\n\n{_prose(e)}\n\n")
-        said = (("facts", e.facts), ("inputs", e.inputs), ("options", e.options))
-        lines.append("; ".join(f"*{what}* {_ticks(names)}" for what, names in said if names) + "\n")
+    for family, members in by_family().items():
+        lines.append(f"\n## {family}\n")
+        for e in members:
+            lines.append(f"\n### `{e.name}`\n\n{_prose(e)}\n\n")
+            said = (("facts", e.facts), ("inputs", e.inputs), ("options", e.options))
+            lines.append("; ".join(f"*{what}* {_ticks(names)}" for what, names in said if names) + "\n")
     return "".join(lines)
 
 
@@ -78,6 +91,15 @@ def command(
         typer.echo(json.dumps([e._asdict() for e in found], indent=1))
     else:
         Console(highlight=False).print(_table(found, whole=bool(names)))
+
+
+def _family(fn: Callable[..., Any], asked: set[str]) -> str:
+    """By what it asks for: a teacher, pairs or flags of segments, advantages, or none of them."""
+    if is_divergence(fn) or asked & {*COMPARING, *TEACHER_INPUTS}:
+        return "Distillation"
+    if asked & {"pairs", "desirable"}:
+        return "Preferences"
+    return "Policy gradient" if "advantage" in asked else "Likelihood and regularisers"
 
 
 def _table(found: list[Entry], whole: bool) -> Table:
