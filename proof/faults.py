@@ -43,6 +43,7 @@ NEW_FACT = ("tests/test_new_fact.py",)
 WAITING = ("tests/test_no_waiting.py",)
 MORE = ("tests/trust/test_more_forms.py",)
 SHAPE = ("tests/test_shape_of_code.py",)
+OFF = ("tests/integrations/test_never_off.py",)
 TAKEN = ("tests/test_term_inputs.py",)
 POLICY = ("tests/test_policy.py",)
 LEFT_OUT = ("tests/test_row_weight_of_zero.py",)
@@ -609,4 +610,17 @@ FAULTS = [
     Fault("teachers.py", "COMPARING = ", "if False:\n    from headloss.facts import Fact\nCOMPARING = ", "two files of a layer import each other", SHAPE),
     Fault("backends/triton/backend.py", "return sweeps.BATCH_INVARIANT or alone.suits(C, V)", "return alone.suits(C, V)", "the count of rows changes a row's bits unasked", ("tests/kernels/test_one_launch.py",)),
     Fault("terms.py", "from headloss.backends import check_backend\n", "from headloss.backends import check_backend\nfrom headloss.backends import torch as plain  # noqa\n", "terms name a backend", SHAPE),
+    # A patched model computes its objective or says why not
+    Fault("integrations/adapter.py", "        raise bypassed(model.forward)\n", "        return\n", "a forward that took the place of ours is not noticed", OFF),
+    Fault("integrations/transformers.py", "    if not made.collected:\n", "    if False:\n", "a forward below ours that makes its own loss is not noticed", OFF),
+    Fault("integrations/transformers.py", "    if len(args) > adapter.labels_at:", "    if False:", "labels by position are not seen", OFF),
+    Fault("integrations/transformers.py", "    if num_items is not None:\n        raise", "    if False:\n        raise", "labels that a trainer takes away are not missed", OFF),
+    Fault("integrations/adapter.py", "        if func.__name__ not in cls.harmless:", "        if False:", "logits that were never made can be computed with", OFF),
+    Fault("integrations/transformers.py", "    return outputs if expected is None else without_logits(outputs)\n", "    return outputs\n", "the probe reaches the outputs of the first call", OFF),
+    Fault("integrations/adapter.py", "class _Here(threading.local):", "class _Here:", "threads share a call", OFF),
+    Fault("integrations/adapter.py", '    if getattr(model, "_is_replica", False):', "    if False:", "nn.DataParallel runs the first replica's forward on all", OFF),
+    Fault("integrations/adapter.py", "return _same_transform(got, self.transform)", "return 0.0", "a graph does not see that softcap or scale were misread", OFF),
+    Fault("integrations/causal_lm.py", "and len(targets) == 1:\n", "and False:\n", "packed documents are taken for one sequence", OFF),
+    Fault("integrations/transformers.py", "    if more != 0:\n", "    if False:\n", "a mean over the sequences of a micro-batch is added up over a step", OFF),
+    Fault("integrations/transformers.py", "            sequences += counted.to(device)\n", "            sequences = counted.to(device)\n", "a step's sequences are those of its last micro-batch", OFF),
 ]  # fmt: skip

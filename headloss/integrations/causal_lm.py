@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -30,6 +31,26 @@ def check_head(model: Any, head: nn.Module) -> None:
             f"resized, or wrapped by an adapter such as LoRA, which the loss would leave out; unpatch(model) "
             f"and patch it again, or keep adapters off the head"
         )
+
+
+_INSTEAD = {
+    "trl": "TRL's trainers bring a head of their own: give the model unpatched to SFTTrainer or GRPOTrainer of "
+    "headloss.integrations.trl with objective=, or make the trainer inside its swap_kernels()",
+    "liger_kernel": "Let Liger leave the head alone: fused_linear_cross_entropy=False, in TrainingArguments "
+    "liger_kernel_config={'fused_linear_cross_entropy': False}",
+}
+
+
+def bypassed(forward: Any) -> RuntimeError:
+    """The error for a forward that made a loss without the patched head."""
+    function = getattr(forward, "__func__", forward)
+    module = getattr(function, "__globals__", {}).get("__name__", type(function).__module__)  # wraps() hides the others
+    name = getattr(getattr(function, "__code__", None), "co_name", type(function).__name__)
+    instead = _INSTEAD.get(module.partition(".")[0], "Undo that, or keep the logits and use loss_function(objective)")
+    return RuntimeError(
+        f"model: {module}.{name} runs in place of the forward that patch(model, ...) took over, and makes a loss "
+        f"without its head, so the objective was not computed.  {instead}"
+    )
 
 
 def logits_transform(config: Any) -> dict[str, Any]:
@@ -104,10 +125,18 @@ def targets_of(labels: Tensor | None, shift_labels: Tensor | None) -> Tensor:
     return hl.shift_labels(labels)
 
 
-def prepared(targets: Tensor) -> Tensor | hl.Prepared:
+def prepared(targets: Tensor, segments: hl.Segments | None = None) -> Tensor | hl.Prepared:
     """The targets of a step whose model has yet to run: what the host must know of them travels while it runs."""
     early = targets.device.type == "cuda" and not torch.compiler.is_compiling()
-    return hl.prepare(targets, non_blocking=True) if early else targets
+    return hl.prepare(targets, segments, non_blocking=True) if early else targets
+
+
+def lines_of(targets: Tensor, kwargs: Mapping[str, Any]) -> hl.Segments:
+    """The sequences of a batch: its lines, or in a single line the documents that `position_ids` tell apart."""
+    positions = kwargs.get("position_ids")
+    if isinstance(positions, Tensor) and positions.shape == targets.shape and len(targets) == 1:
+        return hl.Segments.from_position_ids(positions)
+    return hl.Segments.from_batch(targets)
 
 
 def check_shape(targets: Tensor, rows: Tensor) -> None:

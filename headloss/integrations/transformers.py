@@ -13,30 +13,30 @@ Without labels nothing changes: logits as before, `generate` as before.
 from __future__ import annotations
 
 import functools
-import math
+import inspect
 import types
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
 import headloss as hl
+from headloss.integrations.adapter import HERE, Adapter, Expected, Log, without_logits
 from headloss.integrations.causal_lm import (
+    bypassed,
     check_head,
     check_model,
     check_objective,
-    check_shape,
     count_of,
+    lines_of,
     logits_transform,
     prepared,
     targets_of,
     unwrapped,
 )
-
-PROBE = 1.5  # sent through the model once, where its logits would go
+from headloss.late import check_later, defers
 
 
 def patch(
@@ -50,27 +50,30 @@ def patch(
     """Let the model's head compute `objective` (cross-entropy by default) whenever labels are given.
 
     `memory`, `logits_dtype`, `weight_grad_dtype`, `temperature` are those of `hl.Linear`; `scale` and `softcap` come
-    from the config unless given.  `outputs.logits` is then empty beside a loss; `eval_logits=True` keeps the logits in
-    evaluation mode, for `compute_metrics`.  Inputs of the losses travel as `model(..., headloss=hl.Inputs(...))`, in
-    the shape of the shifted labels.  Returns the model; `model.headloss` has `.last` and `.objective`.
+    from the config unless given.  Beside a loss `outputs.logits` is empty and raises when it is used;
+    `eval_logits=True` keeps the logits in evaluation mode, for `compute_metrics`.  Inputs of the losses travel as
+    `model(..., headloss=hl.Inputs(...))`, in the shape of the shifted labels; losses and reductions over segments take
+    the lines of the batch unless told otherwise.  Something that replaces the model's forward or its head afterwards
+    is noticed at the next call.  Returns the model; `model.headloss` has `.last` and `.objective`.
     """
     base = unwrapped(model)
     objective = check_objective(objective)
     head = check_model(base)
     options = {"memory": memory, **logits_transform(base.config), **source_options}
-    adapter = Adapter(base, head, options)
-    adapter.objective, adapter.eval_logits = objective, eval_logits
+    adapter = Patched(base, head, options, objective, eval_logits)
     base.loss_function = adapter.loss_function
     base.forward = types.MethodType(functools.wraps(type(base).forward)(_forward), base)
+    adapter.guard(base)
     return model
 
 
 def unpatch(model: nn.Module) -> nn.Module:
     """The model as it was before `patch`: the same head, Parameters, forward and loss function."""
     base = unwrapped(model)
-    if not isinstance(vars(base).get("headloss"), Adapter):
+    adapter = vars(base).get("headloss")
+    if not isinstance(adapter, Adapter):
         raise ValueError(f"model: {type(base).__name__} is not patched")
-    base.headloss.restore(base)
+    adapter.restore(base)
     return model
 
 
@@ -92,6 +95,9 @@ class HeadlossCallback(TrainerCallback):
 
     def add_to(self, trainer: Any) -> HeadlossCallback:
         trainer.callback_handler.callbacks.insert(0, self)
+        log, count = log_of(trainer.model), getattr(trainer, "_get_num_items_in_batch", None)
+        if log is not None and count is not None:
+            trainer._get_num_items_in_batch = functools.partial(_count, trainer, log, count)
         return self
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
@@ -109,38 +115,20 @@ class HeadlossCallback(TrainerCallback):
             state.log_history[-1].update(new)
 
 
-class Log:
-    """The record of the last call, detached, and the metrics of all calls since they were last asked for."""
-
-    def __init__(self) -> None:
-        self.last: hl.Output | None = None
-        self.meters = {True: hl.Meter(), False: hl.Meter()}  # in training, in evaluation
-        self.counted = {True: False, False: False}
-
-    def run(self, objective: hl.Objective, logits: Tensor, targets: Tensor, call: Mapping[str, Any]) -> Tensor:
-        """The objective on logits that exist."""
-        check_shape(targets, logits)
-        out = objective(hl.Logits(logits), targets.to(logits.device), **call)
-        self.add(out, torch.is_grad_enabled())
-        return out.loss
-
-    def add(self, out: hl.Output, training: bool) -> None:
-        facts = torch.utils._pytree.tree_map(torch.Tensor.detach, out.facts)
-        self.last = out._replace(loss=out.loss.detach(), facts=facts)
-        self.meter(out.metrics, training)
-
-    def meter(self, metrics: Mapping[str, hl.Metric], training: bool) -> None:
-        if training and not torch.is_grad_enabled():
-            return  # scoring: neither a step nor an evaluation
-        self.meters[training].add(metrics)
-        self.counted[training] |= bool(metrics)
-
-    def read(self, training: bool) -> dict[str, float]:
-        """Every metric as a number, over all ranks, and start anew."""
-        counted, self.counted[training] = self.counted[training], False
-        several = torch.distributed.is_available() and torch.distributed.is_initialized()
-        group = torch.distributed.group.WORLD if several and torch.distributed.get_world_size() > 1 else None
-        return self.meters[training].compute(group) if counted else {}
+def _count(trainer: Any, log: Log, count: Any, batches: Any, device: Any) -> Any:
+    """Trainer's count of a step's tokens; and its sequences, which Trainer does not count."""
+    items = count(batches, device)
+    if items is not None:
+        sequences = torch.zeros((), dtype=torch.long, device=device)
+        for batch in batches:
+            targets = targets_of(batch.get("labels"), batch.get("shift_labels"))
+            counted = hl.count(targets, lines_of(targets, batch)).num_segments
+            assert counted is not None
+            sequences += counted.to(device)
+        if trainer.args.average_tokens_across_devices and trainer.args.world_size > 1:
+            sequences = trainer.accelerator.gather(sequences).sum()
+        log.step = items, sequences
+    return items
 
 
 class LogitsLoss(Log):
@@ -163,153 +151,84 @@ class LogitsLoss(Log):
         return self.run(self.objective, logits, targets, {"num_items": count_of(num_items_in_batch)})
 
 
-class Expected(NamedTuple):
-    """What the head does with the hidden states when they come: `evaluate(head, hidden, targets)`.
+class Patched(Adapter):
+    """The adapter of a model whose loss is an objective."""
 
-    It returns a result, and those tensors of it that carry gradients.
-    """
+    def __init__(
+        self, model: Any, head: nn.Linear, options: Mapping[str, Any], objective: hl.Objective, eval_logits: bool
+    ) -> None:
+        names = list(inspect.signature(type(model).forward).parameters)[1:]
+        super().__init__(model, head, options)
+        self.objective, self.eval_logits = objective, eval_logits
+        self.needs_segments = any(term.needs_segments for term in objective.terms.values())
+        self.names, self.labels_at = names, names.index("labels")
 
-    targets: Tensor | hl.Prepared
-    evaluate: Callable[[Head, Tensor, Any], tuple[Any, list[Tensor]]]
-
-
-class Head(hl.FusedLMHead):
-    """The output embedding of a patched model; a linear layer unless its model expects a loss."""
-
-    adapter: Adapter
-
-    def forward(self, hidden: Tensor, **call: Any) -> Any:  # type: ignore[override]
-        expected = self.adapter.expected
-        return super().forward(hidden, **call) if expected is None or call else self.adapter.visit(hidden, expected)
-
-
-class Adapter:
-    """Between a model and its head: what is expected of the head, what it found, and how to undo it all."""
-
-    objective: hl.Objective
-    eval_logits = False
-
-    def __init__(self, model: nn.Module, head: nn.Linear, options: Mapping[str, Any]) -> None:
-        self.head, self.head_class = head, type(head)
-        self.before: dict[str, Any] = {k: x for k, x in vars(model).items() if k in ("forward", "_loss_function")}
-        self.head_options = vars(head).get("source_options")
-        self.options = hl.FusedLMHead.from_linear(head, **{**(self.head_options or {}), **options}).source_options
-        self.log = Log()
-        self.expected: Expected | None = None
-        self.found: tuple[Any, list[Tensor]] | None = None
-        self.call: dict[str, Any] = {}
-        self.probed = False
-        head.__class__ = Head
-        head.source_options, head.adapter = self.options, self  # type: ignore[assignment]
-        model.headloss = self  # type: ignore[assignment]
-
-    @property
-    def last(self) -> hl.Output | None:
-        """The record of the last call that had labels, detached."""
-        return self.log.last
-
-    def restore(self, model: nn.Module) -> None:
-        for name in ("forward", "_loss_function", "headloss"):
-            vars(model).pop(name, None)
-        vars(model).update(self.before)
-        self.head.__class__ = self.head_class
-        for name in ("source_options", "adapter"):
-            vars(self.head).pop(name, None)
-        if self.head_options is not None:
-            self.head.source_options = self.head_options
-
-    def inner(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """The forward that was there before."""
-        before = self.before.get("forward")
-        return type(model).forward(model, *args, **kwargs) if before is None else before(*args, **kwargs)
-
-    @contextmanager
-    def expecting(self, expected: Expected | None, **call: Any) -> Iterator[None]:
-        self.expected, self.found, self.call = expected, None, call
-        try:
-            yield
-        finally:
-            self.expected, self.found, self.call = None, None, {}
-
-    def visit(self, hidden: Tensor, expected: Expected) -> Tensor:
-        """Inside the head's forward: evaluate, and return a placeholder for gradients to pass on their way back."""
-        targets = expected.targets.to(hidden.device)
-        check_shape(targets.targets if isinstance(targets, hl.Prepared) else targets, hidden)
-        result, live = expected.evaluate(self.head, hidden, targets)  # type: ignore[arg-type]
-        placeholder, *tied = _Tie.apply(hidden.detach(), int(not self.probed), *live)
-        self.found = result, tied
-        return placeholder
-
-    def collect(self, logits: Tensor) -> tuple[Any, list[Tensor]]:
-        """What the head found, in exchange for the placeholder as it left the model."""
-        if self.found is None:
-            raise RuntimeError("headloss: the model made its loss without calling its head; unpatch(model)")
-        if logits.shape[-1]:
-            self._check_probe(logits.detach())
-        result, tied = self.found
-        anchor = (logits * 0).sum()  # what pulls on the loss pulls on the head's output: FSDP waits for that
-        return result, [x + anchor.to(x.dtype) for x in tied]
-
-    def loss_function(self, logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if self.expected is None:  # the logits were kept
-            names = ("labels", "vocab_size", "num_items_in_batch", "shift_labels")
-            given = {**dict(zip(names, args)), **kwargs}
-            targets = targets_of(given.get("labels"), given.get("shift_labels"))
-            call = self.call or {"num_items": count_of(given.get("num_items_in_batch"))}
-            return self.log.run(self.objective, logits, targets, call)
-        return self.collect(logits)[1][0]
-
-    def evaluate(self, head: Head, hidden: Tensor, targets: Tensor | hl.Prepared) -> tuple[hl.Output, list[Tensor]]:
-        out = hl.FusedLMHead.forward(head, hidden, targets=targets, objective=self.objective, inputs=self.call)
-        assert isinstance(out, hl.Output)
-        self.log.add(out, head.training)
-        return out, [out.loss]
-
-    def _check_probe(self, logits: Tensor) -> None:
-        """The model does to its logits what the source does: seen on one number, at the first call."""
-        self.probed = True
-        scale, cap = self.options.get("scale", 1.0), self.options.get("softcap")
-        wanted = scale * PROBE
-        wanted = wanted if cap is None else cap * math.tanh(wanted / cap)
-        got = float(logits.reshape(-1)[0]) if logits.numel() else wanted
-        if abs(got - wanted) > 0.02 * abs(wanted):
-            raise ValueError(
-                f"model: it turns a logit of {PROBE} into {got:.4g}, but scale={scale} and softcap={cap} give "
-                f"{wanted:.4g}; pass patch(model, ..., scale=, softcap=) as the model applies them, or keep the logits "
-                f"with model.loss_function = loss_function(objective)"
-            )
+    def num_segments(self, targets: Tensor, num_items: Any) -> Any:
+        """Of the whole step, where this batch is a part of it; None where it is all of it."""
+        if num_items is None:
+            return None
+        if self.log.step is not None and self.log.step[0] is num_items:
+            return self.log.step[1].to(targets.device)
+        more = torch.as_tensor(num_items, device=targets.device) - (targets != -100).sum()
+        if not torch.compiler.is_compiling() and defers(targets.device):
+            check_later(more, _check_whole)
+        else:
+            _check_whole(more)
+        return None
 
 
-class _Tie(torch.autograd.Function):
-    """tensors -> (placeholder, tensors): their gradients wait for the placeholder's."""
+def _check_whole(more: Tensor) -> None:
+    if more != 0:
+        raise ValueError(
+            f"num_segments: this batch is a part of a step (num_items_in_batch counts {int(more)} more tokens), and "
+            f"nobody says how many sequences the step has; HeadlossCallback().add_to(trainer) does, or "
+            f"model(..., headloss=hl.Inputs(num_segments=...))"
+        )
 
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, width: int, *tensors: Tensor) -> Any:
-        ctx.set_materialize_grads(False)
-        return (hidden.new_full((*hidden.shape[:-1], width), PROBE), *(x.view_as(x) for x in tensors))
 
-    @staticmethod
-    def backward(ctx: Any, _: Tensor | None, *grads: Tensor | None) -> Any:
-        return (None, None, *grads)
+def _check_no_loss(inputs: object, shifted: object, num_items: object) -> None:
+    """A call without labels wants no loss, or someone has taken the labels away."""
+    if inputs is not None or shifted is not None:
+        name = "headloss: inputs of a loss were" if shifted is None else "shift_labels: they were"
+        raise ValueError(f"{name} given without labels, and the model makes no loss without them")
+    if num_items is not None:
+        raise ValueError(
+            "labels: missing beside num_items_in_batch, so the objective would not be computed; Trainer's "
+            "label_smoothing_factor and compute_loss_func take the labels away: say hl.Term(cross_entropy, "
+            "label_smoothing=...) in the objective instead, or unpatch(model)"
+        )
 
 
 def _forward(self: Any, *args: Any, headloss: Mapping[str, Any] | None = None, **kwargs: Any) -> Any:
     """The patched model's forward; see `patch`."""
-    adapter: Adapter = self.headloss
-    labels = kwargs.get("labels")
+    adapter: Patched = self.headloss
+    if len(args) > adapter.labels_at:  # labels by position
+        args, kwargs = (), {**kwargs, **dict(zip(adapter.names, args))}
+    labels, shifted = kwargs.get("labels"), kwargs.get("shift_labels")
     if labels is None:
-        if headloss is not None:
-            raise ValueError("headloss: inputs of a loss were given without labels")
-        return adapter.inner(self, *args, **kwargs)
+        _check_no_loss(headloss, shifted, kwargs.get("num_items_in_batch"))
+        outputs = adapter.inner(self, *args, **kwargs)
+        HERE.now.ran = True
+        return outputs
     check_head(self, adapter.head)
+    targets = targets_of(labels, shifted)
     call = {"num_items": count_of(kwargs.get("num_items_in_batch")), **(headloss or {})}
+    if adapter.needs_segments and "segments" not in call:
+        call["segments"] = lines_of(targets, kwargs)
+        if "num_segments" not in call:
+            call["num_segments"] = adapter.num_segments(targets, call["num_items"])
     expected = None
     if not adapter.eval_logits or self.training:
-        targets = targets_of(labels, kwargs.get("shift_labels"))
-        alone = "segments" not in call  # which would have to be prepared with them
-        expected = Expected(prepared(targets) if alone else targets, adapter.evaluate)
-    with adapter.expecting(expected, **call):
-        return adapter.inner(self, *args, **kwargs)
+        ready = prepared(targets, call.get("segments"))
+        if isinstance(ready, hl.Prepared):
+            call.pop("segments", None)
+        expected = Expected(ready, adapter.evaluate)
+    with adapter.expecting(expected, **call) as made:
+        outputs = adapter.inner(self, *args, **kwargs)
+    if not made.collected:
+        raise bypassed(adapter.before.get("forward", type(self).forward))
+    HERE.now.ran = True
+    return outputs if expected is None else without_logits(outputs)
 
 
 def log_of(model: Any) -> Log | None:

@@ -24,8 +24,9 @@ from trl.trainer import distillation_trainer, grpo_trainer, sft_trainer
 from trl.trainer import utils as trl_utils
 
 import headloss as hl
+from headloss.integrations.adapter import Adapter, Expected, Head
 from headloss.integrations.causal_lm import check_model, logits_transform, unwrapped
-from headloss.integrations.transformers import Adapter, Expected, Head, HeadlossCallback
+from headloss.integrations.transformers import HeadlossCallback
 from headloss.integrations.trl_kernels import (
     UNSEEN,
     VERSIONS,
@@ -225,7 +226,7 @@ class DistillationTrainer(_OnHeadloss, distillation_trainer.DistillationTrainer)
         adapter: Adapter = unwrapped(unwrapped_student).headloss
         targets = torch.zeros_like(counts, dtype=torch.long).masked_fill(counts == 0, -100)
 
-        def evaluate(head: Head, hidden: Tensor, targets: Tensor) -> tuple[Any, list[Tensor]]:
+        def evaluate(head: Head, hidden: Tensor, targets: Tensor, inputs: Any) -> tuple[Any, list[Tensor]]:
             other = guide.get_output_embeddings()
             whole = types.SimpleNamespace(weight=_whole(other.weight), bias=_whole(other.bias))
             transform = {**logits_transform(guide.config), "temperature": self.temperature}
@@ -236,9 +237,9 @@ class DistillationTrainer(_OnHeadloss, distillation_trainer.DistillationTrainer)
             adapter.log.add(out._replace(metrics=shown(out.metrics)), self.model.training)
             return out, [out.loss]
 
-        with adapter.expecting(Expected(targets, evaluate)):
+        with adapter.expecting(Expected(targets, evaluate)) as call:
             placeholder = adapter.head(hidden.to(adapter.head.weight.device))
-            out, (loss,) = adapter.collect(placeholder)
+            out, (loss,) = adapter.collect(call, placeholder)
         return loss, out.facts.entropy.detach().sum(), (targets != -100).sum()
 
 

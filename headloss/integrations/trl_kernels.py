@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from trl.trainer import utils as trl_utils
 
 import headloss as hl
+from headloss.integrations.adapter import HERE, Adapter, Expected, Head
 from headloss.integrations.causal_lm import check_head, check_model, logits_transform, prepared, unwrapped
-from headloss.integrations.transformers import Adapter, Expected, Head
 from headloss.metrics import read_metrics
 
 VERSIONS = ("1.16",)
@@ -62,6 +62,7 @@ def add_fused_lm_head(
     options = {"memory": memory, "temperature": temperature, **logits_transform(base.config)}
     FusedHead(base, head, options, tuple(outputs), cast_lm_head_to_fp32, metrics)
     base.forward = types.MethodType(functools.wraps(type(base).forward)(_fused_forward), base)
+    base.headloss.guard(base)
 
 
 class FusedHead(Adapter):
@@ -92,7 +93,9 @@ class FusedHead(Adapter):
         self.loss: Tensor | None = None
         self.aux_loss: Tensor | None = None
 
-    def evaluate(self, head: Head, hidden: Tensor, targets: Tensor | hl.Prepared) -> tuple[Any, list[Tensor]]:
+    def evaluate(
+        self, head: Head, hidden: Tensor, targets: Tensor | hl.Prepared, inputs: Mapping[str, Any]
+    ) -> tuple[Any, list[Tensor]]:
         with torch.autocast(hidden.device.type, enabled=False) if self.cast else nullcontext():
             source = source_of(head, hidden.float(), self.options) if self.cast else head._source(hidden)
             if self.wanted is not None:
@@ -141,6 +144,7 @@ def _fused_forward(
 ) -> Any:
     adapter: FusedHead = self.headloss
     given = {"labels": labels, "shift_labels": shift_labels, "num_items_in_batch": num_items_in_batch}
+    HERE.now.ran = True
     if not fused_lm_head:
         return adapter.inner(self, *args, **kwargs, **{name: x for name, x in given.items() if x is not None})
     check_head(self, adapter.head)
@@ -151,9 +155,9 @@ def _fused_forward(
     if adapter.wanted is not None:
         keep, alone = adapter.wanted[2], "segments" not in adapter.wanted[1]
     counted = targets if keep is None else targets.masked_fill(~keep, -100)
-    with adapter.expecting(Expected(prepared(counted) if alone else counted, adapter.evaluate)):
+    with adapter.expecting(Expected(prepared(counted) if alone else counted, adapter.evaluate)) as call:
         outputs = adapter.inner(self, *args, **{**kwargs, "use_cache": False})
-        facts, live = adapter.collect(outputs.logits)
+        facts, live = adapter.collect(call, outputs.logits)
     if adapter.wanted is not None:
         adapter.loss = live[0]
     else:

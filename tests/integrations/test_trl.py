@@ -23,6 +23,7 @@ from transformers import PreTrainedTokenizerFast
 import headloss as hl
 from headloss.integrations import trl as adapter
 from headloss.integrations import trl_kernels as kernels
+from headloss.integrations.transformers import patch
 from headloss.losses import cross_entropy, z_loss
 
 if trl.__version__.rsplit(".", 1)[0] not in adapter.VERSIONS:
@@ -138,6 +139,17 @@ def test_sft_with_an_objective(tokenizer: Any, tmp_path: Path) -> None:
         norm = line["grad_norm"]
         step = 0.1 * p.grad / max(norm, 1.0)  # the trainer clips at 1
         torch.testing.assert_close(q, p.detach() - step, rtol=1e-4, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def test_a_patched_model_in_a_trainer_of_trl(tokenizer: Any, tmp_path: Path) -> None:
+    """Refused at the first step, at the latest: TRL's head takes the place of ours, and would train cross-entropy."""
+    objective = hl.Objective(ce=cross_entropy, z=hl.Term(z_loss, weight=0.05))
+    for kind in (trl.SFTTrainer, adapter.SFTTrainer):
+        with pytest.raises((RuntimeError, ValueError), match=r"headloss\.integrations\.trl|patched already"):
+            kind(
+                model=patch(tiny.model("llama"), objective), args=trl.SFTConfig(**common(tmp_path), max_length=12),
+                train_dataset=lines(4), processing_class=tokenizer,
+            ).train()  # fmt: skip
 
 
 def stored(model: Any, folder: Path) -> Any:

@@ -1,0 +1,314 @@
+"""Between a model of Transformers and its head: what a call expects of the head, what the head found, what was logged.
+
+A call of a patched model leaves a note for its head (`Call`, one for each thread); the head evaluates the objective
+inside its own forward and returns an empty placeholder; the model's loss function exchanges that for the loss.  Hooks
+on the model notice when something has taken the place of its forward since.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+import headloss as hl
+from headloss.integrations.causal_lm import bypassed, check_shape, count_of, targets_of
+from headloss.late import check_later, defers
+
+PROBE = 1.5  # sent through the model once, where its logits would go
+COUNTED = threading.Lock()
+
+
+class Log:
+    """The record of the last call, detached, and the metrics of all calls since they were last asked for."""
+
+    def __init__(self) -> None:
+        self.last: hl.Output | None = None
+        self.meters = {True: hl.Meter(), False: hl.Meter()}  # in training, in evaluation
+        self.counted = {True: False, False: False}
+        self.step: tuple[Any, Tensor] | None = None  # num_items and num_segments of a whole step, if someone counts
+
+    def run(self, objective: hl.Objective, logits: Tensor, targets: Tensor, call: Mapping[str, Any]) -> Tensor:
+        """The objective on logits that exist."""
+        check_shape(targets, logits)
+        out = objective(hl.Logits(logits), targets.to(logits.device), **call)
+        self.add(out, torch.is_grad_enabled())
+        return out.loss
+
+    def add(self, out: hl.Output, training: bool) -> None:
+        facts = torch.utils._pytree.tree_map(torch.Tensor.detach, out.facts)
+        self.last = out._replace(loss=out.loss.detach(), facts=facts)
+        self.meter(out.metrics, training)
+
+    def meter(self, metrics: Mapping[str, hl.Metric], training: bool) -> None:
+        if training and not torch.is_grad_enabled():
+            return  # scoring: neither a step nor an evaluation
+        if torch.compiler.is_compiling():
+            self.meters[training].add(metrics)
+        else:
+            with COUNTED:
+                self.meters[training].add(metrics)
+        self.counted[training] |= bool(metrics)
+
+    def read(self, training: bool) -> dict[str, float]:
+        """Every metric as a number, over all ranks, and start anew."""
+        counted, self.counted[training] = self.counted[training], False
+        several = torch.distributed.is_available() and torch.distributed.is_initialized()
+        group = torch.distributed.group.WORLD if several and torch.distributed.get_world_size() > 1 else None
+        return self.meters[training].compute(group) if counted else {}
+
+
+class NoLogits(Tensor):
+    """Stands where the logits would be, without columns; whoever computes with it is told how to get them."""
+
+    harmless = frozenset({
+        "__get__", "__len__", "__repr__", "size", "dim", "numel", "stride", "is_floating_point", "is_complex",
+        "get_device", "element_size", "requires_grad_", "is_contiguous", "detach", "to", "float", "half", "bfloat16",
+        "double", "data_ptr", "untyped_storage", "storage_offset",
+    })  # fmt: skip
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.__name__ not in cls.harmless:
+            raise RuntimeError(
+                f"outputs.logits: {func.__name__} of logits that were never made: the head of a patched model returns "
+                f"the loss instead.  patch(model, ..., eval_logits=True) keeps them in evaluation mode, for "
+                f"compute_metrics and predict; a call without labels returns them always"
+            )
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"NoLogits(shape={tuple(self.shape)}; patch(model, ..., eval_logits=True) keeps them in evaluation)"
+
+
+class Expected(NamedTuple):
+    """What the head does with the hidden states when they come: `evaluate(head, hidden, targets, inputs)`.
+
+    It returns a result, and those tensors of it that carry gradients.
+    """
+
+    targets: Tensor | hl.Prepared
+    evaluate: Callable[[Head, Tensor, Any, Mapping[str, Any]], tuple[Any, list[Tensor]]]
+
+
+class Call:
+    """One call of a patched model.  `expected` is None where the logits are kept."""
+
+    def __init__(self, adapter: Adapter, expected: Expected | None, inputs: Mapping[str, Any]) -> None:
+        self.adapter, self.expected, self.inputs = adapter, expected, inputs
+        self.found: tuple[Any, list[Tensor]] | None = None
+        self.collected = False
+
+
+class Now:
+    """What a thread is in the middle of."""
+
+    def __init__(self) -> None:
+        self.calls: tuple[Call, ...] = ()  # the innermost last
+        self.ran = False  # a forward of ours, since the model was called
+
+
+class _Here(threading.local):
+    def __init__(self) -> None:
+        self.now = Now()  # whose attributes a graph can follow, where those of a thread's own object get lost
+
+
+HERE = _Here()
+
+
+def call_of(adapter: Adapter) -> Call | None:
+    """The call of this adapter's model that this thread is in."""
+    return next((call for call in reversed(HERE.now.calls) if call.adapter is adapter), None)
+
+
+class Head(hl.FusedLMHead):
+    """The output embedding of a patched model; a linear layer unless its model expects a loss."""
+
+    adapter: Adapter
+
+    def forward(self, hidden: Tensor, **given: Any) -> Any:  # type: ignore[override]
+        call = call_of(self.adapter)
+        if given or call is None or call.expected is None:
+            return super().forward(hidden, **given)
+        return self.adapter.visit(hidden, call, call.expected)
+
+
+class Adapter:
+    """What a patched model carries: its head, its log, and how to undo it all."""
+
+    objective: hl.Objective
+
+    def __init__(self, model: nn.Module, head: nn.Linear, options: Mapping[str, Any]) -> None:
+        self.head, self.head_class = head, type(head)
+        self.before: dict[str, Any] = {k: x for k, x in vars(model).items() if k in ("forward", "_loss_function")}
+        self.head_options = vars(head).get("source_options")
+        self.options = hl.FusedLMHead.from_linear(head, **{**(self.head_options or {}), **options}).source_options
+        self.log = Log()
+        self.probed, self.transform = False, _transform(**self.options)
+        head.__class__ = Head
+        head.source_options, head.adapter = self.options, self  # type: ignore[assignment]
+        model.headloss = self  # type: ignore[assignment]
+
+    @property
+    def last(self) -> hl.Output | None:
+        """The record of the last call that had labels, detached."""
+        return self.log.last
+
+    def guard(self, model: nn.Module) -> None:
+        """Notice from now on when a call of the model does not come through our forward."""
+        model.register_forward_pre_hook(_before, with_kwargs=True)
+        model.register_forward_hook(_after, with_kwargs=True)
+
+    def restore(self, model: nn.Module) -> None:
+        for name in ("forward", "_loss_function", "headloss"):
+            vars(model).pop(name, None)
+        vars(model).update(self.before)
+        for hooks, ours in ((model._forward_pre_hooks, _before), (model._forward_hooks, _after)):
+            for key in [key for key, hook in hooks.items() if hook is ours]:
+                del hooks[key]
+        self.head.__class__ = self.head_class
+        for name in ("source_options", "adapter"):
+            vars(self.head).pop(name, None)
+        if self.head_options is not None:
+            self.head.source_options = self.head_options
+
+    def inner(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """The forward that was there before."""
+        before = self.before.get("forward")
+        return type(model).forward(model, *args, **kwargs) if before is None else before(*args, **kwargs)
+
+    @contextmanager
+    def expecting(self, expected: Expected | None, **inputs: Any) -> Iterator[Call]:
+        now, call = HERE.now, Call(self, expected, inputs)
+        around = now.calls
+        now.calls = (*around, call)
+        try:
+            yield call
+        finally:
+            now.calls = around
+
+    def visit(self, hidden: Tensor, call: Call, expected: Expected) -> Tensor:
+        """Inside the head's forward: evaluate, and return a placeholder for gradients to pass on their way back."""
+        targets = expected.targets.to(hidden.device)
+        check_shape(targets.targets if isinstance(targets, hl.Prepared) else targets, hidden)
+        result, live = expected.evaluate(self.head, hidden, targets, call.inputs)  # type: ignore[arg-type]
+        placeholder, *tied = _Tie.apply(hidden.detach(), int(not self.probed), *live)
+        call.found = result, tied
+        return placeholder
+
+    def collect(self, call: Call, logits: Tensor) -> tuple[Any, list[Tensor]]:
+        """What the head found, in exchange for the placeholder as it left the model."""
+        if call.found is None:
+            raise RuntimeError("headloss: the model made its loss without calling its head; unpatch(model)")
+        call.collected = True
+        result, tied = call.found
+        anchor = (logits * 0).sum()  # what pulls on the loss pulls on the head's output: FSDP waits for that
+        if logits.shape[-1] and logits.numel():
+            anchor = anchor + self._check_probe(logits.detach().reshape(-1)[0])
+        return result, [x + anchor.to(x.dtype) for x in tied]
+
+    def loss_function(self, logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        call = call_of(self)
+        if call is not None and call.expected is not None:
+            return self.collect(call, logits)[1][0]
+        names = ("labels", "vocab_size", "num_items_in_batch", "shift_labels")  # the logits were kept
+        given = {**dict(zip(names, args)), **kwargs}
+        targets = targets_of(given.get("labels"), given.get("shift_labels"))
+        inputs = {"num_items": count_of(given.get("num_items_in_batch"))} if call is None else call.inputs
+        if call is not None:
+            call.collected = True
+        return self.log.run(self.objective, logits, targets, inputs)
+
+    def evaluate(
+        self, head: Head, hidden: Tensor, targets: Tensor | hl.Prepared, inputs: Mapping[str, Any]
+    ) -> tuple[Any, list[Tensor]]:
+        out = hl.FusedLMHead.forward(head, hidden, targets=targets, objective=self.objective, inputs=inputs)
+        assert isinstance(out, hl.Output)
+        self.log.add(out, head.training)
+        return out, [out.loss]
+
+    def _check_probe(self, got: Tensor) -> Tensor | float:
+        """The model does to its logits what the source does: seen on one number, at the first call; in a graph, which
+        may not read it, by the operator, at every call."""
+        if torch.compiler.is_compiling():
+            return _same_transform(got, self.transform)
+        _check_transform(got, self.transform)
+        self.probed = True
+        return 0.0
+
+
+def _transform(scale: float = 1.0, softcap: float | None = None, **_: Any) -> str:
+    wanted = scale * PROBE
+    wanted = wanted if softcap is None else softcap * math.tanh(wanted / softcap)
+    return f"scale={scale} and softcap={softcap} give {wanted:.6g}"  # a graph would take the number for one that varies
+
+
+def _check_transform(got: Tensor, transform: str) -> None:
+    wanted = float(transform.rpartition(" ")[2])
+    if abs(float(got) - wanted) > 0.02 * abs(wanted):
+        raise ValueError(
+            f"model: it turns a logit of {PROBE} into {float(got):.4g}, but {transform}; pass patch(model, ..., "
+            f"scale=, softcap=) as the model applies them, or keep the logits with "
+            f"model.loss_function = loss_function(objective)"
+        )
+
+
+@torch.library.custom_op("headloss::same_transform", mutates_args=())
+def _same_transform(got: Tensor, transform: str) -> Tensor:
+    if got.device.type != "cuda":
+        _check_transform(got, transform)
+    elif defers(got.device):
+        check_later(got, lambda number: _check_transform(number, transform))
+    return torch.zeros_like(got)
+
+
+@_same_transform.register_fake
+def _(got: Tensor, transform: str) -> Tensor:
+    return torch.zeros_like(got)
+
+
+class _Tie(torch.autograd.Function):
+    """tensors -> (placeholder, tensors): their gradients wait for the placeholder's."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, width: int, *tensors: Tensor) -> Any:
+        ctx.set_materialize_grads(False)
+        return (hidden.new_full((*hidden.shape[:-1], width), PROBE), *(x.view_as(x) for x in tensors))
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor | None, *grads: Tensor | None) -> Any:
+        return (None, None, *grads)
+
+
+def without_logits(outputs: Any) -> Any:
+    """The model's outputs, with nothing that could be taken for logits."""
+    logits = outputs[1] if isinstance(outputs, tuple) else outputs.logits
+    shape = (*logits.shape[:-1], 0)
+    if torch.compiler.is_compiling():
+        empty = torch.empty(shape, device=logits.device)
+    else:
+        empty = torch.empty(shape, device=logits.device).as_subclass(NoLogits)
+    if isinstance(outputs, tuple):
+        return (outputs[0], empty, *outputs[2:])
+    outputs["logits"] = empty
+    return outputs
+
+
+def _before(model: nn.Module, args: Any, kwargs: Any) -> None:
+    if getattr(model, "_is_replica", False):
+        raise TypeError(
+            "model: nn.DataParallel (which Trainer uses by itself where one process sees several GPUs) copies a "
+            "patched model, and the copies would all run the first one's forward; launch with torchrun or accelerate "
+            "for DistributedDataParallel, or show the process one GPU with CUDA_VISIBLE_DEVICES"
+        )
+    HERE.now.ran = False
+
+
+def _after(model: Any, args: Any, kwargs: Mapping[str, Any], outputs: Any) -> None:
+    if not HERE.now.ran and any(kwargs.get(name) is not None for name in ("labels", "shift_labels")):
+        raise bypassed(model.forward)
