@@ -125,27 +125,25 @@ class Batch:
         """All that count the same rows together: those under a mask, `term/`, and the others."""
         x_MR, places = self._stacked()
         masks = [name for name in self.names if name.endswith("/")]
-        under = {name: next((m for m in masks if name.startswith(m)), None) for name in self.kinds}
+        under = {name: max((m for m in masks if name.startswith(m)), key=len, default=None) for name in self.kinds}
         found: dict[str, tuple[Tensor, ...]] = {}
         for mask in dict.fromkeys(under.values()):
             counted = None if self.weights_R is None else self.weights_R.reshape(-1) > 0
             if mask is not None:
                 own = x_MR[places[mask]] != 0
                 counted = own if counted is None else counted & own
-            found |= self._reduce_counted(x_MR, places, counted, [n for n, m in under.items() if m == mask])
+            found |= self._counted(x_MR, places, counted, {n: k for n, k in self.kinds.items() if under[n] == mask})
         return {name: found[name] for name in self.kinds}
 
-    def _reduce_counted(
-        self, x_MR: Tensor, places: Mapping[str, int], counted: Tensor | None, names: Sequence[str]
+    def _counted(
+        self, x_MR: Tensor, places: Mapping[str, int], counted: Tensor | None, kinds: Mapping[str, str]
     ) -> dict[str, tuple[Tensor, ...]]:
         wide = _widest(x_MR.device)
-        if counted is None:
-            count = torch.full((), x_MR.shape[1], dtype=wide, device=x_MR.device)
-        else:
+        count = torch.full((), x_MR.shape[1], dtype=wide, device=x_MR.device)
+        if counted is not None:
             count = counted.sum(dtype=wide)
             x_MR = torch.where(counted, x_MR, 0)  # a value that does not count may be NaN
         reduced: dict[tuple[str, int], Tensor] = {}
-        kinds = {name: self.kinds[name] for name in names}
         for part, reduce in _REDUCE.items():
             rows = sorted({places[name] for name, kind in kinds.items() if part in _KINDS[kind].parts})
             if rows:
@@ -241,7 +239,8 @@ class Metric:
 def measure(values: Mapping[str, Tensor], weights: Tensor | None, per: str) -> dict[str, Metric]:
     """Metrics of values that belong to the same rows (segments, pairs); those of weight 0 do not count.
 
-    A name that ends in "/" is no metric: it is a mask, and says which rows count in metrics whose names begin so.
+    A name that ends in "/" is no metric: it is a mask, and says which rows count in metrics whose names begin so.  Of
+    two masks the longer name decides.
     """
     batch = Batch(values, values, weights)
     if not batch.kinds:

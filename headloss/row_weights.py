@@ -5,7 +5,8 @@
     hl.Term(grpo, row_weight=[truncate(2.0), off_policy_mask(0.1), "loss_mask"])  # several multiply
 
 Each factory returns a plain function that is injected like a loss and never differentiated.  Its numbers are captured
-floats, so equal weights share one trace.
+floats, so equal weights share one trace.  It returns the weight and, as a loss does, metrics, which come back as
+`rl/truncated/cut_fraction`; a function of yours may return the weight alone.
 
 The sampler's weight of a token is w = exp(old_logprob - sampler_logprob): `sampler_logprob` comes from the engine that
 generated, `old_logprob` from the trainer's copy of the same policy (without it, the policy of this call).  `level` says
@@ -24,58 +25,66 @@ out of everything.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from headloss.segments import Segments
 
+T = TypeVar("T")
+Weighed = tuple[Tensor, dict[str, Tensor]]
 LEVELS = ("token", "segment", "segment_mean")
 
 
-def truncate(high: float, low: float = 0.0, *, level: str = "token") -> Callable[..., Tensor]:
+def truncate(high: float, low: float = 0.0, *, level: str = "token") -> Callable[..., Weighed]:
     """min(w, high), and at least `low`: truncated importance sampling (Yao et al. 2025)."""
     low, high = _range(low, high)
     if _level(level) == "token":
 
         @_by_row
-        def truncated(logprob: Tensor, sampler_logprob: Tensor, old_logprob: Tensor | None = None) -> Tensor:
-            return _drift(logprob, sampler_logprob, old_logprob).exp().clamp(low, high)
+        def truncated(logprob: Tensor, sampler_logprob: Tensor, old_logprob: Tensor | None = None) -> Weighed:
+            d = _drift(logprob, sampler_logprob, old_logprob)
+            return _reported(d.exp().clamp(low, high), d.exp(), low, high, d)
 
         return truncated
 
     @_by_row
     def truncated_segments(
         logprob: Tensor, sampler_logprob: Tensor, segments: Segments, old_logprob: Tensor | None = None
-    ) -> Tensor:
-        return _of_segment(_drift(logprob, sampler_logprob, old_logprob), segments, level).exp().clamp(low, high)
+    ) -> Weighed:
+        d = _drift(logprob, sampler_logprob, old_logprob)
+        w = _of_segment(d, segments, level).exp()
+        return _reported(w.clamp(low, high), w, low, high, d)
 
     return truncated_segments
 
 
-def band(low: float, high: float, *, level: str = "token") -> Callable[..., Tensor]:
+def band(low: float, high: float, *, level: str = "token") -> Callable[..., Weighed]:
     """w inside [low, high], 0 outside: masked importance sampling (IcePop, 2025)."""
     low, high = _range(low, high)
     if _level(level) == "token":
 
         @_by_row
-        def banded(logprob: Tensor, sampler_logprob: Tensor, old_logprob: Tensor | None = None) -> Tensor:
-            w = _drift(logprob, sampler_logprob, old_logprob).exp()
-            return w * ((w >= low) & (w <= high)).to(w.dtype)
+        def banded(logprob: Tensor, sampler_logprob: Tensor, old_logprob: Tensor | None = None) -> Weighed:
+            d = _drift(logprob, sampler_logprob, old_logprob)
+            w = d.exp()
+            return _reported(w * ((w >= low) & (w <= high)).to(w.dtype), w, low, high, d)
 
         return banded
 
     @_by_row
     def banded_segments(
         logprob: Tensor, sampler_logprob: Tensor, segments: Segments, old_logprob: Tensor | None = None
-    ) -> Tensor:
-        w = _of_segment(_drift(logprob, sampler_logprob, old_logprob), segments, level).exp()
-        return w * ((w >= low) & (w <= high)).to(w.dtype)
+    ) -> Weighed:
+        d = _drift(logprob, sampler_logprob, old_logprob)
+        w = _of_segment(d, segments, level).exp()
+        return _reported(w * ((w >= low) & (w <= high)).to(w.dtype), w, low, high, d)
 
     return banded_segments
 
 
-def drop_segments(low: float, high: float, *, level: str = "segment_mean") -> Callable[..., Tensor]:
+def drop_segments(low: float, high: float, *, level: str = "segment_mean") -> Callable[..., Weighed]:
     """1 for every token of a segment whose w lies in [low, high], 0 for the others: rejection of whole sequences.
 
     With level "token" a segment falls as soon as one of its tokens' w lies outside.
@@ -86,16 +95,17 @@ def drop_segments(low: float, high: float, *, level: str = "segment_mean") -> Ca
     @_by_row
     def kept_segments(
         logprob: Tensor, sampler_logprob: Tensor, segments: Segments, old_logprob: Tensor | None = None
-    ) -> Tensor:
+    ) -> Weighed:
         drift = _drift(logprob, sampler_logprob, old_logprob)
         w = (drift if level == "token" else _of_segment(drift, segments, level)).exp()
         out = ((w < low) | (w > high)).to(w.dtype)
-        return 1 - out if level != "token" else (segments.mean(out) == 0).to(w.dtype)
+        kept = 1 - out if level != "token" else (segments.mean(out) == 0).to(w.dtype)
+        return kept, {"cut_fraction": kept == 0, **_mismatch(drift, w)}
 
     return kept_segments
 
 
-def off_policy_mask(most: float) -> Callable[..., Tensor]:
+def off_policy_mask(most: float) -> Callable[..., Weighed]:
     """0 for tokens of negative advantage in segments where mean(sampler_logprob - logprob) > most, else 1: bad samples
     that the policy would hardly give any more are not learned from (DeepSeek-V3.2, 2025).
 
@@ -110,33 +120,60 @@ def off_policy_mask(most: float) -> Callable[..., Tensor]:
         segments: Segments,
         old_logprob: Tensor | None = None,
         sampler_logprob: Tensor | None = None,
-    ) -> Tensor:
+    ) -> Weighed:
         first = sampler_logprob if sampler_logprob is not None else old_logprob
         drift = torch.zeros_like(logprob) if first is None else (first - logprob.detach()).nan_to_num(nan=0.0)
-        return 1 - ((advantage < 0) & (segments.mean(drift) > most)).to(logprob.dtype)
+        out = (advantage < 0) & (segments.mean(drift) > most)
+        return 1 - out.to(logprob.dtype), {"cut_fraction": out}
 
     return on_policy
 
 
-def top_entropy(fraction: float) -> Callable[..., Tensor]:
+def top_entropy(fraction: float) -> Callable[..., Weighed]:
     """1 for the given fraction of this call's tokens with the highest entropy, 0 for the others (Wang et al. 2025)."""
     fraction = float(fraction)
     if not 0 < fraction <= 1:
         raise ValueError(f"fraction: wanted a number in (0, 1], got {fraction}")
 
     @_by_row
-    def high_entropy(entropy: Tensor) -> Tensor:
+    def high_entropy(entropy: Tensor) -> Weighed:
         if entropy.numel() == 0:
-            return torch.ones_like(entropy)
-        return (entropy >= entropy.detach().quantile(1 - fraction)).to(entropy.dtype)
+            return torch.ones_like(entropy), {"cut_fraction": torch.zeros_like(entropy)}
+        kept = (entropy >= entropy.detach().quantile(1 - fraction)).to(entropy.dtype)
+        return kept, {"cut_fraction": kept == 0}
 
     return high_entropy
 
 
-def _by_row(fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _by_row(fn: Callable[..., T]) -> Callable[..., T]:
     """All its inputs have one value per row; see `headloss.engine.layout`."""
     fn.__dict__["per_segment"] = ()
     return fn
+
+
+def _reported(weight: Tensor, w: Tensor, low: float, high: float, drift: Tensor) -> Weighed:
+    """A weight made of w and its bounds, and what trainers log of it."""
+    found = {
+        "weight_mean": weight,
+        "weight_min": weight,
+        "weight_max": weight,
+        "effective_sample_size": weight,
+        "cut_fraction": (w < low) | (w > high),
+    }
+    return weight, found | _mismatch(drift, w)
+
+
+def _mismatch(drift: Tensor, w: Tensor) -> dict[str, Tensor]:
+    """How far sampler and trainer are apart: w before it is cut, and k1 and k3 of KL(sampler || trainer) by token."""
+    return {
+        "sampler_ratio_mean": w,
+        "sampler_ratio_min": w,
+        "sampler_ratio_max": w,
+        "gap_mean": drift.abs(),
+        "gap_max": drift.abs(),
+        "k1": -drift,
+        "k3": drift.expm1() - drift,
+    }
 
 
 def _drift(logprob: Tensor, sampler_logprob: Tensor, old_logprob: Tensor | None) -> Tensor:

@@ -378,8 +378,10 @@ FAULTS = [
     Fault("trace/call.py", "x.register_hook(lambda g: torch.where(counts, g, 0.0))", "pass", "0 * inf of a row of weight 0 reaches the gradient", LEFT_OUT),
     Fault("trace/call.py", "metrics |= {COUNTED: torch.where(weight != 0, torch.ones_like(value), 0.0)} if metrics else {}", "pass", "metrics count rows of weight 0", LEFT_OUT),
     Fault("trace/call.py", "product = weight.detach() if product is None else product * weight.detach()", "product = weight.detach()", "of several row weights only the last counts", ("tests/test_policy_weights.py",)),
+    Fault("metrics.py", "key=len, default=None)", "key=lambda m: -len(m), default=None)", "what a weight reports leaves out the rows it cut", LEFT_OUT),
+    Fault("row_weights.py", '"k3": drift.expm1() - drift', '"k3": drift.exp() - drift', "k3 between sampler and trainer: 1 too much", ("tests/test_policy_weights.py",)),
     Fault("metrics.py", "counted = own if counted is None else counted & own", "counted = own", "ignored rows count in metrics under a mask", LEFT_OUT),
-    Fault("row_weights.py", "return w * ((w >= low) & (w <= high)).to(w.dtype)\n\n        return banded", "return w.clamp(low, high)\n\n        return banded", "a band clips in place of dropping", ("tests/test_policy_weights.py",)),
+    Fault("row_weights.py", "            w = d.exp()\n            return _reported(w * ((w >= low) & (w <= high)).to(w.dtype)", "            w = d.exp()\n            return _reported(w.clamp(low, high)", "a band clips in place of dropping", ("tests/test_policy_weights.py",)),
     Fault("row_weights.py", "whole = segments.totals(drift) if level == \"segment\" else segments.means(drift)", "whole = segments.means(drift)", "a segment's weight taken for its geometric mean", ("tests/test_policy_weights.py",)),
     Fault("sources.py", "return budget // max(1, row_bytes)", "return 2 * budget // max(1, row_bytes)", "the memory budget is overrun twice", ("tests/test_memory.py", "tests/test_plan.py", "tests/contracts")),
     # Triton kernels, in the interpreter

@@ -253,10 +253,12 @@ def reduce(
     return total / at_least_1(len(present) if num_segments is None else num_segments)
 
 
-def metric(name: str, x: Any, rows: int, segments: DenseSegments | None) -> float:
-    """What a metric's number is, from its name's ending."""
+def metric(name: str, x: Any, rows: int, segments: DenseSegments | None, row_weight: Tensor | None = None) -> float:
+    """What a metric's number is, from its name's ending; rows of weight 0 do not count."""
     x = torch.as_tensor(x).detach().double().reshape(-1)
-    if len(x) != rows and segments is not None and len(x) == segments.num_segments:
+    if row_weight is not None and row_weight.shape == x.shape == (rows,):
+        x = x[row_weight != 0]
+    elif len(x) != rows and segments is not None and len(x) == segments.num_segments:
         x = x[segments.counts > 0]
     if name.endswith(("_min", "_max")) and len(x) == 0:
         return math.inf if name.endswith("_min") else -math.inf
@@ -299,19 +301,24 @@ def answer(
             continue
         result = term.fn(**v.arguments(term.fn, term.temperature, term.facts), **term.options)
         values, own = result if isinstance(result, tuple) else (result, {})
-        row_weight = None
+        row_weight, reported = None, {}
         if isinstance(term.row_weight, str):
             row_weight = v.inputs[term.row_weight].detach()
         elif term.row_weight is not None:
-            row_weight = term.row_weight(**v.arguments(term.row_weight, term.temperature, {})).detach()
+            row_weight = term.row_weight(**v.arguments(term.row_weight, term.temperature, {}))
+            row_weight, reported = row_weight if isinstance(row_weight, tuple) else (row_weight, {})
+            reported = {
+                f"{name}/{term.row_weight.__name__}/{k}": metric(k, x, R, v.segments) for k, x in reported.items()
+            }
+            row_weight = row_weight.detach()
         if row_weight is not None:
-            values = values * row_weight
+            values = torch.where(row_weight != 0, values * row_weight, 0.0)
         terms[name] = reduce(
             values, term.reduction, v.segments, R,
             length=term.length, weight=row_weight, num_items=num_items, num_segments=num_segments,
         )  # fmt: skip
         loss = loss + w * terms[name]
-        metrics |= {f"{name}/{k}": metric(k, x, R, v.segments) for k, x in own.items()}
+        metrics |= {f"{name}/{k}": metric(k, x, R, v.segments, row_weight) for k, x in own.items()} | reported
     for name, call in objective.metrics:
         found = call.fn(**v.arguments(call.fn, None, {}))
         many = found.items() if isinstance(found, Mapping) else [("", found)]

@@ -149,8 +149,8 @@ def test_two_weights_multiply(batch: Batch, how: str) -> None:
     correction, mask = truncate(1.2), off_policy_mask(0.02)
 
     def both(logprob, advantage, sampler_logprob, segments, old_logprob):
-        kept = mask(logprob, advantage, segments, old_logprob, sampler_logprob)
-        return correction(logprob, sampler_logprob, old_logprob) * kept
+        kept, _ = mask(logprob, advantage, segments, old_logprob, sampler_logprob)
+        return correction(logprob, sampler_logprob, old_logprob)[0] * kept
 
     given = batch.given(gspo, both)
     row_weight = {"a list": [correction, mask], "a function": both}.get(how, [correction, mask, "more"])
@@ -167,15 +167,71 @@ def test_two_weights_multiply(batch: Batch, how: str) -> None:
     assert objective.explain(source, batch.targets, segments=batch.segments, **given).terms[0].kind == "segment"
 
 
+REPORTS = {
+    "truncated": (truncate(1.2, 0.8), lambda w: w.clamp(0.8, 1.2)),
+    "banded": (band(0.7, 1.4), lambda w: torch.where((w < 0.7) | (w > 1.4), 0.0, w)),
+}
+
+
+@pytest.mark.parametrize("where", ["logits", "chunks"])
+def test_row_weights_report(batch: Batch, where: str) -> None:
+    """Each under the term's name, over all rows that count, the dropped ones too; the loss's own over those kept."""
+    given = batch.given(grpo, *(fn for fn, _ in REPORTS.values()))
+    row_weight = [fn for fn, _ in REPORTS.values()] + [truncate(1.2, 0.8)]
+    objective = hl.Objective(rl=hl.Term(grpo, row_weight=row_weight), plain=grpo)
+    source = hl.Logits(batch.hidden @ batch.weight.T)
+    if where == "chunks":
+        source = hl.Linear(batch.hidden, batch.weight, memory=4 * V * 8)
+    out = objective(source, batch.targets, **given)
+    d = (batch.inputs["old_logprob"] - batch.inputs["sampler_logprob"])[batch.valid]
+    d = torch.where(d.isnan(), 0.0, d)
+    w = d.exp()
+    product = torch.ones_like(w)
+    for name, (_, expect) in REPORTS.items():
+        weight = expect(w)
+        product = product * weight
+        want = {
+            "weight_mean": weight.mean(), "weight_min": weight.min(), "weight_max": weight.max(),
+            "effective_sample_size": weight.sum() ** 2 / (weight * weight).sum(),
+            "cut_fraction": (weight != w).double().mean(), "k1": (-d).mean(), "k3": (w - 1 - d).mean(),
+            "sampler_ratio_mean": w.mean(), "sampler_ratio_min": w.min(), "sampler_ratio_max": w.max(),
+            "gap_mean": d.abs().mean(), "gap_max": d.abs().max(),
+        }  # fmt: skip
+        assert 0 < want["cut_fraction"] < 1
+        for metric, number in want.items():
+            close(out.metrics[f"rl/{name}/{metric}"].value, number)
+        assert {k.rpartition("/")[2] for k in out.metrics if k.startswith(f"rl/{name}/")} == set(want)
+    assert float(out.metrics["rl/truncated_2/k1"]) == float(out.metrics["rl/truncated/k1"])
+    ratio = (batch.dense(batch.hidden, batch.weight) - batch.inputs["old_logprob"][batch.valid]).exp()
+    close(out.metrics["rl/ratio_mean"].value, ratio[product != 0].mean())
+    close(out.metrics["plain/ratio_mean"].value, ratio.mean())
+
+
+def test_a_weight_of_ones_own_reports_too(batch: Batch) -> None:
+    def halved(logprob):
+        return torch.full_like(logprob, 0.5), {"low": logprob < -3}
+
+    objective = hl.Objective(rl=hl.Term(grpo, row_weight=halved))
+    source = hl.Linear(batch.hidden, batch.weight)
+    out = objective(source, batch.targets, **batch.given(grpo))
+    close(out.metrics["rl/halved/low"].value, (batch.dense(batch.hidden, batch.weight) < -3).double().mean())
+    report = hl.verify(objective, hl.Linear(*batch.leaves()), batch.targets, **batch.given(grpo))
+    assert report.ok, str(report)
+    objective = hl.Objective(rl=hl.Term(grpo, row_weight=lambda logprob: (logprob, {"x": "y"})))
+    with pytest.raises(TypeError, match="its metric 'x'"):
+        objective(source, batch.targets, **batch.given(grpo))
+
+
 def test_far_away_samplers_stay_finite() -> None:
     logprob = torch.tensor([-1.0, -1e4, 0.0])
     sampler = torch.tensor([-1e4, -1.0, -math.inf])
     segments = hl.Segments.from_ids(torch.tensor([0, 0, 1]))
     for level in ("segment", "segment_mean"):
         for fn in (truncate(2.0, level=level), band(0.0, 1e9, level=level), drop_segments(0.1, 2.0, level=level)):
-            assert fn(logprob, sampler, segments).isfinite().all()
-    assert truncate(2.0)(logprob, sampler).tolist() == [2.0, pytest.approx(math.exp(-20)), 2.0]
-    assert band(0.5, 2.0)(logprob, sampler).tolist() == [0.0, 0.0, 0.0]
+            weight, metrics = fn(logprob, sampler, segments)
+            assert weight.isfinite().all() and all(x.isfinite().all() for x in metrics.values())
+    assert truncate(2.0)(logprob, sampler)[0].tolist() == [2.0, pytest.approx(math.exp(-20)), 2.0]
+    assert band(0.5, 2.0)(logprob, sampler)[0].tolist() == [0.0, 0.0, 0.0]
 
 
 def test_a_wrong_setting_is_refused() -> None:
@@ -222,5 +278,6 @@ def test_every_map_speaks_of_metrics_that_exist() -> None:
         fn = hl.losses.LOSSES[name]
         asked = {n: x for n, x in given.items() if n in fn.__code__.co_varnames[: fn.__code__.co_argcount]}
         known |= set(fn(**asked, **({"dual": 3.0} if name == "grpo" else {}))[1])
+    known |= set(truncate(2.0)(-rows, -rows)[1])
     for names in (TRL, VERL, TORCHTITAN):
         assert set(names) <= known, set(names) - known

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import headloss as hl
 from headloss.losses import cross_entropy, grpo, gspo
+from headloss.row_weights import band
 
 N, V, D = 9, 23, 6
 OUT = (1, 4, 8)
@@ -111,6 +112,21 @@ def test_of_a_segment_loss_the_values_are_left_out(backend: str) -> None:
     torch.testing.assert_close(leaf.grad.double(), grad, rtol=tolerance, atol=tolerance)
     kept = [i for i in range(N) if i not in OUT]
     assert float(out.metrics["rl/ratio_mean"]) == pytest.approx(float(ratio.detach()[kept].mean()), rel=tolerance)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_a_weight_reports_counts_every_row(backend: str) -> None:
+    logits, targets = torch.randn(4, 7), torch.tensor([2, -100, 3, 1])
+    old = torch.tensor([-1.0, -2.0, -3.0, -1.5])
+    given = {"advantage": torch.ones(4), "old_logprob": old, "sampler_logprob": old - torch.tensor([0.5, 0, 2.0, 0.1])}
+    objective = hl.Objective(rl=hl.Term(grpo, row_weight=band(0.0, 2.0)), backend=backend)
+    out = objective(hl.Logits(logits), targets, **given)
+    w = torch.tensor([0.5, 2.0, 0.1]).exp()
+    assert float(out.metrics["rl/banded/cut_fraction"]) == pytest.approx(1 / 3)
+    assert float(out.metrics["rl/banded/sampler_ratio_mean"]) == pytest.approx(float(w.mean()), rel=1e-5)
+    assert float(out.metrics["rl/banded/weight_mean"]) == pytest.approx(float(w[[0, 2]].sum() / 3), rel=1e-5)
+    ratio = (torch.log_softmax(logits, -1)[[0, 3], [2, 1]] - old[[0, 3]]).exp()
+    assert float(out.metrics["rl/ratio_mean"]) == pytest.approx(float(ratio.mean()), rel=1e-5)
 
 
 @pytest.mark.parametrize("host_read", [True, False])

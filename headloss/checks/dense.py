@@ -82,7 +82,7 @@ def answer(objective: Objective, given: Given, dtype: torch.dtype, leaves: Mappi
             numbers[f"term {name}"] = Part(zero, zero[None], 0.0)
             continue
         values, metrics = dense.values(term)
-        row_weight = dense.row_weight(term)
+        row_weight, reported = dense.row_weight(term)
         values = values if row_weight is None else torch.where(row_weight != 0, values * row_weight, 0.0)
         each = dense.coefficients(term, len(values), row_weight) * values
         each = each[dense.counts(len(values))]
@@ -91,12 +91,12 @@ def answer(objective: Objective, given: Given, dtype: torch.dtype, leaves: Mappi
         parts.append(each.detach() * weight)
         scale += abs(float(weight)) * numbers[f"term {name}"].scale
         measured |= {f"{name}/{k}": x for k, x in metrics.items()}
-        weighs[name] = row_weight
+        weighs |= dict.fromkeys([f"{name}/{k}" for k in metrics], row_weight)
+        measured |= {f"{name}/{k}": x for k, x in reported.items()}
     measured |= dict(dense.metrics(objective.asked))
     numbers["loss"] = Part(loss.detach(), torch.cat([*parts, loss.detach()[None] * 0]), scale)
     for name, x in measured.items():
-        weight = next((w for term, w in weighs.items() if name.startswith(f"{term}/")), None)
-        numbers[f"metric {name}"] = dense.metric(name, x, weight)
+        numbers[f"metric {name}"] = dense.metric(name, x, weighs.get(name))
     wanted = {n: x for n, x in leaves.items() if x.requires_grad}
     grads = {n: torch.zeros_like(x) for n, x in wanted.items()}
     if loss.requires_grad and wanted:
@@ -249,12 +249,20 @@ class Dense:
                 found[p.name] = self.inputs[taken.get(p.name, p.name)]
         return found
 
-    def row_weight(self, term: Term) -> Tensor | None:
+    def row_weight(self, term: Term) -> tuple[Tensor | None, dict[str, Any]]:
+        """The product of the row weights, and the metrics they report."""
         product: Tensor | None = None
+        reported: dict[str, Any] = {}
+        names: list[str] = []
         for w in term.row_weights:
-            weight = (self.inputs[w] if isinstance(w, str) else w(**self.arguments(w, term))).detach()
-            product = weight if product is None else product * weight
-        return product
+            weight = self.inputs[w] if isinstance(w, str) else w(**self.arguments(w, term))
+            if not isinstance(w, str) and isinstance(weight, tuple):
+                weight, found = weight
+                names.append(_name(w))
+                again = f"_{names.count(names[-1])}" if names.count(names[-1]) > 1 else ""
+                reported |= {f"{names[-1]}{again}/{k}": x for k, x in found.items()}
+            product = weight.detach() if product is None else product * weight.detach()
+        return product, reported
 
     def kind(self, length: int) -> str:
         if length == self.R:

@@ -18,6 +18,11 @@ TRL: Mapping[str, str] = {
     "clip_fraction_high": "clip_ratio/high_mean",
     "phi": "vespo/phi_seq_mean",
     "reference_kl": "kl",
+    "gap_mean": "sampling/sampling_logp_difference/mean",
+    "gap_max": "sampling/sampling_logp_difference/max",
+    "weight_min": "sampling/importance_sampling_ratio/min",
+    "weight_mean": "sampling/importance_sampling_ratio/mean",
+    "weight_max": "sampling/importance_sampling_ratio/max",
     "entropy": "entropy",
     "accuracy": "mean_token_accuracy",
     "reward_chosen": "rewards/chosen",
@@ -33,6 +38,11 @@ VERL: Mapping[str, str] = {
     "dual_clip_fraction": "actor/pg_clipfrac_lower",
     "kl_k1": "actor/ppo_kl",  # verl logs k1, the mean of old - new
     "reference_kl": "actor/kl_loss",
+    "sampler_ratio_mean": "rollout_corr/rollout_is_mean",  # before they are cut
+    "sampler_ratio_min": "rollout_corr/rollout_is_min",
+    "sampler_ratio_max": "rollout_corr/rollout_is_max",
+    "k1": "rollout_corr/kl",
+    "k3": "rollout_corr/k3_kl",
     "entropy": "actor/entropy",
     "advantage_mean": "critic/advantages/mean",
     "advantage_min": "critic/advantages/min",

@@ -80,7 +80,7 @@ class Call(NamedTuple):
         `apart`: the inputs of a function whose rows do not meet, one value per row each; no gradient reaches such a row
         then, not even 0 * inf.
         """
-        given, weight = env.arguments(self.signature), self.weight(env)
+        given, (weight, reported) = env.arguments(self.signature), self.weigh(env)
         if apart is not None and weight is not None:
             rows = {p.name for p in self.signature.parameters if p.kind == "fact" or p.key in apart}
             given = {k: _gated(x, weight) if k in rows else x for k, x in given.items()}
@@ -105,6 +105,8 @@ class Call(NamedTuple):
                 )
             value = torch.where(weight != 0, value * weight, 0.0)
             metrics |= {COUNTED: torch.where(weight != 0, torch.ones_like(value), 0.0)} if metrics else {}
+            for of, found in reported.items():  # a weight's own metrics count every row, those of weight 0 too
+                metrics |= {f"{of}/{k}": x for k, x in found.items()} | {f"{of}/{COUNTED}": torch.ones_like(value)}
         return value, metrics
 
     def reads(self) -> Reads:
@@ -121,19 +123,30 @@ class Call(NamedTuple):
 
     def weight(self, env: Env) -> Tensor | None:
         """The product of the row weights, without a gradient."""
+        return self.weigh(env)[0]
+
+    def weigh(self, env: Env) -> tuple[Tensor | None, dict[str, dict[str, Any]]]:
+        """That product, and the metrics that its factors report, by their names."""
         product: Tensor | None = None
+        reported: dict[str, dict[str, Any]] = {}
+        names: list[str] = []
         for of, signature in self.row_weights:
             if isinstance(of, str):
                 weight = env.inputs[of]
                 assert weight is not None
             else:
                 assert signature is not None
-                weight = evaluate(of, signature.name, env.arguments(signature))
+                weight, found = _with_metrics(evaluate(of, signature.name, env.arguments(signature)))
                 if not isinstance(weight, Tensor) or weight.dtype.is_complex:
-                    wanted = "wanted one real weight per row"
+                    wanted = "wanted one real weight per row, or that and a dict of metrics"
                     raise WrongWeightError(f"row_weight: {signature.name} returns {_got(weight)}, {wanted}")
+                if found:
+                    _check_metrics(signature.name, found)
+                    names.append(signature.name)
+                    again = names.count(signature.name)
+                    reported[f"{signature.name}_{again}" if again > 1 else signature.name] = dict(found)
             product = weight.detach() if product is None else product * weight.detach()
-        return product
+        return product, reported
 
     @property
     def weighs_by_facts(self) -> bool:
@@ -175,15 +188,24 @@ def _gated(x: Any, weight: Tensor) -> Any:
 
 def _values_and_metrics(name: str, result: Any) -> tuple[Tensor, dict[str, Any]]:
     """What a loss returned: `values`, or `(values, metrics)`."""
-    if isinstance(result, tuple) and not (len(result) == 2 and isinstance(result[1], Mapping)):
-        got = ", ".join("tensor" if isinstance(x, Tensor) else type(x).__name__ for x in result)
+    value, metrics = _with_metrics(result)
+    if isinstance(value, tuple):
+        got = ", ".join("tensor" if isinstance(x, Tensor) else type(x).__name__ for x in value)
         raise WrongValueError(f"{name}: wanted values, or (values, a dict of metrics), got a tuple of ({got})")
-    value, metrics = result if isinstance(result, tuple) else (result, {})
     if not isinstance(value, Tensor) or value.ndim != 1 or value.dtype.is_complex:
         raise WrongValueError(
             f"{name}: wanted one real value per row, segment or pair (a vector), got {_got(value)}; "
             f"leave the reduction to Term(reduction=...)"
         )
+    _check_metrics(name, metrics)
+    return value, dict(metrics)
+
+
+def _with_metrics(result: Any) -> tuple[Any, Mapping[str, Any]]:
+    return result if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping) else (result, {})
+
+
+def _check_metrics(name: str, metrics: Mapping[str, Any]) -> None:
     for key, x in metrics.items():
         if not isinstance(key, str) or not key or key.endswith("/"):
             raise WrongValueError(f"{name}: wanted names for its metrics, got {key!r}")
@@ -191,7 +213,6 @@ def _values_and_metrics(name: str, result: Any) -> tuple[Tensor, dict[str, Any]]
             raise WrongValueError(
                 f"{name}: its metric {key!r} is {_got(x)}, wanted a tensor of real values or a number"
             )
-    return value, dict(metrics)
 
 
 def _got(x: Any) -> str:

@@ -531,7 +531,7 @@ def test_metrics_of_as_many_segments_as_rows() -> None:
 RETURNS: dict[str, tuple[Any, str]] = {
     "a weight of float": (lambda: hl.Term(plain, row_weight=lambda logprob: 2.0), "row_weight: <lambda> returns float"),
     "no weight": (lambda: hl.Term(plain, row_weight=lambda logprob: None), "row_weight: <lambda> returns NoneType"),
-    "a weight and more": (lambda: hl.Term(plain, row_weight=lambda logprob: (logprob, {})), "returns tuple"),
+    "a weight and more": (lambda: hl.Term(plain, row_weight=lambda logprob: (logprob, logprob)), "returns tuple"),
     "a complex weight": (lambda: hl.Term(plain, row_weight=lambda logprob: logprob * 1j), "complex128 values"),
     "a wide weight": (lambda: hl.Term(plain, row_weight=lambda logprob: logprob[:, None]), "has 2 dimensions"),
     "a short weight": (lambda: hl.Term(plain, row_weight=lambda logprob: logprob[:1]), "1 weights for"),
