@@ -1,13 +1,15 @@
-# Each target sets up .venv by itself; a second run finds it there.
+# Each target sets up what it needs of .venv by itself; a second run finds it there.  TORCH is what pip is asked for.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --retries 10 --timeout 60
+TORCH ?= torch==2.13.0
 TESTS ?= tests
 
 .PHONY: demo test test-floor lint format docs plots site bench clean
 
-demo: .venv/ready
+# The demo wants torch and three small packages, and runs from the checkout.
+demo: .venv/demo
 	$(BIN)/python -m headloss demo
 
 test: lint
@@ -48,26 +50,30 @@ clean:
 # One step a stamp, so that a broken download resumes where it stopped.
 .venv/created:
 	test -x $(BIN)/pip || $(PYTHON) -m venv .venv
-	$(PIP) --upgrade pip "setuptools>=77" wheel
 	touch $@
 
 .venv/torch: .venv/created
-	$(PIP) torch==2.13.0
+	$(PIP) $(TORCH)
+	touch $@
+
+.venv/demo: .venv/torch
+	$(PIP) typer rich matplotlib
 	touch $@
 
 # Triton has no wheels for some platforms; everything but its own tests works without.
-.venv/triton: .venv/torch
+.venv/triton: .venv/demo
+	$(PIP) --upgrade pip "setuptools>=77" wheel
 	$(PIP) triton || echo "triton could not be installed; continuing without it"
 	touch $@
 
 .venv/tools: .venv/triton
-	$(PIP) numpy pytest pytest-xdist pytest-timeout hypothesis ruff==0.17.4 mypy==2.4.1 pyright==1.1.414 typer rich matplotlib \
+	$(PIP) numpy pytest pytest-xdist pytest-timeout hypothesis ruff==0.17.4 mypy==2.4.1 pyright==1.1.414 \
 		mkdocs==1.6.1 mkdocs-material==9.8.1
 	touch $@
 
 # The trainers that the adapters are tested with (brings transformers, accelerate, datasets); their tests skip without.
 .venv/trainers: .venv/tools
-	$(PIP) trl==1.16.0 torch==2.13.0 || echo "trl could not be installed; continuing without it"
+	$(PIP) trl==1.16.0 $(TORCH) || echo "trl could not be installed; continuing without it"
 	touch $@
 
 # Stacks that want a GPU or pin an older torch: without their dependencies, beside the environment, a few megabytes each.
