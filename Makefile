@@ -53,7 +53,7 @@ clean:
 	touch $@
 
 .venv/torch: .venv/created
-	$(PIP) $(TORCH)
+	$(PIP) --no-compile $(TORCH)
 	touch $@
 
 .venv/demo: .venv/torch

@@ -70,9 +70,30 @@ def test_explain_from_json(tmp_path: Path) -> None:
     size = ["--tokens", "4096", "--vocab", "151936", "--hidden", "512"]
     found = CliRunner().invoke(main, ["explain", str(path), *size])
     assert found.exit_code == 0, found.output
-    assert "4096 of 4096 rows x 151936 columns" in found.stdout and "gradients in the same visit" in found.stdout
+    assert "4096 of 4096 rows x 151936 columns" in found.stdout and "gradients    in the same pass" in found.stdout
     plan = json.loads(CliRunner().invoke(main, ["explain", str(path), *size, "--json"]).stdout)
     assert plan["gemms"] == 3 and plan["terms"][1]["kind"] == "segment"
+
+
+def test_explain_assumes_a_size_and_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "objective.json"
+    path.write_text(json.dumps({"terms": {"ce": "cross_entropy"}}))
+    found = CliRunner().invoke(main, ["explain", str(path), "--tokens", "64"])
+    assert found.exit_code == 0, found.output
+    assert "a head of 64 tokens, vocabulary 128256, hidden size 4096, bf16" in found.stdout
+    assert "assumed, as nothing was said: --vocab 128256, --hidden 4096, --dtype bf16\n" in found.stdout
+    for word in ("grade", "printing", "specialised", "visit", "first call"):
+        assert word not in found.stdout
+    told = json.loads(CliRunner().invoke(main, ["explain", str(path), "--tokens", "64", "--json"]).stdout)
+    assert told["dtype"] == "bf16" and told["assumed"] == ["vocab", "hidden", "dtype"] and told["vocab"] == 128256
+
+
+def test_version() -> None:
+    found = CliRunner().invoke(main, ["--version"])
+    assert found.exit_code == 0 and found.stdout.startswith(f"headloss {hl.__version__} (torch {torch.__version__}, ")
+    nothing = CliRunner().invoke(main, [])
+    assert "Usage" in nothing.output and "Exit codes" in nothing.output
+    assert CliRunner().invoke(main, ["no-such-command"]).exit_code == 2
 
 
 def test_explain_of_a_rank_is_what_a_shard_says(tmp_path: Path) -> None:
@@ -120,8 +141,11 @@ SMALL = ["bench", "--device", "cpu", "--tokens", "32", "--vocab", "300", "--hidd
 
 def test_bench_times_what_is_right(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    found = CliRunner().invoke(main, [*SMALL, "--json", "--plot", str(tmp_path / "bench.png")])
+    paths = ["--plot", str(tmp_path / "bench.png"), "--out", str(tmp_path / "new" / "bench.json")]
+    found = CliRunner().invoke(main, [*SMALL, "--json", *paths])
     assert found.exit_code == 0, found.output
+    assert f"numbers written to {paths[3]}\nplot written to {paths[1]}\n" in found.stderr
+    assert json.loads(Path(paths[3]).read_text()) == json.loads(found.stdout)
     (head,) = json.loads(found.stdout)["heads"]
     assert {"eager", "headloss, logits", "headloss, hidden"} <= {w["way"] for w in head["ways"]}
     assert all(w["seconds"] > 0 and w["peak"] > 0 for w in head["ways"]) and head["floor"] > 0

@@ -148,7 +148,7 @@ def _is_distributed(source: Any) -> bool:
 
 def _told(plan: Any) -> str:
     terms = ", ".join(f"{t.name}: {t.kind}" for t in plan.terms)
-    return f"backend {plan.backend}, {plan.grade} ({terms})"
+    return f"backend {plan.backend}, gradients {plan.grade} ({terms})"
 
 
 def _kinds(

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import platform
 import sys
+from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -13,13 +16,28 @@ try:
 except ImportError as error:  # the library itself needs torch only
     raise SystemExit(f"the command line needs {error.name}: pip install 'headloss[cli]'") from None
 
+import torch
+
+import headloss as hl
 from headloss.cli import bench, check, explain, losses
 
-main = typer.Typer(
-    help="headloss: from hidden states to a loss, with the softmax read once.",
-    no_args_is_help=True,
-    add_completion=False,
-)
+main = typer.Typer(no_args_is_help=True, invoke_without_command=True, add_completion=False)
+VERSION = typer.Option("--version", help="Versions of headloss and of what it runs on.")
+
+
+@main.callback()
+def every(version: Annotated[bool, VERSION] = False) -> None:
+    """The loss of a language model from one read of the softmax.
+
+    Exit codes: 0 all is right, 1 a check or a measurement found something wrong, 2 the command was wrong.
+    """
+    if version:
+        triton = metadata.version("triton") if find_spec("triton") is not None else "not installed"
+        told = f"torch {torch.__version__}, triton {triton}, Python {platform.python_version()}"
+        typer.echo(f"headloss {hl.__version__} ({told})")
+        raise typer.Exit()
+
+
 main.command("check")(check.command)
 main.command("explain")(explain.command)
 main.command("bench")(bench.command)

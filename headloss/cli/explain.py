@@ -1,4 +1,4 @@
-"""`headloss explain config.yaml --tokens N --vocab V --hidden D`: the plan and its bytes, before there is a GPU.
+"""`headloss explain config.json --tokens N --vocab V --hidden D`: what a call will do and hold, before there is a GPU.
 
 Dimension key:  N rows   V vocabulary   D hidden size   S segments   K ids
 
@@ -22,6 +22,7 @@ from headloss.divergence import is_divergence
 from headloss.engine.explain import Explanation
 from headloss.sources import padded, parse_bytes
 
+ASSUMED = {"tokens": 8192, "vocab": 128256, "hidden": 4096, "dtype": "bf16"}  # a head of today, where nothing is said
 DTYPES = {
     "bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp16": torch.float16, "float16": torch.float16,
     "fp32": torch.float32, "float32": torch.float32, "float64": torch.float64,
@@ -29,39 +30,47 @@ DTYPES = {
 
 
 def command(
-    config: Annotated[Path, typer.Argument(help="An objective as YAML or JSON: terms, metrics.")],
-    tokens: Annotated[int, typer.Option(min=1, help="Rows of the head, on one rank.")],
-    vocab: Annotated[int, typer.Option(min=1, help="Size of the whole vocabulary.")],
-    hidden: Annotated[int, typer.Option(min=1, help="Hidden size.")],
+    config: Annotated[Path, typer.Argument(help="An objective as JSON or YAML: terms, metrics.")],
+    tokens: Annotated[int | None, typer.Option(min=1, help="Rows of the head, on one rank; 8192 if not said.")] = None,
+    vocab: Annotated[int | None, typer.Option(min=1, help="Size of the vocabulary; 128256 if not said.")] = None,
+    hidden: Annotated[int | None, typer.Option(min=1, help="Hidden size; 4096 if not said.")] = None,
     ranks: Annotated[int, typer.Option(min=1, help="Ranks that share the vocabulary.")] = 1,
-    dtype: Annotated[str, typer.Option(help="Of hidden and weight: bf16, fp16, fp32.")] = "bf16",
+    dtype: Annotated[str | None, typer.Option(help="Of hidden and weight: bf16 (if not said), fp16, fp32.")] = None,
     memory: Annotated[str, typer.Option(help="Budget of the rows x vocabulary buffers.")] = "1GiB",
     segments: Annotated[int, typer.Option(min=1, help="Sequences among the tokens, of even length.")] = 8,
     top_k: Annotated[int, typer.Option(min=0, help="A sparse teacher of K ids; 0 for a dense one.")] = 0,
     json_: Annotated[bool, typer.Option("--json", help="The plan as JSON.")] = False,
 ) -> None:
-    """Plan and memory of an objective at a given size, from shapes alone."""
-    if dtype not in DTYPES:
+    """What an objective will do and hold at a given size, from shapes alone: nothing is computed."""
+    said = {"tokens": tokens, "vocab": vocab, "hidden": hidden, "dtype": dtype}
+    assumed = {name: value for name, value in ASSUMED.items() if said[name] is None}
+    size: dict[str, Any] = {**said, **assumed}
+    if size["dtype"] not in DTYPES:
         raise typer.BadParameter(f"wanted one of {', '.join(DTYPES)}, got {dtype!r}", param_hint="--dtype")
+    N, V, D = size["tokens"], size["vocab"], size["hidden"]
     try:
         objective = hl.Objective.from_config(read(config))
         plan = explain(
-            objective, tokens, vocab, hidden, ranks=ranks, dtype=DTYPES[dtype], memory=memory, segments=segments,
-            top_k=top_k,
-        )  # fmt: skip
+            objective, N, V, D, ranks=ranks, dtype=DTYPES[size["dtype"]], memory=memory, segments=segments, top_k=top_k
+        )
     except (TypeError, ValueError, OSError) as error:
         raise typer.BadParameter(str(error), param_hint=str(config)) from None
     if json_:
-        typer.echo(json.dumps({**plan._asdict(), "terms": [t._asdict() for t in plan.terms]}, indent=1))
+        found = {**plan._asdict(), "terms": [t._asdict() for t in plan.terms]}
+        typer.echo(json.dumps({**found, **size, "ranks": ranks, "assumed": list(assumed)}, indent=1))
         return
-    typer.echo(plan)
-    typer.echo(f"all          {sum(plan.bytes.values()) / 2**30:.2f} GiB beside hidden and weight")
+    typer.echo(f"a head of {N} tokens, vocabulary {V}, hidden size {D}, {size['dtype']}")
+    if assumed:
+        options = ", ".join(f"--{name} {value}" for name, value in assumed.items())
+        typer.echo(f"assumed, as nothing was said: {options}")
+    typer.echo(f"\n{plan._replace(first_call={})}")  # its seconds are this process's
+    typer.echo(f"in all       {sum(plan.bytes.values()) / 2**30:.2f} GiB beside hidden and weight")
     if ranks > 1:
-        typer.echo(
-            f"ranks        each of {ranks} holds {columns(vocab, ranks)} of {vocab} columns; bytes are one rank's, "
-            f"from V / ranks: no process group was asked"
-        )
-    typer.echo("on CUDA      backend triton where it is installed, and one host read a call unless host_read=False")
+        typer.echo(f"ranks        each of {ranks} holds {columns(V, ranks)} of {V} columns; memory is one rank's")
+    typer.echo(
+        "on a GPU     Triton's kernels where triton is installed; a call waits once for the device, unless "
+        "host_read=False or targets were prepared"
+    )
 
 
 def read(path: Path) -> Any:
@@ -126,7 +135,7 @@ def _of_one_rank(found: Explanation, V: int, budget: int, dtype: torch.dtype) ->
             bytes_[f"two chunks of {n // width} rows x {found.vocab} (budget {budget / 2**20:.1f} MiB)"] = 2 * n
         else:
             bytes_[what] = n
-    visited = found.chunks if "same visit" in found.grade else 1
+    visited = found.chunks if found.grade.startswith("in the same pass") else 1
     collectives = {"all-gather of partials": visited, "all-reduce of the gradient of hidden": 1}
     return found._replace(vocab=V, bytes=bytes_, collectives=found.collectives | collectives)
 

@@ -60,7 +60,7 @@ class Explanation(NamedTuple):
             lines.append(f"term         {t.name} ({t.loss}{t.takes}): {t.kind}, {t.reason}")
         for name in self.off:
             lines.append(f"term         {name}: switched off, costs nothing")
-        lines.append(f"grade        {self.grade}")
+        lines.append(f"gradients    {self.grade}")
         lines += [f"kernels      {self.launches}"] if self.launches else []
         chunks = "1 chunk" if self.chunks == 1 else f"{self.chunks} chunks"
         gemms = f", {self.gemms} GEMMs over {chunks} (1 without grad)" if self.gemms else ""
@@ -68,17 +68,21 @@ class Explanation(NamedTuple):
             f", {self.teacher_gemms} GEMM{'s' * (self.teacher_gemms > 1)} of teachers" if self.teacher_gemms else ""
         )
         lines.append(
-            f"work         {self.sweeps} sweeps over the vocabulary ({self.forward_sweeps} without grad){gemms}"
+            f"work         {self.sweeps} passes over the vocabulary ({self.forward_sweeps} without grad){gemms}"
         )
-        lines.append(f"host reads   {self.host_reads}{f' ({self.read_because})' if self.read_because else ''}")
+        waits = f"{self.host_reads} for the device ({self.read_because})" if self.read_because else "none"
+        lines.append(f"waits        {waits}")
         counted = [f"{n} {what}" for what, n in self.collectives.items()]
-        lines.append(f"collectives  {', '.join(counted) or 0}")
-        lines += [f"bytes        {_size(n):>10}  {what}" for what, n in self.bytes.items()]
-        spent = ", ".join(f"{s:.2f} s {what}" for what, s in self.first_call.items())
+        lines.append(f"collectives  {', '.join(counted) or 'none'}")
+        lines += [f"memory       {_size(n):>10}  {what}" for what, n in self.bytes.items()]
+        spent = ", ".join(f"{s:.2f} s {_STEPS.get(what, what)}" for what, s in self.first_call.items())
         lines += [f"first call   {spent}"] if spent else []
         if self.code:
             lines += ["", self.code]
         return "\n".join(lines)
+
+
+_STEPS = {"tracing": "tracing the losses", "printing": "writing the kernel", "compiling": "compiling it"}
 
 
 def explain(
@@ -103,10 +107,10 @@ def explain(
         pieces, gemms = len(chunks) if chunks else 1, 0
         written = 0 if source.inplace else source.logits.numel() * source.logits.element_size()
         sizes = {"gradient of logits" + (" (in place)" if source.inplace else ""): written}
-        grade = "read for the facts, then read and write for the gradient"
+        grade = "logits are read for the facts, and once more to write the gradient"
         if plan.program is not None and not plan.program.by_segment:
             again = any(f.element is not None for f in plan.want.facts)
-            grade = f"gradients in the same visit: read {'twice for a divergence' if again else 'once'}, written once"
+            grade = f"in the same pass: logits are read {'twice for a divergence' if again else 'once'}, written once"
         most = most_rows(guides)
         if most is not None:
             sizes["teachers' logits beside them"] = min(most, rows.count) * beside
@@ -177,7 +181,7 @@ def _linear_grade(plan: Plan, rows: Rows, chunks: Sequence[Chunk] | None) -> str
         return "only the teacher's ids: no softmax over the vocabulary and no full GEMM"
     if chunks is not None:
         look = ", read twice for a divergence" if any(f.element is not None for f in plan.want.facts) else ""
-        return f"gradients in the same visit: each chunk's logits are made once{look}"
+        return f"in the same pass: each chunk's logits are made once{look}"
     batch = [f"{t.name}: {t.trace.reason}" for t in plan.terms if t.trace.kind == "batch"]
     if batch:
         why = batch[0]

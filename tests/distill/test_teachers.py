@@ -248,7 +248,7 @@ def test_one_sweep_of_the_student(teacher: str) -> None:
             plan = objective.explain(source, problem.targets, teacher=said)
             assert calls == {"sums": plan.chunks, "look": 0}
             assert (plan.forward_sweeps, plan.sweeps, plan.gemms) == (1, 2, 3)
-            assert "2 sweeps over the vocabulary (1 without grad)" in str(plan)
+            assert "2 passes over the vocabulary (1 without grad)" in str(plan)
         theirs = 2 * N * V * 4 if teacher == "Linear" else 0  # one GEMM of the teacher's own
         assert flops == [3 * once, 3 * once + theirs]
         with torch.no_grad(), counted("sums", "look") as calls:
