@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check --retries 10 --t
 TORCH ?= torch==2.13.0
 TESTS ?= tests
 
-.PHONY: demo test test-floor lint format docs plots site bench clean
+.PHONY: demo test test-floor lint format docs plots site bench dist clean
 
 # The demo wants torch and three small packages, and runs from the checkout.
 demo: .venv/demo
@@ -44,8 +44,17 @@ site: .venv/ready
 bench: .venv/ready
 	$(BIN)/python benchmarks/cpu_losses.py
 
+# A wheel and an sdist of the last commit, in dist/, with a long description that a package index can show.
+dist: .venv/ready
+	rm -rf build/source dist && mkdir -p build/source dist
+	git archive HEAD | tar x -C build/source
+	$(BIN)/python docs/long_description.py build/source
+	cd build/source && $(CURDIR)/$(BIN)/python -c "from setuptools import build_meta as b; \
+		b.build_sdist('$(CURDIR)/dist'); b.build_wheel('$(CURDIR)/dist')" > $(CURDIR)/build/dist.log
+	ls -l dist
+
 clean:
-	rm -rf .venv .venv-floor build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-floor build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 # One step a stamp, so that a broken download resumes where it stopped.
 .venv/created:
@@ -66,9 +75,11 @@ clean:
 	$(PIP) triton || echo "triton could not be installed; continuing without it"
 	touch $@
 
+# Versions stand in pyproject.toml, at the extra `dev`.
+DEV = $$($(BIN)/python -c "import tomllib; \
+	print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['dev'])")
 .venv/tools: .venv/triton
-	$(PIP) numpy pytest pytest-xdist pytest-timeout hypothesis ruff==0.17.4 mypy==2.4.1 pyright==1.1.414 \
-		mkdocs==1.6.1 mkdocs-material==9.8.1
+	$(PIP) $(DEV)
 	touch $@
 
 # The trainers that the adapters are tested with (brings transformers, accelerate, datasets); their tests skip without.

@@ -30,7 +30,7 @@ from proof.faults import FAULTS, Fault
 from proof.record import RESULTS, ROOT, command, environment, write
 
 COPIED = ("headloss", "tests", "docs", "benchmarks", "examples", "proof", "pyproject.toml", "README.md")
-COPIED += ("CONTRIBUTING.md", "Makefile")
+COPIED += ("CONTRIBUTING.md", "CHANGELOG.md", "CITATION.cff", "LICENSE", "MANIFEST.in", "Makefile", "mkdocs.yml")
 ONE_BY_ONE = ("-x", "-p", "no:xdist")
 FAILED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
 
