@@ -45,6 +45,8 @@ CASES = [
     ("kl_to_reference", {"estimator": "k2"}),
     ("kl_to_reference", {"corrected": True}),
     ("kl_to_reference", {"corrected": True, "bound": 0.05}),
+    ("kl_to_reference_sequence", {}),
+    ("kl_to_reference_sequence", {"estimator": "k1", "bound": 0.3}),
     ("kl_to_reference", {"estimator": "abs"}),
     ("kl_to_reference", {"estimator": "mse", "bound": 0.1}),
     ("kl_to_reference", {"estimator": "low_var"}),
@@ -63,9 +65,9 @@ CASES = [
     ("kto", {"desirable_weight": 1.3, "undesirable_weight": 0.6}),
 ]
 POLICY = sorted({name for name, _ in CASES if "advantage" in inspect.signature(LOSSES[name]).parameters})
-KINDS = dict.fromkeys(("gspo", "gspo_token", "gmpo", "vespo", "kto"), "segment") | dict.fromkeys(
-    ("dpo", "simpo", "orpo"), "batch"
-)
+KINDS = dict.fromkeys(
+    ("gspo", "gspo_token", "gmpo", "vespo", "kto", "kl_to_reference_sequence"), "segment"
+) | dict.fromkeys(("dpo", "simpo", "orpo"), "batch")
 
 
 def named(case: tuple[str, dict]) -> str:

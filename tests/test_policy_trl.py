@@ -5,6 +5,9 @@ Dimension key:  B sequences   T tokens   V vocabulary
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
+import re
 from collections import defaultdict
 from types import SimpleNamespace
 
@@ -18,7 +21,11 @@ from headloss.losses import cispo, entropy_bonus, grpo, gspo, kl_to_reference, o
 from headloss.row_weights import off_policy_mask, top_entropy
 
 pytest.importorskip("trl")
+from transformers import TrainingArguments
+from trl import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
+
+from headloss.integrations.trl import policy_objective
 
 B, T, V, LONGEST, ITEMS = 5, 8, 11, 20, 57.0
 
@@ -190,3 +197,100 @@ def test_preference_losses(batch: SimpleNamespace, name: str, monkeypatch: pytes
     tight = {"rtol": 1e-5, "atol": 1e-6}  # TRL's ORPO is in float32
     torch.testing.assert_close(out.loss.detach(), want.detach(), **tight)
     torch.testing.assert_close(ours.grad, d_logits, **tight)
+
+
+# Every setting of GRPOConfig that TrainingArguments has not, by what it does to the loss of a batch that is there.
+READ = {  # into the objective
+    "loss_type", "importance_sampling_level", "epsilon", "epsilon_high", "delta", "beta", "use_bias_correction_kl",
+    "max_completion_length",
+}  # fmt: skip
+REFUSED: dict[str, dict] = {  # with an example, and the argument that the error names
+    "top_entropy_quantile": {"top_entropy_quantile": 0.2},
+    "entropy_coef": {"entropy_coef": 0.1},
+    "use_adaptive_entropy": {"use_adaptive_entropy": True, "entropy_coef": 0.1},
+    "off_policy_mask_threshold": {"off_policy_mask_threshold": 0.5},
+    "use_vllm": {"use_vllm": True},
+}
+WITH = {  # of those that are refused, or of loss types that are
+    "entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target", "sapo_temperature_neg",
+    "sapo_temperature_pos", "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg",
+    "vllm_importance_sampling_correction", "vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max",
+    "vllm_importance_sampling_clip_min", "vllm_importance_sampling_cap",
+}  # fmt: skip
+TRAINERS = {"router_aux_loss_coef", "steps_per_generation"}  # the trainer's own, which it does around the objective
+ELSEWHERE = {  # in the model, the data, the generation, the rewards and the logs: the inputs of the loss
+    "model_init_kwargs", "trust_remote_code", "disable_dropout", "cast_lm_head_to_fp32", "num_generations",
+    "num_generations_eval", "ds3_gather_for_generation", "shuffle_dataset", "pad_to_multiple_of",
+    "generation_batch_size", "temperature", "top_p", "top_k", "min_p", "generation_kwargs", "chat_template_kwargs",
+    "repetition_penalty", "cache_implementation", "vllm_mode", "vllm_model_impl", "vllm_enable_sleep_mode",
+    "vllm_structured_outputs_regex", "vllm_server_base_url", "vllm_server_host", "vllm_server_port",
+    "vllm_server_timeout", "vllm_group_port", "vllm_gpu_memory_utilization", "vllm_max_model_length",
+    "vllm_tensor_parallel_size", "num_iterations", "reward_weights", "multi_objective_aggregation", "scale_rewards",
+    "mask_truncated_completions", "sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps",
+    "max_tool_calling_iterations", "log_completions", "log_multimodal", "num_completions_to_print",
+    "log_unique_prompts", "log_completions_hub_repo", "use_transformers_continuous_batching",
+    "transformers_continuous_batching_config", "use_transformers_paged",
+}  # fmt: skip
+LOSS_TYPES = {"grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo"}
+
+
+def config(**settings):
+    return GRPOConfig(output_dir="unused", use_cpu=True, bf16=False, report_to="none", **settings)
+
+
+def test_every_setting_is_decided_on() -> None:
+    """A new one in a newer TRL, or one that its loss begins to read, fails here until somebody decides."""
+    known = {f.name for f in dataclasses.fields(TrainingArguments)}
+    own = {f.name for f in dataclasses.fields(GRPOConfig)} - known
+    decided = [READ, set(REFUSED), WITH, TRAINERS, ELSEWHERE]
+    assert sum(map(len, decided)) == len(set().union(*decided)), "one is in two lists"
+    assert own == set().union(*decided), own ^ set().union(*decided)
+    source = inspect.getsource(GRPOTrainer._compute_loss)
+    read = {name.removesuffix("_low") for name in re.findall(r"self\.(?:args\.)?(\w+)", source)} & own
+    assert read <= READ | set(REFUSED) | WITH | TRAINERS, read - (READ | set(REFUSED) | WITH | TRAINERS)
+    types = set(re.findall(r'"(\w+)"', "".join(re.findall(r"self\.loss_type (?:==|in|!=) (.*):", source))))
+    assert types == LOSS_TYPES, types ^ LOSS_TYPES
+
+
+@pytest.mark.parametrize("setting", REFUSED)
+def test_what_the_objective_cannot_say_is_refused(setting: str) -> None:
+    with pytest.raises(ValueError, match="is not read into an objective"):
+        policy_objective(config(**REFUSED[setting]))
+
+
+@pytest.mark.parametrize("kind", sorted(LOSS_TYPES - {"grpo", "dr_grpo", "dapo"}))
+def test_loss_types_that_are_refused(kind: str) -> None:
+    with pytest.raises(ValueError, match="loss_type"):
+        policy_objective(config(loss_type=kind))
+
+
+@pytest.mark.parametrize("corrected", [False, True])
+@pytest.mark.parametrize("beta", [0.0, 0.3])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "dapo"])
+def test_the_objective_of_a_config_is_trls(
+    batch: SimpleNamespace, kind: str, level: str, beta: float, corrected: bool
+) -> None:
+    said = {"loss_type": kind, "importance_sampling_level": level, "beta": beta, "use_bias_correction_kl": corrected}
+    want, d_logits, _ = trl_loss(batch, **said)
+    objective = policy_objective(config(epsilon=0.2, epsilon_high=0.28, max_completion_length=LONGEST, **said))
+    logits = batch.logits.clone().requires_grad_()
+    given = {"advantage": batch.advantage[:, None].expand(B, T).contiguous(), "old_logprob": batch.old}
+    given |= {"ref_logprob": batch.ref} if beta else {}
+    out = objective(hl.Logits(logits), batch.targets, segments=batch.segments, num_items=int(ITEMS), **given)
+    out.loss.backward()
+    torch.testing.assert_close(out.loss.detach(), want, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(logits.grad, d_logits, rtol=1e-9, atol=1e-12)
+
+
+def test_two_sided_clipping_of_a_config(batch: SimpleNamespace) -> None:
+    want, d_logits, _ = trl_loss(batch, loss_type="dapo", delta=1.3)
+    objective = policy_objective(config(epsilon=0.2, epsilon_high=0.28, delta=1.3))
+    logits = batch.logits.clone().requires_grad_()
+    advantage = batch.advantage[:, None].expand(B, T).contiguous()
+    out = objective(hl.Logits(logits), batch.targets, num_items=int(ITEMS), advantage=advantage, old_logprob=batch.old)
+    out.loss.backward()
+    torch.testing.assert_close(out.loss.detach(), want, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(logits.grad, d_logits, rtol=1e-9, atol=1e-12)
+    with pytest.raises(ValueError, match="delta"):
+        policy_objective(config(delta=1.3, importance_sampling_level="sequence"))

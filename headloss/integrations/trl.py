@@ -161,6 +161,8 @@ def policy_objective(args: Any) -> hl.Objective:
     policy = hl.Term(LOSSES["gspo" if sequence else "grpo"], low=args.epsilon, high=high, **two_sided, **how)
     if args.beta == 0:
         return hl.Objective(rl=policy)
+    if sequence and args.use_bias_correction_kl:  # TRL corrects by the ratio that it clips
+        return hl.Objective(rl=policy, kl=hl.Term(LOSSES["kl_to_reference_sequence"], weight=args.beta, **how))
     kl = hl.Term(LOSSES["kl_to_reference"], weight=args.beta, corrected=args.use_bias_correction_kl, **how)
     return hl.Objective(rl=policy, kl=kl)
 

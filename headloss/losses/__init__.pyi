@@ -82,7 +82,7 @@ def kimi(logprob: Tensor, advantage: Tensor, old_logprob: Tensor | None = None, 
     """-A logprob + beta / 2 d^2, d = logprob - old: a squared step in place of a clip (Kimi k1.5, 2025; DRO, Richemond
     et al. 2024), token by token."""
 
-def kl_to_reference(logprob: Tensor, ref_logprob: Tensor, old_logprob: Tensor | None = None, *, estimator: str = 'k3', corrected: bool = False, bound: float | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+def kl_to_reference(logprob: Tensor, ref_logprob: Tensor, old_logprob: Tensor | None = None, *, estimator: str = 'k3', corrected: bool = False, bound: float | None = None) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
     """An estimate of KL(policy || reference) from the sampled tokens (Schulman 2020), with x = ref_logprob - logprob:
 
     estimator   "k1": -x    "k2", "mse": x^2 / 2    "k3": e^x - x - 1    "abs": |x|    "low_var": k3 with bound 10
@@ -91,6 +91,12 @@ def kl_to_reference(logprob: Tensor, ref_logprob: Tensor, old_logprob: Tensor | 
     bound       clamps the estimate to [-bound, bound]; there is no gradient outside
 
     As a loss, plain k1 has a gradient of mean 0 and plain k3 a biased one; k2's is right on-policy."""
+
+def kl_to_reference_sequence(logprob: Tensor, ref_logprob: Tensor, segments: Segments, old_logprob: Tensor | None = None, *, estimator: str = 'k3', bound: float | None = None) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
+    """kl_to_reference, corrected by the ratio of the whole sequence: s kl, s = exp(mean over the segment of
+    logprob - old).
+
+    In trainers: TRL use_bias_correction_kl with importance_sampling_level="sequence"."""
 
 def kto(logprob: Tensor, ref_logprob: Tensor, segments: Segments, desirable: Tensor, kl: Tensor | None = None, *, beta: float = 0.1, desirable_weight: float = 1.0, undesirable_weight: float = 1.0) -> tuple[Tensor, dict[str, Tensor]]:
     """One value per segment, with g = total of logprob - ref_logprob: w_d (1 - sigmoid(beta (g - kl))) if the segment

@@ -1,3 +1,4 @@
+from headloss.losses._kl import kl_estimate
 from headloss.losses._policy import bounded_exp, log_ratio
 
 
@@ -11,29 +12,20 @@ def kl_to_reference(logprob, ref_logprob, old_logprob=None, *, estimator="k3", c
 
     As a loss, plain k1 has a gradient of mean 0 and plain k3 a biased one; k2's is right on-policy.
     """
-    x = ref_logprob - logprob
-    kind = estimator.removesuffix("+")
-    if kind == "k1":
-        kl = -x
-    elif kind in ("k2", "mse"):
-        kl = x * x / 2
-    elif kind in ("k3", "low_var"):
-        held = x.clamp(max=20.0)  # e^x must not overflow; on the other side k3 is a line, and needs no bound
-        kl = held.expm1() - held
-    elif kind == "abs":
-        kl = x.abs()
-    else:
-        known = "'k1', 'k2', 'mse', 'k3', 'low_var', 'abs', or one of them with a '+'"
-        raise ValueError(f"estimator: wanted {known}, got {estimator!r}")
-    if bound is not None and not bound > 0:
-        raise ValueError(f"bound: wanted a positive number, got {bound}")
-    if corrected:
-        if estimator.endswith("+"):
-            raise ValueError(f"corrected: {estimator!r} has the right gradient already; choose one of the two")
-        kl = kl * bounded_exp(log_ratio(logprob, old_logprob))
-    bound = 10.0 if bound is None and kind == "low_var" else bound
-    kl = kl if bound is None else kl.clamp(-bound, bound)
+    if corrected and estimator.endswith("+"):
+        raise ValueError(f"corrected: {estimator!r} has the right gradient already; choose one of the two")
+    ratio = bounded_exp(log_ratio(logprob, old_logprob)) if corrected else 1.0
+    return kl_estimate(logprob, ref_logprob, estimator, ratio, bound)
+
+
+def kl_to_reference_sequence(logprob, ref_logprob, segments, old_logprob=None, *, estimator="k3", bound=None):
+    """kl_to_reference, corrected by the ratio of the whole sequence: s kl, s = exp(mean over the segment of
+    logprob - old).
+
+    In trainers: TRL use_bias_correction_kl with importance_sampling_level="sequence".
+    """
     if estimator.endswith("+"):
-        square = x * x / 2
-        kl = kl.detach() + square - square.detach()
-    return kl, {"reference_kl": kl, "ref_logprob": ref_logprob}
+        raise ValueError(f"estimator: {estimator!r} has the right gradient already, and this one corrects it")
+    return kl_estimate(
+        logprob, ref_logprob, estimator, bounded_exp(segments.mean(log_ratio(logprob, old_logprob))), bound
+    )

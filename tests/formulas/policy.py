@@ -130,6 +130,12 @@ def kl_to_reference(logprob, ref_logprob, old_logprob=None, *, estimator="k3", c
     return kl
 
 
+def kl_to_reference_sequence(logprob, ref_logprob, segments, old_logprob=None, *, estimator="k3", bound=None):
+    gap = _per_segment(segments, logprob - _old(logprob, old_logprob), "mean")
+    kl = kl_to_reference(logprob, ref_logprob, estimator=estimator) * _to_rows(segments, torch.exp(gap))
+    return kl if bound is None else where(kl > bound, bound, where(kl < -bound, -bound, kl))
+
+
 def dpo(logprob, ref_logprob, segments, pairs, *, beta=0.1, link="sigmoid", label_smoothing=0.0, average=False):
     how = "mean" if average else "sum"
     policy, reference = _per_segment(segments, logprob, how), _per_segment(segments, ref_logprob, how)
@@ -175,6 +181,7 @@ FORMULAS = {
     fn.__name__: fn
     for fn in (
         grpo, gspo, gspo_token, cispo, sapo, gmpo, dppo, reinforce, kimi, topr, vespo, kl_to_reference,
+        kl_to_reference_sequence,
         dpo, simpo, orpo, kto,
     )
 }  # fmt: skip
