@@ -13,11 +13,11 @@ demo: .venv/demo
 	$(BIN)/python -m headloss demo
 
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(TESTS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(TESTS)
 
 # The oldest torch that we support, with its triton, in an environment of its own; what is not there is skipped.
 test-floor: .venv-floor/ready
-	OMP_NUM_THREADS=1 .venv-floor/bin/python -m pytest -n 2 $(TESTS)
+	OMP_NUM_THREADS=1 .venv-floor/bin/python -m pytest -n 2 --dist worksteal $(TESTS)
 
 lint: .venv/ready
 	$(BIN)/ruff check .

@@ -1,9 +1,16 @@
+from __future__ import annotations
+
 import os
 import random
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+sys.path.append(str(Path(__file__).parent / "ranks"))
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 
 
@@ -17,6 +24,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
         if "slow" in item.keywords and not config.getoption("--slow"):
             item.add_marker(pytest.mark.skip(reason="slow: give --slow"))
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Callable[..., list[Any]]]:
+    """`ranks(2, function, ...)`: run a function on that many ranks, see `ranks/spawn.py`."""
+    from spawn import Ranks
+
+    pools: dict[int, Ranks] = {}
+
+    def run(size: int, function: Callable[..., Any], *arguments: Any, **options: Any) -> list[Any]:
+        return pools.setdefault(size, Ranks(size)).run(function, *arguments, **options)
+
+    yield run
+    for pool in pools.values():
+        pool.stop()
 
 
 @pytest.fixture(autouse=True)

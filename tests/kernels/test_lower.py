@@ -6,7 +6,7 @@ import os
 import pytest
 import torch
 import torch.nn.functional as F
-from interpreting import rerun
+from interpreting import outside, quicken, rerun
 from torch.fx.experimental.proxy_tensor import make_fx
 
 pytest.importorskip("triton")
@@ -16,6 +16,8 @@ inside = pytest.mark.skipif(not INSIDE, reason="runs under the interpreter, in a
 if INSIDE:
     import triton
     import triton.language as tl
+
+    quicken()
 
     @triton.jit
     def run_kernel(arguments, outs, FN: tl.constexpr, N: tl.constexpr):
@@ -209,6 +211,7 @@ REFUSED = {
 }  # fmt: skip
 
 
+@outside
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name):
     mode = "real" if "captured" in name else "symbolic"
@@ -217,6 +220,7 @@ def test_refused(name):
         source_of(graph)
 
 
+@outside
 def test_what_is_not_needed_is_not_printed():
     graph = make_fx(lambda x, y: (x * 2 + 0 * y, (x * 2).exp()))(torch.rand(7), torch.rand(7))
     assert source_of(graph).count("* 2") == 1  # said once
@@ -224,6 +228,7 @@ def test_what_is_not_needed_is_not_printed():
     assert "cumsum" not in source_of(graph)
 
 
+@outside
 def test_only_our_own_words():
     graph = make_fx(lambda evil_name: (evil_name * 2,))(torch.rand(7))
     assert "evil" not in source_of(graph)

@@ -1,8 +1,9 @@
 """Ranks for tests: processes that stay alive and run one function after another, gloo on the CPU.
 
-A process with torch in it takes seconds to start, so a `Ranks` of 2 and one of 4 serve all tests.  A function must be
-importable (a top-level function of a test module).  Results come back in rank order; if any rank fails, the error
-carries every rank's traceback and the processes are started anew for the next test.
+A process with torch in it takes seconds to start: ranks are forked from one that has loaded it and done nothing else,
+and a `Ranks` of 2 and one of 4 serve all tests.  A function must be importable (a top-level function of a test module).
+Results come back in rank order; if any rank fails, the error carries every rank's traceback and the processes are
+started anew for the next test.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ import torch.multiprocessing as mp
 
 GROUP_TIMEOUT = 20.0  # of a collective; a rank that fails leaves the others waiting for this long
 CALL_TIMEOUT = 150.0
+# What a rank would load anyway, torch's tracing included; nothing of ours, which each imports from where its test is.
+LOADED = ["torch", "torch.distributed.tensor", "torch._dynamo", "torch._functorch.aot_autograd", "numpy", "pytest"]
 
 
 class RankError(AssertionError):
@@ -46,7 +49,8 @@ class Ranks:
         self.pipes: list[Connection] = []
 
     def start(self) -> None:
-        context = mp.get_context("spawn")
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(LOADED)
         port = free_port()
         with _environment(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", GLOO_SOCKET_IFNAME=None):
             for rank in range(self.size):

@@ -157,7 +157,7 @@ def test_hundreds_of_objectives(monkeypatch: pytest.MonkeyPatch) -> None:
     many(20)
     gc.collect()
     before = dict(containers())
-    many(150)
+    many(40)
     gc.collect()
     grown = {name: (before.get(name, 0), size) for name, size in containers() if size > max(before.get(name, 0), 18)}
     grown.pop("headloss.graph.recipe.read", None)  # strings: at most 512 of them

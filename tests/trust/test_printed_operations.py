@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch.fx.experimental.proxy_tensor import make_fx
 
 sys.path.append(str(Path(__file__).parents[1]))
-from interpreting import quicken, rerun
+from interpreting import outside, quicken, rerun
 
 import headloss as hl
 
@@ -312,6 +312,7 @@ def test_every_overload_argument_and_dtype(name):
         assert not there or any(f" {optional}:" in x for x in count["printed"]), (optional, count)
 
 
+@outside
 def test_every_rule_is_walked():
     """No rule without an overload, and no optional tensor that the walk leaves out."""
     for name in RULES:
@@ -386,6 +387,7 @@ REFUSED = {
 }  # fmt: skip
 
 
+@outside
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_not_stated_is_not_printed(name):
     graph = make_fx(lambda x, y: (REFUSED[name](x, y),), tracing_mode="symbolic")(torch.rand(7), torch.rand(7))

@@ -91,8 +91,8 @@ def test_a_divergence_reads_in_every_call_too(name):
     def divergence(logp, logq):
         return fn(logp, logq.exp()) * (logp - logq)
 
-    objectives = {b: hl.Objective(it=divergence, backend=b) for b in (*BACKENDS, "auto")}
-    for x in (1.0, 3.0, 0.5, 3.0):
+    objectives = {b: hl.Objective(it=divergence, backend=b) for b in ((*BACKENDS, "auto") if INSIDE else ("auto",))}
+    for x in (1.0, 3.0, 1.0):
         turn(x)
         z, q, targets = torch.randn(4, 9), torch.randn(4, 9), torch.randint(9, (4,))
         logp, logq = z.log_softmax(-1), q.log_softmax(-1)

@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import headloss as hl
 from headloss.graph import rehearsal
-from headloss.losses import cross_entropy, gspo, jsd
+from headloss.losses import cross_entropy, jsd
 from headloss.trace import trace as plan
 from headloss.trace.reads import defaults, reads
 
@@ -119,7 +119,6 @@ LOSSES: dict[str, tuple[Any, str]] = {
     "cross_entropy": (cross_entropy, "row"),
     "plain": (plain, "row"),
     "makes": (makes, "row"),
-    "gspo": (gspo, "segment"),
     "by_segment": (by_segment, "segment"),
 }
 
@@ -128,11 +127,10 @@ def call(loss: Any) -> dict[str, Any]:
     x = torch.linspace(-2, 2, 6 * D, dtype=torch.float32, device="cpu").view(6, D).cos().requires_grad_()
     w = torch.linspace(-3, 3, V * D, dtype=torch.float32, device="cpu").view(V, D).sin().requires_grad_()
     targets, ids = (torch.arange(6, device="cpu") * 5 % V, torch.arange(6, device="cpu") // 2)
-    given = {"advantage": torch.arange(6.0, dtype=torch.float32, device="cpu")} if loss is gspo else {}
     objective, segments = hl.Objective(l=loss), hl.Segments(ids, 3)
-    out = objective(hl.Linear(x, w), targets, segments=segments, **given)
+    out = objective(hl.Linear(x, w), targets, segments=segments)
     grads = torch.autograd.grad(out.loss, (x, w)) if out.loss.requires_grad else ()
-    said = str(objective.explain(hl.Linear(x, w), targets, segments=segments, **given))
+    said = str(objective.explain(hl.Linear(x, w), targets, segments=segments))
     kind = next(line for line in said.splitlines() if line.startswith("term"))
     return {"loss": out.loss.detach(), "grads": grads, "kind": kind, "facts": [y.detach() for y in out.facts.values()]}
 
