@@ -23,7 +23,7 @@ def pytest_configure(config: pytest.Config) -> None:
     every = {"deadline": None, "database": None, "suppress_health_check": list(HealthCheck)}
     if os.environ.get("HEADLOSS_NO_SHRINK"):  # where only whether a test fails is of interest
         every["phases"] = [Phase.explicit, Phase.generate]
-    settings.register_profile("fast", max_examples=12, derandomize=True, **every)
+    settings.register_profile("fast", max_examples=8, derandomize=True, **every)
     settings.register_profile("slow", max_examples=int(os.environ.get("EXAMPLES", "400")), print_blob=True, **every)
     settings.load_profile("slow" if config.getoption("--slow", False) else "fast")
 
