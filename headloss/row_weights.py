@@ -24,6 +24,7 @@ out of everything.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -105,6 +106,88 @@ def drop_segments(low: float, high: float, *, level: str = "segment_mean") -> Ca
     return kept_segments
 
 
+def reject(
+    high: float, low: float = -math.inf, *, estimator: str = "k1", level: str = "token", reverse: bool = False
+) -> Callable[..., Weighed]:
+    """1 where the estimate of KL(sampler || trainer) lies in [low, high], 0 elsewhere: a hard trust region.
+
+    With d = log w, token by token:
+
+    estimator   "k1": -d    "k2": d^2 / 2    "k3": e^d - 1 - d
+    reverse     of KL(trainer || sampler): -d in place of d
+    level       "token": its own; "segment": the sum over its segment, "segment_mean": the mean, "segment_max": the
+                largest, which then decides for all tokens of the segment
+    """
+    if math.isnan(high) or not low <= high:
+        raise ValueError(f"low, high: wanted low <= high, got {low} and {high}")
+    if estimator not in ("k1", "k2", "k3"):
+        raise ValueError(f"estimator: wanted 'k1', 'k2' or 'k3', got {estimator!r}")
+    if level not in (*LEVELS, "segment_max"):
+        raise ValueError(f"level: wanted one of {', '.join((*LEVELS, 'segment_max'))}, got {level!r}")
+    low, high, sign = float(low), float(high), -1.0 if reverse else 1.0
+
+    def estimate(drift: Tensor) -> Tensor:
+        d = sign * drift
+        return -d if estimator == "k1" else d * d / 2 if estimator == "k2" else d.expm1() - d
+
+    if level == "token":
+
+        @_by_row
+        def kept(logprob: Tensor, sampler_logprob: Tensor, old_logprob: Tensor | None = None) -> Weighed:
+            drift = _drift(logprob, sampler_logprob, old_logprob)
+            kl = estimate(drift)
+            return _mask((kl >= low) & (kl <= high), drift)
+
+        return kept
+
+    @_by_row
+    def kept_segments(
+        logprob: Tensor, sampler_logprob: Tensor, segments: Segments, old_logprob: Tensor | None = None
+    ) -> Weighed:
+        drift = _drift(logprob, sampler_logprob, old_logprob)
+        kl = estimate(drift)
+        if level == "segment_max":
+            above, below = segments.mean((kl > high).to(kl.dtype)), segments.mean((kl < low).to(kl.dtype))
+            return _mask((above == 0) & (below < 1), drift)
+        whole = segments.spread(segments.totals(kl) if level == "segment" else segments.means(kl))
+        return _mask((whole >= low) & (whole <= high), drift)
+
+    return kept_segments
+
+
+def second_moment(most: float) -> Callable[..., Weighed]:
+    """1 for the tokens of this call with the smallest (log w)^2, as many as keep the mean of it below `most`, 0 for the
+    others: the second moment of the ratio as a trust region (M2PO, Zheng et al. 2025).  At least one is kept.
+    """
+    most = float(most)
+
+    @_by_row
+    def calm(logprob: Tensor, sampler_logprob: Tensor, old_logprob: Tensor | None = None) -> Weighed:
+        drift = _drift(logprob, sampler_logprob, old_logprob)
+        square = drift**2
+        if square.numel() == 0:
+            return _mask(square == 0, drift)
+        rising = square.sort().values
+        means = rising.cumsum(0) / torch.ones_like(rising).cumsum(0)  # rising too
+        last = ((means < most).sum() - 1).clamp(min=0)
+        return _mask(square <= rising.gather(0, last[None]), drift)
+
+    return calm
+
+
+def wpo() -> Callable[..., Tensor]:
+    """Of a pair: w of its chosen times w of its rejected segment, w = exp(mean of logprob - log sum_j p_j^2).  Pairs
+    that the policy would hardly sample count less (WPO, Zhou et al. 2024).  For losses of pairs, such as dpo.
+    """
+
+    def likely_pairs(logprob: Tensor, sum_p2: Tensor, segments: Segments, pairs: Tensor) -> Tensor:
+        w = segments.means((logprob - sum_p2.log()).detach()).exp()
+        return w.index_select(0, pairs[:, 0]) * w.index_select(0, pairs[:, 1])
+
+    likely_pairs.__dict__["per_segment"] = ()
+    return likely_pairs
+
+
 def off_policy_mask(most: float) -> Callable[..., Weighed]:
     """0 for tokens of negative advantage in segments where mean(sampler_logprob - logprob) > most, else 1: bad samples
     that the policy would hardly give any more are not learned from (DeepSeek-V3.2, 2025).
@@ -161,6 +244,10 @@ def _reported(weight: Tensor, w: Tensor, low: float, high: float, drift: Tensor)
         "cut_fraction": (w < low) | (w > high),
     }
     return weight, found | _mismatch(drift, w)
+
+
+def _mask(kept: Tensor, drift: Tensor) -> Weighed:
+    return kept.to(drift.dtype), {"cut_fraction": ~kept, **_mismatch(drift, drift.exp())}
 
 
 def _mismatch(drift: Tensor, w: Tensor) -> dict[str, Tensor]:

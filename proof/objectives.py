@@ -16,16 +16,24 @@ from headloss.divergence import TAILS, is_divergence
 from headloss.facts import FACTS
 from headloss.losses import LOSSES
 from headloss.reductions import REDUCTIONS
+from headloss.teachers import COMPARING
 
 DIVERGENCES = tuple(name for name, fn in LOSSES.items() if is_divergence(fn))
-STUDENT = tuple(name for name in LOSSES if name not in DIVERGENCES)
+STUDENT = tuple(name for name, fn in LOSSES.items() if {*inspect.signature(fn).parameters} & {*FACTS} - {*COMPARING})
+WHOLE = ("clip_cov", "kl_cov")  # look at all rows of a call, so that micro-batches do not add up
+OF_SEGMENTS = ("pairs", "desirable", "optimal_advantage")  # inputs that are not one value per row
 TEMPERATURES = (2.0, 0.7)
 METRICS = ("entropy", "accuracy", "perplexity", "lse", "sum_p2", "max_logprob")
 CHOICES: dict[tuple[str, str], tuple[Any, ...]] = {  # options that are no floats
     ("kl_to_reference", "estimator"): ("k1", "k2", "k3"),
     ("kl_to_reference", "corrected"): (False, True),
     ("dppo", "divergence"): ("tv", "kl"),
-    ("dpo", "link"): ("sigmoid", "ipo"),
+    ("dppo", "form"): ("score", "ratio"),
+    ("dppo", "one_sided"): (False, True),
+    ("dpo", "link"): ("sigmoid", "robust", "aot", "aot_unpaired"),  # those that take label_smoothing
+    ("cpo", "average"): (False, True),
+    ("kto", "average"): (False, True),
+    ("gspo", "dual"): (None, 3.0),
     ("dpo", "average"): (False, True),
     ("grpo", "dual"): (None, 3.0),
     ("grpo", "delta"): (None, 1.7),
@@ -70,7 +78,7 @@ def term(
     reduction = random.choice(reductions)
     if reduction == "seq_mean_token_sum_norm":
         more["length"] = 7.0
-    of_rows = not asks(LOSSES[name]) & {"pairs", "desirable"}
+    of_rows = LOSSES[name].returns == "row"  # type: ignore[attr-defined]
     if row_weight and of_rows and (reduction == "weighted_mean" or random.random() < 0.2):
         more["row_weight"] = "token_weight"
     if name in DIVERGENCES:

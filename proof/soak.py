@@ -77,6 +77,8 @@ def given(name: str, logprob_BT: Tensor, segments: hl.Segments) -> Any:
         return torch.arange(len(segments), device=noise.device) % 2 == 0
     if name == "kl":
         return torch.tensor(0.1, device=noise.device)
+    if name == "optimal_advantage":
+        return torch.randn(len(segments), device=noise.device)
     return noise.sigmoid() if name == "token_weight" else noise
 
 

@@ -218,11 +218,12 @@ def reduce(
     weight: Tensor | None = None,
     num_items: Any = None,
     num_segments: Any = None,
+    returns: str = "row",
 ) -> Tensor:
     """The definition of each reduction, in loops.  `weight` is the row weight, already multiplied into `values`."""
-    per_row = len(values) == rows
+    per_row = len(values) == rows and returns == "row"  # there may be as many segments
     present = [] if segments is None else [s for s in range(segments.num_segments) if segments.counts[s] > 0]
-    if not per_row and segments is not None and len(values) == segments.num_segments:
+    if not per_row and returns != "pair" and segments is not None and len(values) == segments.num_segments:
         values = values[present]
         weight = weight if weight is None or weight.ndim == 0 else weight[present]
         per_segment = True
@@ -253,12 +254,20 @@ def reduce(
     return total / at_least_1(len(present) if num_segments is None else num_segments)
 
 
-def metric(name: str, x: Any, rows: int, segments: DenseSegments | None, row_weight: Tensor | None = None) -> float:
+def metric(
+    name: str,
+    x: Any,
+    rows: int,
+    segments: DenseSegments | None,
+    row_weight: Tensor | None = None,
+    returns: str = "row",
+) -> float:
     """What a metric's number is, from its name's ending; rows of weight 0 do not count."""
     x = torch.as_tensor(x).detach().double().reshape(-1)
-    if row_weight is not None and row_weight.shape == x.shape == (rows,):
+    other = returns == "segment" or (returns == "row" and len(x) != rows)
+    if row_weight is not None and row_weight.shape == x.shape == (rows,) and returns == "row":
         x = x[row_weight != 0]
-    elif len(x) != rows and segments is not None and len(x) == segments.num_segments:
+    elif other and segments is not None and len(x) == segments.num_segments:
         x = x[segments.counts > 0]
     if name.endswith(("_min", "_max")) and len(x) == 0:
         return math.inf if name.endswith("_min") else -math.inf
@@ -301,7 +310,7 @@ def answer(
             continue
         result = term.fn(**v.arguments(term.fn, term.temperature, term.facts), **term.options)
         values, own = result if isinstance(result, tuple) else (result, {})
-        row_weight, reported = None, {}
+        row_weight, reported, returns = None, {}, getattr(term.fn, "returns", "row")
         if isinstance(term.row_weight, str):
             row_weight = v.inputs[term.row_weight].detach()
         elif term.row_weight is not None:
@@ -315,10 +324,10 @@ def answer(
             values = torch.where(row_weight != 0, values * row_weight, 0.0)
         terms[name] = reduce(
             values, term.reduction, v.segments, R,
-            length=term.length, weight=row_weight, num_items=num_items, num_segments=num_segments,
+            length=term.length, weight=row_weight, num_items=num_items, num_segments=num_segments, returns=returns,
         )  # fmt: skip
         loss = loss + w * terms[name]
-        metrics |= {f"{name}/{k}": metric(k, x, R, v.segments, row_weight) for k, x in own.items()} | reported
+        metrics |= {f"{name}/{k}": metric(k, x, R, v.segments, row_weight, returns) for k, x in own.items()} | reported
     for name, call in objective.metrics:
         found = call.fn(**v.arguments(call.fn, None, {}))
         many = found.items() if isinstance(found, Mapping) else [("", found)]
@@ -376,6 +385,8 @@ def run(
         for n, x in arguments.items():
             if isinstance(x, Tensor) and x.requires_grad:
                 grads[f"input:{n}"] = x.grad
+    if not any(p in FACTS for t in objective.terms.values() for p in inspect.signature(t.fn).parameters):
+        grads |= {n: torch.zeros_like(x) for n, x in leaves.items() if grads[n] is None}  # nothing pulls on the logits
     missing = [n for n, g in grads.items() if g is None]
     assert not missing, f"no gradient for {missing}"
     return Answer(out.loss.detach(), out.terms, {n: float(m) for n, m in out.metrics.items()}, grads, dict(out.facts))
@@ -397,9 +408,10 @@ def run_by_facts(
     R = len(v.targets_R)
     weight = None if term.row_weight is None else v.inputs[term.row_weight]
     values = values if weight is None else values * weight
-    loss = reduce(values, term.reduction, v.segments, R, length=term.length, weight=weight)
+    returns = getattr(fn, "returns", "row")
+    loss = reduce(values, term.reduction, v.segments, R, length=term.length, weight=weight, returns=returns)
     loss.backward()
-    metrics = {f"term/{k}": metric(k, x, R, v.segments) for k, x in own.items()}
+    metrics = {f"term/{k}": metric(k, x, R, v.segments, None, returns) for k, x in own.items()}
     grads = {n: x.grad for n, x in leaves.items()}
     return Answer(loss.detach(), {"term": loss.detach()}, metrics, grads, dict(facts))
 
@@ -452,6 +464,9 @@ INPUTS: dict[str, Callable[[Problem], Any]] = {
     "pairs": _pairs,
     "desirable": lambda p: torch.arange(p.segments.num_segments) % 2 == 0,
     "kl": lambda p: torch.tensor(0.3, dtype=torch.float64),
+    "optimal_advantage": lambda p: torch.randn(p.segments.num_segments, dtype=torch.float64),
+    "value": lambda p: torch.randn(p.shape, dtype=torch.float64).requires_grad_(),
+    "draw": lambda p: torch.rand(p.shape, dtype=torch.float64),
 }
 
 

@@ -55,6 +55,8 @@ def test_check_notices_a_wrong_gradient(monkeypatch: pytest.MonkeyPatch) -> None
 def test_every_loss_gets_what_it_asks_for() -> None:
     problem = check.Problem.make("cpu", 0, 24, 31, 4)
     for name, fn in hl.losses.LOSSES.items():
+        if name == "value_loss":  # of inputs alone
+            continue
         teacher = "sparse" if "logq" in fn.__code__.co_varnames[: fn.__code__.co_argcount] else None
         found = check.dense_loss(problem, fn, teacher, "Linear", torch.float64)
         assert found.values["loss"].isfinite() and found.grads["weight"].abs().sum() > 0, name

@@ -36,7 +36,8 @@ def value_kind(fn: Callable[..., Any], problem: oracle.Problem) -> str:
     result = fn(**v.arguments(fn, None, {}))
     values = result[0] if isinstance(result, tuple) else result
     S = problem.segments.num_segments if problem.segments is not None else -1
-    return {len(v.targets_R): "row", S: "segment"}.get(len(values), "other")
+    said = getattr(fn, "returns", "row")
+    return {len(v.targets_R): "row", S: "segment"}.get(len(values), "other") if said == "row" else said
 
 
 def term_for(fn: Callable[..., Any], reduction: str, problem: oracle.Problem, **options: Any) -> hl.Term:
@@ -86,7 +87,8 @@ def ways(objective: hl.Objective, problem: oracle.Problem) -> list[str]:
         problem.source(problem.leaves()), problem.targets, segments=problem.segments, **oracle.call_arguments(problem)
     )
     mixes = any(t.kind == "batch" for t in plan.terms)
-    return ["autograd", "prepared", "row_facts", "forward_backward"] + ([] if mixes else ["masked"])
+    by_facts = ["row_facts", "forward_backward"] if plan.facts else []  # neither gives a gradient to an input alone
+    return ["autograd", "prepared", *by_facts] + ["masked"] * (not mixes)
 
 
 def objective_ways(objective: hl.Objective, problem: oracle.Problem) -> list[str]:
@@ -138,6 +140,7 @@ def test_all_losses_together(kind: str, transform: dict[str, Any]) -> None:
     """One objective of every loss, at several temperatures, with weights, scales and global counts."""
     plain = [n for n in LOSSES if not set(inspect.signature(LOSSES[n]).parameters) & oracle.DENSE_TEACHER]
     plain = [n for n in plain if not set(inspect.signature(LOSSES[n]).parameters) & oracle.SPARSE_TEACHER]
+    plain = [n for n in plain if set(inspect.signature(LOSSES[n]).parameters) & set(oracle.FACTS)]
     inputs = oracle.inputs_of(*(LOSSES[n] for n in plain))
     problem = oracle.make(kind, (23,), transform=transform, inputs=inputs)
     terms: dict[str, Any] = {

@@ -36,6 +36,9 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {  # beside the defaults
     "focal": [{"gamma": 0.5}, {"gamma": 0.0}, {"gamma": 1.0}],
     "grpo": [{"low": 0.05, "high": 0.3}],
     "gspo": [{"low": 0.02, "high": 0.05}],
+    "eaft": [{"alpha": 0.3, "unit": 3.0}],
+    "deft": [{"alpha": 0.3}],
+    "value_loss": [{"clip": 0.3}],
 }
 CASES = [(name, options) for name in LOSSES for options in [{}, *OPTIONS.get(name, [])]]
 
@@ -59,13 +62,17 @@ def test_formula(name: str, options: dict[str, Any], kind: str, transform: dict[
         arguments["logits"] = v.dense(None).s_RV
     values = formula(**arguments, **options)
     torch.manual_seed(5)
-    want = oracle.reduce(values, "token_mean", v.segments, len(v.targets_R))
+    want = oracle.reduce(values, "token_mean", v.segments, len(v.targets_R), returns=loss.returns)
     want.backward()
     got = oracle.run(hl.Objective(term=hl.Term(loss, **options), backend="torch"), problem, memory=problem.budget(4))
     torch.testing.assert_close(got.loss, want.detach(), rtol=1e-10, atol=1e-10)
     for tensor, x in leaves.items():
         wanted = torch.zeros_like(x) if x.grad is None else x.grad
         torch.testing.assert_close(got.grads[tensor], wanted, rtol=1e-10, atol=1e-10)
+    for given, x in problem.inputs.items():
+        if isinstance(x, torch.Tensor) and x.requires_grad:
+            assert x.grad is not None and x.grad.any()
+            torch.testing.assert_close(got.grads[f"input:{given}"], x.grad, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])

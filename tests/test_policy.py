@@ -27,19 +27,30 @@ CASES = [
     ("gspo", {}),
     ("gspo", {"low": 0.05, "high": 0.1}),
     ("gspo_token", {"low": 0.05, "high": 0.1}),
-    ("cispo", {"high": 1.3}),
+    ("gspo", {"low": 0.01, "high": 0.02, "delta": 1.05, "dual": 1.03}),
+    ("cispo", {"low": 0.8, "high": 1.3}),
+    ("cispo_sequence", {"low": 0.95, "high": 1.05}),
     ("sapo", {}),
     ("sapo", {"tau_pos": 2.0, "tau_neg": 0.5}),
+    ("sapo_sequence", {"tau_pos": 2.0, "tau_neg": 0.5}),
+    ("rloo", {}),
+    ("a2po", {"beta": 0.3}),
+    ("clip_cov", {"fraction": 0.2, "least": 0.1}),
+    ("kl_cov", {"fraction": 0.2, "beta": 0.7}),
     ("gmpo", {}),
     ("gmpo", {"low": 0.1, "high": 0.2}),
     ("gmpo", {"low": 0.1, "high": 0.2, "signed": True}),
     ("dppo", {"low": 0.02, "high": 0.03}),
     ("dppo", {"divergence": "kl", "low": 0.02, "high": 0.01, "cap": 1.2}),
+    ("dppo", {"low": 0.02, "high": 0.03, "form": "ratio", "cap": None}),
+    ("dppo", {"low": 0.02, "high": 0.03, "form": "ratio", "cap": 1.2, "one_sided": False}),
     ("reinforce", {}),
     ("kimi", {"beta": 0.4}),
     ("topr", {}),
     ("vespo", {}),
     ("vespo", {"k_pos": 1.0, "lam_neg": 0.7}),
+    ("vespo", {"sampler_high": 1.3, "sampler_low": 0.7}),
+    ("vespo", {"sampler_high": 3.0, "sampler_low": 0.2, "sampler_mask": True}),
     ("kl_to_reference", {}),
     ("kl_to_reference", {"estimator": "k1", "corrected": True}),
     ("kl_to_reference", {"estimator": "k2"}),
@@ -57,17 +68,36 @@ CASES = [
     ("dpo", {"label_smoothing": 0.2, "beta": 0.3}),
     ("dpo", {"link": "ipo"}),
     ("dpo", {"link": "ipo", "average": True, "beta": 0.6}),
+    *(("dpo", {"link": link}) for link in ("hinge", "discopop", "nca", "bco", "sppo", "apo_zero", "apo_down")),
+    *(("dpo", {"link": link, "label_smoothing": 0.2}) for link in ("robust", "exo", "aot", "aot_unpaired")),
+    *(("dpo", {"divergence": name, "alpha": 0.3}) for name in ("forward_kl", "js", "alpha")),
+    ("dpo", {"divergence": "alpha", "alpha": 1.0, "link": "ipo", "average": True}),
+    ("cpo", {}),
+    ("cpo", {"link": "hinge", "average": True, "beta": 0.4}),
     ("simpo", {}),
+    ("simpo", {"label_smoothing": 0.1, "alpha": 0.1}),
     ("orpo", {"beta": 0.7}),
     ("orpo", {"nll": "token"}),
     ("orpo", {"nll": "none"}),
     ("kto", {}),
-    ("kto", {"desirable_weight": 1.3, "undesirable_weight": 0.6}),
+    ("kto", {"desirable_weight": 1.3, "undesirable_weight": 0.6, "average": True}),
 ]
 POLICY = sorted({name for name, _ in CASES if "advantage" in inspect.signature(LOSSES[name]).parameters})
-KINDS = dict.fromkeys(
-    ("gspo", "gspo_token", "gmpo", "vespo", "kto", "kl_to_reference_sequence"), "segment"
-) | dict.fromkeys(("dpo", "simpo", "orpo"), "batch")
+SEGMENT = (
+    "gspo",
+    "gspo_token",
+    "gmpo",
+    "vespo",
+    "kto",
+    "kl_to_reference_sequence",
+    "cispo_sequence",
+    "sapo_sequence",
+    "rloo",
+    "a2po",
+)
+KINDS = dict.fromkeys(SEGMENT, "segment") | dict.fromkeys(
+    ("dpo", "cpo", "simpo", "orpo", "clip_cov", "kl_cov"), "batch"
+)
 
 
 def named(case: tuple[str, dict]) -> str:
@@ -105,12 +135,14 @@ class Batch:
             "ref_logprob": torch.minimum(logprob + 0.5 * normal(rows), torch.tensor(-1e-3)),
             "sampler_logprob": torch.minimum(logprob + 0.6 * normal(rows), torch.tensor(-1e-3)),
         }
+        self.inputs["draw"] = normal(rows)
         for x in self.inputs.values():
             x[~self.valid] = torch.tensor([math.nan, -math.inf, math.inf])[
                 torch.arange(int((~self.valid).sum())) % 3
             ].double()
         self.inputs["pairs"] = torch.tensor([[2, 1], [4, 2], [0, 6], [1, 4]])
         self.inputs["desirable"] = torch.tensor([True, False, True, True, False, False, True])
+        self.inputs["optimal_advantage"] = normal(S)
         self.inputs["kl"] = torch.tensor(0.3, dtype=torch.float64)
 
     def given(self, *functions, without: tuple[str, ...] = ()) -> dict[str, Tensor]:
@@ -478,8 +510,10 @@ def test_at_the_edge_of_the_clip_the_gradient_is_whole(name: str) -> None:
 def test_zero_advantage_teaches_nothing(name: str) -> None:
     logprob = -torch.rand(6, dtype=torch.float64) * 5
     given = {"advantage": torch.zeros(6, dtype=torch.float64)}
+    if name == "clip_cov":
+        given["draw"] = torch.rand(6, dtype=torch.float64)
     if "old_logprob" in inspect.signature(LOSSES[name]).parameters:
-        given["old_logprob"] = logprob + (0 if name == "kimi" else 1) * torch.randn(6, dtype=torch.float64)
+        given["old_logprob"] = logprob + (0 if name in ("kimi", "kl_cov") else 1) * torch.randn(6, dtype=torch.float64)
     loss, grad = _loss_and_gradient(name, logprob, **given)
     assert not loss.any() and not grad.any()
 
@@ -491,8 +525,13 @@ def test_far_away_policies_stay_finite(name: str, dtype: torch.dtype) -> None:
     other = torch.tensor([-1e4, -1e4, -1.0, -1.0, -1e4, 0.0], dtype=dtype)
     advantage = torch.tensor([1.0, -1.0, 1.0, -1.0, -1.0, -1.0], dtype=dtype)
     names = inspect.signature(LOSSES[name]).parameters
-    given = {n: x for n, x in (("advantage", advantage), ("old_logprob", other), ("ref_logprob", other)) if n in names}
-    variants = {"dppo": [{}, {"divergence": "kl"}], "grpo": [{}, {"dual": 3.0, "delta": 4.0}]}
+    others = dict.fromkeys(("old_logprob", "ref_logprob", "sampler_logprob", "draw"), other)
+    given = {n: x for n, x in {"advantage": advantage, **others}.items() if n in names}
+    variants = {
+        "dppo": [{}, {"divergence": "kl"}, {"form": "ratio", "cap": None}],
+        "vespo": [{}, {"sampler_high": 2.0}],
+    }
+    variants["grpo"] = variants["gspo"] = [{}, {"dual": 3.0, "delta": 4.0}]
     variants["kl_to_reference"] = [{"estimator": e, "corrected": c} for e in ("k1", "k2", "k3") for c in (False, True)]
     for options in variants.get(name, [{}]):
         loss, grad = _loss_and_gradient(name, logprob, options, **given)
@@ -500,7 +539,7 @@ def test_far_away_policies_stay_finite(name: str, dtype: torch.dtype) -> None:
         assert loss.isfinite().all() and grad.isfinite().all(), (options, loss, grad)
 
 
-@pytest.mark.parametrize("name", ["dpo", "simpo", "orpo", "kto"])
+@pytest.mark.parametrize("name", ["dpo", "cpo", "simpo", "orpo", "kto"])
 def test_far_away_preferences_stay_finite(name: str) -> None:
     names = inspect.signature(LOSSES[name]).parameters
     everything = {
@@ -509,8 +548,36 @@ def test_far_away_preferences_stay_finite(name: str) -> None:
         "desirable": torch.tensor([1, 0, 1, 0]),
     }
     given = {n: x for n, x in everything.items() if n in names}
-    loss, grad = _loss_and_gradient(name, torch.tensor([-1.0, -1e4, 0.0, -1e-9]), **given)
-    assert loss.isfinite().all() and grad.isfinite().all(), (loss, grad)
+    variants = [{}]
+    if name == "dpo":
+        variants += [{"link": x} for x in ("discopop", "nca", "bco", "apo_zero", "apo_down", "aot", "aot_unpaired")]
+        variants += [{"link": x, "label_smoothing": 0.2} for x in ("robust", "exo")]
+        variants += [{"divergence": x} for x in ("forward_kl", "js", "alpha")]
+    for options in variants if name != "simpo" else [{}, {"alpha": 0.3}]:
+        loss, grad = _loss_and_gradient(name, torch.tensor([-1.0, -1e4, 0.0, -1e-9]), options, **given)
+        assert loss.isfinite().all() and grad.isfinite().all(), (options, loss, grad)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [
+        ("dpo", {"link": "hinge", "label_smoothing": 0.1}, "label_smoothing"),
+        ("dpo", {"link": "exo"}, "label_smoothing"),
+        ("dpo", {"link": "robust", "label_smoothing": 0.5}, "label_smoothing"),
+        ("dpo", {"link": "nca", "divergence": "js"}, "divergence"),
+        ("dpo", {"divergence": "tv"}, "divergence"),
+        ("cpo", {"link": "nca"}, "link"),
+        ("dppo", {"form": "x"}, "form"),
+        ("vespo", {"sampler_high": 2.0}, "sampler_logprob"),
+        ("clip_cov", {}, "draw"),
+    ],
+)
+def test_what_an_option_cannot_go_with_is_refused(batch: Batch, name: str, options: dict, said: str) -> None:
+    given = batch.given(LOSSES[name], without=("sampler_logprob", "draw"))
+    with pytest.raises((ValueError, TypeError), match=said):
+        hl.Objective(it=hl.Term(LOSSES[name], **options))(
+            hl.Linear(batch.hidden, batch.weight), batch.targets, segments=batch.segments, **given
+        )
 
 
 def test_a_pair_must_name_segments(batch: Batch) -> None:

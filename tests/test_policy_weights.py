@@ -12,8 +12,8 @@ from torch import Tensor
 
 import headloss as hl
 from headloss.integrations.names import TORCHTITAN, TRL, VERL, rename
-from headloss.losses import cispo, grpo, gspo
-from headloss.row_weights import band, drop_segments, off_policy_mask, top_entropy, truncate
+from headloss.losses import cispo, dpo, grpo, gspo
+from headloss.row_weights import band, drop_segments, off_policy_mask, reject, second_moment, top_entropy, truncate, wpo
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +85,29 @@ def expect_top_entropy(batch, logprob, entropy, w):
     return (entropy >= torch.quantile(entropy, 0.7)).double()
 
 
+def expect_reject(batch, logprob, entropy, w):
+    return ((torch.log(1 / w) >= -0.2) & (torch.log(1 / w) <= 0.4)).double()
+
+
+def expect_reject_max(batch, logprob, entropy, w):
+    keep = torch.zeros_like(w)
+    for rows in rows_of(batch):
+        keep[rows] = float(max(float(x - 1 - math.log(x)) for x in w[rows]) <= 0.25)
+    return keep
+
+
+def expect_second_moment(batch, logprob, entropy, w):
+    square = torch.log(w) ** 2
+    keep, order = torch.ones_like(w), square.argsort(descending=True).tolist()
+    while len(order) > 1 and square[order].mean() >= 0.1:  # the largest go until the mean of the rest is small
+        keep[order.pop(0)] = 0
+    return keep
+
+
 WEIGHTS = {
+    "reject": (reject(0.4, -0.2), expect_reject, "row"),
+    "reject_max": (reject(0.25, estimator="k3", level="segment_max"), expect_reject_max, "segment"),
+    "second_moment": (second_moment(0.1), expect_second_moment, "batch"),
     "truncate": (truncate(1.2), expect_truncate, "row"),
     "truncate_segment": (truncate(1.5, 0.5, level="segment"), expect_truncate_segment, "segment"),
     "band": (band(0.7, 1.4), expect_band, "row"),
@@ -127,6 +149,49 @@ def test_row_weight(batch: Batch, case: str, reduction: str, with_old: bool) -> 
     if reduction == "token_mean":
         plan = objective.explain(hl.Linear(h, w), batch.targets, segments=batch.segments, **given)
         assert plan.terms[0].kind == kind, plan.terms[0].reason
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("level", ["token", "segment", "segment_mean", "segment_max"])
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_rejection_by_an_estimate(batch: Batch, estimator: str, level: str, reverse: bool) -> None:
+    """Sum, mean or maximum of the estimates, by a loop; bounds that tell segments apart."""
+    old, w = batch.inputs["old_logprob"][batch.valid], sampler_ratio(batch, batch.inputs["old_logprob"][batch.valid])
+    w = 1 / w if reverse else w
+    kl = {"k1": -torch.log(w), "k2": torch.log(w) ** 2 / 2, "k3": w - 1 - torch.log(w)}[estimator]
+    how = {"segment": torch.sum, "segment_mean": torch.mean, "segment_max": torch.amax}.get(level)
+    if how is not None:
+        for rows in rows_of(batch):
+            kl[rows] = how(kl[rows]).expand(len(rows)).clone()
+    found = kl.unique()
+    low, high = float((found[0] + found[1]) / 2), float((found[-2] + found[-1]) / 2)
+    args = [old, batch.inputs["sampler_logprob"][batch.valid]]
+    args += [] if how is None else [hl.Segments.from_ids(batch.ids[batch.valid], S)]
+    for bound in ({}, {"low": low}):
+        kept = reject(high, **bound, estimator=estimator, level=level, reverse=reverse)(*args, old)[0]
+        want = (kl <= high) & (kl >= bound.get("low", -math.inf))
+        assert torch.equal(kept, want.double()) and want.any() and not want.all()
+
+
+def test_pairs_weighted_by_how_likely_they_are(batch: Batch) -> None:
+    hidden, weight = batch.leaves()
+    logp = (hidden @ weight.T).log_softmax(-1)[batch.valid]
+    logprob = batch.dense(hidden, weight)
+    off = (logprob - logp.exp().square().sum(-1).log()).detach()
+    ids, pairs = batch.ids[batch.valid], batch.inputs["pairs"]
+    w = [off[ids == s].mean().exp() for s in range(S)]
+    held = hl.Segments.from_ids(ids, S)
+    values = FORMULAS["dpo"](logprob, **batch.rows(batch.given(dpo)), segments=held)
+    value = torch.stack([v * w[c] * w[r] for v, (c, r) in zip(values, pairs.tolist())]).mean()
+    want = torch.autograd.grad(value, (hidden, weight))
+    for memory in (4 * V * 8, 1000 * V * 8):
+        h, u = batch.leaves()
+        objective = hl.Objective(it=hl.Term(dpo, row_weight=wpo()))
+        out = objective(hl.Linear(h, u, memory=memory), batch.targets, segments=batch.segments, **batch.given(dpo))
+        out.loss.backward()
+        close(out.loss.detach(), value.detach())
+        close(h.grad, want[0])
+        close(u.grad, want[1])
 
 
 def test_equal_weights_share_a_trace_and_others_do_not(batch: Batch, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,6 +306,9 @@ def test_a_wrong_setting_is_refused() -> None:
         band(2.0, 0.5)
     with pytest.raises(ValueError, match="fraction"):
         top_entropy(0.0)
+    for wrong in ({"low": 3.0}, {"estimator": "k4"}, {"level": "sequence"}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            reject(2.0, **wrong)
 
 
 def test_top_entropy_of_no_tokens(batch: Batch) -> None:

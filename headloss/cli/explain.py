@@ -150,6 +150,8 @@ def _input(name: str, N: int, S: int) -> Tensor:
         return torch.zeros(max(1, S // 2), 2, dtype=torch.long)
     if name == "desirable":
         return torch.zeros(S, dtype=torch.bool)
+    if name == "optimal_advantage":
+        return torch.zeros(S)
     return torch.zeros(()) if name == "kl" else torch.zeros(N)
 
 

@@ -35,7 +35,8 @@ class Entry(NamedTuple):
     name: str
     family: str  # one of FAMILIES
     formula: str  # the first line of the docstring
-    text: str  # the docstring as it stands
+    text: str  # the docstring as it stands, without what other trainers call it
+    trainers: str  # that: its last paragraph, if it begins "In trainers:"
     facts: tuple[str, ...]
     inputs: tuple[str, ...]
     options: tuple[str, ...]
@@ -44,7 +45,7 @@ class Entry(NamedTuple):
 def entries() -> Iterator[Entry]:
     for name, fn in sorted(LOSSES.items()):
         signature = read_signature(fn)
-        text = inspect.getdoc(fn) or ""
+        text, _, trainers = (inspect.getdoc(fn) or "").partition("\n\nIn trainers: ")
         mark = lambda p: p.name + ("?" if p.optional else "")
         divergence = is_divergence(fn)
         yield Entry(
@@ -52,6 +53,7 @@ def entries() -> Iterator[Entry]:
             _family(fn, {p.name for p in signature.parameters}),
             _formula(" ".join(text.split())),
             text,
+            " ".join(trainers.split()),
             tuple(mark(p) for p in signature.parameters if p.kind == "fact"),
             ("teacher",) if divergence else tuple(mark(p) for p in signature.parameters if p.kind != "fact"),
             tuple(f"{k}={_default(v)}" for k, v in signature.options.items()),
@@ -72,6 +74,7 @@ def markdown() -> str:
             lines.append(f"\n### `{e.name}`\n\n{_prose(e)}\n\n")
             said = (("facts", e.facts), ("inputs", e.inputs), ("options", e.options))
             lines.append("; ".join(f"*{what}* {_ticks(names)}" for what, names in said if names) + "\n")
+            lines += [f"\n*in trainers* {e.trainers}\n"] if e.trainers else []
     return "".join(lines)
 
 
@@ -84,7 +87,7 @@ def command(
     for name in names or ():
         if name not in LOSSES:
             raise typer.BadParameter(f"there is no loss {name!r}{suggest(name, LOSSES)}", param_hint="NAME")
-    found = [e for e in entries() if not names or e.name in names]
+    found = [e for members in by_family().values() for e in members if not names or e.name in names]
     if markdown_:
         typer.echo(markdown(), nl=False)
     elif json_:
@@ -99,7 +102,8 @@ def _family(fn: Callable[..., Any], asked: set[str]) -> str:
         return "Distillation"
     if asked & {"pairs", "desirable"}:
         return "Preferences"
-    return "Policy gradient" if "advantage" in asked else "Likelihood and regularisers"
+    policy = asked & {"advantage", "optimal_advantage", "returns"}
+    return "Policy gradient" if policy else "Likelihood and regularisers"
 
 
 def _table(found: list[Entry], whole: bool) -> Table:
@@ -107,9 +111,12 @@ def _table(found: list[Entry], whole: bool) -> Table:
     table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
     table.add_column("loss", style="cyan", no_wrap=True)
     table.add_column("formula; facts and inputs; options", overflow="fold")
-    for e in found:
+    for i, e in enumerate(found):
+        if not whole and (i == 0 or e.family != found[i - 1].family):
+            table.add_row(Text(e.family, style="bold"), "")
         right = Text("\n\n".join(_lines(p) for p in e.text.split("\n\n")) + "\n" if whole else e.formula)
-        for asked in (("needs ", (*e.facts, *e.inputs)), ("options ", e.options)):
+        named = ("in trainers ", (e.trainers,) if e.trainers else ())
+        for asked in (("needs ", (*e.facts, *e.inputs)), ("options ", e.options), named):
             if asked[1]:
                 right.append(f"\n{asked[0]}", style="dim").append(", ".join(asked[1]), style="dim")
         table.add_row(e.name, right, end_section=False)

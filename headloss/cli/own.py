@@ -133,6 +133,8 @@ def _input(name: str, N: int, S: int, logprob: Tensor, normal: Callable[..., Ten
         return torch.arange(S // 2 * 2).view(-1, 2)
     if name == "desirable":
         return torch.arange(S) % 2 == 0
+    if name == "optimal_advantage":
+        return normal(S).float()
     if name == "kl":
         return torch.tensor(0.3)
     if name.endswith("logprob"):

@@ -73,6 +73,8 @@ class Problem(NamedTuple):
                 found[name] = torch.arange(S // 2 * 2, device=logp.device).view(-1, 2)
             elif name == "desirable":
                 found[name] = torch.arange(S, device=logp.device) % 2 == 0
+            elif name == "optimal_advantage":
+                found[name] = self.noise[i][:S].float()
             elif name == "kl":
                 found[name] = logp.new_tensor(0.3)
             elif name.endswith("logprob"):

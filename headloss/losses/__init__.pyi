@@ -9,31 +9,102 @@ from headloss.segments import Segments
 
 LOSSES: dict[str, Callable[..., Any]]
 
-def cispo(logprob: Tensor, advantage: Tensor, old_logprob: Tensor | None = None, *, high: float = 5.0) -> tuple[Tensor, dict[str, Tensor]]:
-    """-sg(min(r, high)) A logprob, r = exp(logprob - old): the weight is clipped, no token loses its gradient
-    (MiniMax-M1, 2025; high = 5 as in Khatri et al. 2025).  Here `high` bounds r itself, not r - 1."""
+def a2po(logprob: Tensor, ref_logprob: Tensor, segments: Segments, optimal_advantage: Tensor, *, beta: float = 0.001) -> tuple[Tensor, dict[str, Tensor]]:
+    """(beta g - A*)^2 per segment, g = total of logprob - ref_logprob: the implicit reward is regressed onto the
+    optimal advantage A* (A*-PO, Brantley et al. 2025).
+
+    optimal_advantage   (S,): the reward minus V*, with V* = b log mean exp(reward / b) over samples of the reference
+
+    In trainers: TRL A2POTrainer, whose beta2 is `beta` and whose beta1 is b."""
+
+def cispo(logprob: Tensor, advantage: Tensor, old_logprob: Tensor | None = None, *, low: float = 0.0, high: float = 5.0) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
+    """-sg(clip(r, low, high)) A logprob, r = exp(logprob - old): the weight is clipped, no token loses its gradient
+    (MiniMax-M1, 2025; high = 5 as in Khatri et al. 2025).  Here `low` and `high` bound r itself, not r - 1.
+
+    In trainers: TRL cispo; verl cispo, slime cispo and NeMo-RL use_cispo, whose bounds are 1 - low and 1 + high."""
+
+def cispo_sequence(logprob: Tensor, advantage: Tensor, segments: Segments, old_logprob: Tensor | None = None, *, low: float = 0.0, high: float = 5.0) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
+    """-sg(clip(s, low, high)) A logprob, s = exp(mean over the segment of logprob - old): cispo with the ratio of the
+    whole sequence.
+
+    In trainers: TRL cispo with importance_sampling_level="sequence"."""
+
+def clip_cov(logprob: Tensor, advantage: Tensor, draw: Tensor, old_logprob: Tensor | None = None, *, low: float = 0.2, high: float = 0.2, fraction: float = 0.0002, least: float = 1.0, most: float = 5.0) -> tuple[Tensor, dict[str, Tensor]]:
+    """-min(r A, clip(r, 1 - low, 1 + high) A), r = exp(logprob - old), but 0 for a few tokens drawn from those with
+    least < c < most, c = (A - mean A) (logprob - mean logprob): those that most lower the entropy (Cui et al. 2025).
+
+    draw       one random number per row, torch.rand of the targets' shape; of the candidates the smallest are taken
+    fraction   of the rows of this call, how many are taken: at least one.  What the clip stops is no candidate
+
+    In trainers: verl clip_cov, which draws within the loss."""
+
+def cpo(logprob: Tensor, segments: Segments, pairs: Tensor, *, beta: float = 0.1, link: str = 'sigmoid', label_smoothing: float = 0.0, average: bool = False) -> tuple[Tensor, dict[str, Tensor]]:
+    """-(1 - e) log sigmoid(beta m) - e log sigmoid(-beta m), m = chosen - rejected on the segments' totals of logprob,
+    e = label_smoothing: preference without a reference (Xu et al. 2024).
+
+    link      "hinge": max(0, 1 - beta m); "ipo": (m - 1 / (2 beta))^2; and the others of `dpo` that take m
+    average   the segments' means in place of their totals
+
+    Its likelihood of the chosen is another term, cross_entropy with a row weight of 1 on the chosen segments' tokens.
+    `pairs` (P, 2) holds the chosen and the rejected segment's number.
+
+    In trainers: TRL CPOTrainer and TPOTrainer: sigmoid, hinge, ipo (with average=True); axolotl rl: cpo."""
 
 def cross_entropy(logprob: Tensor, mean_logprob: Tensor, *, label_smoothing: float = 0.0) -> tuple[Tensor, dict[str, Tensor]]:
     """-log p[y]; with label smoothing e, -(1 - e) log p[y] - e mean_j log p[j] (Szegedy et al. 2016)."""
 
+def deft(logprob: Tensor, sum_p2: Tensor, *, alpha: float | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+    """(1 - p[y]^a) / a, a = sg(sum_j p_j^2): like -log p[y] where the model is unsure, like 1 - p[y] where it is sure
+    (Wang et al. 2026).
+
+    alpha   a number in place of a: 0 < alpha <= 1, between cross-entropy and 1 - p[y]"""
+
 def dft(logprob: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """-sg(p[y]) log p[y]: cross-entropy weighted by the token's probability, dynamic fine-tuning (Wu et al. 2025)."""
 
-def dpo(logprob: Tensor, ref_logprob: Tensor, segments: Segments, pairs: Tensor, *, beta: float = 0.1, link: str = 'sigmoid', label_smoothing: float = 0.0, average: bool = False) -> tuple[Tensor, dict[str, Tensor]]:
-    """One value a pair of segments, m = how much more than the reference the policy prefers the chosen one:
+def dpo(logprob: Tensor, ref_logprob: Tensor, segments: Segments, pairs: Tensor, length_weight: Tensor | None = None, *, beta: float = 0.1, link: str = 'sigmoid', label_smoothing: float = 0.0, average: bool = False, divergence: str = 'reverse_kl', alpha: float = 0.5, tau: float = 0.05) -> tuple[Tensor, dict[str, Tensor]]:
+    """One value per pair, from the gains c, r of its chosen and rejected segment, m = c - r, e = label_smoothing:
 
-    link "sigmoid"   -(1 - e) log sigmoid(beta m) - e log sigmoid(-beta m), e = label_smoothing (Rafailov et al. 2023)
-    link "ipo"       (m - 1 / (2 beta))^2 (Azar et al. 2024)
+    link "sigmoid"    -(1 - e) log sigmoid(beta m) - e log sigmoid(-beta m) (Rafailov et al. 2023)
+    link "hinge"      max(0, 1 - beta m) (SLiC, Zhao et al. 2023)
+    link "ipo"        (m - 1 / (2 beta))^2 (Azar et al. 2024)
+    link "robust"     (-(1 - e) log sigmoid(beta m) + e log sigmoid(-beta m)) / (1 - 2 e) (Chowdhury et al. 2024)
+    link "exo"        KL of (sigmoid(beta m), sigmoid(-beta m)) to (1 - e, e), e > 0 (Ji et al. 2024)
+    link "discopop"   -(1 - w) log sigmoid(beta m) + w exp(-beta m), w = sigmoid(beta m / tau) (Lu et al. 2024)
+    link "nca"        -log sigmoid(beta c) - (log sigmoid(-beta c) + log sigmoid(-beta r)) / 2 (Chen et al. 2024)
+    link "bco"        -log sigmoid(beta c) - log sigmoid(-beta r) (Jung et al. 2024, without its shift)
+    link "sppo"       (c - 1 / (2 beta))^2 + (r + 1 / (2 beta))^2 (Wu et al. 2024, hard labels)
+    link "apo_zero"   sigmoid(-beta c) + sigmoid(beta r); "apo_down": sigmoid(beta c) + sigmoid(-beta m) (APO, 2024)
+    link "aot"        "sigmoid" of sorted policy margins minus sorted reference margins; "aot_unpaired": c and r
 
-    m is the difference of the segments' totals of logprob - ref_logprob; with `average`, of their means (which is how
-    IPO is usually run).  `pairs` (P, 2) holds the chosen and the rejected segment's number."""
+    A gain is the segment's total of logprob - ref_logprob; `pairs` (P, 2) holds the two segments' numbers.  WPO is
+    `row_weights.wpo()`.
 
-def dppo(logprob: Tensor, advantage: Tensor, old_logprob: Tensor | None = None, *, divergence: str = 'tv', low: float = 0.2, high: float = 0.2, cap: float = 20.0) -> tuple[Tensor, dict[str, Tensor]]:
+    length_weight   an input: how much each token counts in its total (LD-DPO, Liu et al. 2024)
+    divergence      "forward_kl", "js", "alpha": f'(e^gain) in place of a gain, for the first six (Wang et al. 2024)
+    average         gains are divided by the number of tokens, which is how IPO is usually run
+
+    In trainers: TRL DPOTrainer: sigmoid_norm is average=True; its label_smoothing acts on robust, exo and aot alone."""
+
+def dppo(logprob: Tensor, advantage: Tensor, old_logprob: Tensor | None = None, *, divergence: str = 'tv', low: float = 0.2, high: float = 0.2, cap: float | None = 20.0, form: str = 'score', one_sided: bool = True) -> tuple[Tensor, dict[str, Tensor]]:
     """-A sg(min(r, cap)) logprob on the tokens whose probability p has not left the trust region on the side A pushes
     to; the rest give nothing (arXiv:2602.04879).  Out means p > old and D > high where A > 0, p < old and D > low
     where A < 0.
 
-    divergence   "tv": D = |p - old|; "kl": D = old log(old / p) + (1 - old) log((1 - old) / (1 - p))"""
+    divergence   "tv": D = |p - old|; "kl": D = old log(old / p) + (1 - old) log((1 - old) / (1 - p))
+    cap          None: no cap
+    form         "ratio": -A min(r, cap) in place of it, whose gradient is the same below the cap
+    one_sided    False: out means p > old and D > high, or p < old and D > low, whatever A is
+
+    In trainers: verl dppo_tv, dppo_kl; prime-rl's default loss is form="ratio", cap=None, its ipo also one_sided=False."""
+
+def eaft(logprob: Tensor, entropy: Tensor, *, alpha: float = 1.0, unit: float = 1.0) -> tuple[Tensor, dict[str, Tensor]]:
+    """-sg((H / unit)^alpha) log p[y], H = the entropy: tokens of which the model is sure count less, whether they are
+    easy or contradict it (Diao et al. 2026).
+
+    unit   the entropy that counts as 1; the paper's is log K, with H over the K likeliest columns alone
+
+    In trainers: axolotl use_eaft, which takes H over the 20 likeliest columns where we take all."""
 
 def entropy_bonus(entropy: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """-H(p): a positive weight rewards entropy (Williams & Peng 1991)."""
@@ -61,14 +132,22 @@ def grpo(logprob: Tensor, advantage: Tensor, old_logprob: Tensor | None = None, 
     delta   two-sided: r is at most delta > 1 + high (INTELLECT-2, 2025)
 
     Its relatives are reductions: GRPO seq_mean_token_mean; BNPO token_mean; DAPO token_mean with the global
-    `num_items` (Yu et al. 2025); Dr. GRPO seq_mean_token_sum_norm with length = the longest response (Liu et al. 2025)."""
+    `num_items` (Yu et al. 2025); Dr. GRPO seq_mean_token_sum_norm with length = the longest response (Liu et al. 2025).
 
-def gspo(logprob: Tensor, advantage: Tensor, segments: Segments, old_logprob: Tensor | None = None, *, low: float = 0.0003, high: float = 0.0004) -> tuple[Tensor, dict[str, Tensor]]:
+    In trainers: TRL grpo, bnpo, dapo, dr_grpo; verl vanilla; slime, AReaL, OpenRLHF and NeMo-RL: the PPO loss."""
+
+def gspo(logprob: Tensor, advantage: Tensor, segments: Segments, old_logprob: Tensor | None = None, *, low: float = 0.0003, high: float = 0.0004, dual: float | None = None, delta: float | None = None) -> tuple[Tensor, dict[str, Tensor]]:
     """-min(s A, clip(s, 1 - low, 1 + high) A), s = exp(mean over the segment of logprob - old), A = mean over the
     segment of the advantage: ratio and advantage of whole sequences, length-normalised (Zheng et al. 2025).  A is a
     constant.  Where tokens of a segment have advantages of their own, gspo_token is the loss.
 
-    GSPO reduces by seq_mean_token_mean; LUSPO (arXiv:2602.05261) is seq_mean_token_sum."""
+    dual    c > 1: at most -c A where A < 0
+    delta   two-sided: s is at most delta > 1 + high
+
+    GSPO reduces by seq_mean_token_mean; LUSPO (arXiv:2602.05261) is seq_mean_token_sum.
+
+    In trainers: TRL, AReaL importance_sampling_level="sequence"; NeMo-RL sequence_level_importance_ratios; verl gspo is
+    gspo_token."""
 
 def gspo_token(logprob: Tensor, advantage: Tensor, segments: Segments, old_logprob: Tensor | None = None, *, low: float = 0.0003, high: float = 0.0004) -> tuple[Tensor, dict[str, Tensor]]:
     """-min(s A, clip(s, 1 - low, 1 + high) A), s = exp(logprob - sg(logprob) + sg(segment mean of logprob - old)): the
@@ -81,6 +160,14 @@ def jsd(logp: Tensor, logq: Tensor, *, beta: float = 0.5) -> Tensor:
 def kimi(logprob: Tensor, advantage: Tensor, old_logprob: Tensor | None = None, *, beta: float = 0.1) -> tuple[Tensor, dict[str, Tensor]]:
     """-A logprob + beta / 2 d^2, d = logprob - old: a squared step in place of a clip (Kimi k1.5, 2025; DRO, Richemond
     et al. 2024), token by token."""
+
+def kl_cov(logprob: Tensor, advantage: Tensor, old_logprob: Tensor | None = None, *, fraction: float = 0.0002, beta: float = 1.0) -> tuple[Tensor, dict[str, Tensor]]:
+    """-r A, r = exp(logprob - old), plus beta |logprob - old| on the few tokens of the largest
+    (A - mean A) (logprob - mean logprob): those that most lower the entropy are held back (Cui et al. 2025).
+
+    fraction   of the rows of this call, how many are held: at least one
+
+    In trainers: verl kl_cov, whose ppo_kl_coef is `beta`."""
 
 def kl_to_reference(logprob: Tensor, ref_logprob: Tensor, old_logprob: Tensor | None = None, *, estimator: str = 'k3', corrected: bool = False, bound: float | None = None) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
     """An estimate of KL(policy || reference) from the sampled tokens (Schulman 2020), with x = ref_logprob - logprob:
@@ -98,12 +185,15 @@ def kl_to_reference_sequence(logprob: Tensor, ref_logprob: Tensor, segments: Seg
 
     In trainers: TRL use_bias_correction_kl with importance_sampling_level="sequence"."""
 
-def kto(logprob: Tensor, ref_logprob: Tensor, segments: Segments, desirable: Tensor, kl: Tensor | None = None, *, beta: float = 0.1, desirable_weight: float = 1.0, undesirable_weight: float = 1.0) -> tuple[Tensor, dict[str, Tensor]]:
+def kto(logprob: Tensor, ref_logprob: Tensor, segments: Segments, desirable: Tensor, kl: Tensor | None = None, *, beta: float = 0.1, desirable_weight: float = 1.0, undesirable_weight: float = 1.0, average: bool = False) -> tuple[Tensor, dict[str, Tensor]]:
     """One value per segment, with g = total of logprob - ref_logprob: w_d (1 - sigmoid(beta (g - kl))) if the segment
     is `desirable`, else w_u (1 - sigmoid(beta (kl - g))) (Ethayarajh et al. 2024).
 
     desirable   (S,) flags: no pairs are needed
-    kl          a scalar: the batch's estimate of KL(policy || reference), at least 0; 0 if it is not given"""
+    kl          a scalar: the batch's estimate of KL(policy || reference), at least 0; 0 if it is not given
+    average     g is the mean in place of the total
+
+    In trainers: TRL kto; apo_zero_unpaired is the same without `kl`; axolotl rl: kto."""
 
 def orpo(logprob: Tensor, segments: Segments, pairs: Tensor, *, beta: float = 0.1, nll: str = 'sequence') -> tuple[Tensor, dict[str, Tensor]]:
     """-chosen - beta log sigmoid(odds(chosen) - odds(rejected)), on the segments' means x of logprob, with the log odds
@@ -114,19 +204,42 @@ def orpo(logprob: Tensor, segments: Segments, pairs: Tensor, *, beta: float = 0.
           all chosen segments of the call, as most trainers have it    "none": the odds term alone"""
 
 def reinforce(logprob: Tensor, advantage: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """-A logprob (Williams 1992); with group-relative advantages this is GPG (Chu et al. 2025)."""
+    """-A logprob (Williams 1992); with group-relative advantages this is GPG (Chu et al. 2025).
+
+    In trainers: verl gpg and bypass_mode's reinforce; NeMo-RL disable_ppo_ratio."""
 
 def reverse_kl(logp: Tensor, logq: Tensor) -> Tensor:
     """KL(p || q) = sum_j p_j (log p_j - log q_j): the student seeks the teacher's modes (Gu et al. 2024).  With a
     reference policy as the teacher it is the exact KL penalty of reinforcement learning."""
 
+def rloo(logprob: Tensor, advantage: Tensor, segments: Segments, old_logprob: Tensor | None = None, *, low: float = 0.2, high: float = 0.2) -> tuple[Tensor, dict[str, Tensor]]:
+    """-min(w A, clip(w, 1 - low, 1 + high) A) per segment, w = exp(total over the segment of logprob - old), A = mean
+    over the segment of the advantage: whole sequences as one action, not length-normalised (Ahmadian et al. 2024).
+    The leave-one-out baseline is in the advantage: reward - mean reward of the others that answer the same prompt.
+
+    In trainers: TRL RLOOTrainer.  With one step per batch its gradient is that of reinforce summed over the sequence."""
+
 def sapo(logprob: Tensor, advantage: Tensor, old_logprob: Tensor | None = None, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> tuple[Tensor, dict[str, Tensor]]:
     """-A sigmoid(tau (r - 1)) 4 / tau, r = exp(logprob - old), tau = tau_pos where A > 0, else tau_neg: a soft gate in
-    place of the clip, whose slope at r = 1 is 1 (Gao et al. 2025)."""
+    place of the clip, whose slope at r = 1 is 1 (Gao et al. 2025).
 
-def simpo(logprob: Tensor, segments: Segments, pairs: Tensor, *, beta: float = 2.0, gamma: float = 0.5) -> tuple[Tensor, dict[str, Tensor]]:
-    """-log sigmoid(beta (chosen - rejected) - gamma) on the segments' means of logprob: no reference, a margin gamma
-    instead (Meng et al. 2024).  `pairs` (P, 2) holds the chosen and the rejected segment's number."""
+    In trainers: TRL, verl sapo; AReaL use_sapo_loss."""
+
+def sapo_sequence(logprob: Tensor, advantage: Tensor, segments: Segments, old_logprob: Tensor | None = None, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> tuple[Tensor, dict[str, Tensor]]:
+    """-A sigmoid(tau (s - 1)) 4 / tau, s = exp(mean over the segment of logprob - old), A = mean over the segment of
+    the advantage: sapo with the ratio and the advantage of the whole sequence.
+
+    In trainers: TRL sapo, AReaL use_sapo_loss, with importance_sampling_level="sequence"."""
+
+def simpo(logprob: Tensor, segments: Segments, pairs: Tensor, *, beta: float = 2.0, gamma: float = 0.5, label_smoothing: float = 0.0, alpha: float = 0.0) -> tuple[Tensor, dict[str, Tensor]]:
+    """-(1 - e) log sigmoid(m) - e log sigmoid(-m), m = beta (chosen - rejected) - gamma on the segments' means x of
+    logprob, e = label_smoothing: no reference, a margin gamma instead (Meng et al. 2024).
+
+    alpha   not 0: on (1 - e^(-alpha x)) / alpha in place of x (AlphaPO, Gupta et al. 2025)
+
+    `pairs` (P, 2) holds the chosen and the rejected segment's number.
+
+    In trainers: TRL CPOConfig(loss_type="simpo" or "alphapo"), TPOConfig(loss_type="tpo-l"); axolotl rl: simpo."""
 
 def skew_kl(logp: Tensor, logq: Tensor, *, alpha: float = 0.1) -> Tensor:
     """KL(q || alpha q + (1 - alpha) p), 0 <= alpha < 1: a forward KL that stays finite (Ko et al. 2024)."""
@@ -142,9 +255,24 @@ def topr(logprob: Tensor, advantage: Tensor, old_logprob: Tensor | None = None) 
 def tvd(logp: Tensor, logq: Tensor) -> Tensor:
     """sum_j |p_j - q_j| / 2: total variation distance (Wen et al. 2023)."""
 
-def vespo(logprob: Tensor, advantage: Tensor, segments: Segments, old_logprob: Tensor | None = None, *, k_pos: float = 2.0, lam_pos: float = 3.0, k_neg: float = 3.0, lam_neg: float = 2.0) -> tuple[Tensor, dict[str, Tensor]]:
+def value_loss(value: Tensor, returns: Tensor, old_value: Tensor | None = None, *, clip: float | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+    """(v - R)^2 / 2 of a critic's value v and the return R; with `clip` c, the larger of that and of the same with v
+    held within c of `old_value` (Schulman et al. 2017).
+
+    `value` is an input that requires grad, one number per row.  A value head of one column needs no input: its logit is
+    the fact lse, so `hl.Term(value_loss, facts={"value": ("lse", 1.0)})` on `hl.Linear(hidden, value_head.weight)`.
+
+    In trainers: verl compute_value_loss, OpenRLHF ValueLoss, AReaL ppo_critic_loss_fn; slime's has no 1/2."""
+
+def vespo(logprob: Tensor, advantage: Tensor, segments: Segments, old_logprob: Tensor | None = None, sampler_logprob: Tensor | None = None, *, k_pos: float = 2.0, lam_pos: float = 3.0, k_neg: float = 3.0, lam_neg: float = 2.0, sampler_high: float | None = None, sampler_low: float = 0.0, sampler_mask: bool = False) -> tuple[Tensor, dict[str, Tensor]]:
     """-sg(phi) A logprob, phi = exp(lam + k log w - lam w), w = exp(total over the segment of logprob - old): a smooth
-    weight on the ratio of whole sequences, 1 at w = 1 (arXiv:2602.10693).  (k, lam) are the `_pos` ones where A >= 0."""
+    weight on the ratio of whole sequences, 1 at w = 1 (arXiv:2602.10693).  (k, lam) are the `_pos` ones where A >= 0.
+
+    sampler_high   makes the sampler's ratio a part of w: each token's exp(old - sampler_logprob), at most this
+    sampler_low    and at least this
+    sampler_mask   a token's ratio outside of the two counts as 1e-8, which all but leaves its sequence out
+
+    In trainers: TRL vespo; vllm_importance_sampling_clip_max, _clip_min and mode "token_mask" are the last three."""
 
 def z_loss(lse: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """lse^2: keeps the softmax's normaliser near 1 (Chowdhery et al. 2022)."""

@@ -3,7 +3,11 @@
 Symbols:  d = logprob - old_logprob   r = exp(d)   A = advantage   sg = no gradient
 """
 
+import math
+
 import torch
+
+FLOOR = math.log(1e-8)  # of the log of a ratio that is as good as 0
 
 
 def log_ratio(logprob, old_logprob=None):
@@ -16,9 +20,46 @@ def bounded_exp(d):
     return d.clamp(-20.0, 20.0).exp()
 
 
+def sampler_log_ratio(logprob, old_logprob, sampler_logprob, low, high, mask):
+    """log exp(old - sampler), held to [low, high] or, with `mask`, 1e-8 outside; 0 where the sampler gave no score."""
+    if sampler_logprob is None:
+        raise ValueError(f"sampler_high: {high} bounds the sampler's ratio; pass sampler_logprob")
+    old = logprob.detach() if old_logprob is None else old_logprob
+    drift = (old - sampler_logprob).nan_to_num(nan=0.0)
+    low, high = max(FLOOR, math.log(low) if low > 0 else FLOOR), min(20.0, math.log(high))
+    return torch.where((drift < low) | (drift > high), FLOOR, drift) if mask else drift.clamp(low, high)
+
+
 def clipped(ratio, advantage, low, high):
     """-min(r A, clip(r, 1 - low, 1 + high) A), the pessimistic of the two."""
     return -torch.minimum(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage)
+
+
+def bounded_loss(ratio, advantage, low, high, dual=None, delta=None):
+    """The clipped loss with both further bounds, and what trainers log of them: see `grpo`."""
+    loss = clipped(ratio if delta is None else ratio.clamp(max=delta), advantage, low, high)
+    if dual is None:
+        return loss, {}
+    most = -dual * advantage
+    cut = (loss > most) & (advantage < 0)
+    return torch.where(advantage < 0, torch.minimum(loss, most), loss), {"dual_clip_fraction": cut}
+
+
+def shared(logprob, advantage, segments):
+    """The advantage of a whole segment: the mean over its tokens, a constant."""
+    return segments.mean(torch.zeros_like(logprob) + advantage.detach())  # it may be one number for all rows
+
+
+def covariance(logprob, advantage):
+    """(A - mean A) (logprob - mean logprob), each mean over the rows of this call; without a gradient."""
+    logprob = logprob.detach()
+    return (advantage - advantage.mean()) * (logprob - logprob.mean())
+
+
+def first(order, fraction):
+    """Where `order` is among the smallest: the given fraction of the rows, at least one."""
+    count = (fraction * torch.ones_like(order, dtype=torch.float64).sum()).floor().clamp(min=1)
+    return order.argsort().argsort() < count
 
 
 def outside(x, advantage, low, high):

@@ -1,15 +1,23 @@
 from headloss.losses._policy import bounded_exp, log_ratio, policy_metrics
 
 
-def dppo(logprob, advantage, old_logprob=None, *, divergence="tv", low=0.2, high=0.2, cap=20.0):
+def dppo(
+    logprob, advantage, old_logprob=None,
+    *, divergence="tv", low=0.2, high=0.2, cap: float | None = 20.0, form="score", one_sided=True,
+):  # fmt: skip
     """-A sg(min(r, cap)) logprob on the tokens whose probability p has not left the trust region on the side A pushes
     to; the rest give nothing (arXiv:2602.04879).  Out means p > old and D > high where A > 0, p < old and D > low
     where A < 0.
 
     divergence   "tv": D = |p - old|; "kl": D = old log(old / p) + (1 - old) log((1 - old) / (1 - p))
+    cap          None: no cap
+    form         "ratio": -A min(r, cap) in place of it, whose gradient is the same below the cap
+    one_sided    False: out means p > old and D > high, or p < old and D > low, whatever A is
+
+    In trainers: verl dppo_tv, dppo_kl; prime-rl's default loss is form="ratio", cap=None, its ipo also one_sided=False.
     """
     old = logprob.detach() if old_logprob is None else old_logprob
-    d = log_ratio(logprob, old).detach()
+    d = log_ratio(logprob, old)
     ratio = bounded_exp(d)
     p_old = old.exp()
     moved = logprob.detach().exp() - p_old
@@ -17,11 +25,15 @@ def dppo(logprob, advantage, old_logprob=None, *, divergence="tv", low=0.2, high
         far = moved.abs()
     elif divergence == "kl":
         rest, rest_old = ((-x.expm1()).clamp(min=1e-8).log() for x in (logprob.detach(), old))  # log(1 - p)
-        far = -p_old * d + (1 - p_old) * (rest_old - rest)
+        far = -p_old * d.detach() + (1 - p_old) * (rest_old - rest)
     else:
         raise ValueError(f"divergence: wanted 'tv' or 'kl', got {divergence!r}")
-    under = (advantage < 0) & (moved < 0) & (far > low)
-    over = (advantage > 0) & (moved > 0) & (far > high)
-    inside = (~(under | over)).to(ratio.dtype)
-    loss = -advantage * ratio.clamp(max=cap) * inside * logprob
+    under, over = (moved < 0) & (far > low), (moved > 0) & (far > high)
+    if one_sided:
+        under, over = under & (advantage < 0), over & (advantage > 0)
+    if form not in ("score", "ratio"):
+        raise ValueError(f"form: wanted 'score' or 'ratio', got {form!r}")
+    capped = ratio if cap is None else ratio.clamp(max=cap)
+    moving = capped if form == "ratio" else capped.detach() * logprob
+    loss = -advantage * moving * (~(under | over)).to(ratio.dtype)
     return loss, policy_metrics(logprob, advantage, old_logprob, ratio, under, over)

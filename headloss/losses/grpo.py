@@ -1,6 +1,4 @@
-import torch
-
-from headloss.losses._policy import bounded_exp, clipped, log_ratio, outside, policy_metrics
+from headloss.losses._policy import bounded_exp, bounded_loss, log_ratio, outside, policy_metrics
 
 
 def grpo(logprob, advantage, old_logprob=None, *, low=0.2, high=0.2, dual=None, delta=None):
@@ -12,14 +10,10 @@ def grpo(logprob, advantage, old_logprob=None, *, low=0.2, high=0.2, dual=None, 
 
     Its relatives are reductions: GRPO seq_mean_token_mean; BNPO token_mean; DAPO token_mean with the global
     `num_items` (Yu et al. 2025); Dr. GRPO seq_mean_token_sum_norm with length = the longest response (Liu et al. 2025).
+
+    In trainers: TRL grpo, bnpo, dapo, dr_grpo; verl vanilla; slime, AReaL, OpenRLHF and NeMo-RL: the PPO loss.
     """
     ratio = bounded_exp(log_ratio(logprob, old_logprob))
-    held = ratio if delta is None else ratio.clamp(max=delta)
-    loss = clipped(held, advantage, low, high)
+    loss, cut = bounded_loss(ratio, advantage, low, high, dual, delta)
     under, over = outside(ratio, advantage, 1 - low, 1 + high)
-    metrics = policy_metrics(logprob, advantage, old_logprob, ratio, under, over)
-    if dual is not None:
-        most = -dual * advantage
-        metrics["dual_clip_fraction"] = (loss > most) & (advantage < 0)
-        loss = torch.where(advantage < 0, torch.minimum(loss, most), loss)
-    return loss, metrics
+    return loss, policy_metrics(logprob, advantage, old_logprob, ratio, under, over) | cut

@@ -31,4 +31,25 @@ def dft(logits, targets):
     return nll * torch.exp(-nll).detach()
 
 
-FORMULAS = {fn.__name__: fn for fn in (cross_entropy, z_loss, entropy_bonus, focal, dft)}
+def eaft(logits, targets, *, alpha=1.0, unit=1.0):
+    doubt = torch.distributions.Categorical(logits=logits).entropy().detach()
+    return F.cross_entropy(logits, targets, reduction="none") * torch.exp(alpha * torch.log(doubt / unit))
+
+
+def deft(logits, targets, *, alpha=None):
+    p = torch.softmax(logits, -1)
+    power = (p * p).sum(-1).detach() if alpha is None else torch.full((len(targets),), alpha, dtype=p.dtype)
+    return (1 - torch.pow(p[torch.arange(len(targets)), targets], power)) / power
+
+
+def value_loss(value, returns, old_value=None, *, clip=None):
+    off = 0.5 * torch.square(returns - value)
+    if clip is None:
+        return off
+    edge = torch.where(value > old_value, old_value + clip, old_value - clip)
+    clipped = torch.where((value - old_value).abs() > clip, edge, value)
+    held = 0.5 * torch.square(returns - clipped)
+    return torch.where(held > off, held, off)
+
+
+FORMULAS = {fn.__name__: fn for fn in (cross_entropy, z_loss, entropy_bonus, focal, dft, eaft, deft, value_loss)}

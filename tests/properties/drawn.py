@@ -19,7 +19,7 @@ from proof import objectives
 TALLY: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
 RANDOM = st.randoms(use_true_random=False)
 KINDS = ("Logits", "Linear")
-OF_SEGMENTS = ("pairs", "desirable")
+OF_SEGMENTS = objectives.OF_SEGMENTS
 
 
 def tally(**what: Any) -> None:

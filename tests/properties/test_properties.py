@@ -264,6 +264,7 @@ def test_splits_of_the_batch(random: standard.Random) -> None:
     """Micro-batches with global counts add up to the batch: losses, gradients, metrics."""
     example()
     names = tuple(n for n in objectives.STUDENT if not {"segments", "pairs"} & objectives.asks(LOSSES[n]))
+    names = tuple(n for n in names if n not in objectives.WHOLE)
     wanted = drawn.objective(random, names, segments=False)
     wanted = hl.Objective(
         **{
@@ -301,7 +302,8 @@ def test_splits_of_the_batch(random: standard.Random) -> None:
 def test_splits_at_segments(random: standard.Random) -> None:
     """The same where micro-batches hold whole segments, for segment losses and reductions."""
     example()
-    names = tuple(n for n in objectives.STUDENT if not {"pairs", "desirable"} & objectives.asks(LOSSES[n]))
+    names = tuple(n for n in objectives.STUDENT if not {*objectives.OF_SEGMENTS} & objectives.asks(LOSSES[n]))
+    names = tuple(n for n in names if n not in objectives.WHOLE)
     wanted = objectives.objective(random, names, row_weight=False, backend="torch")
     if any(t.reduction == "weighted_mean" for t in wanted.terms.values()):
         return

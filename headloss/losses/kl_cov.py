@@ -1,0 +1,18 @@
+import torch
+
+from headloss.losses._policy import bounded_exp, covariance, first, log_ratio, policy_metrics
+
+
+def kl_cov(logprob, advantage, old_logprob=None, *, fraction=2e-4, beta=1.0):
+    """-r A, r = exp(logprob - old), plus beta |logprob - old| on the few tokens of the largest
+    (A - mean A) (logprob - mean logprob): those that most lower the entropy are held back (Cui et al. 2025).
+
+    fraction   of the rows of this call, how many are held: at least one
+
+    In trainers: verl kl_cov, whose ppo_kl_coef is `beta`.
+    """
+    d = log_ratio(logprob, old_logprob)
+    ratio = bounded_exp(d)
+    held = first(-covariance(logprob, advantage), fraction)
+    loss = -ratio * advantage + torch.where(held, beta * d.abs(), 0.0)
+    return loss, policy_metrics(logprob, advantage, old_logprob, ratio) | {"covariance_fraction": held}
