@@ -23,7 +23,7 @@ from torch import Tensor
 from headloss.backends import check_backend
 from headloss.losses import LOSSES
 from headloss.metrics import read_metrics
-from headloss.options import shown
+from headloss.options import parameters_of, shown
 from headloss.term import Term
 from headloss.terms import Terms
 from headloss.trace.signature import RESERVED, function_name, suggest
@@ -82,8 +82,10 @@ def _read_term(name: str, entry: Any, losses: Losses) -> Term:
     if isinstance(entry, str):
         entry = {"loss": entry}
     if not isinstance(entry, Mapping) or "loss" not in entry:
+        keys = [key for key in entry if isinstance(key, str)] if isinstance(entry, Mapping) else []
+        near = "".join(f"; is {key!r} the loss?" for key in keys if suggest(key, ["loss"]))
         raise ValueError(
-            f"config: term {name!r} wants a loss's name or a mapping with 'loss', got {shown(entry)} (at {path})"
+            f"config: term {name!r} wants a loss's name or a mapping with 'loss', got {shown(entry)}{near} (at {path})"
         )
     options = dict(entry)
     loss = options.pop("loss")
@@ -143,7 +145,7 @@ def write_config(of: Terms, losses: Losses | None = None) -> dict[str, Any]:
         for option, value in term.options.items():
             if option in entry:
                 raise ValueError(f"{label}: option {option!r} has the name of a key that a config needs; rename it")
-            default = inspect.signature(term.fn).parameters[option].default
+            default = parameters_of(term.fn)[option].default
             entry[option] = _data(f"{label}: option {option!r}", value, isinstance(default, tuple))
         terms[name] = entry
     config: dict[str, Any] = {"terms": terms}

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headloss.options import parameters_of
 from headloss.teachers import FLOOR
 from headloss.trace.gradient import reach_of
 from headloss.trace.keys import Same
@@ -39,7 +40,7 @@ TAILS = ("bucket", "none", "renormalise")
 
 def is_divergence(fn: Callable[..., Any]) -> bool:
     """Whether a loss is an element-wise function of (log p, log q)."""
-    parameters = inspect.signature(fn).parameters.values()
+    parameters = parameters_of(fn).values()
     return [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY] == ["logp", "logq"]
 
 
@@ -61,7 +62,7 @@ class Element:
         return hash(self._key)
 
     def __str__(self) -> str:
-        known = inspect.signature(self.fn).parameters.values()
+        known = parameters_of(self.fn).values()
         options = ", ".join(
             f"{p.name}={self.options.get(p.name, p.default)}" for p in known if p.kind is p.KEYWORD_ONLY
         )
@@ -164,8 +165,8 @@ def _over_ids_alone(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 def _with_options(loss: Callable[..., Any], fn: Callable[..., Any]) -> Callable[..., Any]:
     """`loss`, whose **options are those of `fn` and are said to be."""
-    own = [p for p in inspect.signature(loss).parameters.values() if p.kind is not p.VAR_KEYWORD]
-    options = [p for p in inspect.signature(fn).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    own = [p for p in parameters_of(loss).values() if p.kind is not p.VAR_KEYWORD]
+    options = [p for p in parameters_of(fn).values() if p.kind is p.KEYWORD_ONLY]
     loss.__signature__ = inspect.Signature([*own, *options])  # type: ignore[attr-defined]
     loss.__name__ = function_name(fn)
     return loss

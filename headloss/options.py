@@ -10,11 +10,19 @@ import math
 import numbers
 import types
 import typing
+from collections.abc import Callable, Mapping
 from typing import Any
+
+from torch import nn
 
 _NAMES: dict[str, type] = {"bool": bool, "int": int, "float": float, "str": str, "None": types.NoneType}
 _BY_DEFAULT: dict[type, tuple[type, ...]] = {bool: (bool,), int: (int, float), float: (float,), str: (str,)}
 _SAID = {bool: "True or False", int: "a whole number", float: "a finite number", str: "text", types.NoneType: "None"}
+
+
+def parameters_of(fn: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    """What a function takes; a module says it in its forward."""
+    return inspect.signature(fn.forward if isinstance(fn, nn.Module) else fn).parameters
 
 
 def is_number(x: object) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from headloss.divergence import TAILS, Element, is_divergence, sparse_loss, summed
 from headloss.facts import FACTS, Fact
-from headloss.options import check_option, is_number, shown
+from headloss.options import check_option, is_number, parameters_of, shown
 from headloss.reductions import NEEDS_SEGMENTS, REDUCTIONS
 from headloss.sources import Sparse, Teacher, is_symbol
 from headloss.trace.call import Call, RowWeight
@@ -80,7 +79,7 @@ class Term:
         if not callable(fn):
             raise TypeError(f"fn: wanted a loss function, got {shown(fn)}")
         try:
-            inspect.signature(fn)
+            parameters_of(fn)
         except (TypeError, ValueError):
             hint = "wrap it in a function whose parameters do"
             raise TypeError(f"fn: {shown(fn)} has no signature that says what it needs; {hint}") from None
@@ -272,7 +271,7 @@ def _check_taken(inputs: Mapping[str, str] | None) -> dict[str, str]:
 
 def _check_options(fn: Callable[..., Any], options: Mapping[str, Any]) -> dict[str, Any]:
     name = function_name(fn)
-    known = {p.name: p for p in inspect.signature(fn).parameters.values() if p.kind is p.KEYWORD_ONLY}
+    known = {p.name: p for p in parameters_of(fn).values() if p.kind is p.KEYWORD_ONLY}
     for option in options:
         if option not in known:
             there = f"its options are {', '.join(known)}" if known else "it has none"

@@ -43,7 +43,8 @@ NEW_FACT = ("tests/test_new_fact.py",)
 WAITING = ("tests/test_no_waiting.py",)
 MORE = ("tests/trust/test_more_forms.py",)
 SHAPE = ("tests/test_shape_of_code.py",)
-OFF = ("tests/integrations/test_never_off.py",)
+OFF, TRL = ("tests/integrations/test_never_off.py",), ("tests/integrations/test_trl.py",)
+MESSAGES = ("tests/test_messages.py",)
 TAKEN = ("tests/test_term_inputs.py",)
 POLICY = ("tests/test_policy.py",)
 LEFT_OUT = ("tests/test_row_weight_of_zero.py",)
@@ -670,4 +671,11 @@ FAULTS = [
     Fault("integrations/causal_lm.py", "and len(targets) == 1:\n", "and False:\n", "packed documents are taken for one sequence", OFF),
     Fault("integrations/transformers.py", "    if more != 0:\n", "    if False:\n", "a mean over the sequences of a micro-batch is added up over a step", OFF),
     Fault("integrations/transformers.py", "            sequences += counted.to(device)\n", "            sequences = counted.to(device)\n", "a step's sequences are those of its last micro-batch", OFF),
+    Fault("integrations/trl.py", '"weighted_mean": 1 / steps}', '"weighted_mean": 1.0}', "TRL: means over micro-batches are added up over a step", TRL),
+    Fault("integrations/trl.py", '"bnpo": (clipped, {"reduction": "weighted_mean"})', '"bnpo": (clipped, {"reduction": "token_mean"})', "TRL: bnpo is dapo", TRL),
+    Fault("integrations/trl.py", 'reduction="weighted_mean")\n    return', 'reduction="token_mean")\n    return', "TRL: the entropy bonus is a mean over the step", TRL),
+    Fault("integrations/trl_kernels.py", "check_version()  # before anything", "pass  # before anything", "TRL: another version is refused by a missing name", TRL),
+    Fault("options.py", "fn.forward if isinstance(fn, nn.Module) else fn", "fn", "a module as a loss asks for *args", MESSAGES),
+    Fault("engine/loss.py", "if term is not None and name in call.signature.options:", "if False:", "an option that was passed to the call is taken for an input", MESSAGES),
+    Fault("engine/loss.py", "[*given, *FACTS], cutoff=0.8)", "given)", "a misspelt fact is only missing", MESSAGES),
 ]  # fmt: skip

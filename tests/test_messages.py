@@ -40,3 +40,48 @@ def test_a_loss_that_fails_says_what_it_was_called_with() -> None:
 def test_offsets_instead_of_segments() -> None:
     with pytest.raises(TypeError, match="from_cu_seqlens"):
         hl.Objective(rl=gspo)(hl.Logits(LOGITS), TARGETS, advantage=torch.ones(2, 5), segments=torch.tensor([0, 5, 10]))
+
+
+class Scaled(torch.nn.Module):
+    """A loss as a module: its forward says what it asks for."""
+
+    def __init__(self, learned: bool = False) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.tensor(2.0)) if learned else 2.0
+
+    def forward(self, logprob: torch.Tensor, *, power: float = 1.0) -> torch.Tensor:
+        return self.scale * (-logprob) ** power
+
+
+def test_a_module_is_read_through_its_forward() -> None:
+    logits, targets = torch.randn(4, 6, dtype=torch.float64, requires_grad=True), torch.tensor([1, 2, -100, 3])
+    objective = hl.Objective(a=hl.Term(Scaled(), power=2.0))
+    out = objective(hl.Logits(logits), targets)
+    wanted = (2 * logits.log_softmax(-1)[[0, 1, 3], [1, 2, 3]] ** 2).mean()
+    torch.testing.assert_close(out.loss, wanted)
+    torch.testing.assert_close(*(torch.autograd.grad(x, logits)[0] for x in (out.loss, wanted)))
+    assert hl.verify(objective, hl.Logits(logits.detach()), targets).ok
+    with pytest.raises((TypeError, ValueError), match="requires grad"):
+        hl.Objective(a=Scaled(learned=True))(hl.Logits(logits), targets)
+
+
+def test_what_was_meant_is_suggested() -> None:
+    logits, targets = torch.randn(4, 6), torch.tensor([1, 2, -100, 3])
+
+    def call(*functions: object, **given: object) -> None:
+        hl.Objective(**{f"t{i}": fn for i, fn in enumerate(functions)})(hl.Logits(logits), targets, **given)
+
+    with pytest.raises(TypeError, match="log_prob: missing; term 't0'.*did you mean 'logprob'"):
+        call(lambda log_prob: -log_prob)
+    with pytest.raises(TypeError, match=r"old_lp: missing.*did you mean 'old_lps'"):
+        call(lambda logprob, old_lp, old_lps=None: logprob - old_lp, old_lps=torch.zeros(4))
+    with pytest.raises(TypeError, match=r"advantage: missing; .*passed: none$"):
+        call(grpo)
+    with pytest.raises(TypeError, match=r"low: an option of term 't1'.*: hl\.Term\(grpo, low=\.\.\.\)"):
+        call(cross_entropy, grpo, advantage=torch.zeros(4), low=0.1)
+    with pytest.raises(TypeError, match=r"\*\*more in a loss's signature"):
+        call(lambda logprob, **more: logprob)
+    with pytest.raises(TypeError, match=r"\(values, a dict of metrics\), got a tuple of \(tensor, tensor\)"):
+        call(lambda logprob: (-logprob, logprob))
+    with pytest.raises(ValueError, match=r"is 'lss' the loss\? \(at terms\.ce\)"):
+        hl.Objective.from_config({"terms": {"ce": {"lss": "cross_entropy"}}})

@@ -8,7 +8,6 @@ formulas are written again, and a divergence is its own sum over the vocabulary,
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -20,6 +19,7 @@ from torch.nn.functional import linear
 from headloss.checks.dense_facts import COMPARING, FLOOR, DenseSegments, sparse_fact, student_fact
 from headloss.facts import FACTS
 from headloss.losses import LOSSES
+from headloss.options import parameters_of
 from headloss.segments import Segments
 from headloss.sources import Logits, Source, Sparse, Teacher
 from headloss.term import Term
@@ -234,7 +234,7 @@ class Dense:
         temperature, teacher = None if term is None else term.temperature, self.teacher_of(term)
         named = {} if term is None or fn is not term.fn else term.facts
         taken = {} if term is None or fn is not term.fn else term.inputs
-        for p in inspect.signature(fn).parameters.values():
+        for p in parameters_of(fn).values():
             if p.kind is p.KEYWORD_ONLY:
                 continue
             if p.name in named:
@@ -357,7 +357,7 @@ class Dense:
 
 
 def _is_divergence(fn: Callable[..., Any]) -> bool:
-    parameters = inspect.signature(fn).parameters.values()
+    parameters = parameters_of(fn).values()
     return [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY] == ["logp", "logq"]
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from headloss.engine.heads import part_of
 from headloss.engine.sweeps import Chunk, Cotangents
-from headloss.facts import CONSTANT, Fact
+from headloss.facts import CONSTANT, FACTS, Fact
 from headloss.metrics import Metric, kind_of, measure
 from headloss.reductions import weights as reduction_weights
 from headloss.rows import Rows
@@ -356,6 +356,10 @@ def check_inputs(
     known = [name for _, _, call in everything for name in call.input_names]
     for name in given:
         if name not in known:
+            for label, term, call in everything:
+                if term is not None and name in call.signature.options:
+                    made = f"hl.Term({call.signature.name}, {name}=...)"
+                    raise TypeError(f"{name}: an option of {label}, which goes into the objective: {made}")
             asked = ", ".join(dict.fromkeys(known)) or "no inputs"
             near = suggest(name, [*known, *reserved])
             raise TypeError(f"{name}: no loss asks for this input; they ask for {asked}{near}")
@@ -368,6 +372,7 @@ def check_inputs(
             if given.get(wanted) is None and wanted not in teachers:
                 what = ", ".join(dict.fromkeys(p.takes or p.name for s in call.signatures for p in s.parameters))
                 passed = ", ".join(given) or "none"
+                near = suggest(wanted, [*given, *FACTS], cutoff=0.8)  # old_logprob is no misspelt logprob
                 raise TypeError(
-                    f"{wanted}: missing; {label} ({call.signature.name}) asks for {what}; inputs passed: {passed}"
+                    f"{wanted}: missing; {label} ({call.signature.name}) asks for {what}; inputs passed: {passed}{near}"
                 )

@@ -1,6 +1,6 @@
 """headloss in TRL: its trainers, with their losses, on facts from one sweep of the head.
 
-    from headloss.integrations.trl import SFTTrainer, GRPOTrainer, DistillationTrainer      # in place of trl's
+    from headloss.integrations.trl import SFTTrainer, DPOTrainer, GRPOTrainer, DistillationTrainer    # for trl's
 
 TRL's trainers ask the model for log-probabilities, entropies and the like (`model(..., fused_lm_head=True)`, prepared
 by its `add_fused_lm_head`).  Here the head answers, inside its own forward, where DDP, FSDP2 and ZeRO-3 have its weight
@@ -20,12 +20,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from trl.trainer import distillation_trainer, grpo_trainer, sft_trainer
-from trl.trainer import utils as trl_utils
 
 import headloss as hl
 from headloss.integrations.adapter import Adapter, Expected, Head
-from headloss.integrations.causal_lm import check_model, logits_transform, unwrapped
+from headloss.integrations.causal_lm import check_model, check_objective, logits_transform, unwrapped
 from headloss.integrations.transformers import HeadlossCallback
 from headloss.integrations.trl_kernels import (
     UNSEEN,
@@ -33,7 +31,11 @@ from headloss.integrations.trl_kernels import (
     Metrics,
     add_fused_lm_head,
     check_version,
+    distillation_trainer,
+    dpo_trainer,
+    grpo_trainer,
     replaced,
+    sft_trainer,
     shown,
     source_of,
     swap_kernels,
@@ -43,6 +45,7 @@ from headloss.metrics import read_metrics
 
 __all__ = [
     "VERSIONS",
+    "DPOTrainer",
     "DistillationTrainer",
     "GRPOTrainer",
     "SFTTrainer",
@@ -58,7 +61,7 @@ class _OnHeadloss:
     def __init__(self, *args: Any, metrics: Metrics = (), memory: str | int = "1GiB", **kwargs: Any) -> None:
         check_version()
         self._headloss: dict[str, Any] = {"metrics": metrics, "memory": memory}
-        with replaced({trl_utils.add_fused_lm_head: functools.partial(add_fused_lm_head, **self._headloss)}):
+        with replaced({sft_trainer.add_fused_lm_head: functools.partial(add_fused_lm_head, **self._headloss)}):
             super().__init__(*args, **kwargs)
         HeadlossCallback().add_to(self)
 
@@ -70,6 +73,7 @@ class SFTTrainer(_OnHeadloss, sft_trainer.SFTTrainer):
     """
 
     def __init__(self, *args: Any, objective: hl.Objective | None = None, **kwargs: Any) -> None:
+        check_objective(objective)
         super().__init__(*args, **kwargs)
         if objective is None:
             objective = _loss("dft") if self.args.loss_type == "dft" else _loss("ce", "cross_entropy")
@@ -97,18 +101,30 @@ class SFTTrainer(_OnHeadloss, sft_trainer.SFTTrainer):
         return (loss, native[1]) if return_outputs else loss
 
 
+class DPOTrainer(_OnHeadloss, dpo_trainer.DPOTrainer):
+    """TRL's DPOTrainer, with any of its losses, on log-probabilities from headloss."""
+
+
 class GRPOTrainer(_OnHeadloss, grpo_trainer.GRPOTrainer):
     """TRL's GRPOTrainer: its losses and metrics on log-probabilities and entropies from headloss.
 
     With an `objective` (`policy_objective(args)` is TRL's loss as one) the loss is made in the visit of the head; TRL's
     metrics stay.  Its terms may ask for advantage, old_logprob, ref_logprob, sampler_logprob.  `token_mean` divides by
-    the tokens and `seq_mean_...` by the sequences of the whole accumulated batch.
+    the tokens and `seq_mean_...` by the sequences of the whole accumulated batch, `weighted_mean` by the tokens of each
+    micro-batch, whose means are then averaged: TRL's bnpo, and its entropy bonus.
     """
 
     def __init__(self, *args: Any, objective: hl.Objective | None = None, **kwargs: Any) -> None:
+        check_objective(objective)
         super().__init__(*args, **kwargs)
+        self.objective: hl.Objective | None = None
+        if objective is not None:
+            self.set_objective(objective)
+
+    def set_objective(self, objective: hl.Objective) -> None:
+        """Another objective from now on."""
         want = unwrapped(self.model).headloss.want
-        self.objective = None if objective is None else _extended(objective, self._headloss["metrics"], want)
+        self.objective = _extended(check_objective(objective), self._headloss["metrics"], want)
 
     def _compute_loss(self, model: Any, inputs: Any) -> Tensor:
         if self.objective is None:
@@ -118,8 +134,10 @@ class GRPOTrainer(_OnHeadloss, grpo_trainer.GRPOTrainer):
         call, keep = _policy_call(self.objective, inputs)
         share = self.accelerator.num_processes * (self.args.steps_per_generation / steps if training else 1)
         call["num_items"] = inputs["num_items_in_batch"]  # of all ranks and of a whole generation; ours is one share
-        means = {n: t.weight * share for n, t in self.objective.terms.items() if t.reduction == "token_mean"}
-        call["num_segments"], call["weights"] = len(keep) * steps, means
+        scales = {"token_mean": share, "weighted_mean": 1 / steps}  # of a whole step, of each micro-batch
+        terms = self.objective.terms.items()
+        call["weights"] = {n: t.weight * scales[t.reduction] for n, t in terms if t.reduction in scales}
+        call["num_segments"] = len(keep) * steps
         adapter = unwrapped(self.model).headloss
         adapter.wanted = self.objective, call, keep
         try:
@@ -136,15 +154,27 @@ class GRPOTrainer(_OnHeadloss, grpo_trainer.GRPOTrainer):
 def policy_objective(args: Any) -> hl.Objective:
     """The loss that a `GRPOConfig` describes, as an objective; what it cannot say is refused."""
     high = args.epsilon if args.epsilon_high is None else args.epsilon_high
-    reductions = {
-        "dapo": {"reduction": "token_mean"},
-        "grpo": {"reduction": "seq_mean_token_mean"},
-        "dr_grpo": {"reduction": "seq_mean_token_sum_norm", "length": args.max_completion_length},
-    }
     sequence = args.importance_sampling_level == "sequence"
+    clipped = "gspo" if sequence else "grpo", {"low": args.epsilon, "high": high}
+    if args.delta is not None and not sequence:
+        clipped[1]["delta"] = args.delta
+    taus = {"tau_pos": args.sapo_temperature_pos, "tau_neg": args.sapo_temperature_neg}
+    gammas = {f"{ours}_{sign}": getattr(args, f"vespo_{theirs}_{sign}")
+              for ours, theirs in (("k", "k"), ("lam", "lambda")) for sign in ("pos", "neg")}  # fmt: skip
+    kinds: dict[str, tuple[tuple[str, dict[str, Any]], dict[str, Any]]] = {  # a loss, and how it is reduced
+        "grpo": (clipped, {"reduction": "seq_mean_token_mean"}),
+        "dr_grpo": (clipped, {"reduction": "seq_mean_token_sum_norm", "length": args.max_completion_length}),
+        "dapo": (clipped, {"reduction": "token_mean"}),
+        "bnpo": (clipped, {"reduction": "weighted_mean"}),
+        "luspo": (clipped, {"reduction": "seq_mean_token_sum"}),
+        "cispo": (("cispo", {"high": high}), {"reduction": "token_mean"}),
+        "sapo": (("sapo", taus), {"reduction": "seq_mean_token_mean"}),
+        "vespo": (("vespo", gammas), {"reduction": "token_mean"}),
+    }
     unknown = {
-        "loss_type": args.loss_type not in reductions,
-        "entropy_coef": bool(args.entropy_coef) or args.use_adaptive_entropy,
+        "loss_type": args.loss_type not in kinds,
+        "importance_sampling_level": sequence and args.loss_type in ("cispo", "sapo"),
+        "use_adaptive_entropy": args.use_adaptive_entropy,
         "top_entropy_quantile": args.top_entropy_quantile < 1,
         "off_policy_mask_threshold": args.off_policy_mask_threshold is not None,
         "use_vllm": args.use_vllm,
@@ -156,15 +186,15 @@ def policy_objective(args: Any) -> hl.Objective:
                 f"{name}: {getattr(args, name)!r} is not read into an objective; write one with headloss.losses, or "
                 f"leave `objective` out to run TRL's loss"
             )
-    how: dict[str, Any] = reductions[args.loss_type]
-    two_sided = {} if args.delta is None else {"delta": args.delta}
-    policy = hl.Term(LOSSES["gspo" if sequence else "grpo"], low=args.epsilon, high=high, **two_sided, **how)
-    if args.beta == 0:
-        return hl.Objective(rl=policy)
-    if sequence and args.use_bias_correction_kl:  # TRL corrects by the ratio that it clips
-        return hl.Objective(rl=policy, kl=hl.Term(LOSSES["kl_to_reference_sequence"], weight=args.beta, **how))
-    kl = hl.Term(LOSSES["kl_to_reference"], weight=args.beta, corrected=args.use_bias_correction_kl, **how)
-    return hl.Objective(rl=policy, kl=kl)
+    (loss, options), how = kinds[args.loss_type]
+    terms = {"rl": hl.Term(LOSSES[loss], **options, **how)}
+    if args.beta and sequence and args.use_bias_correction_kl:  # TRL corrects by the ratio that it clips
+        terms["kl"] = hl.Term(LOSSES["kl_to_reference_sequence"], weight=args.beta, **how)
+    elif args.beta:
+        terms["kl"] = hl.Term(LOSSES["kl_to_reference"], weight=args.beta, corrected=args.use_bias_correction_kl, **how)
+    if args.entropy_coef:  # a mean over each micro-batch, whatever the loss's is
+        terms["entropy"] = hl.Term(LOSSES["entropy_bonus"], weight=args.entropy_coef, reduction="weighted_mean")
+    return hl.Objective(**terms)  # type: ignore[arg-type]
 
 
 def _policy_call(objective: hl.Objective, inputs: Mapping[str, Any]) -> tuple[dict[str, Any], Tensor]:

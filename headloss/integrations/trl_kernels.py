@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import trl
 from torch import Tensor, nn
-from trl.trainer import utils as trl_utils
 
 import headloss as hl
 from headloss.integrations.adapter import HERE, Adapter, Expected, Head
@@ -39,8 +38,17 @@ def check_version() -> None:
     if trl.__version__.rsplit(".", 1)[0] not in VERSIONS:
         raise RuntimeError(
             f"trl: this is {trl.__version__}, but headloss knows the inside of {', '.join(VERSIONS)} only; "
-            f"with another version use headloss.integrations.transformers.patch(model), or install one of these"
+            f"pip install 'trl=={VERSIONS[-1]}.*', or use Trainer of Transformers with "
+            f"headloss.integrations.transformers.patch(model, objective)"
         )
+
+
+check_version()  # before anything is looked up that other versions have elsewhere
+from trl.trainer import distillation_trainer as distillation_trainer  # noqa: E402
+from trl.trainer import dpo_trainer as dpo_trainer  # noqa: E402
+from trl.trainer import grpo_trainer as grpo_trainer  # noqa: E402
+from trl.trainer import sft_trainer as sft_trainer  # noqa: E402
+from trl.trainer import utils as trl_utils  # noqa: E402
 
 
 def add_fused_lm_head(

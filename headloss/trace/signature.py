@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import difflib
 import functools
-import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from headloss.facts import FACTS, Fact
+from headloss.options import parameters_of
 from headloss.teachers import COMPARING as COMPARING
 
 RESERVED = frozenset(
@@ -97,10 +97,11 @@ def read_signature(
     name = function_name(fn)
     at = temperature if compared_at is None else compared_at
     parameters, options = [], {}
-    for p in inspect.signature(fn).parameters.values():
+    for p in parameters_of(fn).values():
         if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD):
+            stars = "*" if p.kind is p.VAR_POSITIONAL else "**"
             raise TypeError(
-                f"{name}: *{p.name} in a loss's signature says nothing about what it needs; name the inputs"
+                f"{name}: {stars}{p.name} in a loss's signature says nothing about what it needs; name the inputs"
             )
         if p.kind is p.KEYWORD_ONLY:
             if p.name in RESERVED or p.name in ("self", "fn"):
@@ -169,9 +170,9 @@ def function_name(fn: Callable[..., Any]) -> str:
     return getattr(fn, "__name__", type(fn).__name__)
 
 
-def suggest(name: str, known: Iterable[str]) -> str:
+def suggest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     """ "; did you mean 'x'?", or nothing."""
     known = list(known)
     alias = ALIASES.get(name)
-    near = [alias] if alias in known else difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    near = [alias] if alias in known else difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
     return f"; did you mean {near[0]!r}?" if near else ""
