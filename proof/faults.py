@@ -346,7 +346,7 @@ FAULTS = [
     Fault("losses/focal.py", "-logprob.expm1()", "1 - logprob", "focal: 1 - log p for 1 - p"),
     Fault("losses/_kl.py", "kl = held.expm1() - held", "kl = held.exp() - held", "k3: a constant of 1 too much"),
     Fault("losses/kl_to_reference.py", "bounded_exp(segments.mean(log_ratio(logprob, old_logprob)))", "bounded_exp(log_ratio(logprob, old_logprob))", "a KL corrected by the token's ratio for the sequence's", POLICY),
-    Fault("integrations/trl.py", "if sequence and args.use_bias_correction_kl:", "if False:", "TRL's sequence ratio is not the KL's", ("tests/test_policy_trl.py",)),
+    Fault("integrations/trl.py", "and sequence and args.use_bias_correction_kl:", "and False:", "TRL's sequence ratio is not the KL's", ("tests/test_policy_trl.py",)),
     Fault("losses/_kl.py", "held = x.clamp(max=20.0)", "held = x.clamp(-20.0, 20.0)", "k3: flat where the reference gives far less", POLICY),
     Fault("losses/_kl.py", "kl = kl.detach() + square - square.detach()", "kl = square", "k1+: k2's value too", POLICY),
     Fault("losses/_kl.py", "kl = kl if bound is None else kl.clamp(-bound, bound)", "pass", "the bound of a KL is forgotten", POLICY),
