@@ -18,16 +18,16 @@ import torch
 from torch import Tensor
 
 from headloss.config import check_losses, read_config, write_config
-from headloss.engine.again import standing
 from headloss.engine.arguments import CallArguments, CallOptions
-from headloss.engine.bind import chunks_of, rows_of, why_read
+from headloss.engine.bind import chunks_of, rows_of
 from headloss.engine.evaluate import evaluate
 from headloss.engine.explain import Explanation, explain
-from headloss.engine.plan import make_plan, plain_source
+from headloss.engine.lookup import find_plan
+from headloss.engine.plan import plain_source
 from headloss.engine.row_facts import facts_sweep
-from headloss.engine.run import Head, run
+from headloss.engine.run import Head, facts_of, run
 from headloss.engine.saved import refuse_transforms
-from headloss.engine.teachers import bind_teachers, most_rows, teacher_bytes
+from headloss.engine.teachers import bind_teachers
 from headloss.graph import compiled as graph
 from headloss.graph.content import Traits, content_key, portable, traits
 from headloss.graph.recipe import describe
@@ -47,10 +47,9 @@ class Objective(Terms):
     "accuracy", "perplexity") or functions injected like a loss.  Call it with a source and targets; see `__call__`.
     """
 
-    __slots__ = ("key", "losses", "standing", "traits")
+    __slots__ = ("key", "losses", "traits")
     losses: Mapping[str, Callable[..., Any]]  # that `from_config` was given, for `to_config`
     key: str  # of its content: a graph made with one objective serves all that are equal
-    standing: tuple[tuple[str, ...], tuple[Any, ...], tuple[Any, ...], frozenset[str]]  # see `again.standing`
     traits: Traits  # what a graph must know
 
     def __init__(
@@ -66,7 +65,7 @@ class Objective(Terms):
         if not terms:
             raise ValueError("terms: wanted at least one loss, as in Objective(ce=cross_entropy)")
         super().__init__(terms, metrics, backend)
-        self._set(losses={}, key=content_key(self), traits=traits(self), standing=standing(self))
+        self._set(losses={}, key=content_key(self), traits=traits(self))
 
     def __reduce__(self) -> Any:
         return _made, (dict(self.terms), self.asked, self.backend, self.losses)
@@ -153,16 +152,16 @@ class Objective(Terms):
 
         source   True: also the Triton source that the losses become, where they run inside the sweep
         """
-        on = plain_source(on)
         options = CallOptions(num_items, num_segments, weights, grad_scale, host_read)
-        plan = make_plan(self, CallArguments(on, targets, segments, teacher, options, inputs))
-        reads = why_read(plan) if host_read and isinstance(targets, Tensor) else ""
+        plan, arguments = find_plan(self, CallArguments(on, targets, segments, teacher, options, inputs))
+        reads = plan.read_because if host_read and isinstance(targets, Tensor) else ""
         if isinstance(targets, Tensor) and targets.device.type != "meta" and host_read:
-            targets = prepare(targets, plan.segments)  # now, and not for a later call to say
-        rows = rows_of(plan, targets, host_read)
-        guides = bind_teachers(plan.teachers, plan.want.teachers, on, rows)
-        chunks = chunks_of(plan, rows, teacher_bytes(guides, on), most_rows(guides))
-        return explain(plan, rows, chunks, guides, self.backend, reads, source)
+            prepared = prepare(targets, arguments.segments)  # now, and not for a later call to say
+            arguments = arguments._replace(targets=prepared, segments=prepared.segments)
+        rows = rows_of(plan, arguments, host_read)
+        guides = bind_teachers(arguments.teachers, plan.want.teachers, arguments.source, rows)
+        chunks = chunks_of(plan, arguments, rows, guides)
+        return explain(plan, arguments, rows, chunks, guides, self.backend, reads, source)
 
     @classmethod
     def from_config(
@@ -236,13 +235,14 @@ def _row_facts(source: Source, targets: Any, want: Any, teacher: Any, backend: s
     refuse_transforms(CallArguments(source, targets, None, teacher))
     sweep = facts_sweep(plain_source(source), targets, want, teacher, backend, may_read(host_read, source.device))
     needs = tuple(x.requires_grad and torch.is_grad_enabled() for x in sweep.source.tensors)
+    facts: Sequence[Tensor]
     if any(needs):
         _, *facts = Head.apply(sweep, None, needs, *sweep.source.tensors)
     else:
         with torch.no_grad():
             result = run(sweep, None, needs)
-            facts = [sweep.rows.put(result.facts[f]) for f in sweep.want.facts]
-    return Facts(dict(zip(sweep.want.facts, facts, strict=True)))
+            facts = [result.facts[f] for f in sweep.want.facts]
+    return facts_of(sweep.rows, sweep.want, facts)
 
 
 def _made(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -30,19 +30,18 @@ class Facts(Mapping[Key, Tensor]):
     """
 
     _values: dict[Key, Tensor]
-    _later: tuple[list[Any], Callable[[], Sequence[Tensor]]]
+    _later: Callable[[], Mapping[Fact, Tensor]]
 
     def __init__(self, values: Mapping[Fact, Tensor]) -> None:
-        several = len({f.teacher for f in values} - {None}) > 1
-        self._values = {key_of(f, several): x for f, x in values.items()}
+        self._values = _by_key(values)
 
     def __getitem__(self, key: Key) -> Tensor:
         return self._values[key]
 
     def __getattr__(self, name: str) -> Tensor:
-        if name == "_values" and "_later" in self.__dict__:  # a block of them, cut when something asks for the first
-            keys, values = self._later
-            self._values = dict(zip(keys, values(), strict=True))
+        if name == "_values" and "_later" in self.__dict__:  # cut out of blocks when something asks for the first
+            self._values = _by_key(self._later())
+            del self._later
             return self._values  # type: ignore[return-value]  # not a fact, and declared above
         if name.startswith("_") or name not in self._values:
             there = ", ".join(map(str, self._values)) or "none"
@@ -69,6 +68,11 @@ torch.utils._pytree.register_pytree_node(  # so that wrappers (FSDP) find the te
 )
 
 
+def _by_key(values: Mapping[Fact, Tensor]) -> dict[Key, Tensor]:
+    several = len({f.teacher for f in values} - {None}) > 1
+    return {key_of(f, several): x for f, x in values.items()}
+
+
 def key_of(fact: Fact, several: bool) -> Key:
     name = fact.name if fact.element is None else str(fact.element)
     if several and fact.teacher is not None:
@@ -82,10 +86,10 @@ def facts_from(values: list[Tensor], keys: list[Any]) -> Facts:
     return facts
 
 
-def facts_later(values: Callable[[], Sequence[Tensor]], keys: list[Any]) -> Facts:
+def facts_later(make: Callable[[], Mapping[Fact, Tensor]]) -> Facts:
     """Facts that are made when something asks for the first."""
     facts = Facts.__new__(Facts)
-    facts._later = keys, values
+    facts._later = make
     return facts
 
 

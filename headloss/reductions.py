@@ -101,7 +101,7 @@ def weights(
 
     counts = {"num_items": num_items, "num_segments": num_segments, "norm": norm, "denominator": denominator}
     if kind == "row":
-        shared = even(reduction, kind, rows, **counts)  # type: ignore[arg-type]
+        shared = shared_weight(reduction, kind, rows, **counts)  # type: ignore[arg-type]
         weight = whole(shared).expand(length) if rows.valid is None else rows.valid * whole(shared)
         return weight if reduction != "seq_mean_token_mean" else weight / lengths(rows, dtype)
     one = whole(1.0).expand(length)
@@ -111,7 +111,7 @@ def weights(
         one = (rows.segments.counts > 0).to(dtype) * rows.segments.counts_here
     if kind == "other" and reduction not in ("weighted_mean", "token_sum"):
         return one / max(1, length)
-    return one * whole(even(reduction, kind, rows, **counts))  # type: ignore[arg-type]
+    return one * whole(shared_weight(reduction, kind, rows, **counts))  # type: ignore[arg-type]
 
 
 def lengths(rows: Rows, dtype: torch.dtype) -> Tensor:
@@ -120,7 +120,7 @@ def lengths(rows: Rows, dtype: torch.dtype) -> Tensor:
     return rows.segments.spread(rows.segments.counts.to(dtype)).clamp(min=1)
 
 
-def even(
+def shared_weight(
     reduction: str,
     kind: str,
     rows: Rows,
@@ -138,17 +138,19 @@ def even(
         assert denominator is not None
         return denominator.reciprocal()
     if reduction == "token_mean" and kind == "row":
+        if num_items is None and rows.num_items is None and rows.one_token is not None:
+            return rows.one_token
         if num_items is None:
             num_items = rows.tokens if rows.num_items is None else rows.num_items
-        return over(num_items)
+        return reciprocal(num_items)
     if num_segments is None:
         assert rows.segments is not None, "checked before: a segment reduction needs segments"
         known = rows.stats is not None and rows.segments.group is None
         num_segments = rows.stats.present if known else (rows.segments.counts > 0).sum()  # type: ignore[union-attr]
-    return over(num_segments) if norm is None or kind != "row" else over(num_segments) / norm
+    return reciprocal(num_segments) if norm is None or kind != "row" else reciprocal(num_segments) / norm
 
 
-def over(count: int | float | Tensor) -> float | Tensor:
+def reciprocal(count: int | float | Tensor) -> float | Tensor:
     if not isinstance(count, Tensor):
         return 1.0 / max(1, count)
     wide = torch.float32 if count.device.type == "mps" else torch.float64

@@ -9,6 +9,7 @@ on other devices, none after `prepare`), ignored rows are dropped before any wor
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -188,6 +189,7 @@ class Rows:
         self.given, self.skipped, self._valid = targets, skipped, valid
         self.segments = segments
         self.num_items: Tensor | None = None  # of the whole group, once `join` has asked
+        self.one_token: Tensor | None = None  # 1 / how many count, where a kernel has made it
 
     @functools.cached_property
     def valid(self) -> Tensor | None:
@@ -225,12 +227,16 @@ class Rows:
             x = x.masked_fill(~self.valid.view(-1, *(1 for _ in x.shape[1:])), 0)
         return x.reshape(self.shape + tuple(x.shape[1:]))
 
-    def with_targets(self, targets: Tensor | None) -> Rows:
-        """The same rows with other targets, or with none while autograd keeps them; what a pull reads of them."""
-        other = shallow(self)
-        other.given, other.segments = targets, None
+    def strip(self) -> None:
+        """Let go of the caller's tensors, while autograd keeps them."""
+        self.given = self.segments = None
         if self.keep is None:
-            other.__dict__.pop("targets", None)  # they may be the caller's own memory
+            self.__dict__.pop("targets", None)  # they may be the caller's own memory
+
+    def with_targets(self, targets: Tensor | None) -> Rows:
+        """The same rows with their targets again, for a pull."""
+        other = shallow(self)
+        other.given = targets
         return other
 
     def numbers(self, part: slice) -> slice | Tensor:
@@ -282,11 +288,13 @@ def bind_rows(
     by_segment: bool = False,
     skips: bool = False,
     needed: str | None = None,
+    count: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None,
 ) -> Rows:
     """Check targets and segments against the source and find the rows that count.
 
     `by_segment` orders them so; `skips`: a kernel will pass over the ignored ones, which then need not be dropped;
-    `needed`: the name of a term that needs a segment for every row.
+    `needed`: the name of a term that needs a segment for every row; `count`: finds the numbers of contiguous targets
+    in one launch, and 1 / how many count.
     """
     stats = None
     if isinstance(targets, Prepared):
@@ -308,17 +316,23 @@ def bind_rows(
     flat = targets.reshape(-1)
     if device.type == "meta":
         return Rows(shape, targets, None, None, segments, None)
-    if stats is None and not host_read:
-        check_targets_later(target_numbers(targets, segments), vocab, segments, needed)
+    if stats is None:
+        if count is not None and segments is None and len(flat):
+            numbers, one = count(flat.contiguous())
+        else:
+            numbers, one = target_numbers(targets, segments), None
+        stats = Stats.read(numbers) if host_read else None
+    if stats is None:
+        check_targets_later(numbers, vocab, segments, needed)
         if skips:
-            return _skipping(shape, targets, segments, ids, None, True)
+            rows = _skipping(shape, targets, segments, ids, None, True)
+            rows.one_token = one
+            return rows
         valid = flat != IGNORE
         bound = None
         if segments is not None and ids is not None:
             bound = Segments(ids.masked_fill(~valid, -1), segments.num_segments, group=segments.group)
         return Rows(shape, targets, None, valid, bound, None)
-    if stats is None:
-        stats = prepare(targets, segments).stats
     check_stats(stats, vocab, None if segments is None else segments.num_segments, needed)
     if skips:
         return _skipping(shape, targets, segments, ids, stats, stats.valid < len(flat))

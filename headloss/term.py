@@ -158,9 +158,11 @@ class Term:
 
     def content(self) -> Any:
         """What a divergence reads now, if that can change: it is part of the fact that it becomes."""
-        if self.pure or not self._foreign_divergence:
-            return None
-        return reads(self.fn).key
+        return reads(self.fn).key if self.has_foreign_divergence else None
+
+    @property
+    def has_foreign_divergence(self) -> bool:
+        return self._foreign_divergence and not self.pure
 
     def _call(self, source_temperature: float | None, teacher: str, sparse: bool) -> Call:
         T = None if self.temperature == source_temperature else self.temperature

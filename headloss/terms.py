@@ -15,14 +15,14 @@ from headloss.trace.call import Call
 class Terms:
     """Named terms and metrics, checked, and the plans of calls on them.  Immutable, but for the plans."""
 
-    __slots__ = ("__weakref__", "asked", "backend", "every_term", "known", "metrics", "names", "terms")
+    __slots__ = ("__weakref__", "asked", "backend", "every_term", "metrics", "names", "plans", "terms")
     asked: Any  # the metrics as they were given
     terms: Mapping[str, Term]
     metrics: tuple[tuple[str, Call], ...]
     backend: str
     names: tuple[str, ...]  # of the terms
     every_term: tuple[Term, ...]  # and those that metrics are made of
-    known: dict[Any, Any]  # plans of earlier calls; see `engine.plan.make_plan`
+    plans: Any  # of earlier calls; see `engine.lookup.Plans`
 
     def __init__(
         self, terms: Mapping[str, Callable[..., Any] | Term], metrics: Any = (), backend: str = "auto"
@@ -35,13 +35,13 @@ class Terms:
         measured = (call.fn for _, call in calls if isinstance(call.fn, Term))
         self._set(
             asked=metrics, terms=checked, metrics=calls, backend=backend, names=tuple(checked),
-            every_term=(*checked.values(), *measured), known={},
+            every_term=(*checked.values(), *measured), plans=None,
         )  # fmt: skip
 
     def on(self, backend: str) -> Terms:
         """The same terms on another backend, without the plans."""
         other = object.__new__(Terms)
-        other._set(**{name: getattr(self, name) for name in Terms.__slots__[1:]} | {"backend": backend, "known": {}})
+        other._set(**{name: getattr(self, name) for name in Terms.__slots__[1:]} | {"backend": backend, "plans": None})
         return other
 
     def _set(self, **values: Any) -> None:

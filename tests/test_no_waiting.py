@@ -21,7 +21,7 @@ from torch.nn.functional import cross_entropy as dense
 
 import headloss as hl
 from headloss import late
-from headloss.engine.bind import why_read
+from headloss.engine.plan import why_read
 from headloss.losses import cross_entropy, forward_kl, grpo, gspo
 from headloss.rows import Stats, check_stats
 
@@ -40,7 +40,7 @@ def nothing_pending() -> Any:
 @pytest.fixture
 def deferred(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU as if a read from it would wait."""
-    for name in ("late", "rows", "engine.bind", "engine.again", "engine.row_facts"):
+    for name in ("late", "rows", "engine.bind", "engine.row_facts"):
         monkeypatch.setattr(f"headloss.{name}.defers", lambda device: True)
 
 
@@ -173,11 +173,10 @@ def test_rows_are_read_where_they_have_to_be() -> None:
 
 def test_ranks_that_share_a_call_read() -> None:
     """One that raised late, alone, would leave the others waiting in a collective."""
-    alone: dict[str, Any] = {"kind": "row", "terms": (), "metrics": (), "program": None}
     whole, shard = types.SimpleNamespace(shard=None), types.SimpleNamespace(shard="a shard")
     group = types.SimpleNamespace(group="a group")
     for source, segments, because in ((whole, None, ""), (shard, None, "together"), (whole, group, "together")):
-        found = why_read(types.SimpleNamespace(source=source, segments=segments, **alone))  # type: ignore[arg-type]
+        found = why_read(source, segments, (), "row")  # type: ignore[arg-type]
         assert because in found and bool(found) == bool(because)
 
 

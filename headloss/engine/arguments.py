@@ -32,3 +32,9 @@ class CallArguments(NamedTuple):
     teacher: Teacher | Mapping[str, Teacher] | None = None
     options: CallOptions = CallOptions()
     inputs: Mapping[str, Any] = MappingProxyType({})
+
+    @property
+    def teachers(self) -> Mapping[str, Teacher]:
+        """By name, once `find_plan` has seen to them."""
+        assert isinstance(self.teacher, Mapping)
+        return self.teacher

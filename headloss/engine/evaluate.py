@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-from headloss.engine.again import recall, remember
 from headloss.engine.arguments import CallArguments
 from headloss.engine.bind import bind
+from headloss.engine.lookup import find_plan
 from headloss.engine.loss import TermsOnRows
-from headloss.engine.plan import Plan, make_plan, plain_source
-from headloss.engine.run import Head, final_grads, run
+from headloss.engine.plan import Plan
+from headloss.engine.run import Head, facts_of, final_grads, run
 from headloss.late import check_pending
 from headloss.record import Facts, Grads, Output
 from headloss.sources import Source
@@ -22,36 +20,37 @@ from headloss.terms import Terms
 def evaluate(terms: Terms, arguments: CallArguments, direct: bool) -> Output:
     """`Objective.__call__`, or with `direct` its `forward_backward`."""
     check_pending()
-    form, known = recall(terms, arguments)
-    if known is not None:
-        return known.call(terms, arguments, direct)
-    arguments = arguments._replace(source=plain_source(arguments.source))
-    plan = make_plan(terms, arguments)
-    sweep, loss = bind(terms, plan, arguments)
-    remember(terms, form, plan, sweep.backend)
-    source, grads = plan.source, None
-    needs = tuple(direct or (x.requires_grad and torch.is_grad_enabled()) for x in source.tensors)
-    if not direct and (any(needs) or loss.wants_grad):
-        given = [plan.inputs[name][0] for name in loss.wants_grad]
-        value, *facts = Head.apply(sweep, loss, needs, *source.tensors, *given)
-        return _report(terms, plan, loss, value, facts)
+    plan, arguments = find_plan(terms, arguments)
+    sweep, loss = bind(plan, arguments)
+    tensors = sweep.source.tensors
+    if direct:
+        needs = (True,) * len(tensors)
+    elif torch.is_grad_enabled():
+        needs = tuple([x.requires_grad for x in tensors])
+        if loss.wants_grad or True in needs:
+            given = [arguments.inputs[name] for name in loss.wants_grad]
+            value, *facts = Head.apply(sweep, loss, needs, *tensors, *given)
+            return _report(terms, plan, loss, value, facts_of(sweep.rows, plan.want, facts))
+    else:
+        needs = (False,) * len(tensors)
     with torch.no_grad():
         result = run(sweep, loss, needs)
-        if direct:
-            made = zip(final_grads(sweep, result, needs), _tensors(source), strict=True)
-            grads = Grads(*(g if g is None or x is None else g.to(x.dtype) for g, x in made))
-    facts = [sweep.rows.put(result.facts[f]) for f in sweep.want.facts]
-    return _report(terms, plan, loss, result.loss, facts, grads)
+        grads = _cast(final_grads(sweep, result, needs), sweep.source) if direct else None
+    facts = [result.facts[f] for f in plan.want.facts]
+    return _report(terms, plan, loss, result.loss, facts_of(sweep.rows, plan.want, facts), grads)
 
 
 def _report(
-    terms: Terms, plan: Plan, loss: TermsOnRows, value: Tensor, facts: Sequence[Tensor], grads: Grads | None = None
+    terms: Terms, plan: Plan, loss: TermsOnRows, value: Tensor, facts: Facts, grads: Grads | None = None
 ) -> Output:
-    zero = torch.zeros((), dtype=value.dtype, device=value.device) if plan.off else value
-    values = {name: zero if name in plan.off else loss.values[name] for name in terms.names}
-    return Output(value, values, loss.metrics, Facts(dict(zip(plan.want.facts, facts, strict=True))), grads)
+    values = loss.values
+    if plan.off:
+        zero = torch.zeros((), dtype=value.dtype, device=value.device)
+        values = {name: zero if name in plan.off else values[name] for name in terms.names}
+    return Output(value, values, loss.metrics, facts, grads)
 
 
-def _tensors(source: Source) -> tuple[Tensor | None, ...]:
-    """The source's tensors in the order of their gradients."""
-    return tuple(getattr(source, name, None) for name in Grads._fields)
+def _cast(grads: Grads, source: Source) -> Grads:
+    """In the dtypes of the source's tensors."""
+    tensors = [getattr(source, name, None) for name in Grads._fields]
+    return Grads(*(g if g is None or x is None else g.to(x.dtype) for g, x in zip(grads, tensors, strict=True)))

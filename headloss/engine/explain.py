@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from headloss.backends import choose
-from headloss.engine.bind import backend_for
+from headloss.engine.arguments import CallArguments
+from headloss.engine.plan import Plan
 from headloss.engine.sweeps import Chunk
 from headloss.engine.teachers import DenseTeacherRows, TeacherRows, most_rows, teacher_bytes
 from headloss.rows import Rows
-from headloss.sources import Linear, parse_bytes
-
-if TYPE_CHECKING:
-    from headloss.engine.plan import Plan
+from headloss.segments import Segments
+from headloss.sources import Linear, Source, parse_bytes
 
 
 class TermPlan(NamedTuple):
@@ -87,6 +86,7 @@ _STEPS = {"tracing": "tracing the losses", "printing": "writing the kernel", "co
 
 def explain(
     plan: Plan,
+    arguments: CallArguments,
     rows: Rows,
     chunks: Sequence[Chunk] | None,
     guides: Mapping[str, TeacherRows],
@@ -94,15 +94,18 @@ def explain(
     read_because: str,
     show_source: bool = False,
 ) -> Explanation:
-    source = plan.source
+    source = arguments.source
     read_because = "" if source.device.type == "cpu" else read_because  # meta tensors stand for those of a GPU
-    engine = backend_for(backend, source, plan.want).NAME
+    engine = plan.backend.NAME
     beside = teacher_bytes(guides, source)
     terms = tuple(TermPlan(t.name, t.call.signature.name, *t.trace[:2], _taken(t)) for t in plan.terms)
     if isinstance(source, Linear):
         pieces = len(chunks) if chunks else -(-rows.count // source.chunk_rows(beside))
-        sizes, grade = _linear_bytes(source, rows, chunks, pieces, beside), _linear_grade(plan, rows, chunks)
-        gemms = 0 if plan.want.only_ids else 3 if chunks is not None else 4 + _looks_across_ranks(plan)
+        sizes, grade = (
+            _linear_bytes(source, rows, chunks, pieces, beside),
+            _linear_grade(plan, arguments.segments, rows, chunks),
+        )
+        gemms = 0 if plan.want.only_ids else 3 if chunks is not None else 4 + _looks_across_ranks(plan, source)
     else:
         pieces, gemms = len(chunks) if chunks else 1, 0
         written = 0 if source.inplace else source.logits.numel() * source.logits.element_size()
@@ -124,7 +127,7 @@ def explain(
         terms=terms,
         off=plan.off,
         grade=grade,
-        launches=_launches(plan) if engine == "triton" else _without_triton(plan, backend),
+        launches=_launches(plan) if engine == "triton" else _without_triton(plan, source, backend),
         first_call=plan.times,
         rows=rows.count,
         rows_total=rows.total,
@@ -133,10 +136,10 @@ def explain(
         forward_sweeps=0 if plan.want.only_ids else 1,
         sweeps=0 if plan.want.only_ids else 2,
         gemms=gemms,
-        teacher_gemms=_teacher_gemms(plan, guides, chunks),
+        teacher_gemms=_teacher_gemms(plan, source, guides, chunks),
         host_reads=int(read_because != ""),
         read_because=read_because,
-        collectives=_collectives(plan, pieces if chunks is not None else 1),
+        collectives=_collectives(plan, arguments, pieces if chunks is not None else 1),
         bytes={what: n for what, n in sizes.items() if n},
         code=_code(plan, engine) if show_source else "",
     )
@@ -149,9 +152,9 @@ def _code(plan: Plan, engine: str) -> str:
     return f"# no source: {reason}"
 
 
-def _without_triton(plan: Plan, backend: str) -> str:
+def _without_triton(plan: Plan, source: Source, backend: str) -> str:
     """Why "auto" is not the Triton backend where that could be."""
-    why = choose(backend, plan.source.device, plan.source.fact_dtype).cannot_run(plan.want)
+    why = choose(backend, source.device, source.fact_dtype).cannot_run(plan.want)
     return "" if why is None else f"none of Triton's, which cannot run {why}"
 
 
@@ -163,20 +166,22 @@ def _launches(plan: Plan) -> str:
     return f"one launch for the facts, one for the gradient ({plan.reason})"
 
 
-def _teacher_gemms(plan: Plan, guides: Mapping[str, TeacherRows], chunks: Sequence[Chunk] | None) -> int:
+def _teacher_gemms(
+    plan: Plan, source: Source, guides: Mapping[str, TeacherRows], chunks: Sequence[Chunk] | None
+) -> int:
     """A teacher's logits are made once in a visit; without one, again for the gradient and for a look across ranks."""
     made = sum(isinstance(g, DenseTeacherRows) and isinstance(g.teacher, Linear) for g in guides.values())
     if chunks is not None:
         return made
-    return made * (2 + _looks_across_ranks(plan))
+    return made * (2 + _looks_across_ranks(plan, source))
 
 
-def _looks_across_ranks(plan: Plan) -> bool:
+def _looks_across_ranks(plan: Plan, source: Source) -> bool:
     """Whether the logits of all rows are made once more, after the gather, for a divergence's second look."""
-    return plan.source.shard is not None and any(f.element is not None for f in plan.want.facts)
+    return source.shard is not None and any(f.element is not None for f in plan.want.facts)
 
 
-def _linear_grade(plan: Plan, rows: Rows, chunks: Sequence[Chunk] | None) -> str:
+def _linear_grade(plan: Plan, segments: Segments | None, rows: Rows, chunks: Sequence[Chunk] | None) -> str:
     if plan.want.only_ids:
         return "only the teacher's ids: no softmax over the vocabulary and no full GEMM"
     if chunks is not None:
@@ -185,7 +190,7 @@ def _linear_grade(plan: Plan, rows: Rows, chunks: Sequence[Chunk] | None) -> str
     batch = [f"{t.name}: {t.trace.reason}" for t in plan.terms if t.trace.kind == "batch"]
     if batch:
         why = batch[0]
-    elif plan.segments is not None and plan.segments.group is not None:
+    elif segments is not None and segments.group is not None:
         why = "segments lie on several ranks"
     elif rows.stats is None:
         why = "segment lengths are not known to the host"
@@ -211,8 +216,8 @@ def _linear_bytes(
     }
 
 
-def _collectives(plan: Plan, visited: int) -> dict[str, int]:
-    source, segments = plan.source, plan.segments
+def _collectives(plan: Plan, arguments: CallArguments, visited: int) -> dict[str, int]:
+    source, segments = arguments.source, arguments.segments
     found: dict[str, int] = {}
     if source.shard is not None:
         if plan.want.only_ids:

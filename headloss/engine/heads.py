@@ -71,7 +71,7 @@ class LogitsHead:
         if self.source.columns < self.all_NV.shape[1]:
             self.all_NV[:, self.source.columns :] = 0
 
-    def room(self, rows: Rows, raw_CV: Tensor) -> Tensor:
+    def grad_buffer(self, rows: Rows, raw_CV: Tensor) -> Tensor:
         """Where the gradient of these rows' raw logits is to be written."""
         assert self.grad_NV is not None
         return part_of(self.grad_NV, rows) if isinstance(rows, slice) else raw_CV
@@ -205,7 +205,7 @@ class LinearHead:
     def wants_grad(self, needs: tuple[bool, ...]) -> None:
         self.needs = (needs[0], needs[1], len(needs) > 2 and needs[2])
 
-    def room(self, rows: Rows, raw_CV: Tensor) -> Tensor:
+    def grad_buffer(self, rows: Rows, raw_CV: Tensor) -> Tensor:
         return raw_CV  # the chunk's gradient overwrites its logits
 
     def write(self, rows: Rows, grad_CV: Tensor, ignored_C1: Tensor | None) -> None:
@@ -295,10 +295,13 @@ def on_source_device(fn: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(fn)
     def call(sweep: Any, *args: Any) -> Any:
         device = sweep.source.device
+        elsewhere, autocast = on_other_device(device), torch.is_autocast_enabled(device.type)
+        if not elsewhere and not autocast:
+            return fn(sweep, *args)
         with contextlib.ExitStack() as stack:
-            if on_other_device(device):
+            if elsewhere:
                 stack.enter_context(torch.cuda.device(device))
-            if torch.is_autocast_enabled(device.type):
+            if autocast:
                 stack.enter_context(torch.autocast(device.type, enabled=False))
             return fn(sweep, *args)
 

@@ -213,14 +213,18 @@ def lay_out(
     said: Mapping[str, Reading], inputs: Mapping[str, Any], source: Source, segments: Segments | None
 ) -> dict[str, tuple[Tensor, Shape]]:
     """Every input of a call as a tensor, and how it is laid out."""
-    pairs = inputs.get("pairs")
-    pairs = pairs.value if isinstance(pairs, Laid) else pairs
-    P = len(pairs) if isinstance(pairs, Tensor) and pairs.ndim else None
+    P = count_pairs(inputs)
     return {
         name: layout(name, x, source.leading, segments, source.vocab, P, said[name], source.device)
         for name, x in inputs.items()
         if x is not None
     }
+
+
+def count_pairs(inputs: Mapping[str, Any]) -> int | None:
+    pairs = inputs.get("pairs")
+    pairs = pairs.value if isinstance(pairs, Laid) else pairs
+    return len(pairs) if isinstance(pairs, Tensor) and pairs.ndim else None
 
 
 def layout(

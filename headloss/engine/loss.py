@@ -10,56 +10,26 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Container, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from headloss.engine.arguments import CallArguments
+from headloss.engine.checks import check_belongs
 from headloss.engine.heads import part_of
+from headloss.engine.plan import Plan, Planned
 from headloss.engine.sweeps import Chunk, Cotangents
-from headloss.facts import CONSTANT, FACTS, Fact
+from headloss.facts import CONSTANT, Fact
 from headloss.metrics import Metric, kind_of, measure
 from headloss.reductions import weights as reduction_weights
 from headloss.rows import Rows
 from headloss.segments import Segments, group_sum
-from headloss.trace.call import Call, Env, WrongValueError, evaluate
+from headloss.sources import Logits
+from headloss.trace.call import Call, Env, evaluate
 from headloss.trace.gradient import Reach, check_constants, check_gradient, leaf, reach_of
-from headloss.trace.signature import suggest
-from headloss.trace.trace import Shape, Trace, run_cotangents
-
-
-class Planned(NamedTuple):
-    """A term of this call: what to run, how it was traced, and what it weighs."""
-
-    name: str
-    call: Call
-    trace: Trace
-    weight: float | Tensor
-    reduction: str
-    length: float | None
-    needs_segments: bool
-
-    @property
-    def sums_weights(self) -> bool:
-        """Whether its row weights are summed before any fact is known."""
-        return self.reduction == "weighted_mean" and not self.call.weighs_by_facts
-
-
-def check_belongs(call: Call, kind: str | None, shapes: Mapping[str, Shape], length: int | None = None) -> None:
-    """Values of neither rows nor segments come of segments or a table; else rows were dropped, and counts with them."""
-    apart = any(s.wants("segments") for s in call.signatures) or any(
-        shapes[n].kind == "whole" for n in call.input_names if n in shapes
-    )
-    if kind == "other" and not apart:
-        got = "its values" if length is None else f"its {length} values"
-        raise WrongValueError(
-            f"{call.signature.name}: wanted one value per row, segment or pair; {got} belong to none of them.  "
-            f"Give a row that should not count the value 0, or its target -100"
-        )
-    said, found = call.signature.returns, "pair" if kind == "other" else kind
-    if said is not None and found is not None and said != found:
-        raise WrongValueError(f"{call.signature.name}.returns: is {said!r}, but it returns one value per {found}")
+from headloss.trace.trace import Shape, run_cotangents
 
 
 class TermsOnRows:
@@ -67,53 +37,53 @@ class TermsOnRows:
 
     def __init__(
         self,
-        terms: Sequence[Planned],
-        metrics: Sequence[tuple[str, Call]],
+        plan: Plan,
+        arguments: CallArguments,
         rows: Rows,
-        inputs: Mapping[str, tuple[Tensor, Shape]],
-        *,
         chunks: Sequence[Chunk] | None,
-        num_items: int | Tensor | None,
-        num_segments: int | Tensor | None,
-        grad_scale: float | Tensor,
-        dtype: torch.dtype,
-        device: torch.device,
-        narrow: bool,
-        taken: Mapping[str, Tensor] | None = None,
-        segments: Segments | None = None,
+        taken: Mapping[str, Tensor],
     ) -> None:
-        self.terms, self.metric_calls, self.rows, self.chunks = terms, metrics, rows, chunks
-        self.num_items, self.num_segments, self.grad_scale = num_items, num_segments, grad_scale
-        self.dtype, self.device = dtype, device
-        self.shapes = {name: shape for name, (_, shape) in inputs.items()}
-        self.given, self.segments = inputs, segments
-        self.taken = dict(taken or {})  # teachers' inputs, already of the rows that count
-        self.shapes |= {name: Shape("row", x.dtype, tuple(x.shape[1:])) for name, x in (taken or {}).items()}
-        self.per_row = [name for name, shape in self.shapes.items() if shape.kind == "row"]
-        self.wants_grad = tuple(name for name, shape in self.shapes.items() if shape.requires_grad)
+        self.plan = plan
+        source, _, self.segments, _, options, self.given = arguments
+        self.num_items, self.num_segments, weights, self.grad_scale, _ = options
+        self.weights = {**plan.weights, **weights} if weights else plan.weights
+        self.terms, self.metric_calls, self.rows, self.chunks = plan.terms, plan.metrics, rows, chunks
+        self.dtype, self.device, self.shapes = source.fact_dtype, source.device, plan.shapes
+        self.taken = taken  # teachers' inputs, already of the rows that count
+        if taken:
+            self.shapes = {**self.shapes, **{n: Shape("row", x.dtype, tuple(x.shape[1:])) for n, x in taken.items()}}
+        self.wants_grad = plan.wants_grad
         self.values: dict[str, Tensor] = {}
         self.metrics: dict[str, Metric] = {}
         self.denominators: dict[str, Tensor] = {}
         self.normaliser: Tensor | None = None
-        self.narrow, self.watched = narrow, torch.is_grad_enabled()  # somebody may want a captured tensor's gradient
+        # fp16 logits get their gradient before the loss scale is known: write order 1, and scale in float32
+        early = plan.program is not None and isinstance(source, Logits) and source.logits.dtype == torch.float16
+        self.narrow, self.watched = source.narrow or early, torch.is_grad_enabled()
         if rows.segments is not None and rows.segments.group is not None:
-            for t in terms:  # now, at the same place on all ranks: one without rows has no chunks
+            for t in self.terms:  # now, at the same place on all ranks: one without rows has no chunks
                 if t.sums_weights and t.trace.value == "row":
                     self._weights(t, "row", rows.count, self._env({}, None))
 
     @functools.cached_property
     def inputs(self) -> dict[str, Tensor]:
         """Every input, of the rows that count."""
-        own = {n: x.clone() if x.is_inference() else x.detach() for n, (x, _) in self.given.items()}  # for autograd
-        return {n: self.rows.take(x) if self.shapes[n].kind == "row" else x for n, x in own.items()} | self.taken
+        own = {n: x.clone() if x.is_inference() else x.detach() for n, x in self.given.items()}  # for autograd
+        own = {n: self.rows.take(x) if self.shapes[n].kind == "row" else x for n, x in own.items()}
+        return {**own, **self.taken}
 
     def raw_inputs(self, part: slice) -> dict[str, Tensor]:
         """Inputs of rows and scalars, for a kernel that passes over ignored rows by itself."""
         if self.rows.keep is not None:
             return {n: part_of(x, part) if self.shapes[n].kind == "row" else x for n, x in self.inputs.items()}
-        flat = {n: x.reshape(-1) if s.kind == "row" and x.ndim > 1 else x for n, (x, s) in self.given.items()}
-        flat |= self.taken
-        return {n: part_of(x.detach(), part) if self.shapes[n].kind == "row" else x for n, x in flat.items()}
+        found: dict[str, Tensor] = {}
+        for name, x in self.given.items():
+            of_rows = self.shapes[name].kind == "row"
+            x = x.reshape(-1) if of_rows and x.ndim > 1 else x
+            found[name] = part_of(x.detach() if x.requires_grad else x, part) if of_rows else x
+        for name, x in self.taken.items():
+            found[name] = part_of(x, part)
+        return found
 
     @functools.cached_property
     def filler(self) -> Tensor:
@@ -148,12 +118,13 @@ class TermsOnRows:
         if grad:
             given = {n: x.detach().requires_grad_() if n in self.wants_grad else x for n, x in env.inputs.items()}  # type: ignore[union-attr]
             env = env._replace(inputs=given)
+        per_row = [name for name, shape in self.shapes.items() if shape.kind == "row"]
         values, seeds = [], []
         measured, kinds, ways = dict[str, Any](), dict[str, str](), dict[str, Reach]()
         loss = torch.zeros((), dtype=self.dtype, device=self.device)
         for term in self.terms:
             with torch.set_grad_enabled(grad or (self.watched and term.trace.reach is None)):
-                value, metrics = term.call(env, self.per_row if term.trace.apart else None)
+                value, metrics = term.call(env, per_row if term.trace.apart else None)
             if term.trace.reach is None and (grad or self.watched):
                 ways[term.name] = reach_of(value, leaves, [x for x in env.inputs.values() if x is not None])
             kind = term.trace.value or self._kind(term.call, value)
@@ -166,7 +137,7 @@ class TermsOnRows:
                 plain = plain.masked_fill(self.rows.segments.counts == 0, 0)  # an empty segment may yield anything
             reduced = (base * plain).sum().to(self.dtype)
             self.values[term.name] = reduced
-            loss = loss + reduced * term.weight
+            loss = loss + reduced * self.weights[term.name]
             values.append(value)
             seeds.append((base * self._scale(term)).to(value.dtype))
             of = term.trace.metrics if term.trace.value else {k: self._kind(term.call, x) for k, x in metrics.items()}
@@ -203,10 +174,18 @@ class TermsOnRows:
 
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor of the caller's that the loss was made of, by the name of its argument."""
-        found = {name: x for name, (x, _) in self.given.items()} | {"segments": getattr(self.segments, "ids", None)}
-        found |= {"num_items": self.num_items, "num_segments": self.num_segments, "grad_scale": self.grad_scale}
-        found |= {f"weights[{term.name!r}]": term.weight for term in self.terms}
-        return {name: x for name, x in found.items() if isinstance(x, Tensor)}
+        found = dict(self.given)
+        if self.segments is not None:
+            found["segments"] = self.segments.ids
+        for name in ("num_items", "num_segments", "grad_scale"):
+            x = getattr(self, name)
+            if isinstance(x, Tensor):
+                found[name] = x
+        for term in self.terms:
+            weight = self.weights[term.name]
+            if isinstance(weight, Tensor):
+                found[f"weights[{term.name!r}]"] = weight
+        return found
 
     def _env(self, facts: Mapping[Fact, Tensor], chunk: Chunk | None) -> Env:
         rows = self.rows
@@ -225,7 +204,8 @@ class TermsOnRows:
         return Env(_Filled(facts, filler), inputs, targets, segments)
 
     def _scale(self, term: Planned) -> float | Tensor:
-        weight = term.weight.to(self.dtype) if isinstance(term.weight, Tensor) else term.weight
+        weight = self.weights[term.name]
+        weight = weight.to(self.dtype) if isinstance(weight, Tensor) else weight
         scale = self.grad_scale.to(self.dtype) if isinstance(self.grad_scale, Tensor) else self.grad_scale
         return weight * scale
 
@@ -340,39 +320,3 @@ class _Filled(Mapping[Fact, Tensor]):
 def _add_into(sums: dict[Any, Tensor], more: Mapping[Any, Tensor]) -> None:
     for key, x in more.items():
         sums[key] = sums[key] + x if key in sums else x
-
-
-def check_inputs(
-    terms: Iterable[tuple[str, Call]],
-    given: Mapping[str, Any],
-    reserved: Iterable[str],
-    *,
-    off: Iterable[str],
-    metrics: Iterable[tuple[str, Call]],
-    teachers: Container[str] = (),
-) -> None:
-    """Every input a loss needs is there, and every input that is there is one some loss knows."""
-    everything = [*((f"term {n!r}", n, c) for n, c in terms), *((f"metric {n!r}", None, c) for n, c in metrics)]
-    known = [name for _, _, call in everything for name in call.input_names]
-    for name in given:
-        if name not in known:
-            for label, term, call in everything:
-                if term is not None and name in call.signature.options:
-                    made = f"hl.Term({call.signature.name}, {name}=...)"
-                    raise TypeError(f"{name}: an option of {label}, which goes into the objective: {made}")
-            asked = ", ".join(dict.fromkeys(known)) or "no inputs"
-            near = suggest(name, [*known, *reserved])
-            raise TypeError(f"{name}: no loss asks for this input; they ask for {asked}{near}")
-    for label, term, call in everything:
-        if term is not None and term in off:
-            continue
-        required = [p.key for s in call.signatures for p in s.parameters if p.kind == "input" and not p.optional]
-        required += call.weight_names
-        for wanted in required:
-            if given.get(wanted) is None and wanted not in teachers:
-                what = ", ".join(dict.fromkeys(p.takes or p.name for s in call.signatures for p in s.parameters))
-                passed = ", ".join(given) or "none"
-                near = suggest(wanted, [*given, *FACTS], cutoff=0.8)  # old_logprob is no misspelt logprob
-                raise TypeError(
-                    f"{wanted}: missing; {label} ({call.signature.name}) asks for {what}; inputs passed: {passed}{near}"
-                )

@@ -11,26 +11,26 @@ from __future__ import annotations
 import functools
 import time
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from headloss.engine.sweeps import Chunk, Sweep
+from headloss.engine.heads import part_of
+from headloss.engine.loss import TermsOnRows
+from headloss.engine.plan import Planned
+from headloss.engine.sweeps import Sweep
 from headloss.facts import Fact, Softmax
 from headloss.metrics import Metric, measure_later
 from headloss.record import Grads
-from headloss.reductions import even, lengths
+from headloss.reductions import lengths, shared_weight
 from headloss.rows import may_read
-
-if TYPE_CHECKING:
-    from headloss.engine.loss import Planned, TermsOnRows
 
 
 class Launched:
-    """What a visit in one launch leaves behind: a `passes.Result` whose parts are cut out when something asks."""
+    """What a visit in one launch leaves behind: a `run.Result` whose parts are cut out when something asks."""
 
-    def __init__(self, loss: Tensor, visited: Any, grads: Grads | None, normaliser: Tensor | None) -> None:
+    def __init__(self, loss: Tensor | None, visited: Any, grads: Grads | None, normaliser: Tensor | None) -> None:
         self.loss, self.visited, self.grads, self.normaliser = loss, visited, grads, normaliser
 
     @functools.cached_property
@@ -38,8 +38,8 @@ class Launched:
         return self.visited.facts
 
     def rest(self) -> Launched:
-        """See `passes.Result.rest`."""
-        return Launched(self.loss.detach(), self.visited, None, self.normaliser)
+        """See `run.Result.rest`."""
+        return Launched(None, self.visited, None, self.normaliser)
 
     @property
     def softmax(self) -> Softmax:
@@ -56,17 +56,17 @@ class Launched:
 
 def launch(sweep: Sweep, loss: TermsOnRows, needs: tuple[bool, ...]) -> Launched:
     """Visit every chunk: the loss, the facts, the softmax, and the gradients if any are wanted."""
-    assert loss.chunks
     weighed = Weighed(loss, sweep.backend)
-    chunks, grad = loss.chunks, any(needs)
+    chunks, grad, times = loss.chunks, True in needs, loss.plan.times
+    assert chunks
     head = sweep.open_head(needs, chunks)
-    begun = time.perf_counter()
+    begun = 0.0 if "compiling" in times else time.perf_counter()
     seen = []
     for chunk in chunks:
-        seen.append(sweep.launch(head, chunk, weighed.arguments(chunk), grad))
-        if "compiling" not in sweep.times:
-            sweep.times["compiling"] = time.perf_counter() - begun
-    visited = type(seen[0]).join(seen)
+        seen.append(sweep.launch(head, chunk, weighed.arguments(chunk.rows), grad))
+        if begun:
+            times.setdefault("compiling", time.perf_counter() - begun)
+    visited = seen[0] if len(seen) == 1 else type(seen[0]).join(seen)
     return Launched(weighed.report(visited), visited, sweep.grads(head) if grad else None, weighed.normaliser)
 
 
@@ -76,7 +76,10 @@ class Weighed:
     def __init__(self, loss: TermsOnRows, backend: ModuleType, by_segment: bool = False) -> None:
         self.loss, self.backend, self.by_segment = loss, backend, by_segment
         self.bases = {t.name: self._base(t) for t in loss.terms}
-        self.factors = {t.name: t.weight * loss.grad_scale for t in loss.terms}
+        scale, weights = loss.grad_scale, {t.name: loss.weights[t.name] for t in loss.terms}
+        unscaled = type(scale) is float and scale == 1.0
+        self.weights = weights
+        self.factors = weights if unscaled else {name: weight * scale for name, weight in weights.items()}
         self.normaliser: Tensor | None = None
         if loss.narrow:
             self._normalise()
@@ -84,9 +87,11 @@ class Weighed:
     def _base(self, term: Planned) -> float | Tensor:
         loss = self.loss
         kind = term.trace.value or "row"
-        length = loss.rows.count if kind == "row" else len(loss.rows.segments or ())
-        denominator = loss.denominator(term, kind, length) if term.reduction == "weighted_mean" else None
-        shared = even(
+        denominator = None
+        if term.reduction == "weighted_mean":
+            length = loss.rows.count if kind == "row" else len(loss.rows.segments or ())
+            denominator = loss.denominator(term, kind, length)
+        shared = shared_weight(
             term.reduction, kind, loss.rows,
             num_items=loss.num_items, num_segments=loss.num_segments, norm=term.length, denominator=denominator,
         )  # fmt: skip
@@ -102,10 +107,9 @@ class Weighed:
         self.normaliser = largest.masked_fill(largest == 0, 1.0)
         self.factors = {name: factor / self.normaliser for name, factor in self.factors.items()}
 
-    def arguments(self, chunk: Chunk) -> Any:
-        loss, part = self.loss, chunk.rows
-        cut = {name: x[part] if isinstance(x, Tensor) and x.ndim else x for name, x in self.bases.items()}
-        return self.backend.Arguments(loss.raw_inputs(part), cut, self.factors)
+    def arguments(self, part: slice) -> Any:
+        bases = {name: part_of(x, part) if isinstance(x, Tensor) and x.ndim else x for name, x in self.bases.items()}
+        return self.backend.Arguments(self.loss.raw_inputs(part), bases, self.factors)
 
     def report(self, visited: Any) -> Tensor:
         """Sum over the rows: the terms' values, and the loss; metrics are summed when they are read."""
@@ -116,26 +120,27 @@ class Weighed:
             self._measure_segments(visited)
         if not loss.terms:  # every term is switched off
             return torch.zeros((), dtype=loss.dtype, device=loss.device)
-        sums, total = self.backend.totals(visited, [term.weight for term in loss.terms])
-        loss.values |= dict(zip(visited.program.terms, sums.unbind(), strict=True))
+        sums, total = self.backend.totals(visited, [*self.weights.values()])
+        loss.values = dict(zip(visited.program.terms, sums.unbind(), strict=True))
         return total
 
     def _measure_segments(self, settled: Any) -> None:
         """Metrics of segments too, all in the order of the terms."""
         names, metrics = settled.program.segment_metrics, self.loss.metrics
+        if not names:
+            return
         counts = settled.segment_counts > 0
         found = {**metrics, **measure_later(names, lambda: settled.segment_metric_values, counts, "segment")}
-        if names and not may_read(True, counts.device):
+        if not may_read(True, counts.device):
             found[names[0]].parts  # noqa: B018, see `measured`
         order = [f"{t.name}/{key}" for t in self.loss.terms for key in t.trace.metrics]
-        metrics.clear()
-        metrics.update({name: found[name] for name in dict.fromkeys((*order, *found)) if name in found})
+        self.loss.metrics = {name: found[name] for name in dict.fromkeys((*order, *found)) if name in found}
 
 
 def measured(visited: Any, valid: Tensor | None) -> dict[str, Metric]:
     """The metrics of a visit, to be summed when they are read."""
     metrics = measure_later(visited.program.metrics, lambda: visited.metric_values, valid, "token")
-    if not may_read(True, visited.found.device):
+    if metrics and not may_read(True, visited.found.device):
         next(iter(metrics.values())).parts  # a graph that is replayed makes them anew  # noqa: B018
     return metrics
 

@@ -1,7 +1,7 @@
-"""From a call's arguments to a plan: what will run, decided from names, shapes and traces alone.
+"""A plan: what will run, decided from names, shapes and traces alone.
 
 Everything that can be wrong about a call without looking at a number is said here, so a plan can be explained on meta
-tensors.  Plans are kept with their objective: a later call of the same form finds its own.
+tensors.  It holds for all calls of its form (`lookup.py`), whatever their sizes and values.
 """
 
 from __future__ import annotations
@@ -9,127 +9,160 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from headloss.backends import choose
-from headloss.engine.arguments import CallArguments
-from headloss.engine.layout import Reading, lay_out, readings
-from headloss.engine.loss import Planned, check_belongs, check_inputs
-from headloss.engine.teachers import name_teachers
-from headloss.facts import NEEDS_TARGET, Fact, Want
+from headloss.engine.checks import check_asked, check_belongs, check_inputs, check_targets_wanted, check_teachers
+from headloss.facts import Want
 from headloss.metrics import retarget
-from headloss.rows import Prepared
 from headloss.segments import Segments
 from headloss.sources import Linear, Logits, Source, Sparse, Teacher
-from headloss.teachers import SPARSE
-from headloss.term import check_weight
 from headloss.terms import Terms
 from headloss.trace.call import Call
 from headloss.trace.gradient import check_constants
-from headloss.trace.signature import CALL, ONLY, TEACHER_INPUTS, suggest
+from headloss.trace.reads import ours
+from headloss.trace.signature import CALL, TEACHER_INPUTS
 from headloss.trace.trace import Shape, Trace, trace
 
 
-class Plan(NamedTuple):
-    """How one call will run."""
+class Planned(NamedTuple):
+    """A term that is on: what to run, how it was traced, and how it is reduced."""
 
-    source: Source
-    segments: Segments | None
-    teachers: dict[str, Teacher]
+    name: str
+    call: Call
+    trace: Trace
+    reduction: str
+    length: float | None
+    needs_segments: bool
+
+    @property
+    def sums_weights(self) -> bool:
+        """Whether its row weights are summed before any fact is known."""
+        return self.reduction == "weighted_mean" and not self.call.weighs_by_facts
+
+
+class Calls(NamedTuple):
+    """The terms that are on and the metrics, ready to be called."""
+
+    terms: dict[str, Call]
+    metrics: tuple[tuple[str, Call], ...]
+
+
+class Plan(NamedTuple):
+    """How calls of one form run."""
+
     terms: tuple[Planned, ...]
+    weights: Mapping[str, float | Tensor]  # of all terms, where a call gives no others
     off: tuple[str, ...]  # terms switched off
     metrics: tuple[tuple[str, Call], ...]
-    inputs: dict[str, tuple[Tensor, Shape]]
+    shapes: Mapping[str, Shape]  # of the inputs
+    wants_grad: tuple[str, ...]  # inputs that require grad
     want: Want
     kind: str  # the widest class among the terms
-    program: Any  # the terms printed for one launch (`backends.program.Program`), or None
+    program: Any  # the terms printed for one launch (`printer.program.Program`), or None
     reason: str  # why there is none
+    backend: ModuleType
+    read_because: str  # why the host has to know which rows count before the work is queued; empty: it need not
+    needed: str | None  # a term that needs a segment for every row
+    elements: tuple[Any, ...]  # divergences that sweeps run
+    has_gradient: bool  # every term is known to have one, and to lose none
     times: dict[str, float]  # what the first call of this form spent, in seconds
+    in_parts: Plan | None = None  # for calls of few rows, where there is a program
+
+    def without_program(self, reason: str) -> Plan:
+        plan = self._replace(program=None, reason=reason, in_parts=None)
+        return plan if self.read_because else plan._replace(read_because=_mixing(plan))
 
 
-def make_plan(objective: Terms, arguments: CallArguments) -> Plan:
-    source, targets, segments, teacher, options, inputs = arguments
-    if isinstance(targets, Prepared):
-        segments = targets.segments if segments is None else segments
-    if segments is not None and type(segments) is not Segments:
-        hint = "; make them with hl.Segments.from_cu_seqlens, from_ids, from_position_ids or from_batch"
-        raise TypeError(f"segments: wanted hl.Segments, got {type(segments).__name__}{hint}")
-    if segments is not None and not isinstance(targets, Prepared):
-        segments = segments.fitted(source.leading, source.device)
-    now = call_weights(objective, options.weights or {})
-    off = tuple(name for name, weight in now.items() if not isinstance(weight, Tensor) and weight == 0)
-    teachers = name_teachers(teacher, source)
-    asked = (
-        source.temperature if isinstance(source.temperature, int | float) else None,
-        tuple((n, type(x), x.ids.shape[-1] if isinstance(x, Sparse) else None) for n, x in teachers.items()),
-        tuple((n, x is None) for n, x in inputs.items()),
-        off,
-        tuple(term.content() for term in objective.every_term),
-    )
-    if asked not in objective.known:
-        keep(objective, asked, _calls(objective, off, teachers, inputs, asked[0]))
-    calls, metrics, said = objective.known[asked]
-    for name in calls:
-        if segments is None and objective.terms[name].needs_segments:
-            term = objective.terms[name]
-            asks = f"reduction {term.reduction!r}" if term.reduction.startswith("seq_") else "its loss"
-            raise ValueError(f"segments: term {name!r} needs them for {asks}; pass segments=hl.Segments...")
-    laid = lay_out(said, inputs, source, segments)
-    key: Any = (
-        asked,
-        source.fact_dtype,
-        source.device.type,
-        targets is None,
-        segments is None,
-        source.shard is None,
-        tuple((n, shape) for n, (_, shape) in laid.items()),
-        tuple(call.reads() for call in (*calls.values(), *(c for _, c in metrics))),
-    )
-    found = objective.known.get(key)
-    if found is None:
-        begun = time.perf_counter()
-        found = _trace_terms(objective, calls, metrics, source, segments, teachers, laid, targets is None)
-        traced = time.perf_counter()
-        found = (*found, *_print_terms(objective, calls, metrics, source, teachers, *found))
-        found = (*found, {"tracing": traced - begun, "printing": time.perf_counter() - traced})
-        keep(objective, key, found)
-    traces, shapes, want, kind, program, reason, times = found
+def suited(plan: Plan, source: Source) -> Plan:
+    """The plan for so many rows: one program per row is slower than rows cut in parts where they are few."""
+    if plan.in_parts is None:
+        return plan
+    rows = torch.Size(source.leading).numel()
+    rows = min(rows, source.chunk_rows()) if isinstance(source, Linear) else rows
+    return plan if plan.backend.suits(rows, source.columns) else plan.in_parts
+
+
+def make_plan(
+    objective: Terms,
+    calls: Calls,
+    off: tuple[str, ...],
+    source: Source,
+    targetless: bool,
+    segments: Segments | None,
+    teachers: Mapping[str, Teacher],
+    shapes: Mapping[str, Shape],
+) -> Plan:
+    begun = time.perf_counter()
+    traces, want, kind = _trace_terms(objective, calls, source, segments, teachers, shapes, targetless)
+    traced = time.perf_counter()
+    program, reason = _print_terms(objective, calls, source, teachers, traces, shapes, want, kind)
+    times = {"tracing": traced - begun, "printing": time.perf_counter() - traced}
     if program is not None and program.by_segment:
         apart = _apart(source, segments)
         program, reason = (None, apart) if apart else (program, reason)
-    elif program is not None and not _suits(source, objective.backend):
-        program, reason = None, "so few rows are swept faster in parts"
     if program is not None and any(_is_narrow(teachers[name], source) for name in want.teachers):
         program, reason = None, "the teacher has fewer columns than the student"
     terms = objective.terms
     planned = tuple(
-        Planned(n, call, traces[n], now[n], terms[n].reduction, terms[n].length, terms[n].needs_segments)
-        for n, call in calls.items()
+        Planned(n, call, traces[n], terms[n].reduction, terms[n].length, terms[n].needs_segments)
+        for n, call in calls.terms.items()
     )
-    laid = {n: (x, shapes[n]) for n, (x, _) in laid.items()}
-    return Plan(source, segments, teachers, planned, off, metrics, laid, want, kind, program, reason, times)
+    plan = Plan(
+        planned, {name: term.weight for name, term in terms.items()}, off, calls.metrics, shapes,
+        tuple(name for name, shape in shapes.items() if shape.requires_grad), want, kind, program, reason,
+        backend_for(objective.backend, source, want), why_read(source, segments, planned, kind),
+        next((t.name for t in planned if t.needs_segments), None),
+        tuple(dict.fromkeys(f.element for f in want.facts if f.element is not None)),
+        all(t.trace.reach is not None and t.trace.reach.fine for t in planned), times,
+    )  # fmt: skip
+    if not plan.read_because:
+        plan = plan._replace(read_because=_mixing(plan))
+    if program is not None and not program.by_segment:
+        plan = plan._replace(in_parts=plan.without_program("so few rows are swept faster in parts"))
+    return plan
 
 
-_MOST_KNOWN = 64  # plans of an objective: more would mean that something changes with every call
+def why_read(source: Source, segments: Segments | None, terms: Sequence[Planned], kind: str) -> str:
+    if isinstance(source, Linear):
+        return "ignored rows are left out of the products"
+    if source.shard is not None or (segments is not None and segments.group is not None):
+        return "ranks that share a call must refuse it together, before a collective"
+    if kind == "batch":
+        return f"term {next(t.name for t in terms if t.trace.kind == 'batch')!r} must not see ignored rows"
+    return ""
 
 
-def keep(objective: Terms, key: Any, found: Any) -> None:
-    if len(objective.known) > _MOST_KNOWN:
-        objective.known.clear()
-    objective.known[key] = found
+def _mixing(plan: Plan) -> str:
+    """A metric that is made of all rows at once."""
+    mixing = [f"{t.name}/{name}" for t in plan.terms for name, kind in t.trace.metrics.items() if kind == "other"]
+    mixing += [name for name, call in plan.metrics if plan.program is None and not ours(call.fn)]
+    return f"metric {mixing[0]!r} may not see ignored rows" if mixing else ""
 
 
-def _calls(
+def backend_for(name: str, source: Source, want: Want) -> ModuleType:
+    """The backend asked for, or a ValueError; "auto" takes one that can run every divergence wanted."""
+    backend = choose(name, source.device, source.fact_dtype)
+    why = backend.cannot_run(want)
+    if why is not None and name != "auto":
+        raise ValueError(f'backend: "{backend.NAME}" cannot run {why}; use backend="torch"')
+    return backend if why is None else choose("torch", source.device, source.fact_dtype)
+
+
+def choose_calls(
     objective: Terms,
     off: tuple[str, ...],
     teachers: Mapping[str, Teacher],
     inputs: Mapping[str, Any],
-    temperature: float | None,
-) -> tuple[dict[str, Call], tuple[tuple[str, Call], ...], dict[str, Reading]]:
-    """The terms that are on and the metrics, ready to be called, once names are known to fit; and their readings."""
+    source: Source,
+    segments: Segments | None,
+) -> Calls:
+    """What a call will run, once the names of inputs and teachers are known to fit."""
+    temperature = None if isinstance(source.temperature, Tensor) else source.temperature
     calls = {name: term.call(temperature, teachers) for name, term in objective.terms.items()}
     metrics = tuple((name, retarget(call, temperature, teachers)) for name, call in objective.metrics)
     for name, call in calls.items():
@@ -140,23 +173,26 @@ def _calls(
     check_asked(teachers, [*calls.values(), *(call for _, call in metrics)])
     named = {f"{i} of {n}" for n, x in teachers.items() if isinstance(x, Sparse) for i in TEACHER_INPUTS}
     check_inputs(calls.items(), inputs, CALL, off=off, metrics=metrics, teachers=named)
-    said = readings(objective.terms, metrics)
-    return {name: call for name, call in calls.items() if name not in off}, metrics, said
+    calls = {name: call for name, call in calls.items() if name not in off}
+    for name in calls:
+        if segments is None and objective.terms[name].needs_segments:
+            term = objective.terms[name]
+            asks = f"reduction {term.reduction!r}" if term.reduction.startswith("seq_") else "its loss"
+            raise ValueError(f"segments: term {name!r} needs them for {asks}; pass segments=hl.Segments...")
+    return Calls(calls, metrics)
 
 
 def _trace_terms(
     objective: Terms,
-    calls: Mapping[str, Call],
-    metrics: Sequence[tuple[str, Call]],
+    planned: Calls,
     source: Source,
     segments: Segments | None,
     teachers: Mapping[str, Teacher],
-    laid: Mapping[str, tuple[Tensor, Shape]],
+    given: Mapping[str, Shape],
     targetless: bool,
-) -> tuple[dict[str, Trace], dict[str, Shape], Want, str]:
-    """Each term's trace, the inputs' shapes as the traces take them, the facts wanted, and the widest class."""
-    ids = _ids(source, teachers)
-    given = {n: shape for n, (_, shape) in laid.items()}
+) -> tuple[dict[str, Trace], Want, str]:
+    """Each term's trace, the facts wanted, and the widest class."""
+    ids, (calls, metrics) = _ids(source, teachers), planned
     traces: dict[str, Trace] = {}
     for name, call in calls.items():
         shapes = {n: shape for n, shape in given.items() if n in call.input_names}
@@ -177,7 +213,7 @@ def _trace_terms(
         if any(p.kind == "targets" and not p.optional for s in signatures for p in s.parameters):
             raise ValueError("targets: a loss or metric asks for them; pass each row's target")
     kinds = [found.kind for found in traces.values()]
-    return traces, given, Want(wanted), next((k for k in ("batch", "segment") if k in kinds), "row")
+    return traces, Want(wanted), next((k for k in ("batch", "segment") if k in kinds), "row")
 
 
 def _is_narrow(teacher: Teacher, source: Source) -> bool:
@@ -194,14 +230,6 @@ def _ids(source: Source, teachers: Mapping[str, Teacher]) -> dict[str, Shape]:
     }
 
 
-def _suits(source: Source, backend: str) -> bool:
-    """Whether one program per row is as fast as rows cut in parts."""
-    rows = torch.Size(source.leading).numel()
-    rows = min(rows, source.chunk_rows()) if isinstance(source, Linear) else rows
-    suits: bool = choose(backend, source.device, source.fact_dtype).suits(rows, source.columns)
-    return suits
-
-
 def _apart(source: Source, segments: Segments | None) -> str:
     """Why segments cannot be settled in one launch."""
     if segments is not None and segments.group is not None:
@@ -213,8 +241,7 @@ def _apart(source: Source, segments: Segments | None) -> str:
 
 def _print_terms(
     objective: Terms,
-    calls: Mapping[str, Call],
-    metrics: Sequence[tuple[str, Call]],
+    calls: Calls,
     source: Source,
     teachers: Mapping[str, Teacher],
     traces: Mapping[str, Trace],
@@ -233,44 +260,9 @@ def _print_terms(
         return None, f"{name}: {traces[name].reason}"
     shapes = {**shapes, **_ids(source, teachers)}
     program: tuple[Any, str] = backend.lower(
-        {name: (call, traces[name]) for name, call in calls.items()}, want, shapes, metrics
+        {name: (call, traces[name]) for name, call in calls.terms.items()}, want, shapes, calls.metrics
     )
     return program
-
-
-def check_teachers(label: str, call: Call, teachers: Mapping[str, Teacher]) -> None:
-    """Every teacher a call looks at is there, and of the kind it needs."""
-    asked = [(f.name, f.teacher, f.name in SPARSE) for f in call.facts if f.teacher is not None]
-    asked += [(p.name, p.teacher, True) for s in call.signatures for p in s.parameters if p.teacher is not None]
-    for what, name, sparse in asked:
-        there = ", ".join(map(repr, teachers)) or "none"
-        if name not in teachers:
-            if name != ONLY:
-                near = suggest(str(name), teachers)
-                raise ValueError(f"teacher: {label} looks at {name!r}, which was not passed (there are: {there}){near}")
-            which = "Term(teacher=...) must name one" if len(teachers) > 1 else "pass teacher=..."
-            raise ValueError(f"teacher: {label} needs one for {what!r}; {which} (there are: {there})")
-        if isinstance(teachers[name], Sparse) != sparse:
-            kind = "a sparse teacher (hl.Sparse)" if sparse else "a dense teacher (hl.Logits or hl.Linear)"
-            got = type(teachers[name]).__name__
-            raise ValueError(f"teacher: {label} asks for {what!r}, which needs {kind}, got hl.{got}")
-
-
-def check_asked(teachers: Mapping[str, Teacher], calls: Sequence[Call]) -> None:
-    """Every teacher is one that some term or metric looks at, if only one that is switched off."""
-    asked = {f.teacher for call in calls for f in call.facts if f.teacher}
-    asked |= {p.teacher for call in calls for s in call.signatures for p in s.parameters if p.teacher}
-    for name in teachers:
-        if name not in asked:
-            which = "one was passed" if name == ONLY else f"{name!r} was passed"
-            seen = ", ".join(sorted(map(repr, asked))) or "none"
-            raise ValueError(f"teacher: {which}, but terms and metrics look at {seen}{suggest(name, asked)}")
-
-
-def check_targets_wanted(wanted: list[Fact]) -> None:
-    for fact in wanted:
-        if fact.name in NEEDS_TARGET:
-            raise ValueError(f"targets: needed by the fact {fact.name!r}; pass each row's target")
 
 
 def plain_source(source: Source) -> Source:
@@ -284,16 +276,6 @@ def plain_source(source: Source) -> Source:
 
         source = localize(source)
     return source
-
-
-def call_weights(objective: Terms, weights: Mapping[str, float | Tensor]) -> dict[str, float | Tensor]:
-    """The terms' weights for this call."""
-    terms = objective.terms
-    for name, weight in weights.items():
-        if name not in terms:
-            raise ValueError(f"weights: no term {name!r}; there are {', '.join(terms)}{suggest(name, terms)}")
-        check_weight(f"weights[{name!r}]", weight)
-    return {name: weights.get(name, term.weight) for name, term in terms.items()}
 
 
 def _check_spread(label: str, found: Trace, shapes: Mapping[str, Shape]) -> None:

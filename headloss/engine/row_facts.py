@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from headloss.engine.bind import backend_for
-from headloss.engine.plan import check_targets_wanted, check_teachers
+from headloss.engine.checks import check_targets_wanted, check_teachers
+from headloss.engine.plan import backend_for
 from headloss.engine.sweeps import Sweep
 from headloss.engine.teachers import bind_teachers, name_teachers
 from headloss.facts import FACTS, Fact, Want

@@ -9,20 +9,18 @@ Dimension key:  R rows that count   C rows of a chunk   S segments
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from headloss.engine.loss import TermsOnRows
 from headloss.engine.one_launch import Launched, Weighed, by_length
-
-if TYPE_CHECKING:
-    from headloss.engine.loss import TermsOnRows
-    from headloss.engine.sweeps import Sweep
+from headloss.engine.sweeps import Sweep
 
 
 def settle(sweep: Sweep, loss: TermsOnRows, needs: tuple[bool, ...]) -> Launched:
     """As `one_launch.launch`; without chunks, all rows are settled at once and no gradient is made."""
-    grad = any(needs) and bool(loss.chunks)
+    grad = True in needs and bool(loss.chunks)
     weighed = Weighed(loss, sweep.backend, by_segment=True)
     settling = _open(sweep, loss, weighed, grad)
     if loss.chunks:
@@ -59,7 +57,7 @@ def _visit(sweep: Sweep, head: Any, chunk: Any, settling: Any, grad: bool) -> No
     rows_FC = settling.settle(_sums(sweep, block), part.start, chunk.segments)
     if not grad:
         return
-    out_CV, program = head.room(block.numbers, block.raw_CV), sweep.program
+    out_CV, program = head.grad_buffer(block.numbers, block.raw_CV), sweep.program
     used = [i for i, there in enumerate(program.there) if any(there)]
     temperatures = sweep._temperatures(part)
     sweep.backend.pull_rows(

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +23,6 @@ from headloss.facts import Fact, Partial, Softmax, Want, coefficients, finish
 from headloss.parallel.shard import Gathering, reduce_hidden, sum_over
 from headloss.record import Grads
 from headloss.rows import Rows
-from headloss.segments import shallow
 from headloss.sources import Linear, Source, tensors_in, with_tensors
 from headloss.teachers import DenseSoftmax, TeacherChunk, Temperature, teacher_coefficients
 
@@ -33,21 +32,6 @@ Cotangents = tuple[Mapping[Fact, Tensor], Mapping[str, Tensor]]  # of the facts,
 class Chunk(NamedTuple):
     rows: slice  # of the rows that count
     segments: slice | None = None  # that they make up whole
-
-
-class Loss(Protocol):
-    """What a sweep must know of an objective."""
-
-    chunks: Sequence[Chunk] | None  # how to visit the rows; None if all facts must come first
-    normaliser: Tensor | None  # what the gradients made in a visit still have to be multiplied with
-    wants_grad: tuple[str, ...]  # inputs that require grad
-    terms: Sequence[Any]
-    watched: bool  # whether the call was made where gradients are recorded
-
-    def chunk(self, chunk: Chunk, facts: Mapping[Fact, Tensor]) -> Cotangents: ...
-    def whole(self, facts: Mapping[Fact, Tensor], grad: bool) -> tuple[Tensor, Cotangents]: ...
-    def shaped(self, name: str, grad: Tensor | None) -> Tensor | None: ...
-    def tensors(self) -> dict[str, Tensor]: ...
 
 
 class Block(NamedTuple):
@@ -70,13 +54,14 @@ class Sweep:
         backend: ModuleType,
         guides: Mapping[str, TeacherRows] | None = None,
         program: Any = None,
-        times: dict[str, float] | None = None,
         integers: Sequence[Tensor] = (),
     ) -> None:
         self.source, self.rows, self.want, self.backend = source, rows, want, backend
-        self.program, self.times = program, {} if times is None else times
-        self.integers = integers  # inputs that ranks which share the vocabulary compare
-        self.guides = {name: (guides or {})[name] for name in want.teachers}
+        self.program, self.integers = (
+            program,
+            integers,
+        )  # the second: inputs that ranks which share a vocabulary compare
+        self.guides = {name: guides[name] for name in want.teachers} if guides else {}
         T = source.temperature
         if isinstance(T, Tensor):
             T = T.detach().to(source.fact_dtype)
@@ -94,21 +79,22 @@ class Sweep:
             found |= {f"{teacher_label(name)}.{field}": x for field, x in guide.tensors().items()}
         return found
 
-    def bare(self) -> Sweep:
-        """The sweep without them, while autograd keeps them; `whole` puts them back."""
-        other = shallow(self)
-        other.source = with_tensors(self.source, dict.fromkeys(tensors_in(self.source)))
-        other.rows, other.temperature = self.rows.with_targets(None), 1.0
-        other.guides = {name: guide.bare() for name, guide in self.guides.items()}
-        return other
+    def strip(self) -> None:
+        """Let go of them, while autograd keeps them; `whole` has them again."""
+        self.source = with_tensors(self.source, dict.fromkeys(tensors_in(self.source)))
+        self.rows.strip()
+        self.temperature, self.integers = 1.0, ()
+        for guide in self.guides.values():
+            guide.strip()
 
     def whole(self, tensors: Mapping[str, Tensor]) -> Sweep:
+        """The sweep before it was stripped."""
         source = with_tensors(self.source, {n: x for n, x in tensors.items() if hasattr(self.source, n)})
         rows, guides = self.rows.with_targets(tensors.get("targets")), {}
         for name, guide in self.guides.items():
             own = {n.rsplit(".", 1)[1]: x for n, x in tensors.items() if n.startswith(f"{teacher_label(name)}.")}
             guides[name] = guide.whole(own, source, rows)
-        return Sweep(source, rows, self.want, self.backend, guides, self.program, self.times)
+        return Sweep(source, rows, self.want, self.backend, guides)
 
     def facts(self) -> tuple[dict[Fact, Tensor], Softmax]:
         """All facts of all rows: over a shard, one collective, and one more if a divergence needs a second look."""
@@ -149,7 +135,7 @@ class Sweep:
             for block in self._blocks(head):
                 at = {f: x[block.part] for f, x in facts.items()}, {f: g[block.part] for f, g in grads.items()}
                 self._pull(head, block, _at(softmax, block.part), *at)
-        return scaled(self.grads(head), normaliser, self.backend)
+        return scale_grads(self.grads(head), normaliser, self.backend)
 
     def visit(
         self, chunks: Sequence[Chunk], cotangents: Callable[[Chunk, Mapping[Fact, Tensor]], Cotangents], needs: Any
@@ -164,7 +150,9 @@ class Sweep:
             if self.source.narrow and by_fact:
                 before, bound = bound, _beyond_fp16(by_fact, bound)
                 if before is not None:
-                    scaled(Grads(None, head.dhidden_ND, head.dweight_VD, head.dbias_V), before / bound, self.backend)
+                    scale_grads(
+                        Grads(None, head.dhidden_ND, head.dweight_VD, head.dbias_V), before / bound, self.backend
+                    )
                 pulled = {f: g / bound for f, g in by_fact.items()}
             self._pull(head, block, softmax, facts, pulled)
             seen.append((facts, softmax, by_fact, by_input))
@@ -174,7 +162,7 @@ class Sweep:
             join(*softmax_),
             concatenate_each(by_fact_),
             concatenate_each(by_input_),
-            scaled(self.grads(head), bound, self.backend),
+            scale_grads(self.grads(head), bound, self.backend),
         )
 
     def open_head(self, needs: tuple[bool, ...], chunks: Sequence[Chunk]) -> Any:
@@ -189,7 +177,7 @@ class Sweep:
         """Facts, values, metrics and gradient of a chunk in one launch of the printed program."""
         rows, part = self.rows, chunk.rows
         block = self._read(head, part)
-        out_CV = head.room(block.numbers, block.raw_CV) if grad else None
+        out_CV = head.grad_buffer(block.numbers, block.raw_CV) if grad else None
         ignored = rows.skipped or rows.valid is not None
         targets = self._targets(part) if not ignored or rows.given is None else part_of(rows.given.reshape(-1), part)
         what = (block.raw_CV, targets, self.want, self._temperatures(part), self.program, arguments, out_CV)
@@ -333,7 +321,7 @@ class Sweep:
                 ],
                 "teacher_temperatures": [[T for T, _ in pairs] for pairs in self._paired(block.part)],
             }
-        out_CV = head.room(block.numbers, block.raw_CV)
+        out_CV = head.grad_buffer(block.numbers, block.raw_CV)
         temperatures, targets = self._temperatures(block.part), self._targets(block.part)
         more |= {"start": self._start, **self._transform()}
         self.backend.pull(block.raw_CV, targets, softmax, pulls, temperatures, out_CV, **more)
@@ -361,7 +349,7 @@ def _beyond_fp16(by_fact: Mapping[Fact, Tensor], before: Tensor | None) -> Tenso
     return bound if before is None else torch.maximum(before, bound)
 
 
-def scaled(grads: Grads, scale: Tensor | None, backend: ModuleType) -> Grads:
+def scale_grads(grads: Grads, scale: Tensor | None, backend: ModuleType) -> Grads:
     """Times a number, in place, and in float32 where the gradient itself is narrower; times 1 costs nothing."""
     if scale is None or (scale.device.type == "cpu" and float(scale) == 1.0):
         return grads

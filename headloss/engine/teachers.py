@@ -19,7 +19,6 @@ from headloss.engine.heads import Head, open_source
 from headloss.facts import Fact, Want
 from headloss.parallel.shard import max_over, note_of
 from headloss.rows import Rows
-from headloss.segments import shallow
 from headloss.sources import Linear, Logits, Source, Sparse, Teacher, padded, parse_bytes, tensors_in, with_tensors
 from headloss.teachers import DenseChunk, SparseChunk, TeacherChunk, Temperature
 from headloss.trace.signature import ONLY
@@ -152,12 +151,10 @@ class DenseTeacherRows:
         """The caller's tensors, which a pull reads again."""
         return tensors_in(self.teacher)
 
-    def bare(self) -> DenseTeacherRows:
-        """Without them; `whole` puts them back."""
-        other = shallow(self)
-        other.teacher = with_tensors(self.teacher, dict.fromkeys(self.tensors()))
-        other.temperature, other.head = 1.0, None
-        return other
+    def strip(self) -> None:
+        """Let go of them; `whole` has them again."""
+        self.teacher = with_tensors(self.teacher, dict.fromkeys(self.tensors()))
+        self.temperature, self.head = 1.0, None
 
     def whole(self, tensors: Mapping[str, Tensor], source: Source, rows: Rows) -> DenseTeacherRows:
         return DenseTeacherRows(with_tensors(self.teacher, tensors), source, rows)
@@ -204,11 +201,9 @@ class SparseTeacherRows:
         """The caller's tensors."""
         return {} if self.teacher is None else {"ids": self.teacher.ids, "logprobs": self.teacher.logprobs}
 
-    def bare(self) -> SparseTeacherRows:
-        """Without them: ids that are named once are a copy, and all that a pull reads."""
-        other = shallow(self)
-        other.teacher = None
-        return other
+    def strip(self) -> None:
+        """Let go of them: ids that are named once are a copy, and all that a pull reads."""
+        self.teacher = None
 
     def whole(self, tensors: Mapping[str, Tensor], source: Source, rows: Rows) -> SparseTeacherRows:
         return self

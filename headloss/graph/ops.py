@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headloss.engine.bind import backend_for
+from headloss.engine.plan import backend_for
 from headloss.engine.run import Result, final_grads
 from headloss.engine.saved import TWICE
 from headloss.engine.sweeps import NO_SOFTMAX, Sweep
@@ -206,7 +206,7 @@ def _pull(
             if known.divergences:
                 terms = recipe.terms_of(sizes)
                 assert terms is not None
-                want = plan_of(args, terms, targets).want
+                want = plan_of(args, terms, targets)[0].want
             rows = bind_rows(
                 source.leading, targets, args.segments,
                 vocab=source.vocab, device=source.device, host_read=host_read,

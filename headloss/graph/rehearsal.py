@@ -18,8 +18,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from headloss.engine.arguments import CallArguments, CallOptions
 from headloss.engine.bind import bind
+from headloss.engine.lookup import find_plan
 from headloss.engine.loss import TermsOnRows
-from headloss.engine.plan import Plan, make_plan
+from headloss.engine.plan import Plan
 from headloss.engine.row_facts import facts_sweep
 from headloss.engine.run import Result, run
 from headloss.engine.sweeps import Sweep
@@ -50,9 +51,9 @@ def perform(args: Call, terms: Terms | None) -> Done:
     if terms is None:
         sweep = sweep_of(args, targets, host_read)
     else:
-        plan = plan_of(args, terms, targets)
+        plan, arguments = plan_of(args, terms, targets, host_read)
         kind = plan.kind
-        sweep, loss = bind(terms, plan, arguments_of(args, targets, host_read))
+        sweep, loss = bind(plan, arguments)
         loss.watched = any(args.needs) or bool(recipe["wanted"])  # not as it is inside the operator
     with torch.no_grad():
         result = run(sweep, loss, args.needs)
@@ -61,13 +62,15 @@ def perform(args: Call, terms: Terms | None) -> Done:
     return Done(sweep, loss, result, numbers, kind)
 
 
-def plan_of(args: Call, terms: Terms, targets: Tensor | Prepared | None) -> Plan:
-    plan = make_plan(terms, arguments_of(args, targets))
+def plan_of(
+    args: Call, terms: Terms, targets: Tensor | Prepared | None, host_read: bool = True
+) -> tuple[Plan, CallArguments]:
+    plan, arguments = find_plan(terms, arguments_of(args, targets, host_read))
     later = any(args.needs) and not args.recipe.visited  # pulled in the backward: what one launch made would be scaled
-    return plan._replace(program=None, reason="the gradient is made in the backward") if later else plan
+    return plan.without_program("the gradient is made in the backward") if later else plan, arguments
 
 
-def arguments_of(args: Call, targets: Tensor | Prepared | None, host_read: bool = True) -> CallArguments:
+def arguments_of(args: Call, targets: Tensor | Prepared | None, host_read: bool) -> CallArguments:
     options = CallOptions(args.num_items, args.num_segments, args.weights, args.grad_scale, host_read)
     return CallArguments(args.source, targets, args.segments, args.teacher, options, args.laid)
 

@@ -220,13 +220,13 @@ def program():
     """Some terms with two inputs, printed."""
     import headloss as hl
     from headloss.engine.arguments import CallArguments
-    from headloss.engine.plan import make_plan
+    from headloss.engine.lookup import find_plan
     from headloss.losses import grpo
 
     objective = hl.Objective(rl=grpo, backend="triton")
     meta = lambda *shape, dtype=torch.float32: torch.empty(*shape, dtype=dtype, device="meta")
     inputs = {"advantage": meta(3), "old_logprob": meta(3)}
-    made = make_plan(objective, CallArguments(hl.Logits(meta(3, 64)), meta(3, dtype=torch.long), inputs=inputs))
+    made, _ = find_plan(objective, CallArguments(hl.Logits(meta(3, 64)), meta(3, dtype=torch.long), inputs=inputs))
     assert made.program is not None and len(made.program.inputs) == 2
     return made.program
 

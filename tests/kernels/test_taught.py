@@ -9,7 +9,7 @@ from interpreting import quicken, rerun
 
 import headloss as hl
 from headloss.engine.arguments import CallArguments
-from headloss.engine.plan import make_plan
+from headloss.engine.lookup import find_plan
 from headloss.losses import (
     cross_entropy,
     entropy_bonus,
@@ -373,7 +373,7 @@ def test_a_plan_on_meta_tensors_has_the_gradient_at_ids():
     told = hl.Sparse(ids, torch.empty(8, 5, device="meta"))
     source = hl.Logits(torch.empty(8, 64, device="meta"))
     objective = hl.Objective(kd=forward_kl, backend="triton")
-    plan = make_plan(objective, CallArguments(source, torch.empty(8, dtype=torch.long, device="meta"), None, told))
+    plan, _ = find_plan(objective, CallArguments(source, torch.empty(8, dtype=torch.long, device="meta"), None, told))
     assert {f.name for f in plan.program.cotangents} == {"ids_logprob", "tail_logprob"}
 
 
@@ -396,7 +396,7 @@ def test_a_divergence_that_cannot_be_printed_is_no_program():
     batch = Batch()
     source = hl.Logits(batch.logits.clone().requires_grad_())
     objective = hl.Objective(kd=bessel, backend="triton")
-    plan = make_plan(objective, CallArguments(source, batch.targets, None, batch.teacher("Logits", torch.float32)))
+    plan, _ = find_plan(objective, CallArguments(source, batch.targets, None, batch.teacher("Logits", torch.float32)))
     assert plan.program is None and "bessel" in plan.reason  # "auto" then takes the torch backend
     with pytest.raises(ValueError, match="bessel"):
         objective(source, batch.targets, teacher=batch.teacher("Logits", torch.float32))

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from headloss.engine.again import form_of
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 import headloss as hl
-from headloss.engine.again import form_of
 from headloss.engine.arguments import CallArguments
 from headloss.losses import LOSSES, cross_entropy, dpo, grpo, gspo, kto
 from headloss.row_weights import off_policy_mask, truncate

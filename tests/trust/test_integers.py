@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy as dense
 
 import headloss as hl
-from headloss.engine.bind import check_count
+from headloss.engine.checks import check_count
 from headloss.losses import cross_entropy, dpo, forward_kl, grpo, gspo
 from headloss.segments import integers
 
@@ -317,7 +317,7 @@ def test_counts_in_a_graph(count: Any) -> None:
 
 def test_counts_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """There nothing is read: a check goes into the queue."""
-    monkeypatch.setattr("headloss.engine.bind.readable", lambda x: False)
+    monkeypatch.setattr("headloss.engine.checks.readable", lambda x: False)
     for count in COUNTS:
         with pytest.raises(RuntimeError, match="num_items: wanted a whole number, at least 0"):
             check_count("num_items", torch.tensor(count))

@@ -178,7 +178,7 @@ def test_an_objective_keeps_a_bounded_number_of_plans() -> None:
     source, targets = torch.randn(3, V), torch.zeros(3, dtype=torch.long)
     for i in range(200):
         objective(hl.Logits(source, temperature=1.0 + i / 100), targets)
-    assert len(objective.known) <= 70 and all(len(t._calls) <= 64 for t in objective.terms.values())
+    assert len(objective.plans.forms) <= 64 and all(len(t._calls) <= 64 for t in objective.terms.values())
 
 
 def test_a_type_is_not_kept() -> None:

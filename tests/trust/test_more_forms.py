@@ -304,7 +304,7 @@ def test_a_divergence_that_comes_to_mix_rows(fn: Any, monkeypatch: pytest.Monkey
 @pytest.fixture
 def deferred(monkeypatch: pytest.MonkeyPatch) -> Any:
     late._PENDING.clear()
-    for name in ("late", "rows", "engine.bind", "engine.again", "engine.row_facts", "engine.layout"):
+    for name in ("late", "rows", "engine.bind", "engine.row_facts", "engine.layout"):
         monkeypatch.setattr(f"headloss.{name}.defers", lambda device: True)
     yield
     late._PENDING.clear()

@@ -292,8 +292,8 @@ def test_what_is_not_deterministic_is_said(loss):
 @pytest.mark.parametrize(
     ("where", "wrong"),
     [
-        ("headloss.reductions.over", lambda count: 1.0 / (count + 1)),
-        ("headloss.engine.loss.TermsOnRows._scale", lambda self, term: 1.1 * term.weight),
+        ("headloss.reductions.reciprocal", lambda count: 1.0 / (count + 1)),
+        ("headloss.engine.loss.TermsOnRows._scale", lambda self, term: 1.1 * self.weights[term.name]),
     ],
 )
 def test_a_wrong_engine_is_caught(where, wrong, monkeypatch):

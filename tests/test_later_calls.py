@@ -17,7 +17,7 @@ import torch
 from interpreting import quicken, rerun
 
 import headloss as hl
-from headloss.engine import again
+from headloss.engine import heads, lookup
 from headloss.losses import cross_entropy, entropy_bonus, grpo, z_loss
 
 pytest.importorskip("triton")
@@ -84,11 +84,11 @@ def played(monkeypatch):
 
 
 @pytest.fixture
-def calls(monkeypatch):
-    """The calls that went the short way."""
+def plans(monkeypatch):
+    """The plans that were made."""
     made = []
-    plain = again.Form.call
-    monkeypatch.setattr(again.Form, "call", lambda *a: made.append(a) or plain(*a))
+    plain = lookup.make_plan
+    monkeypatch.setattr(lookup, "make_plan", lambda *a: made.append(a) or plain(*a))
     return made
 
 
@@ -169,7 +169,7 @@ def with_inputs(**inputs):
 
 
 ROWS = torch.linspace(-1.0, 1.0, N, device=DEVICE if INSIDE or torch.cuda.is_available() else "cpu")
-SHORT = {
+SAME_FORM = {
     "other values": lambda: Call(seed=4),
     "fewer rows": lambda: Call(n=5),
     "one row": lambda: Call(n=1),
@@ -201,19 +201,6 @@ SHORT = {
             inputs={k: v.view(2, 4) for k, v in c.inputs.items()},
         ),
     )[1],
-    "an input off a boundary": lambda: with_inputs(advantage=torch.cat([ROWS[:1], ROWS])[1:]),
-    "an input with gaps": lambda: with_inputs(advantage=torch.stack([ROWS, ROWS], 1)[:, 0]),
-    "an input with one value for all rows": lambda: with_inputs(advantage=ROWS[:1].expand(N)),
-}  # fmt: skip
-LATER = {  # a form of their own: the first such call goes the long way, the second the short
-    "bfloat16": lambda: (c := Call()).change(logits=c.logits.bfloat16()),
-    "an input in float64": lambda: with_inputs(advantage=ROWS.double()),
-    "an input that is None": lambda: with_inputs(old_logprob=None),
-    "a temperature": lambda: Call().change(source={"temperature": 0.5}),
-    "a term switched off": lambda: Call().change(more={"weights": {"z": 0}}),
-}
-NEVER = {
-    "float16": lambda: (c := Call()).change(logits=c.logits.half()),
     "columns apart": lambda: (c := Call()).change(logits=c.logits.t().contiguous().t()),
     "lines apart": lambda: (c := Call(8)).change(
         logits=c.logits.view(2, 4, V).transpose(0, 1), targets=c.targets.view(4, 2),
@@ -221,12 +208,23 @@ NEVER = {
     ),
     "targets with gaps": lambda: (c := Call()).change(targets=torch.stack([c.targets, c.targets], 1)[:, 0]),
     "int32 targets": lambda: (c := Call()).change(targets=c.targets.int()),
+    "an input off a boundary": lambda: with_inputs(advantage=torch.cat([ROWS[:1], ROWS])[1:]),
+    "an input with gaps": lambda: with_inputs(advantage=torch.stack([ROWS, ROWS], 1)[:, 0]),
+    "an input with one value for all rows": lambda: with_inputs(advantage=ROWS[:1].expand(N)),
+}  # fmt: skip
+OTHER_FORM = {
+    "bfloat16": lambda: (c := Call()).change(logits=c.logits.bfloat16()),
+    "an input in float64": lambda: with_inputs(advantage=ROWS.double()),
+    "an input that is None": lambda: with_inputs(old_logprob=None),
+    "a temperature": lambda: Call().change(source={"temperature": 0.5}),
+    "a term switched off": lambda: Call().change(more={"weights": {"z": 0}}),
+    "float16": lambda: (c := Call()).change(logits=c.logits.half()),
     "segments": lambda: Call().change(more={"segments": hl.Segments.from_ids((ROWS > 0).long())}),
-    "a temperature a row": lambda: Call().change(source={"temperature": ROWS + 1.5}),
+    "a temperature per row, beside a term's own": lambda: Call().change(source={"temperature": ROWS + 1.5}),
     "an input that wants a gradient": lambda: with_inputs(advantage=ROWS.clone().requires_grad_()),
     "an input that is a number": lambda: with_inputs(advantage=0.5),
     "an input that makes a metric one number": lambda: with_inputs(advantage=ROWS[3]),
-}  # fmt: skip
+}
 
 
 FEW = [
@@ -242,33 +240,32 @@ FEW = [
 
 
 @runs
-@pytest.mark.parametrize("name", [*SHORT, *LATER, *NEVER] if INSIDE else [*FEW, "no host read, ignored rows"])
-def test_one_thing_changes(name, calls, played):
-    changes(name, calls)
+@pytest.mark.parametrize("name", [*SAME_FORM, *OTHER_FORM] if INSIDE else [*FEW, "no host read, ignored rows"])
+def test_one_thing_changes(name, plans, played):
+    changes(name, plans)
 
 
 @inside
 @pytest.mark.parametrize("name", ["ignored rows", "rows that begin off a boundary"])
-def test_one_thing_changes_for_the_kernel(name, calls, monkeypatch):
+def test_one_thing_changes_for_the_kernel(name, plans, monkeypatch):
     monkeypatch.setattr(sys.modules[__name__], "mix", lambda: hl.Objective(ce=cross_entropy, backend="triton"))
     monkeypatch.setattr(Call, "inputs", property(lambda self: {}, lambda self, _: None), raising=False)
-    changes(name, calls)
+    changes(name, plans)
 
 
-def changes(name, calls):
-    call = {**SHORT, **LATER, **NEVER}[name]
+def changes(name, plans):
+    call = {**SAME_FORM, **OTHER_FORM}[name]
     objective, plain = mix(), Call()
     truth, other = plain(mix()), call()(mix())
-    assert not calls
-    for count in (0, 1, 2):
+    del plans[:]
+    for _ in range(3):
         same(plain(objective), truth)
-        assert len(calls) == count
-    for count in (2, 3):
+        assert len(plans) == 1
+    for _ in range(2):
         same(call()(objective), other)
-        assert len(calls) == count + {True: 1, False: 0}[name in SHORT] - (name in NEVER and count == 3)
-    del calls[:]
+        assert len(plans) == 1 + (name in OTHER_FORM)
     same(plain(objective), truth)
-    assert len(calls) == 1
+    assert len(plans) == 1 + (name in OTHER_FORM)
 
 
 def numbers_of(objective, **inputs):
@@ -278,7 +275,7 @@ def numbers_of(objective, **inputs):
 
 
 @inside
-def test_what_a_function_reads_may_change(calls, monkeypatch):
+def test_what_a_function_reads_may_change(plans, monkeypatch):
     settings = types.ModuleType("settings")
     settings.beta = 2.0
     cell = 2.0
@@ -305,12 +302,12 @@ def test_what_a_function_reads_may_change(calls, monkeypatch):
         objective = hl.Objective(a=fn, backend="triton")
         first = numbers_of(objective)
         same(numbers_of(objective), first)
-        assert len(calls) == 1
+        assert len(plans) == 1
         change()
         for _ in range(2):
             torch.testing.assert_close(numbers_of(objective)["loss"], 1.5 * first["loss"])
-        assert len(calls) == 2
-        del calls[:]
+        assert len(plans) == 2
+        del plans[:]
     objective = hl.Objective(a=by_closure, b=by_default, backend="triton")
     first = numbers_of(objective)
     cell = 3.0
@@ -323,15 +320,17 @@ def test_what_a_function_reads_may_change(calls, monkeypatch):
 
 
 @inside
-def test_a_number_on_the_device_is_an_input_like_another(calls, played):
+def test_a_number_on_the_device_is_an_input_like_another(plans, played):
     def loss(logprob, coefficient):
         return -coefficient * logprob
 
     objective = hl.Objective(a=loss, backend="triton")
-    for i, x in enumerate((2.0, 3.0, 4.0)):
+    for x in (2.0, 3.0, 4.0):
         given = {"coefficient": torch.tensor(x, device=DEVICE)}
-        same(numbers_of(objective, **given), numbers_of(hl.Objective(a=loss, backend="triton"), **given))
-        assert len(calls) == i
+        truth = numbers_of(hl.Objective(a=loss, backend="triton"), **given)
+        del plans[:]
+        same(numbers_of(objective, **given), truth)
+        assert len(plans) == (x == 2.0)
 
 
 @inside
@@ -379,7 +378,7 @@ def test_a_later_call_launches_where_its_logits_are(played, monkeypatch):
     objective, call = mix(), Call()
     first = objective(hl.Logits(call.logits), call.targets, **call.inputs)
     entered = []
-    monkeypatch.setattr(again, "on_other_device", lambda device: not entered)
+    monkeypatch.setattr(heads, "on_other_device", lambda device: not entered)
 
     @contextlib.contextmanager
     def current(device):
@@ -393,14 +392,14 @@ def test_a_later_call_launches_where_its_logits_are(played, monkeypatch):
 
 @runs
 def test_what_has_no_gradient_says_so_in_every_call(played):
-    """As `passes.Head` marks them."""
+    """As `run.Head` marks them."""
     objective = hl.Objective(ce=cross_entropy, metrics=["max_logprob", "accuracy", "entropy"], backend="triton")
     for _ in range(3):
         call = Call()
         out = objective(hl.Logits(call.logits.clone().requires_grad_()), call.targets)
         wants = {name for name, fact in out.facts.items() if fact.requires_grad}
         assert wants == {"logprob", "entropy"} and set(out.facts) - wants == {"max_logprob", "argmax"}
-    assert len([x for x in objective.known.values() if isinstance(x, again.Form)]) == 1
+    assert [len(form.plans) for form in objective.plans.forms.values()] == [1]
 
 
 @runs
@@ -503,12 +502,11 @@ BAD = {
 
 @inside
 @pytest.mark.parametrize("name", BAD)
-def test_what_is_wrong_is_said_as_the_first_time(name, calls, played):
+def test_what_is_wrong_is_said_as_the_first_time(name, played):
     objective, said = mix(), []
     for i, known in enumerate((mix(), objective)):
         for _ in range(2 * i):
             Call()(known)
-        assert len(calls) == i
         call = Call()
         BAD[name](call)
         with pytest.raises((TypeError, ValueError)) as error:
@@ -546,7 +544,7 @@ def test_forms_do_not_pile_up(played):
     objective = mix()
     for i in range(80):
         Call(n=2).change(source={"temperature": 1.0 + i / 100}, grad=False)(objective)
-    assert len(objective.known) <= 70
+    assert len(objective.plans.forms) <= 64
 
 
 @pytest.mark.gpu

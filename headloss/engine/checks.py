@@ -1,0 +1,136 @@
+"""What is checked of a call without looking at a number of a device: names of inputs and teachers, counts, values."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headloss.facts import FACTS, NEEDS_TARGET, Fact
+from headloss.segments import readable
+from headloss.sources import Sparse, Teacher
+from headloss.teachers import SPARSE
+from headloss.term import check_weight
+from headloss.terms import Terms
+from headloss.trace.call import Call, WrongValueError
+from headloss.trace.signature import ONLY, suggest
+from headloss.trace.trace import Shape
+
+
+def check_inputs(
+    terms: Iterable[tuple[str, Call]],
+    given: Mapping[str, Any],
+    reserved: Iterable[str],
+    *,
+    off: Iterable[str],
+    metrics: Iterable[tuple[str, Call]],
+    teachers: Container[str] = (),
+) -> None:
+    """Every input a loss needs is there, and every input that is there is one some loss knows."""
+    everything = [*((f"term {n!r}", n, c) for n, c in terms), *((f"metric {n!r}", None, c) for n, c in metrics)]
+    known = [name for _, _, call in everything for name in call.input_names]
+    for name in given:
+        if name not in known:
+            for label, term, call in everything:
+                if term is not None and name in call.signature.options:
+                    made = f"hl.Term({call.signature.name}, {name}=...)"
+                    raise TypeError(f"{name}: an option of {label}, which goes into the objective: {made}")
+            asked = ", ".join(dict.fromkeys(known)) or "no inputs"
+            near = suggest(name, [*known, *reserved])
+            raise TypeError(f"{name}: no loss asks for this input; they ask for {asked}{near}")
+    for label, term, call in everything:
+        if term is not None and term in off:
+            continue
+        required = [p.key for s in call.signatures for p in s.parameters if p.kind == "input" and not p.optional]
+        required += call.weight_names
+        for wanted in required:
+            if given.get(wanted) is None and wanted not in teachers:
+                what = ", ".join(dict.fromkeys(p.takes or p.name for s in call.signatures for p in s.parameters))
+                passed = ", ".join(given) or "none"
+                near = suggest(wanted, [*given, *FACTS], cutoff=0.8)  # old_logprob is no misspelt logprob
+                raise TypeError(
+                    f"{wanted}: missing; {label} ({call.signature.name}) asks for {what}; inputs passed: {passed}{near}"
+                )
+
+
+def check_teachers(label: str, call: Call, teachers: Mapping[str, Teacher]) -> None:
+    """Every teacher a call looks at is there, and of the kind it needs."""
+    asked = [(f.name, f.teacher, f.name in SPARSE) for f in call.facts if f.teacher is not None]
+    asked += [(p.name, p.teacher, True) for s in call.signatures for p in s.parameters if p.teacher is not None]
+    for what, name, sparse in asked:
+        there = ", ".join(map(repr, teachers)) or "none"
+        if name not in teachers:
+            if name != ONLY:
+                near = suggest(str(name), teachers)
+                raise ValueError(f"teacher: {label} looks at {name!r}, which was not passed (there are: {there}){near}")
+            which = "Term(teacher=...) must name one" if len(teachers) > 1 else "pass teacher=..."
+            raise ValueError(f"teacher: {label} needs one for {what!r}; {which} (there are: {there})")
+        if isinstance(teachers[name], Sparse) != sparse:
+            kind = "a sparse teacher (hl.Sparse)" if sparse else "a dense teacher (hl.Logits or hl.Linear)"
+            got = type(teachers[name]).__name__
+            raise ValueError(f"teacher: {label} asks for {what!r}, which needs {kind}, got hl.{got}")
+
+
+def check_asked(teachers: Mapping[str, Teacher], calls: Sequence[Call]) -> None:
+    """Every teacher is one that some term or metric looks at, if only one that is switched off."""
+    asked = {f.teacher for call in calls for f in call.facts if f.teacher}
+    asked |= {p.teacher for call in calls for s in call.signatures for p in s.parameters if p.teacher}
+    for name in teachers:
+        if name not in asked:
+            which = "one was passed" if name == ONLY else f"{name!r} was passed"
+            seen = ", ".join(sorted(map(repr, asked))) or "none"
+            raise ValueError(f"teacher: {which}, but terms and metrics look at {seen}{suggest(name, asked)}")
+
+
+def check_targets_wanted(wanted: list[Fact]) -> None:
+    for fact in wanted:
+        if fact.name in NEEDS_TARGET:
+            raise ValueError(f"targets: needed by the fact {fact.name!r}; pass each row's target")
+
+
+def call_weights(objective: Terms, weights: Mapping[str, float | Tensor]) -> dict[str, float | Tensor]:
+    """The terms' weights for this call."""
+    terms = objective.terms
+    for name, weight in weights.items():
+        if name not in terms:
+            raise ValueError(f"weights: no term {name!r}; there are {', '.join(terms)}{suggest(name, terms)}")
+        check_weight(f"weights[{name!r}]", weight)
+    return {name: weights.get(name, term.weight) for name, term in terms.items()}
+
+
+def check_count(name: str, x: object) -> None:
+    """A whole number, at least 0; on a device it is checked there, and nothing waits."""
+    if x is None:
+        return
+    if isinstance(x, Tensor):
+        if x.ndim or x.requires_grad or x.dtype == torch.bool or x.dtype.is_complex:
+            got = f"one of shape {tuple(x.shape)}" if x.ndim else f"{x.dtype}" + ", requires grad" * x.requires_grad
+            raise TypeError(f"{name}: wanted a number or a scalar tensor without grad, got {got}")
+        if not readable(x):
+            if x.device.type != "meta":
+                good = x >= 0 if not x.dtype.is_floating_point else (x >= 0) & (x.frac() == 0)
+                torch._assert_async(good, f"{name}: wanted a whole number, at least 0")
+            return
+        x = x.item()
+    elif isinstance(x, bool) or not isinstance(x, int | float):
+        raise TypeError(f"{name}: wanted a number or a scalar tensor, got {type(x).__name__}")
+    if not (x >= 0 and x % 1 == 0):
+        raise ValueError(f"{name}: wanted a count (a whole number, at least 0), got {x}")
+
+
+def check_belongs(call: Call, kind: str | None, shapes: Mapping[str, Shape], length: int | None = None) -> None:
+    """Values of neither rows nor segments come of segments or a table; else rows were dropped, and counts with them."""
+    apart = any(s.wants("segments") for s in call.signatures) or any(
+        shapes[n].kind == "whole" for n in call.input_names if n in shapes
+    )
+    if kind == "other" and not apart:
+        got = "its values" if length is None else f"its {length} values"
+        raise WrongValueError(
+            f"{call.signature.name}: wanted one value per row, segment or pair; {got} belong to none of them.  "
+            f"Give a row that should not count the value 0, or its target -100"
+        )
+    said, found = call.signature.returns, "pair" if kind == "other" else kind
+    if said is not None and found is not None and said != found:
+        raise WrongValueError(f"{call.signature.name}.returns: is {said!r}, but it returns one value per {found}")

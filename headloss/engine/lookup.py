@@ -1,0 +1,188 @@
+"""From a call's arguments to its plan: by its form if a call of that form was made before, else newly made.
+
+Two calls are of one form if everything is equal that planning reads: all but sizes and values.  The form is found in
+two steps, because what the functions of a call read can only be asked once it is known which functions those are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from headloss.engine.arguments import CallArguments
+from headloss.engine.checks import call_weights
+from headloss.engine.layout import PerRow, count_pairs, lay_out, layout, readings
+from headloss.engine.plan import Calls, Plan, choose_calls, make_plan, plain_source, suited
+from headloss.engine.saved import refuse_transforms
+from headloss.engine.teachers import name_teachers
+from headloss.rows import Prepared
+from headloss.segments import Segments
+from headloss.sources import Logits, Source, Sparse, Teacher
+from headloss.terms import Terms
+from headloss.trace.call import Call
+from headloss.trace.keys import is_plain
+from headloss.trace.reads import defaults, ours
+
+_MOST = 64  # forms of an objective: more would mean that something changes with every call
+
+
+class Form(NamedTuple):
+    """What calls of one form have in common, and their plans by what their functions read."""
+
+    calls: Calls
+    foreign: tuple[Call, ...]  # whose functions may read something else in every call
+    own: tuple[Any, ...]  # functions of ours, where only the defaults of options can change
+    plans: dict[Any, tuple[Plan, Any]]  # with those defaults, so that nothing else takes on their identity
+
+
+class Plans:
+    """The plans of an objective, and what its calls need not find out again."""
+
+    def __init__(self, terms: Terms) -> None:
+        self.forms: dict[Any, Form] = {}
+        self.readings = readings(terms.terms, terms.metrics)
+        # inputs of which some function says that they have one value per row
+        self.per_row = frozenset(n for n, said in self.readings.items() if said.row and not said.segment)
+        self.weights = {name: term.weight for name, term in terms.terms.items()}
+        self.off = switched_off(self.weights)
+        self.has_temperatures = any(t.temperature is not None or t.facts for t in terms.every_term)
+        self.divergences = tuple(t for t in terms.every_term if t.has_foreign_divergence)
+
+    def store(self, key: Any, form: Form) -> None:
+        if len(self.forms) >= _MOST:
+            self.forms.clear()
+        self.forms[key] = form
+
+
+def plans_of(terms: Terms) -> Plans:
+    if terms.plans is None:
+        terms._set(plans=Plans(terms))
+    found: Plans = terms.plans
+    return found
+
+
+def switched_off(weights: Mapping[str, float | Tensor]) -> tuple[str, ...]:
+    return tuple([name for name, weight in weights.items() if not isinstance(weight, Tensor) and weight == 0])
+
+
+def find_plan(terms: Terms, arguments: CallArguments) -> tuple[Plan, CallArguments]:
+    """The plan of a call, and its arguments checked: plain tensors, teachers by name, inputs laid out."""
+    refuse_transforms(arguments)
+    source, targets, segments, teacher, options, inputs = arguments
+    source, plans = plain_source(source), plans_of(terms)
+    if type(targets) is Prepared and segments is None:
+        segments = targets.segments
+    if segments is not None:
+        if type(segments) is not Segments:
+            hint = "; make them with hl.Segments.from_cu_seqlens, from_ids, from_position_ids or from_batch"
+            raise TypeError(f"segments: wanted hl.Segments, got {type(segments).__name__}{hint}")
+        if type(targets) is not Prepared:
+            segments = segments.fitted(source.leading, source.device)
+    off = switched_off(call_weights(terms, options.weights)) if options.weights else plans.off
+    teachers = {} if teacher is None else name_teachers(teacher, source)
+    key, given = form_of(terms, plans, source, targets is None, segments, teachers, inputs, off)
+    form = plans.forms.get(key)
+    if form is None:
+        form = _new_form(choose_calls(terms, off, teachers, inputs, source, segments))
+    held = [x for fn in form.own for x in (fn.__kwdefaults__ or {}).values()]
+    read = (*[call.reads() for call in form.foreign], *map(id, held))
+    found = form.plans.get(read)
+    if found is None:
+        laid = {n: shape for n, (_, shape) in lay_out(plans.readings, inputs, source, segments).items()}
+        plan = make_plan(terms, form.calls, off, source, targets is None, segments, teachers, laid)
+        if len(form.plans) >= _MOST:
+            form.plans.clear()
+        found = form.plans[read] = plan, held
+        plans.store(key, form)
+    return suited(found[0], source), CallArguments(source, targets, segments, teachers, options, given)
+
+
+def form_of(
+    terms: Terms,
+    plans: Plans,
+    source: Source,
+    targetless: bool,
+    segments: Segments | None,
+    teachers: Mapping[str, Teacher],
+    inputs: Mapping[str, Any],
+    off: tuple[str, ...],
+) -> tuple[Any, dict[str, Tensor]]:
+    """The key of a call, and its inputs as tensors."""
+    logits = type(source) is Logits
+    x = source.logits if logits else source.hidden  # type: ignore[union-attr]
+    device, leading = x.device, x.shape[:-1]
+    key: list[Any] = [
+        logits, x.dtype, device, source.shard is None, targetless, off, *defaults(),
+        None if segments is None else segments.group is None,
+    ]  # fmt: skip
+    if not logits:
+        key += (source.gemm_dtype, source.logits_dtype)  # type: ignore[union-attr]
+    if plans.has_temperatures:
+        key.append(None if isinstance(source.temperature, Tensor) else source.temperature)
+    for term in plans.divergences:
+        key.append(term.content())
+    for name, teacher in teachers.items():
+        if isinstance(teacher, Sparse):
+            key += (name, Sparse, teacher.ids.shape[-1])
+        else:
+            key += (name, type(teacher), teacher.vocab < source.vocab)
+    given: dict[str, Tensor] = {}
+    if not inputs:
+        return tuple(key), given
+    grad = torch.is_grad_enabled()
+    # Where the rows are told apart by their number alone, a function or the caller has to say what an input is.
+    told = len(leading) > 1 or not (
+        leading[0] == source.vocab or (segments is not None and leading[0] == segments.num_segments)
+    )
+    plain = "pairs" not in inputs
+    for name, value in inputs.items():
+        said = type(value) is PerRow
+        value_ = value.value if said else value
+        if value is None or name not in plans.readings:
+            key += (name, value is None)
+            continue
+        if plain and type(value_) is Tensor:
+            of_rows = value_.shape == leading and value_.device == device
+            if (of_rows and (told or said or name in plans.per_row)) or (not value_.ndim and not said):
+                key += (name, said, value_.dtype, not value_.ndim, grad and value_.requires_grad)
+                given[name] = value_
+                continue
+        given[name], shape = _laid(terms, plans, name, value, inputs, source, segments, teachers, off)
+        key += (name, type(value), shape)
+    return tuple(key), given
+
+
+def _laid(
+    terms: Terms,
+    plans: Plans,
+    name: str,
+    value: Any,
+    inputs: Mapping[str, Any],
+    source: Source,
+    segments: Segments | None,
+    teachers: Mapping[str, Teacher],
+    off: tuple[str, ...],
+) -> tuple[Tensor, Any]:
+    try:
+        reading, pairs = plans.readings[name], count_pairs(inputs)
+        return layout(name, value, source.leading, segments, source.vocab, pairs, reading, source.device)
+    except (TypeError, ValueError):
+        choose_calls(terms, off, teachers, inputs, source, segments)  # which says what is missing altogether
+        raise
+
+
+def _new_form(calls: Calls) -> Form:
+    foreign: list[Call] = []
+    own: list[Any] = []
+    for call in (*calls.terms.values(), *(call for _, call in calls.metrics)):
+        elements = [f.element for f in call.signature.facts if f.element is not None]
+        functions = [*call.functions, *(x.fn for x in elements)]
+        options = [*call.options.values(), *(x for e in elements for x in e.options.values())]
+        if all(map(ours, functions)) and all(map(is_plain, options)):
+            own += [fn for fn in functions if fn.__code__.co_kwonlyargcount]
+        else:
+            foreign.append(call)
+    return Form(calls, tuple(foreign), tuple(dict.fromkeys(own)), {})
