@@ -150,9 +150,8 @@ class Sweep:
             if self.source.narrow and by_fact:
                 before, bound = bound, _beyond_fp16(by_fact, bound)
                 if before is not None:
-                    scale_grads(
-                        Grads(None, head.dhidden_ND, head.dweight_VD, head.dbias_V), before / bound, self.backend
-                    )
+                    made = Grads(None, head.dhidden_ND, head.dweight_VD, head.dbias_V)
+                    scale_grads(made, before / bound, self.backend)
                 pulled = {f: g / bound for f, g in by_fact.items()}
             self._pull(head, block, softmax, facts, pulled)
             seen.append((facts, softmax, by_fact, by_input))
