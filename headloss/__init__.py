@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING
 from headloss import losses
 from headloss.checks.verify import Verification, verify
 from headloss.engine.layout import PerRow, PerSegment, Whole
+from headloss.labels import shift_labels
 from headloss.metrics import Meter, Metric
 from headloss.module import FusedLMHead, Inputs
 from headloss.objective import Objective, row_facts
 from headloss.parallel.shard import VocabShard
 from headloss.record import Facts, Grads, Output
 from headloss.reductions import count
-from headloss.rows import Prepared, prepare, shift_labels
+from headloss.rows import Prepared, prepare
 from headloss.segments import Segments
 from headloss.sources import Linear, Logits, Sparse
 from headloss.term import Term

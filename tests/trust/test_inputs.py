@@ -11,12 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from headloss.engine.again import form_of
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 import headloss as hl
-from headloss.engine.arguments import CallArguments
 from headloss.losses import LOSSES, cross_entropy, dpo, grpo, gspo, kto
 from headloss.row_weights import off_policy_mask, truncate
 
@@ -173,17 +171,18 @@ def test_asked_in_a_later_call() -> None:
         objective(source("Logits")[0], TARGETS, segments=SEGMENTS, reward=REWARD)
 
 
-def test_later_calls_on_logits_ask_too() -> None:
-    objective = hl.Objective(l=lambda logprob, reward: logprob * reward)
+def test_later_calls_ask_too() -> None:
+    """A call that says nothing is not taken for an earlier one of another size, or for one that says it."""
+    objective = hl.Objective(l=lambda logprob, reward: -logprob * reward.mean())
 
-    def form(V: int, reward: Any) -> Any:
-        arguments = CallArguments(hl.Logits(torch.zeros(N, V)), torch.zeros(N).long(), inputs={"reward": reward})
-        return form_of(objective, arguments)
+    def call(V: int, reward: Any) -> torch.Tensor:
+        return objective(hl.Logits(torch.zeros(N, V)), torch.zeros(N).long(), reward=reward).loss
 
-    assert form(9, REWARD) is not None
-    assert form(9, REWARD) == form(9, hl.PerRow(REWARD))
-    assert form(9, hl.PerRow(REWARD[0])) is None and form(9, hl.Whole(REWARD)) is None
-    assert form(N, REWARD) is None
+    call(9, REWARD), call(N, hl.PerRow(REWARD)), call(N, hl.Whole(REWARD)), call(9, REWARD[0])
+    with pytest.raises(ValueError, match="reward: shape .* fits one value per row"):
+        call(N, REWARD)
+    with pytest.raises(ValueError, match="reward: hl.PerRow of a scalar"):
+        call(9, hl.PerRow(REWARD[0]))
 
 
 @sources
