@@ -67,7 +67,11 @@ def test_fused_and_separate_losses_agree(told: dict[str, Any]) -> None:
 
 def test_the_page_needs_nothing_else(told: dict[str, Any]) -> None:
     text = Path(told["page"]).read_text(encoding="utf-8")
-    assert text.count("<img ") == 4 and text.count("alt=") == 4
+    panels = [panel for section in page.SECTIONS for panel in section.panels]
+    assert text.count("<img ") == text.count("alt=") == len(panels) == len({p.title for p in panels}) == 14
+    assert all(p.x and (p.y or p.x in ("ms", "MiB") or "relative" in p.x) for p in panels), "axes have names and units"
+    assert "minmax(min(100%" in text and "width=device-width" in text  # one panel per line on a phone
+    assert "<th></th>" not in text, "every column has a header"
     addresses = re.findall(r"(?:src|href)\s*=\s*['\"](.{0,20})", text) + re.findall(r"url\((.{0,20})", text)
     assert addresses and all(a.startswith("data:") for a in addresses)
     assert "http" not in re.sub(r"base64,[A-Za-z0-9+/=]+", "", text)
@@ -78,7 +82,7 @@ def test_the_page_needs_nothing_else(told: dict[str, Any]) -> None:
 def test_the_page_opens_in_a_browser(told: dict[str, Any], tmp_path: Path) -> None:
     whole = Path(told["page"])
     dom, log = open_page(whole, tmp_path / "good")
-    assert "headloss" in dom and dom.count("<img ") == 4
+    assert "headloss" in dom and dom.count("<img ") == 14
     assert "CONSOLE" not in log, log
     broken = tmp_path / "broken.html"
     broken.write_text(whole.read_text(encoding="utf-8").replace("</main>", "<script>absent()</script></main>"))

@@ -43,6 +43,17 @@ def separate(hidden_ND: Tensor, weight_VD: Tensor, target_N: Tensor) -> Tensor:
     return ce + Z * z - BONUS * entropy
 
 
+def shared(hidden_ND: Tensor, weight_VD: Tensor, target_N: Tensor) -> Tensor:
+    """The same three losses as a careful hand writes them: one log-softmax for all."""
+    logits_NV = hidden_ND @ weight_VD.t()
+    logp_NV = F.log_softmax(logits_NV, -1)
+    at = target_N[:, None]
+    ce = -logp_NV.gather(1, at).mean()
+    z = (logits_NV.gather(1, at) - logp_NV.gather(1, at)).square().mean()
+    entropy = -(logp_NV.exp() * logp_NV).sum(-1).mean()
+    return ce + Z * z - BONUS * entropy
+
+
 def on_logits(hidden_ND: Tensor, weight_VD: Tensor, target_N: Tensor) -> Tensor:
     return OBJECTIVE(hl.Logits(hidden_ND @ weight_VD.t()), target_N).loss
 
@@ -51,7 +62,12 @@ def on_linear(hidden_ND: Tensor, weight_VD: Tensor, target_N: Tensor) -> Tensor:
     return OBJECTIVE(hl.Linear(hidden_ND, weight_VD, memory="16MiB"), target_N).loss
 
 
-WAYS = {"separate losses": separate, "fused, on logits": on_logits, "fused, on hidden": on_linear}
+WAYS = {
+    "separate losses": separate,
+    "one softmax, by hand": shared,
+    "headloss, logits": on_logits,
+    "headloss, hidden": on_linear,
+}
 
 
 def compare(N: int, V: int, D: int, rounds: int, seed: int, tick: Callable[[], None] = lambda: None) -> list[Way]:
