@@ -675,6 +675,6 @@ FAULTS = [
     Fault("integrations/trl.py", 'reduction="weighted_mean")\n    return', 'reduction="token_mean")\n    return', "TRL: the entropy bonus is a mean over the step", TRL),
     Fault("integrations/trl_kernels.py", "check_version()  # before anything", "pass  # before anything", "TRL: another version is refused by a missing name", TRL),
     Fault("options.py", "fn.forward if isinstance(fn, nn.Module) else fn", "fn", "a module as a loss asks for *args", MESSAGES),
-    Fault("engine/loss.py", "if term is not None and name in call.signature.options:", "if False:", "an option that was passed to the call is taken for an input", MESSAGES),
-    Fault("engine/loss.py", "[*given, *FACTS], cutoff=0.8)", "given)", "a misspelt fact is only missing", MESSAGES),
+    Fault("engine/checks.py", "if term is not None and name in call.signature.options:", "if False:", "an option that was passed to the call is taken for an input", MESSAGES),
+    Fault("engine/checks.py", "[*given, *FACTS], cutoff=0.8)", "given)", "a misspelt fact is only missing", MESSAGES),
 ]  # fmt: skip
