@@ -365,9 +365,10 @@ def retarget(call: Call, source_temperature: float | None, teachers: Mapping[str
     if isinstance(call.fn, Term):
         term = call.fn.call(source_temperature, teachers)
         return term._replace(fn=_first(term.fn))
-    if len(teachers) != 1 or not any(p.teacher or (p.fact and p.fact.teacher) for p in call.signature.parameters):
+    passed = [x for x in teachers if not x.startswith("targets=")]
+    if len(passed) != 1 or not any(p.teacher or (p.fact and p.fact.teacher) for p in call.signature.parameters):
         return call
-    teacher, fn = next(iter(teachers)), call.fn
+    teacher, fn = passed[0], call.fn
     if fn is teacher_agreement and isinstance(teachers[teacher], Sparse):
         fn = _sparse_agreement
     signature = read_signature(fn, teacher=teacher)

@@ -20,6 +20,7 @@ from torch import Tensor
 from headloss.config import check_losses, read_config, write_config
 from headloss.engine.arguments import CallArguments, CallOptions
 from headloss.engine.bind import chunks_of, rows_of
+from headloss.engine.brought import brought
 from headloss.engine.evaluate import evaluate
 from headloss.engine.explain import Explanation, explain
 from headloss.engine.lookup import find_plan
@@ -124,6 +125,7 @@ class Objective(Terms):
             return self._evaluate(CallArguments(source, targets, segments, teacher, options, inputs), True)
 
     def _evaluate(self, arguments: CallArguments, direct: bool) -> Output:
+        arguments = brought(self, arguments) if self.brings else arguments
         if graph.wanted(arguments.source, arguments.teacher, self.traits.unknown):
             return graph.call(self, arguments, direct)
         return self._uncompiled(arguments, direct)
@@ -153,7 +155,7 @@ class Objective(Terms):
         source   True: also the Triton source that the losses become, where they run inside the sweep
         """
         options = CallOptions(num_items, num_segments, weights, grad_scale, host_read)
-        plan, arguments = find_plan(self, CallArguments(on, targets, segments, teacher, options, inputs))
+        plan, arguments = find_plan(self, brought(self, CallArguments(on, targets, segments, teacher, options, inputs)))
         reads = plan.read_because if host_read and isinstance(targets, Tensor) else ""
         if isinstance(targets, Tensor) and targets.device.type != "meta" and host_read:
             prepared = prepare(targets, arguments.segments)  # now, and not for a later call to say

@@ -9,13 +9,23 @@ from typing import Any
 from torch import Tensor
 
 from headloss.divergence import TAILS, Element, is_divergence, sparse_loss, summed
-from headloss.facts import FACTS, Fact
+from headloss.facts import FACTS, NEEDS_TARGET, Fact
 from headloss.options import check_option, is_number, parameters_of, shown
 from headloss.reductions import NEEDS_SEGMENTS, REDUCTIONS
 from headloss.sources import Sparse, Teacher, is_symbol
 from headloss.trace.call import Call, RowWeight
 from headloss.trace.reads import ours, reads
-from headloss.trace.signature import CALL, COMPARING, ONLY, RESERVED, function_name, read_signature, suggest
+from headloss.trace.signature import (
+    CALL,
+    COMPARING,
+    ONLY,
+    RESERVED,
+    counts_of,
+    function_name,
+    read_signature,
+    suggest,
+    targets_of,
+)
 
 RowWeights = str | Callable[..., Any] | Sequence[str | Callable[..., Any]] | None
 
@@ -32,6 +42,8 @@ class Term:
     temperature  replaces the source's temperature for this term, and the teacher's; no hidden T^2
     facts        facts at temperatures of their own, {"hot_entropy": ("entropy", 2.0)}
     inputs       inputs of the call that parameters of `fn` take under other names, {"old_logprob": "sampler_logprob"}
+    targets      the name of an input that holds this term's own targets, -100 where it has none: another column of
+                 each row is picked in the same sweep.  Such a row has weight 0 here
     teacher      the name of the teacher this term looks at, where there are several
     tail         of a divergence with a sparse teacher: "bucket", "none" or "renormalise"
     pure         True: `fn` and `row_weight` read nothing that changes, so they may be traced whatever they read
@@ -48,6 +60,7 @@ class Term:
     temperature: float | None
     facts: Mapping[str, tuple[str, float]]
     inputs: Mapping[str, str]
+    targets: str | None
     teacher: str | None
     tail: str
     pure: bool
@@ -57,7 +70,7 @@ class Term:
     _foreign_divergence: bool
     __slots__ = (
         "_calls", "_foreign_divergence", "facts", "fn", "inputs", "length", "needs_segments", "options", "pure",
-        "reduction", "row_weight", "tail", "teacher", "temperature", "weight",
+        "reduction", "row_weight", "tail", "targets", "teacher", "temperature", "weight",
     )  # fmt: skip
 
     def __init__(
@@ -71,6 +84,7 @@ class Term:
         temperature: float | None = None,
         facts: Mapping[str, tuple[str, float]] | None = None,
         inputs: Mapping[str, str] | None = None,
+        targets: str | None = None,
         teacher: str | None = None,
         tail: str = "bucket",
         pure: bool = False,
@@ -105,6 +119,8 @@ class Term:
         if teacher is not None and not (isinstance(teacher, str) and teacher):
             got = "an empty one" if teacher == "" else type(teacher).__name__
             raise TypeError(f"teacher: wanted the name of one, got {got}; pass it to the call")
+        if targets is not None and not (isinstance(targets, str) and targets and targets not in (*CALL, *FACTS)):
+            raise TypeError(f"targets: wanted the name of an input that holds them, got {shown(targets)}")
         if tail not in TAILS:
             raise ValueError(f"tail: wanted one of {', '.join(TAILS)}, got {shown(tail)}{suggest(str(tail), TAILS)}")
         if tail != "bucket" and not is_divergence(fn):
@@ -115,7 +131,8 @@ class Term:
         for name, said in (
             ("fn", fn), ("weight", weight), ("reduction", reduction), ("length", length), ("row_weight", row_weight),
             ("temperature", temperature), ("facts", MappingProxyType(_check_facts(facts))),
-            ("inputs", MappingProxyType(_check_taken(inputs))), ("teacher", teacher), ("tail", tail), ("pure", pure),
+            ("inputs", MappingProxyType(_check_taken(inputs))), ("targets", targets), ("teacher", teacher),
+            ("tail", tail), ("pure", pure),
         ):  # fmt: skip
             object.__setattr__(self, name, said)
         object.__setattr__(self, "options", MappingProxyType(_check_options(fn, options)))
@@ -147,7 +164,8 @@ class Term:
 
     def call(self, source_temperature: float | None, teachers: Mapping[str, Teacher]) -> Call:
         """The function ready to be called: its facts named, and a divergence in the form that its teacher allows."""
-        name = self.teacher or (next(iter(teachers)) if len(teachers) == 1 else ONLY)
+        passed = [x for x in teachers if not x.startswith("targets=")]
+        name = self.teacher or (passed[0] if len(passed) == 1 else ONLY)
         sparse = isinstance(teachers.get(name), Sparse)
         key = (source_temperature, name, sparse, self.content())
         if key not in self._calls:
@@ -175,9 +193,12 @@ class Term:
             for name, (fact, temperature) in self.facts.items()
         }
         weighed = tuple(
-            RowWeight(w, read_signature(w, temperature=T, teacher=teacher) if callable(w) else None)
+            RowWeight(w, self._read(w, {}, {}, temperature=T, teacher=teacher) if callable(w) else None)
             for w in self.row_weights
         )
+        if self.targets is not None:
+            self._check_targets()
+            weighed += (RowWeight(counts_of(self.targets)),)
         fn = self.fn
         if is_divergence(fn):
             if self.inputs:
@@ -190,11 +211,29 @@ class Term:
                 fact = Fact("divergence", self.temperature, teacher, Element(fn, self.options, self.pure))
                 signature = read_signature(summed, facts={"divergence": fact})._replace(name=function_name(fn))
                 return Call(summed, signature, {}, weighed, self.pure)
-        signature = read_signature(
-            fn, temperature=T, facts=own, teacher=teacher, compared_at=self.temperature, inputs=self.inputs
-        )
+        signature = self._read(fn, own, self.inputs, temperature=T, teacher=teacher, compared_at=self.temperature)
         named = signature._replace(name=function_name(self.fn))
         return Call(fn, named, self.options, weighed, self.pure)
+
+    def _read(self, fn: Callable[..., Any], facts: Mapping[str, Fact], inputs: Mapping[str, str], **more: Any) -> Any:
+        """Its signature, with the facts of this term's own targets."""
+        if self.targets is not None:
+            own, asked = targets_of(self.targets), parameters_of(fn)
+            facts = {
+                n: Fact("ids_logprob", f.temperature, own) if f.name in NEEDS_TARGET else f for n, f in facts.items()
+            }
+            if "logprob" in asked and "logprob" not in facts:
+                facts = {**facts, "logprob": Fact("ids_logprob", self.temperature, own)}
+            inputs = {**inputs, "targets": self.targets} if "targets" in asked else inputs
+        return read_signature(fn, facts=facts, inputs=inputs, **more)
+
+    def _check_targets(self) -> None:
+        name, asked = function_name(self.fn), parameters_of(self.fn)
+        facts = [*asked, *(fact for fact, _ in self.facts.values())]
+        if not any(x in NEEDS_TARGET or x == "targets" for x in facts):
+            raise ValueError(f"targets: {name} reads none; leave targets={self.targets!r} out")
+        if "segments" in asked:
+            raise ValueError(f"targets: {name} takes segments, whose sums would count rows that have none of their own")
 
     @property
     def row_weights(self) -> tuple[str | Callable[..., Any], ...]:

@@ -15,11 +15,12 @@ from headloss.trace.call import Call
 class Terms:
     """Named terms and metrics, checked, and the plans of calls on them.  Immutable, but for the plans."""
 
-    __slots__ = ("__weakref__", "asked", "backend", "every_term", "metrics", "names", "plans", "terms")
+    __slots__ = ("__weakref__", "asked", "backend", "brings", "every_term", "metrics", "names", "plans", "terms")
     asked: Any  # the metrics as they were given
     terms: Mapping[str, Term]
     metrics: tuple[tuple[str, Call], ...]
     backend: str
+    brings: bool  # whether some term has targets of its own; see `engine.brought`
     names: tuple[str, ...]  # of the terms
     every_term: tuple[Term, ...]  # and those that metrics are made of
     plans: Any  # of earlier calls; see `engine.lookup.Plans`
@@ -35,7 +36,7 @@ class Terms:
         measured = (call.fn for _, call in calls if isinstance(call.fn, Term))
         self._set(
             asked=metrics, terms=checked, metrics=calls, backend=backend, names=tuple(checked),
-            every_term=(*checked.values(), *measured), plans=None,
+            every_term=(*checked.values(), *measured), plans=None, brings=any(t.targets for t in checked.values()),
         )  # fmt: skip
 
     def on(self, backend: str) -> Terms:

@@ -46,6 +46,7 @@ MORE = ("tests/trust/test_more_forms.py",)
 SHAPE = ("tests/test_shape_of_code.py",)
 OFF, TRL = ("tests/integrations/test_never_off.py",), ("tests/integrations/test_trl.py",)
 MESSAGES = ("tests/test_messages.py",)
+OWN_TARGETS = ("tests/test_term_targets.py",)
 TAKEN = ("tests/test_term_inputs.py",)
 POLICY = ("tests/test_policy.py",)
 LEFT_OUT = ("tests/test_row_weight_of_zero.py",)
@@ -419,6 +420,10 @@ FAULTS = [
     Fault("losses/reverse_kl.py", "return reverse_cross_entropy - shared_entropy", "return reverse_cross_entropy", "reverse_kl: the student's entropy dropped"),
     Fault("losses/forward_kl.py", "return logq.exp() * (logq - logp)", "return logp.exp() * (logq - logp)", "forward_kl: weighted by the student"),
     Fault("losses/tvd.py", ".abs() / 2", ".abs()", "tvd: a factor of 2"),
+    Fault("engine/brought.py", "inputs[counts_of(name)] = x != IGNORE", "inputs[counts_of(name)] = x != IGNORE - 1", "rows without a target of the term's own count in it", OWN_TARGETS),
+    Fault("engine/brought.py", "        if left_out:\n", "        if False:\n", "a term's own targets are left out without a word", OWN_TARGETS),
+    Fault("term.py", "facts = {**facts, \"logprob\": Fact(\"ids_logprob\", self.temperature, own)}", "pass", "a term's own targets are not read", OWN_TARGETS),
+    Fault("graph/content.py", '"temperature", "targets", "teacher"', '"temperature", "teacher"', "a graph serves an objective that has other targets", OWN_TARGETS),
     Fault("trace/signature.py", "optional and takes is None", "optional", "a term without the input it takes uses its default", TAKEN),
     Fault("graph/content.py", "(*term.facts.items(), *term.inputs.items())", "term.facts.items()", "a graph serves an objective that takes other inputs", TAKEN),
     Fault("engine/layout.py", "found[p.key] = old", "found[p.name] = old", "what a loss says of an input is lost where that has another name", TAKEN),
@@ -602,7 +607,7 @@ FAULTS = [
     Fault("config.py", "losses.get(w, w) if", "{**LOSSES, **losses}.get(w, w) if", "an input named like a loss of ours comes back as that loss", CONFIGS),
     Fault("metrics.py", "        return dict(metrics)\n", "        return metrics\n", "an objective's metrics follow the caller's dict", CONFIGS),
     Fault("metrics.py", 'next((t for t in terms if name.startswith(f"{t}/")), None)', "None", "two metrics share a key of the record", CONFIGS),
-    Fault("trace/signature.py", "        elif p.name in CALL:", "        elif False:", "an input with the name of an argument of the call is never passed", CONFIGS),
+    Fault("trace/signature.py", "        elif p.name in CALL and p.name not in taken:", "        elif False:", "an input with the name of an argument of the call is never passed", CONFIGS),
     # What an input is
     Fault("engine/layout.py", "if row and len(leading) > 1 and said is None:", "if row and said is None:", "an input that fits rows and segments is read by row", INPUTS),
     Fault("engine/layout.py", "if shape[0] == vocab or (len(shape)", "if (len(shape)", "a table as long as there are rows is cut with them", INPUTS),

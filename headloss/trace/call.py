@@ -31,7 +31,7 @@ class Env(NamedTuple):
         for p in signature.parameters:
             if p.kind == "fact":
                 assert p.fact is not None
-                values[p.name] = self.facts[p.fact]
+                values[p.name] = self.facts[p.fact].sum(-1) if p.picked else self.facts[p.fact]
             elif p.kind == "segments":
                 if self.segments is not None:
                     values[p.name] = self.segments

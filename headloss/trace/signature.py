@@ -18,7 +18,19 @@ from headloss.options import parameters_of
 from headloss.teachers import COMPARING as COMPARING
 
 RESERVED = frozenset(
-    {"weight", "reduction", "temperature", "length", "row_weight", "facts", "inputs", "teacher", "tail", "pure"}
+    {
+        "weight",
+        "reduction",
+        "temperature",
+        "length",
+        "row_weight",
+        "facts",
+        "inputs",
+        "targets",
+        "teacher",
+        "tail",
+        "pure",
+    }
 )
 
 # Arguments of a call itself: an input of one of these names could never be passed.
@@ -29,6 +41,17 @@ CALL = (
 
 ONLY = "teacher"  # the name of a teacher that was given without one
 TEACHER_INPUTS = ("teacher_ids", "teacher_logprob")  # of a sparse teacher, (rows, K)
+
+
+def targets_of(name: str) -> str:
+    """The name of the teacher that other targets become; see `engine.brought`."""
+    return f"targets={name}"
+
+
+def counts_of(name: str) -> str:
+    """The name of the row weight that is 0 where such a target is -100."""
+    return f"{name} that count"
+
 
 ALIASES = {  # what other libraries call our inputs
     "advantages": "advantage",
@@ -56,6 +79,11 @@ class Parameter(NamedTuple):
     fact: Fact | None = None
     teacher: str | None = None  # whose input it is
     takes: str | None = None  # the input of the call that it takes, where that has another name
+
+    @property
+    def picked(self) -> bool:
+        """Whether it is a fact of another target: one id per row, (R, 1)."""
+        return self.name != "ids_logprob" and self.fact is not None and (self.fact.teacher or "").startswith("targets=")
 
     @property
     def key(self) -> str:
@@ -121,9 +149,9 @@ def read_signature(
             parameters.append(Parameter(p.name, "fact", optional, Fact(p.name, temperature)))
         elif p.name in TEACHER_INPUTS:
             parameters.append(Parameter(p.name, "input", optional, teacher=teacher or ONLY))
-        elif p.name in ("segments", "targets"):
+        elif p.name in ("segments", "targets") and p.name not in taken:
             parameters.append(Parameter(p.name, p.name, optional))
-        elif p.name in CALL:
+        elif p.name in CALL and p.name not in taken:
             raise TypeError(f"{name}: parameter {p.name!r} is a name that belongs to the call itself; rename it")
         else:
             takes = taken.pop(p.name, None)
