@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from headloss.engine.arguments import CallArguments
@@ -17,6 +18,7 @@ from headloss.late import defers
 from headloss.rows import Rows, bind_rows, may_read
 from headloss.sources import Linear, Logits
 from headloss.term import check_weight
+from headloss.trace.keys import in_words
 from headloss.trace.signature import TEACHER_INPUTS
 
 
@@ -45,10 +47,23 @@ def bind(plan: Plan, arguments: CallArguments) -> tuple[Sweep, TermsOnRows]:
     chunks = chunks_of(plan, arguments, rows, guides)
     rows.join()
     loss = TermsOnRows(plan, arguments, rows, chunks, taken)
-    integers: list[Tensor] = []
+    compared: tuple[list[Tensor], str] = ([], "")
     if source.shard is not None:
         integers = [x for x in arguments.inputs.values() if x.ndim and not x.dtype.is_floating_point]
-    return Sweep(source, rows, plan.want, plan.backend, guides, plan.program, integers), loss
+        compared = integers, _terms_in_words(plan, arguments, loss)
+    return Sweep(source, rows, plan.want, plan.backend, guides, plan.program, *compared), loss
+
+
+def _terms_in_words(plan: Plan, arguments: CallArguments, loss: TermsOnRows) -> str:
+    """What decides about values and collectives and is no tensor: ranks that share a vocabulary must agree about it."""
+    number = lambda x: "a tensor" if isinstance(x, Tensor) else x
+    weights = [number(loss.weights[t.name]) for t in plan.terms]
+    terms = [(t.name, in_words(t.call.reads().key), t.reduction, t.length) for t in plan.terms]
+    options, hidden = arguments.options, getattr(arguments.source, "hidden", None)
+    counts = [number(x) for x in (options.num_items, options.num_segments, options.grad_scale)]
+    chunks = None if loss.chunks is None else len(loss.chunks)
+    summed = hidden is not None and hidden.requires_grad and torch.is_grad_enabled()
+    return str((terms, weights, sorted(arguments.inputs), counts, chunks, summed))
 
 
 def rows_of(plan: Plan, arguments: CallArguments, host_read: bool) -> Rows:

@@ -55,12 +55,11 @@ class Sweep:
         guides: Mapping[str, TeacherRows] | None = None,
         program: Any = None,
         integers: Sequence[Tensor] = (),
+        terms: str = "",
     ) -> None:
         self.source, self.rows, self.want, self.backend = source, rows, want, backend
-        self.program, self.integers = (
-            program,
-            integers,
-        )  # the second: inputs that ranks which share a vocabulary compare
+        self.program = program
+        self.integers, self.terms = integers, terms  # what ranks that share a vocabulary compare
         self.guides = {name: guides[name] for name in want.teachers} if guides else {}
         T = source.temperature
         if isinstance(T, Tensor):
@@ -208,7 +207,7 @@ class Sweep:
             yield chunk, block, self._merged(gathering, chunk.rows)
 
     def _note(self) -> Tensor | None:
-        return note(self.source, self.rows, self.want, self.guides, self.integers)
+        return note(self.source, self.rows, self.want, self.guides, self.integers, self.terms)
 
     @property
     def _all(self) -> slice:

@@ -259,11 +259,11 @@ def most_rows(guides: Mapping[str, TeacherRows]) -> int | None:
 
 
 def note(
-    source: Source, rows: Rows, want: Want, guides: Mapping[str, TeacherRows], inputs: Sequence[Tensor]
+    source: Source, rows: Rows, want: Want, guides: Mapping[str, TeacherRows], inputs: Sequence[Tensor], terms: str
 ) -> Tensor | None:
     """What ranks that share a vocabulary must agree about, sent along with a call's first partial; `inputs`: integers.
 
-    Floats are left out: one that was made on each rank anew may differ in its last bits.
+    Tensors of floats are left out: one that was made on each rank anew may differ in its last bits.
     """
     if source.shard is None:
         return None
@@ -277,7 +277,7 @@ def note(
     T = None if isinstance(source.temperature, Tensor) else source.temperature
     facts = [(f.name, f.temperature, f.teacher) for f in want.facts]
     call = (type(source), [x.dtype for x in source.tensors], rows.shape, T, source.scale, source.softcap, facts)
-    return note_of(source.shard, source.columns, same, str(call))
+    return note_of(source.shard, source.columns, same, (str(call), terms))
 
 
 def ids_facts(

@@ -117,26 +117,31 @@ SAME = {  # what must be equal on ranks that share a vocabulary, in the order of
     "inputs": "inputs: integers passed to the call differ between ranks that share a vocabulary",
     "call": "source: its dtype, rows, temperature, scale or softcap, or the facts that the objective asks for, differ "
     "between ranks that share a vocabulary",
+    "terms": "objective: its terms, their functions, options, weights or reductions, which inputs it is given, "
+    "num_items, num_segments, grad_scale, memory, or whether hidden wants a gradient, differ between ranks that share "
+    "a vocabulary",
 }
 _BITS = 22  # of a whole number that travel as one float32, which holds 24
 _PRIMES = (-7046029254386353131, -4417276706812531889, -8663945395140668459)  # odd, of 64 bits (Steele et al. 2014)
 
 
-def note_of(shard: VocabShard, columns: int, same: Mapping[str, Sequence[Tensor]], call: str) -> Tensor:
-    """What the others check of this rank: its first column, how many, and digests of what must be the `same`.
+def note_of(shard: VocabShard, columns: int, same: Mapping[str, Sequence[Tensor]], said: Sequence[str]) -> Tensor:
+    """What the others check of this rank: its first column, how many, and digests of what must be the `same`: tensors,
+    and texts that were `said`.
 
     A digest is a sum of hashes of (place, value), so it changes with a permutation as with a value.  All of them are
     made by one pass over the values, on the device, and nothing is read back.
     """
     device = next(x.device for xs in same.values() for x in (*xs, None) if x is not None)
-    parts = {name: [x.reshape(-1).long() for x in same.get(name, ())] for name in SAME if name != "call"}
+    parts = {name: [x.reshape(-1).long() for x in xs] for name, xs in same.items()}
     values = torch.cat([x for xs in parts.values() for x in xs])
     hashed = values * _PRIMES[0] + torch.arange(len(values), device=device) * _PRIMES[1]
     hashed = (hashed ^ (hashed >> 31)) * _PRIMES[2]
     hashed ^= hashed >> 29
     sums = [x.sum() for x in hashed.split([sum(map(len, xs)) for xs in parts.values()])]
-    known = [torch.full_like(sums[0], x) for x in (shard.start, columns, zlib.crc32(call.encode()))]
-    numbers = torch.stack([*known[:2], *sums, known[2]])
+    texts = [zlib.crc32(text.encode()) for text in said]
+    start, held, *known = (torch.full_like(sums[0], x) for x in (shard.start, columns, *texts))
+    numbers = torch.stack([start, held, *sums, *known])
     numbers = (numbers[:, None] >> torch.arange(0, 3 * _BITS, _BITS, device=device)) & ((1 << _BITS) - 1)
     return numbers.flatten()
 

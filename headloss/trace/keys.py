@@ -12,6 +12,7 @@ import collections
 import dataclasses
 import enum
 import reprlib
+import types
 import typing
 from typing import Any
 
@@ -66,6 +67,20 @@ def plain_key(x: Any) -> Any:
     if names is None or not set(getattr(x, "__dict__", ())).issubset(names):
         return None  # no record, or one that was given more than its fields
     return _all(kind, (getattr(x, name) for name in names))
+
+
+def in_words(key: Any) -> str:
+    """A key as text that another process makes of the same values too: no identities, addresses or device numbers."""
+    if isinstance(key, tuple | list | frozenset):
+        words = [in_words(x) for x in key]
+        return f"({', '.join(sorted(words) if isinstance(key, frozenset) else words)})"
+    if isinstance(key, types.CodeType):
+        return f"{key.co_name} {key.co_code.hex()} {in_words(key.co_consts)} {key.co_names}"
+    if isinstance(key, torch.device):
+        return key.type
+    thing = key.thing if isinstance(key, Same) else key
+    named = getattr(thing, "__qualname__", None)
+    return repr(key) if type(key) in _ATOMS or isinstance(key, float | complex) else str(named or type(thing).__name__)
 
 
 def fields_of(kind: type) -> tuple[str, ...] | None:

@@ -256,17 +256,37 @@ OTHERWISE: dict[str, tuple[Any, str]] = {
     ),
     "the start of another": (lambda x: x.update(start=0), "shard: each of the 11 columns"),
     "all columns": (lambda x: x.update(whole=True), "shard: each of the 11 columns"),
+    "another weight": (lambda x: x["more"].update(weights={"k": 3.0}), "objective: its terms"),
+    "another count": (lambda x: x["more"].update(num_items=3), "objective: its terms"),
+    "another scale of the gradient": (lambda x: x["more"].update(grad_scale=2.0), "objective: its terms"),
+    "another option": (lambda x: x.update(swap=other(m=hl.Term(masked, by=2.0))), "objective: its terms"),
+    "another reduction": (lambda x: x.update(swap=other(m=hl.Term(masked, reduction="token_sum"))), "objective: "),
+    "another function": (lambda x: x.update(swap=other(m=lambda logprob, mask: -logprob * (1 - mask))), "objective: "),
+    "another operation": (lambda x: x.update(swap=other(m=lambda logprob, mask: logprob / mask)), "objective: "),
+    "another captured number": (lambda x: x.update(swap=other(m=captured(2.0))), "objective: its terms"),
+    "another name": (lambda x: x.update(swap=lambda terms: {f"{n}_": t for n, t in terms.items()}), "objective: "),
+    "a smaller budget": (lambda x: x.update(memory=8 * V), "objective: .* memory"),
+    "hidden without a gradient": (lambda x: x.update(frozen=True), "objective: .* whether hidden wants a gradient"),
 }
+OF_LINEAR = ("a smaller budget", "hidden without a gradient")
 
 
-def masked(logprob: Tensor, mask: Tensor) -> Tensor:
-    return -logprob * mask
+def other(**terms: Any) -> Any:
+    return lambda before: before | terms
 
 
-ASKED = {
-    "ids alone": hl.Objective(k=hl.Term(losses.forward_kl, tail="renormalise"), m=hl.Term(masked, weight=0.0)),
-    "a row": hl.Objective(k=hl.Term(losses.forward_kl, tail="none"), m=masked),
-    "a batch": hl.Objective(k=losses.forward_kl, m=masked, b=lambda logprob: logprob - logprob.mean()),
+def captured(number: float) -> Any:
+    return lambda logprob, mask: -number * logprob * mask
+
+
+def masked(logprob: Tensor, mask: Tensor, *, by: float = 1.0) -> Tensor:
+    return -by * logprob * mask
+
+
+ASKED: dict[str, dict[str, Any]] = {
+    "ids alone": {"k": hl.Term(losses.forward_kl, tail="renormalise"), "m": hl.Term(masked, weight=0.0)},
+    "a row": {"k": hl.Term(losses.forward_kl, tail="none"), "m": masked},
+    "a batch": {"k": losses.forward_kl, "m": masked, "b": lambda logprob: logprob - logprob.mean()},
 }
 
 
@@ -275,7 +295,16 @@ def disagreement(size: int, kind: str, asked: str) -> None:
     rank = dist.get_rank()
     split = {2: [5, 6], 3: [4, 0, 7]}[size]
     for what, (spoil, message) in {"nothing": (None, ""), **OTHERWISE}.items():
-        x: dict[str, Any] = problem()
+        terms = {**ASKED[asked]}
+        if what in OF_LINEAR and (kind == "Logits" or asked != "a row"):
+            continue
+        if what.startswith("another") and asked == "ids alone" and message.startswith("objective"):
+            terms["m"] = masked  # and no longer ids alone
+        if what == "another operation":
+            terms["m"] = lambda logprob, mask: logprob * mask
+        if what == "another captured number":
+            terms["m"] = captured(1.0)
+        x: dict[str, Any] = {**problem(), "more": {}, "swap": lambda terms: terms}
         x |= {"segments": torch.arange(N) // 3, "mask": torch.arange(N) % 2, "dtype": torch.float32}
         if what == "the same sum of products":
             x["targets"] = torch.tensor([3, 1, 2, 0, 0, 0, 0])
@@ -293,11 +322,14 @@ def disagreement(size: int, kind: str, asked: str) -> None:
         leaves = [sharded(x[n], n, mine).to(x["dtype"]).requires_grad_() for n in SOURCES[kind]]
         assert "whole" in x or kind == "Logits" or len(leaves[1]) == width
         options = {n: x[n] for n in ("temperature", "softcap", "scale") if n in x}
-        options |= {} if kind == "Logits" else {"memory": 2 * 2 * 4 * V}  # two rows a chunk, or four
+        options |= {} if kind == "Logits" else {"memory": x.get("memory", 2 * 2 * 4 * V)}  # two rows a chunk, or four
+        if "frozen" in x:
+            leaves[0] = leaves[0].detach()
         source = (hl.Logits if kind == "Logits" else hl.Linear)(*leaves, shard=shard, **options)
-        call = lambda: ASKED[asked](
+        call = lambda: hl.Objective(**x["swap"](terms))(
             source,
             x["targets"],
+            **x["more"],
             teacher=hl.Sparse(x["ids"], x["logprobs"].float()),
             mask=x["mask"],
             segments=hl.Segments.from_ids(x["segments"], 3),
