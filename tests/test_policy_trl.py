@@ -257,12 +257,6 @@ def test_what_the_objective_cannot_say_is_refused(setting: str) -> None:
         policy_objective(config(**REFUSED[setting]))
 
 
-@pytest.mark.parametrize("kind", ["cispo", "sapo"])
-def test_loss_types_that_are_refused_of_sequences(kind: str) -> None:
-    with pytest.raises(ValueError, match="importance_sampling_level"):
-        policy_objective(config(loss_type=kind, importance_sampling_level="sequence"))
-
-
 @pytest.mark.parametrize("corrected", [False, True])
 @pytest.mark.parametrize("beta", [0.0, 0.3])
 @pytest.mark.parametrize("level", ["token", "sequence"])
@@ -270,8 +264,6 @@ def test_loss_types_that_are_refused_of_sequences(kind: str) -> None:
 def test_the_objective_of_a_config_is_trls(
     batch: SimpleNamespace, kind: str, level: str, beta: float, corrected: bool
 ) -> None:
-    if level == "sequence" and kind in ("cispo", "sapo"):
-        return  # refused, see above
     said = {"loss_type": kind, "importance_sampling_level": level, "beta": beta, "use_bias_correction_kl": corrected}
     want, d_logits, _ = trl_loss(batch, **said)
     as_above = {"epsilon": 0.2, "epsilon_high": 0.28, "max_completion_length": LONGEST, "sapo_temperature_neg": 1.0625}

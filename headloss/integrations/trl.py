@@ -167,13 +167,12 @@ def policy_objective(args: Any) -> hl.Objective:
         "dapo": (clipped, {"reduction": "token_mean"}),
         "bnpo": (clipped, {"reduction": "weighted_mean"}),
         "luspo": (clipped, {"reduction": "seq_mean_token_sum"}),
-        "cispo": (("cispo", {"high": high}), {"reduction": "token_mean"}),
-        "sapo": (("sapo", taus), {"reduction": "seq_mean_token_mean"}),
+        "cispo": (("cispo_sequence" if sequence else "cispo", {"high": high}), {"reduction": "token_mean"}),
+        "sapo": (("sapo_sequence" if sequence else "sapo", taus), {"reduction": "seq_mean_token_mean"}),
         "vespo": (("vespo", gammas), {"reduction": "token_mean"}),
     }
     unknown = {
         "loss_type": args.loss_type not in kinds,
-        "importance_sampling_level": sequence and args.loss_type in ("cispo", "sapo"),
         "use_adaptive_entropy": args.use_adaptive_entropy,
         "top_entropy_quantile": args.top_entropy_quantile < 1,
         "off_policy_mask_threshold": args.off_policy_mask_threshold is not None,

@@ -154,7 +154,7 @@ def _core_algos() -> Any:
 def settings(loss: str, config: Any) -> dict[str, float]:
     """The options of a loss that verl's config holds, under our names.
 
-    clip_ratio_low, clip_ratio_high (or clip_ratio)   low, high; 1 + high for cispo, whose bound is on the ratio itself
+    clip_ratio_low, clip_ratio_high (or clip_ratio)   low, high; 1 - low, 1 + high for cispo
     clip_ratio_c                                      dual; dppo's cap
     tau_pos, tau_neg, policy_loss.dro_beta            those of sapo; kimi's beta
     """
@@ -163,8 +163,8 @@ def settings(loss: str, config: Any) -> dict[str, float]:
     get = lambda name, of=config: of.get(name) if hasattr(of, "get") else getattr(of, name, None)
     low, high, c = (get(f"clip_ratio_{x}") for x in ("low", "high", "c"))
     low, high = (get("clip_ratio") if x is None else x for x in (low, high))
-    if loss == "cispo":
-        high = None if high is None else 1 + high
+    if loss.startswith("cispo"):
+        low, high = None if low is None else 1 - low, None if high is None else 1 + high
     found = {"low": low, "high": high, "dual": c, "cap": c, "tau_pos": get("tau_pos"), "tau_neg": get("tau_neg")}
     if loss == "kimi" and get("policy_loss") is not None:
         found["beta"] = get("dro_beta", get("policy_loss"))

@@ -8,8 +8,12 @@ index: its stand-in is in test_fast_llm.py.  Each check runs in processes of its
 from __future__ import annotations
 
 import contextlib
+import importlib.util
+import os
 import re
+import subprocess
 import sys
+import tempfile
 import types
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -293,6 +297,71 @@ def test_torchtitan(pair: Ranks) -> None:
 # verl ----------------------------------------------------------------------------------------------------------------
 
 
+def verls_workers() -> None:
+    """As a Ray worker meets it: verl imports what the environment names, and knows the backend and the losses."""
+    prepare()
+    os.environ["VERL_USE_EXTERNAL_MODULES"] = "headloss.integrations.verl_plugin"
+    import verl.utils.experimental.torch_functional as fused
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from verl.models.transformers import monkey_patch
+    from verl.trainer.ppo.core_algos import get_policy_loss_fn
+
+    from headloss.integrations import verl as ours
+
+    monkey_patch.is_trl_available = lambda: False  # the value head that it looks for is in older versions
+    assert get_policy_loss_fn("headloss_gspo").__name__ == "headloss_gspo"
+    assert isinstance(fused.FusedLinearForPPO(impl_backend="torch"), fused.native_fused_linear)
+    with pytest.raises(ValueError, match="Unsupported"):
+        fused.FusedLinearForPPO(impl_backend="headlos")
+    config = LlamaConfig(
+        vocab_size=61, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2
+    )
+    ids, found, stock = torch.arange(18).view(2, 9), [], LlamaForCausalLM.forward
+    for backend in ("torch", "headloss"):
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(config)
+        how = {"use_fused_kernels": True, "fused_kernels_backend": backend}
+        try:
+            monkey_patch.apply_monkey_patch(model, use_remove_padding=False, **how)
+            assert isinstance(fused.FusedLinearForPPO(impl_backend=backend), ours.FusedLinearForPPO) == (
+                backend == "headloss"
+            )
+            out = model(input_ids=ids, temperature=0.7, return_dict=True)
+        finally:
+            LlamaForCausalLM.forward = stock
+        assert model._verl_fused_kernels_backend == backend
+        (out.log_probs.sum() - 0.3 * out.entropy.sum()).backward()
+        found.append((out.log_probs, out.entropy, [p.grad.clone() for p in model.parameters()]))
+    for a, b in zip(*found, strict=True):
+        assert_close(b, a, rtol=2e-5, atol=2e-6)
+    with pytest.raises(ValueError, match=r"use_fused_kernels=True, or nothing of it runs"):
+        monkey_patch.apply_monkey_patch(model, use_remove_padding=False, fused_kernels_backend="headloss")
+    fused.FusedLinearForPPO = fused.native_fused_linear  # for the checks after this one
+
+
+def verls_patch() -> None:
+    """The patch for verl itself applies to verl as it is, and makes the same backend."""
+    prepare()
+    with tempfile.TemporaryDirectory() as folder:
+        for name in ("models/transformers/monkey_patch.py", "utils/experimental/torch_functional.py"):
+            target = Path(folder) / "verl" / name
+            target.parent.mkdir(parents=True)
+            target.write_text((STACKS / "verl" / name).read_text())
+        patch = str(DOCS / "upstream" / "verl-headloss-backend.patch")
+        subprocess.run(["git", "apply", "--unsafe-paths", f"--directory={folder}", patch], check=True, cwd=folder)
+        assert '"liger", "headloss"]' in (Path(folder) / "verl/models/transformers/monkey_patch.py").read_text()
+        spec = importlib.util.spec_from_file_location("fused_with_headloss", target)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    torch.manual_seed(0)
+    hidden, weight, ids = torch.randn(5, 4, requires_grad=True), torch.randn(9, 4), torch.randint(9, (5,))
+    found = [
+        sum(module.FusedLinearForPPO(impl_backend=x)(hidden, weight, ids, 0.7)).sum() for x in ("torch", "headloss")
+    ]
+    assert_close(found[1], found[0])
+    assert_close(grads(found[1], hidden), grads(found[0], hidden))
+
+
 def verls_policy_losses() -> None:
     """Through verl's own registry, config and aggregation, against the losses that verl itself has."""
     prepare()
@@ -323,7 +392,7 @@ def verls_policy_losses() -> None:
         "reinforce": ("gpg", per_token, {}),
         "kimi": ("dro", per_token, {}),
         "dppo": ("dppo_tv", per_token, {}),
-        "cispo": ("cispo", per_token, {"clip_ratio_low": 1.0}),  # verl's holds the ratio from below too
+        "cispo": ("cispo", per_token, {}),
     }
     for name, (verls, advantage, changed) in pairs.items():
         for key, value in changed.items():
@@ -370,7 +439,7 @@ def verls_fused_linear() -> None:
 
 def test_verl(pair: Ranks) -> None:
     pytest.importorskip("transformers")
-    check(pair, "verl", verls_policy_losses, verls_fused_linear)
+    check(pair, "verl", verls_workers, verls_patch, verls_policy_losses, verls_fused_linear)
 
 
 # PEFT ----------------------------------------------------------------------------------------------------------------
