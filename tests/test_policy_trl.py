@@ -277,14 +277,16 @@ def test_the_objective_of_a_config_is_trls(
     torch.testing.assert_close(logits.grad, d_logits, rtol=1e-9, atol=1e-12)
 
 
-def test_two_sided_clipping_of_a_config(batch: SimpleNamespace) -> None:
-    want, d_logits, _ = trl_loss(batch, loss_type="dapo", delta=1.3)
-    objective = policy_objective(config(epsilon=0.2, epsilon_high=0.28, delta=1.3))
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_two_sided_clipping_of_a_config(batch: SimpleNamespace, level: str) -> None:
+    said = {"loss_type": "dapo", "delta": 1.3, "importance_sampling_level": level}
+    want, d_logits, _ = trl_loss(batch, **said)
+    objective = policy_objective(config(epsilon=0.2, epsilon_high=0.28, **said))
     logits = batch.logits.clone().requires_grad_()
-    advantage = batch.advantage[:, None].expand(B, T).contiguous()
-    out = objective(hl.Logits(logits), batch.targets, num_items=int(ITEMS), advantage=advantage, old_logprob=batch.old)
+    given = {"advantage": batch.advantage[:, None].expand(B, T).contiguous(), "old_logprob": batch.old}
+    out = objective(hl.Logits(logits), batch.targets, segments=batch.segments, num_items=int(ITEMS), **given)
     out.loss.backward()
     torch.testing.assert_close(out.loss.detach(), want, rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(logits.grad, d_logits, rtol=1e-9, atol=1e-12)
     with pytest.raises(ValueError, match="delta"):
-        policy_objective(config(delta=1.3, importance_sampling_level="sequence"))
+        policy_objective(config(delta=1.1))

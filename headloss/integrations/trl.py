@@ -156,7 +156,7 @@ def policy_objective(args: Any) -> hl.Objective:
     high = args.epsilon if args.epsilon_high is None else args.epsilon_high
     sequence = args.importance_sampling_level == "sequence"
     clipped = "gspo" if sequence else "grpo", {"low": args.epsilon, "high": high}
-    if args.delta is not None and not sequence:
+    if args.delta is not None:
         clipped[1]["delta"] = args.delta
     taus = {"tau_pos": args.sapo_temperature_pos, "tau_neg": args.sapo_temperature_neg}
     gammas = {f"{ours}_{sign}": getattr(args, f"vespo_{theirs}_{sign}")
@@ -177,7 +177,7 @@ def policy_objective(args: Any) -> hl.Objective:
         "top_entropy_quantile": args.top_entropy_quantile < 1,
         "off_policy_mask_threshold": args.off_policy_mask_threshold is not None,
         "use_vllm": args.use_vllm,
-        "delta": sequence and args.delta is not None,
+        "delta": args.delta is not None and args.delta < 1 + high,  # where TRL's is no bound on the other side
     }
     for name, is_so in unknown.items():
         if is_so:
