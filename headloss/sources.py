@@ -325,8 +325,8 @@ def _check_shard(shard: object) -> None:
 def _check_matrix(name: str, x: Tensor) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(f"{name}: wanted a tensor, got {type(x).__name__}")
-    if not x.dtype.is_floating_point:
-        raise TypeError(f"{name}: wanted a floating-point tensor, got {x.dtype}")
+    if not x.dtype.is_floating_point or x.dtype.itemsize < 2:
+        raise TypeError(f"{name}: wanted a floating-point tensor of 16 bits or more, got {x.dtype}")
     if x.ndim < 1 or (x.ndim < 2 and name != "weight"):
         raise ValueError(f"{name}: wanted at least two dimensions (rows, features), got shape {tuple(x.shape)}")
 

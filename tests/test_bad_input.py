@@ -65,6 +65,11 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     # sources
     "logits are no tensor": (lambda: hl.Logits([[1.0]]), TypeError, "logits: wanted a tensor, got list"),
     "logits are integers": (lambda: hl.Logits(torch.zeros(3, 4, dtype=torch.long)), TypeError, "logits: .*floating"),
+    "logits are of 8 bits": (
+        lambda: hl.Logits(torch.zeros(3, 4, dtype=torch.float8_e4m3fn)),
+        TypeError,
+        "logits: .*16 bits or more.*float8",
+    ),
     "logits are a vector": (lambda: hl.Logits(torch.zeros(4)), ValueError, r"logits: .*two dimensions.*\(4,\)"),
     "hidden is no tensor": (lambda: hl.Linear(None, WEIGHT), TypeError, "hidden: wanted a tensor"),
     "weight does not fit": (lambda: hl.Linear(HIDDEN, torch.randn(V, D + 1)), ValueError, r"weight: .*\(11, 5\)"),

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from headloss.backends import choose
 from headloss.engine.checks import check_asked, check_belongs, check_inputs, check_targets_wanted, check_teachers
+from headloss.engine.first_call import told_if_long
 from headloss.facts import Want
 from headloss.metrics import retarget
 from headloss.segments import Segments
@@ -98,7 +99,8 @@ def make_plan(
     shapes: Mapping[str, Shape],
 ) -> Plan:
     begun = time.perf_counter()
-    traces, want, kind = _trace_terms(objective, calls, source, segments, teachers, shapes, targetless)
+    with told_if_long():
+        traces, want, kind = _trace_terms(objective, calls, source, segments, teachers, shapes, targetless)
     traced = time.perf_counter()
     program, reason = _print_terms(objective, calls, source, teachers, traces, shapes, want, kind)
     times = {"tracing": traced - begun, "printing": time.perf_counter() - traced}

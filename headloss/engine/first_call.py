@@ -1,0 +1,32 @@
+"""A first call traces its losses, which loads torch's compiler: a line on a terminal if that takes long, once."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+AFTER = 2.0  # seconds
+_told = threading.Event()
+
+
+@contextmanager
+def told_if_long() -> Iterator[None]:
+    if _told.is_set() or sys.stderr is None or not sys.stderr.isatty():
+        yield
+        return
+    timer = threading.Timer(AFTER, _tell)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _tell() -> None:
+    if not _told.is_set():
+        _told.set()
+        why = "this loads torch's compiler and happens once per objective"
+        print(f"headloss: tracing the losses of a first call; {why}", file=sys.stderr, flush=True)
