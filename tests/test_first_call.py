@@ -17,12 +17,11 @@ class Terminal(io.StringIO):
         return True
 
 
-def slow(logprob):
-    time.sleep(0.15)  # reads nothing that changes, and is traced
-    return -logprob
-
-
 def call() -> None:
+    def slow(logprob):  # a new function each time, so that it is traced each time
+        time.sleep(0.15)
+        return -logprob
+
     hl.Objective(ce=hl.Term(slow, pure=True))(hl.Logits(torch.randn(3, 5)), torch.tensor([0, 1, 2]))
 
 
