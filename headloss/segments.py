@@ -3,9 +3,10 @@
 Dimension key:  N rows   S segments
 
 Row n belongs to segment `ids[n]`; id -1 is no segment.  Losses receive a `Segments` whose ignored rows are already -1,
-so `totals`, `means`, `spread` and `mean` speak of valid tokens only.  All four are differentiable, and ids may come in
-any order.  `totals` and `spread` are operators of their own, each the other's adjoint: in a traced loss they are the
-mark by which a segment loss is told from one that mixes rows at will.
+so `totals`, `means`, `maxima`, `minima`, `spread`, `mean`, `max` and `min` speak of valid tokens only.  All are
+differentiable, and ids may come in any order.  `totals` and `spread` are operators of their own, each the other's
+adjoint: in a traced loss they, and `largest`, are the mark by which a segment loss is told from one that mixes rows at
+will.
 
 With a `group`, a segment's rows may lie on several ranks (context or sequence parallelism): ids and their number are
 then global, sums run over the group, forward and backward, and each rank's loss is its share of the whole.
@@ -25,6 +26,7 @@ from headloss.parallel.shard import together
 _library = torch.library.Library("headloss", "DEF")
 _library.define("segment_totals(Tensor x, Tensor ids, SymInt num_segments) -> Tensor")
 _library.define("segment_spread(Tensor y, Tensor ids) -> Tensor")
+_library.define("segment_largest(Tensor x, Tensor ids, SymInt num_segments) -> Tensor")
 
 
 def _totals(x: Tensor, ids: Tensor, num_segments: int) -> Tensor:
@@ -39,6 +41,13 @@ def _totals(x: Tensor, ids: Tensor, num_segments: int) -> Tensor:
 
 def _spread(y: Tensor, ids: Tensor) -> Tensor:
     return torch.cat([y, y.new_zeros(1)])[torch.where(ids < 0, y.shape[0], ids)]
+
+
+def _largest(x: Tensor, ids: Tensor, num_segments: int) -> Tensor:
+    """The largest x of each segment, without a gradient; -inf for a segment without rows."""
+    out = x.new_full((num_segments + 1,), -torch.inf)
+    place = torch.where(ids >= 0, ids, num_segments)
+    return out.scatter_reduce_(0, place, x, "amax")[:num_segments].clone()
 
 
 def _totals_context(ctx: Any, inputs: tuple[Tensor, Tensor, int], output: Tensor) -> None:
@@ -62,6 +71,8 @@ _library.impl("segment_totals", _totals, "CompositeExplicitAutograd")
 _library.impl("segment_spread", _spread, "CompositeExplicitAutograd")
 torch.library.register_fake("headloss::segment_totals", lambda x, ids, n: x.new_empty(n), lib=_library)
 torch.library.register_fake("headloss::segment_spread", lambda y, ids: y.new_empty(ids.shape[0]), lib=_library)
+_library.impl("segment_largest", _largest, "CompositeExplicitAutograd")
+torch.library.register_fake("headloss::segment_largest", lambda x, ids, n: x.new_empty(n), lib=_library)
 torch.library.register_autograd(
     "headloss::segment_totals", _totals_backward, setup_context=_totals_context, lib=_library
 )
@@ -259,6 +270,35 @@ class Segments:
     def mean(self, x: Tensor) -> Tensor:
         """Each row's segment mean of `x`: (N,) to (N,)."""
         return self.spread(self.means(x))
+
+    def maxima(self, x: Tensor) -> Tensor:
+        """The largest `x` of each segment: (N,) to (S,); 0 for a segment without rows.  Rows that tie share the
+        gradient."""
+        self._check_rows("maxima", x)
+        flat = _flat(x)
+        best = torch.ops.headloss.segment_spread(self._largest(flat.detach()), _flat(self.ids))
+        ties = (flat.detach() == best).to(flat.dtype)
+        share = ties / torch.ops.headloss.segment_spread(self.totals(ties), _flat(self.ids)).clamp(min=1)
+        return self.totals(torch.where(ties != 0, flat, 0.0) * share)
+
+    def minima(self, x: Tensor) -> Tensor:
+        """The smallest `x` of each segment: (N,) to (S,); 0 for a segment without rows."""
+        return -self.maxima(-x)
+
+    def max(self, x: Tensor) -> Tensor:
+        """Each row's segment maximum of `x`: (N,) to (N,)."""
+        return self.spread(self.maxima(x))
+
+    def min(self, x: Tensor) -> Tensor:
+        """Each row's segment minimum of `x`: (N,) to (N,)."""
+        return self.spread(self.minima(x))
+
+    def _largest(self, x: Tensor) -> Tensor:
+        found: Tensor = torch.ops.headloss.segment_largest(x, _flat(self.ids), self.num_segments)
+        if self.group is not None:
+            with together("taking the maximum over the ranks that share segments"):
+                torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX, group=self.group)
+        return found
 
     def _check_rows(self, method: str, x: Tensor) -> None:
         shape, wanted = tuple(x.shape), tuple(self.ids.shape)

@@ -47,6 +47,7 @@ SHAPE = ("tests/test_shape_of_code.py",)
 OFF, TRL = ("tests/integrations/test_never_off.py",), ("tests/integrations/test_trl.py",)
 MESSAGES = ("tests/test_messages.py",)
 OWN_TARGETS = ("tests/test_term_targets.py",)
+EXTREMES = ("tests/test_segment_extremes.py",)
 TAKEN = ("tests/test_term_inputs.py",)
 POLICY = ("tests/test_policy.py",)
 LEFT_OUT = ("tests/test_row_weight_of_zero.py",)
@@ -424,6 +425,9 @@ FAULTS = [
     Fault("engine/brought.py", "        if left_out:\n", "        if False:\n", "a term's own targets are left out without a word", OWN_TARGETS),
     Fault("term.py", "facts = {**facts, \"logprob\": Fact(\"ids_logprob\", self.temperature, own)}", "pass", "a term's own targets are not read", OWN_TARGETS),
     Fault("graph/content.py", '"temperature", "targets", "teacher"', '"temperature", "teacher"', "a graph serves an objective that has other targets", OWN_TARGETS),
+    Fault("segments.py", "share = ties / torch.ops.headloss.segment_spread(self.totals(ties), _flat(self.ids)).clamp(min=1)", "share = ties", "rows that tie for a segment's maximum count twice", EXTREMES),
+    Fault("segments.py", "return -self.maxima(-x)", "return self.maxima(-x)", "a segment's minimum: a sign", EXTREMES),
+    Fault("segments.py", "torch.where(ties != 0, flat, 0.0) * share", "flat * share", "a segment's maximum: 0 * inf of another row", EXTREMES),
     Fault("trace/signature.py", "optional and takes is None", "optional", "a term without the input it takes uses its default", TAKEN),
     Fault("graph/content.py", "(*term.facts.items(), *term.inputs.items())", "term.facts.items()", "a graph serves an objective that takes other inputs", TAKEN),
     Fault("engine/layout.py", "found[p.key] = old", "found[p.name] = old", "what a loss says of an input is lost where that has another name", TAKEN),

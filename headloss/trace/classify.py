@@ -133,7 +133,7 @@ _ALONG = {
 _FILL = {"full": 1, "full_like": 1, "new_full": 2, "scalar_tensor": 0}  # where a value goes, not a size
 _RESIZED = {"expand", "select_backward", "slice_backward"}
 _SIZES = {"sym_size", "sym_numel"}
-_SEGMENT = {"segment_totals", "segment_spread"}
+_SEGMENT = {"segment_totals": "totals", "segment_spread": "spread", "segment_largest": "maxima"}
 
 
 def classify(graph: fx.GraphModule, R: int, S: int, ids_at: int | None = None) -> tuple[str, str]:
@@ -148,7 +148,7 @@ def classify(graph: fx.GraphModule, R: int, S: int, ids_at: int | None = None) -
     ids: fx.Node | None = None
     if ids_at is not None:  # a chunk numbers its segments anew, so the ids themselves mean nothing to a chunk
         ids = [node for node in graph.graph.nodes if node.op == "placeholder"][ids_at]
-        if any(user in needed and _operation(user) not in _SEGMENT | _SIZES for user in ids.users):
+        if any(user in needed and _operation(user) not in {*_SEGMENT, *_SIZES} for user in ids.users):
             return "batch", "looks at segments.ids"
     through = None
     for node in graph.graph.nodes:
@@ -160,7 +160,7 @@ def classify(graph: fx.GraphModule, R: int, S: int, ids_at: int | None = None) -
         if name in _SEGMENT:
             if node.args[1] is not ids:
                 return "batch", "sums over segments of its own"
-            through = through or f"segments.{'totals' if name == 'segment_totals' else 'spread'}"
+            through = through or f"segments.{_SEGMENT[name]}"
         elif name in _SIZES:
             if name == "sym_size" and size(node.meta["val"]) not in (R, S):  # how many ids a row has
                 continue

@@ -156,6 +156,10 @@ class _Tallied(Segments):
             sums.register_hook(self._pulled)
         return sums
 
+    def _largest(self, x: Tensor) -> Tensor:
+        self.tally[0] += 1
+        return super()._largest(x)
+
     def _pulled(self, grad: Tensor) -> None:
         self.tally[1] += 1
 
