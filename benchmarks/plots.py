@@ -55,8 +55,11 @@ def kernels(record: dict[str, Any]) -> Figure:
         style = {"va": "center", "fontsize": 9, "color": "white" if wide and color == OURS else "black"}
         ax.text(1.5 if wide else share + 1.5, place, f"{share:.0f}%,  {_ms(row['ms'])}", **style)
     ax.axvline(100, color=LINE, linestyle="--", linewidth=1.2)
-    ax.set(xlabel="% of the floor's speed (dashed: the floor, measured in the same run)", xlim=(0, 1.08 * max(shares)))
-    return _titled(figure, f"against the floor, {_where(record)}")
+    ax.set(
+        xlabel="% of the speed of a plain pass over the same bytes (dashed), measured in the same run",
+        xlim=(0, 1.08 * max(shares)),
+    )
+    return _titled(figure, f"against a plain pass over the same bytes, {_where(record)}")
 
 
 def linear(record: dict[str, Any]) -> Figure:
@@ -136,7 +139,7 @@ def suite(record: dict[str, Any]) -> Figure:
         ticks = [x for x in (0.2, 0.5, 1, 2, 5, 10, 20, 50) if low <= x <= high]
         ax.minorticks_off()
         ax.set_yticks(ticks, [f"{x:g}" for x in ticks])
-    grid[0][0].set_ylabel("times the floor (dashed)")
+    grid[0][0].set_ylabel("times the GEMMs alone (dashed)")
     figure.legend(*grid[0][1].get_legend_handles_labels(), loc="outside lower center", ncols=len(ways), frameon=False)
     for ax, what in zip(grid[-1], ("N", "V", "D", "losses", "simulated ranks"), strict=True):
         if not record["scaling"]:
@@ -149,7 +152,7 @@ def suite(record: dict[str, Any]) -> Figure:
         ax.set_xticks(place, [f"{x:,}" for x in place], fontsize=7, rotation=30)
         ax.minorticks_off()
     if record["scaling"]:
-        grid[1][0].set_ylabel("headloss, times the floor")
+        grid[1][0].set_ylabel("headloss, times the GEMMs alone")
     for ax in grid.flat:
         ax.spines[["top", "right"]].set_visible(False)
     return _titled(

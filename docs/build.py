@@ -210,7 +210,7 @@ def overhead() -> str:
 
 
 def _kernels(record: Record) -> Iterator[str]:
-    yield "| what | rows × vocabulary | ms | floor ms | of the floor's speed |"
+    yield "| what | rows × vocabulary | ms | plain pass, ms | of its speed |"
     yield "|---|---|---:|---:|---:|"
     for r in record["table"]:
         shape = r["shape"].replace("x", " × ")

@@ -26,5 +26,20 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
     return OUTSIDE.sub(lambda m: f"]({_inside(m[1])}", markdown)
 
 
+# Browsers start no workers for a page from the disk, and the search is one: it waits there, without an error.
+FROM_DISK = """<script>if (location.protocol === "file:")
+window.Worker = class extends EventTarget { postMessage() {} terminate() {} };</script>"""
+
+
+def on_post_page(output: str, **_: Any) -> str:
+    return output.replace("<head>", f"<head>{FROM_DISK}", 1)
+
+
+def on_post_build(config: Any) -> None:
+    """From the disk the theme reads the index as a script."""
+    index = Path(config.site_dir) / "search" / "search_index.json"
+    index.with_suffix(".js").write_text(f"var __index = {index.read_text()}")
+
+
 def _inside(name: str) -> str:
     return f"files/{name}.txt" if name.endswith((".md", ".py")) else f"files/{name}"  # shown, not rendered or excluded

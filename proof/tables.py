@@ -146,8 +146,11 @@ def _suite() -> str:
         made += [""] if made else []
         ways = list(dict.fromkeys(r["way"] for r in record["workloads"]))
         made += [f"{_about(record)} {_link(path.stem)}", ""]
-        made += [f"![Times the floor, by workload and vocabulary; and scaling.](pictures/{path.stem}.svg)", ""]
-        made += [f"| workload | vocabulary | floor ms | {' | '.join(ways)} |", f"|---|---:|---:|{'---:|' * len(ways)}"]
+        made += [f"![Times the GEMMs alone, by workload and vocabulary; and scaling.](pictures/{path.stem}.svg)", ""]
+        made += [
+            f"| workload | vocabulary | GEMMs alone, ms | {' | '.join(ways)} |",
+            f"|---|---:|---:|{'---:|' * len(ways)}",
+        ]
         cases = list(dict.fromkeys((r["workload"], r["V"]) for r in record["workloads"]))
         for case in sorted(cases, key=lambda c: (list(dict.fromkeys(w for w, _ in cases)).index(c[0]), c[1])):
             rows = {r["way"]: r for r in record["workloads"] if (r["workload"], r["V"]) == case}
@@ -155,7 +158,8 @@ def _suite() -> str:
             made.append(f"| {case[0]} | {case[1]:,} | {floor} | {' | '.join(_time(rows.get(w)) for w in ways)} |")
         made += [
             "",
-            "A cell is how many times the floor, and GiB beyond the inputs; * further from float64 than twice eager.",
+            "A cell is how many times the GEMMs alone, and GiB beyond the inputs; * further from float64 than twice "
+            "eager.",
         ]
         if record["left out"]:
             made += ["", f"Left out for want of time: {', '.join(record['left out'])}."]
@@ -163,7 +167,7 @@ def _suite() -> str:
         for r in record["scaling"]:
             place = r.get("losses", r.get("ranks", r.get(r["grows"])))
             grows[r["grows"]].append(f"{place:,}: {r['ratio']:.3f}×")
-        made += ["", "| headloss, times the floor, as this grows | |", "|---|---|"] if grows else []
+        made += ["", "| headloss, times the GEMMs alone, as this grows | |", "|---|---|"] if grows else []
         made += [f"| {what} | {', '.join(values)} |" for what, values in grows.items()]
     return "\n".join(made)
 

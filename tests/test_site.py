@@ -73,6 +73,7 @@ def test_it_builds_strictly(tmp_path: Path) -> None:
     assert not wanted, f"the site wants {sorted(set(wanted))} from elsewhere"
     index = (tmp_path / "search" / "search_index.json").read_text()
     assert "seq_mean_token_mean" in index, "the search knows the pages"
+    assert (tmp_path / "search" / "search_index.js").read_text() == f"var __index = {index}"  # opened from the disk
 
 
 @pytest.mark.parametrize("path", RESULTS, ids=lambda p: p.name)
