@@ -35,7 +35,7 @@ CASES = [
     ("sapo_sequence", {"tau_pos": 2.0, "tau_neg": 0.5}),
     ("rloo", {}),
     ("a2po", {"beta": 0.3}),
-    ("clip_cov", {"fraction": 0.2, "least": 0.1}),
+    ("clip_cov", {"fraction": 0.2, "least": -5.0, "low": 0.01, "high": 0.01}),  # clipped tokens are no candidates
     ("kl_cov", {"fraction": 0.2, "beta": 0.7}),
     ("gmpo", {}),
     ("gmpo", {"low": 0.1, "high": 0.2}),

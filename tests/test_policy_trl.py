@@ -17,7 +17,19 @@ from torch import Tensor
 
 import headloss as hl
 from headloss.integrations.names import TRL, rename
-from headloss.losses import cispo, entropy_bonus, grpo, gspo, kl_to_reference, orpo, sapo, simpo, vespo
+from headloss.losses import (
+    cispo,
+    cispo_sequence,
+    entropy_bonus,
+    grpo,
+    gspo,
+    kl_to_reference,
+    orpo,
+    sapo,
+    sapo_sequence,
+    simpo,
+    vespo,
+)
 from headloss.row_weights import off_policy_mask, top_entropy
 
 pytest.importorskip("trl")
@@ -51,6 +63,7 @@ def trl_loss(batch: SimpleNamespace, on_policy: bool = False, **settings) -> tup
     logits = batch.logits.clone().requires_grad_()
     logp = logits.log_softmax(-1)
     entropy = -(logp.exp() * logp).sum(-1)
+    sampler_ratio = settings.pop("sampler_ratio", None)
     args = SimpleNamespace(
         delta=settings.pop("delta", None), use_bias_correction_kl=settings.pop("use_bias_correction_kl", False),
         sapo_temperature_pos=1.0, sapo_temperature_neg=1.0625, vespo_k_pos=2.0, vespo_lambda_pos=3.0, vespo_k_neg=3.0,
@@ -82,6 +95,8 @@ def trl_loss(batch: SimpleNamespace, on_policy: bool = False, **settings) -> tup
     }  # fmt: skip
     if not on_policy:
         inputs["old_per_token_logps"] = batch.old
+    if sampler_ratio is not None:
+        inputs["importance_sampling_ratio"] = sampler_ratio
     loss = GRPOTrainer._compute_loss(trainer, None, inputs)
     loss.backward()
     return loss.detach(), logits.grad, {name: values[0] for name, values in trainer._metrics["train"].items()}
@@ -110,6 +125,21 @@ CASES = {
     ),
     "cispo": ({"loss_type": "cispo", "epsilon_high": 1.2}, hl.Term(cispo, high=1.2), {"num_items": ITEMS}),
     "sapo": ({"loss_type": "sapo"}, hl.Term(sapo, tau_neg=1.0625, reduction="seq_mean_token_mean"), {}),
+    "cispo_sequence": (
+        {"loss_type": "cispo", "epsilon_high": 1.02, **SEQUENCE},
+        hl.Term(cispo_sequence, high=1.02),
+        {"num_items": ITEMS},
+    ),
+    "sapo_sequence": (
+        {"loss_type": "sapo", **SEQUENCE},
+        hl.Term(sapo_sequence, tau_neg=1.0625, reduction="seq_mean_token_mean"),
+        {},
+    ),
+    "two_sided_gspo": (
+        {"loss_type": "grpo", **SEQUENCE, "epsilon_low": 0.01, "epsilon_high": 0.02, "delta": 1.03},
+        hl.Term(gspo, low=0.01, high=0.02, delta=1.03, reduction="seq_mean_token_mean"),
+        {},
+    ),
     "vespo": ({"loss_type": "vespo"}, vespo, {"num_items": ITEMS}),
     "off_policy_mask": (
         {"loss_type": "bnpo", "off_policy_mask_threshold": 0.05},
@@ -142,10 +172,29 @@ def test_loss_types(batch: SimpleNamespace, case: str, on_policy: bool) -> None:
     ours = rename({name: float(m) for name, m in out.metrics.items()}, TRL)
     assert ours["entropy"] == pytest.approx(logged["entropy"])
     # TRL caps the ratio before it counts, counts sequences, or counts tokens that a mask leaves out
-    if case not in ("two_sided", "gspo", "luspo", "top_entropy", "off_policy_mask"):
+    if case not in ("two_sided", "gspo", "luspo", "two_sided_gspo", "top_entropy", "off_policy_mask"):
         for name in ("clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean"):
             if name in logged:
                 assert ours[name] == pytest.approx(logged[name]), name
+
+
+@pytest.mark.parametrize("mode", ["token_truncate", "token_mask"])
+def test_vespo_with_the_samplers_ratio(batch: SimpleNamespace, mode: str) -> None:
+    """The ratio as TRL makes it, by its mode, is a part of vespo's own weight."""
+    ratio = torch.exp((batch.old - batch.sampler) * batch.mask)
+    held = ratio.clamp(0.8, 1.25) if mode == "token_truncate" else ratio.masked_fill((ratio < 0.6) | (ratio > 1.9), 0)
+    assert (held != ratio).any()
+    want, d_logits, _ = trl_loss(batch, loss_type="vespo", sampler_ratio=held)
+    logits = batch.logits.clone().requires_grad_()
+    low, high = (0.8, 1.25) if mode == "token_truncate" else (0.6, 1.9)
+    term = hl.Term(vespo, sampler_low=low, sampler_high=high, sampler_mask=mode == "token_mask")
+    out = hl.Objective(rl=term)(
+        hl.Logits(logits), batch.targets, segments=batch.segments, num_items=ITEMS, old_logprob=batch.old,
+        sampler_logprob=batch.sampler, advantage=batch.advantage[:, None].expand(B, T),
+    )  # fmt: skip
+    out.loss.backward()
+    torch.testing.assert_close(out.loss.detach(), want, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(logits.grad, d_logits, rtol=1e-8, atol=1e-12)
 
 
 @pytest.mark.parametrize("corrected", [False, True])
