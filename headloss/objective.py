@@ -19,7 +19,7 @@ from torch import Tensor
 
 from headloss.config import check_losses, read_config, write_config
 from headloss.engine.arguments import CallArguments, CallOptions
-from headloss.engine.bind import chunks_of, rows_of
+from headloss.engine.bind import chunks_of, read_because, rows_of
 from headloss.engine.brought import brought
 from headloss.engine.evaluate import evaluate
 from headloss.engine.explain import Explanation, explain
@@ -156,7 +156,8 @@ class Objective(Terms):
         """
         options = CallOptions(num_items, num_segments, weights, grad_scale, host_read)
         plan, arguments = find_plan(self, brought(self, CallArguments(on, targets, segments, teacher, options, inputs)))
-        reads = plan.read_because if host_read and isinstance(targets, Tensor) else ""
+        may_read = host_read and isinstance(targets, Tensor)
+        reads = read_because(plan, arguments.source, arguments.segments) if may_read else ""
         if isinstance(targets, Tensor) and targets.device.type != "meta" and host_read:
             prepared = prepare(targets, arguments.segments)  # now, and not for a later call to say
             arguments = arguments._replace(targets=prepared, segments=prepared.segments)

@@ -89,6 +89,7 @@ class Linear:
 
     `memory` bounds the rows x vocabulary buffers ("1GiB", "200MB" or bytes).  `logits_dtype` is the dtype of a chunk's
     logits (the hidden's by default), `weight_grad_dtype` that of the weight gradient's accumulator (at least float32).
+    `weight_grad_into` is "grad" or "main_grad" for a backward that adds to `weight.grad` or `weight.main_grad` itself.
     """
 
     hidden: Tensor
@@ -102,6 +103,7 @@ class Linear:
     logits_dtype: torch.dtype | None = None
     weight_grad_dtype: torch.dtype | None = None
     memory: str | int = "1GiB"
+    weight_grad_into: str | None = None
 
     def __post_init__(self) -> None:
         _check_matrix("hidden", self.hidden)
@@ -134,6 +136,10 @@ class Linear:
         for name, dtype in (("logits_dtype", self.logits_dtype), ("weight_grad_dtype", self.weight_grad_dtype)):
             if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
                 raise TypeError(f"{name}: wanted a floating-point dtype, got {dtype!r}")
+        if self.weight_grad_into not in (None, "grad", "main_grad"):
+            raise ValueError(f'weight_grad_into: wanted None, "grad" or "main_grad", got {self.weight_grad_into!r}')
+        if self.weight_grad_into is not None and torch.compiler.is_compiling():
+            raise ValueError("weight_grad_into: a compiled graph returns its gradients; use None")
         _check_transform(self, self.hidden)
         _check_shard(self.shard)
         parse_bytes(self.memory)

@@ -24,7 +24,7 @@ class Fault(NamedTuple):
     def interpreted(self) -> bool:
         """Whether its tests are those of Triton's interpreter, which has to be chosen before triton is imported."""
         kernels = ("backends/triton/kernels", "backends/triton/printer", "engine/one_launch")
-        kernels += ("backends/triton/settle", "backends/triton/product", "engine/settled")
+        kernels += ("backends/triton/settle", "backends/triton/product", "engine/settled", "engine/product")
         return self.file.startswith(kernels) or self.tests == ("tests/kernels/test_triton.py",)
 
 
@@ -73,6 +73,8 @@ FIRST: dict[str, tuple[str, ...]] = {  # by how a file's name begins
     "backends/triton/printer/segments.py": ("tests/kernels/test_settle.py",),
     "backends/triton/settle.py": ("tests/kernels/test_settle.py",),
     "engine/settled.py": ("tests/kernels/test_settle.py",),
+    "engine/product.py": ("tests/kernels/test_product_calls.py",),
+    "engine/into.py": ("tests/test_grad_into.py",),
     "backends/triton/kernels/": ("tests/kernels/test_triton.py", "tests/kernels/test_visit.py"),
     "backends/": ("tests/kernels/test_lower.py", "tests/kernels/test_visit.py"),
     "engine/one_launch.py": ("tests/kernels/test_triton.py", "tests/kernels/test_visit.py"),
@@ -514,9 +516,20 @@ FAULTS = [
     Fault("backends/triton/kernels/product_rows.py", "near = -log1p(S * tl.exp2(tl.where(close, -gap, 0.0)))", "near = gap / LOG2E - tl.log(whole)", "product: a confident row's loss loses its digits"),
     Fault("backends/triton/kernels/product_rows.py", "first = (logits > most) | ((logits == most) & (start + own < best))", "first = logits > 1e30", "product: a target that is the maximum is never the argmax"),
     Fault("backends/triton/kernels/product_grads.py", "slope * ((share + pull) + pull * p)", "slope * share", "product: the target's own probability has no gradient"),
-    Fault("backends/triton/kernels/product_grads.py", "to = tl.load(gaps + tl.load(ranks + place))", "to = place", "product: rows that move to the front of E leave their factors behind"),
+    Fault("backends/triton/kernels/product_grads.py", "tl.store(sources + rank, place, mask=back > 0)", "tl.store(sources + rank, place * 0, mask=back > 0)", "product: the first row of E moves to the front where others should"),
     Fault("backends/triton/kernels/product_grads.py", "(key >= V) | (key == before)", "key >= V", "product: rows of one target are added once for each of them"),
     Fault("backends/triton/product.py", "ADD=add", "ADD=False", "product: the weight's gradient replaces what it should be added to"),
+    Fault("backends/triton/product.py", "torch.where(x.targets < 0, -1, start + x.targets)", "x.targets", "product: a target on a later shard is taken for a column of the first"),
+    Fault("backends/triton/kernels/product_rows.py", "(joined(nodes[2 * i], nodes[2 * i + 1]),)", "(joined(nodes[2 * i + 1], nodes[2 * i]),)", "product: of equal maxima the last is the argmax"),
+    Fault("backends/triton/settle.py", "torch.nn.functional.pad(ends, (1, 0))", "ends", "product: the first run of rows is taken for rows without a segment", ("tests/kernels/test_product_calls.py",)),
+    Fault("engine/product.py", "more = any(x for there in program.there for x in there[1:3])", "more = False", "product: the gradient of an entropy term is lost"),
+    Fault("engine/product.py", "targets = rows.given.reshape(-1)[part] if ignore else sweep._targets(part)", "targets = sweep._targets(part)", "product: ignored rows count"),
+    Fault("engine/product.py", "pull = Pull(*(None if x is None else x * scale for x in pull))", "pass", "product: what comes in from above a loss is left out of the weight's gradient"),
+    Fault("engine/product.py", "0 < self.rows.count <= self.source.chunk_rows()", "0 < self.rows.count", "product: the budget is not kept"),
+    Fault("engine/into.py", "there.add_(grad)", "there.copy_(grad)", "weight_grad_into: what was there is overwritten"),
+    Fault("engine/into.py", "return grads._replace(weight=None)", "return grads", "weight_grad_into: the gradient is added and returned as well"),
+    Fault("engine/into.py", "weight.grad_added_to_main_grad = True", "pass", "weight_grad_into: Megatron's hooks are not told"),
+    Fault("engine/into.py", "if there.shape != weight.shape or", "if", "weight_grad_into: a main_grad of another shape is taken"),
     Fault("backends/triton/kernels/settle.py", "live = live & (tl.load(target + row) != -100)", "pass", "settle: ignored rows count among those without a segment"),
     Fault("backends/triton/kernels/settle.py", "weight = tl.div_rn(weight, tl.maximum(count, 1.0).to(tl.float32))", "pass", "settle: a segment's mean taken for its sum"),
     Fault("backends/triton/kernels/settle.py", "tl.where(counts, values[i] * weights[i], 0.0)", "values[i] * weights[i]", "settle: values of empty segments count"),

@@ -23,7 +23,7 @@ NAME = "torch"
 
 TILE_BYTES = {"cpu": 1 << 20}
 TILE_BYTES_ELSEWHERE = 64 << 20
-lower = None  # no program for one launch: nothing here is a kernel of ours
+lower = product = None  # no program for one launch and no matrix products: nothing here is a kernel of ours
 LOOK_BUFFERS = 8  # a divergence and its slope keep about 20 of a tile's size
 
 

@@ -11,12 +11,14 @@ from torch import Tensor
 from headloss.engine.arguments import CallArguments
 from headloss.engine.checks import check_count
 from headloss.engine.loss import TermsOnRows
-from headloss.engine.plan import Plan
+from headloss.engine.plan import Plan, why_read_by_products
+from headloss.engine.product import ProductSweep, why_chunked
 from headloss.engine.sweeps import Chunk, Sweep
 from headloss.engine.teachers import SparseTeacherRows, TeacherRows, bind_teachers, most_rows, teacher_bytes
 from headloss.late import defers
 from headloss.rows import Rows, bind_rows, may_read
-from headloss.sources import Linear, Logits
+from headloss.segments import Segments
+from headloss.sources import Linear, Logits, Source
 from headloss.term import check_weight
 from headloss.trace.keys import in_words
 from headloss.trace.signature import TEACHER_INPUTS
@@ -51,7 +53,8 @@ def bind(plan: Plan, arguments: CallArguments) -> tuple[Sweep, TermsOnRows]:
     if source.shard is not None:
         integers = [x for x in arguments.inputs.values() if x.ndim and not x.dtype.is_floating_point]
         compared = integers, _terms_in_words(plan, arguments, loss)
-    return Sweep(source, rows, plan.want, plan.backend, guides, plan.program, *compared), loss
+    kind = Sweep if chunked_because(plan, source) else ProductSweep
+    return kind(source, rows, plan.want, plan.backend, guides, plan.program, *compared), loss
 
 
 def _terms_in_words(plan: Plan, arguments: CallArguments, loss: TermsOnRows) -> str:
@@ -64,6 +67,16 @@ def _terms_in_words(plan: Plan, arguments: CallArguments, loss: TermsOnRows) -> 
     chunks = None if loss.chunks is None else len(loss.chunks)
     summed = hidden is not None and hidden.requires_grad and torch.is_grad_enabled()
     return str((terms, weights, sorted(arguments.inputs), counts, chunks, summed))
+
+
+def chunked_because(plan: Plan, source: Source) -> str:
+    """Why a call's matrix products are not the head's own; see `product.why_chunked`."""
+    return why_chunked(source, plan.want, plan.backend, plan.terms, plan.program)
+
+
+def read_because(plan: Plan, source: Source, segments: Segments | None) -> str:
+    """Why the host has to know which rows count before the work is queued; empty: it need not."""
+    return plan.read_because if chunked_because(plan, source) else why_read_by_products(plan, source, segments)
 
 
 def rows_of(plan: Plan, arguments: CallArguments, host_read: bool) -> Rows:
@@ -79,7 +92,7 @@ def rows_of(plan: Plan, arguments: CallArguments, host_read: bool) -> Rows:
     return bind_rows(
         source.leading, targets, segments,
         vocab=source.vocab, device=source.device, by_segment=plan.kind == "segment" and linear,
-        host_read=host_read and (plan.read_because != "" or not defers(source.device)),
+        host_read=host_read and (read_because(plan, source, segments) != "" or not defers(source.device)),
         skips=plan.program is not None and not linear, needed=plan.needed,
         count=getattr(plan.backend, "count_targets", None),
     )  # fmt: skip

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from headloss.engine.arguments import CallArguments
 from headloss.engine.bind import bind
+from headloss.engine.into import check_into
 from headloss.engine.lookup import find_plan
 from headloss.engine.loss import TermsOnRows
 from headloss.engine.plan import Plan
@@ -20,6 +21,8 @@ from headloss.terms import Terms
 def evaluate(terms: Terms, arguments: CallArguments, direct: bool) -> Output:
     """`Objective.__call__`, or with `direct` its `forward_backward`."""
     check_pending()
+    if direct or torch.is_grad_enabled():
+        check_into(arguments.source)
     plan, arguments = find_plan(terms, arguments)
     sweep, loss = bind(plan, arguments)
     tensors = sweep.source.tensors

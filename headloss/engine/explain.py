@@ -9,6 +9,7 @@ import torch
 
 from headloss.backends import choose
 from headloss.engine.arguments import CallArguments
+from headloss.engine.bind import chunked_because
 from headloss.engine.plan import Plan
 from headloss.engine.sweeps import Chunk
 from headloss.engine.teachers import DenseTeacherRows, TeacherRows, most_rows, teacher_bytes
@@ -49,6 +50,7 @@ class Explanation(NamedTuple):
     collectives: dict[str, int]  # by purpose, forward and backward
     bytes: dict[str, int]  # by purpose
     code: str = ""  # of the printed program, where it was asked for
+    products: str = ""  # whose matrix products run, and why
 
     def __str__(self) -> str:
         lines = [
@@ -60,6 +62,7 @@ class Explanation(NamedTuple):
         for name in self.off:
             lines.append(f"term         {name}: switched off, costs nothing")
         lines.append(f"gradients    {self.grade}")
+        lines += [f"products     {self.products}"] if self.products else []
         lines += [f"kernels      {self.launches}"] if self.launches else []
         chunks = "1 chunk" if self.chunks == 1 else f"{self.chunks} chunks"
         gemms = f", {self.gemms} GEMMs over {chunks} (1 without grad)" if self.gemms else ""
@@ -117,6 +120,13 @@ def explain(
         most = most_rows(guides)
         if most is not None:
             sizes["teachers' logits beside them"] = min(most, rows.count) * beside
+    chunked = chunked_because(plan, source)
+    products = "" if engine != "triton" or not isinstance(source, Linear) else f"cuBLAS, chunk by chunk: {chunked}"
+    if not chunked:
+        products = "the head's own; rows that are ignored or have no gradient are left out on the device"
+        gemms = 3 if chunks is not None or rows.count <= source.chunk_rows() else 4  # type: ignore[union-attr]
+        twice = "" if gemms == 3 else ", which is made again for the gradient"
+        grade = f"facts in the first product{twice}, gradients from its exponentials by row factors"
     sizes["facts, cotangents and coefficients"] = (
         rows.count * source.fact_dtype.itemsize * 2 * (len(plan.want.facts) + 1)
     )
@@ -127,14 +137,16 @@ def explain(
         terms=terms,
         off=plan.off,
         grade=grade,
-        launches=_launches(plan) if engine == "triton" else _without_triton(plan, source, backend),
+        launches=(_between(plan) if not chunked else _launches(plan))
+        if engine == "triton"
+        else _without_triton(plan, source, backend),
         first_call=plan.times,
         rows=rows.count,
         rows_total=rows.total,
         vocab=source.vocab,
         chunks=pieces,
-        forward_sweeps=0 if plan.want.only_ids else 1,
-        sweeps=0 if plan.want.only_ids else 2,
+        forward_sweeps=0 if plan.want.only_ids or not chunked else 1,
+        sweeps=0 if plan.want.only_ids or not chunked else 2,
         gemms=gemms,
         teacher_gemms=_teacher_gemms(plan, source, guides, chunks),
         host_reads=int(read_because != ""),
@@ -142,6 +154,7 @@ def explain(
         collectives=_collectives(plan, arguments, pieces if chunks is not None else 1),
         bytes={what: n for what, n in sizes.items() if n},
         code=_code(plan, engine) if show_source else "",
+        products=products,
     )
 
 
@@ -156,6 +169,11 @@ def _without_triton(plan: Plan, source: Source, backend: str) -> str:
     """Why "auto" is not the Triton backend where that could be."""
     why = choose(backend, source.device, source.fact_dtype).cannot_run(plan.want)
     return "" if why is None else f"none of Triton's, which cannot run {why}"
+
+
+def _between(plan: Plan) -> str:
+    settled = plan.settles is not None
+    return f"between the products {'one launch settles facts and losses' if settled else 'the losses run in torch'}"
 
 
 def _launches(plan: Plan) -> str:

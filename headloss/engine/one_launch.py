@@ -22,7 +22,6 @@ from headloss.engine.plan import Planned
 from headloss.engine.sweeps import Sweep
 from headloss.facts import Fact, Softmax
 from headloss.metrics import Metric, measure_later
-from headloss.record import Grads
 from headloss.reductions import lengths, shared_weight
 from headloss.rows import may_read
 
@@ -30,7 +29,7 @@ from headloss.rows import may_read
 class Launched:
     """What a visit in one launch leaves behind: a `run.Result` whose parts are cut out when something asks."""
 
-    def __init__(self, loss: Tensor | None, visited: Any, grads: Grads | None, normaliser: Tensor | None) -> None:
+    def __init__(self, loss: Tensor | None, visited: Any, grads: Any, normaliser: Tensor | None) -> None:
         self.loss, self.visited, self.grads, self.normaliser = loss, visited, grads, normaliser
 
     @functools.cached_property

@@ -73,6 +73,7 @@ class Plan(NamedTuple):
     has_gradient: bool  # every term is known to have one, and to lose none
     times: dict[str, float]  # what the first call of this form spent, in seconds
     in_parts: Plan | None = None  # for calls of few rows, where there is a program
+    settles: Any = None  # the terms printed for a launch between the head's own products, where those can be
 
     def without_program(self, reason: str) -> Plan:
         plan = self._replace(program=None, reason=reason, in_parts=None)
@@ -109,6 +110,9 @@ def make_plan(
         program, reason = (None, apart) if apart else (program, reason)
     if program is not None and any(_is_narrow(teachers[name], source) for name in want.teachers):
         program, reason = None, "the teacher has fewer columns than the student"
+    settles = program if program is not None and program.by_segment else None
+    if program is not None and settles is None and _own_products(objective, source) and not _apart(source, segments):
+        settles, _ = _print_terms(objective, calls, source, teachers, traces, shapes, want, kind, between=True)
     terms = objective.terms
     planned = tuple(
         Planned(n, call, traces[n], terms[n].reduction, terms[n].length, terms[n].needs_segments)
@@ -120,7 +124,7 @@ def make_plan(
         backend_for(objective.backend, source, want), why_read(source, segments, planned, kind),
         next((t.name for t in planned if t.needs_segments), None),
         tuple(dict.fromkeys(f.element for f in want.facts if f.element is not None)),
-        all(t.trace.reach is not None and t.trace.reach.fine for t in planned), times,
+        all(t.trace.reach is not None and t.trace.reach.fine for t in planned), times, settles=settles,
     )  # fmt: skip
     if not plan.read_because:
         plan = plan._replace(read_because=_mixing(plan))
@@ -129,14 +133,21 @@ def make_plan(
     return plan
 
 
-def why_read(source: Source, segments: Segments | None, terms: Sequence[Planned], kind: str) -> str:
-    if isinstance(source, Linear):
+def why_read(
+    source: Source, segments: Segments | None, terms: Sequence[Planned], kind: str, by_products: bool = False
+) -> str:
+    if isinstance(source, Linear) and not by_products:
         return "ignored rows are left out of the products"
     if source.shard is not None or (segments is not None and segments.group is not None):
         return "ranks that share a call must refuse it together, before a collective"
     if kind == "batch":
         return f"term {next(t.name for t in terms if t.trace.kind == 'batch')!r} must not see ignored rows"
     return ""
+
+
+def why_read_by_products(plan: Plan, source: Source, segments: Segments | None) -> str:
+    """`Plan.read_because` where a head makes its own products and leaves ignored rows out on the device."""
+    return why_read(source, segments, plan.terms, plan.kind, True) or _mixing(plan._replace(program=None))
 
 
 def _mixing(plan: Plan) -> str:
@@ -250,8 +261,12 @@ def _print_terms(
     shapes: Mapping[str, Shape],
     want: Want,
     kind: str,
+    between: bool = False,
 ) -> tuple[Any, str]:
-    """The terms as one printed program, so that a visit is one launch; or None, and why."""
+    """The terms as one printed program, so that a visit is one launch; or None, and why.
+
+    `between` two matrix products, where it settles rows as it does segments.
+    """
     backend = choose(objective.backend, source.device, source.fact_dtype)
     if backend.lower is None:
         return None, f"the {backend.NAME} backend runs no kernels of ours"
@@ -262,9 +277,15 @@ def _print_terms(
         return None, f"{name}: {traces[name].reason}"
     shapes = {**shapes, **_ids(source, teachers)}
     program: tuple[Any, str] = backend.lower(
-        {name: (call, traces[name]) for name, call in calls.terms.items()}, want, shapes, calls.metrics
+        {name: (call, traces[name]) for name, call in calls.terms.items()}, want, shapes, calls.metrics, between
     )
     return program
+
+
+def _own_products(objective: Terms, source: Source) -> bool:
+    """Whether the backend has matrix products of its own for such sources."""
+    products = choose(objective.backend, source.device, source.fact_dtype).product
+    return isinstance(source, Linear) and products is not None and products.able(source.device)
 
 
 def plain_source(source: Source) -> Source:

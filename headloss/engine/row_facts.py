@@ -9,6 +9,7 @@ from torch import Tensor
 
 from headloss.engine.checks import check_targets_wanted, check_teachers
 from headloss.engine.plan import backend_for
+from headloss.engine.product import ProductSweep, why_chunked
 from headloss.engine.sweeps import Sweep
 from headloss.engine.teachers import bind_teachers, name_teachers
 from headloss.facts import FACTS, Fact, Want
@@ -37,9 +38,12 @@ def facts_sweep(
         check_targets_wanted(wanted)
     chosen = Want(wanted)
     engine = backend_for(backend, source, chosen)
-    reads = host_read and (isinstance(source, Linear) or source.shard is not None or not defers(source.device))
+    chunked = why_chunked(source, chosen, engine)
+    linear = isinstance(source, Linear) and chunked != ""
+    reads = host_read and (linear or source.shard is not None or not defers(source.device))
     rows = bind_rows(source.leading, targets, None, vocab=source.vocab, device=source.device, host_read=reads)
-    return Sweep(source, rows, chosen, engine, bind_teachers(teachers, chosen.teachers, source, rows))
+    kind = Sweep if chunked else ProductSweep
+    return kind(source, rows, chosen, engine, bind_teachers(teachers, chosen.teachers, source, rows))
 
 
 def _read_fact(want: Any, teachers: Mapping[str, Teacher]) -> Fact:

@@ -13,10 +13,13 @@ import torch
 from torch import Tensor
 
 from headloss.engine.heads import on_source_device
+from headloss.engine.into import into_of
 from headloss.engine.loss import TermsOnRows
 from headloss.engine.one_launch import Launched, launch
+from headloss.engine.product import Pending, ProductSweep
 from headloss.engine.saved import hold, once
 from headloss.engine.settled import settle as settle_segments
+from headloss.engine.settled import settle_between
 from headloss.engine.sweeps import Sweep, scale_grads
 from headloss.facts import CONSTANT, VALUED, Fact, Softmax, Want
 from headloss.record import Facts, Grads, facts_later
@@ -32,7 +35,7 @@ class Result(NamedTuple):
     softmax: Softmax
     by_fact: Mapping[Fact, Tensor]  # cotangents of the loss
     by_input: Mapping[str, Tensor]
-    grads: Grads | None = None  # made in the visit
+    grads: Grads | Pending | None = None  # made in the visit
     normaliser: Tensor | None = None  # what grads and cotangents from a visit still have to be multiplied with
 
     def rest(self) -> Result:
@@ -57,6 +60,12 @@ def run(sweep: Sweep, loss: TermsOnRows | None, needs: tuple[bool, ...]) -> Resu
         if sweep.want.divergent:
             check_elements(loss.terms, sweep.source.device)
     program = loss.plan.program
+    if isinstance(sweep, ProductSweep):
+        if loss.plan.settles is not None and sweep.at_once:
+            return settle_between(sweep, loss, needs)
+        if True in needs and sweep.at_once:
+            return Result(*sweep.run_at_once(loss, needs))
+        program = None
     if program is not None and program.by_segment and sweep.rows.count:
         return settle_segments(sweep, loss, needs)
     if program is not None and loss.chunks:
@@ -73,9 +82,14 @@ def run(sweep: Sweep, loss: TermsOnRows | None, needs: tuple[bool, ...]) -> Resu
 @on_source_device
 def final_grads(sweep: Sweep, result: Result | Launched, needs: tuple[bool, ...]) -> Grads:
     """The gradients of the loss, without autograd."""
+    into = into_of(sweep.source)
     if result.grads is None:
-        return sweep.pull(result.facts, result.softmax, result.by_fact, needs)
-    return scale_grads(result.grads, result.normaliser, sweep.backend)
+        grads = sweep.pull(result.facts, result.softmax, result.by_fact, needs)
+    elif isinstance(result.grads, Pending):
+        grads = result.grads.finish(None)
+    else:
+        grads = scale_grads(result.grads, result.normaliser, sweep.backend)
+    return grads if into is None else into.take(grads)
 
 
 class Head(torch.autograd.Function):
@@ -96,6 +110,7 @@ class Head(torch.autograd.Function):
         ctx.inputs = [] if not wanted else [loss.shaped(n, result.by_input.get(n)) for n in wanted]  # type: ignore[union-attr]
         ctx.overwritten = result.grads is not None and getattr(sweep.source, "inplace", False)
         ctx.sweep, ctx.needs, ctx.grads, ctx.result = sweep, needs, result.grads, result.rest()
+        ctx.into = into_of(sweep.source)
         sweep.strip()
         return (result.loss, *facts.values())
 
@@ -113,7 +128,7 @@ def _pull(ctx: Any, args: Sequence[Tensor], read: Mapping[str, Tensor], g_loss: 
     if g_loss is not None:
         scale = g_loss if result.normaliser is None else g_loss * result.normaliser
         if made is not None:
-            grads = scale_grads(made, scale, sweep.backend)
+            grads = made.finish(scale) if isinstance(made, Pending) else scale_grads(made, scale, sweep.backend)
             ctx.grads = None  # handed over: a second backward makes them again
         else:
             for fact, cotangent in result.by_fact.items():
@@ -130,6 +145,8 @@ def _pull(ctx: Any, args: Sequence[Tensor], read: Mapping[str, Tensor], g_loss: 
         more = whole.pull(result.facts, result.softmax, pending, needs)
         whole.close()
         grads = more if grads is None else Grads(*(_add(x, y) for x, y in zip(grads, more, strict=True)))
+    if grads is not None and ctx.into is not None and needs[1]:
+        grads = ctx.into.take(grads)
     names = ("logits",) if len(needs) == 1 else ("hidden", "weight", "bias")[: len(needs)]
     return [None, None, None, *[None if grads is None else getattr(grads, name) for name in names], *by_input]
 

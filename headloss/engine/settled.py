@@ -15,14 +15,31 @@ import torch
 
 from headloss.engine.loss import TermsOnRows
 from headloss.engine.one_launch import Launched, Weighed, by_length
-from headloss.engine.sweeps import Sweep
+from headloss.engine.product import ProductSweep
+from headloss.engine.sweeps import Chunk, Sweep
+from headloss.facts import Pull
+
+
+def settle_between(sweep: ProductSweep, loss: TermsOnRows, needs: tuple[bool, ...]) -> Launched:
+    """All rows at once, between the head's own products."""
+    everything, grad = slice(0, sweep.rows.count), True in needs
+    weighed = Weighed(loss, sweep.backend, by_segment=True)
+    settling = _open(sweep, loss, weighed, grad, loss.plan.settles)
+    head = sweep.open_head(needs, [Chunk(everything)])
+    read = head.sums(sweep, everything, store=grad)
+    rows_FC, grads = settling.settle(read.sums), None
+    if grad:
+        (there,) = loss.plan.settles.there
+        slots = iter(rows_FC[2:])  # after the maximum and the log_sum
+        grads = sweep.gradients(head, read, Pull(*(next(slots) if x else None for x in there)))
+    return Launched(weighed.report(settling.settled), settling.settled, grads, weighed.normaliser)
 
 
 def settle(sweep: Sweep, loss: TermsOnRows, needs: tuple[bool, ...]) -> Launched:
     """As `one_launch.launch`; without chunks, all rows are settled at once and no gradient is made."""
     grad = True in needs and bool(loss.chunks)
     weighed = Weighed(loss, sweep.backend, by_segment=True)
-    settling = _open(sweep, loss, weighed, grad)
+    settling = _open(sweep, loss, weighed, grad, sweep.program)
     if loss.chunks:
         head = sweep.open_head(needs, loss.chunks)
         for chunk in loss.chunks:
@@ -35,16 +52,19 @@ def settle(sweep: Sweep, loss: TermsOnRows, needs: tuple[bool, ...]) -> Launched
     return Launched(weighed.report(settling.settled), settling.settled, None, None)
 
 
-def _open(sweep: Sweep, loss: TermsOnRows, weighed: Weighed, grad: bool) -> Any:
+def _open(sweep: Sweep, loss: TermsOnRows, weighed: Weighed, grad: bool, program: Any) -> Any:
     backend, rows, everything = sweep.backend, sweep.rows, slice(0, sweep.rows.count)
     segments, stats = rows.segments, rows.stats
-    assert segments is not None and segments.group is None
     ignore = rows.skipped or rows.valid is not None
     rising = stats is not None and not stats.loose and rows.by_segment
     means = {t.name: by_length(t) for t in loss.terms}
+    spans = backend.runs(rows.count, sweep.source.device)
+    if segments is not None:
+        assert segments.group is None
+        spans = backend.spans(segments.ids, segments.num_segments, rising, whole=not ignore)
     return backend.Settling(
-        sweep.program,
-        backend.spans(segments.ids, segments.num_segments, rising, whole=not ignore),
+        program,
+        spans,
         backend.Weights(loss.raw_inputs(everything), weighed.bases, means, weighed.factors),
         _targets(sweep, everything), rows.count, sweep._temperatures(everything),
         vocab=sweep.source.vocab, ignore=ignore, gradient=grad,

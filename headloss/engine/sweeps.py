@@ -93,7 +93,7 @@ class Sweep:
         for name, guide in self.guides.items():
             own = {n.rsplit(".", 1)[1]: x for n, x in tensors.items() if n.startswith(f"{teacher_label(name)}.")}
             guides[name] = guide.whole(own, source, rows)
-        return Sweep(source, rows, self.want, self.backend, guides)
+        return type(self)(source, rows, self.want, self.backend, guides)
 
     def facts(self) -> tuple[dict[Fact, Tensor], Softmax]:
         """All facts of all rows: over a shard, one collective, and one more if a divergence needs a second look."""

@@ -121,7 +121,7 @@ def _made(sweep: Sweep, result: Result, needs: tuple[bool, ...], final: bool) ->
     one = torch.ones((), dtype=sweep.source.fact_dtype, device=sweep.source.device)
     if final:
         return _listed(final_grads(sweep, result, needs), len(needs)), one
-    if result.grads is not None:
+    if isinstance(result.grads, Grads):
         return _listed(result.grads, len(needs)), one if result.normaliser is None else result.normaliser.to(one)
     by_fact = result.by_fact
     if sweep.source.narrow and by_fact:

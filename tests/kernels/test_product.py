@@ -1,5 +1,6 @@
 """The head's own products under Triton's interpreter: against float64, and bit for bit against themselves."""
 
+import itertools
 import os
 
 import pytest
@@ -183,10 +184,25 @@ def test_a_row_has_the_same_bits_wherever_it_stands():
     case.ignored = True
     found = case.facts(case.read())
     assert all(torch.equal(x[case.counts], whole[name][case.counts]) for name, x in found.items())
-    few = Case.facts(case, product.read(
-        case.hidden, case.weight, case.target, case.want, 1.0, ignore=True,
-    ))  # fmt: skip
-    assert all(torch.equal(x[case.counts], whole[name][case.counts]) for name, x in few.items())
+
+
+@inside
+@pytest.mark.parametrize("cuts", [(64,), (32, 64, 128), (32, 64, 96, 128)])
+def test_shards_cut_at_tiles_have_the_bits_of_one(cuts):
+    """Each with a reference of its own, and the target on one of them."""
+    case = Case(rows=20, vocab=150, ignored=True, facts=("lse", "logprob", "entropy", "argmax", "mean_logprob"))
+    case.target[::2] = case.truth()["argmax"][::2]
+    case.target[4] = -100
+    whole, ends = case.facts(case.read()), (0, *cuts, 150)
+    shards = []
+    for start, end in itertools.pairwise(ends):
+        weight = case.weight[start:end]
+        rows = product.gather(case.hidden, weight, case.target, 1.0, scale=1.0, start=start, ignore=True)
+        store = product.chunk(20, end - start, weight.device)
+        shards.append((start, rows, product.tile_sums(rows, weight, case.want, start=start, store=store)))
+    found = case.facts(product.finish(*product.across(shards), case.want, 1.0, rows=20, columns=150))
+    for name, x in found.items():
+        assert torch.equal(x[case.counts], whole[name][case.counts]), name
 
 
 def builds():

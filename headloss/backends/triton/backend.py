@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from headloss.backends.triton import product as product
 from headloss.backends.triton import pulls, settle, sweeps, taught
 from headloss.backends.triton import teachers as compared
 from headloss.backends.triton import visit as alone
@@ -30,12 +31,13 @@ Arguments, totals, launch, plan_of, as_number = (
     alone.as_number,
 )
 # segments, settled between the two sweeps
-sums_matrix, pull_rows, Settling, Weights, spans = (
+sums_matrix, pull_rows, Settling, Weights, spans, runs = (
     sweeps.sums_matrix,
     sweeps.pull_rows,
     settle.Settling,
     settle.Weights,
     settle.spans,
+    settle.runs,
 )
 count_targets = alone.count_targets
 
@@ -62,10 +64,14 @@ def suits(C: int, V: int) -> bool:
 
 
 def lower(
-    terms: Mapping[str, tuple[Any, Any]], want: Want, inputs: Mapping[str, Any], metrics: Sequence[tuple[str, Any]]
+    terms: Mapping[str, tuple[Any, Any]],
+    want: Want,
+    inputs: Mapping[str, Any],
+    metrics: Sequence[tuple[str, Any]],
+    between: bool = False,
 ) -> tuple[Program | SegmentProgram | None, str]:
-    """The program that a visit runs, or None, and why there is none."""
-    by_segment = any(trace.kind == "segment" for _, trace in terms.values())
+    """The program that a visit runs or, `between` two sweeps, settles rows; or None, and why there is none."""
+    by_segment = between or any(trace.kind == "segment" for _, trace in terms.values())
     try:
         program = (print_segments if by_segment else print_terms)(terms, want, inputs, metrics)
     except Unprintable as error:

@@ -16,6 +16,7 @@ sums of a row are a function of the row and the weight, to the bit.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -51,18 +52,24 @@ LEVELS = 5  # of the tree that one launch merges
 PRETEND = False  # in tests: take CPU tensors under the interpreter for a Hopper GPU's
 
 
-class Read(NamedTuple):
-    """What `read` leaves for `write`: each (C,) or longer, by the place of a row among those that count."""
+class Gathered(NamedTuple):
+    """The rows of a chunk that count, by their places among those: each (C,) or longer."""
 
-    sums: Tensor  # (F, C), by the row's place in the chunk
-    e: Tensor | None
     hidden: Tensor
     listed: Tensor | None  # which row of the chunk stands at a place
-    live: Tensor  # how many rows count
-    targets: Tensor
+    live: Tensor  # how many there are
+    targets: Tensor  # columns in hand; -1: none
     numbers: Tensor  # multiplier, the target's logit, reference, lse, log p of the target
-    beyond: Tensor
     has_target: bool
+
+
+class Read(NamedTuple):
+    """What `read` leaves for `write`."""
+
+    rows: Gathered
+    sums: Tensor  # (F, C), by the row's place in the chunk
+    e: Tensor | None
+    beyond: Tensor
 
 
 def able(device: torch.device) -> bool:
@@ -83,6 +90,12 @@ def fits(x: Tensor) -> bool:
     return x.dtype == torch.bfloat16 and even and min(x.shape) > 0
 
 
+def adds(x: Tensor) -> bool:
+    """Whether the weight's gradient can be added to a matrix where it is made."""
+    even = x.is_contiguous() and x.stride(0) * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0
+    return x.dtype in (torch.bfloat16, torch.float32) and even
+
+
 def read(
     hidden_CD: Tensor,
     weight_VD: Tensor,
@@ -99,55 +112,107 @@ def read(
 
     `ignore`: rows of target -100 are left out, and their sums are 0.
     """
+    given = plain_temperature(temperature)
+    rows = gather(hidden_CD, weight_VD, target_C, given, scale=scale, start=start, ignore=ignore)
+    tiles = tile_sums(rows, weight_VD, want, start=start, store=store)
+    return finish(rows, tiles, want, given, rows=len(hidden_CD), columns=len(weight_VD), start=start, store=store)
+
+
+def gather(
+    hidden_CD: Tensor,
+    weight_VD: Tensor,
+    target_C: Tensor | None,
+    temperature: float | Tensor,
+    *,
+    scale: float,
+    start: int,
+    ignore: bool,
+) -> Gathered:
     (C, D), V, device = hidden_CD.shape, len(weight_VD), hidden_CD.device
-    T = TILE
-    high, tiles, programs = -(-C // T.rows) * T.rows, -(-V // T.columns), _programs(device)
-    ints, floats = (
-        functools.partial(torch.empty, dtype=torch.int32, device=device),
-        functools.partial(torch.empty, dtype=torch.float32, device=device),
-    )
-    listed, count = None, torch.full((1,), C, dtype=torch.int32, device=device)
-    x_CD = hidden_CD
+    high = -(-C // TILE.rows) * TILE.rows
+    listed, live, x_CD = None, torch.full((1,), C, dtype=torch.int32, device=device), hidden_CD
     if ignore and target_C is not None:
-        listed, x_CD = ints(C), torch.empty(high, D, dtype=hidden_CD.dtype, device=device)
-        order_kernel[(1,)](target_C, listed, count, C, B=min(4096, triton.next_power_of_2(C)), num_warps=8)
-    per_row, given = isinstance(temperature, Tensor), plain_temperature(temperature)
-    targets, numbers = ints(high), floats(5, high)
-    multiplier, logit, reference, lse, logprob = numbers.unbind()
+        listed = torch.empty(C, dtype=torch.int32, device=device)
+        x_CD = torch.empty(high, D, dtype=hidden_CD.dtype, device=device)
+        order_kernel[(1,)](target_C, listed, live, C, B=min(4096, triton.next_power_of_2(C)), num_warps=8)
+    targets = torch.empty(high, dtype=torch.int32, device=device)
+    numbers = torch.empty(5, high, dtype=torch.float32, device=device)
     has_target = target_C is not None  # even if no fact asks: the bits of the others must not depend on what is asked
     gather_kernel[(high,)](
-        hidden_CD, weight_VD, listed, count, target_C if has_target else None, given, float(scale), x_CD, targets,
-        multiplier, logit, reference, V, D, start, hidden_CD.stride(0), weight_VD.stride(0),
-        LISTED=listed is not None, TARGET=has_target, PER_ROW=per_row, COPY=listed is not None, BM=T.rows,
-        BD=min(1024, triton.next_power_of_2(D)), num_warps=4, **LAUNCH,
+        hidden_CD, weight_VD, listed, live, target_C, temperature, float(scale), x_CD, targets, *numbers[:3],
+        V, D, start, hidden_CD.stride(0), weight_VD.stride(0),
+        LISTED=listed is not None, TARGET=has_target, PER_ROW=isinstance(temperature, Tensor),
+        COPY=listed is not None, BM=TILE.rows, BD=min(1024, triton.next_power_of_2(D)), num_warps=4, **LAUNCH,
     )  # fmt: skip
-    flags = {"WANT_X": want.sums("X"), "WANT_Q": want.sums("Q"), "TOTAL": want.total, "BEST": want.argmax}
-    fields = 2 + sum(flags.values())
-    parts = floats(fields, tiles, high)
-    whole = V // T.columns
+    return Gathered(x_CD, listed, live, targets, numbers, has_target)
+
+
+def tile_sums(rows: Gathered, weight_VD: Tensor, want: Want, *, start: int, store: Tensor | None) -> Tensor:
+    """(fields, tiles, places): the first product, and the sums of each tile's rows."""
+    (V, D), device, T = weight_VD.shape, weight_VD.device, TILE
+    high, tiles, whole = len(rows.targets), -(-V // T.columns), V // T.columns
+    parts = torch.empty(2 + sum(_flags(want).values()), tiles, high, dtype=torch.float32, device=device)
+    multiplier, _, reference, *_ = rows.numbers
     for first, wide in ((0, whole), (whole, tiles - whole)):  # the last tile by itself: masks cost 6% at D = 1024
         if wide:
-            read_kernel[(programs,)](
-                _blocks(x_CD, T.rows, T.depth), _blocks(weight_VD, T.columns, T.depth),
+            read_kernel[(_programs(device),)](
+                _blocks(rows.hidden, T.rows, T.depth), _blocks(weight_VD, T.columns, T.depth),
                 None if store is None else _blocks(store, T.rows, T.columns // 2),
-                count, targets, multiplier, reference, parts, V, D, high, start, first, wide, tiles,
-                STORE=store is not None, TARGET=has_target, RAGGED=first > 0 or whole == 0, **flags, **_tile(programs),
+                rows.live, rows.targets, multiplier, reference, parts, V, D, high, start, first, wide, tiles,
+                STORE=store is not None, TARGET=rows.has_target, RAGGED=first > 0 or whole == 0,
+                **_flags(want), **_tile(device),
             )  # fmt: skip
+    return parts
+
+
+def across(shards: Sequence[tuple[int, Gathered, Tensor]]) -> tuple[Gathered, Tensor]:
+    """The rows and tile sums of shards, each with its first column, as if one had held all the columns.
+
+    Where they are cut at multiples of a tile, to the bit.
+    """
+    rows = shards[0][1]
+    targets = torch.stack([torch.where(x.targets < 0, -1, start + x.targets) for start, x, _ in shards]).amax(0)
+    logits = torch.stack([x.numbers[1].masked_fill(x.targets < 0, -torch.inf) for _, x, _ in shards]).amax(0)
+    numbers = torch.stack([rows.numbers[0], logits, rows.numbers[2], *rows.numbers[3:]])
+    return rows._replace(targets=targets, numbers=numbers), torch.cat([parts for _, _, parts in shards], 1)
+
+
+def finish(
+    gathered: Gathered,
+    parts: Tensor,
+    want: Want,
+    temperature: float | Tensor,
+    *,
+    rows: int,
+    columns: int,
+    start: int = 0,
+    store: Tensor | None = None,
+) -> Read:
+    """Merge the sums of tiles in one tree, and put the targets back."""
+    (fields, tiles, high), device, flags = parts.shape, parts.device, _flags(want)
     while tiles > 1:
-        merged = floats(fields, -(-tiles // (1 << LEVELS)), high)
-        merge_kernel[(triton.cdiv(C, 128), merged.shape[1])](
-            parts, merged, count, tiles, high, **flags, LEVELS=LEVELS, B=128, num_warps=4, **LAUNCH
+        merged = torch.empty(fields, -(-tiles // (1 << LEVELS)), high, dtype=torch.float32, device=device)
+        merge_kernel[(triton.cdiv(rows, 128), merged.shape[1])](
+            parts, merged, gathered.live, tiles, high, **flags, LEVELS=LEVELS, B=128, num_warps=4, **LAUNCH
         )
         parts, tiles = merged, merged.shape[1]
-    slots = 1 + want.target + 2 * want.total + want.argmax + 1 + flags["WANT_X"] + flags["WANT_Q"]
-    sums = torch.zeros(slots, C, dtype=torch.float32, device=device)
-    beyond = ints(high // T.rows)
-    finish_kernel[(high // T.rows,)](
-        parts, listed, count, targets, logit, reference, given, sums, lse, logprob, beyond, high, C, V, start,
-        LISTED=listed is not None, TARGET=has_target, OUT=want.target, PER_ROW=per_row, STORED=store is not None,
-        REBASED=all(f.name != "max_logprob" for f in want.facts), **flags, B=T.rows, num_warps=4, **LAUNCH,
+    slots = 1 + want.target + 2 * want.total + want.argmax + 1 + want.sums("X") + want.sums("Q")
+    sums = torch.zeros(slots, rows, dtype=torch.float32, device=device)
+    beyond = torch.empty(high // TILE.rows, dtype=torch.int32, device=device)
+    _, logit, reference, lse, logprob = gathered.numbers
+    finish_kernel[(high // TILE.rows,)](
+        parts, gathered.listed, gathered.live, gathered.targets, logit, reference, temperature, sums, lse, logprob,
+        beyond, high, rows, columns, start,
+        LISTED=gathered.listed is not None, TARGET=gathered.has_target, OUT=want.target,
+        PER_ROW=isinstance(temperature, Tensor), STORED=store is not None, OUT_X=want.sums("X"),
+        REBASED=all(f.name != "max_logprob" for f in want.facts), **flags, B=TILE.rows, num_warps=4, **LAUNCH,
     )  # fmt: skip
-    return Read(sums, store, x_CD, listed, count, targets, numbers, beyond, has_target)
+    return Read(gathered, sums, store, beyond)
+
+
+def _flags(want: Want) -> dict[str, bool]:
+    """What tiles are summed for.  X always: without it the product is no faster, and sometimes 4% slower."""
+    return {"WANT_X": True, "WANT_Q": want.sums("Q"), "TOTAL": want.total, "BEST": want.argmax}
 
 
 def write(
@@ -166,21 +231,21 @@ def write(
     """
     assert read.e is not None
     (C, D), V, device = hidden_CD.shape, len(weight_VD), hidden_CD.device
-    T, programs, high = TILE, _programs(device), len(read.targets)
+    T, programs, rows, high = TILE, _programs(device), read.rows, len(read.rows.targets)
     a, c, y = (None if x is None else x.to(torch.float32).contiguous() for x in coefficients)
-    given = {"A": a is not None, "C": c is not None, "Y": y is not None, "LISTED": read.listed is not None}
-    multiplier, _, reference, lse, logprob = read.numbers.unbind()
+    given = {"A": a is not None, "C": c is not None, "Y": y is not None, "LISTED": rows.listed is not None}
+    multiplier, _, reference, lse, logprob = rows.numbers
     ints = torch.empty(5, high, dtype=torch.int32, device=device)
     counts, tiles, gaps, sources, ranks = ints.unbind()
     live_kernel[(1,)](
-        read.listed, read.live, read.beyond, a, c, y, counts, tiles, gaps, sources, ranks, **given,
+        rows.listed, rows.live, read.beyond, a, c, y, counts, tiles, gaps, sources, ranks, **given,
         BM=T.rows, B=min(4096, triton.next_power_of_2(C)), num_warps=8, **LAUNCH,
     )  # fmt: skip
-    tile = _tile(programs)
+    tile = _tile(device)
     repair_kernel[(programs,)](
-        _blocks(read.hidden, T.rows, T.depth), _blocks(weight_VD, T.columns, T.depth),
-        _blocks(read.e, T.rows, T.columns // 2), read.live, counts[2:], tiles, read.targets, multiplier, reference,
-        V, D, TARGET=read.has_target, **{k: v for k, v in tile.items() if k != "GROUP"},
+        _blocks(rows.hidden, T.rows, T.depth), _blocks(weight_VD, T.columns, T.depth),
+        _blocks(read.e, T.rows, T.columns // 2), rows.live, counts[2:], tiles, rows.targets, multiplier, reference,
+        V, D, TARGET=rows.has_target, **{k: v for k, v in tile.items() if k != "GROUP"},
     )  # fmt: skip
     move_kernel[(8 * programs,)](
         read.e, counts, gaps, sources, V, read.e.stride(0), PROGRAMS=8 * programs, B=8192, num_warps=8
@@ -194,9 +259,9 @@ def write(
         scaled_CD = dhidden_CD if usable else torch.empty(C, D, dtype=hidden_CD.dtype, device=device)
     BD = min(1024, triton.next_power_of_2(D))
     factor_kernel[(C,)](
-        hidden_CD, read.listed, read.live, counts, gaps, ranks, a, c, y, read.targets, multiplier, reference, lse,
+        hidden_CD, rows.listed, rows.live, counts, gaps, ranks, a, c, y, rows.targets, multiplier, reference, lse,
         logprob, factors, shares, constants, numbers, columns, scaled_CD, D, hidden_CD.stride(0),
-        0 if scaled_CD is None else scaled_CD.stride(0), **given, TARGET=read.has_target,
+        0 if scaled_CD is None else scaled_CD.stride(0), **given, TARGET=rows.has_target,
         SCALED=scaled_CD is not None, BK=T.depth, BD=BD, num_warps=4, **LAUNCH,
     )  # fmt: skip
     constant = c is not None
@@ -213,12 +278,12 @@ def write(
             _blocks(dweight_VD, T.rows, T.columns // pieces), total, counts, V, D,
             ADD=add, CONSTANT=constant, PARTS=pieces, **tile,
         )  # fmt: skip
-        if read.has_target:
+        if rows.has_target:
             keys, order = columns.sort(stable=True)
             wide = min(2048, triton.next_power_of_2(D))
             scatter_kernel[(C, triton.cdiv(D, wide))](
                 keys, order, numbers, shares, hidden_CD, dweight_VD, high, V, D, hidden_CD.stride(0),
-                dweight_VD.stride(0), R=4, BD=wide, num_warps=8,
+                dweight_VD.stride(0), R=2, BD=wide, num_warps=8,
             )  # fmt: skip
     if dhidden_CD is not None:
         dhidden_CD.zero_()
@@ -226,7 +291,7 @@ def write(
         hidden_kernel[(programs,)](
             _blocks(read.e, T.rows, T.depth), _blocks(weight_VD, T.depth, T.columns), dhidden_CD, numbers, factors,
             shares, constants, columns, weight_VD, total, counts, V, D, weight_VD.stride(0), dhidden_CD.stride(0),
-            TARGET=read.has_target, CONSTANT=constant, EVEN=D % T.columns == 0, **tile,
+            TARGET=rows.has_target, CONSTANT=constant, EVEN=D % T.columns == 0, **tile,
         )  # fmt: skip
 
 
@@ -245,8 +310,8 @@ def _blocks(x: Tensor, rows: int, columns: int) -> Any:
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, columns])
 
 
-def _tile(programs: int) -> dict[str, Any]:
+def _tile(device: torch.device) -> dict[str, Any]:
     return {
-        "BM": TILE.rows, "BN": TILE.columns, "BK": TILE.depth, "GROUP": TILE.group, "PROGRAMS": programs,
+        "BM": TILE.rows, "BN": TILE.columns, "BK": TILE.depth, "GROUP": TILE.group, "PROGRAMS": _programs(device),
         "num_warps": TILE.warps, "num_stages": TILE.stages, **LAUNCH,
     }  # fmt: skip

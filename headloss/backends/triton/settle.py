@@ -43,6 +43,12 @@ def spans(ids_R: Tensor, num_segments: int, rising: bool = False, whole: bool = 
     return Spans(torch.searchsorted(filled_R, groups))
 
 
+def runs(rows: int, device: torch.device) -> Spans:
+    """Of rows that no segments join: runs of a block each, in place of segments."""
+    ends = torch.arange(0, rows + BLOCK, BLOCK, device=device).clamp_(max=rows)
+    return Spans(torch.nn.functional.pad(ends, (1, 0)))
+
+
 class Weights(NamedTuple):
     """What a program is called with, apart from facts and segments."""
 

@@ -150,27 +150,26 @@ def scatter_kernel(
 ):
     """out[key] += sum of share * hidden over the rows of that key: keys rise, the first of a run adds them all up."""
     first = tl.program_id(0)
+    i = first + tl.arange(0, R)
     key = tl.load(keys + first)
     before = tl.load(keys + first - 1, mask=first > 0, other=-1)
+    near, place = tl.load(keys + i, mask=i < rows, other=-1), tl.load(order + i, mask=i < rows, other=0)
     if (key >= V) | (key == before):
         return
     d = tl.program_id(1) * BD + tl.arange(0, BD)
-    sums = tl.zeros([BD], tl.float32)
-    at, more = first, first >= 0
+    into = out + key.to(tl.int64) * out_stride + d
+    sums = tl.load(into, mask=d < D, other=0.0).to(tl.float32)  # early: what is waited for is the loads
+    more = first >= 0
     while more:
-        i = at + tl.arange(0, R)
-        there = i < rows
-        place = tl.load(order + i, mask=there, other=0)
-        same = there & (tl.load(keys + i, mask=there, other=-1) == key)
+        same = near == key
         row = tl.load(numbers + place, mask=same, other=0).to(tl.int64)
         share = tl.load(shares + place, mask=same, other=0.0)
         x = tl.load(hidden + row[:, None] * stride + d[None, :], mask=same[:, None] & (d < D)[None, :], other=0.0)
         sums += tl.sum(x.to(tl.float32) * share[:, None], 0)
+        i += R
         more = tl.sum(same.to(tl.int32), 0) == R
-        at += R
-    into = out + key.to(tl.int64) * out_stride + d
-    old = tl.load(into, mask=d < D, other=0.0).to(tl.float32)
-    tl.store(into, (old + sums).to(out.dtype.element_ty), mask=d < D)
+        near, place = tl.load(keys + i, mask=i < rows, other=-1), tl.load(order + i, mask=i < rows, other=0)
+    tl.store(into, sums.to(out.dtype.element_ty), mask=d < D)
 
 
 @triton.jit(do_not_specialize=["D", "stride"], do_not_specialize_on_alignment=["hidden"])

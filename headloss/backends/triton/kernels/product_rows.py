@@ -175,7 +175,7 @@ def log1p(x):
 def finish_kernel(
     node, listed, count, targets, logit, reference, temperatures, out, lse, logprob, beyond, rows, wide, columns, start,
     LISTED: tl.constexpr, TARGET: tl.constexpr, OUT: tl.constexpr, PER_ROW: tl.constexpr, STORED: tl.constexpr,
-    REBASED: tl.constexpr,
+    REBASED: tl.constexpr, OUT_X: tl.constexpr,
     WANT_X: tl.constexpr, WANT_Q: tl.constexpr, TOTAL: tl.constexpr, BEST: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
     """Sums over all columns, the target's among them, into `out` (F, wide) where the rows stand in the chunk.
@@ -243,7 +243,7 @@ def finish_kernel(
     else:
         tl.store(at + slot * wide, whole, mask=here)
     slot += 1
-    if WANT_X:
+    if OUT_X:
         if REBASED:
             tl.store(at + slot * wide, (tl.div_rn(X, whole) - width) * LN2, mask=here)
         else:

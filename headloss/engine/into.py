@@ -1,0 +1,67 @@
+"""`hl.Linear(weight_grad_into=...)`: the weight's gradient is added where it is wanted, and autograd gets none.
+
+    "grad"        weight.grad; made if there is none yet
+    "main_grad"   weight.main_grad, in its own dtype (float32 in Megatron), which must be there before the call
+
+It happens in the backward, whose incoming gradient is then known; a call without a backward adds nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from headloss.record import Grads
+from headloss.sources import Linear
+
+
+class Into(NamedTuple):
+    """A weight, and the name of what its gradient is added to."""
+
+    weight: Tensor
+    name: str
+
+    @property
+    def there(self) -> Tensor | None:
+        return getattr(self.weight, self.name, None)
+
+    def take(self, grads: Grads) -> Grads:
+        """Add the weight's gradient, unless a product has; what is left is autograd's or the caller's."""
+        there, grad, weight = self.there, grads.weight, self.weight
+        with torch.no_grad():
+            if grad is not None and there is None:
+                weight.grad = grad.to(weight.dtype)
+            elif grad is not None and there is not None:
+                there.add_(grad)
+        if self.name == "main_grad" and hasattr(weight, "grad_added_to_main_grad"):
+            weight.grad_added_to_main_grad = True  # Megatron's hooks ask
+        return grads._replace(weight=None)
+
+
+def into_of(source: Any) -> Into | None:
+    if not isinstance(source, Linear) or source.weight_grad_into is None:
+        return None
+    return Into(source.weight, source.weight_grad_into)
+
+
+def check_into(source: Any) -> None:
+    """Refuse, before anything runs, what the gradient could not be added to."""
+    into = into_of(source)
+    if into is None:
+        return
+    weight, label = into.weight, f"weight_grad_into={into.name!r}"
+    if type(weight).__name__ == "DTensor":
+        raise TypeError(f"{label}: the weight is a DTensor, whose gradient autograd has to place; use None")
+    if not weight.requires_grad or not weight.is_leaf:
+        what = "is made of other tensors" if weight.requires_grad else "does not require grad"
+        raise ValueError(f"{label}: wanted a Parameter, but the weight {what}; use None")
+    there = into.there
+    if there is None and into.name == "grad":
+        return
+    if not isinstance(there, Tensor):
+        raise ValueError(f'{label}: the weight has no main_grad; make one before the call, or use "grad"')
+    if there.shape != weight.shape or there.device != weight.device or not there.dtype.is_floating_point:
+        got = f"{there.dtype} of shape {tuple(there.shape)} on {there.device}"
+        raise ValueError(f"{label}: wanted shape {tuple(weight.shape)} on {weight.device}, got {got}")

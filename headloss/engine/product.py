@@ -1,0 +1,223 @@
+"""A `Linear` whose head makes its own matrix products: which calls it serves, and how they run.
+
+Dimension key:  N rows   R rows that count   C rows of a chunk   V vocabulary   D hidden size
+
+    facts    one product; its tiles leave the sums behind the facts, and no logits exist
+    visit    the same product keeps e = exp(s - reference); the gradient is two products of that with row factors
+    pull     as `visit`, from cotangents that come later
+
+The backend has the products (`backend.product`); rows that are ignored or have no gradient are left out on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from headloss.engine.heads import LinearHead, on_source_device
+from headloss.engine.into import into_of
+from headloss.engine.sweeps import Chunk, Cotangents, Sweep, concatenate_each, join
+from headloss.facts import FACTS, Fact, Pull, Softmax, Want, coefficients
+from headloss.record import Grads
+from headloss.sources import Linear, Source
+
+FACTS_BYTES = 56 << 20  # of tile sums and gathered rows at a time, where nothing is kept of the products
+
+
+def why_chunked(source: Source, want: Want, backend: ModuleType, terms: Sequence[Any] = (), program: Any = None) -> str:
+    """Why a call's products are made chunk by chunk with cuBLAS; empty: the head makes its own."""
+    products = backend.product
+    if not isinstance(source, Linear) or products is None or not products.able(source.device):
+        return "they are for GPUs of compute capability 9.0"
+    dtypes = {source.gemm_dtype, source.chunk_dtype}
+    if dtypes != {torch.bfloat16}:
+        return f"they are bfloat16 products, got {', '.join(str(x).removeprefix('torch.') for x in dtypes)}"
+    if source.shard is not None:
+        return "the vocabulary lies on several ranks"
+    if source.bias is not None:
+        return "there is a bias"
+    if source.softcap is not None:
+        return "the slope of a softcap is no row factor"
+    if source.scale <= 0:
+        return f"scale is {source.scale}"
+    if want.teachers or want.only_ids:
+        return "a teacher's rows are compared with whole rows of logits"
+    if len(want.temperatures) > 1:
+        return "facts at several temperatures"
+    cast = source.weight.dtype != torch.bfloat16  # by autocast, into memory of its own
+    even = source.weight.shape[1] % 8 == 0 if cast else products.fits(source.weight)
+    if not even or source.columns < products.TILE.columns:
+        return f"the weight, {tuple(source.weight.shape)}, has few columns or rows that do not start on 16 bytes"
+    return _beyond(terms, program)
+
+
+def _beyond(terms: Sequence[Any], program: Any) -> str:
+    """A term whose gradient is more than a p_j + c + y 1[j = target]."""
+    if program is not None:
+        more = any(x for there in program.there for x in there[1:3])
+        return "the gradient of entropy or sum_p2 is no row factor" if more else ""
+    one = torch.ones(())
+    for term in terms:
+        for fact in {*term.call.facts} - term.trace.unused:
+            pull = FACTS[fact.name].pull(one, one, one)
+            if pull is not None and (pull.b is not None or pull.e is not None):
+                return f"term {term.name!r} may have a gradient through {fact}, which is no row factor"
+    return ""
+
+
+class ProductHead(LinearHead):
+    """`Linear`, opened: sums come with the first product, and the gradient goes into two more."""
+
+    def __init__(self, source: Linear, products: Any) -> None:
+        super().__init__(source)
+        self.products, self.e_CV = products, torch.empty(0)
+        if not products.fits(self.hidden_ND):
+            self.hidden_ND = self.hidden_ND.contiguous()
+
+    def sums(self, sweep: Sweep, part: slice, store: bool) -> Any:
+        """What the first product leaves of these rows; `store`: with all that the gradient needs."""
+        rows, source = sweep.rows, self.source
+        hidden_CD = self._hidden(rows.numbers(part))
+        targets, ignore = None, rows.valid is not None
+        if rows.given is not None:
+            targets = rows.given.reshape(-1)[part] if ignore else sweep._targets(part)
+        e_CV = None
+        if store:
+            if len(self.e_CV) < len(hidden_CD):
+                most = max(len(hidden_CD), self.longest)
+                self.e_CV = torch.empty(0)  # free the old one first
+                self.e_CV = self.products.chunk(most, len(self.weight_VD), hidden_CD.device)
+            e_CV = self.e_CV
+        temperature = sweep._temperatures(part)[0]
+        how = {"scale": source.scale, "start": sweep._start, "ignore": ignore, "store": e_CV}
+        return self.products.read(hidden_CD, self.weight_VD, targets, sweep.want, temperature, **how)
+
+    def pulled(self, numbers: Any, read: Any, pull: Any) -> None:
+        """The gradient of these rows from their coefficients."""
+        assert pull.b is None and pull.e is None
+        need_hidden, need_weight, _ = self.needs
+        into_CD, add, hidden_CD = None, self.dweight_VD is not None, self._hidden(numbers)
+        if need_hidden:
+            if self.dhidden_ND is None:
+                make = torch.empty_like if isinstance(numbers, slice) else torch.zeros_like
+                self.dhidden_ND = make(self.hidden_ND, memory_format=torch.contiguous_format)
+            into_CD = self.dhidden_ND[numbers] if isinstance(numbers, slice) else torch.empty_like(hidden_CD)
+        if need_weight and self.dweight_VD is None:
+            shape, device = self.source.weight.shape, hidden_CD.device
+            self.dweight_VD = torch.empty(shape, dtype=self._accumulator(), device=device)
+            self.dweight_VD[self.source.columns :] = 0
+        dweight_VD = self.dweight_VD[: self.source.columns] if need_weight and self.dweight_VD is not None else None
+        coefficients = (pull.a, pull.c, pull.y)
+        into = {"dhidden_CD": into_CD, "dweight_VD": dweight_VD, "add": add}
+        self.products.write(read, hidden_CD, self.weight_VD, coefficients, **into)
+        if need_hidden and not isinstance(numbers, slice) and self.dhidden_ND is not None and into_CD is not None:
+            self.dhidden_ND.index_copy_(0, numbers, into_CD)
+
+
+class Pending(NamedTuple):
+    """The gradient products of a call, still to be made."""
+
+    sweep: ProductSweep
+    head: ProductHead
+    numbers: Any  # where the rows stand
+    read: Any
+    pull: Pull
+
+    def finish(self, scale: Tensor | None) -> Grads:
+        """Make them, times a number; where the weight's gradient is added to something, the product adds it."""
+        sweep, head, pull = self.sweep, self.head, self.pull
+        if scale is not None:
+            pull = Pull(*(None if x is None else x * scale for x in pull))
+        into = into_of(head.source)
+        there = None if into is None or not head.needs[1] else into.there
+        added = there is not None and head.products.adds(there)
+        head.dweight_VD = there if added else None
+        head.pulled(self.numbers, self.read, pull)
+        grads = sweep.grads(head)
+        return grads._replace(weight=None) if added else grads
+
+
+class ProductSweep(Sweep):
+    """A sweep whose head makes its own products."""
+
+    def _open(self) -> Any:
+        self.close()
+        assert isinstance(self.source, Linear)
+        return ProductHead(self.source, self.backend.product)
+
+    def facts(self) -> tuple[dict[Fact, Tensor], Softmax]:
+        if not self.rows.count:
+            return super().facts()
+        head, want = self._open(), self.want
+        fields = 2 + sum(map(bool, (want.sums("X"), want.sums("Q"), want.total, want.argmax)))
+        row_bytes = 4 * fields * -(-self.source.columns // self.backend.product.TILE.columns)
+        row_bytes += 2 * head.hidden_ND.shape[1] if self.rows.valid is not None else 0
+        step = max(1, FACTS_BYTES // row_bytes // 128) * 128
+        done = []
+        for i in range(0, self.rows.count, step):
+            part = slice(i, min(i + step, self.rows.count))
+            done.append(self._found(head.sums(self, part, store=False), part))
+        return concatenate_each([facts for facts, _ in done]), join(*(softmax for _, softmax in done))
+
+    def _found(self, read: Any, part: slice) -> tuple[dict[Fact, Tensor], Softmax]:
+        return self._finish(self.backend.product.partial(read, self.want), part)
+
+    @property
+    def at_once(self) -> bool:
+        """Whether what all rows leave fits the budget: then no loss needs a product more than three."""
+        assert isinstance(self.source, Linear)
+        return 0 < self.rows.count <= self.source.chunk_rows()
+
+    def run_at_once(self, loss: Any, needs: tuple[bool, ...]) -> Any:
+        """Value, facts, softmax, cotangents and gradients of any loss, rows that meet included."""
+        everything = slice(0, self.rows.count)
+        head = self.open_head(needs, [Chunk(everything)])
+        read = head.sums(self, everything, store=True)
+        facts, softmax = self._found(read, everything)
+        value, (by_fact, by_input) = loss.whole(facts, grad=True)
+        (pull,) = coefficients(facts, self._held(by_fact, everything), self.want, self.source.vocab)
+        return value, facts, softmax, by_fact, by_input, self.gradients(head, read, pull)
+
+    def gradients(self, head: ProductHead, read: Any, pull: Pull) -> Grads | Pending:
+        """Of all rows; later, if they are to be added to something that a backward has to reach first."""
+        pending = Pending(self, head, self.rows.numbers(slice(0, self.rows.count)), read, pull)
+        return pending if head.needs[1] and into_of(self.source) else pending.finish(None)
+
+    def visit(
+        self, chunks: Sequence[Chunk], cotangents: Callable[[Chunk, Mapping[Fact, Tensor]], Cotangents], needs: Any
+    ) -> tuple[dict[Fact, Tensor], Softmax, dict[Fact, Tensor], dict[str, Tensor], Grads]:
+        head, seen = self.open_head(needs, chunks), []
+        for chunk in chunks:
+            read = head.sums(self, chunk.rows, store=True)
+            facts, softmax = self._found(read, chunk.rows)
+            by_fact, by_input = cotangents(chunk, facts)
+            self._write(head, chunk.rows, read, facts, by_fact)
+            seen.append((facts, softmax, by_fact, by_input))
+        facts_, softmax_, by_fact_, by_input_ = zip(*seen, strict=True)
+        found = concatenate_each(facts_), join(*softmax_), concatenate_each(by_fact_), concatenate_each(by_input_)
+        return *found, self.grads(head)
+
+    @on_source_device
+    def pull(
+        self, facts: Mapping[Fact, Tensor], softmax: Softmax, grads: Mapping[Fact, Tensor], needs: tuple[bool, ...]
+    ) -> Grads:
+        pulls = coefficients(facts, grads, self.want, self.source.vocab)
+        if not self.rows.count or any(k.b is not None or k.e is not None for k in pulls):
+            return super().pull(facts, softmax, grads, needs)
+        head = self._open()
+        head.wants_grad(needs)
+        for part in head.chunks(self.rows.count, self.rows.keep is not None):
+            read = head.sums(self, part, store=True)
+            at = {f: x[part] for f, x in facts.items()}, {f: g[part] for f, g in grads.items()}
+            self._write(head, part, read, *at)
+        return self.grads(head)
+
+    def _write(
+        self, head: Any, part: slice, read: Any, facts: Mapping[Fact, Tensor], grads: Mapping[Fact, Tensor]
+    ) -> None:
+        (pull,) = coefficients(facts, self._held(grads, part), self.want, self.source.vocab)
+        head.pulled(self.rows.numbers(part), read, pull)

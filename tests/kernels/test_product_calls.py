@@ -1,0 +1,192 @@
+"""Calls whose head makes its own products, end to end under Triton's interpreter, against float64."""
+
+import os
+
+import pytest
+import torch
+from interpreting import quicken, rerun
+
+import headloss as hl
+from headloss.losses import cross_entropy, dpo, entropy_bonus, grpo, gspo, z_loss
+
+pytest.importorskip("triton")
+from headloss.backends.triton import product
+
+INSIDE = os.environ.get("TRITON_INTERPRET") == "1"
+inside = pytest.mark.skipif(not INSIDE, reason="runs under the interpreter, in a process of its own")
+if INSIDE:
+    quicken()
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(INSIDE, reason="this is the other process")
+def test_under_the_interpreter():
+    rerun(__file__, "-W", "ignore::RuntimeWarning")  # numpy says that 2^-x overflows where the result is not used
+
+
+@pytest.fixture(autouse=True)
+def pretend(monkeypatch):
+    """CPU tensors are a Hopper GPU's, and tiles are small."""
+    monkeypatch.setattr(product, "PRETEND", True)
+    monkeypatch.setattr(product, "TILE", product.Tile(16, 32, 16, 2, 4, 2))
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    """How many rows each first product of a call was given and took, and whether it kept what a gradient needs."""
+    seen, read = [], product.read
+
+    def watched(hidden, *args, store=None, **more):
+        found = read(hidden, *args, store=store, **more)
+        seen.append((len(hidden), int(found.rows.live), store is not None))
+        return found
+
+    monkeypatch.setattr(product, "read", watched)
+    return seen
+
+
+ROWS, LIVE, VOCAB, WIDTH = 37, 31, 70, 24
+
+
+class Batch:
+    def __init__(self, ignored=True):
+        self.hidden, self.weight = torch.randn(ROWS, WIDTH).bfloat16(), (torch.randn(VOCAB, WIDTH) / 2).bfloat16()
+        self.targets = torch.randint(VOCAB, (ROWS,))
+        self.targets[3::6] = -100 if ignored else 0
+        self.inputs = {"advantage": torch.randn(ROWS), "old_logprob": torch.randn(ROWS) - 4}
+        self.segments = hl.Segments.from_cu_seqlens(torch.tensor([0, 10, 19, 29, 37]))
+
+    def run(self, objective, dtype=None, inputs=("advantage", "old_logprob"), **options):
+        """The record, and the gradients of hidden and weight."""
+        tensors = [x.to(dtype or x.dtype).clone().requires_grad_() for x in (self.hidden, self.weight)]
+        source = hl.Linear(*tensors, **{k: options.pop(k) for k in ("memory", "temperature") if k in options})
+        out = objective(source, self.targets, **{n: self.inputs[n] for n in inputs}, **options)
+        out.loss.backward()
+        return out, [x.grad for x in tensors]
+
+
+def on(backend, **terms):
+    return hl.Objective(**terms, backend=backend)
+
+
+def same(batch, within=6e-3, digits=1e-4, **call):
+    """By products, in bf16, against torch in float64."""
+    terms = {k: call.pop(k) for k in list(call) if callable(call[k]) or isinstance(call[k], hl.Term) or k == "metrics"}
+    out, grads = batch.run(on("triton", **terms), **call)
+    options = {k: x for k, x in call.items() if k not in ("memory", "host_read")}
+    true, true_grads = batch.run(on("torch", **terms), dtype=torch.float64, **options)
+    torch.testing.assert_close(out.loss.double(), true.loss, rtol=digits, atol=1e-5)
+    for name, x in out.metrics.items():
+        assert float(x) == pytest.approx(float(true.metrics[name]), rel=20 * digits, abs=1e-5), name
+    for x, y in zip(grads, true_grads, strict=True):
+        assert float((x.double() - y).norm() / y.norm()) < within
+    return out
+
+
+ROW = {"ce": cross_entropy, "z": hl.Term(z_loss, weight=1e-2), "rl": grpo, "metrics": ["entropy", "accuracy"]}
+
+
+@inside
+@pytest.mark.parametrize("host_read", [True, False])
+def test_a_row_objective_takes_three_products(host_read, reads):
+    """Ignored rows are dropped where the host may look, and else left out on the device."""
+    batch = Batch()
+    same(batch, **ROW, host_read=host_read)
+    assert reads == [(LIVE if host_read else ROWS, LIVE, True)]
+
+
+@inside
+def test_a_small_budget_cuts_the_rows(reads):
+    same(Batch(), **ROW, memory=16 * 140, host_read=False)
+    assert [rows for rows, _, _ in reads] == [12, 12, 13]
+
+
+@inside
+def test_a_segment_objective_takes_three_products(reads):
+    batch = Batch()
+    same(batch, rl=hl.Term(gspo, reduction="seq_mean_token_mean"), segments=batch.segments, host_read=False)
+    assert reads == [(ROWS, LIVE, True)]
+
+
+@inside
+def test_a_batch_objective_takes_three_products(reads):
+    batch, pairs = Batch(), torch.tensor([[0, 1], [2, 3]])
+    batch.inputs["ref_logprob"] = torch.randn(ROWS) - 4
+    batch.inputs["pairs"] = pairs
+    same(batch, d=dpo, segments=batch.segments, inputs=("ref_logprob", "pairs"))
+    assert reads == [(LIVE, LIVE, True)]  # the loss may not see ignored rows: they are dropped
+
+
+@inside
+def test_without_grad_nothing_of_the_vocabularys_size_is_kept(reads):
+    batch = Batch()
+    with torch.no_grad():
+        facts = hl.row_facts(
+            hl.Linear(batch.hidden, batch.weight), batch.targets, want=("logprob", "entropy"), backend="triton",
+            host_read=False,
+        )  # fmt: skip
+    assert reads == [(ROWS, LIVE, False)]
+    true = hl.row_facts(hl.Linear(batch.hidden.double(), batch.weight.double()), batch.targets, want=("logprob",))
+    torch.testing.assert_close(facts.logprob.double(), true.logprob, rtol=1e-5, atol=1e-5)
+
+
+@inside
+@pytest.mark.parametrize("want", ["logprob", "entropy"])
+def test_facts_are_differentiable(want, reads):
+    """What is no row factor goes by whole logits."""
+    batch, grads = Batch(), []
+    for dtype in (torch.bfloat16, torch.float64):
+        hidden, weight = (x.to(dtype).clone().requires_grad_() for x in (batch.hidden, batch.weight))
+        backend = "triton" if dtype == torch.bfloat16 else "torch"
+        facts = hl.row_facts(hl.Linear(hidden, weight), batch.targets, want=(want,), backend=backend)
+        (getattr(facts, want) * batch.inputs["advantage"]).sum().backward()
+        grads.append((hidden.grad, weight.grad))
+    assert [store for _, _, store in reads] == ([False, True] if want == "logprob" else [False])
+    for x, y in zip(*grads, strict=True):
+        assert float((x.double() - y).norm() / y.norm()) < 2e-2
+
+
+@inside
+def test_what_is_no_row_factor_keeps_whole_logits(reads):
+    same(Batch(), ce=cross_entropy, h=hl.Term(entropy_bonus, weight=0.1), within=2e-2, digits=1e-3, inputs=())
+    assert reads == []
+
+
+@inside
+@pytest.mark.parametrize("memory", ["1GiB", 16 * 140])
+def test_the_weights_gradient_is_added_by_the_product(memory):
+    batch, objective = Batch(), on("triton", ce=cross_entropy)
+    _, (_, true) = batch.run(on("torch", ce=cross_entropy), dtype=torch.float64, inputs=())
+    weight = torch.nn.Parameter(batch.weight.clone())
+    there = weight.main_grad = torch.randn(VOCAB, WIDTH)
+    before = there.clone()
+    out = objective(hl.Linear(batch.hidden, weight, memory=memory, weight_grad_into="main_grad"), batch.targets)
+    assert torch.equal(there, before)
+    (2 * out.loss).backward()
+    assert weight.grad is None and weight.main_grad is there
+    assert float(((there - before).double() - 2 * true).norm() / (2 * true).norm()) < 6e-3
+
+
+@inside
+def test_explain_says_whose_products_run():
+    batch, objective = Batch(), on("triton", ce=cross_entropy)
+    text = str(objective.explain(hl.Linear(batch.hidden, batch.weight), batch.targets))
+    assert "products     the head's own" in text and "3 GEMMs" in text
+    bias = torch.zeros(VOCAB).bfloat16()
+    reasons = {
+        "there is a bias": (on("triton", ce=cross_entropy), hl.Linear(batch.hidden, batch.weight, bias)),
+        "softcap": (on("triton", ce=cross_entropy), hl.Linear(batch.hidden, batch.weight, softcap=9.0)),
+        "float32": (on("triton", ce=cross_entropy), hl.Linear(batch.hidden.float(), batch.weight.float())),
+        "several temperatures": (
+            on("triton", ce=cross_entropy, hot=hl.Term(cross_entropy, temperature=2.0)),
+            hl.Linear(batch.hidden, batch.weight),
+        ),
+        "sum_p2 is no row factor": (on("triton", h=entropy_bonus), hl.Linear(batch.hidden, batch.weight)),
+        "do not start on 16 bytes": (
+            on("triton", ce=cross_entropy),
+            hl.Linear(batch.hidden[:, :21].contiguous(), batch.weight[:, :21].contiguous()),
+        ),
+    }
+    for reason, (which, source) in reasons.items():
+        text = str(which.explain(source, batch.targets))
+        assert "products     cuBLAS, chunk by chunk: " in text and reason in text, text

@@ -1,0 +1,120 @@
+"""`weight_grad_into`: what is added where, on every way a call can run, and what is refused before it runs."""
+
+import pytest
+import torch
+
+import headloss as hl
+from headloss.losses import cross_entropy, dpo, gspo
+
+ROWS, VOCAB, WIDTH = 12, 20, 8
+
+
+class Batch:
+    def __init__(self):
+        self.hidden = torch.randn(ROWS, WIDTH, dtype=torch.float64)
+        self.weight = torch.nn.Parameter(torch.randn(VOCAB, WIDTH, dtype=torch.float64))
+        self.targets = torch.randint(VOCAB, (ROWS,))
+        self.targets[2] = -100
+        self.segments = hl.Segments.from_cu_seqlens(torch.tensor([0, 3, 6, 9, 12]))
+        self.pairs = torch.tensor([[0, 1], [2, 3]])
+        self.calls = {
+            "row": (hl.Objective(ce=cross_entropy), {}),
+            "segment": (hl.Objective(rl=gspo), {"segments": self.segments, "advantage": torch.randn(ROWS)}),
+            "batch": (
+                hl.Objective(d=dpo),
+                {"segments": self.segments, "pairs": self.pairs, "ref_logprob": torch.randn(ROWS)},
+            ),
+        }
+
+    def loss(self, kind, **options):
+        objective, given = self.calls[kind]
+        self.moving = self.hidden.clone().requires_grad_()
+        return objective(hl.Linear(self.moving, self.weight, **options), self.targets, **given).loss
+
+    def gradient(self, kind):
+        loss = self.loss(kind)
+        return torch.autograd.grad(loss, (self.moving, self.weight))
+
+
+@pytest.mark.parametrize("memory", ["1GiB", 8 * VOCAB * 6])
+@pytest.mark.parametrize("into", ["grad", "main_grad"])
+@pytest.mark.parametrize("kind", ["row", "segment", "batch"])
+def test_the_gradient_is_added_to_what_is_there(kind, into, memory):
+    batch = Batch()
+    by_hidden, by_weight = batch.gradient(kind)
+    there = torch.randn(VOCAB, WIDTH, dtype=torch.float64 if into == "grad" else torch.float32)
+    setattr(batch.weight, into, there.clone())
+    (3 * batch.loss(kind, weight_grad_into=into, memory=memory)).backward()
+    found = getattr(batch.weight, into)
+    torch.testing.assert_close(found.double(), there.double() + 3 * by_weight, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(batch.moving.grad, 3 * by_hidden)
+    assert into == "grad" or batch.weight.grad is None
+
+
+def test_a_first_grad_is_made_and_a_second_backward_adds():
+    batch = Batch()
+    _, true = batch.gradient("row")
+    loss = batch.loss("row", weight_grad_into="grad")
+    assert batch.weight.grad is None  # a call without a backward adds nothing
+    loss.backward(retain_graph=True)
+    torch.testing.assert_close(batch.weight.grad, true)
+    loss.backward()
+    torch.testing.assert_close(batch.weight.grad, 2 * true)
+
+
+def test_megatrons_hooks_are_told():
+    batch = Batch()
+    batch.weight.main_grad, batch.weight.grad_added_to_main_grad = torch.zeros(VOCAB, WIDTH), False
+    ran = []
+    leaf = batch.weight.expand_as(batch.weight).grad_fn.next_functions[0][0]  # where Megatron's hook is
+    leaf.register_hook(lambda *_: ran.append(batch.weight.grad_added_to_main_grad))
+    batch.loss("row", weight_grad_into="main_grad").backward()
+    assert ran == [True]
+
+
+def test_without_autograd_too():
+    batch = Batch()
+    _, true = batch.gradient("row")
+    batch.weight.main_grad = torch.zeros(VOCAB, WIDTH)
+    source = hl.Linear(batch.hidden, batch.weight, weight_grad_into="main_grad")
+    out = batch.calls["row"][0].forward_backward(source, batch.targets)
+    assert out.grads.weight is None
+    torch.testing.assert_close(batch.weight.main_grad.double(), true, rtol=1e-5, atol=1e-5)
+
+
+def test_a_module_passes_it_on():
+    linear = torch.nn.Linear(WIDTH, VOCAB, bias=False)
+    linear.weight.main_grad = torch.zeros(VOCAB, WIDTH)
+    head = hl.FusedLMHead.from_linear(linear, weight_grad_into="main_grad")
+    head(torch.randn(ROWS, WIDTH), targets=torch.arange(ROWS), objective=hl.Objective(ce=cross_entropy)).loss.backward()
+    assert linear.weight.grad is None and linear.weight.main_grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda w: None, "no main_grad"),
+        (lambda w: setattr(w, "main_grad", torch.zeros(VOCAB, 1)), r"wanted shape \(20, 8\)"),
+        (lambda w: setattr(w, "main_grad", torch.zeros(VOCAB, WIDTH, dtype=torch.long)), "torch.int64"),
+        (lambda w: w.requires_grad_(False), "does not require grad"),
+    ],
+)
+def test_what_nothing_can_be_added_to_is_refused(change, message):
+    batch = Batch()
+    change(batch.weight)
+    with pytest.raises(ValueError, match=f"weight_grad_into='main_grad': .*{message}"):
+        batch.loss("row", weight_grad_into="main_grad")
+
+
+def test_a_weight_made_of_others_and_other_words_are_refused():
+    batch = Batch()
+    with pytest.raises(ValueError, match="made of other tensors"):
+        batch.calls["row"][0](hl.Linear(batch.hidden, batch.weight * 2, weight_grad_into="grad"), batch.targets)
+    with pytest.raises(ValueError, match='wanted None, "grad" or "main_grad", got True'):
+        hl.Linear(batch.hidden, batch.weight, weight_grad_into=True)
+
+
+def test_without_grad_mode_nothing_is_asked():
+    batch = Batch()
+    with torch.no_grad():
+        assert batch.loss("row", weight_grad_into="main_grad").isfinite()
