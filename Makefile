@@ -153,3 +153,4 @@ gpu-bench: .venv/ready
 	$(BIN)/python benchmarks/gpu_visit.py --overhead
 	$(BIN)/python benchmarks/gpu_teachers.py
 	$(BIN)/python benchmarks/gpu_linear.py
+	$(BIN)/python benchmarks/gpu_product.py

@@ -168,16 +168,19 @@ def measurements() -> dict[str, str]:
     places = {"more": ""}
     for path in sorted(RESULTS.glob("*.json")):
         record = json.loads(path.read_text())
-        rows = next(
-            (rows for kind, rows in (("table", _kernels), ("rows", _ways), ("heads", _bench)) if kind in record), None
-        )
+        kinds = (("table", _kernels), ("rows", _ways), ("heads", _bench), ("shapes", _products))
+        rows = next((rows for kind, rows in kinds if kind in record), None)
         if rows is None:
             continue
         made = "\n\n".join(
             [
                 f"`{record['command'].strip()}`, {record['device']}, torch {_torch(record)}, {record['date']}: "
                 f"[{path.name}](../benchmarks/results/{path.name})",
-                f"![The numbers of the table below as bars.](pictures/{path.stem}.svg)",
+                *(
+                    []
+                    if rows is _products
+                    else [f"![The numbers of the table below as bars.](pictures/{path.stem}.svg)"]
+                ),
                 "\n".join(rows(record)) + "\n",
             ]
         )
@@ -244,6 +247,22 @@ def _bench(record: Record) -> Iterator[str]:
             if w["seconds"] is not None:
                 took = f"{1e3 * w['seconds']:.2f} | {w['seconds'] / h['floor']:.3f}× | {w['peak'] / 2**30:.2f}"
             yield f"| {w['way']} | {size} | {took} | {w['error']:.1e} |"
+
+
+def _products(record: Record) -> Iterator[str]:
+    shapes = record["shapes"]
+    yield f"| of three products | {' | '.join(' × '.join(map(str, x['shape'])) for x in shapes)} |"
+    yield f"|---|{'---:|' * len(shapes)}"
+    yield f"| three products, cuBLAS, ms | {' | '.join(format(x['ms']['three products'], '.2f') for x in shapes)} |"
+    for name in list(shapes[0]["of three products"])[1:]:
+        found = [x["of three products"].get(name) for x in shapes]
+        yield f"| {name} | {' | '.join('' if x is None else f'{x:.3f}×' for x in found)} |"
+    facts = " | ".join(f"{x['of one product']:.3f}×" for x in shapes)
+    yield f"| log-probability and entropy without grad, of one product | {facts} |"
+    yield f"| its MiB beside results | {' | '.join(format(x['facts, MiB beside results'], '.0f') for x in shapes)} |"
+    for name in ("dX", "dW"):
+        errors = [f"{x['errors']['ours'][name]:.1e} ({x['errors']['eager'][name]:.1e})" for x in shapes]
+        yield f"| error of {name} in cross-entropy (eager's) | {' | '.join(errors)} |"
 
 
 def _torch(record: Record) -> str:
