@@ -526,6 +526,7 @@ FAULTS = [
     Fault("engine/product.py", "targets = rows.given.reshape(-1)[part] if ignore else sweep._targets(part)", "targets = sweep._targets(part)", "product: ignored rows count"),
     Fault("engine/product.py", "pull = Pull(*(None if x is None else x * scale for x in pull))", "pass", "product: what comes in from above a loss is left out of the weight's gradient"),
     Fault("engine/product.py", "0 < self.rows.count <= self.source.chunk_rows()", "0 < self.rows.count", "product: the budget is not kept"),
+    Fault("engine/plan.py", 'return "chunks hold whole segments"', "pass", "product: segments beyond the budget take a fourth product", ("tests/kernels/test_product_calls.py",)),
     Fault("engine/into.py", "there.add_(grad)", "there.copy_(grad)", "weight_grad_into: what was there is overwritten"),
     Fault("engine/into.py", "return grads._replace(weight=None)", "return grads", "weight_grad_into: the gradient is added and returned as well"),
     Fault("engine/into.py", "weight.grad_added_to_main_grad = True", "pass", "weight_grad_into: Megatron's hooks are not told"),

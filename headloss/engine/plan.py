@@ -147,6 +147,9 @@ def why_read(
 
 def why_read_by_products(plan: Plan, source: Source, segments: Segments | None) -> str:
     """`Plan.read_because` where a head makes its own products and leaves ignored rows out on the device."""
+    rows = torch.Size(source.leading).numel()
+    if plan.kind == "segment" and isinstance(source, Linear) and rows > source.chunk_rows():
+        return "chunks hold whole segments"
     return why_read(source, segments, plan.terms, plan.kind, True) or _mixing(plan._replace(program=None))
 
 

@@ -32,10 +32,10 @@ def why_chunked(source: Source, want: Want, backend: ModuleType, terms: Sequence
     """Why a call's products are made chunk by chunk with cuBLAS; empty: the head makes its own."""
     products = backend.product
     if not isinstance(source, Linear) or products is None or not products.able(source.device):
-        return "they are for GPUs of compute capability 9.0"
+        return "the head's own are for GPUs of compute capability 9.0, with triton 3.6 or later"
     dtypes = {source.gemm_dtype, source.chunk_dtype}
     if dtypes != {torch.bfloat16}:
-        return f"they are bfloat16 products, got {', '.join(str(x).removeprefix('torch.') for x in dtypes)}"
+        return f"the head's own are for bfloat16, got {', '.join(str(x).removeprefix('torch.') for x in dtypes)}"
     if source.shard is not None:
         return "the vocabulary lies on several ranks"
     if source.bias is not None:
@@ -46,8 +46,8 @@ def why_chunked(source: Source, want: Want, backend: ModuleType, terms: Sequence
         return f"scale is {source.scale}"
     if want.teachers or want.only_ids:
         return "a teacher's rows are compared with whole rows of logits"
-    if len(want.temperatures) > 1:
-        return "facts at several temperatures"
+    if len(want.temperatures) != 1:
+        return "facts at several temperatures" if want.temperatures else "no fact is asked for"
     cast = source.weight.dtype != torch.bfloat16  # by autocast, into memory of its own
     even = source.weight.shape[1] % 8 == 0 if cast else products.fits(source.weight)
     if not even or source.columns < products.TILE.columns:

@@ -7,11 +7,16 @@ import torch
 from interpreting import quicken, rerun
 
 import headloss as hl
+from headloss.engine.arguments import CallArguments, CallOptions
+from headloss.engine.bind import read_because
+from headloss.engine.lookup import find_plan
 from headloss.losses import cross_entropy, dpo, entropy_bonus, grpo, gspo, z_loss
 
 pytest.importorskip("triton")
 from headloss.backends.triton import product
 
+if not product.TESTED:
+    pytest.skip("the products need triton 3.6", allow_module_level=True)
 INSIDE = os.environ.get("TRITON_INTERPRET") == "1"
 inside = pytest.mark.skipif(not INSIDE, reason="runs under the interpreter, in a process of its own")
 if INSIDE:
@@ -109,6 +114,19 @@ def test_a_segment_objective_takes_three_products(reads):
 
 
 @inside
+def test_beyond_the_budget_chunks_hold_whole_segments(reads):
+    """Three products still, for which the host has to know the segments' lengths."""
+    batch, term = Batch(), hl.Term(gspo, reduction="seq_mean_token_mean")
+    same(batch, rl=term, segments=batch.segments, memory=20 * 140)
+    assert [(rows, store) for rows, _, store in reads] == [(16, True), (15, True)]
+    for memory, because in (("1GiB", ""), (20 * 140, "chunks hold whole segments")):
+        source = hl.Linear(batch.hidden, batch.weight, memory=memory)
+        call = CallArguments(source, batch.targets, batch.segments, None, CallOptions(), batch.inputs)
+        plan, call = find_plan(on("triton", rl=term), call)
+        assert read_because(plan, call.source, call.segments) == because
+
+
+@inside
 def test_a_batch_objective_takes_three_products(reads):
     batch, pairs = Batch(), torch.tensor([[0, 1], [2, 3]])
     batch.inputs["ref_logprob"] = torch.randn(ROWS) - 4
@@ -190,3 +208,13 @@ def test_explain_says_whose_products_run():
     for reason, (which, source) in reasons.items():
         text = str(which.explain(source, batch.targets))
         assert "products     cuBLAS, chunk by chunk: " in text and reason in text, text
+
+
+@inside
+def test_nothing_to_read_and_nothing_that_counts():
+    batch = Batch()
+    batch.targets[:] = -100
+    out, grads = batch.run(on("triton", ce=cross_entropy), inputs=(), host_read=False)
+    assert out.loss == 0 and all(torch.equal(x, torch.zeros_like(x)) for x in grads)
+    off = on("triton", ce=cross_entropy)(hl.Linear(batch.hidden, batch.weight), batch.targets, weights={"ce": 0.0})
+    assert off.loss == 0
