@@ -91,7 +91,7 @@ DEV = $$($(BIN)/python -c "import tomllib; \
 # What the adapters meet of them runs on a CPU (tests/integrations/test_real_trainers.py, which skips without).
 BESIDE = $(PIP) --no-deps --target .venv/stacks
 .venv/stacks/ready: .venv/trainers
-	$(BESIDE) megatron-core==0.16.1 || echo "megatron-core could not be installed; continuing without it"
+	$(BESIDE) --python-version 3.12 --only-binary=:all: megatron-core==0.19.2 || $(BESIDE) megatron-core==0.16.1 || echo "megatron-core could not be installed; continuing without it"
 	$(BESIDE) torchtitan==0.3.0 spmd_types==0.2.3 torchdata==0.11.0 tyro docstring_parser tensorboard absl-py protobuf \
 		|| echo "torchtitan could not be installed; continuing without it"
 	$(BESIDE) peft==0.21.2 || echo "peft could not be installed; continuing without it"

@@ -45,7 +45,7 @@ LATER = ("tests/test_later_calls.py",)
 MORE = ("tests/trust/test_more_forms.py",)
 SHAPE = ("tests/test_shape_of_code.py",)
 OFF, TRL = ("tests/integrations/test_never_off.py",), ("tests/integrations/test_trl.py",)
-MESSAGES = ("tests/test_messages.py",)
+MESSAGES, REAL = ("tests/test_messages.py",), ("tests/integrations/test_real_trainers.py",)
 OWN_TARGETS = ("tests/test_term_targets.py",)
 EXTREMES = ("tests/test_segment_extremes.py",)
 TAKEN = ("tests/test_term_inputs.py",)
@@ -711,4 +711,8 @@ FAULTS = [
     Fault("options.py", "fn.forward if isinstance(fn, nn.Module) else fn", "fn", "a module as a loss asks for *args", MESSAGES),
     Fault("engine/checks.py", "if term is not None and name in call.signature.options:", "if False:", "an option that was passed to the call is taken for an input", MESSAGES),
     Fault("engine/checks.py", "[*given, *FACTS], cutoff=0.8)", "given)", "a misspelt fact is only missing", MESSAGES),
+    Fault("integrations/megatron.py", "partial_hidden=gathered", "partial_hidden=False", "Megatron: gathered hidden states get their gradient twice", REAL),
+    Fault("integrations/megatron.py", '{"scale": scale, **self.options}', "self.options", "Megatron: MuP's scale of the logits is left out", REAL),
+    Fault("integrations/verl_plugin.py", "    if ours and not use_fused_kernels:", "    if False:", "verl: a backend that nothing runs is taken without a word", REAL),
+    Fault("integrations/verl.py", "None if low is None else 1 - low", "low", "verl: cispo's lower bound on the ratio is its distance from 1", REAL),
 ]  # fmt: skip

@@ -2,23 +2,99 @@
 
 Dimension key:  s sequence   b batch   v columns of the vocabulary on this rank   V all of them   h hidden size
 
+    loss_bs = model(ids, positions, mask, labels=labels, output_processor=OutputProcessor(objective))   # any objective
+    replace_cross_entropy()                                   # or: Megatron's own loss, in every model, fused or not
     loss_sb = vocab_parallel_cross_entropy(logits_sbv, target_sb, label_smoothing=0.1)     # as Megatron calls it
-    entropy_sb = vocab_parallel_entropy(logits_sbv)
 
-One all-gather where Megatron makes three all-reduces.  Follows megatron-core 0.16, `tensor_parallel.cross_entropy` and
-`fusions.fused_cross_entropy`; the group is found through `megatron.core.parallel_state` unless it is given, so nothing
-here needs Megatron otherwise.
+One all-gather where Megatron makes three all-reduces.  Follows megatron-core 0.16 to 0.19, `models.gpt.gpt_model`,
+`models.common.language_module`, `tensor_parallel.cross_entropy` and `fusions.fused_cross_entropy`; the group is found
+through `megatron.core.parallel_state` unless it is given, so the functions on logits need no Megatron otherwise.
 """
 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 import headloss as hl
+
+
+class OutputProcessor:
+    """For `GPTModel.forward(output_processor=...)` of megatron-core 0.19: hidden states in, losses of tokens out.
+
+    The model's logits never exist whole.  The result is [b, s] as Megatron's own is: every token that counts carries
+    the objective's mean, so that Megatron's masked sum is the objective's sum over tokens, and its division by the
+    number of tokens makes the mean.  A token counts whose label is not -100 and whose `loss_mask` is not 0; a mask of
+    other weights is an input of yours (`row_weight`).  Inputs of the losses come as
+    `output_processor_context=hl.Inputs(advantage=..., segments=...)`, in the shape of the labels, and with them counts:
+    means over sequences need `num_segments`.  `last` is the record of the last call.
+
+    With tensor parallelism the vocabulary is in shards, with sequence parallelism hidden states are gathered first;
+    with context parallelism each rank has its own tokens, and segments carry their group.  Multi-token prediction makes
+    its losses before this is called, by `compute_language_model_loss`: see `replace_cross_entropy`.
+    """
+
+    def __init__(
+        self, objective: hl.Objective, *, vocab: int | None = None, tp_group: Any = None, **source_options: Any
+    ) -> None:
+        if not isinstance(objective, hl.Objective):
+            raise TypeError(f"objective: wanted hl.Objective, got {type(objective).__name__}")
+        self.objective, self.vocab, self.group, self.options = objective, vocab, tp_group, source_options
+        self.last: hl.Output | None = None
+
+    def __call__(
+        self,
+        *,
+        hidden_states: Tensor,
+        output_layer: Any,
+        output_weight: Tensor | None,
+        labels: Tensor | None,
+        loss_mask: Tensor | None = None,
+        context: Mapping[str, Any] | None = None,
+        scale_logits: Any = None,
+        **_: Any,
+    ) -> Tensor:
+        if labels is None:
+            raise ValueError("labels: the objective needs targets; leave output_processor out to get logits")
+        targets = labels if loss_mask is None else labels.masked_fill(loss_mask == 0, -100)
+        call = {"num_items": 1, **(context or {})}
+        if any(t.reduction.startswith("seq_") for t in self.objective.terms.values()) and "num_segments" not in call:
+            raise ValueError(
+                "num_segments: Megatron divides by tokens, and a term is a mean over sequences; give their number in "
+                "output_processor_context, and let loss_func divide by nothing"
+            )
+        gathered = bool(getattr(output_layer, "sequence_parallel", False))
+        if gathered:
+            parallel = importlib.import_module("megatron.core.tensor_parallel")
+            hidden_states = parallel.gather_from_sequence_parallel_region(hidden_states)
+        scale = 1.0 if scale_logits is None else float(scale_logits(torch.ones(())))  # MuP's, one number
+        source = linear_source(
+            hidden_states.transpose(0, 1), output_layer.weight if output_weight is None else output_weight,
+            self.group, vocab=self.vocab, partial_hidden=gathered, **{"scale": scale, **self.options},
+        )  # fmt: skip
+        out = self.objective(source, targets, **call)
+        self.last = out._replace(loss=out.loss.detach(), facts=hl.Facts({}))
+        counts = (targets != -100).to(out.loss.dtype)
+        return out.loss * counts / counts.sum().clamp(min=1)
+
+
+def replace_cross_entropy() -> None:
+    """Let every language model of Megatron make its loss here, whatever `cross_entropy_loss_fusion` and
+    `cross_entropy_fusion_impl` say, "te" included; heads of multi-token prediction too."""
+    module = importlib.import_module("megatron.core.models.common.language_module.language_module")
+    module.LanguageModule.compute_language_model_loss = compute_language_model_loss
+
+
+def compute_language_model_loss(self: Any, labels: Tensor, logits: Tensor) -> Tensor:
+    """`LanguageModule.compute_language_model_loss`: labels [b, s] and logits [s, b, v] to losses [b, s]."""
+    group = getattr(self, "tp_group", None) or self.pg_collection.tp
+    targets = labels.transpose(0, 1).contiguous()
+    return vocab_parallel_cross_entropy(logits, targets, tp_group=group).transpose(0, 1).contiguous()
 
 
 def vocab_parallel_cross_entropy(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import inspect
 import os
 import re
 import subprocess
@@ -30,7 +31,7 @@ from torch.testing import assert_close
 sys.path.append(str(Path(__file__).parent.parent / "ranks"))
 from spawn import Ranks
 
-STACKS = Path(sys.prefix) / "stacks"
+STACKS = Path(os.environ.get("HEADLOSS_STACKS", Path(sys.prefix) / "stacks"))
 DOCS = Path(__file__).parents[2] / "docs"
 
 
@@ -143,16 +144,17 @@ def megatrons_language_module() -> None:
 
     def run(fused: bool) -> Tensor:
         config = types.SimpleNamespace(cross_entropy_loss_fusion=fused, cross_entropy_fusion_impl="native")
-        model = types.SimpleNamespace(config=config, pg_collection=pg_collection)
+        model = types.SimpleNamespace(config=config, pg_collection=pg_collection, tp_group=pg_collection.tp)
         here = logits[..., mine].clone()
         return language_module.LanguageModule.compute_language_model_loss(model, target.t(), here)
 
     stock = run(fused=False)
-    tensor_parallel.vocab_parallel_cross_entropy = ours.vocab_parallel_cross_entropy
-    language_module.fused_vocab_parallel_cross_entropy = ours.fused_vocab_parallel_cross_entropy
-    for found in (run(fused=False), run(fused=True)):
-        assert found.shape == (B, S)
-        assert_close(found, stock)
+    with pytest.MonkeyPatch.context() as put:
+        put.setattr(tensor_parallel, "vocab_parallel_cross_entropy", ours.vocab_parallel_cross_entropy)
+        put.setattr(language_module, "fused_vocab_parallel_cross_entropy", ours.fused_vocab_parallel_cross_entropy)
+        for found in (run(fused=False), run(fused=True)):
+            assert found.shape == (B, S)
+            assert_close(found, stock)
 
 
 def megatrons_sequence_parallelism() -> None:
@@ -177,8 +179,79 @@ def megatrons_sequence_parallelism() -> None:
     assert_close(found[1], wanted[1][mine])
 
 
+def megatrons_gpt(sequence_parallel: bool, mup: bool) -> None:
+    """A GPTModel on two ranks, two steps: its own loss and ours, as a processor of its output, and inside its own.
+
+    Losses, gradients and weights are those of Megatron; a run is repeated bit by bit.
+    """
+    megatron()
+    from megatron.core.models.gpt import gpt_layer_specs, gpt_model
+    from megatron.core.tensor_parallel import random
+    from megatron.core.transformer import torch_norm
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    import headloss as hl
+    from headloss.integrations import megatron as ours
+    from headloss.losses import cross_entropy, z_loss
+
+    if "output_processor" not in inspect.signature(gpt_model.GPTModel.forward).parameters:
+        return  # before 0.19
+    torch.cuda.current_device = lambda: torch.device("cpu")
+    random.CudaRNGStatesTracker.fork = lambda self, *_: contextlib.nullcontext()
+    norm = lambda cls, config, hidden_size, eps=1e-5, **_: torch.nn.LayerNorm(hidden_size, eps)
+    torch_norm.WrappedTorchNorm.__new__ = staticmethod(norm)  # its own refuses sequence parallelism without Apex
+    config = TransformerConfig(
+        num_layers=1, hidden_size=16, num_attention_heads=2, use_cpu_initialization=True, hidden_dropout=0.0,
+        attention_dropout=0.0, gradient_accumulation_fusion=False, masked_softmax_fusion=False,
+        bias_dropout_fusion=False, apply_rope_fusion=False, tensor_model_parallel_size=2,
+        sequence_parallel=sequence_parallel, **({"use_mup": True, "mup_output_mult": 0.25} if mup else {}),
+    )  # fmt: skip
+    ids, labels = torch.randint(V, (2, B, 8))
+    mask, loss_mask = torch.ones(1, 1, 8, 8).tril() < 0.5, (torch.rand(B, 8) > 0.3).float()
+    positions = torch.arange(8).expand(B, 8)
+
+    def train(how: str) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = gpt_model.GPTModel(
+            config, gpt_layer_specs.get_gpt_layer_local_spec(), vocab_size=V, max_sequence_length=8,
+            share_embeddings_and_output_weights=True,
+        )  # fmt: skip
+        optimizer, found = torch.optim.SGD(model.parameters(), lr=0.3), []
+        z = hl.Objective(ce=cross_entropy, z=hl.Term(z_loss, weight=0.1))
+        processor = {"ours": ours.OutputProcessor(hl.Objective(ce=cross_entropy)), "z": ours.OutputProcessor(z)}.get(
+            how
+        )
+        for _ in range(2):
+            optimizer.zero_grad()
+            losses = model(ids, positions, mask, labels=labels, loss_mask=loss_mask, output_processor=processor)
+            assert losses.shape == (B, 8)
+            loss = (losses * loss_mask).sum() / loss_mask.sum()
+            loss.backward()
+            found += [loss.detach(), *(p.grad.clone() for p in model.parameters())]
+            optimizer.step()
+        return found
+
+    stock = train("stock")
+    assert_close(train("ours"), stock, rtol=1e-4, atol=1e-6)
+    assert all(torch.equal(a, b) for a, b in zip(train("z"), train("z")))
+    assert train("z")[0] > stock[0] + 0.1  # the hook is no decoration
+    native = gpt_model.GPTModel.compute_language_model_loss
+    config.cross_entropy_loss_fusion, config.cross_entropy_fusion_impl = True, "te"
+    try:
+        ours.replace_cross_entropy()
+        assert_close(train("stock"), stock, rtol=1e-4, atol=1e-6)
+    finally:
+        gpt_model.LanguageModule.compute_language_model_loss = native
+    with pytest.raises(ValueError, match="num_segments: Megatron divides by tokens"):
+        per_line = hl.Objective(ce=hl.Term(cross_entropy, reduction="seq_mean_token_sum"))
+        hidden = torch.zeros(8, B, 16)
+        ours.OutputProcessor(per_line)(hidden_states=hidden, output_layer=None, output_weight=None, labels=labels)
+
+
 def test_megatron(pair: Ranks) -> None:
     check(pair, "megatron", megatrons_cross_entropy, megatrons_language_module, megatrons_sequence_parallelism)
+    pair.run(megatrons_gpt, False, True)
+    pair.run(megatrons_gpt, True, False)
 
 
 # torchtitan ----------------------------------------------------------------------------------------------------------
