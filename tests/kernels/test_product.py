@@ -189,6 +189,14 @@ def test_a_row_has_the_same_bits_wherever_it_stands():
 
 
 @inside
+def test_of_equal_maxima_the_first_is_the_argmax():
+    case = Case(vocab=150, facts=("argmax", "lse"))
+    case.weight[:] = case.weight[0]
+    found = product.read(case.hidden, case.weight, None, case.want, 1.0)
+    assert torch.equal(case.facts(found)["argmax"], torch.zeros(37, dtype=torch.long))
+
+
+@inside
 @pytest.mark.parametrize("cuts", [(64,), (32, 64, 128), (32, 64, 96, 128)])
 def test_shards_cut_at_tiles_have_the_bits_of_one(cuts):
     """Each with a reference of its own, and the target on one of them."""
