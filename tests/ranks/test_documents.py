@@ -67,7 +67,7 @@ def call(objective: hl.Objective, problem: oracle.Problem, **more: Any) -> tuple
     source = problem.source(leaves, **more)
     out = objective(source, problem.targets, segments=problem.segments, **oracle.call_arguments(problem))
     out.loss.backward()
-    return out, {n: x.grad for n, x in leaves.items()}
+    return out, {n: torch.zeros_like(x) if x.grad is None else x.grad for n, x in leaves.items()}
 
 
 def total(x: Tensor, group: Any) -> Tensor:

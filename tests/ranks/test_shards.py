@@ -76,8 +76,12 @@ def compare(objective: hl.Objective, problem: oracle.Problem, split: str, what: 
     width = max(SPLITS[split][0])
     rows = (1, 4, 1000) if split == "uneven" else (4,)
     budgets = [2 * 8 * width * n for n in rows] if problem.kind == "Linear" else [None]
+    learned = any(
+        isinstance(x, Tensor) and x.requires_grad for x in problem.inputs.values()
+    )  # which autograd alone serves
     for memory in budgets:
-        for how in ["autograd", "forward_backward"] if memory == budgets[0] and split == "uneven" else ["autograd"]:
+        both = memory == budgets[0] and split == "uneven" and not learned
+        for how in ["autograd", "forward_backward"] if both else ["autograd"]:
             if problem.teacher is not None:
                 call["teacher"] = hl.Logits(mine.teacher, shard=shard)
             got = oracle.run(objective, mine, memory=memory, how=how, source={"shard": shard}, **call)
