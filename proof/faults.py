@@ -426,7 +426,6 @@ FAULTS = [
     Fault("engine/brought.py", "inputs[counts_of(name)] = x != IGNORE", "inputs[counts_of(name)] = x != IGNORE - 1", "rows without a target of the term's own count in it", OWN_TARGETS),
     Fault("engine/brought.py", "        if left_out:\n", "        if False:\n", "a term's own targets are left out without a word", OWN_TARGETS),
     Fault("term.py", "facts = {**facts, \"logprob\": Fact(\"ids_logprob\", self.temperature, own)}", "pass", "a term's own targets are not read", OWN_TARGETS),
-    Fault("graph/content.py", '"temperature", "targets", "teacher"', '"temperature", "teacher"', "a graph serves an objective that has other targets", OWN_TARGETS),
     Fault("segments.py", "share = ties / torch.ops.headloss.segment_spread(self.totals(ties), _flat(self.ids)).clamp(min=1)", "share = ties", "rows that tie for a segment's maximum count twice", EXTREMES),
     Fault("segments.py", "return -self.maxima(-x)", "return self.maxima(-x)", "a segment's minimum: a sign", EXTREMES),
     Fault("segments.py", "torch.where(ties != 0, flat, 0.0) * share", "flat * share", "a segment's maximum: 0 * inf of another row", EXTREMES),

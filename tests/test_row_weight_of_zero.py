@@ -133,8 +133,8 @@ def test_what_a_weight_reports_counts_every_row(backend: str) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_ignored_rows_stay_out_too(backend: str, host_read: bool) -> None:
     logits = torch.randn(4, 7)
-    targets, weight = torch.tensor([2, -100, 3, 1]), torch.tensor([1.0, 1.0, 0.0, 2.0])
-    objective = hl.Objective(ce=hl.Term(cross_entropy, row_weight="w"), backend=backend)
+    targets, weight = torch.tensor([2, -100, 3, 1]), torch.tensor([0.0, 0.0, -1.0, 1.0])
+    objective = hl.Objective(ce=hl.Term(cross_entropy, row_weight=lambda w: w + 1), backend=backend)
     out = objective(hl.Logits(logits), targets, w=weight, host_read=host_read)
     nll = -torch.log_softmax(logits, -1)[[0, 3], [2, 1]]
     torch.testing.assert_close(out.loss, (nll * torch.tensor([1.0, 2.0])).sum() / 3)

@@ -78,7 +78,9 @@ def test_configs_copies_and_plans_keep_it() -> None:
     for other in (hl.Objective.from_config(config), pickle.loads(pickle.dumps(made))):
         assert repr(other) == repr(made)
         assert other(source, targets, **given | {"sampler_logprob": torch.ones(N)}).loss == want
-    assert objective().key == made.key != hl.Objective(rl=grpo, kl=kl_to_reference, own=grpo, backend=BACKEND).key
+    assert objective().key == made.key
+    keys = {hl.Objective(a=hl.Term(grpo, inputs={"old_logprob": name})).key for name in ("one", "two", "one")}
+    assert len(keys | {hl.Objective(a=grpo).key}) == 3
     plan = str(made.explain(source, targets, **given))
     assert "rl (grpo, old_logprob from sampler_logprob): row" in plan
 
