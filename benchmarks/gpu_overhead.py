@@ -1,131 +1,154 @@
 """What a later call costs the host: microseconds of forward and backward where the device has next to nothing to do.
 
-Dimension key:  N rows   V columns
+Dimension key:  N rows   V columns   D hidden size   K ids
 
-The kernels are small and the queue never fills, so the clock sees Python, torch and Triton alone.  The measure is a
-bare autograd Function: one Triton kernel and a sum forward, one Triton kernel backward, and nothing else.  The mix is
-cross-entropy + z-loss + clipped policy gradient + entropy bonus with accuracy and all policy metrics.
-`python benchmarks/gpu_visit.py --overhead` runs this, on a CUDA device.
+The kernels are small and the queue never fills, so the clock sees Python, torch and Triton alone.  The measure of each
+call is a bare autograd Function that makes the same launches, products and allocations with the same arguments, taken
+down from the call itself, and does nothing else.  The mix is cross-entropy + z-loss + clipped policy gradient + entropy
+bonus with accuracy and all policy metrics.  Then 20 ms of work are queued on the device: a call that returns sooner has
+not waited for it.  `python benchmarks/gpu_visit.py --overhead` runs this, on a CUDA device.
 """
 
 from __future__ import annotations
 
 import cProfile
-import importlib.util
 import pstats
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-import triton
-import triton.language as tl
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import headloss as hl
-from headloss.backends.triton.kernels.scale import scale_kernel
-from headloss.losses import cross_entropy, entropy_bonus, grpo, z_loss
+from headloss.backends.triton.launch import Launch
+from headloss.losses import cross_entropy, entropy_bonus, forward_kl, grpo, gspo, z_loss
 
-N, V = 1024, 1024
+N, V, D, K = 1024, 1040, 64, 64
 CALLS, ROUNDS = 40, 25
-PROFILED = ("ce", "mix", "mix, forward_backward")
+QUEUED_MS = 20.0
+PROFILED = ("Logits CE", "GSPO")
+
+# what torch does without a launch and without memory
+FREE = ("view", "detach", "alias", "t", "slice", "select", "unbind", "as_strided", "expand", "transpose", "unsqueeze")
+NEW = ("empty", "empty_like", "empty_strided", "new_empty")
+
+Loss = Callable[[], torch.Tensor]
 
 
-@triton.jit
-def narrow_kernel(x, out, target, losses, stride, V, BLOCK: tl.constexpr):
-    """Cross-entropy of a row that fits in a block, and its gradient."""
-    row = tl.program_id(0).to(tl.int64)
-    j = tl.arange(0, BLOCK)
-    z = tl.load(x + row * stride + j, j < V, -float("inf")).to(tl.float32)
-    y = tl.load(target + row)
-    e = tl.exp(z - tl.max(z, 0))
-    s = tl.sum(e, 0)
-    tl.store(losses + row, tl.log(s) + tl.max(z, 0) - tl.sum(tl.where(j == y, z, 0.0), 0))
-    tl.store(out + row * stride + j, e / s - tl.where(j == y, 1.0, 0.0), j < V)
+class Made(NamedTuple):
+    """A launch, product or allocation, to be made once more."""
+
+    name: str
+    make: Callable[[], object]
+    result: Any = None
 
 
-@triton.jit
-def wide_kernel(
-    x, out, target, losses, a, b, temperatures, inputs, bases, factors, numbers,
-    N, V, stride, c, d, e_, f, g, h, i, k,
-    BLOCK: tl.constexpr, A1: tl.constexpr, A2: tl.constexpr, A3: tl.constexpr, A4: tl.constexpr, A5: tl.constexpr,
-    A6: tl.constexpr, A7: tl.constexpr, A8: tl.constexpr, A9: tl.constexpr, B0: tl.constexpr, B1: tl.constexpr,
-    B2: tl.constexpr, B3: tl.constexpr, B4: tl.constexpr, B5: tl.constexpr, B6: tl.constexpr, B7: tl.constexpr,
-    B8: tl.constexpr, B9: tl.constexpr, C0: tl.constexpr, C1: tl.constexpr, C2: tl.constexpr, C3: tl.constexpr,
-    C4: tl.constexpr, C5: tl.constexpr, C6: tl.constexpr, C7: tl.constexpr, C8: tl.constexpr, C9: tl.constexpr,
-    D0: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, D3: tl.constexpr, D4: tl.constexpr,
-):  # fmt: skip
-    """The same with as many arguments as the kernel of a visit."""
-    narrow_kernel(x, out, target, losses, stride, V, BLOCK)
+class Notes(TorchDispatchMode):
+    """Takes down every launch of ours and every operation of torch's."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[Made] = []
 
-WIDE = [name for name in wide_kernel.arg_names if len(name) == 2 and name[0] in "ABCD"]
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = op(*args, **(kwargs or {}))
+        name = op.overloadpacket.__name__
+        if name not in FREE:
+            self.made.append(Made(name, lambda: op(*args, **(kwargs or {})), found))
+        return found
+
+    def __enter__(self) -> Notes:
+        run, made = Launch.run, self.made
+
+        def noted(launch: Launch, *told: Any) -> None:
+            made.append(Made("launch", lambda: run(launch, *told)))
+            run(launch, *told)
+
+        self.run = run
+        Launch.run = noted  # type: ignore[method-assign]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        Launch.run = self.run  # type: ignore[method-assign]
 
 
 class Bare(torch.autograd.Function):
     """The least that can be done."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, y: torch.Tensor, wide: bool) -> torch.Tensor:
-        out, losses = torch.empty_like(x), torch.empty(len(x), dtype=torch.float32, device=x.device)
-        if wide:
-            wide_kernel[(len(x),)](
-                x, out, y, losses, None, None, (1.0,), (), (1.0,), (1.0,), (),
-                len(x), x.shape[1], x.stride(0), 1, 2, 3, 4, 5, 6, 1.0, 1.0,
-                BLOCK=1024, **dict.fromkeys(WIDE, (True, False)), num_warps=4,
-            )  # fmt: skip
-        else:
-            narrow_kernel[(len(x),)](x, out, y, losses, x.stride(0), x.shape[1], BLOCK=1024, num_warps=4)
-        ctx.out = out
-        return losses.sum()
+    def forward(ctx: Any, forward: Any, backward: Any, *tensors: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(*tensors)
+        ctx.make, ctx.grads = backward, [torch.empty_like(x) for x in tensors]
+        for make in forward:
+            make()
+        return torch.empty((), dtype=torch.float32, device=tensors[0].device)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        scale_kernel[(triton.cdiv(ctx.out.numel(), 8192),)](ctx.out, grad, ctx.out.numel(), BLOCK=8192, num_warps=8)
-        return ctx.out, None, None
+        ctx.saved_tensors  # noqa: B018, this sees whether they were written to
+        for make in ctx.make:
+            make()
+        grads, ctx.grads = ctx.grads, None
+        return None, None, *grads
 
 
-def ways() -> Iterator[tuple[str, Callable[[], object]]]:
-    """Steps by name; the first two are the measure."""
-    x = torch.randn(N, V, device="cuda").bfloat16().requires_grad_()
-    fixed = x.detach()
+def bare(loss: Loss, leaves: list[torch.Tensor]) -> Loss:
+    """What makes all that this loss and its gradient make; the gradients are allocated by the Function itself."""
+    with Notes() as forward:
+        out = loss()
+    with Notes() as backward:
+        torch.autograd.grad(out, leaves, torch.ones_like(out))
+    own = [(x.shape, x.dtype) for x in leaves]
+    kept = []
+    for made in forward.made:
+        shape = (made.result.shape, made.result.dtype) if made.name in NEW else None
+        own.remove(shape) if shape in own else kept.append(made.make)
+    later = [made.make for made in backward.made if made.name != "ones_like"]
+    return lambda: Bare.apply(kept, later, *leaves)
+
+
+def losses() -> Iterator[tuple[str, Loss, list[torch.Tensor]]]:
+    """Calls by name, and the tensors that their gradients are of."""
+    make = lambda *shape: torch.randn(*shape, device="cuda")
+    x, hidden, weight = (make(*s).bfloat16().requires_grad_() for s in ((N, V), (N, D), (V, D)))
     y = torch.randint(0, V, (N,), device="cuda")
-    prepared = hl.prepare(y)
-    rows = {"advantage": torch.randn(N, device="cuda"), "old_logprob": -torch.rand(N, device="cuda")}
-
-    def step(loss: Callable[[], torch.Tensor]) -> Callable[[], None]:
-        def run() -> None:
-            x.grad = None
-            loss().backward()
-
-        return run
-
-    ce = hl.Objective(ce=cross_entropy)
+    segments = hl.Segments.from_ids(torch.arange(N, device="cuda") // 64, N // 64)
+    prepared, with_segments = hl.prepare(y), hl.prepare(y, segments)
+    rows = {"advantage": make(N), "old_logprob": -make(N).abs()}
+    dense = hl.Logits(make(N, V).bfloat16())
+    ids = hl.Sparse(torch.randint(0, V, (N, K), device="cuda"), make(N, K) - 8)
+    ce, policy, sequences = (hl.Objective(it=loss) for loss in (cross_entropy, grpo, gspo))
+    distill = hl.Objective(kl=forward_kl)
     mix = hl.Objective(
         ce=cross_entropy, z=hl.Term(z_loss, weight=1e-4), rl=grpo, bonus=hl.Term(entropy_bonus, weight=1e-2),
         metrics=["accuracy"],
     )  # fmt: skip
-    yield "bare Function, a kernel of 7 arguments", step(lambda: Bare.apply(x, y, False))
-    yield "bare Function, a kernel of 57 arguments", step(lambda: Bare.apply(x, y, True))
-    yield "ce", step(lambda: ce(hl.Logits(x), prepared).loss)
-    yield "mix", step(lambda: mix(hl.Logits(x), prepared, **rows).loss)
-    yield "ce, forward_backward", lambda: ce.forward_backward(hl.Logits(fixed), prepared)
-    yield "mix, forward_backward", lambda: mix.forward_backward(hl.Logits(fixed), prepared, **rows)
-    yield "bare Function of 57, forward alone", lambda: Bare.apply(x, y, True)
-    yield "ce, forward alone", lambda: ce(hl.Logits(x), prepared)
-    yield "mix, forward alone", lambda: mix(hl.Logits(x), prepared, **rows)
-    yield "ce, targets read by the host", step(lambda: ce(hl.Logits(x), y).loss)
-    yield "ce, host_read=False", step(lambda: ce(hl.Logits(x), y, host_read=False).loss)
-    if importlib.util.find_spec("liger_kernel") is not None:
-        from liger_kernel.ops.cross_entropy import LigerCrossEntropyFunction as Liger
+    yield "Logits CE", lambda: ce(hl.Logits(x), prepared).loss, [x]
+    yield "Linear CE, one chunk", lambda: ce(hl.Linear(hidden, weight), prepared).loss, [hidden, weight]
+    yield "GRPO", lambda: policy(hl.Logits(x), prepared, **rows).loss, [x]
+    yield "GSPO", lambda: sequences(hl.Logits(x), with_segments, **rows).loss, [x]
+    yield "forward KL, a dense teacher", lambda: distill(hl.Logits(x), prepared, teacher=dense).loss, [x]
+    yield "forward KL, 64 ids", lambda: distill(hl.Logits(x), prepared, teacher=ids).loss, [x]
+    yield "mix", lambda: mix(hl.Logits(x), prepared, **rows).loss, [x]
+    yield "Logits CE, plain targets", lambda: ce(hl.Logits(x), y).loss, [x]
 
-        yield "Liger ce", step(lambda: Liger.apply(x.clone(), y, None)[0])  # it overwrites what it is given
+
+def stepped(loss: Loss, leaves: list[torch.Tensor]) -> Callable[[], None]:
+    def step() -> None:
+        for x in leaves:
+            x.grad = None
+        loss().backward()
+
+    return step
 
 
 def microseconds(steps: dict[str, Callable[[], object]]) -> dict[str, float]:
-    """Of one call: medians over rounds in which the steps take turns, because a host is slower at times."""
-    rounds: dict[str, list[float]] = {name: [] for name in steps}
+    """Of one call: the least of rounds in which the steps take turns, because a host is slower at times."""
+    best = dict.fromkeys(steps, float("inf"))
     for _ in range(ROUNDS):
         for name, step in steps.items():
             step()
@@ -133,9 +156,35 @@ def microseconds(steps: dict[str, Callable[[], object]]) -> dict[str, float]:
             begun = time.perf_counter()
             for _ in range(CALLS):
                 step()
-            rounds[name].append(1e6 * (time.perf_counter() - begun) / CALLS)
+            best[name] = min(best[name], 1e6 * (time.perf_counter() - begun) / CALLS)
     torch.cuda.synchronize()
-    return {name: statistics.median(times) for name, times in rounds.items()}
+    return best
+
+
+def returns_after() -> Iterator[tuple[str, float]]:
+    """Milliseconds until a call returns while the device has 20 ms of other work before it."""
+    x = torch.randn(N, V, device="cuda").bfloat16().requires_grad_()
+    hidden, weight = torch.randn(N, D, device="cuda").bfloat16(), torch.randn(V, D, device="cuda").bfloat16()
+    y, ce = torch.randint(0, V, (N,), device="cuda"), hl.Objective(ce=cross_entropy)
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    torch.cuda._sleep(1_000_000)
+    end.record()
+    torch.cuda.synchronize()
+    cycles = int(1_000_000 * QUEUED_MS / begin.elapsed_time(end))
+    for name, prepared, call in (
+        ("Logits, plain targets", False, lambda y: ce(hl.Logits(x), y)),
+        ("Linear, targets prepared without blocking", True, lambda y: ce(hl.Linear(hidden, weight), y)),
+    ):
+        best = float("inf")
+        for _ in range(5):
+            targets = hl.prepare(y, non_blocking=True) if prepared else y
+            torch.cuda._sleep(cycles)
+            begun = time.perf_counter()
+            call(targets)
+            best = min(best, 1e3 * (time.perf_counter() - begun))
+            torch.cuda.synchronize()
+        yield name, best
 
 
 def profile(step: Callable[[], object], most: int = 12) -> list[dict[str, Any]]:
@@ -157,20 +206,21 @@ def profile(step: Callable[[], object], most: int = 12) -> list[dict[str, Any]]:
 
 
 def overhead(say: Callable[..., None]) -> dict[str, Any]:
-    steps = dict(ways())
-    for step in steps.values():  # compile
-        step()
+    steps: dict[str, Callable[[], object]] = {}
+    for name, loss, leaves in losses():
+        for _ in range(3):  # compile, and come to the form of a later call
+            stepped(loss, leaves)()
+        steps[name], steps[f"{name}, bare"] = stepped(loss, leaves), stepped(bare(loss, leaves), leaves)
     say("compiled")
     found = microseconds(steps)
-    few, many, *_ = found.values()
     lines = []
-    for name, us in found.items():
-        lines.append({"what": name, "us": round(us, 1), "over_7": round(us - few, 1), "over_57": round(us - many, 1)})
-        say(f"{name:44s} {us:8.1f} us  over the bare ones {us - few:+8.1f} {us - many:+8.1f}")
+    for name in [name for name in steps if f"{name}, bare" in steps]:
+        us, least = found[name], found[f"{name}, bare"]
+        lines.append({"what": name, "us": round(us, 1), "bare": round(least, 1), "ratio": round(us / least, 2)})
+        say(f"{name:36s} {us:8.1f} us, bare {least:8.1f} us, {us / least:5.2f} times")
+    queued = {name: round(ms, 3) for name, ms in returns_after()}
+    for name, ms in queued.items():
+        say(f"{name:44s} returns after {ms:.3f} ms, with {QUEUED_MS:.0f} ms queued")
     profiles = {name: profile(steps[name]) for name in PROFILED}
-    for name, top in profiles.items():
-        say(f"{name}, own time under a profiler")
-        for line in top:
-            say(f"    {line['us']:8.2f} us {line['calls']:6.1f} calls  {line['function']}")
-    method = f"steps that take turns, median of {ROUNDS} rounds of {CALLS} calls"
-    return {"rows": N, "columns": V, "method": method, "lines": lines, "profile": profiles}
+    method = f"steps that take turns, least of {ROUNDS} rounds of {CALLS} calls"
+    return {"rows": N, "columns": V, "method": method, "lines": lines, "queued": queued, "profile": profiles}

@@ -201,14 +201,13 @@ def overhead() -> str:
         f"{record['method']}: "
         f"[{path.name}](../benchmarks/results/{path.name})",
         "",
-        "| | µs | above the bare Function of 57 | of 7 |",
+        "| | µs | a bare Function with the same launches, µs | ratio |",
         "|---|---:|---:|---:|",
     ]
     for line in record["lines"]:
-        above = "|  |  |"
-        if "bare" not in line["what"] and "alone" not in line["what"]:
-            above = f"| {line['over_57']:+.0f} | {line['over_7']:+.0f} |"
-        lines.append(f"| {line['what']} | {line['us']:.0f} {above}")
+        lines.append(f"| {line['what']} | {line['us']:.0f} | {line['bare']:.0f} | {line['ratio']:.2f} |")
+    waits = [f"{name}: {ms:.2f} ms" for name, ms in record["queued"].items()]
+    lines += ["", f"With 20 ms of work queued on the device, a call returns after: {', '.join(waits)}."]
     return "\n".join(lines) + "\n"
 
 

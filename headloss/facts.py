@@ -112,6 +112,8 @@ class Want:
         )
         self.target, self.argmax, self.total = (self.sums(x) for x in ("target", "argmax", "total"))
         self.divergent = any(f.element is not None for f in self.facts)
+        self.constant = tuple(i for i, f in enumerate(self.facts) if f.name in CONSTANT)  # those without a gradient
+        self._hash = hash(self.facts)
         self._at = frozenset((f.temperature, f.name, f.teacher) for f in self.facts)
         self._compared = {
             name: tuple(T for T in self.temperatures if any(f[1:3] == (T, name) for f in self.facts))
@@ -139,7 +141,7 @@ class Want:
         return isinstance(other, Want) and self.facts == other.facts
 
     def __hash__(self) -> int:
-        return hash(self.facts)
+        return self._hash
 
     def __repr__(self) -> str:
         return f"Want({', '.join(map(str, self.facts))})"

@@ -95,7 +95,7 @@ def kind_of(name: str) -> str:
 
 @functools.lru_cache(256)
 def _kinds_of(names: tuple[str, ...]) -> dict[str, str]:
-    return {name: kind_of(name) for name in names}
+    return {name: kind_of(name) for name in names if not name.endswith("/")}
 
 
 class Batch:
@@ -111,7 +111,7 @@ class Batch:
         weights_R: Tensor | None,
     ) -> None:
         self.names = tuple(names)
-        self.kinds = _kinds_of(tuple(name for name in self.names if not name.endswith("/")))
+        self.kinds = _kinds_of(self.names)
         self.given, self.weights_R = values, weights_R
         self.found: dict[str, tuple[Tensor, ...]] | None = None
 

@@ -76,7 +76,7 @@ class Prepared:
     def known(self) -> Stats:
         """What was read; an error if it is no longer true."""
         self.check()
-        return self.stats
+        return self._stats or self.stats
 
     def check(self) -> None:  # without waiting for what was read
         changed = "targets" if self.counted and self.targets._version != self.written[0] else None
@@ -191,11 +191,11 @@ class Rows:
         self.num_items: Tensor | None = None  # of the whole group, once `join` has asked
         self.one_token: Tensor | None = None  # 1 / how many count, where a kernel has made it
 
-    @functools.cached_property
+    @property
     def valid(self) -> Tensor | None:
-        if self.skipped:
+        if self._valid is None and self.skipped:
             assert self.given is not None
-            return self.given.reshape(-1) != IGNORE
+            self._valid = self.given.reshape(-1) != IGNORE
         return self._valid
 
     @functools.cached_property
@@ -296,7 +296,7 @@ def bind_rows(
     `needed`: the name of a term that needs a segment for every row; `count`: finds the numbers of contiguous targets
     in one launch, and 1 / how many count.
     """
-    stats = None
+    stats = ids = None
     if isinstance(targets, Prepared):
         if segments is not None and segments is not targets.segments:
             raise ValueError(TWICE)
@@ -306,14 +306,16 @@ def bind_rows(
         if segments is not None:
             raise ValueError("targets: needed when segments are given (they say which rows count)")
         return Rows(shape, None, None, None, None, None)
-    targets = integers("targets", targets)
-    if tuple(targets.shape) != shape:
+    targets = targets if isinstance(targets, Tensor) and targets.dtype is torch.int64 else integers("targets", targets)
+    if targets.shape != shape:
         raise ValueError(f"targets: wanted shape {shape} to match the source, got {tuple(targets.shape)}")
-    for name, x in (("targets", targets), ("segments", None if segments is None else segments.ids)):
-        if x is not None and x.device != device:
-            raise ValueError(f"{name}: is on {x.device}, but the source is on {device}")
-    ids = None if segments is None else segment_ids(segments, targets)
-    flat = targets.reshape(-1)
+    if targets.device != device:
+        raise ValueError(f"targets: is on {targets.device}, but the source is on {device}")
+    if segments is not None:
+        if segments.ids.device != device:
+            raise ValueError(f"segments: is on {segments.ids.device}, but the source is on {device}")
+        ids = segment_ids(segments, targets)
+    flat = targets if targets.ndim == 1 else targets.reshape(-1)
     if device.type == "meta":
         return Rows(shape, targets, None, None, segments, None)
     if stats is None:
@@ -333,9 +335,10 @@ def bind_rows(
         if segments is not None and ids is not None:
             bound = Segments(ids.masked_fill(~valid, -1), segments.num_segments, group=segments.group)
         return Rows(shape, targets, None, valid, bound, None)
-    check_stats(stats, vocab, None if segments is None else segments.num_segments, needed)
+    if segments is not None or not (not stats.valid or 0 <= stats.low <= stats.high < vocab):
+        check_stats(stats, vocab, None if segments is None else segments.num_segments, needed)
     if skips:
-        return _skipping(shape, targets, segments, ids, stats, stats.valid < len(flat))
+        return _skipping(shape, targets, segments, ids, stats, stats.valid < flat.shape[0])
     valid = flat != IGNORE
     keep = None
     if segments is not None and by_segment and not stats.sorted:

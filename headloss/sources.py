@@ -268,6 +268,19 @@ def tensors_in(source: Source) -> dict[str, Tensor]:
     return {name: x for name in names if isinstance(x := getattr(source, name), Tensor)}
 
 
+def without_tensors(source: Source) -> Source:
+    """The same source with None in place of its tensors, while autograd keeps them."""
+    other = object.__new__(type(source))
+    fields = other.__dict__
+    fields.update(source.__dict__)
+    for name in (
+        ("logits", "temperature") if isinstance(source, Logits) else ("hidden", "weight", "bias", "temperature")
+    ):
+        if isinstance(fields[name], Tensor):
+            fields[name] = None
+    return other
+
+
 def with_tensors(source: Source, tensors: Mapping[str, Tensor | None]) -> Source:
     """The same source with other tensors, or with None in their place while autograd keeps them."""
     other = shallow(source)

@@ -548,7 +548,7 @@ FAULTS = [
     Fault("engine/one_launch.py", "{name: weight * scale for name, weight in weights.items()}", "weights", "one launch: grad_scale is ignored"),
     Fault("engine/one_launch.py", 'shared if self.by_segment or not by_length(term) else shared / lengths(loss.rows, loss.dtype)', "shared", "one launch: a segment's mean taken for its sum"),
     # Later calls
-    Fault("engine/run.py", "ctx.mark_non_differentiable(*[x for f, x in facts.items() if f.name in CONSTANT])", "pass", "a fact without a gradient claims one", LATER),
+    Fault("engine/run.py", "ctx.mark_non_differentiable(*[facts[i] for i in sweep.want.constant])", "pass", "a fact without a gradient claims one", LATER),
     Fault("engine/run.py", "        if not loss.plan.has_gradient:", "        if False:", "a loss that has no gradient is believed", CONTRACT),
     Fault("engine/lookup.py", "*[call.reads() for call in form.foreign], ", "*[() for call in form.foreign], ", "what a function reads has changed, and nobody looks"),
     Fault("engine/lookup.py", "*map(id, held)", "", "the default of an option of ours has changed, and nobody looks", TRACED),

@@ -41,13 +41,14 @@ def bind(plan: Plan, arguments: CallArguments) -> tuple[Sweep, TermsOnRows]:
     guides: dict[str, Any] = {}
     taken: dict[str, Tensor] = {}
     if arguments.teacher:
-        guides = _guides(plan, arguments, rows)
+        guides = bind_teachers(arguments.teachers, plan.named_teachers, source, rows, plan.backend)
         for n, guide in guides.items():
             if isinstance(guide, SparseTeacherRows):
                 mine = (guide.ids_RK, guide.logprob_RK)
                 taken |= {f"{i} of {n}": x for i, x in zip(TEACHER_INPUTS, mine, strict=True)}
     chunks = chunks_of(plan, arguments, rows, guides)
-    rows.join()
+    if rows.segments is not None:
+        rows.join()
     loss = TermsOnRows(plan, arguments, rows, chunks, taken)
     compared: tuple[list[Tensor], str] = ([], "")
     if source.shard is not None:
@@ -98,23 +99,16 @@ def rows_of(plan: Plan, arguments: CallArguments, host_read: bool) -> Rows:
     )  # fmt: skip
 
 
-def _guides(plan: Plan, arguments: CallArguments, rows: Rows) -> dict[str, Any]:
-    inputs_of = [p.teacher for t in plan.terms for s in t.call.signatures for p in s.parameters if p.teacher]
-    inputs_of += [p.teacher for _, call in plan.metrics for p in call.signature.parameters if p.teacher]
-    names = tuple(dict.fromkeys((*plan.want.teachers, *inputs_of)))
-    return bind_teachers(arguments.teachers, names, arguments.source, rows, plan.backend)
-
-
 def chunks_of(
     plan: Plan, arguments: CallArguments, rows: Rows, guides: Mapping[str, TeacherRows]
 ) -> list[Chunk] | None:
     """How a visit walks the rows; None if every fact must be there before the first cotangent."""
     source, segments = arguments.source, arguments.segments
     if isinstance(source, Logits) and plan.program is not None:
-        if plan.program.by_segment:
-            return [Chunk(slice(0, rows.count))] if rows.count else None
         taught = most_rows(guides) if guides else None  # of how many rows teachers' logits may be made at a time
-        step = max(1, rows.count if taught is None else taught)
+        if taught is None or plan.program.by_segment:
+            return [Chunk(slice(0, rows.count))] if rows.count else None
+        step = max(1, taught)
         return [Chunk(slice(i, min(i + step, rows.count))) for i in range(0, rows.count, step)] or None
     if not isinstance(source, Linear) or plan.kind == "batch" or plan.want.only_ids:
         return None

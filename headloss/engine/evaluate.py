@@ -39,8 +39,8 @@ def evaluate(terms: Terms, arguments: CallArguments, direct: bool) -> Output:
     with torch.no_grad():
         result = run(sweep, loss, needs)
         grads = _cast(final_grads(sweep, result, needs), sweep.source) if direct else None
-    facts = [result.facts[f] for f in plan.want.facts]
-    return _report(terms, plan, loss, result.loss, facts_of(sweep.rows, plan.want, facts), grads)
+    facts = facts_of(sweep.rows, plan.want, result.values(plan.want))
+    return _report(terms, plan, loss, result.loss, facts, grads)
 
 
 def _report(
@@ -55,5 +55,7 @@ def _report(
 
 def _cast(grads: Grads, source: Source) -> Grads:
     """In the dtypes of the source's tensors."""
+    if grads.logits is not None:
+        return grads  # made so
     tensors = [getattr(source, name, None) for name in Grads._fields]
     return Grads(*(g if g is None or x is None else g.to(x.dtype) for g, x in zip(grads, tensors, strict=True)))

@@ -28,7 +28,7 @@ Rows = slice | Tensor  # a run of rows, or their numbers
 
 def part_of(x: Tensor, rows: slice) -> Tensor:
     """x[rows], and x itself where that is all of it: a view costs as much as a small kernel."""
-    return x if rows.start == 0 and rows.stop == len(x) else x[rows]
+    return x if rows.start == 0 and rows.stop == x.shape[0] else x[rows]
 
 
 class LogitsHead:
@@ -38,10 +38,10 @@ class LogitsHead:
 
     def __init__(self, source: Logits, most: int | None = None) -> None:
         self.source, self.most = source, most
-        self.all_NV = source.logits.detach()
-        if self.all_NV.ndim != 2:
-            self.all_NV = self.all_NV.reshape(torch.Size(source.leading).numel(), self.all_NV.shape[-1])
-        self.logits_NV = self._unpadded(self.all_NV)
+        all_NV = source.logits.detach()
+        if all_NV.ndim != 2:
+            all_NV = all_NV.reshape(torch.Size(source.leading).numel(), all_NV.shape[-1])
+        self.all_NV, self.logits_NV = all_NV, all_NV if source.shard is None else self._unpadded(all_NV)
         self.grad_NV: Tensor | None = None
 
     def _unpadded(self, x_NV: Tensor) -> Tensor:
@@ -56,9 +56,9 @@ class LogitsHead:
         return [slice(i, min(i + step, count)) for i in range(0, count, step)]
 
     def read(self, rows: Rows, slot: int = 0) -> Tensor:
-        if isinstance(rows, slice):
-            return part_of(self.logits_NV, rows)
-        return self.logits_NV.index_select(0, rows)
+        if not isinstance(rows, slice):
+            return self.logits_NV.index_select(0, rows)
+        return self.logits_NV if rows.start == 0 and rows.stop == self.logits_NV.shape[0] else self.logits_NV[rows]
 
     def wants_grad(self, needs: tuple[bool, ...]) -> None:
         if not needs[0]:
@@ -67,14 +67,18 @@ class LogitsHead:
             torch.autograd.graph.increment_version(self.source.logits)
         else:
             self.all_NV = torch.empty_like(self.all_NV, memory_format=torch.contiguous_format)
-        self.grad_NV = self._unpadded(self.all_NV)
-        if self.source.columns < self.all_NV.shape[1]:
+        self.grad_NV = self.all_NV
+        if self.source.shard is not None:
+            self.grad_NV = self._unpadded(self.all_NV)
             self.all_NV[:, self.source.columns :] = 0
 
     def grad_buffer(self, rows: Rows, raw_CV: Tensor) -> Tensor:
         """Where the gradient of these rows' raw logits is to be written."""
-        assert self.grad_NV is not None
-        return part_of(self.grad_NV, rows) if isinstance(rows, slice) else raw_CV
+        grad_NV = self.grad_NV
+        assert grad_NV is not None
+        if not isinstance(rows, slice):
+            return raw_CV
+        return grad_NV if rows.start == 0 and rows.stop == grad_NV.shape[0] else grad_NV[rows]
 
     def write(self, rows: Rows, grad_CV: Tensor, ignored_C1: Tensor | None) -> None:
         if not isinstance(rows, slice):
@@ -105,7 +109,9 @@ class LogitsHead:
             self.grad_NV.index_fill_(0, rows, 0)
 
     def grads(self) -> Grads:
-        return Grads(logits=None if self.grad_NV is None else self.all_NV.view(self.source.logits.shape))
+        if self.grad_NV is None:
+            return Grads()
+        return Grads(self.all_NV if self.source.logits.ndim == 2 else self.all_NV.view(self.source.logits.shape))
 
 
 class LinearHead:

@@ -81,6 +81,8 @@ def find_plan(terms: Terms, arguments: CallArguments) -> tuple[Plan, CallArgumen
             raise TypeError(f"segments: wanted hl.Segments, got {type(segments).__name__}{hint}")
         if type(targets) is not Prepared:
             segments = segments.fitted(source.leading, source.device)
+            if isinstance(targets, Tensor) and segments.ids.device != source.device == targets.device:
+                raise ValueError(f"segments: is on {segments.ids.device}, but the source is on {source.device}")
     off = switched_off(call_weights(terms, options.weights)) if options.weights else plans.off
     teachers = {} if teacher is None else name_teachers(teacher, source)
     key, given = form_of(terms, plans, source, targets is None, segments, teachers, inputs, off)

@@ -172,20 +172,14 @@ class TermsOnRows:
         """The gradient of an input in the input's own shape."""
         return grad if grad is None or self.shapes[name].kind != "row" else self.rows.put(grad)
 
-    def tensors(self) -> dict[str, Tensor]:
+    def tensors(self) -> list[tuple[str, Tensor]]:
         """Every tensor of the caller's that the loss was made of, by the name of its argument."""
-        found = dict(self.given)
+        found = [*self.given.items()]
         if self.segments is not None:
-            found["segments"] = self.segments.ids
-        for name in ("num_items", "num_segments", "grad_scale"):
-            x = getattr(self, name)
-            if isinstance(x, Tensor):
-                found[name] = x
-        for term in self.terms:
-            weight = self.weights[term.name]
-            if isinstance(weight, Tensor):
-                found[f"weights[{term.name!r}]"] = weight
-        return found
+            found.append(("segments", self.segments.ids))
+        counts = (("num_items", self.num_items), ("num_segments", self.num_segments), ("grad_scale", self.grad_scale))
+        found += [(name, x) for name, x in counts if isinstance(x, Tensor)]
+        return found + [(f"weights[{name!r}]", x) for name, x in self.weights.items() if isinstance(x, Tensor)]
 
     def _env(self, facts: Mapping[Fact, Tensor], chunk: Chunk | None) -> Env:
         rows = self.rows

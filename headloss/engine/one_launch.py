@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import time
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
@@ -20,7 +21,7 @@ from headloss.engine.heads import part_of
 from headloss.engine.loss import TermsOnRows
 from headloss.engine.plan import Planned
 from headloss.engine.sweeps import Sweep
-from headloss.facts import Fact, Softmax
+from headloss.facts import Fact, Softmax, Want
 from headloss.metrics import Metric, measure_later
 from headloss.reductions import lengths, shared_weight
 from headloss.rows import may_read
@@ -35,6 +36,10 @@ class Launched:
     @functools.cached_property
     def facts(self) -> dict[Fact, Tensor]:
         return self.visited.facts
+
+    def values(self, want: Want) -> Sequence[Tensor]:
+        """The facts in their order."""
+        return self.visited.fact_values
 
     def rest(self) -> Launched:
         """See `run.Result.rest`."""
@@ -74,7 +79,7 @@ class Weighed:
 
     def __init__(self, loss: TermsOnRows, backend: ModuleType, by_segment: bool = False) -> None:
         self.loss, self.backend, self.by_segment = loss, backend, by_segment
-        self.bases = {t.name: self._base(t) for t in loss.terms}
+        self.bases = self._bases()
         scale, weights = loss.grad_scale, {t.name: loss.weights[t.name] for t in loss.terms}
         unscaled = type(scale) is float and scale == 1.0
         self.weights = weights
@@ -82,6 +87,18 @@ class Weighed:
         self.normaliser: Tensor | None = None
         if loss.narrow:
             self._normalise()
+
+    def _bases(self) -> dict[str, float | Tensor]:
+        """Of each term, the weight of a row, or of each."""
+        loss = self.loss
+        if loss.plan.by_token is None:
+            return {t.name: self._base(t) for t in loss.terms}
+        mean: float | Tensor = 1.0
+        if True in loss.plan.by_token:
+            mean = shared_weight(
+                "token_mean", "row", loss.rows, num_items=loss.num_items, num_segments=None, norm=None, denominator=None
+            )
+        return {t.name: mean if is_mean else 1.0 for t, is_mean in zip(loss.terms, loss.plan.by_token, strict=True)}
 
     def _base(self, term: Planned) -> float | Tensor:
         loss = self.loss
@@ -107,8 +124,10 @@ class Weighed:
         self.factors = {name: factor / self.normaliser for name, factor in self.factors.items()}
 
     def arguments(self, part: slice) -> Any:
-        bases = {name: part_of(x, part) if isinstance(x, Tensor) and x.ndim else x for name, x in self.bases.items()}
-        return self.backend.Arguments(self.loss.raw_inputs(part), bases, self.factors)
+        bases = self.bases
+        if self.loss.plan.by_token is None:
+            bases = {name: part_of(x, part) if isinstance(x, Tensor) and x.ndim else x for name, x in bases.items()}
+        return self.backend.Arguments(self.loss.raw_inputs(part) if self.loss.shapes else {}, bases, self.factors)
 
     def report(self, visited: Any) -> Tensor:
         """Sum over the rows: the terms' values, and the loss; metrics are summed when they are read."""

@@ -69,8 +69,10 @@ class Plan(NamedTuple):
     backend: ModuleType
     read_because: str  # why the host has to know which rows count before the work is queued; empty: it need not
     needed: str | None  # a term that needs a segment for every row
+    named_teachers: tuple[str, ...]  # that facts, losses or metrics look at
     elements: tuple[Any, ...]  # divergences that sweeps run
     has_gradient: bool  # every term is known to have one, and to lose none
+    by_token: tuple[bool, ...] | None  # of each term, whether rows weigh 1 / tokens, or 1; None: it is not that simple
     times: dict[str, float]  # what the first call of this form spent, in seconds
     in_parts: Plan | None = None  # for calls of few rows, where there is a program
     settles: Any = None  # the terms printed for a launch between the head's own products, where those can be
@@ -84,9 +86,13 @@ def suited(plan: Plan, source: Source) -> Plan:
     """The plan for so many rows: one program per row is slower than rows cut in parts where they are few."""
     if plan.in_parts is None:
         return plan
-    rows = torch.Size(source.leading).numel()
-    rows = min(rows, source.chunk_rows()) if isinstance(source, Linear) else rows
-    return plan if plan.backend.suits(rows, source.columns) else plan.in_parts
+    if isinstance(source, Linear):
+        x, columns = source.hidden, source.columns
+        rows = min(x.numel() // max(1, x.shape[-1]), source.chunk_rows())
+    else:
+        columns = source.columns
+        rows = source.logits.numel() // max(1, source.logits.shape[-1])
+    return plan if plan.backend.suits(rows, columns) else plan.in_parts
 
 
 def make_plan(
@@ -122,15 +128,28 @@ def make_plan(
         planned, {name: term.weight for name, term in terms.items()}, off, calls.metrics, shapes,
         tuple(name for name, shape in shapes.items() if shape.requires_grad), want, kind, program, reason,
         backend_for(objective.backend, source, want), why_read(source, segments, planned, kind),
-        next((t.name for t in planned if t.needs_segments), None),
+        next((t.name for t in planned if t.needs_segments), None), _looked_at(planned, calls.metrics, want),
         tuple(dict.fromkeys(f.element for f in want.facts if f.element is not None)),
-        all(t.trace.reach is not None and t.trace.reach.fine for t in planned), times, settles=settles,
+        all(t.trace.reach is not None and t.trace.reach.fine for t in planned), _by_token(planned), times,
+        settles=settles,
     )  # fmt: skip
     if not plan.read_because:
         plan = plan._replace(read_because=_mixing(plan))
     if program is not None and not program.by_segment:
         plan = plan._replace(in_parts=plan.without_program("so few rows are swept faster in parts"))
     return plan
+
+
+def _looked_at(terms: Sequence[Planned], metrics: Sequence[tuple[str, Call]], want: Want) -> tuple[str, ...]:
+    taking = [p.teacher for t in terms for s in t.call.signatures for p in s.parameters if p.teacher]
+    taking += [p.teacher for _, call in metrics for p in call.signature.parameters if p.teacher]
+    return tuple(dict.fromkeys((*want.teachers, *taking)))
+
+
+def _by_token(terms: Sequence[Planned]) -> tuple[bool, ...] | None:
+    means = tuple([t.reduction == "token_mean" for t in terms])
+    simple = [t.reduction == "token_sum" or (mean and t.trace.value == "row") for t, mean in zip(terms, means)]
+    return means if all(simple) else None
 
 
 def why_read(

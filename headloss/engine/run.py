@@ -21,7 +21,7 @@ from headloss.engine.saved import hold, once
 from headloss.engine.settled import settle as settle_segments
 from headloss.engine.settled import settle_between
 from headloss.engine.sweeps import Sweep, scale_grads
-from headloss.facts import CONSTANT, VALUED, Fact, Softmax, Want
+from headloss.facts import VALUED, Fact, Softmax, Want
 from headloss.record import Facts, Grads, facts_later
 from headloss.rows import Rows
 from headloss.trace.gradient import check_elements, check_gradient
@@ -37,6 +37,10 @@ class Result(NamedTuple):
     by_input: Mapping[str, Tensor]
     grads: Grads | Pending | None = None  # made in the visit
     normaliser: Tensor | None = None  # what grads and cotangents from a visit still have to be multiplied with
+
+    def values(self, want: Want) -> Sequence[Tensor]:
+        """The facts in their order."""
+        return [self.facts[f] for f in want.facts]
 
     def rest(self) -> Result:
         """What a later pull needs: not the loss, which would keep the graph alive that holds it, nor the gradients.
@@ -100,19 +104,23 @@ class Head(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         result = run(sweep, loss, needs)
         sweep.close()
-        wanted = () if loss is None else loss.wants_grad
-        facts = {f: result.facts[f].data for f in sweep.want.facts}  # no views; who asks for one gets a copy
-        ctx.mark_non_differentiable(*[x for f, x in facts.items() if f.name in CONSTANT])
-        read, count = sweep.tensors(), len(needs)
-        ctx.own = tuple(read)[:count]  # the names of the source's tensors
-        used = [] if loss is None else [(n, x) for n, x in loss.tensors().items() if n not in wanted]
-        hold(ctx, zip((*ctx.own, *wanted), tensors, strict=True), list(read.items())[count:], used)
-        ctx.inputs = [] if not wanted else [loss.shaped(n, result.by_input.get(n)) for n in wanted]  # type: ignore[union-attr]
+        facts = [x.data for x in result.values(sweep.want)]  # no views; who asks for one gets a copy
+        if sweep.want.constant:
+            ctx.mark_non_differentiable(*[facts[i] for i in sweep.want.constant])
+        used: list[tuple[str, Tensor]] = []
+        names, ctx.inputs = names_of(needs), []
+        if loss is not None:
+            used = loss.tensors()
+            if loss.wants_grad:
+                names += loss.wants_grad
+                used = [x for x in used if x[0] not in names]
+                ctx.inputs = [loss.shaped(n, result.by_input.get(n)) for n in loss.wants_grad]
+        hold(ctx, names, tensors, sweep.tensors(), used)
         ctx.overwritten = result.grads is not None and getattr(sweep.source, "inplace", False)
         ctx.sweep, ctx.needs, ctx.grads, ctx.result = sweep, needs, result.grads, result.rest()
         ctx.into = into_of(sweep.source)
         sweep.strip()
-        return (result.loss, *facts.values())
+        return (result.loss, *facts)
 
     @staticmethod
     def backward(ctx: Any, g_loss: Tensor | None, *g_facts: Tensor | None) -> Any:
@@ -141,14 +149,19 @@ def _pull(ctx: Any, args: Sequence[Tensor], read: Mapping[str, Tensor], g_loss: 
             "loss can be pulled on, and only once; use inplace=False, or make the fact's part a term"
         )
     if pending and True in needs:
-        whole = sweep.whole({**dict(zip(ctx.own, args, strict=False)), **read})
+        whole = sweep.whole({**dict(zip(names_of(needs), args, strict=False)), **read})
         more = whole.pull(result.facts, result.softmax, pending, needs)
         whole.close()
         grads = more if grads is None else Grads(*(_add(x, y) for x, y in zip(grads, more, strict=True)))
     if grads is not None and ctx.into is not None and needs[1]:
         grads = ctx.into.take(grads)
-    names = ("logits",) if len(needs) == 1 else ("hidden", "weight", "bias")[: len(needs)]
-    return [None, None, None, *[None if grads is None else getattr(grads, name) for name in names], *by_input]
+    by_tensor = [None] * len(needs) if grads is None else [getattr(grads, name) for name in names_of(needs)]
+    return [None, None, None, *by_tensor, *by_input]
+
+
+def names_of(needs: Sequence[bool]) -> tuple[str, ...]:
+    """Of the source's tensors."""
+    return ("logits",) if len(needs) == 1 else ("hidden", "weight", "bias")[: len(needs)]
 
 
 def _add(x: Tensor | None, y: Tensor | None) -> Tensor | None:

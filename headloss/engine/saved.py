@@ -23,35 +23,28 @@ TWICE = (
 )
 
 
-def hold(ctx: Any, args: Named, read: Named = (), used: Named = ()) -> None:
-    """Save what the backward needs: `args` of the Function, what else is `read` again, and what was only `used`."""
-    saved: list[Tensor | None] = []
-    names: list[str] = []
-    ctx.untracked, ctx.versions = {}, []
-    for name, x in args:
-        saved.append(x)
-        _note(ctx, name, x)
-    ctx.args = len(saved)
+def hold(ctx: Any, names: Sequence[str], args: Sequence[Tensor], read: Named = (), used: Named = ()) -> None:
+    """Save what the backward needs: `args` of the Function, what else is `read` again, and what was only `used`.
+
+    How often each was written to is noted for a message that names it.
+    """
+    saved: list[Tensor | None] = [*args]
+    versions = [(n, weakref.ref(x), x._version) for n, x in zip(names, args, strict=True) if not x.is_inference()]
+    ctx.args, ctx.untracked, ctx.names = len(saved), {}, []
     for name, x in read:
-        names.append(name)
-        if _note(ctx, name, x):
-            saved.append(x.detach() if x.requires_grad else x)
-        else:  # autograd takes no inference tensors, and nothing counts what is written to them
+        ctx.names.append(name)
+        if x.is_inference():  # autograd takes none of those, and nothing counts what is written to them
             saved.append(None)
             ctx.untracked[name] = x.clone() if name.endswith(("targets", "temperature")) else x
-    for name, x in used:
-        if _note(ctx, name, x):
+        else:
+            versions.append((name, weakref.ref(x), x._version))
             saved.append(x.detach() if x.requires_grad else x)
-    ctx.names = names
+    for name, x in used:
+        if not x.is_inference():
+            versions.append((name, weakref.ref(x), x._version))
+            saved.append(x.detach() if x.requires_grad else x)
+    ctx.versions = versions
     ctx.save_for_backward(*saved)
-
-
-def _note(ctx: Any, name: str, x: Tensor) -> bool:
-    """Remember how often a tensor was written to, for a message that names it; False for an inference tensor."""
-    if x.is_inference():
-        return False
-    ctx.versions.append((name, weakref.ref(x), x._version))
-    return True
 
 
 def once(pull: Callable[..., Sequence[Tensor | None]], ctx: Any, *grads: Tensor | None) -> Any:

@@ -17,13 +17,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from headloss.engine.heads import on_source_device, open_source, part_of
+from headloss.engine.heads import LinearHead, on_source_device, open_source, part_of
 from headloss.engine.teachers import TeacherRows, ids_facts, ids_pull, most_rows, note, teacher_bytes, teacher_label
 from headloss.facts import Fact, Partial, Softmax, Want, coefficients, finish
 from headloss.parallel.shard import Gathering, reduce_hidden, sum_over
 from headloss.record import Grads
 from headloss.rows import Rows
-from headloss.sources import Linear, Source, tensors_in, with_tensors
+from headloss.sources import Linear, Source, with_tensors, without_tensors
 from headloss.teachers import DenseSoftmax, TeacherChunk, Temperature, teacher_coefficients
 
 Cotangents = tuple[Mapping[Fact, Tensor], Mapping[str, Tensor]]  # of the facts, and of inputs that want a gradient
@@ -69,18 +69,19 @@ class Sweep:
                 T = T.masked_fill(~rows.valid, 1.0)
         self.temperature = T
 
-    def tensors(self) -> dict[str, Tensor]:
-        """The caller's tensors that a pull reads again, by the names of their arguments; the source's come first."""
-        found = tensors_in(self.source)
-        if self.rows.given is not None:
-            found["targets"] = self.rows.given
+    def tensors(self) -> list[tuple[str, Tensor]]:
+        """The caller's tensors that a pull reads again, by the names of arguments, apart from `source.tensors`."""
+        T, given = self.source.temperature, self.rows.given
+        found = [("temperature", T)] if isinstance(T, Tensor) else []
+        if given is not None:
+            found.append(("targets", given))
         for name, guide in self.guides.items():
-            found |= {f"{teacher_label(name)}.{field}": x for field, x in guide.tensors().items()}
+            found += [(f"{teacher_label(name)}.{field}", x) for field, x in guide.tensors().items()]
         return found
 
     def strip(self) -> None:
         """Let go of them, while autograd keeps them; `whole` has them again."""
-        self.source = with_tensors(self.source, dict.fromkeys(tensors_in(self.source)))
+        self.source = without_tensors(self.source)
         self.rows.strip()
         self.temperature, self.integers = 1.0, ()
         for guide in self.guides.values():
@@ -166,27 +167,36 @@ class Sweep:
     def open_head(self, needs: tuple[bool, ...], chunks: Sequence[Chunk]) -> Any:
         """The source, open for a visit of these chunks."""
         head = self._open()
-        if any(needs):
+        if True in needs:
             head.wants_grad(needs)
-        head.single_chunk, head.longest = len(chunks) == 1, max(c.rows.stop - c.rows.start for c in chunks)
+        if isinstance(head, LinearHead):
+            head.single_chunk = len(chunks) == 1
+            head.longest = max([c.rows.stop - c.rows.start for c in chunks])
         return head
 
     def launch(self, head: Any, chunk: Chunk, arguments: Any, grad: bool) -> Any:
         """Facts, values, metrics and gradient of a chunk in one launch of the printed program."""
-        rows, part = self.rows, chunk.rows
-        block = self._read(head, part)
-        out_CV = head.grad_buffer(block.numbers, block.raw_CV) if grad else None
-        ignored = rows.skipped or rows.valid is not None
-        targets = self._targets(part) if not ignored or rows.given is None else part_of(rows.given.reshape(-1), part)
-        what = (block.raw_CV, targets, self.want, self._temperatures(part), self.program, arguments, out_CV)
-        how = {"start": self._start, "vocab": self.source.vocab, "ignore": ignored, **self._transform()}
-        visited = self.backend.visit(*what, teachers=block.teachers, **how)
+        rows, part, source = self.rows, chunk.rows, self.source
+        numbers = part if rows.keep is None else rows.keep[part]
+        raw_CV, teachers = head.read(numbers), self._teachers(part, 0) if self.guides else ()
+        out_CV = head.grad_buffer(numbers, raw_CV) if grad else None
+        ignored, targets = rows.skipped or rows.valid is not None, rows.given
+        if rows.keep is not None:
+            targets = self._targets(part)
+        elif targets is not None:  # those that are ignored are so marked, and passed over
+            targets = part_of(targets if targets.ndim == 1 else targets.reshape(-1), part)
+        visit = self.backend.visit_taught if teachers else self.backend.visit
+        visited = visit(
+            raw_CV, targets, self.want, self._temperatures(part), self.program, arguments, out_CV, *teachers,
+            start=0 if source.shard is None else source.shard.start, vocab=source.vocab, ignore=ignored,
+            scale=source.scale, softcap=source.softcap,
+        )  # fmt: skip
         if grad:
             ignored_C1 = None
-            if ignored and isinstance(self.source, Linear):
+            if ignored and isinstance(source, Linear):
                 assert rows.valid is not None
                 ignored_C1 = ~rows.valid[part, None]
-            head.write(block.numbers, out_CV, ignored_C1)
+            head.write(numbers, out_CV, ignored_C1)
         return visited
 
     def _ahead(self, head: Any, chunks: Sequence[Chunk]) -> Iterator[tuple[Chunk, Block, Partial]]:
@@ -219,6 +229,8 @@ class Sweep:
         return [f for n in teachers for T in self.want.temperatures_of(n) for f in self.want.looks(n, T)]
 
     def _open(self) -> Any:
+        if not self.guides:
+            return open_source(self.source)
         self.close()
         return open_source(self.source, teacher_bytes(self.guides, self.source), most_rows(self.guides))
 
@@ -227,13 +239,15 @@ class Sweep:
             yield self._read(head, part)
 
     def _read(self, head: Any, part: slice, slot: int = 0) -> Block:
-        numbers = self.rows.numbers(part)
-        keys = self.want.temperatures_of
-        teachers = tuple(guide.chunk(part, keys(name), slot) for name, guide in self.guides.items())
+        numbers, teachers = self.rows.numbers(part), self._teachers(part, slot) if self.guides else ()
         return Block(part, numbers, head.read(numbers, slot), teachers)
 
+    def _teachers(self, part: slice, slot: int) -> tuple[TeacherChunk, ...]:
+        keys = self.want.temperatures_of
+        return tuple([guide.chunk(part, keys(name), slot) for name, guide in self.guides.items()])
+
     def _temperatures(self, part: slice) -> list[Temperature]:
-        own = self.temperature[part] if isinstance(self.temperature, Tensor) else self.temperature
+        own = part_of(self.temperature, part) if isinstance(self.temperature, Tensor) else self.temperature
         return [own if T is None else T for T in self.want.temperatures]
 
     def _paired(self, part: slice) -> list[list[tuple[Temperature, Temperature]]]:
@@ -329,11 +343,12 @@ class Sweep:
         head.write(block.numbers, out_CV, ignored_C1)
 
     def grads(self, head: Any) -> Grads:
-        ignored = self.rows.ignored()
+        ignored = None if self.rows.keep is None else self.rows.ignored()
         if ignored is not None:
             head.skip(ignored)
-        grads = head.grads()
-        reduce_hidden(grads.hidden, self.source.shard)
+        grads: Grads = head.grads()
+        if self.source.shard is not None:
+            reduce_hidden(grads.hidden, self.source.shard)
         return grads
 
 

@@ -19,7 +19,18 @@ from headloss.engine.heads import Head, open_source
 from headloss.facts import Fact, Want
 from headloss.parallel.shard import max_over, note_of
 from headloss.rows import Rows
-from headloss.sources import Linear, Logits, Source, Sparse, Teacher, padded, parse_bytes, tensors_in, with_tensors
+from headloss.sources import (
+    Linear,
+    Logits,
+    Source,
+    Sparse,
+    Teacher,
+    padded,
+    parse_bytes,
+    tensors_in,
+    with_tensors,
+    without_tensors,
+)
 from headloss.teachers import DenseChunk, SparseChunk, TeacherChunk, Temperature
 from headloss.trace.signature import ONLY
 
@@ -153,7 +164,7 @@ class DenseTeacherRows:
 
     def strip(self) -> None:
         """Let go of them; `whole` has them again."""
-        self.teacher = with_tensors(self.teacher, dict.fromkeys(self.tensors()))
+        self.teacher = without_tensors(self.teacher)
         self.temperature, self.head = 1.0, None
 
     def whole(self, tensors: Mapping[str, Tensor], source: Source, rows: Rows) -> DenseTeacherRows:

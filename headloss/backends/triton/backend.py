@@ -22,14 +22,8 @@ from headloss.teachers import TeacherChunk
 NAME = "triton"
 
 look, merge_repeated, scale_ = compared.look, compared.merge_repeated, sweeps.scale_
-# a visit in one launch: what it takes, its sums over the rows, and its parts for a caller that keeps its own plan
-Arguments, totals, launch, plan_of, as_number = (
-    alone.Arguments,
-    alone.totals,
-    alone.launch,
-    alone.plan_of,
-    alone.as_number,
-)
+# facts, values, metrics and gradient of some rows in one launch: what it takes, and its sums over the rows
+visit, visit_taught, Arguments, totals = alone.visit, taught.visit, alone.Arguments, alone.totals
 # segments, settled between the two sweeps
 sums_matrix, pull_rows, Settling, Weights, spans, runs = (
     sweeps.sums_matrix,
@@ -51,11 +45,6 @@ def sums(*call: Any, teachers: Sequence[TeacherChunk] = (), **options: Any) -> P
 def pull(*call: Any, teachers: Sequence[TeacherChunk] = (), **options: Any) -> None:
     """Write the gradient with respect to the raw logits; see `sweeps.pull` and `pulls.pull`."""
     pulls.pull(*call, teachers=teachers, **options) if teachers else sweeps.pull(*call, **options)
-
-
-def visit(*call: Any, teachers: Sequence[TeacherChunk] = (), **options: Any) -> alone.Visited:
-    """Facts, values, metrics and gradient of some rows in one launch; see `visit.visit` and `taught.visit`."""
-    return taught.visit(*call, *teachers, **options) if teachers else alone.visit(*call, **options)
 
 
 def suits(C: int, V: int) -> bool:

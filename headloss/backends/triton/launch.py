@@ -7,7 +7,8 @@ straight away: 10 us, and fewer where nobody has asked Triton to be told of laun
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -17,6 +18,26 @@ from triton.compiler import CompiledKernel  # type: ignore
 from triton.runtime import driver  # type: ignore
 
 MOST_KNOWN = 64
+
+
+def by_identity(fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Of one argument that does not change: found by what it is if it is the same object, and else by its value.
+
+    A program is a record of many texts and flags, and to hash it costs as much as half a launch.
+    """
+    by_value = functools.lru_cache(256)(fn)
+    known: dict[int, tuple[Any, Any]] = {}  # with the argument, so that no other takes on its identity
+
+    @functools.wraps(fn)
+    def call(x: Any) -> Any:
+        found = known.get(id(x))
+        if found is None:
+            if len(known) >= 256:
+                known.clear()
+            found = known[id(x)] = x, by_value(x)
+        return found[1]
+
+    return call
 
 
 class Launch:
@@ -36,9 +57,9 @@ class Launch:
         """For a caller that has a key of its own: what is equal in it must be equal in `look`; `where`: see `place`."""
         compiled = self.known.get((key, where))
         if compiled is None:
+            self.rest = tuple([self.constants[name] for name in self.kernel.arg_names[len(arguments) :]])
             compiled = self.kernel[(programs,)](*arguments, **self.constants)
             if isinstance(compiled, CompiledKernel) and torch.version.hip is None:  # the interpreter compiles nothing
-                self.rest = tuple(self.constants[name] for name in self.kernel.arg_names[len(arguments) :])
                 if len(self.known) >= MOST_KNOWN:
                     self.known.clear()
                 self.known[key, where] = compiled
@@ -49,6 +70,20 @@ class Launch:
                 programs, 1, 1, driver.active.get_current_stream(where), compiled.function, compiled.packed_metadata,
                 None, None, None, *arguments, *self.rest,
             )  # fmt: skip
+
+
+def launch_kernel(kernel: Any, programs: int, *arguments: Any, **constants: Any) -> None:
+    """`kernel[(programs,)](*arguments, **constants)`, the second time without Triton's search for what it compiled."""
+    key = (kernel, *constants.items())
+    launch = _STARTED.get(key)
+    if launch is None:
+        if len(_STARTED) >= 1024:
+            _STARTED.clear()
+        launch = _STARTED[key] = Launch(kernel, constants)
+    launch(programs, *arguments)
+
+
+_STARTED: dict[Any, Launch] = {}
 
 
 def _watched() -> bool:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from headloss.backends.triton.kernels.guided import guided_kernel
 from headloss.backends.triton.kernels.sparse import gather_kernel, store_kernel
+from headloss.backends.triton.launch import launch_kernel
 from headloss.backends.triton.printer.elements import printed
 from headloss.backends.triton.tiles import (
     LAUNCH,
@@ -127,8 +128,17 @@ def pull(
     if apart is not None:
         ids_CK, values_CK = apart
         K = ids_CK.shape[-1]
-        store_kernel[(len(ids_CK),)](
-            out_CV, ids_CK, values_CK, out_CV.shape[-1], *out_CV.stride(), start, K, IDS=triton.next_power_of_2(K)
+        launch_kernel(
+            store_kernel,
+            len(ids_CK),
+            out_CV,
+            ids_CK,
+            values_CK,
+            out_CV.shape[-1],
+            *out_CV.stride(),
+            start,
+            K,
+            IDS=triton.next_power_of_2(K),
         )
 
 
@@ -217,7 +227,8 @@ def _guided(
     # stacked: a coefficient may be a stride-0 expand straight from a sum's backward
     rows = torch.stack([x.to(torch.float32) for x in numbers])
     parts = triton.cdiv(V + out.skew, shape.width)
-    guided_kernel[(C * parts,)](
+    launch_kernel(
+            guided_kernel, C * parts,
         raw.x_CV, target, teacher.x_CV, rows, out.x_CV, given, met_given, theirs, options, C, V, parts,
         raw.x_CV.stride(0), raw.lead, teacher.x_CV.stride(0), teacher.lead, out.x_CV.stride(0), out.lead,
         0 if target is None else target.stride(0), start, *how.numbers, *other.numbers,
@@ -264,7 +275,8 @@ def _at_ids(
             if k.ids is not None:
                 values += k.ids / _column(T)
         total_CK, inside_CK = torch.empty_like(grad_CK), torch.empty_like(ids_CK, dtype=torch.bool)
-        gather_kernel[(C,)](
+        launch_kernel(
+            gather_kernel, C,
             ids_CK, named.ids_CK.contiguous(), values, total_CK, inside_CK, K, values.shape[-1],
             IDS=triton.next_power_of_2(K),
         )  # fmt: skip

@@ -8,7 +8,6 @@ cotangents are kept, and what the pull reads comes out.
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 
 from headloss.backends.triton.kernels.settle import settle_kernel
-from headloss.backends.triton.launch import Launch, place
+from headloss.backends.triton.launch import Launch, by_identity, place
 from headloss.backends.triton.printer.segments import SegmentProgram
 from headloss.backends.triton.tiles import LAUNCH, plain_temperature
 from headloss.backends.triton.visit import Number, Visited, _forms, as_number, kinds_of
@@ -98,7 +97,7 @@ class Settling:
         self.vocab, self.gradient = vocab, gradient
         made = torch.empty(self.plan.slots, rows, dtype=torch.float32, device=device)
         best = torch.empty(rows, dtype=torch.int64, device=device) if program.want.argmax else None
-        self.settled = Settled(made, best, self.plan)  # type: ignore[arg-type]
+        self.settled = Settled(made, best, self.plan)
         self.groups = len(spans.offsets) - 1
         high = len(program.terms) + 1 + len(program.segment_metrics)
         self.settled.by_segment = torch.zeros(high, self.groups, dtype=torch.float32, device=device)
@@ -147,7 +146,7 @@ class Plan(NamedTuple):
     variants: dict[Any, Launch]
 
 
-@functools.lru_cache(256)
+@by_identity
 def _plan(program: SegmentProgram) -> Plan:
     want = program.want
     used = tuple(i for i, there in enumerate(program.there) if any(there))

@@ -25,7 +25,7 @@ from torch import Tensor
 from headloss.backends.triton.kernels.pull import pull_kernel
 from headloss.backends.triton.kernels.scale import scale_kernel
 from headloss.backends.triton.kernels.sums import merge_kernel, sums_kernel
-from headloss.backends.triton.launch import Launch
+from headloss.backends.triton.launch import Launch, launch_kernel
 from headloss.backends.triton.tiles import LAUNCH, Shape, chains, check_dtype, plain_temperature, row_shape, rows_of
 from headloss.facts import Moments, Partial, Pull, Softmax, Want
 
@@ -107,7 +107,8 @@ def sums_matrix(
     places = (raw.x_CV.stride(0), raw.lead, 0 if target is None else target.stride(0), start)
     transform = (float(scale), softcap or 1.0)
     out = torch.empty(slots - (split and want.target), parts, C, dtype=torch.float32, device=raw_CV.device)
-    sums_kernel[(C * parts,)](
+    launch_kernel(
+            sums_kernel, C * parts,
         raw.x_CV, target, out, given, C, V, parts, width, *places, *transform,
         **flags, **LAUNCH, TARGET=want.target and not split, LINE=raw.line, VEC=raw.vector,
         K=shape.loads if raw.vector > 1 else 1, L=shape.lanes, J=16 // raw_CV.element_size(), num_warps=shape.warps,
@@ -116,7 +117,8 @@ def sums_matrix(
         whole = torch.empty(slots, 1, C, dtype=torch.float32, device=raw_CV.device)
         padded = triton.next_power_of_2(parts)
         rows = max(1, 32 // padded)
-        merge_kernel[(triton.cdiv(C, rows),)](
+        launch_kernel(
+            merge_kernel, triton.cdiv(C, rows),
             raw.x_CV, target, out, whole, given, C, V, parts, *places, *transform,
             **flags, **LAUNCH, TARGET=want.target, PADDED=padded, ROWS=rows, num_warps=1,
         )  # fmt: skip
@@ -187,7 +189,8 @@ def pull_rows(
     given = tuple(plain_temperature(T) for T in temperatures)
     target = target_C if any(flags["Y"]) else None
     parts = triton.cdiv(V + out.skew, shape.width)
-    pull_kernel[(C * parts,)](
+    launch_kernel(
+            pull_kernel, C * parts,
         raw.x_CV, target, rows_FC, out.x_CV, given,
         C, V, parts, raw.x_CV.stride(0), raw.lead, out.x_CV.stride(0), out.lead,
         0 if target is None else target.stride(0), start, float(scale), softcap or 1.0,

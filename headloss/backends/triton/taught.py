@@ -15,6 +15,7 @@ import triton  # type: ignore
 from torch import Tensor
 
 from headloss.backends.triton.kernels.taught import AT_IDS, COLUMN, TEACHER_COLUMN, taught_kernel
+from headloss.backends.triton.launch import by_identity, launch_kernel
 from headloss.backends.triton.printer.elements import printed
 from headloss.backends.triton.printer.facts import WIDE
 from headloss.backends.triton.printer.program import Program
@@ -77,9 +78,9 @@ class Taught(Visited):
         return Softmax(most, log_sums, (seen,))
 
     @property
-    def facts(self) -> dict[Fact, Tensor]:
+    def fact_values(self) -> Sequence[Tensor]:
         whole = {"argmax": self.best, "teacher_argmax": self.theirs}
-        return self._named(self.program.want.facts, 1, 0, whole)
+        return [*self._named(self.program.want.facts, 1, 0, whole).values()]
 
     @property
     def cotangents(self) -> dict[Fact, Tensor]:
@@ -104,7 +105,7 @@ class _Plan(NamedTuple):
     pulled: tuple[float, ...]
 
 
-@functools.lru_cache(256)
+@by_identity
 def _plan(program: Program) -> _Plan:
     """What a program fixes of the kernel."""
     want = program.want
@@ -225,7 +226,8 @@ def visit(
     shape = shape or shape_for(plan, V)
     J, L = 16 // widest, 32 * shape.warps
     dense = plan.dense
-    taught_kernel[(C,)](
+    launch_kernel(
+            taught_kernel, C,
         raw.x_CV, None if out_CV is None else out.x_CV, target, their_rows.x_CV if dense else None, ids, sorted_ids,
         found, wide, best, theirs, given, given_theirs, inputs, bases, factors,
         program.numbers, plan.look, plan.pulled,

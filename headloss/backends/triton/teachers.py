@@ -25,6 +25,7 @@ from headloss.backends.triton.kernels.guided import look_kernel
 from headloss.backends.triton.kernels.meeting import dense_merge_kernel
 from headloss.backends.triton.kernels.sparse import merge_ids_kernel, tail_kernel
 from headloss.backends.triton.kernels.sums import merge_kernel
+from headloss.backends.triton.launch import launch_kernel
 from headloss.backends.triton.printer.elements import printed
 from headloss.backends.triton.sweeps import SUMS
 from headloss.backends.triton.sweeps import sums as student_sums
@@ -179,7 +180,8 @@ def _together(
     flags |= {"CHAINED": True, "launch_pdl": True} if chains(raw_CU.device) else {"CHAINED": False}
     out = torch.empty(swept, parts, C, dtype=torch.float32, device=raw_CU.device)
     place = (raw.x_CV.stride(0), raw.lead)
-    dense_sums_kernel[(C * parts,)](
+    launch_kernel(
+            dense_sums_kernel, C * parts,
         raw.x_CV, teacher.x_CV, out, given, given_theirs, C, U, parts, shape.width, *place,
         teacher.x_CV.stride(0), teacher.lead, start, *how.numbers, *other.numbers,
         **flags, **other.flags("TEACHER_"), **LAUNCH, LINE=raw.line, VEC=raw.vector,
@@ -188,7 +190,8 @@ def _together(
     whole = torch.empty(slots, C, dtype=torch.float32, device=raw_CU.device)
     padded = triton.next_power_of_2(parts)
     rows = max(1, 32 // padded)
-    dense_merge_kernel[(triton.cdiv(C, rows),)](
+    launch_kernel(
+            dense_merge_kernel, triton.cdiv(C, rows),
         raw.x_CV, target, out, whole, given, given_theirs, C, U, parts, *place,
         0 if target is None else target.stride(0), start, *how.numbers,
         **flags, **LAUNCH, TARGET=target is not None, PADDED=padded, ROWS=rows, num_warps=1,
@@ -252,8 +255,17 @@ def merge_repeated(ids_RK: Tensor, logprob_RK: Tensor, valid_R: Tensor | None) -
     ids_RK, logprob_RK = ids_RK.contiguous(), logprob_RK.contiguous()
     out = torch.empty_like(ids_RK), torch.empty_like(logprob_RK), torch.empty_like(ids_RK)
     if R and K:
-        merge_ids_kernel[(R,)](
-            ids_RK, logprob_RK, valid_R, *out, K, VALID=valid_R is not None, IDS=triton.next_power_of_2(K), num_warps=1
+        launch_kernel(
+            merge_ids_kernel,
+            R,
+            ids_RK,
+            logprob_RK,
+            valid_R,
+            *out,
+            K,
+            VALID=valid_R is not None,
+            IDS=triton.next_power_of_2(K),
+            num_warps=1,
         )
     return out
 
@@ -271,7 +283,8 @@ def _tail(raw_CV: Tensor, chunk: SparseChunk, given: Any, how: Transform, start:
     place, flags = (raw.x_CV.stride(0), raw.lead), {"PER_ROW": per_row(given), **how.flags(), **LAUNCH}
     off = (False,) * len(given)
     found = out[:, None] if parts == 1 else torch.empty(len(out), parts, C, dtype=out.dtype, device=out.device)
-    tail_kernel[(C * parts,)](
+    launch_kernel(
+            tail_kernel, C * parts,
         raw.x_CV, chunk.in_order(), found, given, C, V, parts, shape.width, *place, start, K,
         *how.numbers, **flags, LINE=raw.line, VEC=raw.vector, IDS=triton.next_power_of_2(max(1, K)), OFF=off,
         K=shape.loads, L=shape.lanes, J=16 // raw_CV.element_size(), num_warps=shape.warps,
@@ -279,7 +292,8 @@ def _tail(raw_CV: Tensor, chunk: SparseChunk, given: Any, how: Transform, start:
     if parts > 1:
         padded = triton.next_power_of_2(parts)
         rows = max(1, 32 // padded)
-        merge_kernel[(triton.cdiv(C, rows),)](
+        launch_kernel(
+            merge_kernel, triton.cdiv(C, rows),
             raw.x_CV, None, found, out, given, C, V, parts, *place, 0, start, *how.numbers, **flags,
             TARGET=False, TOTAL=False, ARGMAX=False, WANT_X=off, WANT_Q=off, PADDED=padded, ROWS=rows, CHAINED=False,
             num_warps=1,
@@ -327,7 +341,8 @@ def _look(
     given, theirs = plain_temperature(T), plain_temperature(chunk.temperatures[i])
     parts = triton.cdiv(U + raw.skew, shape.width)
     out = torch.empty(2 * len(elements), parts, C, dtype=torch.float32, device=raw_CU.device)
-    look_kernel[(C * parts,)](
+    launch_kernel(
+            look_kernel, C * parts,
         raw.x_CV, teacher.x_CV, rows.float(), out, given, theirs, options, C, U, parts, shape.width,
         raw.x_CV.stride(0), raw.lead, teacher.x_CV.stride(0), teacher.lead, *how.numbers, *other.numbers,
         ELEMENT=element, SUMS=len(out), PER_ROW=isinstance(given, Tensor), TEACHER_PER_ROW=isinstance(theirs, Tensor),

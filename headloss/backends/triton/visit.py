@@ -18,7 +18,7 @@ from torch import Tensor
 
 from headloss.backends.triton.kernels.totals import count_kernel, totals_kernel
 from headloss.backends.triton.kernels.visit import visit_kernel
-from headloss.backends.triton.launch import Launch, place
+from headloss.backends.triton.launch import Launch, by_identity, place
 from headloss.backends.triton.printer.program import Program
 from headloss.backends.triton.tiles import LAUNCH, check_dtype, plain_temperature, rows_of
 from headloss.facts import Fact, Softmax, Want
@@ -64,8 +64,16 @@ class Visited:
 
     @property
     def facts(self) -> dict[Fact, Tensor]:
-        slots = iter(self.block.unbind())
-        return {f: self.best if f.name == "argmax" else next(slots) for f in self.program.want.facts}  # type: ignore[misc]
+        return dict(zip(self.program.want.facts, self.fact_values, strict=True))
+
+    @property
+    def fact_values(self) -> Sequence[Tensor]:
+        """In the order of the facts."""
+        slots: Sequence[Tensor] = self.found[self.ends[1] : self.ends[2]].unbind()
+        if self.best is None:
+            return slots
+        rest = iter(slots)
+        return [self.best if f.name == "argmax" else next(rest) for f in self.program.want.facts]
 
     @property
     def values(self) -> Tensor:
@@ -151,7 +159,7 @@ def visit(
     `ignore`: a target of -100 marks a row that is not read; so does False in `valid_C`.
     """
     device, plan = raw_CV.device, plan_of(program)
-    assert want == program.want and not want.teachers
+    assert (want is program.want or want == program.want) and not want.teachers
     if out_CV is not None and out_CV.stride(-1) != 1 and raw_CV.shape[1] > 1:  # rare: write beside it, then copy
         beside_CV = torch.empty_like(out_CV, memory_format=torch.contiguous_format)
         visited = visit(
@@ -162,11 +170,8 @@ def visit(
         return visited
     return launch(
         plan, raw_CV, target_C,
-        tuple(plain_temperature(T) for T in temperatures),
-        tuple(as_number(arguments.inputs[name], device) for name in program.inputs),
-        tuple(as_number(arguments.bases[name], device) for name in program.terms),
-        tuple(as_number(arguments.factors[name], device) for name in program.terms),
-        program.numbers, out_CV,
+        tuple([plain_temperature(T) for T in temperatures]),
+        *numbers_of(program, arguments, device), program.numbers, out_CV,
         scale=scale, softcap=softcap, start=start, vocab=vocab,
         valid_C=None if valid_C is None else valid_C.contiguous(), ignore=ignore, shape=shape,
     )  # fmt: skip
@@ -303,7 +308,7 @@ class Plan(NamedTuple):
     variants: dict[Any, Launch]  # by the form of a call
 
 
-@functools.lru_cache(256)
+@by_identity
 def plan_of(program: Program) -> Plan:
     want = program.want
     used = [i for i, there in enumerate(program.there) if any(there)]
@@ -327,6 +332,19 @@ def plan_of(program: Program) -> Plan:
     heavy = len(want.temperatures) > 1 or want.argmax or want.total or any((*flags["WANT_X"], *flags["WANT_Q"]))
     looks, ends = want.target or program.target, (0, *itertools.accumulate(sizes))
     return Plan(program, sum(sizes), heavy, looks, want.argmax, ends, flags, {})
+
+
+def numbers_of(
+    program: Any, arguments: Any, device: torch.device
+) -> tuple[tuple[Number, ...], tuple[Number, ...], tuple[Number, ...]]:
+    """Inputs, bases and factors as the kernel takes them, in the program's order."""
+    inputs, bases, factors = arguments
+    terms = program.terms
+    return (
+        tuple([as_number(inputs[name], device) for name in program.inputs]),
+        tuple([x if type(x := bases[name]) is float else as_number(x, device) for name in terms]),
+        tuple([x if type(x := factors[name]) is float else as_number(x, device) for name in terms]),
+    )
 
 
 def as_number(x: Number, device: torch.device) -> Number:
