@@ -714,4 +714,5 @@ FAULTS = [
     Fault("integrations/megatron.py", '{"scale": scale, **self.options}', "self.options", "Megatron: MuP's scale of the logits is left out", REAL),
     Fault("integrations/verl_plugin.py", "    if ours and not use_fused_kernels:", "    if False:", "verl: a backend that nothing runs is taken without a word", REAL),
     Fault("integrations/verl.py", "None if low is None else 1 - low", "low", "verl: cispo's lower bound on the ratio is its distance from 1", REAL),
+    Fault("integrations/torchtitan.py", "mask.bool() & old.isfinite()", "mask.bool()", "torchtitan: a token that the generator could not score makes the loss NaN", REAL),
 ]  # fmt: skip

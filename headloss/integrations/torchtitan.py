@@ -12,6 +12,7 @@ Follows `torchtitan.components.loss` and the trainer of torchtitan 0.3.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,13 +21,17 @@ from torchtitan.components.loss import ChunkedLossWrapper  # type: ignore[import
 
 import headloss as hl
 
+logger = logging.getLogger(__name__)
+
 
 class HeadlossLoss(ChunkedLossWrapper):  # type: ignore[misc,unused-ignore]
     """(hidden, labels, global_valid_tokens, **inputs) -> (loss, metrics); labels are each row's target, -100 ignored.
 
     Token means divide by `global_valid_tokens`, without it by nothing, as torchtitan's losses do.  Inputs of the losses
     (`advantage`, `old_logprob`, `segments`, `num_segments`, `teacher` ...) go by name.  The trainer passes `positions`
-    along; they say where documents begin, and become the segments of an objective that needs some.
+    along; they say where documents begin, and become the segments of an objective that needs some.  What its RL trainer
+    passes is read as its own losses do: `advantages`, `generator_logprobs` as the old policy's, and `loss_mask`, with
+    tokens left out whose `generator_logprobs` are not finite.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -41,6 +46,12 @@ class HeadlossLoss(ChunkedLossWrapper):  # type: ignore[misc,unused-ignore]
         """Of a head that spmd_types has sharded; by default its shards are taken to be of one width."""
 
     def __init__(self, config: Config, *, compile_config: Any = None) -> None:
+        plain = ChunkedLossWrapper.Config()
+        for name, instead in (("num_chunks", "memory= bounds the chunks"), ("loss_fn", "objective= is the loss")):
+            if getattr(config, name, None) != getattr(plain, name, None):
+                raise ValueError(f"{name}: HeadlossLoss has no use for it; {instead}")
+        if "loss" in getattr(compile_config, "components", ()) and getattr(compile_config, "enable", False):
+            logger.info("compile.components: 'loss' has no effect on HeadlossLoss, whose sweeps are kernels already")
         self.objective = hl.Objective.from_config(config.objective)
         self.memory, self.vocab = config.memory, config.global_vocab_size
         self.lm_head: nn.Module | None = None
@@ -60,6 +71,12 @@ class HeadlossLoss(ChunkedLossWrapper):  # type: ignore[misc,unused-ignore]
             raise TypeError("pred: wanted one tensor of hidden states; several predictions are not supported")
         num_items: Any = 1 if global_valid_tokens is None else global_valid_tokens
         labels = _local(labels)
+        rl = "generator_logprobs" in inputs
+        if rl:
+            old, mask = _local(inputs.pop("generator_logprobs")), _local(inputs.pop("loss_mask"))
+            labels = labels.masked_fill(~(mask.bool() & old.isfinite()), -100)
+            given = {"old_logprob": old, "advantage": _local(inputs.pop("advantages"))}
+            inputs |= {name: x for name, x in given.items() if self._asks_for(name)}
         if "positions" in inputs and not self._asks_for("positions"):
             positions = _local(inputs.pop("positions"))
             if "segments" not in inputs and any(t.needs_segments for t in self.objective.terms.values()):
@@ -70,7 +87,11 @@ class HeadlossLoss(ChunkedLossWrapper):  # type: ignore[misc,unused-ignore]
 
         out = _inside(head, evaluate, pred) if _is_fsdp(head) else evaluate(pred)
         self.last = out._replace(loss=out.loss.detach(), facts=hl.Facts({}))
-        return out.loss, summable(out, global_valid_tokens, inputs.get("num_segments"))
+        found = summable(out, global_valid_tokens, inputs.get("num_segments"))
+        if rl:  # whose trainer adds up all but /max
+            least = [name for name in found if name.endswith("/min")]
+            found |= {f"minus_{name.removesuffix('/min')}/max": -found.pop(name) for name in least}
+        return out.loss, found
 
     def _asks_for(self, name: str) -> bool:
         calls = (t.call(None, {}) for t in self.objective.terms.values())

@@ -317,6 +317,40 @@ def torchtitans_trainer() -> None:
     step(policy.build())  # positions say where the documents begin
 
 
+def torchtitans_rl_inputs() -> None:
+    """What its RL trainer passes, against the DAPO loss that it has: loss, gradient and metrics."""
+    model, _, labels = titan()
+    rl = sys.modules["torchtitan.experiments.rl"] = types.ModuleType("torchtitan.experiments.rl")
+    rl.__path__ = [str(STACKS / "torchtitan" / "experiments" / "rl")]  # whose own file imports vllm
+    from torchtitan.components.loss import ChunkedLossWrapper
+    from torchtitan.experiments.rl.losses.dapo import DAPOLoss
+
+    from headloss.integrations.torchtitan import HeadlossLoss
+
+    torch.manual_seed(3)
+    hidden, labels = torch.randn(2, 12, model.lm_head.weight.shape[1]), labels.clamp(min=0)
+    given = {"generator_logprobs": -7 + torch.randn(2, 12), "advantages": torch.randn(2, 12)}
+    given |= {"loss_mask": torch.rand(2, 12) > 0.3}
+    given["generator_logprobs"][0, 3], given["loss_mask"][0, 3] = torch.nan, True
+    terms = {"rl": {"loss": "grpo", "low": 0.2, "high": 0.28}}
+    ours = HeadlossLoss.Config(objective={"terms": terms, "metrics": ["entropy"]}).build()
+    ours.set_lm_head(model.lm_head)
+    stock, found = DAPOLoss(DAPOLoss.Config(ratio_clip_low=0.2, ratio_clip_high=0.28)), []
+    for name, loss_fn in (("ours", ours), ("stock", stock)):
+        leaf = hidden.clone().requires_grad_()
+        pred = leaf if name == "ours" else model.lm_head(leaf)
+        loss, metrics = loss_fn(pred, labels, 11.0, **given)
+        found.append((loss.detach(), grads(loss, leaf)[0], metrics))
+    assert_close(found[0][0], found[1][0])
+    assert_close(found[0][1], found[1][1], rtol=1e-4, atol=1e-6)
+    entropy = [metrics[key] for (*_, metrics), key in zip(found, ("entropy/mean", "trainer/entropy/mean"))]
+    assert_close(torch.as_tensor(entropy[0]).float(), torch.as_tensor(entropy[1]).float(), rtol=1e-4, atol=1e-5)
+    assert not any(key.endswith("/min") for key in found[0][2])
+    for wrong in ({"num_chunks": 4}, {"loss_fn": ChunkedLossWrapper.Config()}):
+        with pytest.raises(ValueError, match=f"{next(iter(wrong))}: HeadlossLoss has no use for it"):
+            HeadlossLoss.Config(**wrong).build()
+
+
 def torchtitans_trainer_under_fsdp() -> None:
     model, step, _ = titan()
     from torch.distributed.device_mesh import init_device_mesh
@@ -364,7 +398,8 @@ def torchtitans_spmd_types() -> None:
 
 
 def test_torchtitan(pair: Ranks) -> None:
-    check(pair, "torchtitan", torchtitans_trainer, torchtitans_trainer_under_fsdp, torchtitans_spmd_types)
+    functions = torchtitans_trainer, torchtitans_rl_inputs, torchtitans_trainer_under_fsdp, torchtitans_spmd_types
+    check(pair, "torchtitan", *functions)
 
 
 # verl ----------------------------------------------------------------------------------------------------------------
