@@ -219,7 +219,8 @@ def row_facts(
     >>> (-facts.logprob.mean() - 0.01 * facts.entropy.mean()).backward()
     """
     if graph.wanted(source, teacher):
-        found, constants = describe(CallArguments(source, targets, None, teacher, CallOptions(host_read=host_read)))
+        options = CallOptions(host_read=host_read)
+        found, constants = describe(CallArguments(source, targets, None, teacher, options, {}))  # 2.8 has no default of it
         asked = (want,) if isinstance(want, str) else tuple(x if isinstance(x, str) else tuple(x) for x in want)
         return graph.read_facts(_labels(constants, asked, backend, host_read), found)
     return _row_facts(source, targets, want, teacher, backend, host_read)
