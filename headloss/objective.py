@@ -220,7 +220,9 @@ def row_facts(
     """
     if graph.wanted(source, teacher):
         options = CallOptions(host_read=host_read)
-        found, constants = describe(CallArguments(source, targets, None, teacher, options, {}))  # 2.8 has no default of it
+        found, constants = describe(
+            CallArguments(source, targets, None, teacher, options, {})
+        )  # torch 2.8 wraps a dict
         asked = (want,) if isinstance(want, str) else tuple(x if isinstance(x, str) else tuple(x) for x in want)
         return graph.read_facts(_labels(constants, asked, backend, host_read), found)
     return _row_facts(source, targets, want, teacher, backend, host_read)
