@@ -53,6 +53,7 @@ class Mix:
         return {
             "advantage": 2 * rand() - 1, "old_logprob": -4 * rand(), "ref_logprob": -4 * rand(), "weight_of": rand(),
             "temper": torch.tensor(0.7), "flag": rand() > 0.5, "count": torch.randint(0, 5, (n,), generator=generator),
+            "draw": rand(),
         }  # fmt: skip
 
     def lowered(self, given, dtype=torch.float32):
@@ -149,15 +150,22 @@ def draw(n=3, v=75, dtype=torch.float32, spread=4.0, seed=0):
 
 def row_losses():
     for name, fn in LOSSES.items():
-        parameters = {p.kind for p in hl.Term(fn).call(None, {}).signature.parameters}
-        teacher = any(f.teacher for f in hl.Term(fn).call(None, {}).facts)
-        if "segments" not in parameters and not teacher:
+        call = hl.Term(fn).call(None, {})
+        parameters = {p.kind for p in call.signature.parameters}
+        if call.facts and "segments" not in parameters and not any(f.teacher for f in call.facts):
             yield name
+
+
+BY_BATCH = ("clip_cov", "kl_cov")  # whose rows meet: no program of one row
 
 
 @inside
 @pytest.mark.parametrize("name", list(row_losses()))
 def test_every_row_loss(name):
+    if name in BY_BATCH:
+        with pytest.raises(Unprintable, match=name):
+            Mix(it=LOSSES[name]).check(*draw())
+        return
     Mix(it=LOSSES[name]).check(*draw())
 
 
