@@ -226,3 +226,16 @@ def test_a_loss_scale_beyond_fp16_reaches_fp16_logits() -> None:
     (torch.nn.functional.cross_entropy(y, targets) * 1e5).backward()
     assert x.grad is not None and torch.isfinite(x.grad).all()
     torch.testing.assert_close(x.grad.float(), y.grad, rtol=2e-3, atol=1.0)
+
+
+def test_a_scaled_loss_scales_its_gradient_in_float32():
+    """The gradient was made in the forward pass: a factor that bfloat16 would round is applied before rounding."""
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(40, 16).bfloat16(), torch.randn(30, 16).bfloat16()
+    targets, found = torch.randint(30, (40,)), []
+    for factor in (1.0, 0.3337):
+        x = hidden.clone().requires_grad_()
+        out = hl.Objective(ce=losses.cross_entropy)(hl.Linear(x, weight), targets)
+        (out.loss * factor).backward()
+        found.append(x.grad)
+    assert torch.equal(found[1], (found[0].float() * torch.tensor(0.3337)).bfloat16())
