@@ -118,7 +118,7 @@ def one_loss(name: str, layouts: list[str]) -> None:
                 compare(objective, own, layout, f"{name} {kind} {reduction}", chunks)
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", sorted(LOSSES.keys() - {"clip_cov", "kl_cov"}))  # of the rows of one call
 def test_every_loss(ranks: Any, name: str) -> None:
     ranks(2, one_loss, name, ["ragged", "no rows", "zigzag"])
 

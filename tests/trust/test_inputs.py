@@ -203,7 +203,8 @@ def test_nothing_to_ask(kind: str) -> None:
     torch.testing.assert_close(some.loss, (-logprob * torch.arange(3.0)[:, None]).mean())
 
 
-OURS = [n for n, fn in LOSSES.items() if not {"logp", "teacher_cross_entropy"} & set(fn.__code__.co_varnames)]
+ELSEWHERE = {"logp", "teacher_cross_entropy", "value"}  # of a teacher, or of inputs alone
+OURS = [n for n, fn in LOSSES.items() if not ELSEWHERE & set(fn.__code__.co_varnames[: fn.__code__.co_argcount])]
 
 
 @pytest.mark.parametrize("name", OURS)
@@ -212,8 +213,10 @@ def test_ours_are_never_asked_about(name: str, kind: str) -> None:
     """Rows, segments, pairs and columns, all six: the same numbers as with two more rows that are ignored."""
     fn = LOSSES[name]
     parameters = fn.__code__.co_varnames[: fn.__code__.co_argcount]
-    rows = {n: REWARD.log().double() - 3 for n in ("advantage", "old_logprob", "ref_logprob", "sampler_logprob")}
+    named = ("advantage", "old_logprob", "ref_logprob", "sampler_logprob", "draw")
+    rows = {n: REWARD.log().double() - 3 for n in named}
     given: dict[str, Any] = {**rows, "desirable": torch.arange(N) % 2 == 0, "kl": REWARD.double(), "pairs": PAIRS}
+    given["optimal_advantage"] = REWARD.double()
     inputs = {n: x for n, x in given.items() if n in parameters}
     reward = inputs.keys() & rows.keys()
     on, _, leaves = source(kind, V=N)

@@ -50,7 +50,7 @@ def sources(x, **more):
 
 
 @pytest.mark.parametrize("kind", ["Logits", "Linear"])
-@pytest.mark.parametrize("name", sorted(oracle.LOSSES))
+@pytest.mark.parametrize("name", sorted(oracle.LOSSES.keys() - {"value_loss"}))  # which is of inputs alone
 def test_every_loss_passes(name, kind):
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
         problem = oracle.problem_for(oracle.LOSSES[name], kind, (40,))
