@@ -19,7 +19,7 @@ from torch import Tensor
 
 from headloss.config import check_losses, read_config, write_config
 from headloss.engine.arguments import CallArguments, CallOptions
-from headloss.engine.bind import chunks_of, read_because, rows_of
+from headloss.engine.bind import chunked_because, chunks_of, read_because, rows_of
 from headloss.engine.brought import brought
 from headloss.engine.evaluate import evaluate
 from headloss.engine.explain import Explanation, explain
@@ -157,11 +157,12 @@ class Objective(Terms):
         options = CallOptions(num_items, num_segments, weights, grad_scale, host_read)
         plan, arguments = find_plan(self, brought(self, CallArguments(on, targets, segments, teacher, options, inputs)))
         may_read = host_read and isinstance(targets, Tensor)
-        reads = read_because(plan, arguments.source, arguments.segments) if may_read else ""
+        chunked = chunked_because(plan, arguments.source)
+        reads = read_because(plan, arguments.source, arguments.segments, chunked) if may_read else ""
         if isinstance(targets, Tensor) and targets.device.type != "meta" and host_read:
             prepared = prepare(targets, arguments.segments)  # now, and not for a later call to say
             arguments = arguments._replace(targets=prepared, segments=prepared.segments)
-        rows = rows_of(plan, arguments, host_read)
+        rows = rows_of(plan, arguments, host_read, chunked)
         guides = bind_teachers(arguments.teachers, plan.want.teachers, arguments.source, rows)
         chunks = chunks_of(plan, arguments, rows, guides)
         return explain(plan, arguments, rows, chunks, guides, self.backend, reads, source)

@@ -37,7 +37,8 @@ def bind(plan: Plan, arguments: CallArguments) -> tuple[Sweep, TermsOnRows]:
         source.chunk_rows()  # refuses a budget below one row
         if source.shard is not None:
             source.shard.check_width(source.weight.shape[0])
-    rows = rows_of(plan, arguments, may_read(options.host_read, source.device))
+    chunked = chunked_because(plan, source)
+    rows = rows_of(plan, arguments, may_read(options.host_read, source.device), chunked)
     guides: dict[str, Any] = {}
     taken: dict[str, Tensor] = {}
     if arguments.teacher:
@@ -54,7 +55,7 @@ def bind(plan: Plan, arguments: CallArguments) -> tuple[Sweep, TermsOnRows]:
     if source.shard is not None:
         integers = [x for x in arguments.inputs.values() if x.ndim and not x.dtype.is_floating_point]
         compared = integers, _terms_in_words(plan, arguments, loss)
-    kind = Sweep if chunked_because(plan, source) else ProductSweep
+    kind = Sweep if chunked else ProductSweep
     return kind(source, rows, plan.want, plan.backend, guides, plan.program, *compared), loss
 
 
@@ -75,12 +76,12 @@ def chunked_because(plan: Plan, source: Source) -> str:
     return why_chunked(source, plan.want, plan.backend, plan.terms, plan.program)
 
 
-def read_because(plan: Plan, source: Source, segments: Segments | None) -> str:
+def read_because(plan: Plan, source: Source, segments: Segments | None, chunked: str) -> str:
     """Why the host has to know which rows count before the work is queued; empty: it need not."""
-    return plan.read_because if chunked_because(plan, source) else why_read_by_products(plan, source, segments)
+    return plan.read_because if chunked else why_read_by_products(plan, source, segments)
 
 
-def rows_of(plan: Plan, arguments: CallArguments, host_read: bool) -> Rows:
+def rows_of(plan: Plan, arguments: CallArguments, host_read: bool, chunked: str) -> Rows:
     """The rows of a call that count."""
     source, targets, segments, *_ = arguments
     if plan.kind == "batch" and not host_read and isinstance(targets, Tensor):
@@ -93,7 +94,7 @@ def rows_of(plan: Plan, arguments: CallArguments, host_read: bool) -> Rows:
     return bind_rows(
         source.leading, targets, segments,
         vocab=source.vocab, device=source.device, by_segment=plan.kind == "segment" and linear,
-        host_read=host_read and (read_because(plan, source, segments) != "" or not defers(source.device)),
+        host_read=host_read and (read_because(plan, source, segments, chunked) != "" or not defers(source.device)),
         skips=plan.program is not None and not linear, needed=plan.needed,
         count=getattr(plan.backend, "count_targets", None),
     )  # fmt: skip

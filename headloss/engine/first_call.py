@@ -28,5 +28,5 @@ def told_if_long() -> Iterator[None]:
 def _tell() -> None:
     if not _told.is_set():
         _told.set()
-        why = "this loads torch's compiler and happens once per objective"
-        print(f"headloss: tracing the losses of a first call; {why}", file=sys.stderr, flush=True)
+        said = "headloss: tracing the losses of a first call, which loads torch's compiler; later calls do neither"
+        print(said, file=sys.stderr, flush=True)

@@ -8,7 +8,7 @@ from interpreting import quicken, rerun
 
 import headloss as hl
 from headloss.engine.arguments import CallArguments, CallOptions
-from headloss.engine.bind import read_because
+from headloss.engine.bind import chunked_because, read_because
 from headloss.engine.lookup import find_plan
 from headloss.losses import cross_entropy, dpo, entropy_bonus, grpo, gspo, z_loss
 
@@ -123,7 +123,7 @@ def test_beyond_the_budget_chunks_hold_whole_segments(reads):
         source = hl.Linear(batch.hidden, batch.weight, memory=memory)
         call = CallArguments(source, batch.targets, batch.segments, None, CallOptions(), batch.inputs)
         plan, call = find_plan(on("triton", rl=term), call)
-        assert read_because(plan, call.source, call.segments) == because
+        assert read_because(plan, call.source, call.segments, chunked_because(plan, call.source)) == because
 
 
 @inside
