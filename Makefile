@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check --retries 10 --t
 TORCH ?= torch==2.13.0
 TESTS ?= tests
 
-.PHONY: demo test test-floor lint format docs plots site bench dist clean
+.PHONY: demo test test-floor lint format docs plots site bench dist hub clean
 
 # The demo wants torch and three small packages, and runs from the checkout.
 demo: .venv/demo
@@ -52,6 +52,10 @@ dist: .venv/ready
 	cd build/source && $(CURDIR)/$(BIN)/python -c "from setuptools import build_meta as b; \
 		b.build_sdist('$(CURDIR)/dist'); b.build_wheel('$(CURDIR)/dist')" > $(CURDIR)/build/dist.log
 	ls -l dist
+
+# The package in the layout of Hugging Face `kernels`, in build/hub: get_local_kernel(Path("build/hub")).
+hub: .venv/ready
+	$(BIN)/python docs/hub_kernel.py build/hub
 
 clean:
 	rm -rf .venv .venv-floor build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
