@@ -75,7 +75,8 @@ def _entry(title: str, name: str, *files: Path, level: int = 3) -> Iterator[str]
     if "__init__" in own:
         yield _signature(title, own["__init__"])
     elif fields and _is_record(node):
-        text = next(file for file in files if name in _nodes(file)).read_text().splitlines()
+        text = next(file for file in files if name in _nodes(file)).read_text()
+        text = re.sub(r"  # type: ignore.*", "", text).splitlines()
         yield _fence("python", [f"{title}(", *(f"    {text[n.lineno - 1].strip()}" for n in fields), ")"])
     yield prose(ast.get_docstring(node) or "")
     for method in own.values():

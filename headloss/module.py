@@ -65,8 +65,8 @@ class FusedLMHead(nn.Linear):
     """A head that, given targets and an objective, returns the objective's record; otherwise a linear layer.
 
     The loss is made inside the module's own forward, so the hooks of DDP, FSDP2 and ZeRO-3 fire as for any layer.
-    `temperature`, `scale`, `softcap`, `logits_dtype`, `weight_grad_dtype`, `weight_grad_into` and `memory` are those of
-    `hl.Linear`; they apply to the loss only, since a model that softcaps its logits does so itself.
+    `temperature`, `scale`, `softcap`, `logits_dtype`, `weight_grad_dtype`, `weight_grad_into`, `memory` and `vocab` are
+    those of `hl.Linear`; they apply to the loss only, since a model that softcaps its logits does so itself.
     """
 
     source_options: dict[str, Any]
@@ -133,7 +133,9 @@ class FusedLMHead(nn.Linear):
         return super().extra_repr() + more
 
 
-_SOURCE_OPTIONS = ("temperature", "scale", "softcap", "logits_dtype", "weight_grad_dtype", "weight_grad_into", "memory")
+_SOURCE_OPTIONS = (
+    "temperature", "scale", "softcap", "logits_dtype", "weight_grad_dtype", "weight_grad_into", "memory", "vocab",
+)  # fmt: skip
 
 
 def _check_source_options(options: Mapping[str, Any]) -> dict[str, Any]:

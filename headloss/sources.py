@@ -28,7 +28,8 @@ class Logits:
     """Logits that exist: (..., V).
 
     `inplace=True` lets the gradient overwrite them, in the forward pass already where that saves a sweep: no second
-    (..., V) buffer, one backward only, and nothing else may read them after the call.
+    (..., V) buffer, one backward only, and nothing else may read them after the call.  `vocab` is the size of the
+    vocabulary where the columns are more: those from there on are padding, do not exist, and have a gradient of 0.
     """
 
     logits: Tensor
@@ -38,10 +39,12 @@ class Logits:
     softcap: float | None = None
     shard: VocabShard | None = None
     inplace: bool = False
+    vocab: int = None  # type: ignore[assignment]  # of the whole vocabulary, once it is made
 
     def __post_init__(self) -> None:
         _check_matrix("logits", self.logits)
         _check_shard(self.shard)
+        _settle_vocab(self, self.logits.shape[-1])
         _check_transform(self, self.logits)
         if self.inplace and self.logits.requires_grad and self.logits.is_leaf:
             raise ValueError(
@@ -60,15 +63,9 @@ class Logits:
         return tuple(self.logits.shape[:-1])
 
     @property
-    def vocab(self) -> int:
-        """The size of the whole vocabulary."""
-        return self.logits.shape[-1] if self.shard is None else self.shard.vocab
-
-    @property
     def columns(self) -> int:
-        """How many columns of it are here and count."""
-        held = self.logits.shape[-1]
-        return held if self.shard is None else self.shard.columns(held)
+        """How many columns of the vocabulary are here."""
+        return self.vocab if self.shard is None else self.shard.columns(self.logits.shape[-1])
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -90,6 +87,7 @@ class Linear:
     `memory` bounds the rows x vocabulary buffers ("1GiB", "200MB" or bytes).  `logits_dtype` is the dtype of a chunk's
     logits (the hidden's by default), `weight_grad_dtype` that of the weight gradient's accumulator (at least float32).
     `weight_grad_into` is "grad" or "main_grad" for a backward that adds to `weight.grad` or `weight.main_grad` itself.
+    `vocab` is the size of the vocabulary where the weight has more rows: those from there on are padding, as in Logits.
     """
 
     hidden: Tensor
@@ -104,6 +102,7 @@ class Linear:
     weight_grad_dtype: torch.dtype | None = None
     memory: str | int = "1GiB"
     weight_grad_into: str | None = None
+    vocab: int = None  # type: ignore[assignment]  # of the whole vocabulary, once it is made
 
     def __post_init__(self) -> None:
         _check_matrix("hidden", self.hidden)
@@ -142,6 +141,7 @@ class Linear:
             raise ValueError("weight_grad_into: a compiled graph returns its gradients; use None")
         _check_transform(self, self.hidden)
         _check_shard(self.shard)
+        _settle_vocab(self, self.weight.shape[0])
         parse_bytes(self.memory)
 
     @property
@@ -149,15 +149,9 @@ class Linear:
         return tuple(self.hidden.shape[:-1])
 
     @property
-    def vocab(self) -> int:
-        """The size of the whole vocabulary."""
-        return self.weight.shape[0] if self.shard is None else self.shard.vocab
-
-    @property
     def columns(self) -> int:
-        """How many columns of it are here and count."""
-        held = self.weight.shape[0]
-        return held if self.shard is None else self.shard.columns(held)
+        """How many columns of the vocabulary are here."""
+        return self.vocab if self.shard is None else self.shard.columns(self.weight.shape[0])
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -339,6 +333,18 @@ def _autocast(x: Tensor) -> torch.dtype | None:
 def _check_shard(shard: object) -> None:
     if shard is not None and not isinstance(shard, VocabShard):
         raise TypeError(f"shard: wanted hl.VocabShard, got {type(shard).__name__}")
+
+
+def _settle_vocab(source: Logits | Linear, held: int) -> None:
+    """The size of the whole vocabulary: as said, the shard's, or that of what is held."""
+    said: Any = source.vocab
+    if isinstance(said, bool) or not isinstance(said, int | None):
+        raise TypeError(f"vocab: wanted an integer, got {type(said).__name__}")
+    if source.shard is not None and said not in (None, source.shard.vocab):
+        raise ValueError(f"vocab: is {said}, but the shard's is {source.shard.vocab}; say it there alone")
+    if source.shard is None and said is not None and not 1 <= said <= held:
+        raise ValueError(f"vocab: wanted a number of the {held} columns that there are, got {said}")
+    object.__setattr__(source, "vocab", said or (held if source.shard is None else source.shard.vocab))
 
 
 def _check_matrix(name: str, x: Tensor) -> None:

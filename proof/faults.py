@@ -715,4 +715,7 @@ FAULTS = [
     Fault("integrations/verl_plugin.py", "    if ours and not use_fused_kernels:", "    if False:", "verl: a backend that nothing runs is taken without a word", REAL),
     Fault("integrations/verl.py", "None if low is None else 1 - low", "low", "verl: cispo's lower bound on the ratio is its distance from 1", REAL),
     Fault("integrations/torchtitan.py", "mask.bool() & old.isfinite()", "mask.bool()", "torchtitan: a token that the generator could not score makes the loss NaN", REAL),
+    Fault("engine/heads.py", "all_NV, self._unpadded(all_NV)", "all_NV, all_NV", "columns that pad a vocabulary count", ("tests/test_padded_vocab.py",)),
+    Fault("sources.py", "not 1 <= said <= held", "False", "a vocabulary of more columns than there are", ("tests/test_padded_vocab.py",)),
+    Fault("parallel/dtensor.py", "weight.shape[0], source.vocab))", "weight.shape[0]))", "a padded weight that is a DTensor has no padding", ("tests/ranks/test_dtensor.py",)),
 ]  # fmt: skip

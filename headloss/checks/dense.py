@@ -151,7 +151,7 @@ class Dense:
             if wide is None:  # as autocast or the tensors have it
                 h, w, b = (None if x is None else x.to(source.gemm_dtype) for x in (h, w, b))
             raw = linear(self.rows(h), w, b).to(wide or source.chunk_dtype)  # type: ignore[arg-type]
-        z = raw.to(self.dtype) * source.scale
+        z = raw[:, : source.vocab].to(self.dtype) * source.scale  # the rest is padding
         return z if source.softcap is None else source.softcap * torch.tanh(z / source.softcap)
 
     def at(self, z: Tensor, own: Any, temperature: float | None) -> Tensor:

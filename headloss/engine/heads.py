@@ -41,7 +41,7 @@ class LogitsHead:
         all_NV = source.logits.detach()
         if all_NV.ndim != 2:
             all_NV = all_NV.reshape(torch.Size(source.leading).numel(), all_NV.shape[-1])
-        self.all_NV, self.logits_NV = all_NV, all_NV if source.shard is None else self._unpadded(all_NV)
+        self.all_NV, self.logits_NV = all_NV, self._unpadded(all_NV)
         self.grad_NV: Tensor | None = None
 
     def _unpadded(self, x_NV: Tensor) -> Tensor:
@@ -67,9 +67,8 @@ class LogitsHead:
             torch.autograd.graph.increment_version(self.source.logits)
         else:
             self.all_NV = torch.empty_like(self.all_NV, memory_format=torch.contiguous_format)
-        self.grad_NV = self.all_NV
-        if self.source.shard is not None:
-            self.grad_NV = self._unpadded(self.all_NV)
+        self.grad_NV = self._unpadded(self.all_NV)
+        if self.grad_NV is not self.all_NV:
             self.all_NV[:, self.source.columns :] = 0
 
     def grad_buffer(self, rows: Rows, raw_CV: Tensor) -> Tensor:

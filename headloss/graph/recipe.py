@@ -41,8 +41,8 @@ _TENSORS: dict[type, tuple[str, ...]] = {
     Sparse: ("ids", "logprobs"),
 }
 _OPTIONS: dict[type, tuple[str, ...]] = {
-    Logits: ("scale", "softcap", "inplace"),
-    Linear: ("scale", "softcap", "logits_dtype", "weight_grad_dtype", "memory", "_gemm_dtype"),
+    Logits: ("scale", "softcap", "inplace", "vocab"),
+    Linear: ("scale", "softcap", "logits_dtype", "weight_grad_dtype", "memory", "_gemm_dtype", "vocab"),
     Sparse: (),
 }
 _KINDS: dict[str, type] = {kind.__name__: kind for kind in _TENSORS}
@@ -83,7 +83,7 @@ class Described:
         """An option of a source, for the recipe; one that changes from call to call is a tensor, and "symbol" here."""
         if isinstance(x, bool) or not isinstance(x, (int, float)) or not is_symbol(x):
             return x
-        if name.endswith(".memory"):
+        if name.endswith((".memory", ".vocab")):
             return operator.index(x)  # type: ignore[arg-type]
         self.tensor(name, torch.ones((), dtype=torch.float64, device="cpu") * x, "number")
         return "symbol"

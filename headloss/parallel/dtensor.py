@@ -30,7 +30,7 @@ def _localize_logits(source: Any) -> Source:
     if real == [Shard(logits.ndim - 1)] and logits.device_mesh.ndim == 1:
         if source.shard is not None:
             _check_same_ranks("logits", logits, source.shard)
-        shard = source.shard or shard_of(logits.device_mesh, logits.shape[-1])
+        shard = source.shard or shard_of(logits.device_mesh, logits.shape[-1], source.vocab)
         return dataclasses.replace(source, logits=logits.to_local(), shard=shard)
     if real or source.shard is not None:
         raise ValueError(
@@ -78,7 +78,7 @@ def _localize_linear(source: Linear) -> Source:
         raise ValueError(
             f"weight: a DTensor placed {placement}; the head knows Shard(0), the vocabulary, and Replicate()"
         )
-    return dataclasses.replace(source, **local, shard=shard_of(weight.device_mesh, weight.shape[0]))
+    return dataclasses.replace(source, **local, shard=shard_of(weight.device_mesh, weight.shape[0], source.vocab))
 
 
 _NOT_REPLICATED = (
@@ -119,17 +119,16 @@ def _one_placement(name: str, x: DTensor) -> Placement:
     return real[0] if real else (x.placements[0] if x.device_mesh.ndim == 1 else Replicate())
 
 
-def shard_of(mesh: Any, vocab: int) -> VocabShard:
-    """The shard that DTensor's Shard(0) gives this rank."""
-    width = -(-vocab // mesh.size())
-    return VocabShard(mesh.get_group(), min(mesh.get_local_rank() * width, vocab), vocab)
+def shard_of(mesh: Any, held: int, vocab: int | None = None) -> VocabShard:
+    """The shard that DTensor's Shard(0) gives this rank, of `held` columns, of which the first `vocab` count."""
+    width, vocab = -(-held // mesh.size()), held if vocab is None else vocab
+    return VocabShard(mesh.get_group(), min(mesh.get_local_rank() * width, vocab), vocab, min(width, vocab))
 
 
 def sharded_source(hidden: Any, module: Any, **options: Any) -> Linear:
     """The source of a head that `HeadParallel` sharded: local tensors and the shard."""
     mesh, layout = module.parallel
-    vocab = module.weight.shape[0]
-    shard = shard_of(mesh, vocab)
+    shard = shard_of(mesh, module.weight.shape[0], options.get("vocab"))
     if isinstance(hidden, DTensor) or not layout.is_replicate():
         if not isinstance(hidden, DTensor):
             hidden = DTensor.from_local(hidden, mesh, [layout], run_check=False)

@@ -49,6 +49,18 @@ def linear_rule() -> None:
             assert grads["weight"].placements == (weight_at,)
             for x in (hidden, weight, bias):
                 x.grad = None
+    few, padding = targets.clamp(max=4), {"vocab": 5}  # the second rank holds nothing but padding
+    alone = t["weight"].clone().requires_grad_()
+    want = OBJECTIVE(hl.Linear(t["hidden"], alone, t["bias"], **padding), few).loss
+    hidden, weight, bias = (
+        spread(t[n], mesh, at) for n, at in (("hidden", Replicate()), ("weight", Shard(0)), ("bias", Shard(0)))
+    )
+    got = OBJECTIVE(hl.Linear(hidden, weight, bias, **padding), few).loss
+    torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+    (mine,) = torch.autograd.grad(got, weight)
+    torch.testing.assert_close(mine.full_tensor(), *torch.autograd.grad(want, alone), rtol=1e-10, atol=1e-10)
+    with pytest.raises(ValueError, match="vocab: is 5, but the shard's is 37"):
+        hl.Linear(t["hidden"], t["weight"][:19], shard=hl.VocabShard(mesh, 0, V), **padding)
     sharded = spread(t["weight"], mesh, Shard(0))
     plain = t["hidden"].clone()
     with pytest.raises(ValueError, match=r"(?s)FSDP.*hl.FusedLMHead.*HeadParallel.*VocabShard.*Replicate"):
