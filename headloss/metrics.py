@@ -32,7 +32,7 @@ from headloss.parallel.shard import all_gather, together
 from headloss.sources import Sparse
 from headloss.term import Term
 from headloss.trace.call import Call
-from headloss.trace.signature import function_name, read_signature, suggest
+from headloss.trace.signature import IDS, function_name, passed, read_signature, suggest
 
 
 def accuracy(argmax: Tensor, targets: Tensor) -> Tensor:
@@ -365,13 +365,13 @@ def retarget(call: Call, source_temperature: float | None, teachers: Mapping[str
     if isinstance(call.fn, Term):
         term = call.fn.call(source_temperature, teachers)
         return term._replace(fn=_first(term.fn))
-    passed = [x for x in teachers if not x.startswith("targets=")]
-    if len(passed) != 1 or not any(p.teacher or (p.fact and p.fact.teacher) for p in call.signature.parameters):
+    given, ids = passed(teachers), IDS if IDS in teachers else None
+    teacher, fn = given[0] if len(given) == 1 else None, call.fn
+    if not (teacher or ids) or not any(p.teacher or (p.fact and p.fact.teacher) for p in call.signature.parameters):
         return call
-    teacher, fn = passed[0], call.fn
-    if fn is teacher_agreement and isinstance(teachers[teacher], Sparse):
+    if fn is teacher_agreement and isinstance(teachers.get(teacher or ""), Sparse):
         fn = _sparse_agreement
-    signature = read_signature(fn, teacher=teacher)
+    signature = read_signature(fn, teacher=teacher, ids=ids)
     return call._replace(fn=fn, signature=signature)
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from headloss.config import check_losses, read_config, write_config
 from headloss.engine.arguments import CallArguments, CallOptions
 from headloss.engine.bind import chunked_because, chunks_of, read_because, rows_of
-from headloss.engine.brought import brought
+from headloss.engine.brought import brought, with_candidates
 from headloss.engine.evaluate import evaluate
 from headloss.engine.explain import Explanation, explain
 from headloss.engine.lookup import find_plan
@@ -86,6 +86,7 @@ class Objective(Terms):
         grad_scale: float | Tensor = 1.0,
         host_read: bool = True,
         teacher: Teacher | Mapping[str, Teacher] | None = None,
+        ids: Tensor | None = None,
         **inputs: Any,
     ) -> Output:
         """Evaluate the terms on a source; `out.loss` and `out.facts` are differentiable.
@@ -100,9 +101,11 @@ class Objective(Terms):
         host_read     False: never wait for the targets; ignored rows are then masked, not dropped.  So it is while a
                       CUDA graph is captured, and on Logits wherever no loss has to see the valid rows alone
         teacher       what terms compare the student with: Logits, Linear or Sparse, or several by name; constant
+        ids           (rows, K) columns of each row, -1 for none: the facts `ids_logprob` and `ids_logit` are theirs
         inputs        what the losses ask for: of the targets' shape, (S,), scalar, or in PerRow, PerSegment or Whole
         """
         options = CallOptions(num_items, num_segments, weights, grad_scale, host_read)
+        teacher = with_candidates(teacher, ids, source)
         return self._evaluate(CallArguments(source, targets, segments, teacher, options, inputs), False)
 
     def forward_backward(
@@ -117,10 +120,12 @@ class Objective(Terms):
         grad_scale: float | Tensor = 1.0,
         host_read: bool = True,
         teacher: Teacher | Mapping[str, Teacher] | None = None,
+        ids: Tensor | None = None,
         **inputs: Any,
     ) -> Output:
         """The same record with `.grads` (logits, or hidden, weight and bias), without autograd."""
         options = CallOptions(num_items, num_segments, weights, grad_scale, host_read)
+        teacher = with_candidates(teacher, ids, source)
         with torch.no_grad():
             return self._evaluate(CallArguments(source, targets, segments, teacher, options, inputs), True)
 
@@ -147,6 +152,7 @@ class Objective(Terms):
         grad_scale: float | Tensor = 1.0,
         host_read: bool = True,
         teacher: Teacher | Mapping[str, Teacher] | None = None,
+        ids: Tensor | None = None,
         source: bool = False,
         **inputs: Any,
     ) -> Explanation:
@@ -155,6 +161,7 @@ class Objective(Terms):
         source   True: also the Triton source that the losses become, where they run inside the sweep
         """
         options = CallOptions(num_items, num_segments, weights, grad_scale, host_read)
+        teacher = with_candidates(teacher, ids, on)
         plan, arguments = find_plan(self, brought(self, CallArguments(on, targets, segments, teacher, options, inputs)))
         may_read = host_read and isinstance(targets, Tensor)
         chunked = chunked_because(plan, arguments.source)
@@ -209,16 +216,19 @@ def row_facts(
     want: Sequence[str | tuple[str, float]] = ("logprob",),
     *,
     teacher: Teacher | Mapping[str, Teacher] | None = None,
+    ids: Tensor | None = None,
     backend: str = "auto",
     host_read: bool = True,
 ) -> Facts:
     """Differentiable facts of every row, in the targets' shape; then any PyTorch you like.
 
     `want` has names, or (name, temperature); with several teachers, (name, temperature or None, teacher's name).
+    `ids`: (rows, K) columns of each row, -1 for none, whose `ids_logprob` and `ids_logit` can be asked for.
 
     >>> facts = hl.row_facts(hl.Logits(logits), targets, want=("logprob", "entropy"))
     >>> (-facts.logprob.mean() - 0.01 * facts.entropy.mean()).backward()
     """
+    teacher = with_candidates(teacher, ids, source)
     if graph.wanted(source, teacher):
         options = CallOptions(host_read=host_read)
         found, constants = describe(

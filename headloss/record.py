@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from headloss.facts import Fact
 from headloss.metrics import Metric
+from headloss.trace.signature import passed
 
 Key = str | tuple[str, float] | tuple[str, float | None, str]
 
@@ -69,15 +70,21 @@ torch.utils._pytree.register_pytree_node(  # so that wrappers (FSDP) find the te
 
 
 def _by_key(values: Mapping[Fact, Tensor]) -> dict[Key, Tensor]:
-    several = len({f.teacher for f in values} - {None}) > 1
-    return {key_of(f, several): x for f, x in values.items()}
+    return dict(zip(keys_of(values), values.values(), strict=True))
 
 
-def key_of(fact: Fact, several: bool) -> Key:
-    name = fact.name if fact.element is None else str(fact.element)
-    if several and fact.teacher is not None:
-        return name, fact.temperature, fact.teacher
-    return name if fact.temperature is None else (name, fact.temperature)
+def keys_of(facts: Collection[Fact]) -> tuple[Key, ...]:
+    """A name, with its temperature if it has one, and with its teacher where several were passed or would share it."""
+    several = len(passed({f.teacher for f in facts} - {None})) > 1  # type: ignore[arg-type]
+    keys: list[Key] = []
+    for fact in facts:
+        name = fact.name if fact.element is None else str(fact.element)
+        alike = sum(f.name == fact.name and f.temperature == fact.temperature for f in facts if f.element is None) > 1
+        if fact.teacher is not None and (several or (alike and fact.element is None)):
+            keys.append((name, fact.temperature, fact.teacher))
+        else:
+            keys.append(name if fact.temperature is None else (name, fact.temperature))
+    return tuple(keys)
 
 
 def facts_from(values: list[Tensor], keys: list[Any]) -> Facts:

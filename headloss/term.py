@@ -13,15 +13,18 @@ from headloss.facts import FACTS, NEEDS_TARGET, Fact
 from headloss.options import check_option, is_number, parameters_of, shown
 from headloss.reductions import NEEDS_SEGMENTS, REDUCTIONS
 from headloss.sources import Sparse, Teacher, is_symbol
+from headloss.teachers import SPARSE
 from headloss.trace.call import Call, RowWeight
 from headloss.trace.reads import ours, reads
 from headloss.trace.signature import (
     CALL,
     COMPARING,
+    IDS,
     ONLY,
     RESERVED,
     counts_of,
     function_name,
+    passed,
     read_signature,
     suggest,
     targets_of,
@@ -164,14 +167,15 @@ class Term:
 
     def call(self, source_temperature: float | None, teachers: Mapping[str, Teacher]) -> Call:
         """The function ready to be called: its facts named, and a divergence in the form that its teacher allows."""
-        passed = [x for x in teachers if not x.startswith("targets=")]
-        name = self.teacher or (passed[0] if len(passed) == 1 else ONLY)
+        given = passed(teachers)
+        name = self.teacher or (given[0] if len(given) == 1 else ONLY)
         sparse = isinstance(teachers.get(name), Sparse)
-        key = (source_temperature, name, sparse, self.content())
+        ids = IDS if IDS in teachers and self.teacher is None else name
+        key = (source_temperature, name, sparse, ids, self.content())
         if key not in self._calls:
             if len(self._calls) >= _MOST_CALLS:
                 self._calls.clear()
-            self._calls[key] = self._call(source_temperature, name, sparse)
+            self._calls[key] = self._call(source_temperature, name, sparse, ids)
         return self._calls[key]
 
     def content(self) -> Any:
@@ -182,18 +186,18 @@ class Term:
     def has_foreign_divergence(self) -> bool:
         return self._foreign_divergence and not self.pure
 
-    def _call(self, source_temperature: float | None, teacher: str, sparse: bool) -> Call:
+    def _call(self, source_temperature: float | None, teacher: str, sparse: bool, ids: str) -> Call:
         T = None if self.temperature == source_temperature else self.temperature
         own = {
             name: Fact(
                 fact,
                 None if temperature == source_temperature and fact not in COMPARING else temperature,
-                teacher if fact in COMPARING else None,
+                (ids if fact in SPARSE else teacher) if fact in COMPARING else None,
             )
             for name, (fact, temperature) in self.facts.items()
         }
         weighed = tuple(
-            RowWeight(w, self._read(w, {}, {}, temperature=T, teacher=teacher) if callable(w) else None)
+            RowWeight(w, self._read(w, {}, {}, temperature=T, teacher=teacher, ids=ids) if callable(w) else None)
             for w in self.row_weights
         )
         if self.targets is not None:
@@ -211,7 +215,8 @@ class Term:
                 fact = Fact("divergence", self.temperature, teacher, Element(fn, self.options, self.pure))
                 signature = read_signature(summed, facts={"divergence": fact})._replace(name=function_name(fn))
                 return Call(summed, signature, {}, weighed, self.pure)
-        signature = self._read(fn, own, self.inputs, temperature=T, teacher=teacher, compared_at=self.temperature)
+        how = {"temperature": T, "teacher": teacher, "compared_at": self.temperature, "ids": ids}
+        signature = self._read(fn, own, self.inputs, **how)
         named = signature._replace(name=function_name(self.fn))
         return Call(fn, named, self.options, weighed, self.pure)
 

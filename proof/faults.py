@@ -46,6 +46,7 @@ MORE = ("tests/trust/test_more_forms.py",)
 SHAPE = ("tests/test_shape_of_code.py",)
 OFF, TRL = ("tests/integrations/test_never_off.py",), ("tests/integrations/test_trl.py",)
 MESSAGES, REAL = ("tests/test_messages.py",), ("tests/integrations/test_real_trainers.py",)
+CANDIDATES = ("tests/test_candidates.py",)
 OWN_TARGETS = ("tests/test_term_targets.py",)
 EXTREMES = ("tests/test_segment_extremes.py",)
 TAKEN = ("tests/test_term_inputs.py",)
@@ -244,7 +245,7 @@ FAULTS = [
     Fault("segments.py", "if self._counts is None or self._written != version(self.ids):", "if self._counts is None:", "counts of segments are believed after their ids were written to", ("tests/trust/test_kept_of_tensors.py",)),
     Fault("trace/trace.py", "    for node in written(graph.graph):", "    for node in ():", "a loss that writes through .detach() is traced", TRACED),
     Fault("trace/call.py", "        if x._version != before:", "        if False:", "a loss that writes into its inputs is let through", TRACED),
-    Fault("term.py", "key = (source_temperature, name, sparse, self.content())", "key = (source_temperature, name, sparse)", "a divergence keeps what it read first", TRACED),
+    Fault("term.py", "key = (source_temperature, name, sparse, ids, self.content())", "key = (source_temperature, name, sparse)", "a divergence keeps what it read first", TRACED),
     Fault("backends/triton/printer/elements.py", "        if found.unknown:", "        if False:", "a divergence that reads an object is printed", TRACED),
     Fault("backends/triton/printer/printer.py", "elif type(given) is float and lift is not None", "elif type(given) is float and False", "another value of an option compiles a kernel", ("tests/kernels/test_visit.py",)),
     Fault("trace/classify.py", "stack.enter_context(_disable_current_modes())", "pass", "a profiler's mode makes a row loss a batch loss", ("tests/test_plan.py",)),
@@ -424,6 +425,9 @@ FAULTS = [
     Fault("losses/forward_kl.py", "return logq.exp() * (logq - logp)", "return logp.exp() * (logq - logp)", "forward_kl: weighted by the student"),
     Fault("losses/tvd.py", ".abs() / 2", ".abs()", "tvd: a factor of 2"),
     Fault("engine/brought.py", "inputs[counts_of(name)] = x != IGNORE", "inputs[counts_of(name)] = x != IGNORE - 1", "rows without a target of the term's own count in it", OWN_TARGETS),
+    Fault("engine/brought.py", "        if repeated:\n", "        if False:\n", "a column that candidates name twice is let pass", CANDIDATES),
+    Fault("trace/signature.py", "whose = ids if p.name in SPARSE else teacher", "whose = teacher", "candidates are looked for at the teacher", CANDIDATES),
+    Fault("record.py", "(several or (alike and fact.element is None))", "several", "candidates hide a sparse teacher's fact of the same name", CANDIDATES),
     Fault("engine/brought.py", "        if left_out:\n", "        if False:\n", "a term's own targets are left out without a word", OWN_TARGETS),
     Fault("term.py", "facts = {**facts, \"logprob\": Fact(\"ids_logprob\", self.temperature, own)}", "pass", "a term's own targets are not read", OWN_TARGETS),
     Fault("segments.py", "share = ties / torch.ops.headloss.segment_spread(self.totals(ties), _flat(self.ids)).clamp(min=1)", "share = ties", "rows that tie for a segment's maximum count twice", EXTREMES),

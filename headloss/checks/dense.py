@@ -23,6 +23,7 @@ from headloss.options import parameters_of
 from headloss.segments import Segments
 from headloss.sources import Logits, Source, Sparse, Teacher
 from headloss.term import Term
+from headloss.trace.signature import IDS
 
 if TYPE_CHECKING:
     from headloss.objective import Objective
@@ -198,7 +199,13 @@ class Dense:
     def teacher_of(self, term: Term | None) -> str:
         if term is not None and term.teacher is not None:
             return term.teacher
-        return next(iter(self.given.teachers), "")
+        return next((n for n in self.given.teachers if n != IDS), IDS)
+
+    def ids_of(self, fn: Callable[..., Any], term: Term | None) -> str:
+        """Whose columns facts at ids are."""
+        own = {"teacher_ids", "teacher_logprob"}.isdisjoint(parameters_of(fn))
+        free = own and IDS in self.sparse and (term is None or term.teacher is None)
+        return IDS if free else self.teacher_of(term)
 
     def values(self, term: Term) -> tuple[Tensor, Mapping[str, Any]]:
         """A term's values and its own metrics, from the function as it is written."""
@@ -234,13 +241,16 @@ class Dense:
         temperature, teacher = None if term is None else term.temperature, self.teacher_of(term)
         named = {} if term is None or fn is not term.fn else term.facts
         taken = {} if term is None or fn is not term.fn else term.inputs
+        at_ids, ids = ("ids_logprob", "ids_logit", "tail_logprob", "topk_overlap"), self.ids_of(fn, term)
         for p in parameters_of(fn).values():
             if p.kind is p.KEYWORD_ONLY:
                 continue
             if p.name in named:
-                found[p.name] = self.fact(*named[p.name], teacher)
+                found[p.name] = self.fact(*named[p.name], ids if named[p.name][0] in at_ids else teacher)
             elif p.name in FACTS or p.name in COMPARING:
-                found[p.name] = self.fact(p.name, temperature, teacher)
+                found[p.name] = self.fact(p.name, temperature, ids if p.name in at_ids else teacher)
+            elif p.name == "ids":
+                found[p.name] = self.sparse[IDS][0]
             elif p.name == "targets":
                 found[p.name] = self.targets
             elif p.name == "segments":

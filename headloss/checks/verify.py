@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from headloss.checks.dense import IGNORE, Answer, Given, answer
+from headloss.engine.brought import named_teachers, with_candidates
 from headloss.engine.layout import LAID, lay_out, readings
 from headloss.rows import Prepared, prepare
 from headloss.segments import Segments
@@ -93,6 +94,7 @@ def verify(
     grad_scale: float | Tensor = 1.0,
     host_read: bool = True,
     teacher: Teacher | Mapping[str, Teacher] | None = None,
+    ids: Tensor | None = None,
     **inputs: Any,
 ) -> Verification:
     """Compare a call with dense float64 PyTorch from the functions as written: loss, terms, metrics and gradients.
@@ -115,6 +117,7 @@ def verify(
         "weights": weights,
         "grad_scale": grad_scale,
     }
+    teacher = with_candidates(teacher, ids, source)
     call = {"host_read": host_read, "teacher": teacher, **options, **inputs}
     plan = objective.explain(source, targets, segments=segments, **call)  # says what is wrong with the arguments
     prepared = isinstance(targets, Prepared)
@@ -123,9 +126,7 @@ def verify(
         targets = targets.targets
     segments = None if segments is None else segments.fitted(source.leading, source.device)
     _check_whole(source, segments, teacher)
-    teachers: dict[str, Teacher] = dict(teacher) if isinstance(teacher, Mapping) else {}
-    if teacher is not None and not isinstance(teacher, Mapping):
-        teachers = {"teacher": teacher}
+    teachers: dict[str, Teacher] = named_teachers(teacher)
     given = Given(source, targets, segments, teachers, *_kinds(objective, source, segments, inputs), **options)
     given, taken = _cut(given, rows)
     devices = [source.device] if source.device.type == "cuda" else []

@@ -165,7 +165,7 @@ def check_facts(p: Problem, want: tuple[str, ...], teacher: str | None) -> Itera
             continue
         dtype = DTYPES[name]
         leaves, _ = leaves_of(p, kind, dtype)
-        call = {"host_read": False} if path == "no host read" else {}
+        call: dict[str, Any] = {"host_read": False} if path == "no host read" else {}
         source = _source(kind, leaves, options)
         try:
             got = hl.row_facts(source, p.targets, want, backend=backend, teacher=p.guide(teacher, dtype), **call)

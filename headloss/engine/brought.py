@@ -1,14 +1,14 @@
-"""What terms bring to a call themselves: other targets, as a sparse teacher of one id per row that nobody has to pass.
+"""Columns that a call names without a teacher; the rest of the engine sees a sparse teacher that nobody has to pass.
 
-    hl.Term(cross_entropy, targets="nll_targets")
+    objective(source, targets, ids=choices)            the facts `ids_logprob` and `ids_logit` of these columns
+    hl.Term(cross_entropy, targets="nll_targets")      a term's own targets: one more column of each row is picked
 
-One more column of each row is picked in the same sweep.  The rest of the engine sees a teacher, an input of targets
-and a row weight, which is 0 where that column is -100.
+A term's own targets bring an input of targets too, and a row weight, which is 0 where that column is -100.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -18,10 +18,10 @@ from headloss.engine.arguments import CallArguments
 from headloss.late import check_later, defers
 from headloss.rows import IGNORE, Prepared
 from headloss.segments import integers, readable
-from headloss.sources import Sparse
+from headloss.sources import Linear, Logits, Source, Sparse
 from headloss.term import Term
 from headloss.terms import Terms
-from headloss.trace.signature import ONLY, counts_of, targets_of
+from headloss.trace.signature import IDS, ONLY, counts_of, targets_of
 
 
 def brought(terms: Terms, arguments: CallArguments) -> CallArguments:
@@ -29,7 +29,7 @@ def brought(terms: Terms, arguments: CallArguments) -> CallArguments:
     named = {t.targets: name for name, t in terms.terms.items() if t.targets is not None and _is_on(name, t, arguments)}
     if not named:
         return arguments
-    inputs, teachers = dict(arguments.inputs), _named(arguments.teacher)
+    inputs, teachers = dict(arguments.inputs), named_teachers(arguments.teacher)
     main = arguments.targets.targets if isinstance(arguments.targets, Prepared) else arguments.targets
     for name, term in named.items():
         x = inputs.pop(name, None)
@@ -57,7 +57,40 @@ def _is_on(name: str, term: Term, arguments: CallArguments) -> bool:
     return isinstance(weight, Tensor) or weight != 0
 
 
-def _named(teacher: Any) -> dict[str, Any]:
+def with_candidates(teacher: Any, ids: Any, source: Source) -> Any:
+    """The teachers of a call and, under a name of their own, the columns that it names of each row."""
+    if ids is None or not isinstance(source, Logits | Linear):
+        return teacher
+    teachers, leading = named_teachers(teacher), source.leading
+    ids = integers("ids", ids)
+    if ids.ndim != len(leading) + 1 or tuple(ids.shape[:-1]) != leading or not ids.shape[-1]:
+        raise ValueError(f"ids: wanted shape {(*leading, 'K')}, K columns of each row, got {tuple(ids.shape)}")
+    if ids.device != source.device:
+        raise ValueError(f"ids: is on {ids.device}, but the source is on {source.device}")
+    _check_candidates(ids.reshape(-1, ids.shape[-1]), source.vocab)
+    return {**teachers, IDS: Sparse(ids, torch.zeros(ids.shape, dtype=torch.float32, device=ids.device))}
+
+
+def _check_candidates(ids_NK: Tensor, vocab: int) -> None:
+    """In range, each once: a column that is named twice would be pulled on twice, or once, as a kernel has it."""
+    if ids_NK.device.type == "meta" or not ids_NK.numel():
+        return
+    in_order_NK = ids_NK.sort(-1).values
+    twice_NK = (in_order_NK[:, 1:] == in_order_NK[:, :-1]) & (in_order_NK[:, 1:] >= 0)
+    wrong_N = torch.stack([((ids_NK < -1) | (ids_NK >= vocab)).any(-1), twice_NK.any(-1)])
+    rows = torch.cat([wrong_N.sum(-1), wrong_N.long().argmax(-1)])  # how many, and the first
+
+    def check(found: Tensor) -> None:
+        outside, repeated, row, other = found.tolist()
+        if outside:
+            raise ValueError(f"ids: wanted columns in [0, {vocab}) or -1 for none, but row {row} has others")
+        if repeated:
+            raise ValueError(f"ids: wanted each column of a row once, but row {other} names one twice")
+
+    _now_or_later(rows, rows[:2], check, "ids: out of range, or one named twice in a row")
+
+
+def named_teachers(teacher: Any) -> dict[str, Any]:
     if teacher is None:
         return {}
     return dict(teacher) if isinstance(teacher, Mapping) else {ONLY: teacher}
@@ -79,9 +112,14 @@ def _check(name: str, x: Tensor, main: Tensor | None, vocab: int) -> None:
                 f"give them a target too, and leave them out of the other terms by a row weight of 0"
             )
 
-    if readable(x):
+    _now_or_later(numbers, numbers, check, f"{name}: out of range, or in rows whose target is {IGNORE}")
+
+
+def _now_or_later(numbers: Tensor, zeros: Tensor, check: Callable[[Tensor], None], message: str) -> None:
+    """Raise if the host may look, when the numbers have reached it, or on the device, where `zeros` must be 0."""
+    if readable(numbers):
         check(numbers)
-    elif x.device.type == "cuda" and not torch.compiler.is_compiling() and defers(x.device):
+    elif numbers.device.type == "cuda" and not torch.compiler.is_compiling() and defers(numbers.device):
         check_later(numbers, check)
-    elif x.device.type != "meta":
-        torch._assert_async((numbers == 0).all(), f"{name}: out of range, or in rows whose target is {IGNORE}")
+    elif numbers.device.type != "meta":
+        torch._assert_async((zeros == 0).all(), message)

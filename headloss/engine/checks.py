@@ -15,7 +15,7 @@ from headloss.teachers import SPARSE
 from headloss.term import check_weight
 from headloss.terms import Terms
 from headloss.trace.call import Call, WrongValueError
-from headloss.trace.signature import ONLY, suggest
+from headloss.trace.signature import IDS, ONLY, suggest
 from headloss.trace.trace import Shape
 
 
@@ -60,12 +60,17 @@ def check_teachers(label: str, call: Call, teachers: Mapping[str, Teacher]) -> N
     asked = [(f.name, f.teacher, f.name in SPARSE) for f in call.facts if f.teacher is not None]
     asked += [(p.name, p.teacher, True) for s in call.signatures for p in s.parameters if p.teacher is not None]
     for what, name, sparse in asked:
+        if name == IDS and what == "teacher_logprob":
+            raise ValueError(f"ids: {label} asks for {what!r}, which a sparse teacher has and candidates have not")
+        if name == IDS and name not in teachers:
+            raise ValueError(f"ids: {label} asks for them; pass ids=, (rows, K) columns of each row")
         there = ", ".join(map(repr, teachers)) or "none"
         if name not in teachers:
             if name != ONLY:
                 near = suggest(str(name), teachers)
                 raise ValueError(f"teacher: {label} looks at {name!r}, which was not passed (there are: {there}){near}")
             which = "Term(teacher=...) must name one" if len(teachers) > 1 else "pass teacher=..."
+            which += " or, for columns of your own, ids=..." * (what in ("ids_logprob", "ids_logit"))
             raise ValueError(f"teacher: {label} needs one for {what!r}; {which} (there are: {there})")
         if isinstance(teachers[name], Sparse) != sparse:
             kind = "a sparse teacher (hl.Sparse)" if sparse else "a dense teacher (hl.Logits or hl.Linear)"
@@ -79,6 +84,8 @@ def check_asked(teachers: Mapping[str, Teacher], calls: Sequence[Call]) -> None:
     asked |= {p.teacher for call in calls for s in call.signatures for p in s.parameters if p.teacher}
     for name in teachers:
         if name not in asked:
+            if name == IDS:
+                raise ValueError("ids: passed, but no term or metric asks for ids_logprob, ids_logit or ids")
             which = "one was passed" if name == ONLY else f"{name!r} was passed"
             seen = ", ".join(sorted(map(repr, asked))) or "none"
             raise ValueError(f"teacher: {which}, but terms and metrics look at {seen}{suggest(name, asked)}")

@@ -17,8 +17,9 @@ from headloss.late import defers
 from headloss.options import is_number, shown
 from headloss.rows import Prepared, bind_rows
 from headloss.sources import Linear, Source, Teacher
+from headloss.teachers import SPARSE
 from headloss.trace.call import Call
-from headloss.trace.signature import COMPARING, ONLY, Parameter, Signature, suggest
+from headloss.trace.signature import COMPARING, IDS, ONLY, Parameter, Signature, passed, suggest
 
 
 def facts_sweep(
@@ -55,7 +56,9 @@ def _read_fact(want: Any, teachers: Mapping[str, Teacher]) -> Fact:
     if temperature is not None and not (is_number(temperature) and temperature > 0):
         raise ValueError(f"want: wanted a positive temperature for {name!r}, got {shown(temperature)}")
     if name in COMPARING:
-        teacher = teacher or (next(iter(teachers)) if len(teachers) == 1 else ONLY)
+        given = passed(teachers)
+        only = given[0] if len(given) == 1 else ONLY
+        teacher = teacher or (IDS if name in SPARSE and IDS in teachers else only)
     elif teacher is not None:
         raise ValueError(f"want: {name!r} is the student's alone, got teacher {teacher!r}")
     fact = Fact(name, None if temperature is None else float(temperature), teacher)

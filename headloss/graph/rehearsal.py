@@ -26,7 +26,7 @@ from headloss.engine.run import Result, run
 from headloss.engine.sweeps import Sweep
 from headloss.facts import CONSTANT, Fact
 from headloss.graph.recipe import Call, Recipe
-from headloss.record import key_of
+from headloss.record import keys_of
 from headloss.rows import Prepared, may_read, prepare
 from headloss.terms import Terms
 from headloss.trace.classify import unwatched
@@ -167,10 +167,9 @@ def _form(recipe: Recipe, terms: Terms | None) -> Form:
     values = [done.result.facts[f] for f in facts]
     softmax, leaves = numbered(done.result.softmax) if not done.sweep.want.only_ids else (None, [])
     metrics = () if loss is None else tuple((n, m.kind, m.per, len(m.parts)) for n, m in loss.metrics.items())
-    several = len({f.teacher for f in facts} - {None}) > 1
     return Form(
         bare(facts),
-        tuple(key_of(f, several) for f in facts),
+        keys_of(facts),
         tuple(x.dtype for x in values),
         tuple(tuple(x.shape[1:]) for x in values),
         () if loss is None else tuple(loss.values),

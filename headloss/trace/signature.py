@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from headloss.facts import FACTS, Fact
 from headloss.options import parameters_of
 from headloss.teachers import COMPARING as COMPARING
+from headloss.teachers import SPARSE
 
 RESERVED = frozenset(
     {
@@ -36,11 +37,17 @@ RESERVED = frozenset(
 # Arguments of a call itself: an input of one of these names could never be passed.
 CALL = (
     "teacher", "targets", "segments", "num_items", "num_segments", "weights", "grad_scale", "host_read", "source",
-    "self",
+    "self", "ids",
 )  # fmt: skip
 
 ONLY = "teacher"  # the name of a teacher that was given without one
+IDS = "ids="  # that of candidates, columns that a call names without a teacher; see `engine.brought`
 TEACHER_INPUTS = ("teacher_ids", "teacher_logprob")  # of a sparse teacher, (rows, K)
+
+
+def passed(teachers: Iterable[str]) -> list[str]:
+    """Those that the caller passed as teachers."""
+    return [x for x in teachers if x != IDS and not x.startswith("targets=")]
 
 
 def targets_of(name: str) -> str:
@@ -115,16 +122,19 @@ def read_signature(
     teacher: str | None = None,
     compared_at: float | None = None,
     inputs: Mapping[str, str] | None = None,
+    ids: str | None = None,
 ) -> Signature:
     """The signature of a loss, metric or row-weight function; `facts` names facts at temperatures of their own.
 
     `compared_at` is the temperature of facts that look at a teacher, where it is not that of the others.  `inputs`
-    gives parameters an input of the call that has another name; such a one is no longer optional.
+    gives parameters an input of the call that has another name; such a one is no longer optional.  `ids` is whose
+    columns facts at ids are, unless the function takes what a sparse teacher says of its own.
     """
     named, taken = dict(facts or {}), dict(inputs or {})
     name = function_name(fn)
     at = temperature if compared_at is None else compared_at
     parameters, options = [], {}
+    ids = teacher if ids is None or not {*TEACHER_INPUTS}.isdisjoint(parameters_of(fn)) else ids
     for p in parameters_of(fn).values():
         if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD):
             stars = "*" if p.kind is p.VAR_POSITIONAL else "**"
@@ -144,11 +154,14 @@ def read_signature(
         elif p.name == "divergence":
             raise TypeError(f"{name}: no loss can ask for 'divergence'; write it as a function of (logp, logq)")
         elif p.name in COMPARING:
-            parameters.append(Parameter(p.name, "fact", optional, Fact(p.name, at, teacher or ONLY)))
+            whose = ids if p.name in SPARSE else teacher
+            parameters.append(Parameter(p.name, "fact", optional, Fact(p.name, at, whose or ONLY)))
         elif p.name in FACTS:
             parameters.append(Parameter(p.name, "fact", optional, Fact(p.name, temperature)))
         elif p.name in TEACHER_INPUTS:
             parameters.append(Parameter(p.name, "input", optional, teacher=teacher or ONLY))
+        elif p.name == "ids" and p.name not in taken:
+            parameters.append(Parameter(p.name, "input", optional, teacher=IDS, takes="teacher_ids"))
         elif p.name in ("segments", "targets") and p.name not in taken:
             parameters.append(Parameter(p.name, p.name, optional))
         elif p.name in CALL and p.name not in taken:
