@@ -184,12 +184,12 @@ def liger(work: Workload) -> Way | None:
 
         return ce
     if work.teacher:
-        distill = LigerFusedLinearJSDLoss(weight_hard_loss=0.0, weight_soft_loss=1.0, beta=0.5, compiled=False)
+        distill = LigerFusedLinearJSDLoss(weight_hard_loss=0.0, weight_soft_loss=1.0, beta=0.5)
         return lambda b: distill(b.hidden, b.weight, b.teacher_hidden, b.teacher_weight, b.targets)
     whole = work.eager is eager_gspo
     clip = SEQUENCE_CLIP if whole else CLIP
     head = LigerFusedLinearGRPOLoss(
-        beta=0.0, use_ref_model=False, epsilon_low=clip, epsilon_high=clip, loss_type="bnpo", compiled=False,
+        beta=0.0, use_ref_model=False, epsilon_low=clip, epsilon_high=clip, loss_type="bnpo",
         importance_sampling_level="sequence" if whole else "token",
     )  # fmt: skip
 
@@ -205,10 +205,40 @@ def liger(work: Workload) -> Way | None:
     return rl
 
 
+def compiled_on_kept_rows(work: Workload) -> Way | None:
+    """What a careful user of torch.compile does by hand: the rows that count alone reach the head."""
+    if not work.ignored:
+        return None
+    nll = torch.compile(lambda b: F.cross_entropy(logits(b), b.targets, reduction="none"), dynamic=False)
+
+    def way(b: Batch) -> Tensor:
+        rows = (b.targets != -100).nonzero()[:, 0]
+        found = nll(b._replace(hidden=b.hidden[rows], targets=b.targets[rows]))
+        if work.eager is eager_sft:
+            return found.mean()
+        return policy(b, found.new_zeros(len(b.targets)).index_copy(0, rows, -found), work.eager is eager_gspo)
+
+    return way
+
+
 def cut_cross_entropy(work: Workload) -> Way | None:
     from cut_cross_entropy import linear_cross_entropy
 
     return (lambda b: linear_cross_entropy(b.hidden, b.weight, b.targets)) if work.eager is eager_sft else None
+
+
+def quack(work: Workload) -> Way | None:
+    """Given the rows that count alone: it would compute the others."""
+    from quack.linear_cross_entropy import chunked_linear_cross_entropy
+
+    if work.eager is not eager_sft:
+        return None
+
+    def way(b: Batch) -> Tensor:
+        rows = (b.targets != -100).nonzero()[:, 0]
+        return chunked_linear_cross_entropy(b.hidden[rows], b.weight, b.targets[rows])
+
+    return way
 
 
 def torch_linear(work: Workload) -> Way | None:
@@ -238,7 +268,8 @@ def trl(work: Workload) -> Way | None:
     return None
 
 
-PEERS = {"Liger": liger, "TRL": trl, "cut-cross-entropy": cut_cross_entropy, "F.linear_cross_entropy": torch_linear}
+PEERS = {"Liger": liger, "TRL": trl, "QuACK": quack, "cut-cross-entropy": cut_cross_entropy}
+PEERS |= {"F.linear_cross_entropy": torch_linear}
 
 
 class Clock:
@@ -361,6 +392,8 @@ def ways_of(work: Workload, compiled: bool, memory: str, slow: bool) -> dict[str
             found[name] = way
     if compiled:
         found["torch.compile"] = torch.compile(work.eager, dynamic=False)
+        if (way := compiled_on_kept_rows(work)) is not None:
+            found["torch.compile, kept rows"] = way
     return found
 
 
