@@ -37,9 +37,9 @@ def check_inputs(
                 if term is not None and name in call.signature.options:
                     made = f"hl.Term({call.signature.name}, {name}=...)"
                     raise TypeError(f"{name}: an option of {label}, which goes into the objective: {made}")
-            asked = ", ".join(dict.fromkeys(known)) or "no inputs"
+            asked = f"; they ask for {', '.join(dict.fromkeys(known)) or 'no inputs'}"
             near = suggest(name, [*known, *reserved])
-            raise TypeError(f"{name}: no loss asks for this input; they ask for {asked}{near}")
+            raise TypeError(f"{name}: no loss asks for this input{near or asked}")
     for label, term, call in everything:
         if term is not None and term in off:
             continue
