@@ -263,7 +263,7 @@ def _products(record: Record) -> Iterator[str]:
         yield f"| {name} | {' | '.join('' if x is None else f'{x:.3f}×' for x in found)} |"
     facts = " | ".join(f"{x['of one product']:.3f}×" for x in shapes)
     yield f"| log-probability and entropy without grad, of one product | {facts} |"
-    yield f"| its MiB beside results | {' | '.join(format(x['facts, MiB beside results'], '.0f') for x in shapes)} |"
+    yield f"| its MiB without results | {' | '.join(format(x['facts, MiB beside results'], '.0f') for x in shapes)} |"
     for name in ("dX", "dW"):
         errors = [f"{x['errors']['ours'][name]:.1e} ({x['errors']['eager'][name]:.1e})" for x in shapes]
         yield f"| error of {name} in cross-entropy (eager's) | {' | '.join(errors)} |"

@@ -1,4 +1,4 @@
-"""What mkdocs needs beside the plain pages: links that leave docs/ find their file, and every fence is one it knows."""
+"""What mkdocs needs besides plain pages: links that leave docs/ find their file, and every fence is one it knows."""
 
 from __future__ import annotations
 

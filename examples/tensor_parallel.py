@@ -1,4 +1,4 @@
-"""A head whose vocabulary is split over ranks, trained beside the same head in one piece.
+"""A head whose vocabulary is split over ranks, trained next to the same head in one piece.
 
     torchrun --nproc-per-node 2 examples/tensor_parallel.py
 

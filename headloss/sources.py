@@ -181,7 +181,7 @@ class Linear:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of rows x vocabulary buffers a row of a chunk costs: its logits, and their gradient if it is a copy.
+        """Bytes of rows x vocabulary buffers per row of a chunk: its logits, and their gradient if it is a copy.
 
         Over a shard two chunks exist at once, one being gathered while the other is made.  The width is one that all
         ranks agree on, for they must walk the same chunks.
@@ -190,9 +190,9 @@ class Linear:
         bytes_ += self.gemm_dtype.itemsize if self.chunk_dtype != self.gemm_dtype else 0
         return bytes_ * padded(self.vocab if self.shard is None else self.shard.even_width)
 
-    def chunk_rows(self, beside: int = 0) -> int:
-        """How many rows a chunk of logits may have, when each costs `beside` bytes more for its teachers."""
-        budget, row_bytes = parse_bytes(self.memory), self.row_bytes + beside
+    def chunk_rows(self, extra: int = 0) -> int:
+        """How many rows a chunk of logits may have, when each costs `extra` bytes more for its teachers."""
+        budget, row_bytes = parse_bytes(self.memory), self.row_bytes + extra
         if row_bytes > budget:
             raise ValueError(
                 f"memory: one row of {self.columns} logits takes {row_bytes} bytes, the budget is {budget}; "
@@ -211,7 +211,7 @@ Source = Logits | Linear
 
 @dataclass(frozen=True, eq=False)
 class Sparse:
-    """A teacher that names K columns a row: ids (..., K), padded with -1, and their log-probabilities (..., K).
+    """A teacher that names K columns per row: ids (..., K), padded with -1, and their log-probabilities (..., K).
 
     Top-K of a served model, sampled tokens, or soft labels: the log-probabilities need not sum to 1, may be -inf, and
     ids may repeat (their probabilities then add up) and come in any order.

@@ -3,7 +3,7 @@
 Dimension key:  N rows   K ids per row   R parts to be merged
 Symbols:        u teacher logits   q = softmax(u / T)   p the student's softmax over the columns that both have
 
-A dense teacher (logits, or hidden and weight) is swept beside the student.  With x = (z - max) / T and
+A dense teacher (logits, or hidden and weight) is swept together with the student.  With x = (z - max) / T and
 y = (u - teacher max) / T, over the columns that student and teacher share:
 
     teacher_cross_entropy   -sum q log p     p_j - q_j
@@ -15,7 +15,7 @@ y = (u - teacher max) / T, over the columns that student and teacher share:
 
 The last needs both softmaxes before its own sum, a second look at the row in the same visit.
 
-A sparse teacher names K columns a row.  Only those and the rest of the vocabulary, the tail, meet the loss:
+A sparse teacher names K columns per row.  Only those and the rest of the vocabulary, the tail, meet the loss:
 
     ids_logprob (N, K)   log p at the ids           1[j = i_k] - p_j
     tail_logprob         log sum_{j not an id} p_j  1[j not an id] e^(s_j - tail lse) - p_j

@@ -22,7 +22,7 @@ from proof.record import command, environment, short, write
 VOCAB, LENGTH, BATCH, D, LAYERS = 512, 32, 16, 64, 2
 Z, BONUS = 1e-4, 1e-3
 OBJECTIVE = hl.Objective(ce=cross_entropy, z=hl.Term(z_loss, weight=Z), h=hl.Term(entropy_bonus, weight=BONUS))
-CHUNK = "300KiB"  # several chunks of logits a step
+CHUNK = "300KiB"  # several chunks of logits per step
 
 
 def batches(steps: int, seed: int) -> list[tuple[Tensor, Tensor]]:

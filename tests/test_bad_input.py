@@ -370,7 +370,7 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ValueError,
         r"advantage: .*'rl' \(grpo\).*segments.spread\(advantage\)",
     ),
-    "one value per segment where gspo wants one a row": (
+    "one value per segment where gspo wants one per row": (
         lambda: SEQ(LINEAR, TARGETS, advantage=torch.randn(S), segments=SEGMENTS),
         ValueError,
         "advantage: .*spread",

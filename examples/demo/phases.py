@@ -57,7 +57,7 @@ class Curves:
         self._steps.append({"loss": float(out.loss.detach()), **{k: float(v) for k, v in out.terms.items()}, **more})
 
     def point(self, step: int, held_out: dict[str, float]) -> None:
-        """The mean of the steps since the last point, beside what was measured on held-out prompts."""
+        """The mean of the steps since the last point, next to what was measured on held-out prompts."""
         means = {k: sum(s[k] for s in self._steps) / len(self._steps) for k in (self._steps[0] if self._steps else ())}
         values = means | self._meter.compute() | {f"held out/{k}": v for k, v in held_out.items()}
         for name, value in values.items():

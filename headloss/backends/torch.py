@@ -2,7 +2,7 @@
 
 Dimension key:  C rows handed in   B rows of a tile   V columns in hand
 
-Both sweeps walk the rows in tiles, so that what they hold beside the logits stays small: on a CPU a tile fits the
+Both sweeps walk the rows in tiles, so that what they hold on top of the logits stays small: on a CPU a tile fits the
 cache, which makes the element-wise steps run at the speed of arithmetic.
 """
 
@@ -218,11 +218,11 @@ def _columns(target_C: Tensor, start: int, V: int) -> tuple[Tensor, Tensor]:
     return column_C.clamp(0, max(0, V - 1)), (column_C >= 0) & (column_C < V)
 
 
-def _tiles(raw_CV: Tensor, beside: int = 1) -> Iterator[slice]:
-    """Runs of rows; with more buffers `beside` them they are shorter, so that all together take no more."""
+def _tiles(raw_CV: Tensor, buffers: int = 1) -> Iterator[slice]:
+    """Runs of rows; with more `buffers` of their size they are shorter, so that all together take no more."""
     here = raw_CV.device.type
-    beside = min(beside, 2) if here in TILE_BYTES else beside  # there, shorter tiles save less than their calls cost
-    row_bytes = max(1, raw_CV.shape[-1]) * max(4, raw_CV.element_size()) * beside
+    buffers = min(buffers, 2) if here in TILE_BYTES else buffers  # there, shorter tiles save less than their calls cost
+    row_bytes = max(1, raw_CV.shape[-1]) * max(4, raw_CV.element_size()) * buffers
     step = max(1, TILE_BYTES.get(here, TILE_BYTES_ELSEWHERE) // row_bytes)
     for i in range(0, max(1, raw_CV.shape[0]), step):  # without rows there is still one tile, of none
         yield slice(i, min(i + step, raw_CV.shape[0]))

@@ -284,7 +284,7 @@ class Run(NamedTuple):
 
 
 class How(NamedTuple):
-    """What a call says beside the arguments that `dense.py` needs."""
+    """What a call says besides the arguments that `dense.py` needs."""
 
     host_read: bool
     prepared: bool

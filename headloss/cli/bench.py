@@ -3,7 +3,7 @@
 Dimension key:  N rows   V vocabulary   D hidden size
 
 A way that gets the numbers wrong has no time: each is first held to float64 on a smaller head, and may lose twice what
-plain PyTorch loses in the same type and a few roundings.  If headloss is wrong, the exit code is 1.  Beside them stand
+plain PyTorch loses in the same type and a few roundings.  If headloss is wrong, the exit code is 1.  Next to them stand
 the head's three matrix products alone, on random numbers.  Times are medians of rounds in which the ways take turns;
 memory is the most held at one time beyond the inputs.
 """

@@ -64,7 +64,7 @@ def command(
         options = ", ".join(f"--{name} {value}" for name, value in assumed.items())
         typer.echo(f"assumed, as nothing was said: {options}")
     typer.echo(f"\n{plan._replace(first_call={})}")  # its seconds are this process's
-    typer.echo(f"in all       {sum(plan.bytes.values()) / 2**30:.2f} GiB beside hidden and weight")
+    typer.echo(f"in all       {sum(plan.bytes.values()) / 2**30:.2f} GiB on top of hidden and weight")
     if ranks > 1:
         typer.echo(f"ranks        each of {ranks} holds {columns(V, ranks)} of {V} columns; memory is one rank's")
     typer.echo(

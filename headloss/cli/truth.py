@@ -63,7 +63,7 @@ class Problem(NamedTuple):
         return self.targets != -100
 
     def inputs(self, fn: Callable[..., Any]) -> dict[str, Tensor]:
-        """Whatever a loss asks for beside facts; log-probabilities are the true ones, a little off."""
+        """Whatever a loss asks for besides facts; log-probabilities are the true ones, a little off."""
         names = [p.name for p in inspect.signature(fn).parameters.values() if p.kind is not p.KEYWORD_ONLY]
         N, S = len(self.targets), self.segments.num_segments
         logp = (self.hidden @ self.weight.T).log_softmax(-1).gather(-1, self.targets.clamp(min=0)[:, None])[:, 0]

@@ -100,12 +100,12 @@ def explain(
     source = arguments.source
     read_because = "" if source.device.type == "cpu" else read_because  # meta tensors stand for those of a GPU
     engine = plan.backend.NAME
-    beside = teacher_bytes(guides, source)
+    extra = teacher_bytes(guides, source)
     terms = tuple(TermPlan(t.name, t.call.signature.name, *t.trace[:2], _taken(t)) for t in plan.terms)
     if isinstance(source, Linear):
-        pieces = len(chunks) if chunks else -(-rows.count // source.chunk_rows(beside))
+        pieces = len(chunks) if chunks else -(-rows.count // source.chunk_rows(extra))
         sizes, grade = (
-            _linear_bytes(source, rows, chunks, pieces, beside),
+            _linear_bytes(source, rows, chunks, pieces, extra),
             _linear_grade(plan, arguments.segments, rows, chunks),
         )
         gemms = 0 if plan.want.only_ids else 3 if chunks is not None else 4 + _looks_across_ranks(plan, source)
@@ -119,7 +119,7 @@ def explain(
             grade = f"in the same pass: logits are read {'twice for a divergence' if again else 'once'}, written once"
         most = most_rows(guides)
         if most is not None:
-            sizes["teachers' logits beside them"] = min(most, rows.count) * beside
+            sizes["teachers' logits"] = min(most, rows.count) * extra
     chunked = chunked_because(plan, source)
     products = "" if engine != "triton" or not isinstance(source, Linear) else f"cuBLAS, chunk by chunk: {chunked}"
     if not chunked:
@@ -218,7 +218,7 @@ def _linear_grade(plan: Plan, segments: Segments | None, rows: Rows, chunks: Seq
 
 
 def _linear_bytes(
-    source: Linear, rows: Rows, chunks: Sequence[Chunk] | None, pieces: int, beside: int
+    source: Linear, rows: Rows, chunks: Sequence[Chunk] | None, pieces: int, extra: int
 ) -> dict[str, int]:
     longest = -(-rows.count // max(1, pieces))
     if chunks:
@@ -226,7 +226,7 @@ def _linear_bytes(
     width, budget = source.hidden.shape[-1] * source.gemm_dtype.itemsize, _size(parse_bytes(source.memory))
     return {
         f"chunk of {longest} rows x {source.columns} (budget {budget})": longest * source.row_bytes,
-        "teachers' logits beside it": longest * beside,
+        "teachers' logits": longest * extra,
         "gradient of hidden": source.hidden.numel()
         * (source.fact_dtype if source.narrow else source.gemm_dtype).itemsize,
         "weight gradient": _weight_grad(source, pieces),

@@ -116,8 +116,8 @@ class LogitsHead:
 class LinearHead:
     """`Linear`, opened: a chunk's raw logits are a GEMM away, and its gradient goes into two more."""
 
-    def __init__(self, source: Linear, beside: int = 0) -> None:
-        self.source, self.beside = source, beside
+    def __init__(self, source: Linear, extra: int = 0) -> None:
+        self.source, self.extra = source, extra
         dtype = source.gemm_dtype
         self.hidden_ND = source.hidden.detach().reshape(-1, source.hidden.shape[-1]).to(dtype)
         self.weight_VD = source.weight.detach()[: source.columns].to(dtype)  # without the rows that pad a vocabulary
@@ -133,7 +133,7 @@ class LinearHead:
 
     def chunks(self, count: int, gathered: bool) -> list[slice]:
         """Equal runs of at most `chunk_rows` of the rows that count."""
-        most = self.source.chunk_rows(self.beside)
+        most = self.source.chunk_rows(self.extra)
         pieces = math.ceil(count / most)
         self.single_chunk, self.longest = pieces == 1, math.ceil(count / max(1, pieces))
         return [slice(count * i // pieces, count * (i + 1) // pieces) for i in range(pieces)]
@@ -165,7 +165,7 @@ class LinearHead:
         return raw_CV
 
     def gather(self, rows: Rows, column_RK: Tensor) -> Tensor:
-        """Some raw logits of each row: K products a row instead of V."""
+        """Some raw logits of each row: K products per row instead of V."""
         out_RK = torch.zeros(column_RK.shape, dtype=self.source.fact_dtype, device=column_RK.device)
         for part, hidden_CD, weight_CKD in self._meetings(rows, column_RK):
             out_RK[part] = torch.einsum("cd,ckd->ck", hidden_CD, weight_CKD)
@@ -286,9 +286,9 @@ def even_parts(weight_VD: Tensor) -> tuple[slice, ...]:
 Head = LogitsHead | LinearHead
 
 
-def open_source(source: Source, beside: int = 0, most: int | None = None) -> Head:
-    """`beside`: the bytes a row of a chunk costs for its teachers.  `most`: rows of a chunk that must be made."""
-    return LogitsHead(source, most) if isinstance(source, Logits) else LinearHead(source, beside)
+def open_source(source: Source, extra: int = 0, most: int | None = None) -> Head:
+    """`extra`: the bytes that teachers cost per row of a chunk.  `most`: rows of a chunk that must be made."""
+    return LogitsHead(source, most) if isinstance(source, Logits) else LinearHead(source, extra)
 
 
 def on_source_device(fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -134,7 +134,7 @@ class DenseTeacherRows:
 
     @property
     def row_bytes(self) -> int:
-        """What a row of a chunk costs: a teacher's logits are made, or copied where rows are passed over.
+        """What each row of a chunk costs: a teacher's logits are made, or copied where rows are passed over.
 
         The width is one that all ranks agree on, for they must walk the same chunks.
         """
@@ -175,7 +175,7 @@ MOST_COMPARED = 512  # of a row's ids, each with all others, in one kernel
 
 
 class SparseTeacherRows:
-    """A sparse teacher: K columns a row, each named once."""
+    """A sparse teacher: K columns per row, each named once."""
 
     row_bytes = 0
 
@@ -256,12 +256,12 @@ def bind_teachers(
 
 
 def teacher_bytes(guides: Mapping[str, TeacherRows], source: Source) -> int:
-    """What a row of a chunk costs for its teachers; over a shard two chunks exist at once."""
+    """What each row of a chunk costs for its teachers; over a shard two chunks exist at once."""
     return sum(guide.row_bytes for guide in guides.values()) * (1 if source.shard is None else 2)
 
 
 def most_rows(guides: Mapping[str, TeacherRows]) -> int | None:
-    """How many rows of the teachers' logits may be made at a time beside logits that exist; None: there are none."""
+    """How many rows of the teachers' logits may be made at a time next to logits that exist; None: there are none."""
     made = [g for g in guides.values() if isinstance(g, DenseTeacherRows) and isinstance(g.teacher, Linear)]
     if not made:
         return None

@@ -50,7 +50,7 @@ def patch(
     """Let the model's head compute `objective` (cross-entropy by default) whenever labels are given.
 
     `memory`, `logits_dtype`, `weight_grad_dtype`, `temperature` are those of `hl.Linear`; `scale` and `softcap` come
-    from the config unless given.  Beside a loss `outputs.logits` is empty and raises when it is used;
+    from the config unless given.  With a loss `outputs.logits` is empty and raises when it is used;
     `eval_logits=True` keeps the logits in evaluation mode, for `compute_metrics`.  Inputs of the losses travel as
     `model(..., headloss=hl.Inputs(...))`, in the shape of the shifted labels; losses and reductions over segments take
     the lines of the batch unless told otherwise.  Something that replaces the model's forward or its head afterwards
@@ -83,7 +83,7 @@ def loss_function(objective: hl.Objective | None = None) -> LogitsLoss:
 
 
 class HeadlossCallback(TrainerCallback):
-    """Logs the objective's metrics beside the Trainer's own, over all micro-batches and ranks since the last time.
+    """Logs the objective's metrics next to the Trainer's own, over all micro-batches and ranks since the last time.
 
     `callbacks=[HeadlossCallback()]` writes to the log history and to what is printed;
     `HeadlossCallback().add_to(trainer)` stands before the reporters, so that they see the metrics too.  A name that
@@ -193,7 +193,7 @@ def _check_no_loss(inputs: object, shifted: object, num_items: object) -> None:
         raise ValueError(f"{name} given without labels, and the model makes no loss without them")
     if num_items is not None:
         raise ValueError(
-            "labels: missing beside num_items_in_batch, so the objective would not be computed; Trainer's "
+            "labels: missing although num_items_in_batch is given, so the objective would not be computed; Trainer's "
             "label_smoothing_factor and compute_loss_func take the labels away: say hl.Term(cross_entropy, "
             "label_smoothing=...) in the objective instead, or unpatch(model)"
         )

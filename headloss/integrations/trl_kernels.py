@@ -193,7 +193,7 @@ def _fused_forward(
 def selective_log_softmax(
     logits: Tensor, index: Tensor, temperature: float = 1.0, row_mask: Tensor | None = None
 ) -> Tensor:
-    """log p at `index`, one a row (several a row stay with TRL's function)."""
+    """log p at `index`, one per row (several per row stay with TRL's function)."""
     if index.ndim == logits.ndim:
         return _NATIVE["selective_log_softmax"](logits, index, temperature, row_mask)
     return selective_log_softmax_and_entropy(logits, index, temperature=temperature, row_mask=row_mask, entropy=False)[

@@ -89,7 +89,7 @@ def per_token(temperature: float | Tensor, labels: Tensor) -> float | Tensor:
     if len(shape) == 2 and tuple(T.shape) in ((shape[0],), (shape[0], 1)):
         return T.reshape(-1, 1).expand(shape).contiguous().to(labels.device)
     raise ValueError(
-        f"temperature: wanted a number, one value per sample or one a token of {shape}, got {tuple(T.shape)}"
+        f"temperature: wanted a number, one value per sample or one per token of {shape}, got {tuple(T.shape)}"
     )
 
 

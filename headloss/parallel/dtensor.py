@@ -98,7 +98,7 @@ def _placements(x: DTensor) -> list[Placement]:
 
 
 def _check_same_ranks(name: str, x: DTensor, shard: VocabShard) -> None:
-    """A DTensor beside an explicit shard: split over the same ranks, or it is something else."""
+    """A DTensor together with an explicit shard: split over the same ranks, or it is something else."""
     ranks = dist.get_process_group_ranks(shard.group)
     dim = x.ndim - 1 if name == "logits" else 0
     if _placements(x) not in ([], [Shard(dim)]) or x.device_mesh.mesh.flatten().tolist() != ranks:

@@ -90,7 +90,7 @@ class Call(NamedTuple):
             shapes = ", ".join(f"{k} {tuple(x.shape)}" for k, x in given.items() if isinstance(x, Tensor))
             error.add_note(
                 f"{self.signature.name} was called with {shapes}; "
-                f"segments.spread(x) makes one value a row of one value per segment"
+                f"segments.spread(x) makes one value per row of one value per segment"
             )
             raise
         name = self.signature.name

@@ -141,7 +141,7 @@ def test_frozen(frozen: tuple[str, ...], terms: dict[str, Any]) -> None:
 
 
 def test_inputs_that_require_grad() -> None:
-    """One value per row, one a segment, and a scalar: each gets its gradient."""
+    """One value per row, one per segment, and a scalar: each gets its gradient."""
 
     def loss(logprob, advantage, reward, temperature_like, segments):
         return -(advantage + segments.spread(reward)) * logprob * temperature_like

@@ -125,7 +125,7 @@ def test_a_plan_needs_no_numbers() -> None:
     teachers = {"a": hl.Linear(meta(N, D), meta(V, D)), "b": hl.Sparse(IDS.to("meta"), LOGPROBS.to("meta"))}
     objective = hl.Objective(a=hl.Term(jsd, teacher="a"), b=hl.Term(jsd, teacher="b"))
     plan = objective.explain(hl.Linear(meta(N, D), meta(V, D)), TARGETS.to("meta"), teacher=teachers)
-    assert plan.gemms == 3 and plan.teacher_gemms == 1 and plan.bytes["teachers' logits beside it"] == N * V * 4
+    assert plan.gemms == 3 and plan.teacher_gemms == 1 and plan.bytes["teachers' logits"] == N * V * 4
 
 
 def test_probabilities_in_place_of_their_logarithms() -> None:

@@ -121,7 +121,7 @@ def test_liger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("option", ["label_smoothing_factor", "compute_loss_func"])
 def test_labels_that_the_trainer_takes_away(option: str, tmp_path: Path) -> None:
     value = 0.1 if option == "label_smoothing_factor" else lambda outputs, labels, **_: outputs.logits.sum()
-    with pytest.raises(ValueError, match=rf"labels: missing beside num_items_in_batch.*{option}"):
+    with pytest.raises(ValueError, match=rf"labels: missing although num_items_in_batch is given.*{option}"):
         trainer(patch(tiny.model("llama"), Z), tmp_path, **{option: value}).train()
 
 
