@@ -7,12 +7,20 @@ Fast-LLM is on no package index, so its formulas stand in for it.  They and the 
 
 from __future__ import annotations
 
+import importlib
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
+import stand_in_fast_llm as fast_llm
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import logsigmoid
+
+sys.path.append(str(Path(__file__).parent.parent / "ranks"))
+from spawn import Ranks
 
 from headloss.integrations.fast_llm import FastLLMLosses
 
@@ -90,6 +98,7 @@ BLOCKS: dict[str, dict[str, dict[str, Any]]] = {
         "rl": {"type": "gspo", "logits_scale_factor": 1.25},
         "token": {"type": "grpo", "logits_scale_factor": 1.25, "temperature": 0.9},
     },
+    "tokens": {"ce": {"type": "label"}, "kd": {"type": "distillation"}, "rl": {"type": "grpo", "epsilon_low": 0.1}},
     "all": {
         "ce": {"type": "label", "weight": 0.3},
         "z": {"type": "z_loss", "weight": 1e-3},
@@ -227,3 +236,135 @@ def test_the_entropy_is_the_loss_own() -> None:
 def test_the_older_spelling_of_gspo() -> None:
     head = FastLLMLosses({"rl": {"type": "grpo", "policy_loss": "gspo", "compute_extra_metrics": True}})
     assert head.blocks["rl"] == {"type": "gspo", "metrics": "few"}
+
+
+# In Fast-LLM's head ---------------------------------------------------------------------------------------------------
+
+D = 5
+
+
+def plugin() -> Any:
+    fast_llm.install()
+    return importlib.import_module("headloss.integrations.fast_llm_plugin")
+
+
+def problem() -> tuple[Tensor, Tensor, dict[str, Any]]:
+    """Hidden states, a weight, and keyword inputs as Fast-LLM's data gives them: one for each prediction distance."""
+    _, kw = keywords()
+    random = torch.Generator().manual_seed(2)
+    hidden, weight = (torch.randn(n, D, generator=random, dtype=torch.float64) for n in (N, V))
+    kw["labels"] = kw["labels"].masked_fill(kw["labels"] < 0, -100)
+    kw |= {"loss_mask": kw["labels"] >= 0, "reward": kw["advantages"] / 2, "documents_seen": 100}
+    kw["model_version"] = 3 * kw["global_document_index_q"]
+    listed = ("labels", "loss_mask", "advantages", "old_log_probabilities", "label_counts", "reward", "model_version")
+    later = {"labels": kw["labels"].roll(1), "advantages": kw["advantages"].flip(0)}
+    kw |= {key: [kw[key], later.get(key, kw[key])] for key in listed}
+    kw["loss_mask"][1] = kw["labels"][1] >= 0
+    return hidden, weight, {**kw, "num_labels_in_batch": [20, 23]}
+
+
+def of_distance(kw: dict[str, Any], distance: int) -> dict[str, Any]:
+    return {key: x[distance - 1] if isinstance(x, list) else x for key, x in kw.items()}
+
+
+def truth(block: Any, hidden: Tensor, weight: Tensor, kw: dict[str, Any], factor: float) -> tuple[Tensor, Any]:
+    leaves = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+    own = lambda b: {k: x for k, x in b.items() if k != "type"}
+    values = {n: value(b["type"], leaves[0] @ leaves[1].T, kw, **own(b)) for n, b in block.items()}
+    total = factor * sum(b.get("weight", 1.0) * values[n] for n, b in block.items())
+    return total.detach(), (torch.autograd.grad(3.0 * total, leaves), values)
+
+
+HEADS: dict[str, tuple[str, dict[str, Any]]] = {
+    "label": ("label", {}),
+    "all": ("all", {}),
+    "splits": ("tokens", {"splits": 2}),
+    "second": ("tokens", {"distance": 2, "heads": 2, "coefficient": 0.5}),
+}
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_two_steps_of_fast_llms_head(name: str) -> None:
+    """`type: headloss` among its losses: what its head finds is what its own losses would."""
+    plugin()
+    which, options = HEADS[name]
+    block, (hidden, weight, kw) = BLOCKS[which], problem()
+    head = fast_llm.LMHead(
+        {"ours": {"type": "headloss", "losses": block}}, weight.clone(), scale=MODEL_SCALE, **options
+    )
+    mine = of_distance(kw, options.get("distance", 1))
+    for _ in range(2):
+        wanted, (grads, values) = truth(block, hidden, weight, mine, options.get("coefficient", 1.0))
+        total, grad, logged = head.step(hidden, kw)
+        torch.testing.assert_close(total, wanted)
+        torch.testing.assert_close((grad, head.output_weights.grad), grads)
+        for key, x in values.items() if len(block) > 1 else ():
+            torch.testing.assert_close(sum(logged[head.full(key)]), x.detach())
+        hidden, weight = hidden - 0.1 * grads[0], weight - 0.1 * grads[1]
+        head.output_weights.data -= 0.1 * head.output_weights.grad
+    names = {definition.name for definition in head.get_loss_definitions()}
+    assert set(logged) == names - {head.full("lm_head_loss")}
+    assert ("ce" in names) == (name in ("all", "splits"))  # alone it is the total
+    for d in head.get_loss_definitions():
+        assert d.reduction == ("maximum" if "_max_" in d.name else "minimum" if "_min_" in d.name else "sum"), d
+
+
+def test_a_loss_tells_fast_llm_what_it_needs() -> None:
+    plugin()
+    head = fast_llm.LMHead({"all": {"type": "headloss", "losses": BLOCKS["all"]}}, torch.zeros(V, D))
+    assert head.get_preprocessing_config() == {
+        "return_prediction_mask": True, "use_grpo_data": True, "return_label_counts": True,
+        "return_document_index": True,
+    }  # fmt: skip
+    assert head.losses[0].config.get_reference_models() == {"teacher"}
+    few = fast_llm.LMHead({"all": {"type": "headloss", "losses": {"ce": {"type": "label"}}}}, torch.zeros(V, D))
+    assert few.get_preprocessing_config() == {} and len(few.get_loss_definitions()) == 1
+    with pytest.raises(ValueError, match="losses: headloss needs at least one"):
+        fast_llm.LMHead({"all": {"type": "headloss", "losses": {}}}, torch.zeros(V, D))
+    with pytest.raises(ValueError, match="num_splits: gspo needs all rows"):
+        fast_llm.LMHead({"all": {"type": "headloss", "losses": BLOCKS["gspo"]}}, torch.zeros(V, D), splits=2)
+    piped = fast_llm.DistributedConfig(pipeline_parallel=2)
+    quiet = fast_llm.LMHead({"all": {"type": "headloss", "losses": {"rl": {"type": "grpo"}}}}, torch.zeros(V, D), piped)
+    assert [d.name for d in quiet.get_loss_definitions()] == ["lm_head_loss", "rl_new_logprobs"]
+    level = {"rl": {"type": "grpo", "metrics": "basic"}}
+    with pytest.raises(ValueError, match=r"losses\.rl\.metrics: not with pipeline_parallel > 1"):
+        fast_llm.LMHead({"all": {"type": "headloss", "losses": level}}, torch.zeros(V, D), piped)
+
+
+def over_ranks(vocab_parallel: bool) -> None:
+    """The vocabulary in shards, or the rows: totals, gradients and what is logged as on one rank."""
+    plugin()
+    block = {"ours": {"type": "headloss", "losses": BLOCKS["all"]}}
+    hidden, weight, kw = problem()
+    left = kw["reference_teacher_hidden_states"]
+    weight = torch.nn.functional.pad(weight, (0, 0, 0, 1))  # Fast-LLM's shards are of one width
+    teacher = torch.nn.functional.pad(left["head.logits"], (0, 1))
+    whole = lambda x: {**kw, "reference_teacher_hidden_states": {**left, "head.logits": x}}
+    wanted, grad, logged = fast_llm.LMHead(block, weight.clone(), scale=MODEL_SCALE).step(hidden, whole(teacher))
+    rank, half = dist.get_rank(), N // 2
+    parallel = fast_llm.DistributedConfig(fast_llm.Dim(2, rank, "not yet"), sequence_tensor_parallel=not vocab_parallel)
+    mine = weight.chunk(2)[rank] if vocab_parallel else weight
+    head = fast_llm.LMHead(block, mine.clone(), parallel, scale=MODEL_SCALE, vocab_parallel=vocab_parallel)
+    parallel.tensor._group = dist.group.WORLD
+    if vocab_parallel:
+        total, found, numbers = head.step(hidden, whole(teacher.chunk(2, -1)[rank].contiguous()))
+        dist.all_reduce(found)
+    else:
+        rows = slice(half * rank, half * (rank + 1))
+        total, found, numbers = head.step(hidden[rows], whole(teacher[rows]))
+        grad = grad[rows]
+        dist.all_reduce(total)
+    torch.testing.assert_close(total, wanted)
+    torch.testing.assert_close(found, grad)
+    assert set(numbers) == set(logged)
+    for name, x in logged.items():
+        torch.testing.assert_close(numbers[name][0], x[0], msg=lambda m: f"{name}: {m}")
+
+
+def test_over_two_ranks() -> None:
+    ranks = Ranks(2)
+    try:
+        for vocab_parallel in (True, False):
+            ranks.run(over_ranks, vocab_parallel)
+    finally:
+        ranks.stop()
