@@ -12,7 +12,7 @@ from headloss.engine.layout import PerRow, PerSegment, Whole
 from headloss.labels import shift_labels
 from headloss.metrics import Meter, Metric
 from headloss.module import FusedLMHead, Inputs
-from headloss.objective import Objective, row_facts
+from headloss.objective import Objective, row_facts, topk
 from headloss.parallel.shard import VocabShard
 from headloss.record import Facts, Grads, Output
 from headloss.reductions import count
@@ -62,5 +62,6 @@ __all__ = [
     "prepare",
     "row_facts",
     "shift_labels",
+    "topk",
     "verify",
 ]

@@ -163,6 +163,19 @@ def _over_ids_alone(fn: Callable[..., Any]) -> Callable[..., Any]:
     return loss
 
 
+def top_loss(fn: Callable[..., Any], tail: str) -> Callable[..., Any]:
+    """The same divergence over the student's likeliest columns, where a dense teacher is read too."""
+
+    def loss(top_logprob, teacher_top_logprob, **options):  # type: ignore[no-untyped-def]
+        masses = {"student_mass": top_logprob.exp().sum(-1), "teacher_mass": teacher_top_logprob.exp().sum(-1)}
+        logp, logq = top_logprob.clamp(min=FLOOR), teacher_top_logprob
+        if tail == "renormalise":
+            logp, logq = logp.log_softmax(-1).clamp(min=FLOOR), logq.log_softmax(-1).clamp(min=FLOOR)
+        return fn(logp, logq, **options).sum(-1), masses
+
+    return _with_options(loss, fn)
+
+
 def _with_options(loss: Callable[..., Any], fn: Callable[..., Any]) -> Callable[..., Any]:
     """`loss`, whose **options are those of `fn` and are said to be."""
     own = [p for p in parameters_of(loss).values() if p.kind is not p.VAR_KEYWORD]

@@ -40,7 +40,7 @@ from torch import Tensor
 
 from headloss.rule import Pull as Pull
 from headloss.rule import Rule, summed
-from headloss.teachers import COMPARING, TeacherPartial, TeacherSoftmax, Temperature, finish_teacher, merge_teacher
+from headloss.teachers import COMPARING, TOP, TeacherPartial, TeacherSoftmax, Temperature, finish_teacher, merge_teacher
 from headloss.teachers import FLOOR as FLOOR
 
 # The table.  Values are made of the fields of `Partial` and `Moments`, and T, log_S, vocab; see `rule.Rule`.
@@ -101,6 +101,7 @@ class Want:
     """Which facts a sweep is asked for; what is not asked for is not computed."""
 
     def __init__(self, facts: Sequence[Fact]) -> None:
+        facts = [*facts, *(f._replace(name="top_ids") for f in facts if f.name in TOP)]  # which every pull needs
         order, table = {f: i for i, f in enumerate(dict.fromkeys(facts))}, list(FACTS)
         self.facts = tuple(sorted(order, key=lambda f: (table.index(f.name), f.temperature or 0.0, order[f])))
         self.temperatures = tuple(dict.fromkeys(f.temperature for f in self.facts))

@@ -36,7 +36,7 @@ from headloss.late import check_pending
 from headloss.record import Facts, Output
 from headloss.rows import Prepared, may_read, prepare
 from headloss.segments import Segments
-from headloss.sources import Source, Teacher
+from headloss.sources import Source, Sparse, Teacher
 from headloss.term import Term
 from headloss.terms import Terms
 
@@ -217,6 +217,7 @@ def row_facts(
     *,
     teacher: Teacher | Mapping[str, Teacher] | None = None,
     ids: Tensor | None = None,
+    top: int | None = None,
     backend: str = "auto",
     host_read: bool = True,
 ) -> Facts:
@@ -224,19 +225,20 @@ def row_facts(
 
     `want` has names, or (name, temperature); with several teachers, (name, temperature or None, teacher's name).
     `ids`: (rows, K) columns of each row, -1 for none, whose `ids_logprob` and `ids_logit` can be asked for.
+    `top`: how many of its likeliest columns `top_ids` and `top_logprob` are, (rows, K).
 
     >>> facts = hl.row_facts(hl.Logits(logits), targets, want=("logprob", "entropy"))
     >>> (-facts.logprob.mean() - 0.01 * facts.entropy.mean()).backward()
     """
     teacher = with_candidates(teacher, ids, source)
-    if graph.wanted(source, teacher):
+    if top is None and graph.wanted(source, teacher):
         options = CallOptions(host_read=host_read)
         found, constants = describe(
             CallArguments(source, targets, None, teacher, options, {})
         )  # torch 2.8 wraps a dict
         asked = (want,) if isinstance(want, str) else tuple(x if isinstance(x, str) else tuple(x) for x in want)
         return graph.read_facts(_labels(constants, asked, backend, host_read), found)
-    return _row_facts(source, targets, want, teacher, backend, host_read)
+    return _row_facts(source, targets, want, teacher, backend, host_read, top)
 
 
 def _labels(constants: tuple[Any, ...], want: tuple[Any, ...], backend: str, host_read: bool) -> graph.Labels:
@@ -247,10 +249,13 @@ _labels._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @graph.uncompiled
-def _row_facts(source: Source, targets: Any, want: Any, teacher: Any, backend: str, host_read: bool) -> Facts:
+def _row_facts(
+    source: Source, targets: Any, want: Any, teacher: Any, backend: str, host_read: bool, top: int | None
+) -> Facts:
     check_pending()
     refuse_transforms(CallArguments(source, targets, None, teacher))
-    sweep = facts_sweep(plain_source(source), targets, want, teacher, backend, may_read(host_read, source.device))
+    reads = may_read(host_read, source.device)
+    sweep = facts_sweep(plain_source(source), targets, want, teacher, backend, reads, top)
     needs = tuple(x.requires_grad and torch.is_grad_enabled() for x in sweep.source.tensors)
     facts: Sequence[Tensor]
     if any(needs):
@@ -260,6 +265,16 @@ def _row_facts(source: Source, targets: Any, want: Any, teacher: Any, backend: s
             result = run(sweep, None, needs)
             facts = [result.facts[f] for f in sweep.want.facts]
     return facts_of(sweep.rows, sweep.want, facts)
+
+
+def topk(source: Source, k: int, *, backend: str = "auto") -> Sparse:
+    """The k likeliest columns of each row, the likeliest first, and their log-probabilities; without grad.
+
+    >>> teacher = hl.topk(hl.Linear(hidden, weight), 64)        # to store, to send, or to compare with
+    """
+    with torch.no_grad():
+        facts = row_facts(source, want=("top_ids", "top_logprob"), top=k, backend=backend)
+    return Sparse(facts.top_ids, facts.top_logprob)
 
 
 def _made(

@@ -22,6 +22,12 @@ A sparse teacher names K columns per row.  Only those and the rest of the vocabu
     ids_logit (N, K)     s at the ids               1[j = i_k]: no softmax at all
     topk_overlap         which fraction of the ids is among as many likeliest columns: a metric
 
+The K likeliest columns of a row are found by the sweep itself, ties broken by the lower column:
+
+    top_ids (N, K)               the columns, the likeliest first   none
+    top_logprob (N, K)           log p there                        1[j = i_k] - p_j
+    teacher_top_logprob (N, K)   a dense teacher's log q there      none: a constant of the student
+
 The tail has a maximum of its own, and its pull is written from e^(s_j - tail lse): 1 - sum p would die in float32.
 """
 
@@ -62,6 +68,13 @@ class SparseChunk(NamedTuple):
         return (self.ids_CK.sort(-1).values if self.sorted_CK is None else self.sorted_CK).contiguous()
 
 
+class TopChunk(NamedTuple):
+    """How many of its likeliest columns are wanted of each row, and a teacher's logits to be read there."""
+
+    k: int
+    of: DenseChunk | None = None
+
+
 TeacherChunk = DenseChunk | SparseChunk
 
 
@@ -82,11 +95,21 @@ class DensePartial(NamedTuple):
     meetings: tuple[Meeting, ...]  # one per temperature
 
 
+class Theirs(NamedTuple):
+    """What a dense teacher says at the student's likeliest columns."""
+
+    max: Tensor  # (N,) the teacher's
+    at: tuple[Tensor, ...]  # (N, K) (u - max) / T at the columns, one per temperature
+    sums: tuple[Tensor, ...]  # (N,) sum e^((u - max) / T)
+
+
 class SparsePartial(NamedTuple):
     ids: Tensor  # (N, K) z at the ids - max, -inf for an id that is not in this part
     tail_max: Tensor | None  # (N,)
     tails: tuple[Tensor, ...]  # (N,) sum over the tail of e^((z - tail_max) / T), one per temperature
     top: Tensor | None  # (N, K) the largest z - max
+    columns: Tensor | None = None  # (N, K) which these are, in the whole vocabulary, where `ids` are the largest
+    theirs: Theirs | None = None
 
 
 TeacherPartial = DensePartial | SparsePartial
@@ -177,7 +200,15 @@ SPARSE: dict[str, Rule] = {
     ),
     "topk_overlap": Rule(_overlap),
 }
-COMPARING = DENSE | SPARSE
+# Of the same, and of their_log_sum.
+TOP: dict[str, Rule] = {
+    "top_ids": Rule(lambda columns: columns.long(), moves=False, kept=True),
+    "top_logprob": SPARSE["ids_logprob"],
+    "teacher_top_logprob": Rule(
+        lambda their_at, their_log_sum: (their_at - their_log_sum.unsqueeze(-1)).clamp(min=FLOOR), moves=False
+    ),
+}
+COMPARING = DENSE | SPARSE | TOP
 
 
 def merge_teacher(parts: TeacherPartial, shift: Tensor, pairs: Pairs) -> TeacherPartial:
@@ -214,7 +245,29 @@ def _merge_sparse(parts: SparsePartial, shift: Tensor, pairs: Pairs) -> SparsePa
     if parts.top is not None:
         everyone = (parts.top + shift[..., None]).movedim(0, 1).flatten(1)
         top = everyone.topk(parts.top.shape[-1], -1).values
+    if parts.columns is not None:
+        everyone, columns = (x.movedim(0, 1).flatten(1) for x in (parts.ids + shift[..., None], parts.columns))
+        chosen = largest(everyone, columns, parts.columns.shape[-1])
+        theirs = None if parts.theirs is None else _merge_theirs(parts.theirs, chosen, pairs)
+        return SparsePartial(everyone.gather(-1, chosen), None, (), None, columns.gather(-1, chosen), theirs)
     return SparsePartial((parts.ids + shift[..., None]).amax(0), tail_max, tails, top)
+
+
+def largest(values_NM: Tensor, columns_NM: Tensor, k: int) -> Tensor:
+    """(N, k) where the k largest stand, in their order; of equals, the lower column first."""
+    by_column_NM = columns_NM.argsort(-1)
+    by_value_NM = values_NM.gather(-1, by_column_NM).argsort(dim=-1, descending=True, stable=True)
+    return by_column_NM.gather(-1, by_value_NM[:, :k])
+
+
+def _merge_theirs(parts: Theirs, chosen: Tensor, pairs: Pairs) -> Theirs:
+    best = parts.max.amax(0)
+    moved, at, sums = _moved(parts.max, best), [], []
+    for at_RNK, S_RN, (_, T) in zip(parts.at, parts.sums, pairs, strict=True):
+        d_RN = (moved / T).clamp(min=FLOOR)
+        at.append((at_RNK + d_RN[..., None]).movedim(0, 1).flatten(1).gather(-1, chosen))
+        sums.append((d_RN.exp() * S_RN).sum(0))
+    return Theirs(best, tuple(at), tuple(sums))
 
 
 def _moved(maxima: Tensor, best: Tensor) -> Tensor:
@@ -249,12 +302,15 @@ def _finish_sparse(
     student: Mapping[float | None, tuple[Temperature, Tensor]],
 ) -> tuple[dict[Any, Tensor], TeacherSoftmax]:
     tail_log_sums = tuple(_positive(S).log() for S in partial.tails)
-    values = {}
+    values, theirs = {}, partial.theirs
     for fact in asked:
         T, log_S = student[fact.temperature]
-        tail = tail_log_sums[temperatures.index(fact.temperature)] if tail_log_sums else None
+        i = temperatures.index(fact.temperature)
+        tail = tail_log_sums[i] if tail_log_sums else None
         row = {**partial._asdict(), "max": max_N, "T": T, "log_S": log_S, "tail_log_sum": tail}
-        values[fact] = SPARSE[fact.name].value(row)
+        if theirs is not None:
+            row |= {"their_at": theirs.at[i], "their_log_sum": _positive(theirs.sums[i]).log()}
+        values[fact] = (SPARSE | TOP)[fact.name].value(row)
     tail_max = partial.tail_max
     if tail_max is not None:
         tail_max = tail_max.masked_fill(tail_max == -math.inf, 0.0)

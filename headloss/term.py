@@ -8,12 +8,13 @@ from typing import Any
 
 from torch import Tensor
 
-from headloss.divergence import TAILS, Element, is_divergence, sparse_loss, summed
+from headloss.divergence import TAILS, Element, is_divergence, sparse_loss, summed, top_loss
 from headloss.facts import FACTS, NEEDS_TARGET, Fact
 from headloss.options import check_option, is_number, parameters_of, shown
 from headloss.reductions import NEEDS_SEGMENTS, REDUCTIONS
 from headloss.sources import Sparse, Teacher, is_symbol
-from headloss.teachers import SPARSE
+from headloss.teachers import SPARSE, TOP
+from headloss.top import check_top
 from headloss.trace.call import Call, RowWeight
 from headloss.trace.reads import ours, reads
 from headloss.trace.signature import (
@@ -28,6 +29,7 @@ from headloss.trace.signature import (
     read_signature,
     suggest,
     targets_of,
+    top_of,
 )
 
 RowWeights = str | Callable[..., Any] | Sequence[str | Callable[..., Any]] | None
@@ -49,6 +51,8 @@ class Term:
                  each row is picked in the same sweep.  Such a row has weight 0 here
     teacher      the name of the teacher this term looks at, where there are several
     tail         of a divergence with a sparse teacher: "bucket", "none" or "renormalise"
+    top          how many of its likeliest columns `top_ids` and `top_logprob` are of each row; a divergence is then
+                 summed over those alone, tail="none" or "renormalise", and reads a dense teacher there
     pure         True: `fn` and `row_weight` read nothing that changes, so they may be traced whatever they read
     options      the keyword-only parameters of `fn`
 
@@ -66,6 +70,7 @@ class Term:
     targets: str | None
     teacher: str | None
     tail: str
+    top: int | None
     pure: bool
     options: Mapping[str, Any]
     needs_segments: bool  # cannot do without them, for its loss's or its reduction's sake
@@ -73,7 +78,8 @@ class Term:
     _foreign_divergence: bool
     __slots__ = (
         "_calls", "_foreign_divergence", "facts", "fn", "inputs", "length", "needs_segments", "options", "pure",
-        "reduction", "row_weight", "tail", "targets", "teacher", "temperature", "weight",
+        "reduction", "row_weight", "tail", "targets", "teacher", "temperature",
+        "top", "weight",
     )  # fmt: skip
 
     def __init__(
@@ -90,6 +96,7 @@ class Term:
         targets: str | None = None,
         teacher: str | None = None,
         tail: str = "bucket",
+        top: int | None = None,
         pure: bool = False,
         **options: Any,
     ) -> None:
@@ -128,6 +135,10 @@ class Term:
             raise ValueError(f"tail: wanted one of {', '.join(TAILS)}, got {shown(tail)}{suggest(str(tail), TAILS)}")
         if tail != "bucket" and not is_divergence(fn):
             raise ValueError(f"tail: {function_name(fn)} is no divergence of (logp, logq), and has no tail to treat")
+        if top is not None:
+            check_top(top)
+            if is_divergence(fn) and tail == "bucket":
+                raise ValueError('tail: with top=, what a divergence leaves out is no outcome: "none" or "renormalise"')
         if not isinstance(pure, bool):
             raise TypeError(f"pure: wanted True or False, got {type(pure).__name__}")
         object.__setattr__(self, "_calls", {})
@@ -135,7 +146,7 @@ class Term:
             ("fn", fn), ("weight", weight), ("reduction", reduction), ("length", length), ("row_weight", row_weight),
             ("temperature", temperature), ("facts", MappingProxyType(_check_facts(facts))),
             ("inputs", MappingProxyType(_check_taken(inputs))), ("targets", targets), ("teacher", teacher),
-            ("tail", tail), ("pure", pure),
+            ("tail", tail), ("top", top), ("pure", pure),
         ):  # fmt: skip
             object.__setattr__(self, name, said)
         object.__setattr__(self, "options", MappingProxyType(_check_options(fn, options)))
@@ -192,12 +203,13 @@ class Term:
             name: Fact(
                 fact,
                 None if temperature == source_temperature and fact not in COMPARING else temperature,
-                (ids if fact in SPARSE else teacher) if fact in COMPARING else None,
+                self._looks_at(fact, teacher, ids),
             )
             for name, (fact, temperature) in self.facts.items()
         }
+        whose: dict[str, Any] = {"teacher": teacher, "ids": ids, "top": self.top}
         weighed = tuple(
-            RowWeight(w, self._read(w, {}, {}, temperature=T, teacher=teacher, ids=ids) if callable(w) else None)
+            RowWeight(w, self._read(w, {}, {}, temperature=T, **whose) if callable(w) else None)
             for w in self.row_weights
         )
         if self.targets is not None:
@@ -207,7 +219,9 @@ class Term:
         if is_divergence(fn):
             if self.inputs:
                 raise TypeError(f"inputs: {function_name(fn)} is a divergence of (logp, logq), and takes no inputs")
-            if sparse:
+            if self.top is not None:
+                fn = top_loss(fn, self.tail)
+            elif sparse:
                 fn = sparse_loss(fn, self.tail)
             elif hasattr(fn, "one_pass") and not hasattr(fn, "__wrapped__"):  # a decorator copies attributes
                 fn = fn.one_pass
@@ -215,10 +229,17 @@ class Term:
                 fact = Fact("divergence", self.temperature, teacher, Element(fn, self.options, self.pure))
                 signature = read_signature(summed, facts={"divergence": fact})._replace(name=function_name(fn))
                 return Call(summed, signature, {}, weighed, self.pure)
-        how = {"temperature": T, "teacher": teacher, "compared_at": self.temperature, "ids": ids}
-        signature = self._read(fn, own, self.inputs, **how)
+        signature = self._read(fn, own, self.inputs, temperature=T, compared_at=self.temperature, **whose)
         named = signature._replace(name=function_name(self.fn))
         return Call(fn, named, self.options, weighed, self.pure)
+
+    def _looks_at(self, fact: str, teacher: str, ids: str) -> str | None:
+        """Whose columns a fact is read at."""
+        if fact in TOP:
+            if self.top is None:
+                raise TypeError(f"facts: {fact!r} is of a number of columns; say how many, hl.Term(..., top=K)")
+            return top_of(self.top, teacher if "teacher_top_logprob" in (fact, *parameters_of(self.fn)) else None)
+        return (ids if fact in SPARSE else teacher) if fact in COMPARING else None
 
     def _read(self, fn: Callable[..., Any], facts: Mapping[str, Fact], inputs: Mapping[str, str], **more: Any) -> Any:
         """Its signature, with the facts of this term's own targets."""

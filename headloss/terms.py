@@ -20,7 +20,7 @@ class Terms:
     terms: Mapping[str, Term]
     metrics: tuple[tuple[str, Call], ...]
     backend: str
-    brings: bool  # whether some term has targets of its own; see `engine.brought`
+    brings: bool  # whether some term has targets or columns of its own; see `engine.brought`
     names: tuple[str, ...]  # of the terms
     every_term: tuple[Term, ...]  # and those that metrics are made of
     plans: Any  # of earlier calls; see `engine.lookup.Plans`
@@ -33,10 +33,11 @@ class Terms:
         checked = MappingProxyType({name: as_term(name, x) for name, x in terms.items()})
         calls = tuple(read_metrics(metrics))
         check_names(terms, [name for name, _ in calls])
-        measured = (call.fn for _, call in calls if isinstance(call.fn, Term))
+        functions: list[object] = [call.fn for _, call in calls]
+        every = tuple(x for x in (*checked.values(), *functions) if isinstance(x, Term))
         self._set(
             asked=metrics, terms=checked, metrics=calls, backend=backend, names=tuple(checked),
-            every_term=(*checked.values(), *measured), plans=None, brings=any(t.targets for t in checked.values()),
+            every_term=every, plans=None, brings=any(t.targets or t.top for t in every),
         )  # fmt: skip
 
     def on(self, backend: str) -> Terms:

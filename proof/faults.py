@@ -46,6 +46,7 @@ MORE = ("tests/trust/test_more_forms.py",)
 SHAPE = ("tests/test_shape_of_code.py",)
 OFF, TRL = ("tests/integrations/test_never_off.py",), ("tests/integrations/test_trl.py",)
 MESSAGES, REAL = ("tests/test_messages.py",), ("tests/integrations/test_real_trainers.py",)
+TOP = ("tests/test_top.py",)
 CANDIDATES = ("tests/test_candidates.py",)
 OWN_TARGETS = ("tests/test_term_targets.py",)
 EXTREMES = ("tests/test_segment_extremes.py",)
@@ -425,6 +426,13 @@ FAULTS = [
     Fault("losses/forward_kl.py", "return logq.exp() * (logq - logp)", "return logp.exp() * (logq - logp)", "forward_kl: weighted by the student"),
     Fault("losses/tvd.py", ".abs() / 2", ".abs()", "tvd: a factor of 2"),
     Fault("engine/brought.py", "inputs[counts_of(name)] = x != IGNORE", "inputs[counts_of(name)] = x != IGNORE - 1", "rows without a target of the term's own count in it", OWN_TARGETS),
+    Fault("teachers.py", "by_column_NM = columns_NM.argsort(-1)", "by_column_NM = columns_NM.argsort(-1, descending=True)", "over shards, equal logits go to the higher column", TOP),
+    Fault("teachers.py", "at.append((at_RNK + d_RN[..., None])", "at.append((at_RNK + 0 * d_RN[..., None])", "a shard's own maximum stays in what a teacher says at the top", TOP),
+    Fault("backends/torch_teachers.py", "equal_BV.cumsum(-1) <= room_B1", "equal_BV.cumsum(-1) > equal_BV.sum(-1, keepdim=True) - room_B1", "equal logits go to the higher column", TOP),
+    Fault("backends/torch_teachers.py", "(column_BK + start).to(self.dtype)", "column_BK.to(self.dtype)", "a shard names its likeliest columns as if it were the first", TOP),
+    Fault("backends/triton/kernels/top.py", "(equals + before < room)", "(equals + before <= room)", "a row of equal logits has one too many at the top", TOP),
+    Fault("backends/triton/kernels/top.py", ">= k\n        low = tl.where(reached, middle, low)\n        high = tl.where(reached, high, middle)\n    values", ">= 1\n        low = tl.where(reached, middle, low)\n        high = tl.where(reached, high, middle)\n    values", "the likeliest columns are fewer than wanted", TOP),
+    Fault("engine/sweeps.py", 'SparseChunk(found[name]) if isinstance(x, TopChunk)', 'SparseChunk(found[name].flip(-1)) if isinstance(x, TopChunk)', "the pull of the likeliest column goes to the last", TOP),
     Fault("engine/brought.py", "        if repeated:\n", "        if False:\n", "a column that candidates name twice is let pass", CANDIDATES),
     Fault("trace/signature.py", "whose = ids if p.name in SPARSE else teacher", "whose = teacher", "candidates are looked for at the teacher", CANDIDATES),
     Fault("record.py", "(several or (alike and fact.element is None))", "several", "candidates hide a sparse teacher's fact of the same name", CANDIDATES),

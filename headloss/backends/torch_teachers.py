@@ -27,13 +27,17 @@ from headloss.teachers import (
     TeacherChunk,
     TeacherPulls,
     Temperature,
+    Theirs,
+    TopChunk,
 )
 
 
 class Comparison:
     """A sweep's sums with one teacher, filled tile by tile."""
 
-    def __init__(self, name: str, chunk: TeacherChunk, want: Want, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, name: str, chunk: TeacherChunk | TopChunk, want: Want, dtype: torch.dtype, device: torch.device
+    ) -> None:
         self.name, self.chunk, self.want = name, chunk, want
         self.temperatures = want.temperatures_of(name)
         self.parts: list[dict[str, Any]] = []
@@ -47,6 +51,8 @@ class Comparison:
             u_BU = u_BU.to(self.dtype)
             part |= _best(u_BU, start, self.want.sums("argmax", teacher=self.name))
             part["y"] = u_BU - part["max"].masked_fill(part["max"] == -math.inf, 0.0)[:, None]
+        elif isinstance(self.chunk, TopChunk):
+            part |= {"tail_max": None, "top": None, **self._top(self.chunk, rows, x_BV, start)}
         else:
             column_BK, here_BK, inside_BV = _places(self.chunk.ids_CK[rows], start, x_BV.shape[-1])
             if x_BV.shape[-1]:
@@ -66,6 +72,27 @@ class Comparison:
                 part["top"] = torch.nn.functional.pad(top_BK, (0, K - top_BK.shape[-1]), value=-math.inf)
         self.parts.append(part)
 
+    def _top(self, chunk: TopChunk, rows: slice, x_BV: Tensor, start: int) -> dict[str, Any]:
+        """The largest, in order, and what a teacher says there; a part of few columns is filled up with none."""
+        k, V = min(chunk.k, x_BV.shape[-1]), x_BV.shape[-1]
+        column_BK = top_columns(x_BV, k)
+        fill = (0, chunk.k - k)
+        ids_BK = torch.nn.functional.pad(x_BV.gather(-1, column_BK), fill, value=-math.inf)
+        columns_BK = torch.nn.functional.pad((column_BK + start).to(self.dtype), fill, value=BEYOND)
+        if chunk.of is None:
+            return {"ids": ids_BK, "columns": columns_BK, "theirs": None}
+        of, U = chunk.of, chunk.of.columns
+        u_BU = logits(of.raw_CV[rows, :U], of.scale, of.softcap).to(self.dtype)
+        max_B = _best(u_BU, start, False)["max"]
+        assert max_B is not None
+        y_BU = u_BU - max_B.masked_fill(max_B == -math.inf, 0.0)[:, None]
+        at, sums = [], []
+        for T in of.temperatures:
+            y_BV = torch.nn.functional.pad(divide(y_BU, T, rows), (0, V - U), value=-math.inf)
+            at.append(torch.nn.functional.pad(y_BV.gather(-1, column_BK), fill, value=-math.inf))
+            sums.append(y_BV.exp().sum(-1))
+        return {"ids": ids_BK, "columns": columns_BK, "theirs": Theirs(max_B, tuple(at), tuple(sums))}
+
     def weighs(self, key: float | None) -> bool:
         """Whether `meet` multiplies with s: it must then be finite."""
         return any(self.want.sums(x, key, self.name) for x in "XF")
@@ -75,7 +102,7 @@ class Comparison:
         if key not in self.temperatures:
             return
         part = self.parts[-1]
-        if isinstance(self.chunk, SparseChunk):
+        if not isinstance(self.chunk, DenseChunk):
             if part["tail_max"] is not None:
                 part["tails"].append(divide(part["tail"], T, rows).exp().sum(-1))
             return
@@ -99,15 +126,39 @@ class Comparison:
 
     def partial(self) -> DensePartial | SparsePartial:
         tiles = self.parts
-        if isinstance(self.chunk, SparseChunk):
+        if not isinstance(self.chunk, DenseChunk):
             tails = tuple(join(ts) for ts in zip(*(t["tails"] for t in tiles), strict=True))
             ids, tail_max, top = (join([t[n] for t in tiles]) for n in ("ids", "tail_max", "top"))
-            return SparsePartial(ids, tail_max, tails, top)
+            if not isinstance(self.chunk, TopChunk):
+                return SparsePartial(ids, tail_max, tails, top)
+            theirs = None
+            if self.chunk.of is not None:
+                of = [t["theirs"] for t in tiles]
+                at, sums = (tuple(map(join, zip(*x, strict=True))) for x in zip(*((x.at, x.sums) for x in of)))
+                theirs = Theirs(join([x.max for x in of]), at, sums)
+            return SparsePartial(ids, tail_max, tails, top, join([t["columns"] for t in tiles]), theirs)
         meetings = tuple(
             Meeting(*(join(xs) for xs in zip(*ms, strict=True)))
             for ms in zip(*(t["meetings"] for t in tiles), strict=True)
         )
         return DensePartial(join([t["max"] for t in tiles]), join([t["argmax"] for t in tiles]), meetings)
+
+
+BEYOND = 1 << 24  # a column that no vocabulary has, and float32 holds
+
+
+def top_columns(x_BV: Tensor, k: int) -> Tensor:
+    """(B, k) the columns of the largest, in order; of equals, the lower one first, which topk does not say."""
+    if k == 0:
+        return torch.zeros(len(x_BV), 0, dtype=torch.long, device=x_BV.device)
+    least_B1 = x_BV.topk(k, -1).values[:, -1:]
+    above_BV, equal_BV = x_BV > least_B1, x_BV == least_B1
+    room_B1 = k - above_BV.sum(-1, keepdim=True)
+    held_BV = above_BV | (equal_BV & (equal_BV.cumsum(-1) <= room_B1))
+    place_V = torch.arange(x_BV.shape[-1], device=x_BV.device)
+    column_BK = torch.where(held_BV, place_V, x_BV.shape[-1]).topk(k, -1, largest=False).values.sort(-1).values
+    column_BK = column_BK.clamp(max=x_BV.shape[-1] - 1)  # a row of NaN holds none
+    return column_BK.gather(-1, x_BV.gather(-1, column_BK).argsort(dim=-1, descending=True, stable=True))
 
 
 def join(xs: Sequence[Tensor | None]) -> Any:

@@ -22,6 +22,7 @@ from headloss.losses import LOSSES
 from headloss.options import parameters_of
 from headloss.segments import Segments
 from headloss.sources import Logits, Source, Sparse, Teacher
+from headloss.teachers import TOP
 from headloss.term import Term
 from headloss.trace.signature import IDS
 
@@ -189,6 +190,19 @@ class Dense:
         weights, logs = sums[name]
         return -(weights * logs.clamp(min=FLOOR)).sum(-1)
 
+    def top_fact(self, term: Term | None, name: str, temperature: float | None) -> Tensor:
+        """At the likeliest columns, of equals the lower one first."""
+        assert term is not None and term.top is not None
+        s = self.at(self.z_RV, self.given.source.temperature, temperature)
+        ids = self.z_RV.detach().sort(dim=-1, descending=True, stable=True).indices[:, : term.top]
+        if name == "top_ids":
+            return ids
+        if name == "top_logprob":
+            return s.log_softmax(-1).gather(1, ids)
+        logq = self.both(s, temperature, self.teacher_of(term))[1]
+        logq = torch.nn.functional.pad(logq, (0, s.shape[1] - logq.shape[1]), value=FLOOR)
+        return logq.gather(1, ids).clamp(min=FLOOR)
+
     def both(self, s: Tensor, temperature: float | None, teacher: str) -> tuple[Tensor, Tensor]:
         """log p and log q over the columns that student and teacher share."""
         U = min(s.shape[1], self.teacher_z[teacher].shape[1])
@@ -218,6 +232,12 @@ class Dense:
         teacher = self.teacher_of(term)
         f = lambda p, q: term.fn(p.clamp(min=FLOOR), q.clamp(min=FLOOR), **term.options)
         s = self.at(self.z_RV, self.given.source.temperature, term.temperature)
+        if term.top is not None:
+            logp, logq = (self.top_fact(term, n, term.temperature) for n in ("top_logprob", "teacher_top_logprob"))
+            masses = {"student_mass": logp.exp().sum(-1), "teacher_mass": logq.exp().sum(-1)}
+            if term.tail == "renormalise":
+                logp, logq = logp.log_softmax(-1), logq.log_softmax(-1)
+            return f(logp, logq).sum(-1), masses
         if teacher not in self.sparse:
             return f(*self.both(s, term.temperature, teacher)).sum(-1), {}
         ids, logq = self.sparse[teacher]
@@ -245,7 +265,9 @@ class Dense:
         for p in parameters_of(fn).values():
             if p.kind is p.KEYWORD_ONLY:
                 continue
-            if p.name in named:
+            if named.get(p.name, (p.name,))[0] in TOP:
+                found[p.name] = self.top_fact(term, *named.get(p.name, (p.name, temperature)))
+            elif p.name in named:
                 found[p.name] = self.fact(*named[p.name], ids if named[p.name][0] in at_ids else teacher)
             elif p.name in FACTS or p.name in COMPARING:
                 found[p.name] = self.fact(p.name, temperature, ids if p.name in at_ids else teacher)

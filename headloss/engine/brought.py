@@ -2,6 +2,7 @@
 
     objective(source, targets, ids=choices)            the facts `ids_logprob` and `ids_logit` of these columns
     hl.Term(cross_entropy, targets="nll_targets")      a term's own targets: one more column of each row is picked
+    hl.Term(margin, top=2)                             the likeliest columns of each row, which the sweep finds
 
 A term's own targets bring an input of targets too, and a row weight, which is 0 where that column is -100.
 """
@@ -19,17 +20,22 @@ from headloss.late import check_later, defers
 from headloss.rows import IGNORE, Prepared
 from headloss.segments import integers, readable
 from headloss.sources import Linear, Logits, Source, Sparse
+from headloss.teachers import TOP
 from headloss.term import Term
 from headloss.terms import Terms
+from headloss.top import Top
 from headloss.trace.signature import IDS, ONLY, counts_of, targets_of
 
 
 def brought(terms: Terms, arguments: CallArguments) -> CallArguments:
     """The same call, with what its terms bring."""
     named = {t.targets: name for name, t in terms.terms.items() if t.targets is not None and _is_on(name, t, arguments)}
+    teachers = named_teachers(arguments.teacher)
+    tops = [f.teacher for t in terms.every_term if t.top for f in t.call(None, teachers).facts if f.name in TOP]
+    teachers |= {name: Top.named(name) for name in tops if name is not None}
     if not named:
-        return arguments
-    inputs, teachers = dict(arguments.inputs), named_teachers(arguments.teacher)
+        return arguments._replace(teacher=teachers) if tops else arguments
+    inputs = dict(arguments.inputs)
     main = arguments.targets.targets if isinstance(arguments.targets, Prepared) else arguments.targets
     for name, term in named.items():
         x = inputs.pop(name, None)

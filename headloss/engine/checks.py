@@ -11,11 +11,12 @@ from torch import Tensor
 from headloss.facts import FACTS, NEEDS_TARGET, Fact
 from headloss.segments import readable
 from headloss.sources import Sparse, Teacher
-from headloss.teachers import SPARSE
+from headloss.teachers import SPARSE, TOP
 from headloss.term import check_weight
 from headloss.terms import Terms
+from headloss.top import Top
 from headloss.trace.call import Call, WrongValueError
-from headloss.trace.signature import IDS, ONLY, suggest
+from headloss.trace.signature import IDS, ONLY, passed, suggest
 from headloss.trace.trace import Shape
 
 
@@ -59,17 +60,20 @@ def check_teachers(label: str, call: Call, teachers: Mapping[str, Teacher]) -> N
     """Every teacher a call looks at is there, and of the kind it needs."""
     asked = [(f.name, f.teacher, f.name in SPARSE) for f in call.facts if f.teacher is not None]
     asked += [(p.name, p.teacher, True) for s in call.signatures for p in s.parameters if p.teacher is not None]
+    asked = [(w, n, s) for w, n, s in asked if w not in TOP] + [
+        (w, str(Top.named(n).of), False) for w, n, _ in asked if w == "teacher_top_logprob"
+    ]
     for what, name, sparse in asked:
         if name == IDS and what == "teacher_logprob":
             raise ValueError(f"ids: {label} asks for {what!r}, which a sparse teacher has and candidates have not")
         if name == IDS and name not in teachers:
             raise ValueError(f"ids: {label} asks for them; pass ids=, (rows, K) columns of each row")
-        there = ", ".join(map(repr, teachers)) or "none"
+        there = ", ".join(map(repr, passed(teachers))) or "none"
         if name not in teachers:
             if name != ONLY:
                 near = suggest(str(name), teachers)
                 raise ValueError(f"teacher: {label} looks at {name!r}, which was not passed (there are: {there}){near}")
-            which = "Term(teacher=...) must name one" if len(teachers) > 1 else "pass teacher=..."
+            which = "Term(teacher=...) must name one" if len(passed(teachers)) > 1 else "pass teacher=..."
             which += " or, for columns of your own, ids=..." * (what in ("ids_logprob", "ids_logit"))
             raise ValueError(f"teacher: {label} needs one for {what!r}; {which} (there are: {there})")
         if isinstance(teachers[name], Sparse) != sparse:
@@ -82,6 +86,7 @@ def check_asked(teachers: Mapping[str, Teacher], calls: Sequence[Call]) -> None:
     """Every teacher is one that some term or metric looks at, if only one that is switched off."""
     asked = {f.teacher for call in calls for f in call.facts if f.teacher}
     asked |= {p.teacher for call in calls for s in call.signatures for p in s.parameters if p.teacher}
+    asked |= {Top.named(name).of or name for name in asked if name.startswith("top=")}
     for name in teachers:
         if name not in asked:
             if name == IDS:

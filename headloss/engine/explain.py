@@ -12,7 +12,7 @@ from headloss.engine.arguments import CallArguments
 from headloss.engine.bind import chunked_because
 from headloss.engine.plan import Plan
 from headloss.engine.sweeps import Chunk
-from headloss.engine.teachers import DenseTeacherRows, TeacherRows, most_rows, teacher_bytes
+from headloss.engine.teachers import TeacherRows, heads_of, most_rows, teacher_bytes
 from headloss.rows import Rows
 from headloss.segments import Segments
 from headloss.sources import Linear, Source, parse_bytes
@@ -188,7 +188,7 @@ def _teacher_gemms(
     plan: Plan, source: Source, guides: Mapping[str, TeacherRows], chunks: Sequence[Chunk] | None
 ) -> int:
     """A teacher's logits are made once in a visit; without one, again for the gradient and for a look across ranks."""
-    made = sum(isinstance(g, DenseTeacherRows) and isinstance(g.teacher, Linear) for g in guides.values())
+    made = len(heads_of(guides))
     if chunks is not None:
         return made
     return made * (2 + _looks_across_ranks(plan, source))

@@ -22,6 +22,7 @@ from headloss.rows import Prepared
 from headloss.segments import Segments
 from headloss.sources import Logits, Source, Sparse, Teacher
 from headloss.terms import Terms
+from headloss.top import Top
 from headloss.trace.call import Call
 from headloss.trace.keys import is_plain
 from headloss.trace.reads import defaults, ours
@@ -127,7 +128,9 @@ def form_of(
     for term in plans.divergences:
         key.append(term.content())
     for name, teacher in teachers.items():
-        if isinstance(teacher, Sparse):
+        if isinstance(teacher, Top):
+            key.append(name)
+        elif isinstance(teacher, Sparse):
             key += (name, Sparse, teacher.ids.shape[-1])
         else:
             key += (name, type(teacher), teacher.vocab < source.vocab)

@@ -22,7 +22,9 @@ from headloss.facts import Want
 from headloss.metrics import retarget
 from headloss.segments import Segments
 from headloss.sources import Linear, Logits, Source, Sparse, Teacher
+from headloss.teachers import TOP
 from headloss.terms import Terms
+from headloss.top import Top
 from headloss.trace.call import Call
 from headloss.trace.gradient import check_constants
 from headloss.trace.reads import ours
@@ -257,10 +259,11 @@ def _is_narrow(teacher: Teacher, source: Source) -> bool:
 
 def _ids(source: Source, teachers: Mapping[str, Teacher]) -> dict[str, Shape]:
     """What sparse teachers bring as inputs."""
+    width = {n: x.ids.shape[-1] for n, x in teachers.items() if isinstance(x, Sparse)}
+    width |= {n: Top.named(n).k for n, x in teachers.items() if isinstance(x, Top)}
     return {
-        f"{i} of {n}": Shape("row", torch.long if i == "teacher_ids" else source.fact_dtype, (x.ids.shape[-1],))
-        for n, x in teachers.items()
-        if isinstance(x, Sparse)
+        f"{i} of {n}": Shape("row", torch.long if i == "teacher_ids" else source.fact_dtype, (k,))
+        for n, k in width.items()
         for i in TEACHER_INPUTS
     }
 
@@ -294,6 +297,8 @@ def _print_terms(
         return None, f"the {backend.NAME} backend runs no kernels of ours"
     if source.shard is not None:
         return None, "a collective stands between the facts and the gradient"
+    if any(f.name in TOP for f in want.facts):
+        return None, "the likeliest columns of a row are found after it was read"
     if kind == "batch":
         name = next(name for name, found in traces.items() if found.kind == kind)
         return None, f"{name}: {traces[name].reason}"

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from headloss.engine.brought import named_teachers
 from headloss.engine.checks import check_targets_wanted, check_teachers
 from headloss.engine.plan import backend_for
 from headloss.engine.product import ProductSweep, why_chunked
@@ -17,9 +18,10 @@ from headloss.late import defers
 from headloss.options import is_number, shown
 from headloss.rows import Prepared, bind_rows
 from headloss.sources import Linear, Source, Teacher
-from headloss.teachers import SPARSE
+from headloss.teachers import SPARSE, TOP
+from headloss.top import Top, check_top
 from headloss.trace.call import Call
-from headloss.trace.signature import COMPARING, IDS, ONLY, Parameter, Signature, passed, suggest
+from headloss.trace.signature import COMPARING, IDS, ONLY, Parameter, Signature, passed, suggest, top_of
 
 
 def facts_sweep(
@@ -29,10 +31,16 @@ def facts_sweep(
     teacher: Teacher | Mapping[str, Teacher] | None,
     backend: str,
     host_read: bool,
+    top: int | None = None,
 ) -> Sweep:
     """The sweep of `row_facts`."""
-    teachers = name_teachers(teacher, source)
-    wanted = [_read_fact(x, teachers) for x in ([want] if isinstance(want, str) else want)]
+    want = [want] if isinstance(want, str) else list(want)
+    if top is not None:
+        check_top(top)
+    elif of_top := [x for x in want if (x if isinstance(x, str) else next(iter(x))) in TOP]:
+        raise ValueError(f"top: needed by the fact {of_top[0]!r}; say of how many columns, top=K")
+    teachers = name_teachers(_with_top(teacher, want, top), source)
+    wanted = [_read_fact(x, teachers) for x in want]
     if not wanted:
         raise ValueError(f"want: wanted at least one of {', '.join(FACTS)}")
     if targets is None:
@@ -47,6 +55,17 @@ def facts_sweep(
     return kind(source, rows, chosen, engine, bind_teachers(teachers, chosen.teachers, source, rows))
 
 
+def _with_top(teacher: Any, want: Sequence[Any], top: int | None) -> Any:
+    """The teachers, and the likeliest columns of each row."""
+    if top is None:
+        return teacher
+    teachers = named_teachers(teacher)
+    names = [x if isinstance(x, str) else next(iter(x)) for x in want]
+    given = passed(teachers)
+    of = (given[0] if len(given) == 1 else ONLY) if "teacher_top_logprob" in names else None
+    return {**teachers, top_of(top, of): Top(top, of)}
+
+
 def _read_fact(want: Any, teachers: Mapping[str, Teacher]) -> Fact:
     """A fact from its name, (name, temperature) or (name, temperature, teacher)."""
     name, temperature, teacher = (*((want,) if isinstance(want, str) else tuple(want)), None, None)[:3]
@@ -59,6 +78,8 @@ def _read_fact(want: Any, teachers: Mapping[str, Teacher]) -> Fact:
         given = passed(teachers)
         only = given[0] if len(given) == 1 else ONLY
         teacher = teacher or (IDS if name in SPARSE and IDS in teachers else only)
+        if name in TOP:
+            teacher = next(n for n, x in teachers.items() if isinstance(x, Top))
     elif teacher is not None:
         raise ValueError(f"want: {name!r} is the student's alone, got teacher {teacher!r}")
     fact = Fact(name, None if temperature is None else float(temperature), teacher)

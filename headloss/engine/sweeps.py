@@ -24,7 +24,7 @@ from headloss.parallel.shard import Gathering, reduce_hidden, sum_over
 from headloss.record import Grads
 from headloss.rows import Rows
 from headloss.sources import Linear, Source, with_tensors, without_tensors
-from headloss.teachers import DenseSoftmax, TeacherChunk, Temperature, teacher_coefficients
+from headloss.teachers import DenseSoftmax, SparseChunk, TeacherChunk, Temperature, TopChunk, teacher_coefficients
 
 Cotangents = tuple[Mapping[Fact, Tensor], Mapping[str, Tensor]]  # of the facts, and of inputs that want a gradient
 
@@ -40,7 +40,7 @@ class Block(NamedTuple):
     part: slice  # of the rows that count
     numbers: Any  # where they stand among all rows
     raw_CV: Tensor
-    teachers: tuple[TeacherChunk, ...]
+    teachers: tuple[TeacherChunk | TopChunk, ...]
 
 
 class Sweep:
@@ -242,7 +242,7 @@ class Sweep:
         numbers, teachers = self.rows.numbers(part), self._teachers(part, slot) if self.guides else ()
         return Block(part, numbers, head.read(numbers, slot), teachers)
 
-    def _teachers(self, part: slice, slot: int) -> tuple[TeacherChunk, ...]:
+    def _teachers(self, part: slice, slot: int) -> tuple[TeacherChunk | TopChunk, ...]:
         keys = self.want.temperatures_of
         return tuple([guide.chunk(part, keys(name), slot) for name, guide in self.guides.items()])
 
@@ -325,8 +325,10 @@ class Sweep:
         more: dict[str, Any] = {}
         if self.guides:
             asked = [[f for f in self.want.facts if f.teacher == name] for name in self.guides]
+            found = {f.teacher: x for f, x in facts.items() if f.name == "top_ids"}
+            chunks = zip(self.guides, block.teachers, strict=True)
             more = {
-                "teachers": block.teachers,
+                "teachers": [SparseChunk(found[name]) if isinstance(x, TopChunk) else x for name, x in chunks],
                 "teacher_pulls": [
                     teacher_coefficients(seen, self.want.temperatures_of(name), mine, facts, grads)
                     for name, seen, mine in zip(self.guides, softmax.teachers, asked, strict=True)

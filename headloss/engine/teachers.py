@@ -31,7 +31,8 @@ from headloss.sources import (
     with_tensors,
     without_tensors,
 )
-from headloss.teachers import DenseChunk, SparseChunk, TeacherChunk, Temperature
+from headloss.teachers import DenseChunk, SparseChunk, TeacherChunk, Temperature, TopChunk
+from headloss.top import Top
 from headloss.trace.signature import ONLY
 
 
@@ -42,6 +43,10 @@ def name_teachers(teacher: Teacher | Mapping[str, Teacher] | None, source: Sourc
     named = dict(teacher) if isinstance(teacher, Mapping) else {ONLY: teacher}
     for name, x in named.items():
         label = teacher_label(name)
+        if isinstance(x, Top):
+            if x.k > source.vocab:
+                raise ValueError(f"top: wanted at most {source.vocab} columns, which the vocabulary has, got {x.k}")
+            continue
         if not isinstance(x, Logits | Linear | Sparse):
             hint = "; wrap a tensor in hl.Logits(...)" if isinstance(x, Tensor) else ""
             raise TypeError(f"{label}: wanted hl.Logits, hl.Linear or hl.Sparse, got {type(x).__name__}{hint}")
@@ -123,6 +128,7 @@ class DenseTeacherRows:
     def __init__(self, teacher: Logits | Linear, source: Source, rows: Rows) -> None:
         self.teacher, self.rows = teacher, rows
         self.head: Head | None = None  # open while a sweep lasts
+        self.made: tuple[slice, int, Tensor] | None = None  # the last chunk: two may look at it
         shared = min(teacher.vocab, source.vocab)
         start = 0 if source.shard is None else source.shard.start
         self.columns = max(0, min(source.columns, teacher.columns, shared - start))
@@ -151,12 +157,14 @@ class DenseTeacherRows:
 
     def chunk(self, part: slice, keys: tuple[float | None, ...], slot: int) -> TeacherChunk:
         self.head = self.head or open_source(self.teacher)
-        raw_CV = self.head.read(self.rows.numbers(part), slot)
+        if self.made is None or self.made[:2] != (part, slot):
+            self.made = part, slot, self.head.read(self.rows.numbers(part), slot)
+        raw_CV = self.made[2]
         temperatures = tuple(self.own(key, part) for key in keys)
         return DenseChunk(raw_CV, self.teacher.scale, self.teacher.softcap, temperatures, self.columns)
 
     def close(self) -> None:
-        self.head = None  # and with it the chunk's buffer
+        self.head = self.made = None  # and with it the chunk's buffer
 
     def tensors(self) -> dict[str, Tensor]:
         """The caller's tensors, which a pull reads again."""
@@ -165,7 +173,7 @@ class DenseTeacherRows:
     def strip(self) -> None:
         """Let go of them; `whole` has them again."""
         self.teacher = without_tensors(self.teacher)
-        self.temperature, self.head = 1.0, None
+        self.temperature, self.head, self.made = 1.0, None, None
 
     def whole(self, tensors: Mapping[str, Tensor], source: Source, rows: Rows) -> DenseTeacherRows:
         return DenseTeacherRows(with_tensors(self.teacher, tensors), source, rows)
@@ -220,7 +228,36 @@ class SparseTeacherRows:
         return self
 
 
-TeacherRows = DenseTeacherRows | SparseTeacherRows
+class TopRows:
+    """The likeliest columns of each row, which a sweep finds, and a dense teacher that it reads there."""
+
+    def __init__(self, k: int, of: DenseTeacherRows | None, row_bytes: int) -> None:
+        self.k, self.of = k, of
+        self.row_bytes = row_bytes  # of the teacher, unless it is one of the call's anyway
+
+    def own(self, key: float | None, part: slice) -> Temperature:
+        return 1.0 if self.of is None else self.of.own(key, part)
+
+    def chunk(self, part: slice, keys: tuple[float | None, ...], slot: int) -> TopChunk:
+        of = None if self.of is None else self.of.chunk(part, keys, slot)
+        return TopChunk(self.k, of if isinstance(of, DenseChunk) else None)
+
+    def close(self) -> None:
+        if self.of is not None:
+            self.of.close()
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {}
+
+    def strip(self) -> None:
+        """A pull reads the columns that were found, and no teacher."""
+        self.of, self.row_bytes = None, 0
+
+    def whole(self, tensors: Mapping[str, Tensor], source: Source, rows: Rows) -> TopRows:
+        return self
+
+
+TeacherRows = DenseTeacherRows | SparseTeacherRows | TopRows
 
 
 def merge_repeated(ids_RK: Tensor, logprob_RK: Tensor) -> tuple[Tensor, Tensor]:
@@ -247,12 +284,19 @@ def bind_teachers(
     teachers: Mapping[str, Teacher], names: tuple[str, ...], source: Source, rows: Rows, backend: Any = None
 ) -> dict[str, Any]:
     """The teachers that some fact needs, for these rows."""
-    return {
-        name: SparseTeacherRows(teachers[name], rows, source.fact_dtype, backend)  # type: ignore[arg-type]
-        if isinstance(teachers[name], Sparse)
-        else DenseTeacherRows(teachers[name], source, rows)  # type: ignore[arg-type]
-        for name in names
-    }
+    found: dict[str, Any] = {}
+    for name in sorted(names, key=lambda x: isinstance(teachers[x], Top)):  # those at the top may look at another
+        teacher = teachers[name]
+        if isinstance(teacher, Sparse):
+            found[name] = SparseTeacherRows(teacher, rows, source.fact_dtype, backend)
+        elif not isinstance(teacher, Top):
+            found[name] = DenseTeacherRows(teacher, source, rows)
+        elif teacher.of is None:
+            found[name] = TopRows(teacher.k, None, 0)
+        else:
+            of = found.get(teacher.of) or DenseTeacherRows(teachers[teacher.of], source, rows)
+            found[name] = TopRows(teacher.k, of, 0 if teacher.of in found else of.row_bytes)
+    return {name: found[name] for name in names}
 
 
 def teacher_bytes(guides: Mapping[str, TeacherRows], source: Source) -> int:
@@ -260,9 +304,15 @@ def teacher_bytes(guides: Mapping[str, TeacherRows], source: Source) -> int:
     return sum(guide.row_bytes for guide in guides.values()) * (1 if source.shard is None else 2)
 
 
+def heads_of(guides: Mapping[str, TeacherRows]) -> list[DenseTeacherRows]:
+    """The teachers whose logits are made."""
+    dense = {id(g): g for g in (getattr(g, "of", g) for g in guides.values()) if isinstance(g, DenseTeacherRows)}
+    return [g for g in dense.values() if isinstance(g.teacher, Linear)]
+
+
 def most_rows(guides: Mapping[str, TeacherRows]) -> int | None:
     """How many rows of the teachers' logits may be made at a time next to logits that exist; None: there are none."""
-    made = [g for g in guides.values() if isinstance(g, DenseTeacherRows) and isinstance(g.teacher, Linear)]
+    made = heads_of(guides)
     if not made:
         return None
     budget = min(parse_bytes(g.teacher.memory) for g in made if isinstance(g.teacher, Linear))

@@ -23,6 +23,7 @@ from headloss.metrics import Metric
 from headloss.record import Grads, Output, facts_from
 from headloss.sources import Linear, Logits, Source, Teacher
 from headloss.terms import Terms
+from headloss.top import Top
 
 WHY = (
     "headloss runs this call as it is, between two graphs: logits that are overwritten (inplace=True), DTensors, an "
@@ -96,6 +97,8 @@ def wanted(source: Any, teacher: Any, unknown: tuple[str, ...] = ()) -> bool:
 def _fits(source: Source, teacher: Teacher | Mapping[str, Teacher] | None) -> bool:
     """Whether a call can be an operator: one that overwrites its logits, or looks into DTensors, runs as it is."""
     teachers = list(teacher.values()) if isinstance(teacher, Mapping) else [] if teacher is None else [teacher]
+    if any(isinstance(x, Top) for x in teachers):
+        return False
     for x in [source, *teachers]:
         for y in getattr(x, "tensors", ()):
             if hasattr(y, "device_mesh"):

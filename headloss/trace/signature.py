@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from headloss.facts import FACTS, Fact
 from headloss.options import parameters_of
 from headloss.teachers import COMPARING as COMPARING
-from headloss.teachers import SPARSE
+from headloss.teachers import SPARSE, TOP
 
 RESERVED = frozenset(
     {
@@ -30,6 +30,7 @@ RESERVED = frozenset(
         "targets",
         "teacher",
         "tail",
+        "top",
         "pure",
     }
 )
@@ -47,12 +48,17 @@ TEACHER_INPUTS = ("teacher_ids", "teacher_logprob")  # of a sparse teacher, (row
 
 def passed(teachers: Iterable[str]) -> list[str]:
     """Those that the caller passed as teachers."""
-    return [x for x in teachers if x != IDS and not x.startswith("targets=")]
+    return [x for x in teachers if x != IDS and not x.startswith(("targets=", "top="))]
 
 
 def targets_of(name: str) -> str:
     """The name of the teacher that other targets become; see `engine.brought`."""
     return f"targets={name}"
+
+
+def top_of(k: int, teacher: str | None = None) -> str:
+    """The name of the teacher that a row's own k likeliest columns become, with what another teacher says there."""
+    return f"top={k}" if teacher is None else f"top={k} of {teacher}"
 
 
 def counts_of(name: str) -> str:
@@ -123,12 +129,14 @@ def read_signature(
     compared_at: float | None = None,
     inputs: Mapping[str, str] | None = None,
     ids: str | None = None,
+    top: int | None = None,
 ) -> Signature:
     """The signature of a loss, metric or row-weight function; `facts` names facts at temperatures of their own.
 
     `compared_at` is the temperature of facts that look at a teacher, where it is not that of the others.  `inputs`
     gives parameters an input of the call that has another name; such a one is no longer optional.  `ids` is whose
-    columns facts at ids are, unless the function takes what a sparse teacher says of its own.
+    columns facts at ids are, unless the function takes what a sparse teacher says of its own.  `top`: how
+    many of its likeliest columns facts of the top are.
     """
     named, taken = dict(facts or {}), dict(inputs or {})
     name = function_name(fn)
@@ -153,6 +161,11 @@ def read_signature(
             parameters.append(Parameter(p.name, "fact", optional, named.pop(p.name)))
         elif p.name == "divergence":
             raise TypeError(f"{name}: no loss can ask for 'divergence'; write it as a function of (logp, logq)")
+        elif p.name in TOP:
+            if top is None:
+                raise TypeError(f"{name}: asks for {p.name!r}; say of how many columns, hl.Term({name}, top=K)")
+            of = (teacher or ONLY) if "teacher_top_logprob" in parameters_of(fn) else None
+            parameters.append(Parameter(p.name, "fact", optional, Fact(p.name, at, top_of(top, of))))
         elif p.name in COMPARING:
             whose = ids if p.name in SPARSE else teacher
             parameters.append(Parameter(p.name, "fact", optional, Fact(p.name, at, whose or ONLY)))

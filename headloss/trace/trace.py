@@ -26,6 +26,7 @@ from torch import Tensor, fx
 
 from headloss.facts import CONSTANT, Fact
 from headloss.segments import Segments, WrongLengthError
+from headloss.teachers import TOP
 from headloss.trace.agreement import SIZES, agrees, drawn
 from headloss.trace.call import Call, Env, WritesError, WrongValueError, WrongWeightError, writes_message
 from headloss.trace.classify import classify, counts_rows, only, reach, size, unwatched, written
@@ -201,11 +202,12 @@ def _trace(
 
 def _fact_shape(fact: Fact, R: int, inputs: Mapping[str, Shape]) -> tuple[int, ...]:
     """(R,), or (R, K) for a fact at the ids of a sparse teacher."""
-    return (R, *inputs[f"teacher_ids of {fact.teacher}"].rest) if fact.name in ("ids_logprob", "ids_logit") else (R,)
+    wide = fact.name in ("ids_logprob", "ids_logit") or fact.name in TOP
+    return (R, *inputs[f"teacher_ids of {fact.teacher}"].rest) if wide else (R,)
 
 
 def _fact_dtype(fact: Fact, dtype: torch.dtype) -> torch.dtype:
-    return torch.long if fact.name in ("argmax", "teacher_argmax") else dtype
+    return torch.long if fact.name in ("argmax", "teacher_argmax", "top_ids") else dtype
 
 
 def _first_line(error: Exception) -> str:

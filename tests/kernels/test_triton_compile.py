@@ -19,9 +19,10 @@ backend = import_module("headloss.backends.triton.sweeps")
 tiles = import_module("headloss.backends.triton.tiles")
 from headloss.backends.triton.kernels.pull import pull_kernel  # noqa: E402
 from headloss.backends.triton.kernels.sums import merge_kernel, sums_kernel  # noqa: E402
+from headloss.backends.triton.kernels.top import cut_kernel, top_kernel  # noqa: E402
 
 BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-INTS = ("N", "V", "parts", "width", "stride", "lead", "out_stride", "out_lead", "target_stride", "start")
+INTS = ("N", "V", "k", "parts", "width", "stride", "lead", "out_stride", "out_lead", "target_stride", "start")
 WIDE = {"bf16": 8, "fp16": 8, "fp32": 4}
 
 
@@ -29,6 +30,7 @@ class Built:
     def __init__(self, kernel, dtype, warps, temperatures=1, **constants):
         signature = dict.fromkeys(INTS, "i32") | {"scale": "fp32", "cap": "fp32"}
         signature |= {"raw": f"*{dtype}", "target": "*i64", "rows": "*fp32", "partial": "*fp32"}
+        signature |= {"values": "*fp32", "columns": "*i32", "counts": "*i32"}
         signature |= {"out": f"*{dtype}" if kernel is pull_kernel else "*fp32"}
         signature["temperatures"] = ("fp32",) * temperatures
         names = kernel.arg_names
@@ -78,7 +80,15 @@ def merge():
     )  # fmt: skip
 
 
+def top(dtype, k, kernel):
+    found = import_module("headloss.backends.triton.top")
+    flags = {"SCALED": False, "CAPPED": False, "LINE": 8, "L": found.lanes(k), "J": WIDE[dtype], "M": max(256, 2 * k)}
+    return Built(kernel, dtype, found.lanes(k) // 128, **flags)
+
+
 KERNELS = {
+    "top 64": lambda: top("bf16", 64, top_kernel),
+    "top 64, cut": lambda: top("fp32", 64, cut_kernel),
     "sums 128256": lambda: sums("bf16", 128256),
     "sums 262144 float32": lambda: sums("fp32", 262144),
     "sums 2000": lambda: sums("fp16", 2000),
@@ -265,7 +275,7 @@ from headloss.metrics import read_metrics  # noqa: E402
 from headloss.trace.trace import Shape as Layout  # noqa: E402
 from headloss.trace.trace import trace  # noqa: E402
 
-VISIT_INTS = ("N", "V", "stride", "lead", "out_stride", "out_lead", "target_stride", "start", "vocab")
+VISIT_INTS = ("N", "V", "k", "stride", "lead", "out_stride", "out_lead", "target_stride", "start", "vocab")
 
 
 def program_of(metrics, terms):

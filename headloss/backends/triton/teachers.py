@@ -44,6 +44,7 @@ from headloss.backends.triton.tiles import (
     rows_of,
     vector_along,
 )
+from headloss.backends.triton.top import top_partial
 from headloss.facts import Moments, Partial, Softmax, Want, merge
 from headloss.teachers import (
     DenseChunk,
@@ -55,6 +56,7 @@ from headloss.teachers import (
     TeacherChunk,
     TeacherPartial,
     Temperature,
+    TopChunk,
     merge_teacher,
 )
 
@@ -69,7 +71,7 @@ def sums(
     want: Want,
     temperatures: Sequence[Temperature],
     *,
-    teachers: Sequence[TeacherChunk],
+    teachers: Sequence[TeacherChunk | TopChunk],
     scale: float = 1.0,
     softcap: float | None = None,
     start: int = 0,
@@ -96,6 +98,8 @@ def sums(
     for i, (name, chunk) in enumerate(zip(want.teachers, teachers, strict=True)):
         if isinstance(chunk, SparseChunk):
             found[i] = _sparse(raw_CV, partial.max, want, name, chunk, student, how, start, shape)
+        elif isinstance(chunk, TopChunk):
+            found[i] = top_partial(raw_CV, partial.max, chunk, how, start)
         elif i != first:
             narrow = raw_CV[:, : chunk.columns]
             other, dense = _together(narrow, None, want, name, chunk, student, how, start, shape, alone=True)
