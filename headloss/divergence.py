@@ -185,6 +185,15 @@ def _with_options(loss: Callable[..., Any], fn: Callable[..., Any]) -> Callable[
     return loss
 
 
+def bucket_loss(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """A dense divergence and, as one more outcome, the tokens that a student on fewer of them cannot have."""
+
+    def loss(divergence, teacher_tail_logprob, **options):  # type: ignore[no-untyped-def]
+        return divergence + fn(torch.full_like(teacher_tail_logprob, FLOOR), teacher_tail_logprob, **options)
+
+    return _with_options(loss, fn)
+
+
 def summed(divergence: Tensor) -> Tensor:
     """The loss behind a dense divergence: the fact itself."""
     return divergence

@@ -237,6 +237,23 @@ def finish(
     return facts, softmax._replace(teachers=tuple(seen))
 
 
+def with_whole(
+    want: Want, facts: dict[Fact, Tensor], softmax: Softmax, chunks: Sequence[Any]
+) -> tuple[dict[Fact, Tensor], Softmax]:
+    """Teachers on a larger vocabulary: log q is what their softmax over all of it gives the student's columns."""
+    seen = list(softmax.teachers)
+    for i, (name, chunk) in enumerate(zip(want.teachers, chunks, strict=False)):
+        if not getattr(chunk, "whole", ()):
+            continue
+        own, wholes = seen[i], []
+        for key, T, lse, shared in zip(want.temperatures_of(name), chunk.temperatures, chunk.whole, own.log_St):  # type: ignore[union-attr]
+            wholes.append(lse - own.max / T)  # type: ignore[union-attr]
+            mass = (shared - wholes[-1]).clamp(max=-torch.finfo(lse.dtype).eps)  # of its own columns; 1 up to rounding
+            facts[Fact("teacher_tail_logprob", key, name)] = (-mass.expm1()).log()
+        seen[i] = own._replace(log_St=tuple(wholes))  # type: ignore[call-arg]
+    return {f: facts[f] for f in facts if f in want.facts}, softmax._replace(teachers=tuple(seen))
+
+
 def coefficients(
     facts: Mapping[Fact, Tensor], grads: Mapping[Fact, Tensor], want: Want, vocab: int
 ) -> tuple[Pull, ...]:

@@ -21,14 +21,15 @@ from headloss.config import check_losses, read_config, write_config
 from headloss.engine.arguments import CallArguments, CallOptions
 from headloss.engine.bind import chunked_because, chunks_of, read_because, rows_of
 from headloss.engine.brought import brought, with_candidates
+from headloss.engine.columns import has_vocab_ids, in_columns
 from headloss.engine.evaluate import evaluate
 from headloss.engine.explain import Explanation, explain
+from headloss.engine.guides import bind_teachers
 from headloss.engine.lookup import find_plan
 from headloss.engine.plan import plain_source
 from headloss.engine.row_facts import facts_sweep
 from headloss.engine.run import Head, facts_of, run
 from headloss.engine.saved import refuse_transforms
-from headloss.engine.teachers import bind_teachers
 from headloss.graph import compiled as graph
 from headloss.graph.content import Traits, content_key, portable, traits
 from headloss.graph.recipe import describe
@@ -130,6 +131,9 @@ class Objective(Terms):
             return self._evaluate(CallArguments(source, targets, segments, teacher, options, inputs), True)
 
     def _evaluate(self, arguments: CallArguments, direct: bool) -> Output:
+        if has_vocab_ids(arguments.source):
+            mapped = in_columns(arguments, self)
+            return mapped.output(self._evaluate(mapped.arguments, direct))
         arguments = brought(self, arguments) if self.brings else arguments
         if graph.wanted(arguments.source, arguments.teacher, self.traits.unknown):
             return graph.call(self, arguments, direct)
@@ -162,7 +166,10 @@ class Objective(Terms):
         """
         options = CallOptions(num_items, num_segments, weights, grad_scale, host_read)
         teacher = with_candidates(teacher, ids, on)
-        plan, arguments = find_plan(self, brought(self, CallArguments(on, targets, segments, teacher, options, inputs)))
+        given = CallArguments(on, targets, segments, teacher, options, inputs)
+        given = in_columns(given, self).arguments if has_vocab_ids(on) else given
+        targets = given.targets
+        plan, arguments = find_plan(self, brought(self, given))
         may_read = host_read and isinstance(targets, Tensor)
         chunked = chunked_because(plan, arguments.source)
         reads = read_because(plan, arguments.source, arguments.segments, chunked) if may_read else ""
@@ -231,6 +238,11 @@ def row_facts(
     >>> (-facts.logprob.mean() - 0.01 * facts.entropy.mean()).backward()
     """
     teacher = with_candidates(teacher, ids, source)
+    if has_vocab_ids(source):
+        mapped = in_columns(CallArguments(source, targets, None, teacher), None)
+        source, targets, _, teacher, *_ = mapped.arguments
+        how: dict[str, Any] = {"teacher": teacher, "top": top, "backend": backend, "host_read": host_read}
+        return mapped.facts(row_facts(source, targets, want, **how))
     if top is None and graph.wanted(source, teacher):
         options = CallOptions(host_read=host_read)
         found, constants = describe(

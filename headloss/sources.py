@@ -21,6 +21,7 @@ from headloss.options import is_number, shown
 from headloss.parallel.shard import VocabShard
 from headloss.segments import integers, shallow
 from headloss.served import from_sglang, from_vllm
+from headloss.vocab_ids import check_vocab_ids
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,8 +29,9 @@ class Logits:
     """Logits that exist: (..., V).
 
     `inplace=True` lets the gradient overwrite them, in the forward pass already where that saves a sweep: no second
-    (..., V) buffer, one backward only, and nothing else may read them after the call.  `vocab` is the size of the
-    vocabulary where the columns are more: those from there on are padding, do not exist, and have a gradient of 0.
+    (..., V) buffer, one backward only, and nothing else may read them after the call.  `vocab`: columns from there on
+    are padding, do not exist, and have a gradient of 0.  `vocab_ids` (V,): column c is token `vocab_ids[c]` of a larger
+    vocabulary, in which targets and teachers stay.
     """
 
     logits: Tensor
@@ -40,6 +42,7 @@ class Logits:
     shard: VocabShard | None = None
     inplace: bool = False
     vocab: int = None  # type: ignore[assignment]  # of the whole vocabulary, once it is made
+    vocab_ids: Tensor | None = None
 
     def __post_init__(self) -> None:
         _check_matrix("logits", self.logits)
@@ -103,6 +106,7 @@ class Linear:
     memory: str | int = "1GiB"
     weight_grad_into: str | None = None
     vocab: int = None  # type: ignore[assignment]  # of the whole vocabulary, once it is made
+    vocab_ids: Tensor | None = None
 
     def __post_init__(self) -> None:
         _check_matrix("hidden", self.hidden)
@@ -345,6 +349,7 @@ def _settle_vocab(source: Logits | Linear, held: int) -> None:
     if source.shard is None and said is not None and not 1 <= said <= held:
         raise ValueError(f"vocab: wanted a number of the {held} columns that there are, got {said}")
     object.__setattr__(source, "vocab", said or (held if source.shard is None else source.shard.vocab))
+    check_vocab_ids(source)
 
 
 def _check_matrix(name: str, x: Tensor) -> None:

@@ -11,6 +11,7 @@ y = (u - teacher max) / T, over the columns that student and teacher share:
     shared_entropy          -sum p log p     -p_j (log p_j + shared_entropy)
     teacher_entropy         -sum q log q     none: a constant of the student
     teacher_argmax          its best column  none: a metric
+    teacher_tail_logprob    what it gives tokens that the student has not, on a larger vocabulary: a constant
     divergence              sum f(log p, log q) for any element-wise f, with c_j = df/d(log p_j):  c_j - p_j sum_k c_k
 
 The last needs both softmaxes before its own sum, a second look at the row in the same visit.
@@ -56,6 +57,7 @@ class DenseChunk(NamedTuple):
     softcap: float | None
     temperatures: tuple[Temperature, ...]  # its own, one per temperature it is compared at
     columns: int  # how many of the student's columns in hand it shares
+    whole: tuple[Tensor, ...] = ()  # (C,) its log-sum-exp over a larger vocabulary, one per temperature
 
 
 class SparseChunk(NamedTuple):
@@ -181,6 +183,7 @@ DENSE: dict[str, Rule] = {
     "teacher_entropy": Rule(lambda log_St, Y, St: log_St - Y / St, moves=False),
     "shared_entropy": Rule(lambda log_S, X, S: log_S - X / S, lambda g, value: DensePull(a=-g * value, b=-g)),
     "teacher_argmax": Rule(lambda argmax: argmax.long(), moves=False),
+    "teacher_tail_logprob": Rule(None, moves=False),  # see `facts.with_whole`
     "divergence": Rule(None, lambda g: DensePull()),  # the second look gives its value and its pull
 }
 # Of the fields of `SparsePartial`, and T, log_S, tail_log_sum, and the student's max.
@@ -290,7 +293,8 @@ def finish_teacher(
         {**m._asdict(), "log_S": own, "log_St": theirs, "argmax": partial.argmax}
         for m, own, theirs in zip(meetings, log_S, log_St, strict=True)
     ]
-    values = {f: DENSE[f.name].value(rows[temperatures.index(f.temperature)]) for f in asked if f.element is None}
+    made = [f for f in asked if f.element is None and f.name != "teacher_tail_logprob"]
+    values = {f: DENSE[f.name].value(rows[temperatures.index(f.temperature)]) for f in made}
     return values, DenseSoftmax(partial.max.masked_fill(partial.max == -math.inf, 0.0), log_S, log_St)
 
 

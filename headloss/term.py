@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from headloss.divergence import TAILS, Element, is_divergence, sparse_loss, summed, top_loss
+from headloss.divergence import TAILS, Element, bucket_loss, is_divergence, sparse_loss, summed, top_loss
+from headloss.draft import Draft, whole_of
 from headloss.facts import FACTS, NEEDS_TARGET, Fact
 from headloss.options import check_option, is_number, parameters_of, shown
 from headloss.reductions import NEEDS_SEGMENTS, REDUCTIONS
@@ -181,12 +182,13 @@ class Term:
         given = passed(teachers)
         name = self.teacher or (given[0] if len(given) == 1 else ONLY)
         sparse = isinstance(teachers.get(name), Sparse)
+        draft = isinstance(teachers.get(name), Draft)
         ids = IDS if IDS in teachers and self.teacher is None else name
-        key = (source_temperature, name, sparse, ids, self.content())
+        key = (source_temperature, name, sparse, draft, ids, self.content())
         if key not in self._calls:
             if len(self._calls) >= _MOST_CALLS:
                 self._calls.clear()
-            self._calls[key] = self._call(source_temperature, name, sparse, ids)
+            self._calls[key] = self._call(source_temperature, name, sparse, draft, ids)
         return self._calls[key]
 
     def content(self) -> Any:
@@ -197,7 +199,7 @@ class Term:
     def has_foreign_divergence(self) -> bool:
         return self._foreign_divergence and not self.pure
 
-    def _call(self, source_temperature: float | None, teacher: str, sparse: bool, ids: str) -> Call:
+    def _call(self, source_temperature: float | None, teacher: str, sparse: bool, draft: bool, ids: str) -> Call:
         T = None if self.temperature == source_temperature else self.temperature
         own = {
             name: Fact(
@@ -223,6 +225,14 @@ class Term:
                 fn = top_loss(fn, self.tail)
             elif sparse:
                 fn = sparse_loss(fn, self.tail)
+            elif draft and self.tail != "renormalise":
+                fact = Fact("divergence", self.temperature, whole_of(teacher), Element(fn, self.options, self.pure))
+                asked, loss, options = {"divergence": fact}, summed, {}
+                if self.tail == "bucket":
+                    asked["teacher_tail_logprob"] = fact._replace(name="teacher_tail_logprob", element=None)
+                    loss, options = bucket_loss(fn), dict(self.options)
+                signature = read_signature(loss, facts=asked)._replace(name=function_name(fn))
+                return Call(loss, signature, options, weighed, self.pure)
             elif hasattr(fn, "one_pass") and not hasattr(fn, "__wrapped__"):  # a decorator copies attributes
                 fn = fn.one_pass
             else:

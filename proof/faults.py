@@ -47,6 +47,7 @@ SHAPE = ("tests/test_shape_of_code.py",)
 OFF, TRL = ("tests/integrations/test_never_off.py",), ("tests/integrations/test_trl.py",)
 MESSAGES, REAL = ("tests/test_messages.py",), ("tests/integrations/test_real_trainers.py",)
 TOP = ("tests/test_top.py",)
+DRAFT = ("tests/test_vocab_ids.py",)
 CANDIDATES = ("tests/test_candidates.py",)
 OWN_TARGETS = ("tests/test_term_targets.py",)
 EXTREMES = ("tests/test_segment_extremes.py",)
@@ -246,7 +247,7 @@ FAULTS = [
     Fault("segments.py", "if self._counts is None or self._written != version(self.ids):", "if self._counts is None:", "counts of segments are believed after their ids were written to", ("tests/trust/test_kept_of_tensors.py",)),
     Fault("trace/trace.py", "    for node in written(graph.graph):", "    for node in ():", "a loss that writes through .detach() is traced", TRACED),
     Fault("trace/call.py", "        if x._version != before:", "        if False:", "a loss that writes into its inputs is let through", TRACED),
-    Fault("term.py", "key = (source_temperature, name, sparse, ids, self.content())", "key = (source_temperature, name, sparse)", "a divergence keeps what it read first", TRACED),
+    Fault("term.py", "key = (source_temperature, name, sparse, draft, ids, self.content())", "key = (source_temperature, name, sparse)", "a divergence keeps what it read first", TRACED),
     Fault("backends/triton/printer/elements.py", "        if found.unknown:", "        if False:", "a divergence that reads an object is printed", TRACED),
     Fault("backends/triton/printer/printer.py", "elif type(given) is float and lift is not None", "elif type(given) is float and False", "another value of an option compiles a kernel", ("tests/kernels/test_visit.py",)),
     Fault("trace/classify.py", "stack.enter_context(_disable_current_modes())", "pass", "a profiler's mode makes a row loss a batch loss", ("tests/test_plan.py",)),
@@ -433,6 +434,11 @@ FAULTS = [
     Fault("backends/triton/kernels/top.py", "(equals + before < room)", "(equals + before <= room)", "a row of equal logits has one too many at the top", TOP),
     Fault("backends/triton/kernels/top.py", ">= k\n        low = tl.where(reached, middle, low)\n        high = tl.where(reached, high, middle)\n    values", ">= 1\n        low = tl.where(reached, middle, low)\n        high = tl.where(reached, high, middle)\n    values", "the likeliest columns are fewer than wanted", TOP),
     Fault("engine/sweeps.py", 'SparseChunk(found[name]) if isinstance(x, TopChunk)', 'SparseChunk(found[name].flip(-1)) if isinstance(x, TopChunk)', "the pull of the likeliest column goes to the last", TOP),
+    Fault("vocab_ids.py", "missing = (x >= 0) & ~among", "missing = (x > 0) & ~among", "token 0 is no target that a draft head can lack", DRAFT),
+    Fault("facts.py", "wholes.append(lse - own.max / T)", "wholes.append(lse - own.max)", "a draft head's teacher forgets its temperature", DRAFT),
+    Fault("engine/guides.py", "super().row_bytes + padded(len(self.ids)) * item.itemsize", "super().row_bytes", "what a teacher says of a draft head's tokens is beyond the budget", DRAFT),
+    Fault("engine/columns.py", "tokens = self.vocab_ids[x]", "tokens = x", "argmax and top_ids of a draft head are columns", DRAFT),
+    Fault("engine/columns.py", "Sparse(to_columns(ids, teacher.ids, -1)[0], teacher.logprobs)", "Sparse(teacher.ids.clamp(max=len(ids) - 1), teacher.logprobs)", "a sparse teacher's tokens are taken for columns", DRAFT),
     Fault("engine/brought.py", "        if repeated:\n", "        if False:\n", "a column that candidates name twice is let pass", CANDIDATES),
     Fault("trace/signature.py", "whose = ids if p.name in SPARSE else teacher", "whose = teacher", "candidates are looked for at the teacher", CANDIDATES),
     Fault("record.py", "(several or (alike and fact.element is None))", "several", "candidates hide a sparse teacher's fact of the same name", CANDIDATES),

@@ -106,9 +106,9 @@ def verify(
 
     >>> hl.verify(objective, hl.Logits(logits), targets, advantage=advantage).check()
     """
-    own = next((name for name, term in objective.terms.items() if term.targets is not None), None)
-    if own is not None:
-        raise ValueError(f"objective: term {own!r} has targets of its own, which verify does not follow yet")
+    own = [f"objective: term {name!r} has targets of its own" for name, t in objective.terms.items() if t.targets]
+    if own := own + ["source: has vocab_ids"] * (source.vocab_ids is not None):
+        raise ValueError(f"{own[0]}, which verify does not follow yet")
     if isinstance(rows, bool) or not isinstance(rows, int) or rows < 1:
         raise ValueError(f"rows: wanted how many rows to take, at least 1, got {rows!r}")
     options: dict[str, Any] = {

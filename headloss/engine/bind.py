@@ -10,11 +10,12 @@ from torch import Tensor
 
 from headloss.engine.arguments import CallArguments
 from headloss.engine.checks import check_count
+from headloss.engine.guides import bind_teachers
 from headloss.engine.loss import TermsOnRows
 from headloss.engine.plan import Plan, why_read_by_products
 from headloss.engine.product import ProductSweep, why_chunked
 from headloss.engine.sweeps import Chunk, Sweep
-from headloss.engine.teachers import SparseTeacherRows, TeacherRows, bind_teachers, most_rows, teacher_bytes
+from headloss.engine.teachers import SparseTeacherRows, TeacherRows, most_rows, teacher_bytes
 from headloss.late import defers
 from headloss.rows import Rows, bind_rows, may_read
 from headloss.segments import Segments

@@ -73,7 +73,7 @@ def with_candidates(teacher: Any, ids: Any, source: Source) -> Any:
         raise ValueError(f"ids: wanted shape {(*leading, 'K')}, K columns of each row, got {tuple(ids.shape)}")
     if ids.device != source.device:
         raise ValueError(f"ids: is on {ids.device}, but the source is on {source.device}")
-    _check_candidates(ids.reshape(-1, ids.shape[-1]), source.vocab)
+    _check_candidates(ids.reshape(-1, ids.shape[-1]), source.vocab if source.vocab_ids is None else 1 << 62)
     return {**teachers, IDS: Sparse(ids, torch.zeros(ids.shape, dtype=torch.float32, device=ids.device))}
 
 

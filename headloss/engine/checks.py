@@ -87,6 +87,7 @@ def check_asked(teachers: Mapping[str, Teacher], calls: Sequence[Call]) -> None:
     asked = {f.teacher for call in calls for f in call.facts if f.teacher}
     asked |= {p.teacher for call in calls for s in call.signatures for p in s.parameters if p.teacher}
     asked |= {Top.named(name).of or name for name in asked if name.startswith("top=")}
+    asked |= {name.removeprefix("whole=") for name in asked}
     for name in teachers:
         if name not in asked:
             if name == IDS:

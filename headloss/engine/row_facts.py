@@ -9,10 +9,11 @@ from torch import Tensor
 
 from headloss.engine.brought import named_teachers
 from headloss.engine.checks import check_targets_wanted, check_teachers
+from headloss.engine.guides import bind_teachers
 from headloss.engine.plan import backend_for
 from headloss.engine.product import ProductSweep, why_chunked
 from headloss.engine.sweeps import Sweep
-from headloss.engine.teachers import bind_teachers, name_teachers
+from headloss.engine.teachers import name_teachers
 from headloss.facts import FACTS, Fact, Want
 from headloss.late import defers
 from headloss.options import is_number, shown
@@ -52,7 +53,7 @@ def facts_sweep(
     reads = host_read and (linear or source.shard is not None or not defers(source.device))
     rows = bind_rows(source.leading, targets, None, vocab=source.vocab, device=source.device, host_read=reads)
     kind = Sweep if chunked else ProductSweep
-    return kind(source, rows, chosen, engine, bind_teachers(teachers, chosen.teachers, source, rows))
+    return kind(source, rows, chosen, engine, bind_teachers(teachers, chosen.teachers, source, rows, engine))
 
 
 def _with_top(teacher: Any, want: Sequence[Any], top: int | None) -> Any:
@@ -69,7 +70,7 @@ def _with_top(teacher: Any, want: Sequence[Any], top: int | None) -> Any:
 def _read_fact(want: Any, teachers: Mapping[str, Teacher]) -> Fact:
     """A fact from its name, (name, temperature) or (name, temperature, teacher)."""
     name, temperature, teacher = (*((want,) if isinstance(want, str) else tuple(want)), None, None)[:3]
-    if not isinstance(name, str) or name not in FACTS or name == "divergence":
+    if not isinstance(name, str) or name not in FACTS or name in ("divergence", "teacher_tail_logprob"):
         there = ", ".join(f for f in FACTS if f != "divergence")
         raise ValueError(f"want: {name!r} is not a fact; there are {there}{suggest(str(name), FACTS)}")
     if temperature is not None and not (is_number(temperature) and temperature > 0):

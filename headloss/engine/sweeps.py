@@ -19,7 +19,7 @@ from torch import Tensor
 
 from headloss.engine.heads import LinearHead, on_source_device, open_source, part_of
 from headloss.engine.teachers import TeacherRows, ids_facts, ids_pull, most_rows, note, teacher_bytes, teacher_label
-from headloss.facts import Fact, Partial, Softmax, Want, coefficients, finish
+from headloss.facts import Fact, Partial, Softmax, Want, coefficients, finish, with_whole
 from headloss.parallel.shard import Gathering, reduce_hidden, sum_over
 from headloss.record import Grads
 from headloss.rows import Rows
@@ -277,11 +277,12 @@ class Sweep:
 
     def _settle(self, partial: Partial, block: Block) -> tuple[dict[Fact, Tensor], Softmax]:
         """Facts from a whole partial, the second look included."""
-        facts, softmax = self._finish(partial, block.part)
+        facts, softmax = self._finish(partial, block.part, block.teachers)
         return self._with_looks(facts, softmax, self._look(block, softmax) if self._looks else [])
 
-    def _finish(self, partial: Partial, part: slice) -> tuple[dict[Fact, Tensor], Softmax]:
+    def _finish(self, partial: Partial, part: slice, chunks: Any = ()) -> tuple[dict[Fact, Tensor], Softmax]:
         facts, softmax = finish(partial, self.want, self._temperatures(part), self.source.vocab)
+        facts, softmax = with_whole(self.want, facts, softmax, chunks) if chunks else (facts, softmax)
         return self._held(facts, part), softmax
 
     def _look(self, block: Block, softmax: Softmax) -> list[tuple[Tensor, Any]]:

@@ -15,10 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from headloss.draft import Draft
 from headloss.engine.heads import Head, open_source
 from headloss.facts import Fact, Want
 from headloss.parallel.shard import max_over, note_of
 from headloss.rows import Rows
+from headloss.segments import readable
 from headloss.sources import (
     Linear,
     Logits,
@@ -47,6 +49,10 @@ def name_teachers(teacher: Teacher | Mapping[str, Teacher] | None, source: Sourc
             if x.k > source.vocab:
                 raise ValueError(f"top: wanted at most {source.vocab} columns, which the vocabulary has, got {x.k}")
             continue
+        if isinstance(x, Draft):
+            _check_draft(label, x)
+            name_teachers({name: x.teacher}, source)
+            continue
         if not isinstance(x, Logits | Linear | Sparse):
             hint = "; wrap a tensor in hl.Logits(...)" if isinstance(x, Tensor) else ""
             raise TypeError(f"{label}: wanted hl.Logits, hl.Linear or hl.Sparse, got {type(x).__name__}{hint}")
@@ -67,6 +73,16 @@ def name_teachers(teacher: Teacher | Mapping[str, Teacher] | None, source: Sourc
         else:
             _check_columns(label, x, source)
     return named
+
+
+def _check_draft(label: str, draft: Draft) -> None:
+    """The teacher has every token of the student."""
+    ids, vocab = draft.ids, draft.teacher.vocab
+    if readable(ids) and len(ids) and int(ids.max()) >= vocab:
+        row = int((ids >= vocab).int().argmax())
+        raise ValueError(f"vocab_ids: row {row} is token {int(ids[row])}, but {label} has {vocab} tokens")
+    if ids.device.type == "cuda":
+        torch._assert_async((ids < vocab).all(), f"vocab_ids: a token that {label} does not have")
 
 
 def _first(teacher: Teacher) -> Tensor:
@@ -278,25 +294,6 @@ def merge_repeated(ids_RK: Tensor, logprob_RK: Tensor) -> tuple[Tensor, Tensor]:
     leads_RK = (leader_RK == place) & (ids_RK >= 0)
     merged_RK = torch.where(leads_RK, safe_RK + sums_RK.log(), -math.inf)
     return ids_RK.masked_fill(~leads_RK, -1), merged_RK
-
-
-def bind_teachers(
-    teachers: Mapping[str, Teacher], names: tuple[str, ...], source: Source, rows: Rows, backend: Any = None
-) -> dict[str, Any]:
-    """The teachers that some fact needs, for these rows."""
-    found: dict[str, Any] = {}
-    for name in sorted(names, key=lambda x: isinstance(teachers[x], Top)):  # those at the top may look at another
-        teacher = teachers[name]
-        if isinstance(teacher, Sparse):
-            found[name] = SparseTeacherRows(teacher, rows, source.fact_dtype, backend)
-        elif not isinstance(teacher, Top):
-            found[name] = DenseTeacherRows(teacher, source, rows)
-        elif teacher.of is None:
-            found[name] = TopRows(teacher.k, None, 0)
-        else:
-            of = found.get(teacher.of) or DenseTeacherRows(teachers[teacher.of], source, rows)
-            found[name] = TopRows(teacher.k, of, 0 if teacher.of in found else of.row_bytes)
-    return {name: found[name] for name in names}
 
 
 def teacher_bytes(guides: Mapping[str, TeacherRows], source: Source) -> int:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from headloss.draft import Draft
 from headloss.engine.arguments import CallArguments
 from headloss.graph import ops  # noqa: F401  registers the operators
 from headloss.graph.content import Traits
@@ -97,7 +98,7 @@ def wanted(source: Any, teacher: Any, unknown: tuple[str, ...] = ()) -> bool:
 def _fits(source: Source, teacher: Teacher | Mapping[str, Teacher] | None) -> bool:
     """Whether a call can be an operator: one that overwrites its logits, or looks into DTensors, runs as it is."""
     teachers = list(teacher.values()) if isinstance(teacher, Mapping) else [] if teacher is None else [teacher]
-    if any(isinstance(x, Top) for x in teachers):
+    if any(isinstance(x, Top | Draft) for x in teachers):
         return False
     for x in [source, *teachers]:
         for y in getattr(x, "tensors", ()):

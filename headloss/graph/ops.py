@@ -20,11 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headloss.engine.guides import bind_teachers
 from headloss.engine.plan import backend_for
 from headloss.engine.run import Result, final_grads
 from headloss.engine.saved import TWICE
 from headloss.engine.sweeps import NO_SOFTMAX, Sweep
-from headloss.engine.teachers import bind_teachers, name_teachers
+from headloss.engine.teachers import name_teachers
 from headloss.facts import VALUED, Want
 from headloss.graph.recipe import Call, read
 from headloss.graph.rehearsal import (

@@ -48,7 +48,7 @@ TEACHER_INPUTS = ("teacher_ids", "teacher_logprob")  # of a sparse teacher, (row
 
 def passed(teachers: Iterable[str]) -> list[str]:
     """Those that the caller passed as teachers."""
-    return [x for x in teachers if x != IDS and not x.startswith(("targets=", "top="))]
+    return [x for x in teachers if x != IDS and not x.startswith(("targets=", "top=", "whole="))]
 
 
 def targets_of(name: str) -> str:
@@ -159,8 +159,8 @@ def read_signature(
         optional = p.default is not p.empty
         if p.name in named:
             parameters.append(Parameter(p.name, "fact", optional, named.pop(p.name)))
-        elif p.name == "divergence":
-            raise TypeError(f"{name}: no loss can ask for 'divergence'; write it as a function of (logp, logq)")
+        elif p.name in ("divergence", "teacher_tail_logprob"):
+            raise TypeError(f"{name}: no loss can ask for {p.name!r}; write it as a function of (logp, logq)")
         elif p.name in TOP:
             if top is None:
                 raise TypeError(f"{name}: asks for {p.name!r}; say of how many columns, hl.Term({name}, top=K)")

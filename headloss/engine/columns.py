@@ -1,0 +1,108 @@
+"""Calls on a head over some tokens of a larger vocabulary, `vocab_ids=`: the engine sees its columns alone.
+
+targets, ids, a sparse teacher's ids   become columns; a row whose target is not among them is ignored, and counted
+a dense teacher                        stays on the whole vocabulary, and is read at the tokens that the head has
+argmax, top_ids                        become tokens again
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from headloss.draft import Draft, whole_of
+from headloss.engine.arguments import CallArguments
+from headloss.engine.brought import named_teachers
+from headloss.metrics import Metric
+from headloss.record import Facts, Output, facts_from
+from headloss.rows import IGNORE, Prepared
+from headloss.segments import integers
+from headloss.sources import Linear, Logits, Sparse, with_tensors
+from headloss.term import Term
+from headloss.terms import Terms
+from headloss.trace.reads import ours
+from headloss.vocab_ids import to_columns
+
+NUMBERS = ("targets", "argmax", "top_ids", "ids", "teacher_ids", "teacher_argmax")  # of columns, not of tokens
+
+
+class Mapped(NamedTuple):
+    """A call in columns, and what leads back to tokens."""
+
+    arguments: CallArguments
+    vocab_ids: Tensor
+    ignored: Tensor | None  # rows, those whose target is missing among them
+    missing: tuple[Tensor, Tensor] | None  # how many targets are, and of how many
+
+    def facts(self, facts: Facts) -> Facts:
+        found = {key: self._tokens(key, x) for key, x in facts.items()}
+        return facts_from(list(found.values()), list(found))
+
+    def _tokens(self, key: Any, x: Tensor) -> Tensor:
+        if (key if isinstance(key, str) else key[0]) not in NUMBERS:
+            return x
+        tokens = self.vocab_ids[x]
+        if self.ignored is None:
+            return tokens
+        return tokens.masked_fill(self.ignored if x.ndim == self.ignored.ndim else self.ignored[..., None], 0)
+
+    def output(self, out: Output) -> Output:
+        metrics = dict(out.metrics)
+        if self.missing is not None:
+            metrics["vocab_missing"] = Metric("mean", self.missing, "token")
+        return out._replace(facts=self.facts(out.facts), metrics=metrics)
+
+
+def has_vocab_ids(source: Any) -> bool:
+    return getattr(source, "vocab_ids", None) is not None
+
+
+def in_columns(arguments: CallArguments, terms: Terms | None) -> Mapped:
+    """The call on the head's own columns."""
+    source, targets, inputs = arguments.source, arguments.targets, dict(arguments.inputs)
+    ids = source.vocab_ids
+    assert ids is not None
+    if isinstance(targets, Prepared):
+        raise ValueError("targets: prepared ones know nothing of vocab_ids; pass the tensor of tokens")
+    teachers = {name: _teacher(name, x, ids) for name, x in named_teachers(arguments.teacher).items()}
+    for term in () if terms is None else terms.every_term:
+        _check_numbers(term)
+        facts = term.call(None, teachers).facts
+        wholly = [str(f.teacher)[6:] for f in facts if str(f.teacher).startswith("whole=")]
+        teachers |= {whole_of(name): teachers[name]._replace(whole=True) for name in wholly if name in teachers}
+        if term.targets is not None and isinstance(inputs.get(term.targets), Tensor):
+            inputs[term.targets], _ = to_columns(ids, integers(term.targets, inputs[term.targets]), IGNORE)
+    ignored = missing = None
+    if targets is not None:
+        tokens = integers("targets", targets)
+        targets, lost = to_columns(ids, tokens, IGNORE)
+        ignored, missing = targets == IGNORE, (lost.sum().float(), (tokens != IGNORE).sum().float())
+    source = with_tensors(source, {"vocab_ids": None})
+    made = arguments._replace(source=source, targets=targets, teacher=teachers or None, inputs=inputs)
+    return Mapped(made, ids, ignored, missing)
+
+
+def _check_numbers(term: Term) -> None:
+    """A function of the user's would take columns for tokens."""
+    if all(map(ours, (term.fn, *(w for w in term.row_weights if callable(w))))):
+        return
+    for signature in term.call(None, {}).signatures:
+        for p in signature.parameters:
+            if p.name in NUMBERS or (p.fact is not None and p.fact.name in NUMBERS):
+                raise ValueError(
+                    f"vocab_ids: {signature.name} asks for {p.name!r}, which would be columns of this head and no "
+                    f"tokens; a loss on such a head has to do without"
+                )
+
+
+def _teacher(name: str, teacher: Any, ids: Tensor) -> Any:
+    if isinstance(teacher, Sparse):
+        return Sparse(to_columns(ids, teacher.ids, -1)[0], teacher.logprobs)
+    if not isinstance(teacher, Logits | Linear):
+        return teacher  # which is refused
+    if teacher.shard is not None:
+        raise ValueError("vocab_ids: a dense teacher whose vocabulary lies on several ranks cannot be read at them yet")
+    if has_vocab_ids(teacher):
+        raise ValueError("vocab_ids: the teacher has them too; pass one on the whole vocabulary")
+    return Draft(teacher, ids)

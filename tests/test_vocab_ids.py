@@ -1,0 +1,172 @@
+"""A head over some tokens of a larger vocabulary, `vocab_ids=`: targets and teachers stay on the larger one."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from interpreting import quicken, rerun
+from torch import Tensor
+
+import headloss as hl
+from headloss.losses import cross_entropy, forward_kl, jsd, reverse_kl
+
+N, V, U, D = 8, 29, 11, 5  # rows, the larger vocabulary, columns of the head
+INSIDE = os.environ.get("TRITON_INTERPRET") == "1"
+BACKEND, DTYPE, TOLERANCE = ("triton", torch.float32, 2e-5) if INSIDE else ("torch", torch.float64, 1e-10)
+if INSIDE:
+    quicken()
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(INSIDE, reason="this is the other process")
+def test_under_the_interpreter() -> None:
+    pytest.importorskip("triton")
+    rerun(__file__, "-k", "bucket and chunks")
+
+
+class Batch:
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(5)
+        draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=DTYPE)
+        self.hidden, self.weight = draw(N, D), draw(U, D)
+        self.guide, self.head = draw(N, D), draw(V, D)
+        self.ids = torch.randperm(V, generator=generator)[:U]  # in no order
+        self.targets = self.ids[torch.randint(0, U, (N,), generator=generator)]
+        others = torch.tensor([i for i in range(V) if i not in self.ids.tolist()])
+        self.targets[1], self.targets[4], self.targets[6] = -100, others[0], others[3]
+        self.rows = [n for n in range(N) if n not in (1, 4, 6)]
+
+
+def divergence(logp: Tensor, logq: Tensor, loss: str) -> Tensor:
+    if loss == "forward_kl":
+        return logq.exp() * (logq - logp)
+    if loss == "reverse_kl":
+        return logp.exp() * (logp - logq)
+    logm = torch.logaddexp(logp, logq) - torch.log(torch.tensor(2.0, dtype=logp.dtype))
+    return 0.5 * logq.exp() * (logq - logm) + 0.5 * logp.exp() * (logp - logm)
+
+
+def _double(x: Tensor | None) -> Tensor:
+    assert x is not None
+    return x.double()
+
+
+@pytest.mark.parametrize("how", ["logits", "chunks"])
+@pytest.mark.parametrize("tail", ["none", "bucket", "renormalise"])
+def test_against_a_teacher_on_the_larger_vocabulary(tail: str, how: str) -> None:
+    batch, T = Batch(), 1.5
+    hidden, weight = (x.double().clone().requires_grad_() for x in (batch.hidden, batch.weight))
+    u = batch.guide.double() @ batch.head.double().T
+    s = hidden @ weight.T
+    at = batch.ids[None].expand(N, -1)
+    want = torch.zeros(N, dtype=torch.float64)
+    for temperature, name in ((1.0, "forward_kl"), (T, "reverse_kl"), (1.0, "jsd")):
+        logp, logq = (s / temperature).log_softmax(-1), (u / temperature).log_softmax(-1).gather(1, at)
+        if tail == "renormalise":
+            logq = logq.log_softmax(-1)
+        want = want + divergence(logp, logq, name).sum(-1)
+        if tail == "bucket":
+            left = torch.log1p(-logq.exp().sum(-1))
+            want = want + divergence(torch.full_like(left, -1e4), left, name)
+    column = {int(token): c for c, token in enumerate(batch.ids)}
+    target = torch.tensor([column.get(int(y), 0) for y in batch.targets])
+    want = want - s.log_softmax(-1).gather(1, target[:, None])[:, 0]
+    loss = want[batch.rows].mean()
+    dhidden, dweight = torch.autograd.grad(loss, (hidden, weight))
+
+    objective = hl.Objective(
+        ce=cross_entropy,
+        forward=hl.Term(forward_kl, tail=tail),
+        reverse=hl.Term(reverse_kl, tail=tail, temperature=T),
+        jsd=hl.Term(jsd, tail=tail),
+        metrics=["accuracy"],
+        backend=BACKEND,
+    )
+    mine, head = batch.hidden.clone().requires_grad_(), batch.weight.clone().requires_grad_()
+    memory = 4 * (V + 2 * U) * 8
+    source: Any = hl.Linear(mine, head, vocab_ids=batch.ids, memory=memory)
+    teacher: Any = hl.Linear(batch.guide, batch.head)
+    if how == "logits":
+        source = hl.Logits(mine @ head.T, vocab_ids=batch.ids)
+        teacher = hl.Logits(batch.guide @ batch.head.T)
+    out = objective(source, batch.targets, teacher=teacher)
+    out.loss.backward()
+    torch.testing.assert_close(out.loss.detach().double(), loss.detach(), rtol=TOLERANCE, atol=TOLERANCE)
+    torch.testing.assert_close(_double(mine.grad), dhidden, rtol=TOLERANCE, atol=TOLERANCE)
+    torch.testing.assert_close(_double(head.grad), dweight, rtol=TOLERANCE, atol=TOLERANCE)
+    assert float(out.metrics["vocab_missing"]) == pytest.approx(2 / 7)
+    likeliest = batch.ids[s.argmax(-1)]
+    assert out.facts.argmax[batch.rows].tolist() == likeliest[batch.rows].tolist()
+
+
+def test_candidates_top_and_a_sparse_teacher_are_tokens() -> None:
+    batch = Batch()
+    s = batch.hidden @ batch.weight.T
+    source = hl.Linear(batch.hidden, batch.weight, vocab_ids=batch.ids)
+    ids = torch.stack([batch.ids.roll(-n)[:3] for n in range(N)])
+    ids[0, 1] = next(i for i in range(V) if i not in batch.ids.tolist())
+    facts = hl.row_facts(source, want=("ids_logprob", "top_ids", "argmax"), ids=ids, top=3, backend=BACKEND)
+    column = {int(token): c for c, token in enumerate(batch.ids)}
+    for n in range(N):
+        for k in range(3):
+            token = int(ids[n, k])
+            at = s.log_softmax(-1)[n, column[token]] if token in column else torch.zeros((), dtype=DTYPE)
+            torch.testing.assert_close(facts.ids_logprob[n, k], at)
+    assert torch.equal(facts.top_ids, batch.ids[s.topk(3).indices])
+    found = hl.topk(hl.Logits(s, vocab_ids=batch.ids), 2)
+    assert torch.equal(found.ids, facts.top_ids[:, :2])
+    taught = hl.Objective(kl=hl.Term(forward_kl, tail="none"))(source, batch.targets, teacher=found)
+    torch.testing.assert_close(taught.loss, torch.zeros((), dtype=DTYPE), atol=1e-6, rtol=0)
+
+
+def test_the_teacher_counts_in_the_budget() -> None:
+    batch = Batch()
+    teacher, row = hl.Linear(batch.guide, batch.head), (V + 2 * U) * batch.head.itemsize
+    objective = hl.Objective(kl=hl.Term(forward_kl, tail="none"))
+    for memory in (row, row - 1):
+        source = hl.Linear(batch.hidden, batch.weight, vocab_ids=batch.ids, memory=memory)
+        if memory == row:
+            objective(source, batch.targets, teacher=teacher)
+            continue
+        with pytest.raises(ValueError, match=f"memory: one row of {U} logits takes {row} bytes"):
+            objective(source, batch.targets, teacher=teacher)
+
+
+def test_refusals() -> None:
+    batch = Batch()
+    twice = batch.ids.clone()
+    twice[7] = twice[2]
+    with pytest.raises(ValueError, match=f"vocab_ids: wanted each token once, but rows 2 and 7 are both {twice[2]}"):
+        hl.Linear(batch.hidden, batch.weight, vocab_ids=twice)
+    with pytest.raises(ValueError, match=r"vocab_ids: wanted one token per column, shape \(11,\), got \(10,\)"):
+        hl.Linear(batch.hidden, batch.weight, vocab_ids=batch.ids[:-1])
+    with pytest.raises(ValueError, match="vocab_ids: wanted tokens of the whole vocabulary, got -5"):
+        hl.Linear(batch.hidden, batch.weight, vocab_ids=batch.ids - batch.ids.min() - 5)
+    source = hl.Linear(batch.hidden, batch.weight, vocab_ids=batch.ids)
+    small = hl.Logits(torch.zeros(N, 12, dtype=DTYPE))
+    with pytest.raises(ValueError, match="vocab_ids: row . is token .*, but teacher has 12 tokens"):
+        hl.Objective(kl=forward_kl)(source, batch.targets, teacher=small)
+    with pytest.raises(ValueError, match="vocab_ids: .*asks for 'targets', which would be columns of this head"):
+        hl.Objective(own=lambda logprob, targets: logprob * targets)(source, batch.targets)
+    with pytest.raises(ValueError, match="targets: prepared ones know nothing of vocab_ids"):
+        hl.Objective(ce=cross_entropy)(source, hl.prepare(batch.targets))
+
+
+def split() -> None:
+    batch = Batch()
+    whole = hl.Objective(ce=cross_entropy)
+    want = whole(hl.Linear(batch.hidden, batch.weight, vocab_ids=batch.ids), batch.targets).loss
+    start, end = (0, 6) if dist.get_rank() == 0 else (6, U)
+    source = hl.Linear(
+        batch.hidden, batch.weight[start:end], shard=hl.VocabShard(dist.group.WORLD, start, U), vocab_ids=batch.ids
+    )
+    torch.testing.assert_close(whole(source, batch.targets).loss, want, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.skipif(INSIDE, reason="ranks run on torch")
+def test_over_ranks(ranks: Any) -> None:
+    ranks(2, split)
