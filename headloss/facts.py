@@ -11,6 +11,7 @@ A fact is one number per row.  Its value, and its pull d(fact)/d(s_j) on the log
     entropy        -sum_j p_j log p_j         -p_j (log p_j + entropy)
     sum_p2         sum_j p_j^2                2 p_j (p_j - sum_p2)
     max_logprob    max_j log p_j              none: a metric
+    min_logit      min_j s_j                  none: a metric
     argmax         the column of the maximum  none: a metric
 
 The table `FACTS` says the same in code, and is the only place that does: the backends run `finish` and `coefficients`,
@@ -53,6 +54,7 @@ FACTS: dict[str, Rule] = {
     "entropy": Rule(lambda log_S, X, S: log_S - X / S, lambda g, value: Pull(a=-g * value, b=-g)),
     "sum_p2": Rule(lambda Q, S: Q / S**2, lambda g, value: Pull(a=-2 * g * value, e=2 * g)),
     "max_logprob": Rule(lambda log_S: -log_S),
+    "min_logit": Rule(lambda least, T: least / T),
     "argmax": Rule(lambda argmax: argmax.long(), moves=False),
     **COMPARING,
 }
@@ -77,6 +79,7 @@ class _Those(Set[str]):
 CONSTANT = _Those(lambda rule: not rule.pulls)  # no gradient
 LOST = _Those(lambda rule: not rule.pulls and rule.moves)  # none, though the logits move it
 VALUED = _Those(lambda rule: rule.valued)  # their pull reads them
+PLAIN = {"least", "square", "teacher_square", "dot"}  # made of logits themselves, not of their softmax
 NEEDS_TARGET = _Those(lambda rule: "target" in rule.sums)
 
 
@@ -107,6 +110,7 @@ class Want:
         self.temperatures = tuple(dict.fromkeys(f.temperature for f in self.facts))
         self.teachers = tuple(dict.fromkeys(f.teacher for f in self.facts if f.teacher is not None))
         names = {f.name for f in self.facts}
+        self.plain = any(FACTS[name].sums & PLAIN for name in names)
         self.only_ids = names == {"ids_logit"}  # some logits of each row, and no softmax
         self._sums = frozenset(
             (x, T, f.teacher) for f in self.facts for x in FACTS[f.name].sums for T in (f.temperature, ANY)
@@ -166,6 +170,7 @@ class Partial(NamedTuple):
     columns: Tensor | None  # how many columns `total` covers
     moments: tuple[Moments, ...]  # one per temperature of the Want
     teachers: tuple[TeacherPartial, ...] = ()  # one per teacher of the Want
+    least: Tensor | None = None  # min z, inf for a part with no columns
 
 
 class Softmax(NamedTuple):
@@ -209,7 +214,8 @@ def merge(
             )
         )
     teachers = tuple(merge_teacher(t, shift, pairs) for t, pairs in zip(parts.teachers, paired, strict=True))
-    return Partial(best, argmax, target, total, columns, tuple(moments), teachers)
+    least = None if parts.least is None else parts.least.amin(0)
+    return Partial(best, argmax, target, total, columns, tuple(moments), teachers, least)
 
 
 def finish(

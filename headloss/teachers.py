@@ -12,6 +12,9 @@ y = (u - teacher max) / T, over the columns that student and teacher share:
     teacher_entropy         -sum q log q     none: a constant of the student
     teacher_argmax          its best column  none: a metric
     teacher_tail_logprob    what it gives tokens that the student has not, on a larger vocabulary: a constant
+    logit_dot               sum z u          u_j, by z and not by s: these three do not know the temperature
+    logit_square            sum z^2          2 z_j
+    teacher_logit_square    sum u^2          none: a constant of the student
     divergence              sum f(log p, log q) for any element-wise f, with c_j = df/d(log p_j):  c_j - p_j sum_k c_k
 
 The last needs both softmaxes before its own sum, a second look at the row in the same visit.
@@ -35,7 +38,7 @@ The tail has a maximum of its own, and its pull is written from e^(s_j - tail ls
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -95,6 +98,9 @@ class DensePartial(NamedTuple):
     max: Tensor  # (N,) the teacher's
     argmax: Tensor | None
     meetings: tuple[Meeting, ...]  # one per temperature
+    square: Tensor | None = None  # (N,) sum z^2 over the shared columns, and so the others
+    teacher_square: Tensor | None = None  # sum u^2
+    dot: Tensor | None = None  # sum z u
 
 
 class Theirs(NamedTuple):
@@ -145,13 +151,22 @@ class Look(NamedTuple):
 
 
 class DensePull(NamedTuple):
-    """p_j (a + b log p_j + c log q_j) + d q_j, and the looks, at one temperature.  None: nothing needs the term."""
+    """p_j (a + b log p_j + c log q_j) + d q_j, and the looks, at one temperature.  None: nothing needs the term.
+
+    z z_j + u u_j pulls on z itself: it is not divided by a temperature.
+    """
 
     a: Tensor | None = None
     b: Tensor | None = None
     c: Tensor | None = None
     d: Tensor | None = None
     looks: tuple[Look, ...] = ()
+    z: Tensor | None = None
+    u: Tensor | None = None
+
+    @property
+    def plain(self) -> bool:
+        return self.z is not None or self.u is not None
 
 
 class SparsePull(NamedTuple):
@@ -184,6 +199,9 @@ DENSE: dict[str, Rule] = {
     "shared_entropy": Rule(lambda log_S, X, S: log_S - X / S, lambda g, value: DensePull(a=-g * value, b=-g)),
     "teacher_argmax": Rule(lambda argmax: argmax.long(), moves=False),
     "teacher_tail_logprob": Rule(None, moves=False),  # see `facts.with_whole`
+    "logit_dot": Rule(lambda dot: dot, lambda g: DensePull(u=g)),
+    "logit_square": Rule(lambda square: square, lambda g: DensePull(z=2 * g)),
+    "teacher_logit_square": Rule(lambda teacher_square: teacher_square, moves=False),
     "divergence": Rule(None, lambda g: DensePull()),  # the second look gives its value and its pull
 }
 # Of the fields of `SparsePartial`, and T, log_S, tail_log_sum, and the student's max.
@@ -236,7 +254,21 @@ def merge_teacher(parts: TeacherPartial, shift: Tensor, pairs: Pairs) -> Teacher
                 G=None if G is None else torch.where(k > 0, k * (G + dt * S), 0.0).sum(0),
             )
         )
-    return DensePartial(best, argmax, tuple(meetings))
+    plain = [None if x is None else x.sum(0) for x in parts[3:]]
+    return DensePartial(best, argmax, tuple(meetings), *plain)
+
+
+def plain_sums(z_BU: Tensor, u_BU: Tensor, asked: Callable[[str], bool]) -> list[Tensor | None]:
+    """The last fields of a `DensePartial`, those that are asked for."""
+    pairs = {"square": (z_BU, z_BU), "teacher_square": (u_BU, u_BU), "dot": (z_BU, u_BU)}
+    return [torch.linalg.vecdot(*pair) if asked(name) else None for name, pair in pairs.items()]
+
+
+def plain_pull(grad_BU: Tensor, z_BU: Tensor, u_BU: Tensor, pull: DensePull, rows: slice) -> None:
+    """Add what pulls on the logits themselves to d(loss)/d(z)."""
+    for k, x_BU in ((pull.z, z_BU), (pull.u, u_BU)):
+        if k is not None:
+            grad_BU.addcmul_(x_BU, k[rows, None].to(x_BU.dtype))
 
 
 def _merge_sparse(parts: SparsePartial, shift: Tensor, pairs: Pairs) -> SparsePartial:
@@ -290,7 +322,7 @@ def finish_teacher(
     meetings = [m._replace(S=_positive(m.S), St=_positive(m.St)) for m in partial.meetings]
     log_S, log_St = tuple(m.S.log() for m in meetings), tuple(m.St.log() for m in meetings)
     rows = [
-        {**m._asdict(), "log_S": own, "log_St": theirs, "argmax": partial.argmax}
+        {**m._asdict(), **partial._asdict(), "log_S": own, "log_St": theirs}
         for m, own, theirs in zip(meetings, log_S, log_St, strict=True)
     ]
     made = [f for f in asked if f.element is None and f.name != "teacher_tail_logprob"]

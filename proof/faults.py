@@ -736,4 +736,8 @@ FAULTS = [
     Fault("engine/heads.py", "all_NV, self._unpadded(all_NV)", "all_NV, all_NV", "columns that pad a vocabulary count", ("tests/test_padded_vocab.py",)),
     Fault("sources.py", "not 1 <= said <= held", "False", "a vocabulary of more columns than there are", ("tests/test_padded_vocab.py",)),
     Fault("parallel/dtensor.py", "weight.shape[0], source.vocab))", "weight.shape[0]))", "a padded weight that is a DTensor has no padding", ("tests/ranks/test_dtensor.py",)),
+    Fault("facts.py", "parts.least.amin(0)", "parts.least[0]", "the smallest logit of a vocabulary's first part alone", ("tests/test_facts.py", "tests/ranks/test_collectives.py")),
+    Fault("teachers.py", "None if x is None else x.sum(0) for x in parts[3:]", "None if x is None else x[0] for x in parts[3:]", "a cosine of the first part of a vocabulary alone", ("tests/ranks/test_shards.py",)),
+    Fault("teachers.py", "DensePull(z=2 * g)", "DensePull(z=g)", "half the pull of a squared length of logits", ("tests/test_formulas.py",)),
+    Fault("backends/triton/plain.py", "more_BV * transform.slope(z_BV)", "more_BV", "Triton: the pull on logits themselves without scale and softcap", ("tests/test_new_fact.py",)),
 ]  # fmt: skip

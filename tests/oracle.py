@@ -66,13 +66,19 @@ FACTS: dict[str, Callable[[Dense], Tensor]] = {
     "sum_p2": lambda d: d.logp_RV.exp().square().sum(-1),
     "max_logprob": lambda d: d.logp_RV.detach().amax(-1),
     "argmax": lambda d: d.s_RV.detach().argmax(-1),
+    "min_logit": lambda d: d.s_RV.detach().amin(-1),
     "teacher_cross_entropy": lambda d: -_weighted(d.logq_RV.exp(), d.logp_RV),
     "reverse_cross_entropy": lambda d: -_weighted(d.logp_RV.exp(), d.logq_RV),
     "teacher_entropy": lambda d: -_weighted(d.logq_RV.exp(), d.logq_RV),
+    # of s and not of z: all three are, so that what does not know the temperature is the same
+    "logit_dot": lambda d: (d.s_RV * d.teacher_s_RV).sum(-1),
+    "logit_square": lambda d: d.s_RV.square().sum(-1),
+    "teacher_logit_square": lambda d: d.teacher_s_RV.square().sum(-1),
     "ids_logprob": lambda d: d.logp_RV.gather(-1, d.ids_RK.clamp(min=0)).masked_fill(d.ids_RK < 0, -math.inf),
     "tail_logprob": _tail,
 }
 DENSE_TEACHER = {"teacher_cross_entropy", "reverse_cross_entropy", "teacher_entropy"}
+DENSE_TEACHER |= {"logit_dot", "logit_square", "teacher_logit_square"}
 SPARSE_TEACHER = {"ids_logprob", "tail_logprob", "teacher_ids", "teacher_logprob"}
 
 
@@ -131,7 +137,7 @@ class Problem:
         return hl.Linear(leaves["hidden"], leaves["weight"], leaves.get("bias"), **self.transform, **more)
 
     def budget(self, rows: int, itemsize: int = 8) -> int:
-        return rows * self.vocab * itemsize
+        return rows * self.vocab * itemsize * (1 if self.teacher is None else 2)
 
     def logits(self, leaves: Mapping[str, Tensor]) -> Tensor:
         """z: after bias, scale and softcap, before the temperature."""
@@ -400,7 +406,8 @@ def run_by_facts(
     said = problem.source(leaves, **({} if memory is None else {"memory": memory}))
     v = view(problem, {n: x.detach() for n, x in leaves.items()}, problem.inputs)
     wanted = [p for p in inspect.signature(fn).parameters if p in FACTS and p not in problem.inputs]
-    facts = hl.row_facts(said, problem.targets, want=wanted, backend=backend)
+    teacher = call_arguments(problem).get("teacher")
+    facts = hl.row_facts(said, problem.targets, want=wanted, backend=backend, teacher=teacher)
     arguments = v.arguments(fn, None, {})
     arguments |= {name: facts[name].reshape(-1)[v.valid_N] for name in wanted}
     result = fn(**arguments, **term.options)

@@ -60,6 +60,8 @@ def test_formula(name: str, options: dict[str, Any], kind: str, transform: dict[
     arguments = v.arguments(formula, None, {})
     if "logits" in inspect.signature(formula).parameters:
         arguments["logits"] = v.dense(None).s_RV
+    if "teacher_logits" in inspect.signature(formula).parameters:
+        arguments["teacher_logits"] = v.dense(None).teacher_s_RV
     values = formula(**arguments, **options)
     torch.manual_seed(5)
     want = oracle.reduce(values, "token_mean", v.segments, len(v.targets_R), returns=loss.returns)

@@ -20,7 +20,7 @@ from torch import Tensor
 import headloss as hl
 from headloss import facts as table
 from headloss.facts import FACTS, Fact, Want
-from headloss.losses import cross_entropy, entropy_bonus, forward_kl, z_loss
+from headloss.losses import cosine, cross_entropy, entropy_bonus, forward_kl, z_loss
 
 sys.path.append(str(Path(__file__).parent / "ranks"))
 from test_simulated import simulate
@@ -205,3 +205,25 @@ def test_a_sum_that_nobody_takes_is_refused(backend: str) -> None:
             hl.row_facts(hl.Logits(torch.randn(3, 5, device=DEVICE)), want=("cubed",), backend=backend)
     finally:
         del FACTS["cubed"]
+
+
+@backends
+def test_facts_of_the_logits_themselves(backend: str) -> None:
+    """Their minimum and their products with a narrower teacher's, through scale and softcap of both, beside a KL."""
+    batch = Batch()
+    how, theirs = {"scale": -0.7, "softcap": 3.0, "temperature": T}, {"scale": 1.2, "softcap": 4.0}
+    terms = {"cos": cosine, "kl": forward_kl, "ce": cross_entropy}
+    objective = hl.Objective(**terms, metrics=["min_logit"], backend=backend)  # type: ignore[arg-type]
+    teacher = hl.Logits(batch.teacher[:, :30], **theirs)  # type: ignore[arg-type]
+    out = objective(hl.Logits(batch.logits, **how), batch.targets, teacher=teacher)  # type: ignore[arg-type]
+    x = batch.logits.detach().double().requires_grad_()
+    z, u = 3 * (-0.7 * x / 3).tanh(), 4 * (1.2 * batch.teacher[:, :30].double() / 4).tanh()
+    z, u, y = z[batch.targets >= 0], u[batch.targets >= 0], batch.targets[batch.targets >= 0]
+    cos = 1 - torch.nn.functional.cosine_similarity(z[:, :30], u, dim=-1)
+    logp, logq = (z[:, :30] / T).log_softmax(-1), u.log_softmax(-1)
+    kl = (logq.exp() * (logq - logp)).sum(-1)
+    ce = torch.nn.functional.cross_entropy(z / T, y)
+    close(out.metrics["min_logit"].value, (z / T).amin(-1).mean(), "min_logit")
+    close(out.terms["cos"], cos.mean(), "cosine")
+    got, want = (torch.autograd.grad(a, b)[0] for a, b in ((out.loss, batch.logits), (cos.mean() + kl.mean() + ce, x)))
+    close(got, want, "gradient")

@@ -374,6 +374,74 @@ def cispo_clip(x: Numbers) -> Tensor:
     return -torch.exp(x.lp - x.old).clamp(0.8, 1.28).detach() * x.A * x.lp
 
 
+# Liger
+
+
+def of_liger(file: str, *names: str, **space: Any) -> SimpleNamespace:
+    folder = Path(sys.prefix) / "stacks" / "liger_kernel" / "chunked_loss"
+    if not folder.exists():
+        pytest.skip("Liger is not in .venv/stacks")
+    return lift(folder / file, *names, **space)
+
+
+def liger_pairs(kind: str, average: bool, ref: bool = False, **settings: Any) -> Callable[[Numbers], Tensor]:
+    """The preference part of one of Liger's losses of pairs."""
+
+    def loss(x: Numbers) -> Tensor:
+        found = of_liger(f"{kind.lower()}_loss.py", f"LigerFusedLinear{kind}Function.preference_loss_fn")
+        logps = x.seq(x.lp) if average else x.lp.sum(1)
+        own = {"ref_chosen_logps": x.ref[:3].sum(1), "ref_rejected_logps": x.ref[3:].sum(1)} if ref else {}
+        return found.preference_loss_fn(logps[:3], logps[3:], x.ids, beta=0.3, **own, **settings)[0]
+
+    return loss
+
+
+def liger_kto(x: Numbers) -> Tensor:
+    found = of_liger("kto_loss.py", "LigerFusedLinearKTOFunction.preference_loss_fn")
+    return found.preference_loss_fn(x.lp.sum(1), x.desirable, x.ids, x.ref.sum(1), beta=0.3, kl=x.kl)[0]
+
+
+def liger_teacher(kind: str, T: float = 1.0, weight: float = 1.0, **settings: Any) -> Callable[[Numbers], Tensor]:
+    def loss(x: Numbers) -> Tensor:
+        u = torch.randn(x.logits.shape, dtype=torch.float64)
+        x.teacher = hl.Logits(u)
+        found = of_liger(f"{kind}_loss.py", f"LigerFusedLinear{KINDS[kind]}Function.distillation_loss_fn")
+        rows = x.mask > 0
+        return found.distillation_loss_fn(x.logits[rows] / T, u[rows] / T, **settings) / x.mask.sum()
+
+    return loss
+
+
+KINDS = {"jsd": "JSD", "cosine_similarity": "CosineSimilarity"}
+
+
+def liger_tvd(x: Numbers) -> Tensor:
+    u = torch.randn(x.logits.shape, dtype=torch.float64)
+    x.teacher = hl.Logits(u)
+    return x.mean(0.5 * (x.logp.exp() - u.softmax(-1)).abs().sum(-1))
+
+
+def liger_grpo(loss_type: str = "dapo", **settings: Any) -> Callable[[Numbers], Tensor]:
+    def loss(x: Numbers) -> Tensor:
+        base = SimpleNamespace(_compute_dapo_normalizer=lambda mask, num_items_in_batch: mask.sum())
+        helpers = ("k3_loss_fn", "get_gamma_weights", "sapo_loss_fn", "clip_coef_fn")
+        fn = "LigerFusedLinearGRPOFunction.ppo_loss_fn"
+        found = of_liger("grpo_loss.py", fn, *helpers, LigerFusedLinearPPOBase=base).ppo_loss_fn
+        space = found.__globals__
+        space["get_gamma_weights"] = torch.no_grad()(space["get_gamma_weights"])  # a decorator of theirs
+        own = {"epsilon_low": 0.2, "epsilon_high": 0.28, "beta": 0.0, **settings}
+        if own.pop("is_ratio", False):
+            own["vllm_is_ratio"] = tis(x)
+        given = (x.lp, x.mask, x.A[:, 0], x.mask)
+        return found(*given, ref_per_token_logps=x.ref, old_per_token_logps=x.old, loss_type=loss_type, **own)[0]
+
+    return loss
+
+
+def liger_kl(**settings: Any) -> Callable[[Numbers], Tensor]:
+    return lambda x: liger_grpo(beta=1.0, **settings)(x) - liger_grpo()(x)
+
+
 plain = lambda x: x.mean(ppo(x))
 by_sequence = lambda x: x.seq(ppo(x)).mean()
 chosen_nll = lambda x: x.mean(-x.lp, x.mask * x.is_chosen)
@@ -482,6 +550,41 @@ PEERS: dict[str, dict[str, Callable[[Numbers], Tensor]]] = {
         "rl: orpo": orpo,
         "rl: kto": lambda x: kto(x, x.kl),
         "kd_*": axolotl_kd,
+    },
+    "Liger": {
+        "CrossEntropyLoss(label_smoothing": lambda x: F.cross_entropy(
+            x.logits[x.mask > 0], x.ids[x.mask > 0], label_smoothing=0.1
+        ),
+        "lse_square_scale": lambda x: 1e-4 * x.mean(x.logits.logsumexp(-1) ** 2),
+        "use_token_scaling": lambda x: x.mean(-x.lp.detach().exp() * x.lp),
+        "JSDLoss(beta=0.4": liger_teacher("jsd", T=2.0, beta=0.4),
+        "JSDLoss(beta=0)": liger_teacher("jsd", beta=0),
+        "JSDLoss(beta=1)": liger_teacher("jsd", beta=1),
+        "CosineSimilarity": liger_teacher("cosine_similarity", beta=0.5),
+        "LigerTVDLoss": liger_tvd,
+        **{f'DPO `loss_type="{name}"': liger_pairs(
+            "DPO", False, True, loss_type=name, label_smoothing=0.1 * (name in ("exo_pair", "robust"))
+        ) for name in (
+            "sigmoid", "hinge", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "apo_zero", "apo_down",
+            "discopop",
+        )},
+        "CPOLoss": liger_pairs("CPO", False, label_smoothing=0.1),
+        "SimPOLoss": liger_pairs("SimPO", True, gamma=0.5, label_smoothing=0.1),
+        "ORPOLoss": liger_pairs("ORPO", True),
+        "compute_nll_loss": chosen_nll,
+        "KTOLoss": liger_kto,
+        'GRPO `loss_type="grpo"': liger_grpo("grpo"),
+        'GRPO `loss_type="dapo"': liger_grpo(),
+        "dr_grpo": liger_grpo("dr_grpo", max_completion_length=7),
+        '"cispo"': liger_grpo("cispo", epsilon_high=1.1),
+        '"sapo"': liger_grpo("sapo"),
+        '"vespo"': liger_grpo("vespo"),
+        "GRPO `importance": liger_grpo(importance_sampling_level="sequence", epsilon_low=0.02, epsilon_high=0.03),
+        '"luspo"': liger_grpo("luspo", importance_sampling_level="sequence", epsilon_low=0.02, epsilon_high=0.03),
+        "delta": liger_grpo(delta=1.15, epsilon_high=0.1),
+        "vllm_is_ratio": liger_grpo(is_ratio=True),
+        "KL alone": liger_kl(),
+        "use_bias_correction_kl": liger_kl(use_bias_correction_kl=True),
     },
 }  # fmt: skip
 

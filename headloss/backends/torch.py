@@ -52,6 +52,7 @@ def sums(
             Moments(fresh(), *(fresh() if want.sums(x, T) else None for x in Moments._fields[1:]))
             for T in want.temperatures
         ),
+        least=fresh() if want.sums("least") else None,
     )
     column_C, here_C = (None, None) if target_C is None else _columns(target_C, start, V)
     compared = [Comparison(*named, want, dtype, raw_CV.device) for named in zip(want.teachers, teachers, strict=True)]
@@ -67,6 +68,8 @@ def sums(
         else:
             max_B = z_BV.amax(-1)
         out.max[rows] = max_B
+        if out.least is not None:
+            out.least[rows] = z_BV.amin(-1)
         x_BV = z_BV - max_B.masked_fill_(max_B == -math.inf, 0.0)[:, None]
         if out.target is not None:
             assert column_C is not None
@@ -74,7 +77,7 @@ def sums(
         if out.total is not None:
             out.total[rows] = x_BV.sum(-1)
         for comparison in compared:
-            comparison.tile(rows, x_BV, max_B, start)
+            comparison.tile(rows, z_BV, x_BV, max_B, start)
         for i, (moments, T) in enumerate(zip(out.moments, temperatures, strict=True)):
             key, last = want.temperatures[i], i == len(out.moments) - 1  # x may then be overwritten
             s_BV = divide(x_BV, T, rows, into=x_BV if last else None)
@@ -194,7 +197,7 @@ def _compare(compared: Sequence[Comparison], rows: slice, *tile: Any) -> None:
     """A part without columns still takes part in every comparison."""
     z_BV, max_B, start, want, temperatures = tile
     for comparison in compared:
-        comparison.tile(rows, z_BV, max_B, start)
+        comparison.tile(rows, z_BV, z_BV, max_B, start)
         for key, T in zip(want.temperatures, temperatures, strict=True):
             comparison.meet(rows, key, T, z_BV, z_BV, max_B.new_zeros(len(max_B)))
 
@@ -231,7 +234,7 @@ def _tiles(raw_CV: Tensor, buffers: int = 1) -> Iterator[slice]:
 def _identity(out: Partial, rows: slice) -> None:
     """A part without columns: the identity of the merge."""
     out.max[rows] = -math.inf
-    for x, value in ((out.argmax, 0.0), (out.target, -math.inf), (out.total, 0.0)):
+    for x, value in ((out.argmax, 0.0), (out.target, -math.inf), (out.total, 0.0), (out.least, math.inf)):
         if x is not None:
             x[rows] = value
     for moments in out.moments:

@@ -29,6 +29,8 @@ from headloss.teachers import (
     Temperature,
     Theirs,
     TopChunk,
+    plain_pull,
+    plain_sums,
 )
 
 
@@ -43,13 +45,14 @@ class Comparison:
         self.parts: list[dict[str, Any]] = []
         self.dtype, self.device = dtype, device
 
-    def tile(self, rows: slice, x_BV: Tensor, max_B: Tensor, start: int) -> None:
+    def tile(self, rows: slice, z_BV: Tensor, x_BV: Tensor, max_B: Tensor, start: int) -> None:
         """Begin a tile: whatever does not depend on the temperature.  x = z - max."""
         part: dict[str, Any] = {"meetings": [], "tails": []}
         if isinstance(self.chunk, DenseChunk):
             u_BU = logits(self.chunk.raw_CV[rows, : self.chunk.columns], self.chunk.scale, self.chunk.softcap)
             u_BU = u_BU.to(self.dtype)
             part |= _best(u_BU, start, self.want.sums("argmax", teacher=self.name))
+            part["plain"] = plain_sums(z_BV[:, : u_BU.shape[-1]], u_BU, lambda x: self.want.sums(x, teacher=self.name))
             part["y"] = u_BU - part["max"].masked_fill(part["max"] == -math.inf, 0.0)[:, None]
         elif isinstance(self.chunk, TopChunk):
             part |= {"tail_max": None, "top": None, **self._top(self.chunk, rows, x_BV, start)}
@@ -141,7 +144,8 @@ class Comparison:
             Meeting(*(join(xs) for xs in zip(*ms, strict=True)))
             for ms in zip(*(t["meetings"] for t in tiles), strict=True)
         )
-        return DensePartial(join([t["max"] for t in tiles]), join([t["argmax"] for t in tiles]), meetings)
+        plain = [join(xs) for xs in zip(*(t["plain"] for t in tiles), strict=True)]
+        return DensePartial(join([t["max"] for t in tiles]), join([t["argmax"] for t in tiles]), meetings, *plain)
 
 
 BEYOND = 1 << 24  # a column that no vocabulary has, and float32 holds
@@ -199,6 +203,10 @@ def pull_tile(
     for i, (pull, T) in enumerate(zip(pulls, temperatures, strict=True)):
         if isinstance(pull, DensePull):
             assert isinstance(chunk, DenseChunk)
+            if pull.plain:
+                u_BU = logits(chunk.raw_CV[rows, : chunk.columns], chunk.scale, chunk.softcap).to(z_BV.dtype)
+                grad_BV = torch.zeros_like(z_BV) if grad_BV is None else grad_BV
+                plain_pull(grad_BV[:, : chunk.columns], z_BV[:, : chunk.columns], u_BU, pull, rows)
             if not pull.looks and all(x is None for x in pull[:4]):
                 continue
             g_BU = _pull_dense(pull, z_BV, rows, chunk, seen, softmax, T, i)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from headloss.checks.dense_facts import COMPARING, FLOOR, DenseSegments, sparse_fact, student_fact
+from headloss.checks.dense_facts import COMPARING, FLOOR, DenseSegments, dense_fact, sparse_fact, student_fact
 from headloss.facts import FACTS
 from headloss.losses import LOSSES
 from headloss.options import parameters_of
@@ -180,15 +180,8 @@ class Dense:
         if teacher not in self.teacher_z:
             raise ValueError(f"teacher: {name!r} needs one")
         logp, logq = self.both(s, temperature, teacher)
-        p, q = logp.exp(), logq.exp()
-        sums = {
-            "teacher_cross_entropy": (q, logp), "reverse_cross_entropy": (p, logq), "teacher_entropy": (q, logq),
-            "shared_entropy": (p, logp),
-        }  # fmt: skip
-        if name == "teacher_argmax":
-            return self.teacher_z[teacher][:, : logq.shape[1]].argmax(-1)
-        weights, logs = sums[name]
-        return -(weights * logs.clamp(min=FLOOR)).sum(-1)
+        z, u = (x[:, : logq.shape[1]] for x in (self.z_RV, self.teacher_z[teacher]))
+        return dense_fact(name, z, u, logp, logq)
 
     def top_fact(self, term: Term | None, name: str, temperature: float | None) -> Tensor:
         """At the likeliest columns, of equals the lower one first."""

@@ -20,6 +20,7 @@ FLOOR = -1.0e4  # of log p and log q: an outcome of probability 0 counts for not
 COMPARING = (
     "teacher_cross_entropy", "reverse_cross_entropy", "teacher_entropy", "shared_entropy", "teacher_argmax",
     "ids_logprob", "tail_logprob", "ids_logit", "topk_overlap", "teacher_ids", "teacher_logprob",
+    "logit_dot", "logit_square", "teacher_logit_square",
 )  # fmt: skip
 
 
@@ -65,6 +66,8 @@ def student_fact(name: str, s: Tensor, targets: Tensor | None) -> Tensor:
             return logp.detach().amax(-1)
         case "argmax":
             return s.detach().argmax(-1)
+        case "min_logit":
+            return s.detach().amin(-1)
     most = s.detach().amax(-1)
     x = s - most.masked_fill(most == -math.inf, 0.0)[:, None]
     e, bounded = x.exp(), x.clamp(min=FLOOR)
@@ -78,6 +81,25 @@ def student_fact(name: str, s: Tensor, targets: Tensor | None) -> Tensor:
     row |= {"T": 1.0, "log_S": row["S"].log(), "vocab": s.shape[-1], "argmax": s.detach().argmax(-1)}
     row |= {} if targets is None else {"target": x.gather(-1, targets[:, None])[:, 0]}
     return FACTS[name].value(row)
+
+
+def dense_fact(name: str, z: Tensor, u: Tensor, logp: Tensor, logq: Tensor) -> Tensor:
+    """Of a dense teacher, over the columns that both have; z and u are the logits before the temperature."""
+    p, q = logp.exp(), logq.exp()
+    match name:
+        case "teacher_argmax":
+            return u.argmax(-1)
+        case "logit_dot":
+            return (z * u).sum(-1)
+        case "logit_square":
+            return z.square().sum(-1)
+        case "teacher_logit_square":
+            return u.square().sum(-1)
+    weights, logs = {
+        "teacher_cross_entropy": (q, logp), "reverse_cross_entropy": (p, logq), "teacher_entropy": (q, logq),
+        "shared_entropy": (p, logp),
+    }[name]  # fmt: skip
+    return -(weights * logs.clamp(min=FLOOR)).sum(-1)
 
 
 def sparse_fact(name: str, s: Tensor, ids: Tensor, logq: Tensor) -> Tensor:

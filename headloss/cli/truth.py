@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 import headloss as hl
+from headloss.divergence import is_divergence
+from headloss.facts import FACTS
 
 STUDENT = ("lse", "logprob", "mean_logprob", "entropy", "sum_p2")
 
@@ -68,7 +70,7 @@ class Problem(NamedTuple):
         N, S = len(self.targets), self.segments.num_segments
         logp = (self.hidden @ self.weight.T).log_softmax(-1).gather(-1, self.targets.clamp(min=0)[:, None])[:, 0]
         found: dict[str, Tensor] = {}
-        for i, name in enumerate(n for n in names if n not in (*STUDENT, "segments", "targets", "logp", "logq")):
+        for i, name in enumerate(n for n in names if n not in (*FACTS, "segments", "targets", "logp", "logq")):
             if name == "pairs":
                 found[name] = torch.arange(S // 2 * 2, device=logp.device).view(-1, 2)
             elif name == "desirable":
@@ -120,9 +122,13 @@ def dense_facts(logits_RV: Tensor, targets_R: Tensor, teacher_RV: Tensor) -> dic
         "sum_p2": lambda: logp.exp().square().sum(-1),
         "max_logprob": lambda: logp.detach().amax(-1),
         "argmax": lambda: logits_RV.argmax(-1),
+        "min_logit": lambda: logits_RV.detach().amin(-1),
         "teacher_cross_entropy": lambda: -(logq.exp() * logp).sum(-1),
         "reverse_cross_entropy": lambda: -(logp.exp() * logq).sum(-1),
         "teacher_entropy": lambda: -(logq.exp() * logq).sum(-1),
+        "logit_dot": lambda: (logits_RV * teacher_RV).sum(-1),
+        "logit_square": lambda: logits_RV.square().sum(-1),
+        "teacher_logit_square": lambda: teacher_RV.square().sum(-1),
     }
 
 
@@ -145,7 +151,7 @@ def dense_loss(p: Problem, fn: Callable[..., Any], teacher: str | None, kind: st
     leaves, logits = leaves_of(p, kind, dtype)
     valid = p.valid
     logits_RV = logits[valid]
-    if teacher is not None:
+    if teacher is not None and is_divergence(fn):
         values = _dense_divergence(fn, p, logits_RV, teacher)
     else:
         segments = _Segments(p.segments.ids[valid], p.segments.num_segments, logits.dtype)

@@ -46,6 +46,8 @@ def why_chunked(source: Source, want: Want, backend: ModuleType, terms: Sequence
         return f"scale is {source.scale}"
     if want.teachers or want.only_ids:
         return "a teacher's rows are compared with whole rows of logits"
+    if want.plain:
+        return "facts of the logits themselves take a pass of their own"
     if len(want.temperatures) != 1:
         return "facts at several temperatures" if want.temperatures else "no fact is asked for"
     cast = source.weight.dtype != torch.bfloat16  # by autocast, into memory of its own

@@ -38,6 +38,12 @@ def clip_cov(logprob: Tensor, advantage: Tensor, draw: Tensor, old_logprob: Tens
 
     In trainers: verl clip_cov, which draws within the loss."""
 
+def cosine(logit_dot: Tensor, logit_square: Tensor, teacher_logit_square: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """1 - cos(z, u): the angle between the student's and the teacher's logits, over the columns that both have.  A
+    temperature does not change it, one number added to all logits does; a logit of -inf makes it NaN.
+
+    In trainers: Liger LigerFusedLinearCosineSimilarityLoss, whose beta is the weight."""
+
 def cpo(logprob: Tensor, segments: Segments, pairs: Tensor, *, beta: float = 0.1, link: str = 'sigmoid', label_smoothing: float = 0.0, average: bool = False) -> tuple[Tensor, dict[str, Tensor]]:
     """-(1 - e) log sigmoid(beta m) - e log sigmoid(-beta m), m = chosen - rejected on the segments' totals of logprob,
     e = label_smoothing: preference without a reference (Xu et al. 2024).

@@ -21,6 +21,10 @@ def entropy_bonus(logits):
     return (p * torch.log(p)).sum(-1)
 
 
+def cosine(logits, teacher_logits):
+    return 1 - F.cosine_similarity(F.normalize(logits, dim=-1), F.normalize(teacher_logits, dim=-1), dim=-1)
+
+
 def focal(logits, targets, *, gamma=2.0):
     p = torch.softmax(logits, -1)[torch.arange(len(targets)), targets]
     return -((1 - p) ** gamma) * torch.log(p)
@@ -52,4 +56,6 @@ def value_loss(value, returns, old_value=None, *, clip=None):
     return torch.where(held > off, held, off)
 
 
-FORMULAS = {fn.__name__: fn for fn in (cross_entropy, z_loss, entropy_bonus, focal, dft, eaft, deft, value_loss)}
+FORMULAS = {
+    fn.__name__: fn for fn in (cosine, cross_entropy, z_loss, entropy_bonus, focal, dft, eaft, deft, value_loss)
+}

@@ -83,7 +83,7 @@ def compare(
     want = oracle.answer(objective, problem)
     mine = rows_of(layout, size, rank)
     own = cut(problem, mine, group)
-    for memory in [8 * V * rows for rows in chunks] if problem.kind == "Linear" else [None]:
+    for memory in [problem.budget(rows) for rows in chunks] if problem.kind == "Linear" else [None]:
         out, grads = call(objective, own, **({"memory": memory} if memory else {}))
         shares = oracle.Answer(
             loss=total(out.loss.detach(), group),

@@ -75,7 +75,8 @@ def compare(objective: hl.Objective, problem: oracle.Problem, split: str, what: 
     mine, shard, _ = cut(problem, split)
     width = max(SPLITS[split][0])
     rows = (1, 4, 1000) if split == "uneven" else (4,)
-    budgets = [2 * 8 * width * n for n in rows] if problem.kind == "Linear" else [None]
+    both_models = 1 if problem.teacher is None else 2
+    budgets = [2 * 8 * width * n * both_models for n in rows] if problem.kind == "Linear" else [None]
     learned = any(
         isinstance(x, Tensor) and x.requires_grad for x in problem.inputs.values()
     )  # which autograd alone serves

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from headloss.backends.triton import plain, pulls, settle, sweeps, taught
 from headloss.backends.triton import product as product
-from headloss.backends.triton import pulls, settle, sweeps, taught
 from headloss.backends.triton import teachers as compared
 from headloss.backends.triton import visit as alone
 from headloss.backends.triton.printer.elements import printed
@@ -39,12 +39,20 @@ count_targets = alone.count_targets
 def sums(*call: Any, teachers: Sequence[TeacherChunk] = (), **options: Any) -> Partial:
     """The partial of some columns, and every teacher's; see `sweeps.sums` and `teachers.sums`."""
     check_sums(call[2])
-    return compared.sums(*call, teachers=teachers, **options) if teachers else sweeps.sums(*call, **options)
+    partial = compared.sums(*call, teachers=teachers, **options) if teachers else sweeps.sums(*call, **options)
+    if not call[2].plain:
+        return partial
+    return plain.with_sums(partial, call[0], call[2], teachers, options["scale"], options["softcap"])
 
 
 def pull(*call: Any, teachers: Sequence[TeacherChunk] = (), **options: Any) -> None:
     """Write the gradient with respect to the raw logits; see `sweeps.pull` and `pulls.pull`."""
-    pulls.pull(*call, teachers=teachers, **options) if teachers else sweeps.pull(*call, **options)
+    if not teachers:
+        sweeps.pull(*call, **options)
+    elif plain.is_plain(options["teacher_pulls"]):
+        plain.pull(pulls.pull, call, {"teachers": tuple(teachers), **options})
+    else:
+        pulls.pull(*call, teachers=teachers, **options)
 
 
 def suits(C: int, V: int) -> bool:
@@ -60,6 +68,8 @@ def lower(
     between: bool = False,
 ) -> tuple[Program | SegmentProgram | None, str]:
     """The program that a visit runs or, `between` two sweeps, settles rows; or None, and why there is none."""
+    if want.plain:
+        return None, "facts of the logits themselves take passes of their own"
     by_segment = between or any(trace.kind == "segment" for _, trace in terms.values())
     try:
         program = (print_segments if by_segment else print_terms)(terms, want, inputs, metrics)

@@ -20,7 +20,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from headloss.backends.triton.printer.lower import compiled, function
 from headloss.backends.triton.printer.operands import kind_of
 from headloss.backends.triton.printer.printer import Printer, Value, reach
-from headloss.facts import FACTS, VALUED, Fact, Moments, Partial, Want, coefficients, finish
+from headloss.facts import FACTS, PLAIN, VALUED, Fact, Moments, Partial, Want, coefficients, finish
 from headloss.teachers import (
     DensePartial,
     DenseSoftmax,
@@ -35,7 +35,7 @@ NAME = "facts"
 WIDE = ("ids_logprob", "ids_logit")  # one value per id
 SUMS = {  # what the kernels of this backend sum, and what is made of that
     "max", "target", "total", "columns", "argmax", "S", "X", "Q", "St", "Y", "F", "G", "ids", "tail_max", "top",
-    "T", "vocab", "log_S", "log_St", "tail_log_sum", "their_at", "their_log_sum",
+    "T", "vocab", "log_S", "log_St", "tail_log_sum", "their_at", "their_log_sum", *PLAIN,
 }  # fmt: skip
 OWN = ("most", "target", "total", "argmax", "T", "S", "X", "Q", "vocab")
 THEIRS = ("teacher_argmax", "St", "Y", "F", "G", "ids", "tail_most", "tails")

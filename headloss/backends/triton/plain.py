@@ -1,0 +1,74 @@
+"""Facts of the logits themselves, without a softmax: torch's operations on tiles of rows, in passes of their own.
+
+Dimension key:  C rows handed in   B rows of a tile   V columns in hand   U columns shared with the teacher
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headloss.backends.triton.tiles import Transform, nest
+from headloss.facts import Partial, Want
+from headloss.teachers import DenseChunk, DensePartial, DensePull, TeacherChunk, TeacherPulls, plain_pull, plain_sums
+
+TILE_BYTES = 64 << 20  # of float32 logits at a time
+
+
+def with_sums(
+    partial: Partial, raw_CV: Tensor, want: Want, teachers: Sequence[TeacherChunk], scale: float, softcap: float | None
+) -> Partial:
+    """The partial, with what is wanted of the logits themselves."""
+    tiles = []
+    for rows in _tiles(raw_CV):
+        z_BV = Transform(scale, softcap)(raw_CV[rows])
+        least = torch.nn.functional.pad(z_BV, (0, 1), value=math.inf).amin(-1) if want.sums("least") else None
+        tiles.append([least, *(_met(z_BV, rows, want, *named) for named in zip(want.teachers, teachers, strict=True))])
+    least, *found = (nest(xs[0], lambda *ys: torch.cat(ys), *xs[1:]) for xs in zip(*tiles, strict=True))
+    met = [
+        x._replace(square=own[0], teacher_square=own[1], dot=own[2]) if isinstance(x, DensePartial) else x
+        for x, own in zip(partial.teachers, found, strict=True)
+    ]
+    return partial._replace(least=least, teachers=tuple(met))
+
+
+def is_plain(pulls: Sequence[TeacherPulls]) -> bool:
+    return any(isinstance(k, DensePull) and k.plain for own in pulls for k in own)
+
+
+def pull(run: Callable[..., None], call: Sequence[Any], how: dict[str, Any]) -> None:
+    """`run(*call, **how)`, a pull without what pulls on the logits themselves, and that added to it."""
+    raw_CV, target_C, softmax, pulls, temperatures, out_CV = call
+    transform = Transform(how["scale"], how["softcap"])
+    for rows in _tiles(raw_CV):
+        part = lambda x, rows=rows: x[rows]
+        z_BV = transform(raw_CV[rows])
+        grad_BV, more_BV = torch.empty_like(z_BV), torch.zeros_like(z_BV)
+        own = nest(tuple(how[name] for name in ("teachers", "teacher_pulls", "teacher_temperatures")), part)
+        here = nest((raw_CV, target_C, softmax, tuple(pulls), tuple(temperatures)), part)
+        run(*here, grad_BV, **how | dict(zip(("teachers", "teacher_pulls", "teacher_temperatures"), own)))
+        for chunk, ks in zip(how["teachers"], how["teacher_pulls"], strict=True):
+            for k in ks:
+                if isinstance(k, DensePull) and k.plain:
+                    plain_pull(more_BV[:, : chunk.columns], z_BV[:, : chunk.columns], _theirs(chunk, rows), k, rows)
+        out_CV[rows] = grad_BV + more_BV * transform.slope(z_BV)
+
+
+def _met(z_BV: Tensor, rows: slice, want: Want, name: str, chunk: TeacherChunk) -> Any:
+    if not isinstance(chunk, DenseChunk):
+        return ()
+    return tuple(plain_sums(z_BV[:, : chunk.columns], _theirs(chunk, rows), lambda x: want.sums(x, teacher=name)))
+
+
+def _theirs(chunk: DenseChunk, rows: slice) -> Tensor:
+    return Transform(chunk.scale, chunk.softcap)(chunk.raw_CV[rows, : chunk.columns])
+
+
+def _tiles(x_CV: Tensor) -> Iterator[slice]:
+    step = max(1, TILE_BYTES // (4 * max(1, x_CV.shape[-1])))
+    for i in range(0, max(1, len(x_CV)), step):  # without rows there is still one tile, of none
+        yield slice(i, min(i + step, len(x_CV)))
