@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import math
 import numbers
+import re
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -118,3 +119,33 @@ def _copied(x: Any) -> Any:
     if type(x) in (list, tuple, set, frozenset):
         return type(x)(_copied(y) for y in x)
     return {k: _copied(y) for k, y in x.items()} if type(x) is dict else x
+
+
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
+
+
+def parse_bytes(memory: str | int) -> int:
+    """A size in bytes from an int or a string such as "1GiB"."""
+    if isinstance(memory, bool) or not isinstance(memory, (int, str)):
+        raise TypeError(f'memory: wanted bytes or a size such as "1GiB", got {memory!r}')
+    size = _size(memory) if isinstance(memory, str) else memory
+    if size <= 0:
+        raise ValueError(f"memory: wanted a positive size, got {size}")
+    return size
+
+
+def _size(memory: str) -> int:
+    if memory in _SEEN:
+        return _SEEN[memory]
+    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([a-zA-Z]*)\s*", memory)
+    if match is None or match[2].lower() not in _UNITS:
+        raise ValueError(f'memory: wanted bytes or a size such as "1GiB" or "200MB", got {memory!r}')
+    if len(_SEEN) < 64:
+        _SEEN[memory] = int(float(match[1]) * _UNITS[match[2].lower()])
+    return int(float(match[1]) * _UNITS[match[2].lower()])
+
+
+_SEEN: dict[str, int] = {}
+
+
+_size._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch 2.8 cannot trace `re`

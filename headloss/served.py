@@ -58,6 +58,34 @@ def from_sglang(
     return _pack("input_top_logprobs", input_top_logprobs, _is_sglang_entry, _sglang_row, rows, k, start, device)
 
 
+def from_dataset(batch: Mapping[str, Any], *, rows: int | None = None, device: Any = None) -> tuple[Tensor, Tensor]:
+    """Ids and log-probabilities from `target_token_ids`, `target_logprobs` and `target_mask`, as `headloss teach` and
+    axolotl store them: entry t is about token t.
+
+    Of one sequence, (T, K), or of several, (B, T, K): lists that are padded to the longest or to `rows`, or tensors.
+    """
+    names = ("target_token_ids", "target_logprobs", "target_mask")
+    missing = [name for name in names if name not in batch]
+    if missing:
+        raise ValueError(f"batch: wanted the columns {', '.join(names)}; {missing[0]} is not there")
+    tokens, logprobs, mask = (batch[name] for name in names)
+    single = not isinstance(tokens, Tensor) and (not len(tokens[0]) or isinstance(tokens[0][0], int))
+    single = single or (isinstance(tokens, Tensor) and tokens.ndim == 2)
+    if single:
+        tokens, logprobs, mask = [tokens], [logprobs], [mask]
+    longest = max(len(x) for x in tokens)
+    if rows is not None and rows < longest:
+        raise ValueError(f"rows: {rows}, but a sequence has {longest} tokens")
+    T, K = rows or longest, len(tokens[0][0])
+    ids, found = torch.full((len(tokens), T, K), -1), torch.full((len(tokens), T, K), -math.inf)
+    for b, (own, logs, counts) in enumerate(zip(tokens, logprobs, mask, strict=True)):
+        here = torch.as_tensor(counts)[1:].bool()
+        ids[b, : len(own) - 1] = torch.as_tensor(own)[1:].long().masked_fill(~here, -1)
+        found[b, : len(own) - 1] = torch.as_tensor(logs, dtype=torch.float32)[1:].masked_fill(~here, -math.inf)
+    ids, found = (x[0] if single else x for x in (ids, found))
+    return ids.to(device), found.to(device)
+
+
 def _is_vllm_entry(x: Any) -> bool:
     return x is None or isinstance(x, Mapping)
 

@@ -9,7 +9,6 @@ A source is a frozen record of what the user said; `heads.py` has the verbs.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
@@ -18,9 +17,10 @@ import torch
 from torch import Tensor
 
 from headloss.options import is_number, shown
+from headloss.options import parse_bytes as parse_bytes
 from headloss.parallel.shard import VocabShard
 from headloss.segments import integers, shallow
-from headloss.served import from_sglang, from_vllm
+from headloss.served import from_dataset, from_sglang, from_vllm
 from headloss.vocab_ids import check_vocab_ids
 
 
@@ -248,6 +248,11 @@ class Sparse:
         """From SGLang's `input_top_logprobs`, of one sequence or of several; see `headloss.served.from_sglang`."""
         return cls(*from_sglang(input_top_logprobs, **options))
 
+    @classmethod
+    def from_dataset(cls, batch: Any, **options: Any) -> Sparse:
+        """From the columns that `headloss teach` writes; see `headloss.served.from_dataset`."""
+        return cls(*from_dataset(batch, **options))
+
     @property
     def leading(self) -> tuple[int, ...]:
         return tuple(self.ids.shape[:-1])
@@ -295,36 +300,6 @@ def overlaps(x: Tensor) -> bool:
             return True
         reach += stride * (size - 1)
     return False
-
-
-_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
-
-
-def parse_bytes(memory: str | int) -> int:
-    """A size in bytes from an int or a string such as "1GiB"."""
-    if isinstance(memory, bool) or not isinstance(memory, (int, str)):
-        raise TypeError(f'memory: wanted bytes or a size such as "1GiB", got {memory!r}')
-    size = _size(memory) if isinstance(memory, str) else memory
-    if size <= 0:
-        raise ValueError(f"memory: wanted a positive size, got {size}")
-    return size
-
-
-def _size(memory: str) -> int:
-    if memory in _SEEN:
-        return _SEEN[memory]
-    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([a-zA-Z]*)\s*", memory)
-    if match is None or match[2].lower() not in _UNITS:
-        raise ValueError(f'memory: wanted bytes or a size such as "1GiB" or "200MB", got {memory!r}')
-    if len(_SEEN) < 64:
-        _SEEN[memory] = int(float(match[1]) * _UNITS[match[2].lower()])
-    return int(float(match[1]) * _UNITS[match[2].lower()])
-
-
-_SEEN: dict[str, int] = {}
-
-
-_size._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch 2.8 cannot trace `re`
 
 
 def _autocast(x: Tensor) -> torch.dtype | None:

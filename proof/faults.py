@@ -48,6 +48,7 @@ OFF, TRL = ("tests/integrations/test_never_off.py",), ("tests/integrations/test_
 MESSAGES, REAL = ("tests/test_messages.py",), ("tests/integrations/test_real_trainers.py",)
 TOP = ("tests/test_top.py",)
 DRAFT = ("tests/test_vocab_ids.py",)
+TEACH = ("tests/test_teach.py",)
 CANDIDATES = ("tests/test_candidates.py",)
 OWN_TARGETS = ("tests/test_term_targets.py",)
 EXTREMES = ("tests/test_segment_extremes.py",)
@@ -439,6 +440,9 @@ FAULTS = [
     Fault("engine/guides.py", "super().row_bytes + padded(len(self.ids)) * item.itemsize", "super().row_bytes", "what a teacher says of a draft head's tokens is beyond the budget", DRAFT),
     Fault("engine/columns.py", "tokens = self.vocab_ids[x]", "tokens = x", "argmax and top_ids of a draft head are columns", DRAFT),
     Fault("engine/columns.py", "Sparse(to_columns(ids, teacher.ids, -1)[0], teacher.logprobs)", "Sparse(teacher.ids.clamp(max=len(ids) - 1), teacher.logprobs)", "a sparse teacher's tokens are taken for columns", DRAFT),
+    Fault("served.py", "ids[b, : len(own) - 1] = torch.as_tensor(own)[1:]", "ids[b, : len(own) - 1] = torch.as_tensor(own)[:-1]", "a stored teacher is a token late", TEACH),
+    Fault("cli/teach.py", "if not folder.exists():", "if True:", "a run that was broken off begins anew", TEACH),
+    Fault("cli/teach.py", "temperature=temperature, **logits_transform(model.config)", "temperature=temperature", "a stored teacher forgets its softcap", TEACH),
     Fault("engine/brought.py", "        if repeated:\n", "        if False:\n", "a column that candidates name twice is let pass", CANDIDATES),
     Fault("trace/signature.py", "whose = ids if p.name in SPARSE else teacher", "whose = teacher", "candidates are looked for at the teacher", CANDIDATES),
     Fault("record.py", "(several or (alike and fact.element is None))", "several", "candidates hide a sparse teacher's fact of the same name", CANDIDATES),

@@ -1,4 +1,4 @@
-"""`python -m headloss`: check, explain and measure a head; a demo; the table of losses."""
+"""`python -m headloss`: check, explain and measure a head; a teacher on disk; a demo; the table of losses."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ except ImportError as error:  # the library itself needs torch only
 import torch
 
 import headloss as hl
-from headloss.cli import bench, check, explain, losses
+from headloss.cli import bench, check, explain, losses, teach
 
 main = typer.Typer(no_args_is_help=True, invoke_without_command=True, add_completion=False)
 VERSION = typer.Option("--version", help="Versions of headloss and of what it runs on.")
@@ -42,6 +42,7 @@ main.command("check")(check.command)
 main.command("explain")(explain.command)
 main.command("bench")(bench.command)
 main.command("losses")(losses.command)
+main.command("teach")(teach.command)
 
 
 @main.command("demo", context_settings={"ignore_unknown_options": True, "help_option_names": []})

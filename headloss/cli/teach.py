@@ -1,0 +1,200 @@
+"""`python -m headloss teach`: a model's likeliest tokens on disk, for students that learn from them.
+
+Dimension key:  B sequences of a batch   T tokens   K columns of each row
+
+The dataset has axolotl's names, whose entry t is about token t, given the tokens before it; the first has none:
+
+    input_ids (T)   target_token_ids (T, K)   target_logprobs (T, K)   target_mask (T, K)   lse (T)   entropy (T)
+
+`hl.Sparse.from_dataset(batch)` reads it.  Parts are written as they are done, so a run that was broken off goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor
+
+import headloss as hl
+
+PART = 512  # sequences that are written at a time
+MODEL = typer.Option(help="A causal language model of Transformers: a folder or a name.")
+DATA = typer.Option(help="A JSON-lines, Parquet or text file, a saved dataset, or the name of one; input_ids or text.")
+OUT = typer.Option(help="Where the dataset goes; a run that was broken off there goes on.")
+
+
+def command(
+    model: Annotated[str, MODEL],
+    data: Annotated[str, DATA],
+    out: Annotated[Path, OUT],
+    k: Annotated[int, typer.Option("--k", min=1, help="Columns of each row.")] = 64,
+    temperature: Annotated[float, typer.Option(help="Of the softmax that is stored.")] = 1.0,
+    batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens that go through the model at a time.")] = 16384,
+    max_length: Annotated[int, typer.Option(min=2, help="Tokens of a sequence; longer ones are cut.")] = 4096,
+    split: Annotated[str, typer.Option(help="Of a dataset that has several.")] = "train",
+    device: Annotated[str | None, typer.Option(help="cuda, cpu; by default a GPU if there is one.")] = None,
+    json_: Annotated[bool, typer.Option("--json", help="Print data alone.")] = False,
+) -> None:
+    """Write the K likeliest tokens that a model gives each position, with their log-probabilities, as a dataset."""
+    try:
+        import datasets  # noqa: F401
+        import transformers  # noqa: F401
+    except ImportError as error:
+        raise typer.BadParameter(f"teach needs {error.name}: pip install {error.name}") from None
+    said = {"model": model, "data": data, "k": k, "temperature": temperature, "max_length": max_length, "split": split}
+    console = Console(stderr=json_, highlight=False)
+    try:
+        rows = teach(said, out, batch_tokens, device, console)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    told = f"{rows} sequences in {out}; hl.Sparse.from_dataset(batch) reads them"
+    typer.echo(json.dumps({"sequences": rows, "out": str(out), **said}) if json_ else told)
+
+
+def teach(said: dict[str, Any], out: Path, batch_tokens: int, device: str | None, console: Console) -> int:
+    """Run the model over the data, part by part; how many sequences there are."""
+    from datasets import concatenate_datasets, load_from_disk
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    parts = out / "parts"
+    if (out / "state.json").exists():
+        raise ValueError(f"--out: {out} holds a finished dataset; give another folder")
+    parts.mkdir(parents=True, exist_ok=True)
+    note = parts / "said.json"
+    if note.exists() and json.loads(note.read_text()) != said:
+        raise ValueError(f"--out: {out} was begun with other arguments, {note.read_text()}; give another folder")
+    note.write_text(json.dumps(said))
+    where = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    made = AutoModelForCausalLM.from_pretrained(said["model"], dtype="auto").to(where).eval()
+    given = read_data(said["data"], said["split"])
+    tokenizer = None if "input_ids" in given.column_names else AutoTokenizer.from_pretrained(said["model"])
+    count = len(given)
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task("sequences", total=count)
+        for first in range(0, count, PART):
+            last, folder = min(first + PART, count), parts / f"{first:09d}"
+            if not folder.exists():
+                lines = [_tokens(given[i], i, tokenizer, said["max_length"]) for i in range(first, last)]
+                _write(made, lines, folder, said, batch_tokens)
+            progress.update(task, completed=last)
+    folders = [str(parts / f"{first:09d}") for first in range(0, count, PART)]
+    concatenate_datasets([load_from_disk(x) for x in folders]).save_to_disk(str(out))
+    shutil.rmtree(parts)
+    return count
+
+
+def read_data(data: str, split: str) -> Any:
+    """A dataset of `input_ids` or `text`, from a file, a folder or a name."""
+    from datasets import load_dataset, load_from_disk
+
+    path = Path(data)
+    kinds = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".txt": "text", ".arrow": "arrow"}
+    if path.is_file():
+        if path.suffix not in kinds:
+            raise ValueError(f"--data: wanted a file that ends in {', '.join(kinds)}, got {path.name}")
+        found = load_dataset(kinds[path.suffix], data_files=str(path), split="train")
+    else:
+        found = load_from_disk(data) if path.is_dir() else load_dataset(data, split=split)
+        found = found[split] if hasattr(found, "keys") else found
+    if not {"input_ids", "text"} & set(found.column_names):
+        raise ValueError(f"--data: wanted a column input_ids or text, got {', '.join(found.column_names)}")
+    return found
+
+
+def _tokens(line: Any, number: int, tokenizer: Any, most: int) -> dict[str, list[int]]:
+    """A sequence and, if it has them, its labels."""
+    ids = list(line["input_ids"] if tokenizer is None else tokenizer(line["text"])["input_ids"])[:most]
+    if not ids:
+        raise ValueError(f"--data: sequence {number} has no tokens")
+    found = {"input_ids": ids}
+    if line.get("labels") is not None:
+        found["labels"] = list(line["labels"])[:most]
+        if len(found["labels"]) != len(ids):
+            raise ValueError(f"--data: sequence {number} has {len(ids)} tokens and {len(found['labels'])} labels")
+    return found
+
+
+def _write(model: Any, lines: Sequence[dict[str, list[int]]], folder: Path, said: dict[str, Any], most: int) -> None:
+    """One part: sequences of like lengths go through the model together, and stand in their own order."""
+    from datasets import Dataset
+
+    rows: dict[int, dict[str, Any]] = {}
+    for batch in _batches([len(line["input_ids"]) for line in lines], most):
+        told = likeliest(model, [lines[i]["input_ids"] for i in batch], said["k"], said["temperature"])
+        for i, row in zip(batch, told, strict=True):
+            labels = lines[i].get("labels")
+            if labels is not None:
+                row["target_mask"] = [m if y != -100 else [0] * len(m) for m, y in zip(row["target_mask"], labels)]
+            rows[i] = {**lines[i], **row}
+    being = folder.with_suffix(".being-written")
+    Dataset.from_list([rows[i] for i in range(len(lines))]).save_to_disk(str(being))
+    being.rename(folder)
+
+
+def _batches(lengths: Sequence[int], most: int) -> Iterator[list[int]]:
+    batch: list[int] = []
+    for i in sorted(range(len(lengths)), key=lambda i: lengths[i]):
+        if batch and (len(batch) + 1) * lengths[i] > most:
+            yield batch
+            batch = []
+        batch.append(i)
+    yield batch
+
+
+def likeliest(model: Any, sequences: Sequence[Sequence[int]], k: int, temperature: float) -> list[dict[str, Any]]:
+    """Of each sequence, the columns of the dataset but its tokens."""
+    from headloss.integrations.causal_lm import check_model, logits_transform
+
+    head = check_model(model, takes_loss=False)
+    if k > head.weight.shape[0]:
+        raise ValueError(f"--k: wanted at most {head.weight.shape[0]} columns, which the vocabulary has, got {k}")
+    T = max(map(len, sequences))
+    ids_BT = torch.tensor([[*x, *[0] * (T - len(x))] for x in sequences], device=head.weight.device)
+    mask_BT = torch.tensor([[1] * len(x) + [0] * (T - len(x)) for x in sequences], device=head.weight.device)
+    with torch.no_grad(), _captured(head) as seen:
+        model(input_ids=ids_BT, attention_mask=mask_BT, use_cache=False)
+    (hidden,) = seen
+    targets = ids_BT.masked_fill(mask_BT == 0, -100).roll(-1, 1)
+    targets[:, -1] = -100
+    source = hl.Linear(hidden, head.weight, head.bias, temperature=temperature, **logits_transform(model.config))
+    with torch.no_grad():
+        facts = hl.row_facts(source, targets, want=("top_ids", "top_logprob", "lse", "entropy"), top=k)
+    found = {name: facts[name].cpu() for name in ("top_ids", "top_logprob", "lse", "entropy")}
+    return [_entries({n: x[b, : len(line) - 1] for n, x in found.items()}, k) for b, line in enumerate(sequences)]
+
+
+def _entries(rows: dict[str, Tensor], k: int) -> dict[str, Any]:
+    """About each token: row t of the model is about token t + 1, and nothing is about the first."""
+    return {
+        "target_token_ids": [list(range(k)), *rows["top_ids"].int().tolist()],
+        "target_logprobs": [[-float("inf")] * k, *rows["top_logprob"].float().tolist()],
+        "target_mask": [[0] * k, *([[1] * k] * len(rows["lse"]))],
+        "lse": [0.0, *rows["lse"].float().tolist()],
+        "entropy": [0.0, *rows["entropy"].float().tolist()],
+    }
+
+
+@contextlib.contextmanager
+def _captured(head: Any) -> Iterator[list[Tensor]]:
+    """What a head is given; it makes no logits meanwhile."""
+    seen: list[Tensor] = []
+
+    def forward(hidden: Tensor) -> Tensor:
+        seen.append(hidden)
+        return hidden[..., :1]
+
+    head.forward = forward
+    try:
+        yield seen
+    finally:
+        del head.forward
