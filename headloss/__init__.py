@@ -19,6 +19,7 @@ from headloss.reductions import count
 from headloss.rows import Prepared, prepare
 from headloss.segments import Segments
 from headloss.sources import Linear, Logits, Sparse
+from headloss.support import Support
 from headloss.term import Term
 
 __version__ = "0.1.0"
@@ -53,6 +54,7 @@ __all__ = [
     "Prepared",
     "Segments",
     "Sparse",
+    "Support",
     "Term",
     "Verification",
     "VocabShard",

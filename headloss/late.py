@@ -50,6 +50,11 @@ def defers(device: torch.device) -> bool:
     return device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
 
 
+def may_read(host_read: bool, device: torch.device) -> bool:
+    """Whether the host may look: not where it was told not to, and not while a CUDA graph is being captured."""
+    return host_read and not (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
+
+
 Check = Callable[[Tensor], None]  # raises ValueError
 _PENDING: collections.deque[tuple[Copy, Check]] = collections.deque()
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from headloss.config import check_losses, read_config, write_config
 from headloss.engine.arguments import CallArguments, CallOptions
 from headloss.engine.bind import chunked_because, chunks_of, read_because, rows_of
+from headloss.engine.both import parts_of
 from headloss.engine.brought import brought, with_candidates
 from headloss.engine.columns import has_vocab_ids, in_columns
 from headloss.engine.evaluate import evaluate
@@ -38,6 +39,7 @@ from headloss.record import Facts, Output
 from headloss.rows import Prepared, may_read, prepare
 from headloss.segments import Segments
 from headloss.sources import Source, Sparse, Teacher
+from headloss.support import Support
 from headloss.term import Term
 from headloss.terms import Terms
 
@@ -88,6 +90,7 @@ class Objective(Terms):
         host_read: bool = True,
         teacher: Teacher | Mapping[str, Teacher] | None = None,
         ids: Tensor | None = None,
+        support: Support | None = None,
         **inputs: Any,
     ) -> Output:
         """Evaluate the terms on a source; `out.loss` and `out.facts` are differentiable.
@@ -103,11 +106,13 @@ class Objective(Terms):
                       CUDA graph is captured, and on Logits wherever no loss has to see the valid rows alone
         teacher       what terms compare the student with: Logits, Linear or Sparse, or several by name; constant
         ids           (rows, K) columns of each row, -1 for none: the facts `ids_logprob` and `ids_logit` are theirs
+        support       the columns that each row keeps: facts are those of the softmax over them, except in terms with
+                      `support="all"`.  A target that its row does not keep is added, and counted in `support_missing`
         inputs        what the losses ask for: of the targets' shape, (S,), scalar, or in PerRow, PerSegment or Whole
         """
         options = CallOptions(num_items, num_segments, weights, grad_scale, host_read)
         teacher = with_candidates(teacher, ids, source)
-        return self._evaluate(CallArguments(source, targets, segments, teacher, options, inputs), False)
+        return self._evaluate(CallArguments(source, targets, segments, teacher, options, inputs, support), False)
 
     def forward_backward(
         self,
@@ -122,20 +127,23 @@ class Objective(Terms):
         host_read: bool = True,
         teacher: Teacher | Mapping[str, Teacher] | None = None,
         ids: Tensor | None = None,
+        support: Support | None = None,
         **inputs: Any,
     ) -> Output:
         """The same record with `.grads` (logits, or hidden, weight and bias), without autograd."""
         options = CallOptions(num_items, num_segments, weights, grad_scale, host_read)
         teacher = with_candidates(teacher, ids, source)
         with torch.no_grad():
-            return self._evaluate(CallArguments(source, targets, segments, teacher, options, inputs), True)
+            arguments = CallArguments(source, targets, segments, teacher, options, inputs, support)
+            return self._evaluate(arguments, True)
 
     def _evaluate(self, arguments: CallArguments, direct: bool) -> Output:
+        arguments = arguments.with_prepared()
         if has_vocab_ids(arguments.source):
             mapped = in_columns(arguments, self)
             return mapped.output(self._evaluate(mapped.arguments, direct))
         arguments = brought(self, arguments) if self.brings else arguments
-        if graph.wanted(arguments.source, arguments.teacher, self.traits.unknown):
+        if arguments.support is None and graph.wanted(arguments.source, arguments.teacher, self.traits.unknown):
             return graph.call(self, arguments, direct)
         return self._uncompiled(arguments, direct)
 
@@ -157,6 +165,7 @@ class Objective(Terms):
         host_read: bool = True,
         teacher: Teacher | Mapping[str, Teacher] | None = None,
         ids: Tensor | None = None,
+        support: Support | None = None,
         source: bool = False,
         **inputs: Any,
     ) -> Explanation:
@@ -166,20 +175,11 @@ class Objective(Terms):
         """
         options = CallOptions(num_items, num_segments, weights, grad_scale, host_read)
         teacher = with_candidates(teacher, ids, on)
-        given = CallArguments(on, targets, segments, teacher, options, inputs)
-        given = in_columns(given, self).arguments if has_vocab_ids(on) else given
-        targets = given.targets
-        plan, arguments = find_plan(self, brought(self, given))
-        may_read = host_read and isinstance(targets, Tensor)
-        chunked = chunked_because(plan, arguments.source)
-        reads = read_because(plan, arguments.source, arguments.segments, chunked) if may_read else ""
-        if isinstance(targets, Tensor) and targets.device.type != "meta" and host_read:
-            prepared = prepare(targets, arguments.segments)  # now, and not for a later call to say
-            arguments = arguments._replace(targets=prepared, segments=prepared.segments)
-        rows = rows_of(plan, arguments, host_read, chunked)
-        guides = bind_teachers(arguments.teachers, plan.want.teachers, arguments.source, rows)
-        chunks = chunks_of(plan, arguments, rows, guides)
-        return explain(plan, arguments, rows, chunks, guides, self.backend, reads, source)
+        given = CallArguments(on, targets, segments, teacher, options, inputs, support).with_prepared()
+        asked = brought(self, in_columns(given, self).arguments if has_vocab_ids(on) else given)
+        both = asked.support is not None and self.on_all
+        found = [_explain(*part, source) for part in (parts_of(self, asked) if both else [(self, asked)])]
+        return found[0] if len(found) == 1 else found[0]._replace(whole=found[1])
 
     @classmethod
     def from_config(
@@ -217,6 +217,21 @@ class Objective(Terms):
     is_portable._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
+def _explain(terms: Terms, arguments: CallArguments, source: bool) -> Explanation:
+    plan, arguments = find_plan(terms, arguments)
+    targets, host_read = arguments.targets, arguments.options.host_read
+    chunked = chunked_because(plan, arguments.source)
+    may_read = host_read and isinstance(targets, Tensor)
+    reads = read_because(plan, arguments.source, arguments.segments, chunked) if may_read else ""
+    if isinstance(targets, Tensor) and targets.device.type != "meta" and host_read:
+        prepared = prepare(targets, arguments.segments)  # now, and not for a later call to say
+        arguments = arguments._replace(targets=prepared, segments=prepared.segments)
+    rows = rows_of(plan, arguments, host_read, chunked)
+    guides = bind_teachers(arguments.teachers, plan.want.teachers, arguments.source, rows)
+    chunks = chunks_of(plan, arguments, rows, guides)
+    return explain(plan, arguments, rows, chunks, guides, terms.backend, reads, source)
+
+
 def row_facts(
     source: Source,
     targets: Tensor | Prepared | None = None,
@@ -225,6 +240,7 @@ def row_facts(
     teacher: Teacher | Mapping[str, Teacher] | None = None,
     ids: Tensor | None = None,
     top: int | None = None,
+    support: Support | None = None,
     backend: str = "auto",
     host_read: bool = True,
 ) -> Facts:
@@ -233,24 +249,26 @@ def row_facts(
     `want` has names, or (name, temperature); with several teachers, (name, temperature or None, teacher's name).
     `ids`: (rows, K) columns of each row, -1 for none, whose `ids_logprob` and `ids_logit` can be asked for.
     `top`: how many of its likeliest columns `top_ids` and `top_logprob` are, (rows, K).
+    With `support` they are facts of the softmax over the columns that each row keeps.
 
     >>> facts = hl.row_facts(hl.Logits(logits), targets, want=("logprob", "entropy"))
     >>> (-facts.logprob.mean() - 0.01 * facts.entropy.mean()).backward()
     """
     teacher = with_candidates(teacher, ids, source)
+    support = CallArguments(source, targets, support=support).with_prepared().support
     if has_vocab_ids(source):
-        mapped = in_columns(CallArguments(source, targets, None, teacher), None)
+        mapped = in_columns(CallArguments(source, targets, None, teacher, support=support), None)
         source, targets, _, teacher, *_ = mapped.arguments
         how: dict[str, Any] = {"teacher": teacher, "top": top, "backend": backend, "host_read": host_read}
         return mapped.facts(row_facts(source, targets, want, **how))
-    if top is None and graph.wanted(source, teacher):
+    if top is None and support is None and graph.wanted(source, teacher):
         options = CallOptions(host_read=host_read)
         found, constants = describe(
             CallArguments(source, targets, None, teacher, options, {})
         )  # torch 2.8 wraps a dict
         asked = (want,) if isinstance(want, str) else tuple(x if isinstance(x, str) else tuple(x) for x in want)
         return graph.read_facts(_labels(constants, asked, backend, host_read), found)
-    return _row_facts(source, targets, want, teacher, backend, host_read, top)
+    return _row_facts(source, targets, want, teacher, backend, host_read, top, support)
 
 
 def _labels(constants: tuple[Any, ...], want: tuple[Any, ...], backend: str, host_read: bool) -> graph.Labels:
@@ -262,12 +280,19 @@ _labels._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 @graph.uncompiled
 def _row_facts(
-    source: Source, targets: Any, want: Any, teacher: Any, backend: str, host_read: bool, top: int | None
+    source: Source,
+    targets: Any,
+    want: Any,
+    teacher: Any,
+    backend: str,
+    host_read: bool,
+    top: int | None,
+    support: Support | None = None,
 ) -> Facts:
     check_pending()
     refuse_transforms(CallArguments(source, targets, None, teacher))
     reads = may_read(host_read, source.device)
-    sweep = facts_sweep(plain_source(source), targets, want, teacher, backend, reads, top)
+    sweep = facts_sweep(plain_source(source), targets, want, teacher, backend, reads, top, support)
     needs = tuple(x.requires_grad and torch.is_grad_enabled() for x in sweep.source.tensors)
     facts: Sequence[Tensor]
     if any(needs):

@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 
 from headloss.late import Copy, check_later, defers
+from headloss.late import may_read as may_read
 from headloss.segments import Segments, group_sum, integers, shallow, version
+from headloss.support import Support, check_counted
 
 IGNORE = -100
 TWICE = "segments: given both to prepare() and to the call; give them once"
@@ -49,10 +51,10 @@ class Stats(NamedTuple):
 class Prepared:
     """Targets and segments, and what the host must know about them, read or on its way.  See `prepare`."""
 
-    __slots__ = ("_copy", "_stats", "counted", "segments", "targets", "written")
+    __slots__ = ("_copy", "_stats", "counted", "segments", "support", "targets", "written")
 
-    def __init__(self, targets: Tensor, segments: Segments | None, numbers: Tensor | Copy) -> None:
-        self.targets, self.segments = targets, segments
+    def __init__(self, targets: Tensor, segments: Any, numbers: Tensor | Copy, support: Support | None = None) -> None:
+        self.targets, self.segments, self.support = targets, segments, support
         self._copy = numbers if isinstance(numbers, Copy) else Copy(numbers)
         self._stats: Stats | None = None
         self.written = (version(targets), 0 if segments is None else version(segments.ids))
@@ -60,7 +62,7 @@ class Prepared:
 
     def __reduce__(self) -> Any:
         self.check()
-        return Prepared, (self.targets, self.segments, self.numbers)
+        return Prepared, (self.targets, self.segments, self.numbers, self.support)
 
     @property
     def numbers(self) -> Tensor:
@@ -87,14 +89,16 @@ class Prepared:
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Prepared:
         self.check()
-        segments = self.segments
-        if segments is not None:
-            ids = segments.ids.to(device, non_blocking=non_blocking)
-            segments = Segments(ids, segments.num_segments, group=segments.group)
-        return Prepared(self.targets.to(device, non_blocking=non_blocking), segments, self._copy)
+        if (segments := self.segments) is not None:
+            moved = segments.ids.to(device, non_blocking=non_blocking)
+            segments = Segments(moved, segments.num_segments, group=segments.group)
+        support = None if self.support is None else self.support.to(device, non_blocking)
+        return Prepared(self.targets.to(device, non_blocking=non_blocking), segments, self._copy, support)
 
 
-def prepare(targets: Tensor, segments: Segments | None = None, *, non_blocking: bool = False) -> Prepared:
+def prepare(
+    targets: Tensor, segments: Segments | None = None, *, support: Support | None = None, non_blocking: bool = False
+) -> Prepared:
     """Read what the host must know of the targets now, so that the step reads nothing.
 
     In a data loader, on the CPU:
@@ -109,7 +113,9 @@ def prepare(targets: Tensor, segments: Segments | None = None, *, non_blocking: 
     targets = targets.clone() if targets.is_inference() else targets  # nothing counts what is written to those
     segments = None if segments is None else segments.fitted(tuple(targets.shape), targets.device)
     numbers = target_numbers(targets, segments)
-    return Prepared(targets, segments, Copy(numbers) if non_blocking else numbers.cpu())
+    if support is not None:
+        check_counted(support, targets)
+    return Prepared(targets, segments, Copy(numbers) if non_blocking else numbers.cpu(), support)
 
 
 def target_numbers(targets: Tensor, segments: Segments | None) -> Tensor:
@@ -302,9 +308,9 @@ def bind_rows(
             raise ValueError(TWICE)
         prepared = targets
         targets, segments, stats = prepared.targets, prepared.segments, prepared.known()
+    if targets is None and segments is not None:
+        raise ValueError("targets: needed when segments are given (they say which rows count)")
     if targets is None:
-        if segments is not None:
-            raise ValueError("targets: needed when segments are given (they say which rows count)")
         return Rows(shape, None, None, None, None, None)
     targets = targets if isinstance(targets, Tensor) and targets.dtype is torch.int64 else integers("targets", targets)
     if targets.shape != shape:
@@ -367,11 +373,6 @@ def _skipping(
         segments = Segments(ids, segments.num_segments, group=segments.group)
     by_segment = stats is not None and stats.sorted
     return Rows(shape, targets, None, None, segments, stats, skipped, by_segment)
-
-
-def may_read(host_read: bool, device: torch.device) -> bool:
-    """Whether the host may look: not where it was told not to, and not while a CUDA graph is being captured."""
-    return host_read and not (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
 
 
 def segment_ids(segments: Segments, targets: Tensor) -> Tensor:

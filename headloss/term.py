@@ -54,6 +54,7 @@ class Term:
     tail         of a divergence with a sparse teacher: "bucket", "none" or "renormalise"
     top          how many of its likeliest columns `top_ids` and `top_logprob` are of each row; a divergence is then
                  summed over those alone, tail="none" or "renormalise", and reads a dense teacher there
+    support      "all": its facts are those of the whole vocabulary where a call has `support=`
     pure         True: `fn` and `row_weight` read nothing that changes, so they may be traced whatever they read
     options      the keyword-only parameters of `fn`
 
@@ -72,6 +73,7 @@ class Term:
     teacher: str | None
     tail: str
     top: int | None
+    support: str | None
     pure: bool
     options: Mapping[str, Any]
     needs_segments: bool  # cannot do without them, for its loss's or its reduction's sake
@@ -79,8 +81,7 @@ class Term:
     _foreign_divergence: bool
     __slots__ = (
         "_calls", "_foreign_divergence", "facts", "fn", "inputs", "length", "needs_segments", "options", "pure",
-        "reduction", "row_weight", "tail", "targets", "teacher", "temperature",
-        "top", "weight",
+        "reduction", "row_weight", "support", "tail", "targets", "teacher", "temperature", "top", "weight",
     )  # fmt: skip
 
     def __init__(
@@ -98,6 +99,7 @@ class Term:
         teacher: str | None = None,
         tail: str = "bucket",
         top: int | None = None,
+        support: str | None = None,
         pure: bool = False,
         **options: Any,
     ) -> None:
@@ -140,6 +142,9 @@ class Term:
             check_top(top)
             if is_divergence(fn) and tail == "bucket":
                 raise ValueError('tail: with top=, what a divergence leaves out is no outcome: "none" or "renormalise"')
+        if support not in (None, "all"):
+            hint = "; give columns to the call" if not isinstance(support, str) else ""
+            raise ValueError(f'support: wanted "all", or None for that of the call, got {shown(support)}{hint}')
         if not isinstance(pure, bool):
             raise TypeError(f"pure: wanted True or False, got {type(pure).__name__}")
         object.__setattr__(self, "_calls", {})
@@ -147,7 +152,7 @@ class Term:
             ("fn", fn), ("weight", weight), ("reduction", reduction), ("length", length), ("row_weight", row_weight),
             ("temperature", temperature), ("facts", MappingProxyType(_check_facts(facts))),
             ("inputs", MappingProxyType(_check_taken(inputs))), ("targets", targets), ("teacher", teacher),
-            ("tail", tail), ("top", top), ("pure", pure),
+            ("tail", tail), ("top", top), ("support", support), ("pure", pure),
         ):  # fmt: skip
             object.__setattr__(self, name, said)
         object.__setattr__(self, "options", MappingProxyType(_check_options(fn, options)))

@@ -15,7 +15,10 @@ from headloss.trace.call import Call
 class Terms:
     """Named terms and metrics, checked, and the plans of calls on them.  Immutable, but for the plans."""
 
-    __slots__ = ("__weakref__", "asked", "backend", "brings", "every_term", "metrics", "names", "plans", "terms")
+    __slots__ = (
+        "__weakref__", "asked", "backend", "brings", "every_term", "metrics", "names", "on_all", "plans", "terms",
+        "unmeasured",
+    )  # fmt: skip
     asked: Any  # the metrics as they were given
     terms: Mapping[str, Term]
     metrics: tuple[tuple[str, Call], ...]
@@ -23,6 +26,8 @@ class Terms:
     brings: bool  # whether some term has targets or columns of its own; see `engine.brought`
     names: tuple[str, ...]  # of the terms
     every_term: tuple[Term, ...]  # and those that metrics are made of
+    on_all: tuple[str, ...]  # terms that stay on the whole vocabulary where a call has a support
+    unmeasured: Any  # the same without metrics, once it was asked for
     plans: Any  # of earlier calls; see `engine.lookup.Plans`
 
     def __init__(
@@ -38,13 +43,25 @@ class Terms:
         self._set(
             asked=metrics, terms=checked, metrics=calls, backend=backend, names=tuple(checked),
             every_term=every, plans=None, brings=any(t.targets or t.top for t in every),
+            on_all=tuple(name for name, t in checked.items() if t.support == "all"), unmeasured=None,
         )  # fmt: skip
 
     def on(self, backend: str) -> Terms:
         """The same terms on another backend, without the plans."""
         other = object.__new__(Terms)
-        other._set(**{name: getattr(self, name) for name in Terms.__slots__[1:]} | {"backend": backend, "plans": None})
+        other._set(
+            **{name: getattr(self, name) for name in Terms.__slots__[1:]}
+            | {"backend": backend, "plans": None, "unmeasured": None}
+        )
         return other
+
+    def without_metrics(self) -> Terms:
+        if self.unmeasured is None:
+            other = self.on(self.backend)
+            other._set(asked=(), metrics=(), every_term=tuple(self.terms.values()))
+            self._set(unmeasured=other)
+        found: Terms = self.unmeasured
+        return found
 
     def _set(self, **values: Any) -> None:
         for name, value in values.items():

@@ -212,7 +212,7 @@ FAULTS = [
     Fault("trace/reads.py", "more = tuple([(k, self.value(f\"{name}.{k}\", y)) for k, y in sorted(vars(x).items())])", "more = ()", "attributes of a partial are in no key", MORE),
     Fault("trace/call.py", "if torch.is_inference_mode_enabled() or (not ours(fn) and writes_unseen(fn)):", "if False:", "a loss writes to what later terms read, where nothing counts it", MORE),
     Fault("rows.py", "    def __reduce__(self) -> Any:\n        self.check()\n", "    def __reduce__(self) -> Any:\n", "what was prepared is pickled after a write", MORE),
-    Fault("rows.py", "        self.check()\n        segments = self.segments\n", "        segments = self.segments\n", "what was prepared is moved after a write", MORE),
+    Fault("rows.py", "        self.check()\n        if (segments := self.segments)", "        if (segments := self.segments)", "what was prepared is moved after a write", MORE),
     Fault("rows.py", "        if not torch.equal(now, numbers[: len(now)]):", "        if False:", "a graph takes numbers of targets that were written to", MORE),
     Fault("graph/recipe.py", "        if segments is not None and targets.segments is not None:\n            raise ValueError(TWICE)\n", "", "a graph takes one of two segments", MORE),
     Fault("graph/ops.py", "    check_pending()\n", "", "compiled calls never say what an earlier call left", MORE),

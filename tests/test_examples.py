@@ -11,7 +11,13 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-NEEDS = {"fine_tuning": ["transformers", "accelerate"], "grpo_trl": ["trl"], "own_loss": [], "distill_top_k": []}
+NEEDS = {
+    "fine_tuning": ["transformers", "accelerate"],
+    "grpo_trl": ["trl"],
+    "own_loss": [],
+    "distill_top_k": [],
+    "replayed_support": [],
+}
 
 
 def run(name: str, *arguments: str) -> None:
@@ -36,6 +42,9 @@ def test_it_runs_and_draws(
     told = capsys.readouterr().out
     assert (tmp_path / f"{name}.png").stat().st_size > 5000 and f"plot: {tmp_path}" in told
     assert told.count("step") >= 2, "it tells of its progress"
+    if name == "replayed_support":
+        without, with_it = told.split("largest mismatch: ")[1].split()[0], told.split(" with it")[0].split()[-1]
+        assert float(without) > 0.05 and float(with_it) < 1e-5
     if name == "fine_tuning":
         assert "differ by" in told and float(told.split("differ by ")[1].split()[0]) < 1e-4
 

@@ -299,7 +299,7 @@ def _run(objective: Objective, given: Given, label: str, how: How, memory: int |
     if isinstance(source, Logits) and source.inplace:
         tensors = {n: x.clone() for n, x in tensors.items()}  # what is overwritten must not be a leaf
     source = _with(source, **tensors, **({} if memory is None else {"memory": memory}))
-    inputs = {}
+    inputs: dict[str, Any] = {}
     for name, x in given.inputs.items():
         inner = leaves.get(f"input {name}", getattr(x, "value", x))
         inner = inner.clone() if isinstance(inner, Tensor) and not inner.requires_grad else inner

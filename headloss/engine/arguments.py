@@ -11,6 +11,12 @@ from torch import Tensor
 from headloss.rows import Prepared
 from headloss.segments import Segments
 from headloss.sources import Source, Teacher
+from headloss.support import Support
+
+
+class Chunk(NamedTuple):
+    rows: slice  # of the rows that count
+    segments: slice | None = None  # that they make up whole
 
 
 class CallOptions(NamedTuple):
@@ -32,6 +38,14 @@ class CallArguments(NamedTuple):
     teacher: Teacher | Mapping[str, Teacher] | None = None
     options: CallOptions = CallOptions()
     inputs: Mapping[str, Any] = MappingProxyType({})
+    support: Support | None = None
+
+    def with_prepared(self) -> CallArguments:
+        """With the support that was given to `hl.prepare`."""
+        prepared = self.targets.support if isinstance(self.targets, Prepared) else None
+        if prepared is not None and self.support is not None:
+            raise ValueError("support: given both to prepare() and to the call; give it once")
+        return self if prepared is None else self._replace(support=prepared)
 
     @property
     def teachers(self) -> Mapping[str, Teacher]:

@@ -11,12 +11,15 @@ from torch import Tensor
 from headloss.engine.arguments import CallArguments
 from headloss.engine.checks import check_count
 from headloss.engine.guides import bind_teachers
+from headloss.engine.kept import restrict_teachers
+from headloss.engine.kept_sweep import KeptSweep
 from headloss.engine.loss import TermsOnRows
-from headloss.engine.plan import Plan, why_read_by_products
+from headloss.engine.plan import KEPT, Plan, why_read_by_products
 from headloss.engine.product import ProductSweep, why_chunked
 from headloss.engine.sweeps import Chunk, Sweep
 from headloss.engine.teachers import SparseTeacherRows, TeacherRows, most_rows, teacher_bytes
 from headloss.late import defers
+from headloss.metrics import measure
 from headloss.rows import Rows, bind_rows, may_read
 from headloss.segments import Segments
 from headloss.sources import Linear, Logits, Source
@@ -38,8 +41,11 @@ def bind(plan: Plan, arguments: CallArguments) -> tuple[Sweep, TermsOnRows]:
         source.chunk_rows()  # refuses a budget below one row
         if source.shard is not None:
             source.shard.check_width(source.weight.shape[0])
+    support = arguments.support
     chunked = chunked_because(plan, source)
     rows = rows_of(plan, arguments, may_read(options.host_read, source.device), chunked)
+    if support is not None and arguments.teacher:
+        arguments = arguments._replace(teacher=restrict_teachers(arguments.teachers, support, rows.given, source))
     guides: dict[str, Any] = {}
     taken: dict[str, Tensor] = {}
     if arguments.teacher:
@@ -56,8 +62,13 @@ def bind(plan: Plan, arguments: CallArguments) -> tuple[Sweep, TermsOnRows]:
     if source.shard is not None:
         integers = [x for x in arguments.inputs.values() if x.ndim and not x.dtype.is_floating_point]
         compared = integers, _terms_in_words(plan, arguments, loss)
-    kind = Sweep if chunked else ProductSweep
-    return kind(source, rows, plan.want, plan.backend, guides, plan.program, *compared), loss
+    kind = KeptSweep if support is not None else Sweep if chunked else ProductSweep
+    sweep = kind(source, rows, plan.want, plan.backend, guides, plan.program, *compared)
+    if support is not None and isinstance(sweep, KeptSweep):
+        missing = sweep.keep(support)
+        if missing is not None:
+            loss.metrics |= measure({"support_missing": missing}, rows.valid, "token")
+    return sweep, loss
 
 
 def _terms_in_words(plan: Plan, arguments: CallArguments, loss: TermsOnRows) -> str:
@@ -74,7 +85,7 @@ def _terms_in_words(plan: Plan, arguments: CallArguments, loss: TermsOnRows) -> 
 
 def chunked_because(plan: Plan, source: Source) -> str:
     """Why a call's matrix products are not the head's own; see `product.why_chunked`."""
-    return why_chunked(source, plan.want, plan.backend, plan.terms, plan.program)
+    return KEPT if plan.kept else why_chunked(source, plan.want, plan.backend, plan.terms, plan.program)
 
 
 def read_because(plan: Plan, source: Source, segments: Segments | None, chunked: str) -> str:
@@ -94,7 +105,8 @@ def rows_of(plan: Plan, arguments: CallArguments, host_read: bool, chunked: str)
     linear = isinstance(source, Linear)
     return bind_rows(
         source.leading, targets, segments,
-        vocab=source.vocab, device=source.device, by_segment=plan.kind == "segment" and linear,
+        vocab=source.vocab, device=source.device,
+        by_segment=plan.kind == "segment" and linear and arguments.support is None,
         host_read=host_read and (read_because(plan, source, segments, chunked) != "" or not defers(source.device)),
         skips=plan.program is not None and not linear, needed=plan.needed,
         count=getattr(plan.backend, "count_targets", None),
@@ -106,6 +118,8 @@ def chunks_of(
 ) -> list[Chunk] | None:
     """How a visit walks the rows; None if every fact must be there before the first cotangent."""
     source, segments = arguments.source, arguments.segments
+    if arguments.support is not None:
+        return None  # kept columns are so few that to make them again costs less than to walk chunks
     if isinstance(source, Logits) and plan.program is not None:
         taught = most_rows(guides) if guides else None  # of how many rows teachers' logits may be made at a time
         if taught is None or plan.program.by_segment:

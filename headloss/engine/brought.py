@@ -93,7 +93,7 @@ def _check_candidates(ids_NK: Tensor, vocab: int) -> None:
         if repeated:
             raise ValueError(f"ids: wanted each column of a row once, but row {other} names one twice")
 
-    _now_or_later(rows, rows[:2], check, "ids: out of range, or one named twice in a row")
+    now_or_later(rows, rows[:2], check, "ids: out of range, or one named twice in a row")
 
 
 def named_teachers(teacher: Any) -> dict[str, Any]:
@@ -118,10 +118,10 @@ def _check(name: str, x: Tensor, main: Tensor | None, vocab: int) -> None:
                 f"give them a target too, and leave them out of the other terms by a row weight of 0"
             )
 
-    _now_or_later(numbers, numbers, check, f"{name}: out of range, or in rows whose target is {IGNORE}")
+    now_or_later(numbers, numbers, check, f"{name}: out of range, or in rows whose target is {IGNORE}")
 
 
-def _now_or_later(numbers: Tensor, zeros: Tensor, check: Callable[[Tensor], None], message: str) -> None:
+def now_or_later(numbers: Tensor, zeros: Tensor, check: Callable[[Tensor], None], message: str) -> None:
     """Raise if the host may look, when the numbers have reached it, or on the device, where `zeros` must be 0."""
     if readable(numbers):
         check(numbers)

@@ -8,14 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headloss.facts import FACTS, NEEDS_TARGET, Fact
+from headloss.facts import FACTS, NEEDS_TARGET, Fact, Want
 from headloss.segments import readable
-from headloss.sources import Sparse, Teacher
+from headloss.sources import Source, Sparse, Teacher
+from headloss.support import Support
 from headloss.teachers import SPARSE, TOP
 from headloss.term import check_weight
 from headloss.terms import Terms
 from headloss.top import Top
 from headloss.trace.call import Call, WrongValueError
+from headloss.trace.reads import ours
 from headloss.trace.signature import IDS, ONLY, passed, suggest
 from headloss.trace.trace import Shape
 
@@ -147,3 +149,33 @@ def check_belongs(call: Call, kind: str | None, shapes: Mapping[str, Shape], len
     said, found = call.signature.returns, "pair" if kind == "other" else kind
     if said is not None and found is not None and said != found:
         raise WrongValueError(f"{call.signature.name}.returns: is {said!r}, but it returns one value per {found}")
+
+
+def check_elements(want: Want) -> None:
+    """A divergence must be 0 where both probabilities are: so it is where a block has no column."""
+    low = torch.full((1,), -2.0e4, dtype=torch.float64)
+    for element in dict.fromkeys(f.element for f in want.facts if f.element is not None):
+        if not ours(element.fn) and bool((element.value(low, low / 2) != 0).any()):
+            raise ValueError(
+                f"support: the divergence {element} is not 0 where both probabilities are, so columns that a row does "
+                f'not keep would count; use hl.Term(..., support="all")'
+            )
+
+
+def check_support(support: Any, source: Source, terms: Terms | None = None) -> None:
+    """That it fits the source, and that the terms of a call can do with it."""
+    if not isinstance(support, Support):
+        hint = "; make it with hl.Support.from_csr, from_padded or from_mask"
+        raise TypeError(f"support: wanted hl.Support, got {type(support).__name__}{hint}")
+    support.check_call(torch.Size(source.leading).numel(), source.vocab, source.device)
+    if terms is None:
+        return
+    for name, term in terms.terms.items():
+        if (term.targets is not None or term.top is not None) and term.support is None:
+            what = "targets of its own" if term.targets is not None else "top="
+            raise ValueError(f'support: term {name!r} has {what}, which a row may not keep; give it support="all"')
+    if terms.on_all and getattr(source, "inplace", False):
+        raise ValueError(
+            "inplace: the gradient of kept columns and that of the whole vocabulary cannot both overwrite the logits; "
+            "use inplace=False"
+        )

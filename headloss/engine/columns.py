@@ -63,6 +63,8 @@ def in_columns(arguments: CallArguments, terms: Terms | None) -> Mapped:
     source, targets, inputs = arguments.source, arguments.targets, dict(arguments.inputs)
     ids = source.vocab_ids
     assert ids is not None
+    if arguments.support is not None:
+        raise ValueError("support: a head with vocab_ids has a vocabulary of its own; leave out one of the two")
     if isinstance(targets, Prepared):
         raise ValueError("targets: prepared ones know nothing of vocab_ids; pass the tensor of tokens")
     teachers = {name: _teacher(name, x, ids) for name, x in named_teachers(arguments.teacher).items()}

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from headloss.engine.arguments import CallArguments
 from headloss.engine.bind import bind
+from headloss.engine.both import merged, parts_of
 from headloss.engine.into import check_into
 from headloss.engine.lookup import find_plan
 from headloss.engine.loss import TermsOnRows
@@ -21,6 +22,12 @@ from headloss.terms import Terms
 def evaluate(terms: Terms, arguments: CallArguments, direct: bool) -> Output:
     """`Objective.__call__`, or with `direct` its `forward_backward`."""
     check_pending()
+    if arguments.support is not None and terms.on_all:
+        return merged(terms, *(_evaluate(*part, direct) for part in parts_of(terms, arguments)))
+    return _evaluate(terms, arguments, direct)
+
+
+def _evaluate(terms: Terms, arguments: CallArguments, direct: bool) -> Output:
     if direct or torch.is_grad_enabled():
         check_into(arguments.source)
     plan, arguments = find_plan(terms, arguments)

@@ -10,9 +10,10 @@ import torch
 from headloss.backends import choose
 from headloss.engine.arguments import CallArguments
 from headloss.engine.bind import chunked_because
+from headloss.engine.kept import Kept, budget_of
 from headloss.engine.plan import Plan
 from headloss.engine.sweeps import Chunk
-from headloss.engine.teachers import TeacherRows, heads_of, most_rows, teacher_bytes
+from headloss.engine.teachers import DenseTeacherRows, TeacherRows, heads_of, most_rows, teacher_bytes
 from headloss.rows import Rows
 from headloss.segments import Segments
 from headloss.sources import Linear, Source, parse_bytes
@@ -51,6 +52,7 @@ class Explanation(NamedTuple):
     bytes: dict[str, int]  # by purpose
     code: str = ""  # of the printed program, where it was asked for
     products: str = ""  # whose matrix products run, and why
+    whole: Any = None  # beside a support, the Explanation of the terms on the whole vocabulary
 
     def __str__(self) -> str:
         lines = [
@@ -81,6 +83,7 @@ class Explanation(NamedTuple):
         lines += [f"first call   {spent}"] if spent else []
         if self.code:
             lines += ["", self.code]
+        lines += ["", f"and on the whole vocabulary, {self.whole}"] if self.whole is not None else []
         return "\n".join(lines)
 
 
@@ -130,6 +133,11 @@ def explain(
     sizes["facts, cotangents and coefficients"] = (
         rows.count * source.fact_dtype.itemsize * 2 * (len(plan.want.facts) + 1)
     )
+    if plan.kept:
+        pieces, gemms, products = len(_kept_parts(arguments, rows, guides)), 0, ""
+        grade = "kept columns alone: no full GEMM and no pass over the vocabulary; they are made again for the gradient"
+        sizes = _kept_bytes(arguments, rows, guides)
+    swept = chunked and not plan.want.only_ids and not plan.kept
     return Explanation(
         source=type(source).__name__,
         backend=engine,
@@ -145,10 +153,10 @@ def explain(
         rows_total=rows.total,
         vocab=source.vocab,
         chunks=pieces,
-        forward_sweeps=0 if plan.want.only_ids or not chunked else 1,
-        sweeps=0 if plan.want.only_ids or not chunked else 2,
+        forward_sweeps=1 if swept else 0,
+        sweeps=2 if swept else 0,
         gemms=gemms,
-        teacher_gemms=_teacher_gemms(plan, source, guides, chunks),
+        teacher_gemms=0 if plan.kept else _teacher_gemms(plan, source, guides, chunks),
         host_reads=int(read_because != ""),
         read_because=read_because,
         collectives=_collectives(plan, arguments, pieces if chunks is not None else 1),
@@ -156,6 +164,30 @@ def explain(
         code=_code(plan, engine) if show_source else "",
         products=products,
     )
+
+
+def _kept_parts(
+    arguments: CallArguments, rows: Rows, guides: Mapping[str, TeacherRows]
+) -> list[tuple[slice, int, int]]:
+    """Runs of rows whose kept logits are made together, places of a row, and their bytes."""
+    source, support = arguments.source, arguments.support
+    assert support is not None
+    each = source.fact_dtype.itemsize * (1 + sum(isinstance(g, DenseTeacherRows) for g in guides.values()))
+    kept = Kept(support, support.known(), rows.given, True)
+    parts = kept.parts(rows, each, budget_of(source))
+    return [(part, width, (part.stop - part.start) * width * each) for part, width in parts]
+
+
+def _kept_bytes(arguments: CallArguments, rows: Rows, guides: Mapping[str, TeacherRows]) -> dict[str, int]:
+    source, parts = arguments.source, _kept_parts(arguments, rows, guides)
+    part, width, most = max(parts, key=lambda x: x[2])
+    found = {f"kept logits of {part.stop - part.start} rows x {width}": most}
+    if isinstance(source, Linear):
+        found["gradient of hidden"] = source.hidden.numel() * source.hidden.dtype.itemsize
+        found["weight gradient"] = _weight_grad(source, len(parts))
+    else:
+        found["gradient of logits"] = 0 if source.inplace else source.logits.numel() * source.logits.element_size()
+    return found
 
 
 def _code(plan: Plan, engine: str) -> str:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from headloss.engine.arguments import CallArguments
-from headloss.engine.checks import call_weights
+from headloss.engine.checks import call_weights, check_support
 from headloss.engine.layout import PerRow, count_pairs, lay_out, layout, readings
 from headloss.engine.plan import Calls, Plan, choose_calls, make_plan, plain_source, suited
 from headloss.engine.saved import refuse_transforms
@@ -72,10 +72,12 @@ def switched_off(weights: Mapping[str, float | Tensor]) -> tuple[str, ...]:
 def find_plan(terms: Terms, arguments: CallArguments) -> tuple[Plan, CallArguments]:
     """The plan of a call, and its arguments checked: plain tensors, teachers by name, inputs laid out."""
     refuse_transforms(arguments)
-    source, targets, segments, teacher, options, inputs = arguments
+    source, targets, segments, teacher, options, inputs, support = arguments
     source, plans = plain_source(source), plans_of(terms)
     if type(targets) is Prepared and segments is None:
         segments = targets.segments
+    if support is not None:
+        check_support(support, source, terms)
     if segments is not None:
         if type(segments) is not Segments:
             hint = "; make them with hl.Segments.from_cu_seqlens, from_ids, from_position_ids or from_batch"
@@ -87,6 +89,7 @@ def find_plan(terms: Terms, arguments: CallArguments) -> tuple[Plan, CallArgumen
     off = switched_off(call_weights(terms, options.weights)) if options.weights else plans.off
     teachers = {} if teacher is None else name_teachers(teacher, source)
     key, given = form_of(terms, plans, source, targets is None, segments, teachers, inputs, off)
+    key = (key, support is not None)
     form = plans.forms.get(key)
     if form is None:
         form = _new_form(choose_calls(terms, off, teachers, inputs, source, segments))
@@ -95,12 +98,12 @@ def find_plan(terms: Terms, arguments: CallArguments) -> tuple[Plan, CallArgumen
     found = form.plans.get(read)
     if found is None:
         laid = {n: shape for n, (_, shape) in lay_out(plans.readings, inputs, source, segments).items()}
-        plan = make_plan(terms, form.calls, off, source, targets is None, segments, teachers, laid)
+        plan = make_plan(terms, form.calls, off, source, targets is None, segments, teachers, laid, support is not None)
         if len(form.plans) >= _MOST:
             form.plans.clear()
         found = form.plans[read] = plan, held
         plans.store(key, form)
-    return suited(found[0], source), CallArguments(source, targets, segments, teachers, options, given)
+    return suited(found[0], source), CallArguments(source, targets, segments, teachers, options, given, support)
 
 
 def form_of(

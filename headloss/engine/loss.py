@@ -44,7 +44,7 @@ class TermsOnRows:
         taken: Mapping[str, Tensor],
     ) -> None:
         self.plan = plan
-        source, _, self.segments, _, options, self.given = arguments
+        source, _, self.segments, _, options, self.given, _ = arguments
         self.num_items, self.num_segments, weights, self.grad_scale, _ = options
         self.weights = {**plan.weights, **weights} if weights else plan.weights
         self.terms, self.metric_calls, self.rows, self.chunks = plan.terms, plan.metrics, rows, chunks

@@ -16,7 +16,14 @@ import torch
 from torch import Tensor
 
 from headloss.backends import choose
-from headloss.engine.checks import check_asked, check_belongs, check_inputs, check_targets_wanted, check_teachers
+from headloss.engine.checks import (
+    check_asked,
+    check_belongs,
+    check_elements,
+    check_inputs,
+    check_targets_wanted,
+    check_teachers,
+)
 from headloss.engine.first_call import told_if_long
 from headloss.facts import Want
 from headloss.metrics import retarget
@@ -30,6 +37,8 @@ from headloss.trace.gradient import check_constants
 from headloss.trace.reads import ours
 from headloss.trace.signature import CALL, TEACHER_INPUTS
 from headloss.trace.trace import Shape, Trace, trace
+
+KEPT = "each row keeps some columns"
 
 
 class Planned(NamedTuple):
@@ -77,6 +86,7 @@ class Plan(NamedTuple):
     by_token: tuple[bool, ...] | None  # of each term, whether rows weigh 1 / tokens, or 1; None: it is not that simple
     times: dict[str, float]  # what the first call of this form spent, in seconds
     in_parts: Plan | None = None  # for calls of few rows, where there is a program
+    kept: bool = False  # each row has a support
     settles: Any = None  # the terms printed for a launch between the head's own products, where those can be
 
     def without_program(self, reason: str) -> Plan:
@@ -106,12 +116,18 @@ def make_plan(
     segments: Segments | None,
     teachers: Mapping[str, Teacher],
     shapes: Mapping[str, Shape],
+    kept: bool = False,
 ) -> Plan:
+    """`kept`: each row has a support."""
     begun = time.perf_counter()
     with told_if_long():
         traces, want, kind = _trace_terms(objective, calls, source, segments, teachers, shapes, targetless)
     traced = time.perf_counter()
-    program, reason = _print_terms(objective, calls, source, teachers, traces, shapes, want, kind)
+    if kept:
+        check_elements(want)
+        program, reason = None, KEPT
+    else:
+        program, reason = _print_terms(objective, calls, source, teachers, traces, shapes, want, kind)
     times = {"tracing": traced - begun, "printing": time.perf_counter() - traced}
     if program is not None and program.by_segment:
         apart = _apart(source, segments)
@@ -129,11 +145,11 @@ def make_plan(
     plan = Plan(
         planned, {name: term.weight for name, term in terms.items()}, off, calls.metrics, shapes,
         tuple(name for name, shape in shapes.items() if shape.requires_grad), want, kind, program, reason,
-        backend_for(objective.backend, source, want), why_read(source, segments, planned, kind),
+        backend_for(objective.backend, source, want), why_read(source, segments, planned, kind, by_products=kept),
         next((t.name for t in planned if t.needs_segments), None), _looked_at(planned, calls.metrics, want),
         tuple(dict.fromkeys(f.element for f in want.facts if f.element is not None)),
         all(t.trace.reach is not None and t.trace.reach.fine for t in planned), _by_token(planned), times,
-        settles=settles,
+        kept=kept, settles=settles,
     )  # fmt: skip
     if not plan.read_because:
         plan = plan._replace(read_because=_mixing(plan))

@@ -8,9 +8,11 @@ from typing import Any
 from torch import Tensor
 
 from headloss.engine.brought import named_teachers
-from headloss.engine.checks import check_targets_wanted, check_teachers
+from headloss.engine.checks import check_elements, check_support, check_targets_wanted, check_teachers
 from headloss.engine.guides import bind_teachers
-from headloss.engine.plan import backend_for
+from headloss.engine.kept import restrict_teachers
+from headloss.engine.kept_sweep import KeptSweep
+from headloss.engine.plan import KEPT, backend_for
 from headloss.engine.product import ProductSweep, why_chunked
 from headloss.engine.sweeps import Sweep
 from headloss.engine.teachers import name_teachers
@@ -19,6 +21,7 @@ from headloss.late import defers
 from headloss.options import is_number, shown
 from headloss.rows import Prepared, bind_rows
 from headloss.sources import Linear, Source, Teacher
+from headloss.support import Support
 from headloss.teachers import SPARSE, TOP
 from headloss.top import Top, check_top
 from headloss.trace.call import Call
@@ -33,6 +36,7 @@ def facts_sweep(
     backend: str,
     host_read: bool,
     top: int | None = None,
+    support: Support | None = None,
 ) -> Sweep:
     """The sweep of `row_facts`."""
     want = [want] if isinstance(want, str) else list(want)
@@ -48,10 +52,23 @@ def facts_sweep(
         check_targets_wanted(wanted)
     chosen = Want(wanted)
     engine = backend_for(backend, source, chosen)
-    chunked = why_chunked(source, chosen, engine)
-    linear = isinstance(source, Linear) and chunked != ""
+    kept = support is not None
+    if kept:
+        if top is not None:
+            raise ValueError("top: a row may keep fewer columns; leave out top= or support=")
+        check_support(support, source)
+        check_elements(chosen)
+    chunked = KEPT if kept else why_chunked(source, chosen, engine)
+    linear = isinstance(source, Linear) and chunked != "" and not kept
     reads = host_read and (linear or source.shard is not None or not defers(source.device))
     rows = bind_rows(source.leading, targets, None, vocab=source.vocab, device=source.device, host_read=reads)
+    if support is not None:
+        restricted = restrict_teachers(teachers, support, rows.given, source)
+        sweep = KeptSweep(
+            source, rows, chosen, engine, bind_teachers(restricted, chosen.teachers, source, rows, engine)
+        )
+        sweep.keep(support)
+        return sweep
     kind = Sweep if chunked else ProductSweep
     return kind(source, rows, chosen, engine, bind_teachers(teachers, chosen.teachers, source, rows, engine))
 

@@ -96,7 +96,7 @@ def refuse_transforms(arguments: Any) -> None:
     """No tensor of a call is one that `torch.func` or forward mode follows: it would be lost without a word."""
     if forward_ad._current_level < 0 and torch._C._functorch.peek_interpreter_stack() is None:
         return
-    source, targets, segments, teacher, options, inputs = arguments
+    source, targets, segments, teacher, options, inputs, *_ = arguments
     things = (source, {"targets": targets, "segments": segments}, teacher, options, inputs)
     for name, x in _tensors("", things):
         if torch._C._functorch.is_functorch_wrapped_tensor(x):

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from headloss.engine.arguments import Chunk as Chunk
 from headloss.engine.heads import LinearHead, on_source_device, open_source, part_of
 from headloss.engine.teachers import TeacherRows, ids_facts, ids_pull, most_rows, note, teacher_bytes, teacher_label
 from headloss.facts import Fact, Partial, Softmax, Want, coefficients, finish, with_whole
@@ -27,11 +28,6 @@ from headloss.sources import Linear, Source, with_tensors, without_tensors
 from headloss.teachers import DenseSoftmax, SparseChunk, TeacherChunk, Temperature, TopChunk, teacher_coefficients
 
 Cotangents = tuple[Mapping[Fact, Tensor], Mapping[str, Tensor]]  # of the facts, and of inputs that want a gradient
-
-
-class Chunk(NamedTuple):
-    rows: slice  # of the rows that count
-    segments: slice | None = None  # that they make up whole
 
 
 class Block(NamedTuple):
@@ -59,7 +55,7 @@ class Sweep:
     ) -> None:
         self.source, self.rows, self.want, self.backend = source, rows, want, backend
         self.program = program
-        self.integers, self.terms = integers, terms  # what ranks that share a vocabulary compare
+        self.compared, self.terms = {"inputs": integers, "support": ()}, terms  # by ranks that share a vocabulary
         self.guides = {name: guides[name] for name in want.teachers} if guides else {}
         T = source.temperature
         if isinstance(T, Tensor):
@@ -83,7 +79,7 @@ class Sweep:
         """Let go of them, while autograd keeps them; `whole` has them again."""
         self.source = without_tensors(self.source)
         self.rows.strip()
-        self.temperature, self.integers = 1.0, ()
+        self.temperature, self.compared = 1.0, {"inputs": (), "support": ()}
         for guide in self.guides.values():
             guide.strip()
 
@@ -217,7 +213,7 @@ class Sweep:
             yield chunk, block, self._merged(gathering, chunk.rows)
 
     def _note(self) -> Tensor | None:
-        return note(self.source, self.rows, self.want, self.guides, self.integers, self.terms)
+        return note(self.source, self.rows, self.want, self.guides, self.compared, self.terms)
 
     @property
     def _all(self) -> slice:
@@ -266,6 +262,9 @@ class Sweep:
     def _start(self) -> int:
         return 0 if self.source.shard is None else self.source.shard.start
 
+    def _vocab(self, part: slice) -> Any:  # over how many columns a row's softmax is
+        return self.source.vocab
+
     def _sums(self, block: Block) -> Partial:
         more = {"teachers": block.teachers} if block.teachers else {}
         temperatures, targets = self._temperatures(block.part), self._targets(block.part)
@@ -281,7 +280,7 @@ class Sweep:
         return self._with_looks(facts, softmax, self._look(block, softmax) if self._looks else [])
 
     def _finish(self, partial: Partial, part: slice, chunks: Any = ()) -> tuple[dict[Fact, Tensor], Softmax]:
-        facts, softmax = finish(partial, self.want, self._temperatures(part), self.source.vocab)
+        facts, softmax = finish(partial, self.want, self._temperatures(part), self._vocab(part))
         facts, softmax = with_whole(self.want, facts, softmax, chunks) if chunks else (facts, softmax)
         return self._held(facts, part), softmax
 
@@ -322,7 +321,7 @@ class Sweep:
         self, head: Any, block: Block, softmax: Softmax, facts: Mapping[Fact, Tensor], grads: Mapping[Fact, Tensor]
     ) -> None:
         grads = self._held(grads, block.part)
-        pulls = coefficients(facts, grads, self.want, self.source.vocab)
+        pulls = coefficients(facts, grads, self.want, self._vocab(block.part))
         more: dict[str, Any] = {}
         if self.guides:
             asked = [[f for f in self.want.facts if f.teacher == name] for name in self.guides]

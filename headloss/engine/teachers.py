@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -317,9 +317,9 @@ def most_rows(guides: Mapping[str, TeacherRows]) -> int | None:
 
 
 def note(
-    source: Source, rows: Rows, want: Want, guides: Mapping[str, TeacherRows], inputs: Sequence[Tensor], terms: str
+    source: Source, rows: Rows, want: Want, guides: Mapping[str, TeacherRows], more: Mapping[str, Any], terms: str
 ) -> Tensor | None:
-    """What ranks that share a vocabulary must agree about, sent along with a call's first partial; `inputs`: integers.
+    """What ranks that share a vocabulary must agree about, sent along with a call's first partial; `more`: integers.
 
     Tensors of floats are left out: one that was made on each rank anew may differ in its last bits.
     """
@@ -329,8 +329,9 @@ def note(
     same = {
         "targets": [nothing if rows.given is None else rows.given],
         "segments": [] if rows.segments is None else [rows.segments.ids],
+        "support": more["support"],
         "teacher": [guide.ids_RK for guide in guides.values() if isinstance(guide, SparseTeacherRows)],
-        "inputs": inputs,
+        "inputs": more["inputs"],
     }
     T = None if isinstance(source.temperature, Tensor) else source.temperature
     facts = [(f.name, f.temperature, f.teacher) for f in want.facts]

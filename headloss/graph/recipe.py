@@ -158,7 +158,7 @@ def describe(
 
     `traits`: those of the objective.  `number`: its own, if it has to be found again.
     """
-    source, targets, segments, teacher, options, inputs = arguments
+    source, targets, segments, teacher, options, inputs, _ = arguments
     found = Described(source.leading, source.device, source.fact_dtype)
     said = found.source("source", source, () if traits is None else traits.temperatures)
     if number is not None:

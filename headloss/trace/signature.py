@@ -32,13 +32,14 @@ RESERVED = frozenset(
         "tail",
         "top",
         "pure",
+        "support",
     }
 )
 
 # Arguments of a call itself: an input of one of these names could never be passed.
 CALL = (
     "teacher", "targets", "segments", "num_items", "num_segments", "weights", "grad_scale", "host_read", "source",
-    "self", "ids",
+    "self", "ids", "support",
 )  # fmt: skip
 
 ONLY = "teacher"  # the name of a teacher that was given without one

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from headloss.backends.triton import plain, pulls, settle, sweeps, taught
+from headloss.backends.triton import columns, plain, pulls, settle, sweeps, taught
 from headloss.backends.triton import product as product
 from headloss.backends.triton import teachers as compared
 from headloss.backends.triton import visit as alone
@@ -34,6 +34,7 @@ sums_matrix, pull_rows, Settling, Weights, spans, runs = (
     settle.runs,
 )
 count_targets = alone.count_targets
+project, combine = columns.project, columns.combine  # some columns of each row of a linear head
 
 
 def sums(*call: Any, teachers: Sequence[TeacherChunk] = (), **options: Any) -> Partial:

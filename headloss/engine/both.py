@@ -1,0 +1,57 @@
+"""A call with a support some of whose terms stay on the whole vocabulary: two calls on one source, and one record."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from headloss.engine.arguments import CallArguments
+from headloss.engine.checks import call_weights
+from headloss.engine.lookup import plans_of, switched_off
+from headloss.engine.teachers import name_teachers
+from headloss.record import Grads, Output
+from headloss.terms import Terms
+
+
+def parts_of(terms: Terms, arguments: CallArguments) -> Iterator[tuple[Terms, CallArguments]]:
+    """The call on kept columns with all metrics, and if any of its terms is on, the one on the whole vocabulary."""
+    options, weights = arguments.options, call_weights(terms, arguments.options.weights or {})
+    off = switched_off(weights)
+    kept = {**weights, **dict.fromkeys(terms.on_all, 0.0)}
+    yield terms, arguments._replace(options=options._replace(weights=kept))
+    if all(name in off for name in terms.on_all):
+        return
+    bare = terms.without_metrics()
+    known, asked = plans_of(terms).readings, plans_of(bare).readings
+    teachers = None if arguments.teacher is None else name_teachers(arguments.teacher, arguments.source)
+    if teachers is not None:
+        calls = [term.call(None, teachers) for term in bare.terms.values()]
+        looked = {f.teacher for call in calls for f in call.facts}
+        looked |= {p.teacher for call in calls for s in call.signatures for p in s.parameters}
+        teachers = {name: x for name, x in teachers.items() if name in looked}
+    whole = {name: x if name in terms.on_all else 0.0 for name, x in weights.items()}
+    yield (
+        bare,
+        arguments._replace(
+            options=options._replace(weights=whole),
+            teacher=teachers,
+            inputs={n: x for n, x in arguments.inputs.items() if n in asked or n not in known},
+            support=None,
+        ),
+    )
+
+
+def merged(terms: Terms, kept: Output, whole: Output | None = None) -> Output:
+    """One record: facts and metrics of the kept columns, the terms and their metrics of both."""
+    if whole is None:
+        return kept
+    values = {name: (whole if name in terms.on_all else kept).terms[name] for name in terms.names}
+    grads = None
+    if kept.grads is not None and whole.grads is not None:
+        grads = Grads(*(_add(x, y) for x, y in zip(whole.grads, kept.grads, strict=True)))
+    return Output(kept.loss + whole.loss, values, {**kept.metrics, **whole.metrics}, kept.facts, grads)
+
+
+def _add(x: Tensor | None, y: Tensor | None) -> Tensor | None:
+    return x if y is None else y if x is None else x.add_(y)

@@ -1,0 +1,238 @@
+"""A sweep over kept columns: the source opened for them, and what a sweep does otherwise than over whole rows.
+
+Dimension key:  N rows   C rows of a block   E kept columns of a block   W places of its rows   V vocabulary   D hidden
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headloss.engine.heads import LogitsHead, open_source
+from headloss.engine.kept import Entries, Kept, budget_of
+from headloss.engine.sweeps import Block, Sweep
+from headloss.engine.teachers import DenseTeacherRows, SparseTeacherRows
+from headloss.facts import Partial
+from headloss.record import Grads
+from headloss.sources import Linear, Logits, Source
+from headloss.support import Support
+from headloss.teachers import DenseChunk, DensePartial, SparseChunk, TeacherChunk
+
+
+class KeptHead:
+    """A source, opened for some columns of each row."""
+
+    single_chunk = True
+
+    def __init__(self, source: Source, kept: Kept, backend: ModuleType) -> None:
+        self.source, self.kept, self.backend = source, kept, backend
+        self.needs: tuple[bool, ...] = ()
+        self.blocks = 1
+        self.slope_E: Tensor | None = None  # of the block that was read last
+        self.begun = False
+        self.start = 0 if source.shard is None else source.shard.start
+        self.made: dict[str, Tensor] = {}
+        if isinstance(source, Linear):
+            self.hidden_ND = source.hidden.detach().reshape(-1, source.hidden.shape[-1])
+            self.weight_VD = source.weight.detach()[: source.columns]
+        else:
+            self.logits = LogitsHead(source)
+
+    def _columns(self, id_E: Tensor) -> Tensor:
+        """Columns of this rank, -1 for others."""
+        column_E = id_E - self.start
+        return torch.where((id_E >= 0) & (column_E >= 0) & (column_E < self.source.columns), column_E, -1)
+
+    def read(self, entries: Entries, slot: int = 0) -> Tensor:
+        """The kept logits of a block, after scale, bias and softcap: a cap would lift what stands behind them."""
+        source = self.source
+        column_E = self._columns(self.kept.projected(entries))
+        if isinstance(source, Linear):
+            value_E = self.backend.project(self.hidden_ND, self.weight_VD, entries.number_E, column_E)
+            if source.bias is not None and source.columns:
+                value_E = value_E + source.bias.detach()[column_E.clamp(min=0)].masked_fill(column_E < 0, 0)
+        elif source.columns:
+            value_E = self.logits.logits_NV[entries.number_E, column_E.clamp(min=0)].masked_fill(column_E < 0, 0)
+        else:
+            value_E = torch.zeros(column_E.shape, device=column_E.device)
+        value_E, self.slope_E = value_E.to(source.fact_dtype) * source.scale, None
+        if source.softcap is not None:
+            value_E = (value_E / source.softcap).tanh() * source.softcap
+            self.slope_E = 1 - (value_E / source.softcap) ** 2
+        if source.shard is not None:
+            value_E = value_E.masked_fill(self._columns(entries.id_E) < 0, -math.inf)
+        return entries.spread(value_E, -math.inf)
+
+    def wants_grad(self, needs: tuple[bool, ...]) -> None:
+        self.needs = needs
+        if isinstance(self.source, Logits):
+            self.logits.wants_grad(needs)
+            if needs[0] and not self.source.inplace:
+                self.logits.all_NV.zero_()
+
+    def grad_buffer(self, entries: Entries, raw_CW: Tensor) -> Tensor:
+        return raw_CW  # a copy, whatever the source is
+
+    def write(self, entries: Entries, grad_CW: Tensor, ignored_C1: Tensor | None) -> None:
+        column_E = self._columns(self.kept.projected(entries))
+        grad_E = torch.nn.functional.pad(grad_CW.reshape(-1), (0, 1))[entries.place_E].masked_fill(column_E < 0, 0)
+        grad_E = grad_E * self.source.scale if self.slope_E is None else grad_E * self.slope_E * self.source.scale
+        if isinstance(self.source, Logits):
+            self._write_logits(entries, column_E, grad_E)
+            return
+        need_hidden, need_weight, *need_bias = self.needs
+        source, number_E = self.source, entries.number_E
+        if need_hidden:
+            wide = source.fact_dtype if source.narrow else source.hidden.dtype
+            out = self._room("hidden", self.hidden_ND.shape, wide)
+            self.backend.combine(out, number_E, column_E, grad_E, self.weight_VD, False)  # a row is in one block
+        if need_weight:
+            column, order = column_E.to(torch.int32).sort(stable=True)
+            out = self._room("weight", source.weight.shape, self._weight_dtype())
+            of = number_E[order].masked_fill(column < 0, -1)
+            self.backend.combine(out, column, of, grad_E[order], self.hidden_ND, self.begun)
+        if need_bias and need_bias[0] and source.bias is not None:
+            out = self._room("bias", source.bias.shape, source.fact_dtype)
+            if len(out):
+                out.index_put_((column_E.clamp(min=0),), grad_E, accumulate=True)
+        self.begun = True
+
+    def _write_logits(self, entries: Entries, column_E: Tensor, grad_E: Tensor) -> None:
+        grad_NV = self.logits.grad_NV
+        if grad_NV is None:
+            return
+        if self.source.inplace:  # type: ignore[union-attr]  # this block's rows have been read
+            grad_NV[entries.numbers] = 0
+        if grad_NV.shape[1]:
+            at = entries.number_E, column_E.clamp(min=0)
+            grad_NV.index_put_(at, grad_E.to(grad_NV.dtype), accumulate=True)
+
+    def _room(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        if name not in self.made:
+            self.made[name] = torch.zeros(shape, dtype=dtype, device=self.source.device)
+        return self.made[name]
+
+    def _weight_dtype(self) -> torch.dtype:
+        """With a single block nothing is accumulated and the weight's own dtype will do."""
+        source = self.source
+        assert isinstance(source, Linear)
+        wide = source.weight_grad_dtype or torch.promote_types(source.weight.dtype, torch.float32)
+        if source.narrow:
+            return torch.promote_types(wide, torch.float32)
+        return source.weight.dtype if self.blocks == 1 and source.weight_grad_dtype is None else wide
+
+    def skip(self, rows: Tensor) -> None:
+        if isinstance(self.source, Logits):
+            self.logits.skip(rows)
+
+    def grads(self) -> Grads:
+        source, made = self.source, self.made
+        if isinstance(source, Logits):
+            return self.logits.grads()
+        shapes = {"hidden": source.hidden, "weight": source.weight, "bias": source.bias}
+        found = {}
+        for (name, x), need in zip(shapes.items(), self.needs, strict=False):
+            if need and x is not None:
+                found[name] = made[name].view(x.shape) if name in made else torch.zeros_like(x)
+        return Grads(**found)
+
+
+class KeptSweep(Sweep):
+    """A sweep over the kept columns of each row."""
+
+    kept: Kept
+
+    def keep(self, support: Support) -> Tensor | None:
+        """Which columns its rows keep.  Of the rows that count, whether the target was none of them."""
+        known = support.check_call(self.rows.total, self.source.vocab, self.source.device)
+        single = not any(f.name in ("lse", "ids_logit") for f in self.want.facts)
+        self.kept = Kept(support, known, self.rows.given, single)
+        self.compared = {**self.compared, "support": (self.kept.keys,)}
+        return None if self.kept.missing_N is None else self.rows.take(self.kept.missing_N)
+
+    def _open(self) -> Any:
+        if self.want.only_ids:
+            return open_source(self.source)
+        self.close()
+        return KeptHead(self.source, self.kept, self.backend)
+
+    def whole(self, tensors: Mapping[str, Tensor]) -> Sweep:
+        other = super().whole(tensors)
+        assert isinstance(other, KeptSweep)
+        other.kept = self.kept
+        return other
+
+    def _parts(self) -> list[tuple[slice, int]]:
+        dense = sum(isinstance(g, DenseTeacherRows) for g in self.guides.values())
+        return self.kept.parts(self.rows, self.source.fact_dtype.itemsize * (1 + dense), budget_of(self.source))
+
+    def _blocks(self, head: Any) -> Iterator[Block]:
+        parts = self._parts()
+        head.blocks = len(parts)
+        for part, width in parts:
+            entries = self.kept.entries(self.rows, part, width)
+            yield Block(part, entries, head.read(entries), self._teachers_of(part, entries))
+
+    def _teachers_of(self, part: slice, entries: Entries) -> tuple[TeacherChunk, ...]:
+        found: list[TeacherChunk] = []
+        for name, guide in self.guides.items():
+            if isinstance(guide, SparseTeacherRows):
+                found.append(SparseChunk(self.kept.places_of(self._numbers(part), guide.ids_RK[part])))
+                continue
+            assert isinstance(guide, DenseTeacherRows)
+            raw_CW = KeptHead(guide.teacher, self.kept, self.backend).read(entries).to(self.source.fact_dtype)
+            temperatures = tuple(guide.own(key, part) for key in self.want.temperatures_of(name))
+            found.append(DenseChunk(raw_CW, 1.0, None, temperatures, entries.width))
+        return tuple(found)
+
+    def _numbers(self, part: slice) -> Tensor:
+        return self.kept.number_N[part] if self.rows.keep is None else self.rows.keep[part]
+
+    def _targets(self, part: slice) -> Tensor | None:
+        """The places of the targets; -1 where another rank has the column, or the row is ignored."""
+        kept = self.kept
+        if kept.target_N is None:
+            return None
+        number = self._numbers(part)
+        target, place = kept.target_N[number], kept.place_N[number]
+        start = 0 if self.source.shard is None else self.source.shard.start
+        return place.masked_fill((target < start) | (target >= start + self.source.columns), -1)
+
+    @property
+    def _start(self) -> int:
+        return 0
+
+    def _transform(self) -> dict[str, Any]:
+        return {}  # the head has seen to it
+
+    def _vocab(self, part: slice) -> Any:
+        return self.kept.lengths_N[self._numbers(part)].clamp(min=1).to(self.source.fact_dtype)
+
+    def _sums(self, block: Block) -> Partial:
+        partial, entries = super()._sums(block), block.numbers
+        if self.want.total:
+            partial = self._with_total(partial, block)
+        taught = any(isinstance(t, DensePartial) and t.argmax is not None for t in partial.teachers)
+        if partial.argmax is None and not taught:
+            return partial
+        id_CW = entries.spread(entries.id_E, 0)
+        named = lambda at: None if at is None else id_CW.gather(1, at.long()[:, None])[:, 0].to(at.dtype)
+        teachers = tuple(
+            t._replace(argmax=named(t.argmax)) if isinstance(t, DensePartial) else t for t in partial.teachers
+        )
+        return partial._replace(argmax=named(partial.argmax), teachers=teachers)
+
+    def _with_total(self, partial: Partial, block: Block) -> Partial:
+        """The sum over kept columns: behind them stands -inf, which a sum over the block would see."""
+        entries, source = block.numbers, self.source
+        start = 0 if source.shard is None else source.shard.start
+        here_E = (entries.id_E >= start) & (entries.id_E < start + source.columns)
+        here_CW = entries.spread(here_E.to(torch.uint8), 0).bool()
+        max_C = partial.max.masked_fill(partial.max == -math.inf, 0.0)
+        total = (block.raw_CV - max_C[:, None]).masked_fill(~here_CW, 0.0).sum(-1)
+        return partial._replace(total=total, columns=here_CW.sum(-1).to(total.dtype))

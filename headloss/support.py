@@ -1,0 +1,227 @@
+"""Which columns each row keeps: the softmax of a row is then over those alone.
+
+Dimension key:  N rows   E kept columns of all rows   V vocabulary
+
+    row n keeps ids[offsets[n] : offsets[n + 1]], in any order, each once
+
+Held as keys, `row << 32 | column`, in order: where a column stands in its row is one search.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from headloss.late import Copy, check_later, defers
+from headloss.segments import integers
+
+SHIFT = 32  # of a row's number in a key
+NONE = torch.iinfo(torch.int64).max  # the key of padding, behind all others
+
+
+class Known(NamedTuple):
+    """What the host must know of a support."""
+
+    low: int  # smallest and largest column
+    high: int
+    repeated: bool  # whether a row names a column twice
+    total: int  # kept columns of all rows
+    longest: int  # of the row that keeps most
+    offsets: Tensor  # (N + 1,), on the CPU
+
+
+class Support:
+    """The columns that each row keeps, for `support=` of a call: facts are those of the softmax over them.  Immutable.
+
+    >>> support = hl.Support.from_csr(ids, offsets)          # as inference engines return the sets they sampled from
+    >>> out = objective(hl.Linear(hidden, weight), targets, support=support, old_logprob=old, advantage=advantage)
+
+    On a GPU nothing waits for the device: sizes travel to the host by a copy that the first call waits for, and what is
+    wrong with the ids is said there.
+    """
+
+    __slots__ = ("_copy", "_known", "keys", "offsets", "padded", "rows")
+    keys: Tensor  # (E or more,) row << 32 | column, in order; NONE behind them
+    offsets: Tensor  # (N + 1,)
+    rows: int
+    _copy: Copy
+    _known: Known | None
+    padded: bool  # how ids were given: an error speaks of what the caller has
+
+    def __init__(self, keys: Tensor, offsets: Tensor, numbers: Tensor | Copy, padded: bool) -> None:
+        for name, value in (
+            ("keys", keys), ("offsets", offsets), ("rows", len(offsets) - 1), ("padded", padded), ("_known", None),
+            ("_copy", numbers if isinstance(numbers, Copy) else Copy(numbers)),
+        ):  # fmt: skip
+            object.__setattr__(self, name, value)
+        if keys.device.type == "cpu":
+            self.known()
+
+    @classmethod
+    def from_csr(cls, ids: Tensor, offsets: Tensor) -> Support:
+        """Row n keeps `ids[offsets[n]:offsets[n + 1]]`."""
+        ids, offsets = integers("ids", ids), integers("offsets", offsets)
+        if ids.ndim != 1:
+            raise ValueError(f"ids: wanted the kept columns of all rows in one dimension, got shape {tuple(ids.shape)}")
+        if offsets.ndim != 1 or not len(offsets):
+            raise ValueError(f"offsets: wanted (rows + 1,), from 0 to {len(ids)}, got shape {tuple(offsets.shape)}")
+        _check_device(ids, offsets)
+        places = torch.arange(len(ids), device=ids.device)
+        row_E = torch.searchsorted(offsets.contiguous(), places, right=True) - 1
+        return _made(*_sorted(row_E.clamp(0, max(0, len(offsets) - 2)), ids, offsets), False)
+
+    @classmethod
+    def from_padded(cls, ids: Tensor) -> Support:
+        """Row n keeps `ids[n]`, (..., K), without the places that hold -1."""
+        ids = integers("ids", ids)
+        if ids.ndim < 2:
+            raise ValueError(f"ids: wanted (rows, K), padded with -1, got shape {tuple(ids.shape)}")
+        _check_device(ids, ids)
+        flat = ids.reshape(-1, ids.shape[-1])
+        here = flat != -1
+        offsets = torch.nn.functional.pad(here.sum(-1).cumsum(0), (1, 0))
+        row = torch.arange(len(flat), device=ids.device)[:, None].expand_as(flat)
+        return _made(*_sorted(row.reshape(-1), flat.reshape(-1), offsets, here.reshape(-1)), True)
+
+    @classmethod
+    def from_mask(cls, mask: Tensor) -> Support:
+        """Row n keeps the columns where `mask[n]`, (..., V), is True.  On a GPU this waits for the mask."""
+        if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+            got = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+            raise TypeError(f"mask: wanted a tensor of torch.bool, got {got}")
+        if mask.ndim < 2:
+            raise ValueError(f"mask: wanted (rows, vocabulary), got shape {tuple(mask.shape)}")
+        _check_device(mask, mask)
+        flat = mask.reshape(-1, mask.shape[-1])
+        row_E, id_E = flat.nonzero(as_tuple=True)
+        offsets = torch.nn.functional.pad(flat.sum(-1).cumsum(0), (1, 0))
+        return _made(*_sorted(row_E, id_E, offsets), True)
+
+    def known(self) -> Known:
+        """What is wrong raises here; this waits for the numbers of the support alone."""
+        if self._known is None:
+            if self._copy.event is not None and not defers(self.keys.device):
+                raise ValueError(
+                    "support: its sizes must be on the host before a CUDA graph is captured; make it before, and call "
+                    "support.known() once"
+                )
+            numbers = self._copy.wait()
+            (low, high, repeated), offsets = numbers[:3].tolist(), numbers[3:]
+            longest = int(offsets.diff().max()) if self.rows else 0
+            known = Known(low, high, bool(repeated), int(offsets[-1]), longest, offsets)
+            self._check(known)
+            object.__setattr__(self, "_known", known)
+            return known
+        return self._known
+
+    def _check(self, known: Known) -> None:
+        offsets, end = known.offsets, known.total if self.padded else len(self.keys)
+        falls = (offsets.diff() < 0).nonzero()
+        if len(falls) or offsets[0] != 0 or known.total != end:
+            n = int(falls[0, 0]) if len(falls) else 0 if offsets[0] else max(0, self.rows - 1)
+            raise ValueError(
+                f"offsets: row {n} goes from {' to '.join(map(str, offsets[n : n + 2].tolist()))}; wanted offsets that "
+                f"begin at 0, never fall and end at {end}, the number of ids"
+            )
+        if known.low < 0:
+            self._refuse(self._columns() < 0, "wanted columns from 0 on" + (", or -1 for padding" * self.padded))
+        if known.repeated:
+            again = torch.diff(self.keys, prepend=self.keys[:1] - 1) == 0
+            self._refuse(again, "which it has already; wanted each once")
+
+    def check_call(self, rows: int, vocab: int, device: torch.device) -> Known:
+        """Of so many rows of such a source."""
+        if self.rows != rows:
+            raise ValueError(f"support: has {self.rows} rows, the source has {rows}; wanted one set per row")
+        if self.keys.device != device:
+            raise ValueError(f"support: is on {self.keys.device}, but the source is on {device}")
+        known = self.known()
+        if known.high >= vocab:
+            self._refuse(self._columns() >= vocab, f"wanted columns in [0, {vocab})")
+        return known
+
+    def _columns(self) -> Tensor:
+        """Without padding, as they were before they were told apart from it."""
+        return torch.where(self.keys == NONE, 0, (self.keys << SHIFT) >> SHIFT)
+
+    def _refuse(self, wrong: Tensor, why: str) -> None:
+        key = self.keys[wrong.nonzero()[0, 0]]
+        row, column = int(key >> SHIFT), int((key << SHIFT) >> SHIFT)
+        raise ValueError(f"ids: row {row + (column < 0)} of the support names column {column}, {why}")
+
+    @property
+    def lengths(self) -> Tensor:
+        """(N,) how many columns each row keeps."""
+        return self.offsets.diff()
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Support:
+        self.known()
+        keys, offsets = (x.to(device, non_blocking=non_blocking) for x in (self.keys, self.offsets))
+        return _made(keys, offsets, self._copy.wait(), self.padded)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"Support is immutable; make a new one to change {name!r}")
+
+    def __reduce__(self) -> Any:
+        return _made, (self.keys, self.offsets, self._copy.wait(), self.padded)
+
+    def __repr__(self) -> str:
+        return f"Support({self.rows} rows, {self.keys.device})"
+
+
+def check_counted(support: Support, targets: Tensor) -> None:
+    """Every row that counts keeps a column.  On a GPU the next call says so; nothing waits."""
+    if support.rows != targets.numel():
+        raise ValueError(
+            f"support: has {support.rows} rows, there are {targets.numel()} targets; wanted one set per row"
+        )
+    if not support.rows:
+        return
+    empty_N = (support.lengths == 0) & (targets.reshape(-1) != -100)
+    first = torch.stack([empty_N.any().long(), empty_N.int().argmax()])
+    if defers(first.device):
+        check_later(first, _check_first)
+    elif first.device.type == "cpu":
+        _check_first(first)
+    else:
+        torch._assert_async(first[0] == 0, "support: a row that counts keeps no columns")
+
+
+def _check_first(found: Tensor) -> None:
+    some, row = found.tolist()
+    if some:
+        raise ValueError(
+            f"support: row {row} counts and keeps no columns; wanted at least one, or the target -100 for a row that "
+            f"is not to count"
+        )
+
+
+def _made(keys: Tensor, offsets: Tensor, numbers: Tensor, padded: bool) -> Support:
+    return Support(keys, offsets, numbers, padded)
+
+
+def _check_device(x: Tensor, y: Tensor) -> None:
+    if y.device != x.device:
+        raise ValueError(f"offsets: is on {y.device}, but ids is on {x.device}")
+    if x.device.type == "meta":
+        raise ValueError("ids: is on meta; a support's sizes are its values, so wanted real ones")
+
+
+def _sorted(
+    row_E: Tensor, id_E: Tensor, offsets: Tensor, here_E: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys in order, offsets, and what the host must know."""
+    least = torch.iinfo(torch.int32)
+    id_E = id_E.clamp(least.min, least.max)  # what is beyond is out of range anyway
+    keys_E = (row_E << SHIFT) + id_E
+    keys_E = keys_E if here_E is None else keys_E.masked_fill(~here_E, NONE)
+    keys_E = keys_E.sort().values
+    if len(keys_E):
+        low, high = (id_E if here_E is None else id_E.masked_fill(~here_E, 0)).aminmax()
+        repeated = ((keys_E[1:] == keys_E[:-1]) & (keys_E[1:] != NONE)).any()
+    else:
+        low = high = repeated = offsets.new_zeros(())
+    numbers = torch.cat([torch.stack([low, high, repeated.to(low.dtype)]), offsets])
+    return keys_E, offsets, numbers

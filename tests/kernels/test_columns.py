@@ -1,0 +1,101 @@
+"""The kernels of kept columns under Triton's interpreter, against the torch backend; compiled for Hopper."""
+
+import os
+import subprocess
+
+import pytest
+import torch
+from interpreting import quicken, rerun
+
+import headloss as hl
+from headloss.backends import torch_columns as plain
+from headloss.losses import cross_entropy, entropy_bonus, jsd
+
+pytest.importorskip("triton")
+INSIDE = os.environ.get("TRITON_INTERPRET") == "1"
+inside = pytest.mark.skipif(not INSIDE, reason="runs under the interpreter, in a process of its own")
+if INSIDE:
+    quicken()
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(INSIDE, reason="this is the other process")
+def test_under_the_interpreter():
+    rerun(__file__)
+
+
+@pytest.mark.skipif(INSIDE, reason="the interpreter compiles nothing")
+def test_compiles_for_hopper_without_spills(tmp_path):
+    from test_triton_compile import BIN, GPUTarget, triton
+    from triton.compiler import ASTSource
+
+    from headloss.backends.triton import columns
+    from headloss.backends.triton.kernels.columns import combine_kernel, project_kernel
+
+    types = dict.fromkeys(("hidden", "weight", "x", "out"), "*bf16") | dict.fromkeys(("row", "column", "of"), "*i64")
+    types |= {"into": "*i32", "grad": "*fp32"} | dict.fromkeys(("E", "D"), "i32")
+    types |= dict.fromkeys(("hidden_stride", "weight_stride", "out_stride", "x_stride"), "i32")
+    for kernel, how in ((project_kernel, columns.PROJECT), (combine_kernel, {**columns.COMBINE, "ADD": True})):
+        names, warps = kernel.arg_names, how["num_warps"]
+        assert len(names) <= 15
+        aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if n in types and n != "E"}
+        constants = {n: x for n, x in how.items() if n in names}
+        signature = {n: types.get(n, "constexpr") for n in names} | (
+            {"out": "*fp32"} if kernel is project_kernel else {}
+        )
+        built = triton.compile(
+            ASTSource(kernel, signature, constants, aligned),
+            target=GPUTarget("cuda", 90, 32), options={"num_warps": warps},
+        )  # fmt: skip
+        path = tmp_path / "kernel.cubin"
+        path.write_bytes(built.asm["cubin"])
+        told = subprocess.run(
+            [BIN / "cuobjdump", "-res-usage", path], capture_output=True, text=True, check=True
+        ).stdout
+        assert "STACK:0" in told and "LOCAL:0" in told, told
+        assert "ld.global.v4" in built.asm["ptx"]
+
+
+@inside
+def test_sums_of_entries():
+    from headloss.backends.triton import columns
+
+    generator = torch.Generator().manual_seed(0)
+    N, V, D, E = 5, 9, 37, 21
+    hidden, weight = torch.randn(N, D, generator=generator), torch.randn(V, D, generator=generator)
+    row = torch.randint(N, (E,), generator=generator).sort().values
+    column, grad = torch.randint(-1, V, (E,), generator=generator), torch.randn(E, generator=generator)
+    torch.testing.assert_close(columns.project(hidden, weight, row, column), plain.project(hidden, weight, row, column))
+    into, order = column.to(torch.int32).sort(stable=True)
+    of = row[order].masked_fill(into < 0, -1)
+    for add in (False, True):
+        for call in ((row, column, grad, weight), (into, of, grad[order], hidden)):
+            want = torch.full((max(N, V), D), float(add))
+            got = want.clone()
+            columns.combine(got, *call, add)
+            plain.combine(want, *(x.long() if x.dtype == torch.int32 else x for x in call), add)
+            torch.testing.assert_close(got, want)
+
+
+@inside
+@pytest.mark.parametrize("how", ["plain", "teacher"])
+def test_an_objective(how):
+    generator = torch.Generator().manual_seed(1)
+    N, V, D = 6, 40, 9
+    hidden, weight, guide = (torch.randn(n, D, generator=generator) for n in (N, V, V))
+    rows = [torch.randperm(V, generator=generator)[:k] for k in (3, 1, 33, 7, 2, 1)]
+    targets = torch.tensor([int(x[0]) for x in rows])
+    targets[2], targets[4] = -100, (int(rows[4].max()) + 1) % V
+    support = hl.Support.from_csr(torch.cat(rows), torch.tensor([0, *map(len, rows)]).cumsum(0))
+    terms = {"js": jsd} if how == "teacher" else {"ce": cross_entropy, "e": hl.Term(entropy_bonus, weight=0.1)}
+    metrics = ["teacher_agreement"] if how == "teacher" else ["accuracy", "mean_logprob"]
+    found = []
+    for backend, dtype in (("triton", torch.float32), ("torch", torch.float64)):
+        leaves = [x.detach().to(dtype, copy=True).requires_grad_() for x in (hidden, weight)]
+        more = {"teacher": hl.Linear(hidden.to(dtype), guide.to(dtype))} if how == "teacher" else {}
+        objective = hl.Objective(**terms, metrics=metrics, backend=backend)
+        out = objective(hl.Linear(*leaves, softcap=5.0, memory=1200), targets, support=support, host_read=False, **more)
+        numbers = [out.loss.detach(), *(torch.as_tensor(float(m)) for m in out.metrics.values())]
+        found.append([*numbers, *torch.autograd.grad(out.loss, leaves)])
+    for x, y in zip(*found, strict=True):
+        torch.testing.assert_close(x.double(), y.double(), rtol=1e-5, atol=1e-6)
