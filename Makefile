@@ -104,7 +104,15 @@ BESIDE = $(PIP) --no-deps --target .venv/stacks
 		cloudpickle || echo "verl could not be installed; continuing without it"
 	mkdir -p .venv/stacks && touch $@
 
-.venv/ready: .venv/stacks/ready pyproject.toml
+# In a folder of their own, for Transformers changes its ways where it finds DeepSpeed.
+LAUNCHERS = $(PIP) --no-deps --target .venv/launchers
+.venv/launchers/ready: .venv/stacks/ready
+	$(LAUNCHERS) lightning==2.6.6 lightning-utilities torchmetrics || echo "lightning could not be installed; continuing without it"
+	DS_BUILD_OPS=0 $(LAUNCHERS) --no-build-isolation deepspeed==0.19.8 hjson py-cpuinfo einops msgpack \
+		|| echo "deepspeed could not be installed; continuing without it"
+	mkdir -p .venv/launchers && touch $@
+
+.venv/ready: .venv/launchers/ready pyproject.toml
 	$(PIP) --no-build-isolation --no-deps --editable .
 	touch $@
 

@@ -550,7 +550,6 @@ FAULTS = [
     Fault("engine/plan.py", 'return "chunks hold whole segments"', "pass", "product: segments beyond the budget take a fourth product", ("tests/kernels/test_product_calls.py",)),
     Fault("engine/into.py", "there.add_(grad)", "there.copy_(grad)", "weight_grad_into: what was there is overwritten"),
     Fault("engine/into.py", "return grads._replace(weight=None)", "return grads", "weight_grad_into: the gradient is added and returned as well"),
-    Fault("engine/into.py", "weight.grad_added_to_main_grad = True", "pass", "weight_grad_into: Megatron's hooks are not told"),
     Fault("engine/into.py", "if there.shape != weight.shape or", "if", "weight_grad_into: a main_grad of another shape is taken"),
     Fault("backends/triton/kernels/settle.py", "live = live & (tl.load(target + row) != -100)", "pass", "settle: ignored rows count among those without a segment"),
     Fault("backends/triton/kernels/settle.py", "weight = tl.div_rn(weight, tl.maximum(count, 1.0).to(tl.float32))", "pass", "settle: a segment's mean taken for its sum"),

@@ -62,14 +62,22 @@ def test_a_first_grad_is_made_and_a_second_backward_adds():
     torch.testing.assert_close(batch.weight.grad, 2 * true)
 
 
-def test_megatrons_hooks_are_told():
+def test_what_another_use_of_the_weight_sends_is_added_by_megatrons_hook():
+    """A head for later tokens, an embedding that is tied: their part comes by autograd."""
     batch = Batch()
-    batch.weight.main_grad, batch.weight.grad_added_to_main_grad = torch.zeros(VOCAB, WIDTH), False
-    ran = []
-    leaf = batch.weight.expand_as(batch.weight).grad_fn.next_functions[0][0]  # where Megatron's hook is
-    leaf.register_hook(lambda *_: ran.append(batch.weight.grad_added_to_main_grad))
-    batch.loss("row", weight_grad_into="main_grad").backward()
-    assert ran == [True]
+    _, true = batch.gradient("row")
+    weight = batch.weight
+    weight.main_grad, weight.grad_added_to_main_grad = torch.zeros(VOCAB, WIDTH), False
+
+    def hook(*_):
+        if weight.grad is not None and not weight.grad_added_to_main_grad:
+            weight.main_grad.add_(weight.grad)
+        weight.grad = None
+
+    leaf = weight.expand_as(weight).grad_fn.next_functions[0][0]  # where Megatron's is
+    leaf.register_hook(hook)
+    (batch.loss("row", weight_grad_into="main_grad") + 0.5 * weight.sum()).backward()
+    torch.testing.assert_close(weight.main_grad.double(), true + 0.5, rtol=1e-5, atol=1e-5)
 
 
 def test_without_autograd_too():

@@ -35,8 +35,7 @@ class Into(NamedTuple):
                 weight.grad = grad.to(weight.dtype)
             elif grad is not None and there is not None:
                 there.add_(grad)
-        if self.name == "main_grad" and hasattr(weight, "grad_added_to_main_grad"):
-            weight.grad_added_to_main_grad = True  # Megatron's hooks ask
+        # Megatron's flag `grad_added_to_main_grad` stays: its hook would drop what other uses of the weight send.
         return grads._replace(weight=None)
 
 

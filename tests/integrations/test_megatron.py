@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import test_recipes
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -121,6 +122,11 @@ def test_loss_and_entropy_over_shards(pair: Ranks, smoothing: float, vocab: int 
 def test_an_objective_on_hidden_states(pair: Ranks) -> None:
     pair.run(an_objective_on_the_head)
     pair.run(partial_hidden_sums_to_the_gradient)
+
+
+def test_slimes_log_probs(pair: Ranks) -> None:
+    """The recipe of docs/other-trainers.md, on logits whose vocabulary ranks share."""
+    pair.run(test_recipes.slimes_log_probs)
 
 
 def test_wrong_smoothing_is_refused() -> None:

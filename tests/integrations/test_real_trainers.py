@@ -1,8 +1,9 @@
-"""The adapters of torchtitan, verl, Megatron and PEFT's models against those packages themselves, on CPU.
+"""The adapters of torchtitan, verl, Megatron, and models under PEFT, DeepSpeed and Lightning, against those packages.
 
-`make` puts them, without what they depend on, into .venv/stacks; what of them the adapters meet can be imported from
-there.  verl imports ray on the way, which an empty module plays; nothing of it is called.  Fast-LLM is on no package
-index: its stand-in is in test_fast_llm.py.  Each check runs in processes of its own, where no stand-in lies in wait.
+`make` puts them, without what they depend on, into .venv/stacks and .venv/launchers; what of them the adapters meet can
+be imported from there, on a CPU.  verl imports ray on the way, which an empty module plays; nothing of it is called.
+Fast-LLM is on no package index: its stand-in is in test_fast_llm.py.  Each check runs in processes of its own, where no
+stand-in lies in wait.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ sys.path.append(str(Path(__file__).parent.parent / "ranks"))
 from spawn import Ranks
 
 STACKS = Path(os.environ.get("HEADLOSS_STACKS", Path(sys.prefix) / "stacks"))
+LAUNCHERS = STACKS.with_name("launchers")
 DOCS = Path(__file__).parents[2] / "docs"
 
 
@@ -67,8 +69,8 @@ def pair() -> Any:
 
 
 def check(pair: Ranks, package: str, *functions: Any, page: bool = True) -> None:
-    if not (STACKS / package).exists():
-        pytest.skip(f"{package} is not in {STACKS.parent.name}/stacks")
+    if not any((folder / package).exists() for folder in (STACKS, LAUNCHERS)):
+        pytest.skip(f"{package} is not in {STACKS.parent.name}")
     for function in functions:
         pair.run(function)
     if page:
@@ -92,6 +94,11 @@ def grads(loss: Tensor, *leaves: Tensor) -> tuple[Tensor, ...]:
 # Megatron ------------------------------------------------------------------------------------------------------------
 
 S, B, V, D = 5, 3, 24, 4
+GPT = {
+    "num_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "use_cpu_initialization": True, "hidden_dropout": 0.0,
+    "attention_dropout": 0.0, "gradient_accumulation_fusion": False, "masked_softmax_fusion": False,
+    "bias_dropout_fusion": False, "apply_rope_fusion": False,
+}  # fmt: skip
 
 
 def megatron() -> tuple[Any, Tensor, Tensor, slice]:
@@ -201,10 +208,8 @@ def megatrons_gpt(sequence_parallel: bool, mup: bool) -> None:
     norm = lambda cls, config, hidden_size, eps=1e-5, **_: torch.nn.LayerNorm(hidden_size, eps)
     torch_norm.WrappedTorchNorm.__new__ = staticmethod(norm)  # its own refuses sequence parallelism without Apex
     config = TransformerConfig(
-        num_layers=1, hidden_size=16, num_attention_heads=2, use_cpu_initialization=True, hidden_dropout=0.0,
-        attention_dropout=0.0, gradient_accumulation_fusion=False, masked_softmax_fusion=False,
-        bias_dropout_fusion=False, apply_rope_fusion=False, tensor_model_parallel_size=2,
-        sequence_parallel=sequence_parallel, **({"use_mup": True, "mup_output_mult": 0.25} if mup else {}),
+        tensor_model_parallel_size=2, sequence_parallel=sequence_parallel, **GPT,
+        **({"use_mup": True, "mup_output_mult": 0.25} if mup else {}),
     )  # fmt: skip
     ids, labels = torch.randint(V, (2, B, 8))
     mask, loss_mask = torch.ones(1, 1, 8, 8).tril() < 0.5, (torch.rand(B, 8) > 0.3).float()
@@ -248,10 +253,119 @@ def megatrons_gpt(sequence_parallel: bool, mup: bool) -> None:
         ours.OutputProcessor(per_line)(hidden_states=hidden, output_layer=None, output_weight=None, labels=labels)
 
 
+def megatrons_later_tokens() -> None:
+    """Multi-token prediction, and gradients in `main_grad` under Megatron's own DDP, two micro-batches."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.models.gpt import gpt_layer_specs, gpt_model
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    import headloss as hl
+    from headloss.integrations import megatron as ours
+    from headloss.losses import cross_entropy
+
+    config = TransformerConfig(
+        tensor_model_parallel_size=2, mtp_num_layers=1, mtp_loss_scaling_factor=0.3, **GPT, deterministic_mode=True
+    )
+    spec = gpt_layer_specs.get_gpt_layer_local_spec()
+    torch.manual_seed(1)
+    ids, labels = torch.randint(V, (2, B, 8))
+    mask, loss_mask = torch.ones(1, 1, 8, 8).tril() < 0.5, (torch.rand(B, 8) > 0.3).float()
+    native = gpt_model.LanguageModule.compute_language_model_loss
+
+    def train(how: str) -> list[Tensor]:
+        torch.manual_seed(0)
+        later = gpt_layer_specs.get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False)
+        model = gpt_model.GPTModel(config, spec, vocab_size=V, max_sequence_length=8, mtp_block_spec=later)
+        ddp = DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model)
+        into = {"weight_grad_into": "main_grad"} if how == "into" else {}
+        processor = (
+            None if how in ("stock", "replaced") else ours.OutputProcessor(hl.Objective(ce=cross_entropy), **into)
+        )
+        if how == "replaced":
+            ours.replace_cross_entropy()
+        try:
+            for _ in range(2):
+                losses = ddp(
+                    ids, torch.arange(8).expand(B, 8), mask, labels=labels, loss_mask=loss_mask,
+                    output_processor=processor,
+                )  # fmt: skip
+                loss = (losses * loss_mask).sum() / loss_mask.sum()
+                loss.backward()
+        finally:
+            gpt_model.LanguageModule.compute_language_model_loss = native
+        assert any("mtp" in name for name, p in model.named_parameters() if p.main_grad.any())
+        return [loss.detach(), *(p.main_grad.clone() for p in model.parameters())]
+
+    stock = train("stock")
+    for how in ("ours", "into", "replaced"):
+        assert_close(train(how), stock, rtol=1e-4, atol=1e-6, msg=lambda m, how=how: f"{how}: {m}")
+    assert all(torch.equal(a, b) for a, b in zip(train("ours"), train("ours")))
+
+
+def megatrons_contexts() -> None:
+    """Context parallelism: each rank has its part of every sequence, and sequences are whole to a loss.
+
+    Megatron's attention over ranks wants a GPU: the layers here have none.
+    """
+    prepare()
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import gpt_layer_specs, gpt_model
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
+    import headloss as hl
+    from headloss.integrations import megatron as ours
+    from headloss.losses import cross_entropy, gspo
+
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(context_parallel_size=2)
+    group = parallel_state.get_context_parallel_group()
+    whole = gpt_layer_specs.get_gpt_layer_local_spec().submodules
+    parts = {name: getattr(whole, name) for name in ("pre_mlp_layernorm", "mlp", "mlp_bda")}
+    spec = ModuleSpec(module=TransformerLayer, submodules=TransformerLayerSubmodules(**parts))
+    torch.manual_seed(0)
+    model = gpt_model.GPTModel(
+        TransformerConfig(context_parallel_size=2, **GPT), spec, vocab_size=V, max_sequence_length=8
+    )
+    torch.manual_seed(1)
+    ids, labels = torch.randint(V, (2, B, 8))
+    loss_mask, advantage, old = (torch.rand(B, 8) > 0.3).float(), torch.randn(B, 1).expand(B, 8), torch.randn(B, 8) - 3
+    mine = slice(4 * dist.get_rank(), 4 * dist.get_rank() + 4)
+    positions, lines = torch.arange(8).expand(B, 8), torch.arange(B)[:, None].expand(B, 4)
+
+    def run(processor: Any, rows: slice = mine, **context: Any) -> list[Tensor]:
+        model.zero_grad()
+        losses = model(
+            ids[:, rows], positions[:, rows], None, labels=labels[:, rows], loss_mask=loss_mask[:, rows],
+            output_processor=processor, output_processor_context=context,
+        )  # fmt: skip
+        loss = (losses * loss_mask[:, rows]).sum()
+        loss.backward()
+        found = [loss.detach().clone(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+        if rows is mine:
+            for x in found:
+                dist.all_reduce(x, group=group)  # as loss_func and Megatron's DDP do
+        return found
+
+    assert_close(run(ours.OutputProcessor(hl.Objective(ce=cross_entropy))), run(None), rtol=1e-4, atol=1e-6)
+    objective = hl.Objective(rl=hl.Term(gspo, low=0.1, high=0.1, reduction="seq_mean_token_mean"))
+    inputs = lambda rows: {"advantage": advantage[:, rows], "old_logprob": old[:, rows], "num_segments": B}
+    across = run(
+        ours.OutputProcessor(objective), **inputs(mine), segments=hl.Segments.from_ids(lines.contiguous(), B, group)
+    )
+    every = slice(0, 8)
+    alone = run(ours.OutputProcessor(objective), every, **inputs(every), segments=hl.Segments.from_batch(labels))
+    assert_close(across, alone, rtol=1e-4, atol=1e-6)
+    parallel_state.destroy_model_parallel()
+
+
 def test_megatron(pair: Ranks) -> None:
     check(pair, "megatron", megatrons_cross_entropy, megatrons_language_module, megatrons_sequence_parallelism)
     pair.run(megatrons_gpt, False, True)
     pair.run(megatrons_gpt, True, False)
+    pair.run(megatrons_later_tokens)
+    pair.run(megatrons_contexts)
 
 
 # torchtitan ----------------------------------------------------------------------------------------------------------
@@ -594,3 +708,111 @@ def pefts_models() -> None:
 def test_peft(pair: Ranks) -> None:
     pytest.importorskip("transformers")
     check(pair, "peft", pefts_models, page=False)
+
+
+# DeepSpeed -----------------------------------------------------------------------------------------------------------
+
+
+def deepspeeds_engine(tied: bool) -> None:
+    """ZeRO-3, two steps: parameters are empty outside of their module's forward and backward."""
+    os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": str(dist.get_rank())}
+    sys.path += [str(LAUNCHERS), str(Path(__file__).parent)]
+    import deepspeed
+    import tiny_models as tiny
+
+    import headloss as hl
+    from headloss.integrations.transformers import patch
+    from headloss.losses import cross_entropy, z_loss
+
+    importlib.import_module("deepspeed.comm.torch")
+    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # or it compiles C++
+    deepspeed.init_distributed("gloo", dist_init_required=False)
+    config = {
+        "train_micro_batch_size_per_gpu": 2, "gradient_clipping": 0.0, "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+    }  # fmt: skip
+    own = {k: x[2 * dist.get_rank() :][:2] for k, x in tiny.batch(4).items()}
+
+    def train(objective: hl.Objective | None, steps: int = 2) -> list[Tensor]:
+        model = tiny.model("llama_tied" if tied else "llama")
+        model = model if objective is None else patch(model, objective)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+        assert model.lm_head.weight.numel() == 0
+        found = []
+        for _ in range(steps):
+            loss = engine(**own, num_items_in_batch=20).loss
+            engine.backward(loss)
+            found += [loss.detach(), *(deepspeed.utils.safe_get_full_grad(p) for p in model.parameters())]
+            engine.step()
+        with deepspeed.zero.GatheredParameters(list(model.parameters())):
+            return [*found, *(p.detach().clone() for p in model.parameters())]
+
+    stock = train(None)
+    assert_close(train(hl.Objective(ce=cross_entropy)), stock, rtol=1e-5, atol=2e-6)
+    if not tied:
+        more = train(hl.Objective(ce=cross_entropy, z=hl.Term(z_loss, weight=0.1)), steps=1)
+        assert more[0] > stock[0] + 0.1  # the hook is no decoration
+
+
+def test_deepspeed(pair: Ranks) -> None:
+    pytest.importorskip("transformers")
+    check(pair, "deepspeed", page=False)
+    pair.stop()  # processes in which nothing of Transformers is loaded yet
+    try:
+        for tied in (False, True):
+            pair.run(deepspeeds_engine, tied)
+    finally:
+        pair.stop()
+
+
+# Lightning -----------------------------------------------------------------------------------------------------------
+
+
+def lightnings_trainer() -> None:
+    """Its own loop, two steps, a patched model and the stock one; then the page's module."""
+    sys.path += [str(LAUNCHERS), str(Path(__file__).parent)]
+    import lightning
+    import tiny_models as tiny
+
+    import headloss as hl
+    from headloss.integrations.transformers import patch
+    from headloss.losses import cross_entropy, z_loss
+
+    class Module(lightning.LightningModule):
+        def __init__(self, model: Any) -> None:
+            super().__init__()
+            self.model, self.seen = model, []
+
+        def training_step(self, batch: Any, index: int) -> Tensor:
+            loss = self.model(**batch).loss
+            self.seen.append(loss.detach())
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.05)
+
+    batch = tiny.batch(4)
+    data = torch.utils.data.DataLoader([{k: x[i] for k, x in batch.items()} for i in range(4)], batch_size=2)
+
+    def train(objective: hl.Objective | None) -> list[Tensor]:
+        model = tiny.model("llama")
+        module = Module(model if objective is None else patch(model, objective))
+        quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+        lightning.Trainer(max_steps=2, accelerator="cpu", enable_model_summary=False, **quiet).fit(module, data)
+        return [*module.seen, *(p.detach() for p in module.parameters())]
+
+    stock = train(None)
+    assert_close(train(hl.Objective(ce=cross_entropy)), stock, rtol=1e-5, atol=2e-6)
+    assert train(hl.Objective(ce=cross_entropy, z=hl.Term(z_loss, weight=0.1)))[0] > stock[0] + 0.1
+    the_page("other-trainers.md")
+
+
+def test_lightning() -> None:
+    pytest.importorskip("transformers")
+    single = Ranks(1)
+    check(single, "lightning", page=False)
+    try:
+        single.run(lightnings_trainer)
+    finally:
+        single.stop()

@@ -86,6 +86,46 @@ def test_two_ranks(pair: Ranks, how: str, name: str) -> None:
     pair.run(step, how, name)
 
 
+def accelerates(name: str) -> None:
+    """Two steps under accelerate's own FSDP2 wrapping: head and last norm are a group, or head, norm and embedding."""
+    from accelerate import FullyShardedDataParallelPlugin
+    from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+
+    found = []
+    for patched in (False, True):
+        net: Any = tiny.model(name)
+        net = patch(net, OBJECTIVE) if patched else net
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=False,
+            transformer_cls_names_to_wrap=[type(net.model.layers[0]).__name__], reshard_after_forward=True,
+        )  # fmt: skip
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
+        accelerator = SimpleNamespace(  # whose Accelerator has FSDP on GPUs alone
+            state=SimpleNamespace(fsdp_plugin=plugin), mixed_precision="no", is_main_process=False, device="cpu",
+            torch_device_mesh=mesh, parallelism_config=SimpleNamespace(fsdp_dim_names=["dp_shard"]),
+        )  # fmt: skip
+        net = fsdp2_prepare_model(accelerator, net)
+        assert isinstance(net.get_output_embeddings().weight, DTensor)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+        own = {k: x[2 * dist.get_rank() :][:2] for k, x in tiny.batch(4).items()}
+        numbers = []
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss = net(**own, num_items_in_batch=20).loss
+            loss.backward()
+            numbers += [loss.detach(), *(full(p.grad) for p in net.parameters())]
+            optimizer.step()
+        found.append([*numbers, *(full(p.detach()) for p in net.parameters())])
+        assert not patched or float(net.headloss.last.metrics["entropy"]) > 0
+    torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "llama"])
+def test_accelerates_fsdp2(pair: Ranks, name: str) -> None:
+    pytest.importorskip("accelerate")
+    pair.run(accelerates, name)
+
+
 def fused(how: str) -> None:
     """TRL's fused head, answered by ours: log-probabilities and entropies pull on a sharded head as on a whole one."""
     from headloss.integrations.trl import add_fused_lm_head
