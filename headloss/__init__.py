@@ -16,6 +16,7 @@ from headloss.objective import Objective, row_facts, topk
 from headloss.parallel.shard import VocabShard
 from headloss.record import Facts, Grads, Output
 from headloss.reductions import count
+from headloss.routed import Routed
 from headloss.rows import Prepared, prepare
 from headloss.segments import Segments
 from headloss.sources import Linear, Logits, Sparse
@@ -52,6 +53,7 @@ __all__ = [
     "PerRow",
     "PerSegment",
     "Prepared",
+    "Routed",
     "Segments",
     "Sparse",
     "Support",

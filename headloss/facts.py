@@ -247,6 +247,8 @@ def with_whole(
     want: Want, facts: dict[Fact, Tensor], softmax: Softmax, chunks: Sequence[Any]
 ) -> tuple[dict[Fact, Tensor], Softmax]:
     """Teachers on a larger vocabulary: log q is what their softmax over all of it gives the student's columns."""
+    if not any(getattr(chunk, "whole", ()) for chunk in chunks):
+        return facts, softmax
     seen = list(softmax.teachers)
     for i, (name, chunk) in enumerate(zip(want.teachers, chunks, strict=False)):
         if not getattr(chunk, "whole", ()):

@@ -13,6 +13,7 @@ from headloss.draft import Draft, whole_of
 from headloss.facts import FACTS, NEEDS_TARGET, Fact
 from headloss.options import check_option, is_number, parameters_of, shown
 from headloss.reductions import NEEDS_SEGMENTS, REDUCTIONS
+from headloss.routed import Routed, routes_of
 from headloss.sources import Sparse, Teacher, is_symbol
 from headloss.teachers import SPARSE, TOP
 from headloss.top import check_top
@@ -189,11 +190,15 @@ class Term:
         sparse = isinstance(teachers.get(name), Sparse)
         draft = isinstance(teachers.get(name), Draft)
         ids = IDS if IDS in teachers and self.teacher is None else name
-        key = (source_temperature, name, sparse, draft, ids, self.content())
+        routed = isinstance(teachers.get(name), Routed)
+        key = (source_temperature, name, sparse, draft, routed, ids, self.content())
         if key not in self._calls:
             if len(self._calls) >= _MOST_CALLS:
                 self._calls.clear()
-            self._calls[key] = self._call(source_temperature, name, sparse, draft, ids)
+            made = self._call(source_temperature, name, sparse, draft, ids)
+            if routed and any(str(f.teacher).split(" of ")[-1] == name for f in made.facts):
+                made = made._replace(row_weights=(*made.row_weights, RowWeight(routes_of(name))))
+            self._calls[key] = made
         return self._calls[key]
 
     def content(self) -> Any:

@@ -49,6 +49,7 @@ MESSAGES, REAL = ("tests/test_messages.py",), ("tests/integrations/test_real_tra
 TOP = ("tests/test_top.py",)
 DRAFT = ("tests/test_vocab_ids.py",)
 TEACH = ("tests/test_teach.py",)
+ROUTED = ("tests/test_routed.py",)
 CANDIDATES = ("tests/test_candidates.py",)
 OWN_TARGETS = ("tests/test_term_targets.py",)
 EXTREMES = ("tests/test_segment_extremes.py",)
@@ -85,6 +86,7 @@ FIRST: dict[str, tuple[str, ...]] = {  # by how a file's name begins
     "engine/lookup.py": ("tests/test_later_calls.py",),
     "graph/ops.py": ("tests/test_ops.py", "tests/test_compile.py"),
     "graph/compiled.py": ("tests/test_ops.py", "tests/test_compile.py"),
+    "engine/ids_alone.py": (*TEACHERS, "tests/distill/test_teacher_numerics.py"),
     "engine/teachers.py": (*TEACHERS, "tests/distill/test_teacher_numerics.py"),
     "divergence.py": ("tests/distill/test_divergences.py", "tests/distill/test_teachers.py"),
     "trace/classify.py": ("tests/test_plan.py",),
@@ -193,8 +195,8 @@ FAULTS = [
     Fault("backends/torch_teachers.py", "return s_BV.clamp(min=FLOOR) if keep else s_BV.clamp_(min=FLOOR)", "return s_BV", "0 times -inf beside a teacher"),
     Fault("engine/teachers.py", "max(0, min(source.columns, teacher.columns, shared - start))", "source.columns", "columns that the teacher does not have"),
     Fault("engine/teachers.py", "safe_RK + sums_RK.log(), -math.inf)", "safe_RK, -math.inf)", "repeated ids: the first counts, the others are lost"),
-    Fault("engine/teachers.py", "slope = source.scale / T", "slope = source.scale", "renormalised ids: the pull forgets 1 / T"),
-    Fault("engine/teachers.py", "slope = slope * (1 - (facts[fact] * T / source.softcap) ** 2)", "pass", "renormalised ids: the softcap's slope"),
+    Fault("engine/ids_alone.py", "slope = source.scale / T", "slope = source.scale", "renormalised ids: the pull forgets 1 / T"),
+    Fault("engine/ids_alone.py", "slope = slope * (1 - (facts[fact] * T / source.softcap) ** 2)", "pass", "renormalised ids: the softcap's slope"),
     Fault("engine/teachers.py", "if key is not None:\n            return key", "if key is None:\n            return 1.0", "a term's temperature does not reach the teacher"),
     Fault("divergence.py", "left = torch.log1p(-mass.clamp(max=1.0))", "left = -mass", "the teacher's tail mass"),
     Fault("divergence.py", "value = value + fn(tail_logprob.clamp(min=FLOOR), left, **options)", "pass", "the tail's own term dropped"),
@@ -248,7 +250,7 @@ FAULTS = [
     Fault("segments.py", "if self._counts is None or self._written != version(self.ids):", "if self._counts is None:", "counts of segments are believed after their ids were written to", ("tests/trust/test_kept_of_tensors.py",)),
     Fault("trace/trace.py", "    for node in written(graph.graph):", "    for node in ():", "a loss that writes through .detach() is traced", TRACED),
     Fault("trace/call.py", "        if x._version != before:", "        if False:", "a loss that writes into its inputs is let through", TRACED),
-    Fault("term.py", "key = (source_temperature, name, sparse, draft, ids, self.content())", "key = (source_temperature, name, sparse)", "a divergence keeps what it read first", TRACED),
+    Fault("term.py", "key = (source_temperature, name, sparse, draft, routed, ids, self.content())", "key = (source_temperature, name, sparse)", "a divergence keeps what it read first", TRACED),
     Fault("backends/triton/printer/elements.py", "        if found.unknown:", "        if False:", "a divergence that reads an object is printed", TRACED),
     Fault("backends/triton/printer/printer.py", "elif type(given) is float and lift is not None", "elif type(given) is float and False", "another value of an option compiles a kernel", ("tests/kernels/test_visit.py",)),
     Fault("trace/classify.py", "stack.enter_context(_disable_current_modes())", "pass", "a profiler's mode makes a row loss a batch loss", ("tests/test_plan.py",)),
@@ -443,6 +445,10 @@ FAULTS = [
     Fault("served.py", "ids[b, : len(own) - 1] = torch.as_tensor(own)[1:]", "ids[b, : len(own) - 1] = torch.as_tensor(own)[:-1]", "a stored teacher is a token late", TEACH),
     Fault("cli/teach.py", "if not folder.exists():", "if True:", "a run that was broken off begins anew", TEACH),
     Fault("cli/teach.py", "temperature=temperature, **logits_transform(model.config)", "temperature=temperature", "a stored teacher forgets its softcap", TEACH),
+    Fault("engine/guides.py", "mine = (host_C == i).nonzero()[:, 0]", "mine = (host_C >= 0).nonzero()[:, 0]", "the last routed teacher has all rows", ROUTED),
+    Fault("engine/guides.py", "else start + here", "else here", "routed rows of a later chunk are taken from the first", ROUTED),
+    Fault("engine/guides.py", "return self.route_R[part] < 0", "return None", "a row without a routed teacher has facts of one", ROUTED),
+    Fault("engine/lookup.py", "PerRow(x.route >= 0)", "PerRow(x.route >= -1)", "a row without a routed teacher counts", ROUTED),
     Fault("engine/brought.py", "        if repeated:\n", "        if False:\n", "a column that candidates name twice is let pass", CANDIDATES),
     Fault("trace/signature.py", "whose = ids if p.name in SPARSE else teacher", "whose = teacher", "candidates are looked for at the teacher", CANDIDATES),
     Fault("record.py", "(several or (alike and fact.element is None))", "several", "candidates hide a sparse teacher's fact of the same name", CANDIDATES),
@@ -701,7 +707,7 @@ FAULTS = [
     Fault("engine/bind.py", "summed = hidden is not None and hidden.requires_grad", "summed = False", "a rank that wants no gradient of hidden leaves the others waiting", RANK_FAULTS),
     Fault("trace/keys.py", "{key.co_code.hex()} ", "", "ranks whose functions differ in an operation are not noticed", RANK_FAULTS),
     Fault("engine/teachers.py", "nothing if rows.given is None else rows.given", "nothing if rows.targets is None else rows.targets", "ranks that ignore different rows with the same targets are not noticed", RANK_FAULTS),
-    Fault("engine/teachers.py", "max_over(z_RK.masked_fill(~here_RK, -math.inf), source.shard, said, rows.total)", "max_over(z_RK.masked_fill(~here_RK, -math.inf), source.shard, None, rows.total)", "with ids alone ranks compare nothing", RANK_FAULTS),
+    Fault("engine/ids_alone.py", "max_over(z_RK.masked_fill(~here_RK, -math.inf), source.shard, said, rows.total)", "max_over(z_RK.masked_fill(~here_RK, -math.inf), source.shard, None, rows.total)", "with ids alone ranks compare nothing", RANK_FAULTS),
     Fault("sources.py", " or x.dtype.itemsize < 2:", ":", "logits of 8 bits are taken", ("tests/test_bad_input.py",)),
     Fault("engine/first_call.py", "        _told.set()\n", "", "a long first call is told every time", ("tests/test_first_call.py",)),
     Fault("engine/first_call.py", " or not sys.stderr.isatty()", "", "a long first call is told into log files", ("tests/test_first_call.py",)),

@@ -23,6 +23,7 @@ from torch import Tensor
 from headloss.checks.dense import IGNORE, Answer, Given, answer
 from headloss.engine.brought import named_teachers, with_candidates
 from headloss.engine.layout import LAID, lay_out, readings
+from headloss.routed import Routed
 from headloss.rows import Prepared, prepare
 from headloss.segments import Segments
 from headloss.sources import Linear, Logits, Source, Sparse, Teacher
@@ -107,16 +108,13 @@ def verify(
     >>> hl.verify(objective, hl.Logits(logits), targets, advantage=advantage).check()
     """
     own = [f"objective: term {name!r} has targets of its own" for name, t in objective.terms.items() if t.targets]
+    own += ["teacher: is routed"] * any(isinstance(x, Routed) for x in named_teachers(teacher).values())
     if own := own + ["source: has vocab_ids"] * (source.vocab_ids is not None):
         raise ValueError(f"{own[0]}, which verify does not follow yet")
     if isinstance(rows, bool) or not isinstance(rows, int) or rows < 1:
         raise ValueError(f"rows: wanted how many rows to take, at least 1, got {rows!r}")
-    options: dict[str, Any] = {
-        "num_items": num_items,
-        "num_segments": num_segments,
-        "weights": weights,
-        "grad_scale": grad_scale,
-    }
+    options: dict[str, Any] = {"num_items": num_items, "num_segments": num_segments}
+    options |= {"weights": weights, "grad_scale": grad_scale}
     teacher = with_candidates(teacher, ids, source)
     call = {"host_read": host_read, "teacher": teacher, **options, **inputs}
     plan = objective.explain(source, targets, segments=segments, **call)  # says what is wrong with the arguments

@@ -20,8 +20,9 @@ from headloss.engine.sweeps import Chunk, Sweep
 from headloss.engine.teachers import SparseTeacherRows, TeacherRows, most_rows, teacher_bytes
 from headloss.late import defers
 from headloss.metrics import measure
+from headloss.routed import Routed
 from headloss.rows import Rows, bind_rows, may_read
-from headloss.segments import Segments
+from headloss.segments import Segments, shallow
 from headloss.sources import Linear, Logits, Source
 from headloss.term import check_weight
 from headloss.trace.keys import in_words
@@ -46,6 +47,7 @@ def bind(plan: Plan, arguments: CallArguments) -> tuple[Sweep, TermsOnRows]:
     rows = rows_of(plan, arguments, may_read(options.host_read, source.device), chunked)
     if support is not None and arguments.teacher:
         arguments = arguments._replace(teacher=restrict_teachers(arguments.teachers, support, rows.given, source))
+    rows = _by_route(rows, plan, arguments)
     guides: dict[str, Any] = {}
     taken: dict[str, Tensor] = {}
     if arguments.teacher:
@@ -69,6 +71,18 @@ def bind(plan: Plan, arguments: CallArguments) -> tuple[Sweep, TermsOnRows]:
         if missing is not None:
             loss.metrics |= measure({"support_missing": missing}, rows.valid, "token")
     return sweep, loss
+
+
+def _by_route(rows: Rows, plan: Plan, arguments: CallArguments) -> Rows:
+    """Rows in the order of their teachers, where their order is free: each head then writes its logits in place."""
+    routed = [x for x in (arguments.teacher or {}).values() if isinstance(x, Routed)]  # type: ignore[union-attr]
+    free = isinstance(arguments.source, Linear) and plan.kind == "row" and rows.segments is None and rows.valid is None
+    if len(routed) != 1 or not free:
+        return rows
+    other, order = shallow(rows), rows.take(routed[0].route).argsort(stable=True)
+    other.keep = order if rows.keep is None else rows.keep[order]
+    other.__dict__.pop("targets", None)
+    return other
 
 
 def _terms_in_words(plan: Plan, arguments: CallArguments, loss: TermsOnRows) -> str:

@@ -16,6 +16,7 @@ from headloss.engine.arguments import CallArguments
 from headloss.engine.brought import named_teachers
 from headloss.metrics import Metric
 from headloss.record import Facts, Output, facts_from
+from headloss.routed import Routed
 from headloss.rows import IGNORE, Prepared
 from headloss.segments import integers
 from headloss.sources import Linear, Logits, Sparse, with_tensors
@@ -101,6 +102,8 @@ def _check_numbers(term: Term) -> None:
 def _teacher(name: str, teacher: Any, ids: Tensor) -> Any:
     if isinstance(teacher, Sparse):
         return Sparse(to_columns(ids, teacher.ids, -1)[0], teacher.logprobs)
+    if isinstance(teacher, Routed):
+        raise ValueError("vocab_ids: routed teachers cannot be read at them yet")
     if not isinstance(teacher, Logits | Linear):
         return teacher  # which is refused
     if teacher.shard is not None:

@@ -5,16 +5,17 @@ Dimension key:  C rows of a chunk   V the teacher's vocabulary   U columns that 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from headloss.draft import Draft
-from headloss.engine.heads import open_source
+from headloss.engine.heads import LinearHead, open_source
 from headloss.engine.teachers import DenseTeacherRows, SparseTeacherRows, TopRows
 from headloss.facts import Fact, Want
+from headloss.routed import Routed
 from headloss.rows import Rows
 from headloss.sources import Linear, Source, Sparse, Teacher, padded, with_tensors
 from headloss.teachers import DenseChunk, TeacherChunk
@@ -41,6 +42,8 @@ def bind_teachers(
 
 
 def _dense(teacher: Any, source: Source, rows: Rows, backend: Any) -> DenseTeacherRows:
+    if isinstance(teacher, Routed):
+        return RoutedRows([DenseTeacherRows(t, source, rows) for t in teacher.teachers.values()], teacher.route, rows)
     if not isinstance(teacher, Draft):
         return DenseTeacherRows(teacher, source, rows)
     if isinstance(teacher.teacher, Linear) and not teacher.whole:  # only the rows of its weight that count
@@ -93,3 +96,90 @@ class DraftRows(DenseTeacherRows):
     def whole(self, tensors: Mapping[str, Tensor], source: Source, rows: Rows) -> DraftRows:
         draft = Draft(with_tensors(self.teacher, tensors), self.ids, self.sums_whole)
         return DraftRows(draft, source, rows, self.backend)
+
+
+class RoutedRows(DenseTeacherRows):
+    """A dense teacher for each row: every head makes the logits of its own rows alone."""
+
+    def __init__(self, each: Sequence[DenseTeacherRows], route: Tensor, rows: Rows) -> None:
+        first = each[0]
+        self.teacher, self.rows, self.columns = first.teacher, rows, first.columns  # all share the transform
+        self.head = self.made = None
+        self.each, self.route, self.held_CV = each, route, dict[int, Tensor]()
+        route_R = rows.take(route)
+        self.route_R = route_R if rows.valid is None else route_R.masked_fill(~rows.valid, -1)
+        self.host_R = self.route_R.cpu()  # the host must know how many rows each has
+        self.temperature = first.temperature
+        if any(isinstance(x.temperature, Tensor) or x.temperature != first.temperature for x in each):
+            T_R = torch.ones(rows.count, device=route.device)
+            for i, x in enumerate(each):
+                T_R = torch.where(self.route_R == i, torch.as_tensor(x.temperature).to(T_R), T_R)
+            self.temperature = T_R
+
+    @property
+    def row_bytes(self) -> int:
+        """Once more where a teacher's rows do not stand together: they are made apart, and put in their places."""
+        apart = bool((self.host_R.diff() < 0).any())
+        dtype = self._dtype
+        return padded(self.teacher.columns) * dtype.itemsize * (2 if apart else 1)
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return self.teacher.chunk_dtype if isinstance(self.teacher, Linear) else self.teacher.logits.dtype
+
+    def hides(self, fact: str, part: slice) -> Tensor | None:
+        return self.route_R[part] < 0
+
+    def chunk(self, part: slice, keys: tuple[float | None, ...], slot: int) -> TeacherChunk:
+        if self.made is None or self.made[:2] != (part, slot):
+            self.made = part, slot, self._read(part, slot)
+        temperatures = tuple(self.own(key, part) for key in keys)
+        return DenseChunk(self.made[2], self.teacher.scale, self.teacher.softcap, temperatures, self.columns)
+
+    def _read(self, part: slice, slot: int) -> Tensor:
+        host_C, V, device = self.host_R[part], self.teacher.columns, self.route.device
+        if slot not in self.held_CV or len(self.held_CV[slot]) < len(host_C):
+            self.held_CV[slot] = torch.empty(len(host_C), padded(V), dtype=self._dtype, device=device)[:, :V]
+        held_CV, numbers = self.held_CV[slot][: len(host_C)], self.rows.numbers(part)
+        held_CV.masked_fill_((self.route_R[part] < 0)[:, None], 0) if bool((host_C < 0).any()) else None
+        for i, guide in enumerate(self.each):
+            mine = (host_C == i).nonzero()[:, 0]
+            if not len(mine):
+                continue
+            head = guide.head = guide.head or open_source(guide.teacher)
+            first, end = int(mine[0]), int(mine[-1]) + 1
+            here: Any = slice(first, end) if end - first == len(mine) else mine.to(device)
+            if isinstance(numbers, Tensor):
+                at: Any = numbers[here]
+            else:
+                start = numbers.start
+                at = slice(start + first, start + end) if isinstance(here, slice) else start + here
+            if isinstance(head, LinearHead) and isinstance(here, slice) and guide.teacher.chunk_dtype == self._dtype:  # type: ignore[union-attr]
+                head.buffers_CV = {slot: held_CV[here]}  # where the product is to be written
+                head.read(at, slot)
+            else:
+                held_CV[here] = head.read(at, slot).to(self._dtype)
+        return held_CV
+
+    def close(self) -> None:
+        self.made, self.held_CV = None, {}
+        for guide in self.each:
+            guide.close()
+
+    def tensors(self) -> dict[str, Tensor]:
+        own = {f"{i}:{n}": x for i, guide in enumerate(self.each) for n, x in guide.tensors().items()}
+        return {"route": self.route, **own}
+
+    def strip(self) -> None:
+        self.close()
+        for guide in self.each:
+            guide.strip()
+        self.teacher, self.temperature = self.each[0].teacher, 1.0
+        self.route = self.route_R = torch.empty(0)
+
+    def whole(self, tensors: Mapping[str, Tensor], source: Source, rows: Rows) -> RoutedRows:
+        each = []
+        for i, guide in enumerate(self.each):
+            own = {n.split(":", 1)[1]: x for n, x in tensors.items() if n.startswith(f"{i}:")}
+            each.append(guide.whole(own, source, rows))
+        return RoutedRows(each, tensors["route"], rows)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from headloss.engine.brought import now_or_later
+from headloss.routed import Routed
 from headloss.rows import IGNORE, Rows
 from headloss.sources import Linear, Source, Sparse, Teacher, parse_bytes
 from headloss.support import SHIFT, Known, Support, check_counted
@@ -157,6 +158,8 @@ def restrict_teachers(
         if isinstance(teacher, Top):
             found[name] = teacher  # of a term on the whole vocabulary, which is off here
             continue
+        if isinstance(teacher, Routed):
+            raise ValueError('teacher: with support=, routed teachers are for terms that say support="all"')
         if not isinstance(teacher, Sparse):
             if teacher.vocab < source.vocab:
                 raise ValueError(

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from headloss.engine.arguments import CallArguments
 from headloss.engine.checks import call_weights, check_support
-from headloss.engine.layout import PerRow, count_pairs, lay_out, layout, readings
+from headloss.engine.layout import PerRow, Reading, count_pairs, lay_out, layout, readings
 from headloss.engine.plan import Calls, Plan, choose_calls, make_plan, plain_source, suited
 from headloss.engine.saved import refuse_transforms
 from headloss.engine.teachers import name_teachers
+from headloss.routed import Routed, routes_of
 from headloss.rows import Prepared
 from headloss.segments import Segments
 from headloss.sources import Logits, Source, Sparse, Teacher
@@ -88,6 +89,8 @@ def find_plan(terms: Terms, arguments: CallArguments) -> tuple[Plan, CallArgumen
                 raise ValueError(f"segments: is on {segments.ids.device}, but the source is on {source.device}")
     off = switched_off(call_weights(terms, options.weights)) if options.weights else plans.off
     teachers = {} if teacher is None else name_teachers(teacher, source)
+    if any(isinstance(x, Routed) for x in teachers.values()):
+        inputs = {**inputs, **_routes(teachers, plans)}
     key, given = form_of(terms, plans, source, targets is None, segments, teachers, inputs, off)
     key = (key, support is not None)
     form = plans.forms.get(key)
@@ -104,6 +107,14 @@ def find_plan(terms: Terms, arguments: CallArguments) -> tuple[Plan, CallArgumen
         found = form.plans[read] = plan, held
         plans.store(key, form)
     return suited(found[0], source), CallArguments(source, targets, segments, teachers, options, given, support)
+
+
+def _routes(teachers: Mapping[str, Any], plans: Plans) -> dict[str, Any]:
+    """Of routed teachers, the row weight of terms that look at one: 0 where a row has none."""
+    found = {routes_of(n): PerRow(x.route >= 0) for n, x in teachers.items() if isinstance(x, Routed)}
+    for name in found:
+        plans.readings.setdefault(name, Reading(row=(name,)))
+    return found
 
 
 def form_of(

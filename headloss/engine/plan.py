@@ -27,6 +27,7 @@ from headloss.engine.checks import (
 from headloss.engine.first_call import told_if_long
 from headloss.facts import Want
 from headloss.metrics import retarget
+from headloss.routed import Routed
 from headloss.segments import Segments
 from headloss.sources import Linear, Logits, Source, Sparse, Teacher
 from headloss.teachers import TOP
@@ -223,6 +224,8 @@ def choose_calls(
             check_teachers(f"term {name!r} ({call.signature.name})", call, teachers)
     for name, call in metrics:
         check_teachers(f"metric {name!r}", call, teachers)
+        if not call.row_weights and any(isinstance(teachers.get(str(f.teacher)), Routed) for f in call.facts):
+            raise ValueError(f"metrics: {name!r} looks at a routed teacher, which rows may lack; measure it in a Term")
     check_asked(teachers, [*calls.values(), *(call for _, call in metrics)])
     named = {f"{i} of {n}" for n, x in teachers.items() if isinstance(x, Sparse) for i in TEACHER_INPUTS}
     check_inputs(calls.items(), inputs, CALL, off=off, metrics=metrics, teachers=named)
@@ -317,6 +320,8 @@ def _print_terms(
         return None, "the likeliest columns of a row are found after it was read"
     if any(name.startswith("whole=") for name in want.teachers):
         return None, "a teacher has a larger vocabulary"
+    if any(isinstance(x, Routed) for x in teachers.values()):
+        return None, "rows have teachers of their own, or none"
     if kind == "batch":
         name = next(name for name, found in traces.items() if found.kind == kind)
         return None, f"{name}: {traces[name].reason}"

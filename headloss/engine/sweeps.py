@@ -19,7 +19,8 @@ from torch import Tensor
 
 from headloss.engine.arguments import Chunk as Chunk
 from headloss.engine.heads import LinearHead, on_source_device, open_source, part_of
-from headloss.engine.teachers import TeacherRows, ids_facts, ids_pull, most_rows, note, teacher_bytes, teacher_label
+from headloss.engine.ids_alone import ids_facts, ids_pull
+from headloss.engine.teachers import TeacherRows, most_rows, note, teacher_bytes, teacher_label
 from headloss.facts import Fact, Partial, Softmax, Want, coefficients, finish, with_whole
 from headloss.parallel.shard import Gathering, reduce_hidden, sum_over
 from headloss.record import Grads
@@ -280,8 +281,8 @@ class Sweep:
         return self._with_looks(facts, softmax, self._look(block, softmax) if self._looks else [])
 
     def _finish(self, partial: Partial, part: slice, chunks: Any = ()) -> tuple[dict[Fact, Tensor], Softmax]:
-        facts, softmax = finish(partial, self.want, self._temperatures(part), self._vocab(part))
-        facts, softmax = with_whole(self.want, facts, softmax, chunks) if chunks else (facts, softmax)
+        found = finish(partial, self.want, self._temperatures(part), self._vocab(part))
+        facts, softmax = with_whole(self.want, *found, chunks)
         return self._held(facts, part), softmax
 
     def _look(self, block: Block, softmax: Softmax) -> list[tuple[Tensor, Any]]:
@@ -307,14 +308,13 @@ class Sweep:
         return facts | values, softmax._replace(teachers=tuple(teachers))
 
     def _held(self, values: Mapping[Fact, Tensor], part: slice) -> dict[Fact, Tensor]:
-        """0 in ignored rows and at ids that are padding, for facts and for their cotangents alike."""
-        values = dict(values)
-        for fact, x in values.items():
+        """0 in ignored rows and where a teacher says nothing, for facts and for their cotangents alike."""
+        for fact, x in (values := dict(values)).items():
             if self.rows.valid is not None:
                 ignored = ~self.rows.valid[part]
                 values[fact] = x = x.masked_fill(ignored if x.ndim == 1 else ignored[:, None], 0)
-            if fact.name in ("ids_logprob", "ids_logit"):
-                values[fact] = x.masked_fill(self.guides[str(fact.teacher)].ids_RK[part] < 0, 0)  # type: ignore[union-attr]
+            hidden = self.guides[fact.teacher].hides(fact.name, part) if fact.teacher in self.guides else None
+            values[fact] = x if hidden is None else x.masked_fill(hidden, 0)
         return values
 
     def _pull(

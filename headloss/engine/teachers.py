@@ -17,8 +17,9 @@ from torch import Tensor
 
 from headloss.draft import Draft
 from headloss.engine.heads import Head, open_source
-from headloss.facts import Fact, Want
-from headloss.parallel.shard import max_over, note_of
+from headloss.facts import Want
+from headloss.parallel.shard import note_of
+from headloss.routed import Routed
 from headloss.rows import Rows
 from headloss.segments import readable
 from headloss.sources import (
@@ -48,6 +49,10 @@ def name_teachers(teacher: Teacher | Mapping[str, Teacher] | None, source: Sourc
         if isinstance(x, Top):
             if x.k > source.vocab:
                 raise ValueError(f"top: wanted at most {source.vocab} columns, which the vocabulary has, got {x.k}")
+            continue
+        if isinstance(x, Routed):
+            for t in x.teachers.values():
+                name_teachers({name: t}, source)
             continue
         if isinstance(x, Draft):
             _check_draft(label, x)
@@ -179,6 +184,10 @@ class DenseTeacherRows:
         temperatures = tuple(self.own(key, part) for key in keys)
         return DenseChunk(raw_CV, self.teacher.scale, self.teacher.softcap, temperatures, self.columns)
 
+    def hides(self, fact: str, part: slice) -> Tensor | None:
+        """Where a fact is 0 because there is nothing to compare with."""
+        return None
+
     def close(self) -> None:
         self.head = self.made = None  # and with it the chunk's buffer
 
@@ -229,6 +238,9 @@ class SparseTeacherRows:
     def chunk(self, part: slice, keys: tuple[float | None, ...], slot: int) -> TeacherChunk:
         return SparseChunk(self.ids_RK[part], None if self.sorted_RK is None else self.sorted_RK[part])
 
+    def hides(self, fact: str, part: slice) -> Tensor | None:
+        return self.ids_RK[part] < 0 if fact in ("ids_logprob", "ids_logit") else None
+
     def close(self) -> None:
         pass
 
@@ -257,6 +269,9 @@ class TopRows:
     def chunk(self, part: slice, keys: tuple[float | None, ...], slot: int) -> TopChunk:
         of = None if self.of is None else self.of.chunk(part, keys, slot)
         return TopChunk(self.k, of if isinstance(of, DenseChunk) else None)
+
+    def hides(self, fact: str, part: slice) -> Tensor | None:
+        return None
 
     def close(self) -> None:
         if self.of is not None:
@@ -337,58 +352,3 @@ def note(
     facts = [(f.name, f.temperature, f.teacher) for f in want.facts]
     call = (type(source), [x.dtype for x in source.tensors], rows.shape, T, source.scale, source.softcap, facts)
     return note_of(source.shard, source.columns, same, (str(call), terms))
-
-
-def ids_facts(
-    source: Source,
-    rows: Rows,
-    want: Want,
-    guides: Mapping[str, TeacherRows],
-    temperatures: list[Temperature],
-    said: Tensor | None,
-) -> dict[Fact, Tensor]:
-    """`ids_logit` alone: some logits of each row, without a softmax and without the full GEMM."""
-    head = open_source(source)
-    facts: dict[Fact, Tensor] = {}
-    for name, guide in guides.items():
-        assert isinstance(guide, SparseTeacherRows)
-        column_RK, here_RK = guide.places(source)
-        raw_RK = head.gather(rows.numbers(slice(0, rows.count)), column_RK).to(source.fact_dtype)
-        z_RK = raw_RK * source.scale
-        if source.softcap is not None:
-            z_RK = (z_RK / source.softcap).tanh() * source.softcap
-        z_RK = max_over(z_RK.masked_fill(~here_RK, -math.inf), source.shard, said, rows.total)
-        said = None  # once is enough
-        z_RK = z_RK.masked_fill(guide.ids_RK < 0, 0.0)
-        for T, key in zip(temperatures, want.temperatures, strict=True):
-            if want.at(key, "ids_logit", name):
-                facts[Fact("ids_logit", key, name)] = z_RK / (T[:, None] if isinstance(T, Tensor) else T)
-    return facts
-
-
-def ids_pull(
-    head: Head,
-    rows: Rows,
-    guides: Mapping[str, TeacherRows],
-    facts: Mapping[Fact, Tensor],
-    grads: Mapping[Fact, Tensor],
-    temperatures: Mapping[float | None, Temperature],
-) -> None:
-    """The pull of `ids_logit` alone: on the ids, and nowhere else."""
-    source, columns, totals = head.source, [], []
-    for name, guide in guides.items():
-        assert isinstance(guide, SparseTeacherRows)
-        column_RK, here_RK = guide.places(source)
-        total_RK = torch.zeros_like(guide.logprob_RK)
-        for fact, g_RK in grads.items():
-            if fact.teacher == name:
-                T = temperatures[fact.temperature]
-                T = T[:, None] if isinstance(T, Tensor) else T
-                slope = source.scale / T
-                if source.softcap is not None:
-                    slope = slope * (1 - (facts[fact] * T / source.softcap) ** 2)
-                total_RK += g_RK * slope
-        columns.append(column_RK)
-        totals.append(total_RK.masked_fill(~here_RK, 0.0))
-    ignored_R1 = None if rows.valid is None else ~rows.valid[:, None]
-    head.scatter(rows.numbers(slice(0, rows.count)), torch.cat(columns, -1), torch.cat(totals, -1), ignored_R1)

@@ -22,6 +22,7 @@ from headloss.graph.recipe import Described, describe, read, write
 from headloss.graph.rehearsal import form, one_launch
 from headloss.metrics import Metric
 from headloss.record import Grads, Output, facts_from
+from headloss.routed import Routed
 from headloss.sources import Linear, Logits, Source, Teacher
 from headloss.terms import Terms
 from headloss.top import Top
@@ -98,7 +99,7 @@ def wanted(source: Any, teacher: Any, unknown: tuple[str, ...] = ()) -> bool:
 def _fits(source: Source, teacher: Teacher | Mapping[str, Teacher] | None) -> bool:
     """Whether a call can be an operator: one that overwrites its logits, or looks into DTensors, runs as it is."""
     teachers = list(teacher.values()) if isinstance(teacher, Mapping) else [] if teacher is None else [teacher]
-    if any(isinstance(x, Top | Draft) for x in teachers):
+    if any(isinstance(x, Top | Draft | Routed) for x in teachers):
         return False
     for x in [source, *teachers]:
         for y in getattr(x, "tensors", ()):

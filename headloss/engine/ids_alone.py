@@ -1,0 +1,75 @@
+"""`ids_logit` alone: some logits of each row and their pull, without a softmax and without the full GEMM.
+
+Dimension key:  R rows that count   K ids per row
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from headloss.engine.heads import Head, open_source
+from headloss.engine.teachers import SparseTeacherRows, TeacherRows
+from headloss.facts import Fact, Want
+from headloss.parallel.shard import max_over
+from headloss.rows import Rows
+from headloss.sources import Source
+from headloss.teachers import Temperature
+
+
+def ids_facts(
+    source: Source,
+    rows: Rows,
+    want: Want,
+    guides: Mapping[str, TeacherRows],
+    temperatures: list[Temperature],
+    said: Tensor | None,
+) -> dict[Fact, Tensor]:
+    """`ids_logit` alone: some logits of each row, without a softmax and without the full GEMM."""
+    head = open_source(source)
+    facts: dict[Fact, Tensor] = {}
+    for name, guide in guides.items():
+        assert isinstance(guide, SparseTeacherRows)
+        column_RK, here_RK = guide.places(source)
+        raw_RK = head.gather(rows.numbers(slice(0, rows.count)), column_RK).to(source.fact_dtype)
+        z_RK = raw_RK * source.scale
+        if source.softcap is not None:
+            z_RK = (z_RK / source.softcap).tanh() * source.softcap
+        z_RK = max_over(z_RK.masked_fill(~here_RK, -math.inf), source.shard, said, rows.total)
+        said = None  # once is enough
+        z_RK = z_RK.masked_fill(guide.ids_RK < 0, 0.0)
+        for T, key in zip(temperatures, want.temperatures, strict=True):
+            if want.at(key, "ids_logit", name):
+                facts[Fact("ids_logit", key, name)] = z_RK / (T[:, None] if isinstance(T, Tensor) else T)
+    return facts
+
+
+def ids_pull(
+    head: Head,
+    rows: Rows,
+    guides: Mapping[str, TeacherRows],
+    facts: Mapping[Fact, Tensor],
+    grads: Mapping[Fact, Tensor],
+    temperatures: Mapping[float | None, Temperature],
+) -> None:
+    """The pull of `ids_logit` alone: on the ids, and nowhere else."""
+    source, columns, totals = head.source, [], []
+    for name, guide in guides.items():
+        assert isinstance(guide, SparseTeacherRows)
+        column_RK, here_RK = guide.places(source)
+        total_RK = torch.zeros_like(guide.logprob_RK)
+        for fact, g_RK in grads.items():
+            if fact.teacher == name:
+                T = temperatures[fact.temperature]
+                T = T[:, None] if isinstance(T, Tensor) else T
+                slope = source.scale / T
+                if source.softcap is not None:
+                    slope = slope * (1 - (facts[fact] * T / source.softcap) ** 2)
+                total_RK += g_RK * slope
+        columns.append(column_RK)
+        totals.append(total_RK.masked_fill(~here_RK, 0.0))
+    ignored_R1 = None if rows.valid is None else ~rows.valid[:, None]
+    head.scatter(rows.numbers(slice(0, rows.count)), torch.cat(columns, -1), torch.cat(totals, -1), ignored_R1)
