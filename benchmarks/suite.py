@@ -11,6 +11,7 @@ dtype; where headloss is wrong there is no time, a peer that is further from flo
 
     --tiny        a few seconds on any device: does everything run?
     --seconds S   stop beginning new measurements after S seconds; what was left out is in the result
+    --first       the first vocabulary alone, where every way runs; results: suite_first_<device>.json
     --warm I      only workload I (0 to 4), nothing written: several of these at a time fill the compilers' caches
 
 Results: benchmarks/results/suite_<device>.json, or the folder $OUT; `python benchmarks/plots.py` draws them.
@@ -500,7 +501,8 @@ def run(
                 _say(line)
             if device == "cuda":
                 torch.cuda.empty_cache()
-        for line in scaling(clock, dtype, rounds, tiny) if number == 0 and workloads is WORKLOADS else ():
+        scaled_too = number == 0 and workloads is WORKLOADS and len(vocabularies) > 1
+        for line in scaling(clock, dtype, rounds, tiny) if scaled_too else ():
             scaled.append(line)
             _say(line)
         if number == 0 and clock.over:
@@ -521,14 +523,15 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--seconds", type=float, default=1e9)
+    parser.add_argument("--first", action="store_true")
     parser.add_argument("--warm", type=int, choices=range(len(WORKLOADS)))
     args = parser.parse_args()
     if args.warm is not None:
-        run(args.device, args.tiny, args.seconds, workloads=[WORKLOADS[args.warm]])
+        run(args.device, args.tiny, args.seconds, VOCABULARIES[: 1 if args.first else None], [WORKLOADS[args.warm]])
         return
-    found = run(args.device, args.tiny, args.seconds)
+    found = run(args.device, args.tiny, args.seconds, VOCABULARIES[: 1 if args.first else None])
     result = {"command": command("benchmarks.suite"), **environment(args.device), **found}
-    write(f"suite_{short(args.device)}{'_tiny' if args.tiny else ''}", result)
+    write(f"suite_{'first_' if args.first else ''}{short(args.device)}{'_tiny' if args.tiny else ''}", result)
 
 
 if __name__ == "__main__":

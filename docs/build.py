@@ -63,7 +63,8 @@ def filled(path: Path, places: dict[str, str]) -> str:
 
 def peers() -> str:
     """Each workload of the suite on a GPU by each way, at the vocabulary that most of them ran."""
-    path = RESULTS / "suite_h200.json"
+    paths = [path for name in ("suite_h200", "suite_first_h200") if (path := RESULTS / f"{name}.json").exists()]
+    path = max(paths, key=lambda p: str(json.loads(p.read_text())["date"]))
     record = json.loads(path.read_text())
     found = {(w["workload"], w["way"], w["V"]): w for w in record["workloads"]}
     V = max({v for _, _, v in found}, key=lambda v: len({way for _, way, at in found if at == v}))

@@ -141,7 +141,7 @@ def _long_run() -> str:
 
 def _suite() -> str:
     made = []
-    for path in sorted(RESULTS.glob("suite_*.json"), reverse=True):
+    for path in sorted(RESULTS.glob("suite_[!f]*.json"), reverse=True):  # suite_first_*: the README's table
         record = _read(path.stem)
         made += [""] if made else []
         ways = list(dict.fromkeys(r["way"] for r in record["workloads"]))
