@@ -54,19 +54,22 @@ class Played:
     def play(self, launch, key, where, programs, arguments):
         if launch.kernel is not triton_visit.visit_kernel:
             return self.real(launch, key, where, programs, arguments)
-        raw, out, target, valid, found, best, *rest = arguments
-        C, V, _, lead, *_ = numbers = rest[5:]
-        assert programs == C == len(raw) and raw.shape[1] == V
-        raw = raw.as_strided(raw.shape, raw.stride(), raw.storage_offset() + lead)  # where it lies may differ
-        place = ("LINE", "VEC", "SAME", "EVEN", "PAIRED", "FN")
-        kinds = [(k, x) for k, x in launch.constants.items() if not k.endswith(place)]
-        told = [raw, target, valid, out is None, rest[:5], V, numbers[6:], sorted(kinds, key=str)]
+        at, given, V, _, lead, _, out_lead, *numbers = arguments
+        flags = launch.constants["F"]
+        assert programs == len(at.raw) and at.raw.shape[1] == V
+        raw = at.raw.as_strided(
+            at.raw.shape, at.raw.stride(), at.raw.storage_offset() + lead
+        )  # where it lies may differ
+        place = ("LINE", "VEC", "SAME", "EVEN", "PAIRED")
+        kinds = [(k, x) for k, x in flags._asdict().items() if not k.endswith(place)]
+        target, valid = at.target if flags.TARGET else None, at.valid if flags.VALID else None
+        told = [raw, target, valid, flags.GRADIENT, tuple(given), V, numbers[:2], sorted(kinds, key=str)]
         seed = torch.Generator().manual_seed(zlib.crc32(repr([told_of(x) for x in told]).encode()))
-        found.copy_(torch.randn(found.shape, generator=seed))
-        if best is not None:
-            best.copy_(torch.randint(0, V, best.shape, generator=seed))
-        if out is not None:
-            out = out.as_strided(out.shape, out.stride(), out.storage_offset() + numbers[5])
+        at.found.copy_(torch.randn(at.found.shape, generator=seed))
+        if flags.BEST:
+            at.best.copy_(torch.randint(0, V, at.best.shape, generator=seed))
+        if flags.GRADIENT:
+            out = at.out.as_strided(at.out.shape, at.out.stride(), at.out.storage_offset() + out_lead)
             out.copy_(torch.randn(out.shape, generator=seed))
         return None
 

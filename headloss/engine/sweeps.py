@@ -182,9 +182,8 @@ class Sweep:
             targets = self._targets(part)
         elif targets is not None:  # those that are ignored are so marked, and passed over
             targets = part_of(targets if targets.ndim == 1 else targets.reshape(-1), part)
-        visit = self.backend.visit_taught if teachers else self.backend.visit
-        visited = visit(
-            raw_CV, targets, self.want, self._temperatures(part), self.program, arguments, out_CV, *teachers,
+        visited = self.backend.visit(
+            raw_CV, targets, self.want, self._temperatures(part), self.program, arguments, out_CV, teachers=teachers,
             start=0 if source.shard is None else source.shard.start, vocab=source.vocab, ignore=ignored,
             scale=source.scale, softcap=source.softcap,
         )  # fmt: skip

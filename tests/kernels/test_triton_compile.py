@@ -266,16 +266,14 @@ def test_teachers_kernels_compile_without_spills(name, tmp_path):
 # ---------------------------------------------------------------- one launch
 
 visits = import_module("headloss.backends.triton.visit")
+launches = import_module("headloss.backends.triton.launch")
 from headloss import Term  # noqa: E402
-from headloss.backends.triton.kernels.visit import visit_kernel  # noqa: E402
 from headloss.backends.triton.printer.program import lower  # noqa: E402
 from headloss.facts import Want  # noqa: E402
 from headloss.losses import cross_entropy, entropy_bonus, focal, grpo, z_loss  # noqa: E402
 from headloss.metrics import read_metrics  # noqa: E402
 from headloss.trace.trace import Shape as Layout  # noqa: E402
 from headloss.trace.trace import trace  # noqa: E402
-
-VISIT_INTS = ("N", "V", "k", "stride", "lead", "out_stride", "out_lead", "target_stride", "start", "vocab")
 
 
 def program_of(metrics, terms):
@@ -286,55 +284,68 @@ def program_of(metrics, terms):
     traces = {n: trace(call, layouts, torch.float32, "cpu", False) for n, call in calls.items()}
     facts = [f for n, call in calls.items() for f in call.facts if f not in traces[n].unused]
     want = Want([*facts, *(f for _, call in own for f in call.facts)])
-    program = lower({n: (calls[n], traces[n]) for n in calls}, want, layouts, own)
-    return program, program.numbers
+    return lower({n: (calls[n], traces[n]) for n in calls}, want, layouts, own)
+
+
+LETTERS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int64: "i64", torch.bool: "i1"}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def signature_of(x, path, aligned):
+    """What Triton makes of an argument; where pointers are aligned goes to `aligned`."""
+    if isinstance(x, tuple):
+        items = [signature_of(y, (*path, i), aligned) for i, y in enumerate(x)]
+        return type(x)(*items) if hasattr(x, "_fields") else tuple(items)
+    if isinstance(x, torch.Tensor):
+        aligned |= {path: [["tt.divisibility", 16]]} if x.data_ptr() % 16 == 0 else {}
+        return f"*{LETTERS[x.dtype]}"
+    return "fp32" if isinstance(x, float) else "i32"
 
 
 class Visit(Built):
-    """The one-launch kernel of some terms, as a call with logits of this dtype and width would build it."""
+    """The one-launch kernel of a program, as a call with logits of this dtype and width would build it."""
 
-    def __init__(self, dtype, V, metrics=(), *, aligned=True, capped=False, gradient=True, **terms):
-        program, numbers = program_of(list(metrics), terms)
-        plan = visits.plan_of(program)
-        shape = visits.shape_of(plan, V, gradient)
-        vec, n = WIDE[dtype], len(program.want.temperatures)
-        line = vec if aligned else 8 * vec
-        signature = dict.fromkeys(VISIT_INTS, "i32") | {"scale": "fp32", "cap": "fp32", "target": "*i64"}
-        signature |= {"raw": f"*{dtype}", "out": f"*{dtype}", "found": "*fp32", "temperatures": ("fp32",) * n}
-        signature |= {"inputs": ("*fp32",) * len(program.inputs), "numbers": ("fp32",) * len(numbers)}
-        signature |= {"bases": ("*fp32",) * len(program.terms), "factors": ("fp32",) * len(program.terms)}
-        constants = {
-            "FN": program.function, "SLOTS": plan.slots, **plan.flags, "TARGET": True, "IGNORE": False, "VALID": False,
-            "GRADIENT": gradient, "PER_ROW": (False,) * n, "SCALED": capped, "CAPPED": capped, "valid": None,
-            "INPUT_ROWS": (1,) * len(program.inputs), "BASE_KINDS": (1,) * len(program.terms),
-            "FACTOR_KINDS": (-1,) * len(program.terms), "LINE": line, "VEC": vec, "OUT_LINE": line, "OUT_VEC": vec,
-            "RAW_VEC": vec, "SAME": True, "EVEN": aligned, "PAIRED": dtype == "bf16",
-            "K": shape.loads, "L": 32 * shape.warps, "J": vec,
-        }  # fmt: skip
-        if program.want.argmax:
-            signature["best_out"] = "*i64"
-        else:
-            constants["best_out"] = None
-        names = visit_kernel.arg_names
-        aligned_arguments = {(names.index(k),): [["tt.divisibility", 16]] for k in ("raw", "out", "found")}
-        source = ASTSource(
-            visit_kernel, {k: signature.get(k, "constexpr") for k in names}, constants, aligned_arguments
+    def __init__(self, program, dtype, V, *, aligned=True, capped=False, gradient=True, teachers=(), ids=0):
+        empty = lambda *shape, kind=torch.float32: torch.empty(*shape, dtype=kind, device="meta")
+        rows, kind = 300, DTYPES[dtype]
+        raw = empty(rows, V if aligned else V + V % 2 + 1, kind=kind)[:, :V]
+        long = {True: torch.int64, False: torch.float32}
+        inputs = {n: empty(rows, ids, kind=long["ids" in n]) if " of " in n else empty(rows) for n in program.inputs}
+        arguments = visits.Arguments(
+            inputs, dict.fromkeys(program.terms, empty(rows)), dict.fromkeys(program.terms, 1.0)
         )
-        options = {"num_warps": shape.warps, **tiles.LAUNCH}
+        seen = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(launches.Launch, "run", lambda launch, *call: seen.append((launch, call[-1])))
+            visits.visit(
+                raw, empty(rows, kind=torch.int64), program.want, [1.0] * len(program.want.temperatures), program,
+                arguments, raw if gradient else None, teachers=teachers, scale=0.5 if capped else 1.0,
+                softcap=30.0 if capped else None,
+            )  # fmt: skip
+        ((launch, given),) = seen
+        names, places = launch.kernel.arg_names, {}
+        signature = {n: signature_of(x, (i,), places) for i, (n, x) in enumerate(zip(names, given, strict=False))}
+        constants = {n: launch.constants[n] for n in names[len(given) :]}
+        options = {n: x for n, x in launch.constants.items() if n not in constants}
+        source = ASTSource(launch.kernel, signature | dict.fromkeys(constants, "constexpr"), constants, places)
         self.cubin = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["cubin"]
+
+
+def alone(dtype, V, metrics=(), *, aligned=True, capped=False, gradient=True, **terms):
+    return Visit(program_of(list(metrics), terms), dtype, V, aligned=aligned, capped=capped, gradient=gradient)
 
 
 CE = {"ce": Term(cross_entropy)}
 MIX = {**CE, "z": Term(z_loss, weight=1e-4), "rl": Term(grpo)}
 VISITS = {
-    "32000": lambda: Visit("bf16", 32000, **CE),
-    "32000, a mix": lambda: Visit("bf16", 32000, ("entropy", "accuracy"), **MIX),
-    "50257": lambda: Visit("bf16", 50257, aligned=False, **CE),
-    "32000 float32": lambda: Visit("fp32", 32000, **CE),
-    "128256": lambda: Visit("bf16", 128256, **CE),
-    "128256, a mix": lambda: Visit("bf16", 128256, ("entropy", "accuracy"), **MIX),
-    "128256, a mix, no gradient": lambda: Visit("bf16", 128256, ("entropy", "accuracy"), gradient=False, **MIX),
-    "every kind of coefficient": lambda: Visit(
+    "32000": lambda: alone("bf16", 32000, **CE),
+    "32000, a mix": lambda: alone("bf16", 32000, ("entropy", "accuracy"), **MIX),
+    "50257": lambda: alone("bf16", 50257, aligned=False, **CE),
+    "32000 float32": lambda: alone("fp32", 32000, **CE),
+    "128256": lambda: alone("bf16", 128256, **CE),
+    "128256, a mix": lambda: alone("bf16", 128256, ("entropy", "accuracy"), **MIX),
+    "128256, a mix, no gradient": lambda: alone("bf16", 128256, ("entropy", "accuracy"), gradient=False, **MIX),
+    "every kind of coefficient": lambda: alone(
         "fp16", 32000, ("accuracy",), capped=True, ce=Term(cross_entropy, label_smoothing=0.1),
         bonus=Term(entropy_bonus), it=Term(focal, gamma=1.5),
     ),
@@ -396,72 +407,41 @@ def printed_kernel(x, y, n, out, FN: triton.language.constexpr):
 
 # ---------------------------------------------------------------- one launch beside a teacher
 
-taught = import_module("headloss.backends.triton.taught")
 from headloss import Logits, Sparse  # noqa: E402
-from headloss.backends.triton.kernels.taught import taught_kernel  # noqa: E402
 from headloss.engine.plan import _ids  # noqa: E402
 from headloss.losses import forward_kl, reverse_kl  # noqa: E402
+from headloss.teachers import DenseChunk, SparseChunk  # noqa: E402
 from headloss.trace.signature import ONLY  # noqa: E402
 
 
-class Beside(Built):
-    """The one-launch kernel of some terms beside a teacher, dense or of `ids` ids per row."""
-
-    def __init__(self, V=128256, metrics=(), *, ids=0, dtype="bf16", **terms):
-
-        one = torch.zeros(1, V, device="meta")
-        told = Sparse(torch.zeros(1, ids, dtype=torch.long), torch.zeros(1, ids)) if ids else Logits(one)
-        calls = {name: term.call(None, {ONLY: told}) for name, term in terms.items()}
-        layouts = {n: Layout("row", torch.float32, ()) for call in calls.values() for n in call.input_names}
-        layouts |= _ids(Logits(one), {ONLY: told})
-        own = list(read_metrics(list(metrics)))
-        traces = {n: trace(call, layouts, torch.float32, "cpu", False) for n, call in calls.items()}
-        facts = [f for n, call in calls.items() for f in call.facts if f not in traces[n].unused]
-        want = Want([*facts, *(f for _, call in own for f in call.facts)])
-        program = lower({n: (calls[n], traces[n]) for n in calls}, want, layouts, own)
-        plan = taught._plan(program)
-        numbers = program.numbers
-        shape = taught.shape_for(plan, V)
-        n, vec = len(want.temperatures), WIDE[dtype]
-        signature = dict.fromkeys((*VISIT_INTS, *COUNTS), "i32") | {"found": "*fp32"}
-        signature |= dict.fromkeys(("scale", "cap", "teacher_scale", "teacher_cap"), "fp32")
-        signature |= dict.fromkeys(("raw", "out", "teacher"), f"*{dtype}")
-        signature |= dict.fromkeys(("target", "ids", "sorted_ids", "best_out", "teacher_best_out"), "*i64")
-        signature |= dict.fromkeys(("temperatures", "teacher_temperatures"), ("fp32",) * n) | {"wide": "*fp32"}
-        signature |= {"look_numbers": ("fp32",) * len(plan.look), "pull_numbers": ("fp32",) * len(plan.pulled)}
-        kinds = ["*i64" if x.startswith("teacher_ids") else "*fp32" for x in program.inputs]
-        signature |= {"inputs": tuple(kinds), "numbers": ("fp32",) * len(numbers)}
-        signature |= {"bases": ("*fp32",) * len(program.terms), "factors": ("fp32",) * len(program.terms)}
-        flat = dict.fromkeys(("SCALED", "CAPPED", "TEACHER_SCALED", "TEACHER_CAPPED", "IGNORE"), False)
-        constants = {
-            "FN": program.function, "SLOTS": plan.slots, "WIDE_SLOTS": plan.wide_slots, **plan.flags, **flat,
-            "TARGET": want.target, "GRADIENT": True, "PER_ROW": (False,) * n, "TEACHER_PER_ROW": (False,) * n,
-            "INPUT_ROWS": tuple(2 if " of " in x else 1 for x in program.inputs),
-            "BASE_KINDS": (1,) * len(program.terms), "FACTOR_KINDS": (-1,) * len(program.terms), "LINE": vec,
-            "VEC": vec, "TEACHER_VEC": vec, "OUT_LINE": vec, "OUT_VEC": vec, "OUT_RAW_VEC": vec,
-            "OUT_TEACHER_VEC": vec, "K": shape.loads, "L": 32 * shape.warps, "J": vec, "BLOCK": 32 * shape.warps * vec,
-        }  # fmt: skip
-        absent = {"wide": not plan.wide_slots, "best_out": not want.argmax, "target": not want.target}
-        absent |= {"teacher_best_out": not plan.flags["TEACHER_BEST"], "teacher": bool(ids)}
-        absent |= {"ids": not ids, "sorted_ids": not ids}
-        constants |= {name: None for name, gone in absent.items() if gone}
-        signature = {name: x for name, x in signature.items() if not absent.get(name)}
-        names = taught_kernel.arg_names
-        aligned = {(names.index(k),): [["tt.divisibility", 16]] for k in ("raw", "out", "found")}
-        aligned |= {} if ids else {(names.index("teacher"),): [["tt.divisibility", 16]]}
-        source = ASTSource(taught_kernel, {k: signature.get(k, "constexpr") for k in names}, constants, aligned)
-        options = {"num_warps": shape.warps, **tiles.LAUNCH}
-        self.cubin = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["cubin"]
+def with_teacher(V=128256, metrics=(), *, ids=0, dtype="bf16", **terms):
+    """The same beside a teacher, dense or of `ids` ids per row."""
+    one = torch.zeros(1, V, device="meta")
+    told = Sparse(torch.zeros(1, ids, dtype=torch.long), torch.zeros(1, ids)) if ids else Logits(one)
+    calls = {name: term.call(None, {ONLY: told}) for name, term in terms.items()}
+    layouts = {n: Layout("row", torch.float32, ()) for call in calls.values() for n in call.input_names}
+    layouts |= _ids(Logits(one), {ONLY: told})
+    own = list(read_metrics(list(metrics)))
+    traces = {n: trace(call, layouts, torch.float32, "cpu", False) for n, call in calls.items()}
+    facts = [f for n, call in calls.items() for f in call.facts if f not in traces[n].unused]
+    want = Want([*facts, *(f for _, call in own for f in call.facts)])
+    program = lower({n: (calls[n], traces[n]) for n in calls}, want, layouts, own)
+    if ids:
+        chunk = SparseChunk(torch.empty(300, ids, dtype=torch.long, device="meta"))
+    else:
+        raw = torch.empty(300, V, dtype=DTYPES[dtype], device="meta")
+        chunk = DenseChunk(raw, 1.0, None, (1.0,) * len(want.temperatures_of(want.teachers[0])), V)
+    return Visit(program, dtype, V, teachers=[chunk], ids=ids)
 
 
 BESIDE = {
-    "forward": lambda: Beside(kd=Term(forward_kl)),
-    "reverse": lambda: Beside(kd=Term(reverse_kl)),
-    "a second look": lambda: Beside(kd=Term(jsd)),
-    "a mix": lambda: Beside(metrics=("entropy", "accuracy"), kd=Term(forward_kl), **CE),
-    "float32": lambda: Beside(dtype="fp32", kd=Term(forward_kl)),
-    "ids": lambda: Beside(ids=64, kd=Term(forward_kl)),
-    "ids and a mix": lambda: Beside(metrics=("entropy", "accuracy"), ids=20, kd=Term(reverse_kl), **CE),
+    "forward": lambda: with_teacher(kd=Term(forward_kl)),
+    "reverse": lambda: with_teacher(kd=Term(reverse_kl)),
+    "a second look": lambda: with_teacher(kd=Term(jsd)),
+    "a mix": lambda: with_teacher(metrics=("entropy", "accuracy"), kd=Term(forward_kl), **CE),
+    "float32": lambda: with_teacher(dtype="fp32", kd=Term(forward_kl)),
+    "ids": lambda: with_teacher(ids=64, kd=Term(forward_kl)),
+    "ids and a mix": lambda: with_teacher(metrics=("entropy", "accuracy"), ids=20, kd=Term(reverse_kl), **CE),
 }
 
 

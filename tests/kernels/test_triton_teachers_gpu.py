@@ -132,12 +132,12 @@ def test_more_than_two_to_the_31_elements():
 
 
 def test_no_compilation_when_only_the_number_of_rows_changes():
-    from headloss.backends.triton.kernels import dense, guided, meeting, taught
+    from headloss.backends.triton.kernels import dense, guided, meeting, visit
     from headloss.backends.triton.kernels import sparse as ids
 
     kernels = (
         dense.dense_sums_kernel, meeting.dense_merge_kernel, guided.guided_kernel, guided.look_kernel, ids.tail_kernel,
-        ids.gather_kernel, ids.store_kernel, ids.merge_ids_kernel, taught.taught_kernel,
+        ids.gather_kernel, ids.store_kernel, ids.merge_ids_kernel, visit.visit_kernel,
     )  # fmt: skip
     before = None
     for n in (1, 2, 16, 17, 33, 128):

@@ -111,7 +111,7 @@ def look(arguments: tuple[Any, ...], key: list[Any]) -> None:
             key.append("f")
         elif of is int:
             key.append((x == 1) + 2 * (x & 15 == 0) + 4 * (x.bit_length() > 31))
-        elif of is tuple:
+        elif isinstance(x, tuple):
             key.append(-1 - len(x))  # no number is noted as that
             look(x, key)
         elif x is None:

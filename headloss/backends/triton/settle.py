@@ -19,7 +19,8 @@ from headloss.backends.triton.kernels.settle import settle_kernel
 from headloss.backends.triton.launch import Launch, by_identity, place
 from headloss.backends.triton.printer.segments import SegmentProgram
 from headloss.backends.triton.tiles import LAUNCH, plain_temperature
-from headloss.backends.triton.visit import Number, Visited, _forms, as_number, kinds_of
+from headloss.backends.triton.visit import Number, _forms, as_number, kinds_of
+from headloss.backends.triton.visited import Visited
 
 BLOCK, WARPS = 256, 4  # fixed, so that the sums of a segment do not depend on what stands around it
 

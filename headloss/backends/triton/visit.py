@@ -3,25 +3,38 @@
 Dimension key:  C rows handed in   V columns in hand   T terms   F numbers per row
 
 The terms come as a `Program` (program.py): their joint graph printed as a Triton function.  It runs inside the kernel,
-so logits are read once and their gradient is written once.  Nothing is tuned at run time and nothing is atomic.
+so logits are read once and their gradient is written once; a teacher's are read along with them.  Nothing is tuned at
+run time and nothing is atomic.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from headloss.backends.triton.kernels.records import At, Flags, Given
 from headloss.backends.triton.kernels.totals import count_kernel, totals_kernel
 from headloss.backends.triton.kernels.visit import visit_kernel
-from headloss.backends.triton.launch import Launch, by_identity, place
+from headloss.backends.triton.launch import Launch, place
 from headloss.backends.triton.printer.program import Program
-from headloss.backends.triton.tiles import LAUNCH, check_dtype, plain_temperature, rows_of
-from headloss.facts import Fact, Softmax, Want
+from headloss.backends.triton.tiles import (
+    LAUNCH,
+    Rows,
+    Transform,
+    check_dtype,
+    plain_temperature,
+    readable,
+    rows_of,
+    vector_along,
+)
+from headloss.backends.triton.visited import Plan, Visited
+from headloss.backends.triton.visited import plan_of as plan_of
+from headloss.facts import Want
+from headloss.teachers import DenseChunk, TeacherChunk
 
 Number = float | Tensor
 Kinds = tuple[int, ...]  # see `kinds_of`
@@ -35,79 +48,13 @@ class Arguments(NamedTuple):
     factors: Mapping[str, Number]  # of each term, what its gradient is multiplied with: weight * grad_scale
 
 
-class Visited:
-    """What a visit found; in ignored rows everything is 0.  The kernel's (F, C) numbers by name, cut when asked for."""
-
-    def __init__(self, found: Tensor, best: Tensor | None, plan: Plan) -> None:
-        self.found, self.best, self.program, self.ends = found, best, plan.program, plan.ends
-
-    @classmethod
-    def join(cls, parts: Sequence[Visited]) -> Visited:
-        """Visits of rows that follow each other, as one."""
-        if len(parts) == 1:
-            return parts[0]
-        best = None if parts[0].best is None else torch.cat([x.best for x in parts if x.best is not None])
-        return cls(torch.cat([x.found for x in parts], 1), best, plan_of(parts[0].program))
-
-    def _slots(self, which: int) -> Tensor:
-        return self.found[self.ends[which] : self.ends[which + 1]]
-
-    @property
-    def softmax(self) -> Softmax:
-        most, *log_sums = self._slots(0).unbind()
-        return Softmax(most, tuple(log_sums))
-
-    @property
-    def block(self) -> Tensor:
-        """(F, C), the facts in their order, without the argmax."""
-        return self._slots(1)
-
-    @property
-    def facts(self) -> dict[Fact, Tensor]:
-        return dict(zip(self.program.want.facts, self.fact_values, strict=True))
-
-    @property
-    def fact_values(self) -> Sequence[Tensor]:
-        """In the order of the facts."""
-        slots: Sequence[Tensor] = self.found[self.ends[1] : self.ends[2]].unbind()
-        if self.best is None:
-            return slots
-        rest = iter(slots)
-        return [self.best if f.name == "argmax" else next(rest) for f in self.program.want.facts]
-
-    @property
-    def values(self) -> Tensor:
-        """(T, C), base * value."""
-        return self._slots(2)
-
-    @property
-    def term_values(self) -> tuple[Tensor, int]:
-        """Numbers that sum to the terms' values, and where among them the first term's are."""
-        return self.found, self.ends[2]
-
-    @property
-    def metric_values(self) -> Tensor:
-        """(M, C), in the order of the program's metrics."""
-        return self._slots(3)
-
-    @property
-    def metrics(self) -> dict[str, Tensor]:
-        return dict(zip(self.program.metrics, self._slots(3).unbind(), strict=True))
-
-    @property
-    def cotangents(self) -> dict[Fact, Tensor]:
-        return dict(zip(self.program.cotangents, self._slots(4).unbind(), strict=True))
-
-    @property
-    def input_cotangents(self) -> dict[str, Tensor]:
-        return dict(zip(self.program.input_cotangents, self._slots(5).unbind(), strict=True))
-
-
 class Shape(NamedTuple):
-    """How a row is swept: a block is `loads` vectors of 16 bytes for each lane."""
+    """How a row is swept: a block is `loads` vectors of 16 bytes for each lane; `ahead`: while one is
+    summed, the next is on its way."""
 
     warps: int
     loads: int
+    ahead: bool = False
 
 
 # by columns in hand: the first line whose bound is not below V.  Measured on an H200; see benchmarks/gpu_visit.py.
@@ -122,19 +69,26 @@ FORWARD = (
     (2048, Shape(4, 1), Shape(4, 1)),
     (1 << 31, Shape(8, 4), Shape(4, 4)),
 )
+# with a dense teacher; with a divergence that needs a second look; with ids.  See benchmarks/gpu_teachers.py.
+TAUGHT = (
+    (2048, Shape(4, 1), Shape(4, 1), Shape(4, 1)),
+    (65536, Shape(8, 2), Shape(8, 1), Shape(8, 2, True)),
+    (1 << 31, Shape(32, 2), Shape(8, 1), Shape(8, 2, True)),
+)
 FEWEST = 264  # two rows for each of an H200's processors; fewer are swept faster in parts
 
 
 def suits(C: int, V: int) -> bool:
-    """Whether one program a row keeps the device busy; else two launches with the row cut in parts are faster."""
+    """Whether one program per row keeps the device busy; else two launches with the row cut in parts are faster."""
     return C >= FEWEST or V <= 8192
 
 
 def shape_of(plan: Plan, V: int, gradient: bool = True) -> Shape:
-    for most, light, heavy in SHAPES if gradient else FORWARD:
-        if most >= V:
-            return heavy if plan.heavy else light
-    raise AssertionError(V)
+    if plan.program.want.teachers:
+        dense, look, ids = next(shapes for most, *shapes in TAUGHT if most >= V)
+        return look if plan.look is not None else dense if plan.flags["DENSE"] else ids
+    light, heavy = next(shapes for most, *shapes in (SHAPES if gradient else FORWARD) if most >= V)
+    return heavy if plan.heavy else light
 
 
 def visit(
@@ -146,6 +100,7 @@ def visit(
     arguments: Arguments,
     out_CV: Tensor | None,
     *,
+    teachers: Sequence[TeacherChunk] = (),
     scale: float = 1.0,
     softcap: float | None = None,
     start: int = 0,
@@ -156,25 +111,26 @@ def visit(
 ) -> Visited:
     """Facts, values and metrics of every row, and its gradient into `out_CV` (may be `raw_CV`; None: no gradient).
 
-    `ignore`: a target of -100 marks a row that is not read; so does False in `valid_C`.
+    `ignore`: a target of -100 marks a row that is not read; so does False in `valid_C`.  A dense teacher has every
+    column of the student's.
     """
     device, plan = raw_CV.device, plan_of(program)
-    assert (want is program.want or want == program.want) and not want.teachers
-    if out_CV is not None and out_CV.stride(-1) != 1 and raw_CV.shape[1] > 1:  # rare: write beside it, then copy
-        beside_CV = torch.empty_like(out_CV, memory_format=torch.contiguous_format)
-        visited = visit(
-            raw_CV, target_C, want, temperatures, program, arguments, beside_CV,
-            scale=scale, softcap=softcap, start=start, vocab=vocab, valid_C=valid_C, ignore=ignore, shape=shape,
-        )  # fmt: skip
-        out_CV.copy_(beside_CV)
-        return visited
-    return launch(
-        plan, raw_CV, target_C,
+    assert (want is program.want or want == program.want) and len(teachers) == len(want.teachers) <= 1
+    how: dict[str, Any] = {
+        "teacher": teachers[0] if teachers else None, "scale": scale, "softcap": softcap, "start": start,
+        "vocab": vocab, "valid_C": None if valid_C is None else valid_C.contiguous(), "ignore": ignore, "shape": shape,
+    }  # fmt: skip
+    given = (
         tuple([plain_temperature(T) for T in temperatures]),
-        *numbers_of(program, arguments, device), program.numbers, out_CV,
-        scale=scale, softcap=softcap, start=start, vocab=vocab,
-        valid_C=None if valid_C is None else valid_C.contiguous(), ignore=ignore, shape=shape,
-    )  # fmt: skip
+        *numbers_of(program, arguments, device),
+        program.numbers,
+    )
+    if out_CV is None or out_CV.stride(-1) == 1 or raw_CV.shape[1] < 2:
+        return launch(plan, raw_CV, target_C, *given, out_CV, **how)
+    other_CV = torch.empty_like(out_CV, memory_format=torch.contiguous_format)  # rare: write there, then copy
+    visited = launch(plan, raw_CV, target_C, *given, other_CV, **how)
+    out_CV.copy_(other_CV)
+    return visited
 
 
 def launch(
@@ -188,6 +144,7 @@ def launch(
     numbers: tuple[float, ...],
     out_CV: Tensor | None,
     *,
+    teacher: TeacherChunk | None = None,
     scale: float = 1.0,
     softcap: float | None = None,
     start: int = 0,
@@ -200,63 +157,143 @@ def launch(
     check_dtype(raw_CV)
     C, V = raw_CV.shape
     assert V > 0
-    vocab = V if vocab is None else vocab
-    found = torch.empty(plan.slots, C, dtype=torch.float32, device=raw_CV.device)
-    best = torch.empty(C, dtype=torch.int64, device=raw_CV.device) if plan.best else None
+    flags, width, device = plan.flags, plan.program.width, raw_CV.device
+    found = torch.empty(plan.slots, C, dtype=torch.float32, device=device)
+    best = torch.empty(C, dtype=torch.int64, device=device) if flags["BEST"] else None
+    their_best = torch.empty(C, dtype=torch.int64, device=device) if flags["TEACHER_BEST"] else None
+    wide = torch.empty(plan.wide_slots, C, width, dtype=torch.float32, device=device) if plan.wide_slots else None
+    visited = Visited(found, best, plan, their_best, wide)
     if C == 0:
-        return Visited(found, best, plan)
+        return visited
     raw = rows_of(raw_CV)
     out = raw if out_CV is None or out_CV is raw_CV else rows_of(out_CV)
-    stride, out_stride = raw.x_CV.stride(0), out.x_CV.stride(0)
+    target = target_C if plan.targets or ignore else None
+    taught = _taught(plan, raw, out, V, teacher)
     shape = shape or shape_of(plan, V, out_CV is not None)
-    target = target_C if plan.looks or ignore else None
+    empty = lambda x: raw.x_CV if x is None else x
+    at = At(
+        raw.x_CV, out.x_CV, empty(target), empty(valid_C), found, empty(best), taught.rows.x_CV, empty(their_best),
+        empty(taught.ids), empty(taught.sorted_ids), empty(wide),
+    )  # fmt: skip
+    vocab = V if vocab is None else vocab
+    cap = 1.0 if softcap is None else float(softcap)
+    given = Given(
+        temperatures, taught.temperatures, inputs, bases, factors, numbers, plan.look_numbers, float(vocab),
+        float(scale), cap, *taught.how.numbers,
+    )  # fmt: skip
+    assert C >> 31 == 0 == vocab >> 31
+    stride, out_stride, theirs = raw.x_CV.stride(0), out.x_CV.stride(0), taught.rows
     # rows of both at the same place of a vector, or no wide loads: the stores decide
     apart, lead_apart = stride - out_stride, raw.lead - out.lead
     together = raw.vector == out.vector and not apart % raw.vector and not lead_apart % raw.vector
     same = together and raw.line == out.line and not apart % raw.line and not lead_apart % raw.line
     even = raw.line == raw.vector and V % raw.vector == 0  # no vector belongs to two rows
-    assert C >> 31 == 0 == vocab >> 31
     # all that a compiled kernel depends on, read once: see launch.py
-    form = (
-        shape, raw_CV.dtype, raw.line, raw.vector, out.line, out.vector, together, same, even,
-        stride >> 31, out_stride >> 31, raw.x_CV.data_ptr() & 15 == 0, out.x_CV.data_ptr() & 15 == 0,
-        ignore, out_CV is None, scale != 1.0, None if target is None else target.dtype,
-        None if valid_C is None else valid_C.dtype, softcap is None,
-        _forms((*temperatures, *inputs, *bases, *factors)),  # how many of each, the plan knows
+    form = Form(
+        shape, raw_CV.dtype, out.x_CV.dtype, raw.line, raw.vector, out.line, out.vector, together, same, even,
+        (stride >> 31, out_stride >> 31, theirs.x_CV.stride(0) >> 31),
+        tuple([x.data_ptr() & 15 == 0 for x in (*at[:4], at.teacher, at.ids, at.sorted_ids)]),
+        None if target is None else target.dtype, None if valid_C is None else valid_C.dtype,
+        ignore, out_CV is None, scale != 1.0, softcap is not None,
+        _forms(temperatures), _forms(inputs), _forms(bases), _forms(factors), taught.form,
     )  # fmt: skip
     kernel = plan.variants.get(form)
     if kernel is None:
-        kernel = plan.variants[form] = _variant(
-            plan, raw_CV.dtype, target is None, ignore, valid_C is None, out_CV is None, scale != 1.0, softcap is None,
-            kinds_of(temperatures), kinds_of(inputs), kinds_of(bases), kinds_of(factors),
-            raw.line, raw.vector, out.line, out.vector, together, same, even, shape,
-        )  # fmt: skip
+        kernel = plan.variants[form] = _variant(plan, form)
     arguments = (
-        raw.x_CV, None if out_CV is None else out.x_CV, target, valid_C, found, best,
-        temperatures, inputs, bases, factors, numbers,
-        C, V, stride, raw.lead, out_stride, out.lead, 0 if target is None else target.stride(0), start, vocab,
-        float(scale), 1.0 if softcap is None else float(softcap),
+        at, given, V, stride, raw.lead, out_stride, out.lead, 0 if target is None else target.stride(0), start,
+        theirs.x_CV.stride(0), theirs.lead, width,
     )  # fmt: skip
     kernel.run(None, place(raw_CV), C, arguments)
-    return Visited(found, best, plan)
+    return visited
 
 
-def _variant(
-    plan: Plan, dtype: torch.dtype, targetless: bool, ignore: bool, unmasked: bool, forward: bool,
-    scaled: bool, uncapped: bool, temperatures: Kinds, inputs: Kinds, bases: Kinds, factors: Kinds,
-    line: int, vector: int, out_line: int, out_vector: int, together: bool, same: bool, even: bool, shape: Shape,
-) -> Launch:  # fmt: skip
+class Form(NamedTuple):
+    """All that a compiled visit depends on, of a call of some plan."""
+
+    shape: Shape
+    dtype: torch.dtype
+    out_dtype: torch.dtype
+    line: int
+    vector: int
+    out_line: int
+    out_vector: int
+    together: bool
+    same: bool
+    even: bool
+    long: tuple[int, ...]  # strides that need 64 bits
+    aligned: tuple[bool, ...]
+    target: torch.dtype | None
+    valid: torch.dtype | None
+    ignore: bool
+    forward: bool
+    scaled: bool
+    capped: bool
+    temperatures: tuple[Any, ...]  # see `_forms`
+    inputs: tuple[Any, ...]
+    bases: tuple[Any, ...]
+    factors: tuple[Any, ...]
+    teacher: tuple[Any, ...]
+
+
+class Taught(NamedTuple):
+    """A teacher as the kernel takes it."""
+
+    rows: Rows
+    ids: Tensor | None
+    sorted_ids: Tensor | None
+    temperatures: tuple[Number, ...]
+    how: Transform
+    form: tuple[Any, ...]  # temperatures, dtype, vectors along the student's rows and the output's, scaled, capped
+
+
+PLAIN = Transform(1.0, None)
+
+
+def _taught(plan: Plan, raw: Rows, out: Rows, V: int, teacher: TeacherChunk | None) -> Taught:
+    if teacher is None:
+        return Taught(raw, None, None, (), PLAIN, ())
+    if not isinstance(teacher, DenseChunk):
+        ids = teacher.ids_CK.contiguous()
+        return Taught(raw, ids, teacher.in_order() if plan.flags["TAIL"] else ids, (), PLAIN, ())
+    assert teacher.columns == V
+    want, how = plan.program.want, Transform(teacher.scale, teacher.softcap)
+    rows = rows_of(readable(teacher.raw_CV[:, :V]))
+    met = dict(zip(want.temperatures_of(want.teachers[0]), teacher.temperatures, strict=True))
+    given = tuple(plain_temperature(met.get(T, 1.0)) for T in want.temperatures)
+    form = (
+        _forms(given), rows.x_CV.dtype, vector_along(raw, rows), vector_along(out, rows),
+        how.scale != 1.0, how.softcap is not None,
+    )  # fmt: skip
+    return Taught(rows, None, None, given, how, form)
+
+
+def _variant(plan: Plan, form: Form) -> Launch:
     """The kernel with its constants, for calls of this form."""
-    constants = {
-        **plan.flags, **LAUNCH, "FN": plan.program.function, "SLOTS": plan.slots,
-        "TARGET": not targetless, "IGNORE": ignore and not targetless, "VALID": not unmasked, "GRADIENT": not forward,
-        "SCALED": scaled, "CAPPED": not uncapped, "PER_ROW": tuple(n >= 0 for n in temperatures),
-        "INPUT_ROWS": inputs, "BASE_KINDS": bases, "FACTOR_KINDS": factors,
-        "LINE": line, "VEC": vector, "OUT_LINE": out_line, "OUT_VEC": out_vector, "RAW_VEC": vector if together else 1,
-        "SAME": same, "EVEN": even, "PAIRED": dtype == torch.bfloat16 and vector > 1 and _pairs(),
-        "K": shape.loads, "L": 32 * shape.warps, "J": 16 // dtype.itemsize, "num_warps": shape.warps,
-    }  # fmt: skip
-    return Launch(visit_kernel, constants)
+    shape, itemsize = form.shape, form.dtype.itemsize
+    kinds, kind, along, out_along, scaled, capped = form.teacher or ((), form.dtype, 1, 1, False, False)
+    J = 16 // max(itemsize, kind.itemsize)
+    paired = lambda dtype, vector: dtype == torch.bfloat16 and vector > 1 and J == 8 and _pairs()
+    flags = Flags(
+        **plan.flags,
+        TARGET=form.target is not None, IGNORE=form.ignore and form.target is not None, VALID=form.valid is not None,
+        GRADIENT=not form.forward, PER_ROW=_kinds(form.temperatures, True), TEACHER_PER_ROW=_kinds(kinds, True),
+        INPUT_ROWS=_kinds(form.inputs), BASE_KINDS=_kinds(form.bases), FACTOR_KINDS=_kinds(form.factors),
+        SCALED=form.scaled, CAPPED=form.capped, TEACHER_SCALED=scaled, TEACHER_CAPPED=capped,
+        LINE=form.line, VEC=form.vector, OUT_LINE=form.out_line, OUT_VEC=form.out_vector,
+        RAW_VEC=form.vector if form.together else 1, TEACHER_VEC=along, OUT_TEACHER_VEC=out_along,
+        SAME=form.same, EVEN=form.even, PAIRED=paired(form.dtype, form.vector), TEACHER_PAIRED=paired(kind, along),
+        K=shape.loads, L=32 * shape.warps, J=J, AHEAD=shape.ahead,
+    )  # fmt: skip
+    program = plan.program
+    functions = {"FN": program.function, "VALUES": program.values, "LOOK": plan.look}
+    return Launch(visit_kernel, {**functions, "F": flags, "num_warps": shape.warps, **LAUNCH})
+
+
+def _kinds(forms: tuple[Any, ...], per_row: bool = False) -> tuple[Any, ...]:
+    """`kinds_of` from what `_forms` noted; or whether there is one per row."""
+    kinds = tuple([form if form == -1 else form[0] for form in forms])
+    return tuple(n >= 0 for n in kinds) if per_row else kinds
 
 
 @functools.cache
@@ -289,49 +326,10 @@ _COUNT = Launch(count_kernel, {"B": 4096, "num_warps": 16, **LAUNCH})
 
 @functools.lru_cache(256)
 def _totals(first: int, forms: tuple[Any, ...]) -> Launch:
-    kinds = tuple(form if form == -1 else form[0] for form in forms)
+    kinds = _kinds(forms)
     padded = 1 << (len(kinds) - 1).bit_length()
     block = max(256, 8192 // padded)
     return Launch(totals_kernel, {"FIRST": first, "KINDS": kinds, "P": padded, "B": block, "num_warps": 16, **LAUNCH})
-
-
-class Plan(NamedTuple):
-    """What a program fixes of the kernel."""
-
-    program: Program
-    slots: int
-    heavy: bool  # whether more is summed than e^z
-    looks: bool  # whether at the targets
-    best: bool
-    ends: tuple[int, ...]  # where softmax, facts, values, metrics and cotangents begin among the slots
-    flags: dict[str, Any]
-    variants: dict[Any, Launch]  # by the form of a call
-
-
-@by_identity
-def plan_of(program: Program) -> Plan:
-    want = program.want
-    used = [i for i, there in enumerate(program.there) if any(there)]
-    flags: dict[str, Any] = {
-        "VALUES": program.values,
-        "WHOLE": tuple(f.name == "argmax" for f in want.facts),
-        "USED": tuple(used),
-        "PICK": want.target,
-        "TOTAL": want.total,
-        "BEST": want.argmax,
-        "WANT_X": tuple(want.sums("X", T) for T in want.temperatures),
-        "WANT_Q": tuple(want.sums("Q", T) for T in want.temperatures),
-    }
-    flags |= {name: tuple(program.there[i][j] for i in used) for j, name in enumerate("ABECY")}
-    flags |= {"FINITE": any(flags["WANT_X"]), "FINITE_OUT": any(flags["B"])}
-    sizes = (
-        1 + len(want.temperatures), flags["WHOLE"].count(False),
-        len(program.terms), len(program.metrics),
-        len(program.cotangents), len(program.input_cotangents),
-    )  # fmt: skip
-    heavy = len(want.temperatures) > 1 or want.argmax or want.total or any((*flags["WANT_X"], *flags["WANT_Q"]))
-    looks, ends = want.target or program.target, (0, *itertools.accumulate(sizes))
-    return Plan(program, sum(sizes), heavy, looks, want.argmax, ends, flags, {})
 
 
 def numbers_of(

@@ -22,6 +22,14 @@ from headloss.backends.triton.kernels.sums import fetch
 
 
 @triton.jit
+def exponentials(logs):
+    each = ()
+    for i in tl.static_range(len(logs)):
+        each = each + (tl.exp2(logs[i] * LOG2E),)
+    return each
+
+
+@triton.jit
 def gradient(
     raw, other, m, log_sum, c, k, mt, meet, kt, kl, numbers, scale, cap, teacher_scale, teacher_cap,
     A: tl.constexpr, B: tl.constexpr, E: tl.constexpr, C: tl.constexpr, TEACHER: tl.constexpr, ELEMENT: tl.constexpr,
@@ -64,7 +72,7 @@ def gradient(
             if TD[i]:
                 g += kt[4 * i + 3] * tl.exp2(logq * LOG2E)
         if ELEMENT is not None:
-            found = ELEMENT(*logs, *numbers)
+            found = ELEMENT(*logs, *exponentials(logs), *numbers)
             for n in tl.static_range(len(LOOKS)):
                 p = tl.exp2(logs[2 * LOOKS[n]] * LOG2E)
                 g += kl[2 * n] * (found[2 * n + 1] - p * kl[2 * n + 1])
@@ -319,7 +327,7 @@ def look_both(
                 logp = tl.maximum((z - m) * meet[4 * i], NATS) - meet[4 * i + 1]
                 logq = tl.maximum((u - mt) * meet[4 * i + 2], NATS) - meet[4 * i + 3]
                 logs = logs + (logp, logq)
-            found = ELEMENT(*logs, *numbers)
+            found = ELEMENT(*logs, *exponentials(logs), *numbers)
             more = ()
             for i in tl.static_range(SUMS):
                 more = more + (sums[i] + tl.sum(found[i] + tl.zeros_like(z), axis=1),)
@@ -340,7 +348,7 @@ def look_both(
                 logp = tl.maximum((z - m) * meet[4 * i], NATS) - meet[4 * i + 1]
                 logq = tl.maximum((u - mt) * meet[4 * i + 2], NATS) - meet[4 * i + 3]
                 logs = logs + (tl.where(good, logp, 0.0), tl.where(good, logq, 0.0))
-            found = ELEMENT(*logs, *numbers)
+            found = ELEMENT(*logs, *exponentials(logs), *numbers)
             more = ()
             for i in tl.static_range(SUMS):
                 more = more + (sums[i] + tl.sum(tl.where(good, found[i], 0.0), axis=1),)

@@ -105,6 +105,13 @@ def logaddexp(x, y):
 
 
 @triton.jit
+def quick_falling(d):
+    """1 / (1 + e^d)."""
+    e = tl.exp2(-tl.abs(d) * LOG2E)
+    return tl.where(d > 0, e, 1.0) / (1.0 + e)
+
+
+@triton.jit
 def quick_logaddexp(x, y):
     """log(1 + e) by a polynomial for 0 <= e <= 1, right to 2e-7; of numbers that are not infinite."""
     e = tl.exp2(-tl.abs(x - y) * LOG2E)

@@ -5,7 +5,8 @@ Dimension key:  K loads in flight   L lanes (threads)   J columns of a lane in e
 
 A block is K x (L, J) columns.  Each lane keeps its own partial, so nothing waits for another warp inside a loop; there
 are many warps instead, whose loads and exponentials overlap.  The row's last block, which is cut, is read before the
-loop and kept for the second sweep.  See logits.py for boundaries and sums.py and pull.py for the algebra.
+loop and kept for the second sweep.  AHEAD: a block is on its way while the one before it is summed.  See logits.py for
+boundaries and sums.py and pull.py for the algebra.
 """
 
 import triton
@@ -19,62 +20,57 @@ LOWEST = tl.constexpr(-1.0e7)  # at or below is -inf: further down the rounding 
 
 
 @triton.jit
-def absorb(z, top, m, best, block, S, X, Q, c, WANT_X: tl.constexpr, WANT_Q: tl.constexpr, BEST: tl.constexpr):
+def absorb(z, top, m, best, block, sums, c, F: tl.constexpr):
     """Take a block z, K x (L, J), and its maxima (L,) into the lanes' partials (L,), without a word between lanes.
 
-    As in sums.py, but in each temperature a lane measures from the whole number below m c: t = z c - origin is then one
-    operation, and differences of origins are exact.  Where t is a factor, z is finite.
+    As in sums.py, S, X and Q of each temperature, but there a lane measures from the whole number below m c:
+    t = z c - origin is then one operation, and differences of origins are exact.  Where t is a factor, z is finite.
     """
-    if BEST:
+    if F.BEST:
         best = tl.where(top > m, block, best)  # strictly above: a tie keeps the earlier block
     new = tl.maximum(m, top)
-    S_, X_, Q_ = (), (), ()
+    more = ()
     for i in tl.static_range(len(c)):
         origin = tl.floor(new * c[i])
         d = tl.floor(m * c[i]) - origin
         k = tl.exp2(d)
-        s, x, q = k * S[i], X[i], Q[i]
-        if WANT_X[i]:
-            x = k * (x + d * S[i])
-        if WANT_Q[i]:
+        s, x, q = k * sums[3 * i], sums[3 * i + 1], sums[3 * i + 2]
+        if F.WANT_X[i]:
+            x = k * (x + d * sums[3 * i])
+        if F.WANT_Q[i]:
             q = k * k * q
         for n in tl.static_range(len(z)):
             t = tl.fma(z[n], c[i] + tl.zeros_like(z[n]), -origin[:, None] + tl.zeros_like(z[n]))
             e = tl.exp2(t)
             s += tl.sum(e, axis=1)
-            if WANT_X[i]:
+            if F.WANT_X[i]:
                 x += tl.sum(e * t, axis=1)
-            if WANT_Q[i]:
+            if F.WANT_Q[i]:
                 q += tl.sum(e * e, axis=1)
-        S_ = S_ + (s,)
-        X_ = X_ + (x,)
-        Q_ = Q_ + (q,)
-    return new, best, S_, X_, Q_
+        more = more + (s, x, q)
+    return new, best, more
 
 
 @triton.jit
-def gradient(
-    z, origin, c, k, cap,
-    A: tl.constexpr, B: tl.constexpr, E: tl.constexpr, C: tl.constexpr, CAPPED: tl.constexpr,
-):  # fmt: skip
+def gradient(z, origin, c, k, cap, F: tl.constexpr):
     """The dense part; `k` has four numbers for each temperature: a, b, e, c over T, as factors of 2^t, not of p.
 
     Where there is a `b`, z is finite.
     """
     g = tl.zeros_like(z)
     for i in tl.static_range(len(c)):
-        if A[i] or B[i] or E[i]:
+        if F.A[i] or F.B[i] or F.E[i]:
             t = tl.fma(z, c[i] + tl.zeros_like(z), tl.zeros_like(z) - origin[i])
             u = tl.exp2(t)
             slope = k[4 * i] + 0.0
-            if B[i]:
+            if F.B[i]:
                 slope = slope + k[4 * i + 1] * t
-            if E[i]:
+            if F.E[i]:
                 slope = slope + k[4 * i + 2] * u
             g += u * slope
-        if C[i]:
+        if F.C[i]:
             g += k[4 * i + 3]
-    return slopes(g, z, 1.0, cap, False, CAPPED)
+    return slopes(g, z, 1.0, cap, False, F.CAPPED)
 
 
 @triton.jit
@@ -123,38 +119,65 @@ def within(at, n: tl.constexpr, low, high):
 
 
 @triton.jit
+def without_ids(z, at, block_end, ids, walk):
+    """A block z, K x (L, J) from column `at` on, without the columns that are ids.
+
+    `ids`: a pointer to the row's, sorted, how many there are, and what leads from an id to its column.  They are walked
+    along with the blocks, `walk`: how many lie behind, and the columns of the next two, so that no block waits.
+    """
+    k, column, following = walk[0], walk[1], walk[2]
+    while column < block_end:
+        here = column.to(tl.int32)
+        left = ()
+        for n in tl.static_range(len(z)):
+            left = left + (tl.where(at + n * (at.shape[0] * at.shape[1]) == here, LEAST, z[n]),)
+        z = left
+        k += 1
+        column = following
+        following = id_column(ids, k + 1)
+    return z, (k, column, following)
+
+
+@triton.jit
+def id_column(ids, k):
+    """Where the k-th id stands, counted as columns are here; beyond the last: nowhere."""
+    return tl.load(ids[0] + k, mask=k < ids[1], other=4611686018427387904) + ids[2]
+
+
+@triton.jit
 def take_in(
-    x, at, skew, end, m, best, block, S, X, Q, total, centre, c, scale, cap, MASKED: tl.constexpr, EVEN: tl.constexpr,
-    TOTAL: tl.constexpr, BEST: tl.constexpr, WANT_X: tl.constexpr, WANT_Q: tl.constexpr, FINITE: tl.constexpr,
-    SCALED: tl.constexpr, CAPPED: tl.constexpr, PAIRED: tl.constexpr,
+    x, at, skew, end, m, best, block, sums, total, centre, c, how, ids, walk,
+    MASKED: tl.constexpr, EVEN: tl.constexpr, F: tl.constexpr,
 ):  # fmt: skip
-    """A stored block, from column `at` (L, J) on, into the lanes' partials.
+    """A stored block, from column `at` (L, J) on, into the lanes' partials; with TAIL, without the ids.
 
     MASKED: some of its columns may not be there.  If no vector is cut (EVEN) those were loaded as -inf.
     """
-    CUT: tl.constexpr = MASKED and (SCALED or CAPPED or not EVEN)
-    WORDS: tl.constexpr = PAIRED and not (SCALED or CAPPED or CUT)
+    CUT: tl.constexpr = MASKED and (F.SCALED or F.CAPPED or not EVEN)
+    WORDS: tl.constexpr = F.PAIRED and not (F.SCALED or F.CAPPED or CUT or F.TAIL)
     z = ()
-    if WORDS:
-        top = highest(x)
-    else:
-        top = m
     for n in tl.static_range(len(x)):
-        value = decode(x[n], scale, cap, FINITE and not TOTAL, SCALED, CAPPED, PAIRED)
-        if TOTAL:  # of all logits as they are
+        value = decode(x[n], how[0], how[1], F.FINITE and not F.TOTAL, F.SCALED, F.CAPPED, F.PAIRED)
+        if F.TOTAL:  # of all logits as they are
             away = value - centre
             if MASKED:
                 away = tl.where(within(at, n, skew, end), away, 0.0)
             total += tl.sum(away, axis=1)
-            if FINITE:
+            if F.FINITE:
                 value = finite(value)
         if CUT:
             value = tl.where(within(at, n, skew, end), value, LEAST)
-        if not WORDS:
-            top = tl.maximum(top, tl.max(value, axis=1))
         z = z + (value,)
-    m, best, S, X, Q = absorb(z, top, m, best, block, S, X, Q, c, WANT_X, WANT_Q, BEST)
-    return m, best, S, X, Q, total
+    if F.TAIL:
+        z, walk = without_ids(z, at, (block + 1) * (F.K * F.L * F.J), ids, walk)
+    if WORDS:
+        top = highest(x)
+    else:
+        top = m
+        for n in tl.static_range(len(z)):
+            top = tl.maximum(top, tl.max(z[n], axis=1))
+    m, best, sums = absorb(z, top, m, best, block, sums, c, F)
+    return m, best, sums, total, walk
 
 
 @triton.jit
@@ -202,77 +225,86 @@ def search(
 
 
 @triton.jit
-def read(
-    raw, skew, end, c, scale, cap,
-    TOTAL: tl.constexpr, BEST: tl.constexpr, WANT_X: tl.constexpr, WANT_Q: tl.constexpr, FINITE: tl.constexpr,
-    SCALED: tl.constexpr, CAPPED: tl.constexpr, LINE: tl.constexpr, VEC: tl.constexpr, EVEN: tl.constexpr,
-    POLICY: tl.constexpr, PAIRED: tl.constexpr, K: tl.constexpr, L: tl.constexpr, J: tl.constexpr,
-):  # fmt: skip
-    """The first sweep: what each lane has seen of the row, and the row's last block as it is stored."""
+def read(raw, skew, end, c, how, ids, POLICY: tl.constexpr, F: tl.constexpr):
+    """The first sweep: what each lane has seen of the row, and the row's last block as it is stored.
+
+    `how`: scale and cap; `ids`: see `without_ids`.
+    """
+    K: tl.constexpr = F.K
+    L: tl.constexpr = F.L
+    J: tl.constexpr = F.J
+    VEC: tl.constexpr = F.VEC
+    PAIRED: tl.constexpr = F.PAIRED
+    AHEAD: tl.constexpr = F.AHEAD
     BLOCK: tl.constexpr = K * L * J
     W: tl.constexpr = 2 if PAIRED else 1  # columns of a word
-    S, X, Q = (), (), ()
-    for _i in tl.static_range(len(c)):
-        S = S + (tl.zeros([L], tl.float32),)
-        X = X + (tl.zeros([L], tl.float32),)
-        Q = Q + (tl.zeros([L], tl.float32),)
+    sums = ()
+    for _i in tl.static_range(3 * len(c)):
+        sums = sums + (tl.zeros([L], tl.float32),)
     m = tl.full([L], LOWEST, tl.float32)
     best = tl.zeros([L], tl.int32)
     total = tl.zeros([L], tl.float32)
     centre = 0.0
-    if TOTAL:  # any logit of the row is near enough to keep the digits of a sum
-        centre = logits(tl.load(raw + skew), scale, cap, SCALED, CAPPED)
+    if F.TOTAL:  # any logit of the row is near enough to keep the digits of a sum
+        centre = logits(tl.load(raw + skew), how[0], how[1], F.SCALED, F.CAPPED)
         centre = tl.where(tl.abs(centre) < -LOWEST, centre, 0.0)
     words = raw
     if PAIRED:
         words = raw.to(tl.pointer_type(tl.int32))
     j = tl.arange(0, L)[:, None] * J + tl.arange(0, J)[None, :]
     w = tl.arange(0, L)[:, None] * (J // W) + tl.arange(0, J // W)[None, :]
-    first, last = blocks(skew, end, LINE, VEC, BLOCK)
+    first, last = blocks(skew, end, F.LINE, VEC, BLOCK)
     go = tl.multiple_of(skew // VEC * VEC, VEC)
     stop = tl.multiple_of((end + VEC - 1) // VEC * VEC, VEC)
+    none = tl.zeros([], tl.int64)
+    walk = (none, none, none)
+    if F.TAIL:
+        IDS: tl.constexpr = F.IDS
+        behind = tl.sum((id_column(ids, tl.arange(0, IDS)) < skew).to(tl.int64), axis=0)
+        walk = (behind, id_column(ids, behind), id_column(ids, behind + 1))
     # The last block is cut, so it cannot be part of the loop; loaded now, it is there when its turn comes.
     # Whole vectors, masked afterwards: a 16-byte vector with one good element can be read without harm.
     tail = take(words, last * (BLOCK // W) + w, go, stop, True, POLICY, K, PAIRED)
-    if LINE > VEC:
+    if F.LINE > VEC:
         for _head in range(0, first):
             h = take(words, w, go, stop, True, POLICY, K, PAIRED)
-            m, best, S, X, Q, total = take_in(
-                h, j, skew, end, m, best, 0, S, X, Q, total, centre, c, scale, cap,
-                True, False, TOTAL, BEST, WANT_X, WANT_Q, FINITE, SCALED, CAPPED, PAIRED,
-            )  # fmt: skip
+            m, best, sums, total, walk = take_in(
+                h, j, skew, end, m, best, 0, sums, total, centre, c, how, ids, walk, True, False, F
+            )
+    if AHEAD:
+        x = take(words, first * (BLOCK // W) + w, go, stop, True, POLICY, K, PAIRED)  # there may be no such block
     for block in tl.range(first, last, num_stages=1):
-        x = take(words, block * (BLOCK // W) + w, 0, 0, False, POLICY, K, PAIRED)
-        m, best, S, X, Q, total = take_in(
-            x, j, skew, end, m, best, block, S, X, Q, total, centre, c, scale, cap,
-            False, EVEN, TOTAL, BEST, WANT_X, WANT_Q, FINITE, SCALED, CAPPED, PAIRED,
-        )  # fmt: skip
+        if AHEAD:
+            following = take(words, tl.minimum(block + 1, last - 1) * (BLOCK // W) + w, 0, 0, False, POLICY, K, PAIRED)
+        else:
+            x = take(words, block * (BLOCK // W) + w, 0, 0, False, POLICY, K, PAIRED)
+        m, best, sums, total, walk = take_in(
+            x, block * BLOCK + j, skew, end, m, best, block, sums, total, centre, c, how, ids, walk, False, F.EVEN, F
+        )
+        if AHEAD:
+            x = following
     if end > last * BLOCK:
-        m, best, S, X, Q, total = take_in(
-            tail, last * BLOCK + j, skew, end, m, best, last, S, X, Q, total, centre, c, scale, cap,
-            True, EVEN, TOTAL, BEST, WANT_X, WANT_Q, FINITE, SCALED, CAPPED, PAIRED,
-        )  # fmt: skip
+        m, best, sums, total, walk = take_in(
+            tail, last * BLOCK + j, skew, end, m, best, last, sums, total, centre, c, how, ids, walk, True, F.EVEN, F
+        )
     top = tl.max(m, axis=0)
     column = tl.zeros([L], tl.int32)
-    if BEST:
+    if F.BEST:
         # a lane that holds the maximum knows in which block it first saw it, and reads that one once more
         column = search(
-            words, best, m == top, top, skew, end, go, stop, scale, cap, LINE > VEC, EVEN, SCALED, CAPPED, PAIRED,
-            K, L, J,
+            words, best, m == top, top, skew, end, go, stop, how[0], how[1],
+            F.LINE > VEC, F.EVEN, F.SCALED, F.CAPPED, PAIRED, K, L, J,
         )  # fmt: skip
-    return m, top, column - skew, S, X, Q, tl.sum(total, axis=0), centre, tail
+    return m, top, column - skew, sums, tl.sum(total, axis=0), centre, tail
 
 
 @triton.jit
-def emit(
-    x, out, at, low, high, origin, c, k, scale, cap, MASKED: tl.constexpr, PAIRED: tl.constexpr, FINITE: tl.constexpr,
-    A: tl.constexpr, B: tl.constexpr, E: tl.constexpr, C: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr,
-):  # fmt: skip
+def emit(x, out, at, low, high, origin, c, k, how, MASKED: tl.constexpr, PAIRED: tl.constexpr, F: tl.constexpr):
     """The gradient of a stored block."""
     for n in tl.static_range(len(x)):
         here = at + n * (at.shape[0] * at.shape[1])
-        g = gradient(decode(x[n], scale, cap, FINITE, SCALED, CAPPED, PAIRED), origin, c, k, cap, A, B, E, C, CAPPED)
-        g = g.to(out.dtype.element_ty)
+        z = decode(x[n], how[0], how[1], F.FINITE_OUT, F.SCALED, F.CAPPED, PAIRED)
+        g = gradient(z, origin, c, k, how[1], F).to(out.dtype.element_ty)
         if MASKED:
             tl.store(out + here, g, mask=(here >= low) & (here < high), cache_modifier=".cs")
         else:
@@ -280,13 +312,13 @@ def emit(
 
 
 @triton.jit
-def write(
-    raw, out, skew, end, tail, origin, c, k, at_target, picked, column, here, scale, cap,
-    A: tl.constexpr, B: tl.constexpr, E: tl.constexpr, C: tl.constexpr, FINITE: tl.constexpr, PICK: tl.constexpr,
-    SCALED: tl.constexpr, CAPPED: tl.constexpr, LINE: tl.constexpr, VEC: tl.constexpr, SAME: tl.constexpr,
-    PAIRED: tl.constexpr, K: tl.constexpr, L: tl.constexpr, J: tl.constexpr,
-):  # fmt: skip
+def write(raw, out, skew, end, tail, origin, c, k, at_target, picked, column, here, how, F: tl.constexpr):
     """The second sweep: the gradient of a row, from its end to its beginning; see pull.py."""
+    K: tl.constexpr = F.K
+    L: tl.constexpr = F.L
+    J: tl.constexpr = F.J
+    VEC: tl.constexpr = F.OUT_VEC
+    PAIRED: tl.constexpr = F.PAIRED and F.RAW_VEC > 1
     BLOCK: tl.constexpr = K * L * J
     W: tl.constexpr = 2 if PAIRED else 1
     kind = out.dtype.element_ty
@@ -296,32 +328,27 @@ def write(
     low, high = inner(skew, end, VEC)
     j = tl.arange(0, L)[:, None] * J + tl.arange(0, J)[None, :]
     w = tl.arange(0, L)[:, None] * (J // W) + tl.arange(0, J // W)[None, :]
-    first, last = blocks(skew, end, LINE, VEC, BLOCK)
+    first, last = blocks(skew, end, F.OUT_LINE, VEC, BLOCK)
     ragged, ends = rim(skew, end, low, high, VEC)
     x_ends = tl.load(raw + ragged, mask=ends, other=0.0)  # early: its latency hides behind the blocks
     tl.debug_barrier()  # every warp has seen what it needs of the row before any may overwrite it
-    if not SAME:
+    if not F.SAME:
         tail = take(words, last * (BLOCK // W) + w, low, high, True, "evict_first", K, PAIRED)
-    emit(
-        tail, out, last * BLOCK + j, low, high, origin, c, k, scale, cap,
-        True, PAIRED, FINITE, A, B, E, C, SCALED, CAPPED,
-    )  # fmt: skip
+    emit(tail, out, last * BLOCK + j, low, high, origin, c, k, how, True, PAIRED, F)
     for back in tl.range(first, last, num_stages=1):
         block = last - 1 + first - back
         x = take(words, block * (BLOCK // W) + w, 0, 0, False, "evict_first", K, PAIRED)
-        emit(
-            x, out, block * BLOCK + j, 0, 0, origin, c, k, scale, cap, False, PAIRED, FINITE, A, B, E, C, SCALED, CAPPED
-        )
-    if LINE > VEC:
+        emit(x, out, block * BLOCK + j, 0, 0, origin, c, k, how, False, PAIRED, F)
+    if F.OUT_LINE > VEC:
         for _head in range(0, first):
             h = take(words, w, low, high, True, "evict_first", K, PAIRED)
-            emit(h, out, j, low, high, origin, c, k, scale, cap, True, PAIRED, FINITE, A, B, E, C, SCALED, CAPPED)
+            emit(h, out, j, low, high, origin, c, k, how, True, PAIRED, F)
     if (low > skew) | (high < end):
-        z_ends = finite(logits(x_ends, scale, cap, SCALED, CAPPED))
-        tl.store(out + ragged, gradient(z_ends, origin, c, k, cap, A, B, E, C, CAPPED).to(kind), mask=ends)
-    if PICK:  # noqa: SIM102, known before the kernel runs
+        z_ends = finite(logits(x_ends, how[0], how[1], F.SCALED, F.CAPPED))
+        tl.store(out + ragged, gradient(z_ends, origin, c, k, how[1], F).to(kind), mask=ends)
+    if F.PICK:  # noqa: SIM102, known before the kernel runs
         if here:  # one store instead of a comparison for every column
-            z_y = finite(logits(picked, scale, cap, SCALED, CAPPED))
-            g_y = gradient(z_y, origin, c, k, cap, A, B, E, C, CAPPED) + slopes(at_target, z_y, 1.0, cap, False, CAPPED)
+            z_y = finite(logits(picked, how[0], how[1], F.SCALED, F.CAPPED))
+            g_y = gradient(z_y, origin, c, k, how[1], F) + slopes(at_target, z_y, 1.0, how[1], False, F.CAPPED)
             tl.debug_barrier()
             tl.store(out + column, g_y.to(kind))

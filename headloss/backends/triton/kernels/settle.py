@@ -15,8 +15,8 @@ target -100 among them are ignored.
 import triton
 import triton.language as tl
 
+from headloss.backends.triton.kernels.given import argument, number
 from headloss.backends.triton.kernels.logits import temperature
-from headloss.backends.triton.kernels.visit import argument, number
 
 
 @triton.jit

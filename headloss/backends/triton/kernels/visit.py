@@ -3,235 +3,311 @@
 
 Dimension key:  K loads in flight   L lanes (threads)   J columns of a lane in each load   F numbers per row   N rows
 
-A program owns a row.  It sweeps the row once for the sums behind the facts, each lane on its own (see sums.py), calls
+A program owns a row.  It sweeps the row once for the sums behind the facts, each lane on its own (row_loops.py), calls
 two printed functions, `VALUES` (sums to facts) and `FN` (facts to losses and coefficients), and sweeps the row again,
-backwards, while the end of it is still in the cache, to write the gradient.  `found` (F, N) takes what is known of a
-row: its maximum and log_sums, the facts, the terms' values, metrics, and cotangents.  Ignored rows are not read; their
-numbers and their gradient are 0.
+backwards, while the end of it is still in the cache, to write the gradient.  With a dense teacher both rows are swept
+together (pair_loops.py), once more for divergences that need both softmaxes first.  The ids of a sparse teacher are
+read first; if the rest of the row is wanted by itself (TAIL), the sweep is over that alone and the ids join it at the
+end, the tail's pull is written everywhere, and the ids last.
+
+`found` (F, N) takes what is known of a row: its maximum and log_sums; of a dense teacher its maximum, its log_sums and
+the slopes of each divergence, of a sparse one the tail's maximum and log_sums; then facts, the terms' values, metrics
+and cotangents.  What has a value per id goes to `wide` (F, N, count).  Ignored rows are not read; their numbers and
+their gradient are 0.
 """
 
 import triton
 import triton.language as tl
 
+from headloss.backends.triton.kernels.dense import BITS, NATS
+from headloss.backends.triton.kernels.found import AT_IDS, skip_row, store_row
+from headloss.backends.triton.kernels.given import arguments
+from headloss.backends.triton.kernels.lanes import NOWHERE, column_or_start, origin_of, sweep_pair, sweep_row, with_ids
 from headloss.backends.triton.kernels.logits import LN2, LOG2E, boundary, logits, temperature
-from headloss.backends.triton.kernels.row_loops import LOWEST, read, write, zeros
-
-
-@triton.jit
-def number(given, row, POINTER: tl.constexpr, PER_ROW: tl.constexpr):
-    """A number of a row: given as such, as one on the device, or as one a row."""
-    if PER_ROW:
-        return tl.load(given + row)
-    elif POINTER:
-        return tl.load(given)
-    else:
-        return given + tl.zeros([], tl.float32)
-
-
-@triton.jit
-def as_argument(x):
-    """What a printed function takes: float32, float64, int64 or bool."""
-    if x.dtype.is_fp64():
-        return x
-    elif x.dtype.is_floating():
-        return x.to(tl.float32)
-    elif x.dtype.is_bool():
-        return x
-    else:
-        return x.to(tl.int64)
-
-
-@triton.jit
-def argument(given, row, count, k, ROWS: tl.constexpr):
-    """An input of the printed function: a number, one on the device, one a row, or (ROWS = 2) one an id of the row."""
-    if ROWS == 2:
-        return as_argument(tl.load(given + row * count + k, mask=k < count, other=0))
-    else:
-        return as_argument(number(given, row, ROWS >= 0, ROWS == 1))
-
-
-@triton.jit
-def arguments(
-    inputs, bases, factors, numbers, row, count, k,
-    INPUT_ROWS: tl.constexpr, BASE_KINDS: tl.constexpr, FACTOR_KINDS: tl.constexpr,
-):  # fmt: skip
-    """What the printed function takes beside facts, and each term's weight of the row."""
-    given, weights, seeds, known = (), (), (), ()
-    for i in tl.static_range(len(inputs)):
-        given = given + (argument(inputs[i], row, count, k, INPUT_ROWS[i]),)
-    for i in tl.static_range(len(bases)):
-        weights = weights + (number(bases[i], row, BASE_KINDS[i] >= 0, BASE_KINDS[i] == 1).to(tl.float32),)
-        factor = number(factors[i], row, FACTOR_KINDS[i] >= 0, False).to(tl.float32)
-        seeds = seeds + (weights[i] * factor,)
-    for i in tl.static_range(len(numbers)):
-        known = known + (number(numbers[i], row, False, False).to(tl.float32),)
-    return given, weights, seeds, known
-
-
-@triton.jit
-def plus(a, b, a_, b_):
-    return a + a_, b + b_
+from headloss.backends.triton.kernels.packed_bf16 import finite
+from headloss.backends.triton.kernels.pair_loops import look_pair, write_pair
+from headloss.backends.triton.kernels.pull import slopes
+from headloss.backends.triton.kernels.row_loops import LOWEST, gradient, write, zeros
 
 
 @triton.jit(
     do_not_specialize=[
-        "N", "V", "stride", "lead", "out_stride", "out_lead", "target_stride", "start", "vocab",
+        "V", "stride", "lead", "out_stride", "out_lead", "target_stride", "start", "teacher_stride", "teacher_lead",
+        "count",
     ],
-    do_not_specialize_on_alignment=["target", "valid"],
 )  # fmt: skip
 def visit_kernel(
-    raw, out, target, valid, found, best_out, temperatures, inputs, bases, factors, numbers,
-    N, V, stride, lead, out_stride, out_lead, target_stride, start, vocab, scale, cap,
-    FN: tl.constexpr, VALUES: tl.constexpr, WHOLE: tl.constexpr, USED: tl.constexpr, SLOTS: tl.constexpr,
-    TARGET: tl.constexpr, IGNORE: tl.constexpr, VALID: tl.constexpr, GRADIENT: tl.constexpr,
-    PICK: tl.constexpr, TOTAL: tl.constexpr, BEST: tl.constexpr,
-    WANT_X: tl.constexpr, WANT_Q: tl.constexpr, FINITE: tl.constexpr,
-    PER_ROW: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr,
-    A: tl.constexpr, B: tl.constexpr, E: tl.constexpr, C: tl.constexpr, Y: tl.constexpr, FINITE_OUT: tl.constexpr,
-    INPUT_ROWS: tl.constexpr, BASE_KINDS: tl.constexpr, FACTOR_KINDS: tl.constexpr,
-    LINE: tl.constexpr, VEC: tl.constexpr, OUT_LINE: tl.constexpr, OUT_VEC: tl.constexpr, RAW_VEC: tl.constexpr,
-    SAME: tl.constexpr, EVEN: tl.constexpr, PAIRED: tl.constexpr, K: tl.constexpr, L: tl.constexpr, J: tl.constexpr,
+    at, given, V, stride, lead, out_stride, out_lead, target_stride, start, teacher_stride, teacher_lead, count,
+    FN: tl.constexpr, VALUES: tl.constexpr, LOOK: tl.constexpr, F: tl.constexpr,
 ):  # fmt: skip
+    POLICY: tl.constexpr = "evict_last" if F.GRADIENT else "evict_first"
+    IDS: tl.constexpr = F.IDS
+    LOOK_SUMS: tl.constexpr = F.LOOK_SUMS
+    RAW_VEC: tl.constexpr = F.RAW_VEC
+    TEACHER_VEC: tl.constexpr = F.TEACHER_VEC
+    OUT_TEACHER_VEC: tl.constexpr = F.OUT_TEACHER_VEC
     row = tl.program_id(0).to(tl.int64)
-    POLICY: tl.constexpr = "evict_last" if GRADIENT else "evict_first"
-    begin, skew = boundary(row, stride, lead, LINE)
+    step = tl.num_programs(0).to(tl.int64)
+    begin, skew = boundary(row, stride, lead, F.LINE)
     out_skew = 0
-    if GRADIENT:
-        out_begin, out_skew = boundary(row, out_stride, out_lead, OUT_LINE)
+    out = at.out
+    if F.GRADIENT:
+        out_begin, out_skew = boundary(row, out_stride, out_lead, F.OUT_LINE)
         out += out_begin
-    found += row
-    step = N.to(tl.int64)
-    rows = vocab.to(tl.float32)
 
     live = tl.full([], 1, tl.int1)
     wanted = tl.zeros([], tl.int64)
-    if TARGET:
-        wanted = tl.load(target + row * target_stride).to(tl.int64)
-    if IGNORE:
+    if F.TARGET:
+        wanted = tl.load(at.target + row * target_stride).to(tl.int64)
+    if F.IGNORE:
         live = live & (wanted != -100)
-    if VALID:
-        live = live & (tl.load(valid + row) != 0)
+    if F.VALID:
+        live = live & (tl.load(at.valid + row) != 0)
+    k = 0
+    if IDS:
+        k = tl.arange(0, IDS)
 
     if live:
         # everything a row needs is on its way before the sweep
-        given, weights, seeds, known = arguments(
-            inputs, bases, factors, numbers, row, 0, 0, INPUT_ROWS, BASE_KINDS, FACTOR_KINDS
-        )
-        T, c = (), ()
-        for i in tl.static_range(len(temperatures)):
-            T = T + (temperature(temperatures[i], row, PER_ROW[i]),)
+        inputs, weights, seeds, known = arguments(given, row, count, k, F)
+        how = (given.scale, given.cap, given.teacher_scale, given.teacher_cap)
+        T, c, ct = (), (), ()
+        for i in tl.static_range(len(F.A)):
+            T = T + (temperature(given.temperatures[i], row, F.PER_ROW[i]),)
             c = c + (tl.div_rn(LOG2E, T[i]),)
+            if F.DENSE:
+                ct = ct + (tl.div_rn(LOG2E, temperature(given.teacher_temperatures[i], row, F.TEACHER_PER_ROW[i])),)
+        raw_row = at.raw + (row * stride + lead)
         column = (wanted - start).to(tl.int32)
         here = (column >= 0) & (column < V)
-        picked = tl.zeros([], raw.dtype.element_ty)
-        if PICK:
-            picked = tl.load(raw + (row * stride + lead + column), mask=here, other=0.0)
+        picked = tl.zeros([], at.raw.dtype.element_ty)
+        said = 0.0
+        if F.PICK:
+            picked = tl.load(raw_row + column, mask=here, other=0.0)
+            if F.DENSE:
+                said = tl.load(at.teacher + (row * teacher_stride + teacher_lead + column), mask=here, other=0.0)
+        there = tl.full([], 1, tl.int1)
+        named, at_k, raw_k, z_k = there, 0, 0.0, 0.0
+        if IDS:
+            there = k < count
+            id_k = tl.load(at.ids + row * count + k, mask=there, other=-1)
+            at_k = (id_k - start).to(tl.int32)
+            named = (id_k >= 0) & (at_k >= 0) & (at_k < V)
+            raw_k = tl.load(raw_row + at_k, mask=named, other=0.0)
+            z_k = tl.where(named, logits(raw_k, how[0], how[1], F.SCALED, F.CAPPED), -float("inf"))
 
-        m, top, seen, S, X, Q, total, centre, tail = read(
-            raw + begin, skew, skew + V, c, scale, cap,
-            TOTAL, BEST, WANT_X, WANT_Q, FINITE, SCALED, CAPPED, LINE, VEC, EVEN, POLICY, PAIRED, K, L, J,
-        )  # fmt: skip
+        topt, bestt, theirs, tail = tl.full([], LOWEST, tl.float32), tl.full([], NOWHERE, tl.int32), (), ()
+        teacher = at.teacher
+        if F.DENSE:
+            teacher += tl.multiple_of(row * teacher_stride + teacher_lead - skew, TEACHER_VEC)
+            top, best, own, total, topt, bestt, theirs = sweep_pair(
+                at.raw + begin, teacher, skew, skew + V, c, ct, how, POLICY, F
+            )
+        else:
+            ids = (at.sorted_ids + row * count, count, skew.to(tl.int64) - start)
+            top, best, own, total, tail = sweep_row(at.raw + begin, skew, skew + V, c, how, ids, POLICY, F)
 
-        # merge the lanes
-        some = top > LOWEST  # else every logit is -inf
-        origin = tl.where(some, top, 0.0)
-        sums, spreads, squares, origins, offs = (), (), (), (), ()
-        for i in tl.static_range(len(c)):
-            origin_i = tl.floor(top * c[i])
-            off = tl.fma(top, c[i], -origin_i)  # from there to the maximum itself
-            d = tl.floor(m * c[i]) - origin_i - off
-            k = tl.exp2(d)
-            if WANT_X[i]:  # both in one step: lanes wait for each other once
-                s, spread = tl.reduce((k * S[i], k * (X[i] + d * S[i])), 0, plus)
-                spreads = spreads + (spread * LN2,)
-            else:
-                s = tl.sum(k * S[i], axis=0)
-                spreads = spreads + (0.0,)
-            origins = origins + (origin_i,)
-            offs = offs + (off,)
-            sums = sums + (s,)
-            if WANT_Q[i]:
-                squares = squares + (tl.sum(k * k * Q[i], axis=0),)
-            else:
-                squares = squares + (0.0,)
+        swept = top
+        tails = ()
+        tail_most = -float("inf")
+        other = origin_of(topt)  # of the teacher, or of the tail
+        if F.TAIL:
+            for i in tl.static_range(len(c)):
+                tails = tails + (own[3 * i],)
+            top = tl.maximum(swept, tl.max(z_k, axis=0))
+            own = with_ids(own, swept, top, z_k, c, F)
+            other = origin_of(swept)
+            tail_most = tl.where(swept > LOWEST, swept, -float("inf"))
+            if F.BEST:  # equal values among the ids and in the tail: the lowest column
+                best = tl.where(swept == top, best, NOWHERE)
+                best = tl.minimum(best, tl.min(tl.where(named & (z_k == top), at_k, NOWHERE), axis=0))
+        origin = origin_of(top)
+        most = tl.where(top > LOWEST, top, -float("inf"))
         away = -float("inf")
-        if PICK:
-            away = tl.where(here, logits(picked, scale, cap, SCALED, CAPPED) - origin, -float("inf"))
-        total = total + V.to(tl.float32) * (centre - origin)
-        best = tl.zeros([], tl.int64)
-        if BEST:
-            best = tl.where(some, tl.min(seen, axis=0) + start, start).to(tl.int64)
-        most = tl.where(some, top, -float("inf"))
-        facts, log_sums = VALUES(most, away, total, best, T, sums, spreads, squares, rows)
+        if F.PICK:
+            away = tl.where(here, logits(picked, how[0], how[1], F.SCALED, F.CAPPED) - origin, -float("inf"))
+        total += V.to(tl.float32) * (origin_of(swept) - origin)
+        sums, spreads, squares, sums_t, ys, fs, gs = (), (), (), (), (), (), ()
+        for i in tl.static_range(len(c)):
+            sums = sums + (own[3 * i],)
+            spreads = spreads + (own[3 * i + 1],)
+            squares = squares + (own[3 * i + 2],)
+            if F.DENSE:
+                sums_t = sums_t + (theirs[6 * i],)
+                ys = ys + (theirs[6 * i + 1],)
+                fs = fs + (theirs[6 * i + 2] + theirs[6 * i + 3] * NATS,)
+                gs = gs + (theirs[6 * i + 4] + theirs[6 * i + 5] * NATS,)
+        argmax = column_or_start(best, top, start)
+        log_t = ()
+        if F.DENSE or IDS:
+            settled, log_sums, log_t = VALUES(
+                most, away, total, argmax, T, sums, spreads, squares, given.vocab,
+                column_or_start(bestt, topt, start), sums_t, ys, fs, gs, z_k - origin, tail_most, tails,
+            )  # fmt: skip
+        else:
+            settled, log_sums = VALUES(most, away, total, argmax, T, sums, spreads, squares, given.vocab)
 
-        if GRADIENT:
-            pulls = FN(facts, given, wanted, known, seeds, rows)[4]
+        # for the second look and for the gradient: p = 2^t / s, with t measured from a whole number, so that 2^t needs
+        # no further constant; `n_` is log2 s then
+        origins, n_, kept = (), (), ()
+        for i in tl.static_range(len(c)):
+            row_origin = tl.floor(top * c[i])
+            log_s = log_sums[i] * LOG2E + tl.fma(top, c[i], -row_origin)
+            origins = origins + (row_origin,)
+            n_ = n_ + (log_s,)
+            if F.DENSE:
+                if F.MET[i]:
+                    origin_t = tl.floor(topt * ct[i])
+                    off_t = tl.fma(topt, ct[i], -origin_t)
+                    log_st = log_t[i] * LOG2E + off_t
+                    kept = kept + (
+                        c[i], -row_origin, ct[i], -origin_t, BITS + off_t,
+                        log_s * LN2, NATS - log_sums[i], log_st * LN2, NATS - log_t[i],
+                        tl.exp2(-log_s), tl.exp2(-log_st),
+                    )  # fmt: skip
+                else:
+                    kept = kept + (c[i], -row_origin, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+        looks = ()
+        if F.LOOK_SUMS:
+            looks = look_pair(at.raw + begin, teacher, skew, skew + V, kept, given.look_numbers, how, POLICY, LOOK, F)
+        facts = ()
+        for i in tl.static_range(len(F.KINDS)):
+            if F.LOOK_OF[i] >= 0:
+                facts = facts + (looks[2 * F.LOOK_OF[i]],)
+            elif F.KINDS[i] == AT_IDS:
+                facts = facts + (tl.where(named, settled[i], 0.0),)  # an id that names no column counts as 0
+            else:
+                facts = facts + (settled[i],)
+
+        if F.GRADIENT:
+            if F.DENSE or IDS:
+                results = FN(facts, inputs, wanted, known, seeds, given.vocab, there, named)
+            else:
+                results = FN(facts, inputs, wanted, known, seeds, given.vocab)
+            pulls = results[4]
             f = 1.0
-            if SCALED:
-                f = scale + 0.0
+            if F.SCALED:
+                f = how[0] + 0.0
             moves = tl.full([], 0, tl.int1)
             at_target = 0.0
-            c_, origin_, k = (), (), ()
-            for i in tl.static_range(len(A)):
-                over = tl.div_rn(f, T[USED[i]])
-                # p = 2^t / s with t measured from `origins`, so that 2^t needs no further constant
-                log_s = log_sums[USED[i]] * LOG2E + offs[USED[i]]
-                r = tl.exp2(-log_s)
-                a, b, e, const = 0.0, 0.0, 0.0, 0.0
-                if A[i]:
-                    a = pulls[5 * USED[i]] * over
-                    moves = moves | (a != 0)
-                if B[i]:
-                    b = pulls[5 * USED[i] + 1] * over * LN2
-                    moves = moves | (b != 0)
-                    a = a - b * log_s
-                if E[i]:
-                    e = pulls[5 * USED[i] + 2] * over
+            at_ids = 0.0
+            origin_w, kw, ki, kl = (), (), (), ()
+            for q in tl.static_range(len(F.PULLED)):
+                pulled = results[5][4 * len(F.MEETS) + q] * tl.div_rn(f, T[F.PULLED_AT[q]])
+                moves = moves | (pulled != 0)
+                kl = kl + (pulled,)
+            for i in tl.static_range(len(c)):
+                over = tl.div_rn(f, T[i])
+                n = n_[i]
+                r = tl.exp2(-n)
+                a, b, e, const, at_q, d, a_tail = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
+                if F.A[i]:
+                    a = pulls[5 * i] * over
+                if F.B[i]:
+                    b = pulls[5 * i + 1] * over * LN2
+                if F.E[i]:
+                    e = pulls[5 * i + 2] * over
                     moves = moves | (e != 0)
-                if C[i]:
-                    const = pulls[5 * USED[i] + 3] * over
+                if F.C[i]:
+                    const = pulls[5 * i + 3] * over
                     moves = moves | (const != 0)
-                if Y[i]:
-                    at_y = pulls[5 * USED[i] + 4] * over
+                if F.Y[i]:
+                    at_y = pulls[5 * i + 4] * over
                     moves = moves | (at_y != 0)
                     at_target += at_y
-                c_ = c_ + (c[USED[i]],)
-                origin_ = origin_ + (origins[USED[i]],)
-                k = k + (a * r, b * r, e * r * r, const)
+                if F.DENSE and F.MEET_OF[i] >= 0:
+                    guided = results[5]
+                    a += guided[4 * F.MEET_OF[i]] * over
+                    b += guided[4 * F.MEET_OF[i] + 1] * over * LN2
+                    log_st = kept[11 * i + 7] * LOG2E
+                    if F.TC[i]:
+                        at_q = guided[4 * F.MEET_OF[i] + 2] * over * LN2
+                        moves = moves | (at_q != 0)
+                    if F.TD[i]:
+                        d = guided[4 * F.MEET_OF[i] + 3] * over
+                        moves = moves | (d != 0)
+                        d = d * kept[11 * i + 10]
+                    a -= at_q * log_st
+                if IDS and F.MEET_OF[i] >= 0:
+                    guided = results[5]
+                    if F.PULL_IDS[F.MEET_OF[i]]:
+                        at_ids = at_ids + guided[2 * F.MEET_OF[i]] * over
+                    if F.PULL_TAIL[F.MEET_OF[i]]:
+                        a_tail = guided[2 * F.MEET_OF[i] + 1] * over
+                        moves = moves | (a_tail != 0)
+                if F.A[i]:
+                    moves = moves | (a != 0)
+                if F.B[i]:
+                    moves = moves | (b != 0)
+                    a = a - b * n
+                if F.DENSE:
+                    for q in tl.static_range(len(F.PULLED)):
+                        if F.PULLED_AT[q] == i:
+                            a -= kl[q] * looks[2 * F.PULLED[q] + 1]
+                    kw = kw + (a * r, b * r, e * r * r, const, at_q * r, d)
+                elif F.TAIL:  # whatever is no id is measured from the tail's own origin, where nothing underflows
+                    ki = ki + (a * r, b * r, e * r * r, const)
+                    tail_origin = tl.floor(swept * c[i])
+                    apart = n + (origins[i] - tail_origin)
+                    r = tl.exp2(-apart)
+                    if F.B[i]:
+                        a = a + b * n - b * apart
+                    a = a * r
+                    if IDS and F.MEET_OF[i] >= 0:
+                        a += a_tail * tl.exp2(-(log_t[i] * LOG2E + tl.fma(swept, c[i], -tail_origin)))
+                    origin_w = origin_w + (tail_origin,)
+                    kw = kw + (a, b * r, e * r * r, const)
+                else:
+                    origin_w = origin_w + (origins[i],)
+                    kw = kw + (a * r, b * r, e * r * r, const)
+            if IDS:
+                at_ids = at_ids + tl.zeros_like(z_k)
+                moves = moves | (tl.sum((at_ids != 0).to(tl.int32), axis=0) > 0)
             if moves:
-                write(
-                    raw + tl.multiple_of(row * stride + lead - out_skew, RAW_VEC), out, out_skew, out_skew + V,
-                    tail, origin_, c_, k, at_target, picked, column + out_skew, here, scale, cap,
-                    A, B, E, C, FINITE_OUT, PICK, SCALED, CAPPED, OUT_LINE, OUT_VEC, SAME, PAIRED and RAW_VEC > 1,
-                    K, L, J,
-                )  # fmt: skip
+                raw_out = at.raw + tl.multiple_of(row * stride + lead - out_skew, RAW_VEC)
+                spot = column + out_skew
+                if F.DENSE:
+                    their_out = at.teacher + tl.multiple_of(
+                        row * teacher_stride + teacher_lead - out_skew, OUT_TEACHER_VEC
+                    )
+                    write_pair(
+                        raw_out, their_out, out, out_skew, out_skew + V, kept, kw + kl, given.look_numbers,
+                        at_target, (picked, said, here), spot, how, LOOK, F,
+                    )  # fmt: skip
+                else:
+                    write(
+                        raw_out, out, out_skew, out_skew + V, tail, origin_w, c, kw,
+                        at_target, picked, spot, here, how, F,
+                    )  # fmt: skip
+                if IDS:
+                    if not F.TAIL:
+                        ki = kw
+                    z = tl.where(named, finite(z_k), 0.0)
+                    if F.PICK:
+                        at_ids += tl.where(at_k == column, at_target, 0.0)
+                    g_k = gradient(z, origins, c, ki, how[1], F) + slopes(at_ids, z, 1.0, how[1], False, F.CAPPED)
+                    tl.debug_barrier()
+                    tl.store(out + (at_k + out_skew), g_k.to(out.dtype.element_ty), mask=named)
             else:
-                zeros(out, out_skew, out_skew + V, OUT_VEC, K * L * J)
+                zeros(out, out_skew, out_skew + V, F.OUT_VEC, F.K * F.L * F.J)
 
-        # what is known of the row; after the sweep, so that nothing in it waits for a metric
-        values, metrics, by_fact, by_input, _unused = FN(facts, given, wanted, known, seeds, rows)
-        tl.store(found, origin)
-        slot = 1
-        for i in tl.static_range(len(log_sums)):
-            tl.store(found + slot * step, log_sums[i])
-            slot += 1
-        for i in tl.static_range(len(WHOLE)):
-            if WHOLE[i]:
-                tl.store(best_out + row, facts[i])
-            else:
-                tl.store(found + slot * step, facts[i])
-                slot += 1
-        for i in tl.static_range(len(values)):
-            tl.store(found + slot * step, values[i] * weights[i])
-            slot += 1
-        rest = metrics + by_fact + by_input
-        for i in tl.static_range(len(rest)):
-            tl.store(found + slot * step, rest[i])
-            slot += 1
+        # after the sweep, so that nothing in it waits for a metric
+        if F.DENSE or IDS:
+            results = FN(facts, inputs, wanted, known, seeds, given.vocab, there, named)
+        else:
+            results = FN(facts, inputs, wanted, known, seeds, given.vocab)
+        numbers = (origin,) + log_sums
+        if F.DENSE or F.TAIL:
+            numbers = numbers + (other,)
+            for i in tl.static_range(len(F.MEETS)):
+                numbers = numbers + (log_t[F.MEETS[i]],)
+            for i in tl.static_range(LOOK_SUMS // 2):
+                numbers = numbers + (looks[2 * i + 1],)
+        rest = ()
+        for i in tl.static_range(len(weights)):
+            rest = rest + (results[0][i] * weights[i],)
+        store_row(at, row, step, numbers, facts, rest + results[1] + results[2] + results[3], count, k, F)
     else:
-        for i in tl.static_range(SLOTS):
-            tl.store(found + i * step, 0.0)
-        if BEST:
-            tl.store(best_out + row, tl.zeros([], tl.int64))
-        if GRADIENT:
-            zeros(out, out_skew, out_skew + V, OUT_VEC, K * L * J)
+        skip_row(at, row, step, count, k, F)
+        if F.GRADIENT:
+            zeros(out, out_skew, out_skew + V, F.OUT_VEC, F.K * F.L * F.J)

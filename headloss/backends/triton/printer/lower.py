@@ -30,20 +30,34 @@ def pointwise(graph: fx.GraphModule, name: str = "pointwise") -> Any:
 
 
 def quick(graph: fx.GraphModule, name: str) -> tuple[Any, tuple[float, ...]]:
-    """The same for a function that runs for every column and not once per row, and the numbers it is handed.
+    """The same for a function of logarithms that runs for every column and not once per row, and the numbers it takes.
 
-    Exponentials and quotients have the digits of Triton's own.  Float literals become arguments, after one that is
-    always there because Triton has no empty tuples; an exponent stays, because a known one is far cheaper.
+    Its arguments are those of the graph, e to each of them, and the numbers.  Exponentials and quotients have the
+    digits of Triton's own.  Float literals become arguments, after one that is always there because Triton has no empty
+    tuples; an exponent stays, because a known one is far cheaper.
     """
     printer = Printer(lifted=lambda i: f"n{i + 1}", but=("pow",))
-    source = source_of(graph, name, printer)
-    return compiled(_QUICK.sub(lambda m: f"quick_{m[1]}(", source), name), (0.0, *printer.numbers)
+    source = _QUICK.sub(lambda m: f"quick_{m[1]}(", source_of(graph, name, printer, exponentials=True))
+    source = re.sub(r"quick_exp\(a(\d+)\)", r"e\1", source)
+    return compiled(_share(source), name), (0.0, *printer.numbers)
+
+
+def _share(source: str) -> str:
+    """1 / (1 + e^d), the slope of logaddexp, from the exponential of -|d| that its value needs too."""
+    for found in list(_FALLING.finditer(source)):
+        e, _, one = found.group(1, 2, 3)
+        if len(re.findall(rf"\b{e}\b", source)) == 2 == len(re.findall(rf"\b{one}\b", source)):
+            source = source.replace(found[0], f"{found[4]} = {found[5]} * quick_falling({found[2]})")
+    return source
 
 
 _QUICK = re.compile(r"(?:tl\.(?=div_rn)|(?<![.\w]))(exp|div|logaddexp|sigmoid)(?:_rn)?\(")
+_FALLING = re.compile(r"(\w+) = quick_exp\((\w+)\)\n\s+(\w+) = \1 \+ 1\.0\n\s+(\w+) = quick_div\((\w+), \3\)")
 
 
-def source_of(graph: fx.GraphModule, name: str = "pointwise", printer: Printer | None = None) -> str:
+def source_of(
+    graph: fx.GraphModule, name: str = "pointwise", printer: Printer | None = None, exponentials: bool = False
+) -> str:
     placeholders = [n for n in graph.graph.nodes if n.op == "placeholder"]
     given = {n: Value(f"a{i}", kind_of(dtype_of(n))) for i, n in enumerate(placeholders)}
     outputs: list[fx.Node] = []
@@ -53,6 +67,8 @@ def source_of(graph: fx.GraphModule, name: str = "pointwise", printer: Printer |
     results = "".join(f"{values[node].text}, " for node in outputs)
     lifted = printer.lifted
     numbers = [] if lifted is None else [lifted(i) for i in range(-1, len(printer.numbers))]
+    if exponentials:
+        numbers = [f"e{i}" for i in range(len(given))] + numbers
     return function(name, [*(v.text for v in given.values()), *numbers], printer.lines, f"({results.rstrip()})")
 
 

@@ -1,0 +1,59 @@
+# mypy: ignore-errors
+"""What a visit leaves behind of a row; see visit.py.
+
+Dimension key:  F numbers per row   N rows
+"""
+
+import triton
+import triton.language as tl
+
+# the kinds of facts: a column of the student's, of the teacher's, a value per id; 0: one value
+COLUMN = tl.constexpr(1)
+TEACHER_COLUMN = tl.constexpr(2)
+AT_IDS = tl.constexpr(3)
+
+
+@triton.jit
+def store_row(at, row, step, numbers, facts, rest, count, k, F: tl.constexpr):
+    """What is known of the row: `numbers` of its softmax, facts, and `rest`, of which the cotangents may be wide."""
+    IDS: tl.constexpr = F.IDS
+    found = at.found + row
+    wide = at.wide + row * count + k
+    slot = 0
+    wide_slot = 0
+    for i in tl.static_range(len(numbers)):
+        tl.store(found + slot * step, numbers[i])
+        slot += 1
+    for i in tl.static_range(len(F.KINDS)):
+        if F.KINDS[i] == COLUMN:
+            tl.store(at.best + row, facts[i])
+        elif F.KINDS[i] == TEACHER_COLUMN:
+            tl.store(at.teacher_best + row, facts[i])
+        elif F.KINDS[i] == AT_IDS:
+            tl.store(wide + wide_slot * (step * count), facts[i], mask=k < count)
+            wide_slot += 1
+        else:
+            tl.store(found + slot * step, facts[i])
+            slot += 1
+    for i in tl.static_range(len(rest)):
+        if F.WIDE_REST[i]:
+            tl.store(wide + wide_slot * (step * count), rest[i] + tl.zeros([IDS], tl.float32), mask=k < count)
+            wide_slot += 1
+        else:
+            tl.store(found + slot * step, rest[i])
+            slot += 1
+
+
+@triton.jit
+def skip_row(at, row, step, count, k, F: tl.constexpr):
+    SLOTS: tl.constexpr = F.SLOTS
+    WIDE_SLOTS: tl.constexpr = F.WIDE_SLOTS
+    IDS: tl.constexpr = F.IDS
+    for i in tl.static_range(SLOTS):
+        tl.store(at.found + row + i * step, 0.0)
+    for i in tl.static_range(WIDE_SLOTS):
+        tl.store(at.wide + row * count + k + i * (step * count), tl.zeros([IDS], tl.float32), mask=k < count)
+    if F.BEST:
+        tl.store(at.best + row, tl.zeros([], tl.int64))
+    if F.TEACHER_BEST:
+        tl.store(at.teacher_best + row, tl.zeros([], tl.int64))

@@ -1,0 +1,372 @@
+# mypy: ignore-errors
+"""The sweeps of a visit over a row and a dense teacher's: `read_pair` sums both up, `look_pair` sums a divergence that
+needs both softmaxes, `write_pair` puts the gradient in its place, backwards.
+
+Dimension key:  K loads in flight   L lanes (threads)   J columns of a lane in each load   W columns of a stored word
+
+As row_loops.py, x of the student and y of the teacher, each from its own origin.  When the origins move by d and d',
+
+    St = 2^d' St + sum 2^y      Y = 2^d' (Y + d' St) + sum y 2^y      F = 2^d' (F + d (St - D)) + sum x 2^y
+
+and G, E are F, D with the two exchanged.  D is the teacher's weight on columns that the student rules out.  They count
+as x = FLOOR from the maximum of the whole row, which is known at the end only, so they wait beside F until then.
+"""
+
+import triton
+import triton.language as tl
+
+from headloss.backends.triton.kernels.dense import BITS, rebase
+from headloss.backends.triton.kernels.logits import LN2, logits
+from headloss.backends.triton.kernels.packed_bf16 import LEAST, decode, finite, highest, take
+from headloss.backends.triton.kernels.pull import slopes
+from headloss.backends.triton.kernels.row_loops import LOWEST, blocks, inner, rim, search, within
+
+
+@triton.jit
+def absorb_pair(z, u, top, topt, m, mt, best, bestt, block, sums, c, ct, F: tl.constexpr):
+    """Take a block of both, K x (L, J), and its maxima (L,) into the lanes' partials (L,)."""
+    if F.BEST:
+        best = tl.where(top > m, block, best)
+    if F.TEACHER_BEST:
+        bestt = tl.where(topt > mt, block, bestt)
+    new, newt = tl.maximum(m, top), tl.maximum(mt, topt)
+    more = ()
+    for i in tl.static_range(len(c)):
+        origin, origint = tl.floor(new * c[i]), tl.floor(newt * ct[i])
+        d, dt = tl.floor(m * c[i]) - origin, tl.floor(mt * ct[i]) - origint
+        k, kt = tl.exp2(d), tl.exp2(dt)
+        S, St = sums[9 * i], sums[9 * i + 3]
+        s, x, q, st, y = k * S, sums[9 * i + 1], sums[9 * i + 2], kt * St, sums[9 * i + 4]
+        f, lost, g, lostt = sums[9 * i + 5], sums[9 * i + 6], sums[9 * i + 7], sums[9 * i + 8]
+        if F.WANT_X[i]:
+            x = k * (x + d * S)
+        if F.WANT_Q[i]:
+            q = k * k * q
+        if F.WANT_Y[i]:
+            y = kt * (y + dt * St)
+        if F.WANT_F[i]:
+            f, lost = rebase(f, lost, St, d, BITS)
+            f, lost = kt * f, kt * lost
+        if F.WANT_G[i]:
+            g, lostt = rebase(g, lostt, S, dt, BITS)
+            g, lostt = k * g, k * lostt
+        for n in tl.static_range(len(z)):
+            t = tl.fma(z[n], c[i] + tl.zeros_like(z[n]), -origin[:, None] + tl.zeros_like(z[n]))
+            e = tl.exp2(t)
+            s += tl.sum(e, axis=1)
+            if F.WANT_X[i]:
+                x += tl.sum(e * t, axis=1)
+            if F.WANT_Q[i]:
+                q += tl.sum(e * e, axis=1)
+            if F.MET[i]:
+                r = tl.fma(u[n], ct[i] + tl.zeros_like(u[n]), -origint[:, None] + tl.zeros_like(u[n]))
+                w = tl.exp2(r)
+                st += tl.sum(w, axis=1)
+                if F.WANT_Y[i]:
+                    y += tl.sum(w * r, axis=1)
+                if F.WANT_F[i]:
+                    fine = t > BITS
+                    f += tl.sum(w * tl.where(fine, t, 0.0), axis=1)
+                    lost += tl.sum(tl.where(fine, 0.0, w), axis=1)
+                if F.WANT_G[i]:
+                    fine = r > BITS
+                    g += tl.sum(e * tl.where(fine, r, 0.0), axis=1)
+                    lostt += tl.sum(tl.where(fine, 0.0, e), axis=1)
+        more = more + (s, x, q, st, y, f, lost, g, lostt)
+    return new, newt, best, bestt, more
+
+
+@triton.jit
+def pair(
+    words, theirs, block, w, wt, bounds,
+    MASKED: tl.constexpr, POLICY: tl.constexpr, W: tl.constexpr, WT: tl.constexpr, F: tl.constexpr,
+):  # fmt: skip
+    """A block of both as it is stored; `w`, `wt`: the words of each lane.  The cache is to keep the student's."""
+    K: tl.constexpr = F.K
+    BLOCK: tl.constexpr = K * F.L * F.J
+    x = take(words, block * (BLOCK // W) + w, bounds[0], bounds[1], MASKED, POLICY, K, W == 2)
+    y = take(theirs, block * (BLOCK // WT) + wt, bounds[2], bounds[3], MASKED, "evict_first", K, WT == 2)
+    return x, y
+
+
+@triton.jit
+def values(x, y, at, skew, end, how, total, centre, MASKED: tl.constexpr, F: tl.constexpr):
+    """Logits and maxima of a stored block of both, from column `at` (L, J) on, and the running total."""
+    CUT: tl.constexpr = MASKED
+    WORDS: tl.constexpr = F.PAIRED and not (F.SCALED or F.CAPPED or CUT)
+    TEACHER_WORDS: tl.constexpr = F.TEACHER_PAIRED and not (F.TEACHER_SCALED or F.TEACHER_CAPPED or CUT)
+    z, u = (), ()
+    for n in tl.static_range(len(x)):
+        value = decode(x[n], how[0], how[1], F.FINITE and not F.TOTAL, F.SCALED, F.CAPPED, F.PAIRED)
+        other = decode(y[n], how[2], how[3], F.TEACHER_FINITE, F.TEACHER_SCALED, F.TEACHER_CAPPED, F.TEACHER_PAIRED)
+        if F.TOTAL:  # of all logits as they are
+            away = value - centre
+            if MASKED:
+                away = tl.where(within(at, n, skew, end), away, 0.0)
+            total += tl.sum(away, axis=1)
+            if F.FINITE:
+                value = finite(value)
+        if CUT:
+            good = within(at, n, skew, end)
+            value, other = tl.where(good, value, LEAST), tl.where(good, other, LEAST)
+        z = z + (value,)
+        u = u + (other,)
+    if WORDS:
+        top = highest(x)
+    else:
+        top = tl.max(z[0], axis=1)
+        for n in tl.static_range(1, len(z)):
+            top = tl.maximum(top, tl.max(z[n], axis=1))
+    if TEACHER_WORDS:
+        topt = highest(y)
+    else:
+        topt = tl.max(u[0], axis=1)
+        for n in tl.static_range(1, len(u)):
+            topt = tl.maximum(topt, tl.max(u[n], axis=1))
+    return z, u, top, topt, total
+
+
+@triton.jit
+def read_pair(raw, teacher, skew, end, c, ct, how, POLICY: tl.constexpr, F: tl.constexpr):
+    """The first sweep: what each lane has seen of both rows.  `how`: scale and cap, the teacher's scale and cap."""
+    K: tl.constexpr = F.K
+    L: tl.constexpr = F.L
+    J: tl.constexpr = F.J
+    W: tl.constexpr = 2 if F.PAIRED else 1
+    WT: tl.constexpr = 2 if F.TEACHER_PAIRED else 1
+    BLOCK: tl.constexpr = K * L * J
+    sums = ()
+    for _i in tl.static_range(9 * len(c)):
+        sums = sums + (tl.zeros([L], tl.float32),)
+    m, mt = tl.full([L], LOWEST, tl.float32), tl.full([L], LOWEST, tl.float32)
+    best, bestt = tl.zeros([L], tl.int32), tl.zeros([L], tl.int32)
+    total = tl.zeros([L], tl.float32)
+    centre = 0.0
+    if F.TOTAL:
+        centre = logits(tl.load(raw + skew), how[0], how[1], F.SCALED, F.CAPPED)
+        centre = tl.where(tl.abs(centre) < -LOWEST, centre, 0.0)
+    words, theirs = raw, teacher
+    if F.PAIRED:
+        words = raw.to(tl.pointer_type(tl.int32))
+    if F.TEACHER_PAIRED:
+        theirs = teacher.to(tl.pointer_type(tl.int32))
+    lane = tl.arange(0, L)[:, None]
+    j = lane * J + tl.arange(0, J)[None, :]
+    w, wt = lane * (J // W) + tl.arange(0, J // W)[None, :], lane * (J // WT) + tl.arange(0, J // WT)[None, :]
+    first, last = blocks(skew, end, F.LINE, F.VEC, BLOCK)
+    bounds = edges(skew, end, F.VEC) + edges(skew, end, F.TEACHER_VEC)
+    for block in tl.range(first, last, num_stages=1):
+        x, y = pair(words, theirs, block, w, wt, bounds, False, POLICY, W, WT, F)
+        z, u, top, topt, total = values(x, y, block * BLOCK + j, skew, end, how, total, centre, False, F)
+        m, mt, best, bestt, sums = absorb_pair(z, u, top, topt, m, mt, best, bestt, block, sums, c, ct, F)
+    for edge in range(1 - first, 1 + (end > last * BLOCK).to(tl.int32)):  # the row's first block if cut, and its last
+        block = tl.where(edge == 0, 0, last)
+        x, y = pair(words, theirs, block, w, wt, bounds, True, POLICY, W, WT, F)
+        z, u, top, topt, total = values(x, y, block * BLOCK + j, skew, end, how, total, centre, True, F)
+        m, mt, best, bestt, sums = absorb_pair(z, u, top, topt, m, mt, best, bestt, block, sums, c, ct, F)
+    column, columnt = tl.zeros([L], tl.int32), tl.zeros([L], tl.int32)
+    if F.BEST:
+        top = tl.max(m, axis=0)
+        column = search(
+            words, best, m == top, top, skew, end, bounds[0], bounds[1], how[0], how[1],
+            F.LINE > F.VEC, False, F.SCALED, F.CAPPED, F.PAIRED, K, L, J,
+        )  # fmt: skip
+    if F.TEACHER_BEST:
+        topt = tl.max(mt, axis=0)
+        columnt = search(
+            theirs, bestt, mt == topt, topt, skew, end, bounds[2], bounds[3], how[2], how[3],
+            True, False, F.TEACHER_SCALED, F.TEACHER_CAPPED, F.TEACHER_PAIRED, K, L, J,
+        )  # fmt: skip
+    return m, mt, column - skew, columnt - skew, sums, tl.sum(total, axis=0), centre
+
+
+@triton.jit
+def edges(skew, end, VEC: tl.constexpr):
+    """From where to where whole vectors may be read: one with a single good element can be, without harm."""
+    return tl.multiple_of(skew // VEC * VEC, VEC), tl.multiple_of((end + VEC - 1) // VEC * VEC, VEC)
+
+
+@triton.jit
+def looked(z, u, k, numbers, LOOK: tl.constexpr, F: tl.constexpr):
+    """LOOK's results: it takes log p and log q of each temperature where the two meet, in nats and never below the
+    floor, then p and q, then its numbers.  `k` as in `gradient_pair`."""
+    logs, each = (), ()
+    for n in tl.static_range(len(F.MEETS)):
+        AT: tl.constexpr = 11 * F.MEETS[n]
+        t = tl.fma(z, k[AT] + tl.zeros_like(z), k[AT + 1] + tl.zeros_like(z))
+        r = tl.fma(u, k[AT + 2] + tl.zeros_like(u), k[AT + 3] + tl.zeros_like(u))
+        logs = logs + (tl.maximum(t * LN2 - k[AT + 5], k[AT + 6]), tl.maximum(r * LN2 - k[AT + 7], k[AT + 8]))
+        each = each + (tl.exp2(t) * k[AT + 9], tl.exp2(r) * k[AT + 10])
+    return LOOK(*logs, *each, *numbers)
+
+
+@triton.jit
+def look_in(x, y, sums, k, numbers, how, LOOK: tl.constexpr, F: tl.constexpr):
+    """A whole block of both into the lanes' sums."""
+    LOOK_SUMS: tl.constexpr = F.LOOK_SUMS
+    for n in tl.static_range(len(x)):
+        z = decode(x[n], how[0], how[1], False, F.SCALED, F.CAPPED, F.PAIRED)
+        u = decode(y[n], how[2], how[3], False, F.TEACHER_SCALED, F.TEACHER_CAPPED, F.TEACHER_PAIRED)
+        found = looked(z, u, k, numbers, LOOK, F)
+        more = ()
+        for i in tl.static_range(LOOK_SUMS):
+            more = more + (sums[i] + tl.sum(found[i] + tl.zeros_like(z), axis=1),)
+        sums = more
+    return sums
+
+
+@triton.jit
+def look_pair(
+    raw, teacher, skew, end, k, numbers, how, POLICY: tl.constexpr, LOOK: tl.constexpr, F: tl.constexpr
+):  # fmt: skip
+    """The sums of LOOK's results; `k` as in `gradient_pair`."""
+    K: tl.constexpr = F.K
+    L: tl.constexpr = F.L
+    J: tl.constexpr = F.J
+    W: tl.constexpr = 2 if F.PAIRED else 1
+    WT: tl.constexpr = 2 if F.TEACHER_PAIRED else 1
+    LOOK_SUMS: tl.constexpr = F.LOOK_SUMS
+    BLOCK: tl.constexpr = K * L * J
+    sums = ()
+    for _ in tl.static_range(LOOK_SUMS):
+        sums = sums + (tl.zeros([L], tl.float32),)
+    words, theirs = raw, teacher
+    if F.PAIRED:
+        words = raw.to(tl.pointer_type(tl.int32))
+    if F.TEACHER_PAIRED:
+        theirs = teacher.to(tl.pointer_type(tl.int32))
+    lane = tl.arange(0, L)[:, None]
+    j = lane * J + tl.arange(0, J)[None, :]
+    w, wt = lane * (J // W) + tl.arange(0, J // W)[None, :], lane * (J // WT) + tl.arange(0, J // WT)[None, :]
+    first, last = blocks(skew, end, F.LINE, F.VEC, BLOCK)
+    bounds = edges(skew, end, F.VEC) + edges(skew, end, F.TEACHER_VEC)
+    for edge in range(1 - first, 1 + (end > last * BLOCK).to(tl.int32)):
+        block = tl.where(edge == 0, 0, last)
+        x, y = pair(words, theirs, block, w, wt, bounds, True, POLICY, W, WT, F)
+        for n in tl.static_range(K):
+            good = within(block * BLOCK + j, n, skew, end)
+            z = decode(x[n], how[0], how[1], False, F.SCALED, F.CAPPED, F.PAIRED)
+            u = decode(y[n], how[2], how[3], False, F.TEACHER_SCALED, F.TEACHER_CAPPED, F.TEACHER_PAIRED)
+            found = looked(tl.where(good, z, 0.0), tl.where(good, u, 0.0), k, numbers, LOOK, F)
+            more = ()
+            for i in tl.static_range(LOOK_SUMS):
+                more = more + (sums[i] + tl.sum(tl.where(good, found[i], 0.0), axis=1),)
+            sums = more
+    for back in tl.range(first, last, num_stages=1):  # backwards: the end of the row was read last
+        block = last - 1 + first - back
+        x, y = pair(words, theirs, block, w, wt, bounds, False, POLICY, W, WT, F)
+        sums = look_in(x, y, sums, k, numbers, how, LOOK, F)
+    whole = ()
+    for i in tl.static_range(LOOK_SUMS):
+        whole = whole + (tl.sum(sums[i], axis=0),)
+    return whole
+
+
+@triton.jit
+def gradient_pair(z, u, k, pulls, numbers, cap, LOOK: tl.constexpr, F: tl.constexpr):
+    """The dense part.  `k` has eleven numbers for each temperature: c and - origin of both, with t = z c - origin; the
+    least of the teacher's t; log S and the least log p, log St and the least log q, in nats; 1 / S and 1 / St.
+    `pulls` has six, over T and as factors of 2^t: those of 1, t, 2^t, of nothing, of the teacher's t, and of its 2^t;
+    and then one of each divergence that pulls.
+
+    Where t is a factor, z is finite.
+    """
+    g = tl.zeros_like(z)
+    for i in tl.static_range(len(F.MET)):
+        PULLS: tl.constexpr = F.A[i] or F.B[i] or F.E[i] or F.TC[i]
+        if PULLS:
+            t = tl.fma(z, k[11 * i] + tl.zeros_like(z), k[11 * i + 1] + tl.zeros_like(z))
+            e = tl.exp2(t)
+            slope = pulls[6 * i] + 0.0
+            if F.B[i]:
+                slope = slope + pulls[6 * i + 1] * t
+            if F.E[i]:
+                slope = slope + pulls[6 * i + 2] * e
+        if F.TC[i] or F.TD[i]:
+            r = tl.fma(u, k[11 * i + 2] + tl.zeros_like(u), k[11 * i + 3] + tl.zeros_like(u))
+            if F.TC[i]:
+                slope = slope + pulls[6 * i + 4] * tl.maximum(r, k[11 * i + 4])
+            if F.TD[i]:
+                g += pulls[6 * i + 5] * tl.exp2(r)
+        if PULLS:
+            g += e * slope
+        if F.C[i]:
+            g += pulls[6 * i + 3]
+    if len(F.PULLED) > 0:
+        found = looked(z, u, k, numbers, LOOK, F)
+        for n in tl.static_range(len(F.PULLED)):
+            g += pulls[6 * len(F.MET) + n] * found[2 * F.PULLED[n] + 1]
+    return slopes(g, z, 1.0, cap, False, F.CAPPED)
+
+
+@triton.jit
+def emit_pair(
+    x, y, out, at, low, high, k, pulls, numbers, how,
+    MASKED: tl.constexpr, PAIRED: tl.constexpr, TEACHER_PAIRED: tl.constexpr, LOOK: tl.constexpr, F: tl.constexpr,
+):  # fmt: skip
+    """The gradient of a stored block of both."""
+    for n in tl.static_range(len(x)):
+        here = at + n * (at.shape[0] * at.shape[1])
+        z = decode(x[n], how[0], how[1], F.FINITE_OUT, F.SCALED, F.CAPPED, PAIRED)
+        u = decode(y[n], how[2], how[3], False, F.TEACHER_SCALED, F.TEACHER_CAPPED, TEACHER_PAIRED)
+        g = gradient_pair(z, u, k, pulls, numbers, how[1], LOOK, F).to(out.dtype.element_ty)
+        if MASKED:
+            tl.store(out + here, g, mask=(here >= low) & (here < high), cache_modifier=".cs")
+        else:
+            tl.store(out + here, g, cache_modifier=".cs")
+
+
+@triton.jit
+def write_pair(
+    raw, teacher, out, skew, end, k, pulls, numbers, at_target, picked, column, how,
+    LOOK: tl.constexpr, F: tl.constexpr,
+):  # fmt: skip
+    """The last sweep: the gradient of a row, backwards.  `picked`: what stands at the target's `column` of both rows,
+    and whether it is there."""
+    K: tl.constexpr = F.K
+    L: tl.constexpr = F.L
+    J: tl.constexpr = F.J
+    VEC: tl.constexpr = F.OUT_VEC
+    PAIRED: tl.constexpr = F.PAIRED and F.RAW_VEC > 1
+    TEACHER_PAIRED: tl.constexpr = F.TEACHER_PAIRED and F.OUT_TEACHER_VEC > 1
+    W: tl.constexpr = 2 if PAIRED else 1
+    WT: tl.constexpr = 2 if TEACHER_PAIRED else 1
+    BLOCK: tl.constexpr = K * L * J
+    kind = out.dtype.element_ty
+    words, theirs = raw, teacher
+    if PAIRED:
+        words = raw.to(tl.pointer_type(tl.int32))
+    if TEACHER_PAIRED:
+        theirs = teacher.to(tl.pointer_type(tl.int32))
+    low, high = inner(skew, end, VEC)
+    lane = tl.arange(0, L)[:, None]
+    j = lane * J + tl.arange(0, J)[None, :]
+    w, wt = lane * (J // W) + tl.arange(0, J // W)[None, :], lane * (J // WT) + tl.arange(0, J // WT)[None, :]
+    first, last = blocks(skew, end, F.OUT_LINE, VEC, BLOCK)
+    ragged, ends = rim(skew, end, low, high, VEC)
+    x_ends, y_ends = tl.load(raw + ragged, mask=ends, other=0.0), tl.load(teacher + ragged, mask=ends, other=0.0)
+    bounds = (low, high, low, high)
+    tl.debug_barrier()  # every warp has seen what it needs of the row before any may overwrite it
+    for edge in range(1 - first, 1 + (high > last * BLOCK).to(tl.int32)):
+        block = tl.where(edge == 0, 0, last)
+        x, y = pair(words, theirs, block, w, wt, bounds, True, "evict_first", W, WT, F)
+        emit_pair(
+            x, y, out, block * BLOCK + j, low, high, k, pulls, numbers, how, True, PAIRED, TEACHER_PAIRED, LOOK, F
+        )
+    for back in tl.range(first, last, num_stages=1):
+        block = last - 1 + first - back
+        x, y = pair(words, theirs, block, w, wt, bounds, False, "evict_first", W, WT, F)
+        emit_pair(x, y, out, block * BLOCK + j, 0, 0, k, pulls, numbers, how, False, PAIRED, TEACHER_PAIRED, LOOK, F)
+    if (low > skew) | (high < end):
+        z = finite(logits(x_ends, how[0], how[1], F.SCALED, F.CAPPED))
+        u = logits(y_ends, how[2], how[3], F.TEACHER_SCALED, F.TEACHER_CAPPED)
+        tl.store(out + ragged, gradient_pair(z, u, k, pulls, numbers, how[1], LOOK, F).to(kind), mask=ends)
+    if F.PICK:  # noqa: SIM102, known before the kernel runs
+        if picked[2]:  # one store instead of a comparison for every column
+            z = finite(logits(picked[0], how[0], how[1], F.SCALED, F.CAPPED))
+            u = logits(picked[1], how[2], how[3], F.TEACHER_SCALED, F.TEACHER_CAPPED)
+            g = gradient_pair(z, u, k, pulls, numbers, how[1], LOOK, F) + slopes(
+                at_target, z, 1.0, how[1], False, F.CAPPED
+            )
+            tl.debug_barrier()
+            tl.store(out + column, g.to(kind))

@@ -1,0 +1,120 @@
+"""The records that kernels take: pointers, numbers, and flags that a compiled kernel is made for.
+
+Triton knows tuples with names.  It compiles another kernel where an integer in a tuple is 1 or a multiple of 16, so
+sizes are arguments of their own; and it tells kernels on disk apart by the text of a flag, so printed functions are
+arguments of their own too.  A pointer that a kernel has no use for is that of the logits.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+Flag = Any  # known when the kernel is compiled
+
+
+class At(NamedTuple):
+    """Where a visit reads and writes."""
+
+    raw: Any
+    out: Any
+    target: Any
+    valid: Any
+    found: Any  # (F, N)
+    best: Any
+    teacher: Any
+    teacher_best: Any
+    ids: Any
+    sorted_ids: Any
+    wide: Any  # (F, N, count)
+
+
+class Given(NamedTuple):
+    """What a visit is called with; tuples have an entry per temperature, input, term or literal."""
+
+    temperatures: Any
+    teacher_temperatures: Any
+    inputs: Any
+    bases: Any
+    factors: Any
+    numbers: Any
+    look_numbers: Any
+    vocab: Any
+    scale: Any
+    cap: Any
+    teacher_scale: Any
+    teacher_cap: Any
+
+
+class Flags(NamedTuple):
+    """What a visit is compiled for; a tuple has an entry per temperature, unless said otherwise."""
+
+    # what is wanted
+    KINDS: Flag  # of each fact: see `visit.py`
+    SLOTS: Flag
+    WIDE_SLOTS: Flag
+    WIDE_REST: Flag  # of each value, metric and cotangent, whether it has a value per id
+    PICK: Flag
+    TOTAL: Flag
+    BEST: Flag
+    WANT_X: Flag
+    WANT_Q: Flag
+    FINITE: Flag  # whether a logit is a factor in the sums
+    A: Flag  # a teacher's too
+    B: Flag
+    E: Flag
+    C: Flag
+    Y: Flag
+    FINITE_OUT: Flag  # and in the gradient
+    # of a teacher
+    DENSE: Flag
+    MEETS: Flag  # at which temperatures a teacher is compared
+    MEET_OF: Flag  # which of those this is, or -1
+    MET: Flag
+    TEACHER_BEST: Flag
+    WANT_Y: Flag
+    WANT_F: Flag
+    WANT_G: Flag
+    TEACHER_FINITE: Flag
+    TC: Flag
+    TD: Flag
+    LOOK_OF: Flag  # of each fact, which divergence of the second look it is, or -1
+    LOOK_SUMS: Flag
+    PULLED: Flag  # of each divergence that pulls, which one it is
+    PULLED_AT: Flag  # and at which temperature
+    # of a sparse teacher
+    IDS: Flag
+    TAIL: Flag
+    PULL_IDS: Flag
+    PULL_TAIL: Flag
+    # how it is called
+    TARGET: Flag
+    IGNORE: Flag
+    VALID: Flag
+    GRADIENT: Flag
+    PER_ROW: Flag
+    TEACHER_PER_ROW: Flag
+    INPUT_ROWS: Flag  # of each input
+    BASE_KINDS: Flag  # of each term
+    FACTOR_KINDS: Flag
+    NUMBERS: Flag
+    SCALED: Flag
+    CAPPED: Flag
+    TEACHER_SCALED: Flag
+    TEACHER_CAPPED: Flag
+    # how it lies in memory
+    LINE: Flag
+    VEC: Flag
+    OUT_LINE: Flag
+    OUT_VEC: Flag
+    RAW_VEC: Flag  # of the logits, counted from the output's boundary
+    TEACHER_VEC: Flag
+    OUT_TEACHER_VEC: Flag
+    SAME: Flag
+    EVEN: Flag
+    PAIRED: Flag
+    TEACHER_PAIRED: Flag
+    # how it is swept
+    K: Flag
+    L: Flag
+    J: Flag
+    AHEAD: Flag

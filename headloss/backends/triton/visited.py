@@ -1,0 +1,191 @@
+"""What a program fixes of a visit, and what a visit found, by name; see `visit.py`.
+
+Dimension key:  C rows handed in   T terms   M metrics   K ids per row   F numbers per row   W numbers per id
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton  # type: ignore
+from torch import Tensor
+
+from headloss.backends.triton.kernels.found import AT_IDS, COLUMN, TEACHER_COLUMN
+from headloss.backends.triton.launch import Launch, by_identity
+from headloss.backends.triton.printer.elements import printed
+from headloss.backends.triton.printer.facts import WIDE
+from headloss.backends.triton.printer.program import Program
+from headloss.facts import Fact, Softmax
+from headloss.teachers import DenseSoftmax, SparseSoftmax
+
+KINDS = {"argmax": COLUMN.value, "teacher_argmax": TEACHER_COLUMN.value, **dict.fromkeys(WIDE, AT_IDS.value)}
+
+
+class Plan(NamedTuple):
+    """What a program fixes of the kernel."""
+
+    program: Program
+    slots: int
+    wide_slots: int
+    heavy: bool  # whether more is summed than e^z
+    targets: bool  # whether it needs them
+    ends: tuple[int, ...]  # where softmax, facts, values, metrics and cotangents begin among the slots
+    flags: dict[str, Any]
+    look: Any  # the divergences of the second look, as one function, and its numbers
+    look_numbers: tuple[float, ...]
+    variants: dict[Any, Launch]  # by the form of a call
+
+
+@by_identity
+def plan_of(program: Program) -> Plan:
+    want, keys = program.want, program.want.temperatures
+    name = want.teachers[0] if want.teachers else None
+    met = () if name is None else want.temperatures_of(name)
+    dense, width = name is not None and not program.width, program.width
+    looks = tuple(f for f in want.facts if f.element is not None)
+    meets = tuple(keys.index(T) for T in met)
+    pulled_at = tuple(keys.index(f.temperature) for f in program.looked)
+    # of each temperature, the coefficients that the teacher feeds
+    guided = dict(zip(meets, program.guided, strict=True)) if name is not None else {}
+    theirs = lambda j: tuple(dense and i in guided and guided[i][j] for i in range(len(keys)))
+    tails = tuple(not dense and i in guided and guided[i][1] for i in range(len(keys)))
+    own = {x: tuple(there[j] for there in program.there) for j, x in enumerate("ABECY")}
+    sums = lambda x: tuple(name is not None and want.sums(x, T, name) for T in keys)
+    wide = tuple(f.name in WIDE for f in program.cotangents)
+    flags: dict[str, Any] = {
+        "KINDS": tuple(KINDS.get(f.name, 0) for f in want.facts),
+        "PICK": want.target, "TOTAL": want.total, "BEST": want.argmax,
+        "WANT_X": tuple(want.sums("X", T) or x for T, x in zip(keys, sums("X"), strict=True)),
+        "WANT_Q": tuple(want.sums("Q", T) for T in keys),
+        **own,
+        "A": tuple(any(x) or i in pulled_at for i, x in enumerate(zip(own["A"], theirs(0), tails, strict=True))),
+        "B": tuple(map(any, zip(own["B"], theirs(1), strict=True))),
+        "DENSE": dense, "MEETS": meets,
+        "MEET_OF": tuple(meets.index(i) if i in meets else -1 for i in range(len(keys))),
+        "MET": tuple(dense and i in meets for i in range(len(keys))),
+        "TEACHER_BEST": name is not None and want.sums("argmax", teacher=name),
+        **{f"WANT_{x}": sums(x) for x in "YFG"},
+        "TC": theirs(2), "TD": theirs(3),
+        "LOOK_OF": tuple(looks.index(f) if f in looks else -1 for f in want.facts), "LOOK_SUMS": 2 * len(looks),
+        "PULLED": tuple(looks.index(f) for f in program.looked), "PULLED_AT": pulled_at,
+        "IDS": triton.next_power_of_2(width) if width else 0,
+        "TAIL": name is not None and bool(width) and want.sums("tail_max", teacher=name),
+        "PULL_IDS": tuple(k[0] for k in program.guided) if width else (),
+        "PULL_TAIL": tuple(k[1] for k in program.guided) if width else (),
+        "WIDE_REST": (
+            *(False,) * (len(program.terms) + len(program.metrics)), *wide, *(False,) * len(program.input_cotangents),
+        ),
+    }  # fmt: skip
+    flags |= {
+        "FINITE": any(flags["WANT_X"]), "FINITE_OUT": any(flags["B"]), "TEACHER_FINITE": any(flags["WANT_Y"]),
+        "NUMBERS": len(program.numbers),
+    }  # fmt: skip
+    seen = 1 + len(met) + len(looks) if dense or flags["TAIL"] else 0
+    sizes = (
+        1 + len(keys) + seen, flags["KINDS"].count(0), len(program.terms), len(program.metrics),
+        wide.count(False), len(program.input_cotangents),
+    )  # fmt: skip
+    wide_slots = sum(f.name in WIDE for f in want.facts) + sum(wide)
+    flags |= {"SLOTS": sum(sizes), "WIDE_SLOTS": wide_slots}
+    heavy = len(keys) > 1 or want.argmax or want.total or any((*flags["WANT_X"], *flags["WANT_Q"]))
+    look: Any = None
+    numbers: tuple[float, ...] = (0.0,)
+    if looks:
+        look, numbers = printed(tuple((met.index(f.temperature), f.element) for f in looks), len(met))
+    ends = (0, *itertools.accumulate(sizes))
+    return Plan(program, sum(sizes), wide_slots, heavy, want.target or program.target, ends, flags, look, numbers, {})
+
+
+class Visited:
+    """What a visit found; in ignored rows everything is 0.  The kernel's numbers by name, cut when asked for:
+    `found` (F, C), `wide` (W, C, K), the facts at ids and then their cotangents, and the columns `best`, `theirs`."""
+
+    def __init__(
+        self, found: Tensor, best: Tensor | None, plan: Plan, theirs: Tensor | None = None, wide: Tensor | None = None
+    ) -> None:
+        self.found, self.best, self.plan, self.theirs, self.wide = found, best, plan, theirs, wide
+        self.program, self.ends = plan.program, plan.ends
+
+    @classmethod
+    def join(cls, parts: Sequence[Visited]) -> Visited:
+        """Visits of rows that follow each other, as one."""
+        first, *more = parts
+        if not more:
+            return first
+        cat = lambda name, dim: (
+            None if getattr(first, name) is None else torch.cat([getattr(x, name) for x in parts], dim)
+        )
+        return cls(cat("found", 1), cat("best", 0), first.plan, cat("theirs", 0), cat("wide", 1))  # type: ignore[arg-type]
+
+    def _slots(self, which: int) -> Tensor:
+        return self.found[self.ends[which] : self.ends[which + 1]]
+
+    @property
+    def softmax(self) -> Softmax:
+        want, flags = self.program.want, self.plan.flags
+        most, *rest = self._slots(0).unbind()
+        log_sums, rest = tuple(rest[: len(want.temperatures)]), rest[len(want.temperatures) :]
+        if not want.teachers:
+            return Softmax(most, log_sums)
+        met = flags["MEETS"]
+        if flags["DENSE"]:
+            log_St, looks = tuple(rest[1 : 1 + len(met)]), tuple(rest[1 + len(met) :])
+            seen: Any = DenseSoftmax(rest[0], tuple(log_sums[i] for i in met), log_St, looks)
+        else:
+            seen = SparseSoftmax(rest[0] if rest else None, tuple(rest[1:]))
+        return Softmax(most, log_sums, (seen,))
+
+    @property
+    def block(self) -> Tensor:
+        """(F, C), the facts in their order, without those that are columns or have a value per id."""
+        return self._slots(1)
+
+    @property
+    def facts(self) -> dict[Fact, Tensor]:
+        return dict(zip(self.program.want.facts, self.fact_values, strict=True))
+
+    @property
+    def fact_values(self) -> Sequence[Tensor]:
+        """In the order of the facts."""
+        if self.best is self.theirs is self.wide:  # none of them
+            slots: Sequence[Tensor] = self.block.unbind()
+            return slots
+        whole = {"argmax": self.best, "teacher_argmax": self.theirs}
+        return [*self._named(self.program.want.facts, 1, 0, whole).values()]
+
+    @property
+    def values(self) -> Tensor:
+        """(T, C), base * value."""
+        return self._slots(2)
+
+    @property
+    def term_values(self) -> tuple[Tensor, int]:
+        """Numbers that sum to the terms' values, and where among them the first term's are."""
+        return self.found, self.ends[2]
+
+    @property
+    def metric_values(self) -> Tensor:
+        """(M, C), in the order of the program's metrics."""
+        return self._slots(3)
+
+    @property
+    def metrics(self) -> dict[str, Tensor]:
+        return dict(zip(self.program.metrics, self._slots(3).unbind(), strict=True))
+
+    @property
+    def cotangents(self) -> dict[Fact, Tensor]:
+        before = sum(f.name in WIDE for f in self.program.want.facts)
+        return self._named(self.program.cotangents, 4, before, {})
+
+    def _named(self, facts: Sequence[Fact], which: int, skipped: int, whole: Any) -> dict[Fact, Tensor]:
+        slots = iter(self._slots(which).unbind())
+        wide = iter(() if self.wide is None else self.wide.unbind()[skipped:])
+        take = lambda name: whole[name] if name in whole else next(wide if name in WIDE else slots)
+        return {f: take(f.name) for f in facts}
+
+    @property
+    def input_cotangents(self) -> dict[str, Tensor]:
+        return dict(zip(self.program.input_cotangents, self._slots(5).unbind(), strict=True))
