@@ -424,7 +424,7 @@ FAULTS = [
     Fault("losses/orpo.py", "loss = -beta * logsigmoid(gap)", "loss = beta * logsigmoid(gap)", "orpo: a sign"),
     Fault("losses/simpo.py", "chosen - rejected - gamma", "chosen - rejected + gamma", "simpo: the margin's sign"),
     Fault("losses/_preference.py", "y.index_select(0, pairs[:, 0]), y.index_select(0, pairs[:, 1])", "y.index_select(0, pairs[:, 0]), y.index_select(0, pairs[:, 0])", "the rejected is the chosen"),
-    Fault("losses/jsd.py", "logq + math.log(beta), logp + math.log1p(-beta)", "logp + math.log(beta), logq + math.log1p(-beta)", "jsd: mixture weights swapped"),
+    Fault("losses/jsd.py", "beta * q + (1 - beta) * p)", "beta * p + (1 - beta) * q)", "jsd: mixture weights swapped"),
     Fault("losses/skew_kl.py", "logq + math.log(alpha), logp + math.log1p(-alpha)", "logp + math.log(alpha), logq + math.log1p(-alpha)", "skew_kl: mixture weights swapped"),
     Fault("losses/reverse_kl.py", "return reverse_cross_entropy - shared_entropy", "return reverse_cross_entropy", "reverse_kl: the student's entropy dropped"),
     Fault("losses/forward_kl.py", "return logq.exp() * (logq - logp)", "return logp.exp() * (logq - logp)", "forward_kl: weighted by the student"),

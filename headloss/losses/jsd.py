@@ -1,5 +1,3 @@
-import math
-
 import torch
 
 
@@ -8,5 +6,7 @@ def jsd(logp, logq, *, beta=0.5):
     (Agarwal et al. 2024).  Its ends are 0, not the two KLs, so they are refused."""
     if not 0 < beta < 1:
         raise ValueError(f"beta: wanted 0 < beta < 1, got {beta}; use forward_kl or reverse_kl for the ends")
-    logm = torch.logaddexp(logq + math.log(beta), logp + math.log1p(-beta))
-    return beta * logq.exp() * (logq - logm) + (1 - beta) * logp.exp() * (logp - logm)
+    p, q = logp.exp(), logq.exp()
+    logm = (beta * q + (1 - beta) * p).clamp(min=torch.finfo(p.dtype).tiny).log()
+    # what comes from the logarithms' own slopes adds up to 0: d m log m = (1 + log m) dm
+    return beta * q * (logq - logm).detach() + (1 - beta) * p * (logp - logm).detach()

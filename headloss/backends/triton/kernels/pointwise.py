@@ -8,7 +8,7 @@ any number.
 import triton
 import triton.language as tl
 
-from headloss.backends.triton.kernels.logits import LOG2E
+from headloss.backends.triton.kernels.logits import LN2, LOG2E
 from headloss.backends.triton.kernels.logits import tanh as unsigned_tanh
 
 INF = tl.constexpr(float("inf"))  # a NaN cannot be such a constant: Triton would find that it has changed
@@ -102,6 +102,21 @@ def logaddexp(x, y):
     top = tl.maximum(x, y, propagate_nan=tl.PropagateNan.ALL)
     same = (x == y) & (tl.abs(x) == INF)
     return tl.where(same, x, top + log1p(exp(-tl.abs(tl.where(same, 0.0, x - y)))))
+
+
+if triton.knobs.runtime.interpret:  # which knows no assembly
+
+    @triton.jit
+    def quick_log(x):
+        return tl.log(x)
+
+else:
+
+    @triton.jit
+    def quick_log(x):
+        """Of a positive number that is not denormal: off by 2^-22 of 1 or of itself."""
+        code: tl.constexpr = "lg2.approx.ftz.f32 $0, $1;"
+        return LN2 * tl.inline_asm_elementwise(code, "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit

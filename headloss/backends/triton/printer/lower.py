@@ -51,7 +51,7 @@ def _share(source: str) -> str:
     return source
 
 
-_QUICK = re.compile(r"(?:tl\.(?=div_rn)|(?<![.\w]))(exp|div|logaddexp|sigmoid)(?:_rn)?\(")
+_QUICK = re.compile(r"(?:tl\.(?=div_rn|log\()|(?<![.\w]))(exp|div|log|logaddexp|sigmoid)(?:_rn)?\(")
 _FALLING = re.compile(r"(\w+) = quick_exp\((\w+)\)\n\s+(\w+) = \1 \+ 1\.0\n\s+(\w+) = quick_div\((\w+), \3\)")
 
 
