@@ -8,5 +8,5 @@ def jsd(logp, logq, *, beta=0.5):
         raise ValueError(f"beta: wanted 0 < beta < 1, got {beta}; use forward_kl or reverse_kl for the ends")
     p, q = logp.exp(), logq.exp()
     logm = (beta * q + (1 - beta) * p).clamp(min=torch.finfo(p.dtype).tiny).log()
-    # what comes from the logarithms' own slopes adds up to 0: d m log m = (1 + log m) dm
-    return beta * q * (logq - logm).detach() + (1 - beta) * p * (logp - logm).detach()
+    # what the logarithms' own slopes add to the gradient is 0 in all: d(m log m) = (1 + log m) dm
+    return beta * (logq - logm).detach() * q + (1 - beta) * (logp - logm).detach() * p
