@@ -46,6 +46,7 @@ MORE = ("tests/trust/test_more_forms.py",)
 SHAPE = ("tests/test_shape_of_code.py",)
 OFF, TRL = ("tests/integrations/test_never_off.py",), ("tests/integrations/test_trl.py",)
 MESSAGES, REAL = ("tests/test_messages.py",), ("tests/integrations/test_real_trainers.py",)
+FAST = ("tests/integrations/test_fast_llm.py",)
 TOP = ("tests/test_top.py",)
 DRAFT = ("tests/test_vocab_ids.py",)
 TEACH = ("tests/test_teach.py",)
@@ -749,6 +750,13 @@ FAULTS = [
     Fault("integrations/verl_plugin.py", "    if ours and not use_fused_kernels:", "    if False:", "verl: a backend that nothing runs is taken without a word", REAL),
     Fault("integrations/verl.py", "None if low is None else 1 - low", "low", "verl: cispo's lower bound on the ratio is its distance from 1", REAL),
     Fault("integrations/torchtitan.py", "mask.bool() & old.isfinite()", "mask.bool()", "torchtitan: a token that the generator could not score makes the loss NaN", REAL),
+    Fault("integrations/torchtitan.py", "class Config(BaseLoss.Config):", "class Config(ChunkedLossWrapper.Config):", "torchtitan: graph_trainer rebuilds the config", REAL),
+    Fault("integrations/early.py", "return ready if same and ready is not None else targets", "return targets if ready is None else ready", "targets prepared for another batch are used", ("tests/integrations/test_torchtitan.py",)),
+    Fault("integrations/fast_llm.py", "x = x[self.distance - 1]", "x = x[0]", "Fast-LLM: a later head reads the next token's inputs", FAST),
+    Fault("integrations/fast_llm.py", "x.chunk(self.splits)[split]", "x.chunk(self.splits)[0]", "Fast-LLM: every split reads the first split's inputs", FAST),
+    Fault("integrations/fast_llm.py", 'kinds = {"max_": "maximum", "min_": "minimum"}', "kinds = {}", "Fast-LLM: extremes are added up", FAST),
+    Fault("integrations/fast_llm_plugin.py", "weight=weight * config.weight", "weight=config.weight", "Fast-LLM: the weight of a prediction head is left out", FAST),
+    Fault("integrations/fast_llm_plugin.py", "return self._tensor.group\n        return", "return None\n        return", "Fast-LLM: documents that cross ranks are cut in two", FAST),
     Fault("engine/heads.py", "all_NV, self._unpadded(all_NV)", "all_NV, all_NV", "columns that pad a vocabulary count", ("tests/test_padded_vocab.py",)),
     Fault("sources.py", "not 1 <= said <= held", "False", "a vocabulary of more columns than there are", ("tests/test_padded_vocab.py",)),
     Fault("parallel/dtensor.py", "weight.shape[0], source.vocab))", "weight.shape[0]))", "a padded weight that is a DTensor has no padding", ("tests/ranks/test_dtensor.py",)),

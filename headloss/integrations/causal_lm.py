@@ -6,7 +6,6 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
@@ -123,12 +122,6 @@ def targets_of(labels: Tensor | None, shift_labels: Tensor | None) -> Tensor:
     if not isinstance(labels, Tensor):
         raise TypeError(f"labels: wanted an integer tensor, got {type(labels).__name__}")
     return hl.shift_labels(labels)
-
-
-def prepared(targets: Tensor, segments: hl.Segments | None = None) -> Tensor | hl.Prepared:
-    """The targets of a step whose model has yet to run: what the host must know of them travels while it runs."""
-    early = targets.device.type == "cuda" and not torch.compiler.is_compiling()
-    return hl.prepare(targets, segments, non_blocking=True) if early else targets
 
 
 def lines_of(targets: Tensor, kwargs: Mapping[str, Any]) -> hl.Segments:

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import headloss as hl
+from headloss.integrations.early import Early
 
 
 class OutputProcessor:
@@ -32,7 +33,8 @@ class OutputProcessor:
     number of tokens makes the mean.  A token counts whose label is not -100 and whose `loss_mask` is not 0; a mask of
     other weights is an input of yours (`row_weight`).  Inputs of the losses come as
     `output_processor_context=hl.Inputs(advantage=..., segments=...)`, in the shape of the labels, and with them counts:
-    means over sequences need `num_segments`.  `last` is the record of the last call.
+    means over sequences need `num_segments`.  `last` is the record of the last call.  `watch(model)` lets the first
+    copy to the host begin before the model does.
 
     With tensor parallelism the vocabulary is in shards, with sequence parallelism hidden states are gathered first;
     with context parallelism each rank has its own tokens, and segments carry their group.  Multi-token prediction makes
@@ -46,6 +48,18 @@ class OutputProcessor:
             raise TypeError(f"objective: wanted hl.Objective, got {type(objective).__name__}")
         self.objective, self.vocab, self.group, self.options = objective, vocab, tp_group, source_options
         self.last: hl.Output | None = None
+        self.early = Early()
+
+    def watch(self, model: Any) -> Any:
+        """Start what the host must know of the labels before the model's forward, so that the loss does not wait for
+        it; returns the hook's handle."""
+
+        def before(model: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
+            if kwargs.get("output_processor") is self and kwargs.get("labels") is not None:
+                labels, mask = kwargs["labels"], kwargs.get("loss_mask")
+                self.early.start(_targets(labels, mask), labels, mask)
+
+        return model.register_forward_pre_hook(before, with_kwargs=True)
 
     def __call__(
         self,
@@ -61,8 +75,8 @@ class OutputProcessor:
     ) -> Tensor:
         if labels is None:
             raise ValueError("labels: the objective needs targets; leave output_processor out to get logits")
-        targets = labels if loss_mask is None else labels.masked_fill(loss_mask == 0, -100)
-        call = {"num_items": 1, **(context or {})}
+        targets, call = _targets(labels, loss_mask), {"num_items": 1, **(context or {})}
+        ready = self.early.take(targets, labels, loss_mask) if "segments" not in call else targets
         if any(t.reduction.startswith("seq_") for t in self.objective.terms.values()) and "num_segments" not in call:
             raise ValueError(
                 "num_segments: Megatron divides by tokens, and a term is a mean over sequences; give their number in "
@@ -77,10 +91,14 @@ class OutputProcessor:
             hidden_states.transpose(0, 1), output_layer.weight if output_weight is None else output_weight,
             self.group, vocab=self.vocab, partial_hidden=gathered, **{"scale": scale, **self.options},
         )  # fmt: skip
-        out = self.objective(source, targets, **call)
+        out = self.objective(source, ready, **call)
         self.last = out._replace(loss=out.loss.detach(), facts=hl.Facts({}))
         counts = (targets != -100).to(out.loss.dtype)
         return out.loss * counts / counts.sum().clamp(min=1)
+
+
+def _targets(labels: Tensor, loss_mask: Tensor | None) -> Tensor:
+    return labels if loss_mask is None else labels.masked_fill(loss_mask == 0, -100)
 
 
 def replace_cross_entropy() -> None:

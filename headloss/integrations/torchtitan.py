@@ -17,9 +17,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
-from torchtitan.components.loss import ChunkedLossWrapper  # type: ignore[import-not-found,unused-ignore]
+from torchtitan.components.loss import (  # type: ignore[import-not-found,unused-ignore]
+    BaseLoss,
+    ChunkedLossWrapper,
+)
 
 import headloss as hl
+from headloss.integrations.early import Early
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +39,9 @@ class HeadlossLoss(ChunkedLossWrapper):  # type: ignore[misc,unused-ignore]
     """
 
     @dataclass(kw_only=True, slots=True)
-    class Config(ChunkedLossWrapper.Config):  # type: ignore[misc,unused-ignore]
+    class Config(BaseLoss.Config):  # type: ignore[misc,unused-ignore]
+        # Not ChunkedLossWrapper's: graph_trainer makes a loss of its own from every config of that class.
+
         objective: dict[str, Any] = field(default_factory=lambda: {"terms": {"ce": "cross_entropy"}})
         """Terms and metrics, as `hl.Objective.from_config` reads them."""
 
@@ -45,10 +51,13 @@ class HeadlossLoss(ChunkedLossWrapper):  # type: ignore[misc,unused-ignore]
         global_vocab_size: int | None = None
         """Of a head that spmd_types has sharded; by default its shards are taken to be of one width."""
 
+        num_chunks: int | None = None
+        loss_fn: Any = None
+        """ChunkedLossWrapper's, refused: `memory` bounds the chunks, `objective` is the loss."""
+
     def __init__(self, config: Config, *, compile_config: Any = None) -> None:
-        plain = ChunkedLossWrapper.Config()
         for name, instead in (("num_chunks", "memory= bounds the chunks"), ("loss_fn", "objective= is the loss")):
-            if getattr(config, name, None) != getattr(plain, name, None):
+            if getattr(config, name) is not None:
                 raise ValueError(f"{name}: HeadlossLoss has no use for it; {instead}")
         if "loss" in getattr(compile_config, "components", ()) and getattr(compile_config, "enable", False):
             logger.info("compile.components: 'loss' has no effect on HeadlossLoss, whose sweeps are kernels already")
@@ -56,6 +65,11 @@ class HeadlossLoss(ChunkedLossWrapper):  # type: ignore[misc,unused-ignore]
         self.memory, self.vocab = config.memory, config.global_vocab_size
         self.lm_head: nn.Module | None = None
         self.last: hl.Output | None = None  # the record of the last call, without facts
+        self.early = Early()
+
+    def before(self, labels: Tensor) -> None:
+        """Start what the host must know of the labels: called before the model's forward, the loss does not wait."""
+        self.early.start(_local(labels), labels)
 
     def __call__(
         self,
@@ -70,7 +84,7 @@ class HeadlossLoss(ChunkedLossWrapper):  # type: ignore[misc,unused-ignore]
         if not isinstance(pred, Tensor) or not isinstance(labels, Tensor):
             raise TypeError("pred: wanted one tensor of hidden states; several predictions are not supported")
         num_items: Any = 1 if global_valid_tokens is None else global_valid_tokens
-        labels = _local(labels)
+        whole, labels = labels, _local(labels)
         rl = "generator_logprobs" in inputs
         if rl:
             old, mask = _local(inputs.pop("generator_logprobs")), _local(inputs.pop("loss_mask"))
@@ -82,8 +96,10 @@ class HeadlossLoss(ChunkedLossWrapper):  # type: ignore[misc,unused-ignore]
             if "segments" not in inputs and any(t.needs_segments for t in self.objective.terms.values()):
                 inputs["segments"] = hl.Segments.from_position_ids(positions.expand_as(labels))
 
+        targets = labels if rl or "segments" in inputs else self.early.take(labels, whole)
+
         def evaluate(hidden: Tensor) -> hl.Output:
-            return self.objective(self._source(head, hidden), labels, num_items=num_items, **inputs)
+            return self.objective(self._source(head, hidden), targets, num_items=num_items, **inputs)
 
         out = _inside(head, evaluate, pred) if _is_fsdp(head) else evaluate(pred)
         self.last = out._replace(loss=out.loss.detach(), facts=hl.Facts({}))

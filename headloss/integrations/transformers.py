@@ -32,10 +32,10 @@ from headloss.integrations.causal_lm import (
     count_of,
     lines_of,
     logits_transform,
-    prepared,
     targets_of,
     unwrapped,
 )
+from headloss.integrations.early import prepared
 from headloss.late import check_later, defers
 
 

@@ -24,6 +24,7 @@ from torch import Tensor
 import headloss as hl
 from headloss.integrations.adapter import Adapter, Expected, Head
 from headloss.integrations.causal_lm import check_model, check_objective, logits_transform, unwrapped
+from headloss.integrations.early import prepared
 from headloss.integrations.transformers import HeadlossCallback
 from headloss.integrations.trl_kernels import (
     UNSEEN,
@@ -247,6 +248,8 @@ class DistillationTrainer(_OnHeadloss, distillation_trainer.DistillationTrainer)
         counts = inputs["completion_mask"] * inputs.get("tool_mask", 1)
         more = {key: inputs[key] for key in _MULTIMODAL if key in inputs}
         arguments = (ids, mask, counts.shape[1])
+        targets = torch.zeros_like(counts, dtype=torch.long).masked_fill(counts == 0, -100)
+        ready = prepared(targets)
         hidden = self._get_last_hidden_state(unwrapped_student, *arguments, **more)
         self.teacher_model.eval()
         guide = self.accelerator.unwrap_model(self.teacher_model)
@@ -255,9 +258,10 @@ class DistillationTrainer(_OnHeadloss, distillation_trainer.DistillationTrainer)
                 self.teacher_model, guide, self._get_last_hidden_state, guide, *arguments, **more
             )
         adapter: Adapter = unwrapped(unwrapped_student).headloss
-        targets = torch.zeros_like(counts, dtype=torch.long).masked_fill(counts == 0, -100)
 
-        def evaluate(head: Head, hidden: Tensor, targets: Tensor, inputs: Any) -> tuple[Any, list[Tensor]]:
+        def evaluate(
+            head: Head, hidden: Tensor, targets: Tensor | hl.Prepared, inputs: Any
+        ) -> tuple[Any, list[Tensor]]:
             other = guide.get_output_embeddings()
             whole = types.SimpleNamespace(weight=_whole(other.weight), bias=_whole(other.bias))
             transform = {**logits_transform(guide.config), "temperature": self.temperature}
@@ -268,7 +272,7 @@ class DistillationTrainer(_OnHeadloss, distillation_trainer.DistillationTrainer)
             adapter.log.add(out._replace(metrics=shown(out.metrics)), self.model.training)
             return out, [out.loss]
 
-        with adapter.expecting(Expected(targets, evaluate)) as call:
+        with adapter.expecting(Expected(ready, evaluate)) as call:
             placeholder = adapter.head(hidden.to(adapter.head.weight.device))
             out, (loss,) = adapter.collect(call, placeholder)
         return loss, out.facts.entropy.detach().sum(), (targets != -100).sum()

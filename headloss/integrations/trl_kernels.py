@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 import headloss as hl
 from headloss.integrations.adapter import HERE, Adapter, Expected, Head
-from headloss.integrations.causal_lm import check_head, check_model, logits_transform, prepared, unwrapped
+from headloss.integrations.causal_lm import check_head, check_model, logits_transform, unwrapped
+from headloss.integrations.early import prepared
 from headloss.metrics import read_metrics
 
 VERSIONS = ("1.16",)

@@ -226,10 +226,14 @@ def megatrons_gpt(sequence_parallel: bool, mup: bool) -> None:
         processor = {"ours": ours.OutputProcessor(hl.Objective(ce=cross_entropy)), "z": ours.OutputProcessor(z)}.get(
             how
         )
+        begun: list[Any] = []
+        if processor is not None:
+            processor.watch(model)
+            processor.early.start = lambda *given: begun.append(given)  # type: ignore[method-assign]
         for _ in range(2):
             optimizer.zero_grad()
             losses = model(ids, positions, mask, labels=labels, loss_mask=loss_mask, output_processor=processor)
-            assert losses.shape == (B, 8)
+            assert losses.shape == (B, 8) and (processor is None or begun.pop()[1:] == (labels, loss_mask))
             loss = (losses * loss_mask).sum() / loss_mask.sum()
             loss.backward()
             found += [loss.detach(), *(p.grad.clone() for p in model.parameters())]
@@ -419,6 +423,8 @@ def torchtitans_trainer() -> None:
     assert isinstance(loss_fn, ChunkedLossWrapper)  # so the trainer hands over the head
     stock = ChunkedLossWrapper.Config(num_chunks=4).build(compile_config=None)
     same(step(loss_fn), step(stock))
+    more = {"terms": {"ce": "cross_entropy", "z": {"loss": "z_loss", "weight": 0.1}}}
+    assert step(HeadlossLoss.Config(objective=more).build())[0] > step(stock)[0] + 0.1  # the hook is no decoration
     with torch.no_grad():  # its validator gives no count
         hidden = model(torch.zeros(2, 12, dtype=torch.long))
         (found, metrics), (wanted, _) = loss_fn(hidden, labels), stock(hidden, labels)
@@ -511,9 +517,41 @@ def torchtitans_spmd_types() -> None:
     same(*found)
 
 
+def torchtitans_graphs() -> None:
+    """graph_trainer keeps the config as it is, and its tracer takes the loss as one operator: the same bits."""
+    prepare()
+    from torch import nn
+    from torchtitan.experiments.graph_trainer.configs import to_graph_trainer_config
+    from torchtitan.experiments.graph_trainer.llama3 import model_registry
+    from torchtitan.experiments.graph_trainer.make_fx_tracer import minimal_fx_tracer, run_traced
+    from torchtitan.models.llama3.config_registry import llama3_debugmodel
+
+    from headloss.integrations.torchtitan import HeadlossLoss
+
+    terms = {"ce": "cross_entropy", "z": {"loss": "z_loss", "weight": 0.1}}
+    base = llama3_debugmodel()
+    base.loss = HeadlossLoss.Config(objective={"terms": terms})
+    config = to_graph_trainer_config(base, model_registry).loss
+    assert type(config) is HeadlossLoss.Config and config.objective == {"terms": terms}
+    torch.manual_seed(0)
+    head = nn.Linear(6, 20, bias=False)
+
+    def step(hidden: Tensor, labels: Tensor) -> list[Tensor]:
+        loss_fn = config.build()
+        loss_fn.set_lm_head(head)
+        loss, _ = loss_fn(hidden, labels, 13.0)
+        return [loss, *torch.autograd.grad(loss, [hidden, *head.parameters()])]
+
+    inputs = [(torch.randn(2, 8, 6, requires_grad=True), torch.randint(20, (2, 8))) for _ in range(2)]
+    traced = minimal_fx_tracer(step, module=head)(*inputs[0])
+    for hidden, labels in inputs:
+        again = run_traced(traced, module=head)(hidden, labels)
+        assert all(torch.equal(a, b) for a, b in zip(step(hidden, labels), again, strict=True))
+
+
 def test_torchtitan(pair: Ranks) -> None:
     functions = torchtitans_trainer, torchtitans_rl_inputs, torchtitans_trainer_under_fsdp, torchtitans_spmd_types
-    check(pair, "torchtitan", *functions)
+    check(pair, "torchtitan", *functions, torchtitans_graphs)
 
 
 # verl ----------------------------------------------------------------------------------------------------------------

@@ -23,6 +23,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 sys.path.append(str(Path(__file__).parent.parent / "ranks"))
 from spawn import Ranks
 
+import headloss as hl
+
 
 class Configurable:
     """Stand-in of torchtitan.config.Configurable: `Config.build(**kwargs)` makes the owner."""
@@ -39,11 +41,17 @@ class Configurable:
             cls.Config.owner = cls
 
 
-class ChunkedLossWrapper(Configurable):
+class BaseLoss(Configurable):
+    @dataclass(kw_only=True, slots=True)
+    class Config(Configurable.Config):
+        pass
+
+
+class ChunkedLossWrapper(BaseLoss):
     """Stand-in of torchtitan's class: what the trainer calls on it."""
 
     @dataclass(kw_only=True, slots=True)
-    class Config(Configurable.Config):
+    class Config(BaseLoss.Config):
         num_chunks: int = 8
 
     def set_lm_head(self, lm_head: nn.Module) -> None:
@@ -54,7 +62,7 @@ def adapter() -> Any:
     if "torchtitan.components.loss" not in sys.modules:
         for name in ("torchtitan", "torchtitan.components", "torchtitan.components.loss"):
             sys.modules[name] = types.ModuleType(name)
-        sys.modules["torchtitan.components.loss"].ChunkedLossWrapper = ChunkedLossWrapper  # type: ignore[attr-defined]
+        vars(sys.modules["torchtitan.components.loss"]).update(ChunkedLossWrapper=ChunkedLossWrapper, BaseLoss=BaseLoss)
     from headloss.integrations import torchtitan
 
     return torchtitan
@@ -115,6 +123,33 @@ def test_inputs_go_by_name_and_a_validation_needs_no_gradient() -> None:
     assert not loss.requires_grad and metrics["rl/advantage/max"] == 1
     with pytest.raises(TypeError, match="advantages"):
         loss_fn(hidden, labels, torch.tensor(TOKENS), advantages=torch.ones(N))
+
+
+def test_labels_that_were_prepared_before_the_model_ran(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Used where they are the same tensor, once; on a CPU nothing needs to travel, so a stand-in does."""
+    from headloss.integrations import early
+
+    seen: list[hl.Prepared] = []
+    monkeypatch.setattr(early, "prepared", lambda targets, segments=None: seen.append(hl.prepare(targets)) or seen[-1])
+    head, hidden, labels = problem()
+    loss_fn = build()
+    loss_fn.set_lm_head(head)
+    taken: list[Any] = []
+    inner = loss_fn.objective
+
+    def objective(source: Any, targets: Any, **call: Any) -> Any:
+        taken.append(targets)
+        return inner(source, targets, **call)
+
+    objective.terms = inner.terms
+    loss_fn.objective = objective
+    loss_fn.before(labels)
+    losses = [loss_fn(hidden, x, torch.tensor(TOKENS))[0] for x in (labels, labels)]
+    loss_fn.before(labels.clone())  # of another batch
+    losses.append(loss_fn(hidden, labels, torch.tensor(TOKENS))[0])
+    assert taken[0] is seen[0] and taken[1] is labels and taken[2] is labels
+    for loss in losses:
+        torch.testing.assert_close(loss, dense(hidden, head.weight, labels))
 
 
 def test_a_head_that_was_not_set_is_named() -> None:
