@@ -448,7 +448,7 @@ FAULTS = [
     Fault("cli/teach.py", "temperature=temperature, **logits_transform(model.config)", "temperature=temperature", "a stored teacher forgets its softcap", TEACH),
     Fault("engine/guides.py", "mine = (host_C == i).nonzero()[:, 0]", "mine = (host_C >= 0).nonzero()[:, 0]", "the last routed teacher has all rows", ROUTED),
     Fault("engine/guides.py", "else start + here", "else here", "routed rows of a later chunk are taken from the first", ROUTED),
-    Fault("engine/guides.py", "return self.route_R[part] < 0", "return None", "a row without a routed teacher has facts of one", ROUTED),
+    Fault("engine/guides.py", "return self.none_R[part]", "return None", "a row without a routed teacher has facts of one", ROUTED),
     Fault("engine/lookup.py", "PerRow(x.route >= 0)", "PerRow(x.route >= -1)", "a row without a routed teacher counts", ROUTED),
     Fault("engine/brought.py", "        if repeated:\n", "        if False:\n", "a column that candidates name twice is let pass", CANDIDATES),
     Fault("trace/signature.py", "whose = ids if p.name in SPARSE else teacher", "whose = teacher", "candidates are looked for at the teacher", CANDIDATES),

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from headloss.engine.arguments import CallArguments
 from headloss.engine.bind import bind
 from headloss.engine.both import merged, parts_of
+from headloss.engine.guides import RoutedRows
 from headloss.engine.into import check_into
 from headloss.engine.lookup import find_plan
 from headloss.engine.loss import TermsOnRows
 from headloss.engine.plan import Plan
 from headloss.engine.run import Head, facts_of, final_grads, run
+from headloss.engine.sweeps import Sweep
 from headloss.late import check_pending
 from headloss.record import Facts, Grads, Output
 from headloss.sources import Source
@@ -40,14 +44,23 @@ def _evaluate(terms: Terms, arguments: CallArguments, direct: bool) -> Output:
         if loss.wants_grad or True in needs:
             given = [arguments.inputs[name] for name in loss.wants_grad]
             value, *facts = Head.apply(sweep, loss, needs, *tensors, *given)
-            return _report(terms, plan, loss, value, facts_of(sweep.rows, plan.want, facts))
+            return _report(terms, plan, loss, value, facts_of(sweep.rows, plan.want, _shown(sweep, plan, facts)))
     else:
         needs = (False,) * len(tensors)
     with torch.no_grad():
         result = run(sweep, loss, needs)
         grads = _cast(final_grads(sweep, result, needs), sweep.source) if direct else None
-    facts = facts_of(sweep.rows, plan.want, result.values(plan.want))
+    facts = facts_of(sweep.rows, plan.want, _shown(sweep, plan, result.values(plan.want)))
     return _report(terms, plan, loss, result.loss, facts, grads)
+
+
+def _shown(sweep: Sweep, plan: Plan, values: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Facts, 0 where a teacher says nothing of a row: a kernel that runs the losses leaves what it found there."""
+    if plan.program is None or not any(isinstance(guide, RoutedRows) for guide in sweep.guides.values()):
+        return values
+    every = slice(0, sweep.rows.count)
+    hidden = [sweep.guides[f.teacher].hides(f.name, every) if f.teacher else None for f in plan.want.facts]
+    return [x if mask is None else x.masked_fill(mask, 0) for x, mask in zip(values, hidden, strict=True)]
 
 
 def _report(

@@ -108,6 +108,7 @@ class RoutedRows(DenseTeacherRows):
         self.each, self.route, self.held_CV = each, route, dict[int, Tensor]()
         route_R = rows.take(route)
         self.route_R = route_R if rows.valid is None else route_R.masked_fill(~rows.valid, -1)
+        self.none_R = self.route_R < 0
         self.host_R = self.route_R.cpu()  # the host must know how many rows each has
         self.temperature = first.temperature
         if any(isinstance(x.temperature, Tensor) or x.temperature != first.temperature for x in each):
@@ -128,7 +129,7 @@ class RoutedRows(DenseTeacherRows):
         return self.teacher.chunk_dtype if isinstance(self.teacher, Linear) else self.teacher.logits.dtype
 
     def hides(self, fact: str, part: slice) -> Tensor | None:
-        return self.route_R[part] < 0
+        return self.none_R[part]
 
     def chunk(self, part: slice, keys: tuple[float | None, ...], slot: int) -> TeacherChunk:
         if self.made is None or self.made[:2] != (part, slot):

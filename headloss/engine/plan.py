@@ -320,8 +320,6 @@ def _print_terms(
         return None, "the likeliest columns of a row are found after it was read"
     if any(name.startswith("whole=") for name in want.teachers):
         return None, "a teacher has a larger vocabulary"
-    if any(isinstance(x, Routed) for x in teachers.values()):
-        return None, "rows have teachers of their own, or none"
     if kind == "batch":
         name = next(name for name, found in traces.items() if found.kind == kind)
         return None, f"{name}: {traces[name].reason}"

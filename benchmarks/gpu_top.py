@@ -1,0 +1,173 @@
+"""The likeliest columns, draft heads and routed teachers against their matrix products: `python benchmarks/gpu_top.py`.
+
+On a GPU.  Numbers are checked first, against float64 or against calls that do the same in another way; a wrong one ends
+the run.  The products are cuBLAS's, in the same run; the results go to benchmarks/results, or to the folder $OUT.
+
+    top      64 likeliest columns, lse and entropy of a head, without grad    against one product and one read
+    draft    forward KL of 32000 tokens from a teacher over 128256, trained   against its four products
+    routed   forward KL from two teachers with half of the rows each          against the same with one
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import headloss as hl
+from headloss.backends.triton import top as kernels
+from headloss.backends.triton.tiles import Transform
+from headloss.losses import forward_kl
+
+sys.path.insert(0, str(Path(__file__).parent))
+from gpu_kernels import DEVICE, read_only, save, say, timed
+
+K = 64
+
+
+def draw(rows: int, size: int, spread: float = 1.0) -> Tensor:
+    return (spread * torch.randn(rows, size, device=DEVICE)).bfloat16()
+
+
+def head(V: int, D: int) -> Tensor:
+    return draw(V, D, 3 / D**0.5)
+
+
+def check(what: str, holds: bool) -> None:
+    if not holds:
+        sys.exit(f"{what}: wrong numbers, and so no times")
+
+
+def products(*sizes: tuple[int, int, int]) -> float:
+    """Milliseconds of (M, K) x (K, N) each, one after another."""
+    pairs = [(draw(M, k), draw(k, n)) for M, k, n in sizes]
+    outs = [torch.empty(len(x), y.shape[1], dtype=x.dtype, device=DEVICE) for x, y in pairs]
+
+    def run() -> None:
+        for (x, y), out in zip(pairs, outs, strict=True):
+            torch.mm(x, y, out=out)
+
+    return timed(run)
+
+
+def peak(call: Callable[[], Any]) -> int:
+    """The most bytes held beyond what was there before, and beyond what is there after."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - max(before, torch.cuda.memory_allocated())
+
+
+def top(N: int, V: int, D: int) -> dict[str, Any]:
+    hidden, weight = draw(N, D), head(V, D)
+    source = hl.Linear(hidden, weight)
+    call = lambda: hl.row_facts(source, want=("top_ids", "top_logprob", "lse", "entropy"), top=K)
+    with torch.no_grad():
+        facts, some = call(), slice(0, min(N, 512))
+        logits = hidden[some] @ weight.T
+        order = logits.float().sort(dim=-1, descending=True, stable=True).indices[:, :K]
+        logp = logits.double().log_softmax(-1)
+        entropy = -(logp.exp() * logp).sum(-1)
+        same = float((facts.top_ids[some] == order).float().mean())
+        say(f"top: {same:.6f} of the columns are those of a stable sort of a product of fewer rows, rounded otherwise")
+        check("top", same > 0.99 and bool(((facts.entropy[some] - entropy).abs() < 1e-2).all()))
+        own = kernels.largest(logits, K, Transform(1.0, None))[1]  # of the very same logits
+        check("top of the same logits", torch.equal(own, order))
+        whole = torch.empty(N, V, dtype=torch.bfloat16, device=DEVICE)
+        gemm = timed(lambda: torch.mm(hidden, weight.T, out=whole))
+        read = timed(read_only(whole))
+        found: dict[str, Any] = {"gemm_ms": gemm, "read_ms": read, "call_ms": timed(call)}
+        found["kernel_ms"] = timed(lambda: kernels.largest(whole, K, Transform(1.0, None)))
+        found["torch_topk_ms"] = timed(lambda: whole.topk(K, -1), repeats=5)
+        plain = lambda: hl.row_facts(source, want=("lse", "entropy"))
+        found["without_top_ms"] = timed(plain)
+    return found | {"ratio": found["call_ms"] / (gemm + read)}
+
+
+def stepped(objective: hl.Objective, hidden: Tensor, weight: Tensor, teacher: Any, **options: Any) -> Callable[[], Any]:
+    targets = torch.zeros(len(hidden), dtype=torch.long, device=DEVICE)
+    targets = options["vocab_ids"][targets] if "vocab_ids" in options else targets
+    targets = hl.prepare(targets) if "vocab_ids" not in options else targets
+
+    def step() -> Any:
+        hidden.grad = weight.grad = None
+        out = objective(hl.Linear(hidden, weight, **options), targets, teacher=teacher)
+        out.loss.backward()
+        return out
+
+    return step
+
+
+def draft(N: int, V: int, U: int, D: int) -> dict[str, Any]:
+    hidden, weight = draw(N, D).requires_grad_(), head(U, D).requires_grad_()
+    ids = torch.randperm(V, device=DEVICE)[:U]
+    guide, other = draw(N, D), head(V, D)
+    found: dict[str, Any] = {}
+    for tail in ("none", "renormalise"):
+        objective = hl.Objective(kl=hl.Term(forward_kl, tail=tail))
+        few = slice(0, min(N, 128))
+        out = objective(
+            hl.Linear(hidden[few], weight, vocab_ids=ids),
+            ids[torch.zeros(len(hidden[few]), dtype=torch.long, device=DEVICE)],
+            teacher=hl.Linear(guide[few], other),
+        )
+        logp = (hidden[few].double() @ weight.double().T).log_softmax(-1)
+        logq = (guide[few].double() @ other.double().T).log_softmax(-1)[:, ids]
+        logq = logq.log_softmax(-1) if tail == "renormalise" else logq
+        want = (logq.exp() * (logq - logp)).sum(-1).mean().detach()
+        check(f"draft, {tail}", abs(float(out.loss.detach() - want)) < 2e-2 * abs(float(want)))
+        step = stepped(objective, hidden, weight, hl.Linear(guide, other), vocab_ids=ids)
+        taught = (N, D, V if tail == "none" else U)
+        floor = products(taught, (N, D, U), (N, U, D), (U, N, D))
+        time, held = timed(step), peak(step)
+        found[tail] = {"call_ms": time, "products_ms": floor, "ratio": time / floor, "beyond_bytes": held}
+    return found | {"memory_bytes": 1 << 30}
+
+
+def routed(N: int, V: int, D: int) -> dict[str, Any]:
+    hidden, weight = draw(N, D).requires_grad_(), head(V, D).requires_grad_()
+    guides = [(draw(N, D), head(V, D)) for _ in range(2)]
+    route = torch.randint(0, 2, (N,), device=DEVICE)
+    teachers = [hl.Linear(*x) for x in guides]
+    objective = hl.Objective(kl=forward_kl)
+    both = hl.Routed(dict(zip("ab", teachers, strict=True)), route)
+    whole, parts = stepped(objective, hidden, weight, teachers[0]), stepped(objective, hidden, weight, both)
+    loss, grad = parts().loss, hidden.grad
+    want = torch.zeros((), device=DEVICE)
+    for i, teacher in enumerate(teachers):
+        alone = objective(hl.Linear(hidden, weight), torch.where(route == i, 0, -100), teacher=teacher, num_items=N)
+        want = want + alone.loss.detach()
+    check("routed", grad is not None and abs(float(loss.detach() - want)) < 1e-3 * float(want))
+    one, two = timed(whole), timed(parts)
+    return {"one_teacher_ms": one, "two_routed_ms": two, "ratio": two / one}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tiny", action="store_true", help="small shapes, to see that it runs")
+    tiny = parser.parse_args().tiny
+    N, D = (256, 256) if tiny else (8192, 4096)
+    results: dict[str, Any] = {"date": datetime.date.today().isoformat(), "k": K, "rows": N, "hidden": D}
+    parts: dict[str, Callable[[], dict[str, Any]]] = {
+        "top": lambda: top(N, 5000 if tiny else 151936, D),
+        "draft": lambda: draft(N, 5000 if tiny else 128256, 1024 if tiny else 32000, D),
+        "routed": lambda: routed(N // 2, 5000 if tiny else 128256, D),
+    }
+    for name, part in parts.items():
+        torch.manual_seed(0)
+        torch.cuda.empty_cache()
+        results[name] = part()
+        say(name, results[name])
+    save("gpu_top", results)
+
+
+if __name__ == "__main__":
+    main()
