@@ -52,6 +52,7 @@ DRAFT = ("tests/test_vocab_ids.py",)
 TEACH = ("tests/test_teach.py",)
 ROUTED = ("tests/test_routed.py",)
 CANDIDATES = ("tests/test_candidates.py",)
+SUPPORT = ("tests/test_support.py",)
 OWN_TARGETS = ("tests/test_term_targets.py",)
 EXTREMES = ("tests/test_segment_extremes.py",)
 TAKEN = ("tests/test_term_inputs.py",)
@@ -764,4 +765,24 @@ FAULTS = [
     Fault("teachers.py", "None if x is None else x.sum(0) for x in parts[3:]", "None if x is None else x[0] for x in parts[3:]", "a cosine of the first part of a vocabulary alone", ("tests/ranks/test_shards.py",)),
     Fault("teachers.py", "DensePull(z=2 * g)", "DensePull(z=g)", "half the pull of a squared length of logits", ("tests/test_formulas.py",)),
     Fault("backends/triton/plain.py", "more_BV * transform.slope(z_BV)", "more_BV", "Triton: the pull on logits themselves without scale and softcap", ("tests/test_new_fact.py",)),
+    Fault("support.py", "low, high = (id_E if here_E is None else id_E.masked_fill(~here_E, 0)).aminmax()", "low = high = offsets.new_zeros(())", "columns out of range are taken for others", SUPPORT),
+    Fault("support.py", "        if known.repeated:", "        if False:", "a column that a row names twice counts twice", SUPPORT),
+    Fault("support.py", "empty_N.any().long()", "empty_N.any().long() * 0", "a row that counts and keeps nothing goes unnoticed", SUPPORT),
+    Fault("support.py", "if len(falls) or offsets[0] != 0 or known.total != end:", "if False:", "offsets that fall or leave ids out", SUPPORT),
+    Fault("engine/kept.py", "self.missing_N = counted_N & ~here_N", "self.missing_N = counted_N & False", "a target that its row does not keep is not put in", SUPPORT),
+    Fault("engine/kept.py", "place_E = place_E + (self.missing_N[number_E] & (id_E > target_E))", "place_E = place_E + 0", "two columns in one place of a row", SUPPORT),
+    Fault("engine/kept.py", "self.lengths_N[entries.number_E] == 1, -1)", "self.lengths_N[entries.number_E] <= 2, -1)", "a row of two columns is taken for one of one", SUPPORT),
+    Fault("engine/kept.py", "lengths_N = lengths_N + self.missing_N", "lengths_N = lengths_N + 0", "a row is taken for one of one column although its target makes two", SUPPORT),
+    Fault("engine/kept.py", "ids_NK.masked_fill(outside_NK, -1)", "ids_NK.masked_fill(outside_NK, 0)", "ids of a sparse teacher that a row does not keep become another column", SUPPORT),
+    Fault("engine/kept_sweep.py", "id_CW.gather(1, at.long()[:, None])[:, 0].to(at.dtype)", "at", "the likeliest column is a place", SUPPORT),
+    Fault("engine/kept_sweep.py", "grad_E * self.slope_E * self.source.scale", "grad_E * self.source.scale", "kept columns: the softcap has no slope", SUPPORT),
+    Fault("engine/kept_sweep.py", "return self.kept.lengths_N[self._numbers(part)].clamp(min=1).to(self.source.fact_dtype)", "return self.source.vocab", "the mean over kept columns divides by the vocabulary", SUPPORT),
+    Fault("engine/kept_sweep.py", "value_E = value_E.masked_fill(self._columns(entries.id_E) < 0, -math.inf)", "pass", "each rank has a logit of 0 for columns of others", ("tests/ranks/test_support_ranks.py",)),
+    Fault("engine/kept_sweep.py", '"support": (self.kept.keys,)', '"support": ()', "ranks keep different columns without a word", ("tests/ranks/test_support_ranks.py",)),
+    Fault("engine/kept_sweep.py", "torch.where(kept.target_N[number] == IGNORE, IGNORE, place)", "place", "Triton: an ignored row of kept columns is visited", ("tests/kernels/test_columns.py",)),
+    Fault("engine/both.py", "**dict.fromkeys(terms.on_all, 0.0)", "", "a term on the whole vocabulary is on the kept columns too", SUPPORT),
+    Fault("engine/plan.py", "taking = [name for name, call in every for s in call.signatures if s.wants(\"targets\")]", "taking = []", "Triton: a metric sees the place of a target for its number", ("tests/kernels/test_columns.py",)),
+    Fault("backends/triton/kernels/columns.py", "(first == 0) | (before != to)", "first >= 0", "Triton: every entry of a sum writes it", ("tests/kernels/test_columns.py",)),
+    Fault("backends/triton/kernels/columns.py", "        if ADD:", "        if False:", "Triton: the gradient of a later block replaces that of the first", ("tests/kernels/test_columns.py",)),
+    Fault("integrations/trl.py", "wide[:, start:-1] = ids", "wide[:, :length] = ids", "TRL: sets stand with the prompt's tokens", ("tests/integrations/test_trl.py",)),
 ]  # fmt: skip

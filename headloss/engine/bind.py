@@ -11,7 +11,7 @@ from torch import Tensor
 from headloss.engine.arguments import CallArguments
 from headloss.engine.checks import check_count
 from headloss.engine.guides import bind_teachers
-from headloss.engine.kept import restrict_teachers
+from headloss.engine.kept import parts_of, restrict_teachers
 from headloss.engine.kept_sweep import KeptSweep
 from headloss.engine.loss import TermsOnRows
 from headloss.engine.plan import KEPT, Plan, why_read_by_products
@@ -38,7 +38,7 @@ def bind(plan: Plan, arguments: CallArguments) -> tuple[Sweep, TermsOnRows]:
         check_weight("grad_scale", options.grad_scale)
     for element in plan.elements:
         element.check_again()
-    if isinstance(source, Linear):
+    if isinstance(source, Linear) and not plan.kept:
         source.chunk_rows()  # refuses a budget below one row
         if source.shard is not None:
             source.shard.check_width(source.weight.shape[0])
@@ -46,7 +46,8 @@ def bind(plan: Plan, arguments: CallArguments) -> tuple[Sweep, TermsOnRows]:
     chunked = chunked_because(plan, source)
     rows = rows_of(plan, arguments, may_read(options.host_read, source.device), chunked)
     if support is not None and arguments.teacher:
-        arguments = arguments._replace(teacher=restrict_teachers(arguments.teachers, support, rows.given, source))
+        looked = {n: x for n, x in arguments.teachers.items() if n in plan.named_teachers}  # by terms that are on
+        arguments = arguments._replace(teacher=restrict_teachers(looked, support, rows.given, source))
     rows = _by_route(rows, plan, arguments)
     guides: dict[str, Any] = {}
     taken: dict[str, Tensor] = {}
@@ -122,7 +123,7 @@ def rows_of(plan: Plan, arguments: CallArguments, host_read: bool, chunked: str)
         vocab=source.vocab, device=source.device,
         by_segment=plan.kind == "segment" and linear and arguments.support is None,
         host_read=host_read and (read_because(plan, source, segments, chunked) != "" or not defers(source.device)),
-        skips=plan.program is not None and not linear, needed=plan.needed,
+        skips=plan.program is not None and (plan.kept or not linear), needed=plan.needed,
         count=getattr(plan.backend, "count_targets", None),
     )  # fmt: skip
 
@@ -133,7 +134,10 @@ def chunks_of(
     """How a visit walks the rows; None if every fact must be there before the first cotangent."""
     source, segments = arguments.source, arguments.segments
     if arguments.support is not None:
-        return None  # kept columns are so few that to make them again costs less than to walk chunks
+        if plan.program is None:
+            return None  # kept columns are so few that to make them again costs less than to walk chunks
+        parts = parts_of(arguments.support.known(), rows, source)
+        return [Chunk(part) for part in parts] if rows.count and (len(parts) == 1 or plan.kind == "row") else None
     if isinstance(source, Logits) and plan.program is not None:
         taught = most_rows(guides) if guides else None  # of how many rows teachers' logits may be made at a time
         if taught is None or plan.program.by_segment:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headloss.facts import FACTS, NEEDS_TARGET, Fact, Want
+from headloss.facts import FACTS, NEEDS_TARGET, PLAIN, Fact, Want
 from headloss.segments import readable
 from headloss.sources import Source, Sparse, Teacher
 from headloss.support import Support
@@ -152,7 +152,13 @@ def check_belongs(call: Call, kind: str | None, shapes: Mapping[str, Shape], len
 
 
 def check_elements(want: Want) -> None:
-    """A divergence must be 0 where both probabilities are: so it is where a block has no column."""
+    """Facts over kept columns: of a softmax, and divergences that are 0 where both probabilities are."""
+    for fact in want.facts:
+        if PLAIN & set(FACTS[fact.name].sums):
+            raise ValueError(
+                f"support: {fact.name!r} is a fact of logits themselves, not of their softmax over kept columns; give "
+                f'its term support="all"'
+            )
     low = torch.full((1,), -2.0e4, dtype=torch.float64)
     for element in dict.fromkeys(f.element for f in want.facts if f.element is not None):
         if not ours(element.fn) and bool((element.value(low, low / 2) != 0).any()):

@@ -10,7 +10,7 @@ import torch
 from headloss.backends import choose
 from headloss.engine.arguments import CallArguments
 from headloss.engine.bind import chunked_because
-from headloss.engine.kept import Kept, budget_of
+from headloss.engine.kept import parts_of, width_of
 from headloss.engine.plan import Plan
 from headloss.engine.sweeps import Chunk
 from headloss.engine.teachers import DenseTeacherRows, TeacherRows, heads_of, most_rows, teacher_bytes
@@ -135,7 +135,8 @@ def explain(
     )
     if plan.kept:
         pieces, gemms, products = len(_kept_parts(arguments, rows, guides)), 0, ""
-        grade = "kept columns alone: no full GEMM and no pass over the vocabulary; they are made again for the gradient"
+        grade = "kept columns alone: no full GEMM and no pass over the vocabulary"
+        grade += "" if chunks else "; they are made again for the gradient"
         sizes = _kept_bytes(arguments, rows, guides)
     swept = chunked and not plan.want.only_ids and not plan.kept
     return Explanation(
@@ -173,9 +174,10 @@ def _kept_parts(
     source, support = arguments.source, arguments.support
     assert support is not None
     each = source.fact_dtype.itemsize * (1 + sum(isinstance(g, DenseTeacherRows) for g in guides.values()))
-    kept = Kept(support, support.known(), rows.given, True)
-    parts = kept.parts(rows, each, budget_of(source))
-    return [(part, width, (part.stop - part.start) * width * each) for part, width in parts]
+    known = support.known()
+    parts = parts_of(known, rows, source, each // source.fact_dtype.itemsize - 1)
+    widths = [width_of(known, rows, part) for part in parts]
+    return [(part, width, (part.stop - part.start) * width * each) for part, width in zip(parts, widths, strict=True)]
 
 
 def _kept_bytes(arguments: CallArguments, rows: Rows, guides: Mapping[str, TeacherRows]) -> dict[str, int]:

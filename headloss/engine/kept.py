@@ -21,7 +21,6 @@ from headloss.routed import Routed
 from headloss.rows import IGNORE, Rows
 from headloss.sources import Linear, Source, Sparse, Teacher, parse_bytes
 from headloss.support import SHIFT, Known, Support, check_counted
-from headloss.top import Top
 from headloss.trace.signature import IDS
 
 LOGITS_BYTES = 1 << 28  # of kept logits at a time where the source is logits, which has no budget
@@ -62,24 +61,6 @@ class Kept:
             missing, target = self.missing_N[number], self.target_N[number]
             place, here = place + (missing & (ids_CK > target)), here | (missing & (ids_CK == target))
         return torch.where(here, place, -1)
-
-    def parts(self, rows: Rows, row_bytes: int, budget: int) -> list[tuple[slice, int]]:
-        """Runs of the rows that count whose places fit into the budget, and how many each row of a run has."""
-        widest = -(-(self.known.longest + (self.target_N is not None)) // EVEN) * EVEN or EVEN
-        if rows.count * widest * row_bytes <= budget or rows.count <= 1:
-            return [(slice(0, rows.count), widest)]
-        if rows.keep is not None:
-            step = max(1, budget // (widest * row_bytes))
-            return [(slice(i, min(i + step, rows.count)), widest) for i in range(0, rows.count, step)]
-        more = int(self.target_N is not None)
-        lengths, found, first, width = (self.known.offsets.diff() + more).tolist(), [], 0, EVEN
-        for n, length in enumerate(lengths):
-            wide = max(width, -(-length // EVEN) * EVEN)
-            if n > first and (n + 1 - first) * wide * row_bytes > budget:
-                found.append((slice(first, n), width))
-                first, wide = n, max(EVEN, -(-length // EVEN) * EVEN)
-            width = wide
-        return [*found, (slice(first, rows.count), width)]
 
     def entries(self, rows: Rows, part: slice, width: int) -> Entries:
         """What a block of rows keeps."""
@@ -138,6 +119,42 @@ class Entries(NamedTuple):
         return flat.scatter_(0, self.place_E, x_E)[:-1].view(self.rows, self.width)
 
 
+def parts_of(known: Known, rows: Rows, source: Source, dense: int = 0) -> list[slice]:
+    """Runs of the rows that count whose kept logits, and those of so many dense teachers, fit into the budget."""
+    row_bytes, budget = source.fact_dtype.itemsize * (1 + dense), budget_of(source)
+    widest = width_of(known, rows, slice(0, rows.count))
+    if widest * row_bytes > budget:
+        raise ValueError(
+            f"memory: a row keeps {known.longest} columns, whose logits take {widest * row_bytes} bytes, the budget is "
+            f"{budget}; give at least that"
+        )
+    if rows.count * widest * row_bytes <= budget:
+        return [slice(0, rows.count)]
+    if rows.keep is not None:
+        step = budget // (widest * row_bytes)
+        return [slice(i, min(i + step, rows.count)) for i in range(0, rows.count, step)]
+    found, first, width = [], 0, EVEN
+    for n, length in enumerate(known.offsets.diff().tolist()):
+        wide = max(width, _even(length + (rows.given is not None)))
+        if n > first and (n + 1 - first) * wide * row_bytes > budget:
+            found.append(slice(first, n))
+            first, wide = n, _even(length + (rows.given is not None))
+        width = wide
+    return [*found, slice(first, rows.count)]
+
+
+def width_of(known: Known, rows: Rows, part: slice) -> int:
+    """Places of a row of these: as many as their longest set has, with a target that it does not."""
+    longest = known.longest
+    if rows.keep is None and part != slice(0, rows.count):
+        longest = int(known.offsets[part.start : part.stop + 1].diff().max())
+    return _even(longest + (rows.given is not None))
+
+
+def _even(n: int) -> int:
+    return max(1, -(-n // EVEN)) * EVEN
+
+
 def budget_of(source: Source) -> int:
     """Bytes of kept logits at a time."""
     return parse_bytes(source.memory) if isinstance(source, Linear) else LOGITS_BYTES
@@ -155,9 +172,6 @@ def restrict_teachers(
     found: dict[str, Teacher] = {}
     kept: Kept | None = None
     for name, teacher in teachers.items():
-        if isinstance(teacher, Top):
-            found[name] = teacher  # of a term on the whole vocabulary, which is off here
-            continue
         if isinstance(teacher, Routed):
             raise ValueError('teacher: with support=, routed teachers are for terms that say support="all"')
         if not isinstance(teacher, Sparse):

@@ -6,7 +6,7 @@ Dimension key:  N rows   C rows of a block   E kept columns of a block   W place
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from headloss.engine.heads import LogitsHead, open_source
-from headloss.engine.kept import Entries, Kept, budget_of
-from headloss.engine.sweeps import Block, Sweep
+from headloss.engine.kept import Entries, Kept, parts_of, width_of
+from headloss.engine.sweeps import Block, Chunk, Sweep
 from headloss.engine.teachers import DenseTeacherRows, SparseTeacherRows
 from headloss.facts import Partial
 from headloss.record import Grads
+from headloss.rows import IGNORE
 from headloss.sources import Linear, Logits, Source
 from headloss.support import Support
 from headloss.teachers import DenseChunk, DensePartial, SparseChunk, TeacherChunk
@@ -167,16 +168,43 @@ class KeptSweep(Sweep):
         other.kept = self.kept
         return other
 
-    def _parts(self) -> list[tuple[slice, int]]:
-        dense = sum(isinstance(g, DenseTeacherRows) for g in self.guides.values())
-        return self.kept.parts(self.rows, self.source.fact_dtype.itemsize * (1 + dense), budget_of(self.source))
+    def open_head(self, needs: tuple[bool, ...], chunks: Sequence[Chunk]) -> Any:
+        head = self._open()
+        head.blocks = len(chunks)
+        if True in needs:
+            head.wants_grad(needs)
+        return head
 
     def _blocks(self, head: Any) -> Iterator[Block]:
-        parts = self._parts()
+        dense = sum(isinstance(g, DenseTeacherRows) for g in self.guides.values())
+        parts = parts_of(self.kept.known, self.rows, self.source, dense)
         head.blocks = len(parts)
-        for part, width in parts:
-            entries = self.kept.entries(self.rows, part, width)
-            yield Block(part, entries, head.read(entries), self._teachers_of(part, entries))
+        for part in parts:
+            yield self._read(head, part)
+
+    def _read(self, head: Any, part: slice, slot: int = 0) -> Block:
+        entries = self.kept.entries(self.rows, part, width_of(self.kept.known, self.rows, part))
+        return Block(part, entries, head.read(entries), self._teachers_of(part, entries))
+
+    def launch(self, head: Any, chunk: Chunk, arguments: Any, grad: bool) -> Any:
+        block, part = self._read(head, chunk.rows), chunk.rows
+        ignored = self.rows.skipped or self.rows.valid is not None
+        visited = self.backend.visit(
+            block.raw_CV, self.marked_targets(part), self.want, self._temperatures(part), self.program, arguments,
+            block.raw_CV if grad else None, start=0, vocab=self.source.vocab, ignore=ignored,
+        )  # fmt: skip
+        if grad:
+            head.write(block.numbers, block.raw_CV, None)
+        return visited
+
+    def marked_targets(self, part: slice) -> Tensor | None:
+        kept, number = self.kept, self._numbers(part)
+        place = self._targets(part)
+        return (
+            None
+            if place is None or kept.target_N is None
+            else torch.where(kept.target_N[number] == IGNORE, IGNORE, place)
+        )
 
     def _teachers_of(self, part: slice, entries: Entries) -> tuple[TeacherChunk, ...]:
         found: list[TeacherChunk] = []

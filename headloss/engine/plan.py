@@ -126,8 +126,9 @@ def make_plan(
     traced = time.perf_counter()
     if kept:
         check_elements(want)
-        program, reason = None, KEPT
-    else:
+    reason = _numbered(calls, want) if kept else ""
+    program = None
+    if not reason:
         program, reason = _print_terms(objective, calls, source, teachers, traces, shapes, want, kind)
     times = {"tracing": traced - begun, "printing": time.perf_counter() - traced}
     if program is not None and program.by_segment:
@@ -136,7 +137,8 @@ def make_plan(
     if program is not None and any(_is_narrow(teachers[name], source) for name in want.teachers):
         program, reason = None, "the teacher has fewer columns than the student"
     settles = program if program is not None and program.by_segment else None
-    if program is not None and settles is None and _own_products(objective, source) and not _apart(source, segments):
+    own = not kept and _own_products(objective, source)
+    if program is not None and settles is None and own and not _apart(source, segments):
         settles, _ = _print_terms(objective, calls, source, teachers, traces, shapes, want, kind, between=True)
     terms = objective.terms
     planned = tuple(
@@ -154,9 +156,18 @@ def make_plan(
     )  # fmt: skip
     if not plan.read_because:
         plan = plan._replace(read_because=_mixing(plan))
-    if program is not None and not program.by_segment:
+    if program is not None and not program.by_segment and not kept:
         plan = plan._replace(in_parts=plan.without_program("so few rows are swept faster in parts"))
     return plan
+
+
+def _numbered(calls: Calls, want: Want) -> str:
+    """Why losses on kept columns, which a kernel numbers by their place, cannot run inside it."""
+    every = [*calls.terms.items(), *calls.metrics]
+    if want.argmax or want.total or want.teachers:
+        return f"{KEPT}, of which a fact says more than sums do"
+    taking = [name for name, call in every for s in call.signatures if s.wants("targets")]
+    return f"{KEPT}, and {taking[0]} takes targets by their number" if taking else ""
 
 
 def _looked_at(terms: Sequence[Planned], metrics: Sequence[tuple[str, Call]], want: Want) -> tuple[str, ...]:

@@ -66,7 +66,7 @@ def _open(sweep: Sweep, loss: TermsOnRows, weighed: Weighed, grad: bool, program
         program,
         spans,
         backend.Weights(loss.raw_inputs(everything), weighed.bases, means, weighed.factors),
-        _targets(sweep, everything), rows.count, sweep._temperatures(everything),
+        sweep.marked_targets(everything), rows.count, sweep._temperatures(everything),
         vocab=sweep.source.vocab, ignore=ignore, gradient=grad,
     )  # fmt: skip
 
@@ -81,7 +81,7 @@ def _visit(sweep: Sweep, head: Any, chunk: Any, settling: Any, grad: bool) -> No
     used = [i for i, there in enumerate(program.there) if any(there)]
     temperatures = sweep._temperatures(part)
     sweep.backend.pull_rows(
-        block.raw_CV, _targets(sweep, part), rows_FC, [program.there[i] for i in used],
+        block.raw_CV, sweep.marked_targets(part), rows_FC, [program.there[i] for i in used],
         [temperatures[i] for i in used], out_CV, start=sweep._start, **sweep._transform(),
     )  # fmt: skip
     ignored_C1 = None if sweep.rows.valid is None else ~sweep.rows.valid[part, None]
@@ -91,14 +91,6 @@ def _visit(sweep: Sweep, head: Any, chunk: Any, settling: Any, grad: bool) -> No
 def _sums(sweep: Sweep, block: Any) -> Any:
     part = block.part
     return sweep.backend.sums_matrix(
-        block.raw_CV, _targets(sweep, part), sweep.want, sweep._temperatures(part),
+        block.raw_CV, sweep.marked_targets(part), sweep.want, sweep._temperatures(part),
         start=sweep._start, **sweep._transform(),
     )  # fmt: skip
-
-
-def _targets(sweep: Sweep, part: slice) -> Any:
-    """As they were given where kernels pass over those that are ignored."""
-    rows = sweep.rows
-    if rows.keep is None and rows.given is not None:
-        return rows.given.reshape(-1)[part]
-    return sweep._targets(part)

@@ -177,11 +177,7 @@ class Sweep:
         numbers = part if rows.keep is None else rows.keep[part]
         raw_CV, teachers = head.read(numbers), self._teachers(part, 0) if self.guides else ()
         out_CV = head.grad_buffer(numbers, raw_CV) if grad else None
-        ignored, targets = rows.skipped or rows.valid is not None, rows.given
-        if rows.keep is not None:
-            targets = self._targets(part)
-        elif targets is not None:  # those that are ignored are so marked, and passed over
-            targets = part_of(targets if targets.ndim == 1 else targets.reshape(-1), part)
+        ignored, targets = rows.skipped or rows.valid is not None, self.marked_targets(part)
         visited = self.backend.visit(
             raw_CV, targets, self.want, self._temperatures(part), self.program, arguments, out_CV, teachers=teachers,
             start=0 if source.shard is None else source.shard.start, vocab=source.vocab, ignore=ignored,
@@ -254,6 +250,13 @@ class Sweep:
 
     def _targets(self, part: slice) -> Tensor | None:
         return None if self.rows.targets is None else part_of(self.rows.targets, part)
+
+    def marked_targets(self, part: slice) -> Tensor | None:
+        """As they were given where kernels pass over those that are ignored."""
+        given = self.rows.given
+        if self.rows.keep is not None or given is None:
+            return self._targets(part)
+        return part_of(given if given.ndim == 1 else given.reshape(-1), part)
 
     def _transform(self) -> dict[str, Any]:
         return {"scale": self.source.scale, "softcap": self.source.softcap}
@@ -393,6 +396,4 @@ def _rebuild(like: Any, items: list[Any]) -> Any:
 
 
 def concatenate_each(parts: Sequence[Mapping[Any, Tensor]]) -> dict[Any, Tensor]:
-    if len(parts) == 1:
-        return dict(parts[0])
-    return {key: torch.cat([p[key] for p in parts]) for key in parts[0]}
+    return {key: torch.cat([p[key] for p in parts]) if len(parts) > 1 else x for key, x in parts[0].items()}

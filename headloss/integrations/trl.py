@@ -110,9 +110,12 @@ class GRPOTrainer(_OnHeadloss, grpo_trainer.GRPOTrainer):
     """TRL's GRPOTrainer: its losses and metrics on log-probabilities and entropies from headloss.
 
     With an `objective` (`policy_objective(args)` is TRL's loss as one) the loss is made in the visit of the head; TRL's
-    metrics stay.  Its terms may ask for advantage, old_logprob, ref_logprob, sampler_logprob.  `token_mean` divides by
-    the tokens and `seq_mean_...` by the sequences of the whole accumulated batch, `weighted_mean` by the tokens of each
-    micro-batch, whose means are then averaged: TRL's bnpo, and its entropy bonus.
+    metrics stay.  Its terms may ask for advantage, old_logprob, ref_logprob, sampler_logprob.  Where a batch has
+    `support_ids`, (B, C, K) columns that each token of a completion was sampled from, -1 for none, the softmax is over
+    those; TRL makes old_logprob over everything, so let terms take sampler_logprob in its place.
+
+    `token_mean` divides by the tokens and `seq_mean_...` by the sequences of the whole accumulated batch,
+    `weighted_mean` by the tokens of each micro-batch, whose means are then averaged: TRL's bnpo, and its entropy bonus.
     """
 
     def __init__(self, *args: Any, objective: hl.Objective | None = None, **kwargs: Any) -> None:
@@ -129,6 +132,8 @@ class GRPOTrainer(_OnHeadloss, grpo_trainer.GRPOTrainer):
 
     def _compute_loss(self, model: Any, inputs: Any) -> Tensor:
         if self.objective is None:
+            if "support_ids" in inputs:
+                raise ValueError("support_ids: TRL's own loss is over the whole vocabulary; pass objective=")
             return super()._compute_loss(model, inputs)
         training = self.model.training
         steps = self.current_gradient_accumulation_steps if training else 1
@@ -220,7 +225,18 @@ def _policy_call(objective: hl.Objective, inputs: Mapping[str, Any]) -> tuple[di
     asked = {name for call in calls for name in call.input_names}
     call: dict[str, Any] = {n: rows(x) for n, x in given.items() if n in asked and x is not None}
     keep = rows(inputs["completion_mask"] * inputs.get("tool_mask", 1)) != 0
+    if inputs.get("support_ids") is not None:
+        call["support"] = _support(inputs["support_ids"], start, length)
     return {**call, "segments": hl.Segments.from_batch(keep)}, keep
+
+
+def _support(ids: Tensor, start: int, length: int) -> hl.Support:
+    """The columns of a batch's completions as those of its rows."""
+    if ids.ndim != 3 or ids.shape[1] != length:
+        raise ValueError(f"support_ids: wanted (batch, {length}, K), K columns of each token, got {tuple(ids.shape)}")
+    wide = ids.new_full((len(ids), start + length + 1, ids.shape[2]), -1)
+    wide[:, start:-1] = ids
+    return hl.Support.from_padded(wide)
 
 
 class DistillationTrainer(_OnHeadloss, distillation_trainer.DistillationTrainer):

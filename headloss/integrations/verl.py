@@ -32,24 +32,28 @@ def log_probs_and_entropy(
     temperature: float | Tensor = 1.0,
     *,
     inplace: bool = False,
+    support: hl.Support | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(log_probs, entropy) in the labels' shape, float32, both differentiable; logits (..., V) or a source.
 
     `temperature` is a number, one value per sample ((B,) or (B, 1) for (B, T) labels) or one value per token.
-    `inplace=True` lets the gradient overwrite the logits.
+    `inplace=True` lets the gradient overwrite the logits.  `support`: the columns that each token was sampled from.
     """
     if isinstance(source, Tensor):
         source = hl.Logits(source, temperature=per_token(temperature, labels), inplace=inplace)
     elif not (isinstance(temperature, float) and temperature == 1.0):
         raise ValueError("temperature: a source has its own; give it there")
-    facts = hl.row_facts(source, labels.long(), want=("logprob", "entropy"))
+    facts = hl.row_facts(source, labels.long(), want=("logprob", "entropy"), support=support)
     return facts.logprob, facts.entropy
 
 
-def logprobs_from_logits(logits: Tensor, labels: Tensor, inplace_backward: bool = True) -> Tensor:
+def logprobs_from_logits(
+    logits: Tensor, labels: Tensor, inplace_backward: bool = True, support: hl.Support | None = None
+) -> Tensor:
     """verl's function of this name.  A leaf is never overwritten."""
     inplace = inplace_backward and logits.requires_grad and not logits.is_leaf
-    return hl.row_facts(hl.Logits(logits, inplace=inplace), labels.long(), want=("logprob",)).logprob
+    source = hl.Logits(logits, inplace=inplace)
+    return hl.row_facts(source, labels.long(), want=("logprob",), support=support).logprob
 
 
 class FusedLinearForPPO(nn.Module):
@@ -70,11 +74,11 @@ class FusedLinearForPPO(nn.Module):
         vocab_weights: Tensor,
         input_ids: Tensor,
         temperature: float | Tensor = 1.0,
+        support: hl.Support | None = None,
     ) -> tuple[Tensor, Tensor]:
         per_row = per_token(temperature, input_ids)
-        return log_probs_and_entropy(
-            hl.Linear(hidden_states, vocab_weights, temperature=per_row, memory=self.memory), input_ids
-        )
+        source = hl.Linear(hidden_states, vocab_weights, temperature=per_row, memory=self.memory)
+        return log_probs_and_entropy(source, input_ids, support=support)
 
 
 def per_token(temperature: float | Tensor, labels: Tensor) -> float | Tensor:

@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerFast
 
 import headloss as hl
 from headloss.integrations.transformers import patch
-from headloss.losses import cross_entropy, entropy_bonus, grpo, z_loss
+from headloss.losses import LOSSES, cross_entropy, entropy_bonus, grpo, z_loss
 
 try:
     from headloss.integrations import trl as adapter
@@ -367,3 +367,18 @@ def test_bad_use(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delitem(sys.modules, name)
     with pytest.raises(RuntimeError, match="knows the inside of"):  # not what another version has elsewhere
         importlib.import_module("headloss.integrations.trl")
+
+
+def test_columns_that_tokens_were_sampled_from():
+    from headloss.integrations.trl import _policy_call
+
+    inputs = {
+        "prompt_ids": torch.zeros(2, 3, dtype=torch.long), "completion_ids": torch.zeros(2, 4, dtype=torch.long),
+        "completion_mask": torch.ones(2, 4), "advantages": torch.ones(2),
+        "support_ids": torch.tensor([[[1, 5, -1]] * 4, [[2, 3, 4]] * 4]),
+    }  # fmt: skip
+    call, keep = _policy_call(hl.Objective(rl=LOSSES["reinforce"]), inputs)
+    assert (call["support"].lengths > 0).tolist() == keep.flatten().tolist()
+    assert call["support"].lengths.sum() == 4 * (2 + 3)
+    with pytest.raises(ValueError, match=r"support_ids: wanted \(batch, 4, K\)"):
+        _policy_call(hl.Objective(rl=LOSSES["reinforce"]), {**inputs, "support_ids": inputs["support_ids"][:, 1:]})

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import headloss as hl
 from headloss.integrations import verl as adapter
 
 B, T, D, V = 3, 5, 4, 11
@@ -106,6 +107,18 @@ def test_packed_tokens_and_logits(head: Any) -> None:
     torch.testing.assert_close(
         adapter.logprobs_from_logits(hidden @ weight.T, ids), expected(hidden @ weight.T, ids, 1.0)[0]
     )
+
+
+def test_over_the_columns_that_a_token_was_sampled_from(head: Any) -> None:
+    hidden, weight, ids = head
+    kept = torch.zeros(B, T, V, dtype=torch.bool).scatter_(
+        -1, torch.cat([ids[..., None], ids[..., None] * 0], -1), True
+    )
+    support = hl.Support.from_mask(kept)
+    truth = expected((hidden @ weight.T).masked_fill(~kept, -1e30), ids, 1.0)
+    for a, b in zip(adapter.FusedLinearForPPO()(hidden, weight, ids, support=support), truth, strict=True):
+        torch.testing.assert_close(a, b)
+    torch.testing.assert_close(adapter.logprobs_from_logits(hidden @ weight.T, ids, support=support), truth[0])
 
 
 def test_a_temperature_that_fits_nothing_is_refused(head: Any) -> None:

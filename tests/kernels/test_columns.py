@@ -9,7 +9,7 @@ from interpreting import quicken, rerun
 
 import headloss as hl
 from headloss.backends import torch_columns as plain
-from headloss.losses import cross_entropy, entropy_bonus, jsd
+from headloss.losses import cross_entropy, entropy_bonus, gspo, jsd
 
 pytest.importorskip("triton")
 INSIDE = os.environ.get("TRITON_INTERPRET") == "1"
@@ -78,7 +78,7 @@ def test_sums_of_entries():
 
 
 @inside
-@pytest.mark.parametrize("how", ["plain", "teacher"])
+@pytest.mark.parametrize("how", ["plain", "teacher", "inside", "segments"])
 def test_an_objective(how):
     generator = torch.Generator().manual_seed(1)
     N, V, D = 6, 40, 9
@@ -88,13 +88,23 @@ def test_an_objective(how):
     targets[2], targets[4] = -100, (int(rows[4].max()) + 1) % V
     support = hl.Support.from_csr(torch.cat(rows), torch.tensor([0, *map(len, rows)]).cumsum(0))
     terms = {"js": jsd} if how == "teacher" else {"ce": cross_entropy, "e": hl.Term(entropy_bonus, weight=0.1)}
-    metrics = ["teacher_agreement"] if how == "teacher" else ["accuracy", "mean_logprob"]
+    terms = {"rl": gspo} if how == "segments" else terms
+    metrics = {"teacher": ["teacher_agreement"], "plain": ["accuracy", "mean_logprob"]}.get(how, ["entropy"])
     found = []
     for backend, dtype in (("triton", torch.float32), ("torch", torch.float64)):
         leaves = [x.detach().to(dtype, copy=True).requires_grad_() for x in (hidden, weight)]
         more = {"teacher": hl.Linear(hidden.to(dtype), guide.to(dtype))} if how == "teacher" else {}
         objective = hl.Objective(**terms, metrics=metrics, backend=backend)
-        out = objective(hl.Linear(*leaves, softcap=5.0, memory=1200), targets, support=support, host_read=False, **more)
+        if how == "segments":
+            more = {"advantage": torch.linspace(-1, 1, N).to(dtype), "old_logprob": -torch.linspace(0, 1, N).to(dtype)}
+            more["segments"] = hl.Segments.from_cu_seqlens(torch.tensor([0, 3, N]))
+        call = {"support": support, "host_read": False, **more}
+        source = hl.Linear(*leaves, softcap=5.0, memory=(1200, 400)[how == "inside"] * dtype.itemsize // 4)
+        if backend == "triton":
+            told = objective.explain(source, targets, **call).launches
+            inside = {"inside": "one launch a visit", "segments": "one that settles"}
+            assert inside.get(how, "each row keeps some columns") in told
+        out = objective(source, targets, **call)
         numbers = [out.loss.detach(), *(torch.as_tensor(float(m)) for m in out.metrics.values())]
         found.append([*numbers, *torch.autograd.grad(out.loss, leaves)])
     for x, y in zip(*found, strict=True):
