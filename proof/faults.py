@@ -512,6 +512,8 @@ FAULTS = [
     Fault("backends/triton/kernels/guided.py", "            g += tl.load(out + at, mask=whole, other=0.0)", "            pass", "a second teacher's pull overwrites the first's at the edges"),
     Fault("backends/triton/kernels/sparse.py", "total += tl.where(same, tl.load(values + row * others + i), 0.0)", "total = tl.where(same, tl.load(values + row * others + i), total)", "an id that two teachers name gets the last one's pull"),
     Fault("backends/triton/kernels/sparse.py", "tl.where(at + n * (at.shape[0] * at.shape[1]) == here, -float(\"inf\"), z[n])", "z[n]", "the tail has the ids in it"),
+    Fault("engine/run.py", "sweep.program is not None and True not in needs and", "sweep.program is not None and", "facts that want a gradient are read in one launch, which keeps none", ("tests/kernels/test_one_launch.py",)),
+    Fault("engine/one_launch.py", "False) for part in parts]", "False) for part in parts[:1]]", "facts of the first chunk alone", ("tests/kernels/test_one_launch.py",)),
     Fault("backends/triton/kernels/visit.py", "tl.fma(swept, c[i], -tail_origin)", "tl.fma(top, c[i], -tail_origin)", "one launch: the tail's pull measured from the row's maximum", ("tests/kernels/test_taught.py",)),
     Fault("backends/triton/kernels/visit.py", "at_ids += tl.where(at_k == column, at_target, 0.0)", "pass", "one launch: a target that is an id loses its own pull", ("tests/kernels/test_taught.py",)),
     Fault("backends/triton/kernels/visit.py", "best = tl.where(swept == top, best, NOWHERE)", "pass", "one launch: the tail's best column taken for the row's", ("tests/kernels/test_taught.py",)),

@@ -20,7 +20,7 @@ from torch import Tensor
 from headloss.engine.heads import part_of
 from headloss.engine.loss import TermsOnRows
 from headloss.engine.plan import Planned
-from headloss.engine.sweeps import Sweep
+from headloss.engine.sweeps import Chunk, Sweep
 from headloss.facts import Fact, Softmax, Want
 from headloss.metrics import Metric, measure_later
 from headloss.reductions import lengths, shared_weight
@@ -72,6 +72,14 @@ def launch(sweep: Sweep, loss: TermsOnRows, needs: tuple[bool, ...]) -> Launched
             times.setdefault("compiling", time.perf_counter() - begun)
     visited = seen[0] if len(seen) == 1 else type(seen[0]).join(seen)
     return Launched(weighed.report(visited), visited, sweep.grads(head) if grad else None, weighed.normaliser)
+
+
+def read_facts(sweep: Sweep) -> Launched:
+    """The facts of every row, by a program without terms: one launch per chunk, and no gradient."""
+    head = sweep._open()
+    parts = head.chunks(sweep.rows.count, sweep.rows.keep is not None)
+    seen = [sweep.launch(head, Chunk(part), sweep.backend.Arguments({}, {}, {}), False) for part in parts]
+    return Launched(None, type(seen[0]).join(seen), None, None)
 
 
 class Weighed:

@@ -69,8 +69,13 @@ def facts_sweep(
         )
         sweep.keep(support)
         return sweep
-    kind = Sweep if chunked else ProductSweep
-    return kind(source, rows, chosen, engine, bind_teachers(teachers, chosen.teachers, source, rows, engine))
+    guides = bind_teachers(teachers, chosen.teachers, source, rows, engine)
+    if not chunked:
+        return ProductSweep(source, rows, chosen, engine, guides)
+    program = None
+    if not chosen.teachers and source.shard is None and engine.lower is not None:
+        program, _ = engine.lower({}, chosen, {}, ())  # the facts of rows that are visited, and nothing made of them
+    return Sweep(source, rows, chosen, engine, guides, program)
 
 
 def _with_top(teacher: Any, want: Sequence[Any], top: int | None) -> Any:

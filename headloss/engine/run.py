@@ -15,7 +15,7 @@ from torch import Tensor
 from headloss.engine.heads import on_source_device
 from headloss.engine.into import into_of
 from headloss.engine.loss import TermsOnRows
-from headloss.engine.one_launch import Launched, launch
+from headloss.engine.one_launch import Launched, launch, read_facts
 from headloss.engine.product import Pending, ProductSweep
 from headloss.engine.saved import hold, once
 from headloss.engine.settled import settle as settle_segments
@@ -55,6 +55,8 @@ class Result(NamedTuple):
 def run(sweep: Sweep, loss: TermsOnRows | None, needs: tuple[bool, ...]) -> Result | Launched:
     """The forward pass: facts, loss, and whatever of the gradient can be had in the same visit."""
     if loss is None:
+        if sweep.program is not None and True not in needs and sweep.rows.count:
+            return read_facts(sweep)
         facts, softmax = sweep.facts()
         return Result(softmax.max.new_zeros(()), facts, softmax, {}, {})
     wanted = True in needs or bool(loss.wants_grad)

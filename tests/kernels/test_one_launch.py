@@ -344,3 +344,24 @@ def test_few_rows_are_cut_in_parts_only_where_that_is_allowed(monkeypatch):
     apart = launches.pop((False, 8, 50257))
     assert "so few rows are swept faster in parts" in apart
     assert all(x.startswith("one launch") and "in parts" not in x for x in launches.values()), launches
+
+
+@inside
+@pytest.mark.parametrize("kind", ["Logits", "Linear"])
+def test_facts_without_grad_take_one_launch_per_chunk(kind, monkeypatch):
+    """No sums to be merged and finished in launches of their own; with grad they are, and give the same."""
+    from headloss.backends.triton import backend
+
+    batch, want = Batch(), ("logprob", "entropy", "argmax", "mean_logprob", ("entropy", 2.0))
+    visit, seen = backend.visit, []
+    monkeypatch.setattr(backend, "visit", lambda *a, **k: seen.append(1) or visit(*a, **k))
+    source, _ = batch.source(kind)
+    with_grad = hl.row_facts(source, batch.targets, want, backend="triton")
+    assert not seen and with_grad.logprob.requires_grad
+    monkeypatch.setattr(backend, "sums", None)
+    with torch.no_grad():
+        ours = hl.row_facts(source, batch.targets, want, backend="triton")
+    assert len(seen) == (1 if kind == "Logits" else 2)
+    for fact in ("logprob", "entropy", "argmax", "mean_logprob"):
+        torch.testing.assert_close(getattr(ours, fact), getattr(with_grad, fact).detach(), rtol=2e-5, atol=2e-6)
+        assert getattr(ours, fact)[batch.targets == -100].eq(0).all()
