@@ -142,7 +142,8 @@ class Objective(Terms):
         if has_vocab_ids(arguments.source):
             mapped = in_columns(arguments, self)
             return mapped.output(self._evaluate(mapped.arguments, direct))
-        arguments = brought(self, arguments) if self.brings else arguments
+        if self.brings or "class_weight" in arguments.inputs:
+            arguments = brought(self, arguments)
         if arguments.support is None and graph.wanted(arguments.source, arguments.teacher, self.traits.unknown):
             return graph.call(self, arguments, direct)
         return self._uncompiled(arguments, direct)

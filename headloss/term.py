@@ -25,6 +25,7 @@ from headloss.trace.signature import (
     IDS,
     ONLY,
     RESERVED,
+    classes_of,
     counts_of,
     function_name,
     passed,
@@ -191,11 +192,12 @@ class Term:
         draft = isinstance(teachers.get(name), Draft)
         ids = IDS if IDS in teachers and self.teacher is None else name
         routed = isinstance(teachers.get(name), Routed)
-        key = (source_temperature, name, sparse, draft, routed, ids, self.content())
+        classes = classes_of(self.temperature) if classes_of(self.temperature) in teachers else None
+        key = (source_temperature, name, sparse, draft, routed, ids, classes, self.content())
         if key not in self._calls:
             if len(self._calls) >= _MOST_CALLS:
                 self._calls.clear()
-            made = self._call(source_temperature, name, sparse, draft, ids)
+            made = self._call(source_temperature, name, sparse, draft, ids, classes)
             if routed and any(str(f.teacher).split(" of ")[-1] == name for f in made.facts):
                 made = made._replace(row_weights=(*made.row_weights, RowWeight(routes_of(name))))
             self._calls[key] = made
@@ -209,7 +211,9 @@ class Term:
     def has_foreign_divergence(self) -> bool:
         return self._foreign_divergence and not self.pure
 
-    def _call(self, source_temperature: float | None, teacher: str, sparse: bool, draft: bool, ids: str) -> Call:
+    def _call(
+        self, source_temperature: float | None, teacher: str, sparse: bool, draft: bool, ids: str, classes: str | None
+    ) -> Call:
         T = None if self.temperature == source_temperature else self.temperature
         own = {
             name: Fact(
@@ -249,6 +253,7 @@ class Term:
                 fact = Fact("divergence", self.temperature, teacher, Element(fn, self.options, self.pure))
                 signature = read_signature(summed, facts={"divergence": fact})._replace(name=function_name(fn))
                 return Call(summed, signature, {}, weighed, self.pure)
+        whose["classes"] = classes
         signature = self._read(fn, own, self.inputs, temperature=T, compared_at=self.temperature, **whose)
         named = signature._replace(name=function_name(self.fn))
         return Call(fn, named, self.options, weighed, self.pure)

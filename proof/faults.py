@@ -252,7 +252,7 @@ FAULTS = [
     Fault("segments.py", "if self._counts is None or self._written != version(self.ids):", "if self._counts is None:", "counts of segments are believed after their ids were written to", ("tests/trust/test_kept_of_tensors.py",)),
     Fault("trace/trace.py", "    for node in written(graph.graph):", "    for node in ():", "a loss that writes through .detach() is traced", TRACED),
     Fault("trace/call.py", "        if x._version != before:", "        if False:", "a loss that writes into its inputs is let through", TRACED),
-    Fault("term.py", "key = (source_temperature, name, sparse, draft, routed, ids, self.content())", "key = (source_temperature, name, sparse)", "a divergence keeps what it read first", TRACED),
+    Fault("term.py", "key = (source_temperature, name, sparse, draft, routed, ids, classes, self.content())", "key = (source_temperature, name, sparse)", "a divergence keeps what it read first", TRACED),
     Fault("backends/triton/printer/elements.py", "        if found.unknown:", "        if False:", "a divergence that reads an object is printed", TRACED),
     Fault("backends/triton/printer/printer.py", "elif type(given) is float and lift is not None", "elif type(given) is float and False", "another value of an option compiles a kernel", ("tests/kernels/test_visit.py",)),
     Fault("trace/classify.py", "stack.enter_context(_disable_current_modes())", "pass", "a profiler's mode makes a row loss a batch loss", ("tests/test_plan.py",)),
@@ -787,4 +787,7 @@ FAULTS = [
     Fault("backends/triton/kernels/columns.py", "(first == 0) | (before != to)", "first >= 0", "Triton: every entry of a sum writes it", ("tests/kernels/test_columns.py",)),
     Fault("backends/triton/kernels/columns.py", "        if ADD:", "        if False:", "Triton: the gradient of a later block replaces that of the first", ("tests/kernels/test_columns.py",)),
     Fault("integrations/trl.py", "wide[:, start:-1] = ids", "wide[:, :length] = ids", "TRL: sets stand with the prompt's tokens", ("tests/integrations/test_trl.py",)),
+    Fault("trace/call.py", "weight = self.weight(env)\n        if CLASSES", "return self.weight(env)\n        if CLASSES", "a mean over rows in place of the sum of their class weights", ("tests/test_class_weights.py",)),
+    Fault("engine/brought.py", "scale=T or 1.0", "scale=1.0", "class weights are tempered with the logits", ("tests/test_class_weights.py",)),
+    Fault("engine/brought.py", "    if others or any(", "    if any(", "class weights count twice", ("tests/test_class_weights.py",)),
 ]  # fmt: skip

@@ -41,13 +41,16 @@ CHOICES: dict[tuple[str, str], tuple[Any, ...]] = {  # options that are no float
 BRANCHED = ("beta", "alpha", "label_smoothing")  # some loss looks at it in Python, so each value has its own trace
 
 
+CLASSES = ("class_weight", "class_mean", "class_cross_entropy")  # of a call that weighs its classes
+
+
 def asks(fn: Callable[..., Any]) -> set[str]:
     """The names a loss wants injected."""
     return {p.name for p in inspect.signature(fn).parameters.values() if p.kind is not p.KEYWORD_ONLY}
 
 
 def inputs_of(fn: Callable[..., Any]) -> set[str]:
-    return asks(fn) - {*FACTS, "segments", "targets", "logp", "logq", "teacher_ids", "teacher_logprob"}
+    return asks(fn) - {*FACTS, "segments", "targets", "logp", "logq", "teacher_ids", "teacher_logprob", *CLASSES}
 
 
 def options(random: standard.Random, name: str, numbers: standard.Random) -> dict[str, Any]:

@@ -77,6 +77,7 @@ FACTS: dict[str, Callable[[Dense], Tensor]] = {
     "ids_logprob": lambda d: d.logp_RV.gather(-1, d.ids_RK.clamp(min=0)).masked_fill(d.ids_RK < 0, -math.inf),
     "tail_logprob": _tail,
 }
+APART = ("top_logprob", "class_weight", "class_mean", "class_cross_entropy")  # with tests of their own
 DENSE_TEACHER = {"teacher_cross_entropy", "reverse_cross_entropy", "teacher_entropy"}
 DENSE_TEACHER |= {"logit_dot", "logit_square", "teacher_logit_square"}
 SPARSE_TEACHER = {"ids_logprob", "tail_logprob", "teacher_ids", "teacher_logprob"}
@@ -570,7 +571,7 @@ def inputs_of(*functions: Callable[..., Any]) -> tuple[str, ...]:
         p.name
         for fn in functions
         for p in inspect.signature(fn).parameters.values()
-        if p.kind is not p.KEYWORD_ONLY and p.name not in (*FACTS, "segments", "targets")
+        if p.kind is not p.KEYWORD_ONLY and p.name not in (*FACTS, *APART, "segments", "targets")
     ]
     return tuple(dict.fromkeys(names))
 

@@ -104,7 +104,7 @@ def test_every_loss(name: str, kind: str, shape: tuple[int, ...], peaked: bool, 
 
 
 def optional_inputs(fn: Callable[..., Any]) -> list[str]:
-    facts = {*oracle.FACTS, "segments", "targets"}
+    facts = {*oracle.FACTS, *oracle.APART, "segments", "targets"}
     return [
         p.name
         for p in inspect.signature(fn).parameters.values()

@@ -358,8 +358,8 @@ def prime(x: Numbers, both: bool) -> Tensor:
     return x.mean(-(~out).double() * x.A * torch.exp(x.lp - x.old))
 
 
-def axolotl_eaft(x: Numbers) -> Tensor:
-    p = torch.softmax(x.logits, -1)
+def axolotl_eaft(x: Numbers, k: int = V) -> Tensor:
+    p = torch.softmax(x.logits.topk(k).values, -1)
     gate = torch.pow(-(p * torch.log(p)).sum(-1), 0.5).detach()
     return x.mean(-gate * x.lp)
 
@@ -545,6 +545,7 @@ PEERS: dict[str, dict[str, Callable[[Numbers], Tensor]]] = {
     },
     "axolotl": {
         "use_eaft": axolotl_eaft,
+        "eaft_k=5": lambda x: axolotl_eaft(x, 5),
         "rl: simpo": lambda x: -F.logsigmoid(0.3 * (x.seq(x.lp)[:3] - x.seq(x.lp)[3:]) - 0.5).mean(),
         "rl: ipo": lambda x: dpo(x, lambda m: (m - 1 / 0.6) ** 2, average=True),
         "rl: orpo": orpo,

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from headloss.checks.dense_facts import COMPARING, FLOOR, DenseSegments, dense_fact, sparse_fact, student_fact
+from headloss.checks import dense_facts as made
+from headloss.checks.dense_facts import CLASSES, COMPARING, FLOOR, DenseSegments
 from headloss.facts import FACTS
 from headloss.losses import LOSSES
 from headloss.options import parameters_of
@@ -24,7 +25,7 @@ from headloss.segments import Segments
 from headloss.sources import Logits, Source, Sparse, Teacher
 from headloss.teachers import TOP
 from headloss.term import Term
-from headloss.trace.signature import IDS
+from headloss.trace.signature import IDS, weighs_classes
 
 if TYPE_CHECKING:
     from headloss.objective import Objective
@@ -174,14 +175,14 @@ class Dense:
     def fact(self, name: str, temperature: float | None, teacher: str) -> Tensor:
         s = self.at(self.z_RV, self.given.source.temperature, temperature)
         if name not in COMPARING:
-            return student_fact(name, s, self.targets)
+            return made.student_fact(name, s, self.targets)
         if teacher in self.sparse:
-            return sparse_fact(name, s, *self.sparse[teacher])
+            return made.sparse_fact(name, s, *self.sparse[teacher])
         if teacher not in self.teacher_z:
             raise ValueError(f"teacher: {name!r} needs one")
         logp, logq = self.both(s, temperature, teacher)
         z, u = (x[:, : logq.shape[1]] for x in (self.z_RV, self.teacher_z[teacher]))
-        return dense_fact(name, z, u, logp, logq)
+        return made.dense_fact(name, z, u, logp, logq)
 
     def top_fact(self, term: Term | None, name: str, temperature: float | None) -> Tensor:
         """At the likeliest columns, of equals the lower one first."""
@@ -239,11 +240,11 @@ class Dense:
             logp = s.gather(1, ids.clamp(min=0)).masked_fill(~held, FLOOR).log_softmax(-1)
             norm = logq.logsumexp(-1, keepdim=True)
             return torch.where(held, f(logp, logq - torch.where(norm > -math.inf, norm, 0.0)), 0.0).sum(-1), {}
-        at_ids = sparse_fact("ids_logprob", s, ids, logq)
+        at_ids = made.sparse_fact("ids_logprob", s, ids, logq)
         value = torch.where(held, f(torch.where(held, at_ids, 0.0), torch.where(held, logq, 0.0)), 0.0).sum(-1)
         p, q = (torch.where(held, x.exp(), 0.0).sum(-1) for x in (at_ids, logq))
         if term.tail == "bucket":
-            tail, left = sparse_fact("tail_logprob", s, ids, logq), torch.log1p(-q.clamp(max=1.0))
+            tail, left = made.sparse_fact("tail_logprob", s, ids, logq), torch.log1p(-q.clamp(max=1.0))
             rounding = math.log(torch.finfo(self.given.source.fact_dtype).eps)  # what a call takes for a mass of 1
             value = value + f(tail, torch.where(tail > FLOOR, left.clamp(min=rounding), left))
         return value, {"student_mass": p, "teacher_mass": q}
@@ -258,7 +259,13 @@ class Dense:
         for p in parameters_of(fn).values():
             if p.kind is p.KEYWORD_ONLY:
                 continue
-            if named.get(p.name, (p.name,))[0] in TOP:
+            if p.name in CLASSES and weighs_classes(fn):
+                if (w := self.inputs.get("class_weight")) is not None:
+                    s = self.at(self.z_RV, self.given.source.temperature, temperature)
+                    found[p.name] = made.class_fact(p.name, w, s, self.targets)
+            elif p.default is None and p.name in TOP and (term is None or term.top is None):
+                continue
+            elif named.get(p.name, (p.name,))[0] in TOP:
                 found[p.name] = self.top_fact(term, *named.get(p.name, (p.name, temperature)))
             elif p.name in named:
                 found[p.name] = self.fact(*named[p.name], ids if named[p.name][0] in at_ids else teacher)
@@ -307,7 +314,9 @@ class Dense:
         ones = torch.ones(length, dtype=self.dtype, device=self.valid.device)
         at_least_1 = lambda x, own: max(1.0, float(own if x is None else x))
         if term.reduction == "weighted_mean":
-            mass = (ones if row_weight is None else row_weight.to(self.dtype).expand(length))[present].sum()
+            w = self.inputs["class_weight"][self.targets] if "class_weight" in self.inputs else 1.0
+            mass = ones if row_weight is None else row_weight.to(self.dtype).expand(length)
+            mass = (mass * w if weighs_classes(term.fn) else mass)[present].sum()
             return ones / (mass if float(mass) else 1.0)
         if term.reduction == "token_sum":
             return ones

@@ -83,6 +83,16 @@ def student_fact(name: str, s: Tensor, targets: Tensor | None) -> Tensor:
     return FACTS[name].value(row)
 
 
+CLASSES = ("class_weight", "class_mean", "class_cross_entropy")
+
+
+def class_fact(name: str, w: Tensor, s: Tensor, targets: Tensor | None) -> Tensor:
+    """What a loss that weighs its classes by w (V,) is given."""
+    if name == "class_mean":
+        return w.mean()
+    return w[targets] if name == "class_weight" else -(s.log_softmax(-1).clamp(min=FLOOR) @ (w / w.sum()).to(s.dtype))
+
+
 def dense_fact(name: str, z: Tensor, u: Tensor, logp: Tensor, logq: Tensor) -> Tensor:
     """Of a dense teacher, over the columns that both have; z and u are the logits before the temperature."""
     p, q = logp.exp(), logq.exp()

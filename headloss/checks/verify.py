@@ -3,11 +3,9 @@
     print(hl.verify(objective, hl.Linear(hidden, weight), targets, advantage=advantage))
     hl.verify(objective, hl.Linear(hidden, weight), targets, advantage=advantage).check()      # raises where it is off
 
-What runs is what training runs: the backend, the traces and plans that earlier calls left behind, and once more in
-chunks where the head is made in chunks.  What it is compared with, `dense.py`, calls each function as it is written.
-A difference is allowed as far as the numbers' type explains it: twice what plain PyTorch loses in the same type on the
-same rows (four times where the head's product is rounded to half precision, each way in its own order), and a few
-roundings.
+What runs is what training runs: the backend, traces and plans of earlier calls, and once more in chunks where there are
+any.  What it is compared with, `dense.py`, calls each function as it is written.  A difference is allowed as far as the
+numbers' type explains it: twice what plain PyTorch loses on the same rows (four times in half precision), and a bit.
 """
 
 from __future__ import annotations
@@ -157,7 +155,8 @@ def _kinds(
     objective: Objective, source: Source, segments: Segments | None, inputs: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """The inputs, each with the word that says what it is, and these words: a cut may fit another reading."""
-    laid = lay_out(readings(objective.terms, objective.metrics), inputs, source, segments)
+    read = readings(objective.terms, objective.metrics)
+    laid = lay_out(read, {n: inputs[n] for n in inputs if n in read}, source, segments)  # not class weights
     kinds = dict.fromkeys(inputs, "whole") | {n: shape.kind for n, (_, shape) in laid.items()}
     plain = {n for n, kind in kinds.items() if kind == "scalar" or n == "pairs"}
     said = {n: x if n in plain else LAID[kinds[n]](x) for n, (x, _) in laid.items()}
@@ -326,6 +325,7 @@ def _runs(objective: Objective, given: Given, how: How) -> Iterator[Run]:
     if isinstance(source, Linear):
         N = torch.Size(source.leading).numel()
         per_row = source.row_bytes + sum(8 * t.vocab for t in given.teachers.values() if not isinstance(t, Sparse))
+        per_row += 8 * source.vocab * len(objective.terms) * ("class_weight" in given.inputs)  # a teacher too
         yield _run(objective, given, "in chunks", how, max(1, N // 3) * per_row)
 
 

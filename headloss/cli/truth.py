@@ -18,6 +18,7 @@ import headloss as hl
 from headloss.divergence import is_divergence
 from headloss.facts import FACTS
 
+APART = ("top_logprob", "class_weight", "class_mean", "class_cross_entropy")  # of a Term or a call that says so
 STUDENT = ("lse", "logprob", "mean_logprob", "entropy", "sum_p2")
 
 
@@ -70,7 +71,7 @@ class Problem(NamedTuple):
         N, S = len(self.targets), self.segments.num_segments
         logp = (self.hidden @ self.weight.T).log_softmax(-1).gather(-1, self.targets.clamp(min=0)[:, None])[:, 0]
         found: dict[str, Tensor] = {}
-        for i, name in enumerate(n for n in names if n not in (*FACTS, "segments", "targets", "logp", "logq")):
+        for i, name in enumerate(n for n in names if n not in (*FACTS, *APART, "segments", "targets", "logp", "logq")):
             if name == "pairs":
                 found[name] = torch.arange(S // 2 * 2, device=logp.device).view(-1, 2)
             elif name == "desirable":
@@ -160,7 +161,7 @@ def dense_loss(p: Problem, fn: Callable[..., Any], teacher: str | None, kind: st
         given: dict[str, Any] = {}
         inputs = p.inputs(fn)
         for name, parameter in inspect.signature(fn).parameters.items():
-            if parameter.kind is parameter.KEYWORD_ONLY:
+            if parameter.kind is parameter.KEYWORD_ONLY or name in APART:
                 continue
             x = inputs.get(name)
             if x is not None:

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from headloss.engine.arguments import CallArguments
+from headloss.engine.layout import Laid, PerRow
+from headloss.engine.plan import plain_source
 from headloss.late import check_later, defers
 from headloss.rows import IGNORE, Prepared
 from headloss.segments import integers, readable
@@ -24,11 +26,13 @@ from headloss.teachers import TOP
 from headloss.term import Term
 from headloss.terms import Terms
 from headloss.top import Top
-from headloss.trace.signature import IDS, ONLY, counts_of, targets_of
+from headloss.trace.signature import CLASSES, IDS, ONLY, classes_of, counts_of, targets_of, weighs_classes
 
 
 def brought(terms: Terms, arguments: CallArguments) -> CallArguments:
     """The same call, with what its terms bring."""
+    if "class_weight" in arguments.inputs:
+        arguments = _with_classes(terms, arguments)
     named = {t.targets: name for name, t in terms.terms.items() if t.targets is not None and _is_on(name, t, arguments)}
     teachers = named_teachers(arguments.teacher)
     tops = [f.teacher for t in terms.every_term if t.top for f in t.call(None, teachers).facts if f.name in TOP]
@@ -56,6 +60,55 @@ def brought(terms: Terms, arguments: CallArguments) -> CallArguments:
     asked |= {n for _, call in terms.metrics if not isinstance(call.fn, Term) for n in call.input_names}
     inputs = {n: x for n, x in inputs.items() if n in asked or n not in named}
     return arguments._replace(teacher=teachers, inputs=inputs)
+
+
+def _with_classes(terms: Terms, arguments: CallArguments) -> CallArguments:
+    """Weights of classes: one per row, that of its target, and a teacher of one softmax for all rows.
+
+    sum_c w_c log p_c is -(sum_c w_c) times the cross-entropy of that softmax, w / sum w.
+    """
+    asking = {n: t for n, t in terms.terms.items() if weighs_classes(t.fn) and _is_on(n, t, arguments)}
+    if not asking:
+        return arguments
+    inputs, source = dict(arguments.inputs), plain_source(arguments.source)
+    others = [call for n, t in terms.terms.items() for call in [t.call(None, {})] if "class_weight" in call.input_names]
+    if others or any("class_weight" in call.input_names for _, call in terms.metrics):
+        raise ValueError(
+            f"class_weight: {next(iter(asking))!r} weighs its classes by it, and another function takes it too; give "
+            f"that one an input of another name"
+        )
+    if arguments.support is not None:
+        raise ValueError("class_weight: support= leaves columns out of the softmax, and their weights would count")
+    w_V, targets = inputs.pop("class_weight"), arguments.targets
+    w_V = w_V.value if isinstance(w_V, Laid) else w_V
+    targets = targets.targets if isinstance(targets, Prepared) else targets
+    for name, term in asking.items():
+        if term.targets is not None or not isinstance(targets, Tensor):
+            raise ValueError(
+                f"class_weight: term {name!r} weighs by the targets of the call; pass them, without targets="
+            )
+    if not isinstance(w_V, Tensor) or not w_V.dtype.is_floating_point or tuple(w_V.shape) != (source.vocab,):
+        got = f"{w_V.dtype} of shape {tuple(w_V.shape)}" if isinstance(w_V, Tensor) else type(w_V).__name__
+        raise ValueError(f"class_weight: wanted a tensor of floats of shape ({source.vocab},), got {got}")
+    if w_V.device != source.device:
+        raise ValueError(f"class_weight: is on {w_V.device}, but the source is on {source.device}")
+    if w_V.requires_grad and torch.is_grad_enabled():
+        raise ValueError("class_weight: requires grad, but no gradient flows to weights; pass it detached")
+    w_V = w_V.detach().to(source.fact_dtype)
+    negative = (w_V < 0).any() | ~w_V.isfinite().all()
+
+    def check(found: Tensor) -> None:
+        if bool(found):
+            raise ValueError("class_weight: wanted weights that are finite and not below 0")
+
+    now_or_later(negative, negative, check, "class_weight: negative or not finite")
+    start, rows = 0 if source.shard is None else source.shard.start, integers("targets", targets)  # type: ignore[arg-type]
+    log_w = w_V[start : start + source.columns].log().expand(*source.leading, source.columns)
+    inputs[CLASSES["class_weight"]] = PerRow(w_V[rows.clamp(0, source.vocab - 1)])
+    inputs[CLASSES["class_mean"]] = w_V.mean()
+    temperatures = dict.fromkeys(t.temperature for t in asking.values())
+    classes = {classes_of(T): Logits(log_w, scale=T or 1.0, shard=source.shard) for T in temperatures}
+    return arguments._replace(teacher={**named_teachers(arguments.teacher), **classes}, inputs=inputs)
 
 
 def _is_on(name: str, term: Term, arguments: CallArguments) -> bool:

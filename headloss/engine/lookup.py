@@ -27,6 +27,7 @@ from headloss.top import Top
 from headloss.trace.call import Call
 from headloss.trace.keys import is_plain
 from headloss.trace.reads import defaults, ours
+from headloss.trace.signature import CLASSES
 
 _MOST = 64  # forms of an objective: more would mean that something changes with every call
 
@@ -45,7 +46,7 @@ class Plans:
 
     def __init__(self, terms: Terms) -> None:
         self.forms: dict[Any, Form] = {}
-        self.readings = readings(terms.terms, terms.metrics)
+        self.readings = dict.fromkeys(CLASSES.values(), Reading()) | readings(terms.terms, terms.metrics)
         # inputs of which some function says that they have one value per row
         self.per_row = frozenset(n for n, said in self.readings.items() if said.row and not said.segment)
         self.weights = {name: term.weight for name, term in terms.terms.items()}

@@ -223,7 +223,7 @@ class TermsOnRows:
         if term.name not in self.denominators:
             length, env = self.rows.count if length is None else length, env or self._env({}, None)
             with torch.no_grad():
-                weight = term.call.weight(env)
+                weight = term.call.mean_weight(env)
             weight = torch.ones(length, dtype=self.dtype, device=self.device) if weight is None else weight
             weight = weight.to(self.dtype).expand(length)
             if kind == "row" and self.rows.valid is not None:

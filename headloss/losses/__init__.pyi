@@ -56,8 +56,13 @@ def cpo(logprob: Tensor, segments: Segments, pairs: Tensor, *, beta: float = 0.1
 
     In trainers: TRL CPOTrainer and TPOTrainer: sigmoid, hinge, ipo (with average=True); axolotl rl: cpo."""
 
-def cross_entropy(logprob: Tensor, mean_logprob: Tensor, *, label_smoothing: float = 0.0) -> tuple[Tensor, dict[str, Tensor]]:
-    """-log p[y]; with label smoothing e, -(1 - e) log p[y] - e mean_j log p[j] (Szegedy et al. 2016)."""
+def cross_entropy(logprob: Tensor, mean_logprob: Tensor, class_weight: Tensor | None = None, class_mean: Tensor | None = None, class_cross_entropy: Tensor | None = None, *, label_smoothing: float = 0.0) -> tuple[Tensor, dict[str, Tensor]]:
+    """-log p[y]; with label smoothing e, -(1 - e) log p[y] - e mean_j log p[j] (Szegedy et al. 2016).
+
+    class_weight   w (V,), an input of the call: -(1 - e) w[y] log p[y] - e mean_j w[j] log p[j], as torch has it; its
+                   mean, over the sum of w[y], is `reduction="weighted_mean"`
+
+    In trainers: torch.nn.functional.cross_entropy(weight=, label_smoothing=); Liger ce_weight."""
 
 def deft(logprob: Tensor, sum_p2: Tensor, *, alpha: float | None = None) -> tuple[Tensor, dict[str, Tensor]]:
     """(1 - p[y]^a) / a, a = sg(sum_j p_j^2): like -log p[y] where the model is unsure, like 1 - p[y] where it is sure
@@ -104,13 +109,14 @@ def dppo(logprob: Tensor, advantage: Tensor, old_logprob: Tensor | None = None, 
 
     In trainers: verl dppo_tv, dppo_kl; prime-rl's default loss is form="ratio", cap=None, its ipo also one_sided=False."""
 
-def eaft(logprob: Tensor, entropy: Tensor, *, alpha: float = 1.0, unit: float = 1.0) -> tuple[Tensor, dict[str, Tensor]]:
+def eaft(logprob: Tensor, entropy: Tensor, top_logprob: Tensor | None = None, *, alpha: float = 1.0, unit: float = 1.0) -> tuple[Tensor, dict[str, Tensor]]:
     """-sg((H / unit)^alpha) log p[y], H = the entropy: tokens of which the model is sure count less, whether they are
-    easy or contradict it (Diao et al. 2026).
+    easy or contradict it (Diao et al. 2026).  With `hl.Term(eaft, top=K)`, H is the entropy of the K likeliest columns
+    alone, as of a softmax over them.
 
-    unit   the entropy that counts as 1; the paper's is log K, with H over the K likeliest columns alone
+    unit   the entropy that counts as 1; the paper's is log K
 
-    In trainers: axolotl use_eaft, which takes H over the 20 likeliest columns where we take all."""
+    In trainers: axolotl use_eaft, with eaft_k as `top`."""
 
 def entropy_bonus(entropy: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """-H(p): a positive weight rewards entropy (Williams & Peng 1991)."""

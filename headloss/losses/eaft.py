@@ -1,10 +1,14 @@
-def eaft(logprob, entropy, *, alpha=1.0, unit=1.0):
+def eaft(logprob, entropy, top_logprob=None, *, alpha=1.0, unit=1.0):
     """-sg((H / unit)^alpha) log p[y], H = the entropy: tokens of which the model is sure count less, whether they are
-    easy or contradict it (Diao et al. 2026).
+    easy or contradict it (Diao et al. 2026).  With `hl.Term(eaft, top=K)`, H is the entropy of the K likeliest columns
+    alone, as of a softmax over them.
 
-    unit   the entropy that counts as 1; the paper's is log K, with H over the K likeliest columns alone
+    unit   the entropy that counts as 1; the paper's is log K
 
-    In trainers: axolotl use_eaft, which takes H over the 20 likeliest columns where we take all.
+    In trainers: axolotl use_eaft, with eaft_k as `top`.
     """
+    if top_logprob is not None:
+        inside = top_logprob.detach().log_softmax(-1)
+        entropy = -(inside.exp() * inside).sum(-1)
     gate = (entropy.detach().clamp(min=0.0) / unit) ** alpha
     return -gate * logprob, {"gate": gate}

@@ -14,7 +14,7 @@ from torch import Tensor
 from headloss.facts import Fact
 from headloss.segments import Segments, WrongLengthError
 from headloss.trace.reads import Reads, ours, reads, writes_unseen
-from headloss.trace.signature import Signature
+from headloss.trace.signature import CLASSES, Signature
 
 
 class Env(NamedTuple):
@@ -124,6 +124,15 @@ class Call(NamedTuple):
     def weight(self, env: Env) -> Tensor | None:
         """The product of the row weights, without a gradient."""
         return self.weigh(env)[0]
+
+    def mean_weight(self, env: Env) -> Tensor | None:
+        """What a weighted mean divides by the sum of: the row weights, times those of classes."""
+        weight = self.weight(env)
+        if CLASSES["class_weight"] not in self.input_names:
+            return weight
+        own = env.inputs[CLASSES["class_weight"]]
+        assert own is not None
+        return own.detach() if weight is None else weight * own.detach()
 
     def weigh(self, env: Env) -> tuple[Tensor | None, dict[str, dict[str, Any]]]:
         """That product, and the metrics that its factors report, by their names."""

@@ -49,7 +49,15 @@ TEACHER_INPUTS = ("teacher_ids", "teacher_logprob")  # of a sparse teacher, (row
 
 def passed(teachers: Iterable[str]) -> list[str]:
     """Those that the caller passed as teachers."""
-    return [x for x in teachers if x != IDS and not x.startswith(("targets=", "top=", "whole="))]
+    return [x for x in teachers if x != IDS and not x.startswith(("targets=", "top=", "whole=", "classes@"))]
+
+
+CLASSES = {"class_weight": "class_weight of each target", "class_mean": "mean of class_weight"}
+
+
+def classes_of(temperature: float | None) -> str:
+    """The name of the teacher that class weights become, the same in every row; see `engine.brought`."""
+    return f"classes@{temperature}"
 
 
 def targets_of(name: str) -> str:
@@ -131,6 +139,7 @@ def read_signature(
     inputs: Mapping[str, str] | None = None,
     ids: str | None = None,
     top: int | None = None,
+    classes: str | None = None,
 ) -> Signature:
     """The signature of a loss, metric or row-weight function; `facts` names facts at temperatures of their own.
 
@@ -158,11 +167,21 @@ def read_signature(
         if p.kind is p.POSITIONAL_ONLY:
             raise TypeError(f"{name}: {p.name!r} can be given by position only, and losses get theirs by name; drop /")
         optional = p.default is not p.empty
-        if p.name in named:
+        if weighs_classes(fn) and p.name in (*CLASSES, "class_cross_entropy"):
+            if classes is not None:
+                fact = Fact("teacher_cross_entropy", at, classes)
+                parameters.append(
+                    Parameter(p.name, "input", False, takes=CLASSES[p.name])
+                    if p.name in CLASSES
+                    else Parameter(p.name, "fact", optional, fact)
+                )
+        elif p.name in named:
             parameters.append(Parameter(p.name, "fact", optional, named.pop(p.name)))
         elif p.name in ("divergence", "teacher_tail_logprob"):
             raise TypeError(f"{name}: no loss can ask for {p.name!r}; write it as a function of (logp, logq)")
         elif p.name in TOP:
+            if top is None and optional:
+                continue
             if top is None:
                 raise TypeError(f"{name}: asks for {p.name!r}; say of how many columns, hl.Term({name}, top=K)")
             of = (teacher or ONLY) if "teacher_top_logprob" in parameters_of(fn) else None
@@ -192,6 +211,11 @@ def read_signature(
     if named:
         raise TypeError(f"{name}: facts={sorted(named)} are not among its parameters {[p.name for p in parameters]}")
     return Signature(name, tuple(parameters), options, _per_segment(fn, name, parameters), _returns(fn, name))
+
+
+def weighs_classes(fn: Callable[..., Any]) -> bool:
+    """Whether it takes weights of the classes: `class_weight` is then one per class, and it gets those of its rows."""
+    return "class_cross_entropy" in parameters_of(fn)
 
 
 def _per_segment(fn: Callable[..., Any], name: str, parameters: Iterable[Parameter]) -> tuple[str, ...] | None:

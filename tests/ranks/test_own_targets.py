@@ -39,6 +39,16 @@ def picked() -> None:
         torch.testing.assert_close(out.loss.detach(), want.detach(), rtol=1e-10, atol=1e-10)
         torch.testing.assert_close(mine.grad, leaf.grad[start:end], rtol=1e-10, atol=1e-10)
 
+        w = torch.rand(V, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+        alone = weight.clone().requires_grad_()
+        want_w = torch.nn.functional.cross_entropy(hidden @ alone.T, targets, weight=w, label_smoothing=0.1)
+        weighed = hl.Objective(ce=hl.Term(cross_entropy, label_smoothing=0.1, reduction="weighted_mean"))
+        source = hl.Linear(hidden, mine, shard=shard, memory="1GiB")
+        out = weighed(source, targets, class_weight=w)
+        torch.testing.assert_close(out.loss, want_w, rtol=1e-10, atol=1e-10)
+        (got,), (whole,) = torch.autograd.grad(out.loss, mine), torch.autograd.grad(want_w, alone)
+        torch.testing.assert_close(got, whole[start:end], rtol=1e-10, atol=1e-10)
+
 
 def test_picked_from_two_ranks(ranks: Any) -> None:
     ranks(2, picked)
