@@ -123,6 +123,12 @@ def test_candidates_top_and_a_sparse_teacher_are_tokens() -> None:
     torch.testing.assert_close(taught.loss, torch.zeros((), dtype=DTYPE), atol=1e-6, rtol=0)
 
 
+def test_token_0_is_one_that_a_head_can_lack() -> None:
+    source = hl.Logits(torch.randn(2, 3), vocab_ids=torch.tensor([1, 2, 5]))
+    out = hl.Objective(ce=cross_entropy)(source, torch.tensor([0, 5]))
+    assert float(out.metrics["vocab_missing"]) == 0.5 and out.facts.logprob[0] == 0 != out.facts.logprob[1]
+
+
 def test_the_teacher_counts_in_the_budget() -> None:
     batch = Batch()
     teacher, row = hl.Linear(batch.guide, batch.head), (V + 2 * U) * batch.head.itemsize
