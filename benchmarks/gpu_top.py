@@ -155,7 +155,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="small shapes, to see that it runs")
     tiny = parser.parse_args().tiny
     N, D = (256, 256) if tiny else (8192, 4096)
-    results: dict[str, Any] = {"date": datetime.date.today().isoformat(), "k": K, "rows": N, "hidden": D}
+    results: dict[str, Any] = {"date": datetime.date.today().isoformat(), "k": K, "tokens": N, "hidden": D}
     parts: dict[str, Callable[[], dict[str, Any]]] = {
         "top": lambda: top(N, 5000 if tiny else 151936, D),
         "draft": lambda: draft(N, 5000 if tiny else 128256, 1024 if tiny else 32000, D),
