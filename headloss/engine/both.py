@@ -42,6 +42,19 @@ def parts_of(terms: Terms, arguments: CallArguments) -> Iterator[tuple[Terms, Ca
     )
 
 
+def weight_grad_of(outputs: list[Output]) -> Tensor | None:
+    """The weight's gradient that the call on the whole vocabulary has made and no backward has scaled yet.
+
+    Both losses are pulled on as one, by their sum, so that of the kept columns can be added to it: no second gradient
+    of the weight's size is made, and none is added by autograd.
+    """
+    node = outputs[0].loss.grad_fn if outputs else None
+    made = getattr(node, "grads", None)
+    if not isinstance(made, Grads) or node.result.normaliser is not None or node.into is not None:  # type: ignore[union-attr]
+        return None
+    return made.weight
+
+
 def merged(terms: Terms, kept: Output, whole: Output | None = None) -> Output:
     """One record: facts and metrics of the kept columns, the terms and their metrics of both."""
     if whole is None:

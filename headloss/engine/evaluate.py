@@ -9,7 +9,7 @@ from torch import Tensor
 
 from headloss.engine.arguments import CallArguments
 from headloss.engine.bind import bind
-from headloss.engine.both import merged, parts_of
+from headloss.engine.both import merged, parts_of, weight_grad_of
 from headloss.engine.guides import RoutedRows
 from headloss.engine.into import check_into
 from headloss.engine.lookup import find_plan
@@ -27,15 +27,19 @@ def evaluate(terms: Terms, arguments: CallArguments, direct: bool) -> Output:
     """`Objective.__call__`, or with `direct` its `forward_backward`."""
     check_pending()
     if arguments.support is not None and terms.on_all:
-        return merged(terms, *(_evaluate(*part, direct) for part in parts_of(terms, arguments)))
+        kept, *whole = parts_of(terms, arguments)
+        beside = [_evaluate(*part, direct) for part in whole]
+        return merged(terms, _evaluate(*kept, direct, weight_grad_of(beside)), *beside)
     return _evaluate(terms, arguments, direct)
 
 
-def _evaluate(terms: Terms, arguments: CallArguments, direct: bool) -> Output:
+def _evaluate(terms: Terms, arguments: CallArguments, direct: bool, weight_grad: Tensor | None = None) -> Output:
+    """`weight_grad`: where a gradient of the weight that is made now may be added."""
     if direct or torch.is_grad_enabled():
         check_into(arguments.source)
     plan, arguments = find_plan(terms, arguments)
     sweep, loss = bind(plan, arguments)
+    sweep.weight_grad = weight_grad
     tensors = sweep.source.tensors
     if direct:
         needs = (True,) * len(tensors)

@@ -36,6 +36,7 @@ class KeptHead:
         self.blocks = 1
         self.slope_E: Tensor | None = None  # of the block that was read last
         self.begun = False
+        self.adds = False  # the weight's gradient to that of another call
         self.start = 0 if source.shard is None else source.shard.start
         self.made: dict[str, Tensor] = {}
         if isinstance(source, Linear):
@@ -138,7 +139,7 @@ class KeptHead:
         shapes = {"hidden": source.hidden, "weight": source.weight, "bias": source.bias}
         found = {}
         for (name, x), need in zip(shapes.items(), self.needs, strict=False):
-            if need and x is not None:
+            if need and x is not None and not (self.adds and name == "weight"):
                 found[name] = made[name].view(x.shape) if name in made else torch.zeros_like(x)
         return Grads(**found)
 
@@ -171,6 +172,8 @@ class KeptSweep(Sweep):
     def open_head(self, needs: tuple[bool, ...], chunks: Sequence[Chunk]) -> Any:
         head = self._open()
         head.blocks = len(chunks)
+        if self.weight_grad is not None and isinstance(head, KeptHead) and needs[1:2] == (True,):
+            head.made["weight"], head.begun, head.adds, self.weight_grad = self.weight_grad, True, True, None
         if True in needs:
             head.wants_grad(needs)
         return head

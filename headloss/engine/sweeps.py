@@ -56,6 +56,7 @@ class Sweep:
     ) -> None:
         self.source, self.rows, self.want, self.backend = source, rows, want, backend
         self.program = program
+        self.weight_grad: Tensor | None = None  # see `evaluate`; kept columns alone look at it
         self.compared, self.terms = {"inputs": integers, "support": ()}, terms  # by ranks that share a vocabulary
         self.guides = {name: guides[name] for name in want.teachers} if guides else {}
         T = source.temperature

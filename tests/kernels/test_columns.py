@@ -9,7 +9,7 @@ from interpreting import quicken, rerun
 
 import headloss as hl
 from headloss.backends import torch_columns as plain
-from headloss.losses import cross_entropy, entropy_bonus, gspo, jsd
+from headloss.losses import cross_entropy, entropy_bonus, gspo, jsd, z_loss
 
 pytest.importorskip("triton")
 INSIDE = os.environ.get("TRITON_INTERPRET") == "1"
@@ -78,7 +78,7 @@ def test_sums_of_entries():
 
 
 @inside
-@pytest.mark.parametrize("how", ["plain", "teacher", "inside", "segments"])
+@pytest.mark.parametrize("how", ["plain", "teacher", "inside", "segments", "both"])
 def test_an_objective(how):
     generator = torch.Generator().manual_seed(1)
     N, V, D = 6, 40, 9
@@ -89,6 +89,7 @@ def test_an_objective(how):
     support = hl.Support.from_csr(torch.cat(rows), torch.tensor([0, *map(len, rows)]).cumsum(0))
     terms = {"js": jsd} if how == "teacher" else {"ce": cross_entropy, "e": hl.Term(entropy_bonus, weight=0.1)}
     terms = {"rl": gspo} if how == "segments" else terms
+    terms |= {"z": hl.Term(z_loss, weight=0.1, support="all")} if how == "both" else {}
     metrics = {"teacher": ["teacher_agreement"], "plain": ["accuracy", "mean_logprob"]}.get(how, ["entropy"])
     found = []
     for backend, dtype in (("triton", torch.float32), ("torch", torch.float64)):
@@ -99,13 +100,19 @@ def test_an_objective(how):
             more = {"advantage": torch.linspace(-1, 1, N).to(dtype), "old_logprob": -torch.linspace(0, 1, N).to(dtype)}
             more["segments"] = hl.Segments.from_cu_seqlens(torch.tensor([0, 3, N]))
         call = {"support": support, "host_read": False, **more}
-        source = hl.Linear(*leaves, softcap=5.0, memory=(1200, 400)[how == "inside"] * dtype.itemsize // 4)
+        memory = {"inside": 400, "both": 1 << 20}.get(how, 1200) * dtype.itemsize // 4
+        source = hl.Linear(*leaves, softcap=5.0, memory=memory)
         if backend == "triton":
             told = objective.explain(source, targets, **call).launches
-            inside = {"inside": "one launch a visit", "segments": "one that settles"}
+            inside = {"inside": "one launch a visit", "segments": "one that settles", "both": "one launch a visit"}
             assert inside.get(how, "each row keeps some columns") in told
         out = objective(source, targets, **call)
         numbers = [out.loss.detach(), *(torch.as_tensor(float(m)) for m in out.metrics.values())]
-        found.append([*numbers, *torch.autograd.grad(out.loss, leaves)])
+        if backend == "triton" and how == "both":
+            kept, whole = (node for node, _ in out.loss.grad_fn.next_functions)
+            assert kept.grads.weight is None and whole.grads.weight is not None  # one of the weight's size, for both
+        found.append([*numbers, *torch.autograd.grad(3 * out.loss, leaves, retain_graph=True)])
+        for x, y in zip(torch.autograd.grad(3 * out.loss, leaves), found[-1][-2:], strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)  # a second backward makes them again
     for x, y in zip(*found, strict=True):
         torch.testing.assert_close(x.double(), y.double(), rtol=1e-5, atol=1e-6)
