@@ -176,7 +176,7 @@ def measurements() -> dict[str, str]:
         record = json.loads(path.read_text())
         kinds = (("table", _kernels), ("rows", _ways), ("heads", _bench), ("shapes", _products))
         rows = next((rows for kind, rows in kinds if kind in record), None)
-        if rows is None:
+        if rows is None or "command" not in record:
             continue
         made = "\n\n".join(
             [

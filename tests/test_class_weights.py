@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from interpreting import quicken, rerun
 
 import headloss as hl
-from headloss.losses import cross_entropy, forward_kl, z_loss
+from headloss.losses import cross_entropy, forward_kl, grpo, z_loss
 
 INSIDE = os.environ.get("TRITON_INTERPRET") == "1"
 BACKEND, DTYPE = ("triton", torch.float32) if INSIDE else ("torch", torch.float64)
@@ -110,5 +110,7 @@ def test_what_is_refused() -> None:
     own = hl.Objective(ce=hl.Term(cross_entropy, targets="other"))
     with pytest.raises(ValueError, match="class_weight: term 'ce' weighs by the targets of the call"):
         own(source, batch.targets, other=batch.targets, class_weight=batch.w)
+    with pytest.raises(ValueError, match=r"advantage: has shape \(9, 1\); wanted \(9,\), one value per row, .*squeeze"):
+        hl.Objective(rl=grpo)(source, batch.targets, advantage=torch.ones(N, 1))
     with pytest.raises(TypeError, match="class_weight: no loss asks for this input"):
         hl.Objective(z=z_loss)(source, batch.targets, class_weight=batch.w)

@@ -268,6 +268,11 @@ def layout(
         raise ValueError(unfit(name, tuple(x.shape), leading, S))
     kind = choose(name, ways, said, reading, S is not None, f"shape {tuple(x.shape)}")
     after = {"row": len(leading), "segment": 1, "scalar": 0, "whole": 0}[kind]
+    if kind == "row" and said is None and reading.row and tuple(x.shape[after:]) == (1,):
+        raise ValueError(
+            f"{name}: has shape {tuple(x.shape)}; wanted {leading}, one value per row, for {reading.row[0]}: "
+            f"{name}.squeeze(-1) (hl.PerRow({name}) if a column is meant)"
+        )
     return x, Shape(kind, x.dtype, tuple(x.shape[after:]), x.requires_grad and torch.is_grad_enabled())
 
 

@@ -42,7 +42,7 @@ def facts_sweep(
     want = [want] if isinstance(want, str) else list(want)
     if top is not None:
         check_top(top)
-    elif of_top := [x for x in want if (x if isinstance(x, str) else next(iter(x))) in TOP]:
+    elif of_top := [x for x in want if str(x if isinstance(x, str) else next(iter(x))) in TOP]:
         raise ValueError(f"top: needed by the fact {of_top[0]!r}; say of how many columns, top=K")
     teachers = name_teachers(_with_top(teacher, want, top), source)
     wanted = [_read_fact(x, teachers) for x in want]
