@@ -336,6 +336,8 @@ def over_ranks(vocab_parallel: bool) -> None:
     plugin()
     block = {"ours": {"type": "headloss", "losses": BLOCKS["all"]}}
     hidden, weight, kw = problem()
+    kw["labels"][0][6], kw["loss_mask"][0][6] = 3, True  # the second document counts on both ranks
+    kw["label_counts"][0][5:11] += 1
     left = kw["reference_teacher_hidden_states"]
     weight = torch.nn.functional.pad(weight, (0, 0, 0, 1))  # Fast-LLM's shards are of one width
     teacher = torch.nn.functional.pad(left["head.logits"], (0, 1))

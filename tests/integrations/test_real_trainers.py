@@ -422,7 +422,12 @@ def torchtitans_trainer() -> None:
     loss_fn = config.build(compile_config=None)
     assert isinstance(loss_fn, ChunkedLossWrapper)  # so the trainer hands over the head
     stock = ChunkedLossWrapper.Config(num_chunks=4).build(compile_config=None)
-    same(step(loss_fn), step(stock))
+    for _ in range(2):
+        found = step(loss_fn)
+        same(found, step(stock))
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                p -= 0.1 * found[1][name]
     more = {"terms": {"ce": "cross_entropy", "z": {"loss": "z_loss", "weight": 0.1}}}
     assert step(HeadlossLoss.Config(objective=more).build())[0] > step(stock)[0] + 0.1  # the hook is no decoration
     with torch.no_grad():  # its validator gives no count
@@ -697,9 +702,69 @@ def verls_fused_linear() -> None:
         assert_close(b, a, rtol=2e-5, atol=2e-6)
 
 
+class Padded(dict[str, Any]):
+    """Plays the TensorDict of verl's `ppo_loss`, of a batch that is padded already."""
+
+    def select(self, *names: str) -> Padded:
+        return Padded({name: self[name] for name in names})
+
+    def to_padded_tensor(self) -> Padded:
+        return self
+
+
+def verls_steps() -> None:
+    """Two steps: verl's forward of the model, verl's `ppo_loss` with its config; then with our head and our loss."""
+    prepare()
+    import verl.utils.experimental.torch_functional as fused
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from verl.models.transformers.dense_common import forward_with_torch_backend
+    from verl.workers.config import ActorConfig
+    from verl.workers.utils import losses
+
+    from headloss.integrations import verl as ours
+
+    ours.register_policy_losses()
+    losses.no_padding_2_padding = lambda x, data: x
+    torch.manual_seed(0)
+    ids = torch.randint(61, (4, 9))
+    mask = (torch.arange(9) < torch.tensor([9, 5, 7, 3])[:, None]).float()
+    old, advantages = -4 + 0.3 * torch.randn(4, 9), torch.randn(4, 1).expand(4, 9)
+    size = {"dp_size": 1, "batch_num_tokens": mask.sum(), "global_batch_size": 4}
+    data = Padded(response_mask=mask, old_log_probs=old, advantages=advantages, **size)
+    stock = fused.FusedLinearForPPO
+    shape = {"vocab_size": 61, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
+
+    def train(head: Any, loss_mode: str) -> list[Any]:
+        config = ActorConfig(
+            strategy="fsdp", ppo_micro_batch_size_per_gpu=1, rollout_n=1, clip_ratio_high=0.3, entropy_coeff=0.01
+        )
+        object.__setattr__(config, "policy_loss", type(config.policy_loss)(loss_mode=loss_mode))
+        torch.manual_seed(1)
+        model = LlamaForCausalLM(LlamaConfig(**shape, num_attention_heads=2))
+        optimizer, found, fused.FusedLinearForPPO = torch.optim.SGD(model.parameters(), lr=0.1), [], head
+        for _ in range(2):
+            optimizer.zero_grad()
+            out = forward_with_torch_backend(model, input_ids=ids, temperature=0.8, return_dict=True)
+            answer = {"log_probs": out.log_probs, "entropy": out.entropy}
+            loss, metrics = losses.ppo_loss(config, answer, data)
+            loss.backward()
+            numbers = {name: torch.as_tensor(x.aggregate()).float().detach() for name, x in metrics.items()}
+            wanted = {"actor/pg_loss", "actor/entropy_loss", "actor/pg_clipfrac", "actor/ppo_kl"}
+            found += [loss.detach(), {n: numbers[n] for n in wanted}, *(p.grad.clone() for p in model.parameters())]
+            optimizer.step()
+        return found
+
+    try:
+        native = train(stock, "vanilla")
+        assert_close(train(ours.FusedLinearForPPO, "headloss_grpo"), native, rtol=2e-4, atol=2e-6)
+        assert not torch.allclose(train(ours.FusedLinearForPPO, "headloss_cispo")[0], native[0])  # it is looked up
+    finally:
+        fused.FusedLinearForPPO = stock
+
+
 def test_verl(pair: Ranks) -> None:
     pytest.importorskip("transformers")
-    check(pair, "verl", verls_workers, verls_patch, verls_policy_losses, verls_fused_linear)
+    check(pair, "verl", verls_workers, verls_patch, verls_policy_losses, verls_fused_linear, verls_steps)
 
 
 # PEFT ----------------------------------------------------------------------------------------------------------------
