@@ -21,7 +21,7 @@ from torch import Tensor
 from headloss.engine.heads import LinearHead, on_source_device
 from headloss.engine.into import into_of
 from headloss.engine.sweeps import Chunk, Cotangents, Sweep, concatenate_each, join
-from headloss.facts import FACTS, Fact, Pull, Softmax, Want, coefficients
+from headloss.facts import FACTS, Fact, Pull, Softmax, Want, coefficients, finish
 from headloss.record import Grads
 from headloss.sources import Linear, Source
 
@@ -159,14 +159,14 @@ class ProductSweep(Sweep):
         row_bytes = 4 * fields * -(-self.source.columns // self.backend.product.TILE.columns)
         row_bytes += 2 * head.hidden_ND.shape[1] if self.rows.valid is not None else 0
         step = max(1, FACTS_BYTES // row_bytes // 128) * 128
-        done = []
-        for i in range(0, self.rows.count, step):
-            part = slice(i, min(i + step, self.rows.count))
-            done.append(self._found(head.sums(self, part, store=False), part))
-        return concatenate_each([facts for facts, _ in done]), join(*(softmax for _, softmax in done))
+        parts = [slice(i, min(i + step, self.rows.count)) for i in range(0, self.rows.count, step)]
+        sums = [head.sums(self, part, store=False).sums for part in parts]
+        return self._found(sums[0] if len(sums) == 1 else torch.cat(sums, 1), slice(0, self.rows.count))
 
-    def _found(self, read: Any, part: slice) -> tuple[dict[Fact, Tensor], Softmax]:
-        return self._finish(self.backend.product.partial(read, self.want), part)
+    def _found(self, sums: Tensor, part: slice) -> tuple[dict[Fact, Tensor], Softmax]:
+        """Facts and softmax; ignored rows have sums of 0, and so facts of 0."""
+        partial = self.backend.product.partial(sums, self.want)
+        return finish(partial, self.want, self._temperatures(part), self.source.vocab)
 
     @property
     def at_once(self) -> bool:
@@ -179,7 +179,7 @@ class ProductSweep(Sweep):
         everything = slice(0, self.rows.count)
         head = self.open_head(needs, [Chunk(everything)])
         read = head.sums(self, everything, store=True)
-        facts, softmax = self._found(read, everything)
+        facts, softmax = self._found(read.sums, everything)
         value, (by_fact, by_input) = loss.whole(facts, grad=True)
         (pull,) = coefficients(facts, self._held(by_fact, everything), self.want, self.source.vocab)
         return value, facts, softmax, by_fact, by_input, self.gradients(head, read, pull)
@@ -195,7 +195,7 @@ class ProductSweep(Sweep):
         head, seen = self.open_head(needs, chunks), []
         for chunk in chunks:
             read = head.sums(self, chunk.rows, store=True)
-            facts, softmax = self._found(read, chunk.rows)
+            facts, softmax = self._found(read.sums, chunk.rows)
             by_fact, by_input = cotangents(chunk, facts)
             self._write(head, chunk.rows, read, facts, by_fact)
             seen.append((facts, softmax, by_fact, by_input))

@@ -61,7 +61,10 @@ def facts_sweep(
     chunked = KEPT if kept else why_chunked(source, chosen, engine)
     linear = isinstance(source, Linear) and chunked != "" and not kept
     reads = host_read and (linear or source.shard is not None or not defers(source.device))
-    rows = bind_rows(source.leading, targets, None, vocab=source.vocab, device=source.device, host_read=reads)
+    rows = bind_rows(
+        source.leading, targets, None, vocab=source.vocab, device=source.device, host_read=reads,
+        count=getattr(engine, "count_targets", None),
+    )  # fmt: skip
     if support is not None:
         restricted = restrict_teachers(teachers, support, rows.given, source)
         sweep = KeptSweep(

@@ -60,7 +60,7 @@ class Case:
         return product.read(self.hidden[rows], self.weight, self.target[rows], self.want, T, **how)
 
     def facts(self, found):
-        facts, _ = finish(product.partial(found, self.want), self.want, [self.temperature], len(self.weight))
+        facts, _ = finish(product.partial(found.sums, self.want), self.want, [self.temperature], len(self.weight))
         return {f.name: x for f, x in facts.items()}
 
     def logprobs(self):
@@ -115,6 +115,8 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_facts_and_gradients_are_those_of_float64(name):
     case = Case(**CASES[name])
+    if not case.ignored:
+        case.target[8:] = 7  # a frequent one: more rows than are added up at a time
     found = case.read()
     case.check(found)
     a, y, c = torch.randn(3, 37)
@@ -245,7 +247,7 @@ def builds():
 
 @pytest.mark.skipif(INSIDE, reason="the interpreter compiles nothing")
 @pytest.mark.parametrize("which", range(8))
-def test_compiles_for_hopper_without_spills(which, tmp_path, monkeypatch):
+def test_compiles_for_hopper_without_spills_in_the_loop(which, tmp_path, monkeypatch):
     import re
 
     from test_triton_compile import BIN, ASTSource, GPUTarget, subprocess, triton
@@ -261,7 +263,12 @@ def test_compiles_for_hopper_without_spills(which, tmp_path, monkeypatch):
     source = ASTSource(kernel, signature, constants, aligned)
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     (tmp_path / "cubin").write_bytes(made.asm["cubin"])
-    command = [BIN / "cuobjdump", "--dump-resource-usage", tmp_path / "cubin"]
-    usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert re.search(r"STACK:0 ", usage), f"{name}: {usage}"
+    dump = lambda what: (
+        subprocess.run([BIN / "cuobjdump", what, tmp_path / "cubin"], capture_output=True, text=True, check=True).stdout
+    )
+    stack = int(re.search(r"STACK:(\d+) ", dump("--dump-resource-usage"))[1])
+    assert stack == 0 or name.startswith("read") and stack <= 96, f"{name}: {stack} bytes"
+    code = dump("-sass")
+    loop = code[code.index("HGMMA") : code.rindex("HGMMA")]  # what is spilled, is spilled once per tile
+    assert not re.search(r"\b(LDL|STL)\b", loop), name
     assert made.metadata.shared < 228 << 10, name

@@ -16,6 +16,7 @@ from torch import Tensor
 from triton import knobs  # type: ignore
 from triton.compiler import CompiledKernel  # type: ignore
 from triton.runtime import driver  # type: ignore
+from triton.tools.tensor_descriptor import TensorDescriptor  # type: ignore
 
 MOST_KNOWN = 64
 
@@ -95,8 +96,9 @@ def _watched() -> bool:
     return bool(getattr(before, "calls", before) or getattr(after, "calls", after))
 
 
-def place(x: Tensor) -> int:
+def place(x: Any) -> int:
     """The device that a kernel over `x` would run on: Triton asks for the current one, not for that of `x`."""
+    x = x if isinstance(x, Tensor) else x.base
     return int(torch._C._cuda_getDevice()) if x.is_cuda else -1
 
 
@@ -116,6 +118,8 @@ def look(arguments: tuple[Any, ...], key: list[Any]) -> None:
             look(x, key)
         elif x is None:
             key.append(None)
+        elif of is TensorDescriptor:
+            key.append((x.base.dtype, *x.block_shape))
         else:
             assert isinstance(x, Tensor), f"no kernel takes {of.__name__}"
             key.append(x.dtype)

@@ -26,6 +26,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor  # type: ignore
 
 from headloss.backends.triton.kernels.product import hidden_kernel, read_kernel, repair_kernel, weight_kernel
 from headloss.backends.triton.kernels.product_grads import (
+    blank_kernel,
     factor_kernel,
     live_kernel,
     move_kernel,
@@ -33,6 +34,7 @@ from headloss.backends.triton.kernels.product_grads import (
     total_kernel,
 )
 from headloss.backends.triton.kernels.product_rows import finish_kernel, gather_kernel, merge_kernel, order_kernel
+from headloss.backends.triton.launch import launch_kernel
 from headloss.backends.triton.sweeps import named
 from headloss.backends.triton.tiles import LAUNCH, plain_temperature
 from headloss.facts import Partial, Want
@@ -131,17 +133,18 @@ def gather(
 ) -> Gathered:
     (C, D), V, device = hidden_CD.shape, len(weight_VD), hidden_CD.device
     high = -(-C // TILE.rows) * TILE.rows
-    listed, live, x_CD = None, torch.full((1,), C, dtype=torch.int32, device=device), hidden_CD
+    listed, live, x_CD = None, torch.empty(1, dtype=torch.int32, device=device), hidden_CD
     if ignore and target_C is not None:
         listed = torch.empty(C, dtype=torch.int32, device=device)
         x_CD = torch.empty(high, D, dtype=hidden_CD.dtype, device=device)
-        order_kernel[(1,)](target_C, listed, live, C, B=min(4096, triton.next_power_of_2(C)), num_warps=8)
+        launch_kernel(order_kernel, 1, target_C, listed, live, C, B=_run(C), num_warps=16)
     targets = torch.empty(high, dtype=torch.int32, device=device)
     numbers = torch.empty(5, high, dtype=torch.float32, device=device)
     has_target = target_C is not None  # even if no fact asks: the bits of the others must not depend on what is asked
-    gather_kernel[(high,)](
+    launch_kernel(
+        gather_kernel, high,
         hidden_CD, weight_VD, listed, live, target_C, temperature, float(scale), x_CD, targets, *numbers[:3],
-        V, D, start, hidden_CD.stride(0), weight_VD.stride(0),
+        C, V, D, start, hidden_CD.stride(0), weight_VD.stride(0),
         LISTED=listed is not None, TARGET=has_target, PER_ROW=isinstance(temperature, Tensor),
         COPY=listed is not None, BM=TILE.rows, BD=min(1024, triton.next_power_of_2(D)), num_warps=4, **LAUNCH,
     )  # fmt: skip
@@ -156,7 +159,8 @@ def tile_sums(rows: Gathered, weight_VD: Tensor, want: Want, *, start: int, stor
     multiplier, _, reference, *_ = rows.numbers
     for first, wide in ((0, whole), (whole, tiles - whole)):  # the last tile by itself: masks cost 6% at D = 1024
         if wide:
-            read_kernel[(_programs(device),)](
+            launch_kernel(
+                read_kernel, _programs(device),
                 _blocks(rows.hidden, T.rows, T.depth), _blocks(weight_VD, T.columns, T.depth),
                 None if store is None else _blocks(store, T.rows, T.columns // 2),
                 rows.live, rows.targets, multiplier, reference, parts, V, D, high, start, first, wide, tiles,
@@ -193,27 +197,30 @@ def finish(
     (fields, tiles, high), device, flags = parts.shape, parts.device, _flags(want)
     while tiles > 1:
         merged = torch.empty(fields, -(-tiles // (1 << LEVELS)), high, dtype=torch.float32, device=device)
-        merge_kernel[(triton.cdiv(rows, 128), merged.shape[1])](
-            parts, merged, gathered.live, tiles, high, **flags, LEVELS=LEVELS, B=128, num_warps=4, **LAUNCH
-        )
+        launch_kernel(
+            merge_kernel, triton.cdiv(rows, 128) * merged.shape[1], parts, merged, gathered.live, tiles, high,
+            **flags, LEVELS=LEVELS, B=128, num_warps=4, **LAUNCH,
+        )  # fmt: skip
         parts, tiles = merged, merged.shape[1]
     slots = 1 + want.target + 2 * want.total + want.argmax + 1 + want.sums("X") + want.sums("Q")
-    sums = torch.zeros(slots, rows, dtype=torch.float32, device=device)
+    make = torch.empty if gathered.listed is None else torch.zeros  # ignored rows have no program
+    sums = make(slots, rows, dtype=torch.float32, device=device)
     beyond = torch.empty(high // TILE.rows, dtype=torch.int32, device=device)
     _, logit, reference, lse, logprob = gathered.numbers
-    finish_kernel[(high // TILE.rows,)](
+    launch_kernel(
+        finish_kernel, high // TILE.rows,
         parts, gathered.listed, gathered.live, gathered.targets, logit, reference, temperature, sums, lse, logprob,
         beyond, high, rows, columns, start,
         LISTED=gathered.listed is not None, TARGET=gathered.has_target, OUT=want.target,
-        PER_ROW=isinstance(temperature, Tensor), STORED=store is not None, OUT_X=want.sums("X"),
+        PER_ROW=isinstance(temperature, Tensor), STORED=store is not None,
         REBASED=all(f.name != "max_logprob" for f in want.facts), **flags, B=TILE.rows, num_warps=4, **LAUNCH,
     )  # fmt: skip
     return Read(gathered, sums, store, beyond)
 
 
 def _flags(want: Want) -> dict[str, bool]:
-    """What tiles are summed for.  X always: without it the product is no faster, and sometimes 4% slower."""
-    return {"WANT_X": True, "WANT_Q": want.sums("Q"), "TOTAL": want.total, "BEST": want.argmax}
+    """What tiles are summed for; S has the same bits with and without the others."""
+    return {"WANT_X": want.sums("X"), "WANT_Q": want.sums("Q"), "TOTAL": want.total, "BEST": want.argmax}
 
 
 def write(
@@ -238,28 +245,31 @@ def write(
     multiplier, _, reference, lse, logprob = rows.numbers
     ints = torch.empty(5, high, dtype=torch.int32, device=device)
     counts, tiles, gaps, sources, ranks = ints.unbind()
-    live_kernel[(1,)](
-        rows.listed, rows.live, read.beyond, a, c, y, counts, tiles, gaps, sources, ranks, **given,
-        BM=T.rows, B=min(4096, triton.next_power_of_2(C)), num_warps=8, **LAUNCH,
+    launch_kernel(
+        live_kernel, 1, rows.live, rows.listed, read.beyond, a, c, y, counts, tiles, gaps, sources, ranks,
+        **given, BM=T.rows, B=_run(C), num_warps=16, **LAUNCH,
     )  # fmt: skip
     tile = _tile(device)
-    repair_kernel[(programs,)](
+    launch_kernel(
+        repair_kernel, programs,
         _blocks(rows.hidden, T.rows, T.depth), _blocks(weight_VD, T.columns, T.depth),
         _blocks(read.e, T.rows, T.columns // 2), rows.live, counts[2:], tiles, rows.targets, multiplier, reference,
         V, D, TARGET=rows.has_target, **{k: v for k, v in tile.items() if k != "GROUP"},
     )  # fmt: skip
-    move_kernel[(8 * programs,)](
-        read.e, counts, gaps, sources, V, read.e.stride(0), PROGRAMS=8 * programs, B=8192, num_warps=8
-    )
+    launch_kernel(
+        move_kernel, 8 * programs, read.e, counts, gaps, sources, V, read.e.stride(0),
+        PROGRAMS=8 * programs, B=8192, num_warps=8,
+    )  # fmt: skip
     factors, shares, constants = torch.empty(3, high, dtype=torch.float32, device=device).unbind()
     numbers = torch.empty(high, dtype=torch.int32, device=device)
-    columns = torch.full((high,), 2**31 - 1, dtype=torch.int32, device=device)
+    columns = torch.empty(C, dtype=torch.int32, device=device)
     scaled_CD = None
     if dweight_VD is not None:
         usable = dhidden_CD is not None and fits(dhidden_CD)
         scaled_CD = dhidden_CD if usable else torch.empty(C, D, dtype=hidden_CD.dtype, device=device)
     BD = min(1024, triton.next_power_of_2(D))
-    factor_kernel[(C,)](
+    launch_kernel(
+        factor_kernel, C,
         hidden_CD, rows.listed, rows.live, counts, gaps, ranks, a, c, y, rows.targets, multiplier, reference, lse,
         logprob, factors, shares, constants, numbers, columns, scaled_CD, D, hidden_CD.stride(0),
         0 if scaled_CD is None else scaled_CD.stride(0), **given, TARGET=rows.has_target,
@@ -270,41 +280,51 @@ def write(
         total = None
         if constant:
             total = torch.empty(D, dtype=torch.float32, device=device)
-            total_kernel[(triton.cdiv(D, 128),)](
-                hidden_CD, numbers, constants, counts, total, D, hidden_CD.stride(0), R=32, BD=128, num_warps=4
-            )
+            launch_kernel(
+                total_kernel, triton.cdiv(D, 128), hidden_CD, numbers, constants, counts, total, D, hidden_CD.stride(0),
+                R=32, BD=128, num_warps=4,
+            )  # fmt: skip
         pieces = 2 if dweight_VD.element_size() == 2 else 4  # what is stored at once must fit beside the operands
-        weight_kernel[(programs,)](
+        launch_kernel(
+            weight_kernel, programs,
             _blocks(read.e, T.depth, T.rows), _blocks(scaled_CD, T.depth, T.columns),
             _blocks(dweight_VD, T.rows, T.columns // pieces), total, counts, V, D,
             ADD=add, CONSTANT=constant, PARTS=pieces, **tile,
         )  # fmt: skip
         if rows.has_target:
             keys, order = columns.sort(stable=True)
-            wide = min(2048, triton.next_power_of_2(D))
-            scatter_kernel[(C, triton.cdiv(D, wide))](
-                keys, order, numbers, shares, hidden_CD, dweight_VD, high, V, D, hidden_CD.stride(0),
-                dweight_VD.stride(0), R=2, BD=wide, num_warps=8,
+            launch_kernel(
+                scatter_kernel, C * triton.cdiv(D, 512), keys, order, numbers, shares, hidden_CD, dweight_VD, C, V, D,
+                hidden_CD.stride(0), dweight_VD.stride(0), R=16, BD=512, num_warps=4,
             )  # fmt: skip
     if dhidden_CD is not None:
-        dhidden_CD.zero_()
+        launch_kernel(
+            blank_kernel, C, rows.live, rows.listed, a, c, y, dhidden_CD, D, dhidden_CD.stride(0),
+            **given, BD=BD, num_warps=4, **LAUNCH,
+        )  # fmt: skip
         total = weight_VD.sum(0, dtype=torch.float32) if constant else None
-        hidden_kernel[(programs,)](
+        launch_kernel(
+            hidden_kernel, programs,
             _blocks(read.e, T.rows, T.depth), _blocks(weight_VD, T.depth, T.columns), dhidden_CD, numbers, factors,
             shares, constants, columns, weight_VD, total, counts, V, D, weight_VD.stride(0), dhidden_CD.stride(0),
             TARGET=rows.has_target, CONSTANT=constant, EVEN=D % T.columns == 0, **tile,
         )  # fmt: skip
 
 
-def partial(read: Read, want: Want) -> Partial:
-    """The sums of a chunk by name: of the whole vocabulary, one part."""
-    return named(read.sums, want)
+def partial(sums: Tensor, want: Want) -> Partial:
+    """The sums of some rows by name: of the whole vocabulary, one part."""
+    return named(sums, want)
 
 
 def chunk(rows: int, columns: int, device: torch.device) -> Tensor:
     """Room for E of that many rows: whole tiles of rows, which start on 16 bytes."""
     high, wide = -(-rows // TILE.rows) * TILE.rows, -(-columns // 64) * 64
     return torch.empty(high, wide, dtype=torch.bfloat16, device=device)[:, :columns]
+
+
+def _run(rows: int) -> int:
+    """Rows that one program looks at together."""
+    return min(8192, int(triton.next_power_of_2(rows)))
 
 
 def _blocks(x: Tensor, rows: int, columns: int) -> Any:

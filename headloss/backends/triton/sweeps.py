@@ -206,7 +206,7 @@ def scale_(x: Tensor, scale: Tensor) -> None:
     if not x.is_contiguous() or x.dtype == torch.float64:
         x.mul_(scale)
     elif x.numel():
-        _SCALE(triton.cdiv(x.numel(), 8192), x, scale, x.numel())
+        _SCALE(min(triton.cdiv(x.numel(), 8192), PROGRAMS), x, scale, x.numel())
 
 
 _SCALE = Launch(scale_kernel, {"BLOCK": 8192, "num_warps": 8})

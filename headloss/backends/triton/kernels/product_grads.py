@@ -5,6 +5,7 @@ Dimension key:  C rows of a chunk   V columns in hand   D hidden size
 
     live      count the rows whose coefficients are not all 0      move      their rows of E to the front
     factor    the numbers that the products take of a row          scatter   the targets' share of the weight's gradient
+    blank     zeros where a row has no gradient
 """
 
 import triton
@@ -43,7 +44,7 @@ def coefficients(a, c, y, row, here, A: tl.constexpr, C: tl.constexpr, Y: tl.con
 
 @triton.jit(do_not_specialize_on_alignment=["listed", "count", "a", "c", "y"])
 def live_kernel(
-    listed, count, beyond, a, c, y, counts, tiles, gaps, sources, ranks,
+    count, listed, beyond, a, c, y, counts, tiles, gaps, sources, ranks,
     LISTED: tl.constexpr, A: tl.constexpr, C: tl.constexpr, Y: tl.constexpr, BM: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
     """`counts`: rows with a gradient, rows of E to move, marked tiles.  The front of E is to be the rows with one:
@@ -110,6 +111,8 @@ def factor_kernel(
     """A program per row that counts: what the gradient products take of it, in the place that E has for it."""
     place = tl.program_id(0)
     live, alive = tl.load(count), tl.load(counts)
+    if TARGET and place >= alive:
+        tl.store(columns + place, 2147483647)
     pad = (place >= alive) & (place < tl.cdiv(alive, BK) * BK)  # a depth of rows is always read whole
     if SCALED and pad:
         for first in range(0, D, BD):
@@ -148,28 +151,53 @@ def factor_kernel(
 def scatter_kernel(
     keys, order, numbers, shares, hidden, out, rows, V, D, stride, out_stride, R: tl.constexpr, BD: tl.constexpr
 ):
-    """out[key] += sum of share * hidden over the rows of that key: keys rise, the first of a run adds them all up."""
-    first = tl.program_id(0)
-    i = first + tl.arange(0, R)
-    key = tl.load(keys + first)
-    before = tl.load(keys + first - 1, mask=first > 0, other=-1)
-    near, place = tl.load(keys + i, mask=i < rows, other=-1), tl.load(order + i, mask=i < rows, other=0)
+    """out[key] += sum of share * hidden over the rows of that key: keys rise, the first of a run adds them all up.
+
+    Most runs are one row; frequent tokens have hundreds, so the rest of a run is taken R rows at a time.
+    """
+    parts = tl.cdiv(D, BD)
+    i = tl.program_id(0) // parts
+    key, place = tl.load(keys + i), tl.load(order + i)
+    before = tl.load(keys + i - 1, mask=i > 0, other=-1)
+    after = tl.load(keys + i + 1, mask=i + 1 < rows, other=-1)
     if (key >= V) | (key == before):
         return
-    d = tl.program_id(1) * BD + tl.arange(0, BD)
+    d = tl.program_id(0) % parts * BD + tl.arange(0, BD)
     into = out + key.to(tl.int64) * out_stride + d
-    sums = tl.load(into, mask=d < D, other=0.0).to(tl.float32)  # early: what is waited for is the loads
-    more = first >= 0
-    while more:
-        same = near == key
-        row = tl.load(numbers + place, mask=same, other=0).to(tl.int64)
-        share = tl.load(shares + place, mask=same, other=0.0)
-        x = tl.load(hidden + row[:, None] * stride + d[None, :], mask=same[:, None] & (d < D)[None, :], other=0.0)
-        sums += tl.sum(x.to(tl.float32) * share[:, None], 0)
-        i += R
-        more = tl.sum(same.to(tl.int32), 0) == R
-        near, place = tl.load(keys + i, mask=i < rows, other=-1), tl.load(order + i, mask=i < rows, other=0)
+    sums = tl.load(into, mask=d < D, other=0.0).to(tl.float32)
+    row, share = tl.load(numbers + place).to(tl.int64), tl.load(shares + place)
+    sums += tl.load(hidden + row * stride + d, mask=d < D, other=0.0).to(tl.float32) * share
+    end = i + 1
+    while after == key:
+        end += R
+        after = tl.load(keys + end, mask=end < rows, other=-1)
+    for first in range(i + 1, end, R):
+        rest = first + tl.arange(0, R)
+        same = tl.load(keys + rest, mask=rest < rows, other=-1) == key
+        places = tl.load(order + rest, mask=same, other=0)
+        many, weights = tl.load(numbers + places, mask=same, other=0), tl.load(shares + places, mask=same, other=0.0)
+        at = hidden + many.to(tl.int64)[:, None] * stride + d[None, :]
+        x = tl.load(at, mask=same[:, None] & (d < D)[None, :], other=0.0)
+        sums += tl.sum(x.to(tl.float32) * weights[:, None], 0)
     tl.store(into, sums.to(out.dtype.element_ty), mask=d < D)
+
+
+@triton.jit(do_not_specialize=["D", "stride"], do_not_specialize_on_alignment=["count", "listed", "a", "c", "y", "out"])
+def blank_kernel(
+    count, listed, a, c, y, out, D, stride,
+    LISTED: tl.constexpr, A: tl.constexpr, C: tl.constexpr, Y: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """out[row] = 0 where a row is ignored or its coefficients are all 0; those that are not, are not touched."""
+    place = tl.program_id(0)
+    row = place
+    if LISTED:
+        row = tl.load(listed + place).to(tl.int32)
+    _, _, _, some = coefficients(a, c, y, row, place < tl.load(count), A, C, Y)
+    if some == 0:
+        for first in range(0, D, BD):
+            d = first + tl.arange(0, BD)
+            zero = tl.zeros([BD], out.dtype.element_ty)
+            tl.store(out + row.to(tl.int64) * stride + d, zero, mask=d < D)
 
 
 @triton.jit(do_not_specialize=["D", "stride"], do_not_specialize_on_alignment=["hidden"])

@@ -20,30 +20,36 @@ FAR = tl.constexpr(86.0)  # powers of 2 between a row's reference and its maximu
 
 @triton.jit(do_not_specialize=["N"], do_not_specialize_on_alignment=["target"])
 def order_kernel(target, rows, count, N, B: tl.constexpr):
-    """Number the rows whose target is not -100."""
-    found = 0
+    """List the rows whose target is not -100 and, from the end, the others."""
+    found, passed = 0, 0
     for at in range(0, N, B):
         i = at + tl.arange(0, B)
         keep = (i < N) & (tl.load(target + i, mask=i < N, other=-100) != -100)
-        number = keep.to(tl.int32)
+        number, other = keep.to(tl.int32), ((i < N) & (keep == 0)).to(tl.int32)
         tl.store(rows + found + tl.cumsum(number, 0) - 1, i, mask=keep)
+        tl.store(rows + N - passed - tl.cumsum(other, 0), i, mask=other > 0)
         found += tl.sum(number, 0)
+        passed += tl.sum(other, 0)
     tl.store(count, found)
 
 
 @triton.jit(
-    do_not_specialize=["V", "D", "start", "stride", "weight_stride"],
+    do_not_specialize=["C", "V", "D", "start", "stride", "weight_stride"],
     do_not_specialize_on_alignment=["rows", "count", "target", "hidden", "weight"],
 )
 def gather_kernel(
     hidden, weight, rows, count, target, temperatures, scale, copy, targets, multiplier, logit, reference,
-    V, D, start, stride, weight_stride,
+    C, V, D, start, stride, weight_stride,
     LISTED: tl.constexpr, TARGET: tl.constexpr, PER_ROW: tl.constexpr, COPY: tl.constexpr,
     BM: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """A program per place: its row, its target's column here (-1: none), and the logit there or else in column 0."""
     place = tl.program_id(0)
-    live = tl.load(count)
+    live = C
+    if LISTED:
+        live = tl.load(count)
+    elif place == 0:
+        tl.store(count, C)
     if place >= tl.cdiv(live, BM) * BM:
         return
     here = place < live
@@ -119,10 +125,12 @@ def merge_kernel(
 ):  # fmt: skip
     """(fields, tiles, rows) to (fields, tiles / 2^LEVELS, rows)."""
     RADIX: tl.constexpr = 1 << LEVELS
-    row = tl.program_id(0) * B + tl.arange(0, B)
-    if tl.program_id(0) * B >= tl.load(count):
+    groups = tl.cdiv(tiles, RADIX)
+    at, group = tl.program_id(0) // groups * B, tl.program_id(0) % groups
+    groups = groups.to(tl.int64)
+    row = at + tl.arange(0, B)
+    if at >= tl.load(count):
         return
-    group, groups = tl.program_id(1), tl.cdiv(tiles, RADIX).to(tl.int64)
     first = group.to(tl.int64) * RADIX
     nodes = ()
     for i in tl.static_range(RADIX):
@@ -175,7 +183,7 @@ def log1p(x):
 def finish_kernel(
     node, listed, count, targets, logit, reference, temperatures, out, lse, logprob, beyond, rows, wide, columns, start,
     LISTED: tl.constexpr, TARGET: tl.constexpr, OUT: tl.constexpr, PER_ROW: tl.constexpr, STORED: tl.constexpr,
-    REBASED: tl.constexpr, OUT_X: tl.constexpr,
+    REBASED: tl.constexpr,
     WANT_X: tl.constexpr, WANT_Q: tl.constexpr, TOTAL: tl.constexpr, BEST: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
     """Sums over all columns, the target's among them, into `out` (F, wide) where the rows stand in the chunk.
@@ -197,6 +205,7 @@ def finish_kernel(
     if TARGET:  # its column was left out: put it back, measured from the maximum of both
         own = tl.load(targets + place, mask=here, other=-1)
         logits = tl.where(own >= 0, tl.load(logit + place, mask=here, other=0.0), gap)
+        total += tl.where(own >= 0, logits, 0.0)
         if BEST:
             first = (logits > most) | ((logits == most) & (start + own < best))
             best = tl.where(first, (start + own).to(tl.float32), best)
@@ -243,7 +252,7 @@ def finish_kernel(
     else:
         tl.store(at + slot * wide, whole, mask=here)
     slot += 1
-    if OUT_X:
+    if WANT_X:
         if REBASED:
             tl.store(at + slot * wide, (tl.div_rn(X, whole) - width) * LN2, mask=here)
         else:
