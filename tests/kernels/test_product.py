@@ -267,7 +267,7 @@ def test_compiles_for_hopper_without_spills_in_the_loop(which, tmp_path, monkeyp
         subprocess.run([BIN / "cuobjdump", what, tmp_path / "cubin"], capture_output=True, text=True, check=True).stdout
     )
     stack = int(re.search(r"STACK:(\d+) ", dump("--dump-resource-usage"))[1])
-    assert stack == 0 or name.startswith("read") and stack <= 96, f"{name}: {stack} bytes"
+    assert stack == 0 or (name.startswith("read") and stack <= 96), f"{name}: {stack} bytes"
     code = dump("-sass")
     loop = code[code.index("HGMMA") : code.rindex("HGMMA")]  # what is spilled, is spilled once per tile
     assert not re.search(r"\b(LDL|STL)\b", loop), name
