@@ -126,3 +126,22 @@ def test_without_grad_mode_nothing_is_asked():
     batch = Batch()
     with torch.no_grad():
         assert batch.loss("row", weight_grad_into="main_grad").isfinite()
+
+
+def test_a_weight_that_lies_on_ranks_is_refused():
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    batch = Batch()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = DeviceMesh("cpu", [0])
+        weight = torch.nn.Parameter(distribute_tensor(batch.weight.detach(), mesh, [Replicate()]))
+        hidden = distribute_tensor(batch.hidden, mesh, [Replicate()])
+        source = hl.Linear(hidden, weight, weight_grad_into="grad")
+        with pytest.raises(TypeError, match="weight_grad_into='grad': the weight is a DTensor"):
+            hl.Objective(ce=cross_entropy)(source, batch.targets)
+        assert weight.grad is None
+    finally:
+        dist.destroy_process_group()
