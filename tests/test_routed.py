@@ -33,14 +33,15 @@ class Batch:
         draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=DTYPE)
         self.hidden, self.weight = draw(N, D), draw(V, D)
         self.guides = [(draw(N, D), draw(V, D)) for _ in range(2)]
-        self.route = torch.tensor([1, 0, 1, -1, 0, 0, 1, 1, 0])
+        self.route = torch.tensor([1, 0, 1, -1, 0, 1, 0, 1, 0])
         self.guides[0][0][self.route != 0] = torch.nan  # nobody looks there
         self.guides[1][0][self.route != 1] = torch.nan
         self.targets = torch.randint(0, V, (N,), generator=generator)
         self.targets[4] = -100
 
     def teacher(self, logits: bool = False) -> hl.Routed:
-        made = [hl.Logits(h @ w.T) if logits else hl.Linear(h, w) for h, w in self.guides]
+        few = 8 * V * self.weight.itemsize  # four rows at a time, where the student has logits
+        made = [hl.Logits(h @ w.T) if logits else hl.Linear(h, w, memory=few) for h, w in self.guides]
         return hl.Routed(dict(zip(("math", "code"), made, strict=True)), self.route)
 
     def truth(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -81,7 +82,7 @@ def test_values_and_gradients(how: str) -> None:
     source: Any = hl.Linear(hidden, weight, memory=10 * V * weight.itemsize if how == "chunks" else "1GiB")
     if how in ("logits", "backward", "no host read"):
         source = hl.Logits(hidden @ weight.T)
-    teacher = batch.teacher(how != "chunks" and how != "backward")
+    teacher = batch.teacher(how in ("logits", "linear"))
     out = OBJECTIVE(source, batch.targets, teacher=teacher, host_read=how != "no host read")
     if how == "backward":  # a pull of facts, after the call
         (out.loss + 0 * out.facts.teacher_cross_entropy.sum()).backward()
