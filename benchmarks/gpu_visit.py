@@ -65,8 +65,8 @@ class Mix:
         known = {"advantage": 2 * draw() - 1, "old_logprob": -6 * draw() - 3, "ref_logprob": -6 * draw() - 3}
         return Arguments(
             {n: known[n] for n in self.names},
-            dict.fromkeys(self.terms, 1.0 / N),
-            {n: float(t.weight) for n, t in self.terms.items()},
+            [1.0 / N] * len(self.terms),
+            [float(t.weight) for t in self.terms.values()],
         )
 
 

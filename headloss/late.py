@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import atexit
 import collections
+import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,20 +21,26 @@ MOST_PENDING = 64  # checks; one more waits for the oldest
 
 
 class Copy:
-    """A small tensor of any device, on its way to the host."""
+    """A small tensor of any device, on its way to the host.  `room`: memory of the host that is free again."""
 
     __slots__ = ("event", "host")
 
-    def __init__(self, x: Tensor) -> None:
+    def __init__(self, x: Tensor, room: Tensor | None = None) -> None:
         self.event: torch.cuda.Event | None = None
-        if x.device.type != "cuda":
+        device = x.device
+        if device.type != "cuda":
             self.host = x.cpu()
-            return
-        with torch.cuda.device(x.device):
-            self.host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
-            self.host.copy_(x, non_blocking=True)
-            self.event = torch.cuda.Event()
-            self.event.record()
+        elif device.index == torch._C._cuda_getDevice():
+            self._start(x, room)
+        else:
+            with torch.cuda.device(device):
+                self._start(x, room)
+
+    def _start(self, x: Tensor, room: Tensor | None) -> None:
+        self.host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True) if room is None else room
+        self.host.copy_(x, non_blocking=True)
+        self.event = torch.cuda.Event()
+        self.event.record()
 
     def is_here(self) -> bool:
         return self.event is None or self.event.query()
@@ -45,9 +53,13 @@ class Copy:
         return self.host
 
 
+# `torch.cuda.is_current_stream_capturing` without its way there, where the build of torch knows of CUDA
+is_capturing: Callable[[], bool] = getattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False)
+
+
 def defers(device: torch.device) -> bool:
     """Whether a read from the host would wait, and a late check is possible: not while a CUDA graph is captured."""
-    return device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
+    return device.type == "cuda" and not is_capturing()
 
 
 def may_read(host_read: bool, device: torch.device) -> bool:
@@ -56,6 +68,8 @@ def may_read(host_read: bool, device: torch.device) -> bool:
 
 
 Check = Callable[[Tensor], None]  # raises ValueError
+_SMALL = (3,)  # numbers of targets without segments, in pinned memory: to ask for it anew costs as much as a launch
+_ROOM: list[Tensor] = []
 _PENDING: collections.deque[tuple[Copy, Check]] = collections.deque()
 
 
@@ -63,7 +77,8 @@ def check_later(x: Tensor, check: Check) -> None:
     """Run a check on these numbers of a device once they have reached the host."""
     if len(_PENDING) >= MOST_PENDING:
         _settle()
-    _PENDING.append((Copy(x), check))
+    room = _ROOM.pop() if _ROOM and x.shape == _SMALL and x.dtype == torch.int64 and x.is_cuda else None
+    _PENDING.append((Copy(x, room), check))
 
 
 def check_pending(wait: bool = False) -> None:
@@ -79,12 +94,47 @@ def _settle() -> None:
         copy, check = _PENDING.popleft()
     except IndexError:  # another thread was faster
         return
+    pinned = copy.event is not None
     try:
         check(copy.wait())
+        if pinned and copy.host.shape == _SMALL and copy.host.dtype == torch.int64:
+            _ROOM.append(copy.host)
     except ValueError as error:
         raise ValueError(
             f"{error}.  Found after an earlier call had returned: the loss and gradients of that call are wrong"
         ) from error
+
+
+class LaterDict(dict[str, Any]):
+    """A dict whose values are made when something first asks for one; `unread` has its keys."""
+
+    __slots__ = ("_make",)
+
+    def __init__(self, unread: Mapping[str, object], make: Callable[[], Mapping[str, Any]]) -> None:
+        super().__init__(unread)
+        self._make: Callable[[], Mapping[str, Any]] | None = make
+
+    def __reduce__(self) -> Any:
+        return dict, ({**self},)
+
+
+def _filled(plain: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(plain)
+    def method(self: LaterDict, *args: Any, **kwargs: Any) -> Any:
+        if self._make is not None:
+            make, self._make = self._make, None
+            dict.update(self, make())
+        return plain(self, *args, **kwargs)
+
+    return method
+
+
+for _name in (
+    "__delitem__", "__eq__", "__getitem__", "__ior__", "__iter__", "__ne__", "__or__", "__repr__", "__reversed__",
+    "__ror__", "__setitem__", "clear", "copy", "get", "items", "keys", "pop", "popitem", "setdefault", "update",
+    "values",
+):  # fmt: skip
+    setattr(LaterDict, _name, _filled(getattr(dict, _name)))
 
 
 @atexit.register

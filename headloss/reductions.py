@@ -125,24 +125,24 @@ def shared_weight(
     kind: str,
     rows: Rows,
     *,
-    num_items: int | Tensor | None,
-    num_segments: int | Tensor | None,
-    norm: float | None,
-    denominator: Tensor | None,
+    num_items: int | Tensor | None = None,
+    num_segments: int | Tensor | None = None,
+    norm: float | None = None,
+    denominator: Tensor | None = None,
 ) -> float | Tensor:
     """What the weights of all rows, or of all segments that have any, have in common; only `seq_mean_token_mean` adds
     something of each segment to those of rows."""
-    if reduction == "token_sum":
-        return 1.0
-    if reduction == "weighted_mean":
-        assert denominator is not None
-        return denominator.reciprocal()
     if reduction == "token_mean" and kind == "row":
         if num_items is None and rows.num_items is None and rows.one_token is not None:
             return rows.one_token
         if num_items is None:
             num_items = rows.tokens if rows.num_items is None else rows.num_items
         return reciprocal(num_items)
+    if reduction == "token_sum":
+        return 1.0
+    if reduction == "weighted_mean":
+        assert denominator is not None
+        return denominator.reciprocal()
     if num_segments is None:
         assert rows.segments is not None, "checked before: a segment reduction needs segments"
         known = rows.stats is not None and rows.segments.group is None

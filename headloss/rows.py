@@ -9,6 +9,7 @@ on other devices, none after `prepare`), ignored rows are dropped before any wor
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -177,6 +178,9 @@ class Rows:
     `skipped`: none is dropped because a kernel passes over those of target -100; the mask is made if something asks.
     """
 
+    num_items: Tensor | None = None  # of the whole group, once `join` has asked
+    one_token: Tensor | None = None  # 1 / how many count, where a kernel has made it
+
     def __init__(
         self,
         shape: tuple[int, ...],
@@ -190,12 +194,9 @@ class Rows:
     ) -> None:
         self.shape, self.keep, self.stats = shape, keep, stats
         self.by_segment = by_segment  # whether those that count are in the order of their segments
-        self.total = torch.Size(shape).numel()
+        self.total = math.prod(shape)
         self.count = self.total if keep is None else keep.numel()
-        self.given, self.skipped, self._valid = targets, skipped, valid
-        self.segments = segments
-        self.num_items: Tensor | None = None  # of the whole group, once `join` has asked
-        self.one_token: Tensor | None = None  # 1 / how many count, where a kernel has made it
+        self.given, self.skipped, self._valid, self.segments = targets, skipped, valid, segments
 
     @property
     def valid(self) -> Tensor | None:
@@ -306,11 +307,10 @@ def bind_rows(
     if isinstance(targets, Prepared):
         if segments is not None and segments is not targets.segments:
             raise ValueError(TWICE)
-        prepared = targets
-        targets, segments, stats = prepared.targets, prepared.segments, prepared.known()
-    if targets is None and segments is not None:
-        raise ValueError("targets: needed when segments are given (they say which rows count)")
-    if targets is None:
+        stats, segments, targets = targets.known(), targets.segments, targets.targets
+    elif targets is None:
+        if segments is not None:
+            raise ValueError("targets: needed when segments are given (they say which rows count)")
         return Rows(shape, None, None, None, None, None)
     targets = targets if isinstance(targets, Tensor) and targets.dtype is torch.int64 else integers("targets", targets)
     if targets.shape != shape:

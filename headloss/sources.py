@@ -274,13 +274,10 @@ def tensors_in(source: Source) -> dict[str, Tensor]:
 def without_tensors(source: Source) -> Source:
     """The same source with None in place of its tensors, while autograd keeps them."""
     other = object.__new__(type(source))
-    fields = other.__dict__
-    fields.update(source.__dict__)
-    for name in (
-        ("logits", "temperature") if isinstance(source, Logits) else ("hidden", "weight", "bias", "temperature")
-    ):
-        if isinstance(fields[name], Tensor):
-            fields[name] = None
+    names = ("logits",) if isinstance(source, Logits) else ("hidden", "weight", "bias")
+    other.__dict__.update(source.__dict__, **dict.fromkeys(names))
+    if isinstance(source.temperature, Tensor):
+        other.__dict__["temperature"] = None
     return other
 
 
@@ -317,7 +314,7 @@ def _check_shard(shard: object) -> None:
 def _settle_vocab(source: Logits | Linear, held: int) -> None:
     """The size of the whole vocabulary: as said, the shard's, or that of what is held."""
     said: Any = source.vocab
-    if isinstance(said, bool) or not isinstance(said, int | None):
+    if said is not None and (isinstance(said, bool) or not isinstance(said, int)):
         raise TypeError(f"vocab: wanted an integer, got {type(said).__name__}")
     if source.shard is not None and said not in (None, source.shard.vocab):
         raise ValueError(f"vocab: is {said}, but the shard's is {source.shard.vocab}; say it there alone")
@@ -338,6 +335,9 @@ def _check_matrix(name: str, x: Tensor) -> None:
 
 def _check_transform(source: Logits | Linear, x: Tensor) -> None:
     T = source.temperature
+    alone = type(T) is float and source.softcap is None and not torch.compiler.is_compiling()
+    if alone and T > 0 and T - T == 0 and type(source.scale) is float and source.scale == 1.0:
+        return  # nothing is said but a temperature
     if isinstance(T, Tensor):
         if T.requires_grad:
             raise ValueError("temperature: requires grad, but no gradient flows to a temperature; pass it detached")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import json
 import math
 import os
 import pickle
@@ -248,3 +250,19 @@ def test_a_wrong_target_on_a_gpu_does_not_kill_the_context() -> None:
     with pytest.raises(ValueError, match=rf"targets: .*{V + 3}.*earlier call"):
         CE(hl.Logits(logits), targets)
     torch.testing.assert_close(CE(hl.Logits(logits), targets).loss, dense(logits.float(), targets), check_dtype=False)
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda x: x["a"] == 1, lambda x: len(x) == 2, lambda x: "b" in x, lambda x: x == {"a": 1, "b": 2}, list, bool,
+        lambda x: {**x} == {"a": 1, "b": 2}, lambda x: {"c": 3} | x == {"c": 3, "a": 1, "b": 2}, lambda x: x.get("b"),
+        lambda x: dict(x) == {"a": 1, "b": 2}, lambda x: pickle.loads(pickle.dumps(x)) == {"a": 1, "b": 2},
+        lambda x: copy.deepcopy(x) == {"a": 1, "b": 2}, lambda x: repr(x) == "{'a': 1, 'b': 2}",
+        lambda x: json.dumps(x) == '{"a": 1, "b": 2}', lambda x: x.pop("a") and list(x) == ["b"],
+        lambda x: [*x.values()] == [1, 2], lambda x: (lambda a, b: a + b)(**x) == 3,
+    ],
+)  # fmt: skip
+def test_a_dict_that_is_filled_later_is_a_dict(ask):
+    made = []
+    assert ask(late.LaterDict({"a": made, "b": made}, lambda: made.append(1) or {"a": 1, "b": 2})) and len(made) < 2

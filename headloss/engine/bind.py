@@ -30,25 +30,27 @@ from headloss.trace.signature import TEACHER_INPUTS
 
 
 def bind(plan: Plan, arguments: CallArguments) -> tuple[Sweep, TermsOnRows]:
-    source, options = arguments.source, arguments.options
-    if options.num_items is not None or options.num_segments is not None:
-        check_count("num_items", options.num_items)
-        check_count("num_segments", options.num_segments)
-    if type(options.grad_scale) is not float or options.grad_scale != 1.0:
-        check_weight("grad_scale", options.grad_scale)
+    source, (num_items, num_segments, _, grad_scale, host_read) = arguments.source, arguments.options
+    if num_items is not None or num_segments is not None:
+        check_count("num_items", num_items)
+        check_count("num_segments", num_segments)
+    if type(grad_scale) is not float or grad_scale != 1.0:
+        check_weight("grad_scale", grad_scale)
     for element in plan.elements:
         element.check_again()
+    chunked = "the logits exist"
     if isinstance(source, Linear) and not plan.kept:
         source.chunk_rows()  # refuses a budget below one row
         if source.shard is not None:
             source.shard.check_width(source.weight.shape[0])
+        chunked = chunked_because(plan, source)
     support = arguments.support
-    chunked = chunked_because(plan, source)
-    rows = rows_of(plan, arguments, may_read(options.host_read, source.device), chunked)
-    if support is not None and arguments.teacher:
-        looked = {n: x for n, x in arguments.teachers.items() if n in plan.named_teachers}  # by terms that are on
-        arguments = arguments._replace(teacher=restrict_teachers(looked, support, rows.given, source))
-    rows = _by_route(rows, plan, arguments)
+    rows = rows_of(plan, arguments, host_read, chunked)
+    if arguments.teacher:
+        if support is not None:
+            looked = {n: x for n, x in arguments.teachers.items() if n in plan.named_teachers}  # by terms that are on
+            arguments = arguments._replace(teacher=restrict_teachers(looked, support, rows.given, source))
+        rows = _by_route(rows, plan, arguments)
     guides: dict[str, Any] = {}
     taken: dict[str, Tensor] = {}
     if arguments.teacher:
@@ -61,12 +63,12 @@ def bind(plan: Plan, arguments: CallArguments) -> tuple[Sweep, TermsOnRows]:
     if rows.segments is not None:
         rows.join()
     loss = TermsOnRows(plan, arguments, rows, chunks, taken)
-    compared: tuple[list[Tensor], str] = ([], "")
+    kind = KeptSweep if support is not None else Sweep if chunked else ProductSweep
+    sweep = kind(source, rows, plan.want, plan.backend, guides, plan.program)
     if source.shard is not None:
         integers = [x for x in arguments.inputs.values() if x.ndim and not x.dtype.is_floating_point]
-        compared = integers, _terms_in_words(plan, arguments, loss)
-    kind = KeptSweep if support is not None else Sweep if chunked else ProductSweep
-    sweep = kind(source, rows, plan.want, plan.backend, guides, plan.program, *compared)
+        sweep.compared = {"inputs": integers, "support": ()}
+        sweep.terms = _terms_in_words(plan, arguments, loss)
     if support is not None and isinstance(sweep, KeptSweep):
         missing = sweep.keep(support)
         if missing is not None:
@@ -111,20 +113,22 @@ def read_because(plan: Plan, source: Source, segments: Segments | None, chunked:
 def rows_of(plan: Plan, arguments: CallArguments, host_read: bool, chunked: str) -> Rows:
     """The rows of a call that count."""
     source, targets, segments, *_ = arguments
-    if plan.kind == "batch" and not host_read and isinstance(targets, Tensor):
-        names = [t.name for t in plan.terms if t.trace.kind == "batch"]
-        raise ValueError(
-            f"host_read: term {names[0]!r} mixes rows and must not see ignored ones, so they have to be dropped; "
-            f"allow the host read, or give targets through hl.prepare"
-        )
-    linear = isinstance(source, Linear)
+    linear, device, count = isinstance(source, Linear), source.tensors[0].device, None
+    if isinstance(targets, Tensor):
+        host_read = may_read(host_read, device)
+        if plan.kind == "batch" and not host_read:
+            names = [t.name for t in plan.terms if t.trace.kind == "batch"]
+            raise ValueError(
+                f"host_read: term {names[0]!r} mixes rows and must not see ignored ones, so they have to be dropped; "
+                f"allow the host read, or give targets through hl.prepare"
+            )
+        host_read = host_read and (read_because(plan, source, segments, chunked) != "" or not defers(device))
+        count = getattr(plan.backend, "count_targets", None)
     return bind_rows(
         source.leading, targets, segments,
-        vocab=source.vocab, device=source.device,
+        vocab=source.vocab, device=device, host_read=host_read, needed=plan.needed, count=count,
         by_segment=plan.kind == "segment" and linear and arguments.support is None,
-        host_read=host_read and (read_because(plan, source, segments, chunked) != "" or not defers(source.device)),
-        skips=plan.program is not None and (plan.kept or not linear), needed=plan.needed,
-        count=getattr(plan.backend, "count_targets", None),
+        skips=plan.program is not None and (plan.kept or not linear),
     )  # fmt: skip
 
 
@@ -138,7 +142,7 @@ def chunks_of(
             return None  # kept columns are so few that to make them again costs less than to walk chunks
         parts = parts_of(arguments.support.known(), rows, source)
         return [Chunk(part) for part in parts] if rows.count and (len(parts) == 1 or plan.kind == "row") else None
-    if isinstance(source, Logits) and plan.program is not None:
+    if plan.program is not None and isinstance(source, Logits):
         taught = most_rows(guides) if guides else None  # of how many rows teachers' logits may be made at a time
         if taught is None or plan.program.by_segment:
             return [Chunk(slice(0, rows.count))] if rows.count else None

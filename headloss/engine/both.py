@@ -50,9 +50,10 @@ def weight_grad_of(outputs: list[Output]) -> Tensor | None:
     """
     node = outputs[0].loss.grad_fn if outputs else None
     made = getattr(node, "grads", None)
-    if not isinstance(made, Grads) or node.result.normaliser is not None or node.into is not None:  # type: ignore[union-attr]
+    if not isinstance(made, Grads):
         return None
-    return made.weight
+    _, _, result, into, *_ = node.kept  # type: ignore[union-attr]  # see `run.Head`
+    return None if result.normaliser is not None or into is not None else made.weight
 
 
 def merged(terms: Terms, kept: Output, whole: Output | None = None) -> Output:

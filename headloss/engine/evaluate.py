@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,7 +36,8 @@ def evaluate(terms: Terms, arguments: CallArguments, direct: bool) -> Output:
 
 def _evaluate(terms: Terms, arguments: CallArguments, direct: bool, weight_grad: Tensor | None = None) -> Output:
     """`weight_grad`: where a gradient of the weight that is made now may be added."""
-    if direct or torch.is_grad_enabled():
+    recorded = torch.is_grad_enabled()
+    if direct or recorded:
         check_into(arguments.source)
     plan, arguments = find_plan(terms, arguments)
     sweep, loss = bind(plan, arguments)
@@ -43,28 +45,29 @@ def _evaluate(terms: Terms, arguments: CallArguments, direct: bool, weight_grad:
     tensors = sweep.source.tensors
     if direct:
         needs = (True,) * len(tensors)
-    elif torch.is_grad_enabled():
+    elif recorded:
         needs = tuple([x.requires_grad for x in tensors])
-        if loss.wants_grad or True in needs:
-            given = [arguments.inputs[name] for name in loss.wants_grad]
-            value, *facts = Head.apply(sweep, loss, needs, *tensors, *given)
-            return _report(terms, plan, loss, value, facts_of(sweep.rows, plan.want, _shown(sweep, plan, facts)))
+        if True in needs or plan.wants_grad:
+            given = [arguments.inputs[name] for name in plan.wants_grad] if plan.wants_grad else ()
+            value, *blocks = Head.apply(sweep, loss, needs, *tensors, *given)
+            return _report(terms, plan, loss, value, _facts(sweep, plan, blocks, loss.visited))
     else:
         needs = (False,) * len(tensors)
     with torch.no_grad():
         result = run(sweep, loss, needs)
         grads = _cast(final_grads(sweep, result, needs), sweep.source) if direct else None
-    facts = facts_of(sweep.rows, plan.want, _shown(sweep, plan, result.values(plan.want)))
+    facts = _facts(sweep, plan, result.blocks(plan.want), getattr(result, "visited", None))
     return _report(terms, plan, loss, result.loss, facts, grads)
 
 
-def _shown(sweep: Sweep, plan: Plan, values: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Facts, 0 where a teacher says nothing of a row: a kernel that runs the losses leaves what it found there."""
-    if plan.program is None or not any(isinstance(guide, RoutedRows) for guide in sweep.guides.values()):
-        return values
-    every = slice(0, sweep.rows.count)
-    hidden = [sweep.guides[f.teacher].hides(f.name, every) if f.teacher else None for f in plan.want.facts]
-    return [x if mask is None else x.masked_fill(mask, 0) for x, mask in zip(values, hidden, strict=True)]
+def _facts(sweep: Sweep, plan: Plan, blocks: Sequence[Tensor], visited: Any) -> Facts:
+    """The facts of a call, 0 where a teacher says nothing of a row: a kernel leaves what it found there."""
+    if visited is not None and any(isinstance(guide, RoutedRows) for guide in sweep.guides.values()):
+        every, values = slice(0, sweep.rows.count), visited.of(blocks).fact_values
+        hidden = [sweep.guides[f.teacher].hides(f.name, every) if f.teacher else None for f in plan.want.facts]
+        blocks = [x if mask is None else x.masked_fill(mask, 0) for x, mask in zip(values, hidden, strict=True)]
+        visited = None
+    return facts_of(sweep.rows, plan.want, blocks, visited)
 
 
 def _report(

@@ -34,19 +34,22 @@ def part_of(x: Tensor, rows: slice) -> Tensor:
 class LogitsHead:
     """`Logits`, opened: raw logits are rows of the tensor itself."""
 
-    single_chunk = True
+    single_chunk, makes_logits = True, False
+    grad_NV: Tensor | None = None
 
     def __init__(self, source: Logits, most: int | None = None) -> None:
         self.source, self.most = source, most
         all_NV = source.logits.detach()
         if all_NV.ndim != 2:
             all_NV = all_NV.reshape(torch.Size(source.leading).numel(), all_NV.shape[-1])
-        self.all_NV, self.logits_NV = all_NV, self._unpadded(all_NV)
-        self.grad_NV: Tensor | None = None
+        self.all_NV = self.logits_NV = all_NV
+        self.is_padded = source.columns != all_NV.shape[1]
+        if self.is_padded:
+            self.logits_NV = self._unpadded(all_NV)
 
     def _unpadded(self, x_NV: Tensor) -> Tensor:
         """Without the columns that pad a vocabulary."""
-        return x_NV if self.source.columns == x_NV.shape[1] else x_NV[:, : self.source.columns]
+        return x_NV[:, : self.source.columns]
 
     def chunks(self, count: int, gathered: bool) -> list[slice]:
         """All rows at once, or runs small enough that a copy of them does not matter."""
@@ -56,9 +59,7 @@ class LogitsHead:
         return [slice(i, min(i + step, count)) for i in range(0, count, step)]
 
     def read(self, rows: Rows, slot: int = 0) -> Tensor:
-        if not isinstance(rows, slice):
-            return self.logits_NV.index_select(0, rows)
-        return self.logits_NV if rows.start == 0 and rows.stop == self.logits_NV.shape[0] else self.logits_NV[rows]
+        return part_of(self.logits_NV, rows) if type(rows) is slice else self.logits_NV.index_select(0, rows)
 
     def wants_grad(self, needs: tuple[bool, ...]) -> None:
         if not needs[0]:
@@ -67,17 +68,15 @@ class LogitsHead:
             torch.autograd.graph.increment_version(self.source.logits)
         else:
             self.all_NV = torch.empty_like(self.all_NV, memory_format=torch.contiguous_format)
-        self.grad_NV = self._unpadded(self.all_NV)
-        if self.grad_NV is not self.all_NV:
+        self.grad_NV = self.all_NV
+        if self.is_padded:
+            self.grad_NV = self._unpadded(self.all_NV)
             self.all_NV[:, self.source.columns :] = 0
 
     def grad_buffer(self, rows: Rows, raw_CV: Tensor) -> Tensor:
         """Where the gradient of these rows' raw logits is to be written."""
-        grad_NV = self.grad_NV
-        assert grad_NV is not None
-        if not isinstance(rows, slice):
-            return raw_CV
-        return grad_NV if rows.start == 0 and rows.stop == grad_NV.shape[0] else grad_NV[rows]
+        assert self.grad_NV is not None
+        return part_of(self.grad_NV, rows) if type(rows) is slice else raw_CV
 
     def write(self, rows: Rows, grad_CV: Tensor, ignored_C1: Tensor | None) -> None:
         if not isinstance(rows, slice):
@@ -115,6 +114,8 @@ class LogitsHead:
 
 class LinearHead:
     """`Linear`, opened: a chunk's raw logits are a GEMM away, and its gradient goes into two more."""
+
+    makes_logits = True
 
     def __init__(self, source: Linear, extra: int = 0) -> None:
         self.source, self.extra = source, extra
@@ -315,7 +316,7 @@ def on_source_device(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 def on_other_device(device: torch.device) -> bool:
     """Whether a Triton kernel would be launched on another device than this one."""
-    return device.type == "cuda" and device.index != torch.cuda.current_device()
+    return device.type == "cuda" and device.index != torch._C._cuda_getDevice()
 
 
 def product(x: Tensor, y: Tensor, out: Tensor, add: bool = False) -> None:

@@ -24,7 +24,7 @@ from headloss.segments import Segments
 from headloss.sources import Logits, Source, Sparse, Teacher
 from headloss.terms import Terms
 from headloss.top import Top
-from headloss.trace.call import Call
+from headloss.trace.call import Watched
 from headloss.trace.keys import is_plain
 from headloss.trace.reads import defaults, ours
 from headloss.trace.signature import CLASSES
@@ -36,7 +36,7 @@ class Form(NamedTuple):
     """What calls of one form have in common, and their plans by what their functions read."""
 
     calls: Calls
-    foreign: tuple[Call, ...]  # whose functions may read something else in every call
+    foreign: tuple[Watched, ...]  # whose functions may read something else in every call
     own: tuple[Any, ...]  # functions of ours, where only the defaults of options can change
     plans: dict[Any, tuple[Plan, Any]]  # with those defaults, so that nothing else takes on their identity
 
@@ -75,8 +75,8 @@ def find_plan(terms: Terms, arguments: CallArguments) -> tuple[Plan, CallArgumen
     """The plan of a call, and its arguments checked: plain tensors, teachers by name, inputs laid out."""
     refuse_transforms(arguments)
     source, targets, segments, teacher, options, inputs, support = arguments
-    source, plans = plain_source(source), plans_of(terms)
-    if type(targets) is Prepared and segments is None:
+    source, plans = plain_source(source), terms.plans or plans_of(terms)
+    if segments is None and type(targets) is Prepared:
         segments = targets.segments
     if support is not None:
         check_support(support, source, terms)
@@ -97,7 +97,7 @@ def find_plan(terms: Terms, arguments: CallArguments) -> tuple[Plan, CallArgumen
     form = plans.forms.get(key)
     if form is None:
         form = _new_form(choose_calls(terms, off, teachers, inputs, source, segments))
-    held = [x for fn in form.own for x in (fn.__kwdefaults__ or {}).values()]
+    held = [x for fn in form.own for x in (fn.__kwdefaults__ or {}).values()] if form.own else ()
     read = (*[call.reads() for call in form.foreign], *map(id, held))
     found = form.plans.get(read)
     if found is None:
@@ -107,7 +107,10 @@ def find_plan(terms: Terms, arguments: CallArguments) -> tuple[Plan, CallArgumen
             form.plans.clear()
         found = form.plans[read] = plan, held
         plans.store(key, form)
-    return suited(found[0], source), CallArguments(source, targets, segments, teachers, options, given, support)
+    plan = found[0]
+    if plan.in_parts is not None:
+        plan = suited(plan, source)
+    return plan, CallArguments(source, targets, segments, teachers, options, given, support)
 
 
 def _routes(teachers: Mapping[str, Any], plans: Plans) -> dict[str, Any]:
@@ -131,7 +134,7 @@ def form_of(
     """The key of a call, and its inputs as tensors."""
     logits = type(source) is Logits
     x = source.logits if logits else source.hidden  # type: ignore[union-attr]
-    device, leading = x.device, x.shape[:-1]
+    device = x.device
     key: list[Any] = [
         logits, x.dtype, device, source.shard is None, targetless, off, *defaults(),
         None if segments is None else segments.group is None,
@@ -152,7 +155,7 @@ def form_of(
     given: dict[str, Tensor] = {}
     if not inputs:
         return tuple(key), given
-    grad = torch.is_grad_enabled()
+    grad, leading = torch.is_grad_enabled(), x.shape[:-1]
     # Where the rows are told apart by their number alone, a function or the caller has to say what an input is.
     told = len(leading) > 1 or not (
         leading[0] == source.vocab or (segments is not None and leading[0] == segments.num_segments)
@@ -195,7 +198,7 @@ def _laid(
 
 
 def _new_form(calls: Calls) -> Form:
-    foreign: list[Call] = []
+    foreign: list[Watched] = []
     own: list[Any] = []
     for call in (*calls.terms.values(), *(call for _, call in calls.metrics)):
         elements = [f.element for f in call.signature.facts if f.element is not None]
@@ -204,5 +207,5 @@ def _new_form(calls: Calls) -> Form:
         if all(map(ours, functions)) and all(map(is_plain, options)):
             own += [fn for fn in functions if fn.__code__.co_kwonlyargcount]
         else:
-            foreign.append(call)
+            foreign.append(Watched(call))
     return Form(calls, tuple(foreign), tuple(dict.fromkeys(own)), {})

@@ -26,7 +26,6 @@ from headloss.metrics import Metric, kind_of, measure
 from headloss.reductions import weights as reduction_weights
 from headloss.rows import Rows
 from headloss.segments import Segments, group_sum
-from headloss.sources import Logits
 from headloss.trace.call import Call, Env, evaluate
 from headloss.trace.gradient import Reach, check_constants, check_gradient, leaf, reach_of
 from headloss.trace.trace import Shape, run_cotangents
@@ -34,6 +33,9 @@ from headloss.trace.trace import Shape, run_cotangents
 
 class TermsOnRows:
     """The terms and metrics of one call.  `chunk` gives cotangents inside a visit, `whole` everything on all rows."""
+
+    normaliser: Tensor | None = None
+    visited: Any = None  # what a launch left, for the facts
 
     def __init__(
         self,
@@ -43,27 +45,28 @@ class TermsOnRows:
         chunks: Sequence[Chunk] | None,
         taken: Mapping[str, Tensor],
     ) -> None:
-        self.plan = plan
+        self.plan, self.rows, self.chunks = plan, rows, chunks
         source, _, self.segments, _, options, self.given, _ = arguments
         self.num_items, self.num_segments, weights, self.grad_scale, _ = options
-        self.weights = {**plan.weights, **weights} if weights else plan.weights
-        self.terms, self.metric_calls, self.rows, self.chunks = plan.terms, plan.metrics, rows, chunks
-        self.dtype, self.device, self.shapes = source.fact_dtype, source.device, plan.shapes
-        self.taken = taken  # teachers' inputs, already of the rows that count
-        if taken:
+        self.weights = {name: weights.get(name, x) for name, x in plan.weights.items()} if weights else plan.weights
+        self.device, self.shapes, self.taken = source.device, plan.shapes, taken
+        if taken:  # already of the rows that count
             self.shapes = {**self.shapes, **{n: Shape("row", x.dtype, tuple(x.shape[1:])) for n, x in taken.items()}}
-        self.wants_grad = plan.wants_grad
+        self.terms, self.dtype, self.wants_grad = plan.terms, plan.dtype, plan.wants_grad
         self.values: dict[str, Tensor] = {}
         self.metrics: dict[str, Metric] = {}
-        self.denominators: dict[str, Tensor] = {}
-        self.normaliser: Tensor | None = None
         # fp16 logits get their gradient before the loss scale is known: write order 1, and scale in float32
-        early = plan.program is not None and isinstance(source, Logits) and source.logits.dtype == torch.float16
-        self.narrow, self.watched = source.narrow or early, torch.is_grad_enabled()
+        self.narrow = source.narrow or (plan.is_fp16 and plan.program is not None)
+        self.watched = torch.is_grad_enabled()
         if rows.segments is not None and rows.segments.group is not None:
             for t in self.terms:  # now, at the same place on all ranks: one without rows has no chunks
                 if t.sums_weights and t.trace.value == "row":
                     self._weights(t, "row", rows.count, self._env({}, None))
+
+    @functools.cached_property
+    def denominators(self) -> dict[str, Tensor]:
+        """Of weighted means that were asked for; see `denominator`."""
+        return {}
 
     @functools.cached_property
     def inputs(self) -> dict[str, Tensor]:
@@ -144,7 +147,7 @@ class TermsOnRows:
             kinds |= {f"{term.name}/{name}": kind for name, kind in of.items()}
             measured |= {f"{term.name}/{name}": x for name, x in metrics.items()}
         with torch.no_grad():
-            for name, call in self.metric_calls:
+            for name, call in self.plan.metrics:
                 found = evaluate(call.fn, call.signature.name, env.arguments(call.signature), call.options)
                 found = {f"{name}/{k}": x for k, x in found.items()} if isinstance(found, Mapping) else {name: found}
                 kinds |= {k: self._kind(call, x) for k, x in found.items()}
@@ -174,12 +177,16 @@ class TermsOnRows:
 
     def tensors(self) -> list[tuple[str, Tensor]]:
         """Every tensor of the caller's that the loss was made of, by the name of its argument."""
-        found = [*self.given.items()]
+        found = [*self.given.items()] if self.given else []
         if self.segments is not None:
             found.append(("segments", self.segments.ids))
-        counts = (("num_items", self.num_items), ("num_segments", self.num_segments), ("grad_scale", self.grad_scale))
-        found += [(name, x) for name, x in counts if isinstance(x, Tensor)]
-        return found + [(f"weights[{name!r}]", x) for name, x in self.weights.items() if isinstance(x, Tensor)]
+        if self.num_items is not None or self.num_segments is not None or type(self.grad_scale) is not float:
+            of_call = {"num_items": self.num_items, "num_segments": self.num_segments, "grad_scale": self.grad_scale}
+            found += [(name, x) for name, x in of_call.items() if isinstance(x, Tensor)]
+        for name, weight in self.weights.items():
+            if isinstance(weight, Tensor):
+                found.append((f"weights[{name!r}]", weight))
+        return found
 
     def _env(self, facts: Mapping[Fact, Tensor], chunk: Chunk | None) -> Env:
         rows = self.rows

@@ -22,24 +22,35 @@ from headloss.engine.loss import TermsOnRows
 from headloss.engine.plan import Planned
 from headloss.engine.sweeps import Chunk, Sweep
 from headloss.facts import Fact, Softmax, Want
+from headloss.late import LaterDict
 from headloss.metrics import Metric, measure_later
+from headloss.record import Grads
 from headloss.reductions import lengths, shared_weight
 from headloss.rows import may_read
+from headloss.sources import Logits
 
 
 class Launched:
     """What a visit in one launch leaves behind: a `run.Result` whose parts are cut out when something asks."""
 
+    __slots__ = ("grads", "loss", "normaliser", "visited")
+
     def __init__(self, loss: Tensor | None, visited: Any, grads: Any, normaliser: Tensor | None) -> None:
         self.loss, self.visited, self.grads, self.normaliser = loss, visited, grads, normaliser
 
-    @functools.cached_property
+    @property
     def facts(self) -> dict[Fact, Tensor]:
         return self.visited.facts
 
-    def values(self, want: Want) -> Sequence[Tensor]:
-        """The facts in their order."""
-        return self.visited.fact_values
+    def blocks(self, want: Want) -> Sequence[Tensor]:
+        """Tensors that hold the facts, for autograd; each fact is cut out of them when something asks for it."""
+        return [x.detach() for x in self.visited.blocks]
+
+    def pulled(self, want: Want, cotangents: Sequence[Tensor | None]) -> dict[Fact, Tensor]:
+        """The facts' cotangents from those of `blocks`."""
+        blocks = [torch.zeros_like(x) if g is None else g for g, x in zip(cotangents, self.visited.blocks, strict=True)]
+        found = self.visited.of(blocks).facts
+        return {f: g for i, (f, g) in enumerate(found.items()) if i not in want.constant}
 
     def rest(self) -> Launched:
         """See `run.Result.rest`."""
@@ -61,17 +72,39 @@ class Launched:
 def launch(sweep: Sweep, loss: TermsOnRows, needs: tuple[bool, ...]) -> Launched:
     """Visit every chunk: the loss, the facts, the softmax, and the gradients if any are wanted."""
     weighed = Weighed(loss, sweep.backend)
-    chunks, grad, times = loss.chunks, True in needs, loss.plan.times
+    chunks, times = loss.chunks, loss.plan.times
     assert chunks
-    head = sweep.open_head(needs, chunks)
     begun = 0.0 if "compiling" in times else time.perf_counter()
-    seen = []
-    for chunk in chunks:
-        seen.append(sweep.launch(head, chunk, weighed.arguments(chunk.rows), grad))
-        if begun:
-            times.setdefault("compiling", time.perf_counter() - begun)
-    visited = seen[0] if len(seen) == 1 else type(seen[0]).join(seen)
-    return Launched(weighed.report(visited), visited, sweep.grads(head) if grad else None, weighed.normaliser)
+    source = sweep.source
+    logits = source if type(sweep) is Sweep and not sweep.guides and isinstance(source, Logits) else None
+    if logits is not None and not logits.inplace and logits.vocab == logits.logits.shape[-1]:
+        visited, grads = _launch_whole(sweep, logits, weighed.arguments(chunks[0].rows), needs[0])
+    else:
+        head, grad = sweep.open_head(needs, chunks), True in needs
+        seen = [sweep.launch(head, chunk, weighed.arguments(chunk.rows), grad) for chunk in chunks]
+        visited, grads = type(seen[0]).join(seen), sweep.grads(head) if grad else None
+    if begun:
+        times["compiling"] = time.perf_counter() - begun
+    return Launched(weighed.report(visited), visited, grads, weighed.normaliser)
+
+
+def _launch_whole(sweep: Sweep, source: Logits, arguments: Any, grad: bool) -> tuple[Any, Grads | None]:
+    """All rows of logits that lie there as a kernel takes them: nothing is made, cut or overwritten; their gradient."""
+    rows, raw_NV, targets, T, out = sweep.rows, source.logits, sweep.rows.given, sweep.temperature, None
+    flat = raw_NV.ndim == 2
+    if grad:
+        out = torch.empty_like(raw_NV, memory_format=torch.contiguous_format)
+    out_NV = out
+    if not flat:
+        raw_NV = raw_NV.reshape(rows.total, source.vocab)
+        targets = None if targets is None else targets.reshape(-1)
+        out_NV = None if out is None else out.view(raw_NV.shape)
+    own = sweep.want.temperatures == (None,) and type(T) is float
+    visited = sweep.backend.visit(
+        raw_NV, targets, sweep.want, (T,) if own else sweep._temperatures(slice(0, rows.count)), sweep.program,
+        arguments, out_NV, scale=source.scale, softcap=source.softcap, ignore=rows.skipped or rows.valid is not None,
+    )  # fmt: skip
+    return visited, None if out is None else Grads(out)
 
 
 def read_facts(sweep: Sweep) -> Launched:
@@ -85,28 +118,24 @@ def read_facts(sweep: Sweep) -> Launched:
 class Weighed:
     """The terms of a call with the weights of their rows, as the program takes them: numbers wherever rows agree."""
 
+    normaliser: Tensor | None = None
+    bases: dict[str, float | Tensor]  # of each term, the weight of a row, or of each
+
     def __init__(self, loss: TermsOnRows, backend: ModuleType, by_segment: bool = False) -> None:
         self.loss, self.backend, self.by_segment = loss, backend, by_segment
-        self.bases = self._bases()
-        scale, weights = loss.grad_scale, {t.name: loss.weights[t.name] for t in loss.terms}
+        scale, weights, by_token = loss.grad_scale, loss.weights, loss.plan.by_token
+        if by_token is None:
+            self.bases = {t.name: self._base(t) for t in loss.terms}
+        else:
+            mean = shared_weight("token_mean", "row", loss.rows, num_items=loss.num_items) if by_token else 1.0
+            if len(by_token) in (0, len(weights)):
+                self.bases = dict.fromkeys(weights, mean)
+            else:
+                self.bases = {name: mean if name in by_token else 1.0 for name in weights}
         unscaled = type(scale) is float and scale == 1.0
-        self.weights = weights
         self.factors = weights if unscaled else {name: weight * scale for name, weight in weights.items()}
-        self.normaliser: Tensor | None = None
         if loss.narrow:
             self._normalise()
-
-    def _bases(self) -> dict[str, float | Tensor]:
-        """Of each term, the weight of a row, or of each."""
-        loss = self.loss
-        if loss.plan.by_token is None:
-            return {t.name: self._base(t) for t in loss.terms}
-        mean: float | Tensor = 1.0
-        if True in loss.plan.by_token:
-            mean = shared_weight(
-                "token_mean", "row", loss.rows, num_items=loss.num_items, num_segments=None, norm=None, denominator=None
-            )
-        return {t.name: mean if is_mean else 1.0 for t, is_mean in zip(loss.terms, loss.plan.by_token, strict=True)}
 
     def _base(self, term: Planned) -> float | Tensor:
         loss = self.loss
@@ -132,22 +161,25 @@ class Weighed:
         self.factors = {name: factor / self.normaliser for name, factor in self.factors.items()}
 
     def arguments(self, part: slice) -> Any:
-        bases = self.bases
-        if self.loss.plan.by_token is None:
-            bases = {name: part_of(x, part) if isinstance(x, Tensor) and x.ndim else x for name, x in bases.items()}
-        return self.backend.Arguments(self.loss.raw_inputs(part) if self.loss.shapes else {}, bases, self.factors)
+        bases, loss = self.bases.values(), self.loss
+        if loss.plan.by_token is None:
+            bases = [part_of(x, part) if isinstance(x, Tensor) and x.ndim else x for x in bases]  # type: ignore[assignment]
+        inputs = loss.raw_inputs(part) if loss.shapes else {}
+        return self.backend.Arguments(inputs, bases, self.factors.values())
 
     def report(self, visited: Any) -> Tensor:
         """Sum over the rows: the terms' values, and the loss; metrics are summed when they are read."""
         loss = self.loss
         if visited.program.metrics:  # which rows count is noted now: the targets may be written to
-            loss.metrics |= measured(visited, loss.rows.valid)
+            found = measured(visited, loss.rows.valid)
+            loss.metrics = {**loss.metrics, **found} if loss.metrics else found
         if self.by_segment:
             self._measure_segments(visited)
-        if not loss.terms:  # every term is switched off
+        weights = loss.weights
+        if not weights:  # every term is switched off
             return torch.zeros((), dtype=loss.dtype, device=loss.device)
-        sums, total = self.backend.totals(visited, [*self.weights.values()])
-        loss.values = dict(zip(visited.program.terms, sums.unbind(), strict=True))
+        sums, total = self.backend.totals(visited, weights.values())
+        loss.values = dict(zip(weights, sums.unbind()))
         return total
 
     def _measure_segments(self, settled: Any) -> None:
@@ -165,10 +197,18 @@ class Weighed:
 
 def measured(visited: Any, valid: Tensor | None) -> dict[str, Metric]:
     """The metrics of a visit, to be summed when they are read."""
-    metrics = measure_later(visited.program.metrics, lambda: visited.metric_values, valid, "token")
-    if metrics and not may_read(True, visited.found.device):
+    values = lambda: visited.metric_values
+    names = visited.program.metrics
+    metrics = LaterDict(_unread(names), lambda: measure_later(names, values, valid, "token"))
+    if not may_read(True, visited.found.device):
         next(iter(metrics.values())).parts  # a graph that is replayed makes them anew  # noqa: B018
     return metrics
+
+
+@functools.lru_cache(256)
+def _unread(names: tuple[str, ...]) -> dict[str, object]:
+    """What stands for metrics that nobody has read yet, masks apart."""
+    return dict.fromkeys([name for name in names if not name.endswith("/")], object())
 
 
 def by_length(term: Planned) -> bool:

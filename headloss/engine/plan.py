@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from headloss.backends import choose
 from headloss.engine.checks import (
@@ -69,7 +70,7 @@ class Plan(NamedTuple):
     """How calls of one form run."""
 
     terms: tuple[Planned, ...]
-    weights: Mapping[str, float | Tensor]  # of all terms, where a call gives no others
+    weights: Mapping[str, float | Tensor]  # of the terms that are on, where a call gives no others
     off: tuple[str, ...]  # terms switched off
     metrics: tuple[tuple[str, Call], ...]
     shapes: Mapping[str, Shape]  # of the inputs
@@ -84,8 +85,10 @@ class Plan(NamedTuple):
     named_teachers: tuple[str, ...]  # that facts, losses or metrics look at
     elements: tuple[Any, ...]  # divergences that sweeps run
     has_gradient: bool  # every term is known to have one, and to lose none
-    by_token: tuple[bool, ...] | None  # of each term, whether rows weigh 1 / tokens, or 1; None: it is not that simple
+    by_token: tuple[str, ...] | None  # terms whose rows weigh 1 / tokens, those of the others 1; None: not that simple
     times: dict[str, float]  # what the first call of this form spent, in seconds
+    dtype: torch.dtype  # of facts and values
+    is_fp16: bool  # the source's gradient is made in float16: in a launch of its own, before its scale is known
     in_parts: Plan | None = None  # for calls of few rows, where there is a program
     kept: bool = False  # each row has a support
     settles: Any = None  # the terms printed for a launch between the head's own products, where those can be
@@ -146,13 +149,14 @@ def make_plan(
         for n, call in calls.terms.items()
     )
     plan = Plan(
-        planned, {name: term.weight for name, term in terms.items()}, off, calls.metrics, shapes,
+        planned, {name: terms[name].weight for name in calls.terms}, off, calls.metrics, shapes,
         tuple(name for name, shape in shapes.items() if shape.requires_grad), want, kind, program, reason,
         backend_for(objective.backend, source, want), why_read(source, segments, planned, kind, by_products=kept),
         next((t.name for t in planned if t.needs_segments), None), _looked_at(planned, calls.metrics, want),
         tuple(dict.fromkeys(f.element for f in want.facts if f.element is not None)),
         all(t.trace.reach is not None and t.trace.reach.fine for t in planned), _by_token(planned), times,
-        kept=kept, settles=settles,
+        source.fact_dtype, source.tensors[0].dtype == torch.float16 and isinstance(source, Logits), kept=kept,
+        settles=settles,
     )  # fmt: skip
     if not plan.read_because:
         plan = plan._replace(read_because=_mixing(plan))
@@ -176,10 +180,9 @@ def _looked_at(terms: Sequence[Planned], metrics: Sequence[tuple[str, Call]], wa
     return tuple(dict.fromkeys((*want.teachers, *taking)))
 
 
-def _by_token(terms: Sequence[Planned]) -> tuple[bool, ...] | None:
-    means = tuple([t.reduction == "token_mean" for t in terms])
-    simple = [t.reduction == "token_sum" or (mean and t.trace.value == "row") for t, mean in zip(terms, means)]
-    return means if all(simple) else None
+def _by_token(terms: Sequence[Planned]) -> tuple[str, ...] | None:
+    means = tuple([t.name for t in terms if t.reduction == "token_mean" and t.trace.value == "row"])
+    return means if all(t.name in means or t.reduction == "token_sum" for t in terms) else None
 
 
 def why_read(
@@ -349,14 +352,17 @@ def _own_products(objective: Terms, source: Source) -> bool:
 
 def plain_source(source: Source) -> Source:
     """The source, checked, on plain tensors."""
-    if not isinstance(source, Logits | Linear):
+    if not isinstance(source, (Logits, Linear)):
         hint = "; wrap a tensor in hl.Logits(...)" if isinstance(source, Tensor) else ""
         raise TypeError(f"source: wanted hl.Logits or hl.Linear, got {type(source).__name__}{hint}")
-    tensors = sys.modules.get("torch.distributed.tensor")  # not loaded: there are no DTensors either
-    if tensors is not None and any(isinstance(x, tensors.DTensor) for x in source.tensors):
-        from headloss.parallel.dtensor import localize
+    for x in source.tensors:
+        if type(x) is not Tensor and type(x) is not Parameter:
+            tensors = sys.modules.get("torch.distributed.tensor")  # not loaded: there are no DTensors either
+            if tensors is not None and any(isinstance(x, tensors.DTensor) for x in source.tensors):
+                from headloss.parallel.dtensor import localize
 
-        source = localize(source)
+                return localize(source)
+            return source
     return source
 
 

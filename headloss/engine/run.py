@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import _SingleLevelFunction
 
 from headloss.engine.heads import on_source_device
 from headloss.engine.into import into_of
@@ -38,9 +39,13 @@ class Result(NamedTuple):
     grads: Grads | Pending | None = None  # made in the visit
     normaliser: Tensor | None = None  # what grads and cotangents from a visit still have to be multiplied with
 
-    def values(self, want: Want) -> Sequence[Tensor]:
-        """The facts in their order."""
-        return [self.facts[f] for f in want.facts]
+    def blocks(self, want: Want) -> Sequence[Tensor]:
+        """Tensors that hold the facts, for autograd: here each its own.  Not views; who asks for one gets a copy."""
+        return [self.facts[f].data for f in want.facts]
+
+    def pulled(self, want: Want, cotangents: Sequence[Tensor | None]) -> dict[Fact, Tensor]:
+        """The facts' cotangents from those of `blocks`."""
+        return {f: g for f, g in zip(want.facts, cotangents, strict=True) if g is not None}
 
     def rest(self) -> Result:
         """What a later pull needs: not the loss, which would keep the graph alive that holds it, nor the gradients.
@@ -59,15 +64,15 @@ def run(sweep: Sweep, loss: TermsOnRows | None, needs: tuple[bool, ...]) -> Resu
             return read_facts(sweep)
         facts, softmax = sweep.facts()
         return Result(softmax.max.new_zeros(()), facts, softmax, {}, {})
-    wanted = True in needs or bool(loss.wants_grad)
+    plan, wanted = loss.plan, True in needs or bool(loss.wants_grad)
     if wanted or loss.watched:
-        if not loss.plan.has_gradient:
+        if not plan.has_gradient:
             check_gradient(loss.terms, wanted)
-        if sweep.want.divergent:
+        if plan.want.divergent:
             check_elements(loss.terms, sweep.source.device)
-    program = loss.plan.program
-    if isinstance(sweep, ProductSweep):
-        if loss.plan.settles is not None and sweep.at_once:
+    program = plan.program
+    if type(sweep) is ProductSweep:
+        if plan.settles is not None and sweep.at_once:
             return settle_between(sweep, loss, needs)
         if True in needs and sweep.at_once:
             return Result(*sweep.run_at_once(loss, needs))
@@ -98,43 +103,50 @@ def final_grads(sweep: Sweep, result: Result | Launched, needs: tuple[bool, ...]
     return grads if into is None else into.take(grads)
 
 
-class Head(torch.autograd.Function):
-    """(source tensors, inputs that want a gradient) -> (loss, *facts of the rows that count)."""
+class Head(_SingleLevelFunction):  # `Function` less its care for transforms of torch.func: `refuse_transforms`
+    """(source tensors, inputs that want a gradient) -> (loss, *tensors that hold the facts of the rows that count)."""
+
+    apply: Any  # autograd's own
 
     @staticmethod
     def forward(ctx: Any, sweep: Sweep, loss: TermsOnRows | None, needs: tuple[bool, ...], *tensors: Tensor) -> Any:
         ctx.set_materialize_grads(False)
         result = run(sweep, loss, needs)
-        sweep.close()
-        facts = [x.data for x in result.values(sweep.want)]  # no views; who asks for one gets a copy
-        if sweep.want.constant:
-            ctx.mark_non_differentiable(*[facts[i] for i in sweep.want.constant])
-        used: list[tuple[str, Tensor]] = []
-        names, ctx.inputs = names_of(needs), []
+        if sweep.guides:
+            sweep.close()
+        want, launched = sweep.want, type(result) is Launched
+        blocks = result.blocks(want)
+        if want.constant and not launched:
+            ctx.mark_non_differentiable(*[blocks[i] for i in want.constant])
+        used: Sequence[tuple[str, Tensor]] = ()
+        names, inputs = names_of(needs), []
         if loss is not None:
-            used = loss.tensors()
+            used, loss.visited = loss.tensors(), result.visited if launched else None
             if loss.wants_grad:
                 names += loss.wants_grad
                 used = [x for x in used if x[0] not in names]
-                ctx.inputs = [loss.shaped(n, result.by_input.get(n)) for n in loss.wants_grad]
+                inputs = [loss.shaped(n, result.by_input.get(n)) for n in loss.wants_grad]
         hold(ctx, names, tensors, sweep.tensors(), used)
-        ctx.overwritten = result.grads is not None and getattr(sweep.source, "inplace", False)
-        ctx.sweep, ctx.needs, ctx.grads, ctx.result = sweep, needs, result.grads, result.rest()
-        ctx.into = into_of(sweep.source)
+        grads, source = result.grads, sweep.source
+        overwritten = grads is not None and getattr(source, "inplace", False)
+        ctx.grads, ctx.kept = grads, (sweep, needs, result.rest(), into_of(source), overwritten, inputs)
         sweep.strip()
-        return (result.loss, *facts)
+        return (result.loss, *blocks)
 
     @staticmethod
     def backward(ctx: Any, g_loss: Tensor | None, *g_facts: Tensor | None) -> Any:
         return once(_pull, ctx, g_loss, *g_facts)
 
 
+_NOTHING = (None,) * 64
+
+
 def _pull(ctx: Any, args: Sequence[Tensor], read: Mapping[str, Tensor], g_loss: Any, *g_facts: Any) -> list[Any]:
     """Gradients of the source's tensors, and of the inputs that want one; the sweep is opened again if needed."""
-    result, sweep, needs = ctx.result, ctx.sweep, ctx.needs
+    sweep, needs, result, into, overwritten, inputs = ctx.kept
     grads, made = None, ctx.grads
-    by_input: list[Tensor | None] = [None] * len(ctx.inputs)
-    pending = {f: g for f, g in zip(sweep.want.facts, g_facts, strict=True) if g is not None}
+    by_input: list[Tensor | None] = [None] * len(inputs)
+    pending = result.pulled(sweep.want, g_facts) if g_facts != _NOTHING[: len(g_facts)] else {}
     if g_loss is not None:
         scale = g_loss if result.normaliser is None else g_loss * result.normaliser
         if made is not None:
@@ -144,20 +156,23 @@ def _pull(ctx: Any, args: Sequence[Tensor], read: Mapping[str, Tensor], g_loss: 
             for fact, cotangent in result.by_fact.items():
                 pulled = scale * cotangent
                 pending[fact] = pending[fact] + pulled if fact in pending else pulled
-        by_input = [None if g is None else scale * g for g in ctx.inputs]
-    if pending and ctx.overwritten:
+        by_input = [None if g is None else scale * g for g in inputs]
+    if pending and overwritten:
         raise RuntimeError(
             "inplace: the logits have been modified by an inplace operation, their own gradient: nothing but the "
             "loss can be pulled on, and only once; use inplace=False, or make the fact's part a term"
         )
     if pending and True in needs:
         whole = sweep.whole({**dict(zip(names_of(needs), args, strict=False)), **read})
-        more = whole.pull(result.facts, result.softmax, pending, needs)
+        facts = {  # where nothing pulls, a value that is infinite must not reach the gradient as 0 * inf
+            f: torch.where(pending[f] == 0, 0.0, x) if f in pending else x for f, x in result.facts.items()
+        }
+        more = whole.pull(facts, result.softmax, pending, needs)
         whole.close()
         grads = more if grads is None else Grads(*(_add(x, y) for x, y in zip(grads, more, strict=True)))
-    if grads is not None and ctx.into is not None and needs[1]:
-        grads = ctx.into.take(grads)
-    by_tensor = [None] * len(needs) if grads is None else [getattr(grads, name) for name in names_of(needs)]
+    if grads is not None and into is not None and needs[1]:
+        grads = into.take(grads)
+    by_tensor = (None,) * len(needs) if grads is None else grads[:1] if len(needs) == 1 else grads[1 : 1 + len(needs)]
     return [None, None, None, *by_tensor, *by_input]
 
 
@@ -170,12 +185,14 @@ def _add(x: Tensor | None, y: Tensor | None) -> Tensor | None:
     return x if y is None else y if x is None else x.add_(y)
 
 
-def facts_of(rows: Rows, want: Want, found: Sequence[Tensor]) -> Facts:
-    """The facts of a call, in the targets' shape, made when something asks for the first."""
+def facts_of(rows: Rows, want: Want, blocks: Sequence[Tensor], visited: Any = None) -> Facts:
+    """The facts of a call, in the targets' shape, made when something asks for the first; see `Result.blocks`."""
 
     def make() -> dict[Fact, Tensor]:
-        recorded = any(x.requires_grad for x in found)
+        recorded = any(x.requires_grad for x in blocks)
         with torch.inference_mode(False), torch.set_grad_enabled(recorded):  # wherever they are first asked for
+            found = blocks if visited is None else visited.of(blocks).fact_values
+            found = [x.detach() if i in want.constant else x for i, x in enumerate(found)]
             return {f: rows.put(x.clone()) for f, x in zip(want.facts, found, strict=True)}
 
     return facts_later(make)

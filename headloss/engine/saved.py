@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-Named = Iterable[tuple[str, Tensor]]
+Named = Sequence[tuple[str, Tensor]]
 
 TWICE = (
     "headloss: tried to differentiate twice (create_graph=True, a Hessian).  The gradient of a call "
@@ -29,29 +29,25 @@ def hold(ctx: Any, names: Sequence[str], args: Sequence[Tensor], read: Named = (
     How often each was written to is noted for a message that names it.
     """
     saved: list[Tensor | None] = [*args]
-    versions = [(n, weakref.ref(x), x._version) for n, x in zip(names, args, strict=True) if not x.is_inference()]
-    ctx.args, ctx.untracked, ctx.names = len(saved), {}, []
-    for name, x in read:
-        ctx.names.append(name)
+    versions = [(n, weakref.ref(x), x._version) for n, x in zip(names, args) if not x.is_inference()]
+    untracked: dict[str, Tensor] = {}
+    for name, x in (*read, *used):
         if x.is_inference():  # autograd takes none of those, and nothing counts what is written to them
             saved.append(None)
-            ctx.untracked[name] = x.clone() if name.endswith(("targets", "temperature")) else x
+            untracked[name] = x.clone() if name.endswith(("targets", "temperature")) else x
         else:
             versions.append((name, weakref.ref(x), x._version))
             saved.append(x.detach() if x.requires_grad else x)
-    for name, x in used:
-        if not x.is_inference():
-            versions.append((name, weakref.ref(x), x._version))
-            saved.append(x.detach() if x.requires_grad else x)
-    ctx.versions = versions
+    ctx.held = (len(args), [name for name, _ in read], untracked, versions)
     ctx.save_for_backward(*saved)
 
 
 def once(pull: Callable[..., Sequence[Tensor | None]], ctx: Any, *grads: Tensor | None) -> Any:
     """A backward: `pull(ctx, args, read, *grads)` on what `hold` saved; its gradients cannot be differentiated."""
     saved = _saved(ctx)
-    args = saved[: ctx.args]
-    read = dict(zip(ctx.names, saved[ctx.args :], strict=False)) | ctx.untracked
+    count, names, untracked, _ = ctx.held
+    args = saved[:count]
+    read = dict(zip(names, saved[count:])) | untracked
     if not torch.is_grad_enabled():
         return tuple(pull(ctx, args, read, *grads))
     with torch.no_grad():
@@ -65,7 +61,7 @@ def _saved(ctx: Any) -> tuple[Tensor, ...]:
     except RuntimeError as error:
         if "modified by an inplace operation" not in str(error):
             raise
-        changed = [name for name, ref, version in ctx.versions if (x := ref()) is not None and x._version != version]
+        changed = [name for name, ref, version in ctx.held[3] if (x := ref()) is not None and x._version != version]
         raise RuntimeError(
             f"{', '.join(changed) or 'a tensor of the call'}: modified by an inplace operation after the forward pass; "
             f"the gradient needs what was there before.  Write to a clone, or after the backward.  ({error})"

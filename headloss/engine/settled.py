@@ -58,8 +58,9 @@ def _open(sweep: Sweep, loss: TermsOnRows, weighed: Weighed, grad: bool, program
     ignore = rows.skipped or rows.valid is not None
     rising = stats is not None and not stats.loose and rows.by_segment
     means = {t.name: by_length(t) for t in loss.terms}
-    spans = backend.runs(rows.count, sweep.source.device)
-    if segments is not None:
+    if segments is None:
+        spans = backend.runs(rows.count, sweep.source.device)
+    else:
         assert segments.group is None
         spans = backend.spans(segments.ids, segments.num_segments, rising, whole=not ignore)
     return backend.Settling(

@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 
 from headloss.engine.arguments import Chunk as Chunk
-from headloss.engine.heads import LinearHead, on_source_device, open_source, part_of
+from headloss.engine.heads import on_source_device, open_source, part_of
 from headloss.engine.ids_alone import ids_facts, ids_pull
 from headloss.engine.teachers import TeacherRows, most_rows, note, teacher_bytes, teacher_label
 from headloss.facts import Fact, Partial, Softmax, Want, coefficients, finish, with_whole
 from headloss.parallel.shard import Gathering, reduce_hidden, sum_over
 from headloss.record import Grads
 from headloss.rows import Rows
-from headloss.sources import Linear, Source, with_tensors, without_tensors
+from headloss.sources import Source, with_tensors, without_tensors
 from headloss.teachers import DenseSoftmax, SparseChunk, TeacherChunk, Temperature, TopChunk, teacher_coefficients
 
 Cotangents = tuple[Mapping[Fact, Tensor], Mapping[str, Tensor]]  # of the facts, and of inputs that want a gradient
@@ -40,8 +40,15 @@ class Block(NamedTuple):
     teachers: tuple[TeacherChunk | TopChunk, ...]
 
 
+NOT_COMPARED: Mapping[str, Sequence[Tensor]] = {"inputs": (), "support": ()}
+
+
 class Sweep:
     """A source, the rows of it that count, the facts wanted of them, their teachers, and the backend that reads."""
+
+    compared: Mapping[str, Sequence[Tensor]] = NOT_COMPARED  # by ranks that share a vocabulary
+    terms = ""
+    weight_grad: Tensor | None = None  # see `evaluate`; kept columns alone look at it
 
     def __init__(
         self,
@@ -51,28 +58,21 @@ class Sweep:
         backend: ModuleType,
         guides: Mapping[str, TeacherRows] | None = None,
         program: Any = None,
-        integers: Sequence[Tensor] = (),
-        terms: str = "",
     ) -> None:
-        self.source, self.rows, self.want, self.backend = source, rows, want, backend
-        self.program = program
-        self.weight_grad: Tensor | None = None  # see `evaluate`; kept columns alone look at it
-        self.compared, self.terms = {"inputs": integers, "support": ()}, terms  # by ranks that share a vocabulary
+        self.source, self.rows, self.want, self.backend, self.program = source, rows, want, backend, program
         self.guides = {name: guides[name] for name in want.teachers} if guides else {}
-        T = source.temperature
+        T = self.temperature = source.temperature
         if isinstance(T, Tensor):
             T = T.detach().to(source.fact_dtype)
             T = rows.take(T) if T.ndim else T.expand(rows.count)
-            if rows.valid is not None:
-                T = T.masked_fill(~rows.valid, 1.0)
-        self.temperature = T
+            self.temperature = T if rows.valid is None else T.masked_fill(~rows.valid, 1.0)
 
     def tensors(self) -> list[tuple[str, Tensor]]:
         """The caller's tensors that a pull reads again, by the names of arguments, apart from `source.tensors`."""
         T, given = self.source.temperature, self.rows.given
-        found = [("temperature", T)] if isinstance(T, Tensor) else []
-        if given is not None:
-            found.append(("targets", given))
+        found = [] if given is None else [("targets", given)]
+        if isinstance(T, Tensor):
+            found.append(("temperature", T))
         for name, guide in self.guides.items():
             found += [(f"{teacher_label(name)}.{field}", x) for field, x in guide.tensors().items()]
         return found
@@ -81,7 +81,8 @@ class Sweep:
         """Let go of them, while autograd keeps them; `whole` has them again."""
         self.source = without_tensors(self.source)
         self.rows.strip()
-        self.temperature, self.compared = 1.0, {"inputs": (), "support": ()}
+        self.temperature = 1.0
+        self.__dict__.pop("compared", None)
         for guide in self.guides.values():
             guide.strip()
 
@@ -167,7 +168,7 @@ class Sweep:
         head = self._open()
         if True in needs:
             head.wants_grad(needs)
-        if isinstance(head, LinearHead):
+        if head.makes_logits:
             head.single_chunk = len(chunks) == 1
             head.longest = max([c.rows.stop - c.rows.start for c in chunks])
         return head
@@ -181,14 +182,10 @@ class Sweep:
         ignored, targets = rows.skipped or rows.valid is not None, self.marked_targets(part)
         visited = self.backend.visit(
             raw_CV, targets, self.want, self._temperatures(part), self.program, arguments, out_CV, teachers=teachers,
-            start=0 if source.shard is None else source.shard.start, vocab=source.vocab, ignore=ignored,
-            scale=source.scale, softcap=source.softcap,
+            vocab=source.vocab, ignore=ignored, scale=source.scale, softcap=source.softcap,
         )  # fmt: skip
-        if grad:
-            ignored_C1 = None
-            if ignored and isinstance(source, Linear):
-                assert rows.valid is not None
-                ignored_C1 = ~rows.valid[part, None]
+        if grad and (head.makes_logits or numbers is not part):
+            ignored_C1 = ~rows.valid[part, None] if ignored and rows.valid is not None else None
             head.write(numbers, out_CV, ignored_C1)
         return visited
 

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from headloss.facts import Fact
 from headloss.segments import Segments, WrongLengthError
-from headloss.trace.reads import Reads, ours, reads, writes_unseen
+from headloss.trace.places import Places, noted
+from headloss.trace.reads import Reads, defaults, ours, reads, writes_unseen
 from headloss.trace.signature import CLASSES, Signature
 
 
@@ -183,6 +184,24 @@ class Call(NamedTuple):
     def input_names(self) -> tuple[str, ...]:
         names = [p.key for s in self.signatures for p in s.parameters if p.kind == "input"]
         return tuple(dict.fromkeys([*names, *self.weight_names]))
+
+
+class Watched:
+    """What a call reads, walked over again only where something else stands in a place that was read."""
+
+    def __init__(self, call: Call) -> None:
+        self.call = call
+        self.places: Places | None = None
+        self.found: Reads | None = None
+        self.around: Any = None
+
+    def reads(self) -> Reads:
+        around = defaults()
+        if self.found is None or self.around != around or self.places is None or not self.places.hold():
+            with noted() as self.places:
+                self.found = self.call.reads()
+            self.around = around
+        return self.found
 
 
 def _gated(x: Any, weight: Tensor) -> Any:

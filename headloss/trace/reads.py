@@ -32,6 +32,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
 from headloss.trace.keys import Same, fields_of, key_of, plain_key
+from headloss.trace.places import Places, builtins_of, current, is_fixed
 
 
 class Reads(NamedTuple):
@@ -47,9 +48,13 @@ def reads(fn: Callable[..., Any], options: Mapping[str, Any] | None = None, *, p
 
     A lambda that is made anew in every step has the same code and the same captured numbers, hence the same key.
     """
-    if not options and (pure or ours(fn)):
-        return Reads((defaults(), *own_key(fn)), (), bool(getattr(fn, "__kwdefaults__", None)))
     found = _Found()
+    if options:
+        found.places.all_of(options)
+    if pure or ours(fn):
+        found.own(fn)
+        if not options:
+            return Reads((defaults(), *own_key(fn)), (), bool(getattr(fn, "__kwdefaults__", None)))
     key = own_key(fn) if pure else found.value("", fn)
     given = tuple([(name, found.value(f"option {name}", x)) for name, x in sorted((options or {}).items())])
     return Reads((defaults(), key, given), found.finish(), found.floats)
@@ -163,8 +168,18 @@ class _Found:
         self.floats = False
         self.typed = False  # whether it asks for types, whose attributes may be those of a record's class
         self.seen: dict[int, int] = {}
+        self.places = current() or Places()
+
+    def own(self, fn: Any) -> None:
+        """A function that is believed: defaults of its options may change."""
+        if type(fn) is types.FunctionType:
+            self.places.function(fn)
+        else:
+            self.places.steady = False
 
     def finish(self) -> tuple[str, ...]:
+        for name in self.attributes:
+            self.places.attribute(torch.Tensor, name)
         odd = sorted(self.attributes - allowed_attributes() - (set() if self.typed else self.fields))
         changed = [f"torch.Tensor.{x} (not torch's own)" for x in sorted(self.attributes) if not _is_torchs(x)]
         return tuple(dict.fromkeys([*self.unknown, *(f".{name}" for name in odd), *changed]))
@@ -173,6 +188,7 @@ class _Found:
         """The key of something that is read; if it is not known it is noted by name."""
         key = plain_key(x)
         if key is not None:
+            self.places.steady &= is_fixed(x)
             self.floats |= not isinstance(x, _WHOLE)
             self.fields.update(("name", "value") if isinstance(x, enum.Enum) else fields_of(type(x)) or ())
             return key
@@ -180,11 +196,14 @@ class _Found:
         if id(x) in _allowed() or (isinstance(x, OpOverload | OpOverloadPacket) and _is_aten(x)):
             return Same(x)
         if ours(x):
+            self.own(x)
             self.floats |= bool(x.__kwdefaults__)
             return own_key(x)
         if type(x) is types.FunctionType:
             return self.function(x)
         if type(x) is functools.partial:
+            self.places.all_of(x.keywords)
+            self.places.all_of(vars(x))
             named = tuple([(k, self.value(f"{name} {k}".strip(), y)) for k, y in sorted(x.keywords.items())])
             more = tuple([(k, self.value(f"{name}.{k}", y)) for k, y in sorted(vars(x).items())])
             return (functools.partial, self.value(name, x.func), *(self.value(name, y) for y in x.args), named, more)
@@ -197,6 +216,7 @@ class _Found:
         if id(fn) in self.seen:
             return self.seen[id(fn)]
         self.seen[id(fn)] = len(self.seen)
+        self.places.function(fn)
         uses = _uses(fn.__code__)
         self.unknown += uses.refused
         self.attributes |= uses.attributes
@@ -205,7 +225,12 @@ class _Found:
         for captured, name, chain in uses.roots:
             try:
                 x = cells[name].cell_contents if captured else _global(fn, name)
+                if captured:
+                    self.places.cells.append((cells[name], x))
+                else:
+                    self.places.global_of(fn, name)
             except (ValueError, KeyError):  # not assigned yet
+                self.places.steady = False
                 self.unknown.append(f"{name} (not assigned yet)")
                 continue
             items.append(self.follow(name, x, chain))
@@ -219,11 +244,13 @@ class _Found:
         rest = list(chain)
         while rest:
             if x is torch.ops or x is torch.ops.aten or isinstance(x, OpOverloadPacket):
+                self.places.attribute(x, rest[0])
                 held: Any = {rest[0]: getattr(x, rest[0], None)}
             elif isinstance(x, types.ModuleType):
                 held = vars(x)
+                self.places.entry(held, rest[0])
             elif isinstance(x, enum.EnumMeta):
-                held = x.__members__
+                held, self.places.steady = x.__members__, False
             else:
                 break
             if rest[0] not in held:
@@ -238,11 +265,7 @@ class _Found:
 
 
 def _global(fn: types.FunctionType, name: str) -> Any:
-    found = fn.__globals__
-    if name in found:
-        return found[name]
-    within = found.get("__builtins__", builtins)
-    return (within if isinstance(within, dict) else vars(within))[name]
+    return fn.__globals__[name] if name in fn.__globals__ else builtins_of(fn)[name]
 
 
 def _is_immutable(x: Any) -> bool:

@@ -97,7 +97,7 @@ def test_a_sweep_makes_its_device_the_current_one(monkeypatch):
         yield
         entered.append("left")
 
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     monkeypatch.setattr(torch.cuda, "device", current)
     home = on_source_device(lambda sweep, x: entered.append(x))
     for device in ("cpu", "cuda:0", "cuda:1"):

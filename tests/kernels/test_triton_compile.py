@@ -312,9 +312,7 @@ class Visit(Built):
         raw = empty(rows, V if aligned else V + V % 2 + 1, kind=kind)[:, :V]
         long = {True: torch.int64, False: torch.float32}
         inputs = {n: empty(rows, ids, kind=long["ids" in n]) if " of " in n else empty(rows) for n in program.inputs}
-        arguments = visits.Arguments(
-            inputs, dict.fromkeys(program.terms, empty(rows)), dict.fromkeys(program.terms, 1.0)
-        )
+        arguments = visits.Arguments(inputs, [empty(rows)] * len(program.terms), [1.0] * len(program.terms))
         seen = []
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(launches.Launch, "run", lambda launch, *call: seen.append((launch, call[-1])))

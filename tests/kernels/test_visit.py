@@ -112,7 +112,7 @@ class Mix:
         factors = dict.fromkeys(self.terms, 0.5) | {first: torch.tensor(1.5)}
         keep = torch.ones(n) if valid is None else valid.float()
         keep = keep * (y != -100) if ignore else keep
-        arguments = one.Arguments(given, bases, factors)
+        arguments = one.Arguments(given, bases.values(), factors.values())
         read = x.clone() if where == "in place" else x
         out = read if where == "in place" else torch.full_like(x, math.nan) if where == "beside" else None
         visited = one.visit(
@@ -272,7 +272,7 @@ def test_output_of_another_layout():
     x, y = draw(3, 75)
     mix = Mix(ce=LOSSES["cross_entropy"])
     _, want, program = mix.lowered({})
-    a = one.Arguments({}, {"ce": 1.0}, {"ce": 1.0})
+    a = one.Arguments({}, [1.0], [1.0])
     one.visit(x, y, want, [1.0], program, a, first := torch.empty(3, 75))
     for out in (torch.empty(3, 80)[:, 3:78], torch.empty(75, 3).T, torch.empty(3, 150)[:, ::2]):
         one.visit(x, y, want, [1.0], program, a, out, shape=TINY)
@@ -302,7 +302,7 @@ def test_extreme_logits():
     mix.check(x[3:] + 1e4, y[3:], close=2e-3)  # lse itself is 1e4
     x[1] = -math.inf  # a row of nothing but -inf
     _, want, program = mix.lowered({})
-    a = one.Arguments({}, *(dict.fromkeys(mix.calls, 1.0) for _ in "ab"))
+    a = one.Arguments({}, *([1.0] * len(mix.calls) for _ in "ab"))
     found = one.visit(x, y, want, [1.0], program, a, torch.empty_like(x), shape=TINY)
     truth, softmax = finish(plain.sums(x.double(), y, want, [1.0]), want, [1.0], 75)
     for fact, value in found.facts.items():
@@ -329,7 +329,7 @@ def test_neither_infinite_logits_nor_nan_are_lost_in_a_block(dtype, total):
     mix.check(x[:9], y[:9], close=3e-4)
     x[9, 5], x[10, 4], x[11, V - 1] = math.nan, math.nan, math.nan
     _, want, program = mix.lowered({})
-    a = one.Arguments({}, *(dict.fromkeys(mix.calls, 1.0) for _ in "ab"))
+    a = one.Arguments({}, *([1.0] * len(mix.calls) for _ in "ab"))
     x, y = x[8:], y[8:]
     out = torch.zeros_like(x)
     found = one.visit(x, y, want, [1.0], program, a, out, shape=TINY)
@@ -356,7 +356,7 @@ def test_rows_without_gradient_are_written_too():
     given = mix.inputs(4)
     given["count"] = torch.tensor([0, 3, 1, 4])
     _, want, program = mix.lowered(given)
-    a = one.Arguments(given, {"it": 1.0}, {"it": 1.0})
+    a = one.Arguments(given, [1.0], [1.0])
     out = torch.full_like(x, math.nan)
     one.visit(x, y, want, [1.0], program, a, out, shape=TINY)
     assert (out[[0, 2]] == 0).all() and (out[[1, 3]] != 0).all()
@@ -366,7 +366,7 @@ def test_rows_without_gradient_are_written_too():
 def test_no_rows():
     mix = MIXES["ce, z, policy"]()
     _, want, program = mix.lowered(mix.inputs(3))
-    a = one.Arguments(mix.inputs(0), *(dict.fromkeys(mix.calls, 1.0) for _ in "ab"))
+    a = one.Arguments(mix.inputs(0), *([1.0] * len(mix.calls) for _ in "ab"))
     found = one.visit(torch.empty(0, 75), torch.empty(0, dtype=torch.long), want, [1.0], program, a, None)
     assert found.values.shape == (3, 0)
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from headloss.backends.triton.kernels.pull import pull_kernel
 from headloss.backends.triton.kernels.scale import scale_kernel
 from headloss.backends.triton.kernels.sums import merge_kernel, sums_kernel
-from headloss.backends.triton.launch import Launch, launch_kernel
+from headloss.backends.triton.launch import Launch, launch_kernel, place
 from headloss.backends.triton.tiles import LAUNCH, Shape, chains, check_dtype, plain_temperature, row_shape, rows_of
 from headloss.facts import Moments, Partial, Pull, Softmax, Want
 
@@ -206,7 +206,10 @@ def scale_(x: Tensor, scale: Tensor) -> None:
     if not x.is_contiguous() or x.dtype == torch.float64:
         x.mul_(scale)
     elif x.numel():
-        _SCALE(min(triton.cdiv(x.numel(), 8192), PROGRAMS), x, scale, x.numel())
+        n = x.numel()
+        aligned = (x.data_ptr() & 15 == 0, scale.data_ptr() & 15 == 0)
+        form = (x.dtype, scale.dtype, *aligned, n == 1, n & 15 == 0, n >> 31 == 0)
+        _SCALE.run(form, place(x), min(-(-n // 8192), PROGRAMS), (x, scale, n))
 
 
 _SCALE = Launch(scale_kernel, {"BLOCK": 8192, "num_warps": 8})

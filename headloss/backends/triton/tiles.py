@@ -79,15 +79,17 @@ def _from_its_storage(x: Tensor) -> int:
 
 # Where a row starts against a line of 128 bytes decides how it is cut, and so its last bits.  CUDA's allocator starts
 # every tensor on a line, a CPU's on any multiple of 64 bytes: under the interpreter that is taken for a line.
-_address = _from_its_storage if triton.knobs.runtime.interpret else Tensor.data_ptr
+address = _from_its_storage if triton.knobs.runtime.interpret else Tensor.data_ptr
 
 
 def rows_of(x_CV: Tensor) -> Rows:
-    if x_CV.stride(-1) != 1 and x_CV.shape[-1] > 1:
+    stride, across = x_CV.stride()
+    if across != 1 and x_CV.shape[-1] > 1:
         x_CV = x_CV.contiguous()  # columns apart cannot be read 16 bytes at a time; only inputs come here
-    size, first = x_CV.element_size(), _address(x_CV)
+        stride, _ = x_CV.stride()
+    size, first = x_CV.element_size(), address(x_CV)
     vector = 16 // size
-    if first % 16 == 0 and x_CV.stride(0) % vector == 0:
+    if not (first | stride * size) & 15:
         return Rows(x_CV, 0, vector, vector)
     lead = first % 128 // size
     if not PEEL or lead > x_CV.storage_offset():  # the second: memory that starts off a boundary, not torch's own

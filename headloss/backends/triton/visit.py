@@ -10,7 +10,7 @@ run time and nothing is atomic.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,12 +19,13 @@ from torch import Tensor
 from headloss.backends.triton.kernels.records import At, Flags, Given
 from headloss.backends.triton.kernels.totals import count_kernel, totals_kernel
 from headloss.backends.triton.kernels.visit import visit_kernel
-from headloss.backends.triton.launch import Launch, place
+from headloss.backends.triton.launch import MOST_KNOWN, Launch, place
 from headloss.backends.triton.printer.program import Program
 from headloss.backends.triton.tiles import (
     LAUNCH,
     Rows,
     Transform,
+    address,
     check_dtype,
     plain_temperature,
     readable,
@@ -44,8 +45,8 @@ class Arguments(NamedTuple):
     """What a program is called with, beside the facts."""
 
     inputs: Mapping[str, Tensor]  # by name, (C,) or a scalar
-    bases: Mapping[str, Number]  # of each term, the reduction's weight of each row, (C,), or one for all rows
-    factors: Mapping[str, Number]  # of each term, what its gradient is multiplied with: weight * grad_scale
+    bases: Iterable[Number]  # of each term, the reduction's weight of each row, (C,), or one for all rows
+    factors: Iterable[Number]  # of each term, what its gradient is multiplied with: weight * grad_scale
 
 
 class Shape(NamedTuple):
@@ -114,15 +115,15 @@ def visit(
     `ignore`: a target of -100 marks a row that is not read; so does False in `valid_C`.  A dense teacher has every
     column of the student's.
     """
-    device, plan = raw_CV.device, plan_of(program)
+    plan = plan_of(program)
     assert (want is program.want or want == program.want) and len(teachers) == len(want.teachers) <= 1
     how: dict[str, Any] = {
         "teacher": teachers[0] if teachers else None, "scale": scale, "softcap": softcap, "start": start,
         "vocab": vocab, "valid_C": None if valid_C is None else valid_C.contiguous(), "ignore": ignore, "shape": shape,
     }  # fmt: skip
     given = (
-        tuple([plain_temperature(T) for T in temperatures]),
-        *numbers_of(program, arguments, device),
+        tuple([T if type(T) is float else plain_temperature(T) for T in temperatures]),
+        *numbers_of(program, arguments, raw_CV.device),
         program.numbers,
     )
     if out_CV is None or out_CV.stride(-1) == 1 or raw_CV.shape[1] < 2:
@@ -154,11 +155,33 @@ def launch(
     shape: Shape | None = None,
 ) -> Visited:
     """`visit` with everything in the form that the kernel takes."""
-    check_dtype(raw_CV)
     C, V = raw_CV.shape
     assert V > 0
     flags, width, device = plan.flags, plan.program.width, raw_CV.device
-    found = torch.empty(plan.slots, C, dtype=torch.float32, device=device)
+    vocab, cap = V if vocab is None else vocab, 1.0 if softcap is None else float(softcap)
+    target = target_C if plan.targets or ignore else None
+    found = torch.empty((plan.slots, C), dtype=torch.float32, device=device)
+    layout = None
+    plain = teacher is None and valid_C is None and C
+    if plain and not (address(raw_CV) | (0 if out_CV is None else address(out_CV))) & 127:
+        layout = (
+            raw_CV.dtype, V, raw_CV.stride(), None if out_CV is None else out_CV.stride(), out_CV is raw_CV, vocab,
+            None if target is None else (target.dtype, target.stride(), target.data_ptr() & 15), ignore, scale, softcap,
+            start, shape, _forms((*temperatures, *inputs, *bases, *factors)),
+        )  # fmt: skip
+        known = plan.layouts.get(layout)
+        if known is not None:
+            found_kernel, places = known
+            best = torch.empty(C, dtype=torch.int64, device=device) if flags["BEST"] else None
+            x, of_best = raw_CV, raw_CV if best is None else best
+            at = At(
+                x, x if out_CV is None else out_CV, x if target is None else target, x, found, of_best, x, x, x, x, x
+            )
+            transform = (float(vocab), float(scale), cap, *PLAIN.numbers)
+            told = (temperatures, (), inputs, bases, factors, numbers, plan.look_numbers, *transform)
+            found_kernel.run(None, place(raw_CV), C, (at, Given(*told), *places))
+            return Visited(found, best, plan)
+    check_dtype(raw_CV)
     best = torch.empty(C, dtype=torch.int64, device=device) if flags["BEST"] else None
     their_best = torch.empty(C, dtype=torch.int64, device=device) if flags["TEACHER_BEST"] else None
     wide = torch.empty(plan.wide_slots, C, width, dtype=torch.float32, device=device) if plan.wide_slots else None
@@ -167,7 +190,6 @@ def launch(
         return visited
     raw = rows_of(raw_CV)
     out = raw if out_CV is None or out_CV is raw_CV else rows_of(out_CV)
-    target = target_C if plan.targets or ignore else None
     taught = _taught(plan, raw, out, V, teacher)
     shape = shape or shape_of(plan, V, out_CV is not None)
     empty = lambda x: raw.x_CV if x is None else x
@@ -175,8 +197,6 @@ def launch(
         raw.x_CV, out.x_CV, empty(target), empty(valid_C), found, empty(best), taught.rows.x_CV, empty(their_best),
         empty(taught.ids), empty(taught.sorted_ids), empty(wide),
     )  # fmt: skip
-    vocab = V if vocab is None else vocab
-    cap = 1.0 if softcap is None else float(softcap)
     given = Given(
         temperatures, taught.temperatures, inputs, bases, factors, numbers, plan.look_numbers, float(vocab),
         float(scale), cap, *taught.how.numbers,
@@ -200,11 +220,15 @@ def launch(
     kernel = plan.variants.get(form)
     if kernel is None:
         kernel = plan.variants[form] = _variant(plan, form)
-    arguments = (
-        at, given, V, stride, raw.lead, out_stride, out.lead, 0 if target is None else target.stride(0), start,
+    places = (
+        V, stride, raw.lead, out_stride, out.lead, 0 if target is None else target.stride(0), start,
         theirs.x_CV.stride(0), theirs.lead, width,
     )  # fmt: skip
-    kernel.run(None, place(raw_CV), C, arguments)
+    if layout is not None and raw.x_CV is raw_CV and (out_CV is None or out.x_CV is out_CV):
+        if len(plan.layouts) >= MOST_KNOWN:
+            plan.layouts.clear()
+        plan.layouts[layout] = kernel, places
+    kernel.run(None, place(raw_CV), C, (at, given, *places))
     return visited
 
 
@@ -302,12 +326,13 @@ def _pairs() -> bool:
     return not torch.cuda.is_available() or (torch.version.hip is None and torch.cuda.get_device_capability() >= (8, 0))
 
 
-def totals(visited: Visited, weights: Sequence[Number]) -> tuple[Tensor, Tensor]:
+def totals(visited: Visited, weights: Iterable[Number]) -> tuple[Tensor, Tensor]:
     """The sum over rows of each term's value, (T,), and the loss, the sum of those times their weights: one launch."""
     found, first = visited.term_values
-    weights = tuple([w if type(w) is float else as_number(w, found.device) for w in weights])
-    sums = torch.empty(len(weights), dtype=torch.float32, device=found.device)
-    loss = torch.empty((), dtype=torch.float32, device=found.device)
+    device = found.device
+    weights = tuple([w if type(w) is float else as_number(w, device) for w in weights])
+    sums = torch.empty(len(weights), dtype=torch.float32, device=device)
+    loss = torch.empty((), dtype=torch.float32, device=device)
     kernel = _totals(first, _forms(weights))
     kernel.run(None, place(found), 1, (found, sums, loss, weights, found.shape[1]))
     return sums, loss
@@ -317,7 +342,8 @@ def count_targets(target_N: Tensor) -> tuple[Tensor, Tensor]:
     """How many of them count, the smallest and the largest of those; and 1 / how many."""
     numbers = torch.empty(3, dtype=torch.int64, device=target_N.device)
     mean = torch.empty((), dtype=torch.float64, device=target_N.device)
-    _COUNT(1, target_N, numbers, mean, len(target_N))
+    form = (target_N.dtype, target_N.data_ptr() & 15 == 0, target_N.shape[0] >> 31)
+    _COUNT.run(form, place(target_N), 1, (target_N, numbers, mean, target_N.shape[0]))
     return numbers, mean
 
 
@@ -337,11 +363,10 @@ def numbers_of(
 ) -> tuple[tuple[Number, ...], tuple[Number, ...], tuple[Number, ...]]:
     """Inputs, bases and factors as the kernel takes them, in the program's order."""
     inputs, bases, factors = arguments
-    terms = program.terms
     return (
         tuple([as_number(inputs[name], device) for name in program.inputs]),
-        tuple([x if type(x := bases[name]) is float else as_number(x, device) for name in terms]),
-        tuple([x if type(x := factors[name]) is float else as_number(x, device) for name in terms]),
+        tuple([x if type(x) is float else as_number(x, device) for x in bases]),
+        tuple([x if type(x) is float else as_number(x, device) for x in factors]),
     )
 
 

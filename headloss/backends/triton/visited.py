@@ -5,6 +5,7 @@ Dimension key:  C rows handed in   T terms   M metrics   K ids per row   F numbe
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -37,6 +38,7 @@ class Plan(NamedTuple):
     look: Any  # the divergences of the second look, as one function, and its numbers
     look_numbers: tuple[float, ...]
     variants: dict[Any, Launch]  # by the form of a call
+    layouts: dict[Any, tuple[Launch, tuple[Any, ...]]]  # and its last numbers, where rows begin on a line
 
 
 @by_identity
@@ -96,18 +98,42 @@ def plan_of(program: Program) -> Plan:
     if looks:
         look, numbers = printed(tuple((met.index(f.temperature), f.element) for f in looks), len(met))
     ends = (0, *itertools.accumulate(sizes))
-    return Plan(program, sum(sizes), wide_slots, heavy, want.target or program.target, ends, flags, look, numbers, {})
+    return Plan(
+        program, sum(sizes), wide_slots, heavy, want.target or program.target, ends, flags, look, numbers, {}, {}
+    )
 
 
 class Visited:
     """What a visit found; in ignored rows everything is 0.  The kernel's numbers by name, cut when asked for:
     `found` (F, C), `wide` (W, C, K), the facts at ids and then their cotangents, and the columns `best`, `theirs`."""
 
+    __slots__ = ("best", "found", "plan", "theirs", "wide")
+
     def __init__(
         self, found: Tensor, best: Tensor | None, plan: Plan, theirs: Tensor | None = None, wide: Tensor | None = None
     ) -> None:
         self.found, self.best, self.plan, self.theirs, self.wide = found, best, plan, theirs, wide
-        self.program, self.ends = plan.program, plan.ends
+
+    @property
+    def program(self) -> Any:
+        return self.plan.program
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        return self.plan.ends
+
+    @property
+    def blocks(self) -> list[Tensor]:
+        """The tensors that facts are cut out of."""
+        return [x for x in (self.found, self.best, self.theirs, self.wide) if x is not None]
+
+    def of(self, blocks: Sequence[Tensor]) -> Visited:
+        """The same with other tensors for `blocks`."""
+        other, given = copy.copy(self), iter(blocks)
+        for name in ("found", "best", "theirs", "wide"):
+            if getattr(self, name) is not None:
+                setattr(other, name, next(given))
+        return other
 
     @classmethod
     def join(cls, parts: Sequence[Visited]) -> Visited:
