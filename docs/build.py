@@ -77,7 +77,11 @@ def peers() -> str:
         cells = [_took(found.get((workload, way, V))) for way in ways]
         lines.append(f"| {workload} | {' | '.join(cells)} |")
     one = next(w for w in record["workloads"] if w["V"] == V)
-    dropped = "torch.compile and QuACK are given the unmasked tokens alone; headloss drops the others itself. "
+    if any(way == "torch.compile, kept rows" for _, way, _ in found):
+        dropped = "torch.compile and QuACK are given the unmasked tokens alone; headloss drops the others itself. "
+    else:
+        dropped = "headloss drops masked tokens itself; the others compute them. "
+        dropped += "Liger's policy and distillation losses ran without its `compiled=True`. "
     return "\n".join(
         [
             *lines,

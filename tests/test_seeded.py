@@ -81,7 +81,8 @@ def noted(start: int, columns: int, targets: list[int], ids: list[int] | None = 
     """What a rank with these columns says to the others, as float32 carries it."""
     shard = object.__new__(VocabShard)
     object.__setattr__(shard, "start", start)
-    same = {"targets": [torch.tensor(targets)], "segments": [], "teacher": [torch.tensor(ids or [])], "inputs": []}
+    same: dict[str, list[torch.Tensor]] = {name: [] for name in ("targets", "segments", "support", "teacher", "inputs")}
+    same |= {"targets": [torch.tensor(targets)], "teacher": [torch.tensor(ids or [])]}
     return note_of(shard, columns, same, (call, "terms")).float()
 
 

@@ -106,6 +106,7 @@ def verify(
     >>> hl.verify(objective, hl.Logits(logits), targets, advantage=advantage).check()
     """
     own = [f"objective: term {name!r} has targets of its own" for name, t in objective.terms.items() if t.targets]
+    own += ["support: is given"] * ("support" in inputs or getattr(targets, "support", None) is not None)
     own += ["teacher: is routed"] * any(isinstance(x, Routed) for x in named_teachers(teacher).values())
     if own := own + ["source: has vocab_ids"] * (source.vocab_ids is not None):
         raise ValueError(f"{own[0]}, which verify does not follow yet")

@@ -372,3 +372,18 @@ def test_every_loss_of_the_package_is_one_that_verify_knows():
     targets, x = data()
     for name in sorted(set(LOSSES) - set(oracle.LOSSES)):  # the divergences
         hl.verify(hl.Objective(a=LOSSES[name]), hl.Logits(x["logits"]), targets, teacher=TEACHERS["dense"]()).check()
+
+
+def test_what_it_does_not_follow_is_named() -> None:
+    """A comparison with the wrong softmax would say that a right call is wrong."""
+    ids, targets = torch.arange(4)[:, None] + torch.arange(2), torch.arange(4)
+    objective, x = hl.Objective(ce=cross_entropy), torch.randn(4, 7)
+    kept = hl.Support.from_padded(ids)
+    for call in (
+        lambda: hl.verify(objective, hl.Logits(x), targets, support=kept),
+        lambda: hl.verify(objective, hl.Logits(x), hl.prepare(targets, support=kept)),
+    ):
+        with pytest.raises(ValueError, match="support: is given, which verify does not follow yet"):
+            call()
+    with pytest.raises(ValueError, match="source: has vocab_ids, which verify does not follow yet"):
+        hl.verify(objective, hl.Logits(x, vocab_ids=torch.arange(7) * 2), targets)
