@@ -157,7 +157,7 @@ def explain(
         forward_sweeps=1 if swept else 0,
         sweeps=2 if swept else 0,
         gemms=gemms,
-        teacher_gemms=0 if plan.kept else _teacher_gemms(plan, source, guides, chunks),
+        teacher_gemms=0 if plan.kept else _teacher_gemms(plan, source, guides, chunks, pieces),
         host_reads=int(read_because != ""),
         read_because=read_because,
         collectives=_collectives(plan, arguments, pieces if chunks is not None else 1),
@@ -219,13 +219,14 @@ def _launches(plan: Plan) -> str:
 
 
 def _teacher_gemms(
-    plan: Plan, source: Source, guides: Mapping[str, TeacherRows], chunks: Sequence[Chunk] | None
+    plan: Plan, source: Source, guides: Mapping[str, TeacherRows], chunks: Sequence[Chunk] | None, pieces: int
 ) -> int:
-    """A teacher's logits are made once in a visit; without one, again for the gradient and for a look across ranks."""
+    """A teacher's logits are made once in a visit; without one, again for the gradient and for a look across ranks,
+    which finds those of a single chunk still there."""
     made = len(heads_of(guides))
     if chunks is not None:
         return made
-    return made * (2 + _looks_across_ranks(plan, source))
+    return made * (2 + (_looks_across_ranks(plan, source) and not (isinstance(source, Linear) and pieces == 1)))
 
 
 def _looks_across_ranks(plan: Plan, source: Source) -> bool:

@@ -117,7 +117,11 @@ class Described:
         if shard is not None:
             sizes = [None if n is None else operator.index(n) for n in (shard.start, shard.vocab, shard.width)]
             split = (shard.group.group_name, *sizes, shard.partial_hidden)
-        options = [self.constant(f"{label}.{name}", getattr(source, name)) for name in _OPTIONS[kind]]
+        whole = shard is not None or source.vocab == _held(source)  # no padding: a size that may change is no constant
+        options = [
+            None if name == "vocab" and whole else self.constant(f"{label}.{name}", getattr(source, name))
+            for name in _OPTIONS[kind]
+        ]
         return (kind.__name__, tuple(options), T, split)
 
     def input(self, name: str, x: Any, num_segments: int | None, vocab: int, pairs: int | None) -> None:
@@ -349,8 +353,16 @@ def _source(label: str, said: Sequence[Any], tensors: Mapping[str, Tensor]) -> A
         elif isinstance(value, str) and value.startswith("torch."):
             value = getattr(torch, value[len("torch.") :])
         object.__setattr__(source, name, value)
-    object.__setattr__(source, "shard", None if split is None else VocabShard(_group(split[0]), *split[1:]))
+    shard = None if split is None else VocabShard(_group(split[0]), *split[1:])
+    object.__setattr__(source, "shard", shard)
+    if source.vocab is None:
+        object.__setattr__(source, "vocab", _held(source) if shard is None else shard.vocab)
     return source
+
+
+def _held(source: Logits | Linear) -> int:
+    """The columns that are here, padding among them."""
+    return source.logits.shape[-1] if isinstance(source, Logits) else source.weight.shape[0]
 
 
 def _group(name: str) -> Any:

@@ -131,7 +131,7 @@ def test_low_precision_linear(random: standard.Random) -> None:
 
 @given(RANDOM)
 def test_shift_of_the_logits(random: standard.Random) -> None:
-    """A number added to a row's logits changes its lse and nothing else."""
+    """A number added to a row's logits changes its lse and its smallest logit, and nothing else."""
     example()
     wanted = drawn.without(random, ("lse",))
     p = problem(random, wanted, "Logits", plain=True)
@@ -141,7 +141,8 @@ def test_shift_of_the_logits(random: standard.Random) -> None:
     check(b, a, TIGHT)
     facts = [hl.row_facts(q.source(q.tensors), q.targets, STUDENT) for q in (p, moved)]
     for name in STUDENT:
-        expected = facts[0][name] + (torch.where(p.targets == -100, 0, shift[..., 0]) if name == "lse" else 0)
+        moves = torch.where(p.targets == -100, 0, shift[..., 0]) if name in ("lse", "min_logit") else 0
+        expected = facts[0][name] + moves
         close(facts[1][name], expected, TIGHT, name)
 
 
