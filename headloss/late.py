@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import collections
+import contextlib
 import functools
 import warnings
 from collections.abc import Callable, Mapping
@@ -77,8 +78,14 @@ def check_later(x: Tensor, check: Check) -> None:
     """Run a check on these numbers of a device once they have reached the host."""
     if len(_PENDING) >= MOST_PENDING:
         _settle()
-    room = _ROOM.pop() if _ROOM and x.shape == _SMALL and x.dtype == torch.int64 and x.is_cuda else None
-    _PENDING.append((Copy(x, room), check))
+    _PENDING.append((Copy(x, _room_for(x)), check))
+
+
+def _room_for(x: Tensor) -> Tensor | None:
+    if x.shape == _SMALL and x.dtype == torch.int64 and x.is_cuda:
+        with contextlib.suppress(IndexError):  # there is none, or another thread was faster
+            return _ROOM.pop()
+    return None
 
 
 def check_pending(wait: bool = False) -> None:
@@ -122,8 +129,8 @@ def _filled(plain: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(plain)
     def method(self: LaterDict, *args: Any, **kwargs: Any) -> Any:
         if self._make is not None:
-            make, self._make = self._make, None
-            dict.update(self, make())
+            dict.update(self, self._make())  # first: another thread must not find what stands for the values
+            self._make = None
         return plain(self, *args, **kwargs)
 
     return method

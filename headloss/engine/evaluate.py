@@ -29,8 +29,8 @@ def evaluate(terms: Terms, arguments: CallArguments, direct: bool) -> Output:
     check_pending()
     if arguments.support is not None and terms.on_all:
         kept, *whole = parts_of(terms, arguments)
-        beside = [_evaluate(*part, direct) for part in whole]
-        return merged(terms, _evaluate(*kept, direct, weight_grad_of(beside)), *beside)
+        on_all = [_evaluate(*part, direct) for part in whole]
+        return merged(terms, _evaluate(*kept, direct, weight_grad_of(on_all)), *on_all)
     return _evaluate(terms, arguments, direct)
 
 

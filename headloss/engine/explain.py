@@ -52,7 +52,7 @@ class Explanation(NamedTuple):
     bytes: dict[str, int]  # by purpose
     code: str = ""  # of the printed program, where it was asked for
     products: str = ""  # whose matrix products run, and why
-    whole: Any = None  # beside a support, the Explanation of the terms on the whole vocabulary
+    whole: Any = None  # with a support, the Explanation of the terms on the whole vocabulary
 
     def __str__(self) -> str:
         lines = [

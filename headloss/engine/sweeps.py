@@ -48,7 +48,7 @@ class Sweep:
 
     compared: Mapping[str, Sequence[Tensor]] = NOT_COMPARED  # by ranks that share a vocabulary
     terms = ""
-    weight_grad: Tensor | None = None  # see `evaluate`; kept columns alone look at it
+    weight_grad: Tensor | None = None  # see `evaluate`; only kept columns use it
 
     def __init__(
         self,

@@ -149,7 +149,7 @@ class DenseTeacherRows:
     def __init__(self, teacher: Logits | Linear, source: Source, rows: Rows) -> None:
         self.teacher, self.rows = teacher, rows
         self.head: Head | None = None  # open while a sweep lasts
-        self.made: tuple[slice, int, Tensor] | None = None  # the last chunk: two may look at it
+        self.made: tuple[slice, int, Tensor] | None = None  # the last chunk: two passes may need it
         shared = min(teacher.vocab, source.vocab)
         start = 0 if source.shard is None else source.shard.start
         self.columns = max(0, min(source.columns, teacher.columns, shared - start))

@@ -162,7 +162,7 @@ def classify(graph: fx.GraphModule, R: int, S: int, ids_at: int | None = None) -
                 return "batch", "sums over segments of its own"
             through = through or f"segments.{_SEGMENT[name]}"
         elif name in _SIZES:
-            if name == "sym_size" and size(node.meta["val"]) not in (R, S):  # how many ids a row has
+            if name == "sym_size" and size(node.meta["val"]) not in (R, S):  # the number of ids per row
                 continue
             if any(not _sizes(user, node) for user in node.users if user in needed):
                 return "batch", "uses the number of rows"

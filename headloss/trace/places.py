@@ -1,4 +1,4 @@
-"""The places that a walk over a function looked at, and what stood there.
+"""The places that a walk over a function read, and what stood there.
 
 As long as the same things stand there, and are things that cannot change, the walk would find the same again: `reads`
 is asked on every call, and to look at a few places costs a tenth of the walk.

@@ -284,7 +284,7 @@ def write(
                 total_kernel, triton.cdiv(D, 128), hidden_CD, numbers, constants, counts, total, D, hidden_CD.stride(0),
                 R=32, BD=128, num_warps=4,
             )  # fmt: skip
-        pieces = 2 if dweight_VD.element_size() == 2 else 4  # what is stored at once must fit beside the operands
+        pieces = 2 if dweight_VD.element_size() == 2 else 4  # what is stored at once must fit next to the operands
         launch_kernel(
             weight_kernel, programs,
             _blocks(read.e, T.depth, T.rows), _blocks(scaled_CD, T.depth, T.columns),

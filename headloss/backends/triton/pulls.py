@@ -119,7 +119,7 @@ def pull(
         for T, k, log_sum in zip(named.T, named.pulls, named.seen.tail_log_sums, strict=False):
             if k.tail is not None and named.seen.tail_max is not None:
                 entries.append(Entry(T, named.seen.tail_max, log_sum, Pull(k.tail, None, None, None, None)))
-    if out_CV.stride(-1) != 1 and out_CV.shape[-1] > 1:  # rare: write beside it, then copy
+    if out_CV.stride(-1) != 1 and out_CV.shape[-1] > 1:  # rare: write to a buffer, then copy
         into_CV = torch.empty_like(out_CV, memory_format=torch.contiguous_format)
         _everywhere(raw_CV, target_C, into_CV, entries, dense, how, start, shape)
         out_CV.copy_(into_CV)

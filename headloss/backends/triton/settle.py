@@ -141,7 +141,7 @@ class Plan(NamedTuple):
 
     program: Any
     slots: int
-    pulled: int  # numbers a row that the pull reads
+    pulled: int  # numbers per row that the pull reads
     ends: tuple[int, ...]  # as in `visit.Plan`
     flags: dict[str, Any]
     variants: dict[Any, Launch]

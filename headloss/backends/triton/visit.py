@@ -42,7 +42,7 @@ Kinds = tuple[int, ...]  # see `kinds_of`
 
 
 class Arguments(NamedTuple):
-    """What a program is called with, beside the facts."""
+    """What a program is called with besides the facts."""
 
     inputs: Mapping[str, Tensor]  # by name, (C,) or a scalar
     bases: Iterable[Number]  # of each term, the reduction's weight of each row, (C,), or one for all rows
@@ -371,7 +371,7 @@ def numbers_of(
 
 
 def as_number(x: Number, device: torch.device) -> Number:
-    """As the kernel takes it: a float, or a tensor of its device with one value or one a row, next to each other."""
+    """As the kernel takes it: a float, or a tensor of its device with one value or one per row, next to each other."""
     if not isinstance(x, Tensor):
         return float(x)
     if x.device != device:  # a scalar on the host; as a number it would be a float32
@@ -387,5 +387,5 @@ def _forms(xs: Sequence[Number]) -> tuple[Any, ...]:
 
 
 def kinds_of(xs: Sequence[Number]) -> Kinds:
-    """-1 a number, 0 one value on the device, 1 one a row."""
+    """-1 a number, 0 one value on the device, 1 one per row."""
     return tuple([x.ndim if isinstance(x, Tensor) else -1 for x in xs])

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""The facts sweep beside a dense teacher: both rows are read together, and every lane keeps both partials.
+"""The facts sweep with a dense teacher: both rows are read together, and every lane keeps both partials.
 
 Dimension key:  K loads in flight   L lanes (threads)   J columns of a lane in each load   P parts   N rows
 
@@ -9,7 +9,7 @@ maximum.  When the maxima move by d and d',
     St = 2^d' St + sum 2^y      Y = 2^d' (Y + d' St) + sum y 2^y      F = 2^d' (F + d (St - D)) + sum x 2^y
 
 and G, E are F, D with the two exchanged.  D is the teacher's weight on columns that the student rules out.  They count
-as x = FLOOR from the maximum of the whole row, which is known at the end only, so they wait beside F until then.
+as x = FLOOR from the maximum of the whole row, which is known at the end only, so they are kept next to F until then.
 
 A program sweeps one part of one row, over the columns that both have.  Numbers go to `out` (F, P, N): the student's
 maximum, total and its count, argmax, the teacher's maximum, argmax, then for each temperature S, X, Q and, where the

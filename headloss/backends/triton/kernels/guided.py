@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""The pull beside teachers, and the second look that some divergences need first.
+"""The pull with teachers, and the second look that some divergences need first.
 
     d(loss)/d(s_j) = p_j (a + b log p_j + e p_j) + c + y 1[j=y]        the student's own: one entry a temperature
                    + t e^(s_j - tail lse)                              a sparse teacher's tail: an entry with a maximum

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""The parts of a sweep beside a dense teacher (`dense.py`), made one.  See `teachers.merge_teacher`.
+"""The parts of a sweep with a dense teacher (`dense.py`), made one.  See `teachers.merge_teacher`.
 
 Dimension key:  P parts   R rows of a program   N rows
 """

@@ -9,7 +9,7 @@ As row_loops.py, x of the student and y of the teacher, each from its own origin
     St = 2^d' St + sum 2^y      Y = 2^d' (Y + d' St) + sum y 2^y      F = 2^d' (F + d (St - D)) + sum x 2^y
 
 and G, E are F, D with the two exchanged.  D is the teacher's weight on columns that the student rules out.  They count
-as x = FLOOR from the maximum of the whole row, which is known at the end only, so they wait beside F until then.
+as x = FLOOR from the maximum of the whole row, which is known at the end only, so they are kept next to F until then.
 """
 
 import triton

@@ -43,7 +43,7 @@ def tile_of(t, tall, wide, GROUP: tl.constexpr):
 
 @triton.jit
 def halves(x, BM: tl.constexpr, BN: tl.constexpr):
-    """The left and the right half of a tile: a whole one does not fit beside the operands under way."""
+    """The left and the right half of a tile: a whole one does not fit next to the operands under way."""
     return tl.split(tl.permute(tl.reshape(x, (BM, 2, BN // 2)), (0, 2, 1)))
 
 

@@ -4,7 +4,7 @@
 Dimension key:  N rows   K ids per row   P parts   L lanes   J columns of a lane
 
 The tail is swept like the row (`sums.py`), without the columns that are ids: 1 - sum p would lose its digits.  The ids
-come sorted, so a program walks them beside its blocks, and a block that has none pays one comparison.
+come sorted, so a program walks them along with its blocks, and a block that has none pays one comparison.
 """
 
 import triton

@@ -41,7 +41,7 @@ class Value:
 class Printer:
     """Lines of straight code.  An expression printed twice is one line: terms share what they have in common.
 
-    `width`: how many ids a row has, if a sparse teacher names some.  What is (R, K) in the graph is a block then.
+    `width`: the number of ids per row, if a sparse teacher names some.  What is (R, K) in the graph is a block then.
     `lifted`: the text of the i-th float literal, where literals are handed in: another value is then the same source.
     """
 

@@ -5,7 +5,7 @@ Dimension key:  C rows handed in   T terms
     row(facts, inputs, y, numbers, seeds, vocab) -> values, metrics, cotangents, input cotangents, pull coefficients
 
 The cotangents are summed over the terms and folded into the five coefficients of `facts.Pull`, for each temperature.
-Beside a teacher it takes `there` and `named` as well, and returns the coefficients of `teachers.DensePull` or
+With a teacher it takes `there` and `named` as well, and returns the coefficients of `teachers.DensePull` or
 `SparsePull` too: facts at the ids of a sparse teacher are blocks, padded; which of them are ids, and of those, which
 name a column.
 The float literals of a loss that has numbers of its own are handed in: a clip range that changes is traced anew and
