@@ -262,3 +262,11 @@ def test_torch_is_the_only_hard_dependency() -> None:
             continue
         roots = {m.split(".")[0] for m in top_level_imports(path)} - {"headloss"}
         assert roots <= allowed, f"{path.relative_to(PACKAGE)} imports {sorted(roots - allowed)}"
+
+
+@pytest.mark.parametrize("path", sorted((PACKAGE / "backends" / "triton").rglob("*.py")), ids=lambda p: p.stem)
+def test_no_kernel_names_a_constant_twice(path: Path) -> None:
+    """A loop that Triton unrolls would, and older versions refuse that."""
+    loops = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.For | ast.While)]
+    named = [n for loop in loops for n in ast.walk(loop) if isinstance(n, ast.AnnAssign)]
+    assert not [ast.unparse(n) for n in named if "constexpr" in ast.unparse(n.annotation)]

@@ -437,6 +437,9 @@ BESIDE = {
     "forward": lambda: with_teacher(kd=Term(forward_kl)),
     "reverse": lambda: with_teacher(kd=Term(reverse_kl)),
     "a second look": lambda: with_teacher(kd=Term(jsd)),
+    "a second look at another temperature": lambda: with_teacher(
+        V=40003, metrics=("entropy",), a=Term(forward_kl), b=Term(jsd, temperature=2.0), c=Term(reverse_kl), **CE
+    ),
     "a mix": lambda: with_teacher(metrics=("entropy", "accuracy"), kd=Term(forward_kl), **CE),
     "float32": lambda: with_teacher(dtype="fp32", kd=Term(forward_kl)),
     "ids": lambda: with_teacher(ids=64, kd=Term(forward_kl)),

@@ -187,16 +187,22 @@ def edges(skew, end, VEC: tl.constexpr):
 
 
 @triton.jit
+def each_look(z, u, k, AT: tl.constexpr):
+    """log p and log q of one temperature, p and q; its numbers begin at AT of `k`."""
+    t = tl.fma(z, k[AT] + tl.zeros_like(z), k[AT + 1] + tl.zeros_like(z))
+    r = tl.fma(u, k[AT + 2] + tl.zeros_like(u), k[AT + 3] + tl.zeros_like(u))
+    log_p, log_q = tl.maximum(t * LN2 - k[AT + 5], k[AT + 6]), tl.maximum(r * LN2 - k[AT + 7], k[AT + 8])
+    return log_p, log_q, tl.exp2(t) * k[AT + 9], tl.exp2(r) * k[AT + 10]
+
+
+@triton.jit
 def looked(z, u, k, numbers, LOOK: tl.constexpr, F: tl.constexpr):
     """LOOK's results: it takes log p and log q of each temperature where the two meet, in nats and never below the
     floor, then p and q, then its numbers.  `k` as in `gradient_pair`."""
     logs, each = (), ()
     for n in tl.static_range(len(F.MEETS)):
-        AT: tl.constexpr = 11 * F.MEETS[n]
-        t = tl.fma(z, k[AT] + tl.zeros_like(z), k[AT + 1] + tl.zeros_like(z))
-        r = tl.fma(u, k[AT + 2] + tl.zeros_like(u), k[AT + 3] + tl.zeros_like(u))
-        logs = logs + (tl.maximum(t * LN2 - k[AT + 5], k[AT + 6]), tl.maximum(r * LN2 - k[AT + 7], k[AT + 8]))
-        each = each + (tl.exp2(t) * k[AT + 9], tl.exp2(r) * k[AT + 10])
+        log_p, log_q, p, q = each_look(z, u, k, 11 * F.MEETS[n])
+        logs, each = logs + (log_p, log_q), each + (p, q)
     return LOOK(*logs, *each, *numbers)
 
 
@@ -273,8 +279,7 @@ def gradient_pair(z, u, k, pulls, numbers, cap, LOOK: tl.constexpr, F: tl.conste
     """
     g = tl.zeros_like(z)
     for i in tl.static_range(len(F.MET)):
-        PULLS: tl.constexpr = F.A[i] or F.B[i] or F.E[i] or F.TC[i]
-        if PULLS:
+        if F.A[i] or F.B[i] or F.E[i] or F.TC[i]:
             t = tl.fma(z, k[11 * i] + tl.zeros_like(z), k[11 * i + 1] + tl.zeros_like(z))
             e = tl.exp2(t)
             slope = pulls[6 * i] + 0.0
@@ -288,7 +293,7 @@ def gradient_pair(z, u, k, pulls, numbers, cap, LOOK: tl.constexpr, F: tl.conste
                 slope = slope + pulls[6 * i + 4] * tl.maximum(r, k[11 * i + 4])
             if F.TD[i]:
                 g += pulls[6 * i + 5] * tl.exp2(r)
-        if PULLS:
+        if F.A[i] or F.B[i] or F.E[i] or F.TC[i]:
             g += e * slope
         if F.C[i]:
             g += pulls[6 * i + 3]

@@ -261,6 +261,8 @@ def visit_kernel(
                     origin_w = origin_w + (origins[i],)
                     kw = kw + (a * r, b * r, e * r * r, const)
             if IDS:
+                if not F.TAIL:
+                    ki = kw
                 at_ids = at_ids + tl.zeros_like(z_k)
                 moves = moves | (tl.sum((at_ids != 0).to(tl.int32), axis=0) > 0)
             if moves:
@@ -280,8 +282,6 @@ def visit_kernel(
                         at_target, picked, spot, here, how, F,
                     )  # fmt: skip
                 if IDS:
-                    if not F.TAIL:
-                        ki = kw
                     z = tl.where(named, finite(z_k), 0.0)
                     if F.PICK:
                         at_ids += tl.where(at_k == column, at_target, 0.0)
