@@ -33,11 +33,13 @@ def script(name: str) -> ModuleType:
 def test_the_long_description_has_no_dead_links() -> None:
     rewritten = script("long_description").rewritten
     text = (ROOT / "README.md").read_text()
-    assert "](docs/" in text
-    for source in (None, "https://example.org/headloss/"):
-        made = rewritten(text, source)
-        assert not re.findall(r"\]\((?!https?:|#)", made) and "<!--" not in made
-        assert ("(https://example.org/headloss/blob/main/docs/guide.md)" in made) == (source is not None)
+    home = PROJECT["urls"]["Source"]
+    made = rewritten(text, home)
+    assert "](docs/" in text and not re.findall(r"\]\((?!https?:|#)", made) and "<!--" not in made
+    inside = {*re.findall(rf"{home}/blob/main/([^)#]+)", made), *PROJECT["urls"].values()}
+    paths = {path.removeprefix(f"{home}/blob/main/") for path in inside} - {home, f"{home}/issues"}
+    assert len(paths) > 10 and not [path for path in paths if not (ROOT / path).exists()]
+    assert f"repository-code: {home}\n" in (ROOT / "CITATION.cff").read_text()
 
 
 def test_the_wheel_has_every_file(tmp_path: Path) -> None:
