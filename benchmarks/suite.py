@@ -8,6 +8,7 @@ the losses and simulated ranks.
 The floor of every line is the GEMMs that it cannot do without, through cuBLAS, in the same run: three on the rows that
 count, and one more for a teacher's logits.  Every way is first held to float64 on fewer rows, next to eager in the same
 dtype; where headloss is wrong there is no time, a peer that is further from float64 than twice eager is marked.
+A time is the device's, with the host ahead of it; `wall ms` is a step alone, from an idle device until it is done.
 
     --tiny        a few seconds on any device: does everything run?
     --seconds S   stop beginning new measurements after S seconds; what was left out is in the result
@@ -41,6 +42,7 @@ from proof.record import command, environment, short, write
 VOCABULARIES = (128256, 151936, 262144, 32000, 50257)
 DOCUMENTS = 8
 MEMORY = "1GiB"
+AHEAD = 40_000_000  # cycles, about 20 ms: the host gets ahead of the device
 CLIP, SEQUENCE_CLIP, Z = 0.2, 0.05, 1e-4
 
 
@@ -283,24 +285,34 @@ class Clock:
     def over(self) -> bool:
         return time.monotonic() > self.end
 
-    def once(self, step: Callable[[], Any]) -> float:
+    def wall(self, step: Callable[[], Any]) -> float:
+        """Of a step that finds the device idle and is waited for."""
+        begin = time.perf_counter()
+        step()
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+        return 1e3 * (time.perf_counter() - begin)
+
+    def busy(self, step: Callable[[], Any]) -> float:
+        """Of a step whose launches the device finds queued, as those of a training step are."""
         if self.device != "cuda":
-            begin = time.perf_counter()
-            step()
-            return 1e3 * (time.perf_counter() - begin)
+            return self.wall(step)
         start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda._sleep(AHEAD)
         start.record()
         step()
         stop.record()
         stop.synchronize()
         return start.elapsed_time(stop)
 
-    def turns(self, steps: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
+    def turns(
+        self, steps: dict[str, Callable[[], Any]], rounds: int, clock: Callable[[Callable[[], Any]], float]
+    ) -> dict[str, float]:
         """Median milliseconds of each; they take turns, so that what disturbs one disturbs all."""
         times: dict[str, list[float]] = {name: [] for name in steps}
         for _ in range(rounds):
             for name, step in steps.items():
-                times[name].append(self.once(step))
+                times[name].append(clock(step))
         return {name: statistics.median(t) for name, t in times.items()}
 
     def peak(self, step: Callable[[], Any]) -> float:
@@ -373,11 +385,12 @@ def measure(
     peaks = {name: clock.peak(step) for name, step in steps.items()}
     for step in steps.values():
         step()
-    times = clock.turns(steps, rounds)
+    times = clock.turns(steps, rounds, clock.busy)
+    walls = clock.turns(steps, rounds, clock.wall) if clock.device == "cuda" else times
     for name, line in lines.items():
         if name in times:
             line |= {"ms": times[name], "floor ms": times["floor"], "ratio": times[name] / times["floor"]}
-            line |= {"GiB": peaks[name]}
+            line |= {"wall ms": walls[name], "GiB": peaks[name]}
         yield line
 
 
@@ -466,7 +479,7 @@ def _line(
 ) -> dict[str, Any]:
     peak = clock.peak(step)
     gemms()
-    times = clock.turns({"ours": step, "floor": gemms}, rounds)
+    times = clock.turns({"ours": step, "floor": gemms}, rounds, clock.busy)
     N, V, D = size
     line = {"N": N, "V": V, "D": D, "ms": times["ours"], "floor ms": times["floor"]}
     return line | {"ratio": times["ours"] / times["floor"], "GiB": peak}
@@ -513,9 +526,10 @@ def run(
 def _say(line: dict[str, Any]) -> None:
     name = line.get("workload") or f"{line['grows']} {line.get('losses', line.get('ranks', ''))}"
     size = f"{line['N']} x {line['V']} x {line['D']}"
-    told = line.get("failed") or f"{line.get('ms', float('nan')):9.3f} ms {line.get('ratio', float('nan')):7.3f}x"
-    more = f"{line.get('GiB', float('nan')):6.2f} GiB" + ("  WRONG" if line.get("wrong") else "")
-    print(f"{name:20s} {line.get('way', 'headloss'):24s} {size:24s} {told} {more}", flush=True)
+    ms, ratio, alone, held = (line.get(key, float("nan")) for key in ("ms", "ratio", "wall ms", "GiB"))
+    told = line.get("failed") or f"{ms:9.3f} ms {ratio:7.3f}x {alone:9.3f} ms alone {held:6.2f} GiB"
+    more = "  WRONG" if line.get("wrong") else ""
+    print(f"{name:20s} {line.get('way', 'headloss'):24s} {size:24s} {told}{more}", flush=True)
 
 
 def main() -> None:

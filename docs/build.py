@@ -82,13 +82,18 @@ def peers() -> str:
     else:
         dropped = "headloss drops masked tokens itself; the others compute them. "
         dropped += "Liger's policy and distillation losses ran without its `compiled=True`. "
+    alone = [w["wall ms"] - w["ms"] for (_, way, v), w in found.items() if way == "headloss" and v == V if "ms" in w]
+    dropped += (
+        "The time is the GPU's, with its work queued ahead as in a training step; a step that finds the GPU idle takes "
+        f"headloss {min(alone):.1f} to {max(alone):.1f} ms longer, the time of its Python. "
+    )
     return "\n".join(
         [
             *lines,
             "",
             f"Forward and backward of the head and its loss, {one['N']} tokens × {V} vocabulary × {one['D']} hidden, "
-            f"bfloat16, on one {record['device']}: median time, and peak memory beyond the inputs, gradients included "
-            f"(the weight's own gradient is {V * one['D'] * 2 / 2**30:.1f} GiB). {dropped}"
+            f"bfloat16, on one {record['device']}: median time (–: no such loss), and peak memory beyond the inputs, "
+            f"gradients included (the weight's own gradient is {V * one['D'] * 2 / 2**30:.1f} GiB). {dropped}"
             "Each is first checked against float64: *off* means that its gradient is further away than twice "
             "eager's. "
             f"`{record['command']}`, torch {_torch(record)}, triton {record['versions']['triton']}, "
