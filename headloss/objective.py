@@ -21,7 +21,7 @@ from headloss.config import check_losses, read_config, write_config
 from headloss.engine.arguments import CallArguments, CallOptions
 from headloss.engine.bind import chunked_because, chunks_of, read_because, rows_of
 from headloss.engine.both import parts_of
-from headloss.engine.brought import brought, with_candidates
+from headloss.engine.brought import brought, over_ranks, with_candidates
 from headloss.engine.columns import has_vocab_ids, in_columns
 from headloss.engine.evaluate import evaluate
 from headloss.engine.explain import Explanation, explain
@@ -177,9 +177,11 @@ class Objective(Terms):
         options = CallOptions(num_items, num_segments, weights, grad_scale, host_read)
         teacher = with_candidates(teacher, ids, on)
         given = CallArguments(on, targets, segments, teacher, options, inputs, support).with_prepared()
-        asked = brought(self, in_columns(given, self).arguments if has_vocab_ids(on) else given)
+        asked = brought(self, in_columns(given, self).arguments if has_vocab_ids(on) else given, explained=True)
         both = asked.support is not None and self.on_all
         found = [_explain(*part, source) for part in (parts_of(self, asked) if both else [(self, asked)])]
+        if counts := over_ranks(self, given):
+            found[0].collectives["all-reduce of the counts of reduction segments"] = counts
         return found[0] if len(found) == 1 else found[0]._replace(whole=found[1])
 
     @classmethod

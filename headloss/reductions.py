@@ -8,7 +8,7 @@ knows how it is reduced.  With global counts (`count`) the same weights serve mi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -26,6 +26,26 @@ REDUCTIONS: Mapping[str, str] = {
     "weighted_mean": "sum of row_weight * loss / sum of row_weight, both of this call",
 }
 NEEDS_SEGMENTS = frozenset(name for name in REDUCTIONS if name.startswith("seq_"))
+
+
+def check_reduced(fn: Callable[..., Any], label: str, reduction: str, name: object, taken: Container[object]) -> None:
+    """Of a term: the name of the segments that its reduction goes over, in place of the call's."""
+    if not (isinstance(name, str) and name and name not in taken):
+        got = repr(name) if isinstance(name, str) else type(name).__name__
+        raise TypeError(f"reduction_segments: wanted the name of an input that holds hl.Segments, got {got}")
+    if reduction not in NEEDS_SEGMENTS:
+        wanted = ", ".join(sorted(NEEDS_SEGMENTS))
+        raise ValueError(f"reduction_segments: goes with {wanted}; {reduction!r} does not go by segments")
+    if getattr(fn, "returns", None) in ("segment", "pair"):
+        raise ValueError(of_rows_alone(label, fn.returns))  # type: ignore[attr-defined]
+
+
+def of_rows_alone(of: str, kind: str) -> str:
+    kind = "pair" if kind == "other" else kind
+    return (
+        f"reduction_segments: {of} has one value per {kind}, and these segments are made of rows; weigh each {kind} by "
+        f"row_weight= and use reduction='token_sum'"
+    )
 
 
 class Counts(Mapping[str, Tensor]):
@@ -112,6 +132,25 @@ def weights(
     if kind == "other" and reduction not in ("weighted_mean", "token_sum"):
         return one / max(1, length)
     return one * whole(shared_weight(reduction, kind, rows, **counts))  # type: ignore[arg-type]
+
+
+def shares(
+    reduction: str,
+    length: float | None,
+    ids: Tensor,
+    num: int,
+    num_segments: int | Tensor | None,
+    over_ranks: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """How much each row counts in a reduction over the segments of `ids`, -1 for rows that do not count.
+
+    `over_ranks` sums counts over the ranks that share these segments.
+    """
+    place = torch.where(ids < 0, num, ids)
+    counts = over_ranks(place.new_zeros(num + 1).index_add_(0, place, torch.ones_like(place)))
+    rows = counts[place] if reduction == "seq_mean_token_mean" else torch.ones_like(place)
+    one = reciprocal((counts[:num] > 0).sum() if num_segments is None else num_segments)
+    return torch.where(ids < 0, 0.0, reciprocal(rows) * (one if length is None else one / length))
 
 
 def lengths(rows: Rows, dtype: torch.dtype) -> Tensor:

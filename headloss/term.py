@@ -12,7 +12,7 @@ from headloss.divergence import TAILS, Element, bucket_loss, is_divergence, spar
 from headloss.draft import Draft, whole_of
 from headloss.facts import FACTS, NEEDS_TARGET, Fact
 from headloss.options import check_option, is_number, parameters_of, shown
-from headloss.reductions import NEEDS_SEGMENTS, REDUCTIONS
+from headloss.reductions import NEEDS_SEGMENTS, REDUCTIONS, check_reduced
 from headloss.routed import Routed, routes_of
 from headloss.sources import Sparse, Teacher, is_symbol
 from headloss.teachers import SPARSE, TOP
@@ -30,6 +30,7 @@ from headloss.trace.signature import (
     function_name,
     passed,
     read_signature,
+    share_of,
     suggest,
     targets_of,
     top_of,
@@ -45,6 +46,8 @@ class Term:
     weight       a number or a scalar tensor; a literal 0 switches the term off, and it then costs nothing
     reduction    see `headloss.reductions.REDUCTIONS`
     length       the constant that `seq_mean_token_sum_norm` divides by
+    reduction_segments   the name of an input, `hl.Segments`, that a `seq_...` reduction goes over in place of the
+                 call's segments: a loss of responses, averaged by prompt
     row_weight   the name of an input, or a function injected like a loss, or several, which multiply; never
                  differentiated.  A row of weight 0 is left out
     temperature  replaces the source's temperature for this term, and the teacher's; no hidden T^2
@@ -67,6 +70,7 @@ class Term:
     weight: float | Tensor
     reduction: str
     length: float | None
+    reduction_segments: str | None
     row_weight: RowWeights
     temperature: float | None
     facts: Mapping[str, tuple[str, float]]
@@ -83,7 +87,8 @@ class Term:
     _foreign_divergence: bool
     __slots__ = (
         "_calls", "_foreign_divergence", "facts", "fn", "inputs", "length", "needs_segments", "options", "pure",
-        "reduction", "row_weight", "support", "tail", "targets", "teacher", "temperature", "top", "weight",
+        "reduction", "reduction_segments", "row_weight", "support", "tail", "targets", "teacher",
+        "temperature", "top", "weight",
     )  # fmt: skip
 
     def __init__(
@@ -93,6 +98,7 @@ class Term:
         weight: float | Tensor = 1.0,
         reduction: str = "token_mean",
         length: float | None = None,
+        reduction_segments: str | None = None,
         row_weight: RowWeights = None,
         temperature: float | None = None,
         facts: Mapping[str, tuple[str, float]] | None = None,
@@ -122,6 +128,8 @@ class Term:
             raise ValueError(
                 f"length: goes with reduction='seq_mean_token_sum_norm', got {shown(length)} with {reduction!r}"
             )
+        if reduction_segments is not None:
+            check_reduced(fn, function_name(fn), reduction, reduction_segments, (*CALL, *FACTS))
         for name, value in (("length", length), ("temperature", temperature)):
             if value is not None and not (is_number(value) and value > 0):
                 raise ValueError(f"{name}: wanted a positive number, got {shown(value)}")
@@ -151,7 +159,8 @@ class Term:
             raise TypeError(f"pure: wanted True or False, got {type(pure).__name__}")
         object.__setattr__(self, "_calls", {})
         for name, said in (
-            ("fn", fn), ("weight", weight), ("reduction", reduction), ("length", length), ("row_weight", row_weight),
+            ("fn", fn), ("weight", weight), ("reduction", reduction), ("length", length),
+            ("reduction_segments", reduction_segments), ("row_weight", row_weight),
             ("temperature", temperature), ("facts", MappingProxyType(_check_facts(facts))),
             ("inputs", MappingProxyType(_check_taken(inputs))), ("targets", targets), ("teacher", teacher),
             ("tail", tail), ("top", top), ("support", support), ("pure", pure),
@@ -163,7 +172,9 @@ class Term:
         object.__setattr__(self, "_foreign_divergence", is_divergence(fn) and not ours(fn))
         signatures = self.call(None, {}).signatures
         asked = any(p.kind == "segments" and not p.optional for s in signatures for p in s.parameters)
-        object.__setattr__(self, "needs_segments", asked or reduction in NEEDS_SEGMENTS)
+        object.__setattr__(
+            self, "needs_segments", asked or (reduction in NEEDS_SEGMENTS and reduction_segments is None)
+        )
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"Term is immutable; make a new one to change {name!r}")
@@ -200,6 +211,8 @@ class Term:
             made = self._call(source_temperature, name, sparse, draft, ids, classes)
             if routed and any(str(f.teacher).split(" of ")[-1] == name for f in made.facts):
                 made = made._replace(row_weights=(*made.row_weights, RowWeight(routes_of(name))))
+            if self.reduction_segments is not None:
+                made = made._replace(share=share_of(self.reduction, self.length, self.reduction_segments))
             self._calls[key] = made
         return self._calls[key]
 

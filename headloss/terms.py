@@ -23,7 +23,7 @@ class Terms:
     terms: Mapping[str, Term]
     metrics: tuple[tuple[str, Call], ...]
     backend: str
-    brings: bool  # whether some term has targets or columns of its own; see `engine.brought`
+    brings: bool  # whether some term has targets, columns or reduction segments of its own; see `engine.brought`
     names: tuple[str, ...]  # of the terms
     every_term: tuple[Term, ...]  # and those that metrics are made of
     on_all: tuple[str, ...]  # terms that stay on the whole vocabulary where a call has a support
@@ -42,7 +42,7 @@ class Terms:
         every = tuple(x for x in (*checked.values(), *functions) if isinstance(x, Term))
         self._set(
             asked=metrics, terms=checked, metrics=calls, backend=backend, names=tuple(checked),
-            every_term=every, plans=None, brings=any(t.targets or t.top for t in every),
+            every_term=every, plans=None, brings=any(t.targets or t.top or t.reduction_segments for t in every),
             on_all=tuple(name for name, t in checked.items() if t.support == "all"), unmeasured=None,
         )  # fmt: skip
 

@@ -55,6 +55,7 @@ ROUTED = ("tests/test_routed.py",)
 CANDIDATES = ("tests/test_candidates.py",)
 SUPPORT = ("tests/test_support.py",)
 OWN_TARGETS = ("tests/test_term_targets.py",)
+REDUCED = ("tests/test_reduction_segments.py",)
 EXTREMES = ("tests/test_segment_extremes.py",)
 TAKEN = ("tests/test_term_inputs.py",)
 POLICY = ("tests/test_policy.py",)
@@ -796,5 +797,10 @@ FAULTS = [
     Fault("integrations/trl.py", "wide[:, start:-1] = ids", "wide[:, :length] = ids", "TRL: sets stand with the prompt's tokens", ("tests/integrations/test_trl.py",)),
     Fault("trace/call.py", "weight = self.weight(env)\n        if CLASSES", "return self.weight(env)\n        if CLASSES", "a mean over rows in place of the sum of their class weights", ("tests/test_class_weights.py",)),
     Fault("engine/brought.py", "scale=T or 1.0", "scale=1.0", "class weights are tempered with the logits", ("tests/test_class_weights.py",)),
+    Fault("reductions.py", 'counts[place] if reduction == "seq_mean_token_mean"', 'counts[place] if reduction != "seq_mean_token_mean"', "reduction segments: a mean over tokens taken for a sum", REDUCED),
+    Fault("reductions.py", "(counts[:num] > 0).sum() if num_segments", "(counts > 0).sum() if num_segments", "rows that do not count make a reduction segment", REDUCED),
+    Fault("engine/brought.py", "x if group is None or explained else group_sum(x, group)", "x", "reduction segments: each rank counts its own rows", ("tests/ranks/test_reduction_segments_ranks.py",)),
+    Fault("engine/one_launch.py", '"seq_mean_token_mean" and term.call.share is None and', '"seq_mean_token_mean" and', "Triton: a reduction over other segments is divided by the loss's own lengths", REDUCED),
+    Fault("engine/brought.py", "    if len(over) > 1:", "    if False:", "one number of segments for two kinds of them", REDUCED),
     Fault("engine/brought.py", "    if others or any(", "    if any(", "class weights count twice", ("tests/test_class_weights.py",)),
 ]  # fmt: skip

@@ -106,6 +106,7 @@ def verify(
     >>> hl.verify(objective, hl.Logits(logits), targets, advantage=advantage).check()
     """
     own = [f"objective: term {name!r} has targets of its own" for name, t in objective.terms.items() if t.targets]
+    own += [f"objective: term {n!r} has reduction_segments" for n, t in objective.terms.items() if t.reduction_segments]
     own += ["support: is given"] * ("support" in inputs or getattr(targets, "support", None) is not None)
     own += ["teacher: is routed"] * any(isinstance(x, Routed) for x in named_teachers(teacher).values())
     if own := own + ["source: has vocab_ids"] * (source.vocab_ids is not None):

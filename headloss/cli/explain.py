@@ -123,6 +123,7 @@ def explain(
             names = read_call.input_names
         call |= {name: _input(name, N, S) for name in names}
     call |= {n: _input(n, N, S) for _, metric in objective.metrics for n in metric.input_names}
+    call |= {t.reduction_segments: spans for t in objective.terms.values() if t.reduction_segments}
     found = objective.explain(source, targets, segments=spans, **call)
     return found if ranks == 1 else _of_one_rank(found, V, budget, dtype)
 

@@ -68,6 +68,9 @@ def make(
     if "segments" in asked or any(t.needs_segments for t in objective.terms.values()):
         bounds = torch.linspace(0, N, S + 1).round().long()
         call["segments"] = hl.Segments.from_cu_seqlens(bounds.to(device))
+    over = {t.reduction_segments for t in objective.terms.values() if t.reduction_segments}
+    if over:
+        raise ValueError(f"reduction_segments: {over.pop()!r} cannot be drawn; leave it out of what is checked")
     names = {t.teacher or "teacher" for t in objective.terms.values() if _looks(t)}
     names |= {"teacher"} if not names and any(n in TEACHER_INPUTS or n in COMPARING for n in asked) else set()
     sparse = top_k or any(n in TEACHER_INPUTS or n in SPARSE for n in asked)

@@ -92,7 +92,7 @@ def _terms_in_words(plan: Plan, arguments: CallArguments, loss: TermsOnRows) -> 
     """What decides about values and collectives and is no tensor: ranks that share a vocabulary must agree about it."""
     number = lambda x: "a tensor" if isinstance(x, Tensor) else x
     weights = [number(loss.weights[t.name]) for t in plan.terms]
-    terms = [(t.name, in_words(t.call.reads().key), t.reduction, t.length) for t in plan.terms]
+    terms = [(t.name, in_words(t.call.reads().key), t.reduction, t.length, t.call.share) for t in plan.terms]
     options, hidden = arguments.options, getattr(arguments.source, "hidden", None)
     counts = [number(x) for x in (options.num_items, options.num_segments, options.grad_scale)]
     chunks = None if loss.chunks is None else len(loss.chunks)

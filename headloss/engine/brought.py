@@ -4,7 +4,8 @@
     hl.Term(cross_entropy, targets="nll_targets")      a term's own targets: one more column of each row is picked
     hl.Term(margin, top=2)                             the likeliest columns of each row, which the sweep finds
 
-A term's own targets bring an input of targets too, and a row weight, which is 0 where that column is -100.
+`hl.Term(gspo, reduction="seq_mean_token_mean", reduction_segments="prompts")` brings an input too, how much each row
+counts.  A term's own targets bring an input of targets too, and a row weight, which is 0 where that column is -100.
 """
 
 from __future__ import annotations
@@ -19,20 +20,23 @@ from headloss.engine.arguments import CallArguments
 from headloss.engine.layout import Laid, PerRow
 from headloss.engine.plan import plain_source
 from headloss.late import check_later, defers
+from headloss.reductions import NEEDS_SEGMENTS, shares
 from headloss.rows import IGNORE, Prepared
-from headloss.segments import integers, readable
+from headloss.segments import Segments, group_sum, integers, readable
 from headloss.sources import Linear, Logits, Source, Sparse
 from headloss.teachers import TOP
 from headloss.term import Term
 from headloss.terms import Terms
 from headloss.top import Top
-from headloss.trace.signature import CLASSES, IDS, ONLY, classes_of, counts_of, targets_of, weighs_classes
+from headloss.trace.signature import CLASSES, IDS, ONLY, classes_of, counts_of, share_of, targets_of, weighs_classes
 
 
-def brought(terms: Terms, arguments: CallArguments) -> CallArguments:
-    """The same call, with what its terms bring."""
+def brought(terms: Terms, arguments: CallArguments, explained: bool = False) -> CallArguments:
+    """The same call, with what its terms bring.  `explained`: it will not run, and asks no other rank."""
     if "class_weight" in arguments.inputs:
         arguments = _with_classes(terms, arguments)
+    if any(t.reduction_segments for t in terms.every_term):
+        arguments = _with_shares(terms, arguments, explained)
     named = {t.targets: name for name, t in terms.terms.items() if t.targets is not None and _is_on(name, t, arguments)}
     teachers = named_teachers(arguments.teacher)
     tops = [f.teacher for t in terms.every_term if t.top for f in t.call(None, teachers).facts if f.name in TOP]
@@ -60,6 +64,87 @@ def brought(terms: Terms, arguments: CallArguments) -> CallArguments:
     asked |= {n for _, call in terms.metrics if not isinstance(call.fn, Term) for n in call.input_names}
     inputs = {n: x for n, x in inputs.items() if n in asked or n not in named}
     return arguments._replace(teacher=teachers, inputs=inputs)
+
+
+def over_ranks(terms: Terms, arguments: CallArguments) -> int:
+    """How many counts of reduction segments are summed over ranks."""
+    given = [arguments.inputs.get(t.reduction_segments) for t in reduced(terms, arguments).values()]  # type: ignore[arg-type]
+    return sum(x.group is not None for x in given if isinstance(x, Segments))
+
+
+def reduced(terms: Terms, arguments: CallArguments) -> dict[str, Term]:
+    """The terms that are on and reduced over other segments than the call's, one of each such reduction."""
+    on = {n: t for n, t in terms.terms.items() if t.reduction_segments is not None and _is_on(n, t, arguments)}
+    ways = {(t.reduction_segments, t.reduction, t.length): n for n, t in reversed(on.items())}
+    return {n: on[n] for n in reversed(ways.values())}
+
+
+def _with_shares(terms: Terms, arguments: CallArguments, explained: bool) -> CallArguments:
+    """Reduction segments as what they come to: an input, how much each row counts."""
+    found, inputs, source = reduced(terms, arguments), dict(arguments.inputs), plain_source(arguments.source)
+    segments = {name: _reduction_segments(name, t, inputs, source) for name, t in found.items()}
+    _check_num_segments(terms, arguments)
+    inputs = {n: x for n, x in inputs.items() if n not in {t.reduction_segments for t in terms.every_term}}
+    targets = arguments.targets.targets if isinstance(arguments.targets, Prepared) else arguments.targets
+    for name, term in found.items():
+        of, label = segments[name], str(term.reduction_segments)
+        ids, num = of.ids.reshape(-1), of.num_segments
+        valid = torch.ones_like(ids, dtype=torch.bool) if targets is None else (targets != IGNORE).reshape(-1)
+        _check_reduction_ids(label, name, ids, valid, num)
+        ids = torch.where(valid, ids.clamp(max=num - 1), -1)
+        add = lambda x, group=of.group: x if group is None or explained else group_sum(x, group)
+        share = shares(term.reduction, term.length, ids, num, arguments.options.num_segments, add)
+        key = share_of(term.reduction, term.length, label)
+        inputs[key] = PerRow(share.to(source.fact_dtype).reshape(source.leading))
+    return arguments._replace(inputs=inputs)
+
+
+def _reduction_segments(name: str, term: Term, inputs: Mapping[str, Any], source: Source) -> Segments:
+    label = str(term.reduction_segments)
+    found = inputs.get(label)
+    if found is None:
+        raise TypeError(f"{label}: missing; term {name!r} is reduced over these segments, pass {label}=hl.Segments...")
+    if type(found) is not Segments:
+        raise TypeError(f"{label}: wanted hl.Segments, which reduce term {name!r}, got {type(found).__name__}")
+    found, rows = found.fitted(source.leading, source.device), torch.Size(source.leading).numel()
+    if found.ids.device != source.device:
+        raise ValueError(f"{label}: is on {found.ids.device}, but the source is on {source.device}")
+    if found.ids.numel() != rows or (found.ids.ndim > 1 and tuple(found.ids.shape) != source.leading):
+        raise ValueError(f"{label}: ids have shape {tuple(found.ids.shape)}, the source's rows {source.leading}")
+    return found
+
+
+def _check_num_segments(terms: Terms, arguments: CallArguments) -> None:
+    """One number counts segments of one kind."""
+    if arguments.options.num_segments is None:
+        return
+    on = {n: t for n, t in terms.terms.items() if _is_on(n, t, arguments)}
+    counted = {
+        n: t for n, t in on.items() if t.reduction in NEEDS_SEGMENTS or getattr(t.fn, "returns", "") == "segment"
+    }
+    over = {t.reduction_segments: n for n, t in counted.items()}
+    if len(over) > 1:
+        one, other = list(over.values())[:2]
+        raise ValueError(
+            f"num_segments: is one number, but terms {one!r} and {other!r} are averaged over different segments; leave "
+            f"it out, or give their terms to calls of their own"
+        )
+
+
+def _check_reduction_ids(label: str, term: str, ids: Tensor, valid: Tensor, num: int) -> None:
+    numbers = torch.stack([((ids >= num) | (ids < -1)).sum(), (valid & (ids < 0)).sum()])
+
+    def check(found: Tensor) -> None:
+        outside, loose = found.tolist()
+        if outside:
+            raise ValueError(f"{label}: segment ids must lie in [-1, {num}), but {outside} do not")
+        if loose:
+            raise ValueError(
+                f"{label}: {loose} rows that are not ignored have no segment (id -1), but term {term!r} is reduced "
+                f"over them"
+            )
+
+    now_or_later(numbers, numbers, check, f"{label}: an id is out of range, or a row that counts has none")
 
 
 def _with_classes(terms: Terms, arguments: CallArguments) -> CallArguments:

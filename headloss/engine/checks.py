@@ -33,7 +33,7 @@ def check_inputs(
 ) -> None:
     """Every input a loss needs is there, and every input that is there is one some loss knows."""
     everything = [*((f"term {n!r}", n, c) for n, c in terms), *((f"metric {n!r}", None, c) for n, c in metrics)]
-    known = [name for _, _, call in everything for name in call.input_names]
+    known = [name for _, _, call in everything for name in (*call.input_names, call.share) if name]
     for name in given:
         if name not in known:
             for label, term, call in everything:

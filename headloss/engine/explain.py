@@ -308,4 +308,5 @@ def _size(n: int) -> str:
 
 
 def _taken(term: Any) -> str:
-    return "".join(f", {p.name} from {p.takes}" for p in term.call.signature.parameters if p.takes)
+    taken = "".join(f", {p.name} from {p.takes}" for p in term.call.signature.parameters if p.takes)
+    return taken if term.call.share is None else f"{taken}, {term.call.share}"

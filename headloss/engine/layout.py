@@ -119,6 +119,8 @@ def readings(terms: Mapping[str, Term], metrics: Iterable[tuple[str, Call]]) -> 
                 else:
                     old = old._replace(row=(*old.row, f"{label} ({s.name})"))
                 found[p.key] = old
+        if call.share is not None:
+            found[call.share] = Reading(row=(label,))
         for name in call.weight_names:
             s, old = call.signature, found.get(name, Reading())
             may = unsaid(Reading(), s)

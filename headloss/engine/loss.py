@@ -23,6 +23,7 @@ from headloss.engine.plan import Plan, Planned
 from headloss.engine.sweeps import Chunk, Cotangents
 from headloss.facts import CONSTANT, Fact
 from headloss.metrics import Metric, kind_of, measure
+from headloss.reductions import of_rows_alone
 from headloss.reductions import weights as reduction_weights
 from headloss.rows import Rows
 from headloss.segments import Segments, group_sum
@@ -216,12 +217,21 @@ class TermsOnRows:
         return self._weights(term, kind, length, self._env({}, None)) * self._scale(term)
 
     def _weights(self, term: Planned, kind: str, length: int, env: Env) -> Tensor:
+        if term.call.share is not None:
+            return self.share(term, kind)
         denominator = self.denominator(term, kind, length, env) if term.reduction == "weighted_mean" else None
         return reduction_weights(
             term.reduction, kind, length, self.rows,
             num_items=self.num_items, num_segments=self.num_segments, norm=term.length, denominator=denominator,
             dtype=self.dtype, device=self.device,
         )  # fmt: skip
+
+    def share(self, term: Planned, kind: str) -> Tensor:
+        """How much each row counts in a reduction over other segments than the call's."""
+        assert term.call.share is not None
+        if kind != "row":
+            raise ValueError(of_rows_alone(f"term {term.name!r}", kind))
+        return self.inputs[term.call.share]
 
     def denominator(
         self, term: Planned, kind: str = "row", length: int | None = None, env: Env | None = None

@@ -140,6 +140,8 @@ class Weighed:
     def _base(self, term: Planned) -> float | Tensor:
         loss = self.loss
         kind = term.trace.value or "row"
+        if term.call.share is not None:
+            return loss.share(term, kind)
         denominator = None
         if term.reduction == "weighted_mean":
             length = loss.rows.count if kind == "row" else len(loss.rows.segments or ())
@@ -213,7 +215,7 @@ def _unread(names: tuple[str, ...]) -> dict[str, object]:
 
 def by_length(term: Planned) -> bool:
     """Whether rows weigh less the longer their segment is."""
-    return term.reduction == "seq_mean_token_mean" and term.trace.value == "row"
+    return term.reduction == "seq_mean_token_mean" and term.call.share is None and term.trace.value == "row"
 
 
 def _tensor(x: float | Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -67,7 +67,7 @@ def _term_content(term: Term) -> Reads:
     found = call.reads()
     unknown = [x for f in call.facts if f.element is not None for x in f.element.reads().unknown]
     # own targets are a row weight too
-    names = ("weight", "reduction", "length", "temperature", "teacher", "tail", "top")
+    names = ("weight", "reduction", "length", "temperature", "teacher", "tail", "top", "reduction_segments")
     plain = tuple(key_of(getattr(term, name)) for name in names)
     named = tuple((name, key_of(x)) for name, x in (*term.facts.items(), *term.inputs.items()))
     return found._replace(key=(found.key, plain, named), unknown=(*found.unknown, *unknown))

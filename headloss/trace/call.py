@@ -73,6 +73,7 @@ class Call(NamedTuple):
     options: Mapping[str, Any]  # those that were given; the others keep the function's own defaults
     row_weights: tuple[RowWeight, ...] = ()
     pure: bool = False  # the user vouches that it reads nothing that changes
+    share: str | None = None  # the input that says how much each row counts, where other segments reduce it
 
     def __call__(self, env: Env, apart: Container[str] | None = None) -> tuple[Tensor, dict[str, Tensor]]:
         """The values, weighted row by row, and the metrics.

@@ -22,6 +22,7 @@ RESERVED = frozenset(
     {
         "weight",
         "reduction",
+        "reduction_segments",
         "temperature",
         "length",
         "row_weight",
@@ -68,6 +69,11 @@ def targets_of(name: str) -> str:
 def top_of(k: int, teacher: str | None = None) -> str:
     """The name of the teacher that a row's own k likeliest columns become, with what another teacher says there."""
     return f"top={k}" if teacher is None else f"top={k} of {teacher}"
+
+
+def share_of(reduction: str, length: float | None, name: str) -> str:
+    """The name of the input that says how much each row counts in a reduction over other segments."""
+    return f"{reduction}{'' if length is None else f' / {length}'} over {name}"
 
 
 def counts_of(name: str) -> str:
