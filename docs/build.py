@@ -86,7 +86,7 @@ def peers() -> str:
         way: [w["wall ms"] - w["ms"] for (_, name, v), w in found.items() if (name, v) == (way, V) and "ms" in w]
         for way in ("headloss", "eager", "torch.compile")
     }
-    longer = ", ".join(f"{way} {min(ms):.1f} to {max(ms):.1f} ms" for way, ms in spread.items())
+    longer = ", ".join(f"{way} {max(min(ms), 0):.1f} to {max(ms):.1f} ms" for way, ms in spread.items())
     dropped += (
         "The time is the GPU's, with its work queued ahead as in a training step; a step that finds the GPU idle "
     )
