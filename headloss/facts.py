@@ -219,13 +219,19 @@ def merge(
 
 
 def finish(
-    partial: Partial, want: Want, temperatures: Sequence[Temperature], vocab: int
+    partial: Partial, want: Want, temperatures: Sequence[Temperature], vocab: int, *, guarded: bool = False
 ) -> tuple[dict[Fact, Tensor], Softmax]:
-    """The wanted facts, and the softmax the pull will need, from a partial that covers the whole vocabulary."""
-    moments = [m._replace(S=m.S.masked_fill(m.S == 0, 1.0)) for m in partial.moments]  # S = 0: every logit is -inf
+    """The wanted facts, and the softmax the pull will need, from a partial that covers the whole vocabulary.
+
+    `guarded`: who made the partial has seen to it that no row is without a maximum.
+    """
+    moments, best = partial.moments, partial.max
+    if not guarded:  # S = 0: every logit is -inf
+        moments = tuple(m._replace(S=m.S.masked_fill(m.S == 0, 1.0)) for m in moments)
+        best = best.masked_fill(best == -math.inf, 0.0)
     log_sums = tuple(m.S.log() for m in moments)
     facts: dict[Fact, Tensor] = {}
-    softmax = Softmax(partial.max.masked_fill(partial.max == -math.inf, 0.0), log_sums)
+    softmax = Softmax(best, log_sums)
     rows = [
         {**partial._asdict(), **m._asdict(), "T": T, "log_S": log_S, "vocab": vocab}
         for m, T, log_S in zip(moments, temperatures, log_sums, strict=True)

@@ -53,7 +53,8 @@ def why_chunked(source: Source, want: Want, backend: ModuleType, terms: Sequence
     cast = source.weight.dtype != torch.bfloat16  # by autocast, into memory of its own
     even = source.weight.shape[1] % 8 == 0 if cast else products.fits(source.weight)
     if not even or source.columns < products.TILE.columns:
-        return f"the weight, {tuple(source.weight.shape)}, has few columns or rows that do not start on 16 bytes"
+        shape = tuple(source.weight.shape)
+        return f"the weight, {shape}, has few columns, or rows that are not whole numbers of 16 bytes"
     return _beyond(terms, program)
 
 
@@ -166,7 +167,7 @@ class ProductSweep(Sweep):
     def _found(self, sums: Tensor, part: slice) -> tuple[dict[Fact, Tensor], Softmax]:
         """Facts and softmax; ignored rows have sums of 0, and so facts of 0."""
         partial = self.backend.product.partial(sums, self.want)
-        return finish(partial, self.want, self._temperatures(part), self.source.vocab)
+        return finish(partial, self.want, self._temperatures(part), self.source.vocab, guarded=True)
 
     @property
     def at_once(self) -> bool:

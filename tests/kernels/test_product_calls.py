@@ -200,11 +200,13 @@ def test_explain_says_whose_products_run():
             hl.Linear(batch.hidden, batch.weight),
         ),
         "sum_p2 is no row factor": (on("triton", h=entropy_bonus), hl.Linear(batch.hidden, batch.weight)),
-        "do not start on 16 bytes": (
-            on("triton", ce=cross_entropy),
-            hl.Linear(batch.hidden[:, :21].contiguous(), batch.weight[:, :21].contiguous()),
+        "(70, 21)": (
+            on("triton", ce=cross_entropy), hl.Linear(batch.hidden[:, :21], batch.weight[:, :21].contiguous())
         ),
-    }
+        "(70, 20), has few columns, or rows that are not whole numbers of 16 bytes": (
+            on("triton", ce=cross_entropy), hl.Linear(batch.hidden[:, :20], batch.weight[:, :20])  # strides of 24
+        ),
+    }  # fmt: skip
     for reason, (which, source) in reasons.items():
         text = str(which.explain(source, batch.targets))
         assert "products     cuBLAS, chunk by chunk: " in text and reason in text, text

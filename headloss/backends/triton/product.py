@@ -88,8 +88,8 @@ def _programs(device: torch.device) -> int:
 
 
 def fits(x: Tensor) -> bool:
-    """Whether a matrix can be read tile by tile: bf16, rows that start on 16 bytes."""
-    even = x.stride(-1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
+    """Whether a matrix can be read tile by tile: bf16, rows of whole vectors of 16 bytes."""
+    even = x.stride(-1) == 1 and x.stride(0) % 8 == x.shape[-1] % 8 == 0 and x.data_ptr() % 16 == 0
     return x.dtype == torch.bfloat16 and even and min(x.shape) > 0
 
 
@@ -137,7 +137,7 @@ def gather(
     if ignore and target_C is not None:
         listed = torch.empty(C, dtype=torch.int32, device=device)
         x_CD = torch.empty(high, D, dtype=hidden_CD.dtype, device=device)
-        launch_kernel(order_kernel, 1, target_C, listed, live, C, B=_run(C), num_warps=16)
+        launch_kernel(order_kernel, 1, target_C, listed, live, C, B=_run(C), num_warps=8)
     targets = torch.empty(high, dtype=torch.int32, device=device)
     numbers = torch.empty(5, high, dtype=torch.float32, device=device)
     has_target = target_C is not None  # even if no fact asks: the bits of the others must not depend on what is asked
@@ -203,8 +203,7 @@ def finish(
         )  # fmt: skip
         parts, tiles = merged, merged.shape[1]
     slots = 1 + want.target + 2 * want.total + want.argmax + 1 + want.sums("X") + want.sums("Q")
-    make = torch.empty if gathered.listed is None else torch.zeros  # ignored rows have no program
-    sums = make(slots, rows, dtype=torch.float32, device=device)
+    sums = torch.empty(slots, rows, dtype=torch.float32, device=device)
     beyond = torch.empty(high // TILE.rows, dtype=torch.int32, device=device)
     _, logit, reference, lse, logprob = gathered.numbers
     launch_kernel(
@@ -247,7 +246,7 @@ def write(
     counts, tiles, gaps, sources, ranks = ints.unbind()
     launch_kernel(
         live_kernel, 1, rows.live, rows.listed, read.beyond, a, c, y, counts, tiles, gaps, sources, ranks,
-        **given, BM=T.rows, B=_run(C), num_warps=16, **LAUNCH,
+        **given, BM=T.rows, B=_run(C), num_warps=8, **LAUNCH,
     )  # fmt: skip
     tile = _tile(device)
     launch_kernel(
@@ -257,7 +256,7 @@ def write(
         V, D, TARGET=rows.has_target, **{k: v for k, v in tile.items() if k != "GROUP"},
     )  # fmt: skip
     launch_kernel(
-        move_kernel, 8 * programs, read.e, counts, gaps, sources, V, read.e.stride(0),
+        move_kernel, 8 * programs, read.e, counts, gaps, sources, read.e.stride(0),
         PROGRAMS=8 * programs, B=8192, num_warps=8,
     )  # fmt: skip
     factors, shares, constants = torch.empty(3, high, dtype=torch.float32, device=device).unbind()
@@ -294,8 +293,8 @@ def write(
         if rows.has_target:
             keys, order = columns.sort(stable=True)
             launch_kernel(
-                scatter_kernel, C * triton.cdiv(D, 512), keys, order, numbers, shares, hidden_CD, dweight_VD, C, V, D,
-                hidden_CD.stride(0), dweight_VD.stride(0), R=16, BD=512, num_warps=4,
+                scatter_kernel, C * triton.cdiv(D, 1024), keys, order, numbers, shares, hidden_CD, dweight_VD, C, V, D,
+                hidden_CD.stride(0), dweight_VD.stride(0), R=4, BD=1024, num_warps=4,
             )  # fmt: skip
     if dhidden_CD is not None:
         launch_kernel(
@@ -324,7 +323,7 @@ def chunk(rows: int, columns: int, device: torch.device) -> Tensor:
 
 def _run(rows: int) -> int:
     """Rows that one program looks at together."""
-    return min(8192, int(triton.next_power_of_2(rows)))
+    return min(4096, int(triton.next_power_of_2(rows)))
 
 
 def _blocks(x: Tensor, rows: int, columns: int) -> Any:

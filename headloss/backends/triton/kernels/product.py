@@ -28,6 +28,12 @@ def dot(x, y, acc):
 
 
 @triton.jit
+def even(x):
+    """A width or a stride, as the compiler is to know it: whole vectors of 16 bytes, which `product.fits` sees to."""
+    return x // 8 * 8
+
+
+@triton.jit
 def tile_of(t, tall, wide, GROUP: tl.constexpr):
     """Tiles in groups of about GROUP rows of tiles, none of them a small rest, so that operands stay in the cache.
 

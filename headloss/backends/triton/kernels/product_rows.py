@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from headloss.backends.triton.kernels.logits import LN2, LOG2E, temperature
+from headloss.backends.triton.kernels.product import even
 
 NONE = tl.constexpr(-1.0e30)  # the maximum of no columns: finite, because NONE - NONE must be 0
 FAR = tl.constexpr(86.0)  # powers of 2 between a row's reference and its maximum: 2^127 is the end of bf16
@@ -35,7 +36,7 @@ def order_kernel(target, rows, count, N, B: tl.constexpr):
 
 @triton.jit(
     do_not_specialize=["C", "V", "D", "start", "stride", "weight_stride"],
-    do_not_specialize_on_alignment=["rows", "count", "target", "hidden", "weight"],
+    do_not_specialize_on_alignment=["rows", "count", "target"],
 )
 def gather_kernel(
     hidden, weight, rows, count, target, temperatures, scale, copy, targets, multiplier, logit, reference,
@@ -44,6 +45,7 @@ def gather_kernel(
     BM: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """A program per place: its row, its target's column here (-1: none), and the logit there or else in column 0."""
+    D, stride, weight_stride = even(D), even(stride), even(weight_stride)
     place = tl.program_id(0)
     live = C
     if LISTED:
@@ -62,7 +64,7 @@ def gather_kernel(
         column = tl.load(target + row, mask=here, other=-1).to(tl.int64) - start
         own = tl.where(here & (column >= 0) & (column < V), column, -1).to(tl.int32)
     at = tl.maximum(own, 0)
-    width = tl.where(here, D, 0)
+    width = even(tl.where(here, D, 0))
     sums = tl.zeros([BD], tl.float32)
     for first in range(0, D, BD):
         d = first + tl.arange(0, BD)
@@ -189,18 +191,15 @@ def finish_kernel(
     """Sums over all columns, the target's among them, into `out` (F, wide) where the rows stand in the chunk.
 
     REBASED: measured from lse instead of the maximum, which keeps the digits of a log p near 0.  A row whose maximum is
-    far from its reference gets another one, and its tile of rows a mark in `beyond`.
+    far from its reference gets another one, and its tile of rows a mark in `beyond`.  Ignored rows: 0, and S = 1.
     """
     place = tl.program_id(0) * B + tl.arange(0, B)
-    live = tl.load(count)
-    if tl.program_id(0) * B >= live:
-        return
-    here = place < live
+    here, inside = place < tl.load(count), place < wide
     most, S, total, best, X, Q = loaded(node + place, rows.to(tl.int64), here, WANT_X, WANT_Q, TOTAL, BEST)
     row = place.to(tl.int64)
     if LISTED:
-        row = tl.load(listed + place, mask=here, other=0).to(tl.int64)
-    T = temperature(temperatures, row, PER_ROW)
+        row = tl.load(listed + place, mask=inside, other=0).to(tl.int64)
+    T = temperature(temperatures, tl.where(inside, row, 0), PER_ROW)
     gap = tl.full([B], -float("inf"), tl.float32)
     if TARGET:  # its column was left out: put it back, measured from the maximum of both
         own = tl.load(targets + place, mask=here, other=-1)
@@ -232,34 +231,34 @@ def finish_kernel(
     if REBASED:
         shift = most + width
     at = out + row
-    tl.store(at, shift * LN2 * T, mask=here)
+    tl.store(at, tl.where(here, shift * LN2 * T, 0.0), mask=inside)
     slot = 1
     if OUT:
+        aside = gap * LN2
         if REBASED:
-            tl.store(at + slot * wide, own_logprob * T, mask=here)
-        else:
-            tl.store(at + slot * wide, gap * LN2 * T, mask=here)
+            aside = own_logprob
+        tl.store(at + slot * wide, tl.where(here, aside * T, 0.0), mask=inside)
         slot += 1
     if TOTAL:
-        tl.store(at + slot * wide, (total - columns * shift) * LN2 * T, mask=here)
-        tl.store(at + (slot + 1) * wide, columns + tl.zeros([B], tl.float32), mask=here)
+        tl.store(at + slot * wide, tl.where(here, (total - columns * shift) * LN2 * T, 0.0), mask=inside)
+        tl.store(at + (slot + 1) * wide, columns + tl.zeros([B], tl.float32), mask=inside)
         slot += 2
     if BEST:
-        tl.store(at + slot * wide, best, mask=here)
+        tl.store(at + slot * wide, tl.where(here, best, 0.0), mask=inside)
         slot += 1
+    scale = whole
     if REBASED:
-        tl.store(at + slot * wide, tl.full([B], 1.0, tl.float32), mask=here)
-    else:
-        tl.store(at + slot * wide, whole, mask=here)
+        scale = tl.full([B], 1.0, tl.float32)
+    tl.store(at + slot * wide, tl.where(here, scale, 1.0), mask=inside)
     slot += 1
     if WANT_X:
+        X *= LN2
         if REBASED:
-            tl.store(at + slot * wide, (tl.div_rn(X, whole) - width) * LN2, mask=here)
-        else:
-            tl.store(at + slot * wide, X * LN2, mask=here)
+            X = tl.div_rn(X, whole) - width * LN2
+        tl.store(at + slot * wide, tl.where(here, X, 0.0), mask=inside)
         slot += 1
     if WANT_Q:
         Q += p * p
         if REBASED:
             Q = tl.div_rn(Q, whole * whole)
-        tl.store(at + slot * wide, Q, mask=here)
+        tl.store(at + slot * wide, tl.where(here, Q, 0.0), mask=inside)
