@@ -148,6 +148,7 @@ class Term:
             raise ValueError(f"tail: wanted one of {', '.join(TAILS)}, got {shown(tail)}{suggest(str(tail), TAILS)}")
         if tail != "bucket" and not is_divergence(fn):
             raise ValueError(f"tail: {function_name(fn)} is no divergence of (logp, logq), and has no tail to treat")
+        top = getattr(fn, "top", None) if top is None else top
         if top is not None:
             check_top(top)
             if is_divergence(fn) and tail == "bucket":

@@ -189,6 +189,8 @@ class View(NamedTuple):
                 found[p.name] = FACTS[name](self.dense(own))
             elif p.name in FACTS and p.name not in self.inputs:
                 found[p.name] = FACTS[p.name](self.dense(temperature))
+            elif p.name == "top_logprob":  # where it may be left out, it is
+                found |= {p.name: self.dense(temperature).logp_RV.topk(fn.top).values} if p.default is p.empty else {}  # type: ignore[attr-defined]
             elif p.name == "segments":
                 found[p.name] = self.segments
             elif p.name == "targets":
@@ -408,9 +410,10 @@ def run_by_facts(
     v = view(problem, {n: x.detach() for n, x in leaves.items()}, problem.inputs)
     wanted = [p for p in inspect.signature(fn).parameters if p in FACTS and p not in problem.inputs]
     teacher = call_arguments(problem).get("teacher")
-    facts = hl.row_facts(said, problem.targets, want=wanted, backend=backend, teacher=teacher)
-    arguments = v.arguments(fn, None, {})
-    arguments |= {name: facts[name].reshape(-1)[v.valid_N] for name in wanted}
+    arguments, top = v.arguments(fn, None, {}), getattr(fn, "top", None)
+    wanted += ["top_logprob"] if "top_logprob" in arguments else []
+    facts = hl.row_facts(said, problem.targets, want=wanted, backend=backend, teacher=teacher, top=top)
+    arguments |= {name: facts[name].flatten(0, len(problem.shape) - 1)[v.valid_N] for name in wanted}
     result = fn(**arguments, **term.options)
     values, own = result if isinstance(result, tuple) else (result, {})
     R = len(v.targets_R)
@@ -475,6 +478,7 @@ INPUTS: dict[str, Callable[[Problem], Any]] = {
     "optimal_advantage": lambda p: torch.randn(p.segments.num_segments, dtype=torch.float64),
     "value": lambda p: torch.randn(p.shape, dtype=torch.float64).requires_grad_(),
     "draw": lambda p: torch.rand(p.shape, dtype=torch.float64),
+    "foreign_logprob": lambda p: torch.randn(*p.shape, 23, dtype=torch.float64).mul(2).log_softmax(-1)[..., :9],
 }
 
 

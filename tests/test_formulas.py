@@ -38,6 +38,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {  # beside the defaults
     "gspo": [{"low": 0.02, "high": 0.05}],
     "eaft": [{"alpha": 0.3, "unit": 3.0}],
     "deft": [{"alpha": 0.3}],
+    "uld": [{"rest": "none"}],
     "value_loss": [{"clip": 0.3}],
 }
 CASES = [(name, options) for name in LOSSES for options in [{}, *OPTIONS.get(name, [])]]

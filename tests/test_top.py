@@ -10,7 +10,7 @@ from interpreting import quicken, rerun
 from torch import Tensor
 
 import headloss as hl
-from headloss.losses import cross_entropy, forward_kl, reverse_kl
+from headloss.losses import cross_entropy, forward_kl, reverse_kl, uld
 
 N, V, D, K = 7, 19, 5, 4
 INSIDE = os.environ.get("TRITON_INTERPRET") == "1"
@@ -127,6 +127,47 @@ def test_row_facts() -> None:
     assert taught.loss > 0
     given: dict[str, Any] = {"teacher": hl.Linear(batch.guide, batch.head)}
     hl.verify(OBJECTIVE, hl.Linear(batch.hidden, batch.weight), batch.targets, **given).check()
+
+
+@pytest.mark.parametrize("K, J", [(V, V + 4), (V, 11), (5, 9), (9, 5)])
+def test_sorted_probabilities_of_another_vocabulary(K: int, J: int) -> None:
+    """Whole vocabularies give the whole sum; fewer columns give what they hold and the rest as one.  Rows stay apart,
+    whatever K and J are."""
+    batch = Batch()
+    weight, rows = batch.weight.clone().requires_grad_(), [n for n in range(N) if n != 2]
+    u = 2 * torch.randn(N, J if K == V else 23, generator=torch.Generator().manual_seed(3), dtype=DTYPE)
+    q = hl.topk(hl.Logits(u), J).logprobs
+    spoiled = q[:, torch.randperm(J)].index_fill(0, torch.tensor([2]), torch.nan)
+    objective = hl.Objective(d=hl.Term(uld, top=K), ce=cross_entropy)
+    source = hl.Linear(batch.hidden, weight, memory=2 * V * weight.itemsize)
+    out = objective(source, batch.targets, foreign_logprob=spoiled)
+    p, q = (x.softmax(-1).sort(-1, descending=True).values[rows] for x in (batch.hidden @ weight.T, u))
+    if K == V:
+        longest = max(p.shape[1], J)
+        p, q = (torch.nn.functional.pad(x, (0, longest - x.shape[1])) for x in (p, q))
+        want = (p - q).abs().sum(-1)
+    else:
+        M = min(K, J)
+        want = (p[:, :M] - q[:, :M]).abs().sum(-1) + (p[:, M:].sum(-1) - q[:, M:].sum(-1)).abs()
+    close(out.terms["d"], want.mean())
+    ce = torch.nn.functional.cross_entropy((batch.hidden @ weight.T)[rows], batch.targets[rows])
+    close(*(torch.autograd.grad(x, weight)[0] for x in (out.loss, want.mean() + ce)))
+    plan = objective.explain(source, batch.targets, foreign_logprob=q[:0].new_zeros(N, J))
+    assert plan.terms[0].kind == "row"
+
+
+def test_a_loss_that_sorts_rows_is_none_of_rows() -> None:
+    def ranked(logprob: Tensor) -> Tensor:
+        return logprob.sort().values
+
+    plan = hl.Objective(it=ranked).explain(hl.Logits(torch.zeros(3, 4)), torch.zeros(3).long())
+    assert plan.terms[0].kind == "batch"
+
+    def wide(logprob: Tensor, table: Tensor) -> Tensor:
+        return logprob * table[:, : min(table.shape)].sum(-1)
+
+    plan = hl.Objective(it=wide).explain(hl.Logits(torch.zeros(3, 4)), torch.zeros(3).long(), table=torch.zeros(3, 5))
+    assert plan.terms[0].kind == "batch"  # how many rows there are decides
 
 
 def test_refusals() -> None:

@@ -83,6 +83,7 @@ class Numbers:
         self.is_chosen = (torch.arange(B) < 3).double()[:, None].expand(B, T).contiguous()
         self.length_weight: Tensor | None = None
         self.teacher: Any = None
+        self.foreign: Tensor | None = None
         self.without: tuple[str, ...] = ()
 
     def mean(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -100,6 +101,7 @@ class Numbers:
             "value": self.value, "old_value": self.old_value, "returns": self.returns, "draw": self.draw,
             "pairs": PAIRS, "desirable": self.desirable, "kl": self.kl, "optimal_advantage": self.target,
             "is_chosen": self.is_chosen, "is_correct": self.is_chosen, "length_weight": self.length_weight,
+            "foreign_logprob": self.foreign,
         }  # fmt: skip
         return {n: x for n, x in found.items() if x is not None and n not in self.without}
 
@@ -277,6 +279,23 @@ def trl_cpo(loss_type: str, average: bool, **settings: Any) -> Callable[[Numbers
         return found.cpo_loss(trainer, y[:3], y[3:])[0].mean()
 
     return loss
+
+
+def trl_uld(x: Numbers) -> Tensor:
+    u = 2 * torch.randn(B, T, V + 3, dtype=torch.float64)
+    x.foreign = u.log_softmax(-1)
+    labels = x.ids.masked_fill(x.mask == 0, -100)
+    found = of_trl(
+        "experimental/gold/gold_trainer.py",
+        "ULDLoss._compute_distillation_loss", "ULDLoss._get_start_and_size_answers",
+    )  # fmt: skip
+    loss = SimpleNamespace(
+        ignore_index=-100, skip_student_eos=False, skip_teacher_eos=False, token_merge_strategy="observed",
+        student_temperature=1.0, teacher_temperature=1.0, use_extended_uld=False, use_hybrid_loss=False,
+        distillation_weight=1.0,
+    )  # fmt: skip
+    loss._get_start_and_size_answers = functools.partial(found._get_start_and_size_answers, loss)
+    return found._compute_distillation_loss(loss, x.logits, u, labels, labels, x.ids, x.ids)
 
 
 def kto(x: Numbers, kl: Tensor | float) -> Tensor:
@@ -491,6 +510,7 @@ PEERS: dict[str, dict[str, Callable[[Numbers], Tensor]]] = {
         '"kto"': lambda x: kto(x, x.kl),
         "apo_zero_unpaired": unpaired,
         "RLOO": rloo,
+        "use_uld_loss": trl_uld,
         "A2PO": lambda x: ((0.01 * (x.lp - x.ref).sum(1) - x.target) ** 2).mean(),
     },
     "NeMo-RL": {

@@ -44,7 +44,7 @@ class Entry(NamedTuple):
 
 def entries() -> Iterator[Entry]:
     for name, fn in sorted(LOSSES.items()):
-        signature = read_signature(fn)
+        signature = read_signature(fn, top=getattr(fn, "top", None))
         text, _, trainers = (inspect.getdoc(fn) or "").partition("\n\nIn trainers: ")
         mark = lambda p: p.name + ("?" if p.optional else "")
         divergence = is_divergence(fn)

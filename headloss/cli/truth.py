@@ -80,6 +80,8 @@ class Problem(NamedTuple):
                 found[name] = self.noise[i][:S].float()
             elif name == "kl":
                 found[name] = logp.new_tensor(0.3)
+            elif name == "foreign_logprob":
+                found[name] = self.ids_logprob
             elif name.endswith("logprob"):
                 found[name] = (logp + 0.1 * self.noise[i]).clamp(max=-1e-3).float()
             else:
@@ -161,11 +163,13 @@ def dense_loss(p: Problem, fn: Callable[..., Any], teacher: str | None, kind: st
         given: dict[str, Any] = {}
         inputs = p.inputs(fn)
         for name, parameter in inspect.signature(fn).parameters.items():
+            if name == "top_logprob" and hasattr(fn, "top"):
+                given[name] = logits_RV.log_softmax(-1).topk(fn.top).values
             if parameter.kind is parameter.KEYWORD_ONLY or name in APART:
                 continue
             x = inputs.get(name)
             if x is not None:
-                x = x[valid] if x.shape == valid.shape else x
+                x = x[valid] if x.shape == valid.shape or name == "foreign_logprob" else x
                 given[name] = x.to(logits.dtype) if x.is_floating_point() else x
             else:
                 given[name] = segments if name == "segments" else facts[name]()

@@ -267,6 +267,20 @@ def topr(logprob: Tensor, advantage: Tensor, old_logprob: Tensor | None = None) 
 def tvd(logp: Tensor, logq: Tensor) -> Tensor:
     """sum_j |p_j - q_j| / 2: total variation distance (Wen et al. 2023)."""
 
+def uld(top_logprob: Tensor, foreign_logprob: Tensor, *, rest: str = 'bucket') -> tuple[Tensor, dict[str, Tensor]]:
+    """sum_k |p_(k) - q_(k)|, the probabilities of student and teacher sorted, the largest first: no token has to be
+    matched, so the teacher may have another tokenizer (universal logit distillation, Boizard et al. 2024).
+
+    `foreign_logprob` (rows, J) is an input, the teacher's J largest log-probabilities in any order, -inf for none:
+    `hl.topk(teacher, J).logprobs`.  Of the student's there are K, `hl.Term(uld, top=K)`, or 8 if the term does not say.
+
+    rest   "bucket": beyond min(K, J) the rest of both is one more outcome, |sum p - sum q|    "none": it is left out
+
+    With "bucket", all of both vocabularies give the whole sum.  Row n of the teacher stands for row n of the student:
+    where the two cut the text differently, a target of -100 or a row weight of 0 leaves the row out.
+
+    In trainers: TRL GOLDTrainer, use_uld_loss without use_extended_uld, which merges tokens."""
+
 def value_loss(value: Tensor, returns: Tensor, old_value: Tensor | None = None, *, clip: float | None = None) -> tuple[Tensor, dict[str, Tensor]]:
     """(v - R)^2 / 2 of a critic's value v and the return R; with `clip` c, the larger of that and of the same with v
     held within c of `old_value` (Schulman et al. 2017).

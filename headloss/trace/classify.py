@@ -128,7 +128,7 @@ def creates(node: fx.Node) -> bool:
 _ALONG = {
     "sum", "mean", "amax", "amin", "logsumexp", "_softmax", "_log_softmax", "_softmax_backward_data",
     "_log_softmax_backward_data", "unsqueeze", "squeeze", "expand", "argmax", "gather", "select", "select_backward",
-    "slice", "slice_backward",
+    "slice", "slice_backward", "sort",
 }  # fmt: skip
 _FILL = {"full": 1, "full_like": 1, "new_full": 2, "scalar_tensor": 0}  # where a value goes, not a size
 _RESIZED = {"expand", "select_backward", "slice_backward"}
@@ -206,8 +206,19 @@ def _is_view(node: fx.Node) -> bool:
 
 
 def counts_rows(graph: fx.GraphModule) -> bool:
-    """Whether a number of the trace holds only for as many rows as it was made with."""
-    return any(not _harmless(guard.expr) for guard in graph.shape_env.guards)  # type: ignore[union-attr]
+    """Whether a number of the trace holds only for as many rows as it was made with.
+
+    How many ids a row has is part of what a trace is kept by, and may be looked at.
+    """
+    guards = [guard.expr for guard in graph.shape_env.guards if not _harmless(guard.expr)]  # type: ignore[union-attr]
+    if not guards:
+        return False
+    values = [n.meta.get("val") for n in graph.graph.nodes if n.op == "placeholder"]
+    shapes = [x.shape for x in values if isinstance(x, Tensor)]
+    symbols = lambda sizes: {s for d in sizes if isinstance(d, torch.SymInt) for s in d.node.expr.free_symbols}
+    first = symbols([*(s[0] for s in shapes if len(s)), *(x for x in values if isinstance(x, torch.SymInt))])
+    inner = symbols([d for s in shapes for d in s[1:]]) - first
+    return any(not expr.free_symbols <= inner or not expr.free_symbols for expr in guards)
 
 
 def _operation(node: fx.Node) -> str:
@@ -263,6 +274,7 @@ def _within_rows(node: fx.Node, name: str, R: int, S: int) -> bool:
     if name not in _ALONG or not isinstance(node.args[0], fx.Node):
         return False
     x, out = node.args[0].meta["val"], node.meta["val"]
+    out = out[0] if name == "sort" else out
     if not isinstance(x, Tensor) or not isinstance(out, Tensor) or x.ndim < 1 or out.ndim < 1:
         return False
     if (

@@ -46,6 +46,15 @@ def deft(logits, targets, *, alpha=None):
     return (1 - torch.pow(p[torch.arange(len(targets)), targets], power)) / power
 
 
+def uld(logits, foreign_logprob, *, rest="bucket"):
+    """Every probability sorted and padded with zeros; what stands beyond the 8 of the student is one sum."""
+    p = torch.softmax(logits, -1).sort(-1).values.flip(-1)
+    q = foreign_logprob.exp().sort(-1).values.flip(-1)
+    apart = torch.stack([(p[:, k] - q[:, k]).abs() for k in range(min(8, q.shape[1]))]).sum(0)
+    beyond = p[:, 8:].sum(-1) - (1 - q[:, :8].sum(-1))
+    return apart if rest == "none" else apart + beyond.abs()
+
+
 def value_loss(value, returns, old_value=None, *, clip=None):
     off = 0.5 * torch.square(returns - value)
     if clip is None:
@@ -57,5 +66,5 @@ def value_loss(value, returns, old_value=None, *, clip=None):
 
 
 FORMULAS = {
-    fn.__name__: fn for fn in (cosine, cross_entropy, z_loss, entropy_bonus, focal, dft, eaft, deft, value_loss)
+    fn.__name__: fn for fn in (cosine, cross_entropy, z_loss, entropy_bonus, focal, dft, eaft, deft, uld, value_loss)
 }

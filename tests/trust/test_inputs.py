@@ -203,7 +203,13 @@ def test_nothing_to_ask(kind: str) -> None:
     torch.testing.assert_close(some.loss, (-logprob * torch.arange(3.0)[:, None]).mean())
 
 
-ELSEWHERE = {"logp", "teacher_cross_entropy", "logit_dot", "value"}  # of a teacher, or of inputs alone
+ELSEWHERE = {
+    "logp",
+    "teacher_cross_entropy",
+    "logit_dot",
+    "value",
+    "foreign_logprob",
+}  # of a teacher, or of inputs alone
 OURS = [n for n, fn in LOSSES.items() if not ELSEWHERE & set(fn.__code__.co_varnames[: fn.__code__.co_argcount])]
 
 
