@@ -214,8 +214,8 @@ def same_bits(case: Case) -> dict[str, bool]:
     )
     wanted = Want([Fact("logprob"), Fact("entropy"), Fact("lse")])
     for count in (2, 4, 8):  # simulated: the columns in parts that are cut at tiles, and what each leaves put together
-        tiles, parts = len(case.w) // product.TILE.columns, []
-        ends = [tiles * i // count * product.TILE.columns for i in range(count)] + [len(case.w)]
+        tiles, parts = len(case.w) // product.READ.columns, []
+        ends = [tiles * i // count * product.READ.columns for i in range(count)] + [len(case.w)]
         for start, end in itertools.pairwise(ends):
             w = case.w[start:end]
             rows = product.gather(case.h, w, case.y, 1.0, scale=1.0, start=start, ignore=False)
@@ -271,30 +271,39 @@ def measure(shape: tuple[int, int, int], limit: float, rounds: int, alone: bool)
 
 
 def peers(case: Case) -> dict[str, Step]:
-    found: dict[str, Step] = {}
-    try:
+    """Those that can be imported and run."""
+
+    def on(fn: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Step:
+        def step() -> Any:
+            h, w = case.h.detach().requires_grad_(), case.w.detach().requires_grad_()
+            loss = fn(h, w)
+            return loss.detach(), *torch.autograd.grad(loss, (h, w))
+
+        return step
+
+    def liger() -> Step:
         from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction as Liger
 
-        def liger() -> Any:
-            h, w = case.h.detach().requires_grad_(), case.w.detach().requires_grad_()
+        def loss(h: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
             out = Liger.apply(h, w, case.y, None, None, -100, 0.0, 0.0, "mean", None, False)
-            loss = out[0] if isinstance(out, tuple) else out
-            return loss.detach(), *torch.autograd.grad(loss, (h, w))
+            return out[0] if isinstance(out, tuple) else out
 
-        found["Liger"] = liger
-    except ImportError:
-        print("Liger: not installed")
-    try:
+        return on(loss)
+
+    def quack() -> Step:
         from quack.linear_cross_entropy import chunked_linear_cross_entropy
 
-        def quack() -> Any:
-            h, w = case.h.detach().requires_grad_(), case.w.detach().requires_grad_()
-            loss = chunked_linear_cross_entropy(h, w, case.y, chunk_size=2048)
-            return loss.detach(), *torch.autograd.grad(loss, (h, w))
+        return on(lambda h, w: chunked_linear_cross_entropy(h, w, case.y, chunk_size=2048))
 
-        found["QuACK"] = quack
-    except ImportError:
-        print("QuACK: not installed")
+    found: dict[str, Step] = {}
+    for name, make in {"Liger": liger, "QuACK": quack}.items():
+        try:
+            step = make()
+            errors = case.errors(step())
+            print(f"{name}: errors", {k: f"{x:.1e}" for k, x in errors.items()})
+            found[name] = step
+        except Exception as error:
+            print(f"{name}: not in the table: {type(error).__name__}: {str(error)[:200]}")
     return found
 
 

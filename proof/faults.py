@@ -571,7 +571,7 @@ FAULTS = [
     Fault("backends/triton/product.py", "x.stride(0) % 8 == x.shape[-1] % 8 == 0", "x.stride(0) % 8 == 0", "product: the last columns of a hidden size that is no whole vector are left out", ("tests/kernels/test_product_calls.py",)),
     Fault("backends/triton/product.py", "torch.where(x.targets < 0, -1, start + x.targets)", "x.targets", "product: a target on a later shard is taken for a column of the first"),
     Fault("backends/triton/kernels/product_rows.py", "(joined(nodes[2 * i], nodes[2 * i + 1]),)", "(joined(nodes[2 * i + 1], nodes[2 * i]),)", "product: of equal maxima the last is the argmax"),
-    Fault("backends/triton/settle.py", "torch.nn.functional.pad(ends, (1, 0))", "ends", "product: the first run of rows is taken for rows without a segment", ("tests/kernels/test_product_calls.py",)),
+    Fault("backends/triton/settle.py", "torch.arange(-BLOCK, ", "torch.arange(0, ", "product: the first run of rows is taken for rows without a segment", ("tests/kernels/test_product_calls.py",)),
     Fault("engine/product.py", "more = any(x for there in program.there for x in there[1:3])", "more = False", "product: the gradient of an entropy term is lost"),
     Fault("engine/product.py", "targets = rows.given.reshape(-1)[part] if ignore else sweep._targets(part)", "targets = sweep._targets(part)", "product: ignored rows count"),
     Fault("engine/product.py", "pull = Pull(*(None if x is None else x * scale for x in pull))", "pass", "product: what comes in from above a loss is left out of the weight's gradient"),

@@ -153,16 +153,20 @@ class ProductSweep(Sweep):
         return ProductHead(self.source, self.backend.product)
 
     def facts(self) -> tuple[dict[Fact, Tensor], Softmax]:
-        if not self.rows.count:
-            return super().facts()
+        return self._found(self.sums(), slice(0, self.rows.count)) if self.rows.count else super().facts()
+
+    def sums(self) -> Tensor:
+        """(F, R): what the first product leaves of all rows, some at a time; nothing else of it is kept."""
         head, want = self._open(), self.want
         fields = 2 + sum(map(bool, (want.sums("X"), want.sums("Q"), want.total, want.argmax)))
-        row_bytes = 4 * fields * -(-self.source.columns // self.backend.product.TILE.columns)
+        row_bytes = 4 * fields * -(-self.source.columns // self.backend.product.READ.columns)
         row_bytes += 2 * head.hidden_ND.shape[1] if self.rows.valid is not None else 0
-        step = max(1, FACTS_BYTES // row_bytes // 128) * 128
+        most = max(1, FACTS_BYTES // row_bytes // 128) * 128
+        pieces = -(-self.rows.count // most)
+        step = -(-self.rows.count // pieces // 128) * 128  # of one length, or the last wave of programs is long
         parts = [slice(i, min(i + step, self.rows.count)) for i in range(0, self.rows.count, step)]
         sums = [head.sums(self, part, store=False).sums for part in parts]
-        return self._found(sums[0] if len(sums) == 1 else torch.cat(sums, 1), slice(0, self.rows.count))
+        return sums[0] if len(sums) == 1 else torch.cat(sums, 1)
 
     def _found(self, sums: Tensor, part: slice) -> tuple[dict[Fact, Tensor], Softmax]:
         """Facts and softmax; ignored rows have sums of 0, and so facts of 0."""

@@ -73,12 +73,11 @@ def facts_sweep(
         sweep.keep(support)
         return sweep
     guides = bind_teachers(teachers, chosen.teachers, source, rows, engine)
-    if not chunked:
-        return ProductSweep(source, rows, chosen, engine, guides)
-    program = None
+    program, kind = None, Sweep if chunked else ProductSweep
     if not chosen.teachers and source.shard is None and engine.lower is not None:
-        program, _ = engine.lower({}, chosen, {}, ())  # the facts of rows that are visited, and nothing made of them
-    return Sweep(source, rows, chosen, engine, guides, program)
+        # the facts of rows that are visited or, between a head's products, settled; and nothing made of them
+        program, _ = engine.lower({}, chosen, {}, (), not chunked)
+    return kind(source, rows, chosen, engine, guides, program)
 
 
 def _with_top(teacher: Any, want: Sequence[Any], top: int | None) -> Any:

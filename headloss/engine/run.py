@@ -19,8 +19,8 @@ from headloss.engine.loss import TermsOnRows
 from headloss.engine.one_launch import Launched, launch, read_facts
 from headloss.engine.product import Pending, ProductSweep
 from headloss.engine.saved import hold, once
+from headloss.engine.settled import facts_between, settle_between
 from headloss.engine.settled import settle as settle_segments
-from headloss.engine.settled import settle_between
 from headloss.engine.sweeps import Sweep, scale_grads
 from headloss.facts import VALUED, Fact, Softmax, Want
 from headloss.record import Facts, Grads, facts_later
@@ -61,7 +61,7 @@ def run(sweep: Sweep, loss: TermsOnRows | None, needs: tuple[bool, ...]) -> Resu
     """The forward pass: facts, loss, and whatever of the gradient can be had in the same visit."""
     if loss is None:
         if sweep.program is not None and True not in needs and sweep.rows.count:
-            return read_facts(sweep)
+            return facts_between(sweep) if type(sweep) is ProductSweep else read_facts(sweep)
         facts, softmax = sweep.facts()
         return Result(softmax.max.new_zeros(()), facts, softmax, {}, {})
     plan, wanted = loss.plan, True in needs or bool(loss.wants_grad)

@@ -35,6 +35,18 @@ def settle_between(sweep: ProductSweep, loss: TermsOnRows, needs: tuple[bool, ..
     return Launched(weighed.report(settling.settled), settling.settled, grads, weighed.normaliser)
 
 
+def facts_between(sweep: ProductSweep) -> Launched:
+    """The facts of all rows, by a program without terms; no gradient."""
+    backend, rows, everything = sweep.backend, sweep.rows, slice(0, sweep.rows.count)
+    settling = backend.Settling(
+        sweep.program, backend.runs(rows.count, sweep.source.device), backend.Weights({}, {}, {}, {}),
+        sweep.marked_targets(everything), rows.count, sweep._temperatures(everything),
+        vocab=sweep.source.vocab, ignore=rows.skipped or rows.valid is not None, gradient=False,
+    )  # fmt: skip
+    settling.settle(sweep.sums())
+    return Launched(None, settling.settled, None, None)
+
+
 def settle(sweep: Sweep, loss: TermsOnRows, needs: tuple[bool, ...]) -> Launched:
     """As `one_launch.launch`; without chunks, all rows are settled at once and no gradient is made."""
     grad = True in needs and bool(loss.chunks)

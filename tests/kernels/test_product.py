@@ -29,7 +29,10 @@ def test_under_the_interpreter():
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
-    monkeypatch.setattr(product, "TILE", product.Tile(16, 32, 16, 2, 4, 2))
+    monkeypatch.setattr(product, "TILE", product.Tile(16, 32, 16, 2, 4, 2, 1))
+    monkeypatch.setattr(product, "READ", product.Tile(16, 32, 16, 2, 4, 2, 2))
+    monkeypatch.setattr(product, "NUMBERED", {"B": 8, "R": 16})
+    monkeypatch.setattr(product, "SORTED", {"B": 4, "R": 8})
     monkeypatch.setattr(product, "LEVELS", 1)
 
 
@@ -221,20 +224,22 @@ def builds():
     """Each kernel of a product with what it takes, as the launches of product.py give it."""
     from headloss.backends.triton.kernels import product as kernels
 
-    T, ints = product.TILE, dict.fromkeys(("V", "D", "rows", "start", "first", "wide", "tiles"), "i32")
+    T, R, ints = product.TILE, product.READ, dict.fromkeys(("V", "D", "rows", "start", "first", "wide", "tiles"), "i32")
     block = lambda rows, columns, dtype="bf16": f"tensordesc<{dtype}[{rows},{columns}]>"
     tile = {"BM": T.rows, "BN": T.columns, "BK": T.depth, "GROUP": T.group, "PROGRAMS": 132}
+    reading = {"BM": R.rows, "BN": R.columns, "BK": R.depth, "GROUP": R.group, "PROGRAMS": 264}
     floats = dict.fromkeys(("multiplier", "reference", "out", "factors", "shares", "constants", "total"), "*fp32")
     pointers = dict.fromkeys(("count", "target", "numbers", "beyond", "tiles"), "*i32")
     x, w, e = block(T.rows, T.depth), block(T.columns, T.depth), block(T.rows, T.columns // 2)
     everything = dict.fromkeys(("STORE", "TARGET", "WANT_X", "WANT_Q", "TOTAL", "BEST", "RAGGED"), True)
     usual = everything | dict.fromkeys(("WANT_Q", "TOTAL", "BEST", "RAGGED"), False)
-    reads = {**floats, **pointers, **ints, "x": x, "w": w, "e": e}
-    yield "read", kernels.read_kernel, reads, {**usual, **tile}
-    yield "read, every sum", kernels.read_kernel, reads, {**everything, **tile}
+    repairs = {**floats, **pointers, **ints, "x": x, "w": w, "e": e}
+    reads = repairs | {"x": block(R.rows, R.depth), "w": block(R.columns, R.depth), "e": block(R.rows, R.columns // 2)}
+    yield "read", kernels.read_kernel, reads, {**usual, **reading}
+    yield "read, every sum", kernels.read_kernel, reads, {**everything, **reading}
     stores_nothing = {k: v for k, v in reads.items() if k != "e"}
-    yield "read, nothing stored", kernels.read_kernel, stores_nothing, {**usual, "STORE": False, "e": None, **tile}
-    yield "repair", kernels.repair_kernel, {**reads, "tiles": "*i32"}, {"TARGET": True, **tile}
+    yield "read, nothing stored", kernels.read_kernel, stores_nothing, {**usual, "STORE": False, "e": None, **reading}
+    yield "repair", kernels.repair_kernel, {**repairs, "tiles": "*i32"}, {"TARGET": True, **tile}
     hidden = {**floats, **pointers, **ints, "e": x, "w": block(T.depth, T.columns), "out": "*bf16", "weight": "*bf16"}
     hidden |= {"weight_stride": "i32", "out_stride": "i32"}
     yield "hidden", kernels.hidden_kernel, hidden, {"TARGET": True, "CONSTANT": True, "EVEN": False, **tile}
@@ -259,7 +264,8 @@ def test_compiles_for_hopper_without_spills_in_the_loop(which, tmp_path, monkeyp
     even = [n for n in names if signature[n].startswith("*") or n.endswith("stride")]
     aligned = {(names.index(n),): [["tt.divisibility", 16]] for n in even}
     constants = {n: x for n, x in constants.items() if n in names}
-    options = {"num_warps": product.TILE.warps, "num_stages": product.TILE.stages, **product.LAUNCH}
+    tile = product.READ if name.startswith("read") else product.TILE
+    options = {"num_warps": tile.warps, "num_stages": tile.stages, **product.LAUNCH}
     source = ASTSource(kernel, signature, constants, aligned)
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     (tmp_path / "cubin").write_bytes(made.asm["cubin"])
@@ -271,4 +277,4 @@ def test_compiles_for_hopper_without_spills_in_the_loop(which, tmp_path, monkeyp
     code = dump("-sass")
     loop = code[code.index("HGMMA") : code.rindex("HGMMA")]  # what is spilled, is spilled once per tile
     assert not re.search(r"\b(LDL|STL)\b", loop), name
-    assert made.metadata.shared < 228 << 10, name
+    assert (made.metadata.shared + 1024) * tile.programs <= 228 << 10, name  # 1 KiB per program is the driver's

@@ -33,7 +33,10 @@ def test_under_the_interpreter():
 def pretend(monkeypatch):
     """CPU tensors are a Hopper GPU's, and tiles are small."""
     monkeypatch.setattr(product, "PRETEND", True)
-    monkeypatch.setattr(product, "TILE", product.Tile(16, 32, 16, 2, 4, 2))
+    monkeypatch.setattr(product, "TILE", product.Tile(16, 32, 16, 2, 4, 2, 1))
+    monkeypatch.setattr(product, "READ", product.Tile(16, 32, 16, 2, 4, 2, 2))
+    monkeypatch.setattr(product, "NUMBERED", {"B": 8, "R": 16})
+    monkeypatch.setattr(product, "SORTED", {"B": 4, "R": 8})
 
 
 @pytest.fixture

@@ -45,8 +45,7 @@ def spans(ids_R: Tensor, num_segments: int, rising: bool = False, whole: bool = 
 
 def runs(rows: int, device: torch.device) -> Spans:
     """Of rows that no segments join: runs of a block each, in place of segments."""
-    ends = torch.arange(0, rows + BLOCK, BLOCK, device=device).clamp_(max=rows)
-    return Spans(torch.nn.functional.pad(ends, (1, 0)))
+    return Spans(torch.arange(-BLOCK, rows + BLOCK, BLOCK, device=device).clamp_(0, rows))
 
 
 class Weights(NamedTuple):

@@ -4,8 +4,8 @@
 Dimension key:  C rows of a chunk   V columns in hand   D hidden size
 
     live      count the rows whose coefficients are not all 0      move      their rows of E to the front
-    factor    the numbers that the products take of a row          scatter   the targets' share of the weight's gradient
-    blank     zeros where a row has no gradient
+    factor    the numbers that the products take of a row          rank      sort their targets
+    scatter   the targets' share of the weight's gradient          blank     zeros where a row has no gradient
 """
 
 import triton
@@ -43,50 +43,59 @@ def coefficients(a, c, y, row, here, A: tl.constexpr, C: tl.constexpr, Y: tl.con
     return pull, constant, share, here & ((pull != 0) | (constant != 0) | (share != 0))
 
 
+@triton.jit
+def some_of(
+    at, first, end, listed, a, c, y, LISTED: tl.constexpr, A: tl.constexpr, C: tl.constexpr, Y: tl.constexpr,
+    B: tl.constexpr,
+):  # fmt: skip
+    """The places from `at` on that lie before `end`, and which of them have a gradient."""
+    place = at + tl.arange(0, B)
+    here = place < end
+    row = place
+    if LISTED:
+        row = tl.load(listed + place, mask=here, other=0).to(tl.int32)
+    _, _, _, some = coefficients(a, c, y, row, here, A, C, Y)
+    return place, here, some, tl.sum((some & (place < first)).to(tl.int32), 0)
+
+
 @triton.jit(do_not_specialize_on_alignment=["listed", "count", "a", "c", "y"])
 def live_kernel(
     count, listed, beyond, a, c, y, counts, tiles, gaps, sources, ranks,
     LISTED: tl.constexpr, A: tl.constexpr, C: tl.constexpr, Y: tl.constexpr, BM: tl.constexpr, B: tl.constexpr,
+    R: tl.constexpr,
 ):  # fmt: skip
     """`counts`: rows with a gradient, rows of E to move, marked tiles.  The front of E is to be the rows with one:
 
-    those further back move into the gaps in front, `sources` to `gaps`; `ranks` numbers them.
+    those further back move into the gaps in front, `sources` to `gaps`; `ranks` numbers them.  A program per B places,
+    which counts over all of them by itself.
     """
-    live = tl.load(count)
-    marked = 0
-    for at in range(0, tl.cdiv(live, BM), B):
-        i = at + tl.arange(0, B)
-        bad = tl.load(beyond + i, mask=i < tl.cdiv(live, BM), other=0)
-        tl.store(tiles + marked + tl.cumsum(bad, 0) - 1, i, mask=bad > 0)
-        marked += tl.sum(bad, 0)
-    alive = 0
-    for at in range(0, live, B):
-        place = at + tl.arange(0, B)
-        here = place < live
-        row = place
-        if LISTED:
-            row = tl.load(listed + place, mask=here, other=0).to(tl.int32)
-        _, _, _, some = coefficients(a, c, y, row, here, A, C, Y)
+    live, own = tl.load(count), tl.program_id(0) * B
+    if own == 0:
+        marked = 0
+        for at in range(0, tl.cdiv(live, BM), R):
+            i = at + tl.arange(0, R)
+            bad = tl.load(beyond + i, mask=i < tl.cdiv(live, BM), other=0)
+            tl.store(tiles + marked + tl.cumsum(bad, 0) - 1, i, mask=bad > 0)
+            marked += tl.sum(bad, 0)
+        tl.store(counts + 2, marked)
+    alive, before, front = 0, 0, 0  # of all places, of those before `own`, of those that are to be the front
+    for at in range(0, live, R):
+        _, _, some, number = some_of(at, own, live, listed, a, c, y, LISTED, A, C, Y, R)
         alive += tl.sum(some.to(tl.int32), 0)
-    empty, moved = 0, 0
-    for at in range(0, live, B):
-        place = at + tl.arange(0, B)
-        here = place < live
-        row = place
-        if LISTED:
-            row = tl.load(listed + place, mask=here, other=0).to(tl.int32)
-        _, _, _, some = coefficients(a, c, y, row, here, A, C, Y)
-        gap = (here & (some == 0) & (place < alive)).to(tl.int32)
-        tl.store(gaps + empty + tl.cumsum(gap, 0) - 1, place, mask=gap > 0)
-        empty += tl.sum(gap, 0)
-        back = (some & (place >= alive)).to(tl.int32)
-        rank = moved + tl.cumsum(back, 0) - 1
-        tl.store(sources + rank, place, mask=back > 0)
-        tl.store(ranks + place, rank, mask=back > 0)
-        moved += tl.sum(back, 0)
-    tl.store(counts, alive)
-    tl.store(counts + 1, moved)
-    tl.store(counts + 2, marked)
+        before += number
+    for at in range(0, alive, R):
+        _, _, _, number = some_of(at, alive, live, listed, a, c, y, LISTED, A, C, Y, R)
+        front += number
+    place, here, some, _ = some_of(own, own, live, listed, a, c, y, LISTED, A, C, Y, B)
+    gap = (here & (some == 0) & (place < alive)).to(tl.int32)
+    tl.store(gaps + (own - before) + tl.cumsum(gap, 0) - 1, place, mask=gap > 0)
+    back = (some & (place >= alive)).to(tl.int32)
+    rank = tl.maximum(before - front, 0) + tl.cumsum(back, 0) - 1
+    tl.store(sources + rank, place, mask=back > 0)
+    tl.store(ranks + place, rank, mask=back > 0)
+    if own == 0:
+        tl.store(counts, alive)
+        tl.store(counts + 1, alive - front)
 
 
 @triton.jit(do_not_specialize=["stride"])
@@ -150,6 +159,33 @@ def factor_kernel(
             d = first + tl.arange(0, BD)
             x = tl.load(hidden + row.to(tl.int64) * stride + d, mask=d < D, other=0.0).to(tl.float32) * factor
             tl.store(scaled + to.to(tl.int64) * scaled_stride + d, x.to(scaled.dtype.element_ty), mask=d < D)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def rank_kernel(columns, keys, order, rows, B: tl.constexpr, R: tl.constexpr):
+    """Sort the columns, equal ones in the order of their rows: each row counts those that come before it.
+
+    As many comparisons as there are pairs of rows, which is nothing next to a product: 8192 rows take a fifth of what
+    a radix sort does.
+    """
+    first = tl.program_id(0) * B
+    i = first + tl.arange(0, B)
+    own = tl.load(columns + i, mask=i < rows, other=2147483647)
+    place = tl.zeros([B], tl.int32)
+    near = first // R * R
+    for at in range(0, near, R):
+        other = tl.load(columns + at + tl.arange(0, R))
+        place += tl.sum((other[None, :] <= own[:, None]).to(tl.int32), 1)
+    j = near + tl.arange(0, R)
+    other = tl.load(columns + j, mask=j < rows, other=2147483647)
+    earlier = (other[None, :] < own[:, None]) | ((other[None, :] == own[:, None]) & (j[None, :] < i[:, None]))
+    place += tl.sum(earlier.to(tl.int32), 1)
+    for at in range(near + R, rows, R):
+        j = at + tl.arange(0, R)
+        other = tl.load(columns + j, mask=j < rows, other=2147483647)
+        place += tl.sum((other[None, :] < own[:, None]).to(tl.int32), 1)
+    tl.store(keys + place, own, mask=i < rows)
+    tl.store(order + place, i, mask=i < rows)
 
 
 @triton.jit(do_not_specialize=["D", "stride", "out_stride", "rows", "V"])

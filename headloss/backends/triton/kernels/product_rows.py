@@ -20,18 +20,22 @@ FAR = tl.constexpr(86.0)  # powers of 2 between a row's reference and its maximu
 
 
 @triton.jit(do_not_specialize=["N"], do_not_specialize_on_alignment=["target"])
-def order_kernel(target, rows, count, N, B: tl.constexpr):
-    """List the rows whose target is not -100 and, from the end, the others."""
-    found, passed = 0, 0
-    for at in range(0, N, B):
-        i = at + tl.arange(0, B)
-        keep = (i < N) & (tl.load(target + i, mask=i < N, other=-100) != -100)
-        number, other = keep.to(tl.int32), ((i < N) & (keep == 0)).to(tl.int32)
-        tl.store(rows + found + tl.cumsum(number, 0) - 1, i, mask=keep)
-        tl.store(rows + N - passed - tl.cumsum(other, 0), i, mask=other > 0)
-        found += tl.sum(number, 0)
-        passed += tl.sum(other, 0)
-    tl.store(count, found)
+def order_kernel(target, rows, count, N, B: tl.constexpr, R: tl.constexpr):
+    """List the rows whose target is not -100 and, from the end, the others.
+
+    A program per B rows, which counts those before its own by itself: one program for all of them takes 16 us.
+    """
+    at, found = tl.program_id(0) * B, 0
+    for first in range(0, at, R):
+        i = first + tl.arange(0, R)
+        found += tl.sum((tl.load(target + i, mask=i < at, other=-100) != -100).to(tl.int32), 0)
+    i = at + tl.arange(0, B)
+    keep = (i < N) & (tl.load(target + i, mask=i < N, other=-100) != -100)
+    number, other = keep.to(tl.int32), ((i < N) & (keep == 0)).to(tl.int32)
+    tl.store(rows + found + tl.cumsum(number, 0) - 1, i, mask=keep)
+    tl.store(rows + N - (at - found) - tl.cumsum(other, 0), i, mask=other > 0)
+    if at + B >= N:
+        tl.store(count, found + tl.sum(number, 0))
 
 
 @triton.jit(
