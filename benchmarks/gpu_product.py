@@ -293,7 +293,8 @@ def peers(case: Case) -> dict[str, Step]:
     def quack() -> Step:
         from quack.linear_cross_entropy import chunked_linear_cross_entropy
 
-        return on(lambda h, w: chunked_linear_cross_entropy(h, w, case.y, chunk_size=2048))
+        size = 4096 if case.shape[2] == 2048 else 2048  # it refuses chunks of as many rows as the hidden size
+        return on(lambda h, w: chunked_linear_cross_entropy(h, w, case.y, chunk_size=size))
 
     found: dict[str, Step] = {}
     for name, make in {"Liger": liger, "QuACK": quack}.items():
