@@ -251,15 +251,26 @@ def _mask(kept: Tensor, drift: Tensor) -> Weighed:
 
 
 def _mismatch(drift: Tensor, w: Tensor) -> dict[str, Tensor]:
-    """How far sampler and trainer are apart: w before it is cut, and k1 and k3 of KL(sampler || trainer) by token."""
+    """How far sampler and trainer are apart: w before it is cut; by token, what trainers log (`integrations.names`).
+
+    k1 and k3 estimate KL(sampler || trainer), k3_reverse KL(trainer || sampler), js the Jensen-Shannon divergence, with
+    k3 of both to their mean; chi2 is the mean of w^2 - 1.
+    """
+    mean = math.log(2) - (-drift).exp().log1p()  # the log of the trainer's probability over the mean of both
     return {
         "sampler_ratio_mean": w,
         "sampler_ratio_min": w,
         "sampler_ratio_max": w,
         "gap_mean": drift.abs(),
         "gap_max": drift.abs(),
+        "gap_factor": drift.abs().exp(),
+        "off_by": drift.expm1().abs(),
+        "drift": drift,
         "k1": -drift,
         "k3": drift.expm1() - drift,
+        "k3_reverse": (-drift).expm1() + drift,
+        "js": ((mean.expm1() - mean) + ((mean - drift).expm1() - (mean - drift))) / 2,
+        "chi2": (2 * drift).expm1(),
     }
 
 

@@ -260,7 +260,10 @@ def test_row_weights_report(batch: Batch, where: str) -> None:
             "effective_sample_size": weight.sum() ** 2 / (weight * weight).sum(),
             "cut_fraction": (weight != w).double().mean(), "k1": (-d).mean(), "k3": (w - 1 - d).mean(),
             "sampler_ratio_mean": w.mean(), "sampler_ratio_min": w.min(), "sampler_ratio_max": w.max(),
-            "gap_mean": d.abs().mean(), "gap_max": d.abs().max(),
+            "gap_mean": d.abs().mean(), "gap_max": d.abs().max(), "drift": d.mean(),
+            "gap_factor": torch.maximum(w, 1 / w).mean(), "off_by": (w - 1).abs().mean(), "chi2": (w * w - 1).mean(),
+            "k3_reverse": (1 / w - 1 + d).mean(),
+            "js": -(0.5 * torch.log(2 * w / (w + 1)) + 0.5 * torch.log(2 / (w + 1))).mean(),
         }  # fmt: skip
         assert 0 < want["cut_fraction"] < 1
         for metric, number in want.items():

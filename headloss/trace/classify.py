@@ -214,11 +214,9 @@ def counts_rows(graph: fx.GraphModule) -> bool:
     if not guards:
         return False
     values = [n.meta.get("val") for n in graph.graph.nodes if n.op == "placeholder"]
-    shapes = [x.shape for x in values if isinstance(x, Tensor)]
-    symbols = lambda sizes: {s for d in sizes if isinstance(d, torch.SymInt) for s in d.node.expr.free_symbols}
-    first = symbols([*(s[0] for s in shapes if len(s)), *(x for x in values if isinstance(x, torch.SymInt))])
-    inner = symbols([d for s in shapes for d in s[1:]]) - first
-    return any(not expr.free_symbols <= inner or not expr.free_symbols for expr in guards)
+    inner = [d for x in values if isinstance(x, Tensor) for d in x.shape[1:] if isinstance(d, torch.SymInt)]
+    symbols = {symbol for d in inner for symbol in d.node.expr.free_symbols}
+    return any(not expr.free_symbols or not expr.free_symbols <= symbols for expr in guards)
 
 
 def _operation(node: fx.Node) -> str:
