@@ -214,7 +214,7 @@ def counts_rows(graph: fx.GraphModule) -> bool:
     if not guards:
         return False
     values = [n.meta.get("val") for n in graph.graph.nodes if n.op == "placeholder"]
-    inner = [d for x in values if isinstance(x, Tensor) for d in x.shape[1:] if isinstance(d, torch.SymInt)]
+    inner: list[Any] = [d for x in values if isinstance(x, Tensor) for d in x.shape[1:] if isinstance(d, torch.SymInt)]
     symbols = {symbol for d in inner for symbol in d.node.expr.free_symbols}
     return any(not expr.free_symbols or not expr.free_symbols <= symbols for expr in guards)
 
