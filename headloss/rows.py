@@ -18,10 +18,11 @@ from torch import Tensor
 
 from headloss.late import Copy, check_later, defers
 from headloss.late import may_read as may_read
+from headloss.places import Places, places_of, remember
 from headloss.segments import Segments, group_sum, integers, shallow, version
+from headloss.support import IGNORE as IGNORE
 from headloss.support import Support, check_counted
 
-IGNORE = -100
 TWICE = "segments: given both to prepare() and to the call; give them once"
 WRITTEN = "were written to after hl.prepare read them; prepare them again"
 
@@ -52,10 +53,14 @@ class Stats(NamedTuple):
 class Prepared:
     """Targets and segments, and what the host must know about them, read or on its way.  See `prepare`."""
 
-    __slots__ = ("_copy", "_stats", "counted", "segments", "support", "targets", "written")
+    __slots__ = ("_copy", "_stats", "counted", "places", "segments", "support", "targets", "written")
 
-    def __init__(self, targets: Tensor, segments: Any, numbers: Tensor | Copy, support: Support | None = None) -> None:
-        self.targets, self.segments, self.support = targets, segments, support
+    def __init__(
+        self, targets: Tensor, segments: Any, numbers: Tensor | Copy, support: Any = None, places: Places | None = None
+    ) -> None:
+        self.targets, self.segments, self.support, self.places = targets, segments, support, places
+        if support is not None and places is not None:
+            remember(support, targets, places)
         self._copy = numbers if isinstance(numbers, Copy) else Copy(numbers)
         self._stats: Stats | None = None
         self.written = (version(targets), 0 if segments is None else version(segments.ids))
@@ -63,7 +68,7 @@ class Prepared:
 
     def __reduce__(self) -> Any:
         self.check()
-        return Prepared, (self.targets, self.segments, self.numbers, self.support)
+        return Prepared, (self.targets, self.segments, self.numbers, self.support, self.places)
 
     @property
     def numbers(self) -> Tensor:
@@ -94,7 +99,8 @@ class Prepared:
             moved = segments.ids.to(device, non_blocking=non_blocking)
             segments = Segments(moved, segments.num_segments, group=segments.group)
         support = None if self.support is None else self.support.to(device, non_blocking)
-        return Prepared(self.targets.to(device, non_blocking=non_blocking), segments, self._copy, support)
+        places = None if self.places is None else self.places.to(device, non_blocking)
+        return Prepared(self.targets.to(device, non_blocking=non_blocking), segments, self._copy, support, places)
 
 
 def prepare(
@@ -114,9 +120,12 @@ def prepare(
     targets = targets.clone() if targets.is_inference() else targets  # nothing counts what is written to those
     segments = None if segments is None else segments.fitted(tuple(targets.shape), targets.device)
     numbers = target_numbers(targets, segments)
-    if support is not None:
+    copy, places = Copy(numbers) if non_blocking else numbers.cpu(), None
+    if support is not None and non_blocking and support.keys.is_cuda:  # places would wait for the support's sizes
         check_counted(support, targets)
-    return Prepared(targets, segments, Copy(numbers) if non_blocking else numbers.cpu(), support)
+    elif support is not None:
+        places = places_of(support, targets).prepared()
+    return Prepared(targets, segments, copy, support, places)
 
 
 def target_numbers(targets: Tensor, segments: Segments | None) -> Tensor:

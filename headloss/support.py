@@ -17,6 +17,7 @@ from torch import Tensor
 from headloss.late import Copy, check_later, defers
 from headloss.segments import integers
 
+IGNORE = -100  # the target of a row that does not count
 SHIFT = 32  # of a row's number in a key
 NONE = torch.iinfo(torch.int64).max  # the key of padding, behind all others
 
@@ -42,17 +43,19 @@ class Support:
     wrong with the ids is said there.
     """
 
-    __slots__ = ("_copy", "_known", "keys", "offsets", "padded", "rows")
+    __slots__ = ("_copy", "_known", "keys", "made", "offsets", "padded", "rows")
     keys: Tensor  # (E or more,) row << 32 | column, in order; NONE behind them
     offsets: Tensor  # (N + 1,)
     rows: int
     _copy: Copy
     _known: Known | None
+    made: dict[str, Any]  # where columns stand in calls with the same targets: `places`
     padded: bool  # how ids were given: an error speaks of what the caller has
 
     def __init__(self, keys: Tensor, offsets: Tensor, numbers: Tensor | Copy, padded: bool) -> None:
         for name, value in (
             ("keys", keys), ("offsets", offsets), ("rows", len(offsets) - 1), ("padded", padded), ("_known", None),
+            ("made", {}),
             ("_copy", numbers if isinstance(numbers, Copy) else Copy(numbers)),
         ):  # fmt: skip
             object.__setattr__(self, name, value)
@@ -177,9 +180,11 @@ def check_counted(support: Support, targets: Tensor) -> None:
         raise ValueError(
             f"support: has {support.rows} rows, there are {targets.numel()} targets; wanted one set per row"
         )
+    if support.keys.device != targets.device:
+        raise ValueError(f"support: is on {support.keys.device}, but the targets are on {targets.device}")
     if not support.rows:
         return
-    empty_N = (support.lengths == 0) & (targets.reshape(-1) != -100)
+    empty_N = (support.lengths == 0) & (targets.reshape(-1) != IGNORE)
     first = torch.stack([empty_N.any().long(), empty_N.int().argmax()])
     if defers(first.device):
         check_later(first, _check_first)

@@ -252,6 +252,41 @@ def test_the_ways_to_say_it(batch: Batch) -> None:
     same(objective(shaped, batch.targets[1:].view(2, 5), support=flat).loss, losses[0])
 
 
+def test_what_a_later_call_finds_ready(batch: Batch) -> None:
+    """Where columns stand is found once for a support and its targets, and anew for others or after a write."""
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            found.append(func._schema.name)
+            return func(*args, **(kwargs or {}))
+
+    objective, support, found = hl.Objective(ce=cross_entropy), batch.support, []
+
+    def grads(targets: Any, **more: Any) -> list[Tensor]:
+        leaves = batch.leaves()
+        return [*torch.autograd.grad(objective(hl.Linear(*leaves), targets, **more).loss, leaves)]
+
+    prepared = hl.prepare(batch.targets.clone(), support=batch.support)
+    for way in (batch.targets, prepared, pickle.loads(pickle.dumps(prepared)), prepared.to("cpu")):
+        more = {} if isinstance(way, hl.Prepared) else {"support": support}
+        first = grads(way, **more)
+        with Watch():
+            again = grads(way, **more)
+        assert found and "aten::searchsorted" not in found
+        for x, y, z in zip(first, again, grads(batch.targets.clone(), support=batch.support), strict=True):
+            assert torch.equal(x, y) and torch.equal(x, z)
+        found.clear()
+    mine = batch.targets.clone()
+    batch.hidden[8] = torch.nan  # of a row that is ignored from now on, though it keeps columns
+    for turn in range(4):
+        mine = mine.clone() if turn == 1 else mine
+        mine.copy_(mine.roll(3))
+        mine[[0, 6, 8]], mine[[1, 3]] = -100, torch.tensor([4, 9])
+        more = {"host_read": False} if turn % 2 else {}
+        for x, y in zip(grads(mine, support=support, **more), grads(mine, support=batch.support), strict=True):
+            assert torch.equal(x, y) and x.isfinite().all()
+
+
 def test_a_row_of_one_column_is_not_even_read(batch: Batch) -> None:
     single = torch.tensor([len(x) == 1 for x in batch.rows]) & (batch.targets >= 0)
     single[missing_of(batch.targets)] = False  # there the target makes two

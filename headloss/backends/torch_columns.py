@@ -1,6 +1,6 @@
 """Some columns of each row of a linear head in plain PyTorch: their logits, and sums of rows for the gradients.
 
-Dimension key:  E kept columns of all rows in hand   D hidden size
+Dimension key:  E kept columns of all rows in hand   D hidden size   P places where logits stand, or their gradient
 """
 
 from __future__ import annotations
@@ -11,30 +11,56 @@ from torch import Tensor
 BAND = 32 << 20  # bytes of rows that are gathered at a time
 
 
-def project(hidden_ND: Tensor, weight_VD: Tensor, row_E: Tensor, column_E: Tensor) -> Tensor:
-    """hidden[row] . weight[column] of each entry, in float32 or better; 0 where the column is -1."""
-    dtype = torch.promote_types(torch.promote_types(hidden_ND.dtype, weight_VD.dtype), torch.float32)
-    out_E = torch.zeros(len(row_E), dtype=dtype, device=row_E.device)
-    if not len(weight_VD):
-        return out_E
+def project(
+    out_P: Tensor,
+    row_E: Tensor,
+    column_E: Tensor,
+    place_E: Tensor,
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    bias_V: Tensor | None,
+    scale: float,
+) -> None:
+    """out[place] = scale (hidden[row] . weight[column] + bias[column]) in float32 or better; 0 where the column is -1.
+
+    A column of -2 is written nowhere.  The last of `out` may hold anything.
+    """
+    dtype = out_P.dtype
     for part in _bands(len(row_E), hidden_ND.shape[1], dtype):
         here, column = column_E[part] >= 0, column_E[part].clamp(min=0)
-        hidden = hidden_ND[row_E[part]].to(dtype).masked_fill(~here[:, None], 0)  # a row that is ignored may hold NaN
-        out_E[part] = torch.linalg.vecdot(hidden, weight_VD[column].to(dtype))
-    return out_E
+        value = torch.zeros(len(here), dtype=dtype, device=out_P.device)
+        if len(weight_VD):
+            hidden = hidden_ND[row_E[part]].to(dtype).masked_fill(~here[:, None], 0)  # an ignored row may hold NaN
+            value = torch.linalg.vecdot(hidden, weight_VD[column].to(dtype))
+            if bias_V is not None:
+                value = value + bias_V[column].masked_fill(~here, 0)
+        out_P.scatter_(0, place_E[part].masked_fill(column_E[part] < -1, len(out_P) - 1), value * scale)
 
 
-def combine(out_SD: Tensor, into_E: Tensor, of_E: Tensor, grad_E: Tensor, x_ND: Tensor, add: bool) -> None:
-    """out[into] = sum over its entries of grad x[of], in float32 or better; entries of one `into` stand together.
+def combine(
+    out_SD: Tensor,
+    into_E: Tensor,
+    of_E: Tensor,
+    place_E: Tensor,
+    grad_P: Tensor,
+    x_ND: Tensor,
+    scale: float,
+    add: bool,
+) -> None:
+    """out[into] = sum over its entries of scale grad[place] x[of], in float32 or better; entries of one `into` stand
+    together.
 
-    An entry whose `into` or `of` is -1 is none.  `add`: to what is there.
+    An entry whose `into` or `of` is negative is none.  `add`: to what is there.
     """
-    dtype = torch.promote_types(grad_E.dtype, torch.float32)
+    dtype = torch.promote_types(grad_P.dtype, torch.float32)
     here_E = (into_E >= 0) & (of_E >= 0)
     if x_ND.device.type == "cpu":
-        into_E, of_E, grad_E = into_E[here_E], of_E[here_E], grad_E[here_E]
+        into_E, of_E, place_E = into_E[here_E], of_E[here_E], place_E[here_E]
+        grad_E = grad_P[place_E]
     else:  # the host does not know how many there are
-        grad_E, into_E, of_E = grad_E.masked_fill(~here_E, 0), into_E.clamp(min=0), of_E.clamp(min=0)
+        grad_E = torch.nn.functional.pad(grad_P, (0, 1))[place_E].masked_fill(~here_E, 0)
+        into_E, of_E = into_E.clamp(min=0), of_E.clamp(min=0)
+    grad_E = grad_E * scale
     if not len(x_ND) or not len(out_SD):
         return
     total_SD = out_SD if out_SD.dtype == dtype else out_SD.to(dtype)

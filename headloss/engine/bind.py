@@ -19,7 +19,7 @@ from headloss.engine.product import ProductSweep, why_chunked
 from headloss.engine.sweeps import Chunk, Sweep
 from headloss.engine.teachers import SparseTeacherRows, TeacherRows, most_rows, teacher_bytes
 from headloss.late import defers
-from headloss.metrics import measure
+from headloss.metrics import measure_later
 from headloss.routed import Routed
 from headloss.rows import Rows, bind_rows, may_read
 from headloss.segments import Segments, shallow
@@ -72,7 +72,10 @@ def bind(plan: Plan, arguments: CallArguments) -> tuple[Sweep, TermsOnRows]:
     if support is not None and isinstance(sweep, KeptSweep):
         missing = sweep.keep(support)
         if missing is not None:
-            loss.metrics |= measure({"support_missing": missing}, rows.valid, "token")
+            found = measure_later(("support_missing",), lambda: missing[None], rows.valid, "token")
+            if not may_read(True, missing.device):
+                found["support_missing"].parts  # a graph that is replayed makes them anew  # noqa: B018
+            loss.metrics |= found
     return sweep, loss
 
 

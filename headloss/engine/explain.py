@@ -10,7 +10,7 @@ import torch
 from headloss.backends import choose
 from headloss.engine.arguments import CallArguments
 from headloss.engine.bind import chunked_because
-from headloss.engine.kept import parts_of, width_of
+from headloss.engine.kept import parts_of, width
 from headloss.engine.plan import Plan
 from headloss.engine.sweeps import Chunk
 from headloss.engine.teachers import DenseTeacherRows, TeacherRows, heads_of, most_rows, teacher_bytes
@@ -176,8 +176,8 @@ def _kept_parts(
     each = source.fact_dtype.itemsize * (1 + sum(isinstance(g, DenseTeacherRows) for g in guides.values()))
     known = support.known()
     parts = parts_of(known, rows, source, each // source.fact_dtype.itemsize - 1)
-    widths = [width_of(known, rows, part) for part in parts]
-    return [(part, width, (part.stop - part.start) * width * each) for part, width in zip(parts, widths, strict=True)]
+    widths = [width(known, rows, part) for part in parts]
+    return [(part, W, (part.stop - part.start) * W * each) for part, W in zip(parts, widths, strict=True)]
 
 
 def _kept_bytes(arguments: CallArguments, rows: Rows, guides: Mapping[str, TeacherRows]) -> dict[str, int]:

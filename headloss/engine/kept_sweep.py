@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from headloss.engine.heads import LogitsHead, open_source
-from headloss.engine.kept import Entries, Kept, parts_of, width_of
+from headloss.engine.kept import parts_of
 from headloss.engine.sweeps import Block, Chunk, Sweep
 from headloss.engine.teachers import DenseTeacherRows, SparseTeacherRows
 from headloss.facts import Partial
+from headloss.places import ZERO, Entries, Places, places_of
 from headloss.record import Grads
 from headloss.rows import IGNORE
 from headloss.sources import Linear, Logits, Source
@@ -26,18 +27,18 @@ from headloss.teachers import DenseChunk, DensePartial, SparseChunk, TeacherChun
 
 
 class KeptHead:
-    """A source, opened for some columns of each row."""
+    """A source, opened for some columns of each row.  `single_N`: rows whose one logit does not matter."""
 
     single_chunk = True
 
-    def __init__(self, source: Source, kept: Kept, backend: ModuleType) -> None:
-        self.source, self.kept, self.backend = source, kept, backend
+    def __init__(self, source: Source, single_N: Tensor | None, backend: ModuleType) -> None:
+        self.source, self.backend = source, backend
+        self.of = None if source.shard is None else (source.shard.start, source.columns), single_N
         self.needs: tuple[bool, ...] = ()
         self.blocks = 1
-        self.slope_E: Tensor | None = None  # of the block that was read last
+        self.slope_CW: Tensor | None = None  # of the softcap, in the block that was read last
         self.begun = False
         self.adds = False  # the weight's gradient to that of another call
-        self.start = 0 if source.shard is None else source.shard.start
         self.made: dict[str, Tensor] = {}
         if isinstance(source, Linear):
             self.hidden_ND = source.hidden.detach().reshape(-1, source.hidden.shape[-1])
@@ -45,30 +46,24 @@ class KeptHead:
         else:
             self.logits = LogitsHead(source)
 
-    def _columns(self, id_E: Tensor) -> Tensor:
-        """Columns of this rank, -1 for others."""
-        column_E = id_E - self.start
-        return torch.where((id_E >= 0) & (column_E >= 0) & (column_E < self.source.columns), column_E, -1)
-
     def read(self, entries: Entries, slot: int = 0) -> Tensor:
         """The kept logits of a block, after scale, bias and softcap: a cap would lift what stands behind them."""
-        source = self.source
-        column_E = self._columns(self.kept.projected(entries))
+        source, C, W = self.source, entries.rows, entries.width
+        flat = torch.full((C * W + 1,), -math.inf, dtype=source.fact_dtype, device=source.device)
+        column_E = entries.columns(*self.of)
         if isinstance(source, Linear):
-            value_E = self.backend.project(self.hidden_ND, self.weight_VD, entries.number_E, column_E)
-            if source.bias is not None and source.columns:
-                value_E = value_E + source.bias.detach()[column_E.clamp(min=0)].masked_fill(column_E < 0, 0)
+            bias = None if source.bias is None else source.bias.detach()
+            where = entries.number_E, column_E, entries.place_E
+            self.backend.project(flat, *where, self.hidden_ND, self.weight_VD, bias, source.scale)
         elif source.columns:
-            value_E = self.logits.logits_NV[entries.number_E, column_E.clamp(min=0)].masked_fill(column_E < 0, 0)
-        else:
-            value_E = torch.zeros(column_E.shape, device=column_E.device)
-        value_E, self.slope_E = value_E.to(source.fact_dtype) * source.scale, None
+            value_E = self.logits.logits_NV[entries.number_E, column_E.clamp(min=0)].to(source.fact_dtype)
+            value_E = value_E.masked_fill(column_E < 0, 0) * source.scale
+            flat.scatter_(0, entries.place_E.masked_fill(column_E < ZERO, C * W), value_E)
+        raw_CW = flat[:-1].view(C, W)
         if source.softcap is not None:
-            value_E = (value_E / source.softcap).tanh() * source.softcap
-            self.slope_E = 1 - (value_E / source.softcap) ** 2
-        if source.shard is not None:
-            value_E = value_E.masked_fill(self._columns(entries.id_E) < 0, -math.inf)
-        return entries.spread(value_E, -math.inf)
+            raw_CW = torch.where(raw_CW == -math.inf, raw_CW, (raw_CW / source.softcap).tanh() * source.softcap)
+            self.slope_CW = 1 - (raw_CW / source.softcap) ** 2
+        return raw_CW
 
     def wants_grad(self, needs: tuple[bool, ...]) -> None:
         self.needs = needs
@@ -81,30 +76,32 @@ class KeptHead:
         return raw_CW  # a copy, whatever the source is
 
     def write(self, entries: Entries, grad_CW: Tensor, ignored_C1: Tensor | None) -> None:
-        column_E = self._columns(self.kept.projected(entries))
-        grad_E = torch.nn.functional.pad(grad_CW.reshape(-1), (0, 1))[entries.place_E].masked_fill(column_E < 0, 0)
-        grad_E = grad_E * self.source.scale if self.slope_E is None else grad_E * self.slope_E * self.source.scale
-        if isinstance(self.source, Logits):
-            self._write_logits(entries, column_E, grad_E)
+        source, column_E = self.source, entries.columns(*self.of)
+        grad_P = (grad_CW if self.slope_CW is None else grad_CW * self.slope_CW).reshape(-1)
+        if isinstance(source, Logits):
+            self._write_logits(entries, column_E, grad_P)
             return
         need_hidden, need_weight, *need_bias = self.needs
-        source, number_E = self.source, entries.number_E
         if need_hidden:
             wide = source.fact_dtype if source.narrow else source.hidden.dtype
             out = self._room("hidden", self.hidden_ND.shape, wide)
-            self.backend.combine(out, number_E, column_E, grad_E, self.weight_VD, False)  # a row is in one block
+            where = entries.number_E, column_E, entries.place_E
+            self.backend.combine(out, *where, grad_P, self.weight_VD, source.scale, False)  # a row is in one block
         if need_weight:
-            column, order = column_E.to(torch.int32).sort(stable=True)
             out = self._room("weight", source.weight.shape, self._weight_dtype())
-            of = number_E[order].masked_fill(column < 0, -1)
-            self.backend.combine(out, column, of, grad_E[order], self.hidden_ND, self.begun)
+            self.backend.combine(out, *entries.by_column(*self.of), grad_P, self.hidden_ND, source.scale, self.begun)
         if need_bias and need_bias[0] and source.bias is not None:
             out = self._room("bias", source.bias.shape, source.fact_dtype)
             if len(out):
-                out.index_put_((column_E.clamp(min=0),), grad_E, accumulate=True)
+                out.index_put_((column_E.clamp(min=0),), self._each(entries, column_E, grad_P), accumulate=True)
         self.begun = True
 
-    def _write_logits(self, entries: Entries, column_E: Tensor, grad_E: Tensor) -> None:
+    def _each(self, entries: Entries, column_E: Tensor, grad_P: Tensor) -> Tensor:
+        """The gradient of each entry's logit before its scale; 0 where it has no column of this head."""
+        grad_E = torch.nn.functional.pad(grad_P, (0, 1))[entries.place_E]
+        return grad_E.masked_fill(column_E < 0, 0) * self.source.scale
+
+    def _write_logits(self, entries: Entries, column_E: Tensor, grad_P: Tensor) -> None:
         grad_NV = self.logits.grad_NV
         if grad_NV is None:
             return
@@ -112,7 +109,7 @@ class KeptHead:
             grad_NV[entries.numbers] = 0
         if grad_NV.shape[1]:
             at = entries.number_E, column_E.clamp(min=0)
-            grad_NV.index_put_(at, grad_E.to(grad_NV.dtype), accumulate=True)
+            grad_NV.index_put_(at, self._each(entries, column_E, grad_P).to(grad_NV.dtype), accumulate=True)
 
     def _room(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         if name not in self.made:
@@ -147,26 +144,29 @@ class KeptHead:
 class KeptSweep(Sweep):
     """A sweep over the kept columns of each row."""
 
-    kept: Kept
+    places: Places
+    single_N: Tensor | None
 
     def keep(self, support: Support) -> Tensor | None:
         """Which columns its rows keep.  Of the rows that count, whether the target was none of them."""
-        known = support.check_call(self.rows.total, self.source.vocab, self.source.device)
-        single = not any(f.name in ("lse", "ids_logit") for f in self.want.facts)
-        self.kept = Kept(support, known, self.rows.given, single)
-        self.compared = {**self.compared, "support": (self.kept.keys,)}
-        return None if self.kept.missing_N is None else self.rows.take(self.kept.missing_N)
+        support.check_call(self.rows.total, self.source.vocab, self.source.device)
+        self.places = places_of(support, self.rows.given)
+        matters = any(f.name in ("lse", "ids_logit") for f in self.want.facts)
+        self.single_N = None if matters else self.places.single_N
+        self.compared = {**self.compared, "support": (self.places.keys,)}
+        missing_N = self.places.missing_N
+        return missing_N if missing_N is None or self.rows.keep is None else missing_N[self.rows.keep]
 
     def _open(self) -> Any:
         if self.want.only_ids:
             return open_source(self.source)
         self.close()
-        return KeptHead(self.source, self.kept, self.backend)
+        return KeptHead(self.source, self.single_N, self.backend)
 
     def whole(self, tensors: Mapping[str, Tensor]) -> Sweep:
         other = super().whole(tensors)
         assert isinstance(other, KeptSweep)
-        other.kept = self.kept
+        other.places, other.single_N = self.places, self.single_N
         return other
 
     def open_head(self, needs: tuple[bool, ...], chunks: Sequence[Chunk]) -> Any:
@@ -180,13 +180,13 @@ class KeptSweep(Sweep):
 
     def _blocks(self, head: Any) -> Iterator[Block]:
         dense = sum(isinstance(g, DenseTeacherRows) for g in self.guides.values())
-        parts = parts_of(self.kept.known, self.rows, self.source, dense)
+        parts = parts_of(self.places.known, self.rows, self.source, dense)
         head.blocks = len(parts)
         for part in parts:
             yield self._read(head, part)
 
     def _read(self, head: Any, part: slice, slot: int = 0) -> Block:
-        entries = self.kept.entries(self.rows, part, width_of(self.kept.known, self.rows, part))
+        entries = self.places.entries(self.rows.keep, part)
         return Block(part, entries, head.read(entries), self._teachers_of(part, entries))
 
     def launch(self, head: Any, chunk: Chunk, arguments: Any, grad: bool) -> Any:
@@ -201,38 +201,41 @@ class KeptSweep(Sweep):
         return visited
 
     def marked_targets(self, part: slice) -> Tensor | None:
-        kept, number = self.kept, self._numbers(part)
-        place = self._targets(part)
-        return (
-            None
-            if place is None or kept.target_N is None
-            else torch.where(kept.target_N[number] == IGNORE, IGNORE, place)
-        )
+        """The places of the targets; -1 where another rank has the column, -100 where the row is ignored."""
+        places, shard = self.places, self.source.shard
+        if places.marked_N is None or places.target_N is None:
+            return None
+        marked = self._of(places.marked_N, part)
+        if shard is None:
+            return marked
+        target = self._of(places.target_N, part)
+        elsewhere = (target < shard.start) | (target >= shard.start + self.source.columns)
+        return marked.masked_fill(elsewhere & (marked != IGNORE), -1)
+
+    def _targets(self, part: slice) -> Tensor | None:
+        marked = self.marked_targets(part)
+        return None if marked is None else marked.clamp(min=-1)
 
     def _teachers_of(self, part: slice, entries: Entries) -> tuple[TeacherChunk, ...]:
         found: list[TeacherChunk] = []
         for name, guide in self.guides.items():
             if isinstance(guide, SparseTeacherRows):
-                found.append(SparseChunk(self.kept.places_of(self._numbers(part), guide.ids_RK[part])))
+                found.append(SparseChunk(self.places.find(self._numbers(part), guide.ids_RK[part])))
                 continue
             assert isinstance(guide, DenseTeacherRows)
-            raw_CW = KeptHead(guide.teacher, self.kept, self.backend).read(entries).to(self.source.fact_dtype)
+            raw_CW = KeptHead(guide.teacher, self.single_N, self.backend).read(entries).to(self.source.fact_dtype)
             temperatures = tuple(guide.own(key, part) for key in self.want.temperatures_of(name))
             found.append(DenseChunk(raw_CW, 1.0, None, temperatures, entries.width))
         return tuple(found)
 
     def _numbers(self, part: slice) -> Tensor:
-        return self.kept.number_N[part] if self.rows.keep is None else self.rows.keep[part]
+        if self.rows.keep is None:
+            return torch.arange(part.start, part.stop, device=self.source.device)
+        return self.rows.keep[part]
 
-    def _targets(self, part: slice) -> Tensor | None:
-        """The places of the targets; -1 where another rank has the column, or the row is ignored."""
-        kept = self.kept
-        if kept.target_N is None:
-            return None
-        number = self._numbers(part)
-        target, place = kept.target_N[number], kept.place_N[number]
-        start = 0 if self.source.shard is None else self.source.shard.start
-        return place.masked_fill((target < start) | (target >= start + self.source.columns), -1)
+    def _of(self, x_N: Tensor, part: slice) -> Tensor:
+        """Of these rows, a value that all rows have."""
+        return x_N[part] if self.rows.keep is None else x_N[self.rows.keep[part]]
 
     @property
     def _start(self) -> int:
@@ -242,7 +245,7 @@ class KeptSweep(Sweep):
         return {}  # the head has seen to it
 
     def _vocab(self, part: slice) -> Any:
-        return self.kept.lengths_N[self._numbers(part)].clamp(min=1).to(self.source.fact_dtype)
+        return self._of(self.places.lengths_N, part).clamp(min=1).to(self.source.fact_dtype)
 
     def _sums(self, block: Block) -> Partial:
         partial, entries = super()._sums(block), block.numbers

@@ -32,13 +32,16 @@ def test_compiles_for_hopper_without_spills(tmp_path):
     from headloss.backends.triton import columns
     from headloss.backends.triton.kernels.columns import combine_kernel, project_kernel
 
-    types = dict.fromkeys(("hidden", "weight", "x", "out"), "*bf16") | dict.fromkeys(("row", "column", "of"), "*i64")
-    types |= {"into": "*i32", "grad": "*fp32"} | dict.fromkeys(("E", "D"), "i32")
+    types = dict.fromkeys(("hidden", "weight", "x", "out", "bias"), "*bf16") | {"grad": "*fp32", "scale": "fp32"}
+    types |= dict.fromkeys(("row", "column", "of", "into", "place"), "*i64") | dict.fromkeys(("E", "D"), "i32")
     types |= dict.fromkeys(("hidden_stride", "weight_stride", "out_stride", "x_stride"), "i32")
-    for kernel, how in ((project_kernel, columns.PROJECT), (combine_kernel, {**columns.COMBINE, "ADD": True})):
+    cases = (project_kernel, {**columns.PROJECT, "BIAS": True}), (combine_kernel, {**columns.COMBINE, "ADD": True})
+    for kernel, how in cases:
         names, warps = kernel.arg_names, how["num_warps"]
         assert len(names) <= 15
-        aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if n in types and n != "E"}
+        aligned = {
+            (i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if n in types and n not in ("E", "scale")
+        }
         constants = {n: x for n, x in how.items() if n in names}
         signature = {n: types.get(n, "constexpr") for n in names} | (
             {"out": "*fp32"} if kernel is project_kernel else {}
@@ -64,16 +67,22 @@ def test_sums_of_entries():
     N, V, D, E = 5, 9, 37, 21
     hidden, weight = torch.randn(N, D, generator=generator), torch.randn(V, D, generator=generator)
     row = torch.randint(N, (E,), generator=generator).sort().values
-    column, grad = torch.randint(-1, V, (E,), generator=generator), torch.randn(E, generator=generator)
-    torch.testing.assert_close(columns.project(hidden, weight, row, column), plain.project(hidden, weight, row, column))
-    into, order = column.to(torch.int32).sort(stable=True)
-    of = row[order].masked_fill(into < 0, -1)
+    column, grad = torch.randint(-1, V, (E,), generator=generator), torch.randn(E + 4, generator=generator)
+    place, bias = torch.randperm(E + 3, generator=generator)[:E], torch.randn(V, generator=generator)
+    column[3] = -2  # an entry that is none
+    for of in (None, bias):
+        want, got = torch.full((2, E + 4), -9.0)
+        columns.project(got, row, column, place, hidden, weight, of, 0.5)
+        plain.project(want, row, column, place, hidden, weight, of, 0.5)
+        torch.testing.assert_close(got[:-1], want[:-1])
+        assert want[place[3]] == -9.0
+    into, order = column.sort(stable=True)
     for add in (False, True):
-        for call in ((row, column, grad, weight), (into, of, grad[order], hidden)):
+        for call in ((row, column, place, grad, weight), (into, row[order], place[order], grad, hidden)):
             want = torch.full((max(N, V), D), float(add))
             got = want.clone()
-            columns.combine(got, *call, add)
-            plain.combine(want, *(x.long() if x.dtype == torch.int32 else x for x in call), add)
+            columns.combine(got, *call, 0.5, add)
+            plain.combine(want, *call, 0.5, add)
             torch.testing.assert_close(got, want)
 
 

@@ -5,7 +5,6 @@ Dimension key:  E kept columns of all rows in hand   D hidden size
 
 from __future__ import annotations
 
-import torch
 import triton  # type: ignore
 from torch import Tensor
 
@@ -18,27 +17,44 @@ PROJECT = {"ENTRIES": 4, "BLOCK": 1024, "num_warps": 4}
 COMBINE = {"ENTRIES": 2, "BLOCK": 2048, "num_warps": 4}
 
 
-def project(hidden_ND: Tensor, weight_VD: Tensor, row_E: Tensor, column_E: Tensor) -> Tensor:
-    """hidden[row] . weight[column] of each entry, in float32; 0 where the column is -1."""
+def project(
+    out_P: Tensor,
+    row_E: Tensor,
+    column_E: Tensor,
+    place_E: Tensor,
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    bias_V: Tensor | None,
+    scale: float,
+) -> None:
+    """out[place] = scale (hidden[row] . weight[column] + bias[column]), in float32; 0 where the column is -1."""
     E, D = len(row_E), hidden_ND.shape[1]
-    out_E = torch.empty(E, dtype=torch.float32, device=row_E.device)
     hidden_ND, weight_VD = _lined(hidden_ND), _lined(weight_VD)
+    bias = hidden_ND if bias_V is None else bias_V.contiguous()
     if E:
         launch_kernel(
-            project_kernel, triton.cdiv(E, PROJECT["ENTRIES"]), hidden_ND, weight_VD, row_E, column_E, out_E, E, D,
-            hidden_ND.stride(0), weight_VD.stride(0), **PROJECT,
+            project_kernel, triton.cdiv(E, PROJECT["ENTRIES"]), out_P, row_E, column_E, place_E, hidden_ND, weight_VD,
+            bias, float(scale), E, D, hidden_ND.stride(0), weight_VD.stride(0), BIAS=bias_V is not None, **PROJECT,
         )  # fmt: skip
-    return out_E
 
 
-def combine(out_SD: Tensor, into_E: Tensor, of_E: Tensor, grad_E: Tensor, x_ND: Tensor, add: bool) -> None:
-    """out[into] = sum over its entries of grad x[of], in float32; entries of one `into` stand together."""
+def combine(
+    out_SD: Tensor,
+    into_E: Tensor,
+    of_E: Tensor,
+    place_E: Tensor,
+    grad_P: Tensor,
+    x_ND: Tensor,
+    scale: float,
+    add: bool,
+) -> None:
+    """out[into] = sum over its entries of scale grad[place] x[of], in float32; entries of one `into` stand together."""
     E, D = len(into_E), x_ND.shape[1]
     x_ND = _lined(x_ND)
     if E and D:
         launch_kernel(
-            combine_kernel, E * triton.cdiv(D, COMBINE["BLOCK"]), out_SD, into_E, of_E, grad_E, x_ND, E, D,
-            out_SD.stride(0), x_ND.stride(0), ADD=add, **COMBINE,
+            combine_kernel, E * triton.cdiv(D, COMBINE["BLOCK"]), out_SD, into_E, of_E, place_E, grad_P, x_ND,
+            float(scale), E, D, out_SD.stride(0), x_ND.stride(0), ADD=add, **COMBINE,
         )  # fmt: skip
 
 

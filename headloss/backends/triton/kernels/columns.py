@@ -10,11 +10,12 @@ import triton.language as tl
 
 @triton.jit
 def project_kernel(
-    hidden, weight, row, column, out, E, D, hidden_stride, weight_stride, ENTRIES: tl.constexpr, BLOCK: tl.constexpr
-):
-    """out[e] = hidden[row[e]] . weight[column[e]], 0 where the column is -1."""
+    out, row, column, place, hidden, weight, bias, scale, E, D, hidden_stride, weight_stride,
+    BIAS: tl.constexpr, ENTRIES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """out[place[e]] = scale (hidden[row[e]] . weight[column[e]] + bias); 0 for a column of -1, and nothing for -2."""
     e = tl.program_id(0) * ENTRIES + tl.arange(0, ENTRIES)
-    at = tl.load(column + e, e < E, -1).to(tl.int64)
+    at = tl.load(column + e, e < E, -2).to(tl.int64)
     n = tl.load(row + e, at >= 0, 0).to(tl.int64)
     total = tl.zeros([ENTRIES, BLOCK], tl.float32)
     for start in range(0, D, BLOCK):
@@ -23,14 +24,20 @@ def project_kernel(
         h = tl.load(hidden + n[:, None] * hidden_stride + d[None, :], here, 0.0).to(tl.float32)
         w = tl.load(weight + at[:, None] * weight_stride + d[None, :], here, 0.0).to(tl.float32)
         total += h * w
-    tl.store(out + e, tl.sum(total, 1), e < E)
+    value = tl.sum(total, 1)
+    if BIAS:
+        value += tl.load(bias + at, at >= 0, 0.0).to(tl.float32)
+    to = tl.load(place + e, at >= -1, 0).to(tl.int64)
+    tl.store(out + to, value * scale, at >= -1)
 
 
 @triton.jit
 def combine_kernel(
-    out, into, of, grad, x, E, D, out_stride, x_stride, ADD: tl.constexpr, ENTRIES: tl.constexpr, BLOCK: tl.constexpr
-):
-    """out[into[e]] = sum of grad[e] x[of[e]] over the run of entries with that `into`, by the program of its first."""
+    out, into, of, place, grad, x, scale, E, D, out_stride, x_stride, ADD: tl.constexpr, ENTRIES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """out[into[e]] = sum of scale grad[place[e]] x[of[e]] over the run of entries with that `into`, by the program of
+    its first."""
     blocks = tl.cdiv(D, BLOCK)
     first = tl.program_id(0) // blocks
     to = tl.load(into + first)
@@ -43,14 +50,15 @@ def combine_kernel(
         go = 1
         while go > 0:
             at = tl.load(of + e, own, -1).to(tl.int64)
-            g = tl.load(grad + e, own & (at >= 0), 0.0)
+            g = tl.load(grad + tl.load(place + e, own & (at >= 0), 0), own & (at >= 0), 0.0)
             here = (at >= 0)[:, None] & (d < D)[None, :]
             rows = tl.load(x + at[:, None] * x_stride + d[None, :], here, 0.0).to(tl.float32)
             total += tl.sum(rows * g[:, None], 0)
             e += ENTRIES
             own = tl.load(into + e, e < E, -1) == to
             go = tl.sum(own.to(tl.int32), 0)
-        place = out + to.to(tl.int64) * out_stride + d
+        total *= scale
+        target = out + to.to(tl.int64) * out_stride + d
         if ADD:
-            total += tl.load(place, d < D, 0.0).to(tl.float32)
-        tl.store(place, total, d < D)
+            total += tl.load(target, d < D, 0.0).to(tl.float32)
+        tl.store(target, total, d < D)

@@ -1,0 +1,220 @@
+"""Where kept columns stand side by side: made once of a support and targets, for every call with the two.
+
+Dimension key:  N rows   E kept columns of all rows, and one entry per row for its target   C rows of a block
+                W places of a row of a block, as many as its longest set has
+
+The kept logits of a block are (C, W), in the order of their columns and with -inf behind them.  A target that its row
+does not keep is put in at its place.  Over ranks the places are the same, and a rank has the logits of its own columns.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from headloss.late import is_capturing
+from headloss.segments import version
+from headloss.support import IGNORE, SHIFT, Known, Support, check_counted
+
+EVEN = 16  # places of a row, so that rows start on a boundary
+ZERO, NONE = -1, -2  # instead of a column: its logit does not matter; another rank's, or no entry
+
+
+def places_of(support: Support, targets: Tensor | None) -> Places:
+    """Those of an earlier call with the same targets, unless somebody has written to them."""
+    found = support.made.get("places")
+    if found is not None and found[0]() is targets and found[1] == _version(targets) and not _captures(support):
+        places: Places = found[2]
+        return places
+    places = Places.make(support, targets)
+    remember(support, targets, places)
+    return places
+
+
+def remember(support: Support, targets: Tensor | None, places: Places) -> None:
+    """For the next call; not what belongs to a CUDA graph, nor of targets that do not count what is written to them."""
+    if _captures(support) or (targets is not None and targets.is_inference()):
+        return
+    of: Any = (lambda: None) if targets is None else weakref.ref(targets)
+    support.made["places"] = of, _version(targets), places
+
+
+def _version(targets: Tensor | None) -> int:
+    return 0 if targets is None else version(targets)
+
+
+def _captures(support: Support) -> bool:
+    return support.keys.is_cuda and is_capturing()
+
+
+class Entries(NamedTuple):
+    """The kept columns of a block's rows, row by row; some may be none."""
+
+    rows: int
+    width: int
+    numbers: slice | Tensor  # where the rows stand among all rows
+    number_E: Tensor  # the row's number among all rows
+    id_E: Tensor  # the column in the whole vocabulary; -1: none
+    place_E: Tensor  # where it stands in the block, flat; behind its end if it is none
+    made: dict[Any, Any]  # columns, and their order, by what `columns` was asked for
+
+    def spread(self, x_E: Tensor, fill: float) -> Tensor:
+        """(C, W) from a value per entry."""
+        flat = torch.full((self.rows * self.width + 1,), fill, dtype=x_E.dtype, device=x_E.device)
+        return flat.scatter_(0, self.place_E, x_E)[:-1].view(self.rows, self.width)
+
+    def columns(self, shard: tuple[int, int] | None, single_N: Tensor | None) -> Tensor:
+        """Columns of a head, or of a shard with its first one and how many it has; or else `ZERO` or `NONE`.
+
+        `single_N`: rows of one column, whose softmax is 1 whatever its logit is.
+        """
+        key = shard, single_N is None
+        if key not in self.made:
+            start, columns = shard or (0, 1 << SHIFT)
+            column_E = self.id_E - start
+            column_E = column_E.masked_fill((self.id_E < 0) | (column_E < 0) | (column_E >= columns), NONE)
+            if single_N is not None:
+                column_E = torch.where((column_E >= 0) & single_N[self.number_E], ZERO, column_E)
+            self.made[key] = column_E
+        found: Tensor = self.made[key]
+        return found
+
+    def by_column(self, shard: tuple[int, int] | None, single_N: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """In the order of their `columns`: those, the rows' numbers and the places."""
+        key = "sorted", shard, single_N is None
+        if key not in self.made:
+            column_E, order_E = self.columns(shard, single_N).to(torch.int32).sort(stable=True)
+            self.made[key] = column_E.long(), self.number_E[order_E], self.place_E[order_E]
+        found: tuple[Tensor, Tensor, Tensor] = self.made[key]
+        return found
+
+
+class Places:
+    """Where each row's kept columns and its target stand."""
+
+    keys: Tensor  # row << 32 | column, in order
+    offsets: Tensor  # (N + 1,) of the keys
+    lengths_N: Tensor  # columns of each row, a target that was put in among them
+    single_N: Tensor  # whether that is one
+    target_N: Tensor | None
+    marked_N: Tensor | None  # the place of a row's target, -100 where the row is ignored
+    missing_N: Tensor | None  # whether a target was put in
+    number_E: Tensor
+    id_E: Tensor  # -1: none
+    place_E: Tensor  # within the row
+    TENSORS = (
+        "keys", "offsets", "lengths_N", "single_N", "target_N", "marked_N", "missing_N", "number_E", "id_E", "place_E",
+    )  # fmt: skip
+
+    def __init__(self, known: Known, tensors: dict[str, Tensor | None], whole: Entries | None = None) -> None:
+        self.known, self._whole = known, whole
+        self.__dict__ |= tensors
+        self.N, self.extra = (
+            len(self.offsets) - 1,
+            0 if self.target_N is None else 1,
+        )  # entries of a row besides its set
+
+    @classmethod
+    def make(cls, support: Support, targets: Tensor | None) -> Places:
+        known = support.known()
+        keys_E, offsets = support.keys[: known.total], support.offsets
+        number_N, lengths_N = torch.arange(support.rows, device=keys_E.device), support.lengths
+        number_E, id_E = keys_E >> SHIFT, keys_E & ((1 << SHIFT) - 1)
+        at_E = torch.arange(known.total, device=keys_E.device)
+        place_E = at_E - offsets[number_E]
+        own: dict[str, Tensor | None] = dict.fromkeys(("target_N", "marked_N", "missing_N"))
+        if targets is not None:
+            check_counted(support, targets)
+            target_N = targets.reshape(-1)
+            ignored_N = target_N == IGNORE
+            place_N, here_N = _find(keys_E, offsets, number_N, target_N)
+            missing_N = ~(ignored_N | here_N)
+            lengths_N = lengths_N + missing_N
+            own = {"target_N": target_N, "marked_N": place_N.masked_fill(ignored_N, IGNORE), "missing_N": missing_N}
+            target_E = target_N[number_E]
+            place_E = place_E + (missing_N[number_E] & (id_E > target_E))
+            id_E = id_E.masked_fill(target_E == IGNORE, -1)
+            # a row's target comes behind its set, so that the entries of a row stand together
+            at = at_E + number_E, offsets[1:] + number_N
+            number_E = _woven(number_E, number_N, *at)
+            id_E = _woven(id_E, torch.where(missing_N, target_N, -1), *at)
+            place_E = _woven(place_E, place_N, *at)
+        own |= {"lengths_N": lengths_N, "single_N": lengths_N == 1, "keys": keys_E, "offsets": offsets}
+        return cls(known, {**own, "number_E": number_E, "id_E": id_E, "place_E": place_E})
+
+    def find(self, number: Tensor, ids_CK: Tensor) -> Tensor:
+        """The places of columns that each row names; -1 for those that it does not keep."""
+        number = number[:, None].expand_as(ids_CK).contiguous()
+        place, here = _find(self.keys, self.offsets, number, ids_CK.contiguous())
+        if self.target_N is not None and self.missing_N is not None:
+            missing, target = self.missing_N[number], self.target_N[number]
+            place, here = place + (missing & (ids_CK > target)), here | (missing & (ids_CK == target))
+        return torch.where(here, place, -1)
+
+    def entries(self, keep: Tensor | None, part: slice) -> Entries:
+        """Of rows `part` of those that `keep` numbers, or of all."""
+        if keep is None and (part.start, part.stop) == (0, self.N):
+            if self._whole is None:
+                self._whole = self._entries(None, part)
+            return self._whole
+        return self._entries(keep, part)
+
+    def _entries(self, keep: Tensor | None, part: slice) -> Entries:
+        a, b = (part.start, part.stop) if keep is None else (0, self.N)
+        of = slice(*(int(self.known.offsets[n]) + n * self.extra for n in (a, b)))
+        number_E, id_E, place_E = self.number_E[of], self.id_E[of], self.place_E[of]
+        C, width, row_E = part.stop - part.start, self.width(keep is None, part), number_E - a
+        if keep is not None:
+            row_N = torch.full((self.N,), -1, device=number_E.device)
+            row_E = row_N.index_copy_(0, keep[part], torch.arange(C, device=number_E.device))[number_E]
+            id_E = id_E.masked_fill(row_E < 0, -1)
+        place_E = (row_E * width + place_E).masked_fill(id_E < 0, C * width)
+        return Entries(C, width, part if keep is None else keep[part], number_E, id_E, place_E, {})
+
+    def width(self, in_order: bool, part: slice) -> int:
+        return width_of(self.known, self.extra, self.N, in_order, part)
+
+    def prepared(self) -> Places:
+        """With all that a call on a whole head will ask for."""
+        if self.N:
+            self.entries(None, slice(0, self.N)).by_column(None, self.single_N)
+        return self
+
+    def to(self, device: torch.device | str, non_blocking: bool) -> Places:
+        def move(x: Any) -> Any:
+            if isinstance(x, dict):
+                return {key: move(y) for key, y in x.items()}
+            if isinstance(x, tuple):
+                return tuple(map(move, x))
+            return x.to(device, non_blocking=non_blocking) if isinstance(x, Tensor) else x
+
+        whole = None if self._whole is None else Entries(*move(tuple(self._whole)))
+        return Places(self.known, {name: move(getattr(self, name)) for name in self.TENSORS}, whole)
+
+
+def width_of(known: Known, extra: int, N: int, in_order: bool, part: slice) -> int:
+    """Places of a row of these: as many as their longest set has, with a target that it does not."""
+    longest = known.longest
+    if in_order and (part.start, part.stop) != (0, N):
+        longest = int(known.offsets[part.start : part.stop + 1].diff().max())
+    return even(longest + extra)
+
+
+def even(n: int) -> int:
+    return max(1, -(-n // EVEN)) * EVEN
+
+
+def _find(keys_E: Tensor, offsets: Tensor, number: Tensor, column: Tensor) -> tuple[Tensor, Tensor]:
+    """The place of a column among those that its row was given, and whether it is one of them."""
+    key = (number << SHIFT) + column.clamp(min=0)
+    at = torch.searchsorted(keys_E, key)
+    here = keys_E[at.clamp(max=len(keys_E) - 1)] == key if len(keys_E) else torch.zeros_like(at).bool()
+    return at - offsets[number], here & (column >= 0)
+
+
+def _woven(x_E: Tensor, x_N: Tensor, at_E: Tensor, at_N: Tensor) -> Tensor:
+    out = torch.empty(len(x_E) + len(x_N), dtype=x_E.dtype, device=x_E.device)
+    return out.scatter_(0, at_E, x_E).scatter_(0, at_N, x_N.to(x_E.dtype))
