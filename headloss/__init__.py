@@ -14,10 +14,10 @@ from headloss.metrics import Meter, Metric
 from headloss.module import FusedLMHead, Inputs
 from headloss.objective import Objective, row_facts, topk
 from headloss.parallel.shard import VocabShard
+from headloss.prepared import Prepared, prepare
 from headloss.record import Facts, Grads, Output
 from headloss.reductions import count
 from headloss.routed import Routed
-from headloss.rows import Prepared, prepare
 from headloss.segments import Segments
 from headloss.sources import Linear, Logits, Sparse
 from headloss.support import Support

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from headloss.rows import IGNORE, segment_ids
+from headloss.prepared import segment_ids
+from headloss.rows import IGNORE
 from headloss.segments import Segments, integers
 
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from headloss.objective import Objective
+from headloss.prepared import Prepared
 from headloss.record import Output
-from headloss.rows import Prepared
 from headloss.sources import Linear, parse_bytes
 
 

@@ -35,8 +35,9 @@ from headloss.graph import compiled as graph
 from headloss.graph.content import Traits, content_key, portable, traits
 from headloss.graph.recipe import describe
 from headloss.late import check_pending
+from headloss.prepared import Prepared, prepare
 from headloss.record import Facts, Output
-from headloss.rows import Prepared, may_read, prepare
+from headloss.rows import may_read
 from headloss.segments import Segments
 from headloss.sources import Source, Sparse, Teacher
 from headloss.support import Support

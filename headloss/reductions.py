@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headloss.rows import IGNORE, Rows, segment_ids
+from headloss.prepared import segment_ids
+from headloss.rows import IGNORE, Rows
 from headloss.segments import Segments, group_sum, integers
 
 REDUCTIONS: Mapping[str, str] = {

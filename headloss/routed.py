@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from headloss.segments import integers, readable
+from headloss.late import Copy, defers
+from headloss.segments import integers, version
 from headloss.sources import Linear, Logits
 
 
@@ -21,7 +21,7 @@ class Routed:
     >>> teacher = hl.Routed({"math": hl.Linear(h1, w1), "code": hl.Linear(h2, w2)}, route)
     """
 
-    __slots__ = ("route", "teachers")
+    __slots__ = ("_copy", "_written", "route", "teachers")
 
     def __init__(self, teachers: Mapping[str, Logits | Linear], route: Tensor) -> None:
         if not isinstance(teachers, Mapping) or not teachers:
@@ -41,14 +41,28 @@ class Routed:
                     f"route: wanted one number per row, shape {x.leading} on {x.device} like teachers[{name!r}], got "
                     f"{tuple(self.route.shape)} on {self.route.device}"
                 )
-        count = len(self.teachers)
-        wrong = ((self.route < -1) | (self.route >= count)).reshape(-1)
-        if readable(self.route) and bool(wrong.any()):
+        self._copy: Copy | None = None
+        self._start()
+        if self.route.device.type == "cpu":
+            self.known()
+
+    def _start(self) -> None:
+        """Send the route to the host, which must know how many rows each teacher has."""
+        self._written = version(self.route)
+        device = self.route.device
+        self._copy = Copy(self.route) if device.type == "cpu" or defers(device) else None
+
+    def known(self) -> Tensor:
+        """The route of all rows, on the host.  This waits for its copy alone, not for work that was queued after it."""
+        if self._copy is None or version(self.route) != self._written:
+            self._start()
+        host_N = (self.route.cpu() if self._copy is None else self._copy.wait()).reshape(-1)
+        wrong = (host_N < -1) | (host_N >= len(self.teachers))
+        if bool(wrong.any()):
             row = int(wrong.int().argmax())
-            there = f"there are {count}, numbered from 0, and -1 for none"
-            raise ValueError(f"route: row {row} has teacher {int(self.route.reshape(-1)[row])}, but {there}")
-        if self.route.device.type == "cuda":
-            torch._assert_async(~wrong.any(), f"route: wanted -1 or a number below {count}")
+            there = f"there are {len(self.teachers)}, numbered from 0, and -1 for none"
+            raise ValueError(f"route: row {row} has teacher {int(host_N[row])}, but {there}")
+        return host_N
 
     @property
     def first(self) -> Any:

@@ -11,174 +11,14 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from headloss.late import Copy, check_later, defers
 from headloss.late import may_read as may_read
-from headloss.places import Places, places_of, remember
-from headloss.segments import Segments, group_sum, integers, shallow, version
+from headloss.prepared import TWICE, Prepared, Stats, check_stats, check_targets_later, segment_ids, target_numbers
+from headloss.segments import Segments, group_sum, integers, shallow
 from headloss.support import IGNORE as IGNORE
-from headloss.support import Support, check_counted
-
-TWICE = "segments: given both to prepare() and to the call; give them once"
-WRITTEN = "were written to after hl.prepare read them; prepare them again"
-
-
-class Stats(NamedTuple):
-    """What the one host read brings back."""
-
-    valid: int  # rows that are not ignored
-    low: int  # smallest and largest target among them
-    high: int
-    loose: int  # valid rows without a segment
-    stray: int  # largest segment id, or one below -1
-    sorted: bool  # the valid rows' segment ids never fall
-    lengths: tuple[int, ...]  # valid rows of each segment
-
-    @property
-    def present(self) -> int:  # segments that have any
-        return len(self.lengths) - self.lengths.count(0)
-
-    @classmethod
-    def read(cls, numbers: Tensor) -> Stats:
-        """From the numbers that `prepare` makes: this waits for the device."""
-        valid, low, high, *more = numbers.tolist()
-        loose, stray, falls, *lengths = more or (0, -1, 0)
-        return cls(valid, low, high, loose, stray, not falls, tuple(lengths))
-
-
-class Prepared:
-    """Targets and segments, and what the host must know about them, read or on its way.  See `prepare`."""
-
-    __slots__ = ("_copy", "_stats", "counted", "places", "segments", "support", "targets", "written")
-
-    def __init__(
-        self, targets: Tensor, segments: Any, numbers: Tensor | Copy, support: Any = None, places: Places | None = None
-    ) -> None:
-        self.targets, self.segments, self.support, self.places = targets, segments, support, places
-        if support is not None and places is not None:
-            remember(support, targets, places)
-        self._copy = numbers if isinstance(numbers, Copy) else Copy(numbers)
-        self._stats: Stats | None = None
-        self.written = (version(targets), 0 if segments is None else version(segments.ids))
-        self.counted = not targets.is_inference()  # how often it is written to
-
-    def __reduce__(self) -> Any:
-        self.check()
-        return Prepared, (self.targets, self.segments, self.numbers, self.support, self.places)
-
-    @property
-    def numbers(self) -> Tensor:
-        """What is known, as a tensor of the host; waits for it if it is still on its way."""
-        return self._copy.wait()
-
-    @property
-    def stats(self) -> Stats:
-        if self._stats is None:
-            self._stats = Stats.read(self.numbers)
-        return self._stats
-
-    def known(self) -> Stats:
-        """What was read; an error if it is no longer true."""
-        self.check()
-        return self._stats or self.stats
-
-    def check(self) -> None:  # without waiting for what was read
-        changed = "targets" if self.counted and self.targets._version != self.written[0] else None
-        if self.segments is not None and version(self.segments.ids) != self.written[1]:
-            changed = "segments"
-        if changed is not None:
-            raise ValueError(f"{changed}: {WRITTEN}")
-
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> Prepared:
-        self.check()
-        if (segments := self.segments) is not None:
-            moved = segments.ids.to(device, non_blocking=non_blocking)
-            segments = Segments(moved, segments.num_segments, group=segments.group)
-        support = None if self.support is None else self.support.to(device, non_blocking)
-        places = None if self.places is None else self.places.to(device, non_blocking)
-        return Prepared(self.targets.to(device, non_blocking=non_blocking), segments, self._copy, support, places)
-
-
-def prepare(
-    targets: Tensor, segments: Segments | None = None, *, support: Support | None = None, non_blocking: bool = False
-) -> Prepared:
-    """Read what the host must know of the targets now, so that the step reads nothing.
-
-    In a data loader, on the CPU:
-
-    >>> batch = hl.prepare(targets, segments).to("cuda")
-    >>> out = objective(hl.Linear(hidden, weight), batch)
-
-    Of targets on a GPU, `non_blocking=True` starts the copy and returns; the call that needs the numbers waits for that
-    copy alone.  Start it before the model's forward, and the wait is over when the head is reached.
-    """
-    targets = integers("targets", targets)
-    targets = targets.clone() if targets.is_inference() else targets  # nothing counts what is written to those
-    segments = None if segments is None else segments.fitted(tuple(targets.shape), targets.device)
-    numbers = target_numbers(targets, segments)
-    copy, places = Copy(numbers) if non_blocking else numbers.cpu(), None
-    if support is not None and non_blocking and support.keys.is_cuda:  # places would wait for the support's sizes
-        check_counted(support, targets)
-    elif support is not None:
-        places = places_of(support, targets).prepared()
-    return Prepared(targets, segments, copy, support, places)
-
-
-def target_numbers(targets: Tensor, segments: Segments | None) -> Tensor:
-    """The numbers that `Stats.read` takes, on the targets' device."""
-    ids = None if segments is None else segment_ids(segments, targets)
-    flat = targets.reshape(-1)
-    valid = flat != IGNORE
-    big = torch.iinfo(flat.dtype).max
-    counted = [
-        valid.sum(),
-        flat.masked_fill(~valid, big).min() if len(flat) else valid.sum(),
-        flat.masked_fill(~valid, 0).max() if len(flat) else valid.sum(),
-    ]
-    parts = [torch.stack([x.long() for x in counted])]
-    if ids is not None and segments is not None:
-        held = ids.masked_fill(~valid, -1)
-        falls = (held.masked_fill(held < 0, 0).cummax(0).values > held) & (held >= 0) if len(flat) else held > 0
-        low, high = ids.aminmax() if len(flat) else (ids.new_full((), -1), ids.new_full((), -1))
-        stray = torch.where(low < -1, low, high)
-        parts.append(torch.stack([(valid & (ids < 0)).sum(), stray.long(), falls.any().long()]))
-        inside = held.clamp(max=segments.num_segments - 1)
-        parts.append(Segments(inside, segments.num_segments).counts.long())
-    return torch.cat(parts)
-
-
-def check_prepared(numbers: Tensor, targets: Tensor, segments: Segments | None) -> None:
-    """In a graph, where nothing tells whether a tensor was written to: the numbers must be those of the targets."""
-
-    def check(now: Tensor) -> None:
-        if not torch.equal(now, numbers[: len(now)]):
-            raise ValueError(f"targets or segments: {WRITTEN}")
-
-    if defers(targets.device):  # the targets' range and count, which cost little
-        check_later(target_numbers(targets, None), check)
-    elif targets.device.type == "cpu":
-        check(target_numbers(targets, segments))
-
-
-def check_targets_later(
-    numbers: Tensor, vocab: int, segments: Segments | None = None, needed: str | None = None
-) -> None:
-    """Check what `target_numbers` found once it has reached the host; on the device while a CUDA graph is captured."""
-    if defers(numbers.device):
-        count = None if segments is None else segments.num_segments
-        check_later(numbers, lambda x: check_stats(Stats.read(x), vocab, count, needed))
-        return
-    fine = (numbers[0] == 0) | ((numbers[1] >= 0) & (numbers[2] < vocab))
-    torch._assert_async(fine, "targets: out of range")
-    if segments is not None:
-        inside = (numbers[4] >= -1) & (numbers[4] < segments.num_segments)
-        torch._assert_async(inside, "segments: an id is out of range")
-        if needed is not None:
-            torch._assert_async(numbers[3] == 0, "segments: rows that are not ignored have no segment (id -1)")
 
 
 class Rows:
@@ -187,6 +27,9 @@ class Rows:
     `skipped`: none is dropped because a kernel passes over those of target -100; the mask is made if something asks.
     """
 
+    by_route: Tensor | None = (
+        None  # the teacher of each row, on the host, where rows are in the order of their teachers
+    )
     num_items: Tensor | None = None  # of the whole group, once `join` has asked
     one_token: Tensor | None = None  # 1 / how many count, where a kernel has made it
 
@@ -382,28 +225,3 @@ def _skipping(
         segments = Segments(ids, segments.num_segments, group=segments.group)
     by_segment = stats is not None and stats.sorted
     return Rows(shape, targets, None, None, segments, stats, skipped, by_segment)
-
-
-def segment_ids(segments: Segments, targets: Tensor) -> Tensor:
-    """The ids of the flat rows, checked against the targets' shape; either of the two may be flat already."""
-    ids = segments.fitted(tuple(targets.shape), targets.device).ids
-    if ids.shape != targets.shape and not (ids.ndim == 1 and ids.numel() == targets.numel()):
-        raise ValueError(
-            f"segments: ids have shape {tuple(ids.shape)}, the targets {tuple(targets.shape)}; they must agree "
-            f"(from_cu_seqlens(..., rows=N) pads with rows of no segment)"
-        )
-    return ids.reshape(-1)
-
-
-def check_stats(stats: Stats, vocab: int, num_segments: int | None = None, needed: str | None = None) -> None:
-    if stats.valid and not 0 <= stats.low <= stats.high < vocab:
-        bad = stats.low if stats.low < 0 else stats.high
-        hint = f"; ignored rows are marked {IGNORE}" if stats.low < 0 else ""
-        raise ValueError(f"targets: wanted values in [0, {vocab}) or {IGNORE}, got {bad}{hint}")
-    if num_segments is not None and not -1 <= stats.stray < num_segments:
-        raise ValueError(f"segments: id {stats.stray} is outside [-1, {num_segments})")
-    if needed is not None and stats.loose:
-        raise ValueError(
-            f"segments: {stats.loose} rows that are not ignored have no segment (id -1), "
-            f"but term {needed!r} needs one for each"
-        )

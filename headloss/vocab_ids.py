@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
-from headloss.segments import integers, readable
+from headloss.late import check_later, defers, is_capturing
+from headloss.segments import integers, readable, version
 
 
 def check_vocab_ids(source: Any) -> None:
@@ -23,7 +25,9 @@ def check_vocab_ids(source: Any) -> None:
     object.__setattr__(source, "vocab_ids", ids)
     if ids.device.type == "meta" or not len(ids):
         return
-    in_order, order = ids.sort(stable=True)
+    if _known(ids):
+        return
+    in_order, order = sorted_ids(ids)
     twice = in_order[1:] == in_order[:-1]
     if not readable(ids):
         torch._assert_async(~twice.any() & (in_order[0] >= 0), "vocab_ids: negative, or a token twice")
@@ -35,13 +39,69 @@ def check_vocab_ids(source: Any) -> None:
         raise ValueError(f"vocab_ids: wanted each token once, but {rows} are both {int(in_order[at])}")
 
 
+_SORTED: Any = WeakIdKeyDictionary()  # by the tensor: how often it had been written to, and its tokens in order
+
+
+def sorted_ids(ids: Tensor) -> tuple[Tensor, Tensor]:
+    """The tokens in order, and the columns that they are: found once for a tensor that nobody writes to."""
+    if _known(ids):
+        found: tuple[Tensor, Tensor] = _SORTED[ids][1]
+        return found
+    in_order, order = ids.sort(stable=True)
+    if _lasts(ids):
+        _SORTED[ids] = version(ids), (in_order, order)
+    return in_order, order
+
+
+def _known(ids: Tensor) -> bool:
+    return _lasts(ids) and ids in _SORTED and _SORTED[ids][0] == version(ids)
+
+
+def _lasts(ids: Tensor) -> bool:
+    """Whether something made of it now may be used by a later call."""
+    plain = type(ids) in (Tensor, torch.nn.Parameter) and not ids.is_inference()
+    return plain and not torch.compiler.is_compiling() and not (ids.is_cuda and is_capturing())
+
+
 def to_columns(vocab_ids: Tensor, x: Tensor, ignore: int) -> tuple[Tensor, Tensor]:
     """Tokens as columns; `ignore` stays, and is what a token becomes that is not among them.  And which those are."""
     if not len(vocab_ids):
         missing = x != ignore
         return torch.full_like(x, ignore), missing
-    in_order, order = vocab_ids.sort()
+    in_order, order = sorted_ids(vocab_ids)
     place = torch.searchsorted(in_order, x).clamp(max=len(in_order) - 1)
     among = in_order[place] == x
     missing = (x >= 0) & ~among
     return torch.where(among, order[place], torch.where(missing, ignore, x)), missing
+
+
+class Tokens(NamedTuple):
+    """Of targets that were turned into columns of these tokens: how many are not among them, and of how many."""
+
+    vocab_ids: Tensor
+    missing: Tensor
+    counted: Tensor
+
+    def to(self, device: torch.device | str, non_blocking: bool) -> Tokens:
+        return Tokens(*(x.to(device, non_blocking=non_blocking) for x in self))
+
+    def check(self, vocab_ids: Tensor) -> None:
+        """That a head has these tokens.  On a GPU the next call says if not; nothing waits."""
+        wanted = "targets: were prepared with vocab_ids other than those of the source"
+        if self.vocab_ids is vocab_ids:
+            return
+        if self.vocab_ids.shape != vocab_ids.shape or self.vocab_ids.device != vocab_ids.device:
+            here, there = (f"{tuple(x.shape)} on {x.device}" for x in (self.vocab_ids, vocab_ids))
+            raise ValueError(f"{wanted}: {here}, those are {there}")
+        differ = (self.vocab_ids != vocab_ids).any()
+
+        def check(found: Tensor) -> None:
+            if bool(found):
+                raise ValueError(wanted)
+
+        if defers(differ.device):
+            check_later(differ, check)
+        elif readable(differ):
+            check(differ)
+        else:
+            torch._assert_async(~differ, wanted)

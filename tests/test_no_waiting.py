@@ -25,7 +25,7 @@ import headloss as hl
 from headloss import late
 from headloss.engine.plan import why_read
 from headloss.losses import cross_entropy, forward_kl, grpo, gspo
-from headloss.rows import Stats, check_stats
+from headloss.prepared import Stats, check_stats
 
 INSIDE = os.environ.get("TRITON_INTERPRET") == "1"
 CE = hl.Objective(ce=cross_entropy, metrics=["accuracy"])
@@ -42,7 +42,7 @@ def nothing_pending() -> Any:
 @pytest.fixture
 def deferred(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU as if a read from it would wait."""
-    for name in ("late", "rows", "engine.bind", "engine.row_facts"):
+    for name in ("late", "prepared", "engine.bind", "engine.row_facts"):
         monkeypatch.setattr(f"headloss.{name}.defers", lambda device: True)
 
 
@@ -80,7 +80,7 @@ def test_the_same_as_with_targets_that_were_read(name: str, monkeypatch: pytest.
     call = ways(logits)[name]
     for _ in range(2):  # a later call goes the same way
         with monkeypatch.context() as reading:
-            reading.setattr("headloss.rows.prepare", None)  # nothing reads
+            reading.setattr("headloss.prepared.prepare", None)  # nothing reads
             got = call(targets)
         assert late._PENDING or not INSIDE
         segments = hl.Segments.from_ids(torch.arange(12) // 3) if name == "gspo" else None
@@ -140,8 +140,8 @@ def test_checks_do_not_pile_up() -> None:
 def test_at_the_end_of_a_process_it_is_still_said() -> None:
     code = """
         import torch, headloss as hl
-        from headloss import late, rows
-        late.check_later(torch.tensor([1, 99, 99]), lambda x: rows.check_stats(rows.Stats.read(x), 9))
+        from headloss import late, prepared
+        late.check_later(torch.tensor([1, 99, 99]), lambda x: prepared.check_stats(prepared.Stats.read(x), 9))
     """
     command = [sys.executable, "-c", textwrap.dedent(code)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1], check=True)

@@ -143,3 +143,25 @@ def test_refusals() -> None:
         hl.Objective(kl=forward_kl, metrics=["teacher_agreement"])(
             hl.Linear(batch.hidden, batch.weight), batch.targets, teacher=batch.teacher()
         )
+
+
+def test_the_host_knows_the_route() -> None:
+    """It travels when the teachers are made; a call that drops no row waits for nothing else, and sees later writes."""
+    batch = Batch()
+    batch.targets[4] = 3
+    teacher, objective = batch.teacher(), hl.Objective(kl=forward_kl)
+    for route in (batch.route, batch.route.flip(0)):
+        batch.route.copy_(route)
+        for guide in (0, 1):
+            batch.guides[guide][0].nan_to_num_(0.5)
+        got = objective(hl.Linear(batch.hidden, batch.weight), batch.targets, teacher=teacher)
+        want = objective(hl.Linear(batch.hidden, batch.weight), batch.targets, teacher=batch.teacher())
+        alone = [
+            objective(hl.Linear(batch.hidden, batch.weight), torch.where(batch.route == i, batch.targets, -100),
+                      teacher=hl.Linear(*batch.guides[i]), num_items=N).loss for i in (0, 1)
+        ]  # fmt: skip
+        torch.testing.assert_close(got.loss, want.loss, rtol=0, atol=0)
+        torch.testing.assert_close(got.loss, sum(alone), rtol=TOLERANCE, atol=TOLERANCE)
+    batch.route[3] = 2
+    with pytest.raises(ValueError, match="route: row 3 has teacher 2, but there are 2"):
+        objective(hl.Linear(batch.hidden, batch.weight), batch.targets, teacher=teacher)

@@ -64,19 +64,8 @@ def top_level_imports(path: Path) -> Iterator[str]:
 IMPORTS = {name: own_imports(path) for name, path in FILES.items()}
 LAYERS = (  # from the bottom up: a file imports from its own layer and from those below
     ("rule", "facts", "teachers", "losses", "options", "served", "top", "draft"),  # the algebra; what needs torch alone
-    (
-        "late",
-        "parallel",
-        "segments",
-        "places",
-        "rows",
-        "labels",
-        "reductions",
-        "row_weights",
-        "sources",
-        "support",
-        "vocab_ids",
-    ),
+    ("late", "parallel", "segments", "sources", "support", "vocab_ids"),
+    ("places", "prepared", "rows", "labels", "reductions", "row_weights"),
     ("routed",),
     ("trace",),
     ("divergence", "term", "metrics", "record"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 from typing import Any
 
 import pytest
@@ -158,8 +159,36 @@ def test_refusals() -> None:
         hl.Objective(kl=forward_kl)(source, batch.targets, teacher=small)
     with pytest.raises(ValueError, match="vocab_ids: .*asks for 'targets', which would be columns of this head"):
         hl.Objective(own=lambda logprob, targets: logprob * targets)(source, batch.targets)
-    with pytest.raises(ValueError, match="targets: prepared ones know nothing of vocab_ids"):
-        hl.Objective(ce=cross_entropy)(source, hl.prepare(batch.targets))
+    ce, prepared = hl.Objective(ce=cross_entropy), hl.prepare(batch.targets, vocab_ids=batch.ids)
+    with pytest.raises(ValueError, match="targets: were prepared without vocab_ids"):
+        ce(source, hl.prepare(batch.targets))
+    with pytest.raises(ValueError, match="targets: were prepared with vocab_ids other than those of the source"):
+        ce(hl.Linear(batch.hidden, batch.weight, vocab_ids=batch.ids.roll(1)), prepared)
+    with pytest.raises(ValueError, match="targets: were prepared with vocab_ids, which the source has not"):
+        ce(hl.Linear(batch.hidden, batch.weight), prepared)
+    with pytest.raises(ValueError, match="vocab_ids: wanted one token per column"):
+        hl.prepare(batch.targets, vocab_ids=batch.ids[None])
+
+
+def test_prepared_targets_and_tokens_that_are_written_to() -> None:
+    batch = Batch()
+    objective = hl.Objective(ce=cross_entropy, kl=hl.Term(forward_kl, tail="renormalise"), metrics=["accuracy"])
+
+    def call(ids: Tensor, targets: Any) -> hl.Output:
+        teacher = hl.Linear(batch.guide, batch.head)
+        return objective(hl.Linear(batch.hidden, batch.weight, vocab_ids=ids), targets, teacher=teacher)
+
+    want = call(batch.ids.clone(), batch.targets)
+    prepared = hl.prepare(batch.targets, vocab_ids=batch.ids)
+    for way in (prepared, pickle.loads(pickle.dumps(prepared)), prepared.to("cpu")):
+        out = call(batch.ids, way)
+        assert torch.equal(out.loss, want.loss)
+        assert {k: float(x) for k, x in out.metrics.items()} == {k: float(x) for k, x in want.metrics.items()}
+    batch.ids.copy_(batch.ids.roll(1))  # whose order was kept
+    assert torch.equal(call(batch.ids, batch.targets).loss, call(batch.ids.clone(), batch.targets).loss)
+    batch.ids[0] = batch.ids[1]
+    with pytest.raises(ValueError, match="vocab_ids: wanted each token once"):
+        call(batch.ids, batch.targets)
 
 
 def split() -> None:

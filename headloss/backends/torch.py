@@ -17,6 +17,7 @@ from torch import Tensor
 
 from headloss.backends.torch_columns import combine as combine
 from headloss.backends.torch_columns import project as project
+from headloss.backends.torch_columns import take as take
 from headloss.backends.torch_teachers import Comparison, divide, floored, join, logits, pull_tile, second_look
 from headloss.facts import FLOOR, Moments, Partial, Pull, Softmax, Want
 from headloss.teachers import DenseChunk, DensePull, DenseSoftmax, TeacherChunk, TeacherPulls, Temperature

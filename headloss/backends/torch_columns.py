@@ -75,6 +75,11 @@ def combine(
         out_SD.copy_(total_SD)
 
 
+def take(raw_CV: Tensor, ids: Tensor, out_CU: Tensor) -> None:
+    """out = raw[:, ids]."""
+    torch.index_select(raw_CV, 1, ids, out=out_CU)
+
+
 def _bands(E: int, D: int, dtype: torch.dtype) -> list[slice]:
     step = max(1, BAND // max(1, 2 * D * dtype.itemsize))
     return [slice(i, min(i + step, E)) for i in range(0, E, step)]

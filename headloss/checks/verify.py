@@ -21,8 +21,8 @@ from torch import Tensor
 from headloss.checks.dense import IGNORE, Answer, Given, answer
 from headloss.engine.brought import named_teachers, with_candidates
 from headloss.engine.layout import LAID, lay_out, readings
+from headloss.prepared import Prepared, prepare
 from headloss.routed import Routed
-from headloss.rows import Prepared, prepare
 from headloss.segments import Segments
 from headloss.sources import Linear, Logits, Source, Sparse, Teacher
 

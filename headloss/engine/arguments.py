@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from headloss.rows import Prepared
+from headloss.prepared import Prepared
 from headloss.segments import Segments
 from headloss.sources import Source, Teacher
 from headloss.support import Support
@@ -42,7 +42,11 @@ class CallArguments(NamedTuple):
 
     def with_prepared(self) -> CallArguments:
         """With the support that was given to `hl.prepare`."""
-        prepared = self.targets.support if isinstance(self.targets, Prepared) else None
+        if not isinstance(self.targets, Prepared):
+            return self
+        prepared = self.targets.support
+        if self.targets.tokens is not None and getattr(self.source, "vocab_ids", None) is None:
+            raise ValueError("targets: were prepared with vocab_ids, which the source has not")
         if prepared is not None and self.support is not None:
             raise ValueError("support: given both to prepare() and to the call; give it once")
         return self if prepared is None else self._replace(support=prepared)

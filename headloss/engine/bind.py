@@ -86,7 +86,10 @@ def _by_route(rows: Rows, plan: Plan, arguments: CallArguments) -> Rows:
     if len(routed) != 1 or not free:
         return rows
     other, order = shallow(rows), rows.take(routed[0].route).argsort(stable=True)
-    other.keep = order if rows.keep is None else rows.keep[order]
+    if rows.keep is None:
+        other.keep, other.by_route = order, routed[0].known().sort().values
+    else:
+        other.keep = rows.keep[order]
     other.__dict__.pop("targets", None)
     return other
 

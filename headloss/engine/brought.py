@@ -20,8 +20,9 @@ from headloss.engine.arguments import CallArguments
 from headloss.engine.layout import Laid, PerRow
 from headloss.engine.plan import plain_source
 from headloss.late import check_later, defers
+from headloss.prepared import Prepared
 from headloss.reductions import NEEDS_SEGMENTS, shares
-from headloss.rows import IGNORE, Prepared
+from headloss.rows import IGNORE
 from headloss.segments import Segments, group_sum, integers, readable
 from headloss.sources import Linear, Logits, Source, Sparse
 from headloss.teachers import TOP

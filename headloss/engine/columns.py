@@ -15,9 +15,10 @@ from headloss.draft import Draft, whole_of
 from headloss.engine.arguments import CallArguments
 from headloss.engine.brought import named_teachers
 from headloss.metrics import Metric
+from headloss.prepared import Prepared
 from headloss.record import Facts, Output, facts_from
 from headloss.routed import Routed
-from headloss.rows import IGNORE, Prepared
+from headloss.rows import IGNORE
 from headloss.segments import integers
 from headloss.sources import Linear, Logits, Sparse, with_tensors
 from headloss.term import Term
@@ -66,8 +67,6 @@ def in_columns(arguments: CallArguments, terms: Terms | None) -> Mapped:
     assert ids is not None
     if arguments.support is not None:
         raise ValueError("support: a head with vocab_ids has a vocabulary of its own; leave out one of the two")
-    if isinstance(targets, Prepared):
-        raise ValueError("targets: prepared ones know nothing of vocab_ids; pass the tensor of tokens")
     teachers = {name: _teacher(name, x, ids) for name, x in named_teachers(arguments.teacher).items()}
     for term in () if terms is None else terms.every_term:
         _check_numbers(term)
@@ -77,7 +76,13 @@ def in_columns(arguments: CallArguments, terms: Terms | None) -> Mapped:
         if term.targets is not None and isinstance(inputs.get(term.targets), Tensor):
             inputs[term.targets], _ = to_columns(ids, integers(term.targets, inputs[term.targets]), IGNORE)
     ignored = missing = None
-    if targets is not None:
+    if isinstance(targets, Prepared):
+        if targets.tokens is None:
+            raise ValueError("targets: were prepared without vocab_ids; use hl.prepare(targets, vocab_ids=...)")
+        targets.tokens.check(ids)
+        ignored, missing = targets.targets == IGNORE, (targets.tokens.missing, targets.tokens.counted)
+        targets = targets.in_columns()
+    elif targets is not None:
         tokens = integers("targets", targets)
         targets, lost = to_columns(ids, tokens, IGNORE)
         ignored, missing = targets == IGNORE, (lost.sum().float(), (tokens != IGNORE).sum().float())

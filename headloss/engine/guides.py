@@ -43,7 +43,8 @@ def bind_teachers(
 
 def _dense(teacher: Any, source: Source, rows: Rows, backend: Any) -> DenseTeacherRows:
     if isinstance(teacher, Routed):
-        return RoutedRows([DenseTeacherRows(t, source, rows) for t in teacher.teachers.values()], teacher.route, rows)
+        each = [DenseTeacherRows(t, source, rows) for t in teacher.teachers.values()]
+        return RoutedRows(each, teacher.route, rows, teacher.known())
     if not isinstance(teacher, Draft):
         return DenseTeacherRows(teacher, source, rows)
     if isinstance(teacher.teacher, Linear) and not teacher.whole:  # only the rows of its weight that count
@@ -75,7 +76,8 @@ class DraftRows(DenseTeacherRows):
         C, temperatures = len(raw_CV), tuple(self.own(key, part) for key in keys)
         if slot not in self.held_CU or len(self.held_CU[slot]) < C:
             self.held_CU[slot] = torch.empty(C, len(self.ids), dtype=raw_CV.dtype, device=raw_CV.device)
-        held_CU = torch.index_select(raw_CV, 1, self.ids, out=self.held_CU[slot][:C])
+        held_CU = self.held_CU[slot][:C]
+        self.backend.take(raw_CV, self.ids, held_CU)
         chunk = DenseChunk(held_CU, self.teacher.scale, self.teacher.softcap, temperatures, self.columns)
         if not self.sums_whole:
             return chunk
@@ -101,7 +103,7 @@ class DraftRows(DenseTeacherRows):
 class RoutedRows(DenseTeacherRows):
     """A dense teacher for each row: every head makes the logits of its own rows alone."""
 
-    def __init__(self, each: Sequence[DenseTeacherRows], route: Tensor, rows: Rows) -> None:
+    def __init__(self, each: Sequence[DenseTeacherRows], route: Tensor, rows: Rows, host_N: Tensor) -> None:
         first = each[0]
         self.teacher, self.rows, self.columns = first.teacher, rows, first.columns  # all share the transform
         self.head = self.made = None
@@ -109,7 +111,11 @@ class RoutedRows(DenseTeacherRows):
         route_R = rows.take(route)
         self.route_R = route_R if rows.valid is None else route_R.masked_fill(~rows.valid, -1)
         self.none_R = self.route_R < 0
-        self.host_R = self.route_R.cpu()  # the host must know how many rows each has
+        self.host_N = host_N
+        if rows.by_route is not None or (rows.keep is None and rows.valid is None):
+            self.host_R = host_N if rows.by_route is None else rows.by_route
+        else:
+            self.host_R = self.route_R.cpu()  # the host must know how many of the rows that count each has
         self.temperature = first.temperature
         if any(isinstance(x.temperature, Tensor) or x.temperature != first.temperature for x in each):
             T_R = torch.ones(rows.count, device=route.device)
@@ -183,4 +189,4 @@ class RoutedRows(DenseTeacherRows):
         for i, guide in enumerate(self.each):
             own = {n.split(":", 1)[1]: x for n, x in tensors.items() if n.startswith(f"{i}:")}
             each.append(guide.whole(own, source, rows))
-        return RoutedRows(each, tensors["route"], rows)
+        return RoutedRows(each, tensors["route"], rows, self.host_N)

@@ -18,8 +18,8 @@ from headloss.engine.layout import PerRow, Reading, count_pairs, lay_out, layout
 from headloss.engine.plan import Calls, Plan, choose_calls, make_plan, plain_source, suited
 from headloss.engine.saved import refuse_transforms
 from headloss.engine.teachers import name_teachers
+from headloss.prepared import Prepared
 from headloss.routed import Routed, routes_of
-from headloss.rows import Prepared
 from headloss.segments import Segments
 from headloss.sources import Logits, Source, Sparse, Teacher
 from headloss.terms import Terms

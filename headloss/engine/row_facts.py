@@ -19,7 +19,8 @@ from headloss.engine.teachers import name_teachers
 from headloss.facts import FACTS, Fact, Want
 from headloss.late import defers
 from headloss.options import is_number, shown
-from headloss.rows import Prepared, bind_rows
+from headloss.prepared import Prepared
+from headloss.rows import bind_rows
 from headloss.sources import Linear, Source, Teacher
 from headloss.support import Support
 from headloss.teachers import SPARSE, TOP

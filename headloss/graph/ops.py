@@ -42,8 +42,9 @@ from headloss.graph.rehearsal import (
     sweep_of,
 )
 from headloss.late import check_pending
+from headloss.prepared import check_prepared
 from headloss.record import Grads
-from headloss.rows import bind_rows, check_prepared
+from headloss.rows import bind_rows
 from headloss.sources import Linear, Logits
 
 _library = torch.library.Library("headloss", "FRAGMENT")
@@ -227,7 +228,7 @@ def _pull(
 
 
 def _numbers(args: Call) -> int:
-    """How many numbers the host reads; see `rows.prepare`."""
+    """How many numbers the host reads; see `prepared.prepare`."""
     if args.numbers is not None:
         return args.numbers.shape[0]
     return 3 if args.segments is None else 6 + args.segments.num_segments

@@ -28,7 +28,7 @@ from headloss.engine.arguments import CallArguments
 from headloss.engine.layout import LAID, Laid, Reading, choose, fits, readings, unfit
 from headloss.graph.content import _NUMBERED, Traits, content_key, portable
 from headloss.parallel.shard import VocabShard
-from headloss.rows import TWICE, Prepared
+from headloss.prepared import TWICE, Prepared
 from headloss.segments import Segments
 from headloss.sources import Linear, Logits, Sparse, Teacher, check_number, is_symbol
 from headloss.term import check_weight

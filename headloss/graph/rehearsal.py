@@ -26,8 +26,9 @@ from headloss.engine.run import Result, run
 from headloss.engine.sweeps import Sweep
 from headloss.facts import CONSTANT, Fact
 from headloss.graph.recipe import Call, Recipe
+from headloss.prepared import Prepared, prepare
 from headloss.record import keys_of
-from headloss.rows import Prepared, may_read, prepare
+from headloss.rows import may_read
 from headloss.terms import Terms
 from headloss.trace.classify import unwatched
 

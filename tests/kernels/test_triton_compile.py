@@ -19,7 +19,7 @@ backend = import_module("headloss.backends.triton.sweeps")
 tiles = import_module("headloss.backends.triton.tiles")
 from headloss.backends.triton.kernels.pull import pull_kernel  # noqa: E402
 from headloss.backends.triton.kernels.sums import merge_kernel, sums_kernel  # noqa: E402
-from headloss.backends.triton.kernels.top import cut_kernel, top_kernel  # noqa: E402
+from headloss.backends.triton.kernels.top import cut_kernel, order_kernel, top_kernel  # noqa: E402
 
 BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 INTS = ("N", "V", "k", "parts", "width", "stride", "lead", "out_stride", "out_lead", "target_stride", "start")
@@ -30,7 +30,7 @@ class Built:
     def __init__(self, kernel, dtype, warps, temperatures=1, **constants):
         signature = dict.fromkeys(INTS, "i32") | {"scale": "fp32", "cap": "fp32"}
         signature |= {"raw": f"*{dtype}", "target": "*i64", "rows": "*fp32", "partial": "*fp32"}
-        signature |= {"values": "*fp32", "columns": "*i32", "counts": "*i32"}
+        signature |= {"values": "*fp32", "columns": "*i64", "counts": "*i32", "found": "*i64", "groups": "*i32"}
         signature |= {"out": f"*{dtype}" if kernel is pull_kernel else "*fp32"}
         signature["temperatures"] = ("fp32",) * temperatures
         names = kernel.arg_names
@@ -82,13 +82,18 @@ def merge():
 
 def top(dtype, k, kernel):
     found = import_module("headloss.backends.triton.top")
-    flags = {"SCALED": False, "CAPPED": False, "LINE": 8, "L": found.lanes(k), "J": WIDE[dtype], "M": max(256, 2 * k)}
-    return Built(kernel, dtype, max(4, found.lanes(k) // 128), **flags)
+    flags = {"SCALED": False, "CAPPED": False, "LINE": 8, "L": found.L, "J": WIDE[dtype], "M": max(256, 2 * k)}
+    if kernel is top_kernel:
+        B = found.loads(151936, k, WIDE[dtype])
+        flags |= {"B": B, "G": triton.next_power_of_2(triton.cdiv(151936, found.L * WIDE[dtype] * B) * found.L)}
+    return Built(kernel, dtype, 8, **flags)
 
 
 KERNELS = {
     "top 64": lambda: top("bf16", 64, top_kernel),
+    "top 64, float32": lambda: top("fp32", 64, top_kernel),
     "top 64, cut": lambda: top("fp32", 64, cut_kernel),
+    "top 64, ordered": lambda: Built(order_kernel, "bf16", 1, M=256),
     "sums 128256": lambda: sums("bf16", 128256),
     "sums 262144 float32": lambda: sums("fp32", 262144),
     "sums 2000": lambda: sums("fp16", 2000),

@@ -24,7 +24,7 @@ from torch import Tensor
 import headloss as hl
 from headloss import late
 from headloss.losses import cross_entropy, dpo, forward_kl
-from headloss.rows import Stats, check_stats
+from headloss.prepared import Stats, check_stats
 from headloss.trace.reads import reads
 
 INSIDE = os.environ.get("TRITON_INTERPRET") == "1"

@@ -34,7 +34,8 @@ sums_matrix, pull_rows, Settling, Weights, spans, runs = (
     settle.runs,
 )
 count_targets = alone.count_targets
-project, combine = columns.project, columns.combine  # some columns of each row of a linear head
+# some columns of each row of a linear head; some columns of all rows
+project, combine, take = columns.project, columns.combine, columns.take
 
 
 def sums(*call: Any, teachers: Sequence[TeacherChunk] = (), **options: Any) -> Partial:

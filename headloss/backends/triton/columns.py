@@ -1,4 +1,4 @@
-"""Some columns of each row of a linear head on a GPU: what `headloss.backends.torch_columns` says, in two kernels.
+"""Some columns of each row of a linear head on a GPU: what `headloss.backends.torch_columns` says, in kernels.
 
 Dimension key:  E kept columns of all rows in hand   D hidden size
 """
@@ -8,13 +8,14 @@ from __future__ import annotations
 import triton  # type: ignore
 from torch import Tensor
 
-from headloss.backends.triton.kernels.columns import combine_kernel, project_kernel
+from headloss.backends.triton.kernels.columns import combine_kernel, project_kernel, take_kernel
 from headloss.backends.triton.launch import launch_kernel
 
 # Measured on an H200 with 61,000 entries of 4096; a BLOCK that leaves a warp without a row of its own takes ten times
 # as long, because sums then cross warps.
 PROJECT = {"ENTRIES": 4, "BLOCK": 1024, "num_warps": 4}
 COMBINE = {"ENTRIES": 2, "BLOCK": 2048, "num_warps": 4}
+TAKE = {"ROWS": 4, "BLOCK": 1024, "num_warps": 4}
 
 
 def project(
@@ -56,6 +57,15 @@ def combine(
             combine_kernel, E * triton.cdiv(D, COMBINE["BLOCK"]), out_SD, into_E, of_E, place_E, grad_P, x_ND,
             float(scale), E, D, out_SD.stride(0), x_ND.stride(0), ADD=add, **COMBINE,
         )  # fmt: skip
+
+
+def take(raw_CV: Tensor, ids: Tensor, out_CU: Tensor) -> None:
+    """out = raw[:, ids].  Tokens in rising order are read four times as fast as others."""
+    raw_CV, (C, U) = _lined(raw_CV), out_CU.shape
+    if C and U:
+        programs = triton.cdiv(C, TAKE["ROWS"]) * triton.cdiv(U, TAKE["BLOCK"])
+        given = (raw_CV, ids, out_CU, C, U, raw_CV.stride(0), out_CU.stride(0))
+        launch_kernel(take_kernel, programs, *given, **TAKE)
 
 
 def _lined(x: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """The likeliest columns of each row: found by a kernel that leaves a few more, and put in order.
 
-Dimension key:  C rows handed in   V columns in hand   K columns wanted   M room for those that are found
+Dimension key:  C rows handed in   V columns in hand   K columns wanted   M room for those that are found   G groups
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 import triton  # type: ignore
 from torch import Tensor
 
-from headloss.backends.triton.kernels.top import cut_kernel, top_kernel
+from headloss.backends.triton.kernels.top import cut_kernel, order_kernel, top_kernel
 from headloss.backends.triton.launch import launch_kernel
 from headloss.backends.triton.sweeps import sums as student_sums
 from headloss.backends.triton.tiles import LAUNCH, Transform, check_dtype, readable, rows_of
@@ -34,28 +34,46 @@ def top_partial(raw_CV: Tensor, max_C: Tensor, chunk: TopChunk, how: Transform, 
     return SparsePartial(ids_CK, None, (), None, columns_CK, theirs)
 
 
-def lanes(k: int) -> int:
-    """Many more than k, so that the k-th largest of their maxima is little below that of the row."""
-    return min(4096, max(256, triton.next_power_of_2(4 * k)))  # 3520 x 151936, k = 64: 0.88 ms with 256, 1.16 with 512
+L = 256  # lanes of a program
+SORTED = 1024  # keys that a program puts in order itself
+
+
+def loads(V: int, k: int, J: int) -> int:
+    """Of a group, so many that there are several times k groups: the k-th largest of them is little below the row's."""
+    return max(1, min(16, triton.next_power_of_2(max(1, V // (4 * k * J)) + 1) // 2))
 
 
 def largest(raw_CV: Tensor, k: int, how: Transform) -> tuple[Tensor, Tensor]:
     """(C, k) logits and columns."""
     check_dtype(raw_CV)
     C, V = raw_CV.shape
-    room = triton.next_power_of_2(max(256, 2 * k))
-    values_CM = torch.full((C, room), -math.inf, dtype=torch.float32, device=raw_CV.device)
-    columns_CM = torch.full((C, room), BEYOND, dtype=torch.int32, device=raw_CV.device)
+    device = raw_CV.device
+    values_CK = torch.empty(C, k, dtype=torch.float32, device=device)
+    columns_CK = torch.empty(C, k, dtype=torch.int64, device=device)
     if C and k:
-        raw, L = rows_of(raw_CV), lanes(k)
-        counts_C = torch.empty(C, dtype=torch.int32, device=raw_CV.device)
-        given = (values_CM, columns_CM, counts_C, V, raw.x_CV.stride(0), raw.lead, k, *how.numbers)
-        flags = {**how.flags(), **LAUNCH, "LINE": raw.line, "L": L, "J": 16 // raw_CV.element_size(), "M": room}
-        launch_kernel(top_kernel, C, raw.x_CV, *given, **flags, num_warps=max(4, L // 128))
-        launch_kernel(cut_kernel, C, raw.x_CV, *given, **flags, num_warps=max(4, L // 128))
-    order_CK = values_CM.argsort(dim=-1, descending=True, stable=True)[:, :k]
-    column_CK = columns_CM.gather(-1, order_CK).long().clamp(max=max(0, V - 1))
-    return values_CM.gather(-1, order_CK), column_CK
+        raw, J = rows_of(raw_CV), 16 // raw_CV.element_size()
+        B, M = loads(V, k, J), triton.next_power_of_2(max(256, 2 * k))
+        G = triton.next_power_of_2(triton.cdiv(V + raw.line, L * J * B) * L)
+        found_CM = torch.empty(C, M, dtype=torch.int64, device=device)
+        groups_CG = torch.empty(C, G, dtype=torch.int32, device=device)
+        counts_C = torch.empty(C, dtype=torch.int32, device=device)
+        given = (V, raw.x_CV.stride(0), raw.lead, k, *how.numbers)
+        flags = {**how.flags(), **LAUNCH, "LINE": raw.line, "L": L, "J": J, "M": M}
+        warps = L // 32 * max(1, G // 8192)
+        launch_kernel(
+            top_kernel, C, raw.x_CV, found_CM, counts_C, groups_CG, *given, **flags, B=B, G=G, num_warps=min(32, warps)
+        )
+        launch_kernel(cut_kernel, C, raw.x_CV, found_CM, counts_C, *given, **flags, num_warps=L // 32)
+        if M <= SORTED:
+            order = (found_CM, counts_C, values_CK, columns_CK, k)
+            launch_kernel(order_kernel, C, *order, M=M, num_warps=max(1, M // 256))
+        else:
+            found_CM.masked_fill_(torch.arange(M, device=device) >= counts_C[:, None], torch.iinfo(torch.int64).min)
+            found_CK = found_CM.sort(dim=-1, descending=True).values[:, :k]
+            key_CK = (found_CK >> 32).to(torch.int32)
+            values_CK = torch.where(key_CK < 0, key_CK ^ 0x7FFFFFFF, key_CK).view(torch.float32)
+            columns_CK = 0x7FFFFFFF - (found_CK & 0x7FFFFFFF)
+    return values_CK, columns_CK
 
 
 def _theirs(of: DenseChunk, column_CK: Tensor, fill: Sequence[int]) -> Theirs:

@@ -62,3 +62,16 @@ def combine_kernel(
         if ADD:
             total += tl.load(target, d < D, 0.0).to(tl.float32)
         tl.store(target, total, d < D)
+
+
+@triton.jit
+def take_kernel(raw, ids, out, C, U, raw_stride, out_stride, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """out[:, u] = raw[:, ids[u]]: some columns of a few rows, one after another so that the rows stay in the cache."""
+    blocks = tl.cdiv(U, BLOCK)
+    row = tl.program_id(0) // blocks * ROWS
+    u = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    at = tl.load(ids + u, u < U, 0)
+    for i in tl.static_range(ROWS):
+        n = (row + i).to(tl.int64)
+        here = u < tl.where(n < C, U, 0)
+        tl.store(out + n * out_stride + u, tl.load(raw + n * raw_stride + at, mask=here), mask=here)

@@ -1,11 +1,12 @@
 # mypy: ignore-errors
-"""The columns of a row that may be among its K largest, in the order of the columns.
+"""The largest K columns of a row, in order.
 
-Dimension key:  L lanes   J columns of a lane in each load   M room for columns that are found
+Dimension key:  L lanes   J columns of a lane in each load   B loads of a group   G groups, or more   M room for keys
 
-A program reads a row twice.  The first time each lane keeps the largest it has seen; the K-th largest of those is not
-above the K-th largest of the row, and with a thousand lanes few other columns lie between the two.  The second time all
-columns from there on are written down, one after another.  Where they are more than there is room for, as in a row of
+A program reads a row once, and of each group, the columns that one lane sees in B loads, it keeps the largest.  The
+K-th largest of those is not above the K-th largest of the row, and with many more groups than K few other columns lie
+between the two.  So only groups that reach it are read again, and the columns in them that do are written down as keys
+that sort by value and, of equals, by the lower column.  Where those are more than there is room for, as in a row of
 equal logits, the K-th largest of the row itself is found by halving, and ties are cut at the lower columns.
 """
 
@@ -29,6 +30,17 @@ def number(key):
 
 
 @triton.jit
+def sortable(key, column):
+    """A number's key and its column in one: the larger comes first and, of equals, the lower column."""
+    return (key.to(tl.int64) << 32) | (0x7FFFFFFF - column).to(tl.int64)
+
+
+@triton.jit
+def larger(x, y):
+    return tl.maximum(x, y, propagate_nan=tl.PropagateNan.ALL)  # NaN is the largest, as it is for `ordered`
+
+
+@triton.jit
 def keys(raw, at, skew, end, scale, cap, SCALED: tl.constexpr, CAPPED: tl.constexpr, MASKED: tl.constexpr):
     """Some columns of a row; those that are not in it count for less than -inf."""
     if MASKED:
@@ -46,17 +58,19 @@ def is_edge(n, skew, end, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def largest_of_lanes(raw, skew, end, scale, cap, SCALED: tl.constexpr, CAPPED: tl.constexpr,
-                     L: tl.constexpr, J: tl.constexpr):  # fmt: skip
-    """What each lane has seen."""
-    at = tl.arange(0, L)[:, None] * J + tl.arange(0, J)[None, :]
-    best = tl.full([L], -2147483648, tl.int32)
-    for n in range(0, tl.cdiv(end, L * J)):
-        if is_edge(n, skew, end, L * J):
-            key = keys(raw, n * (L * J) + at, skew, end, scale, cap, SCALED, CAPPED, True)
+def largest_of_groups(raw, first, skew, end, scale, cap, SCALED: tl.constexpr, CAPPED: tl.constexpr,
+                      MASKED: tl.constexpr, L: tl.constexpr, J: tl.constexpr, B: tl.constexpr):  # fmt: skip
+    """The largest that each lane sees in B loads from `first` on."""
+    best = tl.full([L], -float("inf"), tl.float32)
+    for b in tl.static_range(B):
+        at = first + b * (L * J) + tl.arange(0, L)[:, None] * J + tl.arange(0, J)[None, :]
+        if MASKED:
+            here = (at >= skew) & (at < end)
+            z = logits(tl.load(raw + at, mask=here, other=0.0), scale, cap, SCALED, CAPPED)
+            z = tl.where(here, z, -float("inf"))
         else:
-            key = keys(raw, n * (L * J) + at, skew, end, scale, cap, SCALED, CAPPED, False)
-        best = tl.maximum(best, tl.max(key, 1))
+            z = logits(tl.load(raw + at), scale, cap, SCALED, CAPPED)
+        best = larger(best, tl.reduce(z, 1, larger))
     return best
 
 
@@ -82,63 +96,66 @@ def place(hit):
 
 
 @triton.jit
-def write(raw, values, columns, least, room, M, skew, end, scale, cap, CUT: tl.constexpr, SCALED: tl.constexpr,
-          CAPPED: tl.constexpr, L: tl.constexpr, J: tl.constexpr):  # fmt: skip
-    """Write down all columns from `least` on, as far as there are places; with CUT, the first `room` equal to it."""
-    at = tl.arange(0, L)[:, None] * J + tl.arange(0, J)[None, :]
-    found = 0
-    equals = 0
-    for n in range(0, tl.cdiv(end, L * J)):
-        if is_edge(n, skew, end, L * J):
-            key = keys(raw, n * (L * J) + at, skew, end, scale, cap, SCALED, CAPPED, True)
-        else:
-            key = keys(raw, n * (L * J) + at, skew, end, scale, cap, SCALED, CAPPED, False)
-        hit = key >= least
-        if CUT:
-            equal = key == least
-            many, before = place(equal)
-            hit = hit & ((key > least) | (equals + before < room))
-            equals += many
-        if tl.max(tl.max(key, 1), 0) >= least:
-            many, before = place(hit)
-            where = found + before
-            store = hit & (where < M)
-            tl.store(values + where, number(key), mask=store)
-            tl.store(columns + where, n * (L * J) + at - skew, mask=store)
-            found += many
-    return found
-
-
-@triton.jit
 def top_kernel(
-    raw, values, columns, counts, V, stride, lead, k, scale, cap,
+    raw, found, counts, groups, V, stride, lead, k, scale, cap,
     SCALED: tl.constexpr, CAPPED: tl.constexpr, LINE: tl.constexpr,
-    L: tl.constexpr, J: tl.constexpr, M: tl.constexpr,
+    L: tl.constexpr, J: tl.constexpr, B: tl.constexpr, G: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
-    """`values` and `columns` (N, M) of each row: at least its k largest, in the order of the columns; and how many."""
+    """`found` (N, M) of each row: keys of at least its k largest columns, in any order; and how many there are.
+
+    `groups`: (N, G), room for the largest of each group.
+    """
     row = tl.program_id(0)
     first, skew = boundary(row, stride, lead, LINE)
     raw += first
+    groups += row.to(tl.int64) * G
+    found += row.to(tl.int64) * M
     end = skew + V
-    best = largest_of_lanes(raw, skew, end, scale, cap, SCALED, CAPPED, L, J)
-    low = tl.maximum(tl.min(best, 0), -2147483647).to(tl.int64)  # a lane may have seen no column
-    high = tl.max(best, 0).to(tl.int64) + 1
-    while high - low > 1:  # the largest number that k lanes reach
+    blocks = tl.cdiv(end, L * J * B)
+    for n in range(0, blocks):
+        start = n * (L * J * B)
+        if is_edge(n, skew, end, L * J * B):
+            best = largest_of_groups(raw, start, skew, end, scale, cap, SCALED, CAPPED, True, L, J, B)
+        else:
+            best = largest_of_groups(raw, start, skew, end, scale, cap, SCALED, CAPPED, False, L, J, B)
+        tl.store(groups + n * L + tl.arange(0, L), ordered(best))
+    tl.debug_barrier()
+    group = tl.arange(0, G)
+    most = tl.load(groups + group, group < blocks * L, -2147483648)
+    low = tl.full([], -2147483647, tl.int64)
+    high = tl.max(most, 0).to(tl.int64) + 1
+    while high - low > 1:  # the largest number that k groups reach
         middle = (low + high) >> 1
-        reached = tl.sum((best >= middle).to(tl.int32), 0) >= k
+        reached = tl.sum((most >= middle).to(tl.int32), 0) >= k
         low = tl.where(reached, middle, low)
         high = tl.where(reached, high, middle)
-    values += row.to(tl.int64) * M
-    columns += row.to(tl.int64) * M
-    found = write(raw, values, columns, low.to(tl.int32), 0, M, skew, end, scale, cap, False, SCALED, CAPPED, L, J)
-    tl.store(counts + row, found)
+    least = low.to(tl.int32)
+    reach = (most >= least).to(tl.int32)
+    tl.debug_barrier()  # all have read them
+    tl.store(groups + tl.cumsum(reach, 0) - 1, group, mask=reach > 0)
+    tl.debug_barrier()
+    W: tl.constexpr = B * J
+    T: tl.constexpr = 2048 // W
+    columns = tl.arange(0, W)
+    total = 0
+    for n in range(0, tl.sum(reach, 0), T):
+        nth = n + tl.arange(0, T)
+        own = nth < tl.sum(reach, 0)
+        g = tl.load(groups + nth, own, 0)
+        at = (g // L * (L * J * B) + g % L * J)[:, None] + (columns // J * (L * J) + columns % J)[None, :]
+        key = keys(raw, at, skew, tl.where(own, end, 0)[:, None], scale, cap, SCALED, CAPPED, True)
+        hit = key >= least
+        many, before = place(hit)
+        where = total + before
+        tl.store(found + where, sortable(key, at - skew), mask=hit & (where < M))
+        total += many
+    tl.store(counts + row, total)
 
 
 @triton.jit
 def cut_kernel(
-    raw, values, columns, counts, V, stride, lead, k, scale, cap,
-    SCALED: tl.constexpr, CAPPED: tl.constexpr, LINE: tl.constexpr,
-    L: tl.constexpr, J: tl.constexpr, M: tl.constexpr,
+    raw, found, counts, V, stride, lead, k, scale, cap,
+    SCALED: tl.constexpr, CAPPED: tl.constexpr, LINE: tl.constexpr, L: tl.constexpr, J: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
     """The same of rows that had more columns than there is room for: exactly the k largest."""
     row = tl.program_id(0)
@@ -146,8 +163,7 @@ def cut_kernel(
         first, skew = boundary(row, stride, lead, LINE)
         raw += first
         end = skew + V
-        values += row.to(tl.int64) * M
-        columns += row.to(tl.int64) * M
+        found += row.to(tl.int64) * M
         low = tl.full([], -2147483648, tl.int64)
         high = tl.full([], 2147483648, tl.int64)
         while high - low > 1:
@@ -157,7 +173,26 @@ def cut_kernel(
             high = tl.where(reached, high, middle)
         least = low.to(tl.int32)
         room = k - above(raw, least + 1, skew, end, scale, cap, SCALED, CAPPED, L, J)
-        tl.store(values + tl.arange(0, M), -float("inf"))
-        tl.store(columns + tl.arange(0, M), 16777216)
-        tl.debug_barrier()
-        write(raw, values, columns, least, room, M, skew, end, scale, cap, True, SCALED, CAPPED, L, J)
+        at = tl.arange(0, L)[:, None] * J + tl.arange(0, J)[None, :]
+        total = 0
+        equals = 0
+        for n in range(0, tl.cdiv(end, L * J)):
+            key = keys(raw, n * (L * J) + at, skew, end, scale, cap, SCALED, CAPPED, True)
+            many_equal, before_equal = place(key == least)
+            hit = (key > least) | ((key == least) & (equals + before_equal < room))
+            equals += many_equal
+            many, before = place(hit)
+            tl.store(found + total + before, sortable(key, n * (L * J) + at - skew), mask=hit)
+            total += many
+        tl.store(counts + row, k)
+
+
+@triton.jit
+def order_kernel(found, counts, values, columns, k, M: tl.constexpr):
+    """The k largest of a row's keys, in order: values and columns, (N, k)."""
+    row = tl.program_id(0).to(tl.int64)
+    m = tl.arange(0, M)
+    key = tl.load(found + row * M + m, m < tl.load(counts + row), -9223372036854775808)
+    key = tl.sort(key, descending=True)
+    tl.store(values + row * k + m, number((key >> 32).to(tl.int32)), mask=m < k)
+    tl.store(columns + row * k + m, 0x7FFFFFFF - (key & 0x7FFFFFFF), mask=m < k)
