@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import atexit
 import collections
-import contextlib
+import ctypes
 import functools
+import time
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -22,23 +23,23 @@ MOST_PENDING = 64  # checks; one more waits for the oldest
 
 
 class Copy:
-    """A small tensor of any device, on its way to the host.  `room`: memory of the host that is free again."""
+    """A small tensor of any device, on its way to the host."""
 
     __slots__ = ("event", "host")
 
-    def __init__(self, x: Tensor, room: Tensor | None = None) -> None:
+    def __init__(self, x: Tensor) -> None:
         self.event: torch.cuda.Event | None = None
         device = x.device
         if device.type != "cuda":
             self.host = x.cpu()
         elif device.index == torch._C._cuda_getDevice():
-            self._start(x, room)
+            self._start(x)
         else:
             with torch.cuda.device(device):
-                self._start(x, room)
+                self._start(x)
 
-    def _start(self, x: Tensor, room: Tensor | None) -> None:
-        self.host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True) if room is None else room
+    def _start(self, x: Tensor) -> None:
+        self.host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
         self.host.copy_(x, non_blocking=True)
         self.event = torch.cuda.Event()
         self.event.record()
@@ -55,7 +56,7 @@ class Copy:
 
 
 # `torch.cuda.is_current_stream_capturing` without its way there, where the build of torch knows of CUDA
-is_capturing: Callable[[], bool] = getattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False)
+is_capturing: Callable[[], bool] = torch._C._cuda_isCurrentStreamCapturing if torch._C._has_cuda else lambda: False
 
 
 def defers(device: torch.device) -> bool:
@@ -65,32 +66,61 @@ def defers(device: torch.device) -> bool:
 
 def may_read(host_read: bool, device: torch.device) -> bool:
     """Whether the host may look: not where it was told not to, and not while a CUDA graph is being captured."""
-    return host_read and not (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
+    return host_read and not (device.type == "cuda" and is_capturing())
+
+
+class Landing:
+    """Three whole numbers that a kernel writes into memory of the host: less work than a copy and an event.
+
+    A kernel's stores to pinned memory are seen at the latest when it ends, each of them whole.
+    """
+
+    __slots__ = ("device", "host", "seen")
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.host = device, torch.empty(3, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self.seen = (ctypes.c_int64 * 3).from_address(self.host.data_ptr())
+
+    def is_here(self) -> bool:
+        return _UNSET not in self.seen[:]
+
+    def wait(self) -> Tensor:
+        while not self.is_here():
+            if torch.cuda.current_stream(self.device).query():  # which raises if the device has failed
+                torch.cuda.synchronize(self.device)  # the kernel may be in another stream
+                break
+            time.sleep(2e-5)
+        return self.host
+
+
+_UNSET = -(1 << 62) - 25_847  # no count, and no target that a tokenizer gives; one that is equal comes late, not never
+_FREE: dict[torch.device, list[Landing]] = {}  # to ask for pinned memory anew costs as much as a launch
+
+
+def landing(device: torch.device) -> Landing:
+    """For a kernel on this device to write to; `check_later` takes it and frees it."""
+    try:
+        found = _FREE[device].pop()
+    except (KeyError, IndexError):  # there is none, or another thread was faster
+        found = Landing(device)
+    found.seen[:] = [_UNSET] * 3
+    return found
 
 
 Check = Callable[[Tensor], None]  # raises ValueError
-_SMALL = (3,)  # numbers of targets without segments, in pinned memory: to ask for it anew costs as much as a launch
-_ROOM: list[Tensor] = []
-_PENDING: collections.deque[tuple[Copy, Check]] = collections.deque()
+_PENDING: collections.deque[tuple[Copy | Landing, Check]] = collections.deque()
 
 
-def check_later(x: Tensor, check: Check) -> None:
+def check_later(x: Tensor | Landing, check: Check) -> None:
     """Run a check on these numbers of a device once they have reached the host."""
     if len(_PENDING) >= MOST_PENDING:
         _settle()
-    _PENDING.append((Copy(x, _room_for(x)), check))
-
-
-def _room_for(x: Tensor) -> Tensor | None:
-    if x.shape == _SMALL and x.dtype == torch.int64 and x.is_cuda:
-        with contextlib.suppress(IndexError):  # there is none, or another thread was faster
-            return _ROOM.pop()
-    return None
+    _PENDING.append((x if isinstance(x, Landing) else Copy(x), check))
 
 
 def check_pending(wait: bool = False) -> None:
     """Run the checks whose numbers are here; with `wait`, all of them."""
-    if _PENDING and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+    if _PENDING and torch.cuda.is_initialized() and is_capturing():
         return  # where nothing may ask whether an event has happened
     while _PENDING and (wait or _PENDING[0][0].is_here()):
         _settle()
@@ -101,11 +131,10 @@ def _settle() -> None:
         copy, check = _PENDING.popleft()
     except IndexError:  # another thread was faster
         return
-    pinned = copy.event is not None
     try:
         check(copy.wait())
-        if pinned and copy.host.shape == _SMALL and copy.host.dtype == torch.int64:
-            _ROOM.append(copy.host)
+        if isinstance(copy, Landing):
+            _FREE.setdefault(copy.device, []).append(copy)
     except ValueError as error:
         raise ValueError(
             f"{error}.  Found after an earlier call had returned: the loss and gradients of that call are wrong"

@@ -112,7 +112,8 @@ class Objective(Terms):
         inputs        what the losses ask for: of the targets' shape, (S,), scalar, or in PerRow, PerSegment or Whole
         """
         options = CallOptions(num_items, num_segments, weights, grad_scale, host_read)
-        teacher = with_candidates(teacher, ids, source)
+        if ids is not None:
+            teacher = with_candidates(teacher, ids, source)
         return self._evaluate(CallArguments(source, targets, segments, teacher, options, inputs, support), False)
 
     def forward_backward(
@@ -139,19 +140,17 @@ class Objective(Terms):
             return self._evaluate(arguments, True)
 
     def _evaluate(self, arguments: CallArguments, direct: bool) -> Output:
-        arguments = arguments.with_prepared()
-        if has_vocab_ids(arguments.source):
+        source, targets, *_, inputs, _ = arguments
+        if isinstance(targets, Prepared):
+            arguments = arguments.with_prepared()
+        if has_vocab_ids(source):
             mapped = in_columns(arguments, self)
             return mapped.output(self._evaluate(mapped.arguments, direct))
-        if self.brings or "class_weight" in arguments.inputs:
+        if self.brings or "class_weight" in inputs:
             arguments = brought(self, arguments)
         if arguments.support is None and graph.wanted(arguments.source, arguments.teacher, self.traits.unknown):
             return graph.call(self, arguments, direct)
-        return self._uncompiled(arguments, direct)
-
-    @graph.uncompiled
-    def _uncompiled(self, arguments: CallArguments, direct: bool) -> Output:
-        return evaluate(self, arguments, direct)
+        return _uncompiled(self, arguments, direct)
 
     def explain(
         self,
@@ -219,6 +218,9 @@ class Objective(Terms):
 
     labels._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler's own decorator imports it
     is_portable._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+_uncompiled = graph.uncompiled(evaluate)
 
 
 def _explain(terms: Terms, arguments: CallArguments, source: bool) -> Explanation:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from headloss.late import Copy, check_later, defers
+from headloss.late import Copy, Landing, check_later, defers
 from headloss.places import Places, places_of, remember
 from headloss.segments import Segments, integers, version
 from headloss.support import IGNORE, Support, check_counted
@@ -188,10 +188,10 @@ def check_prepared(numbers: Tensor, targets: Tensor, segments: Segments | None) 
 
 
 def check_targets_later(
-    numbers: Tensor, vocab: int, segments: Segments | None = None, needed: str | None = None
+    numbers: Tensor | Landing, vocab: int, segments: Segments | None = None, needed: str | None = None
 ) -> None:
     """Check what `target_numbers` found once it has reached the host; on the device while a CUDA graph is captured."""
-    if defers(numbers.device):
+    if isinstance(numbers, Landing) or defers(numbers.device):
         count = None if segments is None else segments.num_segments
         check_later(numbers, lambda x: check_stats(Stats.read(x), vocab, count, needed))
         return

@@ -15,6 +15,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from headloss.late import Landing, defers, landing
 from headloss.late import may_read as may_read
 from headloss.prepared import TWICE, Prepared, Stats, check_stats, check_targets_later, segment_ids, target_numbers
 from headloss.segments import Segments, group_sum, integers, shallow
@@ -147,13 +148,13 @@ def bind_rows(
     by_segment: bool = False,
     skips: bool = False,
     needed: str | None = None,
-    count: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None,
+    count: Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor, Tensor]] | None = None,
 ) -> Rows:
     """Check targets and segments against the source and find the rows that count.
 
     `by_segment` orders them so; `skips`: a kernel will pass over the ignored ones, which then need not be dropped;
     `needed`: the name of a term that needs a segment for every row; `count`: finds the numbers of contiguous targets
-    in one launch, and 1 / how many count.
+    in one launch, 1 / how many count, and which.
     """
     stats = ids = None
     if isinstance(targets, Prepared):
@@ -164,7 +165,8 @@ def bind_rows(
         if segments is not None:
             raise ValueError("targets: needed when segments are given (they say which rows count)")
         return Rows(shape, None, None, None, None, None)
-    targets = targets if isinstance(targets, Tensor) and targets.dtype is torch.int64 else integers("targets", targets)
+    elif not isinstance(targets, Tensor) or targets.dtype is not torch.int64:
+        targets = integers("targets", targets)
     if targets.shape != shape:
         raise ValueError(f"targets: wanted shape {shape} to match the source, got {tuple(targets.shape)}")
     if targets.device != device:
@@ -176,52 +178,41 @@ def bind_rows(
     flat = targets if targets.ndim == 1 else targets.reshape(-1)
     if device.type == "meta":
         return Rows(shape, targets, None, None, segments, None)
+    one = valid = None
     if stats is None:
-        if count is not None and segments is None and len(flat):
-            numbers, one = count(flat.contiguous())
+        if count is None or segments is not None or not flat.shape[0]:
+            numbers: Tensor | Landing = target_numbers(targets, segments)
+        elif host_read or not defers(device):
+            numbers, one, valid = count(flat.contiguous(), None)
         else:
-            numbers, one = target_numbers(targets, segments), None
-        stats = Stats.read(numbers) if host_read else None
+            numbers = landing(device)
+            _, one, valid = count(flat.contiguous(), numbers.host)
+        stats = Stats.read(numbers) if host_read else None  # type: ignore[arg-type]
     if stats is None:
         check_targets_later(numbers, vocab, segments, needed)
-        if skips:
-            rows = _skipping(shape, targets, segments, ids, None, True)
-            rows.one_token = one
-            return rows
-        valid = flat != IGNORE
-        bound = None
-        if segments is not None and ids is not None:
-            bound = Segments(ids.masked_fill(~valid, -1), segments.num_segments, group=segments.group)
-        return Rows(shape, targets, None, valid, bound, None)
-    if segments is not None or not (not stats.valid or 0 <= stats.low <= stats.high < vocab):
+    elif segments is not None or not (not stats.valid or 0 <= stats.low <= stats.high < vocab):
         check_stats(stats, vocab, None if segments is None else segments.num_segments, needed)
-    if skips:
-        return _skipping(shape, targets, segments, ids, stats, stats.valid < flat.shape[0])
-    valid = flat != IGNORE
+    if skips:  # all rows, for a kernel that passes over the ignored ones
+        skipped = stats is None or stats.valid < flat.shape[0]
+        if segments is not None and ids is not None:
+            ids = ids.masked_fill(flat == IGNORE, -1) if skipped else ids
+            segments = Segments(ids, segments.num_segments, group=segments.group)
+        rows = Rows(shape, targets, None, None, segments, stats, skipped, stats is not None and stats.sorted)
+        if stats is None:
+            rows.one_token, rows._valid = one, valid
+        return rows
+    valid = flat != IGNORE if valid is None else valid
+    if stats is None:
+        if segments is not None and ids is not None:
+            segments = Segments(ids.masked_fill(~valid, -1), segments.num_segments, group=segments.group)
+        return Rows(shape, targets, None, valid, segments, None)
     keep = None
     if segments is not None and by_segment and not stats.sorted:
         assert ids is not None
         keep = ids.masked_fill(~valid, segments.num_segments).argsort(stable=True)[: stats.valid]
     elif stats.valid < len(flat):
         keep = valid.logical_not().argsort(stable=True)[: stats.valid]  # nonzero() would be another host read
-    bound = None
     if segments is not None and ids is not None:
         ids = ids if keep is None else ids.index_select(0, keep)
-        bound = Segments(ids, segments.num_segments, group=segments.group)
-    return Rows(shape, targets, keep, None, bound, stats, by_segment=by_segment or stats.sorted)
-
-
-def _skipping(
-    shape: tuple[int, ...],
-    targets: Tensor,
-    segments: Segments | None,
-    ids: Tensor | None,
-    stats: Stats | None,
-    skipped: bool,
-) -> Rows:
-    """All rows, for a kernel that passes over the ignored ones."""
-    if segments is not None and ids is not None:
-        ids = ids.masked_fill(targets.reshape(-1) == IGNORE, -1) if skipped else ids
         segments = Segments(ids, segments.num_segments, group=segments.group)
-    by_segment = stats is not None and stats.sorted
-    return Rows(shape, targets, None, None, segments, stats, skipped, by_segment)
+    return Rows(shape, targets, keep, None, segments, stats, by_segment=by_segment or stats.sorted)

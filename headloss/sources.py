@@ -45,15 +45,17 @@ class Logits:
     vocab_ids: Tensor | None = None
 
     def __post_init__(self) -> None:
-        _check_matrix("logits", self.logits)
-        _check_shard(self.shard)
-        _settle_vocab(self, self.logits.shape[-1])
-        _check_transform(self, self.logits)
-        if self.inplace and self.logits.requires_grad and self.logits.is_leaf:
+        x = self.logits
+        _check_matrix("logits", x)
+        _settle_vocab(self, x.shape[-1])
+        _check_transform(self, x)
+        if not self.inplace:
+            return
+        if self.logits.requires_grad and self.logits.is_leaf:
             raise ValueError(
                 "inplace: logits is a leaf that requires grad and cannot be overwritten; use inplace=False"
             )
-        if self.inplace and overlaps(self.logits):
+        if overlaps(self.logits):
             raise ValueError(
                 f"inplace: logits of shape {tuple(self.logits.shape)} and strides {self.logits.stride()} have elements "
                 f"that share memory (an expanded tensor?), so a gradient cannot overwrite them; use inplace=False"
@@ -144,7 +146,6 @@ class Linear:
         if self.weight_grad_into is not None and torch.compiler.is_compiling():
             raise ValueError("weight_grad_into: a compiled graph returns its gradients; use None")
         _check_transform(self, self.hidden)
-        _check_shard(self.shard)
         _settle_vocab(self, self.weight.shape[0])
         parse_bytes(self.memory)
 
@@ -274,11 +275,14 @@ def tensors_in(source: Source) -> dict[str, Tensor]:
 def without_tensors(source: Source) -> Source:
     """The same source with None in place of its tensors, while autograd keeps them."""
     other = object.__new__(type(source))
-    names = ("logits",) if isinstance(source, Logits) else ("hidden", "weight", "bias")
-    other.__dict__.update(source.__dict__, **dict.fromkeys(names))
+    own = other.__dict__
+    own.update(source.__dict__, **_WITHOUT[type(source)])
     if isinstance(source.temperature, Tensor):
-        other.__dict__["temperature"] = None
+        own["temperature"] = None
     return other
+
+
+_WITHOUT = {Logits: {"logits": None}, Linear: dict.fromkeys(("hidden", "weight", "bias"))}
 
 
 def with_tensors(source: Source, tensors: Mapping[str, Tensor | None]) -> Source:
@@ -314,6 +318,10 @@ def _check_shard(shard: object) -> None:
 def _settle_vocab(source: Logits | Linear, held: int) -> None:
     """The size of the whole vocabulary: as said, the shard's, or that of what is held."""
     said: Any = source.vocab
+    if said is None and source.shard is None and source.vocab_ids is None:
+        object.__setattr__(source, "vocab", held)
+        return
+    _check_shard(source.shard)
     if said is not None and (isinstance(said, bool) or not isinstance(said, int)):
         raise TypeError(f"vocab: wanted an integer, got {type(said).__name__}")
     if source.shard is not None and said not in (None, source.shard.vocab):

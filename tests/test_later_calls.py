@@ -537,7 +537,8 @@ def test_targets_are_counted(rows):
     targets = torch.randint(3, 90, (rows + 1,), device=DEVICE)[:rows]
     targets[rows // 2 :: 3] = -100
     stats = hl.prepare(targets).stats
-    numbers, mean = triton_visit.count_targets(targets)
+    numbers, mean, valid = triton_visit.count_targets(targets)
+    assert torch.equal(valid, targets != -100)
     assert numbers[0] == stats.valid and (not stats.valid or numbers.tolist()[1:] == [stats.low, stats.high])
     assert float(mean) == 1 / max(1, stats.valid)
 

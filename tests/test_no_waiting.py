@@ -42,7 +42,7 @@ def nothing_pending() -> Any:
 @pytest.fixture
 def deferred(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU as if a read from it would wait."""
-    for name in ("late", "prepared", "engine.bind", "engine.row_facts"):
+    for name in ("late", "prepared", "rows", "engine.bind", "engine.row_facts"):
         monkeypatch.setattr(f"headloss.{name}.defers", lambda device: True)
 
 
@@ -135,6 +135,20 @@ def test_checks_do_not_pile_up() -> None:
     for _ in range(3 * late.MOST_PENDING):
         late.check_later(torch.zeros(3), lambda x: None)
     assert len(late._PENDING) <= late.MOST_PENDING
+
+
+def test_numbers_that_a_kernel_writes_are_read_when_all_are_there() -> None:
+    """And their memory serves the next call, as if nothing had been written to it."""
+    spot, seen = late.landing(torch.device("cpu")), []
+    late.check_later(spot, lambda x: seen.append(x.tolist()))
+    for i, number in enumerate((1, 5, 7)):
+        late.check_pending()
+        assert not seen and not spot.is_here()
+        spot.host[i] = number
+    late.check_pending()
+    assert seen == [[1, 5, 7]] and not late._PENDING
+    again = late.landing(torch.device("cpu"))
+    assert again is spot and not again.is_here()
 
 
 def test_at_the_end_of_a_process_it_is_still_said() -> None:

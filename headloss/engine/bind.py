@@ -46,14 +46,13 @@ def bind(plan: Plan, arguments: CallArguments) -> tuple[Sweep, TermsOnRows]:
         chunked = chunked_because(plan, source)
     support = arguments.support
     rows = rows_of(plan, arguments, host_read, chunked)
+    guides: dict[str, Any] = {}
+    taken: dict[str, Tensor] = {}
     if arguments.teacher:
         if support is not None:
             looked = {n: x for n, x in arguments.teachers.items() if n in plan.named_teachers}  # by terms that are on
             arguments = arguments._replace(teacher=restrict_teachers(looked, support, rows.given, source))
         rows = _by_route(rows, plan, arguments)
-    guides: dict[str, Any] = {}
-    taken: dict[str, Tensor] = {}
-    if arguments.teacher:
         guides = bind_teachers(arguments.teachers, plan.named_teachers, source, rows, plan.backend)
         for n, guide in guides.items():
             if isinstance(guide, SparseTeacherRows):
@@ -118,8 +117,8 @@ def read_because(plan: Plan, source: Source, segments: Segments | None, chunked:
 
 def rows_of(plan: Plan, arguments: CallArguments, host_read: bool, chunked: str) -> Rows:
     """The rows of a call that count."""
-    source, targets, segments, *_ = arguments
-    linear, device, count = isinstance(source, Linear), source.tensors[0].device, None
+    source, targets, segments, _, _, _, support = arguments
+    linear, device, count = isinstance(source, Linear), source.device, None
     if isinstance(targets, Tensor):
         host_read = may_read(host_read, device)
         if plan.kind == "batch" and not host_read:
@@ -133,7 +132,7 @@ def rows_of(plan: Plan, arguments: CallArguments, host_read: bool, chunked: str)
     return bind_rows(
         source.leading, targets, segments,
         vocab=source.vocab, device=device, host_read=host_read, needed=plan.needed, count=count,
-        by_segment=plan.kind == "segment" and linear and arguments.support is None,
+        by_segment=plan.kind == "segment" and linear and support is None,
         skips=plan.program is not None and (plan.kept or not linear),
     )  # fmt: skip
 
@@ -142,15 +141,15 @@ def chunks_of(
     plan: Plan, arguments: CallArguments, rows: Rows, guides: Mapping[str, TeacherRows]
 ) -> list[Chunk] | None:
     """How a visit walks the rows; None if every fact must be there before the first cotangent."""
-    source, segments = arguments.source, arguments.segments
-    if arguments.support is not None:
-        if plan.program is None:
+    source, segments, support, program = arguments.source, arguments.segments, arguments.support, plan.program
+    if support is not None:
+        if program is None:
             return None  # kept columns are so few that to make them again costs less than to walk chunks
-        parts = parts_of(arguments.support.known(), rows, source)
+        parts = parts_of(support.known(), rows, source)
         return [Chunk(part) for part in parts] if rows.count and (len(parts) == 1 or plan.kind == "row") else None
-    if plan.program is not None and isinstance(source, Logits):
+    if program is not None and type(source) is Logits:
         taught = most_rows(guides) if guides else None  # of how many rows teachers' logits may be made at a time
-        if taught is None or plan.program.by_segment:
+        if taught is None or program.by_segment:
             return [Chunk(slice(0, rows.count))] if rows.count else None
         step = max(1, taught)
         return [Chunk(slice(i, min(i + step, rows.count))) for i in range(0, rows.count, step)] or None

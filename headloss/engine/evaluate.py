@@ -20,7 +20,7 @@ from headloss.engine.run import Head, facts_of, final_grads, run
 from headloss.engine.sweeps import Sweep
 from headloss.late import check_pending
 from headloss.record import Facts, Grads, Output
-from headloss.sources import Source
+from headloss.sources import Logits, Source
 from headloss.terms import Terms
 
 
@@ -37,19 +37,21 @@ def evaluate(terms: Terms, arguments: CallArguments, direct: bool) -> Output:
 def _evaluate(terms: Terms, arguments: CallArguments, direct: bool, weight_grad: Tensor | None = None) -> Output:
     """`weight_grad`: where a gradient of the weight that is made now may be added."""
     recorded = torch.is_grad_enabled()
-    if direct or recorded:
+    if (direct or recorded) and type(arguments.source) is not Logits:
         check_into(arguments.source)
     plan, arguments = find_plan(terms, arguments)
     sweep, loss = bind(plan, arguments)
-    sweep.weight_grad = weight_grad
+    if weight_grad is not None:
+        sweep.weight_grad = weight_grad
     tensors = sweep.source.tensors
     if direct:
         needs = (True,) * len(tensors)
     elif recorded:
         needs = tuple([x.requires_grad for x in tensors])
         if True in needs or plan.wants_grad:
-            given = [arguments.inputs[name] for name in plan.wants_grad] if plan.wants_grad else ()
-            value, *blocks = Head.apply(sweep, loss, needs, *tensors, *given)
+            if plan.wants_grad:
+                tensors += tuple([arguments.inputs[name] for name in plan.wants_grad])
+            value, *blocks = Head.apply(sweep, loss, needs, *tensors)
             return _report(terms, plan, loss, value, _facts(sweep, plan, blocks, loss.visited))
     else:
         needs = (False,) * len(tensors)
@@ -62,7 +64,7 @@ def _evaluate(terms: Terms, arguments: CallArguments, direct: bool, weight_grad:
 
 def _facts(sweep: Sweep, plan: Plan, blocks: Sequence[Tensor], visited: Any) -> Facts:
     """The facts of a call, 0 where a teacher says nothing of a row: a kernel leaves what it found there."""
-    if visited is not None and any(isinstance(guide, RoutedRows) for guide in sweep.guides.values()):
+    if sweep.guides and visited is not None and any(isinstance(x, RoutedRows) for x in sweep.guides.values()):
         every, values = slice(0, sweep.rows.count), visited.of(blocks).fact_values
         hidden = [sweep.guides[f.teacher].hides(f.name, every) if f.teacher else None for f in plan.want.facts]
         blocks = [x if mask is None else x.masked_fill(mask, 0) for x, mask in zip(values, hidden, strict=True)]

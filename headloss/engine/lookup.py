@@ -75,7 +75,9 @@ def find_plan(terms: Terms, arguments: CallArguments) -> tuple[Plan, CallArgumen
     """The plan of a call, and its arguments checked: plain tensors, teachers by name, inputs laid out."""
     refuse_transforms(arguments)
     source, targets, segments, teacher, options, inputs, support = arguments
-    source, plans = plain_source(source), terms.plans or plans_of(terms)
+    if type(source) is not Logits or type(source.logits) is not Tensor:
+        source = plain_source(source)
+    plans = terms.plans or plans_of(terms)
     if segments is None and type(targets) is Prepared:
         segments = targets.segments
     if support is not None:
@@ -89,16 +91,19 @@ def find_plan(terms: Terms, arguments: CallArguments) -> tuple[Plan, CallArgumen
             if isinstance(targets, Tensor) and segments.ids.device != source.device == targets.device:
                 raise ValueError(f"segments: is on {segments.ids.device}, but the source is on {source.device}")
     off = switched_off(call_weights(terms, options.weights)) if options.weights else plans.off
-    teachers = {} if teacher is None else name_teachers(teacher, source)
-    if any(isinstance(x, Routed) for x in teachers.values()):
-        inputs = {**inputs, **_routes(teachers, plans)}
-    key, given = form_of(terms, plans, source, targets is None, segments, teachers, inputs, off)
-    key = (key, support is not None)
+    teachers: Mapping[str, Teacher] = {}
+    if teacher is not None:
+        teachers = name_teachers(teacher, source)
+        if any(isinstance(x, Routed) for x in teachers.values()):
+            inputs = {**inputs, **_routes(teachers, plans)}
+    key, given = form_of(terms, plans, source, (targets is None, support is None), segments, teachers, inputs, off)
     form = plans.forms.get(key)
     if form is None:
         form = _new_form(choose_calls(terms, off, teachers, inputs, source, segments))
     held = [x for fn in form.own for x in (fn.__kwdefaults__ or {}).values()] if form.own else ()
-    read = (*[call.reads() for call in form.foreign], *map(id, held))
+    read: tuple[Any, ...] = tuple(map(id, held))
+    if form.foreign:
+        read = (*[call.reads() for call in form.foreign], *read)
     found = form.plans.get(read)
     if found is None:
         laid = {n: shape for n, (_, shape) in lay_out(plans.readings, inputs, source, segments).items()}
@@ -125,7 +130,7 @@ def form_of(
     terms: Terms,
     plans: Plans,
     source: Source,
-    targetless: bool,
+    without: tuple[bool, ...],  # targets, and a support
     segments: Segments | None,
     teachers: Mapping[str, Teacher],
     inputs: Mapping[str, Any],
@@ -136,7 +141,7 @@ def form_of(
     x = source.logits if logits else source.hidden  # type: ignore[union-attr]
     device = x.device
     key: list[Any] = [
-        logits, x.dtype, device, source.shard is None, targetless, off, *defaults(),
+        logits, x.dtype, device, source.shard is None, without, off, *defaults(),
         None if segments is None else segments.group is None,
     ]  # fmt: skip
     if not logits:
@@ -160,13 +165,13 @@ def form_of(
     told = len(leading) > 1 or not (
         leading[0] == source.vocab or (segments is not None and leading[0] == segments.num_segments)
     )
-    plain = "pairs" not in inputs
+    plain, known = "pairs" not in inputs, plans.readings
     for name, value in inputs.items():
-        said = type(value) is PerRow
-        value_ = value.value if said else value
-        if value is None or name not in plans.readings:
+        if value is None or name not in known:
             key += (name, value is None)
             continue
+        said = type(value) is PerRow
+        value_ = value.value if said else value
         if plain and type(value_) is Tensor:
             of_rows = value_.shape == leading and value_.device == device
             if (of_rows and (told or said or name in plans.per_row)) or (not value_.ndim and not said):

@@ -81,10 +81,13 @@ class TermsOnRows:
         if self.rows.keep is not None:
             return {n: part_of(x, part) if self.shapes[n].kind == "row" else x for n, x in self.inputs.items()}
         found: dict[str, Tensor] = {}
+        whole, shapes = part.stop - part.start == self.rows.total, self.shapes
         for name, x in self.given.items():
-            of_rows = self.shapes[name].kind == "row"
-            x = x.reshape(-1) if of_rows and x.ndim > 1 else x
-            found[name] = part_of(x.detach() if x.requires_grad else x, part) if of_rows else x
+            if shapes[name].kind == "row":
+                x = x.detach() if x.requires_grad else x
+                x = x if x.ndim == 1 else x.reshape(-1)
+                x = x if whole else part_of(x, part)
+            found[name] = x
         for name, x in self.taken.items():
             found[name] = part_of(x, part)
         return found

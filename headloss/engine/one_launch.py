@@ -22,11 +22,10 @@ from headloss.engine.loss import TermsOnRows
 from headloss.engine.plan import Planned
 from headloss.engine.sweeps import Chunk, Sweep
 from headloss.facts import Fact, Softmax, Want
-from headloss.late import LaterDict
+from headloss.late import LaterDict, is_capturing
 from headloss.metrics import Metric, measure_later
 from headloss.record import Grads
 from headloss.reductions import lengths, shared_weight
-from headloss.rows import may_read
 from headloss.sources import Logits
 
 
@@ -72,13 +71,14 @@ class Launched:
 def launch(sweep: Sweep, loss: TermsOnRows, needs: tuple[bool, ...]) -> Launched:
     """Visit every chunk: the loss, the facts, the softmax, and the gradients if any are wanted."""
     weighed = Weighed(loss, sweep.backend)
-    chunks, times = loss.chunks, loss.plan.times
+    chunks, times, source = loss.chunks, loss.plan.times, sweep.source
     assert chunks
     begun = 0.0 if "compiling" in times else time.perf_counter()
-    source = sweep.source
-    logits = source if type(sweep) is Sweep and not sweep.guides and isinstance(source, Logits) else None
-    if logits is not None and not logits.inplace and logits.vocab == logits.logits.shape[-1]:
-        visited, grads = _launch_whole(sweep, logits, weighed.arguments(chunks[0].rows), needs[0])
+    if (
+        type(source) is Logits and type(sweep) is Sweep and not sweep.guides
+        and not source.inplace and source.vocab == source.logits.shape[-1]
+    ):  # fmt: skip
+        visited, grads = _launch_whole(sweep, source, weighed.arguments(chunks[0].rows), needs[0])
     else:
         head, grad = sweep.open_head(needs, chunks), True in needs
         seen = [sweep.launch(head, chunk, weighed.arguments(chunk.rows), grad) for chunk in chunks]
@@ -90,19 +90,17 @@ def launch(sweep: Sweep, loss: TermsOnRows, needs: tuple[bool, ...]) -> Launched
 
 def _launch_whole(sweep: Sweep, source: Logits, arguments: Any, grad: bool) -> tuple[Any, Grads | None]:
     """All rows of logits that lie there as a kernel takes them: nothing is made, cut or overwritten; their gradient."""
-    rows, raw_NV, targets, T, out = sweep.rows, source.logits, sweep.rows.given, sweep.temperature, None
-    flat = raw_NV.ndim == 2
-    if grad:
-        out = torch.empty_like(raw_NV, memory_format=torch.contiguous_format)
-    out_NV = out
-    if not flat:
+    rows, raw_NV, want = sweep.rows, source.logits, sweep.want
+    targets = rows.given
+    out = out_NV = torch.empty_like(raw_NV, memory_format=torch.contiguous_format) if grad else None
+    if raw_NV.ndim > 2:
         raw_NV = raw_NV.reshape(rows.total, source.vocab)
         targets = None if targets is None else targets.reshape(-1)
         out_NV = None if out is None else out.view(raw_NV.shape)
-    own = sweep.want.temperatures == (None,) and type(T) is float
+    T = (sweep.temperature,) if want.temperatures == (None,) else sweep._temperatures(slice(0, rows.count))
     visited = sweep.backend.visit(
-        raw_NV, targets, sweep.want, (T,) if own else sweep._temperatures(slice(0, rows.count)), sweep.program,
-        arguments, out_NV, scale=source.scale, softcap=source.softcap, ignore=rows.skipped or rows.valid is not None,
+        raw_NV, targets, want, T, sweep.program, arguments, out_NV,
+        scale=source.scale, softcap=source.softcap, ignore=rows.skipped or rows._valid is not None,
     )  # fmt: skip
     return visited, None if out is None else Grads(out)
 
@@ -128,12 +126,12 @@ class Weighed:
             self.bases = {t.name: self._base(t) for t in loss.terms}
         else:
             mean = shared_weight("token_mean", "row", loss.rows, num_items=loss.num_items) if by_token else 1.0
-            if len(by_token) in (0, len(weights)):
-                self.bases = dict.fromkeys(weights, mean)
-            else:
-                self.bases = {name: mean if name in by_token else 1.0 for name in weights}
-        unscaled = type(scale) is float and scale == 1.0
-        self.factors = weights if unscaled else {name: weight * scale for name, weight in weights.items()}
+            self.bases = dict.fromkeys(weights, mean)
+            if len(by_token) < len(weights):
+                self.bases |= {name: 1.0 for name in weights if name not in by_token}
+        self.factors = weights
+        if type(scale) is not float or scale != 1.0:
+            self.factors = {name: weight * scale for name, weight in weights.items()}
         if loss.narrow:
             self._normalise()
 
@@ -172,7 +170,7 @@ class Weighed:
     def report(self, visited: Any) -> Tensor:
         """Sum over the rows: the terms' values, and the loss; metrics are summed when they are read."""
         loss = self.loss
-        if visited.program.metrics:  # which rows count is noted now: the targets may be written to
+        if visited.plan.program.metrics:  # which rows count is noted now: the targets may be written to
             found = measured(visited, loss.rows.valid)
             loss.metrics = {**loss.metrics, **found} if loss.metrics else found
         if self.by_segment:
@@ -191,7 +189,7 @@ class Weighed:
             return
         counts = settled.segment_counts > 0
         found = {**metrics, **measure_later(names, lambda: settled.segment_metric_values, counts, "segment")}
-        if not may_read(True, counts.device):
+        if is_capturing():
             found[names[0]].parts  # noqa: B018, see `measured`
         order = [f"{t.name}/{key}" for t in self.loss.terms for key in t.trace.metrics]
         self.loss.metrics = {name: found[name] for name in dict.fromkeys((*order, *found)) if name in found}
@@ -199,10 +197,9 @@ class Weighed:
 
 def measured(visited: Any, valid: Tensor | None) -> dict[str, Metric]:
     """The metrics of a visit, to be summed when they are read."""
-    values = lambda: visited.metric_values
     names = visited.program.metrics
-    metrics = LaterDict(_unread(names), lambda: measure_later(names, values, valid, "token"))
-    if not may_read(True, visited.found.device):
+    metrics = LaterDict(_unread(names), lambda: measure_later(names, lambda: visited.metric_values, valid, "token"))
+    if is_capturing():
         next(iter(metrics.values())).parts  # a graph that is replayed makes them anew  # noqa: B018
     return metrics
 

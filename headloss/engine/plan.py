@@ -6,6 +6,7 @@ tensors.  It holds for all calls of its form (`lookup.py`), whatever their sizes
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -103,11 +104,9 @@ def suited(plan: Plan, source: Source) -> Plan:
     if plan.in_parts is None:
         return plan
     if isinstance(source, Linear):
-        x, columns = source.hidden, source.columns
-        rows = min(x.numel() // max(1, x.shape[-1]), source.chunk_rows())
+        rows, columns = min(math.prod(source.leading), source.chunk_rows()), source.columns
     else:
-        columns = source.columns
-        rows = source.logits.numel() // max(1, source.logits.shape[-1])
+        rows, columns = math.prod(source.logits.shape[:-1]), source.columns
     return plan if plan.backend.suits(rows, columns) else plan.in_parts
 
 

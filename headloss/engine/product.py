@@ -52,9 +52,11 @@ def why_chunked(source: Source, want: Want, backend: ModuleType, terms: Sequence
         return "facts at several temperatures" if want.temperatures else "no fact is asked for"
     cast = source.weight.dtype != torch.bfloat16  # by autocast, into memory of its own
     even = source.weight.shape[1] % 8 == 0 if cast else products.fits(source.weight)
+    shape = tuple(source.weight.shape)
     if not even or source.columns < products.TILE.columns:
-        shape = tuple(source.weight.shape)
         return f"the weight, {shape}, has few columns, or rows that are not whole numbers of 16 bytes"
+    if source.weight.numel() < products.SMALLEST:
+        return f"the weight, {shape}, is so small that launches take longer than products"
     return _beyond(terms, program)
 
 

@@ -25,6 +25,7 @@ from headloss.engine.sweeps import Sweep, scale_grads
 from headloss.facts import VALUED, Fact, Softmax, Want
 from headloss.record import Facts, Grads, facts_later
 from headloss.rows import Rows
+from headloss.sources import Logits
 from headloss.trace.gradient import check_elements, check_gradient
 
 
@@ -114,22 +115,25 @@ class Head(_SingleLevelFunction):  # `Function` less its care for transforms of 
         result = run(sweep, loss, needs)
         if sweep.guides:
             sweep.close()
-        want, launched = sweep.want, type(result) is Launched
+        want, grads, source = sweep.want, result.grads, sweep.source
         blocks = result.blocks(want)
-        if want.constant and not launched:
-            ctx.mark_non_differentiable(*[blocks[i] for i in want.constant])
         used: Sequence[tuple[str, Tensor]] = ()
         names, inputs = names_of(needs), []
         if loss is not None:
-            used, loss.visited = loss.tensors(), result.visited if launched else None
+            used = loss.tensors()
             if loss.wants_grad:
                 names += loss.wants_grad
                 used = [x for x in used if x[0] not in names]
                 inputs = [loss.shaped(n, result.by_input.get(n)) for n in loss.wants_grad]
+        if type(result) is Launched:
+            if loss is not None:
+                loss.visited = result.visited
+        elif want.constant:
+            ctx.mark_non_differentiable(*[blocks[i] for i in want.constant])
         hold(ctx, names, tensors, sweep.tensors(), used)
-        grads, source = result.grads, sweep.source
         overwritten = grads is not None and getattr(source, "inplace", False)
-        ctx.grads, ctx.kept = grads, (sweep, needs, result.rest(), into_of(source), overwritten, inputs)
+        into = None if type(source) is Logits else into_of(source)
+        ctx.grads, ctx.kept = grads, (sweep, needs, result.rest(), into, overwritten, inputs)
         sweep.strip()
         return (result.loss, *blocks)
 

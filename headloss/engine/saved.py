@@ -7,9 +7,9 @@ A tensor of the caller's that was changed in place since the forward raises, as 
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -29,14 +29,14 @@ def hold(ctx: Any, names: Sequence[str], args: Sequence[Tensor], read: Named = (
     How often each was written to is noted for a message that names it.
     """
     saved: list[Tensor | None] = [*args]
-    versions = [(n, weakref.ref(x), x._version) for n, x in zip(names, args) if not x.is_inference()]
+    versions = [(n, ref(x), x._version) for n, x in zip(names, args) if not x.is_inference()]
     untracked: dict[str, Tensor] = {}
     for name, x in (*read, *used):
         if x.is_inference():  # autograd takes none of those, and nothing counts what is written to them
             saved.append(None)
             untracked[name] = x.clone() if name.endswith(("targets", "temperature")) else x
         else:
-            versions.append((name, weakref.ref(x), x._version))
+            versions.append((name, ref(x), x._version))
             saved.append(x.detach() if x.requires_grad else x)
     ctx.held = (len(args), [name for name, _ in read], untracked, versions)
     ctx.save_for_backward(*saved)
@@ -47,7 +47,9 @@ def once(pull: Callable[..., Sequence[Tensor | None]], ctx: Any, *grads: Tensor 
     saved = _saved(ctx)
     count, names, untracked, _ = ctx.held
     args = saved[:count]
-    read = dict(zip(names, saved[count:])) | untracked
+    read = dict(zip(names, saved[count:]))
+    if untracked:
+        read |= untracked
     if not torch.is_grad_enabled():
         return tuple(pull(ctx, args, read, *grads))
     with torch.no_grad():
@@ -61,7 +63,7 @@ def _saved(ctx: Any) -> tuple[Tensor, ...]:
     except RuntimeError as error:
         if "modified by an inplace operation" not in str(error):
             raise
-        changed = [name for name, ref, version in ctx.held[3] if (x := ref()) is not None and x._version != version]
+        changed = [name for name, held, version in ctx.held[3] if (x := held()) is not None and x._version != version]
         raise RuntimeError(
             f"{', '.join(changed) or 'a tensor of the call'}: modified by an inplace operation after the forward pass; "
             f"the gradient needs what was there before.  Write to a clone, or after the backward.  ({error})"

@@ -81,8 +81,7 @@ class Sweep:
         """Let go of them, while autograd keeps them; `whole` has them again."""
         self.source = without_tensors(self.source)
         self.rows.strip()
-        self.temperature = 1.0
-        self.__dict__.pop("compared", None)
+        self.temperature, self.compared = 1.0, NOT_COMPARED
         for guide in self.guides.values():
             guide.strip()
 
@@ -368,8 +367,9 @@ def scale_grads(grads: Grads, scale: Tensor | None, backend: ModuleType) -> Grad
     """Times a number, in place, and in float32 where the gradient itself is narrower; times 1 costs nothing."""
     if scale is None or (scale.device.type == "cpu" and float(scale) == 1.0):
         return grads
-    for x in [x for x in grads if x is not None]:
-        backend.scale_(x, scale)
+    for x in grads:
+        if x is not None:
+            backend.scale_(x, scale)
     return grads
 
 

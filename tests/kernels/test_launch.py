@@ -65,9 +65,8 @@ def test_on_a_device_a_later_launch_goes_past_the_runner_unless_somebody_watches
     if not hasattr(knobs, "HookChain"):
         pytest.skip("needs triton 3.5, which has chains of hooks")
     hooks = types.SimpleNamespace(launch_enter_hook=knobs.HookChain(), launch_exit_hook=knobs.HookChain(reversed=True))
-    streams = types.SimpleNamespace(get_current_stream=lambda device: {0: 11, 1: 12}[device])
     monkeypatch.setattr(launch_module, "knobs", types.SimpleNamespace(runtime=hooks))
-    monkeypatch.setattr(launch_module, "driver", types.SimpleNamespace(active=streams))
+    monkeypatch.setattr(launch_module, "current_stream", {0: 11, 1: 12}.__getitem__)
     launch, arguments = Launch(Kernel(log), {"A": 1, "B": 2}), (torch.zeros(4), 5, ())
     for where in (0, 0, 1, 1):
         launch.run("key", where, 3, arguments)
@@ -185,7 +184,8 @@ def test_equal_forms_of_a_visit_are_one_kernel_for_triton(monkeypatch):
     monkeypatch.setattr(
         Launch, "run", lambda launch, key, where, programs, arguments: calls.append((launch, arguments))
     )
-    plan = triton_visit.plan_of(program())
+    printed = program()
+    made = lambda base, *inputs: triton_visit.Arguments(dict(zip(printed.inputs, inputs, strict=True)), (base,), (1.0,))
     whole = torch.zeros(1 << 14, dtype=torch.float32)
     logits = [
         whole[i : i + 3 * s].view(3, s)[:, :v] for i, s, v in ((0, 64, 64), (0, 65, 64), (4, 64, 64), (1, 68, 64))
@@ -197,12 +197,10 @@ def test_equal_forms_of_a_visit_are_one_kernel_for_triton(monkeypatch):
     for x, y, row, base in itertools.product(logits, targets, rows, numbers):
         ignore = row.dtype == torch.int64
         for out in (None, x, torch.empty_like(x)):
-            triton_visit.launch(
-                plan, x, y, (1.0,), (row, rows[0]), (base,), (1.0,), (0.2, 0.2, 3.0), out, ignore=ignore
-            )  # fmt: skip
+            triton_visit.visit(x, y, printed.want, (1.0,), printed, made(base, row, rows[0]), out, ignore=ignore)
     for valid in (torch.zeros(3, dtype=torch.bool), torch.zeros(4, dtype=torch.bool)[1:]):
-        triton_visit.launch(
-            plan, logits[0], targets[0], (torch.ones(3),), (rows[0],) * 2, (1.0,), (1.0,), (0.2, 0.2, 3.0), None,
+        triton_visit.visit(
+            logits[0], targets[0], printed.want, (torch.ones(3),), printed, made(1.0, rows[0], rows[0]), None,
             valid_C=valid, softcap=3.0,
         )  # fmt: skip
     bind = jit.create_function_from_signature(
@@ -234,7 +232,7 @@ def program():
 HOPPER = {
     "totals, one term": lambda v: (v._totals(3, (-1,)), {"weights": ("fp32",)}),
     "totals, five terms": lambda v: (v._totals(3, ((0, torch.float32, True),) * 5), {"weights": ("*fp32",) * 5}),
-    "targets": lambda v: (v._COUNT, {"numbers": "*i64", "mean": "*fp64"}),
+    "targets": lambda v: (v._COUNT, {"numbers": "*i64", "mean": "*fp64", "valid": "*i1"}),
 }
 
 

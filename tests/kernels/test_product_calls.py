@@ -37,6 +37,7 @@ def pretend(monkeypatch):
     monkeypatch.setattr(product, "READ", product.Tile(16, 32, 16, 2, 4, 2, 2))
     monkeypatch.setattr(product, "NUMBERED", {"B": 8, "R": 16})
     monkeypatch.setattr(product, "SORTED", {"B": 4, "R": 8})
+    monkeypatch.setattr(product, "SMALLEST", 0)
 
 
 @pytest.fixture
@@ -189,7 +190,7 @@ def test_the_weights_gradient_is_added_by_the_product(memory):
 
 
 @inside
-def test_explain_says_whose_products_run():
+def test_explain_says_whose_products_run(monkeypatch):
     batch, objective = Batch(), on("triton", ce=cross_entropy)
     text = str(objective.explain(hl.Linear(batch.hidden, batch.weight), batch.targets))
     assert "products     the head's own" in text and "3 GEMMs" in text
@@ -213,6 +214,9 @@ def test_explain_says_whose_products_run():
     for reason, (which, source) in reasons.items():
         text = str(which.explain(source, batch.targets))
         assert "products     cuBLAS, chunk by chunk: " in text and reason in text, text
+    monkeypatch.setattr(product, "SMALLEST", VOCAB * WIDTH + 1)
+    text = str(objective.explain(hl.Linear(batch.hidden, batch.weight), batch.targets))
+    assert "(70, 24), is so small that launches take longer than products" in text
 
 
 @inside

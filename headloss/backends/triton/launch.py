@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from triton import knobs  # type: ignore
 from triton.compiler import CompiledKernel  # type: ignore
-from triton.runtime import driver  # type: ignore
 from triton.tools.tensor_descriptor import TensorDescriptor  # type: ignore
 
 MOST_KNOWN = 64
+current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0)  # as Triton's
 
 
 def by_identity(fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -56,26 +56,24 @@ class Launch:
 
     def run(self, key: Any, where: int, programs: int, arguments: tuple[Any, ...]) -> None:
         """For a caller that has a key of its own: what is equal in it must be equal in `look`; `where`: see `place`."""
-        compiled = self.known.get((key, where))
-        if compiled is None:
+        known = self.known.get((key, where))
+        if known is None:
             self.rest = tuple([self.constants[name] for name in self.kernel.arg_names[len(arguments) :]])
             compiled = self.kernel[(programs,)](*arguments, **self.constants)
             if isinstance(compiled, CompiledKernel) and torch.version.hip is None:  # the interpreter compiles nothing
                 if len(self.known) >= MOST_KNOWN:
                     self.known.clear()
-                self.known[key, where] = compiled
+                self.known[key, where] = compiled, compiled.run, compiled.function, compiled.packed_metadata
         elif where < 0 or _watched():
-            compiled[programs, 1, 1](*arguments, *self.rest)
+            known[0][programs, 1, 1](*arguments, *self.rest)
         else:  # what that does where there is nobody to tell
-            compiled.run(
-                programs, 1, 1, driver.active.get_current_stream(where), compiled.function, compiled.packed_metadata,
-                None, None, None, *arguments, *self.rest,
-            )  # fmt: skip
+            _, run, function, metadata = known
+            run(programs, 1, 1, current_stream(where), function, metadata, None, None, None, *arguments, *self.rest)
 
 
 def launch_kernel(kernel: Any, programs: int, *arguments: Any, **constants: Any) -> None:
     """`kernel[(programs,)](*arguments, **constants)`, the second time without Triton's search for what it compiled."""
-    key = (kernel, *constants.items())
+    key = (id(kernel), *constants, *constants.values())  # what is started keeps its kernel, whose own hash takes long
     launch = _STARTED.get(key)
     if launch is None:
         if len(_STARTED) >= 1024:
@@ -99,7 +97,7 @@ def _watched() -> bool:
 def place(x: Any) -> int:
     """The device that a kernel over `x` would run on: Triton asks for the current one, not for that of `x`."""
     x = x if isinstance(x, Tensor) else x.base
-    return int(torch._C._cuda_getDevice()) if x.is_cuda else -1
+    return torch._C._cuda_getDevice() if x.is_cuda else -1
 
 
 def look(arguments: tuple[Any, ...], key: list[Any]) -> None:
@@ -109,7 +107,10 @@ def look(arguments: tuple[Any, ...], key: list[Any]) -> None:
     """
     for x in arguments:
         of = type(x)
-        if of is float:
+        if of is Tensor:
+            key.append(x.dtype)
+            key.append(x.data_ptr() & 15 == 0)
+        elif of is float:
             key.append("f")
         elif of is int:
             key.append((x == 1) + 2 * (x & 15 == 0) + 4 * (x.bit_length() > 31))
@@ -122,5 +123,4 @@ def look(arguments: tuple[Any, ...], key: list[Any]) -> None:
             key.append((x.base.dtype, *x.block_shape))
         else:
             assert isinstance(x, Tensor), f"no kernel takes {of.__name__}"
-            key.append(x.dtype)
-            key.append(x.data_ptr() & 15 == 0)
+            key += (x.dtype, x.data_ptr() & 15 == 0)  # a Parameter, say

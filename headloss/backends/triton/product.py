@@ -57,6 +57,7 @@ TILE, READ = Tile(128, 256, 64, 8, 8, 3, 1), Tile(128, 128, 64, 8, 4, 3, 2)
 LEVELS = 5  # of the tree that one launch merges
 NUMBERED, SORTED = {"B": 256, "R": 4096}, {"B": 32, "R": 512}  # rows of a program, and those that it looks at together
 TESTED = tuple(int(x) for x in triton.__version__.split(".")[:2]) >= (3, 6)  # what descriptors were tried with
+SMALLEST = 1 << 20  # numbers of a weight: below, launches take longer than products, and cuBLAS needs fewer of them
 PRETEND = False  # in tests: take CPU tensors under the interpreter for a Hopper GPU's
 
 
@@ -329,7 +330,21 @@ def chunk(rows: int, columns: int, device: torch.device) -> Tensor:
 
 
 def _blocks(x: Tensor, rows: int, columns: int) -> Any:
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, columns])
+    """A descriptor of tiles.  Triton checks each that is made; one like an earlier one is made of that."""
+    known = _checked(x.shape, x.stride(), x.dtype, x.data_ptr() & 15, rows, columns)
+    if not known:
+        made = TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, columns])
+        known.update(made.__dict__, base=None)
+    else:
+        made = object.__new__(TensorDescriptor)
+        made.__dict__.update(known, base=x)
+    return made
+
+
+@functools.lru_cache(256)
+def _checked(*layout: Any) -> dict[str, Any]:
+    """Of a descriptor of such a matrix, all but the matrix, once there is one."""
+    return {}
 
 
 def _tile(T: Tile, device: torch.device) -> dict[str, Any]:

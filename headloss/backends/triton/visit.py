@@ -23,8 +23,6 @@ from headloss.backends.triton.launch import MOST_KNOWN, Launch, place
 from headloss.backends.triton.printer.program import Program
 from headloss.backends.triton.tiles import (
     LAUNCH,
-    Rows,
-    Transform,
     address,
     check_dtype,
     plain_temperature,
@@ -116,119 +114,87 @@ def visit(
     column of the student's.
     """
     plan = plan_of(program)
-    assert (want is program.want or want == program.want) and len(teachers) == len(want.teachers) <= 1
-    how: dict[str, Any] = {
-        "teacher": teachers[0] if teachers else None, "scale": scale, "softcap": softcap, "start": start,
-        "vocab": vocab, "valid_C": None if valid_C is None else valid_C.contiguous(), "ignore": ignore, "shape": shape,
-    }  # fmt: skip
-    given = (
-        tuple([T if type(T) is float else plain_temperature(T) for T in temperatures]),
-        *numbers_of(program, arguments, raw_CV.device),
-        program.numbers,
-    )
-    if out_CV is None or out_CV.stride(-1) == 1 or raw_CV.shape[1] < 2:
-        return launch(plan, raw_CV, target_C, *given, out_CV, **how)
-    other_CV = torch.empty_like(out_CV, memory_format=torch.contiguous_format)  # rare: write there, then copy
-    visited = launch(plan, raw_CV, target_C, *given, other_CV, **how)
-    out_CV.copy_(other_CV)
-    return visited
-
-
-def launch(
-    plan: Plan,
-    raw_CV: Tensor,
-    target_C: Tensor | None,
-    temperatures: tuple[Number, ...],
-    inputs: tuple[Number, ...],
-    bases: tuple[Number, ...],
-    factors: tuple[Number, ...],
-    numbers: tuple[float, ...],
-    out_CV: Tensor | None,
-    *,
-    teacher: TeacherChunk | None = None,
-    scale: float = 1.0,
-    softcap: float | None = None,
-    start: int = 0,
-    vocab: int | None = None,
-    valid_C: Tensor | None = None,
-    ignore: bool = False,
-    shape: Shape | None = None,
-) -> Visited:
-    """`visit` with everything in the form that the kernel takes."""
     C, V = raw_CV.shape
-    assert V > 0
-    flags, width, device = plan.flags, plan.program.width, raw_CV.device
-    vocab, cap = V if vocab is None else vocab, 1.0 if softcap is None else float(softcap)
+    assert (want is program.want or want == program.want) and len(teachers) == len(want.teachers) <= 1 and V
+    flags, width, device = plan.flags, program.width, raw_CV.device
+    vocab = V if vocab is None else vocab
     target = target_C if plan.targets or ignore else None
     found = torch.empty((plan.slots, C), dtype=torch.float32, device=device)
-    layout = None
-    plain = teacher is None and valid_C is None and C
-    if plain and not (address(raw_CV) | (0 if out_CV is None else address(out_CV))) & 127:
-        layout = (
-            raw_CV.dtype, V, raw_CV.stride(), None if out_CV is None else out_CV.stride(), out_CV is raw_CV, vocab,
-            None if target is None else (target.dtype, target.stride(), target.data_ptr() & 15), ignore, scale, softcap,
-            start, shape, _forms((*temperatures, *inputs, *bases, *factors)),
-        )  # fmt: skip
-        known = plan.layouts.get(layout)
-        if known is not None:
-            found_kernel, places = known
-            best = torch.empty(C, dtype=torch.int64, device=device) if flags["BEST"] else None
-            x, of_best = raw_CV, raw_CV if best is None else best
-            at = At(
-                x, x if out_CV is None else out_CV, x if target is None else target, x, found, of_best, x, x, x, x, x
-            )
-            transform = (float(vocab), float(scale), cap, *PLAIN.numbers)
-            told = (temperatures, (), inputs, bases, factors, numbers, plan.look_numbers, *transform)
-            found_kernel.run(None, place(raw_CV), C, (at, Given(*told), *places))
-            return Visited(found, best, plan)
-    check_dtype(raw_CV)
-    best = torch.empty(C, dtype=torch.int64, device=device) if flags["BEST"] else None
-    their_best = torch.empty(C, dtype=torch.int64, device=device) if flags["TEACHER_BEST"] else None
-    wide = torch.empty(plan.wide_slots, C, width, dtype=torch.float32, device=device) if plan.wide_slots else None
+    best = their_best = wide = None
+    if plan.more:
+        best = torch.empty(C, dtype=torch.int64, device=device) if flags["BEST"] else None
+        their_best = torch.empty(C, dtype=torch.int64, device=device) if flags["TEACHER_BEST"] else None
+        wide = torch.empty(plan.wide_slots, C, width, dtype=torch.float32, device=device) if plan.wide_slots else None
     visited = Visited(found, best, plan, their_best, wide)
     if C == 0:
+        check_dtype(raw_CV)
         return visited
-    raw = rows_of(raw_CV)
-    out = raw if out_CV is None or out_CV is raw_CV else rows_of(out_CV)
-    taught = _taught(plan, raw, out, V, teacher)
-    shape = shape or shape_of(plan, V, out_CV is not None)
-    empty = lambda x: raw.x_CV if x is None else x
+    inputs = tuple([as_number(arguments.inputs[name], device) for name in program.inputs])
+    bases = tuple([w if type(w) is float else as_number(w, device) for w in arguments.bases])
+    factors = tuple([w if type(w) is float else as_number(w, device) for w in arguments.factors])
+    given_T = tuple([T if type(T) is float else plain_temperature(T) for T in temperatures])
+    taught = _taught(plan, V, teachers[0]) if teachers else UNTAUGHT
+    x, y, z = raw_CV, raw_CV if out_CV is None else out_CV, raw_CV if taught.x_CV is None else taught.x_CV
+    aside_CV = None
+    if out_CV is not None and V > 1 and y.stride(1) != 1:  # rare: write elsewhere, then copy
+        y = aside_CV = torch.empty_like(y, memory_format=torch.contiguous_format)
+    valid_C = None if valid_C is None else valid_C.contiguous()
+    kernel = layout = None
+    if valid_C is None and not (address(x) | address(y) | address(z)) & 127:
+        layout = (
+            x.dtype, V, x.stride(), None if out_CV is None else y.stride(), y is x, vocab,
+            None if target is None else (target.dtype, target.stride(), target.data_ptr() & 15), ignore, scale, softcap,
+            start, shape, _forms((*given_T, *inputs, *bases, *factors)),
+            (taught.form, z.dtype, z.stride(), taught.aligned) if teachers else None,
+        )  # fmt: skip
+        kernel, places = plan.layouts.get(layout, (None, ()))
+    if kernel is None:
+        check_dtype(raw_CV)
+        assert C >> 31 == 0 == vocab >> 31
+        raw = rows_of(x)
+        out = raw if y is x else rows_of(y)
+        theirs = raw if z is x else rows_of(z)
+        stride, out_stride = raw.x_CV.stride(0), out.x_CV.stride(0)
+        # rows of both at the same place of a vector, or no wide loads: the stores decide
+        apart, lead_apart = stride - out_stride, raw.lead - out.lead
+        together = raw.vector == out.vector and not apart % raw.vector and not lead_apart % raw.vector
+        same = together and raw.line == out.line and not apart % raw.line and not lead_apart % raw.line
+        even = raw.line == raw.vector and V % raw.vector == 0  # no vector belongs to two rows
+        pointers = (raw.x_CV, out.x_CV, target, valid_C, theirs.x_CV, taught.ids, taught.sorted_ids)
+        # all that a compiled kernel depends on, read once: see launch.py
+        form = Form(
+            shape or shape_of(plan, V, out_CV is not None), x.dtype, y.dtype, raw.line, raw.vector, out.line,
+            out.vector, together, same, even, (stride >> 31, out_stride >> 31, theirs.x_CV.stride(0) >> 31),
+            tuple([(raw.x_CV if p is None else p).data_ptr() & 15 == 0 for p in pointers]),
+            None if target is None else target.dtype, None if valid_C is None else valid_C.dtype,
+            ignore, out_CV is None, scale != 1.0, softcap is not None,
+            _forms(given_T), _forms(inputs), _forms(bases), _forms(factors),
+            taught.form and (*taught.form, z.dtype, vector_along(raw, theirs), vector_along(out, theirs)),
+        )  # fmt: skip
+        kernel = plan.variants.get(form)
+        if kernel is None:
+            kernel = plan.variants[form] = _variant(plan, form)
+        places = (
+            V, stride, raw.lead, out_stride, out.lead, 0 if target is None else target.stride(0), start,
+            theirs.x_CV.stride(0), theirs.lead, width,
+        )  # fmt: skip
+        if layout is not None and raw.x_CV is x and out.x_CV is y and theirs.x_CV is z:
+            if len(plan.layouts) >= MOST_KNOWN:
+                plan.layouts.clear()
+            plan.layouts[layout] = kernel, places
+        x, y, z = raw.x_CV, out.x_CV, theirs.x_CV
     at = At(
-        raw.x_CV, out.x_CV, empty(target), empty(valid_C), found, empty(best), taught.rows.x_CV, empty(their_best),
-        empty(taught.ids), empty(taught.sorted_ids), empty(wide),
+        x, y, x if target is None else target, x if valid_C is None else valid_C, found, x if best is None else best,
+        z, x if their_best is None else their_best, x if taught.ids is None else taught.ids,
+        x if taught.sorted_ids is None else taught.sorted_ids, x if wide is None else wide,
     )  # fmt: skip
     given = Given(
-        temperatures, taught.temperatures, inputs, bases, factors, numbers, plan.look_numbers, float(vocab),
-        float(scale), cap, *taught.how.numbers,
+        given_T, taught.temperatures, inputs, bases, factors, program.numbers, plan.look_numbers, float(vocab),
+        float(scale), 1.0 if softcap is None else float(softcap), taught.scale, taught.cap,
     )  # fmt: skip
-    assert C >> 31 == 0 == vocab >> 31
-    stride, out_stride, theirs = raw.x_CV.stride(0), out.x_CV.stride(0), taught.rows
-    # rows of both at the same place of a vector, or no wide loads: the stores decide
-    apart, lead_apart = stride - out_stride, raw.lead - out.lead
-    together = raw.vector == out.vector and not apart % raw.vector and not lead_apart % raw.vector
-    same = together and raw.line == out.line and not apart % raw.line and not lead_apart % raw.line
-    even = raw.line == raw.vector and V % raw.vector == 0  # no vector belongs to two rows
-    # all that a compiled kernel depends on, read once: see launch.py
-    form = Form(
-        shape, raw_CV.dtype, out.x_CV.dtype, raw.line, raw.vector, out.line, out.vector, together, same, even,
-        (stride >> 31, out_stride >> 31, theirs.x_CV.stride(0) >> 31),
-        tuple([x.data_ptr() & 15 == 0 for x in (*at[:4], at.teacher, at.ids, at.sorted_ids)]),
-        None if target is None else target.dtype, None if valid_C is None else valid_C.dtype,
-        ignore, out_CV is None, scale != 1.0, softcap is not None,
-        _forms(temperatures), _forms(inputs), _forms(bases), _forms(factors), taught.form,
-    )  # fmt: skip
-    kernel = plan.variants.get(form)
-    if kernel is None:
-        kernel = plan.variants[form] = _variant(plan, form)
-    places = (
-        V, stride, raw.lead, out_stride, out.lead, 0 if target is None else target.stride(0), start,
-        theirs.x_CV.stride(0), theirs.lead, width,
-    )  # fmt: skip
-    if layout is not None and raw.x_CV is raw_CV and (out_CV is None or out.x_CV is out_CV):
-        if len(plan.layouts) >= MOST_KNOWN:
-            plan.layouts.clear()
-        plan.layouts[layout] = kernel, places
     kernel.run(None, place(raw_CV), C, (at, given, *places))
+    if aside_CV is not None:
+        out_CV.copy_(aside_CV)  # type: ignore[union-attr]
     return visited
 
 
@@ -263,39 +229,41 @@ class Form(NamedTuple):
 class Taught(NamedTuple):
     """A teacher as the kernel takes it."""
 
-    rows: Rows
-    ids: Tensor | None
-    sorted_ids: Tensor | None
-    temperatures: tuple[Number, ...]
-    how: Transform
-    form: tuple[Any, ...]  # temperatures, dtype, vectors along the student's rows and the output's, scaled, capped
+    x_CV: Tensor | None = None
+    ids: Tensor | None = None
+    sorted_ids: Tensor | None = None
+    temperatures: tuple[Number, ...] = ()
+    scale: float = 1.0
+    cap: float = 1.0
+    form: tuple[Any, ...] = ()  # of its temperatures, whether it is scaled, and capped
+
+    @property
+    def aligned(self) -> tuple[bool, ...]:
+        return tuple([x.data_ptr() & 15 == 0 for x in (self.ids, self.sorted_ids) if x is not None])
 
 
-PLAIN = Transform(1.0, None)
+UNTAUGHT = Taught()
 
 
-def _taught(plan: Plan, raw: Rows, out: Rows, V: int, teacher: TeacherChunk | None) -> Taught:
-    if teacher is None:
-        return Taught(raw, None, None, (), PLAIN, ())
+def _taught(plan: Plan, V: int, teacher: TeacherChunk) -> Taught:
     if not isinstance(teacher, DenseChunk):
         ids = teacher.ids_CK.contiguous()
-        return Taught(raw, ids, teacher.in_order() if plan.flags["TAIL"] else ids, (), PLAIN, ())
+        return Taught(None, ids, teacher.in_order() if plan.flags["TAIL"] else ids)
     assert teacher.columns == V
-    want, how = plan.program.want, Transform(teacher.scale, teacher.softcap)
-    rows = rows_of(readable(teacher.raw_CV[:, :V]))
-    met = dict(zip(want.temperatures_of(want.teachers[0]), teacher.temperatures, strict=True))
-    given = tuple(plain_temperature(met.get(T, 1.0)) for T in want.temperatures)
-    form = (
-        _forms(given), rows.x_CV.dtype, vector_along(raw, rows), vector_along(out, rows),
-        how.scale != 1.0, how.softcap is not None,
+    x_CV, own = teacher.raw_CV, teacher.temperatures
+    x_CV = readable(x_CV if x_CV.shape[1] == V else x_CV[:, :V])
+    given = tuple([1.0 if i < 0 else plain_temperature(own[i]) for i in plan.flags["MEET_OF"]])
+    cap = 1.0 if teacher.softcap is None else float(teacher.softcap)
+    return Taught(
+        x_CV, None, None, given, float(teacher.scale), cap,
+        (_forms(given), teacher.scale != 1.0, teacher.softcap is not None),
     )  # fmt: skip
-    return Taught(rows, None, None, given, how, form)
 
 
 def _variant(plan: Plan, form: Form) -> Launch:
     """The kernel with its constants, for calls of this form."""
     shape, itemsize = form.shape, form.dtype.itemsize
-    kinds, kind, along, out_along, scaled, capped = form.teacher or ((), form.dtype, 1, 1, False, False)
+    kinds, scaled, capped, kind, along, out_along = form.teacher or ((), False, False, form.dtype, 1, 1)
     J = 16 // max(itemsize, kind.itemsize)
     paired = lambda dtype, vector: dtype == torch.bfloat16 and vector > 1 and J == 8 and _pairs()
     flags = Flags(
@@ -338,13 +306,18 @@ def totals(visited: Visited, weights: Iterable[Number]) -> tuple[Tensor, Tensor]
     return sums, loss
 
 
-def count_targets(target_N: Tensor) -> tuple[Tensor, Tensor]:
-    """How many of them count, the smallest and the largest of those; and 1 / how many."""
-    numbers = torch.empty(3, dtype=torch.int64, device=target_N.device)
-    mean = torch.empty((), dtype=torch.float64, device=target_N.device)
-    form = (target_N.dtype, target_N.data_ptr() & 15 == 0, target_N.shape[0] >> 31)
-    _COUNT.run(form, place(target_N), 1, (target_N, numbers, mean, target_N.shape[0]))
-    return numbers, mean
+def count_targets(target_N: Tensor, numbers: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """How many of them count, the smallest and the largest of those; 1 / how many; and which of them count.
+
+    `numbers`: where to write the first three, which may be pinned memory of the host.
+    """
+    device, N = target_N.device, target_N.shape[0]
+    if numbers is None:
+        numbers = torch.empty(3, dtype=torch.int64, device=device)
+    mean, valid_N = torch.empty((), dtype=torch.float64, device=device), torch.empty(N, dtype=torch.bool, device=device)
+    form = (target_N.dtype, target_N.data_ptr() & 15 == 0, numbers.data_ptr() & 15 == 0, N >> 31)
+    _COUNT.run(form, place(target_N), 1, (target_N, numbers, mean, valid_N, N))
+    return numbers, mean, valid_N
 
 
 _COUNT = Launch(count_kernel, {"B": 4096, "num_warps": 16, **LAUNCH})
@@ -358,22 +331,12 @@ def _totals(first: int, forms: tuple[Any, ...]) -> Launch:
     return Launch(totals_kernel, {"FIRST": first, "KINDS": kinds, "P": padded, "B": block, "num_warps": 16, **LAUNCH})
 
 
-def numbers_of(
-    program: Any, arguments: Any, device: torch.device
-) -> tuple[tuple[Number, ...], tuple[Number, ...], tuple[Number, ...]]:
-    """Inputs, bases and factors as the kernel takes them, in the program's order."""
-    inputs, bases, factors = arguments
-    return (
-        tuple([as_number(inputs[name], device) for name in program.inputs]),
-        tuple([x if type(x) is float else as_number(x, device) for x in bases]),
-        tuple([x if type(x) is float else as_number(x, device) for x in factors]),
-    )
-
-
 def as_number(x: Number, device: torch.device) -> Number:
     """As the kernel takes it: a float, or a tensor of its device with one value or one per row, next to each other."""
     if not isinstance(x, Tensor):
         return float(x)
+    if x.device == device and x.is_contiguous():
+        return x
     if x.device != device:  # a scalar on the host; as a number it would be a float32
         return float(x) if x.dtype.is_floating_point and x.dtype != torch.float64 else x.to(device)
     if x.ndim and x.stride(0) == 0 and x.shape[0]:

@@ -31,6 +31,7 @@ class Plan(NamedTuple):
     program: Program
     slots: int
     wide_slots: int
+    more: bool  # whether it finds columns, or has numbers per id
     heavy: bool  # whether more is summed than e^z
     targets: bool  # whether it needs them
     ends: tuple[int, ...]  # where softmax, facts, values, metrics and cotangents begin among the slots
@@ -99,8 +100,9 @@ def plan_of(program: Program) -> Plan:
         look, numbers = printed(tuple((met.index(f.temperature), f.element) for f in looks), len(met))
     ends = (0, *itertools.accumulate(sizes))
     return Plan(
-        program, sum(sizes), wide_slots, heavy, want.target or program.target, ends, flags, look, numbers, {}, {}
-    )
+        program, sum(sizes), wide_slots, bool(wide_slots or flags["BEST"] or flags["TEACHER_BEST"]), heavy,
+        want.target or program.target, ends, flags, look, numbers, {}, {},
+    )  # fmt: skip
 
 
 class Visited:
@@ -125,6 +127,8 @@ class Visited:
     @property
     def blocks(self) -> list[Tensor]:
         """The tensors that facts are cut out of."""
+        if self.best is self.theirs is self.wide:  # none of them
+            return [self.found]
         return [x for x in (self.found, self.best, self.theirs, self.wide) if x is not None]
 
     def of(self, blocks: Sequence[Tensor]) -> Visited:

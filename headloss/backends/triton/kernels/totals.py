@@ -32,8 +32,8 @@ def totals_kernel(
 
 
 @triton.jit(do_not_specialize=["N"])
-def count_kernel(target, numbers, mean, N, B: tl.constexpr):
-    """How many targets count and their range, and 1 / count."""
+def count_kernel(target, numbers, mean, valid, N, B: tl.constexpr):
+    """How many targets count and their range, 1 / count, and which of them count."""
     row = tl.arange(0, B)
     count = tl.zeros([B], tl.int64)
     low = tl.full([B], 9223372036854775807, tl.int64)
@@ -41,6 +41,7 @@ def count_kernel(target, numbers, mean, N, B: tl.constexpr):
     for at in range(0, N, B):
         y = tl.load(target + at + row, at + row < N, -100)
         counts = y != -100
+        tl.store(valid + at + row, counts, at + row < N)
         count += counts.to(tl.int64)
         low = tl.where(counts, tl.minimum(low, y), low)
         high = tl.where(counts, tl.maximum(high, y), high)
