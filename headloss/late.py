@@ -1,8 +1,8 @@
 """Numbers on their way from a device to the host, and checks that come late so that no call has to wait for them.
 
 A call that reads its targets from the host waits for all work that was queued before it: in a training step that is
-the whole forward pass.  So the numbers travel by a copy that nothing waits for.  The next call, or the meter when it is
-read, raises if they are wrong.
+the whole forward pass.  So the numbers travel by a copy that nothing waits for, or a kernel writes them where the host
+reads.  The next call, or the meter when it is read, raises if they are wrong.
 """
 
 from __future__ import annotations
@@ -113,15 +113,15 @@ _PENDING: collections.deque[tuple[Copy | Landing, Check]] = collections.deque()
 
 def check_later(x: Tensor | Landing, check: Check) -> None:
     """Run a check on these numbers of a device once they have reached the host."""
-    if len(_PENDING) >= MOST_PENDING:
+    _PENDING.append((x if isinstance(x, Landing) else Copy(x), check))  # first: a kernel may yet write to its memory
+    if len(_PENDING) > MOST_PENDING:
         _settle()
-    _PENDING.append((x if isinstance(x, Landing) else Copy(x), check))
 
 
 def check_pending(wait: bool = False) -> None:
     """Run the checks whose numbers are here; with `wait`, all of them."""
-    if _PENDING and torch.cuda.is_initialized() and is_capturing():
-        return  # where nothing may ask whether an event has happened
+    if _PENDING and (torch.cuda._is_in_bad_fork() or (torch.cuda.is_initialized() and is_capturing())):
+        return  # those of the process that this one was forked from; or nothing may ask whether an event has happened
     while _PENDING and (wait or _PENDING[0][0].is_here()):
         _settle()
 
