@@ -2,7 +2,6 @@
 
 import os
 import re
-import subprocess
 from importlib import import_module
 
 import oracle
@@ -32,13 +31,10 @@ def test_under_the_interpreter():
 @pytest.mark.skipif(INSIDE, reason="the interpreter compiles nothing")
 @pytest.mark.parametrize("how", [(False, False), (True, True), (False, True)])
 def test_compiles_for_hopper_without_spills(how, tmp_path):
-    from test_triton_compile import BIN, GPUTarget, triton
-    from triton.compiler import ASTSource
+    from test_triton_compile import ROWS, TARGETS, Built, empty
 
     from headloss.backends.triton import settle
-    from headloss.backends.triton.kernels.settle import settle_kernel
     from headloss.backends.triton.printer.segments import lower
-    from headloss.backends.triton.tiles import LAUNCH
     from headloss.facts import Want
     from headloss.trace.trace import Shape, trace
 
@@ -49,27 +45,13 @@ def test_compiles_for_hopper_without_spills(how, tmp_path):
     traces = {n: trace(call, own(call), torch.float32, "cpu", True) for n, call in calls.items()}
     want = Want([f for call in calls.values() for f in call.facts])
     program = lower({n: (calls[n], traces[n]) for n in calls}, want, shapes)
-    ints = ("N", "all_rows", "first_row", "first_group", "groups", "vocab")
-    signature = dict.fromkeys(ints, "i32") | dict.fromkeys(("target", "offsets"), "*i64")
-    signature |= dict.fromkeys(("sums", "found", "rows", "by_segment"), "*fp32")
-    signature |= {"order": "*i64"} if how[0] else {}
-    pointers = ["*i1" if n == "desirable" else "*fp32" for n in program.inputs]
-    signature |= {"temperatures": ("fp32",) * len(want.temperatures), "inputs": tuple(pointers)}
-    signature |= {"bases": ("fp32",) * 3, "factors": ("*fp32",) * 3, "numbers": ("fp32",) * len(program.numbers)}
-    kinds = {"row": 1, "segment": 2}
-    constants = {
-        **settle._plan(program).flags, "FN": program.function, "GRADIENT": True, "PER_ROW": (False,),
-        "INPUTS": tuple(kinds[k] for k in program.input_kinds), "BASES": (-1,) * 3, "FACTORS": (0,) * 3,
-        "MEANS": (True, False, False), **dict(zip(("ORDERED", "IGNORE"), how)), "B": settle.BLOCK,
-    }  # fmt: skip
-    constants |= {n: None for n in ("order", "best_out") if n not in signature}
-    source = ASTSource(settle_kernel, {n: signature.get(n, "constexpr") for n in settle_kernel.arg_names}, constants)
-    options = {"num_warps": settle.WARPS, **LAUNCH}
-    built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    path = tmp_path / "kernel.cubin"
-    path.write_bytes(built.asm["cubin"])
-    command = [BIN / "cuobjdump", "--dump-resource-usage", path]
-    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    ordered, ignore = how
+    inputs = {n: empty(8, kind=torch.bool) if n == "desirable" else empty(ROWS) for n in program.inputs}
+    each = lambda x: dict.fromkeys(program.terms, x)
+    weights = settle.Weights(inputs, each(1.0), each(False) | {"rl": True}, each(empty()))
+    spans = settle.Spans(empty(9, kind=torch.int64), empty(ROWS, kind=torch.int64) if ordered else None)
+    call = settle.Settling(program, spans, weights, TARGETS, ROWS, [1.0], vocab=1000, ignore=ignore)
+    said = Built(lambda: call.settle(empty(9, ROWS))).dump("--dump-resource-usage", tmp_path)
     usage = re.search(r"REG:(\d+) STACK:(\d+)", said)
     assert usage is not None and int(usage[2]) == 0, usage
 

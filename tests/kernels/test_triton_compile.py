@@ -17,31 +17,63 @@ from triton.compiler import ASTSource  # noqa: E402
 
 backend = import_module("headloss.backends.triton.sweeps")
 tiles = import_module("headloss.backends.triton.tiles")
-from headloss.backends.triton.kernels.pull import pull_kernel  # noqa: E402
-from headloss.backends.triton.kernels.sums import merge_kernel, sums_kernel  # noqa: E402
-from headloss.backends.triton.kernels.top import cut_kernel, order_kernel, top_kernel  # noqa: E402
+launches = import_module("headloss.backends.triton.launch")
+beside = import_module("headloss.backends.triton.teachers")
+pulls = import_module("headloss.backends.triton.pulls")
+tops = import_module("headloss.backends.triton.top")
+from headloss.divergence import Element  # noqa: E402
+from headloss.facts import Fact, Pull, Softmax, Want  # noqa: E402
+from headloss.losses import jsd, tvd  # noqa: E402
+from headloss.teachers import DenseChunk, DensePull, Look, SparseChunk, SparsePull, SparseSoftmax  # noqa: E402
 
 BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-INTS = ("N", "V", "k", "parts", "width", "stride", "lead", "out_stride", "out_lead", "target_stride", "start")
-WIDE = {"bf16": 8, "fp16": 8, "fp32": 4}
+LETTERS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.bool: "i1"}
+LETTERS |= {torch.int64: "i64", torch.int32: "i32"}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+ROWS = 300
+
+
+def empty(*shape, kind="fp32"):
+    return torch.empty(shape, dtype=DTYPES.get(kind, kind), device="meta")
+
+
+def signature_of(x, path, aligned, absent):
+    """What Triton makes of an argument; where pointers are aligned goes to `aligned`, and where there is none."""
+    if isinstance(x, tuple):
+        items = [signature_of(y, (*path, i), aligned, absent) for i, y in enumerate(x)]
+        return type(x)(*items) if hasattr(x, "_fields") else tuple(items)
+    if isinstance(x, torch.Tensor):
+        aligned[path] = [["tt.divisibility", 16]]
+        return f"*{LETTERS[x.dtype]}"
+    if x is None:
+        absent[path] = None
+        return "constexpr"
+    return "fp32" if isinstance(x, float) else "i32"
 
 
 class Built:
-    def __init__(self, kernel, dtype, warps, temperatures=1, **constants):
-        signature = dict.fromkeys(INTS, "i32") | {"scale": "fp32", "cap": "fp32"}
-        signature |= {"raw": f"*{dtype}", "target": "*i64", "rows": "*fp32", "partial": "*fp32"}
-        signature |= {"values": "*fp32", "columns": "*i64", "counts": "*i32", "found": "*i64", "groups": "*i32"}
-        signature |= {"out": f"*{dtype}" if kernel is pull_kernel else "*fp32"}
-        signature["temperatures"] = ("fp32",) * temperatures
-        names = kernel.arg_names
-        aligned = {
-            (names.index(n),): [["tt.divisibility", 16]] for n in ("raw", "out", "rows", "partial") if n in names
+    """The kernel that a call on tensors without memory would launch, or (`which`) one of several, for Hopper."""
+
+    def __init__(self, call, which=0):
+        seen = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(launches.Launch, "run", lambda launch, *call: seen.append((launch, call[-1])))
+            for module in (backend, beside):
+                patch.setattr(module, "chains", lambda device: tiles.CHAINS)
+            call()
+        launch, given = seen[which]
+        names, places, absent = launch.kernel.arg_names, {}, {}
+        signature = {
+            n: signature_of(x, (i,), places, absent) for i, (n, x) in enumerate(zip(names, given, strict=False))
         }
-        source = ASTSource(kernel, {n: signature.get(n, "constexpr") for n in names}, constants, aligned)
-        compiled = triton.compile(
-            source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps, **tiles.LAUNCH}
-        )
-        self.cubin = compiled.asm["cubin"]
+        for parameter in launch.kernel.params:
+            if parameter.do_not_specialize_on_alignment:
+                places.pop((parameter.num,), None)
+        constants = {n: launch.constants[n] for n in names[len(given) :]}
+        options = {n: x for n, x in launch.constants.items() if n not in constants}
+        absent |= {(names.index(n),): x for n, x in constants.items()}
+        source = ASTSource(launch.kernel, signature | dict.fromkeys(constants, "constexpr"), absent, places)
+        self.cubin = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["cubin"]
 
     def dump(self, what, folder):
         path = folder / "kernel.cubin"
@@ -49,63 +81,43 @@ class Built:
         return subprocess.run([BIN / "cuobjdump", what, path], capture_output=True, text=True, check=True).stdout
 
 
-def sums(dtype, V, *, temperatures=1, every=False, capped=False, peel=True):
-    shape = tiles.row_shape(backend.SUMS, V)
-    vector = WIDE[dtype] if peel else 1
-    flags = (True,) * temperatures
-    return Built(
-        sums_kernel, dtype, shape.warps, temperatures,
-        TARGET=True, TOTAL=every, ARGMAX=every, WANT_X=flags, WANT_Q=(every,) * temperatures,
-        PER_ROW=(False,) * temperatures, SCALED=capped, CAPPED=capped, CHAINED=tiles.CHAINS,
-        LINE=8 * vector if peel else 1, VEC=vector, K=shape.loads if peel else 1, L=shape.lanes, J=WIDE[dtype],
-    )  # fmt: skip
+TARGETS = empty(ROWS, kind=torch.int64)
+STUDENT = [Fact(name) for name in ("lse", "logprob", "mean_logprob", "entropy", "sum_p2", "argmax")]
+EVERY = [*STUDENT, Fact("entropy", 2.0)]
+CAPPED = {"scale": 0.5, "softcap": 30.0}
 
 
-def pull(dtype, V, *, temperatures=1, every=False, capped=False):
-    shape = tiles.row_shape(backend.PULL, V)
-    some, rest = (True,) * temperatures, (every,) * temperatures
-    return Built(
-        pull_kernel, dtype, shape.warps, temperatures,
-        A=some, B=some, E=rest, C=rest, Y=some, TARGET=True, PER_ROW=(False,) * temperatures,
-        SCALED=capped, CAPPED=capped, WIDTH=shape.width, LINE=8 * WIDE[dtype], VEC=WIDE[dtype], RAW_VEC=WIDE[dtype],
-        BLOCK=shape.lanes * shape.loads * WIDE[dtype], STAGES=shape.stages,
-    )  # fmt: skip
+def sums(dtype, V, facts=("logprob", "entropy"), which=0, peel=True, **how):
+    want = Want([Fact(f) if isinstance(f, str) else f for f in facts])
+    raw = empty(ROWS, V + (not peel), kind=dtype)[:, :V]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiles, "PEEL", peel)
+        return Built(lambda: backend.sums(raw, TARGETS, want, [1.0] * len(want.temperatures), **how), which)
 
 
-def merge():
-    return Built(
-        merge_kernel, "bf16", 1, 2,
-        TARGET=True, TOTAL=True, ARGMAX=True, WANT_X=(True, True), WANT_Q=(True, False), PER_ROW=(False, False),
-        SCALED=True, CAPPED=True, PADDED=8, ROWS=4, CHAINED=tiles.CHAINS,
-    )  # fmt: skip
+def pull(dtype, V, *, temperatures=1, every=False, **how):
+    raw, there = empty(ROWS, V, kind=dtype), [(True, True, every, every, True)] * temperatures
+    return Built(lambda: backend.pull_rows(raw, TARGETS, empty(16, ROWS), there, [1.0] * temperatures, raw, **how))
 
 
-def top(dtype, k, kernel):
-    found = import_module("headloss.backends.triton.top")
-    flags = {"SCALED": False, "CAPPED": False, "LINE": 8, "L": found.L, "J": WIDE[dtype], "M": max(256, 2 * k)}
-    if kernel is top_kernel:
-        B = found.loads(151936, k, WIDE[dtype])
-        flags |= {"B": B, "G": triton.next_power_of_2(triton.cdiv(151936, found.L * WIDE[dtype] * B) * found.L)}
-    return Built(kernel, dtype, 8, **flags)
+def top(dtype, k, which):
+    return Built(lambda: tops.largest(empty(ROWS, 151936, kind=dtype), k, tiles.Transform(1.0, None)), which)
 
 
 KERNELS = {
-    "top 64": lambda: top("bf16", 64, top_kernel),
-    "top 64, float32": lambda: top("fp32", 64, top_kernel),
-    "top 64, cut": lambda: top("fp32", 64, cut_kernel),
-    "top 64, ordered": lambda: Built(order_kernel, "bf16", 1, M=256),
+    "top 64": lambda: top("bf16", 64, 0),
+    "top 64, cut": lambda: top("fp32", 64, 1),
+    "top 64, ordered": lambda: top("bf16", 64, 2),
     "sums 128256": lambda: sums("bf16", 128256),
     "sums 262144 float32": lambda: sums("fp32", 262144),
     "sums 2000": lambda: sums("fp16", 2000),
-    "sums, every fact at two temperatures": lambda: sums("bf16", 151936, temperatures=2, every=True, capped=True),
+    "sums, every fact at two temperatures": lambda: sums("bf16", 151936, EVERY, **CAPPED),
     "sums, nothing known of the rows": lambda: sums("bf16", 151936, peel=False),
     "pull 128256": lambda: pull("bf16", 128256),
     "pull 32000": lambda: pull("bf16", 32000),
     "pull 151936 float32": lambda: pull("fp32", 151936),
-    "pull, every coefficient at two temperatures": lambda: pull(
-        "bf16", 151936, temperatures=2, every=True, capped=True
-    ),
-    "merge": merge,
+    "pull, every coefficient at two temperatures": lambda: pull("bf16", 151936, temperatures=2, every=True, **CAPPED),
+    "merge": lambda: sums("bf16", 151936, EVERY, which=1, **CAPPED),
 }
 
 
@@ -137,111 +149,63 @@ def loops(code):
 
 # ---------------------------------------------------------------- beside teachers
 
-from headloss.backends.triton.kernels.dense import dense_sums_kernel  # noqa: E402
-from headloss.backends.triton.kernels.guided import guided_kernel, look_kernel  # noqa: E402
-from headloss.backends.triton.kernels.meeting import dense_merge_kernel  # noqa: E402
-from headloss.backends.triton.kernels.sparse import gather_kernel, merge_ids_kernel, store_kernel, tail_kernel  # noqa: E402
-from headloss.backends.triton.printer.elements import printed  # noqa: E402
-from headloss.divergence import Element  # noqa: E402
-from headloss.losses import jsd, tvd  # noqa: E402
-
-beside = import_module("headloss.backends.triton.teachers")
-pulls = import_module("headloss.backends.triton.pulls")
-COUNTS = ("teacher_stride", "teacher_lead", "count", "others", "apart")
+PLAIN = tiles.Transform(1.0, None)
+COMPARED = ("teacher_cross_entropy", "reverse_cross_entropy", "teacher_entropy", "shared_entropy", "teacher_argmax")
 
 
-class Taught(Built):
-    def __init__(self, kernel, dtype, teacher, warps, *, temperatures=1, numbers=1, out="fp32", **constants):
-        floats = ("scale", "cap", "teacher_scale", "teacher_cap", "given", "teacher_given")
-        signature = dict.fromkeys((*INTS, *COUNTS), "i32") | dict.fromkeys(floats, "fp32")
-        signature |= {
-            "raw": f"*{dtype}",
-            "teacher": f"*{teacher}",
-            "out": f"*{out}",
-            "rows": "*fp32",
-            "partial": "*fp32",
-        }
-        signature |= {"ids": "*i64", "at": "*i64", "target": "*i64", "values": "*fp32", "inside": "*i1"}
-        signature |= {"logprobs": "*fp32", "valid": "*i1", "out_logprobs": "*fp32"}
-        signature |= {"out_ids": "*i64", "out_sorted": "*i64"}
-        many = {"temperatures", "teacher_temperatures", "met_temperatures"}
-        signature |= dict.fromkeys(many, ("fp32",) * temperatures) | {"numbers": ("fp32",) * numbers}
-        names = kernel.arg_names
-        aligned = {
-            (names.index(n),): [["tt.divisibility", 16]]
-            for n in ("raw", "teacher", "out", "rows", "partial")
-            if n in names
-        }
-        source = ASTSource(kernel, {n: signature.get(n, "constexpr") for n in names}, constants, aligned)
-        options = {"num_warps": warps, **tiles.LAUNCH}
-        self.cubin = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["cubin"]
+def chunk(V, dtype="bf16", scale=1.0, softcap=None, temperatures=1):
+    return DenseChunk(empty(ROWS, V, kind=dtype), scale, softcap, (1.0,) * temperatures, V)
 
 
-PLAIN = {"SCALED": False, "CAPPED": False}
-TEACHERS_PLAIN = {"TEACHER_SCALED": False, "TEACHER_CAPPED": False}
-
-
-def dense(names, V=128256, *, dtype="bf16", teacher="bf16", n=1, capped=False):
-    shape = tiles.row_shape(beside.DENSE, V)
-    flags = {f"WANT_{k}": (k in names,) * n for k in "XQYFG"}
-    every = len(names) > 3
-    return Taught(
-        dense_sums_kernel, dtype, teacher, shape.warps, temperatures=n,
-        TOTAL=every, ARGMAX=every, ARGMAXT=every, MET=(True,) * n, **flags,
-        PER_ROW=(False,) * n, TEACHER_PER_ROW=(False,) * n, SCALED=capped, CAPPED=capped,
-        TEACHER_SCALED=capped, TEACHER_CAPPED=capped, LINE=8 * WIDE[dtype], VEC=WIDE[dtype], TEACHER_VEC=WIDE[teacher],
-        K=shape.loads, L=shape.lanes, J=min(WIDE[dtype], WIDE[teacher]), CHAINED=tiles.CHAINS,
-    )  # fmt: skip
-
-
-def dense_merge():
-    flags = {f"WANT_{k}": (True, True) for k in "XQYFG"}
-    return Taught(
-        dense_merge_kernel, "bf16", "bf16", 1, temperatures=2, TARGET=True, TOTAL=True, ARGMAX=True, ARGMAXT=True,
-        MET=(True, True), **flags, PER_ROW=(False,) * 2, TEACHER_PER_ROW=(False,) * 2, SCALED=True, CAPPED=True,
-        PADDED=8, ROWS=4, CHAINED=tiles.CHAINS,
-    )  # fmt: skip
+def dense(*names, V=128256, dtype="bf16", teacher="bf16", temperatures=(None,), own=(), which=0, **how):
+    want = Want([*(Fact(name, T, "t") for name in names for T in temperatures), *own])
+    raw, told = empty(ROWS, V, kind=dtype), chunk(V, teacher, temperatures=len(want.temperatures_of("t")), **how)
+    given = [1.0] * len(want.temperatures)
+    return Built(lambda: beside.sums(raw, TARGETS, want, given, teachers=[told], **how), which)
 
 
 def second_look(*elements):
-    shape = tiles.row_shape(beside.LOOK, 128256)
-    element, numbers = printed(tuple((0, e) for e in elements), 1)
-    return Taught(
-        look_kernel, "bf16", "bf16", shape.warps, numbers=len(numbers), ELEMENT=element, SUMS=2 * len(elements),
-        PER_ROW=False, TEACHER_PER_ROW=False, **PLAIN, **TEACHERS_PLAIN, LINE=64, VEC=8, TEACHER_VEC=8,
-        K=shape.loads, L=shape.lanes, J=8,
-    )  # fmt: skip
+    call = (empty(ROWS, 128256, kind="bf16"), chunk(128256), 0, 1.0, empty(4, ROWS), list(elements), PLAIN, None)
+    return Built(lambda: beside._look(*call))
 
 
 def guided(names="", own="", *, element=None, dtype="bf16"):
-    shape = tiles.row_shape(pulls.LOOKING if element else pulls.GUIDED, 128256)
-    function, numbers = printed(((0, element),), 1) if element else (None, (0.0,))
-    return Taught(
-        guided_kernel, dtype, dtype, shape.warps, out=dtype, numbers=len(numbers),
-        **{k: (k in own,) for k in "ABECY"}, TARGET="Y" in own, TEACHER=True, ELEMENT=function,
-        **{f"T{k}": (k in names,) for k in "ABCD"}, LOOKS=(0,) if element else (),
-        PER_ROW=(False,), MET_PER_ROW=(False,), TEACHER_PER_ROW=(False,), **PLAIN, **TEACHERS_PLAIN,
-        WIDTH=shape.width, LINE=8 * WIDE[dtype], VEC=WIDE[dtype], RAW_VEC=WIDE[dtype], TEACHER_VEC=WIDE[dtype],
-        BLOCK=shape.lanes * shape.loads * WIDE[dtype], ADD=False,
-    )  # fmt: skip
+    """A dense teacher's pull, and the student's."""
+    some = lambda letters, those: [empty(ROWS) if x in those else None for x in letters]
+    looks = (Look(element, empty(ROWS), empty(ROWS)),) if element else ()
+    numbers = (empty(ROWS), empty(ROWS), (empty(ROWS),), (empty(ROWS),), (1.0,))
+    met = pulls.Met(chunk(128256, dtype), *numbers, (DensePull(*some("ABCD", names), looks=looks),))
+    entries = [pulls.Entry(1.0, empty(ROWS), empty(ROWS), Pull(*some("ABECY", own)))] if own else []
+    raw = empty(ROWS, 128256, kind=dtype)
+    return Built(lambda: pulls._guided(raw, TARGETS, raw, entries, met, PLAIN, 0, None))
 
 
-def tail():
-    shape = tiles.row_shape(backend.SUMS, 128256)
-    return Taught(
-        tail_kernel, "bf16", "bf16", shape.warps, temperatures=2, PER_ROW=(False,) * 2, **PLAIN, LINE=64, VEC=8,
-        K=shape.loads, L=shape.lanes, J=8, IDS=64, OFF=(False,) * 2,
-    )  # fmt: skip
+def sparse(which):
+    """A sweep beside ids, and the pull at them."""
+    raw, told = empty(ROWS, 128256, kind="bf16"), SparseChunk(empty(ROWS, 64, kind=torch.int64))
+    keys = (1.0, 2.0)
+    want = Want([Fact(name, T, "s") for name in ("ids_logprob", "tail_logprob") for T in keys])
+
+    def call():
+        beside.merge_repeated(told.ids_CK, empty(ROWS, 64), empty(ROWS, kind=torch.bool))
+        beside.sums(raw, TARGETS, want, keys, teachers=[told])
+        softmax = Softmax(empty(ROWS), (empty(ROWS),) * 2, (SparseSoftmax(empty(ROWS), (empty(ROWS),) * 2),))
+        pulled = [Pull(empty(ROWS), None, None, None, None)] * 2
+        at_ids = [SparsePull(empty(ROWS, 64), empty(ROWS))] * 2
+        told_at = {"teachers": [told], "teacher_pulls": [at_ids], "teacher_temperatures": [keys]}
+        pulls.pull(raw, TARGETS, softmax, pulled, keys, raw, **told_at)
+
+    return Built(call, which)
 
 
 JSD = Element(jsd, {"beta": 0.5})
 TAUGHT = {
-    "sums of a forward comparison": lambda: dense("YF"),
-    "sums of a reverse comparison": lambda: dense("XG"),
-    "sums, float32": lambda: dense("YF", dtype="fp32", teacher="fp32"),
-    "sums, float32 beside bfloat16": lambda: dense("YF", teacher="fp32"),
-    "sums of everything at two temperatures": lambda: dense("XQYFG", n=2, capped=True),
-    "merge": dense_merge,
+    "sums of a forward comparison": lambda: dense("teacher_cross_entropy", "teacher_entropy"),
+    "sums of a reverse comparison": lambda: dense("reverse_cross_entropy", "shared_entropy"),
+    "sums, float32": lambda: dense("teacher_cross_entropy", dtype="fp32", teacher="fp32"),
+    "sums, float32 beside bfloat16": lambda: dense("teacher_cross_entropy", teacher="fp32"),
+    "sums of everything at two temperatures": lambda: dense(*COMPARED, temperatures=(None, 2.0), own=STUDENT, **CAPPED),
+    "merge": lambda: dense(*COMPARED, temperatures=(None, 2.0), own=STUDENT, which=1, **CAPPED),
     "look": lambda: second_look(JSD),
     "look at two": lambda: second_look(JSD, Element(tvd, {})),
     "pull of a forward comparison": lambda: guided("AD"),
@@ -249,10 +213,10 @@ TAUGHT = {
     "pull, float32": lambda: guided("AD", dtype="fp32"),
     "pull of a look": lambda: guided(element=JSD),
     "pull of everything": lambda: guided("ABCD", "ABECY", element=JSD),
-    "tail": tail,
-    "ids, each once": lambda: Taught(merge_ids_kernel, "bf16", "bf16", 1, VALID=True, IDS=64),
-    "values at ids": lambda: Taught(gather_kernel, "bf16", "bf16", 4, IDS=64),
-    "stores at ids": lambda: Taught(store_kernel, "bf16", "bf16", 4, out="bf16", IDS=64),
+    "ids, each once": lambda: sparse(0),
+    "tail": lambda: sparse(3),
+    "values at ids": lambda: sparse(6),
+    "stores at ids": lambda: sparse(8),
 }
 
 
@@ -272,10 +236,8 @@ def test_teachers_kernels_compile_without_spills(name, tmp_path):
 # ---------------------------------------------------------------- one launch
 
 visits = import_module("headloss.backends.triton.visit")
-launches = import_module("headloss.backends.triton.launch")
 from headloss import Term  # noqa: E402
 from headloss.backends.triton.printer.program import lower  # noqa: E402
-from headloss.facts import Want  # noqa: E402
 from headloss.losses import cross_entropy, entropy_bonus, focal, grpo, z_loss  # noqa: E402
 from headloss.metrics import read_metrics  # noqa: E402
 from headloss.trace.trace import Shape as Layout  # noqa: E402
@@ -293,50 +255,19 @@ def program_of(metrics, terms):
     return lower({n: (calls[n], traces[n]) for n in calls}, want, layouts, own)
 
 
-LETTERS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int64: "i64", torch.bool: "i1"}
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-
-
-def signature_of(x, path, aligned):
-    """What Triton makes of an argument; where pointers are aligned goes to `aligned`."""
-    if isinstance(x, tuple):
-        items = [signature_of(y, (*path, i), aligned) for i, y in enumerate(x)]
-        return type(x)(*items) if hasattr(x, "_fields") else tuple(items)
-    if isinstance(x, torch.Tensor):
-        aligned |= {path: [["tt.divisibility", 16]]} if x.data_ptr() % 16 == 0 else {}
-        return f"*{LETTERS[x.dtype]}"
-    return "fp32" if isinstance(x, float) else "i32"
-
-
-class Visit(Built):
+def visit(program, dtype, V, *, aligned=True, gradient=True, teachers=(), ids=0, **how):
     """The one-launch kernel of a program, as a call with logits of this dtype and width would build it."""
-
-    def __init__(self, program, dtype, V, *, aligned=True, capped=False, gradient=True, teachers=(), ids=0):
-        empty = lambda *shape, kind=torch.float32: torch.empty(*shape, dtype=kind, device="meta")
-        rows, kind = 300, DTYPES[dtype]
-        raw = empty(rows, V if aligned else V + V % 2 + 1, kind=kind)[:, :V]
-        long = {True: torch.int64, False: torch.float32}
-        inputs = {n: empty(rows, ids, kind=long["ids" in n]) if " of " in n else empty(rows) for n in program.inputs}
-        arguments = visits.Arguments(inputs, [empty(rows)] * len(program.terms), [1.0] * len(program.terms))
-        seen = []
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(launches.Launch, "run", lambda launch, *call: seen.append((launch, call[-1])))
-            visits.visit(
-                raw, empty(rows, kind=torch.int64), program.want, [1.0] * len(program.want.temperatures), program,
-                arguments, raw if gradient else None, teachers=teachers, scale=0.5 if capped else 1.0,
-                softcap=30.0 if capped else None,
-            )  # fmt: skip
-        ((launch, given),) = seen
-        names, places = launch.kernel.arg_names, {}
-        signature = {n: signature_of(x, (i,), places) for i, (n, x) in enumerate(zip(names, given, strict=False))}
-        constants = {n: launch.constants[n] for n in names[len(given) :]}
-        options = {n: x for n, x in launch.constants.items() if n not in constants}
-        source = ASTSource(launch.kernel, signature | dict.fromkeys(constants, "constexpr"), constants, places)
-        self.cubin = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["cubin"]
+    raw = empty(ROWS, V if aligned else V + V % 2 + 1, kind=dtype)[:, :V]
+    kind = lambda name: torch.int64 if "ids" in name else "fp32"
+    inputs = {n: empty(ROWS, ids, kind=kind(n)) if " of " in n else empty(ROWS) for n in program.inputs}
+    arguments = visits.Arguments(inputs, [empty(ROWS)] * len(program.terms), [1.0] * len(program.terms))
+    call = (raw, TARGETS, program.want, [1.0] * len(program.want.temperatures), program, arguments)
+    return Built(lambda: visits.visit(*call, raw if gradient else None, teachers=teachers, **how))
 
 
 def alone(dtype, V, metrics=(), *, aligned=True, capped=False, gradient=True, **terms):
-    return Visit(program_of(list(metrics), terms), dtype, V, aligned=aligned, capped=capped, gradient=gradient)
+    how = CAPPED if capped else {}
+    return visit(program_of(list(metrics), terms), dtype, V, aligned=aligned, gradient=gradient, **how)
 
 
 CE = {"ce": Term(cross_entropy)}
@@ -414,7 +345,6 @@ def printed_kernel(x, y, n, out, FN: triton.language.constexpr):
 from headloss import Logits, Sparse  # noqa: E402
 from headloss.engine.plan import _ids  # noqa: E402
 from headloss.losses import forward_kl, reverse_kl  # noqa: E402
-from headloss.teachers import DenseChunk, SparseChunk  # noqa: E402
 from headloss.trace.signature import ONLY  # noqa: E402
 
 
@@ -430,12 +360,12 @@ def with_teacher(V=128256, metrics=(), *, ids=0, dtype="bf16", **terms):
     facts = [f for n, call in calls.items() for f in call.facts if f not in traces[n].unused]
     want = Want([*facts, *(f for _, call in own for f in call.facts)])
     program = lower({n: (calls[n], traces[n]) for n in calls}, want, layouts, own)
-    if ids:
-        chunk = SparseChunk(torch.empty(300, ids, dtype=torch.long, device="meta"))
-    else:
-        raw = torch.empty(300, V, dtype=DTYPES[dtype], device="meta")
-        chunk = DenseChunk(raw, 1.0, None, (1.0,) * len(want.temperatures_of(want.teachers[0])), V)
-    return Visit(program, dtype, V, teachers=[chunk], ids=ids)
+    at = (
+        SparseChunk(empty(ROWS, ids, kind=torch.int64))
+        if ids
+        else chunk(V, dtype, temperatures=len(want.temperatures_of(want.teachers[0])))
+    )
+    return visit(program, dtype, V, teachers=[at], ids=ids)
 
 
 BESIDE = {
