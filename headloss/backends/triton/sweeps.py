@@ -23,10 +23,20 @@ import triton  # type: ignore
 from torch import Tensor
 
 from headloss.backends.triton.kernels.pull import pull_kernel
+from headloss.backends.triton.kernels.records import SweepFlags
 from headloss.backends.triton.kernels.scale import scale_kernel
 from headloss.backends.triton.kernels.sums import merge_kernel, sums_kernel
 from headloss.backends.triton.launch import Launch, launch_kernel, place
-from headloss.backends.triton.tiles import LAUNCH, Shape, chains, check_dtype, plain_temperature, row_shape, rows_of
+from headloss.backends.triton.tiles import (
+    LAUNCH,
+    Shape,
+    chains,
+    check_dtype,
+    per_row,
+    plain_temperature,
+    row_shape,
+    rows_of,
+)
 from headloss.facts import Moments, Partial, Pull, Softmax, Want
 
 BATCH_INVARIANT = True
@@ -90,37 +100,29 @@ def sums_matrix(
     parts = triton.cdiv(V + raw.skew, width)
     given = tuple(plain_temperature(T) for T in temperatures)
     split = parts > 1
-    flags = {
-        "TOTAL": want.total,
-        "ARGMAX": want.argmax,
-        "WANT_X": x_flags,
-        "WANT_Q": q_flags,
-        "PER_ROW": tuple(isinstance(T, Tensor) for T in given),
-        "SCALED": scale != 1.0,
-        "CAPPED": softcap is not None,
-    }
-    if chains(raw_CV.device):
-        flags |= {"CHAINED": True, "launch_pdl": True}
-    else:
-        flags |= {"CHAINED": False}
+    chained = chains(raw_CV.device)
+    options = {**LAUNCH, "launch_pdl": True} if chained else LAUNCH
+    flags = SweepFlags(
+        per_row(given), scale != 1.0, softcap is not None, want.target and not split, want.total, want.argmax, x_flags,
+        q_flags, LINE=raw.line, VEC=raw.vector, K=shape.loads if raw.vector > 1 else 1, L=shape.lanes,
+        J=16 // raw_CV.element_size(), CHAINED=chained,
+    )  # fmt: skip
     target = target_C if want.target else None
     places = (raw.x_CV.stride(0), raw.lead, 0 if target is None else target.stride(0), start)
-    transform = (float(scale), softcap or 1.0)
+    how = (float(scale), softcap or 1.0)
     out = torch.empty(slots - (split and want.target), parts, C, dtype=torch.float32, device=raw_CV.device)
     launch_kernel(
             sums_kernel, C * parts,
-        raw.x_CV, target, out, given, C, V, parts, width, *places, *transform,
-        **flags, **LAUNCH, TARGET=want.target and not split, LINE=raw.line, VEC=raw.vector,
-        K=shape.loads if raw.vector > 1 else 1, L=shape.lanes, J=16 // raw_CV.element_size(), num_warps=shape.warps,
+        raw.x_CV, target, out, given, C, V, parts, width, *places, how, F=flags, num_warps=shape.warps, **options,
     )  # fmt: skip
     if split:
         whole = torch.empty(slots, 1, C, dtype=torch.float32, device=raw_CV.device)
         padded = triton.next_power_of_2(parts)
         rows = max(1, 32 // padded)
+        flags = SweepFlags(*flags[:3], want.target, *flags[4:8], PADDED=padded, ROWS=rows, CHAINED=chained)
         launch_kernel(
             merge_kernel, triton.cdiv(C, rows),
-            raw.x_CV, target, out, whole, given, C, V, parts, *places, *transform,
-            **flags, **LAUNCH, TARGET=want.target, PADDED=padded, ROWS=rows, num_warps=1,
+            raw.x_CV, target, out, whole, given, C, V, parts, *places, how, F=flags, num_warps=1, **options,
         )  # fmt: skip
         out = whole
     return out[:, 0]

@@ -23,6 +23,7 @@ from torch import Tensor
 from headloss.backends.triton.kernels.dense import dense_sums_kernel
 from headloss.backends.triton.kernels.guided import look_kernel
 from headloss.backends.triton.kernels.meeting import dense_merge_kernel
+from headloss.backends.triton.kernels.records import SweepFlags
 from headloss.backends.triton.kernels.sparse import merge_ids_kernel, tail_kernel
 from headloss.backends.triton.kernels.sums import merge_kernel
 from headloss.backends.triton.launch import launch_kernel
@@ -284,23 +285,26 @@ def _tail(raw_CV: Tensor, chunk: SparseChunk, given: Any, how: Transform, start:
         return out
     raw, shape = rows_of(raw_CV), shape or row_shape(SUMS, V)
     parts, K = triton.cdiv(V + raw.skew, shape.width), chunk.ids_CK.shape[-1]
-    place, flags = (raw.x_CV.stride(0), raw.lead), {"PER_ROW": per_row(given), **how.flags(), **LAUNCH}
-    off = (False,) * len(given)
+    place = (raw.x_CV.stride(0), raw.lead)
+    own, off = (per_row(given), *how.on), (False,) * len(given)
+    wanted: dict[str, Any] = {"WANT_X": off, "WANT_Q": off}
     found = out[:, None] if parts == 1 else torch.empty(len(out), parts, C, dtype=out.dtype, device=out.device)
+    flags = SweepFlags(
+        *own, **wanted, IDS=triton.next_power_of_2(max(1, K)), LINE=raw.line, VEC=raw.vector,
+        K=shape.loads, L=shape.lanes, J=16 // raw_CV.element_size(),
+    )  # fmt: skip
     launch_kernel(
             tail_kernel, C * parts,
-        raw.x_CV, chunk.in_order(), found, given, C, V, parts, shape.width, *place, start, K,
-        *how.numbers, **flags, LINE=raw.line, VEC=raw.vector, IDS=triton.next_power_of_2(max(1, K)), OFF=off,
-        K=shape.loads, L=shape.lanes, J=16 // raw_CV.element_size(), num_warps=shape.warps,
+        raw.x_CV, chunk.in_order(), found, given, C, V, parts, shape.width, *place, start, K, how.numbers,
+        F=flags, num_warps=shape.warps, **LAUNCH,
     )  # fmt: skip
     if parts > 1:
         padded = triton.next_power_of_2(parts)
         rows = max(1, 32 // padded)
         launch_kernel(
             merge_kernel, triton.cdiv(C, rows),
-            raw.x_CV, None, found, out, given, C, V, parts, *place, 0, start, *how.numbers, **flags,
-            TARGET=False, TOTAL=False, ARGMAX=False, WANT_X=off, WANT_Q=off, PADDED=padded, ROWS=rows, CHAINED=False,
-            num_warps=1,
+            raw.x_CV, None, found, out, given, C, V, parts, *place, 0, start, how.numbers,
+            F=SweepFlags(*own, **wanted, PADDED=padded, ROWS=rows), num_warps=1, **LAUNCH,
         )  # fmt: skip
     return out
 

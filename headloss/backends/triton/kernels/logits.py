@@ -52,3 +52,9 @@ def temperature(given, row, PER_ROW: tl.constexpr):
         return tl.load(given + row).to(tl.float32)
     else:
         return (given + tl.zeros([], tl.float32)).to(tl.float32)  # a number may come as float64
+
+
+@triton.jit
+def edges(skew, high, VEC: tl.constexpr):
+    """From where to where whole vectors may be read: one with a single good element can be, without harm."""
+    return tl.multiple_of(skew // VEC * VEC, VEC), tl.multiple_of((high + VEC - 1) // VEC * VEC, VEC)

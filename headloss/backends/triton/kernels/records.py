@@ -118,3 +118,29 @@ class Flags(NamedTuple):
     L: Flag
     J: Flag
     AHEAD: Flag
+
+
+class SweepFlags(NamedTuple):
+    """What a sweep over parts of rows is compiled for, and the merge of its parts; a tuple has an entry per
+    temperature.  `how`, which comes with it, is scale and cap, and a teacher's."""
+
+    PER_ROW: Flag
+    SCALED: Flag
+    CAPPED: Flag
+    # what is wanted
+    TARGET: Flag = False
+    TOTAL: Flag = False
+    BEST: Flag = False
+    WANT_X: Flag = ()
+    WANT_Q: Flag = ()
+    IDS: Flag = 0  # at least as many as a row names, a power of 2: the sweep is over the other columns
+    # how it lies in memory and is swept; `meeting.py` and `merge_kernel` know neither
+    LINE: Flag = 1
+    VEC: Flag = 1
+    K: Flag = 1
+    L: Flag = 1
+    J: Flag = 1
+    # how parts are merged
+    PADDED: Flag = 1
+    ROWS: Flag = 1
+    CHAINED: Flag = False

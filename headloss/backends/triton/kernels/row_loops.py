@@ -15,6 +15,7 @@ import triton.language as tl
 from headloss.backends.triton.kernels.logits import logits
 from headloss.backends.triton.kernels.packed_bf16 import LEAST, TWO_LEAST, decode, finite, highest, take
 from headloss.backends.triton.kernels.pull import slopes
+from headloss.backends.triton.kernels.sums import id_column
 
 LOWEST = tl.constexpr(-1.0e7)  # at or below is -inf: further down the rounding of z / T alone could overflow
 
@@ -136,12 +137,6 @@ def without_ids(z, at, block_end, ids, walk):
         column = following
         following = id_column(ids, k + 1)
     return z, (k, column, following)
-
-
-@triton.jit
-def id_column(ids, k):
-    """Where the k-th id stands, counted as columns are here; beyond the last: nowhere."""
-    return tl.load(ids[0] + k, mask=k < ids[1], other=4611686018427387904) + ids[2]
 
 
 @triton.jit

@@ -15,7 +15,7 @@ maximum, target, total and its count, argmax, then S, X, Q for each temperature,
 import triton
 import triton.language as tl
 
-from headloss.backends.triton.kernels.logits import FLOOR, LN2, LOG2E, LOWEST, boundary, logits, temperature
+from headloss.backends.triton.kernels.logits import FLOOR, LN2, LOG2E, LOWEST, boundary, edges, logits, temperature
 
 
 @triton.jit
@@ -32,31 +32,37 @@ def fetch(raw, at, go, stop, MASKED: tl.constexpr, K: tl.constexpr, POLICY: tl.c
 
 
 @triton.jit
-def absorb(z, m, best, block, S, X, Q, c, WANT_X: tl.constexpr, WANT_Q: tl.constexpr, ARGMAX: tl.constexpr):
-    """Take a block z, K x (L, J), into the lanes' partials (L,); every reduction here is within a thread."""
-    new = m
+def higher(z, m, best, block, BEST: tl.constexpr):
+    """The lanes' maxima (L,) with a block z, K x (L, J), and in which load they were first seen."""
     for n in tl.static_range(len(z)):
         top = tl.max(z[n], axis=1)
-        if ARGMAX:
-            best = tl.where(top > new, block * len(z) + n, best)  # strictly above: a tie keeps the earlier load
-        new = tl.maximum(new, top)
+        if BEST:
+            best = tl.where(top > m, block * len(z) + n, best)  # strictly above: a tie keeps the earlier load
+        m = tl.maximum(m, top)
+    return m, best
+
+
+@triton.jit
+def absorb(z, m, best, block, S, X, Q, c, F: tl.constexpr):
+    """Take a block z, K x (L, J), into the lanes' partials (L,); every reduction here is within a thread."""
+    new, best = higher(z, m, best, block, F.BEST)
     drop = m - new
     S_, X_, Q_ = (), (), ()
     for i in tl.static_range(len(c)):
         d = drop * c[i]
         k = tl.exp2(d)
         s, x, q = k * S[i], X[i], Q[i]
-        if WANT_X[i]:
+        if F.WANT_X[i]:
             x = k * (x + d * S[i])
-        if WANT_Q[i]:
+        if F.WANT_Q[i]:
             q = k * k * q
         for n in tl.static_range(len(z)):
             t = (z[n] - new[:, None]) * c[i]
             e = tl.exp2(t)
             s += tl.sum(e, axis=1)
-            if WANT_X[i]:
+            if F.WANT_X[i]:
                 x += tl.sum(e * tl.maximum(t, FLOOR), axis=1)
-            if WANT_Q[i]:
+            if F.WANT_Q[i]:
                 q += tl.sum(e * e, axis=1)
         S_ = S_ + (s,)
         X_ = X_ + (x,)
@@ -64,36 +70,48 @@ def absorb(z, m, best, block, S, X, Q, c, WANT_X: tl.constexpr, WANT_Q: tl.const
     return new, best, S_, X_, Q_
 
 
-@triton.jit(
-    do_not_specialize=["N", "V", "parts", "width", "stride", "lead", "target_stride", "start"],
-    do_not_specialize_on_alignment=["target"],
-)
-def sums_kernel(
-    raw, target, out, temperatures,
-    N, V, parts, width, stride, lead, target_stride, start, scale, cap,
-    TARGET: tl.constexpr, TOTAL: tl.constexpr, ARGMAX: tl.constexpr,
-    WANT_X: tl.constexpr, WANT_Q: tl.constexpr, PER_ROW: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr,
-    LINE: tl.constexpr, VEC: tl.constexpr,
-    K: tl.constexpr, L: tl.constexpr, J: tl.constexpr, CHAINED: tl.constexpr,
-):  # fmt: skip
-    BLOCK: tl.constexpr = K * L * J
-    if CHAINED:  # launched while the kernel before still ran; the merge may be so too
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    row = tl.program_id(0) // parts
-    part = tl.program_id(0) % parts
-    begin, skew = boundary(row, stride, lead, LINE)
-    raw += begin
-    end = skew + V
-    low = part * width
-    high = tl.minimum(low + width, end)
+@triton.jit
+def id_column(ids, k):
+    """Where the k-th id stands, counted as columns are here; beyond the last: nowhere."""
+    return tl.load(ids[0] + k, mask=k < ids[1], other=4611686018427387904) + ids[2]
 
-    if TARGET:
-        wanted = tl.load(target + row.to(tl.int64) * target_stride)
-    c = ()
+
+@triton.jit
+def without_ids(z, at, block_end, ids, k):
+    """A block z, K x (L, J) from column `at` on, -inf at the ids, and the first id beyond it."""
+    column = id_column(ids, k)
+    while column < block_end:
+        here = column.to(tl.int32)
+        left = ()
+        for n in tl.static_range(len(z)):
+            left = left + (tl.where(at + n * (at.shape[0] * at.shape[1]) == here, -float("inf"), z[n]),)
+        z = left
+        k += 1
+        column = id_column(ids, k)
+    return z, k
+
+
+@triton.jit
+def centre_of(raw, skew, low, high, how, F: tl.constexpr):
+    """Where a total is counted from: any logit of the row is near enough to keep the digits of a sum."""
+    z = logits(tl.load(raw + tl.maximum(low, skew), mask=low < high, other=0.0), how[0], how[1], F.SCALED, F.CAPPED)
+    return tl.where(tl.abs(z) < -LOWEST, z, 0.0)
+
+
+@triton.jit
+def read(raw, skew, low, high, c, how, ids, F: tl.constexpr):
+    """What each lane has seen of the columns from `low` to `high`; with IDS, of those that are no ids.
+
+    `ids`: a pointer to the row's, sorted, how many there are, and what leads from an id to its column.  The total is
+    that of all columns.
+    """
+    K: tl.constexpr = F.K
+    L: tl.constexpr = F.L
+    J: tl.constexpr = F.J
+    IDS: tl.constexpr = F.IDS
+    BLOCK: tl.constexpr = K * L * J
     S, X, Q = (), (), ()
-    for i in tl.static_range(len(temperatures)):
-        c = c + (tl.div_rn(LOG2E, temperature(temperatures[i], row, PER_ROW[i])),)
+    for _i in tl.static_range(len(c)):
         S = S + (tl.zeros([L], tl.float32),)
         X = X + (tl.zeros([L], tl.float32),)
         Q = Q + (tl.zeros([L], tl.float32),)
@@ -101,39 +119,91 @@ def sums_kernel(
     best = tl.zeros([L], tl.int32)
     total = tl.zeros([L], tl.float32)
     centre = 0.0
-    if TOTAL:  # any logit of the row is near enough to keep the digits of a sum
-        centre = logits(tl.load(raw + tl.maximum(low, skew), mask=low < high, other=0.0), scale, cap, SCALED, CAPPED)
-        centre = tl.where(tl.abs(centre) < -LOWEST, centre, 0.0)
+    if F.TOTAL:
+        centre = centre_of(raw, skew, low, high, how, F)
 
     j = tl.arange(0, L)[:, None] * J + tl.arange(0, J)[None, :]
     head = (low < skew).to(tl.int32)
     first = low // BLOCK + head
     last = tl.maximum(high // BLOCK, first)
+    k = 0
+    if IDS:
+        all_k = tl.arange(0, IDS)
+        columns = id_column(ids, all_k)
+        k = tl.sum((columns < first * BLOCK).to(tl.int32), axis=0)
     for block in range(first, last):
-        x = fetch(raw, block * BLOCK + j, 0, 0, False, K, "evict_first")
+        at = block * BLOCK + j
+        x = fetch(raw, at, 0, 0, False, K, "evict_first")
         z = ()
         for n in tl.static_range(K):
-            z = z + (logits(x[n], scale, cap, SCALED, CAPPED),)
-            if TOTAL:
+            z = z + (logits(x[n], how[0], how[1], F.SCALED, F.CAPPED),)
+            if F.TOTAL:
                 total += tl.sum(z[n] - centre, axis=1)
-        m, best, S, X, Q = absorb(z, m, best, block, S, X, Q, c, WANT_X, WANT_Q, ARGMAX)
-    go = tl.multiple_of(skew // VEC * VEC, VEC)
-    stop = tl.multiple_of((high + VEC - 1) // VEC * VEC, VEC)
+        if IDS:
+            z, k = without_ids(z, at, (block + 1) * BLOCK, ids, k)
+        m, best, S, X, Q = absorb(z, m, best, block, S, X, Q, c, F)
+    go, stop = edges(skew, high, F.VEC)
     for edge in range(1 - head, 1 + (high > last * BLOCK).to(tl.int32)):  # the row's first block if cut, and its last
         block = tl.where(edge == 0, 0, last)
-        # whole vectors, masked afterwards: a 16-byte vector with one good element can be read without harm
-        x = fetch(raw, block * BLOCK + j, go, stop, True, K, "evict_first")
+        at = block * BLOCK + j
+        x = fetch(raw, at, go, stop, True, K, "evict_first")
         z = ()
         for n in tl.static_range(K):
-            at = block * BLOCK + n * (L * J) + j
-            good = (at >= skew) & (at < high)
-            value = logits(x[n], scale, cap, SCALED, CAPPED)
-            if TOTAL:
+            here = at + n * (L * J)
+            good = (here >= skew) & (here < high)
+            value = logits(x[n], how[0], how[1], F.SCALED, F.CAPPED)
+            if F.TOTAL:
                 total += tl.sum(tl.where(good, value - centre, 0.0), axis=1)
             z = z + (tl.where(good, value, -float("inf")),)
-        m, best, S, X, Q = absorb(z, m, best, block, S, X, Q, c, WANT_X, WANT_Q, ARGMAX)
+        if IDS:
+            k = tl.sum((columns < block * BLOCK).to(tl.int32), axis=0)
+            z, k = without_ids(z, at, (block + 1) * BLOCK, ids, k)
+        m, best, S, X, Q = absorb(z, m, best, block, S, X, Q, c, F)
+    return m, best, S, X, Q, tl.sum(total, axis=0), centre
 
-    if TARGET:  # not before the loop, whose loads would wait for the target's number
+
+@triton.jit
+def column_of(
+    m, best, raw, skew, high, scale, cap,
+    VEC: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr, F: tl.constexpr,
+):  # fmt: skip
+    """The lowest column that holds the lanes' maximum: it is in the lowest of the loads where they saw it."""
+    L: tl.constexpr = F.L
+    J: tl.constexpr = F.J
+    top = tl.max(m, axis=0)
+    load = tl.min(tl.where(m == top, best, 2147483647), axis=0)
+    at = tl.where(top > LOWEST, load, 0) * (L * J) + (tl.arange(0, L)[:, None] * J + tl.arange(0, J)[None, :])
+    go, stop = edges(skew, high, VEC)
+    (x,) = fetch(raw, at, go, stop, True, 1, "evict_first")
+    match = (at >= skew) & (at < high) & (logits(x, scale, cap, SCALED, CAPPED) == top)
+    return tl.min(tl.min(tl.where(match, at, 2147483647), axis=1), axis=0)
+
+
+@triton.jit(
+    do_not_specialize=["N", "V", "parts", "width", "stride", "lead", "target_stride", "start"],
+    do_not_specialize_on_alignment=["target"],
+)
+def sums_kernel(
+    raw, target, out, temperatures, N, V, parts, width, stride, lead, target_stride, start, how, F: tl.constexpr
+):  # fmt: skip
+    if F.CHAINED:  # launched while the kernel before still ran; the merge may be so too
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    row = tl.program_id(0) // parts
+    part = tl.program_id(0) % parts
+    begin, skew = boundary(row, stride, lead, F.LINE)
+    raw += begin
+    low = part * width
+    high = tl.minimum(low + width, skew + V)
+
+    if F.TARGET:
+        wanted = tl.load(target + row.to(tl.int64) * target_stride)
+    c = ()
+    for i in tl.static_range(len(temperatures)):
+        c = c + (tl.div_rn(LOG2E, temperature(temperatures[i], row, F.PER_ROW[i])),)
+    m, best, S, X, Q, total, centre = read(raw, skew, low, high, c, how, (), F)
+
+    if F.TARGET:  # not before the loop, whose loads would wait for the target's number
         column = (wanted - start + skew).to(tl.int32)
         here = (column >= tl.maximum(low, skew)) & (column < high)
         picked = tl.load(raw + column, mask=here, other=-float("inf"))
@@ -146,23 +216,17 @@ def sums_kernel(
     tl.store(out, tl.where(some, top, -float("inf")))
     origin = tl.where(some, top, 0.0)
     slot = 1
-    if TARGET:
-        z = logits(picked, scale, cap, SCALED, CAPPED)
+    if F.TARGET:
+        z = logits(picked, how[0], how[1], F.SCALED, F.CAPPED)
         tl.store(out + slot * step, tl.where(here, z - origin, -float("inf")))
         slot += 1
-    if TOTAL:
+    if F.TOTAL:
         count = tl.maximum(high - tl.maximum(low, skew), 0).to(tl.float32)
-        tl.store(out + slot * step, tl.sum(total, axis=0) + count * (centre - origin))
+        tl.store(out + slot * step, total + count * (centre - origin))
         tl.store(out + (slot + 1) * step, count)
         slot += 2
-    if ARGMAX:
-        # every lane that holds the maximum knows in which load it first saw it; the lowest column is in the lowest load
-        load = tl.min(tl.where(m == top, best, 2147483647), axis=0)
-        at = tl.where(some, load, 0) * (L * J) + j
-        (x,) = fetch(raw, at, go, stop, True, 1, "evict_first")
-        value = logits(x, scale, cap, SCALED, CAPPED)
-        match = (at >= skew) & (at < high) & (value == top)
-        found = tl.min(tl.min(tl.where(match, at, 2147483647), axis=1), axis=0)
+    if F.BEST:
+        found = column_of(m, best, raw, skew, high, how[0], how[1], F.VEC, F.SCALED, F.CAPPED, F)
         tl.store(out + slot * step, (tl.where(some, found, tl.maximum(low, skew)) - skew + start).to(tl.float32))
         slot += 1
     for i in tl.static_range(len(c)):
@@ -170,12 +234,21 @@ def sums_kernel(
         k = tl.exp2(d)
         tl.store(out + slot * step, tl.sum(k * S[i], axis=0))
         slot += 1
-        if WANT_X[i]:
+        if F.WANT_X[i]:
             tl.store(out + slot * step, tl.sum(k * (X[i] + d * S[i]), axis=0) * LN2)
             slot += 1
-        if WANT_Q[i]:
+        if F.WANT_Q[i]:
             tl.store(out + slot * step, tl.sum(k * k * Q[i], axis=0))
             slot += 1
+
+
+@triton.jit
+def row_temperature(given, row, good, PER_ROW: tl.constexpr):
+    """One temperature of rows (R,), for parts (P, R) of each."""
+    if PER_ROW:
+        return tl.load(given + row, mask=good, other=1.0).to(tl.float32)[None, :]
+    else:
+        return temperature(given, row, False)
 
 
 @triton.jit(
@@ -183,16 +256,14 @@ def sums_kernel(
     do_not_specialize_on_alignment=["raw", "target"],
 )
 def merge_kernel(
-    raw, target, partial, out, temperatures,
-    N, V, parts, stride, lead, target_stride, start, scale, cap,
-    TARGET: tl.constexpr, TOTAL: tl.constexpr, ARGMAX: tl.constexpr,
-    WANT_X: tl.constexpr, WANT_Q: tl.constexpr, PER_ROW: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr,
-    PADDED: tl.constexpr, ROWS: tl.constexpr, CHAINED: tl.constexpr,
+    raw, target, partial, out, temperatures, N, V, parts, stride, lead, target_stride, start, how, F: tl.constexpr
 ):  # fmt: skip
     """`facts.merge` in one launch: (F, P, N) -> (F, N), for parts that follow each other in the vocabulary.
 
     The target's logit is picked here and not in the sweep, because it can be picked while the sweep still runs.
     """
+    PADDED: tl.constexpr = F.PADDED
+    ROWS: tl.constexpr = F.ROWS
     part = tl.arange(0, PADDED)[:, None]
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     good = row < N
@@ -200,37 +271,36 @@ def merge_kernel(
     partial += part * N + row[None, :]
     out += row
     step = N.to(tl.int64) * parts
-    if TARGET:
+    if F.TARGET:
         column = tl.load(target + row * target_stride, mask=good, other=-1) - start
         held = (column >= 0) & (column < V) & good
-        z = logits(tl.load(raw + row * stride + lead + column, mask=held, other=0.0), scale, cap, SCALED, CAPPED)
-    if CHAINED:
+        z = logits(
+            tl.load(raw + row * stride + lead + column, mask=held, other=0.0), how[0], how[1], F.SCALED, F.CAPPED
+        )
+    if F.CHAINED:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     # every load before the first store, so that they do not wait for each other
     m = tl.load(partial, mask=here, other=-float("inf"))
     slot = 1
-    if TOTAL:
+    if F.TOTAL:
         total = tl.load(partial + slot * step, mask=here, other=0.0)
         count = tl.load(partial + (slot + 1) * step, mask=here, other=0.0)
         slot += 2
-    if ARGMAX:
+    if F.BEST:
         best = tl.load(partial + slot * step, mask=here, other=float("inf"))
         slot += 1
     T, S, X, Q = (), (), (), ()
     for i in tl.static_range(len(temperatures)):
-        if PER_ROW[i]:
-            T = T + (tl.load(temperatures[i] + row, mask=good, other=1.0).to(tl.float32)[None, :],)
-        else:
-            T = T + (temperature(temperatures[i], row, False),)
+        T = T + (row_temperature(temperatures[i], row, good, F.PER_ROW[i]),)
         S = S + (tl.load(partial + slot * step, mask=here, other=0.0),)
         slot += 1
-        if WANT_X[i]:
+        if F.WANT_X[i]:
             X = X + (tl.load(partial + slot * step, mask=here, other=0.0),)
             slot += 1
         else:
             X = X + (0.0,)
-        if WANT_Q[i]:
+        if F.WANT_Q[i]:
             Q = Q + (tl.load(partial + slot * step, mask=here, other=0.0),)
             slot += 1
         else:
@@ -240,15 +310,15 @@ def merge_kernel(
     shift = tl.where(m == -float("inf"), -float("inf"), m - top[None, :])
     tl.store(out, top, mask=good)
     slot = 1
-    if TARGET:
+    if F.TARGET:
         origin = tl.where(top == -float("inf"), 0.0, top)
         tl.store(out + slot * N, tl.where(held, z - origin, -float("inf")), mask=good)
         slot += 1
-    if TOTAL:
+    if F.TOTAL:
         tl.store(out + slot * N, tl.sum(tl.where(count > 0, total + count * shift, 0.0), axis=0), mask=good)
         tl.store(out + (slot + 1) * N, tl.sum(count, axis=0), mask=good)
         slot += 2
-    if ARGMAX:
+    if F.BEST:
         tl.store(out + slot * N, tl.min(tl.where(m == top[None, :], best, float("inf")), axis=0), mask=good)
         slot += 1
     for i in tl.static_range(len(temperatures)):
@@ -256,9 +326,9 @@ def merge_kernel(
         k = tl.exp2(d * LOG2E)
         tl.store(out + slot * N, tl.sum(k * S[i], axis=0), mask=good)
         slot += 1
-        if WANT_X[i]:
+        if F.WANT_X[i]:
             tl.store(out + slot * N, tl.sum(k * (X[i] + d * S[i]), axis=0), mask=good)
             slot += 1
-        if WANT_Q[i]:
+        if F.WANT_Q[i]:
             tl.store(out + slot * N, tl.sum(k * k * Q[i], axis=0), mask=good)
             slot += 1
