@@ -102,15 +102,18 @@ def sums_matrix(
     split = parts > 1
     chained = chains(raw_CV.device)
     options = {**LAUNCH, "launch_pdl": True} if chained else LAUNCH
-    flags = SweepFlags(
-        per_row(given), scale != 1.0, softcap is not None, want.target and not split, want.total, want.argmax, x_flags,
-        q_flags, LINE=raw.line, VEC=raw.vector, K=shape.loads if raw.vector > 1 else 1, L=shape.lanes,
-        J=16 // raw_CV.element_size(), CHAINED=chained,
+    wanted = SweepFlags(
+        per_row(given), scale != 1.0, softcap is not None, want.target, want.total, want.argmax, x_flags, q_flags,
+        CHAINED=chained,
     )  # fmt: skip
     target = target_C if want.target else None
     places = (raw.x_CV.stride(0), raw.lead, 0 if target is None else target.stride(0), start)
     how = (float(scale), softcap or 1.0)
     out = torch.empty(slots - (split and want.target), parts, C, dtype=torch.float32, device=raw_CV.device)
+    flags = wanted._replace(
+        TARGET=want.target and not split, LINE=raw.line, VEC=raw.vector, K=shape.loads if raw.vector > 1 else 1,
+        L=shape.lanes, J=16 // raw_CV.element_size(),
+    )  # fmt: skip
     launch_kernel(
             sums_kernel, C * parts,
         raw.x_CV, target, out, given, C, V, parts, width, *places, how, F=flags, num_warps=shape.warps, **options,
@@ -119,10 +122,10 @@ def sums_matrix(
         whole = torch.empty(slots, 1, C, dtype=torch.float32, device=raw_CV.device)
         padded = triton.next_power_of_2(parts)
         rows = max(1, 32 // padded)
-        flags = SweepFlags(*flags[:3], want.target, *flags[4:8], PADDED=padded, ROWS=rows, CHAINED=chained)
         launch_kernel(
             merge_kernel, triton.cdiv(C, rows),
-            raw.x_CV, target, out, whole, given, C, V, parts, *places, how, F=flags, num_warps=1, **options,
+            raw.x_CV, target, out, whole, given, C, V, parts, *places, how,
+            F=wanted._replace(PADDED=padded, ROWS=rows), num_warps=1, **options,
         )  # fmt: skip
         out = whole
     return out[:, 0]

@@ -152,24 +152,24 @@ def _together(
     met = tuple(key in met_keys for key in keys)
     own = lambda x: tuple(not alone and want.sums(x, key) for key in keys)
     shared = lambda x: tuple(want.sums(x, key, name) for key in keys)
-    flags: dict[str, Any] = {
-        "TOTAL": want.total and not alone,
-        "ARGMAX": want.argmax and not alone,
-        "ARGMAXT": want.sums("argmax", teacher=name),
-        "MET": met,
-        "WANT_X": tuple(a or b for a, b in zip(own("X"), shared("X"), strict=True)),
-        "WANT_Q": own("Q"),
-        **{f"WANT_{x}": shared(x) for x in "YFG"},
-    }
     target = target_C if want.target and not alone else None
-    pairs = sum(sum(flags[f]) for f in ("WANT_F", "WANT_G"))
-    singles = sum(sum(flags[f]) for f in ("WANT_X", "WANT_Q", "WANT_Y"))
-    swept = 2 + 2 * flags["TOTAL"] + flags["ARGMAX"] + flags["ARGMAXT"]
-    swept += len(keys) + sum(met) + singles + 2 * pairs
+    given = tuple(plain_temperature(student[key]) for key in keys)
+    theirs = dict(zip(met_keys, chunk.temperatures, strict=True))
+    given_theirs = tuple(plain_temperature(theirs.get(key, 1.0)) for key in keys)
+    other, chained = Transform(chunk.scale, chunk.softcap), chains(raw_CU.device)
+    wanted = SweepFlags(
+        per_row(given), *how.on, target is not None, want.total and not alone, want.argmax and not alone,
+        tuple(a or b for a, b in zip(own("X"), shared("X"), strict=True)), own("Q"),
+        want.sums("argmax", teacher=name), met, shared("Y"), shared("F"), shared("G"),
+        TEACHER_PER_ROW=per_row(given_theirs), TEACHER_SCALED=other.on[0], TEACHER_CAPPED=other.on[1], CHAINED=chained,
+    )  # fmt: skip
+    pairs = sum(wanted.WANT_F) + sum(wanted.WANT_G)
+    swept = 2 + 2 * wanted.TOTAL + wanted.BEST + wanted.TEACHER_BEST + len(keys) + sum(met) + 2 * pairs
+    swept += sum(wanted.WANT_X) + sum(wanted.WANT_Q) + sum(wanted.WANT_Y)
     slots = swept - pairs + (target is not None)
     if C == 0 or U == 0:
         out_FC = torch.zeros(slots, C, dtype=torch.float32, device=raw_CU.device)
-        partial, dense = _named(out_FC, flags, keys, target is not None, own("X"), shared("X"))
+        partial, dense = _named(out_FC, wanted, own("X"), shared("X"))
         for x in (partial.max, dense.max, *([] if partial.target is None else [partial.target])):
             x.fill_(-math.inf)
         return partial, dense
@@ -177,20 +177,17 @@ def _together(
     shape = shape or row_shape(DENSE, U)
     J = _columns_a_load(raw_CU, teacher.x_CV, shape)
     parts = triton.cdiv(U + raw.skew, shape.width)
-    given = tuple(plain_temperature(student[key]) for key in keys)
-    theirs = dict(zip(met_keys, chunk.temperatures, strict=True))
-    given_theirs = tuple(plain_temperature(theirs.get(key, 1.0)) for key in keys)
-    other = Transform(chunk.scale, chunk.softcap)
-    flags |= {"PER_ROW": per_row(given), "TEACHER_PER_ROW": per_row(given_theirs), **how.flags()}
-    flags |= {"CHAINED": True, "launch_pdl": True} if chains(raw_CU.device) else {"CHAINED": False}
+    options = {**LAUNCH, "launch_pdl": True} if chained else LAUNCH
     out = torch.empty(swept, parts, C, dtype=torch.float32, device=raw_CU.device)
     place = (raw.x_CV.stride(0), raw.lead)
+    flags = wanted._replace(
+        LINE=raw.line, VEC=raw.vector, TEACHER_VEC=vector_along(raw, teacher), K=shape.loads, L=shape.lanes, J=J
+    )
     launch_kernel(
             dense_sums_kernel, C * parts,
         raw.x_CV, teacher.x_CV, out, given, given_theirs, C, U, parts, shape.width, *place,
-        teacher.x_CV.stride(0), teacher.lead, start, *how.numbers, *other.numbers,
-        **flags, **other.flags("TEACHER_"), **LAUNCH, LINE=raw.line, VEC=raw.vector,
-        TEACHER_VEC=vector_along(raw, teacher), K=shape.loads, L=shape.lanes, J=J, num_warps=shape.warps,
+        teacher.x_CV.stride(0), teacher.lead, start, (*how.numbers, *other.numbers),
+        F=flags, num_warps=shape.warps, **options,
     )  # fmt: skip
     whole = torch.empty(slots, C, dtype=torch.float32, device=raw_CU.device)
     padded = triton.next_power_of_2(parts)
@@ -198,26 +195,24 @@ def _together(
     launch_kernel(
             dense_merge_kernel, triton.cdiv(C, rows),
         raw.x_CV, target, out, whole, given, given_theirs, C, U, parts, *place,
-        0 if target is None else target.stride(0), start, *how.numbers,
-        **flags, **LAUNCH, TARGET=target is not None, PADDED=padded, ROWS=rows, num_warps=1,
+        0 if target is None else target.stride(0), start, how.numbers,
+        F=wanted._replace(PADDED=padded, ROWS=rows), num_warps=1, **options,
     )  # fmt: skip
-    return _named(whole, flags, keys, target is not None, own("X"), shared("X"))
+    return _named(whole, wanted, own("X"), shared("X"))
 
 
-def _named(
-    out_FC: Tensor, flags: dict[str, Any], keys: Any, target: bool, entropy: Any, shared: Any
-) -> tuple[Partial, DensePartial]:
+def _named(out_FC: Tensor, wanted: SweepFlags, entropy: Any, shared: Any) -> tuple[Partial, DensePartial]:
     """The kernels' numbers, by name and in their order."""
     slots = iter(out_FC)
     take = lambda there: next(slots) if there else None
-    best, at, total, columns = next(slots), take(target), take(flags["TOTAL"]), take(flags["TOTAL"])
-    argmax, teacher_max, teacher_argmax = take(flags["ARGMAX"]), next(slots), take(flags["ARGMAXT"])
+    best, at, total, columns = next(slots), take(wanted.TARGET), take(wanted.TOTAL), take(wanted.TOTAL)
+    argmax, teacher_max, teacher_argmax = take(wanted.BEST), next(slots), take(wanted.TEACHER_BEST)
     moments, meetings = [], []
-    for i in range(len(keys)):
-        S, X, Q = next(slots), take(flags["WANT_X"][i]), take(flags["WANT_Q"][i])
+    for i, met in enumerate(wanted.MET):
+        S, X, Q = next(slots), take(wanted.WANT_X[i]), take(wanted.WANT_Q[i])
         moments.append(Moments(S, X if entropy[i] else None, Q))
-        if flags["MET"][i]:
-            St, Y, F, G = next(slots), *(take(flags[f"WANT_{f}"][i]) for f in "YFG")
+        if met:
+            St, Y, F, G = next(slots), take(wanted.WANT_Y[i]), take(wanted.WANT_F[i]), take(wanted.WANT_G[i])
             meetings.append(Meeting(S, X if shared[i] else None, St, Y, F, G))
     partial = Partial(best, argmax, at, total, columns, tuple(moments))
     return partial, DensePartial(teacher_max, teacher_argmax, tuple(meetings))

@@ -19,22 +19,11 @@ two meet, St, Y, F with D, G with E, without those not wanted.  `meeting.py` mak
 import triton
 import triton.language as tl
 
-from headloss.backends.triton.kernels.logits import LN2, LOG2E, LOWEST, boundary, logits, temperature
-from headloss.backends.triton.kernels.sums import fetch
+from headloss.backends.triton.kernels.logits import LN2, LOG2E, LOWEST, boundary, edges, logits, temperature
+from headloss.backends.triton.kernels.sums import centre_of, column_of, fetch, higher
 
 NATS = tl.constexpr(-1.0e4)  # how unlikely a column can count: `teachers.FLOOR`, in nats
 BITS = tl.constexpr(-1.0e4 * 1.4426950408889634)
-
-
-@triton.jit
-def higher(z, m, best, block, ARGMAX: tl.constexpr):
-    """The lanes' maxima (L,) with a block z, K x (L, J), and in which load they were first seen."""
-    for n in tl.static_range(len(z)):
-        top = tl.max(z[n], axis=1)
-        if ARGMAX:
-            best = tl.where(top > m, block * len(z) + n, best)
-        m = tl.maximum(m, top)
-    return m, best
 
 
 @triton.jit
@@ -45,134 +34,94 @@ def rebase(F, D, weight, d, LEAST: tl.constexpr):
 
 
 @triton.jit
-def absorb_both(
-    z, u, m, mt, best, bestt, block, S, X, Q, St, Y, F, D, G, E, c, ct,
-    MET: tl.constexpr, WANT_X: tl.constexpr, WANT_Q: tl.constexpr, WANT_Y: tl.constexpr, WANT_F: tl.constexpr,
-    WANT_G: tl.constexpr, ARGMAX: tl.constexpr, ARGMAXT: tl.constexpr,
-):  # fmt: skip
-    """Take a block of both, K x (L, J), into the lanes' partials (L,); every reduction here is within a thread."""
-    new, best = higher(z, m, best, block, ARGMAX)
-    newt, bestt = higher(u, mt, bestt, block, ARGMAXT)
-    S_, X_, Q_, St_, Y_, F_, D_, G_, E_ = (), (), (), (), (), (), (), (), ()
+def absorb_both(z, u, m, mt, best, bestt, block, sums, c, ct, F: tl.constexpr):
+    """Take a block of both, K x (L, J), into the lanes' partials (L,); every reduction here is within a thread.
+
+    `sums` has nine of each temperature: S, X, Q, St, Y, F, D, G, E.
+    """
+    new, best = higher(z, m, best, block, F.BEST)
+    newt, bestt = higher(u, mt, bestt, block, F.TEACHER_BEST)
+    more = ()
     for i in tl.static_range(len(c)):
         d = (m - new) * c[i]
         dt = (mt - newt) * ct[i]
         k, kt = tl.exp2(d), tl.exp2(dt)
-        s, x, q, st, y, f, lost, g, lostt = k * S[i], X[i], Q[i], kt * St[i], Y[i], F[i], D[i], G[i], E[i]
-        if WANT_X[i]:
-            x = k * (x + d * S[i])
-        if WANT_Q[i]:
+        S, St = sums[9 * i], sums[9 * i + 3]
+        s, x, q, st, y = k * S, sums[9 * i + 1], sums[9 * i + 2], kt * St, sums[9 * i + 4]
+        f, lost, g, lostt = sums[9 * i + 5], sums[9 * i + 6], sums[9 * i + 7], sums[9 * i + 8]
+        if F.WANT_X[i]:
+            x = k * (x + d * S)
+        if F.WANT_Q[i]:
             q = k * k * q
-        if WANT_Y[i]:
-            y = kt * (y + dt * St[i])
-        if WANT_F[i]:
-            f, lost = rebase(f, lost, St[i], d, BITS)
+        if F.WANT_Y[i]:
+            y = kt * (y + dt * St)
+        if F.WANT_F[i]:
+            f, lost = rebase(f, lost, St, d, BITS)
             f, lost = kt * f, kt * lost
-        if WANT_G[i]:
-            g, lostt = rebase(g, lostt, S[i], dt, BITS)
+        if F.WANT_G[i]:
+            g, lostt = rebase(g, lostt, S, dt, BITS)
             g, lostt = k * g, k * lostt
         for n in tl.static_range(len(z)):
             t = (z[n] - new[:, None]) * c[i]
             e = tl.exp2(t)
             s += tl.sum(e, axis=1)
-            if WANT_X[i]:
+            if F.WANT_X[i]:
                 x += tl.sum(e * tl.maximum(t, BITS), axis=1)
-            if WANT_Q[i]:
+            if F.WANT_Q[i]:
                 q += tl.sum(e * e, axis=1)
-            if MET[i]:
+            if F.MET[i]:
                 r = (u[n] - newt[:, None]) * ct[i]
                 w = tl.exp2(r)
                 st += tl.sum(w, axis=1)
-                if WANT_Y[i]:
+                if F.WANT_Y[i]:
                     y += tl.sum(w * tl.maximum(r, BITS), axis=1)
-                if WANT_F[i]:
+                if F.WANT_F[i]:
                     fine = t > BITS
                     f += tl.sum(w * tl.where(fine, t, 0.0), axis=1)
                     lost += tl.sum(tl.where(fine, 0.0, w), axis=1)
-                if WANT_G[i]:
+                if F.WANT_G[i]:
                     fine = r > BITS
                     g += tl.sum(e * tl.where(fine, r, 0.0), axis=1)
                     lostt += tl.sum(tl.where(fine, 0.0, e), axis=1)
-        S_ = S_ + (s,)
-        X_ = X_ + (x,)
-        Q_ = Q_ + (q,)
-        St_ = St_ + (st,)
-        Y_ = Y_ + (y,)
-        F_ = F_ + (f,)
-        D_ = D_ + (lost,)
-        G_ = G_ + (g,)
-        E_ = E_ + (lostt,)
-    return new, newt, best, bestt, S_, X_, Q_, St_, Y_, F_, D_, G_, E_
+        more = more + (s, x, q, st, y, f, lost, g, lostt)
+    return new, newt, best, bestt, more
 
 
 @triton.jit
-def column_of(m, best, raw, j, skew, high, go, stop, scale, cap, SCALED: tl.constexpr, CAPPED: tl.constexpr):
-    """The lowest column that holds the lanes' maximum: it is in the lowest of the loads where they saw it."""
-    top = tl.max(m, axis=0)
-    load = tl.min(tl.where(m == top, best, 2147483647), axis=0)
-    at = tl.where(top > LOWEST, load, 0) * (j.shape[0] * j.shape[1]) + j
-    (x,) = fetch(raw, at, go, stop, True, 1, "evict_first")
-    match = (at >= skew) & (at < high) & (logits(x, scale, cap, SCALED, CAPPED) == top)
-    return tl.min(tl.min(tl.where(match, at, 2147483647), axis=1), axis=0)
-
-
-@triton.jit
-def edges(skew, high, VEC: tl.constexpr):
-    """From where to where whole vectors may be read: one with a single good element can be, without harm."""
-    return tl.multiple_of(skew // VEC * VEC, VEC), tl.multiple_of((high + VEC - 1) // VEC * VEC, VEC)
-
-
-@triton.jit
-def read_both(
-    raw, teacher, skew, low, high, c, ct, scale, cap, teacher_scale, teacher_cap,
-    TOTAL: tl.constexpr, ARGMAX: tl.constexpr, ARGMAXT: tl.constexpr, MET: tl.constexpr,
-    WANT_X: tl.constexpr, WANT_Q: tl.constexpr, WANT_Y: tl.constexpr, WANT_F: tl.constexpr, WANT_G: tl.constexpr,
-    SCALED: tl.constexpr, CAPPED: tl.constexpr, TEACHER_SCALED: tl.constexpr, TEACHER_CAPPED: tl.constexpr,
-    VEC: tl.constexpr, TEACHER_VEC: tl.constexpr, POLICY: tl.constexpr,
-    K: tl.constexpr, L: tl.constexpr, J: tl.constexpr,
-):  # fmt: skip
+def read_both(raw, teacher, skew, low, high, c, ct, how, F: tl.constexpr):
     """What each lane has seen of the columns from `low` to `high` of both rows."""
+    K: tl.constexpr = F.K
+    L: tl.constexpr = F.L
+    J: tl.constexpr = F.J
     BLOCK: tl.constexpr = K * L * J
-    S, X, Q, St, Y, F, D, G, E = (), (), (), (), (), (), (), (), ()
-    for _i in tl.static_range(len(c)):
-        S = S + (tl.zeros([L], tl.float32),)
-        X = X + (tl.zeros([L], tl.float32),)
-        Q = Q + (tl.zeros([L], tl.float32),)
-        St = St + (tl.zeros([L], tl.float32),)
-        Y = Y + (tl.zeros([L], tl.float32),)
-        F = F + (tl.zeros([L], tl.float32),)
-        D = D + (tl.zeros([L], tl.float32),)
-        G = G + (tl.zeros([L], tl.float32),)
-        E = E + (tl.zeros([L], tl.float32),)
+    sums = ()
+    for _i in tl.static_range(9 * len(c)):
+        sums = sums + (tl.zeros([L], tl.float32),)
     m = tl.full([L], LOWEST, tl.float32)
     mt = tl.full([L], LOWEST, tl.float32)
     best = tl.zeros([L], tl.int32)
     bestt = tl.zeros([L], tl.int32)
     total = tl.zeros([L], tl.float32)
     centre = 0.0
-    if TOTAL:  # any logit of the row is near enough to keep the digits of a sum
-        centre = logits(tl.load(raw + tl.maximum(low, skew), mask=low < high, other=0.0), scale, cap, SCALED, CAPPED)
-        centre = tl.where(tl.abs(centre) < -LOWEST, centre, 0.0)
+    if F.TOTAL:
+        centre = centre_of(raw, skew, low, high, how, F)
 
     j = tl.arange(0, L)[:, None] * J + tl.arange(0, J)[None, :]
     head = (low < skew).to(tl.int32)
     first = low // BLOCK + head
     last = tl.maximum(high // BLOCK, first)
     for block in range(first, last):
-        x = fetch(raw, block * BLOCK + j, 0, 0, False, K, POLICY)
-        y = fetch(teacher, block * BLOCK + j, 0, 0, False, K, POLICY)
+        x = fetch(raw, block * BLOCK + j, 0, 0, False, K, "evict_first")
+        y = fetch(teacher, block * BLOCK + j, 0, 0, False, K, "evict_first")
         z, u = (), ()
         for n in tl.static_range(K):
-            z = z + (logits(x[n], scale, cap, SCALED, CAPPED),)
-            u = u + (logits(y[n], teacher_scale, teacher_cap, TEACHER_SCALED, TEACHER_CAPPED),)
-            if TOTAL:
+            z = z + (logits(x[n], how[0], how[1], F.SCALED, F.CAPPED),)
+            u = u + (logits(y[n], how[2], how[3], F.TEACHER_SCALED, F.TEACHER_CAPPED),)
+            if F.TOTAL:
                 total += tl.sum(z[n] - centre, axis=1)
-        m, mt, best, bestt, S, X, Q, St, Y, F, D, G, E = absorb_both(
-            z, u, m, mt, best, bestt, block, S, X, Q, St, Y, F, D, G, E, c, ct,
-            MET, WANT_X, WANT_Q, WANT_Y, WANT_F, WANT_G, ARGMAX, ARGMAXT,
-        )  # fmt: skip
-    go, stop = edges(skew, high, VEC)
-    got, stopt = edges(skew, high, TEACHER_VEC)
+        m, mt, best, bestt, sums = absorb_both(z, u, m, mt, best, bestt, block, sums, c, ct, F)
+    go, stop = edges(skew, high, F.VEC)
+    got, stopt = edges(skew, high, F.TEACHER_VEC)
     for edge in range(1 - head, 1 + (high > last * BLOCK).to(tl.int32)):  # the row's first block if cut, and its last
         block = tl.where(edge == 0, 0, last)
         x = fetch(raw, block * BLOCK + j, go, stop, True, K, "evict_first")
@@ -181,17 +130,14 @@ def read_both(
         for n in tl.static_range(K):
             at = block * BLOCK + n * (L * J) + j
             good = (at >= skew) & (at < high)
-            value = logits(x[n], scale, cap, SCALED, CAPPED)
-            if TOTAL:
+            value = logits(x[n], how[0], how[1], F.SCALED, F.CAPPED)
+            if F.TOTAL:
                 total += tl.sum(tl.where(good, value - centre, 0.0), axis=1)
             z = z + (tl.where(good, value, -float("inf")),)
-            value = logits(y[n], teacher_scale, teacher_cap, TEACHER_SCALED, TEACHER_CAPPED)
+            value = logits(y[n], how[2], how[3], F.TEACHER_SCALED, F.TEACHER_CAPPED)
             u = u + (tl.where(good, value, -float("inf")),)
-        m, mt, best, bestt, S, X, Q, St, Y, F, D, G, E = absorb_both(
-            z, u, m, mt, best, bestt, block, S, X, Q, St, Y, F, D, G, E, c, ct,
-            MET, WANT_X, WANT_Q, WANT_Y, WANT_F, WANT_G, ARGMAX, ARGMAXT,
-        )  # fmt: skip
-    return m, mt, best, bestt, S, X, Q, St, Y, F, D, G, E, tl.sum(total, axis=0), centre
+        m, mt, best, bestt, sums = absorb_both(z, u, m, mt, best, bestt, block, sums, c, ct, F)
+    return m, mt, best, bestt, sums, tl.sum(total, axis=0), centre
 
 
 @triton.jit(
@@ -199,37 +145,24 @@ def read_both(
 )
 def dense_sums_kernel(
     raw, teacher, out, temperatures, teacher_temperatures,
-    N, V, parts, width, stride, lead, teacher_stride, teacher_lead, start, scale, cap, teacher_scale, teacher_cap,
-    TOTAL: tl.constexpr, ARGMAX: tl.constexpr, ARGMAXT: tl.constexpr, MET: tl.constexpr,
-    WANT_X: tl.constexpr, WANT_Q: tl.constexpr, WANT_Y: tl.constexpr, WANT_F: tl.constexpr, WANT_G: tl.constexpr,
-    PER_ROW: tl.constexpr, TEACHER_PER_ROW: tl.constexpr,
-    SCALED: tl.constexpr, CAPPED: tl.constexpr, TEACHER_SCALED: tl.constexpr, TEACHER_CAPPED: tl.constexpr,
-    LINE: tl.constexpr, VEC: tl.constexpr, TEACHER_VEC: tl.constexpr,
-    K: tl.constexpr, L: tl.constexpr, J: tl.constexpr, CHAINED: tl.constexpr,
+    N, V, parts, width, stride, lead, teacher_stride, teacher_lead, start, how, F: tl.constexpr,
 ):  # fmt: skip
-    if CHAINED:
+    TEACHER_VEC: tl.constexpr = F.TEACHER_VEC
+    if F.CHAINED:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0) // parts
     part = tl.program_id(0) % parts
-    begin, skew = boundary(row, stride, lead, LINE)
+    begin, skew = boundary(row, stride, lead, F.LINE)
     raw += begin
     teacher += tl.multiple_of(row.to(tl.int64) * teacher_stride + teacher_lead - skew, TEACHER_VEC)
-    end = skew + V
     low = part * width
-    high = tl.minimum(low + width, end)
+    high = tl.minimum(low + width, skew + V)
     c, ct = (), ()
     for i in tl.static_range(len(temperatures)):
-        c = c + (tl.div_rn(LOG2E, temperature(temperatures[i], row, PER_ROW[i])),)
-        ct = ct + (tl.div_rn(LOG2E, temperature(teacher_temperatures[i], row, TEACHER_PER_ROW[i])),)
-    m, mt, best, bestt, S, X, Q, St, Y, F, D, G, E, total, centre = read_both(
-        raw, teacher, skew, low, high, c, ct, scale, cap, teacher_scale, teacher_cap,
-        TOTAL, ARGMAX, ARGMAXT, MET, WANT_X, WANT_Q, WANT_Y, WANT_F, WANT_G,
-        SCALED, CAPPED, TEACHER_SCALED, TEACHER_CAPPED, VEC, TEACHER_VEC, "evict_first", K, L, J,
-    )  # fmt: skip
-    j = tl.arange(0, L)[:, None] * J + tl.arange(0, J)[None, :]
-    go, stop = edges(skew, high, VEC)
-    got, stopt = edges(skew, high, TEACHER_VEC)
+        c = c + (tl.div_rn(LOG2E, temperature(temperatures[i], row, F.PER_ROW[i])),)
+        ct = ct + (tl.div_rn(LOG2E, temperature(teacher_temperatures[i], row, F.TEACHER_PER_ROW[i])),)
+    m, mt, best, bestt, sums, total, centre = read_both(raw, teacher, skew, low, high, c, ct, how, F)
 
     # merge the lanes
     top, topt = tl.max(m, axis=0), tl.max(mt, axis=0)
@@ -239,20 +172,20 @@ def dense_sums_kernel(
     tl.store(out, tl.where(some, top, -float("inf")))
     slot = 1
     none = tl.maximum(low, skew)
-    if TOTAL:
+    if F.TOTAL:
         count = tl.maximum(high - none, 0).to(tl.float32)
         tl.store(out + slot * step, total + count * (centre - tl.where(some, top, 0.0)))
         tl.store(out + (slot + 1) * step, count)
         slot += 2
-    if ARGMAX:
-        found = column_of(m, best, raw, j, skew, high, go, stop, scale, cap, SCALED, CAPPED)
+    if F.BEST:
+        found = column_of(m, best, raw, skew, high, how[0], how[1], F.VEC, F.SCALED, F.CAPPED, F)
         tl.store(out + slot * step, (tl.where(some, found, none) - skew + start).to(tl.float32))
         slot += 1
     tl.store(out + slot * step, tl.where(somet, topt, -float("inf")))
     slot += 1
-    if ARGMAXT:
+    if F.TEACHER_BEST:
         found = column_of(
-            mt, bestt, teacher, j, skew, high, got, stopt, teacher_scale, teacher_cap, TEACHER_SCALED, TEACHER_CAPPED
+            mt, bestt, teacher, skew, high, how[2], how[3], TEACHER_VEC, F.TEACHER_SCALED, F.TEACHER_CAPPED, F
         )
         tl.store(out + slot * step, (tl.where(somet, found, none) - skew + start).to(tl.float32))
         slot += 1
@@ -260,27 +193,28 @@ def dense_sums_kernel(
         d = (m - top) * c[i]
         dt = (mt - topt) * ct[i]
         k, kt = tl.exp2(d), tl.exp2(dt)
-        tl.store(out + slot * step, tl.sum(k * S[i], axis=0))
+        S, St = sums[9 * i], sums[9 * i + 3]
+        tl.store(out + slot * step, tl.sum(k * S, axis=0))
         slot += 1
-        if WANT_X[i]:
-            tl.store(out + slot * step, tl.sum(k * (X[i] + d * S[i]), axis=0) * LN2)
+        if F.WANT_X[i]:
+            tl.store(out + slot * step, tl.sum(k * (sums[9 * i + 1] + d * S), axis=0) * LN2)
             slot += 1
-        if WANT_Q[i]:
-            tl.store(out + slot * step, tl.sum(k * k * Q[i], axis=0))
+        if F.WANT_Q[i]:
+            tl.store(out + slot * step, tl.sum(k * k * sums[9 * i + 2], axis=0))
             slot += 1
-        if MET[i]:
-            tl.store(out + slot * step, tl.sum(kt * St[i], axis=0))
+        if F.MET[i]:
+            tl.store(out + slot * step, tl.sum(kt * St, axis=0))
             slot += 1
-        if WANT_Y[i]:
-            tl.store(out + slot * step, tl.sum(kt * (Y[i] + dt * St[i]), axis=0) * LN2)
+        if F.WANT_Y[i]:
+            tl.store(out + slot * step, tl.sum(kt * (sums[9 * i + 4] + dt * St), axis=0) * LN2)
             slot += 1
-        if WANT_F[i]:
-            f, lost = rebase(F[i], D[i], St[i], d, BITS)
+        if F.WANT_F[i]:
+            f, lost = rebase(sums[9 * i + 5], sums[9 * i + 6], St, d, BITS)
             tl.store(out + slot * step, tl.sum(kt * f, axis=0) * LN2)
             tl.store(out + (slot + 1) * step, tl.sum(kt * lost, axis=0))
             slot += 2
-        if WANT_G[i]:
-            g, lost = rebase(G[i], E[i], S[i], dt, BITS)
+        if F.WANT_G[i]:
+            g, lost = rebase(sums[9 * i + 7], sums[9 * i + 8], S, dt, BITS)
             tl.store(out + slot * step, tl.sum(k * g, axis=0) * LN2)
             tl.store(out + (slot + 1) * step, tl.sum(k * lost, axis=0))
             slot += 2

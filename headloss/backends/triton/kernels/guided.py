@@ -15,8 +15,8 @@ in which it is loaded below.
 import triton
 import triton.language as tl
 
-from headloss.backends.triton.kernels.dense import NATS, edges
-from headloss.backends.triton.kernels.logits import FLOOR, LN2, LOG2E, boundary, logits, temperature
+from headloss.backends.triton.kernels.dense import NATS
+from headloss.backends.triton.kernels.logits import FLOOR, LN2, LOG2E, boundary, edges, logits, temperature
 from headloss.backends.triton.kernels.pull import slopes
 from headloss.backends.triton.kernels.sums import fetch
 

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from headloss.backends.triton.kernels.dense import BITS, rebase
-from headloss.backends.triton.kernels.logits import LN2, logits
+from headloss.backends.triton.kernels.logits import LN2, edges, logits
 from headloss.backends.triton.kernels.packed_bf16 import LEAST, decode, finite, highest, take
 from headloss.backends.triton.kernels.pull import slopes
 from headloss.backends.triton.kernels.row_loops import LOWEST, blocks, inner, rim, search, within
@@ -178,12 +178,6 @@ def read_pair(raw, teacher, skew, end, c, ct, how, POLICY: tl.constexpr, F: tl.c
             True, False, F.TEACHER_SCALED, F.TEACHER_CAPPED, F.TEACHER_PAIRED, K, L, J,
         )  # fmt: skip
     return m, mt, column - skew, columnt - skew, sums, tl.sum(total, axis=0), centre
-
-
-@triton.jit
-def edges(skew, end, VEC: tl.constexpr):
-    """From where to where whole vectors may be read: one with a single good element can be, without harm."""
-    return tl.multiple_of(skew // VEC * VEC, VEC), tl.multiple_of((end + VEC - 1) // VEC * VEC, VEC)
 
 
 @triton.jit

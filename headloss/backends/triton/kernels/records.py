@@ -133,10 +133,20 @@ class SweepFlags(NamedTuple):
     BEST: Flag = False
     WANT_X: Flag = ()
     WANT_Q: Flag = ()
+    TEACHER_BEST: Flag = False
+    MET: Flag = ()  # at which temperatures a teacher is compared
+    WANT_Y: Flag = ()
+    WANT_F: Flag = ()
+    WANT_G: Flag = ()
     IDS: Flag = 0  # at least as many as a row names, a power of 2: the sweep is over the other columns
-    # how it lies in memory and is swept; `meeting.py` and `merge_kernel` know neither
+    # of a teacher
+    TEACHER_PER_ROW: Flag = ()
+    TEACHER_SCALED: Flag = False
+    TEACHER_CAPPED: Flag = False
+    # how it lies in memory and is swept
     LINE: Flag = 1
     VEC: Flag = 1
+    TEACHER_VEC: Flag = 1
     K: Flag = 1
     L: Flag = 1
     J: Flag = 1

@@ -274,9 +274,8 @@ def merge_kernel(
     if F.TARGET:
         column = tl.load(target + row * target_stride, mask=good, other=-1) - start
         held = (column >= 0) & (column < V) & good
-        z = logits(
-            tl.load(raw + row * stride + lead + column, mask=held, other=0.0), how[0], how[1], F.SCALED, F.CAPPED
-        )
+        x = tl.load(raw + row * stride + lead + column, mask=held, other=0.0)
+        z = logits(x, how[0], how[1], F.SCALED, F.CAPPED)
     if F.CHAINED:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
