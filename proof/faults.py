@@ -40,6 +40,7 @@ COMPILED = ("tests/trust/test_compiled.py",)
 AROUND = ("tests/trust/test_surroundings.py",)
 KEPT = ("tests/trust/test_kept.py",)
 NEW_FACT = ("tests/test_new_fact.py",)
+TEACHERS = ("tests/kernels/test_triton_teachers.py",)
 WAITING = ("tests/test_no_waiting.py",)
 LATER = ("tests/test_later_calls.py",)
 MORE = ("tests/trust/test_more_forms.py",)
@@ -70,7 +71,7 @@ FIRST: dict[str, tuple[str, ...]] = {  # by how a file's name begins
     "backends/triton/kernels/visit.py": ("tests/kernels/test_visit.py", "tests/kernels/test_triton.py"),
     "backends/triton/printer/program.py": ("tests/kernels/test_visit.py", "tests/kernels/test_triton.py"),
     "backends/triton/kernels/dense.py": ("tests/kernels/test_triton_teachers.py",),
-    "backends/triton/kernels/guided.py": ("tests/kernels/test_triton_teachers.py",),
+    "backends/triton/kernels/look.py": ("tests/kernels/test_triton_teachers.py",),
     "backends/triton/kernels/sparse.py": ("tests/kernels/test_triton_teachers.py",),
     "backends/triton/launch.py": ("tests/kernels/test_launch.py",),
     "backends/triton/kernels/totals.py": ("tests/test_later_calls.py", "tests/kernels/test_one_launch.py"),
@@ -499,10 +500,10 @@ FAULTS = [
     Fault("backends/triton/kernels/sums.py", "tl.sum(tl.where(count > 0, total + count * shift, 0.0), axis=0)", "tl.sum(tl.where(count > 0, total, 0.0), axis=0)", "merge of splits: total of logits not rebased"),
     Fault("backends/triton/kernels/sums.py", "d = tl.maximum(shift / T[i], FLOOR)", "d = tl.maximum(shift, FLOOR)", "merge of splits: rebased without the temperature"),
     Fault("backends/triton/kernels/pull.py", "g = g * (1.0 - ratio * ratio)", "g = g * (1.0 - ratio)", "slope of the softcap"),
-    Fault("backends/triton/kernels/pull.py", "slope = slope + k[4 * i + 2] * p", "slope = slope + k[4 * i + 2]", "pull of sum_p2 without its p"),
+    Fault("backends/triton/kernels/pull.py", "slope = slope + own[7 * i + 5] * p", "slope = slope + own[7 * i + 5]", "pull of sum_p2 without its p"),
     Fault("backends/triton/kernels/pull.py", "at_target += y", "at_target = y", "the last temperature alone pulls at the target"),
-    Fault("backends/triton/kernels/pull.py", "b = tl.load(rows + slot * N) * over * LN2", "b = tl.load(rows + slot * N) * over", "pull of entropy in the wrong base"),
-    Fault("backends/triton/kernels/pull.py", "ends = tl.where(q < VEC, at_low, at_high)", "ends = at_low & (q < VEC)", "a row's ragged end keeps its logits"),
+    Fault("backends/triton/kernels/pull.py", "a, b * LN2, e, const)", "a, b, e, const)", "pull of entropy in the wrong base"),
+    Fault("backends/triton/kernels/logits.py", "return at, tl.where(v < VEC, before, after)", "return at, before & (v < VEC)", "a row's ragged end keeps its logits"),
     Fault("backends/triton/kernels/logits.py", "z = tanh(z / cap) * cap", "z = tanh(z / cap)", "softcap: not scaled back"),
     Fault("backends/triton/kernels/packed_bf16.py", "x = higher(x, tl.zeros_like(x) + TWO_LEAST, True)", "pass", "one launch: 0 * -inf of a masked column in the entropy"),
     Fault("backends/triton/kernels/packed_bf16.py", "x = higher(x, tl.zeros_like(x) + TWO_LEAST, True)", "x = higher(x, tl.zeros_like(x) + TWO_LEAST, False)", "one launch: a NaN of bfloat16 is taken for -inf"),
@@ -517,7 +518,7 @@ FAULTS = [
     Fault("backends/triton/visit.py", "raw.line == raw.vector and V % raw.vector == 0", "raw.line == raw.vector", "one launch: a vector of two rows counts for both", ("tests/kernels/test_visit.py",)),
     Fault("backends/triton/kernels/row_loops.py", "value = tl.where(within(at, n, skew, end), value, LEAST)", "pass", "one launch: columns beyond the vocabulary count"),
     Fault("backends/triton/kernels/row_loops.py", "m = tl.full([L], LOWEST, tl.float32)", "m = tl.zeros([L], tl.float32)", "one launch: a running maximum that starts at 0"),
-    Fault("backends/triton/kernels/row_loops.py", "slopes(at_target, z_y, 1.0, how[1], False, F.CAPPED)", "at_target", "one launch: no softcap slope at the target"),
+    Fault("backends/triton/kernels/row_loops.py", "slopes(at_target, z_y, how[1], F.CAPPED)", "at_target", "one launch: no softcap slope at the target"),
     Fault("backends/triton/kernels/visit.py", "a = a - b * n", "pass", "one launch: log p taken for x in the pull"),
     Fault("backends/triton/kernels/visit.py", "origin_w = origin_w + (origins[i],)\n                    kw = kw + (a * r, b * r, e * r * r, const)", "origin_w = origin_w + (origins[i],)\n                    kw = kw + (a * r, b * r, e * r, const)", "one launch: p squared normalised once"),
     Fault("backends/triton/kernels/visit.py", "rest = rest + (results[0][i] * weights[i],)", "rest = rest + (results[0][i],)", "one launch: values without their weights"),
@@ -525,11 +526,11 @@ FAULTS = [
     Fault("backends/triton/kernels/dense.py", "y = kt * (y + dt * St)", "y = kt * (y + d * St)", "teacher's entropy rebased by the student's maximum"),
     Fault("backends/triton/kernels/dense.py", "f, lost = rebase(f, lost, St, d, BITS)", "pass", "teacher's cross-entropy is not rebased"),
     Fault("backends/triton/kernels/dense.py", "lost += tl.sum(tl.where(fine, 0.0, w), axis=1)", "pass", "mass on columns that the student rules out is forgotten"),
-    Fault("backends/triton/kernels/guided.py", "g += kt[4 * i + 3] * tl.exp2(logq * LOG2E)", "g += kt[4 * i + 3] * tl.exp2(logp * LOG2E)", "student's p where the teacher's q belongs"),
-    Fault("backends/triton/kernels/guided.py", "g += kl[2 * n] * (found[2 * n + 1] - p * kl[2 * n + 1])", "g += kl[2 * n] * found[2 * n + 1]", "a divergence's pull is not centred"),
-    Fault("backends/triton/kernels/guided.py", "            g += tl.load(out + at, mask=whole, other=0.0)", "            pass", "a second teacher's pull overwrites the first's at the edges"),
+    Fault("backends/triton/kernels/pull.py", "g += met[8 * i + 7] * tl.exp2(log_q * LOG2E)", "g += met[8 * i + 7] * tl.exp2(log_p * LOG2E)", "student's p where the teacher's q belongs", TEACHERS),
+    Fault("backends/triton/kernels/pull.py", "g += looks[2 * n] * (found[2 * n + 1] - p * looks[2 * n + 1])", "g += looks[2 * n] * found[2 * n + 1]", "a divergence's pull is not centred", TEACHERS),
+    Fault("backends/triton/kernels/pull.py", "g += tl.load(out, mask=here, other=0.0)", "pass", "a second teacher's pull overwrites the first's at the edges", TEACHERS),
     Fault("backends/triton/kernels/sparse.py", "total += tl.where(same, tl.load(values + row * others + i), 0.0)", "total = tl.where(same, tl.load(values + row * others + i), total)", "an id that two teachers name gets the last one's pull"),
-    Fault("backends/triton/kernels/sums.py", "tl.where(at + n * (at.shape[0] * at.shape[1]) == here, -float(\"inf\"), z[n])", "z[n]", "the tail has the ids in it", ("tests/kernels/test_triton_teachers.py",)),
+    Fault("backends/triton/kernels/sums.py", "tl.where(at + n * (at.shape[0] * at.shape[1]) == here, -float(\"inf\"), z[n])", "z[n]", "the tail has the ids in it", TEACHERS),
     Fault("engine/run.py", "sweep.program is not None and True not in needs and", "sweep.program is not None and", "facts that want a gradient are read in one launch, which keeps none", ("tests/kernels/test_one_launch.py",)),
     Fault("engine/one_launch.py", "False) for part in parts]", "False) for part in parts[:1]]", "facts of the first chunk alone", ("tests/kernels/test_one_launch.py",)),
     Fault("backends/triton/kernels/visit.py", "tl.fma(swept, c[i], -tail_origin)", "tl.fma(top, c[i], -tail_origin)", "one launch: the tail's pull measured from the row's maximum", ("tests/kernels/test_taught.py",)),

@@ -132,11 +132,11 @@ def test_more_than_two_to_the_31_elements():
 
 
 def test_no_compilation_when_only_the_number_of_rows_changes():
-    from headloss.backends.triton.kernels import dense, guided, meeting, visit
+    from headloss.backends.triton.kernels import dense, look, meeting, pull, visit
     from headloss.backends.triton.kernels import sparse as ids
 
     kernels = (
-        dense.dense_sums_kernel, meeting.dense_merge_kernel, guided.guided_kernel, guided.look_kernel, ids.tail_kernel,
+        dense.dense_sums_kernel, meeting.dense_merge_kernel, pull.pull_kernel, look.look_kernel, ids.tail_kernel,
         ids.gather_kernel, ids.store_kernel, ids.merge_ids_kernel, visit.visit_kernel,
     )  # fmt: skip
     before = None

@@ -96,7 +96,8 @@ def _watched() -> bool:
 
 def place(x: Any) -> int:
     """The device that a kernel over `x` would run on: Triton asks for the current one, not for that of `x`."""
-    x = x if isinstance(x, Tensor) else x.base
+    while not isinstance(x, Tensor):  # the first of a record, or a descriptor's
+        x = x[0] if isinstance(x, tuple) else x.base
     return torch._C._cuda_getDevice() if x.is_cuda else -1
 
 

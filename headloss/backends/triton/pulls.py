@@ -9,7 +9,8 @@ import torch
 import triton  # type: ignore
 from torch import Tensor
 
-from headloss.backends.triton.kernels.guided import guided_kernel
+from headloss.backends.triton.kernels.pull import pull_kernel
+from headloss.backends.triton.kernels.records import PullAt, PullFlags, PullGiven
 from headloss.backends.triton.kernels.sparse import gather_kernel, store_kernel
 from headloss.backends.triton.launch import launch_kernel
 from headloss.backends.triton.printer.elements import printed
@@ -196,19 +197,20 @@ def _guided(
     raw, out = rows_of(raw_CV), rows_of(out_CV)
     looking = met is not None and any(k.looks for k in met.pulls)
     shape = shape or row_shape(LOOKING if looking else GUIDED, V)
-    if not entries:  # Triton has no empty tuples
-        assert met is not None
-        entries = [Entry(1.0, met.own_max, met.own_max, Pull(None, None, None, None, None))]
     numbers = [x for e in entries for x in (e.max, e.log_sum, *e.pull) if x is not None]
     given = tuple(plain_temperature(e.T) for e in entries)
-    there = {f: tuple(e.pull[i] is not None for e in entries) for i, f in enumerate("ABECY")}
-    target = target_C if any(there["Y"]) else None
+    own = lambda i: tuple(e.pull[i] is not None for e in entries)
+    target = target_C if any(own(4)) else None
     assert not add or target is None, "the student's own pull is in the first launch"
-    flags: dict[str, Any] = {"TA": (), "TB": (), "TC": (), "TD": (), "LOOKS": (), "ELEMENT": None}
-    met_given: tuple[Any, ...] = (1.0,)
-    theirs: tuple[Any, ...] = (1.0,)
-    options: tuple[float, ...] = (0.0,)
-    teacher, other = raw, Transform(1.0, None)
+    flags = PullFlags(
+        own(0), own(1), own(2), own(3), own(4), per_row(given), target is not None, **how.flags(),
+        WIDTH=shape.width, LINE=out.line, VEC=out.vector, RAW_VEC=vector_along(out, raw), BLOCK=shape.block(out_CV),
+        STAGES=shape.stages, MAXIMA=True, ADD=add,
+    )  # fmt: skip
+    met_given: tuple[Any, ...] = ()
+    theirs: tuple[Any, ...] = ()
+    options: tuple[float, ...] = ()
+    teacher, other, element = raw, Transform(1.0, None), None
     if met is not None:
         teacher = rows_of(readable(met.chunk.raw_CV[:, :V]))
         other = Transform(met.chunk.scale, met.chunk.softcap)
@@ -220,23 +222,23 @@ def _guided(
         looks = [(i, at) for i, k in enumerate(met.pulls) for at in k.looks]
         numbers += [x for _, at in looks for x in (at.g, at.C)]
         on = lambda n: tuple(k[n] is not None for k in met.pulls)
-        flags = {"TA": on(0), "TB": on(1), "TC": on(2), "TD": on(3), "LOOKS": tuple(i for i, _ in looks)}
-        flags["ELEMENT"] = None
+        flags = flags._replace(
+            TEACHER=True, TA=on(0), TB=on(1), TC=on(2), TD=on(3), LOOKS=tuple(i for i, _ in looks),
+            MET_PER_ROW=per_row(met_given), TEACHER_PER_ROW=per_row(theirs), **other.flags("TEACHER_"),
+            TEACHER_VEC=vector_along(out, teacher),
+        )  # fmt: skip
         if looks:
-            flags["ELEMENT"], options = printed(tuple((i, at.element) for i, at in looks), len(met.pulls))
+            element, options = printed(tuple((i, at.element) for i, at in looks), len(met.pulls))
     # stacked: a coefficient may be a stride-0 expand straight from a sum's backward
     rows = torch.stack([x.to(torch.float32) for x in numbers])
     parts = triton.cdiv(V + out.skew, shape.width)
     launch_kernel(
-            guided_kernel, C * parts,
-        raw.x_CV, target, teacher.x_CV, rows, out.x_CV, given, met_given, theirs, options, C, V, parts,
+            pull_kernel, C * parts,
+        PullAt(raw.x_CV, teacher.x_CV, rows, out.x_CV), target,
+        PullGiven(given, met_given, theirs, options, *how.numbers, *other.numbers), C, V, parts,
         raw.x_CV.stride(0), raw.lead, teacher.x_CV.stride(0), teacher.lead, out.x_CV.stride(0), out.lead,
-        0 if target is None else target.stride(0), start, *how.numbers, *other.numbers,
-        **there, TARGET=target is not None, TEACHER=met is not None, **flags,
-        PER_ROW=per_row(given), MET_PER_ROW=per_row(met_given), TEACHER_PER_ROW=per_row(theirs),
-        **how.flags(), **other.flags("TEACHER_"), **LAUNCH,
-        WIDTH=shape.width, LINE=out.line, VEC=out.vector, RAW_VEC=vector_along(out, raw),
-        TEACHER_VEC=vector_along(out, teacher), BLOCK=shape.block(out_CV), ADD=add, num_warps=shape.warps,
+        0 if target is None else target.stride(0), start,
+        ELEMENT=element, F=flags, num_warps=shape.warps, **LAUNCH,
     )  # fmt: skip
 
 

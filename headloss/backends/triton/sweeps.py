@@ -23,7 +23,7 @@ import triton  # type: ignore
 from torch import Tensor
 
 from headloss.backends.triton.kernels.pull import pull_kernel
-from headloss.backends.triton.kernels.records import SweepFlags
+from headloss.backends.triton.kernels.records import PullAt, PullFlags, PullGiven, SweepFlags
 from headloss.backends.triton.kernels.scale import scale_kernel
 from headloss.backends.triton.kernels.sums import merge_kernel, sums_kernel
 from headloss.backends.triton.launch import Launch, launch_kernel, place
@@ -103,8 +103,8 @@ def sums_matrix(
     chained = chains(raw_CV.device)
     options = {**LAUNCH, "launch_pdl": True} if chained else LAUNCH
     wanted = SweepFlags(
-        per_row(given), scale != 1.0, softcap is not None, want.target, want.total, want.argmax, x_flags, q_flags,
-        CHAINED=chained,
+        per_row(given), scale != 1.0, softcap is not None, TARGET=want.target, TOTAL=want.total, BEST=want.argmax,
+        WANT_X=x_flags, WANT_Q=q_flags, CHAINED=chained,
     )  # fmt: skip
     target = target_C if want.target else None
     places = (raw.x_CV.stride(0), raw.lead, 0 if target is None else target.stride(0), start)
@@ -190,19 +190,22 @@ def pull_rows(
     apart = (raw.x_CV.stride(0) - out.x_CV.stride(0), raw.lead - out.lead)
     together = raw.vector == out.vector and not any(x % raw.vector for x in apart)
     shape = shape or row_shape(PULL, V)
-    flags = dict(zip("ABECY", zip(*there, strict=True), strict=True))
+    pulls = dict(zip("ABECY", zip(*there, strict=True), strict=True))
     given = tuple(plain_temperature(T) for T in temperatures)
-    target = target_C if any(flags["Y"]) else None
+    target = target_C if any(pulls["Y"]) else None
     parts = triton.cdiv(V + out.skew, shape.width)
+    flags = PullFlags(
+        **pulls, PER_ROW=per_row(given), TARGET=target is not None, SCALED=scale != 1.0, CAPPED=softcap is not None,
+        WIDTH=shape.width, LINE=out.line, VEC=out.vector, RAW_VEC=raw.vector if together else 1,
+        BLOCK=shape.block(out_CV), STAGES=shape.stages,
+    )  # fmt: skip
+    stride = raw.x_CV.stride(0)
     launch_kernel(
             pull_kernel, C * parts,
-        raw.x_CV, target, rows_FC, out.x_CV, given,
-        C, V, parts, raw.x_CV.stride(0), raw.lead, out.x_CV.stride(0), out.lead,
-        0 if target is None else target.stride(0), start, float(scale), softcap or 1.0,
-        **flags, TARGET=target is not None, PER_ROW=tuple(isinstance(T, Tensor) for T in given),
-        SCALED=scale != 1.0, CAPPED=softcap is not None,
-        WIDTH=shape.width, LINE=out.line, VEC=out.vector, RAW_VEC=raw.vector if together else 1,
-        BLOCK=shape.block(out_CV), STAGES=shape.stages, num_warps=shape.warps, **LAUNCH,
+        PullAt(raw.x_CV, raw.x_CV, rows_FC, out.x_CV), target,
+        PullGiven(given, (), (), (), float(scale), softcap or 1.0, 1.0, 1.0), C, V, parts, stride, raw.lead,
+        stride, raw.lead, out.x_CV.stride(0), out.lead, 0 if target is None else target.stride(0), start,
+        ELEMENT=None, F=flags, num_warps=shape.warps, **LAUNCH,
     )  # fmt: skip
 
 

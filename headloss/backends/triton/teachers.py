@@ -21,9 +21,9 @@ import triton  # type: ignore
 from torch import Tensor
 
 from headloss.backends.triton.kernels.dense import dense_sums_kernel
-from headloss.backends.triton.kernels.guided import look_kernel
+from headloss.backends.triton.kernels.look import look_kernel
 from headloss.backends.triton.kernels.meeting import dense_merge_kernel
-from headloss.backends.triton.kernels.records import SweepFlags
+from headloss.backends.triton.kernels.records import PullAt, SweepFlags
 from headloss.backends.triton.kernels.sparse import merge_ids_kernel, tail_kernel
 from headloss.backends.triton.kernels.sums import merge_kernel
 from headloss.backends.triton.launch import launch_kernel
@@ -158,10 +158,11 @@ def _together(
     given_theirs = tuple(plain_temperature(theirs.get(key, 1.0)) for key in keys)
     other, chained = Transform(chunk.scale, chunk.softcap), chains(raw_CU.device)
     wanted = SweepFlags(
-        per_row(given), *how.on, target is not None, want.total and not alone, want.argmax and not alone,
-        tuple(a or b for a, b in zip(own("X"), shared("X"), strict=True)), own("Q"),
-        want.sums("argmax", teacher=name), met, shared("Y"), shared("F"), shared("G"),
-        TEACHER_PER_ROW=per_row(given_theirs), TEACHER_SCALED=other.on[0], TEACHER_CAPPED=other.on[1], CHAINED=chained,
+        per_row(given), **how.flags(), **other.flags("TEACHER_"), TARGET=target is not None,
+        TOTAL=want.total and not alone, BEST=want.argmax and not alone,
+        WANT_X=tuple(a or b for a, b in zip(own("X"), shared("X"), strict=True)), WANT_Q=own("Q"),
+        TEACHER_BEST=want.sums("argmax", teacher=name), MET=met, WANT_Y=shared("Y"), WANT_F=shared("F"),
+        WANT_G=shared("G"), TEACHER_PER_ROW=per_row(given_theirs), CHAINED=chained,
     )  # fmt: skip
     pairs = sum(wanted.WANT_F) + sum(wanted.WANT_G)
     swept = 2 + 2 * wanted.TOTAL + wanted.BEST + wanted.TEACHER_BEST + len(keys) + sum(met) + 2 * pairs
@@ -281,12 +282,12 @@ def _tail(raw_CV: Tensor, chunk: SparseChunk, given: Any, how: Transform, start:
     raw, shape = rows_of(raw_CV), shape or row_shape(SUMS, V)
     parts, K = triton.cdiv(V + raw.skew, shape.width), chunk.ids_CK.shape[-1]
     place = (raw.x_CV.stride(0), raw.lead)
-    own, off = (per_row(given), *how.on), (False,) * len(given)
-    wanted: dict[str, Any] = {"WANT_X": off, "WANT_Q": off}
+    off = (False,) * len(given)
+    wanted = SweepFlags(per_row(given), **how.flags(), WANT_X=off, WANT_Q=off)
     found = out[:, None] if parts == 1 else torch.empty(len(out), parts, C, dtype=out.dtype, device=out.device)
-    flags = SweepFlags(
-        *own, **wanted, IDS=triton.next_power_of_2(max(1, K)), LINE=raw.line, VEC=raw.vector,
-        K=shape.loads, L=shape.lanes, J=16 // raw_CV.element_size(),
+    flags = wanted._replace(
+        IDS=triton.next_power_of_2(max(1, K)), LINE=raw.line, VEC=raw.vector, K=shape.loads, L=shape.lanes,
+        J=16 // raw_CV.element_size(),
     )  # fmt: skip
     launch_kernel(
             tail_kernel, C * parts,
@@ -299,7 +300,7 @@ def _tail(raw_CV: Tensor, chunk: SparseChunk, given: Any, how: Transform, start:
         launch_kernel(
             merge_kernel, triton.cdiv(C, rows),
             raw.x_CV, None, found, out, given, C, V, parts, *place, 0, start, how.numbers,
-            F=SweepFlags(*own, **wanted, PADDED=padded, ROWS=rows), num_warps=1, **LAUNCH,
+            F=wanted._replace(PADDED=padded, ROWS=rows), num_warps=1, **LAUNCH,
         )  # fmt: skip
     return out
 
@@ -341,16 +342,18 @@ def _look(
     element, options = printed(tuple((0, e) for e in elements), 1)
     raw, teacher = rows_of(raw_CU), rows_of(readable(chunk.raw_CV[:, :U]))
     shape, other = shape or row_shape(LOOK, U), Transform(chunk.scale, chunk.softcap)
-    given, theirs = plain_temperature(T), plain_temperature(chunk.temperatures[i])
+    given = (plain_temperature(T), plain_temperature(chunk.temperatures[i]))
     parts = triton.cdiv(U + raw.skew, shape.width)
     out = torch.empty(2 * len(elements), parts, C, dtype=torch.float32, device=raw_CU.device)
+    flags = SweepFlags(
+        per_row(given[:1]), **how.flags(), **other.flags("TEACHER_"), LOOK_SUMS=len(out),
+        TEACHER_PER_ROW=per_row(given[1:]), LINE=raw.line, VEC=raw.vector, TEACHER_VEC=vector_along(raw, teacher),
+        K=shape.loads, L=shape.lanes, J=_columns_a_load(raw_CU, teacher.x_CV, shape),
+    )  # fmt: skip
     launch_kernel(
             look_kernel, C * parts,
-        raw.x_CV, teacher.x_CV, rows.float(), out, given, theirs, options, C, U, parts, shape.width,
-        raw.x_CV.stride(0), raw.lead, teacher.x_CV.stride(0), teacher.lead, *how.numbers, *other.numbers,
-        ELEMENT=element, SUMS=len(out), PER_ROW=isinstance(given, Tensor), TEACHER_PER_ROW=isinstance(theirs, Tensor),
-        **how.flags(), **other.flags("TEACHER_"), **LAUNCH, LINE=raw.line, VEC=raw.vector,
-        TEACHER_VEC=vector_along(raw, teacher), K=shape.loads, L=shape.lanes,
-        J=_columns_a_load(raw_CU, teacher.x_CV, shape), num_warps=shape.warps,
+        PullAt(raw.x_CV, teacher.x_CV, rows.float(), out), given, options, C, U, parts, shape.width,
+        raw.x_CV.stride(0), raw.lead, teacher.x_CV.stride(0), teacher.lead, (*how.numbers, *other.numbers),
+        ELEMENT=element, F=flags, num_warps=shape.warps, **LAUNCH,
     )  # fmt: skip
     return out.sum(1)

@@ -113,11 +113,6 @@ class Transform(NamedTuple):
     def numbers(self) -> tuple[float, float]:
         return float(self.scale), self.softcap or 1.0
 
-    @property
-    def on(self) -> tuple[bool, bool]:
-        """Whether there is a scale, and a cap."""
-        return self.scale != 1.0, self.softcap is not None
-
     def flags(self, prefix: str = "") -> dict[str, bool]:
         return {f"{prefix}SCALED": self.scale != 1.0, f"{prefix}CAPPED": self.softcap is not None}
 

@@ -58,3 +58,19 @@ def temperature(given, row, PER_ROW: tl.constexpr):
 def edges(skew, high, VEC: tl.constexpr):
     """From where to where whole vectors may be read: one with a single good element can be, without harm."""
     return tl.multiple_of(skew // VEC * VEC, VEC), tl.multiple_of((high + VEC - 1) // VEC * VEC, VEC)
+
+
+@triton.jit
+def inner(skew, end, VEC: tl.constexpr):
+    """The vectors that lie whole in a row: from where, and to where."""
+    return tl.multiple_of((skew + VEC - 1) // VEC * VEC, VEC), tl.multiple_of(end // VEC * VEC, VEC)
+
+
+@triton.jit
+def rim(low, high, whole_low, whole_high, VEC: tl.constexpr):
+    """The row's ragged ends, fewer than VEC columns each: their columns, and which of those are there."""
+    v = tl.arange(0, 2 * VEC)
+    at = tl.where(v < VEC, whole_low, whole_high) + v - VEC
+    before = (at >= low) & (at < high)
+    after = (at >= tl.maximum(whole_high, whole_low)) & (at < high)
+    return at, tl.where(v < VEC, before, after)

@@ -16,10 +16,10 @@ import triton
 import triton.language as tl
 
 from headloss.backends.triton.kernels.dense import BITS, rebase
-from headloss.backends.triton.kernels.logits import LN2, edges, logits
+from headloss.backends.triton.kernels.logits import LN2, edges, inner, logits, rim
 from headloss.backends.triton.kernels.packed_bf16 import LEAST, decode, finite, highest, take
 from headloss.backends.triton.kernels.pull import slopes
-from headloss.backends.triton.kernels.row_loops import LOWEST, blocks, inner, rim, search, within
+from headloss.backends.triton.kernels.row_loops import LOWEST, blocks, search, within
 
 
 @triton.jit
@@ -295,7 +295,7 @@ def gradient_pair(z, u, k, pulls, numbers, cap, LOOK: tl.constexpr, F: tl.conste
         found = looked(z, u, k, numbers, LOOK, F)
         for n in tl.static_range(len(F.PULLED)):
             g += pulls[6 * len(F.MET) + n] * found[2 * F.PULLED[n] + 1]
-    return slopes(g, z, 1.0, cap, False, F.CAPPED)
+    return slopes(g, z, cap, F.CAPPED)
 
 
 @triton.jit
@@ -364,8 +364,6 @@ def write_pair(
         if picked[2]:  # one store instead of a comparison for every column
             z = finite(logits(picked[0], how[0], how[1], F.SCALED, F.CAPPED))
             u = logits(picked[1], how[2], how[3], F.TEACHER_SCALED, F.TEACHER_CAPPED)
-            g = gradient_pair(z, u, k, pulls, numbers, how[1], LOOK, F) + slopes(
-                at_target, z, 1.0, how[1], False, F.CAPPED
-            )
+            g = gradient_pair(z, u, k, pulls, numbers, how[1], LOOK, F) + slopes(at_target, z, how[1], F.CAPPED)
             tl.debug_barrier()
             tl.store(out + column, g.to(kind))

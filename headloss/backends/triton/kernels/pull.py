@@ -1,161 +1,246 @@
 # mypy: ignore-errors
 """The pull: d(loss)/d(raw) from a handful of numbers per row.
 
-    d(loss)/d(s_j) = p_j (a + b log p_j + e p_j) + c + y 1[j=y]        summed over temperatures, s = z / T
+    d(loss)/d(s_j) = p_j (a + b log p_j + e p_j) + c + y 1[j=y]        the student's own, summed over temperatures
+                   + t e^(s_j - tail lse)                              a sparse teacher's tail: an entry with a maximum
+                                                                       of its own; what it leaves at the ids is junk
+                   + p_j (a + b log p_j + c log q_j) + d q_j           a dense teacher's, where p and q are the
+                   + g (f'_j - p_j sum f')                             softmaxes over the columns that both have
 
-A program writes WIDTH columns of one row; `rows` (F, N) holds the row's maximum and, for each temperature, its log_sum
-and those coefficients that are there.  Columns are counted from the boundary below the output's first element.  Vectors
-that lie whole in the row are stored whole; the row's ragged ends, fewer than VEC columns each, are a step of their own,
-because the rest of their vectors belongs to other rows.
+with s = z / T.  `ELEMENT` is a printed function: of (log p, log q) at each temperature and of numbers, it gives for
+each divergence f and f' = df/d(log p); LOOKS says at which temperature each stands.
+
+A program writes WIDTH columns of one row; `rows` (F, N) holds what a row needs, in the order in which it is loaded
+below.  Columns are counted from the boundary below the output's first element.  Vectors that lie whole in the row are
+stored whole; the row's ragged ends, fewer than VEC columns each, are a step of their own, because the rest of their
+vectors belongs to other rows.
 """
 
 import triton
 import triton.language as tl
 
-from headloss.backends.triton.kernels.logits import FLOOR, LN2, LOG2E, boundary, logits, temperature
+from headloss.backends.triton.kernels.dense import NATS
+from headloss.backends.triton.kernels.logits import FLOOR, LN2, LOG2E, boundary, inner, logits, rim, temperature
 
 
 @triton.jit
-def gradient(
-    raw, m, log_sum, c, k, scale, cap,
-    A: tl.constexpr, B: tl.constexpr, E: tl.constexpr, C: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr,
-):  # fmt: skip
-    """The dense part, and z; `k` has four numbers for each temperature: a, b, e, c over T, b in base 2."""
-    z = logits(raw, scale, cap, SCALED, CAPPED)
-    away = z - m
-    g = tl.zeros_like(z)
-    for i in tl.static_range(len(c)):
-        if A[i] or B[i] or E[i]:
-            x = away * c[i] - log_sum[i]
-            p = tl.exp2(x)
-            slope = k[4 * i] + 0.0
-            if B[i]:
-                slope = slope + k[4 * i + 1] * tl.maximum(x, FLOOR)
-            if E[i]:
-                slope = slope + k[4 * i + 2] * p
-            g += p * slope
-        if C[i]:
-            g += k[4 * i + 3]
-    return slopes(g, z, scale, cap, SCALED, CAPPED), z
-
-
-@triton.jit
-def slopes(g, z, scale, cap, SCALED: tl.constexpr, CAPPED: tl.constexpr):
-    """From d/dz to d/d raw; `scale` is in the coefficients already."""
+def slopes(g, z, cap, CAPPED: tl.constexpr):
+    """From d/dz to d/d raw; the scale is in the coefficients already."""
     if CAPPED:
         ratio = z / cap
         g = g * (1.0 - ratio * ratio)
     return g
 
 
+@triton.jit
+def log_pair(z, u, tops, met, AT: tl.constexpr):
+    """log p and log q, never below the floor, from both maxima and what begins at AT of `met`: 1 / T, log_S, 1 / the
+    teacher's T, log_St."""
+    log_p = tl.maximum((z - tops[0]) * met[AT], NATS) - met[AT + 1]
+    return log_p, tl.maximum((u - tops[1]) * met[AT + 2], NATS) - met[AT + 3]
+
+
+@triton.jit
+def exponentials(logs):
+    each = ()
+    for i in tl.static_range(len(logs)):
+        each = each + (tl.exp2(logs[i] * LOG2E),)
+    return each
+
+
+@triton.jit
+def gradient(raw, other, own, tops, met, looks, given, ELEMENT: tl.constexpr, F: tl.constexpr):
+    """The dense part, and z.
+
+    `own` has seven numbers for each entry: maximum, log2(e) / T, log_sum; a, b, e, c over T, b in base 2.  `met` has
+    eight for each temperature of a teacher: see `log_pair`; a, b, c, d over T.  `looks` has two for each divergence:
+    g over T, sum f'.
+    """
+    z = logits(raw, given.scale, given.cap, F.SCALED, F.CAPPED)
+    g = tl.zeros_like(z)
+    for i in tl.static_range(len(F.A)):
+        if F.A[i] or F.B[i] or F.E[i]:
+            x = (z - own[7 * i]) * own[7 * i + 1] - own[7 * i + 2]
+            p = tl.exp2(x)
+            slope = own[7 * i + 3] + 0.0
+            if F.B[i]:
+                slope = slope + own[7 * i + 4] * tl.maximum(x, FLOOR)
+            if F.E[i]:
+                slope = slope + own[7 * i + 5] * p
+            g += p * slope
+        if F.C[i]:
+            g += own[7 * i + 6]
+    if F.TEACHER:
+        u = logits(other, given.teacher_scale, given.teacher_cap, F.TEACHER_SCALED, F.TEACHER_CAPPED)
+        logs = ()
+        for i in tl.static_range(len(F.TA)):
+            log_p, log_q = log_pair(z, u, tops, met, 8 * i)
+            logs = logs + (log_p, log_q)
+            if F.TA[i] or F.TB[i] or F.TC[i]:
+                slope = met[8 * i + 4] + 0.0
+                if F.TB[i]:
+                    slope = slope + met[8 * i + 5] * log_p
+                if F.TC[i]:
+                    slope = slope + met[8 * i + 6] * log_q
+                g += tl.exp2(log_p * LOG2E) * slope
+            if F.TD[i]:
+                g += met[8 * i + 7] * tl.exp2(log_q * LOG2E)
+        if ELEMENT is not None:
+            found = ELEMENT(*logs, *exponentials(logs), *given.numbers)
+            for n in tl.static_range(len(F.LOOKS)):
+                p = tl.exp2(logs[2 * F.LOOKS[n]] * LOG2E)
+                g += looks[2 * n] * (found[2 * n + 1] - p * looks[2 * n + 1])
+    return slopes(g, z, given.cap, F.CAPPED), z
+
+
+@triton.jit
+def coefficient(rows, N, over, live, PRESENT: tl.constexpr):
+    """The next coefficient times `over`, 0 if there is none; whether one so far is not 0; and what follows."""
+    k = 0.0
+    if PRESENT:
+        k = tl.load(rows) * over
+        live = live | (k != 0)
+        rows += N
+    return k, live, rows
+
+
+@triton.jit
+def put(g, out, here, F: tl.constexpr):
+    if F.ADD:
+        g += tl.load(out, mask=here, other=0.0)
+    tl.store(out, g.to(out.dtype.element_ty), mask=here)
+
+
 @triton.jit(
-    do_not_specialize=["N", "V", "parts", "stride", "lead", "out_stride", "out_lead", "target_stride", "start"],
+    do_not_specialize=[
+        "N", "V", "parts", "stride", "lead", "teacher_stride", "teacher_lead", "out_stride", "out_lead",
+        "target_stride", "start",
+    ],
     do_not_specialize_on_alignment=["target"],
-)
+)  # fmt: skip
 def pull_kernel(
-    raw, target, rows, out, temperatures,
-    N, V, parts, stride, lead, out_stride, out_lead, target_stride, start, scale, cap,
-    A: tl.constexpr, B: tl.constexpr, E: tl.constexpr, C: tl.constexpr, Y: tl.constexpr,
-    TARGET: tl.constexpr, PER_ROW: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr,
-    WIDTH: tl.constexpr, LINE: tl.constexpr, VEC: tl.constexpr, RAW_VEC: tl.constexpr,
-    BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    at, target, given, N, V, parts, stride, lead, teacher_stride, teacher_lead, out_stride, out_lead, target_stride,
+    start, ELEMENT: tl.constexpr, F: tl.constexpr,
 ):  # fmt: skip
+    """With ADD, which has no TARGET, it adds to what stands in `out`, a float32 matrix then."""
+    VEC: tl.constexpr = F.VEC
+    RAW_VEC: tl.constexpr = F.RAW_VEC
+    TEACHER_VEC: tl.constexpr = F.TEACHER_VEC
+    BLOCK: tl.constexpr = F.BLOCK
+    STAGES: tl.constexpr = F.STAGES
     row = tl.program_id(0) // parts
     part = tl.program_id(0) % parts
-    begin, skew = boundary(row, out_stride, out_lead, LINE)
-    out += begin
-    raw += tl.multiple_of(row.to(tl.int64) * stride + lead - skew, RAW_VEC)
-    low = part * WIDTH
-    high = tl.minimum(low + WIDTH, skew + V)
-    whole_low = (tl.maximum(low, skew) + VEC - 1) // VEC * VEC
-    whole_low = tl.multiple_of(whole_low, VEC)
-    whole_high = tl.multiple_of(high // VEC * VEC, VEC)
+    begin, skew = boundary(row, out_stride, out_lead, F.LINE)
+    out = at.out + begin
+    raw = at.raw + tl.multiple_of(row.to(tl.int64) * stride + lead - skew, RAW_VEC)
+    teacher = at.teacher
+    if F.TEACHER:
+        teacher += tl.multiple_of(row.to(tl.int64) * teacher_stride + teacher_lead - skew, TEACHER_VEC)
+    low = part * F.WIDTH
+    high = tl.minimum(low + F.WIDTH, skew + V)
+    low_here = tl.maximum(low, skew)
+    whole_low, whole_high = inner(low_here, high, VEC)
 
-    rows += row
-    m = tl.load(rows)
-    if TARGET:
+    rows = at.rows + row
+    if F.TARGET:
         wanted = tl.load(target + row.to(tl.int64) * target_stride)
-    slot = 1
     f = 1.0
-    if SCALED:
-        f = scale + 0.0
-    c, log_sum, k = (), (), ()
+    if F.SCALED:
+        f = given.scale + 0.0
     live = tl.full([], 0, tl.int1)
     at_target = 0.0
-    for i in tl.static_range(len(temperatures)):
-        T = temperature(temperatures[i], row, PER_ROW[i])
+    own, tops, met, overs, looks = (), (), (), (), ()
+    m = 0.0
+    for i in tl.static_range(len(F.A)):
+        T = temperature(given.temperatures[i], row, F.PER_ROW[i])
         over = tl.div_rn(f, T)
-        c = c + (tl.div_rn(LOG2E, T),)
-        log_sum = log_sum + (tl.load(rows + slot * N) * LOG2E,)
-        slot += 1
-        a, b, e, const = 0.0, 0.0, 0.0, 0.0
-        if A[i]:
-            a = tl.load(rows + slot * N) * over
-            live = live | (a != 0)
-            slot += 1
-        if B[i]:
-            b = tl.load(rows + slot * N) * over * LN2
-            live = live | (b != 0)
-            slot += 1
-        if E[i]:
-            e = tl.load(rows + slot * N) * over
-            live = live | (e != 0)
-            slot += 1
-        if C[i]:
-            const = tl.load(rows + slot * N) * over
-            live = live | (const != 0)
-            slot += 1
-        if Y[i]:
-            y = tl.load(rows + slot * N) * over
-            live = live | (y != 0)
-            at_target += y
-            slot += 1
-        k = k + (a, b, e, const)
+        if i == 0 or F.MAXIMA:
+            m = tl.load(rows)
+            rows += N
+        log_sum = tl.load(rows) * LOG2E
+        rows += N
+        a, live, rows = coefficient(rows, N, over, live, F.A[i])
+        b, live, rows = coefficient(rows, N, over, live, F.B[i])
+        e, live, rows = coefficient(rows, N, over, live, F.E[i])
+        const, live, rows = coefficient(rows, N, over, live, F.C[i])
+        y, live, rows = coefficient(rows, N, over, live, F.Y[i])
+        at_target += y
+        own = own + (m, tl.div_rn(LOG2E, T), log_sum, a, b * LN2, e, const)
+    if F.TEACHER:
+        tops = (tl.load(rows), tl.load(rows + N))
+        rows += 2 * N
+    for i in tl.static_range(len(F.TA)):
+        T = temperature(given.met_temperatures[i], row, F.MET_PER_ROW[i])
+        over = tl.div_rn(f, T)
+        theirs = tl.div_rn(1.0, temperature(given.teacher_temperatures[i], row, F.TEACHER_PER_ROW[i]))
+        met = met + (tl.div_rn(1.0, T), tl.load(rows), theirs, tl.load(rows + N))
+        rows += 2 * N
+        a, live, rows = coefficient(rows, N, over, live, F.TA[i])
+        b, live, rows = coefficient(rows, N, over, live, F.TB[i])
+        at_q, live, rows = coefficient(rows, N, over, live, F.TC[i])
+        d, live, rows = coefficient(rows, N, over, live, F.TD[i])
+        met = met + (a, b, at_q, d)
+        overs = overs + (over,)
+    for n in tl.static_range(len(F.LOOKS)):
+        pulled, live, rows = coefficient(rows, N, overs[F.LOOKS[n]], live, True)
+        looks = looks + (pulled, tl.load(rows))
+        rows += N
 
     kind = out.dtype.element_ty
     j = tl.arange(0, BLOCK)
     head = (low < whole_low).to(tl.int32)
     first = low // BLOCK + head
     last = tl.maximum(whole_high // BLOCK, first)
-    edges = 1 + (whole_high > last * BLOCK).to(tl.int32)
-    q = tl.arange(0, 2 * VEC)
-    ragged = tl.where(q < VEC, whole_low, whole_high) + q - VEC
-    at_low = (ragged >= tl.maximum(low, skew)) & (ragged < high)
-    at_high = (ragged >= tl.maximum(whole_high, whole_low)) & (ragged < high)
-    ends = tl.where(q < VEC, at_low, at_high)
-    cut = (whole_low > tl.maximum(low, skew)) | (whole_high < high)
+    ragged, ends = rim(low_here, high, whole_low, whole_high, VEC)
+    cut = (whole_low > low_here) | (whole_high < high)
     if live:
-        if TARGET:
+        said = 0.0
+        if F.TARGET:
             column = (wanted - start + skew).to(tl.int32)
-            here = (column >= tl.maximum(low, skew)) & (column < high)
+            here = (column >= low_here) & (column < high)
             picked = tl.zeros([], raw.dtype.element_ty)
+            if F.TEACHER:
+                said = tl.load(teacher + column, mask=here, other=0.0)
             if here:
                 picked = tl.load(raw + column)
                 tl.debug_barrier()  # every warp has seen the target's logit before any may overwrite it
-        x_ends = tl.load(raw + ragged, mask=ends, other=0.0)  # early: its latency hides behind the blocks
+        if not F.TEACHER:  # early: its latency hides behind the blocks; registers are few where there are two rows
+            x_ends = tl.load(raw + ragged, mask=ends, other=0.0)
+            u_ends = x_ends
         for block in tl.range(first, last, num_stages=STAGES):
             x = tl.load(raw + block * BLOCK + j, eviction_policy="evict_first")
-            g, _ = gradient(x, m, log_sum, c, k, scale, cap, A, B, E, C, SCALED, CAPPED)
+            u = x
+            if F.TEACHER:
+                u = tl.load(teacher + block * BLOCK + j, eviction_policy="evict_first")
+            g, _ = gradient(x, u, own, tops, met, looks, given, ELEMENT, F)
+            if F.ADD:
+                g += tl.load(out + block * BLOCK + j)
             tl.store(out + block * BLOCK + j, g.to(kind), eviction_policy="evict_first")
-        for edge in range(1 - head, edges):
-            at = tl.where(edge == 0, low // BLOCK, last) * BLOCK + j
-            whole = (at >= whole_low) & (at < whole_high)
-            x = tl.load(raw + at, mask=whole, other=0.0)
-            g, _ = gradient(x, m, log_sum, c, k, scale, cap, A, B, E, C, SCALED, CAPPED)
-            tl.store(out + at, g.to(kind), mask=whole)
+        for edge in range(1 - head, 1 + (whole_high > last * BLOCK).to(tl.int32)):
+            to = tl.where(edge == 0, low // BLOCK, last) * BLOCK + j
+            whole = (to >= whole_low) & (to < whole_high)
+            x = tl.load(raw + to, mask=whole, other=0.0)
+            u = x
+            if F.TEACHER:
+                u = tl.load(teacher + to, mask=whole, other=0.0)
+            g, _ = gradient(x, u, own, tops, met, looks, given, ELEMENT, F)
+            put(g, out + to, whole, F)
         if cut:
-            g, _ = gradient(x_ends, m, log_sum, c, k, scale, cap, A, B, E, C, SCALED, CAPPED)
-            tl.store(out + ragged, g.to(kind), mask=ends)
-        if TARGET:  # noqa: SIM102, known before the kernel runs
+            if F.TEACHER:
+                x_ends = tl.load(raw + ragged, mask=ends, other=0.0)
+                u_ends = tl.load(teacher + ragged, mask=ends, other=0.0)
+            g, _ = gradient(x_ends, u_ends, own, tops, met, looks, given, ELEMENT, F)
+            put(g, out + ragged, ends, F)
+        if F.TARGET:  # noqa: SIM102, known before the kernel runs
             if here:  # one store instead of a comparison for every column
-                g, z = gradient(picked, m, log_sum, c, k, scale, cap, A, B, E, C, SCALED, CAPPED)
-                g += slopes(at_target, z, scale, cap, SCALED, CAPPED)
+                g, z = gradient(picked, said, own, tops, met, looks, given, ELEMENT, F)
+                g += slopes(at_target, z, given.cap, F.CAPPED)
                 tl.debug_barrier()
                 tl.store(out + column, g.to(kind))
-    else:
+    elif not F.ADD:
         zeros = tl.zeros([BLOCK], kind)
         for block in range(low // BLOCK, tl.cdiv(high, BLOCK)):
-            at = block * BLOCK + j
-            tl.store(out + at, zeros, mask=(at >= whole_low) & (at < whole_high))
+            to = block * BLOCK + j
+            tl.store(out + to, zeros, mask=(to >= whole_low) & (to < whole_high))
         if cut:
             tl.store(out + ragged, tl.zeros([2 * VEC], kind), mask=ends)

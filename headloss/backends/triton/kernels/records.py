@@ -45,6 +45,28 @@ class Given(NamedTuple):
     teacher_cap: Any
 
 
+class PullAt(NamedTuple):
+    """Where a pull, or a second look at a teacher's rows, reads and writes."""
+
+    raw: Any
+    teacher: Any
+    rows: Any  # (F, N)
+    out: Any
+
+
+class PullGiven(NamedTuple):
+    """What a pull is called with; `temperatures`: see `PullFlags`, the other tuples are a teacher's."""
+
+    temperatures: Any
+    met_temperatures: Any
+    teacher_temperatures: Any
+    numbers: Any
+    scale: Any
+    cap: Any
+    teacher_scale: Any
+    teacher_cap: Any
+
+
 class Flags(NamedTuple):
     """What a visit is compiled for; a tuple has an entry per temperature, unless said otherwise."""
 
@@ -138,6 +160,7 @@ class SweepFlags(NamedTuple):
     WANT_Y: Flag = ()
     WANT_F: Flag = ()
     WANT_G: Flag = ()
+    LOOK_SUMS: Flag = 0
     IDS: Flag = 0  # at least as many as a row names, a power of 2: the sweep is over the other columns
     # of a teacher
     TEACHER_PER_ROW: Flag = ()
@@ -154,3 +177,39 @@ class SweepFlags(NamedTuple):
     PADDED: Flag = 1
     ROWS: Flag = 1
     CHAINED: Flag = False
+
+
+class PullFlags(NamedTuple):
+    """What a pull is compiled for; a tuple has an entry per softmax that pulls: the student's at a temperature, a
+    tail's."""
+
+    A: Flag
+    B: Flag
+    E: Flag
+    C: Flag
+    Y: Flag
+    PER_ROW: Flag
+    TARGET: Flag
+    SCALED: Flag
+    CAPPED: Flag
+    # how it lies in memory
+    WIDTH: Flag
+    LINE: Flag
+    VEC: Flag
+    RAW_VEC: Flag
+    BLOCK: Flag
+    STAGES: Flag
+    MAXIMA: Flag = False  # whether each has a maximum of its own
+    ADD: Flag = False
+    # of a dense teacher: an entry per temperature at which it pulls
+    TEACHER: Flag = False
+    TA: Flag = ()
+    TB: Flag = ()
+    TC: Flag = ()
+    TD: Flag = ()
+    LOOKS: Flag = ()  # of each divergence, at which of those
+    MET_PER_ROW: Flag = ()
+    TEACHER_PER_ROW: Flag = ()
+    TEACHER_SCALED: Flag = False
+    TEACHER_CAPPED: Flag = False
+    TEACHER_VEC: Flag = 1

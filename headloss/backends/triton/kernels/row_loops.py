@@ -12,7 +12,7 @@ boundaries and sums.py and pull.py for the algebra.
 import triton
 import triton.language as tl
 
-from headloss.backends.triton.kernels.logits import logits
+from headloss.backends.triton.kernels.logits import inner, logits, rim
 from headloss.backends.triton.kernels.packed_bf16 import LEAST, TWO_LEAST, decode, finite, highest, take
 from headloss.backends.triton.kernels.pull import slopes
 from headloss.backends.triton.kernels.sums import id_column
@@ -71,23 +71,7 @@ def gradient(z, origin, c, k, cap, F: tl.constexpr):
             g += u * slope
         if F.C[i]:
             g += k[4 * i + 3]
-    return slopes(g, z, 1.0, cap, False, F.CAPPED)
-
-
-@triton.jit
-def inner(skew, end, VEC: tl.constexpr):
-    """The vectors that lie whole in a row: from where, and to where."""
-    return tl.multiple_of((skew + VEC - 1) // VEC * VEC, VEC), tl.multiple_of(end // VEC * VEC, VEC)
-
-
-@triton.jit
-def rim(low, high, whole_low, whole_high, VEC: tl.constexpr):
-    """The row's ragged ends, fewer than VEC columns each: their columns, and which of those are there."""
-    v = tl.arange(0, 2 * VEC)
-    at = tl.where(v < VEC, whole_low, whole_high) + v - VEC
-    before = (at >= low) & (at < high)
-    after = (at >= tl.maximum(whole_high, whole_low)) & (at < high)
-    return at, tl.where(v < VEC, before, after)
+    return slopes(g, z, cap, F.CAPPED)
 
 
 @triton.jit
@@ -344,6 +328,6 @@ def write(raw, out, skew, end, tail, origin, c, k, at_target, picked, column, he
     if F.PICK:  # noqa: SIM102, known before the kernel runs
         if here:  # one store instead of a comparison for every column
             z_y = finite(logits(picked, how[0], how[1], F.SCALED, F.CAPPED))
-            g_y = gradient(z_y, origin, c, k, how[1], F) + slopes(at_target, z_y, 1.0, how[1], False, F.CAPPED)
+            g_y = gradient(z_y, origin, c, k, how[1], F) + slopes(at_target, z_y, how[1], F.CAPPED)
             tl.debug_barrier()
             tl.store(out + column, g_y.to(kind))

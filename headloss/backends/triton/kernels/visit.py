@@ -285,7 +285,7 @@ def visit_kernel(
                     z = tl.where(named, finite(z_k), 0.0)
                     if F.PICK:
                         at_ids += tl.where(at_k == column, at_target, 0.0)
-                    g_k = gradient(z, origins, c, ki, how[1], F) + slopes(at_ids, z, 1.0, how[1], False, F.CAPPED)
+                    g_k = gradient(z, origins, c, ki, how[1], F) + slopes(at_ids, z, how[1], F.CAPPED)
                     tl.debug_barrier()
                     tl.store(out + (at_k + out_skew), g_k.to(out.dtype.element_ty), mask=named)
             else:
