@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from headloss.backends.triton.kernels.records import Given, SettleAt, SettleFlags
 from headloss.backends.triton.kernels.settle import settle_kernel
 from headloss.backends.triton.launch import Launch, by_identity, place
 from headloss.backends.triton.printer.segments import SegmentProgram
@@ -94,22 +95,21 @@ class Settling:
     ) -> None:
         device = spans.offsets.device
         self.plan, self.spans, self.targets, self.rows = _plan(program), spans, targets, rows
-        self.vocab, self.gradient = vocab, gradient
+        self.gradient = gradient
         made = torch.empty(self.plan.slots, rows, dtype=torch.float32, device=device)
         best = torch.empty(rows, dtype=torch.int64, device=device) if program.want.argmax else None
         self.settled = Settled(made, best, self.plan)
         self.groups = len(spans.offsets) - 1
         high = len(program.terms) + 1 + len(program.segment_metrics)
         self.settled.by_segment = torch.zeros(high, self.groups, dtype=torch.float32, device=device)
-        self.arguments = (
+        given = (
             tuple(plain_temperature(T) for T in temperatures),
             tuple(_input(weights.inputs[name], device) for name in program.inputs),
             tuple(as_number(weights.bases[name], device) for name in program.terms),
             tuple(as_number(weights.factors[name], device) for name in program.terms),
-            program.numbers,
         )
+        self.given = Given(given[0], (), *given[1:], program.numbers, (), float(vocab), 1.0, 1.0, 1.0, 1.0)
         means = tuple(weights.means[name] for name in program.terms)
-        given = self.arguments[:4]
         forms = _forms([x for part in given for x in part])
         self.form = (forms, means, ignore, gradient, spans.order is None, targets is None)
         if self.form not in self.plan.variants:
@@ -126,11 +126,13 @@ class Settling:
         if C == 0 or first == last:
             return rows
         settled, spans = self.settled, self.spans
-        arguments = (
-            sums_FC, self.targets, spans.order, spans.offsets, *self.arguments,
-            settled.found, settled.best, rows, settled.by_segment,
-            C, self.rows, first_row, first, self.groups, self.vocab,
+        found = settled.found
+        at = SettleAt(
+            sums_FC, found, found if settled.best is None else settled.best, found if rows is None else rows,
+            settled.by_segment,
         )  # fmt: skip
+        sizes = (C, self.rows, first_row, first, self.groups)
+        arguments = (at, self.targets, spans.order, spans.offsets, self.given, *sizes)
         self.plan.variants[self.form].run(None, place(sums_FC), last - first, arguments)
         return rows
 
@@ -142,7 +144,7 @@ class Plan(NamedTuple):
     slots: int
     pulled: int  # numbers per row that the pull reads
     ends: tuple[int, ...]  # as in `visit.Plan`
-    flags: dict[str, Any]
+    flags: SettleFlags
     variants: dict[Any, Launch]
 
 
@@ -150,17 +152,16 @@ class Plan(NamedTuple):
 def _plan(program: SegmentProgram) -> Plan:
     want = program.want
     used = tuple(i for i, there in enumerate(program.there) if any(there))
-    flags: dict[str, Any] = {
-        "VALUES": program.values, "WHOLE": tuple(f.name == "argmax" for f in want.facts),
-        "USED": used, "THERE": tuple(x for there in program.there for x in there),
-        "SUMS": tuple(map(len, program.sums)), "WIDE": tuple(x for walk in program.sums for x in walk),
-        "OF_SEGMENTS": program.of_segments,
-        "TARGET": want.target, "TOTAL": want.total, "BEST": want.argmax, "LOOKS": program.target,
-        "WANT_X": tuple(want.sums("X", T) for T in want.temperatures),
-        "WANT_Q": tuple(want.sums("Q", T) for T in want.temperatures),
-    }  # fmt: skip
+    flags = SettleFlags(
+        SUMS=tuple(map(len, program.sums)), WIDE=tuple(x for walk in program.sums for x in walk),
+        WHOLE=tuple(f.name == "argmax" for f in want.facts), USED=used,
+        THERE=tuple(x for there in program.there for x in there), OF_SEGMENTS=program.of_segments,
+        PICK=want.target, TOTAL=want.total, BEST=want.argmax,
+        WANT_X=tuple(want.sums("X", T) for T in want.temperatures),
+        WANT_Q=tuple(want.sums("Q", T) for T in want.temperatures), TARGET=program.target,
+    )  # fmt: skip
     sizes = (
-        1 + len(want.temperatures), flags["WHOLE"].count(False), 0, len(program.metrics),
+        1 + len(want.temperatures), flags.WHOLE.count(False), 0, len(program.metrics),
         len(program.cotangents), len(program.input_cotangents),
     )  # fmt: skip
     pulled = 1 + sum(1 + sum(program.there[i]) for i in used)
@@ -170,15 +171,13 @@ def _plan(program: SegmentProgram) -> Plan:
 def _variant(plan: Plan, given: Any, means: Any, spans: Spans, ignore: bool, gradient: bool) -> Launch:
     temperatures, inputs, bases, factors = map(kinds_of, given)
     kinds = zip(inputs, plan.program.input_kinds, strict=True)
-    constants = {
-        **plan.flags, **LAUNCH, "FN": plan.program.function, "GRADIENT": gradient,
-        "PER_ROW": tuple(n >= 0 for n in temperatures),
-        "INPUTS": tuple(2 if n == 1 and kind == "segment" else n for n, kind in kinds),
-        "BASES": bases, "FACTORS": factors, "MEANS": means,
-        "ORDERED": spans.order is not None, "IGNORE": ignore,
-        "B": BLOCK, "num_warps": WARPS,
-    }  # fmt: skip
-    return Launch(settle_kernel, constants)
+    flags = plan.flags._replace(
+        GRADIENT=gradient, PER_ROW=tuple(n >= 0 for n in temperatures),
+        INPUT_ROWS=tuple(2 if n == 1 and kind == "segment" else n for n, kind in kinds),
+        BASE_KINDS=bases, FACTOR_KINDS=factors, MEANS=means, ORDERED=spans.order is not None, IGNORE=ignore, B=BLOCK,
+    )  # fmt: skip
+    functions = {"FN": plan.program.function, "VALUES": plan.program.values}
+    return Launch(settle_kernel, {**functions, "F": flags, "num_warps": WARPS, **LAUNCH})
 
 
 def _input(x: Tensor, device: torch.device) -> Number:

@@ -28,8 +28,18 @@ class At(NamedTuple):
     wide: Any  # (F, N, count)
 
 
+class SettleAt(NamedTuple):
+    """Where settling reads and writes; see `settle.py`."""
+
+    sums: Any
+    found: Any
+    best: Any
+    rows: Any
+    by_segment: Any
+
+
 class Given(NamedTuple):
-    """What a visit is called with; tuples have an entry per temperature, input, term or literal."""
+    """What a visit, or settling, is called with; tuples have an entry per temperature, input, term or literal."""
 
     temperatures: Any
     teacher_temperatures: Any
@@ -213,3 +223,31 @@ class PullFlags(NamedTuple):
     TEACHER_SCALED: Flag = False
     TEACHER_CAPPED: Flag = False
     TEACHER_VEC: Flag = 1
+
+
+class SettleFlags(NamedTuple):
+    """What settling is compiled for."""
+
+    # what a program fixes
+    SUMS: Flag  # how many each walk over the rows finds
+    WIDE: Flag  # of each, whether it is kept in float64
+    WHOLE: Flag  # of each fact, whether it is a column
+    USED: Flag  # the temperatures that pull
+    THERE: Flag  # of each temperature, which of the five coefficients there are
+    OF_SEGMENTS: Flag  # of each term, whether it has a value per segment
+    PICK: Flag
+    TOTAL: Flag
+    BEST: Flag
+    WANT_X: Flag  # of each temperature
+    WANT_Q: Flag
+    TARGET: Flag  # whether a loss reads it
+    # how it is called
+    GRADIENT: Flag = True
+    PER_ROW: Flag = ()
+    INPUT_ROWS: Flag = ()  # of each input; 2: a value per segment
+    BASE_KINDS: Flag = ()  # of each term
+    FACTOR_KINDS: Flag = ()
+    MEANS: Flag = ()
+    ORDERED: Flag = False
+    IGNORE: Flag = False
+    B: Flag = 1
