@@ -185,6 +185,19 @@ def test_files_are_short(path: Path) -> None:
     assert len(path.read_text().splitlines()) <= 400
 
 
+def test_functions_take_at_most_twenty_parameters() -> None:
+    """Except public calls, whose parameters users write by name.  A kernel takes records: kernels/records.py."""
+    for path in modules():
+        if path.parent.name == "kernels" and path.stem.startswith("product"):
+            continue  # not yet
+        for owner in ast.walk(ast.parse(path.read_text())):
+            for f in ast.iter_child_nodes(owner):
+                if isinstance(f, ast.FunctionDef | ast.AsyncFunctionDef):
+                    public = {f.name, getattr(owner, "name", None)} & set(headloss.__all__)
+                    count = len(f.args.posonlyargs + f.args.args + f.args.kwonlyargs)
+                    assert public or count <= 20, f"{path.name}: {f.name} takes {count} parameters"
+
+
 def test_no_vague_names() -> None:
     vague = {"utils", "util", "helpers", "helper", "common", "misc"}
     assert not [p for p in modules() if vague & {p.stem, *p.relative_to(PACKAGE).parts[:-1]}]

@@ -169,7 +169,7 @@ def second_look(*elements):
     return Built(lambda: beside._look(*call))
 
 
-def guided(names="", own="", *, element=None, dtype="bf16"):
+def taught_pull(names="", own="", *, element=None, dtype="bf16"):
     """A dense teacher's pull, and the student's."""
     some = lambda letters, those: [empty(ROWS) if x in those else None for x in letters]
     looks = (Look(element, empty(ROWS), empty(ROWS)),) if element else ()
@@ -177,7 +177,7 @@ def guided(names="", own="", *, element=None, dtype="bf16"):
     met = pulls.Met(chunk(128256, dtype), *numbers, (DensePull(*some("ABCD", names), looks=looks),))
     entries = [pulls.Entry(1.0, empty(ROWS), empty(ROWS), Pull(*some("ABECY", own)))] if own else []
     raw = empty(ROWS, 128256, kind=dtype)
-    return Built(lambda: pulls._guided(raw, TARGETS, raw, entries, met, PLAIN, 0, None))
+    return Built(lambda: pulls._write(raw, TARGETS, raw, entries, met, PLAIN, 0, None))
 
 
 def sparse(which):
@@ -208,11 +208,11 @@ TAUGHT = {
     "merge": lambda: dense(*COMPARED, temperatures=(None, 2.0), own=STUDENT, which=1, **CAPPED),
     "look": lambda: second_look(JSD),
     "look at two": lambda: second_look(JSD, Element(tvd, {})),
-    "pull of a forward comparison": lambda: guided("AD"),
-    "pull of a reverse comparison": lambda: guided("ABC"),
-    "pull, float32": lambda: guided("AD", dtype="fp32"),
-    "pull of a look": lambda: guided(element=JSD),
-    "pull of everything": lambda: guided("ABCD", "ABECY", element=JSD),
+    "pull of a forward comparison": lambda: taught_pull("AD"),
+    "pull of a reverse comparison": lambda: taught_pull("ABC"),
+    "pull, float32": lambda: taught_pull("AD", dtype="fp32"),
+    "pull of a look": lambda: taught_pull(element=JSD),
+    "pull of everything": lambda: taught_pull("ABCD", "ABECY", element=JSD),
     "ids, each once": lambda: sparse(0),
     "tail": lambda: sparse(3),
     "values at ids": lambda: sparse(6),

@@ -42,8 +42,8 @@ from headloss.teachers import (
 )
 
 # by columns in hand, as in `sweeps.py`; measured on an H200, see benchmarks/gpu_teachers.py
-GUIDED = ((2048, Shape(2048, 128, 1, 1, 4)), (1 << 31, Shape(4096, 256, 1, 1, 8)))
-LOOKING = ((2048, Shape(2048, 128, 1, 1, 4)), (1 << 31, Shape(8192, 128, 2, 1, 4)))  # with a divergence's slope
+WITH_TEACHER = ((2048, Shape(2048, 128, 1, 1, 4)), (1 << 31, Shape(4096, 256, 1, 1, 8)))
+WITH_DIVERGENCE = ((2048, Shape(2048, 128, 1, 1, 4)), (1 << 31, Shape(8192, 128, 2, 1, 4)))  # with a divergence's slope
 TILE_BYTES = 64 << 20  # of the float32 buffer that several dense teachers' pulls meet in
 
 
@@ -158,9 +158,9 @@ def _everywhere(
     if len(dense) < 2:
         U = dense[0].chunk.columns if dense else 0
         if U:
-            _guided(raw_CV[:, :U], target_C, out_CV[:, :U], entries, dense[0], how, start, shape)
+            _write(raw_CV[:, :U], target_C, out_CV[:, :U], entries, dense[0], how, start, shape)
         if U < V:
-            _guided(raw_CV[:, U:], target_C, out_CV[:, U:], entries, None, how, start + U, shape)
+            _write(raw_CV[:, U:], target_C, out_CV[:, U:], entries, None, how, start + U, shape)
         return
     step = max(1, TILE_BYTES // (4 * V))
     wide = torch.empty(min(step, C), V, dtype=torch.float32, device=raw_CV.device)
@@ -171,13 +171,13 @@ def _everywhere(
         for n, met in enumerate(nest(tuple(dense), part)):
             U = met.chunk.columns
             more = {"add": n > 0}
-            _guided(raw_BV[:, :U], target_B, wide_BV[:, :U], [] if n else own, met, how, start, shape, **more)
+            _write(raw_BV[:, :U], target_B, wide_BV[:, :U], [] if n else own, met, how, start, shape, **more)
             if U < V and n == 0:
-                _guided(raw_BV[:, U:], target_B, wide_BV[:, U:], own, None, how, start + U, shape)
+                _write(raw_BV[:, U:], target_B, wide_BV[:, U:], own, None, how, start + U, shape)
         part(out_CV).copy_(wide_BV)
 
 
-def _guided(
+def _write(
     raw_CV: Tensor,
     target_C: Tensor | None,
     out_CV: Tensor,
@@ -196,7 +196,7 @@ def _guided(
         return
     raw, out = rows_of(raw_CV), rows_of(out_CV)
     looking = met is not None and any(k.looks for k in met.pulls)
-    shape = shape or row_shape(LOOKING if looking else GUIDED, V)
+    shape = shape or row_shape(WITH_DIVERGENCE if looking else WITH_TEACHER, V)
     numbers = [x for e in entries for x in (e.max, e.log_sum, *e.pull) if x is not None]
     given = tuple(plain_temperature(e.T) for e in entries)
     own = lambda i: tuple(e.pull[i] is not None for e in entries)
@@ -258,13 +258,13 @@ def _at_ids(
     column_CK, _ = places(ids_CK, start, raw_CV.shape[-1])
     raw_CK = raw_CV.gather(-1, column_CK)
     grad_CK = torch.empty(C, K, dtype=torch.float32, device=raw_CV.device)
-    _guided(raw_CK, None, grad_CK, [e._replace(pull=e.pull._replace(y=None)) for e in entries], None, how, 0, None)
+    _write(raw_CK, None, grad_CK, [e._replace(pull=e.pull._replace(y=None)) for e in entries], None, how, 0, None)
     for met in dense:
         U = met.chunk.columns
         theirs_CK = met.chunk.raw_CV[:, :U].gather(-1, column_CK.clamp(max=U - 1))
         own = met._replace(chunk=met.chunk._replace(raw_CV=theirs_CK, columns=K))
         more_CK = torch.empty_like(grad_CK)
-        _guided(raw_CK, None, more_CK, [], own, how, 0, None)
+        _write(raw_CK, None, more_CK, [], own, how, 0, None)
         grad_CK += more_CK.masked_fill_(column_CK >= U, 0.0)
     z_CK = how(raw_CK)
     own_CK = torch.zeros_like(grad_CK)  # d/dz
