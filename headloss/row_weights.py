@@ -228,6 +228,47 @@ def top_entropy(fraction: float) -> Callable[..., Weighed]:
     return high_entropy
 
 
+def likely(low: float, high: float = 1.0) -> Callable[..., Weighed]:
+    """1 for tokens whose probability lies in [low, high], 0 for the others: fine-tuning that leaves alone what the
+    model would hardly say (ProFit, Liu et al. 2026), or with `high` what it says anyway.
+    """
+    low, high = _range(low, high)
+
+    @_by_row
+    def likely_tokens(logprob: Tensor) -> Weighed:
+        p = logprob.detach().exp()
+        out = (p < low) | (p > high)
+        return 1 - out.to(p.dtype), {"cut_fraction": out}
+
+    return likely_tokens
+
+
+def settled(fraction: float, *, by: str = "either") -> Callable[..., Weighed]:
+    """0 for the given fraction of this call's tokens with the highest entropy, and for as many of the highest
+    KL(p || q) from the teacher, else 1: fine-tuning that leaves alone where the model is unsure or has moved away from
+    its reference (EKSFT, Liu et al. 2026).
+
+    by   "either": a token of one kind is left out; "both": one that is of both
+    """
+    fraction = float(fraction)
+    if not 0 <= fraction <= 1:
+        raise ValueError(f"fraction: wanted a number in [0, 1], got {fraction}")
+    if by not in ("either", "both"):
+        raise ValueError(f"by: wanted 'either' or 'both', got {by!r}")
+
+    @_by_row
+    def settled_tokens(entropy: Tensor, reverse_cross_entropy: Tensor, shared_entropy: Tensor) -> Weighed:
+        rows = torch.ones_like(entropy, dtype=torch.float64).sum()
+        unsure, moved = (
+            x.detach().argsort(descending=True).argsort() < (fraction * rows).floor()
+            for x in (entropy, reverse_cross_entropy - shared_entropy)
+        )
+        out = unsure | moved if by == "either" else unsure & moved
+        return 1 - out.to(entropy.dtype), {"cut_fraction": out}
+
+    return settled_tokens
+
+
 def _by_row(fn: Callable[..., T]) -> Callable[..., T]:
     """All its inputs have one value per row; see `headloss.engine.layout`."""
     fn.__dict__["per_segment"] = ()

@@ -39,7 +39,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {  # beside the defaults
     "eaft": [{"alpha": 0.3, "unit": 3.0}],
     "deft": [{"alpha": 0.3}],
     "uld": [{"rest": "none"}],
-    "value_loss": [{"clip": 0.3}],
+    "value_loss": [{"clip": 0.3}, {"huber": 0.5}],
 }
 CASES = [(name, options) for name in LOSSES for options in [{}, *OPTIONS.get(name, [])]]
 

@@ -51,6 +51,8 @@ CASES = [
     ("vespo", {"k_pos": 1.0, "lam_neg": 0.7}),
     ("vespo", {"sampler_high": 1.3, "sampler_low": 0.7}),
     ("vespo", {"sampler_high": 3.0, "sampler_low": 0.2, "sampler_mask": True}),
+    ("opd", {}),
+    ("opd", {"low": 0.02}),
     ("kl_to_reference", {}),
     ("kl_to_reference", {"estimator": "k1", "corrected": True}),
     ("kl_to_reference", {"estimator": "k2"}),

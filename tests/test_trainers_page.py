@@ -31,7 +31,7 @@ from headloss import row_weights
 from headloss.losses import LOSSES
 
 PAGE = Path(__file__).parents[1] / "docs" / "trainers.md"
-B, T, V = 6, 7, 11
+B, T, V = 6, 7, 23
 PAIRS = torch.tensor([[0, 3], [1, 4], [2, 5]])
 ROWS = [
     (section.splitlines()[0], *line)
@@ -65,7 +65,7 @@ class Numbers:
     """A batch as trainers lay it out: padded responses, one advantage per sequence, the chosen before the rejected."""
 
     def __init__(self) -> None:
-        torch.manual_seed(0)
+        torch.manual_seed(2)
         wide = lambda *shape: torch.randn(*shape, dtype=torch.float64)
         self.logits = (2 * wide(B, T, V)).requires_grad_()
         self.ids = torch.randint(V, (B, T))
@@ -377,6 +377,19 @@ def prime(x: Numbers, both: bool) -> Tensor:
     return x.mean(-(~out).double() * x.A * torch.exp(x.lp - x.old))
 
 
+def prime_ref_kl(x: Numbers) -> Tensor:
+    kept = (torch.exp(x.lp) - torch.exp(x.old) >= -0.2).double()
+    return x.mean(-kept * (x.ref - x.lp).detach() * torch.exp(x.lp - x.old))
+
+
+def areal_huber(x: Numbers) -> Tensor:
+    x.returns = 12 * x.returns
+    error = lambda v: F.huber_loss(v, x.returns, reduction="none", delta=10.0)
+    held = x.old_value + (x.value - x.old_value).clamp(-0.5, 0.5)
+    assert ((x.value - x.returns).abs() > 10).any()
+    return x.mean(torch.max(error(x.value), error(held)))
+
+
 def axolotl_eaft(x: Numbers, k: int = V) -> Tensor:
     p = torch.softmax(x.logits.topk(k).values, -1)
     gate = torch.pow(-(p * torch.log(p)).sum(-1), 0.5).detach()
@@ -387,6 +400,39 @@ def axolotl_kd(x: Numbers) -> Tensor:
     logq, ids = torch.randn(B, T, V, dtype=torch.float64).log_softmax(-1).topk(4)
     x.teacher = hl.Sparse(ids, logq)
     return x.mean((logq.exp() * (logq - x.logp.gather(-1, ids))).sum(-1))
+
+
+def factory_eaft(x: Numbers) -> Tensor:
+    inside = x.logits.detach().topk(20).values.log_softmax(-1)
+    doubt = -(inside.exp() * inside).sum(-1)
+    return x.mean(-((doubt / 3.0) ** 0.5) * x.lp)
+
+
+def factory_kl(x: Numbers) -> Tensor:
+    u = torch.randn(x.logits.shape, dtype=torch.float64)
+    x.teacher = hl.Logits(u)
+    return 0.1 * x.mean(F.kl_div(x.logp, u.softmax(-1), reduction="none").sum(-1))
+
+
+def profit(x: Numbers, low: float, high: float = 1.0) -> Tensor:
+    p = x.lp.detach().exp()
+    kept = ((p >= low) & (p <= high)).double()
+    assert 0 < x.mean(kept) < 1
+    return (kept * -x.lp * x.mask).sum() / x.mask.sum()
+
+
+def eksft(x: Numbers, fraction: float, union: bool) -> Tensor:
+    u = torch.randn(x.logits.shape, dtype=torch.float64)
+    x.teacher = hl.Logits(u)
+    entropy, kl = -(x.logp.exp() * x.logp).sum(-1), (x.logp.exp() * (x.logp - u.log_softmax(-1))).sum(-1)
+    masks = []
+    for score in (entropy, kl):
+        score = score.detach().masked_fill(x.mask == 0, -math.inf).flatten()
+        masks.append(torch.zeros(B * T, dtype=torch.bool))
+        masks[-1][score.topk(int(x.mask.sum() * fraction)).indices] = True
+    out = (masks[0] | masks[1]) if union else (masks[0] & masks[1])
+    assert 0 < out.sum() < x.mask.sum()
+    return x.mean(-x.lp, x.mask * ~out.view(B, T))
 
 
 def cispo_clip(x: Numbers) -> Tensor:
@@ -556,12 +602,14 @@ PEERS: dict[str, dict[str, Callable[[Numbers], Tensor]]] = {
         '"ratio"': lambda x: x.mean(tis(x).clamp(0.5, 1.2) * ppo(x, dual=None)),
         "m2_threshold": areal_m2,
         "ppo_critic_loss_fn": value,
+        '"huber"': areal_huber,
     },
     "prime-rl": {
         "default loss": lambda x: prime(x, False),
         '"ipo"': lambda x: prime(x, True),
         "kl_tau": lambda x: x.mean(0.001 * (x.lp - x.old) ** 2),
         "ce component": chosen_nll,
+        "ref_kl": prime_ref_kl,
     },
     "axolotl": {
         "use_eaft": axolotl_eaft,
@@ -571,6 +619,15 @@ PEERS: dict[str, dict[str, Callable[[Numbers], Tensor]]] = {
         "rl: orpo": orpo,
         "rl: kto": lambda x: kto(x, x.kl),
         "kd_*": axolotl_kd,
+    },
+    "LLaMA-Factory": {
+        "use_dft_loss": lambda x: x.mean(-x.lp.detach().exp() * x.lp),
+        "use_asft_loss": factory_kl,
+        "use_eaft_loss": factory_eaft,
+        '"higher"': lambda x: profit(x, 0.05),
+        '"middle"': lambda x: profit(x, 0.02, 0.5),
+        "eksft_top_k_ratio": lambda x: eksft(x, 0.2, True),
+        "eksft_is_union_mask=False": lambda x: eksft(x, 0.4, False),
     },
     "Liger": {
         "CrossEntropyLoss(label_smoothing": lambda x: F.cross_entropy(

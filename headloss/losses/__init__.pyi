@@ -207,6 +207,14 @@ def kto(logprob: Tensor, ref_logprob: Tensor, segments: Segments, desirable: Ten
 
     In trainers: TRL kto; apo_zero_unpaired is the same without `kl`; axolotl rl: kto."""
 
+def opd(logprob: Tensor, ref_logprob: Tensor, old_logprob: Tensor | None = None, *, low: float | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+    """-sg(ref_logprob - logprob) r, r = exp(logprob - old): on-policy distillation, in which how much likelier the
+    teacher finds a sampled token is its advantage (Lu et al. 2025).  Its gradient is that of KL(policy || teacher).
+
+    low   leaves out tokens whose probability has fallen by more than this since `old_logprob`; None: none
+
+    In trainers: prime-rl's ref_kl component with low=0.2, next to its squared log-ratio."""
+
 def orpo(logprob: Tensor, segments: Segments, pairs: Tensor, *, beta: float = 0.1, nll: str = 'sequence') -> tuple[Tensor, dict[str, Tensor]]:
     """-chosen - beta log sigmoid(odds(chosen) - odds(rejected)), on the segments' means x of logprob, with the log odds
     odds(x) = x - log(1 - e^x): fine-tuning on the chosen one and an odds ratio, without a reference (Hong et al. 2024).
@@ -281,14 +289,17 @@ def uld(top_logprob: Tensor, foreign_logprob: Tensor, *, rest: str = 'bucket') -
 
     In trainers: TRL GOLDTrainer, use_uld_loss without use_extended_uld, which merges tokens."""
 
-def value_loss(value: Tensor, returns: Tensor, old_value: Tensor | None = None, *, clip: float | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+def value_loss(value: Tensor, returns: Tensor, old_value: Tensor | None = None, *, clip: float | None = None, huber: float | None = None) -> tuple[Tensor, dict[str, Tensor]]:
     """(v - R)^2 / 2 of a critic's value v and the return R; with `clip` c, the larger of that and of the same with v
     held within c of `old_value` (Schulman et al. 2017).
 
     `value` is an input that requires grad, one number per row.  A value head of one column needs no input: its logit is
     the fact lse, so `hl.Term(value_loss, facts={"value": ("lse", 1.0)})` on `hl.Linear(hidden, value_head.weight)`.
 
-    In trainers: verl compute_value_loss, OpenRLHF ValueLoss, AReaL ppo_critic_loss_fn; slime's has no 1/2."""
+    huber   beyond this distance from R the error counts by its size, not its square: huber (|v - R| - huber / 2)
+
+    In trainers: verl compute_value_loss, OpenRLHF ValueLoss, AReaL ppo_critic_loss_fn, whose
+    "huber" is huber=10; slime's has no 1/2."""
 
 def vespo(logprob: Tensor, advantage: Tensor, segments: Segments, old_logprob: Tensor | None = None, sampler_logprob: Tensor | None = None, *, k_pos: float = 2.0, lam_pos: float = 3.0, k_neg: float = 3.0, lam_neg: float = 2.0, sampler_high: float | None = None, sampler_low: float = 0.0, sampler_mask: bool = False) -> tuple[Tensor, dict[str, Tensor]]:
     """-sg(phi) A logprob, phi = exp(lam + k log w - lam w), w = exp(total over the segment of logprob - old): a smooth

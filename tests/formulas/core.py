@@ -55,7 +55,9 @@ def uld(logits, foreign_logprob, *, rest="bucket"):
     return apart if rest == "none" else apart + beyond.abs()
 
 
-def value_loss(value, returns, old_value=None, *, clip=None):
+def value_loss(value, returns, old_value=None, *, clip=None, huber=None):
+    if huber is not None:
+        return F.huber_loss(value, returns, reduction="none", delta=huber)
     off = 0.5 * torch.square(returns - value)
     if clip is None:
         return off

@@ -193,6 +193,15 @@ def vespo(
     return -where(advantage >= 0, phi_pos, phi_neg) * advantage * logprob
 
 
+def opd(logprob, ref_logprob, old_logprob=None, *, low=None):
+    gain = torch.log(torch.exp(ref_logprob) / torch.exp(logprob)).detach()
+    loss = -gain * _ratio(logprob, old_logprob)
+    if low is None:
+        return loss
+    fall = torch.exp(_old(logprob, old_logprob)) - torch.exp(logprob)
+    return where(fall > low, torch.zeros_like(loss), loss)
+
+
 def kl_to_reference(logprob, ref_logprob, old_logprob=None, *, estimator="k3", corrected=False, bound=None):
     odds = torch.exp(ref_logprob - logprob)  # of reference to policy
     gap = torch.log(odds)
@@ -302,7 +311,7 @@ FORMULAS = {
     fn.__name__: fn
     for fn in (
         grpo, gspo, gspo_token, cispo, cispo_sequence, sapo, sapo_sequence, gmpo, dppo, rloo, a2po, clip_cov, kl_cov,
-        reinforce, kimi, topr, vespo, kl_to_reference,
+        reinforce, kimi, topr, vespo, opd, kl_to_reference,
         kl_to_reference_sequence, dpo, cpo, simpo, orpo, kto,
     )
 }  # fmt: skip
