@@ -225,5 +225,8 @@ def test_facts_of_the_logits_themselves(backend: str) -> None:
     ce = torch.nn.functional.cross_entropy(z / T, y)
     close(out.metrics["min_logit"].value, (z / T).amin(-1).mean(), "min_logit")
     close(out.terms["cos"], cos.mean(), "cosine")
+    plan = objective.explain(hl.Logits(batch.logits, **how), batch.targets, teacher=teacher)  # type: ignore[arg-type]
+    assert (plan.forward_sweeps, plan.sweeps) == ((2, 4) if backend == "triton" else (1, 2))
+    assert ("in PyTorch's operations" in plan.launches) == (backend == "triton")
     got, want = (torch.autograd.grad(a, b)[0] for a, b in ((out.loss, batch.logits), (cos.mean() + kl.mean() + ce, x)))
     close(got, want, "gradient")

@@ -139,6 +139,7 @@ def explain(
         grade += "" if chunks else "; they are made again for the gradient"
         sizes = _kept_bytes(arguments, rows, guides)
     swept = chunked and not plan.want.only_ids and not plan.kept
+    apart = int(plan.want.plain and engine == "triton")  # facts of the logits themselves, and their pull
     return Explanation(
         source=type(source).__name__,
         backend=engine,
@@ -154,8 +155,8 @@ def explain(
         rows_total=rows.total,
         vocab=source.vocab,
         chunks=pieces,
-        forward_sweeps=1 if swept else 0,
-        sweeps=2 if swept else 0,
+        forward_sweeps=1 + apart if swept else 0,
+        sweeps=2 + 2 * apart if swept else 0,
         gemms=gemms,
         teacher_gemms=0 if plan.kept else _teacher_gemms(plan, source, guides, chunks, pieces),
         host_reads=int(read_because != ""),
@@ -215,7 +216,8 @@ def _launches(plan: Plan) -> str:
         return "one launch for the facts, one that settles the segments, one for the gradient"
     if plan.program is not None:
         return "one launch a visit: the loss runs inside the sweep"
-    return f"one launch for the facts, one for the gradient ({plan.reason})"
+    apart = "; facts of the logits themselves in PyTorch's operations, on tiles of rows" if plan.want.plain else ""
+    return f"one launch for the facts, one for the gradient ({plan.reason}){apart}"
 
 
 def _teacher_gemms(

@@ -71,7 +71,7 @@ def lower(
 ) -> tuple[Program | SegmentProgram | None, str]:
     """The program that a visit runs or, `between` two sweeps, settles rows; or None, and why there is none."""
     if want.plain:
-        return None, "facts of the logits themselves take passes of their own"
+        return None, "a kernel with a loss in it sums over the softmax alone"
     by_segment = between or any(trace.kind == "segment" for _, trace in terms.values())
     try:
         program = (print_segments if by_segment else print_terms)(terms, want, inputs, metrics)
