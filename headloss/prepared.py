@@ -14,7 +14,7 @@ from headloss.late import Copy, Landing, check_later, defers
 from headloss.places import Places, places_of, remember
 from headloss.segments import Segments, integers, version
 from headloss.support import IGNORE, Support, check_counted
-from headloss.vocab_ids import Tokens, to_columns
+from headloss.vocab_ids import Tokens, count, to_columns
 
 TWICE = "segments: given both to prepare() and to the call; give them once"
 WRITTEN = "were written to after hl.prepare read them; prepare them again"
@@ -138,9 +138,9 @@ def prepare(
         if ids.ndim != 1 or ids.device != targets.device:
             got = f"shape {tuple(ids.shape)} on {ids.device}"
             raise ValueError(f"vocab_ids: wanted one token per column on {targets.device}, got {got}")
-        counted = (targets != IGNORE).sum().float()
+        counted = count(targets != IGNORE)
         targets, lost = to_columns(ids, targets, IGNORE)
-        tokens = Tokens(ids, lost.sum().float(), counted)
+        tokens = Tokens(ids, count(lost), counted)
     segments = None if segments is None else segments.fitted(tuple(targets.shape), targets.device)
     numbers = target_numbers(targets, segments)
     copy, places = Copy(numbers) if non_blocking else numbers.cpu(), None

@@ -130,6 +130,9 @@ class Support:
             )
         if known.low < 0:
             self._refuse(self._columns() < 0, "wanted columns from 0 on" + (", or -1 for padding" * self.padded))
+        most = torch.iinfo(torch.int32).max  # what is beyond was held as that
+        if known.high == most:
+            self._refuse(self._columns() == most, "or one beyond; no vocabulary is that large")
         if known.repeated:
             again = torch.diff(self.keys, prepend=self.keys[:1] - 1) == 0
             self._refuse(again, "which it has already; wanted each once")

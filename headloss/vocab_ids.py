@@ -75,6 +75,11 @@ def to_columns(vocab_ids: Tensor, x: Tensor, ignore: int) -> tuple[Tensor, Tenso
     return torch.where(among, order[place], torch.where(missing, ignore, x)), missing
 
 
+def count(x: Tensor) -> Tensor:
+    """How many are true, as metrics count."""
+    return x.sum(dtype=torch.float32 if x.device.type == "mps" else torch.float64)
+
+
 class Tokens(NamedTuple):
     """Of targets that were turned into columns of these tokens: how many are not among them, and of how many."""
 

@@ -376,6 +376,7 @@ REFUSED = {
         "row 0 goes from 0 to 2; wanted",
     ),
     "repeated": (lambda b: hl.Support.from_csr(T([1, 2, 3, 2]), T([0, 1, 4])), "row 1 of the support names column 2"),
+    "far beyond": (lambda b: hl.Support.from_csr(T([1 << 33, 1 << 34]), T([0, 2])), "row 0 .* or one beyond; no vocab"),
     "negative": (lambda b: hl.Support.from_padded(T([[1, -1], [-3, 2]])), "row 1 of the support names column -3"),
     "beyond": (lambda b: call(b, support=replaced(b, 3, T([1, V]))), rf"row 3 of the support names column {V}"),
     "empty": (lambda b: call(b, support=replaced(b, 3, T([]).long())), "support: row 3 counts and keeps no columns"),

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,56 +18,18 @@ from torch.nn.functional import linear
 
 from headloss.checks import dense_facts as made
 from headloss.checks.dense_facts import CLASSES, COMPARING, FLOOR, DenseSegments
+from headloss.checks.given import IGNORE, Answer, Given, Part, View, alone, mask_of, to_columns
 from headloss.facts import FACTS
 from headloss.losses import LOSSES
 from headloss.options import parameters_of
-from headloss.segments import Segments
-from headloss.sources import Logits, Source, Sparse, Teacher
+from headloss.routed import Routed
+from headloss.sources import Logits, Source, Sparse
 from headloss.teachers import TOP
 from headloss.term import Term
 from headloss.trace.signature import IDS, weighs_classes
 
 if TYPE_CHECKING:
     from headloss.objective import Objective
-
-IGNORE = -100
-
-
-class Given(NamedTuple):
-    """The arguments of one call; `kinds` says of each input what it is: "row", "segment" or anything else."""
-
-    source: Source
-    targets: Tensor | None
-    segments: Segments | None
-    teachers: Mapping[str, Teacher]
-    inputs: Mapping[str, Any]
-    kinds: Mapping[str, str]
-    num_items: Any = None
-    num_segments: Any = None
-    weights: Mapping[str, Any] | None = None
-    grad_scale: Any = 1.0
-
-
-class Part(NamedTuple):
-    """A number and what it is made of, so that an error in it can be bounded by errors in those."""
-
-    number: Tensor
-    parts: Tensor
-    scale: float  # how large it would be if nothing cancelled
-    step: float = 0.0  # what one row can change it by, where its values are yes or no
-    summed: bool = True  # the sum of its parts, or else an extreme of them
-
-    def error(self, other: Part) -> float:
-        """A bound on the error of the number, from the errors of all parts: they must not cancel by luck."""
-        if self.parts.shape != other.parts.shape or not len(self.parts):
-            return float((self.number - other.number).abs())
-        apart = (self.parts.double() - other.parts.double()).abs().nan_to_num(nan=0.0, posinf=0.0)
-        return float(apart.sum() if self.summed else apart.max())
-
-
-class Answer(NamedTuple):
-    numbers: dict[str, Part]  # "loss", "term ce", "metric ce/perplexity"
-    grads: dict[str, Tensor]  # by the name of a leaf: "hidden", "weight", "input advantage"
 
 
 def answer(objective: Objective, given: Given, dtype: torch.dtype, leaves: Mapping[str, Tensor]) -> Answer:
@@ -84,6 +46,7 @@ def answer(objective: Objective, given: Given, dtype: torch.dtype, leaves: Mappi
             zero = torch.zeros((), dtype=dtype, device=given.source.device)
             numbers[f"term {name}"] = Part(zero, zero[None], 0.0)
             continue
+        dense.look_as(term)
         values, metrics = dense.values(term)
         row_weight, reported = dense.row_weight(term)
         values = values if row_weight is None else torch.where(row_weight != 0, values * row_weight, 0.0)
@@ -96,10 +59,17 @@ def answer(objective: Objective, given: Given, dtype: torch.dtype, leaves: Mappi
         measured |= {f"{name}/{k}": x for k, x in metrics.items()}
         weighs |= dict.fromkeys([f"{name}/{k}" for k in metrics], row_weight)
         measured |= {f"{name}/{k}": x for k, x in reported.items()}
+    dense.look_as(None)
     measured |= dict(dense.metrics(objective.asked))
+    if dense.missing_R is not None:
+        measured["support_missing"] = dense.missing_R
     numbers["loss"] = Part(loss.detach(), torch.cat([*parts, loss.detach()[None] * 0]), scale)
     for name, x in measured.items():
         numbers[f"metric {name}"] = dense.metric(name, x, weighs.get(name))
+    if given.source.vocab_ids is not None and given.targets is not None:
+        tokens = given.targets[given.targets != IGNORE]
+        lost = (to_columns(given.source.vocab_ids, tokens, IGNORE) == IGNORE).to(dtype).mean()
+        numbers["metric vocab_missing"] = Part(lost, lost[None], 1.0)
     wanted = {n: x for n, x in leaves.items() if x.requires_grad}
     grads = {n: torch.zeros_like(x) for n, x in wanted.items()}
     if loss.requires_grad and wanted:
@@ -114,19 +84,40 @@ class Dense:
     def __init__(self, given: Given, dtype: torch.dtype, leaves: Mapping[str, Tensor]) -> None:
         self.given, self.dtype, source = given, dtype, given.source
         self.lead = source.leading
-        y = given.targets
-        self.valid = torch.ones(self.lead, dtype=torch.bool, device=source.device) if y is None else y.ne(IGNORE)
-        self.valid = self.valid.reshape(-1)
-        self.targets = None if given.targets is None else self.rows(given.targets).long()
-        self.R = int(self.valid.sum())
-        self.z_RV = self.logits(source, {n: leaves[n] for n in ("logits", "hidden", "weight", "bias") if n in leaves})
-        self.teacher_z = {n: self.logits(t, {}) for n, t in given.teachers.items() if not isinstance(t, Sparse)}
-        self.sparse = {n: self.merged(t) for n, t in given.teachers.items() if isinstance(t, Sparse)}
+        ids = source.vocab_ids
+        y = None if given.targets is None else to_columns(ids, given.targets, IGNORE)
+        valid = torch.ones(self.lead, dtype=torch.bool, device=source.device) if y is None else y.ne(IGNORE)
+        self.valid, self.R = valid.reshape(-1), int(valid.sum())
+        self.targets = self.main = None if y is None else self.rows(y).long()
+        z_RV = self.logits(source, {n: leaves[n] for n in ("logits", "hidden", "weight", "bias") if n in leaves})
+        each = {n: t for n, t in given.teachers.items() if not isinstance(t, Sparse)}
+        both = {n: alone(t, lambda t: self.logits(t, {}), self.rows) for n, t in each.items()}
+        self.whole_z, self.own = {n: z for n, (z, _) in both.items()}, {n: own for n, (_, own) in both.items()}
+        self.routes = {n: self.rows(t.route) >= 0 for n, t in each.items() if isinstance(t, Routed)}
+        logq = lambda t: self.rows(t.logprobs.detach()).to(dtype)
+        few = {n: t for n, t in given.teachers.items() if isinstance(t, Sparse)}
+        sparse = {n: made.merged(to_columns(ids, self.rows(t.ids).long(), -1), logq(t)) for n, t in few.items()}
+        self.all = View(z_RV, {n: z if ids is None else z[:, ids] for n, z in self.whole_z.items()}, sparse)
+        self.kept, self.mask_RV, self.missing_R = self.all, None, None
+        if given.support is not None:
+            mask_RV = mask_of(given.support, source.vocab)[self.valid]
+            if self.main is not None:
+                self.missing_R = ~mask_RV.gather(1, self.main[:, None])[:, 0]
+                mask_RV = mask_RV.scatter(1, self.main[:, None], True)
+            self.kept, self.mask_RV = self.all.restricted(mask_RV), mask_RV
+        self.look_as(None)
         self.segments: DenseSegments | None = None
         if given.segments is not None:
             self.segments = DenseSegments(self.rows(given.segments.ids).long(), given.segments.num_segments)
         own = {n: leaves.get(f"input {n}", x) for n, x in given.inputs.items() if x is not None}
         self.inputs = {n: self.input(n, x) for n, x in own.items()}
+
+    def look_as(self, term: Term | None) -> None:
+        """As a term does: at its own targets, and at all columns or at those that a row keeps."""
+        self.z_RV, self.teacher_z, self.sparse = self.all if term is not None and term.support else self.kept
+        self.targets = self.main
+        if term is not None and term.targets is not None:
+            self.targets = self.inputs[term.targets].clamp(min=0)
 
     def rows(self, x: Tensor) -> Tensor:
         return x.reshape(-1, *x.shape[len(self.lead) :])[self.valid]
@@ -164,16 +155,10 @@ class Dense:
             T = self.rows(T.detach().expand(self.lead)).to(self.dtype)[:, None]
         return z / T
 
-    def merged(self, teacher: Sparse) -> tuple[Tensor, Tensor]:
-        """A sparse teacher's ids, each once: the first place of an id has all its probability."""
-        ids, logq = self.rows(teacher.ids).long(), self.rows(teacher.logprobs.detach()).to(self.dtype)
-        same = (ids[:, :, None] == ids[:, None, :]) & (ids >= 0)[:, :, None]
-        first = ~(same & torch.ones_like(same).tril(-1)).any(-1) & (ids >= 0)
-        total = logq[:, None, :].masked_fill(~same, -math.inf).logsumexp(-1)
-        return ids.masked_fill(~first, -1), total.masked_fill(~first, -math.inf)
-
     def fact(self, name: str, temperature: float | None, teacher: str) -> Tensor:
         s = self.at(self.z_RV, self.given.source.temperature, temperature)
+        if name == "mean_logprob" and self.z_RV is self.kept.z_RV and self.mask_RV is not None:
+            return torch.where(self.mask_RV, s.log_softmax(-1), 0.0).sum(-1) / self.mask_RV.sum(-1)
         if name not in COMPARING:
             return made.student_fact(name, s, self.targets)
         if teacher in self.sparse:
@@ -200,8 +185,7 @@ class Dense:
     def both(self, s: Tensor, temperature: float | None, teacher: str) -> tuple[Tensor, Tensor]:
         """log p and log q over the columns that student and teacher share."""
         U = min(s.shape[1], self.teacher_z[teacher].shape[1])
-        own: Any = self.given.teachers[teacher]
-        u = self.at(self.teacher_z[teacher][:, :U], own.temperature, temperature)
+        u = self.at(self.teacher_z[teacher][:, :U], self.own[teacher].temperature, temperature)
         return s[:, :U].log_softmax(-1), u.log_softmax(-1)
 
     def teacher_of(self, term: Term | None) -> str:
@@ -232,6 +216,13 @@ class Dense:
             if term.tail == "renormalise":
                 logp, logq = logp.log_softmax(-1), logq.log_softmax(-1)
             return f(logp, logq).sum(-1), masses
+        tokens = self.given.source.vocab_ids
+        if (
+            teacher not in self.sparse and tokens is not None and term.tail != "renormalise"
+        ):  # what it gives the head's tokens, of all that it has
+            u = self.at(self.whole_z[teacher], self.own[teacher].temperature, term.temperature).log_softmax(-1)
+            value, others = f(s.log_softmax(-1), u[:, tokens]).sum(-1), u.index_fill(1, tokens, -math.inf).logsumexp(-1)
+            return (value + f(torch.full_like(others, FLOOR), others) if term.tail == "bucket" else value), {}
         if teacher not in self.sparse:
             return f(*self.both(s, term.temperature, teacher)).sum(-1), {}
         ids, logq = self.sparse[teacher]
@@ -294,7 +285,17 @@ class Dense:
                 again = f"_{names.count(names[-1])}" if names.count(names[-1]) > 1 else ""
                 reported |= {f"{names[-1]}{again}/{k}": x for k, x in found.items()}
             product = weight.detach() if product is None else product * weight.detach()
+        own = None if term.targets is None else self.inputs[term.targets] != IGNORE
+        routed = self.routes.get(self.teacher_of(term)) if self.looks_at_teacher(term) else None
+        for here in (own, routed):
+            if here is not None:
+                product = here.to(self.dtype) if product is None else product * here
         return product, reported
+
+    def looks_at_teacher(self, term: Term) -> bool:
+        asked = {*parameters_of(term.fn), *(fact for fact, _ in term.facts.values())}
+        asked |= {p for w in term.row_weights if callable(w) for p in parameters_of(w)}
+        return _is_divergence(term.fn) or bool(asked & {*COMPARING, "teacher_top_logprob"})
 
     def kind(self, length: int) -> str:
         if length == self.R:

@@ -112,6 +112,14 @@ def dense_fact(name: str, z: Tensor, u: Tensor, logp: Tensor, logq: Tensor) -> T
     return -(weights * logs.clamp(min=FLOOR)).sum(-1)
 
 
+def merged(ids: Tensor, logq: Tensor) -> tuple[Tensor, Tensor]:
+    """A sparse teacher's ids, each once: the first place of an id has all its probability."""
+    same = (ids[:, :, None] == ids[:, None, :]) & (ids >= 0)[:, :, None]
+    first = ~(same & torch.ones_like(same).tril(-1)).any(-1) & (ids >= 0)
+    total = logq[:, None, :].masked_fill(~same, -math.inf).logsumexp(-1)
+    return ids.masked_fill(~first, -1), total.masked_fill(~first, -math.inf)
+
+
 def sparse_fact(name: str, s: Tensor, ids: Tensor, logq: Tensor) -> Tensor:
     held, logp = ids >= 0, s.log_softmax(-1)
     match name:

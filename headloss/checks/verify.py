@@ -10,7 +10,6 @@ numbers' type explains it: twice what plain PyTorch loses on the same rows (four
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,13 +17,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from headloss.checks.dense import IGNORE, Answer, Given, answer
+from headloss.checks.dense import answer
+from headloss.checks.given import IGNORE, Answer, Given, of_rows, replaced, rows_of
 from headloss.engine.brought import named_teachers, with_candidates
 from headloss.engine.layout import LAID, lay_out, readings
 from headloss.prepared import Prepared, prepare
 from headloss.routed import Routed
 from headloss.segments import Segments
 from headloss.sources import Linear, Logits, Source, Sparse, Teacher
+from headloss.support import Support
 
 if TYPE_CHECKING:
     from headloss.objective import Objective
@@ -94,6 +95,7 @@ def verify(
     host_read: bool = True,
     teacher: Teacher | Mapping[str, Teacher] | None = None,
     ids: Tensor | None = None,
+    support: Support | None = None,
     **inputs: Any,
 ) -> Verification:
     """Compare a call with dense float64 PyTorch from the functions as written: loss, terms, metrics and gradients.
@@ -105,27 +107,27 @@ def verify(
 
     >>> hl.verify(objective, hl.Logits(logits), targets, advantage=advantage).check()
     """
-    own = [f"objective: term {name!r} has targets of its own" for name, t in objective.terms.items() if t.targets]
-    own += [f"objective: term {n!r} has reduction_segments" for n, t in objective.terms.items() if t.reduction_segments]
-    own += ["support: is given"] * ("support" in inputs or getattr(targets, "support", None) is not None)
-    own += ["teacher: is routed"] * any(isinstance(x, Routed) for x in named_teachers(teacher).values())
-    if own := own + ["source: has vocab_ids"] * (source.vocab_ids is not None):
-        raise ValueError(f"{own[0]}, which verify does not follow yet")
+    for name, term in objective.terms.items():
+        if term.reduction_segments:
+            raise ValueError(f"objective: term {name!r} has reduction_segments, which verify does not follow yet")
     if isinstance(rows, bool) or not isinstance(rows, int) or rows < 1:
         raise ValueError(f"rows: wanted how many rows to take, at least 1, got {rows!r}")
     options: dict[str, Any] = {"num_items": num_items, "num_segments": num_segments}
     options |= {"weights": weights, "grad_scale": grad_scale}
     teacher = with_candidates(teacher, ids, source)
-    call = {"host_read": host_read, "teacher": teacher, **options, **inputs}
+    call = {"host_read": host_read, "teacher": teacher, "support": support, **options, **inputs}
     plan = objective.explain(source, targets, segments=segments, **call)  # says what is wrong with the arguments
     prepared = isinstance(targets, Prepared)
     if isinstance(targets, Prepared):
         segments = targets.segments if segments is None else segments
-        targets = targets.targets
+        support, tokens, targets = targets.support or support, targets.tokens, targets.targets
+        if tokens is not None:  # columns, which are tokens to the caller
+            targets = torch.where(targets == IGNORE, IGNORE, tokens.vocab_ids[targets.clamp(min=0)])
     segments = None if segments is None else segments.fitted(source.leading, source.device)
     _check_whole(source, segments, teacher)
     teachers: dict[str, Teacher] = named_teachers(teacher)
-    given = Given(source, targets, segments, teachers, *_kinds(objective, source, segments, inputs), **options)
+    kinds = _kinds(objective, source, segments, inputs)
+    given = Given(source, targets, segments, teachers, *kinds, **options, support=support)
     given, taken = _cut(given, rows)
     devices = [source.device] if source.device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), torch.enable_grad():
@@ -135,6 +137,7 @@ def verify(
 
 def _check_whole(source: Source, segments: Segments | None, teacher: Any) -> None:
     every = [source, *(teacher.values() if isinstance(teacher, Mapping) else [teacher])]
+    every += [t for x in every if isinstance(x, Routed) for t in x.teachers.values()]
     if any(getattr(x, "shard", None) is not None or _is_distributed(x) for x in every):
         raise ValueError(
             "source: is one rank's share of a vocabulary, which verify cannot see whole; verify the same objective on "
@@ -160,6 +163,8 @@ def _kinds(
     read = readings(objective.terms, objective.metrics)
     laid = lay_out(read, {n: inputs[n] for n in inputs if n in read}, source, segments)  # not class weights
     kinds = dict.fromkeys(inputs, "whole") | {n: shape.kind for n, (_, shape) in laid.items()}
+    own = {t.targets: "row" for t in objective.terms.values() if t.targets is not None and t.targets in inputs}
+    laid, kinds = {n: x for n, x in laid.items() if n not in own}, {**kinds, **own}
     plain = {n for n, kind in kinds.items() if kind == "scalar" or n == "pairs"}
     said = {n: x if n in plain else LAID[kinds[n]](x) for n, (x, _) in laid.items()}
     return {**inputs, **said}, kinds
@@ -232,31 +237,18 @@ def _taken(given: Given, keep: Tensor, chosen: Sequence[int] | None) -> Given:
             inner = number.to(inner.device)[inner.long()]
             inner = inner[(inner >= 0).all(-1)]
         inputs[name] = inner if inner is getattr(x, "value", x) or not hasattr(x, "value") else type(x)(inner)
-    teachers: dict[str, Teacher] = {}
+    teachers: dict[str, Any] = {}
     for name, t in given.teachers.items():
-        teachers[name] = Sparse(rows(t.ids), rows(t.logprobs)) if isinstance(t, Sparse) else _of_rows(t, rows)
+        if isinstance(t, Routed):
+            teachers[name] = Routed({n: of_rows(x, rows) for n, x in t.teachers.items()}, rows(t.route))
+            continue
+        teachers[name] = Sparse(rows(t.ids), rows(t.logprobs)) if isinstance(t, Sparse) else of_rows(t, rows)
     targets = None if given.targets is None else rows(given.targets)
+    support = None if given.support is None else rows_of(given.support, keep)
+    source = of_rows(given.source, rows)
     return given._replace(
-        source=_of_rows(given.source, rows), targets=targets, segments=segments, inputs=inputs, teachers=teachers
+        source=source, targets=targets, segments=segments, inputs=inputs, teachers=teachers, support=support
     )
-
-
-def _of_rows(source: Source, rows: Any) -> Source:
-    name = "logits" if isinstance(source, Logits) else "hidden"
-    T = source.temperature
-    return _with(source, **{name: rows(getattr(source, name)), "temperature": rows(T) if _per_row(T) else T})
-
-
-def _per_row(T: object) -> bool:
-    return isinstance(T, Tensor) and T.ndim > 0
-
-
-def _with(source: Source, **changed: Any) -> Source:
-    """The source with other tensors, and all else as it was made (under autocast, say)."""
-    other = copy.copy(source)
-    for name, x in changed.items():
-        object.__setattr__(other, name, x)
-    return other
 
 
 def _tensors(source: Source) -> dict[str, Tensor]:
@@ -297,7 +289,7 @@ def _run(objective: Objective, given: Given, label: str, how: How, memory: int |
     source = given.source
     if isinstance(source, Logits) and source.inplace:
         tensors = {n: x.clone() for n, x in tensors.items()}  # what is overwritten must not be a leaf
-    source = _with(source, **tensors, **({} if memory is None else {"memory": memory}))
+    source = replaced(source, **tensors, **({} if memory is None else {"memory": memory}))
     inputs: dict[str, Any] = {}
     for name, x in given.inputs.items():
         inner = leaves.get(f"input {name}", getattr(x, "value", x))
@@ -305,11 +297,13 @@ def _run(objective: Objective, given: Given, label: str, how: How, memory: int |
         inputs[name] = type(x)(inner) if hasattr(x, "value") else inner
     teacher: Any = dict(given.teachers) if how.named else next(iter(given.teachers.values()), None)
     targets: Any = given.targets if given.targets is None else given.targets.clone()
+    support: Any = given.support
     if how.prepared:
-        targets = prepare(targets, given.segments)
+        targets, support = prepare(targets, given.segments, support=support, vocab_ids=source.vocab_ids), None
     out = objective(
         source, targets, segments=given.segments, num_items=given.num_items, num_segments=given.num_segments,
-        weights=given.weights, grad_scale=given.grad_scale, host_read=how.host_read, teacher=teacher, **inputs,
+        weights=given.weights, grad_scale=given.grad_scale, host_read=how.host_read, teacher=teacher, support=support,
+        **inputs,
     )  # fmt: skip
     wanted = {n: x for n, x in leaves.items() if x.requires_grad}
     grads = {n: torch.zeros_like(x) for n, x in wanted.items()}

@@ -24,7 +24,7 @@ from headloss.sources import Linear, Logits, Sparse, with_tensors
 from headloss.term import Term
 from headloss.terms import Terms
 from headloss.trace.reads import ours
-from headloss.vocab_ids import to_columns
+from headloss.vocab_ids import count, to_columns
 
 NUMBERS = ("targets", "argmax", "top_ids", "ids", "teacher_ids", "teacher_argmax")  # of columns, not of tokens
 
@@ -85,7 +85,7 @@ def in_columns(arguments: CallArguments, terms: Terms | None) -> Mapped:
     elif targets is not None:
         tokens = integers("targets", targets)
         targets, lost = to_columns(ids, tokens, IGNORE)
-        ignored, missing = targets == IGNORE, (lost.sum().float(), (tokens != IGNORE).sum().float())
+        ignored, missing = targets == IGNORE, (count(lost), count(tokens != IGNORE))
     source = with_tensors(source, {"vocab_ids": None})
     made = arguments._replace(source=source, targets=targets, teacher=teachers or None, inputs=inputs)
     return Mapped(made, ids, ignored, missing)
@@ -108,11 +108,17 @@ def _teacher(name: str, teacher: Any, ids: Tensor) -> Any:
     if isinstance(teacher, Sparse):
         return Sparse(to_columns(ids, teacher.ids, -1)[0], teacher.logprobs)
     if isinstance(teacher, Routed):
-        raise ValueError("vocab_ids: routed teachers cannot be read at them yet")
+        raise ValueError(
+            "vocab_ids: routed teachers cannot be read at them; name the teachers, and give each a term with a row "
+            "weight of 0 for rows that are not its own"
+        )
     if not isinstance(teacher, Logits | Linear):
         return teacher  # which is refused
     if teacher.shard is not None:
-        raise ValueError("vocab_ids: a dense teacher whose vocabulary lies on several ranks cannot be read at them yet")
+        raise ValueError(
+            "vocab_ids: a dense teacher whose vocabulary lies on several ranks cannot be read at them; give its top K, "
+            "hl.topk(teacher, K), or one that every rank has whole"
+        )
     if has_vocab_ids(teacher):
         raise ValueError("vocab_ids: the teacher has them too; pass one on the whole vocabulary")
     return Draft(teacher, ids)

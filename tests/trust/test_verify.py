@@ -374,16 +374,43 @@ def test_every_loss_of_the_package_is_one_that_verify_knows():
         hl.verify(hl.Objective(a=LOSSES[name]), hl.Logits(x["logits"]), targets, teacher=TEACHERS["dense"]()).check()
 
 
-def test_what_it_does_not_follow_is_named() -> None:
-    """A comparison with the wrong softmax would say that a right call is wrong."""
-    ids, targets = torch.arange(4)[:, None] + torch.arange(2), torch.arange(4)
-    objective, x = hl.Objective(ce=cross_entropy), torch.randn(4, 7)
-    kept = hl.Support.from_padded(ids)
-    for call in (
-        lambda: hl.verify(objective, hl.Logits(x), targets, support=kept),
-        lambda: hl.verify(objective, hl.Logits(x), hl.prepare(targets, support=kept)),
-    ):
-        with pytest.raises(ValueError, match="support: is given, which verify does not follow yet"):
-            call()
-    with pytest.raises(ValueError, match="source: has vocab_ids, which verify does not follow yet"):
-        hl.verify(objective, hl.Logits(x, vocab_ids=torch.arange(7) * 2), targets)
+@pytest.mark.parametrize("rows", [64, 6])
+@pytest.mark.parametrize("how", ["support", "prepared", "both", "sparse", "draft", "draft, whole", "routed", "own"])
+def test_columns_and_teachers_of_each_row(how: str, rows: int) -> None:
+    """Kept columns, a head over some tokens, routed teachers and a term's own targets: each once more, dense."""
+    N, V, U, g = 13, 19, 7, torch.Generator().manual_seed(3)
+    drawn = lambda *shape: torch.randn(*shape, generator=g, dtype=torch.float64)
+    hidden, weight, y = drawn(N, 5), drawn(V, 5), torch.randint(V, (N,), generator=g)
+    kept = torch.rand(N, V, generator=g) < 0.2
+    kept[torch.arange(N), y], kept[5, y[5]], kept[5, y[5] - 1], y[3] = True, False, True, -100
+    teacher, more = (
+        hl.Linear(drawn(N, 5), drawn(V, 5), temperature=1.3),
+        {"advantage": drawn(N), "old_logprob": drawn(N)},
+    )
+    objective, call = (
+        hl.Objective(rl=grpo, metrics=["entropy", "accuracy", "mean_logprob"]),
+        {"support": hl.Support.from_mask(kept)},
+    )
+    source, targets = hl.Linear(hidden, weight, softcap=4.0), y
+    if how == "prepared":
+        call, targets = {}, hl.prepare(y, support=call["support"])
+    elif how == "both":
+        objective, more = hl.Objective(kl=forward_kl, z=hl.Term(jsd, support="all")), {"teacher": teacher}
+    elif how == "sparse":
+        ids = torch.rand(N, V, generator=g).topk(4).indices
+        objective, more = hl.Objective(kl=forward_kl), {"teacher": hl.Sparse(ids, drawn(N, 4).log_softmax(-1) - 0.1)}
+    elif how.startswith("draft"):
+        ids, fn = torch.randperm(V, generator=g)[:U], reverse_kl if "whole" in how else forward_kl
+        term = hl.Term(fn, tail="bucket" if "whole" in how else "renormalise")
+        objective, call, more = hl.Objective(ce=cross_entropy, kl=term, metrics=["accuracy"]), {}, {"teacher": teacher}
+        source = hl.Linear(hidden, weight[:U], vocab_ids=ids)
+    elif how == "routed":
+        each = {"a": teacher, "b": hl.Linear(drawn(N, 5), drawn(V, 5))}
+        more = {"teacher": hl.Routed(each, torch.randint(-1, 2, (N,), generator=g))}
+        objective, call = hl.Objective(ce=cross_entropy, kl=forward_kl), {}
+    elif how == "own":
+        more = {"others": torch.where(y < 0, -100, y.roll(1).clamp(min=0)).masked_fill(torch.arange(N) % 4 == 0, -100)}
+        objective = hl.Objective(ce=cross_entropy, own=hl.Term(cross_entropy, targets="others", support="all"))
+    found = hl.verify(objective, source, targets, rows=rows, **call, **more).check()
+    missing = {"draft": "vocab_missing", "routed": None}.get(how.split(",")[0], "support_missing")
+    assert missing is None or f"metric {missing}" in [c.what for c in found.compared]

@@ -1,0 +1,131 @@
+"""What `dense.py` is given and answers: a call's arguments, of some rows, with the columns and teachers that they have.
+
+Dimension key:  N rows   R rows that count   V vocabulary   K ids per row
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from headloss.routed import Routed
+from headloss.segments import Segments
+from headloss.sources import Logits, Source, Teacher
+from headloss.support import SHIFT, Support
+
+IGNORE = -100
+NOWHERE = -1.0e30  # a logit that is not kept: -inf, but 0 times its gradient is 0
+
+
+class Given(NamedTuple):
+    """The arguments of one call; `kinds` says of each input what it is: "row", "segment" or anything else."""
+
+    source: Source
+    targets: Tensor | None
+    segments: Segments | None
+    teachers: Mapping[str, Teacher]
+    inputs: Mapping[str, Any]
+    kinds: Mapping[str, str]
+    num_items: Any = None
+    num_segments: Any = None
+    weights: Mapping[str, Any] | None = None
+    grad_scale: Any = 1.0
+    support: Support | None = None
+
+
+class Part(NamedTuple):
+    """A number and what it is made of, so that an error in it can be bounded by errors in those."""
+
+    number: Tensor
+    parts: Tensor
+    scale: float  # how large it would be if nothing cancelled
+    step: float = 0.0  # what one row can change it by, where its values are yes or no
+    summed: bool = True  # the sum of its parts, or else an extreme of them
+
+    def error(self, other: Part) -> float:
+        """A bound on the error of the number, from the errors of all parts: they must not cancel by luck."""
+        if self.parts.shape != other.parts.shape or not len(self.parts):
+            return float((self.number - other.number).abs())
+        apart = (self.parts.double() - other.parts.double()).abs().nan_to_num(nan=0.0, posinf=0.0)
+        return float(apart.sum() if self.summed else apart.max())
+
+
+class Answer(NamedTuple):
+    numbers: dict[str, Part]  # "loss", "term ce", "metric ce/perplexity"
+    grads: dict[str, Tensor]  # by the name of a leaf: "hidden", "weight", "input advantage"
+
+
+class View(NamedTuple):
+    """What a term looks at: logits, dense teachers' logits, sparse teachers' ids and log-probabilities."""
+
+    z_RV: Tensor
+    teacher_z: Mapping[str, Tensor]
+    sparse: Mapping[str, tuple[Tensor, Tensor]]
+
+    def restricted(self, mask_RV: Tensor) -> View:
+        """To the columns that each row keeps."""
+        keep = lambda z: z[:, : mask_RV.shape[1]].masked_fill(~mask_RV, NOWHERE)
+        sparse = {}
+        for name, (ids, logq) in self.sparse.items():
+            outside = (ids < 0) | ~mask_RV.gather(1, ids.clamp(min=0))
+            sparse[name] = ids.masked_fill(outside, -1), logq.masked_fill(outside, -torch.inf)
+        return View(keep(self.z_RV), {n: keep(z) for n, z in self.teacher_z.items()}, sparse)
+
+
+def mask_of(support: Support, vocab: int) -> Tensor:
+    """(N, V) whether a row keeps a column."""
+    keys = support.keys[: support.known().total]
+    mask = torch.zeros(support.rows, vocab, dtype=torch.bool, device=keys.device)
+    mask[keys >> SHIFT, keys & ((1 << SHIFT) - 1)] = True
+    return mask
+
+
+def rows_of(support: Support, keep: Tensor) -> Support:
+    """The support of some of its rows."""
+    keys, offsets = support.keys, support.known().offsets.to(support.keys.device)
+    sets = [keys[a:b] & ((1 << SHIFT) - 1) for a, b in zip(offsets[keep].tolist(), offsets[keep + 1].tolist())]
+    lengths = torch.tensor([0, *map(len, sets)], device=keys.device)
+    return Support.from_csr(torch.cat(sets), lengths.cumsum(0))
+
+
+def to_columns(vocab_ids: Tensor | None, x: Tensor, none: int) -> Tensor:
+    """Tokens as columns of a head that has these; a token that is not among them is `none`."""
+    if vocab_ids is None:
+        return x
+    same = x[..., None] == vocab_ids
+    return torch.where(same.any(-1), same.int().argmax(-1), none)
+
+
+def alone(teacher: Any, logits: Callable[[Any], Tensor], rows: Callable[[Tensor], Tensor]) -> tuple[Tensor, Any]:
+    """A dense teacher's logits of the rows that count, and what has its temperature; if routed, each row's own."""
+    if not isinstance(teacher, Routed):
+        return logits(teacher), teacher
+    route, temperature = rows(teacher.route), torch.ones(teacher.route.shape, device=teacher.route.device).double()
+    found = torch.zeros((), device=route.device)
+    for i, t in enumerate(teacher.teachers.values()):
+        found = torch.where((route == i)[:, None], logits(t), found)
+        temperature = torch.where(teacher.route == i, torch.as_tensor(t.temperature).to(temperature), temperature)
+    return found, SimpleNamespace(temperature=temperature)
+
+
+def of_rows(source: Source, rows: Any) -> Source:
+    name = "logits" if isinstance(source, Logits) else "hidden"
+    T = source.temperature
+    return replaced(source, **{name: rows(getattr(source, name)), "temperature": rows(T) if _per_row(T) else T})
+
+
+def _per_row(T: object) -> bool:
+    return isinstance(T, Tensor) and T.ndim > 0
+
+
+def replaced(source: Source, **changed: Any) -> Source:
+    """The source with other tensors, and all else as it was made (under autocast, say)."""
+    other = copy.copy(source)
+    for name, x in changed.items():
+        object.__setattr__(other, name, x)
+    return other
