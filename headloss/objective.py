@@ -301,13 +301,14 @@ def _row_facts(
     sweep = facts_sweep(plain_source(source), targets, want, teacher, backend, reads, top, support)
     needs = tuple(x.requires_grad and torch.is_grad_enabled() for x in sweep.source.tensors)
     facts: Sequence[Tensor]
+    visited = None
     if any(needs):
         _, *facts = Head.apply(sweep, None, needs, *sweep.source.tensors)
     else:
         with torch.no_grad():
             result = run(sweep, None, needs)
-            facts = [result.facts[f] for f in sweep.want.facts]
-    return facts_of(sweep.rows, sweep.want, facts)
+            facts, visited = result.blocks(sweep.want), getattr(result, "visited", None)
+    return facts_of(sweep.rows, sweep.want, facts, visited)
 
 
 def topk(source: Source, k: int, *, backend: str = "auto") -> Sparse:

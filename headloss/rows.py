@@ -79,11 +79,11 @@ class Rows:
             return flat.masked_fill(~self.valid.view(-1, *(1 for _ in flat.shape[1:])), 0)
         return flat
 
-    def put(self, x: Tensor) -> Tensor:
-        """(R, ...) to (shape, ...), with 0 in the ignored rows."""
+    def put(self, x: Tensor, held: bool = False) -> Tensor:
+        """(R, ...) to (shape, ...), with 0 in the ignored rows; `held`: it is there already."""
         if self.keep is not None:
             x = x.new_zeros(self.total, *x.shape[1:]).index_copy_(0, self.keep, x)
-        elif not self.skipped and self.valid is not None:
+        elif not held and not self.skipped and self.valid is not None:
             x = x.masked_fill(~self.valid.view(-1, *(1 for _ in x.shape[1:])), 0)
         return x.reshape(self.shape + tuple(x.shape[1:]))
 

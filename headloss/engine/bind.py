@@ -67,7 +67,7 @@ def bind(plan: Plan, arguments: CallArguments) -> tuple[Sweep, TermsOnRows]:
     if source.shard is not None:
         integers = [x for x in arguments.inputs.values() if x.ndim and not x.dtype.is_floating_point]
         sweep.compared = {"inputs": integers, "support": ()}
-        sweep.terms = _terms_in_words(plan, arguments, loss)
+        sweep.terms = f"{kind.__name__}: {_terms_in_words(plan, arguments, loss)}"
     if support is not None and isinstance(sweep, KeptSweep):
         missing = sweep.keep(support)
         if missing is not None:
@@ -112,7 +112,7 @@ def chunked_because(plan: Plan, source: Source) -> str:
 
 def read_because(plan: Plan, source: Source, segments: Segments | None, chunked: str) -> str:
     """Why the host has to know which rows count before the work is queued; empty: it need not."""
-    return plan.read_because if chunked else why_read_by_products(plan, source, segments)
+    return plan.read_because if chunked or source.shard is not None else why_read_by_products(plan, source, segments)
 
 
 def rows_of(plan: Plan, arguments: CallArguments, host_read: bool, chunked: str) -> Rows:

@@ -22,6 +22,7 @@ from headloss.engine.heads import LinearHead, on_source_device
 from headloss.engine.into import into_of
 from headloss.engine.sweeps import Chunk, Cotangents, Sweep, concatenate_each, join
 from headloss.facts import FACTS, Fact, Pull, Softmax, Want, coefficients, finish
+from headloss.parallel.shard import Gathering
 from headloss.record import Grads
 from headloss.sources import Linear, Source
 
@@ -36,8 +37,6 @@ def why_chunked(source: Source, want: Want, backend: ModuleType, terms: Sequence
     dtypes = {source.gemm_dtype, source.chunk_dtype}
     if dtypes != {torch.bfloat16}:
         return f"the head's own are for bfloat16, got {', '.join(str(x).removeprefix('torch.') for x in dtypes)}"
-    if source.shard is not None:
-        return "the vocabulary lies on several ranks"
     if source.bias is not None:
         return "there is a bias"
     if source.softcap is not None:
@@ -51,11 +50,13 @@ def why_chunked(source: Source, want: Want, backend: ModuleType, terms: Sequence
     if len(want.temperatures) != 1:
         return "facts at several temperatures" if want.temperatures else "no fact is asked for"
     cast = source.weight.dtype != torch.bfloat16  # by autocast, into memory of its own
-    even = source.weight.shape[1] % 8 == 0 if cast else products.fits(source.weight)
-    shape = tuple(source.weight.shape)
-    if not even or source.columns < products.TILE.columns:
+    even = source.weight.shape[1] % 8 == 0 if cast or not len(source.weight) else products.fits(source.weight)
+    shape, columns = tuple(source.weight.shape), source.columns
+    if source.shard is not None:  # ranks must agree on a path
+        columns = source.shard.even_width
+    if not even or columns < products.TILE.columns:
         return f"the weight, {shape}, has few columns, or rows that are not whole numbers of 16 bytes"
-    if source.weight.numel() < products.SMALLEST:
+    if columns * shape[1] < products.SMALLEST:
         return f"the weight, {shape}, is so small that launches take longer than products"
     return _beyond(terms, program)
 
@@ -99,6 +100,7 @@ class ProductHead(LinearHead):
             e_CV = self.e_CV
         temperature = sweep._temperatures(part)[0]
         how = {"scale": source.scale, "start": sweep._start, "ignore": ignore, "store": e_CV}
+        how["whole"] = source.shard is None
         return self.products.read(hidden_CD, self.weight_VD, targets, sweep.want, temperature, **how)
 
     def pulled(self, numbers: Any, read: Any, pull: Any) -> None:
@@ -118,7 +120,10 @@ class ProductHead(LinearHead):
         dweight_VD = self.dweight_VD[: self.source.columns] if need_weight and self.dweight_VD is not None else None
         coefficients = (pull.a, pull.c, pull.y)
         into = {"dhidden_CD": into_CD, "dweight_VD": dweight_VD, "add": add}
-        self.products.write(read, hidden_CD, self.weight_VD, coefficients, **into)
+        if len(self.weight_VD):
+            self.products.write(read, hidden_CD, self.weight_VD, coefficients, **into)
+        elif into_CD is not None:  # a rank without columns
+            into_CD.zero_()
         if need_hidden and not isinstance(numbers, slice) and self.dhidden_ND is not None and into_CD is not None:
             self.dhidden_ND.index_copy_(0, numbers, into_CD)
 
@@ -155,7 +160,7 @@ class ProductSweep(Sweep):
         return ProductHead(self.source, self.backend.product)
 
     def facts(self) -> tuple[dict[Fact, Tensor], Softmax]:
-        return self._found(self.sums(), slice(0, self.rows.count)) if self.rows.count else super().facts()
+        return self._found(self.sums(), self._all) if self.rows.count else super().facts()
 
     def sums(self) -> Tensor:
         """(F, R): what the first product leaves of all rows, some at a time; nothing else of it is kept."""
@@ -170,10 +175,22 @@ class ProductSweep(Sweep):
         sums = [head.sums(self, part, store=False).sums for part in parts]
         return sums[0] if len(sums) == 1 else torch.cat(sums, 1)
 
-    def _found(self, sums: Tensor, part: slice) -> tuple[dict[Fact, Tensor], Softmax]:
-        """Facts and softmax; ignored rows have sums of 0, and so facts of 0."""
-        partial = self.backend.product.partial(sums, self.want)
-        return finish(partial, self.want, self._temperatures(part), self.source.vocab, guarded=True)
+    def _found(self, sums: Tensor, part: slice, number: int = 0) -> tuple[dict[Fact, Tensor], Softmax]:
+        """Facts and softmax of the chunk of that number; over a shard, after one collective.
+
+        Ignored rows have sums of 0, and so facts of 0.
+        """
+        partial, shard = self.backend.product.partial(sums, self.want), self.source.shard
+        if shard is None:
+            return finish(partial, self.want, self._temperatures(part), self.source.vocab, guarded=True)
+        gathering = Gathering(partial, shard, *self._first(number))
+        return self._finish(self._merged(gathering, part), part)
+
+    def _merge(self, read: Any, softmax: Softmax, part: slice) -> None:
+        """Tell what the first product left of a shard's columns about those of the other ranks."""
+        if self.source.shard is not None:
+            (T,), (log_sum,) = self._temperatures(part), softmax.log_sums
+            self.backend.product.over_ranks(read, softmax.max / T + log_sum)
 
     @property
     def at_once(self) -> bool:
@@ -183,10 +200,11 @@ class ProductSweep(Sweep):
 
     def run_at_once(self, loss: Any, needs: tuple[bool, ...]) -> Any:
         """Value, facts, softmax, cotangents and gradients of any loss, rows that meet included."""
-        everything = slice(0, self.rows.count)
+        everything = self._all
         head = self.open_head(needs, [Chunk(everything)])
         read = head.sums(self, everything, store=True)
         facts, softmax = self._found(read.sums, everything)
+        self._merge(read, softmax, everything)
         value, (by_fact, by_input) = loss.whole(facts, grad=True)
         (pull,) = coefficients(facts, self._held(by_fact, everything), self.want, self.source.vocab)
         return value, facts, softmax, by_fact, by_input, self.gradients(head, read, pull)
@@ -194,15 +212,17 @@ class ProductSweep(Sweep):
     def gradients(self, head: ProductHead, read: Any, pull: Pull) -> Grads | Pending:
         """Of all rows; later, if they are to be added to something that a backward has to reach first."""
         pending = Pending(self, head, self.rows.numbers(slice(0, self.rows.count)), read, pull)
-        return pending if head.needs[1] and into_of(self.source) else pending.finish(None)
+        later = head.needs[1] and into_of(self.source) and self.source.shard is None  # ranks sum dX at the same time
+        return pending if later else pending.finish(None)
 
     def visit(
         self, chunks: Sequence[Chunk], cotangents: Callable[[Chunk, Mapping[Fact, Tensor]], Cotangents], needs: Any
     ) -> tuple[dict[Fact, Tensor], Softmax, dict[Fact, Tensor], dict[str, Tensor], Grads]:
         head, seen = self.open_head(needs, chunks), []
-        for chunk in chunks:
+        for i, chunk in enumerate(chunks):
             read = head.sums(self, chunk.rows, store=True)
-            facts, softmax = self._found(read.sums, chunk.rows)
+            facts, softmax = self._found(read.sums, chunk.rows, i)
+            self._merge(read, softmax, chunk.rows)
             by_fact, by_input = cotangents(chunk, facts)
             self._write(head, chunk.rows, read, facts, by_fact)
             seen.append((facts, softmax, by_fact, by_input))
@@ -221,6 +241,7 @@ class ProductSweep(Sweep):
         head.wants_grad(needs)
         for part in head.chunks(self.rows.count, self.rows.keep is not None):
             read = head.sums(self, part, store=True)
+            self._merge(read, Softmax(softmax.max[part], (softmax.log_sums[0][part],)), part)
             at = {f: x[part] for f, x in facts.items()}, {f: g[part] for f, g in grads.items()}
             self._write(head, part, read, *at)
         return self.grads(head)

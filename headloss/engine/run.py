@@ -197,6 +197,6 @@ def facts_of(rows: Rows, want: Want, blocks: Sequence[Tensor], visited: Any = No
         with torch.inference_mode(False), torch.set_grad_enabled(recorded):  # wherever they are first asked for
             found = blocks if visited is None else visited.of(blocks).fact_values
             found = [x.detach() if i in want.constant else x for i, x in enumerate(found)]
-            return {f: rows.put(x.clone()) for f, x in zip(want.facts, found, strict=True)}
+            return {f: rows.put(x.clone(), visited is not None) for f, x in zip(want.facts, found, strict=True)}
 
     return facts_later(make)

@@ -197,13 +197,16 @@ class Sweep:
             if shard is None:
                 yield chunk, block, self._sums(block)
                 continue
-            first = (self._note() if i == 0 else None, self.rows.total if i < 2 else 0)
-            travelling.append((chunk, block, Gathering(self._sums(block), shard, *first)))
+            travelling.append((chunk, block, Gathering(self._sums(block), shard, *self._first(i))))
             if len(travelling) == 2:
                 chunk, block, gathering = travelling.pop(0)
                 yield chunk, block, self._merged(gathering, chunk.rows)
         for chunk, block, gathering in travelling:
             yield chunk, block, self._merged(gathering, chunk.rows)
+
+    def _first(self, number: int) -> tuple[Tensor | None, int]:
+        """What travels with the first chunks' partials; see `Gathering`."""
+        return self._note() if number == 0 else None, self.rows.total if number < 2 else 0
 
     def _note(self) -> Tensor | None:
         return note(self.source, self.rows, self.want, self.guides, self.compared, self.terms)

@@ -16,6 +16,7 @@ sums of a row are a function of the row and the weight, to the bit.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -116,15 +117,20 @@ def read(
     start: int = 0,
     ignore: bool = False,
     store: Tensor | None = None,
+    whole: bool = True,
 ) -> Read:
     """The sums of each row, and E in `store` (rows to a multiple of a tile's, V) if it is there.
 
-    `ignore`: rows of target -100 are left out, and their sums are 0.
+    `ignore`: rows of target -100 are left out, and their sums are 0.  `whole`: the columns are all that there are; if
+    not, the sums are to be merged with others', and `over_ranks` tells what came of it.
     """
+    if not len(weight_VD):
+        return _without_columns(hidden_CD, want)
     given = plain_temperature(temperature)
     rows = gather(hidden_CD, weight_VD, target_C, given, scale=scale, start=start, ignore=ignore)
     tiles = tile_sums(rows, weight_VD, want, start=start, store=store)
-    return finish(rows, tiles, want, given, rows=len(hidden_CD), columns=len(weight_VD), start=start, store=store)
+    shape = {"rows": len(hidden_CD), "columns": len(weight_VD)}
+    return finish(rows, tiles, want, given, **shape, start=start, store=store, whole=whole)
 
 
 def gather(
@@ -198,6 +204,7 @@ def finish(
     columns: int,
     start: int = 0,
     store: Tensor | None = None,
+    whole: bool = True,
 ) -> Read:
     """Merge the sums of tiles in one tree, and put the targets back."""
     (fields, tiles, high), device, flags = parts.shape, parts.device, _flags(want)
@@ -208,8 +215,7 @@ def finish(
             **flags, LEVELS=LEVELS, B=128, num_warps=4, **LAUNCH,
         )  # fmt: skip
         parts, tiles = merged, merged.shape[1]
-    slots = 1 + want.target + 2 * want.total + want.argmax + 1 + want.sums("X") + want.sums("Q")
-    sums = torch.empty(slots, rows, dtype=torch.float32, device=device)
+    sums = torch.empty(_slots(want), rows, dtype=torch.float32, device=device)
     beyond = torch.empty(high // TILE.rows, dtype=torch.int32, device=device)
     _, logit, reference, lse, logprob = gathered.numbers
     launch_kernel(
@@ -218,9 +224,32 @@ def finish(
         beyond, high, rows, columns, start,
         LISTED=gathered.listed is not None, TARGET=gathered.has_target, OUT=want.target,
         PER_ROW=isinstance(temperature, Tensor), STORED=store is not None,
-        REBASED=all(f.name != "max_logprob" for f in want.facts), **flags, B=TILE.rows, num_warps=4, **LAUNCH,
+        REBASED=whole and all(f.name != "max_logprob" for f in want.facts), **flags, B=TILE.rows, num_warps=4, **LAUNCH,
     )  # fmt: skip
     return Read(gathered, sums, store, beyond)
+
+
+def _without_columns(hidden_CD: Tensor, want: Want) -> Read:
+    """Of a rank that holds none: sums that change no others."""
+    none = torch.empty(5, 0, device=hidden_CD.device)
+    sums = torch.zeros(_slots(want), len(hidden_CD), dtype=torch.float32, device=hidden_CD.device)
+    sums[: 1 + want.target] = -torch.inf  # the maximum, and the target's logit
+    return Read(Gathered(hidden_CD, None, none, none, none, False), sums, None, none)
+
+
+def _slots(want: Want) -> int:
+    return 1 + want.target + 2 * want.total + want.argmax + 1 + want.sums("X") + want.sums("Q")
+
+
+def over_ranks(read: Read, lse_C: Tensor) -> None:
+    """Rows whose sums were merged with those of other ranks' columns: their log-sum-exp over all of them."""
+    listed, (*_, lse, logprob) = read.rows.listed, read.rows.numbers
+    if not len(lse):
+        return
+    found = lse_C.to(torch.float32) / math.log(2)  # as the kernels count
+    found = found if listed is None else found[listed.long()]
+    logprob[: len(found)] += (lse[: len(found)] - found) * math.log(2)
+    lse[: len(found)] = found
 
 
 def _flags(want: Want) -> dict[str, bool]:
