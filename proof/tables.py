@@ -141,12 +141,13 @@ def _long_run() -> str:
 
 def _suite() -> str:
     made = []
-    for path in sorted(RESULTS.glob("suite_[!f]*.json"), reverse=True):  # suite_first_*: the README's table
+    newest = lambda path: (_read(path.stem)["date"], path.stem)
+    for path in sorted(RESULTS.glob("suite_*.json"), key=newest, reverse=True):
         record = _read(path.stem)
         made += [""] if made else []
         ways = list(dict.fromkeys(r["way"] for r in record["workloads"]))
         made += [f"{_about(record)} {_link(path.stem)}", ""]
-        made += [f"![Times the GEMMs alone, by workload and vocabulary; and scaling.](pictures/{path.stem}.svg)", ""]
+        made += [f"![Times the GEMMs alone, by workload.](pictures/{path.stem}.svg)", ""]
         made += [
             f"| workload | vocabulary | GEMMs alone, ms | {' | '.join(ways)} |",
             f"|---|---:|---:|{'---:|' * len(ways)}",
