@@ -151,6 +151,18 @@ def test_numbers_that_a_kernel_writes_are_read_when_all_are_there() -> None:
     assert again is spot and not again.is_here()
 
 
+@pytest.mark.parametrize("late_", [False, True])
+def test_targets_with_gaps_are_counted_without_what_lies_in_them(late_: bool, request: pytest.FixtureRequest) -> None:
+    if late_:
+        request.getfixturevalue("deferred")
+    logits, targets = problem()
+    gaps = torch.stack([targets, torch.full_like(targets, -100)], 1)[:, 0]
+    objective = hl.Objective(ce=cross_entropy, metrics=["accuracy"], backend="triton" if INSIDE else "auto")
+    whole, apart = (objective(hl.Logits(logits), y) for y in (targets, gaps))
+    assert float(whole.loss) == float(apart.loss)
+    assert [float(x) for x in whole.metrics.values()] == [float(x) for x in apart.metrics.values()]
+
+
 def test_at_the_end_of_a_process_it_is_still_said() -> None:
     code = """
         import torch, headloss as hl
