@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
+from torch import Tensor
+
 from headloss.backends import check_backend
 from headloss.metrics import check_names, own_metrics, read_metrics
 from headloss.term import Term, as_term
@@ -38,6 +40,9 @@ class Terms:
         checked = MappingProxyType({name: as_term(name, x) for name, x in terms.items()})
         calls = tuple(read_metrics(metrics))
         check_names(terms, [name for name, _ in calls])
+        for name, call in calls:
+            if isinstance(call.fn, Term):
+                _check_measured(name, call.fn)
         functions: list[object] = [call.fn for _, call in calls]
         every = tuple(x for x in (*checked.values(), *functions) if isinstance(x, Term))
         self._set(
@@ -69,3 +74,15 @@ class Terms:
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"{type(self).__name__} is immutable; make a new one to change {name!r}")
+
+
+def _check_measured(name: str, term: Term) -> None:
+    """What a Term says of its sum means nothing for a metric."""
+    plain = {"weight": 1.0, "reduction": "token_mean", "row_weight": None, "targets": None, "support": None}
+    for key, usual in plain.items():
+        said = getattr(term, key)
+        if isinstance(said, Tensor) or said != usual:
+            raise ValueError(
+                f"metrics: {name!r} is a Term with {key}=, but a metric is a mean over all rows that count; leave "
+                f"it out, or make it a term of the objective"
+            )

@@ -444,6 +444,16 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ValueError,
         "metrics: 'jsd'.*beta=0.3",
     ),
+    "a metric with a reduction": (
+        lambda: hl.Objective(a=grpo, metrics={"m": hl.Term(z_loss, reduction="token_sum")}),
+        ValueError,
+        "metrics: 'm' is a Term with reduction=",
+    ),
+    "a metric with a row weight": (
+        lambda: hl.Objective(a=grpo, metrics=[hl.Term(z_loss, row_weight="mask")]),
+        ValueError,
+        "metrics: 'z_loss' is a Term with row_weight=",
+    ),
     # the rest
     "head of no linear layer": (lambda: hl.FusedLMHead.from_linear(torch.nn.Identity()), TypeError, "linear: "),
     "unknown option of a head": (lambda: hl.FusedLMHead(D, V, softcaps=1.0), TypeError, "softcaps: "),

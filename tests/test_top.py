@@ -156,6 +156,12 @@ def test_sorted_probabilities_of_another_vocabulary(K: int, J: int) -> None:
     assert plan.terms[0].kind == "row"
 
 
+def test_uld_refuses_one_number_per_row() -> None:
+    batch = Batch()
+    with pytest.raises(ValueError, match="foreign_logprob: wanted J log-probabilities per row"):
+        hl.Objective(d=uld)(hl.Linear(batch.hidden, batch.weight), batch.targets, foreign_logprob=torch.zeros(N))
+
+
 def test_a_loss_that_sorts_rows_is_none_of_rows() -> None:
     def ranked(logprob: Tensor) -> Tensor:
         return logprob.sort().values

@@ -14,6 +14,8 @@ def uld(top_logprob, foreign_logprob, *, rest="bucket"):
     """
     if rest not in ("bucket", "none"):
         raise ValueError(f"rest: wanted 'bucket' or 'none', got {rest!r}")
+    if foreign_logprob.ndim != 2:
+        raise ValueError("foreign_logprob: wanted J log-probabilities per row, got one number per row")
     q = foreign_logprob.detach().to(top_logprob.dtype).exp().sort(-1, descending=True).values
     both = min(q.shape[-1], top_logprob.shape[-1])
     p, q = top_logprob[:, :both].exp(), q[:, :both]
