@@ -12,8 +12,7 @@ def uld(top_logprob, foreign_logprob, *, rest="bucket"):
 
     In trainers: TRL GOLDTrainer, use_uld_loss without use_extended_uld, which merges tokens.
     """
-    if rest not in ("bucket", "none"):
-        raise ValueError(f"rest: wanted 'bucket' or 'none', got {rest!r}")
+    counts = _counts(rest)
     if foreign_logprob.ndim != 2:
         raise ValueError("foreign_logprob: wanted J log-probabilities per row, got one number per row")
     q = foreign_logprob.detach().to(top_logprob.dtype).exp().sort(-1, descending=True).values
@@ -21,8 +20,14 @@ def uld(top_logprob, foreign_logprob, *, rest="bucket"):
     p, q = top_logprob[:, :both].exp(), q[:, :both]
     student, teacher = p.sum(-1), q.sum(-1)
     loss = (p - q).abs().sum(-1)
-    loss = loss + (student - teacher).abs() if rest == "bucket" else loss
+    loss = loss + (student - teacher).abs() if counts else loss
     return loss, {"student_mass": student, "teacher_mass": teacher}
+
+
+def _counts(rest):
+    if rest not in ("bucket", "none"):
+        raise ValueError(f"rest: wanted 'bucket' or 'none', got {rest!r}")
+    return rest == "bucket"
 
 
 uld.top = 8
