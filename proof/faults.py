@@ -446,7 +446,6 @@ FAULTS = [
     Fault("row_weights.py", 'unsure | moved if by == "either"', 'unsure if by == "either"', "settled: tokens that moved away stay", ("tests/test_trainers_page.py",)),
     Fault("losses/uld.py", ".exp().sort(-1, descending=True).values", ".exp()", "uld: the teacher's are taken as they come", TOP),
     Fault("losses/uld.py", "loss + (student - teacher).abs() if", "loss + 0 * (student - teacher).abs() if", "uld: the rest is left out", TOP),
-    Fault("trace/classify.py", "for d in x.shape[1:] if isinstance(d, torch.SymInt)]", "for d in x.shape if isinstance(d, torch.SymInt)]", "a loss that looks at the number of rows is taken for one of rows", TOP),
     Fault("losses/jsd.py", "beta * q + (1 - beta) * p)", "beta * p + (1 - beta) * q)", "jsd: mixture weights swapped"),
     Fault("losses/skew_kl.py", "logq + math.log(alpha), logp + math.log1p(-alpha)", "logp + math.log(alpha), logq + math.log1p(-alpha)", "skew_kl: mixture weights swapped"),
     Fault("losses/reverse_kl.py", "return reverse_cross_entropy - shared_entropy", "return reverse_cross_entropy", "reverse_kl: the student's entropy dropped"),

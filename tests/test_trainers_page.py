@@ -417,7 +417,7 @@ def factory_kl(x: Numbers) -> Tensor:
 def profit(x: Numbers, low: float, high: float = 1.0) -> Tensor:
     p = x.lp.detach().exp()
     kept = ((p >= low) & (p <= high)).double()
-    assert 0 < x.mean(kept) < 1
+    assert 0 < x.mean(kept) < 1 and (high == 1.0 or x.mean((p > high).double()) > 0)
     return (kept * -x.lp * x.mask).sum() / x.mask.sum()
 
 
@@ -625,7 +625,7 @@ PEERS: dict[str, dict[str, Callable[[Numbers], Tensor]]] = {
         "use_asft_loss": factory_kl,
         "use_eaft_loss": factory_eaft,
         '"higher"': lambda x: profit(x, 0.05),
-        '"middle"': lambda x: profit(x, 0.02, 0.5),
+        '"middle"': lambda x: profit(x, 0.02, 0.1),
         "eksft_top_k_ratio": lambda x: eksft(x, 0.2, True),
         "eksft_is_union_mask=False": lambda x: eksft(x, 0.4, False),
     },
