@@ -117,7 +117,7 @@ def _took(found: Record | None) -> str:
         return "–"
     off = ", *off*" if found["wrong"] else ""
     ms = f"{found['ms']:.1f}" if found["ms"] < 100 else f"{found['ms']:.0f}"
-    return f"{ms} ms, {found['GiB']:.1f} GiB{off}"
+    return f"{ms}\N{NO-BREAK SPACE}ms, {found['GiB']:.1f}\N{NO-BREAK SPACE}GiB{off}"
 
 
 def families() -> str:
