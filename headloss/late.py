@@ -55,8 +55,9 @@ class Copy:
         return self.host
 
 
-# `torch.cuda.is_current_stream_capturing` without its way there, where the build of torch knows of CUDA
-is_capturing: Callable[[], bool] = torch._C._cuda_isCurrentStreamCapturing if torch._C._has_cuda else lambda: False
+def is_capturing() -> bool:
+    """Whether a CUDA graph is being captured; a build for CUDA on a machine without a driver has no answer."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def defers(device: torch.device) -> bool:
@@ -120,7 +121,7 @@ def check_later(x: Tensor | Landing, check: Check) -> None:
 
 def check_pending(wait: bool = False) -> None:
     """Run the checks whose numbers are here; with `wait`, all of them."""
-    if _PENDING and (torch.cuda._is_in_bad_fork() or (torch.cuda.is_initialized() and is_capturing())):
+    if _PENDING and (torch.cuda._is_in_bad_fork() or is_capturing()):
         return  # those of the process that this one was forked from; or nothing may ask whether an event has happened
     while _PENDING and (wait or _PENDING[0][0].is_here()):
         _settle()
