@@ -261,7 +261,8 @@ def row_facts(
     >>> (-facts.logprob.mean() - 0.01 * facts.entropy.mean()).backward()
     """
     teacher = with_candidates(teacher, ids, source)
-    support = CallArguments(source, targets, support=support).with_prepared().support
+    if isinstance(targets, Prepared):
+        support = CallArguments(source, targets, support=support).with_prepared().support
     if has_vocab_ids(source):
         mapped = in_columns(CallArguments(source, targets, None, teacher, support=support), None)
         source, targets, _, teacher, *_ = mapped.arguments

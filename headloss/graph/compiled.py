@@ -99,9 +99,9 @@ def wanted(source: Any, teacher: Any, unknown: tuple[str, ...] = ()) -> bool:
 def _fits(source: Source, teacher: Teacher | Mapping[str, Teacher] | None) -> bool:
     """Whether a call can be an operator: one that overwrites its logits, or looks into DTensors, runs as it is."""
     teachers = list(teacher.values()) if isinstance(teacher, Mapping) else [] if teacher is None else [teacher]
-    if any(isinstance(x, Top | Draft | Routed) for x in teachers):
-        return False
     for x in [source, *teachers]:
+        if isinstance(x, (Top, Draft, Routed)):
+            return False
         for y in getattr(x, "tensors", ()):
             if hasattr(y, "device_mesh"):
                 return False
