@@ -77,27 +77,21 @@ def peers() -> str:
         cells = [_took(found.get((workload, way, V))) for way in ways]
         lines.append(f"| {workload} | {' | '.join(cells)} |")
     one = next(w for w in record["workloads"] if w["V"] == V)
-    if any(way == "torch.compile, kept rows" for _, way, _ in found):
-        dropped = "torch.compile and QuACK are given the unmasked tokens alone; headloss drops the others itself. "
-    else:
-        dropped = "headloss drops masked tokens itself; the others compute them. "
-        dropped += "Liger's policy and distillation losses ran without its `compiled=True`. "
-    spread = {
-        way: [w["wall ms"] - w["ms"] for (_, name, v), w in found.items() if (name, v) == (way, V) and "ms" in w]
-        for way in ("headloss", "eager", "torch.compile")
-    }
-    longer = ", ".join(f"{way} {max(min(ms), 0):.1f} to {max(ms):.1f} ms" for way, ms in spread.items())
-    dropped += (
-        "The time is the GPU's, with its work queued ahead as in a training step; a step that finds the GPU idle "
-    )
-    dropped += f"and is waited for takes longer: {longer}. "
+    works = dict.fromkeys(w for w, _, v in found if v == V)
+    alone = {way: [found[w, way, V]["wall ms"] for w in works] for way in ("headloss", "torch.compile")}
+    behind = sum(ours > theirs for ours, theirs in zip(*alone.values(), strict=True))
+    longer = [found[w, "headloss", V]["wall ms"] - found[w, "headloss", V]["ms"] for w in works]
+    told = "torch.compile and QuACK are given the unmasked tokens alone; headloss drops the others itself. "
+    told += "The time is the GPU's, with its work queued ahead as in a training step. A step that finds the GPU idle "
+    told += f"and is waited for takes headloss {min(longer):.1f} to {max(longer):.1f} ms longer; "
+    told += f"torch.compile is then ahead in {behind} of {len(works)} rows. "
     return "\n".join(
         [
             *lines,
             "",
             f"Forward and backward of the head and its loss, {one['N']} tokens × {V} vocabulary × {one['D']} hidden, "
             f"bfloat16, on one {record['device']}: median time (–: no such loss), and peak memory beyond the inputs, "
-            f"gradients included (the weight's own gradient is {V * one['D'] * 2 / 2**30:.1f} GiB). {dropped}"
+            f"gradients included (the weight's own gradient is {V * one['D'] * 2 / 2**30:.1f} GiB). {told}"
             "Each is first checked against float64: *off* means that its gradient is further away than twice "
             "eager's. "
             f"`{record['command']}`, torch {_torch(record)}, triton {record['versions']['triton']}, "

@@ -112,10 +112,8 @@ class Places:
     def __init__(self, known: Known, tensors: dict[str, Tensor | None], whole: Entries | None = None) -> None:
         self.known, self._whole = known, whole
         self.__dict__ |= tensors
-        self.N, self.extra = (
-            len(self.offsets) - 1,
-            0 if self.target_N is None else 1,
-        )  # entries of a row besides its set
+        self.N = len(self.offsets) - 1
+        self.extra = 0 if self.target_N is None else 1  # entries per row besides its set: the target's
 
     @classmethod
     def make(cls, support: Support, targets: Tensor | None) -> Places:

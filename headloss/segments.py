@@ -313,7 +313,7 @@ class Segments:
 
 
 def readable(x: Tensor) -> bool:
-    """Whether the host may look at it for nothing; a graph that is being made has no numbers yet."""
+    """Whether the host can read it without waiting; a graph that is being made has no numbers yet."""
     return x.device.type == "cpu" and not torch.compiler.is_compiling() and not isinstance(x, FakeTensor)
 
 

@@ -208,7 +208,7 @@ def _is_view(node: fx.Node) -> bool:
 def counts_rows(graph: fx.GraphModule) -> bool:
     """Whether a number of the trace holds only for as many rows as it was made with.
 
-    How many ids a row has is part of what a trace is kept by, and may be looked at.
+    The number of ids per row is part of a trace's key, so a loss may read it.
     """
     guards = [guard.expr for guard in graph.shape_env.guards if not _harmless(guard.expr)]  # type: ignore[union-attr]
     if not guards:
