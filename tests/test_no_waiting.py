@@ -292,3 +292,15 @@ def test_a_wrong_target_on_a_gpu_does_not_kill_the_context() -> None:
 def test_a_dict_that_is_filled_later_is_a_dict(ask):
     made = []
     assert ask(late.LaterDict({"a": made, "b": made}, lambda: made.append(1) or {"a": 1, "b": 2})) and len(made) < 2
+
+
+def test_a_build_for_cuda_without_a_driver_captures_nothing(monkeypatch):
+    """Such a build raises when it is asked about a stream."""
+    from headloss.late import is_capturing
+
+    def no_driver():
+        raise RuntimeError("CUDA driver version is insufficient")
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", no_driver)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    assert not is_capturing()
