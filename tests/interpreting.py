@@ -93,6 +93,13 @@ def quicken() -> None:
     _equal_types_pass(core, type(interpreter.interpreter_semantic))
 
 
+def fma_rounds_once() -> bool:
+    """As a GPU's does; older interpreters round the product first, which costs digits where logits are large."""
+    from triton.runtime import interpreter
+
+    return hasattr(interpreter._interpreter, "fma_fp32")
+
+
 def _patch_once(interpreter: Any) -> None:
     """It patches the language for every function that a kernel calls; what is patched is never taken back."""
     patched: set[str] = set()

@@ -40,6 +40,11 @@ class CallArguments(NamedTuple):
     inputs: Mapping[str, Any] = MappingProxyType({})
     support: Support | None = None
 
+    def but(self, **new: Any) -> CallArguments:
+        """The same call with other fields.  A compiled graph of torch 2.8 does not follow `_replace`."""
+        fields: list[Any] = [new.get(name, old) for name, old in zip(CallArguments._fields, self, strict=True)]
+        return CallArguments(*fields)
+
     def with_prepared(self) -> CallArguments:
         """With the support that was given to `hl.prepare`."""
         if not isinstance(self.targets, Prepared):
@@ -49,7 +54,7 @@ class CallArguments(NamedTuple):
             raise ValueError("targets: were prepared with vocab_ids, which the source has not")
         if prepared is not None and self.support is not None:
             raise ValueError("support: given both to prepare() and to the call; give it once")
-        return self if prepared is None else self._replace(support=prepared)
+        return self if prepared is None else self.but(support=prepared)
 
     @property
     def teachers(self) -> Mapping[str, Teacher]:

@@ -29,6 +29,7 @@ from headloss.teachers import TOP
 from headloss.term import Term
 from headloss.terms import Terms
 from headloss.top import Top
+from headloss.trace.call import inputs_of
 from headloss.trace.signature import CLASSES, IDS, ONLY, classes_of, counts_of, share_of, targets_of, weighs_classes
 
 
@@ -43,7 +44,7 @@ def brought(terms: Terms, arguments: CallArguments, explained: bool = False) -> 
     tops = [f.teacher for t in terms.every_term if t.top for f in t.call(None, teachers).facts if f.name in TOP]
     teachers |= {name: Top.named(name) for name in tops if name is not None}
     if not named:
-        return arguments._replace(teacher=teachers) if tops else arguments
+        return arguments.but(teacher=teachers) if tops else arguments
     inputs = dict(arguments.inputs)
     main = arguments.targets.targets if isinstance(arguments.targets, Prepared) else arguments.targets
     for name, term in named.items():
@@ -61,10 +62,10 @@ def brought(terms: Terms, arguments: CallArguments, explained: bool = False) -> 
         inputs[name] = x.masked_fill(x == IGNORE, 0)
         ids = inputs[name].unsqueeze(-1)
         teachers[targets_of(name)] = Sparse(ids, torch.zeros(ids.shape, dtype=torch.float32, device=ids.device))
-    asked = {n for t in terms.every_term for n in t.call(None, teachers).input_names}
-    asked |= {n for _, call in terms.metrics if not isinstance(call.fn, Term) for n in call.input_names}
+    asked = {n for t in terms.every_term for n in inputs_of(t.call(None, teachers))}
+    asked |= {n for _, call in terms.metrics if not isinstance(call.fn, Term) for n in inputs_of(call)}
     inputs = {n: x for n, x in inputs.items() if n in asked or n not in named}
-    return arguments._replace(teacher=teachers, inputs=inputs)
+    return arguments.but(teacher=teachers, inputs=inputs)
 
 
 def over_ranks(terms: Terms, arguments: CallArguments) -> int:
@@ -97,7 +98,7 @@ def _with_shares(terms: Terms, arguments: CallArguments, explained: bool) -> Cal
         share = shares(term.reduction, term.length, ids, num, arguments.options.num_segments, add)
         key = share_of(term.reduction, term.length, label)
         inputs[key] = PerRow(share.to(source.fact_dtype).reshape(source.leading))
-    return arguments._replace(inputs=inputs)
+    return arguments.but(inputs=inputs)
 
 
 def _reduction_segments(name: str, term: Term, inputs: Mapping[str, Any], source: Source) -> Segments:
@@ -157,8 +158,8 @@ def _with_classes(terms: Terms, arguments: CallArguments) -> CallArguments:
     if not asking:
         return arguments
     inputs, source = dict(arguments.inputs), plain_source(arguments.source)
-    others = [call for n, t in terms.terms.items() for call in [t.call(None, {})] if "class_weight" in call.input_names]
-    if others or any("class_weight" in call.input_names for _, call in terms.metrics):
+    others = [call for n, t in terms.terms.items() for call in [t.call(None, {})] if "class_weight" in inputs_of(call)]
+    if others or any("class_weight" in inputs_of(call) for _, call in terms.metrics):
         raise ValueError(
             f"class_weight: {next(iter(asking))!r} weighs its classes by it, and another function takes it too; give "
             f"that one an input of another name"
@@ -194,7 +195,7 @@ def _with_classes(terms: Terms, arguments: CallArguments) -> CallArguments:
     inputs[CLASSES["class_mean"]] = w_V.mean()
     temperatures = dict.fromkeys(t.temperature for t in asking.values())
     classes = {classes_of(T): Logits(log_w, scale=T or 1.0, shard=source.shard) for T in temperatures}
-    return arguments._replace(teacher={**named_teachers(arguments.teacher), **classes}, inputs=inputs)
+    return arguments.but(teacher={**named_teachers(arguments.teacher), **classes}, inputs=inputs)
 
 
 def _is_on(name: str, term: Term, arguments: CallArguments) -> bool:

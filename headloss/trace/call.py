@@ -15,7 +15,7 @@ from headloss.facts import Fact
 from headloss.segments import Segments, WrongLengthError
 from headloss.trace.places import Places, noted
 from headloss.trace.reads import Reads, defaults, ours, reads, writes_unseen
-from headloss.trace.signature import CLASSES, Signature
+from headloss.trace.signature import CLASSES, Signature, key_of
 
 
 class Env(NamedTuple):
@@ -183,8 +183,16 @@ class Call(NamedTuple):
 
     @property
     def input_names(self) -> tuple[str, ...]:
-        names = [p.key for s in self.signatures for p in s.parameters if p.kind == "input"]
-        return tuple(dict.fromkeys([*names, *self.weight_names]))
+        return inputs_of(self)
+
+
+def inputs_of(call: Call) -> tuple[str, ...]:
+    """The names of a call's inputs.  A compiled graph of torch 2.8 reads a tuple's fields, not its properties."""
+    names = [key_of(p) for p in call.signature.parameters if p.kind == "input"]
+    for w in call.row_weights:
+        names += [key_of(p) for p in w.signature.parameters if p.kind == "input"] if w.signature is not None else []
+    names += [w.of for w in call.row_weights if isinstance(w.of, str)]
+    return tuple(dict.fromkeys(names))
 
 
 class Watched:

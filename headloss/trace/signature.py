@@ -115,9 +115,13 @@ class Parameter(NamedTuple):
 
     @property
     def key(self) -> str:
-        """The input's name in the call: a teacher's own inputs are kept apart from another's."""
-        name = self.takes or self.name
-        return name if self.teacher is None else f"{name} of {self.teacher}"
+        return key_of(self)
+
+
+def key_of(parameter: Parameter) -> str:
+    """The input's name in the call: a teacher's own inputs are kept apart from another's."""
+    name = parameter.takes or parameter.name
+    return name if parameter.teacher is None else f"{name} of {parameter.teacher}"
 
 
 class Signature(NamedTuple):

@@ -156,6 +156,9 @@ def test_order_of_the_vocabulary(random: standard.Random) -> None:
     a, b = oracle.run(wanted, p), oracle.run(wanted, drawn.permuted(p, columns), memory=memory(random, p))
     grads = {n: g if n in ("hidden",) or n.startswith("input:") else g[..., columns] if n == "logits" else g[columns]
              for n, g in a.grads.items()}  # fmt: skip
+    # Of equal logits (a soft cap makes them) the first is the likeliest: which one that is depends on the order.
+    of_order = {n for n in a.metrics if n.endswith("accuracy")}
+    a, b = (x._replace(metrics={n: m for n, m in x.metrics.items() if n not in of_order}) for x in (a, b))
     check(b, a._replace(grads=grads), TIGHT)
 
 
