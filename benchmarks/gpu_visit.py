@@ -108,12 +108,12 @@ def eager(x: torch.Tensor, y: torch.Tensor, mix: Mix, a: Arguments, scale: float
     }
     inputs = {n: v.to(z.dtype) for n, v in a.inputs.items()}
     values, metrics, loss = [], {}, torch.zeros((), dtype=z.dtype, device=DEVICE)
-    for name, call in mix.calls.items():
+    for (name, call), base, factor in zip(mix.calls.items(), a.bases, a.factors, strict=True):
         given = {q.name: known[q.name] if q.kind == "fact" else inputs[q.name] for q in call.signature.parameters}
         value, found = call.fn(**given, **call.options)
-        values.append(a.bases[name] * value)
+        values.append(base * value)
         metrics |= {f"{name}/{k}": m for k, m in found.items()}
-        loss = loss + (a.factors[name] * values[-1]).sum()
+        loss = loss + (factor * values[-1]).sum()
     loss.backward()
     metrics |= {"entropy": known["entropy"], "accuracy": known["argmax"] == y}
     return {"values": torch.stack(values), "gradient": x.grad, **metrics}
