@@ -12,6 +12,8 @@ from interpreting import outside, quicken, rerun
 from torch import Tensor
 
 import headloss as hl
+from headloss.checks import dense
+from headloss.checks.given import Given
 from headloss.losses import cross_entropy, grpo, gspo, kto, z_loss
 
 N, V, D = 13, 19, 5
@@ -160,8 +162,27 @@ def test_configs_copies_graphs_and_plans() -> None:
     given = {"segments": hl.Segments.from_ids(RESPONSES), "advantage": batch.advantage, "old_logprob": batch.old}
     plan = str(made.explain(source, batch.targets, prompts=batch.prompts, **given))
     assert "seq_mean_token_sum_norm / 7.0 over prompts" in plan
-    with pytest.raises(ValueError, match="term 'rl' has reduction_segments, which verify does not follow"):
-        hl.verify(made, source, batch.targets, prompts=batch.prompts, **given)
+
+
+@outside
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_verify_follows_them(reduction: str) -> None:
+    batch = Batch()
+    given = {"segments": hl.Segments.from_ids(RESPONSES), "advantage": batch.advantage, "old_logprob": batch.old}
+    made = hl.Objective(rl=term(gspo, reduction))
+    source = hl.Linear(batch.hidden, batch.weight)
+    for rows in (64, 6):
+        found = hl.verify(made, source, batch.targets, prompts=batch.prompts, rows=rows, **given)
+        assert found.ok, found
+    other = hl.Objective(rl=hl.Term(gspo, reduction=reduction, low=0.2, high=0.2, **REDUCTIONS[reduction]))
+    same = {n: x for n, x in given.items() if n != "segments"}
+    truth = dense.answer(
+        made, Given(source, batch.targets, given["segments"], {}, {**same, "prompts": batch.prompts},
+                    {**dict.fromkeys(same, "row"), "prompts": "whole"}),
+        torch.float64, {"hidden": batch.hidden, "weight": batch.weight},
+    )  # fmt: skip
+    close(truth.numbers["loss"].number, batch.truth("gspo", reduction)[0])
+    assert other(source, batch.targets, **given).loss != truth.numbers["loss"].number  # over responses instead
 
 
 @outside

@@ -23,6 +23,7 @@ from headloss.facts import FACTS
 from headloss.losses import LOSSES
 from headloss.options import parameters_of
 from headloss.routed import Routed
+from headloss.segments import Segments
 from headloss.sources import Logits, Source, Sparse
 from headloss.teachers import TOP
 from headloss.term import Term
@@ -123,6 +124,8 @@ class Dense:
         return x.reshape(-1, *x.shape[len(self.lead) :])[self.valid]
 
     def input(self, name: str, x: Any) -> Any:
+        if isinstance(x, Segments):
+            return DenseSegments(self.rows(x.ids).long(), x.num_segments)
         if not isinstance(x, Tensor):
             return torch.full(
                 (), x, dtype=self.dtype if isinstance(x, float) else None, device=self.given.source.device
@@ -327,11 +330,12 @@ class Dense:
             return ones / at_least_1(self.given.num_segments, present.sum())
         if term.reduction == "token_mean":
             return ones / at_least_1(self.given.num_items, self.R)
-        assert self.segments is not None
-        sizes = self.segments.counts
+        segments = self.segments if term.reduction_segments is None else self.inputs[term.reduction_segments]
+        assert segments is not None
+        sizes = segments.counts
         ones = ones / at_least_1(self.given.num_segments, (sizes > 0).sum())
         if term.reduction == "seq_mean_token_mean":
-            return ones / sizes.to(self.dtype)[self.segments.ids.clamp(min=0)]
+            return ones / sizes.to(self.dtype)[segments.ids.clamp(min=0)]
         return ones if term.length is None else ones / term.length
 
     def metrics(self, asked: Any) -> Iterator[tuple[str, Any]]:

@@ -107,9 +107,6 @@ def verify(
 
     >>> hl.verify(objective, hl.Logits(logits), targets, advantage=advantage).check()
     """
-    for name, term in objective.terms.items():
-        if term.reduction_segments:
-            raise ValueError(f"objective: term {name!r} has reduction_segments, which verify does not follow yet")
     if isinstance(rows, bool) or not isinstance(rows, int) or rows < 1:
         raise ValueError(f"rows: wanted how many rows to take, at least 1, got {rows!r}")
     options: dict[str, Any] = {"num_items": num_items, "num_segments": num_segments}
@@ -123,8 +120,11 @@ def verify(
         support, tokens, targets = targets.support or support, targets.tokens, targets.targets
         if tokens is not None:  # columns, which are tokens to the caller
             targets = torch.where(targets == IGNORE, IGNORE, tokens.vocab_ids[targets.clamp(min=0)])
-    segments = None if segments is None else segments.fitted(source.leading, source.device)
-    _check_whole(source, segments, teacher)
+    fitted = lambda x: x.fitted(source.leading, source.device)
+    segments = None if segments is None else fitted(segments)
+    inputs = {n: fitted(x) if isinstance(x, Segments) else x for n, x in inputs.items()}
+    groups = {"segments": segments} | {n: x for n, x in inputs.items() if isinstance(x, Segments)}
+    _check_whole(source, groups, teacher)
     teachers: dict[str, Teacher] = named_teachers(teacher)
     kinds = _kinds(objective, source, segments, inputs)
     given = Given(source, targets, segments, teachers, *kinds, **options, support=support)
@@ -135,7 +135,7 @@ def verify(
         return _compare(objective, given, how, taken, _told(plan))
 
 
-def _check_whole(source: Source, segments: Segments | None, teacher: Any) -> None:
+def _check_whole(source: Source, segments: Mapping[str, Segments | None], teacher: Any) -> None:
     every = [source, *(teacher.values() if isinstance(teacher, Mapping) else [teacher])]
     every += [t for x in every if isinstance(x, Routed) for t in x.teachers.values()]
     if any(getattr(x, "shard", None) is not None or _is_distributed(x) for x in every):
@@ -143,8 +143,9 @@ def _check_whole(source: Source, segments: Segments | None, teacher: Any) -> Non
             "source: is one rank's share of a vocabulary, which verify cannot see whole; verify the same objective on "
             "a whole head (a small one will do)"
         )
-    if segments is not None and segments.group is not None:
-        raise ValueError("segments: lie on several ranks; verify on segments without a group")
+    for name, x in segments.items():
+        if x is not None and x.group is not None:
+            raise ValueError(f"{name}: lie on several ranks; verify on segments without a group")
 
 
 def _is_distributed(source: Any) -> bool:
@@ -229,6 +230,8 @@ def _taken(given: Given, keep: Tensor, chosen: Sequence[int] | None) -> Given:
         segments = Segments(number[rows(segments.ids).long()], len(chosen))  # id -1 finds the last place
     for name, x in given.inputs.items():
         kind, inner = given.kinds[name], getattr(x, "value", x)
+        if isinstance(x, Segments):  # that a reduction goes over: those without rows count for nothing
+            inner = Segments(rows(x.ids), x.num_segments)
         if kind == "row":
             inner = rows(inner)
         elif kind == "segment" and chosen is not None:

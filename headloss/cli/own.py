@@ -69,8 +69,8 @@ def make(
         bounds = torch.linspace(0, N, S + 1).round().long()
         call["segments"] = hl.Segments.from_cu_seqlens(bounds.to(device))
     over = {t.reduction_segments for t in objective.terms.values() if t.reduction_segments}
-    if over:
-        raise ValueError(f"reduction_segments: {over.pop()!r} cannot be drawn; leave it out of what is checked")
+    for name in over:  # two segments in each
+        call[name] = hl.Segments.from_cu_seqlens(torch.linspace(0, N, S // 2 + 1).round().long().to(device))
     names = {t.teacher or "teacher" for t in objective.terms.values() if _looks(t)}
     names |= {"teacher"} if not names and any(n in TEACHER_INPUTS or n in COMPARING for n in asked) else set()
     sparse = top_k or any(n in TEACHER_INPUTS or n in SPARSE for n in asked)
