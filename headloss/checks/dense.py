@@ -18,7 +18,7 @@ from torch.nn.functional import linear
 
 from headloss.checks import dense_facts as made
 from headloss.checks.dense_facts import CLASSES, COMPARING, FLOOR, DenseSegments
-from headloss.checks.given import IGNORE, Answer, Given, Part, View, alone, mask_of, to_columns
+from headloss.checks.given import IGNORE, Answer, Given, Part, View, alone, mask_of, measured, to_columns
 from headloss.facts import FACTS
 from headloss.losses import LOSSES
 from headloss.options import parameters_of
@@ -378,21 +378,7 @@ class Dense:
         if counts is not None and row_weight is not None and row_weight.shape in ((), x.shape):
             counts = counts & (row_weight != 0)
         x = x.double().reshape(-1) if counts is None else x.double()[counts]
-        n, last = max(1, len(x)), name.rsplit("/", 1)[-1]
-        largest = float(x.abs().max()) if len(x) else 0.0
-        if last.endswith(("_min", "_max")):
-            sign = -1.0 if last.endswith("_min") else 1.0
-            number = sign * (sign * x).max() if len(x) else x.new_full((), -sign * math.inf)
-            return Part(number, x, largest, float(yes_or_no), summed=False)
-        mean = x.mean()
-        if last == "perplexity":
-            return Part(mean.exp(), x * mean.exp() / n, float(mean.exp()) * max(1.0, largest))
-        if last.endswith("_std"):
-            return Part(x.std(correction=0), x, largest, summed=False)
-        if last == "effective_sample_size":
-            number = x.sum() ** 2 / x.square().sum()
-            return Part(number, 4 * x * number / x.abs().sum().clamp(min=1e-30), float(number))
-        return Part(mean, x / n, float(x.abs().mean()) if len(x) else 0.0, yes_or_no / n)
+        return measured(name, x, yes_or_no)
 
 
 def _is_divergence(fn: Callable[..., Any]) -> bool:

@@ -6,6 +6,7 @@ Dimension key:  N rows   R rows that count   V vocabulary   K ids per row
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -53,6 +54,25 @@ class Part(NamedTuple):
             return float((self.number - other.number).abs())
         apart = (self.parts.double() - other.parts.double()).abs().nan_to_num(nan=0.0, posinf=0.0)
         return float(apart.sum() if self.summed else apart.max())
+
+
+def measured(name: str, x: Tensor, yes_or_no: bool) -> Part:
+    """A metric's number, by the ending of its name, from its values on the rows that it counts."""
+    n, last = max(1, len(x)), name.rsplit("/", 1)[-1]
+    largest = float(x.abs().max()) if len(x) else 0.0
+    if last.endswith(("_min", "_max")):
+        sign = -1.0 if last.endswith("_min") else 1.0
+        number = sign * (sign * x).max() if len(x) else x.new_full((), -sign * math.inf)
+        return Part(number, x, largest, float(yes_or_no), summed=False)
+    mean = x.mean()
+    if last == "perplexity":
+        return Part(mean.exp(), x * mean.exp() / n, float(mean.exp()) * max(1.0, largest))
+    if last.endswith("_std"):
+        return Part(x.std(correction=0), x, largest, summed=False)
+    if last == "effective_sample_size":
+        number = x.sum() ** 2 / x.square().sum()
+        return Part(number, 4 * x * number / x.abs().sum().clamp(min=1e-30), float(number))
+    return Part(mean, x / n, float(x.abs().mean()) if len(x) else 0.0, yes_or_no / n)
 
 
 class Answer(NamedTuple):

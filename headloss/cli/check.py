@@ -2,7 +2,7 @@
 
 Dimension key:  N rows   V vocabulary
 
-`truth.py` has the facts once more, with every logit in memory; a loss is its own function of those.
+The truth is that of `hl.verify`: every logit in memory, the loss as its function is written.
 Float64 is judged by its digits; narrower types by what plain PyTorch loses in the same type on the same numbers: more
 than twice that, and a few units of rounding, is off.
 """
@@ -26,12 +26,14 @@ from torch import Tensor
 
 import headloss as hl
 from headloss.backends import resolve
+from headloss.checks.dense import Dense
+from headloss.checks.dense_facts import COMPARING
 from headloss.cli import own
-from headloss.cli.truth import STUDENT, Problem, Result, dense_facts, dense_loss, leaves_of
+from headloss.cli.problem import Problem, Result, answer, given, leaves_of
 from headloss.divergence import is_divergence
 from headloss.losses import LOSSES
-from headloss.trace.signature import read_signature
 
+STUDENT = ("lse", "logprob", "mean_logprob", "entropy", "sum_p2")
 TEACHER = ("teacher_cross_entropy", "reverse_cross_entropy", "teacher_entropy")
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 SHORT = {"float64": "f64", "float32": "f32", "bfloat16": "bf16"}
@@ -144,13 +146,17 @@ def run_checks(device: str, fast: bool, seed: int) -> Iterator[tuple[str, list[C
     yield "facts", list(check_facts(problem, STUDENT, None))
     yield "facts of a teacher", list(check_facts(problem, TEACHER, "dense"))
     for name, fn in sorted(LOSSES.items()):
-        if is_divergence(fn):
-            both = [*check_loss(problem, name, fn, "dense"), *check_loss(problem, name, fn, "sparse")]
-            yield name, both
-        elif any(f.teacher for f in read_signature(fn).facts):
-            yield name, list(check_loss(problem, name, fn, "dense"))
-        elif read_signature(fn).facts:  # a loss of inputs alone asks nothing of a head
-            yield name, list(check_loss(problem, name, fn, None))
+        checks = [c for teacher in teachers_for(fn) for c in check_loss(problem, name, fn, teacher)]
+        if checks:
+            yield name, checks
+
+
+def teachers_for(fn: Callable[..., Any]) -> tuple[str | None, ...]:
+    """The kinds of teacher that a loss is checked with; nothing for a loss of inputs alone, which needs no head."""
+    if is_divergence(fn):
+        return ("dense", "sparse")
+    facts = hl.Term(fn).call(None, {}).facts
+    return ("dense",) if any(f.name in COMPARING for f in facts) else (None,) if facts else ()
 
 
 def check_facts(p: Problem, want: tuple[str, ...], teacher: str | None) -> Iterator[Check]:
@@ -158,15 +164,17 @@ def check_facts(p: Problem, want: tuple[str, ...], teacher: str | None) -> Itera
 
     @functools.cache
     def dense(kind: str, dtype: torch.dtype) -> Result:
-        leaves, logits = leaves_of(p, kind, dtype)
-        made = dense_facts(logits, p.targets.clamp(min=0), p.teacher.to(logits.dtype))
-        return _pulled(p, {f: made[f]() for f in want}, leaves)
+        leaves = leaves_of(p, kind, dtype)
+        source = _source(kind, leaves, {})
+        made = Dense(given(p, None, teacher, source), source.fact_dtype, leaves)
+        zeros = lambda x: x.new_zeros(len(p.targets)).masked_scatter(p.valid, x)
+        return _pulled(p, {f: zeros(made.fact(f, None, "teacher")) for f in want}, leaves)
 
     for path, kind, options, backend, name in _paths(p, ("float64", "float32", "bfloat16")):
         if path == "forward_backward":
             continue
         dtype = DTYPES[name]
-        leaves, _ = leaves_of(p, kind, dtype)
+        leaves = leaves_of(p, kind, dtype)
         call: dict[str, Any] = {"host_read": False} if path == "no host read" else {}
         source = _source(kind, leaves, options)
         try:
@@ -191,9 +199,14 @@ def check_loss(p: Problem, name: str, fn: Callable[..., Any], teacher: str | Non
     """One loss by every path, in float64 and float32."""
     inputs = {} if teacher else p.inputs(fn)
     asks = teacher is None and "segments" in inspect.signature(fn).parameters
-    dense = functools.cache(functools.partial(dense_loss, p, fn, teacher))
+
+    @functools.cache
+    def dense(kind: str, dtype: torch.dtype) -> Result:
+        leaves = leaves_of(p, kind, dtype)
+        return answer(p, fn, teacher, _source(kind, leaves, {}), leaves, dtype)
+
     for path, kind, options, backend, dtype in _paths(p, ("float64", "float32")):
-        leaves, _ = leaves_of(p, kind, DTYPES[dtype])
+        leaves = leaves_of(p, kind, DTYPES[dtype])
         call: dict[str, Any] = dict(inputs)
         if asks:
             call["segments"] = p.segments

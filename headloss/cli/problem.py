@@ -1,0 +1,114 @@
+"""The tensors that `headloss check` runs on, and the truth about them from `headloss.checks.dense`.
+
+Dimension key:  N rows   S segments   V vocabulary   D hidden size
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import headloss as hl
+from headloss.checks import dense
+from headloss.checks.given import Given
+from headloss.facts import FACTS
+
+APART = ("top_logprob", "class_weight", "class_mean", "class_cross_entropy")  # of a Term or a call that says so
+
+
+class Result(NamedTuple):
+    values: dict[str, Tensor]  # a loss, facts
+    scales: dict[str, float]  # what an error in them is measured by
+    grads: dict[str, Tensor]
+
+
+class Problem(NamedTuple):
+    """The tensors of all checks, in float64."""
+
+    hidden: Tensor
+    weight: Tensor
+    targets: Tensor
+    segments: hl.Segments
+    teacher: Tensor
+    ids: Tensor
+    ids_logprob: Tensor
+    pulls: Tensor  # what the facts' gradients are asked with
+    noise: Tensor
+
+    @classmethod
+    def make(cls, device: str, seed: int, N: int, V: int, D: int) -> Problem:
+        random = torch.Generator().manual_seed(seed)
+        normal = lambda *shape: torch.randn(*shape, generator=random, dtype=torch.float64)
+        hidden, weight, teacher = normal(N, D), normal(V, D) * 2 / D**0.5, normal(N, V) * 2
+        hidden, weight = hidden.bfloat16().double(), weight.bfloat16().double()  # the same numbers in every type
+        teacher = teacher.bfloat16().double()
+        targets = torch.randint(V, (N,), generator=random)
+        targets[torch.rand(N, generator=random) < 0.2] = -100
+        targets[:2] = torch.tensor([0, V - 1])
+        S = max(4, N // 12)
+        bounds = torch.linspace(0, N, S + 1).round().int()
+        top = teacher.log_softmax(-1).topk(5)
+        ids = top.indices.masked_fill(torch.rand(N, 5, generator=random) < 0.1, -1)
+        put = lambda x: x.to(device)
+        return cls(
+            put(hidden), put(weight), put(targets), hl.Segments.from_cu_seqlens(put(bounds)), put(teacher), put(ids),
+            put(top.values.float()), put(normal(8, N)), put(normal(8, N)),
+        )  # fmt: skip
+
+    @property
+    def valid(self) -> Tensor:
+        return self.targets != -100
+
+    def inputs(self, fn: Callable[..., Any]) -> dict[str, Tensor]:
+        """Whatever a loss asks for besides facts; log-probabilities are the true ones, a little off."""
+        names = [p.name for p in inspect.signature(fn).parameters.values() if p.kind is not p.KEYWORD_ONLY]
+        N, S = len(self.targets), self.segments.num_segments
+        logp = (self.hidden @ self.weight.T).log_softmax(-1).gather(-1, self.targets.clamp(min=0)[:, None])[:, 0]
+        found: dict[str, Tensor] = {}
+        for i, name in enumerate(n for n in names if n not in (*FACTS, *APART, "segments", "targets", "logp", "logq")):
+            if name == "pairs":
+                found[name] = torch.arange(S // 2 * 2, device=logp.device).view(-1, 2)
+            elif name == "desirable":
+                found[name] = torch.arange(S, device=logp.device) % 2 == 0
+            elif name == "optimal_advantage":
+                found[name] = self.noise[i][:S].float()
+            elif name == "kl":
+                found[name] = logp.new_tensor(0.3)
+            elif name == "foreign_logprob":
+                found[name] = self.ids_logprob
+            elif name.endswith("logprob"):
+                found[name] = (logp + 0.1 * self.noise[i]).clamp(max=-1e-3).float()
+            else:
+                found[name] = self.noise[i][:N].float()
+        return found
+
+    def guide(self, teacher: str | None, dtype: torch.dtype) -> Any:
+        if teacher == "sparse":
+            return hl.Sparse(self.ids, self.ids_logprob)
+        return None if teacher is None else hl.Logits(self.teacher.to(dtype))
+
+
+def answer(
+    p: Problem, fn: Callable[..., Any], teacher: str | None, source: Any, leaves: dict[str, Tensor], dtype: torch.dtype
+) -> Result:
+    """The loss of one term, and its gradients, with every logit in memory."""
+    found = dense.answer(hl.Objective(term=fn), given(p, fn, teacher, source), dtype, leaves)
+    return Result({"loss": found.numbers["loss"].number}, {"loss": found.numbers["loss"].scale}, found.grads)
+
+
+def given(p: Problem, fn: Callable[..., Any] | None, teacher: str | None, source: Any) -> Given:
+    """The call as the dense computation takes it."""
+    inputs = {} if fn is None or teacher else p.inputs(fn)
+    kinds = {n: "row" if x.ndim and len(x) == len(p.targets) else "whole" for n, x in inputs.items()}
+    guide = p.guide(teacher, source.tensors[0].dtype)
+    return Given(source, p.targets, p.segments, {} if guide is None else {"teacher": guide}, inputs, kinds)
+
+
+def leaves_of(p: Problem, kind: str, dtype: torch.dtype) -> dict[str, Tensor]:
+    if kind == "Logits":
+        return {"logits": (p.hidden @ p.weight.T).bfloat16().to(dtype, copy=True).requires_grad_()}
+    return {n: getattr(p, n).to(dtype, copy=True).requires_grad_() for n in ("hidden", "weight")}
