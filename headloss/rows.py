@@ -205,7 +205,9 @@ def bind_rows(
     if stats is None:
         if segments is not None and ids is not None:
             segments = Segments(ids.masked_fill(~valid, -1), segments.num_segments, group=segments.group)
-        return Rows(shape, targets, None, valid, segments, None)
+        rows = Rows(shape, targets, None, valid, segments, None)
+        rows.one_token = one
+        return rows
     keep = None
     if segments is not None and by_segment and not stats.sorted:
         assert ids is not None

@@ -39,9 +39,10 @@ def facts_between(sweep: ProductSweep) -> Launched:
     """The facts of all rows, by a program without terms; no gradient."""
     backend, rows, everything = sweep.backend, sweep.rows, slice(0, sweep.rows.count)
     settling = backend.Settling(
-        sweep.program, backend.runs(rows.count, sweep.source.device), backend.Weights({}, {}, {}, {}),
+        sweep.program, None, backend.Weights({}, {}, {}, {}),
         sweep.marked_targets(everything), rows.count, sweep._temperatures(everything),
-        vocab=sweep.source.vocab, ignore=rows.skipped or rows.valid is not None, gradient=False,
+        vocab=sweep.source.vocab, device=sweep.source.device, ignore=rows.skipped or rows.valid is not None,
+        gradient=False,
     )  # fmt: skip
     settling.settle(sweep.sums())
     return Launched(None, settling.settled, None, None)
@@ -70,9 +71,8 @@ def _open(sweep: Sweep, loss: TermsOnRows, weighed: Weighed, grad: bool, program
     ignore = rows.skipped or rows.valid is not None
     rising = stats is not None and not stats.loose and rows.by_segment
     means = {t.name: by_length(t) for t in loss.terms}
-    if segments is None:
-        spans = backend.runs(rows.count, sweep.source.device)
-    else:
+    spans = None
+    if segments is not None:
         assert segments.group is None
         spans = backend.spans(segments.ids, segments.num_segments, rising, whole=not ignore)
     return backend.Settling(
@@ -80,7 +80,7 @@ def _open(sweep: Sweep, loss: TermsOnRows, weighed: Weighed, grad: bool, program
         spans,
         backend.Weights(loss.raw_inputs(everything), weighed.bases, means, weighed.factors),
         sweep.marked_targets(everything), rows.count, sweep._temperatures(everything),
-        vocab=sweep.source.vocab, ignore=ignore, gradient=grad,
+        vocab=sweep.source.vocab, device=sweep.source.device, ignore=ignore, gradient=grad,
     )  # fmt: skip
 
 

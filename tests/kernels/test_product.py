@@ -244,11 +244,12 @@ def builds():
     yield "repair", kernels.repair_kernel, {**repairs, "tiles": "*i32"}, {"TARGET": True, **tile}
     hidden = {**floats, **pointers, **ints, "e": x, "w": block(T.depth, T.columns), "out": "*bf16", "weight": "*bf16"}
     hidden |= {"weight_stride": "i32", "out_stride": "i32"}
-    yield "hidden", kernels.hidden_kernel, hidden, {"TARGET": True, "CONSTANT": True, "EVEN": False, **tile}
+    flags = {"TARGET": True, "CONSTANT": True, "EVEN": False, "OVERLAP": True}
+    yield "hidden", kernels.hidden_kernel, hidden, {**flags, **tile}
     for dtype, add, parts in (("bf16", False, 2), ("bf16", True, 2), ("fp32", True, 4)):
         out = block(T.rows, T.columns // parts, dtype)
         weight = {**floats, **pointers, **ints, "e": block(T.depth, T.rows), "x": block(T.depth, T.columns), "out": out}
-        flags = {"ADD": add, "CONSTANT": True, "PARTS": parts, **tile}
+        flags = {"ADD": add, "CONSTANT": True, "PARTS": parts, "OVERLAP": True, **tile}
         yield f"weight {dtype}{', added' * add}", kernels.weight_kernel, weight, flags
 
 

@@ -50,7 +50,8 @@ def test_compiles_for_hopper_without_spills(how, tmp_path):
     each = lambda x: dict.fromkeys(program.terms, x)
     weights = settle.Weights(inputs, each(1.0), each(False) | {"rl": True}, each(empty()))
     spans = settle.Spans(empty(9, kind=torch.int64), empty(ROWS, kind=torch.int64) if ordered else None)
-    call = settle.Settling(program, spans, weights, TARGETS, ROWS, [1.0], vocab=1000, ignore=ignore)
+    how = {"vocab": 1000, "device": TARGETS.device, "ignore": ignore}
+    call = settle.Settling(program, spans, weights, TARGETS, ROWS, [1.0], **how)
     said = Built(lambda: call.settle(empty(9, ROWS))).dump("--dump-resource-usage", tmp_path)
     usage = re.search(r"REG:(\d+) STACK:(\d+)", said)
     assert usage is not None and int(usage[2]) == 0, usage

@@ -25,13 +25,12 @@ look, merge_repeated, scale_ = compared.look, compared.merge_repeated, sweeps.sc
 # facts, values, metrics and gradient of some rows in one launch: what it takes, and its sums over the rows
 visit, Arguments, totals = alone.visit, alone.Arguments, alone.totals
 # segments, settled between the two sweeps
-sums_matrix, pull_rows, Settling, Weights, spans, runs = (
+sums_matrix, pull_rows, Settling, Weights, spans = (
     sweeps.sums_matrix,
     sweeps.pull_rows,
     settle.Settling,
     settle.Weights,
     settle.spans,
-    settle.runs,
 )
 count_targets = alone.count_targets
 # some columns of each row of a linear head; some columns of all rows

@@ -38,7 +38,7 @@ from headloss.backends.triton.kernels.product_grads import (
 from headloss.backends.triton.kernels.product_rows import finish_kernel, gather_kernel, merge_kernel, order_kernel
 from headloss.backends.triton.launch import launch_kernel
 from headloss.backends.triton.sweeps import named
-from headloss.backends.triton.tiles import LAUNCH, plain_temperature
+from headloss.backends.triton.tiles import LAUNCH, chains, plain_temperature
 from headloss.facts import Partial, Want
 
 
@@ -56,7 +56,7 @@ class Tile(NamedTuple):
 # programs multiplies while the other sums: 5 to 10% faster than one of twice the width.
 TILE, READ = Tile(128, 256, 64, 8, 8, 3, 1), Tile(128, 128, 64, 8, 4, 3, 2)
 LEVELS = 5  # of the tree that one launch merges
-NUMBERED, SORTED = {"B": 256, "R": 4096}, {"B": 32, "R": 512}  # rows of a program, and those that it looks at together
+NUMBERED, SORTED = {"B": 256, "R": 4096}, {"B": 32, "R": 256}  # rows of a program, and those that it looks at together
 TESTED = tuple(int(x) for x in triton.__version__.split(".")[:2]) >= (3, 6)  # what descriptors were tried with
 SMALLEST = 1 << 20  # numbers of a weight: below, launches take longer than products, and cuBLAS needs fewer of them
 PRETEND = False  # in tests: take CPU tensors under the interpreter for a Hopper GPU's
@@ -206,22 +206,22 @@ def finish(
     store: Tensor | None = None,
     whole: bool = True,
 ) -> Read:
-    """Merge the sums of tiles in one tree, and put the targets back."""
-    (fields, tiles, high), device, flags = parts.shape, parts.device, _flags(want)
-    while tiles > 1:
-        merged = torch.empty(fields, -(-tiles // (1 << LEVELS)), high, dtype=torch.float32, device=device)
+    """Merge the sums of tiles in one tree, where they stand, and put the targets back."""
+    (_, tiles, high), device, flags = parts.shape, parts.device, _flags(want)
+    step = 1
+    while step < tiles:
         launch_kernel(
-            merge_kernel, triton.cdiv(rows, 128) * merged.shape[1], parts, merged, gathered.live, tiles, high,
-            **flags, LEVELS=LEVELS, B=128, num_warps=4, **LAUNCH,
+            merge_kernel, triton.cdiv(rows, 128) * triton.cdiv(tiles, step << LEVELS),
+            parts, gathered.live, tiles, high, step, **flags, LEVELS=LEVELS, B=128, num_warps=4, **LAUNCH,
         )  # fmt: skip
-        parts, tiles = merged, merged.shape[1]
+        step <<= LEVELS
     sums = torch.empty(_slots(want), rows, dtype=torch.float32, device=device)
     beyond = torch.empty(high // TILE.rows, dtype=torch.int32, device=device)
     _, logit, reference, lse, logprob = gathered.numbers
     launch_kernel(
         finish_kernel, high // TILE.rows,
         parts, gathered.listed, gathered.live, gathered.targets, logit, reference, temperature, sums, lse, logprob,
-        beyond, high, rows, columns, start,
+        beyond, tiles, high, rows, columns, start,
         LISTED=gathered.listed is not None, TARGET=gathered.has_target, OUT=want.target,
         PER_ROW=isinstance(temperature, Tensor), STORED=store is not None,
         REBASED=whole and all(f.name != "max_logprob" for f in want.facts), **flags, B=TILE.rows, num_warps=4, **LAUNCH,
@@ -310,7 +310,9 @@ def write(
         0 if scaled_CD is None else scaled_CD.stride(0), **given, TARGET=rows.has_target,
         SCALED=scaled_CD is not None, BK=T.depth, BD=BD, num_warps=4, **LAUNCH,
     )  # fmt: skip
-    constant = c is not None
+    constant, overlap = c is not None, chains(device)
+    chained = {"OVERLAP": overlap, **LAUNCH, **({"launch_pdl": True} if overlap else {})}
+    keys, order = torch.empty_like(columns), torch.empty_like(columns)
     if dweight_VD is not None and scaled_CD is not None:
         total = None
         if constant:
@@ -324,32 +326,43 @@ def write(
             weight_kernel, programs,
             _blocks(read.e, T.depth, T.rows), _blocks(scaled_CD, T.depth, T.columns),
             _blocks(dweight_VD, T.rows, T.columns // pieces), total, counts, V, D,
-            ADD=add, CONSTANT=constant, PARTS=pieces, **tile,
+            ADD=add, CONSTANT=constant, PARTS=pieces, OVERLAP=overlap, **tile,
         )  # fmt: skip
         if rows.has_target:
-            keys, order = torch.empty_like(columns), torch.empty_like(columns)
-            launch_kernel(rank_kernel, triton.cdiv(C, SORTED["B"]), columns, keys, order, C, **SORTED, num_warps=4)
             launch_kernel(
-                scatter_kernel, C * triton.cdiv(D, 1024), keys, order, numbers, shares, hidden_CD, dweight_VD, C, V, D,
-                hidden_CD.stride(0), dweight_VD.stride(0), R=4, BD=1024, num_warps=4,
+                rank_kernel, triton.cdiv(C, SORTED["B"]) + overlap, columns, keys, order, C,
+                **SORTED, **chained, num_warps=4,
             )  # fmt: skip
     if dhidden_CD is not None:
-        launch_kernel(
-            blank_kernel, C, rows.live, rows.listed, a, c, y, dhidden_CD, D, dhidden_CD.stride(0),
-            **given, BD=BD, num_warps=4, **LAUNCH,
-        )  # fmt: skip
         total = weight_VD.sum(0, dtype=torch.float32) if constant else None
         launch_kernel(
             hidden_kernel, programs,
             _blocks(read.e, T.rows, T.depth), _blocks(weight_VD, T.depth, T.columns), dhidden_CD, numbers, factors,
             shares, constants, columns, weight_VD, total, counts, V, D, weight_VD.stride(0), dhidden_CD.stride(0),
-            TARGET=rows.has_target, CONSTANT=constant, EVEN=D % T.columns == 0, **tile,
+            TARGET=rows.has_target, CONSTANT=constant, EVEN=D % T.columns == 0, OVERLAP=overlap, **tile,
+        )  # fmt: skip
+        launch_kernel(
+            blank_kernel, C + overlap, rows.live, rows.listed, a, c, y, dhidden_CD, D, dhidden_CD.stride(0),
+            **given, BD=BD, **chained, num_warps=4,
+        )  # fmt: skip
+    if dweight_VD is not None and rows.has_target:
+        chained = chained if dhidden_CD is not None else {"OVERLAP": False, **LAUNCH}  # after `rank`, which it needs
+        launch_kernel(
+            scatter_kernel, C * triton.cdiv(D, 1024) + chained["OVERLAP"],
+            keys, order, numbers, shares, hidden_CD, dweight_VD, C, V, D, hidden_CD.stride(0), dweight_VD.stride(0),
+            R=4, BD=1024, **chained, num_warps=4,
         )  # fmt: skip
 
 
 def partial(sums: Tensor, want: Want) -> Partial:
     """The sums of some rows by name: of the whole vocabulary, one part."""
     return named(sums, want)
+
+
+def room(read: Read, rows: int) -> Tensor | None:
+    """Where the gradient of that many rows can go, if they are all that was read: the copy of those that count."""
+    copy = read.rows.hidden
+    return copy[:rows] if read.rows.listed is not None and len(read.rows.listed) == rows else None
 
 
 def chunk(rows: int, columns: int, device: torch.device) -> Tensor:

@@ -44,11 +44,6 @@ def spans(ids_R: Tensor, num_segments: int, rising: bool = False, whole: bool = 
     return Spans(torch.searchsorted(filled_R, groups))
 
 
-def runs(rows: int, device: torch.device) -> Spans:
-    """Of rows that no segments join: runs of a block each, in place of segments."""
-    return Spans(torch.arange(-BLOCK, rows + BLOCK, BLOCK, device=device).clamp_(0, rows))
-
-
 class Weights(NamedTuple):
     """What a program is called with, apart from facts and segments."""
 
@@ -78,30 +73,34 @@ class Settled(Visited):
 
 
 class Settling:
-    """One call.  `targets` (R,) may hold -100 where rows are to be ignored (`ignore`)."""
+    """One call.  `targets` (R,) may hold -100 where rows are to be ignored (`ignore`).
+
+    Without `spans` no segments join the rows: runs of a block each are in place of them.
+    """
 
     def __init__(
         self,
         program: SegmentProgram,
-        spans: Spans,
+        spans: Spans | None,
         weights: Weights,
         targets: Tensor | None,
         rows: int,
         temperatures: Sequence[Number],
         *,
         vocab: int,
+        device: torch.device,
         ignore: bool = False,
         gradient: bool = True,
     ) -> None:
-        device = spans.offsets.device
         self.plan, self.spans, self.targets, self.rows = _plan(program), spans, targets, rows
         self.gradient = gradient
         made = torch.empty(self.plan.slots, rows, dtype=torch.float32, device=device)
         best = torch.empty(rows, dtype=torch.int64, device=device) if program.want.argmax else None
         self.settled = Settled(made, best, self.plan)
-        self.groups = len(spans.offsets) - 1
+        self.groups = -(-rows // BLOCK) + 1 if spans is None else len(spans.offsets) - 1
         high = len(program.terms) + 1 + len(program.segment_metrics)
-        self.settled.by_segment = torch.zeros(high, self.groups, dtype=torch.float32, device=device)
+        make = torch.empty if spans is None and rows else torch.zeros  # a call may settle some of its segments
+        self.settled.by_segment = make(high, self.groups, dtype=torch.float32, device=device)
         given = (
             tuple(plain_temperature(T) for T in temperatures),
             tuple(_input(weights.inputs[name], device) for name in program.inputs),
@@ -111,7 +110,7 @@ class Settling:
         self.given = Given(given[0], (), *given[1:], program.numbers, (), float(vocab), 1.0, 1.0, 1.0, 1.0)
         means = tuple(weights.means[name] for name in program.terms)
         forms = _forms([x for part in given for x in part])
-        self.form = (forms, means, ignore, gradient, spans.order is None, targets is None)
+        self.form = (forms, means, ignore, gradient, spans and spans.order is None, targets is None)
         if self.form not in self.plan.variants:
             self.plan.variants[self.form] = _variant(self.plan, given, means, spans, ignore, gradient)
 
@@ -125,14 +124,14 @@ class Settling:
         first, last = (0, self.groups) if segments is None else (segments.start + 1, segments.stop + 1)
         if C == 0 or first == last:
             return rows
-        settled, spans = self.settled, self.spans
+        settled, (offsets, order) = self.settled, self.spans or (None, None)
         found = settled.found
         at = SettleAt(
             sums_FC, found, found if settled.best is None else settled.best, found if rows is None else rows,
             settled.by_segment,
         )  # fmt: skip
         sizes = (C, self.rows, first_row, first, self.groups)
-        arguments = (at, self.targets, spans.order, spans.offsets, self.given, *sizes)
+        arguments = (at, self.targets, order, offsets, self.given, *sizes)
         self.plan.variants[self.form].run(None, place(sums_FC), last - first, arguments)
         return rows
 
@@ -168,13 +167,14 @@ def _plan(program: SegmentProgram) -> Plan:
     return Plan(program, sum(sizes), pulled, (0, *itertools.accumulate(sizes)), flags, {})
 
 
-def _variant(plan: Plan, given: Any, means: Any, spans: Spans, ignore: bool, gradient: bool) -> Launch:
+def _variant(plan: Plan, given: Any, means: Any, spans: Spans | None, ignore: bool, gradient: bool) -> Launch:
     temperatures, inputs, bases, factors = map(kinds_of, given)
     kinds = zip(inputs, plan.program.input_kinds, strict=True)
     flags = plan.flags._replace(
         GRADIENT=gradient, PER_ROW=tuple(n >= 0 for n in temperatures),
         INPUT_ROWS=tuple(2 if n == 1 and kind == "segment" else n for n, kind in kinds),
-        BASE_KINDS=bases, FACTOR_KINDS=factors, MEANS=means, ORDERED=spans.order is not None, IGNORE=ignore, B=BLOCK,
+        BASE_KINDS=bases, FACTOR_KINDS=factors, MEANS=means, IGNORE=ignore, B=BLOCK,
+        ORDERED=spans is not None and spans.order is not None, RUNS=spans is None,
     )  # fmt: skip
     functions = {"FN": plan.program.function, "VALUES": plan.program.values}
     return Launch(settle_kernel, {**functions, "F": flags, "num_warps": WARPS, **LAUNCH})

@@ -207,10 +207,12 @@ def hidden_part(
 @triton.jit(do_not_specialize=["V", "D"], do_not_specialize_on_alignment=["count", "numbers", "target"])
 def hidden_kernel(
     e, w, out, numbers, factors, shares, constants, target, weight, total, count, V, D, weight_stride, out_stride,
-    TARGET: tl.constexpr, CONSTANT: tl.constexpr, EVEN: tl.constexpr,
+    TARGET: tl.constexpr, CONSTANT: tl.constexpr, EVEN: tl.constexpr, OVERLAP: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     """Rows of E in the order of `numbers`, which says where in `out` they go; `total` (D,) is the weight's sum."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
     live = tl.load(count)
     tall, wide, deep = tl.cdiv(live, BM), tl.cdiv(D, BN), tl.cdiv(V, BK)
     for t in tl.range(tl.program_id(0), tall * wide, PROGRAMS, flatten=True):
@@ -251,9 +253,12 @@ def weight_part(acc, out, total, first_row, first, D, ADD: tl.constexpr, CONSTAN
 @triton.jit(do_not_specialize=["V", "D"], do_not_specialize_on_alignment=["count"])
 def weight_kernel(
     e, x, out, total, count, V, D, ADD: tl.constexpr, CONSTANT: tl.constexpr, PARTS: tl.constexpr,
+    OVERLAP: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     """`total` (D,): what every row of the weight gets.  Rows from `count` on are 0 in `x` and finite in `e`."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
     live = tl.load(count)
     tall, wide, deep = tl.cdiv(V, BM), tl.cdiv(D, BN), tl.cdiv(live, BK)
     for t in tl.range(tl.program_id(0), tall * wide, PROGRAMS, flatten=True):

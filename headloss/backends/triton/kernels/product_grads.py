@@ -6,6 +6,9 @@ Dimension key:  C rows of a chunk   V columns in hand   D hidden size
     live      count the rows whose coefficients are not all 0      move      their rows of E to the front
     factor    the numbers that the products take of a row          rank      sort their targets
     scatter   the targets' share of the weight's gradient          blank     zeros where a row has no gradient
+
+OVERLAP: a launch starts while the product before it runs, from which it needs nothing.  It has one more program, which
+waits for that product, so that what comes later comes after both.
 """
 
 import triton
@@ -162,40 +165,46 @@ def factor_kernel(
 
 
 @triton.jit(do_not_specialize=["rows"])
-def rank_kernel(columns, keys, order, rows, B: tl.constexpr, R: tl.constexpr):
+def rank_kernel(columns, keys, order, rows, B: tl.constexpr, R: tl.constexpr, OVERLAP: tl.constexpr):
     """Sort the columns, equal ones in the order of their rows: each row counts those that come before it.
 
-    As many comparisons as there are pairs of rows, which is nothing next to a product: 8192 rows take a fifth of what
-    a radix sort does.
+    As many comparisons as there are pairs of rows, which is nothing next to a product, while which it runs.
     """
+    if OVERLAP and tl.program_id(0) == tl.num_programs(0) - 1:
+        tl.extra.cuda.gdc_wait()
+        return
     first = tl.program_id(0) * B
     i = first + tl.arange(0, B)
     own = tl.load(columns + i, mask=i < rows, other=2147483647)
-    place = tl.zeros([B], tl.int32)
     near = first // R * R
-    for at in range(0, near, R):
-        other = tl.load(columns + at + tl.arange(0, R))
-        place += tl.sum((other[None, :] <= own[:, None]).to(tl.int32), 1)
     j = near + tl.arange(0, R)
     other = tl.load(columns + j, mask=j < rows, other=2147483647)
     earlier = (other[None, :] < own[:, None]) | ((other[None, :] == own[:, None]) & (j[None, :] < i[:, None]))
-    place += tl.sum(earlier.to(tl.int32), 1)
+    before = earlier.to(tl.int32)  # summed once, at the end
+    for at in range(0, near, R):
+        other = tl.load(columns + at + tl.arange(0, R))
+        before += (other[None, :] <= own[:, None]).to(tl.int32)
     for at in range(near + R, rows, R):
         j = at + tl.arange(0, R)
         other = tl.load(columns + j, mask=j < rows, other=2147483647)
-        place += tl.sum((other[None, :] < own[:, None]).to(tl.int32), 1)
+        before += (other[None, :] < own[:, None]).to(tl.int32)
+    place = tl.sum(before, 1)
     tl.store(keys + place, own, mask=i < rows)
     tl.store(order + place, i, mask=i < rows)
 
 
 @triton.jit(do_not_specialize=["D", "stride", "out_stride", "rows", "V"])
 def scatter_kernel(
-    keys, order, numbers, shares, hidden, out, rows, V, D, stride, out_stride, R: tl.constexpr, BD: tl.constexpr
-):
+    keys, order, numbers, shares, hidden, out, rows, V, D, stride, out_stride,
+    R: tl.constexpr, BD: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
     """out[key] += sum of share * hidden over the rows of that key: keys rise, the first of a run adds them all up.
 
     Most runs are one row; frequent tokens have hundreds, so the rest of a run is taken R rows at a time.
     """
+    if OVERLAP and tl.program_id(0) == tl.num_programs(0) - 1:
+        tl.extra.cuda.gdc_wait()
+        return
     D, stride, out_stride = even(D), even(stride), even(out_stride)
     parts = tl.cdiv(D, BD)
     i = tl.program_id(0) // parts
@@ -227,9 +236,14 @@ def scatter_kernel(
 @triton.jit(do_not_specialize=["D", "stride"], do_not_specialize_on_alignment=["count", "listed", "a", "c", "y"])
 def blank_kernel(
     count, listed, a, c, y, out, D, stride,
-    LISTED: tl.constexpr, A: tl.constexpr, C: tl.constexpr, Y: tl.constexpr, BD: tl.constexpr,
+    LISTED: tl.constexpr, A: tl.constexpr, C: tl.constexpr, Y: tl.constexpr, BD: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """out[row] = 0 where a row is ignored or its coefficients are all 0; those that are not, are not touched."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+    if OVERLAP and tl.program_id(0) == tl.num_programs(0) - 1:
+        tl.extra.cuda.gdc_wait()
+        return
     D, stride = even(D), even(stride)
     place = tl.program_id(0)
     row = place

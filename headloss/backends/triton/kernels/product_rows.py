@@ -123,34 +123,32 @@ def joined(a, b):
     )
 
 
-@triton.jit(do_not_specialize=["tiles", "rows"], do_not_specialize_on_alignment=["count"])
+@triton.jit(do_not_specialize=["tiles", "rows", "step"], do_not_specialize_on_alignment=["count"])
 def merge_kernel(
-    parts, out, count, tiles, rows,
+    parts, count, tiles, rows, step,
     WANT_X: tl.constexpr, WANT_Q: tl.constexpr, TOTAL: tl.constexpr, BEST: tl.constexpr,
     LEVELS: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
-    """(fields, tiles, rows) to (fields, tiles / 2^LEVELS, rows)."""
+    """Of every `step` tiles the first has their sums: 2^LEVELS such into the first of them."""
     RADIX: tl.constexpr = 1 << LEVELS
-    groups = tl.cdiv(tiles, RADIX)
+    groups = tl.cdiv(tiles, RADIX * step)
     at, group = tl.program_id(0) // groups * B, tl.program_id(0) % groups
-    groups = groups.to(tl.int64)
     row = at + tl.arange(0, B)
     if at >= tl.load(count):
         return
-    first = group.to(tl.int64) * RADIX
+    first, field = group.to(tl.int64) * RADIX * step, tiles.to(tl.int64) * rows
     nodes = ()
     for i in tl.static_range(RADIX):
-        here = row < tl.where(first + i < tiles, rows, 0)
-        nodes += (
-            loaded(parts + (first + i) * rows + row, tiles.to(tl.int64) * rows, here, WANT_X, WANT_Q, TOTAL, BEST),
-        )
+        tile = first + i * step
+        here = row < tl.where(tile < tiles, rows, 0)
+        nodes += (loaded(parts + tile * rows + row, field, here, WANT_X, WANT_Q, TOTAL, BEST),)
     for _level in tl.static_range(LEVELS):
         halved = ()
         for i in tl.static_range(len(nodes) // 2):
             halved += (joined(nodes[2 * i], nodes[2 * i + 1]),)
         nodes = halved
     most, S, total, best, X, Q = nodes[0]
-    at, field, here = out + group * rows + row, groups * rows, row < rows
+    at, here = parts + first * rows + row, row < rows
     tl.store(at, most, mask=here)
     tl.store(at + field, S, mask=here)
     slot = 2
@@ -183,11 +181,12 @@ def log1p(x):
 
 
 @triton.jit(
-    do_not_specialize=["rows", "wide", "columns", "start"],
+    do_not_specialize=["tiles", "rows", "wide", "columns", "start"],
     do_not_specialize_on_alignment=["listed", "count", "temperatures"],
 )
 def finish_kernel(
-    node, listed, count, targets, logit, reference, temperatures, out, lse, logprob, beyond, rows, wide, columns, start,
+    node, listed, count, targets, logit, reference, temperatures, out, lse, logprob, beyond, tiles, rows, wide, columns,
+    start,
     LISTED: tl.constexpr, TARGET: tl.constexpr, OUT: tl.constexpr, PER_ROW: tl.constexpr, STORED: tl.constexpr,
     REBASED: tl.constexpr,
     WANT_X: tl.constexpr, WANT_Q: tl.constexpr, TOTAL: tl.constexpr, BEST: tl.constexpr, B: tl.constexpr,
@@ -199,7 +198,7 @@ def finish_kernel(
     """
     place = tl.program_id(0) * B + tl.arange(0, B)
     here, inside = place < tl.load(count), place < wide
-    most, S, total, best, X, Q = loaded(node + place, rows.to(tl.int64), here, WANT_X, WANT_Q, TOTAL, BEST)
+    most, S, total, best, X, Q = loaded(node + place, tiles.to(tl.int64) * rows, here, WANT_X, WANT_Q, TOTAL, BEST)
     row = place.to(tl.int64)
     if LISTED:
         row = tl.load(listed + place, mask=inside, other=0).to(tl.int64)

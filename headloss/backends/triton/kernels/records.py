@@ -249,5 +249,6 @@ class SettleFlags(NamedTuple):
     FACTOR_KINDS: Flag = ()
     MEANS: Flag = ()
     ORDERED: Flag = False
+    RUNS: Flag = False  # of B rows each, in place of segments
     IGNORE: Flag = False
     B: Flag = 1

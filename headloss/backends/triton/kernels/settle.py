@@ -155,7 +155,10 @@ def settle_kernel(
     B: tl.constexpr = F.B
     group = first_group + tl.program_id(0)
     inside = group > 0
-    begin, end = tl.load(offsets + group), tl.load(offsets + group + 1)
+    if F.RUNS:
+        begin, end = tl.maximum(group - 1, 0).to(tl.int64) * B, tl.minimum(group * B, all_rows).to(tl.int64)
+    else:
+        begin, end = tl.load(offsets + group), tl.load(offsets + group + 1)
     step, wide, across = N.to(tl.int64), all_rows.to(tl.int64), groups.to(tl.int64)
     columns = number(given.vocab, 0, False, False).to(tl.float32)
     known, literals = (), ()
