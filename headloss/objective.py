@@ -29,7 +29,7 @@ from headloss.engine.guides import bind_teachers
 from headloss.engine.lookup import find_plan
 from headloss.engine.plan import plain_source
 from headloss.engine.row_facts import facts_sweep
-from headloss.engine.run import Head, facts_of, run
+from headloss.engine.run import Head, SweptCall, facts_of, run
 from headloss.engine.saved import refuse_transforms
 from headloss.graph import compiled as graph
 from headloss.graph.content import Traits, content_key, portable, traits
@@ -304,7 +304,7 @@ def _row_facts(
     facts: Sequence[Tensor]
     visited = None
     if any(needs):
-        _, *facts = Head.apply(sweep, None, needs, *sweep.source.tensors)
+        _, *facts = Head.apply(SweptCall(sweep, None, needs), *sweep.source.tensors)
     else:
         with torch.no_grad():
             result = run(sweep, None, needs)

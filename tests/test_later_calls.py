@@ -26,7 +26,7 @@ from headloss.backends.triton.launch import Launch
 
 INSIDE = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INSIDE else "cuda"
-N, V = 9, 37
+N, V = 9, 40
 BETA = 2.0
 if INSIDE:
     quicken()
@@ -160,7 +160,7 @@ def same(ours, truth):
 def wide(shift):
     """A call whose logits are some columns of others."""
     call = Call()
-    room = torch.zeros(N, V + 11, device=DEVICE)
+    room = torch.zeros(N, V + 12, device=DEVICE)
     room[:, shift : shift + V] = call.logits
     return call.change(logits=room[:, shift : shift + V])
 
@@ -177,7 +177,7 @@ SAME_FORM = {
     "fewer rows": lambda: Call(n=5),
     "one row": lambda: Call(n=1),
     "16 rows of 48 columns": lambda: Call(16, 48),
-    "other columns": lambda: Call(v=40),
+    "other columns": lambda: Call(v=37),
     "ignored rows": lambda: Call().ignoring(2, 5),
     "every row ignored": lambda: Call().ignoring(*range(N)),
     "a wider row stride": lambda: wide(0),
@@ -249,7 +249,7 @@ def test_one_thing_changes(name, plans, played):
 
 
 @inside
-@pytest.mark.parametrize("name", ["ignored rows", "rows that begin off a boundary"])
+@pytest.mark.parametrize("name", ["ignored rows", "rows that begin off a boundary", "a wider row stride"])
 def test_one_thing_changes_for_the_kernel(name, plans, monkeypatch):
     monkeypatch.setattr(sys.modules[__name__], "mix", lambda: hl.Objective(ce=cross_entropy, backend="triton"))
     monkeypatch.setattr(Call, "inputs", property(lambda self: {}, lambda self, _: None), raising=False)
@@ -472,6 +472,17 @@ def test_a_later_call_keeps_neither_logits_nor_inputs(played):
         del out
         gc.collect()
         assert refs[0]() is None
+
+
+@runs
+def test_a_later_call_counts_and_scales_by_what_it_is_told():
+    objective, call = hl.Objective(ce=cross_entropy, backend="triton"), Call(n=4)
+    source, batch = hl.Logits(call.logits), hl.prepare(call.targets)
+    plain = objective.forward_backward(source, batch)
+    for targets in (batch, call.targets):
+        out = objective.forward_backward(source, targets, num_items=8, grad_scale=4.0)
+        torch.testing.assert_close(out.loss, plain.loss / 2)
+        torch.testing.assert_close(out.grads.logits, plain.grads.logits * 2)
 
 
 BAD = {

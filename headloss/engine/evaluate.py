@@ -8,15 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headloss.engine import heads
 from headloss.engine.arguments import CallArguments
 from headloss.engine.bind import bind
 from headloss.engine.both import merged, parts_of, weight_grad_of
 from headloss.engine.guides import RoutedRows
 from headloss.engine.into import check_into
-from headloss.engine.lookup import find_plan
-from headloss.engine.loss import TermsOnRows
+from headloss.engine.lookup import find
+from headloss.engine.one_launch import later_values
 from headloss.engine.plan import Plan
-from headloss.engine.run import Head, facts_of, final_grads, run
+from headloss.engine.ready import Ready, ReadyCall, find_ready, key_of, make_ready
+from headloss.engine.run import Head, SweptCall, facts_of, final_grads, run
 from headloss.engine.sweeps import Sweep
 from headloss.late import check_pending
 from headloss.record import Facts, Grads, Output
@@ -37,9 +39,16 @@ def evaluate(terms: Terms, arguments: CallArguments, direct: bool) -> Output:
 def _evaluate(terms: Terms, arguments: CallArguments, direct: bool, weight_grad: Tensor | None = None) -> Output:
     """`weight_grad`: where a gradient of the weight that is made now may be added."""
     recorded = torch.is_grad_enabled()
-    if (direct or recorded) and type(arguments.source) is not Logits:
-        check_into(arguments.source)
-    plan, arguments = find_plan(terms, arguments)
+    key = key_of(arguments, direct)
+    ready = find_ready(terms.plans, key, arguments)
+    if ready is None:
+        if (direct or recorded) and type(arguments.source) is not Logits:
+            check_into(arguments.source)
+        found = find(terms, arguments)
+        plan, arguments = found.plan, found.arguments
+        ready = make_ready(terms.plans, key, found)
+    if ready is not None:
+        return _at_once(terms, ready, arguments, direct)
     sweep, loss = bind(plan, arguments)
     if weight_grad is not None:
         sweep.weight_grad = weight_grad
@@ -51,15 +60,35 @@ def _evaluate(terms: Terms, arguments: CallArguments, direct: bool, weight_grad:
         if True in needs or plan.wants_grad:
             if plan.wants_grad:
                 tensors += tuple([arguments.inputs[name] for name in plan.wants_grad])
-            value, *blocks = Head.apply(sweep, loss, needs, *tensors)
-            return _report(terms, plan, loss, value, _facts(sweep, plan, blocks, loss.visited))
+            value, *blocks = Head.apply(SweptCall(sweep, loss, needs), *tensors)
+            facts = _facts(sweep, plan, blocks, loss.visited)
+            return Output(value, _every(terms, plan, loss.values, value), loss.metrics, facts)
     else:
         needs = (False,) * len(tensors)
     with torch.no_grad():
         result = run(sweep, loss, needs)
         grads = _cast(final_grads(sweep, result, needs), sweep.source) if direct else None
     facts = _facts(sweep, plan, result.blocks(plan.want), getattr(result, "visited", None))
-    return _report(terms, plan, loss, result.loss, facts, grads)
+    assert result.loss is not None
+    return Output(result.loss, _every(terms, plan, loss.values, result.loss), loss.metrics, facts, grads)
+
+
+def _at_once(terms: Terms, ready: Ready, arguments: CallArguments, direct: bool) -> Output:
+    """A call in one launch over logits as they lie there."""
+    x, grads = arguments.source.tensors[0], None
+    if heads.on_other_device(x.device):
+        with torch.cuda.device(x.device):
+            return _at_once(terms, ready, arguments, direct)
+    call = ReadyCall(ready, arguments)
+    if not direct and torch.is_grad_enabled() and x.requires_grad:
+        loss, *blocks = Head.apply(call, x)
+    else:
+        with torch.no_grad():
+            loss, out = call.run(x, direct)
+        blocks, grads = [y.detach() for y in call.visited.blocks], Grads(out) if direct else None
+    plan = ready.plan
+    values = _every(terms, plan, later_values(plan.weights, call.sums), loss)
+    return Output(loss, values, call.metrics(), facts_of(ready, plan.want, blocks, call.visited), grads)
 
 
 def _facts(sweep: Sweep, plan: Plan, blocks: Sequence[Tensor], visited: Any) -> Facts:
@@ -72,14 +101,12 @@ def _facts(sweep: Sweep, plan: Plan, blocks: Sequence[Tensor], visited: Any) -> 
     return facts_of(sweep.rows, plan.want, blocks, visited)
 
 
-def _report(
-    terms: Terms, plan: Plan, loss: TermsOnRows, value: Tensor, facts: Facts, grads: Grads | None = None
-) -> Output:
-    values = loss.values
-    if plan.off:
-        zero = torch.zeros((), dtype=value.dtype, device=value.device)
-        values = {name: zero if name in plan.off else values[name] for name in terms.names}
-    return Output(value, values, loss.metrics, facts, grads)
+def _every(terms: Terms, plan: Plan, values: dict[str, Tensor], loss: Tensor) -> dict[str, Tensor]:
+    """The terms' values, with 0 for those that are switched off."""
+    if not plan.off:
+        return values
+    zero = torch.zeros((), dtype=loss.dtype, device=loss.device)
+    return {name: zero if name in plan.off else values[name] for name in terms.names}
 
 
 def _cast(grads: Grads, source: Source) -> Grads:

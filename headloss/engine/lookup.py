@@ -40,12 +40,31 @@ class Form(NamedTuple):
     own: tuple[Any, ...]  # functions of ours, where only the defaults of options can change
     plans: dict[Any, tuple[Plan, Any]]  # with those defaults, so that nothing else takes on their identity
 
+    def read(self) -> tuple[tuple[Any, ...], Any]:
+        """What its functions read now, and the defaults behind that."""
+        held = [x for fn in self.own for x in (fn.__kwdefaults__ or {}).values()] if self.own else ()
+        read: tuple[Any, ...] = tuple(map(id, held))
+        if self.foreign:
+            read = (*[call.reads() for call in self.foreign], *read)
+        return read, held
+
+
+class Found(NamedTuple):
+    """The plan of a call, and how it was found."""
+
+    plan: Plan
+    arguments: CallArguments  # checked: plain tensors, teachers by name, inputs laid out
+    form: Form
+    read: Any
+    held: Any
+
 
 class Plans:
     """The plans of an objective, and what its calls need not find out again."""
 
     def __init__(self, terms: Terms) -> None:
         self.forms: dict[Any, Form] = {}
+        self.ready: dict[Any, tuple[Form, dict[Any, Any]]] = {}  # see `ready.py`
         self.readings = dict.fromkeys(CLASSES.values(), Reading()) | readings(terms.terms, terms.metrics)
         # inputs of which some function says that they have one value per row
         self.per_row = frozenset(n for n, said in self.readings.items() if said.row and not said.segment)
@@ -72,7 +91,12 @@ def switched_off(weights: Mapping[str, float | Tensor]) -> tuple[str, ...]:
 
 
 def find_plan(terms: Terms, arguments: CallArguments) -> tuple[Plan, CallArguments]:
-    """The plan of a call, and its arguments checked: plain tensors, teachers by name, inputs laid out."""
+    """The plan of a call, and its arguments checked."""
+    found = find(terms, arguments)
+    return found.plan, found.arguments
+
+
+def find(terms: Terms, arguments: CallArguments) -> Found:
     refuse_transforms(arguments)
     source, targets, segments, teacher, options, inputs, support = arguments
     if type(source) is not Logits or type(source.logits) is not Tensor:
@@ -100,10 +124,7 @@ def find_plan(terms: Terms, arguments: CallArguments) -> tuple[Plan, CallArgumen
     form = plans.forms.get(key)
     if form is None:
         form = _new_form(choose_calls(terms, off, teachers, inputs, source, segments))
-    held = [x for fn in form.own for x in (fn.__kwdefaults__ or {}).values()] if form.own else ()
-    read: tuple[Any, ...] = tuple(map(id, held))
-    if form.foreign:
-        read = (*[call.reads() for call in form.foreign], *read)
+    read, held = form.read()
     found = form.plans.get(read)
     if found is None:
         laid = {n: shape for n, (_, shape) in lay_out(plans.readings, inputs, source, segments).items()}
@@ -115,7 +136,8 @@ def find_plan(terms: Terms, arguments: CallArguments) -> tuple[Plan, CallArgumen
     plan = found[0]
     if plan.in_parts is not None:
         plan = suited(plan, source)
-    return plan, CallArguments(source, targets, segments, teachers, options, given, support)
+    laid_out = CallArguments(source, targets, segments, teachers, options, given, support)
+    return Found(plan, laid_out, form, read, held)
 
 
 def _routes(teachers: Mapping[str, Any], plans: Plans) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -24,9 +24,7 @@ from headloss.engine.sweeps import Chunk, Sweep
 from headloss.facts import Fact, Softmax, Want
 from headloss.late import LaterDict, is_capturing
 from headloss.metrics import Metric, measure_later
-from headloss.record import Grads
 from headloss.reductions import lengths, shared_weight
-from headloss.sources import Logits
 
 
 class Launched:
@@ -71,38 +69,15 @@ class Launched:
 def launch(sweep: Sweep, loss: TermsOnRows, needs: tuple[bool, ...]) -> Launched:
     """Visit every chunk: the loss, the facts, the softmax, and the gradients if any are wanted."""
     weighed = Weighed(loss, sweep.backend)
-    chunks, times, source = loss.chunks, loss.plan.times, sweep.source
+    chunks, times = loss.chunks, loss.plan.times
     assert chunks
     begun = 0.0 if "compiling" in times else time.perf_counter()
-    if (
-        type(source) is Logits and type(sweep) is Sweep and not sweep.guides
-        and not source.inplace and source.vocab == source.logits.shape[-1]
-    ):  # fmt: skip
-        visited, grads = _launch_whole(sweep, source, weighed.arguments(chunks[0].rows), needs[0])
-    else:
-        head, grad = sweep.open_head(needs, chunks), True in needs
-        seen = [sweep.launch(head, chunk, weighed.arguments(chunk.rows), grad) for chunk in chunks]
-        visited, grads = type(seen[0]).join(seen), sweep.grads(head) if grad else None
+    head, grad = sweep.open_head(needs, chunks), True in needs
+    seen = [sweep.launch(head, chunk, weighed.arguments(chunk.rows), grad) for chunk in chunks]
+    visited, grads = type(seen[0]).join(seen), sweep.grads(head) if grad else None
     if begun:
         times["compiling"] = time.perf_counter() - begun
     return Launched(weighed.report(visited), visited, grads, weighed.normaliser)
-
-
-def _launch_whole(sweep: Sweep, source: Logits, arguments: Any, grad: bool) -> tuple[Any, Grads | None]:
-    """All rows of logits that lie there as a kernel takes them: nothing is made, cut or overwritten; their gradient."""
-    rows, raw_NV, want = sweep.rows, source.logits, sweep.want
-    targets = rows.given
-    out = out_NV = torch.empty_like(raw_NV, memory_format=torch.contiguous_format) if grad else None
-    if raw_NV.ndim > 2:
-        raw_NV = raw_NV.reshape(rows.total, source.vocab)
-        targets = None if targets is None else targets.reshape(-1)
-        out_NV = None if out is None else out.view(raw_NV.shape)
-    T = (sweep.temperature,) if want.temperatures == (None,) else sweep._temperatures(slice(0, rows.count))
-    visited = sweep.backend.visit(
-        raw_NV, targets, want, T, sweep.program, arguments, out_NV,
-        scale=source.scale, softcap=source.softcap, ignore=rows.skipped or rows._valid is not None,
-    )  # fmt: skip
-    return visited, None if out is None else Grads(out)
 
 
 def read_facts(sweep: Sweep) -> Launched:
@@ -179,7 +154,7 @@ class Weighed:
         if not weights:  # every term is switched off
             return torch.zeros((), dtype=loss.dtype, device=loss.device)
         sums, total = self.backend.totals(visited, weights.values())
-        loss.values = dict(zip(weights, sums.unbind()))
+        loss.values = later_values(weights, sums)
         return total
 
     def _measure_segments(self, settled: Any) -> None:
@@ -193,6 +168,11 @@ class Weighed:
             found[names[0]].parts  # noqa: B018, see `measured`
         order = [f"{t.name}/{key}" for t in self.loss.terms for key in t.trace.metrics]
         self.loss.metrics = {name: found[name] for name in dict.fromkeys((*order, *found)) if name in found}
+
+
+def later_values(weights: Mapping[str, object], sums: Tensor) -> dict[str, Tensor]:
+    """The values of terms, cut when one is read."""
+    return LaterDict(weights, lambda: dict(zip(weights, sums.unbind())))
 
 
 def measured(visited: Any, valid: Tensor | None) -> dict[str, Metric]:

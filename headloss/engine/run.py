@@ -24,7 +24,6 @@ from headloss.engine.settled import settle as settle_segments
 from headloss.engine.sweeps import Sweep, scale_grads
 from headloss.facts import VALUED, Fact, Softmax, Want
 from headloss.record import Facts, Grads, facts_later
-from headloss.rows import Rows
 from headloss.sources import Logits
 from headloss.trace.gradient import check_elements, check_gradient
 
@@ -104,14 +103,15 @@ def final_grads(sweep: Sweep, result: Result | Launched, needs: tuple[bool, ...]
     return grads if into is None else into.take(grads)
 
 
-class Head(_SingleLevelFunction):  # `Function` less its care for transforms of torch.func: `refuse_transforms`
-    """(source tensors, inputs that want a gradient) -> (loss, *tensors that hold the facts of the rows that count)."""
+class SweptCall(NamedTuple):
+    """A call as a sweep and a loss."""
 
-    apply: Any  # autograd's own
+    sweep: Sweep
+    loss: TermsOnRows | None
+    needs: tuple[bool, ...]
 
-    @staticmethod
-    def forward(ctx: Any, sweep: Sweep, loss: TermsOnRows | None, needs: tuple[bool, ...], *tensors: Tensor) -> Any:
-        ctx.set_materialize_grads(False)
+    def forward(self, ctx: Any, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        sweep, loss, needs = self
         result = run(sweep, loss, needs)
         if sweep.guides:
             sweep.close()
@@ -136,6 +136,18 @@ class Head(_SingleLevelFunction):  # `Function` less its care for transforms of 
         ctx.grads, ctx.kept = grads, (sweep, needs, result.rest(), into, overwritten, inputs)
         sweep.strip()
         return (result.loss, *blocks)
+
+
+class Head(_SingleLevelFunction):  # `Function` less its care for transforms of torch.func: `refuse_transforms`
+    """(source tensors, inputs that want a gradient) -> (loss, *tensors that hold the facts of the rows that count)."""
+
+    apply: Any  # autograd's own
+
+    @staticmethod
+    def forward(ctx: Any, call: Any, *tensors: Tensor) -> Any:
+        """`call`: a `SweptCall` or a `ready.ReadyCall`."""
+        ctx.set_materialize_grads(False)
+        return call.forward(ctx, tensors)
 
     @staticmethod
     def backward(ctx: Any, g_loss: Tensor | None, *g_facts: Tensor | None) -> Any:
@@ -177,7 +189,7 @@ def _pull(ctx: Any, args: Sequence[Tensor], read: Mapping[str, Tensor], g_loss: 
     if grads is not None and into is not None and needs[1]:
         grads = into.take(grads)
     by_tensor = (None,) * len(needs) if grads is None else grads[:1] if len(needs) == 1 else grads[1 : 1 + len(needs)]
-    return [None, None, None, *by_tensor, *by_input]
+    return [None, *by_tensor, *by_input]
 
 
 def names_of(needs: Sequence[bool]) -> tuple[str, ...]:
@@ -189,7 +201,7 @@ def _add(x: Tensor | None, y: Tensor | None) -> Tensor | None:
     return x if y is None else y if x is None else x.add_(y)
 
 
-def facts_of(rows: Rows, want: Want, blocks: Sequence[Tensor], visited: Any = None) -> Facts:
+def facts_of(rows: Any, want: Want, blocks: Sequence[Tensor], visited: Any = None) -> Facts:
     """The facts of a call, in the targets' shape, made when something asks for the first; see `Result.blocks`."""
 
     def make() -> dict[Fact, Tensor]:

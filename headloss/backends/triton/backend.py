@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from headloss.backends.triton import columns, plain, pulls, settle, sweeps
+from headloss.backends.triton import alike, columns, plain, pulls, settle, sweeps
 from headloss.backends.triton import product as product
 from headloss.backends.triton import teachers as compared
 from headloss.backends.triton import visit as alone
@@ -23,7 +23,7 @@ NAME = "triton"
 
 look, merge_repeated, scale_ = compared.look, compared.merge_repeated, sweeps.scale_
 # facts, values, metrics and gradient of some rows in one launch: what it takes, and its sums over the rows
-visit, Arguments, totals = alone.visit, alone.Arguments, alone.totals
+visit, Arguments, totals, Visits = alone.visit, alone.Arguments, alone.totals, alike.Visits
 # segments, settled between the two sweeps
 sums_matrix, pull_rows, Settling, Weights, spans = (
     sweeps.sums_matrix,

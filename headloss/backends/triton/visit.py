@@ -107,28 +107,22 @@ def visit(
     valid_C: Tensor | None = None,
     ignore: bool = False,
     shape: Shape | None = None,
+    noted: list[Any] | None = None,
 ) -> Visited:
     """Facts, values and metrics of every row, and its gradient into `out_CV` (may be `raw_CV`; None: no gradient).
 
     `ignore`: a target of -100 marks a row that is not read; so does False in `valid_C`.  A dense teacher has every
-    column of the student's.
+    column of the student's.  `noted` gets the kernel and its last numbers, where rows begin on a line: see `alike.py`.
     """
     plan = plan_of(program)
     C, V = raw_CV.shape
     assert (want is program.want or want == program.want) and len(teachers) == len(want.teachers) <= 1 and V
-    flags, width, device = plan.flags, program.width, raw_CV.device
+    device = raw_CV.device
     vocab = V if vocab is None else vocab
     target = target_C if plan.targets or ignore else None
-    found = torch.empty((plan.slots, C), dtype=torch.float32, device=device)
-    best = their_best = wide = None
-    if plan.more:
-        best = torch.empty(C, dtype=torch.int64, device=device) if flags["BEST"] else None
-        their_best = torch.empty(C, dtype=torch.int64, device=device) if flags["TEACHER_BEST"] else None
-        wide = torch.empty(plan.wide_slots, C, width, dtype=torch.float32, device=device) if plan.wide_slots else None
-    visited = Visited(found, best, plan, their_best, wide)
     if C == 0:
         check_dtype(raw_CV)
-        return visited
+        return Visited.empty(plan, 0, device)
     inputs = tuple([as_number(arguments.inputs[name], device) for name in program.inputs])
     bases = tuple([w if type(w) is float else as_number(w, device) for w in arguments.bases])
     factors = tuple([w if type(w) is float else as_number(w, device) for w in arguments.factors])
@@ -176,25 +170,48 @@ def visit(
             kernel = plan.variants[form] = _variant(plan, form)
         places = (
             V, stride, raw.lead, out_stride, out.lead, 0 if target is None else target.stride(0), start,
-            theirs.x_CV.stride(0), theirs.lead, width,
+            theirs.x_CV.stride(0), theirs.lead, program.width,
         )  # fmt: skip
         if layout is not None and raw.x_CV is x and out.x_CV is y and theirs.x_CV is z:
             if len(plan.layouts) >= MOST_KNOWN:
                 plan.layouts.clear()
             plan.layouts[layout] = kernel, places
         x, y, z = raw.x_CV, out.x_CV, theirs.x_CV
-    at = At(
-        x, y, x if target is None else target, x if valid_C is None else valid_C, found, x if best is None else best,
-        z, x if their_best is None else their_best, x if taught.ids is None else taught.ids,
-        x if taught.sorted_ids is None else taught.sorted_ids, x if wide is None else wide,
-    )  # fmt: skip
+    if noted is not None and layout in plan.layouts:
+        noted += plan.layouts[layout]
     given = Given(
         given_T, taught.temperatures, inputs, bases, factors, program.numbers, plan.look_numbers, float(vocab),
         float(scale), 1.0 if softcap is None else float(softcap), taught.scale, taught.cap,
     )  # fmt: skip
-    kernel.run(None, place(raw_CV), C, (at, given, *places))
+    visited = fire(plan, kernel, places, C, given, x, y, target, valid_C, z, taught.ids, taught.sorted_ids)
     if aside_CV is not None:
         out_CV.copy_(aside_CV)  # type: ignore[union-attr]
+    return visited
+
+
+def fire(
+    plan: Plan,
+    kernel: Launch,
+    places: tuple[Any, ...],
+    C: int,
+    given: Given,
+    x: Tensor,
+    y: Tensor,
+    target: Tensor | None,
+    valid: Tensor | None = None,
+    z: Tensor | None = None,
+    ids: Tensor | None = None,
+    sorted_ids: Tensor | None = None,
+) -> Visited:
+    """Launch the kernel of a visit: of student, gradient, targets, rows that count, a teacher's logits and its ids."""
+    visited = Visited.empty(plan, C, x.device)
+    best, theirs, wide = visited.best, visited.theirs, visited.wide
+    at = At(
+        x, y, x if target is None else target, x if valid is None else valid, visited.found,
+        x if best is None else best, x if z is None else z, x if theirs is None else theirs, x if ids is None else ids,
+        x if sorted_ids is None else sorted_ids, x if wide is None else wide,
+    )  # fmt: skip
+    kernel.run(None, place(x), C, (at, given, *places))
     return visited
 
 
@@ -299,9 +316,14 @@ def totals(visited: Visited, weights: Iterable[Number]) -> tuple[Tensor, Tensor]
     found, first = visited.term_values
     device = found.device
     weights = tuple([w if type(w) is float else as_number(w, device) for w in weights])
+    return fire_totals(totals_launch(first, weights), found, weights)
+
+
+def fire_totals(kernel: Launch, found: Tensor, weights: tuple[Number, ...]) -> tuple[Tensor, Tensor]:
+    """Launch the kernel of `totals`."""
+    device = found.device
     sums = torch.empty(len(weights), dtype=torch.float32, device=device)
     loss = torch.empty((), dtype=torch.float32, device=device)
-    kernel = _totals(first, _forms(weights))
     kernel.run(None, place(found), 1, (found, sums, loss, weights, found.shape[1]))
     return sums, loss
 
@@ -321,6 +343,11 @@ def count_targets(target_N: Tensor, numbers: Tensor | None = None) -> tuple[Tens
 
 
 _COUNT = Launch(count_kernel, {"B": 4096, "num_warps": 16, **LAUNCH})
+
+
+def totals_launch(first: int, weights: tuple[Number, ...]) -> Launch:
+    """The kernel of `totals`: where the first term's numbers are, and the terms' weights."""
+    return _totals(first, _forms(weights))
 
 
 @functools.lru_cache(256)

@@ -116,6 +116,19 @@ class Visited:
     ) -> None:
         self.found, self.best, self.plan, self.theirs, self.wide = found, best, plan, theirs, wide
 
+    @classmethod
+    def empty(cls, plan: Plan, C: int, device: torch.device) -> Visited:
+        """Room for what a visit of so many rows finds."""
+        found = torch.empty((plan.slots, C), dtype=torch.float32, device=device)
+        if not plan.more:
+            return cls(found, None, plan)
+        best = torch.empty(C, dtype=torch.int64, device=device) if plan.flags["BEST"] else None
+        theirs = torch.empty(C, dtype=torch.int64, device=device) if plan.flags["TEACHER_BEST"] else None
+        wide = None
+        if plan.wide_slots:
+            wide = torch.empty(plan.wide_slots, C, plan.program.width, dtype=torch.float32, device=device)
+        return cls(found, best, plan, theirs, wide)
+
     @property
     def program(self) -> Any:
         return self.plan.program
