@@ -140,7 +140,7 @@ def prepare(
             raise ValueError(f"vocab_ids: wanted one token per column on {targets.device}, got {got}")
         counted = count(targets != IGNORE)
         targets, lost = to_columns(ids, targets, IGNORE)
-        tokens = Tokens(ids, count(lost), counted)
+        tokens = Tokens(ids, count(lost), counted, lost)
     segments = None if segments is None else segments.fitted(tuple(targets.shape), targets.device)
     numbers = target_numbers(targets, segments)
     copy, places = Copy(numbers) if non_blocking else numbers.cpu(), None

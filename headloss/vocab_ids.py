@@ -86,6 +86,7 @@ class Tokens(NamedTuple):
     vocab_ids: Tensor
     missing: Tensor
     counted: Tensor
+    lost: Tensor  # per row, whether its target is missing
 
     def to(self, device: torch.device | str, non_blocking: bool) -> Tokens:
         return Tokens(*(x.to(device, non_blocking=non_blocking) for x in self))

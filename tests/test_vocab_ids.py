@@ -124,6 +124,28 @@ def test_candidates_top_and_a_sparse_teacher_are_tokens() -> None:
     torch.testing.assert_close(taught.loss, torch.zeros((), dtype=DTYPE), atol=1e-6, rtol=0)
 
 
+def test_a_terms_own_targets_are_tokens() -> None:
+    """One that the head lacks leaves the row out of that term; a target that it lacks, out of both."""
+    batch = Batch()
+    own = batch.ids[torch.arange(N) % U].clone()
+    own[1], own[2], own[3] = -100, -100, batch.targets[4]  # no target; left out; missing
+    made = hl.Objective(a=cross_entropy, b=hl.Term(cross_entropy, targets="own", reduction="token_sum"))
+    weight = batch.weight.clone().requires_grad_()
+    logp = (batch.hidden.double() @ weight.double().T).log_softmax(-1)
+    columns = {int(x): i for i, x in enumerate(batch.ids)}
+    truth = -sum(logp[n, columns[int(own[n])]] for n in batch.rows if n not in (2, 3))
+    truth = truth - torch.stack([logp[n, columns[int(batch.targets[n])]] for n in batch.rows]).mean()
+    for targets in (batch.targets, hl.prepare(batch.targets, vocab_ids=batch.ids)):
+        source = hl.Linear(batch.hidden, weight, vocab_ids=batch.ids)
+        out = made(source, targets, own=own)
+        for x, y in (
+            (out.loss, truth),
+            *zip(*(torch.autograd.grad(z, weight, retain_graph=True) for z in (out.loss, truth))),
+        ):
+            torch.testing.assert_close(x.double(), y.double(), rtol=TOLERANCE, atol=TOLERANCE)
+        assert hl.verify(made, source, targets, own=own).ok
+
+
 def test_token_0_is_one_that_a_head_can_lack() -> None:
     source = hl.Logits(torch.randn(2, 3), vocab_ids=torch.tensor([1, 2, 5]))
     out = hl.Objective(ce=cross_entropy)(source, torch.tensor([0, 5]))

@@ -36,6 +36,9 @@ if TYPE_CHECKING:
 def answer(objective: Objective, given: Given, dtype: torch.dtype, leaves: Mapping[str, Tensor]) -> Answer:
     """Loss, terms, metrics and gradients.  `leaves` are the source's tensors and inputs, in the type to compute with:
     all float64 for the truth, the caller's own for what plain PyTorch would get."""
+    own = {t.targets for t in objective.terms.values() if t.targets is not None}
+    columns = lambda x: to_columns(given.source.vocab_ids, x, IGNORE)
+    given = given._replace(inputs={n: columns(x) if n in own else x for n, x in given.inputs.items()})
     dense = Dense(given, dtype, leaves)
     numbers: dict[str, Part] = {}
     loss, parts, scale = torch.zeros((), dtype=dtype, device=given.source.device), [], 0.0

@@ -51,7 +51,8 @@ class Part(NamedTuple):
     def error(self, other: Part) -> float:
         """A bound on the error of the number, from the errors of all parts: they must not cancel by luck."""
         if self.parts.shape != other.parts.shape or not len(self.parts):
-            return float((self.number - other.number).abs())
+            same = bool(self.number.eq(other.number) | (self.number.isnan() & other.number.isnan()))  # of no rows
+            return 0.0 if same else float((self.number - other.number).abs())
         apart = (self.parts.double() - other.parts.double()).abs().nan_to_num(nan=0.0, posinf=0.0)
         return float(apart.sum() if self.summed else apart.max())
 
@@ -66,12 +67,12 @@ def measured(name: str, x: Tensor, yes_or_no: bool) -> Part:
         return Part(number, x, largest, float(yes_or_no), summed=False)
     mean = x.mean()
     if last == "perplexity":
-        return Part(mean.exp(), x * mean.exp() / n, float(mean.exp()) * max(1.0, largest))
+        return Part(mean.exp(), x * mean.exp() / n, float(mean.exp().nan_to_num()) * max(1.0, largest))
     if last.endswith("_std"):
-        return Part(x.std(correction=0), x, largest, summed=False)
+        return Part(x.std(correction=0), x, 32 * largest, summed=False)  # from two sums, which nearly cancel
     if last == "effective_sample_size":
         number = x.sum() ** 2 / x.square().sum()
-        return Part(number, 4 * x * number / x.abs().sum().clamp(min=1e-30), float(number))
+        return Part(number, 4 * x * number / x.abs().sum().clamp(min=1e-30), float(number.nan_to_num()))
     return Part(mean, x / n, float(x.abs().mean()) if len(x) else 0.0, yes_or_no / n)
 
 

@@ -120,6 +120,8 @@ def verify(
         support, tokens, targets = targets.support or support, targets.tokens, targets.targets
         if tokens is not None:  # columns, which are tokens to the caller
             targets = torch.where(targets == IGNORE, IGNORE, tokens.vocab_ids[targets.clamp(min=0)])
+            own = {t.targets for t in objective.terms.values()} & inputs.keys()  # out with the row's missing target
+            inputs = {n: x.masked_fill(tokens.lost, IGNORE) if n in own else x for n, x in inputs.items()}
     fitted = lambda x: x.fitted(source.leading, source.device)
     segments = None if segments is None else fitted(segments)
     inputs = {n: fitted(x) if isinstance(x, Segments) else x for n, x in inputs.items()}

@@ -73,19 +73,24 @@ def in_columns(arguments: CallArguments, terms: Terms | None) -> Mapped:
         facts = term.call(None, teachers).facts
         wholly = [str(f.teacher)[6:] for f in facts if str(f.teacher).startswith("whole=")]
         teachers |= {whole_of(name): teachers[name]._replace(whole=True) for name in wholly if name in teachers}
-        if term.targets is not None and isinstance(inputs.get(term.targets), Tensor):
-            inputs[term.targets], _ = to_columns(ids, integers(term.targets, inputs[term.targets]), IGNORE)
-    ignored = missing = None
+    ignored = missing = lost = None
     if isinstance(targets, Prepared):
         if targets.tokens is None:
             raise ValueError("targets: were prepared without vocab_ids; use hl.prepare(targets, vocab_ids=...)")
         targets.tokens.check(ids)
+        lost = targets.tokens.lost
         ignored, missing = targets.targets == IGNORE, (targets.tokens.missing, targets.tokens.counted)
         targets = targets.in_columns()
     elif targets is not None:
         tokens = integers("targets", targets)
         targets, lost = to_columns(ids, tokens, IGNORE)
         ignored, missing = targets == IGNORE, (count(lost), count(tokens != IGNORE))
+    for name in {t.targets for t in (() if terms is None else terms.every_term) if t.targets is not None}:
+        if isinstance(inputs.get(name), Tensor):
+            own, _ = to_columns(ids, integers(name, inputs[name]), IGNORE)
+            if lost is not None and own.shape == lost.shape:  # such a row is left out of every term
+                own = own.masked_fill(lost, IGNORE)
+            inputs[name] = own
     source = with_tensors(source, {"vocab_ids": None})
     made = arguments._replace(source=source, targets=targets, teacher=teachers or None, inputs=inputs)
     return Mapped(made, ids, ignored, missing)

@@ -42,6 +42,14 @@ class Env(NamedTuple):
                 values[p.name] = self.inputs[p.key]
         return values
 
+    def many(self, x: Tensor) -> str:
+        """How many numbers a vector has, by what they are one of: sizes may be symbols here."""
+        size = str(x.shape[0])
+        if size in {str(f.shape[0]) for f in self.facts.values() if f.ndim}:
+            return "one per row"
+        same = self.segments is not None and size == str(self.segments.num_segments)
+        return "one per segment" if same else f"{size} in all" if size.isdigit() else "of another number"
+
 
 class WrongValueError(TypeError):
     """A loss returned something that is not one real value per row, segment or pair."""
@@ -103,7 +111,7 @@ class Call(NamedTuple):
                     f"row_weight: of {name} has {weight.ndim} dimensions, and does not fit its values, one per row or "
                     f"segment"
                     if weight.ndim > 1
-                    else f"row_weight: of {name} has {weight.shape[0]} weights for {value.shape[0]} values"
+                    else f"row_weight: of {name}: the weights are {env.many(weight)}, the values {env.many(value)}"
                 )
             value = torch.where(weight != 0, value * weight, 0.0)
             metrics |= {COUNTED: torch.where(weight != 0, torch.ones_like(value), 0.0)} if metrics else {}

@@ -542,7 +542,10 @@ RETURNS: dict[str, tuple[Any, str]] = {
     "a weight and more": (lambda: hl.Term(plain, row_weight=lambda logprob: (logprob, logprob)), "returns tuple"),
     "a complex weight": (lambda: hl.Term(plain, row_weight=lambda logprob: logprob * 1j), "complex128 values"),
     "a wide weight": (lambda: hl.Term(plain, row_weight=lambda logprob: logprob[:, None]), "has 2 dimensions"),
-    "a short weight": (lambda: hl.Term(plain, row_weight=lambda logprob: logprob[:1]), "1 weights for"),
+    "a short weight": (
+        lambda: hl.Term(plain, row_weight=lambda logprob: logprob[:1]),
+        "weights are 1 in all, the values one per row",
+    ),
     "three things": (lambda: hl.Term(lambda logprob: (logprob, {}, 1)), r"a tuple of \(tensor, dict, int\)"),
     "one in a tuple": (lambda: hl.Term(lambda logprob: (logprob,)), r"a tuple of \(tensor\)"),
     "metrics in a list": (lambda: hl.Term(lambda logprob: (logprob, [logprob])), "tensor, list"),
@@ -566,6 +569,15 @@ def test_what_a_function_returns(name: str, kind: str) -> None:
     source = hl.Linear(h, w) if kind == "Linear" else hl.Logits(h @ w.T)
     with pytest.raises((TypeError, ValueError), match=message):
         hl.Objective(it=make())(source, torch.randint(9, (6,)))
+
+
+def test_weights_of_rows_for_values_of_segments() -> None:
+    objective = hl.Objective(it=hl.Term(lambda logprob, segments: -segments.means(logprob), row_weight="w"))
+    segments = hl.Segments.from_ids(torch.tensor([0, 0, 1, 1, 2, 2]))
+    with pytest.raises(
+        ValueError, match="row_weight: of <lambda>: the weights are one per row, the values one per seg"
+    ):
+        objective(hl.Logits(torch.randn(6, 9)), torch.zeros(6).long(), segments=segments, w=hl.PerRow(torch.ones(6)))
 
 
 class Doubled(torch.Tensor):
