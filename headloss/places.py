@@ -169,6 +169,7 @@ class Places:
             row_N = torch.full((self.N,), -1, device=number_E.device)
             row_E = row_N.index_copy_(0, keep[part], torch.arange(C, device=number_E.device))[number_E]
             id_E = id_E.masked_fill(row_E < 0, -1)
+            number_E = number_E.masked_fill(row_E < 0, -1)  # another block's rows, whose gradient is not written here
         place_E = (row_E * width + place_E).masked_fill(id_E < 0, C * width)
         return Entries(C, width, part if keep is None else keep[part], number_E, id_E, place_E, {})
 

@@ -816,6 +816,8 @@ FAULTS = [
     Fault("support.py", "if len(falls) or offsets[0] != 0 or known.total != end:", "if False:", "offsets that fall or leave ids out", SUPPORT),
     Fault("places.py", "missing_N = ~(ignored_N | here_N)", "missing_N = torch.zeros_like(here_N)", "a target that its row does not keep is not put in", SUPPORT),
     Fault("places.py", "place_E = place_E + (missing_N[number_E] & (id_E > target_E))", "place_E = place_E + 0", "two columns in one place of a row", SUPPORT),
+    Fault("places.py", "number_E = number_E.masked_fill(row_E < 0, -1)", "number_E = number_E + 0", "a block's gradients put 0 into the rows of others", ("tests/kernels/test_columns.py",)),
+    Fault("engine/columns.py", "own = own.masked_fill(lost, IGNORE)", "own = own + 0", "a row whose target the head lacks counts in another term", DRAFT),
     Fault("places.py", '"single_N": lengths_N == 1', '"single_N": lengths_N <= 2', "a row of two columns is taken for one of one", SUPPORT),
     Fault("places.py", "lengths_N = lengths_N + missing_N", "lengths_N = lengths_N + 0", "a row is taken for one of one column although its target makes two", SUPPORT),
     Fault("engine/kept.py", "ids_NK.masked_fill(outside_NK, -1)", "ids_NK.masked_fill(outside_NK, 0)", "ids of a sparse teacher that a row does not keep become another column", SUPPORT),

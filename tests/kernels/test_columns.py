@@ -87,7 +87,7 @@ def test_sums_of_entries():
 
 
 @inside
-@pytest.mark.parametrize("how", ["plain", "teacher", "inside", "segments", "both"])
+@pytest.mark.parametrize("how", ["plain", "teacher", "inside", "segments", "both", "dropped"])
 def test_an_objective(how):
     generator = torch.Generator().manual_seed(1)
     N, V, D = 6, 40, 9
@@ -97,7 +97,7 @@ def test_an_objective(how):
     targets[2], targets[4] = -100, (int(rows[4].max()) + 1) % V
     support = hl.Support.from_csr(torch.cat(rows), torch.tensor([0, *map(len, rows)]).cumsum(0))
     terms = {"js": jsd} if how == "teacher" else {"ce": cross_entropy, "e": hl.Term(entropy_bonus, weight=0.1)}
-    terms = {"rl": gspo} if how == "segments" else terms
+    terms = {"rl": gspo} if how in ("segments", "dropped") else terms
     terms |= {"z": hl.Term(z_loss, weight=0.1, support="all")} if how == "both" else {}
     metrics = {"teacher": ["teacher_agreement"], "plain": ["accuracy", "mean_logprob"]}.get(how, ["entropy"])
     found = []
@@ -105,16 +105,17 @@ def test_an_objective(how):
         leaves = [x.detach().to(dtype, copy=True).requires_grad_() for x in (hidden, weight)]
         more = {"teacher": hl.Linear(hidden.to(dtype), guide.to(dtype))} if how == "teacher" else {}
         objective = hl.Objective(**terms, metrics=metrics, backend=backend)
-        if how == "segments":
-            more = {"advantage": torch.linspace(-1, 1, N).to(dtype), "old_logprob": -torch.linspace(0, 1, N).to(dtype)}
+        if how in ("segments", "dropped"):  # no kernel takes float64: rows that are ignored are dropped before
+            wide = dtype if how == "segments" else torch.float64
+            more = {"advantage": torch.linspace(-1, 1, N).to(wide), "old_logprob": -torch.linspace(0, 1, N).to(wide)}
             more["segments"] = hl.Segments.from_cu_seqlens(torch.tensor([0, 3, N]))
-        call = {"support": support, "host_read": False, **more}
-        memory = {"inside": 400, "both": 1 << 20}.get(how, 1200) * dtype.itemsize // 4
+        call = {"support": support, "host_read": how == "dropped", **more}
+        memory = {"inside": 400, "dropped": 400, "both": 1 << 20}.get(how, 1200) * dtype.itemsize // 4
         source = hl.Linear(*leaves, softcap=5.0, memory=memory)
         if backend == "triton":
             told = objective.explain(source, targets, **call).launches
             inside = {"inside": "one launch a visit", "segments": "one that settles", "both": "one launch a visit"}
-            assert inside.get(how, "each row keeps some columns") in told
+            assert inside.get(how, "each row keeps some columns") in told or how == "dropped"
         out = objective(source, targets, **call)
         numbers = [out.loss.detach(), *(torch.as_tensor(float(m)) for m in out.metrics.values())]
         if backend == "triton" and how == "both":
