@@ -55,12 +55,12 @@ def _sparse_agreement(argmax: Tensor, teacher_ids: Tensor, teacher_logprob: Tens
     return argmax == teacher_ids.gather(-1, best)[:, 0]
 
 
-NAMED: Mapping[str, Callable[..., Tensor]] = {
-    "accuracy": accuracy,
-    "perplexity": perplexity,
-    "teacher_agreement": teacher_agreement,
-}
+def dead_rows() -> Tensor:
+    """How often a row has no gradient, as with an advantage of 0 or a clipped ratio; nan where a call makes none."""
+    raise AssertionError("made of the gradient, in `engine.run`")
 
+
+NAMED = {fn.__name__: fn for fn in (accuracy, perplexity, teacher_agreement, dead_rows)}
 
 DIVERGENCES: Mapping[str, Callable[..., Any]] = {name: fn for name, fn in LOSSES.items() if is_divergence(fn)}
 

@@ -49,7 +49,8 @@ class Objective(Terms):
     """Named terms over one softmax.  Immutable.
 
     A keyword is a term: a loss function, or a `Term` with weight, reduction and options.  `metrics` are names (a fact,
-    "accuracy", "perplexity") or functions injected like a loss.  Call it with a source and targets; see `__call__`.
+    "accuracy", "perplexity", "dead_rows") or functions injected like a loss.  Call it with a source and targets; see
+    `__call__`.
     """
 
     __slots__ = ("key", "losses", "traits")

@@ -596,6 +596,8 @@ FAULTS = [
     Fault("engine/product.py", "more = any(x for there in program.there for x in there[1:3])", "more = False", "product: the gradient of an entropy term is lost"),
     Fault("engine/product.py", "targets = rows.given.reshape(-1)[part] if ignore else sweep._targets(part)", "targets = sweep._targets(part)", "product: ignored rows count"),
     Fault("engine/product.py", "pull = Pull(*(None if x is None else x * scale for x in pull))", "pass", "product: what comes in from above a loss is left out of the weight's gradient"),
+    Fault("engine/run.py", "dead &= (pull == 0)", "dead |= (pull == 0)", "dead_rows: every row counts as one", ("tests/test_policy.py",)),
+    Fault("engine/run.py", "counted = rows.valid if made else", "counted = None if made else", "dead_rows: ignored rows are among them", ("tests/kernels/test_product_calls.py",)),
     Fault("engine/product.py", "0 < self.rows.count <= self.source.chunk_rows()", "0 < self.rows.count", "product: the budget is not kept"),
     Fault("engine/plan.py", 'return "chunks hold whole segments"', "pass", "product: segments beyond the budget take a fourth product", ("tests/kernels/test_product_calls.py",)),
     Fault("engine/into.py", "there.add_(grad)", "there.copy_(grad)", "weight_grad_into: what was there is overwritten"),

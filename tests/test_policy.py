@@ -693,3 +693,20 @@ def test_gmpo_over_sequences_is_verls() -> None:
     segments = hl.Segments.from_cu_seqlens(torch.tensor([0, 2, 5]))
     out = objective(hl.Logits(logits), targets, segments=segments, advantage=advantage, old_logprob=old)
     close(out.loss, torch.stack(want).mean())
+
+
+@pytest.mark.parametrize("kind", ["logits", "linear"])
+def test_dead_rows_are_those_without_a_gradient(kind: str) -> None:
+    torch.manual_seed(0)
+    tensors = [torch.randn(12, 7, requires_grad=True), torch.randn(9, 7, requires_grad=True)]
+    source = hl.Logits(tensors[0]) if kind == "logits" else hl.Linear(*tensors)
+    targets, advantage = torch.arange(12) % 7, torch.ones(12)
+    targets[0], advantage[:4] = -100, 0  # three rows that count, of eleven
+    objective = hl.Objective(rl=LOSSES["reinforce"], metrics=["dead_rows"])
+    out = objective(source, targets, advantage=advantage)
+    assert float(out.metrics["dead_rows"]) == pytest.approx(3 / 11)
+    assert hl.verify(objective, source, targets, advantage=advantage).ok
+    with torch.no_grad():
+        assert math.isnan(float(objective(source, targets, advantage=advantage).metrics["dead_rows"]))
+    both = hl.Objective(rl=LOSSES["reinforce"], ce=LOSSES["cross_entropy"], metrics=["dead_rows"])
+    assert float(both(source, targets, advantage=advantage).metrics["dead_rows"]) == 0

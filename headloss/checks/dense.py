@@ -64,6 +64,7 @@ def answer(objective: Objective, given: Given, dtype: torch.dtype, leaves: Mappi
         weighs |= dict.fromkeys([f"{name}/{k}" for k in metrics], row_weight)
         measured |= {f"{name}/{k}": x for k, x in reported.items()}
     dense.look_as(None)
+    dense.loss = loss
     measured |= dict(dense.metrics(objective.asked))
     if dense.missing_R is not None:
         measured["support_missing"] = dense.missing_R
@@ -84,6 +85,8 @@ def answer(objective: Objective, given: Given, dtype: torch.dtype, leaves: Mappi
 
 class Dense:
     """Facts, inputs and segments of the rows that count, and the functions' values on them."""
+
+    loss: Tensor  # once its terms are summed
 
     def __init__(self, given: Given, dtype: torch.dtype, leaves: Mapping[str, Tensor]) -> None:
         self.given, self.dtype, source = given, dtype, given.source
@@ -366,6 +369,9 @@ class Dense:
             return fact("argmax").eq(self.targets)
         if name == "perplexity":
             return -fact("logprob")
+        if name == "dead_rows":
+            (by_z,) = torch.autograd.grad(self.loss, self.all.z_RV, retain_graph=True)
+            return by_z.eq(0).all(-1)
         if name == "teacher_agreement":
             if self.teacher_of(None) in self.sparse:
                 ids, logq = self.sparse[self.teacher_of(None)]

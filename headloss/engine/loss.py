@@ -22,7 +22,7 @@ from headloss.engine.heads import part_of
 from headloss.engine.plan import Plan, Planned
 from headloss.engine.sweeps import Chunk, Cotangents
 from headloss.facts import CONSTANT, Fact
-from headloss.metrics import Metric, kind_of, measure
+from headloss.metrics import Metric, dead_rows, kind_of, measure
 from headloss.reductions import of_rows_alone
 from headloss.reductions import weights as reduction_weights
 from headloss.rows import Rows
@@ -152,6 +152,8 @@ class TermsOnRows:
             measured |= {f"{term.name}/{name}": x for name, x in metrics.items()}
         with torch.no_grad():
             for name, call in self.plan.metrics:
+                if call.fn is dead_rows:
+                    continue
                 found = evaluate(call.fn, call.signature.name, env.arguments(call.signature), call.options)
                 found = {f"{name}/{k}": x for k, x in found.items()} if isinstance(found, Mapping) else {name: found}
                 kinds |= {k: self._kind(call, x) for k, x in found.items()}

@@ -28,7 +28,7 @@ from headloss.engine.checks import (
 )
 from headloss.engine.first_call import told_if_long
 from headloss.facts import Want
-from headloss.metrics import retarget
+from headloss.metrics import dead_rows, retarget
 from headloss.routed import Routed
 from headloss.segments import Segments
 from headloss.sources import Linear, Logits, Source, Sparse, Teacher
@@ -337,9 +337,9 @@ def _print_terms(
         name = next(name for name, found in traces.items() if found.kind == kind)
         return None, f"{name}: {traces[name].reason}"
     shapes = {**shapes, **_ids(source, teachers)}
-    program: tuple[Any, str] = backend.lower(
-        {name: (call, traces[name]) for name, call in calls.terms.items()}, want, shapes, calls.metrics, between
-    )
+    terms = {name: (call, traces[name]) for name, call in calls.terms.items()}
+    metrics = [(name, call) for name, call in calls.metrics if call.fn is not dead_rows]
+    program: tuple[Any, str] = backend.lower(terms, want, shapes, metrics, between)
     return program
 
 

@@ -23,6 +23,8 @@ from headloss.engine.settled import facts_between, settle_between
 from headloss.engine.settled import settle as settle_segments
 from headloss.engine.sweeps import Sweep, scale_grads
 from headloss.facts import VALUED, Fact, Softmax, Want
+from headloss.late import is_capturing
+from headloss.metrics import Metric, dead_rows, measure_later
 from headloss.record import Facts, Grads, facts_later
 from headloss.sources import Logits
 from headloss.trace.gradient import check_elements, check_gradient
@@ -56,9 +58,37 @@ class Result(NamedTuple):
         return self._replace(loss=self.loss.detach(), facts=facts, grads=None)
 
 
-@on_source_device
-def run(sweep: Sweep, loss: TermsOnRows | None, needs: tuple[bool, ...]) -> Result | Launched:
+def run(sweep: Sweep, loss: TermsOnRows | None, needs: tuple[bool, ...]) -> Any:
     """The forward pass: facts, loss, and whatever of the gradient can be had in the same visit."""
+    result = _run(sweep, loss, needs)
+    for name, call in () if loss is None else loss.plan.metrics:
+        if loss is not None and call.fn is dead_rows:
+            made = True in needs or bool(loss.wants_grad)
+            loss.metrics = {**loss.metrics, **_dead_rows(name, sweep, result, made)}
+    return result
+
+
+def _dead_rows(name: str, sweep: Sweep, result: Result | Launched, made: bool) -> dict[str, Metric]:
+    """Rows on whose facts nothing pulls; `made`: somebody wants a gradient."""
+    rows, device = sweep.rows, sweep.source.device
+    held: Any = result.visited if isinstance(result, Launched) else None  # not the result, which has the gradients
+    by_fact = {} if held or not made else result.by_fact
+
+    def values() -> Tensor:
+        dead = torch.ones(rows.count, dtype=torch.bool, device=device)
+        for pull in (held.cotangents if held and made else by_fact).values():
+            dead &= (pull == 0).reshape(rows.count, -1).all(1)
+        return dead[None].to(torch.float32)
+
+    counted = rows.valid if made else torch.zeros(rows.count, dtype=torch.bool, device=device)
+    found = measure_later([name], values, counted, "token")
+    if is_capturing():
+        found[name].parts  # a graph that is replayed makes them anew  # noqa: B018
+    return found
+
+
+@on_source_device
+def _run(sweep: Sweep, loss: TermsOnRows | None, needs: tuple[bool, ...]) -> Result | Launched:
     if loss is None:
         if sweep.program is not None and True not in needs and sweep.rows.count:
             return facts_between(sweep) if type(sweep) is ProductSweep else read_facts(sweep)

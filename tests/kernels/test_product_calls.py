@@ -105,6 +105,14 @@ def test_a_row_objective_takes_three_products(host_read, reads):
 
 
 @inside
+def test_rows_without_a_gradient_are_counted(reads):
+    batch = Batch()
+    batch.inputs["advantage"][::2] = 0
+    out = same(batch, rl=grpo, metrics=["dead_rows"], host_read=False)
+    assert 0.4 < float(out.metrics["dead_rows"]) < 1
+
+
+@inside
 def test_a_small_budget_cuts_the_rows(reads):
     same(Batch(), **ROW, memory=16 * 140, host_read=False)
     assert [rows for rows, _, _ in reads] == [12, 12, 13]
