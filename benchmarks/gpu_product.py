@@ -41,10 +41,14 @@ SHAPES = {  # rows x vocabulary x hidden size: the most that the step may take o
 Step = Callable[[], Any]
 
 
-def turns(steps: dict[str, Step], rounds: int, repeats: int = 2, queued: float = 6e6) -> dict[str, float]:
-    """Milliseconds on the device, the steps by turns, each so many times in a row."""
+def turns(steps: dict[str, Step], rounds: int, repeats: int = 0, queued: float = 6e6) -> dict[str, float]:
+    """Milliseconds on the device, the steps by turns, each so many times in a row, or (0) for about 40 ms: the chip's
+    clocks follow what it has just done, and a short sample has those of the step before it."""
     for step in steps.values():
         step(), step()
+    if not repeats:
+        shortest = min(wall(step, 2) for step in steps.values())
+        repeats = max(2, round(40 / shortest))
     times: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(rounds):
         for name, step in random.sample(list(steps.items()), len(steps)):  # what ran before has warmed the chip
@@ -260,6 +264,9 @@ def measure(shape: tuple[int, int, int], limit: float, rounds: int, alone: bool)
     found: dict[str, Any] = {"shape": shape, "limit": limit, "errors": errors, "ms": ms | facts}
     three_ms = ms["three products"]
     found["of three products"] = {k: x / three_ms for k, x in ms.items()}
+    dead = "reinforce, half of the rows without advantage"
+    found["half ignored, of all"] = ms["half of the rows ignored"] / ms["cross-entropy"]
+    found["half without advantage, of all"] = ms[dead] / ms["reinforce"]
     found["of one product"] = facts["log-probability and entropy"] / facts["one product"]
     alone_ms = turns({"ce": steps["cross-entropy"]}, 1, repeats=12, queued=8e7)["ce"]  # as many in a row as below
     found["wall of device"] = wall(steps["cross-entropy"], 12) / alone_ms
@@ -322,7 +329,12 @@ def main() -> None:
         for name, x in found["of three products"].items():
             print(f"    {x:6.3f}  {name}")
         print(f"    {found['of one product']:6.3f}  log-probability and entropy without grad, of one product")
-        for name in ("wall of device", *(name for name in found if "MiB" in name)):
+        for name in (
+            "half ignored, of all",
+            "half without advantage, of all",
+            "wall of device",
+            *(name for name in found if "MiB" in name),
+        ):
             print(f"    {found[name]:8.2f}  {name}")
         print("    errors", {k: f"{x:.1e}" for k, x in found["errors"]["ours"].items()}, flush=True)
         torch.cuda.empty_cache()
