@@ -41,7 +41,7 @@ SHAPES = {  # rows x vocabulary x hidden size: the most that the step may take o
 Step = Callable[[], Any]
 
 
-def turns(steps: dict[str, Step], rounds: int, repeats: int = 0, queued: float = 6e6) -> dict[str, float]:
+def turns(steps: dict[str, Step], rounds: int, repeats: int = 2, queued: float = 6e6) -> dict[str, float]:
     """Milliseconds on the device, the steps by turns, each so many times in a row, or (0) for about 40 ms: the chip's
     clocks follow what it has just done, and a short sample has those of the step before it."""
     for step in steps.values():
@@ -259,8 +259,9 @@ def measure(shape: tuple[int, int, int], limit: float, rounds: int, alone: bool)
     }
     if not alone:
         steps |= {"torch.compile": case.eager(compile=True), **peers(case)}
-    ms = turns(steps, rounds)
-    facts = turns({"one product": one, "log-probability and entropy": lambda: facts_step(case)}, rounds)
+    ms = turns(steps, rounds, repeats=0)
+    pair: dict[str, Step] = {"one product": one, "log-probability and entropy": lambda: facts_step(case)}
+    facts = turns(pair, rounds, repeats=0)
     found: dict[str, Any] = {"shape": shape, "limit": limit, "errors": errors, "ms": ms | facts}
     three_ms = ms["three products"]
     found["of three products"] = {k: x / three_ms for k, x in ms.items()}
