@@ -66,13 +66,14 @@ SHAPES = (
 # without a gradient no row has to stay in the cache, so that more of them can be under way
 FORWARD = (
     (2048, Shape(4, 1), Shape(4, 1)),
-    (1 << 31, Shape(8, 4), Shape(4, 4)),
+    (65536, Shape(8, 4), Shape(4, 4)),
+    (1 << 31, Shape(8, 4), Shape(8, 4, True)),
 )
 # with a dense teacher; with a divergence that needs a second look; with ids.  See benchmarks/gpu_teachers.py.
 TAUGHT = (
     (2048, Shape(4, 1), Shape(4, 1), Shape(4, 1)),
     (65536, Shape(8, 2), Shape(8, 1), Shape(8, 2, True)),
-    (1 << 31, Shape(32, 2), Shape(32, 2), Shape(8, 2, True)),
+    (1 << 31, Shape(32, 2), Shape(32, 2), Shape(16, 4)),
 )
 FEWEST = 264  # two rows for each of an H200's processors; fewer are swept faster in parts
 
@@ -205,11 +206,15 @@ def fire(
 ) -> Visited:
     """Launch the kernel of a visit: of student, gradient, targets, rows that count, a teacher's logits and its ids."""
     visited = Visited.empty(plan, C, x.device)
-    best, theirs, wide = visited.best, visited.theirs, visited.wide
+    best, theirs, wide, held = visited.best, visited.theirs, visited.wide, x
+    if plan.flags["TAIL"]:
+        F, V = kernel.constants["F"], places[0]
+        words = F.L * -(-(V + F.LINE) // (32 * F.L * F.J))
+        held = torch.zeros(C, words, dtype=torch.int32, device=x.device)
     at = At(
         x, y, x if target is None else target, x if valid is None else valid, visited.found,
         x if best is None else best, x if z is None else z, x if theirs is None else theirs, x if ids is None else ids,
-        x if sorted_ids is None else sorted_ids, x if wide is None else wide,
+        x if sorted_ids is None else sorted_ids, x if wide is None else wide, held,
     )  # fmt: skip
     kernel.run(None, place(x), C, (at, given, *places))
     return visited

@@ -77,9 +77,9 @@ def origin_of(top):
 
 
 @triton.jit
-def sweep_row(raw, skew, end, c, how, ids, POLICY: tl.constexpr, F: tl.constexpr):
+def sweep_row(raw, skew, end, c, how, held, POLICY: tl.constexpr, F: tl.constexpr):
     """Of the student alone: maximum, argmax, sums (see `merge_lanes`), total, and its last block as stored."""
-    m, top, seen, sums, total, centre, tail = read(raw, skew, end, c, how, ids, POLICY, F)
+    m, top, seen, sums, total, centre, tail = read(raw, skew, end, c, how, held, POLICY, F)
     best = tl.full([], NOWHERE, tl.int32)
     if F.BEST:
         best = tl.min(seen, axis=0)

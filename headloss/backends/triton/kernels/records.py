@@ -26,6 +26,7 @@ class At(NamedTuple):
     ids: Any
     sorted_ids: Any
     wide: Any  # (F, N, count)
+    held: Any  # of each row, where its ids are: see `row_loops.hide_ids`
 
 
 class SettleAt(NamedTuple):

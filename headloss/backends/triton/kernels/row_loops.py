@@ -104,31 +104,58 @@ def within(at, n: tl.constexpr, low, high):
 
 
 @triton.jit
-def without_ids(z, at, block_end, ids, walk):
-    """A block z, K x (L, J) from column `at` on, without the columns that are ids.
+def hide_ids(held, low, high, ids, F: tl.constexpr):
+    """Mark the vectors that hold an id, in zeros: of each lane a word for every 32 loads, a bit for each.
 
-    `ids`: a pointer to the row's, sorted, how many there are, and what leads from an id to its column.  They are walked
-    along with the blocks, `walk`: how many lie behind, and the columns of the next two, so that no block waits.
+    `ids`: a pointer to the row's, sorted, how many there are, and what leads from an id to its column.
     """
-    k, column, following = walk[0], walk[1], walk[2]
-    while column < block_end:
-        here = column.to(tl.int32)
-        left = ()
-        for n in tl.static_range(len(z)):
-            left = left + (tl.where(at + n * (at.shape[0] * at.shape[1]) == here, LEAST, z[n]),)
-        z = left
-        k += 1
-        column = following
-        following = id_column(ids, k + 1)
-    return z, (k, column, following)
+    L: tl.constexpr = F.L
+    J: tl.constexpr = F.J
+    IDS: tl.constexpr = F.IDS
+    column = id_column(ids, tl.arange(0, IDS))
+    here = (column >= low) & (column < high)
+    vector = tl.where(here, column, 0).to(tl.int32) // J
+    tl.atomic_or(held + (vector // (32 * L) * L + vector % L), 1 << (vector // L % 32), mask=here, sem="relaxed")
+
+
+@triton.jit
+def held_ids(held, word, block, F: tl.constexpr):
+    """The lanes' words (L,) for a block: others than before where 32 loads are behind."""
+    L: tl.constexpr = F.L
+    if block * F.K % 32 == 0:
+        word = tl.load(held + (block * F.K // 32 * L + tl.arange(0, L)), cache_modifier=".cg")
+    return word
+
+
+@triton.jit
+def beside_ids(raw, low, high, ids, how, F: tl.constexpr):
+    """Logits of the columns that share a vector with an id, -inf at ids and elsewhere; and those columns.
+
+    A sweep without the ids leaves out their vectors: to look for each id's column would cost it eight times as much.
+    """
+    IDS: tl.constexpr = F.IDS
+    J: tl.constexpr = F.J
+    k = tl.arange(0, IDS)
+    column, before = id_column(ids, k), id_column(ids, tl.maximum(k, 1) - 1)
+    first = (column >= low) & (column < high) & ((k == 0) | (before < low) | (before // J != column // J))
+    at = (tl.where(first, column, 0).to(tl.int32) // J * J)[:, None] + tl.arange(0, J)[None, :]
+    below = tl.zeros([IDS, J], tl.int32)  # how many ids are, by halving
+    for s in tl.static_range(10):
+        if IDS >> (s + 1):
+            more = below + (IDS >> (s + 1))
+            below = tl.where(id_column(ids, more - 1) < at, more, below)
+    good = first[:, None] & (at >= low) & (at < high) & (id_column(ids, below) != at)
+    z = logits(tl.load(raw + at, mask=good, other=0.0), how[0], how[1], F.SCALED, F.CAPPED)
+    return tl.where(good, z, -float("inf")).reshape(IDS * J), (at - low).reshape(IDS * J)
 
 
 @triton.jit
 def take_in(
-    x, at, skew, end, m, best, block, sums, total, centre, c, how, ids, walk,
+    x, at, skew, end, m, best, block, sums, total, centre, c, how, word,
     MASKED: tl.constexpr, EVEN: tl.constexpr, F: tl.constexpr,
 ):  # fmt: skip
-    """A stored block, from column `at` (L, J) on, into the lanes' partials; with TAIL, without the ids.
+    """A stored block, from column `at` (L, J) on, into the lanes' partials; with TAIL, without the vectors that
+    hold ids, by the bits of `word` (L,).
 
     MASKED: some of its columns may not be there.  If no vector is cut (EVEN) those were loaded as -inf.
     """
@@ -148,7 +175,10 @@ def take_in(
             value = tl.where(within(at, n, skew, end), value, LEAST)
         z = z + (value,)
     if F.TAIL:
-        z, walk = without_ids(z, at, (block + 1) * (F.K * F.L * F.J), ids, walk)
+        left = ()
+        for n in tl.static_range(len(z)):
+            left = left + (tl.where(((word >> (block * F.K % 32 + n)) & 1)[:, None] != 0, LEAST, z[n]),)
+        z = left
     if WORDS:
         top = highest(x)
     else:
@@ -156,7 +186,7 @@ def take_in(
         for n in tl.static_range(len(z)):
             top = tl.maximum(top, tl.max(z[n], axis=1))
     m, best, sums = absorb(z, top, m, best, block, sums, c, F)
-    return m, best, sums, total, walk
+    return m, best, sums, total
 
 
 @triton.jit
@@ -204,10 +234,10 @@ def search(
 
 
 @triton.jit
-def read(raw, skew, end, c, how, ids, POLICY: tl.constexpr, F: tl.constexpr):
+def read(raw, skew, end, c, how, held, POLICY: tl.constexpr, F: tl.constexpr):
     """The first sweep: what each lane has seen of the row, and the row's last block as it is stored.
 
-    `how`: scale and cap; `ids`: see `without_ids`.
+    `how`: scale and cap; `held`: see `hide_ids`.
     """
     K: tl.constexpr = F.K
     L: tl.constexpr = F.L
@@ -235,20 +265,18 @@ def read(raw, skew, end, c, how, ids, POLICY: tl.constexpr, F: tl.constexpr):
     first, last = blocks(skew, end, F.LINE, VEC, BLOCK)
     go = tl.multiple_of(skew // VEC * VEC, VEC)
     stop = tl.multiple_of((end + VEC - 1) // VEC * VEC, VEC)
-    none = tl.zeros([], tl.int64)
-    walk = (none, none, none)
-    if F.TAIL:
-        IDS: tl.constexpr = F.IDS
-        behind = tl.sum((id_column(ids, tl.arange(0, IDS)) < skew).to(tl.int64), axis=0)
-        walk = (behind, id_column(ids, behind), id_column(ids, behind + 1))
     # The last block is cut, so it cannot be part of the loop; loaded now, it is there when its turn comes.
     # Whole vectors, masked afterwards: a 16-byte vector with one good element can be read without harm.
     tail = take(words, last * (BLOCK // W) + w, go, stop, True, POLICY, K, PAIRED)
+    word = tl.zeros([L], tl.int32)
+    if F.TAIL:
+        tl.debug_barrier()  # every id is marked
+        word = held_ids(held, word, 0, F)
     if F.LINE > VEC:
         for _head in range(0, first):
             h = take(words, w, go, stop, True, POLICY, K, PAIRED)
-            m, best, sums, total, walk = take_in(
-                h, j, skew, end, m, best, 0, sums, total, centre, c, how, ids, walk, True, False, F
+            m, best, sums, total = take_in(
+                h, j, skew, end, m, best, 0, sums, total, centre, c, how, word, True, False, F
             )
     if AHEAD:
         x = take(words, first * (BLOCK // W) + w, go, stop, True, POLICY, K, PAIRED)  # there may be no such block
@@ -257,14 +285,18 @@ def read(raw, skew, end, c, how, ids, POLICY: tl.constexpr, F: tl.constexpr):
             following = take(words, tl.minimum(block + 1, last - 1) * (BLOCK // W) + w, 0, 0, False, POLICY, K, PAIRED)
         else:
             x = take(words, block * (BLOCK // W) + w, 0, 0, False, POLICY, K, PAIRED)
-        m, best, sums, total, walk = take_in(
-            x, block * BLOCK + j, skew, end, m, best, block, sums, total, centre, c, how, ids, walk, False, F.EVEN, F
+        if F.TAIL:
+            word = held_ids(held, word, block, F)
+        m, best, sums, total = take_in(
+            x, block * BLOCK + j, skew, end, m, best, block, sums, total, centre, c, how, word, False, F.EVEN, F
         )
         if AHEAD:
             x = following
     if end > last * BLOCK:
-        m, best, sums, total, walk = take_in(
-            tail, last * BLOCK + j, skew, end, m, best, last, sums, total, centre, c, how, ids, walk, True, F.EVEN, F
+        if F.TAIL:
+            word = held_ids(held, word, last, F)
+        m, best, sums, total = take_in(
+            tail, last * BLOCK + j, skew, end, m, best, last, sums, total, centre, c, how, word, True, F.EVEN, F
         )
     top = tl.max(m, axis=0)
     column = tl.zeros([L], tl.int32)

@@ -27,7 +27,7 @@ from headloss.backends.triton.kernels.logits import LN2, LOG2E, boundary, logits
 from headloss.backends.triton.kernels.packed_bf16 import finite
 from headloss.backends.triton.kernels.pair_loops import look_pair, write_pair
 from headloss.backends.triton.kernels.pull import slopes
-from headloss.backends.triton.kernels.row_loops import LOWEST, gradient, write, zeros
+from headloss.backends.triton.kernels.row_loops import LOWEST, beside_ids, gradient, hide_ids, write, zeros
 
 
 @triton.jit(
@@ -104,8 +104,21 @@ def visit_kernel(
                 at.raw + begin, teacher, skew, skew + V, c, ct, how, POLICY, F
             )
         else:
-            ids = (at.sorted_ids + row * count, count, skew.to(tl.int64) - start)
-            top, best, own, total, tail = sweep_row(at.raw + begin, skew, skew + V, c, how, ids, POLICY, F)
+            held = at.held
+            if F.TAIL:
+                ids = (at.sorted_ids + row * count, count, skew.to(tl.int64) - start)
+                held += row * (tl.cdiv(V + F.LINE, 32 * F.L * F.J) * F.L)
+                hide_ids(held, skew, skew + V, ids, F)
+                left, spots = beside_ids(at.raw + begin, skew, skew + V, ids, how, F)
+            top, best, own, total, tail = sweep_row(at.raw + begin, skew, skew + V, c, how, held, POLICY, F)
+            if F.TAIL:
+                above = tl.maximum(top, tl.max(left, axis=0))
+                own = with_ids(own, top, above, left, c, F)
+                total += V.to(tl.float32) * (origin_of(top) - origin_of(above))
+                if F.BEST:
+                    best = tl.where(top == above, best, NOWHERE)
+                    best = tl.minimum(best, tl.min(tl.where(left == above, spots, NOWHERE), axis=0))
+                top = above
 
         swept = top
         tails = ()
