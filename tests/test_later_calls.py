@@ -18,7 +18,7 @@ from interpreting import quicken, rerun
 
 import headloss as hl
 from headloss.engine import heads, lookup
-from headloss.losses import cross_entropy, entropy_bonus, grpo, z_loss
+from headloss.losses import cross_entropy, entropy_bonus, forward_kl, grpo, z_loss
 
 pytest.importorskip("triton")
 from headloss.backends.triton import visit as triton_visit
@@ -483,6 +483,25 @@ def test_a_later_call_counts_and_scales_by_what_it_is_told():
         out = objective.forward_backward(source, targets, num_items=8, grad_scale=4.0)
         torch.testing.assert_close(out.loss, plain.loss / 2)
         torch.testing.assert_close(out.grads.logits, plain.grads.logits * 2)
+
+
+@runs
+def test_later_calls_with_a_teacher():
+    """Facts too, and whatever is said of the teacher."""
+    objective = hl.Objective(kl=forward_kl, backend="triton")
+    said = [{}, {}, {"temperature": 0.5}, {"scale": 0.7, "softcap": 5.0}, {}]
+    for seed, how in enumerate(said):
+        found = []
+        for known in (objective, hl.Objective(kl=forward_kl, backend="triton")):
+            call = Call(n=3).ignoring(1) if seed == 4 else Call(n=3, seed=seed)
+            x, teacher = call.logits.requires_grad_(), Call(n=3, seed=seed + 9).logits
+            out = known(hl.Logits(x), call.targets, teacher=hl.Logits(teacher, **how))
+            (out.loss + out.facts.teacher_cross_entropy.sum()).backward(retain_graph=True)
+            found.append({"loss": out.loss, "grad": x.grad})
+            teacher.add_(1.0)
+            with pytest.raises(RuntimeError, match="teacher.logits: modified by an inplace operation"):
+                out.loss.backward()
+        same(*found)
 
 
 BAD = {

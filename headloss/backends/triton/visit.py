@@ -128,7 +128,7 @@ def visit(
     bases = tuple([w if type(w) is float else as_number(w, device) for w in arguments.bases])
     factors = tuple([w if type(w) is float else as_number(w, device) for w in arguments.factors])
     given_T = tuple([T if type(T) is float else plain_temperature(T) for T in temperatures])
-    taught = _taught(plan, V, teachers[0]) if teachers else UNTAUGHT
+    taught = taught_by(plan, V, teachers[0]) if teachers else UNTAUGHT
     x, y, z = raw_CV, raw_CV if out_CV is None else out_CV, raw_CV if taught.x_CV is None else taught.x_CV
     aside_CV = None
     if out_CV is not None and V > 1 and y.stride(1) != 1:  # rare: write elsewhere, then copy
@@ -267,7 +267,7 @@ class Taught(NamedTuple):
 UNTAUGHT = Taught()
 
 
-def _taught(plan: Plan, V: int, teacher: TeacherChunk) -> Taught:
+def taught_by(plan: Plan, V: int, teacher: TeacherChunk) -> Taught:
     if not isinstance(teacher, DenseChunk):
         ids = teacher.ids_CK.contiguous()
         return Taught(None, ids, teacher.in_order() if plan.flags["TAIL"] else ids)
