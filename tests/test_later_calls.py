@@ -504,6 +504,27 @@ def test_later_calls_with_a_teacher():
         same(*found)
 
 
+@runs
+def test_later_calls_with_a_head():
+    """Facts too, and a second backward; ignored rows, which are left out of the products, in between."""
+    made = lambda: hl.Objective(ce=cross_entropy, backend="triton")
+    objective = made()
+    for seed, ignored in enumerate(([], [], [2], [])):
+        found = []
+        for known in (objective, made()):
+            call = Call(n=3, seed=seed).ignoring(*ignored)
+            generator = torch.Generator().manual_seed(seed)
+            hidden, weight = (torch.randn(n, 16, generator=generator).to(DEVICE) for n in (3, V))
+            hidden[ignored] = torch.nan
+            hidden, weight = hidden.requires_grad_(), weight.requires_grad_()
+            out = known(hl.Linear(hidden, weight), hl.prepare(call.targets))
+            out.loss.backward(retain_graph=True)
+            (2 * out.loss + out.facts.logprob.square().sum()).backward()
+            found.append({"loss": out.loss, "hidden": hidden.grad, "weight": weight.grad})
+            assert weight.grad.isfinite().all()
+        same(*found)
+
+
 BAD = {
     "a target that is out of range": lambda c: c.targets.__setitem__(3, V),
     "a negative target": lambda c: c.targets.__setitem__(3, -5),

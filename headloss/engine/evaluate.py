@@ -17,7 +17,7 @@ from headloss.engine.into import check_into
 from headloss.engine.lookup import find
 from headloss.engine.one_launch import later_values
 from headloss.engine.plan import Plan
-from headloss.engine.ready import Ready, ReadyCall, find_ready, key_of, make_ready
+from headloss.engine.ready import Ready, ReadyCall, find_ready, key_of, make_ready, needs_of
 from headloss.engine.run import Head, SweptCall, facts_of, final_grads, run
 from headloss.engine.sweeps import Sweep
 from headloss.late import check_pending
@@ -53,18 +53,13 @@ def _evaluate(terms: Terms, arguments: CallArguments, direct: bool, weight_grad:
     if weight_grad is not None:
         sweep.weight_grad = weight_grad
     tensors = sweep.source.tensors
-    if direct:
-        needs = (True,) * len(tensors)
-    elif recorded:
-        needs = tuple([x.requires_grad for x in tensors])
-        if True in needs or plan.wants_grad:
-            if plan.wants_grad:
-                tensors += tuple([arguments.inputs[name] for name in plan.wants_grad])
-            value, *blocks = Head.apply(SweptCall(sweep, loss, needs), *tensors)
-            facts = _facts(sweep, plan, blocks, loss.visited)
-            return Output(value, _every(terms, plan, loss.values, value), loss.metrics, facts)
-    else:
-        needs = (False,) * len(tensors)
+    needs = needs_of(tensors, direct)
+    if not direct and (True in needs or (recorded and plan.wants_grad)):
+        if plan.wants_grad:
+            tensors += tuple([arguments.inputs[name] for name in plan.wants_grad])
+        value, *blocks = Head.apply(SweptCall(sweep, loss, needs), *tensors)
+        facts = _facts(sweep, plan, blocks, loss.visited)
+        return Output(value, _every(terms, plan, loss.values, value), loss.metrics, facts)
     with torch.no_grad():
         result = run(sweep, loss, needs)
         grads = _cast(final_grads(sweep, result, needs), sweep.source) if direct else None
@@ -74,21 +69,22 @@ def _evaluate(terms: Terms, arguments: CallArguments, direct: bool, weight_grad:
 
 
 def _at_once(terms: Terms, ready: Ready, arguments: CallArguments, direct: bool) -> Output:
-    """A call in one launch over logits as they lie there."""
-    x, grads = arguments.source.tensors[0], None
-    if heads.on_other_device(x.device):
-        with torch.cuda.device(x.device):
+    """A call in one launch over all its logits."""
+    tensors, made = arguments.source.tensors, None
+    if heads.on_other_device(tensors[0].device):
+        with torch.cuda.device(tensors[0].device):
             return _at_once(terms, ready, arguments, direct)
-    call = ReadyCall(ready, arguments)
-    if not direct and torch.is_grad_enabled() and x.requires_grad:
-        loss, *blocks = Head.apply(call, x)
+    call, needs = ReadyCall(ready, arguments), needs_of(tensors, direct)
+    if not direct and True in needs:
+        loss, *blocks = Head.apply(call, *tensors)
     else:
         with torch.no_grad():
-            loss, out = call.run(x, direct)
-        blocks, grads = [y.detach() for y in call.visited.blocks], Grads(out) if direct else None
+            loss, made = call.run(needs)
+        blocks = [x.detach() for x in call.visited.blocks]
     plan = ready.plan
     values = _every(terms, plan, later_values(plan.weights, call.sums), loss)
-    return Output(loss, values, call.metrics(), facts_of(ready, plan.want, blocks, call.visited), grads)
+    facts = facts_of(ready, plan.want, blocks, call.visited)
+    return Output(loss, values, call.metrics(), facts, made if direct else None)
 
 
 def _facts(sweep: Sweep, plan: Plan, blocks: Sequence[Tensor], visited: Any) -> Facts:

@@ -117,11 +117,18 @@ class LinearHead:
 
     makes_logits = True
 
-    def __init__(self, source: Linear, extra: int = 0) -> None:
+    def __init__(self, source: Linear, extra: int = 0, single_chunk: bool = False) -> None:
         self.source, self.extra = source, extra
-        dtype = source.gemm_dtype
-        self.hidden_ND = source.hidden.detach().reshape(-1, source.hidden.shape[-1]).to(dtype)
-        self.weight_VD = source.weight.detach()[: source.columns].to(dtype)  # without the rows that pad a vocabulary
+        dtype, hidden, weight, columns = (
+            source.gemm_dtype,
+            source.hidden.detach(),
+            source.weight.detach(),
+            source.columns,
+        )
+        hidden = hidden if hidden.ndim == 2 else hidden.reshape(-1, hidden.shape[-1])
+        weight = weight if weight.shape[0] == columns else weight[:columns]  # without the rows that pad a vocabulary
+        self.hidden_ND = hidden if hidden.dtype == dtype else hidden.to(dtype)
+        self.weight_VD = weight if weight.dtype == dtype else weight.to(dtype)
         self.bias_V = None if source.bias is None else source.bias.detach()[: source.columns]
         self.parts = even_parts(self.weight_VD)
         self.needs = (False, False, False)
@@ -129,7 +136,7 @@ class LinearHead:
         self.dhidden_ND: Tensor | None = None
         self.dweight_VD: Tensor | None = None
         self.dbias_V: Tensor | None = None
-        self.single_chunk = False
+        self.single_chunk = single_chunk
         self.longest = 0  # rows of the longest chunk, where known: a buffer that grows would exist twice for a moment
 
     def chunks(self, count: int, gathered: bool) -> list[slice]:
@@ -225,7 +232,8 @@ class LinearHead:
         if need_hidden:
             if self.dhidden_ND is None:
                 self.dhidden_ND = self._room_for_hidden()
-            into_CD = self.dhidden_ND[rows] if isinstance(rows, slice) else self.dhidden_ND.new_empty(len(grad_CV), D)
+            into_CD = self.dhidden_ND
+            into_CD = part_of(into_CD, rows) if isinstance(rows, slice) else into_CD.new_empty(len(grad_CV), D)
             for i, part in enumerate(reversed(self.parts)):  # the few columns first: what is rounded twice is small
                 product(self._columns(grad_CV, part), part_of(self.weight_VD, part), out=into_CD, add=i > 0)
             if not isinstance(rows, slice):
@@ -238,7 +246,8 @@ class LinearHead:
                 self.dweight_VD = torch.empty(
                     self.source.weight.shape, dtype=self._accumulator(), device=grad_CV.device
                 )
-                self.dweight_VD[self.source.columns :] = 0
+                if self.source.columns < self.source.weight.shape[0]:
+                    self.dweight_VD[self.source.columns :] = 0
             for part in self.parts:
                 into_VD = part_of(self.dweight_VD, part)
                 product(self._columns(grad_CV, part).t(), hidden_CD, out=into_VD, add=not first)

@@ -1,4 +1,4 @@
-"""Calls that take one launch over logits as they lie there: what their tensors do not decide is decided once.
+"""Calls that take one launch over all their logits: what their tensors do not decide is decided once.
 
 Two such calls are alike if everything is equal that can be seen without a number of the device: dtypes, sizes, strides,
 options, and what their functions read.  The first of them is planned and checked; then it runs here, as all later ones.
@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from headloss.engine.arguments import CallArguments
-from headloss.engine.bind import rows_of
+from headloss.engine.bind import chunked_because, rows_of
 from headloss.engine.checks import check_count
+from headloss.engine.heads import LinearHead
 from headloss.engine.lookup import Found, Plans
 from headloss.engine.one_launch import Launched, measured
 from headloss.engine.plan import Plan
@@ -27,7 +29,7 @@ from headloss.prepared import Prepared, Stats, check_stats
 from headloss.record import Grads
 from headloss.reductions import reciprocal, shared_weight
 from headloss.rows import IGNORE, Rows
-from headloss.sources import Logits
+from headloss.sources import Linear, Logits, Source, with_tensors, without_tensors
 from headloss.term import check_weight
 from headloss.trace.gradient import check_gradient
 from headloss.trace.reads import defaults
@@ -36,23 +38,46 @@ from headloss.trace.signature import ONLY
 _MOST = 64  # kinds of calls: more would mean that sizes change with every call
 
 
-def key_of(arguments: CallArguments, grad: bool) -> tuple[Any, ...] | None:
+def needs_of(tensors: Sequence[Tensor], direct: bool) -> tuple[bool, ...]:
+    """Which of a source's tensors want a gradient; `direct`: all, without autograd."""
+    if direct:
+        return (True,) * len(tensors)
+    recorded = torch.is_grad_enabled()
+    return tuple([recorded and x.requires_grad for x in tensors])
+
+
+def key_of(arguments: CallArguments, direct: bool) -> tuple[Any, ...] | None:
     """What calls that are alike have in common; None: not of the kind that comes here."""
     source, targets, segments, teacher, options, inputs, support = arguments
-    if type(source) is not Logits or segments is not None or support is not None:
+    if type(source) is not Logits and type(source) is not Linear:
         return None
-    x, T, (num_items, num_segments, weights, grad_scale, host_read) = source.logits, source.temperature, options
-    y: Any = targets
-    if type(targets) is Prepared:
-        y = None if targets.segments is not None else targets.targets
-    if type(x) is not Tensor or type(y) is not Tensor or type(T) is not float or type(grad_scale) is not float:
+    T, (num_items, num_segments, weights, grad_scale, host_read) = source.temperature, options
+    if segments is not None or support is not None or type(T) is not float or type(grad_scale) is not float:
         return None
     if num_segments is not None or weights is not None or isinstance(num_items, Tensor) or source.shard is not None:
         return None
+    y: Any = targets
+    if type(targets) is Prepared:
+        y = None if targets.segments is not None else targets.targets
+    if type(y) is not Tensor:
+        return None
     key: list[Any] = [
-        grad, torch.is_grad_enabled(), x.dtype, x.device, x.shape, x.stride(), y.dtype, y.device, y.shape, y.stride(),
-        y is targets, host_read, T, source.scale, source.softcap, source.inplace, source.vocab, *defaults(),
+        direct, torch.is_grad_enabled(), y.dtype, y.device, y.shape, y.stride(), y is targets, host_read, T,
+        source.scale, source.softcap, source.vocab, *defaults(),
     ]  # fmt: skip
+    if isinstance(source, Logits):
+        x = source.logits
+        if type(x) is not Tensor:
+            return None
+        key += (x.dtype, x.device, x.shape, x.stride(), x.requires_grad, source.inplace)
+    elif y is not targets and source.bias is None and source.weight_grad_into is None:
+        for x in (source.hidden, source.weight):
+            if type(x) is not Tensor and type(x) is not Parameter:
+                return None
+            key += (x.dtype, x.device, x.shape, x.stride(), x.requires_grad)
+        key += (source.gemm_dtype, source.logits_dtype, source.weight_grad_dtype, source.memory)
+    else:
+        return None
     if teacher is not None:
         if type(teacher) is not Logits or type(teacher.logits) is not Tensor or type(teacher.temperature) is not float:
             return None
@@ -75,6 +100,8 @@ def find_ready(plans: Plans | None, key: Any, arguments: CallArguments) -> Ready
     ready: Ready | None = by_read.get(form.read()[0])
     if ready is None or not ready.plan.backend.suits(ready.count, arguments.source.vocab):
         return None
+    if ready.linear and not ready.may(arguments):
+        return None
     refuse_transforms(arguments)
     return ready
 
@@ -87,8 +114,14 @@ def make_ready(plans: Plans, key: Any, found: Found) -> Ready | None:
         return None
     if plan.is_fp16 or plan.wants_grad or plan.elements or plans.divergences:
         return None
-    x, given = source.logits, found.arguments.inputs  # type: ignore[union-attr]
-    if source.inplace or source.vocab != x.shape[-1] or not x.numel():  # type: ignore[union-attr]
+    x, given = source.tensors[0], found.arguments.inputs
+    if isinstance(source, Linear):
+        dtypes = {x.dtype, source.weight.dtype, source.gemm_dtype, source.chunk_dtype}
+        whole = len(dtypes) == 1 and not source.narrow and source.vocab == source.weight.shape[0]
+        fits = 0 < math.prod(source.leading) <= source.chunk_rows() and not source.weight_grad_dtype
+        if teachers or not whole or not fits or plan.kind != "row" or not chunked_because(plan, source):
+            return None
+    elif source.inplace or source.vocab != x.shape[-1] or not x.numel():
         return None
     if y.dtype is not torch.int64 or y.shape != x.shape[:-1] or y.device != x.device or x.device.type == "meta":  # type: ignore[union-attr]
         return None
@@ -105,29 +138,32 @@ def make_ready(plans: Plans, key: Any, found: Found) -> Ready | None:
     taken = [given.get(name) for name in program.inputs]
     if any(v is None or not v.is_contiguous() or v.device != x.device for v in taken):
         return None
-    ready = Ready(plan, source, given, teacher, found.held)  # type: ignore[arg-type]
+    ready = Ready(plan, source, given, teacher, found.held)
     if len(plans.ready) >= _MOST:
         plans.ready.clear()
-    plans.ready.setdefault(key, (found.form, {}))[1][found.read] = ready
-    return ready
+    by_read = plans.ready.setdefault(key, (found.form, {}))[1]
+    if len(by_read) >= _MOST:
+        by_read.clear()
+    by_read[found.read] = ready
+    return ready if not ready.linear or ready.may(found.arguments) else None
 
 
 class Ready:
     """What calls that are alike have in common."""
 
     __slots__ = (
-        "backend", "count", "flat", "held", "plan", "said", "shape", "their", "used", "visits",
-        "want", "weights",
+        "backend", "bare", "count", "flat", "held", "linear", "plan", "shape", "their", "used", "visits", "want",
+        "weights",
     )  # fmt: skip
 
     def __init__(
-        self, plan: Plan, source: Logits, inputs: Mapping[str, Tensor], teacher: Logits | None, held: Any
+        self, plan: Plan, source: Source, inputs: Mapping[str, Tensor], teacher: Logits | None, held: Any
     ) -> None:
         self.plan, self.want, self.backend = plan, plan.want, plan.backend
         self.held = held  # what functions of ours read, so that nothing else takes on its identity
-        self.shape, self.flat = tuple(source.logits.shape[:-1]), source.logits.ndim == 2
-        self.count, self.used = math.prod(self.shape), tuple(inputs)
-        self.said, self.their, theirs = _said(source), {} if teacher is None else _said(teacher), None
+        self.shape, self.flat = source.leading, source.tensors[0].ndim == 2
+        self.count, self.used, self.linear = math.prod(self.shape), tuple(inputs), isinstance(source, Linear)
+        self.bare, self.their, theirs = without_tensors(source), teacher and without_tensors(teacher), None
         if teacher is not None:
             own = tuple([float(teacher.temperature if T is None else T) for T in plan.want.temperatures_of(ONLY)])
             theirs = (float(teacher.scale), teacher.softcap, own)
@@ -136,13 +172,15 @@ class Ready:
         means = tuple([name in (plan.by_token or ()) for name in plan.weights])
         self.visits = plan.backend.Visits(plan.program, temperatures, source.scale, source.softcap, means, theirs)
 
+    def may(self, arguments: CallArguments) -> bool:
+        """Whether every row is multiplied; else those that count are gathered first."""
+        source, targets = arguments.source, arguments.targets
+        assert isinstance(targets, Prepared)
+        return targets.known().valid == self.count and not torch.is_autocast_enabled(source.device.type)
+
     def put(self, x: Tensor, held: bool) -> Tensor:
         """See `Rows.put`."""
         return x.reshape(self.shape + tuple(x.shape[1:]))
-
-
-def _said(source: Logits) -> dict[str, Any]:
-    return {"temperature": source.temperature, "scale": source.scale, "softcap": source.softcap}
 
 
 class ReadyCall:
@@ -161,9 +199,9 @@ class ReadyCall:
             check_weight("grad_scale", grad_scale)
         self.valid: Tensor | None = None
         teacher: Any = arguments.teacher
-        if ready.their and type(teacher) is not Logits:
+        if ready.their is not None and type(teacher) is not Logits:
             teacher = teacher[ONLY]  # it was planned, and so named
-        self.teacher: Tensor | None = teacher.logits if ready.their else None
+        self.teacher: Tensor | None = None if ready.their is None else teacher.logits
         if type(targets) is Prepared:
             stats, self.targets = targets.known(), targets.targets
             self.stats: Stats | None = stats
@@ -177,40 +215,56 @@ class ReadyCall:
             self.targets, self.stats, self.skipped, self.valid = rows.given, rows.stats, rows.skipped, rows._valid
             self.mean = shared_weight("token_mean", "row", rows, num_items=num_items)
 
-    def run(self, x: Tensor, grad: bool) -> tuple[Tensor, Tensor | None]:
-        """The loss, and the gradient if it is wanted."""
-        ready, (*_, scale, _), inputs = self.ready, self.arguments.options, self.arguments.inputs
-        plan, targets, teacher, times = ready.plan, self.targets, self.teacher, ready.plan.times
+    def run(self, needs: tuple[bool, ...]) -> tuple[Tensor, Grads]:
+        """The loss, and the gradients that are wanted."""
+        ready, (source, _, _, _, (*_, scale, _), inputs, _) = self.ready, self.arguments
+        plan, grad, times = ready.plan, True in needs, ready.plan.times
         if not plan.has_gradient and (grad or torch.is_grad_enabled()):
             check_gradient(plan.terms, grad)
         begun = 0.0 if "compiling" in times else time.perf_counter()
-        taken = tuple([inputs[name] for name in plan.program.inputs])
-        out = out_NV = torch.empty_like(x, memory_format=torch.contiguous_format) if grad else None
-        if not ready.flat:
-            x, targets = x.reshape(ready.count, -1), targets.reshape(-1)
-            out_NV = None if out is None else out.view(x.shape)
-            teacher = None if teacher is None else teacher.reshape(x.shape)
-            taken = tuple([v if v.ndim < 2 else v.reshape(-1) for v in taken])
+        given = tuple([inputs[name] for name in plan.program.inputs])
         weights = ready.weights
         factors = weights if scale == 1.0 else tuple([w * scale for w in weights])
+        out = out_NV = head = None
+        targets, teacher = self.targets, self.teacher
+        if isinstance(source, Logits):
+            x = source.logits
+            if grad:
+                out = out_NV = torch.empty_like(x, memory_format=torch.contiguous_format)
+        else:
+            head = LinearHead(source, single_chunk=True)
+            head.wants_grad(needs)
+            x = head.read(slice(0, ready.count))
+            out_NV = x if grad else None
+        if not ready.flat:
+            targets = targets.reshape(-1)
+            given = tuple([v if v.ndim < 2 else v.reshape(-1) for v in given])
+            if head is None:
+                x = x.reshape(ready.count, -1)
+                out_NV = None if out is None else out.view(x.shape)
+                teacher = None if teacher is None else teacher.reshape(x.shape)
         self.visited, self.sums, loss = ready.visits(
-            x, targets, taken, self.mean, factors, weights, out_NV, self.skipped, teacher
+            x, targets, given, self.mean, factors, weights, out_NV, self.skipped, teacher
         )
         if begun:
             times["compiling"] = time.perf_counter() - begun
-        return loss, out
+        if head is None or not grad:
+            return loss, Grads(out)
+        head.write(slice(0, ready.count), x, None)
+        return loss, head.grads()
 
     def forward(self, ctx: Any, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """With autograd; see `run.Head`."""
-        loss, out = self.run(tensors[0], True)
-        inputs, visited = self.arguments.inputs, self.visited
-        used = [(name, inputs[name]) for name in self.ready.used]
-        read = [("targets", self.targets)]
+        ready, inputs = self.ready, self.arguments.inputs
+        needs = ctx.needs_input_grad[1:]
+        loss, grads = self.run(needs)
+        visited, read = self.visited, [("targets", self.targets)]
         if self.teacher is not None:
             read.append(("teacher.logits", self.teacher))
-        hold(ctx, ("logits",), tensors, read, used)
-        left = Left(self.ready, self.stats, self.skipped)
-        ctx.grads, ctx.kept = Grads(out), (left, (True,), Launched(None, visited, None, None), None, False, ())
+        names = ("hidden", "weight") if ready.linear else ("logits",)
+        hold(ctx, names, tensors, read, [(name, inputs[name]) for name in ready.used])
+        left = Left(ready, self.stats, self.skipped)
+        ctx.grads, ctx.kept = grads, (left, needs, Launched(None, visited, None, None), None, False, ())
         return loss, *[x.detach() for x in visited.blocks]
 
     def metrics(self) -> dict[str, Any]:
@@ -237,8 +291,9 @@ class Left:
         """The call as a sweep, where something pulls on a fact or a second time."""
         ready = self.ready
         rows = Rows(ready.shape, tensors["targets"], None, None, None, self.stats, self.skipped)
-        source = Logits(tensors["logits"], **ready.said)
+        source = with_tensors(ready.bare, {n: x for n, x in tensors.items() if hasattr(ready.bare, n)})
         guides: dict[str, Any] = {}
-        if ready.their:
-            guides[ONLY] = DenseTeacherRows(Logits(tensors["teacher.logits"], **ready.their), source, rows)
+        if ready.their is not None:
+            teacher: Any = with_tensors(ready.their, {"logits": tensors["teacher.logits"]})
+            guides[ONLY] = DenseTeacherRows(teacher, source, rows)
         return Sweep(source, rows, ready.want, ready.backend, guides, ready.plan.program)
