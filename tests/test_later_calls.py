@@ -485,6 +485,13 @@ def test_a_later_call_counts_and_scales_by_what_it_is_told():
         torch.testing.assert_close(out.grads.logits, plain.grads.logits * 2)
 
 
+@inside
+def test_later_calls_tell_which_rows_are_dead(played):
+    objective = hl.Objective(ce=cross_entropy, metrics=["dead_rows"], backend="triton")
+    found = [float(numbers_of(objective)["metric dead_rows"]) for _ in range(3)]
+    assert found == found[:1] * 3
+
+
 @runs
 def test_later_calls_with_a_teacher():
     """Facts too, and whatever is said of the teacher."""

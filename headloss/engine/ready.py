@@ -25,6 +25,7 @@ from headloss.engine.plan import Plan
 from headloss.engine.saved import hold, refuse_transforms
 from headloss.engine.sweeps import Sweep
 from headloss.engine.teachers import DenseTeacherRows
+from headloss.metrics import dead_rows
 from headloss.prepared import Prepared, Stats, check_stats
 from headloss.record import Grads
 from headloss.reductions import reciprocal, shared_weight
@@ -113,6 +114,8 @@ def make_ready(plans: Plans, key: Any, found: Found) -> Ready | None:
     if key is None or program is None or program.by_segment or plan.by_token is None or not plan.weights:
         return None
     if plan.is_fp16 or plan.wants_grad or plan.elements or plans.divergences:
+        return None
+    if any(call.fn is dead_rows for _, call in plan.metrics):  # which `run` makes
         return None
     x, given = source.tensors[0], found.arguments.inputs
     if isinstance(source, Linear):
