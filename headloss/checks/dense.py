@@ -43,7 +43,7 @@ def answer(objective: Objective, given: Given, dtype: torch.dtype, leaves: Mappi
     numbers: dict[str, Part] = {}
     loss, parts, scale = torch.zeros((), dtype=dtype, device=given.source.device), [], 0.0
     measured: dict[str, Any] = {}
-    weighs: dict[str, Tensor | None] = {}
+    weighs: dict[str, tuple[Tensor | None, str]] = {}
     for name, term in objective.terms.items():
         weight = (given.weights or {}).get(name, term.weight)
         if not isinstance(weight, Tensor) and weight == 0:
@@ -61,7 +61,7 @@ def answer(objective: Objective, given: Given, dtype: torch.dtype, leaves: Mappi
         parts.append(each.detach() * weight)
         scale += abs(float(weight)) * numbers[f"term {name}"].scale
         measured |= {f"{name}/{k}": x for k, x in metrics.items()}
-        weighs |= dict.fromkeys([f"{name}/{k}" for k in metrics], row_weight)
+        weighs |= dict.fromkeys([f"{name}/{k}" for k in metrics], (row_weight, dense.returns))
         measured |= {f"{name}/{k}": x for k, x in reported.items()}
     dense.look_as(None)
     dense.loss = loss
@@ -70,7 +70,7 @@ def answer(objective: Objective, given: Given, dtype: torch.dtype, leaves: Mappi
         measured["support_missing"] = dense.missing_R
     numbers["loss"] = Part(loss.detach(), torch.cat([*parts, loss.detach()[None] * 0]), scale)
     for name, x in measured.items():
-        numbers[f"metric {name}"] = dense.metric(name, x, weighs.get(name))
+        numbers[f"metric {name}"] = dense.metric(name, x, *weighs.get(name, (None, "row")))
     if given.source.vocab_ids is not None and given.targets is not None:
         tokens = given.targets[given.targets != IGNORE]
         lost = (to_columns(given.source.vocab_ids, tokens, IGNORE) == IGNORE).to(dtype).mean()
@@ -122,7 +122,7 @@ class Dense:
     def look_as(self, term: Term | None) -> None:
         """As a term does: at its own targets, and at all columns or at those that a row keeps."""
         self.z_RV, self.teacher_z, self.sparse = self.all if term is not None and term.support else self.kept
-        self.targets = self.main
+        self.targets, self.returns = self.main, "row" if term is None else getattr(term.fn, "returns", "row")
         if term is not None and term.targets is not None:
             self.targets = self.inputs[term.targets].clamp(min=0)
 
@@ -307,9 +307,10 @@ class Dense:
         return _is_divergence(term.fn) or bool(asked & {*COMPARING, "teacher_top_logprob"})
 
     def kind(self, length: int) -> str:
-        if length == self.R:
+        if length == self.R and self.returns == "row":  # there may be as many segments or pairs
             return "row"
-        return "segment" if self.segments is not None and length == self.segments.num_segments else "other"
+        segments = self.segments is not None and self.returns != "pair" and length == self.segments.num_segments
+        return "segment" if segments else "other"
 
     def counts(self, length: int) -> Tensor:
         """Which of a term's values count: not those of segments without rows."""
@@ -379,9 +380,9 @@ class Dense:
             return fact("argmax") == fact("teacher_argmax")
         return fact(name)
 
-    def metric(self, name: str, x: Any, row_weight: Tensor | None = None) -> Part:
+    def metric(self, name: str, x: Any, row_weight: Tensor | None, returns: str) -> Part:
         """A metric's number, by the ending of its name, over the rows whose weight is not 0."""
-        x = torch.as_tensor(x, device=self.valid.device).detach()
+        self.returns, x = returns, torch.as_tensor(x, device=self.valid.device).detach()
         yes_or_no = not x.is_floating_point()
         counts = self.counts(len(x)) if x.ndim == 1 else None
         if counts is not None and row_weight is not None and row_weight.shape in ((), x.shape):
