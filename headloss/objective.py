@@ -107,7 +107,7 @@ class Objective(Terms):
         host_read     False: never wait for the targets; ignored rows are then masked, not dropped.  So it is while a
                       CUDA graph is captured, and on Logits wherever no loss has to see the valid rows alone
         teacher       what terms compare the student with: Logits, Linear or Sparse, or several by name; constant
-        ids           (rows, K) columns of each row, -1 for none: the facts `ids_logprob` and `ids_logit` are theirs
+        ids           (rows, K) columns of each row, -1 for none: the facts `ids_logprob` and `ids_logit`, -inf for none
         support       the columns that each row keeps: facts are those of the softmax over them, except in terms with
                       `support="all"`.  A target that its row does not keep is added, and counted in `support_missing`
         inputs        what the losses ask for: of the targets' shape, (S,), scalar, or in PerRow, PerSegment or Whole

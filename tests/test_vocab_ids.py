@@ -115,7 +115,7 @@ def test_candidates_top_and_a_sparse_teacher_are_tokens() -> None:
     for n in range(N):
         for k in range(3):
             token = int(ids[n, k])
-            at = s.log_softmax(-1)[n, column[token]] if token in column else torch.zeros((), dtype=DTYPE)
+            at = s.log_softmax(-1)[n, column[token]] if token in column else torch.full((), -torch.inf, dtype=DTYPE)
             torch.testing.assert_close(facts.ids_logprob[n, k], at)
     assert torch.equal(facts.top_ids, batch.ids[s.topk(3).indices])
     found = hl.topk(hl.Logits(s, vocab_ids=batch.ids), 2)

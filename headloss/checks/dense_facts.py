@@ -130,7 +130,7 @@ def sparse_fact(name: str, s: Tensor, ids: Tensor, logq: Tensor) -> Tensor:
         case "ids_logprob":
             return logp.gather(1, ids.clamp(min=0)).masked_fill(~held, -math.inf)
         case "ids_logit":
-            return s.gather(1, ids.clamp(min=0)).masked_fill(~held, 0.0)
+            return s.gather(1, ids.clamp(min=0)).masked_fill(~held, -math.inf)
         case "tail_logprob":
             named = torch.zeros_like(s).scatter_add(1, ids.clamp(min=0), held.to(s.dtype)) > 0
             return logp.masked_fill(named, -math.inf).logsumexp(-1)

@@ -40,7 +40,7 @@ def ids_facts(
             z_RK = (z_RK / source.softcap).tanh() * source.softcap
         z_RK = max_over(z_RK.masked_fill(~here_RK, -math.inf), source.shard, said, rows.total)
         said = None  # once is enough
-        z_RK = z_RK.masked_fill(guide.ids_RK < 0, 0.0)
+        z_RK = z_RK if rows.valid is None else z_RK.masked_fill(~rows.valid[:, None], 0.0)  # rows that are ignored
         for T, key in zip(temperatures, want.temperatures, strict=True):
             if want.at(key, "ids_logit", name):
                 facts[Fact("ids_logit", key, name)] = z_RK / (T[:, None] if isinstance(T, Tensor) else T)

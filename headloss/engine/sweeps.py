@@ -10,6 +10,7 @@ Dimension key:  N rows   R rows that count   C rows of a chunk   V vocabulary
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -285,7 +286,7 @@ class Sweep:
     def _finish(self, partial: Partial, part: slice, chunks: Any = ()) -> tuple[dict[Fact, Tensor], Softmax]:
         found = finish(partial, self.want, self._temperatures(part), self._vocab(part))
         facts, softmax = with_whole(self.want, *found, chunks)
-        return self._held(facts, part), softmax
+        return self._held(facts, part, -math.inf), softmax
 
     def _look(self, block: Block, softmax: Softmax) -> list[tuple[Tensor, Any]]:
         student = [[T for T, _ in pairs] for pairs in self._paired(block.part)]
@@ -309,14 +310,13 @@ class Sweep:
         values = {fact: value for fact, (value, _) in found.items()}
         return facts | values, softmax._replace(teachers=tuple(teachers))
 
-    def _held(self, values: Mapping[Fact, Tensor], part: slice) -> dict[Fact, Tensor]:
-        """0 in ignored rows and where a teacher says nothing, for facts and for their cotangents alike."""
+    def _held(self, values: Mapping[Fact, Tensor], part: slice, none: float = 0.0) -> dict[Fact, Tensor]:
+        """0 in ignored rows and where a teacher says nothing, of facts and of cotangents; `none` where an id is -1."""
+        ignored = None if self.rows.valid is None else ~self.rows.valid[part]
         for fact, x in (values := dict(values)).items():
-            if self.rows.valid is not None:
-                ignored = ~self.rows.valid[part]
-                values[fact] = x = x.masked_fill(ignored if x.ndim == 1 else ignored[:, None], 0)
             hidden = self.guides[fact.teacher].hides(fact.name, part) if fact.teacher in self.guides else None
-            values[fact] = x if hidden is None else x.masked_fill(hidden, 0)
+            x = x if hidden is None else x.masked_fill(hidden, none if hidden.ndim == 2 else 0)
+            values[fact] = x if ignored is None else x.masked_fill(ignored if x.ndim == 1 else ignored[:, None], 0)
         return values
 
     def _pull(

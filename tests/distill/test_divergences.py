@@ -43,7 +43,7 @@ def test_value_and_gradient(case: Any, taught: tuple[str, str]) -> None:
                 turn += 1
                 got = run(objective, problem, rows=rows, host_read=turn % 2 == 0)
                 check(*got, want, what=f"{student} {shape} rows={rows} host_read={turn % 2 == 0}")
-                assert all(x.isfinite().all() for x in got[0].facts.values())
+                assert not any(x.isnan().any() for x in got[0].facts.values())  # -inf at an id of -1
 
 
 def on_dense_facts(teacher_cross_entropy: Tensor, reverse_cross_entropy: Tensor, teacher_entropy: Tensor) -> Tensor:

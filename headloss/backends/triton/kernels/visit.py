@@ -188,7 +188,7 @@ def visit_kernel(
             if F.LOOK_OF[i] >= 0:
                 facts = facts + (looks[2 * F.LOOK_OF[i]],)
             elif F.KINDS[i] == AT_IDS:
-                facts = facts + (tl.where(named, settled[i], 0.0),)  # an id that names no column counts as 0
+                facts = facts + (tl.where(there, settled[i], 0.0),)  # -inf at an id that names no column
             else:
                 facts = facts + (settled[i],)
 
