@@ -102,14 +102,14 @@ class Settling:
         make = torch.empty if spans is None and rows else torch.zeros  # a call may settle some of its segments
         self.settled.by_segment = make(high, self.groups, dtype=torch.float32, device=device)
         given = (
-            tuple(plain_temperature(T) for T in temperatures),
-            tuple(_input(weights.inputs[name], device) for name in program.inputs),
-            tuple(as_number(weights.bases[name], device) for name in program.terms),
-            tuple(as_number(weights.factors[name], device) for name in program.terms),
+            tuple([T if type(T) is float else plain_temperature(T) for T in temperatures]),
+            tuple([_input(weights.inputs[name], device) for name in program.inputs]),
+            tuple([as_number(weights.bases[name], device) for name in program.terms]),
+            tuple([as_number(weights.factors[name], device) for name in program.terms]),
         )
         self.given = Given(given[0], (), *given[1:], program.numbers, (), float(vocab), 1.0, 1.0, 1.0, 1.0)
-        means = tuple(weights.means[name] for name in program.terms)
-        forms = _forms([x for part in given for x in part])
+        means = tuple([weights.means[name] for name in program.terms])
+        forms = _forms((*given[0], *given[1], *given[2], *given[3]))
         self.form = (forms, means, ignore, gradient, spans and spans.order is None, targets is None)
         if self.form not in self.plan.variants:
             self.plan.variants[self.form] = _variant(self.plan, given, means, spans, ignore, gradient)

@@ -26,7 +26,7 @@ from headloss.backends.triton.kernels.pull import pull_kernel
 from headloss.backends.triton.kernels.records import PullAt, PullFlags, PullGiven, SweepFlags
 from headloss.backends.triton.kernels.scale import scale_kernel
 from headloss.backends.triton.kernels.sums import merge_kernel, sums_kernel
-from headloss.backends.triton.launch import Launch, launch_kernel, place
+from headloss.backends.triton.launch import MOST_KNOWN, Launch, place
 from headloss.backends.triton.tiles import (
     LAUNCH,
     Shape,
@@ -86,49 +86,75 @@ def sums_matrix(
     shape: Shape | None = None,
 ) -> Tensor:
     """The same as a matrix, in the order of `named`."""
-    check_dtype(raw_CV)
     C, V = raw_CV.shape
-    x_flags, q_flags = (tuple(want.sums(x, T) for T in want.temperatures) for x in "XQ")
-    slots = 1 + want.target + 2 * want.total + want.argmax + sum(1 + x + q for x, q in zip(x_flags, q_flags))
     if C == 0 or V == 0:
-        return _identity(slots, want, raw_CV)
-    raw = rows_of(raw_CV)
+        check_dtype(raw_CV)
+        return _identity(_sum_slots(want), want, raw_CV)
+    raw, size, device = rows_of(raw_CV), raw_CV.element_size(), raw_CV.device
     shape = shape or row_shape(SUMS, V)
-    width, block = shape.width, shape.block(raw_CV)
+    width = shape.width
     if not (BATCH_INVARIANT if batch_invariant is None else batch_invariant):
-        width = _width_for(C, V, block)
-    parts = triton.cdiv(V + raw.skew, width)
-    given = tuple(plain_temperature(T) for T in temperatures)
-    split = parts > 1
-    chained = chains(raw_CV.device)
-    options = {**LAUNCH, "launch_pdl": True} if chained else LAUNCH
-    wanted = SweepFlags(
-        per_row(given), scale != 1.0, softcap is not None, TARGET=want.target, TOTAL=want.total, BEST=want.argmax,
-        WANT_X=x_flags, WANT_Q=q_flags, CHAINED=chained,
-    )  # fmt: skip
+        width = _width_for(C, V, shape.block(raw_CV))
+    parts = -(-(V + raw.skew) // width)
+    given = tuple([T if type(T) is float else plain_temperature(T) for T in temperatures])
+    form = (want, shape, size, raw.line, raw.vector, per_row(given), scale != 1.0, softcap is not None, parts, device)
+    known = _SUMS.get(form)
+    if known is None:
+        check_dtype(raw_CV)
+        if len(_SUMS) >= MOST_KNOWN:
+            _SUMS.clear()
+        known = _SUMS[form] = _sums_launches(*form)
+    launch, merge, slots, rows = known
     target = target_C if want.target else None
     places = (raw.x_CV.stride(0), raw.lead, 0 if target is None else target.stride(0), start)
     how = (float(scale), softcap or 1.0)
-    out = torch.empty(slots - (split and want.target), parts, C, dtype=torch.float32, device=raw_CV.device)
-    flags = wanted._replace(
-        TARGET=want.target and not split, LINE=raw.line, VEC=raw.vector, K=shape.loads if raw.vector > 1 else 1,
-        L=shape.lanes, J=16 // raw_CV.element_size(),
-    )  # fmt: skip
-    launch_kernel(
-            sums_kernel, C * parts,
-        raw.x_CV, target, out, given, C, V, parts, width, *places, how, F=flags, num_warps=shape.warps, **options,
-    )  # fmt: skip
-    if split:
-        whole = torch.empty(slots, 1, C, dtype=torch.float32, device=raw_CV.device)
-        padded = triton.next_power_of_2(parts)
-        rows = max(1, 32 // padded)
-        launch_kernel(
-            merge_kernel, triton.cdiv(C, rows),
-            raw.x_CV, target, out, whole, given, C, V, parts, *places, how,
-            F=wanted._replace(PADDED=padded, ROWS=rows), num_warps=1, **options,
-        )  # fmt: skip
+    out = torch.empty(slots - (parts > 1 and want.target), parts, C, dtype=torch.float32, device=device)
+    # all that a compiled kernel depends on, read once: see launch.py
+    key = (*kinds_of(raw.x_CV, target, *given), C == 1, C & 15, C >> 31, V, width, places)
+    where = place(raw_CV)
+    launch.run(key, where, C * parts, (raw.x_CV, target, out, given, C, V, parts, width, *places, how))
+    if merge is not None:
+        whole = torch.empty(slots, 1, C, dtype=torch.float32, device=device)
+        merge.run(key, where, -(-C // rows), (raw.x_CV, target, out, whole, given, C, V, parts, *places, how))
         out = whole
     return out[:, 0]
+
+
+_SUMS: dict[Any, tuple[Launch, Launch | None, int, int]] = {}  # kernels, numbers per row, rows that one merges
+
+
+def _sum_slots(want: Want) -> int:
+    sums = sum(1 + want.sums("X", T) + want.sums("Q", T) for T in want.temperatures)
+    return 1 + want.target + 2 * want.total + want.argmax + sums
+
+
+def _sums_launches(
+    want: Want, shape: Shape, size: int, line: int, vector: int, per_row: tuple[bool, ...], scaled: bool, capped: bool,
+    parts: int, device: torch.device,
+) -> tuple[Launch, Launch | None, int, int]:  # fmt: skip
+    chained = chains(device)
+    options = {**LAUNCH, "launch_pdl": True} if chained else LAUNCH
+    x_flags, q_flags = (tuple(want.sums(x, T) for T in want.temperatures) for x in "XQ")
+    wanted = SweepFlags(
+        per_row, scaled, capped, TARGET=want.target, TOTAL=want.total, BEST=want.argmax,
+        WANT_X=x_flags, WANT_Q=q_flags, CHAINED=chained,
+    )  # fmt: skip
+    flags = wanted._replace(
+        TARGET=want.target and parts == 1, LINE=line, VEC=vector, K=shape.loads if vector > 1 else 1,
+        L=shape.lanes, J=16 // size,
+    )  # fmt: skip
+    launch = Launch(sums_kernel, {"F": flags, "num_warps": shape.warps, **options})
+    if parts == 1:
+        return launch, None, _sum_slots(want), 1
+    padded = triton.next_power_of_2(parts)
+    rows = max(1, 32 // padded)
+    merge = Launch(merge_kernel, {"F": wanted._replace(PADDED=padded, ROWS=rows), "num_warps": 1, **options})
+    return launch, merge, _sum_slots(want), rows
+
+
+def kinds_of(*xs: Any) -> list[Any]:
+    """Of tensors all that a compiled kernel depends on; of a number or None that it is one."""
+    return [(x.dtype, x.data_ptr() & 15 == 0) if isinstance(x, Tensor) else type(x) for x in xs]
 
 
 def pull(
@@ -186,27 +212,45 @@ def pull_rows(
         out_CV.copy_(other_CV)
         return
     raw, out = rows_of(raw_CV), rows_of(out_CV)
+    stride, out_stride = raw.x_CV.stride(0), out.x_CV.stride(0)
     # rows of both at the same place of a vector, or no wide loads: the stores decide
-    apart = (raw.x_CV.stride(0) - out.x_CV.stride(0), raw.lead - out.lead)
-    together = raw.vector == out.vector and not any(x % raw.vector for x in apart)
+    apart, lead_apart = stride - out_stride, raw.lead - out.lead
+    together = raw.vector == out.vector and not apart % raw.vector and not lead_apart % raw.vector
     shape = shape or row_shape(PULL, V)
+    given = tuple([T if type(T) is float else plain_temperature(T) for T in temperatures])
+    form = (
+        tuple(there), shape, out_CV.element_size(), out.line, out.vector, raw.vector if together else 1,
+        per_row(given), scale != 1.0, softcap is not None, target_C is not None,
+    )  # fmt: skip
+    known = _PULLS.get(form)
+    if known is None:
+        if len(_PULLS) >= MOST_KNOWN:
+            _PULLS.clear()
+        known = _PULLS[form] = _pull_launch(*form)
+    target = target_C if known.constants["F"].TARGET else None
+    parts = -(-(V + out.skew) // shape.width)
+    at = PullAt(raw.x_CV, raw.x_CV, rows_FC, out.x_CV)
+    numbers = PullGiven(given, (), (), (), float(scale), softcap or 1.0, 1.0, 1.0)
+    places = (
+        stride, raw.lead, stride, raw.lead, out_stride, out.lead, 0 if target is None else target.stride(0), start,
+    )  # fmt: skip
+    key = (*kinds_of(raw.x_CV, rows_FC, out.x_CV, target, *given), C == 1, C & 15, C >> 31, V, parts, places)
+    known.run(key, place(raw_CV), C * parts, (at, target, numbers, C, V, parts, *places))
+
+
+_PULLS: dict[Any, Launch] = {}
+
+
+def _pull_launch(
+    there: tuple[tuple[bool, ...], ...], shape: Shape, size: int, line: int, vector: int, raw_vector: int,
+    per_row: tuple[bool, ...], scaled: bool, capped: bool, has_target: bool,
+) -> Launch:  # fmt: skip
     pulls = dict(zip("ABECY", zip(*there, strict=True), strict=True))
-    given = tuple(plain_temperature(T) for T in temperatures)
-    target = target_C if any(pulls["Y"]) else None
-    parts = triton.cdiv(V + out.skew, shape.width)
     flags = PullFlags(
-        **pulls, PER_ROW=per_row(given), TARGET=target is not None, SCALED=scale != 1.0, CAPPED=softcap is not None,
-        WIDTH=shape.width, LINE=out.line, VEC=out.vector, RAW_VEC=raw.vector if together else 1,
-        BLOCK=shape.block(out_CV), STAGES=shape.stages,
+        **pulls, PER_ROW=per_row, TARGET=has_target and any(pulls["Y"]), SCALED=scaled, CAPPED=capped,
+        WIDTH=shape.width, LINE=line, VEC=vector, RAW_VEC=raw_vector, BLOCK=shape.block_of(size), STAGES=shape.stages,
     )  # fmt: skip
-    stride = raw.x_CV.stride(0)
-    launch_kernel(
-            pull_kernel, C * parts,
-        PullAt(raw.x_CV, raw.x_CV, rows_FC, out.x_CV), target,
-        PullGiven(given, (), (), (), float(scale), softcap or 1.0, 1.0, 1.0), C, V, parts, stride, raw.lead,
-        stride, raw.lead, out.x_CV.stride(0), out.lead, 0 if target is None else target.stride(0), start,
-        ELEMENT=None, F=flags, num_warps=shape.warps, **LAUNCH,
-    )  # fmt: skip
+    return Launch(pull_kernel, {"ELEMENT": None, "F": flags, "num_warps": shape.warps, **LAUNCH})
 
 
 def scale_(x: Tensor, scale: Tensor) -> None:

@@ -33,8 +33,12 @@ class Shape(NamedTuple):
     warps: int
 
     def block(self, x: Tensor) -> int:
-        block = self.lanes * self.loads * (16 // x.element_size())
-        assert self.width % block == 0 and block * x.element_size() >= 128, "whole blocks, none below a line"
+        return self.block_of(x.element_size())
+
+    def block_of(self, size: int) -> int:
+        """Columns of a block of elements of so many bytes."""
+        block = self.lanes * self.loads * (16 // size)
+        assert self.width % block == 0 and block * size >= 128, "whole blocks, none below a line"
         return block
 
 
@@ -102,7 +106,7 @@ def plain_temperature(T: float | Tensor) -> float | Tensor:
 
 
 def per_row(given: Sequence[Any]) -> tuple[bool, ...]:
-    return tuple(isinstance(T, Tensor) for T in given)
+    return tuple([isinstance(T, Tensor) for T in given])
 
 
 class Transform(NamedTuple):
