@@ -603,6 +603,7 @@ FAULTS = [
     Fault("engine/run.py", "counted = rows.valid if made else", "counted = None if made else", "dead_rows: ignored rows are among them", ("tests/kernels/test_product_calls.py",)),
     Fault("engine/product.py", "0 < self.rows.count <= self.source.chunk_rows()", "0 < self.rows.count", "product: the budget is not kept"),
     Fault("engine/plan.py", 'return "chunks hold whole segments"', "pass", "product: segments beyond the budget take a fourth product", ("tests/kernels/test_product_calls.py",)),
+    Fault("engine/heads.py", "hidden_CD if scale is None else (hidden_CD * scale).to(hidden_CD.dtype)", "hidden_CD", "weight_grad_into: what comes in from above a loss is left out where one chunk adds", ("tests/test_grad_into.py",)),
     Fault("engine/into.py", "there.add_(grad)", "there.copy_(grad)", "weight_grad_into: what was there is overwritten"),
     Fault("engine/into.py", "return grads._replace(weight=None)", "return grads", "weight_grad_into: the gradient is added and returned as well"),
     Fault("engine/into.py", "if there.shape != weight.shape or", "if", "weight_grad_into: a main_grad of another shape is taken"),

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import headloss as hl
+from headloss.engine.heads import LinearHead
 from headloss.losses import cross_entropy, dpo, gspo
 
 ROWS, VOCAB, WIDTH = 12, 20, 8
@@ -49,6 +50,23 @@ def test_the_gradient_is_added_to_what_is_there(kind, into, memory):
     torch.testing.assert_close(found.double(), there.double() + 3 * by_weight, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(batch.moving.grad, 3 * by_hidden)
     assert into == "grad" or batch.weight.grad is None
+
+
+@pytest.mark.parametrize("kind", ["row", "segment"])
+def test_one_chunk_adds_by_its_own_product(kind, monkeypatch):
+    """In the backward, and no gradient of the weight's size is made."""
+    batch, seen, write = Batch(), [], LinearHead._write_weight
+
+    def watched(head, *factors):
+        seen.append(head.dweight_VD is batch.weight.main_grad)
+        write(head, *factors)
+
+    monkeypatch.setattr(LinearHead, "_write_weight", watched)
+    batch.weight.main_grad = torch.zeros(VOCAB, WIDTH)
+    loss = batch.loss(kind, weight_grad_into="main_grad")
+    assert seen == [] and not batch.weight.main_grad.any()
+    loss.backward()
+    assert seen == [True]
 
 
 def test_a_first_grad_is_made_and_a_second_backward_adds():

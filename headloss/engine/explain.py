@@ -266,7 +266,7 @@ def _linear_bytes(
         "teachers' logits": longest * extra,
         "gradient of hidden": source.hidden.numel()
         * (source.fact_dtype if source.narrow else source.gemm_dtype).itemsize,
-        "weight gradient": _weight_grad(source, pieces),
+        "weight gradient": 0 if _added(source, pieces) else _weight_grad(source, pieces),
         "gathered hidden rows": longest * width if rows.keep is not None else 0,
     }
 
@@ -292,6 +292,11 @@ def _collectives(plan: Plan, arguments: CallArguments, visited: int) -> dict[str
         if sums:
             found["all-reduce of segment totals, forward and backward"] = sums
     return found
+
+
+def _added(source: Linear, pieces: int) -> bool:
+    """Whether the weight's gradient is added where it is wanted by the product that makes it."""
+    return pieces == 1 and source.weight_grad_into == "main_grad" and not source.narrow
 
 
 def _weight_grad(source: Linear, pieces: int) -> int:

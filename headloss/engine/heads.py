@@ -9,7 +9,8 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -136,6 +137,7 @@ class LinearHead:
         self.dhidden_ND: Tensor | None = None
         self.dweight_VD: Tensor | None = None
         self.dbias_V: Tensor | None = None
+        self.later: tuple[Tensor, Tensor] | None = None  # factors of the weight's gradient; see `defers`
         self.single_chunk = single_chunk
         self.longest = 0  # rows of the longest chunk, where known: a buffer that grows would exist twice for a moment
 
@@ -239,18 +241,37 @@ class LinearHead:
             if not isinstance(rows, slice):
                 self.dhidden_ND.index_copy_(0, rows, into_CD)
         if need_weight:
-            hidden_CD, first = self._hidden(rows), self.dweight_VD is None
+            hidden_CD = self._hidden(rows)
             if ignored_C1 is not None:
                 hidden_CD = hidden_CD.masked_fill(ignored_C1, 0)  # it may hold NaN, and 0 * NaN is not 0
-            if self.dweight_VD is None:
-                self.dweight_VD = torch.empty(
-                    self.source.weight.shape, dtype=self._accumulator(), device=grad_CV.device
-                )
-                if self.source.columns < self.source.weight.shape[0]:
-                    self.dweight_VD[self.source.columns :] = 0
-            for part in self.parts:
-                into_VD = part_of(self.dweight_VD, part)
-                product(self._columns(grad_CV, part).t(), hidden_CD, out=into_VD, add=not first)
+            if self.dweight_VD is None and self.defers:
+                self.later = grad_CV, hidden_CD
+            else:
+                self._write_weight(grad_CV, hidden_CD)
+
+    def _write_weight(self, grad_CV: Tensor, hidden_CD: Tensor) -> None:
+        first = self.dweight_VD is None
+        if self.dweight_VD is None:
+            self.dweight_VD = torch.empty(self.source.weight.shape, dtype=self._accumulator(), device=grad_CV.device)
+            if self.source.columns < self.source.weight.shape[0]:
+                self.dweight_VD[self.source.columns :] = 0
+        for part in self.parts:
+            into_VD = part_of(self.dweight_VD, part)
+            product(self._columns(grad_CV, part).t(), hidden_CD, out=into_VD, add=not first)
+
+    @property
+    def defers(self) -> bool:
+        """Whether the weight's gradient is made in a backward, which knows what it is added to and times what."""
+        return self.single_chunk and self.source.weight_grad_into is not None and not self.source.narrow
+
+    def weight_later(self, scale: Tensor | None, there: Tensor | None) -> Tensor | None:
+        """Add it to what is there, times a number; or make it."""
+        assert self.later is not None
+        grad_CV, hidden_CD = self.later
+        self.dweight_VD = there
+        with torch.autocast(grad_CV.device.type, enabled=False):
+            self._write_weight(grad_CV, hidden_CD if scale is None else (hidden_CD * scale).to(hidden_CD.dtype))
+        return self.dweight_VD if there is None else None
 
     def _accumulator(self) -> torch.dtype:
         """With a single chunk nothing is accumulated and the weight's own dtype will do."""
@@ -281,9 +302,26 @@ class LinearHead:
             else zeros(source.hidden)
             if dhidden is None
             else dhidden.view_as(source.hidden),
-            weight=None if not need_weight else zeros(source.weight) if dweight is None else dweight,
+            weight=None if not need_weight or self.later else zeros(source.weight) if dweight is None else dweight,
             bias=dbias,
         )
+
+
+class Deferred(NamedTuple):
+    """Gradients of which the weight's is still to be made; see `LinearHead.defers`."""
+
+    made: Grads
+    head: LinearHead
+
+
+def scale_grads(grads: Grads, scale: Tensor | None, backend: ModuleType) -> Grads:
+    """Times a number, in place, and in float32 where the gradient itself is narrower; times 1 costs nothing."""
+    if scale is None or (scale.device.type == "cpu" and float(scale) == 1.0):
+        return grads
+    for x in grads:
+        if x is not None:
+            backend.scale_(x, scale)
+    return grads
 
 
 def even_parts(weight_VD: Tensor) -> tuple[slice, ...]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import _SingleLevelFunction
 
-from headloss.engine.heads import on_source_device
+from headloss.engine.heads import Deferred, on_source_device, scale_grads
 from headloss.engine.into import into_of
 from headloss.engine.loss import TermsOnRows
 from headloss.engine.one_launch import Launched, launch, read_facts
@@ -21,7 +21,7 @@ from headloss.engine.product import Pending, ProductSweep
 from headloss.engine.saved import hold, once
 from headloss.engine.settled import facts_between, settle_between
 from headloss.engine.settled import settle as settle_segments
-from headloss.engine.sweeps import Sweep, scale_grads
+from headloss.engine.sweeps import Sweep
 from headloss.facts import VALUED, Fact, Softmax, Want
 from headloss.late import is_capturing
 from headloss.metrics import Metric, dead_rows, measure_later
@@ -38,7 +38,7 @@ class Result(NamedTuple):
     softmax: Softmax
     by_fact: Mapping[Fact, Tensor]  # cotangents of the loss
     by_input: Mapping[str, Tensor]
-    grads: Grads | Pending | None = None  # made in the visit
+    grads: Grads | Pending | Deferred | None = None  # made in the visit
     normaliser: Tensor | None = None  # what grads and cotangents from a visit still have to be multiplied with
 
     def blocks(self, want: Want) -> Sequence[Tensor]:
@@ -123,14 +123,22 @@ def _run(sweep: Sweep, loss: TermsOnRows | None, needs: tuple[bool, ...]) -> Res
 @on_source_device
 def final_grads(sweep: Sweep, result: Result | Launched, needs: tuple[bool, ...]) -> Grads:
     """The gradients of the loss, without autograd."""
-    into = into_of(sweep.source)
-    if result.grads is None:
-        grads = sweep.pull(result.facts, result.softmax, result.by_fact, needs)
-    elif isinstance(result.grads, Pending):
-        grads = result.grads.finish(None)
-    else:
-        grads = scale_grads(result.grads, result.normaliser, sweep.backend)
+    into, made, scale = into_of(sweep.source), result.grads, result.normaliser
+    if made is None:
+        made, scale = sweep.pull(result.facts, result.softmax, result.by_fact, needs), None
+    grads = _finished(made, scale, sweep)
     return grads if into is None else into.take(grads)
+
+
+def _finished(made: Grads | Pending | Deferred, scale: Tensor | None, sweep: Sweep) -> Grads:
+    """Gradients times a number.  A weight's that waited for it is added to what is there, by its own product."""
+    if isinstance(made, Pending):
+        return made.finish(scale)
+    if not isinstance(made, Deferred):
+        return scale_grads(made, scale, sweep.backend)
+    into = into_of(made.head.source)
+    weight = made.head.weight_later(scale, None if into is None else into.there)
+    return scale_grads(made.made, scale, sweep.backend)._replace(weight=weight)
 
 
 class SweptCall(NamedTuple):
@@ -196,7 +204,7 @@ def _pull(ctx: Any, args: Sequence[Tensor], read: Mapping[str, Tensor], g_loss: 
     if g_loss is not None:
         scale = g_loss if result.normaliser is None else g_loss * result.normaliser
         if made is not None:
-            grads = made.finish(scale) if isinstance(made, Pending) else scale_grads(made, scale, sweep.backend)
+            grads = _finished(made, scale, sweep)
             ctx.grads = None  # handed over: a second backward makes them again
         else:
             for fact, cotangent in result.by_fact.items():
@@ -213,7 +221,7 @@ def _pull(ctx: Any, args: Sequence[Tensor], read: Mapping[str, Tensor], g_loss: 
         facts = {  # where nothing pulls, a value that is infinite must not reach the gradient as 0 * inf
             f: torch.where(pending[f] == 0, 0.0, x) if f in pending else x for f, x in result.facts.items()
         }
-        more = whole.pull(facts, result.softmax, pending, needs)
+        more = _finished(whole.pull(facts, result.softmax, pending, needs), None, whole)
         whole.close()
         grads = more if grads is None else Grads(*(_add(x, y) for x, y in zip(grads, more, strict=True)))
     if grads is not None and into is not None and needs[1]:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from headloss.engine.arguments import Chunk as Chunk
-from headloss.engine.heads import on_source_device, open_source, part_of
+from headloss.engine.heads import Deferred, on_source_device, open_source, part_of, scale_grads
 from headloss.engine.ids_alone import ids_facts, ids_pull
 from headloss.engine.teachers import TeacherRows, most_rows, note, teacher_bytes, teacher_label
 from headloss.facts import Fact, Partial, Softmax, Want, coefficients, finish, with_whole
@@ -346,14 +346,14 @@ class Sweep:
             out_CV.masked_fill_(ignored_C1, 0)  # the logits there may be anything
         head.write(block.numbers, out_CV, ignored_C1)
 
-    def grads(self, head: Any) -> Grads:
+    def grads(self, head: Any) -> Any:
         ignored = None if self.rows.keep is None else self.rows.ignored()
         if ignored is not None:
             head.skip(ignored)
         grads: Grads = head.grads()
         if self.source.shard is not None:
             reduce_hidden(grads.hidden, self.source.shard)
-        return grads
+        return grads if getattr(head, "later", None) is None else Deferred(grads, head)
 
 
 NO_SOFTMAX = Softmax(torch.empty(0, dtype=torch.float32, device="cpu"), ())
@@ -364,16 +364,6 @@ def _beyond_fp16(by_fact: Mapping[Fact, Tensor], before: Tensor | None) -> Tenso
     largest = torch.stack([g.abs().amax() if g.numel() else g.sum() for g in by_fact.values()]).amax() / 4096
     bound = largest.masked_fill(~largest.isfinite(), 1.0).clamp(min=1.0)
     return bound if before is None else torch.maximum(before, bound)
-
-
-def scale_grads(grads: Grads, scale: Tensor | None, backend: ModuleType) -> Grads:
-    """Times a number, in place, and in float32 where the gradient itself is narrower; times 1 costs nothing."""
-    if scale is None or (scale.device.type == "cpu" and float(scale) == 1.0):
-        return grads
-    for x in grads:
-        if x is not None:
-            backend.scale_(x, scale)
-    return grads
 
 
 def _at(x: Any, part: slice) -> Any:

@@ -110,6 +110,10 @@ def test_rows_without_a_gradient_are_counted(reads):
     batch.inputs["advantage"][::2] = 0
     out = same(batch, rl=grpo, metrics=["dead_rows"], host_read=False)
     assert 0.4 < float(out.metrics["dead_rows"]) < 1
+    dead, logits = on("triton", rl=grpo, metrics=["dead_rows"]), torch.randn(ROWS, VOCAB, requires_grad=True)
+    for _ in range(3):  # later calls on logits take a shorter way
+        found = dead(hl.Logits(logits), batch.targets, **batch.inputs)
+        assert float(found.metrics["dead_rows"]) >= 0.4
 
 
 @inside
