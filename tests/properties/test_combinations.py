@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from interpreting import quicken, rerun
 from torch import Tensor
 
@@ -229,3 +230,57 @@ def test_it_is_right_or_refused(first: int) -> None:
         ran += 1
         assert found.ok, f"seed {seed}: {found}"
     assert ran, "all were refused"
+
+
+def cut(source: Any, start: int, stop: int, width: int) -> tuple[Any, dict[str, Tensor]]:
+    """A rank's columns of a source, and its leaves."""
+    names = [n for n in ("logits", "hidden", "weight", "bias") if getattr(source, n, None) is not None]
+    take = {"logits": (..., slice(start, stop)), "hidden": (...,)}
+    leaves = {}
+    for name in names:
+        x = getattr(source, name)
+        leaves[name] = x.detach()[take.get(name, slice(start, stop))].clone().requires_grad_(x.requires_grad)
+    how = {n: getattr(source, n) for n in ("temperature", "scale", "softcap", "memory") if hasattr(source, n)}
+    shard = hl.VocabShard(dist.group.WORLD, start, source.vocab, width=width)
+    return type(source)(*leaves.values(), shard=shard, **how), leaves
+
+
+def on_ranks(seeds: range) -> int:
+    """The same calls on a vocabulary that two ranks share, in any parts: the same loss, metrics and gradients."""
+    ran, rank = 0, dist.get_rank()
+    for seed in seeds:
+        try:
+            draw = Draw(seed)
+            out = draw.objective(draw.source, draw.targets, **draw.call)
+        except (TypeError, ValueError):
+            continue
+        V, teacher = draw.source.vocab, draw.call.get("teacher")
+        at = draw.pick.randrange(V + 1)
+        start, stop = (0, at) if rank == 0 else (at, V)
+        if draw.source.vocab_ids is not None or isinstance(teacher, hl.Routed):
+            continue
+        if isinstance(teacher, hl.Logits | hl.Linear):
+            draw.call["teacher"], _ = cut(teacher, start, stop, max(at, V - at))
+        source, leaves = cut(draw.source, start, stop, max(at, V - at))
+        got = draw.objective(source, draw.targets, **draw.call)
+        tolerance = 1e-9 if draw.dtype == torch.float64 else 2e-4
+        close = lambda a, b: torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance, equal_nan=True)
+        close(got.loss.detach(), out.loss.detach())
+        close({n: float(m) for n, m in got.metrics.items()}, {n: float(m) for n, m in out.metrics.items()})
+        live = {n: x for n, x in leaves.items() if x.requires_grad and out.loss.requires_grad}
+        if live:
+            mine = torch.autograd.grad(got.loss, list(live.values()), allow_unused=True, materialize_grads=True)
+            whole = [getattr(draw.source, n) for n in live]
+            whole = torch.autograd.grad(out.loss, whole, allow_unused=True, materialize_grads=True)
+            for name, x, y in zip(live, mine, whole, strict=True):
+                part = {"logits": y[..., start:stop], "hidden": y}.get(name, y[start:stop])
+                scale = y.abs().max().clamp(min=1e-3)
+                close(x / scale, part / scale)
+        ran += 1
+    return ran
+
+
+@pytest.mark.skipif(INSIDE, reason="ran in the other process")
+def test_two_ranks_agree_with_one(ranks: Any, request: pytest.FixtureRequest) -> None:
+    many = int(os.environ.get("EXAMPLES", "400")) if request.config.getoption("--slow") else 20
+    assert min(ranks(2, on_ranks, range(many))) > many // 3
