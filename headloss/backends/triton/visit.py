@@ -73,7 +73,7 @@ FORWARD = (
 TAUGHT = (
     (2048, Shape(4, 1), Shape(4, 1), Shape(4, 1)),
     (65536, Shape(8, 2), Shape(8, 1), Shape(8, 2, True)),
-    (1 << 31, Shape(32, 2), Shape(32, 2), Shape(16, 4)),
+    (1 << 31, Shape(32, 2), Shape(32, 2), Shape(16, 4, True)),
 )
 FEWEST = 264  # two rows for each of an H200's processors; fewer are swept faster in parts
 

@@ -77,14 +77,15 @@ def origin_of(top):
 
 
 @triton.jit
-def sweep_row(raw, skew, end, c, how, held, POLICY: tl.constexpr, F: tl.constexpr):
-    """Of the student alone: maximum, argmax, sums (see `merge_lanes`), total, and its last block as stored."""
-    m, top, seen, sums, total, centre, tail = read(raw, skew, end, c, how, held, POLICY, F)
+def sweep_row(raw, skew, end, c, how, held, ids, POLICY: tl.constexpr, F: tl.constexpr):
+    """Of the student alone: maximum, argmax, sums (see `merge_lanes`), total, its last block as stored, and what is
+    `beside_ids`."""
+    m, top, seen, sums, total, centre, tail, left = read(raw, skew, end, c, how, held, ids, POLICY, F)
     best = tl.full([], NOWHERE, tl.int32)
     if F.BEST:
         best = tl.min(seen, axis=0)
     total += (end - skew).to(tl.float32) * (centre - origin_of(top))
-    return top, best, merge_lanes(m, top, sums, c, 3, F), total, tail
+    return top, best, merge_lanes(m, top, sums, c, 3, F), total, tail, left
 
 
 @triton.jit

@@ -128,8 +128,8 @@ def held_ids(held, word, block, F: tl.constexpr):
 
 
 @triton.jit
-def beside_ids(raw, low, high, ids, how, F: tl.constexpr):
-    """Logits of the columns that share a vector with an id, -inf at ids and elsewhere; and those columns.
+def beside_ids(raw, low, high, ids, F: tl.constexpr):
+    """The columns that share a vector with an id, as they are stored; which of them are no ids; and where they stand.
 
     A sweep without the ids leaves out their vectors: to look for each id's column would cost it eight times as much.
     """
@@ -145,8 +145,8 @@ def beside_ids(raw, low, high, ids, how, F: tl.constexpr):
             more = below + (IDS >> (s + 1))
             below = tl.where(id_column(ids, more - 1) < at, more, below)
     good = first[:, None] & (at >= low) & (at < high) & (id_column(ids, below) != at)
-    z = logits(tl.load(raw + at, mask=good, other=0.0), how[0], how[1], F.SCALED, F.CAPPED)
-    return tl.where(good, z, -float("inf")).reshape(IDS * J), (at - low).reshape(IDS * J)
+    x = tl.load(raw + at, mask=good, other=0.0)
+    return x.reshape(IDS * J), good.reshape(IDS * J), (at - low).reshape(IDS * J)
 
 
 @triton.jit
@@ -234,10 +234,10 @@ def search(
 
 
 @triton.jit
-def read(raw, skew, end, c, how, held, POLICY: tl.constexpr, F: tl.constexpr):
-    """The first sweep: what each lane has seen of the row, and the row's last block as it is stored.
+def read(raw, skew, end, c, how, held, ids, POLICY: tl.constexpr, F: tl.constexpr):
+    """The first sweep: what each lane has seen of the row, the row's last block as it is stored, and `beside_ids`.
 
-    `how`: scale and cap; `held`: see `hide_ids`.
+    `how`: scale and cap; `held`, `ids`: see `hide_ids`.
     """
     K: tl.constexpr = F.K
     L: tl.constexpr = F.L
@@ -268,8 +268,12 @@ def read(raw, skew, end, c, how, held, POLICY: tl.constexpr, F: tl.constexpr):
     # The last block is cut, so it cannot be part of the loop; loaded now, it is there when its turn comes.
     # Whole vectors, masked afterwards: a 16-byte vector with one good element can be read without harm.
     tail = take(words, last * (BLOCK // W) + w, go, stop, True, POLICY, K, PAIRED)
-    word = tl.zeros([L], tl.int32)
-    if F.TAIL:
+    if AHEAD:
+        x = take(words, first * (BLOCK // W) + w, go, stop, True, POLICY, K, PAIRED)  # there may be no such block
+    word, left = tl.zeros([L], tl.int32), ()
+    if F.TAIL:  # with the first columns on their way
+        hide_ids(held, skew, end, ids, F)
+        left = beside_ids(raw, skew, end, ids, F)
         tl.debug_barrier()  # every id is marked
         word = held_ids(held, word, 0, F)
     if F.LINE > VEC:
@@ -278,8 +282,6 @@ def read(raw, skew, end, c, how, held, POLICY: tl.constexpr, F: tl.constexpr):
             m, best, sums, total = take_in(
                 h, j, skew, end, m, best, 0, sums, total, centre, c, how, word, True, False, F
             )
-    if AHEAD:
-        x = take(words, first * (BLOCK // W) + w, go, stop, True, POLICY, K, PAIRED)  # there may be no such block
     for block in tl.range(first, last, num_stages=1):
         if AHEAD:
             following = take(words, tl.minimum(block + 1, last - 1) * (BLOCK // W) + w, 0, 0, False, POLICY, K, PAIRED)
@@ -306,7 +308,7 @@ def read(raw, skew, end, c, how, held, POLICY: tl.constexpr, F: tl.constexpr):
             words, best, m == top, top, skew, end, go, stop, how[0], how[1],
             F.LINE > VEC, F.EVEN, F.SCALED, F.CAPPED, PAIRED, K, L, J,
         )  # fmt: skip
-    return m, top, column - skew, sums, tl.sum(total, axis=0), centre, tail
+    return m, top, column - skew, sums, tl.sum(total, axis=0), centre, tail, left
 
 
 @triton.jit

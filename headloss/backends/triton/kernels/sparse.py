@@ -51,23 +51,27 @@ def merge_ids_kernel(
     if VALID:
         live = tl.load(valid + row) != 0
     own = tl.where(live, tl.load(ids + k, mask=there, other=-1), -1)
-    most = tl.full([IDS], -float("inf"), tl.float32)
+    said = tl.load(logprobs + k, mask=there, other=-float("inf")).to(tl.float32)
     repeats = tl.zeros([IDS], tl.int1)
     before = tl.zeros([IDS], tl.int32)
     for i in range(count):
         other = tl.where(live, tl.load(ids + i), -1)
         same = own == other
-        most = tl.maximum(most, tl.where(same, tl.load(logprobs + i), -float("inf")))
         repeats = repeats | (same & (i < k))
         before += ((other < own) | (same & (i < k))).to(tl.int32)
-    origin = tl.where(most == -float("inf"), 0.0, most)
-    total = tl.zeros([IDS], tl.float32)
-    for i in range(count):
-        same = own == tl.where(live, tl.load(ids + i), -1)
-        total += tl.where(same, tl.exp2((tl.load(logprobs + i) - origin) * LOG2E), 0.0)
+    if tl.max((repeats & (own >= 0)).to(tl.int32), axis=0) > 0:  # rare: most rows name every id once
+        most = said
+        for i in range(count):
+            most = tl.maximum(most, tl.where(own == tl.load(ids + i), tl.load(logprobs + i), -float("inf")))
+        origin = tl.where(most == -float("inf"), 0.0, most)
+        total = tl.zeros([IDS], tl.float32)
+        for i in range(count):
+            same = own == tl.load(ids + i)
+            total += tl.where(same, tl.exp2((tl.load(logprobs + i) - origin) * LOG2E), 0.0)
+        said = origin + tl.log(total)
     leads = (own >= 0) & (repeats == 0)
     tl.store(out_ids + row * count + k, tl.where(leads, own, -1), mask=there)
-    tl.store(out_logprobs + row * count + k, tl.where(leads, origin + tl.log(total), -float("inf")), mask=there)
+    tl.store(out_logprobs + row * count + k, tl.where(leads, said, -float("inf")), mask=there)
     tl.store(out_sorted + row * count + before, own, mask=there)
 
 

@@ -27,7 +27,7 @@ from headloss.backends.triton.kernels.logits import LN2, LOG2E, boundary, logits
 from headloss.backends.triton.kernels.packed_bf16 import finite
 from headloss.backends.triton.kernels.pair_loops import look_pair, write_pair
 from headloss.backends.triton.kernels.pull import slopes
-from headloss.backends.triton.kernels.row_loops import LOWEST, beside_ids, gradient, hide_ids, write, zeros
+from headloss.backends.triton.kernels.row_loops import LOWEST, gradient, write, zeros
 
 
 @triton.jit(
@@ -93,8 +93,7 @@ def visit_kernel(
             id_k = tl.load(at.ids + row * count + k, mask=there, other=-1)
             at_k = (id_k - start).to(tl.int32)
             named = (id_k >= 0) & (at_k >= 0) & (at_k < V)
-            raw_k = tl.load(raw_row + at_k, mask=named, other=0.0)
-            z_k = tl.where(named, logits(raw_k, how[0], how[1], F.SCALED, F.CAPPED), -float("inf"))
+            raw_k = tl.load(raw_row + at_k, mask=named, other=0.0)  # made logits after the sweep, which waits for none
 
         topt, bestt, theirs, tail = tl.full([], LOWEST, tl.float32), tl.full([], NOWHERE, tl.int32), (), ()
         teacher = at.teacher
@@ -104,22 +103,23 @@ def visit_kernel(
                 at.raw + begin, teacher, skew, skew + V, c, ct, how, POLICY, F
             )
         else:
-            held = at.held
+            ids = (at.sorted_ids + row * count, count, skew.to(tl.int64) - start)
+            held = at.held + row * (tl.cdiv(V + F.LINE, 32 * F.L * F.J) * F.L)
+            top, best, own, total, tail, beside = sweep_row(
+                at.raw + begin, skew, skew + V, c, how, held, ids, POLICY, F
+            )
             if F.TAIL:
-                ids = (at.sorted_ids + row * count, count, skew.to(tl.int64) - start)
-                held += row * (tl.cdiv(V + F.LINE, 32 * F.L * F.J) * F.L)
-                hide_ids(held, skew, skew + V, ids, F)
-                left, spots = beside_ids(at.raw + begin, skew, skew + V, ids, how, F)
-            top, best, own, total, tail = sweep_row(at.raw + begin, skew, skew + V, c, how, held, POLICY, F)
-            if F.TAIL:
+                left = tl.where(beside[1], logits(beside[0], how[0], how[1], F.SCALED, F.CAPPED), -float("inf"))
                 above = tl.maximum(top, tl.max(left, axis=0))
                 own = with_ids(own, top, above, left, c, F)
                 total += V.to(tl.float32) * (origin_of(top) - origin_of(above))
                 if F.BEST:
                     best = tl.where(top == above, best, NOWHERE)
-                    best = tl.minimum(best, tl.min(tl.where(left == above, spots, NOWHERE), axis=0))
+                    best = tl.minimum(best, tl.min(tl.where(left == above, beside[2], NOWHERE), axis=0))
                 top = above
 
+        if IDS:
+            z_k = tl.where(named, logits(raw_k, how[0], how[1], F.SCALED, F.CAPPED), -float("inf"))
         swept = top
         tails = ()
         tail_most = -float("inf")
