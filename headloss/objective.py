@@ -142,7 +142,7 @@ class Objective(Terms):
 
     def _evaluate(self, arguments: CallArguments, direct: bool) -> Output:
         source, targets, *_, inputs, _ = arguments
-        if isinstance(targets, Prepared):
+        if type(targets) is Prepared and (targets.support is not None or targets.tokens is not None):
             arguments = arguments.with_prepared()
         if has_vocab_ids(source):
             mapped = in_columns(arguments, self)

@@ -640,7 +640,7 @@ FAULTS = [
     Fault("engine/ready.py", "key += (name, value.dtype,", "key += (name,", "an input of another dtype taken for one that is alike"),
     Fault("engine/ready.py", "source.scale, source.softcap, source.vocab,", "source.vocab,", "a call with a softcap taken for one without"),
     Fault("engine/ready.py", "factors = weights if scale == 1.0 else tuple([w * scale for w in weights])", "factors = weights", "one launch: grad_scale of calls that are alike is ignored"),
-    Fault("engine/ready.py", "stats.valid if num_items is None else num_items", "stats.valid", "one launch: num_items is ignored where targets were prepared"),
+    Fault("engine/ready.py", "valid if num_items is None else num_items", "valid", "one launch: num_items is ignored where targets were prepared"),
     Fault("engine/ready.py", "targets.known().valid == self.count and", "", "rows of a head that are ignored reach its products", LATER),
     Fault("engine/ready.py", "z.stride(), z.requires_grad, teacher.vocab, teacher.temperature)", "z.stride(), z.requires_grad, teacher.vocab)", "a teacher's temperature is that of an earlier call", LATER),
     Fault("engine/ready.py", "if any(call.fn is dead_rows for _, call in plan.metrics):", "if False:", "dead rows are counted on the CPU alone", LATER),

@@ -493,20 +493,28 @@ def test_later_calls_tell_which_rows_are_dead(played):
 
 
 @runs
-def test_later_calls_with_a_teacher():
+@pytest.mark.parametrize("kind", ["dense", "ids"])
+def test_later_calls_with_a_teacher(kind):
     """Facts too, and whatever is said of the teacher."""
-    objective = hl.Objective(kl=forward_kl, backend="triton")
-    said = [{}, {}, {"temperature": 0.5}, {"scale": 0.7, "softcap": 5.0}, {}]
+    made = lambda: hl.Objective(kl=forward_kl, backend="triton")
+    objective = made()
+    said = [{}, {}, {"temperature": 0.5}, {"scale": 0.7, "softcap": 5.0}, {}] if kind == "dense" else [{}] * 3
     for seed, how in enumerate(said):
         found = []
-        for known in (objective, hl.Objective(kl=forward_kl, backend="triton")):
-            call = Call(n=3).ignoring(1) if seed == 4 else Call(n=3, seed=seed)
-            x, teacher = call.logits.requires_grad_(), Call(n=3, seed=seed + 9).logits
-            out = known(hl.Logits(x), call.targets, teacher=hl.Logits(teacher, **how))
-            (out.loss + out.facts.teacher_cross_entropy.sum()).backward(retain_graph=True)
+        for known in (objective, made()):
+            call = Call(n=3, seed=seed).ignoring(1) if how is said[-1] and seed else Call(n=3, seed=seed)
+            x, told = call.logits.requires_grad_(), Call(n=3, seed=seed + 9).logits
+            if kind == "ids":
+                told = told[:, :8].log_softmax(-1)
+                ids = torch.arange(seed, seed + 8, device=DEVICE).expand(3, 8).contiguous()
+            teacher = hl.Logits(told, **how) if kind == "dense" else hl.Sparse(ids, told)
+            out = known(hl.Logits(x), call.targets, teacher=teacher)
+            fact = out.facts.teacher_cross_entropy if kind == "dense" else out.facts.ids_logprob
+            (out.loss + fact.sum()).backward(retain_graph=True)
             found.append({"loss": out.loss, "grad": x.grad})
-            teacher.add_(1.0)
-            with pytest.raises(RuntimeError, match="teacher.logits: modified by an inplace operation"):
+            told.add_(1.0)
+            name = "teacher.logits" if kind == "dense" else "teacher.logprobs"
+            with pytest.raises(RuntimeError, match=f"{name}: modified by an inplace operation"):
                 out.loss.backward()
         same(*found)
 

@@ -24,18 +24,21 @@ from headloss.engine.one_launch import Launched, measured
 from headloss.engine.plan import Plan
 from headloss.engine.saved import hold, refuse_transforms
 from headloss.engine.sweeps import Sweep
-from headloss.engine.teachers import DenseTeacherRows
+from headloss.engine.teachers import DenseTeacherRows, SparseTeacherRows, check_ids
 from headloss.metrics import dead_rows
 from headloss.prepared import Prepared, Stats, check_stats
 from headloss.record import Grads
 from headloss.reductions import reciprocal, shared_weight
 from headloss.rows import IGNORE, Rows
-from headloss.sources import Linear, Logits, Source, with_tensors, without_tensors
+from headloss.sources import Linear, Logits, Source, Sparse, with_tensors, without_tensors
+from headloss.teachers import SparseChunk
 from headloss.term import check_weight
 from headloss.trace.gradient import check_gradient
 from headloss.trace.reads import defaults
-from headloss.trace.signature import ONLY
+from headloss.trace.signature import ONLY, TEACHER_INPUTS
 
+_BROUGHT = tuple(f"{i} of {ONLY}" for i in TEACHER_INPUTS)  # by a sparse teacher, among the inputs
+_NONE: Mapping[str, Tensor] = {}
 _MOST = 64  # kinds of calls: more would mean that sizes change with every call
 
 
@@ -79,7 +82,12 @@ def key_of(arguments: CallArguments, direct: bool) -> tuple[Any, ...] | None:
         key += (source.gemm_dtype, source.logits_dtype, source.weight_grad_dtype, source.memory)
     else:
         return None
-    if teacher is not None:
+    if type(teacher) is Sparse:
+        for x in (teacher.ids, teacher.logprobs):
+            if type(x) is not Tensor:
+                return None
+            key += (x.dtype, x.device, x.shape, x.stride(), x.requires_grad)
+    elif teacher is not None:
         if type(teacher) is not Logits or type(teacher.logits) is not Tensor or type(teacher.temperature) is not float:
             return None
         z = teacher.logits
@@ -133,12 +141,10 @@ def make_ready(plans: Plans, key: Any, found: Found) -> Ready | None:
     teacher: Any = None
     if teachers:
         teacher = teachers.get(ONLY)  # type: ignore[union-attr]
-        if type(teacher) is not Logits or plan.want.teachers != (ONLY,) or plan.named_teachers != (ONLY,):
+        if plan.want.teachers != (ONLY,) or plan.named_teachers != (ONLY,) or not _is_simple(teacher, source):
             return None
-        z = teacher.logits
-        if z.requires_grad or z.dtype == torch.float64 or not source.vocab == teacher.vocab == z.shape[-1]:
-            return None
-    taken = [given.get(name) for name in program.inputs]
+    brought = _BROUGHT if type(teacher) is Sparse else ()
+    taken = [given.get(name) for name in program.inputs if name not in brought]
     if any(v is None or not v.is_contiguous() or v.device != x.device for v in taken):
         return None
     ready = Ready(plan, source, given, teacher, found.held)
@@ -151,23 +157,33 @@ def make_ready(plans: Plans, key: Any, found: Found) -> Ready | None:
     return ready if not ready.linear or ready.may(found.arguments) else None
 
 
+def _is_simple(teacher: Any, source: Source) -> bool:
+    if type(teacher) is Sparse:
+        return not teacher.logprobs.requires_grad and teacher.logprobs.dtype == source.fact_dtype
+    if type(teacher) is not Logits or not source.vocab == teacher.vocab == teacher.logits.shape[-1]:
+        return False
+    return not teacher.logits.requires_grad and teacher.logits.dtype != torch.float64
+
+
 class Ready:
     """What calls that are alike have in common."""
 
     __slots__ = (
-        "backend", "bare", "count", "flat", "held", "linear", "plan", "shape", "their", "used", "visits", "want",
-        "weights",
+        "backend", "bare", "count", "flat", "held", "linear", "plan", "shape", "taken", "their", "used", "visits",
+        "want", "weights",
     )  # fmt: skip
 
     def __init__(
-        self, plan: Plan, source: Source, inputs: Mapping[str, Tensor], teacher: Logits | None, held: Any
+        self, plan: Plan, source: Source, inputs: Mapping[str, Tensor], teacher: Logits | Sparse | None, held: Any
     ) -> None:
         self.plan, self.want, self.backend = plan, plan.want, plan.backend
         self.held = held  # what functions of ours read, so that nothing else takes on its identity
         self.shape, self.flat = source.leading, source.tensors[0].ndim == 2
         self.count, self.used, self.linear = math.prod(self.shape), tuple(inputs), isinstance(source, Linear)
-        self.bare, self.their, theirs = without_tensors(source), teacher and without_tensors(teacher), None
-        if teacher is not None:
+        self.taken = plan.program.inputs
+        self.bare, self.their, theirs = without_tensors(source), None, None
+        if isinstance(teacher, Logits):
+            self.their = without_tensors(teacher)
             own = tuple([float(teacher.temperature if T is None else T) for T in plan.want.temperatures_of(ONLY)])
             theirs = (float(teacher.scale), teacher.softcap, own)
         self.weights = tuple([float(w) for w in plan.weights.values()])
@@ -189,34 +205,44 @@ class Ready:
 class ReadyCall:
     """One call: its targets, and what the host knows of them."""
 
-    __slots__ = ("arguments", "mean", "ready", "skipped", "stats", "sums", "targets", "teacher", "valid", "visited")
+    __slots__ = (
+        "arguments", "guide", "mean", "ready", "skipped", "stats", "sums", "targets", "teacher", "valid", "visited",
+    )  # fmt: skip
     sums: Tensor
     visited: Any
 
     def __init__(self, ready: Ready, arguments: CallArguments) -> None:
         self.ready, self.arguments = ready, arguments
-        (num_items, *_, grad_scale, host_read), targets = arguments.options, arguments.targets
+        source, targets, _, teacher, (num_items, _, _, grad_scale, host_read), _, _ = arguments
         if num_items is not None:
             check_count("num_items", num_items)
         if grad_scale != 1.0:
             check_weight("grad_scale", grad_scale)
         self.valid: Tensor | None = None
-        teacher: Any = arguments.teacher
-        if ready.their is not None and type(teacher) is not Logits:
-            teacher = teacher[ONLY]  # it was planned, and so named
-        self.teacher: Tensor | None = None if ready.their is None else teacher.logits
         if type(targets) is Prepared:
             stats, self.targets = targets.known(), targets.targets
             self.stats: Stats | None = stats
-            if stats.valid and not 0 <= stats.low <= stats.high < arguments.source.vocab:
-                check_stats(stats, arguments.source.vocab)
-            self.skipped = stats.valid < ready.count
-            self.mean = reciprocal(stats.valid if num_items is None else num_items)
+            valid, low, high, *_ = stats
+            if valid and not 0 <= low <= high < source.vocab:
+                check_stats(stats, source.vocab)
+            self.skipped = valid < ready.count
+            self.mean = reciprocal(valid if num_items is None else num_items)
         else:
             rows = rows_of(ready.plan, arguments, host_read, "the logits exist")
             assert rows.given is not None
             self.targets, self.stats, self.skipped, self.valid = rows.given, rows.stats, rows.skipped, rows._valid
             self.mean = shared_weight("token_mean", "row", rows, num_items=num_items)
+        self.guide: SparseTeacherRows | None = None
+        self.teacher: Any = teacher
+        if not teacher:
+            return
+        if isinstance(teacher, Mapping):  # by its name once the call was planned
+            self.teacher = teacher[ONLY]
+        elif type(teacher) is Sparse:
+            check_ids("teacher", teacher, source)
+        if type(self.teacher) is Sparse:
+            of = Rows(ready.shape, self.targets, None, self.valid, None, self.stats, self.skipped)
+            self.guide = SparseTeacherRows(self.teacher, of, ready.plan.dtype, ready.backend)
 
     def run(self, needs: tuple[bool, ...]) -> tuple[Tensor, Grads]:
         """The loss, and the gradients that are wanted."""
@@ -225,11 +251,16 @@ class ReadyCall:
         if not plan.has_gradient and (grad or torch.is_grad_enabled()):
             check_gradient(plan.terms, grad)
         begun = 0.0 if "compiling" in times else time.perf_counter()
-        given = tuple([inputs[name] for name in plan.program.inputs])
+        guide, chunk, brought = self.guide, None, _NONE
+        if guide is not None:
+            chunk = SparseChunk(guide.ids_RK, guide.sorted_RK)
+            brought = dict(zip(_BROUGHT, (guide.ids_RK, guide.logprob_RK)))
+            inputs = {**inputs, **brought}
+        given = tuple([inputs[name] for name in ready.taken]) if ready.taken else ()
         weights = ready.weights
         factors = weights if scale == 1.0 else tuple([w * scale for w in weights])
         out = out_NV = head = None
-        targets, teacher = self.targets, self.teacher
+        targets, teacher = self.targets, self.teacher.logits if ready.their is not None else None
         if isinstance(source, Logits):
             x = source.logits
             if grad:
@@ -241,13 +272,14 @@ class ReadyCall:
             out_NV = x if grad else None
         if not ready.flat:
             targets = targets.reshape(-1)
-            given = tuple([v if v.ndim < 2 else v.reshape(-1) for v in given])
+            named = zip(ready.taken, given)
+            given = tuple([v if v.ndim < 2 or n in brought else v.reshape(-1) for n, v in named])
             if head is None:
                 x = x.reshape(ready.count, -1)
                 out_NV = None if out is None else out.view(x.shape)
                 teacher = None if teacher is None else teacher.reshape(x.shape)
         self.visited, self.sums, loss = ready.visits(
-            x, targets, given, self.mean, factors, weights, out_NV, self.skipped, teacher
+            x, targets, given, self.mean, factors, weights, out_NV, self.skipped, chunk or teacher
         )
         if begun:
             times["compiling"] = time.perf_counter() - begun
@@ -262,11 +294,14 @@ class ReadyCall:
         needs = ctx.needs_input_grad[1:]
         loss, grads = self.run(needs)
         visited, read = self.visited, [("targets", self.targets)]
-        if self.teacher is not None:
-            read.append(("teacher.logits", self.teacher))
+        if self.guide is not None:
+            read += [(f"teacher.{name}", x) for name, x in self.guide.tensors().items()]
+            self.guide.strip()
+        elif ready.their is not None:
+            read.append(("teacher.logits", self.teacher.logits))
         names = ("hidden", "weight") if ready.linear else ("logits",)
         hold(ctx, names, tensors, read, [(name, inputs[name]) for name in ready.used])
-        left = Left(ready, self.stats, self.skipped)
+        left = Left(ready, self.stats, self.skipped, self.guide)
         ctx.grads, ctx.kept = grads, (left, needs, Launched(None, visited, None, None), None, False, ())
         return loss, *[x.detach() for x in visited.blocks]
 
@@ -282,10 +317,10 @@ class ReadyCall:
 class Left:
     """What such a call leaves for its backward."""
 
-    __slots__ = ("ready", "skipped", "stats")
+    __slots__ = ("guide", "ready", "skipped", "stats")
 
-    def __init__(self, ready: Ready, stats: Stats | None, skipped: bool) -> None:
-        self.ready, self.stats, self.skipped = ready, stats, skipped
+    def __init__(self, ready: Ready, stats: Stats | None, skipped: bool, guide: SparseTeacherRows | None) -> None:
+        self.ready, self.stats, self.skipped, self.guide = ready, stats, skipped, guide
 
     want = property(lambda self: self.ready.want)
     backend = property(lambda self: self.ready.backend)
@@ -295,7 +330,7 @@ class Left:
         ready = self.ready
         rows = Rows(ready.shape, tensors["targets"], None, None, None, self.stats, self.skipped)
         source = with_tensors(ready.bare, {n: x for n, x in tensors.items() if hasattr(ready.bare, n)})
-        guides: dict[str, Any] = {}
+        guides: dict[str, Any] = {} if self.guide is None else {ONLY: self.guide}
         if ready.their is not None:
             teacher: Any = with_tensors(ready.their, {"logits": tensors["teacher.logits"]})
             guides[ONLY] = DenseTeacherRows(teacher, source, rows)

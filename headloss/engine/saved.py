@@ -29,8 +29,10 @@ def hold(ctx: Any, names: Sequence[str], args: Sequence[Tensor], read: Named = (
     How often each was written to is noted for a message that names it.
     """
     saved: list[Tensor | None] = [*args]
-    versions = [(n, ref(x), x._version) for n, x in zip(names, args) if not x.is_inference()]
-    untracked: dict[str, Tensor] = {}
+    versions, untracked = [], dict[str, Tensor]()
+    for name, x in zip(names, args):
+        if not x.is_inference():
+            versions.append((name, ref(x), x._version))
     for name, x in (*read, *used):
         if x.is_inference():  # autograd takes none of those, and nothing counts what is written to them
             saved.append(None)

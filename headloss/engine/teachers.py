@@ -74,7 +74,7 @@ def name_teachers(teacher: Teacher | Mapping[str, Teacher] | None, source: Sourc
         if x.device != source.device:
             raise ValueError(f"{label}: is on {x.device}, but the source is on {source.device}")
         if isinstance(x, Sparse):
-            _check_ids(label, x, source)
+            check_ids(label, x, source)
         else:
             _check_columns(label, x, source)
     return named
@@ -128,7 +128,7 @@ def _check_columns(label: str, teacher: Source, source: Source) -> None:
         )
 
 
-def _check_ids(label: str, sparse: Sparse, source: Source) -> None:
+def check_ids(label: str, sparse: Sparse, source: Source) -> None:
     ids, vocab = sparse.ids, source.vocab
     if ids.device.type == "cpu":
         low, high = (int(ids.min()), int(ids.max())) if ids.numel() else (-1, -1)

@@ -24,13 +24,13 @@ from headloss.backends.triton.visit import (
     visit,
 )
 from headloss.backends.triton.visited import Visited
-from headloss.teachers import DenseChunk
+from headloss.teachers import DenseChunk, SparseChunk, TeacherChunk
 
 
 class Visits:
     """Visits in which the program, and dtypes, sizes, strides and devices agree, with the sums of their terms.
 
-    What is given is contiguous and of the logits' device; a teacher is dense, and has the student's columns.
+    What is given is contiguous and of the logits' device; a dense teacher has the student's columns.
     """
 
     __slots__ = ("how", "known", "means", "plan", "temperatures", "theirs")
@@ -58,24 +58,30 @@ class Visits:
         weights: tuple[Number, ...],
         out_CV: Tensor | None,
         ignore: bool,
-        teacher_CV: Tensor | None,
+        teacher: Tensor | SparseChunk | None,
     ) -> tuple[Visited, Tensor, Tensor]:
         """What was found, each term's sum over the rows, and the loss; see `visit`."""
         plan, y = self.plan, raw_CV if out_CV is None else out_CV
         begin = address(raw_CV) | address(y) | target_C.data_ptr() << 3  # a line of 128 bytes, a vector of 16
         for x in inputs:
             begin |= x.data_ptr() << 3
-        if teacher_CV is not None:
-            begin |= address(teacher_CV)
+        z = ids = in_order = None
+        if isinstance(teacher, Tensor):
+            z = teacher
+            begin |= address(z)
+        elif teacher is not None:
+            ids = teacher.ids_CK
+            in_order = teacher.in_order() if plan.flags["TAIL"] else ids
+            begin |= (ids.data_ptr() | in_order.data_ptr()) << 3
         bases = (mean,) * len(weights) if self.means is None else tuple([mean if m else 1.0 for m in self.means])
         key = (ignore, out_CV is None, type(mean))
         known = self.known.get(key)
         if known is None or begin & 127:
-            return self._look(raw_CV, target_C, inputs, bases, factors, weights, out_CV, ignore, teacher_CV, key, begin)
+            return self._look(raw_CV, target_C, inputs, bases, factors, weights, out_CV, ignore, teacher, key, begin)
         kernel, places, sums_kernel, theirs, numbers = known
         given = Given(self.temperatures, theirs, inputs, bases, factors, *numbers)
         target = target_C if plan.targets or ignore else None
-        visited = fire(plan, kernel, places, raw_CV.shape[0], given, raw_CV, y, target, None, teacher_CV)
+        visited = fire(plan, kernel, places, raw_CV.shape[0], given, raw_CV, y, target, None, z, ids, in_order)
         return visited, *fire_totals(sums_kernel, visited.found, weights)
 
     def _look(
@@ -88,7 +94,7 @@ class Visits:
         weights: tuple[Number, ...],
         out_CV: Tensor | None,
         ignore: bool,
-        teacher_CV: Tensor | None,
+        teacher: Tensor | SparseChunk | None,
         key: Any,
         begin: int,
     ) -> tuple[Visited, Tensor, Tensor]:
@@ -96,7 +102,11 @@ class Visits:
         plan, program, noted = self.plan, self.plan.program, list[Any]()
         arguments = Arguments(dict(zip(program.inputs, inputs, strict=True)), bases, factors)
         (scale, cap), columns = self.how, raw_CV.shape[1]
-        teachers = [DenseChunk(teacher_CV, *self.theirs, columns)] if self.theirs and teacher_CV is not None else []
+        if isinstance(teacher, Tensor):
+            assert self.theirs is not None
+            teachers: list[TeacherChunk] = [DenseChunk(teacher, *self.theirs, columns)]
+        else:
+            teachers = [] if teacher is None else [teacher]
         visited = visit(
             raw_CV, target_C, program.want, self.temperatures, program, arguments, out_CV,
             teachers=teachers, scale=scale, softcap=cap, ignore=ignore, noted=noted,
