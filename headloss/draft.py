@@ -26,3 +26,7 @@ class Draft(NamedTuple):
 def whole_of(name: str) -> str:
     """The name of such a teacher with a softmax over all of its vocabulary."""
     return f"whole={name}"
+
+
+def is_whole(name: str) -> bool:
+    return name.startswith("whole=")

@@ -250,21 +250,21 @@ def finish(
 
 
 def with_whole(
-    want: Want, facts: dict[Fact, Tensor], softmax: Softmax, chunks: Sequence[Any]
+    want: Want, facts: dict[Fact, Tensor], softmax: Softmax, wholes: Mapping[str, Sequence[Tensor]]
 ) -> tuple[dict[Fact, Tensor], Softmax]:
-    """Teachers on a larger vocabulary: log q is what their softmax over all of it gives the student's columns."""
-    if not any(getattr(chunk, "whole", ()) for chunk in chunks):
+    """Teachers on a larger vocabulary: log q is what their softmax over all of it gives the student's columns.
+
+    `wholes`: of each such teacher, log sum e^((u - max) / T) over all of it, for each temperature.
+    """
+    if not wholes:
         return facts, softmax
     seen = list(softmax.teachers)
-    for i, (name, chunk) in enumerate(zip(want.teachers, chunks, strict=False)):
-        if not getattr(chunk, "whole", ()):
-            continue
-        own, wholes = seen[i], []
-        for key, T, lse, shared in zip(want.temperatures_of(name), chunk.temperatures, chunk.whole, own.log_St):  # type: ignore[union-attr]
-            wholes.append(lse - own.max / T)  # type: ignore[union-attr]
-            mass = (shared - wholes[-1]).clamp(max=-torch.finfo(lse.dtype).eps)  # of its own columns; 1 up to rounding
-            facts[Fact("teacher_tail_logprob", key, name)] = (-mass.expm1()).log()
-        seen[i] = own._replace(log_St=tuple(wholes))  # type: ignore[call-arg]
+    for i, name in enumerate(want.teachers):
+        if name in wholes:
+            for key, whole, shared in zip(want.temperatures_of(name), wholes[name], seen[i].log_St, strict=True):  # type: ignore[union-attr]
+                mass = (shared - whole).clamp(max=-torch.finfo(whole.dtype).eps)  # of its own columns; 1 up to rounding
+                facts[Fact("teacher_tail_logprob", key, name)] = (-mass.expm1()).log()
+            seen[i] = seen[i]._replace(log_St=tuple(wholes[name]))  # type: ignore[call-arg]
     return {f: facts[f] for f in facts if f in want.facts}, softmax._replace(teachers=tuple(seen))
 
 

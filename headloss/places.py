@@ -23,13 +23,16 @@ EVEN = 16  # places of a row, so that rows start on a boundary
 ZERO, NONE = -1, -2  # instead of a column: its logit does not matter; another rank's, or no entry
 
 
-def places_of(support: Support, targets: Tensor | None) -> Places:
-    """Those of an earlier call with the same targets, unless somebody has written to them."""
+def places_of(support: Support, targets: Tensor | None, find: Any = None) -> Places:
+    """Those of an earlier call with the same targets, unless somebody has written to them.
+
+    `find`: a backend's own way to find them, in one launch.
+    """
     found = support.made.get("places")
     if found is not None and found[0]() is targets and found[1] == _version(targets) and not _captures(support):
         places: Places = found[2]
         return places
-    places = Places.make(support, targets)
+    places = Places.make(support, targets) if find is None else Places.found(support, targets, find)
     remember(support, targets, places)
     return places
 
@@ -142,6 +145,20 @@ class Places:
             place_E = _woven(place_E, place_N, *at)
         own |= {"lengths_N": lengths_N, "single_N": lengths_N == 1, "keys": keys_E, "offsets": offsets}
         return cls(known, {**own, "number_E": number_E, "id_E": id_E, "place_E": place_E})
+
+    @classmethod
+    def found(cls, support: Support, targets: Tensor | None, find: Any) -> Places:
+        """As `make`, by the kernel of a backend: `find` takes keys, offsets, targets, and the places of a row."""
+        known, target_N = support.known(), None
+        if targets is not None:
+            check_counted(support, targets)
+            target_N = targets.reshape(-1)
+        keys_E, width = support.keys[: known.total], even(known.longest + (targets is not None))
+        entries, rows = find(keys_E, support.offsets, target_N, width)
+        own = {"keys": keys_E, "offsets": support.offsets, "target_N": target_N, "marked_N": None, "missing_N": None}
+        number_E, id_E, place_E, flat_E, column_E = entries
+        whole = Entries(support.rows, width, slice(0, support.rows), number_E, id_E, flat_E, {(None, False): column_E})
+        return cls(known, {**own, **rows, "number_E": number_E, "id_E": id_E, "place_E": place_E}, whole)
 
     def find(self, number: Tensor, ids_CK: Tensor) -> Tensor:
         """The places of columns that each row names; -1 for those that it does not keep."""

@@ -9,7 +9,7 @@ A source is a frozen record of what the user said; `heads.py` has the verbs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
@@ -89,8 +89,9 @@ class Logits:
 class Linear:
     """Logits that never exist whole: hidden (..., D) and the head's weight (V, D), bias (V,).
 
-    `memory` bounds the rows x vocabulary buffers ("1GiB", "200MB" or bytes).  `logits_dtype` is the dtype of a chunk's
-    logits (the hidden's by default), `weight_grad_dtype` that of the weight gradient's accumulator (at least float32).
+    `memory` bounds what a call holds beyond inputs and results ("1GiB", "200MB" or bytes); the float32 accumulator of
+    the weight's gradient may come on top, where it takes more than half of that.  `logits_dtype` is the dtype of a
+    chunk's logits (the hidden's by default), `weight_grad_dtype` that of the accumulator (at least float32).
     `weight_grad_into` is "grad" or "main_grad" for a backward that adds to `weight.grad` or `weight.main_grad` itself.
     `vocab` is the size of the vocabulary where the weight has more rows: those from there on are padding, as in Logits.
     """
@@ -195,15 +196,22 @@ class Linear:
         bytes_ += self.gemm_dtype.itemsize if self.chunk_dtype != self.gemm_dtype else 0
         return bytes_ * padded(self.vocab if self.shard is None else self.shard.even_width)
 
-    def chunk_rows(self, extra: int = 0) -> int:
-        """How many rows a chunk of logits may have, when each costs `extra` bytes more for its teachers."""
+    def chunk_rows(self, extra: int = 0, besides: Sequence[int] = (), gathered: int = 0) -> int:
+        """How many rows a chunk of logits may have; see `engine.budget` for what else takes memory."""
         budget, row_bytes = parse_bytes(self.memory), self.row_bytes + extra
         if row_bytes > budget:
             raise ValueError(
                 f"memory: one row of {self.columns} logits takes {row_bytes} bytes, the budget is {budget}; "
                 f"give at least {row_bytes}"
             )
-        return budget // max(1, row_bytes)
+        return max(1, self.room(besides, row_bytes) // max(1, row_bytes + gathered))
+
+    def room(self, besides: Sequence[int], least: int = 0) -> int:
+        """What is left of the budget for rows, at least so much and half of it."""
+        left = budget = parse_bytes(self.memory)
+        for n in besides:
+            left -= n if left - n >= max(least, budget // 2) else 0
+        return left
 
 
 def padded(columns: int) -> int:
@@ -290,6 +298,13 @@ def with_tensors(source: Source, tensors: Mapping[str, Tensor | None]) -> Source
     other = shallow(source)
     for name, x in tensors.items():
         object.__setattr__(other, name, x)
+    return other
+
+
+def with_vocab(source: Source, vocab: int) -> Source:
+    """The same source, of whose columns so many count."""
+    other = shallow(source)
+    object.__setattr__(other, "vocab", vocab)
     return other
 
 

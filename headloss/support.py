@@ -71,9 +71,8 @@ class Support:
         if offsets.ndim != 1 or not len(offsets):
             raise ValueError(f"offsets: wanted (rows + 1,), from 0 to {len(ids)}, got shape {tuple(offsets.shape)}")
         _check_device(ids, offsets)
-        places = torch.arange(len(ids), device=ids.device)
-        row_E = torch.searchsorted(offsets.contiguous(), places, right=True) - 1
-        return _made(*_sorted(row_E.clamp(0, max(0, len(offsets) - 2)), ids, offsets), False)
+        row_E = torch.searchsorted(offsets[1:], torch.arange(len(ids), device=ids.device), right=True)
+        return _made(*_sorted(row_E, ids, offsets), False)
 
     @classmethod
     def from_padded(cls, ids: Tensor) -> Support:
@@ -185,7 +184,7 @@ def check_counted(support: Support, targets: Tensor) -> None:
         )
     if support.keys.device != targets.device:
         raise ValueError(f"support: is on {support.keys.device}, but the targets are on {targets.device}")
-    if not support.rows:
+    if not support.rows or bool((support.known().offsets.diff() > 0).all()):
         return
     empty_N = (support.lengths == 0) & (targets.reshape(-1) != IGNORE)
     first = torch.stack([empty_N.any().long(), empty_N.int().argmax()])
@@ -223,12 +222,13 @@ def _sorted(
     """Keys in order, offsets, and what the host must know."""
     least = torch.iinfo(torch.int32)
     id_E = id_E.clamp(least.min, least.max)  # what is beyond is out of range anyway
-    keys_E = (row_E << SHIFT) + id_E
+    keys_E = torch.add(id_E, row_E, alpha=1 << SHIFT)
     keys_E = keys_E if here_E is None else keys_E.masked_fill(~here_E, NONE)
     keys_E = keys_E.sort().values
     if len(keys_E):
         low, high = (id_E if here_E is None else id_E.masked_fill(~here_E, 0)).aminmax()
-        repeated = ((keys_E[1:] == keys_E[:-1]) & (keys_E[1:] != NONE)).any()
+        again_E = keys_E[1:] == keys_E[:-1]
+        repeated = (again_E if here_E is None else again_E & (keys_E[1:] != NONE)).any()
     else:
         low = high = repeated = offsets.new_zeros(())
     numbers = torch.cat([torch.stack([low, high, repeated.to(low.dtype)]), offsets])

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import headloss as hl
-from headloss.losses import cross_entropy, z_loss
+from headloss.losses import cross_entropy, forward_kl, jsd, z_loss
 
 N, V, D = 4096, 32000, 256
 MiB = 1 << 20
@@ -107,6 +107,54 @@ def test_budget_counts_a_wider_chunk() -> None:
     # beside the budget: a float32 accumulator and a bf16 gradient of the weight, and widened bands of the factors
     assert seen.peak <= 2 * MiB + 6 * vocab * size + 4 * rows * size + 12 * MiB, f"{seen.peak / MiB:.1f} MiB"
     assert seen.peak < rows * vocab * 4
+
+
+def form(name: str, rows: int, draw: Any, size: int, memory: int) -> tuple[hl.Objective, Any, dict[str, Any]]:
+    """An objective, its source and what it is called with, a third of the rows ignored."""
+    guides = [hl.Linear(draw(rows, 24), draw(V, 24)) for _ in range(2)]
+    columns, device = 8000 if name.startswith("draft") else V, guides[0].device
+    options: dict[str, Any] = {"memory": memory}
+    more: dict[str, Any] = {"teacher": guides[0], "targets": torch.arange(rows, device=device) * (V // columns) % V}
+    more["targets"][::3] = -100
+    terms: dict[str, Any] = {"kd": forward_kl}
+    if name.startswith("draft"):
+        options["vocab_ids"] = torch.arange(0, V, V // columns, device=device)
+        terms = {"kd": hl.Term(forward_kl, tail=name.split()[1])}
+    elif name == "two teachers":
+        more["teacher"] = dict(zip("ab", guides, strict=True))
+        terms = {n: hl.Term(loss, teacher=n) for n, loss in (("a", forward_kl), ("b", jsd))}
+    elif name == "routed":
+        more["teacher"] = hl.Routed(dict(zip("ab", guides, strict=True)), torch.arange(rows, device=device) % 2)
+    elif name == "top":
+        terms = {"top": hl.Term(lambda top_logprob: -top_logprob.sum(-1), top=4)}
+        del more["teacher"]
+    source = hl.Linear(draw(rows, size).requires_grad_(), draw(columns, size).requires_grad_(), **options)
+    return hl.Objective(**terms, backend="torch"), source, more
+
+
+@pytest.mark.parametrize("name", ["one teacher", "two teachers", "routed", "draft none", "draft renormalise", "top"])
+def test_what_is_held_fits_the_budget(name: str) -> None:
+    """By the plan, at sizes that no test could run; and what is beyond the budget is called so."""
+    device = "cpu" if name == "routed" else "meta"  # the host must know a route; nobody touches the rest
+    draw = lambda *shape: torch.empty(shape, dtype=torch.bfloat16, device=device)
+    for rows, memory in ((8192, 1 << 30), (40000, 1 << 28), (3000, 1 << 31)):
+        objective, source, more = form(name, rows, draw, 2048, memory)
+        plan = objective.explain(source, **more)
+        on_top = sum(n for what, n in plan.bytes.items() if what.endswith("beyond the budget"))
+        assert plan.beyond - on_top - plan.bytes["facts, cotangents and coefficients"] <= memory, str(plan)
+        assert on_top == 0 or on_top > memory // 2, str(plan)
+
+
+@pytest.mark.parametrize("name", ["two teachers", "routed", "draft none", "draft renormalise"])
+def test_what_is_held_is_what_the_plan_says(name: str) -> None:
+    torch.manual_seed(0)
+    objective, source, more = form(name, 1024, torch.randn, D, 16 * MiB)
+    plan = objective.explain(source, **more)
+    with Trace() as seen:
+        objective(source, **more).loss.backward()
+    workspace = 2 * WORKSPACE + gemm_workspace(source.hidden.detach(), source.weight.detach(), 128)
+    assert seen.peak <= sum(plan.bytes.values()) + workspace, f"{seen.peak / MiB:.1f} MiB: {plan}"
+    assert plan.beyond + workspace < 1024 * V * 4, "or the bound would say nothing"
 
 
 def test_evaluation_holds_one_chunk() -> None:

@@ -13,6 +13,7 @@ from interpreting import quicken, rerun
 from torch import Tensor
 
 import headloss as hl
+from headloss.engine import budget
 from headloss.losses import cross_entropy, forward_kl, jsd, reverse_kl
 
 N, V, U, D = 8, 29, 11, 5  # rows, the larger vocabulary, columns of the head
@@ -26,7 +27,7 @@ if INSIDE:
 @pytest.mark.skipif(INSIDE, reason="this is the other process")
 def test_under_the_interpreter() -> None:
     pytest.importorskip("triton")
-    rerun(__file__, "-k", "bucket and chunks")
+    rerun(__file__, "-k", "bucket and runs")
 
 
 class Batch:
@@ -56,9 +57,9 @@ def _double(x: Tensor | None) -> Tensor:
     return x.double()
 
 
-@pytest.mark.parametrize("how", ["logits", "chunks"])
+@pytest.mark.parametrize("how", ["logits", "chunks", "runs"])
 @pytest.mark.parametrize("tail", ["none", "bucket", "renormalise"])
-def test_against_a_teacher_on_the_larger_vocabulary(tail: str, how: str) -> None:
+def test_against_a_teacher_on_the_larger_vocabulary(tail: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     batch, T = Batch(), 1.5
     hidden, weight = (x.double().clone().requires_grad_() for x in (batch.hidden, batch.weight))
     u = batch.guide.double() @ batch.head.double().T
@@ -89,11 +90,19 @@ def test_against_a_teacher_on_the_larger_vocabulary(tail: str, how: str) -> None
     )
     mine, head = batch.hidden.clone().requires_grad_(), batch.weight.clone().requires_grad_()
     memory = 4 * (V + 2 * U) * 8
+    if how == "runs":  # all of the student's logits, and the teacher's of two rows at a time
+        monkeypatch.setattr(budget, "FEWEST", 1)
+        theirs = 2 * U + U * D if tail == "renormalise" else 2 * (V + U)
+        memory = (5 * (U + 3 * D) + theirs) * DTYPE.itemsize
     source: Any = hl.Linear(mine, head, vocab_ids=batch.ids, memory=memory)
     teacher: Any = hl.Linear(batch.guide, batch.head)
     if how == "logits":
         source = hl.Logits(mine @ head.T, vocab_ids=batch.ids)
         teacher = hl.Logits(batch.guide @ batch.head.T)
+    if how == "runs":
+        plan = objective.explain(source, batch.targets, teacher=teacher)
+        assert plan.chunks == 3 and any(what.startswith("chunk of 5 rows") for what in plan.bytes)
+        assert plan.beyond <= memory + plan.bytes["facts, cotangents and coefficients"]
     out = objective(source, batch.targets, teacher=teacher)
     out.loss.backward()
     torch.testing.assert_close(out.loss.detach().double(), loss.detach(), rtol=TOLERANCE, atol=TOLERANCE)

@@ -5,6 +5,8 @@ Dimension key:  E kept columns of all rows in hand   D hidden size   P places wh
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -75,9 +77,24 @@ def combine(
         out_SD.copy_(total_SD)
 
 
-def take(raw_CV: Tensor, ids: Tensor, out_CU: Tensor) -> None:
-    """out = raw[:, ids]."""
+def take(
+    raw_CV: Tensor,
+    ids: Tensor,
+    out_CU: Tensor,
+    temperatures: Sequence[float | Tensor],
+    scale: float,
+    softcap: float | None,
+) -> tuple[Tensor, ...]:
+    """out = raw[:, ids].  And the log-sum-exp of each row over all of its columns, for each temperature."""
     torch.index_select(raw_CV, 1, ids, out=out_CU)
+    dtype = torch.promote_types(raw_CV.dtype, torch.float32)
+    found = [torch.empty(len(raw_CV), dtype=dtype, device=raw_CV.device) for _ in temperatures]
+    for rows in _bands(len(raw_CV) if found else 0, raw_CV.shape[1], dtype):
+        z = raw_CV[rows].to(dtype) * scale
+        z = z if softcap is None else (z / softcap).tanh() * softcap
+        for lse, T in zip(found, temperatures, strict=True):
+            lse[rows] = (z / (T[rows, None] if isinstance(T, Tensor) else T)).logsumexp(-1)
+    return tuple(found)
 
 
 def _bands(E: int, D: int, dtype: torch.dtype) -> list[slice]:

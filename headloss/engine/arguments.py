@@ -17,6 +17,15 @@ from headloss.support import Support
 class Chunk(NamedTuple):
     rows: slice  # of the rows that count
     segments: slice | None = None  # that they make up whole
+    run: slice | None = None  # the rows whose gradient goes into the products together; None: these
+
+    @property
+    def is_last(self) -> bool:
+        return self.run is None or self.rows.stop == self.run.stop
+
+    @property
+    def whole(self) -> slice:
+        return self.run or self.rows
 
 
 class CallOptions(NamedTuple):

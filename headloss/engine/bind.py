@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from headloss.engine.arguments import CallArguments
+from headloss.engine.budget import chunk_rows, row_chunks
 from headloss.engine.checks import check_count
 from headloss.engine.guides import bind_teachers
 from headloss.engine.kept import parts_of, restrict_teachers
@@ -17,7 +18,7 @@ from headloss.engine.loss import TermsOnRows
 from headloss.engine.plan import KEPT, Plan, why_read_by_products
 from headloss.engine.product import ProductSweep, why_chunked
 from headloss.engine.sweeps import Chunk, Sweep
-from headloss.engine.teachers import SparseTeacherRows, TeacherRows, most_rows, teacher_bytes
+from headloss.engine.teachers import SparseTeacherRows, TeacherRows, cost_of, most_rows
 from headloss.late import defers
 from headloss.metrics import measure_later
 from headloss.routed import Routed
@@ -51,7 +52,7 @@ def bind(plan: Plan, arguments: CallArguments) -> tuple[Sweep, TermsOnRows]:
     if arguments.teacher:
         if support is not None:
             looked = {n: x for n, x in arguments.teachers.items() if n in plan.named_teachers}  # by terms that are on
-            arguments = arguments._replace(teacher=restrict_teachers(looked, support, rows.given, source))
+            arguments = arguments._replace(teacher=restrict_teachers(looked, support, rows.given, source, plan.backend))
         rows = _by_route(rows, plan, arguments)
         guides = bind_teachers(arguments.teachers, plan.named_teachers, source, rows, plan.backend)
         for n, guide in guides.items():
@@ -157,9 +158,9 @@ def chunks_of(
         return None
     if plan.kind == "segment" and segments is not None and segments.group is not None:
         return None  # a sum over ranks must see all rows
-    most = source.chunk_rows(teacher_bytes(guides, source) if guides else 0)
+    cost = cost_of(guides, source, rows)
     if plan.kind == "row":
-        pieces = -(-rows.count // most)
-        return [Chunk(slice(rows.count * i // pieces, rows.count * (i + 1) // pieces)) for i in range(pieces)]
+        return row_chunks(source, cost, rows.count)
+    most = chunk_rows(source, cost, rows.count)
     runs = rows.aligned(most) if rows.stats is not None and not rows.stats.loose else None
     return None if runs is None else [Chunk(*run) for run in runs]

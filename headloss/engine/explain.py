@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import torch
-
 from headloss.backends import choose
 from headloss.engine.arguments import CallArguments
 from headloss.engine.bind import chunked_because
+from headloss.engine.budget import COPIES, Cost, chunk_rows, held_besides
+from headloss.engine.budget import pieces as parts
 from headloss.engine.kept import parts_of, width
 from headloss.engine.plan import Plan
 from headloss.engine.sweeps import Chunk
-from headloss.engine.teachers import DenseTeacherRows, TeacherRows, heads_of, most_rows, teacher_bytes
+from headloss.engine.teachers import DenseTeacherRows, TeacherRows, cost_of, heads_of, most_rows
 from headloss.rows import Rows
 from headloss.segments import Segments
 from headloss.sources import Linear, Source, parse_bytes
+
+RESULTS = ("gradient of", "weight gradient")
 
 
 class TermPlan(NamedTuple):
@@ -53,6 +55,11 @@ class Explanation(NamedTuple):
     code: str = ""  # of the printed program, where it was asked for
     products: str = ""  # whose matrix products run, and why
     whole: Any = None  # with a support, the Explanation of the terms on the whole vocabulary
+
+    @property
+    def beyond(self) -> int:
+        """Bytes that a call holds at one time beyond its inputs and its results."""
+        return sum(n for what, n in self.bytes.items() if not what.startswith(RESULTS))
 
     def __str__(self) -> str:
         lines = [
@@ -103,14 +110,12 @@ def explain(
     source = arguments.source
     read_because = "" if source.device.type == "cpu" else read_because  # meta tensors stand for those of a GPU
     engine = plan.backend.NAME
-    extra = teacher_bytes(guides, source)
+    cost = cost_of(guides, source, rows)
     terms = tuple(TermPlan(t.name, t.call.signature.name, *t.trace[:2], _taken(t)) for t in plan.terms)
     if isinstance(source, Linear):
-        pieces = len(chunks) if chunks else -(-rows.count // source.chunk_rows(extra))
-        sizes, grade = (
-            _linear_bytes(source, rows, chunks, pieces, extra),
-            _linear_grade(plan, arguments.segments, rows, chunks),
-        )
+        walked = chunks or [Chunk(part) for part in parts(rows.count, chunk_rows(source, cost, rows.count))]
+        pieces = len(walked)
+        sizes, grade = _linear_bytes(source, walked, cost), _linear_grade(plan, arguments.segments, rows, chunks)
         gemms = 0 if plan.want.only_ids else 3 if chunks is not None else 4 + _looks_across_ranks(plan, source)
     else:
         pieces, gemms = len(chunks) if chunks else 1, 0
@@ -122,7 +127,8 @@ def explain(
             grade = f"in the same pass: logits are read {'twice for a divergence' if again else 'once'}, written once"
         most = most_rows(guides)
         if most is not None:
-            sizes["teachers' logits"] = min(most, rows.count) * extra
+            sizes["teachers' logits"] = min(most, rows.count) * cost.row
+            sizes["rows of teachers' weights, and copies"] = cost.besides
     chunked = chunked_because(plan, source)
     products = "" if engine != "triton" or not isinstance(source, Linear) else f"cuBLAS, chunk by chunk: {chunked}"
     if not chunked:
@@ -187,7 +193,8 @@ def _kept_bytes(arguments: CallArguments, rows: Rows, guides: Mapping[str, Teach
     found = {f"kept logits of {part.stop - part.start} rows x {width}": most}
     if isinstance(source, Linear):
         found["gradient of hidden"] = source.hidden.numel() * source.hidden.dtype.itemsize
-        found["weight gradient"] = _weight_grad(source, len(parts))
+        found |= {**held_besides(source, len(parts) > 1), COPIES: 0}
+        found["weight gradient"] = source.weight.numel() * source.weight.element_size()
     else:
         found["gradient of logits"] = 0 if source.inplace else source.logits.numel() * source.logits.element_size()
     return found
@@ -254,20 +261,24 @@ def _linear_grade(plan: Plan, segments: Segments | None, rows: Rows, chunks: Seq
     return f"facts of all rows first, logits made again for the gradient ({why})"
 
 
-def _linear_bytes(
-    source: Linear, rows: Rows, chunks: Sequence[Chunk] | None, pieces: int, extra: int
-) -> dict[str, int]:
-    longest = -(-rows.count // max(1, pieces))
-    if chunks:
-        longest = max(c.rows.stop - c.rows.start for c in chunks)
-    width, budget = source.hidden.shape[-1] * source.gemm_dtype.itemsize, _size(parse_bytes(source.memory))
+def _linear_bytes(source: Linear, chunks: Sequence[Chunk], cost: Cost) -> dict[str, int]:
+    most = lambda of: max([of(c).stop - of(c).start for c in chunks], default=0)
+    longest, runs = most(lambda c: c.rows), most(lambda c: c.whole)
+    several, budget = sum(c.is_last for c in chunks) > 1, parse_bytes(source.memory)
+    others = {"rows of teachers' weights, and copies": cost.besides, **held_besides(source, several)}
+    left, named = budget, dict[str, int]()
+    for what, n in others.items():
+        room = source.room([*named.values(), n], source.row_bytes + cost.row)
+        named[what if room < left else f"{what}, beyond the budget"] = n
+        left = room
     return {
-        f"chunk of {longest} rows x {source.columns} (budget {budget})": longest * source.row_bytes,
-        "teachers' logits": longest * extra,
+        f"chunk of {runs} rows x {source.columns} (budget {_size(budget)})": runs * source.row_bytes,
+        "teachers' logits" + (f" of {longest} rows" if longest < runs else ""): longest * cost.row,
+        "gathered hidden rows": runs * cost.gathered,
+        **named,
         "gradient of hidden": source.hidden.numel()
-        * (source.fact_dtype if source.narrow else source.gemm_dtype).itemsize,
-        "weight gradient": 0 if _added(source, pieces) else _weight_grad(source, pieces),
-        "gathered hidden rows": longest * width if rows.keep is not None else 0,
+        * (source.fact_dtype if source.narrow else source.hidden.dtype).itemsize,
+        "weight gradient": 0 if _added(source, several) else source.weight.numel() * source.weight.element_size(),
     }
 
 
@@ -294,16 +305,9 @@ def _collectives(plan: Plan, arguments: CallArguments, visited: int) -> dict[str
     return found
 
 
-def _added(source: Linear, pieces: int) -> bool:
+def _added(source: Linear, several: bool) -> bool:
     """Whether the weight's gradient is added where it is wanted by the product that makes it."""
-    return pieces == 1 and source.weight_grad_into == "main_grad" and not source.narrow
-
-
-def _weight_grad(source: Linear, pieces: int) -> int:
-    wide = source.weight_grad_dtype or torch.promote_types(source.gemm_dtype, torch.float32)
-    wide = torch.promote_types(wide, torch.float32) if source.narrow else wide
-    narrow = pieces == 1 and source.weight_grad_dtype is None and not source.narrow
-    return source.weight.numel() * (source.weight.dtype if narrow else wide).itemsize
+    return not several and source.weight_grad_into == "main_grad" and not source.narrow
 
 
 def _size(n: int) -> str:

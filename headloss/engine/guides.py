@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 
 from headloss.draft import Draft
-from headloss.engine.heads import LinearHead, open_source
+from headloss.engine.heads import Head, LinearHead, open_source
 from headloss.engine.teachers import DenseTeacherRows, SparseTeacherRows, TopRows
-from headloss.facts import Fact, Want
 from headloss.routed import Routed
 from headloss.rows import Rows
-from headloss.sources import Linear, Source, Sparse, Teacher, padded, with_tensors
+from headloss.sources import Linear, Source, Sparse, Teacher, padded, with_tensors, with_vocab
 from headloss.teachers import DenseChunk, TeacherChunk
 from headloss.top import Top
 
@@ -47,13 +46,30 @@ def _dense(teacher: Any, source: Source, rows: Rows, backend: Any) -> DenseTeach
         return RoutedRows(each, teacher.route, rows, teacher.known())
     if not isinstance(teacher, Draft):
         return DenseTeacherRows(teacher, source, rows)
-    if isinstance(teacher.teacher, Linear) and not teacher.whole:  # only the rows of its weight that count
-        head, ids = teacher.teacher, teacher.ids
-        bias = None if head.bias is None else head.bias.detach()[ids]
-        held = with_tensors(head, {"weight": head.weight.detach()[ids], "bias": bias})
-        object.__setattr__(held, "vocab", len(ids))
-        return DenseTeacherRows(held, source, rows)
+    if isinstance(teacher.teacher, Linear) and not teacher.whole:
+        return GatheredRows(teacher.teacher, teacher.ids, source, rows)
     return DraftRows(teacher, source, rows, backend)
+
+
+class GatheredRows(DenseTeacherRows):
+    """A linear teacher on a larger vocabulary, of whose weight only the rows count that the student has."""
+
+    def __init__(self, teacher: Source, ids: Tensor, source: Source, rows: Rows) -> None:
+        super().__init__(with_vocab(teacher, len(ids)), source, rows)
+        self.ids = ids
+
+    @property
+    def besides(self) -> int:
+        weight = self.teacher.weight  # type: ignore[union-attr]
+        return super().besides + len(self.ids) * weight.shape[1] * weight.element_size()
+
+    def _open(self) -> Head:
+        named = {"weight": self.teacher.weight, "bias": self.teacher.bias}  # type: ignore[union-attr]
+        held = {name: x.detach()[self.ids] for name, x in named.items() if x is not None}
+        return open_source(with_tensors(self.teacher, held))
+
+    def whole(self, tensors: Mapping[str, Tensor], source: Source, rows: Rows) -> GatheredRows:
+        return GatheredRows(with_tensors(self.teacher, tensors), self.ids, source, rows)
 
 
 class DraftRows(DenseTeacherRows):
@@ -71,21 +87,16 @@ class DraftRows(DenseTeacherRows):
         return super().row_bytes + padded(len(self.ids)) * item.itemsize
 
     def chunk(self, part: slice, keys: tuple[float | None, ...], slot: int) -> TeacherChunk:
-        self.head = self.head or open_source(self.teacher)
+        self.head = self.head or self._open()
         raw_CV = self.head.read(self.rows.numbers(part), slot)[:, : self.teacher.columns]
         C, temperatures = len(raw_CV), tuple(self.own(key, part) for key in keys)
         if slot not in self.held_CU or len(self.held_CU[slot]) < C:
-            self.held_CU[slot] = torch.empty(C, len(self.ids), dtype=raw_CV.dtype, device=raw_CV.device)
+            U = len(self.ids)
+            self.held_CU[slot] = torch.empty(C, padded(U), dtype=raw_CV.dtype, device=raw_CV.device)[:, :U]
         held_CU = self.held_CU[slot][:C]
-        self.backend.take(raw_CV, self.ids, held_CU)
-        chunk = DenseChunk(held_CU, self.teacher.scale, self.teacher.softcap, temperatures, self.columns)
-        if not self.sums_whole:
-            return chunk
-        want = Want([Fact("lse", float(i + 1)) for i in range(len(keys))])  # at temperatures that it is told
-        how = {"scale": self.teacher.scale, "softcap": self.teacher.softcap}
-        found = self.backend.sums(raw_CV, None, want, temperatures, **how)
-        sums = zip(found.moments, temperatures, strict=True)
-        return chunk._replace(whole=tuple(found.max / T + moments.S.log() for moments, T in sums))
+        how = self.teacher.scale, self.teacher.softcap
+        whole = self.backend.take(raw_CV, self.ids, held_CU, temperatures if self.sums_whole else (), *how)
+        return DenseChunk(held_CU, *how, temperatures, self.columns, whole)
 
     def close(self) -> None:
         super().close()
@@ -153,7 +164,7 @@ class RoutedRows(DenseTeacherRows):
             mine = (host_C == i).nonzero()[:, 0]
             if not len(mine):
                 continue
-            head = guide.head = guide.head or open_source(guide.teacher)
+            head = guide.head = guide.head or guide._open()
             first, end = int(mine[0]), int(mine[-1]) + 1
             here: Any = slice(first, end) if end - first == len(mine) else mine.to(device)
             if isinstance(numbers, Tensor):

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from headloss.engine.budget import NO_COST, Cost, accumulator, chunk_rows, pieces
 from headloss.record import Grads
 from headloss.sources import Linear, Logits, Source, padded, parse_bytes
 
@@ -118,8 +118,8 @@ class LinearHead:
 
     makes_logits = True
 
-    def __init__(self, source: Linear, extra: int = 0, single_chunk: bool = False) -> None:
-        self.source, self.extra = source, extra
+    def __init__(self, source: Linear, cost: Cost = NO_COST, single_chunk: bool = False) -> None:
+        self.source, self.cost = source, cost
         dtype, hidden, weight, columns = (
             source.gemm_dtype,
             source.hidden.detach(),
@@ -142,11 +142,10 @@ class LinearHead:
         self.longest = 0  # rows of the longest chunk, where known: a buffer that grows would exist twice for a moment
 
     def chunks(self, count: int, gathered: bool) -> list[slice]:
-        """Equal runs of at most `chunk_rows` of the rows that count."""
-        most = self.source.chunk_rows(self.extra)
-        pieces = math.ceil(count / most)
-        self.single_chunk, self.longest = pieces == 1, math.ceil(count / max(1, pieces))
-        return [slice(count * i // pieces, count * (i + 1) // pieces) for i in range(pieces)]
+        """Equal runs of the rows that count, as long as the budget lets them be."""
+        parts = pieces(count, chunk_rows(self.source, self.cost, count))
+        self.single_chunk, self.longest = len(parts) == 1, max([x.stop - x.start for x in parts], default=0)
+        return parts
 
     def _columns(self, x_CV: Tensor, part: slice) -> Tensor:
         return x_CV if len(self.parts) == 1 else x_CV[:, part]
@@ -274,12 +273,7 @@ class LinearHead:
         return self.dweight_VD if there is None else None
 
     def _accumulator(self) -> torch.dtype:
-        """With a single chunk nothing is accumulated and the weight's own dtype will do."""
-        wide = self.source.weight_grad_dtype or torch.promote_types(self.weight_VD.dtype, torch.float32)
-        if self.source.narrow:  # not yet normalised: the sum over many rows is beyond float16
-            return torch.promote_types(wide, torch.float32)
-        narrow = self.single_chunk and self.source.weight_grad_dtype is None
-        return self.source.weight.dtype if narrow else wide
+        return accumulator(self.source, not self.single_chunk)
 
     def _room_for_hidden(self) -> Tensor:
         """Zeros for dhidden.  In fp16 it is made before it is normalised: with large weights it is beyond float16."""
@@ -334,9 +328,9 @@ def even_parts(weight_VD: Tensor) -> tuple[slice, ...]:
 Head = LogitsHead | LinearHead
 
 
-def open_source(source: Source, extra: int = 0, most: int | None = None) -> Head:
-    """`extra`: the bytes that teachers cost per row of a chunk.  `most`: rows of a chunk that must be made."""
-    return LogitsHead(source, most) if isinstance(source, Logits) else LinearHead(source, extra)
+def open_source(source: Source, cost: Cost = NO_COST, most: int | None = None) -> Head:
+    """`most`: rows of a chunk that must be made."""
+    return LogitsHead(source, most) if isinstance(source, Logits) else LinearHead(source, cost)
 
 
 def on_source_device(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -384,3 +378,10 @@ def product(x: Tensor, y: Tensor, out: Tensor, add: bool = False) -> None:
             rows = slice(i, i + band)
             part = x[rows].to(wide) @ y
             out[rows] = out[rows] + part if add else part
+
+
+def beyond_fp16(by_fact: Mapping[Any, Tensor], before: Tensor | None) -> Tensor:
+    """What cotangents are divided by so that a chunk's gradient fits into float16: 1, or as far as they are beyond."""
+    largest = torch.stack([g.abs().amax() if g.numel() else g.sum() for g in by_fact.values()]).amax() / 4096
+    bound = largest.masked_fill(~largest.isfinite(), 1.0).clamp(min=1.0)
+    return bound if before is None else torch.maximum(before, bound)

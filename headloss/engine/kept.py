@@ -6,6 +6,7 @@ Dimension key:  N rows   K ids per row
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,7 +57,7 @@ def budget_of(source: Source) -> int:
 
 
 def restrict_teachers(
-    teachers: Mapping[str, Teacher], support: Support, targets: Tensor | None, source: Source
+    teachers: Mapping[str, Teacher], support: Support, targets: Tensor | None, source: Source, backend: Any
 ) -> dict[str, Teacher]:
     """Teachers over kept columns: ids of a sparse one that a row does not keep are left out."""
     found: dict[str, Teacher] = {}
@@ -71,7 +72,7 @@ def restrict_teachers(
                 )
             found[name] = teacher
             continue
-        places = places_of(support, targets)
+        places = places_of(support, targets, getattr(backend, "find_places", None))
         ids_NK = teacher.ids.reshape(-1, teacher.ids.shape[-1])
         outside_NK = places.find(torch.arange(len(ids_NK), device=ids_NK.device), ids_NK) < 0
         if name == IDS:

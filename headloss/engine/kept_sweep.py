@@ -150,7 +150,7 @@ class KeptSweep(Sweep):
     def keep(self, support: Support) -> Tensor | None:
         """Which columns its rows keep.  Of the rows that count, whether the target was none of them."""
         support.check_call(self.rows.total, self.source.vocab, self.source.device)
-        self.places = places_of(support, self.rows.given)
+        self.places = places_of(support, self.rows.given, getattr(self.backend, "find_places", None))
         matters = any(f.name in ("lse", "ids_logit") for f in self.want.facts)
         self.single_N = None if matters else self.places.single_N
         self.compared = {**self.compared, "support": (self.places.keys,)}
@@ -183,14 +183,14 @@ class KeptSweep(Sweep):
         parts = parts_of(self.places.known, self.rows, self.source, dense)
         head.blocks = len(parts)
         for part in parts:
-            yield self._read(head, part)
+            yield self._read(head, Chunk(part))
 
-    def _read(self, head: Any, part: slice, slot: int = 0) -> Block:
-        entries = self.places.entries(self.rows.keep, part)
-        return Block(part, entries, head.read(entries), self._teachers_of(part, entries))
+    def _read(self, head: Any, chunk: Chunk, slot: int = 0) -> Block:
+        entries = self.places.entries(self.rows.keep, chunk.rows)
+        return Block(chunk, entries, head.read(entries), self._teachers_of(chunk.rows, entries))
 
     def launch(self, head: Any, chunk: Chunk, arguments: Any, grad: bool) -> Any:
-        block, part = self._read(head, chunk.rows), chunk.rows
+        block, part = self._read(head, chunk), chunk.rows
         ignored = self.rows.skipped or self.rows.valid is not None
         visited = self.backend.visit(
             block.raw_CV, self.marked_targets(part), self.want, self._temperatures(part), self.program, arguments,

@@ -331,8 +331,6 @@ def _print_terms(
         return None, "a collective stands between the facts and the gradient"
     if any(f.name in TOP for f in want.facts):
         return None, "the likeliest columns of a row are found after it was read"
-    if any(name.startswith("whole=") for name in want.teachers):
-        return None, "a teacher has a larger vocabulary"
     if kind == "batch":
         name = next(name for name, found in traces.items() if found.kind == kind)
         return None, f"{name}: {traces[name].reason}"

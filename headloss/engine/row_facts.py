@@ -67,7 +67,7 @@ def facts_sweep(
         count=getattr(engine, "count_targets", None),
     )  # fmt: skip
     if support is not None:
-        restricted = restrict_teachers(teachers, support, rows.given, source)
+        restricted = restrict_teachers(teachers, support, rows.given, source, engine)
         sweep = KeptSweep(
             source, rows, chosen, engine, bind_teachers(restricted, chosen.teachers, source, rows, engine)
         )

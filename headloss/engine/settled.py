@@ -86,7 +86,7 @@ def _open(sweep: Sweep, loss: TermsOnRows, weighed: Weighed, grad: bool, program
 
 def _visit(sweep: Sweep, head: Any, chunk: Any, settling: Any, grad: bool) -> None:
     part = chunk.rows
-    block = sweep._read(head, part)
+    block = sweep._read(head, chunk)
     rows_FC = settling.settle(_sums(sweep, block), part.start, chunk.segments)
     if not grad:
         return

@@ -19,15 +19,26 @@ import torch
 from torch import Tensor
 
 from headloss.engine.arguments import Chunk as Chunk
-from headloss.engine.heads import Deferred, on_source_device, open_source, part_of, scale_grads
+from headloss.engine.heads import Deferred, beyond_fp16, on_source_device, open_source, part_of, scale_grads
 from headloss.engine.ids_alone import ids_facts, ids_pull
-from headloss.engine.teachers import TeacherRows, most_rows, note, teacher_bytes, teacher_label
+from headloss.engine.nests import concatenate_each as concatenate_each
+from headloss.engine.nests import cut
+from headloss.engine.nests import join as join
+from headloss.engine.teachers import TeacherRows, cost_of, most_rows, note, teacher_label
 from headloss.facts import Fact, Partial, Softmax, Want, coefficients, finish, with_whole
 from headloss.parallel.shard import Gathering, reduce_hidden, sum_over
 from headloss.record import Grads
 from headloss.rows import Rows
 from headloss.sources import Source, with_tensors, without_tensors
-from headloss.teachers import DenseSoftmax, SparseChunk, TeacherChunk, Temperature, TopChunk, teacher_coefficients
+from headloss.teachers import (
+    DenseChunk,
+    DenseSoftmax,
+    SparseChunk,
+    TeacherChunk,
+    Temperature,
+    TopChunk,
+    teacher_coefficients,
+)
 
 Cotangents = tuple[Mapping[Fact, Tensor], Mapping[str, Tensor]]  # of the facts, and of inputs that want a gradient
 
@@ -35,10 +46,15 @@ Cotangents = tuple[Mapping[Fact, Tensor], Mapping[str, Tensor]]  # of the facts,
 class Block(NamedTuple):
     """A chunk in hand: its rows, their raw logits, and what the teachers say of them."""
 
-    part: slice  # of the rows that count
-    numbers: Any  # where they stand among all rows
+    chunk: Chunk
+    numbers: Any  # where its rows stand among all rows
     raw_CV: Tensor
     teachers: tuple[TeacherChunk | TopChunk, ...]
+
+    @property
+    def part(self) -> slice:
+        """Of the rows that count."""
+        return self.chunk.rows
 
 
 NOT_COMPARED: Mapping[str, Sequence[Tensor]] = {"inputs": (), "support": ()}
@@ -108,7 +124,7 @@ class Sweep:
         partial = join(*(self._sums(block) for block in self._blocks(head)))
         gathering = Gathering(partial, shard, self._note(), self.rows.total)
         facts, softmax = self._finish(self._merged(gathering, self._all), self._all)
-        looks = [self._look(block, _at(softmax, block.part)) for block in (self._blocks(head) if self._looks else ())]
+        looks = [self._look(block, cut(softmax, block.part)) for block in (self._blocks(head) if self._looks else ())]
         return self._with_looks(facts, softmax, join(*looks) if looks else [])
 
     def close(self) -> None:
@@ -133,7 +149,7 @@ class Sweep:
         else:
             for block in self._blocks(head):
                 at = {f: x[block.part] for f, x in facts.items()}, {f: g[block.part] for f, g in grads.items()}
-                self._pull(head, block, _at(softmax, block.part), *at)
+                self._pull(head, block, cut(softmax, block.part), *at)
         return scale_grads(self.grads(head), normaliser, self.backend)
 
     def visit(
@@ -147,7 +163,7 @@ class Sweep:
             by_fact, by_input = cotangents(chunk, facts)
             pulled = by_fact
             if self.source.narrow and by_fact:
-                before, bound = bound, _beyond_fp16(by_fact, bound)
+                before, bound = bound, beyond_fp16(by_fact, bound)
                 if before is not None:
                     made = Grads(None, head.dhidden_ND, head.dweight_VD, head.dbias_V)
                     scale_grads(made, before / bound, self.backend)
@@ -169,15 +185,15 @@ class Sweep:
         if True in needs:
             head.wants_grad(needs)
         if head.makes_logits:
-            head.single_chunk = len(chunks) == 1
-            head.longest = max([c.rows.stop - c.rows.start for c in chunks])
+            runs = [c.whole for c in chunks if c.is_last]
+            head.single_chunk, head.longest = len(runs) == 1, max([run.stop - run.start for run in runs])
         return head
 
     def launch(self, head: Any, chunk: Chunk, arguments: Any, grad: bool) -> Any:
         """Facts, values, metrics and gradient of a chunk in one launch of the printed program."""
         rows, part, source = self.rows, chunk.rows, self.source
         numbers = part if rows.keep is None else rows.keep[part]
-        raw_CV, teachers = head.read(numbers), self._teachers(part, 0) if self.guides else ()
+        raw_CV, teachers = self._logits(head, chunk, numbers, 0), self._teachers(part, 0)
         out_CV = head.grad_buffer(numbers, raw_CV) if grad else None
         ignored, targets = rows.skipped or rows.valid is not None, self.marked_targets(part)
         visited = self.backend.visit(
@@ -185,16 +201,24 @@ class Sweep:
             vocab=source.vocab, ignore=ignored, scale=source.scale, softcap=source.softcap,
         )  # fmt: skip
         if grad and (head.makes_logits or numbers is not part):
-            ignored_C1 = ~rows.valid[part, None] if ignored and rows.valid is not None else None
-            head.write(numbers, out_CV, ignored_C1)
+            self._hand_on(head, chunk, numbers, out_CV)
         return visited
+
+    def _hand_on(self, head: Any, chunk: Chunk, numbers: Any, out_CV: Any) -> None:
+        """Hand on a chunk's gradient, or that of its run when its last chunk is there."""
+        if not chunk.is_last:
+            return
+        valid, part = self.rows.valid, chunk.whole
+        if chunk.run is not None:
+            numbers, out_CV = self.rows.numbers(part), head.buffers_CV[0][: part.stop - part.start]
+        head.write(numbers, out_CV, None if valid is None else ~valid[part, None])
 
     def _ahead(self, head: Any, chunks: Sequence[Chunk]) -> Iterator[tuple[Chunk, Block, Partial]]:
         """Each chunk and its partial.  Over a shard, the next chunk is made while this one's partial travels."""
         shard = self.source.shard
         travelling: list[tuple[Chunk, Block, Gathering]] = []
         for i, chunk in enumerate(chunks):
-            block = self._read(head, chunk.rows, slot=0 if shard is None else i % 2)
+            block = self._read(head, chunk, slot=0 if shard is None else i % 2)
             if shard is None:
                 yield chunk, block, self._sums(block)
                 continue
@@ -222,20 +246,29 @@ class Sweep:
         return [f for n in teachers for T in self.want.temperatures_of(n) for f in self.want.looks(n, T)]
 
     def _open(self) -> Any:
-        if not self.guides:
-            return open_source(self.source)
         self.close()
-        return open_source(self.source, teacher_bytes(self.guides, self.source), most_rows(self.guides))
+        return open_source(self.source, cost_of(self.guides, self.source, self.rows), most_rows(self.guides))
 
     def _blocks(self, head: Any) -> Iterator[Block]:
         for part in head.chunks(self.rows.count, self.rows.keep is not None) or [slice(0, 0)]:
-            yield self._read(head, part)
+            yield self._read(head, Chunk(part))
 
-    def _read(self, head: Any, part: slice, slot: int = 0) -> Block:
-        numbers, teachers = self.rows.numbers(part), self._teachers(part, slot) if self.guides else ()
-        return Block(part, numbers, head.read(numbers, slot), teachers)
+    def _read(self, head: Any, chunk: Chunk, slot: int = 0) -> Block:
+        numbers = self.rows.numbers(chunk.rows)
+        return Block(chunk, numbers, self._logits(head, chunk, numbers, slot), self._teachers(chunk.rows, slot))
+
+    def _logits(self, head: Any, chunk: Chunk, numbers: Any, slot: int) -> Tensor:
+        """A chunk's, made with those of its whole run."""
+        if chunk.run is None:
+            return head.read(numbers, slot)
+        if chunk.rows.start == chunk.run.start:
+            head.read(self.rows.numbers(chunk.run), slot)
+        first = chunk.run.start
+        return head.buffers_CV[slot][chunk.rows.start - first : chunk.rows.stop - first]
 
     def _teachers(self, part: slice, slot: int) -> tuple[TeacherChunk | TopChunk, ...]:
+        if not self.guides:
+            return ()
         keys = self.want.temperatures_of
         return tuple([guide.chunk(part, keys(name), slot) for name, guide in self.guides.items()])
 
@@ -284,8 +317,13 @@ class Sweep:
         return self._with_looks(facts, softmax, self._look(block, softmax) if self._looks else [])
 
     def _finish(self, partial: Partial, part: slice, chunks: Any = ()) -> tuple[dict[Fact, Tensor], Softmax]:
-        found = finish(partial, self.want, self._temperatures(part), self._vocab(part))
-        facts, softmax = with_whole(self.want, *found, chunks)
+        facts, softmax = finish(partial, self.want, self._temperatures(part), self._vocab(part))
+        wholes: dict[str, Any] = {
+            name: [lse - seen.max / T for lse, T in zip(chunk.whole, chunk.temperatures, strict=True)]
+            for name, chunk, seen in zip(self.guides, chunks, softmax.teachers, strict=False)
+            if isinstance(chunk, DenseChunk) and isinstance(seen, DenseSoftmax) and chunk.whole
+        }
+        facts, softmax = with_whole(self.want, facts, softmax, wholes)
         return self._held(facts, part, -math.inf), softmax
 
     def _look(self, block: Block, softmax: Softmax) -> list[tuple[Tensor, Any]]:
@@ -341,10 +379,9 @@ class Sweep:
         temperatures, targets = self._temperatures(block.part), self._targets(block.part)
         more |= {"start": self._start, **self._transform()}
         self.backend.pull(block.raw_CV, targets, softmax, pulls, temperatures, out_CV, **more)
-        ignored_C1 = None if self.rows.valid is None else ~self.rows.valid[block.part, None]
-        if ignored_C1 is not None:
-            out_CV.masked_fill_(ignored_C1, 0)  # the logits there may be anything
-        head.write(block.numbers, out_CV, ignored_C1)
+        if self.rows.valid is not None:
+            out_CV.masked_fill_(~self.rows.valid[block.part, None], 0)  # the logits there may be anything
+        self._hand_on(head, block.chunk, block.numbers, out_CV)
 
     def grads(self, head: Any) -> Any:
         ignored = None if self.rows.keep is None else self.rows.ignored()
@@ -357,34 +394,3 @@ class Sweep:
 
 
 NO_SOFTMAX = Softmax(torch.empty(0, dtype=torch.float32, device="cpu"), ())
-
-
-def _beyond_fp16(by_fact: Mapping[Fact, Tensor], before: Tensor | None) -> Tensor:
-    """What cotangents are divided by so that a chunk's gradient fits into float16: 1, or as far as they are beyond."""
-    largest = torch.stack([g.abs().amax() if g.numel() else g.sum() for g in by_fact.values()]).amax() / 4096
-    bound = largest.masked_fill(~largest.isfinite(), 1.0).clamp(min=1.0)
-    return bound if before is None else torch.maximum(before, bound)
-
-
-def _at(x: Any, part: slice) -> Any:
-    """Rows `part` of every tensor in a nest of tuples."""
-    return x[part] if isinstance(x, Tensor) else _rebuild(x, [_at(y, part) for y in x]) if isinstance(x, tuple) else x
-
-
-def join(*xs: Any) -> Any:
-    """Nests of tuples of the same shape, their tensors concatenated."""
-    if len(xs) == 1:
-        return xs[0]
-    if isinstance(xs[0], Tensor):
-        return torch.cat(xs)
-    if not isinstance(xs[0], tuple | list):
-        return xs[0]
-    return _rebuild(xs[0], [join(*ys) for ys in zip(*xs, strict=True)])
-
-
-def _rebuild(like: Any, items: list[Any]) -> Any:
-    return type(like)(*items) if hasattr(like, "_fields") else type(like)(items)
-
-
-def concatenate_each(parts: Sequence[Mapping[Any, Tensor]]) -> dict[Any, Tensor]:
-    return {key: torch.cat([p[key] for p in parts]) if len(parts) > 1 else x for key, x in parts[0].items()}

@@ -6,6 +6,7 @@ Dimension key:  N rows   R rows that count   C rows of a chunk   K ids per row
 from __future__ import annotations
 
 import math
+import operator
 import sys
 import warnings
 from collections.abc import Mapping
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from headloss.draft import Draft
+from headloss.engine.budget import COPIES, NO_COST, Cost, gathered_bytes, held_besides
 from headloss.engine.heads import Head, open_source
 from headloss.facts import Want
 from headloss.parallel.shard import note_of
@@ -171,18 +173,34 @@ class DenseTeacherRows:
             return width * teacher.chunk_dtype.itemsize
         return 0 if self.rows.keep is None else width * teacher.logits.element_size()
 
+    @property
+    def gathered_bytes(self) -> int:
+        """What each row of a chunk costs where hidden rows are gathered."""
+        teacher = self.teacher
+        gathers = isinstance(teacher, Linear) and self.rows.keep is not None
+        return teacher.hidden.shape[-1] * teacher.gemm_dtype.itemsize if gathers else 0  # type: ignore[union-attr]
+
+    @property
+    def besides(self) -> int:
+        """What is held however many rows a chunk has."""
+        teacher = self.teacher
+        return held_besides(teacher, False)[COPIES] if isinstance(teacher, Linear) else 0
+
     def own(self, key: float | None, part: slice) -> Temperature:
         if key is not None:
             return key
         return self.temperature[part] if isinstance(self.temperature, Tensor) else self.temperature
 
     def chunk(self, part: slice, keys: tuple[float | None, ...], slot: int) -> TeacherChunk:
-        self.head = self.head or open_source(self.teacher)
+        self.head = self.head or self._open()
         if self.made is None or self.made[:2] != (part, slot):
             self.made = part, slot, self.head.read(self.rows.numbers(part), slot)
         raw_CV = self.made[2]
         temperatures = tuple(self.own(key, part) for key in keys)
         return DenseChunk(raw_CV, self.teacher.scale, self.teacher.softcap, temperatures, self.columns)
+
+    def _open(self) -> Head:
+        return open_source(self.teacher)
 
     def hides(self, fact: str, part: slice) -> Tensor | None:
         """Where a fact is 0 because there is nothing to compare with."""
@@ -210,7 +228,7 @@ MOST_COMPARED = 512  # of a row's ids, each with all others, in one kernel
 class SparseTeacherRows:
     """A sparse teacher: K columns per row, each named once."""
 
-    row_bytes = 0
+    row_bytes = gathered_bytes = besides = 0
 
     def __init__(self, teacher: Sparse, rows: Rows, dtype: torch.dtype, backend: Any = None) -> None:
         ids, logprobs = teacher.ids, teacher.logprobs.detach()
@@ -262,6 +280,7 @@ class TopRows:
     def __init__(self, k: int, of: DenseTeacherRows | None, row_bytes: int) -> None:
         self.k, self.of = k, of
         self.row_bytes = row_bytes  # of the teacher, unless it is one of the call's anyway
+        self.gathered_bytes, self.besides = (of.gathered_bytes, of.besides) if of is not None and row_bytes else (0, 0)
 
     def own(self, key: float | None, part: slice) -> Temperature:
         return 1.0 if self.of is None else self.of.own(key, part)
@@ -311,9 +330,16 @@ def merge_repeated(ids_RK: Tensor, logprob_RK: Tensor) -> tuple[Tensor, Tensor]:
     return ids_RK.masked_fill(~leads_RK, -1), merged_RK
 
 
-def teacher_bytes(guides: Mapping[str, TeacherRows], source: Source) -> int:
-    """What each row of a chunk costs for its teachers; over a shard two chunks exist at once."""
-    return sum(guide.row_bytes for guide in guides.values()) * (1 if source.shard is None else 2)
+def cost_of(guides: Mapping[str, TeacherRows], source: Source, rows: Rows) -> Cost:
+    """What a chunk takes beyond the student's logits; over a shard two chunks exist at once."""
+    own = gathered_bytes(source) if isinstance(source, Linear) and rows.keep is not None else 0
+    if not guides:
+        return Cost(0, own) if own else NO_COST
+    sums = [sum([x(guide) for guide in guides.values()]) for x in (_ROW, _GATHERED, _BESIDES)]
+    return Cost(sums[0] * (1 if source.shard is None else 2), sums[1] + own, sums[2])
+
+
+_ROW, _GATHERED, _BESIDES = map(operator.attrgetter, ("row_bytes", "gathered_bytes", "besides"))
 
 
 def heads_of(guides: Mapping[str, TeacherRows]) -> list[DenseTeacherRows]:
@@ -327,8 +353,10 @@ def most_rows(guides: Mapping[str, TeacherRows]) -> int | None:
     made = heads_of(guides)
     if not made:
         return None
-    budget = min(parse_bytes(g.teacher.memory) for g in made if isinstance(g.teacher, Linear))
-    return max(1, budget // max(1, sum(g.row_bytes for g in made)))
+    least = min((g.teacher for g in made if isinstance(g.teacher, Linear)), key=lambda x: parse_bytes(x.memory))
+    row_bytes = sum(g.row_bytes for g in made)
+    room = least.room([sum(g.besides for g in made)], row_bytes)
+    return max(1, room // max(1, row_bytes + sum(g.gathered_bytes for g in made)))
 
 
 def note(

@@ -60,6 +60,49 @@ def test_compiles_for_hopper_without_spills(tmp_path):
 
 
 @inside
+@pytest.mark.parametrize("V, stride, scale, softcap", [(96, 96, 1.0, None), (83, 128, -0.5, None), (70, 71, 2.0, 3.0)])
+def test_rows_at_some_tokens_and_their_log_sums(V, stride, scale, softcap, monkeypatch):
+    """Parts of a row that end anywhere, rows that are padded with what must not be read, tokens in no order."""
+    from headloss.backends.triton import columns
+
+    monkeypatch.setattr(columns, "TAKE", {**columns.TAKE, "PART": 32, "BLOCK": 8})
+    generator = torch.Generator().manual_seed(V)
+    held = torch.full((5, stride), 900.0)
+    raw = held[:, :V].copy_(torch.randn(5, V, generator=generator) * 4)
+    raw[2, 5:64] = -torch.inf if scale > 0 else 0.0
+    ids, T = torch.randperm(V, generator=generator)[:21], torch.rand(5, generator=generator) + 0.5
+    want, got = torch.empty(2, 5, 21)
+    for temperatures in ((), (2.0, T)):
+        told = columns.take(raw, ids, got, temperatures, scale, softcap)
+        for x, y in zip(told, plain.take(raw, ids, want, temperatures, scale, softcap), strict=True):
+            torch.testing.assert_close(x, y)
+        assert torch.equal(got, want) and torch.equal(want, raw[:, ids])
+
+
+@inside
+@pytest.mark.parametrize("targets", [None, [3, 7, -100, 0, 9, 4, 7]])
+def test_where_kept_columns_stand(targets):
+    """Rows of no column, one and many; targets at either end of a row, in it and not; ignored ones."""
+    from headloss.backends.triton import columns
+    from headloss.places import Places
+
+    sets = [[3], [9, 2, 7, 5], [4, 1], [], list(range(3, 40)), [5, 6], [2, 10]]
+    sets[3] = [0] if targets else []
+    offsets = torch.tensor([0, *map(len, sets)]).cumsum(0)
+    support = hl.Support.from_csr(torch.tensor([x for row in sets for x in row]), offsets)
+    y = None if targets is None else torch.tensor(targets)
+    want, got = Places.make(support, y), Places.found(support, y, columns.find_places)
+    for name in Places.TENSORS:
+        a, b = getattr(want, name), getattr(got, name)
+        assert a is b is None or torch.equal(a, b), name
+    part = slice(0, len(sets))
+    a, b = want.entries(None, part), got.entries(None, part)
+    assert (a.rows, a.width, a.numbers) == (b.rows, b.width, b.numbers) and torch.equal(a.place_E, b.place_E)
+    for single in (None, got.single_N):
+        assert torch.equal(a.columns(None, single), b.columns(None, single))
+
+
+@inside
 def test_sums_of_entries():
     from headloss.backends.triton import columns
 

@@ -361,7 +361,7 @@ def test_facts_without_grad_take_one_launch_per_chunk(kind, monkeypatch):
     monkeypatch.setattr(backend, "sums", None)
     with torch.no_grad():
         ours = hl.row_facts(source, batch.targets, want, backend="triton")
-    assert len(seen) == (1 if kind == "Logits" else 2)
+    assert len(seen) == (1 if kind == "Logits" else 3)
     for fact in ("logprob", "entropy", "argmax", "mean_logprob"):
         torch.testing.assert_close(getattr(ours, fact), getattr(with_grad, fact).detach(), rtol=2e-5, atol=2e-6)
         assert getattr(ours, fact)[batch.targets == -100].eq(0).all()

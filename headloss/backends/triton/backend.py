@@ -35,6 +35,7 @@ sums_matrix, pull_rows, Settling, Weights, spans = (
 count_targets = alone.count_targets
 # some columns of each row of a linear head; some columns of all rows
 project, combine, take = columns.project, columns.combine, columns.take
+find_places = columns.find_places
 
 
 def sums(*call: Any, teachers: Sequence[TeacherChunk] = (), **options: Any) -> Partial:

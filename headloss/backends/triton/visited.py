@@ -19,6 +19,7 @@ from headloss.backends.triton.launch import Launch, by_identity
 from headloss.backends.triton.printer.elements import printed
 from headloss.backends.triton.printer.facts import WIDE
 from headloss.backends.triton.printer.program import Program
+from headloss.draft import is_whole
 from headloss.facts import Fact, Softmax
 from headloss.teachers import DenseSoftmax, SparseSoftmax
 
@@ -68,7 +69,7 @@ def plan_of(program: Program) -> Plan:
         "B": tuple(map(any, zip(own["B"], theirs(1), strict=True))),
         "DENSE": dense, "MEETS": meets,
         "MEET_OF": tuple(meets.index(i) if i in meets else -1 for i in range(len(keys))),
-        "MET": tuple(dense and i in meets for i in range(len(keys))),
+        "MET": tuple(dense and i in meets for i in range(len(keys))), "WHOLE": dense and is_whole(str(name)),
         "TEACHER_BEST": name is not None and want.sums("argmax", teacher=name),
         **{f"WANT_{x}": sums(x) for x in "YFG"},
         "TC": theirs(2), "TD": theirs(3),

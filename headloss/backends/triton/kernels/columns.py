@@ -7,6 +7,8 @@ An entry is a row and one of its columns.  Entries of one sum stand together, so
 import triton
 import triton.language as tl
 
+from headloss.backends.triton.kernels.logits import LN2, LOG2E, LOWEST, logits, temperature
+
 
 @triton.jit
 def project_kernel(
@@ -65,13 +67,104 @@ def combine_kernel(
 
 
 @triton.jit
-def take_kernel(raw, ids, out, C, U, raw_stride, out_stride, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """out[:, u] = raw[:, ids[u]]: some columns of a few rows, one after another so that the rows stay in the cache."""
-    blocks = tl.cdiv(U, BLOCK)
-    row = tl.program_id(0) // blocks * ROWS
-    u = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
-    at = tl.load(ids + u, u < U, 0)
-    for i in tl.static_range(ROWS):
-        n = (row + i).to(tl.int64)
-        here = u < tl.where(n < C, U, 0)
-        tl.store(out + n * out_stride + u, tl.load(raw + n * raw_stride + at, mask=here), mask=here)
+def places_kernel(keys, offsets, target, entries, rows, flags, E, N, width, TARGET: tl.constexpr, BLOCK: tl.constexpr):
+    """Where a row's kept columns and its target stand, by the program of the row; `keys` are in order.
+
+    `entries` (5, E): row, column, place in the row, place among all, column to be read; `rows` (2, N): columns of a
+    row, the place of its target; `flags` (2, N): whether it keeps one column, whether its target is none of them.
+    """
+    n = tl.program_id(0).to(tl.int64)
+    go, stop = tl.load(offsets + n), tl.load(offsets + n + 1)
+    wanted = tl.full([], -1, tl.int64)
+    counts = tl.full([], 1, tl.int1)
+    missing = tl.zeros([], tl.int64)
+    before = tl.zeros([], tl.int64)
+    at = go
+    if TARGET:
+        wanted = tl.load(target + n).to(tl.int64)
+        counts = wanted != -100
+        there = tl.zeros([], tl.int64)
+        for first in range(go, stop, BLOCK):
+            e = first + tl.arange(0, BLOCK)
+            column = tl.load(keys + e, e < stop, -1) & 0xFFFFFFFF
+            before += tl.sum(((column < wanted) & (e < stop)).to(tl.int64), 0)
+            there += tl.sum(((column == wanted) & (e < stop)).to(tl.int64), 0)
+        missing = (counts & (there == 0)).to(tl.int64)
+        at += n
+        own = entries + stop + n  # a row's target comes behind its set
+        tl.store(own, n)
+        tl.store(own + E, tl.where(missing > 0, wanted, -1))
+        tl.store(own + 2 * E, before)
+        tl.store(own + 3 * E, tl.where(missing > 0, n * width + before, N * width))
+        single = stop - go + missing == 1
+        tl.store(own + 4 * E, tl.where(missing == 0, -2, tl.where(single, -1, wanted)))
+        tl.store(rows + N + n, tl.where(counts, before, -100))
+        tl.store(flags + N + n, missing)
+    length = stop - go + missing
+    tl.store(rows + n, length)
+    tl.store(flags + n, length == 1)
+    for first in range(go, stop, BLOCK):
+        e = first + tl.arange(0, BLOCK)
+        here = e < stop
+        column = tl.load(keys + e, here, 0) & 0xFFFFFFFF
+        place = e - go + tl.where(column > wanted, missing, 0)
+        to = entries + at + (e - go)
+        tl.store(to, n + tl.zeros_like(e), here)
+        tl.store(to + E, tl.where(counts, column, -1), here)
+        tl.store(to + 2 * E, place, here)
+        tl.store(to + 3 * E, tl.where(counts, n * width + place, N * width), here)
+        tl.store(to + 4 * E, tl.where(counts, tl.where(length == 1, -1, column), -2), here)
+
+
+@triton.jit
+def take_kernel(
+    raw, ids, out, sums, temperatures, how, C, V, U, raw_stride, out_stride, limit, parts, width,
+    F: tl.constexpr,
+):  # fmt: skip
+    """out[:, u] = raw[:, ids[u]] for `width` columns u of a few rows, and log2 of the sum of exponentials over PART
+    columns of those: programs that share rows run together, so that the rows are read once from memory.  `limit`: as
+    far as they may be read; EXACT: as they are."""
+    VEC: tl.constexpr = F.VEC
+    ROWS: tl.constexpr = F.ROWS
+    PART: tl.constexpr = F.PART
+    BLOCK: tl.constexpr = F.BLOCK
+    part = tl.program_id(0) % parts
+    first = tl.program_id(0) // parts * ROWS
+    column = part * PART + tl.arange(0, PART)
+    if len(temperatures) > 0:
+        for i in tl.static_range(ROWS):
+            n = tl.minimum(first + i, C - 1).to(tl.int64)
+            row = raw + tl.multiple_of(n * raw_stride, VEC)
+            x = tl.load(row + column, mask=column < tl.multiple_of(limit // VEC * VEC, VEC), other=-float("inf"))
+            z = logits(x, how[0], how[1], F.SCALED, F.CAPPED)
+            if not F.EXACT:
+                z = tl.where(column < V, z, -float("inf"))
+            top = tl.max(z, axis=0)
+            origin = tl.where(top > LOWEST, top, 0.0)
+            for k in tl.static_range(len(temperatures)):
+                c = tl.div_rn(LOG2E, temperature(temperatures[k], n, F.PER_ROW[k]))
+                whole = tl.floor(origin * c)  # a whole number, so that what is measured from it is not rounded again
+                total = tl.sum(tl.exp2(tl.fma(z, c + tl.zeros_like(z), -whole + tl.zeros_like(z))), axis=0)
+                tl.store(sums + (k * parts + part).to(tl.int64) * C + n, whole + tl.log2(total))
+    stop = tl.minimum((part + 1) * width, U)
+    for start in range(part * width, stop, BLOCK):
+        u = start + tl.arange(0, BLOCK)
+        at = tl.load(ids + u, mask=u < stop, other=0)
+        for i in tl.static_range(ROWS):
+            n = (first + i).to(tl.int64)
+            here = u < tl.where(n < C, stop, 0)
+            tl.store(out + n * out_stride + u, tl.load(raw + n * raw_stride + at, mask=here), mask=here)
+
+
+@triton.jit
+def merge_kernel(sums, out, C, parts, PADDED: tl.constexpr, ROWS: tl.constexpr):
+    """The log-sum-exp of each row from those of its parts, in nats from bits: (T, P, C) to (T, C)."""
+    n = tl.program_id(0) % tl.cdiv(C, ROWS) * ROWS + tl.arange(0, ROWS)
+    at = tl.program_id(0) // tl.cdiv(C, ROWS)
+    part = tl.arange(0, PADDED)
+    here = (part < parts)[:, None] & (n < C)[None, :]
+    found = tl.load(sums + (at * parts + part).to(tl.int64)[:, None] * C + n[None, :], here, -float("inf"))
+    top = tl.max(found, axis=0)
+    top = tl.where(top > LOWEST, top, 0.0)
+    total = tl.sum(tl.exp2(found - top[None, :]), axis=0)
+    tl.store(out + at * C + n, (top + tl.log2(total)) * LN2, n < C)

@@ -54,6 +54,7 @@ class Given(NamedTuple):
     cap: Any
     teacher_scale: Any
     teacher_cap: Any
+    wholes: Any = ()  # of a teacher on a larger vocabulary, its log-sum-exp over that
 
 
 class PullAt(NamedTuple):
@@ -103,6 +104,7 @@ class Flags(NamedTuple):
     MEETS: Flag  # at which temperatures a teacher is compared
     MEET_OF: Flag  # which of those this is, or -1
     MET: Flag
+    WHOLE: Flag  # whether it is one on a larger vocabulary
     TEACHER_BEST: Flag
     WANT_Y: Flag
     WANT_F: Flag
@@ -253,3 +255,16 @@ class SettleFlags(NamedTuple):
     RUNS: Flag = False  # of B rows each, in place of segments
     IGNORE: Flag = False
     B: Flag = 1
+
+
+class TakeFlags(NamedTuple):
+    """What reading rows at some tokens is compiled for."""
+
+    PER_ROW: Flag  # of each temperature
+    SCALED: Flag
+    CAPPED: Flag
+    EXACT: Flag
+    VEC: Flag
+    ROWS: Flag
+    PART: Flag
+    BLOCK: Flag

@@ -1,7 +1,9 @@
 """The table of facts, printed: values from `facts.finish`, coefficients from `facts.coefficients`, both traced.
 
     facts(most, target, total, argmax, T, S, X, Q, vocab)        -> values, log_sums
-    with a teacher, also (teacher_argmax, St, Y, F, G, ids, tail_most, tails)    -> values, log_sums, the teacher's
+    with a teacher, also (teacher_argmax, St, Y, F, G, ids, tail_most, tails, whole) -> values, log_sums, the teacher's
+
+`whole`: see `facts.with_whole`.
 
 Values stand in the order of the Want; a divergence's is 0, because the second look gives it.  No kernel and no other
 file of this backend knows the formula or the number of a fact.
@@ -20,7 +22,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from headloss.backends.triton.printer.lower import compiled, function
 from headloss.backends.triton.printer.operands import kind_of
 from headloss.backends.triton.printer.printer import Printer, Value, reach
-from headloss.facts import FACTS, PLAIN, VALUED, Fact, Moments, Partial, Want, coefficients, finish
+from headloss.draft import is_whole
+from headloss.facts import FACTS, PLAIN, VALUED, Fact, Moments, Partial, Want, coefficients, finish, with_whole
 from headloss.teachers import (
     DensePartial,
     DenseSoftmax,
@@ -38,7 +41,7 @@ SUMS = {  # what the kernels of this backend sum, and what is made of that
     "T", "vocab", "log_S", "log_St", "tail_log_sum", "their_at", "their_log_sum", *PLAIN,
 }  # fmt: skip
 OWN = ("most", "target", "total", "argmax", "T", "S", "X", "Q", "vocab")
-THEIRS = ("teacher_argmax", "St", "Y", "F", "G", "ids", "tail_most", "tails")
+THEIRS = ("teacher_argmax", "St", "Y", "F", "G", "ids", "tail_most", "tails", "whole")
 ROWS = 3
 Texts = list[str | None]
 
@@ -74,7 +77,7 @@ def values_source(want: Want, width: int = 0) -> str:
     keys, whole = range(len(want.temperatures)), torch.int64
     many = [
         f"{x}[{i}]"
-        for x in ("T", "S", "X", "Q", *(("St", "Y", "F", "G", "tails") if want.teachers else ()))
+        for x in ("T", "S", "X", "Q", *(("St", "Y", "F", "G", "tails", "whole") if want.teachers else ()))
         for i in keys
     ]
     given = [Given(x) for x in ("most", "target", "total", "tail_most", *many)]
@@ -94,6 +97,8 @@ def values_source(want: Want, width: int = 0) -> str:
             teachers = (DensePartial(at["most"], at["teacher_argmax"], meetings),)
         partial = Partial(at["most"], at["argmax"], at["target"], at["total"], None, moments, teachers)
         facts, softmax = finish(partial, want, [at[f"T[{i}]"] for i in keys], at["vocab"])  # type: ignore[arg-type]
+        wholes = {name: [at[f"whole[{i}]"] for i in met] for name in want.teachers if is_whole(name)}
+        facts, softmax = with_whole(want, facts, softmax, wholes)
         found: list[list[Tensor | None]] = [[facts.get(f) for f in want.facts], [*softmax.log_sums]]
         for seen in softmax.teachers:
             logs = seen.log_St if isinstance(seen, DenseSoftmax) else seen.tail_log_sums

@@ -1,0 +1,33 @@
+"""Nests of tuples with tensors at their ends: what a sweep found of some rows, cut and joined along them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def cut(x: Any, part: slice) -> Any:
+    """Rows `part` of every tensor in a nest of tuples."""
+    return x[part] if isinstance(x, Tensor) else _rebuild(x, [cut(y, part) for y in x]) if isinstance(x, tuple) else x
+
+
+def join(*xs: Any) -> Any:
+    """Nests of tuples of the same shape, their tensors concatenated."""
+    if len(xs) == 1:
+        return xs[0]
+    if isinstance(xs[0], Tensor):
+        return torch.cat(xs)
+    if not isinstance(xs[0], tuple | list):
+        return xs[0]
+    return _rebuild(xs[0], [join(*ys) for ys in zip(*xs, strict=True)])
+
+
+def _rebuild(like: Any, items: list[Any]) -> Any:
+    return type(like)(*items) if hasattr(like, "_fields") else type(like)(items)
+
+
+def concatenate_each(parts: Sequence[Mapping[Any, Tensor]]) -> dict[Any, Tensor]:
+    return {key: torch.cat([p[key] for p in parts]) if len(parts) > 1 else x for key, x in parts[0].items()}
