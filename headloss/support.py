@@ -71,7 +71,7 @@ class Support:
         if offsets.ndim != 1 or not len(offsets):
             raise ValueError(f"offsets: wanted (rows + 1,), from 0 to {len(ids)}, got shape {tuple(offsets.shape)}")
         _check_device(ids, offsets)
-        row_E = torch.searchsorted(offsets[1:], torch.arange(len(ids), device=ids.device), right=True)
+        row_E = torch.searchsorted(offsets[1:].contiguous(), torch.arange(len(ids), device=ids.device), right=True)
         return _made(*_sorted(row_E, ids, offsets), False)
 
     @classmethod

@@ -231,6 +231,13 @@ def split() -> None:
         batch.hidden, batch.weight[start:end], shard=hl.VocabShard(dist.group.WORLD, start, U), vocab_ids=batch.ids
     )
     torch.testing.assert_close(whole(source, batch.targets).loss, want, rtol=1e-10, atol=1e-10)
+    # a dense teacher is refused, on every rank alike, and what the message tells to do does it
+    kl, teacher = hl.Objective(kl=hl.Term(forward_kl, tail="none")), hl.Linear(batch.guide, batch.head)
+    with pytest.raises(ValueError, match=r"vocab_ids: a dense teacher by a head whose .* hl.topk\(teacher, K\)"):
+        kl(source, batch.targets, teacher=teacher)
+    alone, top = hl.Linear(batch.hidden, batch.weight, vocab_ids=batch.ids), hl.topk(teacher, 6)
+    want = kl(alone, batch.targets, teacher=top).loss
+    torch.testing.assert_close(kl(source, batch.targets, teacher=top).loss, want, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.skipif(INSIDE, reason="ranks run on torch")

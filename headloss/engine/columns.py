@@ -67,7 +67,7 @@ def in_columns(arguments: CallArguments, terms: Terms | None) -> Mapped:
     assert ids is not None
     if arguments.support is not None:
         raise ValueError("support: a head with vocab_ids has a vocabulary of its own; leave out one of the two")
-    teachers = {name: _teacher(name, x, ids) for name, x in named_teachers(arguments.teacher).items()}
+    teachers = {name: _teacher(x, ids, source.shard) for name, x in named_teachers(arguments.teacher).items()}
     for term in () if terms is None else terms.every_term:
         _check_numbers(term)
         facts = term.call(None, teachers).facts
@@ -109,7 +109,7 @@ def _check_numbers(term: Term) -> None:
                 )
 
 
-def _teacher(name: str, teacher: Any, ids: Tensor) -> Any:
+def _teacher(teacher: Any, ids: Tensor, shard: Any) -> Any:
     if isinstance(teacher, Sparse):
         return Sparse(to_columns(ids, teacher.ids, -1)[0], teacher.logprobs)
     if isinstance(teacher, Routed):
@@ -119,10 +119,11 @@ def _teacher(name: str, teacher: Any, ids: Tensor) -> Any:
         )
     if not isinstance(teacher, Logits | Linear):
         return teacher  # which is refused
-    if teacher.shard is not None:
+    if teacher.shard is not None or shard is not None:
+        whose = "a dense teacher" if teacher.shard is not None else "a dense teacher by a head"
         raise ValueError(
-            "vocab_ids: a dense teacher whose vocabulary lies on several ranks cannot be read at them; give its top K, "
-            "hl.topk(teacher, K), or one that every rank has whole"
+            f"vocab_ids: {whose} whose vocabulary lies on several ranks cannot be read at them; give the teacher's top "
+            f"K, hl.topk(teacher, K), which every rank has whole"
         )
     if has_vocab_ids(teacher):
         raise ValueError("vocab_ids: the teacher has them too; pass one on the whole vocabulary")
