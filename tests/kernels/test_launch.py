@@ -67,10 +67,12 @@ def test_on_a_device_a_later_launch_goes_past_the_runner_unless_somebody_watches
     hooks = types.SimpleNamespace(launch_enter_hook=knobs.HookChain(), launch_exit_hook=knobs.HookChain(reversed=True))
     monkeypatch.setattr(launch_module, "knobs", types.SimpleNamespace(runtime=hooks))
     monkeypatch.setattr(launch_module, "current_stream", {0: 11, 1: 12}.__getitem__)
+    entered = on_two_devices(monkeypatch)
     launch, arguments = Launch(Kernel(log), {"A": 1, "B": 2}), (torch.zeros(4), 5, ())
     for where in (0, 0, 1, 1):
         launch.run("key", where, 3, arguments)
     assert [entry[0] for entry in log] == ["kernel", "run", "kernel", "run"]
+    assert entered == [1, "left", 1, "left"]  # the current device is 0
     handles, none = ("function", "metadata"), (None, None, None)
     assert log[1][1] == (3, 1, 1, 11, *handles, *none, *arguments, 1, 2)
     assert log[3][1] == (3, 1, 1, 12, *handles, *none, *arguments, 1, 2)
@@ -86,18 +88,37 @@ def test_on_a_device_a_later_launch_goes_past_the_runner_unless_somebody_watches
     assert log[-1][0] == "run"
 
 
-def test_a_sweep_makes_its_device_the_current_one(monkeypatch):
-    """Triton launches on the current device, wherever the tensors are."""
-    entered = []
+def on_two_devices(monkeypatch):
+    """Notes which becomes the current one; that is number 0."""
+    entered, current = [], [0]
 
     @contextlib.contextmanager
-    def current(device):
-        entered.append(device.index)
+    def device(x):
+        current.append(x if isinstance(x, int) else x.index)
+        entered.append(current[-1])
         yield
+        current.pop()
         entered.append("left")
 
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
-    monkeypatch.setattr(torch.cuda, "device", current)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: current[-1], raising=False)
+    monkeypatch.setattr(torch.cuda, "device", device)
+    return entered
+
+
+def test_a_kernel_runs_on_the_device_of_its_tensors(log, monkeypatch):
+    """Targets are counted and ids are merged before a sweep begins, which makes its device the current one."""
+    entered = on_two_devices(monkeypatch)
+    for i, where in enumerate((-1, 0, 1)):
+        monkeypatch.setattr(launch_module, "place", lambda x, where=where: where)
+        launch = Launch(Kernel(log), {"A": 1, "B": 2})
+        launch(1, torch.zeros(4), 5, ())
+        assert len(log) == i + 1 and [*launch.known] == [(next(iter(launch.known))[0], where)]
+    assert entered == [1, "left"]
+
+
+def test_a_sweep_makes_its_device_the_current_one(monkeypatch):
+    """Triton launches on the current device, wherever the tensors are."""
+    entered = on_two_devices(monkeypatch)
     home = on_source_device(lambda sweep, x: entered.append(x))
     for device in ("cpu", "cuda:0", "cuda:1"):
         home(types.SimpleNamespace(source=types.SimpleNamespace(device=torch.device(device))), device)

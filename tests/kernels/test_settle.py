@@ -174,6 +174,15 @@ def test_terms_of_several_kinds_and_the_order_of_their_metrics():
 
 
 @inside
+@pytest.mark.parametrize("kind", ["Logits", "Linear"])
+def test_targets_with_gaps(kind):
+    problem = in_float32(oracle.problem_for(gspo, kind, (12,), ignored=0.3))
+    gaps = torch.stack([problem.targets, problem.targets.flip(0)], 1)[:, 0]
+    for how in ("autograd", "prepared"):
+        check(hl.Objective(term=gspo, backend="triton"), oracle.replace(problem, targets=gaps), how=how)
+
+
+@inside
 def test_rows_without_a_segment():
     problem = in_float32(oracle.make("Logits", (14,)))
     ids = torch.tensor([-1, 0, 0, -1, 2, 2, 2, -1, 1, 0, 0, -1, 2, 2])

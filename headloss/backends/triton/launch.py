@@ -56,6 +56,9 @@ class Launch:
 
     def run(self, key: Any, where: int, programs: int, arguments: tuple[Any, ...]) -> None:
         """For a caller that has a key of its own: what is equal in it must be equal in `look`; `where`: see `place`."""
+        if where >= 0 and where != torch._C._cuda_getDevice():  # Triton launches on the current device
+            with torch.cuda.device(where):
+                return self.run(key, where, programs, arguments)
         known = self.known.get((key, where))
         if known is None:
             self.rest = tuple([self.constants[name] for name in self.kernel.arg_names[len(arguments) :]])
@@ -69,6 +72,7 @@ class Launch:
         else:  # what that does where there is nobody to tell
             _, run, function, metadata = known
             run(programs, 1, 1, current_stream(where), function, metadata, None, None, None, *arguments, *self.rest)
+        return None
 
 
 def launch_kernel(kernel: Any, programs: int, *arguments: Any, **constants: Any) -> None:
@@ -95,10 +99,10 @@ def _watched() -> bool:
 
 
 def place(x: Any) -> int:
-    """The device that a kernel over `x` would run on: Triton asks for the current one, not for that of `x`."""
+    """The number of the device that a kernel over `x` must run on; -1: the host."""
     while not isinstance(x, Tensor):  # the first of a record, or a descriptor's
         x = x[0] if isinstance(x, tuple) else x.base
-    return torch._C._cuda_getDevice() if x.is_cuda else -1
+    return x.get_device()
 
 
 def look(arguments: tuple[Any, ...], key: list[Any]) -> None:

@@ -144,6 +144,7 @@ def gather(
     ignore: bool,
 ) -> Gathered:
     (C, D), V, device = hidden_CD.shape, len(weight_VD), hidden_CD.device
+    target_C = None if target_C is None else target_C.contiguous()
     high = -(-C // TILE.rows) * TILE.rows
     listed, live, x_CD = None, torch.empty(1, dtype=torch.int32, device=device), hidden_CD
     if ignore and target_C is not None:

@@ -92,8 +92,8 @@ class Settling:
         ignore: bool = False,
         gradient: bool = True,
     ) -> None:
-        self.plan, self.spans, self.targets, self.rows = _plan(program), spans, targets, rows
-        self.gradient = gradient
+        self.plan, self.spans, self.rows, self.gradient = _plan(program), spans, rows, gradient
+        self.targets = None if targets is None else targets.contiguous()
         made = torch.empty(self.plan.slots, rows, dtype=torch.float32, device=device)
         best = torch.empty(rows, dtype=torch.int64, device=device) if program.want.argmax else None
         self.settled = Settled(made, best, self.plan)
