@@ -14,6 +14,7 @@ if triton.knobs.runtime.interpret:
 
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
+from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 
 backend = import_module("headloss.backends.triton.sweeps")
 tiles = import_module("headloss.backends.triton.tiles")
@@ -37,22 +38,26 @@ def empty(*shape, kind="fp32"):
     return torch.empty(shape, dtype=DTYPES.get(kind, kind), device="meta")
 
 
-def signature_of(x, path, aligned, absent):
-    """What Triton makes of an argument; where pointers are aligned goes to `aligned`, and where there is none."""
+def signature_of(x, path, aligned, absent, plain=False):
+    """What Triton makes of an argument, a `plain` one without its value; what is aligned, and what is known."""
     if isinstance(x, tuple):
         items = [signature_of(y, (*path, i), aligned, absent) for i, y in enumerate(x)]
         return type(x)(*items) if hasattr(x, "_fields") else tuple(items)
     if isinstance(x, torch.Tensor):
         aligned[path] = [["tt.divisibility", 16]]
         return f"*{LETTERS[x.dtype]}"
-    if x is None:
-        absent[path] = None
+    if isinstance(x, TensorDescriptor):
+        return f"tensordesc<{LETTERS[x.base.dtype]}[{','.join(map(str, x.block_shape))}]>"
+    if x is None or (type(x) is int and x == 1 and not plain):
+        absent[path] = x
         return "constexpr"
+    if type(x) is int and x % 16 == 0 and not plain:
+        aligned[path] = [["tt.divisibility", 16]]
     return "fp32" if isinstance(x, float) else "i32"
 
 
 class Built:
-    """The kernel that a call on tensors without memory would launch, or (`which`) one of several, for Hopper."""
+    """The kernel that a call on tensors without memory would launch, or `which` of several, by number or name."""
 
     def __init__(self, call, which=0):
         seen = []
@@ -61,10 +66,13 @@ class Built:
             for module in (backend, beside):
                 patch.setattr(module, "chains", lambda device: tiles.CHAINS)
             call()
-        launch, given = seen[which]
+        launch, given = (
+            seen[which] if isinstance(which, int) else next(x for x in seen if x[0].kernel.__name__ == which)
+        )
         names, places, absent = launch.kernel.arg_names, {}, {}
         signature = {
-            n: signature_of(x, (i,), places, absent) for i, (n, x) in enumerate(zip(names, given, strict=False))
+            p.name: signature_of(x, (i,), places, absent, p.do_not_specialize)
+            for i, (p, x) in enumerate(zip(launch.kernel.params, given, strict=False))
         }
         for parameter in launch.kernel.params:
             if parameter.do_not_specialize_on_alignment:
@@ -73,7 +81,8 @@ class Built:
         options = {n: x for n, x in launch.constants.items() if n not in constants}
         absent |= {(names.index(n),): x for n, x in constants.items()}
         source = ASTSource(launch.kernel, signature | dict.fromkeys(constants, "constexpr"), absent, places)
-        self.cubin = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["cubin"]
+        made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+        self.cubin, self.shared = made.asm["cubin"], made.metadata.shared
 
     def dump(self, what, folder):
         path = folder / "kernel.cubin"
@@ -245,7 +254,6 @@ from headloss.trace.trace import trace  # noqa: E402
 
 
 def program_of(metrics, terms):
-
     calls = {name: term.call(None, {}) for name, term in terms.items()}
     own = list(read_metrics(metrics))
     layouts = {n: Layout("row", torch.float32, ()) for call in calls.values() for n in call.input_names}
@@ -324,9 +332,8 @@ def test_every_printed_operation_compiles():
             value = sum(p.to(x.dtype) for p in parts)
             return value.detach(), *torch.autograd.grad([value], [x], [torch.ones_like(value)])
 
-    import torch as t
-
-    function = pointwise(make_fx(many, tracing_mode="symbolic")(t.rand(7), t.rand(7), t.arange(7)))
+    given = (torch.rand(7), torch.rand(7), torch.arange(7))
+    function = pointwise(make_fx(many, tracing_mode="symbolic")(*given))
     source = ASTSource(
         printed_kernel, {"x": "*fp32", "y": "*fp32", "n": "*i64", "out": "*fp32", "FN": "constexpr"}, {"FN": function}
     )

@@ -25,6 +25,7 @@ import triton  # type: ignore
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor  # type: ignore
 
+from headloss.backends.triton.kernels import product_records as records
 from headloss.backends.triton.kernels.product import hidden_kernel, read_kernel, repair_kernel, weight_kernel
 from headloss.backends.triton.kernels.product_grads import (
     blank_kernel,
@@ -39,7 +40,7 @@ from headloss.backends.triton.kernels.product_rows import finish_kernel, gather_
 from headloss.backends.triton.launch import launch_kernel
 from headloss.backends.triton.sweeps import named
 from headloss.backends.triton.tiles import LAUNCH, chains, plain_temperature
-from headloss.facts import Partial, Want
+from headloss.facts import Want
 
 
 class Tile(NamedTuple):
@@ -154,12 +155,12 @@ def gather(
     targets = torch.empty(high, dtype=torch.int32, device=device)
     numbers = torch.empty(5, high, dtype=torch.float32, device=device)
     has_target = target_C is not None  # even if no fact asks: the bits of the others must not depend on what is asked
+    few, copied = min(1024, triton.next_power_of_2(D)), listed is not None
+    flags = records.GatherFlags(copied, has_target, isinstance(temperature, Tensor), copied, TILE.rows, few)
     launch_kernel(
         gather_kernel, high,
-        hidden_CD, weight_VD, listed, live, target_C, temperature, float(scale), x_CD, targets, *numbers[:3],
-        C, V, D, start, hidden_CD.stride(0), weight_VD.stride(0),
-        LISTED=listed is not None, TARGET=has_target, PER_ROW=isinstance(temperature, Tensor),
-        COPY=listed is not None, BM=TILE.rows, BD=min(1024, triton.next_power_of_2(D)), num_warps=4, **LAUNCH,
+        records.GatherAt(hidden_CD, weight_VD, x_CD, targets, *numbers[:3]), listed, live, target_C, temperature,
+        float(scale), C, V, D, start, hidden_CD.stride(0), weight_VD.stride(0), F=flags, num_warps=4, **LAUNCH,
     )  # fmt: skip
     return Gathered(x_CD, listed, live, targets, numbers, has_target)
 
@@ -168,17 +169,17 @@ def tile_sums(rows: Gathered, weight_VD: Tensor, want: Want, *, start: int, stor
     """(fields, tiles, places): the first product, and the sums of each tile's rows."""
     (V, D), device, T = weight_VD.shape, weight_VD.device, READ
     high, tiles, whole = len(rows.targets), -(-V // T.columns), V // T.columns
-    parts = torch.empty(2 + sum(_flags(want).values()), tiles, high, dtype=torch.float32, device=device)
+    parts = torch.empty(2 + sum(_flags(want)), tiles, high, dtype=torch.float32, device=device)
     multiplier, _, reference, *_ = rows.numbers
+    flags = _tile(T, device, STORE=store is not None, TARGET=rows.has_target, **_flags(want)._asdict())
     for first, wide in ((0, whole), (whole, tiles - whole)):  # the last tile by itself: masks cost 6% at D = 1024
         if wide:
             launch_kernel(
                 read_kernel, T.programs * _multiprocessors(device),
                 _blocks(rows.hidden, T.rows, T.depth), _blocks(weight_VD, T.columns, T.depth),
                 None if store is None else _blocks(store, T.rows, T.columns // 2),
-                rows.live, rows.targets, multiplier, reference, parts, V, D, high, start, first, wide, tiles,
-                STORE=store is not None, TARGET=rows.has_target, RAGGED=first > 0 or whole == 0,
-                **_flags(want), **_tile(T, device),
+                rows.live, records.ReadAt(rows.targets, multiplier, reference), parts,
+                V, D, high, start, first, wide, tiles, F=flags._replace(RAGGED=first > 0 or whole == 0), **_launch(T),
             )  # fmt: skip
     return parts
 
@@ -213,19 +214,20 @@ def finish(
     while step < tiles:
         launch_kernel(
             merge_kernel, triton.cdiv(rows, 128) * triton.cdiv(tiles, step << LEVELS),
-            parts, gathered.live, tiles, high, step, **flags, LEVELS=LEVELS, B=128, num_warps=4, **LAUNCH,
+            parts, gathered.live, tiles, high, step, F=flags, LEVELS=LEVELS, B=128, num_warps=4, **LAUNCH,
         )  # fmt: skip
         step <<= LEVELS
     sums = torch.empty(_slots(want), rows, dtype=torch.float32, device=device)
     beyond = torch.empty(high // TILE.rows, dtype=torch.int32, device=device)
     _, logit, reference, lse, logprob = gathered.numbers
+    how = records.FinishFlags(
+        gathered.listed is not None, gathered.has_target, want.target, isinstance(temperature, Tensor),
+        store is not None, whole and all(f.name != "max_logprob" for f in want.facts), TILE.rows,
+    )  # fmt: skip
     launch_kernel(
         finish_kernel, high // TILE.rows,
-        parts, gathered.listed, gathered.live, gathered.targets, logit, reference, temperature, sums, lse, logprob,
-        beyond, tiles, high, rows, columns, start,
-        LISTED=gathered.listed is not None, TARGET=gathered.has_target, OUT=want.target,
-        PER_ROW=isinstance(temperature, Tensor), STORED=store is not None,
-        REBASED=whole and all(f.name != "max_logprob" for f in want.facts), **flags, B=TILE.rows, num_warps=4, **LAUNCH,
+        records.FinishAt(parts, gathered.targets, logit, reference, sums, lse, logprob, beyond), gathered.listed,
+        gathered.live, temperature, tiles, high, rows, columns, start, SUMS=flags, F=how, num_warps=4, **LAUNCH,
     )  # fmt: skip
     return Read(gathered, sums, store, beyond)
 
@@ -253,9 +255,9 @@ def over_ranks(read: Read, lse_C: Tensor) -> None:
     lse[: len(found)] = found
 
 
-def _flags(want: Want) -> dict[str, bool]:
+def _flags(want: Want) -> records.TileFlags:
     """What tiles are summed for; S has the same bits with and without the others."""
-    return {"WANT_X": want.sums("X"), "WANT_Q": want.sums("Q"), "TOTAL": want.total, "BEST": want.argmax}
+    return records.TileFlags(want.sums("X"), want.sums("Q"), want.total, want.argmax)
 
 
 def write(
@@ -276,21 +278,20 @@ def write(
     (C, D), V, device = hidden_CD.shape, len(weight_VD), hidden_CD.device
     T, programs, rows, high = TILE, TILE.programs * _multiprocessors(device), read.rows, len(read.rows.targets)
     a, c, y = (None if x is None else x.to(torch.float32).contiguous() for x in coefficients)
-    given = {"A": a is not None, "C": c is not None, "Y": y is not None, "LISTED": rows.listed is not None}
+    given = records.PulledFlags(a is not None, c is not None, y is not None, rows.listed is not None)
     multiplier, _, reference, lse, logprob = rows.numbers
-    ints = torch.empty(5, high, dtype=torch.int32, device=device)
-    counts, tiles, gaps, sources, ranks = ints.unbind()
+    counts, tiles, gaps, sources, ranks = torch.empty(5, high, dtype=torch.int32, device=device).unbind()
     launch_kernel(
         live_kernel, triton.cdiv(C, NUMBERED["B"]),
-        rows.live, rows.listed, read.beyond, a, c, y, counts, tiles, gaps, sources, ranks,
-        **given, BM=T.rows, **NUMBERED, num_warps=8, **LAUNCH,
+        rows.live, rows.listed, a, c, y, records.LiveAt(read.beyond, counts, tiles, gaps, sources, ranks),
+        F=given, BM=T.rows, **NUMBERED, num_warps=8, **LAUNCH,
     )  # fmt: skip
-    tile = _tile(T, device)
+    tile = _tile(T, device, TARGET=rows.has_target)
     launch_kernel(
         repair_kernel, programs,
         _blocks(rows.hidden, T.rows, T.depth), _blocks(weight_VD, T.columns, T.depth),
-        _blocks(read.e, T.rows, T.columns // 2), rows.live, counts[2:], tiles, rows.targets, multiplier, reference,
-        V, D, TARGET=rows.has_target, **{k: v for k, v in tile.items() if k != "GROUP"},
+        _blocks(read.e, T.rows, T.columns // 2), rows.live, counts[2:], tiles,
+        records.ReadAt(rows.targets, multiplier, reference), V, D, F=tile, **_launch(T),
     )  # fmt: skip
     launch_kernel(
         move_kernel, 8 * programs, read.e, counts, gaps, sources, read.e.stride(0),
@@ -306,9 +307,12 @@ def write(
     BD = min(1024, triton.next_power_of_2(D))
     launch_kernel(
         factor_kernel, C,
-        hidden_CD, rows.listed, rows.live, counts, gaps, ranks, a, c, y, rows.targets, multiplier, reference, lse,
-        logprob, factors, shares, constants, numbers, columns, scaled_CD, D, hidden_CD.stride(0),
-        0 if scaled_CD is None else scaled_CD.stride(0), **given, TARGET=rows.has_target,
+        records.FactorAt(
+            hidden_CD, counts, gaps, ranks, rows.targets, multiplier, reference, lse, logprob, factors, shares,
+            constants, numbers, columns,
+        ),
+        rows.listed, rows.live, a, c, y, scaled_CD, D, hidden_CD.stride(0),
+        0 if scaled_CD is None else scaled_CD.stride(0), F=given, TARGET=rows.has_target,
         SCALED=scaled_CD is not None, BK=T.depth, BD=BD, num_warps=4, **LAUNCH,
     )  # fmt: skip
     constant, overlap = c is not None, chains(device)
@@ -327,7 +331,7 @@ def write(
             weight_kernel, programs,
             _blocks(read.e, T.depth, T.rows), _blocks(scaled_CD, T.depth, T.columns),
             _blocks(dweight_VD, T.rows, T.columns // pieces), total, counts, V, D,
-            ADD=add, CONSTANT=constant, PARTS=pieces, OVERLAP=overlap, **tile,
+            F=_tile(T, device, ADD=add, CONSTANT=constant, PARTS=pieces, OVERLAP=overlap), **_launch(T),
         )  # fmt: skip
         if rows.has_target:
             launch_kernel(
@@ -338,13 +342,14 @@ def write(
         total = weight_VD.sum(0, dtype=torch.float32) if constant else None
         launch_kernel(
             hidden_kernel, programs,
-            _blocks(read.e, T.rows, T.depth), _blocks(weight_VD, T.depth, T.columns), dhidden_CD, numbers, factors,
-            shares, constants, columns, weight_VD, total, counts, V, D, weight_VD.stride(0), dhidden_CD.stride(0),
-            TARGET=rows.has_target, CONSTANT=constant, EVEN=D % T.columns == 0, OVERLAP=overlap, **tile,
+            _blocks(read.e, T.rows, T.depth), _blocks(weight_VD, T.depth, T.columns),
+            records.HiddenAt(dhidden_CD, factors, shares, constants, weight_VD), numbers, columns, total, counts, V, D,
+            weight_VD.stride(0), dhidden_CD.stride(0),
+            F=tile._replace(CONSTANT=constant, EVEN=D % T.columns == 0, OVERLAP=overlap), **_launch(T),
         )  # fmt: skip
         launch_kernel(
             blank_kernel, C + overlap, rows.live, rows.listed, a, c, y, dhidden_CD, D, dhidden_CD.stride(0),
-            **given, BD=BD, **chained, num_warps=4,
+            F=given, BD=BD, **chained, num_warps=4,
         )  # fmt: skip
     if dweight_VD is not None and rows.has_target:
         chained = chained if dhidden_CD is not None else {"OVERLAP": False, **LAUNCH}  # after `rank`, which it needs
@@ -355,9 +360,7 @@ def write(
         )  # fmt: skip
 
 
-def partial(sums: Tensor, want: Want) -> Partial:
-    """The sums of some rows by name: of the whole vocabulary, one part."""
-    return named(sums, want)
+partial = named  # the sums of some rows by name: of the whole vocabulary, one part
 
 
 def room(read: Read, rows: int) -> Tensor | None:
@@ -390,8 +393,9 @@ def _checked(*layout: Any) -> dict[str, Any]:
     return {}
 
 
-def _tile(T: Tile, device: torch.device) -> dict[str, Any]:
-    return {
-        "BM": T.rows, "BN": T.columns, "BK": T.depth, "GROUP": T.group,
-        "PROGRAMS": T.programs * _multiprocessors(device), "num_warps": T.warps, "num_stages": T.stages, **LAUNCH,
-    }  # fmt: skip
+def _tile(T: Tile, device: torch.device, **flags: Any) -> records.ProductFlags:
+    return records.ProductFlags(T.rows, T.columns, T.depth, T.programs * _multiprocessors(device), T.group, **flags)
+
+
+def _launch(T: Tile) -> dict[str, Any]:
+    return {"num_warps": T.warps, "num_stages": T.stages, **LAUNCH}

@@ -12,6 +12,7 @@ import torch
 import triton  # type: ignore
 from torch import Tensor
 
+from headloss.backends.triton.kernels.records import TopFlags
 from headloss.backends.triton.kernels.top import cut_kernel, order_kernel, top_kernel
 from headloss.backends.triton.launch import launch_kernel
 from headloss.backends.triton.sweeps import sums as student_sums
@@ -57,13 +58,13 @@ def largest(raw_CV: Tensor, k: int, how: Transform) -> tuple[Tensor, Tensor]:
         found_CM = torch.empty(C, M, dtype=torch.int64, device=device)
         groups_CG = torch.empty(C, G, dtype=torch.int32, device=device)
         counts_C = torch.empty(C, dtype=torch.int32, device=device)
-        given = (V, raw.x_CV.stride(0), raw.lead, k, *how.numbers)
-        flags = {**how.flags(), **LAUNCH, "LINE": raw.line, "L": L, "J": J, "M": M}
-        warps = L // 32 * max(1, G // 8192)
+        given = (V, raw.x_CV.stride(0), raw.lead, k, how.numbers)
+        cut = TopFlags(**how.flags(), LINE=raw.line, L=L, J=J, M=M)
+        flags, warps = cut._replace(B=B, G=G), min(32, L // 32 * max(1, G // 8192))
         launch_kernel(
-            top_kernel, C, raw.x_CV, found_CM, counts_C, groups_CG, *given, **flags, B=B, G=G, num_warps=min(32, warps)
+            top_kernel, C, raw.x_CV, found_CM, counts_C, groups_CG, *given, F=flags, num_warps=warps, **LAUNCH
         )
-        launch_kernel(cut_kernel, C, raw.x_CV, found_CM, counts_C, *given, **flags, num_warps=L // 32)
+        launch_kernel(cut_kernel, C, raw.x_CV, found_CM, counts_C, *given, F=cut, num_warps=L // 32, **LAUNCH)
         if M <= SORTED:
             order = (found_CM, counts_C, values_CK, columns_CK, k)
             launch_kernel(order_kernel, C, *order, M=M, num_warps=max(1, M // 256))

@@ -82,17 +82,17 @@ def begun(own, pn, V, TARGET: tl.constexpr, RAGGED: tl.constexpr, BM: tl.constex
 
 
 @triton.jit
-def half_sums(acc, times, most, shift, e, first_row, first, STORE: tl.constexpr, X: tl.constexpr, Q: tl.constexpr):
+def half_sums(acc, times, most, shift, e, first_row, first, F: tl.constexpr):
     """Sums of half a tile's rows, measured from `most`; its e is stored, measured from the reference."""
     away = tl.fma(acc, along(times, acc), along(-most, acc))
     p = tl.exp2(away)
     in_x, in_q = most, most
-    if X:  # first: it is the last use of `away`, and registers are short
+    if F.WANT_X:  # first: it is the last use of `away`, and registers are short
         in_x = tl.sum(p * away, 1)
     S = tl.sum(p, 1)
-    if Q:
+    if F.WANT_Q:
         in_q = tl.sum(p * p, 1)
-    if STORE:
+    if F.STORE:
         e.store([first_row, first], (p * shift[:, None]).to(tl.bfloat16))
     return S, in_x, in_q
 
@@ -100,18 +100,18 @@ def half_sums(acc, times, most, shift, e, first_row, first, STORE: tl.constexpr,
 @triton.jit(
     do_not_specialize=["V", "D", "rows", "start", "first", "wide", "tiles"], do_not_specialize_on_alignment=["count"]
 )
-def read_kernel(
-    x, w, e, count, target, multiplier, reference, out, V, D, rows, start, first, wide, tiles,
-    STORE: tl.constexpr, TARGET: tl.constexpr, WANT_X: tl.constexpr, WANT_Q: tl.constexpr, TOTAL: tl.constexpr,
-    BEST: tl.constexpr, RAGGED: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
-):  # fmt: skip
+def read_kernel(x, w, e, count, at, out, V, D, rows, start, first, wide, tiles, F: tl.constexpr):
     """`wide` columns of tiles from `first` on.  `out` (fields, tiles, rows): maximum, S, [total], [best], [X], [Q].
 
     One loop over the depths of all tiles: the loads of the next tile are under way while this one is summed.  What is
     left out is in the sum from its start, which costs no more than the zeros would: at D = 1024 the product is 8%
     faster than with a mask at its end.
     """
+    BM: tl.constexpr = F.BM
+    BN: tl.constexpr = F.BN
+    BK: tl.constexpr = F.BK
+    GROUP: tl.constexpr = F.GROUP
+    PROGRAMS: tl.constexpr = F.PROGRAMS
     live = tl.load(count)
     tall, deep = tl.cdiv(live, BM), tl.cdiv(D, BK)
     t = tl.program_id(0)
@@ -120,7 +120,7 @@ def read_kernel(
     km, kn = t, t
     pm, pn = tile_of(t, tall, wide, GROUP)
     pn += first
-    acc = begun(own_column(target, pm, pn, live, TARGET, BM, BN), pn, V, TARGET, RAGGED, BM, BN)
+    acc = begun(own_column(at.target, pm, pn, live, F.TARGET, BM, BN), pn, V, F.TARGET, F.RAGGED, BM, BN)
     for _ in tl.range(0, steps):
         k = tl.where(k == deep - 1, 0, k + 1)
         if k == 0:
@@ -132,54 +132,52 @@ def read_kernel(
             t += PROGRAMS
             next_m, next_n = tile_of(t, tall, wide, GROUP)
             next_n += first
-            own = own_column(target, next_m, next_n, live, TARGET, BM, BN)  # early: its load takes a while
+            own = own_column(at.target, next_m, next_n, live, F.TARGET, BM, BN)  # early: its load takes a while
             row = pm * BM + tl.arange(0, BM)
             here = row < live
-            times = tl.load(multiplier + row, mask=here, other=0.0)
-            field, at = tiles.to(tl.int64) * rows, out + pn.to(tl.int64) * rows + row
-            if TOTAL:
-                tl.store(at + 2 * field, tl.sum(tl.where(acc > 0.5 * LOWEST, acc, 0.0), 1) * times, mask=here)
+            times = tl.load(at.multiplier + row, mask=here, other=0.0)
+            field, into = tiles.to(tl.int64) * rows, out + pn.to(tl.int64) * rows + row
+            if F.TOTAL:
+                tl.store(into + 2 * field, tl.sum(tl.where(acc > 0.5 * LOWEST, acc, 0.0), 1) * times, mask=here)
             top = tl.max(acc, 1)
             most = top * times
-            if BEST:
+            if F.BEST:
                 column = pn * BN + tl.arange(0, BN)
                 best = tl.min(tl.where(acc == top[:, None], column[None, :], 2147483647), 1)
-                tl.store(at + (2 + TOTAL) * field, (start + best).to(tl.float32), mask=here)
+                tl.store(into + (2 + F.TOTAL) * field, (start + best).to(tl.float32), mask=here)
             shift = most
-            if STORE:
-                shift = tl.exp2(most - tl.load(reference + row, mask=here, other=0.0))
+            if F.STORE:
+                shift = tl.exp2(most - tl.load(at.reference + row, mask=here, other=0.0))
             left, right = halves(acc, BM, BN)
-            S, X, Q = half_sums(left, times, most, shift, e, pm * BM, pn * BN, STORE, WANT_X, WANT_Q)
-            more_S, more_X, more_Q = half_sums(
-                right, times, most, shift, e, pm * BM, pn * BN + BN // 2, STORE, WANT_X, WANT_Q
-            )
-            tl.store(at, most, mask=here)
-            tl.store(at + field, S + more_S, mask=here)
-            if WANT_X:
-                tl.store(at + (2 + TOTAL + BEST) * field, X + more_X, mask=here)
-            if WANT_Q:
-                tl.store(at + (2 + TOTAL + BEST + WANT_X) * field, Q + more_Q, mask=here)
+            S, X, Q = half_sums(left, times, most, shift, e, pm * BM, pn * BN, F)
+            more_S, more_X, more_Q = half_sums(right, times, most, shift, e, pm * BM, pn * BN + BN // 2, F)
+            tl.store(into, most, mask=here)
+            tl.store(into + field, S + more_S, mask=here)
+            if F.WANT_X:
+                tl.store(into + (2 + F.TOTAL + F.BEST) * field, X + more_X, mask=here)
+            if F.WANT_Q:
+                tl.store(into + (2 + F.TOTAL + F.BEST + F.WANT_X) * field, Q + more_Q, mask=here)
             pm, pn = next_m, next_n
-            acc = begun(own, pn, V, TARGET, RAGGED, BM, BN)
+            acc = begun(own, pn, V, F.TARGET, F.RAGGED, BM, BN)
 
 
 @triton.jit(do_not_specialize=["V", "D"], do_not_specialize_on_alignment=["count", "beyond", "tiles"])
-def repair_kernel(
-    x, w, e, count, beyond, tiles, target, multiplier, reference, V, D, TARGET: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PROGRAMS: tl.constexpr,
-):  # fmt: skip
+def repair_kernel(x, w, e, count, beyond, tiles, at, V, D, F: tl.constexpr):
     """Make e again in those rows of tiles that have a row too far from its reference, which is now another."""
+    BM: tl.constexpr = F.BM
+    BN: tl.constexpr = F.BN
+    BK: tl.constexpr = F.BK
     live, wide, deep = tl.load(count), tl.cdiv(V, BN), tl.cdiv(D, BK)
     bad = tl.load(beyond)
-    for t in tl.range(tl.program_id(0), bad * wide, PROGRAMS):
+    for t in tl.range(tl.program_id(0), bad * wide, F.PROGRAMS):
         pm, pn = tl.load(tiles + t // wide), t % wide
-        acc = begun(own_column(target, pm, pn, live, TARGET, BM, BN), pn, V, TARGET, True, BM, BN)
+        acc = begun(own_column(at.target, pm, pn, live, F.TARGET, BM, BN), pn, V, F.TARGET, True, BM, BN)
         for k in range(deep):
             acc = dot(x.load([pm * BM, k * BK]), w.load([pn * BN, k * BK]).T, acc)
         row = pm * BM + tl.arange(0, BM)
         here = row < live
-        times = tl.load(multiplier + row, mask=here, other=0.0)
-        base = tl.load(reference + row, mask=here, other=0.0)
+        times = tl.load(at.multiplier + row, mask=here, other=0.0)
+        base = tl.load(at.reference + row, mask=here, other=0.0)
         found = tl.exp2(tl.fma(acc, along(times, acc), along(-base, acc)))
         left, right = halves(found, BM, BN)
         e.store([pm * BM, pn * BN], left.to(tl.bfloat16))
@@ -188,81 +186,78 @@ def repair_kernel(
 
 @triton.jit
 def hidden_part(
-    acc, number, here, column, factor, share, constant, own, weight, total, out, weight_stride, out_stride, D,
-    TARGET: tl.constexpr, CONSTANT: tl.constexpr, EVEN: tl.constexpr,
-):  # fmt: skip
+    acc, number, here, column, factor, share, constant, own, at, total, weight_stride, out_stride, D, F: tl.constexpr
+):
     keep = here[:, None]
-    if not EVEN:
+    if not F.EVEN:
         keep = keep & (column < D)[None, :]
     x = acc * factor[:, None]
-    if CONSTANT:
+    if F.CONSTANT:
         x += constant[:, None] * tl.load(total + column, mask=column < D, other=0.0)[None, :]
-    if TARGET:
-        at = weight + own.to(tl.int64)[:, None] * weight_stride + column[None, :]
-        x += share[:, None] * tl.load(at, mask=keep & (own >= 0)[:, None], other=0.0).to(tl.float32)
-    into = out + number.to(tl.int64)[:, None] * out_stride + column[None, :]
-    tl.store(into, x.to(out.dtype.element_ty), mask=keep)
+    if F.TARGET:
+        spot = at.weight + own.to(tl.int64)[:, None] * weight_stride + column[None, :]
+        x += share[:, None] * tl.load(spot, mask=keep & (own >= 0)[:, None], other=0.0).to(tl.float32)
+    into = at.out + number.to(tl.int64)[:, None] * out_stride + column[None, :]
+    tl.store(into, x.to(at.out.dtype.element_ty), mask=keep)
 
 
 @triton.jit(do_not_specialize=["V", "D"], do_not_specialize_on_alignment=["count", "numbers", "target"])
-def hidden_kernel(
-    e, w, out, numbers, factors, shares, constants, target, weight, total, count, V, D, weight_stride, out_stride,
-    TARGET: tl.constexpr, CONSTANT: tl.constexpr, EVEN: tl.constexpr, OVERLAP: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
-):  # fmt: skip
-    """Rows of E in the order of `numbers`, which says where in `out` they go; `total` (D,) is the weight's sum."""
-    if OVERLAP:
+def hidden_kernel(e, w, at, numbers, target, total, count, V, D, weight_stride, out_stride, F: tl.constexpr):
+    """Rows of E in the order of `numbers`, which says where in `at.out` they go; `total` (D,) is the weight's sum."""
+    BM: tl.constexpr = F.BM
+    BN: tl.constexpr = F.BN
+    BK: tl.constexpr = F.BK
+    if F.OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
     live = tl.load(count)
     tall, wide, deep = tl.cdiv(live, BM), tl.cdiv(D, BN), tl.cdiv(V, BK)
-    for t in tl.range(tl.program_id(0), tall * wide, PROGRAMS, flatten=True):
-        pm, pn = tile_of(t, tall, wide, GROUP)
+    for t in tl.range(tl.program_id(0), tall * wide, F.PROGRAMS, flatten=True):
+        pm, pn = tile_of(t, tall, wide, F.GROUP)
         acc = tl.zeros((BM, BN), tl.float32)
         for k in range(deep):
             acc = dot(e.load([pm * BM, k * BK]), w.load([k * BK, pn * BN]), acc)
         row = pm * BM + tl.arange(0, BM)
         here = row < live
         number = tl.load(numbers + row, mask=here, other=0)
-        factor = tl.load(factors + row, mask=here, other=0.0)
+        factor = tl.load(at.factors + row, mask=here, other=0.0)
         share, constant, own = factor, factor, number
-        if TARGET:
-            share = tl.load(shares + row, mask=here, other=0.0)
+        if F.TARGET:
+            share = tl.load(at.shares + row, mask=here, other=0.0)
             own = tl.load(target + row, mask=here, other=-1)
-        if CONSTANT:
-            constant = tl.load(constants + row, mask=here, other=0.0)
+        if F.CONSTANT:
+            constant = tl.load(at.constants + row, mask=here, other=0.0)
         left, right = halves(acc, BM, BN)
         parts = halves(left, BM, BN // 2) + halves(right, BM, BN // 2)
         for i in tl.static_range(4):
             column = pn * BN + i * (BN // 4) + tl.arange(0, BN // 4)
             hidden_part(
-                parts[i], number, here, column, factor, share, constant, own, weight, total, out, weight_stride,
-                out_stride, D, TARGET, CONSTANT, EVEN,
-            )  # fmt: skip
+                parts[i], number, here, column, factor, share, constant, own, at, total, weight_stride, out_stride, D, F
+            )
 
 
 @triton.jit
-def weight_part(acc, out, total, first_row, first, D, ADD: tl.constexpr, CONSTANT: tl.constexpr, WIDTH: tl.constexpr):
-    if CONSTANT:
+def weight_part(acc, out, total, first_row, first, D, WIDTH: tl.constexpr, F: tl.constexpr):
+    if F.CONSTANT:
         column = first + tl.arange(0, WIDTH)
         acc += tl.load(total + column, mask=column < D, other=0.0)[None, :]
-    if ADD:
+    if F.ADD:
         acc += out.load([first_row, first]).to(tl.float32)
     out.store([first_row, first], acc.to(out.dtype))
 
 
 @triton.jit(do_not_specialize=["V", "D"], do_not_specialize_on_alignment=["count"])
-def weight_kernel(
-    e, x, out, total, count, V, D, ADD: tl.constexpr, CONSTANT: tl.constexpr, PARTS: tl.constexpr,
-    OVERLAP: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
-):  # fmt: skip
+def weight_kernel(e, x, out, total, count, V, D, F: tl.constexpr):
     """`total` (D,): what every row of the weight gets.  Rows from `count` on are 0 in `x` and finite in `e`."""
-    if OVERLAP:
+    BM: tl.constexpr = F.BM
+    BN: tl.constexpr = F.BN
+    BK: tl.constexpr = F.BK
+    PARTS: tl.constexpr = F.PARTS
+    if F.OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
     live = tl.load(count)
     tall, wide, deep = tl.cdiv(V, BM), tl.cdiv(D, BN), tl.cdiv(live, BK)
-    for t in tl.range(tl.program_id(0), tall * wide, PROGRAMS, flatten=True):
-        pm, pn = tile_of(t, tall, wide, GROUP)
+    for t in tl.range(tl.program_id(0), tall * wide, F.PROGRAMS, flatten=True):
+        pm, pn = tile_of(t, tall, wide, F.GROUP)
         acc = tl.zeros((BM, BN), tl.float32)
         for k in range(deep):
             acc = dot(e.load([k * BK, pm * BM]).T, x.load([k * BK, pn * BN]), acc)
@@ -270,4 +265,4 @@ def weight_kernel(
         if PARTS == 4:
             parts = halves(parts[0], BM, BN // 2) + halves(parts[1], BM, BN // 2)
         for i in tl.static_range(PARTS):
-            weight_part(parts[i], out, total, pm * BM, pn * BN + i * (BN // PARTS), D, ADD, CONSTANT, BN // PARTS)
+            weight_part(parts[i], out, total, pm * BM, pn * BN + i * (BN // PARTS), D, BN // PARTS, F)

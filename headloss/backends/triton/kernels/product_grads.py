@@ -33,40 +33,33 @@ def expm1(x):
 
 
 @triton.jit
-def coefficients(a, c, y, row, here, A: tl.constexpr, C: tl.constexpr, Y: tl.constexpr):
+def coefficients(a, c, y, row, here, F: tl.constexpr):
     """Of the gradient by the logits over T: a p_j + c + y 1[j = target]."""
     pull = tl.where(here, 0.0, 0.0)
     constant, share = pull, pull
-    if A:
+    if F.A:
         pull = tl.load(a + row, mask=here, other=0.0)
-    if C:
+    if F.C:
         constant = tl.load(c + row, mask=here, other=0.0)
-    if Y:
+    if F.Y:
         share = tl.load(y + row, mask=here, other=0.0)
     return pull, constant, share, here & ((pull != 0) | (constant != 0) | (share != 0))
 
 
 @triton.jit
-def some_of(
-    at, first, end, listed, a, c, y, LISTED: tl.constexpr, A: tl.constexpr, C: tl.constexpr, Y: tl.constexpr,
-    B: tl.constexpr,
-):  # fmt: skip
-    """The places from `at` on that lie before `end`, and which of them have a gradient."""
-    place = at + tl.arange(0, B)
+def some_of(begin, first, end, listed, a, c, y, B: tl.constexpr, F: tl.constexpr):
+    """The places from `begin` on that lie before `end`, and which of them have a gradient."""
+    place = begin + tl.arange(0, B)
     here = place < end
     row = place
-    if LISTED:
+    if F.LISTED:
         row = tl.load(listed + place, mask=here, other=0).to(tl.int32)
-    _, _, _, some = coefficients(a, c, y, row, here, A, C, Y)
+    _, _, _, some = coefficients(a, c, y, row, here, F)
     return place, here, some, tl.sum((some & (place < first)).to(tl.int32), 0)
 
 
 @triton.jit(do_not_specialize_on_alignment=["listed", "count", "a", "c", "y"])
-def live_kernel(
-    count, listed, beyond, a, c, y, counts, tiles, gaps, sources, ranks,
-    LISTED: tl.constexpr, A: tl.constexpr, C: tl.constexpr, Y: tl.constexpr, BM: tl.constexpr, B: tl.constexpr,
-    R: tl.constexpr,
-):  # fmt: skip
+def live_kernel(count, listed, a, c, y, at, BM: tl.constexpr, B: tl.constexpr, R: tl.constexpr, F: tl.constexpr):
     """`counts`: rows with a gradient, rows of E to move, marked tiles.  The front of E is to be the rows with one:
 
     those further back move into the gaps in front, `sources` to `gaps`; `ranks` numbers them.  A program per B places,
@@ -75,30 +68,30 @@ def live_kernel(
     live, own = tl.load(count), tl.program_id(0) * B
     if own == 0:
         marked = 0
-        for at in range(0, tl.cdiv(live, BM), R):
-            i = at + tl.arange(0, R)
-            bad = tl.load(beyond + i, mask=i < tl.cdiv(live, BM), other=0)
-            tl.store(tiles + marked + tl.cumsum(bad, 0) - 1, i, mask=bad > 0)
+        for first in range(0, tl.cdiv(live, BM), R):
+            i = first + tl.arange(0, R)
+            bad = tl.load(at.beyond + i, mask=i < tl.cdiv(live, BM), other=0)
+            tl.store(at.tiles + marked + tl.cumsum(bad, 0) - 1, i, mask=bad > 0)
             marked += tl.sum(bad, 0)
-        tl.store(counts + 2, marked)
+        tl.store(at.counts + 2, marked)
     alive, before, front = 0, 0, 0  # of all places, of those before `own`, of those that are to be the front
-    for at in range(0, live, R):
-        _, _, some, number = some_of(at, own, live, listed, a, c, y, LISTED, A, C, Y, R)
+    for first in range(0, live, R):
+        _, _, some, number = some_of(first, own, live, listed, a, c, y, R, F)
         alive += tl.sum(some.to(tl.int32), 0)
         before += number
-    for at in range(0, alive, R):
-        _, _, _, number = some_of(at, alive, live, listed, a, c, y, LISTED, A, C, Y, R)
+    for first in range(0, alive, R):
+        _, _, _, number = some_of(first, alive, live, listed, a, c, y, R, F)
         front += number
-    place, here, some, _ = some_of(own, own, live, listed, a, c, y, LISTED, A, C, Y, B)
+    place, here, some, _ = some_of(own, own, live, listed, a, c, y, B, F)
     gap = (here & (some == 0) & (place < alive)).to(tl.int32)
-    tl.store(gaps + (own - before) + tl.cumsum(gap, 0) - 1, place, mask=gap > 0)
+    tl.store(at.gaps + (own - before) + tl.cumsum(gap, 0) - 1, place, mask=gap > 0)
     back = (some & (place >= alive)).to(tl.int32)
     rank = tl.maximum(before - front, 0) + tl.cumsum(back, 0) - 1
-    tl.store(sources + rank, place, mask=back > 0)
-    tl.store(ranks + place, rank, mask=back > 0)
+    tl.store(at.sources + rank, place, mask=back > 0)
+    tl.store(at.ranks + place, rank, mask=back > 0)
     if own == 0:
-        tl.store(counts, alive)
-        tl.store(counts + 1, alive - front)
+        tl.store(at.counts, alive)
+        tl.store(at.counts + 1, alive - front)
 
 
 @triton.jit(do_not_specialize=["stride"])
@@ -119,17 +112,15 @@ def move_kernel(e, counts, gaps, sources, stride, PROGRAMS: tl.constexpr, B: tl.
     do_not_specialize_on_alignment=["listed", "count", "a", "c", "y"],
 )
 def factor_kernel(
-    hidden, listed, count, counts, gaps, ranks, a, c, y, targets, multiplier, reference, lse, logprob,
-    factors, shares, constants, numbers, columns, scaled, D, stride, scaled_stride,
-    LISTED: tl.constexpr, A: tl.constexpr, C: tl.constexpr, Y: tl.constexpr, TARGET: tl.constexpr,
-    SCALED: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr,
+    at, listed, count, a, c, y, scaled, D, stride, scaled_stride,
+    TARGET: tl.constexpr, SCALED: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr, F: tl.constexpr,
 ):  # fmt: skip
     """A program per row that counts: what the gradient products take of it, in the place that E has for it."""
     D, stride, scaled_stride = even(D), even(stride), even(scaled_stride)
     place = tl.program_id(0)
-    live, alive = tl.load(count), tl.load(counts)
+    live, alive = tl.load(count), tl.load(at.counts)
     if TARGET and place >= alive:
-        tl.store(columns + place, 2147483647)
+        tl.store(at.columns + place, 2147483647)
     pad = (place >= alive) & (place < tl.cdiv(alive, BK) * BK)  # a depth of rows is always read whole
     if SCALED and pad:
         for first in range(0, D, BD):
@@ -139,28 +130,28 @@ def factor_kernel(
     if place >= live:
         return
     row = place
-    if LISTED:
+    if F.LISTED:
         row = tl.load(listed + place).to(tl.int32)
-    pull, constant, share, some = coefficients(a, c, y, row, place >= 0, A, C, Y)
+    pull, constant, share, some = coefficients(a, c, y, row, place >= 0, F)
     if some == 0:
         return
     to = place
     if place >= alive:
-        to = tl.load(gaps + tl.load(ranks + place))
-    slope = tl.load(multiplier + place) * LN2
-    factor = slope * pull * tl.exp2(tl.load(reference + place) - tl.load(lse + place))
-    tl.store(factors + to, factor)
-    tl.store(constants + to, slope * constant)
-    tl.store(numbers + to, row)
+        to = tl.load(at.gaps + tl.load(at.ranks + place))
+    slope = tl.load(at.multiplier + place) * LN2
+    factor = slope * pull * tl.exp2(tl.load(at.reference + place) - tl.load(at.lse + place))
+    tl.store(at.factors + to, factor)
+    tl.store(at.constants + to, slope * constant)
+    tl.store(at.numbers + to, row)
     if TARGET:
-        own = tl.load(targets + place)
-        p = expm1(tl.load(logprob + place))
-        tl.store(columns + to, own)
-        tl.store(shares + to, tl.where(own >= 0, slope * ((share + pull) + pull * p), 0.0))
+        own = tl.load(at.targets + place)
+        p = expm1(tl.load(at.logprob + place))
+        tl.store(at.columns + to, own)
+        tl.store(at.shares + to, tl.where(own >= 0, slope * ((share + pull) + pull * p), 0.0))
     if SCALED:
         for first in range(0, D, BD):
             d = first + tl.arange(0, BD)
-            x = tl.load(hidden + row.to(tl.int64) * stride + d, mask=d < D, other=0.0).to(tl.float32) * factor
+            x = tl.load(at.hidden + row.to(tl.int64) * stride + d, mask=d < D, other=0.0).to(tl.float32) * factor
             tl.store(scaled + to.to(tl.int64) * scaled_stride + d, x.to(scaled.dtype.element_ty), mask=d < D)
 
 
@@ -234,10 +225,7 @@ def scatter_kernel(
 
 
 @triton.jit(do_not_specialize=["D", "stride"], do_not_specialize_on_alignment=["count", "listed", "a", "c", "y"])
-def blank_kernel(
-    count, listed, a, c, y, out, D, stride,
-    LISTED: tl.constexpr, A: tl.constexpr, C: tl.constexpr, Y: tl.constexpr, BD: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
+def blank_kernel(count, listed, a, c, y, out, D, stride, BD: tl.constexpr, OVERLAP: tl.constexpr, F: tl.constexpr):
     """out[row] = 0 where a row is ignored or its coefficients are all 0; those that are not, are not touched."""
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
@@ -247,9 +235,9 @@ def blank_kernel(
     D, stride = even(D), even(stride)
     place = tl.program_id(0)
     row = place
-    if LISTED:
+    if F.LISTED:
         row = tl.load(listed + place).to(tl.int32)
-    _, _, _, some = coefficients(a, c, y, row, place < tl.load(count), A, C, Y)
+    _, _, _, some = coefficients(a, c, y, row, place < tl.load(count), F)
     if some == 0:
         for first in range(0, D, BD):
             d = first + tl.arange(0, BD)

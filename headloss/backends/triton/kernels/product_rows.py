@@ -42,66 +42,62 @@ def order_kernel(target, rows, count, N, B: tl.constexpr, R: tl.constexpr):
     do_not_specialize=["C", "V", "D", "start", "stride", "weight_stride"],
     do_not_specialize_on_alignment=["rows", "count", "target"],
 )
-def gather_kernel(
-    hidden, weight, rows, count, target, temperatures, scale, copy, targets, multiplier, logit, reference,
-    C, V, D, start, stride, weight_stride,
-    LISTED: tl.constexpr, TARGET: tl.constexpr, PER_ROW: tl.constexpr, COPY: tl.constexpr,
-    BM: tl.constexpr, BD: tl.constexpr,
-):  # fmt: skip
+def gather_kernel(at, rows, count, target, temperatures, scale, C, V, D, start, stride, weight_stride, F: tl.constexpr):
     """A program per place: its row, its target's column here (-1: none), and the logit there or else in column 0."""
+    BD: tl.constexpr = F.BD
     D, stride, weight_stride = even(D), even(stride), even(weight_stride)
     place = tl.program_id(0)
     live = C
-    if LISTED:
+    if F.LISTED:
         live = tl.load(count)
     elif place == 0:
         tl.store(count, C)
-    if place >= tl.cdiv(live, BM) * BM:
+    if place >= tl.cdiv(live, F.BM) * F.BM:
         return
     here = place < live
     row = place
-    if LISTED:
+    if F.LISTED:
         row = tl.load(rows + place, mask=here, other=0).to(tl.int32)
     row = tl.where(here, row, 0)
     own = -1
-    if TARGET:
+    if F.TARGET:
         column = tl.load(target + row, mask=here, other=-1).to(tl.int64) - start
         own = tl.where(here & (column >= 0) & (column < V), column, -1).to(tl.int32)
-    at = tl.maximum(own, 0)
+    near = tl.maximum(own, 0)
     width = even(tl.where(here, D, 0))
     sums = tl.zeros([BD], tl.float32)
     for first in range(0, D, BD):
         d = first + tl.arange(0, BD)
-        x = tl.load(hidden + row.to(tl.int64) * stride + d, mask=d < width, other=0.0)
-        w = tl.load(weight + at.to(tl.int64) * weight_stride + d, mask=d < width, other=0.0)
+        x = tl.load(at.hidden + row.to(tl.int64) * stride + d, mask=d < width, other=0.0)
+        w = tl.load(at.weight + near.to(tl.int64) * weight_stride + d, mask=d < width, other=0.0)
         sums += x.to(tl.float32) * w.to(tl.float32)
-        if COPY:
-            tl.store(copy + place.to(tl.int64) * D + d, x, mask=d < D)
-    times = scale * LOG2E / temperature(temperatures, row, PER_ROW)
+        if F.COPY:
+            tl.store(at.copy + place.to(tl.int64) * D + d, x, mask=d < D)
+    times = scale * LOG2E / temperature(temperatures, row, F.PER_ROW)
     found = tl.sum(sums, 0) * times
-    tl.store(targets + place, own)
-    tl.store(multiplier + place, times)
-    tl.store(logit + place, found)
-    tl.store(reference + place, found)
+    tl.store(at.targets + place, own)
+    tl.store(at.multiplier + place, times)
+    tl.store(at.logit + place, found)
+    tl.store(at.reference + place, found)
 
 
 @triton.jit
-def loaded(at, field, here, WANT_X: tl.constexpr, WANT_Q: tl.constexpr, TOTAL: tl.constexpr, BEST: tl.constexpr):
+def loaded(at, field, here, F: tl.constexpr):
     """The sums of some columns: maximum, S, total, best, X, Q; those of none where `here` is not."""
     most = tl.load(at, mask=here, other=NONE)
     S = tl.load(at + field, mask=here, other=0.0)
     slot = 2
     total, best, X, Q = S, S, S, S
-    if TOTAL:
+    if F.TOTAL:
         total = tl.load(at + slot * field, mask=here, other=0.0)
         slot += 1
-    if BEST:
+    if F.BEST:
         best = tl.load(at + slot * field, mask=here, other=0.0)
         slot += 1
-    if WANT_X:
+    if F.WANT_X:
         X = tl.load(at + slot * field, mask=here, other=0.0)
         slot += 1
-    if WANT_Q:
+    if F.WANT_Q:
         Q = tl.load(at + slot * field, mask=here, other=0.0)
     return (most, S, total, best, X, Q)
 
@@ -124,11 +120,7 @@ def joined(a, b):
 
 
 @triton.jit(do_not_specialize=["tiles", "rows", "step"], do_not_specialize_on_alignment=["count"])
-def merge_kernel(
-    parts, count, tiles, rows, step,
-    WANT_X: tl.constexpr, WANT_Q: tl.constexpr, TOTAL: tl.constexpr, BEST: tl.constexpr,
-    LEVELS: tl.constexpr, B: tl.constexpr,
-):  # fmt: skip
+def merge_kernel(parts, count, tiles, rows, step, LEVELS: tl.constexpr, B: tl.constexpr, F: tl.constexpr):
     """Of every `step` tiles the first has their sums: 2^LEVELS such into the first of them."""
     RADIX: tl.constexpr = 1 << LEVELS
     groups = tl.cdiv(tiles, RADIX * step)
@@ -141,7 +133,7 @@ def merge_kernel(
     for i in tl.static_range(RADIX):
         tile = first + i * step
         here = row < tl.where(tile < tiles, rows, 0)
-        nodes += (loaded(parts + tile * rows + row, field, here, WANT_X, WANT_Q, TOTAL, BEST),)
+        nodes += (loaded(parts + tile * rows + row, field, here, F),)
     for _level in tl.static_range(LEVELS):
         halved = ()
         for i in tl.static_range(len(nodes) // 2):
@@ -152,16 +144,16 @@ def merge_kernel(
     tl.store(at, most, mask=here)
     tl.store(at + field, S, mask=here)
     slot = 2
-    if TOTAL:
+    if F.TOTAL:
         tl.store(at + slot * field, total, mask=here)
         slot += 1
-    if BEST:
+    if F.BEST:
         tl.store(at + slot * field, best, mask=here)
         slot += 1
-    if WANT_X:
+    if F.WANT_X:
         tl.store(at + slot * field, X, mask=here)
         slot += 1
-    if WANT_Q:
+    if F.WANT_Q:
         tl.store(at + slot * field, Q, mask=here)
 
 
@@ -185,30 +177,27 @@ def log1p(x):
     do_not_specialize_on_alignment=["listed", "count", "temperatures"],
 )
 def finish_kernel(
-    node, listed, count, targets, logit, reference, temperatures, out, lse, logprob, beyond, tiles, rows, wide, columns,
-    start,
-    LISTED: tl.constexpr, TARGET: tl.constexpr, OUT: tl.constexpr, PER_ROW: tl.constexpr, STORED: tl.constexpr,
-    REBASED: tl.constexpr,
-    WANT_X: tl.constexpr, WANT_Q: tl.constexpr, TOTAL: tl.constexpr, BEST: tl.constexpr, B: tl.constexpr,
-):  # fmt: skip
-    """Sums over all columns, the target's among them, into `out` (F, wide) where the rows stand in the chunk.
+    at, listed, count, temperatures, tiles, rows, wide, columns, start, SUMS: tl.constexpr, F: tl.constexpr
+):
+    """Sums over all columns, the target's among them, into `at.out` (sums, wide) where the rows stand in the chunk.
 
     REBASED: measured from lse instead of the maximum, which keeps the digits of a log p near 0.  A row whose maximum is
     far from its reference gets another one, and its tile of rows a mark in `beyond`.  Ignored rows: 0, and S = 1.
     """
+    B: tl.constexpr = F.B
     place = tl.program_id(0) * B + tl.arange(0, B)
     here, inside = place < tl.load(count), place < wide
-    most, S, total, best, X, Q = loaded(node + place, tiles.to(tl.int64) * rows, here, WANT_X, WANT_Q, TOTAL, BEST)
+    most, S, total, best, X, Q = loaded(at.node + place, tiles.to(tl.int64) * rows, here, SUMS)
     row = place.to(tl.int64)
-    if LISTED:
+    if F.LISTED:
         row = tl.load(listed + place, mask=inside, other=0).to(tl.int64)
-    T = temperature(temperatures, tl.where(inside, row, 0), PER_ROW)
+    T = temperature(temperatures, tl.where(inside, row, 0), F.PER_ROW)
     gap = tl.full([B], -float("inf"), tl.float32)
-    if TARGET:  # its column was left out: put it back, measured from the maximum of both
-        own = tl.load(targets + place, mask=here, other=-1)
-        logits = tl.where(own >= 0, tl.load(logit + place, mask=here, other=0.0), gap)
+    if F.TARGET:  # its column was left out: put it back, measured from the maximum of both
+        own = tl.load(at.targets + place, mask=here, other=-1)
+        logits = tl.where(own >= 0, tl.load(at.logit + place, mask=here, other=0.0), gap)
         total += tl.where(own >= 0, logits, 0.0)
-        if BEST:
+        if SUMS.BEST:
             first = (logits > most) | ((logits == most) & (start + own < best))
             best = tl.where(first, (start + own).to(tl.float32), best)
         top = tl.maximum(most, logits)
@@ -222,46 +211,46 @@ def finish_kernel(
     near = -log1p(S * tl.exp2(tl.where(close, -gap, 0.0)))
     width = tl.where(close, gap - near * LOG2E, tl.log2(whole))
     own_logprob = tl.where(close, near, (gap - width) * LN2)
-    tl.store(lse + place, most + width, mask=here)
-    tl.store(logprob + place, own_logprob, mask=here)
-    if STORED:
-        base = tl.load(reference + place, mask=here, other=0.0)
+    tl.store(at.lse + place, most + width, mask=here)
+    tl.store(at.logprob + place, own_logprob, mask=here)
+    if F.STORED:
+        base = tl.load(at.reference + place, mask=here, other=0.0)
         bad = here & (tl.abs(most - base) > FAR)
-        tl.store(reference + place, most, mask=bad)
-        tl.store(beyond + tl.program_id(0), tl.max(bad.to(tl.int32), 0))
+        tl.store(at.reference + place, most, mask=bad)
+        tl.store(at.beyond + tl.program_id(0), tl.max(bad.to(tl.int32), 0))
     X += tl.where(p > 0, p * gap, 0.0)
     shift = most
-    if REBASED:
+    if F.REBASED:
         shift = most + width
-    at = out + row
-    tl.store(at, tl.where(here, shift * LN2 * T, 0.0), mask=inside)
+    into = at.out + row
+    tl.store(into, tl.where(here, shift * LN2 * T, 0.0), mask=inside)
     slot = 1
-    if OUT:
+    if F.OUT:
         aside = gap * LN2
-        if REBASED:
+        if F.REBASED:
             aside = own_logprob
-        tl.store(at + slot * wide, tl.where(here, aside * T, 0.0), mask=inside)
+        tl.store(into + slot * wide, tl.where(here, aside * T, 0.0), mask=inside)
         slot += 1
-    if TOTAL:
-        tl.store(at + slot * wide, tl.where(here, (total - columns * shift) * LN2 * T, 0.0), mask=inside)
-        tl.store(at + (slot + 1) * wide, columns + tl.zeros([B], tl.float32), mask=inside)
+    if SUMS.TOTAL:
+        tl.store(into + slot * wide, tl.where(here, (total - columns * shift) * LN2 * T, 0.0), mask=inside)
+        tl.store(into + (slot + 1) * wide, columns + tl.zeros([B], tl.float32), mask=inside)
         slot += 2
-    if BEST:
-        tl.store(at + slot * wide, tl.where(here, best, 0.0), mask=inside)
+    if SUMS.BEST:
+        tl.store(into + slot * wide, tl.where(here, best, 0.0), mask=inside)
         slot += 1
     scale = whole
-    if REBASED:
+    if F.REBASED:
         scale = tl.full([B], 1.0, tl.float32)
-    tl.store(at + slot * wide, tl.where(here, scale, 1.0), mask=inside)
+    tl.store(into + slot * wide, tl.where(here, scale, 1.0), mask=inside)
     slot += 1
-    if WANT_X:
+    if SUMS.WANT_X:
         X *= LN2
-        if REBASED:
+        if F.REBASED:
             X = tl.div_rn(X, whole) - width * LN2
-        tl.store(at + slot * wide, tl.where(here, X, 0.0), mask=inside)
+        tl.store(into + slot * wide, tl.where(here, X, 0.0), mask=inside)
         slot += 1
-    if WANT_Q:
+    if SUMS.WANT_Q:
         Q += p * p
-        if REBASED:
+        if F.REBASED:
             Q = tl.div_rn(Q, whole * whole)
-        tl.store(at + slot * wide, tl.where(here, Q, 0.0), mask=inside)
+        tl.store(into + slot * wide, tl.where(here, Q, 0.0), mask=inside)

@@ -268,3 +268,16 @@ class TakeFlags(NamedTuple):
     ROWS: Flag
     PART: Flag
     BLOCK: Flag
+
+
+class TopFlags(NamedTuple):
+    """What finding the likeliest columns is compiled for."""
+
+    SCALED: Flag
+    CAPPED: Flag
+    LINE: Flag
+    L: Flag
+    J: Flag
+    M: Flag
+    B: Flag = 1
+    G: Flag = 1

@@ -41,14 +41,14 @@ def larger(x, y):
 
 
 @triton.jit
-def keys(raw, at, skew, end, scale, cap, SCALED: tl.constexpr, CAPPED: tl.constexpr, MASKED: tl.constexpr):
+def keys(raw, at, skew, end, how, MASKED: tl.constexpr, F: tl.constexpr):
     """Some columns of a row; those that are not in it count for less than -inf."""
     if MASKED:
         here = (at >= skew) & (at < end)
-        z = logits(tl.load(raw + at, mask=here, other=0.0), scale, cap, SCALED, CAPPED)
+        z = logits(tl.load(raw + at, mask=here, other=0.0), how[0], how[1], F.SCALED, F.CAPPED)
         return tl.where(here, ordered(z), -2147483648)
     else:
-        return ordered(logits(tl.load(raw + at), scale, cap, SCALED, CAPPED))
+        return ordered(logits(tl.load(raw + at), how[0], how[1], F.SCALED, F.CAPPED))
 
 
 @triton.jit
@@ -58,30 +58,33 @@ def is_edge(n, skew, end, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def largest_of_groups(raw, first, skew, end, scale, cap, SCALED: tl.constexpr, CAPPED: tl.constexpr,
-                      MASKED: tl.constexpr, L: tl.constexpr, J: tl.constexpr, B: tl.constexpr):  # fmt: skip
+def largest_of_groups(raw, first, skew, end, how, MASKED: tl.constexpr, F: tl.constexpr):
     """The largest that each lane sees in B loads from `first` on."""
+    L: tl.constexpr = F.L
+    J: tl.constexpr = F.J
+    B: tl.constexpr = F.B
     best = tl.full([L], -float("inf"), tl.float32)
     for b in tl.static_range(B):
         at = first + b * (L * J) + tl.arange(0, L)[:, None] * J + tl.arange(0, J)[None, :]
         if MASKED:
             here = (at >= skew) & (at < end)
-            z = logits(tl.load(raw + at, mask=here, other=0.0), scale, cap, SCALED, CAPPED)
+            z = logits(tl.load(raw + at, mask=here, other=0.0), how[0], how[1], F.SCALED, F.CAPPED)
             z = tl.where(here, z, -float("inf"))
         else:
-            z = logits(tl.load(raw + at), scale, cap, SCALED, CAPPED)
+            z = logits(tl.load(raw + at), how[0], how[1], F.SCALED, F.CAPPED)
         best = larger(best, tl.reduce(z, 1, larger))
     return best
 
 
 @triton.jit
-def above(raw, least, skew, end, scale, cap, SCALED: tl.constexpr, CAPPED: tl.constexpr,
-          L: tl.constexpr, J: tl.constexpr):  # fmt: skip
+def above(raw, least, skew, end, how, F: tl.constexpr):
     """How many columns are at least `least`."""
+    L: tl.constexpr = F.L
+    J: tl.constexpr = F.J
     at = tl.arange(0, L)[:, None] * J + tl.arange(0, J)[None, :]
     count = tl.zeros([L], tl.int32)
     for n in range(0, tl.cdiv(end, L * J)):
-        key = keys(raw, n * (L * J) + at, skew, end, scale, cap, SCALED, CAPPED, True)
+        key = keys(raw, n * (L * J) + at, skew, end, how, True, F)
         count += tl.sum((key >= least).to(tl.int32), 1)
     return tl.sum(count, 0)
 
@@ -96,17 +99,18 @@ def place(hit):
 
 
 @triton.jit
-def top_kernel(
-    raw, found, counts, groups, V, stride, lead, k, scale, cap,
-    SCALED: tl.constexpr, CAPPED: tl.constexpr, LINE: tl.constexpr,
-    L: tl.constexpr, J: tl.constexpr, B: tl.constexpr, G: tl.constexpr, M: tl.constexpr,
-):  # fmt: skip
+def top_kernel(raw, found, counts, groups, V, stride, lead, k, how, F: tl.constexpr):
     """`found` (N, M) of each row: keys of at least its k largest columns, in any order; and how many there are.
 
-    `groups`: (N, G), room for the largest of each group.
+    `groups`: (N, G), room for the largest of each group.  `how`: scale and cap.
     """
+    L: tl.constexpr = F.L
+    J: tl.constexpr = F.J
+    B: tl.constexpr = F.B
+    G: tl.constexpr = F.G
+    M: tl.constexpr = F.M
     row = tl.program_id(0)
-    first, skew = boundary(row, stride, lead, LINE)
+    first, skew = boundary(row, stride, lead, F.LINE)
     raw += first
     groups += row.to(tl.int64) * G
     found += row.to(tl.int64) * M
@@ -115,9 +119,9 @@ def top_kernel(
     for n in range(0, blocks):
         start = n * (L * J * B)
         if is_edge(n, skew, end, L * J * B):
-            best = largest_of_groups(raw, start, skew, end, scale, cap, SCALED, CAPPED, True, L, J, B)
+            best = largest_of_groups(raw, start, skew, end, how, True, F)
         else:
-            best = largest_of_groups(raw, start, skew, end, scale, cap, SCALED, CAPPED, False, L, J, B)
+            best = largest_of_groups(raw, start, skew, end, how, False, F)
         tl.store(groups + n * L + tl.arange(0, L), ordered(best))
     tl.debug_barrier()
     group = tl.arange(0, G)
@@ -143,7 +147,7 @@ def top_kernel(
         own = nth < tl.sum(reach, 0)
         g = tl.load(groups + nth, own, 0)
         at = (g // L * (L * J * B) + g % L * J)[:, None] + (columns // J * (L * J) + columns % J)[None, :]
-        key = keys(raw, at, skew, tl.where(own, end, 0)[:, None], scale, cap, SCALED, CAPPED, True)
+        key = keys(raw, at, skew, tl.where(own, end, 0)[:, None], how, True, F)
         hit = key >= least
         many, before = place(hit)
         where = total + before
@@ -153,14 +157,14 @@ def top_kernel(
 
 
 @triton.jit
-def cut_kernel(
-    raw, found, counts, V, stride, lead, k, scale, cap,
-    SCALED: tl.constexpr, CAPPED: tl.constexpr, LINE: tl.constexpr, L: tl.constexpr, J: tl.constexpr, M: tl.constexpr,
-):  # fmt: skip
+def cut_kernel(raw, found, counts, V, stride, lead, k, how, F: tl.constexpr):
     """The same of rows that had more columns than there is room for: exactly the k largest."""
+    L: tl.constexpr = F.L
+    J: tl.constexpr = F.J
+    M: tl.constexpr = F.M
     row = tl.program_id(0)
     if tl.load(counts + row) > M:
-        first, skew = boundary(row, stride, lead, LINE)
+        first, skew = boundary(row, stride, lead, F.LINE)
         raw += first
         end = skew + V
         found += row.to(tl.int64) * M
@@ -168,16 +172,16 @@ def cut_kernel(
         high = tl.full([], 2147483648, tl.int64)
         while high - low > 1:
             middle = (low + high) >> 1
-            reached = above(raw, middle.to(tl.int32), skew, end, scale, cap, SCALED, CAPPED, L, J) >= k
+            reached = above(raw, middle.to(tl.int32), skew, end, how, F) >= k
             low = tl.where(reached, middle, low)
             high = tl.where(reached, high, middle)
         least = low.to(tl.int32)
-        room = k - above(raw, least + 1, skew, end, scale, cap, SCALED, CAPPED, L, J)
+        room = k - above(raw, least + 1, skew, end, how, F)
         at = tl.arange(0, L)[:, None] * J + tl.arange(0, J)[None, :]
         total = 0
         equals = 0
         for n in range(0, tl.cdiv(end, L * J)):
-            key = keys(raw, n * (L * J) + at, skew, end, scale, cap, SCALED, CAPPED, True)
+            key = keys(raw, n * (L * J) + at, skew, end, how, True, F)
             many_equal, before_equal = place(key == least)
             hit = (key > least) | ((key == least) & (equals + before_equal < room))
             equals += many_equal

@@ -1,0 +1,52 @@
+"""The records that the head's products, and the kernels around them, take; see records.py.
+
+Arguments of their own are sizes, pointers whose alignment Triton need not know, descriptors, and what may be None.
+"""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from typing import NamedTuple
+
+from headloss.backends.triton.kernels.records import Flag
+
+# Where they read and write
+ReadAt = namedtuple("ReadAt", "target multiplier reference")
+HiddenAt = namedtuple("HiddenAt", "out factors shares constants weight")
+GatherAt = namedtuple("GatherAt", "hidden weight copy targets multiplier logit reference")
+FinishAt = namedtuple("FinishAt", "node targets logit reference out lse logprob beyond")
+LiveAt = namedtuple("LiveAt", "beyond counts tiles gaps sources ranks")
+FactorAt = namedtuple(
+    "FactorAt",
+    "hidden counts gaps ranks targets multiplier reference lse logprob factors shares constants numbers columns",
+)
+
+# What they are compiled for
+TileFlags = namedtuple("TileFlags", "WANT_X WANT_Q TOTAL BEST")  # sums of tiles, next to S
+GatherFlags = namedtuple("GatherFlags", "LISTED TARGET PER_ROW COPY BM BD")
+FinishFlags = namedtuple("FinishFlags", "LISTED TARGET OUT PER_ROW STORED REBASED B")
+PulledFlags = namedtuple("PulledFlags", "A C Y LISTED")  # the coefficients that rows have
+
+
+class ProductFlags(NamedTuple):
+    """Of the four products; each says what it uses, and leaves the rest as it is here."""
+
+    BM: Flag
+    BN: Flag
+    BK: Flag
+    PROGRAMS: Flag
+    GROUP: Flag = 1
+    TARGET: Flag = False
+    # read
+    STORE: Flag = False
+    RAGGED: Flag = False
+    WANT_X: Flag = False
+    WANT_Q: Flag = False
+    TOTAL: Flag = False
+    BEST: Flag = False
+    # the gradients
+    CONSTANT: Flag = False
+    OVERLAP: Flag = False
+    EVEN: Flag = False
+    ADD: Flag = False
+    PARTS: Flag = 2
