@@ -39,10 +39,11 @@ from headloss.prepared import Prepared, prepare
 from headloss.record import Facts, Output
 from headloss.rows import may_read
 from headloss.segments import Segments
-from headloss.sources import Source, Sparse, Teacher
-from headloss.support import Support
+from headloss.sources import Linear, Logits, Source, Sparse, Teacher
+from headloss.support import Support, check_counted
 from headloss.term import Term
 from headloss.terms import Terms
+from headloss.top import check_top
 
 
 class Objective(Terms):
@@ -230,6 +231,8 @@ def _explain(terms: Terms, arguments: CallArguments, source: bool) -> Explanatio
     chunked = chunked_because(plan, arguments.source)
     may_read = host_read and isinstance(targets, Tensor)
     reads = read_because(plan, arguments.source, arguments.segments, chunked) if may_read else ""
+    if isinstance(targets, Tensor) and targets.device.type != "meta" and arguments.support is not None:
+        check_counted(arguments.support, targets)
     if isinstance(targets, Tensor) and targets.device.type != "meta" and host_read:
         prepared = prepare(targets, arguments.segments)  # now, and not for a later call to say
         arguments = arguments._replace(targets=prepared, segments=prepared.segments)
@@ -318,6 +321,9 @@ def topk(source: Source, k: int, *, backend: str = "auto") -> Sparse:
 
     >>> teacher = hl.topk(hl.Linear(hidden, weight), 64)        # to store, to send, or to compare with
     """
+    check_top(k, "k")
+    if isinstance(source, Logits | Linear) and k > source.vocab:
+        raise ValueError(f"k: wanted at most {source.vocab} columns, which the vocabulary has, got {k}")
     with torch.no_grad():
         facts = row_facts(source, want=("top_ids", "top_logprob"), top=k, backend=backend)
     return Sparse(facts.top_ids, facts.top_logprob)

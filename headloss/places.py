@@ -127,8 +127,8 @@ class Places:
         at_E = torch.arange(known.total, device=keys_E.device)
         place_E = at_E - offsets[number_E]
         own: dict[str, Tensor | None] = dict.fromkeys(("target_N", "marked_N", "missing_N"))
+        check_counted(support, targets)
         if targets is not None:
-            check_counted(support, targets)
             target_N = targets.reshape(-1)
             ignored_N = target_N == IGNORE
             place_N, here_N = _find(keys_E, offsets, number_N, target_N)
@@ -149,10 +149,8 @@ class Places:
     @classmethod
     def found(cls, support: Support, targets: Tensor | None, find: Any) -> Places:
         """As `make`, by the kernel of a backend: `find` takes keys, offsets, targets, and the places of a row."""
-        known, target_N = support.known(), None
-        if targets is not None:
-            check_counted(support, targets)
-            target_N = targets.reshape(-1)
+        check_counted(support, targets)
+        known, target_N = support.known(), None if targets is None else targets.reshape(-1)
         keys_E, width = support.keys[: known.total], even(known.longest + (targets is not None))
         entries, rows = find(keys_E, support.offsets, target_N, width)
         own = {"keys": keys_E, "offsets": support.offsets, "target_N": target_N, "marked_N": None, "missing_N": None}

@@ -13,7 +13,7 @@ from torch import Tensor
 from headloss.late import Copy, Landing, check_later, defers
 from headloss.places import Places, places_of, remember
 from headloss.segments import Segments, integers, version
-from headloss.support import IGNORE, Support, check_counted
+from headloss.support import IGNORE, Support, check_counted, check_kind
 from headloss.vocab_ids import Tokens, count, to_columns
 
 TWICE = "segments: given both to prepare() and to the call; give them once"
@@ -63,7 +63,11 @@ class Prepared:
             remember(support, targets, places)
         self._copy = numbers if isinstance(numbers, Copy) else Copy(numbers)
         self._stats: Stats | None = None
-        self.written = (version(targets), 0 if segments is None else version(segments.ids))
+        self.written = (
+            version(targets),
+            0 if segments is None else version(segments.ids),
+            0 if tokens is None else version(tokens.vocab_ids),
+        )
         self.counted = not targets.is_inference()  # how often it is written to
 
     def __reduce__(self) -> Any:
@@ -72,6 +76,7 @@ class Prepared:
 
     def in_columns(self) -> Prepared:
         """For the head's own columns."""
+        self.check()
         return Prepared(self.targets, self.segments, self._copy)
 
     @property
@@ -94,6 +99,8 @@ class Prepared:
         changed = "targets" if self.counted and self.targets._version != self.written[0] else None
         if self.segments is not None and version(self.segments.ids) != self.written[1]:
             changed = "segments"
+        if self.tokens is not None and version(self.tokens.vocab_ids) != self.written[2]:
+            changed = "vocab_ids"
         if changed is not None:
             raise ValueError(f"{changed}: {WRITTEN}")
 
@@ -130,6 +137,9 @@ def prepare(
     `vocab_ids`: of the head that the targets are for, if it has some.
     """
     targets, tokens = integers("targets", targets), None
+    if support is not None:
+        check_kind(support)
+        support.check_written()
     targets = targets.clone() if targets.is_inference() else targets  # nothing counts what is written to those
     if vocab_ids is not None:
         if support is not None:
@@ -139,7 +149,7 @@ def prepare(
             got = f"shape {tuple(ids.shape)} on {ids.device}"
             raise ValueError(f"vocab_ids: wanted one token per column on {targets.device}, got {got}")
         counted = count(targets != IGNORE)
-        targets, lost = to_columns(ids, targets, IGNORE)
+        targets, lost = to_columns(ids, targets, IGNORE, "targets")
         tokens = Tokens(ids, count(lost), counted, lost)
     segments = None if segments is None else segments.fitted(tuple(targets.shape), targets.device)
     numbers = target_numbers(targets, segments)

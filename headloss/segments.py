@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from headloss.late import check_later, defers
 from headloss.parallel.shard import together
 
 _library = torch.library.Library("headloss", "DEF")
@@ -315,6 +316,16 @@ class Segments:
 def readable(x: Tensor) -> bool:
     """Whether the host can read it without waiting; a graph that is being made has no numbers yet."""
     return x.device.type == "cpu" and not torch.compiler.is_compiling() and not isinstance(x, FakeTensor)
+
+
+def now_or_later(numbers: Tensor, zeros: Tensor, check: Callable[[Tensor], None], message: str) -> None:
+    """Raise if the host may look, when the numbers have reached it, or on the device, where `zeros` must be 0."""
+    if readable(numbers):
+        check(numbers)
+    elif numbers.device.type == "cuda" and not torch.compiler.is_compiling() and defers(numbers.device):
+        check_later(numbers, check)
+    elif numbers.device.type != "meta":
+        torch._assert_async((zeros == 0).all(), message)
 
 
 def _lines(shape: tuple[int, ...], device: torch.device | None) -> Tensor:

@@ -9,13 +9,14 @@ Held as keys, `row << 32 | column`, in order: where a column stands in its row i
 
 from __future__ import annotations
 
+import weakref
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from headloss.late import Copy, check_later, defers
-from headloss.segments import integers
+from headloss.segments import integers, version
 
 IGNORE = -100  # the target of a row that does not count
 SHIFT = 32  # of a row's number in a key
@@ -40,10 +41,11 @@ class Support:
     >>> out = objective(hl.Linear(hidden, weight), targets, support=support, old_logprob=old, advantage=advantage)
 
     On a GPU nothing waits for the device: sizes travel to the host by a copy that the first call waits for, and what is
-    wrong with the ids is said there.
+    wrong with the ids is said there.  It holds what the tensors said when it was made: a call refuses it once they were
+    written to.
     """
 
-    __slots__ = ("_copy", "_known", "keys", "made", "offsets", "padded", "rows")
+    __slots__ = ("_copy", "_known", "given", "keys", "made", "offsets", "padded", "rows")
     keys: Tensor  # (E or more,) row << 32 | column, in order; NONE behind them
     offsets: Tensor  # (N + 1,)
     rows: int
@@ -51,11 +53,12 @@ class Support:
     _known: Known | None
     made: dict[str, Any]  # where columns stand in calls with the same targets: `places`
     padded: bool  # how ids were given: an error speaks of what the caller has
+    given: tuple[tuple[str, Any, int], ...]  # the tensors it was made of, by name, and how often they were written to
 
     def __init__(self, keys: Tensor, offsets: Tensor, numbers: Tensor | Copy, padded: bool) -> None:
         for name, value in (
             ("keys", keys), ("offsets", offsets), ("rows", len(offsets) - 1), ("padded", padded), ("_known", None),
-            ("made", {}),
+            ("made", {}), ("given", ()),
             ("_copy", numbers if isinstance(numbers, Copy) else Copy(numbers)),
         ):  # fmt: skip
             object.__setattr__(self, name, value)
@@ -65,6 +68,7 @@ class Support:
     @classmethod
     def from_csr(cls, ids: Tensor, offsets: Tensor) -> Support:
         """Row n keeps `ids[offsets[n]:offsets[n + 1]]`."""
+        given = {"ids": ids, "offsets": offsets}
         ids, offsets = integers("ids", ids), integers("offsets", offsets)
         if ids.ndim != 1:
             raise ValueError(f"ids: wanted the kept columns of all rows in one dimension, got shape {tuple(ids.shape)}")
@@ -72,20 +76,20 @@ class Support:
             raise ValueError(f"offsets: wanted (rows + 1,), from 0 to {len(ids)}, got shape {tuple(offsets.shape)}")
         _check_device(ids, offsets)
         row_E = torch.searchsorted(offsets[1:].contiguous(), torch.arange(len(ids), device=ids.device), right=True)
-        return _made(*_sorted(row_E, ids, offsets), False)
+        return _made(*_sorted(row_E, ids, offsets.clone()), False)._of(given)
 
     @classmethod
     def from_padded(cls, ids: Tensor) -> Support:
         """Row n keeps `ids[n]`, (..., K), without the places that hold -1."""
-        ids = integers("ids", ids)
+        given, ids = {"ids": ids}, integers("ids", ids)
         if ids.ndim < 2:
             raise ValueError(f"ids: wanted (rows, K), padded with -1, got shape {tuple(ids.shape)}")
         _check_device(ids, ids)
-        flat = ids.reshape(-1, ids.shape[-1])
+        flat = ids.flatten(0, -2)
         here = flat != -1
         offsets = torch.nn.functional.pad(here.sum(-1).cumsum(0), (1, 0))
         row = torch.arange(len(flat), device=ids.device)[:, None].expand_as(flat)
-        return _made(*_sorted(row.reshape(-1), flat.reshape(-1), offsets, here.reshape(-1)), True)
+        return _made(*_sorted(row.reshape(-1), flat.reshape(-1), offsets, here.reshape(-1)), True)._of(given)
 
     @classmethod
     def from_mask(cls, mask: Tensor) -> Support:
@@ -95,11 +99,27 @@ class Support:
             raise TypeError(f"mask: wanted a tensor of torch.bool, got {got}")
         if mask.ndim < 2:
             raise ValueError(f"mask: wanted (rows, vocabulary), got shape {tuple(mask.shape)}")
-        _check_device(mask, mask)
-        flat = mask.reshape(-1, mask.shape[-1])
+        _check_device(mask, mask, "mask")
+        flat = mask.flatten(0, -2)
         row_E, id_E = flat.nonzero(as_tuple=True)
         offsets = torch.nn.functional.pad(flat.sum(-1).cumsum(0), (1, 0))
-        return _made(*_sorted(row_E, id_E, offsets), True)
+        return _made(*_sorted(row_E, id_E, offsets), True)._of({"mask": mask})
+
+    def _of(self, given: dict[str, Tensor]) -> Support:
+        if torch.compiler.is_compiling():
+            return self  # which counts no writes
+        hold: Any = weakref.ref if "mask" in given else lambda x: lambda: x  # a mask is large
+        object.__setattr__(self, "given", tuple((name, hold(x), version(x)) for name, x in given.items()))
+        return self
+
+    def check_written(self) -> None:
+        """That it still says what the tensors say that it was made of."""
+        for name, find, written in self.given:
+            x = find()
+            if x is not None and version(x) != written:
+                raise ValueError(
+                    f"{name}: was written to after hl.Support was made of it; make the support again, or of a copy"
+                )
 
     def known(self) -> Known:
         """What is wrong raises here; this waits for the numbers of the support alone."""
@@ -138,23 +158,24 @@ class Support:
 
     def check_call(self, rows: int, vocab: int, device: torch.device) -> Known:
         """Of so many rows of such a source."""
+        self.check_written()
         if self.rows != rows:
             raise ValueError(f"support: has {self.rows} rows, the source has {rows}; wanted one set per row")
-        if self.keys.device != device:
+        if self.keys.device != device and device.type != "meta":  # on which nothing can be known
             raise ValueError(f"support: is on {self.keys.device}, but the source is on {device}")
         known = self.known()
         if known.high >= vocab:
-            self._refuse(self._columns() >= vocab, f"wanted columns in [0, {vocab})")
+            self._refuse(self._columns() >= vocab, f"wanted columns in [0, {vocab})", "support")
         return known
 
     def _columns(self) -> Tensor:
         """Without padding, as they were before they were told apart from it."""
         return torch.where(self.keys == NONE, 0, (self.keys << SHIFT) >> SHIFT)
 
-    def _refuse(self, wrong: Tensor, why: str) -> None:
+    def _refuse(self, wrong: Tensor, why: str, argument: str = "ids") -> None:
         key = self.keys[wrong.nonzero()[0, 0]]
         row, column = int(key >> SHIFT), int((key << SHIFT) >> SHIFT)
-        raise ValueError(f"ids: row {row + (column < 0)} of the support names column {column}, {why}")
+        raise ValueError(f"{argument}: row {row + (column < 0)} names column {column}, {why}")
 
     @property
     def lengths(self) -> Tensor:
@@ -176,8 +197,22 @@ class Support:
         return f"Support({self.rows} rows, {self.keys.device})"
 
 
-def check_counted(support: Support, targets: Tensor) -> None:
+def check_kind(support: object) -> None:
+    if not isinstance(support, Support):
+        hint = "; make it with hl.Support.from_csr, from_padded or from_mask"
+        raise TypeError(f"support: wanted hl.Support, got {type(support).__name__}{hint}")
+
+
+def check_counted(support: Support, targets: Tensor | None) -> None:
     """Every row that counts keeps a column.  On a GPU the next call says so; nothing waits."""
+    if targets is None:
+        empty_N = support.known().offsets.diff() == 0
+        if bool(empty_N.any()):
+            row = int(empty_N.int().argmax())
+            raise ValueError(
+                f"support: row {row} keeps no columns; wanted at least one, for without targets every row counts"
+            )
+        return
     if support.rows != targets.numel():
         raise ValueError(
             f"support: has {support.rows} rows, there are {targets.numel()} targets; wanted one set per row"
@@ -209,11 +244,11 @@ def _made(keys: Tensor, offsets: Tensor, numbers: Tensor, padded: bool) -> Suppo
     return Support(keys, offsets, numbers, padded)
 
 
-def _check_device(x: Tensor, y: Tensor) -> None:
+def _check_device(x: Tensor, y: Tensor, name: str = "ids") -> None:
     if y.device != x.device:
         raise ValueError(f"offsets: is on {y.device}, but ids is on {x.device}")
     if x.device.type == "meta":
-        raise ValueError("ids: is on meta; a support's sizes are its values, so wanted real ones")
+        raise ValueError(f"{name}: is on meta; a support's sizes are its values, so wanted real ones")
 
 
 def _sorted(

@@ -172,6 +172,8 @@ class Term:
             Element(fn, self.options, pure).check()
         object.__setattr__(self, "_foreign_divergence", is_divergence(fn) and not ours(fn))
         signatures = self.call(None, {}).signatures
+        if top is not None and not any(p.fact and p.fact.name in TOP for s in signatures for p in s.parameters):
+            raise ValueError(f"top: {function_name(fn)} asks for none of {', '.join(TOP)}; leave it out")
         asked = any(p.kind == "segments" and not p.optional for s in signatures for p in s.parameters)
         object.__setattr__(
             self, "needs_segments", asked or (reduction in NEEDS_SEGMENTS and reduction_segments is None)

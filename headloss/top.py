@@ -20,6 +20,6 @@ class Top(NamedTuple):
         return cls(int(k), of or None)
 
 
-def check_top(k: object) -> None:
+def check_top(k: object, name: str = "top") -> None:
     if isinstance(k, bool) or not isinstance(k, int) or k < 1:
-        raise ValueError(f"top: wanted a number of columns, at least 1, got {shown(k)}")
+        raise ValueError(f"{name}: wanted a number of columns, at least 1, got {shown(k)}")

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from headloss.late import check_later, defers, is_capturing
-from headloss.segments import integers, readable, version
+from headloss.late import is_capturing
+from headloss.segments import integers, now_or_later, readable, version
 
 
 def check_vocab_ids(source: Any) -> None:
@@ -23,34 +23,40 @@ def check_vocab_ids(source: Any) -> None:
     if ids.device != source.device:
         raise ValueError(f"vocab_ids: is on {ids.device}, but the source is on {source.device}")
     object.__setattr__(source, "vocab_ids", ids)
-    if ids.device.type == "meta" or not len(ids):
-        return
-    if _known(ids):
-        return
-    in_order, order = sorted_ids(ids)
-    twice = in_order[1:] == in_order[:-1]
-    if not readable(ids):
-        torch._assert_async(~twice.any() & (in_order[0] >= 0), "vocab_ids: negative, or a token twice")
-    elif bool(in_order[0] < 0):
-        raise ValueError(f"vocab_ids: wanted tokens of the whole vocabulary, got {int(in_order[0])}")
-    elif bool(twice.any()):
-        at = int(twice.int().argmax())
-        rows = f"rows {int(order[at])} and {int(order[at + 1])}"
-        raise ValueError(f"vocab_ids: wanted each token once, but {rows} are both {int(in_order[at])}")
+    check_tokens(ids)
 
 
-_SORTED: Any = WeakIdKeyDictionary()  # by the tensor: how often it had been written to, and its tokens in order
+def check_tokens(ids: Tensor) -> None:
+    """Each once.  What was found right is not looked at again, unless somebody writes to it."""
+    if ids.device.type == "meta" or not len(ids) or _known(ids):
+        return
+    in_order, order = ids.sort(stable=True)
+    twice = torch.cat([in_order[1:] == in_order[:-1], in_order.new_zeros(1, dtype=torch.bool)])
+    at = twice.int().argmax()  # the first of two that are equal
+    low, both = torch.stack([in_order[0], order[0]]), torch.stack([in_order[at], order[at], order.roll(-1)[at]])
+    numbers = torch.cat([torch.stack([in_order[0] < 0, twice.any()]).long(), low, both])
+    now_or_later(numbers, numbers[:2], _check_found, "vocab_ids: negative, or a token twice")
+    if _lasts(ids):
+        _SORTED[ids] = version(ids), (in_order, order)
+
+
+def _check_found(found: Tensor) -> None:
+    negative, repeated, least, row, token, one, other = found.tolist()
+    if negative:
+        raise ValueError(f"vocab_ids: wanted tokens of the whole vocabulary, got {least} in row {row}")
+    if repeated:
+        raise ValueError(f"vocab_ids: wanted each token once, but rows {one} and {other} are both {token}")
+
+
+# by the tensor, once each is known to be there once: how often it had been written to, and its tokens in order
+_SORTED: Any = WeakIdKeyDictionary()
 
 
 def sorted_ids(ids: Tensor) -> tuple[Tensor, Tensor]:
     """The tokens in order, and the columns that they are: found once for a tensor that nobody writes to."""
-    if _known(ids):
-        found: tuple[Tensor, Tensor] = _SORTED[ids][1]
-        return found
-    in_order, order = ids.sort(stable=True)
-    if _lasts(ids):
-        _SORTED[ids] = version(ids), (in_order, order)
-    return in_order, order
+    check_tokens(ids)
+    found: tuple[Tensor, Tensor] = _SORTED[ids][1] if _known(ids) else ids.sort(stable=True)
+    return found
 
 
 def _known(ids: Tensor) -> bool:
@@ -63,8 +69,13 @@ def _lasts(ids: Tensor) -> bool:
     return plain and not torch.compiler.is_compiling() and not (ids.is_cuda and is_capturing())
 
 
-def to_columns(vocab_ids: Tensor, x: Tensor, ignore: int) -> tuple[Tensor, Tensor]:
+def to_columns(vocab_ids: Tensor, x: Tensor, ignore: int, name: str = "") -> tuple[Tensor, Tensor]:
     """Tokens as columns; `ignore` stays, and is what a token becomes that is not among them.  And which those are."""
+    wrong = (x < 0) & (x != ignore) if name and readable(x) else None
+    if wrong is not None and bool(wrong.any()):
+        row = int(wrong.reshape(-1).int().argmax())
+        got = f"row {row} has {int(x.reshape(-1)[row])}"
+        raise ValueError(f"{name}: wanted tokens of the whole vocabulary or {ignore}, but {got}")
     if not len(vocab_ids):
         missing = x != ignore
         return torch.full_like(x, ignore), missing
@@ -105,9 +116,4 @@ class Tokens(NamedTuple):
             if bool(found):
                 raise ValueError(wanted)
 
-        if defers(differ.device):
-            check_later(differ, check)
-        elif readable(differ):
-            check(differ)
-        else:
-            torch._assert_async(~differ, wanted)
+        now_or_later(differ, differ, check, wanted)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import headloss as hl
-from headloss.losses import cosine, cross_entropy, forward_kl, grpo, jsd, reverse_kl, tvd, z_loss
+from headloss.losses import cosine, cross_entropy, dft, forward_kl, grpo, jsd, reverse_kl, tvd, z_loss
 
 NOWHERE = -1.0e30  # of a logit that is not kept: -inf, but 0 times its gradient is 0
 V, D = 29, 5
@@ -252,6 +252,59 @@ def test_the_ways_to_say_it(batch: Batch) -> None:
     same(objective(shaped, batch.targets[1:].view(2, 5), support=flat).loss, losses[0])
 
 
+def test_what_it_was_made_of_is_written_to(batch: Batch) -> None:
+    """It says what the tensors said when it was made, or the call says that they have changed."""
+    ids, offsets = csr(batch.rows)
+    given = torch.zeros(11, V, dtype=torch.bool)
+    padded = torch.nn.utils.rnn.pad_sequence(batch.rows, batch_first=True, padding_value=-1)
+    ways = {
+        "ids": (hl.Support.from_csr(ids, offsets), lambda: ids.copy_(ids.flip(0))),
+        "offsets": (hl.Support.from_csr(ids.clone(), offsets), lambda: offsets.zero_()),
+        "padded": (hl.Support.from_padded(padded), lambda: padded[0].fill_(-1)),
+        "mask": (hl.Support.from_mask(given.index_fill(1, T([3]), True)), lambda: None),
+    }
+    objective = hl.Objective(ce=cross_entropy)
+    for name, (support, write) in ways.items():
+        call = lambda support=support: objective(hl.Linear(*batch.leaves()), batch.targets, support=support)
+        want, sent = call().loss, pickle.loads(pickle.dumps(support))
+        write()
+        if name != "mask":  # nobody has it any more
+            with pytest.raises(ValueError, match="(ids|offsets): was written to after hl.Support was made of it"):
+                call()
+            with pytest.raises(ValueError, match="was written to after hl.Support was made"):
+                hl.prepare(batch.targets, support=support)
+        assert torch.equal(call(sent).loss, want)
+    held = hl.Support.from_mask(given)
+    given[0, 0] = True
+    with pytest.raises(ValueError, match="mask: was written to"):
+        held.check_written()
+
+
+def test_weights_of_classes_in_a_term_on_the_whole_vocabulary(batch: Batch) -> None:
+    w = torch.rand(V).double()
+    ce = hl.Term(cross_entropy, support="all", label_smoothing=0.2)
+    leaves, other = batch.leaves(), batch.leaves()
+    out = hl.Objective(ce=ce, d=dft)(hl.Linear(*leaves), batch.targets, support=batch.support, class_weight=w)
+    valid = batch.targets >= 0
+    z, y = torch.nn.functional.linear(*other), batch.targets
+    want = torch.nn.functional.cross_entropy(z[valid], y[valid], w, reduction="sum", label_smoothing=0.2) / valid.sum()
+    logp = batch.kept(other, {})[valid].log_softmax(-1).gather(1, y[valid, None])
+    want = want - (logp.detach().exp() * logp).mean()
+    same(out.loss, want)
+    for x, y in zip(torch.autograd.grad(out.loss, leaves), torch.autograd.grad(want, other), strict=True):
+        same(x, y)
+
+
+def test_odd_shapes(batch: Batch) -> None:
+    nothing = hl.Support.from_padded(torch.zeros(3, 0, dtype=torch.long))
+    assert nothing.rows == 3 and nothing.known().total == 0
+    out = hl.Objective(ce=cross_entropy)(hl.Logits(torch.randn(3, V)), torch.full((3,), -100), support=nothing)
+    assert out.loss == 0
+    meta = hl.Linear(batch.hidden.to("meta"), batch.weight.to("meta"))
+    plan = hl.Objective(ce=cross_entropy).explain(meta, batch.targets.to("meta"), support=batch.support)
+    assert "kept logits" in str(plan)
+
+
 def test_what_a_later_call_finds_ready(batch: Batch) -> None:
     """Where columns stand is found once for a support and its targets, and anew for others or after a write."""
 
@@ -364,6 +417,10 @@ def test_what_a_call_will_do(batch: Batch) -> None:
     assert "kept logits of 9 rows x 32" in str(plan) and "and on the whole vocabulary, Linear" in str(plan)
 
 
+def margin(top_logprob: Tensor) -> Tensor:
+    return top_logprob[:, 1] - top_logprob[:, 0]
+
+
 def not_zero(logp: Tensor, logq: Tensor) -> Tensor:
     return (logp - logq) ** 2
 
@@ -375,14 +432,40 @@ REFUSED = {
         lambda b: hl.Support.from_csr(T([1, 2, 3]), T([0, 2])),
         "row 0 goes from 0 to 2; wanted",
     ),
-    "repeated": (lambda b: hl.Support.from_csr(T([1, 2, 3, 2]), T([0, 1, 4])), "row 1 of the support names column 2"),
+    "repeated": (lambda b: hl.Support.from_csr(T([1, 2, 3, 2]), T([0, 1, 4])), "ids: row 1 names column 2"),
     "far beyond": (lambda b: hl.Support.from_csr(T([1 << 33, 1 << 34]), T([0, 2])), "row 0 .* or one beyond; no vocab"),
-    "negative": (lambda b: hl.Support.from_padded(T([[1, -1], [-3, 2]])), "row 1 of the support names column -3"),
-    "beyond": (lambda b: call(b, support=replaced(b, 3, T([1, V]))), rf"row 3 of the support names column {V}"),
+    "negative": (lambda b: hl.Support.from_padded(T([[1, -1], [-3, 2]])), "ids: row 1 names column -3"),
+    "beyond": (lambda b: call(b, support=replaced(b, 3, T([1, V]))), rf"support: row 3 names column {V}"),
     "empty": (lambda b: call(b, support=replaced(b, 3, T([]).long())), "support: row 3 counts and keeps no columns"),
     "empty, prepared": (lambda b: hl.prepare(b.targets, support=replaced(b, 3, T([]).long())), "support: row 3 counts"),
     "rows": (lambda b: call(b, support=hl.Support.from_padded(T([[1]]))), "support: has 1 rows, the source has 11"),
     "a mask": (lambda b: call(b, support=b.mask), "support: wanted hl.Support, got Tensor"),
+    "a mask, prepared": (lambda b: hl.prepare(b.targets, support=b.mask), "support: wanted hl.Support, got Tensor"),
+    "empty, without targets": (
+        lambda b: hl.row_facts(hl.Linear(*b.leaves()), want="entropy", support=b.support),
+        "support: row 0 keeps no columns; wanted at least one, for without targets every row counts",
+    ),
+    "empty, explained": (
+        lambda b: hl.Objective(x=cross_entropy).explain(
+            hl.Linear(*b.leaves()), b.targets, support=replaced(b, 3, T([]).long())
+        ),
+        "support: row 3 counts and keeps no columns",
+    ),
+    "a meta mask": (lambda b: hl.Support.from_mask(b.mask.to("meta")), "mask: is on meta"),
+    "the likeliest": (
+        lambda b: call(b, hl.Term(margin, top=2)),
+        "support: term 'x' has top=, and so many columns a row",
+    ),
+    "a metric of the likeliest": (
+        lambda b: hl.Objective(x=cross_entropy, metrics=[hl.Term(margin, top=2)])(
+            hl.Linear(*b.leaves()), b.targets, support=b.support
+        ),
+        "support: metric 'margin' has top=",
+    ),
+    "weights of classes": (
+        lambda b: call(b, class_weight=torch.ones(V).double()),
+        "class_weight: support= leaves columns out of the softmax of term 'x'.*support=\"all\"",
+    ),
     "twice": (
         lambda b: hl.Objective(ce=cross_entropy)(
             hl.Linear(*b.leaves()), hl.prepare(b.targets, support=b.support), support=b.support

@@ -183,8 +183,16 @@ def test_refusals() -> None:
         hl.Objective(margin=margin)
     with pytest.raises(ValueError, match="top: wanted a number of columns, at least 1, got 0"):
         hl.Term(margin, top=0)
-    with pytest.raises(ValueError, match=f"top: wanted at most {V} columns, which the vocabulary has, got {V + 1}"):
+    with pytest.raises(ValueError, match=f"k: wanted at most {V} columns, which the vocabulary has, got {V + 1}"):
         hl.topk(source, V + 1)
+    with pytest.raises(ValueError, match="k: wanted a number of columns, at least 1, got 0"):
+        hl.topk(source, 0)
+    with pytest.raises(ValueError, match=f"top: wanted at most {V} columns, which the vocabulary has, got {V + 1}"):
+        hl.row_facts(source, want="top_ids", top=V + 1)
+    with pytest.raises(ValueError, match="top: no fact that is wanted is of so many columns"):
+        hl.row_facts(source, batch.targets, top=2)
+    with pytest.raises(ValueError, match="top: cross_entropy asks for none of top_ids, top_logprob"):
+        hl.Term(cross_entropy, top=2)
     with pytest.raises(ValueError, match="top: needed by the fact 'top_ids'; say of how many columns"):
         hl.row_facts(source, want="top_ids")
     with pytest.raises(ValueError, match="tail: with top=, what a divergence leaves out is no outcome"):

@@ -180,9 +180,13 @@ def test_refusals() -> None:
     twice[7] = twice[2]
     with pytest.raises(ValueError, match=f"vocab_ids: wanted each token once, but rows 2 and 7 are both {twice[2]}"):
         hl.Linear(batch.hidden, batch.weight, vocab_ids=twice)
+    with pytest.raises(ValueError, match="vocab_ids: wanted each token once"):  # what was refused once stays refused
+        hl.Logits(batch.hidden @ batch.weight.T, vocab_ids=twice)
+    with pytest.raises(ValueError, match="vocab_ids: wanted each token once"):
+        hl.prepare(batch.targets, vocab_ids=twice)
     with pytest.raises(ValueError, match=r"vocab_ids: wanted one token per column, shape \(11,\), got \(10,\)"):
         hl.Linear(batch.hidden, batch.weight, vocab_ids=batch.ids[:-1])
-    with pytest.raises(ValueError, match="vocab_ids: wanted tokens of the whole vocabulary, got -5"):
+    with pytest.raises(ValueError, match="vocab_ids: wanted tokens of .*, got -5 in row"):
         hl.Linear(batch.hidden, batch.weight, vocab_ids=batch.ids - batch.ids.min() - 5)
     source = hl.Linear(batch.hidden, batch.weight, vocab_ids=batch.ids)
     small = hl.Logits(torch.zeros(N, 12, dtype=DTYPE))
@@ -190,6 +194,16 @@ def test_refusals() -> None:
         hl.Objective(kl=forward_kl)(source, batch.targets, teacher=small)
     with pytest.raises(ValueError, match="vocab_ids: .*asks for 'targets', which would be columns of this head"):
         hl.Objective(own=lambda logprob, targets: logprob * targets)(source, batch.targets)
+    for given in (hl.Logits(batch.hidden @ batch.weight.T), source):
+        own = hl.Logits(batch.hidden @ batch.weight.T, vocab_ids=batch.ids)  # whose columns are tokens of their own
+        with pytest.raises(ValueError, match="teacher: has vocab_ids, but a dense teacher is on the whole vocabulary"):
+            hl.Objective(kl=forward_kl)(given, batch.targets.clamp(max=U - 1), teacher=own)
+    wrong = batch.targets.clone()
+    wrong[3] = -7
+    with pytest.raises(ValueError, match="targets: wanted tokens of the whole vocabulary or -100, but row 3 has -7"):
+        hl.Objective(ce=cross_entropy)(source, wrong)
+    with pytest.raises(ValueError, match="targets: wanted tokens .* but row 3 has -7"):
+        hl.prepare(wrong, vocab_ids=batch.ids)
     ce, prepared = hl.Objective(ce=cross_entropy), hl.prepare(batch.targets, vocab_ids=batch.ids)
     with pytest.raises(ValueError, match="targets: were prepared without vocab_ids"):
         ce(source, hl.prepare(batch.targets))
@@ -216,10 +230,15 @@ def test_prepared_targets_and_tokens_that_are_written_to() -> None:
         assert torch.equal(out.loss, want.loss)
         assert {k: float(x) for k, x in out.metrics.items()} == {k: float(x) for k, x in want.metrics.items()}
     batch.ids.copy_(batch.ids.roll(1))  # whose order was kept
+    with pytest.raises(ValueError, match="vocab_ids: were written to after hl.prepare read them"):
+        call(batch.ids, prepared)
+    source = hl.Linear(batch.hidden, batch.weight, vocab_ids=batch.ids)
     assert torch.equal(call(batch.ids, batch.targets).loss, call(batch.ids.clone(), batch.targets).loss)
     batch.ids[0] = batch.ids[1]
     with pytest.raises(ValueError, match="vocab_ids: wanted each token once"):
         call(batch.ids, batch.targets)
+    with pytest.raises(ValueError, match="vocab_ids: wanted each token once"):  # a source that was right when made
+        hl.Objective(ce=cross_entropy)(source, batch.targets)
 
 
 def split() -> None:

@@ -10,7 +10,7 @@ counts.  A term's own targets bring an input of targets too, and a row weight, w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,11 +19,10 @@ from torch import Tensor
 from headloss.engine.arguments import CallArguments
 from headloss.engine.layout import Laid, PerRow
 from headloss.engine.plan import plain_source
-from headloss.late import check_later, defers
 from headloss.prepared import Prepared
 from headloss.reductions import NEEDS_SEGMENTS, shares
 from headloss.rows import IGNORE
-from headloss.segments import Segments, group_sum, integers, readable
+from headloss.segments import Segments, group_sum, integers, now_or_later
 from headloss.sources import Linear, Logits, Source, Sparse
 from headloss.teachers import TOP
 from headloss.term import Term
@@ -164,8 +163,11 @@ def _with_classes(terms: Terms, arguments: CallArguments) -> CallArguments:
             f"class_weight: {next(iter(asking))!r} weighs its classes by it, and another function takes it too; give "
             f"that one an input of another name"
         )
-    if arguments.support is not None:
-        raise ValueError("class_weight: support= leaves columns out of the softmax, and their weights would count")
+    if arguments.support is not None and (kept := [n for n, t in asking.items() if t.support is None]):
+        raise ValueError(
+            f"class_weight: support= leaves columns out of the softmax of term {kept[0]!r}, and their weights would "
+            f'count; give it support="all"'
+        )
     w_V, targets = inputs.pop("class_weight"), arguments.targets
     w_V = w_V.value if isinstance(w_V, Laid) else w_V
     targets = targets.targets if isinstance(targets, Prepared) else targets
@@ -259,13 +261,3 @@ def _check(name: str, x: Tensor, main: Tensor | None, vocab: int) -> None:
             )
 
     now_or_later(numbers, numbers, check, f"{name}: out of range, or in rows whose target is {IGNORE}")
-
-
-def now_or_later(numbers: Tensor, zeros: Tensor, check: Callable[[Tensor], None], message: str) -> None:
-    """Raise if the host may look, when the numbers have reached it, or on the device, where `zeros` must be 0."""
-    if readable(numbers):
-        check(numbers)
-    elif numbers.device.type == "cuda" and not torch.compiler.is_compiling() and defers(numbers.device):
-        check_later(numbers, check)
-    elif numbers.device.type != "meta":
-        torch._assert_async((zeros == 0).all(), message)

@@ -11,9 +11,9 @@ from torch import Tensor
 from headloss.facts import FACTS, NEEDS_TARGET, PLAIN, Fact, Want
 from headloss.segments import readable
 from headloss.sources import Source, Sparse, Teacher
-from headloss.support import Support
+from headloss.support import check_kind
 from headloss.teachers import SPARSE, TOP
-from headloss.term import check_weight
+from headloss.term import Term, check_weight
 from headloss.terms import Terms
 from headloss.top import Top
 from headloss.trace.call import Call, WrongValueError
@@ -156,8 +156,8 @@ def check_elements(want: Want) -> None:
     for fact in want.facts:
         if PLAIN & set(FACTS[fact.name].sums):
             raise ValueError(
-                f"support: {fact.name!r} is a fact of logits themselves, not of their softmax over kept columns; give "
-                f'its term support="all"'
+                f"support: {fact.name!r} is a fact of logits themselves, not of their softmax over kept columns; leave "
+                f'it out, or give its term support="all"'
             )
     low = torch.full((1,), -2.0e4, dtype=torch.float64)
     for element in dict.fromkeys(f.element for f in want.facts if f.element is not None):
@@ -170,16 +170,20 @@ def check_elements(want: Want) -> None:
 
 def check_support(support: Any, source: Source, terms: Terms | None = None) -> None:
     """That it fits the source, and that the terms of a call can do with it."""
-    if not isinstance(support, Support):
-        hint = "; make it with hl.Support.from_csr, from_padded or from_mask"
-        raise TypeError(f"support: wanted hl.Support, got {type(support).__name__}{hint}")
+    check_kind(support)
     support.check_call(torch.Size(source.leading).numel(), source.vocab, source.device)
     if terms is None:
         return
     for name, term in terms.terms.items():
         if (term.targets is not None or term.top is not None) and term.support is None:
-            what = "targets of its own" if term.targets is not None else "top="
-            raise ValueError(f'support: term {name!r} has {what}, which a row may not keep; give it support="all"')
+            what = "targets of its own, which" if term.targets is not None else "top=, and so many columns"
+            raise ValueError(f'support: term {name!r} has {what} a row may not keep; give it support="all"')
+    for name, call in terms.metrics:
+        if isinstance(call.fn, Term) and call.fn.top is not None:
+            raise ValueError(
+                f"support: metric {name!r} has top=, and so many columns a row may not keep; leave it out of calls "
+                f"with a support (hl.row_facts has top= without one)"
+            )
     if terms.on_all and getattr(source, "inplace", False):
         raise ValueError(
             "inplace: the gradient of kept columns and that of the whole vocabulary cannot both overwrite the logits; "

@@ -83,11 +83,11 @@ def in_columns(arguments: CallArguments, terms: Terms | None) -> Mapped:
         targets = targets.in_columns()
     elif targets is not None:
         tokens = integers("targets", targets)
-        targets, lost = to_columns(ids, tokens, IGNORE)
+        targets, lost = to_columns(ids, tokens, IGNORE, "targets")
         ignored, missing = targets == IGNORE, (count(lost), count(tokens != IGNORE))
     for name in {t.targets for t in (() if terms is None else terms.every_term) if t.targets is not None}:
         if isinstance(inputs.get(name), Tensor):
-            own, _ = to_columns(ids, integers(name, inputs[name]), IGNORE)
+            own, _ = to_columns(ids, integers(name, inputs[name]), IGNORE, name)
             if lost is not None and own.shape == lost.shape:  # such a row is left out of every term
                 own = own.masked_fill(lost, IGNORE)
             inputs[name] = own
@@ -125,6 +125,4 @@ def _teacher(teacher: Any, ids: Tensor, shard: Any) -> Any:
             f"vocab_ids: {whose} whose vocabulary lies on several ranks cannot be read at them; give the teacher's top "
             f"K, hl.topk(teacher, K), which every rank has whole"
         )
-    if has_vocab_ids(teacher):
-        raise ValueError("vocab_ids: the teacher has them too; pass one on the whole vocabulary")
     return Draft(teacher, ids)

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headloss.engine.brought import now_or_later
 from headloss.places import EVEN, even, places_of, width_of
 from headloss.routed import Routed
 from headloss.rows import IGNORE, Rows
+from headloss.segments import now_or_later
 from headloss.sources import Linear, Source, Sparse, Teacher, parse_bytes
 from headloss.support import Known, Support
 from headloss.trace.signature import IDS

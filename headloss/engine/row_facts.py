@@ -41,9 +41,14 @@ def facts_sweep(
 ) -> Sweep:
     """The sweep of `row_facts`."""
     want = [want] if isinstance(want, str) else list(want)
+    of_top = [x for x in want if str(x if isinstance(x, str) else next(iter(x))) in TOP]
     if top is not None:
         check_top(top)
-    elif of_top := [x for x in want if str(x if isinstance(x, str) else next(iter(x))) in TOP]:
+        if not of_top:
+            raise ValueError(
+                f"top: no fact that is wanted is of so many columns; ask for {', '.join(TOP)}, or leave it out"
+            )
+    elif of_top:
         raise ValueError(f"top: needed by the fact {of_top[0]!r}; say of how many columns, top=K")
     teachers = name_teachers(_with_top(teacher, want, top), source)
     wanted = [_read_fact(x, teachers) for x in want]

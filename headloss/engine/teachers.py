@@ -57,13 +57,18 @@ def name_teachers(teacher: Teacher | Mapping[str, Teacher] | None, source: Sourc
                 name_teachers({name: t}, source)
             continue
         if isinstance(x, Draft):
-            _check_draft(label, x)
             name_teachers({name: x.teacher}, source)
+            _check_draft(label, x)
             continue
         if not isinstance(x, Logits | Linear | Sparse):
             hint = "; wrap a tensor in hl.Logits(...)" if isinstance(x, Tensor) else ""
             raise TypeError(f"{label}: wanted hl.Logits, hl.Linear or hl.Sparse, got {type(x).__name__}{hint}")
         if not isinstance(x, Sparse):
+            if x.vocab_ids is not None:
+                raise ValueError(
+                    f"{label}: has vocab_ids, but a dense teacher is on the whole vocabulary; give its top K, "
+                    f"hl.topk(teacher, K), which names tokens"
+                )
             named[name] = x = _local(x)
         if torch.is_grad_enabled() and _first(x).requires_grad:
             warnings.warn(
@@ -135,8 +140,9 @@ def check_ids(label: str, sparse: Sparse, source: Source) -> None:
     if ids.device.type == "cpu":
         low, high = (int(ids.min()), int(ids.max())) if ids.numel() else (-1, -1)
         if low < -1 or high >= vocab:
-            bad = low if low < -1 else high
-            raise ValueError(f"{label}: wanted ids in [0, {vocab}) or -1 for none, got {bad}")
+            n, k = ((ids < -1) | (ids >= vocab)).flatten(0, -2).nonzero()[0].tolist()
+            got = f"row {n} has {int(ids.flatten(0, -2)[n, k])}"
+            raise ValueError(f"{label}: wanted ids in [0, {vocab}) or -1 for none, but {got}")
         if ids.numel() and bool((sparse.logprobs > 0).all()):
             raise ValueError(
                 f"{label}: every log-probability is above 0; are these probabilities? pass their logarithms"

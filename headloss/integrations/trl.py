@@ -132,7 +132,7 @@ class GRPOTrainer(_OnHeadloss, grpo_trainer.GRPOTrainer):
 
     def _compute_loss(self, model: Any, inputs: Any) -> Tensor:
         if self.objective is None:
-            if "support_ids" in inputs:
+            if inputs.get("support_ids") is not None:
                 raise ValueError("support_ids: TRL's own loss is over the whole vocabulary; pass objective=")
             return super()._compute_loss(model, inputs)
         training = self.model.training
@@ -226,17 +226,23 @@ def _policy_call(objective: hl.Objective, inputs: Mapping[str, Any]) -> tuple[di
     call: dict[str, Any] = {n: rows(x) for n, x in given.items() if n in asked and x is not None}
     keep = rows(inputs["completion_mask"] * inputs.get("tool_mask", 1)) != 0
     if inputs.get("support_ids") is not None:
-        call["support"] = _support(inputs["support_ids"], start, length)
+        call["support"] = _support(inputs["support_ids"], start, batch, length)
     return {**call, "segments": hl.Segments.from_batch(keep)}, keep
 
 
-def _support(ids: Tensor, start: int, length: int) -> hl.Support:
+def _support(ids: Any, start: int, batch: int, length: int) -> hl.Support:
     """The columns of a batch's completions as those of its rows."""
-    if ids.ndim != 3 or ids.shape[1] != length:
-        raise ValueError(f"support_ids: wanted (batch, {length}, K), K columns of each token, got {tuple(ids.shape)}")
-    wide = ids.new_full((len(ids), start + length + 1, ids.shape[2]), -1)
+    if not isinstance(ids, Tensor) or ids.ndim != 3 or ids.shape[:2] != (batch, length):
+        got = tuple(ids.shape) if isinstance(ids, Tensor) else type(ids).__name__
+        raise ValueError(f"support_ids: wanted ({batch}, {length}, K), K columns of each token, got {got}")
+    total = start + length + 1
+    wide = ids.new_full((batch, total, ids.shape[2]), -1)
     wide[:, start:-1] = ids
-    return hl.Support.from_padded(wide)
+    try:
+        return hl.Support.from_padded(wide)
+    except (TypeError, ValueError) as error:
+        where = f"; row n is token n % {total} - {start} of completion n // {total}" if "row" in str(error) else ""
+        raise type(error)(f"support_{error}{where}") from None
 
 
 class DistillationTrainer(_OnHeadloss, distillation_trainer.DistillationTrainer):

@@ -380,5 +380,14 @@ def test_columns_that_tokens_were_sampled_from():
     call, keep = _policy_call(hl.Objective(rl=LOSSES["reinforce"]), inputs)
     assert (call["support"].lengths > 0).tolist() == keep.flatten().tolist()
     assert call["support"].lengths.sum() == 4 * (2 + 3)
-    with pytest.raises(ValueError, match=r"support_ids: wanted \(batch, 4, K\)"):
-        _policy_call(hl.Objective(rl=LOSSES["reinforce"]), {**inputs, "support_ids": inputs["support_ids"][:, 1:]})
+    wrong = inputs["support_ids"].clone()
+    wrong[1, 2, 0] = 4  # in row 7 + 2 + 2
+    for given, message in (
+        (inputs["support_ids"][:, 1:], r"support_ids: wanted \(2, 4, K\), K columns of each token, got \(2, 3, 3\)"),
+        (inputs["support_ids"][:1], r"support_ids: wanted \(2, 4, K\)"),
+        (inputs["support_ids"].tolist(), r"support_ids: wanted \(2, 4, K\), K columns of each token, got list"),
+        (inputs["support_ids"].float(), "support_ids: wanted an integer tensor, got torch.float32"),
+        (wrong, "support_ids: row 11 names column 4, which it has already.*; row n is token n % 7 - 2 of"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            _policy_call(hl.Objective(rl=LOSSES["reinforce"]), {**inputs, "support_ids": given})
