@@ -18,10 +18,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 SERVER: list[subprocess.Popen[str]] = []
+INSIDE = os.environ.get("TRITON_INTERPRET") == "1"
+inside = pytest.mark.skipif(not INSIDE, reason="runs under the interpreter, in a process of its own")
+BACKEND, DTYPE, TOLERANCE = ("triton", torch.float32, 2e-5) if INSIDE else ("torch", torch.float64, 1e-10)
 # Of a test that needs no kernel: it ran in the process that runs the file again.
 outside = pytest.mark.skipif("RUN_AGAIN" in os.environ, reason="ran in the other process")
+
+
+def interpreted(path: str, *more: str) -> Any:
+    """A file's test that runs the others of it, or those that `more` names, under the interpreter."""
+
+    @pytest.mark.timeout(600)
+    @pytest.mark.skipif(INSIDE, reason="this is the other process")
+    def test() -> None:
+        pytest.importorskip("triton")
+        rerun(path, *more)
+
+    return test
 
 
 def rerun(path: str, *more: str) -> None:
@@ -187,3 +203,5 @@ def _equal_types_pass(core: Any, semantic: Any) -> None:
 
 if __name__ == "__main__":
     serve()
+elif INSIDE:
+    quicken()

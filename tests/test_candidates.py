@@ -1,29 +1,20 @@
 """Columns that a call names of each row, `ids=`: their log-probabilities and logits, without a teacher."""
 
-import os
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from interpreting import quicken, rerun
+from interpreting import BACKEND, DTYPE, INSIDE, TOLERANCE, interpreted
 from torch import Tensor
 
 import headloss as hl
 from headloss.losses import cross_entropy, forward_kl
 
 N, V, D, K = 7, 19, 5, 4
-INSIDE = os.environ.get("TRITON_INTERPRET") == "1"
-BACKEND, DTYPE, TOLERANCE = ("triton", torch.float32, 2e-5) if INSIDE else ("torch", torch.float64, 1e-10)
-if INSIDE:
-    quicken()
 
 
-@pytest.mark.timeout(300)
-@pytest.mark.skipif(INSIDE, reason="this is the other process")
-def test_under_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    rerun(__file__, "-k", "values and chunks")
+test_under_the_interpreter = interpreted(__file__, "-k", "values and chunks")
 
 
 def choice(ids_logprob: Tensor, ids: Tensor, ids_logit: Tensor) -> Tensor:

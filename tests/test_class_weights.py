@@ -1,20 +1,16 @@
 """Class weights, with label smoothing too, as `F.cross_entropy(weight=, label_smoothing=)` has them."""
 
-import os
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from interpreting import quicken, rerun
+from interpreting import INSIDE, interpreted
 
 import headloss as hl
 from headloss.losses import cross_entropy, forward_kl, grpo, z_loss
 
-INSIDE = os.environ.get("TRITON_INTERPRET") == "1"
 BACKEND, DTYPE = ("triton", torch.float32) if INSIDE else ("torch", torch.float64)
-if INSIDE:
-    quicken()
 N, V, D, E = 9, 9, 4, 0.1  # as many rows as columns: nothing may take one for the other
 
 
@@ -37,11 +33,7 @@ class Batch:
         return hl.Linear(self.hidden, leaf, memory=memory, **more)
 
 
-@pytest.mark.timeout(200)
-@pytest.mark.skipif(INSIDE, reason="this is the other process")
-def test_under_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    rerun(__file__)
+test_under_the_interpreter = interpreted(__file__)
 
 
 @pytest.mark.parametrize("how", ["logits", "linear", "chunks"])

@@ -6,7 +6,6 @@ depend on everything that the kernel is given.  On a GPU the kernels run.
 
 import contextlib
 import gc
-import os
 import sys
 import types
 import weakref
@@ -14,7 +13,7 @@ import zlib
 
 import pytest
 import torch
-from interpreting import quicken, rerun
+from interpreting import INSIDE, inside, interpreted
 
 import headloss as hl
 from headloss.engine import heads, lookup
@@ -24,22 +23,15 @@ pytest.importorskip("triton")
 from headloss.backends.triton import visit as triton_visit
 from headloss.backends.triton.launch import Launch
 
-INSIDE = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INSIDE else "cuda"
 N, V = 9, 40
 BETA = 2.0
-if INSIDE:
-    quicken()
 
 # here under the interpreter, or where there is a GPU
 runs = lambda fn: fn if INSIDE else pytest.mark.gpu(fn)
-inside = pytest.mark.skipif(not INSIDE, reason="runs under the interpreter, in a process of its own")
 
 
-@pytest.mark.timeout(300)
-@pytest.mark.skipif(INSIDE, reason="this is the other process")
-def test_under_the_interpreter():
-    rerun(__file__)
+test_under_the_interpreter = interpreted(__file__)
 
 
 class Played:

@@ -5,7 +5,6 @@ On Triton in a process of its own, under the interpreter, or where there is a GP
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from interpreting import quicken, rerun
+from interpreting import INSIDE, interpreted
 from torch import Tensor
 
 import headloss as hl
@@ -25,10 +24,7 @@ from headloss.losses import cosine, cross_entropy, entropy_bonus, forward_kl, z_
 sys.path.append(str(Path(__file__).parent / "ranks"))
 from test_simulated import simulate
 
-INSIDE = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if torch.cuda.is_available() and not INSIDE else "cpu"
-if INSIDE:
-    quicken()
 N, V, D, T = 6, 37, 5, 0.7
 TRUTH = {
     "target_logit": lambda s, y: s.gather(1, y[:, None])[:, 0],
@@ -47,11 +43,7 @@ backends = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.timeout(300)
-@pytest.mark.skipif(INSIDE, reason="this is the other process")
-def test_under_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    rerun(__file__)
+test_under_the_interpreter = interpreted(__file__)
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,6 @@ import contextlib
 import copy
 import json
 import math
-import os
 import pickle
 import subprocess
 import sys
@@ -18,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from interpreting import rerun
+from interpreting import INSIDE, interpreted
 from torch.nn.functional import cross_entropy as dense
 
 import headloss as hl
@@ -27,7 +26,6 @@ from headloss.engine.plan import why_read
 from headloss.losses import cross_entropy, forward_kl, grpo, gspo
 from headloss.prepared import Stats, check_stats
 
-INSIDE = os.environ.get("TRITON_INTERPRET") == "1"
 CE = hl.Objective(ce=cross_entropy, metrics=["accuracy"])
 V = 29
 
@@ -223,10 +221,7 @@ def test_prepared_without_blocking() -> None:
         quick.known()
 
 
-@pytest.mark.skipif(INSIDE, reason="runs inside")
-def test_under_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    rerun(__file__, "-k", "same_as or wrong_target or have_to_be")
+test_under_the_interpreter = interpreted(__file__, "-k", "same_as or wrong_target or have_to_be")
 
 
 # ---------------------------------------------------------------- on a GPU

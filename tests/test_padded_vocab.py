@@ -1,20 +1,16 @@
 """A padded vocabulary on one rank: `vocab=V` on a source, and columns from V on do not exist."""
 
-import os
 from typing import Any
 
 import pytest
 import torch
-from interpreting import quicken, rerun
+from interpreting import INSIDE, interpreted
 from torch import Tensor
 
 import headloss as hl
 from headloss.losses import cross_entropy, entropy_bonus, forward_kl, jsd, z_loss
 
-INSIDE = os.environ.get("TRITON_INTERPRET") == "1"
 BACKEND, DTYPE = ("triton", torch.float32) if INSIDE else ("torch", torch.float64)
-if INSIDE:
-    quicken()
 N, V, HELD, D = 7, 37, 41, 5
 TERMS: dict[str, Any] = {
     "ce": hl.Term(cross_entropy, label_smoothing=0.1),
@@ -44,11 +40,7 @@ def heads(how: str) -> tuple[Any, list[Tensor], Any, list[Tensor]]:
     return hl.Linear(*long, vocab=V, **memory), long, hl.Linear(*short, **memory), short
 
 
-@pytest.mark.timeout(200)
-@pytest.mark.skipif(INSIDE, reason="this is the other process")
-def test_under_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    rerun(__file__)
+test_under_the_interpreter = interpreted(__file__)
 
 
 @pytest.mark.parametrize("how", ["logits", "linear", "chunks"])

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 from typing import Any
 
 import pytest
 import torch
-from interpreting import outside, quicken, rerun
+from interpreting import BACKEND, DTYPE, TOLERANCE, interpreted, outside
 from torch import Tensor
 
 import headloss as hl
@@ -17,20 +16,16 @@ from headloss.checks.given import Given
 from headloss.losses import cross_entropy, grpo, gspo, kto, z_loss
 
 N, V, D = 13, 19, 5
-INSIDE = os.environ.get("TRITON_INTERPRET") == "1"
-BACKEND, DTYPE, TOLERANCE = ("triton", torch.float32, 2e-5) if INSIDE else ("torch", torch.float64, 1e-10)
-if INSIDE:
-    quicken()
 RESPONSES = torch.tensor([0, 0, 0, 1, 1, 2, 2, 2, 2, 3, 5, 5, 5])  # 4 has no rows
 PROMPTS = torch.tensor([0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 3, 3, 3])  # 2 has none; 3 is all ignored
 REDUCTIONS = {"seq_mean_token_mean": {}, "seq_mean_token_sum": {}, "seq_mean_token_sum_norm": {"length": 7.0}}
 
 
-@pytest.mark.timeout(300)
-@pytest.mark.skipif(INSIDE, reason="this is the other process")
-def test_under_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    rerun(__file__, "-k", "by_prompt and seq_mean_token_mean and (logits or chunks) or float16")
+test_under_the_interpreter = interpreted(
+    __file__,
+    "-k",
+    "by_prompt and seq_mean_token_mean and (logits or chunks) or float16",
+)
 
 
 class Batch:

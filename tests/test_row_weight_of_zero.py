@@ -4,11 +4,10 @@ The truth is a float64 formula on the rows that are left alone; only the normali
 """
 
 import math
-import os
 
 import pytest
 import torch
-from interpreting import quicken, rerun
+from interpreting import INSIDE, interpreted
 from torch import Tensor
 
 import headloss as hl
@@ -17,17 +16,10 @@ from headloss.row_weights import band
 
 N, V, D = 9, 23, 6
 OUT = (1, 4, 8)
-INSIDE = os.environ.get("TRITON_INTERPRET") == "1"
 BACKENDS = ["triton"] if INSIDE else ["torch"]
-if INSIDE:
-    quicken()
 
 
-@pytest.mark.timeout(300)
-@pytest.mark.skipif(INSIDE, reason="this is the other process")
-def test_under_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    rerun(__file__, "-k", "not ranks and not compiled")
+test_under_the_interpreter = interpreted(__file__, "-k", "not ranks and not compiled")
 
 
 def batch(dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:

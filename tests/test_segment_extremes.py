@@ -1,26 +1,17 @@
 """`segments.max`, `min`, `maxima` and `minima`: values, gradients, classes, chunks, and segments on two ranks."""
 
-import os
-
 import pytest
 import torch
-from interpreting import quicken, rerun
+from interpreting import INSIDE, interpreted
 from torch import Tensor
 
 import headloss as hl
 
 N, V, D, S = 8, 13, 4, 4
 IDS = torch.tensor([0, 0, 0, 1, 1, 3, 3, 3])  # segment 2 is empty
-INSIDE = os.environ.get("TRITON_INTERPRET") == "1"
-if INSIDE:
-    quicken()
 
 
-@pytest.mark.timeout(300)
-@pytest.mark.skipif(INSIDE, reason="this is the other process")
-def test_under_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    rerun(__file__, "-k", "loss_of_extremes")
+test_under_the_interpreter = interpreted(__file__, "-k", "loss_of_extremes")
 
 
 def test_values_and_gradients_by_hand() -> None:

@@ -1,28 +1,19 @@
 """A term's parameter takes another input of the call: `hl.Term(loss, inputs={"old_logprob": "sampler_logprob"})`."""
 
-import os
 import pickle
 
 import pytest
 import torch
-from interpreting import quicken, rerun
+from interpreting import BACKEND, DTYPE, TOLERANCE, interpreted
 from torch import Tensor
 
 import headloss as hl
 from headloss.losses import forward_kl, grpo, kl_to_reference, kto, z_loss
 
 N, V, D = 6, 17, 5
-INSIDE = os.environ.get("TRITON_INTERPRET") == "1"
-BACKEND, DTYPE, TOLERANCE = ("triton", torch.float32, 2e-5) if INSIDE else ("torch", torch.float64, 1e-10)
-if INSIDE:
-    quicken()
 
 
-@pytest.mark.timeout(300)
-@pytest.mark.skipif(INSIDE, reason="this is the other process")
-def test_under_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    rerun(__file__, "-k", "two_terms")
+test_under_the_interpreter = interpreted(__file__, "-k", "two_terms")
 
 
 def draw(*shape: int) -> Tensor:

@@ -1,29 +1,20 @@
 """A term with targets of its own, `hl.Term(loss, targets="nll_targets")`: one more pick in the same sweep."""
 
-import os
 import pickle
 from typing import Any
 
 import pytest
 import torch
-from interpreting import quicken, rerun
+from interpreting import BACKEND, DTYPE, TOLERANCE, interpreted
 from torch import Tensor
 
 import headloss as hl
 from headloss.losses import cross_entropy, dpo, forward_kl, grpo, gspo, z_loss
 
 N, V, D = 7, 19, 5
-INSIDE = os.environ.get("TRITON_INTERPRET") == "1"
-BACKEND, DTYPE, TOLERANCE = ("triton", torch.float32, 2e-5) if INSIDE else ("torch", torch.float64, 1e-10)
-if INSIDE:
-    quicken()
 
 
-@pytest.mark.timeout(300)
-@pytest.mark.skipif(INSIDE, reason="this is the other process")
-def test_under_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    rerun(__file__, "-k", "values and token_mean")
+test_under_the_interpreter = interpreted(__file__, "-k", "values and token_mean")
 
 
 class Batch:

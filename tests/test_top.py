@@ -1,29 +1,20 @@
 """The likeliest columns of each row, `hl.Term(loss, top=K)`: exact, in order, differentiable, found by the sweep."""
 
-import os
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from interpreting import quicken, rerun
+from interpreting import BACKEND, DTYPE, INSIDE, TOLERANCE, interpreted
 from torch import Tensor
 
 import headloss as hl
 from headloss.losses import cross_entropy, forward_kl, reverse_kl, uld
 
 N, V, D, K = 7, 19, 5, 4
-INSIDE = os.environ.get("TRITON_INTERPRET") == "1"
-BACKEND, DTYPE, TOLERANCE = ("triton", torch.float32, 2e-5) if INSIDE else ("torch", torch.float64, 1e-10)
-if INSIDE:
-    quicken()
 
 
-@pytest.mark.timeout(300)
-@pytest.mark.skipif(INSIDE, reason="this is the other process")
-def test_under_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    rerun(__file__, "-k", "chunks or ties")
+test_under_the_interpreter = interpreted(__file__, "-k", "chunks or ties")
 
 
 def margin(top_logprob: Tensor) -> Tensor:

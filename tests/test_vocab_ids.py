@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from interpreting import quicken, rerun
+from interpreting import BACKEND, DTYPE, INSIDE, TOLERANCE, interpreted
 from torch import Tensor
 
 import headloss as hl
@@ -17,17 +16,9 @@ from headloss.engine import budget
 from headloss.losses import cross_entropy, forward_kl, jsd, reverse_kl
 
 N, V, U, D = 8, 29, 11, 5  # rows, the larger vocabulary, columns of the head
-INSIDE = os.environ.get("TRITON_INTERPRET") == "1"
-BACKEND, DTYPE, TOLERANCE = ("triton", torch.float32, 2e-5) if INSIDE else ("torch", torch.float64, 1e-10)
-if INSIDE:
-    quicken()
 
 
-@pytest.mark.timeout(300)
-@pytest.mark.skipif(INSIDE, reason="this is the other process")
-def test_under_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    rerun(__file__, "-k", "bucket and runs")
+test_under_the_interpreter = interpreted(__file__, "-k", "bucket and runs")
 
 
 class Batch:

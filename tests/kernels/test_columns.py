@@ -1,27 +1,19 @@
 """The kernels of kept columns under Triton's interpreter, against the torch backend; compiled for Hopper."""
 
-import os
 import subprocess
 
 import pytest
 import torch
-from interpreting import quicken, rerun
+from interpreting import INSIDE, inside, interpreted
 
 import headloss as hl
 from headloss.backends import torch_columns as plain
 from headloss.losses import cross_entropy, entropy_bonus, gspo, jsd, z_loss
 
 pytest.importorskip("triton")
-INSIDE = os.environ.get("TRITON_INTERPRET") == "1"
-inside = pytest.mark.skipif(not INSIDE, reason="runs under the interpreter, in a process of its own")
-if INSIDE:
-    quicken()
 
 
-@pytest.mark.timeout(300)
-@pytest.mark.skipif(INSIDE, reason="this is the other process")
-def test_under_the_interpreter():
-    rerun(__file__)
+test_under_the_interpreter = interpreted(__file__)
 
 
 @pytest.mark.skipif(INSIDE, reason="the interpreter compiles nothing")

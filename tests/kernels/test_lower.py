@@ -1,17 +1,14 @@
 """Printed functions: every operation against PyTorch in float32, under Triton's interpreter in a process of its own."""
 
 import math
-import os
 
 import pytest
 import torch
 import torch.nn.functional as F
-from interpreting import outside, quicken, rerun
+from interpreting import INSIDE, inside, interpreted, outside, quicken
 from torch.fx.experimental.proxy_tensor import make_fx
 
 pytest.importorskip("triton")
-INSIDE = os.environ.get("TRITON_INTERPRET") == "1"
-inside = pytest.mark.skipif(not INSIDE, reason="runs under the interpreter, in a process of its own")
 
 if INSIDE:
     import triton
@@ -30,13 +27,9 @@ if INSIDE:
             tl.store(outs[k] + i, found[k].to(tl.float32) + tl.zeros([N], tl.float32))
 
 
-from headloss.backends.triton.printer.lower import Unprintable, compiled, pointwise, source_of  # noqa: E402
+from headloss.backends.triton.printer.lower import Unprintable, compiled, pointwise, source_of
 
-
-@pytest.mark.timeout(300)
-@pytest.mark.skipif(INSIDE, reason="this is the other process")
-def test_under_the_interpreter():
-    rerun(__file__)
+test_under_the_interpreter = interpreted(__file__)
 
 
 SPECIAL = [0.0, -0.0, 1.0, -1.0, 0.5, -0.5, 1.5, 2.5, -2.5, math.inf, -math.inf, math.nan, 1e-30, -1e-30, 1e30, 20.5]

@@ -1,26 +1,17 @@
 """Objectives on the one-launch path against the torch backend, under Triton's interpreter in a process of its own."""
 
-import os
-
 import pytest
 import torch
-from interpreting import quicken, rerun
+from interpreting import inside, interpreted
 
 import headloss as hl
 from headloss.losses import cross_entropy, grpo, z_loss
 
 pytest.importorskip("triton")
-INSIDE = os.environ.get("TRITON_INTERPRET") == "1"
-inside = pytest.mark.skipif(not INSIDE, reason="runs under the interpreter, in a process of its own")
 N, V, D = 9, 37, 16
-if INSIDE:
-    quicken()
 
 
-@pytest.mark.timeout(300)
-@pytest.mark.skipif(INSIDE, reason="this is the other process")
-def test_under_the_interpreter():
-    rerun(__file__)
+test_under_the_interpreter = interpreted(__file__)
 
 
 class Batch:

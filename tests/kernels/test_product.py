@@ -1,11 +1,10 @@
 """The head's own products under Triton's interpreter: against float64, and bit for bit against themselves."""
 
 import itertools
-import os
 
 import pytest
 import torch
-from interpreting import quicken, rerun
+from interpreting import INSIDE, inside, interpreted
 
 from headloss.facts import Fact, Want, finish
 
@@ -14,17 +13,11 @@ from headloss.backends.triton import product
 
 if not product.TESTED:
     pytest.skip("the products need triton 3.6", allow_module_level=True)
-INSIDE = os.environ.get("TRITON_INTERPRET") == "1"
-inside = pytest.mark.skipif(not INSIDE, reason="runs under the interpreter, in a process of its own")
 ALL = ("lse", "logprob", "mean_logprob", "entropy", "sum_p2", "argmax")
-if INSIDE:
-    quicken()
 
 
-@pytest.mark.timeout(600)
-@pytest.mark.skipif(INSIDE, reason="this is the other process")
-def test_under_the_interpreter():
-    rerun(__file__, "-W", "ignore::RuntimeWarning")  # numpy says that 2^-x overflows where the result is not used
+# numpy says that 2^-x overflows where the result is not used
+test_under_the_interpreter = interpreted(__file__, "-W", "ignore::RuntimeWarning")
 
 
 @pytest.fixture(autouse=True)

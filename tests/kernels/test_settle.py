@@ -1,13 +1,12 @@
 """Segment objectives that settle in one launch, under Triton's interpreter, against the dense oracle in float64."""
 
-import os
 import re
 from importlib import import_module
 
 import oracle
 import pytest
 import torch
-from interpreting import quicken, rerun
+from interpreting import INSIDE, inside, interpreted
 from test_contract import needs_inputs, term_for
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -15,17 +14,10 @@ import headloss as hl
 from headloss.losses import cross_entropy, forward_kl, gmpo, gspo, gspo_token, kto, vespo, z_loss
 
 pytest.importorskip("triton")
-INSIDE = os.environ.get("TRITON_INTERPRET") == "1"
-inside = pytest.mark.skipif(not INSIDE, reason="runs under the interpreter, in a process of its own")
 SETTLES = "one launch for the facts, one that settles the segments, one for the gradient"
-if INSIDE:
-    quicken()
 
 
-@pytest.mark.timeout(600)
-@pytest.mark.skipif(INSIDE, reason="this is the other process")
-def test_under_the_interpreter():
-    rerun(__file__)
+test_under_the_interpreter = interpreted(__file__)
 
 
 @pytest.mark.skipif(INSIDE, reason="the interpreter compiles nothing")

@@ -1,11 +1,10 @@
 """One launch beside a teacher against float64, under Triton's interpreter in a process of its own."""
 
 import math
-import os
 
 import pytest
 import torch
-from interpreting import fma_rounds_once, quicken, rerun
+from interpreting import fma_rounds_once, inside, interpreted
 
 import headloss as hl
 from headloss.engine.arguments import CallArguments
@@ -24,17 +23,10 @@ from headloss.losses import (
 )
 
 pytest.importorskip("triton")
-INSIDE = os.environ.get("TRITON_INTERPRET") == "1"
-inside = pytest.mark.skipif(not INSIDE, reason="runs under the interpreter, in a process of its own")
 N, V, D, K = 7, 37, 16, 5
-if INSIDE:
-    quicken()
 
 
-@pytest.mark.timeout(300)
-@pytest.mark.skipif(INSIDE, reason="this is the other process")
-def test_under_the_interpreter():
-    rerun(__file__)
+test_under_the_interpreter = interpreted(__file__)
 
 
 class Batch:

@@ -12,7 +12,7 @@ from itertools import combinations
 
 import pytest
 import torch
-from interpreting import quicken, rerun
+from interpreting import INSIDE, inside, rerun
 
 import headloss as hl
 from headloss.backends import choose
@@ -20,15 +20,12 @@ from headloss.facts import Fact, Pull, Softmax, Want, coefficients, finish, merg
 from headloss.losses import cross_entropy, grpo, gspo, z_loss
 
 pytest.importorskip("triton")
-INSIDE = os.environ.get("TRITON_INTERPRET") == "1"
-inside = pytest.mark.skipif(not INSIDE, reason="run by test_under_the_interpreter")
 STUDENT = ("lse", "logprob", "mean_logprob", "entropy", "sum_p2", "max_logprob", "argmax")
 ALL = Want([Fact(name) for name in STUDENT])
 NAN = math.nan
 
 plain = import_module("headloss.backends.torch")
 if INSIDE:
-    quicken()
     kernels = import_module("headloss.backends.triton.backend")
     tiles = import_module("headloss.backends.triton.tiles")
     TINY = tiles.Shape(width=64, lanes=4, loads=2, stages=1, warps=1)  # 3 parts and several blocks at V near 150

@@ -4,14 +4,13 @@ The losses are found, not listed.  What is given is rounded to float32 first, so
 """
 
 import math
-import os
 import sys
 from pathlib import Path
 
 import oracle
 import pytest
 import torch
-from interpreting import quicken, rerun
+from interpreting import INSIDE, inside, rerun
 from oracle import LOSSES
 from test_contract import needs_inputs, objective_ways, options_of, term_for
 
@@ -23,10 +22,6 @@ import teaching
 from teaching import CASES, TAILS, check, make, run, truth, values
 
 pytest.importorskip("triton")
-INSIDE = os.environ.get("TRITON_INTERPRET") == "1"
-inside = pytest.mark.skipif(not INSIDE, reason="run by test_under_the_interpreter")
-if INSIDE:
-    quicken()
 
 
 @pytest.mark.timeout(600)

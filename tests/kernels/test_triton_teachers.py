@@ -4,12 +4,11 @@ TRITON_INTERPRET must be set before triton is first imported, so one test runs t
 """
 
 import math
-import os
 from importlib import import_module
 
 import pytest
 import torch
-from interpreting import quicken, rerun
+from interpreting import INSIDE, inside, interpreted
 
 from headloss.divergence import Element
 from headloss.facts import Fact, Want, coefficients, finish
@@ -17,10 +16,6 @@ from headloss.losses import jsd, skew_kl, tvd
 from headloss.teachers import DenseChunk, DenseSoftmax, SparseChunk, teacher_coefficients
 
 pytest.importorskip("triton")
-INSIDE = os.environ.get("TRITON_INTERPRET") == "1"
-inside = pytest.mark.skipif(not INSIDE, reason="run by test_under_the_interpreter")
-if INSIDE:
-    quicken()
 NAN, INF = math.nan, math.inf
 DENSE = ("teacher_cross_entropy", "reverse_cross_entropy", "teacher_entropy", "shared_entropy", "teacher_argmax")
 STUDENT = ("lse", "logprob", "mean_logprob", "entropy", "sum_p2", "argmax")
@@ -34,10 +29,7 @@ if INSIDE:
     MIXED = tiles.Shape(width=128, lanes=8, loads=2, stages=1, warps=1)  # for two dtypes
 
 
-@pytest.mark.timeout(600)
-@pytest.mark.skipif(INSIDE, reason="this is the other process")
-def test_under_the_interpreter():
-    rerun(__file__)
+test_under_the_interpreter = interpreted(__file__)
 
 
 class Case:

@@ -2,14 +2,13 @@
 
 import inspect
 import math
-import os
 import re
 from importlib import import_module
 
 import pytest
 import torch
 import torch.nn.functional as F
-from interpreting import outside, quicken, rerun
+from interpreting import INSIDE, inside, interpreted, outside
 
 import headloss as hl
 from headloss.facts import CONSTANT, Fact, Want, coefficients, finish
@@ -19,23 +18,17 @@ from headloss.trace.call import Env
 from headloss.trace.trace import Shape, _flat_arguments, trace
 
 pytest.importorskip("triton")
-INSIDE = os.environ.get("TRITON_INTERPRET") == "1"
-inside = pytest.mark.skipif(not INSIDE, reason="runs under the interpreter, in a process of its own")
 
 plain = import_module("headloss.backends.torch")
 from headloss.backends.triton.printer.lower import Unprintable  # noqa: E402
 from headloss.backends.triton.printer.program import lower  # noqa: E402
 
 if INSIDE:
-    quicken()
     one = import_module("headloss.backends.triton.visit")
     TINY = one.Shape(1, 1)
 
 
-@pytest.mark.timeout(300)
-@pytest.mark.skipif(INSIDE, reason="this is the other process")
-def test_under_the_interpreter():
-    rerun(__file__)
+test_under_the_interpreter = interpreted(__file__)
 
 
 class Mix:

@@ -13,18 +13,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from interpreting import quicken, rerun
+from interpreting import INSIDE, rerun
 from torch import Tensor
 
 import headloss as hl
 from headloss.divergence import is_divergence
 from headloss.losses import LOSSES
 
-INSIDE = os.environ.get("TRITON_INTERPRET") == "1"
 BACKEND, DTYPES = ("triton", [torch.float32]) if INSIDE else ("torch", [torch.float64, torch.float64, torch.float32])
 ROUNDS = 5  # calls per test
-if INSIDE:
-    quicken()
 
 
 @pytest.mark.timeout(600)

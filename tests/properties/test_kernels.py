@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random as standard
 
 import drawn
@@ -11,14 +10,11 @@ import pytest
 import torch
 from drawn import RANDOM, problem, tally, way
 from hypothesis import given
-from interpreting import quicken, rerun
+from interpreting import INSIDE, rerun
 
 import headloss as hl
 
 pytest.importorskip("triton")
-INSIDE = os.environ.get("TRITON_INTERPRET") == "1"
-if INSIDE:
-    quicken()
 
 
 @pytest.mark.timeout(300)

@@ -3,12 +3,10 @@
 Under the interpreter with tiny tiles and, where there is a Hopper GPU, on that, which all ranks share.
 """
 
-import os
-
 import pytest
 import torch
 import torch.distributed as dist
-from interpreting import quicken, rerun
+from interpreting import INSIDE, quicken, rerun
 from spawn import Calls, Ranks
 
 import headloss as hl
@@ -19,7 +17,6 @@ from headloss.backends.triton import product
 
 if not product.TESTED:
     pytest.skip("the products need triton 3.6", allow_module_level=True)
-INSIDE = os.environ.get("TRITON_INTERPRET") == "1"
 GPU = torch.cuda.is_available() and product.able(torch.device("cuda"))
 ROWS, VOCAB, WIDTH, DEVICE = (368, 1400, 64, "cuda") if GPU else (23, 70, 16, "cpu")
 ROW = {"ce": cross_entropy, "z": hl.Term(z_loss, weight=1e-2), "rl": grpo, "metrics": ["entropy", "accuracy"]}

@@ -15,17 +15,14 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(__file__)))
-from interpreting import quicken, rerun
+from interpreting import INSIDE, interpreted
 
 import headloss as hl
 from headloss.losses import cross_entropy, entropy_bonus, forward_kl, grpo, gspo, reverse_kl, tvd
 from headloss.trace import gradient
 
-INSIDE = os.environ.get("TRITON_INTERPRET") == "1"
 BACKEND = "triton" if INSIDE else "torch"
 N, V, D, K = 6, 11, 4, 3
-if INSIDE:
-    quicken()
 
 
 def batch_mean(logprob, advantage):
@@ -665,8 +662,4 @@ def test_inplace_on_views_that_are_not(view):
     torch.testing.assert_close(x.grad, 2 * torch.autograd.grad(F.cross_entropy(view(x), t), x)[0])
 
 
-@pytest.mark.timeout(600)
-@pytest.mark.skipif(INSIDE, reason="this is the other process")
-def test_under_the_interpreter():
-    pytest.importorskip("triton")
-    rerun(__file__)
+test_under_the_interpreter = interpreted(__file__)

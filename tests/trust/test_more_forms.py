@@ -6,7 +6,6 @@ import copy
 import dataclasses
 import functools
 import math
-import os
 import pickle
 import subprocess
 import sys
@@ -18,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from interpreting import rerun
+from interpreting import INSIDE, interpreted
 from torch import Tensor
 
 import headloss as hl
@@ -27,7 +26,6 @@ from headloss.losses import cross_entropy, dpo, forward_kl
 from headloss.prepared import Stats, check_stats
 from headloss.trace.reads import reads
 
-INSIDE = os.environ.get("TRITON_INTERPRET") == "1"
 D = torch.float64
 torch.manual_seed(0)
 H, W, Y = torch.randn(6, 4, dtype=D), torch.randn(9, 4, dtype=D), torch.randint(9, (6,))
@@ -383,7 +381,4 @@ def test_compiled_without_gradients(grad: bool) -> None:
     torch.testing.assert_close(step(z), F.cross_entropy(z, Y))
 
 
-@pytest.mark.skipif(INSIDE, reason="runs inside")
-def test_under_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    rerun(__file__, "-k", "per_row or without_gradients")
+test_under_the_interpreter = interpreted(__file__, "-k", "per_row or without_gradients")

@@ -6,7 +6,6 @@ scalars of all dtypes against each other, in place, with `out=`, with the gradie
 
 import itertools
 import math
-import os
 import sys
 from pathlib import Path
 
@@ -16,7 +15,7 @@ import torch.nn.functional as F
 from torch.fx.experimental.proxy_tensor import make_fx
 
 sys.path.append(str(Path(__file__).parents[1]))
-from interpreting import outside, quicken, rerun
+from interpreting import INSIDE, inside, interpreted, outside
 
 import headloss as hl
 
@@ -29,19 +28,12 @@ from headloss.backends.triton.printer.operands import DTYPES, kind_of
 from headloss.backends.triton.printer.operations import RULES
 from headloss.backends.triton.printer.printer import Printer, Value
 
-INSIDE = os.environ.get("TRITON_INTERPRET") == "1"
-inside = pytest.mark.skipif(not INSIDE, reason="runs under the interpreter, in a process of its own")
-if INSIDE:
-    quicken()
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, where a number is not finite
 N = 64
 ATEN = torch.ops.aten
 
 
-@pytest.mark.timeout(600)
-@pytest.mark.skipif(INSIDE, reason="this is the other process")
-def test_under_the_interpreter():
-    rerun(__file__)
+test_under_the_interpreter = interpreted(__file__)
 
 
 @triton.jit

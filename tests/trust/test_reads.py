@@ -1,7 +1,6 @@
 """What may be traced: a function of which all that it reads is known.  What runs is what was written."""
 
 import math
-import os
 import pickle
 import random
 
@@ -9,7 +8,7 @@ import knobs
 import pytest
 import torch
 import torch.nn.functional as F
-from interpreting import rerun
+from interpreting import INSIDE, interpreted
 from knobs import KNOBS, TRACED
 
 import headloss as hl
@@ -17,7 +16,6 @@ from headloss import metrics, row_weights
 from headloss.losses import LOSSES
 from headloss.trace.reads import _Found, reads
 
-INSIDE = os.environ.get("TRITON_INTERPRET") == "1"
 BACKENDS = ("torch", "triton") if INSIDE else ("torch",)
 # The interpreter is slow: some of each kind.
 EVERY = (
@@ -111,10 +109,7 @@ def test_a_divergence_reads_in_every_call_too(name):
             assert torch.isfinite(sparse.loss)
 
 
-@pytest.mark.skipif(INSIDE, reason="runs inside")
-def test_under_the_interpreter():
-    pytest.importorskip("triton")
-    rerun(__file__, "-k", "function_reads or divergence_reads or metric_reads")
+test_under_the_interpreter = interpreted(__file__, "-k", "function_reads or divergence_reads or metric_reads")
 
 
 @pytest.mark.parametrize("name", KNOBS)
