@@ -298,8 +298,7 @@ def write(
         PROGRAMS=8 * programs, B=8192, num_warps=8,
     )  # fmt: skip
     factors, shares, constants = torch.empty(3, high, dtype=torch.float32, device=device).unbind()
-    numbers = torch.empty(high, dtype=torch.int32, device=device)
-    columns = torch.empty(C, dtype=torch.int32, device=device)
+    numbers, columns = (torch.empty(n, dtype=torch.int32, device=device) for n in (high, C))
     scaled_CD = None
     if dweight_VD is not None:
         usable = dhidden_CD is not None and fits(dhidden_CD)
