@@ -65,25 +65,55 @@ def from_dataset(batch: Mapping[str, Any], *, rows: int | None = None, device: A
     Of one sequence, (T, K), or of several, (B, T, K): lists that are padded to the longest or to `rows`, or tensors.
     """
     names = ("target_token_ids", "target_logprobs", "target_mask")
+    if not hasattr(batch, "keys"):
+        hint = "; of a dataset, some of its lines: dataset[:8]" if hasattr(batch, "column_names") else ""
+        raise TypeError(f"batch: wanted columns by name, got {type(batch).__name__}{hint}")
     missing = [name for name in names if name not in batch]
     if missing:
         raise ValueError(f"batch: wanted the columns {', '.join(names)}; {missing[0]} is not there")
-    tokens, logprobs, mask = (batch[name] for name in names)
-    single = not isinstance(tokens, Tensor) and (not len(tokens[0]) or isinstance(tokens[0][0], int))
-    single = single or (isinstance(tokens, Tensor) and tokens.ndim == 2)
-    if single:
-        tokens, logprobs, mask = [tokens], [logprobs], [mask]
-    longest = max(len(x) for x in tokens)
+    if rows is not None and (isinstance(rows, bool) or not isinstance(rows, int)):
+        raise TypeError(f"rows: wanted how many rows each sequence is padded to, got {rows!r}")
+    if not len(batch[names[0]]):
+        raise ValueError("batch: has no sequences")
+    one = _is_number(next(iter(_entries(batch[names[0]])), None))
+    columns = {name: [batch[name]] if one else batch[name] for name in names}
+    lines = [_line(b, {name: columns[name][b : b + 1] for name in names}) for b in range(len(columns[names[0]]))]
+    longest, K = max(len(own) for own, _, _ in lines), lines[0][0].shape[1]
     if rows is not None and rows < longest:
         raise ValueError(f"rows: {rows}, but a sequence has {longest} tokens")
-    T, K = rows or longest, len(tokens[0][0])
-    ids, found = torch.full((len(tokens), T, K), -1), torch.full((len(tokens), T, K), -math.inf)
-    for b, (own, logs, counts) in enumerate(zip(tokens, logprobs, mask, strict=True)):
-        here = torch.as_tensor(counts)[1:].bool()
-        ids[b, : len(own) - 1] = torch.as_tensor(own)[1:].long().masked_fill(~here, -1)
-        found[b, : len(own) - 1] = torch.as_tensor(logs, dtype=torch.float32)[1:].masked_fill(~here, -math.inf)
-    ids, found = (x[0] if single else x for x in (ids, found))
+    T = rows or longest
+    ids, found = torch.full((len(lines), T, K), -1), torch.full((len(lines), T, K), -math.inf)
+    for b, (own, logs, counts) in enumerate(lines):
+        if own.shape[1] != K:
+            raise ValueError(f"target_token_ids: sequence {b} has {own.shape[1]} ids per token, the first has {K}")
+        here = counts[1:].bool()
+        ids[b, : len(own) - 1] = own[1:].long().masked_fill(~here, -1)
+        found[b, : len(own) - 1] = logs[1:].masked_fill(~here, -math.inf)
+    ids, found = (x[0] if one else x for x in (ids, found))
     return ids.to(device), found.to(device)
+
+
+def _entries(tokens: Any) -> Any:
+    """Of the first sequence, or of the first token of the only one."""
+    return tokens[0] if getattr(tokens[0], "ndim", 1) and hasattr(tokens[0], "__iter__") else ()
+
+
+def _is_number(x: Any) -> bool:
+    return x is not None and getattr(x, "ndim", 0 if isinstance(x, int) else 1) == 0
+
+
+def _line(number: int, columns: Mapping[str, Any]) -> list[Tensor]:
+    """One sequence of a dataset: ids, log-probabilities and mask, (T, K) each."""
+    found: list[Tensor] = []
+    for name, x in columns.items():
+        try:
+            found.append(torch.as_tensor(x[0], dtype=torch.float32 if name == "target_logprobs" else None))
+        except (IndexError, TypeError, ValueError, RuntimeError):
+            raise ValueError(f"{name}: sequence {number} has no K numbers for each of its tokens") from None
+        if found[-1].ndim != 2 or found[-1].shape != found[0].shape:
+            got, wanted = tuple(found[-1].shape), "(tokens, K)" if len(found) == 1 else tuple(found[0].shape)
+            raise ValueError(f"{name}: sequence {number} has shape {got}, wanted {wanted} as target_token_ids has")
+    return found
 
 
 def _is_vllm_entry(x: Any) -> bool:

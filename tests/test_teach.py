@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("datasets")
 pytest.importorskip("typer")
 
-from datasets import load_from_disk
+from datasets import Dataset, load_from_disk
 from typer.testing import CliRunner
 
 import headloss as hl
@@ -99,11 +100,107 @@ def test_a_run_goes_on(made: dict[str, Any], monkeypatch: pytest.MonkeyPatch) ->
     assert again.exit_code == 2 and "holds a finished dataset" in plain(again.output)
 
 
-def test_refusals(made: dict[str, Any], tmp_path: Path) -> None:
-    wide = [*made["arguments"][:5], "--k", "100", *made["arguments"][7:]]
-    refused = CliRunner().invoke(main, wide)
-    assert refused.exit_code == 2 and "wanted at most 61 columns" in plain(refused.output)
-    other = CliRunner().invoke(main, made["arguments"])
+def test_a_run_goes_on_with_the_same_data_alone(made: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(teach, "PART", 2)
+    whole = teach._write
+
+    def broken(model: Any, lines: Any, folder: Path, *rest: Any) -> None:
+        if folder.name != "000000000":
+            raise RuntimeError("the machine went away")
+        whole(model, lines, folder, *rest)
+
+    monkeypatch.setattr(teach, "_write", broken)
+    assert isinstance(CliRunner().invoke(main, made["arguments"]).exception, RuntimeError)
+    data = Path(made["arguments"][4])
+    told = data.read_text()
+    data.write_text("".join(reversed(told.splitlines(keepends=True))))
+    refused = CliRunner().invoke(main, made["arguments"])
+    assert refused.exit_code == 2 and "--data: sequences 0 to 1 are others than when" in plain(refused.output)
+    other = CliRunner().invoke(main, [*made["arguments"], "--temperature", "2"])
     assert other.exit_code == 2 and "was begun with other arguments" in plain(other.output)
-    with pytest.raises(ValueError, match="batch: wanted the columns .*; target_mask is not there"):
-        hl.Sparse.from_dataset({"target_token_ids": [[1]], "target_logprobs": [[0.0]]})
+    data.write_text(told)
+    monkeypatch.setattr(teach, "_write", whole)
+    assert CliRunner().invoke(main, made["arguments"]).exit_code == 0
+    assert load_from_disk(str(made["out"]))["input_ids"][:] == made["lines"]
+
+
+def test_refusals(made: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each says which option was wrong, and leaves nothing behind that the right command would have to agree with."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    for name, text in {
+        "beyond": '{"input_ids": [3, 4]}\n{"input_ids": [3, 61]}\n', "float": '{"input_ids": [3.5]}\n', "empty": "",
+        "broken": "{not json\n", "other": '{"tokens": [3]}\n', "none": '{"input_ids": [3]}\n{"input_ids": []}\n',
+    }.items():  # fmt: skip
+        (tmp_path / f"{name}.jsonl").write_text(text)
+    (tmp_path / "file").write_text("")
+    data = lambda name: ["--data", str(tmp_path / f"{name}.jsonl")]
+    for options, message in (
+        (["--k", "100"], "--k: wanted at most 61 columns, which the vocabulary has, got 100"),
+        (["--model", str(tmp_path / "nowhere")], "--model: .* could not be loaded"),
+        (["--temperature", "0"], "--temperature: wanted a positive number, got 0.0"),
+        (["--device", "nowhere"], "--device: nowhere cannot be used"),
+        (["--out", str(tmp_path / "file")], "--out: .* is a file; wanted a folder"),
+        (data("nowhere"), "--data: .* is no file or folder here, and no dataset of that name was found"),
+        (data("beyond"), "--data: sequence 1 has token 61; wanted those of the model, in .0, 61."),
+        (data("float"), "--data: sequence 0 has token 3.5"),
+        (data("empty"), "--data: .* is empty"),
+        (data("broken"), "--data: .* could not be read: .*JSON parse error"),
+        (data("other"), "--data: wanted a column input_ids or text, got tokens"),
+        (data("none"), "--data: sequence 1 has no tokens"),
+    ):
+        refused = CliRunner().invoke(main, [*made["arguments"], *options])
+        assert refused.exit_code == 2 and re.search(message, plain(refused.output)), (options, refused.output)
+        assert "0%" not in refused.output and "it/s" not in refused.output
+    assert CliRunner().invoke(main, made["arguments"]).exit_code == 0
+
+
+BATCH = {
+    "target_token_ids": [[[0, 1], [7, 9], [4, 2]], [[0, 1], [5, 3]]],
+    "target_logprobs": [[[-9.0, -9.0], [-0.1, -2.5], [-0.5, -1.1]], [[-9.0, -9.0], [-0.2, -2.0]]],
+    "target_mask": [[[0, 0], [1, 1], [1, 0]], [[0, 0], [1, 1]]],
+}
+
+
+def test_what_a_dataset_returns() -> None:
+    """Lists, arrays or tensors, of one line or of several."""
+    want = hl.Sparse.from_dataset(BATCH)
+    assert want.ids.tolist() == [[[7, 9], [4, -1], [-1, -1]], [[5, 3], [-1, -1], [-1, -1]]]
+    stored = Dataset.from_dict(BATCH)
+    for kind in (None, "numpy", "torch"):
+        lines = stored.with_format(kind)
+        assert torch.equal(hl.Sparse.from_dataset(lines[:2]).ids, want.ids), kind
+        assert torch.equal(hl.Sparse.from_dataset(lines[1], rows=3).logprobs, want.logprobs[1]), kind
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda b: b.pop("target_mask"), "batch: wanted the columns .*; target_mask is not there"),
+        (lambda b: b.update(target_token_ids=[]), "batch: has no sequences"),
+        (lambda b: b.update(target_logprobs=b["target_logprobs"][:1]), "target_logprobs: sequence 1 has no K numbers"),
+        (
+            lambda b: b.update(target_mask=[x[1:] for x in b["target_mask"]]),
+            r"target_mask: sequence 0 has shape \(2, 2\)",
+        ),
+        (lambda b: b.update(target_token_ids=[[[1], [2, 3]]]), "target_token_ids: sequence 0 has no K numbers"),
+        (lambda b: b.update(target_token_ids=[[], []]), r"target_token_ids: sequence 0 has shape \(0,\), wanted"),
+        (lambda b: b.update(target_token_ids=[3, 4]), r"target_token_ids: sequence 0 has shape \(\), wanted"),
+        (
+            lambda b: b.update({n: [x[0], [[y[0]] for y in x[1]]] for n, x in b.items()}),
+            "sequence 1 has 1 ids per token",
+        ),
+    ],
+)
+def test_what_a_dataset_may_not_return(change: Any, message: str) -> None:
+    batch = {name: list(x) for name, x in BATCH.items()}
+    change(batch)
+    with pytest.raises(ValueError, match=message):
+        hl.Sparse.from_dataset(batch)
+
+
+def test_a_dataset_is_no_batch() -> None:
+    with pytest.raises(TypeError, match=r"batch: wanted columns by name, got Dataset; .* dataset\[:8\]"):
+        hl.Sparse.from_dataset(Dataset.from_dict(BATCH))
+    for rows, kind in (("3", TypeError), (2, ValueError)):
+        with pytest.raises(kind, match="rows: "):
+            hl.Sparse.from_dataset(BATCH, rows=rows)

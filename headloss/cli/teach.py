@@ -53,39 +53,72 @@ def command(
     said = {"model": model, "data": data, "k": k, "temperature": temperature, "max_length": max_length, "split": split}
     console = Console(stderr=json_, highlight=False)
     try:
-        rows = teach(said, out, batch_tokens, device, console)
+        with _quiet():
+            rows = teach(said, out, batch_tokens, device, console)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     told = f"{rows} sequences in {out}; hl.Sparse.from_dataset(batch) reads them"
     typer.echo(json.dumps({"sequences": rows, "out": str(out), **said}) if json_ else told)
 
 
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """One bar, ours: without those of loading and saving."""
+    import datasets
+    from transformers.utils import logging
+
+    shown = not datasets.are_progress_bars_disabled(), logging.is_progress_bar_enabled()
+    datasets.disable_progress_bars()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown[0]:
+            datasets.enable_progress_bars()
+        if shown[1]:
+            logging.enable_progress_bar()
+
+
 def teach(said: dict[str, Any], out: Path, batch_tokens: int, device: str | None, console: Console) -> int:
     """Run the model over the data, part by part; how many sequences there are."""
     from datasets import concatenate_datasets, load_from_disk
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from headloss.integrations.causal_lm import check_model
 
     parts = out / "parts"
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"--out: {out} is a file; wanted a folder")
     if (out / "state.json").exists():
         raise ValueError(f"--out: {out} holds a finished dataset; give another folder")
-    parts.mkdir(parents=True, exist_ok=True)
     note = parts / "said.json"
-    if note.exists() and json.loads(note.read_text()) != said:
+    begun = note.exists() and any(x.is_dir() for x in parts.iterdir())  # else it was refused before it wrote a part
+    if begun and json.loads(note.read_text()) != said:
         raise ValueError(f"--out: {out} was begun with other arguments, {note.read_text()}; give another folder")
-    note.write_text(json.dumps(said))
-    where = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    made = AutoModelForCausalLM.from_pretrained(said["model"], dtype="auto").to(where).eval()
+    if not 0 < said["temperature"] < float("inf"):
+        raise ValueError(f"--temperature: wanted a positive number, got {said['temperature']}")
     given = read_data(said["data"], said["split"])
-    tokenizer = None if "input_ids" in given.column_names else AutoTokenizer.from_pretrained(said["model"])
     count = len(given)
+    if not count:
+        raise ValueError(f"--data: {said['data']} has no sequences")
+    made, tokenizer = _load(said["model"], device, "input_ids" not in given.column_names)
+    vocab, most = made.get_input_embeddings().weight.shape[0], check_model(made, takes_loss=False).weight.shape[0]
+    if said["k"] > most:
+        raise ValueError(f"--k: wanted at most {most} columns, which the vocabulary has, got {said['k']}")
+    read = lambda i: _tokens(given[i], i, tokenizer, said["max_length"], vocab)
+    parts.mkdir(parents=True, exist_ok=True)
+    note.write_text(json.dumps(said))
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task("sequences", total=count)
         for first in range(0, count, PART):
             last, folder = min(first + PART, count), parts / f"{first:09d}"
+            lines = [read(i) for i in range(first, last)]
             if not folder.exists():
-                lines = [_tokens(given[i], i, tokenizer, said["max_length"]) for i in range(first, last)]
                 _write(made, lines, folder, said, batch_tokens)
+            elif load_from_disk(str(folder))["input_ids"][:] != [line["input_ids"] for line in lines]:
+                raise ValueError(
+                    f"--data: sequences {first} to {last - 1} are others than when {out} was begun; give another folder"
+                )
             progress.update(task, completed=last)
     folders = [str(parts / f"{first:09d}") for first in range(0, count, PART)]
     concatenate_datasets([load_from_disk(x) for x in folders]).save_to_disk(str(out))
@@ -95,27 +128,63 @@ def teach(said: dict[str, Any], out: Path, batch_tokens: int, device: str | None
 
 def read_data(data: str, split: str) -> Any:
     """A dataset of `input_ids` or `text`, from a file, a folder or a name."""
-    from datasets import load_dataset, load_from_disk
-
     path = Path(data)
     kinds = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".txt": "text", ".arrow": "arrow"}
-    if path.is_file():
-        if path.suffix not in kinds:
-            raise ValueError(f"--data: wanted a file that ends in {', '.join(kinds)}, got {path.name}")
-        found = load_dataset(kinds[path.suffix], data_files=str(path), split="train")
-    else:
-        found = load_from_disk(data) if path.is_dir() else load_dataset(data, split=split)
-        found = found[split] if hasattr(found, "keys") else found
+    if path.is_file() and path.suffix not in kinds:
+        raise ValueError(f"--data: wanted a file that ends in {', '.join(kinds)}, got {path.name}")
+    if path.is_file() and not path.stat().st_size:
+        raise ValueError(f"--data: {data} is empty")
+    try:
+        found = _read(path, data, split, kinds.get(path.suffix))
+    except Exception as error:
+        what = "is no file or folder here, and no dataset of that name was found" * (not path.exists())
+        raise ValueError(f"--data: {data} {what or 'could not be read'}: {_first_line(error)}") from error
     if not {"input_ids", "text"} & set(found.column_names):
         raise ValueError(f"--data: wanted a column input_ids or text, got {', '.join(found.column_names)}")
     return found
 
 
-def _tokens(line: Any, number: int, tokenizer: Any, most: int) -> dict[str, list[int]]:
+def _read(path: Path, data: str, split: str, kind: str | None) -> Any:
+    from datasets import load_dataset, load_from_disk
+
+    if path.is_file():
+        return load_dataset(kind, data_files=str(path), split="train")
+    found = load_from_disk(data) if path.is_dir() else load_dataset(data, split=split)
+    return found[split] if hasattr(found, "keys") else found
+
+
+def _load(name: str, device: str | None, with_tokenizer: bool) -> tuple[Any, Any]:
+    """The model, and the tokenizer of data that is text."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    try:
+        model = AutoModelForCausalLM.from_pretrained(name, dtype="auto").eval()
+        tokenizer = AutoTokenizer.from_pretrained(name) if with_tokenizer else None
+    except (OSError, ValueError, ImportError) as error:
+        raise ValueError(f"--model: {name} could not be loaded: {_first_line(error)}") from error
+    try:
+        return model.to(device or ("cuda" if torch.cuda.is_available() else "cpu")), tokenizer
+    except (RuntimeError, AssertionError) as error:  # torch's own for a device that is not here
+        raise ValueError(f"--device: {device} cannot be used: {_first_line(error)}") from error
+
+
+def _first_line(error: BaseException) -> str:
+    """Of what lies behind an error."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
+
+
+def _tokens(line: Any, number: int, tokenizer: Any, most: int, vocab: int) -> dict[str, list[int]]:
     """A sequence and, if it has them, its labels."""
     ids = list(line["input_ids"] if tokenizer is None else tokenizer(line["text"])["input_ids"])[:most]
     if not ids:
         raise ValueError(f"--data: sequence {number} has no tokens")
+    wrong = [x for x in ids if isinstance(x, bool) or not isinstance(x, int) or not 0 <= x < vocab]
+    if wrong:
+        raise ValueError(
+            f"--data: sequence {number} has token {wrong[0]!r}; wanted those of the model, in [0, {vocab})"
+        )
     found = {"input_ids": ids}
     if line.get("labels") is not None:
         found["labels"] = list(line["labels"])[:most]
@@ -156,8 +225,6 @@ def likeliest(model: Any, sequences: Sequence[Sequence[int]], k: int, temperatur
     from headloss.integrations.causal_lm import check_model, logits_transform
 
     head = check_model(model, takes_loss=False)
-    if k > head.weight.shape[0]:
-        raise ValueError(f"--k: wanted at most {head.weight.shape[0]} columns, which the vocabulary has, got {k}")
     T = max(map(len, sequences))
     ids_BT = torch.tensor([[*x, *[0] * (T - len(x))] for x in sequences], device=head.weight.device)
     mask_BT = torch.tensor([[1] * len(x) + [0] * (T - len(x)) for x in sequences], device=head.weight.device)
