@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 
 import headloss as hl
-from headloss.backends.triton import product
+from headloss.backends.triton import product, product_ranks
 from headloss.facts import Fact, Want, finish
 from headloss.losses import cross_entropy, grpo, gspo, reinforce, z_loss
 
@@ -221,11 +221,10 @@ def same_bits(case: Case) -> dict[str, bool]:
         tiles, parts = len(case.w) // product.READ.columns, []
         ends = [tiles * i // count * product.READ.columns for i in range(count)] + [len(case.w)]
         for start, end in itertools.pairwise(ends):
-            w = case.w[start:end]
-            rows = product.gather(case.h, w, case.y, 1.0, scale=1.0, start=start, ignore=False)
-            parts.append((start, rows, product.tile_sums(rows, w, wanted, start=start, store=None)))
-        made = product.finish(*product.across(parts), wanted, 1.0, rows=N, columns=len(case.w))
-        facts, _ = finish(product.partial(made.sums, wanted), wanted, [1.0], len(case.w))
+            shard = {"start": start, "vocab": len(case.w)}
+            parts.append(product_ranks.read(case.h, case.w[start:end], case.y, wanted, 1.0, **shard))
+        sums = product_ranks.across(parts[0], torch.stack([x.sums for x in parts]), wanted, 1.0, len(case.w))
+        facts, _ = finish(product.partial(sums, wanted), wanted, [1.0], len(case.w))
         checks[f"{count} shards"] = equal([facts[Fact(x)] for x in ("logprob", "entropy", "lse")], slice(None))
     want = {"ce": cross_entropy, "z": hl.Term(z_loss, weight=1e-4), "metrics": ["entropy"]}
     for memory in ("64MiB", case.memory):

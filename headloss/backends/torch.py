@@ -26,7 +26,7 @@ NAME = "torch"
 
 TILE_BYTES = {"cpu": 1 << 20}
 TILE_BYTES_ELSEWHERE = 64 << 20
-lower = product = None  # no program for one launch and no matrix products: nothing here is a kernel of ours
+lower = product = product_ranks = None  # no program for one launch and no matrix products: no kernel here is ours
 LOOK_BUFFERS = 8  # a divergence and its slope keep about 20 of a tile's size
 
 

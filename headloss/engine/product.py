@@ -78,9 +78,10 @@ def _beyond(terms: Sequence[Any], program: Any) -> str:
 class ProductHead(LinearHead):
     """`Linear`, opened: sums come with the first product, and the gradient goes into two more."""
 
-    def __init__(self, source: Linear, products: Any) -> None:
+    def __init__(self, source: Linear, backend: ModuleType) -> None:
         super().__init__(source)
-        self.products, self.e_CV = products, torch.empty(0)
+        products = backend.product
+        self.products, self.over_ranks, self.e_CV = products, backend.product_ranks, torch.empty(0)
         if not products.fits(self.hidden_ND):
             self.hidden_ND = self.hidden_ND.contiguous()
 
@@ -99,9 +100,11 @@ class ProductHead(LinearHead):
                 self.e_CV = self.products.chunk(most, len(self.weight_VD), hidden_CD.device)
             e_CV = self.e_CV
         temperature = sweep._temperatures(part)[0]
-        how = {"scale": source.scale, "start": sweep._start, "ignore": ignore, "store": e_CV}
-        how["whole"] = source.shard is None
-        return self.products.read(hidden_CD, self.weight_VD, targets, sweep.want, temperature, **how)
+        how = {"scale": source.scale, "ignore": ignore, "store": e_CV}
+        given = hidden_CD, self.weight_VD, targets, sweep.want, temperature
+        if (shard := source.shard) is not None:
+            return self.over_ranks.read(*given, **how, start=shard.start, vocab=shard.vocab)
+        return self.products.read(*given, **how)
 
     def pulled(self, numbers: Any, read: Any, pull: Any) -> None:
         """The gradient of these rows from their coefficients."""
@@ -159,13 +162,13 @@ class ProductSweep(Sweep):
     def _open(self) -> Any:
         self.close()
         assert isinstance(self.source, Linear)
-        return ProductHead(self.source, self.backend.product)
+        return ProductHead(self.source, self.backend)
 
     def facts(self) -> tuple[dict[Fact, Tensor], Softmax]:
-        return self._found(self.sums(), self._all) if self.rows.count else super().facts()
+        return self._found(self.reads(), self._all) if self.rows.count else super().facts()
 
-    def sums(self) -> Tensor:
-        """(F, R): what the first product leaves of all rows, some at a time; nothing else of it is kept."""
+    def reads(self) -> list[Any]:
+        """What the first product leaves of all rows, some at a time; nothing else of it is kept."""
         head, want = self._open(), self.want
         fields = 2 + sum(map(bool, (want.sums("X"), want.sums("Q"), want.total, want.argmax)))
         row_bytes = 4 * fields * -(-self.source.columns // self.backend.product.READ.columns)
@@ -174,25 +177,29 @@ class ProductSweep(Sweep):
         pieces = -(-self.rows.count // most)
         step = -(-self.rows.count // pieces // 128) * 128  # of one length, or the last wave of programs is long
         parts = [slice(i, min(i + step, self.rows.count)) for i in range(0, self.rows.count, step)]
-        sums = [head.sums(self, part, store=False).sums for part in parts]
+        return [head.sums(self, part, store=False).without_hidden() for part in parts]
+
+    def sums(self) -> Tensor:
+        """(F, R), of all rows."""
+        sums = [read.sums for read in self.reads()]
         return sums[0] if len(sums) == 1 else torch.cat(sums, 1)
 
-    def _found(self, sums: Tensor, part: slice, number: int = 0) -> tuple[dict[Fact, Tensor], Softmax]:
+    def _found(self, reads: Sequence[Any], part: slice, number: int = 0) -> tuple[dict[Fact, Tensor], Softmax]:
         """Facts and softmax of the chunk of that number; over a shard, after one collective.
 
         Ignored rows have sums of 0, and so facts of 0.
         """
-        partial, shard = self.backend.product.partial(sums, self.want), self.source.shard
-        if shard is None:
-            return finish(partial, self.want, self._temperatures(part), self.source.vocab, guarded=True)
-        gathering = Gathering(partial, shard, *self._first(number))
-        return self._finish(self._merged(gathering, part), part)
-
-    def _merge(self, read: Any, softmax: Softmax, part: slice) -> None:
-        """Tell what the first product left of a shard's columns about those of the other ranks."""
-        if self.source.shard is not None:
-            (T,), (log_sum,) = self._temperatures(part), softmax.log_sums
-            self.backend.product.over_ranks(read, softmax.max / T + log_sum)
+        sums, shard, products = [read.sums for read in reads], self.source.shard, self.backend.product
+        if shard is not None:
+            nodes = sums[0] if len(sums) == 1 else torch.cat(sums, 1)
+            nodes_WkC, at, sums = Gathering(nodes, shard, *self._first(number)).gathered(), part.start, []
+            for read in reads:
+                here = slice(at, at + read.sums.shape[1])
+                own = nodes_WkC[..., here.start - part.start : here.stop - part.start], self.want
+                sums.append(self.backend.product_ranks.across(read, *own, self._temperatures(here)[0], shard.vocab))
+                at = here.stop
+        partial = products.partial(sums[0] if len(sums) == 1 else torch.cat(sums, 1), self.want)
+        return finish(partial, self.want, self._temperatures(part), self.source.vocab, guarded=True)
 
     @property
     def at_once(self) -> bool:
@@ -205,8 +212,7 @@ class ProductSweep(Sweep):
         everything = self._all
         head = self.open_head(needs, [Chunk(everything)])
         read = head.sums(self, everything, store=True)
-        facts, softmax = self._found(read.sums, everything)
-        self._merge(read, softmax, everything)
+        facts, softmax = self._found([read], everything)
         value, (by_fact, by_input) = loss.whole(facts, grad=True)
         (pull,) = coefficients(facts, self._held(by_fact, everything), self.want, self.source.vocab)
         return value, facts, softmax, by_fact, by_input, self.gradients(head, read, pull)
@@ -223,8 +229,7 @@ class ProductSweep(Sweep):
         head, seen = self.open_head(needs, chunks), []
         for i, chunk in enumerate(chunks):
             read = head.sums(self, chunk.rows, store=True)
-            facts, softmax = self._found(read.sums, chunk.rows, i)
-            self._merge(read, softmax, chunk.rows)
+            facts, softmax = self._found([read], chunk.rows, i)
             by_fact, by_input = cotangents(chunk, facts)
             self._write(head, chunk.rows, read, facts, by_fact)
             seen.append((facts, softmax, by_fact, by_input))
@@ -243,7 +248,9 @@ class ProductSweep(Sweep):
         head.wants_grad(needs)
         for part in head.chunks(self.rows.count, self.rows.keep is not None):
             read = head.sums(self, part, store=True)
-            self._merge(read, Softmax(softmax.max[part], (softmax.log_sums[0][part],)), part)
+            if self.source.shard is not None:
+                lse = softmax.max[part] / self._temperatures(part)[0] + softmax.log_sums[0][part]
+                self.backend.product_ranks.over_ranks(read, lse)
             at = {f: x[part] for f, x in facts.items()}, {f: g[part] for f, g in grads.items()}
             self._write(head, part, read, *at)
         return self.grads(head)

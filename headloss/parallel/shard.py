@@ -80,15 +80,15 @@ class VocabShard:
 
 
 class Gathering:
-    """A partial on its way: packed, being gathered, merged when asked for.
+    """A partial, or numbers that are packed already, (k, N), on their way: being gathered, merged when asked for.
 
     A `note` travels along, see `note_of`.  What leaves before a note was read is as long as for all `rows`, ignored
     ones included: ranks that count different rows must meet in a collective of one length to hear of it.
     """
 
-    def __init__(self, partial: Partial, shard: VocabShard, note: Tensor | None = None, rows: int = 0) -> None:
+    def __init__(self, partial: Partial | Tensor, shard: VocabShard, note: Tensor | None = None, rows: int = 0) -> None:
         self.like, self.shard, self.note = partial, shard, note
-        packed_kN = torch.stack(list(_fields(partial)))
+        packed_kN = partial if isinstance(partial, Tensor) else torch.stack(list(_fields(partial)))
         self.shape = packed_kN.shape
         packed = packed_kN.flatten()
         if rows > self.shape[1] or note is not None:
@@ -101,13 +101,16 @@ class Gathering:
                 self.work = all_gather(self.all_W, packed, shard.group)
 
     def merged(self, temperatures: Sequence[Temperature], paired: Sequence[Pairs] = ()) -> Partial:
+        return merge(_refill(self.like, iter(self.gathered().unbind(1))), temperatures, paired)
+
+    def gathered(self) -> Tensor:
+        """(W, k, N): the numbers of all ranks."""
         if self.work is not None:  # without rows there is nothing to gather, on any rank of the group
             with together("gathering the partials of a sharded vocabulary"):
                 self.work.wait()
             if self.note is not None:
                 check_notes(self.all_W[:, -len(self.note) :], self.shard.vocab)
-        all_WkN = self.all_W[:, : self.shape.numel()].unflatten(1, self.shape)
-        return merge(_refill(self.like, iter(all_WkN.unbind(1))), temperatures, paired)
+        return self.all_W[:, : self.shape.numel()].unflatten(1, self.shape)
 
 
 SAME = {  # what must be equal on ranks that share a vocabulary, in the order of a note

@@ -9,7 +9,7 @@ from interpreting import INSIDE, inside, interpreted
 from headloss.facts import Fact, Want, finish
 
 pytest.importorskip("triton")
-from headloss.backends.triton import product
+from headloss.backends.triton import product, product_ranks
 
 if not product.TESTED:
     pytest.skip("the products need triton 3.6", allow_module_level=True)
@@ -200,7 +200,7 @@ def test_of_equal_maxima_the_first_is_the_argmax():
 
 
 @inside
-@pytest.mark.parametrize("cuts", [(64,), (32, 64, 128), (32, 64, 96, 128)])
+@pytest.mark.parametrize("cuts", [(64,), (96,), (32, 64, 128), (32, 64, 96, 128), (0, 96, 96), (40, 41, 100)])
 def test_shards_cut_at_tiles_have_the_bits_of_one(cuts):
     """Each with a reference of its own, and the target on one of them."""
     case = Case(rows=20, vocab=150, ignored=True, facts=("lse", "logprob", "entropy", "argmax", "mean_logprob"))
@@ -209,13 +209,16 @@ def test_shards_cut_at_tiles_have_the_bits_of_one(cuts):
     whole, ends = case.facts(case.read()), (0, *cuts, 150)
     shards = []
     for start, end in itertools.pairwise(ends):
-        weight = case.weight[start:end]
-        rows = product.gather(case.hidden, weight, case.target, 1.0, scale=1.0, start=start, ignore=True)
-        store = product.chunk(20, end - start, weight.device)
-        shards.append((start, rows, product.tile_sums(rows, weight, case.want, start=start, store=store)))
-    found = case.facts(product.finish(*product.across(shards), case.want, 1.0, rows=20, columns=150))
-    for name, x in found.items():
-        assert torch.equal(x[case.counts], whole[name][case.counts]), name
+        store, shard = product.chunk(20, end - start, case.hidden.device), {"start": start, "vocab": 150}
+        given = case.hidden, case.weight[start:end], case.target, case.want, 1.0
+        shards.append(product_ranks.read(*given, **shard, ignore=True, store=store))
+    nodes = torch.stack([read.sums for read in shards])
+    for read in shards:
+        sums = product_ranks.across(read, nodes, case.want, 1.0, 150)
+        for name, x in case.facts(read._replace(sums=sums)).items():
+            if all(cut % product.READ.columns == 0 for cut in cuts):
+                assert torch.equal(x[case.counts], whole[name][case.counts]), name
+            torch.testing.assert_close(x[case.counts], whole[name][case.counts], rtol=2e-6, atol=2e-6)
 
 
 def built(kernel, facts=("logprob",), *, vocab=2000, dtype=torch.bfloat16, add=False, store=True):

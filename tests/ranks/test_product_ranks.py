@@ -3,6 +3,8 @@
 Under the interpreter with tiny tiles and, where there is a Hopper GPU, on that, which all ranks share.
 """
 
+import itertools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,7 +15,7 @@ import headloss as hl
 from headloss.losses import cross_entropy, grpo, gspo, z_loss
 
 pytest.importorskip("triton")
-from headloss.backends.triton import product
+from headloss.backends.triton import product, product_ranks
 
 if not product.TESTED:
     pytest.skip("the products need triton 3.6", allow_module_level=True)
@@ -77,15 +79,47 @@ def on_rank(name):
     if DEVICE == "cpu":
         small()
     terms, shared, options = CASES[name]
-    rank, held, read, reads = dist.get_rank(), columns(dist.get_world_size(), shared), product.read, []
+    rank, held, read, reads = dist.get_rank(), columns(dist.get_world_size(), shared), product_ranks.read, []
     start = sum(held[:rank])
     shard = hl.VocabShard(dist.group.WORLD, start, VOCAB, width=max(held))
-    product.read = lambda *call, **more: reads.append(len(call[0])) or read(*call, **more)
+    product_ranks.read = lambda *call, **more: reads.append(len(call[0])) or read(*call, **more)
     try:
         with Calls() as calls:
             return run(terms, slice(start, start + held[rank]), shard, torch.bfloat16, **options), reads, calls.count
     finally:
-        product.read = read
+        product_ranks.read = read
+
+
+def facts(held, shard, **options):
+    """Of these columns, by `row_facts` and by a call that makes a gradient."""
+    torch.manual_seed(6)
+    hidden, weight = torch.randn(ROWS, WIDTH).bfloat16(), (torch.randn(VOCAB, WIDTH) / 2).bfloat16()
+    targets = torch.randint(VOCAB, (ROWS,))
+    hidden[: ROWS // 2] = 9 * weight[targets[: ROWS // 2]]  # p within 1e-6 of 1
+    targets[3::6] = -100
+    hidden, weight, targets = hidden.to(DEVICE).requires_grad_(), weight[held].clone().to(DEVICE), targets.to(DEVICE)
+    source = hl.Linear(hidden, weight, shard=shard, **options)
+    known = hl.row_facts(source, targets, want=("logprob", "lse", "entropy", "argmax"), backend="triton")
+    out = hl.Objective(ce=cross_entropy, metrics=["entropy"], backend="triton")(source, targets)
+    out.loss.backward()
+    found = known.logprob, known.lse, known.entropy, known.argmax, out.facts.logprob, out.facts.entropy, out.loss
+    return [x.detach().cpu() for x in found]
+
+
+def cut_at_tiles(size):
+    """Where each rank's columns begin, and where the last ones end."""
+    tiles = -(-VOCAB // product.READ.columns)
+    return [*(min(i * tiles // size, tiles) * product.READ.columns for i in range(size)), VOCAB]
+
+
+def bits_on_rank(options):
+    product.SMALLEST = 0
+    if DEVICE == "cpu":
+        small()
+    cuts, rank = cut_at_tiles(dist.get_world_size()), dist.get_rank()
+    width = max(b - a for a, b in itertools.pairwise(cuts))
+    shard = hl.VocabShard(dist.group.WORLD, cuts[rank], VOCAB, width=width)
+    return facts(slice(cuts[rank], cuts[rank + 1]), shard, **options)
 
 
 @pytest.mark.skipif(not INSIDE and not GPU, reason="runs under the interpreter, in a process of its own")
@@ -107,5 +141,14 @@ def test_ranks_share_a_vocabulary(size):
                     assert x.shape == y.shape and apart <= 1.5e-2 * float(y.norm()), name  # bf16 may be cut off here
                 assert (len(reads) > 1) == ("memory" in options), name
                 assert collectives == {"all_gather": len(reads), "all_reduce": 1}, name
+        if DEVICE == "cpu":
+            small()
+        product.SMALLEST = 0
+        whole = facts(slice(0, VOCAB), None)
+        assert whole[0][whole[0] < 0].max() > -1e-6
+        for options in ({}, {"memory": FEW}):  # to the bit, in any chunks
+            for found in ranks.run(bits_on_rank, options):
+                assert all(map(torch.equal, found[:-1], whole[:-1]))
+                torch.testing.assert_close(found[-1], whole[-1])
     finally:
         ranks.stop()

@@ -7,6 +7,7 @@ from typing import Any
 
 from headloss.backends.triton import alike, columns, plain, pulls, settle, sweeps
 from headloss.backends.triton import product as product
+from headloss.backends.triton import product_ranks as product_ranks
 from headloss.backends.triton import teachers as compared
 from headloss.backends.triton import visit as alone
 from headloss.backends.triton.printer.elements import printed

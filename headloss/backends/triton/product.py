@@ -16,8 +16,6 @@ sums of a row are a function of the row and the weight, to the bit.
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -82,6 +80,10 @@ class Read(NamedTuple):
     e: Tensor | None
     beyond: Tensor
 
+    def without_hidden(self) -> Read:
+        """Of rows that nothing will be written of."""
+        return self._replace(rows=self.rows._replace(hidden=self.sums))
+
 
 def able(device: torch.device) -> bool:
     """Whether the products run there."""
@@ -115,23 +117,18 @@ def read(
     temperature: float | Tensor,
     *,
     scale: float = 1.0,
-    start: int = 0,
     ignore: bool = False,
     store: Tensor | None = None,
-    whole: bool = True,
 ) -> Read:
     """The sums of each row, and E in `store` (rows to a multiple of a tile's, V) if it is there.
 
-    `ignore`: rows of target -100 are left out, and their sums are 0.  `whole`: the columns are all that there are; if
-    not, the sums are to be merged with others', and `over_ranks` tells what came of it.
+    `ignore`: rows of target -100 are left out, and their sums are 0.
     """
-    if not len(weight_VD):
-        return _without_columns(hidden_CD, want)
     given = plain_temperature(temperature)
-    rows = gather(hidden_CD, weight_VD, target_C, given, scale=scale, start=start, ignore=ignore)
-    tiles = tile_sums(rows, weight_VD, want, start=start, store=store)
-    shape = {"rows": len(hidden_CD), "columns": len(weight_VD)}
-    return finish(rows, tiles, want, given, **shape, start=start, store=store, whole=whole)
+    rows = gather(hidden_CD, weight_VD, target_C, given, scale=scale, ignore=ignore)
+    tiles = tile_sums(rows, weight_VD, want, store=store)
+    merge(tiles, rows.live, want)
+    return finish(rows, tiles, want, given, rows=len(hidden_CD), columns=len(weight_VD), store=store)
 
 
 def gather(
@@ -141,20 +138,25 @@ def gather(
     temperature: float | Tensor,
     *,
     scale: float,
-    start: int,
+    start: int = 0,
     ignore: bool,
 ) -> Gathered:
+    """`start`: the column of the vocabulary that is the first in hand; without any, places are all that is known."""
     (C, D), V, device = hidden_CD.shape, len(weight_VD), hidden_CD.device
     target_C = None if target_C is None else target_C.contiguous()
     high = -(-C // TILE.rows) * TILE.rows
     listed, live, x_CD = None, torch.empty(1, dtype=torch.int32, device=device), hidden_CD
     if ignore and target_C is not None:
         listed = torch.empty(C, dtype=torch.int32, device=device)
-        x_CD = torch.empty(high, D, dtype=hidden_CD.dtype, device=device)
         launch_kernel(order_kernel, triton.cdiv(C, NUMBERED["B"]), target_C, listed, live, C, **NUMBERED, num_warps=8)
     targets = torch.empty(high, dtype=torch.int32, device=device)
     numbers = torch.empty(5, high, dtype=torch.float32, device=device)
     has_target = target_C is not None  # even if no fact asks: the bits of the others must not depend on what is asked
+    if not V:
+        live = live if listed is not None else live.fill_(C)
+        return Gathered(x_CD, listed, live, targets.fill_(-1), numbers, has_target)
+    if listed is not None:
+        x_CD = torch.empty(high, D, dtype=hidden_CD.dtype, device=device)
     few, copied = min(1024, triton.next_power_of_2(D)), listed is not None
     flags = records.GatherFlags(copied, has_target, isinstance(temperature, Tensor), copied, TILE.rows, few)
     launch_kernel(
@@ -165,13 +167,13 @@ def gather(
     return Gathered(x_CD, listed, live, targets, numbers, has_target)
 
 
-def tile_sums(rows: Gathered, weight_VD: Tensor, want: Want, *, start: int, store: Tensor | None) -> Tensor:
+def tile_sums(rows: Gathered, weight_VD: Tensor, want: Want, *, start: int = 0, store: Tensor | None) -> Tensor:
     """(fields, tiles, places): the first product, and the sums of each tile's rows."""
     (V, D), device, T = weight_VD.shape, weight_VD.device, READ
     high, tiles, whole = len(rows.targets), -(-V // T.columns), V // T.columns
-    parts = torch.empty(2 + sum(_flags(want)), tiles, high, dtype=torch.float32, device=device)
+    parts = torch.empty(2 + sum(sums_of(want)), tiles, high, dtype=torch.float32, device=device)
     multiplier, _, reference, *_ = rows.numbers
-    flags = _tile(T, device, STORE=store is not None, TARGET=rows.has_target, **_flags(want)._asdict())
+    flags = _tile(T, device, STORE=store is not None, TARGET=rows.has_target, **sums_of(want)._asdict())
     for first, wide in ((0, whole), (whole, tiles - whole)):  # the last tile by itself: masks cost 6% at D = 1024
         if wide:
             launch_kernel(
@@ -184,16 +186,25 @@ def tile_sums(rows: Gathered, weight_VD: Tensor, want: Want, *, start: int, stor
     return parts
 
 
-def across(shards: Sequence[tuple[int, Gathered, Tensor]]) -> tuple[Gathered, Tensor]:
-    """The rows and tile sums of shards, each with its first column, as if one had held all the columns.
+def merge(parts: Tensor, live: Tensor, want: Want, first: int | None = None) -> None:
+    """Sums of tiles in one tree, where they stand: all of them into the first.
 
-    Where they are cut at multiples of a tile, to the bit.
+    `first`: the number of the first tile, of a part of them; then groups of 2^LEVELS, and of such, that are whole.
     """
-    rows = shards[0][1]
-    targets = torch.stack([torch.where(x.targets < 0, -1, start + x.targets) for start, x, _ in shards]).amax(0)
-    logits = torch.stack([x.numbers[1].masked_fill(x.targets < 0, -torch.inf) for _, x, _ in shards]).amax(0)
-    numbers = torch.stack([rows.numbers[0], logits, rows.numbers[2], *rows.numbers[3:]])
-    return rows._replace(targets=targets, numbers=numbers), torch.cat([parts for _, _, parts in shards], 1)
+    _, tiles, high = parts.shape
+    step = 1
+    while step < tiles:
+        size, begin = step << LEVELS, 0
+        groups = -(-tiles // size)
+        if first is not None:
+            begin = -first % size
+            groups = max(0, tiles - begin) // size
+        if groups:
+            launch_kernel(
+                merge_kernel, triton.cdiv(high, 128) * groups, parts, live, tiles, high, step, begin, groups,
+                F=sums_of(want), LEVELS=LEVELS, B=128, num_warps=4, **LAUNCH,
+            )  # fmt: skip
+        step = size
 
 
 def finish(
@@ -204,19 +215,14 @@ def finish(
     *,
     rows: int,
     columns: int,
-    start: int = 0,
     store: Tensor | None = None,
     whole: bool = True,
 ) -> Read:
-    """Merge the sums of tiles in one tree, where they stand, and put the targets back."""
-    (_, tiles, high), device, flags = parts.shape, parts.device, _flags(want)
-    step = 1
-    while step < tiles:
-        launch_kernel(
-            merge_kernel, triton.cdiv(rows, 128) * triton.cdiv(tiles, step << LEVELS),
-            parts, gathered.live, tiles, high, step, F=flags, LEVELS=LEVELS, B=128, num_warps=4, **LAUNCH,
-        )  # fmt: skip
-        step <<= LEVELS
+    """The sums of each row from those of all its tiles, with the targets back among them.
+
+    `whole`: the columns are all that there are; if not, all that is right of the sums is what E needs.
+    """
+    (_, tiles, high), device = parts.shape, parts.device
     sums = torch.empty(_slots(want), rows, dtype=torch.float32, device=device)
     beyond = torch.empty(high // TILE.rows, dtype=torch.int32, device=device)
     _, logit, reference, lse, logprob = gathered.numbers
@@ -227,35 +233,16 @@ def finish(
     launch_kernel(
         finish_kernel, high // TILE.rows,
         records.FinishAt(parts, gathered.targets, logit, reference, sums, lse, logprob, beyond), gathered.listed,
-        gathered.live, temperature, tiles, high, rows, columns, start, SUMS=flags, F=how, num_warps=4, **LAUNCH,
+        gathered.live, temperature, tiles, high, rows, columns, SUMS=sums_of(want), F=how, num_warps=4, **LAUNCH,
     )  # fmt: skip
     return Read(gathered, sums, store, beyond)
-
-
-def _without_columns(hidden_CD: Tensor, want: Want) -> Read:
-    """Of a rank that holds none: sums that change no others."""
-    none = torch.empty(5, 0, device=hidden_CD.device)
-    sums = torch.zeros(_slots(want), len(hidden_CD), dtype=torch.float32, device=hidden_CD.device)
-    sums[: 1 + want.target] = -torch.inf  # the maximum, and the target's logit
-    return Read(Gathered(hidden_CD, None, none, none, none, False), sums, None, none)
 
 
 def _slots(want: Want) -> int:
     return 1 + want.target + 2 * want.total + want.argmax + 1 + want.sums("X") + want.sums("Q")
 
 
-def over_ranks(read: Read, lse_C: Tensor) -> None:
-    """Rows whose sums were merged with those of other ranks' columns: their log-sum-exp over all of them."""
-    listed, (*_, lse, logprob) = read.rows.listed, read.rows.numbers
-    if not len(lse):
-        return
-    found = lse_C.to(torch.float32) / math.log(2)  # as the kernels count
-    found = found if listed is None else found[listed.long()]
-    logprob[: len(found)] += (lse[: len(found)] - found) * math.log(2)
-    lse[: len(found)] = found
-
-
-def _flags(want: Want) -> records.TileFlags:
+def sums_of(want: Want) -> records.TileFlags:
     """What tiles are summed for; S has the same bits with and without the others."""
     return records.TileFlags(want.sums("X"), want.sums("Q"), want.total, want.argmax)
 

@@ -119,16 +119,36 @@ def joined(a, b):
     )
 
 
-@triton.jit(do_not_specialize=["tiles", "rows", "step"], do_not_specialize_on_alignment=["count"])
-def merge_kernel(parts, count, tiles, rows, step, LEVELS: tl.constexpr, B: tl.constexpr, F: tl.constexpr):
-    """Of every `step` tiles the first has their sums: 2^LEVELS such into the first of them."""
+@triton.jit
+def stored(at, field, here, node, F: tl.constexpr):
+    """What `loaded` loads."""
+    tl.store(at, node[0], mask=here)
+    tl.store(at + field, node[1], mask=here)
+    slot = 2
+    if F.TOTAL:
+        tl.store(at + slot * field, node[2], mask=here)
+        slot += 1
+    if F.BEST:
+        tl.store(at + slot * field, node[3], mask=here)
+        slot += 1
+    if F.WANT_X:
+        tl.store(at + slot * field, node[4], mask=here)
+        slot += 1
+    if F.WANT_Q:
+        tl.store(at + slot * field, node[5], mask=here)
+
+
+@triton.jit(do_not_specialize=["tiles", "rows", "step", "begin", "groups"], do_not_specialize_on_alignment=["count"])
+def merge_kernel(
+    parts, count, tiles, rows, step, begin, groups, LEVELS: tl.constexpr, B: tl.constexpr, F: tl.constexpr
+):
+    """Of every `step` tiles the first has their sums: 2^LEVELS such into the first of them, from tile `begin` on."""
     RADIX: tl.constexpr = 1 << LEVELS
-    groups = tl.cdiv(tiles, RADIX * step)
     at, group = tl.program_id(0) // groups * B, tl.program_id(0) % groups
     row = at + tl.arange(0, B)
     if at >= tl.load(count):
         return
-    first, field = group.to(tl.int64) * RADIX * step, tiles.to(tl.int64) * rows
+    first, field = begin + group.to(tl.int64) * RADIX * step, tiles.to(tl.int64) * rows
     nodes = ()
     for i in tl.static_range(RADIX):
         tile = first + i * step
@@ -139,22 +159,7 @@ def merge_kernel(parts, count, tiles, rows, step, LEVELS: tl.constexpr, B: tl.co
         for i in tl.static_range(len(nodes) // 2):
             halved += (joined(nodes[2 * i], nodes[2 * i + 1]),)
         nodes = halved
-    most, S, total, best, X, Q = nodes[0]
-    at, here = parts + first * rows + row, row < rows
-    tl.store(at, most, mask=here)
-    tl.store(at + field, S, mask=here)
-    slot = 2
-    if F.TOTAL:
-        tl.store(at + slot * field, total, mask=here)
-        slot += 1
-    if F.BEST:
-        tl.store(at + slot * field, best, mask=here)
-        slot += 1
-    if F.WANT_X:
-        tl.store(at + slot * field, X, mask=here)
-        slot += 1
-    if F.WANT_Q:
-        tl.store(at + slot * field, Q, mask=here)
+    stored(parts + first * rows + row, field, row < rows, nodes[0], F)
 
 
 @triton.jit
@@ -173,12 +178,10 @@ def log1p(x):
 
 
 @triton.jit(
-    do_not_specialize=["tiles", "rows", "wide", "columns", "start"],
+    do_not_specialize=["tiles", "rows", "wide", "columns"],
     do_not_specialize_on_alignment=["listed", "count", "temperatures"],
 )
-def finish_kernel(
-    at, listed, count, temperatures, tiles, rows, wide, columns, start, SUMS: tl.constexpr, F: tl.constexpr
-):
+def finish_kernel(at, listed, count, temperatures, tiles, rows, wide, columns, SUMS: tl.constexpr, F: tl.constexpr):
     """Sums over all columns, the target's among them, into `at.out` (sums, wide) where the rows stand in the chunk.
 
     REBASED: measured from lse instead of the maximum, which keeps the digits of a log p near 0.  A row whose maximum is
@@ -198,8 +201,8 @@ def finish_kernel(
         logits = tl.where(own >= 0, tl.load(at.logit + place, mask=here, other=0.0), gap)
         total += tl.where(own >= 0, logits, 0.0)
         if SUMS.BEST:
-            first = (logits > most) | ((logits == most) & (start + own < best))
-            best = tl.where(first, (start + own).to(tl.float32), best)
+            first = (logits > most) | ((logits == most) & (own < best))
+            best = tl.where(first, own.to(tl.float32), best)
         top = tl.maximum(most, logits)
         away, gap = most - top, logits - top
         k = tl.exp2(away)

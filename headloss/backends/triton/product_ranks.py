@@ -1,0 +1,104 @@
+"""The head's own products where ranks share a vocabulary: what travels, and what comes of it.
+
+Dimension key:  C rows of a chunk   V columns in hand   D hidden size   W ranks   k numbers of a row that travel
+
+The tiles of all ranks are merged in the tree that one rank would merge them in.  So where cuts are multiples of a tile,
+the facts of a row have the same bits on any number of ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import triton  # type: ignore
+from torch import Tensor
+
+from headloss.backends.triton import product
+from headloss.backends.triton.kernels.product_ranks import across_kernel, nodes_kernel
+from headloss.backends.triton.launch import launch_kernel
+from headloss.backends.triton.product import Gathered, Read
+from headloss.backends.triton.tiles import LAUNCH, plain_temperature
+from headloss.facts import Want
+
+
+def read(
+    hidden_CD: Tensor,
+    weight_VD: Tensor,
+    target_C: Tensor | None,
+    want: Want,
+    temperature: float | Tensor,
+    *,
+    start: int,
+    vocab: int,
+    scale: float = 1.0,
+    ignore: bool = False,
+    store: Tensor | None = None,
+) -> Read:
+    """As `product.read` of the columns from `start` on; its sums are the (k, C) numbers that `across` takes.
+
+    Places in the chunk, not rows, are their columns: ranks that have the same targets have the same places.
+    """
+    given, C, V = plain_temperature(temperature), len(hidden_CD), len(weight_VD)
+    rows = product.gather(hidden_CD, weight_VD, target_C, given, scale=scale, start=start, ignore=ignore)
+    parts = rows.numbers.new_empty(_fields(want), 1, len(rows.targets))  # of no columns: nobody reads them
+    if V:
+        parts = product.tile_sums(rows, weight_VD, want, start=start, store=store)
+        product.merge(parts, rows.live, want, start // product.READ.columns)
+    levels, (_, tiles, high) = _levels(vocab), parts.shape
+    nodes_kC = rows.numbers.new_empty(2 * levels * _fields(want) + 4, C)
+    launch_kernel(
+        nodes_kernel, triton.cdiv(C, 128) * (2 * levels + 1),
+        parts, rows.live, rows.targets, rows.numbers[1], nodes_kC, tiles if V else 0, high, C, V, start, levels,
+        **_constants(rows, want), LEVELS=product.LEVELS,
+    )  # fmt: skip
+    beyond = rows.live
+    if store is not None and V:  # a row far from its reference is found by the maximum of the columns here
+        own, totals = _joined(rows, nodes_kC[None], want, vocab)
+        beyond = product.finish(own, totals, want, given, rows=C, columns=V, store=store, whole=False).beyond
+    return Read(rows, nodes_kC, store, beyond)
+
+
+def across(read: Read, nodes_WkC: Tensor, want: Want, temperature: float | Tensor, vocab: int) -> Tensor:
+    """(F, C): the sums of each row over the columns of all ranks; what `read` says of the softmax is then of those."""
+    rows, totals = _joined(read.rows, nodes_WkC, want, vocab)
+    given, C = plain_temperature(temperature), nodes_WkC.shape[2]
+    return product.finish(rows, totals, want, given, rows=C, columns=vocab).sums
+
+
+def over_ranks(read: Read, lse_C: Tensor) -> None:
+    """Rows whose softmax over all ranks is known from before: their log-sum-exp."""
+    listed, (*_, lse, logprob) = read.rows.listed, read.rows.numbers
+    found = lse_C.to(torch.float32) / math.log(2)  # as the kernels count
+    found = found if listed is None else found[listed.long()]
+    logprob[: len(found)] += (lse[: len(found)] - found) * math.log(2)
+    lse[: len(found)] = found
+
+
+def _joined(rows: Gathered, nodes_WkC: Tensor, want: Want, vocab: int) -> tuple[Gathered, Tensor]:
+    """The rows with their targets' columns in the vocabulary and logits there, and the sums of all columns."""
+    (W, _, C), levels, high = nodes_WkC.shape, _levels(vocab), len(rows.targets)
+    numbers = rows.numbers
+    scratch, totals = numbers.new_empty(levels + 1, _fields(want), high), numbers.new_empty(_fields(want), 1, high)
+    targets = torch.empty_like(rows.targets)
+    launch_kernel(
+        across_kernel, triton.cdiv(C, 128),
+        nodes_WkC, rows.live, scratch, totals, targets, numbers[1], W, *nodes_WkC.stride()[:2], C, high, levels,
+        **_constants(rows, want),
+    )  # fmt: skip
+    return rows._replace(targets=targets), totals
+
+
+def _levels(vocab: int) -> int:
+    """Of a tree over the tiles of a vocabulary; a cut within a tile makes one more of it."""
+    return (-(-vocab // product.READ.columns) + 1).bit_length()
+
+
+def _fields(want: Want) -> int:
+    return 2 + sum(product.sums_of(want))
+
+
+def _constants(rows: Gathered, want: Want) -> dict[str, Any]:
+    own = {"TARGET": rows.has_target, "FIELDS": _fields(want), "TILE": product.READ.columns, "F": product.sums_of(want)}
+    return {**own, "B": 128, "num_warps": 4, **LAUNCH}
