@@ -128,7 +128,7 @@ def _prose(e: Entry) -> str:
     """The docstring as Markdown: the formula set apart, and a list where it explains words one below the other."""
     text = e.text
     lead = ""
-    if not re.match(r"[A-Z][a-z]+ [a-z]", e.formula):  # "One value per pair ..." is a sentence
+    if not re.match(r"[A-Z][a-z]+ [a-z]", e.formula):  # "One value per pair ..." is prose
         lead = f"    {e.formula}\n\n"
         rest = re.sub(r"\s+", " ", text.split("\n\n")[0])[len(e.formula) :].lstrip(" :;.")
         text = "\n\n".join([rest[:1].upper() + rest[1:], *text.split("\n\n")[1:]]).strip()

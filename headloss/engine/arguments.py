@@ -1,4 +1,4 @@
-"""What a call is given, as records: they travel through the engine as one."""
+"""The arguments of a call as records, so that they travel through the engine together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a plan to a sweep and a loss: look at the targets, find the rows that count, lay everything out along them."""
+"""From a plan to a sweep and a loss: read the targets, find the rows that count, lay the inputs out by row."""
 
 from __future__ import annotations
 

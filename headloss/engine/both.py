@@ -1,4 +1,4 @@
-"""A call with a support some of whose terms stay on the whole vocabulary: two calls on one source, and one record."""
+"""A call with a support in which some terms keep the whole vocabulary: two calls on one source, and one record."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Columns that a call names without a teacher; the rest of the engine sees a sparse teacher that nobody has to pass.
+"""Columns that a call names itself, `ids=`: the rest of the engine sees them as a sparse teacher.
 
     objective(source, targets, ids=choices)            the facts `ids_logprob` and `ids_logit` of these columns
     hl.Term(cross_entropy, targets="nll_targets")      a term's own targets: one more column of each row is picked

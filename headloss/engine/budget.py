@@ -1,4 +1,4 @@
-"""How many rows' logits exist at a time: what a call holds beyond its inputs and its results is to fit `memory=`.
+"""How many rows of logits exist at a time, so that what a call holds beyond inputs and results fits `memory=`.
 
     each row of a chunk    its logits, its teachers', and the hidden rows that are gathered for it
     besides                a copy of the weight in another dtype, rows of a teacher's weight that were gathered and,

@@ -1,4 +1,4 @@
-"""What is checked of a call without looking at a number of a device: names of inputs and teachers, counts, values."""
+"""Checks of a call that read nothing from the device: names of inputs and teachers, counts, values."""
 
 from __future__ import annotations
 

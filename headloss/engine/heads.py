@@ -1,4 +1,4 @@
-"""Sources, opened: flat (N, ...) tensors with two verbs, `read` the raw logits of some rows and `write` their gradient.
+"""Sources as flat (N, ...) tensors with two methods: `read` the raw logits of some rows, `write` their gradient.
 
 Dimension key:  N rows   C rows of a chunk   V vocabulary   D hidden size
 """

@@ -1,4 +1,4 @@
-"""A sweep over kept columns: the source opened for them, and what a sweep does otherwise than over whole rows.
+"""A sweep over kept columns: how the source is read, and where it differs from a sweep over whole rows.
 
 Dimension key:  N rows   C rows of a block   E kept columns of a block   W places of its rows   V vocabulary   D hidden
 """

@@ -1,4 +1,4 @@
-"""Nests of tuples with tensors at their ends: what a sweep found of some rows, cut and joined along them."""
+"""Nested tuples of tensors, what a sweep found of some rows: cut and joined along the rows."""
 
 from __future__ import annotations
 

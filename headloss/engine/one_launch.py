@@ -1,4 +1,4 @@
-"""A visit in one launch: what the printed program is handed, chunk by chunk, and what it brings back.
+"""A visit in one launch: what each chunk passes to the printed program, and what comes back.
 
 Dimension key:  R rows that count   C rows of a chunk   T terms
 

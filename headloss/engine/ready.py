@@ -1,4 +1,4 @@
-"""Calls that take one launch over all their logits: what their tensors do not decide is decided once.
+"""Calls that take one launch over all their logits: all that does not depend on their tensors is decided once.
 
 Two such calls are alike if everything is equal that can be seen without a number of the device: dtypes, sizes, strides,
 options, and what their functions read.  The first of them is planned and checked; then it runs here, as all later ones.

@@ -1,4 +1,4 @@
-"""Visits that are alike: of a later one nothing is looked at but where its tensors begin.
+"""Visits that differ only in their tensors: of a later one, only where those begin in memory is checked.
 
 Dimension key:  C rows handed in   V columns in hand
 """

@@ -79,7 +79,7 @@ def origin_of(top):
 @triton.jit
 def sweep_row(raw, skew, end, c, how, held, ids, POLICY: tl.constexpr, F: tl.constexpr):
     """Of the student alone: maximum, argmax, sums (see `merge_lanes`), total, its last block as stored, and what is
-    `beside_ids`."""
+    `around_ids`."""
     m, top, seen, sums, total, centre, tail, left = read(raw, skew, end, c, how, held, ids, POLICY, F)
     best = tl.full([], NOWHERE, tl.int32)
     if F.BEST:

@@ -168,14 +168,14 @@ def read_pair(raw, teacher, skew, end, c, ct, how, POLICY: tl.constexpr, F: tl.c
     if F.BEST:
         top = tl.max(m, axis=0)
         column = search(
-            words, best, m == top, top, skew, end, bounds[0], bounds[1], how[0], how[1],
-            F.LINE > F.VEC, False, F.SCALED, F.CAPPED, F.PAIRED, K, L, J,
+            words, best, m == top, top, skew, end, bounds[0], bounds[1], how,
+            F.LINE > F.VEC, False, F.SCALED, F.CAPPED, F.PAIRED, F,
         )  # fmt: skip
     if F.TEACHER_BEST:
         topt = tl.max(mt, axis=0)
         columnt = search(
-            theirs, bestt, mt == topt, topt, skew, end, bounds[2], bounds[3], how[2], how[3],
-            True, False, F.TEACHER_SCALED, F.TEACHER_CAPPED, F.TEACHER_PAIRED, K, L, J,
+            theirs, bestt, mt == topt, topt, skew, end, bounds[2], bounds[3], (how[2], how[3]),
+            True, False, F.TEACHER_SCALED, F.TEACHER_CAPPED, F.TEACHER_PAIRED, F,
         )  # fmt: skip
     return m, mt, column - skew, columnt - skew, sums, tl.sum(total, axis=0), centre
 

@@ -128,7 +128,7 @@ def held_ids(held, word, block, F: tl.constexpr):
 
 
 @triton.jit
-def beside_ids(raw, low, high, ids, F: tl.constexpr):
+def around_ids(raw, low, high, ids, F: tl.constexpr):
     """The columns that share a vector with an id, as they are stored; which of them are no ids; and where they stand.
 
     A sweep without the ids leaves out their vectors: to look for each id's column would cost it eight times as much.
@@ -191,13 +191,16 @@ def take_in(
 
 @triton.jit
 def search(
-    words, block, holds, top, low, high, go, stop, scale, cap, SKEWED: tl.constexpr, EVEN: tl.constexpr,
-    SCALED: tl.constexpr, CAPPED: tl.constexpr, PAIRED: tl.constexpr, K: tl.constexpr, L: tl.constexpr, J: tl.constexpr,
+    words, block, holds, top, low, high, go, stop, how, SKEWED: tl.constexpr, EVEN: tl.constexpr,
+    SCALED: tl.constexpr, CAPPED: tl.constexpr, PAIRED: tl.constexpr, F: tl.constexpr,
 ):  # fmt: skip
     """The first column at which each lane that holds `top` has it in its `block`, (L,); elsewhere beyond all columns.
 
     Every lane of a row pays for every step of this, so first the load is found, then the column in that one alone.
     """
+    K: tl.constexpr = F.K
+    L: tl.constexpr = F.L
+    J: tl.constexpr = F.J
     BLOCK: tl.constexpr = K * L * J
     W: tl.constexpr = 2 if PAIRED else 1
     CUT: tl.constexpr = SCALED or CAPPED or not EVEN
@@ -217,7 +220,7 @@ def search(
         if WORDS:
             hit = highest((x,)) == top
         else:
-            x = decode(x, scale, cap, False, SCALED, CAPPED, PAIRED)
+            x = decode(x, how[0], how[1], False, SCALED, CAPPED, PAIRED)
             if CUT:
                 spot = (block * BLOCK + lane * J)[:, None] + j
                 x = tl.where(holds[:, None] & within(spot, n, low, high), x, LEAST)
@@ -228,14 +231,14 @@ def search(
             found = tl.where(hit[:, None], x, found)
         load = tl.where(hit, n, load)
     if WORDS:
-        found = decode(found, scale, cap, False, SCALED, CAPPED, PAIRED)
+        found = decode(found, how[0], how[1], False, SCALED, CAPPED, PAIRED)
     first = tl.min(tl.where(found == top, j, J), axis=1)
     return tl.where(first < J, block * BLOCK + load * (L * J) + lane * J + first, 2147483647)
 
 
 @triton.jit
 def read(raw, skew, end, c, how, held, ids, POLICY: tl.constexpr, F: tl.constexpr):
-    """The first sweep: what each lane has seen of the row, the row's last block as it is stored, and `beside_ids`.
+    """The first sweep: what each lane has seen of the row, the row's last block as it is stored, and `around_ids`.
 
     `how`: scale and cap; `held`, `ids`: see `hide_ids`.
     """
@@ -273,7 +276,7 @@ def read(raw, skew, end, c, how, held, ids, POLICY: tl.constexpr, F: tl.constexp
     word, left = tl.zeros([L], tl.int32), ()
     if F.TAIL:  # with the first columns on their way
         hide_ids(held, skew, end, ids, F)
-        left = beside_ids(raw, skew, end, ids, F)
+        left = around_ids(raw, skew, end, ids, F)
         tl.debug_barrier()  # every id is marked
         word = held_ids(held, word, 0, F)
     if F.LINE > VEC:
@@ -305,8 +308,8 @@ def read(raw, skew, end, c, how, held, ids, POLICY: tl.constexpr, F: tl.constexp
     if F.BEST:
         # a lane that holds the maximum knows in which block it first saw it, and reads that one once more
         column = search(
-            words, best, m == top, top, skew, end, go, stop, how[0], how[1],
-            F.LINE > VEC, F.EVEN, F.SCALED, F.CAPPED, PAIRED, K, L, J,
+            words, best, m == top, top, skew, end, go, stop, how,
+            F.LINE > VEC, F.EVEN, F.SCALED, F.CAPPED, PAIRED, F,
         )  # fmt: skip
     return m, top, column - skew, sums, tl.sum(total, axis=0), centre, tail, left
 

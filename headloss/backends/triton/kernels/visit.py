@@ -105,17 +105,17 @@ def visit_kernel(
         else:
             ids = (at.sorted_ids + row * count, count, skew.to(tl.int64) - start)
             held = at.held + row * (tl.cdiv(V + F.LINE, 32 * F.L * F.J) * F.L)
-            top, best, own, total, tail, beside = sweep_row(
+            top, best, own, total, tail, around = sweep_row(
                 at.raw + begin, skew, skew + V, c, how, held, ids, POLICY, F
             )
             if F.TAIL:
-                left = tl.where(beside[1], logits(beside[0], how[0], how[1], F.SCALED, F.CAPPED), -float("inf"))
+                left = tl.where(around[1], logits(around[0], how[0], how[1], F.SCALED, F.CAPPED), -float("inf"))
                 above = tl.maximum(top, tl.max(left, axis=0))
                 own = with_ids(own, top, above, left, c, F)
                 total += V.to(tl.float32) * (origin_of(top) - origin_of(above))
                 if F.BEST:
                     best = tl.where(top == above, best, NOWHERE)
-                    best = tl.minimum(best, tl.min(tl.where(left == above, beside[2], NOWHERE), axis=0))
+                    best = tl.minimum(best, tl.min(tl.where(left == above, around[2], NOWHERE), axis=0))
                 top = above
 
         if IDS:
