@@ -57,20 +57,10 @@ PULL = (
 
 
 def sums(
-    raw_CV: Tensor,
-    target_C: Tensor | None,
-    want: Want,
-    temperatures: Sequence[float | Tensor],
-    *,
-    scale: float = 1.0,
-    softcap: float | None = None,
-    start: int = 0,
-    batch_invariant: bool | None = None,
-    shape: Shape | None = None,
+    raw_CV: Tensor, target_C: Tensor | None, want: Want, temperatures: Sequence[float | Tensor], **how: Any
 ) -> Partial:
-    """The partial of these columns; `start` is the first column's place in the whole vocabulary."""
-    how: dict[str, Any] = {"scale": scale, "softcap": softcap, "start": start, "shape": shape}
-    return named(sums_matrix(raw_CV, target_C, want, temperatures, batch_invariant=batch_invariant, **how), want)
+    """The partial of these columns; `how` as in `sums_matrix`."""
+    return named(sums_matrix(raw_CV, target_C, want, temperatures, **how), want)
 
 
 def sums_matrix(
@@ -85,7 +75,7 @@ def sums_matrix(
     batch_invariant: bool | None = None,
     shape: Shape | None = None,
 ) -> Tensor:
-    """The same as a matrix, in the order of `named`."""
+    """The same as a matrix, in the order of `named`; `start` is the first column's place in the whole vocabulary."""
     C, V = raw_CV.shape
     if C == 0 or V == 0:
         check_dtype(raw_CV)

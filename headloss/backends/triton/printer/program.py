@@ -76,22 +76,24 @@ def lower(
     Raises `Unprintable`, with the operation and the loss, if a value or a cotangent cannot be printed; a metric that
     cannot is left out.
     """
-    key = program_key(terms, want, inputs, metrics)
+    made: Program = once(_lower, terms, want, inputs, metrics)
+    return made
+
+
+_PROGRAMS: dict[Any, Any] = {}
+
+
+def once(make: Any, terms: Any, want: Want, inputs: Any, metrics: Any) -> Any:
+    """What `make` makes of these, made once for all that say the same."""
+    parts = [(name, Same(trace.joint), call.facts, call.input_names) for name, (call, trace) in terms.items()]
+    own = [(n, call.reads(), call.signature.parameters) for n, call in metrics]
+    key = (make, tuple(parts), want, tuple(sorted(inputs.items())), tuple(own))
     if key not in _PROGRAMS:
-        made = _lower(terms, want, inputs, metrics)
-        if len(_PROGRAMS) >= 256:
+        made = make(terms, want, inputs, metrics)
+        if len(_PROGRAMS) >= 512:
             _PROGRAMS.pop(next(iter(_PROGRAMS)))
         _PROGRAMS[key] = made
     return _PROGRAMS[key]
-
-
-_PROGRAMS: dict[Any, Program] = {}
-
-
-def program_key(terms: Any, want: Want, inputs: Any, metrics: Any) -> Any:
-    parts = [(name, Same(trace.joint), call.facts, call.input_names) for name, (call, trace) in terms.items()]
-    own = [(n, call.reads(), call.signature.parameters) for n, call in metrics]
-    return (tuple(parts), want, tuple(sorted(inputs.items())), tuple(own))
 
 
 def _lower(terms: Any, want: Want, inputs: Mapping[str, Any], metrics: Any) -> Program:

@@ -23,7 +23,7 @@ from headloss.backends.triton.printer.facts import values
 from headloss.backends.triton.printer.lower import compiled
 from headloss.backends.triton.printer.operands import Unprintable, constant, name_of
 from headloss.backends.triton.printer.printer import Printer, Value, dtype_of, kind_of
-from headloss.backends.triton.printer.program import Page, fed, program_key
+from headloss.backends.triton.printer.program import Page, fed, once
 from headloss.facts import Fact, Want
 
 NAME = "segment"
@@ -68,16 +68,8 @@ def lower(
     metrics: Sequence[tuple[str, Any]] = (),
 ) -> SegmentProgram:
     """As `program.lower`, for terms of which some are segment terms and the others row terms."""
-    key = program_key(terms, want, inputs, metrics)
-    if key not in _PROGRAMS:
-        made = _lower(terms, want, inputs, metrics)
-        if len(_PROGRAMS) >= 256:
-            _PROGRAMS.pop(next(iter(_PROGRAMS)))
-        _PROGRAMS[key] = made
-    return _PROGRAMS[key]
-
-
-_PROGRAMS: dict[Any, SegmentProgram] = {}
+    made: SegmentProgram = once(_lower, terms, want, inputs, metrics)
+    return made
 
 
 def _lower(terms: Any, want: Want, inputs: Mapping[str, Any], metrics: Any) -> SegmentProgram:
