@@ -105,7 +105,7 @@ class Element:
 
     def captured(self, device: torch.device) -> str:
         """What requires grad of all that it reads apart from log p and log q, in words."""
-        if not self.reads().unknown:
+        if ours(self.fn) or not (self.pure or self.reads().unknown):
             return ""
         with torch.enable_grad():
             logp = torch.full((1, 1), -1.0, device=device, requires_grad=True)

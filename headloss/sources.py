@@ -364,6 +364,8 @@ def _check_transform(source: Logits | Linear, x: Tensor) -> None:
     if isinstance(T, Tensor):
         if T.requires_grad:
             raise ValueError("temperature: requires grad, but no gradient flows to a temperature; pass it detached")
+        if T.dtype.is_complex or T.dtype in (torch.bool, torch.uint16, torch.uint32, torch.uint64):
+            raise TypeError(f"temperature: wanted real numbers, got a tensor of {T.dtype}; pass temperature.float()")
         if T.ndim and tuple(T.shape) != tuple(x.shape[:-1]):
             raise ValueError(f"temperature: wanted a number or shape {tuple(x.shape[:-1])}, got {tuple(T.shape)}")
         read = T.device.type == "cpu" and T.numel() and not torch.compiler.is_compiling()

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from headloss.divergence import TAILS, Element, bucket_loss, is_divergence, sparse_loss, summed, top_loss
@@ -341,6 +342,8 @@ def check_weight(name: str, weight: object) -> None:
             raise ValueError(f"{name}: wanted a number or a scalar tensor, got shape {tuple(weight.shape)}")
         if weight.requires_grad:
             raise ValueError(f"{name}: requires grad, but no gradient flows to a term's weight; pass it detached")
+        if weight.dtype.is_complex or weight.dtype == torch.bool:
+            raise TypeError(f"{name}: wanted a real number, got a tensor of {weight.dtype}")
     elif isinstance(weight, bool) or not isinstance(weight, (int, float)):
         raise TypeError(f"{name}: wanted a number or a scalar tensor, got {type(weight).__name__}")
     elif not (is_symbol(weight) or is_number(weight)):

@@ -19,6 +19,7 @@ from torch import Tensor
 from headloss.engine.arguments import CallArguments
 from headloss.engine.layout import Laid, PerRow
 from headloss.engine.plan import plain_source
+from headloss.engine.saved import refuse_transforms
 from headloss.prepared import Prepared
 from headloss.reductions import NEEDS_SEGMENTS, shares
 from headloss.rows import IGNORE
@@ -35,6 +36,8 @@ from headloss.trace.signature import CLASSES, IDS, ONLY, classes_of, counts_of, 
 def brought(terms: Terms, arguments: CallArguments, explained: bool = False) -> CallArguments:
     """The same call, with what its terms bring.  `explained`: it will not run, and asks no other rank."""
     if "class_weight" in arguments.inputs:
+        if not torch.compiler.is_compiling():
+            refuse_transforms(arguments)  # now: what is made of class weights has no tangent
         arguments = _with_classes(terms, arguments)
     if any(t.reduction_segments for t in terms.every_term):
         arguments = _with_shares(terms, arguments, explained)

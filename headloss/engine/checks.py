@@ -120,6 +120,8 @@ def check_count(name: str, x: object) -> None:
     if x is None:
         return
     if isinstance(x, Tensor):
+        if x.dtype in (torch.uint16, torch.uint32, torch.uint64):
+            raise TypeError(f"{name}: {x.dtype} has few operations in torch; pass {name}.long()")
         if x.ndim or x.requires_grad or x.dtype == torch.bool or x.dtype.is_complex:
             got = f"one of shape {tuple(x.shape)}" if x.ndim else f"{x.dtype}" + ", requires grad" * x.requires_grad
             raise TypeError(f"{name}: wanted a number or a scalar tensor without grad, got {got}")

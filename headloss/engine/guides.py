@@ -51,6 +51,17 @@ def _dense(teacher: Any, source: Source, rows: Rows, backend: Any) -> DenseTeach
     return DraftRows(teacher, source, rows, backend)
 
 
+IDS = "vocab_ids"  # of the student, which a pull reads again
+
+
+def _and_ids(tensors: dict[str, Tensor], ids: Tensor) -> dict[str, Tensor]:
+    return {**tensors, IDS: ids}
+
+
+def _but_ids(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: x for name, x in tensors.items() if name != IDS}
+
+
 class GatheredRows(DenseTeacherRows):
     """A linear teacher on a larger vocabulary, of whose weight only the rows count that the student has."""
 
@@ -68,8 +79,11 @@ class GatheredRows(DenseTeacherRows):
         held = {name: x.detach()[self.ids] for name, x in named.items() if x is not None}
         return open_source(with_tensors(self.teacher, held))
 
+    def tensors(self) -> dict[str, Tensor]:
+        return _and_ids(super().tensors(), self.ids)
+
     def whole(self, tensors: Mapping[str, Tensor], source: Source, rows: Rows) -> GatheredRows:
-        return GatheredRows(with_tensors(self.teacher, tensors), self.ids, source, rows)
+        return GatheredRows(with_tensors(self.teacher, _but_ids(tensors)), tensors[IDS], source, rows)
 
 
 class DraftRows(DenseTeacherRows):
@@ -106,8 +120,11 @@ class DraftRows(DenseTeacherRows):
         super().strip()
         self.held_CU = {}
 
+    def tensors(self) -> dict[str, Tensor]:
+        return _and_ids(super().tensors(), self.ids)
+
     def whole(self, tensors: Mapping[str, Tensor], source: Source, rows: Rows) -> DraftRows:
-        draft = Draft(with_tensors(self.teacher, tensors), self.ids, self.sums_whole)
+        draft = Draft(with_tensors(self.teacher, _but_ids(tensors)), tensors[IDS], self.sums_whole)
         return DraftRows(draft, source, rows, self.backend)
 
 

@@ -97,11 +97,11 @@ def find_plan(terms: Terms, arguments: CallArguments) -> tuple[Plan, CallArgumen
 
 
 def find(terms: Terms, arguments: CallArguments) -> Found:
-    refuse_transforms(arguments)
+    plans = terms.plans or plans_of(terms)
+    refuse_transforms(arguments, plans.weights)
     source, targets, segments, teacher, options, inputs, support = arguments
     if type(source) is not Logits or type(source.logits) is not Tensor:
         source = plain_source(source)
-    plans = terms.plans or plans_of(terms)
     if segments is None and type(targets) is Prepared:
         segments = targets.segments
     if support is not None:

@@ -38,7 +38,7 @@ def hold(ctx: Any, names: Sequence[str], args: Sequence[Tensor], read: Named = (
             saved.append(None)
             untracked[name] = x.clone() if name.endswith(("targets", "temperature")) else x
         else:
-            versions.append((name, ref(x), x._version))
+            versions.append(("vocab_ids" if name.endswith(".vocab_ids") else name, ref(x), x._version))
             saved.append(x.detach() if x.requires_grad else x)
     ctx.held = (len(args), [name for name, _ in read], untracked, versions)
     ctx.save_for_backward(*saved)
@@ -92,12 +92,13 @@ class _Sealed(torch.autograd.Function):
         raise RuntimeError(TWICE)
 
 
-def refuse_transforms(arguments: Any) -> None:
+def refuse_transforms(arguments: Any, weights: Mapping[str, Any] = {}) -> None:
     """No tensor of a call is one that `torch.func` or forward mode follows: it would be lost without a word."""
     if forward_ad._current_level < 0 and torch._C._functorch.peek_interpreter_stack() is None:
         return
     source, targets, segments, teacher, options, inputs, *_ = arguments
-    things = (source, {"targets": targets, "segments": segments}, teacher, options, inputs)
+    own = {f"the weight of term {name!r}": x for name, x in weights.items()}
+    things = (source, {"targets": targets, "segments": segments}, teacher, options, inputs, own)
     for name, x in _tensors("", things):
         if torch._C._functorch.is_functorch_wrapped_tensor(x):
             raise RuntimeError(
@@ -123,5 +124,7 @@ def _tensors(name: str, x: Any) -> Iterable[tuple[str, Tensor]]:
         for y in x:
             yield from _tensors(name, y)
     elif type(x).__module__.startswith("headloss."):
-        fields = vars(x) if hasattr(x, "__dict__") else {n: getattr(x, n, None) for n in getattr(x, "__slots__", ())}
-        yield from _tensors(name, dict(fields))
+        slots = {n: getattr(x, n, None) for kind in type(x).__mro__ for n in vars(kind).get("__slots__", ())}
+        fields = {**slots, **getattr(x, "__dict__", {})}
+        for key, y in fields.items():
+            yield from _tensors(name if key == "value" else key, y)

@@ -5,11 +5,12 @@ Dimension key:  R rows that count   S segments
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from headloss.facts import Fact
 from headloss.segments import Segments, WrongLengthError
@@ -276,7 +277,18 @@ def evaluate(fn: Callable[..., Any], name: str, given: Mapping[str, Any], option
     for argument, x, before in tensors:
         if x._version != before:
             raise WritesError(writes_message(name, argument))
+    if forward_ad._current_level >= 0:
+        _refuse_tangents(name, result if isinstance(result, tuple) else (result,))
     return result
+
+
+def _refuse_tangents(name: str, results: Iterable[Any]) -> None:
+    """Its arguments carry none, so it captured a tensor that does."""
+    if any(isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in results):
+        raise RuntimeError(
+            f"{name}: a tensor that it captures carries a forward-mode tangent, which a headloss call would drop; only "
+            f"reverse mode is there.  Capture torch.autograd.forward_ad.unpack_dual(x).primal"
+        )
 
 
 def writes_message(function: str, name: str) -> str:

@@ -12,6 +12,7 @@ import collections
 import dataclasses
 import enum
 import reprlib
+import struct
 import types
 import typing
 from typing import Any
@@ -51,9 +52,9 @@ def plain_key(x: Any) -> Any:
     if kind in _ATOMS:
         return (kind, x)
     if kind is float:
-        return (float, x.hex())  # tells -0.0 from 0.0, and NaN is itself
+        return (float, x.hex() if x == x else struct.pack("d", x))  # tells -0.0 from 0.0; NaN has a sign as well
     if kind is complex:
-        return (complex, x.real.hex(), x.imag.hex())
+        return (complex, struct.pack("dd", x.real, x.imag))
     if kind is tuple or kind is torch.Size:
         return _all(kind, x)
     if kind is range:
@@ -91,6 +92,8 @@ def fields_of(kind: type) -> tuple[str, ...] | None:
         names = tuple(f.name for f in dataclasses.fields(kind))
     else:
         return None
+    if any(hasattr(x := vars(kind).get(name), "__set__") and type(x) not in _PLACES for name in names):
+        return None  # a property in a field's place
     own = [(name, x) for name, x in vars(kind).items() if name not in names and name not in _DATA]
     return names if all(_generated(name, x) for name, x in own) else None
 
@@ -139,4 +142,5 @@ _METHODS = frozenset(
         "__lt__", "__new__", "__replace__", "__repr__", "__setattr__", "__setstate__", "_asdict", "_make", "_replace",
     }
 )  # fmt: skip
+_PLACES = (types.MemberDescriptorType, type(vars(collections.namedtuple("_", "x"))["x"]))  # of slots and items
 _MEMBER = frozenset({"__objclass__", "_name_", "_sort_order_", "_value_"})  # what a member of an enum holds

@@ -16,14 +16,11 @@ call.
 
 from __future__ import annotations
 
-import builtins
 import dis
 import enum
 import functools
-import math
 import types
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +29,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
 from headloss.trace.keys import Same, fields_of, key_of, plain_key
+from headloss.trace.known import allowed, allowed_attributes, came_with, is_aten, is_immutable, is_torchs, operators_of
 from headloss.trace.places import Places, builtins_of, current, is_fixed
 
 
@@ -95,15 +93,18 @@ def writes_unseen(fn: Any) -> bool:
 class _Uses(NamedTuple):
     """What a code object names: read off its bytecode once."""
 
-    roots: tuple[tuple[bool, str, tuple[str, ...]], ...]  # captured (or global), name, and the attributes that follow
+    # captured (or global), name, the attributes that follow, and whether it is called at once
+    roots: tuple[tuple[bool, str, tuple[str, ...], bool], ...]
     attributes: frozenset[str]  # of values that are neither
+    operators: frozenset[str]  # `__mul__` of a `*`, whatever it is applied to
     refused: tuple[str, ...]  # what it does that no trace can repeat
 
 
 @functools.lru_cache(4096)
 def _uses(code: types.CodeType) -> _Uses:
-    roots: dict[tuple[bool, str, tuple[str, ...]], None] = {}
+    roots: dict[tuple[bool, str, tuple[str, ...], bool], None] = {}
     attributes: set[str] = set()
+    operators: set[str] = set()
     refused: list[str] = []
     shown = False  # as text
     pending = [code]
@@ -116,16 +117,18 @@ def _uses(code: types.CodeType) -> _Uses:
             name = str(step.argval)
             captured = step.opcode in dis.hasfree
             shown |= step.opname.startswith("FORMAT_")
+            operators.update(operators_of(step))
             if step.opname in ("LOAD_GLOBAL", "LOAD_DEREF"):
                 if captured and name not in code.co_freevars:
                     continue  # a variable of the function itself
-                chain = []
+                chain, called = [], "NULL" in step.argrepr  # the place that a call leaves for `self`
                 for after in steps[i + 1 :]:
                     if after.opname not in _ATTRIBUTE or after.is_jump_target:
                         break
                     chain.append(str(after.argval))
+                    called |= after.opname == "LOAD_METHOD" or "NULL" in after.argrepr
                 taken = i + len(chain)
-                roots[captured, name, tuple(chain)] = None
+                roots[captured, name, tuple(chain), called] = None
             elif step.opname in _ATTRIBUTE:
                 if i > taken:
                     attributes.add(name)
@@ -138,12 +141,13 @@ def _uses(code: types.CodeType) -> _Uses:
                     refused.append(f"{name} (it writes to it)")
             elif step.opcode in dis.hasname:
                 refused.append(_VERBS.get(step.opname, "{} ({})").format(name, step.opname.lower()))
-    names = {name for _, name, _ in roots}
+    names = {name for _, name, _, _ in roots}
     measures = attributes & {"nelement", "numel", "shape", "size"}  # len() of a tensor is seen by the trace itself
     told = names & set(_TELLING) or shown
     if measures and told:  # a size is an int in a call, and something else under a trace
         refused.append(f"the type or text of sizes ({', '.join(sorted(names & set(_TELLING))) or 'an f-string'})")
-    return _Uses(tuple(roots), frozenset(attributes), tuple(dict.fromkeys(refused)))
+    operators.update(f"__{name}__" for name in names & {"abs", "divmod", "len", "pow", "reversed", "round"})
+    return _Uses(tuple(roots), frozenset(attributes), frozenset(operators), tuple(dict.fromkeys(refused)))
 
 
 _ATTRIBUTE = ("LOAD_ATTR", "LOAD_METHOD")
@@ -164,6 +168,8 @@ class _Found:
     def __init__(self) -> None:
         self.unknown: list[str] = []
         self.attributes: set[str] = set()
+        self.operators: set[str] = set()
+        self.held: list[tuple[str, Any]] = []  # of what is known, functions and types that a user can put attributes on
         self.fields: set[str] = set()
         self.floats = False
         self.typed = False  # whether it asks for types, whose attributes may be those of a record's class
@@ -178,14 +184,22 @@ class _Found:
             self.places.steady = False
 
     def finish(self) -> tuple[str, ...]:
+        every = self.attributes | self.operators
         for name in self.attributes:
             self.places.attribute(torch.Tensor, name)
+        for name in self.operators:
+            self.places.entry(vars(torch.Tensor), name)
+        for label, x in self.held:
+            for name in self.attributes:
+                self.places.entry(vars(x), name)
+                if vars(x).get(name) is not came_with(x, name):
+                    self.unknown.append(f"{label}.{name} (an attribute of {_what(x)})")
         odd = sorted(self.attributes - allowed_attributes() - (set() if self.typed else self.fields))
-        changed = [f"torch.Tensor.{x} (not torch's own)" for x in sorted(self.attributes) if not _is_torchs(x)]
+        changed = [f"torch.Tensor.{x} (not torch's own)" for x in sorted(every) if not is_torchs(x)]
         return tuple(dict.fromkeys([*self.unknown, *(f".{name}" for name in odd), *changed]))
 
-    def value(self, name: str, x: Any) -> Any:
-        """The key of something that is read; if it is not known it is noted by name."""
+    def value(self, name: str, x: Any, called: bool = False) -> Any:
+        """The key of something that is read, or only called; if it is not known it is noted by name."""
         key = plain_key(x)
         if key is not None:
             self.places.steady &= is_fixed(x)
@@ -193,7 +207,9 @@ class _Found:
             self.fields.update(("name", "value") if isinstance(x, enum.Enum) else fields_of(type(x)) or ())
             return key
         self.typed |= x is type
-        if id(x) in _allowed() or (isinstance(x, OpOverload | OpOverloadPacket) and _is_aten(x)):
+        if id(x) in allowed() or (isinstance(x, OpOverload | OpOverloadPacket) and is_aten(x)):
+            if not called and hasattr(x, "__dict__") and x is not torch.Tensor and not is_immutable(x):
+                self.held.append((name, x))
             return Same(x)
         if ours(x):
             self.own(x)
@@ -202,6 +218,8 @@ class _Found:
         if type(x) is types.FunctionType:
             return self.function(x)
         if type(x) is functools.partial:
+            for part in ("func", "args", "keywords"):  # `__setstate__` puts others there
+                self.places.attribute(x, part)
             self.places.all_of(x.keywords)
             self.places.all_of(vars(x))
             named = tuple([(k, self.value(f"{name} {k}".strip(), y)) for k, y in sorted(x.keywords.items())])
@@ -220,9 +238,10 @@ class _Found:
         uses = _uses(fn.__code__)
         self.unknown += uses.refused
         self.attributes |= uses.attributes
+        self.operators |= uses.operators
         cells = dict(zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True))
         items = []
-        for captured, name, chain in uses.roots:
+        for captured, name, chain, called in uses.roots:
             try:
                 x = cells[name].cell_contents if captured else _global(fn, name)
                 if captured:
@@ -233,22 +252,25 @@ class _Found:
                 self.places.steady = False
                 self.unknown.append(f"{name} (not assigned yet)")
                 continue
-            items.append(self.follow(name, x, chain))
+            items.append(self.follow(name, x, chain, called))
         own = [(k, self.value(f"{fn.__name__}.{k}", x)) for k, x in sorted(vars(fn).items()) if k not in _DECLARED]
         defaults = [self.value("default", x) for x in fn.__defaults__ or ()]
         named = [(k, self.value(f"default of {k}", x)) for k, x in sorted((fn.__kwdefaults__ or {}).items())]
         return (fn.__code__, tuple(items), tuple(defaults), tuple(named), tuple(own))
 
-    def follow(self, name: str, x: Any, chain: tuple[str, ...]) -> Any:
+    def follow(self, name: str, x: Any, chain: tuple[str, ...], called: bool) -> Any:
         """The key of `name.attribute...`: through modules and enums, whose attributes are as good as globals."""
         rest = list(chain)
         while rest:
             if x is torch.ops or x is torch.ops.aten or isinstance(x, OpOverloadPacket):
                 self.places.attribute(x, rest[0])
                 held: Any = {rest[0]: getattr(x, rest[0], None)}
-            elif isinstance(x, types.ModuleType):
-                held = vars(x)
-                self.places.entry(held, rest[0])
+            elif isinstance(x, types.ModuleType) and type(x).__getattribute__ is types.ModuleType.__getattribute__:
+                # but for attributes of the module's type: a property is asked first
+                held = {} if any(rest[0] in vars(kind) for kind in type(x).__mro__) else vars(x)
+                self.places.attribute(x, "__class__")
+                self.places.steady &= type(x) is types.ModuleType
+                self.places.entry(vars(x), rest[0])
             elif isinstance(x, enum.EnumMeta):
                 held, self.places.steady = x.__members__, False
             else:
@@ -257,8 +279,8 @@ class _Found:
                 break
             x = held[rest[0]]
             name = f"{name}.{rest.pop(0)}"
-        key = self.value(name, x)
-        if rest and callable(x) and x is not torch.Tensor and not _is_immutable(x):
+        key = self.value(name, x, called and not rest)
+        if rest and callable(x) and x is not torch.Tensor and not is_immutable(x):
             self.unknown.append(f"{name}.{rest[0]} (an attribute of {_what(x)})")
         self.attributes.update(rest)
         return key
@@ -266,15 +288,6 @@ class _Found:
 
 def _global(fn: types.FunctionType, name: str) -> Any:
     return fn.__globals__[name] if name in fn.__globals__ else builtins_of(fn)[name]
-
-
-def _is_immutable(x: Any) -> bool:
-    return isinstance(x, type) and bool(x.__flags__ & _IMMUTABLE)
-
-
-def _is_torchs(name: str) -> bool:
-    """Whether an attribute of tensors is what it was when this module was imported."""
-    return getattr(torch.Tensor, name, None) is _OF_TENSORS.get(name)
 
 
 def _name_of(x: Any) -> str:
@@ -296,84 +309,5 @@ def _what(x: Any) -> str:
     return f"{article} {type(x).__name__}"
 
 
-def _is_aten(x: OpOverload | OpOverloadPacket) -> bool:
-    name = x._qualified_op_name if isinstance(x, OpOverloadPacket) else x.name()
-    return name.startswith(("aten::", "headloss::"))
-
-
-_IMMUTABLE = 1 << 8  # of a type whose attributes cannot be set (Py_TPFLAGS_IMMUTABLETYPE)
-_TORCH_FILES = str(Path(torch.__file__).parent)
-
-
-def _is_own(x: Any) -> bool:
-    """Whether a function or descriptor is torch's or Python's own, and not put there by somebody else."""
-    x = getattr(x, "fget", None) or getattr(x, "__func__", x)
-    if isinstance(x, types.FunctionType):
-        return x.__code__.co_filename.startswith(_TORCH_FILES)
-    return isinstance(x, _COMPILED) or x is None
-
-
-_COMPILED = (
-    type, types.BuiltinFunctionType, types.MethodDescriptorType, types.GetSetDescriptorType,
-    types.WrapperDescriptorType, types.ClassMethodDescriptorType, types.MemberDescriptorType, types.MethodWrapperType,
-)  # fmt: skip
-_OF_TENSORS = {x: y if _is_own(y := getattr(torch.Tensor, x, None)) else object() for x in dir(torch.Tensor)}
 _DECLARED = frozenset({"__wrapped__", "__signature__", "per_segment", "returns"})  # read when a term is made
 _WHOLE = (bool, int, str, bytes, type(None), torch.dtype, torch.device)
-
-_BUILTINS = (
-    abs, all, any, bool, complex, dict, divmod, enumerate, filter, float, format, frozenset, int, isinstance,
-    issubclass, iter, len, list, map, max, min, next, pow, range, repr, reversed, round, set, slice, sorted, str, sum,
-    tuple, type, zip,
-)  # fmt: skip
-# What makes a tensor, or describes one, without taking one: torch lists the others itself.
-_TORCH = (
-    "arange", "as_tensor", "broadcast_shapes", "can_cast", "empty", "enable_grad", "eye", "finfo", "full", "iinfo",
-    "is_tensor", "linspace", "logspace", "no_grad", "ones", "promote_types", "result_type", "scalar_tensor",
-    "set_grad_enabled", "tensor", "zeros", "Tensor", "Size",
-)  # fmt: skip
-_TELL = ("is_complex", "is_floating_point", "is_signed")  # the others tell the state of a tensor
-_FUNCTIONAL = ("elu_", "hardsigmoid", "hardswish", "hardtanh_", "leaky_relu_", "relu_", "selu_", "sigmoid", "tanh")
-
-
-@functools.cache
-def _allowed() -> dict[int, Any]:
-    """Functions and types that read nothing but their arguments, by identity."""
-    from torch.nn import functional
-    from torch.overrides import get_overridable_functions
-
-    known = [*_BUILTINS, *(x for x in vars(math).values() if isinstance(x, types.BuiltinFunctionType))]
-    known += [x for x in vars(builtins).values() if isinstance(x, type) and issubclass(x, Exception)]
-    listed = [
-        x for home, found in get_overridable_functions().items() if isinstance(home, types.ModuleType) for x in found
-    ]
-    listed = [x for x in listed if _is_own(x)]
-    known += [x for x in listed if _name_of(x) in _TELL or not _name_of(x).startswith(("is_", "get_"))]
-    known += [getattr(torch, name) for name in _TORCH]
-    known += [x for name in _FUNCTIONAL if _is_own(x := getattr(functional, name, None)) and x is not None]
-    return {id(x): x for x in known}
-
-
-# Of tensors, what tells their size and type; other attributes of theirs are operators of ATen that return tensors.
-_SIZES = (
-    "T", "bfloat16", "bool", "byte", "char", "device", "dim", "double", "dtype", "element_size", "float", "half", "int",
-    "is_complex", "is_cpu", "is_cuda", "is_floating_point", "is_meta", "is_signed", "item", "itemsize", "long", "mT",
-    "ndim", "ndimension", "nelement", "new_tensor", "numel", "polygamma", "shape", "short", "size", "tolist", "type",
-    "where",
-)  # fmt: skip
-_SEGMENTS = ("counts", "ids", "mean", "means", "num_segments", "spread", "totals")
-_LIMITS = ("bits", "eps", "max", "min", "resolution", "smallest_normal", "tiny")  # of torch.finfo
-
-
-@functools.cache
-def allowed_attributes() -> frozenset[str]:
-    """Attributes that tell nothing but what their owner is worth: of tensors, segments, and Python's own values."""
-    names = {*_SIZES, *_SEGMENTS, *_LIMITS}
-    for name in dir(torch.Tensor):
-        for schema in torch._C._jit_get_schemas_for_operator(f"aten::{name}"):
-            first = schema.arguments[0] if schema.arguments else None
-            if first is not None and first.name == "self" and any("Tensor" in str(r.type) for r in schema.returns):
-                names.add(name)
-    for kind in (dict, list, tuple, str, set, frozenset, int, float, complex, range, slice):
-        names.update(name for name in dir(kind) if not name.startswith("_"))
-    return frozenset(names - {"format", "format_map"})  # which read whatever attributes a text names

@@ -1,0 +1,144 @@
+"""What every function may read: functions of torch and math, and attributes of tensors and of Python's own values."""
+
+from __future__ import annotations
+
+import builtins
+import dis
+import functools
+import math
+import types
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._ops import OpOverload, OpOverloadPacket
+
+
+def is_immutable(x: Any) -> bool:
+    return isinstance(x, type) and bool(x.__flags__ & _IMMUTABLE)
+
+
+def is_torchs(name: str) -> bool:
+    """Whether an attribute of tensors is what it was when this module was imported."""
+    return getattr(torch.Tensor, name, None) is _OF_TENSORS.get(name)
+
+
+def is_aten(x: OpOverload | OpOverloadPacket) -> bool:
+    name = x._qualified_op_name if isinstance(x, OpOverloadPacket) else x.name()
+    return name.startswith(("aten::", "headloss::"))
+
+
+_IMMUTABLE = 1 << 8  # of a type whose attributes cannot be set (Py_TPFLAGS_IMMUTABLETYPE)
+_TORCH_FILES = str(Path(torch.__file__).parent)
+
+
+def _is_own(x: Any) -> bool:
+    """Whether a function or descriptor is torch's or Python's own, and not put there by somebody else."""
+    x = getattr(x, "fget", None) or getattr(x, "__func__", x)
+    if isinstance(x, types.FunctionType):
+        return x.__code__.co_filename.startswith(_TORCH_FILES)
+    return isinstance(x, _COMPILED) or x is None
+
+
+_COMPILED = (
+    type, types.BuiltinFunctionType, types.MethodDescriptorType, types.GetSetDescriptorType,
+    types.WrapperDescriptorType, types.ClassMethodDescriptorType, types.MemberDescriptorType, types.MethodWrapperType,
+)  # fmt: skip
+_OF_TENSORS = {x: y if _is_own(y := getattr(torch.Tensor, x, None)) else object() for x in dir(torch.Tensor)}
+
+_BUILTINS = (
+    abs, all, any, bool, complex, dict, divmod, enumerate, filter, float, format, frozenset, int, isinstance,
+    issubclass, iter, len, list, map, max, min, next, pow, range, repr, reversed, round, set, slice, sorted, str, sum,
+    tuple, type, zip,
+)  # fmt: skip
+# What makes a tensor, or describes one, without taking one: torch lists the others itself.
+_TORCH = (
+    "arange", "as_tensor", "broadcast_shapes", "can_cast", "empty", "enable_grad", "eye", "finfo", "full", "iinfo",
+    "is_tensor", "linspace", "logspace", "no_grad", "ones", "promote_types", "result_type", "scalar_tensor",
+    "set_grad_enabled", "tensor", "zeros", "Tensor", "Size",
+)  # fmt: skip
+_TELL = ("is_complex", "is_floating_point", "is_signed")  # the others tell the state of a tensor
+_FUNCTIONAL = ("elu_", "hardsigmoid", "hardswish", "hardtanh_", "leaky_relu_", "relu_", "selu_", "sigmoid", "tanh")
+
+
+@functools.cache
+def allowed() -> dict[int, Any]:
+    """Functions and types that read nothing but their arguments, by identity."""
+    from torch.nn import functional
+    from torch.overrides import get_overridable_functions
+
+    known = [*_BUILTINS, *(x for x in vars(math).values() if isinstance(x, types.BuiltinFunctionType))]
+    known += [x for x in vars(builtins).values() if isinstance(x, type) and issubclass(x, Exception)]
+    listed = [
+        x for home, found in get_overridable_functions().items() if isinstance(home, types.ModuleType) for x in found
+    ]
+    listed = [x for x in listed if _is_own(x)]
+    known += [x for x in listed if _name_of(x) in _TELL or not _name_of(x).startswith(("is_", "get_"))]
+    known += [getattr(torch, name) for name in _TORCH]
+    known += [x for name in _FUNCTIONAL if _is_own(x := getattr(functional, name, None)) and x is not None]
+    return {id(x): x for x in known}
+
+
+def came_with(x: Any, name: str) -> Any:
+    """An attribute that one of those has of its own, and not by a user."""
+    return _came_with().get(id(x), {}).get(name)
+
+
+@functools.cache
+def _came_with() -> dict[int, dict[str, Any]]:
+    return {i: dict(vars(x)) for i, x in allowed().items() if isinstance(x, type)}
+
+
+# Of tensors, what tells their size and type; other attributes of theirs are operators of ATen that return tensors.
+_SIZES = (
+    "T", "bfloat16", "bool", "byte", "char", "device", "dim", "double", "dtype", "element_size", "float", "half", "int",
+    "is_complex", "is_cpu", "is_cuda", "is_floating_point", "is_meta", "is_signed", "item", "itemsize", "long", "mT",
+    "ndim", "ndimension", "nelement", "new_tensor", "numel", "polygamma", "shape", "short", "size", "tolist", "type",
+    "where",
+)  # fmt: skip
+_SEGMENTS = ("counts", "ids", "mean", "means", "num_segments", "spread", "totals")
+_LIMITS = ("bits", "eps", "max", "min", "resolution", "smallest_normal", "tiny")  # of torch.finfo
+
+
+@functools.cache
+def allowed_attributes() -> frozenset[str]:
+    """Attributes that tell nothing but what their owner is worth: of tensors, segments, and Python's own values."""
+    names = {*_SIZES, *_SEGMENTS, *_LIMITS}
+    for name in dir(torch.Tensor):
+        for schema in torch._C._jit_get_schemas_for_operator(f"aten::{name}"):
+            first = schema.arguments[0] if schema.arguments else None
+            if first is not None and first.name == "self" and any("Tensor" in str(r.type) for r in schema.returns):
+                names.add(name)
+    for kind in (dict, list, tuple, str, set, frozenset, int, float, complex, range, slice):
+        names.update(name for name in dir(kind) if not name.startswith("_"))
+    return frozenset(names - {"format", "format_map"})  # which read whatever attributes a text names
+
+
+def _name_of(x: Any) -> str:
+    return str(getattr(x, "__name__", type(x).__name__))
+
+
+def operators_of(step: dis.Instruction) -> tuple[str, ...]:
+    """The methods of tensors that a step of bytecode calls without naming them."""
+    if step.opname == "BINARY_OP":
+        name = _OPERATORS.get(step.argrepr.rstrip("="), "getitem")  # which it is too, from Python 3.14 on
+        sides = ("", "r", "i") if step.argrepr.endswith("=") else ("", "r")
+        return tuple([f"__{side}{name}__" for side in sides])
+    if step.opname == "COMPARE_OP":
+        return next((found for sign, found in _COMPARISONS.items() if sign in step.argrepr), ())
+    return _UNNAMED.get(step.opname, ())
+
+
+_OPERATORS = {
+    "+": "add", "-": "sub", "*": "mul", "/": "truediv", "//": "floordiv", "%": "mod", "**": "pow", "@": "matmul",
+    "&": "and", "|": "or", "^": "xor", "<<": "lshift", ">>": "rshift",
+}  # fmt: skip
+_COMPARISONS = {
+    "<=": ("__le__", "__ge__"), ">=": ("__le__", "__ge__"), "<": ("__lt__", "__gt__"), ">": ("__lt__", "__gt__"),
+    "==": ("__eq__",), "!=": ("__ne__",),
+}  # fmt: skip
+_UNNAMED = {
+    "UNARY_NEGATIVE": ("__neg__",), "UNARY_INVERT": ("__invert__",), "UNARY_POSITIVE": ("__pos__",),
+    "BINARY_SUBSCR": ("__getitem__",), "BINARY_SLICE": ("__getitem__",), "STORE_SUBSCR": ("__setitem__",),
+    "GET_ITER": ("__iter__",), "UNPACK_SEQUENCE": ("__iter__",), "CONTAINS_OP": ("__contains__",),
+}  # fmt: skip
