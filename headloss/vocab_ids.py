@@ -33,8 +33,8 @@ def check_tokens(ids: Tensor) -> None:
     in_order, order = ids.sort(stable=True)
     twice = torch.cat([in_order[1:] == in_order[:-1], in_order.new_zeros(1, dtype=torch.bool)])
     at = twice.int().argmax()  # the first of two that are equal
-    low, both = torch.stack([in_order[0], order[0]]), torch.stack([in_order[at], order[at], order.roll(-1)[at]])
-    numbers = torch.cat([torch.stack([in_order[0] < 0, twice.any()]).long(), low, both])
+    both = [x.take(at) for x in (in_order, order, order.roll(-1))]  # x[at] would wait for the device
+    numbers = torch.stack([(in_order[0] < 0).long(), twice.any().long(), in_order[0], order[0], *both])
     now_or_later(numbers, numbers[:2], _check_found, "vocab_ids: negative, or a token twice")
     if _lasts(ids):
         _SORTED[ids] = version(ids), (in_order, order)
@@ -65,8 +65,10 @@ def _known(ids: Tensor) -> bool:
 
 def _lasts(ids: Tensor) -> bool:
     """Whether something made of it now may be used by a later call."""
+    if torch.compiler.is_compiling():  # first: a graph cannot ask whether a tensor is of inference
+        return False
     plain = type(ids) in (Tensor, torch.nn.Parameter) and not ids.is_inference()
-    return plain and not torch.compiler.is_compiling() and not (ids.is_cuda and is_capturing())
+    return plain and not (ids.is_cuda and is_capturing())
 
 
 def to_columns(vocab_ids: Tensor, x: Tensor, ignore: int, name: str = "") -> tuple[Tensor, Tensor]:

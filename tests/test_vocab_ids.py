@@ -146,6 +146,15 @@ def test_a_terms_own_targets_are_tokens() -> None:
         assert hl.verify(made, source, targets, own=own).ok
 
 
+def test_in_one_graph() -> None:
+    batch, objective = Batch(), hl.Objective(ce=cross_entropy)
+
+    def step(hidden: Tensor) -> Tensor:
+        return objective(hl.Linear(hidden, batch.weight, vocab_ids=batch.ids), batch.targets).loss
+
+    torch.testing.assert_close(torch.compile(step, backend="eager", fullgraph=True)(batch.hidden), step(batch.hidden))
+
+
 def test_token_0_is_one_that_a_head_can_lack() -> None:
     source = hl.Logits(torch.randn(2, 3), vocab_ids=torch.tensor([1, 2, 5]))
     out = hl.Objective(ce=cross_entropy)(source, torch.tensor([0, 5]))
