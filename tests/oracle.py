@@ -1,14 +1,16 @@
-"""The dense oracle: what an objective means, written down once more in float64 with every logit in memory.
+"""Problems, the truth about them, and what headloss says.
 
 Dimension key:  N rows   R rows that count   S segments   P pairs   V vocabulary   D hidden size   K ids
 
-Nothing here calls headloss to compute a number.  A `Problem` holds the tensors of one call.  `answer` is the truth
-about an objective on it; `run` is what headloss says; `check` compares the two.  A teacher, a backend and a tolerance
-are arguments, so that the same problems serve every way of running them.
+A `Problem` holds the tensors of one call.  `answer` is the truth about an objective on it: that of the dense oracle of
+`hl.verify`, in float64, from logits and facts that are written down here once more.  `run` is what headloss says;
+`check` compares the two.  A teacher, a backend and a tolerance are arguments, so that the same problems serve every way
+of running them.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from collections.abc import Callable, Mapping
@@ -19,6 +21,9 @@ import torch
 from torch import Tensor
 
 import headloss as hl
+from headloss.checks import dense
+from headloss.checks.given import Given
+from headloss.trace.signature import ONLY
 
 IGNORE = -100
 
@@ -83,30 +88,6 @@ DENSE_TEACHER |= {"logit_dot", "logit_square", "teacher_logit_square"}
 SPARSE_TEACHER = {"ids_logprob", "tail_logprob", "teacher_ids", "teacher_logprob"}
 
 
-class DenseSegments:
-    """`hl.Segments` as a matrix: member_SR is 1 where row r is in segment s."""
-
-    def __init__(self, ids_R: Tensor, num_segments: int, dtype: torch.dtype = torch.float64) -> None:
-        self.ids, self.num_segments = ids_R, num_segments
-        self.member_SR = (ids_R[None] == torch.arange(num_segments)[:, None]).to(dtype)
-        self.counts = self.member_SR.sum(1)
-
-    def totals(self, x: Tensor) -> Tensor:
-        return self.member_SR.to(x.dtype) @ x
-
-    def means(self, x: Tensor) -> Tensor:
-        return self.totals(x) / self.counts.clamp(min=1)
-
-    def spread(self, y: Tensor) -> Tensor:
-        return self.member_SR.to(y.dtype).T @ y
-
-    def mean(self, x: Tensor) -> Tensor:
-        return self.spread(self.means(x))
-
-    def __len__(self) -> int:
-        return self.num_segments
-
-
 @dataclass(frozen=True)
 class Problem:
     """The tensors of one call.  `tensors` are logits, or hidden, weight and perhaps bias, in float64."""
@@ -160,194 +141,58 @@ class Answer(NamedTuple):
     facts: dict[Any, Tensor] = {}  # noqa: RUF012
 
 
-class View(NamedTuple):
-    """The rows of a problem that count, ready to be injected."""
+class View(dense.Dense):
+    """The rows of a problem that count, with its logits and the facts of this file."""
 
-    problem: Problem
-    z_RV: Tensor
-    valid_N: Tensor
-    targets_R: Tensor
-    segments: DenseSegments | None
-    inputs: dict[str, Any]
+    def __init__(self, problem: Problem, given: Given, dtype: torch.dtype, leaves: Mapping[str, Tensor]) -> None:
+        self.problem = problem
+        super().__init__(given, dtype, leaves)
 
-    def dense(self, temperature: float | None) -> Dense:
-        T = self.problem.transform.get("temperature", 1.0) if temperature is None else temperature
-        if isinstance(T, Tensor):
-            T = T.double().expand(self.problem.shape).reshape(-1)[self.valid_N][:, None]
+    def logits(self, source: Any, leaves: Mapping[str, Tensor]) -> Tensor:
+        if not leaves:  # a teacher's
+            return super().logits(source, leaves)
+        return self.problem.logits({n: self.rows(x) if n in ("logits", "hidden") else x for n, x in leaves.items()})
+
+    def softmax(self, temperature: float | None) -> Dense:
         p = self.problem
-        teacher = None if p.teacher is None else p.teacher.reshape(-1, p.vocab)[self.valid_N]
-        ids = None if p.ids is None else p.ids.reshape(-1, p.ids.shape[-1])[self.valid_N]
-        return Dense(self.z_RV / T, self.targets_R, None if teacher is None else teacher / T, ids)
+        both = [self.z_RV] if p.teacher is None else [self.z_RV, self.rows(p.teacher)]
+        s, *teacher = (self.at(z, p.transform.get("temperature", 1.0), temperature) for z in both)
+        return Dense(s, self.targets, *(teacher or [None]), None if p.ids is None else self.rows(p.ids))
 
-    def arguments(self, fn: Callable[..., Any], temperature: float | None, named: Mapping[str, Any]) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for p in inspect.signature(fn).parameters.values():
-            if p.kind is p.KEYWORD_ONLY:
-                continue
-            if p.name in named:
-                name, own = named[p.name]
-                found[p.name] = FACTS[name](self.dense(own))
-            elif p.name in FACTS and p.name not in self.inputs:
-                found[p.name] = FACTS[p.name](self.dense(temperature))
-            elif p.name == "top_logprob":  # where it may be left out, it is
-                found |= {p.name: self.dense(temperature).logp_RV.topk(fn.top).values} if p.default is p.empty else {}  # type: ignore[attr-defined]
-            elif p.name == "segments":
-                found[p.name] = self.segments
-            elif p.name == "targets":
-                found[p.name] = self.targets_R
-            elif self.inputs.get(p.name) is not None:
-                found[p.name] = self.inputs[p.name]
-        return found
+    def fact(self, name: str, temperature: float | None, teacher: str) -> Tensor:
+        return FACTS[name](self.softmax(temperature)) if name in FACTS else super().fact(name, temperature, teacher)
+
+    def reduced(self, term: hl.Term, values: Tensor, weight: Tensor | None = None) -> Tensor:
+        self.look_as(term)
+        values = values if weight is None else values * weight
+        return (self.coefficients(term, len(values), weight) * values)[self.counts(len(values))].sum()
+
+
+def given(problem: Problem, leaves: Mapping[str, Tensor], inputs: Mapping[str, Any], **options: Any) -> Given:
+    lead = len(problem.shape)
+    per_row = lambda n, x: n != "pairs" and isinstance(x, Tensor) and x.ndim and tuple(x.shape[:lead]) == problem.shape
+    kinds = {n: "row" if per_row(n, x) else "whole" for n, x in inputs.items()}
+    teachers = {} if problem.teacher is None else {ONLY: hl.Logits(problem.teacher)}
+    return Given(problem.source(leaves), problem.targets, problem.segments, teachers, inputs, kinds, **options)
 
 
 def view(problem: Problem, leaves: Mapping[str, Tensor], inputs: Mapping[str, Any]) -> View:
     """Only rows that count go on: what stands in the others cannot matter."""
-    valid_N = problem.targets.reshape(-1) != IGNORE
-    raw = {n: x.reshape(-1, x.shape[-1])[valid_N] if n in ("logits", "hidden") else x for n, x in leaves.items()}
-    segments = None
-    if problem.segments is not None:
-        ids = problem.segments.ids.reshape(-1)[valid_N]
-        segments = DenseSegments(ids, problem.segments.num_segments)
-    lead = len(problem.shape)
-    laid = {}
-    for name, x in inputs.items():
-        if isinstance(x, Tensor) and x.ndim and tuple(x.shape[:lead]) == problem.shape and name != "pairs":
-            x = x.reshape(-1, *x.shape[lead:])[valid_N]
-        laid[name] = x.double() if isinstance(x, Tensor) and x.dtype.is_floating_point else x
-    return View(problem, problem.logits(raw), valid_N, problem.targets.reshape(-1)[valid_N].long(), segments, laid)
+    return View(problem, given(problem, leaves, inputs), torch.float64, leaves)
 
 
-def reduce(
-    values: Tensor,
-    reduction: str,
-    segments: DenseSegments | None,
-    rows: int,
-    *,
-    length: float | None = None,
-    weight: Tensor | None = None,
-    num_items: Any = None,
-    num_segments: Any = None,
-    returns: str = "row",
-) -> Tensor:
-    """The definition of each reduction, in loops.  `weight` is the row weight, already multiplied into `values`."""
-    per_row = len(values) == rows and returns == "row"  # there may be as many segments
-    present = [] if segments is None else [s for s in range(segments.num_segments) if segments.counts[s] > 0]
-    if not per_row and returns != "pair" and segments is not None and len(values) == segments.num_segments:
-        values = values[present]
-        weight = weight if weight is None or weight.ndim == 0 else weight[present]
-        per_segment = True
-    else:
-        per_segment = False
-    at_least_1 = lambda n: max(float(n), 1.0)
-    total = sum((v for v in values), values.new_zeros(()))
-    if reduction == "weighted_mean":
-        mass = len(values) if weight is None else float(weight.detach().expand(len(values)).sum())
-        return total / mass if mass else total
-    if reduction == "token_sum":
-        return total
-    if per_segment:
-        return total / at_least_1(len(present) if num_segments is None else num_segments)
-    if not per_row:
-        return total / at_least_1(len(values))
-    if reduction == "token_mean":
-        return total / at_least_1(rows if num_items is None else num_items)
-    assert segments is not None
-    total = values.new_zeros(())
-    for s in present:
-        inside = values[segments.ids == s]
-        total = total + {
-            "seq_mean_token_mean": lambda x: x.mean(),
-            "seq_mean_token_sum": lambda x: x.sum(),
-            "seq_mean_token_sum_norm": lambda x: x.sum() / length,
-        }[reduction](inside)
-    return total / at_least_1(len(present) if num_segments is None else num_segments)
-
-
-def metric(
-    name: str,
-    x: Any,
-    rows: int,
-    segments: DenseSegments | None,
-    row_weight: Tensor | None = None,
-    returns: str = "row",
-) -> float:
-    """What a metric's number is, from its name's ending; rows of weight 0 do not count."""
-    x = torch.as_tensor(x).detach().double().reshape(-1)
-    other = returns == "segment" or (returns == "row" and len(x) != rows)
-    if row_weight is not None and row_weight.shape == x.shape == (rows,) and returns == "row":
-        x = x[row_weight != 0]
-    elif other and segments is not None and len(x) == segments.num_segments:
-        x = x[segments.counts > 0]
-    if name.endswith(("_min", "_max")) and len(x) == 0:
-        return math.inf if name.endswith("_min") else -math.inf
-    if name.endswith("_min"):
-        return float(x.min())
-    if name.endswith("_max"):
-        return float(x.max())
-    if name.endswith("_std"):
-        return float(x.std(correction=0)) if len(x) else math.nan
-    if name.endswith("effective_sample_size"):
-        return float(x.sum() ** 2 / x.square().sum())
-    if name.endswith("perplexity"):
-        return float(x.mean().exp())
-    return float(x.mean())
-
-
-def answer(
-    objective: hl.Objective,
-    problem: Problem,
-    *,
-    weights: Mapping[str, Any] | None = None,
-    grad_scale: float = 1.0,
-    num_items: Any = None,
-    num_segments: Any = None,
-) -> Answer:
-    """The truth: loss, terms, metrics and gradients of an objective on a problem."""
+def answer(objective: hl.Objective, problem: Problem, **options: Any) -> Answer:
+    """The truth: loss, terms, metrics and gradients of an objective on a problem, called with these options."""
     leaves = problem.leaves()
-    inputs = dict(problem.inputs)
-    for name, x in inputs.items():
+    known = given(problem, leaves, problem.inputs, **options)
+    for name, x in problem.inputs.items():
         if isinstance(x, Tensor) and x.requires_grad:
-            leaves[f"input:{name}"] = inputs[name] = x.detach().double().requires_grad_()
-    source_leaves = {n: x for n, x in leaves.items() if not n.startswith("input:")}
-    v = view(problem, source_leaves, inputs)
-    R = len(v.targets_R)
-    loss, terms, metrics = torch.zeros((), dtype=torch.float64), {}, {}
-    for name, term in objective.terms.items():
-        w = (weights or {}).get(name, term.weight)
-        if not isinstance(w, Tensor) and w == 0:
-            terms[name] = torch.zeros((), dtype=torch.float64)
-            continue
-        result = term.fn(**v.arguments(term.fn, term.temperature, term.facts), **term.options)
-        values, own = result if isinstance(result, tuple) else (result, {})
-        row_weight, reported, returns = None, {}, getattr(term.fn, "returns", "row")
-        if isinstance(term.row_weight, str):
-            row_weight = v.inputs[term.row_weight].detach()
-        elif term.row_weight is not None:
-            row_weight = term.row_weight(**v.arguments(term.row_weight, term.temperature, {}))
-            row_weight, reported = row_weight if isinstance(row_weight, tuple) else (row_weight, {})
-            reported = {
-                f"{name}/{term.row_weight.__name__}/{k}": metric(k, x, R, v.segments) for k, x in reported.items()
-            }
-            row_weight = row_weight.detach()
-        if row_weight is not None:
-            values = torch.where(row_weight != 0, values * row_weight, 0.0)
-        terms[name] = reduce(
-            values, term.reduction, v.segments, R,
-            length=term.length, weight=row_weight, num_items=num_items, num_segments=num_segments, returns=returns,
-        )  # fmt: skip
-        loss = loss + w * terms[name]
-        metrics |= {f"{name}/{k}": metric(k, x, R, v.segments, row_weight, returns) for k, x in own.items()} | reported
-    for name, call in objective.metrics:
-        found = call.fn(**v.arguments(call.fn, None, {}))
-        many = found.items() if isinstance(found, Mapping) else [("", found)]
-        for k, x in many:
-            label = f"{name}/{k}" if k else name
-            metrics[label] = metric(label, x, R, v.segments)
-    grads = {n: torch.zeros_like(x) for n, x in leaves.items()}
-    if loss.requires_grad:
-        found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
-        grads = {n: torch.zeros_like(x) if g is None else g * grad_scale for (n, x), g in zip(leaves.items(), found)}
-    return Answer(loss.detach(), {n: t.detach() for n, t in terms.items()}, metrics, grads)
+            leaves[f"input {name}"] = x.detach().double().requires_grad_()
+    found = dense.answer(objective, known, torch.float64, leaves, functools.partial(View, problem))
+    of = lambda kind: {n.removeprefix(kind): x.number for n, x in found.numbers.items() if n.startswith(kind)}
+    metrics = {n: float(x) for n, x in of("metric ").items()}
+    grads = {n.replace("input ", "input:"): x for n, x in found.grads.items()}
+    return Answer(found.numbers["loss"].number, of("term "), metrics, grads)
 
 
 def call_arguments(problem: Problem, dtype: torch.dtype | None = None) -> dict[str, Any]:
@@ -410,19 +255,15 @@ def run_by_facts(
     v = view(problem, {n: x.detach() for n, x in leaves.items()}, problem.inputs)
     wanted = [p for p in inspect.signature(fn).parameters if p in FACTS and p not in problem.inputs]
     teacher = call_arguments(problem).get("teacher")
-    arguments, top = v.arguments(fn, None, {}), getattr(fn, "top", None)
+    arguments, top = v.arguments(fn, term), getattr(fn, "top", None)
     wanted += ["top_logprob"] if "top_logprob" in arguments else []
     facts = hl.row_facts(said, problem.targets, want=wanted, backend=backend, teacher=teacher, top=top)
-    arguments |= {name: facts[name].flatten(0, len(problem.shape) - 1)[v.valid_N] for name in wanted}
+    arguments |= {name: facts[name].flatten(0, len(problem.shape) - 1)[v.valid] for name in wanted}
     result = fn(**arguments, **term.options)
     values, own = result if isinstance(result, tuple) else (result, {})
-    R = len(v.targets_R)
-    weight = None if term.row_weight is None else v.inputs[term.row_weight]
-    values = values if weight is None else values * weight
-    returns = getattr(fn, "returns", "row")
-    loss = reduce(values, term.reduction, v.segments, R, length=term.length, weight=weight, returns=returns)
+    loss = v.reduced(term, values, None if term.row_weight is None else v.inputs[term.row_weight])
     loss.backward()
-    metrics = {f"term/{k}": metric(k, x, R, v.segments, None, returns) for k, x in own.items()}
+    metrics = {f"term/{k}": float(v.metric(k, x, None, v.returns).number) for k, x in own.items()}
     grads = {n: x.grad for n, x in leaves.items()}
     return Answer(loss.detach(), {"term": loss.detach()}, metrics, grads, dict(facts))
 
@@ -455,7 +296,7 @@ def logprob_of(problem: Problem) -> Tensor:
     """The true log-probability of every row, in the caller's shape; 0 in ignored rows."""
     v = view(problem, problem.tensors, {})
     out = torch.zeros(problem.targets.numel(), dtype=torch.float64)
-    out[v.valid_N] = FACTS["logprob"](v.dense(None))
+    out[v.valid] = FACTS["logprob"](v.softmax(None))
     return out.view(problem.shape)
 
 

@@ -33,11 +33,11 @@ def options_of(fn: Callable[..., Any]) -> Iterator[dict[str, Any]]:
 
 def value_kind(fn: Callable[..., Any], problem: oracle.Problem) -> str:
     v = oracle.view(problem, problem.tensors, problem.inputs)
-    result = fn(**v.arguments(fn, None, {}))
+    result = fn(**v.arguments(fn, hl.Term(fn)))
     values = result[0] if isinstance(result, tuple) else result
     S = problem.segments.num_segments if problem.segments is not None else -1
     said = getattr(fn, "returns", "row")
-    return {len(v.targets_R): "row", S: "segment"}.get(len(values), "other") if said == "row" else said
+    return {v.R: "row", S: "segment"}.get(len(values), "other") if said == "row" else said
 
 
 def term_for(fn: Callable[..., Any], reduction: str, problem: oracle.Problem, **options: Any) -> hl.Term:

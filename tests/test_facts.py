@@ -25,9 +25,9 @@ def dense(problem: oracle.Problem, temperature: float | None = None) -> dict[str
     v = oracle.view(problem, problem.tensors, {})
     out = {}
     for name in STUDENT:
-        x = oracle.FACTS[name](v.dense(temperature))
+        x = oracle.FACTS[name](v.softmax(temperature))
         out[name] = torch.zeros(problem.targets.numel(), dtype=x.dtype)
-        out[name][v.valid_N] = x
+        out[name][v.valid] = x
         out[name] = out[name].view(problem.shape)
     return out
 

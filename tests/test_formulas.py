@@ -58,16 +58,17 @@ def test_formula(name: str, options: dict[str, Any], kind: str, transform: dict[
     problem = oracle.problem_for(loss, kind, (19,), vocab=31, transform=transform)
     leaves = problem.leaves()
     v = oracle.view(problem, leaves, problem.inputs)
-    arguments = v.arguments(formula, None, {})
+    term = hl.Term(loss, **options)
+    arguments = v.arguments(formula, term)
     if "logits" in inspect.signature(formula).parameters:
-        arguments["logits"] = v.dense(None).s_RV
+        arguments["logits"] = v.softmax(None).s_RV
     if "teacher_logits" in inspect.signature(formula).parameters:
-        arguments["teacher_logits"] = v.dense(None).teacher_s_RV
+        arguments["teacher_logits"] = v.softmax(None).teacher_s_RV
     values = formula(**arguments, **options)
     torch.manual_seed(5)
-    want = oracle.reduce(values, "token_mean", v.segments, len(v.targets_R), returns=loss.returns)
+    want = v.reduced(term, values)
     want.backward()
-    got = oracle.run(hl.Objective(term=hl.Term(loss, **options), backend="torch"), problem, memory=problem.budget(4))
+    got = oracle.run(hl.Objective(term=term, backend="torch"), problem, memory=problem.budget(4))
     torch.testing.assert_close(got.loss, want.detach(), rtol=1e-10, atol=1e-10)
     for tensor, x in leaves.items():
         wanted = torch.zeros_like(x) if x.grad is None else x.grad

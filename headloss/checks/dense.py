@@ -33,13 +33,15 @@ if TYPE_CHECKING:
     from headloss.objective import Objective
 
 
-def answer(objective: Objective, given: Given, dtype: torch.dtype, leaves: Mapping[str, Tensor]) -> Answer:
+def answer(
+    objective: Objective, given: Given, dtype: torch.dtype, leaves: Mapping[str, Tensor], rows: Any = None
+) -> Answer:
     """Loss, terms, metrics and gradients.  `leaves` are the source's tensors and inputs, in the type to compute with:
-    all float64 for the truth, the caller's own for what plain PyTorch would get."""
+    all float64 for the truth, the caller's own for what plain PyTorch would get.  `rows`: made in place of `Dense`."""
     own = {t.targets for t in objective.terms.values() if t.targets is not None}
     columns = lambda x: to_columns(given.source.vocab_ids, x, IGNORE)
     given = given._replace(inputs={n: columns(x) if n in own else x for n, x in given.inputs.items()})
-    dense = Dense(given, dtype, leaves)
+    dense = (rows or Dense)(given, dtype, leaves)
     numbers: dict[str, Part] = {}
     loss, parts, scale = torch.zeros((), dtype=dtype, device=given.source.device), [], 0.0
     measured: dict[str, Any] = {}
@@ -90,8 +92,7 @@ class Dense:
 
     def __init__(self, given: Given, dtype: torch.dtype, leaves: Mapping[str, Tensor]) -> None:
         self.given, self.dtype, source = given, dtype, given.source
-        self.lead = source.leading
-        ids = source.vocab_ids
+        self.lead, ids = source.leading, source.vocab_ids
         y = None if given.targets is None else to_columns(ids, given.targets, IGNORE)
         valid = torch.ones(self.lead, dtype=torch.bool, device=source.device) if y is None else y.ne(IGNORE)
         self.valid, self.R = valid.reshape(-1), int(valid.sum())
@@ -133,9 +134,8 @@ class Dense:
         if isinstance(x, Segments):
             return DenseSegments(self.rows(x.ids).long(), x.num_segments)
         if not isinstance(x, Tensor):
-            return torch.full(
-                (), x, dtype=self.dtype if isinstance(x, float) else None, device=self.given.source.device
-            )
+            kind = self.dtype if isinstance(x, float) else None
+            return torch.full((), x, dtype=kind, device=self.given.source.device)
         x = self.rows(x) if self.given.kinds[name] == "row" else x.clone()
         return x.to(self.dtype) if x.is_floating_point() and x.dtype.itemsize < self.dtype.itemsize else x
 

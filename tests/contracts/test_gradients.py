@@ -33,7 +33,7 @@ class TestUpstream:
         """A further loss on the facts, with and without the loss itself; each alone and both together."""
         problem, obj = oracle.make(kind), objective(**terms)
         v = oracle.view(problem, dense := problem.leaves(), {})
-        d = v.dense(None)
+        d = v.softmax(None)
         extra = (oracle.FACTS["entropy"](d) ** 2).sum() + oracle.FACTS["entropy"](d).sum()
         extra_grads = dict(zip(dense, torch.autograd.grad(extra, list(dense.values()))))
         loss_grads = oracle.answer(obj, problem).grads

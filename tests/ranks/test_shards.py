@@ -202,8 +202,8 @@ def facts_by_hand(split: str) -> None:
             return (facts["entropy"] * facts["logprob"] * valid).sum() * 3 + facts["mean_logprob"][valid].sum() * 2
 
         v = oracle.view(problem, leaves := problem.leaves(), {})
-        dense = {n: oracle.FACTS[n](v.dense(None)) for n in wanted}
-        want = loss(dense, torch.ones(len(v.targets_R), dtype=torch.bool))
+        dense = {n: oracle.FACTS[n](v.softmax(None)) for n in wanted}
+        want = loss(dense, torch.ones(v.R, dtype=torch.bool))
         truth = torch.autograd.grad(want, list(leaves.values()), allow_unused=True)
         valid = problem.targets != -100
         own = mine.leaves()
