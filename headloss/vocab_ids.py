@@ -37,7 +37,12 @@ def check_tokens(ids: Tensor) -> None:
     numbers = torch.stack([(in_order[0] < 0).long(), twice.any().long(), in_order[0], order[0], *both])
     now_or_later(numbers, numbers[:2], _check_found, "vocab_ids: negative, or a token twice")
     if _lasts(ids):
-        _SORTED[ids] = version(ids), (in_order, order)
+        _SORTED[ids] = (
+            version(ids),
+            (in_order, order),
+            ids.data_ptr(),
+            ids.clone() if ids.device.type == "cpu" else None,
+        )
 
 
 def _check_found(found: Tensor) -> None:
@@ -60,7 +65,11 @@ def sorted_ids(ids: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _known(ids: Tensor) -> bool:
-    return _lasts(ids) and ids in _SORTED and _SORTED[ids][0] == version(ids)
+    if not _lasts(ids) or ids not in _SORTED:
+        return False
+    written, _, place, copy = _SORTED[ids]
+    # `ids.data = x` and what NumPy writes are not counted; on the CPU a look tells
+    return written == version(ids) and place == ids.data_ptr() and (copy is None or torch.equal(copy, ids))
 
 
 def _lasts(ids: Tensor) -> bool:

@@ -92,6 +92,28 @@ def test_tokens_changed_in_place(kind: str, teacher: str) -> None:
         torch.testing.assert_close(got, want)
 
 
+def by_numpy(x: Tensor, y: Tensor) -> None:
+    x.numpy()[:] = y.numpy()
+
+
+def by_data(x: Tensor, y: Tensor) -> None:
+    x.data = y
+
+
+def through_data(x: Tensor, y: Tensor) -> None:
+    x.data.copy_(y)
+
+
+@pytest.mark.parametrize("write", [by_numpy, by_data, through_data, Tensor.copy_])
+def test_tokens_that_change_between_calls(write: Any) -> None:
+    """Also by writes that torch does not count."""
+    ids, targets = torch.arange(V), torch.tensor([0, 3, 5, 8, 1, 2])
+    for other in (torch.arange(V), torch.arange(V).flip(0), torch.arange(V) + 1, torch.arange(V)):
+        write(ids, other.clone())
+        got = CE(hl.Logits(Z, vocab_ids=ids), targets).loss
+        torch.testing.assert_close(got, CE(hl.Logits(Z, vocab_ids=other.clone()), targets).loss)
+
+
 # ---------------------------------------------------------------- numbers of odd types
 
 
