@@ -16,8 +16,8 @@ import torch
 from interpreting import INSIDE, inside, interpreted
 
 import headloss as hl
-from headloss.engine import heads, lookup
-from headloss.losses import cross_entropy, entropy_bonus, forward_kl, grpo, z_loss
+from headloss.engine import evaluate, heads, lookup
+from headloss.losses import cross_entropy, entropy_bonus, forward_kl, grpo, gspo, kto, z_loss
 
 pytest.importorskip("triton")
 from headloss.backends.triton import visit as triton_visit
@@ -530,6 +530,117 @@ def test_later_calls_with_a_head():
             found.append({"loss": out.loss, "hidden": hidden.grad, "weight": weight.grad})
             assert weight.grad.isfinite().all()
         same(*found)
+
+
+class InSegments:
+    """A call whose rows meet in segments; `reached`: it is one that is found as those before it."""
+
+    def __init__(self, reduction="token_mean", **more):
+        self.reduction, self.how, self.ids, self.ignored, self.rows = reduction, {}, [0, 0, 0, 0, 1, 1, 2, 2, 2], [], N
+        self.prepare, self.count, self.seed, self.reached, self.more, self.loss = True, 3, 3, True, {}, gspo
+        self.__dict__.update(more)
+
+    def made(self):
+        terms = {"rl": hl.Term(self.loss, reduction=self.reduction), "z": hl.Term(z_loss, weight=1e-2)}
+        return hl.Objective(**terms, metrics=["entropy"], backend="triton")
+
+    def __call__(self, objective):
+        call = Call(n=self.rows, seed=self.seed)
+        targets, ids = call.targets, torch.tensor(self.ids[: self.rows], device=DEVICE)
+        targets[self.ignored] = -100
+        call.logits[self.ignored] = torch.nan
+        segments = hl.Segments.from_ids(ids, self.count)
+        if self.prepare:
+            call.change(targets=hl.prepare(targets, segments), more=self.more)
+        else:
+            call.change(more={"segments": segments, **self.more})
+        if self.loss is kto:
+            desirable = torch.arange(self.count, device=DEVICE) % 2 == 0
+            call.inputs = {"ref_logprob": call.inputs["old_logprob"], "desirable": desirable}
+        return call.change(**self.how)(objective)
+
+
+IN_SEGMENTS = {
+    "other values": {"seed": 8},
+    "ignored rows": {"ignored": [2, 5]},
+    "a segment that is ignored": {"ignored": [4, 5]},
+    "in no order": {"ids": [2, 0, 0, 1, 1, 1, 0, 2, 2]},
+    "in no order, ignored rows": {"ids": [2, 0, 0, 1, 1, 1, 0, 2, 2], "ignored": [0, 4]},
+    "other lengths": {"ids": [0, 1, 1, 1, 1, 1, 1, 2, 2]},
+    "more segments": {"count": 5},
+    "fewer rows": {"rows": 7},
+    "num_items": {"more": {"num_items": 4}},
+    "num_segments": {"more": {"num_segments": 7}, "reached": False},
+    "grad_scale": {"more": {"grad_scale": 3.0}},
+    "segments of their own": {"prepare": False, "reached": False},
+    "no gradient": {"how": {"grad": False}},
+    "forward_backward": {"how": {"direct": True}},
+    "scale, softcap": {"how": {"source": {"scale": 0.7, "softcap": 5.0}}},
+    "a temperature": {"how": {"source": {"temperature": 0.5}}},
+    "a loss of segments": {"loss": kto},
+}
+
+
+@pytest.fixture
+def reached(monkeypatch):
+    """Of each call, whether it was found."""
+    found, plain = [], evaluate.find_ready
+    monkeypatch.setattr(evaluate, "find_ready", lambda *a: found.append(ready := plain(*a)) or ready)
+    return found
+
+
+@inside
+@pytest.mark.parametrize("reduction", ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum"])
+def test_one_thing_changes_in_segments(reduction, reached):
+    plain, objectives = InSegments(reduction), {}
+    truth = plain(plain.made())
+    for name, said in IN_SEGMENTS.items():
+        other = InSegments(reduction, **said)
+        objective = objectives.setdefault(other.loss, other.made())  # which has seen all calls before this one
+        expected = other(other.made())
+        for _ in range(2):
+            del reached[:]
+            same(other(objective), expected)
+        assert (reached[-1] is not None) == other.reached, name
+        if other.loss is gspo:
+            same(plain(objective), truth)
+
+
+@inside
+def test_segments_of_a_later_call_are_checked():
+    """Their ids, that rows have one, and that they were not written to, before the call or after it."""
+    plain = InSegments()
+    objective = plain.made()
+    for _ in range(2):
+        plain(objective)
+    call, rows = Call(), hl.Segments.from_ids(torch.tensor(plain.ids), 3)
+    batch = hl.prepare(call.targets, rows)
+    out = objective(hl.Logits(call.logits.requires_grad_()), batch, **call.inputs)
+    rows.ids[0] = 1
+    with pytest.raises(RuntimeError, match="segments: modified by an inplace operation"):
+        out.loss.backward()
+    with pytest.raises(ValueError, match="segments: were written to"):
+        objective(hl.Logits(call.logits), batch, **call.inputs)
+    for bad, said in ((3, "outside"), (-1, "1 rows that are not ignored have no segment")):
+        ids = torch.tensor(plain.ids)
+        ids[4] = bad
+        wrong = hl.prepare(call.targets, hl.Segments(ids, 3))
+        with pytest.raises(ValueError, match=said):
+            objective(hl.Logits(call.logits), wrong, **call.inputs)
+    with pytest.raises(ValueError, match="given both to prepare"):
+        also = hl.Segments.from_ids(torch.tensor(plain.ids), 3)
+        objective(hl.Logits(call.logits), hl.prepare(call.targets, rows), segments=also, **call.inputs)
+
+
+@inside
+def test_rows_that_meet_nowhere_may_have_segments(reached):
+    """A loss of rows, whose reduction goes over rows, with segments of prepared targets."""
+    call, made = Call(), lambda: hl.Objective(ce=cross_entropy, z=z_loss, backend="triton")
+    objective, ids = made(), torch.tensor([0, 0, 1, 1, 1, 2, 2, 2, -1])
+    for turn in range(3):
+        batch = hl.prepare(call.targets, hl.Segments.from_ids(ids, 3))
+        found = [known(hl.Logits(call.logits), batch).loss for known in (objective, made())]
+        assert torch.equal(*found) and (turn == 0 or reached[-2] is not None)
 
 
 BAD = {

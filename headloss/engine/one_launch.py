@@ -149,7 +149,7 @@ class Weighed:
             found = measured(visited, loss.rows.valid)
             loss.metrics = {**loss.metrics, **found} if loss.metrics else found
         if self.by_segment:
-            self._measure_segments(visited)
+            loss.metrics = with_segments(loss.metrics, visited, loss.terms)
         weights = loss.weights
         if not weights:  # every term is switched off
             return torch.zeros((), dtype=loss.dtype, device=loss.device)
@@ -157,17 +157,18 @@ class Weighed:
         loss.values = later_values(weights, sums)
         return total
 
-    def _measure_segments(self, settled: Any) -> None:
-        """Metrics of segments too, all in the order of the terms."""
-        names, metrics = settled.program.segment_metrics, self.loss.metrics
-        if not names:
-            return
-        counts = settled.segment_counts > 0
-        found = {**metrics, **measure_later(names, lambda: settled.segment_metric_values, counts, "segment")}
-        if is_capturing():
-            found[names[0]].parts  # noqa: B018, see `measured`
-        order = [f"{t.name}/{key}" for t in self.loss.terms for key in t.trace.metrics]
-        self.loss.metrics = {name: found[name] for name in dict.fromkeys((*order, *found)) if name in found}
+
+def with_segments(metrics: dict[str, Metric], settled: Any, terms: Sequence[Planned]) -> dict[str, Metric]:
+    """Metrics of segments too, all in the order of the terms."""
+    names = settled.program.segment_metrics
+    if not names:
+        return metrics
+    counts = settled.segment_counts > 0
+    found = {**metrics, **measure_later(names, lambda: settled.segment_metric_values, counts, "segment")}
+    if is_capturing():
+        found[names[0]].parts  # noqa: B018, see `measured`
+    order = [f"{t.name}/{key}" for t in terms for key in t.trace.metrics]
+    return {name: found[name] for name in dict.fromkeys((*order, *found)) if name in found}
 
 
 def later_values(weights: Mapping[str, object], sums: Tensor) -> dict[str, Tensor]:

@@ -20,7 +20,7 @@ from headloss.engine.bind import chunked_because, rows_of
 from headloss.engine.checks import check_count
 from headloss.engine.heads import LinearHead
 from headloss.engine.lookup import Found, Plans
-from headloss.engine.one_launch import Launched, measured
+from headloss.engine.one_launch import Launched, by_length, measured, with_segments
 from headloss.engine.plan import Plan
 from headloss.engine.saved import hold, refuse_transforms
 from headloss.engine.sweeps import Sweep
@@ -30,6 +30,7 @@ from headloss.prepared import Prepared, Stats, check_stats
 from headloss.record import Grads
 from headloss.reductions import reciprocal, shared_weight
 from headloss.rows import IGNORE, Rows
+from headloss.segments import Segments
 from headloss.sources import Linear, Logits, Source, Sparse, with_tensors, without_tensors
 from headloss.teachers import SparseChunk
 from headloss.term import check_weight
@@ -57,18 +58,23 @@ def key_of(arguments: CallArguments, direct: bool) -> tuple[Any, ...] | None:
         return None
     T, (num_items, num_segments, weights, grad_scale, host_read) = source.temperature, options
     if segments is not None or support is not None or type(T) is not float or type(grad_scale) is not float:
-        return None
+        return None  # segments come with prepared targets, which have been counted
     if num_segments is not None or weights is not None or isinstance(num_items, Tensor) or source.shard is not None:
         return None
     y: Any = targets
     if type(targets) is Prepared:
-        y = None if targets.segments is not None else targets.targets
+        y, segments = targets.targets, targets.segments
     if type(y) is not Tensor:
         return None
     key: list[Any] = [
         direct, torch.is_grad_enabled(), y.dtype, y.device, y.shape, y.stride(), y is targets, host_read, T,
         source.scale, source.softcap, source.vocab, *defaults(),
     ]  # fmt: skip
+    if segments is not None:
+        ids = segments.ids
+        if type(ids) is not Tensor or segments.group is not None:
+            return None
+        key += (ids.dtype, ids.device, ids.shape, ids.stride(), segments.num_segments)
     if isinstance(source, Logits):
         x = source.logits
         if type(x) is not Tensor:
@@ -107,7 +113,7 @@ def find_ready(plans: Plans | None, key: Any, arguments: CallArguments) -> Ready
         return None
     form, by_read = found
     ready: Ready | None = by_read.get(form.read()[0])
-    if ready is None or not ready.plan.backend.suits(ready.count, arguments.source.vocab):
+    if ready is None or (ready.in_parts and not ready.backend.suits(ready.count, arguments.source.vocab)):
         return None
     if ready.linear and not ready.may(arguments):
         return None
@@ -117,9 +123,11 @@ def find_ready(plans: Plans | None, key: Any, arguments: CallArguments) -> Ready
 
 def make_ready(plans: Plans, key: Any, found: Found) -> Ready | None:
     """For calls that are alike, after the first of them was planned; None: these are not so simple."""
-    plan, (source, targets, _, teachers, *_), program = found.plan, found.arguments, found.plan.program
+    plan, (source, targets, segments, teachers, *_), program = found.plan, found.arguments, found.plan.program
     y = targets.targets if isinstance(targets, Prepared) else targets
-    if key is None or program is None or program.by_segment or plan.by_token is None or not plan.weights:
+    if key is None or program is None or not plan.weights:
+        return None
+    if plan.by_token is None if not program.by_segment else teachers or not _counted(plan):
         return None
     if plan.is_fp16 or plan.wants_grad or plan.elements or plans.divergences:
         return None
@@ -143,9 +151,11 @@ def make_ready(plans: Plans, key: Any, found: Found) -> Ready | None:
         teacher = teachers.get(ONLY)  # type: ignore[union-attr]
         if plan.want.teachers != (ONLY,) or plan.named_teachers != (ONLY,) or not _is_simple(teacher, source):
             return None
+    if segments is not None and (segments.ids.device != x.device or not segments.num_segments):
+        return None
     brought = _BROUGHT if type(teacher) is Sparse else ()
     taken = [given.get(name) for name in program.inputs if name not in brought]
-    if any(v is None or not v.is_contiguous() or v.device != x.device for v in taken):
+    if any(v is None or not v.is_contiguous() or v.device != x.device for v in taken) or "pairs" in given:
         return None
     ready = Ready(plan, source, given, teacher, found.held)
     if len(plans.ready) >= _MOST:
@@ -155,6 +165,12 @@ def make_ready(plans: Plans, key: Any, found: Found) -> Ready | None:
         by_read.clear()
     by_read[found.read] = ready
     return ready if not ready.linear or ready.may(found.arguments) else None
+
+
+def _counted(plan: Plan) -> bool:
+    """Whether the rows and segments of a call, counted, are all that its terms' weights are made of."""
+    plain = all(t.reduction != "weighted_mean" and t.call.share is None for t in plan.terms)
+    return plain and tuple(plan.program.terms) == tuple(plan.weights)
 
 
 def _is_simple(teacher: Any, source: Source) -> bool:
@@ -169,8 +185,8 @@ class Ready:
     """What calls that are alike have in common."""
 
     __slots__ = (
-        "backend", "bare", "count", "flat", "held", "linear", "plan", "shape", "taken", "their", "used", "visits",
-        "want", "weights",
+        "backend", "bare", "count", "flat", "held", "in_parts", "linear", "plan", "shape", "shares", "taken", "their",
+        "used", "visits", "want", "weights",
     )  # fmt: skip
 
     def __init__(
@@ -180,7 +196,7 @@ class Ready:
         self.held = held  # what functions of ours read, so that nothing else takes on its identity
         self.shape, self.flat = source.leading, source.tensors[0].ndim == 2
         self.count, self.used, self.linear = math.prod(self.shape), tuple(inputs), isinstance(source, Linear)
-        self.taken = plan.program.inputs
+        self.taken, self.in_parts = plan.program.inputs, plan.in_parts is not None
         self.bare, self.their, theirs = without_tensors(source), None, None
         if isinstance(teacher, Logits):
             self.their = without_tensors(teacher)
@@ -188,8 +204,14 @@ class Ready:
             theirs = (float(teacher.scale), teacher.softcap, own)
         self.weights = tuple([float(w) for w in plan.weights.values()])
         temperatures = tuple([float(source.temperature if T is None else T) for T in plan.want.temperatures])
-        means = tuple([name in (plan.by_token or ()) for name in plan.weights])
-        self.visits = plan.backend.Visits(plan.program, temperatures, source.scale, source.softcap, means, theirs)
+        how = (plan.program, temperatures, source.scale, source.softcap)
+        self.shares: tuple[Any, ...] = ()  # of each term whose rows meet in segments, how it is reduced
+        if plan.program.by_segment:
+            self.shares = tuple([(t.reduction, t.trace.value or "row", t.length) for t in plan.terms])
+            self.visits = plan.backend.Settles(*how, tuple([by_length(t) for t in plan.terms]))
+        else:
+            means = tuple([name in (plan.by_token or ()) for name in plan.weights])
+            self.visits = plan.backend.Visits(*how, means, theirs)
 
     def may(self, arguments: CallArguments) -> bool:
         """Whether every row is multiplied; else those that count are gathered first."""
@@ -206,10 +228,13 @@ class ReadyCall:
     """One call: its targets, and what the host knows of them."""
 
     __slots__ = (
-        "arguments", "guide", "mean", "ready", "skipped", "stats", "sums", "targets", "teacher", "valid", "visited",
+        "arguments", "guide", "mean", "ready", "segments", "skipped", "stats", "sums", "targets", "teacher", "valid",
+        "visited",
     )  # fmt: skip
     sums: Tensor
     visited: Any
+    num_items = one_token = None  # as of `Rows`
+    tokens = property(lambda self: self.stats.valid)
 
     def __init__(self, ready: Ready, arguments: CallArguments) -> None:
         self.ready, self.arguments = ready, arguments
@@ -219,14 +244,23 @@ class ReadyCall:
         if grad_scale != 1.0:
             check_weight("grad_scale", grad_scale)
         self.valid: Tensor | None = None
+        self.segments: Segments | None = None
+        self.mean: Any  # of rows, or of each term
         if type(targets) is Prepared:
-            stats, self.targets = targets.known(), targets.targets
+            stats, self.targets, segments = targets.known(), targets.targets, targets.segments
             self.stats: Stats | None = stats
             valid, low, high, *_ = stats
-            if valid and not 0 <= low <= high < source.vocab:
+            if segments is not None:
+                self.segments = segments
+                check_stats(stats, source.vocab, segments.num_segments, ready.plan.needed)
+            elif valid and not 0 <= low <= high < source.vocab:
                 check_stats(stats, source.vocab)
             self.skipped = valid < ready.count
-            self.mean = reciprocal(valid if num_items is None else num_items)
+            if ready.shares:
+                counts: Any = self
+                self.mean = tuple([shared_weight(*x, counts, num_items=num_items, norm=n) for *x, n in ready.shares])
+            else:
+                self.mean = reciprocal(valid if num_items is None else num_items)
         else:
             rows = rows_of(ready.plan, arguments, host_read, "the logits exist")
             assert rows.given is not None
@@ -278,8 +312,9 @@ class ReadyCall:
                 x = x.reshape(ready.count, -1)
                 out_NV = None if out is None else out.view(x.shape)
                 teacher = None if teacher is None else teacher.reshape(x.shape)
+        more = self._spans(targets) if ready.shares else chunk or teacher
         self.visited, self.sums, loss = ready.visits(
-            x, targets, given, self.mean, factors, weights, out_NV, self.skipped, chunk or teacher
+            x, targets, given, self.mean, factors, weights, out_NV, self.skipped, more
         )
         if begun:
             times["compiling"] = time.perf_counter() - begun
@@ -287,6 +322,16 @@ class ReadyCall:
             return loss, Grads(out)
         head.write(slice(0, ready.count), x, None)
         return loss, head.grads()
+
+    def _spans(self, targets: Tensor) -> Any:
+        """Where the rows of each segment are."""
+        segments, stats, skipped = self.segments, self.stats, self.skipped
+        assert segments is not None and stats is not None
+        ids = segments.ids
+        ids = ids if ids.ndim == 1 else ids.reshape(-1)
+        ids = ids.masked_fill(targets == IGNORE, -1) if skipped else ids
+        rising = stats.sorted and not stats.loose
+        return self.ready.backend.spans(ids, segments.num_segments, rising, whole=not skipped)  # type: ignore[attr-defined]
 
     def forward(self, ctx: Any, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """With autograd; see `run.Head`."""
@@ -300,18 +345,22 @@ class ReadyCall:
         elif ready.their is not None:
             read.append(("teacher.logits", self.teacher.logits))
         names = ("hidden", "weight") if ready.linear else ("logits",)
-        hold(ctx, names, tensors, read, [(name, inputs[name]) for name in ready.used])
+        used = [(name, inputs[name]) for name in ready.used]
+        if self.segments is not None:
+            used.append(("segments", self.segments.ids))
+        hold(ctx, names, tensors, read, used)
         left = Left(ready, self.stats, self.skipped, self.guide)
         ctx.grads, ctx.kept = grads, (left, needs, Launched(None, visited, None, None), None, False, ())
         return loss, *[x.detach() for x in visited.blocks]
 
     def metrics(self) -> dict[str, Any]:
         """Which rows count is noted now: the targets may be written to."""
-        if not self.ready.plan.program.metrics:
-            return {}
-        if self.valid is None and self.skipped:
-            self.valid = self.targets.reshape(-1) != IGNORE
-        return measured(self.visited, self.valid)
+        plan, found = self.ready.plan, dict[str, Any]()
+        if plan.program.metrics:
+            if self.valid is None and self.skipped:
+                self.valid = self.targets.reshape(-1) != IGNORE
+            found = measured(self.visited, self.valid)
+        return with_segments(found, self.visited, plan.terms) if self.ready.shares else found
 
 
 class Left:

@@ -9,8 +9,11 @@ from typing import Any
 
 from torch import Tensor
 
+from headloss.backends.triton import sweeps
 from headloss.backends.triton.kernels.records import Given
 from headloss.backends.triton.printer.program import Program
+from headloss.backends.triton.printer.segments import SegmentProgram
+from headloss.backends.triton.settle import Settled, Settling, Spans, Weights, settle_all
 from headloss.backends.triton.tiles import address
 from headloss.backends.triton.visit import (
     UNTAUGHT,
@@ -119,3 +122,86 @@ class Visits:
             numbers = (program.numbers, plan.look_numbers, *own, taught.scale, taught.cap)
             self.known[key] = (*noted, kernel, taught.temperatures, numbers)
         return visited, *fire_totals(kernel, found, weights)
+
+
+class Settles:
+    """Calls whose rows meet in segments, with the same in common: a sweep that reads, one launch that settles all
+    segments, a sweep that writes, and the sums of the terms.  What is given is as in `Visits`."""
+
+    __slots__ = ("how", "known", "means", "program", "temperatures")
+
+    def __init__(
+        self,
+        program: SegmentProgram,
+        temperatures: tuple[float, ...],
+        scale: float,
+        softcap: float | None,
+        means: tuple[bool, ...],  # of each term, whether its rows weigh less the longer their segment is
+    ) -> None:
+        self.program, self.temperatures, self.means = program, temperatures, means
+        self.how: dict[str, Any] = {"scale": scale, "softcap": softcap}
+        self.known: dict[Any, tuple[Any, ...]] = {}  # kernels and their numbers
+
+    def __call__(
+        self,
+        raw_CV: Tensor,
+        target_C: Tensor,
+        inputs: tuple[Tensor, ...],
+        bases: tuple[float, ...],
+        factors: tuple[float, ...],
+        weights: tuple[float, ...],
+        out_CV: Tensor | None,
+        ignore: bool,
+        spans: Spans,
+    ) -> tuple[Settled, Tensor, Tensor]:
+        """As in `Visits`; `bases` are numbers, of each term the weight of a row or of a segment."""
+        begin = address(raw_CV) | address(raw_CV if out_CV is None else out_CV) | target_C.data_ptr() << 3
+        for x in inputs:
+            begin |= x.data_ptr() << 3
+        key = (ignore, out_CV is None, spans.order is None, sweeps.BATCH_INVARIANT)
+        known = self.known.get(key)
+        if known is None or begin & 127:
+            return self._look(raw_CV, target_C, inputs, bases, factors, weights, out_CV, ignore, spans, key, begin)
+        (read, *write), settling, numbers, sums_kernel = known
+        given = Given(self.temperatures, (), inputs, bases, factors, *numbers)
+        sums_FC = sweeps.fire_sums(read, raw_CV, target_C)
+        settled, rows_FC = settle_all(settling, sums_FC, target_C, spans, given)
+        if out_CV is not None and rows_FC is not None:
+            sweeps.fire_pull(write[0], raw_CV, target_C, rows_FC, out_CV)
+        return settled, *fire_totals(sums_kernel, settled.by_segment, weights)
+
+    def _look(
+        self,
+        raw_CV: Tensor,
+        target_C: Tensor,
+        inputs: tuple[Tensor, ...],
+        bases: tuple[float, ...],
+        factors: tuple[float, ...],
+        weights: tuple[float, ...],
+        out_CV: Tensor | None,
+        ignore: bool,
+        spans: Spans,
+        key: Any,
+        begin: int,
+    ) -> tuple[Settled, Tensor, Tensor]:
+        """The same, with a look at everything."""
+        program, own, noted = self.program, self.temperatures, list[Any]()
+        (C, V), gradient = raw_CV.shape, out_CV is not None
+        named = lambda xs: dict(zip(program.terms, xs, strict=True))
+        given = dict(zip(program.inputs, inputs, strict=True))
+        sums_FC = sweeps.sums_matrix(raw_CV, target_C, program.want, own, noted=noted, **self.how)
+        call = Settling(
+            program, spans, Weights(given, named(bases), named(self.means), named(factors)), target_C, C, own,
+            vocab=V, device=raw_CV.device, ignore=ignore, gradient=gradient,
+        )  # fmt: skip
+        rows_FC = call.settle(sums_FC)
+        if out_CV is not None and rows_FC is not None:
+            used = [i for i, there in enumerate(program.there) if any(there)]
+            there, at = [program.there[i] for i in used], [own[i] for i in used]
+            sweeps.pull_rows(raw_CV, target_C, rows_FC, there, at, out_CV, noted=noted, **self.how)
+        kernel = totals_launch(0, weights)
+        if len(noted) == 1 + gradient and target_C.is_contiguous() and not begin & 127:
+            settling = (call.plan, call.launch, gradient, call.groups, (C, C, 0, 0, call.groups))
+            numbers = (program.numbers, (), float(V), 1.0, 1.0, 1.0, 1.0)
+            self.known[key] = (noted, settling, numbers, kernel)
+        return call.settled, *fire_totals(kernel, call.settled.by_segment, weights)

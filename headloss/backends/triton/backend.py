@@ -24,7 +24,7 @@ NAME = "triton"
 
 look, merge_repeated, scale_ = compared.look, compared.merge_repeated, sweeps.scale_
 # facts, values, metrics and gradient of some rows in one launch: what it takes, and its sums over the rows
-visit, Arguments, totals, Visits = alone.visit, alone.Arguments, alone.totals, alike.Visits
+visit, Arguments, totals, Visits, Settles = alone.visit, alone.Arguments, alone.totals, alike.Visits, alike.Settles
 # segments, settled between the two sweeps
 sums_matrix, pull_rows, Settling, Weights, spans = (
     sweeps.sums_matrix,

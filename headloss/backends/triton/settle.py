@@ -94,13 +94,9 @@ class Settling:
     ) -> None:
         self.plan, self.spans, self.rows, self.gradient = _plan(program), spans, rows, gradient
         self.targets = None if targets is None else targets.contiguous()
-        made = torch.empty(self.plan.slots, rows, dtype=torch.float32, device=device)
-        best = torch.empty(rows, dtype=torch.int64, device=device) if program.want.argmax else None
-        self.settled = Settled(made, best, self.plan)
         self.groups = -(-rows // BLOCK) + 1 if spans is None else len(spans.offsets) - 1
-        high = len(program.terms) + 1 + len(program.segment_metrics)
         make = torch.empty if spans is None and rows else torch.zeros  # a call may settle some of its segments
-        self.settled.by_segment = make(high, self.groups, dtype=torch.float32, device=device)
+        self.settled = _room(self.plan, rows, self.groups, device, make)
         given = (
             tuple([T if type(T) is float else plain_temperature(T) for T in temperatures]),
             tuple([_input(weights.inputs[name], device) for name in program.inputs]),
@@ -110,9 +106,10 @@ class Settling:
         self.given = Given(given[0], (), *given[1:], program.numbers, (), float(vocab), 1.0, 1.0, 1.0, 1.0)
         means = tuple([weights.means[name] for name in program.terms])
         forms = _forms((*given[0], *given[1], *given[2], *given[3]))
-        self.form = (forms, means, ignore, gradient, spans and spans.order is None, targets is None)
-        if self.form not in self.plan.variants:
-            self.plan.variants[self.form] = _variant(self.plan, given, means, spans, ignore, gradient)
+        form = (forms, means, ignore, gradient, spans and spans.order is None, targets is None)
+        if form not in self.plan.variants:
+            self.plan.variants[form] = _variant(self.plan, given, means, spans, ignore, gradient)
+        self.launch = self.plan.variants[form]
 
     def settle(self, sums_FC: Tensor, first_row: int = 0, segments: slice | None = None) -> Tensor | None:
         """Settle the rows from `first_row` on, which are those of `segments` or, with None, all there are.
@@ -120,20 +117,52 @@ class Settling:
         Gives what `sweeps.pull_rows` reads.
         """
         C = sums_FC.shape[1]
-        rows = torch.empty(self.plan.pulled, C, dtype=torch.float32, device=sums_FC.device) if self.gradient else None
         first, last = (0, self.groups) if segments is None else (segments.start + 1, segments.stop + 1)
-        if C == 0 or first == last:
-            return rows
-        settled, (offsets, order) = self.settled, self.spans or (None, None)
-        found = settled.found
-        at = SettleAt(
-            sums_FC, found, found if settled.best is None else settled.best, found if rows is None else rows,
-            settled.by_segment,
-        )  # fmt: skip
         sizes = (C, self.rows, first_row, first, self.groups)
-        arguments = (at, self.targets, order, offsets, self.given, *sizes)
-        self.plan.variants[self.form].run(None, place(sums_FC), last - first, arguments)
-        return rows
+        if C == 0 or first == last:
+            return _numbers(self.plan, sums_FC) if self.gradient else None
+        known = (self.plan, self.launch, self.gradient, last - first, sizes)
+        return _fire(known, self.settled, sums_FC, self.targets, self.spans or _NOWHERE, self.given)
+
+
+_NOWHERE = (None, None)
+
+
+def settle_all(
+    known: tuple[Any, ...], sums_FC: Tensor, targets: Tensor | None, spans: Spans, given: Given
+) -> tuple[Settled, Tensor | None]:
+    """A call like one that was made as a `Settling`: its plan, its kernel, whether it makes a gradient, how many groups
+    there are, and its sizes.  All segments at once."""
+    plan, _, _, groups, (C, *_) = known
+    settled = _room(plan, C, groups, sums_FC.device, torch.zeros)
+    return settled, _fire(known, settled, sums_FC, targets, spans, given)
+
+
+def _fire(
+    known: tuple[Any, ...], settled: Settled, sums_FC: Tensor, targets: Tensor | None, spans: Any, given: Given
+) -> Tensor | None:
+    plan, launch, gradient, programs, sizes = known
+    rows, found, best, (offsets, order) = None, settled.found, settled.best, spans
+    if gradient:
+        rows = _numbers(plan, sums_FC)
+    at = SettleAt(
+        sums_FC, found, found if best is None else best, found if rows is None else rows, settled.by_segment
+    )  # fmt: skip
+    launch.run(None, place(sums_FC), programs, (at, targets, order, offsets, given, *sizes))
+    return rows
+
+
+def _numbers(plan: Plan, sums_FC: Tensor) -> Tensor:
+    """Of each row, for the pull."""
+    return torch.empty(plan.pulled, sums_FC.shape[1], dtype=torch.float32, device=sums_FC.device)
+
+
+def _room(plan: Plan, rows: int, groups: int, device: torch.device, make: Any) -> Settled:
+    found = torch.empty(plan.slots, rows, dtype=torch.float32, device=device)
+    best = torch.empty(rows, dtype=torch.int64, device=device) if plan.flags.BEST else None
+    settled = Settled(found, best, plan)  # type: ignore[arg-type]  # it has what a visit's plan is asked for
+    settled.by_segment = make(plan.high, groups, dtype=torch.float32, device=device)
+    return settled
 
 
 class Plan(NamedTuple):
@@ -142,6 +171,7 @@ class Plan(NamedTuple):
     program: Any
     slots: int
     pulled: int  # numbers per row that the pull reads
+    high: int  # and numbers of each segment
     ends: tuple[int, ...]  # as in `visit.Plan`
     flags: SettleFlags
     variants: dict[Any, Launch]
@@ -164,7 +194,8 @@ def _plan(program: SegmentProgram) -> Plan:
         len(program.cotangents), len(program.input_cotangents),
     )  # fmt: skip
     pulled = 1 + sum(1 + sum(program.there[i]) for i in used)
-    return Plan(program, sum(sizes), pulled, (0, *itertools.accumulate(sizes)), flags, {})
+    high = len(program.terms) + 1 + len(program.segment_metrics)
+    return Plan(program, sum(sizes), pulled, high, (0, *itertools.accumulate(sizes)), flags, {})
 
 
 def _variant(plan: Plan, given: Any, means: Any, spans: Spans | None, ignore: bool, gradient: bool) -> Launch:

@@ -74,8 +74,12 @@ def sums_matrix(
     start: int = 0,
     batch_invariant: bool | None = None,
     shape: Shape | None = None,
+    noted: list[Any] | None = None,
 ) -> Tensor:
-    """The same as a matrix, in the order of `named`; `start` is the first column's place in the whole vocabulary."""
+    """The same as a matrix, in the order of `named`; `start` is the first column's place in the whole vocabulary.
+
+    `noted` gets what matrices that are alike need: see `alike.py`.
+    """
     C, V = raw_CV.shape
     if C == 0 or V == 0:
         check_dtype(raw_CV)
@@ -94,20 +98,30 @@ def sums_matrix(
         if len(_SUMS) >= MOST_KNOWN:
             _SUMS.clear()
         known = _SUMS[form] = _sums_launches(*form)
-    launch, merge, slots, rows = known
     target = target_C if want.target else None
     places = (raw.x_CV.stride(0), raw.lead, 0 if target is None else target.stride(0), start)
-    how = (float(scale), softcap or 1.0)
-    out = torch.empty(slots - (parts > 1 and want.target), parts, C, dtype=torch.float32, device=device)
     # all that a compiled kernel depends on, read once: see launch.py
     key = (*kinds_of(raw.x_CV, target, *given), C == 1, C & 15, C >> 31, V, width, places)
-    where = place(raw_CV)
-    launch.run(key, where, C * parts, (raw.x_CV, target, out, given, C, V, parts, width, *places, how))
-    if merge is not None:
-        whole = torch.empty(slots, 1, C, dtype=torch.float32, device=device)
-        merge.run(key, where, -(-C // rows), (raw.x_CV, target, out, whole, given, C, V, parts, *places, how))
-        out = whole
-    return out[:, 0]
+    found = (*known, want.target, key, (C, V, parts), width, given, (*places, (float(scale), softcap or 1.0)))
+    if noted is not None and raw.x_CV is raw_CV:
+        noted.append(found)
+    return fire_sums(found, raw.x_CV, target_C)
+
+
+def fire_sums(known: tuple[Any, ...], x: Tensor, target: Tensor | None) -> Tensor:
+    """Launch the kernels of `sums_matrix`."""
+    launch, merge, slots, rows, picks, key, sizes, width, given, how = known
+    (C, _, parts), device, where = sizes, x.device, place(x)
+    target = target if picks else None
+    if merge is None:
+        out = torch.empty(slots, C, dtype=torch.float32, device=device)
+        launch.run(key, where, C, (x, target, out, given, *sizes, width, *how))
+        return out
+    each = torch.empty(slots - picks, parts, C, dtype=torch.float32, device=device)
+    launch.run(key, where, C * parts, (x, target, each, given, *sizes, width, *how))
+    out = torch.empty(slots, C, dtype=torch.float32, device=device)
+    merge.run(key, where, -(-C // rows), (x, target, each, out, given, *sizes, *how))
+    return out
 
 
 _SUMS: dict[Any, tuple[Launch, Launch | None, int, int]] = {}  # kernels, numbers per row, rows that one merges
@@ -185,9 +199,10 @@ def pull_rows(
     softcap: float | None = None,
     start: int = 0,
     shape: Shape | None = None,
+    noted: list[Any] | None = None,
 ) -> None:
     """The same from numbers per row: the maximum, and of each temperature that pulls the log_sum and the coefficients
-    that are there."""
+    that are there.  `noted`: see `sums_matrix`."""
     check_dtype(raw_CV)
     C, V = raw_CV.shape
     if C == 0 or V == 0:
@@ -217,15 +232,24 @@ def pull_rows(
         if len(_PULLS) >= MOST_KNOWN:
             _PULLS.clear()
         known = _PULLS[form] = _pull_launch(*form)
-    target = target_C if known.constants["F"].TARGET else None
+    aims = known.constants["F"].TARGET
+    target = target_C if aims else None
     parts = -(-(V + out.skew) // shape.width)
-    at = PullAt(raw.x_CV, raw.x_CV, rows_FC, out.x_CV)
     numbers = PullGiven(given, (), (), (), float(scale), softcap or 1.0, 1.0, 1.0)
     places = (
         stride, raw.lead, stride, raw.lead, out_stride, out.lead, 0 if target is None else target.stride(0), start,
     )  # fmt: skip
     key = (*kinds_of(raw.x_CV, rows_FC, out.x_CV, target, *given), C == 1, C & 15, C >> 31, V, parts, places)
-    known.run(key, place(raw_CV), C * parts, (at, target, numbers, C, V, parts, *places))
+    found = (known, aims, key, C * parts, (numbers, C, V, parts, *places))
+    if noted is not None and raw.x_CV is raw_CV and out.x_CV is out_CV:
+        noted.append(found)
+    fire_pull(found, raw.x_CV, target_C, rows_FC, out.x_CV)
+
+
+def fire_pull(known: tuple[Any, ...], x: Tensor, target: Tensor | None, rows_FC: Tensor, out: Tensor) -> None:
+    """Launch the kernel of `pull_rows`."""
+    launch, aims, key, programs, how = known
+    launch.run(key, place(x), programs, (PullAt(x, x, rows_FC, out), target if aims else None, *how))
 
 
 _PULLS: dict[Any, Launch] = {}

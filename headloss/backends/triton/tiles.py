@@ -98,7 +98,9 @@ def rows_of(x_CV: Tensor) -> Rows:
     lead = first % 128 // size
     if not PEEL or lead > x_CV.storage_offset():  # the second: memory that starts off a boundary, not torch's own
         return Rows(x_CV, 0, 1, 1)
-    return Rows(x_CV.as_strided(x_CV.shape, x_CV.stride(), x_CV.storage_offset() - lead), lead, 128 // size, vector)
+    if lead:
+        x_CV = x_CV.as_strided(x_CV.shape, x_CV.stride(), x_CV.storage_offset() - lead)
+    return Rows(x_CV, lead, 128 // size, vector)
 
 
 def plain_temperature(T: float | Tensor) -> float | Tensor:
