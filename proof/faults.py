@@ -686,6 +686,9 @@ FAULTS = [
     Fault("engine/ready.py", "num_items=num_items, norm=n)", "norm=n)", "later calls in segments: num_items is ignored", LATER),
     Fault("engine/ready.py", 'used.append(("segments", self.segments.ids))', "pass", "segments of a later call are written to before its backward, and nobody looks", LATER),
     Fault("backends/triton/alike.py", "key = (ignore, out_CV is None, spans.order is None, sweeps.BATCH_INVARIANT)", "key = (ignore, out_CV is None)", "settle: later calls read segments in no order as if they lay in one", LATER),
+    Fault("engine/one_chunk.py", "torch.addmm(dhidden, grad_NV[:, most], weight_VD[most], out=dhidden)", "torch.mm(grad_NV[:, most], weight_VD[most], out=dhidden)", "later calls: the last columns of a head pull on no hidden row", LATER),
+    Fault("engine/one_chunk.py", "            for part in self.parts:\n                torch.mm(grad_NV", "            for part in self.parts[:1]:\n                torch.mm(grad_NV", "later calls: the last rows of a weight get no gradient", LATER),
+    Fault("engine/saved.py", "versions = [(name, ref(x), x._version) for name, x in (*zip(names, args), *named)]", "versions = [(name, ref(x), x._version) for name, x in named]", "a source that was written to is not named", LATER),
     Fault("engine/ready.py", "if any(call.fn is dead_rows for _, call in plan.metrics):", "if False:", "dead rows are counted on the CPU alone", LATER),
     Fault("backends/triton/alike.py", "key = (ignore, out_CV is None, type(mean))", "key = (out_CV is None, type(mean))", "a visit that passes over ignored rows taken for one that does not", LATER),
     Fault("rows.py", "numbers, one, valid = count(flat.contiguous(), None)", "numbers, one, valid = count(flat, None)", "targets with gaps are counted with what lies in them", WAITING),
@@ -732,7 +735,7 @@ FAULTS = [
     Fault("trace/trace.py", "    except (MemoryError, RecursionError, torch.OutOfMemoryError, Warning):", "    except ():", "a trace that ran out of memory is believed for ever", AROUND),
     Fault("trace/trace.py", "    if any(f.element is not None and not ours(f.element.fn) for f in call.facts):", "    if False:", "a trace keeps a divergence alive", KEPT),
     # Autograd's contract
-    Fault("engine/saved.py", "    for name, x in (*read, *used):", "    for name, x in read:", "an input changed in place before the backward goes unnoticed", CONTRACT),
+    Fault("engine/saved.py", "named = (*read, *used)", "named = (*read,)", "an input changed in place before the backward goes unnoticed", CONTRACT),
     Fault("engine/saved.py", "    return seal(found, (*args, *grads))", "    return tuple(found)", "a second derivative takes the gradient for a constant", CONTRACT),
     Fault("engine/saved.py", "    return seal(found, (*args, *grads))", "    return seal(found, grads)", "a second derivative raises only if the incoming gradient needs one", CONTRACT),
     Fault("engine/saved.py", "x.clone() if name.endswith((\"targets\", \"temperature\")) else x", "x", "the backward reads targets of inference mode that have changed", CONTRACT),

@@ -17,6 +17,7 @@ from interpreting import INSIDE, inside, interpreted
 
 import headloss as hl
 from headloss.engine import evaluate, heads, lookup
+from headloss.engine.one_chunk import OneChunk
 from headloss.losses import cross_entropy, entropy_bonus, forward_kl, grpo, gspo, kto, z_loss
 
 pytest.importorskip("triton")
@@ -532,6 +533,28 @@ def test_later_calls_with_a_head():
         same(*found)
 
 
+@pytest.mark.parametrize("uneven", [False, True])
+@pytest.mark.parametrize("columns", [V + 3, 4099])
+@pytest.mark.parametrize("needs", [(True, True), (True, False), (False, True)])
+def test_one_chunk_is_that_of_any_head(uneven, columns, needs, monkeypatch):
+    """Bit for bit, whatever the sizes; rows of a batch, and a weight that lies the other way round."""
+    monkeypatch.setattr(heads, "UNEVEN_IS_SLOW", {"cpu": 8} if uneven else {})
+    generator = torch.Generator().manual_seed(columns)
+    hidden, weight = torch.randn(2, 3, 16, generator=generator), torch.randn(16, columns, generator=generator).t()
+    source = hl.Linear(hidden.requires_grad_(), torch.nn.Parameter(weight))
+    head, every = heads.LinearHead(source, single_chunk=True), slice(0, 6)
+    head.wants_grad(needs)
+    with torch.no_grad():
+        chunk = OneChunk(source)
+        raw, truth = chunk.read(source), head.read(every)
+        assert torch.equal(raw, truth) and raw.stride() == truth.stride()
+        grad = torch.randn(raw.shape, generator=generator)
+        head.write(every, grad, None)
+        for ours, theirs in zip(chunk.write(source, grad, needs), head.grads(), strict=True):
+            assert ours is theirs is None or (torch.equal(ours, theirs) and ours.stride() == theirs.stride())
+            assert type(ours) in (torch.Tensor, type(None))
+
+
 class InSegments:
     """A call whose rows meet in segments; `reached`: it is one that is found as those before it."""
 
@@ -594,8 +617,9 @@ def reached(monkeypatch):
 def test_one_thing_changes_in_segments(reduction, reached):
     plain, objectives = InSegments(reduction), {}
     truth = plain(plain.made())
-    for name, said in IN_SEGMENTS.items():
-        other = InSegments(reduction, **said)
+    some = IN_SEGMENTS if reduction == "seq_mean_token_mean" else ["ignored rows", "more segments", "num_items"]
+    for name in some:
+        other = InSegments(reduction, **IN_SEGMENTS[name])
         objective = objectives.setdefault(other.loss, other.made())  # which has seen all calls before this one
         expected = other(other.made())
         for _ in range(2):

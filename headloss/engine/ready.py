@@ -18,8 +18,8 @@ from torch.nn import Parameter
 from headloss.engine.arguments import CallArguments
 from headloss.engine.bind import chunked_because, rows_of
 from headloss.engine.checks import check_count
-from headloss.engine.heads import LinearHead
 from headloss.engine.lookup import Found, Plans
+from headloss.engine.one_chunk import OneChunk
 from headloss.engine.one_launch import Launched, by_length, measured, with_segments
 from headloss.engine.plan import Plan
 from headloss.engine.saved import hold, refuse_transforms
@@ -185,8 +185,8 @@ class Ready:
     """What calls that are alike have in common."""
 
     __slots__ = (
-        "backend", "bare", "count", "flat", "held", "in_parts", "linear", "plan", "shape", "shares", "taken", "their",
-        "used", "visits", "want", "weights",
+        "backend", "bare", "count", "flat", "head", "held", "in_parts", "linear", "plan", "shape", "shares", "taken",
+        "their", "used", "visits", "want", "weights",
     )  # fmt: skip
 
     def __init__(
@@ -196,6 +196,7 @@ class Ready:
         self.held = held  # what functions of ours read, so that nothing else takes on its identity
         self.shape, self.flat = source.leading, source.tensors[0].ndim == 2
         self.count, self.used, self.linear = math.prod(self.shape), tuple(inputs), isinstance(source, Linear)
+        self.head = OneChunk(source) if isinstance(source, Linear) else None
         self.taken, self.in_parts = plan.program.inputs, plan.in_parts is not None
         self.bare, self.their, theirs = without_tensors(source), None, None
         if isinstance(teacher, Logits):
@@ -258,7 +259,8 @@ class ReadyCall:
             self.skipped = valid < ready.count
             if ready.shares:
                 counts: Any = self
-                self.mean = tuple([shared_weight(*x, counts, num_items=num_items, norm=n) for *x, n in ready.shares])
+                each = [shared_weight(r, kind, counts, num_items=num_items, norm=n) for r, kind, n in ready.shares]
+                self.mean = tuple(each)
             else:
                 self.mean = reciprocal(valid if num_items is None else num_items)
         else:
@@ -293,16 +295,16 @@ class ReadyCall:
         given = tuple([inputs[name] for name in ready.taken]) if ready.taken else ()
         weights = ready.weights
         factors = weights if scale == 1.0 else tuple([w * scale for w in weights])
-        out = out_NV = head = None
+        out = out_NV = None
+        head: Any = None
         targets, teacher = self.targets, self.teacher.logits if ready.their is not None else None
         if isinstance(source, Logits):
             x = source.logits
             if grad:
                 out = out_NV = torch.empty_like(x, memory_format=torch.contiguous_format)
         else:
-            head = LinearHead(source, single_chunk=True)
-            head.wants_grad(needs)
-            x = head.read(slice(0, ready.count))
+            head = ready.head
+            x = head.read(source)
             out_NV = x if grad else None
         if not ready.flat:
             targets = targets.reshape(-1)
@@ -318,10 +320,7 @@ class ReadyCall:
         )
         if begun:
             times["compiling"] = time.perf_counter() - begun
-        if head is None or not grad:
-            return loss, Grads(out)
-        head.write(slice(0, ready.count), x, None)
-        return loss, head.grads()
+        return loss, Grads(out) if head is None or not grad else head.write(source, x, needs)
 
     def _spans(self, targets: Tensor) -> Any:
         """Where the rows of each segment are."""
@@ -331,7 +330,7 @@ class ReadyCall:
         ids = ids if ids.ndim == 1 else ids.reshape(-1)
         ids = ids.masked_fill(targets == IGNORE, -1) if skipped else ids
         rising = stats.sorted and not stats.loose
-        return self.ready.backend.spans(ids, segments.num_segments, rising, whole=not skipped)  # type: ignore[attr-defined]
+        return self.ready.backend.spans(ids, segments.num_segments, rising, whole=not skipped)
 
     def forward(self, ctx: Any, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """With autograd; see `run.Head`."""

@@ -28,18 +28,22 @@ def hold(ctx: Any, names: Sequence[str], args: Sequence[Tensor], read: Named = (
 
     How often each was written to is noted for a message that names it.
     """
-    saved: list[Tensor | None] = [*args]
-    versions, untracked = [], dict[str, Tensor]()
-    for name, x in zip(names, args):
-        if not x.is_inference():
-            versions.append((name, ref(x), x._version))
-    for name, x in (*read, *used):
-        if x.is_inference():  # autograd takes none of those, and nothing counts what is written to them
-            saved.append(None)
-            untracked[name] = x.clone() if name.endswith(("targets", "temperature")) else x
-        else:
-            versions.append(("vocab_ids" if name.endswith(".vocab_ids") else name, ref(x), x._version))
-            saved.append(x.detach() if x.requires_grad else x)
+    named = (*read, *used)
+    saved: list[Tensor | None]
+    untracked = dict[str, Tensor]()
+    try:
+        versions = [(name, ref(x), x._version) for name, x in (*zip(names, args), *named)]
+        saved = [*args, *[x.detach() if x.requires_grad else x for _, x in named]]
+    except RuntimeError:  # of inference mode: autograd takes none of those, and nothing counts what is written to them
+        saved = [*args]
+        versions = [(name, ref(x), x._version) for name, x in zip(names, args) if not x.is_inference()]
+        for name, x in named:
+            if x.is_inference():
+                saved.append(None)
+                untracked[name] = x.clone() if name.endswith(("targets", "temperature")) else x
+            else:
+                versions.append((name, ref(x), x._version))
+                saved.append(x.detach() if x.requires_grad else x)
     ctx.held = (len(args), [name for name, _ in read], untracked, versions)
     ctx.save_for_backward(*saved)
 
@@ -66,6 +70,7 @@ def _saved(ctx: Any) -> tuple[Tensor, ...]:
         if "modified by an inplace operation" not in str(error):
             raise
         changed = [name for name, held, version in ctx.held[3] if (x := held()) is not None and x._version != version]
+        changed = ["vocab_ids" if name.endswith(".vocab_ids") else name for name in changed]
         raise RuntimeError(
             f"{', '.join(changed) or 'a tensor of the call'}: modified by an inplace operation after the forward pass; "
             f"the gradient needs what was there before.  Write to a clone, or after the backward.  ({error})"

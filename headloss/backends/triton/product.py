@@ -143,8 +143,7 @@ def gather(
 ) -> Gathered:
     """`start`: the column of the vocabulary that is the first in hand; without any, places are all that is known."""
     (C, D), V, device = hidden_CD.shape, len(weight_VD), hidden_CD.device
-    target_C = None if target_C is None else target_C.contiguous()
-    high = -(-C // TILE.rows) * TILE.rows
+    target_C, high = None if target_C is None else target_C.contiguous(), -(-C // TILE.rows) * TILE.rows
     listed, live, x_CD = None, torch.empty(1, dtype=torch.int32, device=device), hidden_CD
     if ignore and target_C is not None:
         listed = torch.empty(C, dtype=torch.int32, device=device)
