@@ -250,7 +250,7 @@ FAULTS = [
     Fault("engine/checks.py", "if x.dtype in (torch.uint16, torch.uint32, torch.uint64):", "if False:", "a count in uint64 fails in torch's own words", OTHER_CALLS),
     Fault("divergence.py", "if ours(self.fn) or not (self.pure or self.reads().unknown):", "if not self.reads().unknown:", "a divergence that is said to be pure loses the gradient of what it captures", OTHER_CALLS),
     Fault("trace/places.py", "                if cell.cell_contents is not value:", "                if False:", "a captured number that changes between calls is not seen", READS),
-    Fault("trace/places.py", "            if held.get(name, _MISSING) is not value:", "            if False:", "a global that changes between calls is not seen", READS),
+    Fault("trace/places.py", "        self._look(functools.partial(held.get, name, _MISSING))", "        pass", "a global that changes between calls is not seen", READS),
     Fault("trace/places.py", "        return self.steady\n", "        return True\n", "a record that changes in place is believed", READS),
     Fault("trace/places.py", "        self.all_of(fn.__kwdefaults__)\n", "", "a keyword's default that changes between calls is not seen", READS),
     Fault("trace/places.py", "        if name not in fn.__globals__:\n", "        if False:\n", "a built-in function that is replaced is not seen", READS),

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import functools
+import operator
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -23,22 +25,28 @@ class Places:
     """What a walk read, by where it stood."""
 
     def __init__(self) -> None:
-        self.entries: list[tuple[Mapping[Any, Any], Any, Any]] = []  # of dictionaries: itself, the key, the value
+        self.looks: list[Callable[[], Any]] = []  # at dictionaries and attributes, and what stood there
+        self.seen: list[Any] = []
         self.cells: list[tuple[Any, Any]] = []
-        self.attributes: list[tuple[Any, str, Any]] = []
-        self.sizes: list[tuple[Any, int]] = []
+        self.held: list[Any] = []  # dictionaries with everything in them, and their sizes
+        self.sizes: list[int] = []
         self.steady = True  # whether it is enough to look there again
 
     def entry(self, held: Mapping[Any, Any], name: Any) -> None:
-        self.entries.append((held, name, held.get(name, _MISSING)))
+        self._look(functools.partial(held.get, name, _MISSING))
 
     def attribute(self, of: Any, name: str) -> None:
-        self.attributes.append((of, name, getattr(of, name, _MISSING)))
+        self._look(functools.partial(getattr, of, name, _MISSING))
+
+    def _look(self, at: Callable[[], Any]) -> None:
+        self.looks.append(at)
+        self.seen.append(at())
 
     def all_of(self, held: Mapping[Any, Any] | None) -> None:
         """A dictionary with everything in it."""
         if held is not None:
-            self.sizes.append((held, len(held)))
+            self.held.append(held)
+            self.sizes.append(len(held))
             for name in held:
                 self.entry(held, name)
 
@@ -57,22 +65,17 @@ class Places:
             self.entry(builtins_of(fn), name)
 
     def hold(self) -> bool:
-        """Whether the same things stand in all of them."""
-        for held, name, value in self.entries:
-            if held.get(name, _MISSING) is not value:
-                return False
+        """Whether the same things stand in all of them.  It is asked in every call: no loop of Python's."""
+        if not all(map(operator.is_, map(operator.call, self.looks), self.seen)):
+            return False
         for cell, value in self.cells:
             try:
                 if cell.cell_contents is not value:
                     return False
             except ValueError:  # nothing is in it any more
                 return False
-        for of, name, value in self.attributes:
-            if getattr(of, name, _MISSING) is not value:
-                return False
-        for held, size in self.sizes:
-            if len(held) != size:
-                return False
+        if list(map(len, self.held)) != self.sizes:
+            return False
         return self.steady
 
 

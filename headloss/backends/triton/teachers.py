@@ -12,6 +12,7 @@ The columns that only the student has are a launch of its own.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -26,7 +27,7 @@ from headloss.backends.triton.kernels.meeting import dense_merge_kernel
 from headloss.backends.triton.kernels.records import PullAt, SweepFlags
 from headloss.backends.triton.kernels.sparse import merge_ids_kernel, tail_kernel
 from headloss.backends.triton.kernels.sums import merge_kernel
-from headloss.backends.triton.launch import launch_kernel
+from headloss.backends.triton.launch import Launch, launch_kernel, place
 from headloss.backends.triton.printer.elements import printed
 from headloss.backends.triton.sweeps import SUMS
 from headloss.backends.triton.sweeps import sums as student_sums
@@ -256,19 +257,17 @@ def merge_repeated(ids_RK: Tensor, logprob_RK: Tensor, valid_R: Tensor | None) -
     ids_RK, logprob_RK = ids_RK.contiguous(), logprob_RK.contiguous()
     out = torch.empty_like(ids_RK), torch.empty_like(logprob_RK), torch.empty_like(ids_RK)
     if R and K:
-        launch_kernel(
-            merge_ids_kernel,
-            R,
-            ids_RK,
-            logprob_RK,
-            valid_R,
-            *out,
-            K,
-            VALID=valid_R is not None,
-            IDS=triton.next_power_of_2(K),
-            num_warps=1,
-        )
+        # all that a compiled kernel depends on: see launch.py
+        aligned = (ids_RK.data_ptr() & 15 == 0, logprob_RK.data_ptr() & 15 == 0)
+        key = (ids_RK.dtype, logprob_RK.dtype, *aligned)
+        launch = _merge_launch(K, None if valid_R is None else valid_R.dtype)
+        launch.run(key, place(ids_RK), R, (ids_RK, logprob_RK, valid_R, *out, K))
     return out
+
+
+@functools.lru_cache(256)
+def _merge_launch(K: int, valid: torch.dtype | None) -> Launch:
+    return Launch(merge_ids_kernel, {"VALID": valid is not None, "IDS": triton.next_power_of_2(K), "num_warps": 1})
 
 
 def _tail(raw_CV: Tensor, chunk: SparseChunk, given: Any, how: Transform, start: int, shape: Shape | None) -> Tensor:
