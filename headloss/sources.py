@@ -132,9 +132,7 @@ class Linear:
             )
         if self.bias is not None and self.bias.shape != self.weight.shape[:1]:
             raise ValueError(f"bias: wanted shape ({self.weight.shape[0]},), got {tuple(self.bias.shape)}")
-        weight, hidden = self.weight, self.hidden
-        alike = self.bias is None and weight.dtype == hidden.dtype and weight.device == hidden.device
-        for name, x in () if alike else (("weight", weight), ("bias", self.bias)):
+        for name, x in (("weight", self.weight), ("bias", self.bias)):
             if x is not None and x.device != self.hidden.device:
                 raise ValueError(f"{name}: is on {x.device}, but hidden is on {self.hidden.device}")
             if x is not None and x.dtype != self.hidden.dtype and not _autocast(self.hidden):
