@@ -322,7 +322,7 @@ def disagreement(size: int, kind: str, asked: str) -> None:
         leaves = [sharded(x[n], n, mine).to(x["dtype"]).requires_grad_() for n in SOURCES[kind]]
         assert "whole" in x or kind == "Logits" or len(leaves[1]) == width
         options = {n: x[n] for n in ("temperature", "softcap", "scale") if n in x}
-        options |= {} if kind == "Logits" else {"memory": x.get("memory", 2 * 2 * 4 * V)}  # two rows a chunk, or four
+        options |= {} if kind == "Logits" else {"memory": x.get("memory", 3 * 8 * V)}  # two rows of a chunk, which are gathered; or one
         if "frozen" in x:
             leaves[0] = leaves[0].detach()
         source = (hl.Logits if kind == "Logits" else hl.Linear)(*leaves, shard=shard, **options)
