@@ -13,6 +13,7 @@ from torch import Tensor
 
 import headloss as hl
 from headloss import losses
+from headloss.parallel.shard import SAME
 
 N, V, D, K = 7, 11, 5, 3
 SPLITS = {2: ([0, V], [V, 0]), 3: ([0, V, 0], [4, 0, V - 4], [0, 0, V])}
@@ -322,7 +323,9 @@ def disagreement(size: int, kind: str, asked: str) -> None:
         leaves = [sharded(x[n], n, mine).to(x["dtype"]).requires_grad_() for n in SOURCES[kind]]
         assert "whole" in x or kind == "Logits" or len(leaves[1]) == width
         options = {n: x[n] for n in ("temperature", "softcap", "scale") if n in x}
-        options |= {} if kind == "Logits" else {"memory": x.get("memory", 3 * 8 * V)}  # two rows of a chunk, which are gathered; or one
+        options |= (
+            {} if kind == "Logits" else {"memory": x.get("memory", 3 * 8 * V)}
+        )  # two rows of a chunk, which are gathered; or one
         if "frozen" in x:
             leaves[0] = leaves[0].detach()
         source = (hl.Logits if kind == "Logits" else hl.Linear)(*leaves, shard=shard, **options)
@@ -344,6 +347,11 @@ def disagreement(size: int, kind: str, asked: str) -> None:
         else:
             raise AssertionError(f"{what}: no error")
     dist.barrier()
+
+
+def test_what_ranks_hear_of_is_short_enough_for_a_device():
+    """On CUDA torch takes messages of less than 255 bytes, and refuses the check of a longer one."""
+    assert max(len(text.encode()) for text in SAME.values()) < 255
 
 
 @pytest.mark.parametrize("asked", ASKED)

@@ -1,0 +1,37 @@
+"""What a check differentiates by: fresh copies of the tensors of a call."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from headloss.checks.given import Given
+from headloss.sources import Logits, Source
+
+
+def tensors_of(source: Source) -> dict[str, Tensor]:
+    """By their names."""
+    names = ("logits",) if isinstance(source, Logits) else ("hidden", "weight", "bias")
+    return {n: getattr(source, n) for n in names if getattr(source, n) is not None}
+
+
+def leaves_of(given: Given, dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """Fresh copies of the source's tensors, and of inputs that require grad, in this type or their own."""
+    own = tensors_of(given.source)
+    wanted = {n for n, x in own.items() if x.requires_grad} or set(own)
+    found = {n: x.detach().to(dtype or x.dtype, copy=True).requires_grad_(n in wanted) for n, x in own.items()}
+    for name, x in given.inputs.items():
+        x = getattr(x, "value", x)
+        if isinstance(x, Tensor) and x.requires_grad:
+            found[f"input {name}"] = x.detach().to(dtype or x.dtype, copy=True).requires_grad_()
+    return found
+
+
+def nudged_leaves(given: Given, wide: torch.dtype, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The leaves with each number off by a rounding: what that moves, nobody's rounding can hold still."""
+    side = torch.Generator().manual_seed(0)
+    leaves = leaves_of(given, wide)
+    for x in leaves.values():
+        up = torch.randint(2, x.shape, generator=side).to(x) * 2 - 1
+        x.data.mul_(1 + up * torch.finfo(dtype).eps)
+    return leaves
