@@ -377,7 +377,7 @@ FAULTS = [
     Fault("metrics.py", "return argmax == targets", "return argmax == targets + 1", "accuracy: off by one"),
     # verify: what would make it see nothing
     Fault("checks/verify.py", "\"in chunks\", how, max(1, N // 3) * per_row)", "\"in chunks\", how)", "verify never runs in chunks: a wrong class passes", ("tests/trust/test_verify.py",)),
-    Fault("checks/verify.py", "again = answer(objective, plain, wide, _leaves(plain, wide))", "again = truth", "verify does not notice random losses", ("tests/trust/test_verify.py",)),
+    Fault("checks/verify.py", "again = answer(objective, plain, wide, leaves_of(plain, wide))", "again = truth", "verify does not notice random losses", ("tests/trust/test_verify.py",)),
     Fault("checks/verify.py", "return self.difference <= self.allowed  # false for NaN", "return not self.difference > self.allowed", "verify takes NaN for right", ("tests/trust/test_verify.py",)),
     Fault("checks/dense.py", "return f(*self.both(s, term.temperature, teacher)).sum(-1), {}", "return term.fn.one_pass(**self.arguments(term.fn.one_pass, term)), {}", "verify believes a one_pass", ("tests/trust/test_verify.py",)),
     # Losses

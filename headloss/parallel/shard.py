@@ -113,7 +113,7 @@ class Gathering:
         return self.all_W[:, : self.shape.numel()].unflatten(1, self.shape)
 
 
-SAME = {  # what must be equal on ranks that share a vocabulary, in the order of a note; 254 bytes are the most on CUDA
+SAME = {  # what must be equal on ranks that share a vocabulary, in the order of a note; each below 255 bytes
     "targets": "targets: they differ between ranks that share a vocabulary",
     "segments": "segments: they differ between ranks that share a vocabulary",
     "support": "support: the kept columns differ between ranks that share a vocabulary",
@@ -122,8 +122,8 @@ SAME = {  # what must be equal on ranks that share a vocabulary, in the order of
     "call": "source: its dtype, rows, temperature, scale or softcap, or the facts that the objective asks for, differ "
     "between ranks that share a vocabulary",
     "terms": "objective: its terms, their functions, options, weights or reductions, its inputs, num_items, "
-    "num_segments, grad_scale, memory, whether hidden wants a gradient, or whose products run differ between ranks that "
-    "share a vocabulary",
+    "num_segments, grad_scale, memory, whether hidden wants a gradient, or whose products run differ between ranks "
+    "that share a vocabulary",
 }
 _BITS = 22  # of a whole number that travel as one float32, which holds 24
 _PRIMES = (-7046029254386353131, -4417276706812531889, -8663945395140668459)  # odd, of 64 bits (Steele et al. 2014)
