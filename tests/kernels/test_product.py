@@ -221,6 +221,21 @@ def test_shards_cut_at_tiles_have_the_bits_of_one(cuts):
             torch.testing.assert_close(x[case.counts], whole[name][case.counts], rtol=2e-6, atol=2e-6)
 
 
+@inside
+@pytest.mark.parametrize("cuts", [(64,), (20, 84)])
+def test_of_equal_maxima_on_shards_the_first_is_the_argmax(cuts):
+    case = Case(rows=20, vocab=150, ignored=False, facts=("argmax", "lse"))
+    case.weight[:] = case.weight[0]
+    given = None, case.want, 1.0  # a target's logit is summed by itself
+    shards = [
+        product_ranks.read(case.hidden, case.weight[start:end], *given, start=start, vocab=150)
+        for start, end in itertools.pairwise((0, *cuts, 150))
+    ]
+    nodes = torch.stack([read.sums for read in shards])
+    found = case.facts(shards[0]._replace(sums=product_ranks.across(shards[0], nodes, case.want, 1.0, 150)))
+    assert torch.equal(found["argmax"], torch.zeros(20, dtype=torch.long))
+
+
 def built(kernel, facts=("logprob",), *, vocab=2000, dtype=torch.bfloat16, add=False, store=True):
     """The kernel that a call on tensors without memory would launch."""
     from test_triton_compile import Built
