@@ -28,10 +28,10 @@ def leaves_of(given: Given, dtype: torch.dtype | None) -> dict[str, Tensor]:
 
 
 def nudged_leaves(given: Given, wide: torch.dtype, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The leaves with each number off by a rounding: what that moves, nobody's rounding can hold still."""
+    """The leaves with each number off by a few roundings: what that moves, no order of sums can hold still."""
     side = torch.Generator().manual_seed(0)
     leaves = leaves_of(given, wide)
     for x in leaves.values():
         up = torch.randint(2, x.shape, generator=side).to(x) * 2 - 1
-        x.data.mul_(1 + up * torch.finfo(dtype).eps)
+        x.data.mul_(1 + up * 4 * torch.finfo(dtype).eps)
     return leaves

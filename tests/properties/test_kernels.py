@@ -17,7 +17,7 @@ import headloss as hl
 pytest.importorskip("triton")
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.skipif(INSIDE, reason="this is the other process")
 def test_under_the_interpreter(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PROPERTIES", raising=False)  # the report is the other process's
