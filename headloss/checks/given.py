@@ -69,7 +69,8 @@ def measured(name: str, x: Tensor, yes_or_no: bool) -> Part:
     if last == "perplexity":
         return Part(mean.exp(), x * mean.exp() / n, float(mean.exp().nan_to_num()) * max(1.0, largest))
     if last.endswith("_std"):
-        return Part(x.std(correction=0), x, 32 * largest, summed=False)  # from two sums, which nearly cancel
+        std = x.std(correction=0) if len(x) else mean  # torch warns of none
+        return Part(std, x, 32 * largest, summed=False)  # from two sums, which nearly cancel
     if last == "effective_sample_size":
         number = x.sum() ** 2 / x.square().sum()
         return Part(number, 4 * x * number / x.abs().sum().clamp(min=1e-30), float(number.nan_to_num()))
