@@ -27,7 +27,7 @@ def check_vocab_ids(source: Any) -> None:
 
 
 def check_tokens(ids: Tensor) -> None:
-    """Each once.  What was found right is not looked at again, unless somebody writes to it."""
+    """That each stands there once.  Tokens that were found right are checked again only after a write to them."""
     if ids.device.type == "meta" or not len(ids) or _known(ids):
         return
     in_order, order = ids.sort(stable=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -30,6 +30,10 @@ Rows = slice | Tensor  # a run of rows, or their numbers
 def part_of(x: Tensor, rows: slice) -> Tensor:
     """x[rows], and x itself where that is all of it: a view costs as much as a small kernel."""
     return x if rows.start == 0 and rows.stop == x.shape[0] else x[rows]
+
+
+def columns_of(x_CV: Tensor, part: slice) -> Tensor:
+    return x_CV if part.start == 0 and part.stop == x_CV.shape[1] else x_CV[:, part]
 
 
 class LogitsHead:
@@ -147,9 +151,6 @@ class LinearHead:
         self.single_chunk, self.longest = len(parts) == 1, max([x.stop - x.start for x in parts], default=0)
         return parts
 
-    def _columns(self, x_CV: Tensor, part: slice) -> Tensor:
-        return x_CV if len(self.parts) == 1 else x_CV[:, part]
-
     def _hidden(self, rows: Rows) -> Tensor:
         return part_of(self.hidden_ND, rows) if isinstance(rows, slice) else self.hidden_ND.index_select(0, rows)
 
@@ -163,12 +164,12 @@ class LinearHead:
             self.buffers_CV[slot] = torch.empty(most, padded(V), dtype=dtype, device=hidden_CD.device)[:, :V]
         raw_CV = self.buffers_CV[slot][:C]
         at_once = self.bias_V is not None and self.bias_V.dtype == dtype == hidden_CD.dtype
-        for part in self.parts:
-            into_CV, weight_VD = self._columns(raw_CV, part), part_of(self.weight_VD, part)
-            if at_once and self.bias_V is not None:  # rounded once: the product alone may be beyond float16
-                torch.addmm(part_of(self.bias_V, part), hidden_CD, weight_VD.t(), out=into_CV)
-            else:
-                product(hidden_CD, weight_VD.t(), out=into_CV)
+        if at_once and self.bias_V is not None:  # rounded once: the product alone may be beyond float16
+            for part in self.parts:
+                bias_V, weight_DV = part_of(self.bias_V, part), part_of(self.weight_VD, part).t()
+                torch.addmm(bias_V, hidden_CD, weight_DV, out=columns_of(raw_CV, part))
+        else:
+            make_logits(hidden_CD, self.weight_VD, self.parts, raw_CV)
         if self.bias_V is not None and not at_once:
             raw_CV += self.bias_V
         return raw_CV
@@ -235,8 +236,7 @@ class LinearHead:
                 self.dhidden_ND = self._room_for_hidden()
             into_CD = self.dhidden_ND
             into_CD = part_of(into_CD, rows) if isinstance(rows, slice) else into_CD.new_empty(len(grad_CV), D)
-            for i, part in enumerate(reversed(self.parts)):  # the few columns first: what is rounded twice is small
-                product(self._columns(grad_CV, part), part_of(self.weight_VD, part), out=into_CD, add=i > 0)
+            pull_hidden(grad_CV, self.weight_VD, self.parts, into_CD)
             if not isinstance(rows, slice):
                 self.dhidden_ND.index_copy_(0, rows, into_CD)
         if need_weight:
@@ -254,9 +254,7 @@ class LinearHead:
             self.dweight_VD = torch.empty(self.source.weight.shape, dtype=self._accumulator(), device=grad_CV.device)
             if self.source.columns < self.source.weight.shape[0]:
                 self.dweight_VD[self.source.columns :] = 0
-        for part in self.parts:
-            into_VD = part_of(self.dweight_VD, part)
-            product(self._columns(grad_CV, part).t(), hidden_CD, out=into_VD, add=not first)
+        pull_weight(grad_CV, hidden_CD, self.parts, self.dweight_VD, add=not first)
 
     @property
     def defers(self) -> bool:
@@ -358,6 +356,21 @@ def on_source_device(fn: Callable[..., Any]) -> Callable[..., Any]:
 def on_other_device(device: torch.device) -> bool:
     """Whether a Triton kernel would be launched on another device than this one."""
     return device.type == "cuda" and device.index != torch._C._cuda_getDevice()
+
+
+def make_logits(hidden_CD: Tensor, weight_VD: Tensor, parts: Sequence[slice], out_CV: Tensor) -> None:
+    for part in parts:
+        product(hidden_CD, part_of(weight_VD, part).t(), out=columns_of(out_CV, part))
+
+
+def pull_hidden(grad_CV: Tensor, weight_VD: Tensor, parts: Sequence[slice], out_CD: Tensor) -> None:
+    for i, part in enumerate(reversed(parts)):  # the few columns first: what is rounded twice is small
+        product(columns_of(grad_CV, part), part_of(weight_VD, part), out=out_CD, add=i > 0)
+
+
+def pull_weight(grad_CV: Tensor, hidden_CD: Tensor, parts: Sequence[slice], out_VD: Tensor, add: bool = False) -> None:
+    for part in parts:
+        product(columns_of(grad_CV, part).t(), hidden_CD, out=part_of(out_VD, part), add=add)
 
 
 def product(x: Tensor, y: Tensor, out: Tensor, add: bool = False) -> None:

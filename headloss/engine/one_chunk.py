@@ -1,8 +1,6 @@
-"""A linear head whose rows fit in one chunk and all count: its three products.
+"""A linear head whose rows fit in one chunk and all count: its three products, and nothing else.
 
 Dimension key:  N rows   V vocabulary   D hidden size
-
-`heads.LinearHead` makes the same of any head.
 """
 
 from __future__ import annotations
@@ -12,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from headloss.engine.heads import even_parts
+from headloss.engine.heads import even_parts, make_logits, pull_hidden, pull_weight
 from headloss.record import Grads
 from headloss.sources import Linear, padded
 
@@ -26,20 +24,16 @@ class OneChunk:
     __slots__ = ("flat", "parts", "size")
 
     def __init__(self, source: Linear) -> None:
-        parts = even_parts(source.weight)
-        self.parts = parts if len(parts) > 1 else ()
+        self.parts = even_parts(source.weight)
         self.flat, self.size = source.hidden.ndim == 2, (math.prod(source.leading), padded(source.columns))
 
     def read(self, source: Linear) -> Tensor:
         """The logits of all rows."""
-        hidden_ND, weight_VD = self._hidden(source), source.weight
+        hidden_ND = self._hidden(source)
         raw_NV = torch.empty(self.size, dtype=hidden_ND.dtype, device=hidden_ND.device)
         if self.size[1] != source.columns:
             raw_NV = raw_NV[:, : source.columns]
-        if not self.parts:
-            return torch.mm(hidden_ND, weight_VD.t(), out=raw_NV)
-        for part in self.parts:
-            torch.mm(hidden_ND, weight_VD[part].t(), out=raw_NV[:, part])
+        make_logits(hidden_ND, source.weight, self.parts, raw_NV)
         return raw_NV
 
     def write(self, source: Linear, grad_NV: Tensor, needs: tuple[bool, ...]) -> Grads:
@@ -47,19 +41,11 @@ class OneChunk:
         hidden_ND, weight_VD, dhidden, dweight = self._hidden(source), source.weight, None, None
         if needs[0]:
             dhidden = torch.empty_like(hidden_ND, memory_format=torch.contiguous_format)
-            if self.parts:  # the few columns first: what is rounded twice is small
-                most, few = self.parts
-                torch.mm(grad_NV[:, few], weight_VD[few], out=dhidden)
-                torch.addmm(dhidden, grad_NV[:, most], weight_VD[most], out=dhidden)
-            else:
-                torch.mm(grad_NV, weight_VD, out=dhidden)
+            pull_hidden(grad_NV, weight_VD, self.parts, dhidden)
             dhidden = dhidden if self.flat else dhidden.view(source.hidden.shape)
         if needs[1]:
             dweight = torch.empty_like(weight_VD, memory_format=torch.contiguous_format)
-            if not self.parts:
-                torch.mm(grad_NV.t(), hidden_ND, out=dweight)
-            for part in self.parts:
-                torch.mm(grad_NV[:, part].t(), hidden_ND, out=dweight[part])
+            pull_weight(grad_NV, hidden_ND, self.parts, dweight)
         return Grads(None, dhidden, dweight)
 
     def _hidden(self, source: Linear) -> Tensor:

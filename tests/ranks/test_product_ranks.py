@@ -24,7 +24,7 @@ ROWS, VOCAB, WIDTH, DEVICE = (368, 1400, 64, "cuda") if GPU else (23, 70, 16, "c
 ROW = {"ce": cross_entropy, "z": hl.Term(z_loss, weight=1e-2), "rl": grpo, "metrics": ["entropy", "accuracy"]}
 SEGMENT = {"rl": hl.Term(gspo, reduction="seq_mean_token_mean")}
 BATCH = {"it": lambda logprob, advantage, old_logprob: -logprob * advantage / (1 - (logprob.exp() * old_logprob).sum())}
-FEW = 16 * 140 * (ROWS // 23) * (VOCAB // 70)  # bytes, for several chunks
+FEW = 16 * 140 * (ROWS // 23) * (VOCAB // 70)  # bytes, for several chunks of two ranks' columns
 CASES = {  # terms, whether the second rank and later ones have columns, and options
     "rows, one rank has every column": (ROW, False, {}),
     "rows that are left out on the device, in chunks": (ROW, True, {"memory": FEW, "host_read": False}),
@@ -87,9 +87,15 @@ def on_rank(name):
     product_ranks.read = lambda *call, **more: reads.append(len(call[0])) or read(*call, **more)
     try:
         with Calls() as calls:
+            options = options | {"memory": fewer(options["memory"])} if "memory" in options else options
             return run(terms, slice(start, start + held[rank]), shard, torch.bfloat16, **options), reads, calls.count
     finally:
         product_ranks.read = read
+
+
+def fewer(memory):
+    """As many chunks of the columns of more than two ranks."""
+    return memory * 2 // dist.get_world_size()
 
 
 def facts(held, shard, **options):

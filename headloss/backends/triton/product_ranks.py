@@ -17,6 +17,7 @@ from torch import Tensor
 
 from headloss.backends.triton import product
 from headloss.backends.triton.kernels.product_ranks import across_kernel, nodes_kernel
+from headloss.backends.triton.kernels.product_records import RanksFlags
 from headloss.backends.triton.launch import launch_kernel
 from headloss.backends.triton.product import Gathered, Read
 from headloss.backends.triton.tiles import LAUNCH, plain_temperature
@@ -51,7 +52,7 @@ def read(
     launch_kernel(
         nodes_kernel, triton.cdiv(C, 128) * (2 * levels + 1),
         parts, rows.live, rows.targets, rows.numbers[1], nodes_kC, tiles if V else 0, high, C, V, start, levels,
-        **_constants(rows, want), LEVELS=product.LEVELS,
+        **_constants(rows, want),
     )  # fmt: skip
     beyond = rows.live
     if store is not None and V:  # a row far from its reference is found by the maximum of the columns here
@@ -100,5 +101,5 @@ def _fields(want: Want) -> int:
 
 
 def _constants(rows: Gathered, want: Want) -> dict[str, Any]:
-    own = {"TARGET": rows.has_target, "FIELDS": _fields(want), "TILE": product.READ.columns, "F": product.sums_of(want)}
-    return {**own, "B": 128, "num_warps": 4, **LAUNCH}
+    flags = RanksFlags(rows.has_target, _fields(want), product.READ.columns, product.LEVELS, 128)
+    return {"SUMS": product.sums_of(want), "F": flags, "num_warps": 4, **LAUNCH}

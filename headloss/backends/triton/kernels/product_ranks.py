@@ -35,13 +35,15 @@ def taken(slot, levels, tile, end):
 )
 def nodes_kernel(
     parts, count, targets, logit, out, tiles, rows, wide, columns, start, levels,
-    TARGET: tl.constexpr, FIELDS: tl.constexpr, TILE: tl.constexpr, LEVELS: tl.constexpr, B: tl.constexpr,
-    F: tl.constexpr,
+    SUMS: tl.constexpr, F: tl.constexpr,
 ):  # fmt: skip
     """A program per slot and B rows; whole groups of 2^LEVELS tiles, and of such groups, were merged where they stand.
 
     `out` (2 L FIELDS + 4, wide): the nodes, the target's logit and column if it is here, the first column and how many.
     """
+    B: tl.constexpr = F.B
+    FIELDS: tl.constexpr = F.FIELDS
+    LEVELS: tl.constexpr = F.LEVELS
     slots = 2 * levels
     at, slot = tl.program_id(0) // (slots + 1) * B, tl.program_id(0) % (slots + 1)
     row = at + tl.arange(0, B)
@@ -51,7 +53,7 @@ def nodes_kernel(
     if slot == slots:
         out += slots.to(tl.int64) * FIELDS * wide
         found, own = tl.full([B], -float("inf"), tl.float32), tl.full([B], -1, tl.int32)
-        if TARGET:
+        if F.TARGET:
             own = tl.load(targets + row, mask=here, other=-1)
             found = tl.where(own >= 0, tl.load(logit + row, mask=here, other=0.0), found)
         tl.store(out + row, found, mask=here)
@@ -59,7 +61,7 @@ def nodes_kernel(
         tl.store(out + 2 * wide + row, start + tl.zeros([B], tl.float32), mask=here)
         tl.store(out + 3 * wide + row, columns + tl.zeros([B], tl.float32), mask=here)
         return
-    first = start // TILE
+    first = start // F.TILE
     tile, end = first, first + tiles
     for before in range(0, slot):
         if taken(before, levels, tile, end):
@@ -71,13 +73,13 @@ def nodes_kernel(
         for i in tl.static_range(1 << (LEVELS - 1)):
             inside = row < tl.where(i < number, rows, 0)
             part = parts + (tile - first + i * step).to(tl.int64) * rows + row
-            nodes += (loaded(part, tiles.to(tl.int64) * rows, inside, F),)
+            nodes += (loaded(part, tiles.to(tl.int64) * rows, inside, SUMS),)
         for _level in tl.static_range(LEVELS - 1):
             halved = ()
             for i in tl.static_range(len(nodes) // 2):
                 halved += (joined(nodes[2 * i], nodes[2 * i + 1]),)
             nodes = halved
-        stored(out + slot.to(tl.int64) * FIELDS * wide + row, wide, here, nodes[0], F)
+        stored(out + slot.to(tl.int64) * FIELDS * wide + row, wide, here, nodes[0], SUMS)
 
 
 @triton.jit(
@@ -86,7 +88,7 @@ def nodes_kernel(
 )
 def across_kernel(
     gathered, count, scratch, out, targets, logit, ranks, rank_stride, stride, wide, rows, levels,
-    TARGET: tl.constexpr, FIELDS: tl.constexpr, TILE: tl.constexpr, B: tl.constexpr, F: tl.constexpr,
+    SUMS: tl.constexpr, F: tl.constexpr,
 ):  # fmt: skip
     """Sums over all columns, the target's column and its logit, from what `nodes` left on each rank.
 
@@ -94,6 +96,9 @@ def across_kernel(
     the number of tiles so far: `scratch` has one of each level.  If a cut is no multiple of a tile, there is no tree of
     one rank to follow, and nodes are joined one after the other.
     """
+    B: tl.constexpr = F.B
+    FIELDS: tl.constexpr = F.FIELDS
+    TILE: tl.constexpr = F.TILE
     row = tl.program_id(0) * B + tl.arange(0, B)
     if tl.program_id(0) * B >= tl.load(count):
         return
@@ -105,10 +110,10 @@ def across_kernel(
         at = about + rank * rank_stride
         start, columns = tl.load(at + 2 * stride).to(tl.int32), tl.load(at + 3 * stride).to(tl.int32)
         even = tl.where((columns > 0) & (start % TILE != 0), 0, even)
-        if TARGET:
+        if F.TARGET:
             found = tl.maximum(found, tl.load(at + row, mask=here, other=-float("inf")))
             own = tl.maximum(own, tl.load(at + stride + row, mask=here, other=-1.0))
-    if TARGET:
+    if F.TARGET:
         tl.store(targets + row, own.to(tl.int32), mask=here)
         tl.store(logit + row, found, mask=here)
     waiting = even * 0  # how many tiles' nodes are in the scratch
@@ -123,20 +128,20 @@ def across_kernel(
                 k = level_of(slot, levels)
                 tile += 1 << k
                 from_ = base + slot * node_stride + row
-                most, S, total, best, X, Q = loaded(from_, stride, here, F)
+                most, S, total, best, X, Q = loaded(from_, stride, here, SUMS)
                 k = k * even
                 while (waiting >> k) % 2 == 1:
-                    left = loaded(scratch + k * room + row, rows, here, F)
+                    left = loaded(scratch + k * room + row, rows, here, SUMS)
                     most, S, total, best, X, Q = joined(left, (most, S, total, best, X, Q))
                     waiting -= 1 << k
                     k += even
-                stored(scratch + k * room + row, rows, here, (most, S, total, best, X, Q), F)
+                stored(scratch + k * room + row, rows, here, (most, S, total, best, X, Q), SUMS)
                 tl.debug_barrier()  # what one thread stores another may load
                 waiting += 1 << k
     most, S = tl.full([B], NONE, tl.float32), tl.zeros([B], tl.float32)
     total, best, X, Q = S, S, S, S
     for k in range(0, levels + 1):
         if (waiting >> k) % 2 == 1:
-            left = loaded(scratch + k * room + row, rows, here, F)
+            left = loaded(scratch + k * room + row, rows, here, SUMS)
             most, S, total, best, X, Q = joined(left, (most, S, total, best, X, Q))
-    stored(out + row, rows, here, (most, S, total, best, X, Q), F)
+    stored(out + row, rows, here, (most, S, total, best, X, Q), SUMS)

@@ -25,6 +25,7 @@ FactorAt = namedtuple(
 TileFlags = namedtuple("TileFlags", "WANT_X WANT_Q TOTAL BEST")  # sums of tiles, next to S
 GatherFlags = namedtuple("GatherFlags", "LISTED TARGET PER_ROW COPY BM BD")
 FinishFlags = namedtuple("FinishFlags", "LISTED TARGET OUT PER_ROW STORED REBASED B")
+RanksFlags = namedtuple("RanksFlags", "TARGET FIELDS TILE LEVELS B")  # where ranks share a vocabulary
 PulledFlags = namedtuple("PulledFlags", "A C Y LISTED")  # the coefficients that rows have
 
 
