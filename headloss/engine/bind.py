@@ -108,7 +108,7 @@ def _terms_in_words(plan: Plan, arguments: CallArguments, loss: TermsOnRows) -> 
 
 def chunked_because(plan: Plan, source: Source) -> str:
     """Why a call's matrix products are not the head's own; see `product.why_chunked`."""
-    return KEPT if plan.kept else why_chunked(source, plan.want, plan.backend, plan.terms, plan.program)
+    return KEPT if plan.kept else why_chunked(source, plan.want, plan.backend)
 
 
 def read_because(plan: Plan, source: Source, segments: Segments | None, chunked: str) -> str:

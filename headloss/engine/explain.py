@@ -136,6 +136,9 @@ def explain(
         gemms = 3 if chunks is not None or rows.count <= source.chunk_rows() else 4  # type: ignore[union-attr]
         twice = "" if gemms == 3 else ", which is made again for the gradient"
         grade = f"facts in the first product{twice}, gradients from its exponentials by row factors"
+        settles = plan.program or plan.settles
+        if settles is None or any(x for there in settles.there for x in there[1:3]):
+            grade += ", or in place where a term moves entropy or sum_p2"
     sizes["facts, cotangents and coefficients"] = (
         rows.count * source.fact_dtype.itemsize * 2 * (len(plan.want.facts) + 1)
     )

@@ -21,7 +21,7 @@ from torch import Tensor
 from headloss.engine.heads import LinearHead, on_source_device
 from headloss.engine.into import into_of
 from headloss.engine.sweeps import Chunk, Cotangents, Sweep, concatenate_each, join
-from headloss.facts import FACTS, Fact, Pull, Softmax, Want, coefficients, finish
+from headloss.facts import Fact, Pull, Softmax, Want, coefficients, finish
 from headloss.parallel.shard import Gathering
 from headloss.record import Grads
 from headloss.sources import Linear, Source
@@ -29,7 +29,7 @@ from headloss.sources import Linear, Source
 FACTS_BYTES = 56 << 20  # of tile sums and gathered rows at a time, where nothing is kept of the products
 
 
-def why_chunked(source: Source, want: Want, backend: ModuleType, terms: Sequence[Any] = (), program: Any = None) -> str:
+def why_chunked(source: Source, want: Want, backend: ModuleType) -> str:
     """Why a call's products are made chunk by chunk with cuBLAS; empty: the head makes its own."""
     products = backend.product
     if not isinstance(source, Linear) or products is None or not products.able(source.device):
@@ -58,20 +58,6 @@ def why_chunked(source: Source, want: Want, backend: ModuleType, terms: Sequence
         return f"the weight, {shape}, has few columns, or rows that are not whole numbers of 16 bytes"
     if columns * shape[1] < products.SMALLEST:
         return f"the weight, {shape}, is so small that launches take longer than products"
-    return _beyond(terms, program)
-
-
-def _beyond(terms: Sequence[Any], program: Any) -> str:
-    """A term whose gradient is more than a p_j + c + y 1[j = target]."""
-    if program is not None:
-        more = any(x for there in program.there for x in there[1:3])
-        return "the gradient of entropy or sum_p2 is no row factor" if more else ""
-    one = torch.ones(())
-    for term in terms:
-        for fact in {*term.call.facts} - term.trace.unused:
-            pull = FACTS[fact.name].pull(one, one, one)
-            if pull is not None and (pull.b is not None or pull.e is not None):
-                return f"term {term.name!r} may have a gradient through {fact}, which is no row factor"
     return ""
 
 
@@ -108,7 +94,6 @@ class ProductHead(LinearHead):
 
     def pulled(self, numbers: Any, read: Any, pull: Any) -> None:
         """The gradient of these rows from their coefficients."""
-        assert pull.b is None and pull.e is None
         need_hidden, need_weight, _ = self.needs
         into_CD, add, hidden_CD = None, self.dweight_VD is not None, self._hidden(numbers)
         if need_hidden:
@@ -123,10 +108,9 @@ class ProductHead(LinearHead):
             self.dweight_VD = torch.empty(shape, dtype=self._accumulator(), device=device)
             self.dweight_VD[self.source.columns :] = 0
         dweight_VD = self.dweight_VD[: self.source.columns] if need_weight and self.dweight_VD is not None else None
-        coefficients = (pull.a, pull.c, pull.y)
         into = {"dhidden_CD": into_CD, "dweight_VD": dweight_VD, "add": add}
         if len(self.weight_VD):
-            self.products.write(read, hidden_CD, self.weight_VD, coefficients, **into)
+            self.products.write(read, hidden_CD, self.weight_VD, pull, **into)
         elif into_CD is not None:  # a rank without columns
             into_CD.zero_()
         if need_hidden and not isinstance(numbers, slice) and self.dhidden_ND is not None and into_CD is not None:
@@ -241,8 +225,7 @@ class ProductSweep(Sweep):
     def pull(
         self, facts: Mapping[Fact, Tensor], softmax: Softmax, grads: Mapping[Fact, Tensor], needs: tuple[bool, ...]
     ) -> Grads:
-        pulls = coefficients(facts, grads, self.want, self.source.vocab)
-        if not self.rows.count or any(k.b is not None or k.e is not None for k in pulls):
+        if not self.rows.count:
             return super().pull(facts, softmax, grads, needs)
         head = self._open()
         head.wants_grad(needs)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from interpreting import INSIDE, inside, interpreted
 
-from headloss.facts import Fact, Want, finish
+from headloss.facts import Fact, Pull, Want, finish
 
 pytest.importorskip("triton")
 from headloss.backends.triton import product, product_ranks
@@ -78,20 +78,21 @@ class Case:
             true = self.truth()[name]
             torch.testing.assert_close(x.double()[self.counts], true.double()[self.counts], rtol=within, atol=within)
 
-    def gradients(self, a, c, y):
+    def gradients(self, a, c, y, b=None, e=None):
         """In float64."""
         _, log_p = self.logprobs()
-        grad = a.double()[:, None] * log_p.exp() + (0 if c is None else c.double()[:, None])
+        a, b, e, c = (0 if x is None else x.double()[:, None] for x in (a, b, e, c))
+        grad = log_p.exp() * (a + b * log_p + e * log_p.exp()) + c
         grad[torch.arange(len(grad)), self.target.clamp(min=0)] += y.double()
         grad[~self.counts] = 0
         T = self.temperature[:, None] if isinstance(self.temperature, torch.Tensor) else self.temperature
         grad = grad * self.scale / T
         return grad @ self.weight.double(), grad.t() @ self.hidden.double()
 
-    def write(self, found, a, c, y, **more):
+    def write(self, found, a, c, y, b=None, e=None, **more):
         into = {"dhidden_CD": torch.full_like(self.hidden, torch.nan)}
         into |= {"dweight_VD": torch.full(self.weight.shape, torch.nan), **more}
-        product.write(found, self.hidden, self.weight, (a, c, y), **into)
+        product.write(found, self.hidden, self.weight, Pull(a, b, e, c, y), **into)
         return into["dhidden_CD"], into["dweight_VD"]
 
 
@@ -129,6 +130,26 @@ def test_facts_and_gradients_are_those_of_float64(name):
     assert apart(dweight, true_weight) < 5e-3
     assert torch.equal(dhidden[~case.counts], torch.zeros_like(dhidden[~case.counts]))
     assert torch.equal(dhidden[::3], torch.zeros_like(dhidden[::3]))
+
+
+@inside
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("given", ["b", "e", "be", "abecy"])
+def test_gradients_of_entropy_and_sum_p2_are_those_of_float64(name, given):
+    case = Case(**CASES[name])
+    case.hidden[5] *= 60  # most of its columns are 0 in E
+    case.hidden[11] *= -60  # its target is far below the maximum
+    found = case.read()
+    k = {x: torch.randn(37) for x in given}
+    for x in k.values():
+        x[::3] = 0  # rows without a gradient
+    k = {"a": None, "c": None, "y": torch.zeros(37), **k}
+    dhidden, dweight = case.write(found, **k)
+    true_hidden, true_weight = case.gradients(**k)
+    assert apart(dhidden, true_hidden) < 2.5e-2  # cut off to bf16 in E and in what it becomes, where devices round
+    assert apart(dweight, true_weight) < 2.5e-2
+    for rows in (~case.counts, slice(None, None, 3)):
+        assert torch.equal(dhidden[rows], torch.zeros_like(dhidden[rows]))
 
 
 @inside
@@ -247,7 +268,7 @@ def built(kernel, facts=("logprob",), *, vocab=2000, dtype=torch.bfloat16, add=F
         found = product.read(hidden, weight, target, Want(list(map(Fact, facts))), 1.0, ignore=True, store=e)
         if store:
             into = {"dhidden_CD": empty(300, 320), "dweight_VD": empty(vocab, 320, dtype=dtype)}
-            product.write(found, hidden, weight, (empty(300, dtype=torch.float32),) * 3, **into, add=add)
+            product.write(found, hidden, weight, Pull(*[empty(300, dtype=torch.float32)] * 5), **into, add=add)
 
     return Built(call, kernel)
 

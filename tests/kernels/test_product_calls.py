@@ -158,9 +158,8 @@ def test_without_grad_nothing_of_the_vocabularys_size_is_kept(reads):
 
 
 @inside
-@pytest.mark.parametrize("want", ["logprob", "entropy"])
+@pytest.mark.parametrize("want", ["logprob", "entropy", "sum_p2"])
 def test_facts_are_differentiable(want, reads):
-    """What is no row factor goes by whole logits."""
     batch, grads = Batch(), []
     for dtype in (torch.bfloat16, torch.float64):
         hidden, weight = (x.to(dtype).clone().requires_grad_() for x in (batch.hidden, batch.weight))
@@ -168,15 +167,27 @@ def test_facts_are_differentiable(want, reads):
         facts = hl.row_facts(hl.Linear(hidden, weight), batch.targets, want=(want,), backend=backend)
         (getattr(facts, want) * batch.inputs["advantage"]).sum().backward()
         grads.append((hidden.grad, weight.grad))
-    assert [store for _, _, store in reads] == ([False, True] if want == "logprob" else [False])
+    assert [store for _, _, store in reads] == [False, True]
     for x, y in zip(*grads, strict=True):
         assert float((x.double() - y).norm() / y.norm()) < 2e-2
 
 
 @inside
-def test_what_is_no_row_factor_keeps_whole_logits(reads):
-    same(Batch(), ce=cross_entropy, h=hl.Term(entropy_bonus, weight=0.1), within=2e-2, digits=1e-3, inputs=())
-    assert reads == []
+@pytest.mark.parametrize("memory", ["1GiB", 16 * 140])
+def test_terms_of_entropy_and_sum_p2_take_three_products(memory, reads):
+    """E becomes the gradient where it stands: no logits are kept."""
+    square = lambda sum_p2, entropy: sum_p2 * entropy
+    terms = {"rl": grpo, "h": hl.Term(entropy_bonus, weight=0.1), "q": hl.Term(square, weight=0.3)}
+    same(Batch(), **terms, memory=memory, within=2e-2, host_read=False)
+    assert {store for _, _, store in reads} == {True}
+    assert [rows for rows, _, _ in reads] == ([ROWS] if memory == "1GiB" else [12, 12, 13])
+
+
+@inside
+def test_segments_with_an_entropy_term_take_three_products(reads):
+    batch, terms = Batch(), {"rl": hl.Term(gspo, reduction="seq_mean_token_mean"), "h": entropy_bonus}
+    same(batch, **terms, segments=batch.segments, host_read=False, within=2e-2)
+    assert reads == [(ROWS, LIVE, True)]
 
 
 @inside
@@ -208,7 +219,6 @@ def test_explain_says_whose_products_run(monkeypatch):
             on("triton", ce=cross_entropy, hot=hl.Term(cross_entropy, temperature=2.0)),
             hl.Linear(batch.hidden, batch.weight),
         ),
-        "sum_p2 is no row factor": (on("triton", h=entropy_bonus), hl.Linear(batch.hidden, batch.weight)),
         "(70, 21)": (
             on("triton", ce=cross_entropy), hl.Linear(batch.hidden[:, :21], batch.weight[:, :21].contiguous())
         ),

@@ -12,7 +12,7 @@ from interpreting import INSIDE, quicken, rerun
 from spawn import Calls, Ranks
 
 import headloss as hl
-from headloss.losses import cross_entropy, grpo, gspo, z_loss
+from headloss.losses import cross_entropy, entropy_bonus, grpo, gspo, z_loss
 
 pytest.importorskip("triton")
 from headloss.backends.triton import product, product_ranks
@@ -22,12 +22,13 @@ if not product.TESTED:
 GPU = torch.cuda.is_available() and product.able(torch.device("cuda"))
 ROWS, VOCAB, WIDTH, DEVICE = (368, 1400, 64, "cuda") if GPU else (23, 70, 16, "cpu")
 ROW = {"ce": cross_entropy, "z": hl.Term(z_loss, weight=1e-2), "rl": grpo, "metrics": ["entropy", "accuracy"]}
+MOVED = {**ROW, "h": hl.Term(entropy_bonus, weight=0.1)}  # entropy has a gradient
 SEGMENT = {"rl": hl.Term(gspo, reduction="seq_mean_token_mean")}
 BATCH = {"it": lambda logprob, advantage, old_logprob: -logprob * advantage / (1 - (logprob.exp() * old_logprob).sum())}
 FEW = 16 * 140 * (ROWS // 23) * (VOCAB // 70)  # bytes, for several chunks of two ranks' columns
 CASES = {  # terms, whether the second rank and later ones have columns, and options
     "rows, one rank has every column": (ROW, False, {}),
-    "rows that are left out on the device, in chunks": (ROW, True, {"memory": FEW, "host_read": False}),
+    "rows that are left out on the device, in chunks": (MOVED, True, {"memory": FEW, "host_read": False}),
     "segments, into weight.grad": (SEGMENT, True, {"weight_grad_into": "grad"}),
     "rows that all meet, read again for the gradient": (BATCH, True, {"memory": FEW}),
 }

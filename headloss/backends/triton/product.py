@@ -6,7 +6,8 @@ Dimension key:  C rows of a chunk   V columns in hand   D hidden size   F number
     write    dX = f (E W) + y W[target] + c sum_j W_j         dW = E^T (f X) + scatter of y X + sum_n c_n X_n
 
 where the gradient of a row by its logits is a p_j + c + y 1[j = target], and f = a / sum_j e_j.  Nothing of the size of
-rows x vocabulary is read or written but E, by the products themselves.  Rows that are ignored, and rows whose
+rows x vocabulary is read or written but E, by the products themselves.  Entropy and sum_p2 add p_j (b log p_j + e p_j):
+then one sweep turns E into the gradient where it stands, and f is 1.  Rows that are ignored, and rows whose
 coefficients are all 0, are left out by counts that the host does not know.
 
 One size of tiles serves every shape; sums of a tile are measured from its own maximum and merged in one tree.  So the
@@ -26,6 +27,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor  # type: ignore
 from headloss.backends.triton.kernels import product_records as records
 from headloss.backends.triton.kernels.product import hidden_kernel, read_kernel, repair_kernel, weight_kernel
 from headloss.backends.triton.kernels.product_grads import (
+    bend_kernel,
     blank_kernel,
     factor_kernel,
     live_kernel,
@@ -38,7 +40,7 @@ from headloss.backends.triton.kernels.product_rows import finish_kernel, gather_
 from headloss.backends.triton.launch import launch_kernel
 from headloss.backends.triton.sweeps import named
 from headloss.backends.triton.tiles import LAUNCH, chains, plain_temperature
-from headloss.facts import Want
+from headloss.facts import Pull, Want
 
 
 class Tile(NamedTuple):
@@ -68,7 +70,7 @@ class Gathered(NamedTuple):
     listed: Tensor | None  # which row of the chunk stands at a place
     live: Tensor  # how many there are
     targets: Tensor  # columns in hand; -1: none
-    numbers: Tensor  # multiplier, the target's logit, reference, lse, log p of the target
+    numbers: Tensor  # multiplier, the target's logit, reference, lse, log p of the target, the largest other logit
     has_target: bool
 
 
@@ -149,7 +151,7 @@ def gather(
         listed = torch.empty(C, dtype=torch.int32, device=device)
         launch_kernel(order_kernel, triton.cdiv(C, NUMBERED["B"]), target_C, listed, live, C, **NUMBERED, num_warps=8)
     targets = torch.empty(high, dtype=torch.int32, device=device)
-    numbers = torch.empty(5, high, dtype=torch.float32, device=device)
+    numbers = torch.empty(6, high, dtype=torch.float32, device=device)
     has_target = target_C is not None  # even if no fact asks: the bits of the others must not depend on what is asked
     if not V:
         live = live if listed is not None else live.fill_(C)
@@ -224,14 +226,14 @@ def finish(
     (_, tiles, high), device = parts.shape, parts.device
     sums = torch.empty(_slots(want), rows, dtype=torch.float32, device=device)
     beyond = torch.empty(high // TILE.rows, dtype=torch.int32, device=device)
-    _, logit, reference, lse, logprob = gathered.numbers
+    _, logit, reference, lse, logprob, top = gathered.numbers
     how = records.FinishFlags(
         gathered.listed is not None, gathered.has_target, want.target, isinstance(temperature, Tensor),
         store is not None, whole and all(f.name != "max_logprob" for f in want.facts), TILE.rows,
     )  # fmt: skip
     launch_kernel(
         finish_kernel, high // TILE.rows,
-        records.FinishAt(parts, gathered.targets, logit, reference, sums, lse, logprob, beyond), gathered.listed,
+        records.FinishAt(parts, gathered.targets, logit, reference, sums, lse, logprob, top, beyond), gathered.listed,
         gathered.live, temperature, tiles, high, rows, columns, SUMS=sums_of(want), F=how, num_warps=4, **LAUNCH,
     )  # fmt: skip
     return Read(gathered, sums, store, beyond)
@@ -250,26 +252,27 @@ def write(
     read: Read,
     hidden_CD: Tensor,
     weight_VD: Tensor,
-    coefficients: tuple[Tensor | None, Tensor | None, Tensor | None],
+    pull: Pull,
     *,
     dhidden_CD: Tensor | None,
     dweight_VD: Tensor | None,
     add: bool = False,
 ) -> None:
-    """The gradients from a, c and y of each row of the chunk; `add` to what is in `dweight_VD`.
+    """The gradients from the coefficients of each row of the chunk; `add` to what is in `dweight_VD`.
 
-    E is used up: its rows move.  `dhidden_CD` is room for the rows of X times their factors until it is written.
+    E is used up: its rows move or are overwritten.  `dhidden_CD` is room for X times row factors until it is written.
     """
     assert read.e is not None
     (C, D), V, device = hidden_CD.shape, len(weight_VD), hidden_CD.device
     T, programs, rows, high = TILE, TILE.programs * _multiprocessors(device), read.rows, len(read.rows.targets)
-    a, c, y = (None if x is None else x.to(torch.float32).contiguous() for x in coefficients)
-    given = records.PulledFlags(a is not None, c is not None, y is not None, rows.listed is not None)
-    multiplier, _, reference, lse, logprob = rows.numbers
+    pulls = [None if x is None else x.to(torch.float32).contiguous() for x in pull]
+    given = records.PulledFlags(*(x is not None for x in (*pulls, rows.listed)))
+    bent = given.B or given.E
+    multiplier, _, reference, lse, logprob, top = rows.numbers
     counts, tiles, gaps, sources, ranks = torch.empty(5, high, dtype=torch.int32, device=device).unbind()
     launch_kernel(
         live_kernel, triton.cdiv(C, NUMBERED["B"]),
-        rows.live, rows.listed, a, c, y, records.LiveAt(read.beyond, counts, tiles, gaps, sources, ranks),
+        rows.live, rows.listed, *pulls, records.LiveAt(read.beyond, counts, tiles, gaps, sources, ranks),
         F=given, BM=T.rows, **NUMBERED, num_warps=8, **LAUNCH,
     )  # fmt: skip
     tile = _tile(T, device, TARGET=rows.has_target)
@@ -283,7 +286,8 @@ def write(
         move_kernel, 8 * programs, read.e, counts, gaps, sources, read.e.stride(0),
         PROGRAMS=8 * programs, B=8192, num_warps=8,
     )  # fmt: skip
-    factors, shares, constants = torch.empty(3, high, dtype=torch.float32, device=device).unbind()
+    room_XC = torch.empty(8 if bent else 3, high, dtype=torch.float32, device=device)
+    (factors, shares, constants), bends = room_XC[:3], room_XC[3:] if bent else room_XC
     numbers, columns = (torch.empty(n, dtype=torch.int32, device=device) for n in (high, C))
     scaled_CD = None
     if dweight_VD is not None:
@@ -293,14 +297,19 @@ def write(
     launch_kernel(
         factor_kernel, C,
         records.FactorAt(
-            hidden_CD, counts, gaps, ranks, rows.targets, multiplier, reference, lse, logprob, factors, shares,
-            constants, numbers, columns,
+            hidden_CD, counts, gaps, ranks, rows.targets, multiplier, reference, lse, logprob, top, factors,
+            bends, shares, constants, numbers, columns,
         ),
-        rows.listed, rows.live, a, c, y, scaled_CD, D, hidden_CD.stride(0),
+        rows.listed, rows.live, *pulls, scaled_CD, D, hidden_CD.stride(0),
         0 if scaled_CD is None else scaled_CD.stride(0), F=given, TARGET=rows.has_target,
         SCALED=scaled_CD is not None, BK=T.depth, BD=BD, num_warps=4, **LAUNCH,
     )  # fmt: skip
-    constant, overlap = c is not None, chains(device)
+    if bent:
+        launch_kernel(
+            bend_kernel, 8 * programs, read.e, bends, counts, read.e.stride(0),
+            PROGRAMS=8 * programs, B=4096, SQUARE=given.E, num_warps=8,
+        )  # fmt: skip
+    constant, overlap = given.C, chains(device)
     chained = {"OVERLAP": overlap, **LAUNCH, **({"launch_pdl": True} if overlap else {})}
     keys, order = torch.empty_like(columns), torch.empty_like(columns)
     if dweight_VD is not None and scaled_CD is not None:
@@ -333,7 +342,7 @@ def write(
             F=tile._replace(CONSTANT=constant, EVEN=D % T.columns == 0, OVERLAP=overlap), **_launch(T),
         )  # fmt: skip
         launch_kernel(
-            blank_kernel, C + overlap, rows.live, rows.listed, a, c, y, dhidden_CD, D, dhidden_CD.stride(0),
+            blank_kernel, C + overlap, rows.live, rows.listed, *pulls, dhidden_CD, D, dhidden_CD.stride(0),
             F=given, BD=BD, **chained, num_warps=4,
         )  # fmt: skip
     if dweight_VD is not None and rows.has_target:

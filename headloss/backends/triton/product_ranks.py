@@ -70,7 +70,7 @@ def across(read: Read, nodes_WkC: Tensor, want: Want, temperature: float | Tenso
 
 def over_ranks(read: Read, lse_C: Tensor) -> None:
     """Rows whose softmax over all ranks is known from before: their log-sum-exp."""
-    listed, (*_, lse, logprob) = read.rows.listed, read.rows.numbers
+    listed, (*_, lse, logprob, _) = read.rows.listed, read.rows.numbers
     found = lse_C.to(torch.float32) / math.log(2)  # as the kernels count
     found = found if listed is None else found[listed.long()]
     logprob[: len(found)] += (lse[: len(found)] - found) * math.log(2)

@@ -4,8 +4,9 @@
 Dimension key:  C rows of a chunk   V columns in hand   D hidden size
 
     live      count the rows whose coefficients are not all 0      move      their rows of E to the front
-    factor    the numbers that the products take of a row          rank      sort their targets
-    scatter   the targets' share of the weight's gradient          blank     zeros where a row has no gradient
+    factor    the numbers that the products take of a row          bend      E to p (a + b log p + e p)
+    rank      sort their targets                                   scatter   their share of the weight's gradient
+    blank     zeros where a row has no gradient
 
 OVERLAP: a launch starts while the product before it runs, from which it needs nothing.  It has one more program, which
 waits for that product, so that what comes later comes after both.
@@ -33,33 +34,38 @@ def expm1(x):
 
 
 @triton.jit
-def coefficients(a, c, y, row, here, F: tl.constexpr):
-    """Of the gradient by the logits over T: a p_j + c + y 1[j = target]."""
+def coefficients(a, b, e, c, y, row, here, F: tl.constexpr):
+    """Of the gradient by the logits over T: p_j (a + b log p_j + e p_j) + c + y 1[j = target]."""
     pull = tl.where(here, 0.0, 0.0)
-    constant, share = pull, pull
+    slant, square, constant, share = pull, pull, pull, pull
     if F.A:
         pull = tl.load(a + row, mask=here, other=0.0)
+    if F.B:
+        slant = tl.load(b + row, mask=here, other=0.0)
+    if F.E:
+        square = tl.load(e + row, mask=here, other=0.0)
     if F.C:
         constant = tl.load(c + row, mask=here, other=0.0)
     if F.Y:
         share = tl.load(y + row, mask=here, other=0.0)
-    return pull, constant, share, here & ((pull != 0) | (constant != 0) | (share != 0))
+    some = here & ((pull != 0) | (slant != 0) | (square != 0) | (constant != 0) | (share != 0))
+    return pull, slant, square, constant, share, some
 
 
 @triton.jit
-def some_of(begin, first, end, listed, a, c, y, B: tl.constexpr, F: tl.constexpr):
+def some_of(begin, first, end, listed, a, b, e, c, y, B: tl.constexpr, F: tl.constexpr):
     """The places from `begin` on that lie before `end`, and which of them have a gradient."""
     place = begin + tl.arange(0, B)
     here = place < end
     row = place
     if F.LISTED:
         row = tl.load(listed + place, mask=here, other=0).to(tl.int32)
-    _, _, _, some = coefficients(a, c, y, row, here, F)
+    _, _, _, _, _, some = coefficients(a, b, e, c, y, row, here, F)
     return place, here, some, tl.sum((some & (place < first)).to(tl.int32), 0)
 
 
-@triton.jit(do_not_specialize_on_alignment=["listed", "count", "a", "c", "y"])
-def live_kernel(count, listed, a, c, y, at, BM: tl.constexpr, B: tl.constexpr, R: tl.constexpr, F: tl.constexpr):
+@triton.jit(do_not_specialize_on_alignment=["listed", "count", "a", "b", "e", "c", "y"])
+def live_kernel(count, listed, a, b, e, c, y, at, BM: tl.constexpr, B: tl.constexpr, R: tl.constexpr, F: tl.constexpr):
     """`counts`: rows with a gradient, rows of E to move, marked tiles.  The front of E is to be the rows with one:
 
     those further back move into the gaps in front, `sources` to `gaps`; `ranks` numbers them.  A program per B places,
@@ -76,13 +82,13 @@ def live_kernel(count, listed, a, c, y, at, BM: tl.constexpr, B: tl.constexpr, R
         tl.store(at.counts + 2, marked)
     alive, before, front = 0, 0, 0  # of all places, of those before `own`, of those that are to be the front
     for first in range(0, live, R):
-        _, _, some, number = some_of(first, own, live, listed, a, c, y, R, F)
+        _, _, some, number = some_of(first, own, live, listed, a, b, e, c, y, R, F)
         alive += tl.sum(some.to(tl.int32), 0)
         before += number
     for first in range(0, alive, R):
-        _, _, _, number = some_of(first, alive, live, listed, a, c, y, R, F)
+        _, _, _, number = some_of(first, alive, live, listed, a, b, e, c, y, R, F)
         front += number
-    place, here, some, _ = some_of(own, own, live, listed, a, c, y, B, F)
+    place, here, some, _ = some_of(own, own, live, listed, a, b, e, c, y, B, F)
     gap = (here & (some == 0) & (place < alive)).to(tl.int32)
     tl.store(at.gaps + (own - before) + tl.cumsum(gap, 0) - 1, place, mask=gap > 0)
     back = (some & (place >= alive)).to(tl.int32)
@@ -109,10 +115,10 @@ def move_kernel(e, counts, gaps, sources, stride, PROGRAMS: tl.constexpr, B: tl.
 
 @triton.jit(
     do_not_specialize=["D", "stride", "scaled_stride"],
-    do_not_specialize_on_alignment=["listed", "count", "a", "c", "y"],
+    do_not_specialize_on_alignment=["listed", "count", "a", "b", "e", "c", "y"],
 )
 def factor_kernel(
-    at, listed, count, a, c, y, scaled, D, stride, scaled_stride,
+    at, listed, count, a, b, e, c, y, scaled, D, stride, scaled_stride,
     TARGET: tl.constexpr, SCALED: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr, F: tl.constexpr,
 ):  # fmt: skip
     """A program per row that counts: what the gradient products take of it, in the place that E has for it."""
@@ -132,27 +138,62 @@ def factor_kernel(
     row = place
     if F.LISTED:
         row = tl.load(listed + place).to(tl.int32)
-    pull, constant, share, some = coefficients(a, c, y, row, place >= 0, F)
+    pull, slant, square, constant, share, some = coefficients(a, b, e, c, y, row, place >= 0, F)
     if some == 0:
         return
     to = place
     if place >= alive:
         to = tl.load(at.gaps + tl.load(at.ranks + place))
     slope = tl.load(at.multiplier + place) * LN2
-    factor = slope * pull * tl.exp2(tl.load(at.reference + place) - tl.load(at.lse + place))
+    away = tl.load(at.reference + place) - tl.load(at.lse + place)
+    factor = slope * pull * tl.exp2(away)
+    if F.B or F.E:  # `bend` leaves the gradient itself in E
+        into = at.bends + 5 * to
+        tl.store(into, slope * pull)
+        tl.store(into + 1, slope * slant * LN2)
+        tl.store(into + 2, slope * square)
+        tl.store(into + 3, away)
+        tl.store(into + 4, tl.load(at.top + place) - tl.load(at.lse + place))
+        factor = 1.0 + 0.0 * slope
     tl.store(at.factors + to, factor)
     tl.store(at.constants + to, slope * constant)
     tl.store(at.numbers + to, row)
     if TARGET:
         own = tl.load(at.targets + place)
-        p = expm1(tl.load(at.logprob + place))
+        log_p = tl.load(at.logprob + place)
+        p = expm1(log_p)
         tl.store(at.columns + to, own)
-        tl.store(at.shares + to, tl.where(own >= 0, slope * ((share + pull) + pull * p), 0.0))
+        full = (share + pull) + pull * p
+        if F.B or F.E:
+            full += tl.exp(log_p) * (slant * log_p + square * tl.exp(log_p))
+        tl.store(at.shares + to, tl.where(own >= 0, slope * full, 0.0))
     if SCALED:
         for first in range(0, D, BD):
             d = first + tl.arange(0, BD)
             x = tl.load(at.hidden + row.to(tl.int64) * stride + d, mask=d < D, other=0.0).to(tl.float32) * factor
             tl.store(scaled + to.to(tl.int64) * scaled_stride + d, x.to(scaled.dtype.element_ty), mask=d < D)
+
+
+@triton.jit(do_not_specialize=["stride"])
+def bend_kernel(e, bends, counts, stride, PROGRAMS: tl.constexpr, B: tl.constexpr, SQUARE: tl.constexpr):
+    """e to the gradient by the logit, p (a + b log p + e p), in the rows that have one; where e is 0, p log p is 0.
+
+    The log p of the largest e is known better than by e: where p is near 1, what e is rounded by is all there would be.
+    """
+    stride = even(stride)
+    parts = tl.cdiv(stride, B)
+    for i in tl.range(tl.program_id(0), tl.load(counts) * parts, PROGRAMS):
+        at, column = i // parts, i % parts * B + tl.arange(0, B)
+        pull, slant = tl.load(bends + 5 * at), tl.load(bends + 5 * at + 1)
+        away, top = tl.load(bends + 5 * at + 3), tl.load(bends + 5 * at + 4)
+        spot = e + at.to(tl.int64) * stride + column
+        x = tl.load(spot, mask=column < stride, other=0.0).to(tl.float32)
+        p = x * tl.exp2(away)
+        log_p = tl.where(x >= 0.995 * tl.exp2(top - away), top, tl.log2(tl.maximum(x, 1e-38)) + away)
+        slope = tl.fma(slant, log_p, pull)
+        if SQUARE:
+            slope += tl.load(bends + 5 * at + 2) * p
+        tl.store(spot, (p * slope).to(tl.bfloat16), mask=column < stride)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -224,8 +265,12 @@ def scatter_kernel(
     tl.store(into, sums.to(out.dtype.element_ty), mask=d < D)
 
 
-@triton.jit(do_not_specialize=["D", "stride"], do_not_specialize_on_alignment=["count", "listed", "a", "c", "y"])
-def blank_kernel(count, listed, a, c, y, out, D, stride, BD: tl.constexpr, OVERLAP: tl.constexpr, F: tl.constexpr):
+@triton.jit(
+    do_not_specialize=["D", "stride"], do_not_specialize_on_alignment=["count", "listed", "a", "b", "e", "c", "y"]
+)
+def blank_kernel(
+    count, listed, a, b, e, c, y, out, D, stride, BD: tl.constexpr, OVERLAP: tl.constexpr, F: tl.constexpr
+):
     """out[row] = 0 where a row is ignored or its coefficients are all 0; those that are not, are not touched."""
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
@@ -237,7 +282,7 @@ def blank_kernel(count, listed, a, c, y, out, D, stride, BD: tl.constexpr, OVERL
     row = place
     if F.LISTED:
         row = tl.load(listed + place).to(tl.int32)
-    _, _, _, some = coefficients(a, c, y, row, place < tl.load(count), F)
+    _, _, _, _, _, some = coefficients(a, b, e, c, y, row, place < tl.load(count), F)
     if some == 0:
         for first in range(0, D, BD):
             d = first + tl.arange(0, BD)

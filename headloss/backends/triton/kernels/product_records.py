@@ -14,11 +14,12 @@ from headloss.backends.triton.kernels.records import Flag
 ReadAt = namedtuple("ReadAt", "target multiplier reference")
 HiddenAt = namedtuple("HiddenAt", "out factors shares constants weight")
 GatherAt = namedtuple("GatherAt", "hidden weight copy targets multiplier logit reference")
-FinishAt = namedtuple("FinishAt", "node targets logit reference out lse logprob beyond")
+FinishAt = namedtuple("FinishAt", "node targets logit reference out lse logprob top beyond")
 LiveAt = namedtuple("LiveAt", "beyond counts tiles gaps sources ranks")
 FactorAt = namedtuple(
     "FactorAt",
-    "hidden counts gaps ranks targets multiplier reference lse logprob factors shares constants numbers columns",
+    "hidden counts gaps ranks targets multiplier reference lse logprob top factors bends shares constants "
+    "numbers columns",
 )
 
 # What they are compiled for
@@ -26,7 +27,7 @@ TileFlags = namedtuple("TileFlags", "WANT_X WANT_Q TOTAL BEST")  # sums of tiles
 GatherFlags = namedtuple("GatherFlags", "LISTED TARGET PER_ROW COPY BM BD")
 FinishFlags = namedtuple("FinishFlags", "LISTED TARGET OUT PER_ROW STORED REBASED B")
 RanksFlags = namedtuple("RanksFlags", "TARGET FIELDS TILE LEVELS B")  # where ranks share a vocabulary
-PulledFlags = namedtuple("PulledFlags", "A C Y LISTED")  # the coefficients that rows have
+PulledFlags = namedtuple("PulledFlags", "A B E C Y LISTED")  # the coefficients that rows have
 
 
 class ProductFlags(NamedTuple):

@@ -196,6 +196,7 @@ def finish_kernel(at, listed, count, temperatures, tiles, rows, wide, columns, S
         row = tl.load(listed + place, mask=inside, other=0).to(tl.int64)
     T = temperature(temperatures, tl.where(inside, row, 0), F.PER_ROW)
     gap = tl.full([B], -float("inf"), tl.float32)
+    tl.store(at.top + place, most, mask=here)
     if F.TARGET:  # its column was left out: put it back, measured from the maximum of both
         own = tl.load(at.targets + place, mask=here, other=-1)
         logits = tl.where(own >= 0, tl.load(at.logit + place, mask=here, other=0.0), gap)
