@@ -25,7 +25,7 @@ import torch.nn.functional as F
 import headloss as hl
 from headloss.backends.triton import product, product_ranks
 from headloss.facts import Fact, Want, finish
-from headloss.losses import cross_entropy, entropy_bonus, grpo, gspo, reinforce, z_loss
+from headloss.losses import cross_entropy, entropy_bonus, forward_kl, grpo, gspo, reinforce, z_loss
 
 sys.path.insert(0, str(Path(__file__).parent))
 from gpu_kernels import save
@@ -127,6 +127,18 @@ class Case:
             return out.loss.detach(), *torch.autograd.grad(out.loss, (h, w))
 
         return step
+
+    def distilled(self) -> tuple[Step, Step]:
+        """The four products of a step with a teacher's head of the same size, and the step."""
+        head = hl.Linear(torch.randn_like(self.h), torch.randn_like(self.w) * 3 / self.shape[2] ** 0.5)
+        z = torch.empty(len(self.h), len(self.w), device=DEVICE, dtype=torch.bfloat16)
+        _, three = self.floors()
+
+        def four() -> None:
+            three()
+            torch.mm(head.hidden, head.weight.t(), out=z)
+
+        return four, self.step(hl.Objective(kl=forward_kl), memory=2 * self.memory, teacher=head)
 
     def into_main_grad(self, objective: hl.Objective) -> Step:
         weight = torch.nn.Parameter(self.w)
@@ -280,6 +292,9 @@ def measure(shape: tuple[int, int, int], limit: float, rounds: int, alone: bool)
     ms = turns(steps, rounds, repeats=0)
     pair: dict[str, Step] = {"one product": one, "log-probability and entropy": lambda: facts_step(case)}
     facts = turns(pair, rounds, repeats=0)
+    four, kl = case.distilled()
+    taught = turns({"four products": four, "forward KL to another head": kl}, rounds, repeats=0)
+    facts |= taught
     found: dict[str, Any] = {"shape": shape, "limit": limit, "errors": errors, "ms": ms | facts}
     three_ms = ms["three products"]
     found["of three products"] = {k: x / three_ms for k, x in ms.items()}
@@ -287,6 +302,7 @@ def measure(shape: tuple[int, int, int], limit: float, rounds: int, alone: bool)
     found["half ignored, of all"] = ms["half of the rows ignored"] / ms["cross-entropy"]
     found["half without advantage, of all"] = ms[dead] / ms["reinforce"]
     found["of one product"] = facts["log-probability and entropy"] / facts["one product"]
+    found["forward KL, of four products"] = taught["forward KL to another head"] / taught["four products"]
     found["wall of device"] = wall_of_device(steps["cross-entropy"], rounds)
     found["facts, MiB beside results"] = peak(lambda: facts_step(case))
     found["step, MiB beside gradients"] = peak(steps["cross-entropy"])
@@ -350,6 +366,7 @@ def main() -> None:
         for name in (
             "half ignored, of all",
             "half without advantage, of all",
+            "forward KL, of four products",
             "wall of device",
             *(name for name in found if "MiB" in name),
         ):

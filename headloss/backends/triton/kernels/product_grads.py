@@ -18,6 +18,21 @@ import triton.language as tl
 from headloss.backends.triton.kernels.logits import LN2
 from headloss.backends.triton.kernels.product import even
 
+if triton.knobs.runtime.interpret:  # which knows no assembly
+
+    @triton.jit
+    def log2(x):
+        """Of a bfloat16 that is a normal number: 22 digits do, and `tl.log2` takes 27 instructions."""
+        return tl.log2(x)
+
+else:
+
+    @triton.jit
+    def log2(x):
+        """Of a bfloat16 that is a normal number: 22 digits do, and `tl.log2` takes 27 instructions."""
+        asm: tl.constexpr = "lg2.approx.ftz.f32 $0, $1;"
+        return tl.inline_asm_elementwise(asm, "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
 
 @triton.jit
 def expm1(x):
@@ -189,8 +204,8 @@ def bend_kernel(e, bends, counts, stride, PROGRAMS: tl.constexpr, B: tl.constexp
         spot = e + at.to(tl.int64) * stride + column
         x = tl.load(spot, mask=column < stride, other=0.0).to(tl.float32)
         p = x * tl.exp2(away)
-        log_p = tl.where(x >= 0.995 * tl.exp2(top - away), top, tl.log2(tl.maximum(x, 1e-38)) + away)
-        slope = tl.fma(slant, log_p, pull)
+        log_e = tl.where(x >= 0.995 * tl.exp2(top - away), top - away, log2(tl.maximum(x, 1.2e-38)))
+        slope = tl.fma(slant, log_e, tl.fma(slant, away, pull))
         if SQUARE:
             slope += tl.load(bends + 5 * at + 2) * p
         tl.store(spot, (p * slope).to(tl.bfloat16), mask=column < stride)
