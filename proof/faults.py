@@ -43,6 +43,7 @@ NEW_FACT = ("tests/test_new_fact.py",)
 TEACHERS = ("tests/kernels/test_triton_teachers.py",)
 WAITING = ("tests/test_no_waiting.py",)
 LATER = ("tests/test_later_calls.py",)
+SETTLED_RANKS = ("tests/ranks/test_settled_ranks.py",)
 MORE = ("tests/trust/test_more_forms.py",)
 WAYS = ("tests/trust/test_ways_to_read.py",)
 OTHER_CALLS = ("tests/trust/test_other_calls.py",)
@@ -365,7 +366,7 @@ FAULTS = [
     Fault("engine/loss.py", "part = chunk.segments if term.trace.value == \"segment\" else chunk.rows", "part = chunk.rows", "seeds of segments cut as rows"),
     Fault("engine/bind.py", "if not isinstance(source, Linear) or plan.kind == \"batch\" or", "if not isinstance(source, Linear) or", "batch losses run chunk by chunk", ("tests/test_plan.py", "tests/contracts")),
     Fault("engine/lookup.py", "return tuple([name for name, weight in weights.items() if not isinstance(weight, Tensor) and weight == 0])", "return ()", "a term of weight 0 is still computed", ("tests/contracts", "tests/test_plan.py")),
-    Fault("engine/plan.py", "given[name] = given.get(name, False) or name not in", "given[name] = True or name not in", "an input that requires grad gets none, in silence", ("tests/trust/test_constant_inputs.py",)),
+    Fault("engine/checks.py", "given[name] = given.get(name, False) or name not in", "given[name] = True or name not in", "an input that requires grad gets none, in silence", ("tests/trust/test_constant_inputs.py",)),
     Fault("engine/loss.py", "check_constants([n for n in self.wants_grad if n not in by_input], [t.call for t in self.terms])", "pass", "an input of an untraced loss gets no gradient, in silence", ("tests/trust/test_constant_inputs.py",)),
     # Metrics
     Fault("metrics.py", '"max": torch.maximum', '"max": torch.add', "maxima of micro-batches are added"),
@@ -532,8 +533,8 @@ FAULTS = [
     Fault("backends/triton/kernels/sums.py", "good = (here >= skew) & (here < high)\n", "good = here >= skew\n", "columns beyond the vocabulary count"),
     Fault("backends/triton/kernels/sums.py", "m = tl.full([L], LOWEST, tl.float32)", "m = tl.zeros([L], tl.float32)", "a running maximum that starts at 0"),
     Fault("backends/triton/kernels/sums.py", "tl.where(top > m, block * len(z) + n, best)", "tl.where(top >= m, block * len(z) + n, best)", "argmax: a tie takes the later column"),
-    Fault("backends/triton/kernels/sums.py", "tl.sum(tl.where(count > 0, total + count * shift, 0.0), axis=0)", "tl.sum(tl.where(count > 0, total, 0.0), axis=0)", "merge of splits: total of logits not rebased"),
-    Fault("backends/triton/kernels/sums.py", "d = tl.maximum(shift / T[i], FLOOR)", "d = tl.maximum(shift, FLOOR)", "merge of splits: rebased without the temperature"),
+    Fault("backends/triton/kernels/sums.py", "return tl.where(count > 0, total + count * shift, 0.0)", "return tl.where(count > 0, total, 0.0)", "merge of splits: total of logits not rebased"),
+    Fault("backends/triton/kernels/sums.py", "d = tl.maximum(shift / T, FLOOR)", "d = tl.maximum(shift, FLOOR)", "merge of splits: rebased without the temperature"),
     Fault("backends/triton/kernels/pull.py", "g = g * (1.0 - ratio * ratio)", "g = g * (1.0 - ratio)", "slope of the softcap"),
     Fault("backends/triton/kernels/pull.py", "slope = slope + own[7 * i + 5] * p", "slope = slope + own[7 * i + 5]", "pull of sum_p2 without its p"),
     Fault("backends/triton/kernels/pull.py", "at_target += y", "at_target = y", "the last temperature alone pulls at the target"),
@@ -627,7 +628,18 @@ FAULTS = [
     Fault("backends/triton/kernels/product_ranks.py", "even = tl.where((columns > 0) & (start % TILE != 0), 0, even)", "even = tl.where(columns > 0, even, even)", "product: where shards are not cut at tiles, of equal maxima one that is not the first is the argmax"),
     Fault("backends/triton/product.py", "begin = -first % size", "begin = first % size", "product: a shard's groups of tiles are not those of the whole vocabulary"),
     Fault("backends/triton/kernels/product_rows.py", "(joined(nodes[2 * i], nodes[2 * i + 1]),)", "(joined(nodes[2 * i + 1], nodes[2 * i]),)", "product: of equal maxima the last is the argmax"),
-    Fault("backends/triton/kernels/settle.py", "tl.maximum(group - 1, 0).to(tl.int64) * B", "group.to(tl.int64) * B", "product: the rows before a block's end are not settled", ("tests/kernels/test_product_calls.py",)),
+    Fault("backends/triton/kernels/settle.py", "begin = (first_row + tl.program_id(0) * B).to(tl.int64)", "begin = (first_row + group * B).to(tl.int64)", "settle: the rows of a later chunk are sought beyond it", SETTLED_RANKS),
+    Fault("backends/triton/kernels/settle.py", "tl.where(m > top, tl.load(at + F.BEST_SLOT * N), best)", "tl.load(at + F.BEST_SLOT * N)", "settle: the argmax of the last rank is everyone's", SETTLED_RANKS),
+    Fault("backends/triton/kernels/settle.py", "tl.where(m > top, tl", "tl.where(m >= top, tl", "settle: of equal maxima on two ranks the last is the argmax", SETTLED_RANKS),
+    Fault("backends/triton/kernels/settle.py", "away, total = tl.maximum(away, away_), total + total_", "away, total = away_, total + total_", "settle: targets on an earlier rank are lost", SETTLED_RANKS),
+    Fault("backends/triton/kernels/settle.py", "away, total = tl.maximum(away, away_), total + total_", "away = tl.maximum(away, away_)", "settle: the mean over the vocabulary is that of the first rank's columns", SETTLED_RANKS),
+    Fault("backends/triton/kernels/settle.py", "return away + shift, rebased_total", "return away, rebased_total", "settle: a target's logit is counted from its rank's maximum", SETTLED_RANKS),
+    Fault("backends/triton/settle.py", "self.next = last", "pass", "settle: every chunk leaves its sums where the first one did", SETTLED_RANKS),
+    Fault("backends/triton/settle.py", "spans is None, RANKS=ranks,", "spans is None, RANKS=False,", "settle: a rank settles its own columns alone", SETTLED_RANKS),
+    Fault("engine/settled.py", 'by_segment=loss.plan.kind == "segment"', "by_segment=True", "settle: chunks of rows that do not meet are taken for whole segments", SETTLED_RANKS),
+    Fault("engine/settled.py", "slot=0 if shard is None else i % 2", "slot=0", "settle: a chunk's logits are overwritten by the next one while its sums travel", SETTLED_RANKS),
+    Fault("engine/settled.py", "Gathering(_sums(sweep, block), shard, *sweep._first(i))", "Gathering(_sums(sweep, block), shard)", "settle: ranks that count different rows do not hear of it", SETTLED_RANKS),
+    Fault("backends/triton/kernels/sums.py", "tl.where(count > 0, total + count * shift, 0.0)", "total + count * shift", "merge: a part without columns makes a NaN of the mean", SETTLED_RANKS),
     Fault("backends/triton/kernels/product_rows.py", "tile = first + i * step", "tile = first + i", "product: sums that were merged are merged again", ("tests/kernels/test_product.py",)),
     Fault("backends/triton/product.py", "len(read.rows.listed) == rows", "len(read.rows.listed) <= rows", "product: the gradient of a chunk's rows stands for that of all", ("tests/kernels/test_product_calls.py",)),
     Fault("backends/triton/kernels/product_grads.py", "tl.fma(slant, away, pull))", "pull)", "product: log p of an entropy term is measured from the reference"),

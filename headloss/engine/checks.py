@@ -17,9 +17,10 @@ from headloss.term import Term, check_weight
 from headloss.terms import Terms
 from headloss.top import Top
 from headloss.trace.call import Call, WrongValueError
+from headloss.trace.gradient import check_constants
 from headloss.trace.reads import ours
 from headloss.trace.signature import IDS, ONLY, passed, suggest
-from headloss.trace.trace import Shape
+from headloss.trace.trace import Shape, Trace
 
 
 def check_inputs(
@@ -191,3 +192,37 @@ def check_support(support: Any, source: Source, terms: Terms | None = None) -> N
             "inplace: the gradient of kept columns and that of the whole vocabulary cannot both overwrite the logits; "
             "use inplace=False"
         )
+
+
+def check_spread(label: str, found: Trace, shapes: Mapping[str, Shape]) -> None:
+    """Values of segments where values of rows are wanted: by chance there may be as many of both."""
+    per_segment = [name for name, shape in shapes.items() if shape.kind == "segment"]
+    mismatch = "must match" in found.reason or "to broadcast" in found.reason  # torch has two ways to say it
+    if per_segment and found.joint is None and mismatch:
+        name = per_segment[0]
+        raise ValueError(
+            f"{name}: has one value per segment, where {label} meets it with one per row; pass segments.spread({name})"
+        )
+
+
+def check_gradients(calls: Mapping[str, Call], shapes: Mapping[str, Shape], traces: Mapping[str, Trace]) -> None:
+    """An input that wants a gradient is one that some loss gives it; without a trace, `TermsOnRows.whole` finds out."""
+    seen = {p.key for call in calls.values() for p in call.signature.parameters}
+    given: dict[str, bool] = {}
+    for term, call in calls.items():
+        for name in call.input_names:
+            if name in shapes and shapes[name].requires_grad:
+                if name not in seen:
+                    raise ValueError(f"{name}: requires grad, but no gradient flows to a row weight; pass it detached")
+                given[name] = given.get(name, False) or name not in _constants(call, shapes, traces[term])
+    check_constants([name for name, has in given.items() if not has], calls.values())
+
+
+def _constants(call: Call, shapes: Mapping[str, Shape], found: Trace) -> set[str]:
+    """Inputs that want a gradient and, by the trace, get none."""
+    if found.joint is None:
+        return set()
+    wanted = [n for n in call.input_names if n in shapes and shapes[n].requires_grad]
+    outputs: Any = found.joint.graph.output_node().args[0]  # value, cotangents of facts and then inputs, metrics
+    of_inputs = outputs[1][len(outputs[1]) - len(wanted) :]
+    return {n for n, g in zip(wanted, of_inputs, strict=True) if g is None}

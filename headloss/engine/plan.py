@@ -22,7 +22,9 @@ from headloss.engine.checks import (
     check_asked,
     check_belongs,
     check_elements,
+    check_gradients,
     check_inputs,
+    check_spread,
     check_targets_wanted,
     check_teachers,
 )
@@ -36,12 +38,12 @@ from headloss.teachers import TOP
 from headloss.terms import Terms
 from headloss.top import Top
 from headloss.trace.call import Call
-from headloss.trace.gradient import check_constants
 from headloss.trace.reads import ours
 from headloss.trace.signature import CALL, TEACHER_INPUTS
 from headloss.trace.trace import Shape, Trace, trace
 
 KEPT = "each row keeps some columns"
+COLLECTIVE = "a collective stands between the facts and the gradient"
 
 
 class Planned(NamedTuple):
@@ -126,15 +128,16 @@ def make_plan(
     with told_if_long():
         traces, want, kind = _trace_terms(objective, calls, source, segments, teachers, shapes, targetless)
     traced = time.perf_counter()
+    reason = ""
     if kept:
         check_elements(want)
-    reason = _numbered(calls, want) if kept else ""
+        reason = _numbered(calls, want) if source.shard is None else COLLECTIVE
     program = None
     if not reason:
         program, reason = _print_terms(objective, calls, source, teachers, traces, shapes, want, kind)
     times = {"tracing": traced - begun, "printing": time.perf_counter() - traced}
     if program is not None and program.by_segment:
-        apart = _apart(source, segments)
+        apart = _apart(source, segments) or _alone(program, kind)
         program, reason = (None, apart) if apart else (program, reason)
     if program is not None and any(_is_narrow(teachers[name], source) for name in want.teachers):
         program, reason = None, "the teacher has fewer columns than the student"
@@ -268,12 +271,12 @@ def _trace_terms(
         looked = {f.teacher for f in call.facts} | {p.teacher for s in call.signatures for p in s.parameters}
         shapes |= {n: shape for n, shape in ids.items() if n.split(" of ", 1)[1] in looked}
         found = trace(call, shapes, source.fact_dtype, source.device.type, segments is not None, targetless)
-        _check_spread(f"term {name!r} ({call.signature.name})", found, shapes)
+        check_spread(f"term {name!r} ({call.signature.name})", found, shapes)
         check_belongs(call, found.value, shapes)
         if objective.terms[name].reduction == "weighted_mean" and call.weighs_by_facts:
             found = found._replace(kind="batch", reason="weighted_mean sums a row_weight made of facts")
         traces[name] = found
-    _check_gradients(calls, given, traces)
+    check_gradients(calls, given, traces)
     wanted = [f for name, call in calls.items() for f in call.facts if f not in traces[name].unused]
     wanted += [f for _, call in metrics for f in call.facts]
     if targetless:
@@ -309,6 +312,12 @@ def _apart(source: Source, segments: Segments | None) -> str:
     return ""
 
 
+def _alone(program: Any, kind: str) -> str:
+    """Why rows that do not meet cannot be settled in runs of any length."""
+    kinds = (*program.of_segments, *program.segment_metrics, *(x == "segment" for x in program.input_kinds))
+    return "a term has values per segment, though no rows meet" if kind == "row" and any(kinds) else ""
+
+
 def _print_terms(
     objective: Terms,
     calls: Calls,
@@ -322,13 +331,13 @@ def _print_terms(
 ) -> tuple[Any, str]:
     """The terms as one printed program, so that a visit is one launch; or None, and why.
 
-    `between` two matrix products, where it settles rows as it does segments.
+    `between` two matrix products or two sweeps, where it settles rows as it does segments.
     """
     backend = choose(objective.backend, source.device, source.fact_dtype)
     if backend.lower is None:
         return None, f"the {backend.NAME} backend runs no kernels of ours"
-    if source.shard is not None:
-        return None, "a collective stands between the facts and the gradient"
+    if source.shard is not None and want.teachers:
+        return None, COLLECTIVE
     if any(f.name in TOP for f in want.facts):
         return None, "the likeliest columns of a row are found after it was read"
     if kind == "batch":
@@ -337,7 +346,7 @@ def _print_terms(
     shapes = {**shapes, **_ids(source, teachers)}
     terms = {name: (call, traces[name]) for name, call in calls.terms.items()}
     metrics = [(name, call) for name, call in calls.metrics if call.fn is not dead_rows]
-    program: tuple[Any, str] = backend.lower(terms, want, shapes, metrics, between)
+    program: tuple[Any, str] = backend.lower(terms, want, shapes, metrics, between or source.shard is not None)
     return program
 
 
@@ -361,37 +370,3 @@ def plain_source(source: Source) -> Source:
                 return localize(source)
             return source
     return source
-
-
-def _check_spread(label: str, found: Trace, shapes: Mapping[str, Shape]) -> None:
-    """Values of segments where values of rows are wanted: by chance there may be as many of both."""
-    per_segment = [name for name, shape in shapes.items() if shape.kind == "segment"]
-    mismatch = "must match" in found.reason or "to broadcast" in found.reason  # torch has two ways to say it
-    if per_segment and found.joint is None and mismatch:
-        name = per_segment[0]
-        raise ValueError(
-            f"{name}: has one value per segment, where {label} meets it with one per row; pass segments.spread({name})"
-        )
-
-
-def _check_gradients(calls: Mapping[str, Call], shapes: Mapping[str, Shape], traces: Mapping[str, Trace]) -> None:
-    """An input that wants a gradient is one that some loss gives it; without a trace, `TermsOnRows.whole` finds out."""
-    seen = {p.key for call in calls.values() for p in call.signature.parameters}
-    given: dict[str, bool] = {}
-    for term, call in calls.items():
-        for name in call.input_names:
-            if name in shapes and shapes[name].requires_grad:
-                if name not in seen:
-                    raise ValueError(f"{name}: requires grad, but no gradient flows to a row weight; pass it detached")
-                given[name] = given.get(name, False) or name not in _constants(call, shapes, traces[term])
-    check_constants([name for name, has in given.items() if not has], calls.values())
-
-
-def _constants(call: Call, shapes: Mapping[str, Shape], found: Trace) -> set[str]:
-    """Inputs that want a gradient and, by the trace, get none."""
-    if found.joint is None:
-        return set()
-    wanted = [n for n in call.input_names if n in shapes and shapes[n].requires_grad]
-    outputs: Any = found.joint.graph.output_node().args[0]  # value, cotangents of facts and then inputs, metrics
-    of_inputs = outputs[1][len(outputs[1]) - len(wanted) :]
-    return {n for n, g in zip(wanted, of_inputs, strict=True) if g is None}

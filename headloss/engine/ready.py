@@ -127,6 +127,8 @@ def make_ready(plans: Plans, key: Any, found: Found) -> Ready | None:
     y = targets.targets if isinstance(targets, Prepared) else targets
     if key is None or program is None or not plan.weights:
         return None
+    if program.by_segment and plan.kind == "row":
+        return None
     if plan.by_token is None if not program.by_segment else teachers or not _counted(plan):
         return None
     if plan.is_fp16 or plan.wants_grad or plan.elements or plans.divergences:

@@ -1,33 +1,43 @@
-"""A call whose rows meet in segments, on a backend that settles them in one launch between its two sweeps.
+"""A call that a backend settles in one launch between its two sweeps: one whose rows meet in segments, or whose
+vocabulary lies on several ranks.
 
 Dimension key:  R rows that count   C rows of a chunk   S segments
 
     read     sums over the vocabulary, chunk by chunk
-    settle   facts, losses, their sums and the coefficients of the gradient: one launch, a program for each segment
+    settle   what ranks found merged, facts, losses, their sums and the coefficients of the gradient: one launch, a
+             program for each segment or, where rows do not meet, for each run of rows
     write    the gradient, while the chunk is there; without chunks, in a sweep of its own
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from headloss.engine.loss import TermsOnRows
 from headloss.engine.one_launch import Launched, Weighed, by_length
 from headloss.engine.product import ProductSweep
-from headloss.engine.sweeps import Chunk, Sweep
+from headloss.engine.sweeps import Block, Chunk, Sweep
 from headloss.facts import Pull
+from headloss.parallel.shard import Gathering
 
 
 def settle_between(sweep: ProductSweep, loss: TermsOnRows, needs: tuple[bool, ...]) -> Launched:
     """All rows at once, between the head's own products."""
     everything, grad = slice(0, sweep.rows.count), True in needs
     weighed = Weighed(loss, sweep.backend, by_segment=True)
-    settling = _open(sweep, loss, weighed, grad, loss.plan.settles)
+    settling = _open(sweep, loss, weighed, grad, loss.plan.settles, [Chunk(everything)])
     head = sweep.open_head(needs, [Chunk(everything)])
     read = head.sums(sweep, everything, store=grad)
-    rows_FC, grads = settling.settle(read.sums), None
+    sums, shard = read.sums, sweep.source.shard
+    if shard is not None:
+        nodes_WkC = Gathering(sums, shard, *sweep._first(0)).gathered()
+        temperature = sweep._temperatures(everything)[0]
+        sums = sweep.backend.product_ranks.across(read, nodes_WkC, sweep.want, temperature, shard.vocab)
+    rows_FC, grads = settling.settle(sums), None
     if grad:
         (there,) = loss.plan.settles.there
         slots = iter(rows_FC[2:])  # after the maximum and the log_sum
@@ -49,30 +59,37 @@ def facts_between(sweep: ProductSweep) -> Launched:
 
 
 def settle(sweep: Sweep, loss: TermsOnRows, needs: tuple[bool, ...]) -> Launched:
-    """As `one_launch.launch`; without chunks, all rows are settled at once and no gradient is made."""
-    grad = True in needs and bool(loss.chunks)
-    weighed = Weighed(loss, sweep.backend, by_segment=True)
-    settling = _open(sweep, loss, weighed, grad, sweep.program)
-    if loss.chunks:
-        head = sweep.open_head(needs, loss.chunks)
-        for chunk in loss.chunks:
-            _visit(sweep, head, chunk, settling, grad)
+    """As `one_launch.launch`; without chunks, all rows are settled at once and no gradient is made.
+
+    Over a shard that is what a call without a gradient does too: its sums travel together.
+    """
+    shard, grad = sweep.source.shard, True in needs and bool(loss.chunks)
+    chunks = loss.chunks if grad or shard is None else None
+    weighed = Weighed(loss, sweep.backend, by_segment=loss.plan.kind == "segment")
+    settling = _open(sweep, loss, weighed, grad, sweep.program, chunks or ())
+    if chunks:
+        head = sweep.open_head(needs, chunks)
+        for block, sums in _ahead(sweep, head, chunks):
+            _visit(sweep, head, block, settling, sums, grad)
         return Launched(
             weighed.report(settling.settled), settling.settled, sweep.grads(head) if grad else None, weighed.normaliser
         )
     head = sweep._open()
-    settling.settle(torch.cat([_sums(sweep, block) for block in sweep._blocks(head)], 1))
+    sums = torch.cat([_sums(sweep, block) for block in sweep._blocks(head)], 1)
+    if shard is not None:
+        sums = Gathering(sums, shard, sweep._note(), sweep.rows.total).gathered()
+    settling.settle(sums)
     return Launched(weighed.report(settling.settled), settling.settled, None, None)
 
 
-def _open(sweep: Sweep, loss: TermsOnRows, weighed: Weighed, grad: bool, program: Any) -> Any:
+def _open(sweep: Sweep, loss: TermsOnRows, weighed: Weighed, grad: bool, program: Any, chunks: Sequence[Chunk]) -> Any:
     backend, rows, everything = sweep.backend, sweep.rows, slice(0, sweep.rows.count)
-    segments, stats = rows.segments, rows.stats
+    segments, stats, shard = rows.segments, rows.stats, sweep.source.shard
     ignore = rows.skipped or rows.valid is not None
     rising = stats is not None and not stats.loose and rows.by_segment
-    means = {t.name: by_length(t) for t in loss.terms}
+    means = {t.name: weighed.by_segment and by_length(t) for t in loss.terms}
     spans = None
-    if segments is not None:
+    if segments is not None and weighed.by_segment:
         assert segments.group is None
         spans = backend.spans(segments.ids, segments.num_segments, rising, whole=not ignore)
     return backend.Settling(
@@ -81,13 +98,31 @@ def _open(sweep: Sweep, loss: TermsOnRows, weighed: Weighed, grad: bool, program
         backend.Weights(loss.raw_inputs(everything), weighed.bases, means, weighed.factors),
         sweep.marked_targets(everything), rows.count, sweep._temperatures(everything),
         vocab=sweep.source.vocab, device=sweep.source.device, ignore=ignore, gradient=grad,
+        parts=[chunk.rows.stop - chunk.rows.start for chunk in chunks],
+        ranks=1 if shard is None or type(sweep) is ProductSweep else shard.size,
     )  # fmt: skip
 
 
-def _visit(sweep: Sweep, head: Any, chunk: Any, settling: Any, grad: bool) -> None:
-    part = chunk.rows
-    block = sweep._read(head, chunk)
-    rows_FC = settling.settle(_sums(sweep, block), part.start, chunk.segments)
+def _ahead(sweep: Sweep, head: Any, chunks: Sequence[Chunk]) -> Iterator[tuple[Block, Tensor]]:
+    """Each chunk and its sums.  Over a shard, those of all ranks, and the next chunk is made while these travel."""
+    shard = sweep.source.shard
+    travelling: list[tuple[Block, Gathering]] = []
+    for i, chunk in enumerate(chunks):
+        block = sweep._read(head, chunk, slot=0 if shard is None else i % 2)
+        if shard is None:
+            yield block, _sums(sweep, block)
+            continue
+        travelling.append((block, Gathering(_sums(sweep, block), shard, *sweep._first(i))))
+        if len(travelling) == 2:
+            block, gathering = travelling.pop(0)
+            yield block, gathering.gathered()
+    for block, gathering in travelling:
+        yield block, gathering.gathered()
+
+
+def _visit(sweep: Sweep, head: Any, block: Block, settling: Any, sums: Tensor, grad: bool) -> None:
+    part = block.part
+    rows_FC = settling.settle(sums, part.start, block.chunk.segments)
     if not grad:
         return
     out_CV, program = head.grad_buffer(block.numbers, block.raw_CV), sweep.program
@@ -97,13 +132,13 @@ def _visit(sweep: Sweep, head: Any, chunk: Any, settling: Any, grad: bool) -> No
         block.raw_CV, sweep.marked_targets(part), rows_FC, [program.there[i] for i in used],
         [temperatures[i] for i in used], out_CV, start=sweep._start, **sweep._transform(),
     )  # fmt: skip
-    ignored_C1 = None if sweep.rows.valid is None else ~sweep.rows.valid[part, None]
-    head.write(block.numbers, out_CV, ignored_C1)
+    sweep._hand_on(head, block.chunk, block.numbers, out_CV)
 
 
-def _sums(sweep: Sweep, block: Any) -> Any:
+def _sums(sweep: Sweep, block: Block) -> Tensor:
     part = block.part
-    return sweep.backend.sums_matrix(
+    found: Tensor = sweep.backend.sums_matrix(
         block.raw_CV, sweep.marked_targets(part), sweep.want, sweep._temperatures(part),
         start=sweep._start, **sweep._transform(),
     )  # fmt: skip
+    return found

@@ -21,8 +21,9 @@ test_under_the_interpreter = interpreted(__file__)
 
 
 @pytest.mark.skipif(INSIDE, reason="the interpreter compiles nothing")
+@pytest.mark.parametrize("ranks", [1, 8])
 @pytest.mark.parametrize("how", [(False, False), (True, True), (False, True)])
-def test_compiles_for_hopper_without_spills(how, tmp_path):
+def test_compiles_for_hopper_without_spills(how, ranks, tmp_path):
     from test_triton_compile import ROWS, TARGETS, Built, empty
 
     from headloss.backends.triton import settle
@@ -42,9 +43,11 @@ def test_compiles_for_hopper_without_spills(how, tmp_path):
     each = lambda x: dict.fromkeys(program.terms, x)
     weights = settle.Weights(inputs, each(1.0), each(False) | {"rl": True}, each(empty()))
     spans = settle.Spans(empty(9, kind=torch.int64), empty(ROWS, kind=torch.int64) if ordered else None)
-    how = {"vocab": 1000, "device": TARGETS.device, "ignore": ignore}
+    how = {"vocab": 1000, "device": TARGETS.device, "ignore": ignore, "ranks": ranks}
     call = settle.Settling(program, spans, weights, TARGETS, ROWS, [1.0], **how)
-    said = Built(lambda: call.settle(empty(9, ROWS))).dump("--dump-resource-usage", tmp_path)
+    said = Built(lambda: call.settle(empty(ranks, 9, ROWS) if ranks > 1 else empty(9, ROWS))).dump(
+        "--dump-resource-usage", tmp_path
+    )
     usage = re.search(r"REG:(\d+) STACK:(\d+)", said)
     assert usage is not None and int(usage[2]) == 0, usage
 

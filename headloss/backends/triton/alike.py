@@ -201,7 +201,7 @@ class Settles:
             sweeps.pull_rows(raw_CV, target_C, rows_FC, there, at, out_CV, noted=noted, **self.how)
         kernel = totals_launch(0, weights)
         if len(noted) == 1 + gradient and target_C.is_contiguous() and not begin & 127:
-            settling = (call.plan, call.launch, gradient, call.groups, (C, C, 0, 0, call.groups))
+            settling = (call.plan, call.launch, gradient, call.groups, (C, C, 0, 0, call.groups, 1, 0))
             numbers = (program.numbers, (), float(V), 1.0, 1.0, 1.0, 1.0)
             self.known[key] = (noted, settling, numbers, kernel)
         return call.settled, *fire_totals(kernel, call.settled.by_segment, weights)

@@ -75,7 +75,8 @@ class Settled(Visited):
 class Settling:
     """One call.  `targets` (R,) may hold -100 where rows are to be ignored (`ignore`).
 
-    Without `spans` no segments join the rows: runs of a block each are in place of them.
+    Without `spans` no segments join the rows: runs of a block each are in place of them.  `parts`: how many rows each
+    `settle` then has, where there is more than one.
     """
 
     def __init__(
@@ -91,10 +92,13 @@ class Settling:
         device: torch.device,
         ignore: bool = False,
         gradient: bool = True,
+        parts: Sequence[int] = (),
+        ranks: int = 1,
     ) -> None:
         self.plan, self.spans, self.rows, self.gradient = _plan(program), spans, rows, gradient
         self.targets = None if targets is None else targets.contiguous()
-        self.groups = -(-rows // BLOCK) + 1 if spans is None else len(spans.offsets) - 1
+        self.ranks, self.next = ranks, 0
+        self.groups = sum(map(_runs, parts or (rows,))) if spans is None else len(spans.offsets) - 1
         make = torch.empty if spans is None and rows else torch.zeros  # a call may settle some of its segments
         self.settled = _room(self.plan, rows, self.groups, device, make)
         given = (
@@ -106,19 +110,22 @@ class Settling:
         self.given = Given(given[0], (), *given[1:], program.numbers, (), float(vocab), 1.0, 1.0, 1.0, 1.0)
         means = tuple([weights.means[name] for name in program.terms])
         forms = _forms((*given[0], *given[1], *given[2], *given[3]))
-        form = (forms, means, ignore, gradient, spans and spans.order is None, targets is None)
+        form = (forms, means, ignore, gradient, spans and spans.order is None, targets is None, ranks > 1)
         if form not in self.plan.variants:
-            self.plan.variants[form] = _variant(self.plan, given, means, spans, ignore, gradient)
+            self.plan.variants[form] = _variant(self.plan, given, means, spans, ignore, gradient, ranks > 1)
         self.launch = self.plan.variants[form]
 
-    def settle(self, sums_FC: Tensor, first_row: int = 0, segments: slice | None = None) -> Tensor | None:
+    def settle(self, sums: Tensor, first_row: int = 0, segments: slice | None = None) -> Tensor | None:
         """Settle the rows from `first_row` on, which are those of `segments` or, with None, all there are.
 
-        Gives what `sweeps.pull_rows` reads.
+        `sums` (F, C), or (W, F, C) of several ranks.  Gives what `sweeps.pull_rows` reads.
         """
-        C = sums_FC.shape[1]
+        sums_FC, C = sums[0] if sums.ndim == 3 else sums, sums.shape[-1]
         first, last = (0, self.groups) if segments is None else (segments.start + 1, segments.stop + 1)
-        sizes = (C, self.rows, first_row, first, self.groups)
+        if self.spans is None:
+            first, last = self.next, self.next + _runs(C)
+            self.next = last
+        sizes = (C, self.rows, first_row, first, self.groups, self.ranks, sums.stride(0))
         if C == 0 or first == last:
             return _numbers(self.plan, sums_FC) if self.gradient else None
         known = (self.plan, self.launch, self.gradient, last - first, sizes)
@@ -126,6 +133,10 @@ class Settling:
 
 
 _NOWHERE = (None, None)
+
+
+def _runs(rows: int) -> int:
+    return -(-rows // BLOCK)
 
 
 def settle_all(
@@ -186,6 +197,7 @@ def _plan(program: SegmentProgram) -> Plan:
         WHOLE=tuple(f.name == "argmax" for f in want.facts), USED=used,
         THERE=tuple(x for there in program.there for x in there), OF_SEGMENTS=program.of_segments,
         PICK=want.target, TOTAL=want.total, BEST=want.argmax,
+        BEST_SLOT=1 + want.target + 2 * want.total,
         WANT_X=tuple(want.sums("X", T) for T in want.temperatures),
         WANT_Q=tuple(want.sums("Q", T) for T in want.temperatures), TARGET=program.target,
     )  # fmt: skip
@@ -198,14 +210,16 @@ def _plan(program: SegmentProgram) -> Plan:
     return Plan(program, sum(sizes), pulled, high, (0, *itertools.accumulate(sizes)), flags, {})
 
 
-def _variant(plan: Plan, given: Any, means: Any, spans: Spans | None, ignore: bool, gradient: bool) -> Launch:
+def _variant(
+    plan: Plan, given: Any, means: Any, spans: Spans | None, ignore: bool, gradient: bool, ranks: bool
+) -> Launch:
     temperatures, inputs, bases, factors = map(kinds_of, given)
     kinds = zip(inputs, plan.program.input_kinds, strict=True)
     flags = plan.flags._replace(
         GRADIENT=gradient, PER_ROW=tuple(n >= 0 for n in temperatures),
         INPUT_ROWS=tuple(2 if n == 1 and kind == "segment" else n for n, kind in kinds),
         BASE_KINDS=bases, FACTOR_KINDS=factors, MEANS=means, IGNORE=ignore, B=BLOCK,
-        ORDERED=spans is not None and spans.order is not None, RUNS=spans is None,
+        ORDERED=spans is not None and spans.order is not None, RUNS=spans is None, RANKS=ranks,
     )  # fmt: skip
     functions = {"FN": plan.program.function, "VALUES": plan.program.values}
     return Launch(settle_kernel, {**functions, "F": flags, "num_warps": WARPS, **LAUNCH})

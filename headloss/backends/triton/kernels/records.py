@@ -241,6 +241,7 @@ class SettleFlags(NamedTuple):
     PICK: Flag
     TOTAL: Flag
     BEST: Flag
+    BEST_SLOT: Flag  # where a part's column of the maximum stands among its sums
     WANT_X: Flag  # of each temperature
     WANT_Q: Flag
     TARGET: Flag  # whether a loss reads it
@@ -253,6 +254,7 @@ class SettleFlags(NamedTuple):
     MEANS: Flag = ()
     ORDERED: Flag = False
     RUNS: Flag = False  # of B rows each, in place of segments
+    RANKS: Flag = False  # several share the vocabulary
     IGNORE: Flag = False
     B: Flag = 1
 

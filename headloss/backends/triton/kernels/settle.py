@@ -4,7 +4,8 @@
 Dimension key:  N rows   B rows of a block   G segments and, first of all, the rows without one   F numbers per row
 
 A program owns a segment and walks its rows once for each level of sums (`printer/segments.py`), then once more to write
-what belongs to rows.  `sums` (F, N) is what a sweep left of a chunk; `found` (F, N) takes what `visit_kernel` leaves
+what belongs to rows.  `sums` (F, N) is what a sweep left of a chunk, or (W, F, N) what each of W ranks that share the
+vocabulary did; `found` (F, N) takes what `visit_kernel` leaves
 there but for the terms' values; `rows` (F, N) what the pull reads; `by_segment` (F, G) each term's sum, how many rows
 count, and the segment's metrics.  All sums run in the same order each time.
 
@@ -17,6 +18,7 @@ import triton.language as tl
 
 from headloss.backends.triton.kernels.given import argument, number
 from headloss.backends.triton.kernels.logits import temperature
+from headloss.backends.triton.kernels.sums import rebased, rebased_total
 
 
 @triton.jit
@@ -41,36 +43,89 @@ def kept(x, live):
 
 
 @triton.jit
-def facts_of(sums, column, live, row, N, columns, given, VALUES: tl.constexpr, F: tl.constexpr):
-    """`facts.finish` of a block: facts, maximum and log_sums.  The sums stand in the order of `sweeps.named`."""
-    sums += column
-    top = tl.load(sums)
+def sums_of(sums, N, F: tl.constexpr):
+    """What one sweep left of a block, in the order of `sweeps.named`: target, total, its count, S, X and Q."""
     slot = 1
-    away, total, best = top, top, tl.zeros_like(column)
+    away = tl.load(sums)
+    total, count = away, away
     if F.PICK:
         away = tl.load(sums + slot * N)
         slot += 1
     if F.TOTAL:
-        total = tl.load(sums + slot * N)
+        total, count = tl.load(sums + slot * N), tl.load(sums + (slot + 1) * N)
         slot += 2
     if F.BEST:
-        best = tl.load(sums + slot * N).to(tl.int64)
         slot += 1
-    T, S, X, Q = (), (), (), ()
+    S, X, Q = (), (), ()
     for i in tl.static_range(len(F.PER_ROW)):
-        T = T + (temperature(given.temperatures[i], row, F.PER_ROW[i]),)
         S = S + (tl.load(sums + slot * N),)
         slot += 1
         if F.WANT_X[i]:
             X = X + (tl.load(sums + slot * N),)
             slot += 1
         else:
-            X = X + (0.0,)
+            X = X + (tl.zeros_like(S[i]),)
         if F.WANT_Q[i]:
             Q = Q + (tl.load(sums + slot * N),)
             slot += 1
         else:
-            Q = Q + (0.0,)
+            Q = Q + (tl.zeros_like(S[i]),)
+    return away, total, count, S, X, Q
+
+
+@triton.jit
+def sums_of_rank(sums, top, T, N, F: tl.constexpr):
+    """The same of a rank's columns, counted from the maximum over all ranks."""
+    m = tl.load(sums)
+    away, total, count, S, X, Q = sums_of(sums, N, F)
+    shift = tl.where(m == -float("inf"), -float("inf"), m - top)
+    S_, X_, Q_ = (), (), ()
+    for i in tl.static_range(len(T)):
+        s, x, q = rebased(shift, T[i], S[i], X[i], Q[i])
+        S_, X_, Q_ = S_ + (s,), X_ + (x,), Q_ + (q,)
+    return away + shift, rebased_total(shift, total, count), S_, X_, Q_
+
+
+@triton.jit
+def plus(xs, ys):
+    sums = ()
+    for i in tl.static_range(len(xs)):
+        sums = sums + (xs[i] + ys[i],)
+    return sums
+
+
+@triton.jit
+def merged(sums, T, N, ranks, apart, F: tl.constexpr):
+    """`facts.merge` over the ranks that share a vocabulary, whose numbers are `apart`: one after the other, so that
+    all ranks find the same bits."""
+    top = tl.load(sums)
+    best = tl.zeros_like(top)
+    if F.BEST:
+        best = tl.load(sums + F.BEST_SLOT * N)
+    if F.RANKS:
+        for rank in range(1, ranks):
+            at = sums + rank * apart
+            m = tl.load(at)
+            if F.BEST:
+                best = tl.where(m > top, tl.load(at + F.BEST_SLOT * N), best)  # a tie keeps the earlier column
+            top = tl.maximum(top, m)
+        away, total, S, X, Q = sums_of_rank(sums, top, T, N, F)
+        for rank in range(1, ranks):
+            away_, total_, S_, X_, Q_ = sums_of_rank(sums + rank * apart, top, T, N, F)
+            away, total = tl.maximum(away, away_), total + total_
+            S, X, Q = plus(S, S_), plus(X, X_), plus(Q, Q_)
+    else:
+        away, total, _count, S, X, Q = sums_of(sums, N, F)
+    return top, away, total, best.to(tl.int64), S, X, Q
+
+
+@triton.jit
+def facts_of(sums, column, live, row, N, ranks, apart, columns, given, VALUES: tl.constexpr, F: tl.constexpr):
+    """`facts.finish` of a block: facts, maximum and log_sums."""
+    T = ()
+    for i in tl.static_range(len(F.PER_ROW)):
+        T = T + (temperature(given.temperatures[i], row, F.PER_ROW[i]),)
+    top, away, total, best, S, X, Q = merged(sums + column, T, N, ranks, apart, F)
     values, logs = VALUES(top, away, total, best, T, S, X, Q, columns)
     facts, log_sums = (), ()
     for i in tl.static_range(len(values)):
@@ -129,13 +184,13 @@ def added(sums, parts, live):
 
 @triton.jit
 def read(
-    first, end, group, count, sums, target, order, given, N, first_row, columns,
+    first, end, group, count, sums, target, order, given, N, first_row, ranks, apart, columns,
     VALUES: tl.constexpr, F: tl.constexpr,
 ):  # fmt: skip
     """A block of rows with everything that the printed function takes of them."""
     B: tl.constexpr = F.B
     row, here, live = block_of(first, end, target, order, F)
-    facts, top, log_sums = facts_of(sums, row - first_row, live, row, N, columns, given, VALUES, F)
+    facts, top, log_sums = facts_of(sums, row - first_row, live, row, N, ranks, apart, columns, given, VALUES, F)
     inputs = inputs_of(given, row, group, live, F)
     weights, seeds = weights_of(given, row, count, F)
     y = tl.zeros([B], tl.int64)
@@ -145,21 +200,22 @@ def read(
 
 
 @triton.jit(
-    do_not_specialize=["N", "all_rows", "first_row", "first_group", "groups"],
+    do_not_specialize=["N", "all_rows", "first_row", "first_group", "groups", "ranks", "apart"],
     do_not_specialize_on_alignment=["target", "order", "offsets"],
 )
 def settle_kernel(
-    at, target, order, offsets, given, N, all_rows, first_row, first_group, groups,
+    at, target, order, offsets, given, N, all_rows, first_row, first_group, groups, ranks, apart,
     FN: tl.constexpr, VALUES: tl.constexpr, F: tl.constexpr,
 ):  # fmt: skip
     B: tl.constexpr = F.B
     group = first_group + tl.program_id(0)
     inside = group > 0
-    if F.RUNS:
-        begin, end = tl.maximum(group - 1, 0).to(tl.int64) * B, tl.minimum(group * B, all_rows).to(tl.int64)
+    if F.RUNS:  # which are no segments
+        begin = (first_row + tl.program_id(0) * B).to(tl.int64)
+        end = tl.minimum(begin + B, first_row + N)
     else:
         begin, end = tl.load(offsets + group), tl.load(offsets + group + 1)
-    step, wide, across = N.to(tl.int64), all_rows.to(tl.int64), groups.to(tl.int64)
+    step, wide, across, apart = N.to(tl.int64), all_rows.to(tl.int64), groups.to(tl.int64), apart.to(tl.int64)
     columns = number(given.vocab, 0, False, False).to(tl.float32)
     known, literals = (), ()
     for i in tl.static_range(len(given.numbers)):
@@ -177,7 +233,21 @@ def settle_kernel(
         partial = zeros(len(known), F.SUMS[walk], F)
         for first in range(begin, end, B):
             row, here, live, facts, top, log_sums, inputs, weights, seeds, y = read(
-                first, end, group, count, at.sums, target, order, given, step, first_row, columns, VALUES, F
+                first,
+                end,
+                group,
+                count,
+                at.sums,
+                target,
+                order,
+                given,
+                step,
+                first_row,
+                ranks,
+                apart,
+                columns,
+                VALUES,
+                F,
             )
             parts = FN(walk, facts, inputs, y, literals, seeds, columns, known, count, inside)
             partial = added(partial, parts, live)
@@ -190,7 +260,7 @@ def settle_kernel(
         totals = totals + (tl.zeros([B], tl.float32),)
     for first in range(begin, end, B):
         row, here, live, facts, top, log_sums, inputs, weights, seeds, y = read(
-            first, end, group, count, at.sums, target, order, given, step, first_row, columns, VALUES, F
+            first, end, group, count, at.sums, target, order, given, step, first_row, ranks, apart, columns, VALUES, F
         )
         values, metrics, by_fact, by_input, pulls = FN(
             LAST, facts, inputs, y, literals, seeds, columns, known, count, inside

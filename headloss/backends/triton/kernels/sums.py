@@ -243,6 +243,19 @@ def sums_kernel(
 
 
 @triton.jit
+def rebased(shift, T, S, X, Q):
+    """`facts.merge`: the sums of a part, counted from a maximum that is `shift` above its own."""
+    d = tl.maximum(shift / T, FLOOR)
+    k = tl.exp2(d * LOG2E)
+    return k * S, k * (X + d * S), k * k * Q
+
+
+@triton.jit
+def rebased_total(shift, total, count):
+    return tl.where(count > 0, total + count * shift, 0.0)
+
+
+@triton.jit
 def row_temperature(given, row, good, PER_ROW: tl.constexpr):
     """One temperature of rows (R,), for parts (P, R) of each."""
     if PER_ROW:
@@ -314,20 +327,19 @@ def merge_kernel(
         tl.store(out + slot * N, tl.where(held, z - origin, -float("inf")), mask=good)
         slot += 1
     if F.TOTAL:
-        tl.store(out + slot * N, tl.sum(tl.where(count > 0, total + count * shift, 0.0), axis=0), mask=good)
+        tl.store(out + slot * N, tl.sum(rebased_total(shift, total, count), axis=0), mask=good)
         tl.store(out + (slot + 1) * N, tl.sum(count, axis=0), mask=good)
         slot += 2
     if F.BEST:
         tl.store(out + slot * N, tl.min(tl.where(m == top[None, :], best, float("inf")), axis=0), mask=good)
         slot += 1
     for i in tl.static_range(len(temperatures)):
-        d = tl.maximum(shift / T[i], FLOOR)
-        k = tl.exp2(d * LOG2E)
-        tl.store(out + slot * N, tl.sum(k * S[i], axis=0), mask=good)
+        s, x, q = rebased(shift, T[i], S[i], X[i], Q[i])
+        tl.store(out + slot * N, tl.sum(s, axis=0), mask=good)
         slot += 1
         if F.WANT_X[i]:
-            tl.store(out + slot * N, tl.sum(k * (X[i] + d * S[i]), axis=0), mask=good)
+            tl.store(out + slot * N, tl.sum(x, axis=0), mask=good)
             slot += 1
         if F.WANT_Q[i]:
-            tl.store(out + slot * N, tl.sum(k * k * Q[i], axis=0), mask=good)
+            tl.store(out + slot * N, tl.sum(q, axis=0), mask=good)
             slot += 1
