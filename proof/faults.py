@@ -43,6 +43,7 @@ NEW_FACT = ("tests/test_new_fact.py",)
 TEACHERS = ("tests/kernels/test_triton_teachers.py",)
 WAITING = ("tests/test_no_waiting.py",)
 LATER = ("tests/test_later_calls.py",)
+SETTLED_FEW = ("tests/kernels/test_settle.py",)
 SETTLED_RANKS = ("tests/ranks/test_settled_ranks.py",)
 MORE = ("tests/trust/test_more_forms.py",)
 WAYS = ("tests/trust/test_ways_to_read.py",)
@@ -634,6 +635,9 @@ FAULTS = [
     Fault("backends/triton/kernels/settle.py", "away, total = tl.maximum(away, away_), total + total_", "away, total = away_, total + total_", "settle: targets on an earlier rank are lost", SETTLED_RANKS),
     Fault("backends/triton/kernels/settle.py", "away, total = tl.maximum(away, away_), total + total_", "away = tl.maximum(away, away_)", "settle: the mean over the vocabulary is that of the first rank's columns", SETTLED_RANKS),
     Fault("backends/triton/kernels/settle.py", "return away + shift, rebased_total", "return away, rebased_total", "settle: a target's logit is counted from its rank's maximum", SETTLED_RANKS),
+    Fault("engine/ready.py", 'if program.by_segment and plan.kind == "row":', "if False:", "settle: later calls of few rows are taken for segments", SETTLED_FEW),
+    Fault("engine/plan.py", "plan.backend.lower(*asked, True)", "plan.backend.lower(*asked, False)", "settle: few rows are visited by a program each", SETTLED_FEW),
+    Fault("engine/plan.py", "program, why = (None, apart) if apart else", 'program, why = (None, "") if False else', "settle: few rows in float16 are written at the scale of their seeds", SETTLED_FEW),
     Fault("backends/triton/settle.py", "self.next = last", "pass", "settle: every chunk leaves its sums where the first one did", SETTLED_RANKS),
     Fault("backends/triton/settle.py", "spans is None, RANKS=ranks,", "spans is None, RANKS=False,", "settle: a rank settles its own columns alone", SETTLED_RANKS),
     Fault("engine/settled.py", 'by_segment=loss.plan.kind == "segment"', "by_segment=True", "settle: chunks of rows that do not meet are taken for whole segments", SETTLED_RANKS),

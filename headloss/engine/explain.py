@@ -224,7 +224,8 @@ def _between(plan: Plan) -> str:
 def _launches(plan: Plan) -> str:
     if plan.program is not None and plan.program.by_segment:
         what = "segments" if plan.kind == "segment" else "rows"
-        return f"one launch for the facts, one that settles the {what}, one for the gradient"
+        why = f" ({plan.reason})" if plan.reason else ""
+        return f"one launch for the facts, one that settles the {what}, one for the gradient{why}"
     if plan.program is not None:
         return "one launch a visit: the loss runs inside the sweep"
     apart = "; facts of the logits themselves in PyTorch's operations, on tiles of rows" if plan.want.plain else ""

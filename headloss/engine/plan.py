@@ -6,10 +6,11 @@ tensors.  It holds for all calls of its form (`lookup.py`), whatever their sizes
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -43,6 +44,7 @@ from headloss.trace.signature import CALL, TEACHER_INPUTS
 from headloss.trace.trace import Shape, Trace, trace
 
 KEPT = "each row keeps some columns"
+FEW = "so few rows are swept faster in parts"
 COLLECTIVE = "a collective stands between the facts and the gradient"
 
 
@@ -92,7 +94,7 @@ class Plan(NamedTuple):
     times: dict[str, float]  # what the first call of this form spent, in seconds
     dtype: torch.dtype  # of facts and values
     is_fp16: bool  # the source's gradient is made in float16: in a launch of its own, before its scale is known
-    in_parts: Plan | None = None  # for calls of few rows, where there is a program
+    in_parts: Callable[[], Plan] | None = None  # for calls of few rows, where there is a program
     kept: bool = False  # each row has a support
     settles: Any = None  # the terms printed for a launch between the head's own products, where those can be
 
@@ -109,7 +111,7 @@ def suited(plan: Plan, source: Source) -> Plan:
         rows, columns = min(math.prod(source.leading), source.chunk_rows()), source.columns
     else:
         rows, columns = math.prod(source.logits.shape[:-1]), source.columns
-    return plan if plan.backend.suits(rows, columns) else plan.in_parts
+    return plan if plan.backend.suits(rows, columns) else plan.in_parts()
 
 
 def make_plan(
@@ -163,8 +165,20 @@ def make_plan(
     if not plan.read_because:
         plan = plan._replace(read_because=_mixing(plan))
     if program is not None and not program.by_segment and not kept:
-        plan = plan._replace(in_parts=plan.without_program("so few rows are swept faster in parts"))
+        asked = _to_print(calls, traces, want, {**shapes, **_ids(source, teachers)})  # and no tensor of this call
+        plan = plan._replace(
+            in_parts=functools.cache(functools.partial(_in_parts, plan, asked, _apart(source, segments)))
+        )
     return plan
+
+
+def _in_parts(plan: Plan, asked: tuple[Any, ...], apart: str) -> Plan:
+    """The plan for few rows, settled between two sweeps if they can be."""
+    program, why = (None, apart) if apart else plan.backend.lower(*asked, True)
+    why = _alone(program, plan.kind) if program is not None else why
+    if why:
+        return plan.without_program(f"{FEW}; {why}")
+    return plan._replace(program=program, reason=FEW, in_parts=None)
 
 
 def _numbered(calls: Calls, want: Want) -> str:
@@ -343,11 +357,17 @@ def _print_terms(
     if kind == "batch":
         name = next(name for name, found in traces.items() if found.kind == kind)
         return None, f"{name}: {traces[name].reason}"
-    shapes = {**shapes, **_ids(source, teachers)}
-    terms = {name: (call, traces[name]) for name, call in calls.terms.items()}
-    metrics = [(name, call) for name, call in calls.metrics if call.fn is not dead_rows]
-    program: tuple[Any, str] = backend.lower(terms, want, shapes, metrics, between or source.shard is not None)
+    asked = _to_print(calls, traces, want, {**shapes, **_ids(source, teachers)})
+    program: tuple[Any, str] = backend.lower(*asked, between or source.shard is not None)
     return program
+
+
+def _to_print(
+    calls: Calls, traces: Mapping[str, Trace], want: Want, shapes: Mapping[str, Shape]
+) -> tuple[Any, Want, Mapping[str, Shape], Any]:
+    """What `backend.lower` takes."""
+    terms = {name: (call, traces[name]) for name, call in calls.terms.items()}
+    return terms, want, shapes, [(name, call) for name, call in calls.metrics if call.fn is not dead_rows]
 
 
 def _own_products(objective: Terms, source: Source) -> bool:

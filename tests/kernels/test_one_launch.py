@@ -333,8 +333,25 @@ def test_few_rows_are_cut_in_parts_only_where_that_is_allowed(monkeypatch):
             )
             launches[invariant, rows, columns] = plan.launches
     apart = launches.pop((False, 8, 50257))
-    assert "so few rows are swept faster in parts" in apart
+    assert apart == f"{SETTLED} (so few rows are swept faster in parts)"
     assert all(x.startswith("one launch") and "in parts" not in x for x in launches.values()), launches
+
+
+SETTLED = "one launch for the facts, one that settles the rows, one for the gradient"
+
+
+@inside
+def test_few_rows_with_a_teacher_say_why_they_are_not_settled_so(monkeypatch):
+    from headloss.backends.triton import sweeps, visit
+
+    monkeypatch.setattr(sweeps, "BATCH_INVARIANT", False)
+    monkeypatch.setattr(visit, "suits", lambda C, V: False)
+    logits, targets = torch.randn(5, 11), torch.arange(5)
+    plan = hl.Objective(kd=hl.losses.forward_kl, backend="triton").explain(
+        hl.Logits(logits), targets, teacher=hl.Logits(logits)
+    )
+    why = "so few rows are swept faster in parts; facts of a teacher are settled in the sweep or apart"
+    assert plan.launches == f"one launch for the facts, one for the gradient ({why})"
 
 
 @inside

@@ -301,3 +301,64 @@ def test_without_gradients_and_without_rows():
     empty = objective(source, torch.full_like(problem.targets, -100), **call)
     empty.loss.backward()
     assert float(empty.loss) == 0.0
+
+
+# ---------------------------------------------------------------- rows that do not meet, where they are few
+
+FEW = f"{SETTLES.replace('segments', 'rows')} (so few rows are swept faster in parts)"
+
+
+def everything(logprob, lse, entropy, sum_p2, mean_logprob, advantage):
+    return advantage * (logprob + 0.1 * lse) - entropy * sum_p2 - mean_logprob, {"high": entropy.detach() > 1}
+
+
+@inside
+@pytest.mark.parametrize("kind", ["Logits", "Linear"])
+@pytest.mark.parametrize("how", WAYS)
+def test_few_rows_are_settled_in_one_launch(kind, how, monkeypatch):
+    """Rows in parts, and chunks that are no whole number of runs; a later call is no other."""
+    from headloss.backends.triton import sweeps, visit
+    from headloss.backends.triton.launch import Launch
+
+    monkeypatch.setattr(sweeps, "BATCH_INVARIANT", False)
+    monkeypatch.setattr(visit, "suits", lambda C, V: False)
+    monkeypatch.setattr(sweeps, "_width_for", lambda C, V, block: block)
+    run, seen = Launch.run, []
+    monkeypatch.setattr(Launch, "run", lambda *call: seen.append(call[0].kernel.__name__) or run(*call))
+    problem = in_float32(oracle.problem_for(everything, kind, (17,), vocab=1100, extra_inputs=("token_weight",)))
+    if kind == "Logits" and how == "autograd":
+        problem.inputs["advantage"].requires_grad_()
+    terms = {
+        "all": hl.Term(everything, reduction="seq_mean_token_mean"),
+        "warm": hl.Term(cross_entropy, temperature=2.0, reduction="weighted_mean", row_weight="token_weight"),
+        "z": hl.Term(z_loss, weight=1e-2, reduction="token_sum"),
+    }
+    objective = hl.Objective(**terms, metrics=["argmax", "entropy"], backend="triton")
+    memory = problem.budget(6, itemsize=4) if kind == "Linear" else None
+    assert launches(objective, problem) == FEW
+    want = oracle.answer(objective, problem)
+    for _ in range(2):
+        seen.clear()
+        got = oracle.run(objective, problem, memory=memory, how=how, dtype=torch.float32)
+        oracle.check(got, want, 5e-5, what=f"{kind}, {how}")
+        chunks = seen.count("sums_kernel")
+        assert seen.count("settle_kernel") == seen.count("merge_kernel") == chunks and "visit_kernel" not in seen, seen
+        assert (chunks > 1) == (kind == "Linear") and seen.count("totals_kernel") == 1
+
+
+@inside
+def test_many_rows_after_few(monkeypatch):
+    """Both plans of one form, by turns; a loss with values per segment has none for few rows."""
+    from headloss.backends.triton import sweeps, visit
+
+    monkeypatch.setattr(sweeps, "BATCH_INVARIANT", False)
+    monkeypatch.setattr(visit, "suits", lambda C, V: C > 6)
+    objective = hl.Objective(ce=cross_entropy, backend="triton")
+    for rows in (5, 9, 5, 9):
+        problem = in_float32(oracle.problem_for(cross_entropy, "Logits", (rows,)))
+        assert (launches(objective, problem) == FEW) == (rows == 5)
+        got = oracle.run(objective, problem, dtype=torch.float32)
+        oracle.check(got, oracle.answer(objective, problem), 5e-5)
+    half = hl.Logits(torch.randn(5, 9).half())
+    said = objective.explain(half, torch.arange(5)).launches
+    assert "so few rows are swept faster in parts; in float16 the gradient is scaled" in said

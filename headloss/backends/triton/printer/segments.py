@@ -74,7 +74,8 @@ def lower(
 
 def _lower(terms: Any, want: Want, inputs: Mapping[str, Any], metrics: Any) -> SegmentProgram:
     if want.teachers:
-        raise Unprintable("segments and a teacher")
+        meet = any(trace.kind == "segment" for _, trace in terms.values())
+        raise Unprintable("segments and a teacher" if meet else "facts of a teacher are settled in the sweep or apart")
     page = _SegmentPage(want, inputs)
     for name, (call, trace) in terms.items():
         try:
