@@ -635,6 +635,7 @@ FAULTS = [
     Fault("backends/triton/kernels/settle.py", "away, total = tl.maximum(away, away_), total + total_", "away, total = away_, total + total_", "settle: targets on an earlier rank are lost", SETTLED_RANKS),
     Fault("backends/triton/kernels/settle.py", "away, total = tl.maximum(away, away_), total + total_", "away = tl.maximum(away, away_)", "settle: the mean over the vocabulary is that of the first rank's columns", SETTLED_RANKS),
     Fault("backends/triton/kernels/settle.py", "return away + shift, rebased_total", "return away, rebased_total", "settle: a target's logit is counted from its rank's maximum", SETTLED_RANKS),
+    Fault("backends/triton/printer/program.py", 'if node.meta["val"].ndim != 1:', "if True:", "the one id of a row is taken for a block where a number is wanted", ("tests/kernels/test_taught.py",)),
     Fault("engine/ready.py", 'if program.by_segment and plan.kind == "row":', "if False:", "settle: later calls of few rows are taken for segments", SETTLED_FEW),
     Fault("engine/plan.py", "plan.backend.lower(*asked, True)", "plan.backend.lower(*asked, False)", "settle: few rows are visited by a program each", SETTLED_FEW),
     Fault("engine/plan.py", "program, why = (None, apart) if apart else", 'program, why = (None, "") if False else', "settle: few rows in float16 are written at the scale of their seeds", SETTLED_FEW),

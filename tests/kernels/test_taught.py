@@ -244,6 +244,29 @@ def test_what_only_this_test_writes_on_ids():
     both(Batch(), {"kd": hl.Term(jsd, tail="renormalise"), "ce": cross_entropy}, "Linear", "ids", ["accuracy"])
 
 
+def flat(ids_logprob, teacher_logprob, teacher_ids, tail_logprob, entropy):
+    """The one id of a row as a number of the row, by ways that need no sum, and as a column."""
+    own, said = ids_logprob.squeeze(-1), teacher_logprob.squeeze(1)
+    held = teacher_ids.squeeze(-1) >= 0
+    gap = torch.where(held, said.exp() * (said - own), 0.0)
+    value = gap + 0.1 * entropy * (ids_logprob - tail_logprob[:, None].clamp(min=-30.0)).squeeze(-1).clamp(min=-40.0)
+    return value + 0.2 * ids_logprob.clamp(min=-9.0).sum(-1), {"held": held, "gap": gap, "own": own.clamp(min=-9.0)}
+
+
+@inside
+@pytest.mark.parametrize("kind", ["Logits", "Linear"])
+@pytest.mark.parametrize("v", [37, 2100])
+def test_a_single_id_per_row(kind, v):
+    batch = Batch(v=v)
+    batch.ids, batch.logq = batch.ids[:, :1].clone(), batch.logq[:, :1].clone()
+    batch.targets[0] = batch.ids[0, 0]
+    terms = {n: hl.Term(f, weight=0.3) for n, f in DIVERGENCES.items()}
+    terms |= {"flat": hl.Term(flat), "warm": hl.Term(forward_kl, temperature=2.0), "ce": cross_entropy}
+    both(batch, terms, kind, "ids", metrics=["entropy"], scale=0.7, softcap=20.0)
+    both(batch, {"flat": flat}, kind, "ids")
+    both(batch, {"kd": forward_kl}, kind, "ids")
+
+
 def agreement(argmax, teacher_argmax):
     return (argmax == teacher_argmax).float()
 
@@ -323,7 +346,6 @@ def test_rows_that_do_not_count():
         ("more than one teacher", {"a": hl.Term(forward_kl, teacher="a"), "b": hl.Term(jsd, teacher="b")}, "two", ()),
         ("no softmax", {"kd": hl.Term(forward_kl, tail="renormalise")}, "ids", ()),
         ("topk_overlap", {"kd": forward_kl}, "ids", ("topk_overlap",)),
-        ("a single id", {"kd": forward_kl}, "id", ()),
     ],
 )
 def test_what_takes_two_launches_says_why(why, terms, teacher, metrics):
@@ -331,7 +353,7 @@ def test_what_takes_two_launches_says_why(why, terms, teacher, metrics):
     full = batch.teacher("Logits", torch.float32)
     told = {
         "narrow": hl.Logits(batch.said[:, :30]), "two": {"a": full, "b": hl.Logits(batch.said.flip(0))},
-        "ids": batch.teacher("ids", torch.float32), "id": hl.Sparse(batch.ids[:, :1], batch.logq[:, :1]),
+        "ids": batch.teacher("ids", torch.float32),
     }[teacher]  # fmt: skip
     found = []
     for backend in ("triton", "torch"):

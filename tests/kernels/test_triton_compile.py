@@ -355,6 +355,10 @@ from headloss.losses import forward_kl, reverse_kl  # noqa: E402
 from headloss.trace.signature import ONLY  # noqa: E402
 
 
+def flat(ids_logprob, teacher_logprob, tail_logprob):
+    return (teacher_logprob - ids_logprob).squeeze(-1) * tail_logprob
+
+
 def with_teacher(V=128256, metrics=(), *, ids=0, dtype="bf16", **terms):
     """The same beside a teacher, dense or of `ids` ids per row."""
     one = torch.zeros(1, V, device="meta")
@@ -385,6 +389,7 @@ BESIDE = {
     "a mix": lambda: with_teacher(metrics=("entropy", "accuracy"), kd=Term(forward_kl), **CE),
     "float32": lambda: with_teacher(dtype="fp32", kd=Term(forward_kl)),
     "ids": lambda: with_teacher(ids=64, kd=Term(forward_kl)),
+    "a single id": lambda: with_teacher(metrics=("entropy",), ids=1, kd=Term(reverse_kl), flat=Term(flat), **CE),
     "ids and a mix": lambda: with_teacher(metrics=("entropy", "accuracy"), ids=20, kd=Term(reverse_kl), **CE),
 }
 

@@ -127,8 +127,8 @@ class Page:
         self.teacher = want.teachers[0] if want.teachers else None
         named = inputs.get(f"teacher_ids of {self.teacher}")
         self.width = named.rest[0] if named is not None else 0
-        if self.width == 1 or self.width > MOST_IDS:
-            raise Unprintable("a single id per row" if self.width == 1 else f"more than {MOST_IDS} ids per row")
+        if self.width > MOST_IDS:
+            raise Unprintable(f"more than {MOST_IDS} ids per row")
         self.printer = self.new_printer()
         self.inputs: dict[str, Value] = {}
         self.target = False
@@ -269,7 +269,16 @@ class Page:
         needed = reach(outputs)
         known = {n: x if isinstance(x, Value) else self.argument(n, x) for n, x in given.items() if n in needed}
         known = {n: Value(self.printer.line(x.text), x.kind) for n, x in known.items()}
-        return self.printer.graph(graph, known, outputs)
+        found = self.printer.graph(graph, known, outputs)
+        return {n: self._of_row(n, x) for n, x in found.items()} if self.width == 1 else found
+
+    def _of_row(self, node: fx.Node, value: Value) -> Value:
+        """With one id per row, (R, 1) may have become (R,) without a sum: a block of one where a number is wanted."""
+        if node.meta["val"].ndim != 1:
+            return value
+        kind = "i" if value.kind == "b" else value.kind
+        text = f"tl.sum(tl.where(there, {value.to(kind)}, {constant(0, kind)}), axis=0)"
+        return Value(self.printer.line(f"{text} != 0" if value.kind == "b" else text), value.kind)
 
     def argument(self, node: fx.Node, name: str) -> Value:
         if name == "targets":
