@@ -638,7 +638,7 @@ FAULTS = [
     Fault("backends/triton/printer/program.py", 'if node.meta["val"].ndim != 1:', "if True:", "the one id of a row is taken for a block where a number is wanted", ("tests/kernels/test_taught.py",)),
     Fault("engine/ready.py", 'if program.by_segment and plan.kind == "row":', "if False:", "settle: later calls of few rows are taken for segments", SETTLED_FEW),
     Fault("engine/plan.py", "plan.backend.lower(*asked, True)", "plan.backend.lower(*asked, False)", "settle: few rows are visited by a program each", SETTLED_FEW),
-    Fault("engine/plan.py", "program, why = (None, apart) if apart else", 'program, why = (None, "") if False else', "settle: few rows in float16 are written at the scale of their seeds", SETTLED_FEW),
+    Fault("engine/settled.py", "sweep.grads(head) if grad else None, weighed.normaliser", "sweep.grads(head) if grad else None, None", "settle: float16 gradients of few rows keep the scale they were written at", SETTLED_FEW),
     Fault("backends/triton/settle.py", "self.next = last", "pass", "settle: every chunk leaves its sums where the first one did", SETTLED_RANKS),
     Fault("backends/triton/settle.py", "spans is None, RANKS=ranks,", "spans is None, RANKS=False,", "settle: a rank settles its own columns alone", SETTLED_RANKS),
     Fault("engine/settled.py", 'by_segment=loss.plan.kind == "segment"', "by_segment=True", "settle: chunks of rows that do not meet are taken for whole segments", SETTLED_RANKS),
@@ -678,7 +678,7 @@ FAULTS = [
     Fault("engine/settled.py", "whole=not ignore", "whole=True", "settle: ignored rows searched as if their ids rose"),
     Fault("prepared.py", "len(self.lengths) - self.lengths.count(0)", "len(self.lengths)", "segments without rows count in the mean, where the host knows them"),
     Fault("trace/classify.py", "if node.args[1] is not ids:", "if False:", "sums over segments of a function's own taken for those of the call", ("tests/test_plan.py", "tests/kernels/test_settle.py")),
-    Fault("engine/plan.py", "if source.narrow or source.tensors[0].dtype == torch.float16:", "if False:", "settle: float16 gradients are written at the scale of their seeds", ("tests/kernels/test_settle.py",)),
+    Fault("engine/plan.py", 'if kind == "segment" and (source.narrow or source.tensors[0].dtype == torch.float16):', "if False:", "settle: float16 gradients are written at the scale of their seeds", ("tests/kernels/test_settle.py",)),
     Fault("engine/one_launch.py", "{name: weight * scale for name, weight in weights.items()}", "weights", "one launch: grad_scale is ignored"),
     Fault("engine/one_launch.py", 'shared if self.by_segment or not by_length(term) else shared / lengths(loss.rows, loss.dtype)', "shared", "one launch: a segment's mean taken for its sum"),
     # Later calls

@@ -139,13 +139,13 @@ def make_plan(
         program, reason = _print_terms(objective, calls, source, teachers, traces, shapes, want, kind)
     times = {"tracing": traced - begun, "printing": time.perf_counter() - traced}
     if program is not None and program.by_segment:
-        apart = _apart(source, segments) or _alone(program, kind)
+        apart = _apart(source, segments, kind) or _alone(program, kind)
         program, reason = (None, apart) if apart else (program, reason)
     if program is not None and any(_is_narrow(teachers[name], source) for name in want.teachers):
         program, reason = None, "the teacher has fewer columns than the student"
     settles = program if program is not None and program.by_segment else None
     own = not kept and _own_products(objective, source)
-    if program is not None and settles is None and own and not _apart(source, segments):
+    if program is not None and settles is None and own and not _apart(source, segments, kind):
         settles, _ = _print_terms(objective, calls, source, teachers, traces, shapes, want, kind, between=True)
     terms = objective.terms
     planned = tuple(
@@ -167,7 +167,7 @@ def make_plan(
     if program is not None and not program.by_segment and not kept:
         asked = _to_print(calls, traces, want, {**shapes, **_ids(source, teachers)})  # and no tensor of this call
         plan = plan._replace(
-            in_parts=functools.cache(functools.partial(_in_parts, plan, asked, _apart(source, segments)))
+            in_parts=functools.cache(functools.partial(_in_parts, plan, asked, _apart(source, segments, kind)))
         )
     return plan
 
@@ -317,11 +317,11 @@ def _ids(source: Source, teachers: Mapping[str, Teacher]) -> dict[str, Shape]:
     }
 
 
-def _apart(source: Source, segments: Segments | None) -> str:
-    """Why segments cannot be settled in one launch."""
+def _apart(source: Source, segments: Segments | None, kind: str) -> str:
+    """Why rows or segments cannot be settled in one launch."""
     if segments is not None and segments.group is not None:
         return "segments lie on several ranks"
-    if source.narrow or source.tensors[0].dtype == torch.float16:
+    if kind == "segment" and (source.narrow or source.tensors[0].dtype == torch.float16):
         return "in float16 the gradient is scaled by the largest cotangent"
     return ""
 

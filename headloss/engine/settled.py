@@ -79,7 +79,7 @@ def settle(sweep: Sweep, loss: TermsOnRows, needs: tuple[bool, ...]) -> Launched
     if shard is not None:
         sums = Gathering(sums, shard, sweep._note(), sweep.rows.total).gathered()
     settling.settle(sums)
-    return Launched(weighed.report(settling.settled), settling.settled, None, None)
+    return Launched(weighed.report(settling.settled), settling.settled, None, weighed.normaliser)
 
 
 def _open(sweep: Sweep, loss: TermsOnRows, weighed: Weighed, grad: bool, program: Any, chunks: Sequence[Chunk]) -> Any:

@@ -359,6 +359,16 @@ def test_many_rows_after_few(monkeypatch):
         assert (launches(objective, problem) == FEW) == (rows == 5)
         got = oracle.run(objective, problem, dtype=torch.float32)
         oracle.check(got, oracle.answer(objective, problem), 5e-5)
-    half = hl.Logits(torch.randn(5, 9).half())
-    said = objective.explain(half, torch.arange(5)).launches
-    assert "so few rows are swept faster in parts; in float16 the gradient is scaled" in said
+    plain, targets = torch.randn(5, 9), torch.arange(5)
+    for _ in range(3):  # alike, so that the third would be a later call of a visit
+        leaf, truth = plain.clone().requires_grad_(), plain.double().requires_grad_()
+        loss, want = objective(hl.Logits(leaf), targets).loss, -truth.log_softmax(-1).diagonal().mean()
+        pulled = torch.autograd.grad(loss, leaf)[0], torch.autograd.grad(want, truth)[0]
+        for x, y in ((loss, want), pulled):
+            torch.testing.assert_close(x.double(), y, rtol=1e-5, atol=1e-6)
+    whole = torch.randn(5, 9).half()
+    half, exact = whole.clone().requires_grad_(), whole.double().requires_grad_()
+    assert objective.explain(hl.Logits(half), torch.arange(5)).launches == FEW
+    (objective(hl.Logits(half), torch.arange(5), num_items=10**6).loss * 2**16).backward()
+    (exact.log_softmax(-1).diagonal().sum() * -(2**16 / 1e6)).backward()
+    torch.testing.assert_close(half.grad.double(), exact.grad, rtol=2e-3, atol=1e-6)

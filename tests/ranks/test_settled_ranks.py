@@ -174,6 +174,34 @@ def test_without_a_gradient_there_is_one_collective(ranks: Any) -> None:
     ranks(2, evaluated)
 
 
+def halves() -> None:
+    """float16 gradients are written at order 1, and scaled in float32."""
+    small()
+    generator = torch.Generator().manual_seed(4)
+    shard, mine = shard_of("even")
+    targets, logits = torch.arange(6), torch.randn(6, V + 1, generator=generator).half()
+    hidden, weight = (torch.randn(n, 8, generator=generator).half() for n in (6, V + 1))
+    dense = lambda z: z[:, :V].log_softmax(-1)[torch.arange(6), targets].sum() * -(2**16 / 1e6)
+    objective = hl.Objective(ce=cross_entropy, backend="triton")
+    for kind in ("Logits", "Linear"):
+        raw = [logits] if kind == "Logits" else [hidden, weight]
+        whole = [x.double().requires_grad_() for x in raw]
+        dense(whole[0] if kind == "Logits" else whole[0] @ whole[1].T).backward()
+        cut_ = lambda x: x[:, mine] if kind == "Logits" else x[mine] if len(x) > 6 else x
+        leaves = [cut_(x).clone().requires_grad_() for x in raw]
+        more = {} if kind == "Logits" else {"memory": 2 * 4 * 19 * 3}
+        source = getattr(hl, kind)(*leaves, shard=shard, **more)
+        assert objective.explain(source, targets).launches == ROWS
+        (objective(source, targets, num_items=10**6).loss * 2**16).backward()
+        for x, y in zip(leaves, whole, strict=True):
+            torch.testing.assert_close(x.grad.double(), cut_(y.grad), rtol=4e-3, atol=2e-4)
+
+
+@inside
+def test_float16_is_scaled_when_the_loss_scale_is_known(ranks: Any) -> None:
+    ranks(2, halves)
+
+
 def wrong_targets() -> str:
     """Ranks that count different rows hear of it, whatever the program makes of the numbers."""
     small()
@@ -201,8 +229,11 @@ def left_out() -> list[str]:
     targets, logits = torch.arange(6), torch.randn(6, V + 1)[:, mine].clone().requires_grad_()
     source, teacher = hl.Logits(logits, shard=shard), hl.Logits(logits.detach(), shard=shard)
     taught = hl.Objective(kd=hl.losses.forward_kl, backend="triton").explain(source, targets, teacher=teacher)
+    segments = hl.Segments.from_ids(torch.tensor([0, 0, 0, 1, 1, 1]))
+    inputs = {"advantage": torch.randn(6), "old_logprob": torch.randn(6)}
     half = hl.Logits(logits.detach().half().requires_grad_(), shard=shard)
-    return [taught.launches, hl.Objective(ce=cross_entropy, backend="triton").explain(half, targets).launches]
+    met = hl.Objective(rl=gspo, backend="triton").explain(half, targets, segments=segments, **inputs)
+    return [taught.launches, met.launches]
 
 
 @inside
