@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 MOST_PENDING = 64  # checks; one more waits for the oldest
 
@@ -113,7 +114,9 @@ _PENDING: collections.deque[tuple[Copy | Landing, Check]] = collections.deque()
 
 
 def check_later(x: Tensor | Landing, check: Check) -> None:
-    """Run a check on these numbers of a device once they have reached the host."""
+    """Run a check on these numbers of a device once they have reached the host; fake ones are none."""
+    if isinstance(x, FakeTensor):
+        return
     _PENDING.append((x if isinstance(x, Landing) else Copy(x), check))  # first: a kernel may yet write to its memory
     if len(_PENDING) > MOST_PENDING:
         _settle()

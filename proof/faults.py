@@ -37,6 +37,7 @@ INPUTS, INTEGERS = ("tests/trust/test_inputs.py",), ("tests/trust/test_integers.
 CONFIGS, FP16 = ("tests/trust/test_configs.py",), ("tests/trust/test_fp16.py",)
 RANK_FAULTS = ("tests/trust/test_rank_faults.py",)
 COMPILED = ("tests/trust/test_compiled.py",)
+FORM = ("tests/test_form.py",)
 AROUND = ("tests/trust/test_surroundings.py",)
 KEPT = ("tests/trust/test_kept.py",)
 NEW_FACT = ("tests/test_new_fact.py",)
@@ -741,9 +742,14 @@ FAULTS = [
     Fault("graph/recipe.py", "own = {} if traits is None else dict(traits.weights)", "own = {}", "compiled: a weight that the graph changes is read too early", COMPILED),
     Fault("graph/content.py", "_NUMBERED: weakref.WeakValueDictionary[int, Terms] = weakref.WeakValueDictionary()", "_NUMBERED: dict[int, Terms] = {}", "objectives are kept for ever", KEPT),
     Fault("graph/content.py", "    if key is None and len(_KEYS) >= _MOST_KEYS:", "    if False:", "keys of objectives are kept for ever", KEPT),
-    Fault("graph/rehearsal.py", "        if len(_FORMS) >= _MOST:", "        if False:", "forms of graphs are kept for ever", KEPT),
-    Fault("graph/rehearsal.py", "return tuple(f._replace(element=None) for f in facts)", "return tuple(facts)", "a graph's form keeps a divergence alive", KEPT),
-    Fault("graph/rehearsal.py", "with torch.random.fork_rng([torch.cuda.current_device()] if device.type == \"cuda\" else []):", "with contextlib.nullcontext():", "a rehearsal draws from the caller's random numbers", COMPILED),
+    Fault("graph/spec.py", "        if len(_FORMS) >= _MOST:", "        if False:", "forms of graphs are kept for ever", KEPT),
+    Fault("graph/spec.py", "return tuple(f._replace(element=None) for f in facts)", "return tuple(facts)", "a graph's form keeps a divergence alive", KEPT),
+    Fault("graph/spec.py", "with torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_initialized() else []):", "with contextlib.nullcontext():", "a function that is asked with zeros draws from the caller's random numbers", FORM),
+    Fault("graph/spec.py", "sweep.sums_slopes = data[\"source\"][3] is not None or own is not backend", "pass", "compiled over a shard: a divergence is pulled on by this rank's slopes alone", ("tests/ranks/test_rank_teachers.py", "tests/test_form.py")),
+    Fault("graph/spec.py", "return _form_of(recipe, terms, FakeTensorMode(allow_non_fake_inputs=True))", "return _form_of(recipe, terms, contextlib.nullcontext())", "a graph's form is asked of numbers", FORM),
+    Fault("graph/spec.py", "    R, S = [n for n in _SIZES if n not in taken][:2]\n", "    R, S = _SIZES[:2]\n", "a form takes the columns of a table for rows", FORM),
+    Fault("graph/spec.py", "return found.form.plans[found.read][0].program is not None", "return found.plan.program is not None", "compiled: few rows where the graph was made decide for all", FORM),
+    Fault("graph/ops.py", "f\"{n} per {per}\" for n, _, per, _ in x", "n for n, *_ in x", "compiled: a metric of rows is reported as one of calls", FORM),
     Fault("graph/compiled.py", "(unknown and torch.compiler.is_dynamo_compiling())", "False", "compiled: what a function reads is read before the graph changes it", COMPILED),
     Fault("graph/ops.py", "    _check_form(known, done, any(args.needs) and not recipe.visited)\n", "", "compiled: a loss that asks for other facts than before", COMPILED),
     # What surrounds a call, and what is kept

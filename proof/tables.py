@@ -73,7 +73,7 @@ GROUPS = {
     "graph.py": "operators and compiled graphs",
     "recipe.py": "operators and compiled graphs",
     "content.py": "operators and compiled graphs",
-    "rehearsal.py": "operators and compiled graphs",
+    "spec.py": "operators and compiled graphs",
     "metrics.py": "metrics",
 }
 

@@ -256,7 +256,7 @@ def test_prepared_targets_are_not_read_again(monkeypatch: pytest.MonkeyPatch) ->
     prepared = hl.prepare(x["targets"], segments(x))
     want = step(x, prepared)
     compiled(x, prepared)
-    monkeypatch.setattr("headloss.graph.rehearsal.prepare", None)
+    monkeypatch.setattr("headloss.graph.spec.prepare", None)
     found = compiled(x, prepared)
     same(found, want)
     same(gradients(found["loss"], x), gradients(want["loss"], x))

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import headloss as hl
 from headloss.engine.arguments import CallArguments
 from headloss.facts import VALUED
-from headloss.graph import recipe, rehearsal
+from headloss.graph import recipe, spec
 from headloss.graph.compiled import labels
 from headloss.graph.recipe import describe
 from headloss.losses import cross_entropy, gspo, gspo_token, jsd, z_loss
@@ -92,7 +92,7 @@ def test_opcheck(source: Callable[[int], Any]) -> None:
 @pytest.mark.parametrize("source", [linear, logits])
 def test_opcheck_of_the_pull(source: Callable[[int], Any]) -> None:
     tensors, sizes, text = arguments(source(6), batch(6)[1])
-    known = rehearsal.form(recipe.read(text))
+    known = spec.form(recipe.read(text))
     with torch.no_grad():
         out = torch.ops.headloss.visit(tensors, sizes, text)
     n, saved = len(known.facts), (1 + 3 if isinstance(source(2), hl.Linear) else 0)
@@ -157,7 +157,7 @@ def test_an_exported_program_can_be_kept() -> None:
     file = io.BytesIO()
     torch.export.save(torch.export.export(model, (x, targets)), file)
     recipe.read.cache_clear()
-    rehearsal._FORMS.clear()
+    spec._FORMS.clear()
     same(torch.export.load(file).module()(x, targets), model(x, targets))
 
 
@@ -192,8 +192,8 @@ def test_recipes_do_not_accumulate() -> None:
         for objective in (OWN, hl.Objective(own=own)):
             compiled(objective, source, targets).backward()
         if i == 2:
-            before = recipe.read.cache_info().currsize, len(rehearsal._FORMS)
-    assert (recipe.read.cache_info().currsize, len(rehearsal._FORMS)) == before
+            before = recipe.read.cache_info().currsize, len(spec._FORMS)
+    assert (recipe.read.cache_info().currsize, len(spec._FORMS)) == before
 
 
 def test_every_backward_is_once_differentiable() -> None:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from headloss.late import check_later, defers
-from headloss.segments import Segments, integers
+from headloss.segments import Segments, integers, readable
 from headloss.sources import Source
 from headloss.term import Term
 from headloss.trace.call import Call
@@ -297,7 +297,7 @@ def _check_pairs(pairs: Tensor, segments: Segments | None) -> Tensor:
     pairs = integers("pairs", pairs)
     if pairs.ndim != 2 or pairs.shape[1] != 2:
         raise ValueError(f"pairs: wanted (pairs, 2), chosen and rejected, got shape {tuple(pairs.shape)}")
-    if segments is not None and pairs.device.type == "cpu" and pairs.numel():
+    if segments is not None and readable(pairs) and pairs.numel():
         _check_range(segments.num_segments, torch.stack(pairs.aminmax()))
     elif segments is not None and pairs.numel() and defers(pairs.device):
         check_later(torch.stack(pairs.aminmax()), functools.partial(_check_range, segments.num_segments))

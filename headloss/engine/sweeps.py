@@ -65,6 +65,7 @@ class Sweep:
 
     compared: Mapping[str, Sequence[Tensor]] = NOT_COMPARED  # by ranks that share a vocabulary
     terms = ""
+    sums_slopes = False  # in the second look, also where the pull could; see `backends.torch.look`
     weight_grad: Tensor | None = None  # see `evaluate`; only kept columns use it
 
     def __init__(
@@ -328,7 +329,7 @@ class Sweep:
 
     def _look(self, block: Block, softmax: Softmax) -> list[tuple[Tensor, Any]]:
         student = [[T for T, _ in pairs] for pairs in self._paired(block.part)]
-        how = {"whole": self.source.shard is None, **self._transform()}
+        how = {"whole": self.source.shard is None and not self.sums_slopes, **self._transform()}
         return self.backend.look(block.raw_CV, self.want, softmax, block.teachers, student, **how)
 
     def _with_looks(

@@ -137,7 +137,7 @@ def _check_columns(label: str, teacher: Source, source: Source) -> None:
 
 def check_ids(label: str, sparse: Sparse, source: Source) -> None:
     ids, vocab = sparse.ids, source.vocab
-    if ids.device.type == "cpu":
+    if readable(ids):
         low, high = (int(ids.min()), int(ids.max())) if ids.numel() else (-1, -1)
         if low < -1 or high >= vocab:
             n, k = ((ids < -1) | (ids >= vocab)).flatten(0, -2).nonzero()[0].tolist()

@@ -19,7 +19,7 @@ from headloss.engine.arguments import CallArguments
 from headloss.graph import ops  # noqa: F401  registers the operators
 from headloss.graph.content import Traits
 from headloss.graph.recipe import Described, describe, read, write
-from headloss.graph.rehearsal import form, one_launch
+from headloss.graph.spec import form, in_one_launch
 from headloss.metrics import Metric
 from headloss.record import Grads, Output, facts_from
 from headloss.routed import Routed
@@ -80,7 +80,7 @@ class Compilable(Protocol):
 def labels(of: Terms | None, constants: tuple[Any, ...], **more: Any) -> Labels:
     visited = constants[0][0] == "Linear" or more["direct"]
     recipe = read(write(of, constants, **more, visited=visited))
-    if not visited and one_launch(recipe, of):
+    if not visited and in_one_launch(recipe, of):
         recipe = read(write(of, constants, **more, visited=True))
     known = form(recipe, terms=of)
     return Labels(recipe.text, known.keys, known.terms, known.metrics)

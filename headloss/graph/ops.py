@@ -8,7 +8,7 @@ Both take the call's tensors and its recipe, put the call together again and run
 traced.  The loss's backward multiplies the gradients made in the visit (`Linear`) or pulls once with the cotangents
 made there (`Logits`); a fact is pulled on by another sweep, and only when something pulls.  Outputs never alias inputs.
 
-A graph needs the form of the result before there is one: see `rehearsal`.
+A graph needs the form of the result before there is one: see `spec`.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ from headloss.engine.sweeps import NO_SOFTMAX, Sweep
 from headloss.engine.teachers import name_teachers
 from headloss.facts import VALUED, Want
 from headloss.graph.recipe import Call, read
-from headloss.graph.rehearsal import (
+from headloss.graph.spec import (
     Done,
     Form,
     bare,
     filled,
     form,
     known_of,
+    measured,
     numbered,
     perform,
     plan_of,
@@ -102,12 +103,12 @@ def _visit(tensors: Sequence[Tensor], sizes: Sequence[int], text: str) -> list[T
 
 def _check_form(known: Form, done: Done, pulls: bool) -> None:
     """Refuse a call whose functions now ask for, or return, other things than when the graph was made."""
-    facts, metrics = done.sweep.want.facts, () if done.loss is None else tuple(done.loss.metrics)
+    facts = done.sweep.want.facts
     by_fact = done.result.by_fact if pulls else {}
     pulled = [facts[i].name for i in range(len(facts)) if facts[i] in by_fact and i not in known.cotangents]
     for what, now, then in (
         ("asks for facts", [str(f) for f in bare(facts)], [str(f) for f in known.facts]),
-        ("returns metrics", list(metrics), [m[0] for m in known.metrics]),
+        ("returns metrics", *([f"{n} per {per}" for n, _, per, _ in x] for x in (measured(done.loss), known.metrics))),
         ("pulls on", pulled, []),
     ):
         if now != then:

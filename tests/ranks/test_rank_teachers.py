@@ -66,6 +66,27 @@ def test_divergences(ranks: Any, name: str) -> None:
         ranks(2, one_divergence, name, split)
 
 
+def compiled(split: str) -> None:
+    """A graph keeps what a pull needs of a second look: over a shard, the sums of slopes too."""
+    torch.manual_seed(5)
+    shard, columns = shard_of(split)
+    mine, theirs = (x[:, columns].contiguous() for x in torch.randn(2, N, V).double().unbind())
+    mine.requires_grad_()
+    objective = hl.Objective(js=LOSSES["jsd"], kl=LOSSES["reverse_kl"], backend="torch")
+
+    def step(mine: Tensor, theirs: Tensor) -> Tensor:
+        return objective(hl.Logits(mine, shard=shard), teacher=hl.Logits(theirs, shard=shard)).loss
+
+    found = torch.compile(step, backend="aot_eager", fullgraph=True)(mine, theirs)
+    want = step(mine, theirs)
+    torch.testing.assert_close(found, want)
+    torch.testing.assert_close(torch.autograd.grad(found, mine), torch.autograd.grad(want, mine))
+
+
+def test_compiled(ranks: Any) -> None:
+    ranks(2, compiled, "uneven")
+
+
 def collectives() -> None:
     """One pass: the same single gather.  A second look at the row: one all-reduce more."""
     for name in DIVERGENCES:

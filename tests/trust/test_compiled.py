@@ -419,7 +419,7 @@ def test_options_that_are_equal_and_not_the_same(a: Any, b: Any) -> None:
         same_step(compiled, step, x, objective)
 
 
-def test_rehearsals_leave_the_random_numbers_alone() -> None:
+def test_forms_leave_the_random_numbers_alone() -> None:
     objective = hl.Objective(l=lambda logprob: -logprob * torch.rand(()))
     torch.manual_seed(0)
     want = torch.rand(3)

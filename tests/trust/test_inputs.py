@@ -298,7 +298,7 @@ def test_verified(kind: str) -> None:
 @pytest.mark.parametrize("way", ["eager", "compiled"])
 @pytest.mark.parametrize("V", [N, 9, 2])
 def test_said_in_a_graph(way: str, V: int) -> None:
-    """All three, with gradients for the inputs, whatever the vocabulary and the sizes of a rehearsal."""
+    """All three, with gradients for the inputs, whatever the vocabulary and the sizes that a form is made with."""
     on, logp, leaves = source("Linear", V)
     targets = TARGETS.clamp(max=V - 1)
     inputs = [x.double().requires_grad_() for x in (REWARD.log(), REWARD.log() + 1, torch.arange(1.0, 1 + V))]

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import headloss as hl
-from headloss.graph import content, recipe, rehearsal
+from headloss.graph import content, recipe, spec
 from headloss.losses import cross_entropy
 from headloss.trace import keys
 from headloss.trace import trace as plan
@@ -149,9 +149,9 @@ def many(n: int) -> None:
 def test_hundreds_of_objectives(monkeypatch: pytest.MonkeyPatch) -> None:
     """With small limits: each container of the package stays below its own, and none grows with every objective."""
     monkeypatch.setattr(plan, "_MOST_TRACES", 16)
-    monkeypatch.setattr(rehearsal, "_MOST", 16)
+    monkeypatch.setattr(spec, "_MOST", 16)
     monkeypatch.setattr(content, "_MOST_KEYS", 16)
-    for known in (plan._TRACES, plan._TRACED, rehearsal._FORMS, content._KEYS):
+    for known in (plan._TRACES, plan._TRACED, spec._FORMS, content._KEYS):
         known.clear()
     recipe.read.cache_clear()
     many(20)
@@ -170,7 +170,7 @@ def test_hundreds_of_objectives(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_limit_is_one() -> None:
     assert recipe.read.cache_info().maxsize == 512
-    assert plan._MOST_TRACES == rehearsal._MOST == content._MOST_KEYS == 512
+    assert plan._MOST_TRACES == spec._MOST == content._MOST_KEYS == 512
 
 
 def test_an_objective_keeps_a_bounded_number_of_plans() -> None:

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import headloss as hl
-from headloss.graph import rehearsal
+from headloss.graph import spec
 from headloss.losses import cross_entropy, jsd
 from headloss.trace import trace as plan
 from headloss.trace.reads import defaults, reads
@@ -136,7 +136,7 @@ def call(loss: Any) -> dict[str, Any]:
 
 
 def forget() -> None:
-    for known in (plan._TRACES, plan._TRACED, rehearsal._FORMS):
+    for known in (plan._TRACES, plan._TRACED, spec._FORMS):
         known.clear()
 
 

@@ -1,7 +1,7 @@
-"""A call put together from its recipe, run as always, or rehearsed to learn the form of its result.
+"""A call put together from its recipe and run as always, and the form of its result, which is made from its plan.
 
-A graph needs that form before there are numbers.  A rehearsal is the call itself on a few rows of zeros, outside
-whatever is being traced.
+A graph needs that form before there are numbers.  The plan says which facts, terms and classes there are; shapes,
+dtypes and what the metrics are follow from the plan's own sweep and loss over tensors that have a shape and no numbers.
 """
 
 from __future__ import annotations
@@ -14,13 +14,15 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
+from headloss.backends import choose
 from headloss.engine.arguments import CallArguments, CallOptions
 from headloss.engine.bind import bind
-from headloss.engine.lookup import find_plan
+from headloss.engine.lookup import find, find_plan
 from headloss.engine.loss import TermsOnRows
-from headloss.engine.plan import Plan
+from headloss.engine.plan import Plan, backend_for
 from headloss.engine.row_facts import facts_sweep
 from headloss.engine.run import Result, run
 from headloss.engine.sweeps import Sweep
@@ -29,6 +31,7 @@ from headloss.graph.recipe import Call, Recipe
 from headloss.prepared import Prepared, prepare
 from headloss.record import keys_of
 from headloss.rows import may_read
+from headloss.segments import Segments, integers
 from headloss.terms import Terms
 from headloss.trace.classify import unwatched
 
@@ -40,7 +43,6 @@ class Done(NamedTuple):
     loss: TermsOnRows | None
     result: Result
     numbers: Tensor  # what the host knows of the targets
-    kind: str  # of the plan
 
 
 def perform(args: Call, terms: Terms | None) -> Done:
@@ -48,19 +50,17 @@ def perform(args: Call, terms: Terms | None) -> Done:
     recipe = args.recipe.data
     targets, host_read = known_of(args, recipe["host_read"])
     loss: TermsOnRows | None = None
-    kind = "row"
     if terms is None:
         sweep = sweep_of(args, targets, host_read)
     else:
         plan, arguments = plan_of(args, terms, targets, host_read)
-        kind = plan.kind
         sweep, loss = bind(plan, arguments)
         loss.watched = any(args.needs) or bool(recipe["wanted"])  # not as it is inside the operator
     with torch.no_grad():
         result = run(sweep, loss, args.needs)
         sweep.close()
     numbers = targets.numbers if isinstance(targets, Prepared) else torch.empty(0, dtype=torch.long, device="cpu")
-    return Done(sweep, loss, result, numbers, kind)
+    return Done(sweep, loss, result, numbers)
 
 
 def plan_of(
@@ -86,9 +86,9 @@ def known_of(args: Call, host_read: bool) -> tuple[Tensor | Prepared | None, boo
     return (args.targets, False) if known is None else (known, host_read)
 
 
-def sweep_of(args: Call, targets: Tensor | Prepared | None, host_read: bool) -> Sweep:
+def sweep_of(args: Call, targets: Tensor | Prepared | None, host_read: bool, backend: str | None = None) -> Sweep:
     want = [tuple(x) if isinstance(x, list) else x for x in args.recipe.data["want"]]
-    return facts_sweep(args.source, targets, want, args.teacher, args.recipe.data["backend"], host_read)
+    return facts_sweep(args.source, targets, want, args.teacher, backend or args.recipe.data["backend"], host_read)
 
 
 class Form(NamedTuple):
@@ -110,13 +110,6 @@ class Form(NamedTuple):
     def differentiable(self) -> list[int]:
         """Places of the facts that can be pulled on."""
         return [i for i, fact in enumerate(self.facts) if fact.name not in CONSTANT]
-
-
-def stand_in(place: Sequence[Any], leading: tuple[int, ...], segments: int) -> tuple[int, ...]:
-    """The shape of a tensor in a rehearsal."""
-    kind, *rest = place
-    rows = {"row": leading, "flat": (torch.Size(leading).numel(),), "segment": (segments,), "whole": (), "number": ()}
-    return (*rows[kind], *rest)
 
 
 def numbered(nest: Any, start: int = 0) -> tuple[Any, list[Tensor]]:
@@ -145,12 +138,11 @@ def filled(nest: Any, tensors: Sequence[Tensor]) -> Any:
 
 
 _FORMS: dict[str, Form] = {}
-_LAUNCHES: dict[str, bool] = {}
 _MOST = 512
 
 
 def form(recipe: Recipe, sizes: Sequence[int] = (), terms: Terms | None = None) -> Form:
-    """The form of a call's result, from a rehearsal on the host."""
+    """The form of a call's result."""
     if recipe.text not in _FORMS:
         found = _form(recipe, terms or recipe.terms_of(sizes))
         if len(_FORMS) >= _MOST:
@@ -160,27 +152,46 @@ def form(recipe: Recipe, sizes: Sequence[int] = (), terms: Terms | None = None) 
 
 
 def _form(recipe: Recipe, terms: Terms | None) -> Form:
-    try:
-        done = _rehearse(recipe, terms, torch.device("cpu"))
-    except RuntimeError:  # a loss that holds tensors of the device, say
-        done = _rehearse(recipe, terms, torch.device(recipe.data["device"]))
-    facts, loss = done.sweep.want.facts, done.loss
-    values = [done.result.facts[f] for f in facts]
-    softmax, leaves = numbered(done.result.softmax) if not done.sweep.want.only_ids else (None, [])
-    metrics = () if loss is None else tuple((n, m.kind, m.per, len(m.parts)) for n, m in loss.metrics.items())
+    with _outside():
+        try:
+            return _form_of(recipe, terms, FakeTensorMode(allow_non_fake_inputs=True))
+        except Exception:  # a function that branches on values takes zeros; what is wrong with the call is so again
+            with torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_initialized() else []):
+                return _form_of(recipe, terms, contextlib.nullcontext())
+
+
+def _form_of(recipe: Recipe, terms: Terms | None, mode: Any) -> Form:
+    """`mode`: of the tensors that stand for the call's."""
+    data, by_segment, loss = recipe.data, False, None
+    args, targets, terms = _stand_in(recipe, terms, mode)
+    backend = choose("torch", args.source.device)
+    if terms is None:
+        sweep = sweep_of(args, targets, True, backend.NAME)
+    else:
+        plan, arguments = find_plan(terms, arguments_of(args, targets, True))
+        by_segment = plan.kind == "segment"
+        sweep, loss = bind(plan.without_program("")._replace(backend=backend), arguments)
+        loss.chunks, loss.watched = None, any(args.needs) or bool(data["wanted"])
+    facts = sweep.want.facts
+    own = backend_for(args.recipe.data["backend"], args.source, sweep.want)
+    sweep.sums_slopes = data["source"][3] is not None or own is not backend
+    with torch.no_grad(), mode:
+        result = run(sweep, loss, args.needs)
+    values = [result.facts[f] for f in facts]
+    softmax, leaves = numbered(result.softmax) if not sweep.want.only_ids else (None, [])
     return Form(
         bare(facts),
         keys_of(facts),
         tuple(x.dtype for x in values),
         tuple(tuple(x.shape[1:]) for x in values),
         () if loss is None else tuple(loss.values),
-        metrics,
-        tuple(i for i, f in enumerate(facts) if f in done.result.by_fact),
-        done.kind == "segment",
+        measured(loss),
+        tuple(i for i, f in enumerate(facts) if f in result.by_fact),
+        by_segment,
         any(f.element is not None for f in facts),
         softmax,
         len(leaves),
-        torch.float32 if recipe.data["device"] == "mps" else torch.float64,
+        torch.float32 if data["device"] == "mps" else torch.float64,
     )
 
 
@@ -189,53 +200,56 @@ def bare(facts: Sequence[Fact]) -> tuple[Fact, ...]:
     return tuple(f._replace(element=None) for f in facts)
 
 
-def one_launch(recipe: Recipe, terms: Terms | None) -> bool:
-    """Whether a call on logits makes their gradient in its only launch; found on the device, where there is one.
+def measured(loss: TermsOnRows | None) -> tuple[tuple[str, str, str, int], ...]:
+    """Metrics as a form has them."""
+    return () if loss is None else tuple((n, m.kind, m.per, len(m.parts)) for n, m in loss.metrics.items())
 
-    Traces, kernels and constants that calls share are made on the way: not later, in the memory of a CUDA graph.
-    """
-    if recipe.data["device"] != "cuda" or terms is None or not torch.cuda.is_available():
+
+def in_one_launch(recipe: Recipe, terms: Terms | None) -> bool:
+    """Whether the gradient of logits is made in the only launch of a call, unless its rows are few."""
+    if terms is None or recipe.data["source"][3] is not None or recipe.data["group"]:
         return False
-    if recipe.text not in _LAUNCHES:
-        printed = False
-        for host_read in (recipe.data["host_read"], False):
-            with contextlib.suppress(Exception):  # what fails will fail again, in the call itself
-                done = _rehearse(recipe, terms, torch.device("cuda"), host_read=host_read, visited=True)
-                printed = printed or done.sweep.program is not None
-        if len(_LAUNCHES) >= _MOST:
-            _LAUNCHES.pop(next(iter(_LAUNCHES)))
-        _LAUNCHES[recipe.text] = printed
-    return _LAUNCHES[recipe.text]
+    with _outside():
+        args, targets, of = _stand_in(recipe, terms, FakeTensorMode())
+        found = find(of or terms, arguments_of(args, targets, True))
+    return found.form.plans[found.read][0].program is not None
 
 
-def _rehearse(recipe: Recipe, terms: Terms | None, device: torch.device, **changes: Any) -> Done:
-    """The call on a few rows of zeros: on the host always with the torch backend."""
-    data = {**recipe.data, "host_read": True, "group": None, **changes}
-    leading = ((6,), (2, 3), *((2, 3, *(1 for _ in range(n))) for n in range(1, 9)))[data["ndim"] - 1]
-    split = data["source"][3]
+_SIZES = tuple(2 * n for n in (17, 19, 23, 29, 31, 37, 41, 43))  # of which no two are alike, and few are anybody's
+
+
+def _stand_in(recipe: Recipe, terms: Terms | None, mode: Any) -> tuple[Call, Prepared | None, Terms | None]:
+    """The call with so many rows and segments as nothing else in it has, and alone where it is shared with ranks."""
+    data, split = {**recipe.data, "group": None}, recipe.data["source"][3]
+    here = data["device"] == "cpu" or (data["device"] == "cuda" and torch.cuda.is_available())
+    device = torch.device(data["device"] if here else "cpu")
+    data["backend"] = data["backend"] if here else "torch"
     data["source"] = [*data["source"][:3], None]
     data["teachers"] = [[*x[:-1], None] for x in data["teachers"]]
     data["tensors"] = [x for x in data["tensors"] if x[0] != "numbers"]
-    if device.type == "cpu":
-        data["backend"] = "torch"
-        terms = None if terms is None else terms.on("torch")
-    with _outside():
-        given = []
-        for name, dtype, *place in data["tensors"]:
-            if split is not None and name in ("source.weight", "source.bias", "source.logits"):
-                place[1] = split[2]
-            shape = stand_in(place, leading, 2)
-            one = name.endswith(("temperature", "num_items", "num_segments")) or name.startswith("weights")
-            x = torch.full(shape, int(one), dtype=getattr(torch, dtype[len("torch.") :]), device=device)
-            if place[0] == "number":
-                x = torch.full((), _ODD, dtype=torch.float64, device="cpu")
-            if name == "segments":
-                x = (torch.arange(x.numel(), device=device) % 2).view(shape)
-            given.append(x)
-        sizes = [2 if name == "segments" else 6 for name in data["sizes"]]
-        args = Call(Recipe(recipe.text, data, None, tuple(x[0] for x in data["tensors"])), given, sizes)
-        with torch.random.fork_rng([torch.cuda.current_device()] if device.type == "cuda" else []):
-            return perform(args, terms)
+    taken = {n for x in data["tensors"] for n in x[3:]}
+    R, S = [n for n in _SIZES if n not in taken][:2]
+    leading = (R,) if data["ndim"] == 1 else (2, R // 2, *(1 for _ in range(data["ndim"] - 2)))
+    lead = {"row": leading, "flat": (R,), "segment": (S,), "whole": (), "number": ()}
+    given = []
+    for name, dtype, kind, *rest in data["tensors"]:
+        if split is not None and name in ("source.weight", "source.bias", "source.logits"):
+            rest[0] = split[2]
+        one = name.endswith(("temperature", "num_items", "num_segments")) or name.startswith("weights")
+        with mode if kind != "number" else contextlib.nullcontext():
+            x = torch.full((*lead[kind], *rest), int(one), dtype=getattr(torch, dtype[len("torch.") :]), device=device)
+        given.append(x if kind != "number" else torch.full((), _ODD, dtype=torch.float64, device="cpu"))
+    args = Call(
+        Recipe(recipe.text, data, None, tuple(x[0] for x in data["tensors"])),
+        given,
+        [S if name == "segments" else R for name in data["sizes"]],
+    )
+    targets = None
+    if args.targets is not None:
+        zeros = torch.zeros(R, dtype=torch.long, device="cpu")
+        numbers = prepare(zeros, None if args.segments is None else Segments(zeros, S)).numbers
+        targets = Prepared(integers("targets", args.targets), args.segments, numbers)
+    return args, targets, terms if here or terms is None else terms.on("torch")
 
 
 _ODD = 3**0.5  # a temperature, scale or cap that no term has as its own
