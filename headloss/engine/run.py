@@ -230,9 +230,9 @@ def _pull(ctx: Any, args: Sequence[Tensor], read: Mapping[str, Tensor], g_loss: 
     return [None, *by_tensor, *by_input]
 
 
-def names_of(needs: Sequence[bool]) -> tuple[str, ...]:
-    """Of the source's tensors."""
-    return ("logits",) if len(needs) == 1 else ("hidden", "weight", "bias")[: len(needs)]
+def names_of(tensors: Sequence[Any]) -> tuple[str, ...]:
+    """Of the source's tensors, or of what there is for each."""
+    return ("logits",) if len(tensors) == 1 else ("hidden", "weight", "bias")[: len(tensors)]
 
 
 def _add(x: Tensor | None, y: Tensor | None) -> Tensor | None:

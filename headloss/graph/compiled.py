@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from headloss.draft import Draft
 from headloss.engine.arguments import CallArguments
+from headloss.engine.run import names_of
 from headloss.graph import ops  # noqa: F401  registers the operators
 from headloss.graph.content import Traits
 from headloss.graph.recipe import Described, describe, read, write
@@ -124,13 +125,9 @@ def call(objective: Compilable, arguments: CallArguments, direct: bool) -> Outpu
         metrics[name] = Metric(kind, tuple(numbers[i : i + count]), per)
         i += count
     n = len(known.facts)
-    grads = Grads(**dict(zip(_gradients(arguments.source), more[n:]))) if direct else None
+    grads = Grads(**dict(zip(names_of(arguments.source.tensors), more[n:]))) if direct else None
     facts = facts_from(list(more[:n]), list(known.facts))
     return Output(loss, {name: values[name] for name in objective.names}, metrics, facts, grads)
-
-
-def _gradients(source: Source) -> tuple[str, ...]:
-    return ("logits",) if len(source.tensors) == 1 else ("hidden", "weight", "bias")[: len(source.tensors)]
 
 
 def read_facts(known: Labels, found: Described) -> Any:

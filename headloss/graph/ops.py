@@ -22,7 +22,7 @@ from torch import Tensor
 
 from headloss.engine.guides import bind_teachers
 from headloss.engine.plan import backend_for
-from headloss.engine.run import Result, final_grads
+from headloss.engine.run import Result, final_grads, names_of
 from headloss.engine.saved import TWICE
 from headloss.engine.sweeps import NO_SOFTMAX, Sweep
 from headloss.engine.teachers import name_teachers
@@ -137,7 +137,7 @@ def _made(sweep: Sweep, result: Result, needs: tuple[bool, ...], final: bool) ->
 
 
 def _listed(grads: Grads, count: int) -> list[Tensor | None]:
-    return [grads.logits] if count == 1 else [grads.hidden, grads.weight, grads.bias][:count]
+    return [getattr(grads, name) for name in names_of(range(count))]
 
 
 def _kept_dtype(args: Call, x: Tensor) -> torch.dtype:
