@@ -123,6 +123,8 @@ def seed(folder: Path, fault: Fault, seconds: float, wide: bool, without: Sequen
                 row["error"] = f"out of time after {limit:.0f} s"  # not caught: the machine may be slow
             elif status == 1 and failed:
                 row["caught"] = failed[0]
+            elif status == -signal.SIGSEGV:  # a write beyond a tensor's end
+                row["caught"] = f"{chosen[0]}, which crashed"
             elif status not in (0, 5):  # 5: nothing was selected
                 row["error"] = f"exit status {status}: {output.strip()[-400:]}"
             if row["caught"]:

@@ -221,21 +221,24 @@ def test_of_equal_maxima_the_first_is_the_argmax():
 
 
 @inside
-@pytest.mark.parametrize("cuts", [(64,), (96,), (32, 64, 128), (32, 64, 96, 128), (0, 96, 96), (40, 41, 100)])
+@pytest.mark.parametrize(
+    "cuts", [(64,), (96,), (32, 64, 128), (32, 64, 96, 128), (0, 96, 96), (40, 41, 100), (32, 384)]
+)
 def test_shards_cut_at_tiles_have_the_bits_of_one(cuts):
-    """Each with a reference of its own, and the target on one of them."""
-    case = Case(rows=20, vocab=150, ignored=True, facts=("lse", "logprob", "entropy", "argmax", "mean_logprob"))
+    """Each with a reference of its own, and the target on one of them; a shard of several groups of groups of tiles."""
+    vocab = 150 if cuts[-1] < 150 else 420
+    case = Case(rows=20, vocab=vocab, ignored=True, facts=("lse", "logprob", "entropy", "argmax", "mean_logprob"))
     case.target[::2] = case.truth()["argmax"][::2]
     case.target[4] = -100
-    whole, ends = case.facts(case.read()), (0, *cuts, 150)
+    whole, ends = case.facts(case.read()), (0, *cuts, vocab)
     shards = []
     for start, end in itertools.pairwise(ends):
-        store, shard = product.chunk(20, end - start, case.hidden.device), {"start": start, "vocab": 150}
+        store, shard = product.chunk(20, end - start, case.hidden.device), {"start": start, "vocab": vocab}
         given = case.hidden, case.weight[start:end], case.target, case.want, 1.0
         shards.append(product_ranks.read(*given, **shard, ignore=True, store=store))
     nodes = torch.stack([read.sums for read in shards])
     for read in shards:
-        sums = product_ranks.across(read, nodes, case.want, 1.0, 150)
+        sums = product_ranks.across(read, nodes, case.want, 1.0, vocab)
         for name, x in case.facts(read._replace(sums=sums)).items():
             if all(cut % product.READ.columns == 0 for cut in cuts):
                 assert torch.equal(x[case.counts], whole[name][case.counts]), name
