@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
+
 from headloss.backends import choose
 from headloss.engine.arguments import CallArguments
 from headloss.engine.bind import chunked_because
@@ -14,6 +16,7 @@ from headloss.engine.kept import parts_of, width
 from headloss.engine.plan import Plan
 from headloss.engine.sweeps import Chunk
 from headloss.engine.teachers import DenseTeacherRows, TeacherRows, cost_of, heads_of, most_rows
+from headloss.facts import FACTS
 from headloss.rows import Rows
 from headloss.segments import Segments
 from headloss.sources import Linear, Source, parse_bytes
@@ -78,9 +81,8 @@ class Explanation(NamedTuple):
         gemms += (
             f", {self.teacher_gemms} GEMM{'s' * (self.teacher_gemms > 1)} of teachers" if self.teacher_gemms else ""
         )
-        lines.append(
-            f"work         {self.sweeps} passes over the vocabulary ({self.forward_sweeps} without grad){gemms}"
-        )
+        passes = f"{self.sweeps} {'pass' if self.sweeps == 1 else 'passes'} over the vocabulary"
+        lines.append(f"work         {passes} ({self.forward_sweeps} without grad){gemms}")
         waits = f"{self.host_reads} for the device ({self.read_because})" if self.read_because else "none"
         lines.append(f"waits        {waits}")
         counted = [f"{n} {what}" for what, n in self.collectives.items()]
@@ -131,14 +133,14 @@ def explain(
             sizes["rows of teachers' weights, and copies"] = cost.besides
     chunked = chunked_because(plan, source)
     products = "" if engine != "triton" or not isinstance(source, Linear) else f"cuBLAS, chunk by chunk: {chunked}"
+    bent = not chunked and _bends(plan)
     if not chunked:
         products = "the head's own; rows that are ignored or have no gradient are left out on the device"
         gemms = 3 if chunks is not None or rows.count <= source.chunk_rows() else 4  # type: ignore[union-attr]
         twice = "" if gemms == 3 else ", which is made again for the gradient"
         grade = f"facts in the first product{twice}, gradients from its exponentials by row factors"
-        settles = plan.program or plan.settles
-        if settles is None or any(x for there in settles.there for x in there[1:3]):
-            grade += ", or in place where a term moves entropy or sum_p2"
+        if bent:
+            grade += ", one sweep over them first: a term moves entropy or sum_p2"
     sizes["facts, cotangents and coefficients"] = (
         rows.count * source.fact_dtype.itemsize * 2 * (len(plan.want.facts) + 1)
     )
@@ -156,7 +158,7 @@ def explain(
         terms=terms,
         off=plan.off,
         grade=grade,
-        launches=(_between(plan) if not chunked else _launches(plan))
+        launches=(_between(plan, pieces) if not chunked else _launches(plan))
         if engine == "triton"
         else _without_triton(plan, source, backend),
         first_call=plan.times,
@@ -165,7 +167,7 @@ def explain(
         vocab=source.vocab,
         chunks=pieces,
         forward_sweeps=1 + apart if swept else 0,
-        sweeps=2 + 2 * apart if swept else 0,
+        sweeps=2 + 2 * apart if swept else int(bent),
         gemms=gemms,
         teacher_gemms=0 if plan.kept else _teacher_gemms(plan, source, guides, chunks, pieces),
         host_reads=int(read_because != ""),
@@ -216,8 +218,19 @@ def _without_triton(plan: Plan, source: Source, backend: str) -> str:
     return "" if why is None else f"none of Triton's, which cannot run {why}"
 
 
-def _between(plan: Plan) -> str:
-    settled = plan.settles is not None
+def _bends(plan: Plan) -> bool:
+    """Whether a term may have a gradient that is more than a p_j + c + y 1[j = target]."""
+    settles = plan.settles or plan.program
+    if settles is not None:
+        return any(x for there in settles.there for x in there[1:3])
+    one = torch.ones(())
+    read = {fact for term in plan.terms for fact in {*term.call.facts} - term.trace.unused}
+    pulls = [FACTS[fact.name].pull(one, one, one) for fact in read]
+    return any(pull is not None and (pull.b is not None or pull.e is not None) for pull in pulls)
+
+
+def _between(plan: Plan, chunks: int) -> str:
+    settled = plan.settles is not None and chunks == 1
     return f"between the products {'one launch settles facts and losses' if settled else 'the losses run in torch'}"
 
 

@@ -209,7 +209,16 @@ def test_the_weights_gradient_is_added_by_the_product(memory):
 def test_explain_says_whose_products_run(monkeypatch):
     batch, objective = Batch(), on("triton", ce=cross_entropy)
     text = str(objective.explain(hl.Linear(batch.hidden, batch.weight), batch.targets))
-    assert "products     the head's own" in text and "3 GEMMs" in text
+    assert "products     the head's own" in text and "3 GEMMs" in text and "0 passes" in text
+    assert "between the products one launch settles facts and losses" in text
+    few = str(objective.explain(hl.Linear(batch.hidden, batch.weight, memory=16 * 140), batch.targets))
+    assert "between the products the losses run in torch" in few
+    for term in (entropy_bonus, lambda sum_p2: -sum_p2 / sum_p2.sum()):  # printed, and one that is not
+        text = str(on("triton", it=term).explain(hl.Linear(batch.hidden, batch.weight), batch.targets))
+        assert "a term moves entropy or sum_p2" in text and "1 pass over the vocabulary (0 without grad)" in text, text
+    bound = lambda logprob, entropy: -logprob * entropy.detach()
+    text = str(on("triton", it=bound).explain(hl.Linear(batch.hidden, batch.weight), batch.targets))
+    assert "0 passes" in text, text
     bias = torch.zeros(VOCAB).bfloat16()
     reasons = {
         "there is a bias": (on("triton", ce=cross_entropy), hl.Linear(batch.hidden, batch.weight, bias)),
