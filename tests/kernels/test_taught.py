@@ -54,7 +54,8 @@ class Batch:
         leaves = [x.to(dtype).clone().requires_grad_() for x in raw]
         if kind == "Logits":
             return hl.Logits(*leaves, **more), leaves
-        return hl.Linear(*leaves, memory=4 * 64 * 8, **more), leaves  # a few rows a chunk
+        few = 4 * 8 * max(64, len(self.weight))  # bytes, for some rows a chunk
+        return hl.Linear(*leaves, memory=few, **more), leaves
 
     def teacher(self, kind, dtype, **more):
         if kind == "ids":
