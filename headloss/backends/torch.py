@@ -24,7 +24,7 @@ from headloss.teachers import DenseChunk, DensePull, DenseSoftmax, TeacherChunk,
 
 NAME = "torch"
 
-TILE_BYTES = {"cpu": 1 << 22}  # at 1 MiB, calls of torch took a fifth of the time
+TILE_BYTES = {"cpu": 1 << 22}  # with 1 MiB, a fifth of the time goes into calling torch
 TILE_BYTES_ELSEWHERE = 64 << 20
 lower = product = product_ranks = None  # no program for one launch and no matrix products: no kernel here is ours
 LOOK_BUFFERS = 8  # a divergence and its slope keep about 20 of a tile's size

@@ -16,22 +16,8 @@ import triton
 import triton.language as tl
 
 from headloss.backends.triton.kernels.logits import LN2
+from headloss.backends.triton.kernels.pointwise import quick_log2
 from headloss.backends.triton.kernels.product import even
-
-if triton.knobs.runtime.interpret:  # which knows no assembly
-
-    @triton.jit
-    def log2(x):
-        """Of a bfloat16 that is a normal number: 22 digits do, and `tl.log2` takes 27 instructions."""
-        return tl.log2(x)
-
-else:
-
-    @triton.jit
-    def log2(x):
-        """Of a bfloat16 that is a normal number: 22 digits do, and `tl.log2` takes 27 instructions."""
-        asm: tl.constexpr = "lg2.approx.ftz.f32 $0, $1;"
-        return tl.inline_asm_elementwise(asm, "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit
@@ -169,7 +155,7 @@ def factor_kernel(
         tl.store(into + 2, slope * square)
         tl.store(into + 3, away)
         tl.store(into + 4, tl.load(at.top + place) - tl.load(at.lse + place))
-        factor = 1.0 + 0.0 * slope
+        factor = tl.full([], 1.0, tl.float32)
     tl.store(at.factors + to, factor)
     tl.store(at.constants + to, slope * constant)
     tl.store(at.numbers + to, row)
@@ -193,7 +179,7 @@ def factor_kernel(
 def bend_kernel(e, bends, counts, stride, PROGRAMS: tl.constexpr, B: tl.constexpr, SQUARE: tl.constexpr):
     """e to the gradient by the logit, p (a + b log p + e p), in the rows that have one; where e is 0, p log p is 0.
 
-    The log p of the largest e is known better than by e: where p is near 1, what e is rounded by is all there would be.
+    The largest e has a log p from before it was rounded: where p is near 1, the gradient would be rounding alone.
     """
     stride = even(stride)
     parts = tl.cdiv(stride, B)
@@ -204,7 +190,7 @@ def bend_kernel(e, bends, counts, stride, PROGRAMS: tl.constexpr, B: tl.constexp
         spot = e + at.to(tl.int64) * stride + column
         x = tl.load(spot, mask=column < stride, other=0.0).to(tl.float32)
         p = x * tl.exp2(away)
-        log_e = tl.where(x >= 0.995 * tl.exp2(top - away), top - away, log2(tl.maximum(x, 1.2e-38)))
+        log_e = tl.where(x >= 0.995 * tl.exp2(top - away), top - away, quick_log2(tl.maximum(x, 1.2e-38)))
         slope = tl.fma(slant, log_e, tl.fma(slant, away, pull))
         if SQUARE:
             slope += tl.load(bends + 5 * at + 2) * p

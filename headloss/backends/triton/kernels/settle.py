@@ -233,22 +233,9 @@ def settle_kernel(
         partial = zeros(len(known), F.SUMS[walk], F)
         for first in range(begin, end, B):
             row, here, live, facts, top, log_sums, inputs, weights, seeds, y = read(
-                first,
-                end,
-                group,
-                count,
-                at.sums,
-                target,
-                order,
-                given,
-                step,
-                first_row,
-                ranks,
-                apart,
-                columns,
-                VALUES,
-                F,
-            )
+                first, end, group, count, at.sums, target, order, given, step, first_row, ranks, apart, columns,
+                VALUES, F,
+            )  # fmt: skip
             parts = FN(walk, facts, inputs, y, literals, seeds, columns, known, count, inside)
             partial = added(partial, parts, live)
         for i in tl.static_range(len(partial)):
