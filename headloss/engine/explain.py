@@ -136,7 +136,8 @@ def explain(
     bent = not chunked and _bends(plan)
     if not chunked:
         products = "the head's own; rows that are ignored or have no gradient are left out on the device"
-        gemms = 3 if chunks is not None or rows.count <= source.chunk_rows() else 4  # type: ignore[union-attr]
+        pieces = 1 if rows.count <= source.chunk_rows() else pieces  # type: ignore[union-attr]
+        gemms = 3 if chunks is not None or pieces == 1 else 4
         twice = "" if gemms == 3 else ", which is made again for the gradient"
         grade = f"facts in the first product{twice}, gradients from its exponentials by row factors"
         if bent:
@@ -158,7 +159,7 @@ def explain(
         terms=terms,
         off=plan.off,
         grade=grade,
-        launches=(_between(plan, pieces) if not chunked else _launches(plan))
+        launches=(_between(plan, len(chunks or ()) if pieces > 1 else 1) if not chunked else _launches(plan))
         if engine == "triton"
         else _without_triton(plan, source, backend),
         first_call=plan.times,
@@ -230,8 +231,9 @@ def _bends(plan: Plan) -> bool:
 
 
 def _between(plan: Plan, chunks: int) -> str:
-    settled = plan.settles is not None and chunks == 1
-    return f"between the products {'one launch settles facts and losses' if settled else 'the losses run in torch'}"
+    if plan.settles is None:
+        return "between the products the losses run in torch"
+    return f"between the products one launch{' per chunk' * (chunks > 1)} settles facts and losses"
 
 
 def _launches(plan: Plan) -> str:

@@ -165,15 +165,11 @@ class ProductSweep(Sweep):
 
     def sums(self) -> Tensor:
         """(F, R), of all rows."""
-        sums = [read.sums for read in self.reads()]
-        return sums[0] if len(sums) == 1 else torch.cat(sums, 1)
+        return self.sums_of(self.reads(), self._all)
 
-    def _found(self, reads: Sequence[Any], part: slice, number: int = 0) -> tuple[dict[Fact, Tensor], Softmax]:
-        """Facts and softmax of the chunk of that number; over a shard, after one collective.
-
-        Ignored rows have sums of 0, and so facts of 0.
-        """
-        sums, shard, products = [read.sums for read in reads], self.source.shard, self.backend.product
+    def sums_of(self, reads: Sequence[Any], part: slice, number: int = 0) -> Tensor:
+        """(F, C), of the chunk of that number; over a shard, after one collective."""
+        sums, shard = [read.sums for read in reads], self.source.shard
         if shard is not None:
             nodes = sums[0] if len(sums) == 1 else torch.cat(sums, 1)
             nodes_WkC, at, sums = Gathering(nodes, shard, *self._first(number)).gathered(), part.start, []
@@ -182,7 +178,11 @@ class ProductSweep(Sweep):
                 own = nodes_WkC[..., here.start - part.start : here.stop - part.start], self.want
                 sums.append(self.backend.product_ranks.across(read, *own, self._temperatures(here)[0], shard.vocab))
                 at = here.stop
-        partial = products.partial(sums[0] if len(sums) == 1 else torch.cat(sums, 1), self.want)
+        return sums[0] if len(sums) == 1 else torch.cat(sums, 1)
+
+    def _found(self, reads: Sequence[Any], part: slice, number: int = 0) -> tuple[dict[Fact, Tensor], Softmax]:
+        """Facts and softmax of the chunk of that number; ignored rows have sums of 0, and so facts of 0."""
+        partial = self.backend.product.partial(self.sums_of(reads, part, number), self.want)
         return finish(partial, self.want, self._temperatures(part), self.source.vocab, guarded=True)
 
     @property

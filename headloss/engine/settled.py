@@ -26,22 +26,28 @@ from headloss.parallel.shard import Gathering
 
 
 def settle_between(sweep: ProductSweep, loss: TermsOnRows, needs: tuple[bool, ...]) -> Launched:
-    """All rows at once, between the head's own products."""
-    everything, grad = slice(0, sweep.rows.count), True in needs
-    weighed = Weighed(loss, sweep.backend, by_segment=True)
-    settling = _open(sweep, loss, weighed, grad, loss.plan.settles, [Chunk(everything)])
-    head = sweep.open_head(needs, [Chunk(everything)])
-    read = head.sums(sweep, everything, store=grad)
-    sums, shard = read.sums, sweep.source.shard
-    if shard is not None:
-        nodes_WkC = Gathering(sums, shard, *sweep._first(0)).gathered()
-        temperature = sweep._temperatures(everything)[0]
-        sums = sweep.backend.product_ranks.across(read, nodes_WkC, sweep.want, temperature, shard.vocab)
-    rows_FC, grads = settling.settle(sums), None
-    if grad:
-        (there,) = loss.plan.settles.there
-        slots = iter(rows_FC[2:])  # after the maximum and the log_sum
-        grads = sweep.gradients(head, read, Pull(*(next(slots) if x else None for x in there)))
+    """Between the head's own products: all rows at once or, beyond the budget, chunk by chunk.
+
+    Without a gradient or without chunks the sums of all rows are settled together, and no gradient is made.
+    """
+    everything, program = [Chunk(slice(0, sweep.rows.count))], loss.plan.settles
+    chunks = (everything if sweep.at_once else loss.chunks) if True in needs else None
+    weighed, settling = _open(sweep, loss, bool(chunks), program, chunks or everything)
+    grads = None
+    if chunks:
+        head, (there,) = sweep.open_head(needs, chunks), program.there
+        for i, chunk in enumerate(chunks):
+            read = head.sums(sweep, chunk.rows, store=True)
+            rows_FC = settling.settle(sweep.sums_of([read], chunk.rows, i), chunk.rows.start, chunk.segments)
+            slots = iter(rows_FC[2:])  # after the maximum and the log_sum
+            pull = Pull(*(next(slots) if x else None for x in there))
+            if sweep.at_once:
+                grads = sweep.gradients(head, read, pull)
+            else:
+                head.pulled(sweep.rows.numbers(chunk.rows), read, pull)
+        grads = grads if sweep.at_once else sweep.grads(head)
+    else:
+        settling.settle(sweep.sums())
     return Launched(weighed.report(settling.settled), settling.settled, grads, weighed.normaliser)
 
 
@@ -65,8 +71,7 @@ def settle(sweep: Sweep, loss: TermsOnRows, needs: tuple[bool, ...]) -> Launched
     """
     shard, grad = sweep.source.shard, True in needs and bool(loss.chunks)
     chunks = loss.chunks if grad or shard is None else None
-    weighed = Weighed(loss, sweep.backend, by_segment=loss.plan.kind == "segment")
-    settling = _open(sweep, loss, weighed, grad, sweep.program, chunks or ())
+    weighed, settling = _open(sweep, loss, grad, sweep.program, chunks or ())
     if chunks:
         head = sweep.open_head(needs, chunks)
         for block, sums in _ahead(sweep, head, chunks):
@@ -82,7 +87,8 @@ def settle(sweep: Sweep, loss: TermsOnRows, needs: tuple[bool, ...]) -> Launched
     return Launched(weighed.report(settling.settled), settling.settled, None, weighed.normaliser)
 
 
-def _open(sweep: Sweep, loss: TermsOnRows, weighed: Weighed, grad: bool, program: Any, chunks: Sequence[Chunk]) -> Any:
+def _open(sweep: Sweep, loss: TermsOnRows, grad: bool, program: Any, chunks: Sequence[Chunk]) -> tuple[Weighed, Any]:
+    weighed = Weighed(loss, sweep.backend, by_segment=loss.plan.kind == "segment")
     backend, rows, everything = sweep.backend, sweep.rows, slice(0, sweep.rows.count)
     segments, stats, shard = rows.segments, rows.stats, sweep.source.shard
     ignore = rows.skipped or rows.valid is not None
@@ -92,15 +98,15 @@ def _open(sweep: Sweep, loss: TermsOnRows, weighed: Weighed, grad: bool, program
     if segments is not None and weighed.by_segment:
         assert segments.group is None
         spans = backend.spans(segments.ids, segments.num_segments, rising, whole=not ignore)
-    return backend.Settling(
-        program,
-        spans,
+    settling = backend.Settling(
+        program, spans,
         backend.Weights(loss.raw_inputs(everything), weighed.bases, means, weighed.factors),
         sweep.marked_targets(everything), rows.count, sweep._temperatures(everything),
         vocab=sweep.source.vocab, device=sweep.source.device, ignore=ignore, gradient=grad,
         parts=[chunk.rows.stop - chunk.rows.start for chunk in chunks],
         ranks=1 if shard is None or type(sweep) is ProductSweep else shard.size,
     )  # fmt: skip
+    return weighed, settling
 
 
 def _ahead(sweep: Sweep, head: Any, chunks: Sequence[Chunk]) -> Iterator[tuple[Block, Tensor]]:

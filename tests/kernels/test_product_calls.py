@@ -1,5 +1,7 @@
 """Calls whose head makes its own products, end to end under Triton's interpreter, against float64."""
 
+from importlib import import_module
+
 import pytest
 import torch
 from interpreting import inside, interpreted
@@ -30,6 +32,23 @@ def pretend(monkeypatch):
     monkeypatch.setattr(product, "NUMBERED", {"B": 8, "R": 16})
     monkeypatch.setattr(product, "SORTED", {"B": 4, "R": 8})
     monkeypatch.setattr(product, "SMALLEST", 0)
+    settle = import_module("headloss.backends.triton.settle")
+    monkeypatch.setattr(settle, "BLOCK", 4)
+    monkeypatch.setattr(settle, "_plan", settle.by_identity(settle._plan.__wrapped__))  # which knows no plan yet
+
+
+@pytest.fixture
+def settled(monkeypatch):
+    """The launches that settled, and the calls of losses in torch."""
+    from headloss.backends.triton.launch import Launch
+    from headloss.engine.loss import TermsOnRows
+
+    run, seen = Launch.run, []
+    monkeypatch.setattr(Launch, "run", lambda *call: seen.append(call[0].kernel.__name__) or run(*call))
+    for name in ("chunk", "whole"):
+        there = getattr(TermsOnRows, name)
+        monkeypatch.setattr(TermsOnRows, name, lambda *a, __=there, **more: seen.append("torch") or __(*a, **more))
+    return lambda: [name for name in seen if name in ("settle_kernel", "torch")]
 
 
 @pytest.fixture
@@ -109,9 +128,32 @@ def test_rows_without_a_gradient_are_counted(reads):
 
 
 @inside
-def test_a_small_budget_cuts_the_rows(reads):
-    same(Batch(), **ROW, memory=16 * 140, host_read=False)
-    assert [rows for rows, _, _ in reads] == [12, 12, 13]
+@pytest.mark.parametrize("host_read", [True, False])
+def test_a_small_budget_cuts_the_rows(host_read, reads, settled):
+    """Each chunk is settled in one launch of its own."""
+    same(Batch(), **ROW, memory=11 * (140 + 96) if host_read else 16 * 140, host_read=host_read)
+    assert [rows for rows, _, _ in reads] == ([10, 10, 11] if host_read else [12, 12, 13])
+    assert settled()[:4] == [*["settle_kernel"] * 3, "torch"]  # and the truth
+
+
+@inside
+@pytest.mark.parametrize("host_read", [True, False])
+def test_chunks_of_rows_that_segments_only_weigh(host_read, reads, settled):
+    """Cut within segments; an input wants a gradient, temperatures differ from row to row, a metric is of all rows."""
+    batch, each = Batch(), {}
+    batch.inputs["advantage"].requires_grad_()
+    mean = hl.Term(lambda logprob, advantage: -logprob * advantage**2, reduction="seq_mean_token_mean")
+    terms = {"it": mean, "z": hl.Term(z_loss, reduction="token_sum", weight=1e-2), "metrics": ["dead_rows", "argmax"]}
+    for memory, backend, dtype in ((16 * 140, "triton", None), ("1GiB", "torch", torch.float64)):
+        batch.inputs["advantage"].grad = None
+        call = {"segments": batch.segments, "temperature": torch.linspace(0.5, 2, ROWS), "host_read": host_read}
+        out, grads = batch.run(on(backend, **terms), dtype=dtype, memory=memory, inputs=("advantage",), **call)
+        found = [*grads, out.loss, out.facts.lse, *out.terms.values(), batch.inputs["advantage"].grad]
+        each[backend] = [x.detach().double() for x in found], {n: float(x) for n, x in out.metrics.items()}
+    assert len(reads) > 1 and settled()[: len(reads) + 1] == [*["settle_kernel"] * len(reads), "torch"]
+    for i, (x, y) in enumerate(zip(each["triton"][0], each["torch"][0], strict=True)):
+        assert float((x - y).norm()) <= (1e-2 if i < 2 else 1e-5) * float(y.norm()), i
+    assert each["triton"][1] == pytest.approx(each["torch"][1], rel=1e-3)
 
 
 @inside
@@ -122,17 +164,40 @@ def test_a_segment_objective_takes_three_products(reads):
 
 
 @inside
-def test_beyond_the_budget_chunks_hold_whole_segments(reads):
+def test_beyond_the_budget_chunks_hold_whole_segments(reads, settled):
     """Three products still, for which the host has to know the segments' lengths."""
     batch, term = Batch(), hl.Term(gspo, reduction="seq_mean_token_mean")
     few = 17 * (140 + 96)  # of logits, of gathered hidden rows and their gradient
-    same(batch, rl=term, segments=batch.segments, memory=few)
+    z = hl.Term(z_loss, weight=1e-2, reduction="token_sum")
+    same(batch, rl=term, z=z, metrics=["entropy"], segments=batch.segments, memory=few, within=1e-2)
     assert [(rows, store) for rows, _, store in reads] == [(16, True), (15, True)]
+    assert settled()[:3] == ["settle_kernel", "settle_kernel", "torch"]  # and the truth
     for memory, because in (("1GiB", ""), (few, "chunks hold whole segments")):
         source = hl.Linear(batch.hidden, batch.weight, memory=memory)
         call = CallArguments(source, batch.targets, batch.segments, None, CallOptions(), batch.inputs)
         plan, call = find_plan(on("triton", rl=term), call)
         assert read_because(plan, call.source, call.segments, chunked_because(plan, call.source)) == because
+
+
+@inside
+def test_segments_longer_than_a_chunk_are_settled_together(reads, settled):
+    """All sums first, one launch, and the products again for the gradient; without one, sums are all."""
+    batch, term = Batch(), hl.Term(gspo, reduction="seq_mean_token_mean")
+    for host_read in (True, False):
+        reads.clear()
+        before = len(settled())
+        same(batch, rl=term, segments=batch.segments, memory=7 * (140 + 96), host_read=host_read)
+        assert settled()[before : before + 2] == ["settle_kernel", "torch"]
+        assert [store for _, _, store in reads][:2] == [False, True]
+    tensors = [x.clone().requires_grad_() for x in (batch.hidden, batch.weight)]
+    call = {"segments": batch.segments, **batch.inputs}
+    for memory in ("1GiB", 17 * (140 + 96)):
+        before = len(settled())
+        with torch.no_grad():
+            out = on("triton", rl=term)(hl.Linear(*tensors, memory=memory), batch.targets, **call)
+        assert settled()[before:] == ["settle_kernel"]
+        true = on("torch", rl=term)(hl.Linear(*(x.double() for x in tensors)), batch.targets, **call)
+        torch.testing.assert_close(out.loss.double(), true.loss.detach(), rtol=1e-4, atol=1e-5)
 
 
 @inside
@@ -212,7 +277,10 @@ def test_explain_says_whose_products_run(monkeypatch):
     assert "products     the head's own" in text and "3 GEMMs" in text and "0 passes" in text
     assert "between the products one launch settles facts and losses" in text
     few = str(objective.explain(hl.Linear(batch.hidden, batch.weight, memory=16 * 140), batch.targets))
-    assert "between the products the losses run in torch" in few
+    assert "between the products one launch per chunk settles facts and losses" in few
+    meets = on("triton", it=lambda logprob: -logprob / logprob.sum())
+    text = str(meets.explain(hl.Linear(batch.hidden, batch.weight), batch.targets))
+    assert "between the products the losses run in torch" in text
     for term in (entropy_bonus, lambda sum_p2: -sum_p2 / sum_p2.sum()):  # printed, and one that is not
         text = str(on("triton", it=term).explain(hl.Linear(batch.hidden, batch.weight), batch.targets))
         assert "a term moves entropy or sum_p2" in text and "1 pass over the vocabulary (0 without grad)" in text, text

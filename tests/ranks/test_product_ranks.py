@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from interpreting import INSIDE, quicken, rerun
 from spawn import Calls, Ranks
+from test_settled_ranks import Kernels
 
 import headloss as hl
 from headloss.losses import cross_entropy, entropy_bonus, grpo, gspo, z_loss
@@ -30,6 +31,7 @@ CASES = {  # terms, whether the second rank and later ones have columns, and opt
     "rows, one rank has every column": (ROW, False, {}),
     "rows that are left out on the device, in chunks": (MOVED, True, {"memory": FEW, "host_read": False}),
     "segments, into weight.grad": (SEGMENT, True, {"weight_grad_into": "grad"}),
+    "segments in chunks, into weight.grad": (SEGMENT, True, {"weight_grad_into": "grad", "memory": FEW}),
     "rows that all meet, read again for the gradient": (BATCH, True, {"memory": FEW}),
 }
 
@@ -87,9 +89,10 @@ def on_rank(name):
     shard = hl.VocabShard(dist.group.WORLD, start, VOCAB, width=max(held))
     product_ranks.read = lambda *call, **more: reads.append(len(call[0])) or read(*call, **more)
     try:
-        with Calls() as calls:
+        with Calls() as calls, Kernels() as seen:
             options = options | {"memory": fewer(options["memory"])} if "memory" in options else options
-            return run(terms, slice(start, start + held[rank]), shard, torch.bfloat16, **options), reads, calls.count
+            found = run(terms, slice(start, start + held[rank]), shard, torch.bfloat16, **options)
+            return found, reads, calls.count, seen["settle_kernel"]
     finally:
         product_ranks.read = read
 
@@ -141,7 +144,7 @@ def test_ranks_share_a_vocabulary(size):
             metrics, loss, logprob, dhidden, dweight = run(terms, slice(0, VOCAB), None, torch.float64, **more)
             of_ranks = dweight.split(columns(size, shared))
             for found, own_dweight in zip(ranks.run(on_rank, name), of_ranks, strict=True):
-                (measured, our_loss, our_logprob, *grads), reads, collectives = found
+                (measured, our_loss, our_logprob, *grads), reads, collectives, settled = found
                 torch.testing.assert_close(our_loss.double(), loss, rtol=1e-4, atol=1e-5, msg=name)
                 torch.testing.assert_close(our_logprob.double(), logprob, rtol=1e-4, atol=1e-4, msg=name)
                 assert measured == pytest.approx(metrics, rel=2e-3, abs=1e-5), name
@@ -151,6 +154,7 @@ def test_ranks_share_a_vocabulary(size):
                 assert (len(reads) > 1) == ("memory" in options), name
                 gathers = 1 if terms is BATCH else len(reads)
                 assert collectives == {"all_gather": gathers, "all_reduce": 1}, name
+                assert settled == (0 if terms is BATCH else len(reads)), name  # in torch; else once per chunk
         if DEVICE == "cpu":
             small()
         product.SMALLEST = 0
