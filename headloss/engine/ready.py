@@ -113,7 +113,9 @@ def find_ready(plans: Plans | None, key: Any, arguments: CallArguments) -> Ready
         return None
     form, by_read = found
     ready: Ready | None = by_read.get(form.read()[0])
-    if ready is None or (ready.in_parts and not ready.backend.suits(ready.count, arguments.source.vocab)):
+    if ready is None:
+        return None
+    if ready.suits is not None and ready.suits != ready.backend.suits(ready.count, arguments.source.vocab):
         return None
     if ready.linear and not ready.may(arguments):
         return None
@@ -127,9 +129,7 @@ def make_ready(plans: Plans, key: Any, found: Found) -> Ready | None:
     y = targets.targets if isinstance(targets, Prepared) else targets
     if key is None or program is None or not plan.weights:
         return None
-    if program.by_segment and plan.kind == "row":
-        return None
-    if plan.by_token is None if not program.by_segment else teachers or not _counted(plan):
+    if plan.by_token is None if plan.kind == "row" else teachers or not _counted(plan):
         return None
     if plan.is_fp16 or plan.wants_grad or plan.elements or plans.divergences:
         return None
@@ -187,8 +187,8 @@ class Ready:
     """What calls that are alike have in common."""
 
     __slots__ = (
-        "backend", "bare", "count", "flat", "head", "held", "in_parts", "linear", "plan", "shape", "shares", "taken",
-        "their", "used", "visits", "want", "weights",
+        "backend", "bare", "count", "flat", "head", "held", "linear", "means", "plan", "shape", "shares", "suits",
+        "taken", "their", "used", "visits", "want", "weights",
     )  # fmt: skip
 
     def __init__(
@@ -199,7 +199,9 @@ class Ready:
         self.shape, self.flat = source.leading, source.tensors[0].ndim == 2
         self.count, self.used, self.linear = math.prod(self.shape), tuple(inputs), isinstance(source, Linear)
         self.head = OneChunk(source) if isinstance(source, Linear) else None
-        self.taken, self.in_parts = plan.program.inputs, plan.in_parts is not None
+        self.taken, in_parts = plan.program.inputs, plan.kind == "row" and plan.program.by_segment
+        # whether one program per row must be the faster way, or must not be; None: the rows do not decide
+        self.suits = False if in_parts else True if plan.in_parts is not None else None
         self.bare, self.their, theirs = without_tensors(source), None, None
         if isinstance(teacher, Logits):
             self.their = without_tensors(teacher)
@@ -209,12 +211,14 @@ class Ready:
         temperatures = tuple([float(source.temperature if T is None else T) for T in plan.want.temperatures])
         how = (plan.program, temperatures, source.scale, source.softcap)
         self.shares: tuple[Any, ...] = ()  # of each term whose rows meet in segments, how it is reduced
-        if plan.program.by_segment:
+        self.means = tuple([name in (plan.by_token or ()) for name in plan.weights])  # whose rows weigh 1 / tokens
+        if not plan.program.by_segment:
+            self.visits = plan.backend.Visits(*how, self.means, theirs)
+        elif in_parts:
+            self.visits = plan.backend.Settles(*how, (False,) * len(self.means))
+        else:
             self.shares = tuple([(t.reduction, t.trace.value or "row", t.length) for t in plan.terms])
             self.visits = plan.backend.Settles(*how, tuple([by_length(t) for t in plan.terms]))
-        else:
-            means = tuple([name in (plan.by_token or ()) for name in plan.weights])
-            self.visits = plan.backend.Visits(*how, means, theirs)
 
     def may(self, arguments: CallArguments) -> bool:
         """Whether every row is multiplied; else those that count are gathered first."""
@@ -317,8 +321,9 @@ class ReadyCall:
                 out_NV = None if out is None else out.view(x.shape)
                 teacher = None if teacher is None else teacher.reshape(x.shape)
         more = self._spans(targets) if ready.shares else chunk or teacher
+        mean = self.mean if ready.suits is not False else tuple([self.mean if m else 1.0 for m in ready.means])
         self.visited, self.sums, loss = ready.visits(
-            x, targets, given, self.mean, factors, weights, out_NV, self.skipped, more
+            x, targets, given, mean, factors, weights, out_NV, self.skipped, more
         )
         if begun:
             times["compiling"] = time.perf_counter() - begun

@@ -347,6 +347,38 @@ def test_few_rows_are_settled_in_one_launch(kind, how, monkeypatch):
 
 
 @inside
+@pytest.mark.parametrize("kind", ["Logits", "Linear"])
+@pytest.mark.parametrize("shape", [(17,), (3, 5)])
+def test_later_calls_of_few_rows(kind, shape, monkeypatch):
+    """They find what they launch, with the weights of their rows on the host or the device, and notice what changed."""
+    from headloss.backends.triton import sweeps, visit
+    from headloss.backends.triton.launch import Launch
+    from headloss.engine.ready import ReadyCall
+
+    few = [True]
+    monkeypatch.setattr(sweeps, "BATCH_INVARIANT", False)
+    monkeypatch.setattr(visit, "suits", lambda C, V: not few[0])
+    monkeypatch.setattr(sweeps, "_width_for", lambda C, V, block: block)
+    run, ready_run, seen = Launch.run, ReadyCall.run, []
+    monkeypatch.setattr(Launch, "run", lambda *call: seen.append(call[0].kernel.__name__) or run(*call))
+    monkeypatch.setattr(ReadyCall, "run", lambda *call: seen.append("ready") or ready_run(*call))
+    terms = {"all": everything, "z": hl.Term(z_loss, weight=1e-2, reduction="token_sum")}
+    objective = hl.Objective(**terms, metrics=["argmax", "entropy"], backend="triton")
+    for ignored, how in ((0.0, "prepared"), (0.3, "autograd"), (0.3, "masked"), (0.0, "forward_backward")):
+        problem = in_float32(oracle.problem_for(everything, kind, shape, vocab=1100, ignored=ignored))
+        tensors = {n: x for n, x in problem.tensors.items() if n != "bias"}
+        problem = oracle.replace(problem, segments=None, tensors=tensors)
+        want = oracle.answer(objective, problem)
+        for few[0] in (True, True, False, True, True):
+            seen.clear()
+            oracle.check(
+                oracle.run(objective, problem, how=how, dtype=torch.float32), want, 5e-5, what=f"{kind}, {how}"
+            )
+            assert ("settle_kernel" in seen) == few[0] != ("visit_kernel" in seen), seen
+            assert ("ready" in seen) == (kind == "Logits" or (how == "prepared" and not ignored)), (seen, how, ignored)
+
+
+@inside
 def test_many_rows_after_few(monkeypatch):
     """Both plans of one form, by turns; a loss with values per segment has none for few rows."""
     from headloss.backends.triton import sweeps, visit

@@ -21,6 +21,7 @@ from headloss.backends.triton.visit import (
     Number,
     fire,
     fire_totals,
+    forms_of,
     plan_of,
     taught_by,
     totals_launch,
@@ -125,8 +126,8 @@ class Visits:
 
 
 class Settles:
-    """Calls whose rows meet in segments, with the same in common: a sweep that reads, one launch that settles all
-    segments, a sweep that writes, and the sums of the terms.  What is given is as in `Visits`."""
+    """Calls whose rows meet in segments, or are few, with the same in common: a sweep that reads, one launch that
+    settles all segments or rows, a sweep that writes, and the sums of the terms.  What is given is as in `Visits`."""
 
     __slots__ = ("how", "known", "means", "program", "temperatures")
 
@@ -147,18 +148,19 @@ class Settles:
         raw_CV: Tensor,
         target_C: Tensor,
         inputs: tuple[Tensor, ...],
-        bases: tuple[float, ...],
+        bases: tuple[Number, ...],
         factors: tuple[float, ...],
         weights: tuple[float, ...],
         out_CV: Tensor | None,
         ignore: bool,
-        spans: Spans,
+        spans: Spans | None,
     ) -> tuple[Settled, Tensor, Tensor]:
-        """As in `Visits`; `bases` are numbers, of each term the weight of a row or of a segment."""
+        """As in `Visits`; `bases`: of each term the weight of a row or of a segment.  Without `spans` no rows meet."""
         begin = address(raw_CV) | address(raw_CV if out_CV is None else out_CV) | target_C.data_ptr() << 3
         for x in inputs:
             begin |= x.data_ptr() << 3
-        key = (ignore, out_CV is None, spans.order is None, sweeps.BATCH_INVARIANT)
+        order = None if spans is None else spans.order is None
+        key = (ignore, out_CV is None, order, sweeps.BATCH_INVARIANT, forms_of(bases))
         known = self.known.get(key)
         if known is None or begin & 127:
             return self._look(raw_CV, target_C, inputs, bases, factors, weights, out_CV, ignore, spans, key, begin)
@@ -175,12 +177,12 @@ class Settles:
         raw_CV: Tensor,
         target_C: Tensor,
         inputs: tuple[Tensor, ...],
-        bases: tuple[float, ...],
+        bases: tuple[Number, ...],
         factors: tuple[float, ...],
         weights: tuple[float, ...],
         out_CV: Tensor | None,
         ignore: bool,
-        spans: Spans,
+        spans: Spans | None,
         key: Any,
         begin: int,
     ) -> tuple[Settled, Tensor, Tensor]:

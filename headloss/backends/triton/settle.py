@@ -20,7 +20,7 @@ from headloss.backends.triton.kernels.settle import settle_kernel
 from headloss.backends.triton.launch import Launch, by_identity, place
 from headloss.backends.triton.printer.segments import SegmentProgram
 from headloss.backends.triton.tiles import LAUNCH, plain_temperature
-from headloss.backends.triton.visit import Number, _forms, as_number, kinds_of
+from headloss.backends.triton.visit import Number, as_number, forms_of, kinds_of
 from headloss.backends.triton.visited import Visited
 
 BLOCK, WARPS = 256, 4  # fixed, so that the sums of a segment do not depend on what stands around it
@@ -109,7 +109,7 @@ class Settling:
         )
         self.given = Given(given[0], (), *given[1:], program.numbers, (), float(vocab), 1.0, 1.0, 1.0, 1.0)
         means = tuple([weights.means[name] for name in program.terms])
-        forms = _forms((*given[0], *given[1], *given[2], *given[3]))
+        forms = forms_of((*given[0], *given[1], *given[2], *given[3]))
         form = (forms, means, ignore, gradient, spans and spans.order is None, targets is None, ranks > 1)
         if form not in self.plan.variants:
             self.plan.variants[form] = _variant(self.plan, given, means, spans, ignore, gradient, ranks > 1)
@@ -140,13 +140,13 @@ def _runs(rows: int) -> int:
 
 
 def settle_all(
-    known: tuple[Any, ...], sums_FC: Tensor, targets: Tensor | None, spans: Spans, given: Given
+    known: tuple[Any, ...], sums_FC: Tensor, targets: Tensor | None, spans: Spans | None, given: Given
 ) -> tuple[Settled, Tensor | None]:
     """A call like one that was made as a `Settling`: its plan, its kernel, whether it makes a gradient, how many groups
-    there are, and its sizes.  All segments at once."""
+    there are, and its sizes.  All segments or rows at once."""
     plan, _, _, groups, (C, *_) = known
     settled = _room(plan, C, groups, sums_FC.device, torch.zeros)
-    return settled, _fire(known, settled, sums_FC, targets, spans, given)
+    return settled, _fire(known, settled, sums_FC, targets, spans or _NOWHERE, given)
 
 
 def _fire(

@@ -140,7 +140,7 @@ def visit(
         layout = (
             x.dtype, V, x.stride(), None if out_CV is None else y.stride(), y is x, vocab,
             None if target is None else (target.dtype, target.stride(), target.data_ptr() & 15), ignore, scale, softcap,
-            start, shape, _forms((*given_T, *inputs, *bases, *factors)),
+            start, shape, forms_of((*given_T, *inputs, *bases, *factors)),
             (taught.form, z.dtype, z.stride(), taught.aligned) if teachers else None,
         )  # fmt: skip
         kernel, places = plan.layouts.get(layout, (None, ()))
@@ -164,7 +164,7 @@ def visit(
             tuple([(raw.x_CV if p is None else p).data_ptr() & 15 == 0 for p in pointers]),
             None if target is None else target.dtype, None if valid_C is None else valid_C.dtype,
             ignore, out_CV is None, scale != 1.0, softcap is not None,
-            _forms(given_T), _forms(inputs), _forms(bases), _forms(factors),
+            forms_of(given_T), forms_of(inputs), forms_of(bases), forms_of(factors),
             taught.form and (*taught.form, z.dtype, vector_along(raw, theirs), vector_along(out, theirs)),
         )  # fmt: skip
         kernel = plan.variants.get(form)
@@ -242,7 +242,7 @@ class Form(NamedTuple):
     forward: bool
     scaled: bool
     capped: bool
-    temperatures: tuple[Any, ...]  # see `_forms`
+    temperatures: tuple[Any, ...]  # see `forms_of`
     inputs: tuple[Any, ...]
     bases: tuple[Any, ...]
     factors: tuple[Any, ...]
@@ -281,7 +281,7 @@ def taught_by(plan: Plan, V: int, teacher: TeacherChunk) -> Taught:
     wholes = tuple([teacher.whole[i] for i in plan.flags["MEET_OF"]]) if plan.flags["WHOLE"] else ()  # -1: any
     return Taught(
         x_CV, None, None, given, float(teacher.scale), cap,
-        (_forms(given), teacher.scale != 1.0, teacher.softcap is not None, _forms(wholes)), wholes,
+        (forms_of(given), teacher.scale != 1.0, teacher.softcap is not None, forms_of(wholes)), wholes,
     )  # fmt: skip
 
 
@@ -308,7 +308,7 @@ def _variant(plan: Plan, form: Form) -> Launch:
 
 
 def _kinds(forms: tuple[Any, ...], per_row: bool = False) -> tuple[Any, ...]:
-    """`kinds_of` from what `_forms` noted; or whether there is one per row."""
+    """`kinds_of` from what `forms_of` noted; or whether there is one per row."""
     kinds = tuple([form if form == -1 else form[0] for form in forms])
     return tuple(n >= 0 for n in kinds) if per_row else kinds
 
@@ -355,7 +355,7 @@ _COUNT = Launch(count_kernel, {"B": 4096, "num_warps": 16, **LAUNCH})
 
 def totals_launch(first: int, weights: tuple[Number, ...]) -> Launch:
     """The kernel of `totals`: where the first term's numbers are, and the terms' weights."""
-    return _totals(first, _forms(weights))
+    return _totals(first, forms_of(weights))
 
 
 @functools.lru_cache(256)
@@ -379,7 +379,7 @@ def as_number(x: Number, device: torch.device) -> Number:
     return x.contiguous() if x.ndim else x
 
 
-def _forms(xs: Sequence[Number]) -> tuple[Any, ...]:
+def forms_of(xs: Sequence[Number]) -> tuple[Any, ...]:
     """Of a number -1; of a tensor all that a compiled kernel depends on."""
     return tuple([(x.ndim, x.dtype, x.data_ptr() & 15 == 0) if isinstance(x, Tensor) else -1 for x in xs])
 
