@@ -233,4 +233,27 @@ def test_kernels(terms: Any, rows: int, monkeypatch: pytest.MonkeyPatch) -> None
     assert recipe.read(text).visited == ("js" in terms)
 
 
+@inside
+def test_kernels_of_float16_segments() -> None:
+    """Settled in a launch, and written in the backward, when the scale of the loss is known."""
+    torch.manual_seed(0)
+    plain, targets = torch.randn(12, 7).half(), torch.randint(7, (12,))
+    segments = hl.Segments.from_ids(torch.arange(12) // 6)
+    objective = hl.Objective(it=lambda logprob, segments: -segments.mean(logprob) * 1e-3, backend="triton")
+
+    def step(z: Tensor) -> Tensor:
+        return objective(hl.Logits(z), targets, segments=segments, num_items=10**4).loss
+
+    half, exact = plain.clone().requires_grad_(), plain.double().requires_grad_()
+    loss = torch.compile(step, backend="aot_eager", fullgraph=True)(half)
+    want = -exact.log_softmax(-1)[torch.arange(12), targets].sum() * 1e-7
+    torch.testing.assert_close(loss.double(), want, rtol=1e-4, atol=0)
+    (loss * 2**16).backward()
+    (want * 2**16).backward()
+    assert exact.grad is not None and half.grad is not None
+    torch.testing.assert_close(half.grad.double(), exact.grad, rtol=4e-3, atol=4e-6)
+    (text,) = spec._FORMS
+    assert not recipe.read(text).visited
+
+
 test_under_the_interpreter = interpreted(__file__, "-k", "test_kernels")

@@ -57,7 +57,7 @@ class TermsOnRows:
         self.values: dict[str, Tensor] = {}
         self.metrics: dict[str, Metric] = {}
         # fp16 logits get their gradient before the loss scale is known: write order 1, and scale in float32
-        self.narrow = source.narrow or (plan.is_fp16 and plan.program is not None)
+        self.narrow = source.narrow or (plan.is_fp16 and plan.program is not None and not plan.waits)
         self.watched = torch.is_grad_enabled()
         if rows.segments is not None and rows.segments.group is not None:
             for t in self.terms:  # now, at the same place on all ranks: one without rows has no chunks

@@ -94,7 +94,8 @@ class Weighed:
     normaliser: Tensor | None = None
     bases: dict[str, float | Tensor]  # of each term, the weight of a row, or of each
 
-    def __init__(self, loss: TermsOnRows, backend: ModuleType, by_segment: bool = False) -> None:
+    def __init__(self, loss: TermsOnRows, backend: ModuleType, by_segment: bool = False, grad: bool = True) -> None:
+        """`grad`: whether the program leaves a gradient."""
         self.loss, self.backend, self.by_segment = loss, backend, by_segment
         scale, weights, by_token = loss.grad_scale, loss.weights, loss.plan.by_token
         if by_token is None:
@@ -107,7 +108,7 @@ class Weighed:
         self.factors = weights
         if type(scale) is not float or scale != 1.0:
             self.factors = {name: weight * scale for name, weight in weights.items()}
-        if loss.narrow:
+        if loss.narrow and grad:
             self._normalise()
 
     def _base(self, term: Planned) -> float | Tensor:

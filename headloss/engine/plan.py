@@ -98,6 +98,11 @@ class Plan(NamedTuple):
     kept: bool = False  # each row has a support
     settles: Any = None  # the terms printed for a launch between the head's own products, where those can be
 
+    @property
+    def waits(self) -> bool:
+        """Whether the gradient has to know the scale of the loss: in float16, rows of a long segment weigh little."""
+        return self.is_fp16 and self.kind == "segment"
+
     def without_program(self, reason: str) -> Plan:
         plan = self._replace(program=None, reason=reason, in_parts=None)
         return plan if self.read_because else plan._replace(read_because=_mixing(plan))
@@ -139,13 +144,13 @@ def make_plan(
         program, reason = _print_terms(objective, calls, source, teachers, traces, shapes, want, kind)
     times = {"tracing": traced - begun, "printing": time.perf_counter() - traced}
     if program is not None and program.by_segment:
-        apart = _apart(source, segments, kind) or _alone(program, kind)
+        apart = _apart(segments) or _alone(program, kind)
         program, reason = (None, apart) if apart else (program, reason)
     if program is not None and any(_is_narrow(teachers[name], source) for name in want.teachers):
         program, reason = None, "the teacher has fewer columns than the student"
     settles = program if program is not None and program.by_segment else None
     own = not kept and _own_products(objective, source)
-    if program is not None and settles is None and own and not _apart(source, segments, kind):
+    if program is not None and settles is None and own and not _apart(segments):
         settles, _ = _print_terms(objective, calls, source, teachers, traces, shapes, want, kind, between=True)
     terms = objective.terms
     planned = tuple(
@@ -166,9 +171,7 @@ def make_plan(
         plan = plan._replace(read_because=_mixing(plan))
     if program is not None and not program.by_segment and not kept:
         asked = _to_print(calls, traces, want, {**shapes, **_ids(source, teachers)})  # and no tensor of this call
-        plan = plan._replace(
-            in_parts=functools.cache(functools.partial(_in_parts, plan, asked, _apart(source, segments, kind)))
-        )
+        plan = plan._replace(in_parts=functools.cache(functools.partial(_in_parts, plan, asked, _apart(segments))))
     return plan
 
 
@@ -317,13 +320,9 @@ def _ids(source: Source, teachers: Mapping[str, Teacher]) -> dict[str, Shape]:
     }
 
 
-def _apart(source: Source, segments: Segments | None, kind: str) -> str:
+def _apart(segments: Segments | None) -> str:
     """Why rows or segments cannot be settled in one launch."""
-    if segments is not None and segments.group is not None:
-        return "segments lie on several ranks"
-    if kind == "segment" and (source.narrow or source.tensors[0].dtype == torch.float16):
-        return "in float16 the gradient is scaled by the largest cotangent"
-    return ""
+    return "segments lie on several ranks" if segments is not None and segments.group is not None else ""
 
 
 def _alone(program: Any, kind: str) -> str:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headloss.engine.heads import scale_grads
 from headloss.engine.loss import TermsOnRows
 from headloss.engine.one_launch import Launched, Weighed, by_length
 from headloss.engine.product import ProductSweep
@@ -69,16 +70,15 @@ def settle(sweep: Sweep, loss: TermsOnRows, needs: tuple[bool, ...]) -> Launched
 
     Over a shard that is what a call without a gradient does too: its sums travel together.
     """
-    shard, grad = sweep.source.shard, True in needs and bool(loss.chunks)
+    shard, grad = sweep.source.shard, True in needs and bool(loss.chunks) and not loss.plan.waits
     chunks = loss.chunks if grad or shard is None else None
     weighed, settling = _open(sweep, loss, grad, sweep.program, chunks or ())
     if chunks:
-        head = sweep.open_head(needs, chunks)
+        head, bound = sweep.open_head(needs, chunks), None
         for block, sums in _ahead(sweep, head, chunks):
-            _visit(sweep, head, block, settling, sums, grad)
-        return Launched(
-            weighed.report(settling.settled), settling.settled, sweep.grads(head) if grad else None, weighed.normaliser
-        )
+            bound = _visit(sweep, head, block, settling, sums, grad, bound)
+        grads = scale_grads(sweep.grads(head), bound, sweep.backend) if grad else None
+        return Launched(weighed.report(settling.settled), settling.settled, grads, weighed.normaliser)
     head = sweep._open()
     sums = torch.cat([_sums(sweep, block) for block in sweep._blocks(head)], 1)
     if shard is not None:
@@ -88,7 +88,7 @@ def settle(sweep: Sweep, loss: TermsOnRows, needs: tuple[bool, ...]) -> Launched
 
 
 def _open(sweep: Sweep, loss: TermsOnRows, grad: bool, program: Any, chunks: Sequence[Chunk]) -> tuple[Weighed, Any]:
-    weighed = Weighed(loss, sweep.backend, by_segment=loss.plan.kind == "segment")
+    weighed = Weighed(loss, sweep.backend, by_segment=loss.plan.kind == "segment", grad=grad)
     backend, rows, everything = sweep.backend, sweep.rows, slice(0, sweep.rows.count)
     segments, stats, shard = rows.segments, rows.stats, sweep.source.shard
     ignore = rows.skipped or rows.valid is not None
@@ -126,19 +126,30 @@ def _ahead(sweep: Sweep, head: Any, chunks: Sequence[Chunk]) -> Iterator[tuple[B
         yield block, gathering.gathered()
 
 
-def _visit(sweep: Sweep, head: Any, block: Block, settling: Any, sums: Tensor, grad: bool) -> None:
+def _visit(
+    sweep: Sweep, head: Any, block: Block, settling: Any, sums: Tensor, grad: bool, bound: Tensor | None
+) -> Tensor | None:
+    """The gradient of a chunk; `bound`: what those before it are divided by, and then this one too."""
     part = block.part
     rows_FC = settling.settle(sums, part.start, block.chunk.segments)
     if not grad:
-        return
+        return None
     out_CV, program = head.grad_buffer(block.numbers, block.raw_CV), sweep.program
     used = [i for i, there in enumerate(program.there) if any(there)]
+    if sweep.source.narrow and settling.spans is not None:
+        bound = sweep.bounded(head, {f: x[part] for f, x in settling.settled.cotangents.items()}, bound)
+        first = 2  # after the maximum and the first log_sum
+        for i in used:
+            last = first + sum(program.there[i])
+            rows_FC[first:last] /= bound
+            first = last + 1
     temperatures = sweep._temperatures(part)
     sweep.backend.pull_rows(
         block.raw_CV, sweep.marked_targets(part), rows_FC, [program.there[i] for i in used],
         [temperatures[i] for i in used], out_CV, start=sweep._start, **sweep._transform(),
     )  # fmt: skip
     sweep._hand_on(head, block.chunk, block.numbers, out_CV)
+    return bound
 
 
 def _sums(sweep: Sweep, block: Block) -> Tensor:

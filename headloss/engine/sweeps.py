@@ -164,21 +164,20 @@ class Sweep:
             by_fact, by_input = cotangents(chunk, facts)
             pulled = by_fact
             if self.source.narrow and by_fact:
-                before, bound = bound, beyond_fp16(by_fact, bound)
-                if before is not None:
-                    made = Grads(None, head.dhidden_ND, head.dweight_VD, head.dbias_V)
-                    scale_grads(made, before / bound, self.backend)
+                bound = self.bounded(head, by_fact, bound)
                 pulled = {f: g / bound for f, g in by_fact.items()}
             self._pull(head, block, softmax, facts, pulled)
             seen.append((facts, softmax, by_fact, by_input))
         facts_, softmax_, by_fact_, by_input_ = zip(*seen, strict=True)
-        return (
-            concatenate_each(facts_),
-            join(*softmax_),
-            concatenate_each(by_fact_),
-            concatenate_each(by_input_),
-            scale_grads(self.grads(head), bound, self.backend),
-        )
+        found = concatenate_each(facts_), join(*softmax_), concatenate_each(by_fact_), concatenate_each(by_input_)
+        return *found, scale_grads(self.grads(head), bound, self.backend)
+
+    def bounded(self, head: Any, by_fact: Mapping[Fact, Tensor], before: Tensor | None) -> Tensor:
+        """What a chunk's cotangents are divided by, see `beyond_fp16`; so is what was made before it."""
+        bound = beyond_fp16(by_fact, before)
+        if before is not None:
+            scale_grads(Grads(None, head.dhidden_ND, head.dweight_VD, head.dbias_V), before / bound, self.backend)
+        return bound
 
     def open_head(self, needs: tuple[bool, ...], chunks: Sequence[Chunk]) -> Any:
         """The source, open for a visit of these chunks."""

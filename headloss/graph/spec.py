@@ -212,7 +212,8 @@ def in_one_launch(recipe: Recipe, terms: Terms | None) -> bool:
     with _outside():
         args, targets, of = _stand_in(recipe, terms, FakeTensorMode())
         found = find(of or terms, arguments_of(args, targets, True))
-    return found.form.plans[found.read][0].program is not None
+    plan = found.form.plans[found.read][0]
+    return plan.program is not None and not plan.waits
 
 
 _SIZES = tuple(2 * n for n in (17, 19, 23, 29, 31, 37, 41, 43))  # of which no two are alike, and few are anybody's

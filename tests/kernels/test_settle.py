@@ -229,12 +229,9 @@ def test_transforms_and_facts_at_two_temperatures(kind):
 @inside
 def test_reasons():
     problem = in_float32(oracle.problem_for(gspo, "Logits", (11,)))
-    objective = hl.Objective(rl=gspo, backend="triton")
     explain = lambda o, source, **more: (
         o.explain(source, problem.targets, segments=problem.segments, **problem.inputs, **more).launches
     )
-    half = hl.Logits(problem.tensors["logits"].half())
-    assert explain(objective, half).endswith("(in float16 the gradient is scaled by the largest cotangent)")
     whole = hl.Logits(problem.tensors["logits"].float())
     taught = hl.Objective(rl=gspo, kd=forward_kl, backend="triton")
     assert explain(taught, whole, teacher=whole).endswith("(segments and a teacher)")
@@ -248,6 +245,58 @@ def test_reasons():
     assert launches(hl.Objective(it=lengthy, backend="triton"), oracle.replace(problem, inputs={})) == SETTLES
     reason = launches(hl.Objective(it=counted, backend="triton"), oracle.replace(problem, inputs={}))
     assert "metric 'it/rows'" in reason
+
+
+def meeting(logprob, warm, slope, segments):
+    return -segments.mean(logprob) * slope + segments.mean(warm) * slope / 9
+
+
+@inside
+@pytest.mark.parametrize("way", ["scaler", "direct", "known", "again"])
+@pytest.mark.parametrize("kind", ["Logits", "chunks", "one chunk", "longer than a chunk"])
+def test_float16(kind, way):
+    """A mean over many rows underflows, and slopes overflow, unless scaled; later chunks have larger ones."""
+    N, V = 24, 33
+    ids = torch.arange(N) // 6
+    targets, segments = torch.arange(N), hl.Segments.from_ids(ids, 4)
+    targets[[1, 8, 9]] = -100
+    it = hl.Term(meeting, facts={"warm": ("lse", 2.0)})
+    objective = hl.Objective(it=it, z=hl.Term(z_loss, weight=1e-3), backend="triton")
+    small = torch.full((N,), 1e-3)
+    large = 10.0 ** (2.0 + ids)  # beyond what float16 holds
+    for slope, items, up in ((small, 10**5, 2.0**16), (large, 10, 1.0)):
+        raw = [torch.randn(N, V)] if kind == "Logits" else [torch.randn(N, 8), torch.randn(V, 8)]
+        raw = [x.half() for x in raw]
+        leaves, exact = ([x.detach().to(d).requires_grad_() for x in raw] for d in (torch.float16, torch.float64))
+        rows = {"chunks": 13, "longer than a chunk": 4}.get(kind, N)
+        more = {} if kind == "Logits" else {"memory": rows * (2 * 40 + 32 + 16)}
+        source = (hl.Logits if kind == "Logits" else hl.Linear)(*leaves, **more)
+        call = {"segments": segments, "slope": slope, "num_items": items}
+        assert objective.explain(source, targets, segments=segments, slope=slope).launches == SETTLES
+        z = exact[0] if kind == "Logits" else exact[0] @ exact[1].T
+        live = targets >= 0
+        logp = z.log_softmax(-1)[torch.arange(N), targets.clamp(min=0)]
+        logp = (logp - (z / 2).logsumexp(-1) / 9).masked_fill(~live, 0)
+        mean = torch.zeros(4).double().index_add(0, ids, logp) / torch.zeros(4).double().index_add(
+            0, ids, live.double()
+        )
+        value = (-mean[ids] * slope.double() + 1e-3 * z.logsumexp(-1) ** 2)[live].sum() / items
+        (value * up).backward()
+        if way == "direct":
+            out = objective.forward_backward(source, targets, grad_scale=up, **call)
+            grads = [x for x in out.grads if x is not None]
+        else:
+            out = objective(source, targets, grad_scale=up if way == "known" else 1.0, **call)
+            (out.loss * (1.0 if way == "known" else up)).backward(retain_graph=way == "again")
+            if way == "again":
+                leaves[0].grad = None
+                (out.loss * up).backward()
+                for x in leaves[1:]:
+                    x.grad /= 2
+            grads = [x.grad for x in leaves]
+        torch.testing.assert_close(out.loss.double(), value.detach(), rtol=1e-3, atol=1e-9)
+        for x, y in zip(grads, exact, strict=True):
+            assert float((x.double() - y.grad).norm()) <= 4e-3 * float(y.grad.norm()), (kind, items)
 
 
 class Dispatched(TorchDispatchMode):
