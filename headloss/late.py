@@ -40,7 +40,7 @@ class Copy:
                 self._start(x)
 
     def _start(self, x: Tensor) -> None:
-        self.host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+        self.host = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True)
         self.host.copy_(x, non_blocking=True)
         self.event = torch.cuda.Event()
         self.event.record()
@@ -80,7 +80,10 @@ class Landing:
     __slots__ = ("device", "host", "seen")
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.host = device, torch.empty(3, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self.device, self.host = (
+            device,
+            torch.empty(3, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda"),
+        )
         self.seen = (ctypes.c_int64 * 3).from_address(self.host.data_ptr())
 
     def is_here(self) -> bool:

@@ -82,7 +82,7 @@ def from_dataset(batch: Mapping[str, Any], *, rows: int | None = None, device: A
     if rows is not None and rows < longest:
         raise ValueError(f"rows: {rows}, but a sequence has {longest} tokens")
     T = rows or longest
-    ids, found = torch.full((len(lines), T, K), -1), torch.full((len(lines), T, K), -math.inf)
+    ids, found = (torch.full((len(lines), T, K), x, device="cpu") for x in (-1, -math.inf))
     for b, (own, logs, counts) in enumerate(lines):
         if own.shape[1] != K:
             raise ValueError(f"target_token_ids: sequence {b} has {own.shape[1]} ids per token, the first has {K}")
@@ -107,7 +107,9 @@ def _line(number: int, columns: Mapping[str, Any]) -> list[Tensor]:
     found: list[Tensor] = []
     for name, x in columns.items():
         try:
-            found.append(torch.as_tensor(x[0], dtype=torch.float32 if name == "target_logprobs" else None))
+            found.append(
+                torch.as_tensor(x[0], dtype=torch.float32 if name == "target_logprobs" else None, device="cpu")
+            )
         except (IndexError, TypeError, ValueError, RuntimeError):
             raise ValueError(f"{name}: sequence {number} has no K numbers for each of its tokens") from None
         if found[-1].ndim != 2 or found[-1].shape != found[0].shape:
@@ -178,11 +180,11 @@ def _pack(
             raise ValueError(f"rows: {rows}, but {label} has {length} tokens")
     T = longest if rows is None else rows
     K = max([1, *(len(row) for by_row in found for row in by_row.values())])
-    ids, logprobs = torch.full((len(found), T, K), -1), torch.full((len(found), T, K), -math.inf)
+    ids, logprobs = (torch.full((len(found), T, K), x, device="cpu") for x in (-1, -math.inf))
     for b, by_row in enumerate(found):
         for t, row in by_row.items():
-            ids[b, t, : len(row)] = torch.tensor([token for _, token in row])
-            logprobs[b, t, : len(row)] = torch.tensor([x for x, _ in row], dtype=torch.float32)
+            ids[b, t, : len(row)] = torch.tensor([token for _, token in row], device="cpu")
+            logprobs[b, t, : len(row)] = torch.tensor([x for x, _ in row], dtype=torch.float32, device="cpu")
     ids, logprobs = (x[0] if single else x for x in (ids, logprobs))
     return ids.to(device), logprobs.to(device)
 

@@ -829,6 +829,8 @@ FAULTS = [
     Fault("late.py", "while _PENDING and (wait or _PENDING[0][0].is_here()):", "while False:", "late checks never run", WAITING),
     Fault("late.py", "    check_pending(wait=True)\n    except", "    pass\n    except", "what is wrong with the last call of a process is lost", WAITING),
     Fault("late.py", "if len(_PENDING) > MOST_PENDING:", "if False:", "late checks pile up", WAITING),
+    Fault("late.py", 'dtype=x.dtype, device="cpu", pin_memory', "dtype=x.dtype, pin_memory", "a default device takes what the host is to read", ("tests/test_default_device.py",)),
+    Fault("checks/leaves.py", ', device="cpu").to(x) * 2', ").to(x) * 2", "verify draws on the default device", ("tests/test_default_device.py",)),
     Fault("metrics.py", "        check_pending(wait=True)\n", "", "a meter does not say that its numbers are of wrong targets", WAITING),
     Fault("engine/plan.py", '        return f"term {next(t.name for t in terms if t.trace.kind == \'batch\')!r} must not see ignored rows"', '        return ""', "a loss over the batch sees ignored rows", WAITING),
     Fault("labels.py", "labels if labels.dtype.is_signed else wide", "labels", "shift_labels: the last target of unsigned labels is a token", INTEGERS),

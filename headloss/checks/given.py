@@ -131,7 +131,9 @@ def alone(teacher: Any, logits: Callable[[Any], Tensor], rows: Callable[[Tensor]
     found = torch.zeros((), device=route.device)
     for i, t in enumerate(teacher.teachers.values()):
         found = torch.where((route == i)[:, None], logits(t), found)
-        temperature = torch.where(teacher.route == i, torch.as_tensor(t.temperature).to(temperature), temperature)
+        temperature = torch.where(
+            teacher.route == i, torch.as_tensor(t.temperature, device=temperature.device).to(temperature), temperature
+        )
     return found, SimpleNamespace(temperature=temperature)
 
 

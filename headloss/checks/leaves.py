@@ -32,6 +32,6 @@ def nudged_leaves(given: Given, wide: torch.dtype, dtype: torch.dtype) -> dict[s
     side = torch.Generator().manual_seed(0)
     leaves = leaves_of(given, wide)
     for x in leaves.values():
-        up = torch.randint(2, x.shape, generator=side).to(x) * 2 - 1
+        up = torch.randint(2, x.shape, generator=side, device="cpu").to(x) * 2 - 1
         x.data.mul_(1 + up * 4 * torch.finfo(dtype).eps)
     return leaves

@@ -180,9 +180,13 @@ def _cut(given: Given, most: int) -> tuple[Given, str]:
     source, targets, segments, pairs = given.source, given.targets, given.segments, given.inputs.get("pairs")
     N = torch.Size(source.leading).numel()
     device = source.device
-    valid = torch.ones(N, dtype=torch.bool) if targets is None else (targets != IGNORE).reshape(-1).cpu()
+    valid = torch.ones(N, dtype=torch.bool, device="cpu") if targets is None else (targets != IGNORE).reshape(-1).cpu()
     if segments is None:
-        keep = torch.arange(N) if most >= N else torch.linspace(0, N - 1, most).round().long().unique()
+        keep = (
+            torch.arange(N, device="cpu")
+            if most >= N
+            else torch.linspace(0, N - 1, most, device="cpu").round().long().unique()
+        )
         while len(keep) > 2 and _confused(keep, valid, given, 0):
             keep = keep[:-1]
         told = f"{len(keep)} of {N} rows" if len(keep) < N else f"all {N} rows"
@@ -190,7 +194,7 @@ def _cut(given: Given, most: int) -> tuple[Given, str]:
     ids = segments.ids.reshape(-1).cpu()
     order = list(range(segments.num_segments)) if pairs is None else pairs.reshape(-1).tolist()
     chosen = _choose(dict.fromkeys(order), ids, valid, given, most)
-    keep = torch.isin(ids, torch.tensor(chosen)).nonzero()[:, 0]
+    keep = torch.isin(ids, torch.tensor(chosen, device="cpu")).nonzero()[:, 0]
     whole = len(keep) == N and len(chosen) == segments.num_segments
     told = f"{len(keep)} of {N} rows, {len(chosen)} of {segments.num_segments} segments"
     return (given if whole else _taken(given, keep.to(device), chosen)), told
@@ -206,7 +210,7 @@ def _choose(order: Any, ids: Tensor, valid: Tensor, given: Given, most: int) -> 
         step = order[i : i + together]
         size = sum(sizes[s] for s in step)
         if chosen and rows + size > most:
-            keep = torch.isin(ids, torch.tensor(chosen)).nonzero()[:, 0]
+            keep = torch.isin(ids, torch.tensor(chosen, device="cpu")).nonzero()[:, 0]
             if not _confused(keep, valid, given, len(chosen)):
                 break
         if size:

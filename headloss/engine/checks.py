@@ -162,7 +162,7 @@ def check_elements(want: Want) -> None:
                 f"support: {fact.name!r} is a fact of logits themselves, not of their softmax over kept columns; leave "
                 f'it out, or give its term support="all"'
             )
-    low = torch.full((1,), -2.0e4, dtype=torch.float64)
+    low = torch.full((1,), -2.0e4, dtype=torch.float64, device="cpu")
     for element in dict.fromkeys(f.element for f in want.facts if f.element is not None):
         if not ours(element.fn) and bool((element.value(low, low / 2) != 0).any()):
             raise ValueError(

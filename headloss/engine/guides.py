@@ -148,7 +148,7 @@ class RoutedRows(DenseTeacherRows):
         if any(isinstance(x.temperature, Tensor) or x.temperature != first.temperature for x in each):
             T_R = torch.ones(rows.count, device=route.device)
             for i, x in enumerate(each):
-                T_R = torch.where(self.route_R == i, torch.as_tensor(x.temperature).to(T_R), T_R)
+                T_R = torch.where(self.route_R == i, torch.as_tensor(x.temperature, device=T_R.device).to(T_R), T_R)
             self.temperature = T_R
 
     @property
@@ -210,7 +210,7 @@ class RoutedRows(DenseTeacherRows):
         for guide in self.each:
             guide.strip()
         self.teacher, self.temperature = self.each[0].teacher, 1.0
-        self.route = self.route_R = torch.empty(0)
+        self.route = self.route_R = torch.empty(0, device="cpu")
 
     def whole(self, tensors: Mapping[str, Tensor], source: Source, rows: Rows) -> RoutedRows:
         each = []

@@ -114,7 +114,7 @@ def _check_narrow(name: str, work: torch.dtype, operands: Iterable[Operand]) -> 
         if x.number is None:
             fits = x.dtype == work or (torch.promote_types(x.dtype, work) == work and x.dtype.itemsize == 1)
         elif work.is_floating_point:
-            fits = name in _ROUNDED_LATER or float(torch.tensor(x.number, dtype=work)) == x.number
+            fits = name in _ROUNDED_LATER or float(torch.tensor(x.number, dtype=work, device="cpu")) == x.number
         else:
             fits = torch.iinfo(work).min <= x.number <= torch.iinfo(work).max
         if not fits:
