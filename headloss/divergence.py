@@ -35,6 +35,7 @@ from headloss.trace.keys import Same
 from headloss.trace.reads import Reads, ours, reads
 from headloss.trace.signature import function_name
 
+Lazy = Callable[[], Tensor]
 TAILS = ("bucket", "none", "renormalise")
 
 
@@ -124,6 +125,53 @@ class Element:
                 (slope,) = torch.autograd.grad(value, leaf, torch.ones_like(value))
         return value.detach(), torch.zeros_like(logp) if slope is None else slope
 
+    def sum_and_slope(self, logp: Lazy, logq: Lazy, p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+        """The sum over the columns, and the slopes, where p and q are known: our own functions need no exponentials."""
+        followed = (
+            torch._C._is_torch_function_enabled()
+        )  # not where a compiler traces us: `_Log` would be what it holds
+        if not ours(self.fn) or not followed or torch.is_inference_mode_enabled():
+            value, slope = self.value_and_slope(logp(), logq())
+            return value.sum(-1), slope
+        with torch.enable_grad():
+            p_leaf = p.detach().requires_grad_()
+            mine, theirs = _Log.of(p_leaf, lambda: logp().requires_grad_()), _Log.of(q, logq)
+            value = self.fn(mine, theirs, **self.options).sum(-1)
+            if not value.requires_grad:
+                return value.detach(), torch.zeros_like(p)
+            leaves = (p_leaf, *mine.made)
+            by_p, *rest = torch.autograd.grad(value, leaves, torch.ones_like(value), allow_unused=True)
+        by_log = rest[0] if rest else None
+        slope = None if by_p is None else by_p.mul(p)
+        slope = slope if by_log is None else by_log if slope is None else slope.add_(by_log)
+        return value.detach(), torch.zeros_like(p) if slope is None else slope
+
+
+class _Log(Tensor):
+    """A logarithm whose exponential is known and which is made when a function asks for anything else."""
+
+    known: Tensor
+    make: Lazy
+    made: list[Tensor]
+
+    @staticmethod
+    def of(known: Tensor, make: Lazy) -> _Log:
+        x = known.detach().as_subclass(_Log)
+        x.known, x.make, x.made = known, make, []
+        return x
+
+    def plain(self) -> Tensor:
+        if not self.made:
+            self.made.append(self.make())
+        return self.made[0]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.exp:
+            return args[0].known
+        plain = lambda x: x.plain() if isinstance(x, _Log) else x
+        return func(*map(plain, args), **{k: plain(x) for k, x in (kwargs or {}).items()})
+
 
 # what each function read when it was last checked
 _CHECKED: weakref.WeakKeyDictionary[Callable[..., Any], Any] = weakref.WeakKeyDictionary()
@@ -135,21 +183,24 @@ def sparse_loss(fn: Callable[..., Any], tail: str) -> Callable[..., Any]:
 
 
 def _over_ids(fn: Callable[..., Any], tail: str) -> Callable[..., Any]:
-    def loss(ids_logprob, tail_logprob, teacher_ids, teacher_logprob, **options):  # type: ignore[no-untyped-def]
+    def ids(ids_logprob, teacher_ids, teacher_logprob, **options):  # type: ignore[no-untyped-def]
         held = teacher_ids >= 0
         logp = torch.where(held, ids_logprob, 0.0).clamp(min=FLOOR)
         logq = torch.where(held, teacher_logprob, 0.0).clamp(min=FLOOR)
         value = torch.where(held, fn(logp, logq, **options), 0.0).sum(-1)
         mass = torch.where(held, logq.exp(), 0.0).sum(-1)
-        if tail == "bucket":
-            left = torch.log1p(-mass.clamp(max=1.0))
-            rounding = math.log(torch.finfo(mass.dtype).eps)  # a mass of 1 is 1 up to that: it rules out no tail
-            left = torch.where(tail_logprob > FLOOR, left.clamp(min=rounding), left.clamp(min=FLOOR))
-            value = value + fn(tail_logprob.clamp(min=FLOOR), left, **options)
         student = torch.where(held, logp.exp(), 0.0).sum(-1)
         return value, {"student_mass": student, "teacher_mass": mass}
 
-    return loss
+    def bucket(ids_logprob, tail_logprob, teacher_ids, teacher_logprob, **options):  # type: ignore[no-untyped-def]
+        value, masses = ids(ids_logprob, teacher_ids, teacher_logprob, **options)
+        mass = masses["teacher_mass"]
+        left = torch.log1p(-mass.clamp(max=1.0))
+        rounding = math.log(torch.finfo(mass.dtype).eps)  # a mass of 1 is 1 up to that: it rules out no tail
+        left = torch.where(tail_logprob > FLOOR, left.clamp(min=rounding), left.clamp(min=FLOOR))
+        return value + fn(tail_logprob.clamp(min=FLOOR), left, **options), masses
+
+    return bucket if tail == "bucket" else ids
 
 
 def _over_ids_alone(fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -111,6 +111,9 @@ class Want:
         self.teachers = tuple(dict.fromkeys(f.teacher for f in self.facts if f.teacher is not None))
         names = {f.name for f in self.facts}
         self.plain = any(FACTS[name].sums & PLAIN for name in names)
+        self.only_plain = all(
+            FACTS[name].sums and FACTS[name].sums <= PLAIN | {"T"} for name in names
+        )  # and no softmax
         self.only_ids = names == {"ids_logit"}  # some logits of each row, and no softmax
         self._sums = frozenset(
             (x, T, f.teacher) for f in self.facts for x in FACTS[f.name].sums for T in (f.temperature, ANY)

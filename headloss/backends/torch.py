@@ -18,13 +18,18 @@ from torch import Tensor
 from headloss.backends.torch_columns import combine as combine
 from headloss.backends.torch_columns import project as project
 from headloss.backends.torch_columns import take as take
-from headloss.backends.torch_teachers import Comparison, divide, floored, join, logits, pull_tile, second_look
+from headloss.backends.torch_kept import BUFFER_BYTES as BUFFER_BYTES
+from headloss.backends.torch_kept import Kept
+from headloss.backends.torch_kept import keep as keep
+from headloss.backends.torch_teacher_pulls import add_at_ids, pull_tile, tail_slope
+from headloss.backends.torch_teachers import Comparison, join, second_look
+from headloss.backends.torch_tile import Room, Tile, divide, floored, logits
 from headloss.facts import FLOOR, Moments, Partial, Pull, Softmax, Want
 from headloss.teachers import DenseChunk, DensePull, DenseSoftmax, TeacherChunk, TeacherPulls, Temperature
 
 NAME = "torch"
 
-TILE_BYTES = {"cpu": 1 << 22}  # with 1 MiB, a fifth of the time goes into calling torch
+TILE_BYTES = {"cpu": 1 << 23}  # with 1 MiB, a fifth of the time goes into calling torch and waiting for threads
 TILE_BYTES_ELSEWHERE = 64 << 20
 lower = product = product_ranks = None  # no program for one launch and no matrix products: no kernel here is ours
 LOOK_BUFFERS = 8  # a divergence and its slope keep about 20 of a tile's size
@@ -40,8 +45,12 @@ def sums(
     softcap: float | None = None,
     start: int = 0,
     teachers: Sequence[TeacherChunk] = (),
+    kept: Kept | None = None,
 ) -> Partial:
-    """The partial of these columns; `start` is the first column's place in the whole vocabulary."""
+    """The partial of these columns; `start` is the first column's place in the whole vocabulary.
+
+    `kept`: what to leave for the pull of rows that are here with all of their columns.
+    """
     C, V = raw_CV.shape
     dtype = torch.promote_types(raw_CV.dtype, torch.float32)
     fresh = lambda: torch.empty(C, dtype=dtype, device=raw_CV.device)
@@ -58,9 +67,16 @@ def sums(
         least=fresh() if want.sums("least") else None,
     )
     column_C, here_C = (None, None) if target_C is None else _columns(target_C, start, V)
-    compared = [Comparison(*named, want, dtype, raw_CV.device) for named in zip(want.teachers, teachers, strict=True)]
-    for rows in _tiles(raw_CV, 2 if teachers else 1):
-        z_BV = logits(raw_CV[rows], scale, softcap)
+    only_T, room = temperatures[0] if len(temperatures) == 1 else None, Room()
+    compared = [
+        Comparison(*named, want, dtype, raw_CV.device, only_T, kept)
+        for named in zip(want.teachers, teachers, strict=True)
+    ]
+    for rows in _tiles(raw_CV, _buffers(teachers, kept)):
+        t_BV = None
+        if kept is not None and softcap is not None:
+            t_BV = kept.tile(rows) if kept.kind == "tanh" else room("t", raw_CV[rows], dtype)
+        z_BV = logits(raw_CV[rows], scale, softcap, t_BV)
         if V == 0:
             _identity(out, rows)
             _compare(compared, rows, z_BV, out.max[rows], start, want, temperatures)
@@ -73,7 +89,8 @@ def sums(
         out.max[rows] = max_B
         if out.least is not None:
             out.least[rows] = z_BV.amin(-1)
-        x_BV = z_BV - max_B.masked_fill_(max_B == -math.inf, 0.0)[:, None]
+        max_B.masked_fill_(max_B == -math.inf, 0.0)
+        x_BV = torch.sub(z_BV, max_B[:, None], out=room("x", z_BV, dtype))
         if out.target is not None:
             assert column_C is not None
             out.target[rows] = x_BV.gather(-1, column_C[rows, None])[:, 0]
@@ -82,19 +99,34 @@ def sums(
         for comparison in compared:
             comparison.tile(rows, z_BV, x_BV, max_B, start)
         for i, (moments, T) in enumerate(zip(out.moments, temperatures, strict=True)):
+            if want.only_plain:
+                moments.S[rows] = 1.0
+                for comparison in compared:
+                    comparison.skip(moments.S[rows])
+                continue
             key, last = want.temperatures[i], i == len(out.moments) - 1  # x may then be overwritten
             s_BV = divide(x_BV, T, rows, into=x_BV if last else None)
             weighs = moments.X is not None or any(comparison.weighs(key) for comparison in compared)
             if weighs:
                 s_BV = floored(s_BV, keep=s_BV is x_BV and not last)
-            e_BV = s_BV.exp_() if last and not weighs else s_BV.exp()
-            moments.S[rows] = e_BV.sum(-1)
+            weighs = weighs or (kept is not None and kept.kind == "unit")
+            keeps = last and kept is not None and kept.holds("e", rows)
+            if keeps and kept is not None:
+                e_BV = torch.exp(s_BV, out=kept.tile(rows))
+            else:
+                e_BV = s_BV.exp_() if last and not weighs else torch.exp(s_BV, out=room("e", s_BV, dtype))
+            S_B = e_BV.sum(-1)
             if moments.Q is not None:
                 moments.Q[rows] = (e_BV * e_BV).sum(-1)
             for comparison in compared:
-                comparison.meet(rows, key, T, s_BV, e_BV, moments.S[rows])
+                S_B = comparison.meet(rows, key, T, s_BV, e_BV, S_B)
+            moments.S[rows] = S_B
+            if kept is not None and kept.kind == "bent" and t_BV is not None:
+                torch.addcmul(e_BV, e_BV * t_BV, t_BV, value=-1, out=kept.tile(rows))
+                if column_C is not None:
+                    kept.slopes[rows.start] = 1 - t_BV.gather(-1, column_C[rows, None]) ** 2
             if moments.X is not None:
-                moments.X[rows] = e_BV.mul_(s_BV).sum(-1)
+                moments.X[rows] = (s_BV if keeps else e_BV).mul_(e_BV if keeps else s_BV).sum(-1)
     if out.target is not None and here_C is not None:
         out.target.masked_fill_(~here_C, -math.inf)
     return out._replace(teachers=tuple(comparison.partial() for comparison in compared))
@@ -114,48 +146,61 @@ def pull(
     teachers: Sequence[TeacherChunk] = (),
     teacher_pulls: Sequence[TeacherPulls] = (),
     teacher_temperatures: Sequence[Sequence[Temperature]] = (),
+    kept: Kept | None = None,
 ) -> None:
     """Write the gradient with respect to the raw logits into `out_CV`, which may be `raw_CV` itself."""
     V = raw_CV.shape[-1]
     column_C, here_C = (None, None) if target_C is None else _columns(target_C, start, V)
-    parts = [
-        (T, *_over(k, log_sum), k.c, k.y if k.y is None or here_C is None else k.y * here_C)
-        for T, log_sum, k in zip(temperatures, softmax.log_sums, pulls, strict=True)
+    parts: list[tuple[Any, ...]] = [
+        (T, i == len(pulls) - 1, *_over(k, log_sum, T), k.y if k.y is None or here_C is None else k.y * here_C)
+        for i, (T, log_sum, k) in enumerate(zip(temperatures, softmax.log_sums, pulls, strict=True))
         if any(x is not None for x in k)
     ]
-    looks = any(isinstance(k, DensePull) and k.looks for own in teacher_pulls for k in own)
-    for rows in _tiles(raw_CV, LOOK_BUFFERS if looks else 2 if teachers else 1):
-        z_BV = logits(raw_CV[rows], scale, softcap)
+    looks = kept is None and any(isinstance(k, DensePull) and k.looks for own in teacher_pulls for k in own)
+    room = Room()
+    in_place = kept is not None and kept.buffer_CV.data_ptr() == out_CV.data_ptr()
+    shared = kept is not None and any(isinstance(chunk, DenseChunk) for chunk in teachers)  # its pull needs e again
+    # the tiles are those of the sums
+    for rows in _tiles(raw_CV, LOOK_BUFFERS if looks else _buffers(teachers, kept)):
+        tile = Tile(raw_CV[rows], rows, scale, softcap, softmax, kept, room)
+        bent = tile.held("bent") is not None
         grad_BV = None
-        for T, a, b, e, c, y in parts:
+        for T, last, a, b, e, c, y in parts:
             if a is None:  # no softmax in it
-                ds_BV = torch.zeros_like(z_BV)
+                ds_BV = tile.zeros()
             else:
-                x_BV = z_BV - softmax.max[rows, None]
-                divide(x_BV, T, rows, into=x_BV)
-                e_BV = x_BV.exp_() if b is None else x_BV.exp()
+                e_BV = tile.kept_BV if bent else tile.held("e") if last else None
+                x_BV = tile.x_BV(T, "first" if grad_BV is None else "next") if e_BV is None or b is not None else None
+                if e_BV is None and x_BV is not None:
+                    e_BV = x_BV.exp_() if b is None else x_BV.exp()
                 slope = a[rows, None]
-                if b is not None:
+                if last and tile.ids_BK is not None:
+                    slope = slope + tail_slope(tile, softmax.teachers[0], teacher_pulls[0][0], T)
+                if b is not None and x_BV is not None:
                     slope = x_BV.clamp_(min=FLOOR).mul_(b[rows, None]).add_(slope)
                 if e is not None:
                     slope = slope + e_BV * e[rows, None]
-                ds_BV = e_BV.mul_(slope)
+                assert e_BV is not None
+                ds_BV = e_BV * slope if last and shared else e_BV.mul_(slope)
+                if last and tile.ids_BK is not None:
+                    add_at_ids(ds_BV, teachers[0], rows, start, tile.ids_BK * a[rows, None])
             if c is not None:
                 ds_BV += c[rows, None]
             if y is not None and column_C is not None and V:
-                ds_BV.scatter_add_(-1, column_C[rows, None], y[rows, None])
-            divide(ds_BV, T, rows, into=ds_BV)
+                y_B1 = (y / T)[rows, None]
+                ds_BV.scatter_add_(-1, column_C[rows, None], y_B1 * kept.slopes[rows.start] if bent and kept else y_B1)
             grad_BV = ds_BV if grad_BV is None else grad_BV.add_(ds_BV)
-        for chunk, seen, own, Ts in zip(teachers, softmax.teachers, teacher_pulls, teacher_temperatures, strict=True):
-            grad_BV = pull_tile(grad_BV, z_BV, rows, chunk, seen, softmax, own, Ts, start)
+        for number, own in enumerate(zip(teachers, softmax.teachers, teacher_pulls, teacher_temperatures, strict=True)):
+            grad_BV = pull_tile(grad_BV, tile, number, *own, start)
         if grad_BV is None:
             out_CV[rows] = 0
             continue
-        if softcap is not None:
-            grad_BV *= 1 - (z_BV / softcap) ** 2
+        if softcap is not None and not bent:
+            grad_BV.addcmul_(grad_BV * tile.t_BV, tile.t_BV, value=-1)  # 1 - tanh^2
         if scale != 1.0:
             grad_BV *= scale
-        out_CV[rows] = grad_BV
+        if not (in_place and grad_BV is tile.kept_BV):
+            out_CV[rows] = grad_BV
 
 
 def look(
@@ -168,14 +213,17 @@ def look(
     scale: float = 1.0,
     softcap: float | None = None,
     whole: bool = False,
+    kept: Kept | None = None,
 ) -> list[tuple[Tensor, Tensor | None]]:
     """The second look: of every divergence wanted, in order, its sum over these columns and that of its slopes.
 
     `whole`: these are all the columns.  The pull has them all in hand too, and sums the slopes itself.
     """
+    if kept is not None and kept.looks:  # the first look has seen to it
+        return [(torch.cat(kept.looks), None)]
     tiles: list[list[tuple[Tensor, Tensor | None]]] = []
     for rows in _tiles(raw_CV, LOOK_BUFFERS):
-        z_BV = logits(raw_CV[rows], scale, softcap)
+        z_BV = Tile(raw_CV[rows], rows, scale, softcap, softmax, kept, Room()).z_BV
         found: list[tuple[Tensor, Tensor | None]] = []
         for name, chunk, seen, Ts in zip(want.teachers, teachers, softmax.teachers, teacher_temperatures, strict=True):
             if isinstance(chunk, DenseChunk):
@@ -205,17 +253,21 @@ def _compare(compared: Sequence[Comparison], rows: slice, *tile: Any) -> None:
             comparison.meet(rows, key, T, z_BV, z_BV, max_B.new_zeros(len(max_B)))
 
 
-def _over(k: Pull, log_sum: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Coefficients for e^x where a pull has them for p = e^x / S: dividing here saves a pass over the columns.
+def _over(
+    k: Pull, log_sum: Tensor, T: Temperature
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """Coefficients for e^x, by z, where a pull has them for p = e^x / S, by s = z / T: dividing here saves passes.
 
-    p (a + b log p + e p) = e^x (a - b log S + b x + e/S e^x) / S        None, None, None: nothing is made of p
+    p (a + b log p + e p) + c = e^x (a - b log S + b x + e/S e^x) / S + c        a is None: nothing is made of p
     """
+    c = None if k.c is None else k.c / T
     if k.a is None and k.b is None and k.e is None:
-        return None, None, None
+        return None, None, None, c
     inverse = (-log_sum).exp()
     a = torch.zeros_like(log_sum) if k.a is None else k.a
-    a = a if k.b is None else a - k.b * log_sum
-    return a * inverse, None if k.b is None else k.b * inverse, None if k.e is None else k.e * inverse**2
+    a, inverse_T = a if k.b is None else a - k.b * log_sum, inverse / T
+    b, e = None if k.b is None else k.b * inverse_T, None if k.e is None else k.e * inverse_T * inverse
+    return a * inverse_T, b, e, c
 
 
 def _columns(target_C: Tensor, start: int, V: int) -> tuple[Tensor, Tensor]:
@@ -224,10 +276,16 @@ def _columns(target_C: Tensor, start: int, V: int) -> tuple[Tensor, Tensor]:
     return column_C.clamp(0, max(0, V - 1)), (column_C >= 0) & (column_C < V)
 
 
+def _buffers(teachers: Sequence[TeacherChunk], kept: Kept | None) -> int:
+    """How many of a tile's size there are; the sums and the pull walk the same tiles."""
+    divergent = kept is not None and kept.fact is not None and kept.fact.element is not None
+    return LOOK_BUFFERS if divergent else 2 if teachers else 1
+
+
 def _tiles(raw_CV: Tensor, buffers: int = 1) -> Iterator[slice]:
     """Runs of rows; with more `buffers` of their size they are shorter, so that all together take no more."""
     here = raw_CV.device.type
-    buffers = min(buffers, 2) if here in TILE_BYTES else buffers  # there, shorter tiles save less than their calls cost
+    buffers = min(buffers, 4) if here in TILE_BYTES else buffers  # there, shorter tiles save less than their calls cost
     row_bytes = max(1, raw_CV.shape[-1]) * max(4, raw_CV.element_size()) * buffers
     step = max(1, TILE_BYTES.get(here, TILE_BYTES_ELSEWHERE) // row_bytes)
     for i in range(0, max(1, raw_CV.shape[0]), step):  # without rows there is still one tile, of none

@@ -19,6 +19,7 @@ from headloss.engine.plan import KEPT, Plan, why_read_by_products
 from headloss.engine.product import ProductSweep, why_chunked
 from headloss.engine.sweeps import Chunk, Sweep
 from headloss.engine.teachers import SparseTeacherRows, TeacherRows, cost_of, most_rows
+from headloss.engine.visit_logits import keeps, logits_chunks
 from headloss.late import defers
 from headloss.metrics import measure_later
 from headloss.routed import Routed
@@ -154,6 +155,8 @@ def chunks_of(
             return [Chunk(slice(0, rows.count))] if rows.count else None
         step = max(1, taught)
         return [Chunk(slice(i, min(i + step, rows.count))) for i in range(0, rows.count, step)] or None
+    if keeps(plan, source):
+        return logits_chunks(plan, source, rows, guides)
     if not isinstance(source, Linear) or plan.kind == "batch" or plan.want.only_ids:
         return None
     if plan.kind == "segment" and segments is not None and segments.group is not None:

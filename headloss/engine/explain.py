@@ -16,6 +16,7 @@ from headloss.engine.kept import parts_of, width
 from headloss.engine.plan import Plan
 from headloss.engine.sweeps import Chunk
 from headloss.engine.teachers import DenseTeacherRows, TeacherRows, cost_of, heads_of, most_rows
+from headloss.engine.visit_logits import keeps, sees_all
 from headloss.facts import FACTS
 from headloss.rows import Rows
 from headloss.segments import Segments
@@ -127,6 +128,11 @@ def explain(
         if plan.program is not None and not plan.program.by_segment:
             again = any(f.element is not None for f in plan.want.facts)
             grade = f"in the same pass: logits are read {'twice for a divergence' if again else 'once'}, written once"
+        if keeps(plan, source) and (chunks or sees_all(source, rows, guides)):
+            grade = "in the same pass: exponentials are kept where the gradient will stand, and not made twice"
+            if source.fact_dtype != source.logits.dtype and chunks:
+                held = max(c.rows.stop - c.rows.start for c in chunks) * source.columns * source.fact_dtype.itemsize
+                sizes["exponentials of a chunk"] = held
         most = most_rows(guides)
         if most is not None:
             sizes["teachers' logits"] = min(most, rows.count) * cost.row

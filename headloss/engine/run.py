@@ -6,6 +6,8 @@ gradients made in the visit; what pulls on a fact is paid for by another sweep, 
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -22,6 +24,7 @@ from headloss.engine.saved import hold, once
 from headloss.engine.settled import facts_between, settle_between
 from headloss.engine.settled import settle as settle_segments
 from headloss.engine.sweeps import Sweep
+from headloss.engine.visit_logits import keeps, sees_all, visit_all
 from headloss.facts import VALUED, Fact, Softmax, Want
 from headloss.late import is_capturing
 from headloss.metrics import Metric, dead_rows, measure_later
@@ -115,6 +118,8 @@ def _run(sweep: Sweep, loss: TermsOnRows | None, needs: tuple[bool, ...]) -> Res
         facts, softmax, by_fact, by_input, grads = sweep.visit(loss.chunks, loss.chunk, needs)
         value, _ = loss.whole(facts, grad=False)
         return Result(value, facts, softmax, by_fact, by_input, grads, loss.normaliser)
+    if True in needs and keeps(plan, sweep.source) and sees_all(sweep.source, sweep.rows, sweep.guides):
+        return Result(*visit_all(sweep, functools.partial(loss.whole, grad=True), needs))
     facts, softmax = sweep.facts()
     value, (by_fact_, by_input_) = loss.whole(facts, grad=wanted)
     return Result(value, facts, softmax, by_fact_, by_input_)
@@ -124,10 +129,20 @@ def _run(sweep: Sweep, loss: TermsOnRows | None, needs: tuple[bool, ...]) -> Res
 def final_grads(sweep: Sweep, result: Result | Launched, needs: tuple[bool, ...]) -> Grads:
     """The gradients of the loss, without autograd."""
     into, made, scale = into_of(sweep.source), result.grads, result.normaliser
-    if made is None:
+    if made is None or _rounded_twice(made, scale, sweep):
         made, scale = sweep.pull(result.facts, result.softmax, result.by_fact, needs), None
     grads = _finished(made, scale, sweep)
     return grads if into is None else into.take(grads)
+
+
+def _rounded_twice(made: Any, scale: Tensor | None, sweep: Sweep) -> bool:
+    """Whether a gradient of logits is so narrow that times this number it would lose digits; it is then made again.
+
+    Where the host waits for the number, kernels scale all the same.
+    """
+    if scale is None or scale.device.type != "cpu" or not isinstance(made, Grads) or made.logits is None:
+        return False
+    return made.logits.dtype.itemsize < 4 and math.frexp(abs(float(scale)))[0] not in (0.5, 0.0)
 
 
 def _finished(made: Grads | Pending | Deferred, scale: Tensor | None, sweep: Sweep) -> Grads:
@@ -203,7 +218,7 @@ def _pull(ctx: Any, args: Sequence[Tensor], read: Mapping[str, Tensor], g_loss: 
     pending = result.pulled(sweep.want, g_facts) if g_facts != _NOTHING[: len(g_facts)] else {}
     if g_loss is not None:
         scale = g_loss if result.normaliser is None else g_loss * result.normaliser
-        if made is not None:
+        if made is not None and not _rounded_twice(made, scale, sweep):
             grads = _finished(made, scale, sweep)
             ctx.grads = None  # handed over: a second backward makes them again
         else:

@@ -13,12 +13,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from headloss.engine.arguments import Chunk as Chunk
+from headloss.engine.block import Block as Block
+from headloss.engine.block import keeping
 from headloss.engine.heads import Deferred, beyond_fp16, on_source_device, open_source, part_of, scale_grads
 from headloss.engine.ids_alone import ids_facts, ids_pull
 from headloss.engine.nests import concatenate_each as concatenate_each
@@ -41,20 +43,6 @@ from headloss.teachers import (
 )
 
 Cotangents = tuple[Mapping[Fact, Tensor], Mapping[str, Tensor]]  # of the facts, and of inputs that want a gradient
-
-
-class Block(NamedTuple):
-    """A chunk in hand: its rows, their raw logits, and what the teachers say of them."""
-
-    chunk: Chunk
-    numbers: Any  # where its rows stand among all rows
-    raw_CV: Tensor
-    teachers: tuple[TeacherChunk | TopChunk, ...]
-
-    @property
-    def part(self) -> slice:
-        """Of the rows that count."""
-        return self.chunk.rows
 
 
 NOT_COMPARED: Mapping[str, Sequence[Tensor]] = {"inputs": (), "support": ()}
@@ -150,7 +138,7 @@ class Sweep:
         else:
             for block in self._blocks(head):
                 at = {f: x[block.part] for f, x in facts.items()}, {f: g[block.part] for f, g in grads.items()}
-                self._pull(head, block, cut(softmax, block.part), *at)
+                self.write(head, block, cut(softmax, block.part), *at)
         return scale_grads(self.grads(head), normaliser, self.backend)
 
     def visit(
@@ -166,7 +154,7 @@ class Sweep:
             if self.source.narrow and by_fact:
                 bound = self.bounded(head, by_fact, bound)
                 pulled = {f: g / bound for f, g in by_fact.items()}
-            self._pull(head, block, softmax, facts, pulled)
+            self.write(head, block, softmax, facts, pulled)
             seen.append((facts, softmax, by_fact, by_input))
         facts_, softmax_, by_fact_, by_input_ = zip(*seen, strict=True)
         found = concatenate_each(facts_), join(*softmax_), concatenate_each(by_fact_), concatenate_each(by_input_)
@@ -204,6 +192,11 @@ class Sweep:
             self._hand_on(head, chunk, numbers, out_CV)
         return visited
 
+    def read_all(self, head: Any) -> tuple[dict[Fact, Tensor], Softmax, Block]:
+        """The first half of a visit of all rows, in the caller's own logits."""
+        block = keeping(self, head, self._read(head, Chunk(self._all)))
+        return *self._settle(self._sums(block), block), block
+
     def _hand_on(self, head: Any, chunk: Chunk, numbers: Any, out_CV: Any) -> None:
         """Hand on a chunk's gradient, or that of its run when its last chunk is there."""
         if not chunk.is_last:
@@ -215,11 +208,13 @@ class Sweep:
 
     def _ahead(self, head: Any, chunks: Sequence[Chunk]) -> Iterator[tuple[Chunk, Block, Partial]]:
         """Each chunk and its partial.  Over a shard, the next chunk is made while this one's partial travels."""
-        shard = self.source.shard
+        shard, kept = self.source.shard, None
         travelling: list[tuple[Chunk, Block, Gathering]] = []
         for i, chunk in enumerate(chunks):
             block = self._read(head, chunk, slot=0 if shard is None else i % 2)
             if shard is None:
+                block = keeping(self, head, block, kept)
+                kept = block.kept
                 yield chunk, block, self._sums(block)
                 continue
             travelling.append((chunk, block, Gathering(self._sums(block), shard, *self._first(i))))
@@ -304,6 +299,7 @@ class Sweep:
 
     def _sums(self, block: Block) -> Partial:
         more = {"teachers": block.teachers} if block.teachers else {}
+        more |= {} if block.kept is None else {"kept": block.kept}
         temperatures, targets = self._temperatures(block.part), self._targets(block.part)
         transform = self._transform()
         return self.backend.sums(block.raw_CV, targets, self.want, temperatures, start=self._start, **transform, **more)
@@ -329,6 +325,7 @@ class Sweep:
     def _look(self, block: Block, softmax: Softmax) -> list[tuple[Tensor, Any]]:
         student = [[T for T, _ in pairs] for pairs in self._paired(block.part)]
         how = {"whole": self.source.shard is None and not self.sums_slopes, **self._transform()}
+        how |= {} if block.kept is None else {"kept": block.kept}
         return self.backend.look(block.raw_CV, self.want, softmax, block.teachers, student, **how)
 
     def _with_looks(
@@ -357,7 +354,7 @@ class Sweep:
             values[fact] = x if ignored is None else x.masked_fill(ignored if x.ndim == 1 else ignored[:, None], 0)
         return values
 
-    def _pull(
+    def write(
         self, head: Any, block: Block, softmax: Softmax, facts: Mapping[Fact, Tensor], grads: Mapping[Fact, Tensor]
     ) -> None:
         grads = self._held(grads, block.part)
@@ -377,7 +374,7 @@ class Sweep:
             }
         out_CV = head.grad_buffer(block.numbers, block.raw_CV)
         temperatures, targets = self._temperatures(block.part), self._targets(block.part)
-        more |= {"start": self._start, **self._transform()}
+        more |= {"start": self._start, **self._transform()} | ({} if block.kept is None else {"kept": block.kept})
         self.backend.pull(block.raw_CV, targets, softmax, pulls, temperatures, out_CV, **more)
         if self.rows.valid is not None:
             out_CV.masked_fill_(~self.rows.valid[block.part, None], 0)  # the logits there may be anything

@@ -1,5 +1,3 @@
-import math
-
 import torch
 
 
@@ -9,5 +7,6 @@ def skew_kl(logp, logq, *, alpha=0.1):
         raise ValueError(f"alpha: wanted 0 <= alpha < 1, got {alpha}")
     if alpha == 0:
         return logq.exp() * (logq - logp)
-    mixed = torch.logaddexp(logq + math.log(alpha), logp + math.log1p(-alpha))
-    return logq.exp() * (logq - mixed)
+    p, q = logp.exp(), logq.exp()
+    mixed = (alpha * q + (1 - alpha) * p).clamp(min=torch.finfo(p.dtype).tiny).log()
+    return q * (logq - mixed)

@@ -1,0 +1,98 @@
+"""What a first sweep leaves for the second in the place of the gradient, so that it is not made twice.
+
+Dimension key:  C rows handed in   B rows of a tile   V columns in hand   K ids
+
+On a CPU an exponential costs as much as ten passes over memory.  Until the second sweep the gradient's place is empty,
+or holds logits that nobody reads again, so one of these can stand there:
+
+    e      e^x at the last temperature, x = (z - max) / T: the student's pull is a multiple of it
+    bent   e^x times the slope of a softcap, where the pull is a multiple of that, but for the target's column
+    tanh   of logits with a softcap: it costs as much as three exponentials
+    unit   the pull of the one fact that compares with a teacher, but for its cotangent
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from headloss.facts import FACTS, Fact, Want
+from headloss.teachers import DenseChunk, SparseChunk, TeacherChunk, TopChunk
+
+BUFFER_BYTES = 32 << 20  # of a buffer for rows whose gradient is too narrow to hold it
+UNIT = ("divergence", "teacher_cross_entropy")
+
+
+class Kept:
+    """`over`: it stands over the raw logits, which are then gone, but for the tiles that are `missing`."""
+
+    def __init__(self, kind: str, buffer_CV: Tensor, over: bool, fact: Fact | None, want: Want) -> None:
+        self.kind, self.buffer_CV, self.over, self.fact = kind, buffer_CV, over, fact
+        last = want.temperatures[-1]
+        # of each teacher, the number among its temperatures of the one that e is kept at
+        self.number = [keys.index(last) if last in keys else None for keys in map(want.temperatures_of, want.teachers)]
+        self.missing: set[int] = set()
+        self.ids: dict[int, Tensor] = {}  # by tile, (B, K) e^x at the ids of a sparse teacher, where e itself is 0
+        self.slopes: dict[int, Tensor] = {}  # by tile, (B, 1) the softcap's slope at the target
+        self.looks: list[Tensor] = []  # (B,) the divergence whose unit pull is kept, tile by tile
+
+    def holds(self, kind: str, rows: slice) -> bool:
+        return self.kind == kind and rows.start not in self.missing
+
+    def tile(self, rows: slice) -> Tensor:
+        return self.buffer_CV[rows]
+
+
+def keep(
+    raw_CV: Tensor,
+    out_CV: Tensor,
+    want: Want,
+    softcap: float | None,
+    teachers: Sequence[TeacherChunk | TopChunk],
+    tight: bool,
+    before: Kept | None = None,
+) -> Kept | None:
+    """What of these rows is worth keeping, and where.
+
+    `tight`: there is no memory but the gradient's own.  `before`: what was kept of other rows, which is done with.
+    """
+    if raw_CV.device.type != "cpu" or not raw_CV.numel():
+        return None
+    dtype = torch.promote_types(raw_CV.dtype, torch.float32)
+    over = out_CV.dtype == dtype and raw_CV.data_ptr() == out_CV.data_ptr()
+    found = _kind(want, softcap, teachers, over, raw_CV.shape[1])
+    if found is None:
+        return None
+    if out_CV.dtype == dtype:
+        return Kept(found[0], out_CV, over, found[1], want)
+    if tight or raw_CV.numel() * dtype.itemsize > BUFFER_BYTES:
+        return None
+    if before is not None and len(before.buffer_CV) >= len(raw_CV):
+        return Kept(found[0], before.buffer_CV[: len(raw_CV)], False, found[1], want)
+    return Kept(found[0], torch.empty(raw_CV.shape, dtype=dtype, device=raw_CV.device), False, found[1], want)
+
+
+def _kind(
+    want: Want, softcap: float | None, teachers: Sequence[TeacherChunk | TopChunk], over: bool, V: int
+) -> tuple[str, Fact | None] | None:
+    """A kind, and of "unit" the fact; None: nothing is worth it."""
+    pulling = [f for f in want.facts if FACTS[f.name].pulls]
+    compared = [f for f in pulling if f.teacher is not None]
+    if not pulling:
+        return None
+    one = torch.ones((), dtype=torch.float32, device="cpu")
+    pulls = [FACTS[f.name].pull(one, one, one) for f in pulling if f.teacher is None]
+    if softcap is not None:
+        straight = all(k.b is None and k.c is None and k.e is None for k in pulls)
+        return "bent" if straight and len(want.temperatures) == 1 and not teachers else "tanh", None
+    if len(compared) == 1 and compared[0].name in UNIT and not (over and len(pulling) > 1):
+        chunk = teachers[want.teachers.index(compared[0].teacher)]
+        if isinstance(chunk, DenseChunk) and chunk.columns == V and not chunk.whole:
+            return "unit", compared[0]
+    if not over:
+        return None if want.only_plain else ("e", None)
+    if len(want.temperatures) > 1 or not all(isinstance(x, SparseChunk) for x in teachers):
+        return None
+    return None if any(k.b is not None for k in pulls) else ("e", None)  # log p is made of the logits

@@ -1,0 +1,102 @@
+"""A tile of rows in plain PyTorch: its logits, temperatures, and what was kept of it.
+
+Dimension key:  B rows of a tile   V columns in hand
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+from torch import Tensor
+
+from headloss.backends.torch_kept import Kept
+from headloss.facts import Softmax
+from headloss.teachers import FLOOR, Temperature
+
+
+class Room:
+    """Buffers that the tiles of a sweep have in turn: fresh memory costs as much as a pass over it."""
+
+    def __init__(self) -> None:
+        self.held: dict[str, Tensor] = {}
+
+    def __call__(self, name: str, like_BV: Tensor, dtype: torch.dtype) -> Tensor:
+        """As large as this, with anything in it; no later tile is larger than the first."""
+        if name not in self.held:
+            self.held[name] = torch.empty(like_BV.shape, dtype=dtype, device=like_BV.device)
+        return self.held[name][: len(like_BV)]
+
+
+class Tile:
+    """Some rows in a second sweep."""
+
+    def __init__(
+        self,
+        raw_BV: Tensor,
+        rows: slice,
+        scale: float,
+        softcap: float | None,
+        softmax: Softmax,
+        kept: Kept | None,
+        room: Room,
+    ) -> None:
+        self.room = room
+        self.raw_BV, self.rows, self.scale, self.softcap, self.softmax = raw_BV, rows, scale, softcap, softmax
+        self.kept = kept if kept is not None and rows.start not in kept.missing else None
+        self.kept_BV = None if self.kept is None else self.kept.tile(rows)
+        self.ids_BK = (
+            None if self.kept is None else self.kept.ids.get(rows.start)
+        )  # e at the ids that it is kept without
+
+    def held(self, kind: str) -> Tensor | None:
+        """What was kept of these rows, if it is of this kind."""
+        return self.kept_BV if self.kept is not None and self.kept.kind == kind else None
+
+    @functools.cached_property
+    def t_BV(self) -> Tensor:
+        """tanh of the logits over their softcap."""
+        t_BV = self.held("tanh")
+        return bent(self.raw_BV, self.scale, self.softcap or 1.0) if t_BV is None else t_BV
+
+    @functools.cached_property
+    def z_BV(self) -> Tensor:
+        return logits(self.raw_BV, self.scale, None) if self.softcap is None else self.t_BV * self.softcap
+
+    def x_BV(self, T: Temperature, name: str) -> Tensor:
+        """(z - max) / T, in the buffer of this name."""
+        max_B1 = self.softmax.max[self.rows, None]
+        x_BV = torch.sub(self.z_BV, max_B1, out=self.room(name, self.raw_BV, max_B1.dtype))
+        return divide(x_BV, T, self.rows, into=x_BV)
+
+    def zeros(self) -> Tensor:
+        return torch.zeros(self.raw_BV.shape, dtype=self.softmax.max.dtype, device=self.raw_BV.device)
+
+
+def logits(raw_BV: Tensor, scale: float, softcap: float | None, into: Tensor | None = None) -> Tensor:
+    """z = cap tanh(scale raw / cap), in float32 or better; the tanh `into` a buffer if there is one."""
+    if softcap is not None:
+        return bent(raw_BV, scale, softcap, into) * softcap
+    z_BV = raw_BV.to(torch.promote_types(raw_BV.dtype, torch.float32))
+    return z_BV if scale == 1.0 else z_BV * scale
+
+
+def bent(raw_BV: Tensor, scale: float, softcap: float, into: Tensor | None = None) -> Tensor:
+    return torch.div(logits(raw_BV, scale, None), softcap, out=into).tanh_()
+
+
+def divide(x_BV: Tensor, T: Temperature, rows: slice, into: Tensor | None = None) -> Tensor:
+    """x / T, `into` a buffer if there is one; x itself where T is 1."""
+    if isinstance(T, Tensor):
+        return torch.div(x_BV, T[rows, None], out=into)
+    if T == 1.0:
+        return x_BV
+    if math.frexp(T)[0] == 0.5:  # a power of two: the product is as exact, and takes a fifth of the time
+        return torch.mul(x_BV, 1 / T, out=into)
+    return torch.div(x_BV, T, out=into)
+
+
+def floored(s_BV: Tensor, keep: bool) -> Tensor:
+    """s with FLOOR for -inf, in place unless it is to be kept: e^FLOOR is 0, and 0 times FLOOR is no NaN."""
+    return s_BV.clamp(min=FLOOR) if keep else s_BV.clamp_(min=FLOOR)

@@ -1,0 +1,62 @@
+"""Logits that exist, on a backend that keeps something of a first sweep for the second: both in the forward pass.
+
+Dimension key:  R rows that count   V vocabulary
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headloss.engine.arguments import Chunk
+from headloss.engine.heads import GATHER_BYTES
+from headloss.engine.plan import Plan
+from headloss.engine.sweeps import Cotangents, Sweep
+from headloss.engine.teachers import TeacherRows, most_rows
+from headloss.facts import Fact, Softmax
+from headloss.record import Grads
+from headloss.rows import Rows
+from headloss.sources import Logits, Source
+
+
+def keeps(plan: Plan, source: Source) -> bool:
+    """Whether the gradient of these logits is made in the forward pass.
+
+    Not of float16, whose gradient must be written at the caller's scale; nor of bfloat16 in place, since a gradient
+    that would be rounded twice is made again from the logits.
+    """
+    if type(source) is not Logits or source.shard is not None or plan.want.only_ids or plan.kept:
+        return False
+    dtype, there = source.logits.dtype, getattr(plan.backend, "keep", None) is not None
+    narrow = dtype == torch.float16 or (dtype == torch.bfloat16 and source.inplace)
+    return there and source.device.type == "cpu" and not narrow
+
+
+def logits_chunks(plan: Plan, source: Source, rows: Rows, guides: Mapping[str, TeacherRows]) -> list[Chunk] | None:
+    """Runs of rows for which there is a buffer, where one is needed; None: all rows at once, or in two passes."""
+    made, short = most_rows(guides) if guides else None, source.fact_dtype != source.tensors[0].dtype
+    if plan.kind != "row" or not (rows.keep is not None or short or made is not None):
+        return None
+    step = max(1, min(GATHER_BYTES, plan.backend.BUFFER_BYTES) // max(1, source.columns * source.fact_dtype.itemsize))
+    step = step if made is None else max(1, min(step, made))
+    return [Chunk(slice(i, min(i + step, rows.count))) for i in range(0, rows.count, step)] or None
+
+
+def sees_all(source: Source, rows: Rows, guides: Mapping[str, TeacherRows]) -> bool:
+    """Whether all rows can be looked at at once, in the caller's own tensors."""
+    whole = rows.count > 0 and rows.keep is None and most_rows(guides) is None
+    return whole and source.fact_dtype == source.tensors[0].dtype
+
+
+def visit_all(
+    sweep: Sweep, settle: Callable[[Mapping[Fact, Tensor]], tuple[Tensor, Cotangents]], needs: tuple[bool, ...]
+) -> tuple[Tensor, dict[Fact, Tensor], Softmax, Mapping[Fact, Tensor], Mapping[str, Tensor], Grads]:
+    """Facts of all rows, the loss, and the gradient."""
+    head: Any = sweep.open_head(needs, ())
+    facts, softmax, block = sweep.read_all(head)
+    value, (by_fact, by_input) = settle(facts)
+    sweep.write(head, block, softmax, facts, by_fact)
+    return value, facts, softmax, by_fact, by_input, sweep.grads(head)

@@ -1,0 +1,183 @@
+"""What the torch backend keeps between its two sweeps changes no gradient, whoever else reads the logits.
+
+Dimension key:  N rows   V vocabulary   D hidden size
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import headloss as hl
+from headloss.backends import choose
+from headloss.losses import cross_entropy, entropy_bonus, forward_kl, jsd, reverse_kl, skew_kl, tvd, z_loss
+
+N, V, D = 13, 37, 5
+TAUGHT = (forward_kl, jsd, reverse_kl, skew_kl, tvd)
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of four rows."""
+    monkeypatch.setitem(choose("torch", torch.device("cpu")).TILE_BYTES, "cpu", 4 * V * 8)
+
+
+def ce(z: Tensor, y: Tensor, T: float = 1.0, smoothing: float = 0.0) -> Tensor:
+    return F.cross_entropy(z / T, y, label_smoothing=smoothing)
+
+
+def entropy(z: Tensor) -> Tensor:
+    logp = z.log_softmax(-1)
+    return -(logp.exp() * logp).sum(-1).mean()
+
+
+def reverse(z: Tensor, u: Tensor, T: float = 1.0) -> Tensor:
+    logp, logq = (z / T).log_softmax(-1), (u / T).log_softmax(-1)
+    return (logp.exp() * (logp - logq)).sum(-1).mean()
+
+
+def forward(z: Tensor, u: Tensor, T: float = 1.0) -> Tensor:
+    return reverse(u, z, T)
+
+
+def shannon(z: Tensor, u: Tensor) -> Tensor:
+    p, q = z.softmax(-1), u.softmax(-1)
+    m = (p + q) / 2
+    return ((p * (p / m).log() + q * (q / m).log()).sum(-1) / 2).mean()
+
+
+def skewed(z: Tensor, u: Tensor) -> Tensor:
+    p, q = z.softmax(-1), u.softmax(-1)
+    return (q * (q / (0.1 * q + 0.9 * p)).log()).sum(-1).mean()
+
+
+def cap(z: Tensor) -> Tensor:
+    return 2 * (z / 2).tanh()
+
+
+Formula = Callable[[Tensor, Tensor, Tensor], Tensor]  # of student's logits, teacher's and targets
+Case = tuple[hl.Objective, Formula, dict[str, Any]]
+CASES: dict[str, Case] = {
+    "ce": (hl.Objective(a=cross_entropy), lambda z, u, y: ce(z, y), {}),
+    "ce and z": (
+        hl.Objective(a=cross_entropy, b=z_loss),
+        lambda z, u, y: ce(z, y) + z.logsumexp(-1).square().mean(),
+        {},
+    ),
+    "ce and entropy": (hl.Objective(a=cross_entropy, b=entropy_bonus), lambda z, u, y: ce(z, y) - entropy(z), {}),
+    "two temperatures": (
+        hl.Objective(a=cross_entropy, b=hl.Term(cross_entropy, temperature=3.0)),
+        lambda z, u, y: ce(z, y) + ce(z, y, 3.0),
+        {},
+    ),
+    "smoothed": (hl.Objective(a=hl.Term(cross_entropy, label_smoothing=0.3)), lambda z, u, y: ce(z, y, 1.0, 0.3), {}),
+    "softcap": (hl.Objective(a=cross_entropy), lambda z, u, y: ce(cap(z), y), {"softcap": 2.0}),
+    "softcap, smoothed": (
+        hl.Objective(a=hl.Term(cross_entropy, label_smoothing=0.3)),
+        lambda z, u, y: ce(cap(z), y, 1.0, 0.3),
+        {"softcap": 2.0},
+    ),
+    "softcap, entropy": (hl.Objective(a=entropy_bonus), lambda z, u, y: -entropy(cap(z)), {"softcap": 2.0}),
+    "forward KL": (hl.Objective(a=forward_kl), lambda z, u, y: forward(z, u), {}),
+    "jsd": (hl.Objective(a=jsd), lambda z, u, y: shannon(z, u), {}),
+    "skew": (hl.Objective(a=skew_kl), lambda z, u, y: skewed(z, u), {}),
+    "tvd": (hl.Objective(a=tvd), lambda z, u, y: (z.softmax(-1) - u.softmax(-1)).abs().sum(-1).mean() / 2, {}),
+    "ce and jsd": (hl.Objective(a=cross_entropy, b=jsd), lambda z, u, y: ce(z, y) + shannon(z, u), {}),
+    "ce and forward KL": (
+        hl.Objective(a=cross_entropy, b=hl.Term(forward_kl, temperature=2.0)),
+        lambda z, u, y: ce(z, y) + forward(z, u, 2.0),
+        {},
+    ),
+    "ce and reverse KL": (hl.Objective(a=cross_entropy, b=reverse_kl), lambda z, u, y: ce(z, y) + reverse(z, u), {}),
+    "reverse KL at two temperatures": (
+        hl.Objective(a=reverse_kl, b=hl.Term(reverse_kl, temperature=3.0)),
+        lambda z, u, y: reverse(z, u) + reverse(z, u, 3.0),
+        {},
+    ),
+    "softcap, jsd": (hl.Objective(a=jsd), lambda z, u, y: shannon(cap(z), u), {"softcap": 2.0}),
+}
+
+
+@pytest.mark.parametrize("kind", ["Logits", "Linear"])
+@pytest.mark.parametrize("ignored", [False, True])
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_are_those_of_the_formula(name: str, kind: str, ignored: bool) -> None:
+    objective, formula, how = CASES[name]
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(N, D, dtype=torch.float64), torch.randn(V, D, dtype=torch.float64)
+    u, y = 2 * torch.randn(N, V, dtype=torch.float64), torch.randint(V, (N,))
+    given, kept = y.clone(), torch.arange(N)
+    if ignored:
+        given[::3], kept = -100, kept[kept % 3 != 0]
+    leaves = [hidden.requires_grad_(), weight.requires_grad_()]
+    if kind == "Logits":
+        leaves = [(hidden @ weight.T).detach().requires_grad_()]
+    z = leaves[0] if kind == "Logits" else hidden @ weight.T
+    value = formula(z[kept], u[kept], y[kept])
+    want = torch.autograd.grad(value, leaves)
+    source = hl.Logits(leaves[0], **how) if kind == "Logits" else hl.Linear(*leaves, memory=4 * V * 8 * 2, **how)
+    teacher = {"teacher": hl.Logits(u)} if any(t.fn in TAUGHT for t in objective.terms.values()) else {}
+    loss = objective(source, given, **teacher).loss
+    got = torch.autograd.grad(loss, leaves)
+    torch.testing.assert_close(loss.detach(), value.detach(), rtol=1e-9, atol=1e-11)
+    for g, w in zip(got, want, strict=True):
+        torch.testing.assert_close(g, w, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("far", [0.0, 60.0, 300.0])
+@pytest.mark.parametrize("kind", ["Logits", "Linear"])
+def test_a_tail_near_and_far(kind: str, far: float) -> None:
+    """The tails of one tile are as far below its maxima as float32 goes, and further."""
+    torch.manual_seed(0)
+    z = torch.randn(N, V)
+    ids = torch.stack([torch.randperm(V)[:4] for _ in range(N)])
+    z[5] -= far
+    z[5, ids[5]] += far
+    ids[2, 3] = -1
+    logq = torch.randn(N, 5).log_softmax(-1)[:, :4].masked_fill(ids < 0, -math.inf)
+    exact = z.double().requires_grad_()
+    logp = exact.log_softmax(-1)
+    held = torch.zeros(N, V, dtype=torch.bool).scatter(1, ids.clamp(min=0), ids >= 0)
+    held[2, 0] = 0 in ids[2, :3].tolist()
+    tail = logp.masked_fill(held, -math.inf).logsumexp(-1)
+    q, at = logq.double().exp(), logp.gather(-1, ids.clamp(min=0))
+    left = (1 - q.sum(-1)).log()
+    value = (
+        torch.where(ids >= 0, q * (logq.double().clamp(min=-1e4) - at), 0).sum(-1) + left.exp() * (left - tail)
+    ).mean()
+    (want,) = torch.autograd.grad(value, exact)
+    leaf = z.clone().requires_grad_()
+    identity = torch.eye(V)
+    source: Any = hl.Logits(leaf) if kind == "Logits" else hl.Linear(leaf, identity, memory=4 * V * 4 * 2)
+    loss = hl.Objective(kd=hl.Term(forward_kl, tail="bucket"))(source, teacher=hl.Sparse(ids, logq)).loss
+    (got,) = torch.autograd.grad(loss, leaf)
+    torch.testing.assert_close(loss.detach().double(), value.detach(), rtol=2e-6, atol=1e-6)
+    torch.testing.assert_close(got.double(), want, rtol=2e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_a_bfloat16_gradient_is_rounded_once(inplace: bool) -> None:
+    torch.manual_seed(0)
+    z, y = (4 * torch.randn(64, V)).bfloat16(), torch.randint(V, (64,))
+    exact = z.double().requires_grad_()
+    (want,) = torch.autograd.grad(0.3 * F.cross_entropy(exact, y, reduction="sum"), exact)
+    leaf = z.clone().requires_grad_()
+    source = hl.Logits(leaf * 1 if inplace else leaf, inplace=inplace)
+    loss = hl.Objective(ce=hl.Term(cross_entropy, reduction="token_sum"))(source, y).loss
+    (got,) = torch.autograd.grad(0.3 * loss, leaf)
+    assert ((got.double() - want).abs() <= want.abs() * 2**-8 * 1.01).all()
+
+
+def test_a_second_backward_makes_the_gradient_again() -> None:
+    torch.manual_seed(0)
+    leaf, y = torch.randn(N, V, dtype=torch.float64).requires_grad_(), torch.randint(V, (N,))
+    loss = CASES["ce and entropy"][0](hl.Logits(leaf), y).loss
+    (first,) = torch.autograd.grad(loss, leaf, retain_graph=True)
+    (second,) = torch.autograd.grad(loss, leaf)
+    torch.testing.assert_close(first, second, rtol=1e-12, atol=1e-15)
