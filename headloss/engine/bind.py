@@ -151,8 +151,10 @@ def chunks_of(
         return [Chunk(part) for part in parts] if rows.count and (len(parts) == 1 or plan.kind == "row") else None
     if program is not None and type(source) is Logits:
         taught = most_rows(guides) if guides else None  # of how many rows teachers' logits may be made at a time
-        if taught is None or program.by_segment:
+        if taught is None:
             return [Chunk(slice(0, rows.count))] if rows.count else None
+        if plan.kind == "segment":
+            return None  # a teacher's logits are made of some rows at a time, and segments may be longer
         step = max(1, taught)
         return [Chunk(slice(i, min(i + step, rows.count))) for i in range(0, rows.count, step)] or None
     if keeps(plan, source):

@@ -349,8 +349,6 @@ def _print_terms(
     backend = choose(objective.backend, source.device, source.fact_dtype)
     if backend.lower is None:
         return None, f"the {backend.NAME} backend runs no kernels of ours"
-    if source.shard is not None and want.teachers:
-        return None, COLLECTIVE
     if any(f.name in TOP for f in want.facts):
         return None, "the likeliest columns of a row are found after it was read"
     if kind == "batch":

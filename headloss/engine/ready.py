@@ -129,7 +129,9 @@ def make_ready(plans: Plans, key: Any, found: Found) -> Ready | None:
     y = targets.targets if isinstance(targets, Prepared) else targets
     if key is None or program is None or not plan.weights:
         return None
-    if plan.by_token is None if plan.kind == "row" else teachers or not _counted(plan):
+    if plan.by_token is None if plan.kind == "row" else not _counted(plan):
+        return None
+    if teachers and program.by_segment:
         return None
     if plan.is_fp16 or plan.wants_grad or plan.elements or plans.divergences:
         return None

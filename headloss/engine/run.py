@@ -105,7 +105,7 @@ def _run(sweep: Sweep, loss: TermsOnRows | None, needs: tuple[bool, ...]) -> Res
             check_elements(loss.terms, sweep.source.device)
     program = plan.program
     if type(sweep) is ProductSweep:
-        if plan.settles is not None and sweep.rows.count:
+        if plan.settles is not None and not sweep.guides and sweep.rows.count:
             return settle_between(sweep, loss, needs)
         if True in needs and sweep.at_once:
             return Result(*sweep.run_at_once(loss, needs))

@@ -11,7 +11,7 @@ Dimension key:  R rows that count   C rows of a chunk   S segments
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from headloss.engine.heads import scale_grads
 from headloss.engine.loss import TermsOnRows
+from headloss.engine.nests import cut
 from headloss.engine.one_launch import Launched, Weighed, by_length
 from headloss.engine.product import ProductSweep
 from headloss.engine.sweeps import Block, Chunk, Sweep
@@ -79,10 +80,13 @@ def settle(sweep: Sweep, loss: TermsOnRows, needs: tuple[bool, ...]) -> Launched
             bound = _visit(sweep, head, block, settling, sums, grad, bound)
         grads = scale_grads(sweep.grads(head), bound, sweep.backend) if grad else None
         return Launched(weighed.report(settling.settled), settling.settled, grads, weighed.normaliser)
-    head = sweep._open()
-    sums = torch.cat([_sums(sweep, block) for block in sweep._blocks(head)], 1)
-    if shard is not None:
-        sums = Gathering(sums, shard, sweep._note(), sweep.rows.total).gathered()
+    blocks = sweep._blocks(sweep._open())
+    if sweep.guides:
+        sums = sweep.backend.packed(sweep.partial(blocks), sweep.want)
+    else:
+        sums = torch.cat([_sums(sweep, block) for block in blocks], 1)
+        if shard is not None:
+            sums = Gathering(sums, shard, sweep._note(), sweep.rows.total).gathered()
     settling.settle(sums)
     return Launched(weighed.report(settling.settled), settling.settled, None, weighed.normaliser)
 
@@ -104,7 +108,7 @@ def _open(sweep: Sweep, loss: TermsOnRows, grad: bool, program: Any, chunks: Seq
         sweep.marked_targets(everything), rows.count, sweep._temperatures(everything),
         vocab=sweep.source.vocab, device=sweep.source.device, ignore=ignore, gradient=grad,
         parts=[chunk.rows.stop - chunk.rows.start for chunk in chunks],
-        ranks=1 if shard is None or type(sweep) is ProductSweep else shard.size,
+        ranks=1 if shard is None or sweep.guides or type(sweep) is ProductSweep else shard.size,
     )  # fmt: skip
     return weighed, settling
 
@@ -112,6 +116,10 @@ def _open(sweep: Sweep, loss: TermsOnRows, grad: bool, program: Any, chunks: Seq
 def _ahead(sweep: Sweep, head: Any, chunks: Sequence[Chunk]) -> Iterator[tuple[Block, Tensor]]:
     """Each chunk and its sums.  Over a shard, those of all ranks, and the next chunk is made while these travel."""
     shard = sweep.source.shard
+    if sweep.guides:  # next to a teacher, ranks are merged before
+        for _, block, partial in sweep._ahead(head, chunks):
+            yield block, sweep.backend.packed(partial, sweep.want)
+        return
     travelling: list[tuple[Block, Gathering]] = []
     for i, chunk in enumerate(chunks):
         block = sweep._read(head, chunk, slot=0 if shard is None else i % 2)
@@ -143,13 +151,31 @@ def _visit(
             last = first + sum(program.there[i])
             rows_FC[first:last] /= bound
             first = last + 1
-    temperatures = sweep._temperatures(part)
-    sweep.backend.pull_rows(
-        block.raw_CV, sweep.marked_targets(part), rows_FC, [program.there[i] for i in used],
-        [temperatures[i] for i in used], out_CV, start=sweep._start, **sweep._transform(),
-    )  # fmt: skip
+        rows_FC[first - 1 :] /= bound  # a teacher's
+    temperatures, targets = sweep._temperatures(part), sweep.marked_targets(part)
+    how = {"start": sweep._start, **sweep._transform()}
+    if sweep.guides:
+        _pull(sweep, block, cut(settling.settled.softmax, part), rows_FC, out_CV, how)
+    else:
+        there, own = [program.there[i] for i in used], [temperatures[i] for i in used]
+        sweep.backend.pull_rows(block.raw_CV, targets, rows_FC, there, own, out_CV, **how)
     sweep._hand_on(head, block.chunk, block.numbers, out_CV)
     return bound
+
+
+def _pull(sweep: Sweep, block: Block, softmax: Any, rows_FC: Tensor, out_CV: Tensor, how: Mapping[str, Any]) -> None:
+    """Write a chunk's gradient, next to a teacher."""
+    part, backend, numbers = block.part, sweep.backend, iter(rows_FC[1:])
+    pulls = [Pull()] * len(sweep.program.there)
+    for i, there in enumerate(sweep.program.there):
+        if any(there):
+            next(numbers)  # the log_sum
+            pulls[i] = Pull(*(next(numbers) if x else None for x in there))
+    backend.pull(
+        block.raw_CV, sweep._targets(part), softmax, pulls, sweep._temperatures(part), out_CV,
+        teachers=block.teachers, teacher_pulls=[backend.guided_by(sweep.program, numbers)],
+        teacher_temperatures=[[T for T, _ in pairs] for pairs in sweep._paired(part)], **how,
+    )  # fmt: skip
 
 
 def _sums(sweep: Sweep, block: Block) -> Tensor:

@@ -110,11 +110,15 @@ class Sweep:
         if shard is None:
             done = [self._settle(self._sums(block), block) for block in self._blocks(head)]
             return concatenate_each([facts for facts, _ in done]), join(*(softmax for _, softmax in done))
-        partial = join(*(self._sums(block) for block in self._blocks(head)))
-        gathering = Gathering(partial, shard, self._note(), self.rows.total)
-        facts, softmax = self._finish(self._merged(gathering, self._all), self._all)
+        facts, softmax = self._finish(self.partial(self._blocks(head)), self._all)
         looks = [self._look(block, cut(softmax, block.part)) for block in (self._blocks(head) if self._looks else ())]
         return self._with_looks(facts, softmax, join(*looks) if looks else [])
+
+    def partial(self, blocks: Iterator[Block]) -> Partial:
+        """Of all rows; over a shard, after one collective."""
+        partial, shard = join(*(self._sums(block) for block in blocks)), self.source.shard
+        sent = None if shard is None else Gathering(partial, shard, self._note(), self.rows.total)
+        return partial if sent is None else self._merged(sent, self._all)
 
     def close(self) -> None:
         """Let go of the teachers' buffers between one pass and the next."""

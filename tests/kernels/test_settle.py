@@ -11,7 +11,7 @@ from test_contract import needs_inputs, term_for
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import headloss as hl
-from headloss.losses import cross_entropy, forward_kl, gmpo, gspo, gspo_token, kto, vespo, z_loss
+from headloss.losses import cross_entropy, forward_kl, gmpo, gspo, gspo_token, jsd, kto, reverse_kl, vespo, z_loss
 
 pytest.importorskip("triton")
 SETTLES = "one launch for the facts, one that settles the segments, one for the gradient"
@@ -21,19 +21,21 @@ test_under_the_interpreter = interpreted(__file__)
 
 
 @pytest.mark.skipif(INSIDE, reason="the interpreter compiles nothing")
-@pytest.mark.parametrize("ranks", [1, 8])
+@pytest.mark.parametrize(("ranks", "taught"), [(1, False), (8, False), (1, True)])
 @pytest.mark.parametrize("how", [(False, False), (True, True), (False, True)])
-def test_compiles_for_hopper_without_spills(how, ranks, tmp_path):
+def test_compiles_for_hopper_without_spills(how, ranks, taught, tmp_path):
     from test_triton_compile import ROWS, TARGETS, Built, empty
 
     from headloss.backends.triton import settle
     from headloss.backends.triton.printer.segments import lower
     from headloss.facts import Want
+    from headloss.trace.signature import ONLY
     from headloss.trace.trace import Shape, trace
 
     shapes = {n: Shape("row", torch.float32, ()) for n in ("advantage", "old_logprob", "ref_logprob")}
     shapes["desirable"] = Shape("segment", torch.bool, ())
-    calls = {n: hl.Term(fn).call(None, {}) for n, fn in {"rl": gspo, "kto": kto, "ce": cross_entropy}.items()}
+    terms = {"rl": gspo, "kto": kto, "ce": cross_entropy} | ({"kd": reverse_kl} if taught else {})
+    calls = {n: hl.Term(fn).call(None, {ONLY: hl.Logits(empty(ROWS, 8))} if taught else {}) for n, fn in terms.items()}
     own = lambda call: {n: x for n, x in shapes.items() if n in call.input_names}
     traces = {n: trace(call, own(call), torch.float32, "cpu", True) for n, call in calls.items()}
     want = Want([f for call in calls.values() for f in call.facts])
@@ -45,7 +47,7 @@ def test_compiles_for_hopper_without_spills(how, ranks, tmp_path):
     spans = settle.Spans(empty(9, kind=torch.int64), empty(ROWS, kind=torch.int64) if ordered else None)
     how = {"vocab": 1000, "device": TARGETS.device, "ignore": ignore, "ranks": ranks}
     call = settle.Settling(program, spans, weights, TARGETS, ROWS, [1.0], **how)
-    said = Built(lambda: call.settle(empty(ranks, 9, ROWS) if ranks > 1 else empty(9, ROWS))).dump(
+    said = Built(lambda: call.settle(empty(ranks, 12, ROWS) if ranks > 1 else empty(12, ROWS))).dump(
         "--dump-resource-usage", tmp_path
     )
     usage = re.search(r"REG:(\d+) STACK:(\d+)", said)
@@ -233,8 +235,14 @@ def test_reasons():
         o.explain(source, problem.targets, segments=problem.segments, **problem.inputs, **more).launches
     )
     whole = hl.Logits(problem.tensors["logits"].float())
+    taught = hl.Objective(rl=gspo, kd=jsd, backend="triton")
+    assert explain(taught, whole, teacher=whole).endswith(
+        "(a divergence takes a second look, when the softmax is known)"
+    )
+    named = hl.Sparse(torch.arange(3).expand(11, 3), torch.full((11, 3), -2.0))
     taught = hl.Objective(rl=gspo, kd=forward_kl, backend="triton")
-    assert explain(taught, whole, teacher=whole).endswith("(segments and a teacher)")
+    why = "(a teacher of some ids, or of a larger vocabulary, is settled in the sweep or apart)"
+    assert explain(taught, whole, teacher=named).endswith(why)
 
     def lengthy(logprob, segments):
         return logprob - segments.mean(logprob), {"long": segments.spread((segments.counts > 2).double())}
@@ -393,6 +401,73 @@ def test_few_rows_are_settled_in_one_launch(kind, how, monkeypatch):
         chunks = seen.count("sums_kernel")
         assert seen.count("settle_kernel") == seen.count("merge_kernel") == chunks and "visit_kernel" not in seen, seen
         assert (chunks > 1) == (kind == "Linear") and seen.count("totals_kernel") == 1
+
+
+def entropy_gap(teacher_entropy, reverse_cross_entropy, shared_entropy):
+    return (reverse_cross_entropy - shared_entropy) * teacher_entropy
+
+
+def agreed(argmax, teacher_argmax):
+    return (argmax == teacher_argmax).float()
+
+
+TAUGHT = {
+    "f": forward_kl,
+    "r": hl.Term(reverse_kl, temperature=2.0, weight=0.3),
+    "e": hl.Term(entropy_gap, weight=0.2),
+    "ce": hl.Term(cross_entropy, label_smoothing=0.1),
+}
+
+
+@inside
+@pytest.mark.parametrize("kind", ["Logits", "Linear"])
+@pytest.mark.parametrize("meet", [False, True])
+@pytest.mark.parametrize("how", WAYS)
+def test_a_dense_teacher(kind, meet, how, monkeypatch):
+    """Of few rows, and next to losses of segments; later calls too."""
+    from headloss.backends.triton import sweeps, visit
+    from headloss.backends.triton.launch import Launch
+
+    monkeypatch.setattr(sweeps, "BATCH_INVARIANT", False)
+    monkeypatch.setattr(visit, "suits", lambda C, V: False)
+    run, seen = Launch.run, []
+    monkeypatch.setattr(Launch, "run", lambda *call: seen.append(call[0].kernel.__name__) or run(*call))
+    more = {"rl": hl.Term(gspo, reduction="seq_mean_token_mean")} if meet else {}
+    names = oracle.inputs_of(gspo) if meet else ()
+    problem = in_float32(oracle.make(kind, (17,), vocab=41, inputs=names, teacher=True))
+    problem = oracle.replace(problem, teacher=problem.teacher.float().double())
+    objective = hl.Objective(**TAUGHT, **more, metrics=["entropy", agreed], backend="triton")
+    assert launches(objective, problem) == (SETTLES if meet else FEW)
+    want, memory = oracle.answer(objective, problem), problem.budget(12, itemsize=4) if kind == "Linear" else None
+    for _ in range(2):
+        seen.clear()
+        got = oracle.run(objective, problem, memory=memory, how=how, dtype=torch.float32)
+        oracle.check(got, want, 5e-5, what=f"{kind}, {how}")
+        assert seen.count("settle_kernel") >= 1 and "visit_kernel" not in seen, seen
+
+
+@inside
+@pytest.mark.parametrize("meet", [False, True])
+def test_a_teachers_head(meet, monkeypatch):
+    """Whose logits are made of some rows at a time; columns that one of the two rules out, and a second backward."""
+    from headloss.backends.triton import sweeps, visit
+
+    monkeypatch.setattr(sweeps, "BATCH_INVARIANT", False)
+    monkeypatch.setattr(visit, "suits", lambda C, V: False)
+    more = {"rl": hl.Term(gspo, reduction="seq_mean_token_mean")} if meet else {}
+    problem = in_float32(oracle.make("Logits", (17,), vocab=41, inputs=oracle.inputs_of(gspo) if meet else ()))
+    problem.tensors["logits"][4, 5:9] = -torch.inf
+    hidden, weight = torch.randn(17, 5), torch.randn(41, 5)
+    found = []
+    for backend, dtype in (("triton", torch.float32), ("torch", torch.float64)):
+        teacher = hl.Linear(hidden.to(dtype), weight.to(dtype), memory=4 * 41 * 5, temperature=0.7)
+        leaves = problem.leaves(dtype)
+        call = {"segments": problem.segments, "teacher": teacher, **problem.inputs}
+        out = hl.Objective(**TAUGHT, **more, backend=backend)(problem.source(leaves), problem.targets, **call)
+        (2 * out.loss + out.facts.logprob.sum()).backward(retain_graph=True)
+        out.loss.backward()
+        found.append((out.loss.detach().double(), leaves["logits"].grad.double()))
+    torch.testing.assert_close(*found, rtol=5e-5, atol=5e-5)
 
 
 @inside

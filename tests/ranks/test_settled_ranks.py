@@ -232,9 +232,47 @@ def left_out() -> str:
     shard, mine = shard_of("even")
     targets, logits = torch.arange(6), torch.randn(6, V + 1)[:, mine].clone().requires_grad_()
     source, teacher = hl.Logits(logits, shard=shard), hl.Logits(logits.detach(), shard=shard)
-    return hl.Objective(kd=hl.losses.forward_kl, backend="triton").explain(source, targets, teacher=teacher).launches
+    return hl.Objective(kd=hl.losses.jsd, backend="triton").explain(source, targets, teacher=teacher).launches
 
 
 @inside
 def test_what_leaves_the_program_says_why(ranks: Any) -> None:
-    assert "a collective stands between the facts and the gradient" in ranks(2, left_out)[0]
+    assert "a divergence takes a second look, when the softmax is known" in ranks(2, left_out)[0]
+
+
+def taught(split: str) -> None:
+    """A dense teacher in the student's shards, of rows alone and next to segments; without a gradient too."""
+    small()
+    terms = {"f": hl.losses.forward_kl, "r": hl.Term(hl.losses.reverse_kl, temperature=2.0, weight=0.3)}
+    terms |= {"ce": hl.Term(cross_entropy, label_smoothing=0.1)}
+    shard, columns = shard_of(split)
+    said = torch.randn(23, V, generator=torch.Generator().manual_seed(3)).double()
+    padding = torch.full((23, columns.stop), torch.nan).double()
+    theirs = torch.cat([said, padding], 1)[:, columns].float()
+    agreed = lambda argmax, teacher_argmax: (argmax == teacher_argmax).float()
+    for kind, name in itertools.product(("Logits", "Linear"), ("facts", "segments")):
+        more = {"rl": terms_of("segments")["rl"]} if name == "segments" else {}
+        objective = hl.Objective(**terms, **more, metrics=["entropy", agreed], backend="triton")
+        problem = problem_of(name, kind, split)
+        true = hl.Objective(**terms, **more, metrics=["entropy", agreed], backend="torch")
+        want = oracle.run(true, problem, teacher=hl.Logits(said.float().double()))
+        mine, shard, _ = cut(problem, split)
+        memory = 2 * 4 * 2 * shard.even_width * 11 if kind == "Linear" else None
+        call = {"teacher": hl.Logits(theirs, shard=shard), "source": {"shard": shard}, "memory": memory}
+        with Kernels() as seen:
+            got = oracle.run(objective, mine, dtype=torch.float32, **call)
+        oracle.check(whole_grads(got, split), want, 5e-5, what=f"{name}, {kind}, {split}")
+        assert seen["settle_kernel"] >= 1 == seen["totals_kernel"], seen
+        if kind == "Logits":
+            source = problem.source(mine.leaves(torch.float32), shard=shard)
+            with torch.no_grad(), Calls() as calls:
+                inputs = {"segments": problem.segments, **oracle.call_arguments(mine)}
+                out = objective(source, problem.targets, teacher=call["teacher"], **inputs)
+            torch.testing.assert_close(out.loss.double(), want.loss, rtol=5e-5, atol=5e-5)
+            assert calls.count["all_gather"] == 1
+
+
+@inside
+@pytest.mark.parametrize("split", ["even", "uneven", "empty first", "padded"])
+def test_a_dense_teacher_is_settled_after_the_merge(ranks: Any, split: str) -> None:
+    ranks(2, taught, split)

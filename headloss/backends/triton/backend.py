@@ -33,6 +33,7 @@ sums_matrix, pull_rows, Settling, Weights, spans = (
     settle.Weights,
     settle.spans,
 )
+packed, guided_by = settle.packed, settle.guided_by
 count_targets = alone.count_targets
 # some columns of each row of a linear head; some columns of all rows
 project, combine, take = columns.project, columns.combine, columns.take

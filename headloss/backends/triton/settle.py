@@ -9,7 +9,7 @@ cotangents are kept, and what the pull reads comes out.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +21,9 @@ from headloss.backends.triton.launch import Launch, by_identity, place
 from headloss.backends.triton.printer.segments import SegmentProgram
 from headloss.backends.triton.tiles import LAUNCH, plain_temperature
 from headloss.backends.triton.visit import Number, as_number, forms_of, kinds_of
-from headloss.backends.triton.visited import Visited
+from headloss.backends.triton.visited import KINDS, Visited
+from headloss.facts import Partial, Want
+from headloss.teachers import DensePartial, DensePull
 
 BLOCK, WARPS = 256, 4  # fixed, so that the sums of a segment do not depend on what stands around it
 
@@ -42,6 +44,23 @@ def spans(ids_R: Tensor, num_segments: int, rising: bool = False, whole: bool = 
         return Spans(torch.searchsorted(placed, groups), order)
     filled_R = ids_R.contiguous() if whole or not ids_R.numel() else ids_R.cummax(0).values
     return Spans(torch.searchsorted(filled_R, groups))
+
+
+def packed(partial: Partial, want: Want) -> Tensor:
+    """(F, C): the sums of rows and of their dense teacher's, of the whole vocabulary, as the kernel reads them."""
+    (theirs,) = partial.teachers
+    assert isinstance(theirs, DensePartial)
+    found: list[Tensor | None] = [partial.max, partial.target, partial.total, partial.argmax, theirs.max, theirs.argmax]
+    met = dict(zip(want.temperatures_of(want.teachers[0]), theirs.meetings, strict=True))
+    for T, (S, X, Q) in zip(want.temperatures, partial.moments, strict=True):
+        found += [S, X, Q] if T not in met else [S, met[T].X if X is None else X, Q, *met[T][2:]]
+    return torch.stack([x.to(torch.float32) for x in found if x is not None])
+
+
+def guided_by(program: SegmentProgram, numbers: Iterator[Tensor]) -> tuple[DensePull, ...]:
+    """A teacher's coefficients, of each temperature that it is compared at, from those that are there."""
+    take = lambda there: [next(numbers) if x else None for x in there]
+    return tuple([DensePull(*take(there)) for there in program.guided])  # type: ignore[arg-type]  # a, b, c, d
 
 
 class Weights(NamedTuple):
@@ -153,11 +172,12 @@ def _fire(
     known: tuple[Any, ...], settled: Settled, sums_FC: Tensor, targets: Tensor | None, spans: Any, given: Given
 ) -> Tensor | None:
     plan, launch, gradient, programs, sizes = known
-    rows, found, best, (offsets, order) = None, settled.found, settled.best, spans
+    rows, found, best, theirs, (offsets, order) = None, settled.found, settled.best, settled.theirs, spans
     if gradient:
         rows = _numbers(plan, sums_FC)
     at = SettleAt(
-        sums_FC, found, found if best is None else best, found if rows is None else rows, settled.by_segment
+        sums_FC, found, found if best is None else best, found if theirs is None else theirs,
+        found if rows is None else rows, settled.by_segment,
     )  # fmt: skip
     launch.run(None, place(sums_FC), programs, (at, targets, order, offsets, given, *sizes))
     return rows
@@ -171,7 +191,8 @@ def _numbers(plan: Plan, sums_FC: Tensor) -> Tensor:
 def _room(plan: Plan, rows: int, groups: int, device: torch.device, make: Any) -> Settled:
     found = torch.empty(plan.slots, rows, dtype=torch.float32, device=device)
     best = torch.empty(rows, dtype=torch.int64, device=device) if plan.flags.BEST else None
-    settled = Settled(found, best, plan)  # type: ignore[arg-type]  # it has what a visit's plan is asked for
+    theirs = torch.empty(rows, dtype=torch.int64, device=device) if plan.flags.TEACHER_BEST else None
+    settled = Settled(found, best, plan, theirs)  # type: ignore[arg-type]  # it has what a visit's plan is asked for
     settled.by_segment = make(plan.high, groups, dtype=torch.float32, device=device)
     return settled
 
@@ -192,20 +213,26 @@ class Plan(NamedTuple):
 def _plan(program: SegmentProgram) -> Plan:
     want = program.want
     used = tuple(i for i, there in enumerate(program.there) if any(there))
+    name, keys = want.teachers[0] if want.teachers else None, want.temperatures
+    met = want.temperatures_of(name) if name is not None else ()
+    shared = lambda x: tuple(name is not None and want.sums(x, T, name) for T in keys)
     flags = SettleFlags(
         SUMS=tuple(map(len, program.sums)), WIDE=tuple(x for walk in program.sums for x in walk),
-        WHOLE=tuple(f.name == "argmax" for f in want.facts), USED=used,
+        KINDS=tuple(KINDS.get(f.name, 0) for f in want.facts), USED=used,
         THERE=tuple(x for there in program.there for x in there), OF_SEGMENTS=program.of_segments,
         PICK=want.target, TOTAL=want.total, BEST=want.argmax,
         BEST_SLOT=1 + want.target + 2 * want.total,
-        WANT_X=tuple(want.sums("X", T) for T in want.temperatures),
-        WANT_Q=tuple(want.sums("Q", T) for T in want.temperatures), TARGET=program.target,
+        WANT_X=tuple(want.sums("X", T) or x for T, x in zip(keys, shared("X"), strict=True)),
+        WANT_Q=tuple(want.sums("Q", T) for T in keys), TARGET=program.target,
+        TAUGHT=name is not None, TEACHER_BEST=name is not None and want.sums("argmax", teacher=name),
+        MET=tuple(T in met for T in keys), WANT_Y=shared("Y"), WANT_F=shared("F"), WANT_G=shared("G"),
+        GUIDED=tuple(x for there in program.guided for x in there),
     )  # fmt: skip
     sizes = (
-        1 + len(want.temperatures), flags.WHOLE.count(False), 0, len(program.metrics),
+        1 + len(keys) + (name is not None) + len(met), flags.KINDS.count(0), 0, len(program.metrics),
         len(program.cotangents), len(program.input_cotangents),
     )  # fmt: skip
-    pulled = 1 + sum(1 + sum(program.there[i]) for i in used)
+    pulled = 1 + sum(1 + sum(program.there[i]) for i in used) + sum(flags.GUIDED)
     high = len(program.terms) + 1 + len(program.segment_metrics)
     return Plan(program, sum(sizes), pulled, high, (0, *itertools.accumulate(sizes)), flags, {})
 

@@ -169,13 +169,13 @@ class Visited:
 
     @property
     def softmax(self) -> Softmax:
-        want, flags = self.program.want, self.plan.flags
+        want, keys = self.program.want, self.program.want.temperatures
         most, *rest = self._slots(0).unbind()
-        log_sums, rest = tuple(rest[: len(want.temperatures)]), rest[len(want.temperatures) :]
+        log_sums, rest = tuple(rest[: len(keys)]), rest[len(keys) :]
         if not want.teachers:
             return Softmax(most, log_sums)
-        met = flags["MEETS"]
-        if flags["DENSE"]:
+        met = [keys.index(T) for T in want.temperatures_of(want.teachers[0])]
+        if not getattr(self.program, "width", 0):
             log_St, looks = tuple(rest[1 : 1 + len(met)]), tuple(rest[1 + len(met) :])
             seen: Any = DenseSoftmax(rest[0], tuple(log_sums[i] for i in met), log_St, looks)
         else:

@@ -35,6 +35,7 @@ class SettleAt(NamedTuple):
     sums: Any
     found: Any
     best: Any
+    teacher_best: Any
     rows: Any
     by_segment: Any
 
@@ -234,7 +235,7 @@ class SettleFlags(NamedTuple):
     # what a program fixes
     SUMS: Flag  # how many each walk over the rows finds
     WIDE: Flag  # of each, whether it is kept in float64
-    WHOLE: Flag  # of each fact, whether it is a column
+    KINDS: Flag  # of each fact, as of a visit
     USED: Flag  # the temperatures that pull
     THERE: Flag  # of each temperature, which of the five coefficients there are
     OF_SEGMENTS: Flag  # of each term, whether it has a value per segment
@@ -245,6 +246,14 @@ class SettleFlags(NamedTuple):
     WANT_X: Flag  # of each temperature
     WANT_Q: Flag
     TARGET: Flag  # whether a loss reads it
+    # of a dense teacher
+    TAUGHT: Flag = False
+    TEACHER_BEST: Flag = False
+    MET: Flag = ()  # of each temperature, whether the two are compared at it
+    WANT_Y: Flag = ()
+    WANT_F: Flag = ()
+    WANT_G: Flag = ()
+    GUIDED: Flag = ()  # which of its coefficients there are
     # how it is called
     GRADIENT: Flag = True
     PER_ROW: Flag = ()

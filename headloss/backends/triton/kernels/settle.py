@@ -16,6 +16,7 @@ target -100 among them are ignored.
 import triton
 import triton.language as tl
 
+from headloss.backends.triton.kernels.found import COLUMN, TEACHER_COLUMN
 from headloss.backends.triton.kernels.given import argument, number
 from headloss.backends.triton.kernels.logits import temperature
 from headloss.backends.triton.kernels.sums import rebased, rebased_total
@@ -120,19 +121,69 @@ def merged(sums, T, N, ranks, apart, F: tl.constexpr):
 
 
 @triton.jit
+def field(sums, slot, N, like, THERE: tl.constexpr):
+    """A number of each row if it is there, and the place of the next."""
+    found = tl.zeros_like(like)
+    if THERE:
+        found = tl.load(sums + slot * N)
+        slot += 1
+    return found, slot
+
+
+@triton.jit
+def taught(sums, N, F: tl.constexpr):
+    """What a sweep with a dense teacher left of a block, in the order of `settle.packed`: the student's target, total
+    and argmax, S, X and Q; the teacher's maximum and argmax, St, Y, F and G."""
+    top = tl.load(sums)
+    away, slot = field(sums, 1, N, top, F.PICK)
+    total, slot = field(sums, slot, N, top, F.TOTAL)
+    best, slot = field(sums, slot, N, top, F.BEST)
+    topt, slot = field(sums, slot, N, top, True)
+    bestt, slot = field(sums, slot, N, top, F.TEACHER_BEST)
+    S, X, Q, St, Y, C, G = (), (), (), (), (), (), ()
+    for i in tl.static_range(len(F.PER_ROW)):
+        x, slot = field(sums, slot, N, top, True)
+        S = S + (x,)
+        x, slot = field(sums, slot, N, top, F.WANT_X[i])
+        X = X + (x,)
+        x, slot = field(sums, slot, N, top, F.WANT_Q[i])
+        Q = Q + (x,)
+        x, slot = field(sums, slot, N, top, F.MET[i])
+        St = St + (x,)
+        x, slot = field(sums, slot, N, top, F.WANT_Y[i])
+        Y = Y + (x,)
+        x, slot = field(sums, slot, N, top, F.WANT_F[i])
+        C = C + (x,)
+        x, slot = field(sums, slot, N, top, F.WANT_G[i])
+        G = G + (x,)
+    return top, away, total, best.to(tl.int64), S, X, Q, topt, bestt.to(tl.int64), St, Y, C, G
+
+
+@triton.jit
 def facts_of(sums, column, live, row, N, ranks, apart, columns, given, VALUES: tl.constexpr, F: tl.constexpr):
-    """`facts.finish` of a block: facts, maximum and log_sums."""
+    """`facts.finish` of a block: facts, and of the softmax maximum and log_sums, the student's and the teacher's."""
     T = ()
     for i in tl.static_range(len(F.PER_ROW)):
         T = T + (temperature(given.temperatures[i], row, F.PER_ROW[i]),)
-    top, away, total, best, S, X, Q = merged(sums + column, T, N, ranks, apart, F)
-    values, logs = VALUES(top, away, total, best, T, S, X, Q, columns)
+    theirs = ()
+    if F.TAUGHT:
+        top, away, total, best, S, X, Q, topt, bestt, St, Y, C, G = taught(sums + column, N, F)
+        values, logs, logs_t = VALUES(
+            top, away, total, best, T, S, X, Q, columns, bestt, St, Y, C, G, top, top, S, S
+        )  # no ids, no tail, no larger vocabulary
+        theirs = (kept(tl.where(topt > -float("inf"), topt, 0.0), live),)
+        for i in tl.static_range(len(logs_t)):
+            if F.MET[i]:
+                theirs = theirs + (kept(logs_t[i], live),)
+    else:
+        top, away, total, best, S, X, Q = merged(sums + column, T, N, ranks, apart, F)
+        values, logs = VALUES(top, away, total, best, T, S, X, Q, columns)
     facts, log_sums = (), ()
     for i in tl.static_range(len(values)):
         facts = facts + (kept(values[i], live),)
     for i in tl.static_range(len(logs)):
         log_sums = log_sums + (kept(logs[i], live),)
-    return facts, kept(tl.where(top > -float("inf"), top, 0.0), live), log_sums
+    return facts, kept(tl.where(top > -float("inf"), top, 0.0), live), log_sums, theirs
 
 
 @triton.jit
@@ -190,13 +241,15 @@ def read(
     """A block of rows with everything that the printed function takes of them."""
     B: tl.constexpr = F.B
     row, here, live = block_of(first, end, target, order, F)
-    facts, top, log_sums = facts_of(sums, row - first_row, live, row, N, ranks, apart, columns, given, VALUES, F)
+    facts, top, log_sums, theirs = facts_of(
+        sums, row - first_row, live, row, N, ranks, apart, columns, given, VALUES, F
+    )
     inputs = inputs_of(given, row, group, live, F)
     weights, seeds = weights_of(given, row, count, F)
     y = tl.zeros([B], tl.int64)
     if F.TARGET:
         y = kept(tl.load(target + row).to(tl.int64), live)
-    return row, here, live, facts, top, log_sums, inputs, weights, seeds, y
+    return row, here, live, facts, top, log_sums, theirs, inputs, weights, seeds, y
 
 
 @triton.jit(
@@ -232,7 +285,7 @@ def settle_kernel(
     for walk in tl.static_range(len(F.SUMS)):
         partial = zeros(len(known), F.SUMS[walk], F)
         for first in range(begin, end, B):
-            row, here, live, facts, top, log_sums, inputs, weights, seeds, y = read(
+            row, here, live, facts, top, log_sums, theirs, inputs, weights, seeds, y = read(
                 first, end, group, count, at.sums, target, order, given, step, first_row, ranks, apart, columns,
                 VALUES, F,
             )  # fmt: skip
@@ -246,10 +299,10 @@ def settle_kernel(
     for _i in tl.static_range(len(F.OF_SEGMENTS)):
         totals = totals + (tl.zeros([B], tl.float32),)
     for first in range(begin, end, B):
-        row, here, live, facts, top, log_sums, inputs, weights, seeds, y = read(
+        row, here, live, facts, top, log_sums, theirs, inputs, weights, seeds, y = read(
             first, end, group, count, at.sums, target, order, given, step, first_row, ranks, apart, columns, VALUES, F
         )
-        values, metrics, by_fact, by_input, pulls = FN(
+        values, metrics, by_fact, by_input, pulls, guided = FN(
             LAST, facts, inputs, y, literals, seeds, columns, known, count, inside
         )
         weighted = ()
@@ -259,12 +312,15 @@ def settle_kernel(
 
         tl.store(at.found + row, top, mask=here)
         slot = 1
-        for i in tl.static_range(len(log_sums)):
-            tl.store(at.found + row + slot * wide, log_sums[i], mask=here)
+        softmax = log_sums + theirs
+        for i in tl.static_range(len(softmax)):
+            tl.store(at.found + row + slot * wide, softmax[i], mask=here)
             slot += 1
-        for i in tl.static_range(len(F.WHOLE)):
-            if F.WHOLE[i]:
+        for i in tl.static_range(len(F.KINDS)):
+            if F.KINDS[i] == COLUMN:
                 tl.store(at.best + row, facts[i], mask=here)
+            elif F.KINDS[i] == TEACHER_COLUMN:
+                tl.store(at.teacher_best + row, facts[i], mask=here)
             else:
                 tl.store(at.found + row + slot * wide, facts[i], mask=here)
                 slot += 1
@@ -283,6 +339,10 @@ def settle_kernel(
                     if F.THERE[5 * F.USED[i] + k]:
                         tl.store(into + place * step, tl.where(live, pulls[5 * F.USED[i] + k], 0.0), mask=here)
                         place += 1
+            for i in tl.static_range(len(F.GUIDED)):
+                if F.GUIDED[i]:
+                    tl.store(into + place * step, tl.where(live, guided[i], 0.0), mask=here)
+                    place += 1
 
     # what belongs to the segment: of one without rows nothing counts
     counts = inside & (count > 0)

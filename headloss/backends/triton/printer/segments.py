@@ -24,7 +24,9 @@ from headloss.backends.triton.printer.lower import compiled
 from headloss.backends.triton.printer.operands import Unprintable, constant, name_of
 from headloss.backends.triton.printer.printer import Printer, Value, dtype_of, kind_of
 from headloss.backends.triton.printer.program import Page, fed, once
+from headloss.draft import is_whole
 from headloss.facts import Fact, Want
+from headloss.teachers import SPARSE
 
 NAME = "segment"
 _ARGUMENTS = "WALK: tl.constexpr, facts, inputs, y, numbers, seeds, vocab, known, count, inside"
@@ -49,6 +51,7 @@ class SegmentProgram(NamedTuple):
     of_segments: tuple[bool, ...]  # of each term, whether its values belong to segments
     input_kinds: tuple[str, ...]  # of each input: "row", "segment" or "scalar"
     sums: tuple[tuple[bool, ...], ...]  # that each walk finds: whether in float64
+    guided: tuple[tuple[bool, ...], ...] = ()
     by_segment: bool = True
 
     @property
@@ -73,10 +76,13 @@ def lower(
 
 
 def _lower(terms: Any, want: Want, inputs: Mapping[str, Any], metrics: Any) -> SegmentProgram:
-    if want.teachers:
-        meet = any(trace.kind == "segment" for _, trace in terms.values())
-        raise Unprintable("segments and a teacher" if meet else "facts of a teacher are settled in the sweep or apart")
+    if len(want.teachers) > 1:
+        raise Unprintable("more than one teacher")
+    if any(f.element is not None for f in want.facts):
+        raise Unprintable("a divergence takes a second look, when the softmax is known")
     page = _SegmentPage(want, inputs)
+    if page.width or any(f.name in SPARSE or is_whole(f.teacher) for f in want.facts if f.teacher is not None):
+        raise Unprintable("a teacher of some ids, or of a larger vocabulary, is settled in the sweep or apart")
     for name, (call, trace) in terms.items():
         try:
             page.term(name, call, trace)
@@ -158,13 +164,13 @@ class _SegmentPage(Page):
         return super().argument(node, name)
 
     def segment_program(self) -> SegmentProgram:
-        own, _ = self.pulls()
+        own, guided = self.pulls()
         walks, of = self._walks(), self.of_segments
         of_terms = list(self.values.values())
         rows = [
             [x if not s else "0.0" for x, s in zip(of_terms, of, strict=True)],
             self.metrics.values(), self.by_fact.values(), self.by_input.values(),
-            [x or "0.0" for k in own for x in k],
+            [x or "0.0" for k in own for x in k], [x or "0.0" for k in guided for x in k],
         ]  # fmt: skip
         segment = [[x if s else "0.0" for x, s in zip(of_terms, of, strict=True)], self.segment_metrics.values()]
         results = [*map(_tuple, walks), *(f"({', '.join(map(_tuple, x))})" for x in (rows, segment))]
@@ -173,7 +179,7 @@ class _SegmentPage(Page):
             tuple(self.printer.numbers), tuple(self.metrics), tuple(self.by_fact), tuple(self.by_input), fed(own),
             tuple(self.left_out.items()), tuple(self.segment_metrics), tuple(of),
             tuple(self.shapes[n].kind for n in self.inputs),
-            tuple(tuple(self.printer.summed[x] for x in walk) for walk in walks),
+            tuple(tuple(self.printer.summed[x] for x in walk) for walk in walks), fed(guided),
         )  # fmt: skip
 
     def _walks(self) -> list[list[str]]:
