@@ -107,6 +107,20 @@ def quicken() -> None:
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=builder.options.debug)
     _types_once(core, interpreter)
     _equal_types_pass(core, type(interpreter.interpreter_semantic))
+    _truth_is_spread(interpreter)
+
+
+def _truth_is_spread(interpreter: Any) -> None:
+    """A comparison of scalars stays a truth value when it is spread over a block; else it has its operands' type."""
+    slow = interpreter.InterpreterBuilder.create_splat
+
+    def splat(self: Any, kind: Any, x: Any) -> Any:
+        found = slow(self, kind, x)
+        if x.data.dtype == bool:
+            found.data = found.data.astype(bool)
+        return found
+
+    interpreter.InterpreterBuilder.create_splat = splat
 
 
 def fma_rounds_once() -> bool:

@@ -373,3 +373,24 @@ def test_facts_without_grad_take_one_launch_per_chunk(kind, monkeypatch):
     for fact in ("logprob", "entropy", "argmax", "mean_logprob"):
         torch.testing.assert_close(getattr(ours, fact), getattr(with_grad, fact).detach(), rtol=2e-5, atol=2e-6)
         assert getattr(ours, fact)[batch.targets == -100].eq(0).all()
+
+
+@inside
+@pytest.mark.parametrize("kind", ["Logits", "Linear"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_a_call_with_every_term_off_still_measures(kind, dtype):
+    """In float16 a gradient has a scale of its own, which no term is there to set."""
+    batch = Batch(ignored=False, dtype=dtype)
+    for objective, weights in ((mix("triton"), dict.fromkeys(("ce", "z", "pg"), 0.0)), (on_nothing(), None)):
+        for _ in range(2):
+            source, leaves = batch.source(kind)
+            more = batch.inputs if weights else {}
+            out = objective(source, batch.targets, weights=weights, **more)
+            assert float(out.loss.detach()) == 0 and float(out.metrics["entropy"]) > 0
+            if out.loss.requires_grad:
+                out.loss.backward()
+            assert all(x.grad is None or not x.grad.any() for x in leaves)
+
+
+def on_nothing():
+    return hl.Objective(ce=hl.Term(cross_entropy, weight=0.0), metrics=["entropy"], backend="triton")
