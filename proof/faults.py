@@ -847,6 +847,7 @@ FAULTS = [
     Fault("engine/plan.py", "if source.shard is not None or (segments is not None and segments.group is not None):", "if False:", "ranks that share a call refuse it one by one", WAITING),
     Fault("late.py", "while _PENDING and (wait or _PENDING[0][0].is_here()):", "while False:", "late checks never run", WAITING),
     Fault("late.py", "    check_pending(wait=True)\n    except", "    pass\n    except", "what is wrong with the last call of a process is lost", WAITING),
+    Fault("engine/loss.py", "        if sizes:\n", "        if self.narrow:\n", "in float16 a chunk whose terms are all off fails", ("tests/trust/test_fp16.py",)),
     Fault("engine/one_launch.py", "if loss.narrow and grad and weights:", "if loss.narrow and grad:", "in float16 a call whose terms are all off fails", ("tests/kernels/test_one_launch.py",)),
     Fault("late.py", "if len(_PENDING) > MOST_PENDING:", "if False:", "late checks pile up", WAITING),
     Fault("late.py", 'dtype=x.dtype, device="cpu", pin_memory', "dtype=x.dtype, pin_memory", "a default device takes what the host is to read", ("tests/test_default_device.py",)),

@@ -101,8 +101,9 @@ class TermsOnRows:
     def seeds(self) -> list[Tensor]:
         """Of each term, the weight of each of its values in the gradient, before the normaliser."""
         seeds = [self._seed(t, t.trace.value or "row", self.rows.count) for t in self.terms]
-        if self.narrow:
-            self.normaliser = torch.stack([s.abs().amax() for s in seeds if s.numel()]).amax()
+        sizes = [s.abs().amax() for s in seeds if s.numel()] if self.narrow else []
+        if sizes:
+            self.normaliser = torch.stack(sizes).amax()
             self.normaliser = self.normaliser.masked_fill(self.normaliser == 0, 1.0)
             seeds = [s / self.normaliser for s in seeds]
         return seeds

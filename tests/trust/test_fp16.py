@@ -239,3 +239,19 @@ def test_a_scaled_loss_scales_its_gradient_in_float32():
         (out.loss * factor).backward()
         found.append(x.grad)
     assert torch.equal(found[1], (found[0].float() * torch.tensor(0.3337)).bfloat16())
+
+
+@pytest.mark.parametrize("how", ["in the call", "in the term"])
+@pytest.mark.parametrize("kind", ["Logits", "Linear"])
+def test_a_call_with_every_term_off_still_measures(kind, how):
+    """A gradient of float16 has a scale of its own, which no term is there to set."""
+    hidden, weight, logits = (torch.randn(*n).half().requires_grad_() for n in ((13, 8), (53, 8), (13, 53)))
+    term = hl.Term(losses.cross_entropy, weight=0.0 if how == "in the term" else 1.0)
+    objective = hl.Objective(ce=term, metrics=["entropy"])
+    source = hl.Logits(logits) if kind == "Logits" else hl.Linear(hidden, weight, memory=4 * 53 * 8)
+    weights = {"ce": 0.0} if how == "in the call" else None
+    out = objective(source, torch.randint(53, (13,)), weights=weights)
+    assert float(out.loss.detach()) == 0 and float(out.metrics["entropy"]) > 0
+    if out.loss.requires_grad:
+        out.loss.backward()
+    assert all(x.grad is None or not x.grad.any() for x in (hidden, weight, logits))
