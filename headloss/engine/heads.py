@@ -160,8 +160,8 @@ class LinearHead:
         C, V, dtype = len(hidden_CD), len(self.weight_VD), self.source.chunk_dtype
         if slot not in self.buffers_CV or len(self.buffers_CV[slot]) < C:
             self.buffers_CV.pop(slot, None)  # free the old one first
-            most = max(C, self.longest)
-            self.buffers_CV[slot] = torch.empty(most, padded(V), dtype=dtype, device=hidden_CD.device)[:, :V]
+            size = max(C, self.longest), V if hidden_CD.is_cpu else padded(V)  # a CPU's products are slow over gaps
+            self.buffers_CV[slot] = torch.empty(size, dtype=dtype, device=hidden_CD.device)[:, :V]
         raw_CV = self.buffers_CV[slot][:C]
         at_once = self.bias_V is not None and self.bias_V.dtype == dtype == hidden_CD.dtype
         if at_once and self.bias_V is not None:  # rounded once: the product alone may be beyond float16
