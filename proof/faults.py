@@ -847,6 +847,7 @@ FAULTS = [
     Fault("engine/plan.py", "if source.shard is not None or (segments is not None and segments.group is not None):", "if False:", "ranks that share a call refuse it one by one", WAITING),
     Fault("late.py", "while _PENDING and (wait or _PENDING[0][0].is_here()):", "while False:", "late checks never run", WAITING),
     Fault("late.py", "    check_pending(wait=True)\n    except", "    pass\n    except", "what is wrong with the last call of a process is lost", WAITING),
+    Fault("backends/triton/sweeps.py", "C == 0 or V == 0 or not want.facts:", "C == 0 or V == 0:", "a sweep that nobody reads is launched", ("tests/kernels/test_triton.py",)),
     Fault("engine/loss.py", "        if sizes:\n", "        if self.narrow:\n", "in float16 a chunk whose terms are all off fails", ("tests/trust/test_fp16.py",)),
     Fault("engine/one_launch.py", "if loss.narrow and grad and weights:", "if loss.narrow and grad:", "in float16 a call whose terms are all off fails", ("tests/kernels/test_one_launch.py",)),
     Fault("late.py", "if len(_PENDING) > MOST_PENDING:", "if False:", "late checks pile up", WAITING),
