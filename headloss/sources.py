@@ -214,9 +214,10 @@ class Linear:
         return left
 
 
-def padded(columns: int) -> int:
-    """The width of a chunk's rows: those that start on a boundary are read and multiplied faster."""
-    return columns if columns < 4096 else -(-columns // 64) * 64
+def padded(columns: int, on_cpu: bool = False) -> int:
+    """The width of a chunk's rows: on a GPU those that start on a boundary are read and multiplied faster, on a CPU
+    products are slow over gaps."""
+    return columns if columns < 4096 or on_cpu else -(-columns // 64) * 64
 
 
 Source = Logits | Linear

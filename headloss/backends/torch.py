@@ -19,7 +19,7 @@ from headloss.backends.torch_columns import combine as combine
 from headloss.backends.torch_columns import project as project
 from headloss.backends.torch_columns import take as take
 from headloss.backends.torch_kept import BUFFER_BYTES as BUFFER_BYTES
-from headloss.backends.torch_kept import Kept
+from headloss.backends.torch_kept import Kept, same_memory
 from headloss.backends.torch_kept import keep as keep
 from headloss.backends.torch_teacher_pulls import add_at_ids, pull_tile, tail_slope
 from headloss.backends.torch_teachers import Comparison, join, second_look
@@ -158,7 +158,7 @@ def pull(
     ]
     looks = kept is None and any(isinstance(k, DensePull) and k.looks for own in teacher_pulls for k in own)
     room = Room()
-    in_place = kept is not None and kept.buffer_CV.data_ptr() == out_CV.data_ptr()
+    in_place = kept is not None and same_memory(kept.buffer_CV, out_CV)
     shared = kept is not None and any(isinstance(chunk, DenseChunk) for chunk in teachers)  # its pull needs e again
     # the tiles are those of the sums
     for rows in _tiles(raw_CV, LOOK_BUFFERS if looks else _buffers(teachers, kept)):

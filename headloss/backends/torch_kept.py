@@ -45,6 +45,12 @@ class Kept:
         return self.buffer_CV[rows]
 
 
+def same_memory(x: Tensor, y: Tensor) -> bool:
+    """Whether two matrices begin at the same place; tensors without numbers have one too."""
+    apart = x.untyped_storage()._cdata != y.untyped_storage()._cdata
+    return not apart and x.storage_offset() == y.storage_offset()
+
+
 def keep(
     raw_CV: Tensor,
     out_CV: Tensor,
@@ -61,7 +67,7 @@ def keep(
     if raw_CV.device.type != "cpu" or not raw_CV.numel():
         return None
     dtype = torch.promote_types(raw_CV.dtype, torch.float32)
-    over = out_CV.dtype == dtype and raw_CV.data_ptr() == out_CV.data_ptr()
+    over = out_CV.dtype == dtype and same_memory(raw_CV, out_CV)
     found = _kind(want, softcap, teachers, over, raw_CV.shape[1])
     if found is None:
         return None

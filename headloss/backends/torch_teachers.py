@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from headloss.backends.torch_kept import Kept
 from headloss.backends.torch_tile import Room, divide, floored, logits
@@ -98,7 +99,8 @@ class Comparison:
             out_BK = torch.zeros_like(ids_BK).masked_fill_(here_BK, -math.inf)
             x_BV.scatter_add_(-1, column_BK, out_BK)
             tail_B = x_BV.amax(-1)
-            if bool((divide(tail_B[:, None], self.only_T, rows) > -NEAR).all()):
+            unknown = isinstance(tail_B, FakeTensor)  # no numbers to decide by, and none that count
+            if unknown or bool((divide(tail_B[:, None], self.only_T, rows) > -NEAR).all()):
                 return {"tail_max": tail_B + max_B, "near": tail_B}
             row_BK = torch.arange(len(x_BV), device=x_BV.device)[:, None].expand_as(column_BK)
             x_BV[row_BK[here_BK], column_BK[here_BK]] = ids_BK[here_BK]

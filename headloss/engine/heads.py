@@ -160,7 +160,7 @@ class LinearHead:
         C, V, dtype = len(hidden_CD), len(self.weight_VD), self.source.chunk_dtype
         if slot not in self.buffers_CV or len(self.buffers_CV[slot]) < C:
             self.buffers_CV.pop(slot, None)  # free the old one first
-            size = max(C, self.longest), V if hidden_CD.is_cpu else padded(V)  # a CPU's products are slow over gaps
+            size = max(C, self.longest), padded(V, hidden_CD.is_cpu)
             self.buffers_CV[slot] = torch.empty(size, dtype=dtype, device=hidden_CD.device)[:, :V]
         raw_CV = self.buffers_CV[slot][:C]
         at_once = self.bias_V is not None and self.bias_V.dtype == dtype == hidden_CD.dtype
