@@ -28,7 +28,7 @@ class Block(NamedTuple):
 def keeping(sweep: Any, head: Any, block: Block, before: Any = None) -> Block:
     """A block whose gradient is made in the same visit; `before`: what was kept of the last one."""
     keep = getattr(sweep.backend, "keep", None)
-    if keep is None:
+    if keep is None or sweep.sums_slopes:  # what is kept sums no slopes
         return block
     out_CV = head.grad_buffer(block.numbers, block.raw_CV)
     how = sweep.source.softcap, block.teachers, head.makes_logits, before
