@@ -100,7 +100,9 @@ class Comparison:
             x_BV.scatter_add_(-1, column_BK, out_BK)
             tail_B = x_BV.amax(-1)
             unknown = isinstance(tail_B, FakeTensor)  # no numbers to decide by, and none that count
-            if unknown or bool((divide(tail_B[:, None], self.only_T, rows) > -NEAR).all()):
+            placed_BK = column_BK.masked_fill(~here_BK, -1).sort(-1).values
+            once_BK = (placed_BK[:, 1:] != placed_BK[:, :-1]) | (placed_BK[:, 1:] < 0)  # else e^x would count twice
+            if unknown or bool((divide(tail_B[:, None], self.only_T, rows) > -NEAR).all() & once_BK.all()):
                 return {"tail_max": tail_B + max_B, "near": tail_B}
             row_BK = torch.arange(len(x_BV), device=x_BV.device)[:, None].expand_as(column_BK)
             x_BV[row_BK[here_BK], column_BK[here_BK]] = ids_BK[here_BK]
