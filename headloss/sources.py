@@ -51,11 +51,9 @@ class Logits:
         _check_transform(self, x)
         if not self.inplace:
             return
-        if self.logits.requires_grad and self.logits.is_leaf:
-            raise ValueError(
-                "inplace: logits is a leaf that requires grad and cannot be overwritten; use inplace=False"
-            )
-        if overlaps(self.logits):
+        if x.requires_grad and x.is_leaf:
+            raise ValueError("inplace: logits, a leaf that requires grad, cannot be overwritten; use inplace=False")
+        if overlaps(x):
             raise ValueError(
                 f"inplace: logits of shape {tuple(self.logits.shape)} and strides {self.logits.stride()} have elements "
                 f"that share memory (an expanded tensor?), so a gradient cannot overwrite them; use inplace=False"

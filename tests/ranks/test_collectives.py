@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import oracle
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from spawn import Calls
 
 import headloss as hl
+from headloss.engine import heads
 from headloss.losses import LOSSES
 
 N, V, D = 23, 37, 5
@@ -146,7 +148,8 @@ def overlap() -> None:
 
     def watched(*size: Any, **options: Any) -> Any:
         made = real(*size, **options)
-        if made.ndim == 2 and made.shape[-1] >= said.weight.shape[0]:
+        of_a_head = sys._getframe(1).f_code.co_filename == heads.__file__  # sweeps have tiles of their own
+        if of_a_head and made.ndim == 2 and made.shape[-1] >= said.weight.shape[0]:
             held.append(made.shape[0] * said.weight.shape[0] * made.element_size())
         return made
 
