@@ -41,7 +41,7 @@ FORM = ("tests/test_form.py",)
 AROUND = ("tests/trust/test_surroundings.py",)
 KEPT = ("tests/trust/test_kept.py",)
 NEW_FACT = ("tests/test_new_fact.py",)
-TEACHERS = ("tests/kernels/test_triton_teachers.py",)
+PAIRS = ("tests/kernels/test_triton_teachers.py",)
 WAITING = ("tests/test_no_waiting.py",)
 LATER = ("tests/test_later_calls.py",)
 SETTLED_FEW = ("tests/kernels/test_settle.py",)
@@ -577,11 +577,11 @@ FAULTS = [
     Fault("backends/triton/kernels/dense.py", "y = kt * (y + dt * St)", "y = kt * (y + d * St)", "teacher's entropy rebased by the student's maximum"),
     Fault("backends/triton/kernels/dense.py", "f, lost = rebase(f, lost, St, d, BITS)", "pass", "teacher's cross-entropy is not rebased"),
     Fault("backends/triton/kernels/dense.py", "lost += tl.sum(tl.where(fine, 0.0, w), axis=1)", "pass", "mass on columns that the student rules out is forgotten"),
-    Fault("backends/triton/kernels/pull.py", "g += met[8 * i + 7] * tl.exp2(log_q * LOG2E)", "g += met[8 * i + 7] * tl.exp2(log_p * LOG2E)", "student's p where the teacher's q belongs", TEACHERS),
-    Fault("backends/triton/kernels/pull.py", "g += looks[2 * n] * (found[2 * n + 1] - p * looks[2 * n + 1])", "g += looks[2 * n] * found[2 * n + 1]", "a divergence's pull is not centred", TEACHERS),
-    Fault("backends/triton/kernels/pull.py", "g += tl.load(out, mask=here, other=0.0)", "pass", "a second teacher's pull overwrites the first's at the edges", TEACHERS),
+    Fault("backends/triton/kernels/pull.py", "g += met[8 * i + 7] * tl.exp2(log_q * LOG2E)", "g += met[8 * i + 7] * tl.exp2(log_p * LOG2E)", "student's p where the teacher's q belongs", PAIRS),
+    Fault("backends/triton/kernels/pull.py", "g += looks[2 * n] * (found[2 * n + 1] - p * looks[2 * n + 1])", "g += looks[2 * n] * found[2 * n + 1]", "a divergence's pull is not centred", PAIRS),
+    Fault("backends/triton/kernels/pull.py", "g += tl.load(out, mask=here, other=0.0)", "pass", "a second teacher's pull overwrites the first's at the edges", PAIRS),
     Fault("backends/triton/kernels/sparse.py", "total += tl.where(same, tl.load(values + row * others + i), 0.0)", "total = tl.where(same, tl.load(values + row * others + i), total)", "an id that two teachers name gets the last one's pull"),
-    Fault("backends/triton/kernels/sums.py", "tl.where(at + n * (at.shape[0] * at.shape[1]) == here, -float(\"inf\"), z[n])", "z[n]", "the tail has the ids in it", TEACHERS),
+    Fault("backends/triton/kernels/sums.py", "tl.where(at + n * (at.shape[0] * at.shape[1]) == here, -float(\"inf\"), z[n])", "z[n]", "the tail has the ids in it", PAIRS),
     Fault("engine/run.py", "sweep.program is not None and True not in needs and", "sweep.program is not None and", "facts that want a gradient are read in one launch, which keeps none", ("tests/kernels/test_one_launch.py",)),
     Fault("engine/one_launch.py", "False) for part in parts]", "False) for part in parts[:1]]", "facts of the first chunk alone", ("tests/kernels/test_one_launch.py",)),
     Fault("backends/triton/kernels/visit.py", "tl.fma(swept, c[i], -tail_origin)", "tl.fma(top, c[i], -tail_origin)", "one launch: the tail's pull measured from the row's maximum", ("tests/kernels/test_taught.py",)),

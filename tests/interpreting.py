@@ -17,6 +17,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -108,6 +109,8 @@ def quicken() -> None:
     _types_once(core, interpreter)
     _equal_types_pass(core, type(interpreter.interpreter_semantic))
     _truth_is_spread(interpreter)
+    _straight_to_numpy(core, interpreter)
+    _called_once(interpreter)
 
 
 def _truth_is_spread(interpreter: Any) -> None:
@@ -213,6 +216,67 @@ def _equal_types_pass(core: Any, semantic: Any) -> None:
         return (lhs, rhs) if getattr(rhs.type, "shape", None) is shape else slow_broadcast(self, lhs, rhs)
 
     semantic.binary_op_type_checking_impl, semantic.broadcast_impl_value = check, broadcast
+
+
+def _straight_to_numpy(core: Any, interpreter: Any) -> None:
+    """Sums, differences and products of one type are numpy's, which spreads scalars too; the rest goes on as it did."""
+    handle, semantic, builder = (
+        interpreter.TensorHandle,
+        interpreter.interpreter_semantic,
+        interpreter.interpreter_builder,
+    )
+    plain = {"fp32": np.dtype("float32"), "fp64": np.dtype("float64")}
+    plain |= {"int32": np.dtype("int32"), "int64": np.dtype("int64")}
+    handle.__post_init__ = lambda self: None  # which asks whether the elements fit; here they are of the type
+
+    def wide(x: Any, y: Any) -> Any:
+        """The type of a result with the elements of `x`; None if neither is spread over the other."""
+        if not y.type.is_block() or x.type is y.type:
+            return x.type
+        if not x.type.is_block():
+            return core.block_type(x.dtype, y.type.shape)
+        return x.type if x.type.shape == y.type.shape else None
+
+    def quick(slow: Any, op: Any, turned: bool) -> Any:
+        slow = getattr(slow, "__wrapped__", slow)
+
+        def run(self: Any, other: Any, _semantic: Any = None) -> Any:
+            y = other.value if other.__class__ is core.constexpr else other
+            elements = plain.get(self.dtype.name)
+            if elements is not None and (y.__class__ is int or (y.__class__ is float and elements.kind == "f")):
+                y = semantic.binary_op_type_checking_impl(self, y, True, True)[1]
+            if y.__class__ is core.tensor:
+                if elements is not None and y.dtype is self.dtype:
+                    left, right, kind = self.handle.data, y.handle.data, wide(self, y)
+                    if kind is not None and left.dtype is elements and right.dtype is elements:
+                        return core.tensor(handle(op(right, left) if turned else op(left, right), self.dtype), kind)
+                elif op is np.add and self.dtype.__class__ is core.pointer_type and y.dtype.name in ("int32", "int64"):
+                    kind = wide(self, y)
+                    if kind is not None:
+                        return core.tensor(builder.create_addptr(self.handle, y.handle), kind)
+            return slow(self, other, _semantic=semantic)
+
+        return run
+
+    for name, op in (("add", np.add), ("sub", np.subtract), ("mul", np.multiply)):
+        for member, turned in ((f"__{name}__", False), (f"__r{name}__", True)):
+            setattr(core.tensor, member, quick(getattr(core.tensor, member), op, turned))
+
+
+def _called_once(interpreter: Any) -> None:
+    """A builtin is called with the interpreter's semantic by one function, not by two around it."""
+    semantic = interpreter.interpreter_semantic
+
+    def patch(obj: Any, name: str, member: Any, builder: Any, *scope: Any) -> None:
+        inner = getattr(member, "__wrapped__", member)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            kwargs["_semantic"] = semantic
+            return inner(*args, **kwargs)
+
+        scope[0].set_attr(obj, name, call) if scope else setattr(obj, name, call)
+
+    interpreter._patch_attr = patch
 
 
 if __name__ == "__main__":
