@@ -6,6 +6,7 @@ Dimension key:  N rows   V vocabulary   D hidden size
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -128,6 +129,24 @@ def test_gradients_are_those_of_the_formula(name: str, kind: str, ignored: bool)
     torch.testing.assert_close(loss.detach(), value.detach(), rtol=1e-9, atol=1e-11)
     for g, w in zip(got, want, strict=True):
         torch.testing.assert_close(g, w, rtol=1e-9, atol=1e-11)
+
+
+def test_teachers_that_are_not_as_wide_as_each_other() -> None:
+    """Each has buffers of its own width: torch warns where one is stretched."""
+    torch.manual_seed(0)
+    z, y = torch.randn(N, V, dtype=torch.float64).requires_grad_(), torch.randint(V, (N,))
+    u = {"one": torch.randn(N, V - 3, dtype=torch.float64), "two": torch.randn(N, V, dtype=torch.float64)}
+    terms = {name: hl.Term(reverse_kl, teacher=name) for name in u}
+    value = ce(z, y) + sum(reverse(z[:, : x.shape[1]], x) for x in u.values())
+    (want,) = torch.autograd.grad(value, z)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loss = hl.Objective(a=cross_entropy, **terms)(
+            hl.Logits(z), y, teacher={name: hl.Logits(x) for name, x in u.items()}
+        ).loss
+        (got,) = torch.autograd.grad(loss, z)
+    torch.testing.assert_close(loss, value, rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.parametrize("far", [0.0, 60.0, 300.0])

@@ -20,13 +20,14 @@ class Room:
     """Buffers that the tiles of a sweep have in turn: fresh memory costs as much as a pass over it."""
 
     def __init__(self) -> None:
-        self.held: dict[str, Tensor] = {}
+        self.held: dict[tuple[str, int], Tensor] = {}
 
     def __call__(self, name: str, like_BV: Tensor, dtype: torch.dtype) -> Tensor:
         """As large as this, with anything in it; no later tile is larger than the first."""
-        if name not in self.held:
-            self.held[name] = torch.empty(like_BV.shape, dtype=dtype, device=like_BV.device)
-        return self.held[name][: len(like_BV)]
+        key = name, like_BV.shape[-1]  # teachers need not be as wide as one another
+        if key not in self.held:
+            self.held[key] = torch.empty(like_BV.shape, dtype=dtype, device=like_BV.device)
+        return self.held[key][: len(like_BV)]
 
 
 class Tile:
