@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from headloss.config import check_losses, read_config, write_config
+from headloss.engine.apart import check_apart
 from headloss.engine.arguments import CallArguments, CallOptions
 from headloss.engine.bind import chunked_because, chunks_of, read_because, rows_of
 from headloss.engine.both import parts_of
@@ -308,6 +309,7 @@ def _row_facts(
     facts: Sequence[Tensor]
     visited = None
     if any(needs):
+        check_apart(sweep.source, CallArguments(source, targets, None, teacher))
         _, *facts = Head.apply(SweptCall(sweep, None, needs), *sweep.source.tensors)
     else:
         with torch.no_grad():

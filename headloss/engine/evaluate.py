@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from headloss.engine import heads
+from headloss.engine.apart import check_apart
 from headloss.engine.arguments import CallArguments
 from headloss.engine.bind import bind
 from headloss.engine.both import merged, parts_of, weight_grad_of
@@ -54,6 +55,8 @@ def _evaluate(terms: Terms, arguments: CallArguments, direct: bool, weight_grad:
         sweep.weight_grad = weight_grad
     tensors = sweep.source.tensors
     needs = needs_of(tensors, direct)
+    if True in needs:
+        check_apart(sweep.source, arguments)
     if not direct and (True in needs or (recorded and plan.wants_grad)):
         if plan.wants_grad:
             tensors += tuple([arguments.inputs[name] for name in plan.wants_grad])

@@ -2,7 +2,7 @@
 
 A tensor of the caller's that was changed in place since the forward raises, as in torch; hooks on saved tensors
 (`save_on_cpu`, activation checkpointing) get all of them.  A second derivative raises where it is used, a transform of
-`torch.func` and a forward-mode tangent where the call is made.
+`torch.func` and a forward-mode tangent where the call is made, several gradients at once where they come in.
 """
 
 from __future__ import annotations
@@ -20,6 +20,11 @@ Named = Sequence[tuple[str, Tensor]]
 TWICE = (
     "headloss: tried to differentiate twice (create_graph=True, a Hessian).  The gradient of a call "
     "is made in its own sweep and is once differentiable; for a second derivative write the loss on logits in PyTorch"
+)
+
+BATCHED = (
+    "headloss: several gradients come into one backward (is_grads_batched=True, jacobian(vectorize=True), vmap around "
+    "autograd.grad), which a sweep cannot take; call torch.autograd.grad for one after the other"
 )
 
 
@@ -50,6 +55,8 @@ def hold(ctx: Any, names: Sequence[str], args: Sequence[Tensor], read: Named = (
 
 def once(pull: Callable[..., Sequence[Tensor | None]], ctx: Any, *grads: Tensor | None) -> Any:
     """A backward: `pull(ctx, args, read, *grads)` on what `hold` saved; its gradients cannot be differentiated."""
+    if any(g is not None and _is_batched(g) for g in grads):
+        raise RuntimeError(BATCHED)
     saved = _saved(ctx)
     count, names, untracked, _ = ctx.held
     args = saved[:count]
@@ -61,6 +68,11 @@ def once(pull: Callable[..., Sequence[Tensor | None]], ctx: Any, *grads: Tensor 
     with torch.no_grad():
         found = pull(ctx, args, read, *grads)
     return seal(found, (*args, *grads))
+
+
+def _is_batched(g: Tensor) -> bool:
+    wrapped = torch._C._functorch
+    return wrapped.is_legacy_batchedtensor(g) or wrapped.is_functorch_wrapped_tensor(g)
 
 
 def _saved(ctx: Any) -> tuple[Tensor, ...]:
@@ -104,7 +116,7 @@ def refuse_transforms(arguments: Any, weights: Mapping[str, Any] = {}) -> None:
     source, targets, segments, teacher, options, inputs, *_ = arguments
     own = {f"the weight of term {name!r}": x for name, x in weights.items()}
     things = (source, {"targets": targets, "segments": segments}, teacher, options, inputs, own)
-    for name, x in _tensors("", things):
+    for name, x in every_tensor("", things):
         if torch._C._functorch.is_functorch_wrapped_tensor(x):
             raise RuntimeError(
                 f"{name}: is inside a transform of torch.func (vmap, grad, jvp, vjp, jacrev, ...), which cannot see "
@@ -118,18 +130,18 @@ def refuse_transforms(arguments: Any, weights: Mapping[str, Any] = {}) -> None:
             )
 
 
-def _tensors(name: str, x: Any) -> Iterable[tuple[str, Tensor]]:
+def every_tensor(name: str, x: Any) -> Iterable[tuple[str, Tensor]]:
     """Every tensor in the arguments of a call, with a name."""
     if isinstance(x, Tensor):
         yield name or "an argument", x
     elif isinstance(x, Mapping):
         for key, y in x.items():
-            yield from _tensors(str(key), y)
+            yield from every_tensor(str(key), y)
     elif isinstance(x, tuple | list):
         for y in x:
-            yield from _tensors(name, y)
+            yield from every_tensor(name, y)
     elif type(x).__module__.startswith("headloss."):
         slots = {n: getattr(x, n, None) for kind in type(x).__mro__ for n in vars(kind).get("__slots__", ())}
         fields = {**slots, **getattr(x, "__dict__", {})}
         for key, y in fields.items():
-            yield from _tensors(name if key == "value" else key, y)
+            yield from every_tensor(name if key == "value" else key, y)

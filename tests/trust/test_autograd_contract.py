@@ -357,6 +357,23 @@ def test_functional_and_func():
         torch.func.vmap(lambda t: objective(hl.Logits(z), t).loss)(torch.stack([t, t]))
 
 
+def test_several_incoming_gradients():
+    """`vmap` around a backward would write them all into one gradient."""
+    objective, t = hl.Objective(ce=cross_entropy, backend=BACKEND), torch.arange(N)
+    z, weight = torch.randn(N, V, requires_grad=True), torch.randn(V, N)
+    ones, jacobian = torch.ones(2), torch.autograd.functional.jacobian
+    for wrong in (
+        lambda: torch.autograd.grad(objective(hl.Logits(z), t).loss, z, ones, is_grads_batched=True),
+        lambda: jacobian(lambda h: torch.stack([objective(hl.Linear(h, weight), t).loss]), weight[:N], vectorize=True),
+        lambda: jacobian(lambda z: hl.row_facts(hl.Logits(z), t, backend=BACKEND).logprob, z, vectorize=True),
+    ):
+        with pytest.raises(RuntimeError, match="several gradients come into one backward"):
+            wrong()
+    loss = objective(hl.Logits(z), t).loss
+    with pytest.raises(RuntimeError, match="several gradients come into one backward"):
+        torch.func.vmap(lambda g: torch.autograd.grad(loss, z, g)[0])(ones)
+
+
 def test_a_transform_around_other_tensors():
     """Only what a transform follows is refused."""
     objective, t, z = hl.Objective(ce=cross_entropy, backend=BACKEND), torch.arange(N), torch.randn(N, V)
@@ -660,6 +677,61 @@ def test_inplace_on_views_that_are_not(view):
         t = torch.arange(len(z))
         objective(hl.Logits(z, inplace=inplace), t).loss.backward()
     torch.testing.assert_close(x.grad, 2 * torch.autograd.grad(F.cross_entropy(view(x), t), x)[0])
+
+
+def value_loss_of(logprob, advantage):
+    return -advantage * logprob
+
+
+IN_THE_LOGITS = {  # what a call reads of (N, V + 2) numbers whose columns from 1 to V are its logits
+    "advantage": (lambda x: {"advantage": x[:, 1]}, hl.Objective(a=value_loss_of, backend=BACKEND)),
+    "advantage, by rows": (lambda x: {"advantage": x[0, :N]}, hl.Objective(a=value_loss_of, backend=BACKEND)),
+    "teacher": (lambda x: {"teacher": hl.Logits(x[:, 2:])}, hl.Objective(k=forward_kl, backend=BACKEND)),
+    "temperature": (lambda x: {"temperature": x[:, V].exp_()}, hl.Objective(ce=cross_entropy, backend=BACKEND)),
+    "grad_scale": (lambda x: {"grad_scale": x[N - 1, V]}, hl.Objective(ce=cross_entropy, backend=BACKEND)),
+}
+
+
+@pytest.mark.parametrize("name", IN_THE_LOGITS)
+def test_inplace_where_the_call_reads_something_else(name):
+    """As with a value or a temperature in a column of its own, which the gradient writes over."""
+    given, objective = IN_THE_LOGITS[name]
+    for direct in (False, True):
+        for inplace in (False, True):
+            x = torch.randn(N, V + 2, requires_grad=not direct) * 1
+            more = given(x.detach())
+            source = hl.Logits(x[:, 1 : V + 1], temperature=more.pop("temperature", 1.0), inplace=inplace)
+            call = functools.partial(objective.forward_backward if direct else objective, source, torch.arange(N))
+            if not inplace:
+                call(**more)
+                continue
+            before = x.detach().clone()
+            with pytest.raises(ValueError, match=f"inplace: {name.split(',')[0]} lies in the memory of the logits"):
+                call(**more)
+            assert torch.equal(x.detach(), before)
+            with torch.no_grad():
+                objective(source, torch.arange(N), **more)  # nothing is overwritten
+
+
+def test_inplace_next_to_something_else():
+    """A column that is no part of the logits, and padding that is."""
+    x, t = torch.randn(N, V + 2, requires_grad=True), torch.arange(N)
+    objective = hl.Objective(a=value_loss_of, backend=BACKEND)
+    for rest in (lambda x: x[:, 0], lambda x: x[:, V + 1]):
+        got, want = (
+            objective(hl.Logits(y[:, 1 : V + 1], inplace=inplace), t, advantage=rest(y.detach())).loss
+            for inplace in (True, False)
+            for y in (x * 1,)
+        )
+        torch.testing.assert_close(got, want)
+        torch.testing.assert_close(*(torch.autograd.grad(loss, x)[0] for loss in (got, want)))
+    y = x * 1
+    with pytest.raises(ValueError, match="inplace: advantage lies"):
+        objective(hl.Logits(y, vocab=V, inplace=True), t, advantage=y.detach()[:, V])
+    with pytest.raises(ValueError, match="inplace: teacher lies"):
+        hl.row_facts(
+            hl.Logits(y[:, :V], inplace=True), want=("teacher_cross_entropy",), teacher=hl.Logits(y.detach()[:, 1:-1])
+        )
 
 
 test_under_the_interpreter = interpreted(__file__)
