@@ -95,8 +95,15 @@ def objective_ways(objective: hl.Objective, problem: oracle.Problem) -> list[str
     return [how for how in ways(objective, problem) if how != "row_facts"]
 
 
-@pytest.mark.parametrize("peaked", [False, True], ids=["flat", "peaked"])
-@pytest.mark.parametrize("shape", SHAPES, ids=["N", "BT"])
+SHAPE_AND_SHARPNESS = [
+    pytest.param(shape, peaked, id=f"{'BT' if len(shape) > 1 else 'N'}-{'peaked' if peaked else 'flat'}", marks=marks)
+    for peaked in (False, True)
+    for shape in SHAPES
+    for marks in ([] if peaked == (len(shape) > 1) else [pytest.mark.slow],)
+]
+
+
+@pytest.mark.parametrize("shape, peaked", SHAPE_AND_SHARPNESS)
 @pytest.mark.parametrize("kind", ["Logits", "Linear"])
 @pytest.mark.parametrize("name", LOSSES)
 def test_every_loss(name: str, kind: str, shape: tuple[int, ...], peaked: bool, request: pytest.FixtureRequest) -> None:
