@@ -332,7 +332,7 @@ FAULTS = [
     Fault("reductions.py", 'if reduction == "token_sum":\n        return 1.0', 'if reduction == "token_sum":\n        return 1.0 / max(1, rows.count)', "a sum is averaged"),
     Fault("reductions.py", "(rows_S > 0).sum() * segments.counts_here", "(rows_S > 0).sum()", "count: a segment on two ranks counts twice", ("tests/test_seeded.py",)),
     # Rows
-    Fault("rows.py", "runs.append((slice(first_row, row), slice(first_segment, segment)))", "runs.append((slice(first_row, row), slice(first_segment, segment + 1)))", "a chunk has one segment too many"),
+    Fault("rows.py", "runs.append((slice(first_row, row), slice(first_segment, segment)))", "runs.append((slice(first_row, row), slice(first_segment, segment + 1)))", "a chunk has one segment too many", ("tests/test_seeded.py",)),
     Fault("rows.py", "if row + length - first_row > most:", "if row + length - first_row > most + 1:", "aligned chunks overrun the budget by a row", ("tests/test_seeded.py",)),
     Fault("rows.py", "keep = ids.masked_fill(~valid, segments.num_segments).argsort(stable=True)", "keep = ids.argsort(stable=True)", "ordered by segment, ignored rows are kept"),
     Fault("labels.py", "ids[..., 1:] != ids[..., :-1], IGNORE", "ids[..., 1:] != ids[..., 1:], IGNORE", "shift_labels: the last row of a segment predicts the next one"),

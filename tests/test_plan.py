@@ -183,6 +183,7 @@ BATCH: dict[str, tuple[Any, tuple[str, ...]]] = {
     "len of segments": (lambda logprob, segments: segments.totals(logprob) / len(segments), ()),
     "segments of its own": (by_target, ()),
     "mean over segments": (lambda logprob, segments: segments.means(logprob) - segments.means(logprob).mean(), ()),
+    "branch on the number of rows": (lambda logprob: -logprob if logprob.shape[0] < 1000 else logprob, ()),
     "branch on a value": (lambda logprob: -logprob if logprob.sum() < 0 else logprob, ()),
     "item": (lambda logprob: -logprob * logprob.detach().min().item(), ()),
     "tolist": (lambda logprob: -logprob * sum(logprob.detach().tolist()), ()),
