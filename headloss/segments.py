@@ -344,9 +344,17 @@ def integers(name: str, x: Tensor) -> Tensor:
     if not isinstance(x, Tensor) or x.dtype not in _INTEGERS:
         got = x.dtype if isinstance(x, Tensor) else type(x).__name__
         raise TypeError(f"{name}: wanted an integer tensor, got {got}")
+    check_dense(name, x)
     if x.dtype == torch.uint64:
         raise TypeError(f"{name}: torch.uint64 holds numbers that int64 does not; pass {name}.long()")
     return x.long()
+
+
+def check_dense(name: str, x: Tensor) -> None:
+    """Refuse a tensor whose elements are not where strides say."""
+    if x.is_nested or x.layout is not torch.strided:
+        way = "nested; pass its values()" if x.is_nested else f"of {x.layout}; pass {name}.to_dense()"
+        raise TypeError(f"{name}: wanted a dense tensor, got one that is {way}")
 
 
 def check_size(name: str, n: object) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from headloss.options import is_number, shown
 from headloss.options import parse_bytes as parse_bytes
 from headloss.parallel.shard import VocabShard
-from headloss.segments import integers, shallow
+from headloss.segments import check_dense, integers, shallow
 from headloss.served import from_dataset, from_sglang, from_vllm
 from headloss.vocab_ids import check_vocab_ids
 
@@ -351,6 +351,7 @@ def _check_matrix(name: str, x: Tensor) -> None:
         raise TypeError(f"{name}: wanted a tensor, got {type(x).__name__}")
     if not x.dtype.is_floating_point or x.dtype.itemsize < 2:
         raise TypeError(f"{name}: wanted a floating-point tensor of 16 bits or more, got {x.dtype}")
+    check_dense(name, x)
     if x.ndim < 1 or (x.ndim < 2 and name != "weight"):
         raise ValueError(f"{name}: wanted at least two dimensions (rows, features), got shape {tuple(x.shape)}")
 

@@ -71,6 +71,21 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "logits: .*16 bits or more.*float8",
     ),
     "logits are a vector": (lambda: hl.Logits(torch.zeros(4)), ValueError, r"logits: .*two dimensions.*\(4,\)"),
+    "logits are nested": (
+        lambda: hl.Logits(torch.nested.nested_tensor([LOGITS, LOGITS[:2]], layout=torch.jagged)),
+        TypeError,
+        r"logits: wanted a dense tensor, .*nested; pass its values\(\)",
+    ),
+    "weight is sparse": (
+        lambda: hl.Linear(HIDDEN, WEIGHT.to_sparse()),
+        TypeError,
+        r"weight: wanted a dense tensor, .*torch.sparse_coo; pass weight.to_dense\(\)",
+    ),
+    "prepared targets are nested": (
+        lambda: hl.prepare(torch.nested.nested_tensor([TARGETS, TARGETS[:2]], layout=torch.jagged)),
+        TypeError,
+        "targets: wanted a dense tensor, .*nested",
+    ),
     "hidden is no tensor": (lambda: hl.Linear(None, WEIGHT), TypeError, "hidden: wanted a tensor"),
     "weight does not fit": (lambda: hl.Linear(HIDDEN, torch.randn(V, D + 1)), ValueError, r"weight: .*\(11, 5\)"),
     "weight is transposed": (lambda: hl.Linear(HIDDEN, WEIGHT.t()), ValueError, r"weight: wanted \(vocabulary, 4\)"),
