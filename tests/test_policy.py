@@ -710,3 +710,5 @@ def test_dead_rows_are_those_without_a_gradient(kind: str) -> None:
         assert math.isnan(float(objective(source, targets, advantage=advantage).metrics["dead_rows"]))
     both = hl.Objective(rl=LOSSES["reinforce"], ce=LOSSES["cross_entropy"], metrics=["dead_rows"])
     assert float(both(source, targets, advantage=advantage).metrics["dead_rows"]) == 0
+    nobody = both(source, torch.full_like(targets, -100), advantage=advantage)
+    assert math.isnan(float(nobody.metrics["dead_rows"])) and nobody.loss == 0

@@ -80,7 +80,8 @@ def _dead_rows(name: str, sweep: Sweep, result: Result | Launched, made: bool) -
     def values() -> Tensor:
         dead = torch.ones(rows.count, dtype=torch.bool, device=device)
         for pull in (held.cotangents if held and made else by_fact).values():
-            dead &= (pull == 0).reshape(rows.count, -1).all(1)
+            none = pull == 0
+            dead &= none if none.ndim == 1 else none.all(1)
         return dead[None].to(torch.float32)
 
     counted = rows.valid if made else torch.zeros(rows.count, dtype=torch.bool, device=device)
