@@ -121,7 +121,7 @@ def test_row_facts() -> None:
 
 
 @pytest.mark.parametrize("K, J", [(V, V + 4), (V, 11), (5, 9), (9, 5)])
-def test_sorted_probabilities_of_another_vocabulary(K: int, J: int) -> None:
+def test_uld_sorts_the_probabilities_of_another_vocabulary(K: int, J: int) -> None:
     """Whole vocabularies give the whole sum; fewer columns give what they hold and the rest as one.  Rows stay apart,
     whatever K and J are."""
     batch = Batch()
