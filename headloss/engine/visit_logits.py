@@ -46,7 +46,7 @@ def logits_chunks(plan: Plan, source: Source, rows: Rows, guides: Mapping[str, T
 
 
 def sees_all(source: Source, rows: Rows, guides: Mapping[str, TeacherRows]) -> bool:
-    """Whether all rows can be looked at at once, in the caller's own tensors."""
+    """Whether all rows can be read at once, in the caller's own tensors."""
     whole = rows.count > 0 and rows.keep is None and most_rows(guides) is None
     return whole and source.fact_dtype == source.tensors[0].dtype
 
