@@ -30,6 +30,7 @@ from torch import Tensor
 
 from headloss.options import parameters_of
 from headloss.teachers import FLOOR
+from headloss.trace.call import guarded
 from headloss.trace.gradient import reach_of
 from headloss.trace.keys import Same
 from headloss.trace.reads import Reads, ours, reads
@@ -70,7 +71,8 @@ class Element:
         return f"{function_name(self.fn)}({options})"
 
     def value(self, logp: Tensor, logq: Tensor) -> Tensor:
-        value = self.fn(logp, logq, **self.options)
+        given = {"logp": logp, "logq": logq}
+        value = guarded(self.fn, function_name(self.fn), given, lambda x: self.fn(*x.values(), **self.options))
         if not isinstance(value, Tensor) or value.shape != logp.shape:
             got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise TypeError(f"{self}: wanted one value per element of log p, {tuple(logp.shape)}, got {got}")

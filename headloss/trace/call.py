@@ -269,11 +269,16 @@ def _got(x: Any) -> str:
 
 def evaluate(fn: Callable[..., Any], name: str, given: Mapping[str, Any], options: Mapping[str, Any] = {}) -> Any:
     """What a function returns.  It must leave its arguments as they are: others read them too."""
+    return guarded(fn, name, given, lambda given: fn(**given, **options))
+
+
+def guarded(fn: Callable[..., Any], name: str, given: Mapping[str, Any], run: Callable[[Any], Any]) -> Any:
+    """What `run` makes with `fn` of its arguments, which it must not write to."""
     # nothing counts what is written to an inference tensor, nor what is written through `.data` or NumPy
     if torch.is_inference_mode_enabled() or (not ours(fn) and writes_unseen(fn)):
         given = {k: x.clone() if isinstance(x, Tensor) else x for k, x in given.items()}
     tensors = [(k, x, x._version) for k, x in given.items() if isinstance(x, Tensor) and not x.is_inference()]
-    result = fn(**given, **options)
+    result = run(given)
     for argument, x, before in tensors:
         if x._version != before:
             raise WritesError(writes_message(name, argument))

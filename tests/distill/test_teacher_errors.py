@@ -91,6 +91,8 @@ def test_bad_teachers(objective: hl.Objective, teacher: Any, message: str) -> No
             lambda: hl.Term(lambda logp, logq: logp - logq.mean(-1, keepdim=True)),
             "wanted an element-wise function of log p and log q",
         ),
+        (lambda: hl.Term(lambda logp, logq: logp - logq.clamp_(min=-2.0)), "logq: <lambda> writes into it"),
+        (lambda: hl.Term(lambda logp, logq: logp.clamp_(max=0.0) - logq), "logp: <lambda> writes into it"),
         (lambda: hl.Term(lambda logp, logq: (logp - logq).sum(-1)), "wanted one value per element of log p"),
         (lambda: hl.row_facts(DENSE, want=["teacher_entropy"]), "teacher: want needs one for 'teacher_entropy'"),
         (lambda: hl.row_facts(DENSE, want=["ids_logprob"], teacher=DENSE), "which needs a sparse teacher"),
@@ -103,6 +105,22 @@ def test_bad_arguments(make: Any, message: str) -> None:
     with pytest.raises((TypeError, ValueError)) as error:
         make()
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_divergence_that_writes_once_it_is_told_to(grad: bool) -> None:
+    """What it is handed is another divergence's too."""
+    told = {"writes": False}
+
+    def clipped(logp: Tensor, logq: Tensor) -> Tensor:
+        return logp.exp() * (logp - (logq.clamp_(min=-2.0) if told["writes"] else logq))
+
+    objective = hl.Objective(a=clipped, b=tvd)
+    call = lambda: objective(hl.Logits(LOGITS.clone().requires_grad_(grad)), TARGETS, teacher=DENSE)
+    call()
+    told["writes"] = True
+    with pytest.raises(ValueError, match="logq: clipped writes into it"):
+        call()
 
 
 def test_an_input_called_like_the_teachers_is_refused() -> None:
