@@ -285,7 +285,7 @@ def _buffers(teachers: Sequence[TeacherChunk], kept: Kept | None) -> int:
 def _tiles(raw_CV: Tensor, buffers: int = 1) -> Iterator[slice]:
     """Runs of rows; with more `buffers` of their size they are shorter, so that all together take no more."""
     here = raw_CV.device.type
-    buffers = min(buffers, 2) if here in TILE_BYTES else buffers  # there, shorter tiles save less than their calls cost
+    buffers = min(buffers, 4) if here in TILE_BYTES else buffers  # there, shorter tiles save less than their calls cost
     row_bytes = max(1, raw_CV.shape[-1]) * max(4, raw_CV.element_size()) * buffers
     step = max(1, TILE_BYTES.get(here, TILE_BYTES_ELSEWHERE) // row_bytes)
     for i in range(0, max(1, raw_CV.shape[0]), step):  # without rows there is still one tile, of none
