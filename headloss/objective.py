@@ -303,13 +303,14 @@ def _row_facts(
 ) -> Facts:
     check_pending()
     refuse_transforms(CallArguments(source, targets, None, teacher))
-    reads = may_read(host_read, source.device)
-    sweep = facts_sweep(plain_source(source), targets, want, teacher, backend, reads, top, support)
+    reads, source = may_read(host_read, source.device), plain_source(source)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in source.tensors):
+        check_apart(CallArguments(source, targets, None, teacher, support=support))
+    sweep = facts_sweep(source, targets, want, teacher, backend, reads, top, support)
     needs = tuple(x.requires_grad and torch.is_grad_enabled() for x in sweep.source.tensors)
     facts: Sequence[Tensor]
     visited = None
     if any(needs):
-        check_apart(sweep.source, CallArguments(source, targets, None, teacher))
         _, *facts = Head.apply(SweptCall(sweep, None, needs), *sweep.source.tensors)
     else:
         with torch.no_grad():

@@ -802,7 +802,7 @@ FAULTS = [
     Fault("engine/apart.py", "start_N[before_M.clamp(min=0)] + size > start_M", "start_N[before_M.clamp(min=0)] == start_M", "an input in the middle of a row of logits is overwritten while it is needed", CONTRACT),
     Fault("divergence.py", "value = guarded(self.fn, function_name(self.fn), given, lambda x: self.fn(*x.values(), **self.options))", "value = self.fn(*given.values(), **self.options)", "a divergence writes to the teacher's log-probabilities, and another reads them", ("tests/distill/test_teacher_errors.py",)),
     Fault("engine/apart.py", "if step != 1:", "if False:", "a column next to the logits is taken for one of theirs", CONTRACT),
-    Fault("engine/evaluate.py", "        check_apart(sweep.source, arguments)", "        pass", "a value is read from logits that are their gradient by then", CONTRACT),
+    Fault("engine/evaluate.py", "        check_apart(arguments)", "        pass", "a value is read from logits that are their gradient by then", CONTRACT),
     Fault("engine/saved.py", "torch._C._functorch.is_functorch_wrapped_tensor(x)", "False", "a transform of torch.func runs into our kernels", CONTRACT),
     Fault("rows.py", '            self.__dict__.pop("targets", None)', "            pass", "the backward reads the caller's targets, whatever a hook kept", CONTRACT),
     Fault("engine/run.py", "rows.put(x.clone(), visited", "rows.put(x, visited", "what is written to a fact changes the gradient", CONTRACT),

@@ -9,14 +9,14 @@ from headloss.engine.arguments import CallArguments
 from headloss.engine.brought import named_teachers
 from headloss.engine.saved import every_tensor
 from headloss.engine.teachers import teacher_label
-from headloss.sources import Logits, Source
+from headloss.sources import Logits
 
 
-def check_apart(source: Source, arguments: CallArguments) -> None:
+def check_apart(arguments: CallArguments) -> None:
     """Refuse a view of logits that are overwritten while the call still reads it."""
+    source, targets, segments, _, options, inputs, support = arguments
     if not isinstance(source, Logits) or not source.inplace:
         return
-    _, targets, segments, _, options, inputs, support = arguments
     teachers = {teacher_label(name): x for name, x in named_teachers(arguments.teacher).items()}
     given = {"temperature": source.temperature, "targets": targets, "segments": segments, "support": support}
     for name, thing in {**given, **teachers, **options._asdict(), **inputs}.items():
@@ -28,7 +28,7 @@ def check_apart(source: Source, arguments: CallArguments) -> None:
 
 
 def _meet(x: Tensor, y: Tensor) -> bool:
-    """Whether two tensors have bytes in common; no two elements of x have."""
+    """Whether two tensors share bytes; the elements of x share none among themselves."""
     if not x.numel() or not y.numel() or x.untyped_storage()._cdata != y.untyped_storage()._cdata:
         return False
     (start_N, size), (start_M, other) = _runs(x), _runs(y)

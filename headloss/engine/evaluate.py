@@ -50,13 +50,13 @@ def _evaluate(terms: Terms, arguments: CallArguments, direct: bool, weight_grad:
         ready = make_ready(terms.plans, key, found)
     if ready is not None:
         return _at_once(terms, ready, arguments, direct)
+    if True in needs_of(arguments.source.tensors, direct):
+        check_apart(arguments)  # before any collective
     sweep, loss = bind(plan, arguments)
     if weight_grad is not None:
         sweep.weight_grad = weight_grad
     tensors = sweep.source.tensors
     needs = needs_of(tensors, direct)
-    if True in needs:
-        check_apart(sweep.source, arguments)
     if not direct and (True in needs or (recorded and plan.wants_grad)):
         if plan.wants_grad:
             tensors += tuple([arguments.inputs[name] for name in plan.wants_grad])

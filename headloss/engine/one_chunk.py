@@ -25,10 +25,8 @@ class OneChunk:
 
     def __init__(self, source: Linear) -> None:
         self.parts = even_parts(source.weight)
-        self.flat, self.size = (
-            source.hidden.ndim == 2,
-            (math.prod(source.leading), padded(source.columns, source.hidden.is_cpu)),
-        )
+        self.flat = source.hidden.ndim == 2
+        self.size = math.prod(source.leading), padded(source.columns, source.hidden.is_cpu)
 
     def read(self, source: Linear) -> Tensor:
         """The logits of all rows."""

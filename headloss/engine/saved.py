@@ -24,7 +24,7 @@ TWICE = (
 
 BATCHED = (
     "headloss: several gradients come into one backward (is_grads_batched=True, jacobian(vectorize=True), vmap around "
-    "autograd.grad), which a sweep cannot take; call torch.autograd.grad for one after the other"
+    "autograd.grad), which a sweep cannot take; call torch.autograd.grad once for each"
 )
 
 
