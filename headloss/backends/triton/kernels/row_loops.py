@@ -128,6 +128,12 @@ def held_ids(held, word, block, F: tl.constexpr):
 
 
 @triton.jit
+def hidden(word, block, n: tl.constexpr, F: tl.constexpr):
+    """Which lanes' vectors of load `n` hold an id, (L, 1), by their words."""
+    return ((word >> (block * F.K % 32 + n)) & 1)[:, None] != 0
+
+
+@triton.jit
 def around_ids(raw, low, high, ids, F: tl.constexpr):
     """The columns that share a vector with an id, as they are stored; which of them are no ids; and where they stand.
 
@@ -160,7 +166,13 @@ def take_in(
     MASKED: some of its columns may not be there.  If no vector is cut (EVEN) those were loaded as -inf.
     """
     CUT: tl.constexpr = MASKED and (F.SCALED or F.CAPPED or not EVEN)
-    WORDS: tl.constexpr = F.PAIRED and not (F.SCALED or F.CAPPED or CUT or F.TAIL)
+    HIDE_WORDS: tl.constexpr = F.TAIL and F.PAIRED and not (F.SCALED or F.CAPPED or F.TOTAL)
+    WORDS: tl.constexpr = F.PAIRED and not (F.SCALED or F.CAPPED or CUT or (F.TAIL and not HIDE_WORDS))
+    if HIDE_WORDS:  # two columns at once
+        open_words = ()
+        for n in tl.static_range(len(x)):
+            open_words = open_words + (tl.where(hidden(word, block, n, F), TWO_LEAST, x[n]),)
+        x = open_words
     z = ()
     for n in tl.static_range(len(x)):
         value = decode(x[n], how[0], how[1], F.FINITE and not F.TOTAL, F.SCALED, F.CAPPED, F.PAIRED)
@@ -174,10 +186,10 @@ def take_in(
         if CUT:
             value = tl.where(within(at, n, skew, end), value, LEAST)
         z = z + (value,)
-    if F.TAIL:
+    if F.TAIL and not HIDE_WORDS:
         left = ()
         for n in tl.static_range(len(z)):
-            left = left + (tl.where(((word >> (block * F.K % 32 + n)) & 1)[:, None] != 0, LEAST, z[n]),)
+            left = left + (tl.where(hidden(word, block, n, F), LEAST, z[n]),)
         z = left
     if WORDS:
         top = highest(x)
