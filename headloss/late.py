@@ -112,6 +112,41 @@ def landing(device: torch.device) -> Landing:
     return found
 
 
+class Alarm:
+    """A whole number in memory of the host, which kernels write to when something is wrong; nothing waits for it."""
+
+    __slots__ = ("armed", "device", "host", "message", "seen")
+
+    def __init__(self, device: torch.device, message: str) -> None:
+        self.device, self.message, self.armed = device, message, False
+        pin = device.type == "cuda"
+        self.host = torch.full((1,), _UNSET, dtype=torch.int64, device="cpu", pin_memory=pin)
+        self.seen = ctypes.c_int64.from_address(self.host.data_ptr())
+
+    def ring(self, wait: bool) -> None:
+        """Raise if something was wrong; with `wait`, in anything that was launched."""
+        if wait and self.armed and self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            self.armed = False
+        found = self.seen.value
+        if found != _UNSET:
+            self.seen.value = _UNSET
+            raise ValueError(f"{self.message}, but {found} is among them{_LATE}")
+
+
+_ALARMS: dict[Any, Alarm] = {}
+
+
+def alarm(device: torch.device, message: str) -> Tensor:
+    """Memory for a kernel on this device to write a wrong number to; `message` says what was wanted."""
+    found = _ALARMS.get((device, message))
+    if found is None:
+        found = _ALARMS[device, message] = Alarm(device, message)
+    found.armed = True
+    return found.host
+
+
+_LATE = ".  Found after an earlier call had returned: the loss and gradients of that call are wrong"
 Check = Callable[[Tensor], None]  # raises ValueError
 _PENDING: collections.deque[tuple[Copy | Landing, Check]] = collections.deque()
 
@@ -127,10 +162,12 @@ def check_later(x: Tensor | Landing, check: Check) -> None:
 
 def check_pending(wait: bool = False) -> None:
     """Run the checks whose numbers are here; with `wait`, all of them."""
-    if _PENDING and (torch.cuda._is_in_bad_fork() or is_capturing()):
+    if (_PENDING or _ALARMS) and (torch.cuda._is_in_bad_fork() or is_capturing()):
         return  # those of the process that this one was forked from; or nothing may ask whether an event has happened
     while _PENDING and (wait or _PENDING[0][0].is_here()):
         _settle()
+    for rung in tuple(_ALARMS.values()):
+        rung.ring(wait)
 
 
 def _settle() -> None:
@@ -143,9 +180,7 @@ def _settle() -> None:
         if isinstance(copy, Landing):
             _FREE.setdefault(copy.device, []).append(copy)
     except ValueError as error:
-        raise ValueError(
-            f"{error}.  Found after an earlier call had returned: the loss and gradients of that call are wrong"
-        ) from error
+        raise ValueError(f"{error}{_LATE}") from error
 
 
 class LaterDict(dict[str, Any]):

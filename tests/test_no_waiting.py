@@ -149,6 +149,16 @@ def test_numbers_that_a_kernel_writes_are_read_when_all_are_there() -> None:
     assert again is spot and not again.is_here()
 
 
+def test_what_a_kernel_finds_wrong_is_said_once_by_the_next_call() -> None:
+    spot = late.alarm(torch.device("cpu"), "teacher: wanted ids in [0, 7) or -1 for none")
+    assert late.alarm(torch.device("cpu"), "teacher: wanted ids in [0, 7) or -1 for none") is spot
+    late.check_pending(wait=True)
+    spot[0] = 9
+    with pytest.raises(ValueError, match=r"in \[0, 7\) or -1 for none, but 9 is among them\.  Found after an earlier"):
+        hl.Objective(ce=cross_entropy)(hl.Logits(torch.randn(3, 5)), torch.tensor([0, 1, 2]))
+    late.check_pending(wait=True)
+
+
 @pytest.mark.parametrize("late_", [False, True])
 def test_targets_with_gaps_are_counted_without_what_lies_in_them(late_: bool, request: pytest.FixtureRequest) -> None:
     if late_:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from headloss.facts import FACTS, NEEDS_TARGET, PLAIN, Fact, Want
-from headloss.segments import readable
+from headloss.late import alarm
+from headloss.segments import now_or_later, readable
 from headloss.sources import Source, Sparse, Teacher
 from headloss.support import check_kind
 from headloss.teachers import SPARSE, TOP
@@ -226,3 +227,30 @@ def _constants(call: Call, shapes: Mapping[str, Shape], found: Trace) -> set[str
     outputs: Any = found.joint.graph.output_node().args[0]  # value, cotangents of facts and then inputs, metrics
     of_inputs = outputs[1][len(outputs[1]) - len(wanted) :]
     return {n for n, g in zip(wanted, of_inputs, strict=True) if g is None}
+
+
+def check_ids(label: str, sparse: Sparse, source: Source, launches: bool = False) -> tuple[Tensor | None, int]:
+    """In range, log-probabilities; if the next launch reads all ids (`launches`), what it checks them with."""
+    ids, vocab = sparse.ids, source.vocab
+    wanted = f"{label}: wanted ids in [0, {vocab}) or -1 for none"
+    if readable(ids):
+        low, high = (int(ids.min()), int(ids.max())) if ids.numel() else (-1, -1)
+        if low < -1 or high >= vocab:
+            n, k = ((ids < -1) | (ids >= vocab)).flatten(0, -2).nonzero()[0].tolist()
+            got = f"row {n} has {int(ids.flatten(0, -2)[n, k])}"
+            raise ValueError(f"{wanted}, but {got}")
+        if ids.numel() and bool((sparse.logprobs > 0).all()):
+            raise ValueError(
+                f"{label}: every log-probability is above 0; are these probabilities? pass their logarithms"
+            )
+    elif launches and ids.device.type == "cuda":
+        return alarm(ids.device, wanted), vocab
+    elif ids.device.type != "meta":
+        outside = ((ids < -1) | (ids >= vocab)).sum()
+
+        def check(found: Tensor) -> None:
+            if int(found):
+                raise ValueError(f"{wanted}, but {int(found)} are neither")
+
+        now_or_later(outside, outside, check, f"{label}: an id is out of range")
+    return None, vocab

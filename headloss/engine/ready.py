@@ -17,14 +17,14 @@ from torch.nn import Parameter
 
 from headloss.engine.arguments import CallArguments
 from headloss.engine.bind import chunked_because, rows_of
-from headloss.engine.checks import check_count
+from headloss.engine.checks import check_count, check_ids
 from headloss.engine.lookup import Found, Plans
 from headloss.engine.one_chunk import OneChunk
 from headloss.engine.one_launch import Launched, by_length, measured, with_segments
 from headloss.engine.plan import Plan
 from headloss.engine.saved import hold, refuse_transforms
 from headloss.engine.sweeps import Sweep
-from headloss.engine.teachers import DenseTeacherRows, SparseTeacherRows, check_ids
+from headloss.engine.teachers import DenseTeacherRows, SparseTeacherRows, merges
 from headloss.metrics import dead_rows
 from headloss.prepared import Prepared, Stats, check_stats
 from headloss.record import Grads
@@ -278,15 +278,16 @@ class ReadyCall:
             self.mean = shared_weight("token_mean", "row", rows, num_items=num_items)
         self.guide: SparseTeacherRows | None = None
         self.teacher: Any = teacher
+        checked: tuple[Tensor | None, int] = None, 0
         if not teacher:
             return
         if isinstance(teacher, Mapping):  # by its name once the call was planned
             self.teacher = teacher[ONLY]
         elif type(teacher) is Sparse:
-            check_ids("teacher", teacher, source)
+            checked = check_ids("teacher", teacher, source, merges(ready.backend, teacher.ids))
         if type(self.teacher) is Sparse:
             of = Rows(ready.shape, self.targets, None, self.valid, None, self.stats, self.skipped)
-            self.guide = SparseTeacherRows(self.teacher, of, ready.plan.dtype, ready.backend)
+            self.guide = SparseTeacherRows(self.teacher, of, ready.plan.dtype, ready.backend, checked)
 
     def run(self, needs: tuple[bool, ...]) -> tuple[Tensor, Grads]:
         """The loss, and the gradients that are wanted."""

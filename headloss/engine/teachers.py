@@ -18,6 +18,7 @@ from torch import Tensor
 
 from headloss.draft import Draft
 from headloss.engine.budget import COPIES, NO_COST, Cost, gathered_bytes, held_besides
+from headloss.engine.checks import check_ids
 from headloss.engine.heads import Head, open_source
 from headloss.facts import Want
 from headloss.parallel.shard import note_of
@@ -135,22 +136,6 @@ def _check_columns(label: str, teacher: Source, source: Source) -> None:
         )
 
 
-def check_ids(label: str, sparse: Sparse, source: Source) -> None:
-    ids, vocab = sparse.ids, source.vocab
-    if readable(ids):
-        low, high = (int(ids.min()), int(ids.max())) if ids.numel() else (-1, -1)
-        if low < -1 or high >= vocab:
-            n, k = ((ids < -1) | (ids >= vocab)).flatten(0, -2).nonzero()[0].tolist()
-            got = f"row {n} has {int(ids.flatten(0, -2)[n, k])}"
-            raise ValueError(f"{label}: wanted ids in [0, {vocab}) or -1 for none, but {got}")
-        if ids.numel() and bool((sparse.logprobs > 0).all()):
-            raise ValueError(
-                f"{label}: every log-probability is above 0; are these probabilities? pass their logarithms"
-            )
-    elif ids.device.type != "meta":
-        torch._assert_async(((ids >= -1) & (ids < vocab)).all(), f"{label}: an id is out of range")
-
-
 class DenseTeacherRows:
     """A dense teacher: its logits are read, or made, for the same rows as the student's."""
 
@@ -231,19 +216,26 @@ class DenseTeacherRows:
 MOST_COMPARED = 512  # of a row's ids, each with all others, in one kernel
 
 
+def merges(backend: Any, ids: Tensor) -> bool:
+    """Whether one launch finds the ids that a row names twice."""
+    return hasattr(backend, "merge_repeated") and ids.shape[-1] <= MOST_COMPARED
+
+
 class SparseTeacherRows:
     """A sparse teacher: K columns per row, each named once."""
 
     row_bytes = gathered_bytes = besides = 0
 
-    def __init__(self, teacher: Sparse, rows: Rows, dtype: torch.dtype, backend: Any = None) -> None:
+    def __init__(
+        self, teacher: Sparse, rows: Rows, dtype: torch.dtype, backend: Any = None, checked: tuple[Any, int] = (None, 0)
+    ) -> None:
         ids, logprobs = teacher.ids, teacher.logprobs.detach()
         self.teacher: Sparse | None = teacher
         self.sorted_RK: Tensor | None = None
-        if hasattr(backend, "merge_repeated") and ids.shape[-1] <= MOST_COMPARED:
+        if merges(backend, ids):
             flat = [x.reshape(rows.total, x.shape[-1]) for x in (ids, logprobs)]  # the kernel passes over ignored rows
             ids, logprobs = flat if rows.keep is None else [x.index_select(0, rows.keep) for x in flat]
-            merged = backend.merge_repeated(ids.long(), logprobs.to(dtype), rows.valid)
+            merged = backend.merge_repeated(ids.long(), logprobs.to(dtype), rows.valid, checked)
             self.ids_RK, self.logprob_RK, self.sorted_RK = merged
             return
         self.ids_RK, self.logprob_RK = merge_repeated(rows.take(ids).long(), rows.take(logprobs).to(dtype))

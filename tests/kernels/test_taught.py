@@ -449,3 +449,19 @@ def test_repeated_ids_are_merged_in_one_launch(k):
         torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
     logprobs[2] = torch.nan  # of an ignored row
     assert not merge_repeated(ids, logprobs, valid)[1].isnan().any()
+
+
+@inside
+@pytest.mark.parametrize("wrong", [7, 1 << 40, -2, -(1 << 62)])
+def test_an_id_that_is_no_column_is_told_by_the_launch(wrong):
+    from headloss.backends.triton.teachers import merge_repeated
+
+    ids, logprobs = torch.randint(-1, 7, (5, 3)), torch.zeros(5, 3)
+    valid = torch.tensor([True, True, False, True, True])
+    told = torch.full((1,), 99)
+    merge_repeated(ids, logprobs, valid, (told, 7))
+    ids[2, 1] = wrong  # of an ignored row
+    merge_repeated(ids, logprobs, valid, (told, 7))
+    assert told.item() == 99
+    merge_repeated(ids, logprobs, None, (told, 7))
+    assert told.item() == wrong

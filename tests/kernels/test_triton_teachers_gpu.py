@@ -37,6 +37,23 @@ def sparse(n, v, k=33):
     return hl.Sparse(ids, torch.randn(n, k, device="cuda").log_softmax(-1) - 0.2)
 
 
+@pytest.mark.parametrize("calls", [0, 2])
+@pytest.mark.parametrize("id", [3001, -7])
+def test_an_id_that_is_no_column_is_told_by_the_next_call(calls, id):
+    x = torch.randn(300, 3000, device="cuda", requires_grad=True)
+    objective = hl.Objective(kd=forward_kl, backend="triton")
+    for _ in range(calls):
+        objective(hl.Logits(x), teacher=sparse(300, 3000)).loss.backward()
+    told = sparse(300, 3000)
+    told.ids[257, 11] = id
+    objective(hl.Logits(x), teacher=told).loss.backward()
+    torch.cuda.synchronize()
+    with pytest.raises(ValueError, match=r"teacher: wanted ids in \[0, 3000\) or -1 for none, but (1 are|3001|-7)"):
+        objective(hl.Logits(x), teacher=sparse(300, 3000))
+    objective(hl.Logits(x), teacher=sparse(300, 3000)).loss.backward()
+    assert x.grad.isfinite().all()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_linear_student_and_teachers(dtype):
     torch.manual_seed(0)

@@ -251,8 +251,13 @@ def _sparse(
     return SparsePartial(ids, tail_max, tails, top)
 
 
-def merge_repeated(ids_RK: Tensor, logprob_RK: Tensor, valid_R: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """`guides.merge_repeated` in one launch, and the ids in order."""
+def merge_repeated(
+    ids_RK: Tensor, logprob_RK: Tensor, valid_R: Tensor | None, checked: tuple[Tensor | None, int] = (None, 0)
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`guides.merge_repeated` in one launch, and the ids in order.
+
+    `checked`: where to write an id that is no column, and how many columns there are.
+    """
     R, K = ids_RK.shape
     ids_RK, logprob_RK = ids_RK.contiguous(), logprob_RK.contiguous()
     out = torch.empty_like(ids_RK), torch.empty_like(logprob_RK), torch.empty_like(ids_RK)
@@ -260,14 +265,16 @@ def merge_repeated(ids_RK: Tensor, logprob_RK: Tensor, valid_R: Tensor | None) -
         # all that a compiled kernel depends on: see launch.py
         aligned = (ids_RK.data_ptr() & 15 == 0, logprob_RK.data_ptr() & 15 == 0)
         key = (ids_RK.dtype, logprob_RK.dtype, *aligned)
-        launch = _merge_launch(K, None if valid_R is None else valid_R.dtype)
-        launch.run(key, place(ids_RK), R, (ids_RK, logprob_RK, valid_R, *out, K))
+        wrong, vocab = checked
+        launch = _merge_launch(K, None if valid_R is None else valid_R.dtype, wrong is not None)
+        launch.run(key, place(ids_RK), R, (ids_RK, logprob_RK, valid_R, *out, wrong, K, vocab))
     return out
 
 
 @functools.lru_cache(256)
-def _merge_launch(K: int, valid: torch.dtype | None) -> Launch:
-    return Launch(merge_ids_kernel, {"VALID": valid is not None, "IDS": triton.next_power_of_2(K), "num_warps": 1})
+def _merge_launch(K: int, valid: torch.dtype | None, checks: bool) -> Launch:
+    constants = {"VALID": valid is not None, "CHECK": checks, "IDS": triton.next_power_of_2(K), "num_warps": 1}
+    return Launch(merge_ids_kernel, constants)
 
 
 def _tail(raw_CV: Tensor, chunk: SparseChunk, given: Any, how: Transform, start: int, shape: Shape | None) -> Tensor:

@@ -34,13 +34,14 @@ def tail_kernel(raw, ids, out, temperatures, N, V, parts, width, stride, lead, s
         tl.store(out + (i + 1) * step, tl.sum(tl.exp2((m - top) * c[i]) * S[i], axis=0))
 
 
-@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["valid"])
+@triton.jit(do_not_specialize=["count", "vocab"], do_not_specialize_on_alignment=["valid", "wrong"])
 def merge_ids_kernel(
-    ids, logprobs, valid, out_ids, out_logprobs, out_sorted, count, VALID: tl.constexpr, IDS: tl.constexpr
+    ids, logprobs, valid, out_ids, out_logprobs, out_sorted, wrong, count, vocab,
+    VALID: tl.constexpr, CHECK: tl.constexpr, IDS: tl.constexpr,
 ):  # fmt: skip
     """The first place of a repeated id takes all its probability; the others, and ignored rows, name none.
 
-    `out_sorted` takes the ids as they are, in order.
+    `out_sorted` takes the ids as they are, in order.  CHECK: `wrong` takes an id that is neither a column nor -1.
     """
     row = tl.program_id(0).to(tl.int64)
     ids += row * count
@@ -52,6 +53,10 @@ def merge_ids_kernel(
         live = tl.load(valid + row) != 0
     own = tl.where(live, tl.load(ids + k, mask=there, other=-1), -1)
     said = tl.load(logprobs + k, mask=there, other=-float("inf")).to(tl.float32)
+    if CHECK:
+        worst = tl.max(tl.where((own < -1) | (own >= vocab), own, -1 << 63), axis=0)
+        if worst > -1 << 63:
+            tl.store(wrong, worst)
     repeats = tl.zeros([IDS], tl.int1)
     before = tl.zeros([IDS], tl.int32)
     for i in range(count):
