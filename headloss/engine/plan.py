@@ -94,7 +94,7 @@ class Plan(NamedTuple):
     times: dict[str, float]  # what the first call of this form spent, in seconds
     dtype: torch.dtype  # of facts and values
     is_fp16: bool  # the source's gradient is made in float16: in a launch of its own, before its scale is known
-    in_parts: Callable[[], Plan] | None = None  # for calls of few rows, where there is a program
+    in_parts: Callable[[], Plan] | None = None  # for calls of few rows, which other launches sweep faster
     kept: bool = False  # each row has a support
     settles: Any = None  # the terms printed for a launch between the head's own products, where those can be
 
@@ -169,18 +169,17 @@ def make_plan(
     )  # fmt: skip
     if not plan.read_because:
         plan = plan._replace(read_because=_mixing(plan))
-    if program is not None and not program.by_segment and not kept:
+    if program is not None and not program.by_segment and not kept and not want.teachers:
         asked = _to_print(calls, traces, want, {**shapes, **_ids(source, teachers)})  # and no tensor of this call
         plan = plan._replace(in_parts=functools.cache(functools.partial(_in_parts, plan, asked, _apart(segments))))
     return plan
 
 
 def _in_parts(plan: Plan, asked: tuple[Any, ...], apart: str) -> Plan:
-    """The plan for few rows, settled between two sweeps if they can be."""
+    """The plan for few rows, settled between two sweeps if they can be; else one program per row has to do."""
     program, why = (None, apart) if apart else plan.backend.lower(*asked, True)
-    why = _alone(program, plan.kind) if program is not None else why
-    if why:
-        return plan.without_program(f"{FEW}; {why}")
+    if why or _alone(program, plan.kind):
+        return plan._replace(in_parts=None)
     return plan._replace(program=program, reason=FEW, in_parts=None)
 
 

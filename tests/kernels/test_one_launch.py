@@ -341,17 +341,19 @@ SETTLED = "one launch for the facts, one that settles the rows, one for the grad
 
 
 @inside
-def test_few_rows_with_a_teacher_say_why_they_are_not_settled_so(monkeypatch):
+@pytest.mark.parametrize("loss", ["forward_kl", "jsd"])
+def test_few_rows_with_a_teacher_take_one_launch(loss, monkeypatch):
+    """Of the student alone they are cut in parts, which takes more launches."""
     from headloss.backends.triton import sweeps, visit
 
     monkeypatch.setattr(sweeps, "BATCH_INVARIANT", False)
     monkeypatch.setattr(visit, "suits", lambda C, V: False)
     logits, targets = torch.randn(5, 11), torch.arange(5)
-    plan = hl.Objective(kd=hl.losses.jsd, backend="triton").explain(
-        hl.Logits(logits), targets, teacher=hl.Logits(logits)
-    )
-    why = "so few rows are swept faster in parts; a divergence takes a second look, when the softmax is known"
-    assert plan.launches == f"one launch for the facts, one for the gradient ({why})"
+    terms = {"ce": hl.losses.cross_entropy, "kd": hl.losses.LOSSES[loss]}
+    taught = hl.Objective(**terms, backend="triton").explain(hl.Logits(logits), targets, teacher=hl.Logits(logits))
+    alone = hl.Objective(ce=hl.losses.cross_entropy, backend="triton").explain(hl.Logits(logits), targets)
+    assert taught.launches == "one launch a visit: the loss runs inside the sweep" != alone.launches
+    assert "so few rows" in alone.launches
 
 
 @inside

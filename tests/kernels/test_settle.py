@@ -424,7 +424,7 @@ TAUGHT = {
 @pytest.mark.parametrize("meet", [False, True])
 @pytest.mark.parametrize("how", WAYS)
 def test_a_dense_teacher(kind, meet, how, monkeypatch):
-    """Of few rows, and next to losses of segments; later calls too."""
+    """Of few rows, which one program each sweeps, and next to losses of segments; later calls too."""
     from headloss.backends.triton import sweeps, visit
     from headloss.backends.triton.launch import Launch
 
@@ -437,13 +437,39 @@ def test_a_dense_teacher(kind, meet, how, monkeypatch):
     problem = in_float32(oracle.make(kind, (17,), vocab=41, inputs=names, teacher=True))
     problem = oracle.replace(problem, teacher=problem.teacher.float().double())
     objective = hl.Objective(**TAUGHT, **more, metrics=["entropy", agreed], backend="triton")
-    assert launches(objective, problem) == (SETTLES if meet else FEW)
+    assert (launches(objective, problem) == SETTLES) == meet
     want, memory = oracle.answer(objective, problem), problem.budget(12, itemsize=4) if kind == "Linear" else None
     for _ in range(2):
         seen.clear()
         got = oracle.run(objective, problem, memory=memory, how=how, dtype=torch.float32)
         oracle.check(got, want, 5e-5, what=f"{kind}, {how}")
-        assert seen.count("settle_kernel") >= 1 and "visit_kernel" not in seen, seen
+        assert ("settle_kernel" in seen) == meet != ("visit_kernel" in seen), seen
+
+
+@inside
+@pytest.mark.parametrize("tail", ["bucket", "none", "renormalise"])
+def test_ids_of_few_rows(tail, monkeypatch):
+    """One launch, however few the rows are; later calls too."""
+    from headloss.backends.triton import sweeps, visit
+    from headloss.backends.triton.launch import Launch
+
+    monkeypatch.setattr(sweeps, "BATCH_INVARIANT", False)
+    monkeypatch.setattr(visit, "suits", lambda C, V: False)
+    run, seen = Launch.run, []
+    monkeypatch.setattr(Launch, "run", lambda *call: seen.append(call[0].kernel.__name__) or run(*call))
+    x, targets = torch.randn(9, 41), torch.arange(9)
+    logprobs, ids = torch.randn(9, 41).log_softmax(-1).topk(5)
+    terms = {"ce": cross_entropy, "kd": hl.Term(forward_kl, tail=tail)}
+    both = {name: hl.Objective(**terms, backend=name) for name in ("triton", "torch")}
+    found = []
+    for backend, dtype in (("torch", torch.float64), ("triton", torch.float32), ("triton", torch.float32)):
+        seen.clear()
+        leaf = x.clone().to(dtype).requires_grad_()
+        both[backend](hl.Logits(leaf), targets, teacher=hl.Sparse(ids, logprobs)).loss.backward()
+        found.append(leaf.grad)
+        assert seen.count("visit_kernel") == (backend == "triton") and "settle_kernel" not in seen, seen
+    torch.testing.assert_close(found[1].double(), found[0], rtol=5e-5, atol=5e-6)
+    assert torch.equal(found[1], found[2])
 
 
 @inside

@@ -273,8 +273,8 @@ def merge_repeated(
 
 @functools.lru_cache(256)
 def _merge_launch(K: int, valid: torch.dtype | None, checks: bool) -> Launch:
-    constants = {"VALID": valid is not None, "CHECK": checks, "IDS": triton.next_power_of_2(K), "num_warps": 1}
-    return Launch(merge_ids_kernel, constants)
+    flags = {"VALID": valid is not None, "CHECK": checks, "IDS": triton.next_power_of_2(K)}
+    return Launch(merge_ids_kernel, {**flags, "num_warps": 1, **LAUNCH})
 
 
 def _tail(raw_CV: Tensor, chunk: SparseChunk, given: Any, how: Transform, start: int, shape: Shape | None) -> Tensor:
