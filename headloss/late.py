@@ -58,7 +58,7 @@ class Copy:
 
 def is_capturing() -> bool:
     """Whether a CUDA graph is being captured; a build for CUDA on a machine without a driver has no answer."""
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    return torch.cuda._initialized and not torch.cuda._is_in_bad_fork() and torch._C._cuda_isCurrentStreamCapturing()
 
 
 def defers(device: torch.device) -> bool:

@@ -23,6 +23,8 @@ from headloss.segments import check_dense, integers, shallow
 from headloss.served import from_dataset, from_sglang, from_vllm
 from headloss.vocab_ids import check_vocab_ids
 
+ONE = 1.0  # where nothing was said
+
 
 @dataclass(frozen=True, eq=False)
 class Logits:
@@ -36,8 +38,8 @@ class Logits:
 
     logits: Tensor
     _: KW_ONLY
-    temperature: float | Tensor = 1.0
-    scale: float = 1.0
+    temperature: float | Tensor = ONE
+    scale: float = ONE
     softcap: float | None = None
     shard: VocabShard | None = None
     inplace: bool = False
@@ -98,8 +100,8 @@ class Linear:
     weight: Tensor
     bias: Tensor | None = None
     _: KW_ONLY
-    temperature: float | Tensor = 1.0
-    scale: float = 1.0
+    temperature: float | Tensor = ONE
+    scale: float = ONE
     softcap: float | None = None
     shard: VocabShard | None = None
     logits_dtype: torch.dtype | None = None
@@ -115,14 +117,9 @@ class Linear:
         object.__setattr__(self, "_gemm_dtype", _autocast(self.hidden) or self.hidden.dtype)
         _check_matrix("weight", self.weight)
         if self.weight.ndim != 2:
-            raise ValueError(
-                f"weight: wanted (vocabulary, hidden size), got shape {tuple(self.weight.shape)}"
-                + (
-                    "; an empty weight is what ZeRO-3 leaves outside the module's forward: use hl.FusedLMHead"
-                    if self.weight.numel() == 0
-                    else ""
-                )
-            )
+            hint = "; an empty weight is what ZeRO-3 leaves outside the module's forward: use hl.FusedLMHead"
+            got = f"{tuple(self.weight.shape)}{hint if self.weight.numel() == 0 else ''}"
+            raise ValueError(f"weight: wanted (vocabulary, hidden size), got shape {got}")
         if self.hidden.shape[-1] != self.weight.shape[-1]:
             raise ValueError(
                 f"weight: wanted (vocabulary, {self.hidden.shape[-1]}) to match hidden {tuple(self.hidden.shape)}, "
@@ -351,15 +348,16 @@ def _check_matrix(name: str, x: Tensor) -> None:
         raise TypeError(f"{name}: wanted a tensor, got {type(x).__name__}")
     if not x.dtype.is_floating_point or x.dtype.itemsize < 2:
         raise TypeError(f"{name}: wanted a floating-point tensor of 16 bits or more, got {x.dtype}")
-    check_dense(name, x)
-    if x.ndim < 1 or (x.ndim < 2 and name != "weight"):
+    if x.is_nested or x.layout is not torch.strided:
+        check_dense(name, x)
+    if x.ndim < 2 and (x.ndim < 1 or name != "weight"):
         raise ValueError(f"{name}: wanted at least two dimensions (rows, features), got shape {tuple(x.shape)}")
 
 
 def _check_transform(source: Logits | Linear, x: Tensor) -> None:
     T = source.temperature
-    alone = type(T) is float and source.softcap is None and not torch.compiler.is_compiling()
-    if alone and T > 0 and T - T == 0 and type(source.scale) is float and source.scale == 1.0:
+    alone = T is ONE or (type(T) is float and not torch.compiler.is_compiling() and T > 0 and T - T == 0)
+    if alone and source.softcap is None and source.scale is ONE:
         return  # nothing is said but a temperature
     if isinstance(T, Tensor):
         if T.requires_grad:

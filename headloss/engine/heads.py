@@ -306,7 +306,7 @@ class Deferred(NamedTuple):
 
 def scale_grads(grads: Grads, scale: Tensor | None, backend: ModuleType) -> Grads:
     """Times a number, in place, and in float32 where the gradient itself is narrower; times 1 costs nothing."""
-    if scale is None or (scale.device.type == "cpu" and float(scale) == 1.0):
+    if scale is None or (scale.is_cpu and float(scale) == 1.0):
         return grads
     for x in grads:
         if x is not None:

@@ -43,12 +43,12 @@ def uncompiled(fn: Callable[..., Any]) -> Callable[..., Any]:
     disabled: list[Callable[..., Any]] = []
 
     @functools.wraps(fn)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: Any) -> Any:
         if not _compiles():
-            return fn(*args, **kwargs)
+            return fn(*args)
         if not disabled:
             disabled.append(torch.compiler.disable(fn, reason=WHY))
-        return disabled[0](*args, **kwargs)
+        return disabled[0](*args)
 
     call.__dict__.update(_torchdynamo_disable=True, _torchdynamo_disable_recursive=True, _torchdynamo_disable_msg=WHY)
     return call
