@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from headloss.late import Landing, defers, landing
+from headloss.late import defers, landing
 from headloss.late import may_read as may_read
 from headloss.prepared import TWICE, Prepared, Stats, check_stats, check_targets_later, segment_ids, target_numbers
 from headloss.segments import Segments, group_sum, integers, shallow
@@ -137,6 +137,25 @@ class Rows:
         return runs
 
 
+Count = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor, Tensor]]  # see `bind_rows`
+
+
+def count_rows(flat: Tensor, vocab: int, host_read: bool, count: Count) -> tuple[Stats | None, Tensor, Tensor]:
+    """What the host knows of targets, if it may wait for that; 1 / how many of them count; and which."""
+    if not host_read and defers(flat.device):
+        numbers = landing(flat.device)
+        _, one, valid = count(flat.contiguous(), numbers.host)
+        check_targets_later(numbers, vocab)
+        return None, one, valid
+    found, one, valid = count(flat.contiguous(), None)
+    if not host_read:
+        check_targets_later(found, vocab)
+        return None, one, valid
+    stats = Stats.read(found)
+    check_stats(stats, vocab)
+    return stats, one, valid
+
+
 def bind_rows(
     shape: tuple[int, ...],
     targets: Tensor | Prepared | None,
@@ -148,7 +167,7 @@ def bind_rows(
     by_segment: bool = False,
     skips: bool = False,
     needed: str | None = None,
-    count: Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor, Tensor]] | None = None,
+    count: Count | None = None,
 ) -> Rows:
     """Check targets and segments against the source and find the rows that count.
 
@@ -179,19 +198,16 @@ def bind_rows(
     if device.type == "meta":
         return Rows(shape, targets, None, None, segments, None)
     one = valid = None
-    if stats is None:
-        if count is None or segments is not None or not flat.shape[0]:
-            numbers: Tensor | Landing = target_numbers(targets, segments)
-        elif host_read or not defers(device):
-            numbers, one, valid = count(flat.contiguous(), None)
+    if stats is None and count is not None and segments is None and flat.shape[0]:
+        stats, one, valid = count_rows(flat, vocab, host_read, count)
+    else:
+        if stats is None:
+            numbers = target_numbers(targets, segments)
+            stats = Stats.read(numbers) if host_read else None
+        if stats is None:
+            check_targets_later(numbers, vocab, segments, needed)
         else:
-            numbers = landing(device)
-            _, one, valid = count(flat.contiguous(), numbers.host)
-        stats = Stats.read(numbers) if host_read else None  # type: ignore[arg-type]
-    if stats is None:
-        check_targets_later(numbers, vocab, segments, needed)
-    elif segments is not None or not (not stats.valid or 0 <= stats.low <= stats.high < vocab):
-        check_stats(stats, vocab, None if segments is None else segments.num_segments, needed)
+            check_stats(stats, vocab, None if segments is None else segments.num_segments, needed)
     if skips:  # all rows, for a kernel that passes over the ignored ones
         skipped = stats is None or stats.valid < flat.shape[0]
         if segments is not None and ids is not None:

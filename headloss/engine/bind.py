@@ -117,19 +117,23 @@ def read_because(plan: Plan, source: Source, segments: Segments | None, chunked:
     return plan.read_because if chunked or source.shard is not None else why_read_by_products(plan, source, segments)
 
 
+def reads_now(host_read: bool, device: torch.device, because: str) -> bool:
+    """Whether the host looks at targets before the work is queued: it may, and has to or need not wait."""
+    return host_read and (because != "" or not defers(device)) and may_read(host_read, device)
+
+
 def rows_of(plan: Plan, arguments: CallArguments, host_read: bool, chunked: str) -> Rows:
     """The rows of a call that count."""
     source, targets, segments, _, _, _, support = arguments
     linear, device, count = isinstance(source, Linear), source.device, None
     if isinstance(targets, Tensor):
-        host_read = may_read(host_read, device)
-        if plan.kind == "batch" and not host_read:
+        if plan.kind == "batch" and not may_read(host_read, device):
             names = [t.name for t in plan.terms if t.trace.kind == "batch"]
             raise ValueError(
                 f"host_read: term {names[0]!r} mixes rows and must not see ignored ones, so they have to be dropped; "
                 f"allow the host read, or give targets through hl.prepare"
             )
-        host_read = host_read and (read_because(plan, source, segments, chunked) != "" or not defers(device))
+        host_read = reads_now(host_read, device, read_because(plan, source, segments, chunked))
         count = getattr(plan.backend, "count_targets", None)
     return bind_rows(
         source.leading, targets, segments,

@@ -18,7 +18,8 @@ from headloss.engine.into import check_into
 from headloss.engine.lookup import find
 from headloss.engine.one_launch import later_values
 from headloss.engine.plan import Plan
-from headloss.engine.ready import Ready, ReadyCall, find_ready, key_of, make_ready, needs_of
+from headloss.engine.ready import Ready, find_ready, key_of, make_ready, needs_of
+from headloss.engine.ready_call import ReadyCall
 from headloss.engine.run import Head, SweptCall, facts_of, final_grads, run
 from headloss.engine.sweeps import Sweep
 from headloss.late import check_pending
@@ -77,17 +78,20 @@ def _at_once(terms: Terms, ready: Ready, arguments: CallArguments, direct: bool)
     if heads.on_other_device(tensors[0].device):
         with torch.cuda.device(tensors[0].device):
             return _at_once(terms, ready, arguments, direct)
-    call, needs = ReadyCall(ready, arguments), needs_of(tensors, direct)
-    if not direct and True in needs:
+    call = ReadyCall(ready, arguments)
+    if not direct and True in ready.needs:
         loss, *blocks = Head.apply(call, *tensors)
     else:
         with torch.no_grad():
-            loss, made = call.run(needs)
+            loss, made = call.run(ready.needs)
         blocks = [x.detach() for x in call.visited.blocks]
     plan = ready.plan
-    values = _every(terms, plan, later_values(plan.weights, call.sums), loss)
-    facts = facts_of(ready, plan.want, blocks, call.visited)
-    return Output(loss, values, call.metrics(), facts, made if direct else None)
+    values = later_values(plan.weights, call.sums)
+    if plan.off:
+        values = _every(terms, plan, values, loss)
+    return Output(
+        loss, values, call.metrics(), facts_of(ready, plan.want, blocks, call.visited), made if direct else None
+    )
 
 
 def _facts(sweep: Sweep, plan: Plan, blocks: Sequence[Tensor], visited: Any) -> Facts:

@@ -45,7 +45,7 @@ class Form(NamedTuple):
         held = [x for fn in self.own for x in (fn.__kwdefaults__ or {}).values()] if self.own else ()
         read: tuple[Any, ...] = tuple(map(id, held))
         if self.foreign:
-            read = (*[call.reads() for call in self.foreign], *read)
+            read = (*[call.mark() for call in self.foreign], *read)
         return read, held
 
 

@@ -7,7 +7,6 @@ options, and what their functions read.  The first of them is planned and checke
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,30 +15,20 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from headloss.engine.arguments import CallArguments
-from headloss.engine.bind import chunked_because, rows_of
-from headloss.engine.checks import check_count, check_ids
+from headloss.engine.bind import chunked_because
 from headloss.engine.lookup import Found, Plans
 from headloss.engine.one_chunk import OneChunk
-from headloss.engine.one_launch import Launched, by_length, measured, with_segments
+from headloss.engine.one_launch import by_length
 from headloss.engine.plan import Plan
-from headloss.engine.saved import hold, refuse_transforms
-from headloss.engine.sweeps import Sweep
-from headloss.engine.teachers import DenseTeacherRows, SparseTeacherRows, merges
+from headloss.engine.run import names_of
+from headloss.engine.saved import refuse_transforms
 from headloss.metrics import dead_rows
-from headloss.prepared import Prepared, Stats, check_stats
-from headloss.record import Grads
-from headloss.reductions import reciprocal, shared_weight
-from headloss.rows import IGNORE, Rows
-from headloss.segments import Segments
-from headloss.sources import Linear, Logits, Source, Sparse, with_tensors, without_tensors
-from headloss.teachers import SparseChunk
-from headloss.term import check_weight
-from headloss.trace.gradient import check_gradient
+from headloss.prepared import Prepared
+from headloss.sources import Linear, Logits, Source, Sparse, without_tensors
 from headloss.trace.reads import defaults
 from headloss.trace.signature import ONLY, TEACHER_INPUTS
 
-_BROUGHT = tuple(f"{i} of {ONLY}" for i in TEACHER_INPUTS)  # by a sparse teacher, among the inputs
-_NONE: Mapping[str, Tensor] = {}
+BROUGHT = tuple(f"{i} of {ONLY}" for i in TEACHER_INPUTS)  # by a sparse teacher, among the inputs
 _MOST = 64  # kinds of calls: more would mean that sizes change with every call
 
 
@@ -157,11 +146,11 @@ def make_ready(plans: Plans, key: Any, found: Found) -> Ready | None:
             return None
     if segments is not None and (segments.ids.device != x.device or not segments.num_segments):
         return None
-    brought = _BROUGHT if type(teacher) is Sparse else ()
+    brought = BROUGHT if type(teacher) is Sparse else ()
     taken = [given.get(name) for name in program.inputs if name not in brought]
     if any(v is None or not v.is_contiguous() or v.device != x.device for v in taken) or "pairs" in given:
         return None
-    ready = Ready(plan, source, given, teacher, found.held)
+    ready = Ready(plan, source, given, teacher, segments is not None, needs_of(source.tensors, key[0]), found.held)
     if len(plans.ready) >= _MOST:
         plans.ready.clear()
     by_read = plans.ready.setdefault(key, (found.form, {}))[1]
@@ -189,33 +178,44 @@ class Ready:
     """What calls that are alike have in common."""
 
     __slots__ = (
-        "backend", "bare", "count", "flat", "head", "held", "linear", "means", "plan", "shape", "shares", "suits",
-        "taken", "their", "used", "visits", "want", "weights",
+        "backend", "bare", "count", "flat", "head", "held", "linear", "means", "names", "needs", "plan", "read",
+        "shape", "shares", "suits", "taken", "their", "used", "visits", "want", "weights",
     )  # fmt: skip
 
     def __init__(
-        self, plan: Plan, source: Source, inputs: Mapping[str, Tensor], teacher: Logits | Sparse | None, held: Any
+        self,
+        plan: Plan,
+        source: Source,
+        inputs: Mapping[str, Tensor],
+        teacher: Logits | Sparse | None,
+        segmented: bool,
+        needs: tuple[bool, ...],
+        held: Any,
     ) -> None:
         self.plan, self.want, self.backend = plan, plan.want, plan.backend
         self.held = held  # what functions of ours read, so that nothing else takes on its identity
         self.shape, self.flat = source.leading, source.tensors[0].ndim == 2
         self.count, self.used, self.linear = math.prod(self.shape), tuple(inputs), isinstance(source, Linear)
         self.head = OneChunk(source) if isinstance(source, Linear) else None
+        # what a backward is left, by name: tensors of the source, targets, the teacher's, of which it may read all, ...
+        theirs = () if teacher is None else ("ids", "logprobs") if isinstance(teacher, Sparse) else ("logits",)
+        again = (*names_of(source.tensors), "targets", *[f"teacher.{name}" for name in theirs])
+        self.names, self.read, self.needs = (*again, *inputs, *(("segments",) if segmented else ())), len(again), needs
         self.taken, in_parts = plan.program.inputs, plan.kind == "row" and plan.program.by_segment
         # whether one program per row must be the faster way, or must not be; None: the rows do not decide
         self.suits = False if in_parts else True if plan.in_parts is not None else None
-        self.bare, self.their, theirs = without_tensors(source), None, None
+        self.bare, self.their, how_theirs = without_tensors(source), None, None
         if isinstance(teacher, Logits):
             self.their = without_tensors(teacher)
             own = tuple([float(teacher.temperature if T is None else T) for T in plan.want.temperatures_of(ONLY)])
-            theirs = (float(teacher.scale), teacher.softcap, own)
+            how_theirs = (float(teacher.scale), teacher.softcap, own)
         self.weights = tuple([float(w) for w in plan.weights.values()])
         temperatures = tuple([float(source.temperature if T is None else T) for T in plan.want.temperatures])
         how = (plan.program, temperatures, source.scale, source.softcap)
         self.shares: tuple[Any, ...] = ()  # of each term whose rows meet in segments, how it is reduced
         self.means = tuple([name in (plan.by_token or ()) for name in plan.weights])  # whose rows weigh 1 / tokens
         if not plan.program.by_segment:
-            self.visits = plan.backend.Visits(*how, self.means, theirs)
+            self.visits = plan.backend.Visits(*how, self.means, how_theirs)
         elif in_parts:
             self.visits = plan.backend.Settles(*how, (False,) * len(self.means))
         else:
@@ -231,165 +231,3 @@ class Ready:
     def put(self, x: Tensor, held: bool) -> Tensor:
         """See `Rows.put`."""
         return x.reshape(self.shape + tuple(x.shape[1:]))
-
-
-class ReadyCall:
-    """One call: its targets, and what the host knows of them."""
-
-    __slots__ = (
-        "arguments", "guide", "mean", "ready", "segments", "skipped", "stats", "sums", "targets", "teacher", "valid",
-        "visited",
-    )  # fmt: skip
-    sums: Tensor
-    visited: Any
-    num_items = one_token = None  # as of `Rows`
-    tokens = property(lambda self: self.stats.valid)
-
-    def __init__(self, ready: Ready, arguments: CallArguments) -> None:
-        self.ready, self.arguments = ready, arguments
-        source, targets, _, teacher, (num_items, _, _, grad_scale, host_read), _, _ = arguments
-        if num_items is not None:
-            check_count("num_items", num_items)
-        if grad_scale != 1.0:
-            check_weight("grad_scale", grad_scale)
-        self.valid: Tensor | None = None
-        self.segments: Segments | None = None
-        self.mean: Any  # of rows, or of each term
-        if type(targets) is Prepared:
-            stats, self.targets, segments = targets.known(), targets.targets, targets.segments
-            self.stats: Stats | None = stats
-            valid, low, high, *_ = stats
-            if segments is not None:
-                self.segments = segments
-                check_stats(stats, source.vocab, segments.num_segments, ready.plan.needed)
-            elif valid and not 0 <= low <= high < source.vocab:
-                check_stats(stats, source.vocab)
-            self.skipped = valid < ready.count
-            if ready.shares:
-                counts: Any = self
-                each = [shared_weight(r, kind, counts, num_items=num_items, norm=n) for r, kind, n in ready.shares]
-                self.mean = tuple(each)
-            else:
-                self.mean = reciprocal(valid if num_items is None else num_items)
-        else:
-            rows = rows_of(ready.plan, arguments, host_read, "the logits exist")
-            assert rows.given is not None
-            self.targets, self.stats, self.skipped, self.valid = rows.given, rows.stats, rows.skipped, rows._valid
-            self.mean = shared_weight("token_mean", "row", rows, num_items=num_items)
-        self.guide: SparseTeacherRows | None = None
-        self.teacher: Any = teacher
-        checked: tuple[Tensor | None, int] = None, 0
-        if not teacher:
-            return
-        if isinstance(teacher, Mapping):  # by its name once the call was planned
-            self.teacher = teacher[ONLY]
-        elif type(teacher) is Sparse:
-            checked = check_ids("teacher", teacher, source, merges(ready.backend, teacher.ids))
-        if type(self.teacher) is Sparse:
-            of = Rows(ready.shape, self.targets, None, self.valid, None, self.stats, self.skipped)
-            self.guide = SparseTeacherRows(self.teacher, of, ready.plan.dtype, ready.backend, checked)
-
-    def run(self, needs: tuple[bool, ...]) -> tuple[Tensor, Grads]:
-        """The loss, and the gradients that are wanted."""
-        ready, (source, _, _, _, (*_, scale, _), inputs, _) = self.ready, self.arguments
-        plan, grad, times = ready.plan, True in needs, ready.plan.times
-        if not plan.has_gradient and (grad or torch.is_grad_enabled()):
-            check_gradient(plan.terms, grad)
-        begun = 0.0 if "compiling" in times else time.perf_counter()
-        guide, chunk, brought = self.guide, None, _NONE
-        if guide is not None:
-            chunk = SparseChunk(guide.ids_RK, guide.sorted_RK)
-            brought = dict(zip(_BROUGHT, (guide.ids_RK, guide.logprob_RK)))
-            inputs = {**inputs, **brought}
-        given = tuple([inputs[name] for name in ready.taken]) if ready.taken else ()
-        weights = ready.weights
-        factors = weights if scale == 1.0 else tuple([w * scale for w in weights])
-        out = out_NV = None
-        head: Any = None
-        targets, teacher = self.targets, self.teacher.logits if ready.their is not None else None
-        if isinstance(source, Logits):
-            x = source.logits
-            if grad:
-                out = out_NV = torch.empty_like(x, memory_format=torch.contiguous_format)
-        else:
-            head = ready.head
-            x = head.read(source)
-            out_NV = x if grad else None
-        if not ready.flat:
-            targets = targets.reshape(-1)
-            named = zip(ready.taken, given)
-            given = tuple([v if v.ndim < 2 or n in brought else v.reshape(-1) for n, v in named])
-            if head is None:
-                x = x.reshape(ready.count, -1)
-                out_NV = None if out is None else out.view(x.shape)
-                teacher = None if teacher is None else teacher.reshape(x.shape)
-        more = self._spans(targets) if ready.shares else chunk or teacher
-        mean = self.mean if ready.suits is not False else tuple([self.mean if m else 1.0 for m in ready.means])
-        self.visited, self.sums, loss = ready.visits(
-            x, targets, given, mean, factors, weights, out_NV, self.skipped, more
-        )
-        if begun:
-            times["compiling"] = time.perf_counter() - begun
-        return loss, Grads(out) if head is None or not grad else head.write(source, x, needs)
-
-    def _spans(self, targets: Tensor) -> Any:
-        """Where the rows of each segment are."""
-        segments, stats, skipped = self.segments, self.stats, self.skipped
-        assert segments is not None and stats is not None
-        ids = segments.ids
-        ids = ids if ids.ndim == 1 else ids.reshape(-1)
-        ids = ids.masked_fill(targets == IGNORE, -1) if skipped else ids
-        rising = stats.sorted and not stats.loose
-        return self.ready.backend.spans(ids, segments.num_segments, rising, whole=not skipped)
-
-    def forward(self, ctx: Any, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """With autograd; see `run.Head`."""
-        ready, inputs = self.ready, self.arguments.inputs
-        needs = ctx.needs_input_grad[1:]
-        loss, grads = self.run(needs)
-        visited, read = self.visited, [("targets", self.targets)]
-        if self.guide is not None:
-            read += [(f"teacher.{name}", x) for name, x in self.guide.tensors().items()]
-            self.guide.strip()
-        elif ready.their is not None:
-            read.append(("teacher.logits", self.teacher.logits))
-        names = ("hidden", "weight") if ready.linear else ("logits",)
-        used = [(name, inputs[name]) for name in ready.used]
-        if self.segments is not None:
-            used.append(("segments", self.segments.ids))
-        hold(ctx, names, tensors, read, used)
-        left = Left(ready, self.stats, self.skipped, self.guide)
-        ctx.grads, ctx.kept = grads, (left, needs, Launched(None, visited, None, None), None, False, ())
-        return loss, *[x.detach() for x in visited.blocks]
-
-    def metrics(self) -> dict[str, Any]:
-        """Which rows count is noted now: the targets may be written to."""
-        plan, found = self.ready.plan, dict[str, Any]()
-        if plan.program.metrics:
-            if self.valid is None and self.skipped:
-                self.valid = self.targets.reshape(-1) != IGNORE
-            found = measured(self.visited, self.valid)
-        return with_segments(found, self.visited, plan.terms) if self.ready.shares else found
-
-
-class Left:
-    """What such a call leaves for its backward."""
-
-    __slots__ = ("guide", "ready", "skipped", "stats")
-
-    def __init__(self, ready: Ready, stats: Stats | None, skipped: bool, guide: SparseTeacherRows | None) -> None:
-        self.ready, self.stats, self.skipped, self.guide = ready, stats, skipped, guide
-
-    want = property(lambda self: self.ready.want)
-    backend = property(lambda self: self.ready.backend)
-
-    def whole(self, tensors: Mapping[str, Tensor]) -> Sweep:
-        """The call as a sweep, where something pulls on a fact or a second time."""
-        ready = self.ready
-        rows = Rows(ready.shape, tensors["targets"], None, None, None, self.stats, self.skipped)
-        source = with_tensors(ready.bare, {n: x for n, x in tensors.items() if hasattr(ready.bare, n)})
-        guides: dict[str, Any] = {} if self.guide is None else {ONLY: self.guide}
-        if ready.their is not None:
-            teacher: Any = with_tensors(ready.their, {"logits": tensors["teacher.logits"]})
-            guides[ONLY] = DenseTeacherRows(teacher, source, rows)
-        return Sweep(source, rows, ready.want, ready.backend, guides, ready.plan.program)

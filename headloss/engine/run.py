@@ -20,7 +20,7 @@ from headloss.engine.into import into_of
 from headloss.engine.loss import TermsOnRows
 from headloss.engine.one_launch import Launched, launch, read_facts
 from headloss.engine.product import Pending, ProductSweep
-from headloss.engine.saved import hold, once
+from headloss.engine.saved import hold, once, read_again
 from headloss.engine.settled import facts_between, settle_between
 from headloss.engine.settled import settle as settle_segments
 from headloss.engine.sweeps import Sweep
@@ -141,17 +141,18 @@ def _rounded_twice(made: Any, scale: Tensor | None, sweep: Sweep) -> bool:
 
     Where the host waits for the number, kernels scale all the same.
     """
-    if scale is None or scale.device.type != "cpu" or not isinstance(made, Grads) or made.logits is None:
+    if scale is None or not scale.is_cpu or not isinstance(made, Grads) or made.logits is None:
         return False
     return made.logits.dtype.itemsize < 4 and math.frexp(abs(float(scale)))[0] not in (0.5, 0.0)
 
 
 def _finished(made: Grads | Pending | Deferred, scale: Tensor | None, sweep: Sweep) -> Grads:
     """Gradients times a number.  A weight's that waited for it is added to what is there, by its own product."""
+    if type(made) is Grads:
+        return scale_grads(made, scale, sweep.backend)
     if isinstance(made, Pending):
         return made.finish(scale)
-    if not isinstance(made, Deferred):
-        return scale_grads(made, scale, sweep.backend)
+    assert isinstance(made, Deferred)
     into = into_of(made.head.source)
     weight = made.head.weight_later(scale, None if into is None else into.there)
     return scale_grads(made.made, scale, sweep.backend)._replace(weight=weight)
@@ -171,7 +172,7 @@ class SweptCall(NamedTuple):
             sweep.close()
         want, grads, source = sweep.want, result.grads, sweep.source
         blocks = result.blocks(want)
-        used: Sequence[tuple[str, Tensor]] = ()
+        read, used = sweep.tensors(), list[tuple[str, Tensor]]()
         names, inputs = names_of(needs), []
         if loss is not None:
             used = loss.tensors()
@@ -184,7 +185,11 @@ class SweptCall(NamedTuple):
                 loss.visited = result.visited
         elif want.constant:
             ctx.mark_non_differentiable(*[blocks[i] for i in want.constant])
-        hold(ctx, names, tensors, sweep.tensors(), used)
+        count = len(tensors)
+        hold(
+            ctx, (*names, *[n for n, _ in read], *[n for n, _ in used]),
+            (*tensors, *[x for _, x in read], *[x for _, x in used]), count, count + len(read),
+        )  # fmt: skip
         overwritten = grads is not None and getattr(source, "inplace", False)
         into = None if type(source) is Logits else into_of(source)
         ctx.grads, ctx.kept = grads, (sweep, needs, result.rest(), into, overwritten, inputs)
@@ -211,11 +216,11 @@ class Head(_SingleLevelFunction):  # `Function` less its care for transforms of 
 _NOTHING = (None,) * 64
 
 
-def _pull(ctx: Any, args: Sequence[Tensor], read: Mapping[str, Tensor], g_loss: Any, *g_facts: Any) -> list[Any]:
+def _pull(ctx: Any, saved: Sequence[Tensor], g_loss: Any, *g_facts: Any) -> tuple[Any, ...]:
     """Gradients of the source's tensors, and of the inputs that want one; the sweep is opened again if needed."""
     sweep, needs, result, into, overwritten, inputs = ctx.kept
     grads, made = None, ctx.grads
-    by_input: list[Tensor | None] = [None] * len(inputs)
+    by_input: Sequence[Tensor | None] = (None,) * len(inputs)
     pending = result.pulled(sweep.want, g_facts) if g_facts != _NOTHING[: len(g_facts)] else {}
     if g_loss is not None:
         scale = g_loss if result.normaliser is None else g_loss * result.normaliser
@@ -226,14 +231,15 @@ def _pull(ctx: Any, args: Sequence[Tensor], read: Mapping[str, Tensor], g_loss: 
             for fact, cotangent in result.by_fact.items():
                 pulled = scale * cotangent
                 pending[fact] = pending[fact] + pulled if fact in pending else pulled
-        by_input = [None if g is None else scale * g for g in inputs]
+        if inputs:
+            by_input = [None if g is None else scale * g for g in inputs]
     if pending and overwritten:
         raise RuntimeError(
             "inplace: the logits have been modified by an inplace operation, their own gradient: nothing but the "
             "loss can be pulled on, and only once; use inplace=False, or make the fact's part a term"
         )
     if pending and True in needs:
-        whole = sweep.whole({**dict(zip(names_of(needs), args, strict=False)), **read})
+        whole = sweep.whole(read_again(ctx, saved, len(needs)))
         facts = {  # where nothing pulls, a value that is infinite must not reach the gradient as 0 * inf
             f: torch.where(pending[f] == 0, 0.0, x) if f in pending else x for f, x in result.facts.items()
         }
@@ -243,7 +249,7 @@ def _pull(ctx: Any, args: Sequence[Tensor], read: Mapping[str, Tensor], g_loss: 
     if grads is not None and into is not None and needs[1]:
         grads = into.take(grads)
     by_tensor = (None,) * len(needs) if grads is None else grads[:1] if len(needs) == 1 else grads[1 : 1 + len(needs)]
-    return [None, *by_tensor, *by_input]
+    return (None, *by_tensor, *by_input)
 
 
 def names_of(tensors: Sequence[Any]) -> tuple[str, ...]:

@@ -9,13 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
-from weakref import ref
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-
-Named = Sequence[tuple[str, Tensor]]
 
 TWICE = (
     "headloss: tried to differentiate twice (create_graph=True, a Hessian).  The gradient of a call "
@@ -28,65 +25,62 @@ BATCHED = (
 )
 
 
-def hold(ctx: Any, names: Sequence[str], args: Sequence[Tensor], read: Named = (), used: Named = ()) -> None:
-    """Save what the backward needs: `args` of the Function, what else is `read` again, and what was only `used`.
-
-    How often each was written to is noted for a message that names it.
+def hold(ctx: Any, names: Sequence[str], tensors: Sequence[Tensor], args: int, read: int) -> None:
+    """Save what the backward needs: the first are `args` of the Function, up to `read` they are read again, and the
+    others were only used.  How often each was written to is noted for a message that names it.
     """
-    named = (*read, *used)
-    saved: list[Tensor | None]
-    untracked = dict[str, Tensor]()
+    untracked = dict[int, Tensor]()
+    saved: list[Tensor | None] = [*tensors[:args], *[x.detach() if x.requires_grad else x for x in tensors[args:]]]
     try:
-        versions = [(name, ref(x), x._version) for name, x in (*zip(names, args), *named)]
-        saved = [*args, *[x.detach() if x.requires_grad else x for _, x in named]]
+        versions = [x._version for x in tensors]
     except RuntimeError:  # of inference mode: autograd takes none of those, and nothing counts what is written to them
-        saved = [*args]
-        versions = [(name, ref(x), x._version) for name, x in zip(names, args) if not x.is_inference()]
-        for name, x in named:
-            if x.is_inference():
-                saved.append(None)
-                untracked[name] = x.clone() if name.endswith(("targets", "temperature")) else x
-            else:
-                versions.append((name, ref(x), x._version))
-                saved.append(x.detach() if x.requires_grad else x)
-    ctx.held = (len(args), [name for name, _ in read], untracked, versions)
+        versions = [0 if x.is_inference() else x._version for x in tensors]
+        for i, (name, x) in enumerate(zip(names, tensors)):
+            if i >= args and x.is_inference():
+                saved[i] = None
+                untracked[i] = x.clone() if name.endswith(("targets", "temperature")) else x
+    ctx.held = names, args, read, untracked, versions
     ctx.save_for_backward(*saved)
 
 
-def once(pull: Callable[..., Sequence[Tensor | None]], ctx: Any, *grads: Tensor | None) -> Any:
-    """A backward: `pull(ctx, args, read, *grads)` on what `hold` saved; its gradients cannot be differentiated."""
-    if any(g is not None and _is_batched(g) for g in grads):
-        raise RuntimeError(BATCHED)
-    saved = _saved(ctx)
-    count, names, untracked, _ = ctx.held
-    args = saved[:count]
-    read = dict(zip(names, saved[count:]))
-    if untracked:
-        read |= untracked
-    if not torch.is_grad_enabled():
-        return tuple(pull(ctx, args, read, *grads))
-    with torch.no_grad():
-        found = pull(ctx, args, read, *grads)
-    return seal(found, (*args, *grads))
-
-
-def _is_batched(g: Tensor) -> bool:
-    wrapped = torch._C._functorch
-    return wrapped.is_legacy_batchedtensor(g) or wrapped.is_functorch_wrapped_tensor(g)
-
-
-def _saved(ctx: Any) -> tuple[Tensor, ...]:
+def once(pull: Callable[..., tuple[Tensor | None, ...]], ctx: Any, *grads: Tensor | None) -> Any:
+    """A backward: `pull(ctx, saved, *grads)` on what `hold` saved; its gradients cannot be differentiated."""
+    for g in grads:
+        if g is not None and (_is_legacy_batched(g) or _is_wrapped(g)):
+            raise RuntimeError(BATCHED)
     try:
-        return ctx.saved_tensors
+        saved = ctx.saved_tensors
     except RuntimeError as error:
         if "modified by an inplace operation" not in str(error):
             raise
-        changed = [name for name, held, version in ctx.held[3] if (x := held()) is not None and x._version != version]
-        changed = ["vocab_ids" if name.endswith(".vocab_ids") else name for name in changed]
-        raise RuntimeError(
-            f"{', '.join(changed) or 'a tensor of the call'}: modified by an inplace operation after the forward pass; "
-            f"the gradient needs what was there before.  Write to a clone, or after the backward.  ({error})"
-        ) from error
+        raise RuntimeError(_changed(ctx, error)) from error
+    if not torch.is_grad_enabled():
+        return pull(ctx, saved, *grads)
+    with torch.no_grad():
+        found = pull(ctx, saved, *grads)
+    return seal(found, (*saved[: ctx.held[1]], *grads))
+
+
+_transform = torch._C._functorch.peek_interpreter_stack
+_is_legacy_batched = torch._C._functorch.is_legacy_batchedtensor
+_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+
+
+def read_again(ctx: Any, saved: Sequence[Tensor], own: int) -> dict[str, Tensor]:
+    """What was saved to be read, by name: so many tensors of the source, and what else is read again."""
+    names, args, read, untracked, _ = ctx.held
+    return {names[i]: untracked.get(i, saved[i]) for i in (*range(own), *range(args, read))}
+
+
+def _changed(ctx: Any, error: RuntimeError) -> str:
+    names, _, _, _, versions = ctx.held
+    held = zip(names, ctx._raw_saved_tensors, versions)
+    changed = [name for name, x, version in held if x.data is not None and x.data._version != version]
+    changed = ["vocab_ids" if name.endswith(".vocab_ids") else name for name in changed]
+    return (
+        f"{', '.join(changed) or 'a tensor of the call'}: modified by an inplace operation after the forward pass; "
+        f"the gradient needs what was there before.  Write to a clone, or after the backward.  ({error})"
+    )
 
 
 def seal(grads: Sequence[Tensor | None], of: Iterable[Tensor | None]) -> tuple[Tensor | None, ...]:
@@ -111,7 +105,7 @@ class _Sealed(torch.autograd.Function):
 
 def refuse_transforms(arguments: Any, weights: Mapping[str, Any] = {}) -> None:
     """No tensor of a call is one that `torch.func` or forward mode follows: it would be lost without a word."""
-    if forward_ad._current_level < 0 and torch._C._functorch.peek_interpreter_stack() is None:
+    if forward_ad._current_level < 0 and _transform() is None:
         return
     source, targets, segments, teacher, options, inputs, *_ = arguments
     own = {f"the weight of term {name!r}": x for name, x in weights.items()}

@@ -229,13 +229,17 @@ class SparseTeacherRows:
     def __init__(
         self, teacher: Sparse, rows: Rows, dtype: torch.dtype, backend: Any = None, checked: tuple[Any, int] = (None, 0)
     ) -> None:
-        ids, logprobs = teacher.ids, teacher.logprobs.detach()
+        ids, logprobs = teacher.ids, teacher.logprobs
+        if logprobs.requires_grad:
+            logprobs = logprobs.detach()
         self.teacher: Sparse | None = teacher
         self.sorted_RK: Tensor | None = None
         if merges(backend, ids):
-            flat = [x.reshape(rows.total, x.shape[-1]) for x in (ids, logprobs)]  # the kernel passes over ignored rows
-            ids, logprobs = flat if rows.keep is None else [x.index_select(0, rows.keep) for x in flat]
-            merged = backend.merge_repeated(ids.long(), logprobs.to(dtype), rows.valid, checked)
+            if ids.ndim > 2:  # the kernel passes over ignored rows
+                ids, logprobs = [x.reshape(rows.total, x.shape[-1]) for x in (ids, logprobs)]
+            if rows.keep is not None:
+                ids, logprobs = [x.index_select(0, rows.keep) for x in (ids, logprobs)]
+            merged = backend.merge_repeated(ids, logprobs.to(dtype), rows.valid, checked)
             self.ids_RK, self.logprob_RK, self.sorted_RK = merged
             return
         self.ids_RK, self.logprob_RK = merge_repeated(rows.take(ids).long(), rows.take(logprobs).to(dtype))

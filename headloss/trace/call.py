@@ -204,6 +204,9 @@ def inputs_of(call: Call) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
+_MOST_MARKS = 64
+
+
 class Watched:
     """What a call reads, walked over again only where something else stands in a place that was read."""
 
@@ -212,14 +215,24 @@ class Watched:
         self.places: Places | None = None
         self.found: Reads | None = None
         self.around: Any = None
+        self.marks: dict[Reads, object] = {}
 
     def reads(self) -> Reads:
+        self.mark()
+        assert self.found is not None
+        return self.found
+
+    def mark(self) -> object:
+        """What stands for all that it reads, the same object for equal reads: those take long to hash."""
         around = defaults()
         if self.found is None or self.around != around or self.places is None or not self.places.hold():
             with noted() as self.places:
                 self.found = self.call.reads()
             self.around = around
-        return self.found
+            if len(self.marks) >= _MOST_MARKS:
+                self.marks.clear()
+            self.marked = self.marks.setdefault(self.found, object())
+        return self.marked
 
 
 def _gated(x: Any, weight: Tensor) -> Any:

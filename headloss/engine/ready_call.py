@@ -1,0 +1,197 @@
+"""One of the calls that take one launch over all their logits, what it leaves for its backward; see `ready.py`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headloss.engine.arguments import CallArguments
+from headloss.engine.bind import reads_now
+from headloss.engine.checks import check_count, check_ids
+from headloss.engine.one_launch import Launched, measured, with_segments
+from headloss.engine.ready import BROUGHT, Ready
+from headloss.engine.saved import hold
+from headloss.engine.sweeps import Sweep
+from headloss.engine.teachers import DenseTeacherRows, SparseTeacherRows, merges
+from headloss.prepared import Prepared, Stats, check_stats
+from headloss.record import Grads
+from headloss.reductions import reciprocal, shared_weight
+from headloss.rows import IGNORE, Rows, count_rows
+from headloss.segments import Segments
+from headloss.sources import Logits, Sparse, with_tensors
+from headloss.teachers import SparseChunk
+from headloss.term import check_weight
+from headloss.trace.gradient import check_gradient
+from headloss.trace.signature import ONLY
+
+_NONE: Mapping[str, Tensor] = {}
+
+
+class ReadyCall:
+    """One call: its targets, and what the host knows of them."""
+
+    __slots__ = (
+        "arguments", "guide", "mean", "ready", "segments", "skipped", "stats", "sums", "targets", "teacher", "valid",
+        "visited",
+    )  # fmt: skip
+    sums: Tensor
+    visited: Any
+    num_items = one_token = None  # as of `Rows`
+    tokens = property(lambda self: self.stats.valid)
+
+    def __init__(self, ready: Ready, arguments: CallArguments) -> None:
+        self.ready, self.arguments = ready, arguments
+        source, targets, _, teacher, (num_items, _, _, grad_scale, host_read), _, _ = arguments
+        if num_items is not None:
+            check_count("num_items", num_items)
+        if grad_scale != 1.0:
+            check_weight("grad_scale", grad_scale)
+        self.valid: Tensor | None = None
+        self.segments: Segments | None = None
+        self.mean: Any  # of rows, or of each term
+        if type(targets) is Prepared:
+            stats, self.targets, segments = targets.known(), targets.targets, targets.segments
+            self.stats: Stats | None = stats
+            valid, low, high, *_ = stats
+            if segments is not None:
+                self.segments = segments
+                check_stats(stats, source.vocab, segments.num_segments, ready.plan.needed)
+            elif valid and not 0 <= low <= high < source.vocab:
+                check_stats(stats, source.vocab)
+            self.skipped = valid < ready.count
+            if ready.shares:
+                counts: Any = self
+                each = [shared_weight(r, kind, counts, num_items=num_items, norm=n) for r, kind, n in ready.shares]
+                self.mean = tuple(each)
+            else:
+                self.mean = reciprocal(valid if num_items is None else num_items)
+        else:
+            assert isinstance(targets, Tensor)
+            self.targets, flat = targets, targets if targets.ndim == 1 else targets.reshape(-1)
+            host_read = reads_now(host_read, targets.device, ready.plan.read_because)
+            self.stats, self.mean, counted = count_rows(flat, source.vocab, host_read, ready.backend.count_targets)
+            if self.stats is None:
+                self.valid, self.skipped = counted, True
+            else:
+                self.mean, self.skipped = reciprocal(self.stats.valid), self.stats.valid < ready.count
+            if num_items is not None:
+                self.mean = reciprocal(num_items)
+        self.guide: SparseTeacherRows | None = None
+        self.teacher: Any = teacher
+        if not teacher:
+            return
+        checked: tuple[Tensor | None, int] = None, 0
+        if type(teacher) is Sparse:
+            checked = check_ids("teacher", teacher, source, merges(ready.backend, teacher.ids))
+        elif type(teacher) is not Logits:  # by its name once the call was planned
+            self.teacher = arguments.teachers[ONLY]
+        if type(self.teacher) is Sparse:
+            of = Rows(ready.shape, self.targets, None, self.valid, None, self.stats, self.skipped)
+            self.guide = SparseTeacherRows(self.teacher, of, ready.plan.dtype, ready.backend, checked)
+            self.guide.strip()
+
+    def run(self, needs: tuple[bool, ...]) -> tuple[Tensor, Grads]:
+        """The loss, and the gradients that are wanted."""
+        ready, (source, _, _, _, (*_, scale, _), inputs, _) = self.ready, self.arguments
+        plan, grad, times = ready.plan, True in needs, ready.plan.times
+        if not plan.has_gradient and (grad or torch.is_grad_enabled()):
+            check_gradient(plan.terms, grad)
+        begun = 0.0 if "compiling" in times else time.perf_counter()
+        guide, chunk, brought = self.guide, None, _NONE
+        if guide is not None:
+            chunk = SparseChunk(guide.ids_RK, guide.sorted_RK)
+            brought = dict(zip(BROUGHT, (guide.ids_RK, guide.logprob_RK)))
+            inputs = {**inputs, **brought}
+        given = tuple([inputs[name] for name in ready.taken]) if ready.taken else ()
+        weights = ready.weights
+        factors = weights if scale == 1.0 else tuple([w * scale for w in weights])
+        out = out_NV = None
+        head: Any = None
+        targets, teacher = self.targets, self.teacher.logits if ready.their is not None else None
+        if isinstance(source, Logits):
+            x = source.logits
+            if grad:
+                out = out_NV = torch.empty_like(x, memory_format=torch.contiguous_format)
+        else:
+            head = ready.head
+            x = head.read(source)
+            out_NV = x if grad else None
+        if not ready.flat:
+            targets = targets.reshape(-1)
+            named = zip(ready.taken, given)
+            given = tuple([v if v.ndim < 2 or n in brought else v.reshape(-1) for n, v in named])
+            if head is None:
+                x = x.reshape(ready.count, -1)
+                out_NV = None if out is None else out.view(x.shape)
+                teacher = None if teacher is None else teacher.reshape(x.shape)
+        more = self._spans(targets) if ready.shares else chunk or teacher
+        mean = self.mean if ready.suits is not False else tuple([self.mean if m else 1.0 for m in ready.means])
+        self.visited, self.sums, loss = ready.visits(
+            x, targets, given, mean, factors, weights, out_NV, self.skipped, more
+        )
+        if begun:
+            times["compiling"] = time.perf_counter() - begun
+        return loss, Grads(out) if head is None or not grad else head.write(source, x, needs)
+
+    def _spans(self, targets: Tensor) -> Any:
+        """Where the rows of each segment are."""
+        segments, stats, skipped = self.segments, self.stats, self.skipped
+        assert segments is not None and stats is not None
+        ids = segments.ids
+        ids = ids if ids.ndim == 1 else ids.reshape(-1)
+        ids = ids.masked_fill(targets == IGNORE, -1) if skipped else ids
+        rising = stats.sorted and not stats.loose
+        return self.ready.backend.spans(ids, segments.num_segments, rising, whole=not skipped)
+
+    def forward(self, ctx: Any, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """With autograd; see `run.Head`."""
+        ready, inputs, teacher = self.ready, self.arguments.inputs, self.teacher
+        loss, grads = self.run(ready.needs)
+        visited, held = self.visited, [*tensors, self.targets]
+        if self.guide is not None:
+            held += (teacher.ids, teacher.logprobs)
+        elif ready.their is not None:
+            held.append(teacher.logits)
+        if ready.used:
+            held += [inputs[name] for name in ready.used]
+        if self.segments is not None:
+            held.append(self.segments.ids)
+        hold(ctx, ready.names, held, len(tensors), ready.read)
+        left = Left(ready, self.stats, self.skipped, self.guide)
+        ctx.grads, ctx.kept = grads, (left, ready.needs, Launched(None, visited, None, None), None, False, ())
+        return loss, *[x.detach() for x in visited.blocks]
+
+    def metrics(self) -> dict[str, Any]:
+        """Which rows count is noted now: the targets may be written to."""
+        plan, found = self.ready.plan, dict[str, Any]()
+        if plan.program.metrics:
+            if self.valid is None and self.skipped:
+                self.valid = self.targets.reshape(-1) != IGNORE
+            found = measured(self.visited, self.valid)
+        return with_segments(found, self.visited, plan.terms) if self.ready.shares else found
+
+
+class Left:
+    """What such a call leaves for its backward."""
+
+    __slots__ = ("backend", "guide", "ready", "skipped", "stats")
+
+    def __init__(self, ready: Ready, stats: Stats | None, skipped: bool, guide: SparseTeacherRows | None) -> None:
+        self.ready, self.stats, self.skipped, self.guide, self.backend = ready, stats, skipped, guide, ready.backend
+
+    want = property(lambda self: self.ready.want)
+
+    def whole(self, tensors: Mapping[str, Tensor]) -> Sweep:
+        """The call as a sweep, where something pulls on a fact or a second time."""
+        ready = self.ready
+        rows = Rows(ready.shape, tensors["targets"], None, None, None, self.stats, self.skipped)
+        source = with_tensors(ready.bare, {n: x for n, x in tensors.items() if hasattr(ready.bare, n)})
+        guides: dict[str, Any] = {} if self.guide is None else {ONLY: self.guide}
+        if ready.their is not None:
+            teacher: Any = with_tensors(ready.their, {"logits": tensors["teacher.logits"]})
+            guides[ONLY] = DenseTeacherRows(teacher, source, rows)
+        return Sweep(source, rows, ready.want, ready.backend, guides, ready.plan.program)
