@@ -112,27 +112,29 @@ class Linear:
     vocab_ids: Tensor | None = None
 
     def __post_init__(self) -> None:
-        _check_matrix("hidden", self.hidden)
+        hidden, weight, bias = self.hidden, self.weight, self.bias
+        _check_matrix("hidden", hidden)
         # Kept, because a backward runs outside autocast and must see the same logits as the forward.
-        object.__setattr__(self, "_gemm_dtype", _autocast(self.hidden) or self.hidden.dtype)
-        _check_matrix("weight", self.weight)
-        if self.weight.ndim != 2:
+        autocast = _autocast(hidden)
+        object.__setattr__(self, "_gemm_dtype", autocast or hidden.dtype)
+        _check_matrix("weight", weight)
+        if weight.ndim != 2:
             hint = "; an empty weight is what ZeRO-3 leaves outside the module's forward: use hl.FusedLMHead"
-            got = f"{tuple(self.weight.shape)}{hint if self.weight.numel() == 0 else ''}"
+            got = f"{tuple(weight.shape)}{hint if weight.numel() == 0 else ''}"
             raise ValueError(f"weight: wanted (vocabulary, hidden size), got shape {got}")
-        if self.hidden.shape[-1] != self.weight.shape[-1]:
+        if hidden.shape[-1] != weight.shape[-1]:
             raise ValueError(
-                f"weight: wanted (vocabulary, {self.hidden.shape[-1]}) to match hidden {tuple(self.hidden.shape)}, "
-                f"got {tuple(self.weight.shape)}"
+                f"weight: wanted (vocabulary, {hidden.shape[-1]}) to match hidden {tuple(hidden.shape)}, "
+                f"got {tuple(weight.shape)}"
             )
-        if self.bias is not None and self.bias.shape != self.weight.shape[:1]:
-            raise ValueError(f"bias: wanted shape ({self.weight.shape[0]},), got {tuple(self.bias.shape)}")
-        for name, x in (("weight", self.weight), ("bias", self.bias)):
-            if x is not None and x.device != self.hidden.device:
-                raise ValueError(f"{name}: is on {x.device}, but hidden is on {self.hidden.device}")
-            if x is not None and x.dtype != self.hidden.dtype and not _autocast(self.hidden):
+        if bias is not None and bias.shape != weight.shape[:1]:
+            raise ValueError(f"bias: wanted shape ({weight.shape[0]},), got {tuple(bias.shape)}")
+        for name, x in (("weight", weight),) if bias is None else (("weight", weight), ("bias", bias)):
+            if x.device != hidden.device:
+                raise ValueError(f"{name}: is on {x.device}, but hidden is on {hidden.device}")
+            if x.dtype != hidden.dtype and not autocast:
                 raise TypeError(
-                    f"{name}: is {x.dtype}, but hidden is {self.hidden.dtype}; cast one, or run under torch.autocast"
+                    f"{name}: is {x.dtype}, but hidden is {hidden.dtype}; cast one, or run under torch.autocast"
                 )
         for name, dtype in (("logits_dtype", self.logits_dtype), ("weight_grad_dtype", self.weight_grad_dtype)):
             if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):

@@ -219,7 +219,7 @@ FAULTS = [
     Fault("backends/torch_teachers.py", "self.kept.missing.add(rows.start)", "pass", "exponentials are read of a tile whose tail is far away", KEPT_SUMS),
     Fault("backends/torch_teachers.py", "NEAR = 40.0", "NEAR = 400.0", "a tail that underflows is measured from the row's maximum", KEPT_SUMS),
     Fault("backends/torch_teacher_pulls.py", "tile.kept.number[number] != i", "False", "exponentials at one temperature are a teacher's at another", KEPT_SUMS),
-    Fault("engine/run.py", "if made is not None and not _rounded_twice(made, scale, sweep):", "if made is not None:", "a bfloat16 gradient is rounded twice", KEPT_SUMS),
+    Fault("engine/run.py", "and not (scale.is_cpu and _rounded_twice(made, scale)):", ":", "a bfloat16 gradient is rounded twice", KEPT_SUMS),
     Fault("engine/visit_logits.py", "(dtype == torch.bfloat16 and source.inplace)", "False", "a bfloat16 gradient in place is rounded twice", KEPT_SUMS),
     Fault("engine/teachers.py", "max(0, min(source.columns, teacher.columns, shared - start))", "source.columns", "columns that the teacher does not have"),
     Fault("engine/teachers.py", "safe_RK + sums_RK.log(), -math.inf)", "safe_RK, -math.inf)", "repeated ids: the first counts, the others are lost"),

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headloss.engine import heads
 from headloss.engine.apart import check_apart
 from headloss.engine.arguments import CallArguments
 from headloss.engine.bind import bind
@@ -74,13 +73,12 @@ def _evaluate(terms: Terms, arguments: CallArguments, direct: bool, weight_grad:
 
 def _at_once(terms: Terms, ready: Ready, arguments: CallArguments, direct: bool) -> Output:
     """A call in one launch over all its logits."""
-    tensors, made = arguments.source.tensors, None
-    if heads.on_other_device(tensors[0].device):
-        with torch.cuda.device(tensors[0].device):
+    if ready.device >= 0 and ready.device != torch._C._cuda_getDevice():  # where Triton launches
+        with torch.cuda.device(ready.device):
             return _at_once(terms, ready, arguments, direct)
-    call = ReadyCall(ready, arguments)
+    call, made = ReadyCall(ready, arguments), None
     if not direct and True in ready.needs:
-        loss, *blocks = Head.apply(call, *tensors)
+        loss, *blocks = Head.apply(call, *arguments.source.tensors)
     else:
         with torch.no_grad():
             loss, made = call.run(ready.needs)

@@ -179,7 +179,7 @@ def later_values(weights: Mapping[str, object], sums: Tensor) -> dict[str, Tenso
 
 def measured(visited: Any, valid: Tensor | None) -> dict[str, Metric]:
     """The metrics of a visit, to be summed when they are read."""
-    names = visited.program.metrics
+    names = visited.plan.program.metrics
     metrics = LaterDict(_unread(names), lambda: measure_later(names, lambda: visited.metric_values, valid, "token"))
     if is_capturing():
         next(iter(metrics.values())).parts  # a graph that is replayed makes them anew  # noqa: B018

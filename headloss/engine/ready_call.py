@@ -161,8 +161,8 @@ class ReadyCall:
         if self.segments is not None:
             held.append(self.segments.ids)
         hold(ctx, ready.names, held, len(tensors), ready.read)
-        left = Left(ready, self.stats, self.skipped, self.guide)
-        ctx.grads, ctx.kept = grads, (left, ready.needs, Launched(None, visited, None, None), None, False, ())
+        left = Left(ready, visited, self.stats, self.skipped, self.guide)
+        ctx.grads, ctx.kept = grads, (left, ready.needs, left, None, False, ())
         return loss, *[x.detach() for x in visited.blocks]
 
     def metrics(self) -> dict[str, Any]:
@@ -175,13 +175,16 @@ class ReadyCall:
         return with_segments(found, self.visited, plan.terms) if self.ready.shares else found
 
 
-class Left:
-    """What such a call leaves for its backward."""
+class Left(Launched):
+    """What such a call leaves for its backward: what it found, and what makes a sweep of it."""
 
     __slots__ = ("backend", "guide", "ready", "skipped", "stats")
 
-    def __init__(self, ready: Ready, stats: Stats | None, skipped: bool, guide: SparseTeacherRows | None) -> None:
-        self.ready, self.stats, self.skipped, self.guide, self.backend = ready, stats, skipped, guide, ready.backend
+    def __init__(
+        self, ready: Ready, visited: Any, stats: Stats | None, skipped: bool, guide: SparseTeacherRows | None
+    ) -> None:
+        self.visited, self.normaliser, self.backend = visited, None, ready.backend
+        self.ready, self.stats, self.skipped, self.guide = ready, stats, skipped, guide
 
     want = property(lambda self: self.ready.want)
 

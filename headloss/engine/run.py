@@ -130,13 +130,13 @@ def _run(sweep: Sweep, loss: TermsOnRows | None, needs: tuple[bool, ...]) -> Res
 def final_grads(sweep: Sweep, result: Result | Launched, needs: tuple[bool, ...]) -> Grads:
     """The gradients of the loss, without autograd."""
     into, made, scale = into_of(sweep.source), result.grads, result.normaliser
-    if made is None or _rounded_twice(made, scale, sweep):
+    if made is None or _rounded_twice(made, scale):
         made, scale = sweep.pull(result.facts, result.softmax, result.by_fact, needs), None
     grads = _finished(made, scale, sweep)
     return grads if into is None else into.take(grads)
 
 
-def _rounded_twice(made: Any, scale: Tensor | None, sweep: Sweep) -> bool:
+def _rounded_twice(made: Any, scale: Tensor | None) -> bool:
     """Whether a gradient of logits is so narrow that times this number it would lose digits; it is then made again.
 
     Where the host waits for the number, kernels scale all the same.
@@ -197,22 +197,6 @@ class SweptCall(NamedTuple):
         return (result.loss, *blocks)
 
 
-class Head(_SingleLevelFunction):  # `Function` less its care for transforms of torch.func: `refuse_transforms`
-    """(source tensors, inputs that want a gradient) -> (loss, *tensors that hold the facts of the rows that count)."""
-
-    apply: Any  # autograd's own
-
-    @staticmethod
-    def forward(ctx: Any, call: Any, *tensors: Tensor) -> Any:
-        """`call`: a `SweptCall` or a `ready.ReadyCall`."""
-        ctx.set_materialize_grads(False)
-        return call.forward(ctx, tensors)
-
-    @staticmethod
-    def backward(ctx: Any, g_loss: Tensor | None, *g_facts: Tensor | None) -> Any:
-        return once(_pull, ctx, g_loss, *g_facts)
-
-
 _NOTHING = (None,) * 64
 
 
@@ -224,7 +208,7 @@ def _pull(ctx: Any, saved: Sequence[Tensor], g_loss: Any, *g_facts: Any) -> tupl
     pending = result.pulled(sweep.want, g_facts) if g_facts != _NOTHING[: len(g_facts)] else {}
     if g_loss is not None:
         scale = g_loss if result.normaliser is None else g_loss * result.normaliser
-        if made is not None and not _rounded_twice(made, scale, sweep):
+        if made is not None and not (scale.is_cpu and _rounded_twice(made, scale)):
             grads = _finished(made, scale, sweep)
             ctx.grads = None  # handed over: a second backward makes them again
         else:
@@ -250,6 +234,20 @@ def _pull(ctx: Any, saved: Sequence[Tensor], g_loss: Any, *g_facts: Any) -> tupl
         grads = into.take(grads)
     by_tensor = (None,) * len(needs) if grads is None else grads[:1] if len(needs) == 1 else grads[1 : 1 + len(needs)]
     return (None, *by_tensor, *by_input)
+
+
+class Head(_SingleLevelFunction):  # `Function` less its care for transforms of torch.func: `refuse_transforms`
+    """(source tensors, inputs that want a gradient) -> (loss, *tensors that hold the facts of the rows that count)."""
+
+    apply: Any  # autograd's own
+
+    @staticmethod
+    def forward(ctx: Any, call: Any, *tensors: Tensor) -> Any:
+        """`call`: a `SweptCall` or a `ready.ReadyCall`."""
+        ctx.set_materialize_grads(False)
+        return call.forward(ctx, tensors)
+
+    backward = staticmethod(once(_pull))
 
 
 def names_of(tensors: Sequence[Any]) -> tuple[str, ...]:

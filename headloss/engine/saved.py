@@ -43,22 +43,26 @@ def hold(ctx: Any, names: Sequence[str], tensors: Sequence[Tensor], args: int, r
     ctx.save_for_backward(*saved)
 
 
-def once(pull: Callable[..., tuple[Tensor | None, ...]], ctx: Any, *grads: Tensor | None) -> Any:
+def once(pull: Callable[..., tuple[Tensor | None, ...]]) -> Callable[..., Any]:
     """A backward: `pull(ctx, saved, *grads)` on what `hold` saved; its gradients cannot be differentiated."""
-    for g in grads:
-        if g is not None and (_is_legacy_batched(g) or _is_wrapped(g)):
-            raise RuntimeError(BATCHED)
-    try:
-        saved = ctx.saved_tensors
-    except RuntimeError as error:
-        if "modified by an inplace operation" not in str(error):
-            raise
-        raise RuntimeError(_changed(ctx, error)) from error
-    if not torch.is_grad_enabled():
-        return pull(ctx, saved, *grads)
-    with torch.no_grad():
-        found = pull(ctx, saved, *grads)
-    return seal(found, (*saved[: ctx.held[1]], *grads))
+
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        for g in grads:
+            if g is not None and (_is_legacy_batched(g) or _is_wrapped(g)):
+                raise RuntimeError(BATCHED)
+        try:
+            saved = ctx.saved_tensors
+        except RuntimeError as error:
+            if "modified by an inplace operation" not in str(error):
+                raise
+            raise RuntimeError(_changed(ctx, error)) from error
+        if not torch.is_grad_enabled():
+            return pull(ctx, saved, *grads)
+        with torch.no_grad():
+            found = pull(ctx, saved, *grads)
+        return seal(found, (*saved[: ctx.held[1]], *grads))
+
+    return backward
 
 
 _transform = torch._C._functorch.peek_interpreter_stack

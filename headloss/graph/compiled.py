@@ -94,7 +94,8 @@ def wanted(source: Any, teacher: Any, unknown: tuple[str, ...] = ()) -> bool:
     """
     if not isinstance(source, (Logits, Linear)) or (unknown and torch.compiler.is_dynamo_compiling()):
         return False
-    return (torch.compiler.is_compiling() or isinstance(source.tensors[0], FakeTensor)) and _fits(source, teacher)
+    first = source.logits if isinstance(source, Logits) else source.hidden
+    return (torch.compiler.is_compiling() or isinstance(first, FakeTensor)) and _fits(source, teacher)
 
 
 def _fits(source: Source, teacher: Teacher | Mapping[str, Teacher] | None) -> bool:

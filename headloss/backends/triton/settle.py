@@ -17,7 +17,7 @@ from torch import Tensor
 
 from headloss.backends.triton.kernels.records import Given, SettleAt, SettleFlags
 from headloss.backends.triton.kernels.settle import settle_kernel
-from headloss.backends.triton.launch import Launch, by_identity, place
+from headloss.backends.triton.launch import Launch, by_identity
 from headloss.backends.triton.printer.segments import SegmentProgram
 from headloss.backends.triton.tiles import LAUNCH, plain_temperature
 from headloss.backends.triton.visit import Number, as_number, forms_of, kinds_of
@@ -179,7 +179,7 @@ def _fire(
         sums_FC, found, found if best is None else best, found if theirs is None else theirs,
         found if rows is None else rows, settled.by_segment,
     )  # fmt: skip
-    launch.run(None, place(sums_FC), programs, (at, targets, order, offsets, given, *sizes))
+    launch.run(None, sums_FC.get_device(), programs, (at, targets, order, offsets, given, *sizes))
     return rows
 
 

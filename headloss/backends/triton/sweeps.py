@@ -26,7 +26,7 @@ from headloss.backends.triton.kernels.pull import pull_kernel
 from headloss.backends.triton.kernels.records import PullAt, PullFlags, PullGiven, SweepFlags
 from headloss.backends.triton.kernels.scale import scale_kernel
 from headloss.backends.triton.kernels.sums import merge_kernel, sums_kernel
-from headloss.backends.triton.launch import MOST_KNOWN, Launch, place
+from headloss.backends.triton.launch import MOST_KNOWN, Launch
 from headloss.backends.triton.tiles import (
     LAUNCH,
     Shape,
@@ -111,7 +111,7 @@ def sums_matrix(
 def fire_sums(known: tuple[Any, ...], x: Tensor, target: Tensor | None) -> Tensor:
     """Launch the kernels of `sums_matrix`."""
     launch, merge, slots, rows, picks, key, sizes, width, given, how = known
-    (C, _, parts), device, where = sizes, x.device, place(x)
+    (C, _, parts), device, where = sizes, x.device, x.get_device()
     target = target if picks else None
     if merge is None:
         out = torch.empty(slots, C, dtype=torch.float32, device=device)
@@ -249,7 +249,7 @@ def pull_rows(
 def fire_pull(known: tuple[Any, ...], x: Tensor, target: Tensor | None, rows_FC: Tensor, out: Tensor) -> None:
     """Launch the kernel of `pull_rows`."""
     launch, aims, key, programs, how = known
-    launch.run(key, place(x), programs, (PullAt(x, x, rows_FC, out), target if aims else None, *how))
+    launch.run(key, x.get_device(), programs, (PullAt(x, x, rows_FC, out), target if aims else None, *how))
 
 
 _PULLS: dict[Any, Launch] = {}
@@ -275,7 +275,7 @@ def scale_(x: Tensor, scale: Tensor) -> None:
         n = x.numel()
         aligned = (x.data_ptr() & 15 == 0, scale.data_ptr() & 15 == 0)
         form = (x.dtype, scale.dtype, *aligned, n == 1, n & 15 == 0, n >> 31 == 0)
-        _SCALE.run(form, place(x), min(-(-n // 8192), PROGRAMS), (x, scale, n))
+        _SCALE.run(form, x.get_device(), min(-(-n // 8192), PROGRAMS), (x, scale, n))
 
 
 _SCALE = Launch(scale_kernel, {"BLOCK": 8192, "num_warps": 8})

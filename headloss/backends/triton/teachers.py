@@ -27,7 +27,7 @@ from headloss.backends.triton.kernels.meeting import dense_merge_kernel
 from headloss.backends.triton.kernels.records import PullAt, SweepFlags
 from headloss.backends.triton.kernels.sparse import merge_ids_kernel, tail_kernel
 from headloss.backends.triton.kernels.sums import merge_kernel
-from headloss.backends.triton.launch import Launch, launch_kernel, place
+from headloss.backends.triton.launch import Launch, launch_kernel
 from headloss.backends.triton.printer.elements import printed
 from headloss.backends.triton.sweeps import SUMS
 from headloss.backends.triton.sweeps import sums as student_sums
@@ -267,7 +267,7 @@ def merge_repeated(
         key = (ids_RK.dtype, logprob_RK.dtype, *aligned)
         wrong, vocab = checked
         launch = _merge_launch(K, None if valid_R is None else valid_R.dtype, wrong is not None)
-        launch.run(key, place(ids_RK), R, (ids_RK, logprob_RK, valid_R, *out, wrong, K, vocab))
+        launch.run(key, ids_RK.get_device(), R, (ids_RK, logprob_RK, valid_R, *out, wrong, K, vocab))
     return out
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from headloss.backends.triton.kernels.records import At, Flags, Given
 from headloss.backends.triton.kernels.totals import count_kernel, totals_kernel
 from headloss.backends.triton.kernels.visit import visit_kernel
-from headloss.backends.triton.launch import MOST_KNOWN, Launch, place
+from headloss.backends.triton.launch import MOST_KNOWN, Launch
 from headloss.backends.triton.printer.program import Program
 from headloss.backends.triton.tiles import (
     LAUNCH,
@@ -217,7 +217,7 @@ def fire(
         x if best is None else best, x if z is None else z, x if theirs is None else theirs, x if ids is None else ids,
         x if sorted_ids is None else sorted_ids, x if wide is None else wide, held,
     )  # fmt: skip
-    kernel.run(None, place(x), C, (at, given, *places))
+    kernel.run(None, x.get_device(), C, (at, given, *places))
     return visited
 
 
@@ -332,7 +332,7 @@ def fire_totals(kernel: Launch, found: Tensor, weights: tuple[Number, ...]) -> t
     device = found.device
     sums = torch.empty(len(weights), dtype=torch.float32, device=device)
     loss = torch.empty((), dtype=torch.float32, device=device)
-    kernel.run(None, place(found), 1, (found, sums, loss, weights, found.shape[1]))
+    kernel.run(None, found.get_device(), 1, (found, sums, loss, weights, found.shape[1]))
     return sums, loss
 
 
@@ -346,7 +346,7 @@ def count_targets(target_N: Tensor, numbers: Tensor | None = None) -> tuple[Tens
         numbers = torch.empty(3, dtype=torch.int64, device=device)
     mean, valid_N = torch.empty((), dtype=torch.float64, device=device), torch.empty(N, dtype=torch.bool, device=device)
     form = (target_N.dtype, target_N.data_ptr() & 15 == 0, numbers.data_ptr() & 15 == 0, N >> 31)
-    _COUNT.run(form, place(target_N), 1, (target_N, numbers, mean, valid_N, N))
+    _COUNT.run(form, target_N.get_device(), 1, (target_N, numbers, mean, valid_N, N))
     return numbers, mean, valid_N
 
 
