@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headloss.engine import heads
 from headloss.engine.apart import check_apart
 from headloss.engine.arguments import CallArguments
 from headloss.engine.bind import bind
@@ -73,7 +74,7 @@ def _evaluate(terms: Terms, arguments: CallArguments, direct: bool, weight_grad:
 
 def _at_once(terms: Terms, ready: Ready, arguments: CallArguments, direct: bool) -> Output:
     """A call in one launch over all its logits."""
-    if ready.device >= 0 and ready.device != torch._C._cuda_getDevice():  # where Triton launches
+    if heads.on_other_device(ready.device):
         with torch.cuda.device(ready.device):
             return _at_once(terms, ready, arguments, direct)
     call, made = ReadyCall(ready, arguments), None

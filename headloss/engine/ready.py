@@ -194,7 +194,7 @@ class Ready:
     ) -> None:
         self.plan, self.want, self.backend = plan, plan.want, plan.backend
         self.held = held  # what functions of ours read, so that nothing else takes on its identity
-        self.shape, self.flat, self.device = source.leading, source.tensors[0].ndim == 2, source.tensors[0].get_device()
+        self.shape, self.flat, self.device = source.leading, source.tensors[0].ndim == 2, source.device
         self.count, self.used, self.linear = math.prod(self.shape), tuple(inputs), isinstance(source, Linear)
         self.head = OneChunk(source) if isinstance(source, Linear) else None
         # what a backward is left, by name: tensors of the source, targets, the teacher's, of which it may read all, ...
@@ -226,8 +226,7 @@ class Ready:
         """Whether every row is multiplied; else those that count are gathered first."""
         targets = arguments.targets
         assert isinstance(targets, Prepared)
-        kind = "cpu" if self.device < 0 else "cuda"
-        return targets.known().valid == self.count and not torch.is_autocast_enabled(kind)
+        return targets.known().valid == self.count and not torch.is_autocast_enabled(self.device.type)
 
     def put(self, x: Tensor, held: bool) -> Tensor:
         """See `Rows.put`."""
