@@ -716,7 +716,7 @@ FAULTS = [
     # Later calls
     Fault("engine/run.py", "found = [x.detach() if i in want.constant else x for i, x in enumerate(found)]", "pass", "a fact without a gradient claims one", LATER),
     Fault("engine/run.py", "        if not plan.has_gradient:", "        if False:", "a loss that has no gradient is believed", CONTRACT),
-    Fault("trace/call.py", "self.marks.setdefault(self.found, object())", "self.marks.setdefault(None, object())", "what a function reads has changed, and the same mark stands for it", READS),
+    Fault("trace/call.py", "self.marks.setdefault(self.found, object())", "self.marks.setdefault(None, object())", "what a function reads has changed, and the same mark stands for it", LATER),
     Fault("engine/lookup.py", "(*[call.mark() for call in self.foreign], *read)", "(*[() for call in self.foreign], *read)", "what a function reads has changed, and nobody looks"),
     Fault("engine/lookup.py", "tuple(map(id, held))", "()", "the default of an option of ours has changed, and nobody looks", TRACED),
     Fault("engine/lookup.py", "key += (name, said, value_.dtype, not value_.ndim,", "key += (name, said, not value_.ndim,", "an input of another dtype taken for the same"),
