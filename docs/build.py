@@ -163,15 +163,15 @@ def first_call() -> str:
     path = RESULTS / "cold_start_cpu.json"
     record = json.loads(path.read_text())
     found = record["CPU seconds alone"]
-    rows = [row for row in found.values() if isinstance(row, dict)]
-    first, own, second = (
-        max(row[key] for row in rows) for key in ("first call", "first call, compiler loaded", "second call")
-    )
+    rows = {name: row for name, row in found.items() if isinstance(row, dict)}
+    most = lambda key, own: max(row[key] for name, row in rows.items() if name.startswith("own") == own)
     return (
         f"`import headloss` adds {found['import headloss, after torch']:.2f} s to `import torch`. The first call in a "
-        f"process traces its losses with `make_fx`, which loads torch's compiler as `torch.compile` does: up to "
-        f"{first:.1f} s of CPU time, {own:.1f} s where the compiler is already loaded; the second call takes at most "
-        f"{1000 * second:.0f} ms "
+        f"process takes up to {most('first call', False):.1f} s of CPU time with losses of headloss. A function of "
+        f"your own is traced with `make_fx`, which loads torch's compiler as `torch.compile` does: up to "
+        f"{most('first call', True):.1f} s, {most('first call, compiler loaded', True):.1f} s where the compiler is "
+        f"already loaded. The second call takes at most "
+        f"{1000 * max(row['second call'] for row in rows.values()):.0f} ms "
         f"(`{record['command']}`, {record['device']}, torch {_torch(record)}, {record['date'][:10]}; a small batch).\n"
     )
 

@@ -210,7 +210,8 @@ def counts_rows(graph: fx.GraphModule) -> bool:
 
     The number of ids per row is part of a trace's key, so a loss may read it.
     """
-    guards = [guard.expr for guard in graph.shape_env.guards if not _harmless(guard.expr)]  # type: ignore[union-attr]
+    symbols_of: Any = getattr(graph, "shape_env", None)  # there are none where no size is part of it: see sizes.py
+    guards = [] if symbols_of is None else [guard.expr for guard in symbols_of.guards if not _harmless(guard.expr)]
     if not guards:
         return False
     values = [n.meta.get("val") for n in graph.graph.nodes if n.op == "placeholder"]

@@ -32,6 +32,7 @@ from headloss.trace.call import Call, Env, WritesError, WrongValueError, WrongWe
 from headloss.trace.classify import classify, counts_rows, only, reach, size, unwatched, written
 from headloss.trace.gradient import Reach, is_idle, leaf, reach_of
 from headloss.trace.reads import ours
+from headloss.trace.sizes import trace_any_size
 
 
 class Shape(NamedTuple):
@@ -226,7 +227,7 @@ def _trace_once(
     names = [n for n in call.input_names if n in inputs]
     wanted = [n for n in names if inputs[n].requires_grad]
     taken = {d for shape in inputs.values() for d in shape.rest}
-    R, S = [n for n in (7, 11, 13, 17, 19, 23, 29, 31) if n not in taken][:2]  # told apart from every other size
+    R, S, *others = [n for n in (7, 11, 13, 17, 19, 23, 29, 31) if n not in taken][:4]  # unlike every other size
     found: dict[str, Any] = {}
     kinds: dict[str, str] = {}
     tally = [0, 0]
@@ -255,7 +256,7 @@ def _trace_once(
                 grads = torch.autograd.grad([value], leaves, [seed], allow_unused=True)
         return value.detach(), tuple(grads), {k: m.detach() for k, m in metrics.items() if isinstance(m, Tensor)}
 
-    def example(R: int, S: int, draw: Callable[[Tensor, tuple[int, ...]], Tensor]) -> list[Any]:
+    def example(R: int, S: int, draw: Callable[[Tensor, tuple[int, ...]], Tensor], device: str = device) -> list[Any]:
         """The graph's arguments for so many rows and segments."""
 
         def make(shape: tuple[int, ...], dtype: torch.dtype = dtype) -> Tensor:
@@ -276,9 +277,17 @@ def _trace_once(
     takes_targets = not targetless and any(s.wants("targets") for s in call.signatures)
     takes_segments = segmented and any(s.wants("segments") for s in call.signatures)
     ids_at = len(call.facts) + len(names) + takes_targets if takes_segments else None  # among the arguments
-    from torch.fx.experimental.proxy_tensor import make_fx  # half a second, which only a trace should cost
+    all_ours = all(ours(fn) for fn in call.functions)
 
-    graph = make_fx(joint, tracing_mode="symbolic")(*example(R, S, lambda like, shape: like.new_zeros(shape)))
+    def zeros(choice: int, device: str) -> list[Any]:
+        r, s = others if choice else (R, S)
+        sizes.clear()
+        sizes.update({r: "row", s: "segment"})
+        tally[:] = 0, 0
+        return example(r, s, lambda like, shape: like.new_zeros(shape), device)
+
+    quick = all_ours and ids_at is None  # the number of segments is a size too, and part of every sum over them
+    graph = trace_any_size(joint, zeros, device, quick)
     placeholders = [n for n in graph.graph.nodes if n.op == "placeholder"]
     parameters = [*map(str, call.facts), *names]  # in the graph's order
     if not targetless and any(s.wants("targets") for s in call.signatures):
@@ -290,7 +299,7 @@ def _trace_once(
     if found["value"] == "other" and kind != "batch":
         kind, reason = "batch", "its values belong to neither rows nor segments"
     value_kind, way, sums = found["value"], found["way"], (tally[0], tally[1])
-    if kind != "batch" and not all(ours(fn) for fn in call.functions):
+    if kind != "batch" and not all_ours:
         generator = torch.Generator("cpu").manual_seed(0)
 
         def examples() -> Iterator[list[Any]]:

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from headloss.backends.triton.printer.elements import printed
 from headloss.backends.triton.printer.facts import WIDE, Texts, chain_rule, values
@@ -31,6 +30,7 @@ from headloss.trace.agreement import SIZES, agrees, drawn
 from headloss.trace.classify import counts_rows, size, unwatched
 from headloss.trace.keys import Same
 from headloss.trace.reads import ours
+from headloss.trace.sizes import trace_any_size
 
 MOST_IDS = 1024  # of a row, in the registers of one program
 NAME = "row"
@@ -192,9 +192,9 @@ class Page:
         known: dict[str, Any] = {p.name: "targets" if p.kind == "targets" else p.fact or p.key for p in parameters}
         given_shapes = [self.shapes[x] for x in known.values() if isinstance(x, str) and x in self.shapes]
         taken = {d for shape in given_shapes for d in shape.rest} | {self.width}
-        R = next(n for n in (7, 11, 13, 17, 19, 23, 29, 31) if n not in taken)  # no other size is that
+        choices = [n for n in (7, 11, 13, 17, 19, 23, 29, 31) if n not in taken]  # no other size is one of them
         names: list[str] = []
-        sizes = [R]
+        sizes = choices[:1]
 
         def values(*arguments: Tensor) -> tuple[Tensor, ...]:
             found = call.fn(**dict(zip(known, arguments, strict=True)), **call.options)
@@ -204,9 +204,14 @@ class Page:
                 raise TypeError("not one value per row")
             return tuple(found.values())
 
+        def examples(choice: int, device: str) -> list[Tensor]:
+            names.clear()
+            sizes[:] = [choices[choice]]
+            return [self._example(x, choices[choice]) for x in known.values()]
+
         try:
             with torch.no_grad(), unwatched():
-                module = make_fx(values, tracing_mode="symbolic")(*(self._example(x, R) for x in known.values()))
+                module = trace_any_size(values, examples, "cpu", ours(call.fn))
         except Exception as error:  # whatever a function raises under a tracer
             self.left_out[name] = f"{type(error).__name__}: {error}"[:120]
             return

@@ -1,0 +1,109 @@
+"""A function traced for tensors of any size.
+
+With symbols for sizes, torch's own tracer shows every look at one; it takes 10 ms for each operation, and two seconds
+when it is first loaded.  A function of ours branches on no size and on no value, so it is enough to note what it calls,
+twice, with other sizes: where the two are alike, no size is part of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from operator import getitem
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+Examples = Callable[[int, str], Sequence[Any]]  # arguments in one choice of sizes, 0, or in another, 1, on a device
+
+
+def trace_any_size(function: Callable[..., Any], examples: Examples, device: str, ours: bool) -> fx.GraphModule:
+    """The graph of a function, made with the arguments of choice 0; `ours`: it is known to branch on no size."""
+    if ours:
+        try:
+            other, graph = (_note(function, examples(i, "cpu"), device) for i in (1, 0))
+            if _lines(other) == _lines(graph):
+                return graph
+        except _NotPlainError:
+            pass
+    from torch.fx.experimental.proxy_tensor import make_fx  # two seconds, which only such a trace should cost
+
+    return make_fx(function, tracing_mode="symbolic")(*examples(0, device))
+
+
+class _NotPlainError(Exception):
+    """The function does more than compute tensors from its arguments."""
+
+
+_OTHER = {
+    torch.Tag.nondeterministic_seeded,
+    torch.Tag.data_dependent_output,
+    torch.Tag.dynamic_output_shape,
+}
+
+
+class _Notes(TorchDispatchMode):
+    """Every operation that runs, on the host, as a node of a graph for `device`."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.graph, self.device = fx.Graph(), torch.device(device)
+        self.known: dict[int, tuple[fx.Node, Tensor]] = {}  # with the tensor, so that no other takes on its identity
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # there is nothing to skip, and torch would load its compiler to do so
+
+    def know(self, x: Tensor, node: fx.Node) -> None:
+        node.meta["val"] = x.detach()
+        self.known[id(x)] = node, x
+
+    def node_of(self, x: Any) -> Any:
+        if isinstance(x, torch.device):
+            return self.device
+        if not isinstance(x, Tensor):
+            return x
+        if id(x) not in self.known:
+            raise _NotPlainError
+        return self.known[id(x)][0]
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not _OTHER.isdisjoint(op.tags):
+            raise _NotPlainError
+        node = self.graph.call_function(op, *tree_map(self.node_of, (args, kwargs)))
+        found = op(*args, **kwargs)
+        if isinstance(found, Tensor):
+            self.know(found, node)
+        elif isinstance(found, tuple | list) and all(isinstance(x, Tensor) for x in found):
+            node.meta["val"] = type(found)(x.detach() for x in found)
+            for i, x in enumerate(found):
+                self.know(x, self.graph.call_function(getitem, (node, i)))
+        else:
+            raise _NotPlainError
+        return found
+
+
+def _note(function: Callable[..., Any], given: Sequence[Any], device: str) -> fx.GraphModule:
+    notes = _Notes(device)
+    for i, x in enumerate(given):
+        node = notes.graph.placeholder(f"arg{i}")
+        if isinstance(x, Tensor):
+            notes.know(x, node)
+    with notes:
+        out = function(*given)
+    flat, form = tree_flatten(out)
+    notes.graph.output(tree_unflatten([notes.node_of(x) for x in flat], form))
+    notes.graph.eliminate_dead_code()
+    return fx.GraphModule(torch.nn.Module(), notes.graph)
+
+
+def _lines(module: fx.GraphModule) -> list[Any]:
+    """Every operation with its arguments, numbers and all."""
+    names: dict[fx.Node, str] = {}
+    for node in module.graph.nodes:
+        names[node] = f"%{len(names)}"
+    given = lambda node: repr(fx.map_arg((node.args, node.kwargs), lambda x: names[x]))
+    return [(node.op, node.target, given(node)) for node in module.graph.nodes]

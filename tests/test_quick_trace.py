@@ -1,0 +1,98 @@
+"""Losses of ours are noted, not traced with symbols: the same trace, soon, and without torch's compiler."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+from typing import Any
+
+import oracle
+import pytest
+import torch
+
+import headloss as hl
+from headloss.losses import LOSSES
+from headloss.trace import sizes
+from headloss.trace import trace as traces
+from headloss.trace.classify import only
+
+
+def traced(name: str, kind: str = "Logits", **options: Any) -> list[Any]:
+    """All that is kept of the traces of a loss but their graphs, and the operations of those."""
+    compares = "logq" in inspect.signature(LOSSES[name]).parameters
+    problem = oracle.make(kind, (9,), teacher=True) if compares else oracle.problem_for(LOSSES[name], kind, (9,))
+    traces._TRACES.clear()
+    oracle.run(hl.Objective(x=hl.Term(LOSSES[name], **options)), problem)
+    found = []
+    for kept in traces._TRACES.values():
+        graph = None if kept.joint is None else only(kept.joint, lambda out: out).graph
+        called = [] if graph is None else [str(n.target) for n in graph.nodes if n.op == "call_function"]
+        found.append((kept._replace(joint=None, cotangents=None), sorted(x for x in called if "detach" not in x)))
+    return found
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_both_ways_show_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    noted, make = [], sizes._note
+    monkeypatch.setattr(sizes, "_note", lambda *call: noted.append(1) or make(*call))  # type: ignore[func-returns-value]
+    quick = traced(name)
+
+    def refuse(*call: Any) -> Any:
+        raise sizes._NotPlainError
+
+    monkeypatch.setattr(sizes, "_note", refuse)
+    assert quick == traced(name)
+    assert noted or "segments" in inspect.signature(LOSSES[name]).parameters
+
+
+def test_a_first_call_loads_no_compiler() -> None:
+    """Which takes two seconds; and a backward of the gradients that are wanted does not either."""
+    code = """
+import sys, torch, headloss as hl
+from headloss.losses import cross_entropy, entropy_bonus, grpo, z_loss
+x, y = torch.randn(6, 11, requires_grad=True), torch.randint(0, 11, (6,))
+terms = {"ce": cross_entropy, "z": hl.Term(z_loss, weight=1e-4), "rl": grpo, "more": entropy_bonus}
+objective = hl.Objective(**terms, metrics=["accuracy", "entropy"])
+out = objective(hl.Logits(x), y, advantage=torch.randn(6), old_logprob=-torch.rand(6))
+out.loss.backward()
+assert x.grad.isfinite().all() and float(out.metrics["entropy"]) > 0
+print([name for name in ("torch._dynamo", "torch._inductor") if name in sys.modules])
+"""
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert said.stdout.strip() == "[]", said.stdout
+
+
+def test_nothing_is_drawn_for_a_trace() -> None:
+    traces._TRACES.clear()
+    state = torch.random.get_rng_state()
+    graph = sizes.trace_any_size(lambda x: x * torch.rand_like(x), lambda i, device: [torch.zeros(3 + i)], "cpu", True)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert any("rand_like" in str(node.target) for node in graph.graph.nodes)
+
+
+@pytest.mark.parametrize("fn", [lambda x: x - x.mean(), lambda x: x * x.shape[0], lambda x: x + x.new_ones(x.shape)])
+def test_a_size_that_is_part_of_it_is_seen(fn: Any) -> None:
+    """And the graph then takes any."""
+    graph = sizes.trace_any_size(
+        lambda x: torch.autograd.grad(fn(x.requires_grad_()).sum(), x)[0] + fn(x).detach(),
+        lambda i, device: [torch.zeros(5 + 2 * i, device=device)], "cpu", True,
+    )  # fmt: skip
+    for n in (2, 9):
+        x = torch.randn(n)
+        want = torch.autograd.grad(fn(x.requires_grad_()).sum(), x)[0] + fn(x).detach()
+        torch.testing.assert_close(graph(x.detach()), want)
+
+
+def test_a_value_that_it_branches_on_is_not_plain() -> None:
+    def branches(x: Any) -> Any:
+        return -x if bool(x.sum() > 0) else x
+
+    with pytest.raises(sizes._NotPlainError):
+        sizes._note(branches, [torch.zeros(3)], "cpu")
+
+
+def test_a_device_is_that_of_the_call() -> None:
+    graph = sizes._note(lambda x: x + torch.zeros((), device=x.device), [torch.zeros(3)], "cuda")
+    devices = [v for node in graph.graph.nodes for v in node.kwargs.values() if isinstance(v, torch.device)]
+    assert devices == [torch.device("cuda")]
