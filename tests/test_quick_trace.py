@@ -10,6 +10,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
+from torch.fx.experimental import proxy_tensor
 
 import headloss as hl
 from headloss.losses import LOSSES
@@ -28,22 +29,26 @@ def traced(name: str, kind: str = "Logits", **options: Any) -> list[Any]:
     for kept in traces._TRACES.values():
         graph = None if kept.joint is None else only(kept.joint, lambda out: out).graph
         called = [] if graph is None else [str(n.target) for n in graph.nodes if n.op == "call_function"]
-        found.append((kept._replace(joint=None, cotangents=None), sorted(x for x in called if "detach" not in x)))
+        called = sorted(
+            x for x in called if "detach" not in x and "slice" not in x
+        )  # `x[:, 0]` may slice first, or not
+        reason = "" if kept.kind == "batch" else kept.reason
+        found.append((kept._replace(joint=None, cotangents=None, reason=reason), called))
     return found
 
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_both_ways_show_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    noted, make = [], sizes._note
-    monkeypatch.setattr(sizes, "_note", lambda *call: noted.append(1) or make(*call))  # type: ignore[func-returns-value]
+    loaded, make = [], proxy_tensor.make_fx
+    monkeypatch.setattr(proxy_tensor, "make_fx", lambda *a, **k: loaded.append(1) or make(*a, **k))  # type: ignore[func-returns-value]
     quick = traced(name)
+    assert bool(loaded) == (name == "uld"), "which pads to the number of rows"
 
     def refuse(*call: Any) -> Any:
         raise sizes._NotPlainError
 
     monkeypatch.setattr(sizes, "_note", refuse)
-    assert quick == traced(name)
-    assert noted or "segments" in inspect.signature(LOSSES[name]).parameters
+    assert quick == traced(name) and loaded
 
 
 def test_a_first_call_loads_no_compiler() -> None:

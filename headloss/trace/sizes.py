@@ -51,6 +51,7 @@ class _Notes(TorchDispatchMode):
         super().__init__()
         self.graph, self.device = fx.Graph(), torch.device(device)
         self.known: dict[int, tuple[fx.Node, Tensor]] = {}  # with the tensor, so that no other takes on its identity
+        self.numbers: dict[int, fx.Node] = {}  # arguments that are sizes
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -63,6 +64,8 @@ class _Notes(TorchDispatchMode):
     def node_of(self, x: Any) -> Any:
         if isinstance(x, torch.device):
             return self.device
+        if type(x) is int:
+            return self.numbers.get(x, x)  # where they are equal by chance, they are not with other sizes
         if not isinstance(x, Tensor):
             return x
         if id(x) not in self.known:
@@ -92,6 +95,8 @@ def _note(function: Callable[..., Any], given: Sequence[Any], device: str) -> fx
         node = notes.graph.placeholder(f"arg{i}")
         if isinstance(x, Tensor):
             notes.know(x, node)
+        elif type(x) is int:
+            notes.numbers[x] = node
     with notes:
         out = function(*given)
     flat, form = tree_flatten(out)

@@ -286,8 +286,7 @@ def _trace_once(
         tally[:] = 0, 0
         return example(r, s, lambda like, shape: like.new_zeros(shape), device)
 
-    quick = all_ours and ids_at is None  # the number of segments is a size too, and part of every sum over them
-    graph = trace_any_size(joint, zeros, device, quick)
+    graph = trace_any_size(joint, zeros, device, all_ours)
     placeholders = [n for n in graph.graph.nodes if n.op == "placeholder"]
     parameters = [*map(str, call.facts), *names]  # in the graph's order
     if not targetless and any(s.wants("targets") for s in call.signatures):
