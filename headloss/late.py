@@ -61,14 +61,20 @@ def is_capturing() -> bool:
     return torch.cuda._initialized and not torch.cuda._is_in_bad_fork() and torch._C._cuda_isCurrentStreamCapturing()
 
 
+@functools.cache
+def is_cuda(device: torch.device) -> bool:
+    """Asked once: `device.type` makes its string anew, and that costs a third of an allocation."""
+    return device.type == "cuda"
+
+
 def defers(device: torch.device) -> bool:
     """Whether a read from the host would wait, and a late check is possible: not while a CUDA graph is captured."""
-    return device.type == "cuda" and not is_capturing()
+    return is_cuda(device) and not is_capturing()
 
 
 def may_read(host_read: bool, device: torch.device) -> bool:
     """Whether the host may look: not where it was told not to, and not while a CUDA graph is being captured."""
-    return host_read and not (device.type == "cuda" and is_capturing())
+    return host_read and not (is_cuda(device) and is_capturing())
 
 
 class Landing:
@@ -189,7 +195,7 @@ class LaterDict(dict[str, Any]):
     __slots__ = ("_make",)
 
     def __init__(self, unread: Mapping[str, object], make: Callable[[], Mapping[str, Any]]) -> None:
-        super().__init__(unread)
+        dict.__init__(self, unread)
         self._make: Callable[[], Mapping[str, Any]] | None = make
 
     def __reduce__(self) -> Any:

@@ -317,7 +317,7 @@ def overlaps(x: Tensor) -> bool:
 
 
 def _autocast(x: Tensor) -> torch.dtype | None:
-    kind = x.device.type
+    kind = "cuda" if x.is_cuda else x.device.type
     if kind == "meta" or not torch.is_autocast_enabled(kind) or x.dtype == torch.float64:
         return None
     return torch.get_autocast_dtype(kind)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -229,10 +230,17 @@ def _constants(call: Call, shapes: Mapping[str, Shape], found: Trace) -> set[str
     return {n for n, g in zip(wanted, of_inputs, strict=True) if g is None}
 
 
+@functools.lru_cache(64)
+def _wanted_ids(label: str, vocab: int) -> str:
+    return f"{label}: wanted ids in [0, {vocab}) or -1 for none"
+
+
 def check_ids(label: str, sparse: Sparse, source: Source, launches: bool = False) -> tuple[Tensor | None, int]:
     """In range, log-probabilities; if the next launch reads all ids (`launches`), what it checks them with."""
     ids, vocab = sparse.ids, source.vocab
-    wanted = f"{label}: wanted ids in [0, {vocab}) or -1 for none"
+    wanted = _wanted_ids(label, vocab)
+    if launches and ids.is_cuda:
+        return alarm(ids.device, wanted), vocab
     if readable(ids):
         low, high = (int(ids.min()), int(ids.max())) if ids.numel() else (-1, -1)
         if low < -1 or high >= vocab:
@@ -243,8 +251,6 @@ def check_ids(label: str, sparse: Sparse, source: Source, launches: bool = False
             raise ValueError(
                 f"{label}: every log-probability is above 0; are these probabilities? pass their logarithms"
             )
-    elif launches and ids.device.type == "cuda":
-        return alarm(ids.device, wanted), vocab
     elif ids.device.type != "meta":
         outside = ((ids < -1) | (ids >= vocab)).sum()
 

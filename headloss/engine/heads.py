@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from headloss.engine.budget import NO_COST, Cost, accumulator, chunk_rows, pieces
+from headloss.late import is_cuda
 from headloss.record import Grads
 from headloss.sources import Linear, Logits, Source, padded, parse_bytes
 
@@ -353,7 +354,7 @@ def on_source_device(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 def on_other_device(device: torch.device) -> bool:
     """Whether a Triton kernel would be launched on another device than this one."""
-    return device.type == "cuda" and device.index != torch._C._cuda_getDevice()
+    return is_cuda(device) and device.index != torch._C._cuda_getDevice()
 
 
 def make_logits(hidden_CD: Tensor, weight_VD: Tensor, parts: Sequence[slice], out_CV: Tensor) -> None:

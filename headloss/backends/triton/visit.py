@@ -331,7 +331,7 @@ def fire_totals(kernel: Launch, found: Tensor, weights: tuple[Number, ...]) -> t
     """Launch the kernel of `totals`."""
     device = found.device
     sums = torch.empty(len(weights), dtype=torch.float32, device=device)
-    loss = torch.empty((), dtype=torch.float32, device=device)
+    loss = torch.empty_strided((), (), dtype=torch.float32, device=device)  # half the time of torch.empty(())
     kernel.run(None, found.get_device(), 1, (found, sums, loss, weights, found.shape[1]))
     return sums, loss
 
@@ -344,7 +344,10 @@ def count_targets(target_N: Tensor, numbers: Tensor | None = None) -> tuple[Tens
     device, N = target_N.device, target_N.shape[0]
     if numbers is None:
         numbers = torch.empty(3, dtype=torch.int64, device=device)
-    mean, valid_N = torch.empty((), dtype=torch.float64, device=device), torch.empty(N, dtype=torch.bool, device=device)
+    mean, valid_N = (
+        torch.empty_strided((), (), dtype=torch.float64, device=device),
+        torch.empty(N, dtype=torch.bool, device=device),
+    )
     form = (target_N.dtype, target_N.data_ptr() & 15 == 0, numbers.data_ptr() & 15 == 0, N >> 31)
     _COUNT.run(form, target_N.get_device(), 1, (target_N, numbers, mean, valid_N, N))
     return numbers, mean, valid_N

@@ -120,7 +120,7 @@ class Visited:
     @classmethod
     def empty(cls, plan: Plan, C: int, device: torch.device) -> Visited:
         """Room for what a visit of so many rows finds."""
-        found = torch.empty((plan.slots, C), dtype=torch.float32, device=device)
+        found = torch.empty(plan.slots, C, dtype=torch.float32, device=device)
         if not plan.more:
             return cls(found, None, plan)
         best = torch.empty(C, dtype=torch.int64, device=device) if plan.flags["BEST"] else None
