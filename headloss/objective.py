@@ -143,7 +143,7 @@ class Objective(Terms):
             return self._evaluate(arguments, True)
 
     def _evaluate(self, arguments: CallArguments, direct: bool) -> Output:
-        source, targets, *_, inputs, _ = arguments
+        source, targets, _, _, _, inputs, _ = arguments
         if type(targets) is Prepared and (targets.support is not None or targets.tokens is not None):
             arguments = arguments.with_prepared()
         if has_vocab_ids(source):

@@ -123,10 +123,8 @@ class Linear:
             got = f"{tuple(weight.shape)}{hint if weight.numel() == 0 else ''}"
             raise ValueError(f"weight: wanted (vocabulary, hidden size), got shape {got}")
         if hidden.shape[-1] != weight.shape[-1]:
-            raise ValueError(
-                f"weight: wanted (vocabulary, {hidden.shape[-1]}) to match hidden {tuple(hidden.shape)}, "
-                f"got {tuple(weight.shape)}"
-            )
+            wanted = f"(vocabulary, {hidden.shape[-1]}) to match hidden {tuple(hidden.shape)}"
+            raise ValueError(f"weight: wanted {wanted}, got {tuple(weight.shape)}")
         if bias is not None and bias.shape != weight.shape[:1]:
             raise ValueError(f"bias: wanted shape ({weight.shape[0]},), got {tuple(bias.shape)}")
         for name, x in (("weight", weight),) if bias is None else (("weight", weight), ("bias", bias)):
@@ -145,7 +143,8 @@ class Linear:
             raise ValueError("weight_grad_into: a compiled graph returns its gradients; use None")
         _check_transform(self, self.hidden)
         _settle_vocab(self, self.weight.shape[0])
-        parse_bytes(self.memory)
+        if self.memory != "1GiB":
+            parse_bytes(self.memory)
 
     @property
     def leading(self) -> tuple[int, ...]:
@@ -317,7 +316,7 @@ def overlaps(x: Tensor) -> bool:
 
 
 def _autocast(x: Tensor) -> torch.dtype | None:
-    kind = "cuda" if x.is_cuda else x.device.type
+    kind = x.device.type if torch._C._is_any_autocast_enabled() else "meta"  # where it never is
     if kind == "meta" or not torch.is_autocast_enabled(kind) or x.dtype == torch.float64:
         return None
     return torch.get_autocast_dtype(kind)

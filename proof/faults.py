@@ -803,7 +803,7 @@ FAULTS = [
     Fault("trace/trace.py", "    except (MemoryError, RecursionError, torch.OutOfMemoryError, Warning):", "    except ():", "a trace that ran out of memory is believed for ever", AROUND),
     Fault("trace/trace.py", "    if any(f.element is not None and not ours(f.element.fn) for f in call.facts):", "    if False:", "a trace keeps a divergence alive", KEPT),
     # Autograd's contract
-    Fault("engine/saved.py", "else x for x in tensors[args:]]]", "else x for x in tensors[args:read]]]", "an input changed in place before the backward goes unnoticed", CONTRACT),
+    Fault("engine/saved.py", "= [*tensors]\n", "= [*tensors[:read]]\n", "an input changed in place before the backward goes unnoticed", CONTRACT),
     Fault("engine/saved.py", "    return seal(found, (*saved[: ctx.held[1]], *grads))", "    return found", "a second derivative takes the gradient for a constant", CONTRACT),
     Fault("engine/saved.py", "    return seal(found, (*saved[: ctx.held[1]], *grads))", "    return seal(found, grads)", "a second derivative raises only if the incoming gradient needs one", CONTRACT),
     Fault("engine/saved.py", "x.clone() if name.endswith((\"targets\", \"temperature\")) else x", "x", "the backward reads targets of inference mode that have changed", CONTRACT),

@@ -78,11 +78,11 @@ def _at_once(terms: Terms, ready: Ready, arguments: CallArguments, direct: bool)
         with torch.cuda.device(ready.device):
             return _at_once(terms, ready, arguments, direct)
     call, made = ReadyCall(ready, arguments), None
-    if not direct and True in ready.needs:
+    if not direct and ready.grad:
         loss, *blocks = Head.apply(call, *arguments.source.tensors)
     else:
         with torch.no_grad():
-            loss, made = call.run(ready.needs)
+            loss, made = call.run()
         blocks = [x.detach() for x in call.visited.blocks]
     plan = ready.plan
     values = later_values(plan.weights, call.sums)

@@ -178,8 +178,8 @@ class Ready:
     """What calls that are alike have in common."""
 
     __slots__ = (
-        "backend", "bare", "count", "device", "flat", "head", "held", "kind", "linear", "means", "names", "needs",
-        "plan", "read", "shape", "shares", "suits", "taken", "their", "used", "visits", "want", "weights",
+        "backend", "bare", "count", "device", "flat", "grad", "head", "held", "linear", "means", "names",
+        "needs", "plan", "read", "shape", "shares", "suits", "taken", "their", "used", "visits", "want", "weights",
     )  # fmt: skip
 
     def __init__(
@@ -194,7 +194,7 @@ class Ready:
     ) -> None:
         self.plan, self.want, self.backend = plan, plan.want, plan.backend
         self.held = held  # what functions of ours read, so that nothing else takes on its identity
-        self.device, self.kind = source.device, source.device.type
+        self.device, self.grad = source.device, True in needs
         self.shape, self.flat = source.leading, source.tensors[0].ndim == 2
         self.count, self.used, self.linear = math.prod(self.shape), tuple(inputs), isinstance(source, Linear)
         self.head = OneChunk(source) if isinstance(source, Linear) else None
@@ -227,7 +227,7 @@ class Ready:
         """Whether every row is multiplied; else those that count are gathered first."""
         targets = arguments.targets
         assert isinstance(targets, Prepared)
-        return targets.known().valid == self.count and not torch.is_autocast_enabled(self.kind)
+        return targets.known().valid == self.count and not torch._C._is_any_autocast_enabled()
 
     def put(self, x: Tensor, held: bool) -> Tensor:
         """See `Rows.put`."""

@@ -35,32 +35,33 @@ class ReadyCall:
     """One call: its targets, and what the host knows of them."""
 
     __slots__ = (
-        "arguments", "guide", "mean", "ready", "segments", "skipped", "stats", "sums", "targets", "teacher", "valid",
-        "visited",
+        "guide", "inputs", "mean", "ready", "scale", "segments", "skipped", "source", "stats", "sums", "targets",
+        "teacher", "valid", "visited",
     )  # fmt: skip
+    source: Any
     sums: Tensor
     visited: Any
     num_items = one_token = None  # as of `Rows`
     tokens = property(lambda self: self.stats.valid)
 
     def __init__(self, ready: Ready, arguments: CallArguments) -> None:
-        self.ready, self.arguments = ready, arguments
-        source, targets, _, teacher, (num_items, _, _, grad_scale, host_read), _, _ = arguments
+        source, targets, _, teacher, (num_items, _, _, scale, host_read), inputs, _ = arguments
+        self.ready, self.source, self.inputs, self.scale = ready, source, inputs, scale
         if num_items is not None:
             check_count("num_items", num_items)
-        if grad_scale != 1.0:
-            check_weight("grad_scale", grad_scale)
+        if scale != 1.0:
+            check_weight("grad_scale", scale)
         self.valid: Tensor | None = None
         self.segments: Segments | None = None
         self.mean: Any  # of rows, or of each term
         if type(targets) is Prepared:
             stats, self.targets, segments = targets.known(), targets.targets, targets.segments
             self.stats: Stats | None = stats
-            valid, low, high, *_ = stats
+            valid = stats.valid
             if segments is not None:
                 self.segments = segments
                 check_stats(stats, source.vocab, segments.num_segments, ready.plan.needed)
-            elif valid and not 0 <= low <= high < source.vocab:
+            elif valid and not 0 <= stats.low <= stats.high < source.vocab:
                 check_stats(stats, source.vocab)
             self.skipped = valid < ready.count
             if ready.shares:
@@ -94,30 +95,26 @@ class ReadyCall:
             self.guide = SparseTeacherRows(self.teacher, of, ready.plan.dtype, ready.backend, checked)
             self.guide.strip()
 
-    def run(self, needs: tuple[bool, ...]) -> tuple[Tensor, Grads]:
+    def run(self) -> tuple[Tensor, Grads]:
         """The loss, and the gradients that are wanted."""
-        ready, (source, _, _, _, (*_, scale, _), inputs, _) = self.ready, self.arguments
-        plan, grad, times = ready.plan, True in needs, ready.plan.times
+        ready, source, inputs, targets, scale = self.ready, self.source, self.inputs, self.targets, self.scale
+        plan, grad, head, weights = ready.plan, ready.grad, ready.head, ready.weights
         if not plan.has_gradient and (grad or torch.is_grad_enabled()):
             check_gradient(plan.terms, grad)
-        begun = 0.0 if "compiling" in times else time.perf_counter()
-        guide, chunk, brought = self.guide, None, _NONE
+        begun = 0.0 if "compiling" in plan.times else time.perf_counter()
+        guide, chunk, teacher, out, brought = self.guide, None, None, None, _NONE
         if guide is not None:
             chunk = SparseChunk(guide.ids_RK, guide.sorted_RK)
             brought = dict(zip(BROUGHT, (guide.ids_RK, guide.logprob_RK)))
             inputs = {**inputs, **brought}
-        given = tuple([inputs[name] for name in ready.taken]) if ready.taken else ()
-        weights = ready.weights
+        elif ready.their is not None:
+            teacher = self.teacher.logits
+        given = tuple(map(inputs.__getitem__, ready.taken)) if ready.taken else ()
         factors = weights if scale == 1.0 else tuple([w * scale for w in weights])
-        out = out_NV = None
-        head: Any = None
-        targets, teacher = self.targets, self.teacher.logits if ready.their is not None else None
-        if isinstance(source, Logits):
+        if head is None:
             x = source.logits
-            if grad:
-                out = out_NV = torch.empty_like(x, memory_format=torch.contiguous_format)
+            out = out_NV = torch.empty_like(x, memory_format=torch.contiguous_format) if grad else None
         else:
-            head = ready.head
             x = head.read(source)
             out_NV = x if grad else None
         if not ready.flat:
@@ -134,8 +131,8 @@ class ReadyCall:
             x, targets, given, mean, factors, weights, out_NV, self.skipped, more
         )
         if begun:
-            times["compiling"] = time.perf_counter() - begun
-        return loss, Grads(out) if head is None or not grad else head.write(source, x, needs)
+            plan.times["compiling"] = time.perf_counter() - begun
+        return loss, Grads(out) if head is None or not grad else head.write(source, x, ready.needs)
 
     def _spans(self, targets: Tensor) -> Any:
         """Where the rows of each segment are."""
@@ -149,21 +146,21 @@ class ReadyCall:
 
     def forward(self, ctx: Any, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """With autograd; see `run.Head`."""
-        ready, inputs, teacher = self.ready, self.arguments.inputs, self.teacher
-        loss, grads = self.run(ready.needs)
+        ready, teacher = self.ready, self.teacher
+        loss, grads = self.run()
         visited, held = self.visited, [*tensors, self.targets]
         if self.guide is not None:
             held += (teacher.ids, teacher.logprobs)
         elif ready.their is not None:
             held.append(teacher.logits)
         if ready.used:
-            held += [inputs[name] for name in ready.used]
+            held += map(self.inputs.__getitem__, ready.used)
         if self.segments is not None:
             held.append(self.segments.ids)
         hold(ctx, ready.names, held, len(tensors), ready.read)
         left = Left(ready, visited, self.stats, self.skipped, self.guide)
         ctx.grads, ctx.kept = grads, (left, ready.needs, left, None, False, ())
-        return loss, *[x.detach() for x in visited.blocks]
+        return loss, *map(Tensor.detach, visited.blocks)
 
     def metrics(self) -> dict[str, Any]:
         """Which rows count is noted now: the targets may be written to."""

@@ -7,6 +7,7 @@ A tensor of the caller's that was changed in place since the forward raises, as 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -30,9 +31,11 @@ def hold(ctx: Any, names: Sequence[str], tensors: Sequence[Tensor], args: int, r
     others were only used.  How often each was written to is noted for a message that names it.
     """
     untracked = dict[int, Tensor]()
-    saved: list[Tensor | None] = [*tensors[:args], *[x.detach() if x.requires_grad else x for x in tensors[args:]]]
+    saved: list[Tensor | None] = [*tensors]
+    if True in map(_requires_grad, tensors[args:]):
+        saved[args:] = [x.detach() for x in tensors[args:]]
     try:
-        versions = [x._version for x in tensors]
+        versions = [*map(_version, tensors)]
     except RuntimeError:  # of inference mode: autograd takes none of those, and nothing counts what is written to them
         versions = [0 if x.is_inference() else x._version for x in tensors]
         for i, (name, x) in enumerate(zip(names, tensors)):
@@ -65,6 +68,7 @@ def once(pull: Callable[..., tuple[Tensor | None, ...]]) -> Callable[..., Any]:
     return backward
 
 
+_version, _requires_grad = operator.attrgetter("_version"), operator.attrgetter("requires_grad")
 _transform = torch._C._functorch.peek_interpreter_stack
 _is_legacy_batched = torch._C._functorch.is_legacy_batchedtensor
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
