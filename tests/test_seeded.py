@@ -229,3 +229,14 @@ def test_keys_are_those_asked_for_last(monkeypatch: pytest.MonkeyPatch) -> None:
         key(weight)
         assert key(1.0) == first
     assert len(content._KEYS) == 3
+
+
+def test_a_fact_pulls_together_with_the_loss_a_second_time() -> None:
+    """Its gradient is then made anew, of both."""
+    logits, targets = torch.randn(6, 11, dtype=torch.float64, requires_grad=True), torch.randint(11, (6,))
+    out = hl.Objective(ce=cross_entropy)(hl.Logits(logits), targets)
+    logprob = logits.log_softmax(-1)[torch.arange(6), targets]
+    (want,) = torch.autograd.grad(-logprob.mean() + logprob.square().sum(), logits)
+    for _ in range(2):
+        both = out.loss + out.facts.logprob.square().sum()
+        torch.testing.assert_close(*torch.autograd.grad(both, logits, retain_graph=True), want)
