@@ -83,7 +83,7 @@ def read_again(ctx: Any, saved: Sequence[Tensor], own: int) -> dict[str, Tensor]
 def _changed(ctx: Any, error: RuntimeError) -> str:
     names, _, _, _, versions = ctx.held
     held = zip(names, ctx._raw_saved_tensors, versions)
-    changed = [name for name, x, version in held if x.data is not None and x.data._version != version]
+    changed = [name for name, x, version in held if getattr(x, "data", None) is not None and x.data._version != version]
     changed = ["vocab_ids" if name.endswith(".vocab_ids") else name for name in changed]
     return (
         f"{', '.join(changed) or 'a tensor of the call'}: modified by an inplace operation after the forward pass; "
