@@ -23,8 +23,6 @@ from headloss.segments import check_dense, integers, shallow
 from headloss.served import from_dataset, from_sglang, from_vllm
 from headloss.vocab_ids import check_vocab_ids
 
-ONE = 1.0  # where nothing was said
-
 
 @dataclass(frozen=True, eq=False)
 class Logits:
@@ -38,8 +36,8 @@ class Logits:
 
     logits: Tensor
     _: KW_ONLY
-    temperature: float | Tensor = ONE
-    scale: float = ONE
+    temperature: float | Tensor = 1.0
+    scale: float = 1.0
     softcap: float | None = None
     shard: VocabShard | None = None
     inplace: bool = False
@@ -100,8 +98,8 @@ class Linear:
     weight: Tensor
     bias: Tensor | None = None
     _: KW_ONLY
-    temperature: float | Tensor = ONE
-    scale: float = ONE
+    temperature: float | Tensor = 1.0
+    scale: float = 1.0
     softcap: float | None = None
     shard: VocabShard | None = None
     logits_dtype: torch.dtype | None = None
@@ -357,8 +355,8 @@ def _check_matrix(name: str, x: Tensor) -> None:
 
 def _check_transform(source: Logits | Linear, x: Tensor) -> None:
     T = source.temperature
-    alone = T is ONE or (type(T) is float and not torch.compiler.is_compiling() and T > 0 and T - T == 0)
-    if alone and source.softcap is None and source.scale is ONE:
+    alone = type(T) is float and source.softcap is None and not torch.compiler.is_compiling()
+    if alone and T > 0 and T - T == 0 and type(source.scale) is float and source.scale == 1.0:
         return  # nothing is said but a temperature
     if isinstance(T, Tensor):
         if T.requires_grad:

@@ -236,7 +236,10 @@ def _wanted_ids(label: str, vocab: int) -> str:
 
 
 def check_ids(label: str, sparse: Sparse, source: Source, launches: bool = False) -> tuple[Tensor | None, int]:
-    """In range, log-probabilities; if the next launch reads all ids (`launches`), what it checks them with."""
+    """Refuse ids that are no columns, and probabilities in place of their logarithms.
+
+    If the next launch reads all ids (`launches`), it checks them on a GPU, with what this returns.
+    """
     ids, vocab = sparse.ids, source.vocab
     wanted = _wanted_ids(label, vocab)
     if launches and ids.is_cuda:

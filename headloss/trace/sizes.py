@@ -7,7 +7,7 @@ twice, with other sizes: where the two are alike, no size is part of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from operator import getitem
 from typing import Any
 
@@ -31,6 +31,11 @@ def trace_any_size(function: Callable[..., Any], examples: Examples, device: str
     from torch.fx.experimental.proxy_tensor import make_fx  # two seconds, which only such a trace should cost
 
     return make_fx(function, tracing_mode="symbolic")(*examples(0, device))
+
+
+def unlike(taken: Container[int]) -> list[int]:
+    """Sizes that nothing else has, so that a dimension's size says what it is."""
+    return [n for n in (7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47) if n not in taken]
 
 
 class _NotPlainError(Exception):

@@ -32,7 +32,7 @@ from headloss.trace.call import Call, Env, WritesError, WrongValueError, WrongWe
 from headloss.trace.classify import classify, counts_rows, only, reach, size, unwatched, written
 from headloss.trace.gradient import Reach, is_idle, leaf, reach_of
 from headloss.trace.reads import ours
-from headloss.trace.sizes import trace_any_size
+from headloss.trace.sizes import trace_any_size, unlike
 
 
 class Shape(NamedTuple):
@@ -227,7 +227,7 @@ def _trace_once(
     names = [n for n in call.input_names if n in inputs]
     wanted = [n for n in names if inputs[n].requires_grad]
     taken = {d for shape in inputs.values() for d in shape.rest}
-    R, S, *others = [n for n in (7, 11, 13, 17, 19, 23, 29, 31) if n not in taken][:4]  # unlike every other size
+    R, S, *others = unlike(taken)[:4]
     found: dict[str, Any] = {}
     kinds: dict[str, str] = {}
     tally = [0, 0]

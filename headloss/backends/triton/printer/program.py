@@ -30,7 +30,7 @@ from headloss.trace.agreement import SIZES, agrees, drawn
 from headloss.trace.classify import counts_rows, size, unwatched
 from headloss.trace.keys import Same
 from headloss.trace.reads import ours
-from headloss.trace.sizes import trace_any_size
+from headloss.trace.sizes import trace_any_size, unlike
 
 MOST_IDS = 1024  # of a row, in the registers of one program
 NAME = "row"
@@ -192,7 +192,7 @@ class Page:
         known: dict[str, Any] = {p.name: "targets" if p.kind == "targets" else p.fact or p.key for p in parameters}
         given_shapes = [self.shapes[x] for x in known.values() if isinstance(x, str) and x in self.shapes]
         taken = {d for shape in given_shapes for d in shape.rest} | {self.width}
-        choices = [n for n in (7, 11, 13, 17, 19, 23, 29, 31) if n not in taken]  # no other size is one of them
+        choices = unlike(taken)
         names: list[str] = []
         sizes = choices[:1]
 
