@@ -121,8 +121,11 @@ def test_sums_of_entries():
 
 
 @inside
-@pytest.mark.parametrize("how", ["plain", "teacher", "inside", "segments", "both", "dropped"])
+@pytest.mark.parametrize("how", ["plain", "teacher", "inside", "numbered", "segments", "both", "dropped"])
 def test_an_objective(how):
+    def token(logprob, targets):
+        return logprob * 0 + targets
+
     generator = torch.Generator().manual_seed(1)
     N, V, D = 6, 40, 9
     hidden, weight, guide = (torch.randn(n, D, generator=generator) for n in (N, V, V))
@@ -133,7 +136,8 @@ def test_an_objective(how):
     terms = {"js": jsd} if how == "teacher" else {"ce": cross_entropy, "e": hl.Term(entropy_bonus, weight=0.1)}
     terms = {"rl": gspo} if how in ("segments", "dropped") else terms
     terms |= {"z": hl.Term(z_loss, weight=0.1, support="all")} if how == "both" else {}
-    metrics = {"teacher": ["teacher_agreement"], "plain": ["accuracy", "mean_logprob"]}.get(how, ["entropy"])
+    metrics = {"teacher": ["teacher_agreement"], "plain": ["accuracy", "mean_logprob"], "numbered": [token]}
+    metrics = metrics.get(how, ["entropy"])
     found = []
     for backend, dtype in (("triton", torch.float32), ("torch", torch.float64)):
         leaves = [x.detach().to(dtype, copy=True).requires_grad_() for x in (hidden, weight)]
