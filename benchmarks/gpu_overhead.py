@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import headloss as hl
 from headloss.backends.triton.launch import Launch
-from headloss.losses import cross_entropy, entropy_bonus, forward_kl, grpo, gspo, z_loss
+from headloss.losses import cross_entropy, entropy_bonus, forward_kl, grpo, gspo, jsd, z_loss
 
 N, V, D, K = 1024, 1040, 64, 64
 CALLS, ROUNDS = 40, 25
@@ -122,7 +122,7 @@ def losses() -> Iterator[tuple[str, Loss, list[torch.Tensor]]]:
     dense = hl.Logits(make(N, V).bfloat16())
     ids = hl.Sparse(torch.randint(0, V, (N, K), device="cuda"), make(N, K) - 8)
     ce, policy, sequences = (hl.Objective(it=loss) for loss in (cross_entropy, grpo, gspo))
-    distill = hl.Objective(kl=forward_kl)
+    distill, between = hl.Objective(kl=forward_kl), hl.Objective(js=jsd)
     mix = hl.Objective(
         ce=cross_entropy, z=hl.Term(z_loss, weight=1e-4), rl=grpo, bonus=hl.Term(entropy_bonus, weight=1e-2),
         metrics=["accuracy"],
@@ -135,6 +135,13 @@ def losses() -> Iterator[tuple[str, Loss, list[torch.Tensor]]]:
     yield "forward KL, 64 ids", lambda: distill(hl.Logits(x), prepared, teacher=ids).loss, [x]
     yield "mix", lambda: mix(hl.Logits(x), prepared, **rows).loss, [x]
     yield "Logits CE, plain targets", lambda: ce(hl.Logits(x), y).loss, [x]
+    # as a step that distils does it: no targets, and a teacher that is new in every call
+    newly = lambda: hl.Logits(dense.logits)
+    yield "forward KL, a dense teacher, no targets", lambda: distill(hl.Logits(x), teacher=newly()).loss, [x]
+    yield "JSD, a dense teacher, no targets", lambda: between(hl.Logits(x), teacher=newly()).loss, [x]
+    sparse = lambda: hl.Sparse(ids.ids, ids.logprobs)
+    yield "forward KL, 64 ids, no targets", lambda: distill(hl.Logits(x), teacher=sparse()).loss, [x]
+    yield "GSPO, plain targets", lambda: sequences(hl.Logits(x), y, segments=segments, **rows).loss, [x]
 
 
 def stepped(loss: Loss, leaves: list[torch.Tensor]) -> Callable[[], None]:

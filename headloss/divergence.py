@@ -127,26 +127,33 @@ class Element:
                 (slope,) = torch.autograd.grad(value, leaf, torch.ones_like(value))
         return value.detach(), torch.zeros_like(logp) if slope is None else slope
 
-    def sum_and_slope(self, logp: Lazy, logq: Lazy, p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
-        """The sum over the columns, and the slopes, where p and q are known: our own functions need no exponentials."""
+    def sum_and_pull(self, logp: Lazy, logq: Lazy, p: Tensor, q: Tensor, out: Tensor) -> Tensor:
+        """The sum over the columns, where p and q are known: our own functions need no exponentials.  Its gradient by
+        the logits, c - p sum c with c = df/d(log p), goes to `out`.
+        """
         followed = (
             torch._C._is_torch_function_enabled()
         )  # not where a compiler traces us: `_Log` would be what it holds
         if not ours(self.fn) or not followed or torch.is_inference_mode_enabled():
             value, slope = self.value_and_slope(logp(), logq())
-            return value.sum(-1), slope
+            torch.addcmul(slope, p, slope.sum(-1, keepdim=True), value=-1, out=out)
+            return value.sum(-1)
         with torch.enable_grad():
             p_leaf = p.detach().requires_grad_()
             mine, theirs = _Log.of(p_leaf, lambda: logp().requires_grad_()), _Log.of(q, logq)
             value = self.fn(mine, theirs, **self.options).sum(-1)
             if not value.requires_grad:
-                return value.detach(), torch.zeros_like(p)
+                out.zero_()
+                return value.detach()
             leaves = (p_leaf, *mine.made)
             by_p, *rest = torch.autograd.grad(value, leaves, torch.ones_like(value), allow_unused=True)
         by_log = rest[0] if rest else None
-        slope = None if by_p is None else by_p.mul(p)
-        slope = slope if by_log is None else by_log if slope is None else slope.add_(by_log)
-        return value.detach(), torch.zeros_like(p) if slope is None else slope
+        if by_log is None:
+            torch._softmax_backward_data(by_p, p, -1, p.dtype, grad_input=out)  # c = p df/dp, in one pass
+            return value.detach()
+        slope = by_log if by_p is None else by_log.addcmul(by_p, p)
+        torch.addcmul(slope, p, slope.sum(-1, keepdim=True), value=-1, out=out)
+        return value.detach()
 
 
 class _Log(Tensor):

@@ -742,6 +742,8 @@ FAULTS = [
     Fault("engine/ready.py", "targets.known().valid == self.count and", "", "rows of a head that are ignored reach its products", LATER),
     Fault("engine/ready.py", "z.stride(), z.requires_grad, teacher.vocab, teacher.temperature)", "z.stride(), z.requires_grad, teacher.vocab)", "a teacher's temperature is that of an earlier call", LATER),
     Fault("engine/ready.py", "ids.stride(), segments.num_segments)", "ids.stride())", "more segments than a call that is taken for alike had", LATER),
+    Fault("engine/ready_call.py", "ready.count if num_items is None else num_items", "ready.count", "later calls without targets: num_items is ignored", LATER),
+    Fault("engine/ready.py", 'told = ("targets",) if targeted else ()', 'told = ("targets",)', "later calls without targets: an error names another tensor than was written to", LATER),
     Fault("engine/ready_call.py", "check_stats(stats, source.vocab, segments.num_segments, ready.plan.needed)", "check_stats(stats, source.vocab)", "segments of later calls are not checked", LATER),
     Fault("engine/ready_call.py", "ids.masked_fill(targets == IGNORE, -1) if skipped else ids", "ids", "later calls: an ignored row counts in its segment", LATER),
     Fault("engine/ready_call.py", "rising = stats.sorted and not stats.loose", "rising = True", "later calls: segments in no order taken for rising ones", LATER),

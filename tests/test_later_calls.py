@@ -18,7 +18,7 @@ from interpreting import INSIDE, inside, interpreted
 import headloss as hl
 from headloss.engine import evaluate, heads, lookup
 from headloss.engine.one_chunk import OneChunk
-from headloss.losses import cross_entropy, entropy_bonus, forward_kl, grpo, gspo, kto, z_loss
+from headloss.losses import cross_entropy, entropy_bonus, forward_kl, grpo, gspo, jsd, kto, tvd, z_loss
 
 pytest.importorskip("triton")
 from headloss.backends.triton import visit as triton_visit
@@ -510,6 +510,48 @@ def test_later_calls_with_a_teacher(kind):
             with pytest.raises(RuntimeError, match=f"{name}: modified by an inplace operation"):
                 out.loss.backward()
         same(*found)
+
+
+WITHOUT_TARGETS = {
+    "forward KL": (forward_kl, "dense"),
+    "JSD": (jsd, "dense"),
+    "TVD at a temperature": (hl.Term(tvd, temperature=2.0), "dense"),
+    "forward KL on ids": (forward_kl, "ids"),
+    "JSD on ids alone": (hl.Term(jsd, tail="none"), "ids"),
+    "entropy": (entropy_bonus, None),
+}
+
+
+@runs
+@pytest.mark.parametrize("lines", [False, True])
+@pytest.mark.parametrize("name", WITHOUT_TARGETS)
+def test_later_calls_without_targets(name, lines, reached):
+    """They are found too, with a teacher that is new in every call; facts pull, and what was written to is told."""
+    loss, kind = WITHOUT_TARGETS[name]
+    made = lambda backend: hl.Objective(it=loss, metrics=["entropy"], backend=backend)
+    objective, shape = made("triton"), (2, 2) if lines else (4,)
+    for seed in range(3):
+        found = []
+        for known in (objective, made("triton"), made("torch")):
+            x, told = Call(n=4, seed=seed).logits.view(*shape, V).requires_grad_(), Call(n=4, seed=seed + 9).logits
+            more = {"num_items": 3} if seed == 2 else {}
+            if kind == "dense":
+                more["teacher"] = hl.Logits(told.view(*shape, V))
+            elif kind == "ids":
+                ids = torch.arange(seed, seed + 8, device=DEVICE).expand(4, 8).contiguous()
+                told = told[:, :8].log_softmax(-1)
+                more["teacher"] = hl.Sparse(ids.view(*shape, 8), told.view(*shape, 8))
+            out = known(hl.Logits(x), **more)
+            assert known is not objective or seed == 0 or reached[-1] is not None
+            (out.loss + out.facts.entropy.square().sum()).backward(retain_graph=True)
+            found.append({"loss": out.loss.detach(), "grad": x.grad, "entropy": out.metrics["entropy"].value})
+            if kind is not None:
+                told.add_(1.0)
+                with pytest.raises(RuntimeError, match="teacher.*: modified by an inplace operation"):
+                    out.loss.backward()
+        same(*found[:2])
+        for key, value in found[2].items():
+            torch.testing.assert_close(found[0][key], value, rtol=1e-4, atol=1e-5, msg=f"{key} differs")
 
 
 @runs

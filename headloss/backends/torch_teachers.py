@@ -191,11 +191,9 @@ class Comparison:
         if kept.fact.element is None:  # cross-entropy to the teacher: p - q
             torch.mul(e_BV, 1 / S_B1, out=kept.tile(rows)).addcmul_(f_BV, 1 / St_B1, value=-1)
             return
-        p_BV, q_BV = e_BV * (1 / S_B1), f_BV.mul_(1 / St_B1)
+        p_BV, q_BV = torch.mul(e_BV, 1 / S_B1, out=self.room("p", e_BV, self.dtype)), f_BV.mul_(1 / St_B1)
         logs = (functools.partial(_log, s_BV, S_B1), functools.partial(_log, y_BV, St_B1))
-        value_B, slope_BV = kept.fact.element.sum_and_slope(*logs, p_BV, q_BV)
-        kept.looks.append(value_B)
-        torch.addcmul(slope_BV, p_BV, slope_BV.sum(-1)[:, None], value=-1, out=kept.tile(rows))
+        kept.looks.append(kept.fact.element.sum_and_pull(*logs, p_BV, q_BV, kept.tile(rows)))
 
     def partial(self) -> DensePartial | SparsePartial:
         tiles = self.parts

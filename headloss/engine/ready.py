@@ -53,12 +53,14 @@ def key_of(arguments: CallArguments, direct: bool) -> tuple[Any, ...] | None:
     y: Any = targets
     if type(targets) is Prepared:
         y, segments = targets.targets, targets.segments
-    if type(y) is not Tensor:
-        return None
     key: list[Any] = [
-        direct, torch.is_grad_enabled(), y.dtype, y.device, y.shape, y.stride(), y is targets, host_read, T,
-        source.scale, source.softcap, source.vocab, *defaults(),
+        direct, torch.is_grad_enabled(), y is targets, host_read, T, source.scale, source.softcap, source.vocab,
+        *defaults(),
     ]  # fmt: skip
+    if type(y) is Tensor:
+        key += (y.dtype, y.device, y.shape, y.stride())
+    elif y is not None:
+        return None
     if segments is not None:
         ids = segments.ids
         if type(ids) is not Tensor or segments.group is not None:
@@ -122,7 +124,7 @@ def make_ready(plans: Plans, key: Any, found: Found) -> Ready | None:
         return None
     if teachers and program.by_segment:
         return None
-    if plan.is_fp16 or plan.wants_grad or plan.elements or plans.divergences:
+    if plan.is_fp16 or plan.wants_grad or plans.divergences or (y is None and program.by_segment):
         return None
     if any(call.fn is dead_rows for _, call in plan.metrics):  # which `run` makes
         return None
@@ -135,7 +137,9 @@ def make_ready(plans: Plans, key: Any, found: Found) -> Ready | None:
             return None
     elif source.inplace or source.vocab != x.shape[-1] or not x.numel():
         return None
-    if y.dtype is not torch.int64 or y.shape != x.shape[:-1] or y.device != x.device or x.device.type == "meta":  # type: ignore[union-attr]
+    if x.device.type == "meta":
+        return None
+    if y is not None and (y.dtype is not torch.int64 or y.shape != x.shape[:-1] or y.device != x.device):
         return None
     if any(isinstance(w, Tensor) for w in plan.weights.values()):
         return None
@@ -150,7 +154,9 @@ def make_ready(plans: Plans, key: Any, found: Found) -> Ready | None:
     taken = [given.get(name) for name in program.inputs if name not in brought]
     if any(v is None or not v.is_contiguous() or v.device != x.device for v in taken) or "pairs" in given:
         return None
-    ready = Ready(plan, source, given, teacher, segments is not None, needs_of(source.tensors, key[0]), found.held)
+    ready = Ready(
+        plan, source, given, teacher, y is not None, segments is not None, needs_of(source.tensors, key[0]), found.held
+    )
     if len(plans.ready) >= _MOST:
         plans.ready.clear()
     by_read = plans.ready.setdefault(key, (found.form, {}))[1]
@@ -188,6 +194,7 @@ class Ready:
         source: Source,
         inputs: Mapping[str, Tensor],
         teacher: Logits | Sparse | None,
+        targeted: bool,
         segmented: bool,
         needs: tuple[bool, ...],
         held: Any,
@@ -200,7 +207,8 @@ class Ready:
         self.head = OneChunk(source) if isinstance(source, Linear) else None
         # what a backward is left, by name: tensors of the source, targets, the teacher's, of which it may read all, ...
         theirs = () if teacher is None else ("ids", "logprobs") if isinstance(teacher, Sparse) else ("logits",)
-        again = (*names_of(source.tensors), "targets", *[f"teacher.{name}" for name in theirs])
+        told = ("targets",) if targeted else ()
+        again = (*names_of(source.tensors), *told, *[f"teacher.{name}" for name in theirs])
         self.names, self.read, self.needs = (*again, *inputs, *(("segments",) if segmented else ())), len(again), needs
         self.taken, in_parts = plan.program.inputs, plan.kind == "row" and plan.program.by_segment
         # whether one program per row must be the faster way, or must not be; None: the rows do not decide

@@ -52,6 +52,7 @@ class ReadyCall:
         if scale != 1.0:
             check_weight("grad_scale", scale)
         self.valid: Tensor | None = None
+        self.targets: Any = None  # Tensor or None
         self.segments: Segments | None = None
         self.mean: Any  # of rows, or of each term
         if type(targets) is Prepared:
@@ -70,6 +71,9 @@ class ReadyCall:
                 self.mean = tuple(each)
             else:
                 self.mean = reciprocal(valid if num_items is None else num_items)
+        elif targets is None:
+            self.stats, self.skipped = None, False
+            self.mean = reciprocal(ready.count if num_items is None else num_items)
         else:
             assert isinstance(targets, Tensor)
             self.targets, flat = targets, targets if targets.ndim == 1 else targets.reshape(-1)
@@ -118,7 +122,7 @@ class ReadyCall:
             x = head.read(source)
             out_NV = x if grad else None
         if not ready.flat:
-            targets = targets.reshape(-1)
+            targets = None if targets is None else targets.reshape(-1)
             named = zip(ready.taken, given)
             given = tuple([v if v.ndim < 2 or n in brought else v.reshape(-1) for n, v in named])
             if head is None:
@@ -148,7 +152,9 @@ class ReadyCall:
         """With autograd; see `run.Head`."""
         ready, teacher = self.ready, self.teacher
         loss, grads = self.run()
-        visited, held = self.visited, [*tensors, self.targets]
+        visited, held = self.visited, [*tensors]
+        if self.targets is not None:
+            held.append(self.targets)
         if self.guide is not None:
             held += (teacher.ids, teacher.logprobs)
         elif ready.their is not None:
@@ -188,7 +194,7 @@ class Left(Launched):
     def whole(self, tensors: Mapping[str, Tensor]) -> Sweep:
         """The call as a sweep, where something pulls on a fact or a second time."""
         ready = self.ready
-        rows = Rows(ready.shape, tensors["targets"], None, None, None, self.stats, self.skipped)
+        rows = Rows(ready.shape, tensors.get("targets"), None, None, None, self.stats, self.skipped)
         source = with_tensors(ready.bare, {n: x for n, x in tensors.items() if hasattr(ready.bare, n)})
         guides: dict[str, Any] = {} if self.guide is None else {ONLY: self.guide}
         if ready.their is not None:

@@ -55,7 +55,7 @@ class Visits:
     def __call__(
         self,
         raw_CV: Tensor,
-        target_C: Tensor,
+        target_C: Tensor | None,
         inputs: tuple[Tensor, ...],
         mean: Number,
         factors: tuple[Number, ...],
@@ -66,7 +66,9 @@ class Visits:
     ) -> tuple[Visited, Tensor, Tensor]:
         """What was found, each term's sum over the rows, and the loss; see `visit`."""
         plan, y = self.plan, raw_CV if out_CV is None else out_CV
-        begin = address(raw_CV) | address(y) | target_C.data_ptr() << 3  # a line of 128 bytes, a vector of 16
+        begin = address(raw_CV) | address(y)  # on a line of 128 bytes; what follows on a vector of 16
+        if target_C is not None:
+            begin |= target_C.data_ptr() << 3
         for x in inputs:
             begin |= x.data_ptr() << 3
         z = ids = in_order = None
@@ -91,7 +93,7 @@ class Visits:
     def _look(
         self,
         raw_CV: Tensor,
-        target_C: Tensor,
+        target_C: Tensor | None,
         inputs: tuple[Tensor, ...],
         bases: tuple[Number, ...],
         factors: tuple[Number, ...],
