@@ -743,6 +743,8 @@ FAULTS = [
     Fault("engine/ready.py", "z.stride(), z.requires_grad, teacher.vocab, teacher.temperature)", "z.stride(), z.requires_grad, teacher.vocab)", "a teacher's temperature is that of an earlier call", LATER),
     Fault("engine/ready.py", "ids.stride(), segments.num_segments)", "ids.stride())", "more segments than a call that is taken for alike had", LATER),
     Fault("engine/ready_call.py", "ready.count if num_items is None else num_items", "ready.count", "later calls without targets: num_items is ignored", LATER),
+    Fault("engine/ready_call.py", "weights.get(name, w) for name, w in zip(ready.plan.weights, ready.weights)", "w for w in ready.weights", "later calls: the weights of a call are ignored", LATER),
+    Fault("engine/ready.py", "type(w) is float and w and math.isfinite(w)", "type(w) is float and math.isfinite(w)", "later calls: a weight of 0 no longer switches its term off", LATER),
     Fault("engine/ready.py", 'told = ("targets",) if targeted else ()', 'told = ("targets",)', "later calls without targets: an error names another tensor than was written to", LATER),
     Fault("engine/ready_call.py", "check_stats(stats, source.vocab, segments.num_segments, ready.plan.needed)", "check_stats(stats, source.vocab)", "segments of later calls are not checked", LATER),
     Fault("engine/ready_call.py", "ids.masked_fill(targets == IGNORE, -1) if skipped else ids", "ids", "later calls: an ignored row counts in its segment", LATER),

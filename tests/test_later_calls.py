@@ -554,6 +554,22 @@ def test_later_calls_without_targets(name, lines, reached):
             torch.testing.assert_close(found[0][key], value, rtol=1e-4, atol=1e-5, msg=f"{key} differs")
 
 
+@inside
+def test_later_calls_may_give_other_weights(played, reached):
+    """Each call its own, of some terms or of one that is off; a weight of 0 is another plan."""
+    objective = mix()
+    objectives = (objective, hl.Objective(ce=cross_entropy, z=hl.Term(z_loss, weight=0.0), backend="triton"))
+    for known in objectives:
+        for weights, found in (({"z": 0.5}, False), ({"z": 2.0}, True), ({"z": 0.25}, True), ({"z": 0.0}, False)):
+            call = Call().change(more={"weights": weights})
+            if known is not objective:
+                call.inputs = {}
+            new = mix() if known is objective else hl.Objective(ce=cross_entropy, z=z_loss, backend="triton")
+            truth, ours = call(new), call(known)
+            same(ours, truth)
+            assert (reached[-1] is not None) == found
+
+
 @runs
 def test_later_calls_with_a_head():
     """Facts too, and a second backward; ignored rows, which are left out of the products, in between."""

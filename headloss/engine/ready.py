@@ -48,14 +48,16 @@ def key_of(arguments: CallArguments, direct: bool) -> tuple[Any, ...] | None:
     T, (num_items, num_segments, weights, grad_scale, host_read) = source.temperature, options
     if segments is not None or support is not None or type(T) is not float or type(grad_scale) is not float:
         return None  # segments come with prepared targets, which have been counted
-    if num_segments is not None or weights is not None or isinstance(num_items, Tensor) or source.shard is not None:
+    if num_segments is not None or isinstance(num_items, Tensor) or source.shard is not None:
+        return None
+    if weights and not _only_weigh(weights):
         return None
     y: Any = targets
     if type(targets) is Prepared:
         y, segments = targets.targets, targets.segments
     key: list[Any] = [
         direct, torch.is_grad_enabled(), y is targets, host_read, T, source.scale, source.softcap, source.vocab,
-        *defaults(),
+        tuple(weights or ()), *defaults(),
     ]  # fmt: skip
     if type(y) is Tensor:
         key += (y.dtype, y.device, y.shape, y.stride())
@@ -95,6 +97,11 @@ def key_of(arguments: CallArguments, direct: bool) -> tuple[Any, ...] | None:
             return None
         key += (name, value.dtype, value.device, value.shape, value.stride(), value.requires_grad)
     return tuple(key)
+
+
+def _only_weigh(weights: Any) -> bool:
+    """Whether these weights of a call are numbers; one of 0 switches its term off."""
+    return type(weights) is dict and all(type(w) is float and w and math.isfinite(w) for w in weights.values())
 
 
 def find_ready(plans: Plans | None, key: Any, arguments: CallArguments) -> Ready | None:

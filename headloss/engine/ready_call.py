@@ -36,7 +36,7 @@ class ReadyCall:
 
     __slots__ = (
         "guide", "inputs", "mean", "ready", "scale", "segments", "skipped", "source", "stats", "sums", "targets",
-        "teacher", "valid", "visited",
+        "teacher", "valid", "visited", "weights",
     )  # fmt: skip
     source: Any
     sums: Tensor
@@ -45,8 +45,11 @@ class ReadyCall:
     tokens = property(lambda self: self.stats.valid)
 
     def __init__(self, ready: Ready, arguments: CallArguments) -> None:
-        source, targets, _, teacher, (num_items, _, _, scale, host_read), inputs, _ = arguments
+        source, targets, _, teacher, (num_items, _, weights, scale, host_read), inputs, _ = arguments
         self.ready, self.source, self.inputs, self.scale = ready, source, inputs, scale
+        self.weights: tuple[Any, ...] = ready.weights
+        if weights:
+            self.weights = tuple([weights.get(name, w) for name, w in zip(ready.plan.weights, ready.weights)])
         if num_items is not None:
             check_count("num_items", num_items)
         if scale != 1.0:
@@ -102,7 +105,7 @@ class ReadyCall:
     def run(self) -> tuple[Tensor, Grads]:
         """The loss, and the gradients that are wanted."""
         ready, source, inputs, targets, scale = self.ready, self.source, self.inputs, self.targets, self.scale
-        plan, grad, head, weights = ready.plan, ready.grad, ready.head, ready.weights
+        plan, grad, head, weights = ready.plan, ready.grad, ready.head, self.weights
         if not plan.has_gradient and (grad or torch.is_grad_enabled()):
             check_gradient(plan.terms, grad)
         begun = 0.0 if "compiling" in plan.times else time.perf_counter()
