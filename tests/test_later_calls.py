@@ -647,6 +647,7 @@ IN_SEGMENTS = {
     "a segment that is ignored": {"ignored": [4, 5]},
     "in no order": {"ids": [2, 0, 0, 1, 1, 1, 0, 2, 2]},
     "in no order, ignored rows": {"ids": [2, 0, 0, 1, 1, 1, 0, 2, 2], "ignored": [0, 4]},
+    "an ignored row names a later segment": {"ids": [0, 0, 2, 0, 1, 1, 2, 2, 2], "ignored": [2]},
     "other lengths": {"ids": [0, 1, 1, 1, 1, 1, 1, 2, 2]},
     "more segments": {"count": 5, "ids": [0, 0, 1, 1, 2, 3, 3, 4, 4]},
     "fewer rows": {"rows": 7},
