@@ -501,7 +501,7 @@ def run(
     rows: list[dict[str, Any]] = []
     left: list[str] = []
     scaled: list[dict[str, Any]] = []
-    memory = "20KiB" if tiny else MEMORY if device == "cuda" else "16MiB"
+    memory = "20KiB" if tiny else MEMORY if device == "cuda" else "32MiB"
     for number, V in enumerate((97, 128) if tiny else vocabularies):
         for work in workloads:
             if clock.over:
