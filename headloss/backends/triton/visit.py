@@ -49,18 +49,20 @@ class Arguments(NamedTuple):
 
 class Shape(NamedTuple):
     """How a row is swept: a block is `loads` vectors of 16 bytes for each lane; `ahead`: while one is
-    summed, the next is on its way."""
+    summed, the next is on its way; `registers`: at most so many for each lane, so that more rows are under way."""
 
     warps: int
     loads: int
     ahead: bool = False
+    registers: int = 0
 
 
 # by columns in hand: the first line whose bound is not below V.  Measured on an H200; see benchmarks/gpu_visit.py.
-# Second column: where more is summed than e^z, which needs registers.
+# Second column: where more is summed than e^z, which needs registers.  80 of them keep three rows under way on each
+# processor; where rows begin anywhere the compiler takes 111, for two rows, which take a tenth more time.
 SHAPES = (
     (2048, Shape(4, 1), Shape(4, 1)),
-    (65536, Shape(8, 4), Shape(4, 8)),
+    (65536, Shape(8, 4, registers=80), Shape(8, 4, registers=80)),
     (1 << 31, Shape(32, 4), Shape(32, 4)),
 )
 # without a gradient no row has to stay in the cache, so that more of them can be under way
@@ -304,7 +306,9 @@ def _variant(plan: Plan, form: Form) -> Launch:
     )  # fmt: skip
     program = plan.program
     functions = {"FN": program.function, "VALUES": program.values, "LOOK": plan.look}
-    return Launch(visit_kernel, {**functions, "F": flags, "num_warps": shape.warps, **LAUNCH})
+    limited = shape.registers and not form.capped and torch.version.hip is None  # a softcap's tanh would spill
+    most = {"maxnreg": shape.registers} if limited else {}
+    return Launch(visit_kernel, {**functions, "F": flags, "num_warps": shape.warps, **most, **LAUNCH})
 
 
 def _kinds(forms: tuple[Any, ...], per_row: bool = False) -> tuple[Any, ...]:
