@@ -229,7 +229,7 @@ FAULTS = [
     Fault("divergence.py", "left = torch.log1p(-mass.clamp(max=1.0))", "left = -mass", "the teacher's tail mass"),
     Fault("divergence.py", "return value + fn(tail_logprob.clamp(min=FLOOR), left, **options), masses", "return value, masses", "the tail's own term dropped"),
     Fault("divergence.py", "value = torch.where(held, fn(logp, logq, **options), 0.0).sum(-1)\n        mass", "value = fn(logp, logq, **options).sum(-1)\n        mass", "padding ids are not masked", ("tests/test_seeded.py",)),
-    Fault("divergence.py", "torch.where(held, ids_logit.clamp(min=FLOOR), FLOOR)", "ids_logit", "masked ids stay in the normaliser"),
+    Fault("divergence.py", "torch.where(held, ids_logit.clamp(min=FLOOR), FLOOR)", "torch.where(held, ids_logit.clamp(min=FLOOR), 0.0)", "masked ids stay in the normaliser"),
     # Row, segment or batch
     Fault("trace/keys.py", "return (float, x.hex() if x == x else", "return (float, x if x == x else", "0.0 and -0.0 share a trace", ("tests/trust/test_keys.py",)),
     Fault("trace/keys.py", "        return (kind, x)\n    if kind is float", "        return x\n    if kind is float", "1 and True share a trace", ("tests/trust/test_keys.py",)),
