@@ -388,7 +388,7 @@ FAULTS = [
     Fault("engine/loss.py", "plain = plain.masked_fill(~self.rows.valid, 0)", "pass", "values of ignored rows reach the sum"),
     Fault("engine/loss.py", "weight = weight.masked_fill(~self.rows.valid, 0)", "pass", "weighted mean: ignored rows weigh", ("tests/test_seeded.py",)),
     Fault("engine/loss.py", "ids, counts = segments.ids[part] - span.start, segments.counts[span]", "ids, counts = segments.ids[part], segments.counts[span]", "segments of a chunk are numbered as in the batch"),
-    Fault("engine/loss.py", "part = chunk.segments if term.trace.value == \"segment\" else chunk.rows", "part = chunk.rows", "seeds of segments cut as rows"),
+    Fault("engine/loss.py", "part = chunk.segments if term.trace.value == \"segment\" else chunk.rows", "part = chunk.rows", "seeds of segments cut as rows", ("tests/test_reduction_segments.py",)),
     Fault("engine/bind.py", "if not isinstance(source, Linear) or plan.kind == \"batch\" or", "if not isinstance(source, Linear) or", "batch losses run chunk by chunk", ("tests/test_plan.py", "tests/contracts")),
     Fault("engine/lookup.py", "return tuple([name for name, weight in weights.items() if not isinstance(weight, Tensor) and weight == 0])", "return ()", "a term of weight 0 is still computed", ("tests/contracts", "tests/test_plan.py")),
     Fault("engine/checks.py", "given[name] = given.get(name, False) or name not in", "given[name] = True or name not in", "an input that requires grad gets none, in silence", ("tests/trust/test_constant_inputs.py",)),
