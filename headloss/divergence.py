@@ -131,29 +131,28 @@ class Element:
         """The sum over the columns, where p and q are known: our own functions need no exponentials.  Its gradient by
         the logits, c - p sum c with c = df/d(log p), goes to `out`.
         """
-        followed = (
-            torch._C._is_torch_function_enabled()
-        )  # not where a compiler traces us: `_Log` would be what it holds
-        if not ours(self.fn) or not followed or torch.is_inference_mode_enabled():
-            value, slope = self.value_and_slope(logp(), logq())
-            torch.addcmul(slope, p, slope.sum(-1, keepdim=True), value=-1, out=out)
-            return value.sum(-1)
-        with torch.enable_grad():
-            p_leaf = p.detach().requires_grad_()
-            mine, theirs = _Log.of(p_leaf, lambda: logp().requires_grad_()), _Log.of(q, logq)
-            value = self.fn(mine, theirs, **self.options).sum(-1)
-            if not value.requires_grad:
-                out.zero_()
-                return value.detach()
-            leaves = (p_leaf, *mine.made)
-            by_p, *rest = torch.autograd.grad(value, leaves, torch.ones_like(value), allow_unused=True)
-        by_log = rest[0] if rest else None
-        if by_log is None:
-            torch._softmax_backward_data(by_p, p, -1, p.dtype, grad_input=out)  # c = p df/dp, in one pass
-            return value.detach()
-        slope = by_log if by_p is None else by_log.addcmul(by_p, p)
+        # not where a compiler traces us: `_Log` would be what it holds
+        followed = torch._C._is_torch_function_enabled() and not torch.is_inference_mode_enabled()
+        if ours(self.fn) and followed:
+            with torch.enable_grad():
+                p_leaf = p.detach().requires_grad_()
+                mine, theirs = _Log.of(p_leaf, lambda: logp().requires_grad_()), _Log.of(q, logq)
+                value = self.fn(mine, theirs, **self.options).sum(-1)
+                if not value.requires_grad:
+                    out.zero_()
+                    return value.detach()
+                leaves = (p_leaf, *mine.made)
+                by_p, *rest = torch.autograd.grad(value, leaves, torch.ones_like(value), allow_unused=True)
+            value, by_log = value.detach(), rest[0] if rest else None
+            if by_log is None:
+                torch._softmax_backward_data(by_p, p, -1, p.dtype, grad_input=out)  # c = p df/dp, in one pass
+                return value
+            slope = by_log if by_p is None else by_log.addcmul(by_p, p)
+        else:
+            each, slope = self.value_and_slope(logp(), logq())
+            value = each.sum(-1)
         torch.addcmul(slope, p, slope.sum(-1, keepdim=True), value=-1, out=out)
-        return value.detach()
+        return value
 
 
 class _Log(Tensor):

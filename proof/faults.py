@@ -335,7 +335,7 @@ FAULTS = [
     Fault("reductions.py", 'return weight if reduction != "seq_mean_token_mean" else weight / lengths(rows, dtype)', "return weight", "a segment's mean taken for its sum"),
     Fault("reductions.py", 'reciprocal(num_segments) if norm is None or kind != "row" else reciprocal(num_segments) / norm', "reciprocal(num_segments)", "the constant length is not divided by"),
     Fault("reductions.py", "rows.stats.present if known else (rows.segments.counts > 0).sum()", "rows.segments.num_segments", "empty segments count in the mean"),
-    Fault("reductions.py", "one = (rows.segments.counts > 0).to(dtype)", "one = torch.ones_like(rows.segments.counts, dtype=dtype)", "values of empty segments count"),
+    Fault("reductions.py", "one = (rows.segments.counts > 0).to(dtype)", "one = torch.ones_like(rows.segments.counts, dtype=dtype)", "values of empty segments count", ("tests/test_reduction_segments.py",)),
     Fault("reductions.py", "ids = segment_ids(segments, targets).masked_fill(~valid, -1)", "ids = segment_ids(segments, targets)", "count: segments with ignored rows alone are counted"),
     Fault("reductions.py", "count.clamp(min=1).to(wide)", "count.to(wide)", "an all-ignored batch divides by 0"),
     Fault("reductions.py", 'if reduction == "token_sum":\n        return 1.0', 'if reduction == "token_sum":\n        return 1.0 / max(1, rows.count)', "a sum is averaged"),

@@ -224,14 +224,15 @@ def test_values_of_segments_by_hand(reduction, rows):
     ids = torch.tensor([0, 0, 1, 1, 1, 1, 3, 3, 3, 3, 4, 4, 4, 4, 5, 5, 5, 5, 6, 6, 6, 6, 6, -1])  # none in 2
     targets, reward = torch.randint(17, (24,)), torch.randn(7, dtype=torch.float64)
     targets[[3, 23]] = -100
-    leaves = [x.clone().requires_grad_() for x in (hidden, weight)]
+    leaves = [x.clone().requires_grad_() for x in (hidden, weight, reward)]
     memory = {} if rows is None else {"memory": rows * 17 * 8 + 64}
     objective = hl.Objective(it=hl.Term(by_reward, reduction=reduction), backend="torch")
-    out = objective(hl.Linear(*leaves, **memory), targets, segments=hl.Segments.from_ids(ids, 7), reward=reward)
-    own = [x.clone().requires_grad_() for x in (hidden, weight)]
+    segments = hl.Segments.from_ids(ids, 7)
+    out = objective(hl.Linear(*leaves[:2], **memory), targets, segments=segments, reward=leaves[2])
+    own = [x.clone().requires_grad_() for x in (hidden, weight, reward)]
     logp = (own[0] @ own[1].t()).log_softmax(-1)
     here = lambda s: [logp[n, targets[n]] for n in range(24) if ids[n] == s and targets[n] >= 0]
-    values = [reward[s] * (1 - torch.stack(here(s)).mean()) for s in (0, 1, 3, 4, 5, 6)]
+    values = [own[2][s] * (1 - torch.stack(here(s)).mean()) for s in (0, 1, 3, 4, 5, 6)]
     want = torch.stack(values).mean() if reduction == "token_mean" else torch.stack(values).sum()
     torch.testing.assert_close(out.loss, want)
     for ours, truth in zip(torch.autograd.grad(out.loss, leaves), torch.autograd.grad(want, own), strict=True):

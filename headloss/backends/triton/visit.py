@@ -58,14 +58,15 @@ class Shape(NamedTuple):
 
 
 # by columns in hand: the first line whose bound is not below V.  Measured on an H200; see benchmarks/gpu_visit.py.
-# Second column: where more is summed than e^z, which needs registers.  80 of them keep three rows under way on each
-# processor; where rows begin anywhere the compiler takes 111, for two rows, which take a tenth more time.
+# With 80 registers three rows are under way on each processor.  Left alone, the compiler takes 111 where rows begin
+# anywhere: then two are, and take a tenth more time.
 SHAPES = (
-    (2048, Shape(4, 1), Shape(4, 1)),
-    (65536, Shape(8, 4, registers=80), Shape(8, 4, registers=80)),
-    (1 << 31, Shape(32, 4), Shape(32, 4)),
+    (2048, Shape(4, 1)),
+    (65536, Shape(8, 4, registers=80)),
+    (1 << 31, Shape(32, 4)),
 )
-# without a gradient no row has to stay in the cache, so that more of them can be under way
+# without a gradient no row has to stay in the cache, so that more of them can be under way.  Second column: where more
+# is summed than e^z, which needs registers.
 FORWARD = (
     (2048, Shape(4, 1), Shape(4, 1)),
     (65536, Shape(8, 4), Shape(4, 4)),
@@ -90,7 +91,9 @@ def shape_of(plan: Plan, V: int, gradient: bool = True) -> Shape:
         dense, look, ids = next(shapes for most, *shapes in TAUGHT if most >= V)
         looks = plan.look is not None and not plan.flags["WHOLE"]  # there two loads are 15% faster than one
         return look if looks else dense if plan.flags["DENSE"] else ids
-    light, heavy = next(shapes for most, *shapes in (SHAPES if gradient else FORWARD) if most >= V)
+    if gradient:
+        return next(shape for most, shape in SHAPES if most >= V)
+    light, heavy = next(shapes for most, *shapes in FORWARD if most >= V)
     return heavy if plan.heavy else light
 
 
