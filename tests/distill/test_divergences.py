@@ -13,6 +13,7 @@ from teaching import CASES, DIVERGENCES, FORMULAS, TAILS, check, make, run, trut
 from torch import Tensor
 
 import headloss as hl
+from headloss.divergence import Element
 
 TEACHERS = [("Logits", "bucket"), ("Linear", "bucket"), *(("Sparse", tail) for tail in TAILS)]
 
@@ -145,3 +146,27 @@ def test_second_looks_at_several_temperatures() -> None:
     want = truth(problem, total)
     for names in (list(parts), list(parts)[::-1]):
         check(*run(hl.Objective(**{name: parts[name][0] for name in names}), problem), want)
+
+
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda logp, logq: logp.exp() * (logp - logq),  # p and log p both have a slope
+        lambda logp, logq: logq.exp() * (logq - logp),  # log p alone has
+        lambda logp, logq: (logp.exp() - logq.exp()) ** 2,
+        lambda logp, logq: logq.exp() * logq,  # nothing has
+    ],
+)
+def test_a_pull_where_p_and_q_are_known(fn, known, monkeypatch):
+    """Of functions of headloss too, whatever they read of log p: as autograd on the logits has it."""
+    monkeypatch.setattr("headloss.divergence.ours", lambda _: known)
+    torch.manual_seed(0)
+    z, u = torch.randn(3, 11, dtype=torch.float64, requires_grad=True), torch.randn(3, 11, dtype=torch.float64)
+    logp, logq = z.log_softmax(-1), u.log_softmax(-1)
+    right = fn(logp, logq).sum(-1)
+    (want,) = torch.autograd.grad(right.sum() + 0 * z.sum(), z)
+    logp, out = logp.detach(), torch.full((3, 11), torch.nan, dtype=torch.float64)
+    value = Element(fn, {}).sum_and_pull(lambda: logp.clone(), logq.clone, logp.exp(), logq.exp(), out)
+    torch.testing.assert_close(value, right.detach())
+    torch.testing.assert_close(out, want)
