@@ -111,7 +111,7 @@ class Element:
         if ours(self.fn) or not (self.pure or self.reads().unknown):
             return ""
         with torch.enable_grad():
-            logp = torch.full((1, 1), -1.0, device=device, requires_grad=True)
+            logp = torch.full((1, 1), -1.0, dtype=torch.float32, device=device, requires_grad=True)
             return reach_of(self.value(logp, logp.detach()), {}, [logp]).captured
 
     def value_and_slope(self, logp: Tensor, logq: Tensor) -> tuple[Tensor, Tensor]:
@@ -144,8 +144,11 @@ class Element:
                 leaves = (p_leaf, *mine.made)
                 by_p, *rest = torch.autograd.grad(value, leaves, torch.ones_like(value), allow_unused=True)
             value, by_log = value.detach(), rest[0] if rest else None
-            if by_log is None:
-                torch._softmax_backward_data(by_p, p, -1, p.dtype, grad_input=out)  # c = p df/dp, in one pass
+            if by_log is None:  # c = p df/dp, in one pass, which writes rows that follow each other and no others
+                if out.is_contiguous():
+                    torch._softmax_backward_data(by_p, p, -1, p.dtype, grad_input=out)
+                else:
+                    out.copy_(torch._softmax_backward_data(by_p, p, -1, p.dtype))
                 return value
             slope = by_log if by_p is None else by_log.addcmul(by_p, p)
         else:

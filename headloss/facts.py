@@ -222,11 +222,17 @@ def merge(
 
 
 def finish(
-    partial: Partial, want: Want, temperatures: Sequence[Temperature], vocab: int, *, guarded: bool = False
+    partial: Partial,
+    want: Want,
+    temperatures: Sequence[Temperature],
+    vocab: int,
+    *,
+    guarded: bool = False,
+    only_softmax: bool = False,
 ) -> tuple[dict[Fact, Tensor], Softmax]:
     """The wanted facts, and the softmax the pull will need, from a partial that covers the whole vocabulary.
 
-    `guarded`: who made the partial has seen to it that no row is without a maximum.
+    `guarded`: who made the partial has seen to it that no row is without a maximum.  `only_softmax`: no facts.
     """
     moments, best = partial.moments, partial.max
     if not guarded:  # S = 0: every logit is -inf
@@ -239,13 +245,14 @@ def finish(
         {**partial._asdict(), **m._asdict(), "T": T, "log_S": log_S, "vocab": vocab}
         for m, T, log_S in zip(moments, temperatures, log_sums, strict=True)
     ]
-    for fact in want.facts:
+    made = () if only_softmax else want.facts
+    for fact in made:
         if fact.teacher is None:
             facts[fact] = FACTS[fact.name].value(rows[want.temperatures.index(fact.temperature)])
     seen = []
     student = dict(zip(want.temperatures, zip(temperatures, log_sums, strict=True), strict=True))
     for name, teacher in zip(want.teachers, partial.teachers, strict=True):
-        asked = [f for f in want.facts if f.teacher == name]
+        asked = [f for f in made if f.teacher == name]
         values, teacher_softmax = finish_teacher(teacher, asked, want.temperatures_of(name), softmax.max, student)
         facts |= values
         seen.append(teacher_softmax)

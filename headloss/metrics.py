@@ -281,7 +281,7 @@ class Meter:
         held, self._held = self._held, {}
         if not held and group is None:
             return {}
-        strange = torch.zeros((), device="cpu")
+        strange = torch.zeros((), dtype=torch.float32, device="cpu")
         if group is not None:
             held, strange = _over_ranks(held, group)
         values = [metric.value for metric in held.values()]

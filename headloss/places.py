@@ -181,7 +181,7 @@ class Places:
         number_E, id_E, place_E = self.number_E[of], self.id_E[of], self.place_E[of]
         C, width, row_E = part.stop - part.start, self.width(keep is None, part), number_E - a
         if keep is not None:
-            row_N = torch.full((self.N,), -1, device=number_E.device)
+            row_N = torch.full((self.N,), -1, dtype=torch.int64, device=number_E.device)
             row_E = row_N.index_copy_(0, keep[part], torch.arange(C, device=number_E.device))[number_E]
             id_E = id_E.masked_fill(row_E < 0, -1)
             number_E = number_E.masked_fill(row_E < 0, -1)  # another block's rows, whose gradient is not written here

@@ -82,7 +82,8 @@ def from_dataset(batch: Mapping[str, Any], *, rows: int | None = None, device: A
     if rows is not None and rows < longest:
         raise ValueError(f"rows: {rows}, but a sequence has {longest} tokens")
     T = rows or longest
-    ids, found = (torch.full((len(lines), T, K), x, device="cpu") for x in (-1, -math.inf))
+    ids = torch.full((len(lines), T, K), -1, dtype=torch.int64, device="cpu")
+    found = torch.full((len(lines), T, K), -math.inf, dtype=torch.float32, device="cpu")
     for b, (own, logs, counts) in enumerate(lines):
         if own.shape[1] != K:
             raise ValueError(f"target_token_ids: sequence {b} has {own.shape[1]} ids per token, the first has {K}")
@@ -180,7 +181,8 @@ def _pack(
             raise ValueError(f"rows: {rows}, but {label} has {length} tokens")
     T = longest if rows is None else rows
     K = max([1, *(len(row) for by_row in found for row in by_row.values())])
-    ids, logprobs = (torch.full((len(found), T, K), x, device="cpu") for x in (-1, -math.inf))
+    ids = torch.full((len(found), T, K), -1, dtype=torch.int64, device="cpu")
+    logprobs = torch.full((len(found), T, K), -math.inf, dtype=torch.float32, device="cpu")
     for b, by_row in enumerate(found):
         for t, row in by_row.items():
             ids[b, t, : len(row)] = torch.tensor([token for _, token in row], device="cpu")

@@ -11,23 +11,29 @@ from headloss.losses import cross_entropy, forward_kl, grpo, gspo
 
 MAKERS = {"arange", "as_tensor", "empty", "eye", "full", "linspace", "ones", "rand", "randint", "randn", "randperm"}
 MAKERS |= {"tensor", "zeros"}
+TYPED = MAKERS - {"arange", "as_tensor", "randint", "randperm", "tensor"}  # whose numbers say nothing of their type
 
 
 def made_anywhere(path):
-    """Calls that make a tensor and do not say where."""
+    """Calls that make a tensor and do not say where, or of which type."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in MAKERS:
             of_torch = isinstance(node.func.value, ast.Name) and node.func.value.id == "torch"
-            if of_torch and not any(k.arg in ("device", None) for k in node.keywords):
+            said = {k.arg for k in node.keywords}
+            wanted = {"device", "dtype"} if node.func.attr in TYPED else {"device"}
+            if of_torch and None not in said and not said >= wanted:
                 yield f"{path.name}:{node.lineno}: {ast.unparse(node)}"
 
 
-def test_every_tensor_that_is_made_says_where(tmp_path):
+def test_every_tensor_that_is_made_says_where_and_of_which_type(tmp_path):
     package = Path(hl.__file__).parent
     files = [p for p in package.rglob("*.py") if "cli" not in p.relative_to(package).parts]
     assert [line for path in files for line in made_anywhere(path)] == []
-    (tmp_path / "bad.py").write_text("x = torch.zeros(3)\ny = torch.zeros(3, device=x.device)\n")
-    assert len([*made_anywhere(tmp_path / "bad.py")]) == 1
+    bad = (
+        "x = torch.zeros(3)\ny = torch.zeros(3, device=x.device)\nz = torch.zeros(3, dtype=x.dtype, device=x.device)\n"
+    )
+    (tmp_path / "bad.py").write_text(bad)
+    assert len([*made_anywhere(tmp_path / "bad.py")]) == 2
 
 
 @pytest.fixture(params=["device", "dtype"])

@@ -72,6 +72,45 @@ def test_the_padding_is_not_there(how: str, teacher: str) -> None:
         assert padded.eq(0).all()
 
 
+PLACES = {  # rows that do not follow each other in memory
+    "padded": lambda: torch.full((N, HELD), torch.nan, dtype=DTYPE),
+    "transposed": lambda: torch.empty(V, N, dtype=DTYPE).T,
+    "every second row": lambda: torch.full((2 * N, V), 7.0, dtype=DTYPE)[::2],
+}
+
+
+@pytest.mark.parametrize("name", ["forward_kl", "reverse_kl", "jsd", "tvd", "skew_kl", "soft_cross_entropy"])
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("inplace", [False, True])
+def test_a_divergence_alone(name: str, place: str, inplace: bool) -> None:
+    """The gradient wherever it stands, where nothing but a divergence is asked of a row."""
+    u, targets = torch.randn(N, V, dtype=DTYPE), torch.randint(V, (N,))
+    held, z = PLACES[place](), torch.randn(N, V, dtype=DTYPE)
+    held[:, :V] = z
+    leaf = z.double().requires_grad_()
+    logp, logq = leaf.log_softmax(-1), u.double().log_softmax(-1)
+    logm = torch.logaddexp(logp, logq) - torch.tensor(2.0, dtype=torch.float64).log()
+    kl = lambda a, b: (a.exp() * (a - b)).sum(-1).mean()
+    want = {
+        "forward_kl": lambda: kl(logq, logp), "reverse_kl": lambda: kl(logp, logq),
+        "jsd": lambda: 0.5 * kl(logq, logm) + 0.5 * kl(logp, logm),
+        "tvd": lambda: 0.5 * (logp.exp() - logq.exp()).abs().sum(-1).mean(),
+        "skew_kl": lambda: kl(logq, (0.1 * logq.exp() + 0.9 * logp.exp()).log()),
+        "soft_cross_entropy": lambda: -(logq.exp() * logp).sum(-1).mean(),
+    }[name]()  # fmt: skip
+    want.backward()
+    objective = hl.Objective(kd=hl.losses.LOSSES[name], backend=BACKEND)
+    seen = []
+    held.requires_grad_().register_hook(seen.append)
+    x = torch.empty_strided(held.shape, held.stride(), dtype=DTYPE).copy_(held) if inplace else held
+    source = hl.Logits(x, inplace=inplace, vocab=V if place == "padded" else None)
+    out = objective(source, targets, teacher=hl.Logits(u))
+    out.loss.backward()
+    close(out.loss.detach().double(), want.detach())
+    close(seen[0][:, :V].double(), leaf.grad)
+    assert seen[0][:, V:].eq(0).all()
+
+
 @pytest.mark.skipif(INSIDE, reason="ran in the other process")
 def test_in_place_and_in_a_graph() -> None:
     objective, targets = hl.Objective(**TERMS, backend="torch"), torch.randint(V, (N,))

@@ -156,3 +156,21 @@ def test_the_host_knows_the_route() -> None:
     batch.route[3] = 2
     with pytest.raises(ValueError, match="route: row 3 has teacher 2, but there are 2"):
         objective(hl.Linear(batch.hidden, batch.weight), batch.targets, teacher=teacher)
+
+
+@pytest.mark.parametrize("dtypes", [("bfloat16", "float32"), ("float32", "bfloat16"), ("float16", "bfloat16")])
+def test_teachers_of_several_types(dtypes: tuple[str, str]) -> None:
+    """Each as exact as it came; and a temperature is no number of the default type."""
+    generator = torch.Generator().manual_seed(3)
+    z, u, v = (3 * torch.randn(N, V, generator=generator) for _ in range(3))
+    route = torch.tensor([0, 1, 0, 1, 1, 0, 0, 1, 1])
+    u, v = (x.to(getattr(torch, dtype)) for x, dtype in zip((u, v), dtypes, strict=True))
+    said = torch.where((route == 0)[:, None], u.double() / 0.7, v.double() / 1.3).log_softmax(-1)
+    want = (said.exp() * (said - z.double().log_softmax(-1))).sum(-1).mean()
+    teacher = hl.Routed({"u": hl.Logits(u, temperature=0.7), "v": hl.Logits(v, temperature=1.3)}, route)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        loss = hl.Objective(kd=forward_kl)(hl.Logits(z), route, teacher=teacher).loss
+    finally:
+        torch.set_default_dtype(torch.float32)
+    torch.testing.assert_close(loss.double(), want, rtol=1e-6, atol=1e-6)

@@ -173,3 +173,21 @@ def test_refused() -> None:
     for name in ("", "logprob", "targets", 3):
         with pytest.raises(TypeError, match="targets: wanted the name of an input"):
             hl.Term(cross_entropy, targets=name)
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_what_a_term_takes_may_be_given_when_it_is_off(later: bool) -> None:
+    """Its targets, and weights of classes; a name that no term has is refused all the same."""
+    x, targets = torch.randn(6, 9), torch.arange(6)
+    given = {"own": targets + 1, "class_weight": torch.rand(9)}
+    terms = {"z": z_loss, "own": hl.Term(cross_entropy, targets="own")}
+    mean = {"z": z_loss, "w": hl.Term(cross_entropy, reduction="weighted_mean")}
+    for all_terms, taken in ((terms, "own"), (mean, "class_weight")):
+        off = next(name for name in all_terms if name != "z")
+        objective = hl.Objective(**all_terms)
+        for _ in range(1 + later):
+            objective(hl.Logits(x), targets, **{taken: given[taken]})
+            out = objective(hl.Logits(x), targets, **{taken: given[taken]}, weights={off: 0.0})
+            assert torch.equal(out.loss, hl.Objective(z=z_loss)(hl.Logits(x), targets).loss)
+            with pytest.raises(TypeError, match="oown: no loss asks for this input"):
+                objective(hl.Logits(x), targets, oown=targets, weights={off: 0.0})

@@ -127,12 +127,17 @@ def alone(teacher: Any, logits: Callable[[Any], Tensor], rows: Callable[[Tensor]
     """A dense teacher's logits of the rows that count, and what has its temperature; if routed, each row's own."""
     if not isinstance(teacher, Routed):
         return logits(teacher), teacher
-    route, temperature = rows(teacher.route), torch.ones(teacher.route.shape, device=teacher.route.device).double()
-    found = torch.zeros((), device=route.device)
+    route, temperature = (
+        rows(teacher.route),
+        torch.ones(teacher.route.shape, dtype=torch.float64, device=teacher.route.device),
+    )
+    found = torch.zeros((), dtype=torch.float32, device=route.device)
     for i, t in enumerate(teacher.teachers.values()):
         found = torch.where((route == i)[:, None], logits(t), found)
         temperature = torch.where(
-            teacher.route == i, torch.as_tensor(t.temperature, device=temperature.device).to(temperature), temperature
+            teacher.route == i,
+            torch.as_tensor(t.temperature, dtype=torch.float64, device=temperature.device),
+            temperature,
         )
     return found, SimpleNamespace(temperature=temperature)
 

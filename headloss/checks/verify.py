@@ -185,7 +185,7 @@ def _cut(given: Given, most: int) -> tuple[Given, str]:
         keep = (
             torch.arange(N, device="cpu")
             if most >= N
-            else torch.linspace(0, N - 1, most, device="cpu").round().long().unique()
+            else torch.linspace(0, N - 1, most, dtype=torch.float64, device="cpu").round().long().unique()
         )
         while len(keep) > 2 and _confused(keep, valid, given, 0):
             keep = keep[:-1]

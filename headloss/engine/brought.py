@@ -45,7 +45,8 @@ def brought(terms: Terms, arguments: CallArguments, explained: bool = False) -> 
     teachers = named_teachers(arguments.teacher)
     tops = [f.teacher for t in terms.every_term if t.top for f in t.call(None, teachers).facts if f.name in TOP]
     teachers |= {name: Top.named(name) for name in tops if name is not None}
-    if not named:
+    own = {t.targets for t in terms.terms.values() if t.targets is not None}  # of terms that are off too
+    if not named and not own & arguments.inputs.keys():
         return arguments.but(teacher=teachers) if tops else arguments
     inputs = dict(arguments.inputs)
     main = arguments.targets.targets if isinstance(arguments.targets, Prepared) else arguments.targets
@@ -66,7 +67,7 @@ def brought(terms: Terms, arguments: CallArguments, explained: bool = False) -> 
         teachers[targets_of(name)] = Sparse(ids, torch.zeros(ids.shape, dtype=torch.float32, device=ids.device))
     asked = {n for t in terms.every_term for n in inputs_of(t.call(None, teachers))}
     asked |= {n for _, call in terms.metrics if not isinstance(call.fn, Term) for n in inputs_of(call)}
-    inputs = {n: x for n, x in inputs.items() if n in asked or n not in named}
+    inputs = {n: x for n, x in inputs.items() if n in asked or n not in own}
     return arguments.but(teacher=teachers, inputs=inputs)
 
 
@@ -156,12 +157,16 @@ def _with_classes(terms: Terms, arguments: CallArguments) -> CallArguments:
 
     sum_c w_c log p_c is -(sum_c w_c) times the cross-entropy of that softmax, w / sum w.
     """
-    asking = {n: t for n, t in terms.terms.items() if weighs_classes(t.fn) and _is_on(n, t, arguments)}
-    if not asking:
-        return arguments
+    weighing = {n: t for n, t in terms.terms.items() if weighs_classes(t.fn)}
+    asking = {n: t for n, t in weighing.items() if _is_on(n, t, arguments)}
     inputs, source = dict(arguments.inputs), plain_source(arguments.source)
-    others = [call for n, t in terms.terms.items() for call in [t.call(None, {})] if "class_weight" in inputs_of(call)]
-    if others or any("class_weight" in inputs_of(call) for _, call in terms.metrics):
+    calls = [*(t.call(None, {}) for t in terms.terms.values()), *(call for _, call in terms.metrics)]
+    others = any("class_weight" in inputs_of(call) for call in calls)
+    if not asking:
+        if weighing and not others:  # all that take it are off
+            del inputs["class_weight"]
+        return arguments.but(inputs=inputs)
+    if others:
         raise ValueError(
             f"class_weight: {next(iter(asking))!r} weighs its classes by it, and another function takes it too; give "
             f"that one an input of another name"

@@ -230,7 +230,7 @@ def _bends(plan: Plan) -> bool:
     settles = plan.settles or plan.program
     if settles is not None:
         return any(x for there in settles.there for x in there[1:3])
-    one = torch.ones((), device="cpu")
+    one = torch.ones((), dtype=torch.float32, device="cpu")
     read = {fact for term in plan.terms for fact in {*term.call.facts} - term.trace.unused}
     pulls = [FACTS[fact.name].pull(one, one, one) for fact in read]
     return any(pull is not None and (pull.b is not None or pull.e is not None) for pull in pulls)

@@ -5,6 +5,7 @@ Dimension key:  C rows of a chunk   V the teacher's vocabulary   U columns that 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -43,7 +44,7 @@ def bind_teachers(
 def _dense(teacher: Any, source: Source, rows: Rows, backend: Any) -> DenseTeacherRows:
     if isinstance(teacher, Routed):
         each = [DenseTeacherRows(t, source, rows) for t in teacher.teachers.values()]
-        return RoutedRows(each, teacher.route, rows, teacher.known())
+        return RoutedRows(each, teacher.route, rows, teacher.known(), source.fact_dtype)
     if not isinstance(teacher, Draft):
         return DenseTeacherRows(teacher, source, rows)
     if isinstance(teacher.teacher, Linear) and not teacher.whole:
@@ -131,7 +132,9 @@ class DraftRows(DenseTeacherRows):
 class RoutedRows(DenseTeacherRows):
     """A dense teacher for each row: every head makes the logits of its own rows alone."""
 
-    def __init__(self, each: Sequence[DenseTeacherRows], route: Tensor, rows: Rows, host_N: Tensor) -> None:
+    def __init__(
+        self, each: Sequence[DenseTeacherRows], route: Tensor, rows: Rows, host_N: Tensor, dtype: torch.dtype
+    ) -> None:
         first = each[0]
         self.teacher, self.rows, self.columns = first.teacher, rows, first.columns  # all share the transform
         self.head = self.made = None
@@ -146,9 +149,10 @@ class RoutedRows(DenseTeacherRows):
             self.host_R = self.route_R.cpu()  # the host must know how many of the rows that count each has
         self.temperature = first.temperature
         if any(isinstance(x.temperature, Tensor) or x.temperature != first.temperature for x in each):
-            T_R = torch.ones(rows.count, device=route.device)
+            T_R = torch.ones(rows.count, dtype=dtype, device=route.device)
             for i, x in enumerate(each):
-                T_R = torch.where(self.route_R == i, torch.as_tensor(x.temperature, device=T_R.device).to(T_R), T_R)
+                own = torch.as_tensor(x.temperature, dtype=dtype, device=T_R.device)
+                T_R = torch.where(self.route_R == i, own, T_R)
             self.temperature = T_R
 
     @property
@@ -160,7 +164,9 @@ class RoutedRows(DenseTeacherRows):
 
     @property
     def _dtype(self) -> torch.dtype:
-        return self.teacher.chunk_dtype if isinstance(self.teacher, Linear) else self.teacher.logits.dtype
+        """One that holds the logits of all teachers as they are."""
+        each = [t.chunk_dtype if isinstance(t, Linear) else t.logits.dtype for t in (x.teacher for x in self.each)]
+        return functools.reduce(torch.promote_types, each)
 
     def hides(self, fact: str, part: slice) -> Tensor | None:
         return self.none_R[part]
@@ -210,11 +216,11 @@ class RoutedRows(DenseTeacherRows):
         for guide in self.each:
             guide.strip()
         self.teacher, self.temperature = self.each[0].teacher, 1.0
-        self.route = self.route_R = torch.empty(0, device="cpu")
+        self.route = self.route_R = torch.empty(0, dtype=torch.int64, device="cpu")
 
     def whole(self, tensors: Mapping[str, Tensor], source: Source, rows: Rows) -> RoutedRows:
         each = []
         for i, guide in enumerate(self.each):
             own = {n.split(":", 1)[1]: x for n, x in tensors.items() if n.startswith(f"{i}:")}
             each.append(guide.whole(own, source, rows))
-        return RoutedRows(each, tensors["route"], rows, self.host_N)
+        return RoutedRows(each, tensors["route"], rows, self.host_N, source.fact_dtype)

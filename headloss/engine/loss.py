@@ -289,7 +289,7 @@ class TermsOnRows:
         batches: dict[tuple[str, int], dict[str, Tensor]] = {}
         for name, x in values.items():
             if name in numbers:
-                x = torch.full((), float(x), device=self.device)
+                x = torch.full((), float(x), dtype=self.dtype, device=self.device)
             kind = kinds[name]
             if x.ndim == 0 and kind_of(name) in ("std", "exp", "ess"):
                 raise ValueError(

@@ -146,8 +146,6 @@ def make_plan(
     if program is not None and program.by_segment:
         apart = _apart(segments) or _alone(program, kind)
         program, reason = (None, apart) if apart else (program, reason)
-    if program is not None and any(_is_narrow(teachers[name], source) for name in want.teachers):
-        program, reason = None, "the teacher has fewer columns than the student"
     settles = program if program is not None and program.by_segment else None
     own = not kept and _own_products(objective, source)
     if program is not None and settles is None and own and not _apart(segments):
@@ -353,9 +351,12 @@ def _print_terms(
     if kind == "batch":
         name = next(name for name, found in traces.items() if found.kind == kind)
         return None, f"{name}: {traces[name].reason}"
+    apart = "several teachers" if len(want.teachers) > 1 else ""
+    if any(_is_narrow(teachers[name], source) for name in want.teachers):
+        apart = "the teacher has fewer columns than the student"
     asked = _to_print(calls, traces, want, {**shapes, **_ids(source, teachers)})
-    program: tuple[Any, str] = backend.lower(*asked, between or source.shard is not None)
-    return program
+    program, why = backend.lower(*asked, between or source.shard is not None or apart != "")
+    return program, why or (apart if kind == "row" else "")
 
 
 def _to_print(

@@ -67,7 +67,11 @@ class ProductHead(LinearHead):
     def __init__(self, source: Linear, backend: ModuleType) -> None:
         super().__init__(source)
         products = backend.product
-        self.products, self.over_ranks, self.e_CV = products, backend.product_ranks, torch.empty(0, device="cpu")
+        self.products, self.over_ranks, self.e_CV = (
+            products,
+            backend.product_ranks,
+            torch.empty(0, dtype=torch.bfloat16, device="cpu"),
+        )
         if not products.fits(self.hidden_ND):
             self.hidden_ND = self.hidden_ND.contiguous()
 
@@ -82,7 +86,7 @@ class ProductHead(LinearHead):
         if store:
             if len(self.e_CV) < len(hidden_CD):
                 most = max(len(hidden_CD), self.longest)
-                self.e_CV = torch.empty(0, device="cpu")  # free the old one first
+                self.e_CV = torch.empty(0, dtype=torch.bfloat16, device="cpu")  # free the old one first
                 self.e_CV = self.products.chunk(most, len(self.weight_VD), hidden_CD.device)
             e_CV = self.e_CV
         temperature = sweep._temperatures(part)[0]

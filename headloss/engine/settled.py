@@ -11,7 +11,8 @@ Dimension key:  R rows that count   C rows of a chunk   S segments
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,12 +20,12 @@ from torch import Tensor
 
 from headloss.engine.heads import scale_grads
 from headloss.engine.loss import TermsOnRows
-from headloss.engine.nests import cut
+from headloss.engine.nests import cut, join
 from headloss.engine.one_launch import Launched, Weighed, by_length
 from headloss.engine.product import ProductSweep
 from headloss.engine.sweeps import Block, Chunk, Sweep
-from headloss.facts import Pull
-from headloss.parallel.shard import Gathering
+from headloss.facts import Partial, Pull, finish
+from headloss.parallel.shard import Gathering, sum_over
 
 
 def settle_between(sweep: ProductSweep, loss: TermsOnRows, needs: tuple[bool, ...]) -> Launched:
@@ -80,11 +81,12 @@ def settle(sweep: Sweep, loss: TermsOnRows, needs: tuple[bool, ...]) -> Launched
             bound = _visit(sweep, head, block, settling, sums, grad, bound)
         grads = scale_grads(sweep.grads(head), bound, sweep.backend) if grad else None
         return Launched(weighed.report(settling.settled), settling.settled, grads, weighed.normaliser)
-    blocks = sweep._blocks(sweep._open())
+    head = sweep._open()
     if sweep.guides:
-        sums = sweep.backend.packed(sweep.partial(blocks), sweep.want)
+        partial = sweep.partial(sweep._blocks(head))
+        sums = _packed(sweep, partial, lambda: sweep._blocks(head), slice(0, sweep.rows.count))
     else:
-        sums = torch.cat([_sums(sweep, block) for block in blocks], 1)
+        sums = torch.cat([_sums(sweep, block) for block in sweep._blocks(head)], 1)
         if shard is not None:
             sums = Gathering(sums, shard, sweep._note(), sweep.rows.total).gathered()
     settling.settle(sums)
@@ -118,7 +120,7 @@ def _ahead(sweep: Sweep, head: Any, chunks: Sequence[Chunk]) -> Iterator[tuple[B
     shard = sweep.source.shard
     if sweep.guides:  # next to a teacher, ranks are merged before
         for _, block, partial in sweep._ahead(head, chunks):
-            yield block, sweep.backend.packed(partial, sweep.want)
+            yield block, _packed(sweep, partial, functools.partial(iter, [block]), block.part)
         return
     travelling: list[tuple[Block, Gathering]] = []
     for i, chunk in enumerate(chunks):
@@ -132,6 +134,21 @@ def _ahead(sweep: Sweep, head: Any, chunks: Sequence[Chunk]) -> Iterator[tuple[B
             yield block, gathering.gathered()
     for block, gathering in travelling:
         yield block, gathering.gathered()
+
+
+def _packed(sweep: Sweep, partial: Partial, blocks: Callable[[], Iterable[Block]], part: slice) -> Tensor:
+    """The sums of these rows and of their teachers, after the second look that divergences take at their blocks."""
+    want, shard = sweep.want, sweep.source.shard
+    if not want.divergent:
+        return sweep.backend.packed(partial, want)
+    _, softmax = finish(partial, want, sweep._temperatures(part), sweep.source.vocab, only_softmax=True)
+    within = lambda block: slice(block.part.start - part.start, block.part.stop - part.start)
+    looks = join(*[sweep._look(block, cut(softmax, within(block))) for block in blocks()])
+    if shard is not None:
+        summed = sum_over([x for pair in looks for x in pair], shard)
+        looks = list(zip(summed[::2], summed[1::2], strict=True))
+    found = dict(zip(sweep._looks, looks, strict=True))
+    return sweep.backend.packed(partial, want, [found[f] for f in want.facts if f in found])
 
 
 def _visit(
@@ -151,7 +168,7 @@ def _visit(
             last = first + sum(program.there[i])
             rows_FC[first:last] /= bound
             first = last + 1
-        rows_FC[first - 1 :] /= bound  # a teacher's
+        rows_FC[first - 1 :] /= bound  # the teachers'
     temperatures, targets = sweep._temperatures(part), sweep.marked_targets(part)
     how = {"start": sweep._start, **sweep._transform()}
     if sweep.guides:
@@ -173,7 +190,7 @@ def _pull(sweep: Sweep, block: Block, softmax: Any, rows_FC: Tensor, out_CV: Ten
             pulls[i] = Pull(*(next(numbers) if x else None for x in there))
     backend.pull(
         block.raw_CV, sweep._targets(part), softmax, pulls, sweep._temperatures(part), out_CV,
-        teachers=block.teachers, teacher_pulls=[backend.guided_by(sweep.program, numbers)],
+        teachers=block.teachers, teacher_pulls=backend.guided_by(sweep.program, numbers, softmax),
         teacher_temperatures=[[T for T, _ in pairs] for pairs in sweep._paired(part)], **how,
     )  # fmt: skip
 

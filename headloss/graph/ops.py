@@ -92,7 +92,11 @@ def _visit(tensors: Sequence[Tensor], sizes: Sequence[int], text: str) -> list[T
             _, leaves = numbered(result.softmax) if known.tensors else (None, [])
             out.append(torch.stack([put(x.to(dtype)) for x in leaves]) if leaves else empty(dtype=dtype))
             if recipe.reads:  # -1: nothing was read after all, as a CUDA graph is being captured
-                out.append(done.numbers if done.numbers.numel() else torch.full((_numbers(args),), -1, device="cpu"))
+                out.append(
+                    done.numbers
+                    if done.numbers.numel()
+                    else torch.full((_numbers(args),), -1, dtype=torch.int64, device="cpu")
+                )
         if made and not recipe.visited and loss is not None:
             zero = torch.zeros(sweep.rows.count, dtype=dtype, device=device)
             for i in known.cotangents:

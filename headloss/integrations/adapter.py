@@ -290,9 +290,9 @@ def without_logits(outputs: Any) -> Any:
     logits = outputs[1] if isinstance(outputs, tuple) else outputs.logits
     shape = (*logits.shape[:-1], 0)
     if torch.compiler.is_compiling():
-        empty = torch.empty(shape, device=logits.device)
+        empty = torch.empty(shape, dtype=logits.dtype, device=logits.device)
     else:
-        empty = torch.empty(shape, device=logits.device).as_subclass(NoLogits)
+        empty = torch.empty(shape, dtype=logits.dtype, device=logits.device).as_subclass(NoLogits)
     if isinstance(outputs, tuple):
         return (outputs[0], empty, *outputs[2:])
     outputs["logits"] = empty

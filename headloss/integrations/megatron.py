@@ -86,7 +86,9 @@ class OutputProcessor:
         if gathered:
             parallel = importlib.import_module("megatron.core.tensor_parallel")
             hidden_states = parallel.gather_from_sequence_parallel_region(hidden_states)
-        scale = 1.0 if scale_logits is None else float(scale_logits(torch.ones((), device="cpu")))  # MuP's, one number
+        scale = (
+            1.0 if scale_logits is None else float(scale_logits(torch.ones((), dtype=torch.float32, device="cpu")))
+        )  # MuP's, one number
         source = linear_source(
             hidden_states.transpose(0, 1), output_layer.weight if output_weight is None else output_weight,
             self.group, vocab=self.vocab, partial_hidden=gathered, **{"scale": scale, **self.options},

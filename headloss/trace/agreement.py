@@ -27,11 +27,11 @@ def agrees(graph: Callable[..., Any], function: Callable[..., Any], examples: It
 def drawn(like: Tensor, shape: Sequence[int], generator: torch.Generator) -> Tensor:
     """Numbers as losses meet them: floats negative like log-probabilities, integers 0 like ids, bools mixed."""
     if like.dtype == torch.bool:
-        x = torch.rand(tuple(shape), generator=generator, device="cpu") < 0.5
+        x = torch.rand(tuple(shape), generator=generator, dtype=torch.float32, device="cpu") < 0.5
     elif like.dtype.is_floating_point:
         x = -0.1 - 2 * torch.rand(tuple(shape), generator=generator, device="cpu", dtype=torch.float64)
     else:
-        x = torch.zeros(tuple(shape), device="cpu")
+        x = torch.zeros(tuple(shape), dtype=torch.float32, device="cpu")
     return x.to(like.device, like.dtype)
 
 

@@ -166,7 +166,9 @@ def test_a_pull_where_p_and_q_are_known(fn, known, monkeypatch):
     logp, logq = z.log_softmax(-1), u.log_softmax(-1)
     right = fn(logp, logq).sum(-1)
     (want,) = torch.autograd.grad(right.sum() + 0 * z.sum(), z)
-    logp, out = logp.detach(), torch.full((3, 11), torch.nan, dtype=torch.float64)
-    value = Element(fn, {}).sum_and_pull(lambda: logp.clone(), logq.clone, logp.exp(), logq.exp(), out)
-    torch.testing.assert_close(value, right.detach())
-    torch.testing.assert_close(out, want)
+    logp, room = logp.detach(), torch.full((3, 40), torch.nan, dtype=torch.float64)
+    for out in (torch.empty_like(logp), room[:, 2:13], room[:, 18:].unflatten(1, (11, 2))[..., 0]):
+        value = Element(fn, {}).sum_and_pull(lambda: logp.clone(), logq.clone, logp.exp(), logq.exp(), out)
+        torch.testing.assert_close(value, right.detach())
+        torch.testing.assert_close(out, want)
+    assert room[:, 13:18].isnan().all()

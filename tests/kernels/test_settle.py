@@ -11,7 +11,19 @@ from test_contract import needs_inputs, term_for
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import headloss as hl
-from headloss.losses import cross_entropy, forward_kl, gmpo, gspo, gspo_token, jsd, kto, reverse_kl, vespo, z_loss
+from headloss.losses import (
+    cross_entropy,
+    forward_kl,
+    gmpo,
+    gspo,
+    gspo_token,
+    jsd,
+    kto,
+    reverse_kl,
+    skew_kl,
+    vespo,
+    z_loss,
+)
 
 pytest.importorskip("triton")
 SETTLES = "one launch for the facts, one that settles the segments, one for the gradient"
@@ -235,10 +247,6 @@ def test_reasons():
         o.explain(source, problem.targets, segments=problem.segments, **problem.inputs, **more).launches
     )
     whole = hl.Logits(problem.tensors["logits"].float())
-    taught = hl.Objective(rl=gspo, kd=jsd, backend="triton")
-    assert explain(taught, whole, teacher=whole).endswith(
-        "(a divergence takes a second look, when the softmax is known)"
-    )
     named = hl.Sparse(torch.arange(3).expand(11, 3), torch.full((11, 3), -2.0))
     taught = hl.Objective(rl=gspo, kd=forward_kl, backend="triton")
     why = "(a teacher of some ids, or of a larger vocabulary, is settled in the sweep or apart)"
@@ -494,6 +502,83 @@ def test_a_teachers_head(meet, monkeypatch):
         out.loss.backward()
         found.append((out.loss.detach().double(), leaves["logits"].grad.double()))
     torch.testing.assert_close(*found, rtol=5e-5, atol=5e-5)
+
+
+def half_square(logp, logq):
+    return (0.5 * logp).exp() * logq
+
+
+def with_agreement(teacher_cross_entropy, teacher_argmax, argmax):
+    return teacher_cross_entropy, {"same": (argmax == teacher_argmax).float()}
+
+
+SEVERAL = {
+    "a": hl.Term(forward_kl, teacher="a"),
+    "b": hl.Term(reverse_kl, teacher="b", temperature=2.0, weight=0.3),
+    "j": hl.Term(jsd, teacher="b", weight=0.7),
+    "s": hl.Term(skew_kl, teacher="a", temperature=2.0, weight=0.2),
+    "v": hl.Term(half_square, teacher="a", weight=0.1),
+    "ce": hl.Term(cross_entropy, label_smoothing=0.1),
+}
+
+
+@inside
+@pytest.mark.parametrize("kind", ["Logits", "Linear"])
+@pytest.mark.parametrize("meet", [False, True])
+@pytest.mark.parametrize("columns", [(41, 41), (41, 29), (30, 29)])
+def test_several_teachers(kind, meet, columns, monkeypatch):
+    """Of as many columns as the student or fewer, with second looks; rows that do not count, and a second backward."""
+    from headloss.backends.triton.launch import Launch
+
+    run, seen = Launch.run, []
+    monkeypatch.setattr(Launch, "run", lambda *call: seen.append(call[0].kernel.__name__) or run(*call))
+    more = {"rl": hl.Term(gspo, reduction="seq_mean_token_mean")} if meet else {}
+    names = oracle.inputs_of(gspo) if meet else ()
+    problem = in_float32(oracle.make(kind, (17,), vocab=41, inputs=names, ignored=0.3))
+    said = {name: 2 * torch.randn(17, width) for name, width in zip("ab", columns, strict=True)}
+    found, launched = [], []
+    for backend, dtype in (("torch", torch.float64), ("triton", torch.float32), ("triton", torch.float32)):
+        seen.clear()
+        teachers = {name: hl.Logits(x.to(dtype), temperature=1.3) for name, x in said.items()}
+        leaves = problem.leaves(dtype)
+        memory = {"memory": problem.budget(6, itemsize=4)} if kind == "Linear" else {}
+        call = {"segments": problem.segments if meet else None, "teacher": teachers, **problem.inputs}
+        objective = hl.Objective(**SEVERAL, **more, metrics=["entropy", "argmax"], backend=backend)
+        source = problem.source(leaves, **memory)
+        out = objective(source, problem.targets, **call)
+        launched.append([x for x in seen if x in ("settle_kernel", "visit_kernel")])
+        (2 * out.loss + out.facts.logprob.sum()).backward(retain_graph=True)
+        out.loss.backward()
+        parts = {
+            **out.terms,
+            **{n: m.value for n, m in out.metrics.items()},
+            **{n: leaf.grad for n, leaf in leaves.items()},
+        }
+        found.append({n: x.detach().double() for n, x in {**parts, "loss": out.loss}.items()})
+    for name, x in found[0].items():
+        torch.testing.assert_close(
+            found[1][name], x, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
+        )
+        assert torch.equal(found[1][name], found[2][name]), name
+    assert not launched[0] and set(launched[1]) == {"settle_kernel"} and launched[1] == launched[2]
+    assert meet or (len(launched[1]) > 1) == (kind == "Linear")  # a segment may not fit
+
+
+@inside
+def test_facts_of_several_teachers():
+    """Each by its name, their likeliest columns too, as the losses and metrics read them."""
+    x, a, b = torch.randn(9, 41), torch.randn(9, 41), torch.randn(9, 33)
+    targets = torch.arange(9)
+    terms = {name: hl.Term(with_agreement, teacher=name) for name in "ab"}
+    found = []
+    for backend in ("torch", "triton"):
+        out = hl.Objective(**terms, backend=backend)(
+            hl.Logits(x.clone().requires_grad_()), targets, teacher={"a": hl.Logits(a), "b": hl.Logits(b)}
+        )
+        found.append({n: float(m.value) for n, m in out.metrics.items()})
+    wanted = {"a/same": (x.argmax(1) == a.argmax(1)), "b/same": x.argmax(1) == b.argmax(1)}
+    for name, same in wanted.items():
+        assert found[0][name] == pytest.approx(found[1][name]) == pytest.approx(float(same.float().mean()))
 
 
 @inside

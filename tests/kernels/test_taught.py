@@ -344,16 +344,23 @@ def test_rows_that_do_not_count():
     ("why", "terms", "teacher", "metrics"),
     [
         ("fewer columns", {"kd": forward_kl}, "narrow", ()),
-        ("more than one teacher", {"a": hl.Term(forward_kl, teacher="a"), "b": hl.Term(jsd, teacher="b")}, "two", ()),
+        ("several teachers", {"a": hl.Term(forward_kl, teacher="a"), "b": hl.Term(jsd, teacher="b")}, "two", ()),
+        (
+            "a teacher of some ids",
+            {"a": hl.Term(forward_kl, teacher="a"), "b": hl.Term(jsd, teacher="b")},
+            "ids too",
+            (),
+        ),
         ("no softmax", {"kd": hl.Term(forward_kl, tail="renormalise")}, "ids", ()),
         ("topk_overlap", {"kd": forward_kl}, "ids", ("topk_overlap",)),
     ],
 )
-def test_what_takes_two_launches_says_why(why, terms, teacher, metrics):
+def test_what_takes_more_launches_says_why(why, terms, teacher, metrics):
     batch = Batch()
     full = batch.teacher("Logits", torch.float32)
     told = {
         "narrow": hl.Logits(batch.said[:, :30]), "two": {"a": full, "b": hl.Logits(batch.said.flip(0))},
+        "ids too": {"a": full, "b": batch.teacher("ids", torch.float32)},
         "ids": batch.teacher("ids", torch.float32),
     }[teacher]  # fmt: skip
     found = []

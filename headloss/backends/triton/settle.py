@@ -21,9 +21,9 @@ from headloss.backends.triton.launch import Launch, by_identity
 from headloss.backends.triton.printer.segments import SegmentProgram
 from headloss.backends.triton.tiles import LAUNCH, plain_temperature
 from headloss.backends.triton.visit import Number, as_number, forms_of, kinds_of
-from headloss.backends.triton.visited import KINDS, Visited
-from headloss.facts import Partial, Want
-from headloss.teachers import DensePartial, DensePull
+from headloss.backends.triton.visited import KINDS, Visited, bests_of
+from headloss.facts import Fact, Partial, Softmax, Want
+from headloss.teachers import DensePartial, DensePull, DenseSoftmax, Look, Meeting
 
 BLOCK, WARPS = 256, 4  # fixed, so that the sums of a segment do not depend on what stands around it
 
@@ -46,21 +46,38 @@ def spans(ids_R: Tensor, num_segments: int, rising: bool = False, whole: bool = 
     return Spans(torch.searchsorted(filled_R, groups))
 
 
-def packed(partial: Partial, want: Want) -> Tensor:
-    """(F, C): the sums of rows and of their dense teacher's, of the whole vocabulary, as the kernel reads them."""
-    (theirs,) = partial.teachers
-    assert isinstance(theirs, DensePartial)
-    found: list[Tensor | None] = [partial.max, partial.target, partial.total, partial.argmax, theirs.max, theirs.argmax]
-    met = dict(zip(want.temperatures_of(want.teachers[0]), theirs.meetings, strict=True))
-    for T, (S, X, Q) in zip(want.temperatures, partial.moments, strict=True):
-        found += [S, X, Q] if T not in met else [S, met[T].X if X is None else X, Q, *met[T][2:]]
+def packed(partial: Partial, want: Want, looks: Sequence[tuple[Tensor, Tensor]] = ()) -> Tensor:
+    """(F, C): the sums of rows and of their dense teachers', of the whole vocabulary, as the kernel reads them.
+
+    `looks`: of each divergence, in the order of the facts, its value and the sum of its slopes.
+    """
+    found: list[Tensor | None] = [partial.max, partial.target, partial.total, partial.columns, partial.argmax]
+    found += [x for moments in partial.moments for x in moments]
+    theirs = [x for x in partial.teachers if isinstance(x, DensePartial)]
+    assert len(theirs) == len(want.teachers)
+    found += [*(x.max for x in theirs), *(x.argmax for x in theirs)]
+    found += [x for dense in theirs for meeting in dense.meetings for x in meeting]
+    found += [x for look in looks for x in look]
     return torch.stack([x.to(torch.float32) for x in found if x is not None])
 
 
-def guided_by(program: SegmentProgram, numbers: Iterator[Tensor]) -> tuple[DensePull, ...]:
-    """A teacher's coefficients, of each temperature that it is compared at, from those that are there."""
+def guided_by(program: SegmentProgram, numbers: Iterator[Tensor], softmax: Softmax) -> list[tuple[DensePull, ...]]:
+    """Each teacher's coefficients, of the temperatures that it is compared at, from those that are there."""
     take = lambda there: [next(numbers) if x else None for x in there]
-    return tuple([DensePull(*take(there)) for there in program.guided])  # type: ignore[arg-type]  # a, b, c, d
+    own = iter([DensePull(*take(there)) for there in program.guided])  # type: ignore[arg-type]  # a, b, c, d
+    pulled, found = dict(zip(program.looked, numbers, strict=True)), []
+    for name, seen in zip(program.want.teachers, softmax.teachers, strict=True):
+        slopes = dict(zip(looks_of(program.want, name), seen.looks, strict=True))  # type: ignore[union-attr]
+        pulls = []
+        for T in program.want.temperatures_of(name):
+            mine = [Look(f.element, pulled[f], slopes[f]) for f in slopes if f.temperature == T and f in pulled]
+            pulls.append(next(own)._replace(looks=tuple(mine)))
+        found.append(tuple(pulls))
+    return found
+
+
+def looks_of(want: Want, teacher: str) -> list[Fact]:
+    return [f for f in want.facts if f.element is not None and f.teacher == teacher]
 
 
 class Weights(NamedTuple):
@@ -76,6 +93,21 @@ class Settled(Visited):
     """What was settled, as a visit leaves it, and `by_segment` (F, G): terms' sums, rows that count, metrics."""
 
     by_segment: Tensor
+
+    @property
+    def softmax(self) -> Softmax:
+        want = self.program.want
+        numbers = iter(self._slots(0).unbind())
+        take = lambda count: tuple(itertools.islice(numbers, count))
+        own = Softmax(next(numbers), take(len(want.temperatures)))
+        maxima, logs = take(len(want.teachers)), []
+        for name in want.teachers:
+            met = len(want.temperatures_of(name))
+            logs.append((take(met), take(met)))
+        slopes = dict(zip([f for f in want.facts if f.element is not None], numbers, strict=True))
+        looks = [tuple(slopes[f] for f in looks_of(want, name)) for name in want.teachers]
+        seen = [DenseSoftmax(most, *log, at) for most, log, at in zip(maxima, logs, looks, strict=True)]
+        return own._replace(teachers=tuple(seen))
 
     @property
     def term_values(self) -> tuple[Tensor, int]:
@@ -191,7 +223,8 @@ def _numbers(plan: Plan, sums_FC: Tensor) -> Tensor:
 def _room(plan: Plan, rows: int, groups: int, device: torch.device, make: Any) -> Settled:
     found = torch.empty(plan.slots, rows, dtype=torch.float32, device=device)
     best = torch.empty(rows, dtype=torch.int64, device=device) if plan.flags.BEST else None
-    theirs = torch.empty(rows, dtype=torch.int64, device=device) if plan.flags.TEACHER_BEST else None
+    bests = sum(plan.flags.TEACHER_BEST)
+    theirs = torch.empty(bests, rows, dtype=torch.int64, device=device) if bests else None
     settled = Settled(found, best, plan, theirs)  # type: ignore[arg-type]  # it has what a visit's plan is asked for
     settled.by_segment = make(plan.high, groups, dtype=torch.float32, device=device)
     return settled
@@ -213,23 +246,24 @@ class Plan(NamedTuple):
 def _plan(program: SegmentProgram) -> Plan:
     want = program.want
     used = tuple(i for i, there in enumerate(program.there) if any(there))
-    name, keys = want.teachers[0] if want.teachers else None, want.temperatures
-    met = want.temperatures_of(name) if name is not None else ()
-    shared = lambda x: tuple(name is not None and want.sums(x, T, name) for T in keys)
+    keys, met = want.temperatures, [(name, T) for name in want.teachers for T in want.temperatures_of(name)]
+    sums = lambda x: tuple(want.sums(x, T) for T in keys)
+    bests = bests_of(want)
+    looks = sum(f.element is not None for f in want.facts)
     flags = SettleFlags(
         SUMS=tuple(map(len, program.sums)), WIDE=tuple(x for walk in program.sums for x in walk),
         KINDS=tuple(KINDS.get(f.name, 0) for f in want.facts), USED=used,
         THERE=tuple(x for there in program.there for x in there), OF_SEGMENTS=program.of_segments,
-        PICK=want.target, TOTAL=want.total, BEST=want.argmax,
-        BEST_SLOT=1 + want.target + 2 * want.total,
-        WANT_X=tuple(want.sums("X", T) or x for T, x in zip(keys, shared("X"), strict=True)),
-        WANT_Q=tuple(want.sums("Q", T) for T in keys), TARGET=program.target,
-        TAUGHT=name is not None, TEACHER_BEST=name is not None and want.sums("argmax", teacher=name),
-        MET=tuple(T in met for T in keys), WANT_Y=shared("Y"), WANT_F=shared("F"), WANT_G=shared("G"),
-        GUIDED=tuple(x for there in program.guided for x in there),
+        PICK=want.target, TOTAL=want.total, BEST=want.argmax, BEST_SLOT=1 + want.target + 2 * want.total,
+        WANT_X=sums("X"), WANT_Q=sums("Q"), TARGET=program.target, TAUGHT=bool(want.teachers),
+        THEIR_SLOT=1 + want.target + 2 * want.total + want.argmax + len(keys) + sum(sums("X")) + sum(sums("Q")),
+        TEACHER_BEST=tuple(want.sums("argmax", teacher=name) for name in want.teachers),
+        BEST_OF=tuple(bests.index(f.teacher) if f.teacher in bests else 0 for f in want.facts),
+        MET=tuple(x in ("S", "St") or want.sums(x, T, name) for name, T in met for x in Meeting._fields), LOOKS=looks,
+        GUIDED=(*(x for there in program.guided for x in there), *(True,) * len(program.looked)),
     )  # fmt: skip
     sizes = (
-        1 + len(keys) + (name is not None) + len(met), flags.KINDS.count(0), 0, len(program.metrics),
+        1 + len(keys) + len(want.teachers) + 2 * len(met) + looks, flags.KINDS.count(0), 0, len(program.metrics),
         len(program.cotangents), len(program.input_cotangents),
     )  # fmt: skip
     pulled = 1 + sum(1 + sum(program.there[i]) for i in used) + sum(flags.GUIDED)

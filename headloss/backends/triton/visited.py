@@ -20,7 +20,7 @@ from headloss.backends.triton.printer.elements import printed
 from headloss.backends.triton.printer.facts import WIDE
 from headloss.backends.triton.printer.program import Program
 from headloss.draft import is_whole
-from headloss.facts import Fact, Softmax
+from headloss.facts import Fact, Softmax, Want
 from headloss.teachers import DenseSoftmax, SparseSoftmax
 
 KINDS = {"argmax": COLUMN.value, "teacher_argmax": TEACHER_COLUMN.value, **dict.fromkeys(WIDE, AT_IDS.value)}
@@ -106,9 +106,15 @@ def plan_of(program: Program) -> Plan:
     )  # fmt: skip
 
 
+def bests_of(want: Want) -> list[str]:
+    """The teachers whose likeliest columns are wanted."""
+    return [name for name in want.teachers if want.sums("argmax", teacher=name)]
+
+
 class Visited:
     """What a visit found; in ignored rows everything is 0.  The kernel's numbers by name, cut when asked for:
-    `found` (F, C), `wide` (W, C, K), the facts at ids and then their cotangents, and the columns `best`, `theirs`."""
+    `found` (F, C), `wide` (W, C, K), the facts at ids and then their cotangents, and columns: `best` (C,) and, of each
+    teacher that has one, `theirs`."""
 
     __slots__ = ("best", "found", "plan", "theirs", "wide")
 
@@ -124,7 +130,7 @@ class Visited:
         if not plan.more:
             return cls(found, None, plan)
         best = torch.empty(C, dtype=torch.int64, device=device) if plan.flags["BEST"] else None
-        theirs = torch.empty(C, dtype=torch.int64, device=device) if plan.flags["TEACHER_BEST"] else None
+        theirs = torch.empty(1, C, dtype=torch.int64, device=device) if plan.flags["TEACHER_BEST"] else None
         wide = None
         if plan.wide_slots:
             wide = torch.empty(plan.wide_slots, C, plan.program.width, dtype=torch.float32, device=device)
@@ -162,7 +168,7 @@ class Visited:
         cat = lambda name, dim: (
             None if getattr(first, name) is None else torch.cat([getattr(x, name) for x in parts], dim)
         )
-        return cls(cat("found", 1), cat("best", 0), first.plan, cat("theirs", 0), cat("wide", 1))  # type: ignore[arg-type]
+        return cls(cat("found", 1), cat("best", 0), first.plan, cat("theirs", 1), cat("wide", 1))  # type: ignore[arg-type]
 
     def _slots(self, which: int) -> Tensor:
         return self.found[self.ends[which] : self.ends[which + 1]]
@@ -197,8 +203,11 @@ class Visited:
         if self.best is self.theirs is self.wide:  # none of them
             slots: Sequence[Tensor] = self.block.unbind()
             return slots
-        whole = {"argmax": self.best, "teacher_argmax": self.theirs}
-        return [*self._named(self.program.want.facts, 1, 0, whole).values()]
+        want = self.program.want
+        whole: dict[tuple[str, str | None], Any] = {("argmax", None): self.best}
+        if self.theirs is not None:
+            whole |= {("teacher_argmax", n): x for n, x in zip(bests_of(want), self.theirs.unbind(), strict=True)}
+        return [*self._named(want.facts, 1, 0, whole).values()]
 
     @property
     def values(self) -> Tensor:
@@ -227,8 +236,8 @@ class Visited:
     def _named(self, facts: Sequence[Fact], which: int, skipped: int, whole: Any) -> dict[Fact, Tensor]:
         slots = iter(self._slots(which).unbind())
         wide = iter(() if self.wide is None else self.wide.unbind()[skipped:])
-        take = lambda name: whole[name] if name in whole else next(wide if name in WIDE else slots)
-        return {f: take(f.name) for f in facts}
+        take = lambda f, key: whole[key] if key in whole else next(wide if f.name in WIDE else slots)
+        return {f: take(f, (f.name, f.teacher)) for f in facts}
 
     @property
     def input_cotangents(self) -> dict[str, Tensor]:

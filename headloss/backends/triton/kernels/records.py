@@ -246,14 +246,14 @@ class SettleFlags(NamedTuple):
     WANT_X: Flag  # of each temperature
     WANT_Q: Flag
     TARGET: Flag  # whether a loss reads it
-    # of a dense teacher
+    # of dense teachers
     TAUGHT: Flag = False
-    TEACHER_BEST: Flag = False
-    MET: Flag = ()  # of each temperature, whether the two are compared at it
-    WANT_Y: Flag = ()
-    WANT_F: Flag = ()
-    WANT_G: Flag = ()
-    GUIDED: Flag = ()  # which of its coefficients there are
+    THEIR_SLOT: Flag = 0  # where what is theirs begins among the sums
+    TEACHER_BEST: Flag = ()  # of each, whether it has an argmax
+    BEST_OF: Flag = ()  # of each fact that is one, the number of its teacher among those
+    MET: Flag = ()  # of each temperature that each is compared at, which of the six sums there are
+    LOOKS: Flag = 0  # divergences
+    GUIDED: Flag = ()  # which of their coefficients there are
     # how it is called
     GRADIENT: Flag = True
     PER_ROW: Flag = ()

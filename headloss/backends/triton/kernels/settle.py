@@ -131,52 +131,45 @@ def field(sums, slot, N, like, THERE: tl.constexpr):
 
 
 @triton.jit
-def taught(sums, N, F: tl.constexpr):
-    """What a sweep with a dense teacher left of a block, in the order of `settle.packed`: the student's target, total
-    and argmax, S, X and Q; the teacher's maximum and argmax, St, Y, F and G."""
-    top = tl.load(sums)
-    away, slot = field(sums, 1, N, top, F.PICK)
-    total, slot = field(sums, slot, N, top, F.TOTAL)
-    best, slot = field(sums, slot, N, top, F.BEST)
-    topt, slot = field(sums, slot, N, top, True)
-    bestt, slot = field(sums, slot, N, top, F.TEACHER_BEST)
-    S, X, Q, St, Y, C, G = (), (), (), (), (), (), ()
-    for i in tl.static_range(len(F.PER_ROW)):
-        x, slot = field(sums, slot, N, top, True)
-        S = S + (x,)
-        x, slot = field(sums, slot, N, top, F.WANT_X[i])
-        X = X + (x,)
-        x, slot = field(sums, slot, N, top, F.WANT_Q[i])
-        Q = Q + (x,)
-        x, slot = field(sums, slot, N, top, F.MET[i])
-        St = St + (x,)
-        x, slot = field(sums, slot, N, top, F.WANT_Y[i])
-        Y = Y + (x,)
-        x, slot = field(sums, slot, N, top, F.WANT_F[i])
-        C = C + (x,)
-        x, slot = field(sums, slot, N, top, F.WANT_G[i])
-        G = G + (x,)
-    return top, away, total, best.to(tl.int64), S, X, Q, topt, bestt.to(tl.int64), St, Y, C, G
+def taught(sums, slot, N, like, F: tl.constexpr):
+    """What a sweep left of dense teachers, after the student's own, in the order of `settle.packed`: maxima, argmaxes,
+    the six sums of each temperature that they are compared at, and each divergence with the sum of its slopes."""
+    tops, bests, met, looks, slopes = (), (), (), (), ()
+    for _i in tl.static_range(len(F.TEACHER_BEST)):
+        x, slot = field(sums, slot, N, like, True)
+        tops = tops + (x,)
+    for i in tl.static_range(len(F.TEACHER_BEST)):
+        x, slot = field(sums, slot, N, like, F.TEACHER_BEST[i])
+        bests = bests + (x.to(tl.int64),)
+    for i in tl.static_range(len(F.MET)):
+        x, slot = field(sums, slot, N, like, F.MET[i])
+        met = met + (x,)
+    for _i in tl.static_range(F.LOOKS):
+        x, slot = field(sums, slot, N, like, True)
+        looks = looks + (x,)
+        x, slot = field(sums, slot, N, like, True)
+        slopes = slopes + (x,)
+    return tops, bests, met, looks, slopes
 
 
 @triton.jit
 def facts_of(sums, column, live, row, N, ranks, apart, columns, given, VALUES: tl.constexpr, F: tl.constexpr):
-    """`facts.finish` of a block: facts, and of the softmax maximum and log_sums, the student's and the teacher's."""
+    """`facts.finish` of a block: facts, and of the softmax maximum and log_sums, the student's; and the teachers'."""
     T = ()
     for i in tl.static_range(len(F.PER_ROW)):
         T = T + (temperature(given.temperatures[i], row, F.PER_ROW[i]),)
     theirs = ()
+    top, away, total, best, S, X, Q = merged(sums + column, T, N, ranks, apart, F)
     if F.TAUGHT:
-        top, away, total, best, S, X, Q, topt, bestt, St, Y, C, G = taught(sums + column, N, F)
-        values, logs, logs_t = VALUES(
-            top, away, total, best, T, S, X, Q, columns, bestt, St, Y, C, G, top, top, S, S
-        )  # no ids, no tail, no larger vocabulary
-        theirs = (kept(tl.where(topt > -float("inf"), topt, 0.0), live),)
-        for i in tl.static_range(len(logs_t)):
-            if F.MET[i]:
-                theirs = theirs + (kept(logs_t[i], live),)
+        tops, bests, met, looks, slopes = taught(sums + column, F.THEIR_SLOT, N, top, F)
+        values, logs, their_logs = VALUES(top, away, total, best, T, S, X, Q, columns, bests, met, looks)
+        for i in tl.static_range(len(tops)):
+            theirs = theirs + (kept(tl.where(tops[i] > -float("inf"), tops[i], 0.0), live),)
+        for i in tl.static_range(len(their_logs)):
+            theirs = theirs + (kept(their_logs[i], live),)
+        for i in tl.static_range(len(slopes)):
+            theirs = theirs + (kept(slopes[i], live),)
     else:
-        top, away, total, best, S, X, Q = merged(sums + column, T, N, ranks, apart, F)
         values, logs = VALUES(top, away, total, best, T, S, X, Q, columns)
     facts, log_sums = (), ()
     for i in tl.static_range(len(values)):
@@ -320,7 +313,7 @@ def settle_kernel(
             if F.KINDS[i] == COLUMN:
                 tl.store(at.best + row, facts[i], mask=here)
             elif F.KINDS[i] == TEACHER_COLUMN:
-                tl.store(at.teacher_best + row, facts[i], mask=here)
+                tl.store(at.teacher_best + row + F.BEST_OF[i] * wide, facts[i], mask=here)
             else:
                 tl.store(at.found + row + slot * wide, facts[i], mask=here)
                 slot += 1

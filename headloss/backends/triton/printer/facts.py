@@ -2,16 +2,18 @@
 
     facts(most, target, total, argmax, T, S, X, Q, vocab)        -> values, log_sums
     with a teacher, also (teacher_argmax, St, Y, F, G, ids, tail_most, tails, whole) -> values, log_sums, the teacher's
+    between sweeps, with dense teachers, (teacher_argmax, met, looks)  -> values, log_sums, log_S and log_St of each
 
-`whole`: see `facts.with_whole`.
+`whole`: see `facts.with_whole`; `met`: the six sums of each temperature that each teacher is compared at.
 
-Values stand in the order of the Want; a divergence's is 0, because the second look gives it.  No kernel and no other
-file of this backend knows the formula or the number of a fact.
+Values stand in the order of the Want.  A divergence's comes from the second look: between sweeps it is handed in, else
+0 stands for it.  No kernel and no other file of this backend knows the formula or the number of a fact.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -42,6 +44,7 @@ SUMS = {  # what the kernels of this backend sum, and what is made of that
 }  # fmt: skip
 OWN = ("most", "target", "total", "argmax", "T", "S", "X", "Q", "vocab")
 THEIRS = ("teacher_argmax", "St", "Y", "F", "G", "ids", "tail_most", "tails", "whole")
+BETWEEN = ("teacher_argmax", "met", "looks")
 ROWS = 3
 Texts = list[str | None]
 
@@ -69,6 +72,39 @@ def check_sums(want: Want) -> None:
 def values(want: Want, width: int = 0) -> Any:
     """`facts.finish` as a `@triton.jit` function of a row's sums; `width`: the ids that a sparse teacher names."""
     return compiled(values_source(want, width), NAME)
+
+
+def values_between(want: Want) -> Any:
+    """The same between two sweeps, where dense teachers may be several, and have other columns than the student."""
+    return compiled(_between_source(want) if want.teachers else values_source(want), NAME)
+
+
+@functools.lru_cache(256)
+def _between_source(want: Want) -> str:
+    check_sums(want)
+    keys, whole, each = range(len(want.temperatures)), torch.int64, len(Meeting._fields)
+    met = {name: want.temperatures_of(name) for name in want.teachers}
+    looks = [f for f in want.facts if f.element is not None]
+    names = [f"{x}[{i}]" for x in ("T", "S", "X", "Q") for i in keys]
+    names += [f"met[{i}]" for i in range(each * sum(map(len, met.values())))]
+    names += [f"looks[{i}]" for i in range(len(looks))]
+    given = [Given(x) for x in ("most", "target", "total", *names)]
+    given += [Given(f"teacher_argmax[{i}]", dtype=whole) for i in range(len(met))]
+    given += [Given("argmax", dtype=whole), Given("vocab", scalar=True)]
+
+    def settle(at: Mapping[str, Tensor]) -> list[list[Tensor | None]]:
+        moments = tuple(Moments(*(at[f"{x}[{i}]"] for x in Moments._fields)) for i in keys)
+        sums, teachers = iter(x for name, x in at.items() if name.startswith("met[")), []
+        for i, Ts in enumerate(met.values()):
+            meetings = tuple(Meeting(*itertools.islice(sums, each)) for _ in Ts)
+            teachers.append(DensePartial(at["most"], at[f"teacher_argmax[{i}]"], meetings))
+        partial = Partial(at["most"], at["argmax"], at["target"], at["total"], None, moments, tuple(teachers))
+        facts, softmax = finish(partial, want, [at[f"T[{i}]"] for i in keys], at["vocab"])  # type: ignore[arg-type]
+        facts |= {f: at[f"looks[{i}]"] for i, f in enumerate(looks)}
+        logs = [x for seen in softmax.teachers for x in (*seen.log_S, *seen.log_St)]  # type: ignore[union-attr]
+        return [[facts[f] for f in want.facts], [*softmax.log_sums], [*logs]]
+
+    return _values_source(settle, given, (*OWN, *BETWEEN))
 
 
 @functools.lru_cache(256)
@@ -105,10 +141,14 @@ def values_source(want: Want, width: int = 0) -> str:
             found.append([logs[met.index(i)] if logs and i in met else None for i in keys])
         return found
 
+    return _values_source(settle, given, (*OWN, *(THEIRS if want.teachers else ())), width)
+
+
+def _values_source(settle: Any, given: Sequence[Given], arguments: Sequence[str], width: int = 0) -> str:
     printer = Printer(width)
     results = _printed(printer, settle, given)
     text = ", ".join(f"({''.join(f'{x or 0.0}, ' for x in group).rstrip()})" for group in results)
-    return function(NAME, [*OWN, *(THEIRS if want.teachers else ())], printer.lines, f"({text})")
+    return function(NAME, [*arguments], printer.lines, f"({text})")
 
 
 def chain_rule(

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from headloss.backends.triton.printer.facts import values
+from headloss.backends.triton.printer.facts import values_between
 from headloss.backends.triton.printer.lower import compiled
 from headloss.backends.triton.printer.operands import Unprintable, constant, name_of
 from headloss.backends.triton.printer.printer import Printer, Value, dtype_of, kind_of
@@ -51,7 +51,8 @@ class SegmentProgram(NamedTuple):
     of_segments: tuple[bool, ...]  # of each term, whether its values belong to segments
     input_kinds: tuple[str, ...]  # of each input: "row", "segment" or "scalar"
     sums: tuple[tuple[bool, ...], ...]  # that each walk finds: whether in float64
-    guided: tuple[tuple[bool, ...], ...] = ()
+    guided: tuple[tuple[bool, ...], ...] = ()  # of each teacher, one after the other
+    looked: tuple[Fact, ...] = ()
     by_segment: bool = True
 
     @property
@@ -61,7 +62,7 @@ class SegmentProgram(NamedTuple):
     @property
     def values(self) -> Any:
         """The facts of a row from its sums."""
-        return values(self.want)
+        return values_between(self.want)
 
 
 def lower(
@@ -76,13 +77,10 @@ def lower(
 
 
 def _lower(terms: Any, want: Want, inputs: Mapping[str, Any], metrics: Any) -> SegmentProgram:
-    if len(want.teachers) > 1:
-        raise Unprintable("more than one teacher")
-    if any(f.element is not None for f in want.facts):
-        raise Unprintable("a divergence takes a second look, when the softmax is known")
-    page = _SegmentPage(want, inputs)
-    if page.width or any(f.name in SPARSE or is_whole(f.teacher) for f in want.facts if f.teacher is not None):
+    named = any(f"teacher_ids of {name}" in inputs for name in want.teachers)
+    if named or any(f.name in SPARSE or is_whole(f.teacher) for f in want.facts if f.teacher is not None):
         raise Unprintable("a teacher of some ids, or of a larger vocabulary, is settled in the sweep or apart")
+    page = _SegmentPage(want, inputs)
     for name, (call, trace) in terms.items():
         try:
             page.term(name, call, trace)
@@ -165,12 +163,14 @@ class _SegmentPage(Page):
 
     def segment_program(self) -> SegmentProgram:
         own, guided = self.pulls()
+        looked = tuple(f for f in self.by_fact if f.element is not None)
         walks, of = self._walks(), self.of_segments
         of_terms = list(self.values.values())
         rows = [
             [x if not s else "0.0" for x, s in zip(of_terms, of, strict=True)],
             self.metrics.values(), self.by_fact.values(), self.by_input.values(),
-            [x or "0.0" for k in own for x in k], [x or "0.0" for k in guided for x in k],
+            [x or "0.0" for k in own for x in k],
+            [*(x or "0.0" for k in guided for x in k), *(self.by_fact[f] for f in looked)],
         ]  # fmt: skip
         segment = [[x if s else "0.0" for x, s in zip(of_terms, of, strict=True)], self.segment_metrics.values()]
         results = [*map(_tuple, walks), *(f"({', '.join(map(_tuple, x))})" for x in (rows, segment))]
@@ -179,7 +179,7 @@ class _SegmentPage(Page):
             tuple(self.printer.numbers), tuple(self.metrics), tuple(self.by_fact), tuple(self.by_input), fed(own),
             tuple(self.left_out.items()), tuple(self.segment_metrics), tuple(of),
             tuple(self.shapes[n].kind for n in self.inputs),
-            tuple(tuple(self.printer.summed[x] for x in walk) for walk in walks), fed(guided),
+            tuple(tuple(self.printer.summed[x] for x in walk) for walk in walks), fed(guided), looked,
         )  # fmt: skip
 
     def _walks(self) -> list[list[str]]:
