@@ -32,8 +32,12 @@ SETTLES = "one launch for the facts, one that settles the segments, one for the 
 test_under_the_interpreter = interpreted(__file__)
 
 
+def with_agreement(teacher_cross_entropy, teacher_argmax, argmax):
+    return teacher_cross_entropy, {"same": (argmax == teacher_argmax).float()}
+
+
 @pytest.mark.skipif(INSIDE, reason="the interpreter compiles nothing")
-@pytest.mark.parametrize(("ranks", "taught"), [(1, False), (8, False), (1, True)])
+@pytest.mark.parametrize(("ranks", "taught"), [(1, 0), (8, 0), (1, 1), (1, 2)])
 @pytest.mark.parametrize("how", [(False, False), (True, True), (False, True)])
 def test_compiles_for_hopper_without_spills(how, ranks, taught, tmp_path):
     from test_triton_compile import ROWS, TARGETS, Built, empty
@@ -41,13 +45,16 @@ def test_compiles_for_hopper_without_spills(how, ranks, taught, tmp_path):
     from headloss.backends.triton import settle
     from headloss.backends.triton.printer.segments import lower
     from headloss.facts import Want
-    from headloss.trace.signature import ONLY
     from headloss.trace.trace import Shape, trace
 
     shapes = {n: Shape("row", torch.float32, ()) for n in ("advantage", "old_logprob", "ref_logprob")}
     shapes["desirable"] = Shape("segment", torch.bool, ())
-    terms = {"rl": gspo, "kto": kto, "ce": cross_entropy} | ({"kd": reverse_kl} if taught else {})
-    calls = {n: hl.Term(fn).call(None, {ONLY: hl.Logits(empty(ROWS, 8))} if taught else {}) for n, fn in terms.items()}
+    terms = {"rl": gspo, "kto": kto, "ce": cross_entropy}
+    terms |= {"kd": hl.Term(reverse_kl, teacher="a")} if taught else {}
+    terms |= {"j": hl.Term(jsd, teacher="b"), "same": hl.Term(with_agreement, teacher="b")} if taught > 1 else {}
+    teachers = {name: hl.Logits(empty(ROWS, 8)) for name in "ab"[:taught]}
+    terms = {n: x if isinstance(x, hl.Term) else hl.Term(x) for n, x in terms.items()}
+    calls = {n: term.call(None, teachers) for n, term in terms.items()}
     own = lambda call: {n: x for n, x in shapes.items() if n in call.input_names}
     traces = {n: trace(call, own(call), torch.float32, "cpu", True) for n, call in calls.items()}
     want = Want([f for call in calls.values() for f in call.facts])
@@ -508,10 +515,6 @@ def half_square(logp, logq):
     return (0.5 * logp).exp() * logq
 
 
-def with_agreement(teacher_cross_entropy, teacher_argmax, argmax):
-    return teacher_cross_entropy, {"same": (argmax == teacher_argmax).float()}
-
-
 SEVERAL = {
     "a": hl.Term(forward_kl, teacher="a"),
     "b": hl.Term(reverse_kl, teacher="b", temperature=2.0, weight=0.3),
@@ -570,12 +573,16 @@ def test_facts_of_several_teachers():
     x, a, b = torch.randn(9, 41), torch.randn(9, 41), torch.randn(9, 33)
     targets = torch.arange(9)
     terms = {name: hl.Term(with_agreement, teacher=name) for name in "ab"}
-    found = []
+    found, facts = [], []
     for backend in ("torch", "triton"):
         out = hl.Objective(**terms, backend=backend)(
             hl.Logits(x.clone().requires_grad_()), targets, teacher={"a": hl.Logits(a), "b": hl.Logits(b)}
         )
         found.append({n: float(m.value) for n, m in out.metrics.items()})
+        facts.append({str(fact): x.detach().double() for fact, x in out.facts.items()})
+    for name, fact in facts[0].items():
+        torch.testing.assert_close(facts[1][name], fact, rtol=1e-4, atol=1e-5)
+    assert sum("argmax" in name for name in facts[0]) == 3
     wanted = {"a/same": (x.argmax(1) == a.argmax(1)), "b/same": x.argmax(1) == b.argmax(1)}
     for name, same in wanted.items():
         assert found[0][name] == pytest.approx(found[1][name]) == pytest.approx(float(same.float().mean()))

@@ -134,6 +134,7 @@ def field(sums, slot, N, like, THERE: tl.constexpr):
 def taught(sums, slot, N, like, F: tl.constexpr):
     """What a sweep left of dense teachers, after the student's own, in the order of `settle.packed`: maxima, argmaxes,
     the six sums of each temperature that they are compared at, and each divergence with the sum of its slopes."""
+    LOOKS: tl.constexpr = F.LOOKS
     tops, bests, met, looks, slopes = (), (), (), (), ()
     for _i in tl.static_range(len(F.TEACHER_BEST)):
         x, slot = field(sums, slot, N, like, True)
@@ -144,7 +145,7 @@ def taught(sums, slot, N, like, F: tl.constexpr):
     for i in tl.static_range(len(F.MET)):
         x, slot = field(sums, slot, N, like, F.MET[i])
         met = met + (x,)
-    for _i in tl.static_range(F.LOOKS):
+    for _i in tl.static_range(LOOKS):
         x, slot = field(sums, slot, N, like, True)
         looks = looks + (x,)
         x, slot = field(sums, slot, N, like, True)
