@@ -200,3 +200,92 @@ def test_a_second_backward_makes_the_gradient_again() -> None:
     (first,) = torch.autograd.grad(loss, leaf, retain_graph=True)
     (second,) = torch.autograd.grad(loss, leaf)
     torch.testing.assert_close(first, second, rtol=1e-12, atol=1e-15)
+
+
+def spread(sum_p2: Tensor) -> Tensor:
+    return sum_p2
+
+
+def level(mean_logprob: Tensor) -> Tensor:
+    return -mean_logprob
+
+
+def chosen(ids_logprob: Tensor) -> Tensor:
+    return -ids_logprob[:, 0]
+
+
+def margin(top_logprob: Tensor) -> Tensor:
+    return top_logprob[:, 0] - top_logprob[:, 1]
+
+
+def scaled(logit_square: Tensor) -> Tensor:
+    return logit_square / 50
+
+
+TERMS: dict[str, hl.Term] = {
+    "ce": hl.Term(cross_entropy),
+    "warm": hl.Term(cross_entropy, temperature=3.0),
+    "entropy": hl.Term(entropy_bonus),
+    "spread": hl.Term(spread),
+    "level": hl.Term(level),
+    "own": hl.Term(cross_entropy, targets="own"),
+    "chosen": hl.Term(chosen),
+    "margin": hl.Term(margin, top=2),
+    "bucket": hl.Term(forward_kl, teacher="few", tail="bucket"),
+    "warm bucket": hl.Term(reverse_kl, teacher="few", tail="bucket", temperature=2.0),
+    "no tail": hl.Term(jsd, teacher="few", tail="none"),
+    "other ids": hl.Term(tvd, teacher="others", tail="bucket"),
+    "renormalised": hl.Term(forward_kl, teacher="others", tail="renormalise"),
+    "forward": hl.Term(forward_kl, teacher="all"),
+    "reverse": hl.Term(reverse_kl, teacher="all"),
+    "jsd": hl.Term(jsd, teacher="all"),
+    "skew": hl.Term(skew_kl, teacher="all", temperature=2.0),
+    "narrow": hl.Term(jsd, teacher="narrow"),
+    "plain": hl.Term(scaled, teacher="all"),
+}
+
+
+@pytest.mark.parametrize("far", [False, True])
+@pytest.mark.parametrize("kind", ["Logits", "in place", "Linear"])
+@pytest.mark.parametrize("name", TERMS)
+def test_pairs_of_terms(name: str, kind: str, far: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing that is kept changes a gradient: in pairs of everything that may be asked of a row.
+
+    `far`: tails that lie so far below their rows that the logits are asked for again, and a softcap.
+    """
+    torch.manual_seed(0)
+    z, y = torch.randn(N, V, dtype=torch.float64), torch.randint(V, (N,))
+    ids, others = (torch.rand(N, V).topk(4, -1).indices for _ in range(2))
+    said = torch.randn(N, 5, dtype=torch.float64).log_softmax(-1)[:, :4]
+    if far:
+        z[3:7].scatter_add_(1, ids[3:7], torch.full((4, 4), 90.0, dtype=torch.float64))
+    teachers = {
+        "few": hl.Sparse(ids, said), "others": hl.Sparse(others, said.flip(0)),
+        "all": hl.Logits(torch.randn(N, V, dtype=torch.float64)),
+        "narrow": hl.Logits(torch.randn(N, V - 5, dtype=torch.float64)),
+    }  # fmt: skip
+    y[::4] = -100
+    eye = torch.eye(V, dtype=torch.float64)
+    backend = choose("torch", torch.device("cpu"))
+    keep = backend.keep
+
+    def gradient(other: str, keeps: bool, softcap: float | None) -> Tensor:
+        monkeypatch.setattr(backend, "keep", keep if keeps else lambda *how: None)
+        leaf = z.clone().requires_grad_()
+        made = leaf * 1
+        how = {"softcap": softcap}
+        source: Any = hl.Linear(made, eye, memory=4 * V * 8 * 2, **how)
+        if kind != "Linear":
+            source = hl.Logits(made, inplace=kind == "in place", **how)
+        terms = {n.replace(" ", "_"): TERMS[n] for n in dict.fromkeys((name, other))}
+        taken = {t.teacher for t in terms.values()}
+        call: dict[str, Any] = {"teacher": {n: x for n, x in teachers.items() if n in taken} or None}
+        call |= {"own": y.flip(0).where(y >= 0, -100)} if "own" in terms else {}
+        call |= {"ids": others[:, :2]} if "chosen" in terms else {}
+        loss = hl.Objective(**terms)(source, y, **call).loss
+        return torch.autograd.grad(loss, leaf)[0]
+
+    for other in [*TERMS][[*TERMS].index(name) :]:
+        for softcap in (None, 70.0) if far else (None,):
+            with_and_without = [gradient(other, keeps, softcap) for keeps in (True, False)]
+            torch.testing.assert_close(*with_and_without, rtol=1e-9, atol=1e-11, msg=lambda m, o=other: f"{o}: {m}")

@@ -106,8 +106,8 @@ class Comparison:
                 return {"tail_max": tail_B + max_B, "near": tail_B}
             row_BK = torch.arange(len(x_BV), device=x_BV.device)[:, None].expand_as(column_BK)
             x_BV[row_BK[here_BK], column_BK[here_BK]] = ids_BK[here_BK]
-            if self.kept is not None:
-                self.kept.missing.add(rows.start)
+        if self.kept is not None and self.kept.over and self.kept.kind == "e":
+            self.kept.missing.add(rows.start)  # the tail's pull will be made of the logits
         tail_BV = x_BV.masked_fill(inside(column_BK, here_BK, x_BV.shape[-1]), -math.inf)
         tail_B = tail_BV.amax(-1) if tail_BV.shape[-1] else torch.full_like(max_B, -math.inf)
         tail_BV -= tail_B.masked_fill(tail_B == -math.inf, 0.0)[:, None]

@@ -16,6 +16,9 @@ from headloss.facts import Softmax
 from headloss.teachers import FLOOR, Temperature
 
 
+GONE = "the logits are asked for, and the exponentials that were kept stand in their place"
+
+
 class Room:
     """Buffers that the tiles of a sweep have in turn: fresh memory costs as much as a pass over it."""
 
@@ -47,6 +50,7 @@ class Tile:
         self.raw_BV, self.rows, self.scale, self.softcap, self.softmax = raw_BV, rows, scale, softcap, softmax
         self.kept = kept if kept is not None and rows.start not in kept.missing else None
         self.kept_BV = None if self.kept is None else self.kept.tile(rows)
+        self.gone = self.kept is not None and self.kept.over and self.kept.kind != "tanh"
         self.ids_BK = (
             None if self.kept is None else self.kept.ids.get(rows.start)
         )  # e at the ids that it is kept without
@@ -59,10 +63,12 @@ class Tile:
     def t_BV(self) -> Tensor:
         """tanh of the logits over their softcap."""
         t_BV = self.held("tanh")
+        assert not self.gone, GONE
         return bent(self.raw_BV, self.scale, self.softcap or 1.0) if t_BV is None else t_BV
 
     @functools.cached_property
     def z_BV(self) -> Tensor:
+        assert not self.gone, GONE
         return logits(self.raw_BV, self.scale, None) if self.softcap is None else self.t_BV * self.softcap
 
     def x_BV(self, T: Temperature, name: str) -> Tensor:
