@@ -220,6 +220,7 @@ def _over_ids_alone(fn: Callable[..., Any]) -> Callable[..., Any]:
         logp = torch.where(held, ids_logit.clamp(min=FLOOR), FLOOR).log_softmax(-1).clamp(min=FLOOR)
         mass = teacher_logprob.logsumexp(-1, keepdim=True)
         logq = (teacher_logprob - mass.masked_fill(mass == -math.inf, 0.0)).clamp(min=FLOOR)
+        logp, logq = torch.where(held, logp, 0.0), torch.where(held, logq, 0.0)  # no slope of a padding is NaN
         return torch.where(held, fn(logp, logq, **options), 0.0).sum(-1)
 
     return loss

@@ -172,3 +172,29 @@ def test_a_pull_where_p_and_q_are_known(fn, known, monkeypatch):
         torch.testing.assert_close(value, right.detach())
         torch.testing.assert_close(out, want)
     assert room[:, 13:18].isnan().all()
+
+
+def triangular(logp, logq):
+    p, q = logp.exp(), logq.exp()
+    return (p - q) ** 2 / (p + q)
+
+
+@pytest.mark.parametrize("tail", ["bucket", "none", "renormalise"])
+def test_padding_makes_no_nan_of_a_function_that_is_none_at_zero(tail):
+    """0 / 0 where neither has any probability: rows with and without ids, and one whose ids are few."""
+    z = (torch.randn(4, 9, dtype=torch.float64) - 6).requires_grad_()
+    ids = torch.tensor([[1, 2, 3], [1, 2, -1], [7, -1, -1], [-1, -1, -1]])
+    logq = torch.tensor([[0.5, 0.3, 0.1]] * 4).double().log()
+    out = hl.Objective(kd=hl.Term(triangular, tail=tail))(hl.Logits(z), teacher=hl.Sparse(ids, logq))
+    out.loss.backward()
+    logp, want = z.detach().log_softmax(-1), []
+    for n, row in enumerate(ids):
+        named = row[row >= 0]
+        p, q = logp[n, named].exp(), logq[n, : len(named)].exp()
+        if tail == "renormalise":
+            p, q = p / p.sum(), q / q.sum()
+        elif tail == "bucket":
+            p, q = torch.cat([p, 1 - p.sum()[None]]), torch.cat([q, 1 - q.sum()[None]])
+        want.append(((p - q) ** 2 / (p + q)).sum())
+    torch.testing.assert_close(out.loss.detach(), torch.stack(want).mean())
+    assert not z.grad.isnan().any()
