@@ -15,7 +15,6 @@ from headloss.backends.torch_kept import Kept
 from headloss.facts import Softmax
 from headloss.teachers import FLOOR, Temperature
 
-
 GONE = "the logits are asked for, and the exponentials that were kept stand in their place"
 
 

@@ -178,15 +178,15 @@ def second_look(*elements):
     return Built(lambda: beside._look(*call))
 
 
-def taught_pull(names="", own="", *, element=None, dtype="bf16"):
-    """A dense teacher's pull, and the student's."""
+def taught_pull(names="", own="", *, element=None, dtype="bf16", teachers=1):
+    """Dense teachers' pulls, and the student's."""
     some = lambda letters, those: [empty(ROWS) if x in those else None for x in letters]
     looks = (Look(element, empty(ROWS), empty(ROWS)),) if element else ()
     numbers = (empty(ROWS), empty(ROWS), (empty(ROWS),), (empty(ROWS),), (1.0,))
     met = pulls.Met(chunk(128256, dtype), *numbers, (DensePull(*some("ABCD", names), looks=looks),))
     entries = [pulls.Entry(1.0, empty(ROWS), empty(ROWS), Pull(*some("ABECY", own)))] if own else []
     raw = empty(ROWS, 128256, kind=dtype)
-    return Built(lambda: pulls._write(raw, TARGETS, raw, entries, met, PLAIN, 0, None))
+    return Built(lambda: pulls._write(raw, TARGETS, raw, entries, [met] * teachers, PLAIN, 0, None))
 
 
 def sparse(which):
@@ -223,6 +223,8 @@ TAUGHT = {
     "pull, float32": lambda: taught_pull("AD", dtype="fp32"),
     "pull of a look": lambda: taught_pull(element=JSD),
     "pull of everything": lambda: taught_pull("ABCD", "ABECY", element=JSD),
+    "pull of two forward comparisons": lambda: taught_pull("AD", "AY", teachers=2),
+    "pull of two looks": lambda: taught_pull("AD", "AY", element=JSD, teachers=2),
     "ids, each once": lambda: sparse(0),
     "tail": lambda: sparse(3),
     "values at ids": lambda: sparse(6),

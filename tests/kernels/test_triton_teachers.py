@@ -410,8 +410,7 @@ def test_tails():
 
 
 @inside
-def test_several_teachers_of_both_kinds(monkeypatch):
-    monkeypatch.setattr(import_module("headloss.backends.triton.pulls"), "TILE_BYTES", 2 * 4 * 147)
+def test_several_teachers_of_both_kinds():
     facts = wants("teacher_cross_entropy", "teacher_argmax", teacher="a")
     facts += wants("reverse_cross_entropy", "shared_entropy", teacher="b", T=(2.0,))
     facts += divergences(ELEMENTS[:1], 2.0, "b")

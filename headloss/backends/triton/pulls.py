@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -19,7 +20,6 @@ from headloss.backends.triton.tiles import (
     Shape,
     Transform,
     check_dtype,
-    nest,
     per_row,
     places,
     plain_temperature,
@@ -44,7 +44,6 @@ from headloss.teachers import (
 # by columns in hand, as in `sweeps.py`; measured on an H200, see benchmarks/gpu_teachers.py
 WITH_TEACHER = ((2048, Shape(2048, 128, 1, 1, 4)), (1 << 31, Shape(4096, 256, 1, 1, 8)))
 WITH_DIVERGENCE = ((2048, Shape(2048, 128, 1, 1, 4)), (1 << 31, Shape(8192, 128, 2, 1, 4)))  # with a divergence's slope
-TILE_BYTES = 64 << 20  # of the float32 buffer that several dense teachers' pulls meet in
 
 
 class Entry(NamedTuple):
@@ -66,6 +65,11 @@ class Met(NamedTuple):
     log_St: tuple[Tensor, ...]
     T: tuple[Temperature, ...]  # the student's
     pulls: tuple[DensePull, ...]
+
+    def cut(self, low: int, high: int) -> Met:
+        """Of these columns alone."""
+        chunk = self.chunk._replace(raw_CV=self.chunk.raw_CV[:, low:], columns=high - low)
+        return self._replace(chunk=chunk)
 
 
 class Named(NamedTuple):
@@ -153,28 +157,13 @@ def _everywhere(
     start: int,
     shape: Shape | None,
 ) -> None:
-    """The gradient at every column, but for the ids of sparse teachers."""
-    C, V = raw_CV.shape
-    if len(dense) < 2:
-        U = dense[0].chunk.columns if dense else 0
-        if U:
-            _write(raw_CV[:, :U], target_C, out_CV[:, :U], entries, dense[0], how, start, shape)
-        if U < V:
-            _write(raw_CV[:, U:], target_C, out_CV[:, U:], entries, None, how, start + U, shape)
-        return
-    step = max(1, TILE_BYTES // (4 * V))
-    wide = torch.empty(min(step, C), V, dtype=torch.float32, device=raw_CV.device)
-    for i in range(0, C, step):
-        part = lambda x, i=i: x[i : i + step]
-        raw_BV, target_B = part(raw_CV), None if target_C is None else part(target_C)
-        wide_BV, own = wide[: len(raw_BV)], nest(tuple(entries), part)
-        for n, met in enumerate(nest(tuple(dense), part)):
-            U = met.chunk.columns
-            more = {"add": n > 0}
-            _write(raw_BV[:, :U], target_B, wide_BV[:, :U], [] if n else own, met, how, start, shape, **more)
-            if U < V and n == 0:
-                _write(raw_BV[:, U:], target_B, wide_BV[:, U:], own, None, how, start + U, shape)
-        part(out_CV).copy_(wide_BV)
+    """The gradient at every column, but for the ids of sparse teachers: one launch for all columns that the same dense
+    teachers have."""
+    V = raw_CV.shape[1]
+    cuts = sorted({0, V, *(met.chunk.columns for met in dense)})
+    for low, high in itertools.pairwise(cuts):
+        mine = [met.cut(low, high) for met in dense if met.chunk.columns >= high]
+        _write(raw_CV[:, low:high], target_C, out_CV[:, low:high], entries, mine, how, start + low, shape)
 
 
 def _write(
@@ -182,62 +171,63 @@ def _write(
     target_C: Tensor | None,
     out_CV: Tensor,
     entries: Sequence[Entry],
-    met: Met | None,
+    dense: Sequence[Met],
     how: Transform,
     start: int,
     shape: Shape | None,
-    add: bool = False,
 ) -> None:
     check_dtype(raw_CV)
     C, V = raw_CV.shape
-    if not entries and met is None:
-        if not add:
-            out_CV.zero_()
+    if not entries and not dense:
+        out_CV.zero_()
         return
     raw, out = rows_of(raw_CV), rows_of(out_CV)
-    looking = met is not None and any(k.looks for k in met.pulls)
+    looking = any(k.looks for met in dense for k in met.pulls)
     shape = shape or row_shape(WITH_DIVERGENCE if looking else WITH_TEACHER, V)
     numbers = [x for e in entries for x in (e.max, e.log_sum, *e.pull) if x is not None]
     given = tuple(plain_temperature(e.T) for e in entries)
     own = lambda i: tuple(e.pull[i] is not None for e in entries)
     target = target_C if any(own(4)) else None
-    assert not add or target is None, "the student's own pull is in the first launch"
     flags = PullFlags(
         own(0), own(1), own(2), own(3), own(4), per_row(given), target is not None, **how.flags(),
         WIDTH=shape.width, LINE=out.line, VEC=out.vector, RAW_VEC=vector_along(out, raw), BLOCK=shape.block(out_CV),
-        STAGES=shape.stages, MAXIMA=True, ADD=add,
+        STAGES=shape.stages, MAXIMA=True,
     )  # fmt: skip
-    met_given: tuple[Any, ...] = ()
-    theirs: tuple[Any, ...] = ()
-    options: tuple[float, ...] = ()
-    teacher, other, element = raw, Transform(1.0, None), None
-    if met is not None:
-        teacher = rows_of(readable(met.chunk.raw_CV[:, :V]))
-        other = Transform(met.chunk.scale, met.chunk.softcap)
-        met_given = tuple(plain_temperature(T) for T in met.T)
-        theirs = tuple(plain_temperature(T) for T in met.chunk.temperatures)
-        numbers += [met.own_max, met.max]
-        for i, k in enumerate(met.pulls):
-            numbers += [met.log_S[i], met.log_St[i], *(x for x in k[:4] if x is not None)]
-        looks = [(i, at) for i, k in enumerate(met.pulls) for at in k.looks]
+    element, numbers_given = None, PullGiven(given, *how.numbers)
+    theirs = [rows_of(readable(met.chunk.raw_CV[:, :V])) for met in dense]
+    if dense:
+        every = [(t, i, k) for t, met in enumerate(dense) for i, k in enumerate(met.pulls)]
+        others = [Transform(met.chunk.scale, met.chunk.softcap) for met in dense]
+        met_given = tuple(plain_temperature(T) for met in dense for T in met.T)
+        their_given = tuple(plain_temperature(T) for met in dense for T in met.chunk.temperatures)
+        numbers += [dense[0].own_max, *(met.max for met in dense)]
+        for t, i, k in every:
+            numbers += [dense[t].log_S[i], dense[t].log_St[i], *(x for x in k[:4] if x is not None)]
+        looks = [(n, at) for n, (_, _, k) in enumerate(every) for at in k.looks]
         numbers += [x for _, at in looks for x in (at.g, at.C)]
-        on = lambda n: tuple(k[n] is not None for k in met.pulls)
+        on = lambda n: tuple(k[n] is not None for _, _, k in every)
         flags = flags._replace(
-            TEACHER=True, TA=on(0), TB=on(1), TC=on(2), TD=on(3), LOOKS=tuple(i for i, _ in looks),
-            MET_PER_ROW=per_row(met_given), TEACHER_PER_ROW=per_row(theirs), **other.flags("TEACHER_"),
-            TEACHER_VEC=vector_along(out, teacher),
+            MET_OF=tuple(t for t, _, _ in every), TA=on(0), TB=on(1), TC=on(2), TD=on(3),
+            LOOKS=tuple(n for n, _ in looks), MET_PER_ROW=per_row(met_given), TEACHER_PER_ROW=per_row(their_given),
+            TEACHER_SCALED=tuple(x.flags()["SCALED"] for x in others),
+            TEACHER_CAPPED=tuple(x.flags()["CAPPED"] for x in others),
+            TEACHER_VEC=tuple(vector_along(out, x) for x in theirs),
         )  # fmt: skip
+        options: tuple[float, ...] = ()
         if looks:
-            element, options = printed(tuple((i, at.element) for i, at in looks), len(met.pulls))
+            element, options = printed(tuple((n, at.element) for n, at in looks), len(every))
+        numbers_given = numbers_given._replace(
+            met_temperatures=met_given, teacher_temperatures=their_given, numbers=options,
+            teacher_scales=tuple(x.numbers[0] for x in others), teacher_caps=tuple(x.numbers[1] for x in others),
+            teacher_strides=tuple(x.x_CV.stride(0) for x in theirs), teacher_leads=tuple(x.lead for x in theirs),
+        )  # fmt: skip
     # stacked: a coefficient may be a stride-0 expand straight from a sum's backward
     rows = torch.stack([x.to(torch.float32) for x in numbers])
     parts = triton.cdiv(V + out.skew, shape.width)
     launch_kernel(
             pull_kernel, C * parts,
-        PullAt(raw.x_CV, teacher.x_CV, rows, out.x_CV), target,
-        PullGiven(given, met_given, theirs, options, *how.numbers, *other.numbers), C, V, parts,
-        raw.x_CV.stride(0), raw.lead, teacher.x_CV.stride(0), teacher.lead, out.x_CV.stride(0), out.lead,
-        0 if target is None else target.stride(0), start,
+        PullAt(raw.x_CV, tuple(x.x_CV for x in theirs), rows, out.x_CV), target, numbers_given, C, V, parts,
+        raw.x_CV.stride(0), raw.lead, out.x_CV.stride(0), out.lead, 0 if target is None else target.stride(0), start,
         ELEMENT=element, F=flags, num_warps=shape.warps, **LAUNCH,
     )  # fmt: skip
 
@@ -258,13 +248,13 @@ def _at_ids(
     column_CK, _ = places(ids_CK, start, raw_CV.shape[-1])
     raw_CK = raw_CV.gather(-1, column_CK)
     grad_CK = torch.empty(C, K, dtype=torch.float32, device=raw_CV.device)
-    _write(raw_CK, None, grad_CK, [e._replace(pull=e.pull._replace(y=None)) for e in entries], None, how, 0, None)
+    _write(raw_CK, None, grad_CK, [e._replace(pull=e.pull._replace(y=None)) for e in entries], (), how, 0, None)
     for met in dense:
         U = met.chunk.columns
         theirs_CK = met.chunk.raw_CV[:, :U].gather(-1, column_CK.clamp(max=U - 1))
         own = met._replace(chunk=met.chunk._replace(raw_CV=theirs_CK, columns=K))
         more_CK = torch.empty_like(grad_CK)
-        _write(raw_CK, None, more_CK, [], own, how, 0, None)
+        _write(raw_CK, None, more_CK, [], [own], how, 0, None)
         grad_CK += more_CK.masked_fill_(column_CK >= U, 0.0)
     z_CK = how(raw_CK)
     own_CK = torch.zeros_like(grad_CK)  # d/dz

@@ -235,10 +235,8 @@ def pull_rows(
     aims = known.constants["F"].TARGET
     target = target_C if aims else None
     parts = -(-(V + out.skew) // shape.width)
-    numbers = PullGiven(given, (), (), (), float(scale), softcap or 1.0, 1.0, 1.0)
-    places = (
-        stride, raw.lead, stride, raw.lead, out_stride, out.lead, 0 if target is None else target.stride(0), start,
-    )  # fmt: skip
+    numbers = PullGiven(given, float(scale), softcap or 1.0)
+    places = (stride, raw.lead, out_stride, out.lead, 0 if target is None else target.stride(0), start)
     key = (*kinds_of(raw.x_CV, rows_FC, out.x_CV, target, *given), C == 1, C & 15, C >> 31, V, parts, places)
     found = (known, aims, key, C * parts, (numbers, C, V, parts, *places))
     if noted is not None and raw.x_CV is raw_CV and out.x_CV is out_CV:
@@ -249,7 +247,7 @@ def pull_rows(
 def fire_pull(known: tuple[Any, ...], x: Tensor, target: Tensor | None, rows_FC: Tensor, out: Tensor) -> None:
     """Launch the kernel of `pull_rows`."""
     launch, aims, key, programs, how = known
-    launch.run(key, x.get_device(), programs, (PullAt(x, x, rows_FC, out), target if aims else None, *how))
+    launch.run(key, x.get_device(), programs, (PullAt(x, (), rows_FC, out), target if aims else None, *how))
 
 
 _PULLS: dict[Any, Launch] = {}

@@ -4,10 +4,10 @@ Dimension key:  C rows handed in   V columns in hand   U columns shared with the
 
     sums   the first dense teacher in the student's own launch, every further teacher in one of its own
     look   one launch for each teacher and temperature that a divergence needs both softmaxes of
-    pull   one launch for the student, the tails and a dense teacher (`pulls.py`); with several dense teachers,
-           one for each into a float32 buffer; at the ids of sparse teachers it is made apart and stored last
+    pull   one launch for the student, the tails and all dense teachers (`pulls.py`); at the ids of sparse teachers it
+           is made apart and stored last
 
-The columns that only the student has are a launch of its own.
+Columns that not all of them have are a launch of their own.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
     d(loss)/d(s_j) = p_j (a + b log p_j + e p_j) + c + y 1[j=y]        the student's own, summed over temperatures
                    + t e^(s_j - tail lse)                              a sparse teacher's tail: an entry with a maximum
                                                                        of its own; what it leaves at the ids is junk
-                   + p_j (a + b log p_j + c log q_j) + d q_j           a dense teacher's, where p and q are the
+                   + p_j (a + b log p_j + c log q_j) + d q_j           each dense teacher's, where p and q are the
                    + g (f'_j - p_j sum f')                             softmaxes over the columns that both have
 
 with s = z / T.  `ELEMENT` is a printed function: of (log p, log q) at each temperature and of numbers, it gives for
@@ -49,12 +49,12 @@ def exponentials(logs):
 
 
 @triton.jit
-def gradient(raw, other, own, tops, met, looks, given, ELEMENT: tl.constexpr, F: tl.constexpr):
+def gradient(raw, others, own, tops, met, looks, given, ELEMENT: tl.constexpr, F: tl.constexpr):
     """The dense part, and z.
 
-    `own` has seven numbers for each entry: maximum, log2(e) / T, log_sum; a, b, e, c over T, b in base 2.  `met` has
-    eight for each temperature of a teacher: see `log_pair`; a, b, c, d over T.  `looks` has two for each divergence:
-    g over T, sum f'.
+    `own` has seven numbers for each entry: maximum, log2(e) / T, log_sum; a, b, e, c over T, b in base 2.  `others` are
+    the teachers' logits, `tops` the student's maximum and theirs; `met` has eight numbers for each temperature of each
+    of them: see `log_pair`; a, b, c, d over T.  `looks` has two for each divergence: g over T, sum f'.
     """
     z = logits(raw, given.scale, given.cap, F.SCALED, F.CAPPED)
     g = tl.zeros_like(z)
@@ -70,11 +70,14 @@ def gradient(raw, other, own, tops, met, looks, given, ELEMENT: tl.constexpr, F:
             g += p * slope
         if F.C[i]:
             g += own[7 * i + 6]
-    if F.TEACHER:
-        u = logits(other, given.teacher_scale, given.teacher_cap, F.TEACHER_SCALED, F.TEACHER_CAPPED)
+    if len(F.TA) > 0:
+        u = ()
+        for t in tl.static_range(len(others)):
+            scale, cap = given.teacher_scales[t], given.teacher_caps[t]
+            u = u + (logits(others[t], scale, cap, F.TEACHER_SCALED[t], F.TEACHER_CAPPED[t]),)
         logs = ()
         for i in tl.static_range(len(F.TA)):
-            log_p, log_q = log_pair(z, u, tops, met, 8 * i)
+            log_p, log_q = log_pair(z, u[F.MET_OF[i]], (tops[0], tops[1 + F.MET_OF[i]]), met, 8 * i)
             logs = logs + (log_p, log_q)
             if F.TA[i] or F.TB[i] or F.TC[i]:
                 slope = met[8 * i + 4] + 0.0
@@ -105,37 +108,43 @@ def coefficient(rows, N, over, live, PRESENT: tl.constexpr):
 
 
 @triton.jit
-def put(g, out, here, F: tl.constexpr):
-    if F.ADD:
-        g += tl.load(out, mask=here, other=0.0)
-    tl.store(out, g.to(out.dtype.element_ty), mask=here)
+def row_of(x, row, stride, lead, skew, VEC: tl.constexpr):
+    """Where a row's columns begin, counted as those of the output are."""
+    return x + tl.multiple_of(row.to(tl.int64) * stride + lead - skew, VEC)
+
+
+@triton.jit
+def loaded(teachers, place, here):
+    """What each teacher says there."""
+    found = ()
+    for t in tl.static_range(len(teachers)):
+        found = found + (tl.load(teachers[t] + place, mask=here, other=0.0),)
+    return found
 
 
 @triton.jit(
     do_not_specialize=[
-        "N", "V", "parts", "stride", "lead", "teacher_stride", "teacher_lead", "out_stride", "out_lead",
-        "target_stride", "start",
+        "N", "V", "parts", "stride", "lead", "out_stride", "out_lead", "target_stride", "start",
     ],
     do_not_specialize_on_alignment=["target"],
 )  # fmt: skip
 def pull_kernel(
-    at, target, given, N, V, parts, stride, lead, teacher_stride, teacher_lead, out_stride, out_lead, target_stride,
-    start, ELEMENT: tl.constexpr, F: tl.constexpr,
+    at, target, given, N, V, parts, stride, lead, out_stride, out_lead, target_stride, start,
+    ELEMENT: tl.constexpr, F: tl.constexpr,
 ):  # fmt: skip
-    """With ADD, which has no TARGET, it adds to what stands in `out`, a float32 matrix then."""
     VEC: tl.constexpr = F.VEC
-    RAW_VEC: tl.constexpr = F.RAW_VEC
-    TEACHER_VEC: tl.constexpr = F.TEACHER_VEC
+    TAUGHT: tl.constexpr = len(F.TEACHER_VEC) > 0
     BLOCK: tl.constexpr = F.BLOCK
     STAGES: tl.constexpr = F.STAGES
     row = tl.program_id(0) // parts
     part = tl.program_id(0) % parts
     begin, skew = boundary(row, out_stride, out_lead, F.LINE)
     out = at.out + begin
-    raw = at.raw + tl.multiple_of(row.to(tl.int64) * stride + lead - skew, RAW_VEC)
-    teacher = at.teacher
-    if F.TEACHER:
-        teacher += tl.multiple_of(row.to(tl.int64) * teacher_stride + teacher_lead - skew, TEACHER_VEC)
+    raw = row_of(at.raw, row, stride, lead, skew, F.RAW_VEC)
+    teachers = ()
+    for t in tl.static_range(len(F.TEACHER_VEC)):
+        strides, leads = given.teacher_strides, given.teacher_leads
+        teachers = teachers + (row_of(at.teacher[t], row, strides[t], leads[t], skew, F.TEACHER_VEC[t]),)
     low = part * F.WIDTH
     high = tl.minimum(low + F.WIDTH, skew + V)
     low_here = tl.maximum(low, skew)
@@ -166,9 +175,12 @@ def pull_kernel(
         y, live, rows = coefficient(rows, N, over, live, F.Y[i])
         at_target += y
         own = own + (m, tl.div_rn(LOG2E, T), log_sum, a, b * LN2, e, const)
-    if F.TEACHER:
-        tops = (tl.load(rows), tl.load(rows + N))
-        rows += 2 * N
+    if TAUGHT:
+        tops = (tl.load(rows),)
+        rows += N
+    for _t in tl.static_range(len(F.TEACHER_VEC)):
+        tops = tops + (tl.load(rows),)
+        rows += N
     for i in tl.static_range(len(F.TA)):
         T = temperature(given.met_temperatures[i], row, F.MET_PER_ROW[i])
         over = tl.div_rn(f, T)
@@ -194,50 +206,42 @@ def pull_kernel(
     ragged, ends = rim(low_here, high, whole_low, whole_high, VEC)
     cut = (whole_low > low_here) | (whole_high < high)
     if live:
-        said = 0.0
+        said = ()
         if F.TARGET:
             column = (wanted - start + skew).to(tl.int32)
             here = (column >= low_here) & (column < high)
             picked = tl.zeros([], raw.dtype.element_ty)
-            if F.TEACHER:
-                said = tl.load(teacher + column, mask=here, other=0.0)
+            said = loaded(teachers, column, here)
             if here:
                 picked = tl.load(raw + column)
                 tl.debug_barrier()  # every warp has seen the target's logit before any may overwrite it
-        if not F.TEACHER:  # early: its latency hides behind the blocks; registers are few where there are two rows
+        if not TAUGHT:  # early: its latency hides behind the blocks; registers are few where there are several rows
             x_ends = tl.load(raw + ragged, mask=ends, other=0.0)
-            u_ends = x_ends
         for block in tl.range(first, last, num_stages=STAGES):
             x = tl.load(raw + block * BLOCK + j, eviction_policy="evict_first")
-            u = x
-            if F.TEACHER:
-                u = tl.load(teacher + block * BLOCK + j, eviction_policy="evict_first")
+            u = ()
+            for t in tl.static_range(len(F.TEACHER_VEC)):
+                u = u + (tl.load(teachers[t] + block * BLOCK + j, eviction_policy="evict_first"),)
             g, _ = gradient(x, u, own, tops, met, looks, given, ELEMENT, F)
-            if F.ADD:
-                g += tl.load(out + block * BLOCK + j)
             tl.store(out + block * BLOCK + j, g.to(kind), eviction_policy="evict_first")
         for edge in range(1 - head, 1 + (whole_high > last * BLOCK).to(tl.int32)):
             to = tl.where(edge == 0, low // BLOCK, last) * BLOCK + j
             whole = (to >= whole_low) & (to < whole_high)
             x = tl.load(raw + to, mask=whole, other=0.0)
-            u = x
-            if F.TEACHER:
-                u = tl.load(teacher + to, mask=whole, other=0.0)
-            g, _ = gradient(x, u, own, tops, met, looks, given, ELEMENT, F)
-            put(g, out + to, whole, F)
+            g, _ = gradient(x, loaded(teachers, to, whole), own, tops, met, looks, given, ELEMENT, F)
+            tl.store(out + to, g.to(kind), mask=whole)
         if cut:
-            if F.TEACHER:
+            if TAUGHT:
                 x_ends = tl.load(raw + ragged, mask=ends, other=0.0)
-                u_ends = tl.load(teacher + ragged, mask=ends, other=0.0)
-            g, _ = gradient(x_ends, u_ends, own, tops, met, looks, given, ELEMENT, F)
-            put(g, out + ragged, ends, F)
+            g, _ = gradient(x_ends, loaded(teachers, ragged, ends), own, tops, met, looks, given, ELEMENT, F)
+            tl.store(out + ragged, g.to(kind), mask=ends)
         if F.TARGET:  # noqa: SIM102, known before the kernel runs
             if here:  # one store instead of a comparison for every column
                 g, z = gradient(picked, said, own, tops, met, looks, given, ELEMENT, F)
                 g += slopes(at_target, z, given.cap, F.CAPPED)
                 tl.debug_barrier()
                 tl.store(out + column, g.to(kind))
-    elif not F.ADD:
+    else:
         zeros = tl.zeros([BLOCK], kind)
         for block in range(low // BLOCK, tl.cdiv(high, BLOCK)):
             to = block * BLOCK + j

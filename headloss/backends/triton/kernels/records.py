@@ -62,22 +62,26 @@ class PullAt(NamedTuple):
     """Where a pull, or a second look at a teacher's rows, reads and writes."""
 
     raw: Any
-    teacher: Any
+    teacher: Any  # of a pull, of each there is
     rows: Any  # (F, N)
     out: Any
 
 
 class PullGiven(NamedTuple):
-    """What a pull is called with; `temperatures`: see `PullFlags`, the other tuples are a teacher's."""
+    """What a pull is called with; `temperatures`: see `PullFlags`."""
 
     temperatures: Any
-    met_temperatures: Any
-    teacher_temperatures: Any
-    numbers: Any
     scale: Any
     cap: Any
-    teacher_scale: Any
-    teacher_cap: Any
+    # of each temperature that each dense teacher is compared at
+    met_temperatures: Any = ()
+    teacher_temperatures: Any = ()
+    numbers: Any = ()  # of divergences
+    # of each dense teacher
+    teacher_scales: Any = ()
+    teacher_caps: Any = ()
+    teacher_strides: Any = ()
+    teacher_leads: Any = ()
 
 
 class Flags(NamedTuple):
@@ -214,9 +218,8 @@ class PullFlags(NamedTuple):
     BLOCK: Flag
     STAGES: Flag
     MAXIMA: Flag = False  # whether each has a maximum of its own
-    ADD: Flag = False
-    # of a dense teacher: an entry per temperature at which it pulls
-    TEACHER: Flag = False
+    # of dense teachers: an entry per temperature at which one pulls
+    MET_OF: Flag = ()  # which of them
     TA: Flag = ()
     TB: Flag = ()
     TC: Flag = ()
@@ -224,9 +227,10 @@ class PullFlags(NamedTuple):
     LOOKS: Flag = ()  # of each divergence, at which of those
     MET_PER_ROW: Flag = ()
     TEACHER_PER_ROW: Flag = ()
-    TEACHER_SCALED: Flag = False
-    TEACHER_CAPPED: Flag = False
-    TEACHER_VEC: Flag = 1
+    # and of each of them
+    TEACHER_SCALED: Flag = ()
+    TEACHER_CAPPED: Flag = ()
+    TEACHER_VEC: Flag = ()
 
 
 class SettleFlags(NamedTuple):
