@@ -159,8 +159,7 @@ class RoutedRows(DenseTeacherRows):
     def row_bytes(self) -> int:
         """Once more where a teacher's rows do not stand together: they are made apart, and put in their places."""
         apart = bool((self.host_R.diff() < 0).any())
-        dtype = self._dtype
-        return padded(self.teacher.columns) * dtype.itemsize * (2 if apart else 1)
+        return self.width * self._dtype.itemsize * (2 if apart else 1)
 
     @property
     def _dtype(self) -> torch.dtype:

@@ -153,16 +153,18 @@ class DenseTeacherRows:
         self.temperature: Temperature = T
 
     @property
-    def row_bytes(self) -> int:
-        """What each row of a chunk costs: a teacher's logits are made, or copied where rows are passed over.
-
-        The width is one that all ranks agree on, for they must walk the same chunks.
-        """
+    def width(self) -> int:
+        """Columns of a row of its logits, as many as all ranks agree on, for they must walk the same chunks."""
         teacher = self.teacher
-        width = padded(teacher.vocab if teacher.shard is None else teacher.shard.even_width)
+        return padded(teacher.vocab if teacher.shard is None else teacher.shard.even_width)
+
+    @property
+    def row_bytes(self) -> int:
+        """What each row of a chunk costs: a teacher's logits are made, or copied where rows are passed over."""
+        teacher = self.teacher
         if isinstance(teacher, Linear):
-            return width * teacher.chunk_dtype.itemsize
-        return 0 if self.rows.keep is None else width * teacher.logits.element_size()
+            return self.width * teacher.chunk_dtype.itemsize
+        return 0 if self.rows.keep is None else self.width * teacher.logits.element_size()
 
     @property
     def gathered_bytes(self) -> int:

@@ -107,3 +107,26 @@ def collectives() -> None:
 
 def test_collectives(ranks: Any) -> None:
     ranks(2, collectives)
+
+
+def routed(split: str) -> None:
+    """A teacher for each row, its rows apart: ranks of unlike widths walk the same chunks, whatever they hold."""
+    torch.manual_seed(5)
+    heads = [(torch.randn(N, D).double(), torch.randn(V, D).double()) for _ in range(2)]
+    route = torch.arange(N) % 3 - 1
+    shard, columns = shard_of(split)
+    whole = hl.Routed({str(i): hl.Linear(*head) for i, head in enumerate(heads)}, route)
+    mine = {str(i): hl.Linear(h, padded(w, split)[columns], shard=shard) for i, (h, w) in enumerate(heads)}
+    for name in ("forward_kl", "jsd"):
+        objective = hl.Objective(kd=LOSSES[name], ce=LOSSES["cross_entropy"], backend="torch")
+        for source, memory in (("Logits", None), ("Linear", 10**4), ("Linear", 10**7)):
+            problem = oracle.make(source, (N,), V, num_segments=1)
+            want = oracle.run(objective, problem, teacher=whole)
+            own, shard, _ = cut(problem, split)
+            call = {"teacher": hl.Routed(mine, route), "source": {"shard": shard}, "memory": memory}
+            oracle.check(whole_grads(oracle.run(objective, own, **call), split), want, what=f"{name} {source} {memory}")
+
+
+@pytest.mark.parametrize("split", ["uneven", "padded", "empty first"])
+def test_routed_teachers(ranks: Any, split: str) -> None:
+    ranks(2, routed, split)

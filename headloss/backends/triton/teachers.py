@@ -105,7 +105,8 @@ def sums(
         elif i != first:
             narrow = raw_CV[:, : chunk.columns]
             other, dense = _together(narrow, None, want, name, chunk, student, how, start, shape, alone=True)
-            found[i] = _moved(dense, other.max, partial.max, _pairs(want, name, chunk, student))
+            shared_C = partial.max if chunk.columns == V else other.max
+            found[i] = _moved(dense, shared_C, partial.max, _pairs(want, name, chunk, student))
     return partial._replace(teachers=tuple(found[i] for i in range(len(teachers))))
 
 
