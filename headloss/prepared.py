@@ -16,7 +16,7 @@ from headloss.segments import Segments, integers, version
 from headloss.support import IGNORE, Support, check_counted, check_kind
 from headloss.vocab_ids import Tokens, count, to_columns
 
-TWICE = "segments: given both to prepare() and to the call; give them once"
+TWICE = "segments: given to the call, but its targets are prepared; give them to hl.prepare(targets, segments) alone"
 WRITTEN = "were written to after hl.prepare read them; prepare them again"
 
 

@@ -254,6 +254,7 @@ class Term:
                 raise TypeError(f"inputs: {function_name(fn)} is a divergence of (logp, logq), and takes no inputs")
             if self.top is not None:
                 fn = top_loss(fn, self.tail)
+                whose["teacher"] = whole_of(teacher) if draft and self.tail == "none" else teacher
             elif sparse:
                 fn = sparse_loss(fn, self.tail)
             elif draft and self.tail != "renormalise":

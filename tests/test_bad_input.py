@@ -556,3 +556,23 @@ def test_a_config_cannot_hold_a_row_weight_with_numbers_of_its_own() -> None:
 def test_rows_dropped_by_their_numbers_are_refused_when_they_are_known() -> None:
     with pytest.raises(TypeError, match=r"masking: wanted one value per row.*its \d+ values belong to none.*-100"):
         hl.Objective(a=masking)(LINEAR, TARGETS)
+
+
+def test_names_and_weights_that_are_none():
+    """Each is named: no error of Python's own."""
+    x, y = torch.randn(4, 7), torch.arange(4)
+    kl, ce = hl.Objective(kd=hl.losses.forward_kl), hl.Objective(ce=hl.losses.cross_entropy)
+    with pytest.raises(TypeError, match="teacher: wanted teachers by name, got 1 of type int for a name"):
+        kl(hl.Logits(x), y, teacher={1: hl.Logits(x)})
+    with pytest.raises(TypeError, match="weights: wanted weights by the names of terms, a dict, got list"):
+        ce(hl.Logits(x), y, weights=[1.0])
+    own = hl.Objective(ce=hl.Term(hl.losses.cross_entropy, targets="own"))
+    with pytest.raises(TypeError, match="weights: wanted weights by the names of terms, a dict, got list"):
+        own(hl.Logits(x), y, own=y, weights=[1.0])
+    segments = hl.Segments.from_ids(y // 2)
+    mean = hl.Objective(ce=hl.Term(hl.losses.cross_entropy, reduction="seq_mean_token_mean"))
+    with pytest.raises(ValueError, match=r"segments: given to the call, but its targets are prepared; give them to hl"):
+        mean(hl.Logits(x), hl.prepare(y), segments=segments)
+    with pytest.raises(TypeError, match="advantage: missing") as told:
+        hl.Objective(rl=hl.losses.reinforce)(hl.Logits(x), y, advantage=None)
+    assert "did you mean 'advantage'" not in str(told.value)

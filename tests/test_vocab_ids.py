@@ -146,6 +146,35 @@ def test_a_terms_own_targets_are_tokens() -> None:
         assert hl.verify(made, source, targets, own=own).ok
 
 
+@pytest.mark.parametrize("tail", ["none", "renormalise"])
+@pytest.mark.parametrize("kind", ["Logits", "Linear"])
+def test_top_columns_against_a_teacher_on_the_larger_vocabulary(kind: str, tail: str) -> None:
+    """`none`: what the teacher gives them of all that it has, at two temperatures, some rows nearly nothing."""
+    batch = Batch()
+    u = (batch.guide @ batch.head.T).clone()
+    u[0, batch.ids] -= 120  # less than the smallest number of float32
+    z = (batch.hidden @ batch.weight.T).requires_grad_()
+    terms = {f"t{T:g}": hl.Term(reverse_kl, top=3, tail=tail, temperature=T) for T in (1.0, 2.0)}
+    objective = hl.Objective(**terms, backend=BACKEND)
+    total = torch.zeros((), dtype=torch.float64)
+    for T in (1.0, 2.0):
+        logp = (z.double() / T).log_softmax(-1)
+        at = z.topk(3).indices
+        p, q = logp.gather(1, at), (u.double() / T).log_softmax(-1)[:, batch.ids].gather(1, at)
+        p, q = (p, q) if tail == "none" else (p.log_softmax(-1), q.log_softmax(-1))
+        total = total + (p.exp() * (p - q)).sum(-1)[batch.rows].mean()
+    (want,) = torch.autograd.grad(total, z)
+    eye = torch.eye(U, dtype=DTYPE)
+    leaf = z.detach().clone().requires_grad_()
+    head = hl.Logits(leaf, vocab_ids=batch.ids) if kind == "Logits" else hl.Linear(leaf, eye, vocab_ids=batch.ids)
+    out = objective(head, batch.targets, teacher=hl.Logits(u))
+    out.loss.backward()
+    torch.testing.assert_close(out.loss.detach().double(), total.detach(), rtol=TOLERANCE, atol=TOLERANCE)
+    torch.testing.assert_close(leaf.grad.double(), want.double(), rtol=TOLERANCE, atol=TOLERANCE)
+    if BACKEND == "torch":
+        assert hl.verify(objective, head, batch.targets, teacher=hl.Logits(u)).ok
+
+
 def test_in_one_graph() -> None:
     batch, objective = Batch(), hl.Objective(ce=cross_entropy)
 

@@ -126,12 +126,16 @@ class Comparison:
         u_BU = logits(of.raw_CV[rows, :U], of.scale, of.softcap).to(self.dtype)
         max_B = _best(u_BU, start, False)["max"]
         assert max_B is not None
+        cut_T = [T[rows] if isinstance(T, Tensor) else T for T in of.temperatures]
+        wholes = [lse[rows].to(self.dtype) for lse in of.whole]
+        for lse_B, T in zip(wholes, cut_T, strict=bool(wholes)):  # from there no sum is beyond the numbers
+            max_B = torch.maximum(max_B, lse_B * T)
         y_BU = u_BU - max_B.masked_fill(max_B == -math.inf, 0.0)[:, None]
         at, sums = [], []
-        for T in of.temperatures:
+        for i, T in enumerate(of.temperatures):
             y_BV = torch.nn.functional.pad(divide(y_BU, T, rows), (0, V - U), value=-math.inf)
             at.append(torch.nn.functional.pad(y_BV.gather(-1, column_BK), fill, value=-math.inf))
-            sums.append(y_BV.exp().sum(-1))
+            sums.append((wholes[i] - max_B / cut_T[i]).exp() if wholes else y_BV.exp().sum(-1))
         return {"ids": ids_BK, "columns": columns_BK, "theirs": Theirs(max_B, tuple(at), tuple(sums))}
 
     def weighs(self, key: float | None) -> bool:

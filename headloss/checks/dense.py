@@ -187,9 +187,16 @@ class Dense:
             return ids
         if name == "top_logprob":
             return s.log_softmax(-1).gather(1, ids)
-        logq = self.both(s, temperature, self.teacher_of(term))[1]
+        logq, tokens = self.both(s, temperature, self.teacher_of(term))[1], self.given.source.vocab_ids
+        if tokens is not None and _is_divergence(term.fn) and term.tail == "none":
+            logq = self.whole_logq(term)[:, tokens]
         logq = torch.nn.functional.pad(logq, (0, s.shape[1] - logq.shape[1]), value=FLOOR)
         return logq.gather(1, ids).clamp(min=FLOOR)
+
+    def whole_logq(self, term: Term) -> Tensor:
+        """log q of a teacher on a larger vocabulary, over all of it."""
+        teacher = self.teacher_of(term)
+        return self.at(self.whole_z[teacher], self.own[teacher].temperature, term.temperature).log_softmax(-1)
 
     def both(self, s: Tensor, temperature: float | None, teacher: str) -> tuple[Tensor, Tensor]:
         """log p and log q over the columns that student and teacher share."""
@@ -226,10 +233,8 @@ class Dense:
                 logp, logq = logp.log_softmax(-1), logq.log_softmax(-1)
             return f(logp, logq).sum(-1), masses
         tokens = self.given.source.vocab_ids
-        if (
-            teacher not in self.sparse and tokens is not None and term.tail != "renormalise"
-        ):  # what it gives the head's tokens, of all that it has
-            u = self.at(self.whole_z[teacher], self.own[teacher].temperature, term.temperature).log_softmax(-1)
+        if teacher not in self.sparse and tokens is not None and term.tail != "renormalise":
+            u = self.whole_logq(term)  # and what it gives the head's tokens
             value, others = f(s.log_softmax(-1), u[:, tokens]).sum(-1), u.index_fill(1, tokens, -math.inf).logsumexp(-1)
             return (value + f(torch.full_like(others, FLOOR), others) if term.tail == "bucket" else value), {}
         if teacher not in self.sparse:
@@ -253,8 +258,7 @@ class Dense:
         """What the parameter names ask for; an optional input that was not passed keeps its default."""
         found: dict[str, Any] = {}
         temperature, teacher = None if term is None else term.temperature, self.teacher_of(term)
-        named = {} if term is None or fn is not term.fn else term.facts
-        taken = {} if term is None or fn is not term.fn else term.inputs
+        named, taken = ({}, {}) if term is None or fn is not term.fn else (term.facts, term.inputs)
         at_ids, ids = ("ids_logprob", "ids_logit", "tail_logprob", "topk_overlap"), self.ids_of(fn, term)
         for p in parameters_of(fn).values():
             if p.kind is p.KEYWORD_ONLY:
@@ -271,10 +275,8 @@ class Dense:
                 found[p.name] = self.fact(*named[p.name], ids if named[p.name][0] in at_ids else teacher)
             elif p.name in FACTS or p.name in COMPARING:
                 found[p.name] = self.fact(p.name, temperature, ids if p.name in at_ids else teacher)
-            elif p.name == "ids":
-                found[p.name] = self.sparse[IDS][0]
-            elif p.name == "targets":
-                found[p.name] = self.targets
+            elif p.name in ("ids", "targets"):
+                found[p.name] = self.targets if p.name == "targets" else self.sparse[IDS][0]
             elif p.name == "segments":
                 found |= {} if self.segments is None else {"segments": self.segments}
             elif taken.get(p.name, p.name) in self.inputs:
@@ -295,8 +297,7 @@ class Dense:
                 reported |= {f"{names[-1]}{again}/{k}": x for k, x in found.items()}
             product = weight.detach() if product is None else product * weight.detach()
         own = None if term.targets is None else self.inputs[term.targets] != IGNORE
-        routed = self.routes.get(self.teacher_of(term)) if self.looks_at_teacher(term) else None
-        for here in (own, routed):
+        for here in (own, self.routes.get(self.teacher_of(term)) if self.looks_at_teacher(term) else None):
             if here is not None:
                 product = here.to(self.dtype) if product is None else product * here
         return product, reported
@@ -309,13 +310,12 @@ class Dense:
     def kind(self, length: int) -> str:
         if length == self.R and self.returns == "row":  # there may be as many segments or pairs
             return "row"
-        segments = self.segments is not None and self.returns != "pair" and length == self.segments.num_segments
-        return "segment" if segments else "other"
+        met = self.segments is not None and self.returns != "pair" and length == self.segments.num_segments
+        return "segment" if met else "other"
 
     def counts(self, length: int) -> Tensor:
         """Which of a term's values count: not those of segments without rows."""
-        if self.kind(length) == "segment":
-            assert self.segments is not None
+        if self.kind(length) == "segment" and self.segments is not None:
             return self.segments.counts > 0
         return torch.ones(length, dtype=torch.bool, device=self.valid.device)
 

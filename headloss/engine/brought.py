@@ -20,6 +20,7 @@ from headloss.engine.arguments import CallArguments
 from headloss.engine.layout import Laid, PerRow
 from headloss.engine.plan import plain_source
 from headloss.engine.saved import refuse_transforms
+from headloss.engine.teachers import check_names
 from headloss.prepared import Prepared
 from headloss.reductions import NEEDS_SEGMENTS, shares
 from headloss.rows import IGNORE
@@ -209,7 +210,8 @@ def _with_classes(terms: Terms, arguments: CallArguments) -> CallArguments:
 
 
 def _is_on(name: str, term: Term, arguments: CallArguments) -> bool:
-    weight = (arguments.options.weights or {}).get(name, term.weight)
+    given = arguments.options.weights
+    weight = given.get(name, term.weight) if isinstance(given, Mapping) else term.weight  # else refused later
     return isinstance(weight, Tensor) or weight != 0
 
 
@@ -249,7 +251,7 @@ def _check_candidates(ids_NK: Tensor, vocab: int) -> None:
 def named_teachers(teacher: Any) -> dict[str, Any]:
     if teacher is None:
         return {}
-    return dict(teacher) if isinstance(teacher, Mapping) else {ONLY: teacher}
+    return check_names(teacher) if isinstance(teacher, Mapping) else {ONLY: teacher}
 
 
 def _check(name: str, x: Tensor, main: Tensor | None, vocab: int) -> None:

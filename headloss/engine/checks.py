@@ -55,7 +55,8 @@ def check_inputs(
             if given.get(wanted) is None and wanted not in teachers:
                 what = ", ".join(dict.fromkeys(p.takes or p.name for s in call.signatures for p in s.parameters))
                 passed = ", ".join(given) or "none"
-                near = suggest(wanted, [*given, *FACTS], cutoff=0.8)  # old_logprob is no misspelt logprob
+                others = [name for name in (*given, *FACTS) if name != wanted]  # which may have been given as None
+                near = suggest(wanted, others, cutoff=0.8)  # old_logprob is no misspelt logprob
                 raise TypeError(
                     f"{wanted}: missing; {label} ({call.signature.name}) asks for {what}; inputs passed: {passed}{near}"
                 )
@@ -111,6 +112,8 @@ def check_targets_wanted(wanted: list[Fact]) -> None:
 def call_weights(objective: Terms, weights: Mapping[str, float | Tensor]) -> dict[str, float | Tensor]:
     """The terms' weights for this call."""
     terms = objective.terms
+    if not isinstance(weights, Mapping):
+        raise TypeError(f"weights: wanted weights by the names of terms, a dict, got {type(weights).__name__}")
     for name, weight in weights.items():
         if name not in terms:
             raise ValueError(f"weights: no term {name!r}; there are {', '.join(terms)}{suggest(name, terms)}")

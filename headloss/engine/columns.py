@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from headloss.draft import Draft, whole_of
+from headloss.draft import Draft, is_whole, whole_of
 from headloss.engine.arguments import CallArguments
 from headloss.engine.brought import named_teachers
 from headloss.metrics import Metric
@@ -23,6 +23,7 @@ from headloss.segments import integers
 from headloss.sources import Linear, Logits, Sparse, with_tensors
 from headloss.term import Term
 from headloss.terms import Terms
+from headloss.top import Top
 from headloss.trace.reads import ours
 from headloss.vocab_ids import count, to_columns
 
@@ -71,7 +72,8 @@ def in_columns(arguments: CallArguments, terms: Terms | None) -> Mapped:
     for term in () if terms is None else terms.every_term:
         _check_numbers(term)
         facts = term.call(None, teachers).facts
-        wholly = [str(f.teacher)[6:] for f in facts if str(f.teacher).startswith("whole=")]
+        looked = [Top.named(n).of if n.startswith("top=") else n for n in (str(f.teacher) for f in facts)]
+        wholly = [name.removeprefix("whole=") for name in looked if name is not None and is_whole(name)]
         teachers |= {whole_of(name): teachers[name]._replace(whole=True) for name in wholly if name in teachers}
     ignored = missing = lost = None
     if isinstance(targets, Prepared):

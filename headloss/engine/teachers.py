@@ -42,11 +42,18 @@ from headloss.top import Top
 from headloss.trace.signature import ONLY
 
 
+def check_names(teachers: Mapping[Any, Teacher]) -> dict[str, Teacher]:
+    for name in teachers:
+        if not isinstance(name, str):
+            raise TypeError(f"teacher: wanted teachers by name, got {name!r} of type {type(name).__name__} for a name")
+    return dict(teachers)
+
+
 def name_teachers(teacher: Teacher | Mapping[str, Teacher] | None, source: Source) -> dict[str, Teacher]:
     """Teachers by name, on plain tensors, checked against the student."""
     if teacher is None:
         return {}
-    named = dict(teacher) if isinstance(teacher, Mapping) else {ONLY: teacher}
+    named = check_names(teacher) if isinstance(teacher, Mapping) else {ONLY: teacher}
     for name, x in named.items():
         label = teacher_label(name)
         if isinstance(x, Top):

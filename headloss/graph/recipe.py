@@ -173,9 +173,9 @@ def describe(
         found.size("objective", number)
     needs = tuple(direct or (x.requires_grad and torch.is_grad_enabled()) for x in source.tensors)
     if isinstance(targets, Prepared):
-        if segments is not None and targets.segments is not None:
+        if segments is not None and segments is not targets.segments:
             raise ValueError(TWICE)
-        segments = targets.segments if segments is None else segments
+        segments = targets.segments
         found.tensor("numbers", targets.numbers, "whole", 0)
         targets = targets.targets
     if targets is not None:

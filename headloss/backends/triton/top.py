@@ -81,7 +81,12 @@ def _theirs(of: DenseChunk, column_CK: Tensor, fill: Sequence[int]) -> Theirs:
     raw_CU, how = readable(of.raw_CV[:, : of.columns]), Transform(of.scale, of.softcap)
     facts = [Fact("lse", float(i + 1)) for i in range(len(of.temperatures))]  # any names will do
     found = student_sums(raw_CU, None, Want(facts), of.temperatures, scale=of.scale, softcap=of.softcap)
-    origin_C1 = found.max.masked_fill(found.max == -math.inf, 0.0)[:, None]
+    max_C, sums = found.max, tuple(m.S for m in found.moments)
+    if of.whole:  # of a larger vocabulary; from there no sum is beyond the numbers
+        for lse_C, T in zip(of.whole, of.temperatures, strict=True):
+            max_C = torch.maximum(max_C, lse_C * T)
+        sums = tuple((lse_C - max_C / T).exp() for lse_C, T in zip(of.whole, of.temperatures, strict=True))
+    origin_C1 = max_C.masked_fill(max_C == -math.inf, 0.0)[:, None]
     here_CK = column_CK < of.columns
     if of.columns:
         y_CK = how(raw_CU.gather(-1, column_CK.clamp(max=of.columns - 1))) - origin_C1
@@ -89,4 +94,4 @@ def _theirs(of: DenseChunk, column_CK: Tensor, fill: Sequence[int]) -> Theirs:
         y_CK = torch.zeros(column_CK.shape, dtype=torch.float32, device=column_CK.device)
     y_CK = torch.nn.functional.pad(y_CK.masked_fill(~here_CK, -math.inf), list(fill), value=-math.inf)
     at = tuple(y_CK / (T[:, None] if isinstance(T, Tensor) else T) for T in of.temperatures)
-    return Theirs(found.max, at, tuple(m.S for m in found.moments))
+    return Theirs(max_C, at, sums)
