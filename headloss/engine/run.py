@@ -130,20 +130,19 @@ def _run(sweep: Sweep, loss: TermsOnRows | None, needs: tuple[bool, ...]) -> Res
 def final_grads(sweep: Sweep, result: Result | Launched, needs: tuple[bool, ...]) -> Grads:
     """The gradients of the loss, without autograd."""
     into, made, scale = into_of(sweep.source), result.grads, result.normaliser
-    if made is None or _rounded_twice(made, scale, sweep):
+    overwritten = isinstance(sweep.source, Logits) and sweep.source.inplace
+    if made is None or (not overwritten and _rounded_twice(made, scale)):
         made, scale = sweep.pull(result.facts, result.softmax, result.by_fact, needs), None
     grads = _finished(made, scale, sweep)
     return grads if into is None else into.take(grads)
 
 
-def _rounded_twice(made: Any, scale: Tensor | None, sweep: Sweep) -> bool:
+def _rounded_twice(made: Any, scale: Tensor | None) -> bool:
     """Whether a gradient of logits is so narrow that times this number it would lose digits; it is then made again.
 
     Where the host waits for the number, and where the gradient stands over the logits, it is scaled all the same.
     """
     if scale is None or not scale.is_cpu or not isinstance(made, Grads) or made.logits is None:
-        return False
-    if isinstance(sweep.source, Logits) and sweep.source.inplace:
         return False
     return made.logits.dtype.itemsize < 4 and math.frexp(abs(float(scale)))[0] not in (0.5, 0.0)
 
@@ -210,7 +209,7 @@ def _pull(ctx: Any, saved: Sequence[Tensor], g_loss: Any, *g_facts: Any) -> tupl
     pending = result.pulled(sweep.want, g_facts) if g_facts != _NOTHING[: len(g_facts)] else {}
     if g_loss is not None:
         scale = g_loss if result.normaliser is None else g_loss * result.normaliser
-        if made is not None and not (scale.is_cpu and _rounded_twice(made, scale, sweep)):
+        if made is not None and not (scale.is_cpu and not overwritten and _rounded_twice(made, scale)):
             grads = _finished(made, scale, sweep)
             ctx.grads = None  # handed over: a second backward makes them again
         else:

@@ -234,7 +234,7 @@ def test_segments_given_twice_in_a_graph() -> None:
     step = torch.compile(
         lambda x, s: objective(hl.Logits(x @ W.T), hl.prepare(Y, one), segments=s).loss, backend="aot_eager"
     )
-    with pytest.raises(Exception, match="segments: given both to prepare"):
+    with pytest.raises(Exception, match="segments: given to the call, but its targets are prepared"):
         step(H, two)
 
 
