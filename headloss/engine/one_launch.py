@@ -128,11 +128,11 @@ class Weighed:
 
     def _normalise(self) -> None:
         """Write a gradient of order 1, because fp16 cannot hold 1 / number of tokens."""
-        dtype, device = self.loss.dtype, self.loss.device
-        sizes = [
-            _tensor(self.bases[name] * factor, dtype, device).abs().amax() for name, factor in self.factors.items()
-        ]
-        largest = torch.stack(sizes).amax()
+        dtype, device, valid = self.loss.dtype, self.loss.device, self.loss.rows.valid
+        weights = [_tensor(self.bases[name] * factor, dtype, device).abs() for name, factor in self.factors.items()]
+        if valid is not None:  # an ignored row has no segment, whose length is taken for 1
+            weights = [x.masked_fill(~valid, 0) if x.ndim else x for x in weights]
+        largest = torch.stack([x.amax() for x in weights]).amax()
         self.normaliser = largest.masked_fill(largest == 0, 1.0)
         self.factors = {name: factor / self.normaliser for name, factor in self.factors.items()}
 
