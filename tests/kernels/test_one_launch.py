@@ -407,7 +407,7 @@ def test_float16_of_long_segments_next_to_ignored_rows():
     segments = hl.Segments.from_ids(torch.zeros(64, dtype=torch.long))
     found = []
     for backend, dtype in (("triton", torch.float16), ("torch", torch.float64)):
-        leaf = logits.to(dtype).requires_grad_()
+        leaf = logits.clone().to(dtype).requires_grad_()
         objective = hl.Objective(ce=hl.Term(cross_entropy, reduction="seq_mean_token_mean"), backend=backend)
         objective(hl.Logits(leaf * 1, inplace=True), targets, segments=segments).loss.backward()
         found.append(leaf.grad.double())
