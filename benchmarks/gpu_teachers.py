@@ -8,7 +8,9 @@ reported when the numbers are wrong.  Then, for forward KL, reverse KL and JSD a
     whole call    loss and gradient, in one launch    against one read of both and one write, next to two launches, the
                                                       torch backend, torch.compile of the plain formula, and Liger's
                                                       kernels where installed; with 64 ids per row instead of a dense
-                                                      teacher, against one read and one write of the student's matrix
+                                                      teacher, against one read and one write of the student's matrix;
+                                                      with two dense teachers, against one read of all three and one
+                                                      write; with one of fewer columns
 
 `--configs` times a few block shapes for each kernel instead.  The results go to
 benchmarks/results, or to the folder $OUT.
@@ -171,24 +173,28 @@ def check_mix(dtype: torch.dtype) -> list[str]:
     targets = torch.randint(0, v, (n,), device=DEVICE)
     targets[:2] = ids[:2, 0]
     targets[4] = -100
-    found = {}
-    for backend in ("torch", "triton"):
-        objective = hl.Objective(
-            ce=hl.losses.cross_entropy, z=hl.Term(hl.losses.z_loss, weight=0.01),
-            f=hl.Term(forward_kl, teacher="a", temperature=2.0), j=hl.Term(jsd, teacher="b"),
-            s=hl.Term(tvd, teacher="b"), t=hl.Term(forward_kl, teacher="c"),
-            r=hl.Term(reverse_kl, teacher="c", tail="none", temperature=0.8),
-            metrics=["entropy", "accuracy"], backend=backend,
-        )  # fmt: skip
-        leaf = x.detach().clone().to(torch.float64 if backend == "torch" else dtype).requires_grad_()
-        out = objective(hl.Logits(leaf, softcap=15.0, scale=0.9), targets, teacher=named)
-        out.loss.backward()
-        found[backend] = (out.loss.detach(), leaf.grad)
-    loss, grad = (error(a, b) for a, b in zip(found["triton"], found["torch"], strict=True))
-    scale = float(found["torch"][1].abs().max())
-    grad = error(found["triton"][1] / scale, found["torch"][1] / scale)
-    close = 2e-5 if dtype == torch.float32 else 6e-3
-    return [f"mix {dtype}: loss {loss:.2e}, gradient {grad:.2e}"] if loss > 2e-5 or grad > close else []
+    dense = {
+        "ce": hl.losses.cross_entropy, "z": hl.Term(hl.losses.z_loss, weight=0.01),
+        "f": hl.Term(forward_kl, teacher="a", temperature=2.0), "j": hl.Term(jsd, teacher="b"),
+        "s": hl.Term(tvd, teacher="b"),
+    }  # fmt: skip
+    sparse = {
+        "t": hl.Term(forward_kl, teacher="c"), "r": hl.Term(reverse_kl, teacher="c", tail="none", temperature=0.8)
+    }  # fmt: skip
+    wrong = []
+    for what, terms in (("mix", {**dense, **sparse}), ("dense teachers", dense)):
+        taught, found = {t: named[t] for t in ("abc" if terms is not dense else "ab")}, {}
+        for backend in ("torch", "triton"):
+            objective = hl.Objective(**terms, metrics=["entropy", "accuracy"], backend=backend)
+            leaf = x.detach().clone().to(torch.float64 if backend == "torch" else dtype).requires_grad_()
+            out = objective(hl.Logits(leaf, softcap=15.0, scale=0.9), targets, teacher=taught)
+            out.loss.backward()
+            found[backend] = (out.loss.detach(), leaf.grad)
+        scale = float(found["torch"][1].abs().max())
+        loss, grad = error(found["triton"][0], found["torch"][0]), error(*(found[b][1] / scale for b in found))
+        close = 2e-5 if dtype == torch.float32 else 6e-3
+        wrong += [f"{what} {dtype}: loss {loss:.2e}, gradient {grad:.2e}"] if loss > 2e-5 or grad > close else []
+    return wrong
 
 
 # ---------------------------------------------------------------- fast?
@@ -271,6 +277,17 @@ def table() -> list[dict[str, Any]]:
         peer = liger(fn, options)
         if peer is not None:
             line(f"{fn.__name__}, Liger after log_softmax", _whole(p, peer), pull_floor)
+    other = torch.empty_like(p.u).normal_(std=3.0)
+    both_floor = timed(lambda: torch.addcmul(p.x, p.u, other, out=p.out))
+    both = {"a": hl.Logits(p.u), "b": hl.Logits(other)}
+    for fn, options in ((reverse_kl, {}), (jsd, {"beta": 0.5})):
+        terms = {"a": hl.Term(forward_kl, teacher="a"), "b": hl.Term(fn, teacher="b", **options)}
+        what = f"forward_kl to one teacher, {fn.__name__} to another"
+        line(f"{what}, whole call", _whole(p, hl.Objective(**terms, backend="triton"), both), both_floor)
+        plainly = lambda x, u, fn=fn, o=options: plain(forward_kl, {}, x, u).mean() + plain(fn, o, x, other).mean()
+        line(f"{what}, torch.compile", _whole(p, torch.compile(plainly)), both_floor)
+    fewer = hl.Logits(p.u[:, :-64])
+    line("forward_kl, 64 columns fewer", _whole(p, hl.Objective(kd=forward_kl, backend="triton"), fewer), pull_floor)
     return lines
 
 
