@@ -712,7 +712,7 @@ def test_segments_of_a_later_call_are_checked():
         wrong = hl.prepare(call.targets, hl.Segments(ids, 3))
         with pytest.raises(ValueError, match=said):
             objective(hl.Logits(call.logits), wrong, **call.inputs)
-    with pytest.raises(ValueError, match="given both to prepare"):
+    with pytest.raises(ValueError, match="but its targets are prepared"):
         also = hl.Segments.from_ids(torch.tensor(plain.ids), 3)
         objective(hl.Logits(call.logits), hl.prepare(call.targets, rows), segments=also, **call.inputs)
 
