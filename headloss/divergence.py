@@ -217,7 +217,10 @@ def _over_ids(fn: Callable[..., Any], tail: str) -> Callable[..., Any]:
 def _over_ids_alone(fn: Callable[..., Any]) -> Callable[..., Any]:
     def loss(ids_logit, teacher_ids, teacher_logprob, **options):  # type: ignore[no-untyped-def]
         held = teacher_ids >= 0
-        logp = torch.where(held, ids_logit.clamp(min=FLOOR), FLOOR).log_softmax(-1).clamp(min=FLOOR)
+        s = torch.where(held, ids_logit, -math.inf)
+        most = s.logsumexp(-1, keepdim=True).detach()
+        s = (s - most.masked_fill(most == -math.inf, 0.0)).clamp(min=FLOOR)  # from there, wherever that lies
+        logp = torch.where(held, s, FLOOR).log_softmax(-1)
         mass = teacher_logprob.logsumexp(-1, keepdim=True)
         logq = (teacher_logprob - mass.masked_fill(mass == -math.inf, 0.0)).clamp(min=FLOOR)
         logp, logq = torch.where(held, logp, 0.0), torch.where(held, logq, 0.0)  # no slope of a padding is NaN

@@ -242,7 +242,7 @@ class Dense:
         ids, logq = self.sparse[teacher]
         held = ids >= 0
         if term.tail == "renormalise":
-            logp = s.gather(1, ids.clamp(min=0)).masked_fill(~held, FLOOR).log_softmax(-1)
+            logp = s.gather(1, ids.clamp(min=0)).masked_fill(~held, -math.inf).log_softmax(-1).nan_to_num(nan=FLOOR)
             norm = logq.logsumexp(-1, keepdim=True)
             return torch.where(held, f(logp, logq - torch.where(norm > -math.inf, norm, 0.0)), 0.0).sum(-1), {}
         at_ids = made.sparse_fact("ids_logprob", s, ids, logq)

@@ -132,7 +132,8 @@ def final_grads(sweep: Sweep, result: Result | Launched, needs: tuple[bool, ...]
     into, made, scale = into_of(sweep.source), result.grads, result.normaliser
     overwritten = isinstance(sweep.source, Logits) and sweep.source.inplace
     if made is None or (not overwritten and _rounded_twice(made, scale)):
-        made, scale = sweep.pull(result.facts, result.softmax, result.by_fact, needs), None
+        by_fact = result.by_fact if scale is None else {f: scale * g for f, g in result.by_fact.items()}
+        made, scale = sweep.pull(result.facts, result.softmax, by_fact, needs), None
     grads = _finished(made, scale, sweep)
     return grads if into is None else into.take(grads)
 

@@ -128,7 +128,10 @@ def _ahead(sweep: Sweep, head: Any, chunks: Sequence[Chunk]) -> Iterator[tuple[B
         if shard is None:
             yield block, _sums(sweep, block)
             continue
-        travelling.append((block, Gathering(_sums(sweep, block), shard, *sweep._first(i))))
+        sums = _sums(sweep, block)
+        if i == 1:
+            travelling[0][1].arrive()
+        travelling.append((block, Gathering(sums, shard, *sweep._first(i))))
         if len(travelling) == 2:
             block, gathering = travelling.pop(0)
             yield block, gathering.gathered()

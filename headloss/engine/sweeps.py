@@ -221,7 +221,10 @@ class Sweep:
                 kept = block.kept
                 yield chunk, block, self._sums(block)
                 continue
-            travelling.append((chunk, block, Gathering(self._sums(block), shard, *self._first(i))))
+            sums = self._sums(block)
+            if i == 1:
+                travelling[0][2].arrive()
+            travelling.append((chunk, block, Gathering(sums, shard, *self._first(i))))
             if len(travelling) == 2:
                 chunk, block, gathering = travelling.pop(0)
                 yield chunk, block, self._merged(gathering, chunk.rows)

@@ -103,13 +103,18 @@ class Gathering:
     def merged(self, temperatures: Sequence[Temperature], paired: Sequence[Pairs] = ()) -> Partial:
         return merge(_refill(self.like, iter(self.gathered().unbind(1))), temperatures, paired)
 
+    def arrive(self) -> None:
+        """Wait for the others, and hear of what differs: before a next collective, which they might not begin."""
+        work, note, self.work, self.note = self.work, self.note, None, None
+        if work is not None:  # without rows there is nothing to gather, on any rank of the group
+            with together("gathering the partials of a sharded vocabulary"):
+                work.wait()
+            if note is not None:
+                check_notes(self.all_W[:, -len(note) :], self.shard.vocab)
+
     def gathered(self) -> Tensor:
         """(W, k, N): the numbers of all ranks."""
-        if self.work is not None:  # without rows there is nothing to gather, on any rank of the group
-            with together("gathering the partials of a sharded vocabulary"):
-                self.work.wait()
-            if self.note is not None:
-                check_notes(self.all_W[:, -len(self.note) :], self.shard.vocab)
+        self.arrive()
         return self.all_W[:, : self.shape.numel()].unflatten(1, self.shape)
 
 

@@ -198,3 +198,20 @@ def test_padding_makes_no_nan_of_a_function_that_is_none_at_zero(tail):
         want.append(((p - q) ** 2 / (p + q)).sum())
     torch.testing.assert_close(out.loss.detach(), torch.stack(want).mean())
     assert not z.grad.isnan().any()
+
+
+@pytest.mark.parametrize("T", [1.0, 1e-3])
+@pytest.mark.parametrize("offset", [0.0, -3e4])
+def test_renormalised_ids_do_not_know_where_the_logits_lie(offset, T):
+    """However cold, and however far below 0; a padding has no probability there either."""
+    z = torch.tensor([[-12.0, -11.999, 3.0, 1.0]], dtype=torch.float64)
+    z = (z + offset).requires_grad_()
+    ids, logq = torch.tensor([[0, 1, -1]]), torch.tensor([[0.3, 0.7, 1.0]]).double().log()
+    out = hl.Objective(kd=hl.Term(hl.losses.forward_kl, tail="renormalise"))(
+        hl.Logits(z, temperature=T), teacher=hl.Sparse(ids, logq)
+    )
+    (got,) = torch.autograd.grad(out.loss, z)
+    logp, q = (z / T)[:, :2].log_softmax(-1), logq[:, :2].exp()
+    want = (q * (logq[:, :2] - logp)).sum()
+    torch.testing.assert_close(out.loss.detach(), want.detach(), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(got, torch.autograd.grad(want, z)[0], rtol=1e-9, atol=1e-9)

@@ -414,3 +414,16 @@ def test_float16_of_long_segments_next_to_ignored_rows():
     got, exact = found
     rounded = (exact.half().double() - exact).norm()
     assert (got - exact).norm() < 2 * rounded, ((got - exact).norm(), rounded)
+
+
+@inside
+@pytest.mark.parametrize("grad_scale", [1.0, 128.0])
+def test_float16_without_autograd(grad_scale):
+    """The gradient has the scale of the loss, whether it is scaled or made again."""
+    x, targets = torch.randn(7, 64, generator=torch.Generator().manual_seed(0)).half(), torch.arange(7)
+    found = []
+    for backend, dtype in (("triton", torch.float16), ("torch", torch.float64)):
+        objective = hl.Objective(ce=cross_entropy, backend=backend)
+        call = {"grad_scale": grad_scale}
+        found.append(objective.forward_backward(hl.Logits(x.to(dtype)), targets, **call).grads.logits.double())
+    torch.testing.assert_close(*found, rtol=2e-3, atol=1e-5)

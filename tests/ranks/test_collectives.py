@@ -128,7 +128,10 @@ def test_losses_that_mix_rows(ranks: Any) -> None:
 
 
 def overlap() -> None:
-    """Chunk i + 1's GEMM is issued before chunk i's gather is waited for, and two chunks fit the budget."""
+    """Chunk i + 1's GEMM is issued before chunk i's gather is waited for, and two chunks fit the budget.
+
+    The second gather waits for the first, which tells what differs between ranks.
+    """
     targets = torch.randint(V, (N,))
     said = source("Linear", 5)
     _, events = counted(lambda: FEW(said, targets).loss.backward())
@@ -138,9 +141,10 @@ def overlap() -> None:
     chunks = said_chunks = FEW.explain(said, targets).chunks
     assert len(gathers) == chunks == 5
     visible = [e for e in events if e == "wait" or e.startswith("all_gather")]
-    assert [e == "wait" for e in visible] == [False, *([False, True] * (said_chunks - 1)), True]
+    assert [e == "wait" for e in visible] == [False, True, False, *([False, True] * (said_chunks - 2)), True]
     for i in range(chunks - 1):
-        assert gathers[i] < gathers[i + 1] < waits[i]
+        assert gathers[i] < gathers[i + 1] < waits[i] if i else gathers[0] < waits[0] < gathers[1]
+        assert any(gathers[i] < g < waits[i] for g in logits), "a gather is waited for before the next chunk is made"
         between = [g for g in logits if gathers[i] < g < gathers[i + 1]]
         assert between, "no GEMM between one gather and the next"
     held: list[int] = []
@@ -163,6 +167,25 @@ def overlap() -> None:
 
 def test_gathers_overlap_with_the_next_chunk(ranks: Any) -> None:
     ranks(2, overlap)
+
+
+def refused(how: str) -> None:
+    """One rank has more chunks than the other: both hear of it, and neither is left in a collective by itself."""
+    targets = torch.arange(N) % V
+    want = float(FEW(source("Linear", 4), targets).loss.detach())
+    for _ in range(2):
+        mine = source("Linear", 1 if dist.get_rank() and how == "memory" else 4)
+        with (
+            pytest.raises(ValueError, match="differ between ranks"),
+            torch.set_grad_enabled(not (dist.get_rank() and how == "no grad")),
+        ):
+            FEW(mine, targets)
+        assert float(FEW(source("Linear", 4), targets).loss.detach()) == want
+
+
+@pytest.mark.parametrize("how", ["memory", "no grad"])
+def test_a_call_after_a_refusal(ranks: Any, how: str) -> None:
+    ranks(2, refused, how)
 
 
 def on_documents(name: str) -> None:

@@ -227,6 +227,27 @@ def test_ranks_that_differ_are_refused(ranks: Any) -> None:
         assert "targets: they differ" in said
 
 
+def refused() -> None:
+    """One rank has more chunks than the other: both hear of it, and the next call finds no collective of that one."""
+    small()
+    shard, mine = shard_of("even")
+    torch.manual_seed(0)
+    hidden, weight, targets = torch.randn(9, 4), torch.randn(V + 1, 4)[mine].contiguous(), torch.arange(9)
+    objective, found = hl.Objective(ce=cross_entropy, backend="triton"), []
+    for rows in (3, 9 if dist.get_rank() else 3, 3):
+        source = hl.Linear(hidden.clone().requires_grad_(), weight, shard=shard, memory=rows * 2 * 4 * shard.even_width)
+        try:
+            found.append(float(objective(source, targets).loss.detach()))
+        except ValueError as error:
+            found.append(str(error))
+    assert "differ between ranks" in str(found[1]) and found[0] == found[2], found
+
+
+@inside
+def test_a_call_after_a_refusal(ranks: Any) -> None:
+    ranks(2, refused)
+
+
 def left_out() -> str:
     """What leaves the program, and why."""
     shard, mine = shard_of("even")
