@@ -720,7 +720,7 @@ FAULTS = [
     Fault("engine/one_launch.py", "x.masked_fill(~valid, 0) if x.ndim else x for x in weights", "x for x in weights", "float16: an ignored row decides how small the others' gradient is written", ("tests/kernels/test_one_launch.py",)),
     Fault("engine/settled.py", "[found[f] for f in want.facts if f in found]", "[*found.values()]", "settle: divergences are taken in the order of their teachers", SETTLED_FEW),
     Fault("engine/settled.py", "slice(block.part.start - part.start, block.part.stop - part.start)", "slice(0, block.part.stop - block.part.start)", "settle: the second look at a later chunk has the softmax of the first one's rows", SETTLED_FEW),
-    Fault("engine/settled.py", "summed = sum_over([x for pair in looks for x in pair], shard)", "summed = [x for pair in looks for x in pair]", "settle: a second look is at one rank's columns alone", SETTLED_RANKS),
+    Fault("engine/settled.py", "sum_pairs(looks, sweep.source.shard)", "looks", "settle: a second look is at one rank's columns alone", SETTLED_RANKS),
     Fault("engine/plan.py", "_is_narrow(teachers[name], source) for name in want.teachers", "False for name in want.teachers", "settle: a teacher with fewer columns is read as if it had the student's", ("tests/kernels/test_taught.py",)),
     Fault("divergence.py", "(s - most.masked_fill(most == -math.inf, 0.0)).clamp(min=FLOOR)", "s.clamp(min=FLOOR)", "renormalised ids: the floor stands at the logit itself", ("tests/distill/test_divergences.py",)),
     Fault("engine/sweeps.py", "travelling[0][2].arrive()", "pass", "a refused call leaves a rank in a collective by itself", ("tests/ranks/test_collectives.py",)),

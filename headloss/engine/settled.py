@@ -25,7 +25,7 @@ from headloss.engine.one_launch import Launched, Weighed, by_length
 from headloss.engine.product import ProductSweep
 from headloss.engine.sweeps import Block, Chunk, Sweep
 from headloss.facts import Partial, Pull, finish
-from headloss.parallel.shard import Gathering, sum_over
+from headloss.parallel.shard import Gathering, sum_pairs
 
 
 def settle_between(sweep: ProductSweep, loss: TermsOnRows, needs: tuple[bool, ...]) -> Launched:
@@ -141,16 +141,13 @@ def _ahead(sweep: Sweep, head: Any, chunks: Sequence[Chunk]) -> Iterator[tuple[B
 
 def _packed(sweep: Sweep, partial: Partial, blocks: Callable[[], Iterable[Block]], part: slice) -> Tensor:
     """The sums of these rows and of their teachers, after the second look that divergences take at their blocks."""
-    want, shard = sweep.want, sweep.source.shard
+    want = sweep.want
     if not want.divergent:
         return sweep.backend.packed(partial, want)
     _, softmax = finish(partial, want, sweep._temperatures(part), sweep.source.vocab, only_softmax=True)
     within = lambda block: slice(block.part.start - part.start, block.part.stop - part.start)
     looks = join(*[sweep._look(block, cut(softmax, within(block))) for block in blocks()])
-    if shard is not None:
-        summed = sum_over([x for pair in looks for x in pair], shard)
-        looks = list(zip(summed[::2], summed[1::2], strict=True))
-    found = dict(zip(sweep._looks, looks, strict=True))
+    found = dict(zip(sweep._looks, sum_pairs(looks, sweep.source.shard), strict=True))
     return sweep.backend.packed(partial, want, [found[f] for f in want.facts if f in found])
 
 

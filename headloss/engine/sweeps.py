@@ -28,7 +28,7 @@ from headloss.engine.nests import cut
 from headloss.engine.nests import join as join
 from headloss.engine.teachers import TeacherRows, cost_of, most_rows, note, teacher_label
 from headloss.facts import Fact, Partial, Softmax, Want, coefficients, finish, with_whole
-from headloss.parallel.shard import Gathering, reduce_hidden, sum_over
+from headloss.parallel.shard import Gathering, reduce_hidden, sum_pairs
 from headloss.record import Grads
 from headloss.rows import Rows
 from headloss.sources import Source, with_tensors, without_tensors
@@ -341,10 +341,7 @@ class Sweep:
         """Facts and softmax with the divergences in them, summed over the ranks of a shard."""
         if not looks:
             return facts, softmax
-        if self.source.shard is not None:
-            summed = sum_over([x for pair in looks for x in pair], self.source.shard)
-            looks = list(zip(summed[::2], summed[1::2], strict=True))
-        found = dict(zip(self._looks, looks, strict=True))
+        found = dict(zip(self._looks, sum_pairs(looks, self.source.shard), strict=True))
         teachers = []
         for name, seen in zip(self.want.teachers, softmax.teachers, strict=True):
             mine = tuple(found[f][1] for f in self.want.facts if f in found and f.teacher == name)

@@ -198,14 +198,14 @@ def _refill(like: Any, tensors: Iterator[Tensor]) -> Any:
     return type(like)(*filled) if hasattr(like, "_fields") else tuple(filled)
 
 
-def sum_over(tensors: Sequence[Tensor], shard: VocabShard | None) -> list[Tensor]:
-    """Each (N,) tensor summed over the ranks that share the vocabulary: one collective for all of them."""
-    if shard is None or not tensors or not tensors[0].numel():
-        return list(tensors)
-    packed = torch.stack(list(tensors))
+def sum_pairs(pairs: Sequence[tuple[Tensor, Any]], shard: VocabShard | None) -> Sequence[tuple[Tensor, Any]]:
+    """Pairs of (N,) tensors, each summed over the ranks that share the vocabulary: one collective for all of them."""
+    if shard is None or not pairs or not pairs[0][0].numel():
+        return pairs
+    packed = torch.stack([x for pair in pairs for x in pair])
     with together("summing divergences over a sharded vocabulary"):
         dist.all_reduce(packed, group=shard.group)
-    return list(packed.unbind())
+    return list(zip(packed[::2], packed[1::2], strict=True))
 
 
 def max_over(x_RK: Tensor, shard: VocabShard | None, note: Tensor | None, rows: int) -> Tensor:
