@@ -10,7 +10,8 @@ from headloss import losses
 from headloss.checks.verify import Verification, verify
 from headloss.engine.layout import PerRow, PerSegment, Whole
 from headloss.labels import shift_labels
-from headloss.metrics import Meter, Metric
+from headloss.meter import Meter
+from headloss.metrics import Metric
 from headloss.module import FusedLMHead, Inputs
 from headloss.objective import Objective, row_facts, topk
 from headloss.parallel.shard import VocabShard

@@ -9,14 +9,13 @@ The name's ending says how two combine:
     perplexity                 exp of the mean
     anything else              mean, over tokens or over segments as the values are
 
-`Meter` adds up metrics without waiting for the device and brings all of them to the host in one copy.
+`Meter` (meter.py) adds up metrics without waiting for the device and brings all of them to the host in one copy.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -25,10 +24,8 @@ from torch import Tensor
 
 from headloss.divergence import is_divergence
 from headloss.facts import FACTS
-from headloss.late import check_pending
 from headloss.losses import LOSSES
 from headloss.options import shown
-from headloss.parallel.shard import all_gather, together
 from headloss.sources import Sparse
 from headloss.term import Term
 from headloss.trace.call import Call
@@ -74,7 +71,7 @@ class _Kind(NamedTuple):
         return self.parts[0] if self.parts[0] in ("min", "max") else "sum"
 
 
-_KINDS: dict[str, _Kind] = {
+KINDS: dict[str, _Kind] = {
     "mean": _Kind(("sum", "count"), lambda s, n: s / n),
     "exp": _Kind(("sum", "count"), lambda s, n: (s / n).exp()),
     "std": _Kind(("sum", "squares", "count"), lambda s, q, n: (q / n - (s / n) ** 2).clamp(min=0).sqrt()),
@@ -145,12 +142,12 @@ class Batch:
             x_MR = torch.where(counted, x_MR, 0)  # a value that does not count may be NaN
         reduced: dict[tuple[str, int], Tensor] = {}
         for part, reduce in _REDUCE.items():
-            rows = sorted({places[name] for name, kind in kinds.items() if part in _KINDS[kind].parts})
+            rows = sorted({places[name] for name, kind in kinds.items() if part in KINDS[kind].parts})
             if rows:
                 values = reduce(x_MR if len(rows) == len(x_MR) else torch.stack([x_MR[i] for i in rows]), counted, wide)
                 reduced |= {(part, row): value for row, value in zip(rows, values.unbind(), strict=True)}
         return {
-            name: tuple(count if part == "count" else reduced[part, places[name]] for part in _KINDS[kind].parts)
+            name: tuple(count if part == "count" else reduced[part, places[name]] for part in KINDS[kind].parts)
             for name, kind in kinds.items()
         }
 
@@ -210,13 +207,13 @@ class Metric:
     @property
     def value(self) -> Tensor:
         """The number, on the device; NaN if nothing was counted, inf for a min and -inf for a max."""
-        return _KINDS[self.kind].value(*self.parts)
+        return KINDS[self.kind].value(*self.parts)
 
     def __add__(self, other: object) -> Metric:
         if not isinstance(other, Metric) or other.kind != self.kind:
             return NotImplemented
         joins: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "min": torch.minimum, "max": torch.maximum}
-        join = joins[_KINDS[self.kind].combine]
+        join = joins[KINDS[self.kind].combine]
         parts = tuple(join(a, b) for a, b in zip(self.parts, other.parts, strict=True))
         return Metric(self.kind, parts, self.per)
 
@@ -255,59 +252,6 @@ def measure_later(
     """The same for values that nobody else can write to: they are reduced when the first metric is read."""
     batch = Batch(names, values_MR, weights)
     return {name: Metric(kind, (batch, name), per) for name, kind in batch.kinds.items()}
-
-
-class Meter:
-    """Metrics of many calls as one.
-
-    >>> meter = hl.Meter()
-    >>> meter.add(out.metrics)          # every micro-batch; nothing waits for the device
-    >>> meter.compute()                 # {"entropy": 2.31, ...}; one copy, and the meter starts anew
-    """
-
-    def __init__(self) -> None:
-        self._held: dict[str, Metric] = {}
-
-    def add(self, metrics: Mapping[str, Metric]) -> Meter:
-        for name, metric in metrics.items():
-            if not isinstance(metric, Metric):
-                raise TypeError(f"metrics: {name!r} is {type(metric).__name__}, wanted the Metric of an output record")
-            self._held[name] = self._held[name] + metric if name in self._held else metric
-        return self
-
-    def compute(self, group: Any = None) -> dict[str, float]:
-        """Every metric as a number, and over the ranks of `group` where one is given: one collective, one copy."""
-        check_pending(wait=True)
-        held, self._held = self._held, {}
-        if not held and group is None:
-            return {}
-        strange = torch.zeros((), dtype=torch.float32, device="cpu")
-        if group is not None:
-            held, strange = _over_ranks(held, group)
-        values = [metric.value for metric in held.values()]
-        *numbers, mixed = torch.stack([*values, strange.to(values[0])]).tolist()
-        if mixed:
-            raise ValueError("Meter: the ranks of the group hold different metrics")
-        return dict(zip(held, numbers, strict=True))
-
-
-def _over_ranks(held: Mapping[str, Metric], group: Any) -> tuple[dict[str, Metric], Tensor]:
-    """The same metrics combined over ranks, and whether they are not the same: one all-gather of all their parts."""
-    if not held:
-        raise ValueError("Meter: nothing was added on this rank; every rank of the group must add the same metrics")
-    names = zlib.crc32("\n".join(f"{name} {m.kind}" for name, m in held.items()).encode())
-    parts = [p for m in held.values() for p in m.parts]
-    packed = torch.stack([*parts, parts[0].new_tensor(names)])
-    everyone = packed.new_empty(torch.distributed.get_world_size(group), len(packed))
-    with together("gathering metrics"):
-        all_gather(everyone, packed, group).wait()
-    combined = {"sum": everyone.sum(0), "min": everyone.amin(0), "max": everyone.amax(0)}
-    result, i = {}, 0
-    for name, metric in held.items():
-        chosen = combined[_KINDS[metric.kind].combine][i : i + len(metric.parts)]
-        result[name] = Metric(metric.kind, tuple(chosen.unbind()), metric.per)
-        i += len(metric.parts)
-    return result, (everyone[:, -1] != names).any()
 
 
 def own_metrics(metrics: Any) -> Any:

@@ -119,14 +119,16 @@ class FusedLMHead(nn.Linear):
             return sharded_logits(hidden, self)
         if not isinstance(objective, Objective):
             raise TypeError(f"objective: wanted hl.Objective, got {type(objective).__name__}")
-        return objective(self._source(hidden), targets, **(inputs or {}))
+        return objective(self._source(hidden, targets), targets, **(inputs or {}))
 
-    def _source(self, hidden: Tensor) -> Linear:
+    def _source(self, hidden: Tensor, targets: Tensor | Prepared | None = None) -> Linear:
         if self.parallel is None:
             return Linear(hidden, self.weight, self.bias, **self.source_options)
         from headloss.parallel.dtensor import sharded_source
 
-        return sharded_source(hidden, self, **self.source_options)
+        known = targets.targets if isinstance(targets, Prepared) else targets
+        leading = tuple(known.shape) if isinstance(known, Tensor) else None
+        return sharded_source(hidden, self, leading, **self.source_options)
 
     def extra_repr(self) -> str:
         more = "".join(f", {k}={v!r}" for k, v in self.source_options.items())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 
 import pytest
 import torch
@@ -352,3 +353,27 @@ def test_every_map_speaks_of_metrics_that_exist() -> None:
     known |= set(truncate(2.0)(-rows, -rows)[1])
     for names in (TRL, VERL, TORCHTITAN):
         assert set(names) <= known, set(names) - known
+
+
+def drawn_of_facts(logprob):
+    return torch.rand_like(logprob) * logprob.exp()
+
+
+def drawn_of_inputs(advantage):
+    return torch.rand_like(advantage)
+
+
+def drawn_by_python(advantage):
+    return advantage * 0 + random.random()
+
+
+@pytest.mark.parametrize("rows", [40, 7])
+@pytest.mark.parametrize("weight", [drawn_of_facts, drawn_of_inputs, drawn_by_python])
+def test_a_row_weight_that_draws_is_drawn_once(weight, rows):
+    """The weighted mean of ones is 1 whatever was drawn: the sum below the line is that of the same numbers."""
+    objective = hl.Objective(it=hl.Term(lambda lse: torch.ones_like(lse), row_weight=weight, reduction="weighted_mean"))
+    hidden, head = torch.randn(40, 5).double(), torch.randn(13, 5).double()
+    inputs = {} if weight is drawn_of_facts else {"advantage": torch.rand(40).double()}
+    for _ in range(3):
+        out = objective(hl.Linear(hidden, head, memory=rows * 13 * 8), torch.randint(13, (40,)), **inputs)
+        torch.testing.assert_close(out.loss, torch.ones_like(out.loss))

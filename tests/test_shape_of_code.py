@@ -68,7 +68,7 @@ LAYERS = (  # from the bottom up: a file imports from its own layer and from tho
     ("places", "prepared", "rows", "labels", "reductions", "row_weights"),
     ("routed",),
     ("trace",),
-    ("divergence", "term", "metrics", "record"),
+    ("divergence", "term", "metrics", "meter", "record"),
     ("backends",),
     ("terms", "config"),
     ("engine",),

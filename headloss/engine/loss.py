@@ -27,7 +27,7 @@ from headloss.reductions import of_rows_alone
 from headloss.reductions import weights as reduction_weights
 from headloss.rows import Rows
 from headloss.segments import Segments, group_sum
-from headloss.trace.call import Call, Env, evaluate
+from headloss.trace.call import Call, Env, Weighed, evaluate
 from headloss.trace.gradient import Reach, check_constants, check_gradient, leaf, reach_of
 from headloss.trace.trace import Shape, run_cotangents
 
@@ -68,6 +68,16 @@ class TermsOnRows:
     def denominators(self) -> dict[str, Tensor]:
         """Of weighted means that were asked for; see `denominator`."""
         return {}
+
+    @functools.cached_property
+    def _weighed(self) -> dict[str, Weighed]:
+        return {}
+
+    def weighed(self, term: Planned, env: Env) -> Weighed:
+        """The row weight of a weighted mean, of all rows: made once, because a function may draw random numbers."""
+        if term.name not in self._weighed:
+            self._weighed[term.name] = term.call.weigh(env)
+        return self._weighed[term.name]
 
     @functools.cached_property
     def inputs(self) -> dict[str, Tensor]:
@@ -132,7 +142,8 @@ class TermsOnRows:
         loss = torch.zeros((), dtype=self.dtype, device=self.device)
         for term in self.terms:
             with torch.set_grad_enabled(grad or (self.watched and term.trace.reach is None)):
-                value, metrics = term.call(env, per_row if term.trace.apart else None)
+                weighed = self.weighed(term, env) if term.reduction == "weighted_mean" else None
+                value, metrics = term.call(env, per_row if term.trace.apart else None, weighed)
             if term.trace.reach is None and (grad or self.watched):
                 ways[term.name] = reach_of(value, leaves, [x for x in env.inputs.values() if x is not None])
             kind = term.trace.value or self._kind(term.call, value)
@@ -246,7 +257,7 @@ class TermsOnRows:
         if term.name not in self.denominators:
             length, env = self.rows.count if length is None else length, env or self._env({}, None)
             with torch.no_grad():
-                weight = term.call.mean_weight(env)
+                weight = term.call.mean_weight(env, self.weighed(term, env))
             weight = torch.ones(length, dtype=self.dtype, device=self.device) if weight is None else weight
             weight = weight.to(self.dtype).expand(length)
             if kind == "row" and self.rows.valid is not None:

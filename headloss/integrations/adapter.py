@@ -33,10 +33,12 @@ class Log:
         self.counted = {True: False, False: False}
         self.step: tuple[Any, Tensor] | None = None  # num_items and num_segments of a whole step, if someone counts
 
-    def run(self, objective: hl.Objective, logits: Tensor, targets: Tensor, call: Mapping[str, Any]) -> Tensor:
-        """The objective on logits that exist."""
+    def run(
+        self, objective: hl.Objective, logits: Tensor, targets: Tensor, call: Mapping[str, Any], **how: Any
+    ) -> Tensor:
+        """The objective on logits that exist; `how`: what of `hl.Logits` the model has not done to them."""
         check_shape(targets, logits)
-        out = objective(hl.Logits(logits), targets.to(logits.device), **call)
+        out = objective(hl.Logits(logits, **how), targets.to(logits.device), **call)
         self.add(out, torch.is_grad_enabled())
         return out.loss
 
@@ -216,13 +218,14 @@ class Adapter:
         call = call_of(self)
         if call is not None and call.expected is not None:
             return self.collect(call, logits)[1][0]
-        names = ("labels", "vocab_size", "num_items_in_batch", "shift_labels")  # the logits were kept
+        names = ("labels", "vocab_size", "num_items_in_batch", "ignore_index", "shift_labels")  # the logits were kept
         given = {**dict(zip(names, args)), **kwargs}
-        targets = targets_of(given.get("labels"), given.get("shift_labels"))
+        targets = targets_of(given.get("labels"), given.get("shift_labels"), given.get("ignore_index"))
         inputs = {"num_items": count_of(given.get("num_items_in_batch"))} if call is None else call.inputs
         if call is not None:
             call.collected = True
-        return self.log.run(self.objective, logits, targets, inputs)
+        how = {name: self.options[name] for name in ("temperature", "vocab") if name in self.options}
+        return self.log.run(self.objective, logits, targets, inputs, **how)
 
     def evaluate(
         self, head: Head, hidden: Tensor, targets: Tensor | hl.Prepared, inputs: Mapping[str, Any]

@@ -116,12 +116,17 @@ def check_objective(objective: object) -> hl.Objective:
     return objective
 
 
-def targets_of(labels: Tensor | None, shift_labels: Tensor | None) -> Tensor:
+def targets_of(labels: Tensor | None, shift_labels: Tensor | None, ignore_index: int | None = None) -> Tensor:
+    """`ignore_index`: which label is ignored, as Transformers' own loss takes it; by default -100."""
     if shift_labels is not None:
-        return shift_labels
-    if not isinstance(labels, Tensor):
+        targets = shift_labels
+    elif not isinstance(labels, Tensor):
         raise TypeError(f"labels: wanted an integer tensor, got {type(labels).__name__}")
-    return hl.shift_labels(labels)
+    else:
+        targets = hl.shift_labels(labels)
+    if ignore_index is None or ignore_index == -100:
+        return targets
+    return targets.masked_fill(targets == ignore_index, -100)
 
 
 def lines_of(targets: Tensor, kwargs: Mapping[str, Any]) -> hl.Segments:

@@ -91,6 +91,8 @@ class FastLLMLosses(nn.Module):
         for kind in {"dpo", "gspo"} & set(kinds):
             if num_splits > 1:
                 raise ValueError(f"num_splits: {kind} needs all rows of a document; use cross_entropy_splits = 1")
+        if "dpo" in kinds and sequence_group is not None:
+            raise ValueError("sequence_group: dpo's spans are those of whole sequences; each rank needs its own")
         if "dpo" in kinds and prediction_distance > 1:
             raise ValueError("prediction_distance: dpo is of the next token; give it to the first head only")
         terms = {name: _term(name, block, weight) for name, block in self.blocks.items()}

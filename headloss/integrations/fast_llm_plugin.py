@@ -65,6 +65,10 @@ class HeadlossLoss(FastLLMLosses):
                 "sequence_tensor_parallel: gspo's documents would cross two groups of ranks; set "
                 "embeddings.vocab_parallel, or sequence_data_parallel = 1"
             )
+        if _has(self.blocks, "dpo") and (self._sequence_parallel or self._sequence_data.size > 1):
+            name = "sequence_tensor_parallel" if self._sequence_parallel else "sequence_data_parallel"
+            instead = "set embeddings.vocab_parallel" if self._sequence_parallel else "use 1"
+            raise ValueError(f"{name}: dpo's spans are those of whole sequences, and ranks have parts; {instead}")
 
     # Groups exist only after the model: they are looked up when a loss is made.
 

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import headloss as hl
+from headloss.integrations.counts import check_means
 from headloss.integrations.early import Early
 
 
@@ -77,11 +78,12 @@ class OutputProcessor:
             raise ValueError("labels: the objective needs targets; leave output_processor out to get logits")
         targets, call = _targets(labels, loss_mask), {"num_items": 1, **(context or {})}
         ready = self.early.take(targets, labels, loss_mask) if "segments" not in call else targets
-        if any(t.reduction.startswith("seq_") for t in self.objective.terms.values()) and "num_segments" not in call:
-            raise ValueError(
-                "num_segments: Megatron divides by tokens, and a term is a mean over sequences; give their number in "
-                "output_processor_context, and let loss_func divide by nothing"
-            )
+        check_means(
+            self.objective, call, "and Megatron divides by tokens",
+            "in output_processor_context, and let loss_func divide by nothing",
+        )  # fmt: skip
+        if getattr(output_layer, "bias", None) is not None:
+            raise ValueError("output_layer: it has a bias, which the objective would leave out; make it without one")
         gathered = bool(getattr(output_layer, "sequence_parallel", False))
         if gathered:
             parallel = importlib.import_module("megatron.core.tensor_parallel")

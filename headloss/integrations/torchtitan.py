@@ -23,6 +23,7 @@ from torchtitan.components.loss import (  # type: ignore[import-not-found,unused
 )
 
 import headloss as hl
+from headloss.integrations.counts import check_means
 from headloss.integrations.early import Early
 
 logger = logging.getLogger(__name__)
@@ -31,11 +32,12 @@ logger = logging.getLogger(__name__)
 class HeadlossLoss(ChunkedLossWrapper):  # type: ignore[misc,unused-ignore]
     """(hidden, labels, global_valid_tokens, **inputs) -> (loss, metrics); labels are each row's target, -100 ignored.
 
-    Token means divide by `global_valid_tokens`, without it by nothing, as torchtitan's losses do.  Inputs of the losses
-    (`advantage`, `old_logprob`, `segments`, `num_segments`, `teacher` ...) go by name.  The trainer passes `positions`
-    along; they say where documents begin, and become the segments of an objective that needs some.  What its RL trainer
-    passes is read as its own losses do: `advantages`, `generator_logprobs` as the old policy's, and `loss_mask`, with
-    tokens left out whose `generator_logprobs` are not finite.
+    Token means divide by `global_valid_tokens`, without it by nothing, as torchtitan's losses do; means over sequences
+    need `num_segments`, their global number.  Inputs of the losses (`advantage`, `old_logprob`, `segments`, `teacher`
+    ...) go by name.  The trainer passes `positions` along; they say where documents begin, and become the segments of
+    an objective that needs some.  What its RL trainer passes is read as its own losses do: `advantages`,
+    `generator_logprobs` as the old policy's, and `loss_mask`, with tokens left out whose `generator_logprobs` are not
+    finite.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -96,6 +98,12 @@ class HeadlossLoss(ChunkedLossWrapper):  # type: ignore[misc,unused-ignore]
             if "segments" not in inputs and any(t.needs_segments for t in self.objective.terms.values()):
                 inputs["segments"] = hl.Segments.from_position_ids(positions.expand_as(labels))
 
+        check_means(
+            self.objective,
+            inputs,
+            "and torchtitan adds up micro-batches",
+            "as the input num_segments, or use a reduction over tokens",
+        )
         targets = labels if rl or "segments" in inputs else self.early.take(labels, whole)
 
         def evaluate(hidden: Tensor) -> hl.Output:

@@ -35,8 +35,8 @@ from headloss.integrations.causal_lm import (
     targets_of,
     unwrapped,
 )
+from headloss.integrations.counts import check_whole, refuse_part
 from headloss.integrations.early import prepared
-from headloss.late import check_later, defers
 
 
 def patch(
@@ -145,10 +145,12 @@ class LogitsLoss(Log):
         vocab_size: int | None = None,
         num_items_in_batch: int | Tensor | None = None,
         shift_labels: Tensor | None = None,
+        ignore_index: int = -100,
         **_: Any,
     ) -> Tensor:
-        targets = targets_of(labels, shift_labels)
-        return self.run(self.objective, logits, targets, {"num_items": count_of(num_items_in_batch)})
+        targets, items = targets_of(labels, shift_labels, ignore_index), count_of(num_items_in_batch)
+        check_whole(self.objective, targets, items)
+        return self.run(self.objective, logits, targets, {"num_items": items})
 
 
 class Patched(Adapter):
@@ -163,27 +165,19 @@ class Patched(Adapter):
         self.needs_segments = any(term.needs_segments for term in objective.terms.values())
         self.names, self.labels_at = names, names.index("labels")
 
-    def num_segments(self, targets: Tensor, num_items: Any) -> Any:
-        """Of the whole step, where this batch is a part of it; None where it is all of it."""
+    def num_segments(self, targets: Tensor, num_items: Any, lines: bool) -> Any:
+        """Of the whole step, where this batch is a part of it; None where it is all of it.  `lines` can be counted."""
         if num_items is None:
             return None
-        if self.log.step is not None and self.log.step[0] is num_items:
+        if lines and self.log.step is not None and self.log.step[0] is num_items:
             return self.log.step[1].to(targets.device)
-        more = torch.as_tensor(num_items, device=targets.device) - (targets != -100).sum()
-        if not torch.compiler.is_compiling() and defers(targets.device):
-            check_later(more, _check_whole)
-        else:
-            _check_whole(more)
+        refuse_part(
+            targets, num_items,
+            "num_segments: this batch is a part of a step (num_items_in_batch counts {more} more tokens), and nobody "
+            "says how many sequences the step has; HeadlossCallback().add_to(trainer) does, or "
+            "model(..., headloss=hl.Inputs(num_segments=...))",
+        )  # fmt: skip
         return None
-
-
-def _check_whole(more: Tensor) -> None:
-    if more != 0:
-        raise ValueError(
-            f"num_segments: this batch is a part of a step (num_items_in_batch counts {int(more)} more tokens), and "
-            f"nobody says how many sequences the step has; HeadlossCallback().add_to(trainer) does, or "
-            f"model(..., headloss=hl.Inputs(num_segments=...))"
-        )
 
 
 def _check_no_loss(inputs: object, shifted: object, num_items: object) -> None:
@@ -211,12 +205,15 @@ def _forward(self: Any, *args: Any, headloss: Mapping[str, Any] | None = None, *
         HERE.now.ran = True
         return outputs
     check_head(self, adapter.head)
-    targets = targets_of(labels, shifted)
+    targets = targets_of(labels, shifted, kwargs.get("ignore_index"))
     call = {"num_items": count_of(kwargs.get("num_items_in_batch")), **(headloss or {})}
-    if adapter.needs_segments and "segments" not in call:
-        call["segments"] = lines_of(targets, kwargs)
+    check_whole(adapter.objective, targets, call["num_items"])
+    if adapter.needs_segments:
+        lines = "segments" not in call
+        if lines:
+            call["segments"] = lines_of(targets, kwargs)
         if "num_segments" not in call:
-            call["num_segments"] = adapter.num_segments(targets, call["num_items"])
+            call["num_segments"] = adapter.num_segments(targets, call["num_items"], lines)
     expected = None
     if not adapter.eval_logits or self.training:
         ready = prepared(targets, call.get("segments"))

@@ -24,6 +24,7 @@ from torch import Tensor
 import headloss as hl
 from headloss.integrations.adapter import Adapter, Expected, Head
 from headloss.integrations.causal_lm import check_model, check_objective, logits_transform, unwrapped
+from headloss.integrations.counts import own_means, values_of
 from headloss.integrations.early import prepared
 from headloss.integrations.transformers import HeadlossCallback
 from headloss.integrations.trl_kernels import (
@@ -76,6 +77,19 @@ class SFTTrainer(_OnHeadloss, sft_trainer.SFTTrainer):
     def __init__(self, *args: Any, objective: hl.Objective | None = None, **kwargs: Any) -> None:
         check_objective(objective)
         super().__init__(*args, **kwargs)
+        for name, given in (
+            ("label_smoothing_factor", self.label_smoother), ("compute_loss_func", self.compute_loss_func)
+        ):  # fmt: skip
+            if objective is not None and given is not None:
+                raise ValueError(
+                    f"{name}: makes a loss of its own, so the objective would not be computed; say hl.Term("
+                    f"cross_entropy, label_smoothing=...) in the objective instead, or leave one of the two out"
+                )
+        several = self.args.gradient_accumulation_steps > 1 or self.accelerator.num_processes > 1
+        for name, message in own_means(objective).items() if objective is not None and several else ():
+            raise ValueError(message.format(name=name, why="and TRL adds up those of a step"))
+        if getattr(self.accelerator.parallelism_config, "sp_enabled", False):
+            raise ValueError("parallelism_config: the loss of ranks that share sequences is TRL's; use its SFTTrainer")
         if objective is None:
             objective = _loss("dft") if self.args.loss_type == "dft" else _loss("ce", "cross_entropy")
         adapter = unwrapped(self.model).headloss
@@ -140,10 +154,13 @@ class GRPOTrainer(_OnHeadloss, grpo_trainer.GRPOTrainer):
         call, keep = _policy_call(self.objective, inputs)
         share = self.accelerator.num_processes * (self.args.steps_per_generation / steps if training else 1)
         call["num_items"] = inputs["num_items_in_batch"]  # of all ranks and of a whole generation; ours is one share
-        scales = {"token_mean": share, "weighted_mean": 1 / steps}  # of a whole step, of each micro-batch
-        terms = self.objective.terms.items()
-        call["weights"] = {n: t.weight * scales[t.reduction] for n, t in terms if t.reduction in scales}
-        call["num_segments"] = len(keep) * steps
+        alone, weights = own_means(self.objective), {}
+        for name, term in self.objective.terms.items():
+            if name in alone:  # a mean of each micro-batch
+                weights[name] = term.weight / steps
+            elif term.reduction == "token_mean" and values_of(term) == "row":  # of a whole step
+                weights[name] = term.weight * share
+        call |= {"weights": weights, "num_segments": len(keep) * steps}
         adapter = unwrapped(self.model).headloss
         adapter.wanted = self.objective, call, keep
         try:

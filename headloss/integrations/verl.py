@@ -159,7 +159,7 @@ def settings(loss: str, config: Any) -> dict[str, float]:
     """The options of a loss that verl's config holds, under our names.
 
     clip_ratio_low, clip_ratio_high (or clip_ratio)   low, high; 1 - low, 1 + high for cispo
-    clip_ratio_c                                      dual; dppo's cap
+    clip_ratio_c                                      grpo's dual, dppo's cap; verl's other losses do not read it
     tau_pos, tau_neg, policy_loss.dro_beta            those of sapo; kimi's beta
     """
     if config is None:
@@ -169,7 +169,8 @@ def settings(loss: str, config: Any) -> dict[str, float]:
     low, high = (get("clip_ratio") if x is None else x for x in (low, high))
     if loss.startswith("cispo"):
         low, high = None if low is None else 1 - low, None if high is None else 1 + high
-    found = {"low": low, "high": high, "dual": c, "cap": c, "tau_pos": get("tau_pos"), "tau_neg": get("tau_neg")}
+    found = {"low": low, "high": high, "tau_pos": get("tau_pos"), "tau_neg": get("tau_neg")}
+    found |= {"dual": c} if loss == "grpo" else {"cap": c} if loss == "dppo" else {}
     if loss == "kimi" and get("policy_loss") is not None:
         found["beta"] = get("dro_beta", get("policy_loss"))
     return {k: float(v) for k, v in found.items() if v is not None}

@@ -125,9 +125,17 @@ def shard_of(mesh: Any, held: int, vocab: int | None = None) -> VocabShard:
     return VocabShard(mesh.get_group(), min(mesh.get_local_rank() * width, vocab), vocab, min(width, vocab))
 
 
-def sharded_source(hidden: Any, module: Any, **options: Any) -> Linear:
-    """The source of a head that `HeadParallel` sharded: local tensors and the shard."""
+def sharded_source(hidden: Any, module: Any, leading: tuple[int, ...] | None, **options: Any) -> Linear:
+    """The source of a head that `HeadParallel` sharded: local tensors and the shard.  `leading`: the targets' shape."""
     mesh, layout = module.parallel
+    if not isinstance(hidden, DTensor) and isinstance(layout, Shard) and leading is not None:
+        dim = layout.dim % hidden.ndim
+        if dim < len(leading) and hidden.shape[dim] * mesh.size() != leading[dim]:
+            raise ValueError(
+                f"hidden: this rank has {hidden.shape[dim]} of the targets' {leading[dim]} positions, but the parts of "
+                f"{mesh.size()} ranks have to be of one size; pad the sequences, or pass hidden as a DTensor, which "
+                f"knows its whole shape"
+            )
     shard = shard_of(mesh, module.weight.shape[0], options.get("vocab"))
     if isinstance(hidden, DTensor) or not layout.is_replicate():
         if not isinstance(hidden, DTensor):

@@ -64,6 +64,7 @@ class WritesError(ValueError):
     """A function writes into what it was handed."""
 
 
+Weighed = tuple[Tensor | None, dict[str, dict[str, Any]]]  # see `Call.weigh`
 COUNTED = ""  # the name, among a term's metrics, of the mask that says which rows the others count
 
 
@@ -84,14 +85,16 @@ class Call(NamedTuple):
     pure: bool = False  # the user vouches that it reads nothing that changes
     share: str | None = None  # the input that says how much each row counts, where other segments reduce it
 
-    def __call__(self, env: Env, apart: Container[str] | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+    def __call__(
+        self, env: Env, apart: Container[str] | None = None, weighed: Weighed | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """The values, weighted row by row, and the metrics.
 
         A row of weight 0 is left out: its value is 0 whatever the function makes of it, and metrics do not count it.
         `apart`: the inputs of a function whose rows do not meet, one value per row each; no gradient reaches such a row
-        then, not even 0 * inf.
+        then, not even 0 * inf.  `weighed`: what `weigh` has found already.
         """
-        given, (weight, reported) = env.arguments(self.signature), self.weigh(env)
+        given, (weight, reported) = env.arguments(self.signature), weighed or self.weigh(env)
         if apart is not None and weight is not None:
             rows = {p.name for p in self.signature.parameters if p.kind == "fact" or p.key in apart}
             given = {k: _gated(x, weight) if k in rows else x for k, x in given.items()}
@@ -132,21 +135,17 @@ class Call(NamedTuple):
         unknown = tuple(dict.fromkeys(x for r in (own, *weighed) for x in r.unknown))
         return Reads((named, *(r.key for r in every)), unknown, any(r.floats for r in every))
 
-    def weight(self, env: Env) -> Tensor | None:
-        """The product of the row weights, without a gradient."""
-        return self.weigh(env)[0]
-
-    def mean_weight(self, env: Env) -> Tensor | None:
+    def mean_weight(self, env: Env, weighed: Weighed) -> Tensor | None:
         """What a weighted mean divides by the sum of: the row weights, times those of classes."""
-        weight = self.weight(env)
+        weight, _ = weighed
         if CLASSES["class_weight"] not in self.input_names:
             return weight
         own = env.inputs[CLASSES["class_weight"]]
         assert own is not None
         return own.detach() if weight is None else weight * own.detach()
 
-    def weigh(self, env: Env) -> tuple[Tensor | None, dict[str, dict[str, Any]]]:
-        """That product, and the metrics that its factors report, by their names."""
+    def weigh(self, env: Env) -> Weighed:
+        """The product of the row weights, without a gradient, and the metrics that they report, by their names."""
         product: Tensor | None = None
         reported: dict[str, dict[str, Any]] = {}
         names: list[str] = []

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -370,3 +371,18 @@ def test_over_two_ranks() -> None:
             ranks.run(over_ranks, vocab_parallel)
     finally:
         ranks.stop()
+
+
+@pytest.mark.parametrize("sequence_tensor_parallel", [True, False])
+def test_dpo_needs_whole_sequences(sequence_tensor_parallel: bool) -> None:
+    """Its spans count from the start of a sequence, of which a rank would have a part."""
+    block = {"type": "dpo", "reference_model": "ref"}
+    with pytest.raises(ValueError, match="sequence_group: dpo"):
+        FastLLMLosses({"dpo": block}, sequence_group=object())
+    two, one = fast_llm.Dim(2, 0, "not yet"), fast_llm.Dim()
+    dims = (two, one) if sequence_tensor_parallel else (one, two)
+    parallel = fast_llm.DistributedConfig(*dims, sequence_tensor_parallel=sequence_tensor_parallel)
+    dpo = types.SimpleNamespace(dynamic_type_name="dpo", weight=1.0, beta=0.1, **block)
+    config = types.SimpleNamespace(losses={"dpo": dpo}, logits_scale_factor=1.0, weight=1.0)
+    with pytest.raises(ValueError, match="dpo's spans are those of whole sequences"):
+        plugin().HeadlossLoss(config, parallel, name="all")

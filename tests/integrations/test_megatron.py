@@ -132,3 +132,27 @@ def test_slimes_log_probs(pair: Ranks) -> None:
 def test_wrong_smoothing_is_refused() -> None:
     with pytest.raises(ValueError, match="label_smoothing"):
         megatron.vocab_parallel_cross_entropy(torch.zeros(1, 1, 4), torch.zeros(1, 1).long(), 1.0)
+
+
+@pytest.mark.parametrize(
+    ("loss", "reduction", "says"),
+    [
+        ("cross_entropy", "seq_mean_token_sum", "num_segments: term 'it'"),
+        ("cross_entropy", "weighted_mean", "its own micro-batch"),
+        ("rloo", "token_mean", "num_segments: term 'it'"),
+        ("simpo", "token_mean", "pairs of its own micro-batch"),
+    ],
+)
+def test_means_that_megatron_does_not_count_are_refused(loss: str, reduction: str, says: str) -> None:
+    """It divides what comes back by its tokens."""
+    import headloss as hl
+    from headloss.losses import LOSSES
+
+    head = megatron.OutputProcessor(hl.Objective(it=hl.Term(LOSSES[loss], reduction=reduction)))
+    given: dict[str, Any] = {"hidden_states": torch.zeros(3, 2, 4), "output_weight": None}
+    given |= {"labels": torch.zeros(2, 3).long(), "context": {"segments": hl.Segments.from_batch((2, 3))}}
+    with pytest.raises(ValueError, match=says):
+        head(output_layer=torch.nn.Linear(4, 8, bias=False), **given)
+    with pytest.raises(ValueError, match="output_layer: it has a bias"):
+        ce = megatron.OutputProcessor(hl.Objective(it=LOSSES["cross_entropy"]))
+        ce(output_layer=torch.nn.Linear(4, 8), **given)

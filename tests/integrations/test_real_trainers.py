@@ -251,7 +251,9 @@ def megatrons_gpt(sequence_parallel: bool, mup: bool) -> None:
         assert_close(train("stock"), stock, rtol=1e-4, atol=1e-6)
     finally:
         gpt_model.LanguageModule.compute_language_model_loss = native
-    with pytest.raises(ValueError, match="num_segments: Megatron divides by tokens"):
+    with pytest.raises(
+        ValueError, match="num_segments: term 'ce' is a mean over sequences .* and Megatron divides by tokens"
+    ):
         per_line = hl.Objective(ce=hl.Term(cross_entropy, reduction="seq_mean_token_sum"))
         hidden = torch.zeros(8, B, 16)
         ours.OutputProcessor(per_line)(hidden_states=hidden, output_layer=None, output_weight=None, labels=labels)
@@ -439,7 +441,10 @@ def torchtitans_trainer() -> None:
     policy = HeadlossLoss.Config(
         objective={"terms": {"rl": {"loss": "cross_entropy", "reduction": "seq_mean_token_sum"}}}
     )
-    step(policy.build())  # positions say where the documents begin
+    with pytest.raises(
+        ValueError, match="num_segments: term 'rl'"
+    ):  # positions say where documents begin, not how many
+        step(policy.build())
 
 
 def torchtitans_rl_inputs() -> None:

@@ -199,3 +199,34 @@ def pair() -> Any:
 @pytest.mark.parametrize("how", [over_the_vocabulary, under_fsdp])
 def test_on_two_ranks(pair: Ranks, how: Any) -> None:
     pair.run(how)
+
+
+@pytest.mark.parametrize(
+    ("loss", "reduction", "says"),
+    [
+        ("cross_entropy", "seq_mean_token_mean", "num_segments: term 'it'"),
+        ("cross_entropy", "weighted_mean", "its own micro-batch"),
+        ("rloo", "token_mean", "num_segments: term 'it'"),
+    ],
+)
+def test_means_that_micro_batches_do_not_add_up_to_are_refused(loss: str, reduction: str, says: str) -> None:
+    """torchtitan adds up the losses of micro-batches: two halves have to be the whole."""
+    objective = {"terms": {"it": {"loss": loss, "reduction": reduction}}}
+    loss_fn = adapter().HeadlossLoss.Config(objective=objective).build(compile_config=None)
+    head, hidden, labels = problem()
+    loss_fn.set_lm_head(head)
+    lines = (hidden.view(4, 3, D), labels.view(4, 3), torch.tensor(TOKENS))
+    positions = torch.arange(3).expand(4, 3)
+    more = {"advantage": torch.tensor([[1.0], [2.0], [-1.0], [0.5]]).expand(4, 3)} if loss == "rloo" else {}
+    with pytest.raises(ValueError, match=says):
+        loss_fn(*lines, positions=positions, **more)
+    if reduction != "weighted_mean":
+        whole = loss_fn(*lines, positions=positions, num_segments=4, **more)[0]
+        halves = [
+            loss_fn(
+                lines[0][i : i + 2], lines[1][i : i + 2], lines[2], positions=positions[:2], num_segments=4,
+                **{name: x[i : i + 2] for name, x in more.items()},
+            )[0]
+            for i in (0, 2)
+        ]  # fmt: skip
+        torch.testing.assert_close(halves[0] + halves[1], whole)

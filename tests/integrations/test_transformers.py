@@ -19,7 +19,7 @@ from transformers import Trainer, TrainingArguments
 
 import headloss as hl
 from headloss.integrations.transformers import HeadlossCallback, loss_function, patch, unpatch
-from headloss.losses import cross_entropy, grpo
+from headloss.losses import cross_entropy, grpo, simpo
 
 CLOSE = {"rtol": 1e-6, "atol": 1e-6}
 OBJECTIVE = hl.Objective(ce=cross_entropy, metrics=["entropy", "accuracy"])
@@ -162,6 +162,45 @@ def test_eval_logits() -> None:
     assert torch.equal(out.logits, wanted.logits)
     torch.testing.assert_close(out.loss, wanted.loss, **CLOSE)
     assert ours.train()(**batch).logits.shape[-1] <= 1
+    unpatch(ours)
+    halved = torch.nn.functional.cross_entropy(
+        (wanted.logits / 2.0).transpose(1, 2), hl.shift_labels(batch["labels"])
+    )  # fmt: skip
+    patch(ours, eval_logits=True, temperature=2.0)
+    for model in (ours.eval(), ours.train()):  # as hl.Linear divides in training, so must an evaluation
+        torch.testing.assert_close(model(**batch).loss, halved, **CLOSE)
+
+
+def test_another_label_is_ignored() -> None:
+    """`ignore_index` goes to Transformers' own loss too."""
+    stock, batch = tiny.model("llama"), tiny.batch()
+    batch["labels"] = batch["labels"].clamp(min=0)
+    fused, kept = patch(copy.deepcopy(stock)), copy.deepcopy(stock)
+    kept.loss_function = loss_function()
+    wanted = stock(**batch, ignore_index=0).loss
+    assert not torch.isclose(wanted, stock(**batch).loss)
+    for model in (fused, kept, patch(copy.deepcopy(stock), eval_logits=True).eval()):
+        torch.testing.assert_close(model(**batch, ignore_index=0).loss, wanted, **CLOSE)
+
+
+def test_a_weighted_mean_of_a_part_of_a_step_is_refused() -> None:
+    """Trainer adds up what micro-batches return: their own means would count as often as there are micro-batches."""
+    objective = hl.Objective(ce=hl.Term(cross_entropy, reduction="weighted_mean"))
+    batch, kept = tiny.batch(), tiny.model("llama")
+    kept.loss_function = loss_function(objective)
+    tokens = int((hl.shift_labels(batch["labels"]) != -100).sum())
+    for model in (patch(tiny.model("llama"), objective), kept):
+        wanted = model(**batch).loss
+        torch.testing.assert_close(model(**batch, num_items_in_batch=tokens).loss, wanted)
+        with pytest.raises(ValueError, match="weighted_mean: term 'ce' .* counts 7 more tokens"):
+            model(**batch, num_items_in_batch=tokens + 7)
+    pairs = hl.Inputs(pairs=torch.tensor([[0, 1]]), num_segments=6)
+    with pytest.raises(ValueError, match="reduction: term 'it' is a mean over the pairs of its own .* 7 more tokens"):
+        patch(tiny.model("llama"), hl.Objective(it=simpo))(**batch, num_items_in_batch=tokens + 7, headloss=pairs)
+    lines = hl.Inputs(segments=hl.Segments.from_batch(batch["labels"]))  # of one's own, and nobody counts them
+    means = patch(tiny.model("llama"), hl.Objective(ce=hl.Term(cross_entropy, reduction="seq_mean_token_mean")))
+    with pytest.raises(ValueError, match="num_segments: this batch is a part of a step"):
+        means(**batch, num_items_in_batch=tokens + 7, headloss=lines)
 
 
 def test_unpatch_restores_everything() -> None:

@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerFast
 
 import headloss as hl
 from headloss.integrations.transformers import patch
-from headloss.losses import LOSSES, cross_entropy, entropy_bonus, grpo, z_loss
+from headloss.losses import LOSSES, cross_entropy, entropy_bonus, grpo, rloo, z_loss
 
 try:
     from headloss.integrations import trl as adapter
@@ -142,6 +142,22 @@ def test_sft_with_an_objective(tokenizer: Any, tmp_path: Path) -> None:
         norm = line["grad_norm"]
         step = 0.1 * p.grad / max(norm, 1.0)  # the trainer clips at 1
         torch.testing.assert_close(q, p.detach() - step, rtol=1e-4, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def test_an_objective_that_would_not_be_computed_is_refused(tokenizer: Any, tmp_path: Path) -> None:
+    objective = hl.Objective(ce=cross_entropy)
+    weighted = hl.Objective(ce=hl.Term(cross_entropy, reduction="weighted_mean"))
+    for says, objective_, options, more in (
+        ("label_smoothing_factor: makes a loss", objective, {"label_smoothing_factor": 0.1}, {}),
+        ("compute_loss_func: makes a loss", objective, {}, {"compute_loss_func": lambda *_, **__: None}),
+        ("weighted_mean: term 'ce'", weighted, {"gradient_accumulation_steps": 2}, {}),
+    ):
+        arguments = {**common(tmp_path, max_steps=1), **options}
+        with pytest.raises(ValueError, match=says):
+            adapter.SFTTrainer(
+                model=tiny.model("llama"), args=trl.SFTConfig(**arguments, max_length=12), train_dataset=lines(4),
+                processing_class=tokenizer, objective=objective_, **more,
+            )  # fmt: skip
 
 
 def test_a_patched_model_in_a_trainer_of_trl(tokenizer: Any, tmp_path: Path) -> None:
@@ -340,6 +356,25 @@ def test_every_loss_type_as_an_objective(tokenizer: Any, tmp_path: Path) -> None
         for wanted, got in zip(*found, strict=True):
             torch.testing.assert_close(got, wanted, rtol=2e-5, atol=2e-6, msg=lambda m, kind=kind: f"{kind}: {m}")
         assert max(float(g.abs().max()) for g in found[0][1]) > 1e-3
+
+
+def test_a_loss_of_whole_completions_as_an_objective(tokenizer: Any, tmp_path: Path) -> None:
+    """`rloo` has a value for each: of a new policy's, with a ratio of 1, minus its advantage."""
+    how = {**common(tmp_path), "max_completion_length": 6, "num_generations": 2, "steps_per_generation": 4}
+    trainer = adapter.GRPOTrainer(
+        model=tiny.model("llama"), args=trl.GRPOConfig(**how), train_dataset=lines(8, completions=False),
+        processing_class=tokenizer, reward_funcs=reward, objective=hl.Objective(rl=rloo),
+    )  # fmt: skip
+    ids, advantage = torch.randint(3, tiny.V, (4, 10)), torch.tensor([1.0, 2.0, -0.5, 0.5])
+    inputs = {
+        "prompt_ids": ids[:, :4], "prompt_mask": torch.ones_like(ids[:, :4]), "completion_ids": ids[:, 4:],
+        "completion_mask": torch.ones_like(ids[:, 4:]), "advantages": advantage, "num_items_in_batch": torch.tensor(61),
+    }  # fmt: skip
+    trainer.model.train()
+    for steps in (1, 2):
+        trainer.current_gradient_accumulation_steps = steps
+        loss = trainer._compute_loss(trainer.model, inputs)
+        torch.testing.assert_close(loss.detach(), -advantage.mean() / steps)
 
 
 def test_bad_use(monkeypatch: pytest.MonkeyPatch) -> None:

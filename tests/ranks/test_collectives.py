@@ -274,6 +274,17 @@ def metering() -> None:
     mixed = hl.Meter().add({f"{name}{dist.get_rank()}": m for name, m in alone[0].items()})
     with pytest.raises(ValueError, match="different metrics"):
         mixed.compute(dist.group.WORLD)
+    fewer = dict([*alone[0].items()][: 1 + dist.get_rank()])
+    for held in (fewer, fewer if dist.get_rank() else {}):  # not even as many, or nothing at all
+        with pytest.raises(ValueError, match=f"different metrics: this one has .*, rank {1 - dist.get_rank()} of"):
+            hl.Meter().add(held).compute(dist.group.WORLD)
+    assert hl.Meter().compute(dist.group.WORLD) == {}
+    turned = [*truth] if dist.get_rank() else [*truth][::-1]
+    again = hl.Meter()
+    for one in alone:
+        again.add({name: one[name] for name in turned})
+    found = again.compute(dist.group.WORLD)
+    assert [*found] == turned and all(found[name] == pytest.approx(x, rel=1e-12) for name, x in truth.items())
 
 
 def test_meter_is_one_collective(ranks: Any) -> None:

@@ -232,6 +232,10 @@ def refusals() -> None:
     ):
         with pytest.raises(error, match=match):
             hl.VocabShard(**bad)
+    split = parallelize_module(tiny.model(bias=True), mesh, {"head": hl.HeadParallel(input_layouts=Shard(1))})
+    own = torch.randn(tiny.B, 3 - dist.get_rank(), tiny.D).double()  # of 5: the ranks would wait for each other
+    with pytest.raises(ValueError, match=f"hidden: this rank has {own.shape[1]} of the targets' 5 positions"):
+        split.head(own, targets=torch.zeros(tiny.B, 5).long(), objective=OBJECTIVE)
     hidden, weight = torch.randn(4, 3), torch.randn(6, 3)
     with pytest.raises(ValueError, match="width: this rank holds 6 columns"):
         said = hl.Linear(hidden, weight, shard=hl.VocabShard(mesh, 6 * dist.get_rank(), 12, width=5))

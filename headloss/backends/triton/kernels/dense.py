@@ -3,14 +3,6 @@
 
 Dimension key:  K loads in flight   L lanes (threads)   J columns of a lane in each load   P parts   N rows
 
-The algebra is that of `teachers.merge_teacher` in base 2, x of the student and y of the teacher, each from its own
-maximum.  When the maxima move by d and d',
-
-    St = 2^d' St + sum 2^y      Y = 2^d' (Y + d' St) + sum y 2^y      F = 2^d' (F + d (St - D)) + sum x 2^y
-
-and G, E are F, D with the two exchanged.  D is the teacher's weight on columns that the student rules out.  They count
-as x = FLOOR from the maximum of the whole row, which is known at the end only, so they are kept next to F until then.
-
 A program sweeps one part of one row, over the columns that both have.  Numbers go to `out` (F, P, N): the student's
 maximum, total and its count, argmax, the teacher's maximum, argmax, then for each temperature S, X, Q and, where the
 two meet, St, Y, F with D, G with E, without those not wanted.  `meeting.py` makes one part of all.
@@ -19,72 +11,17 @@ two meet, St, Y, F with D, G with E, without those not wanted.  `meeting.py` mak
 import triton
 import triton.language as tl
 
-from headloss.backends.triton.kernels.logits import LN2, LOG2E, LOWEST, boundary, edges, logits, temperature
+from headloss.backends.triton.kernels.logits import LOG2E, LOWEST, boundary, edges, logits, temperature
+from headloss.backends.triton.kernels.running_sums import absorb, merge_lanes, merge_teacher
 from headloss.backends.triton.kernels.sums import centre_of, column_of, fetch, higher
 
-NATS = tl.constexpr(-1.0e4)  # how unlikely a column can count: `teachers.FLOOR`, in nats
-BITS = tl.constexpr(-1.0e4 * 1.4426950408889634)
-
 
 @triton.jit
-def rebase(F, D, weight, d, LEAST: tl.constexpr):
-    """sum x w after its maximum moved by d; columns so far below that they are ruled out now join those that were."""
-    gone = d < LEAST
-    return tl.where(gone, 0.0, F + d * (weight - D)), tl.where(gone, weight, D)
-
-
-@triton.jit
-def absorb_both(z, u, m, mt, best, bestt, block, sums, c, ct, F: tl.constexpr):
-    """Take a block of both, K x (L, J), into the lanes' partials (L,); every reduction here is within a thread.
-
-    `sums` has nine of each temperature: S, X, Q, St, Y, F, D, G, E.
-    """
+def take_both(z, u, m, mt, best, bestt, block, sums, c, ct, F: tl.constexpr):
+    """Take a block of both, K x (L, J), into the lanes' sums (L,)."""
     new, best = higher(z, m, best, block, F.BEST)
     newt, bestt = higher(u, mt, bestt, block, F.TEACHER_BEST)
-    more = ()
-    for i in tl.static_range(len(c)):
-        d = (m - new) * c[i]
-        dt = (mt - newt) * ct[i]
-        k, kt = tl.exp2(d), tl.exp2(dt)
-        S, St = sums[9 * i], sums[9 * i + 3]
-        s, x, q, st, y = k * S, sums[9 * i + 1], sums[9 * i + 2], kt * St, sums[9 * i + 4]
-        f, lost, g, lostt = sums[9 * i + 5], sums[9 * i + 6], sums[9 * i + 7], sums[9 * i + 8]
-        if F.WANT_X[i]:
-            x = k * (x + d * S)
-        if F.WANT_Q[i]:
-            q = k * k * q
-        if F.WANT_Y[i]:
-            y = kt * (y + dt * St)
-        if F.WANT_F[i]:
-            f, lost = rebase(f, lost, St, d, BITS)
-            f, lost = kt * f, kt * lost
-        if F.WANT_G[i]:
-            g, lostt = rebase(g, lostt, S, dt, BITS)
-            g, lostt = k * g, k * lostt
-        for n in tl.static_range(len(z)):
-            t = (z[n] - new[:, None]) * c[i]
-            e = tl.exp2(t)
-            s += tl.sum(e, axis=1)
-            if F.WANT_X[i]:
-                x += tl.sum(e * tl.maximum(t, BITS), axis=1)
-            if F.WANT_Q[i]:
-                q += tl.sum(e * e, axis=1)
-            if F.MET[i]:
-                r = (u[n] - newt[:, None]) * ct[i]
-                w = tl.exp2(r)
-                st += tl.sum(w, axis=1)
-                if F.WANT_Y[i]:
-                    y += tl.sum(w * tl.maximum(r, BITS), axis=1)
-                if F.WANT_F[i]:
-                    fine = t > BITS
-                    f += tl.sum(w * tl.where(fine, t, 0.0), axis=1)
-                    lost += tl.sum(tl.where(fine, 0.0, w), axis=1)
-                if F.WANT_G[i]:
-                    fine = r > BITS
-                    g += tl.sum(e * tl.where(fine, r, 0.0), axis=1)
-                    lostt += tl.sum(tl.where(fine, 0.0, e), axis=1)
-        more = more + (s, x, q, st, y, f, lost, g, lostt)
-    return new, newt, best, bestt, more
+    return new, newt, best, bestt, absorb(z, u, m, mt, new, newt, sums, c, ct, False, True, F)
 
 
 @triton.jit
@@ -119,7 +56,7 @@ def read_both(raw, teacher, skew, low, high, c, ct, how, F: tl.constexpr):
             u = u + (logits(y[n], how[2], how[3], F.TEACHER_SCALED, F.TEACHER_CAPPED),)
             if F.TOTAL:
                 total += tl.sum(z[n] - centre, axis=1)
-        m, mt, best, bestt, sums = absorb_both(z, u, m, mt, best, bestt, block, sums, c, ct, F)
+        m, mt, best, bestt, sums = take_both(z, u, m, mt, best, bestt, block, sums, c, ct, F)
     go, stop = edges(skew, high, F.VEC)
     got, stopt = edges(skew, high, F.TEACHER_VEC)
     for edge in range(1 - head, 1 + (high > last * BLOCK).to(tl.int32)):  # the row's first block if cut, and its last
@@ -136,7 +73,7 @@ def read_both(raw, teacher, skew, low, high, c, ct, how, F: tl.constexpr):
             z = z + (tl.where(good, value, -float("inf")),)
             value = logits(y[n], how[2], how[3], F.TEACHER_SCALED, F.TEACHER_CAPPED)
             u = u + (tl.where(good, value, -float("inf")),)
-        m, mt, best, bestt, sums = absorb_both(z, u, m, mt, best, bestt, block, sums, c, ct, F)
+        m, mt, best, bestt, sums = take_both(z, u, m, mt, best, bestt, block, sums, c, ct, F)
     return m, mt, best, bestt, sums, tl.sum(total, axis=0), centre
 
 
@@ -189,32 +126,27 @@ def dense_sums_kernel(
         )
         tl.store(out + slot * step, (tl.where(somet, found, none) - skew + start).to(tl.float32))
         slot += 1
+    own, theirs = merge_lanes(m, top, sums, c, 9, False, F), merge_teacher(m, mt, top, topt, sums, c, ct, False, F)
     for i in tl.static_range(len(c)):
-        d = (m - top) * c[i]
-        dt = (mt - topt) * ct[i]
-        k, kt = tl.exp2(d), tl.exp2(dt)
-        S, St = sums[9 * i], sums[9 * i + 3]
-        tl.store(out + slot * step, tl.sum(k * S, axis=0))
+        tl.store(out + slot * step, own[3 * i])
         slot += 1
         if F.WANT_X[i]:
-            tl.store(out + slot * step, tl.sum(k * (sums[9 * i + 1] + d * S), axis=0) * LN2)
+            tl.store(out + slot * step, own[3 * i + 1])
             slot += 1
         if F.WANT_Q[i]:
-            tl.store(out + slot * step, tl.sum(k * k * sums[9 * i + 2], axis=0))
+            tl.store(out + slot * step, own[3 * i + 2])
             slot += 1
         if F.MET[i]:
-            tl.store(out + slot * step, tl.sum(kt * St, axis=0))
+            tl.store(out + slot * step, theirs[6 * i])
             slot += 1
         if F.WANT_Y[i]:
-            tl.store(out + slot * step, tl.sum(kt * (sums[9 * i + 4] + dt * St), axis=0) * LN2)
+            tl.store(out + slot * step, theirs[6 * i + 1])
             slot += 1
         if F.WANT_F[i]:
-            f, lost = rebase(sums[9 * i + 5], sums[9 * i + 6], St, d, BITS)
-            tl.store(out + slot * step, tl.sum(kt * f, axis=0) * LN2)
-            tl.store(out + (slot + 1) * step, tl.sum(kt * lost, axis=0))
+            tl.store(out + slot * step, theirs[6 * i + 2])
+            tl.store(out + (slot + 1) * step, theirs[6 * i + 3])
             slot += 2
         if F.WANT_G[i]:
-            g, lost = rebase(sums[9 * i + 7], sums[9 * i + 8], S, dt, BITS)
-            tl.store(out + slot * step, tl.sum(k * g, axis=0) * LN2)
-            tl.store(out + (slot + 1) * step, tl.sum(k * lost, axis=0))
+            tl.store(out + slot * step, theirs[6 * i + 4])
+            tl.store(out + (slot + 1) * step, theirs[6 * i + 5])
             slot += 2

@@ -7,67 +7,12 @@ Dimension key:  L lanes (threads)
 import triton
 import triton.language as tl
 
-from headloss.backends.triton.kernels.dense import BITS, rebase
 from headloss.backends.triton.kernels.logits import FLOOR, LN2
 from headloss.backends.triton.kernels.pair_loops import read_pair
 from headloss.backends.triton.kernels.row_loops import LOWEST, read
+from headloss.backends.triton.kernels.running_sums import merge_lanes, merge_teacher, rebase
 
 NOWHERE = tl.constexpr(2147483647)
-
-
-@triton.jit
-def plus(a, b, a_, b_):
-    return a + a_, b + b_
-
-
-@triton.jit
-def shift(m, top, c):
-    """From a lane's origin, the whole number below m c, to `top`: in bits."""
-    origin = tl.floor(top * c)
-    return tl.floor(m * c) - origin - tl.fma(top, c, -origin)
-
-
-@triton.jit
-def merge_lanes(m, top, sums, c, EACH: tl.constexpr, F: tl.constexpr):
-    """S, X and Q of each temperature, from `top`, X in nats; a lane has EACH sums for each."""
-    merged = ()
-    for i in tl.static_range(len(c)):
-        d = shift(m, top, c[i])
-        k = tl.exp2(d)
-        S, X, Q = sums[EACH * i], sums[EACH * i + 1], sums[EACH * i + 2]
-        x, q = 0.0, 0.0
-        if F.WANT_X[i]:  # both in one step: lanes wait for each other once
-            s, x = tl.reduce((k * S, k * (X + d * S)), 0, plus)
-            x = x * LN2
-        else:
-            s = tl.sum(k * S, axis=0)
-        if F.WANT_Q[i]:
-            q = tl.sum(k * k * Q, axis=0)
-        merged = merged + (s, x, q)
-    return merged
-
-
-@triton.jit
-def merge_teacher(m, mt, top, topt, sums, c, ct, F: tl.constexpr):
-    """St, Y, F, D, G and E of each temperature, from the maxima of both, in nats; see pair_loops.py."""
-    merged = ()
-    for i in tl.static_range(len(c)):
-        s, y, f, lost, g, lostt = tl.full([], 1.0, tl.float32), 0.0, 0.0, 0.0, 0.0, 0.0
-        if F.MET[i]:
-            d, dt = shift(m, top, c[i]), shift(mt, topt, ct[i])
-            k, kt = tl.exp2(d), tl.exp2(dt)
-            S, St = sums[9 * i], sums[9 * i + 3]
-            s = tl.sum(kt * St, axis=0)
-            if F.WANT_Y[i]:
-                y = tl.sum(kt * (sums[9 * i + 4] + dt * St), axis=0) * LN2
-            if F.WANT_F[i]:
-                f, lost = rebase(sums[9 * i + 5], sums[9 * i + 6], St, d, BITS)
-                f, lost = tl.sum(kt * f, axis=0) * LN2, tl.sum(kt * lost, axis=0)
-            if F.WANT_G[i]:
-                g, lostt = rebase(sums[9 * i + 7], sums[9 * i + 8], S, dt, BITS)
-                g, lostt = tl.sum(k * g, axis=0) * LN2, tl.sum(k * lostt, axis=0)
-        merged = merged + (s, y, f, lost, g, lostt)
-    return merged
 
 
 @triton.jit
@@ -85,7 +30,7 @@ def sweep_row(raw, skew, end, c, how, held, ids, POLICY: tl.constexpr, F: tl.con
     if F.BEST:
         best = tl.min(seen, axis=0)
     total += (end - skew).to(tl.float32) * (centre - origin_of(top))
-    return top, best, merge_lanes(m, top, sums, c, 3, F), total, tail, left
+    return top, best, merge_lanes(m, top, sums, c, 3, True, F), total, tail, left
 
 
 @triton.jit
@@ -98,7 +43,7 @@ def sweep_pair(raw, teacher, skew, end, c, ct, how, POLICY: tl.constexpr, F: tl.
         best = tl.min(seen, axis=0)
     if F.TEACHER_BEST:
         bestt = tl.min(seent, axis=0)
-    own, theirs = merge_lanes(m, top, sums, c, 9, F), merge_teacher(m, mt, top, topt, sums, c, ct, F)
+    own, theirs = merge_lanes(m, top, sums, c, 9, True, F), merge_teacher(m, mt, top, topt, sums, c, ct, True, F)
     total += (end - skew).to(tl.float32) * (centre - origin_of(top))
     return top, best, own, total, topt, bestt, theirs
 
@@ -109,15 +54,15 @@ def with_ids(tail, swept, top, z_k, c, F: tl.constexpr):
     joined = ()
     for i in tl.static_range(len(c)):
         d = (swept - top) * c[i]
-        up = tl.exp2(d)
         t = (z_k - top) * c[i]
         e = tl.exp2(t)
-        x, q = 0.0, 0.0
+        X, Q = tail[3 * i + 1], tail[3 * i + 2]
+        s, x, q = rebase(tail[3 * i], X, Q, d * LN2, tl.exp2(d), F.WANT_X[i], F.WANT_Q[i])
         if F.WANT_X[i]:
-            x = up * (tail[3 * i + 1] + d * LN2 * tail[3 * i]) + tl.sum(e * tl.maximum(t, FLOOR), axis=0) * LN2
+            x += tl.sum(e * tl.maximum(t, FLOOR), axis=0) * LN2
         if F.WANT_Q[i]:
-            q = up * up * tail[3 * i + 2] + tl.sum(e * e, axis=0)
-        joined = joined + (up * tail[3 * i] + tl.sum(e, axis=0), x, q)
+            q += tl.sum(e * e, axis=0)
+        joined = joined + (s + tl.sum(e, axis=0), x, q)
     return joined
 
 

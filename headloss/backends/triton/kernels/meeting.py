@@ -7,8 +7,8 @@ Dimension key:  P parts   R rows of a program   N rows
 import triton
 import triton.language as tl
 
-from headloss.backends.triton.kernels.dense import NATS, rebase
 from headloss.backends.triton.kernels.logits import LOG2E, logits
+from headloss.backends.triton.kernels.running_sums import NATS, rebase, rebase_teacher
 from headloss.backends.triton.kernels.sums import row_temperature
 
 
@@ -20,8 +20,22 @@ def moved(m):
 
 
 @triton.jit
-def settle(x, k, good, out):
-    tl.store(out, tl.sum(k * x, axis=0), mask=good)
+def part_sums(partial, step, here, WANTED: tl.constexpr):
+    """The next sum of each part, and where the one after it is; 0 where there is none."""
+    x = tl.zeros(here.shape, tl.float32)
+    if WANTED:
+        x = tl.load(partial, mask=here, other=0.0)
+        partial += step
+    return x, partial
+
+
+@triton.jit
+def settle(x, good, out, N, WANTED: tl.constexpr):
+    """The sum over parts to its place, and the place after it."""
+    if WANTED:
+        tl.store(out, tl.sum(x, axis=0), mask=good)
+        out += N
+    return out
 
 
 @triton.jit(
@@ -84,38 +98,25 @@ def dense_merge_kernel(
     for i in tl.static_range(len(temperatures)):
         T = row_temperature(temperatures[i], row, good, F.PER_ROW[i])
         Tt = row_temperature(teacher_temperatures[i], row, good, F.TEACHER_PER_ROW[i])
-        d, dt = tl.maximum(shift / T, NATS), tl.maximum(shiftt / Tt, NATS)
+        d, dt = tl.maximum(shift / T, 2 * NATS), tl.maximum(shiftt / Tt, 2 * NATS)  # finite, and e^NATS is 0 already
         k, kt = tl.exp2(d * LOG2E), tl.exp2(dt * LOG2E)
-        S = tl.load(partial, mask=here, other=0.0)
-        settle(S, k, good, out)
-        partial += step
-        out += N
-        if F.WANT_X[i]:
-            settle(tl.load(partial, mask=here, other=0.0) + d * S, k, good, out)
-            partial += step
-            out += N
-        if F.WANT_Q[i]:
-            settle(tl.load(partial, mask=here, other=0.0), k * k, good, out)
-            partial += step
-            out += N
-        if F.MET[i]:
-            St = tl.load(partial, mask=here, other=0.0)
-            settle(St, kt, good, out)
-            partial += step
-            out += N
-        if F.WANT_Y[i]:
-            settle(tl.load(partial, mask=here, other=0.0) + dt * St, kt, good, out)
-            partial += step
-            out += N
-        if F.WANT_F[i]:
-            f, lost = tl.load(partial, mask=here, other=0.0), tl.load(partial + step, mask=here, other=0.0)
-            f, lost = rebase(f, lost, St, shift / T, NATS)
-            settle(f + lost * NATS, kt, good, out)
-            partial += 2 * step
-            out += N
-        if F.WANT_G[i]:
-            g, lost = tl.load(partial, mask=here, other=0.0), tl.load(partial + step, mask=here, other=0.0)
-            g, lost = rebase(g, lost, S, shiftt / Tt, NATS)
-            settle(g + lost * NATS, k, good, out)
-            partial += 2 * step
-            out += N
+        S, partial = part_sums(partial, step, here, True)
+        X, partial = part_sums(partial, step, here, F.WANT_X[i])
+        Q, partial = part_sums(partial, step, here, F.WANT_Q[i])
+        St, partial = part_sums(partial, step, here, F.MET[i])
+        Y, partial = part_sums(partial, step, here, F.WANT_Y[i])
+        f, partial = part_sums(partial, step, here, F.WANT_F[i])
+        lost, partial = part_sums(partial, step, here, F.WANT_F[i])
+        g, partial = part_sums(partial, step, here, F.WANT_G[i])
+        lostt, partial = part_sums(partial, step, here, F.WANT_G[i])
+        s, x, q = rebase(S, X, Q, d, k, F.WANT_X[i], F.WANT_Q[i])
+        st, y, f, lost, g, lostt = rebase_teacher(
+            S, St, Y, f, lost, g, lostt, d, dt, k, kt, NATS, F.WANT_Y[i], F.WANT_F[i], F.WANT_G[i]
+        )
+        out = settle(s, good, out, N, True)
+        out = settle(x, good, out, N, F.WANT_X[i])
+        out = settle(q, good, out, N, F.WANT_Q[i])
+        out = settle(st, good, out, N, F.MET[i])
+        out = settle(y, good, out, N, F.WANT_Y[i])
+        out = settle(f + lost * NATS, good, out, N, F.WANT_F[i])
+        out = settle(g + lostt * NATS, good, out, N, F.WANT_G[i])

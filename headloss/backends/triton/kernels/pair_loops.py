@@ -4,76 +4,25 @@ needs both softmaxes, `write_pair` puts the gradient in its place, backwards.
 
 Dimension key:  K loads in flight   L lanes (threads)   J columns of a lane in each load   W columns of a stored word
 
-As row_loops.py, x of the student and y of the teacher, each from its own origin.  When the origins move by d and d',
-
-    St = 2^d' St + sum 2^y      Y = 2^d' (Y + d' St) + sum y 2^y      F = 2^d' (F + d (St - D)) + sum x 2^y
-
-and G, E are F, D with the two exchanged.  D is the teacher's weight on columns that the student rules out.  They count
-as x = FLOOR from the maximum of the whole row, which is known at the end only, so they are kept next to F until then.
+As row_loops.py, with the sums of both (running_sums.py), x of the student and y of the teacher from their own origins.
 """
 
 import triton
 import triton.language as tl
 
-from headloss.backends.triton.kernels.dense import BITS, rebase
 from headloss.backends.triton.kernels.logits import LN2, edges, inner, logits, rim
 from headloss.backends.triton.kernels.packed_bf16 import LEAST, decode, finite, highest, take
 from headloss.backends.triton.kernels.pull import slopes
 from headloss.backends.triton.kernels.row_loops import LOWEST, blocks, search, within
+from headloss.backends.triton.kernels.running_sums import absorb, risen
 
 
 @triton.jit
-def absorb_pair(z, u, top, topt, m, mt, best, bestt, block, sums, c, ct, F: tl.constexpr):
-    """Take a block of both, K x (L, J), and its maxima (L,) into the lanes' partials (L,)."""
-    if F.BEST:
-        best = tl.where(top > m, block, best)
-    if F.TEACHER_BEST:
-        bestt = tl.where(topt > mt, block, bestt)
-    new, newt = tl.maximum(m, top), tl.maximum(mt, topt)
-    more = ()
-    for i in tl.static_range(len(c)):
-        origin, origint = tl.floor(new * c[i]), tl.floor(newt * ct[i])
-        d, dt = tl.floor(m * c[i]) - origin, tl.floor(mt * ct[i]) - origint
-        k, kt = tl.exp2(d), tl.exp2(dt)
-        S, St = sums[9 * i], sums[9 * i + 3]
-        s, x, q, st, y = k * S, sums[9 * i + 1], sums[9 * i + 2], kt * St, sums[9 * i + 4]
-        f, lost, g, lostt = sums[9 * i + 5], sums[9 * i + 6], sums[9 * i + 7], sums[9 * i + 8]
-        if F.WANT_X[i]:
-            x = k * (x + d * S)
-        if F.WANT_Q[i]:
-            q = k * k * q
-        if F.WANT_Y[i]:
-            y = kt * (y + dt * St)
-        if F.WANT_F[i]:
-            f, lost = rebase(f, lost, St, d, BITS)
-            f, lost = kt * f, kt * lost
-        if F.WANT_G[i]:
-            g, lostt = rebase(g, lostt, S, dt, BITS)
-            g, lostt = k * g, k * lostt
-        for n in tl.static_range(len(z)):
-            t = tl.fma(z[n], c[i] + tl.zeros_like(z[n]), -origin[:, None] + tl.zeros_like(z[n]))
-            e = tl.exp2(t)
-            s += tl.sum(e, axis=1)
-            if F.WANT_X[i]:
-                x += tl.sum(e * t, axis=1)
-            if F.WANT_Q[i]:
-                q += tl.sum(e * e, axis=1)
-            if F.MET[i]:
-                r = tl.fma(u[n], ct[i] + tl.zeros_like(u[n]), -origint[:, None] + tl.zeros_like(u[n]))
-                w = tl.exp2(r)
-                st += tl.sum(w, axis=1)
-                if F.WANT_Y[i]:
-                    y += tl.sum(w * r, axis=1)
-                if F.WANT_F[i]:
-                    fine = t > BITS
-                    f += tl.sum(w * tl.where(fine, t, 0.0), axis=1)
-                    lost += tl.sum(tl.where(fine, 0.0, w), axis=1)
-                if F.WANT_G[i]:
-                    fine = r > BITS
-                    g += tl.sum(e * tl.where(fine, r, 0.0), axis=1)
-                    lostt += tl.sum(tl.where(fine, 0.0, e), axis=1)
-        more = more + (s, x, q, st, y, f, lost, g, lostt)
-    return new, newt, best, bestt, more
+def take_pair(z, u, top, topt, m, mt, best, bestt, block, sums, c, ct, F: tl.constexpr):
+    """Take a block of both, K x (L, J), and its maxima (L,) into the lanes' sums (L,)."""
+    new, best = risen(top, m, best, block, F.BEST)
+    newt, bestt = risen(topt, mt, bestt, block, F.TEACHER_BEST)
+    return new, newt, best, bestt, absorb(z, u, m, mt, new, newt, sums, c, ct, True, True, F)
 
 
 @triton.jit
@@ -158,12 +107,12 @@ def read_pair(raw, teacher, skew, end, c, ct, how, POLICY: tl.constexpr, F: tl.c
     for block in tl.range(first, last, num_stages=1):
         x, y = pair(words, theirs, block, w, wt, bounds, False, POLICY, W, WT, F)
         z, u, top, topt, total = values(x, y, block * BLOCK + j, skew, end, how, total, centre, False, F)
-        m, mt, best, bestt, sums = absorb_pair(z, u, top, topt, m, mt, best, bestt, block, sums, c, ct, F)
+        m, mt, best, bestt, sums = take_pair(z, u, top, topt, m, mt, best, bestt, block, sums, c, ct, F)
     for edge in range(1 - first, 1 + (end > last * BLOCK).to(tl.int32)):  # the row's first block if cut, and its last
         block = tl.where(edge == 0, 0, last)
         x, y = pair(words, theirs, block, w, wt, bounds, True, POLICY, W, WT, F)
         z, u, top, topt, total = values(x, y, block * BLOCK + j, skew, end, how, total, centre, True, F)
-        m, mt, best, bestt, sums = absorb_pair(z, u, top, topt, m, mt, best, bestt, block, sums, c, ct, F)
+        m, mt, best, bestt, sums = take_pair(z, u, top, topt, m, mt, best, bestt, block, sums, c, ct, F)
     column, columnt = tl.zeros([L], tl.int32), tl.zeros([L], tl.int32)
     if F.BEST:
         top = tl.max(m, axis=0)

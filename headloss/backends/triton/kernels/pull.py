@@ -19,8 +19,8 @@ vectors belongs to other rows.
 import triton
 import triton.language as tl
 
-from headloss.backends.triton.kernels.dense import NATS
 from headloss.backends.triton.kernels.logits import FLOOR, LN2, LOG2E, boundary, inner, logits, rim, temperature
+from headloss.backends.triton.kernels.running_sums import NATS
 
 
 @triton.jit

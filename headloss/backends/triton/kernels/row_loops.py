@@ -15,41 +15,10 @@ import triton.language as tl
 from headloss.backends.triton.kernels.logits import inner, logits, rim
 from headloss.backends.triton.kernels.packed_bf16 import LEAST, TWO_LEAST, decode, finite, highest, take
 from headloss.backends.triton.kernels.pull import slopes
+from headloss.backends.triton.kernels.running_sums import absorb, risen
 from headloss.backends.triton.kernels.sums import id_column
 
 LOWEST = tl.constexpr(-1.0e7)  # at or below is -inf: further down the rounding of z / T alone could overflow
-
-
-@triton.jit
-def absorb(z, top, m, best, block, sums, c, F: tl.constexpr):
-    """Take a block z, K x (L, J), and its maxima (L,) into the lanes' partials (L,), without a word between lanes.
-
-    As in sums.py, S, X and Q of each temperature, but there a lane measures from the whole number below m c:
-    t = z c - origin is then one operation, and differences of origins are exact.  Where t is a factor, z is finite.
-    """
-    if F.BEST:
-        best = tl.where(top > m, block, best)  # strictly above: a tie keeps the earlier block
-    new = tl.maximum(m, top)
-    more = ()
-    for i in tl.static_range(len(c)):
-        origin = tl.floor(new * c[i])
-        d = tl.floor(m * c[i]) - origin
-        k = tl.exp2(d)
-        s, x, q = k * sums[3 * i], sums[3 * i + 1], sums[3 * i + 2]
-        if F.WANT_X[i]:
-            x = k * (x + d * sums[3 * i])
-        if F.WANT_Q[i]:
-            q = k * k * q
-        for n in tl.static_range(len(z)):
-            t = tl.fma(z[n], c[i] + tl.zeros_like(z[n]), -origin[:, None] + tl.zeros_like(z[n]))
-            e = tl.exp2(t)
-            s += tl.sum(e, axis=1)
-            if F.WANT_X[i]:
-                x += tl.sum(e * t, axis=1)
-            if F.WANT_Q[i]:
-                q += tl.sum(e * e, axis=1)
-        more = more + (s, x, q)
-    return new, best, more
 
 
 @triton.jit
@@ -197,8 +166,8 @@ def take_in(
         top = m
         for n in tl.static_range(len(z)):
             top = tl.maximum(top, tl.max(z[n], axis=1))
-    m, best, sums = absorb(z, top, m, best, block, sums, c, F)
-    return m, best, sums, total
+    new, best = risen(top, m, best, block, F.BEST)
+    return new, best, absorb(z, z, m, m, new, new, sums, c, c, True, False, F), total
 
 
 @triton.jit

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from headloss.backends.triton.kernels.logits import LOG2E, LOWEST, boundary, temperature
+from headloss.backends.triton.kernels.running_sums import merge_lanes
 from headloss.backends.triton.kernels.sums import read
 
 
@@ -25,13 +26,14 @@ def tail_kernel(raw, ids, out, temperatures, N, V, parts, width, stride, lead, s
     for i in tl.static_range(len(temperatures)):
         c = c + (tl.div_rn(LOG2E, temperature(temperatures[i], row, F.PER_ROW[i])),)
     named = (ids + row.to(tl.int64) * count, count, skew.to(tl.int64) - start)
-    m, _best, S, _X, _Q, _total, _centre = read(raw + begin, skew, part * width, high, c, how, named, F)
+    m, _best, sums, _total, _centre = read(raw + begin, skew, part * width, high, c, how, named, F)
     top = tl.max(m, axis=0)
     out += part.to(tl.int64) * N + row
     step = N.to(tl.int64) * parts
     tl.store(out, tl.where(top > LOWEST, top, -float("inf")))
+    merged = merge_lanes(m, top, sums, c, 3, False, F)
     for i in tl.static_range(len(c)):
-        tl.store(out + (i + 1) * step, tl.sum(tl.exp2((m - top) * c[i]) * S[i], axis=0))
+        tl.store(out + (i + 1) * step, merged[3 * i])
 
 
 @triton.jit(do_not_specialize=["count", "vocab"], do_not_specialize_on_alignment=["valid", "wrong"])

@@ -4,9 +4,7 @@
 Dimension key:  K loads in flight   L lanes (threads)   J columns of a lane in each load   P parts   N rows
 
 A block of K x L x J columns is reduced inside the thread to (L,) vectors, so nothing in the loop waits for another
-warp.  The algebra is that of `facts.merge` in base 2: with d = (max - new) log2(e) / T,
-
-    S = 2^d S + sum 2^x        X = 2^d (X + d S) + sum x 2^x        Q = 2^2d Q + sum 2^2x
+warp; see running_sums.py.
 
 A program sweeps one part of one row, `width` columns, a multiple of the block.  Its numbers go to `out` (F, P, N):
 maximum, target, total and its count, argmax, then S, X, Q for each temperature, without those not wanted.
@@ -15,7 +13,8 @@ maximum, target, total and its count, argmax, then S, X, Q for each temperature,
 import triton
 import triton.language as tl
 
-from headloss.backends.triton.kernels.logits import FLOOR, LN2, LOG2E, LOWEST, boundary, edges, logits, temperature
+from headloss.backends.triton.kernels.logits import FLOOR, LOG2E, LOWEST, boundary, edges, logits, temperature
+from headloss.backends.triton.kernels.running_sums import absorb, merge_lanes, rebase, risen
 
 
 @triton.jit
@@ -35,39 +34,15 @@ def fetch(raw, at, go, stop, MASKED: tl.constexpr, K: tl.constexpr, POLICY: tl.c
 def higher(z, m, best, block, BEST: tl.constexpr):
     """The lanes' maxima (L,) with a block z, K x (L, J), and in which load they were first seen."""
     for n in tl.static_range(len(z)):
-        top = tl.max(z[n], axis=1)
-        if BEST:
-            best = tl.where(top > m, block * len(z) + n, best)  # strictly above: a tie keeps the earlier load
-        m = tl.maximum(m, top)
+        m, best = risen(tl.max(z[n], axis=1), m, best, block * len(z) + n, BEST)
     return m, best
 
 
 @triton.jit
-def absorb(z, m, best, block, S, X, Q, c, F: tl.constexpr):
-    """Take a block z, K x (L, J), into the lanes' partials (L,); every reduction here is within a thread."""
+def take_in(z, m, best, block, sums, c, F: tl.constexpr):
+    """Take a block z, K x (L, J), into the lanes' sums (L,)."""
     new, best = higher(z, m, best, block, F.BEST)
-    drop = m - new
-    S_, X_, Q_ = (), (), ()
-    for i in tl.static_range(len(c)):
-        d = drop * c[i]
-        k = tl.exp2(d)
-        s, x, q = k * S[i], X[i], Q[i]
-        if F.WANT_X[i]:
-            x = k * (x + d * S[i])
-        if F.WANT_Q[i]:
-            q = k * k * q
-        for n in tl.static_range(len(z)):
-            t = (z[n] - new[:, None]) * c[i]
-            e = tl.exp2(t)
-            s += tl.sum(e, axis=1)
-            if F.WANT_X[i]:
-                x += tl.sum(e * tl.maximum(t, FLOOR), axis=1)
-            if F.WANT_Q[i]:
-                q += tl.sum(e * e, axis=1)
-        S_ = S_ + (s,)
-        X_ = X_ + (x,)
-        Q_ = Q_ + (q,)
-    return new, best, S_, X_, Q_
+    return new, best, absorb(z, z, m, m, new, new, sums, c, c, False, False, F)
 
 
 @triton.jit
@@ -110,11 +85,9 @@ def read(raw, skew, low, high, c, how, ids, F: tl.constexpr):
     J: tl.constexpr = F.J
     IDS: tl.constexpr = F.IDS
     BLOCK: tl.constexpr = K * L * J
-    S, X, Q = (), (), ()
-    for _i in tl.static_range(len(c)):
-        S = S + (tl.zeros([L], tl.float32),)
-        X = X + (tl.zeros([L], tl.float32),)
-        Q = Q + (tl.zeros([L], tl.float32),)
+    sums = ()
+    for _i in tl.static_range(3 * len(c)):
+        sums = sums + (tl.zeros([L], tl.float32),)
     m = tl.full([L], LOWEST, tl.float32)
     best = tl.zeros([L], tl.int32)
     total = tl.zeros([L], tl.float32)
@@ -141,7 +114,7 @@ def read(raw, skew, low, high, c, how, ids, F: tl.constexpr):
                 total += tl.sum(z[n] - centre, axis=1)
         if IDS:
             z, k = without_ids(z, at, (block + 1) * BLOCK, ids, k)
-        m, best, S, X, Q = absorb(z, m, best, block, S, X, Q, c, F)
+        m, best, sums = take_in(z, m, best, block, sums, c, F)
     go, stop = edges(skew, high, F.VEC)
     for edge in range(1 - head, 1 + (high > last * BLOCK).to(tl.int32)):  # the row's first block if cut, and its last
         block = tl.where(edge == 0, 0, last)
@@ -158,8 +131,8 @@ def read(raw, skew, low, high, c, how, ids, F: tl.constexpr):
         if IDS:
             k = tl.sum((columns < block * BLOCK).to(tl.int32), axis=0)
             z, k = without_ids(z, at, (block + 1) * BLOCK, ids, k)
-        m, best, S, X, Q = absorb(z, m, best, block, S, X, Q, c, F)
-    return m, best, S, X, Q, tl.sum(total, axis=0), centre
+        m, best, sums = take_in(z, m, best, block, sums, c, F)
+    return m, best, sums, tl.sum(total, axis=0), centre
 
 
 @triton.jit
@@ -201,7 +174,7 @@ def sums_kernel(
     c = ()
     for i in tl.static_range(len(temperatures)):
         c = c + (tl.div_rn(LOG2E, temperature(temperatures[i], row, F.PER_ROW[i])),)
-    m, best, S, X, Q, total, centre = read(raw, skew, low, high, c, how, (), F)
+    m, best, sums, total, centre = read(raw, skew, low, high, c, how, (), F)
 
     if F.TARGET:  # not before the loop, whose loads would wait for the target's number
         column = (wanted - start + skew).to(tl.int32)
@@ -229,16 +202,15 @@ def sums_kernel(
         found = column_of(m, best, raw, skew, high, how[0], how[1], F.VEC, F.SCALED, F.CAPPED, F)
         tl.store(out + slot * step, (tl.where(some, found, tl.maximum(low, skew)) - skew + start).to(tl.float32))
         slot += 1
+    merged = merge_lanes(m, top, sums, c, 3, False, F)
     for i in tl.static_range(len(c)):
-        d = (m - top) * c[i]
-        k = tl.exp2(d)
-        tl.store(out + slot * step, tl.sum(k * S[i], axis=0))
+        tl.store(out + slot * step, merged[3 * i])
         slot += 1
         if F.WANT_X[i]:
-            tl.store(out + slot * step, tl.sum(k * (X[i] + d * S[i]), axis=0) * LN2)
+            tl.store(out + slot * step, merged[3 * i + 1])
             slot += 1
         if F.WANT_Q[i]:
-            tl.store(out + slot * step, tl.sum(k * k * Q[i], axis=0))
+            tl.store(out + slot * step, merged[3 * i + 2])
             slot += 1
 
 
@@ -246,8 +218,7 @@ def sums_kernel(
 def rebased(shift, T, S, X, Q):
     """`facts.merge`: the sums of a part, counted from a maximum that is `shift` above its own."""
     d = tl.maximum(shift / T, FLOOR)
-    k = tl.exp2(d * LOG2E)
-    return k * S, k * (X + d * S), k * k * Q
+    return rebase(S, X, Q, d, tl.exp2(d * LOG2E), True, True)
 
 
 @triton.jit

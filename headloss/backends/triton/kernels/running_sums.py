@@ -1,0 +1,191 @@
+# mypy: ignore-errors
+"""The sums behind the facts while a row is read: how a block joins them, and how they move to another maximum.
+
+Dimension key:  K loads in flight   L lanes (threads)   J columns of a lane in each load
+
+A lane measures x of the student and y of the teacher from the maxima that it has seen.  When those move by d and d',
+both 0 or below,
+
+    S = k S        X = k (X + d S)          Q = k^2 Q                      k = e^d, k' = e^d'
+    St = k' St     Y = k' (Y + d' St)       F = k' (F + d (St - D))        D = k' D
+
+and a column adds e^x, x e^x, e^2x, e^y, y e^y and x e^y; G and E are F and D with the two exchanged.  D is the
+teacher's weight on columns that the student rules out.  They count as x = FLOOR from the maximum of the whole row,
+which is known at the end only, so they are kept next to F until then.  This is `facts.merge` and
+`teachers.merge_teacher`, in bits (base 2) or in nats: k comes with d.
+"""
+
+import triton
+import triton.language as tl
+
+from headloss.backends.triton.kernels.logits import FLOOR, LN2
+
+NATS = tl.constexpr(-1.0e4)  # how unlikely a column can count: `teachers.FLOOR`, in nats
+BITS = tl.constexpr(-1.0e4 * 1.4426950408889634)
+
+
+@triton.jit
+def rebase(S, X, Q, d, k, WANT_X: tl.constexpr, WANT_Q: tl.constexpr):
+    """S, X and Q from a maximum that is -d higher; what is not wanted stays as it is."""
+    if WANT_X:
+        X = k * (X + d * S)
+    if WANT_Q:
+        Q = k * k * Q
+    return k * S, X, Q
+
+
+@triton.jit
+def rebase_product(F, D, weight, d, k, LEAST: tl.constexpr):
+    """sum x w and the weight ruled out, after x moved by d and w by k; what falls below the least joins the latter."""
+    gone = d < LEAST
+    return k * tl.where(gone, 0.0, F + d * (weight - D)), k * tl.where(gone, weight, D)
+
+
+@triton.jit
+def rebase_teacher(
+    S, St, Y, F, D, G, E, d, dt, k, kt,
+    LEAST: tl.constexpr, WANT_Y: tl.constexpr, WANT_F: tl.constexpr, WANT_G: tl.constexpr,
+):  # fmt: skip
+    """St, Y, F, D, G and E after both maxima moved; S and St as they were before."""
+    if WANT_Y:
+        Y = kt * (Y + dt * St)
+    if WANT_F:
+        F, D = rebase_product(F, D, St, d, kt, LEAST)
+    if WANT_G:
+        G, E = rebase_product(G, E, S, dt, k, LEAST)
+    return kt * St, Y, F, D, G, E
+
+
+@triton.jit
+def fall(m, new, c, WHOLE: tl.constexpr):
+    """How far a lane's origin moves where its maximum becomes `new`, in bits.
+
+    WHOLE: the origin is the whole number below m c, so that z c - origin is one operation, and the fall is exact.
+    """
+    if WHOLE:
+        return tl.floor(m * c) - tl.floor(new * c)
+    else:
+        return (m - new) * c
+
+
+@triton.jit
+def away(z, new, c, WHOLE: tl.constexpr):
+    """z (L, J) from the origins of its lanes (L,), in bits."""
+    if WHOLE:
+        return tl.fma(z, c + tl.zeros_like(z), -tl.floor(new * c)[:, None] + tl.zeros_like(z))
+    else:
+        return (z - new[:, None]) * c
+
+
+@triton.jit
+def risen(top, m, best, place, BEST: tl.constexpr):
+    """The lanes' maxima (L,) with those of a block, and where they were first seen."""
+    if BEST:
+        best = tl.where(top > m, place, best)  # strictly above: a tie keeps the earlier one
+    return tl.maximum(m, top), best
+
+
+@triton.jit
+def absorb(
+    z, u, m, mt, new, newt, sums, c, ct, WHOLE: tl.constexpr, TAUGHT: tl.constexpr, F: tl.constexpr
+):  # fmt: skip
+    """Take a block z, K x (L, J), into the lanes' sums (L,), whose maxima become `new`, without a word between lanes.
+
+    `sums` has S, X, Q of each temperature; TAUGHT: then St, Y, F, D, G, E, with a teacher's block u.  WHOLE, where x or
+    y is a factor, it is finite.
+    """
+    EACH: tl.constexpr = 9 if TAUGHT else 3
+    more = ()
+    for i in tl.static_range(len(c)):
+        d = fall(m, new, c[i], WHOLE)
+        k = tl.exp2(d)
+        S = sums[EACH * i]
+        s, x, q = rebase(S, sums[EACH * i + 1], sums[EACH * i + 2], d, k, F.WANT_X[i], F.WANT_Q[i])
+        if TAUGHT:
+            dt = fall(mt, newt, ct[i], WHOLE)
+            st, y, f, lost, g, lostt = rebase_teacher(
+                S, sums[9 * i + 3], sums[9 * i + 4], sums[9 * i + 5], sums[9 * i + 6], sums[9 * i + 7], sums[9 * i + 8],
+                d, dt, k, tl.exp2(dt), BITS, F.WANT_Y[i], F.WANT_F[i], F.WANT_G[i],
+            )  # fmt: skip
+        for n in tl.static_range(len(z)):
+            t = away(z[n], new, c[i], WHOLE)
+            e = tl.exp2(t)
+            s += tl.sum(e, axis=1)
+            if F.WANT_X[i]:
+                x += tl.sum(e * (t if WHOLE else tl.maximum(t, FLOOR)), axis=1)
+            if F.WANT_Q[i]:
+                q += tl.sum(e * e, axis=1)
+            if TAUGHT and F.MET[i]:
+                r = away(u[n], newt, ct[i], WHOLE)
+                w = tl.exp2(r)
+                st += tl.sum(w, axis=1)
+                if F.WANT_Y[i]:
+                    y += tl.sum(w * (r if WHOLE else tl.maximum(r, FLOOR)), axis=1)
+                if F.WANT_F[i]:
+                    fine = t > BITS
+                    f += tl.sum(w * tl.where(fine, t, 0.0), axis=1)
+                    lost += tl.sum(tl.where(fine, 0.0, w), axis=1)
+                if F.WANT_G[i]:
+                    fine = r > BITS
+                    g += tl.sum(e * tl.where(fine, r, 0.0), axis=1)
+                    lostt += tl.sum(tl.where(fine, 0.0, e), axis=1)
+        more = more + (s, x, q)
+        if TAUGHT:
+            more = more + (st, y, f, lost, g, lostt)
+    return more
+
+
+@triton.jit
+def plus(a, b, a_, b_):
+    return a + a_, b + b_
+
+
+@triton.jit
+def fall_to(m, top, c, WHOLE: tl.constexpr):
+    """From a lane's origin to `top` itself, in bits."""
+    if WHOLE:
+        origin = tl.floor(top * c)
+        return tl.floor(m * c) - origin - tl.fma(top, c, -origin)
+    else:
+        return (m - top) * c
+
+
+@triton.jit
+def merge_lanes(m, top, sums, c, EACH: tl.constexpr, WHOLE: tl.constexpr, F: tl.constexpr):
+    """S, X and Q of each temperature, from `top`, X in nats; a lane has EACH sums for each."""
+    merged = ()
+    for i in tl.static_range(len(c)):
+        d = fall_to(m, top, c[i], WHOLE)
+        X, Q = sums[EACH * i + 1], sums[EACH * i + 2]
+        s, x, q = rebase(sums[EACH * i], X, Q, d, tl.exp2(d), F.WANT_X[i], F.WANT_Q[i])
+        if F.WANT_X[i]:  # both in one step: lanes wait for each other once
+            s, x = tl.reduce((s, x), 0, plus)
+            x = x * LN2
+        else:
+            s, x = tl.sum(s, axis=0), 0.0
+        q = tl.sum(q, axis=0) if F.WANT_Q[i] else 0.0
+        merged = merged + (s, x, q)
+    return merged
+
+
+@triton.jit
+def merge_teacher(m, mt, top, topt, sums, c, ct, WHOLE: tl.constexpr, F: tl.constexpr):
+    """St, Y, F, D, G and E of each temperature, from the maxima of both; Y, F and G in nats."""
+    merged = ()
+    for i in tl.static_range(len(c)):
+        s, y, f, lost, g, lostt = tl.full([], 1.0, tl.float32), 0.0, 0.0, 0.0, 0.0, 0.0
+        if F.MET[i]:
+            d, dt = fall_to(m, top, c[i], WHOLE), fall_to(mt, topt, ct[i], WHOLE)
+            St, Y, F_, D, G, E = rebase_teacher(
+                sums[9 * i], sums[9 * i + 3], sums[9 * i + 4], sums[9 * i + 5], sums[9 * i + 6], sums[9 * i + 7],
+                sums[9 * i + 8], d, dt, tl.exp2(d), tl.exp2(dt), BITS, F.WANT_Y[i], F.WANT_F[i], F.WANT_G[i],
+            )  # fmt: skip
+            s = tl.sum(St, axis=0)
+            if F.WANT_Y[i]:
+                y = tl.sum(Y, axis=0) * LN2
+            if F.WANT_F[i]:
+                f, lost = tl.sum(F_, axis=0) * LN2, tl.sum(D, axis=0)
+            if F.WANT_G[i]:
+                g, lostt = tl.sum(G, axis=0) * LN2, tl.sum(E, axis=0)
+        merged = merged + (s, y, f, lost, g, lostt)
+    return merged

@@ -1,0 +1,76 @@
+"""Means that a trainer's own count does not normalise: refused, where their parts would be added up wrongly."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import headloss as hl
+from headloss.late import check_later, defers
+
+WEIGHTED = (
+    "weighted_mean: term {name!r} divides by the weights of its own micro-batch, {why}; use reduction='token_mean', or "
+    "'token_sum' with weights={{{name!r}: 1 / their sum over the whole step}}"
+)
+PAIRED = (
+    "reduction: term {name!r} is a mean over the pairs of its own micro-batch, {why}; use reduction='token_sum' with "
+    "weights={{{name!r}: 1 / the pairs of the whole step}}"
+)
+
+
+def values_of(term: hl.Term) -> str:
+    """Whether a term's values belong to a "row", a "segment" or a "pair", as far as its function says so."""
+    signature = term.call(None, {}).signature
+    return signature.returns or ("pair" if any(p.name == "pairs" for p in signature.parameters) else "row")
+
+
+def own_means(objective: hl.Objective) -> dict[str, str]:
+    """The terms that divide by something of their own micro-batch, and what to say of each."""
+    found = {}
+    for name, term in objective.terms.items():
+        if term.reduction == "weighted_mean":
+            found[name] = WEIGHTED
+        elif term.reduction != "token_sum" and values_of(term) == "pair":
+            found[name] = PAIRED
+    return found
+
+
+def check_means(objective: hl.Objective, call: Mapping[str, Any], why: str, instead: str) -> None:
+    """Every mean of a call is over something that was counted for the whole step.
+
+    `why`: what the trainer does with a micro-batch.  `instead`: where the number of sequences can be given.
+    """
+    for name, message in own_means(objective).items():
+        raise ValueError(message.format(name=name, why=why))
+    for name, term in objective.terms.items():
+        summed, by_segment = term.reduction == "token_sum", term.reduction.startswith("seq_")
+        if (by_segment or (not summed and values_of(term) == "segment")) and call.get("num_segments") is None:
+            raise ValueError(
+                f"num_segments: term {name!r} is a mean over sequences ({term.reduction}), {why}; give the number of "
+                f"sequences of the whole step {instead}"
+            )
+
+
+def check_whole(objective: hl.Objective, targets: Tensor, num_items: Any) -> None:
+    """Where a trainer counts a step's tokens, a mean over something else of a micro-batch has to be of them all."""
+    if num_items is not None:
+        for name, message in own_means(objective).items():
+            why = "and this is a part of a step (num_items_in_batch counts {more} more tokens)"
+            refuse_part(targets, num_items, message.format(name=name, why=why))
+
+
+def refuse_part(targets: Tensor, num_items: Any, message: str) -> None:
+    """The targets are all that `num_items` counts; on a device whose numbers take a while, said later."""
+    more = torch.as_tensor(num_items, device=targets.device) - (targets != -100).sum()
+
+    def check(more: Tensor) -> None:
+        if more != 0:
+            raise ValueError(message.replace("{more}", str(int(more))))
+
+    if not torch.compiler.is_compiling() and defers(targets.device):
+        check_later(more, check)
+    else:
+        check(more)

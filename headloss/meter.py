@@ -1,0 +1,87 @@
+"""`Meter`: the metrics of many calls, and of many ranks, as one."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headloss.late import check_pending
+from headloss.metrics import KINDS, Metric
+from headloss.parallel.shard import all_gather, together
+
+_PACKED = 1024  # numbers that ranks exchange at a time
+
+
+class Meter:
+    """Metrics of many calls as one.
+
+    >>> meter = hl.Meter()
+    >>> meter.add(out.metrics)          # every micro-batch; nothing waits for the device
+    >>> meter.compute()                 # {"entropy": 2.31, ...}; one copy, and the meter starts anew
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[str, Metric] = {}
+
+    def add(self, metrics: Mapping[str, Metric]) -> Meter:
+        for name, metric in metrics.items():
+            if not isinstance(metric, Metric):
+                raise TypeError(f"metrics: {name!r} is {type(metric).__name__}, wanted the Metric of an output record")
+            self._held[name] = self._held[name] + metric if name in self._held else metric
+        return self
+
+    def compute(self, group: Any = None) -> dict[str, float]:
+        """Every metric as a number, and over the ranks of `group` where one is given: one collective, one copy."""
+        check_pending(wait=True)
+        held, self._held = self._held, {}
+        strange: Tensor | None = None
+        if group is not None:
+            held, strange = _over_ranks(held, group)
+        values = [metric.value for metric in held.values()]
+        if strange is not None:
+            values.append(strange.to(values[0] if values else strange))
+        numbers = torch.stack(values).tolist() if values else []
+        if strange is not None and (rank := numbers.pop()):
+            own = ", ".join(held) or "nothing"
+            raise ValueError(
+                f"Meter: ranks hold different metrics: this one has {own}, rank {int(rank) - 1} of the group others; "
+                f"every rank must add the same"
+            )
+        return dict(zip(held, numbers, strict=True))
+
+
+def _over_ranks(held: Mapping[str, Metric], group: Any) -> tuple[dict[str, Metric], Tensor]:
+    """The same metrics combined over ranks, and the number of the first rank that holds others, from 1 on; 0: none.
+
+    One all-gather of all their parts, of a length that does not tell how many there are: ranks that hold different
+    metrics, or nothing, meet in it too.
+    """
+    alike = dict(sorted(held.items()))  # on all ranks, in whatever order they were added
+    names = zlib.crc32("\n".join(f"{name} {m.kind}" for name, m in alike.items()).encode())
+    parts = [p.to(torch.float64) for m in alike.values() for p in m.parts]
+    device = parts[0].device if parts else _device_of(group)
+    packed = torch.zeros((1 + len(parts) + _PACKED - 1) // _PACKED * _PACKED, dtype=torch.float64, device=device)
+    packed[0] = names
+    if parts:
+        packed[1 : 1 + len(parts)] = torch.stack(parts)
+    everyone = packed.new_empty(torch.distributed.get_world_size(group), len(packed))
+    with together("gathering metrics"):
+        all_gather(everyone, packed, group).wait()
+    combined = {"sum": everyone.sum(0), "min": everyone.amin(0), "max": everyone.amax(0)}
+    result, i = {}, 1
+    for name, metric in alike.items():
+        chosen = combined[KINDS[metric.kind].combine][i : i + len(metric.parts)]
+        result[name] = Metric(metric.kind, tuple(chosen.unbind()), metric.per)
+        i += len(metric.parts)
+    others = everyone[:, 0] != names
+    return {name: result[name] for name in held}, torch.where(others.any(), 1 + others.to(torch.float64).argmax(), 0)
+
+
+def _device_of(group: Any) -> torch.device:
+    """Where a rank's tensors lie that has none of its own to show it."""
+    on_gpu = torch.distributed.get_backend(group) == "nccl"
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
