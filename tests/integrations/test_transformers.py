@@ -167,8 +167,8 @@ def test_eval_logits() -> None:
         (wanted.logits / 2.0).transpose(1, 2), hl.shift_labels(batch["labels"])
     )  # fmt: skip
     patch(ours, eval_logits=True, temperature=2.0)
-    for model in (ours.eval(), ours.train()):  # as hl.Linear divides in training, so must an evaluation
-        torch.testing.assert_close(model(**batch).loss, halved, **CLOSE)
+    for training in (False, True):  # as hl.Linear divides in training, so must an evaluation
+        torch.testing.assert_close(ours.train(training)(**batch).loss, halved, **CLOSE)
 
 
 def test_another_label_is_ignored() -> None:
@@ -199,8 +199,11 @@ def test_a_weighted_mean_of_a_part_of_a_step_is_refused() -> None:
         patch(tiny.model("llama"), hl.Objective(it=simpo))(**batch, num_items_in_batch=tokens + 7, headloss=pairs)
     lines = hl.Inputs(segments=hl.Segments.from_batch(batch["labels"]))  # of one's own, and nobody counts them
     means = patch(tiny.model("llama"), hl.Objective(ce=hl.Term(cross_entropy, reduction="seq_mean_token_mean")))
+    items = torch.tensor(tokens + 7)
+    means.headloss.log.step = items, torch.tensor(5)  # as the callback counts lines
+    assert means(**batch, num_items_in_batch=items).loss.isfinite()
     with pytest.raises(ValueError, match="num_segments: this batch is a part of a step"):
-        means(**batch, num_items_in_batch=tokens + 7, headloss=lines)
+        means(**batch, num_items_in_batch=items, headloss=lines)
 
 
 def test_unpatch_restores_everything() -> None:

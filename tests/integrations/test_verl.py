@@ -173,11 +173,12 @@ def test_gspo_in_the_registry_has_one_ratio_a_sequence(name: str, registry: Any)
     """verl's own, which does not read clip_ratio_c: some ratios lie above it."""
     adapter.register_policy_losses([name])
     old, log_prob, _, mask = batch()
-    old = old - torch.tensor([1.5, 0.0, 0.2, *[0.1] * (B - 3)], dtype=torch.float64)[:, None]
+    old = old - torch.tensor([3.0, 0.0, 0.2, *[0.1] * (B - 3)], dtype=torch.float64)[:, None]
     advantage = -torch.rand(B, 1, dtype=torch.float64).expand(B, T)
     loss, _ = registry[f"headloss_{name}"](old, log_prob, advantage, mask, "seq-mean-token-mean", Config())
     mean = ((log_prob - old.nan_to_num()) * mask).sum(-1) / mask.sum(-1)
     ratio = mean[:, None].detach().exp() * (log_prob - log_prob.detach()).exp()
+    assert ratio.max() > 1.5 * Config.clip_ratio_c
     matrix = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(0.8, 1.28))
     truth = agg_loss(matrix, mask, "seq-mean-token-mean", **Config.global_batch_info)
     torch.testing.assert_close(loss, truth)
