@@ -943,6 +943,7 @@ FAULTS = [
     Fault("meter.py", "alike = dict(sorted(held.items()))", "alike = dict(held.items())", "metrics of ranks are told apart by their order", ("tests/ranks/test_collectives.py",)),
     Fault("engine/loss.py", 'weighed = self.weighed(term, env) if term.reduction == "weighted_mean" else None', "weighed = None", "a weighted mean divides by weights that were drawn again", ("tests/test_policy_weights.py",)),
     Fault("parallel/dtensor.py", "hidden.shape[dim] * mesh.size() != leading[dim]", "False", "parts of a sequence of two sizes are gathered", ("tests/ranks/test_dtensor.py",)),
+    Fault("engine/layout.py", "        _check_said(name, leading, reading)\n", "        pass\n", "over ranks, what an input is depends on how many rows a rank has", ("tests/ranks/test_documents.py",)),
     Fault("integrations/counts.py", "        raise ValueError(message.format(name=name, why=why))\n", "        pass\n", "a trainer adds up weighted means of micro-batches", ("tests/integrations/test_torchtitan.py", "tests/integrations/test_megatron.py")),
     Fault("integrations/counts.py", "            refuse_part(targets, num_items, message.format(name=name, why=why))\n", "            pass\n", "Trainer adds up weighted means of micro-batches", ("tests/integrations/test_transformers.py",)),
     Fault("integrations/counts.py", '(by_segment or (not summed and values_of(term) == "segment")) and call', "False and call", "a trainer adds up means over the sequences of micro-batches", ("tests/integrations/test_torchtitan.py", "tests/integrations/test_megatron.py")),

@@ -211,6 +211,17 @@ def _only(name: str, ways: tuple[str, ...], reading: Reading, shape: str) -> str
     return left[0]
 
 
+def _check_said(name: str, leading: tuple[int, ...], reading: Reading) -> None:
+    """Where ranks share segments, a shape may fit one reading on this rank and two on another, and one would wait."""
+    if reading.segments and not (reading.row or reading.segment or reading.likely or len(leading) > 1):
+        fn = reading.segments[0]
+        raise ValueError(
+            f"{name}: ranks share the segments, and one of them may hold as many rows as there are segments; say what "
+            f"it is in the call, hl.PerRow({name}) or hl.PerSegment({name}), or in the function: "
+            f"{fn}.per_segment = ({name!r},), or () for rows"
+        )
+
+
 def lay_out(
     said: Mapping[str, Reading], inputs: Mapping[str, Any], source: Source, segments: Segments | None
 ) -> dict[str, tuple[Tensor, Shape]]:
@@ -269,6 +280,8 @@ def layout(
     if not ways and said is None:
         raise ValueError(unfit(name, tuple(x.shape), leading, S))
     kind = choose(name, ways, said, reading, S is not None, f"shape {tuple(x.shape)}")
+    if segments is not None and segments.group is not None and said is None and kind in ("row", "segment"):
+        _check_said(name, leading, reading)
     after = {"row": len(leading), "segment": 1, "scalar": 0, "whole": 0}[kind]
     if kind == "row" and said is None and reading.row and tuple(x.shape[after:]) == (1,):
         raise ValueError(

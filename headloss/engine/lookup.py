@@ -185,7 +185,8 @@ def form_of(
     grad, leading = torch.is_grad_enabled(), x.shape[:-1]
     # Where the rows are told apart by their number alone, a function or the caller has to say what an input is.
     told = len(leading) > 1 or not (
-        leading[0] == source.vocab or (segments is not None and leading[0] == segments.num_segments)
+        leading[0] == source.vocab
+        or (segments is not None and (leading[0] == segments.num_segments or segments.group is not None))
     )
     plain, known = "pairs" not in inputs, plans.readings
     for name, value in inputs.items():

@@ -178,3 +178,23 @@ def both_ways(layout: str) -> None:
 @pytest.mark.parametrize("layout", ["ragged", "no rows", "zigzag"])
 def test_with_a_sharded_vocabulary(ranks: Any, layout: str) -> None:
     ranks(4, both_ways, layout)
+
+
+def unsaid() -> None:
+    """Refused on both ranks, though on one of them there is a single reading: the other would be waited for."""
+    scored = lambda logprob, score, segments: -score * logprob * segments.mean(logprob.detach())
+    objective, rank = hl.Objective(it=scored), dist.get_rank()
+    rows = 7 if rank == 0 else 3  # as many as there are segments
+    logits, targets, score = torch.randn(rows, 9), torch.zeros(rows).long(), torch.randn(rows)
+    segments = hl.Segments.from_ids(torch.arange(rows) * 3 // rows, 3, dist.group.WORLD)
+    with pytest.raises(ValueError, match=r"score: .*hl.PerRow\(score\)"):
+        objective(hl.Logits(logits), targets, segments=segments, score=score)
+    spread = hl.Objective(it=lambda lse, score, segments: lse * segments.spread(score))
+    for fn, given in ((objective, hl.PerRow(score)), (spread, hl.PerSegment(score[:3]))):
+        assert fn(hl.Logits(logits), targets, segments=segments, score=given).loss.isfinite()
+    lines = hl.Segments.from_ids(segments.ids[:, None], 3, dist.group.WORLD)
+    objective(hl.Logits(logits[:, None]), targets[:, None], segments=lines, score=score[:, None])  # (B, T): rows
+
+
+def test_an_input_that_nobody_says_what_it_is(ranks: Any) -> None:
+    ranks(2, unsaid)
