@@ -748,7 +748,7 @@ FAULTS = [
     Fault("engine/lookup.py", "not value_.ndim, grad and value_.requires_grad)", "not value_.ndim)", "an input that wants a gradient taken for one that wants none"),
     Fault("engine/lookup.py", "key += (name, value is None)", "pass", "inputs are not told apart by their names"),
     Fault("engine/lookup.py", "        segments = targets.segments\n", "        pass\n", "segments of prepared targets are not seen"),
-    Fault("engine/lookup.py", "leading[0] == source.vocab or (", "(", "a table as long as there are rows is read by row", INPUTS),
+    Fault("engine/lookup.py", "leading[0] == source.vocab\n        or (segments", "(segments", "a table as long as there are rows is read by row", INPUTS),
     Fault("engine/lookup.py", "key.append(None if isinstance(source.temperature, Tensor) else source.temperature)", "pass", "a term's own temperature is taken for the source's"),
     Fault("engine/ready.py", "by_read.get(form.read()[0])", "next(iter(by_read.values()), None)", "what a function reads has changed, and a call that is alike does not look"),
     Fault("engine/ready.py", "x.shape, x.stride(), x.requires_grad, source.inplace", "x.requires_grad, source.inplace", "a call of other sizes taken for one that is alike"),
