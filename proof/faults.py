@@ -309,7 +309,8 @@ FAULTS = [
     Fault("segments.py", "moves = self.anywhere and self.ids.device != device", "moves = False", "lines of a shape stay on the CPU", ("tests/test_segments_fit.py",)),
     Fault("segments.py", "moves = self.anywhere and self.ids.device != device", "moves = self.ids.device != device", "ids on another device are replaced by lines", ("tests/test_segments_fit.py",)),
     Fault("segments.py", "if self._counts is None or self._written != version(self.ids):", "if self._counts is None:", "counts of segments are believed after their ids were written to", ("tests/trust/test_kept_of_tensors.py",)),
-    Fault("trace/trace.py", "    for node in written(graph.graph):", "    for node in ():", "a loss that writes through .detach() is traced", TRACED),
+    Fault("trace/trace.py", "    for node in written(graph.graph):", "    for node in ():", "a loss that writes to the counts of the segments is traced", TRACED),
+    Fault("trace/call.py", "x.ids if isinstance(x, Segments) else x", "x", "a loss that is not traced may write to the ids of the segments", TRACED),
     Fault("trace/call.py", "        if x._version != before:", "        if False:", "a loss that writes into its inputs is let through", TRACED),
     Fault("term.py", "key = (source_temperature, name, sparse, draft, routed, ids, classes, self.content())", "key = (source_temperature, name, sparse)", "a divergence keeps what it read first", TRACED),
     Fault("backends/triton/printer/elements.py", "        if found.unknown:", "        if False:", "a divergence that reads an object is printed", TRACED),
@@ -616,7 +617,7 @@ FAULTS = [
     Fault("backends/triton/kernels/visit.py", "theirs[6 * i + 2] + theirs[6 * i + 3] * NATS", "theirs[6 * i + 2] + 0.0", "one launch: mass on columns that the student rules out is forgotten", ("tests/kernels/test_taught.py",)),
     Fault("backends/triton/kernels/visit.py", "z_k - origin, tail_most, tails,", "z_k - other, tail_most, tails,", "one launch: logits at the ids from another maximum", ("tests/kernels/test_taught.py",)),
     Fault("backends/triton/kernels/sparse.py", "repeats = repeats | (same & (i < k))", "pass", "an id named twice counts twice", ("tests/kernels/test_taught.py",)),
-    Fault("engine/sweeps.py", "mine = tuple(found[f][1] for f in self.want.facts if f in found and f.teacher == name)", "mine = tuple(slopes for fact, (_, slopes) in found.items() if fact.teacher == name)", "divergences at several temperatures pull with each other's sums", ("tests/distill/test_divergences.py",)),
+    Fault("engine/sweeps.py", "mine = tuple(found[f][1] for f in self.want.facts if f in found and f.teacher == name)", "mine = tuple(slopes for fact, (_, slopes) in found.items() if fact.teacher == name)", "divergences at several temperatures pull with each other's sums", ("tests/ranks/test_rank_teachers.py",)),
     # Printed losses
     Fault("backends/triton/printer/facts.py", "[[next(texts) if x else None for x in group] for group in present]", "[[next(texts) if x else None for x in group] for group in present][::-1]", "printed: the coefficients of the last temperature first", ("tests/kernels/test_visit.py",)),
     Fault("backends/triton/printer/program.py", 'sums[leaf] = self.printer.line(f"{sums[leaf]} + {text}") if leaf in sums else text', "sums[leaf] = text", "printed: the last term's cotangent alone"),

@@ -289,7 +289,8 @@ def guarded(fn: Callable[..., Any], name: str, given: Mapping[str, Any], run: Ca
     # nothing counts what is written to an inference tensor, nor what is written through `.data` or NumPy
     if torch.is_inference_mode_enabled() or (not ours(fn) and writes_unseen(fn)):
         given = {k: x.clone() if isinstance(x, Tensor) else x for k, x in given.items()}
-    tensors = [(k, x, x._version) for k, x in given.items() if isinstance(x, Tensor) and not x.is_inference()]
+    every = [(k, x.ids if isinstance(x, Segments) else x) for k, x in given.items()]
+    tensors = [(k, x, x._version) for k, x in every if isinstance(x, Tensor) and not x.is_inference()]
     result = run(given)
     for argument, x, before in tensors:
         if x._version != before:

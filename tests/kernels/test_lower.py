@@ -27,6 +27,7 @@ if INSIDE:
             tl.store(outs[k] + i, found[k].to(tl.float32) + tl.zeros([N], tl.float32))
 
 
+from headloss.backends.triton.printer import lower
 from headloss.backends.triton.printer.lower import Unprintable, compiled, pointwise, source_of
 
 test_under_the_interpreter = interpreted(__file__)
@@ -228,3 +229,12 @@ def test_only_our_own_words():
     with pytest.raises(ValueError, match="identifier"):
         source_of(graph, "f(): pass #")
     assert compiled(source_of(graph), "pointwise") is compiled(source_of(graph), "pointwise")
+
+
+def test_an_exponential_is_shared_only_where_nothing_else_reads_it():
+    """1 / (1 + e^d) becomes one function; e^d, or the sum, that is used again has to stay."""
+    lines = ["def f(a0, a1):", "x0 = a0 - a1", "x1 = quick_exp(x0)", "x2 = x1 + 1.0", "x3 = quick_div(a0, x2)"]
+    for more, shared in (("x3", True), ("x3 + x1", False), ("x3 + x2", False)):
+        source = "\n    ".join([*lines, f"return ({more},)\n"])
+        assert ("quick_falling(x0)" in lower._share(source)) == shared, more
+        assert shared or lower._share(source) == source

@@ -66,6 +66,22 @@ def test_divergences(ranks: Any, name: str) -> None:
         ranks(2, one_divergence, name, split)
 
 
+def at_two_temperatures(split: str) -> None:
+    """Each divergence pulls with its own sum of slopes; a fact before them has the temperatures in another order."""
+    teacher, _ = teachers()["Logits"]
+    warm = [hl.Term(LOSSES[name], temperature=2.0, weight=0.5) for name in ("z_loss", "jsd")]
+    objective = hl.Objective(z=warm[0], js=LOSSES["jsd"], warm=warm[1], tv=LOSSES["tvd"], backend="torch")
+    for source in ("Logits", "Linear"):
+        problem = oracle.make(source, (N,), V, num_segments=1)
+        own, shard, _ = cut(problem, split)
+        found = oracle.run(objective, own, teacher=mine_of(teacher, split), source={"shard": shard})
+        oracle.check(whole_grads(found, split), oracle.run(objective, problem, teacher=teacher), what=source)
+
+
+def test_divergences_at_two_temperatures(ranks: Any) -> None:
+    ranks(2, at_two_temperatures, "uneven")
+
+
 def compiled(split: str) -> None:
     """A graph keeps what a pull needs of a second look: over a shard, the sums of slopes too."""
     torch.manual_seed(5)

@@ -395,6 +395,22 @@ def writes_into_a_fact(logprob, advantage):
     return -advantage * logprob
 
 
+def writes_into_segments(logprob, advantage, segments):
+    segments.ids[1:] = 0
+    return -advantage * logprob * segments.mean(logprob)
+
+
+def writes_into_segments_and_cannot_be_traced(logprob, advantage, segments):
+    if float(advantage.sum()) > -1e9:
+        segments.ids[1:] = 0
+    return -advantage * logprob
+
+
+def writes_into_counts(logprob, advantage, segments):
+    segments.counts.mul_(2)
+    return -advantage * segments.mean(logprob)
+
+
 def writes_out(logprob, advantage):
     torch.mul(advantage, 2.0, out=advantage)
     return -advantage * logprob
@@ -404,7 +420,8 @@ def writes_out(logprob, advantage):
     "fn",
     [
         writes_directly, writes_through_a_view, writes_detached, writes_and_cannot_be_traced,
-        writes_into_a_fact, writes_out,
+        writes_into_a_fact, writes_into_segments, writes_into_segments_and_cannot_be_traced, writes_into_counts,
+        writes_out,
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("kind", ["Logits", "Linear"])
@@ -413,7 +430,9 @@ def test_a_loss_that_writes_into_what_it_is_given_is_refused(fn, kind, grad):
     hidden = torch.randn(6, 4, requires_grad=grad)
     source = sources(kind, hidden, torch.randn(9, 4))
     with pytest.raises((ValueError, RuntimeError), match=r"writes into it|in-place|doesn't support automatic"):
-        hl.Objective(it=fn)(source, torch.randint(9, (6,)), advantage=torch.ones(6))
+        segments = hl.Segments.from_ids(torch.arange(6) // 2)
+        objective = hl.Objective(it=fn)
+        objective(source, torch.randint(9, (6,)), segments=segments, advantage=hl.PerRow(torch.ones(6)))
 
 
 def test_metrics_and_row_weights_that_write_are_refused_too():
