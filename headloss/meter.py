@@ -28,6 +28,8 @@ class Meter:
         self._held: dict[str, Metric] = {}
 
     def add(self, metrics: Mapping[str, Metric]) -> Meter:
+        if not isinstance(metrics, Mapping):
+            raise TypeError(f"metrics: wanted out.metrics, a mapping of names to metrics, got {type(metrics).__name__}")
         for name, metric in metrics.items():
             if not isinstance(metric, Metric):
                 raise TypeError(f"metrics: {name!r} is {type(metric).__name__}, wanted the Metric of an output record")

@@ -101,8 +101,9 @@ class Objective(Terms):
 
         targets       each row's target, in the source's leading shape; -100 is ignored
         segments      which rows belong together, for losses and reductions that ask
-        num_items     global number of tokens, for `token_mean`; by default those of this call.  `weighted_mean` divides
-                      by its own weights: over micro-batches use `token_sum` and `weights={name: 1 / their global sum}`
+        num_items     global number of tokens, for `token_mean`; by default those of this call.  0 counts as 1.
+                      `weighted_mean` divides by its own weights: over micro-batches use `token_sum` and
+                      `weights={name: 1 / their global sum}`
         num_segments  global number of segments, for the `seq_mean_...` reductions; by default those of this call
         weights       weights of terms for this call only, {"kl": beta}
         grad_scale    multiplies every gradient, not the loss: a loss scale that is known now costs nothing

@@ -14,7 +14,7 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 _NAMES: dict[str, type] = {"bool": bool, "int": int, "float": float, "str": str, "None": types.NoneType}
 _BY_DEFAULT: dict[type, tuple[type, ...]] = {bool: (bool,), int: (int, float), float: (float,), str: (str,)}
@@ -149,3 +149,9 @@ _SEEN: dict[str, int] = {}
 
 
 _size._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch 2.8 cannot trace `re`
+
+
+def check_temperatures(T: Any) -> None:
+    """One number per row, or one: where the host can read them without waiting."""
+    if isinstance(T, Tensor) and T.is_cpu and not bool((T > 0).all() and T.isfinite().all()):
+        raise ValueError(f"temperature: wanted positive and finite, got a smallest value of {float(T.min())}")

@@ -81,6 +81,8 @@ def count(targets: Tensor, segments: Segments | None = None, group: Any = None) 
     tokens = valid.sum()
     if segments is None:
         return Counts(tokens if group is None else group_sum(tokens, group), None)
+    if not isinstance(segments, Segments):
+        raise TypeError(f"segments: wanted hl.Segments, got {type(segments).__name__}")
     ids = segment_ids(segments, targets).masked_fill(~valid, -1)
     rows_S, own = Segments(ids, segments.num_segments).counts.long(), segments.group
     if own is not None and (group is None or _ranks(group) == _ranks(own)):

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headloss.options import is_number, shown
+from headloss.options import check_temperatures, is_number, shown
 from headloss.options import parse_bytes as parse_bytes
 from headloss.parallel.shard import VocabShard
 from headloss.segments import check_dense, integers, shallow
@@ -365,9 +365,8 @@ def _check_transform(source: Logits | Linear, x: Tensor) -> None:
             raise TypeError(f"temperature: wanted real numbers, got a tensor of {T.dtype}; pass temperature.float()")
         if T.ndim and tuple(T.shape) != tuple(x.shape[:-1]):
             raise ValueError(f"temperature: wanted a number or shape {tuple(x.shape[:-1])}, got {tuple(T.shape)}")
-        read = T.device.type == "cpu" and T.numel() and not torch.compiler.is_compiling()
-        if read and not bool((T > 0).all() and T.isfinite().all()):
-            raise ValueError(f"temperature: wanted positive and finite, got a smallest value of {float(T.min())}")
+        if not torch.compiler.is_compiling():
+            check_temperatures(T)
         if T.ndim and T.device != x.device:
             raise ValueError(f"temperature: is on {T.device}, but the source is on {x.device}")
     else:

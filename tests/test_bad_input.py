@@ -479,6 +479,8 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "objective: ",
     ),
     "a meter of numbers": (lambda: hl.Meter().add({"a": 3.0}), TypeError, "metrics: 'a'"),
+    "a meter of a record": (lambda: hl.Meter().add(hl.Inputs), TypeError, "metrics: wanted out.metrics"),
+    "a number of segments": (lambda: hl.count(TARGETS, 4), TypeError, "segments: wanted hl.Segments, got int"),
     "labels are floats": (lambda: hl.shift_labels(ROW), TypeError, "integer tensor"),
     "counting floats": (lambda: hl.count(ROW), TypeError, "targets: "),
 }

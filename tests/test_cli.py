@@ -188,6 +188,7 @@ def sparse(ids_logprob, teacher_ids, teacher_logprob):
     held = teacher_ids >= 0
     return -torch.where(held, torch.where(held, ids_logprob, 0.0) * teacher_logprob.exp(), 0.0).sum(-1)
 
+likeliest = hl.Term(lambda top_logprob: top_logprob[:, 0] - top_logprob[:, 1], top=2)
 term = hl.Term(right, row_weight="token_weight", reduction="weighted_mean", power=3.0)
 
 def factory():
@@ -216,6 +217,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         ("factory", []),
         ("factory", ["--top-k", "5", "--dtype", "float64"]),
         ("sparse", ["--head", "logits"]),
+        ("likeliest", ["--dtype", "float64"]),
     ],
 )
 def test_check_of_an_objective_of_ones_own(own: str, name: str, more: list[str]) -> None:

@@ -22,6 +22,7 @@ from headloss.losses import LOSSES
 from headloss.teachers import COMPARING, SPARSE
 from headloss.trace.signature import TEACHER_INPUTS, read_signature
 
+_THEIRS = {*TEACHER_INPUTS, *COMPARING} - {"top_ids", "top_logprob"}  # what only a teacher has
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -72,7 +73,7 @@ def make(
     for name in over:  # two segments in each
         call[name] = hl.Segments.from_cu_seqlens(torch.linspace(0, N, S // 2 + 1).round().long().to(device))
     names = {t.teacher or "teacher" for t in objective.terms.values() if _looks(t)}
-    names |= {"teacher"} if not names and any(n in TEACHER_INPUTS or n in COMPARING for n in asked) else set()
+    names |= {"teacher"} if not names and any(n in _THEIRS for n in asked) else set()
     sparse = top_k or any(n in TEACHER_INPUTS or n in SPARSE for n in asked)
     if names:
         made = {n: _teacher(normal(N, V) * 2, top_k or 8 if sparse else 0, dtype, device) for n in sorted(names)}
@@ -105,7 +106,7 @@ def _asked(objective: hl.Objective) -> Iterator[str]:
     """What losses, row weights and metrics ask for, by name."""
     named = {name: fact for term in objective.terms.values() for name, (fact, _) in term.facts.items()}
     for fn in _functions(objective):
-        own = [_ANY] if is_divergence(fn) else [p.name for p in read_signature(fn).parameters]
+        own = [_ANY] if is_divergence(fn) else [p.name for p in read_signature(fn, top=1).parameters]
         yield from (named.get(name, name) for name in own)
     yield from (taken for term in objective.terms.values() for taken in term.inputs.values())
     for term in objective.terms.values():
@@ -120,8 +121,8 @@ def _asked(objective: hl.Objective) -> Iterator[str]:
 
 def _looks(term: hl.Term) -> bool:
     """Whether a term looks at a teacher."""
-    names = [p.name for p in read_signature(term.fn).parameters] + [fact for fact, _ in term.facts.values()]
-    return is_divergence(term.fn) or any(n in COMPARING or n in TEACHER_INPUTS for n in names)
+    names = [p.name for p in read_signature(term.fn, top=1).parameters] + [fact for fact, _ in term.facts.values()]
+    return is_divergence(term.fn) or any(n in _THEIRS for n in names)
 
 
 def _teacher(logits: Tensor, K: int, dtype: torch.dtype, device: str) -> Any:

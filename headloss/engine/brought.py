@@ -222,7 +222,8 @@ def with_candidates(teacher: Any, ids: Any, source: Source) -> Any:
     teachers, leading = named_teachers(teacher), source.leading
     ids = integers("ids", ids)
     if ids.ndim != len(leading) + 1 or tuple(ids.shape[:-1]) != leading or not ids.shape[-1]:
-        raise ValueError(f"ids: wanted shape {(*leading, 'K')}, K columns of each row, got {tuple(ids.shape)}")
+        wanted = f"({', '.join(map(str, leading))}, K), K columns of each row"
+        raise ValueError(f"ids: wanted shape {wanted}, got {tuple(ids.shape)}")
     if ids.device != source.device:
         raise ValueError(f"ids: is on {ids.device}, but the source is on {source.device}")
     _check_candidates(ids.reshape(-1, ids.shape[-1]), source.vocab if source.vocab_ids is None else 1 << 62)

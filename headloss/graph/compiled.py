@@ -79,7 +79,9 @@ class Compilable(Protocol):
 
 
 def labels(of: Terms | None, constants: tuple[Any, ...], **more: Any) -> Labels:
-    visited = constants[0][0] == "Linear" or more["direct"]
+    # a divergence of one's own may read something else by the time of its backward
+    changes = of is not None and any(t.has_foreign_divergence for t in of.every_term)
+    visited = constants[0][0] == "Linear" or more["direct"] or changes
     recipe = read(write(of, constants, **more, visited=visited))
     if not visited and in_one_launch(recipe, of):
         recipe = read(write(of, constants, **more, visited=True))

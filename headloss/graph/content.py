@@ -36,7 +36,7 @@ class Traits(NamedTuple):
 
     number: int  # its place in `_NUMBERED`
     unknown: tuple[str, ...]  # what its functions read that may change: they do not run in a graph
-    temperatures: tuple[float, ...]  # its own, of terms and facts
+    temperatures: tuple[str, ...]  # its own, of terms and facts; as text, which no graph takes for a number that varies
     weights: tuple[tuple[str, Tensor], ...]  # those that are tensors
 
 
@@ -49,7 +49,7 @@ def traits(of: Terms) -> Traits:
     _NUMBERED[number] = of
     temperatures = [t.temperature for t in of.every_term] + [T for t in of.every_term for _, T in t.facts.values()]
     weights = tuple((name, t.weight) for name, t in of.terms.items() if isinstance(t.weight, Tensor))
-    return Traits(number, content(of).unknown, tuple({T for T in temperatures if T is not None}), weights)
+    return Traits(number, content(of).unknown, tuple({repr(float(T)) for T in temperatures if T is not None}), weights)
 
 
 def content(of: Terms) -> Reads:

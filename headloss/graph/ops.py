@@ -43,6 +43,7 @@ from headloss.graph.spec import (
     sweep_of,
 )
 from headloss.late import check_pending
+from headloss.options import check_temperatures
 from headloss.prepared import check_prepared
 from headloss.record import Grads
 from headloss.rows import bind_rows
@@ -60,6 +61,9 @@ def _visit(tensors: Sequence[Tensor], sizes: Sequence[int], text: str) -> list[T
     recipe = read(text)
     args, known = Call(recipe, tensors, sizes), form(recipe, sizes)
     check_pending()
+    for name, x in zip(recipe.names, tensors, strict=True):
+        if name.endswith(".temperature"):
+            check_temperatures(x)
     if args.numbers is not None and args.targets is not None:
         check_prepared(args.numbers, args.targets, args.segments)
     with recording(), torch.enable_grad():

@@ -88,7 +88,7 @@ class Described:
         self.tensor(name, torch.ones((), dtype=torch.float64, device="cpu") * x, "number")
         return "symbol"
 
-    def source(self, label: str, source: Teacher, temperatures: Sequence[float] = ()) -> tuple[Any, ...]:
+    def source(self, label: str, source: Teacher, temperatures: Sequence[str] = ()) -> tuple[Any, ...]:
         """Its tensors go into the lists; what it is, as constants.  A fact at one of `temperatures` may be its own."""
         kind = type(source)
         for name in _TENSORS[kind]:
@@ -109,8 +109,8 @@ class Described:
             T = "symbol"
         else:
             for known in temperatures:
-                if known == T:
-                    T = known
+                if float(known) == T:
+                    T = float(known)
             T = self.constant(f"{label}.temperature", T)
         shard = source.shard
         split = None
@@ -322,9 +322,9 @@ class Call:
         self.grad_scale: float | Tensor = by_name.get("grad_scale", 1.0)
         self.weights: dict[str, float | Tensor] = dict.fromkeys(data["off"], 0.0)
         self.weights |= {n.split(".", 1)[1]: x for n, x in by_name.items() if n.startswith("weights.")}
-        self.inputs = {n.split(".", 1)[1]: x for n, x in by_name.items() if n.startswith("inputs.")}
+        self.inputs = {n.split(".", 1)[1]: x.detach() for n, x in by_name.items() if n.startswith("inputs.")}
         for name in data["wanted"]:
-            self.inputs[name] = self.inputs[name].detach().requires_grad_()
+            self.inputs[name] = self.inputs[name].requires_grad_()
         self.needs = tuple(data["needs"])
 
     @property

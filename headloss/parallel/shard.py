@@ -44,7 +44,8 @@ class VocabShard:
     partial_hidden: bool = False
 
     def __post_init__(self) -> None:
-        if hasattr(self.group, "get_group"):  # a DeviceMesh, without importing it
+        plain = isinstance(self.group, dist.ProcessGroup)  # asked first: inside a graph it may not be asked for more
+        if not plain and hasattr(self.group, "get_group"):  # a DeviceMesh, without importing it
             object.__setattr__(self, "group", self.group.get_group())
         if not isinstance(self.group, dist.ProcessGroup):
             raise TypeError(f"group: wanted a ProcessGroup or a 1-D DeviceMesh, got {type(self.group).__name__}")

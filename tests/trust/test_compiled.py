@@ -269,7 +269,12 @@ def test_an_objective_that_is_gone_before_its_backward() -> None:
 def test_a_divergence_of_an_objective_that_is_gone() -> None:
     x = data()
     compiled = whole(lambda x, o: o(hl.Logits(x["logits"]), teacher=hl.Logits(x["teacher"])).loss)
-    found = compiled(x, hl.Objective(l=lambda logp, logq: logp.exp() * (logp - logq) ** 2))
+    squares = lambda logp, logq: logp.exp() * (logp - logq) ** 2
+    found = compiled(x, hl.Objective(l=squares))  # what it reads may change: its gradient is there already
+    gc.collect()
+    want = hl.Objective(l=squares)(hl.Logits(x["logits"]), teacher=hl.Logits(x["teacher"])).loss
+    torch.testing.assert_close(torch.autograd.grad(found, x["logits"]), torch.autograd.grad(want, x["logits"]))
+    found = compiled(x, hl.Objective(l=hl.Term(squares, pure=True)))
     gc.collect()
     with pytest.raises(RuntimeError, match="the objective of this graph is gone.*keep it"):
         found.backward()
@@ -428,3 +433,57 @@ def test_forms_leave_the_random_numbers_alone() -> None:
         torch.manual_seed(0)
         objective(hl.Logits(logits), targets)
     assert torch.equal(torch.rand(3), want)
+
+
+FACTOR = 1.0
+
+
+def scaled_kl(logp: Tensor, logq: Tensor) -> Tensor:
+    return FACTOR * logq.exp() * (logq - logp)
+
+
+@pytest.mark.parametrize("kind", ["Logits", "Linear"])
+def test_a_divergence_pulls_with_what_it_read_in_its_call(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two micro-batches, a number that changes between them, and one backward for both."""
+    objective, x = hl.Objective(kl=scaled_kl), data()
+
+    def call(x: dict[str, Tensor]) -> Tensor:
+        source = hl.Logits(x["logits"]) if kind == "Logits" else hl.Linear(x["hidden"], x["weight"])
+        return objective(source, x["targets"], teacher=hl.Logits(x["teacher"])).loss
+
+    found = []
+    for fn in (call, whole(call)):
+        loss = torch.zeros((), dtype=torch.float64)
+        for factor in (1.0, 0.1):
+            monkeypatch.setitem(globals(), "FACTOR", factor)
+            loss = loss + fn(x)
+        found.append(torch.autograd.grad(loss, x["logits" if kind == "Logits" else "hidden"])[0])
+    torch.testing.assert_close(found[1], found[0])
+
+
+def test_a_temperature_that_is_a_terms_own_where_numbers_vary() -> None:
+    objective = hl.Objective(ce=hl.Term(cross_entropy, temperature=2.0), metrics=["entropy"])
+
+    def step(x: dict[str, Tensor], T: float) -> Tensor:
+        return objective(hl.Linear(x["hidden"], x["weight"], temperature=T), x["targets"]).loss
+
+    compiled = whole(step, dynamic=True)
+    for i, T in enumerate((0.8, 1.0, 2.0, 0.7, 2.0)):
+        same_step(compiled, step, data(7 + i), T)
+
+
+def test_an_input_that_requires_grad_where_no_gradient_is_made() -> None:
+    log_alpha = torch.nn.Parameter(torch.zeros((), dtype=torch.float64))
+    objective, x = hl.Objective(ce=lambda logprob, log_alpha: -logprob * log_alpha.exp()), data()
+    call = lambda: objective(hl.Linear(x["hidden"], x["weight"]), x["targets"], log_alpha=log_alpha).loss
+    with torch.inference_mode():
+        torch.testing.assert_close(whole(call)(), call())
+
+
+@pytest.mark.parametrize("T", [-1.0, 0.0])
+def test_a_temperature_that_is_no_temperature_is_refused_in_a_graph(T: float) -> None:
+    def step(x: dict[str, Tensor], T: Tensor) -> Tensor:
+        return OBJECTIVE(hl.Logits(x["logits"], temperature=T), x["targets"]).loss
+
+    with pytest.raises(ValueError, match="temperature: wanted positive and finite"):
+        whole(step)(data(), torch.full((7,), T, dtype=torch.float64))
