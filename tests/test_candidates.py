@@ -117,7 +117,7 @@ def test_refusals() -> None:
     for ids, message in [
         (twice, "ids: wanted each column of a row once, but row 3 names one twice"),
         (outside, rf"ids: wanted columns in \[0, {V}\) or -1 for none, but row 4 has others"),
-        (batch.ids[:-1], r"ids: wanted shape \(7, 'K'\), K columns of each row, got \(6, 4\)"),
+        (batch.ids[:-1], r"ids: wanted shape \(7, K\), K columns of each row, got \(6, 4\)"),
         (None, "teacher: term 'pick'.*needs one for 'ids_logprob'; pass teacher=... or, for columns of your own, ids="),
     ]:
         with pytest.raises(ValueError, match=message):

@@ -207,7 +207,9 @@ def mixed(logprob: Tensor, entropy: Tensor) -> Tensor:
 
 @inside
 @pytest.mark.parametrize("rows", [5, 50])
-@pytest.mark.parametrize("terms", [{"js": jsd}, {"own": square, "mixed": mixed}], ids=["in one launch", "in two"])
+@pytest.mark.parametrize(
+    "terms", [{"js": jsd}, {"own": hl.Term(square, pure=True), "mixed": mixed}], ids=["in one launch", "in two"]
+)
 def test_kernels(terms: Any, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The plan says whether the gradient is made in the launch, whatever the rows; those are told at the call."""
     from headloss.backends.triton import backend

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import headloss as hl
-from headloss import metrics, reductions
+from headloss import meter, metrics, reductions
 from headloss.losses import cross_entropy, reinforce
 from headloss.parallel.shard import VocabShard, check_notes, note_of
 from headloss.rows import bind_rows
@@ -197,14 +197,15 @@ def test_sample_sizes_of_ranks_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     other = metrics.Metric.of(name, theirs, None, "token").parts
 
     def gather(out, packed, group):
-        out[0], out[1] = packed, torch.stack([*other, packed[-1]])
+        out[0], out[1] = packed, packed
+        out[1, 1 : 1 + len(other)] = torch.stack(other)
         return SimpleNamespace(wait=lambda: None)
 
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 2)
-    monkeypatch.setattr(metrics, "all_gather", gather)
-    meter = hl.Meter().add({name: metrics.Metric.of(name, mine, None, "token")})
+    monkeypatch.setattr(meter, "all_gather", gather)
+    whole = hl.Meter().add({name: metrics.Metric.of(name, mine, None, "token")})
     w = torch.cat([mine, theirs])
-    assert math.isclose(meter.compute("group")[name], float(w.sum() ** 2 / w.square().sum()), rel_tol=1e-9)
+    assert math.isclose(whole.compute("group")[name], float(w.sum() ** 2 / w.square().sum()), rel_tol=1e-9)
 
 
 def test_objectives_that_differ_have_keys_that_differ() -> None:
