@@ -144,8 +144,8 @@ class LogitsLoss(Log):
         labels: Tensor | None = None,
         vocab_size: int | None = None,
         num_items_in_batch: int | Tensor | None = None,
-        shift_labels: Tensor | None = None,
         ignore_index: int = -100,
+        shift_labels: Tensor | None = None,
         **_: Any,
     ) -> Tensor:
         targets, items = targets_of(labels, shift_labels, ignore_index), count_of(num_items_in_batch)

@@ -181,6 +181,9 @@ def test_another_label_is_ignored() -> None:
     assert not torch.isclose(wanted, stock(**batch).loss)
     for model in (fused, kept, patch(copy.deepcopy(stock), eval_logits=True).eval()):
         torch.testing.assert_close(model(**batch, ignore_index=0).loss, wanted, **CLOSE)
+    logits = stock(batch["input_ids"], attention_mask=batch.get("attention_mask")).logits
+    by_place = loss_function()(logits, batch["labels"], tiny.V, None, 0)  # in Transformers' order
+    torch.testing.assert_close(by_place, wanted, **CLOSE)
 
 
 def test_a_weighted_mean_of_a_part_of_a_step_is_refused() -> None:
