@@ -111,7 +111,7 @@ def quicken() -> None:
     _truth_is_spread(interpreter)
     _straight_to_numpy(core, interpreter)
     _called_once(interpreter)
-    _reduce_slices(core, interpreter)
+    _reduce_halves(core, interpreter)
 
 
 def _truth_is_spread(interpreter: Any) -> None:
@@ -280,23 +280,24 @@ def _called_once(interpreter: Any) -> None:
     interpreter._patch_attr = patch
 
 
-def _reduce_slices(core: Any, interpreter: Any) -> None:
-    """A reduction by a function of ours combines whole slices in turn, not one element at a time."""
+def _reduce_halves(core: Any, interpreter: Any) -> None:
+    """A reduction by a function of ours combines halves, as a GPU does, and not one element at a time."""
     slow = interpreter.ReduceOps.generic_reduce
 
     def reduce(self: Any, input: Any) -> Any:
-        axis, blocks = self.axis, [x.handle.data for x in input]
-        if axis is None or blocks[0].ndim < 2:
+        axis, made = self.axis, list(input)
+        length = made[0].handle.data.shape[axis] if axis is not None else 0
+        if axis is None or length & (length - 1):
             return slow(self, input)
-        slices = lambda i: [self.to_tensor(x.take(i, axis), a.dtype) for x, a in zip(blocks, input, strict=True)]
-        made = slices(0)
-        for i in range(1, blocks[0].shape[axis]):
-            found = self.combine_fn.fn(*made, *slices(i))
+        while length > 1:
+            length //= 2
+            halves = [np.split(x.handle.data, 2, axis) for x in made]
+            left, right = ([self.to_tensor(x[i], a.dtype) for x, a in zip(halves, input, strict=True)] for i in (0, 1))
+            found = self.combine_fn.fn(*left, *right)
             made = list(found) if isinstance(found, tuple) else [found]
             if not all(isinstance(x, core.tensor) for x in made):
                 return slow(self, input)
-        data = [x.handle.data for x in made]
-        data = [np.expand_dims(x, axis) for x in data] if self.keep_dims else data
+        data = [x.handle.data if self.keep_dims else x.handle.data.squeeze(axis) for x in made]
         return [self.to_tensor(x, a.dtype) for x, a in zip(data, input, strict=True)]
 
     interpreter.ReduceOps.generic_reduce = reduce

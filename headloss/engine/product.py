@@ -11,6 +11,7 @@ The backend has the products (`backend.product`); rows that are ignored or have 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -189,7 +190,7 @@ class ProductSweep(Sweep):
         partial = self.backend.product.partial(self.sums_of(reads, part, number), self.want)
         return finish(partial, self.want, self._temperatures(part), self.source.vocab, guarded=True)
 
-    @property
+    @functools.cached_property
     def at_once(self) -> bool:
         """Whether what all rows leave fits the budget: then no loss needs a product more than three."""
         assert isinstance(self.source, Linear)

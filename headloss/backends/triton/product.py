@@ -70,7 +70,7 @@ class Gathered(NamedTuple):
     listed: Tensor | None  # which row of the chunk stands at a place
     live: Tensor  # how many there are
     targets: Tensor  # columns in hand; -1: none
-    numbers: Tensor  # multiplier, the target's logit, reference, lse, log p of the target, the largest other logit
+    numbers: tuple[Tensor, ...]  # multiplier, the target's logit, reference, lse, log p of the target, the largest other logit
     has_target: bool
 
 
@@ -151,7 +151,7 @@ def gather(
         listed = torch.empty(C, dtype=torch.int32, device=device)
         launch_kernel(order_kernel, triton.cdiv(C, NUMBERED["B"]), target_C, listed, live, C, **NUMBERED, num_warps=8)
     targets = torch.empty(high, dtype=torch.int32, device=device)
-    numbers = torch.empty(6, high, dtype=torch.float32, device=device)
+    numbers = torch.empty(6, high, dtype=torch.float32, device=device).unbind()
     has_target = target_C is not None  # even if no fact asks: the bits of the others must not depend on what is asked
     if not V:
         live = live if listed is not None else live.fill_(C)

@@ -43,12 +43,12 @@ def read(
     """
     given, C, V = plain_temperature(temperature), len(hidden_CD), len(weight_VD)
     rows = product.gather(hidden_CD, weight_VD, target_C, given, scale=scale, start=start, ignore=ignore)
-    parts = rows.numbers.new_empty(_fields(want), 1, len(rows.targets))  # of no columns: nobody reads them
+    parts = rows.numbers[0].new_empty(_fields(want), 1, len(rows.targets))  # of no columns: nobody reads them
     if V:
         parts = product.tile_sums(rows, weight_VD, want, start=start, store=store)
         product.merge(parts, rows.live, want, start // product.READ.columns)
     levels, (_, tiles, high) = _levels(vocab), parts.shape
-    nodes_kC = rows.numbers.new_empty(2 * levels * _fields(want) + 4, C)
+    nodes_kC = rows.numbers[0].new_empty(2 * levels * _fields(want) + 4, C)
     launch_kernel(
         nodes_kernel, triton.cdiv(C, 128) * (2 * levels + 1),
         parts, rows.live, rows.targets, rows.numbers[1], nodes_kC, tiles if V else 0, high, C, V, start, levels,
@@ -81,7 +81,8 @@ def _joined(rows: Gathered, nodes_WkC: Tensor, want: Want, vocab: int) -> tuple[
     """The rows with their targets' columns in the vocabulary and logits there, and the sums of all columns."""
     (W, _, C), levels, high = nodes_WkC.shape, _levels(vocab), len(rows.targets)
     numbers = rows.numbers
-    scratch, totals = numbers.new_empty(levels + 1, _fields(want), high), numbers.new_empty(_fields(want), 1, high)
+    new_empty = numbers[0].new_empty
+    scratch, totals = new_empty(levels + 1, _fields(want), high), new_empty(_fields(want), 1, high)
     targets = torch.empty_like(rows.targets)
     launch_kernel(
         across_kernel, triton.cdiv(C, 128),
