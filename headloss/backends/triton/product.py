@@ -70,7 +70,7 @@ class Gathered(NamedTuple):
     listed: Tensor | None  # which row of the chunk stands at a place
     live: Tensor  # how many there are
     targets: Tensor  # columns in hand; -1: none
-    numbers: tuple[Tensor, ...]  # multiplier, the target's logit, reference, lse, log p of the target, the largest other logit
+    numbers: tuple[Tensor, ...]  # multiplier, target's logit, reference, lse, log p of the target, largest other logit
     has_target: bool
 
 
