@@ -102,6 +102,7 @@ def _serve(rank: int, size: int, port: int, timeout: float, pipe: Connection) ->
     dist.init_process_group(
         "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size, timeout=timedelta(seconds=timeout)
     )
+    _keep_meshes()
     while True:
         try:
             module, name, arguments = pipe.recv()
@@ -112,6 +113,31 @@ def _serve(rank: int, size: int, port: int, timeout: float, pipe: Connection) ->
             pipe.send((True, getattr(importlib.import_module(module), name)(*arguments)))
         except BaseException:
             pipe.send((False, traceback.format_exc()))
+        _end_groups()
+
+
+def _keep_meshes() -> None:
+    """One mesh of each shape: every group has threads that ask for news all the time, and hundreds fill two cores."""
+    from torch.distributed import device_mesh, tensor
+
+    slow, known = device_mesh.init_device_mesh, {}
+
+    def init_device_mesh(*args: Any, **kwargs: Any) -> Any:
+        key = args, *sorted(kwargs.items())
+        if key not in known:
+            known[key] = slow(*args, **kwargs)
+        return known[key]
+
+    for place in (device_mesh, tensor, dist):
+        if hasattr(place, "init_device_mesh"):
+            place.init_device_mesh = init_device_mesh  # type: ignore[attr-defined]
+
+
+def _end_groups() -> None:
+    """Those that a test made, but for meshes."""
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD and not group.group_desc.startswith("mesh"):
+            dist.destroy_process_group(group)
 
 
 def free_port() -> int:
