@@ -17,7 +17,17 @@ from torch import Tensor
 
 from headloss.late import defers, landing
 from headloss.late import may_read as may_read
-from headloss.prepared import TWICE, Prepared, Stats, check_stats, check_targets_later, segment_ids, target_numbers
+from headloss.prepared import (
+    TWICE,
+    Prepared,
+    Stats,
+    check_segments_later,
+    check_stats,
+    check_targets_later,
+    segment_ids,
+    segment_numbers,
+    target_numbers,
+)
 from headloss.segments import Segments, group_sum, integers, shallow
 from headloss.support import IGNORE as IGNORE
 
@@ -198,8 +208,11 @@ def bind_rows(
     if device.type == "meta":
         return Rows(shape, targets, None, None, segments, None)
     one = valid = None
-    if stats is None and count is not None and segments is None and flat.shape[0]:
+    alone = segments is None or (not host_read and segments.group is None)  # lengths are for a host that reads them
+    if stats is None and count is not None and alone and flat.shape[0]:
         stats, one, valid = count_rows(flat, vocab, host_read, count)
+        if segments is not None and ids is not None:
+            check_segments_later(segment_numbers(ids, valid), segments, needed)
     else:
         if stats is None:
             numbers = target_numbers(targets, segments)

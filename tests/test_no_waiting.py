@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from interpreting import INSIDE, interpreted
+from interpreting import BACKEND, INSIDE, interpreted
 from torch.nn.functional import cross_entropy as dense
 
 import headloss as hl
@@ -109,7 +109,7 @@ def test_a_wrong_target_is_named_by_the_next_call(name: str, bad: int) -> None:
 def test_a_row_without_a_segment_is_named_late() -> None:
     logits, targets = problem()
     rows = {"advantage": torch.randn(12), "old_logprob": -torch.rand(12)}
-    objective = hl.Objective(rl=gspo)
+    objective = hl.Objective(rl=gspo, backend=BACKEND)
     for ids, message in ((-1, "1 rows that are not ignored have no segment.*'rl'"), (9, "id 9 is outside")):
         numbers = torch.arange(12) // 3
         numbers[5] = ids
@@ -118,6 +118,10 @@ def test_a_row_without_a_segment_is_named_late() -> None:
             objective(hl.Logits(logits), targets, segments=segments, **rows)
         with pytest.raises(ValueError, match=message):
             late.check_pending(wait=True)
+    numbers[4:6] = torch.tensor([-1, 1])  # an ignored row needs none
+    assert torch.isfinite(objective(hl.Logits(logits), targets, segments=hl.Segments(numbers, 4), **rows).loss)
+    assert late._PENDING
+    late.check_pending(wait=True)
 
 
 @pytest.mark.usefixtures("deferred")
@@ -232,7 +236,7 @@ def test_prepared_without_blocking() -> None:
         quick.known()
 
 
-test_under_the_interpreter = interpreted(__file__, "-k", "same_as or wrong_target or have_to_be or gaps")
+test_under_the_interpreter = interpreted(__file__, "-k", "same_as or wrong_target or named_late or have_to_be or gaps")
 
 
 # ---------------------------------------------------------------- on a GPU

@@ -35,12 +35,14 @@ def settle_between(sweep: ProductSweep, loss: TermsOnRows, needs: tuple[bool, ..
     """
     everything, program = [Chunk(slice(0, sweep.rows.count))], loss.plan.settles
     chunks = (everything if sweep.at_once else loss.chunks) if True in needs else None
-    weighed, settling = _open(sweep, loss, bool(chunks), program, chunks or everything)
-    grads = None
+    weighed, grads = _weighed(sweep, loss, bool(chunks)), None
+    settling: Any = None
     if chunks:
         head, (there,) = sweep.open_head(needs, chunks), program.there
         for i, chunk in enumerate(chunks):
             read = head.sums(sweep, chunk.rows, store=True)
+            if settling is None:  # while the device multiplies
+                settling = _open(sweep, weighed, True, program, chunks)
             rows_FC = settling.settle(sweep.sums_of([read], chunk.rows, i), chunk.rows.start, chunk.segments)
             slots = iter(rows_FC[2:])  # after the maximum and the log_sum
             pull = Pull(*(next(slots) if x else None for x in there))
@@ -50,7 +52,9 @@ def settle_between(sweep: ProductSweep, loss: TermsOnRows, needs: tuple[bool, ..
                 head.pulled(sweep.rows.numbers(chunk.rows), read, pull)
         grads = grads if sweep.at_once else sweep.grads(head)
     else:
-        settling.settle(sweep.sums())
+        sums = sweep.sums()
+        settling = _open(sweep, weighed, False, program, everything)
+        settling.settle(sums)
     return Launched(weighed.report(settling.settled), settling.settled, grads, weighed.normaliser)
 
 
@@ -74,7 +78,8 @@ def settle(sweep: Sweep, loss: TermsOnRows, needs: tuple[bool, ...]) -> Launched
     """
     shard, grad = sweep.source.shard, True in needs and bool(loss.chunks) and not loss.plan.waits
     chunks = loss.chunks if grad or shard is None else None
-    weighed, settling = _open(sweep, loss, grad, sweep.program, chunks or ())
+    weighed = _weighed(sweep, loss, grad)
+    settling = _open(sweep, weighed, grad, sweep.program, chunks or ())
     if chunks:
         head, bound = sweep.open_head(needs, chunks), None
         for block, sums in _ahead(sweep, head, chunks):
@@ -93,9 +98,12 @@ def settle(sweep: Sweep, loss: TermsOnRows, needs: tuple[bool, ...]) -> Launched
     return Launched(weighed.report(settling.settled), settling.settled, None, weighed.normaliser)
 
 
-def _open(sweep: Sweep, loss: TermsOnRows, grad: bool, program: Any, chunks: Sequence[Chunk]) -> tuple[Weighed, Any]:
-    weighed = Weighed(loss, sweep.backend, by_segment=loss.plan.kind == "segment", grad=grad)
-    backend, rows, everything = sweep.backend, sweep.rows, slice(0, sweep.rows.count)
+def _weighed(sweep: Sweep, loss: TermsOnRows, grad: bool) -> Weighed:
+    return Weighed(loss, sweep.backend, by_segment=loss.plan.kind == "segment", grad=grad)
+
+
+def _open(sweep: Sweep, weighed: Weighed, grad: bool, program: Any, chunks: Sequence[Chunk]) -> Any:
+    backend, rows, everything, loss = sweep.backend, sweep.rows, slice(0, sweep.rows.count), weighed.loss
     segments, stats, shard = rows.segments, rows.stats, sweep.source.shard
     ignore = rows.skipped or rows.valid is not None
     rising = stats is not None and not stats.loose and rows.by_segment
@@ -104,7 +112,7 @@ def _open(sweep: Sweep, loss: TermsOnRows, grad: bool, program: Any, chunks: Seq
     if segments is not None and weighed.by_segment:
         assert segments.group is None
         spans = backend.spans(segments.ids, segments.num_segments, rising, whole=not ignore)
-    settling = backend.Settling(
+    return backend.Settling(
         program, spans,
         backend.Weights(loss.raw_inputs(everything), weighed.bases, means, weighed.factors),
         sweep.marked_targets(everything), rows.count, sweep._temperatures(everything),
@@ -112,7 +120,6 @@ def _open(sweep: Sweep, loss: TermsOnRows, grad: bool, program: Any, chunks: Seq
         parts=[chunk.rows.stop - chunk.rows.start for chunk in chunks],
         ranks=1 if shard is None or sweep.guides or type(sweep) is ProductSweep else shard.size,
     )  # fmt: skip
-    return weighed, settling
 
 
 def _ahead(sweep: Sweep, head: Any, chunks: Sequence[Chunk]) -> Iterator[tuple[Block, Tensor]]:

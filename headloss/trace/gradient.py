@@ -98,7 +98,8 @@ def check_elements(terms: Sequence[Any], device: torch.device) -> None:
     """A divergence captures nothing that requires grad: a sweep runs it, out of autograd's sight."""
     for t in terms:
         for element in [f.element for f in t.call.facts if f.element is not None]:
-            _check_captured(_label(t), Reach(True, captured=element.captured(device)), f"the divergence {element}")
+            if captured := element.captured(device):
+                _check_captured(_label(t), Reach(True, captured=captured), f"the divergence {element}")
 
 
 def check_constants(names: Iterable[str], calls: Iterable[Any]) -> None:

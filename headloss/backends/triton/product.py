@@ -91,7 +91,12 @@ def able(device: torch.device) -> bool:
     """Whether the products run there."""
     if device.type != "cuda":
         return PRETEND and triton.knobs.runtime.interpret
-    return TESTED and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 9
+    return TESTED and torch.version.hip is None and _is_hopper(device)
+
+
+@functools.cache
+def _is_hopper(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device)[0] == 9
 
 
 @functools.cache
