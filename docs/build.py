@@ -79,12 +79,15 @@ def peers() -> str:
     one = next(w for w in record["workloads"] if w["V"] == V)
     works = dict.fromkeys(w for w, _, v in found if v == V)
     alone = {way: [found[w, way, V]["wall ms"] for w in works] for way in ("headloss", "torch.compile")}
-    behind = sum(ours > theirs for ours, theirs in zip(*alone.values(), strict=True))
-    longer = [found[w, "headloss", V]["wall ms"] - found[w, "headloss", V]["ms"] for w in works]
+    later = [ours - theirs for ours, theirs in zip(*alone.values(), strict=True)]
+    behind = sum(x > 0 for x in later)
+    by = f", by at most {max(later):.1f} ms" if behind else ""
     told = "torch.compile and QuACK are given the unmasked tokens alone; headloss drops the others itself. "
-    told += "The time is the GPU's, with its work queued ahead as in a training step. A step that finds the GPU idle "
-    told += f"and is waited for takes headloss {min(longer):.1f} to {max(longer):.1f} ms longer; "
-    told += f"torch.compile is then ahead in {behind} of {len(works)} rows. "
+    told += "The time is a step's in a run of them without a pause, as in training. Of a step by itself, on a GPU that "
+    told += f"has rested, torch.compile is ahead in {behind} of {len(works)} rows{by}. "
+    for (workload, way, v), line in found.items():
+        if v == V and way in ways and "failed" in line:
+            told += f"{PEERS[way]} fails at {workload.partition(',')[0]}: {line['failed'].partition(':')[0]}. "
     return "\n".join(
         [
             *lines,
@@ -107,8 +110,8 @@ PEERS |= {"QuACK": "QuACK"}
 
 
 def _took(found: Record | None) -> str:
-    if found is None:
-        return "–"
+    if found is None or "failed" in found:
+        return "–" if found is None else "fails"
     off = ", *off*" if found["wrong"] else ""
     ms = f"{found['ms']:.1f}" if found["ms"] < 100 else f"{found['ms']:.0f}"
     return f"{ms}\N{NO-BREAK SPACE}ms, {found['GiB']:.1f}\N{NO-BREAK SPACE}GiB{off}"
