@@ -113,7 +113,6 @@ def _serve(rank: int, size: int, port: int, timeout: float, pipe: Connection) ->
             pipe.send((True, getattr(importlib.import_module(module), name)(*arguments)))
         except BaseException:
             pipe.send((False, traceback.format_exc()))
-        _end_groups()
 
 
 def _keep_meshes() -> None:
@@ -131,13 +130,6 @@ def _keep_meshes() -> None:
     for place in (device_mesh, tensor, dist):
         if hasattr(place, "init_device_mesh"):
             place.init_device_mesh = init_device_mesh  # type: ignore[attr-defined]
-
-
-def _end_groups() -> None:
-    """Those that a test made, but for meshes."""
-    for group in list(dist.distributed_c10d._world.pg_map):
-        if group is not dist.group.WORLD and not group.group_desc.startswith("mesh"):
-            dist.destroy_process_group(group)
 
 
 def free_port() -> int:
