@@ -113,10 +113,21 @@ def _serve(rank: int, size: int, port: int, timeout: float, pipe: Connection) ->
             pipe.send((True, getattr(importlib.import_module(module), name)(*arguments)))
         except BaseException:
             pipe.send((False, traceback.format_exc()))
+        while OWN:
+            dist.destroy_process_group(OWN.pop())
+
+
+OWN: list[Any] = []
+
+
+def own_group(**options: Any) -> Any:
+    """A group of all ranks that ends with the function: its threads ask for news all the time."""
+    OWN.append(dist.new_group(**options))
+    return OWN[-1]
 
 
 def _keep_meshes() -> None:
-    """One mesh of each shape: every group has threads that ask for news all the time, and hundreds fill two cores."""
+    """One mesh of each shape: the threads of hundreds of groups fill two cores."""
     from torch.distributed import device_mesh, tensor
 
     slow, known = device_mesh.init_device_mesh, {}

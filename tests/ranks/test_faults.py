@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from spawn import Calls, RankError, Ranks
+from spawn import Calls, RankError, Ranks, own_group
 
 import headloss as hl
 from headloss.losses import cross_entropy, forward_kl, gspo
@@ -40,7 +40,7 @@ def call(kind: str, group: Any, spoil: bool = False) -> None:
 
 
 def invalid_target(kind: str) -> tuple[str, float]:
-    group = dist.new_group(timeout=timedelta(seconds=TIMEOUT))
+    group = own_group(timeout=timedelta(seconds=TIMEOUT))
     call(kind, dist.group.WORLD)
     dist.barrier()
     start, told = time.monotonic(), "no error"

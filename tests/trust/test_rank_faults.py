@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from spawn import own_group
 from torch import Tensor
 
 import headloss as hl
@@ -319,7 +320,7 @@ def disagreement(size: int, kind: str, asked: str) -> None:
         if "whole" in x:
             mine, start = slice(None), 0
         # A group of its own: the second chunk may be on its way when the first one's note is read.
-        shard = hl.VocabShard(dist.new_group(), start, V, width=V)
+        shard = hl.VocabShard(own_group(), start, V, width=V)
         leaves = [sharded(x[n], n, mine).to(x["dtype"]).requires_grad_() for n in SOURCES[kind]]
         assert "whole" in x or kind == "Logits" or len(leaves[1]) == width
         options = {n: x[n] for n in ("temperature", "softcap", "scale") if n in x}
