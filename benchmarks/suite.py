@@ -8,9 +8,9 @@ the losses and simulated ranks.
 The floor of every line is the GEMMs that it cannot do without, through cuBLAS, in the same run: three on the rows that
 count, and one more for a teacher's logits.  Every way is first held to float64 on fewer rows, next to eager in the same
 dtype; where headloss is wrong there is no time, a peer that is further from float64 than twice eager is marked.
-A time is that of a step in a run of them without a pause, as in training: the device finds its work queued, and holds
-the clocks that its power allows, which after a pause are 15% higher.  `wall ms` is a step alone, from a device that has
-rested until it is done.
+A time is that of a step in a run of them without a pause, as in training: the device finds its work queued.  On an H200
+the same products take 15% less time after a pause.  `wall ms` is a step alone, on a device that has rested, until it is
+done.
 
     --tiny        a few seconds on any device: does everything run?
     --seconds S   stop beginning new measurements after S seconds; what was left out is in the result
@@ -45,7 +45,7 @@ from proof.record import command, environment, short, write
 VOCABULARIES = (128256, 151936, 262144, 32000, 50257)
 DOCUMENTS = 8
 MEMORY = "1GiB"
-WARM, REST = 150.0, 20.0  # ms: until the device is as slow as its power makes it, and until it is fast again
+WARM, REST = 150.0, 20.0  # ms: how long the device works before it is timed, and how long it rests
 CLIP, SEQUENCE_CLIP, Z = 0.2, 0.05, 1e-4
 
 
@@ -305,7 +305,7 @@ class Clock:
             return self.wall(step)
         start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         first = math.ceil(WARM / self.wall(step))
-        for i in range(first + 2 * first):
+        for i in range(3 * first):
             if i == first:
                 start.record()
             step()
@@ -394,7 +394,7 @@ def measure(
         lines[name] = line | {"errors (loss, dH, dW)": wrong[name], "wrong": off}
         if not (off and name == "headloss"):
             steps[name] = lambda way=way: gradients(way, b)  # type: ignore[misc]
-    if clock.device == "cuda":  # what was compiled for few rows is not to be bent to these
+    if clock.device == "cuda":  # or what was compiled for fewer rows would be compiled for any number of them
         torch.compiler.reset()
     peaks: dict[str, float] = {}
     for name, step in list(steps.items()):

@@ -64,6 +64,20 @@ def test_suite_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert suite.run("cpu", tiny=True, seconds=0.0)["left out"]
 
 
+def test_a_peer_that_fails_at_its_full_size_ends_nothing() -> None:
+    calls = iter([True, False])
+
+    def peer(b: suite.Batch) -> torch.Tensor:
+        if not next(calls):
+            raise RuntimeError("out of memory")
+        return suite.WORKLOADS[1].eager(b)
+
+    ways = {"headloss": suite.ours(suite.WORKLOADS[1], "20KiB"), "eager": suite.WORKLOADS[1].eager, "peer": peer}
+    found = suite.measure(suite.WORKLOADS[1], (64, 97, 16), ways, suite.Clock("cpu", 1e9), torch.float32, 1)
+    lines = {line["way"]: line for line in found}
+    assert lines["peer"]["failed"] == "RuntimeError: out of memory" and lines["headloss"]["ms"] > 0
+
+
 def test_suite_gives_no_time_to_wrong_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(suite, "ours", lambda work, memory: lambda b: 1.01 * work.eager(b))
     clock, work = suite.Clock("cpu", 1e9), suite.WORKLOADS[1]

@@ -121,7 +121,7 @@ OWN: list[Any] = []
 
 
 def own_group(**options: Any) -> Any:
-    """A group of all ranks that ends with the function: its threads ask for news all the time."""
+    """A group of all ranks that ends with the function: its threads poll all the time."""
     OWN.append(dist.new_group(**options))
     return OWN[-1]
 
