@@ -19,6 +19,7 @@ log p and log q are never below -1e4: an outcome of probability 0 contributes wh
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 import weakref
@@ -190,7 +191,20 @@ _CHECKED: weakref.WeakKeyDictionary[Callable[..., Any], Any] = weakref.WeakKeyDi
 
 def sparse_loss(fn: Callable[..., Any], tail: str) -> Callable[..., Any]:
     """The same divergence as a loss on what a sparse teacher names."""
-    return _with_options(_over_ids_alone(fn) if tail == "renormalise" else _over_ids(fn, tail), fn)
+    return _made(_over_ids_alone if tail == "renormalise" else _over_ids, fn, tail)
+
+
+def _made(make: Callable[..., Any], fn: Callable[..., Any], *how: str) -> Callable[..., Any]:
+    """The loss that `make` makes of a divergence: once of one of ours, which reads nothing that can change."""
+    known = ours(fn) and not fn.__kwdefaults__
+    return _made_once(make, fn, *how) if known else _with_options(make(fn, *how), fn)
+
+
+@functools.cache
+def _made_once(make: Callable[..., Any], fn: Callable[..., Any], *how: str) -> Callable[..., Any]:
+    loss = _with_options(make(fn, *how), fn)
+    loss.fixed = True  # type: ignore[attr-defined]  # for `reads.ours`
+    return loss
 
 
 def _over_ids(fn: Callable[..., Any], tail: str) -> Callable[..., Any]:
@@ -214,7 +228,7 @@ def _over_ids(fn: Callable[..., Any], tail: str) -> Callable[..., Any]:
     return bucket if tail == "bucket" else ids
 
 
-def _over_ids_alone(fn: Callable[..., Any]) -> Callable[..., Any]:
+def _over_ids_alone(fn: Callable[..., Any], tail: str) -> Callable[..., Any]:
     def loss(ids_logit, teacher_ids, teacher_logprob, **options):  # type: ignore[no-untyped-def]
         held = teacher_ids >= 0
         s = torch.where(held, ids_logit, -math.inf)
@@ -231,7 +245,10 @@ def _over_ids_alone(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 def top_loss(fn: Callable[..., Any], tail: str) -> Callable[..., Any]:
     """The same divergence over the student's likeliest columns, where a dense teacher is read too."""
+    return _made(_over_top, fn, tail)
 
+
+def _over_top(fn: Callable[..., Any], tail: str) -> Callable[..., Any]:
     def loss(top_logprob, teacher_top_logprob, **options):  # type: ignore[no-untyped-def]
         masses = {"student_mass": top_logprob.exp().sum(-1), "teacher_mass": teacher_top_logprob.exp().sum(-1)}
         logp, logq = top_logprob.clamp(min=FLOOR), teacher_top_logprob
@@ -239,7 +256,7 @@ def top_loss(fn: Callable[..., Any], tail: str) -> Callable[..., Any]:
             logp, logq = logp.log_softmax(-1).clamp(min=FLOOR), logq.log_softmax(-1).clamp(min=FLOOR)
         return fn(logp, logq, **options).sum(-1), masses
 
-    return _with_options(loss, fn)
+    return loss
 
 
 def _with_options(loss: Callable[..., Any], fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -253,11 +270,14 @@ def _with_options(loss: Callable[..., Any], fn: Callable[..., Any]) -> Callable[
 
 def bucket_loss(fn: Callable[..., Any]) -> Callable[..., Any]:
     """A dense divergence and, as one more outcome, the tokens that a student on fewer of them cannot have."""
+    return _made(_with_rest, fn)
 
+
+def _with_rest(fn: Callable[..., Any]) -> Callable[..., Any]:
     def loss(divergence, teacher_tail_logprob, **options):  # type: ignore[no-untyped-def]
         return divergence + fn(torch.full_like(teacher_tail_logprob, FLOOR), teacher_tail_logprob, **options)
 
-    return _with_options(loss, fn)
+    return loss
 
 
 def summed(divergence: Tensor) -> Tensor:

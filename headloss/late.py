@@ -78,19 +78,19 @@ def may_read(host_read: bool, device: torch.device) -> bool:
 
 
 class Landing:
-    """Three whole numbers that a kernel writes into memory of the host: less work than a copy and an event.
+    """A few whole numbers that a kernel writes into memory of the host: less work than a copy and an event.
 
     A kernel's stores to pinned memory are seen at the latest when it ends, each of them whole.
     """
 
     __slots__ = ("device", "host", "seen")
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, count: int) -> None:
         self.device, self.host = (
             device,
-            torch.empty(3, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda"),
+            torch.empty(count, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda"),
         )
-        self.seen = (ctypes.c_int64 * 3).from_address(self.host.data_ptr())
+        self.seen = (ctypes.c_int64 * count).from_address(self.host.data_ptr())
 
     def is_here(self) -> bool:
         return _UNSET not in self.seen[:]
@@ -105,16 +105,16 @@ class Landing:
 
 
 _UNSET = -(1 << 62) - 25_847  # no count, and no target that a tokenizer gives; one that is equal comes late, not never
-_FREE: dict[torch.device, list[Landing]] = {}  # to ask for pinned memory anew costs as much as a launch
+_FREE: dict[tuple[torch.device, int], list[Landing]] = {}  # to ask for pinned memory anew costs as much as a launch
 
 
-def landing(device: torch.device) -> Landing:
-    """For a kernel on this device to write to; `check_later` takes it and frees it."""
+def landing(device: torch.device, count: int = 3) -> Landing:
+    """For a kernel on this device to write so many numbers to; `check_later` takes it and frees it."""
     try:
-        found = _FREE[device].pop()
+        found = _FREE[device, count].pop()
     except (KeyError, IndexError):  # there is none, or another thread was faster
-        found = Landing(device)
-    found.seen[:] = [_UNSET] * 3
+        found = Landing(device, count)
+    found.seen[:] = [_UNSET] * count
     return found
 
 
@@ -184,7 +184,7 @@ def _settle() -> None:
     try:
         check(copy.wait())
         if isinstance(copy, Landing):
-            _FREE.setdefault(copy.device, []).append(copy)
+            _FREE.setdefault((copy.device, len(copy.host)), []).append(copy)
     except ValueError as error:
         raise ValueError(f"{error}{_LATE}") from error
 

@@ -340,5 +340,5 @@ def _fact_metric(name: str) -> Callable[..., Tensor]:
         [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD)]
     )
     metric.__name__ = name
-    metric.fixed = True  # type: ignore[attr-defined]  # for `signature.identity`
+    metric.fixed = True  # type: ignore[attr-defined]  # for `reads.ours`
     return metric

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,11 +22,9 @@ from headloss.prepared import (
     TWICE,
     Prepared,
     Stats,
-    check_segments_later,
     check_stats,
     check_targets_later,
     segment_ids,
-    segment_numbers,
     target_numbers,
 )
 from headloss.segments import Segments, group_sum, integers, shallow
@@ -147,23 +146,35 @@ class Rows:
         return runs
 
 
-Count = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor, Tensor]]  # see `bind_rows`
+Count = Callable[..., Any]  # of a backend, see `totals.count_targets`
 
 
-def count_rows(flat: Tensor, vocab: int, host_read: bool, count: Count) -> tuple[Stats | None, Tensor, Tensor]:
-    """What the host knows of targets, if it may wait for that; 1 / how many of them count; and which."""
+def count_rows(
+    flat: Tensor,
+    vocab: int,
+    host_read: bool,
+    count: Count,
+    segments: Segments | None = None,
+    ids: Tensor | None = None,
+    needed: str | None = None,
+) -> tuple[Stats | None, Any]:
+    """What the host knows of targets, if it may wait for that, and what the device does.
+
+    `ids`: of the rows' segments, which the host does not wait for.
+    """
+    flat, ids = flat.contiguous(), None if ids is None else ids.contiguous()
     if not host_read and defers(flat.device):
-        numbers = landing(flat.device)
-        _, one, valid = count(flat.contiguous(), numbers.host)
-        check_targets_later(numbers, vocab)
-        return None, one, valid
-    found, one, valid = count(flat.contiguous(), None)
+        numbers = landing(flat.device, 3 if ids is None else 5)
+        counted = count(flat, ids, numbers.host)
+        check_targets_later(numbers, vocab, segments, needed)
+        return None, counted
+    counted = count(flat, ids)
     if not host_read:
-        check_targets_later(found, vocab)
-        return None, one, valid
-    stats = Stats.read(found)
+        check_targets_later(counted.numbers, vocab, segments, needed)
+        return None, counted
+    stats = Stats.read(counted.numbers)
     check_stats(stats, vocab)
-    return stats, one, valid
+    return stats, counted
 
 
 def bind_rows(
@@ -182,8 +193,7 @@ def bind_rows(
     """Check targets and segments against the source and find the rows that count.
 
     `by_segment` orders them so; `skips`: a kernel will pass over the ignored ones, which then need not be dropped;
-    `needed`: the name of a term that needs a segment for every row; `count`: finds the numbers of contiguous targets
-    in one launch, 1 / how many count, and which.
+    `needed`: the name of a term that needs a segment for every row; `count`: counts them in one launch.
     """
     stats = ids = None
     if isinstance(targets, Prepared):
@@ -207,12 +217,10 @@ def bind_rows(
     flat = targets if targets.ndim == 1 else targets.reshape(-1)
     if device.type == "meta":
         return Rows(shape, targets, None, None, segments, None)
-    one = valid = None
+    one = valid = held = None
     alone = segments is None or (not host_read and segments.group is None)  # lengths are for a host that reads them
     if stats is None and count is not None and alone and flat.shape[0]:
-        stats, one, valid = count_rows(flat, vocab, host_read, count)
-        if segments is not None and ids is not None:
-            check_segments_later(segment_numbers(ids, valid), segments, needed)
+        stats, (_, one, valid, held) = count_rows(flat, vocab, host_read, count, segments, ids, needed)
     else:
         if stats is None:
             numbers = target_numbers(targets, segments)
@@ -224,8 +232,9 @@ def bind_rows(
     if skips:  # all rows, for a kernel that passes over the ignored ones
         skipped = stats is None or stats.valid < flat.shape[0]
         if segments is not None and ids is not None:
-            ids = ids.masked_fill(flat == IGNORE, -1) if skipped else ids
-            segments = Segments(ids, segments.num_segments, group=segments.group)
+            if held is None:
+                held = ids.masked_fill(flat == IGNORE, -1) if skipped else ids
+            segments = Segments(held, segments.num_segments, group=segments.group)
         rows = Rows(shape, targets, None, None, segments, stats, skipped, stats is not None and stats.sorted)
         if stats is None:
             rows.one_token, rows._valid = one, valid
@@ -233,7 +242,8 @@ def bind_rows(
     valid = flat != IGNORE if valid is None else valid
     if stats is None:
         if segments is not None and ids is not None:
-            segments = Segments(ids.masked_fill(~valid, -1), segments.num_segments, group=segments.group)
+            held = ids.masked_fill(~valid, -1) if held is None else held
+            segments = Segments(held, segments.num_segments, group=segments.group)
         rows = Rows(shape, targets, None, valid, segments, None)
         rows.one_token = one
         return rows

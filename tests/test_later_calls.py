@@ -16,11 +16,13 @@ import torch
 from interpreting import INSIDE, inside, interpreted
 
 import headloss as hl
+from headloss import prepared
 from headloss.engine import evaluate, heads, lookup
 from headloss.engine.one_chunk import OneChunk
 from headloss.losses import cross_entropy, entropy_bonus, forward_kl, grpo, gspo, jsd, kto, tvd, z_loss
 
 pytest.importorskip("triton")
+from headloss.backends.triton import totals as triton_totals
 from headloss.backends.triton import visit as triton_visit
 from headloss.backends.triton.launch import Launch
 
@@ -641,6 +643,7 @@ class InSegments:
         return call.change(**self.how)(objective)
 
 
+PLAIN = {"prepare": False, "more": {"host_read": False}}  # as on a GPU
 IN_SEGMENTS = {
     "other values": {"seed": 8},
     "ignored rows": {"ignored": [2, 5]},
@@ -655,6 +658,11 @@ IN_SEGMENTS = {
     "num_segments": {"more": {"num_segments": 7}, "reached": False},
     "grad_scale": {"more": {"grad_scale": 3.0}},
     "segments of their own": {"prepare": False, "reached": False},
+    "segments of their own, no host read": PLAIN,
+    "segments of their own, no host read, ignored rows": {**PLAIN, "ignored": [2, 5]},
+    "segments of their own, no host read, one that is ignored": {**PLAIN, "ignored": [4, 5]},
+    "segments of their own, no host read, in no order": {**PLAIN, "ids": [2, 0, 0, 1, 1, 1, 0, 2, 2], "ignored": [0]},
+    "segments of their own, no host read, num_items": {**PLAIN, "more": {"host_read": False, "num_items": 4}},
     "no gradient": {"how": {"grad": False}},
     "forward_backward": {"how": {"direct": True}},
     "scale, softcap": {"how": {"source": {"scale": 0.7, "softcap": 5.0}}},
@@ -676,7 +684,8 @@ def reached(monkeypatch):
 def test_one_thing_changes_in_segments(reduction, reached):
     plain, objectives = InSegments(reduction), {}
     truth = plain(plain.made())
-    some = IN_SEGMENTS if reduction == "seq_mean_token_mean" else ["ignored rows", "more segments", "num_items"]
+    some = ["ignored rows", "more segments", "num_items", *(name for name in IN_SEGMENTS if "no host read" in name)]
+    some = IN_SEGMENTS if reduction == "seq_mean_token_mean" else some
     for name in some:
         other = InSegments(reduction, **IN_SEGMENTS[name])
         objective = objectives.setdefault(other.loss, other.made())  # which has seen all calls before this one
@@ -778,7 +787,7 @@ def test_sums_over_more_rows_than_a_block(rows, weights):
     wide = torch.randn(9, rows + 3, device=DEVICE)
     found = wide.flatten()[: 9 * rows].view(9, rows)
     told = [w if i % 2 else torch.tensor(w, device=DEVICE) for i, w in enumerate(weights)]
-    sums, loss = triton_visit.totals(types.SimpleNamespace(term_values=(found, 3)), told)
+    sums, loss = triton_totals.totals(types.SimpleNamespace(term_values=(found, 3)), told)
     truth = found[3 : 3 + len(weights)].double().sum(1)
     torch.testing.assert_close(sums.double(), truth, rtol=1e-5, atol=1e-4)
     expected = (truth * torch.tensor(weights, device=DEVICE)).sum()
@@ -791,10 +800,27 @@ def test_targets_are_counted(rows):
     targets = torch.randint(3, 90, (rows + 1,), device=DEVICE)[:rows]
     targets[rows // 2 :: 3] = -100
     stats = hl.prepare(targets).stats
-    numbers, mean, valid = triton_visit.count_targets(targets)
-    assert torch.equal(valid, targets != -100)
+    numbers, mean, valid, held = triton_totals.count_targets(targets)
+    assert torch.equal(valid, targets != -100) and held is None
     assert numbers[0] == stats.valid and (not stats.valid or numbers.tolist()[1:] == [stats.low, stats.high])
     assert float(mean) == 1 / max(1, stats.valid)
+
+
+@runs
+@pytest.mark.parametrize("low", [-1, 0, -7])
+@pytest.mark.parametrize("rows", [1, 9001])
+def test_segments_are_counted_with_them(rows, low):
+    """The numbers of `hl.prepare`; ids below -1 and above all segments are told of whether their rows count or not."""
+    targets = torch.randint(3, 90, (rows,), device=DEVICE)
+    ids = torch.randint(low, 50, (rows,), device=DEVICE)
+    targets[rows // 2 :: 3] = -100
+    numbers, mean, valid, held = triton_totals.count_targets(targets, ids)
+    expected = prepared.target_numbers(targets, hl.Segments(ids, 60))
+    assert torch.equal(numbers[3:], expected[3:5]) and torch.equal(held, ids.masked_fill(~valid, -1))
+    alone = triton_totals.count_targets(targets)
+    assert torch.equal(numbers[:3], alone.numbers) and torch.equal(mean, alone.one_token)
+    stats = prepared.Stats.read(numbers)
+    assert not stats.sorted and (stats.loose, stats.stray) == tuple(expected[3:5].tolist())
 
 
 @inside

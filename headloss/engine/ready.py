@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from headloss.engine.arguments import CallArguments
-from headloss.engine.bind import chunked_because
+from headloss.engine.bind import chunked_because, reads_now
 from headloss.engine.lookup import Found, Plans
 from headloss.engine.one_chunk import OneChunk
 from headloss.engine.one_launch import by_length
@@ -24,6 +24,7 @@ from headloss.engine.run import names_of
 from headloss.engine.saved import refuse_transforms
 from headloss.metrics import dead_rows
 from headloss.prepared import Prepared
+from headloss.segments import Segments
 from headloss.sources import Linear, Logits, Source, Sparse, without_tensors
 from headloss.trace.reads import defaults
 from headloss.trace.signature import ONLY, TEACHER_INPUTS
@@ -46,17 +47,20 @@ def key_of(arguments: CallArguments, direct: bool) -> tuple[Any, ...] | None:
     if type(source) is not Logits and type(source) is not Linear:
         return None
     T, (num_items, num_segments, weights, grad_scale, host_read) = source.temperature, options
-    if segments is not None or support is not None or type(T) is not float or type(grad_scale) is not float:
-        return None  # segments come with prepared targets, which have been counted
+    if support is not None or type(T) is not float or type(grad_scale) is not float:
+        return None
     if num_segments is not None or isinstance(num_items, Tensor) or source.shard is not None:
         return None
     if weights and not _only_weigh(weights):
         return None
     y: Any = targets
     if type(targets) is Prepared:
+        if segments is not None:
+            return None
         y, segments = targets.targets, targets.segments
+    plain = y is targets
     key: list[Any] = [
-        direct, torch.is_grad_enabled(), y is targets, host_read, T, source.scale, source.softcap, source.vocab,
+        direct, torch.is_grad_enabled(), plain, host_read, T, source.scale, source.softcap, source.vocab,
         tuple(weights or ()), *defaults(),
     ]  # fmt: skip
     if type(y) is Tensor:
@@ -64,8 +68,10 @@ def key_of(arguments: CallArguments, direct: bool) -> tuple[Any, ...] | None:
     elif y is not None:
         return None
     if segments is not None:
+        if type(segments) is not Segments or segments.group is not None:
+            return None
         ids = segments.ids
-        if type(ids) is not Tensor or segments.group is not None:
+        if type(ids) is not Tensor or y is None or (plain and (ids.shape, ids.device) != (y.shape, y.device)):
             return None
         key += (ids.dtype, ids.device, ids.shape, ids.stride(), segments.num_segments)
     if isinstance(source, Logits):
@@ -73,7 +79,7 @@ def key_of(arguments: CallArguments, direct: bool) -> tuple[Any, ...] | None:
         if type(x) is not Tensor:
             return None
         key += (x.dtype, x.device, x.shape, x.stride(), x.requires_grad, source.inplace)
-    elif y is not targets and source.bias is None and source.weight_grad_into is None:
+    elif not plain and source.bias is None and source.weight_grad_into is None:
         for x in (source.hidden, source.weight):
             if type(x) is not Tensor and type(x) is not Parameter:
                 return None
@@ -157,6 +163,8 @@ def make_ready(plans: Plans, key: Any, found: Found) -> Ready | None:
             return None
     if segments is not None and (segments.ids.device != x.device or not segments.num_segments):
         return None
+    if segments is not None and y is targets and reads_now(key[3], x.device, plan.read_because):
+        return None  # lengths of segments, which prepared targets bring along
     brought = BROUGHT if type(teacher) is Sparse else ()
     taken = [given.get(name) for name in program.inputs if name not in brought]
     if any(v is None or not v.is_contiguous() or v.device != x.device for v in taken) or "pairs" in given:
@@ -191,7 +199,7 @@ class Ready:
     """What calls that are alike have in common."""
 
     __slots__ = (
-        "backend", "bare", "count", "device", "flat", "grad", "head", "held", "linear", "means", "names",
+        "backend", "bare", "by_present", "count", "device", "flat", "grad", "head", "held", "linear", "means", "names",
         "needs", "plan", "read", "shape", "shares", "suits", "taken", "their", "used", "visits", "want", "weights",
     )  # fmt: skip
 
@@ -237,6 +245,8 @@ class Ready:
         else:
             self.shares = tuple([(t.reduction, t.trace.value or "row", t.length) for t in plan.terms])
             self.visits = plan.backend.Settles(*how, tuple([by_length(t) for t in plan.terms]))
+        # whether some weights are made of how many segments have rows
+        self.by_present = any(r != "token_sum" and (r, kind) != ("token_mean", "row") for r, kind, _ in self.shares)
 
     def may(self, arguments: CallArguments) -> bool:
         """Whether every row is multiplied; else those that count are gathered first."""

@@ -35,17 +35,17 @@ class ReadyCall:
     """One call: its targets, and what the host knows of them."""
 
     __slots__ = (
-        "guide", "inputs", "mean", "ready", "scale", "segments", "skipped", "source", "stats", "sums", "targets",
-        "teacher", "valid", "visited", "weights",
+        "guide", "inputs", "mean", "one_token", "ready", "scale", "segments", "skipped", "source", "spans", "stats",
+        "sums", "targets", "teacher", "valid", "visited", "weights",
     )  # fmt: skip
     source: Any
     sums: Tensor
     visited: Any
-    num_items = one_token = None  # as of `Rows`
+    num_items = None  # as of `Rows`, and so are `tokens` and `one_token`
     tokens = property(lambda self: self.stats.valid)
 
     def __init__(self, ready: Ready, arguments: CallArguments) -> None:
-        source, targets, _, teacher, (num_items, _, weights, scale, host_read), inputs, _ = arguments
+        source, targets, segments, teacher, (num_items, _, weights, scale, host_read), inputs, _ = arguments
         self.ready, self.source, self.inputs, self.scale = ready, source, inputs, scale
         self.weights: tuple[Any, ...] = ready.weights
         if weights:
@@ -57,6 +57,7 @@ class ReadyCall:
         self.valid: Tensor | None = None
         self.targets: Any = None  # Tensor or None
         self.segments: Segments | None = None
+        self.spans = self.one_token = None
         self.mean: Any  # of rows, or of each term
         if type(targets) is Prepared:
             stats, self.targets, segments = targets.known(), targets.targets, targets.segments
@@ -69,9 +70,7 @@ class ReadyCall:
                 check_stats(stats, source.vocab)
             self.skipped = valid < ready.count
             if ready.shares:
-                counts: Any = self
-                each = [shared_weight(r, kind, counts, num_items=num_items, norm=n) for r, kind, n in ready.shares]
-                self.mean = tuple(each)
+                self.mean = self._shared(num_items, None)
             else:
                 self.mean = reciprocal(valid if num_items is None else num_items)
         elif targets is None:
@@ -81,12 +80,22 @@ class ReadyCall:
             assert isinstance(targets, Tensor)
             self.targets, flat = targets, targets if targets.ndim == 1 else targets.reshape(-1)
             host_read = reads_now(host_read, targets.device, ready.plan.read_because)
-            self.stats, self.mean, counted = count_rows(flat, source.vocab, host_read, ready.backend.count_targets)
+            self.segments, ids = segments, None
+            if segments is not None:
+                ids = segments.ids if segments.ids.ndim == 1 else segments.ids.reshape(-1)
+            self.stats, counted = count_rows(
+                flat, source.vocab, host_read, ready.backend.count_targets, segments, ids, ready.plan.needed
+            )
             if self.stats is None:
-                self.valid, self.skipped = counted, True
+                self.mean, self.valid, self.skipped = counted.one_token, counted.valid_N, True
             else:
                 self.mean, self.skipped = reciprocal(self.stats.valid), self.stats.valid < ready.count
-            if num_items is not None:
+            if ready.shares:
+                assert segments is not None
+                self.one_token = self.mean
+                self.spans = spans = ready.backend.spans(counted.ids_N, segments.num_segments)
+                self.mean = self._shared(num_items, spans.present() if ready.by_present else None)
+            elif num_items is not None:
                 self.mean = reciprocal(num_items)
         self.guide: SparseTeacherRows | None = None
         self.teacher: Any = teacher
@@ -101,6 +110,15 @@ class ReadyCall:
             of = Rows(ready.shape, self.targets, None, self.valid, None, self.stats, self.skipped)
             self.guide = SparseTeacherRows(self.teacher, of, ready.plan.dtype, ready.backend, checked)
             self.guide.strip()
+
+    def _shared(self, num_items: Any, present: Tensor | None) -> tuple[Any, ...]:
+        """Of each term whose rows meet in segments, what the weights of its rows, or of its segments, have in common.
+
+        `present`: how many segments have rows, where only the device knows.
+        """
+        counts: Any = self
+        how = {"num_items": num_items, "num_segments": present}
+        return tuple([shared_weight(r, kind, counts, norm=n, **how) for r, kind, n in self.ready.shares])
 
     def run(self) -> tuple[Tensor, Grads]:
         """The loss, and the gradients that are wanted."""
@@ -132,7 +150,7 @@ class ReadyCall:
                 x = x.reshape(ready.count, -1)
                 out_NV = None if out is None else out.view(x.shape)
                 teacher = None if teacher is None else teacher.reshape(x.shape)
-        more = self._spans(targets) if ready.shares else chunk or teacher
+        more = (self.spans or self._spans(targets)) if ready.shares else chunk or teacher
         mean = self.mean if ready.suits is not False else tuple([self.mean if m else 1.0 for m in ready.means])
         self.visited, self.sums, loss = ready.visits(
             x, targets, given, mean, factors, weights, out_NV, self.skipped, more

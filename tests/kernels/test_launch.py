@@ -250,10 +250,12 @@ def program():
     return made.program
 
 
+COUNTED = {"numbers": "*i64", "mean": "*fp64", "valid": "*i1"}
 HOPPER = {
     "totals, one term": lambda v: (v._totals(3, (-1,)), {"weights": ("fp32",)}),
     "totals, five terms": lambda v: (v._totals(3, ((0, torch.float32, True),) * 5), {"weights": ("*fp32",) * 5}),
-    "targets": lambda v: (v._COUNT, {"numbers": "*i64", "mean": "*fp64", "valid": "*i1"}),
+    "targets": lambda v: (v._COUNT, COUNTED),
+    "targets and segments": lambda v: (v._COUNT_BOTH, {**COUNTED, "ids": "*i64", "held": "*i64"}),
 }
 
 
@@ -265,13 +267,13 @@ def test_small_kernels_compile_for_hopper(name):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from headloss.backends.triton import visit as triton_visit
+    from headloss.backends.triton import totals
 
-    launch, given = HOPPER[name](triton_visit)
-    given |= {"found": "*fp32", "sums": "*fp32", "loss": "*fp32", "target": "*i64", "N": "i32"}
+    launch, given = HOPPER[name](totals)
+    given = given | {"found": "*fp32", "sums": "*fp32", "loss": "*fp32", "target": "*i64", "N": "i32"}
     signature = {n: given.get(n, "constexpr") for n in launch.kernel.arg_names}
     constants = {n: launch.constants.get(n) for n, said in signature.items() if said == "constexpr"}
     options = {n: x for n, x in launch.constants.items() if n not in signature}
     source = ASTSource(launch.kernel, signature, constants, {(0,): [["tt.divisibility", 16]]})
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    assert ".local" not in compiled.asm["ptx"] and compiled.metadata.shared <= 4096
+    assert ".local" not in compiled.asm["ptx"] and compiled.metadata.shared <= 16384

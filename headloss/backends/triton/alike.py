@@ -15,16 +15,15 @@ from headloss.backends.triton.printer.program import Program
 from headloss.backends.triton.printer.segments import SegmentProgram
 from headloss.backends.triton.settle import Settled, Settling, Spans, Weights, settle_all
 from headloss.backends.triton.tiles import address
+from headloss.backends.triton.totals import fire_totals, totals_launch
 from headloss.backends.triton.visit import (
     UNTAUGHT,
     Arguments,
     Number,
     fire,
-    fire_totals,
     forms_of,
     plan_of,
     taught_by,
-    totals_launch,
     visit,
 )
 from headloss.backends.triton.visited import Visited

@@ -9,6 +9,7 @@ from headloss.backends.triton import alike, columns, plain, pulls, settle, sweep
 from headloss.backends.triton import product as product
 from headloss.backends.triton import product_ranks as product_ranks
 from headloss.backends.triton import teachers as compared
+from headloss.backends.triton import totals as over_rows
 from headloss.backends.triton import visit as alone
 from headloss.backends.triton.printer.elements import printed
 from headloss.backends.triton.printer.facts import check_sums
@@ -24,7 +25,13 @@ NAME = "triton"
 
 look, merge_repeated, scale_ = compared.look, compared.merge_repeated, sweeps.scale_
 # facts, values, metrics and gradient of some rows in one launch: what it takes, and its sums over the rows
-visit, Arguments, totals, Visits, Settles = alone.visit, alone.Arguments, alone.totals, alike.Visits, alike.Settles
+visit, Arguments, totals, Visits, Settles = (
+    alone.visit,
+    alone.Arguments,
+    over_rows.totals,
+    alike.Visits,
+    alike.Settles,
+)
 # segments, settled between the two sweeps
 sums_matrix, pull_rows, Settling, Weights, spans = (
     sweeps.sums_matrix,
@@ -34,7 +41,7 @@ sums_matrix, pull_rows, Settling, Weights, spans = (
     settle.spans,
 )
 packed, guided_by = settle.packed, settle.guided_by
-count_targets = alone.count_targets
+count_targets = over_rows.count_targets
 # some columns of each row of a linear head; some columns of all rows
 project, combine, take = columns.project, columns.combine, columns.take
 find_places = columns.find_places

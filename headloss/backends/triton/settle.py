@@ -34,6 +34,10 @@ class Spans(NamedTuple):
     offsets: Tensor
     order: Tensor | None = None
 
+    def present(self) -> Tensor:
+        """How many segments have rows."""
+        return (self.offsets[2:] > self.offsets[1:-1]).sum()
+
 
 def spans(ids_R: Tensor, num_segments: int, rising: bool = False, whole: bool = False) -> Spans:
     """Of any ids, -1 for none.  `rising`: those that are not -1 never fall, and rows of no segment are ignored, so they

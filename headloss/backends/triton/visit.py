@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from headloss.backends.triton.kernels.records import At, Flags, Given
-from headloss.backends.triton.kernels.totals import count_kernel, totals_kernel
 from headloss.backends.triton.kernels.visit import visit_kernel
 from headloss.backends.triton.launch import MOST_KNOWN, Launch
 from headloss.backends.triton.printer.program import Program
@@ -299,8 +298,8 @@ def _variant(plan: Plan, form: Form) -> Launch:
     flags = Flags(
         **plan.flags,
         TARGET=form.target is not None, IGNORE=form.ignore and form.target is not None, VALID=form.valid is not None,
-        GRADIENT=not form.forward, PER_ROW=_kinds(form.temperatures, True), TEACHER_PER_ROW=_kinds(kinds, True),
-        INPUT_ROWS=_kinds(form.inputs), BASE_KINDS=_kinds(form.bases), FACTOR_KINDS=_kinds(form.factors),
+        GRADIENT=not form.forward, PER_ROW=kinds_in(form.temperatures, True), TEACHER_PER_ROW=kinds_in(kinds, True),
+        INPUT_ROWS=kinds_in(form.inputs), BASE_KINDS=kinds_in(form.bases), FACTOR_KINDS=kinds_in(form.factors),
         SCALED=form.scaled, CAPPED=form.capped, TEACHER_SCALED=scaled, TEACHER_CAPPED=capped,
         LINE=form.line, VEC=form.vector, OUT_LINE=form.out_line, OUT_VEC=form.out_vector,
         RAW_VEC=form.vector if form.together else 1, TEACHER_VEC=along, OUT_TEACHER_VEC=out_along,
@@ -314,7 +313,7 @@ def _variant(plan: Plan, form: Form) -> Launch:
     return Launch(visit_kernel, {**functions, "F": flags, "num_warps": shape.warps, **most, **LAUNCH})
 
 
-def _kinds(forms: tuple[Any, ...], per_row: bool = False) -> tuple[Any, ...]:
+def kinds_in(forms: tuple[Any, ...], per_row: bool = False) -> tuple[Any, ...]:
     """`kinds_of` from what `forms_of` noted; or whether there is one per row."""
     kinds = tuple([form if form == -1 else form[0] for form in forms])
     return tuple(n >= 0 for n in kinds) if per_row else kinds
@@ -324,56 +323,6 @@ def _kinds(forms: tuple[Any, ...], per_row: bool = False) -> tuple[Any, ...]:
 def _pairs() -> bool:
     """Whether the device compares two bfloat16 in a word at once."""
     return not torch.cuda.is_available() or (torch.version.hip is None and torch.cuda.get_device_capability() >= (8, 0))
-
-
-def totals(visited: Visited, weights: Iterable[Number]) -> tuple[Tensor, Tensor]:
-    """The sum over rows of each term's value, (T,), and the loss, the sum of those times their weights: one launch."""
-    found, first = visited.term_values
-    device = found.device
-    weights = tuple([w if type(w) is float else as_number(w, device) for w in weights])
-    return fire_totals(totals_launch(first, weights), found, weights)
-
-
-def fire_totals(kernel: Launch, found: Tensor, weights: tuple[Number, ...]) -> tuple[Tensor, Tensor]:
-    """Launch the kernel of `totals`."""
-    device = found.device
-    sums = torch.empty(len(weights), dtype=torch.float32, device=device)
-    loss = torch.empty_strided((), (), dtype=torch.float32, device=device)  # half the time of torch.empty(())
-    kernel.run(None, found.get_device(), 1, (found, sums, loss, weights, found.shape[1]))
-    return sums, loss
-
-
-def count_targets(target_N: Tensor, numbers: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """How many of them count, the smallest and the largest of those; 1 / how many; and which of them count.
-
-    `numbers`: where to write the first three, which may be pinned memory of the host.
-    """
-    device, N = target_N.device, target_N.shape[0]
-    if numbers is None:
-        numbers = torch.empty(3, dtype=torch.int64, device=device)
-    mean, valid_N = (
-        torch.empty_strided((), (), dtype=torch.float64, device=device),
-        torch.empty(N, dtype=torch.bool, device=device),
-    )
-    form = (target_N.dtype, target_N.data_ptr() & 15 == 0, numbers.data_ptr() & 15 == 0, N >> 31)
-    _COUNT.run(form, target_N.get_device(), 1, (target_N, numbers, mean, valid_N, N))
-    return numbers, mean, valid_N
-
-
-_COUNT = Launch(count_kernel, {"B": 4096, "num_warps": 16, **LAUNCH})
-
-
-def totals_launch(first: int, weights: tuple[Number, ...]) -> Launch:
-    """The kernel of `totals`: where the first term's numbers are, and the terms' weights."""
-    return _totals(first, forms_of(weights))
-
-
-@functools.lru_cache(256)
-def _totals(first: int, forms: tuple[Any, ...]) -> Launch:
-    kinds = _kinds(forms)
-    padded = 1 << (len(kinds) - 1).bit_length()
-    block = max(256, 8192 // padded)
-    return Launch(totals_kernel, {"FIRST": first, "KINDS": kinds, "P": padded, "B": block, "num_warps": 16, **LAUNCH})
 
 
 def as_number(x: Number, device: torch.device) -> Number:

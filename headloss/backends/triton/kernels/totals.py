@@ -32,21 +32,38 @@ def totals_kernel(
 
 
 @triton.jit(do_not_specialize=["N"])
-def count_kernel(target, numbers, mean, valid, N, B: tl.constexpr):
-    """How many targets count and their range, 1 / count, and which of them count."""
+def count_kernel(target, ids, numbers, mean, valid, held, N, SEGMENTS: tl.constexpr, B: tl.constexpr):
+    """How many targets count and their range, 1 / count, and which of them count.
+
+    With segments: how many of those rows have none, the largest id of all rows, or one below -1, and the ids of the
+    rows that count.
+    """
     row = tl.arange(0, B)
     count = tl.zeros([B], tl.int64)
     low = tl.full([B], 9223372036854775807, tl.int64)
     high = tl.zeros([B], tl.int64)
+    loose = tl.zeros([B], tl.int64)
+    first = tl.full([B], -1, tl.int64)
+    last = tl.full([B], -1, tl.int64)
     for at in range(0, N, B):
-        y = tl.load(target + at + row, at + row < N, -100)
+        there = at + row < N
+        y = tl.load(target + at + row, there, -100)
         counts = y != -100
-        tl.store(valid + at + row, counts, at + row < N)
+        tl.store(valid + at + row, counts, there)
         count += counts.to(tl.int64)
         low = tl.where(counts, tl.minimum(low, y), low)
         high = tl.where(counts, tl.maximum(high, y), high)
+        if SEGMENTS:
+            i = tl.load(ids + at + row, there, -1)
+            tl.store(held + at + row, tl.where(counts, i, -1), there)
+            loose += (counts & (i < 0)).to(tl.int64)
+            first, last = tl.minimum(first, i), tl.maximum(last, i)
     total, least, most = tl.sum(count, 0), tl.min(low, 0), tl.max(high, 0)
     tl.store(numbers, total)
     tl.store(numbers + 1, least)
     tl.store(numbers + 2, most)
     tl.store(mean, 1.0 / tl.maximum(total, 1).to(tl.float64))
+    if SEGMENTS:
+        below = tl.min(first, 0)
+        tl.store(numbers + 3, tl.sum(loose, 0))
+        tl.store(numbers + 4, tl.where(below < -1, below, tl.max(last, 0)))
