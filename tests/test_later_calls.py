@@ -318,6 +318,19 @@ def test_what_a_function_reads_may_change(plans, monkeypatch):
 
 
 @inside
+def test_a_default_of_a_divergence_of_ours_is_read_in_every_call_on_ids(monkeypatch):
+    call, ids = Call(v=8), torch.arange(8).expand(N, 8)  # all columns, so that no tail is left
+    q = call.logits.flip(0).log_softmax(-1)
+    p = call.logits.log_softmax(-1)
+    objective = hl.Objective(it=hl.Term(jsd, tail="none"), backend="triton")
+    for beta in (0.5, 0.1, 0.9, 0.5):
+        monkeypatch.setitem(jsd.__kwdefaults__, "beta", beta)
+        mixed = (beta * q.exp() + (1 - beta) * p.exp()).log()
+        want = (beta * q.exp() * (q - mixed) + (1 - beta) * p.exp() * (p - mixed)).sum(-1).mean()
+        torch.testing.assert_close(objective(hl.Logits(call.logits), teacher=hl.Sparse(ids, q)).loss, want)
+
+
+@inside
 def test_a_number_on_the_device_is_an_input_like_another(plans, played):
     def loss(logprob, coefficient):
         return -coefficient * logprob

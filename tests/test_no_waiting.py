@@ -106,9 +106,10 @@ def test_a_wrong_target_is_named_by_the_next_call(name: str, bad: int) -> None:
 
 
 @pytest.mark.usefixtures("deferred")
-def test_a_row_without_a_segment_is_named_late() -> None:
+@pytest.mark.parametrize("more", [{}, {"num_segments": 4}])  # found as a call before it, or not
+def test_a_row_without_a_segment_is_named_late(more: dict[str, Any]) -> None:
     logits, targets = problem()
-    rows = {"advantage": torch.randn(12), "old_logprob": -torch.rand(12)}
+    rows = {"advantage": torch.randn(12), "old_logprob": -torch.rand(12), **more}
     objective = hl.Objective(rl=gspo, backend=BACKEND)
     for ids, message in ((-1, "1 rows that are not ignored have no segment.*'rl'"), (9, "id 9 is outside")):
         numbers = torch.arange(12) // 3

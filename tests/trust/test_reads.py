@@ -187,24 +187,6 @@ def test_a_default_of_a_loss_of_ours_is_read_in_every_call(kind):
         hl.losses.grpo.__kwdefaults__["low"] = was
 
 
-def test_a_default_of_a_divergence_of_ours_is_read_in_every_call_on_ids():
-    x, ids = (
-        torch.randn(6, 9, dtype=torch.float64),
-        torch.arange(9).expand(6, 9),
-    )  # all of them, so that no tail is left
-    q = torch.randn(6, 9, dtype=torch.float64).log_softmax(-1)
-    objective, was = hl.Objective(it=hl.Term(hl.losses.jsd, tail="none")), hl.losses.jsd.__kwdefaults__["beta"]
-    p = x.log_softmax(-1)
-    try:
-        for beta in (0.5, 0.1, 0.9, 0.5):
-            hl.losses.jsd.__kwdefaults__["beta"] = beta
-            mixed = (beta * q.exp() + (1 - beta) * p.exp()).log()
-            want = (beta * q.exp() * (q - mixed) + (1 - beta) * p.exp() * (p - mixed)).sum(-1).mean()
-            torch.testing.assert_close(objective(hl.Logits(x), teacher=hl.Sparse(ids, q)).loss, want)
-    finally:
-        hl.losses.jsd.__kwdefaults__["beta"] = was
-
-
 def by_size(logprob, entropy):
     return entropy if isinstance(logprob.shape[0], int) else logprob
 
