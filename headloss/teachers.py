@@ -68,6 +68,7 @@ class SparseChunk(NamedTuple):
 
     ids_CK: Tensor
     sorted_CK: Tensor | None = None  # the same columns in order, where that is known
+    once: bool = False  # whether it is known that no row names a column twice
 
     def in_order(self) -> Tensor:
         return (self.ids_CK.sort(-1).values if self.sorted_CK is None else self.sorted_CK).contiguous()
@@ -81,6 +82,13 @@ class TopChunk(NamedTuple):
 
 
 TeacherChunk = DenseChunk | SparseChunk
+
+
+def places(ids_CK: Tensor, start: int, V: int) -> tuple[Tensor, Tensor]:
+    """Each id as one of the V columns in hand, and whether it is one (if not, the column is any)."""
+    column_CK = ids_CK - start
+    here_CK = (ids_CK >= 0) & (column_CK >= 0) & (column_CK < V)
+    return column_CK.clamp(0, max(0, V - 1)), here_CK
 
 
 class Meeting(NamedTuple):

@@ -183,7 +183,7 @@ def pull(
                 assert e_BV is not None
                 ds_BV = e_BV * slope if last and shared else e_BV.mul_(slope)
                 if last and tile.ids_BK is not None:
-                    add_at_ids(ds_BV, teachers[0], rows, start, tile.ids_BK * a[rows, None])
+                    add_at_ids(ds_BV, tile, teachers[0], start, tile.ids_BK * a[rows, None])
             if c is not None:
                 ds_BV += c[rows, None]
             if y is not None and column_C is not None and V:
@@ -278,8 +278,9 @@ def _columns(target_C: Tensor, start: int, V: int) -> tuple[Tensor, Tensor]:
 
 def _buffers(teachers: Sequence[TeacherChunk], kept: Kept | None) -> int:
     """How many of a tile's size there are; the sums and the pull walk the same tiles."""
-    divergent = kept is not None and kept.fact is not None and kept.fact.element is not None
-    return LOOK_BUFFERS if divergent else 2 if teachers else 1
+    if kept is not None and kept.fact is not None and kept.fact.element is not None:
+        return LOOK_BUFFERS
+    return 1 if not teachers or kept is not None else 2
 
 
 def _tiles(raw_CV: Tensor, buffers: int = 1) -> Iterator[slice]:

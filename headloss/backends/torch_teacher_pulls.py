@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headloss.backends.torch_teachers import inside, logprobs, places
+from headloss.backends.torch_teachers import inside, logprobs
 from headloss.backends.torch_tile import Tile, divide, logits
 from headloss.teachers import (
     FLOOR,
@@ -155,8 +155,8 @@ def tail_slope(tile: Tile, seen: Any, pull: Any, T: Temperature) -> Tensor | flo
     return (k[rows] * below_B.exp() / T_B)[:, None]
 
 
-def add_at_ids(grad_BV: Tensor, chunk: Any, rows: slice, start: int, own_BK: Tensor) -> None:
-    column_BK, here_BK = places(chunk.ids_CK[rows], start, grad_BV.shape[-1])
+def add_at_ids(grad_BV: Tensor, tile: Tile, chunk: Any, start: int, own_BK: Tensor) -> None:
+    column_BK, here_BK = tile.places(chunk, start)
     grad_BV.scatter_add_(-1, column_BK, own_BK.masked_fill(~here_BK, 0.0))
 
 
@@ -175,10 +175,10 @@ def _pull_sparse(
     if pull.tail is not None and seen.tail_max is not None and tile.ids_BK is None:
         x_BV = tile.z_BV - seen.tail_max[rows, None]
         x_BV = divide(x_BV, T, rows, into=x_BV).sub_(seen.tail_log_sums[i][rows, None])
-        inside_BV = inside(*places(chunk.ids_CK[rows], start, x_BV.shape[-1]), x_BV.shape[-1])
+        inside_BV = inside(*tile.places(chunk, start), x_BV.shape[-1])
         g_BV = x_BV.masked_fill_(inside_BV, -math.inf).exp_().mul_(pull.tail[rows, None] / T_B1)
         grad_BV = g_BV if grad_BV is None else grad_BV.add_(g_BV)
     grad_BV = tile.zeros() if grad_BV is None else grad_BV
     if pull.ids is not None and grad_BV.shape[-1]:
-        add_at_ids(grad_BV, chunk, rows, start, pull.ids[rows] / T_B1)
+        add_at_ids(grad_BV, tile, chunk, start, pull.ids[rows] / T_B1)
     return grad_BV

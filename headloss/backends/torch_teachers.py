@@ -23,11 +23,13 @@ from headloss.teachers import (
     DensePartial,
     DenseSoftmax,
     Meeting,
+    SparseChunk,
     SparsePartial,
     TeacherChunk,
     Temperature,
     Theirs,
     TopChunk,
+    places,
     plain_sums,
 )
 
@@ -59,6 +61,7 @@ class Comparison:
         self.name, self.chunk, self.want = name, chunk, want
         self.temperatures = want.temperatures_of(name)
         self.parts: list[dict[str, Any]] = []
+        self.places: tuple[Tensor, Tensor] | None = None  # of a sparse teacher's ids, in all rows
         self.dtype, self.device, self.kept, self.room = dtype, device, kept, Room()
         # whether the ids may be taken out of x, so that one exponential serves the tail and the whole
         others = len(want.teachers) > 1 or any(want.sums(x) for x in "XQ") or device.type != "cpu"
@@ -77,7 +80,9 @@ class Comparison:
         elif isinstance(self.chunk, TopChunk):
             part |= {"tail_max": None, "top": None, **self._top(self.chunk, rows, x_BV, start)}
         else:
-            column_BK, here_BK = places(self.chunk.ids_CK[rows], start, x_BV.shape[-1])
+            if self.places is None:
+                self.places = places(self.chunk.ids_CK, start, x_BV.shape[-1])
+            column_BK, here_BK = (x[rows] for x in self.places)
             if x_BV.shape[-1]:
                 ids_BK = x_BV.gather(-1, column_BK).masked_fill_(~here_BK, -math.inf)
             else:
@@ -100,9 +105,8 @@ class Comparison:
             x_BV.scatter_add_(-1, column_BK, out_BK)
             tail_B = x_BV.amax(-1)
             unknown = isinstance(tail_B, FakeTensor)  # no numbers to decide by, and none that count
-            placed_BK = column_BK.masked_fill(~here_BK, -1).sort(-1).values
-            once_BK = (placed_BK[:, 1:] != placed_BK[:, :-1]) | (placed_BK[:, 1:] < 0)  # else e^x would count twice
-            if unknown or bool((divide(tail_B[:, None], self.only_T, rows) > -NEAR).all() & once_BK.all()):
+            near = lambda: bool((divide(tail_B[:, None], self.only_T, rows) > -NEAR).all())
+            if unknown or (self._once(column_BK, here_BK) and near()):
                 return {"tail_max": tail_B + max_B, "near": tail_B}
             row_BK = torch.arange(len(x_BV), device=x_BV.device)[:, None].expand_as(column_BK)
             x_BV[row_BK[here_BK], column_BK[here_BK]] = ids_BK[here_BK]
@@ -112,6 +116,13 @@ class Comparison:
         tail_B = tail_BV.amax(-1) if tail_BV.shape[-1] else torch.full_like(max_B, -math.inf)
         tail_BV -= tail_B.masked_fill(tail_B == -math.inf, 0.0)[:, None]
         return {"tail_max": tail_B + max_B, "tail": tail_BV}
+
+    def _once(self, column_BK: Tensor, here_BK: Tensor) -> bool:
+        """Whether no row names a column twice, whose e^x would then count twice."""
+        if isinstance(self.chunk, SparseChunk) and self.chunk.once:
+            return True
+        placed_BK = column_BK.masked_fill(~here_BK, -1).sort(-1).values
+        return bool(((placed_BK[:, 1:] != placed_BK[:, :-1]) | (placed_BK[:, 1:] < 0)).all())
 
     def _top(self, chunk: TopChunk, rows: slice, x_BV: Tensor, start: int) -> dict[str, Any]:
         """The largest, in order, and what a teacher says there; a part of few columns is filled up with none."""
@@ -269,13 +280,6 @@ def logprobs(
     x_BU, y_BU = divide(x_BU, T, rows, into=x_BU), divide(y_BU, chunk.temperatures[i], rows, into=y_BU)
     x_BU, y_BU = x_BU.clamp_(min=FLOOR), y_BU.clamp_(min=FLOOR)
     return x_BU.sub_(seen.log_S[i][rows, None]), y_BU.sub_(seen.log_St[i][rows, None])
-
-
-def places(ids_BK: Tensor, start: int, V: int) -> tuple[Tensor, Tensor]:
-    """Each id as a column in hand, and whether it is one (if not, the column is any)."""
-    column_BK = ids_BK - start
-    here_BK = (ids_BK >= 0) & (column_BK >= 0) & (column_BK < V)
-    return column_BK.clamp(0, max(0, V - 1)), here_BK
 
 
 def inside(column_BK: Tensor, here_BK: Tensor, V: int) -> Tensor:

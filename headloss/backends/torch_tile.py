@@ -13,7 +13,7 @@ from torch import Tensor
 
 from headloss.backends.torch_kept import Kept
 from headloss.facts import Softmax
-from headloss.teachers import FLOOR, Temperature
+from headloss.teachers import FLOOR, SparseChunk, Temperature, places
 
 GONE = "the logits are asked for, and the exponentials that were kept stand in their place"
 
@@ -23,6 +23,7 @@ class Room:
 
     def __init__(self) -> None:
         self.held: dict[tuple[str, int], Tensor] = {}
+        self.places: dict[int, tuple[SparseChunk, tuple[Tensor, Tensor]]] = {}  # of all rows, by what teacher
 
     def __call__(self, name: str, like_BV: Tensor, dtype: torch.dtype) -> Tensor:
         """As large as this, with anything in it; no later tile is larger than the first."""
@@ -75,6 +76,14 @@ class Tile:
         max_B1 = self.softmax.max[self.rows, None]
         x_BV = torch.sub(self.z_BV, max_B1, out=self.room(name, self.raw_BV, max_B1.dtype))
         return divide(x_BV, T, self.rows, into=x_BV)
+
+    def places(self, chunk: SparseChunk, start: int) -> tuple[Tensor, Tensor]:
+        """See `teachers.places`."""
+        known = self.room.places
+        if id(chunk) not in known:
+            known[id(chunk)] = chunk, places(chunk.ids_CK, start, self.raw_BV.shape[-1])
+        column_CK, here_CK = known[id(chunk)][1]
+        return column_CK[self.rows], here_CK[self.rows]
 
     def zeros(self) -> Tensor:
         return torch.zeros(self.raw_BV.shape, dtype=self.softmax.max.dtype, device=self.raw_BV.device)

@@ -37,7 +37,7 @@ from headloss.sources import (
     with_tensors,
     without_tensors,
 )
-from headloss.teachers import DenseChunk, SparseChunk, TeacherChunk, Temperature, TopChunk
+from headloss.teachers import DenseChunk, SparseChunk, TeacherChunk, Temperature, TopChunk, places
 from headloss.top import Top
 from headloss.trace.signature import ONLY
 
@@ -257,15 +257,13 @@ class SparseTeacherRows:
 
     def places(self, source: Source) -> tuple[Tensor, Tensor]:
         """Each id as one of the source's own columns, and whether it is one (if not, the column is any)."""
-        column_RK = self.ids_RK - (0 if source.shard is None else source.shard.start)
-        here_RK = (self.ids_RK >= 0) & (column_RK >= 0) & (column_RK < source.columns)
-        return column_RK.clamp(0, max(0, source.columns - 1)), here_RK
+        return places(self.ids_RK, 0 if source.shard is None else source.shard.start, source.columns)
 
     def own(self, key: float | None, part: slice) -> Temperature:
         return 1.0  # unused: its log-probabilities are what they are
 
     def chunk(self, part: slice, keys: tuple[float | None, ...], slot: int) -> TeacherChunk:
-        return SparseChunk(self.ids_RK[part], None if self.sorted_RK is None else self.sorted_RK[part])
+        return SparseChunk(self.ids_RK[part], None if self.sorted_RK is None else self.sorted_RK[part], once=True)
 
     def hides(self, fact: str, part: slice) -> Tensor | None:
         return self.ids_RK[part] < 0 if fact in ("ids_logprob", "ids_logit") else None

@@ -21,7 +21,6 @@ from headloss.backends.triton.tiles import (
     Transform,
     check_dtype,
     per_row,
-    places,
     plain_temperature,
     readable,
     row_shape,
@@ -39,6 +38,7 @@ from headloss.teachers import (
     TeacherChunk,
     TeacherPulls,
     Temperature,
+    places,
 )
 
 # by columns in hand, as in `sweeps.py`; measured on an H200, see benchmarks/gpu_teachers.py

@@ -39,7 +39,6 @@ from headloss.backends.triton.tiles import (
     check_dtype,
     nest,
     per_row,
-    places,
     plain_temperature,
     readable,
     row_shape,
@@ -60,6 +59,7 @@ from headloss.teachers import (
     Temperature,
     TopChunk,
     merge_teacher,
+    places,
 )
 
 # by columns in hand, as in `sweeps.py`; measured on an H200, see benchmarks/gpu_teachers.py

@@ -142,13 +142,6 @@ def readable(x_CV: Tensor) -> Tensor:
     return x_CV if x_CV.dtype in READS else x_CV.float()
 
 
-def places(ids_CK: Tensor, start: int, V: int) -> tuple[Tensor, Tensor]:
-    """Each id as a column in hand, and whether it is one (if not, the column is any)."""
-    column_CK = ids_CK - start
-    here_CK = (ids_CK >= 0) & (column_CK >= 0) & (column_CK < V)
-    return column_CK.clamp(0, max(0, V - 1)), here_CK
-
-
 def nest(x: Any, fn: Any, *others: Any) -> Any:
     """`fn` of the tensors in a nest of tuples."""
     if isinstance(x, Tensor):
