@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import headloss as hl
-from headloss.losses import cross_entropy, entropy_bonus, grpo, gspo, jsd, simpo, z_loss
+from headloss.losses import cpo, cross_entropy, entropy_bonus, grpo, gspo, jsd, simpo, z_loss
 from headloss.row_weights import truncate
 
 N, V, D, S = 6, 11, 4, 3
@@ -578,3 +578,12 @@ def test_names_and_weights_that_are_none():
     with pytest.raises(TypeError, match="advantage: missing") as told:
         hl.Objective(rl=hl.losses.reinforce)(hl.Logits(x), y, advantage=None)
     assert "did you mean 'advantage'" not in str(told.value)
+
+
+@pytest.mark.parametrize("smoothing", [1.5, -0.1])
+def test_label_smoothing_is_a_share(smoothing: float) -> None:
+    pairs = {"segments": SEGMENTS, "pairs": torch.tensor([[0, 1]])}
+    message = rf"label_smoothing: wanted 0 <= label_smoothing <= 1, got {smoothing}"
+    for loss, more in ((cross_entropy, {}), (simpo, pairs), (cpo, pairs)):
+        with pytest.raises(ValueError, match=message):
+            hl.Objective(it=hl.Term(loss, label_smoothing=smoothing))(LINEAR, TARGETS, **more)

@@ -24,6 +24,8 @@ def chosen_rejected(y, pairs):
 
 def smoothed(margin, e):
     """-(1 - e) log sigmoid(m) - e log sigmoid(-m)."""
+    if not 0 <= e <= 1:
+        raise ValueError(f"label_smoothing: wanted 0 <= label_smoothing <= 1, got {e}")
     return (e - 1) * logsigmoid(margin) - e * logsigmoid(-margin)
 
 

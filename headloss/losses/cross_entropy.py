@@ -8,6 +8,8 @@ def cross_entropy(
 
     In trainers: torch.nn.functional.cross_entropy(weight=, label_smoothing=); Liger ce_weight.
     """
+    if not 0 <= label_smoothing <= 1:
+        raise ValueError(f"label_smoothing: wanted 0 <= label_smoothing <= 1, got {label_smoothing}")
     if class_weight is not None:
         loss = (label_smoothing - 1) * class_weight * logprob
         loss = loss if label_smoothing == 0 else loss + label_smoothing * class_mean * class_cross_entropy
