@@ -12,7 +12,7 @@ from torch import Tensor
 
 from headloss.late import Copy, Landing, check_later, defers
 from headloss.places import Places, places_of, remember
-from headloss.segments import Segments, integers, version
+from headloss.segments import Segments, integers, lasting, readable, version
 from headloss.support import IGNORE, Support, check_counted, check_kind
 from headloss.vocab_ids import Tokens, count, to_columns
 
@@ -141,7 +141,7 @@ def prepare(
     if support is not None:
         check_kind(support)
         support.check_written()
-    targets = targets.clone() if targets.is_inference() else targets  # nothing counts what is written to those
+    targets = lasting(targets)
     if vocab_ids is not None:
         if support is not None:
             raise ValueError("support: a head with vocab_ids has a vocabulary of its own; leave out one of the two")
@@ -151,8 +151,12 @@ def prepare(
             raise ValueError(f"vocab_ids: wanted one token per column on {targets.device}, got {got}")
         counted = count(targets != IGNORE)
         targets, lost = to_columns(ids, targets, IGNORE, "targets")
-        tokens = Tokens(ids, count(lost), counted, lost)
-    segments = None if segments is None else segments.fitted(tuple(targets.shape), targets.device)
+        tokens = Tokens(lasting(ids), count(lost), counted, lost)
+    if segments is not None:
+        fitted = segments.fitted(tuple(targets.shape), targets.device)
+        ids = lasting(fitted.ids)
+        same = ids is fitted.ids
+        segments = fitted if same else Segments(ids, fitted.num_segments, None, fitted.group, fitted.anywhere)
     numbers = target_numbers(targets, segments)
     copy, places = Copy(numbers) if non_blocking else numbers.cpu(), None
     if support is not None and non_blocking and support.keys.is_cuda:  # places would wait for the support's sizes
@@ -207,9 +211,12 @@ def check_targets_later(
     numbers: Tensor | Landing, vocab: int, segments: Segments | None = None, needed: str | None = None
 ) -> None:
     """Check what `target_numbers` found once it has reached the host; on the device while a CUDA graph is captured."""
+    count = None if segments is None else segments.num_segments
     if isinstance(numbers, Landing) or defers(numbers.device):
-        count = None if segments is None else segments.num_segments
         check_later(numbers, lambda x: check_stats(Stats.read(x), vocab, count, needed))
+        return
+    if readable(numbers):
+        check_stats(Stats.read(numbers), vocab, count, needed)
         return
     fine = (numbers[0] == 0) | ((numbers[1] >= 0) & (numbers[2] < vocab))
     torch._assert_async(fine, "targets: out of range")

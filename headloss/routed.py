@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from headloss.late import Copy, defers
-from headloss.segments import integers, version
+from headloss.segments import integers, lasting, version
 from headloss.sources import Linear, Logits
 
 
@@ -29,7 +29,7 @@ class Routed:
         for name, x in teachers.items():
             if not isinstance(x, Logits | Linear):
                 raise TypeError(f"teachers[{name!r}]: wanted hl.Logits or hl.Linear, got {type(x).__name__}")
-        self.teachers, self.route = dict(teachers), integers("route", route)
+        self.teachers, self.route = dict(teachers), lasting(integers("route", route))
         first = self.first
         for name, x in self.teachers.items():
             for what in ("vocab", "columns", "scale", "softcap"):

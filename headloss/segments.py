@@ -118,6 +118,11 @@ def version(x: Tensor) -> int:
     return 0 if torch.compiler.is_compiling() or x.is_inference() else x._version
 
 
+def lasting(x: Tensor) -> Tensor:
+    """Itself, or a copy of a tensor of inference mode: nothing counts what is written to those."""
+    return x if torch.compiler.is_compiling() or not x.is_inference() else x.clone()
+
+
 class Segments:
     """Which segment each row belongs to.  Immutable; make one with a `from_...` constructor.
 
@@ -229,13 +234,14 @@ class Segments:
     @property
     def counts(self) -> Tensor:
         """Rows in each segment, (S,), on all ranks of the group."""
-        if self._counts is None or self._written != version(self.ids):
-            counts = self.local_counts()
-            counts = counts if self.group is None else group_sum(counts, self.group)
+        if self._counts is not None and self._written == version(self.ids):
+            return self._counts
+        counts = self.local_counts()
+        counts = counts if self.group is None else group_sum(counts, self.group)
+        if lasting(self.ids) is self.ids:
             object.__setattr__(self, "_counts", counts)
             object.__setattr__(self, "_written", version(self.ids))
-        assert self._counts is not None
-        return self._counts
+        return counts
 
     def local_counts(self) -> Tensor:
         """Rows in each segment on this rank, (S,)."""

@@ -73,10 +73,15 @@ def from_dataset(batch: Mapping[str, Any], *, rows: int | None = None, device: A
         raise ValueError(f"batch: wanted the columns {', '.join(names)}; {missing[0]} is not there")
     if rows is not None and (isinstance(rows, bool) or not isinstance(rows, int)):
         raise TypeError(f"rows: wanted how many rows each sequence is padded to, got {rows!r}")
-    if not len(batch[names[0]]):
+    columns = {name: _in_lists(batch[name]) for name in names}
+    if not len(columns[names[0]]):
         raise ValueError("batch: has no sequences")
-    one = _is_number(next(iter(_entries(batch[names[0]])), None))
-    columns = {name: [batch[name]] if one else batch[name] for name in names}
+    one = _is_number(next(iter(_entries(columns[names[0]])), None))
+    columns = {name: [x] if one else x for name, x in columns.items()}
+    for name, x in columns.items():
+        if not hasattr(x, "__len__") or len(x) != len(columns[names[0]]):
+            got = f"{len(x)} sequences" if hasattr(x, "__len__") else type(x).__name__
+            raise ValueError(f"{name}: wanted {len(columns[names[0]])} sequences as target_token_ids has, got {got}")
     lines = [_line(b, {name: columns[name][b : b + 1] for name in names}) for b in range(len(columns[names[0]]))]
     longest, K = max(len(own) for own, _, _ in lines), lines[0][0].shape[1]
     if rows is not None and rows < longest:
@@ -92,6 +97,13 @@ def from_dataset(batch: Mapping[str, Any], *, rows: int | None = None, device: A
         found[b, : len(own) - 1] = logs[1:].masked_fill(~here, -math.inf)
     ids, found = (x[0] if one else x for x in (ids, found))
     return ids.to(device), found.to(device)
+
+
+def _in_lists(x: Any) -> Any:
+    """Arrays of arrays, as pandas has them, in lists; all else as it is."""
+    if str(getattr(x, "dtype", "")) != "object":
+        return x
+    return [_in_lists(y) if str(getattr(y, "dtype", "object")) == "object" else y.tolist() for y in x]
 
 
 def _entries(tokens: Any) -> Any:
@@ -116,6 +128,15 @@ def _line(number: int, columns: Mapping[str, Any]) -> list[Tensor]:
         if found[-1].ndim != 2 or found[-1].shape != found[0].shape:
             got, wanted = tuple(found[-1].shape), "(tokens, K)" if len(found) == 1 else tuple(found[0].shape)
             raise ValueError(f"{name}: sequence {number} has shape {got}, wanted {wanted} as target_token_ids has")
+    ids, logs, mask = (x[1:] for x in found)  # nothing is said about the first token
+    if ids.is_floating_point() or ids.dtype == torch.bool:
+        raise TypeError(f"target_token_ids: sequence {number} wanted whole numbers, got {ids.dtype}")
+    held = mask.bool()
+    if bool((held & (ids < 0)).any()):
+        raise ValueError(f"target_token_ids: sequence {number} has {int(ids[held].min())} where target_mask is not 0")
+    if bool((held & ~(logs <= 1e-3)).any()):
+        wrong = float(logs[held & ~(logs <= 1e-3)][0])
+        raise ValueError(f"target_logprobs: sequence {number} wanted log-probabilities, got {wrong}")
     return found
 
 
@@ -166,6 +187,9 @@ def _pack(
     single = is_entry(said[0])
     sequences = [said] if single else said
     starts = [start] * len(sequences) if isinstance(start, int) else list(start)
+    for label, x in (("rows", rows), *(("start", x) for x in starts)):
+        if x is not None and (isinstance(x, bool) or not isinstance(x, int) or x < 0):
+            raise TypeError(f"{label}: wanted a whole number, got {x!r}")
     if len(starts) != len(sequences):
         raise ValueError(f"start: has {len(starts)} numbers, {name} {len(sequences)} sequences")
     found: list[dict[int, Row]] = []
@@ -210,11 +234,12 @@ def _rows(label: str, sequence: Sequence[Any], start: int, read: Any, k: int | N
 
 
 def _checked(x: Any, token: Any) -> tuple[float, int]:
-    if isinstance(token, str) and token.lstrip("-").isdigit():
+    if isinstance(token, str) and token.removeprefix("-").isdecimal():
         token = int(token)
+    token, x = (y.item() if type(y).__module__ == "numpy" and hasattr(y, "item") else y for y in (token, x))
     if isinstance(token, bool) or not isinstance(token, int):
         raise TypeError(f"wanted a token id, got {token!r} (ask the server for ids, not for text)")
-    if token < 0:
+    if not 0 <= token < 1 << 63:
         raise ValueError(f"wanted a token id, got {token}")
     if isinstance(x, bool) or not isinstance(x, int | float):
         raise TypeError(f"wanted a log-probability for token {token}, got {x!r}")

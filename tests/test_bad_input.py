@@ -302,6 +302,7 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         TypeError,
         "z_loss: no option 'gamma'; it has none",
     ),
+    "host_read is a word": (lambda: CE(LINEAR, TARGETS, host_read="no"), TypeError, "host_read: wanted True or False"),
     "option without a value": (lambda: hl.Term(lambda lse, *, k: lse * k), TypeError, "option 'k' has no default"),
     "option with a reserved name": (lambda: hl.Term(lambda lse, *, weight=1.0: lse), TypeError, "option 'weight'"),
     "variable arguments": (lambda: hl.Term(lambda *facts: facts[0]), TypeError, r"\*facts"),
@@ -404,8 +405,8 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: SEQ(
             LINEAR, TARGETS, advantage=ROW, segments=hl.Segments.from_ids(SEGMENTS.ids - 1, S), host_read=False
         ),
-        RuntimeError,
-        "segments: rows .*no segment",
+        ValueError,
+        "segments: 2 rows .*no segment",
     ),
     "pairs beyond the segments": (lambda: simpo_of([[0, S]]), ValueError, rf"pairs: .*\[0, {S}\).*{S}"),
     "a pair of no segment": (lambda: simpo_of([[0, -1]]), ValueError, "pairs: .*-1"),

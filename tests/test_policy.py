@@ -277,6 +277,24 @@ def test_padding_is_masked_where_it_cannot_be_dropped(batch: Batch, name: str) -
     close(hidden.grad, d_hidden)
 
 
+@pytest.mark.parametrize("name", POLICY)
+def test_one_advantage_for_all_rows(batch: Batch, name: str) -> None:
+    """Metrics of it too are of the rows, so that nothing asks which of them count."""
+    if KINDS.get(name) == "batch":
+        pytest.skip("a batch loss needs the rows dropped")
+    given = {**batch.given(LOSSES[name]), "advantage": torch.tensor(0.7, dtype=torch.float64)}
+    each = {**given, "advantage": torch.full(batch.targets.shape, 0.7, dtype=torch.float64)}
+    source = hl.Logits(batch.hidden @ batch.weight.T)
+    one, all_ = (
+        hl.Objective(it=LOSSES[name])(source, batch.targets, segments=batch.segments, host_read=False, **x)
+        for x in (given, each)
+    )
+    close(one.loss, all_.loss)
+    assert {k: float(m) for k, m in one.metrics.items()} == pytest.approx(
+        {k: float(m) for k, m in all_.metrics.items()}
+    )
+
+
 @pytest.mark.parametrize("name", FORMULAS)
 def test_a_batch_without_a_token_that_counts(batch: Batch, name: str) -> None:
     hidden, weight = batch.leaves()

@@ -1,5 +1,7 @@
 """`segments.max`, `min`, `maxima` and `minima`: values, gradients, classes, chunks, and segments on two ranks."""
 
+from typing import Any
+
 import pytest
 import torch
 from interpreting import INSIDE, interpreted
@@ -35,8 +37,13 @@ def worst(logprob: Tensor, segments: hl.Segments) -> Tensor:
     return -segments.min(logprob) + 0.3 * segments.max(logprob) * logprob
 
 
+def worst_in_parts(logprob: Tensor, segments: hl.Segments) -> Tensor:
+    return -segments.spread(segments.minima(logprob)) + 0.3 * segments.spread(segments.maxima(logprob)) * logprob
+
+
+@pytest.mark.parametrize("loss", [worst, worst_in_parts])
 @pytest.mark.parametrize("how", ["logits", "chunks"])
-def test_a_loss_of_extremes(how: str) -> None:
+def test_a_loss_of_extremes(how: str, loss: Any) -> None:
     """The least likely token of each segment: a segment loss, in chunks of whole segments."""
     backend, dtype, tolerance = ("triton", torch.float32, 2e-5) if INSIDE else ("torch", torch.float64, 1e-10)
     generator = torch.Generator().manual_seed(1)
@@ -46,7 +53,7 @@ def test_a_loss_of_extremes(how: str) -> None:
     leaf = weight.clone().requires_grad_()
     source = hl.Logits(hidden @ leaf.T) if how == "logits" else hl.Linear(hidden, leaf, memory=3 * V * leaf.itemsize)
     segments = hl.Segments.from_ids(IDS, S)
-    objective = hl.Objective(w=worst, backend=backend)
+    objective = hl.Objective(w=loss, backend=backend)
     out = objective(source, targets, segments=segments)
     out.loss.backward()
     truth = weight.double().clone().requires_grad_()

@@ -161,6 +161,13 @@ BATCH = {
 }
 
 
+def changed(batch: dict[str, Any], name: str, x: Any) -> None:
+    """With another number in the second token of the first sequence."""
+    line = [list(y) for y in batch[name][0]]
+    line[1][0] = x
+    batch[name] = [line, *batch[name][1:]]
+
+
 def test_what_a_dataset_returns() -> None:
     """Lists, arrays or tensors, of one line or of several."""
     want = hl.Sparse.from_dataset(BATCH)
@@ -170,6 +177,9 @@ def test_what_a_dataset_returns() -> None:
         lines = stored.with_format(kind)
         assert torch.equal(hl.Sparse.from_dataset(lines[:2]).ids, want.ids), kind
         assert torch.equal(hl.Sparse.from_dataset(lines[1], rows=3).logprobs, want.logprobs[1]), kind
+    frame = stored.to_pandas()
+    assert torch.equal(hl.Sparse.from_dataset(frame).logprobs, want.logprobs)
+    assert torch.equal(hl.Sparse.from_dataset(frame[1:], rows=3).ids[0], want.ids[1])
 
 
 @pytest.mark.parametrize(
@@ -177,12 +187,21 @@ def test_what_a_dataset_returns() -> None:
     [
         (lambda b: b.pop("target_mask"), "batch: wanted the columns .*; target_mask is not there"),
         (lambda b: b.update(target_token_ids=[]), "batch: has no sequences"),
-        (lambda b: b.update(target_logprobs=b["target_logprobs"][:1]), "target_logprobs: sequence 1 has no K numbers"),
+        (lambda b: b.update(target_logprobs=b["target_logprobs"][:1]), "target_logprobs: wanted 2 sequences .* got 1"),
         (
             lambda b: b.update(target_mask=[x[1:] for x in b["target_mask"]]),
             r"target_mask: sequence 0 has shape \(2, 2\)",
         ),
-        (lambda b: b.update(target_token_ids=[[[1], [2, 3]]]), "target_token_ids: sequence 0 has no K numbers"),
+        (lambda b: b.update(target_mask=b["target_mask"] * 2), "target_mask: wanted 2 sequences .* got 4"),
+        (lambda b: b.update(target_mask=None), "target_mask: wanted 2 sequences .* got NoneType"),
+        (lambda b: b.update(target_token_ids=[[[1], [2, 3]], []]), "target_token_ids: sequence 0 has no K numbers"),
+        (lambda b: changed(b, "target_token_ids", 7.5), "target_token_ids: sequence 0 wanted whole numbers"),
+        (
+            lambda b: changed(b, "target_token_ids", -5),
+            "target_token_ids: sequence 0 has -5 where target_mask is not 0",
+        ),
+        (lambda b: changed(b, "target_logprobs", 0.3), "target_logprobs: sequence 0 wanted log-probabilities, got 0.3"),
+        (lambda b: changed(b, "target_logprobs", float("nan")), "target_logprobs: .* got nan"),
         (lambda b: b.update(target_token_ids=[[], []]), r"target_token_ids: sequence 0 has shape \(0,\), wanted"),
         (lambda b: b.update(target_token_ids=[3, 4]), r"target_token_ids: sequence 0 has shape \(\), wanted"),
         (
@@ -194,7 +213,7 @@ def test_what_a_dataset_returns() -> None:
 def test_what_a_dataset_may_not_return(change: Any, message: str) -> None:
     batch = {name: list(x) for name, x in BATCH.items()}
     change(batch)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         hl.Sparse.from_dataset(batch)
 
 

@@ -238,6 +238,13 @@ def _wanted_ids(label: str, vocab: int) -> str:
     return f"{label}: wanted ids in [0, {vocab}) or -1 for none"
 
 
+def _are_probabilities(sparse: Sparse) -> bool:
+    """Whether all that ids say, padding apart, lies between 0 and 1, where no logarithm of a probability does."""
+    held = sparse.ids >= 0
+    here = held & (sparse.logprobs > 0) & (sparse.logprobs <= 1)
+    return bool(held.any()) and torch.equal(here, held)
+
+
 def check_ids(label: str, sparse: Sparse, source: Source, launches: bool = False) -> tuple[Tensor | None, int]:
     """Refuse ids that are no columns, and probabilities in place of their logarithms.
 
@@ -253,9 +260,10 @@ def check_ids(label: str, sparse: Sparse, source: Source, launches: bool = False
             n, k = ((ids < -1) | (ids >= vocab)).flatten(0, -2).nonzero()[0].tolist()
             got = f"row {n} has {int(ids.flatten(0, -2)[n, k])}"
             raise ValueError(f"{wanted}, but {got}")
-        if ids.numel() and bool((sparse.logprobs > 0).all()):
+        if ids.numel() and _are_probabilities(sparse):
             raise ValueError(
-                f"{label}: every log-probability is above 0; are these probabilities? pass their logarithms"
+                f"{label}: every log-probability is above 0, and none above 1; are these probabilities? pass their "
+                f"logarithms (weights of labels that are all above 1 can be a row_weight)"
             )
     elif ids.device.type != "meta":
         outside = ((ids < -1) | (ids >= vocab)).sum()

@@ -114,6 +114,8 @@ def find(terms: Terms, arguments: CallArguments) -> Found:
             segments = segments.fitted(source.leading, source.device)
             if isinstance(targets, Tensor) and segments.ids.device != source.device == targets.device:
                 raise ValueError(f"segments: is on {segments.ids.device}, but the source is on {source.device}")
+    if type(options.host_read) is not bool:
+        raise TypeError(f"host_read: wanted True or False, got {type(options.host_read).__name__}")
     off = switched_off(call_weights(terms, options.weights)) if options.weights else plans.off
     teachers: Mapping[str, Teacher] = {}
     if teacher is not None:

@@ -67,12 +67,18 @@ def outside(x, advantage, low, high):
     return (x < low) & (advantage < 0), (x > high) & (advantage > 0)
 
 
+def in_rows(x, logprob):
+    """One value per row, where one for all may have been given."""
+    return x if x.ndim else x + torch.zeros_like(logprob)
+
+
 def policy_metrics(logprob, advantage, old_logprob, ratio, under=None, over=None):
     """What trainers log.  `ratio` is the loss's own; `under` and `over` mark where clipping stops the gradient.
 
     kl is the k3 estimate of KL(old || new) from tokens that the old policy drew, kl_k1 the plain one.
     """
     d = log_ratio(logprob, old_logprob).detach().clamp(-20.0, 20.0)
+    advantage = in_rows(advantage, logprob)
     metrics = {
         "ratio_mean": ratio,
         "ratio_min": ratio,

@@ -96,7 +96,7 @@ _SIZES = (
     "ndim", "ndimension", "nelement", "new_tensor", "numel", "polygamma", "shape", "short", "size", "tolist", "type",
     "where",
 )  # fmt: skip
-_SEGMENTS = ("counts", "ids", "mean", "means", "num_segments", "spread", "totals")
+_SEGMENTS = ("counts", "ids", "maxima", "mean", "means", "minima", "num_segments", "spread", "totals")
 _LIMITS = ("bits", "eps", "max", "min", "resolution", "smallest_normal", "tiny")  # of torch.finfo
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import headloss as hl
 import headloss.backends.torch as engine
-from headloss.losses import cross_entropy, forward_kl, jsd, skew_kl, tvd
+from headloss.losses import cross_entropy, forward_kl, jsd, skew_kl, soft_cross_entropy, tvd
 
 N, V, D = 4, 9, 3
 LOGITS, HIDDEN, WEIGHT = torch.randn(N, V), torch.randn(N, D), torch.randn(V, D)
@@ -148,4 +148,12 @@ def test_a_plan_needs_no_numbers() -> None:
 
 def test_probabilities_in_place_of_their_logarithms() -> None:
     with pytest.raises(ValueError, match="teacher: every log-probability is above 0"):
-        KD(hl.Logits(LOGITS), TARGETS, teacher=hl.Sparse(IDS, torch.rand(IDS.shape) + 1e-3))
+        KD(hl.Logits(LOGITS), TARGETS, teacher=hl.Sparse(IDS, torch.rand(IDS.shape).clamp(1e-3, 1.0)))
+    padded, said = IDS.clone(), torch.rand(IDS.shape).clamp(1e-3, 1.0)
+    padded[-1], said[-1] = -1, -math.inf
+    with pytest.raises(ValueError, match="teacher: every log-probability is above 0"):
+        KD(hl.Logits(LOGITS), TARGETS, teacher=hl.Sparse(padded, said))
+    weights = torch.full(IDS.shape, 3.0).log()  # above 1, and so no probabilities
+    hl.Objective(ce=hl.Term(soft_cross_entropy, tail="none"))(
+        hl.Logits(LOGITS), TARGETS, teacher=hl.Sparse(IDS, weights)
+    )

@@ -197,7 +197,7 @@ def test_ids(name: str) -> None:
         hl.Segments.from_ids(torch.as_tensor(ids), number)
 
 
-def test_ids_where_only_the_call_looks() -> None:
+def test_ids_where_only_the_call_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a device, where `from_ids` reads nothing: the call does, on the host or in its own check."""
     for bad in (-2, 3):
         segments = hl.Segments(torch.tensor([0, 1, 2, bad, 1, 0, 2, 2]), 3)
@@ -207,8 +207,22 @@ def test_ids_where_only_the_call_looks() -> None:
         )
         with pytest.raises(ValueError, match=rf"segments: id {bad} is outside \[-1, 3\)"):
             call()
-        with pytest.raises(RuntimeError, match="segments: an id is out of range"):
+        with pytest.raises(ValueError, match=rf"segments: id {bad} is outside \[-1, 3\)"):
             call(host_read=False)
+        with monkeypatch.context() as captured:  # as while a CUDA graph is
+            captured.setattr("headloss.prepared.readable", lambda x: False)
+            with pytest.raises(RuntimeError, match="segments: an id is out of range"):
+                call(host_read=False)
+    monkeypatch.setattr("headloss.prepared.readable", lambda x: False)
+    rows = {"advantage": torch.ones(3), "host_read": False}
+    with pytest.raises(RuntimeError, match="segments: rows that are not ignored have no segment"):
+        objective(
+            hl.Logits(torch.randn(3, 9)), torch.arange(3), segments=hl.Segments(torch.tensor([0, -1, 1]), 2), **rows
+        )
+    with pytest.raises(RuntimeError, match="targets: out of range"):
+        objective(
+            hl.Logits(torch.randn(3, 9)), torch.arange(3) + 7, segments=hl.Segments(torch.zeros(3).long(), 1), **rows
+        )
     with pytest.raises(ValueError, match="position_ids: wanted one per row, got a scalar"):
         hl.Segments.from_position_ids(torch.tensor(3))
 

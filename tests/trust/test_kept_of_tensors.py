@@ -55,6 +55,23 @@ def test_counts_of_segments_follow_their_ids():
     torch.testing.assert_close(segments.means(x), torch.tensor([0.0, 2.0, 4.5]))
 
 
+def test_what_inference_mode_does_not_count_is_copied():
+    """A buffer of ids that serves the next batch too: what was prepared stays as it was."""
+    objective = hl.Objective(ce=hl.Term(hl.losses.cross_entropy, reduction="seq_mean_token_mean"))
+    z, targets = batch()
+    with torch.inference_mode():
+        ids, route = torch.tensor([0, 0, 1, 1, 2, 2]), torch.tensor([0, 0, 1, 1, 0, 1])
+        segments, prepared = hl.Segments.from_ids(ids), hl.prepare(targets, hl.Segments.from_ids(ids))
+        routed = hl.Routed({"a": hl.Logits(z.clone()), "b": hl.Logits(2 * z)}, route)
+        assert segments.counts.tolist() == [2, 2, 2]
+        first = objective(hl.Logits(z), prepared).loss
+        ids.copy_(torch.tensor([2, 0, 1, 0, 2, 0]))
+        route.zero_()
+        assert torch.equal(objective(hl.Logits(z), prepared).loss, first)
+        assert segments.counts.tolist() == [3, 1, 2]
+        assert routed.known().tolist() == [0, 0, 1, 1, 0, 1] == routed.route.tolist()
+
+
 @pytest.mark.parametrize(
     "again", [copy.deepcopy, copy.copy, lambda x: pickle.loads(pickle.dumps(x)), lambda x: x.to("cpu")]
 )
