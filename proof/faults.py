@@ -831,7 +831,6 @@ FAULTS = [
     Fault("graph/spec.py", "return _form_of(recipe, terms, FakeTensorMode(allow_non_fake_inputs=True))", "return _form_of(recipe, terms, contextlib.nullcontext())", "a graph's form is asked of numbers", FORM),
     Fault("graph/spec.py", "    R, S = [n for n in _SIZES if n not in taken][:2]\n", "    R, S = _SIZES[:2]\n", "a form takes the columns of a table for rows", FORM),
     Fault("graph/spec.py", "plan.program is not None and not plan.waits", "plan.program is not None", "compiled: the float16 gradient of segments is made before the scale of the loss is known", FORM),
-    Fault("graph/spec.py", "plan = found.form.plans[found.read][0]", "plan = found.plan", "compiled: few rows where the graph was made decide for all", FORM),
     Fault("graph/ops.py", "f\"{n} per {per}\" for n, _, per, _ in x", "n for n, *_ in x", "compiled: a metric of rows is reported as one of calls", FORM),
     Fault("graph/compiled.py", "(unknown and torch.compiler.is_dynamo_compiling())", "False", "compiled: what a function reads is read before the graph changes it", COMPILED),
     Fault("graph/ops.py", "    _check_form(known, done, any(args.needs) and not recipe.visited)\n", "", "compiled: a loss that asks for other facts than before", COMPILED),

@@ -11,6 +11,7 @@ from interpreting import inside, interpreted
 from torch import Tensor
 
 import headloss as hl
+from headloss.graph import compiled as compiled_calls
 from headloss.graph import recipe, spec
 from headloss.losses import cross_entropy, forward_kl, gspo, jsd, reverse_kl, z_loss
 
@@ -256,6 +257,18 @@ def test_kernels_of_float16_segments() -> None:
     torch.testing.assert_close(half.grad.double(), exact.grad, rtol=4e-3, atol=4e-6)
     (text,) = spec._FORMS
     assert not recipe.read(text).visited
+
+
+@inside
+def test_kernels_of_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that a graph is made with: they are cut in parts where columns are many, and have their gradient too."""
+    seen, plain = [], compiled_calls.in_one_launch
+    monkeypatch.setattr(compiled_calls, "in_one_launch", lambda *a: seen.append(plain(*a)) or seen[-1])
+    objective = hl.Objective(ce=cross_entropy, backend="triton")
+    x, targets = torch.randn(3, 9000, requires_grad=True), torch.tensor([0, 8999, 5])
+    step = torch.compile(lambda z: objective(hl.Logits(z), targets).loss, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(step(x), torch.nn.functional.cross_entropy(x, targets))
+    assert seen == [True]
 
 
 test_under_the_interpreter = interpreted(__file__, "-k", "test_kernels")

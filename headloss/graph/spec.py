@@ -206,13 +206,12 @@ def measured(loss: TermsOnRows | None) -> tuple[tuple[str, str, str, int], ...]:
 
 
 def in_one_launch(recipe: Recipe, terms: Terms | None) -> bool:
-    """Whether the gradient of logits is made in the only launch of a call, unless its rows are few."""
+    """Whether the gradient of logits is made along with the loss, by kernels of ours."""
     if terms is None or recipe.data["source"][3] is not None or recipe.data["group"]:
         return False
     with _outside():
         args, targets, of = _stand_in(recipe, terms, FakeTensorMode())
-        found = find(of or terms, arguments_of(args, targets, True))
-    plan = found.form.plans[found.read][0]
+        plan = find(of or terms, arguments_of(args, targets, True)).plan
     return plan.program is not None and not plan.waits
 
 

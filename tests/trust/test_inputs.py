@@ -536,6 +536,15 @@ def test_metrics_of_as_many_segments_as_rows() -> None:
     assert float(out.metrics["total"]) == pytest.approx(totals[present].mean().item())
 
 
+def test_a_loss_of_rows_takes_no_value_per_segment() -> None:
+    segments, given = hl.Segments.from_ids(torch.tensor([0, 0, 1, 1, 2, 2])), torch.randn(3)
+    for advantage in (given, hl.PerSegment(given)):
+        with pytest.raises(ValueError, match=r"grpo\) takes one per row; pass segments.spread\(advantage\)"):
+            hl.Objective(rl=hl.losses.grpo)(
+                hl.Logits(torch.randn(6, 9)), torch.arange(6), segments=segments, advantage=advantage
+            )
+
+
 RETURNS: dict[str, tuple[Any, str]] = {
     "a weight of float": (lambda: hl.Term(plain, row_weight=lambda logprob: 2.0), "row_weight: <lambda> returns float"),
     "no weight": (lambda: hl.Term(plain, row_weight=lambda logprob: None), "row_weight: <lambda> returns NoneType"),
