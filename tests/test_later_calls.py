@@ -864,3 +864,33 @@ def test_a_later_call_is_part_of_a_cuda_graph():
     truth = mix().forward_backward(hl.Logits(x.clone()), batch, **call.inputs)
     assert torch.equal(out.loss, truth.loss) and torch.equal(out.grads.logits, truth.grads.logits)
     assert float(out.metrics["accuracy"]) == float(truth.metrics["accuracy"])
+
+
+@pytest.mark.gpu
+def test_plain_targets_and_segments_are_part_of_a_cuda_graph():
+    """They are counted and put in order in every replay."""
+    objective, call = hl.Objective(rl=hl.Term(gspo, reduction="seq_mean_token_mean")), Call(n=300, v=64)
+    ids, x, targets = torch.arange(300, device=DEVICE) // 10, call.logits.clone(), call.targets
+    how = {"segments": hl.Segments(ids, 40), "host_read": False, **call.inputs}
+    step = lambda: objective.forward_backward(hl.Logits(x), targets, **how)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    for seed in range(3):
+        other = Call(n=300, v=64, seed=seed)
+        x.copy_(other.logits)
+        targets.copy_(other.targets.masked_fill(other.targets % 7 == 0, -100))
+        ids.copy_(torch.randperm(300, device=DEVICE) % 30)
+        graph.replay()
+        torch.cuda.synchronize()
+        exact = {n: v.double() for n, v in call.inputs.items()}
+        truth = hl.Objective(rl=hl.Term(gspo, reduction="seq_mean_token_mean"), backend="torch")
+        want = truth.forward_backward(hl.Logits(x.double()), targets, segments=hl.Segments(ids, 40), **exact)
+        torch.testing.assert_close(out.loss.double(), want.loss, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(out.grads.logits.double(), want.grads.logits, rtol=1e-3, atol=1e-7)
