@@ -121,7 +121,7 @@ SILLY = [
     {"loss": "cross_entropy", "temperature": 1e-30},
     {"loss": "cross_entropy", "temperature": 1e30},
     {"loss": "cross_entropy", "weight": 1e300},
-    {"loss": "cross_entropy", "label_smoothing": 1e9},
+    {"loss": "cross_entropy", "label_smoothing": 1.0},
     {"loss": "focal", "gamma": 1e6},
     {"loss": "focal", "gamma": -1e3},
     {"loss": "grpo", "low": -1e9, "high": 1e30},
