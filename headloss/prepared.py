@@ -12,7 +12,7 @@ from torch import Tensor
 
 from headloss.late import Copy, Landing, check_later, defers
 from headloss.places import Places, places_of, remember
-from headloss.segments import Segments, integers, lasting, readable, version
+from headloss.segments import Segments, integers, is_uncounted, lasting, readable, version
 from headloss.support import IGNORE, Support, check_counted, check_kind
 from headloss.vocab_ids import Tokens, count, to_columns
 
@@ -153,10 +153,9 @@ def prepare(
         targets, lost = to_columns(ids, targets, IGNORE, "targets")
         tokens = Tokens(lasting(ids), count(lost), counted, lost)
     if segments is not None:
-        fitted = segments.fitted(tuple(targets.shape), targets.device)
-        ids = lasting(fitted.ids)
-        same = ids is fitted.ids
-        segments = fitted if same else Segments(ids, fitted.num_segments, None, fitted.group, fitted.anywhere)
+        segments = segments.fitted(tuple(targets.shape), targets.device)
+        if is_uncounted(segments.ids):
+            segments = Segments(lasting(segments.ids), segments.num_segments, None, segments.group, segments.anywhere)
     numbers = target_numbers(targets, segments)
     copy, places = Copy(numbers) if non_blocking else numbers.cpu(), None
     if support is not None and non_blocking and support.keys.is_cuda:  # places would wait for the support's sizes

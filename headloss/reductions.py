@@ -162,6 +162,11 @@ def lengths(rows: Rows, dtype: torch.dtype) -> Tensor:
     return rows.segments.spread(rows.segments.counts.to(dtype)).clamp(min=1)
 
 
+def over_segments(reduction: str, kind: str) -> bool:
+    """Whether weights are made of how many segments have rows."""
+    return reduction not in ("token_sum", "weighted_mean") and (reduction, kind) != ("token_mean", "row")
+
+
 def shared_weight(
     reduction: str,
     kind: str,
@@ -185,6 +190,7 @@ def shared_weight(
     if reduction == "weighted_mean":
         assert denominator is not None
         return denominator.reciprocal()
+    assert over_segments(reduction, kind)
     if num_segments is None:
         assert rows.segments is not None, "checked before: a segment reduction needs segments"
         known = rows.stats is not None and rows.segments.group is None

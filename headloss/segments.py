@@ -118,9 +118,14 @@ def version(x: Tensor) -> int:
     return 0 if torch.compiler.is_compiling() or x.is_inference() else x._version
 
 
+def is_uncounted(x: Tensor) -> bool:
+    """Whether nothing counts what is written to a tensor: one of inference mode."""
+    return not torch.compiler.is_compiling() and x.is_inference()  # in this order: a graph cannot ask the second
+
+
 def lasting(x: Tensor) -> Tensor:
-    """Itself, or a copy of a tensor of inference mode: nothing counts what is written to those."""
-    return x if torch.compiler.is_compiling() or not x.is_inference() else x.clone()
+    """The tensor itself, or a copy if later writes to it could not be noticed."""
+    return x.clone() if is_uncounted(x) else x
 
 
 class Segments:
@@ -238,7 +243,7 @@ class Segments:
             return self._counts
         counts = self.local_counts()
         counts = counts if self.group is None else group_sum(counts, self.group)
-        if lasting(self.ids) is self.ids:
+        if not is_uncounted(self.ids):
             object.__setattr__(self, "_counts", counts)
             object.__setattr__(self, "_written", version(self.ids))
         return counts

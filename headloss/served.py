@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 Row = list[tuple[float, int]]  # log-probability and id
+HIGHEST = 1e-3  # of a log-probability: 0, and what rounding adds
 
 
 def from_vllm(
@@ -134,9 +135,9 @@ def _line(number: int, columns: Mapping[str, Any]) -> list[Tensor]:
     held = mask.bool()
     if bool((held & (ids < 0)).any()):
         raise ValueError(f"target_token_ids: sequence {number} has {int(ids[held].min())} where target_mask is not 0")
-    if bool((held & ~(logs <= 1e-3)).any()):
-        wrong = float(logs[held & ~(logs <= 1e-3)][0])
-        raise ValueError(f"target_logprobs: sequence {number} wanted log-probabilities, got {wrong}")
+    wrong = held & ~(logs <= HIGHEST)  # NaN too
+    if bool(wrong.any()):
+        raise ValueError(f"target_logprobs: sequence {number} wanted log-probabilities, got {float(logs[wrong][0])}")
     return found
 
 
@@ -243,6 +244,6 @@ def _checked(x: Any, token: Any) -> tuple[float, int]:
         raise ValueError(f"wanted a token id, got {token}")
     if isinstance(x, bool) or not isinstance(x, int | float):
         raise TypeError(f"wanted a log-probability for token {token}, got {x!r}")
-    if math.isnan(x) or x > 1e-3:
+    if not x <= HIGHEST:  # NaN too
         raise ValueError(f"wanted a log-probability for token {token}, got {x}")
     return float(x), token

@@ -844,12 +844,8 @@ def test_forms_do_not_pile_up(played):
     assert len(objective.plans.forms) <= 64
 
 
-@pytest.mark.gpu
-def test_a_later_call_is_part_of_a_cuda_graph():
-    objective, call = mix(), Call(n=64, v=1024)
-    batch = hl.prepare(call.targets)
-    x = call.logits.clone()
-    step = lambda: objective.forward_backward(hl.Logits(x), batch, **call.inputs)
+def captured(step):
+    """A CUDA graph of a step, and what it writes to, after calls that compile."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -859,6 +855,16 @@ def test_a_later_call_is_part_of_a_cuda_graph():
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = step()
+    return graph, out
+
+
+@pytest.mark.gpu
+def test_a_later_call_is_part_of_a_cuda_graph():
+    objective, call = mix(), Call(n=64, v=1024)
+    batch = hl.prepare(call.targets)
+    x = call.logits.clone()
+    step = lambda: objective.forward_backward(hl.Logits(x), batch, **call.inputs)
+    graph, out = captured(step)
     x.copy_(call.logits.flip(0))
     graph.replay()
     truth = mix().forward_backward(hl.Logits(x.clone()), batch, **call.inputs)
@@ -873,15 +879,7 @@ def test_plain_targets_and_segments_are_part_of_a_cuda_graph():
     ids, x, targets = torch.arange(300, device=DEVICE) // 10, call.logits.clone(), call.targets
     how = {"segments": hl.Segments(ids, 40), "host_read": False, **call.inputs}
     step = lambda: objective.forward_backward(hl.Logits(x), targets, **how)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = step()
+    graph, out = captured(step)
     for seed in range(3):
         other = Call(n=300, v=64, seed=seed)
         x.copy_(other.logits)

@@ -24,6 +24,7 @@ from headloss.engine.run import names_of
 from headloss.engine.saved import refuse_transforms
 from headloss.metrics import dead_rows
 from headloss.prepared import Prepared
+from headloss.reductions import over_segments
 from headloss.segments import Segments
 from headloss.sources import Linear, Logits, Source, Sparse, without_tensors
 from headloss.trace.reads import defaults
@@ -245,8 +246,7 @@ class Ready:
         else:
             self.shares = tuple([(t.reduction, t.trace.value or "row", t.length) for t in plan.terms])
             self.visits = plan.backend.Settles(*how, tuple([by_length(t) for t in plan.terms]))
-        # whether some weights are made of how many segments have rows
-        self.by_present = any(r != "token_sum" and (r, kind) != ("token_mean", "row") for r, kind, _ in self.shares)
+        self.by_present = any(over_segments(reduction, kind) for reduction, kind, _ in self.shares)
 
     def may(self, arguments: CallArguments) -> bool:
         """Whether every row is multiplied; else those that count are gathered first."""
