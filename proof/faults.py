@@ -417,7 +417,7 @@ FAULTS = [
     # verify: what would make it see nothing
     Fault("checks/verify.py", "\"in chunks\", how, max(1, N // 3) * per_row)", "\"in chunks\", how)", "verify never runs in chunks: a wrong class passes", ("tests/trust/test_verify.py",)),
     Fault("checks/verify.py", "again = answer(objective, plain, wide, leaves_of(plain, wide))", "again = truth", "verify does not notice random losses", ("tests/trust/test_verify.py",)),
-    Fault("checks/verify.py", "return self.difference <= self.allowed  # false for NaN", "return not self.difference > self.allowed", "verify takes NaN for right", ("tests/trust/test_verify.py",)),
+    Fault("checks/verify.py", "return self.difference == 0 or self.difference <= self.allowed  # false for NaN", "return not self.difference > self.allowed", "verify takes NaN for right", ("tests/trust/test_verify.py",)),
     Fault("checks/dense.py", "return f(*self.both(s, term.temperature, teacher)).sum(-1), {}", "return term.fn.one_pass(**self.arguments(term.fn.one_pass, term)), {}", "verify believes a one_pass", ("tests/trust/test_verify.py",)),
     # Losses
     Fault("losses/_policy.py", "-torch.minimum(ratio * advantage", "-torch.maximum(ratio * advantage", "clip: the optimistic of the two"),

@@ -44,12 +44,13 @@ class Env(NamedTuple):
         return values
 
     def many(self, x: Tensor) -> str:
-        """How many numbers a vector has, by what they are one of: sizes may be symbols here."""
+        """How many numbers a vector has, by what they are one of: sizes are symbols here, or stand in for others."""
         size = str(x.shape[0])
         if size in {str(f.shape[0]) for f in self.facts.values() if f.ndim}:
             return "one per row"
         same = self.segments is not None and size == str(self.segments.num_segments)
-        return "one per segment" if same else f"{size} in all" if size.isdigit() else "of another number"
+        other = "1 in all" if size == "1" else "of another number (segments.spread makes rows of segments)"
+        return "one per segment" if same else other
 
 
 class WrongValueError(TypeError):

@@ -66,8 +66,9 @@ PLAIN = ("advantage", "value", "returns", "old_value", "draw")
 class Draw:
     """One call: an objective, a source, targets and all that it is given."""
 
-    def __init__(self, seed: int) -> None:
-        self.pick, self.seeded = standard.Random(seed), torch.Generator().manual_seed(seed)
+    def __init__(self, seed: int, backend: str = BACKEND) -> None:
+        self.backend, self.pick = backend, standard.Random(seed)
+        self.seeded = torch.Generator(torch.get_default_device()).manual_seed(seed)
         self.dtype, self.V, self.call = self.pick.choice(DTYPES), self.pick.choice([19, 37, 53]), {}
         N = self.pick.choice([7, 11, 13, 24])
         self.shape = (N // 2, 2) if N == 24 and self.chance(0.4) else (N,)
@@ -134,7 +135,7 @@ class Draw:
         names = [self.pick.choice([*LOSSES, *OWN]) for _ in range(self.pick.choice([1, 1, 2, 3]))]
         metrics = self.pick.sample(METRICS, self.pick.choice([0, 1, 2]))
         self.objective = hl.Objective(
-            **{f"{n}_{i}": self.term(n) for i, n in enumerate(names)}, metrics=metrics, backend=BACKEND
+            **{f"{n}_{i}": self.term(n) for i, n in enumerate(names)}, metrics=metrics, backend=self.backend
         )
         self.asked = set()
         for term in self.objective.terms.values():
@@ -218,10 +219,22 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_it_is_right_or_refused(first: int) -> None:
+    right_or_refused(range(first, first + ROUNDS))
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("begin", range(0, 80, 10))
+def test_on_a_gpu(begin: int) -> None:
+    with torch.device("cuda"):
+        right_or_refused(range(begin, begin + 10), "triton")
+
+
+def right_or_refused(seeds: range, *backend: str) -> None:
     ran = 0
-    for seed in range(first, first + ROUNDS):
+    for seed in seeds:
         try:
-            draw = Draw(seed)
+            draw = Draw(seed, *backend)
             found = hl.verify(draw.objective, draw.source, draw.targets, rows=64, **draw.call)
         except (TypeError, ValueError) as error:
             assert str(error).split(":")[0].isidentifier(), f"seed {seed}: {error!r} names no argument"

@@ -545,6 +545,12 @@ def test_a_loss_of_rows_takes_no_value_per_segment() -> None:
             )
 
 
+def test_a_row_weight_per_segment_is_refused_without_a_number_of_the_trace() -> None:
+    segments, call = hl.Segments.from_ids(torch.tensor([0, 0, 1, 1, 2, 2])), hl.Term(plain, row_weight="weight")
+    with pytest.raises(ValueError, match=r"row_weight: of plain: the weights are of another number \(segments.spread"):
+        hl.Objective(a=call)(hl.Logits(torch.randn(6, 9)), torch.arange(6), segments=segments, weight=torch.ones(3))
+
+
 RETURNS: dict[str, tuple[Any, str]] = {
     "a weight of float": (lambda: hl.Term(plain, row_weight=lambda logprob: 2.0), "row_weight: <lambda> returns float"),
     "no weight": (lambda: hl.Term(plain, row_weight=lambda logprob: None), "row_weight: <lambda> returns NoneType"),

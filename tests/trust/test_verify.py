@@ -317,6 +317,27 @@ def test_a_number_that_is_none_is_never_right(bad, monkeypatch):
     assert {c.what for c in report.compared if not c.ok} >= {"loss", "gradient of logits"}
 
 
+def steep(logprob):
+    return -1e6 * logprob
+
+
+def never_there(logprob, kept):
+    return -logprob, {"share": torch.where(kept > 0, logprob, float("nan")).mean()}
+
+
+def test_a_gradient_beyond_float16_is_not_checked_and_says_so():
+    targets, x = data()
+    logits = x["logits"].half()
+    report = hl.verify(hl.Objective(a=steep), hl.Logits(logits), targets, grad_scale=1e5)
+    assert report.ok and report.unchecked == ("the gradient of logits, which overflows in plain PyTorch too",)
+
+
+def test_a_metric_that_is_no_number_as_written_is_none_here_either():
+    targets, x = data()
+    kept = hl.PerRow(torch.zeros(targets.shape))
+    assert hl.verify(hl.Objective(a=never_there), hl.Logits(x["logits"]), targets, kept=kept).ok
+
+
 def only_float32(logprob):
     return -torch.zeros(len(logprob)).index_add(0, torch.arange(len(logprob)), logprob)
 
