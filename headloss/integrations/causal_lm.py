@@ -12,6 +12,7 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import headloss as hl
+from headloss.integrations.forward_code import other_use
 
 
 def unwrapped(model: Any) -> Any:
@@ -53,7 +54,7 @@ def bypassed(forward: Any) -> RuntimeError:
 
 
 def logits_transform(config: Any) -> dict[str, Any]:
-    """scale and softcap, as the models of Transformers call them."""
+    """scale, softcap and vocab, as the models of Transformers call them."""
     text = config.get_text_config()
     found: dict[str, Any] = {}
     multipliers = [getattr(text, name, None) for name in ("logit_scale", "output_multiplier", "lm_head_multiplier")]
@@ -65,11 +66,14 @@ def logits_transform(config: Any) -> dict[str, Any]:
         found["scale"] = float(scale)
     if getattr(text, "final_logit_softcapping", None) is not None:
         found["softcap"] = float(text.final_logit_softcapping)
+    unpadded = getattr(text, "unpadded_vocab_size", None)
+    if unpadded is not None:
+        found["vocab"] = min(int(unpadded), int(text.vocab_size))
     return found
 
 
-def check_model(model: Any, *, takes_loss: bool = True) -> nn.Linear:
-    """The head of a causal language model that can be patched, or an error."""
+def check_model(model: Any, *, takes_loss: bool = True, vocab: int | None = None) -> nn.Linear:
+    """The head of a causal language model that can be patched, or an error; `vocab`: the columns that are its own."""
     name = type(model).__name__
     if "headloss" in vars(model):
         raise ValueError(f"model: {name} is patched already; unpatch(model) first")
@@ -88,6 +92,13 @@ def check_model(model: Any, *, takes_loss: bool = True) -> nn.Linear:
             f"call hl.Objective on hl.Logits(outputs.logits) instead"
         )
     instead = "keep the logits: model.loss_function = loss_function(objective)"
+    cut = vocab is not None or "vocab" in logits_transform(model.config)
+    if line := other_use(model, cut):
+        hint = "" if cut else "; where it only leaves out columns from V on, pass vocab=V"
+        raise TypeError(
+            f"model: {name}.forward has `{line}`, but a patched head makes a loss and no logits, and the loss would be "
+            f"without that; {instead}{hint}"
+        )
     if not isinstance(head, nn.Linear):
         kind = f"{type(head).__module__.partition('.')[0]}'s {type(head).__name__}"  # PEFT calls its own a Linear too
         one = "several heads" if isinstance(head, nn.ModuleList | list | tuple) else kind

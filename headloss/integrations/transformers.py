@@ -49,16 +49,17 @@ def patch(
 ) -> nn.Module:
     """Let the model's head compute `objective` (cross-entropy by default) whenever labels are given.
 
-    `memory`, `logits_dtype`, `weight_grad_dtype`, `temperature` are those of `hl.Linear`; `scale` and `softcap` come
-    from the config unless given.  With a loss `outputs.logits` is empty and raises when it is used;
-    `eval_logits=True` keeps the logits in evaluation mode, for `compute_metrics`.  Inputs of the losses travel as
-    `model(..., headloss=hl.Inputs(...))`, in the shape of the shifted labels; losses and reductions over segments take
-    the lines of the batch unless told otherwise.  Something that replaces the model's forward or its head afterwards
-    is noticed at the next call.  Returns the model; `model.headloss` has `.last` and `.objective`.
+    `memory`, `logits_dtype`, `weight_grad_dtype`, `temperature` are those of `hl.Linear`; `scale`, `softcap` and the
+    `vocab` of a padded head come from the config unless given.  A model whose forward does anything else to its logits
+    is refused.  With a loss `outputs.logits` is empty and raises when it is used; `eval_logits=True` keeps the logits
+    in evaluation mode, for `compute_metrics`.  Inputs of the losses travel as `model(..., headloss=hl.Inputs(...))`, in
+    the shape of the shifted labels; losses and reductions over segments take the lines of the batch unless told
+    otherwise.  Something that replaces the model's forward or its head afterwards is noticed at the next call.
+    Returns the model; `model.headloss` has `.last` and `.objective`.
     """
     base = unwrapped(model)
     objective = check_objective(objective)
-    head = check_model(base)
+    head = check_model(base, vocab=source_options.get("vocab"))
     options = {"memory": memory, **logits_transform(base.config), **source_options}
     adapter = Patched(base, head, options, objective, eval_logits)
     base.loss_function = adapter.loss_function

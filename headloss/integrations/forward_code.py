@@ -1,0 +1,165 @@
+"""What a model's forward does to its logits between its head and its loss, read from its code.
+
+A patched head hands the model an empty stand-in for the logits.  A factor, a softcap or another dtype can be done to
+it, and to hidden states by the source; whatever else the forward makes of logits would be missing from the loss.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import inspect
+import textwrap
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+CASTS = {"float", "to", "type", "type_as", "half", "bfloat16", "contiguous", "clone"}
+FACTS = {"shape", "dtype", "device", "size", "dim", "ndim"}
+
+
+def other_use(model: Any, cut: bool) -> str | None:
+    """The first line of a model's forward that does to its logits what no source does; None: there is none, or the
+    code cannot be read.
+
+    `cut`: the source leaves out the last columns, and so may the forward.
+    """
+    try:
+        code = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(type(model).forward))))
+    except (OSError, TypeError, SyntaxError):
+        return None
+    above = {child: node for node in ast.walk(code) for child in ast.iter_child_nodes(node)}
+    names, known = set(_names(code)), _known(code, model)
+    for node in ast.walk(code):
+        used = isinstance(node, ast.Name) and node.id in names
+        if used and not _is_fine(node, names, above, cut) and not _is_off(node, above, known):  # type: ignore[arg-type]
+            return ast.unparse(_statement(node, above)).splitlines()[0]
+    return None
+
+
+def _known(code: ast.AST, model: Any) -> dict[str, Any]:
+    """`self`, and names that are given an attribute of it, once."""
+    given = [node for node in ast.walk(code) if isinstance(node, ast.Assign)]
+    stored = [node.id for node in ast.walk(code) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
+    known = {"self": model}
+    for node in given:
+        target = node.targets[0]
+        if isinstance(target, ast.Name) and stored.count(target.id) == 1 and isinstance(node.value, ast.Attribute):
+            with contextlib.suppress(UnknownError):
+                known[target.id] = _value(node.value, known)
+    return known
+
+
+def _is_off(node: ast.AST, above: dict[ast.AST, ast.AST], known: Mapping[str, Any]) -> bool:
+    """Whether it stands behind an `if` that is false for this model, by its attributes alone."""
+    while node in above:
+        node, child = above[node], node
+        if isinstance(node, ast.If) and child in node.body:
+            tests = node.test.values if isinstance(node.test, ast.BoolOp) and isinstance(node.test.op, ast.And) else []
+            for test in tests or [node.test]:
+                with contextlib.suppress(UnknownError):
+                    if not _value(test, known):
+                        return True
+    return False
+
+
+class UnknownError(Exception):
+    """Said by more than the model."""
+
+
+def _value(test: ast.expr, known: Mapping[str, Any]) -> Any:
+    """An expression of names, attributes and comparisons."""
+    if any(isinstance(node, ast.Call | ast.Await | ast.NamedExpr | ast.Lambda) for node in ast.walk(test)):
+        raise UnknownError
+    try:
+        return eval(compile(ast.Expression(test), "forward", "eval"), {"__builtins__": {}}, dict(known))
+    except Exception as error:
+        raise UnknownError from error
+
+
+def _names(code: ast.AST) -> Iterator[str]:
+    """What is given to `self.loss_function`, and what that was before it was scaled, cast or cut."""
+    calls = [node for node in ast.walk(code) if isinstance(node, ast.Call)]
+    found = {name for name in map(_logits_of, calls) if name is not None}
+    turned = [node for node in ast.walk(code) if isinstance(node, ast.Assign) and isinstance(node.value, _STEPS)]
+    while found:
+        yield from found
+        values = [x.value for x in turned if any(isinstance(t, ast.Name) and t.id in found for t in x.targets)]
+        found = {name for name in map(_beneath, values) if name is not None} - found
+
+
+_STEPS = (ast.BinOp, ast.Subscript, ast.Call)
+
+
+def _beneath(node: ast.AST) -> str | None:
+    """The name that an expression is made of by factors, indices and casts."""
+    while not isinstance(node, ast.Name):
+        if isinstance(node, ast.BinOp):
+            node = node.left
+        elif isinstance(node, ast.Subscript) and not isinstance(node.slice, ast.Constant):  # not `outputs[0]`
+            node = node.value
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in CASTS:
+            node = node.func.value
+        else:
+            return None
+    return node.id
+
+
+def _logits_of(call: ast.Call) -> str | None:
+    """The name of what is given to `self.loss_function`."""
+    if not isinstance(call.func, ast.Attribute) or call.func.attr != "loss_function":
+        return None
+    given = [x.value for x in call.keywords if x.arg == "logits"] or call.args[:1]
+    return next((x.id for x in given if isinstance(x, ast.Name)), None)
+
+
+def _is_fine(node: ast.Name, names: set[str], above: dict[ast.AST, ast.AST], cut: bool) -> bool:
+    """Whether a source does that too, or it makes no number."""
+    parent = above[node]
+    if isinstance(node.ctx, ast.Store):
+        return not isinstance(parent, ast.AugAssign) or isinstance(parent.op, ast.Mult | ast.Div)
+    if isinstance(parent, ast.keyword):
+        return parent.arg == "logits"
+    if isinstance(parent, ast.Tuple | ast.Return | ast.IfExp | ast.Assign | ast.Starred):
+        return True
+    if isinstance(parent, ast.Compare):
+        return all(isinstance(op, ast.Is | ast.IsNot) for op in parent.ops)
+    if isinstance(parent, ast.Attribute) and parent.attr in FACTS:
+        return True
+    if isinstance(parent, ast.Call) and isinstance(parent.func, ast.Attribute) and parent.func.attr == "loss_function":
+        return True
+    return _turned_into(names, parent, above) and (
+        (isinstance(parent, ast.BinOp) and isinstance(parent.op, ast.Mult | ast.Div))
+        or (isinstance(parent, ast.Attribute) and parent.attr in CASTS)
+        or (isinstance(parent, ast.Subscript) and parent.value is node and _of_rows(parent.slice, cut))
+        or (isinstance(parent, ast.Call) and node in parent.args)  # a function: shown a number at the first call
+    )
+
+
+def _turned_into(names: set[str], node: ast.AST, above: dict[ast.AST, ast.AST]) -> bool:
+    """Whether this is part of what the logits, or rows of them, are assigned anew."""
+    statement = _statement(node, above)
+    targets = statement.targets if isinstance(statement, ast.Assign) else []
+    if len(targets) == 1 and isinstance(targets[0], ast.Subscript) and _of_rows(targets[0].slice, False):
+        targets = [targets[0].value]
+    return len(targets) == 1 and isinstance(targets[0], ast.Name) and targets[0].id in names
+
+
+def _of_rows(index: ast.expr, cut: bool) -> bool:
+    """Whether an index takes rows and leaves the columns as they are, or takes those that the source has."""
+    parts = list(_parts(index))
+    last = parts[-1]
+    whole = isinstance(last, ast.Slice) and last.lower is last.upper is last.step is None
+    first = isinstance(last, ast.Slice) and last.lower is last.step is None
+    if len(parts) < 3 and not (isinstance(parts[0], ast.Constant) and parts[0].value is Ellipsis):
+        return isinstance(last, ast.Slice)  # of batch and tokens
+    return whole or (first and cut)
+
+
+def _parts(index: ast.expr) -> Iterator[ast.expr]:
+    yield from index.elts if isinstance(index, ast.Tuple) else [index]
+
+
+def _statement(node: ast.AST, above: dict[ast.AST, ast.AST]) -> ast.AST:
+    while not isinstance(node, ast.stmt):
+        node = above[node]
+    return node

@@ -1,0 +1,128 @@
+"""What a model's forward does to its logits: a source does it too, or `patch` refuses the model by that line."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+import tiny_models as tiny
+import transformers
+
+import headloss as hl
+from headloss.integrations.transformers import patch
+
+MODULE = """
+import torch
+from transformers import LlamaForCausalLM as Llama
+from transformers.modeling_outputs import CausalLMOutput
+
+class LlamaForCausalLM(Llama):
+    strength, limit = 0.0, None
+
+    def forward(self, input_ids=None, attention_mask=None, labels=None, **kwargs):
+        hidden = self.model(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+        logits = self.lm_head(hidden)
+        limit = self.limit
+{before}
+        loss = self.loss_function(logits=logits, labels=labels, vocab_size=logits.shape[-1])
+{after}
+        return CausalLMOutput(loss=loss, logits=logits)
+"""
+
+
+def made(folder: Path, before: str = "pass", after: str = "pass") -> Any:
+    """A small model whose forward has these lines between its head and its loss, and after that."""
+    indented = {"before": before, "after": after}
+    indented = {name: "\n".join(f"        {line}" for line in x.splitlines()) for name, x in indented.items()}
+    path = folder / "model.py"
+    path.write_text(MODULE.format(**indented))
+    spec = importlib.util.spec_from_file_location("a_model", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    plain = tiny.model("llama")
+    model = module.LlamaForCausalLM(plain.config)
+    model.load_state_dict(plain.state_dict())
+    return model
+
+
+REFUSED = {
+    "a z-loss": ("pass", "loss = loss + 0.1 * logits.logsumexp(-1).pow(2).mean()"),
+    "columns cut off": ("logits = logits[..., :20]", "pass"),
+    "columns cut off by all indices": ("logits = logits[:, :, :20]", "pass"),
+    "columns cut off under another name": ("wide = logits\nlogits = wide[..., :20]", "pass"),
+    "columns in another order": ("logits = logits[..., torch.arange(9)]", "pass"),
+    "columns that never come": ("logits[:, :, 5] = -1e9", "pass"),
+    "a bias": ("logits = logits + 1", "pass"),
+    "a bias in place": ("logits += 1", "pass"),
+    "a floor": ("logits = logits.clamp(min=-5)", "pass"),
+    "a mean": ("logits = logits - logits.mean(-1, keepdim=True)", "pass"),
+    "something else made of them": ("size = torch.linalg.norm(logits)", "loss = loss + size"),
+    "a test that is true": ("pass", "if self.strength == 0:\n    loss = loss + logits.mean()"),
+    "a test of more than the model": ("pass", "if labels is not None:\n    loss = loss + logits.mean()"),
+}
+FINE = {
+    "a cast": ("logits = logits.float()", "pass"),
+    "rows": ("logits = logits[:, :, :]", "pass"),
+    "tokens": ("logits = logits[:, 0:]", "pass"),
+    "a function": ("logits = torch.mul(logits, 1.0)", "pass"),
+    "sizes": ("assert logits.shape[0] and logits.dtype and logits is not None", "pass"),
+    "a test that is false": ("pass", "if self.strength > 0:\n    loss = loss + logits.mean()"),
+    "a name that is None": (
+        "if limit is not None and limit < logits.shape[-1]:\n    logits = logits[..., :limit]",
+        "pass",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_no_head_does_is_refused_by_its_line(name: str, tmp_path: Path) -> None:
+    model = made(tmp_path, *REFUSED[name])
+    with pytest.raises(TypeError, match=r"^model: LlamaForCausalLM.forward has `.*logits.*`, but a patched head"):
+        patch(model)
+    assert "headloss" not in vars(model)
+
+
+@pytest.mark.parametrize("name", FINE)
+def test_what_a_head_does_too_is_fine(name: str, tmp_path: Path) -> None:
+    model, batch = made(tmp_path, *FINE[name]), tiny.batch()
+    wanted = model(**batch).loss
+    patch(model)
+    for _ in range(2):
+        torch.testing.assert_close(model(**batch).loss, wanted)
+
+
+def test_a_padded_head(tmp_path: Path) -> None:
+    batch = tiny.batch()
+    few = int(max(batch["input_ids"].max(), batch["labels"].max())) + 1
+    model = made(tmp_path, f"logits = logits[..., :{few}]")
+    assert few < model.config.vocab_size
+    wanted = model(**batch).loss
+    wanted.backward()
+    grad, model.lm_head.weight.grad = model.lm_head.weight.grad, None
+    loss = patch(model, vocab=few)(**batch).loss
+    loss.backward()
+    torch.testing.assert_close(loss, wanted)
+    torch.testing.assert_close(model.lm_head.weight.grad, grad)
+
+
+def test_a_config_says_how_many_columns_are_padding() -> None:
+    from headloss.integrations.causal_lm import logits_transform
+
+    config = transformers.LlamaConfig(vocab_size=64, unpadded_vocab_size=50)
+    assert logits_transform(config) == {"vocab": 50}
+    assert logits_transform(transformers.LlamaConfig(vocab_size=64)) == {}
+
+
+def test_logits_that_are_kept_may_be_anything(tmp_path: Path) -> None:
+    from headloss.integrations.transformers import loss_function
+
+    model, batch = made(tmp_path, *REFUSED["a z-loss"]), tiny.batch()
+    wanted = model(**batch).loss
+    model.loss_function = loss_function(hl.Objective(ce=hl.losses.cross_entropy))
+    torch.testing.assert_close(model(**batch).loss, wanted)
