@@ -77,13 +77,20 @@ def test_shards_are_as_wide_as_the_widest(monkeypatch: pytest.MonkeyPatch) -> No
     assert shard.even_width == 4 and shard.columns(4) == 1
 
 
-def noted(start: int, columns: int, targets: list[int], ids: list[int] | None = None, call: str = "") -> torch.Tensor:
+def noted(
+    start: int,
+    columns: int,
+    targets: list[int],
+    ids: list[int] | None = None,
+    call: str = "",
+    near: tuple[float, float, float] = (0.7, 1024.0, -0.3),
+) -> torch.Tensor:
     """What a rank with these columns says to the others, as float32 carries it."""
     shard = object.__new__(VocabShard)
     object.__setattr__(shard, "start", start)
     same: dict[str, list[torch.Tensor]] = {name: [] for name in ("targets", "segments", "support", "teacher", "inputs")}
     same |= {"targets": [torch.tensor(targets)], "teacher": [torch.tensor(ids or [])]}
-    return note_of(shard, columns, same, (call, "terms")).float()
+    return note_of(shard, columns, same, (call, "terms"), near).float()
 
 
 def test_notes_of_ranks_are_compared() -> None:
@@ -98,9 +105,14 @@ def test_notes_of_ranks_are_compared() -> None:
         (noted(4, 4, [3, 1, -100, 2]), "targets: they differ"),
         (noted(4, 4, rows, [5]), "teacher: the ids"),
         (noted(4, 4, rows, call="other"), "source: its dtype"),
+        (noted(4, 4, rows, near=(0.8, 1024.0, -0.3)), "temperature: it differs"),
+        (noted(4, 4, rows, near=(0.7, 2048.0, -0.3)), "grad_scale: it differs"),
+        (noted(4, 4, rows, near=(0.7, 1024.0, 0.3)), "weights: it differs"),
     ):
         with pytest.raises(ValueError, match=message):
             check_notes(torch.stack([noted(0, 4, rows), other, noted(8, 2, rows)]), 10)
+    made_anew = noted(4, 4, rows, near=(0.7 + 1e-7, 1024.0, -0.3 - 1e-7))
+    check_notes(torch.stack([noted(0, 4, rows), made_anew, noted(8, 2, rows)]), 10)
     with pytest.raises(ValueError, match="the ranks hold 0 to 4, 4 to 8, 8 to 9;"):  # the last column on no rank
         check_notes(torch.stack([noted(0, 4, rows), noted(4, 4, rows), noted(8, 1, rows)]), 10)
     with pytest.raises(ValueError, match="the ranks hold 8 to 10, 4 to 8, 0 to 4; shards stand in the order"):

@@ -67,8 +67,7 @@ def bind(plan: Plan, arguments: CallArguments) -> tuple[Sweep, TermsOnRows]:
     kind = KeptSweep if support is not None else Sweep if chunked else ProductSweep
     sweep = kind(source, rows, plan.want, plan.backend, guides, plan.program)
     if source.shard is not None:
-        integers = [x for x in arguments.inputs.values() if x.ndim and not x.dtype.is_floating_point]
-        sweep.compared = {"inputs": integers, "support": ()}
+        sweep.compared = _compared(plan, arguments, loss)
         sweep.terms = f"{kind.__name__}: {_terms_in_words(plan, arguments, loss)}"
     if support is not None and isinstance(sweep, KeptSweep):
         missing = sweep.keep(support)
@@ -93,6 +92,17 @@ def _by_route(rows: Rows, plan: Plan, arguments: CallArguments) -> Rows:
         other.keep = rows.keep[order]
     other.__dict__.pop("targets", None)
     return other
+
+
+def _compared(plan: Plan, arguments: CallArguments, loss: TermsOnRows) -> dict[str, Any]:
+    """What ranks that share a vocabulary must agree about, of tensors: integers, and the sizes of the other numbers."""
+    num_items, num_segments, _, grad_scale, _ = arguments.options
+    given = [*[x for x in arguments.inputs.values() if x.ndim], num_items, num_segments]
+    integers = [x.to(loss.device) for x in given if isinstance(x, Tensor) and not x.dtype.is_floating_point]
+    scale = grad_scale.detach() if isinstance(grad_scale, Tensor) else 0.0
+    weighed = [(i, loss.weights[t.name]) for i, t in enumerate(plan.terms, 1)]
+    weights = sum((i * w.detach().to(loss.device) for i, w in weighed if isinstance(w, Tensor)), 0.0)
+    return {"inputs": integers, "support": (), "near": (scale, weights)}
 
 
 def _terms_in_words(plan: Plan, arguments: CallArguments, loss: TermsOnRows) -> str:

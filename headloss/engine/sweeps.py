@@ -45,13 +45,13 @@ from headloss.teachers import (
 Cotangents = tuple[Mapping[Fact, Tensor], Mapping[str, Tensor]]  # of the facts, and of inputs that want a gradient
 
 
-NOT_COMPARED: Mapping[str, Sequence[Tensor]] = {"inputs": (), "support": ()}
+NOT_COMPARED: Mapping[str, Sequence[Any]] = {"inputs": (), "support": (), "near": (0.0, 0.0)}
 
 
 class Sweep:
     """A source, the rows of it that count, the facts wanted of them, their teachers, and the backend that reads."""
 
-    compared: Mapping[str, Sequence[Tensor]] = NOT_COMPARED  # by ranks that share a vocabulary
+    compared: Mapping[str, Sequence[Any]] = NOT_COMPARED  # by ranks that share a vocabulary
     terms = ""
     sums_slopes = False  # in the second look, also where the pull could; see `backends.torch.look`
     weight_grad: Tensor | None = None  # see `evaluate`; only kept columns use it

@@ -373,9 +373,10 @@ def most_rows(guides: Mapping[str, TeacherRows]) -> int | None:
 def note(
     source: Source, rows: Rows, want: Want, guides: Mapping[str, TeacherRows], more: Mapping[str, Any], terms: str
 ) -> Tensor | None:
-    """What ranks that share a vocabulary must agree about, sent along with a call's first partial; `more`: integers.
+    """What ranks that share a vocabulary must agree about, sent along with a call's first partial; `more`: integers,
+    and numbers that must be `near`.
 
-    Tensors of floats are left out: one that was made on each rank anew may differ in its last bits.
+    Inputs of floats are left out: one that was made on each rank anew may differ in its last bits.
     """
     if source.shard is None:
         return None
@@ -387,7 +388,9 @@ def note(
         "teacher": [guide.ids_RK for guide in guides.values() if isinstance(guide, SparseTeacherRows)],
         "inputs": more["inputs"],
     }
-    T = None if isinstance(source.temperature, Tensor) else source.temperature
+    T, mean = source.temperature, 0.0
+    if isinstance(T, Tensor):
+        T, mean = None, T.detach().double().mean()  # type: ignore[assignment]
     facts = [(f.name, f.temperature, f.teacher) for f in want.facts]
     call = (type(source), [x.dtype for x in source.tensors], rows.shape, T, source.scale, source.softcap, facts)
-    return note_of(source.shard, source.columns, same, (str(call), terms))
+    return note_of(source.shard, source.columns, same, (str(call), terms), (mean, *more["near"]))

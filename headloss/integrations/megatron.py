@@ -98,7 +98,18 @@ class OutputProcessor:
         out = self.objective(source, ready, **call)
         self.last = out._replace(loss=out.loss.detach(), facts=hl.Facts({}))
         counts = (targets != -100).to(out.loss.dtype)
-        return out.loss * counts / counts.sum().clamp(min=1)
+        loss, group = out.loss, getattr(call.get("segments"), "group", None)
+        if group is not None:
+            loss = _where_counted(loss, counts, group)
+        return loss * counts / counts.sum().clamp(min=1)
+
+
+def _where_counted(loss: Tensor, counts: Tensor, group: Any) -> Tensor:
+    """This rank's part, by its tokens, of the loss of all ranks that share segments: what belongs to a whole segment
+    stands on the first of them, which may have no token to report it with.  The gradient is that of `loss`."""
+    both = torch.stack([loss.detach(), counts.sum()])
+    dist.all_reduce(both, group=group)
+    return both[0] * counts.sum() / both[1].clamp(min=1) + (loss - loss.detach())
 
 
 def _targets(labels: Tensor, loss_mask: Tensor | None) -> Tensor:

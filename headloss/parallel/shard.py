@@ -131,13 +131,20 @@ SAME = {  # what must be equal on ranks that share a vocabulary, in the order of
     "num_segments, grad_scale, memory, whether hidden wants a gradient, or whose products run differ between ranks "
     "that share a vocabulary",
 }
+NEAR = ("temperature", "grad_scale", "weights")  # given as tensors, by their size
 _BITS = 22  # of a whole number that travel as one float32, which holds 24
 _PRIMES = (-7046029254386353131, -4417276706812531889, -8663945395140668459)  # odd, of 64 bits (Steele et al. 2014)
 
 
-def note_of(shard: VocabShard, columns: int, same: Mapping[str, Sequence[Tensor]], said: Sequence[str]) -> Tensor:
-    """What the others check of this rank: its first column, how many, and digests of what must be the `same`: tensors,
-    and texts that were `said`.
+def note_of(
+    shard: VocabShard,
+    columns: int,
+    same: Mapping[str, Sequence[Tensor]],
+    said: Sequence[str],
+    near: Sequence[float | Tensor] = (0.0,) * len(NEAR),
+) -> Tensor:
+    """What the others check of this rank: its first column, how many, digests of what must be the `same`: tensors,
+    and texts that were `said`; and numbers that must be `near`, which each rank may have made for itself.
 
     A digest is a sum of hashes of (place, value), so it changes with a permutation as with a value.  All of them are
     made by one pass over the values, on the device, and nothing is read back.
@@ -153,17 +160,22 @@ def note_of(shard: VocabShard, columns: int, same: Mapping[str, Sequence[Tensor]
     start, held, *known = (torch.full_like(sums[0], x) for x in (shard.start, columns, *texts))
     numbers = torch.stack([start, held, *sums, *known])
     numbers = (numbers[:, None] >> torch.arange(0, 3 * _BITS, _BITS, device=device)) & ((1 << _BITS) - 1)
-    return numbers.flatten()
+    wide: dict[str, Any] = {"dtype": torch.float64, "device": device}
+    floats = [x.to(**wide).reshape(1) if isinstance(x, Tensor) else torch.full((1,), x, **wide) for x in near]
+    return torch.cat([numbers.flatten().double(), *floats])
 
 
 def check_notes(notes_Wm: Tensor, vocab: int) -> None:
     """Every column on one rank, and the same rows everywhere: whatever else comes out is wrong without a sound."""
     shifts = torch.arange(0, 3 * _BITS, _BITS, device=notes_Wm.device)
-    start_W, columns_W, *digests = (notes_Wm.unflatten(1, (-1, 3)).long() << shifts).sum(-1).unbind(1)
+    whole_Wm, near_Wm = notes_Wm[:, : -len(NEAR)], notes_Wm[:, -len(NEAR) :]
+    start_W, columns_W, *digests = (whole_Wm.unflatten(1, (-1, 3)).long() << shifts).sum(-1).unbind(1)
     before_W = columns_W.cumsum(0) - columns_W
     whole = (columns_W.sum() == vocab) & ((columns_W == 0) | (start_W == before_W)).all()
     checks = [(whole, f"shard: each of the {vocab} columns must be on one rank of the group")]
     checks += [((x == x[0]).all(), text) for x, text in zip(digests, SAME.values(), strict=True)]
+    apart = (near_Wm.amax(0) - near_Wm.amin(0)) > 1e-2 * near_Wm.abs().amax(0)  # false for NaN, which is no news
+    checks += [(~x, f"{name}: it differs between ranks that share a vocabulary") for x, name in zip(apart, NEAR)]
     if notes_Wm.device.type != "cpu":
         for holds, message in checks:
             torch._assert_async(holds, message)

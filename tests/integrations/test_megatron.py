@@ -107,6 +107,36 @@ def partial_hidden_sums_to_the_gradient() -> None:
     torch.testing.assert_close(grad, wanted)
 
 
+def a_pair_without_tokens_on_the_first_rank() -> None:
+    """Context parallel: the first rank holds the prompt alone, and the loss of a pair stands on it."""
+    import headloss as hl
+
+    alone = [dist.new_group([r]) for r in range(2)][dist.get_rank()]
+    g = torch.Generator().manual_seed(3)
+    hidden, weight, ref = (torch.randn(*s, generator=g, dtype=torch.float64) for s in ((2, 8, 4), (11, 4), (2, 8)))
+    labels, mask = torch.randint(11, (2, 8), generator=g), torch.ones(2, 8, dtype=torch.float64)
+    mask[:, :4] = 0
+    leaf = hidden.clone().requires_grad_()
+    gains = ((-dense(leaf @ weight.T, labels, 0.0) - ref) * mask).sum(1)
+    wanted = -torch.nn.functional.logsigmoid(0.1 * (gains[0] - gains[1]))
+    wanted.backward()
+    mine = slice(4 * dist.get_rank(), 4 * dist.get_rank() + 4)
+    x = hidden[:, mine].transpose(0, 1).clone().requires_grad_()
+    layer = types.SimpleNamespace(weight=weight, bias=None, sequence_parallel=False)
+    lines = hl.Segments.from_ids(torch.arange(2)[:, None].expand(2, 4), 2, group=dist.group.WORLD)
+    process = megatron.OutputProcessor(hl.Objective(dpo=hl.Term(hl.losses.dpo, reduction="token_sum")), tp_group=alone)
+    found = process(
+        hidden_states=x, output_layer=layer, output_weight=None, labels=labels[:, mine], loss_mask=mask[:, mine],
+        context=hl.Inputs(segments=lines, pairs=torch.tensor([[0, 1]]), ref_logprob=hl.PerRow(ref[:, mine])),
+    )  # fmt: skip
+    total = (found * mask[:, mine]).sum()
+    total.backward()
+    reported = total.detach().clone()
+    dist.all_reduce(reported)
+    torch.testing.assert_close(reported, wanted.detach())
+    torch.testing.assert_close(x.grad.transpose(0, 1), leaf.grad[:, mine])
+
+
 @pytest.fixture(scope="module")
 def pair() -> Any:
     ranks = Ranks(2)
@@ -122,6 +152,10 @@ def test_loss_and_entropy_over_shards(pair: Ranks, smoothing: float, vocab: int 
 def test_an_objective_on_hidden_states(pair: Ranks) -> None:
     pair.run(an_objective_on_the_head)
     pair.run(partial_hidden_sums_to_the_gradient)
+
+
+def test_the_loss_of_a_pair_is_reported_where_its_tokens_are(pair: Ranks) -> None:
+    pair.run(a_pair_without_tokens_on_the_first_rank)
 
 
 def test_slimes_log_probs(pair: Ranks) -> None:

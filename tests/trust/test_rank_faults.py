@@ -261,6 +261,10 @@ OTHERWISE: dict[str, tuple[Any, str]] = {
     "another weight": (lambda x: x["more"].update(weights={"k": 3.0}), "objective: its terms"),
     "another count": (lambda x: x["more"].update(num_items=3), "objective: its terms"),
     "another scale of the gradient": (lambda x: x["more"].update(grad_scale=2.0), "objective: its terms"),
+    "a tensor: weight": (lambda x: x["more"].update(weights={"k": torch.tensor(3.0)}), "weights: it differs"),
+    "a tensor: count": (lambda x: x["more"].update(num_items=torch.tensor(3)), "inputs: integers"),
+    "a tensor: scale": (lambda x: x["more"].update(grad_scale=torch.tensor(3.0)), "grad_scale: it differs"),
+    "a tensor: temperature": (lambda x: x.update(temperature=torch.tensor(3.0)), "temperature: it differs"),
     "another option": (lambda x: x.update(swap=other(m=hl.Term(masked, by=2.0))), "objective: its terms"),
     "another reduction": (lambda x: x.update(swap=other(m=hl.Term(masked, reduction="token_sum"))), "objective: "),
     "another function": (lambda x: x.update(swap=other(m=lambda logprob, mask: -logprob * (1 - mask))), "objective: "),
@@ -269,6 +273,12 @@ OTHERWISE: dict[str, tuple[Any, str]] = {
     "another name": (lambda x: x.update(swap=lambda terms: {f"{n}_": t for n, t in terms.items()}), "objective: "),
     "a smaller budget": (lambda x: x.update(memory=8 * V), "objective: .* memory"),
     "hidden without a gradient": (lambda x: x.update(frozen=True), "objective: .* whether hidden wants a gradient"),
+}
+TENSORS: dict[str, Any] = {  # what the others then give
+    "a tensor: weight": lambda x: x["more"].update(weights={"k": torch.tensor(1.0)}),
+    "a tensor: count": lambda x: x["more"].update(num_items=torch.tensor(5)),
+    "a tensor: scale": lambda x: x["more"].update(grad_scale=torch.tensor(1.0)),
+    "a tensor: temperature": lambda x: x.update(temperature=torch.tensor(1.0)),
 }
 OF_LINEAR = ("a smaller budget", "hidden without a gradient")
 
@@ -310,6 +320,8 @@ def disagreement(size: int, kind: str, asked: str) -> None:
         x |= {"segments": torch.arange(N) // 3, "mask": torch.arange(N) % 2, "dtype": torch.float32}
         if what == "the same sum of products":
             x["targets"] = torch.tensor([3, 1, 2, 0, 0, 0, 0])
+        if what in TENSORS:
+            TENSORS[what](x)
         if spoil is not None and (rank == size - 1 or what == "shards exchanged"):
             spoil(x)
         _, mine = columns(split)
