@@ -192,7 +192,7 @@ def test_verify_knows_a_new_fact() -> None:
 def test_a_sum_that_nobody_takes_is_refused(backend: str) -> None:
     FACTS["cubed"] = table.Rule(lambda C, S: C / S**3, lambda g: table.Pull(a=g))
     try:
-        said = "backend=\"triton\" has no sum 'C'" if backend == "triton" else "asks for 'C'"
+        said = "backend: \"triton\" has no sum 'C'" if backend == "triton" else "asks for 'C'"
         with pytest.raises(TypeError, match=said):
             hl.row_facts(hl.Logits(torch.randn(3, 5, device=DEVICE)), want=("cubed",), backend=backend)
     finally:

@@ -38,11 +38,11 @@ def resolve(name: str, device: torch.device, dtype: torch.dtype = float32) -> st
         return "triton" if able else "torch"
     if name == "triton":
         if find_spec("triton") is None:
-            raise RuntimeError('backend="triton" needs the package triton, which is not installed; use backend="torch"')
+            raise RuntimeError('backend: "triton" needs the package triton, not installed here; use backend="torch"')
         if device.type not in ("cuda", "meta") and os.environ.get("TRITON_INTERPRET") != "1":
             raise ValueError(
-                f'backend="triton" needs CUDA tensors, got {device.type}; use backend="torch" or set TRITON_INTERPRET=1'
+                f'backend: "triton" needs CUDA, got {device.type}; use backend="torch" or set TRITON_INTERPRET=1'
             )
         if dtype == float64:
-            raise TypeError('backend="triton" computes in float32, got float64; use backend="torch"')
+            raise TypeError('backend: "triton" computes in float32, got float64; use backend="torch"')
     return name

@@ -227,7 +227,7 @@ def test_it_is_right_or_refused(first: int) -> None:
 @pytest.mark.parametrize("begin", range(0, 80, 10))
 def test_on_a_gpu(begin: int) -> None:
     with torch.device("cuda"):
-        right_or_refused(range(begin, begin + 10), "triton")
+        right_or_refused(range(begin, begin + 10), "auto")
 
 
 def right_or_refused(seeds: range, *backend: str) -> None:

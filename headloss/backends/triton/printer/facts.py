@@ -66,7 +66,7 @@ def check_sums(want: Want) -> None:
     """Refuse a fact that is made of a sum which the kernels do not take."""
     for fact in want.facts:
         for name in sorted(FACTS[fact.name].sums - SUMS):
-            raise TypeError(f'backend="triton" has no sum {name!r}, which {fact} is made of; use backend="torch"')
+            raise TypeError(f'backend: "triton" has no sum {name!r}, which {fact} is made of; use backend="torch"')
 
 
 def values(want: Want, width: int = 0) -> Any:
