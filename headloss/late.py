@@ -119,35 +119,36 @@ def landing(device: torch.device, count: int = 3) -> Landing:
 
 
 class Alarm:
-    """A whole number in memory of the host, which kernels write to when something is wrong; nothing waits for it."""
+    """Whole numbers in memory of the host, each for kernels to write to when one thing is wrong; nothing waits."""
 
-    __slots__ = ("armed", "device", "host", "message", "seen")
+    __slots__ = ("armed", "device", "host", "messages", "seen")
 
-    def __init__(self, device: torch.device, message: str) -> None:
-        self.device, self.message, self.armed = device, message, False
-        pin = device.type == "cuda"
-        self.host = torch.full((1,), _UNSET, dtype=torch.int64, device="cpu", pin_memory=pin)
-        self.seen = ctypes.c_int64.from_address(self.host.data_ptr())
+    def __init__(self, device: torch.device, messages: tuple[str, ...]) -> None:
+        self.device, self.messages, self.armed = device, messages, False
+        pin, count = device.type == "cuda", len(messages)
+        self.host = torch.full((count,), _UNSET, dtype=torch.int64, device="cpu", pin_memory=pin)
+        self.seen = (ctypes.c_int64 * count).from_address(self.host.data_ptr())
 
     def ring(self, wait: bool) -> None:
         """Raise if something was wrong; with `wait`, in anything that was launched."""
         if wait and self.armed and self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             self.armed = False
-        found = self.seen.value
-        if found != _UNSET:
-            self.seen.value = _UNSET
-            raise ValueError(f"{self.message}, but {found} is among them{_LATE}")
+        found = self.seen[:]
+        for number, message in zip(found, self.messages, strict=True):
+            if number != _UNSET:
+                self.seen[:] = [_UNSET] * len(found)
+                raise ValueError(f"{message.format(number)}{_LATE}")
 
 
 _ALARMS: dict[Any, Alarm] = {}
 
 
-def alarm(device: torch.device, message: str) -> Tensor:
-    """Memory for a kernel on this device to write a wrong number to; `message` says what was wanted."""
-    found = _ALARMS.get((device, message))
+def alarm(device: torch.device, *messages: str) -> Tensor:
+    """Memory for a kernel on this device to write wrong numbers to, one place for each message, which may show it."""
+    found = _ALARMS.get((device, messages))
     if found is None:
-        found = _ALARMS[device, message] = Alarm(device, message)
+        found = _ALARMS[device, messages] = Alarm(device, messages)
     found.armed = True
     return found.host
 

@@ -155,13 +155,15 @@ def test_numbers_that_a_kernel_writes_are_read_when_all_are_there() -> None:
 
 
 def test_what_a_kernel_finds_wrong_is_said_once_by_the_next_call() -> None:
-    spot = late.alarm(torch.device("cpu"), "teacher: wanted ids in [0, 7) or -1 for none")
-    assert late.alarm(torch.device("cpu"), "teacher: wanted ids in [0, 7) or -1 for none") is spot
+    messages = ("teacher: wanted ids in [0, 7), but {} is among them", "teacher: {} are probabilities")
+    spot = late.alarm(torch.device("cpu"), *messages)
+    assert late.alarm(torch.device("cpu"), *messages) is spot and len(spot) == 2
     late.check_pending(wait=True)
-    spot[0] = 9
-    with pytest.raises(ValueError, match=r"in \[0, 7\) or -1 for none, but 9 is among them\.  Found after an earlier"):
-        hl.Objective(ce=cross_entropy)(hl.Logits(torch.randn(3, 5)), torch.tensor([0, 1, 2]))
-    late.check_pending(wait=True)
+    for i, said in enumerate((r"in \[0, 7\), but 9 is among them", "9 are probabilities")):
+        spot[i] = 9
+        with pytest.raises(ValueError, match=rf"{said}\.  Found after an earlier"):
+            hl.Objective(ce=cross_entropy)(hl.Logits(torch.randn(3, 5)), torch.tensor([0, 1, 2]))
+        late.check_pending(wait=True)
 
 
 @pytest.mark.parametrize("late_", [False, True])

@@ -238,11 +238,29 @@ def _wanted_ids(label: str, vocab: int) -> str:
     return f"{label}: wanted ids in [0, {vocab}) or -1 for none"
 
 
-def _are_probabilities(sparse: Sparse) -> bool:
-    """Whether all that ids say, padding apart, lies between 0 and 1, where no logarithm of a probability does."""
+@functools.lru_cache(64)
+def _wrong_ids(label: str, vocab: int) -> tuple[str, str]:
+    """What a kernel finds wrong with ids, and with what is said of them."""
+    return (
+        f"{_wanted_ids(label, vocab)}, but {{}} is among them",
+        f"{label}: in a row with {{}} ids all {_PROBABILITIES}",
+    )
+
+
+def _are_probabilities(sparse: Sparse) -> Tensor:
+    """Whether all that ids say, padding apart, lies between 0 and 1, where no logarithm of a probability does.
+
+    A kernel, which knows the rows that count, sees it in one of them: there are two ids or more, and the sum is 1.
+    """
     held = sparse.ids >= 0
     here = held & (sparse.logprobs > 0) & (sparse.logprobs <= 1)
-    return bool(held.any()) and torch.equal(here, held)
+    return held.any() & (here == held).all()
+
+
+_PROBABILITIES = (
+    "log-probabilities are above 0, and none above 1; are these probabilities? pass their logarithms (weights of "
+    "labels that are all above 1 can be a row_weight)"
+)
 
 
 def check_ids(label: str, sparse: Sparse, source: Source, launches: bool = False) -> tuple[Tensor | None, int]:
@@ -253,24 +271,24 @@ def check_ids(label: str, sparse: Sparse, source: Source, launches: bool = False
     ids, vocab = sparse.ids, source.vocab
     wanted = _wanted_ids(label, vocab)
     if launches and ids.is_cuda:
-        return alarm(ids.device, wanted), vocab
+        return alarm(ids.device, *_wrong_ids(label, vocab)), vocab
     if readable(ids):
         low, high = (int(ids.min()), int(ids.max())) if ids.numel() else (-1, -1)
         if low < -1 or high >= vocab:
             n, k = ((ids < -1) | (ids >= vocab)).flatten(0, -2).nonzero()[0].tolist()
             got = f"row {n} has {int(ids.flatten(0, -2)[n, k])}"
             raise ValueError(f"{wanted}, but {got}")
-        if ids.numel() and _are_probabilities(sparse):
-            raise ValueError(
-                f"{label}: every log-probability is above 0, and none above 1; are these probabilities? pass their "
-                f"logarithms (weights of labels that are all above 1 can be a row_weight)"
-            )
+        if bool(_are_probabilities(sparse)):
+            raise ValueError(f"{label}: all {_PROBABILITIES}")
     elif ids.device.type != "meta":
         outside = ((ids < -1) | (ids >= vocab)).sum()
 
         def check(found: Tensor) -> None:
-            if int(found):
-                raise ValueError(f"{wanted}, but {int(found)} are neither")
+            if int(found[0]):
+                raise ValueError(f"{wanted}, but {int(found[0])} are neither")
+            if int(found[1]):
+                raise ValueError(f"{label}: all {_PROBABILITIES}")
 
-        now_or_later(outside, outside, check, f"{label}: an id is out of range")
+        found = torch.stack([outside, _are_probabilities(sparse).long()])
+        now_or_later(found, outside, check, f"{label}: an id is out of range")
     return None, vocab

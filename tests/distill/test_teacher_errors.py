@@ -147,11 +147,11 @@ def test_a_plan_needs_no_numbers() -> None:
 
 
 def test_probabilities_in_place_of_their_logarithms() -> None:
-    with pytest.raises(ValueError, match="teacher: every log-probability is above 0"):
+    with pytest.raises(ValueError, match="teacher: all log-probabilities are above 0"):
         KD(hl.Logits(LOGITS), TARGETS, teacher=hl.Sparse(IDS, torch.rand(IDS.shape).clamp(1e-3, 1.0)))
     padded, said = IDS.clone(), torch.rand(IDS.shape).clamp(1e-3, 1.0)
     padded[-1], said[-1] = -1, -math.inf
-    with pytest.raises(ValueError, match="teacher: every log-probability is above 0"):
+    with pytest.raises(ValueError, match="teacher: all log-probabilities are above 0"):
         KD(hl.Logits(LOGITS), TARGETS, teacher=hl.Sparse(padded, said))
     weights = torch.full(IDS.shape, 3.0).log()  # above 1, and so no probabilities
     hl.Objective(ce=hl.Term(soft_cross_entropy, tail="none"))(

@@ -465,10 +465,26 @@ def test_an_id_that_is_no_column_is_told_by_the_launch(wrong):
 
     ids, logprobs = torch.randint(-1, 7, (5, 3)), torch.zeros(5, 3)
     valid = torch.tensor([True, True, False, True, True])
-    told = torch.full((1,), 99)
+    told = torch.full((2,), 99)
     merge_repeated(ids, logprobs, valid, (told, 7))
     ids[2, 1] = wrong  # of an ignored row
     merge_repeated(ids, logprobs, valid, (told, 7))
-    assert told.item() == 99
+    assert told.tolist() == [99, 99]
     merge_repeated(ids, logprobs, None, (told, 7))
-    assert told.item() == wrong
+    assert told.tolist() == [wrong, 99]
+
+
+@inside
+def test_probabilities_are_told_by_the_launch():
+    from headloss.backends.triton.teachers import merge_repeated
+
+    ids = torch.tensor([[3, 1, 5, -1], [4, -1, -1, -1], [2, 0, 6, 1]])
+    valid, told = torch.tensor([True, True, False]), torch.full((2,), 99)
+    logprobs = torch.tensor([[-0.7, 0.2, -3.0, 0.5], [0.5, 0.1, 0.1, 0.1], [0.5, 0.2, 0.2, 0.1]])
+    for said in (logprobs, logprobs.abs() + 0.9):  # logarithms; and weights above 1
+        merge_repeated(ids, said, valid, (told, 7))
+        assert told.tolist() == [99, 99]
+    merge_repeated(ids, logprobs, None, (told, 7))
+    assert told.tolist() == [99, 4]
+    merge_repeated(ids, torch.tensor([[0.6, 0.3, 0.1, 7.0], *logprobs[1:].tolist()]), valid, (told, 7))
+    assert told.tolist() == [99, 3]

@@ -196,7 +196,7 @@ def sparse(which):
     want = Want([Fact(name, T, "s") for name in ("ids_logprob", "tail_logprob") for T in keys])
 
     def call():
-        checked = (empty(1, kind=torch.int64), 128256)
+        checked = (empty(2, kind=torch.int64), 128256)
         beside.merge_repeated(told.ids_CK, empty(ROWS, 64), empty(ROWS, kind=torch.bool), checked)
         beside.sums(raw, TARGETS, want, keys, teachers=[told])
         softmax = Softmax(empty(ROWS), (empty(ROWS),) * 2, (SparseSoftmax(empty(ROWS), (empty(ROWS),) * 2),))

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import headloss as hl
+from headloss import late
 from headloss.losses import cross_entropy, forward_kl, jsd, reverse_kl, soft_cross_entropy, tvd
 
 pytest.importorskip("triton")
@@ -240,3 +241,19 @@ def test_auto_is_triton_unless_a_divergence_cannot_be_printed():
     assert math.isfinite(float(hl.Objective(kd=bessel)(hl.Logits(x), teacher=hl.Logits(u)).loss))
     with pytest.raises(ValueError, match="special_bessel_j0"):
         hl.Objective(kd=bessel, backend="triton")(hl.Logits(x), teacher=hl.Logits(u))
+
+
+@pytest.mark.parametrize("calls", [1, 3])  # the first, and one that finds what earlier ones launched
+def test_probabilities_in_place_of_their_logarithms_are_told_by_the_next_call(calls):
+    x, targets = torch.randn(9, 300, device="cuda"), torch.randint(0, 300, (9,), device="cuda")
+    ids = torch.rand(9, 300, device="cuda").argsort(-1)[:, :8]
+    objective, said = hl.Objective(kd=forward_kl), torch.rand(9, 8, device="cuda").softmax(-1)
+    call = lambda said: objective(hl.Logits(x), targets, teacher=hl.Sparse(ids, said))
+    for _ in range(calls - 1):
+        call(said.log())
+    late.check_pending(wait=True)
+    call(said)
+    with pytest.raises(ValueError, match=r"teacher: .*all .* are these probabilities\?.*earlier call"):
+        late.check_pending(wait=True)
+    call(said.log())
+    late.check_pending(wait=True)

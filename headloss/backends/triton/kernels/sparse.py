@@ -14,6 +14,8 @@ from headloss.backends.triton.kernels.logits import LOG2E, LOWEST, boundary, tem
 from headloss.backends.triton.kernels.running_sums import merge_lanes
 from headloss.backends.triton.kernels.sums import read
 
+ONE = tl.constexpr(1.01)  # what the probabilities of a row may sum to, in half precision
+
 
 @triton.jit(do_not_specialize=["N", "V", "parts", "width", "stride", "lead", "start", "count"])
 def tail_kernel(raw, ids, out, temperatures, N, V, parts, width, stride, lead, start, count, how, F: tl.constexpr):
@@ -43,7 +45,8 @@ def merge_ids_kernel(
 ):  # fmt: skip
     """The first place of a repeated id takes all its probability; the others, and ignored rows, name none.
 
-    `out_sorted` takes the ids as they are, in order.  CHECK: `wrong` takes an id that is neither a column nor -1.
+    `out_sorted` takes the ids as they are, in order.  CHECK: `wrong` takes an id that is neither a column nor -1, and
+    how many there are in a row of what must be probabilities, not their logarithms.
     """
     row = tl.program_id(0).to(tl.int64)
     ids += row * count
@@ -59,6 +62,11 @@ def merge_ids_kernel(
         worst = tl.max(tl.where((own < -1) | (own >= vocab), own, -1 << 63), axis=0)
         if worst > -1 << 63:
             tl.store(wrong, worst)
+        named = (own >= 0).to(tl.int32)
+        inside = ((said > 0) & (said <= 1)).to(tl.int32) * named
+        many, mass = tl.sum(named, axis=0), tl.sum(tl.where(named > 0, said, 0.0), axis=0)
+        if (many > 1) & (tl.sum(inside, axis=0) == many) & (mass <= ONE):
+            tl.store(wrong + 1, many.to(tl.int64))
     repeats = tl.zeros([IDS], tl.int1)
     before = tl.zeros([IDS], tl.int32)
     for i in range(count):
