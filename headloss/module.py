@@ -84,20 +84,21 @@ class FusedLMHead(nn.Linear):
         **source_options: Any,
     ) -> None:
         super().__init__(in_features, out_features, bias=bias, device=device, dtype=dtype)
-        self.source_options = _check_source_options(source_options)
+        self.source_options = check_source_options(source_options)
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, **source_options: Any) -> FusedLMHead:
         """The same head over the same Parameters: ties, state-dict keys and optimizers stay as they are."""
         if not isinstance(linear, nn.Linear):
             raise TypeError(f"linear: wanted an nn.Linear, got {type(linear).__name__}")
+        _check_plain(linear)
         head = cls.__new__(cls)
         nn.Module.__init__(head)
         head.in_features, head.out_features = linear.in_features, linear.out_features
         head.weight = linear.weight
         head.register_parameter("bias", linear.bias)
         head.train(linear.training)
-        head.source_options = _check_source_options(source_options)
+        head.source_options = check_source_options(source_options)
         return head
 
     def forward(  # type: ignore[override]
@@ -140,7 +141,22 @@ _SOURCE_OPTIONS = (
 )  # fmt: skip
 
 
-def _check_source_options(options: Mapping[str, Any]) -> dict[str, Any]:
+def _check_plain(linear: nn.Linear) -> None:
+    """A head over the Parameters alone would leave out whatever else the layer does."""
+    hooks = (linear._forward_hooks, linear._forward_pre_hooks, linear._backward_hooks, linear._backward_pre_hooks)
+    own = type(linear).forward not in (nn.Linear.forward, FusedLMHead.forward) or "forward" in vars(linear)
+    if hasattr(linear, "parametrizations"):
+        more, instead = "a parametrized weight", "parametrize the new head instead"
+    elif own:
+        more, instead = f"a forward of its own ({type(linear).__name__}; an adapter such as LoRA?)", "merge it first"
+    elif any(hooks):
+        more, instead = "hooks", "register them on the new head, which has none of these"
+    else:
+        return
+    raise TypeError(f"linear: it has {more}, which a head over its Parameters would leave out; {instead}")
+
+
+def check_source_options(options: Mapping[str, Any]) -> dict[str, Any]:
     for name in options:
         if name not in _SOURCE_OPTIONS:
             raise TypeError(f"{name}: not an option of the head; there are {', '.join(_SOURCE_OPTIONS)}")

@@ -32,6 +32,7 @@ import headloss as hl
 from headloss.cli.explain import DTYPES
 from headloss.cli.memory import peak_bytes
 from headloss.losses import cross_entropy
+from headloss.sources import parse_bytes
 
 OBJECTIVE = hl.Objective(ce=cross_entropy)
 Way = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -95,6 +96,10 @@ def command(
         raise typer.BadParameter(f"wanted one of {', '.join(DTYPES)}, got {dtype!r}", param_hint="--dtype")
     if plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise typer.BadParameter("a plot needs matplotlib, which is not installed", param_hint="--plot")
+    try:
+        parse_bytes(memory)
+    except (TypeError, ValueError) as error:
+        raise typer.BadParameter(str(error), param_hint="--memory") from None
     console = Console(highlight=False)
     ours = own(memory)
     ways = {**installed(device), **ours}

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import headloss as hl
 from headloss.integrations.causal_lm import bypassed, check_shape, count_of, targets_of
 from headloss.late import check_later, defers
+from headloss.module import check_source_options
 
 PROBE = 1.5  # sent through the model once, where its logits would go
 COUNTED = threading.Lock()
@@ -57,6 +58,12 @@ class Log:
                 self.meters[training].add(metrics)
         self.counted[training] |= bool(metrics)
 
+    def restart(self, training: bool) -> None:
+        """Count from the last call on: what came before it belongs to something else."""
+        self.meters[training], self.counted[training] = hl.Meter(), False
+        if self.last is not None:
+            self.meter(self.last.metrics, training)
+
     def read(self, training: bool) -> dict[str, float]:
         """Every metric as a number, over all ranks, and start anew."""
         counted, self.counted[training] = self.counted[training], False
@@ -71,7 +78,7 @@ class NoLogits(Tensor):
     harmless = frozenset({
         "__get__", "__len__", "__repr__", "size", "dim", "numel", "stride", "is_floating_point", "is_complex",
         "get_device", "element_size", "requires_grad_", "is_contiguous", "detach", "to", "float", "half", "bfloat16",
-        "double", "data_ptr", "untyped_storage", "storage_offset",
+        "double", "data_ptr", "untyped_storage", "storage_offset", "clone", "contiguous", "cpu", "cuda", "type",
     })  # fmt: skip
 
     @classmethod
@@ -136,7 +143,8 @@ class Head(hl.FusedLMHead):
     def forward(self, hidden: Tensor, **given: Any) -> Any:  # type: ignore[override]
         call = call_of(self.adapter)
         if given or call is None or call.expected is None:
-            return super().forward(hidden, **given)
+            plain = self.adapter.plain
+            return super().forward(hidden, **given) if plain is None else plain(hidden, **given)
         return self.adapter.visit(hidden, call, call.expected)
 
 
@@ -144,12 +152,13 @@ class Adapter:
     """What a patched model carries: its head, its log, and how to undo it all."""
 
     objective: hl.Objective
+    plain: Any = None  # a forward that the head had been given
 
     def __init__(self, model: nn.Module, head: nn.Linear, options: Mapping[str, Any]) -> None:
         self.head, self.head_class = head, type(head)
         self.before: dict[str, Any] = {k: x for k, x in vars(model).items() if k in ("forward", "_loss_function")}
         self.head_options = vars(head).get("source_options")
-        self.options = hl.FusedLMHead.from_linear(head, **{**(self.head_options or {}), **options}).source_options
+        self.options = check_source_options({**(self.head_options or {}), **options})
         self.log = Log()
         self.probed, self.transform = False, _transform(**self.options)
         head.__class__ = Head
@@ -178,6 +187,8 @@ class Adapter:
             vars(self.head).pop(name, None)
         if self.head_options is not None:
             self.head.source_options = self.head_options
+        if self.plain is not None:
+            self.head.forward = self.plain  # type: ignore[method-assign]
 
     def inner(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """The forward that was there before."""

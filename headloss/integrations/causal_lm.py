@@ -16,7 +16,8 @@ from headloss.integrations.forward_code import other_use
 
 
 def unwrapped(model: Any) -> Any:
-    """The model inside a PEFT wrapper."""
+    """The model inside a wrapper of torch.compile and of PEFT."""
+    model = getattr(model, "_orig_mod", model)
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     if not isinstance(base, PreTrainedModel):
         raise TypeError(f"model: wanted a Transformers model, got {type(base).__name__}; patch it before it is wrapped")
@@ -108,6 +109,8 @@ def check_model(model: Any, *, takes_loss: bool = True, vocab: int | None = None
             f"model: the head of {name} is a {type(head).__name__} with {head.weight.dtype} weights (quantised?), "
             f"wanted a plain nn.Linear; leave the head out of quantisation, or {instead}"
         )
+    if hasattr(head, "parametrizations"):
+        raise TypeError(f"model: the head of {name} is parametrized; patch the model first, then parametrize its head")
     if "forward" in vars(head):
         raise TypeError(
             f"model: something replaced the forward of the head of {name} (a device map?); patch before, or {instead}"

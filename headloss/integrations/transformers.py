@@ -93,6 +93,7 @@ class HeadlossCallback(TrainerCallback):
 
     def __init__(self, prefix: str = "") -> None:
         self.prefix = prefix
+        self.evaluating = False
 
     def add_to(self, trainer: Any) -> HeadlossCallback:
         trainer.callback_handler.callbacks.insert(0, self)
@@ -101,9 +102,21 @@ class HeadlossCallback(TrainerCallback):
             trainer._get_num_items_in_batch = functools.partial(_count, trainer, log, count)
         return self
 
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        log = log_of(kwargs.get("model"))
+        if log is not None and not self.evaluating:  # the first of an evaluation: nobody else's calls are part of it
+            log.restart(training=False)
+        self.evaluating = True
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.evaluating = False
+
+    def on_predict(self, args: Any, state: Any, control: Any, metrics: Any, **kwargs: Any) -> None:
+        self.evaluating = False
+
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         log, logs = log_of(kwargs.get("model")), {} if logs is None else logs
-        losses = ["loss"] if "loss" in logs else [k for k in logs if k.startswith("eval_") and k.endswith("_loss")]
+        losses = ["loss"] if "loss" in logs else [k for k in logs if k.endswith("_loss") and _is_evaluation(k, logs)]
         if log is None or not losses:
             return
         new: dict[str, float] = {}
@@ -114,6 +127,12 @@ class HeadlossCallback(TrainerCallback):
         logs.update(new)
         if state.log_history:
             state.log_history[-1].update(new)
+
+
+def _is_evaluation(loss: str, logs: Mapping[str, Any]) -> bool:
+    """Whether Trainer logs an evaluation, whose name it was told; it ends with how long that took, as training does."""
+    name = loss.removesuffix("_loss")
+    return name.startswith("eval") or (name != "train" and f"{name}_runtime" in logs)
 
 
 def _count(trainer: Any, log: Log, count: Any, batches: Any, device: Any) -> Any:

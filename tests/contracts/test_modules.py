@@ -6,6 +6,7 @@ import copy
 import json
 import math
 import pickle
+from typing import Any
 
 import oracle
 import pytest
@@ -191,3 +192,27 @@ def test_an_objective_travels_to_other_processes() -> None:
     assert torch.equal(ours.loss, theirs.loss) and list(ours.metrics) == list(theirs.metrics)
     moved = pickle.loads(pickle.dumps(theirs.metrics))
     assert all(float(moved[name]) == float(metric) or math.isnan(metric) for name, metric in theirs.metrics.items())
+
+
+class Adapted(torch.nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + 1
+
+
+def with_hook() -> torch.nn.Linear:
+    linear = torch.nn.Linear(4, 9)
+    linear.register_forward_hook(lambda module, given, out: 2 * out)
+    return linear
+
+
+@pytest.mark.parametrize(
+    ("linear", "says"),
+    [
+        (lambda: Adapted(4, 9), r"a forward of its own \(Adapted; an adapter such as LoRA\?\)"),
+        (with_hook, "it has hooks"),
+        (lambda: torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(4, 9)), "a parametrized weight"),
+    ],
+)
+def test_a_head_of_a_layer_that_does_more_is_refused(linear: Any, says: str) -> None:
+    with pytest.raises(TypeError, match=f"^linear: .*{says}"):
+        hl.FusedLMHead.from_linear(linear())

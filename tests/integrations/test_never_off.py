@@ -267,3 +267,35 @@ def test_sequence_reductions_under_accumulation(tmp_path: Path) -> None:
     assert found[0][0] == pytest.approx(found[1][0], rel=1e-5)
     for key, x in found[0][1].items():
         torch.testing.assert_close(found[1][1][key], x, rtol=1e-5, atol=1e-6)
+
+
+# What an evaluation counts -------------------------------------------------------------------------------------------
+
+
+def test_an_evaluation_reports_its_own_data_under_its_own_name(tmp_path: Path) -> None:
+    def logged(prefix: str, before: Any = None) -> float:
+        model = patch(tiny.model("llama"), hl.Objective(ce=cross_entropy, metrics=["lse"]), eval_logits=True)
+        run = trainer(model, tmp_path)
+        HeadlossCallback().add_to(run)
+        if before is not None:
+            before(run)
+        run.evaluate(metric_key_prefix=prefix)
+        return run.state.log_history[-1][f"{prefix}_lse"]
+
+    def forward(run: Trainer) -> None:
+        with torch.no_grad():
+            run.model.eval()(**tiny.batch(3, seed=8))
+
+    other = [{k: x[i] for k, x in tiny.batch(4, seed=11).items()} for i in range(4)]
+    alone = logged("eval")
+    assert logged("test") == alone
+    for before in (lambda run: run.evaluate(other, metric_key_prefix="test"), lambda run: run.predict(other), forward):
+        assert logged("eval", before) == pytest.approx(alone, rel=1e-6)
+
+
+def test_a_head_that_is_parametrized_is_refused_before_anything_changes() -> None:
+    model = tiny.model("llama")
+    torch.nn.utils.parametrizations.weight_norm(model.lm_head)
+    with pytest.raises(TypeError, match="the head of LlamaForCausalLM is parametrized; patch the model first"):
+        patch(model)
+    assert "headloss" not in vars(model) and model(**tiny.batch()).loss > 0

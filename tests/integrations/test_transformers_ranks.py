@@ -47,8 +47,8 @@ def step(how: str, name: str) -> None:
     net: Any = patch(copy.deepcopy(stock), OBJECTIVE)
     adapter = net.headloss
     parameters = dict(net.named_parameters())
-    if how == "ddp":
-        net = DistributedDataParallel(net)
+    if how.startswith("ddp"):
+        net = DistributedDataParallel(net, **dict.fromkeys(how.split()[1:], True))
     else:
         mesh = init_device_mesh("cpu", (2,))
         for layer in net.model.layers:
@@ -79,7 +79,7 @@ def step(how: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["gemma2", "llama"])
-@pytest.mark.parametrize("how", ["ddp", "alone", "root"])
+@pytest.mark.parametrize("how", ["ddp", "ddp find_unused_parameters", "ddp static_graph", "alone", "root"])
 def test_two_ranks(pair: Ranks, how: str, name: str) -> None:
     if (how, name) == ("alone", "gemma2"):
         pytest.skip("a tied head cannot be a group of its own")
