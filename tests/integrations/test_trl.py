@@ -213,6 +213,23 @@ def test_grpo(loss: str, route: str, tokenizer: Any, tmp_path: Path) -> None:
         assert steps[1]["rl/clip_fraction"] == pytest.approx(steps[1]["clip_ratio/region_mean"], abs=1e-6)
 
 
+def test_grpo_with_a_head_in_float32(tokenizer: Any, tmp_path: Path) -> None:
+    """TRL gives the head of a bfloat16 model a forward of its own: it stays for `generate`."""
+    start, runs = tiny.model("llama").bfloat16(), []
+    arguments = trl.GRPOConfig(
+        **{**common(tmp_path), "bf16": False}, max_completion_length=5, num_generations=2, cast_lm_head_to_fp32=True
+    )
+    for kind in (trl.GRPOTrainer, adapter.GRPOTrainer):
+        trainer = kind(
+            model=copy.deepcopy(start), args=copy.deepcopy(arguments), train_dataset=lines(8, completions=False),
+            processing_class=tokenizer, reward_funcs=reward,
+        )  # fmt: skip
+        trainer.train()
+        assert trainer.model.lm_head.weight.dtype == torch.float32
+        runs.append([line["grad_norm"] for line in trainer.state.log_history if "grad_norm" in line])
+    assert runs[1] == pytest.approx(runs[0], rel=1e-3) and max(runs[0]) > 1e-3
+
+
 @pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
 def test_distillation(beta: float, tokenizer: Any, tmp_path: Path) -> None:
     start, teacher = tiny.model("gemma2"), tiny.model("llama", seed=3, spread=2.0)
