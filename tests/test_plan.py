@@ -182,6 +182,7 @@ BATCH: dict[str, tuple[Any, tuple[str, ...]]] = {
     "number of segments": (lambda logprob, segments: segments.totals(logprob) / segments.num_segments, ()),
     "len of segments": (lambda logprob, segments: segments.totals(logprob) / len(segments), ()),
     "segments of its own": (by_target, ()),
+    "segments of its own, traced": (hl.Term(by_target, pure=True), ()),
     "mean over segments": (lambda logprob, segments: segments.means(logprob) - segments.means(logprob).mean(), ()),
     "branch on the number of rows": (lambda logprob: -logprob if logprob.shape[0] < 1000 else logprob, ()),
     "branch on a value": (lambda logprob: -logprob if logprob.sum() < 0 else logprob, ()),
