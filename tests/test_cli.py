@@ -77,6 +77,19 @@ def test_explain_from_json(tmp_path: Path) -> None:
     assert plan["gemms"] == 3 and plan["terms"][1]["kind"] == "segment"
 
 
+def test_wrong_sizes_are_wrong_commands(tmp_path: Path) -> None:
+    path = tmp_path / "kd.json"
+    path.write_text('{"terms": {"kd": "jsd"}}')
+    for words, said in (
+        (["explain", str(path), "--vocab", "10", "--top-k", "11"], "wanted at most 10 ids"),
+        (["bench", "--memory", "0", "--tokens", "8", "--hidden", "4", "--vocab", "16"], "memory"),
+        (["losses", "gspo", "--markdown"], "is the whole page"),
+        (["losses", "--json", "--markdown"], "is the whole page"),
+    ):
+        found = CliRunner().invoke(main, words)
+        assert found.exit_code == 2 and said in " ".join(found.output.replace("│", " ").split()), found.output
+
+
 def test_explain_assumes_a_size_and_says_so(tmp_path: Path) -> None:
     path = tmp_path / "objective.json"
     path.write_text(json.dumps({"terms": {"ce": "cross_entropy"}}))

@@ -48,6 +48,8 @@ def command(
     if size["dtype"] not in DTYPES:
         raise typer.BadParameter(f"wanted one of {', '.join(DTYPES)}, got {dtype!r}", param_hint="--dtype")
     N, V, D = size["tokens"], size["vocab"], size["hidden"]
+    if top_k > V:
+        raise typer.BadParameter(f"wanted at most {V} ids, the vocabulary, got {top_k}", param_hint="--top-k")
     try:
         objective = hl.Objective.from_config(read(config))
         plan = explain(

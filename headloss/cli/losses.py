@@ -88,6 +88,8 @@ def command(
         if name not in LOSSES:
             raise typer.BadParameter(f"there is no loss {name!r}{suggest(name, LOSSES)}", param_hint="NAME")
     found = [e for members in by_family().values() for e in members if not names or e.name in names]
+    if markdown_ and (names or json_):
+        raise typer.BadParameter("is the whole page; leave out names and --json", param_hint="--markdown")
     if markdown_:
         typer.echo(markdown(), nl=False)
     elif json_:
