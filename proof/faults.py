@@ -1057,6 +1057,7 @@ FAULTS = [
     Fault("integrations/transformers.py", "            log.restart(training=False)\n", "            pass\n", "an evaluation reports what was evaluated before it", ("tests/integrations/test_never_off.py",)),
     Fault("integrations/transformers.py", "or (name != \"train\" and", "or (name == \"train\" and", "an evaluation under another name reports nothing", ("tests/integrations/test_never_off.py",)),
     Fault("module.py", "        _check_plain(linear)\n", "", "a head is made of a layer whose hooks it leaves out", ("tests/contracts/test_modules.py",)),
+    Fault("integrations/verl.py", "\"fraction\": \"kl_cov_ratio\", ", "", "verl: kl_cov holds as many tokens as headloss does by itself", ("tests/integrations/test_verl.py",)),
     Fault("integrations/forward_code.py", "not isinstance(parent, ast.AugAssign) or isinstance(parent.op, ast.Mult | ast.Div)", "True", "a forward may add to its logits in place", ("tests/integrations/test_forward_code.py",)),
     Fault("integrations/forward_code.py", "return whole or (first and cut)", "return whole or first", "a forward may cut its logits to any columns", ("tests/integrations/test_forward_code.py",)),
     Fault("integrations/forward_code.py", "return _turned_into(names, parent, above) and (", "return (", "a forward may make something else of its logits", ("tests/integrations/test_forward_code.py",)),

@@ -161,6 +161,7 @@ def settings(loss: str, config: Any) -> dict[str, float]:
     clip_ratio_low, clip_ratio_high (or clip_ratio)   low, high; 1 - low, 1 + high for cispo
     clip_ratio_c                                      grpo's dual, dppo's cap; verl's other losses do not read it
     tau_pos, tau_neg, policy_loss.dro_beta            those of sapo; kimi's beta
+    policy_loss.kl_cov_ratio, policy_loss.ppo_kl_coef  kl_cov's fraction and beta
     """
     if config is None:
         return {}
@@ -171,8 +172,9 @@ def settings(loss: str, config: Any) -> dict[str, float]:
         low, high = None if low is None else 1 - low, None if high is None else 1 + high
     found = {"low": low, "high": high, "tau_pos": get("tau_pos"), "tau_neg": get("tau_neg")}
     found |= {"dual": c} if loss == "grpo" else {"cap": c} if loss == "dppo" else {}
-    if loss == "kimi" and get("policy_loss") is not None:
-        found["beta"] = get("dro_beta", get("policy_loss"))
+    own = {"kimi": {"beta": "dro_beta"}, "kl_cov": {"fraction": "kl_cov_ratio", "beta": "ppo_kl_coef"}}
+    if get("policy_loss") is not None:
+        found |= {ours: get(theirs, get("policy_loss")) for ours, theirs in own.get(loss, {}).items()}
     return {k: float(v) for k, v in found.items() if v is not None}
 
 

@@ -186,6 +186,21 @@ def test_gspo_in_the_registry_has_one_ratio_a_sequence(name: str, registry: Any)
     torch.testing.assert_close(got, wanted)
 
 
+def test_kl_cov_reads_how_many_tokens_it_holds_and_how_firmly(registry: Any) -> None:
+    adapter.register_policy_losses(["kl_cov"])
+    old, log_prob, advantage, mask = batch()
+    config, inside = Config(), mask.bool()
+    config.policy_loss = {"kl_cov_ratio": 0.25, "ppo_kl_coef": 0.7}
+    loss, _ = registry["headloss_kl_cov"](old, log_prob, advantage, mask, "token-mean", config)
+    d = log_prob - old.nan_to_num()
+    a, lp = advantage[inside], log_prob.detach()[inside]
+    covariance = (a - a.mean()) * (lp - lp.mean())
+    held = torch.zeros_like(mask, dtype=torch.bool)
+    held[inside] = covariance >= covariance.topk(int(0.25 * len(a))).values[-1]
+    matrix = -d.exp() * advantage + torch.where(held, 0.7 * d.abs(), 0.0)
+    torch.testing.assert_close(loss, agg_loss(matrix, mask, "token-mean", **Config.global_batch_info))
+
+
 def test_every_policy_loss_runs(registry: Any) -> None:
     for name in adapter.register_policy_losses():
         old, log_prob, advantage, mask = batch()
