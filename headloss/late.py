@@ -138,7 +138,7 @@ class Alarm:
         for number, message in zip(found, self.messages, strict=True):
             if number != _UNSET:
                 self.seen[:] = [_UNSET] * len(found)
-                raise ValueError(f"{message.format(number)}{_LATE}")
+                raise ValueError(f"{message.replace('{}', str(number))}{_LATE}")  # a name in it may have braces
 
 
 _ALARMS: dict[Any, Alarm] = {}

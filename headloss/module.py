@@ -150,7 +150,7 @@ def _check_plain(linear: nn.Linear) -> None:
     elif own:
         more, instead = f"a forward of its own ({type(linear).__name__}; an adapter such as LoRA?)", "merge it first"
     elif any(hooks):
-        more, instead = "hooks", "register them on the new head, which has none of these"
+        more, instead = "hooks", "register them on the new head"
     else:
         return
     raise TypeError(f"linear: it has {more}, which a head over its Parameters would leave out; {instead}")

@@ -155,7 +155,7 @@ def test_numbers_that_a_kernel_writes_are_read_when_all_are_there() -> None:
 
 
 def test_what_a_kernel_finds_wrong_is_said_once_by_the_next_call() -> None:
-    messages = ("teacher: wanted ids in [0, 7), but {} is among them", "teacher: {} are probabilities")
+    messages = ("teacher: wanted ids in [0, 7), but {} is among them", "teacher {a}: {} are probabilities")
     spot = late.alarm(torch.device("cpu"), *messages)
     assert late.alarm(torch.device("cpu"), *messages) is spot and len(spot) == 2
     late.check_pending(wait=True)

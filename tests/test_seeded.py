@@ -83,7 +83,7 @@ def noted(
     targets: list[int],
     ids: list[int] | None = None,
     call: str = "",
-    near: tuple[float, float, float] = (0.7, 1024.0, -0.3),
+    near: tuple[float, ...] = (0.7, 1024.0, -0.3, 0.0, 0.0),
 ) -> torch.Tensor:
     """What a rank with these columns says to the others, as float32 carries it."""
     shard = object.__new__(VocabShard)
@@ -105,13 +105,14 @@ def test_notes_of_ranks_are_compared() -> None:
         (noted(4, 4, [3, 1, -100, 2]), "targets: they differ"),
         (noted(4, 4, rows, [5]), "teacher: the ids"),
         (noted(4, 4, rows, call="other"), "source: its dtype"),
-        (noted(4, 4, rows, near=(0.8, 1024.0, -0.3)), "temperature: it differs"),
-        (noted(4, 4, rows, near=(0.7, 2048.0, -0.3)), "grad_scale: it differs"),
-        (noted(4, 4, rows, near=(0.7, 1024.0, 0.3)), "weights: it differs"),
+        (noted(4, 4, rows, near=(0.8, 1024.0, -0.3, 0.0, 0.0)), "temperature: not the same"),
+        (noted(4, 4, rows, near=(0.7, 2048.0, -0.3, 0.0, 0.0)), "grad_scale: not the same"),
+        (noted(4, 4, rows, near=(0.7, 1024.0, 0.3, 0.0, 0.0)), "weights: not the same"),
+        (noted(4, 4, rows, near=(0.7, 1024.0, -0.3, 7.0, 0.0)), "num_items: not the same"),
     ):
         with pytest.raises(ValueError, match=message):
             check_notes(torch.stack([noted(0, 4, rows), other, noted(8, 2, rows)]), 10)
-    made_anew = noted(4, 4, rows, near=(0.7 + 1e-7, 1024.0, -0.3 - 1e-7))
+    made_anew = noted(4, 4, rows, near=(0.7 + 1e-7, 1024.0, -0.3 - 1e-7, 0.0, 0.0))
     check_notes(torch.stack([noted(0, 4, rows), made_anew, noted(8, 2, rows)]), 10)
     with pytest.raises(ValueError, match="the ranks hold 0 to 4, 4 to 8, 8 to 9;"):  # the last column on no rank
         check_notes(torch.stack([noted(0, 4, rows), noted(4, 4, rows), noted(8, 1, rows)]), 10)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -97,12 +97,14 @@ def _by_route(rows: Rows, plan: Plan, arguments: CallArguments) -> Rows:
 def _compared(plan: Plan, arguments: CallArguments, loss: TermsOnRows) -> dict[str, Any]:
     """What ranks that share a vocabulary must agree about, of tensors: integers, and the sizes of the other numbers."""
     num_items, num_segments, _, grad_scale, _ = arguments.options
+    floats: Callable[[Any], bool] = lambda x: isinstance(x, Tensor) and x.dtype.is_floating_point
     given = [*[x for x in arguments.inputs.values() if x.ndim], num_items, num_segments]
-    integers = [x.to(loss.device) for x in given if isinstance(x, Tensor) and not x.dtype.is_floating_point]
-    scale = grad_scale.detach() if isinstance(grad_scale, Tensor) else 0.0
+    integers = [x.to(loss.device) for x in given if isinstance(x, Tensor) and not floats(x)]
+    numbers: tuple[Any, ...] = (grad_scale, num_items, num_segments)
+    scale, *counts = (x.detach() if floats(x) else 0.0 for x in numbers)
     weighed = [(i, loss.weights[t.name]) for i, t in enumerate(plan.terms, 1)]
     weights = sum((i * w.detach().to(loss.device) for i, w in weighed if isinstance(w, Tensor)), 0.0)
-    return {"inputs": integers, "support": (), "near": (scale, weights)}
+    return {"inputs": integers, "support": (), "near": (scale, weights, *counts)}
 
 
 def _terms_in_words(plan: Plan, arguments: CallArguments, loss: TermsOnRows) -> str:

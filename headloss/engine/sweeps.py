@@ -45,7 +45,7 @@ from headloss.teachers import (
 Cotangents = tuple[Mapping[Fact, Tensor], Mapping[str, Tensor]]  # of the facts, and of inputs that want a gradient
 
 
-NOT_COMPARED: Mapping[str, Sequence[Any]] = {"inputs": (), "support": (), "near": (0.0, 0.0)}
+NOT_COMPARED: Mapping[str, Sequence[Any]] = {"inputs": (), "support": (), "near": (0.0,) * 4}
 
 
 class Sweep:

@@ -131,7 +131,7 @@ SAME = {  # what must be equal on ranks that share a vocabulary, in the order of
     "num_segments, grad_scale, memory, whether hidden wants a gradient, or whose products run differ between ranks "
     "that share a vocabulary",
 }
-NEAR = ("temperature", "grad_scale", "weights")  # given as tensors, by their size
+NEAR = ("temperature", "grad_scale", "weights", "num_items", "num_segments")  # tensors of floats, by their size
 _BITS = 22  # of a whole number that travel as one float32, which holds 24
 _PRIMES = (-7046029254386353131, -4417276706812531889, -8663945395140668459)  # odd, of 64 bits (Steele et al. 2014)
 
@@ -175,7 +175,7 @@ def check_notes(notes_Wm: Tensor, vocab: int) -> None:
     checks = [(whole, f"shard: each of the {vocab} columns must be on one rank of the group")]
     checks += [((x == x[0]).all(), text) for x, text in zip(digests, SAME.values(), strict=True)]
     apart = (near_Wm.amax(0) - near_Wm.amin(0)) > 1e-2 * near_Wm.abs().amax(0)  # false for NaN, which is no news
-    checks += [(~x, f"{name}: it differs between ranks that share a vocabulary") for x, name in zip(apart, NEAR)]
+    checks += [(~x, f"{name}: not the same on all ranks that share a vocabulary") for x, name in zip(apart, NEAR)]
     if notes_Wm.device.type != "cpu":
         for holds, message in checks:
             torch._assert_async(holds, message)

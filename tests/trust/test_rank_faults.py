@@ -261,10 +261,11 @@ OTHERWISE: dict[str, tuple[Any, str]] = {
     "another weight": (lambda x: x["more"].update(weights={"k": 3.0}), "objective: its terms"),
     "another count": (lambda x: x["more"].update(num_items=3), "objective: its terms"),
     "another scale of the gradient": (lambda x: x["more"].update(grad_scale=2.0), "objective: its terms"),
-    "a tensor: weight": (lambda x: x["more"].update(weights={"k": torch.tensor(3.0)}), "weights: it differs"),
+    "a tensor: weight": (lambda x: x["more"].update(weights={"k": torch.tensor(3.0)}), "weights: not the same"),
     "a tensor: count": (lambda x: x["more"].update(num_items=torch.tensor(3)), "inputs: integers"),
-    "a tensor: scale": (lambda x: x["more"].update(grad_scale=torch.tensor(3.0)), "grad_scale: it differs"),
-    "a tensor: temperature": (lambda x: x.update(temperature=torch.tensor(3.0)), "temperature: it differs"),
+    "a tensor: count of floats": (lambda x: x["more"].update(num_items=torch.tensor(3.0)), "num_items: not the same"),
+    "a tensor: scale": (lambda x: x["more"].update(grad_scale=torch.tensor(3.0)), "grad_scale: not the same"),
+    "a tensor: temperature": (lambda x: x.update(temperature=torch.tensor(3.0)), "temperature: not the same"),
     "another option": (lambda x: x.update(swap=other(m=hl.Term(masked, by=2.0))), "objective: its terms"),
     "another reduction": (lambda x: x.update(swap=other(m=hl.Term(masked, reduction="token_sum"))), "objective: "),
     "another function": (lambda x: x.update(swap=other(m=lambda logprob, mask: -logprob * (1 - mask))), "objective: "),
@@ -277,6 +278,7 @@ OTHERWISE: dict[str, tuple[Any, str]] = {
 TENSORS: dict[str, Any] = {  # what the others then give
     "a tensor: weight": lambda x: x["more"].update(weights={"k": torch.tensor(1.0)}),
     "a tensor: count": lambda x: x["more"].update(num_items=torch.tensor(5)),
+    "a tensor: count of floats": lambda x: x["more"].update(num_items=torch.tensor(5.0)),
     "a tensor: scale": lambda x: x["more"].update(grad_scale=torch.tensor(1.0)),
     "a tensor: temperature": lambda x: x.update(temperature=torch.tensor(1.0)),
 }
