@@ -159,6 +159,8 @@ def second_moment(most: float) -> Callable[..., Weighed]:
     """1 for the tokens of this call with the smallest (log w)^2, as many as keep the mean of it below `most`, 0 for the
     others: the second moment of the ratio as a trust region (M2PO, Zheng et al. 2025).  At least one is kept.
     """
+    if not most > 0:
+        raise ValueError(f"most: wanted most > 0, got {most}")
     most = float(most)
 
     @_by_row
@@ -194,6 +196,8 @@ def off_policy_mask(most: float) -> Callable[..., Weighed]:
 
     Without `sampler_logprob` the old policy stands for the sampler.
     """
+    if not most >= 0:
+        raise ValueError(f"most: wanted most >= 0, got {most}")
     most = float(most)
 
     @_by_row

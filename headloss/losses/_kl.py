@@ -1,5 +1,7 @@
 """The estimates of KL(policy || reference) from sampled tokens; see `kl_to_reference`."""
 
+from headloss.losses._ranges import positive
+
 
 def kl_estimate(logprob, ref_logprob, estimator, ratio, bound):
     x = ref_logprob - logprob
@@ -16,8 +18,7 @@ def kl_estimate(logprob, ref_logprob, estimator, ratio, bound):
     else:
         known = "'k1', 'k2', 'mse', 'k3', 'low_var', 'abs', or one of them with a '+'"
         raise ValueError(f"estimator: wanted {known}, got {estimator!r}")
-    if bound is not None and not bound > 0:
-        raise ValueError(f"bound: wanted a positive number, got {bound}")
+    positive(bound=bound)
     bound = 10.0 if bound is None and kind == "low_var" else bound
     kl = kl * ratio
     kl = kl if bound is None else kl.clamp(-bound, bound)

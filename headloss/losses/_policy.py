@@ -7,6 +7,8 @@ import math
 
 import torch
 
+from headloss.losses._ranges import above_one, bounds, not_negative, positive, share
+
 FLOOR = math.log(1e-8)  # of the log of a ratio that is as good as 0
 
 
@@ -24,6 +26,8 @@ def sampler_log_ratio(logprob, old_logprob, sampler_logprob, low, high, mask):
     """log exp(old - sampler), held to [low, high] or, with `mask`, 1e-8 outside; 0 where the sampler gave no score."""
     if sampler_logprob is None:
         raise ValueError(f"sampler_high: {high} bounds the sampler's ratio; pass sampler_logprob")
+    bounds(sampler_low=low, sampler_high=high)
+    positive(sampler_high=high)
     old = logprob.detach() if old_logprob is None else old_logprob
     drift = (old - sampler_logprob).nan_to_num(nan=0.0)
     low, high = max(FLOOR, math.log(low) if low > 0 else FLOOR), min(20.0, math.log(high))
@@ -32,11 +36,13 @@ def sampler_log_ratio(logprob, old_logprob, sampler_logprob, low, high, mask):
 
 def clipped(ratio, advantage, low, high):
     """-min(r A, clip(r, 1 - low, 1 + high) A), the pessimistic of the two."""
+    not_negative(low=low, high=high)
     return -torch.minimum(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage)
 
 
 def bounded_loss(ratio, advantage, low, high, dual=None, delta=None):
     """The clipped loss with both further bounds, and what trainers log of them: see `grpo`."""
+    above_one(dual=dual, delta=delta)
     loss = clipped(ratio if delta is None else ratio.clamp(max=delta), advantage, low, high)
     if dual is None:
         return loss, {}
@@ -58,6 +64,7 @@ def covariance(logprob, advantage):
 
 def first(order, fraction):
     """Where `order` is among the smallest: the given fraction of the rows, at least one."""
+    share(fraction=fraction)
     count = (fraction * torch.ones_like(order, dtype=torch.float64).sum()).floor().clamp(min=1)
     return order.argsort().argsort() < count
 

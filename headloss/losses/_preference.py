@@ -11,6 +11,8 @@ import math
 import torch
 from torch.nn.functional import logsigmoid
 
+from headloss.losses._ranges import positive, share
+
 SMOOTHED = ("sigmoid", "robust", "exo", "aot", "aot_unpaired")
 OF_THE_MARGIN = ("sigmoid", "hinge", "ipo", "robust", "exo", "discopop")
 OF_BOTH = ("nca", "bco", "sppo", "apo_zero", "apo_down", "aot", "aot_unpaired")
@@ -24,13 +26,13 @@ def chosen_rejected(y, pairs):
 
 def smoothed(margin, e):
     """-(1 - e) log sigmoid(m) - e log sigmoid(-m)."""
-    if not 0 <= e <= 1:
-        raise ValueError(f"label_smoothing: wanted 0 <= label_smoothing <= 1, got {e}")
+    share(label_smoothing=e)
     return (e - 1) * logsigmoid(margin) - e * logsigmoid(-margin)
 
 
 def linked(link, chosen, rejected, beta, e=0.0, tau=0.05):
     """One value per pair from its two scores; the formulas stand at `dpo`."""
+    positive(beta=beta, tau=tau)
     if e and link not in SMOOTHED:
         raise ValueError(f"label_smoothing: link {link!r} has none, got {e}; it goes with {', '.join(SMOOTHED)}")
     margin = chosen - rejected

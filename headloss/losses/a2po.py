@@ -1,3 +1,6 @@
+from headloss.losses._ranges import positive
+
+
 def a2po(logprob, ref_logprob, segments, optimal_advantage, *, beta=1e-3):
     """(beta g - A*)^2 per segment, g = total of logprob - ref_logprob: the implicit reward is regressed onto the
     optimal advantage A* (A*-PO, Brantley et al. 2025).
@@ -6,6 +9,7 @@ def a2po(logprob, ref_logprob, segments, optimal_advantage, *, beta=1e-3):
 
     In trainers: TRL A2POTrainer, whose beta2 is `beta` and whose beta1 is b.
     """
+    positive(beta=beta)
     reward = beta * segments.totals(logprob - ref_logprob)
     loss = (reward - optimal_advantage) ** 2
     return loss, {"reward": reward, "optimal_advantage": optimal_advantage}

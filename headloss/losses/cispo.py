@@ -1,4 +1,5 @@
 from headloss.losses._policy import bounded_exp, log_ratio, outside, policy_metrics
+from headloss.losses._ranges import bounds, positive
 
 
 def cispo(logprob, advantage, old_logprob=None, *, low=0.0, high=5.0):
@@ -22,6 +23,8 @@ def cispo_sequence(logprob, advantage, segments, old_logprob=None, *, low=0.0, h
 
 
 def _weighted(ratio, logprob, advantage, old_logprob, low, high):
+    bounds(low=low, high=high)
+    positive(high=high)
     under, over = outside(ratio, advantage, low, high)
     loss = -ratio.clamp(low, high) * advantage * logprob
     return loss, policy_metrics(logprob, advantage, old_logprob, ratio, under, over)

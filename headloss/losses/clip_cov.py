@@ -1,6 +1,7 @@
 import torch
 
 from headloss.losses._policy import bounded_exp, clipped, covariance, first, log_ratio, outside, policy_metrics
+from headloss.losses._ranges import bounds
 
 
 def clip_cov(logprob, advantage, draw, old_logprob=None, *, low=0.2, high=0.2, fraction=2e-4, least=1.0, most=5.0):
@@ -12,6 +13,7 @@ def clip_cov(logprob, advantage, draw, old_logprob=None, *, low=0.2, high=0.2, f
 
     In trainers: verl clip_cov, which draws within the loss.
     """
+    bounds(least=least, most=most)
     ratio = bounded_exp(log_ratio(logprob, old_logprob))
     loss = clipped(ratio, advantage, low, high)
     under, over = outside(ratio, advantage, 1 - low, 1 + high)

@@ -1,3 +1,6 @@
+from headloss.losses._ranges import share
+
+
 def cross_entropy(
     logprob, mean_logprob, class_weight=None, class_mean=None, class_cross_entropy=None, *, label_smoothing=0.0
 ):
@@ -8,8 +11,7 @@ def cross_entropy(
 
     In trainers: torch.nn.functional.cross_entropy(weight=, label_smoothing=); Liger ce_weight.
     """
-    if not 0 <= label_smoothing <= 1:
-        raise ValueError(f"label_smoothing: wanted 0 <= label_smoothing <= 1, got {label_smoothing}")
+    share(label_smoothing=label_smoothing)
     if class_weight is not None:
         loss = (label_smoothing - 1) * class_weight * logprob
         loss = loss if label_smoothing == 0 else loss + label_smoothing * class_mean * class_cross_entropy

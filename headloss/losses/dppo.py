@@ -1,4 +1,5 @@
 from headloss.losses._policy import bounded_exp, log_ratio, policy_metrics
+from headloss.losses._ranges import not_negative, positive
 
 
 def dppo(
@@ -16,11 +17,11 @@ def dppo(
 
     In trainers: verl dppo_tv, dppo_kl; prime-rl's default loss is form="ratio", cap=None, its ipo also one_sided=False.
     """
+    not_negative(low=low, high=high)
+    positive(cap=cap)
     old = logprob.detach() if old_logprob is None else old_logprob
-    d = log_ratio(logprob, old)
-    ratio = bounded_exp(d)
-    p_old = old.exp()
-    moved = logprob.detach().exp() - p_old
+    d, p_old = log_ratio(logprob, old), old.exp()
+    ratio, moved = bounded_exp(d), logprob.detach().exp() - p_old
     if divergence == "tv":
         far = moved.abs()
     elif divergence == "kl":

@@ -1,3 +1,6 @@
+from headloss.losses._ranges import not_negative, positive
+
+
 def eaft(logprob, entropy, top_logprob=None, *, alpha=1.0, unit=1.0):
     """-sg((H / unit)^alpha) log p[y], H = the entropy: tokens of which the model is sure count less, whether they are
     easy or contradict it (Diao et al. 2026).  With `hl.Term(eaft, top=K)`, H is the entropy of the K likeliest columns
@@ -7,6 +10,8 @@ def eaft(logprob, entropy, top_logprob=None, *, alpha=1.0, unit=1.0):
 
     In trainers: axolotl use_eaft, with eaft_k as `top`.
     """
+    not_negative(alpha=alpha)
+    positive(unit=unit)
     if top_logprob is not None:
         inside = top_logprob.detach().log_softmax(-1)
         entropy = -(inside.exp() * inside).sum(-1)

@@ -1,6 +1,7 @@
 import torch
 
 from headloss.losses._policy import bounded_exp, log_ratio, outside, policy_metrics
+from headloss.losses._ranges import not_negative
 
 
 def gmpo(logprob, advantage, segments, old_logprob=None, *, low=0.4, high=0.4, signed=False):
@@ -12,6 +13,7 @@ def gmpo(logprob, advantage, segments, old_logprob=None, *, low=0.4, high=0.4, s
 
     Both take the mean over sequences: reduce by seq_mean_token_mean.
     """
+    not_negative(low=low, high=high)
     d = log_ratio(logprob, old_logprob)
     sign = advantage.sign()
     floor, ceiling = -(high if signed else low), high

@@ -1,6 +1,7 @@
 import torch
 
 from headloss.losses._policy import bounded_exp, covariance, first, log_ratio, policy_metrics
+from headloss.losses._ranges import not_negative
 
 
 def kl_cov(logprob, advantage, old_logprob=None, *, fraction=2e-4, beta=1.0):
@@ -11,6 +12,7 @@ def kl_cov(logprob, advantage, old_logprob=None, *, fraction=2e-4, beta=1.0):
 
     In trainers: verl kl_cov, whose ppo_kl_coef is `beta`.
     """
+    not_negative(beta=beta)
     d = log_ratio(logprob, old_logprob)
     ratio = bounded_exp(d)
     held = first(-covariance(logprob, advantage), fraction)

@@ -1,5 +1,7 @@
 import torch
 
+from headloss.losses._ranges import not_negative, positive
+
 
 def kto(
     logprob, ref_logprob, segments, desirable, kl=None,
@@ -14,6 +16,8 @@ def kto(
 
     In trainers: TRL kto; apo_zero_unpaired is the same without `kl`; axolotl rl: kto.
     """
+    positive(beta=beta)
+    not_negative(desirable_weight=desirable_weight, undesirable_weight=undesirable_weight)
     gain = logprob - ref_logprob
     gain = segments.means(gain) if average else segments.totals(gain)
     behind = gain if kl is None else gain - kl

@@ -1,4 +1,5 @@
 from headloss.losses._policy import bounded_exp, log_ratio, policy_metrics
+from headloss.losses._ranges import not_negative
 
 
 def opd(logprob, ref_logprob, old_logprob=None, *, low=None):
@@ -9,6 +10,7 @@ def opd(logprob, ref_logprob, old_logprob=None, *, low=None):
 
     In trainers: prime-rl's ref_kl component with low=0.2, next to its squared log-ratio.
     """
+    not_negative(low=low)
     ratio, gap = bounded_exp(log_ratio(logprob, old_logprob)), (ref_logprob - logprob).detach()
     metrics = policy_metrics(logprob, gap, old_logprob, ratio) | {"reference_kl": -gap}
     if low is None:

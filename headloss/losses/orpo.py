@@ -2,6 +2,7 @@ import torch
 from torch.nn.functional import logsigmoid
 
 from headloss.losses._preference import chosen_rejected, preference_metrics
+from headloss.losses._ranges import not_negative
 
 
 def orpo(logprob, segments, pairs, *, beta=0.1, nll="sequence"):
@@ -12,6 +13,7 @@ def orpo(logprob, segments, pairs, *, beta=0.1, nll="sequence"):
     nll   "sequence": the mean of each chosen segment, so that pairs count alike    "token": the mean over the tokens of
           all chosen segments of the call, as most trainers have it    "none": the odds term alone
     """
+    not_negative(beta=beta)
     means = segments.means(logprob)
     odds = means - (-means.clamp(max=-torch.finfo(means.dtype).eps).expm1()).log()
     chosen, rejected = chosen_rejected(means, pairs)

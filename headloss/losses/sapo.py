@@ -1,6 +1,7 @@
 import torch
 
 from headloss.losses._policy import bounded_exp, log_ratio, policy_metrics, shared
+from headloss.losses._ranges import positive
 
 
 def sapo(logprob, advantage, old_logprob=None, *, tau_pos=1.0, tau_neg=1.05):
@@ -25,6 +26,7 @@ def sapo_sequence(logprob, advantage, segments, old_logprob=None, *, tau_pos=1.0
 
 
 def _gated(ratio, advantage, tau_pos, tau_neg):
+    positive(tau_pos=tau_pos, tau_neg=tau_neg)
     rises = (advantage > 0).to(ratio.dtype)
     tau = tau_pos * rises + tau_neg * (1 - rises)
     return -advantage * torch.sigmoid(tau * (ratio - 1)) * 4 / tau

@@ -1,4 +1,5 @@
 from headloss.losses._preference import MOST, chosen_rejected, preference_metrics, smoothed
+from headloss.losses._ranges import not_negative, positive
 
 
 def simpo(logprob, segments, pairs, *, beta=2.0, gamma=0.5, label_smoothing=0.0, alpha=0.0):
@@ -11,6 +12,8 @@ def simpo(logprob, segments, pairs, *, beta=2.0, gamma=0.5, label_smoothing=0.0,
 
     In trainers: TRL CPOConfig(loss_type="simpo" or "alphapo"), TPOConfig(loss_type="tpo-l"); axolotl rl: simpo.
     """
+    positive(beta=beta)
+    not_negative(gamma=gamma)
     means = segments.means(logprob)
     reward = beta * (means if alpha == 0 else -(-alpha * means).clamp(max=MOST).expm1() / alpha)
     chosen, rejected = chosen_rejected(reward, pairs)

@@ -1,5 +1,7 @@
 import torch
 
+from headloss.losses._ranges import positive
+
 
 def value_loss(value, returns, old_value=None, *, clip=None, huber=None):
     """(v - R)^2 / 2 of a critic's value v and the return R; with `clip` c, the larger of that and of the same with v
@@ -20,6 +22,7 @@ def value_loss(value, returns, old_value=None, *, clip=None, huber=None):
         return free, metrics
     if old_value is None:
         raise ValueError(f"clip: {clip} is a distance from old_value; pass old_value, or clip=None")
+    positive(clip=clip)
     held = _error(old_value + (value - old_value).clamp(-clip, clip) - returns, huber)
     return torch.maximum(free, held), metrics | {"clip_fraction": held > free}
 
@@ -27,6 +30,5 @@ def value_loss(value, returns, old_value=None, *, clip=None, huber=None):
 def _error(x, huber):
     if huber is None:
         return x**2 / 2
-    if not huber > 0:
-        raise ValueError(f"huber: wanted a positive distance, got {huber}")
+    positive(huber=huber)
     return torch.where(x.abs() < huber, x**2 / 2, huber * (x.abs() - huber / 2))

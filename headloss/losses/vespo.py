@@ -1,4 +1,5 @@
 from headloss.losses._policy import FLOOR, bounded_exp, log_ratio, policy_metrics, sampler_log_ratio
+from headloss.losses._ranges import not_negative
 
 
 def vespo(
@@ -14,6 +15,7 @@ def vespo(
 
     In trainers: TRL vespo; vllm_importance_sampling_clip_max, _clip_min and mode "token_mask" are the last three.
     """
+    not_negative(k_pos=k_pos, lam_pos=lam_pos, k_neg=k_neg, lam_neg=lam_neg)
     d = log_ratio(logprob, old_logprob).detach().clamp(-20.0, 20.0)
     if sampler_high is not None:
         d = d + sampler_log_ratio(logprob, old_logprob, sampler_logprob, sampler_low, sampler_high, sampler_mask)
