@@ -82,6 +82,7 @@ def test_wrong_sizes_are_wrong_commands(tmp_path: Path) -> None:
     path.write_text('{"terms": {"kd": "jsd"}}')
     for words, said in (
         (["explain", str(path), "--vocab", "10", "--top-k", "11"], "wanted at most 10 ids"),
+        (["explain", str(path), "--tokens", str(10**12)], "Invalid value for '--tokens'"),
         (["bench", "--memory", "0", "--tokens", "8", "--hidden", "4", "--vocab", "16"], "memory"),
         (["losses", "gspo", "--markdown"], "is the whole page"),
         (["losses", "--json", "--markdown"], "is the whole page"),

@@ -23,6 +23,7 @@ from headloss.engine.explain import Explanation
 from headloss.sources import padded, parse_bytes
 
 ASSUMED = {"tokens": 8192, "vocab": 128256, "hidden": 4096, "dtype": "bf16"}  # a head of today, where nothing is said
+MOST = 1 << 27  # tokens, whose targets take a GiB
 DTYPES = {
     "bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp16": torch.float16, "float16": torch.float16,
     "fp32": torch.float32, "float32": torch.float32, "float64": torch.float64,
@@ -31,7 +32,9 @@ DTYPES = {
 
 def command(
     config: Annotated[Path, typer.Argument(help="An objective as JSON or YAML: terms, metrics.")],
-    tokens: Annotated[int | None, typer.Option(min=1, help="Rows of the head, on one rank; 8192 if not said.")] = None,
+    tokens: Annotated[
+        int | None, typer.Option(min=1, max=MOST, help="Rows of the head, on one rank; 8192 if not said.")
+    ] = None,
     vocab: Annotated[int | None, typer.Option(min=1, help="Size of the vocabulary; 128256 if not said.")] = None,
     hidden: Annotated[int | None, typer.Option(min=1, help="Hidden size; 4096 if not said.")] = None,
     ranks: Annotated[int, typer.Option(min=1, help="Ranks that share the vocabulary.")] = 1,
