@@ -141,19 +141,23 @@ _SOURCE_OPTIONS = (
 )  # fmt: skip
 
 
+def beyond_product(linear: nn.Module) -> str | None:
+    """What a layer has, hooks apart, that a product with its weight would leave out; None: nothing."""
+    if hasattr(linear, "parametrizations"):
+        return "a parametrized weight"
+    if type(linear).forward not in (nn.Linear.forward, FusedLMHead.forward) or "forward" in vars(linear):
+        return f"a forward of its own ({type(linear).__name__}; an adapter such as LoRA?)"
+    return None
+
+
 def _check_plain(linear: nn.Linear) -> None:
     """A head over the Parameters alone would leave out whatever else the layer does."""
     hooks = (linear._forward_hooks, linear._forward_pre_hooks, linear._backward_hooks, linear._backward_pre_hooks)
-    own = type(linear).forward not in (nn.Linear.forward, FusedLMHead.forward) or "forward" in vars(linear)
-    if hasattr(linear, "parametrizations"):
-        more, instead = "a parametrized weight", "parametrize the new head instead"
-    elif own:
-        more, instead = f"a forward of its own ({type(linear).__name__}; an adapter such as LoRA?)", "merge it first"
-    elif any(hooks):
+    more, instead = beyond_product(linear), "do the same to the new head, or merge it into the weight first"
+    if more is None and any(hooks):
         more, instead = "hooks", "register them on the new head"
-    else:
-        return
-    raise TypeError(f"linear: it has {more}, which a head over its Parameters would leave out; {instead}")
+    if more is not None:
+        raise TypeError(f"linear: it has {more}, which a head over its Parameters would leave out; {instead}")
 
 
 def check_source_options(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ Follows `torchtitan.components.loss` and the trainer of torchtitan 0.3.
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +26,7 @@ from torchtitan.components.loss import (  # type: ignore[import-not-found,unused
 import headloss as hl
 from headloss.integrations.counts import check_means
 from headloss.integrations.early import Early
+from headloss.module import beyond_product
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +85,7 @@ class HeadlossLoss(ChunkedLossWrapper):  # type: ignore[misc,unused-ignore]
         head = self.lm_head
         if head is None:
             raise RuntimeError("lm_head: not set; call set_lm_head(model.lm_head) and let the model skip its head")
+        transform = _transform(head)
         if not isinstance(pred, Tensor) or not isinstance(labels, Tensor):
             raise TypeError("pred: wanted one tensor of hidden states; several predictions are not supported")
         num_items: Any = 1 if global_valid_tokens is None else global_valid_tokens
@@ -107,7 +110,7 @@ class HeadlossLoss(ChunkedLossWrapper):  # type: ignore[misc,unused-ignore]
         targets = labels if rl or "segments" in inputs else self.early.take(labels, whole)
 
         def evaluate(hidden: Tensor) -> hl.Output:
-            return self.objective(self._source(head, hidden), targets, num_items=num_items, **inputs)
+            return self.objective(self._source(head, hidden, transform), targets, num_items=num_items, **inputs)
 
         out = _inside(head, evaluate, pred) if _is_fsdp(head) else evaluate(pred)
         self.last = out._replace(loss=out.loss.detach(), facts=hl.Facts({}))
@@ -121,20 +124,43 @@ class HeadlossLoss(ChunkedLossWrapper):  # type: ignore[misc,unused-ignore]
         calls = (t.call(None, {}) for t in self.objective.terms.values())
         return any(p.name == name for call in calls for s in call.signatures for p in s.parameters)
 
-    def _source(self, head: nn.Module, hidden: Tensor) -> hl.Linear:
+    def _source(self, head: nn.Module, hidden: Tensor, transform: Mapping[str, Any]) -> hl.Linear:
         weight: Any = head.weight
-        shard = None
+        bias: Any = getattr(head, "bias", None)
+        options, shard = {"memory": self.memory, **transform}, None
+        dtype = options.pop("dtype", None)
+        if dtype is not None:
+            hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
         if hasattr(weight, "device_mesh") and not hasattr(hidden, "device_mesh"):
             from headloss.parallel.dtensor import shard_of
 
             # Not FSDP's, or its forward would have made it whole: what is left is tensor parallelism.
-            shard = shard_of(weight.device_mesh, weight.shape[0])
+            shard = shard_of(weight.device_mesh, weight.shape[0], options.get("vocab"))
         elif (group := _spmd_types_group()) is not None and not hasattr(weight, "device_mesh"):
             # Plain local tensors: hidden is R, so the gradient wanted of it is P, each rank's own part of the sum.
             vocab = self.vocab or weight.shape[0] * group.size()
             width = -(-vocab // group.size())
             shard = hl.VocabShard(group, min(vocab, width * group.rank()), vocab, width=width, partial_hidden=True)
-        return hl.Linear(hidden, weight, getattr(head, "bias", None), shard=shard, memory=self.memory)
+        return hl.Linear(hidden, weight, bias, shard=shard, **options)
+
+
+def _transform(head: nn.Module) -> dict[str, Any]:
+    """What a head does besides its product, as options of `hl.Linear`; "dtype": which it multiplies in."""
+    if isinstance(head, hl.FusedLMHead):
+        return head.source_options
+    forward: Any = type(head).forward
+    if forward.__module__.startswith("torchtitan.") and "forward" not in vars(head):
+        if forward.__qualname__ == "SoftCappedLinear.forward":
+            return {"scale": head.output_multiplier, "softcap": head.output_soft_cap_temp}
+        if forward.__qualname__ == "CastLinear.forward":
+            return {"dtype": head.compute_dtype}
+    more = beyond_product(head)
+    if more is not None:
+        raise TypeError(
+            f"lm_head: it has {more}, which HeadlossLoss would leave out, since it multiplies by the weight itself; "
+            f"merge it first, or use torchtitan's own loss"
+        )
+    return {}
 
 
 def summable(out: hl.Output, tokens: Tensor | None, segments: Any = None) -> dict[str, Tensor]:

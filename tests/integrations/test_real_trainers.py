@@ -527,6 +527,46 @@ def torchtitans_spmd_types() -> None:
     same(*found)
 
 
+def torchtitans_own_heads() -> None:
+    """Those whose forward does more than a product: softcaps and casts are followed, an adapter is refused."""
+    prepare()
+    rl = sys.modules["torchtitan.experiments.rl"] = types.ModuleType("torchtitan.experiments.rl")
+    rl.__path__ = [str(STACKS / "torchtitan" / "experiments" / "rl")]  # whose own file imports vllm
+    from torchtitan.components.lora import _get_lora_cls
+    from torchtitan.components.loss import ChunkedLossWrapper
+    from torchtitan.experiments.rl.models.cast_linear import CastLinear
+    from torchtitan.models.common.linear import Linear
+    from torchtitan.models.muse_glimmer.model import SoftCappedLinear
+
+    from headloss.integrations.torchtitan import HeadlossLoss
+
+    torch.manual_seed(0)
+    size = {"in_features": D, "out_features": V}
+    hidden, labels = torch.randn(1, 9, D), torch.randint(V, (1, 9))
+    labels[0, :2] = -100
+    capped, plain = {"output_multiplier": 0.25, "output_soft_cap_temp": 3.0}, {"output_multiplier": 0.25}
+    heads = [SoftCappedLinear.Config(**size, **how).build() for how in (capped, plain)]
+    heads += [CastLinear.Config(**size).build().bfloat16(), Linear.Config(**size).build()]
+    for head in heads:
+        torch.nn.init.normal_(head.weight)
+        found = []
+        for config in (HeadlossLoss.Config(), ChunkedLossWrapper.Config(num_chunks=3)):
+            loss_fn, leaf = config.build(), hidden.clone().to(head.weight.dtype).requires_grad_()
+            loss_fn.set_lm_head(head)
+            head.zero_grad()
+            loss, _ = loss_fn(leaf, labels, torch.tensor(20.0))
+            loss.backward()
+            found.append((loss.detach(), {"hidden": leaf.grad, "weight": head.weight.grad.clone()}))
+        assert_close(found[0][0], found[1][0], rtol=1e-5, atol=1e-6)  # or the cast to float32 was left out
+        for name in found[0][1]:
+            near = 2e-2 if head is heads[2] else 1e-5  # its weight's gradient is added up in bfloat16
+            assert_close(found[0][1][name], found[1][1][name], rtol=near, atol=near / 10)
+    loss_fn = HeadlossLoss.Config().build()
+    loss_fn.set_lm_head(_get_lora_cls(Linear).Config(**size, rank=2, alpha=4.0).build())
+    with pytest.raises(TypeError, match=r"lm_head: it has a forward of its own \(LoRALinear; an adapter"):
+        loss_fn(hidden, labels, torch.tensor(20.0))
+
+
 def torchtitans_graphs() -> None:
     """graph_trainer keeps the config as it is, and its tracer takes the loss as one operator: the same bits."""
     prepare()
@@ -561,6 +601,7 @@ def torchtitans_graphs() -> None:
 
 def test_torchtitan(pair: Ranks) -> None:
     functions = torchtitans_trainer, torchtitans_rl_inputs, torchtitans_trainer_under_fsdp, torchtitans_spmd_types
+    functions += (torchtitans_own_heads,)
     check(pair, "torchtitan", *functions, torchtitans_graphs)
 
 

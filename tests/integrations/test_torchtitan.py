@@ -114,6 +114,43 @@ def test_loss_gradients_and_metrics(tokens: int | None) -> None:
         torch.testing.assert_close(metrics["entropy/mean"].double(), entropy, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("options", "transform"),
+    [
+        ({"softcap": 0.5}, lambda z: 0.5 * (z / 0.5).tanh()),
+        ({"scale": 0.25, "temperature": 2.0}, lambda z: z * 0.125),
+        ({"vocab": V - 3}, lambda z: z[:, : V - 3]),
+    ],
+)
+def test_a_fused_head_keeps_its_options(options: dict[str, Any], transform: Any) -> None:
+    plain, hidden, labels = problem()
+    labels = labels.clamp(max=V - 4)
+    loss_fn = adapter().HeadlossLoss.Config().build()
+    loss_fn.set_lm_head(hl.FusedLMHead.from_linear(plain, **options))
+    loss, _ = loss_fn(hidden, labels, torch.tensor(TOKENS))
+    logits = transform(hidden @ plain.weight.T)
+    truth = nn.functional.cross_entropy(logits, labels, reduction="sum", ignore_index=-100) / TOKENS
+    torch.testing.assert_close(loss, truth)
+    for g, w in zip(*(torch.autograd.grad(x, (hidden, plain.weight)) for x in (loss, truth)), strict=True):
+        torch.testing.assert_close(g, w)
+
+
+class Doubled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+def test_a_head_that_does_more_than_a_product_is_refused() -> None:
+    _, hidden, labels = problem()
+    own, replaced, normed = Doubled(D, V), nn.Linear(D, V), nn.utils.parametrizations.weight_norm(nn.Linear(D, V))
+    replaced.forward = lambda x: 2 * x  # type: ignore[method-assign]
+    loss_fn = build()
+    for head, said in ((own, r"Doubled; an adapter"), (replaced, "a forward of its own"), (normed, "parametrized")):
+        loss_fn.set_lm_head(head)
+        with pytest.raises(TypeError, match=rf"lm_head: it has .*{said}.*, which HeadlossLoss would leave out"):
+            loss_fn(hidden, labels, torch.tensor(TOKENS))
+
+
 def test_inputs_go_by_name_and_a_validation_needs_no_gradient() -> None:
     loss_fn = adapter().HeadlossLoss.Config(objective={"terms": {"rl": "reinforce"}}).build()
     head, hidden, labels = problem()
