@@ -252,18 +252,17 @@ def test_preference_losses(batch: SimpleNamespace, name: str, monkeypatch: pytes
 READ = {  # into the objective
     "loss_type", "importance_sampling_level", "epsilon", "epsilon_high", "delta", "beta", "use_bias_correction_kl",
     "max_completion_length", "entropy_coef", "sapo_temperature_neg", "sapo_temperature_pos", "vespo_k_pos",
-    "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg",
+    "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg", "use_vllm", "vllm_importance_sampling_mode",
+    "vllm_importance_sampling_clip_max", "vllm_importance_sampling_clip_min", "vllm_importance_sampling_cap",
 }  # fmt: skip
 REFUSED: dict[str, dict] = {  # with an example, and the argument that the error names
     "top_entropy_quantile": {"top_entropy_quantile": 0.2},
     "use_adaptive_entropy": {"use_adaptive_entropy": True, "entropy_coef": 0.1},
     "off_policy_mask_threshold": {"off_policy_mask_threshold": 0.5},
-    "use_vllm": {"use_vllm": True},
+    "vllm_importance_sampling_correction": {"use_vllm": True, "loss_type": "bnpo"},
 }
 WITH = {  # of those that are refused
     "entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target",
-    "vllm_importance_sampling_correction", "vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max",
-    "vllm_importance_sampling_clip_min", "vllm_importance_sampling_cap",
 }  # fmt: skip
 TRAINERS = {"router_aux_loss_coef", "steps_per_generation"}  # the trainer's own, which it does around the objective
 ELSEWHERE = {  # in the model, the data, the generation, the rewards and the logs: the inputs of the loss
@@ -302,7 +301,7 @@ def test_every_setting_is_decided_on() -> None:
 
 @pytest.mark.parametrize("setting", REFUSED)
 def test_what_the_objective_cannot_say_is_refused(setting: str) -> None:
-    with pytest.raises(ValueError, match="is not read into an objective"):
+    with pytest.raises(ValueError, match=f"{setting}: .* is not read into an objective"):
         policy_objective(config(**REFUSED[setting]))
 
 
@@ -321,6 +320,55 @@ def test_the_objective_of_a_config_is_trls(
     given = {"advantage": batch.advantage[:, None].expand(B, T).contiguous(), "old_logprob": batch.old}
     given |= {"ref_logprob": batch.ref} if beta else {}
     out = objective(hl.Logits(logits), batch.targets, segments=batch.segments, num_items=int(ITEMS), **given)
+    out.loss.backward()
+    torch.testing.assert_close(out.loss.detach(), want, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(logits.grad, d_logits, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("kind", sorted(LOSS_TYPES))
+def test_advantages_of_each_token(batch: SimpleNamespace, kind: str, level: str) -> None:
+    """Which a subclass of TRL's trainer may give: no mean over a sequence is taken of them."""
+    torch.manual_seed(2)
+    own = SimpleNamespace(**{**vars(batch), "advantage": torch.randn(B, T, dtype=torch.float64)})
+    said = {"loss_type": kind, "importance_sampling_level": level}
+    want, d_logits, _ = trl_loss(own, **said)
+    as_above = {"epsilon": 0.2, "epsilon_high": 0.28, "max_completion_length": LONGEST, "sapo_temperature_neg": 1.0625}
+    logits = batch.logits.clone().requires_grad_()
+    given = {"advantage": own.advantage, "old_logprob": batch.old, "segments": batch.segments, "num_items": int(ITEMS)}
+    out = policy_objective(config(**as_above, **said))(hl.Logits(logits), batch.targets, **given)
+    out.loss.backward()
+    torch.testing.assert_close(out.loss.detach(), want, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(logits.grad, d_logits, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
+@pytest.mark.parametrize("kind", sorted(LOSS_TYPES - {"bnpo"}))
+def test_vllms_correction_is_in_the_objective(batch: SimpleNamespace, kind: str, mode: str) -> None:
+    if kind == "vespo" and mode.startswith("sequence"):
+        pytest.skip("TRL refuses it")
+    low, high, drift = 0.8, 1.15, (batch.old - batch.sampler) * batch.mask
+    ratio = (drift.sum(-1, keepdim=True) if mode.startswith("sequence") else drift).exp()
+    out_of = (ratio < low) | (ratio > high)
+    ratio = ratio.masked_fill(out_of, 0.0) if mode.endswith("mask") else ratio.clamp(low, high)
+    said = {"use_vllm": True, "vllm_importance_sampling_correction": True}
+    want, d_logits, _ = trl_loss(batch, **said, loss_type=kind, beta=0.3, sampler_ratio=ratio)
+    plain, *_ = trl_loss(batch, loss_type=kind, beta=0.3)
+    assert not torch.isclose(plain, want, rtol=1e-3)
+    bounds = {"vllm_importance_sampling_clip_min": low, "vllm_importance_sampling_clip_max": high}
+    as_above = {"epsilon": 0.2, "epsilon_high": 0.28, "max_completion_length": LONGEST, "sapo_temperature_neg": 1.0625}
+    arguments = config(
+        **as_above, **said, **bounds, vllm_importance_sampling_mode=mode, loss_type=kind, beta=0.3,
+        use_bias_correction_kl=False,
+    )  # fmt: skip
+    logits = batch.logits.clone().requires_grad_()
+    given = {"advantage": batch.advantage[:, None].expand(B, T).contiguous(), "old_logprob": batch.old}
+    given |= {"ref_logprob": batch.ref, "segments": batch.segments, "num_items": int(ITEMS)}
+    if kind == "vespo":
+        given["sampler_logprob"] = batch.sampler
+    else:
+        given["importance_sampling_ratio"] = ratio.expand(B, T).contiguous()
+    out = policy_objective(arguments)(hl.Logits(logits), batch.targets, **given)
     out.loss.backward()
     torch.testing.assert_close(out.loss.detach(), want, rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(logits.grad, d_logits, rtol=1e-9, atol=1e-12)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -42,6 +42,7 @@ from headloss.integrations.trl_kernels import (
     source_of,
     swap_kernels,
 )
+from headloss.integrations.trl_policy import check_policy, policy_call, policy_objective
 from headloss.losses import LOSSES
 from headloss.metrics import read_metrics
 
@@ -85,6 +86,8 @@ class SFTTrainer(_OnHeadloss, sft_trainer.SFTTrainer):
                     f"{name}: makes a loss of its own, so the objective would not be computed; say hl.Term("
                     f"cross_entropy, label_smoothing=...) in the objective instead, or leave one of the two out"
                 )
+        if objective is not None and self.args.loss_type == "dft":
+            raise ValueError("loss_type: 'dft' is TRL's own loss; say it in the objective, or leave one of the two out")
         several = self.args.gradient_accumulation_steps > 1 or self.accelerator.num_processes > 1
         for name, message in own_means(objective).items() if objective is not None and several else ():
             raise ValueError(message.format(name=name, why="and TRL adds up those of a step"))
@@ -124,7 +127,9 @@ class GRPOTrainer(_OnHeadloss, grpo_trainer.GRPOTrainer):
     """TRL's GRPOTrainer: its losses and metrics on log-probabilities and entropies from headloss.
 
     With an `objective` (`policy_objective(args)` is TRL's loss as one) the loss is made in the visit of the head; TRL's
-    metrics stay.  Its terms may ask for advantage, old_logprob, ref_logprob, sampler_logprob.  Where a batch has
+    metrics stay.  Its terms may ask for advantage, old_logprob, ref_logprob, sampler_logprob, and as a row weight for
+    importance_sampling_ratio, TRL's correction of vLLM's.  Arguments of TRL's loss that no term takes up are refused.
+    Where a batch has
     `support_ids`, (B, C, K) columns that each token of a completion was sampled from, -1 for none, the softmax is over
     those; TRL makes old_logprob over everything, so let terms take sampler_logprob in its place.
 
@@ -141,8 +146,9 @@ class GRPOTrainer(_OnHeadloss, grpo_trainer.GRPOTrainer):
 
     def set_objective(self, objective: hl.Objective) -> None:
         """Another objective from now on."""
+        check_policy(self.args, check_objective(objective), self.model)
         want = unwrapped(self.model).headloss.want
-        self.objective = _extended(check_objective(objective), self._headloss["metrics"], want)
+        self.objective = _extended(objective, self._headloss["metrics"], want)
 
     def _compute_loss(self, model: Any, inputs: Any) -> Tensor:
         if self.objective is None:
@@ -151,7 +157,7 @@ class GRPOTrainer(_OnHeadloss, grpo_trainer.GRPOTrainer):
             return super()._compute_loss(model, inputs)
         training = self.model.training
         steps = self.current_gradient_accumulation_steps if training else 1
-        call, keep = _policy_call(self.objective, inputs)
+        call, keep = policy_call(self.objective, inputs)
         share = self.accelerator.num_processes * (self.args.steps_per_generation / steps if training else 1)
         call["num_items"] = inputs["num_items_in_batch"]  # of all ranks and of a whole generation; ours is one share
         alone, weights = own_means(self.objective), {}
@@ -172,94 +178,6 @@ class GRPOTrainer(_OnHeadloss, grpo_trainer.GRPOTrainer):
             loss = loss + self.router_aux_loss_coef * adapter.aux_loss / steps
         adapter.aux_loss = None
         return loss
-
-
-def policy_objective(args: Any) -> hl.Objective:
-    """The loss that a `GRPOConfig` describes, as an objective; what it cannot say is refused."""
-    high = args.epsilon if args.epsilon_high is None else args.epsilon_high
-    sequence = args.importance_sampling_level == "sequence"
-    clipped = "gspo" if sequence else "grpo", {"low": args.epsilon, "high": high}
-    if args.delta is not None:
-        clipped[1]["delta"] = args.delta
-    taus = {"tau_pos": args.sapo_temperature_pos, "tau_neg": args.sapo_temperature_neg}
-    gammas = {f"{ours}_{sign}": getattr(args, f"vespo_{theirs}_{sign}")
-              for ours, theirs in (("k", "k"), ("lam", "lambda")) for sign in ("pos", "neg")}  # fmt: skip
-    kinds: dict[str, tuple[tuple[str, dict[str, Any]], dict[str, Any]]] = {  # a loss, and how it is reduced
-        "grpo": (clipped, {"reduction": "seq_mean_token_mean"}),
-        "dr_grpo": (clipped, {"reduction": "seq_mean_token_sum_norm", "length": args.max_completion_length}),
-        "dapo": (clipped, {"reduction": "token_mean"}),
-        "bnpo": (clipped, {"reduction": "weighted_mean"}),
-        "luspo": (clipped, {"reduction": "seq_mean_token_sum"}),
-        "cispo": (("cispo_sequence" if sequence else "cispo", {"high": high}), {"reduction": "token_mean"}),
-        "sapo": (("sapo_sequence" if sequence else "sapo", taus), {"reduction": "seq_mean_token_mean"}),
-        "vespo": (("vespo", gammas), {"reduction": "token_mean"}),
-    }
-    unknown = {
-        "loss_type": args.loss_type not in kinds,
-        "use_adaptive_entropy": args.use_adaptive_entropy,
-        "top_entropy_quantile": args.top_entropy_quantile < 1,
-        "off_policy_mask_threshold": args.off_policy_mask_threshold is not None,
-        "use_vllm": args.use_vllm,
-        "delta": args.delta is not None and args.delta < 1 + high,  # where TRL's is no bound on the other side
-    }
-    for name, is_so in unknown.items():
-        if is_so:
-            raise ValueError(
-                f"{name}: {getattr(args, name)!r} is not read into an objective; write one with headloss.losses, or "
-                f"leave `objective` out to run TRL's loss"
-            )
-    (loss, options), how = kinds[args.loss_type]
-    terms = {"rl": hl.Term(LOSSES[loss], **options, **how)}
-    if args.beta and sequence and args.use_bias_correction_kl:  # TRL corrects by the ratio that it clips
-        terms["kl"] = hl.Term(LOSSES["kl_to_reference_sequence"], weight=args.beta, **how)
-    elif args.beta:
-        terms["kl"] = hl.Term(LOSSES["kl_to_reference"], weight=args.beta, corrected=args.use_bias_correction_kl, **how)
-    if args.entropy_coef:  # a mean over each micro-batch, whatever the loss's is
-        terms["entropy"] = hl.Term(LOSSES["entropy_bonus"], weight=args.entropy_coef, reduction="weighted_mean")
-    return hl.Objective(**terms)  # type: ignore[arg-type]
-
-
-def _policy_call(objective: hl.Objective, inputs: Mapping[str, Any]) -> tuple[dict[str, Any], Tensor]:
-    """TRL's (B, C) inputs as (B, T) rows, of which row t predicts token t + 1; and which rows count.
-
-    Of the inputs only those that the objective asks for.
-    """
-    start, (batch, length) = inputs["prompt_ids"].shape[1] - 1, inputs["completion_ids"].shape
-
-    def rows(x: Tensor) -> Tensor:
-        wide = x.new_zeros(batch, start + length + 1)
-        wide[:, start:-1] = x
-        return wide
-
-    advantage = inputs["advantages"]
-    given = {
-        "advantage": advantage[:, None] if advantage.ndim == 1 else advantage,
-        "old_logprob": inputs.get("old_per_token_logps"),
-        "ref_logprob": inputs.get("ref_per_token_logps"),
-        "sampler_logprob": inputs.get("sampling_per_token_logps"),
-    }
-    calls = [term.call(None, {}) for term in objective.terms.values()] + [call for _, call in objective.metrics]
-    asked = {name for call in calls for name in call.input_names}
-    call: dict[str, Any] = {n: rows(x) for n, x in given.items() if n in asked and x is not None}
-    keep = rows(inputs["completion_mask"] * inputs.get("tool_mask", 1)) != 0
-    if inputs.get("support_ids") is not None:
-        call["support"] = _support(inputs["support_ids"], start, batch, length)
-    return {**call, "segments": hl.Segments.from_batch(keep)}, keep
-
-
-def _support(ids: Any, start: int, batch: int, length: int) -> hl.Support:
-    """The columns of a batch's completions as those of its rows."""
-    if not isinstance(ids, Tensor) or ids.ndim != 3 or ids.shape[:2] != (batch, length):
-        got = tuple(ids.shape) if isinstance(ids, Tensor) else type(ids).__name__
-        raise ValueError(f"support_ids: wanted ({batch}, {length}, K), K columns of each token, got {got}")
-    total = start + length + 1
-    wide = ids.new_full((batch, total, ids.shape[2]), -1)
-    wide[:, start:-1] = ids
-    try:
-        return hl.Support.from_padded(wide)
-    except (TypeError, ValueError) as error:
-        where = f"; row n is token n % {total} - {start} of completion n // {total}" if "row" in str(error) else ""
-        raise type(error)(f"support_{error}{where}") from None
 
 
 class DistillationTrainer(_OnHeadloss, distillation_trainer.DistillationTrainer):

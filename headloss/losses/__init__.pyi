@@ -148,13 +148,14 @@ def grpo(logprob: Tensor, advantage: Tensor, old_logprob: Tensor | None = None, 
 
     In trainers: TRL grpo, bnpo, dapo, dr_grpo; verl vanilla; slime, AReaL, OpenRLHF and NeMo-RL: the PPO loss."""
 
-def gspo(logprob: Tensor, advantage: Tensor, segments: Segments, old_logprob: Tensor | None = None, *, low: float = 0.0003, high: float = 0.0004, dual: float | None = None, delta: float | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+def gspo(logprob: Tensor, advantage: Tensor, segments: Segments, old_logprob: Tensor | None = None, *, low: float = 0.0003, high: float = 0.0004, dual: float | None = None, delta: float | None = None, own: bool = False) -> tuple[Tensor, dict[str, Tensor]]:
     """-min(s A, clip(s, 1 - low, 1 + high) A), s = exp(mean over the segment of logprob - old), A = mean over the
     segment of the advantage: ratio and advantage of whole sequences, length-normalised (Zheng et al. 2025).  A is a
-    constant.  Where tokens of a segment have advantages of their own, gspo_token is the loss.
+    constant.  Where tokens of a segment have advantages of their own, gspo_token is the paper's loss.
 
     dual    c > 1: at most -c A where A < 0
     delta   two-sided: s is at most delta > 1 + high
+    own     A is each token's own, as TRL and NeMo-RL have it; AReaL takes the mean.  Where tokens share A, all agree
 
     GSPO reduces by seq_mean_token_mean; LUSPO (arXiv:2602.05261) is seq_mean_token_sum.
 
@@ -245,9 +246,10 @@ def sapo(logprob: Tensor, advantage: Tensor, old_logprob: Tensor | None = None, 
 
     In trainers: TRL, verl sapo; AReaL use_sapo_loss."""
 
-def sapo_sequence(logprob: Tensor, advantage: Tensor, segments: Segments, old_logprob: Tensor | None = None, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> tuple[Tensor, dict[str, Tensor]]:
+def sapo_sequence(logprob: Tensor, advantage: Tensor, segments: Segments, old_logprob: Tensor | None = None, *, tau_pos: float = 1.0, tau_neg: float = 1.05, own: bool = False) -> tuple[Tensor, dict[str, Tensor]]:
     """-A sigmoid(tau (s - 1)) 4 / tau, s = exp(mean over the segment of logprob - old), A = mean over the segment of
-    the advantage: sapo with the ratio and the advantage of the whole sequence.
+    the advantage: sapo with the ratio and the advantage of the whole sequence.  With `own`, A is each token's own, as
+    TRL has it.
 
     In trainers: TRL sapo, AReaL use_sapo_loss, with importance_sampling_level="sequence"."""
 

@@ -14,14 +14,15 @@ def sapo(logprob, advantage, old_logprob=None, *, tau_pos=1.0, tau_neg=1.05):
     return _gated(ratio, advantage, tau_pos, tau_neg), policy_metrics(logprob, advantage, old_logprob, ratio)
 
 
-def sapo_sequence(logprob, advantage, segments, old_logprob=None, *, tau_pos=1.0, tau_neg=1.05):
+def sapo_sequence(logprob, advantage, segments, old_logprob=None, *, tau_pos=1.0, tau_neg=1.05, own=False):
     """-A sigmoid(tau (s - 1)) 4 / tau, s = exp(mean over the segment of logprob - old), A = mean over the segment of
-    the advantage: sapo with the ratio and the advantage of the whole sequence.
+    the advantage: sapo with the ratio and the advantage of the whole sequence.  With `own`, A is each token's own, as
+    TRL has it.
 
     In trainers: TRL sapo, AReaL use_sapo_loss, with importance_sampling_level="sequence".
     """
     ratio = bounded_exp(segments.mean(log_ratio(logprob, old_logprob)))
-    advantage = shared(logprob, advantage, segments)
+    advantage = advantage if own else shared(logprob, advantage, segments)
     return _gated(ratio, advantage, tau_pos, tau_neg), policy_metrics(logprob, advantage, old_logprob, ratio)
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib
 import sys
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +26,8 @@ from transformers import PreTrainedTokenizerFast
 
 import headloss as hl
 from headloss.integrations.transformers import patch
-from headloss.losses import LOSSES, cross_entropy, entropy_bonus, grpo, rloo, z_loss
+from headloss.losses import LOSSES, cross_entropy, entropy_bonus, grpo, kl_to_reference, rloo, z_loss
+from headloss.row_weights import truncate
 
 try:
     from headloss.integrations import trl as adapter
@@ -149,6 +152,7 @@ def test_an_objective_that_would_not_be_computed_is_refused(tokenizer: Any, tmp_
     weighted = hl.Objective(ce=hl.Term(cross_entropy, reduction="weighted_mean"))
     for says, objective_, options, more in (
         ("label_smoothing_factor: makes a loss", objective, {"label_smoothing_factor": 0.1}, {}),
+        ("loss_type: 'dft' is TRL's own loss", objective, {"loss_type": "dft"}, {}),
         ("compute_loss_func: makes a loss", objective, {}, {"compute_loss_func": lambda *_, **__: None}),
         ("weighted_mean: term 'ce'", weighted, {"gradient_accumulation_steps": 2}, {}),
     ):
@@ -394,6 +398,76 @@ def test_a_loss_of_whole_completions_as_an_objective(tokenizer: Any, tmp_path: P
         torch.testing.assert_close(loss.detach(), -advantage.mean() / steps)
 
 
+def policy_trainer(kind: Any, tokenizer: Any, tmp_path: Path, more: dict[str, Any], **said: Any) -> Any:
+    how = {**common(tmp_path), "max_completion_length": 6, "num_generations": 2, "steps_per_generation": 4}
+    torch.manual_seed(0)
+    trainer = kind(
+        model=tiny.model("llama"), args=trl.GRPOConfig(**how, **said), train_dataset=lines(8, completions=False),
+        processing_class=tokenizer, reward_funcs=reward, **more,
+    )  # fmt: skip
+    trainer.current_gradient_accumulation_steps = 1
+    trainer.model.train()
+    return trainer
+
+
+def test_a_samplers_correction_is_never_left_out(tokenizer: Any, tmp_path: Path) -> None:
+    """TRL leaves it in the batch: an objective reads it, or is refused."""
+    term = lambda **how: hl.Term(grpo, low=0.2, high=0.2, **how)
+    weighed = hl.Objective(rl=term(row_weight="importance_sampling_ratio"))
+    vespo = adapter.policy_objective(trl.GRPOConfig(use_cpu=True, bf16=False, loss_type="vespo"))
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(3, tiny.V, (4, 10), generator=generator)
+    inputs = {
+        "prompt_ids": ids[:, :4], "prompt_mask": torch.ones_like(ids[:, :4]), "completion_ids": ids[:, 4:],
+        "completion_mask": torch.ones_like(ids[:, 4:]), "advantages": torch.randn(4, generator=generator),
+        "old_per_token_logps": -4 + torch.randn(4, 6, generator=generator) / 3, "num_items_in_batch": torch.tensor(24),
+        "importance_sampling_ratio": 2 * torch.rand(4, 6, generator=generator),
+    }  # fmt: skip
+    found = []
+    for kind, more in ((trl.GRPOTrainer, {}), (adapter.GRPOTrainer, {"objective": weighed})):
+        trainer = policy_trainer(kind, tokenizer, tmp_path, more)
+        trainer.use_vllm = trainer.vllm_importance_sampling_correction = True  # as if vLLM had sampled
+        loss = trainer._compute_loss(trainer.model, dict(inputs))
+        loss.backward()
+        found.append((loss.detach(), [p.grad.clone() for p in trainer.model.parameters()]))
+    for wanted, got in zip(*found, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=2e-5, atol=2e-6)
+    for objective in (hl.Objective(rl=term()), vespo):
+        trainer.set_objective(objective)
+        with pytest.raises(ValueError, match="importance_sampling_ratio: the batch has the correction of a sampler"):
+            trainer._compute_loss(trainer.model, dict(inputs))
+    trainer.set_objective(hl.Objective(rl=term(row_weight=truncate(2.0))))  # one of ours, on the sampler's own numbers
+    trainer._compute_loss(trainer.model, {**inputs, "sampling_per_token_logps": inputs["old_per_token_logps"]})
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"top_entropy_quantile": 0.2}, {"off_policy_mask_threshold": 0.01}, {"entropy_coef": 0.1},
+        {"use_adaptive_entropy": True, "entropy_coef": 0.1},
+    ],
+    ids=lambda said: next(iter(said)),
+)  # fmt: skip
+def test_arguments_that_no_term_takes_up_are_refused(said: dict[str, Any], tokenizer: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=rf"{next(iter(said))}: .* is read by TRL's loss, which the objective takes"):
+        policy_trainer(adapter.GRPOTrainer, tokenizer, tmp_path, {"objective": hl.Objective(rl=grpo)}, **said)
+
+
+def test_a_penalty_needs_its_term_and_rows_their_tokens(tokenizer: Any, tmp_path: Path) -> None:
+    trainer = policy_trainer(adapter.GRPOTrainer, tokenizer, tmp_path, {})
+    trainer.args.beta = 0.1
+    with pytest.raises(ValueError, match="beta: 0.1 is read by TRL's loss, .* add kl_to_reference"):
+        trainer.set_objective(hl.Objective(rl=grpo))
+    trainer.set_objective(hl.Objective(rl=grpo, kl=hl.Term(kl_to_reference, weight=0.1)))
+    trainer.args.beta, trainer.args.entropy_coef = 0.0, 0.1
+    trainer.set_objective(hl.Objective(rl=grpo, bonus=hl.Term(entropy_bonus, weight=0.1)))
+    trainer.args.entropy_coef = 0.0
+    for kind, refused in (("PROMPT_TUNING", True), ("PREFIX_TUNING", False)):
+        trainer.model.active_peft_config = SimpleNamespace(is_prompt_learning=True, peft_type=kind)
+        with pytest.raises(ValueError, match="a prompt that is learned") if refused else contextlib.nullcontext():
+            trainer.set_objective(hl.Objective(rl=grpo))
+
+
 def test_bad_use(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny.model("llama")
     with pytest.raises(ValueError, match="outputs: 'logits' is not known"):
@@ -422,14 +496,14 @@ def test_bad_use(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_columns_that_tokens_were_sampled_from():
-    from headloss.integrations.trl import _policy_call
+    from headloss.integrations.trl_policy import policy_call
 
     inputs = {
         "prompt_ids": torch.zeros(2, 3, dtype=torch.long), "completion_ids": torch.zeros(2, 4, dtype=torch.long),
         "completion_mask": torch.ones(2, 4), "advantages": torch.ones(2),
         "support_ids": torch.tensor([[[1, 5, -1]] * 4, [[2, 3, 4]] * 4]),
     }  # fmt: skip
-    call, keep = _policy_call(hl.Objective(rl=LOSSES["reinforce"]), inputs)
+    call, keep = policy_call(hl.Objective(rl=LOSSES["reinforce"]), inputs)
     assert (call["support"].lengths > 0).tolist() == keep.flatten().tolist()
     assert call["support"].lengths.sum() == 4 * (2 + 3)
     wrong = inputs["support_ids"].clone()
@@ -442,4 +516,4 @@ def test_columns_that_tokens_were_sampled_from():
         (wrong, "support_ids: row 11 names column 4, which it has already.*; row n is token n % 7 - 2 of"),
     ):
         with pytest.raises((TypeError, ValueError), match=message):
-            _policy_call(hl.Objective(rl=LOSSES["reinforce"]), {**inputs, "support_ids": given})
+            policy_call(hl.Objective(rl=LOSSES["reinforce"]), {**inputs, "support_ids": given})
