@@ -749,7 +749,6 @@ FAULTS = [
     Fault("engine/bind.py", 'if plan.kind == "segment":\n            return None', 'if False:\n            return None', "settle: segments are cut where a teacher's logits are", ("tests/kernels/test_settle.py",)),
     Fault("engine/settled.py", "rows_FC[first:last] /= bound", "pass", "settle: slopes of a segment are beyond float16", ("tests/kernels/test_settle.py",)),
     Fault("engine/settled.py", "first = last + 1", "first = last", "settle: in float16, at a second temperature a log_sum is divided by what bounds the slopes", ("tests/kernels/test_settle.py",)),
-    Fault("engine/settled.py", 'by_segment=loss.plan.kind == "segment", grad=grad)', 'by_segment=loss.plan.kind == "segment")', "settle: float16 cotangents of a gradient made later are divided by the largest weight", ("tests/kernels/test_settle.py",)),
     Fault("engine/one_launch.py", "{name: weight * scale for name, weight in weights.items()}", "weights", "one launch: grad_scale is ignored"),
     Fault("engine/one_launch.py", 'shared if self.by_segment or not by_length(term) else shared / lengths(loss.rows, loss.dtype)', "shared", "one launch: a segment's mean taken for its sum"),
     # Later calls

@@ -11,6 +11,7 @@ from test_contract import needs_inputs, term_for
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import headloss as hl
+from headloss.engine import run
 from headloss.losses import (
     cross_entropy,
     forward_kl,
@@ -272,6 +273,31 @@ def test_reasons():
 
 def meeting(logprob, warm, slope, segments):
     return -segments.mean(logprob) * slope + segments.mean(warm) * slope / 9
+
+
+@inside
+@pytest.mark.parametrize("way", ["scaler", "direct"])
+def test_float16_next_to_far_larger_rows(way, monkeypatch):
+    """Segments that weigh 1e-6 of others: written before the scale of the loss is known, their gradient would be 0."""
+    monkeypatch.setattr(run, "_rounded_twice", lambda *_: False)  # a GPU's numbers nobody reads
+    N, V, up = 16, 17, 2.0**15
+    ids = torch.arange(N) // 4
+    targets, segments, slope = torch.arange(N), hl.Segments.from_ids(ids, 4), 10.0 ** (-2.0 * ids)
+    objective = hl.Objective(it=hl.Term(meeting, facts={"warm": ("lse", 2.0)}), backend="triton")
+    raw = torch.randn(N, V).half()
+    leaf, z = raw.clone().requires_grad_(), raw.double().requires_grad_()
+    call = {"segments": segments, "slope": slope, "num_items": 10}
+    logp = z.log_softmax(-1)[torch.arange(N), targets] - (z / 2).logsumexp(-1) / 9
+    mean = torch.zeros(4).double().index_add(0, ids, logp) / 4
+    ((-mean[ids] * slope.double()).sum() / 10 * up).backward()
+    if way == "direct":
+        found = objective.forward_backward(hl.Logits(leaf), targets, grad_scale=up, **call).grads.logits
+    else:
+        (objective(hl.Logits(leaf), targets, **call).loss * up).backward()
+        found = leaf.grad
+    for rows in torch.arange(N).split(4):
+        error = (found[rows].double() - z.grad[rows]).norm() / z.grad[rows].norm()
+        assert error < 4e-3, (int(rows[0]), float(error))
 
 
 @inside
