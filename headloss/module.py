@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, overload
 
@@ -26,8 +27,8 @@ class Inputs(Mapping[str, Any]):
     __slots__ = ("_values",)
     _values: dict[str, Any]
 
-    def __init__(self, **values: Any) -> None:
-        object.__setattr__(self, "_values", values)
+    def __init__(self, values: Mapping[str, Any] = {}, /, **named: Any) -> None:
+        object.__setattr__(self, "_values", {**values, **named})
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"Inputs is immutable; make a new one to change {name!r}")
@@ -40,6 +41,9 @@ class Inputs(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self._values)
+
+    def __reduce__(self) -> Any:
+        return Inputs, (self._values,)
 
     def __repr__(self) -> str:
         return f"Inputs({', '.join(self._values)})"
@@ -141,8 +145,10 @@ _SOURCE_OPTIONS = (
 )  # fmt: skip
 
 
-def beyond_product(linear: nn.Module) -> str | None:
-    """What a layer has, hooks apart, that a product with its weight would leave out; None: nothing."""
+def own_forward(linear: nn.Module) -> str | None:
+    """What a layer computes that a product with its weight would leave out; None: nothing."""
+    if isinstance(linear, nn.LazyLinear):
+        return "no weight yet (LazyLinear)"
     if hasattr(linear, "parametrizations"):
         return "a parametrized weight"
     if type(linear).forward not in (nn.Linear.forward, FusedLMHead.forward) or "forward" in vars(linear):
@@ -150,14 +156,25 @@ def beyond_product(linear: nn.Module) -> str | None:
     return None
 
 
+def own_hook(linear: nn.Module, passed: tuple[str, ...] = ()) -> str | None:
+    """A hook of a layer, by its name, but for those of the packages in `passed`; None: there is none."""
+    hooks = (linear._forward_hooks, linear._forward_pre_hooks, linear._backward_hooks, linear._backward_pre_hooks)
+    for hook in (hook for every in hooks for hook in every.values()):
+        fn = hook.func if isinstance(hook, functools.partial) else hook
+        owner = getattr(fn, "__module__", None) or type(fn).__module__
+        if owner.partition(".")[0] not in passed:
+            return f"a hook ({getattr(fn, '__qualname__', type(fn).__name__)})"
+    return None
+
+
 def _check_plain(linear: nn.Linear) -> None:
     """A head over the Parameters alone would leave out whatever else the layer does."""
-    hooks = (linear._forward_hooks, linear._forward_pre_hooks, linear._backward_hooks, linear._backward_pre_hooks)
-    more, instead = beyond_product(linear), "do the same to the new head, or merge it into the weight first"
-    if more is None and any(hooks):
-        more, instead = "hooks", "register them on the new head"
+    more = own_forward(linear) or own_hook(linear)
     if more is not None:
-        raise TypeError(f"linear: it has {more}, which a head over its Parameters would leave out; {instead}")
+        raise TypeError(
+            f"linear: it has {more}, which a head over its Parameters would leave out; do the same to the new head, or "
+            f"merge it into the weight first"
+        )
 
 
 def check_source_options(options: Mapping[str, Any]) -> dict[str, Any]:

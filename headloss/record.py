@@ -33,7 +33,7 @@ class Facts(Mapping[Key, Tensor]):
     _values: dict[Key, Tensor]
     _later: Callable[[], Mapping[Fact, Tensor]]
 
-    def __init__(self, values: Mapping[Fact, Tensor]) -> None:
+    def __init__(self, values: Mapping[Fact, Tensor] | Mapping[Key, Tensor]) -> None:
         self._values = _by_key(values)
 
     def __getitem__(self, key: Key) -> Tensor:
@@ -69,8 +69,10 @@ torch.utils._pytree.register_pytree_node(  # so that wrappers (FSDP) find the te
 )
 
 
-def _by_key(values: Mapping[Fact, Tensor]) -> dict[Key, Tensor]:
-    return dict(zip(keys_of(values), values.values(), strict=True))
+def _by_key(values: Mapping[Any, Tensor]) -> dict[Key, Tensor]:
+    """From facts, or from the keys of other `Facts`: tools that cast a record make it anew of those."""
+    keys = keys_of(values) if all(isinstance(fact, Fact) for fact in values) else values
+    return dict(zip(keys, values.values(), strict=True))
 
 
 def keys_of(facts: Collection[Fact]) -> tuple[Key, ...]:

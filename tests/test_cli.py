@@ -211,6 +211,10 @@ def factory():
         metrics=["entropy", "accuracy", "teacher_agreement", "reverse_kl"],
     )
 
+def fails(logprob):
+    return logprob * (1 / 0)
+
+
 number = 3
 """
 
@@ -263,6 +267,9 @@ def test_check_notices_an_objective_that_is_off(own: str, name: str) -> None:
         ("{}:number", "wanted an Objective, a Term or a function, got int"),
         ("{}:right --dtype int8", "wanted one of float64"),
         ("{}:right --head both", "wanted one of linear, logits"),
+        ("{}:right --top-k 3", "looks at no teacher"),
+        ("{}:factory --top-k 100000", "wanted at most 1003 ids, the vocabulary, got 100000"),
+        ("{}:fails", "it raises ZeroDivisionError"),
     ],
 )
 def test_check_says_what_is_wrong_with_an_objective(own: str, said: str, message: str) -> None:

@@ -111,6 +111,8 @@ def _check_own(
     for name, said, known in (("--dtype", dtype, own.DTYPES), ("--head", head, ("", "linear", "logits"))):
         if said not in known:
             raise typer.BadParameter(f"wanted one of {', '.join(filter(None, known))}, got {said!r}", param_hint=name)
+    if top_k > size[1]:
+        raise typer.BadParameter(f"wanted at most {size[1]} ids, the vocabulary, got {top_k}", param_hint="--top-k")
     try:
         mine = own.load(where)
     except (TypeError, ValueError) as error:
@@ -119,10 +121,15 @@ def _check_own(
     try:
         for kind in (head,) if head else ("linear", "logits"):
             source, targets, call = own.make(mine, *size, own.DTYPES[dtype], device, seed, kind, top_k)
+            if top_k and "teacher" not in call:
+                raise typer.BadParameter(f"{where} looks at no teacher", param_hint="--top-k")
             found[kind] = hl.verify(mine, source, targets, rows=size[0], **call)
-    except (TypeError, ValueError, RuntimeError) as error:
+    except typer.BadParameter:
+        raise
+    except Exception as error:  # whatever the function raises
+        what = str(error) if isinstance(error, TypeError | ValueError | RuntimeError) else f"it raises {error!r}"
         hint = "; for data of your own call hl.verify(objective, source, targets, ...) from Python"
-        raise typer.BadParameter(f"{where}: {error}{hint}", param_hint="--objective") from None
+        raise typer.BadParameter(f"{where}: {what}{hint}", param_hint="--objective") from None
     if json_:
         head_ = {"headloss": hl.__version__, "torch": torch.__version__, "objective": where, "device": device}
         told = {kind: v.as_data() for kind, v in found.items()}

@@ -17,27 +17,16 @@ Fast-LLM but `get_loss_definitions`, whose records are its own.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import headloss as hl
-from headloss.losses import LOSSES
-from headloss.trace.signature import suggest
+from headloss.integrations.fast_llm_terms import checked, flat, options_at, temperature_of, term_of
+from headloss.late import check_later, defers, may_read
 
-SILENT = ("type", "weight", "logits_scale_factor", "use_triton", "implementation", "entropy_chunk_size")
-KEYS = {
-    "label": ("loss_type",),
-    "z_loss": (),
-    "distillation": ("loss_type", "reference_model", "temperature"),
-    "grpo": ("epsilon_low", "epsilon_high", "metrics", "temperature"),
-    "gspo": ("epsilon_low", "epsilon_high", "metrics", "temperature"),
-    "dpo": ("beta", "reference_model"),
-}
-DIVERGENCES = {"cross_entropy": "soft_cross_entropy", "forward_kl": "forward_kl", "reverse_kl": "reverse_kl"}
-LEVELS = ("none", "basic", "auto", "with_entropy")  # all but none are the same by now; `few` is the older basic
 METRICS = (
     "old_logprobs", "ratio_new_old", "ratio_new_old_sum", "ratio_new_old_squared_sum", "kl_new_old",
     "clipped_ratio_fraction", "advantage", "max_advantage", "min_advantage", "num_tokens",
@@ -80,7 +69,7 @@ class FastLLMLosses(nn.Module):
         sequence_group: Any = None,
     ) -> None:
         super().__init__()
-        self.blocks = {name: _checked(name, block) for name, block in _flat(losses)}
+        self.blocks = {name: checked(name, block) for name, block in flat(losses)}
         self.scale, self.distance, self.splits = logits_scale_factor, prediction_distance, num_splits
         self.register, self.shard, self.group = register, shard, sequence_group
         kinds = [b["type"] for b in self.blocks.values()]
@@ -95,9 +84,9 @@ class FastLLMLosses(nn.Module):
             raise ValueError("sequence_group: dpo's spans are those of whole sequences; each rank needs its own")
         if "dpo" in kinds and prediction_distance > 1:
             raise ValueError("prediction_distance: dpo is of the next token; give it to the first head only")
-        terms = {name: _term(name, block, weight) for name, block in self.blocks.items()}
+        terms = {name: term_of(name, block, weight) for name, block in self.blocks.items()}
         entropies = {
-            f"{name}_entropy": hl.Term(_entropy, **_at(block))
+            f"{name}_entropy": hl.Term(_entropy, **options_at(block))
             for name, block in self.blocks.items()
             if block.get("metrics", "none") not in ("none", "few")
         }
@@ -257,12 +246,14 @@ class FastLLMLosses(nn.Module):
             if kind == "gspo":
                 call["segments"] = self._documents(targets, kwargs)
                 call["num_segments"] = kwargs["num_documents_in_batch"]
+                if "label_counts" in kwargs and call["segments"].group is None:
+                    _check_whole(call["segments"], targets, kwargs["label_counts"])
             if kind == "distillation":  # its temperature is the teacher's alone
                 scale = self.scale / float(block.get("temperature", 1.0))
                 logits = self._reference(kwargs, block.get("reference_model", "teacher"), split)
                 teachers[name] = hl.Logits(logits, scale=scale, shard=self._shard(logits))
             if kind == "dpo":
-                logits, T = self._reference(kwargs, block["reference_model"], split).detach(), _temperature(block)
+                logits, T = self._reference(kwargs, block["reference_model"], split).detach(), temperature_of(block)
                 reference = hl.Logits(logits, scale=self.scale, temperature=T, shard=self._shard(logits))
                 call["ref_logprob"] = hl.row_facts(reference, targets, want=("logprob",)).logprob
                 call["segments"] = _spans(targets, kwargs)
@@ -292,62 +283,8 @@ class FastLLMLosses(nn.Module):
         return found[0].chunk(self.splits)[split] if self.splits > 1 else found[0]
 
 
-def _flat(losses: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """The losses, and in place of a monolithic one its children, whose weights and scale factors it multiplies."""
-    for name, block in losses.items():
-        if block.get("type") != "monolithic":
-            yield name, block
-            continue
-        for key in set(block) - {"type", "losses", "weight", "logits_scale_factor", "use_triton"}:
-            raise ValueError(f"{name}: no field {key!r} of monolithic; there are losses, weight, logits_scale_factor")
-        for child, inner in _flat(block.get("losses", {})):
-            both = {k: float(block.get(k, 1.0)) * float(inner.get(k, 1.0)) for k in ("weight", "logits_scale_factor")}
-            yield child, {**inner, **both}
-
-
-def _checked(name: str, block: Mapping[str, Any]) -> dict[str, Any]:
-    """A block with nothing unknown in it; the older spelling of gspo and of metrics is understood."""
-    block = dict(block)
-    kind = block.setdefault("type", "label")
-    if kind not in KEYS:
-        raise ValueError(f"{name}: no loss type {kind!r}; there are {', '.join(KEYS)}{suggest(str(kind), KEYS)}")
-    if kind == "grpo":
-        older = {"policy_loss", "compute_extra_metrics", "compute_entropy_metric"} & set(block)
-        block["type"] = kind = block.pop("policy_loss", "grpo")
-        extra, entropy = block.pop("compute_extra_metrics", False), block.pop("compute_entropy_metric", False)
-        if older:
-            block["metrics"] = "with_entropy" if entropy else "few" if extra else "none"
-        if block.pop("normalize_by_documents", False):
-            raise ValueError(f"{name}: normalize_by_documents is not read; use type gspo, or Term(reduction=...)")
-    if kind in ("grpo", "gspo"):
-        block.setdefault("metrics", "auto")
-    for key in block:
-        if key not in (*SILENT, *KEYS[kind]):
-            known = (*SILENT[:2], *KEYS[kind])
-            raise ValueError(f"{name}: no field {key!r} of {kind}; there are {', '.join(known)}{suggest(key, known)}")
-    if block.get("metrics", "none") not in (*LEVELS, "few"):
-        raise ValueError(f"{name}: metrics: wanted one of {', '.join(LEVELS)}, got {block['metrics']!r}")
-    if not _temperature(block) > 0:
-        raise ValueError(f"{name}: logits_scale_factor and temperature: wanted positive numbers")
-    if kind == "dpo" and "reference_model" not in block:
-        raise ValueError(f"{name}: reference_model: missing")
-    return block
-
-
-def _temperature(block: Mapping[str, Any]) -> float:
-    """At which the student is read: a policy loss's own, divided by the loss's own scale factor."""
-    own = float(block.get("temperature", 1.0)) if block["type"] in ("grpo", "gspo") else 1.0
-    factor = float(block.get("logits_scale_factor", 1.0))
-    return own / factor if factor > 0 else -1.0
-
-
-def _at(block: Mapping[str, Any]) -> dict[str, Any]:
-    T = _temperature(block)
-    return {} if T == 1.0 else {"temperature": T}
-
-
 def _fact(out: hl.Output, fact: str, block: Mapping[str, Any]) -> Tensor:
-    T = _temperature(block)
+    T = temperature_of(block)
     return out.facts[fact if T == 1.0 else (fact, T)].detach()
 
 
@@ -355,25 +292,23 @@ def _entropy(entropy: Tensor) -> Tensor:
     return entropy
 
 
-def _term(name: str, block: Mapping[str, Any], factor: float) -> hl.Term:
-    kind, weight, at = block["type"], factor * float(block.get("weight", 1.0)), _at(block)
-    loss_type = block.get("loss_type", "cross_entropy")
-    if kind == "label":
-        if loss_type not in ("cross_entropy", "forward_kl"):  # the same for a label, whose own entropy is 0
-            raise ValueError(f"loss_type: {loss_type!r} to a label is infinite; use cross_entropy")
-        return hl.Term(LOSSES["cross_entropy"], weight=weight, **at)
-    if kind == "z_loss":
-        return hl.Term(LOSSES["z_loss"], weight=weight, **at)
-    if kind == "distillation":
-        if loss_type not in DIVERGENCES:
-            raise ValueError(f"loss_type: wanted one of {', '.join(DIVERGENCES)}, got {loss_type!r}")
-        return hl.Term(LOSSES[DIVERGENCES[loss_type]], weight=weight, teacher=name, **at)
-    if kind == "dpo":
-        return hl.Term(LOSSES["dpo"], weight=weight, beta=float(block.get("beta", 1.0)), **at)
-    how: dict[str, Any] = {"low": float(block.get("epsilon_low", 0.2)), "high": float(block.get("epsilon_high", 0.2))}
-    if kind == "gspo":
-        how["reduction"] = "seq_mean_token_sum"
-    return hl.Term(LOSSES[kind], weight=weight, **how, **at)
+def _check_whole(segments: hl.Segments, targets: Tensor, counts: Tensor) -> None:
+    """Every label of a document is in this call: Fast-LLM divides by all of them, gspo by those that are here."""
+    counted = targets.reshape(-1) >= 0
+    here = segments.spread(segments.totals(counted.to(torch.float32)))
+    wrong = ((here != counts.reshape(-1)) & counted).sum()
+
+    def check(found: Tensor) -> None:
+        if int(found):
+            raise ValueError(
+                f"label_counts: {int(found)} tokens are of documents with labels that are not in this call, and gspo "
+                f"is of whole documents; use schedule.micro_batch_splits = 1, or give gspo to the first head alone"
+            )
+
+    if defers(wrong.device):
+        check_later(wrong, check)
+    elif may_read(True, wrong.device):
+        check(wrong)
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -20,7 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import headloss as hl
-from headloss.integrations.fast_llm import KEYS, FastLLMLosses
+from headloss.integrations.fast_llm import FastLLMLosses
+from headloss.integrations.fast_llm_terms import KEYS
 
 _config: Any = importlib.import_module("fast_llm.config")
 _losses: Any = importlib.import_module("fast_llm.layers.language_model.loss.config")

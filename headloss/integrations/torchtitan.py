@@ -26,7 +26,7 @@ from torchtitan.components.loss import (  # type: ignore[import-not-found,unused
 import headloss as hl
 from headloss.integrations.counts import check_means
 from headloss.integrations.early import Early
-from headloss.module import beyond_product
+from headloss.module import own_forward, own_hook
 
 logger = logging.getLogger(__name__)
 
@@ -146,21 +146,20 @@ class HeadlossLoss(ChunkedLossWrapper):  # type: ignore[misc,unused-ignore]
 
 def _transform(head: nn.Module) -> dict[str, Any]:
     """What a head does besides its product, as options of `hl.Linear`; "dtype": which it multiplies in."""
-    if isinstance(head, hl.FusedLMHead):
-        return head.source_options
     forward: Any = type(head).forward
-    if forward.__module__.startswith("torchtitan.") and "forward" not in vars(head):
+    more = own_hook(head, ("torch", "torchtitan"))  # FSDP2's and tensor parallelism's pass
+    if more is None and forward.__module__.startswith("torchtitan.") and "forward" not in vars(head):
         if forward.__qualname__ == "SoftCappedLinear.forward":
             return {"scale": head.output_multiplier, "softcap": head.output_soft_cap_temp}
         if forward.__qualname__ == "CastLinear.forward":
             return {"dtype": head.compute_dtype}
-    more = beyond_product(head)
+    more = more or own_forward(head)
     if more is not None:
         raise TypeError(
             f"lm_head: it has {more}, which HeadlossLoss would leave out, since it multiplies by the weight itself; "
             f"merge it first, or use torchtitan's own loss"
         )
-    return {}
+    return head.source_options if isinstance(head, hl.FusedLMHead) else {}
 
 
 def summable(out: hl.Output, tokens: Tensor | None, segments: Any = None) -> dict[str, Tensor]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import headloss as hl
-from headloss.losses import grpo, gspo, z_loss
+from headloss.losses import cross_entropy, grpo, gspo, z_loss
 from headloss.trace import trace as plan
 
 
@@ -88,6 +88,26 @@ def test_fused_head_with_inputs() -> None:
     close(linear.bias.grad, want.grads["bias"])
     out = head(hidden, targets=hl.prepare(problem.targets, problem.segments), objective=obj, inputs=problem.inputs)
     close(out.loss.detach(), want.loss)
+
+
+def test_inputs_are_copied_and_made_anew() -> None:
+    """By copy, pickle, and tools that rebuild a mapping from a dict."""
+    inputs = hl.Inputs(advantage=torch.ones(3), num_items=4)
+    for other in (copy.copy(inputs), copy.deepcopy(inputs), pickle.loads(pickle.dumps(inputs)), hl.Inputs(inputs)):
+        assert isinstance(other, hl.Inputs) and dict(other).keys() == {"advantage", "num_items"}
+        assert torch.equal(other["advantage"], inputs["advantage"]) and other["num_items"] == 4
+    with pytest.raises(AttributeError, match="Inputs is immutable"):
+        inputs.advantage = 1
+
+
+def test_facts_are_made_anew_from_their_keys() -> None:
+    """As accelerate does with every mapping in what a model returns, to cast it."""
+    terms = {"ce": cross_entropy, "warm": hl.Term(z_loss, temperature=2.0)}
+    out = hl.Objective(**terms)(hl.Logits(torch.randn(4, 9)), torch.arange(4))
+    facts = hl.Facts({key: x.double() for key, x in out.facts.items()})
+    assert list(facts) == list(out.facts) and len(facts) > 1
+    assert facts.logprob.dtype is torch.float64 and torch.equal(facts["lse", 2.0].float(), out.facts["lse", 2.0])
+    assert len(hl.Facts({})) == 0
 
 
 def test_from_and_to_config() -> None:
@@ -209,7 +229,7 @@ def with_hook() -> torch.nn.Linear:
     ("linear", "says"),
     [
         (lambda: Adapted(4, 9), r"a forward of its own \(Adapted; an adapter such as LoRA\?\)"),
-        (with_hook, "it has hooks"),
+        (with_hook, "it has a hook"),
         (lambda: torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(4, 9)), "a parametrized weight"),
     ],
 )

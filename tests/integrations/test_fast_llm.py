@@ -130,6 +130,32 @@ def test_losses_and_gradients(block: dict[str, dict[str, Any]]) -> None:
         torch.testing.assert_close(losses[name][0], x.detach())
 
 
+@pytest.mark.parametrize("kind", ["label", "z_loss", "distillation", "grpo", "gspo"])
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_loss_of_weight_0_is_made_and_logged(kind: str, alone: bool) -> None:
+    logits, kw = keywords()
+    block: dict[str, dict[str, Any]] = {"it": {"type": kind, "weight": 0.0}}
+    if not alone:
+        block["ce"] = {"type": "label"}
+    leaf = logits.clone().requires_grad_()
+    truth = value(kind, leaf, kw)
+    losses: dict[str, list[Tensor]] = {}
+    loss, grad = FastLLMLosses(block, logits_scale_factor=MODEL_SCALE).forward_backward(logits, kw, losses)
+    torch.testing.assert_close(losses["it"][0], truth.detach())
+    rest = 0 * truth if alone else value("label", leaf, kw)
+    torch.testing.assert_close(loss, rest.detach())
+    torch.testing.assert_close(grad, torch.autograd.grad(3.0 * rest, leaf)[0])
+
+
+def test_gspo_is_of_whole_documents() -> None:
+    """Fast-LLM divides by a document's labels wherever they are, the loss by those that are in the call."""
+    logits, kw = keywords()
+    head = FastLLMLosses(BLOCKS["gspo"], logits_scale_factor=MODEL_SCALE)
+    kw["label_counts"] = kw["label_counts"] + (kw["global_document_index_q"] == 2)
+    with pytest.raises(ValueError, match=r"label_counts: \d+ tokens are of documents with labels that are not in this"):
+        head.forward_backward(logits, kw)
+
+
 @pytest.mark.parametrize("kind", ["grpo", "gspo"])
 def test_metrics_have_fast_llms_names_and_numbers(kind: str) -> None:
     logits, kw = keywords(grad_output=None)

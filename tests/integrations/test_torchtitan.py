@@ -6,6 +6,7 @@ torchtitan's main branch of 2026: `Configurable` (a Config with slots that build
 
 from __future__ import annotations
 
+import functools
 import sys
 import types
 from dataclasses import dataclass
@@ -140,12 +141,23 @@ class Doubled(nn.Linear):
         return 2 * super().forward(x)
 
 
+class DoubledHead(hl.FusedLMHead):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return 2 * super().forward(*args, **kwargs)
+
+
 def test_a_head_that_does_more_than_a_product_is_refused() -> None:
     _, hidden, labels = problem()
     own, replaced, normed = Doubled(D, V), nn.Linear(D, V), nn.utils.parametrizations.weight_norm(nn.Linear(D, V))
     replaced.forward = lambda x: 2 * x  # type: ignore[method-assign]
+    hooked, before, fused = nn.Linear(D, V), nn.Linear(D, V), DoubledHead(D, V)
+    hooked.register_forward_hook(lambda module, args, out: 2 * out)
+    before.register_forward_pre_hook(functools.partial(lambda k, module, args: k * args[0], 2.0))
     loss_fn = build()
-    for head, said in ((own, r"Doubled; an adapter"), (replaced, "a forward of its own"), (normed, "parametrized")):
+    for head, said in (
+        (own, r"Doubled; an adapter"), (replaced, "a forward of its own"), (normed, "parametrized"),
+        (hooked, "a hook"), (before, "a hook"), (fused, "DoubledHead"),
+    ):  # fmt: skip
         loss_fn.set_lm_head(head)
         with pytest.raises(TypeError, match=rf"lm_head: it has .*{said}.*, which HeadlossLoss would leave out"):
             loss_fn(hidden, labels, torch.tensor(TOKENS))
