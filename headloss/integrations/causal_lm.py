@@ -73,8 +73,16 @@ def logits_transform(config: Any) -> dict[str, Any]:
     return found
 
 
-def check_model(model: Any, *, takes_loss: bool = True, vocab: int | None = None) -> nn.Linear:
-    """The head of a causal language model that can be patched, or an error; `vocab`: the columns that are its own."""
+KEEP_LOGITS = "keep the logits: model.loss_function = loss_function(objective)"
+
+
+def check_model(
+    model: Any, *, takes_loss: bool = True, vocab: int | None = None, instead: str = KEEP_LOGITS
+) -> nn.Linear:
+    """The head of a causal language model that can be patched, or an error; `vocab`: the columns that are its own.
+
+    `instead`: what can be done where it cannot.
+    """
     name = type(model).__name__
     if "headloss" in vars(model):
         raise ValueError(f"model: {name} is patched already; unpatch(model) first")
@@ -92,7 +100,6 @@ def check_model(model: Any, *, takes_loss: bool = True, vocab: int | None = None
             f"model: {name}.forward does not go through self.loss_function, so its loss cannot be taken over; "
             f"call hl.Objective on hl.Logits(outputs.logits) instead"
         )
-    instead = "keep the logits: model.loss_function = loss_function(objective)"
     cut = vocab is not None or "vocab" in logits_transform(model.config)
     if line := other_use(model, cut):
         hint = "" if cut else "; where it only leaves out columns from V on, pass vocab=V"

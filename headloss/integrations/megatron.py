@@ -19,11 +19,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 import headloss as hl
 from headloss.integrations.counts import check_means
 from headloss.integrations.early import Early
+from headloss.module import own_hook
 
 
 class OutputProcessor:
@@ -82,6 +83,7 @@ class OutputProcessor:
             self.objective, call, "and Megatron divides by tokens",
             "in output_processor_context, and let loss_func divide by nothing",
         )  # fmt: skip
+        _check_product(output_layer)
         if getattr(output_layer, "bias", None) is not None:
             raise ValueError("output_layer: it has a bias, which the objective would leave out; make it without one")
         gathered = bool(getattr(output_layer, "sequence_parallel", False))
@@ -102,6 +104,21 @@ class OutputProcessor:
         if group is not None:
             loss = _where_counted(loss, counts, group)
         return loss * counts / counts.sum().clamp(min=1)
+
+
+def _check_product(layer: Any) -> None:
+    """The objective multiplies by the layer's weight, so the layer must do no more than that."""
+    if not isinstance(layer, nn.Module):
+        return
+    forward: Any = type(layer).forward
+    more = own_hook(layer, ("torch", "megatron"))
+    if not forward.__module__.startswith(("megatron.core.", "torch.nn.")) or "forward" in vars(layer):
+        more = f"a forward of its own ({type(layer).__name__}; an adapter such as LoRA?)"
+    if more is not None:
+        raise TypeError(
+            f"output_layer: it has {more}, which the objective would leave out; merge it first, or leave "
+            f"output_processor out"
+        )
 
 
 def _where_counted(loss: Tensor, counts: Tensor, group: Any) -> Tensor:

@@ -195,7 +195,14 @@ class DistillationTrainer(_OnHeadloss, distillation_trainer.DistillationTrainer)
             "temperature": self.temperature,
             "memory": self._headloss["memory"],
         }
-        Adapter(student, check_model(student, takes_loss=False), options).probed = True
+        instead = "use TRL's own trainer"
+        Adapter(student, check_model(student, takes_loss=False, instead=instead), options).probed = True
+        guide = None if self.teacher_model is None else unwrapped(self.teacher_model)
+        if guide is not None and "headloss" not in vars(guide):  # a student may teach itself
+            try:
+                check_model(guide, takes_loss=False, instead=instead)
+            except TypeError as error:
+                raise TypeError(f"teacher_{error}") from None
 
     def _compute_loss(
         self, unwrapped_student: Any, inputs: Any, num_items_in_batch: Any

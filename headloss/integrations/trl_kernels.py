@@ -69,7 +69,7 @@ def add_fused_lm_head(
     base = unwrapped(model)
     # TRL has given the head a forward in float32, which calls without labels still take
     plain = vars(base.get_output_embeddings()).pop("forward", None) if cast_lm_head_to_fp32 else None
-    head = check_model(base, takes_loss=False)
+    head = check_model(base, takes_loss=False, instead="use TRL's own trainer")
     options = {"memory": memory, "temperature": temperature, **logits_transform(base.config)}
     FusedHead(base, head, options, tuple(outputs), cast_lm_head_to_fp32, metrics).plain = plain
     base.forward = types.MethodType(functools.wraps(type(base).forward)(_fused_forward), base)

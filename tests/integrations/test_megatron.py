@@ -168,6 +168,11 @@ def test_wrong_smoothing_is_refused() -> None:
         megatron.vocab_parallel_cross_entropy(torch.zeros(1, 1, 4), torch.zeros(1, 1).long(), 1.0)
 
 
+class Adapted(torch.nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+
 @pytest.mark.parametrize(
     ("loss", "reduction", "says"),
     [
@@ -187,6 +192,11 @@ def test_means_that_megatron_does_not_count_are_refused(loss: str, reduction: st
     given |= {"labels": torch.zeros(2, 3).long(), "context": {"segments": hl.Segments.from_batch((2, 3))}}
     with pytest.raises(ValueError, match=says):
         head(output_layer=torch.nn.Linear(4, 8, bias=False), **given)
+    ce = megatron.OutputProcessor(hl.Objective(it=LOSSES["cross_entropy"]))
+    adapted, hooked = Adapted(4, 8, bias=False), torch.nn.Linear(4, 8, bias=False)
+    hooked.register_forward_hook(lambda module, args, out: 2 * out)
+    for layer, more in ((adapted, r"a forward of its own \(Adapted"), (hooked, "a hook")):
+        with pytest.raises(TypeError, match=f"output_layer: it has {more}.*, which the objective would leave out"):
+            ce(output_layer=layer, **given)
     with pytest.raises(ValueError, match="output_layer: it has a bias"):
-        ce = megatron.OutputProcessor(hl.Objective(it=LOSSES["cross_entropy"]))
         ce(output_layer=torch.nn.Linear(4, 8), **given)

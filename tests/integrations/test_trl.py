@@ -468,6 +468,18 @@ def test_a_penalty_needs_its_term_and_rows_their_tokens(tokenizer: Any, tmp_path
             trainer.set_objective(hl.Objective(rl=grpo))
 
 
+def test_a_teacher_whose_head_does_more_is_refused(tokenizer: Any, tmp_path: Path) -> None:
+    """Its weight alone would be another teacher."""
+    teacher = tiny.model("llama")
+    nn.utils.parametrizations.weight_norm(teacher.lm_head)
+    arguments = trl.DistillationConfig(**common(tmp_path), max_completion_length=6)
+    with pytest.raises(TypeError, match="teacher_model: the head of LlamaForCausalLM is parametrized"):
+        adapter.DistillationTrainer(
+            model=tiny.model("llama"), teacher_model=teacher, args=arguments,
+            train_dataset=lines(8, completions=False), processing_class=tokenizer,
+        )  # fmt: skip
+
+
 def test_bad_use(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny.model("llama")
     with pytest.raises(ValueError, match="outputs: 'logits' is not known"):
