@@ -156,10 +156,12 @@ def own_forward(linear: nn.Module) -> str | None:
     return None
 
 
-def own_hook(linear: nn.Module, passed: tuple[str, ...] = ()) -> str | None:
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def own_hook(linear: nn.Module, passed: tuple[str, ...] = (), kinds: tuple[str, ...] = _HOOKS) -> str | None:
     """A hook of a layer, by its name, but for those of the packages in `passed`; None: there is none."""
-    hooks = (linear._forward_hooks, linear._forward_pre_hooks, linear._backward_hooks, linear._backward_pre_hooks)
-    for hook in (hook for every in hooks for hook in every.values()):
+    for hook in (hook for kind in kinds for hook in getattr(linear, kind).values()):
         fn = hook.func if isinstance(hook, functools.partial) else hook
         owner = getattr(fn, "__module__", None) or type(fn).__module__
         if owner.partition(".")[0] not in passed:

@@ -1008,6 +1008,8 @@ FAULTS = [
     Fault("integrations/torchtitan.py", "head.source_options if isinstance(head, hl.FusedLMHead) else {}", "{}", "torchtitan: a fused head's softcap is left out", ("tests/integrations/test_torchtitan.py",)),
     Fault("integrations/torchtitan.py", "more = more or own_forward(head)", "pass", "torchtitan: a head's own forward is left out", ("tests/integrations/test_torchtitan.py",)),
     Fault("module.py", 'if owner.partition(".")[0] not in passed:', "if False:", "a hook of a head is left out", ("tests/integrations/test_torchtitan.py",)),
+    Fault("engine/guides.py", "                head.buffers_CV = own  #", "                pass  #", "routed: a teacher's rows are written where the last chunk had them", ("tests/test_routed.py",)),
+    Fault("integrations/adapter.py", "        if self.head._forward_hooks:", "        if False:", "a hook on the logits of a patched head is left out", ("tests/integrations/test_never_off.py",)),
     Fault("integrations/megatron.py", "        _check_product(output_layer)\n", "", "Megatron: an adapter on the output layer is left out", ("tests/integrations/test_megatron.py",)),
     Fault("integrations/trl.py", 'check_model(guide, takes_loss=False, instead=instead)', "pass", "TRL: a teacher's head is taken for a plain product", TRL),
     Fault("integrations/fast_llm_terms.py", "    if weight == 0:", "    if False:", "Fast-LLM: a loss of weight 0 is logged as 0", FAST),

@@ -332,8 +332,8 @@ def test_advantages_of_each_token(batch: SimpleNamespace, kind: str, level: str)
     torch.manual_seed(2)
     own = SimpleNamespace(**{**vars(batch), "advantage": torch.randn(B, T, dtype=torch.float64)})
     said = {"loss_type": kind, "importance_sampling_level": level}
-    want, d_logits, _ = trl_loss(own, **said)
-    as_above = {"epsilon": 0.2, "epsilon_high": 0.28, "max_completion_length": LONGEST, "sapo_temperature_neg": 1.0625}
+    want, d_logits, _ = trl_loss(own, **said, epsilon_low=0.01, epsilon_high=0.02)
+    as_above = {"epsilon": 0.01, "epsilon_high": 0.02, "max_completion_length": LONGEST, "sapo_temperature_neg": 1.0625}
     logits = batch.logits.clone().requires_grad_()
     given = {"advantage": own.advantage, "old_logprob": batch.old, "segments": batch.segments, "num_items": int(ITEMS)}
     out = policy_objective(config(**as_above, **said))(hl.Logits(logits), batch.targets, **given)

@@ -174,3 +174,29 @@ def test_teachers_of_several_types(dtypes: tuple[str, str]) -> None:
     finally:
         torch.set_default_dtype(torch.float32)
     torch.testing.assert_close(loss.double(), want, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("student", ["Logits", "Linear"])
+@pytest.mark.parametrize("columns", [40, 5000])  # rows of the shared chunk that follow each other, and that do not
+def test_rows_that_stand_together_in_one_chunk_and_apart_in_the_next(columns: int, student: str) -> None:
+    """Each teacher's product goes to its own rows, whatever the last chunk's were."""
+    for seed in range(4):
+        g = torch.Generator().manual_seed(seed)
+        draw = lambda *shape: torch.randn(*shape, generator=g, dtype=torch.float64)
+        hidden, weight = draw(24, D).requires_grad_(), draw(columns, D).requires_grad_()
+        chunk = columns * 8 * 2 * 6
+        heads = [hl.Linear(draw(24, D), draw(columns, D), memory=chunk) for _ in range(2)]
+        route = torch.randint(2, (24,), generator=g)
+        source = (
+            hl.Linear(hidden, weight, memory=chunk * 3 // 2) if student == "Linear" else hl.Logits(hidden @ weight.T)
+        )
+        segments = hl.Segments.from_ids(torch.arange(24) // 8)
+        objective = hl.Objective(kd=hl.Term(forward_kl, reduction="seq_mean_token_mean"))
+        taught = hl.Routed(dict(zip(("a", "b"), heads, strict=True)), route)
+        loss = objective(source, torch.zeros(24).long(), segments=segments, teacher=taught).loss
+        logits = torch.stack([h.hidden @ h.weight.T for h in heads])[route, torch.arange(24)]
+        logp, logq = (hidden @ weight.T).log_softmax(-1), logits.log_softmax(-1)
+        truth = (logq.exp() * (logq - logp)).sum(-1).mean()
+        torch.testing.assert_close(loss, truth)
+        for got, wanted in zip(*(torch.autograd.grad(x, (hidden, weight)) for x in (loss, truth)), strict=True):
+            torch.testing.assert_close(got, wanted)

@@ -195,8 +195,9 @@ class RoutedRows(DenseTeacherRows):
                 start = numbers.start
                 at = slice(start + first, start + end) if isinstance(here, slice) else start + here
             if isinstance(head, LinearHead) and isinstance(here, slice) and guide.teacher.chunk_dtype == self._dtype:  # type: ignore[union-attr]
-                head.buffers_CV = {slot: held_CV[here]}  # where the product is to be written
+                own, head.buffers_CV = head.buffers_CV, {slot: held_CV[here]}  # where the product is to be written
                 head.read(at, slot)
+                head.buffers_CV = own  # or a later chunk of rows that lie apart would be written over others'
             else:
                 held_CV[here] = head.read(at, slot).to(self._dtype)
         return held_CV

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import headloss as hl
 from headloss.integrations.causal_lm import bypassed, check_shape, count_of, targets_of
 from headloss.late import check_later, defers
-from headloss.module import check_source_options
+from headloss.module import check_source_options, own_hook
 
 PROBE = 1.5  # sent through the model once, where its logits would go
 COUNTED = threading.Lock()
@@ -207,6 +207,8 @@ class Adapter:
 
     def visit(self, hidden: Tensor, call: Call, expected: Expected) -> Tensor:
         """Inside the head's forward: evaluate, and return a placeholder for gradients to pass on their way back."""
+        if self.head._forward_hooks:
+            _check_hooks(self.head)
         targets = expected.targets.to(hidden.device)
         check_shape(targets.targets if isinstance(targets, hl.Prepared) else targets, hidden)
         result, live = expected.evaluate(self.head, hidden, targets, call.inputs)  # type: ignore[arg-type]
@@ -254,6 +256,18 @@ class Adapter:
         _check_transform(got, self.transform)
         self.probed = True
         return 0.0
+
+
+HARMLESS = ("torch", "accelerate", "deepspeed", "transformers", "wandb", "headloss")  # whose hooks change no logits
+
+
+def _check_hooks(head: nn.Module) -> None:
+    hook = own_hook(head, HARMLESS, ("_forward_hooks",))
+    if hook is not None:
+        raise TypeError(
+            f"model: its head has {hook} on what it returns, which is a loss here and no logits; remove it, or keep "
+            f"the logits with model.loss_function = loss_function(objective)"
+        )
 
 
 def _transform(scale: float = 1.0, softcap: float | None = None, **_: Any) -> str:

@@ -293,6 +293,22 @@ def test_an_evaluation_reports_its_own_data_under_its_own_name(tmp_path: Path) -
         assert logged("eval", before) == pytest.approx(alone, rel=1e-6)
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_a_hook_on_the_logits_of_a_patched_head_is_refused(late: bool) -> None:
+    """It would get a stand-in for the logits, and change nothing; one before the head is followed."""
+    model, plain, batch = tiny.model("llama"), tiny.model("llama"), tiny.batch()
+    for each in (model, plain):
+        each.lm_head.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
+    patch(model)
+    if late:
+        torch.testing.assert_close(model(**batch).loss, plain(**batch).loss, rtol=1e-4, atol=1e-5)
+    held = model.lm_head.register_forward_hook(lambda module, args, out: out - 5 * (torch.arange(out.shape[-1]) > 9))
+    with pytest.raises(TypeError, match=r"model: its head has a hook \(.*lambda.*\) on what it returns"):
+        model(**batch)
+    held.remove()
+    torch.testing.assert_close(model(**batch).loss, plain(**batch).loss, rtol=1e-4, atol=1e-5)
+
+
 def test_a_head_that_is_parametrized_is_refused_before_anything_changes() -> None:
     model = tiny.model("llama")
     torch.nn.utils.parametrizations.weight_norm(model.lm_head)
