@@ -263,17 +263,18 @@ class Term:
                 if self.tail == "bucket":
                     asked["teacher_tail_logprob"] = fact._replace(name="teacher_tail_logprob", element=None)
                     loss, options = bucket_loss(fn), dict(self.options)
-                signature = read_signature(loss, facts=asked)._replace(name=function_name(fn))
+                signature = read_signature(loss, facts=asked)._replace(name=function_name(fn), returns="row")
                 return Call(loss, signature, options, weighed, self.pure)
             elif hasattr(fn, "one_pass") and not hasattr(fn, "__wrapped__"):  # a decorator copies attributes
                 fn = fn.one_pass
             else:
                 fact = Fact("divergence", self.temperature, teacher, Element(fn, self.options, self.pure))
-                signature = read_signature(summed, facts={"divergence": fact})._replace(name=function_name(fn))
-                return Call(summed, signature, {}, weighed, self.pure)
+                signature = read_signature(summed, facts={"divergence": fact})
+                return Call(summed, signature._replace(name=function_name(fn), returns="row"), {}, weighed, self.pure)
         whose["classes"] = classes
         signature = self._read(fn, own, self.inputs, temperature=T, compared_at=self.temperature, **whose)
-        named = signature._replace(name=function_name(self.fn))
+        returns = "row" if is_divergence(self.fn) else signature.returns
+        named = signature._replace(name=function_name(self.fn), returns=returns)
         return Call(fn, named, self.options, weighed, self.pure)
 
     def _looks_at(self, fact: str, teacher: str, ids: str) -> str | None:

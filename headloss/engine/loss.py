@@ -29,6 +29,7 @@ from headloss.rows import Rows
 from headloss.segments import Segments, group_sum
 from headloss.trace.call import Call, Env, Weighed, evaluate
 from headloss.trace.gradient import Reach, check_constants, check_gradient, leaf, reach_of
+from headloss.trace.signature import Signature
 from headloss.trace.trace import Shape, run_cotangents
 
 
@@ -146,7 +147,7 @@ class TermsOnRows:
                 value, metrics = term.call(env, per_row if term.trace.apart else None, weighed)
             if term.trace.reach is None and (grad or self.watched):
                 ways[term.name] = reach_of(value, leaves, [x for x in env.inputs.values() if x is not None])
-            kind = term.trace.value or self._kind(term.call, value)
+            kind = term.trace.value or self._kind(term.call, value, (term.call.signature,))
             check_belongs(term.call, kind, self.shapes, len(value))
             base = self._weights(term, kind, value.shape[0], env)
             plain = value.detach()
@@ -159,7 +160,9 @@ class TermsOnRows:
             loss = loss + reduced * self.weights[term.name]
             values.append(value)
             seeds.append((base * self._scale(term)).to(value.dtype))
-            of = term.trace.metrics if term.trace.value else {k: self._kind(term.call, x) for k, x in metrics.items()}
+            of = term.trace.metrics
+            if not term.trace.value:
+                of = {k: self._kind(term.call, x, term.call.signatures) for k, x in metrics.items()}
             kinds |= {f"{term.name}/{name}": kind for name, kind in of.items()}
             measured |= {f"{term.name}/{name}": x for name, x in metrics.items()}
         with torch.no_grad():
@@ -168,7 +171,7 @@ class TermsOnRows:
                     continue
                 found = evaluate(call.fn, call.signature.name, env.arguments(call.signature), call.options)
                 found = {f"{name}/{k}": x for k, x in found.items()} if isinstance(found, Mapping) else {name: found}
-                kinds |= {k: self._kind(call, x) for k, x in found.items()}
+                kinds |= {k: self._kind(call, x, call.signatures) for k, x in found.items()}
                 measured |= found
             self._measure(measured, kinds)
         by_fact: dict[Fact, Tensor] = {}
@@ -270,13 +273,16 @@ class TermsOnRows:
             self.denominators[term.name] = total.masked_fill(total == 0, 1.0)
         return self.denominators[term.name]
 
-    def _kind(self, call: Call, value: Any) -> str:
-        """What values belong to that no trace has seen: "row", "segment" or "other"."""
+    def _kind(self, call: Call, value: Any, signatures: Sequence[Signature]) -> str:
+        """What values belong to that no trace has seen: "row", "segment" or "other".
+
+        `signatures`: of the functions that made them; those of row weights say nothing of a loss's.
+        """
         if not isinstance(value, Tensor) or value.ndim != 1:
             return "other"
         length, segments = value.shape[0], self.rows.segments
         shapes = [self.shapes[n] for n in call.input_names if n in self.shapes]
-        given = {s.kind for s in shapes} | {p.kind for s in call.signatures for p in s.parameters}
+        given = {s.kind for s in shapes} | {p.kind for s in signatures for p in s.parameters}
         ways = []
         if length == self.rows.count and given & {"fact", "targets", "row", "segments"}:
             ways.append("row")

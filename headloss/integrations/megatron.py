@@ -24,6 +24,7 @@ from torch import Tensor, nn
 import headloss as hl
 from headloss.integrations.counts import check_means
 from headloss.integrations.early import Early
+from headloss.late import check_later, defers, may_read
 from headloss.module import own_hook
 
 
@@ -77,6 +78,7 @@ class OutputProcessor:
     ) -> Tensor:
         if labels is None:
             raise ValueError("labels: the objective needs targets; leave output_processor out to get logits")
+        _check_mask(loss_mask)
         targets, call = _targets(labels, loss_mask), {"num_items": 1, **(context or {})}
         ready = self.early.take(targets, labels, loss_mask) if "segments" not in call else targets
         check_means(
@@ -90,9 +92,7 @@ class OutputProcessor:
         if gathered:
             parallel = importlib.import_module("megatron.core.tensor_parallel")
             hidden_states = parallel.gather_from_sequence_parallel_region(hidden_states)
-        scale = (
-            1.0 if scale_logits is None else float(scale_logits(torch.ones((), dtype=torch.float32, device="cpu")))
-        )  # MuP's, one number
+        scale = 1.0 if scale_logits is None else _factor(scale_logits, self.options)
         source = linear_source(
             hidden_states.transpose(0, 1), output_layer.weight if output_weight is None else output_weight,
             self.group, vocab=self.vocab, partial_hidden=gathered, **{"scale": scale, **self.options},
@@ -104,6 +104,39 @@ class OutputProcessor:
         if group is not None:
             loss = _where_counted(loss, counts, group)
         return loss * counts / counts.sum().clamp(min=1)
+
+
+def _factor(scale_logits: Any, options: Mapping[str, Any]) -> float:
+    """MuP's number, which multiplies all logits; or what the options say, if that is what the model does."""
+    at = torch.tensor([0.0, 1.0, -3.0, 1e3], dtype=torch.float32, device="cpu")
+    made, cap = scale_logits(at), options.get("softcap")
+    scale = float(options.get("scale", 1.0 if cap is not None else made[1]))
+    wanted = scale * at if cap is None else cap * (scale * at / cap).tanh()
+    if not torch.allclose(made, wanted, rtol=1e-3, atol=1e-6):
+        raise ValueError(
+            f"scale_logits: the model makes {made.tolist()} of logits {at.tolist()}, which is not what scale={scale} "
+            f"and softcap={cap} make of them; say OutputProcessor(..., scale=, softcap=) as the model has them"
+        )
+    return scale
+
+
+def _check_mask(loss_mask: Tensor | None) -> None:
+    """A mask says which tokens count; Megatron's `loss_func` multiplies by it once more."""
+    if loss_mask is None or not loss_mask.is_floating_point():
+        return
+    between = ((loss_mask != 0) & (loss_mask != 1)).sum()
+
+    def check(found: Tensor) -> None:
+        if int(found):
+            raise ValueError(
+                f"loss_mask: {int(found)} tokens weigh neither 0 nor 1; give their weights to a term as an input, "
+                f"row_weight=..., in output_processor_context"
+            )
+
+    if defers(between.device):
+        check_later(between, check)
+    elif may_read(True, between.device):
+        check(between)
 
 
 def _check_product(layer: Any) -> None:

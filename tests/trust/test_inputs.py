@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 import headloss as hl
-from headloss.losses import LOSSES, cross_entropy, dpo, grpo, gspo, kto
+from headloss.losses import LOSSES, cross_entropy, dpo, grpo, gspo, kto, reverse_kl
 from headloss.row_weights import off_policy_mask, truncate
 
 N, D = 6, 5
@@ -534,6 +534,30 @@ def test_metrics_of_as_many_segments_as_rows() -> None:
     present = torch.bincount(IDS, minlength=N) > 0
     totals = torch.zeros(N).double().index_add(0, IDS, logp.gather(-1, targets[:, None])[:, 0])
     assert float(out.metrics["total"]) == pytest.approx(totals[present].mean().item())
+
+
+SWITCH = {"factor": 2.0}
+
+
+def switched(entropy: Tensor, segments: hl.Segments) -> Tensor:
+    return SWITCH["factor"] * segments.mean(entropy)
+
+
+@pytest.mark.parametrize("teacher", [None, "dense", "sparse"])
+def test_segments_of_a_row_weight_say_nothing_of_a_loss(teacher: str | None) -> None:
+    """As many rows as segments, and a weight that is not traced: the loss has one value per row all the same."""
+    torch.manual_seed(0)
+    z, segments = torch.randn(3, 7, dtype=torch.float64), hl.Segments.from_ids(torch.tensor([0, 1, 1]), 3)
+    logp = z.log_softmax(-1)
+    entropy = -(logp.exp() * logp).sum(-1)
+    weight = 2 * torch.stack([entropy[0], entropy[1:].mean(), entropy[1:].mean()])
+    ids, other = torch.arange(7).expand(3, 7), torch.randn(3, 7, dtype=torch.float64).log_softmax(-1)
+    told = {} if teacher is None else {"teacher": hl.Logits(other) if teacher == "dense" else hl.Sparse(ids, other)}
+    each = -logp[:, 1] if teacher is None else (logp.exp() * (logp - other)).sum(-1)
+    term = hl.Term((lambda logprob: -logprob) if teacher is None else reverse_kl, row_weight=switched)
+    for _ in range(2):
+        out = hl.Objective(it=term)(hl.Logits(z), torch.ones(3).long(), segments=segments, **told)
+        torch.testing.assert_close(out.loss, (each * weight).mean(), rtol=1e-6, atol=1e-8)
 
 
 def test_a_loss_of_rows_takes_no_value_per_segment() -> None:
