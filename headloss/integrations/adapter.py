@@ -7,6 +7,7 @@ on the model notice when something has taken the place of its forward since.
 
 from __future__ import annotations
 
+import copy
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -164,6 +165,17 @@ class Adapter:
         head.__class__ = Head
         head.source_options, head.adapter = self.options, self  # type: ignore[assignment]
         model.headloss = self  # type: ignore[assignment]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Adapter:
+        other = memo[id(self)] = object.__new__(type(self))
+        vars(other).update(copy.deepcopy(vars(self), memo))
+        return other
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "model: it is patched, and pickle would bring back a model whose forward is not; save its state_dict, or "
+            "unpatch(model) first and patch what was loaded"
+        )
 
     @property
     def last(self) -> hl.Output | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import sys
 import threading
 from pathlib import Path
@@ -291,6 +292,18 @@ def test_an_evaluation_reports_its_own_data_under_its_own_name(tmp_path: Path) -
     assert logged("test") == alone
     for before in (lambda run: run.evaluate(other, metric_key_prefix="test"), lambda run: run.predict(other), forward):
         assert logged("eval", before) == pytest.approx(alone, rel=1e-6)
+
+
+def test_a_patched_model_is_copied_and_not_pickled() -> None:
+    """Pickle would bring back the model's own forward: the objective would be off."""
+    model, batch = patch(tiny.model("llama"), Z), tiny.batch()
+    other = copy.deepcopy(model)
+    torch.testing.assert_close(other(**batch).loss, model(**batch).loss)
+    assert other.headloss is not model.headloss and other.headloss.head is other.lm_head
+    with pytest.raises(TypeError, match=r"model: it is patched, and pickle would .* unpatch\(model\) first"):
+        pickle.dumps(model)
+    plain = pickle.loads(pickle.dumps(unpatch(model)))
+    torch.testing.assert_close(patch(plain, Z)(**batch).loss, other(**batch).loss)
 
 
 @pytest.mark.parametrize("late", [False, True])
