@@ -129,6 +129,8 @@ def policy_loss(loss: str | Callable[..., Any], **options: Any) -> Callable[...,
             "segments": hl.Segments.from_batch(mask).select(mask),
         }
         said = {k: v for k, v in settings(fn.__name__, config).items() if k in known} | options
+        if fn is LOSSES["kimi"] and "beta" not in said and _get("policy_loss", config) is not None:
+            raise ValueError("policy_loss.dro_beta: wanted a positive number, as verl's dro does, got None")
         found = fn(**{k: v for k, v in given.items() if k in asked}, **said)
         values, metrics = found if isinstance(found, tuple) else (found, {})
         losses = torch.zeros_like(log_prob, dtype=values.dtype).masked_scatter(mask, values)
@@ -165,7 +167,7 @@ def settings(loss: str, config: Any) -> dict[str, float]:
     """
     if config is None:
         return {}
-    get = lambda name, of=config: of.get(name) if hasattr(of, "get") else getattr(of, name, None)
+    get = lambda name, of=config: _get(name, of)
     low, high, c = (get(f"clip_ratio_{x}") for x in ("low", "high", "c"))
     low, high = (get("clip_ratio") if x is None else x for x in (low, high))
     if loss.startswith("cispo"):
@@ -178,10 +180,16 @@ def settings(loss: str, config: Any) -> dict[str, float]:
     return {k: float(v) for k, v in found.items() if v is not None}
 
 
+def _get(name: str, config: Any) -> Any:
+    return config.get(name) if hasattr(config, "get") else getattr(config, name, None)
+
+
 def _numbers(metrics: dict[str, Tensor]) -> dict[str, float]:
     """The metrics under verl's names, in one copy from the device."""
     if not metrics:
         return {}
-    values = [hl.Metric.of(name, x, None, "token").value for name, x in metrics.items()]
     names = [f"actor/{NAMES.get(name, name)}" for name in metrics]
+    if any(x.ndim and not len(x) for x in metrics.values()):  # no token is left: 0 as verl's, whose means take all in
+        return dict.fromkeys(names, 0.0)
+    values = [hl.Metric.of(name, x, None, "token").value for name, x in metrics.items()]
     return dict(zip(names, torch.stack(values).tolist(), strict=True))

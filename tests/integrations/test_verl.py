@@ -209,6 +209,26 @@ def test_every_policy_loss_runs(registry: Any) -> None:
         assert loss.isfinite() and grad.isfinite().all() and (grad[mask == 0] == 0).all(), name
 
 
+@pytest.mark.parametrize("name", ["grpo", "gspo", "cispo", "sapo", "reinforce"])
+def test_a_batch_without_a_token_left_logs_no_nan(name: str, registry: Any) -> None:
+    """verl takes the mean over micro-batches, one of which may be masked as a whole."""
+    adapter.register_policy_losses([name])
+    old, log_prob, advantage, mask = batch()
+    loss, metrics = registry[f"headloss_{name}"](old, log_prob, advantage, 0 * mask, "token-mean", Config())
+    _, some = registry[f"headloss_{name}"](old, log_prob, advantage, mask, "token-mean", Config())
+    assert float(loss) == 0 and metrics.keys() == some.keys() and set(metrics.values()) == {0.0}
+
+
+def test_kimi_needs_its_beta_as_verls_dro_does(registry: Any) -> None:
+    old, log_prob, advantage, mask = batch()
+    config = Config()
+    config.policy_loss = {"dro_beta": None}
+    adapter.register_policy_losses(["kimi"])
+    with pytest.raises(ValueError, match=r"policy_loss.dro_beta: wanted a positive number"):
+        registry["headloss_kimi"](old, log_prob, advantage, mask, "token-mean", config)
+    adapter.policy_loss("kimi", beta=0.2)(old, log_prob, advantage, mask, "token-mean", config)
+
+
 def test_a_loss_that_verl_cannot_feed_is_refused() -> None:
     with pytest.raises(ValueError, match="pairs"):
         adapter.policy_loss("simpo")
