@@ -123,9 +123,9 @@ SILLY = [
     {"loss": "cross_entropy", "weight": 1e300},
     {"loss": "cross_entropy", "label_smoothing": 1.0},
     {"loss": "focal", "gamma": 1e6},
-    {"loss": "focal", "gamma": -1e3},
-    {"loss": "grpo", "low": -1e9, "high": 1e30},
-    {"loss": "grpo", "dual": 1e30, "delta": 1e-30},
+    {"loss": "focal", "gamma": 0.0},
+    {"loss": "grpo", "low": 1e9, "high": 1e30},
+    {"loss": "grpo", "dual": 1e30, "delta": 1e30},
     {"loss": "cross_entropy", "reduction": "seq_mean_token_sum_norm", "length": 1e-300},
     {"loss": "cross_entropy", "reduction": "seq_mean_token_sum_norm", "length": 1e300},
 ]

@@ -26,6 +26,7 @@ CASES = [
     ("grpo", {"dual": 1.7, "delta": 1.5}),
     ("gspo", {}),
     ("gspo", {"low": 0.05, "high": 0.1}),
+    ("gspo", {"low": 0.01, "high": 0.02, "own": True}),
     ("gspo_token", {"low": 0.05, "high": 0.1}),
     ("gspo", {"low": 0.01, "high": 0.02, "delta": 1.05, "dual": 1.03}),
     ("cispo", {"low": 0.8, "high": 1.3}),
@@ -33,6 +34,7 @@ CASES = [
     ("sapo", {}),
     ("sapo", {"tau_pos": 2.0, "tau_neg": 0.5}),
     ("sapo_sequence", {"tau_pos": 2.0, "tau_neg": 0.5}),
+    ("sapo_sequence", {"tau_pos": 2.0, "tau_neg": 0.5, "own": True}),
     ("rloo", {}),
     ("a2po", {"beta": 0.3}),
     ("clip_cov", {"fraction": 0.2, "least": -5.0, "low": 0.01, "high": 0.01}),  # clipped tokens are no candidates

@@ -48,9 +48,12 @@ def grpo(logprob, advantage, old_logprob=None, *, low=0.2, high=0.2, dual=None, 
     return loss
 
 
-def gspo(logprob, advantage, segments, old_logprob=None, *, low=3e-4, high=4e-4, dual=None, delta=None):
+def gspo(logprob, advantage, segments, old_logprob=None, *, low=3e-4, high=4e-4, dual=None, delta=None, own=False):
     gap = logprob - _old(logprob, old_logprob)
     log_sequence_ratio = _per_segment(segments, gap, "mean")
+    if own:
+        rows = _to_rows(segments, log_sequence_ratio)
+        return grpo(rows, advantage, torch.zeros_like(rows), low=low, high=high, dual=dual, delta=delta)
     A = _per_segment(segments, advantage.detach(), "mean")
     zero = torch.zeros_like(log_sequence_ratio)
     return _to_rows(segments, grpo(log_sequence_ratio, A, zero, low=low, high=high, dual=dual, delta=delta))
@@ -81,9 +84,11 @@ def sapo(logprob, advantage, old_logprob=None, *, tau_pos=1.0, tau_neg=1.05):
     return _sapo(_ratio(logprob, old_logprob), advantage, tau_pos, tau_neg)
 
 
-def sapo_sequence(logprob, advantage, segments, old_logprob=None, *, tau_pos=1.0, tau_neg=1.05):
+def sapo_sequence(logprob, advantage, segments, old_logprob=None, *, tau_pos=1.0, tau_neg=1.05, own=False):
     gap = logprob - _old(logprob, old_logprob)
     ratio = torch.exp(_per_segment(segments, gap, "mean"))
+    if own:
+        return _sapo(_to_rows(segments, ratio), advantage, tau_pos, tau_neg)
     A = _per_segment(segments, advantage.detach(), "mean")
     return _to_rows(segments, _sapo(ratio, A, tau_pos, tau_neg))
 
