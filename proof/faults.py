@@ -991,7 +991,7 @@ FAULTS = [
     Fault("integrations/trl_policy.py", 'own = {"own": True} if sequence else {}', "own = {}", "TRL: advantages of tokens are averaged over their sequence", ("tests/test_policy_trl.py",)),
     Fault("integrations/trl_policy.py", 'weighed["row_weight"] = RATIO', "pass", "TRL: vLLM's correction is not in the objective", ("tests/test_policy_trl.py",)),
     Fault("integrations/trl_policy.py", '"top_entropy_quantile": (args.top_entropy_quantile < 1, ', '"top_entropy_quantile": (False, ', "TRL: an argument that no term takes up is left out", TRL),
-    Fault("losses/gspo.py", "advantage if own else shared(", "advantage if False else shared(", "gspo: a token's own advantage is averaged", ("tests/test_policy_trl.py",)),
+    Fault("losses/gspo.py", "advantage if own else shared(", "advantage if False else shared(", "gspo: a token's own advantage is averaged", ("tests/test_policy.py",)),
     Fault("losses/_ranges.py", "value is not None and not value >= 0", "False", "a negative distance or weight is taken", ("tests/test_option_ranges.py",)),
     Fault("losses/_ranges.py", "value is not None and not value > 0", "False", "a rate of 0 or below is taken", ("tests/test_option_ranges.py",)),
     Fault("integrations/trl_policy.py", 'reduction="weighted_mean")\n    return', 'reduction="token_mean")\n    return', "TRL: the entropy bonus is a mean over the step", TRL),
