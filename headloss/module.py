@@ -145,13 +145,19 @@ _SOURCE_OPTIONS = (
 )  # fmt: skip
 
 
-def own_forward(linear: nn.Module) -> str | None:
-    """What a layer computes that a product with its weight would leave out; None: nothing."""
+def own_forward(linear: nn.Module, plain: str | None = None) -> str | None:
+    """What a layer computes that a product with its weight would leave out; None: nothing.
+
+    `plain`: a package whose layers' forwards are such a product too.
+    """
     if isinstance(linear, nn.LazyLinear):
         return "no weight yet (LazyLinear)"
     if hasattr(linear, "parametrizations"):
         return "a parametrized weight"
-    if type(linear).forward not in (nn.Linear.forward, FusedLMHead.forward) or "forward" in vars(linear):
+    forward: Any = type(linear).forward
+    known = forward in (nn.Linear.forward, FusedLMHead.forward)
+    known = known or (plain is not None and forward.__module__.startswith(plain))
+    if not known or "forward" in vars(linear):
         return f"a forward of its own ({type(linear).__name__}; an adapter such as LoRA?)"
     return None
 

@@ -993,7 +993,7 @@ FAULTS = [
     Fault("integrations/trl_policy.py", '"top_entropy_quantile": (args.top_entropy_quantile < 1, ', '"top_entropy_quantile": (False, ', "TRL: an argument that no term takes up is left out", TRL),
     Fault("losses/gspo.py", "advantage if own else shared(", "advantage if False else shared(", "gspo: a token's own advantage is averaged", ("tests/test_policy.py",)),
     Fault("losses/_ranges.py", "value is not None and not value >= 0", "False", "a negative distance or weight is taken", ("tests/test_option_ranges.py",)),
-    Fault("losses/_ranges.py", "value is not None and not value > 0", "False", "a rate of 0 or below is taken", ("tests/test_option_ranges.py",)),
+    Fault("losses/_ranges.py", "value is not None and not value > least", "False", "a rate of 0 or below is taken", ("tests/test_option_ranges.py",)),
     Fault("integrations/trl_policy.py", 'reduction="weighted_mean")\n    return', 'reduction="token_mean")\n    return', "TRL: the entropy bonus is a mean over the step", TRL),
     Fault("integrations/trl_kernels.py", "check_version()  # before anything", "pass  # before anything", "TRL: another version is refused by a missing name", TRL),
     Fault("options.py", "fn.forward if isinstance(fn, nn.Module) else fn", "fn", "a module as a loss asks for *args", MESSAGES),

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import headloss as hl
-from headloss.integrations.causal_lm import bypassed, check_shape, count_of, targets_of
+from headloss.integrations.causal_lm import KEEP_LOGITS, bypassed, check_shape, count_of, targets_of
 from headloss.late import check_later, defers
 from headloss.module import check_source_options, own_hook
 
@@ -173,8 +173,8 @@ class Adapter:
 
     def __reduce__(self) -> Any:
         raise TypeError(
-            "model: it is patched, and pickle would bring back a model whose forward is not; save its state_dict, or "
-            "unpatch(model) first and patch what was loaded"
+            "model: it is patched, and unpickling would restore its own forward, without the objective; save its "
+            "state_dict, or unpatch(model) first and patch the loaded model"
         )
 
     @property
@@ -277,8 +277,8 @@ def _check_hooks(head: nn.Module) -> None:
     hook = own_hook(head, HARMLESS, ("_forward_hooks",))
     if hook is not None:
         raise TypeError(
-            f"model: its head has {hook} on what it returns, which is a loss here and no logits; remove it, or keep "
-            f"the logits with model.loss_function = loss_function(objective)"
+            f"model: its head has {hook} on its output, but a patched head returns a loss and no logits; remove it, or "
+            f"{KEEP_LOGITS}"
         )
 
 

@@ -13,6 +13,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 import headloss as hl
 from headloss.integrations.forward_code import other_use
+from headloss.module import own_forward
 
 
 def unwrapped(model: Any) -> Any:
@@ -111,16 +112,15 @@ def check_model(
         kind = f"{type(head).__module__.partition('.')[0]}'s {type(head).__name__}"  # PEFT calls its own a Linear too
         one = "several heads" if isinstance(head, nn.ModuleList | list | tuple) else kind
         raise TypeError(f"model: the head of {name} is {one}, wanted one nn.Linear without adapters; {instead}")
-    if type(head).forward not in (nn.Linear.forward, hl.FusedLMHead.forward) or not head.weight.is_floating_point():
+    if not head.weight.is_floating_point():
         raise TypeError(
             f"model: the head of {name} is a {type(head).__name__} with {head.weight.dtype} weights (quantised?), "
             f"wanted a plain nn.Linear; leave the head out of quantisation, or {instead}"
         )
-    if hasattr(head, "parametrizations"):
-        raise TypeError(f"model: the head of {name} is parametrized; patch the model first, then parametrize its head")
-    if "forward" in vars(head):
+    if more := own_forward(head):
         raise TypeError(
-            f"model: something replaced the forward of the head of {name} (a device map?); patch before, or {instead}"
+            f"model: the head of {name} has {more}, which a patched head would leave out; patch the model before that "
+            f"(a device map, a parametrization), leave the head out of it (quantisation, adapters), or {instead}"
         )
     if (getattr(model, "tp_size", None) or 1) > 1:
         raise TypeError(

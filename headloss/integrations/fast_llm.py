@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 import headloss as hl
 from headloss.integrations.fast_llm_terms import checked, flat, options_at, temperature_of, term_of
-from headloss.late import check_later, defers, may_read
+from headloss.segments import now_or_later
 
 METRICS = (
     "old_logprobs", "ratio_new_old", "ratio_new_old_sum", "ratio_new_old_squared_sum", "kl_new_old",
@@ -301,14 +301,11 @@ def _check_whole(segments: hl.Segments, targets: Tensor, counts: Tensor) -> None
     def check(found: Tensor) -> None:
         if int(found):
             raise ValueError(
-                f"label_counts: {int(found)} tokens are of documents with labels that are not in this call, and gspo "
-                f"is of whole documents; use schedule.micro_batch_splits = 1, or give gspo to the first head alone"
+                f"label_counts: {int(found)} tokens belong to documents with labels outside this call, and gspo needs "
+                f"whole documents; use schedule.micro_batch_splits = 1, or give gspo to the first head alone"
             )
 
-    if defers(wrong.device):
-        check_later(wrong, check)
-    elif may_read(True, wrong.device):
-        check(wrong)
+    now_or_later(wrong, wrong, check, "label_counts: a document has labels outside this call")
 
 
 def _wide(x: Tensor) -> Tensor:

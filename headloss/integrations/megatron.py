@@ -24,8 +24,8 @@ from torch import Tensor, nn
 import headloss as hl
 from headloss.integrations.counts import check_means
 from headloss.integrations.early import Early
-from headloss.late import check_later, defers, may_read
-from headloss.module import own_hook
+from headloss.module import own_forward, own_hook
+from headloss.segments import now_or_later
 
 
 class OutputProcessor:
@@ -114,8 +114,8 @@ def _factor(scale_logits: Any, options: Mapping[str, Any]) -> float:
     wanted = scale * at if cap is None else cap * (scale * at / cap).tanh()
     if not torch.allclose(made, wanted, rtol=1e-3, atol=1e-6):
         raise ValueError(
-            f"scale_logits: the model makes {made.tolist()} of logits {at.tolist()}, which is not what scale={scale} "
-            f"and softcap={cap} make of them; say OutputProcessor(..., scale=, softcap=) as the model has them"
+            f"scale_logits: the model turns logits {at.tolist()} into {made.tolist()}, but scale={scale} and "
+            f"softcap={cap} do not; pass OutputProcessor(..., scale=, softcap=) as the model applies them"
         )
     return scale
 
@@ -129,24 +129,18 @@ def _check_mask(loss_mask: Tensor | None) -> None:
     def check(found: Tensor) -> None:
         if int(found):
             raise ValueError(
-                f"loss_mask: {int(found)} tokens weigh neither 0 nor 1; give their weights to a term as an input, "
-                f"row_weight=..., in output_processor_context"
+                f"loss_mask: {int(found)} tokens have a weight other than 0 or 1; pass weights as an input of the "
+                f"objective (row_weight=...) in output_processor_context"
             )
 
-    if defers(between.device):
-        check_later(between, check)
-    elif may_read(True, between.device):
-        check(between)
+    now_or_later(between, between, check, "loss_mask: a weight is neither 0 nor 1")
 
 
 def _check_product(layer: Any) -> None:
     """The objective multiplies by the layer's weight, so the layer must do no more than that."""
     if not isinstance(layer, nn.Module):
         return
-    forward: Any = type(layer).forward
-    more = own_hook(layer, ("torch", "megatron"))
-    if not forward.__module__.startswith(("megatron.core.", "torch.nn.")) or "forward" in vars(layer):
-        more = f"a forward of its own ({type(layer).__name__}; an adapter such as LoRA?)"
+    more = own_forward(layer, "megatron.core.") or own_hook(layer, ("torch", "megatron"))
     if more is not None:
         raise TypeError(
             f"output_layer: it has {more}, which the objective would leave out; merge it first, or leave "

@@ -127,8 +127,8 @@ class GRPOTrainer(_OnHeadloss, grpo_trainer.GRPOTrainer):
     """TRL's GRPOTrainer: its losses and metrics on log-probabilities and entropies from headloss.
 
     With an `objective` (`policy_objective(args)` is TRL's loss as one) the loss is made in the visit of the head; TRL's
-    metrics stay.  Its terms may ask for advantage, old_logprob, ref_logprob, sampler_logprob, and as a row weight for
-    importance_sampling_ratio, TRL's correction of vLLM's.  Arguments of TRL's loss that no term takes up are refused.
+    metrics stay.  Its terms may ask for advantage, old_logprob, ref_logprob, sampler_logprob, and for the row weight
+    importance_sampling_ratio, TRL's correction for vLLM.  Arguments of TRL's own loss that no term follows are refused.
     Where a batch has
     `support_ids`, (B, C, K) columns that each token of a completion was sampled from, -1 for none, the softmax is over
     those; TRL makes old_logprob over everything, so let terms take sampler_logprob in its place.

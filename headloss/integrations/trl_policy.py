@@ -86,14 +86,14 @@ def check_policy(args: Any, objective: hl.Objective, model: Any) -> None:
     for name, (is_so, instead) in left_out.items():
         if is_so:
             raise ValueError(
-                f"{name}: {getattr(args, name)!r} is read by TRL's loss, which the objective takes the place of, and "
-                f"no term of it does the same; {instead}, or leave the argument at its default"
+                f"{name}: {getattr(args, name)!r} is set for TRL's own loss, which the objective replaces, and no term "
+                f"does the same; {instead}, or leave the argument at its default"
             )
     config = getattr(model, "active_peft_config", None)
     if getattr(config, "is_prompt_learning", False) and getattr(config, "peft_type", None) != "PREFIX_TUNING":
         raise ValueError(
-            "objective: a prompt that is learned stands before each sequence, whose rows TRL's inputs do not have; "
-            "leave `objective` out to run TRL's loss"
+            "objective: prompt tuning puts learned tokens before each sequence, and TRL's inputs have no rows for "
+            "them; leave `objective` out to run TRL's loss"
         )
 
 
@@ -134,7 +134,7 @@ def policy_call(objective: hl.Objective, inputs: Mapping[str, Any]) -> tuple[dic
     asked = _asked(objective)
     if given[RATIO] is not None and not any(map(_corrects, objective.terms.values())):
         raise ValueError(
-            f"{RATIO}: the batch has the correction of a sampler that is not quite the policy, and no term reads it; "
+            f"{RATIO}: the batch holds TRL's correction for the sampler, and no term reads it; "
             f'give the policy term row_weight="{RATIO}", or one of headloss.row_weights on sampler_logprob, or set '
             f"vllm_importance_sampling_correction=False"
         )

@@ -7,7 +7,7 @@ import math
 
 import torch
 
-from headloss.losses._ranges import above_one, bounds, not_negative, positive, share
+from headloss.losses._ranges import above, bounds, not_negative, positive, share
 
 FLOOR = math.log(1e-8)  # of the log of a ratio that is as good as 0
 
@@ -42,7 +42,7 @@ def clipped(ratio, advantage, low, high):
 
 def bounded_loss(ratio, advantage, low, high, dual=None, delta=None):
     """The clipped loss with both further bounds, and what trainers log of them: see `grpo`."""
-    above_one(dual=dual, delta=delta)
+    above(1, dual=dual, delta=delta)
     loss = clipped(ratio if delta is None else ratio.clamp(max=delta), advantage, low, high)
     if dual is None:
         return loss, {}

@@ -1,11 +1,15 @@
 """What an option may be: outside of its range a formula would mean something else, and would say nothing."""
 
 
-def positive(**options):
-    """Each that is given is above 0: `positive(beta=beta)`."""
+def above(least, /, **options):
+    """Each option that is not None is above that: `above(1, dual=dual)`."""
     for name, value in options.items():
-        if value is not None and not value > 0:
-            raise ValueError(f"{name}: wanted {name} > 0, got {value}")
+        if value is not None and not value > least:
+            raise ValueError(f"{name}: wanted {name} > {least}, got {value}")
+
+
+def positive(**options):
+    above(0, **options)
 
 
 def not_negative(**options):
@@ -21,14 +25,8 @@ def share(**options):
             raise ValueError(f"{name}: wanted 0 <= {name} <= 1, got {value}")
 
 
-def above_one(**options):
-    for name, value in options.items():
-        if value is not None and not value > 1:
-            raise ValueError(f"{name}: wanted {name} > 1, got {value}")
-
-
 def bounds(**options):
-    """Two: one to hold something above, one to hold it below."""
+    """Two options, a lower and an upper bound: `bounds(low=low, high=high)`."""
     (lower, low), (higher, high) = options.items()
     if not low < high:
         raise ValueError(f"{lower}, {higher}: wanted {lower} < {higher}, got {low} and {high}")

@@ -152,7 +152,7 @@ def test_gspo_is_of_whole_documents() -> None:
     logits, kw = keywords()
     head = FastLLMLosses(BLOCKS["gspo"], logits_scale_factor=MODEL_SCALE)
     kw["label_counts"] = kw["label_counts"] + (kw["global_document_index_q"] == 2)
-    with pytest.raises(ValueError, match=r"label_counts: \d+ tokens are of documents with labels that are not in this"):
+    with pytest.raises(ValueError, match=r"label_counts: \d+ tokens belong to documents with labels outside this call"):
         head.forward_backward(logits, kw)
 
 

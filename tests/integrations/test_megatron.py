@@ -201,10 +201,10 @@ def test_means_that_megatron_does_not_count_are_refused(loss: str, reduction: st
     layer, capped = torch.nn.Linear(4, 8, bias=False), lambda x: 2 * (x / 2).tanh()
     for how in ({}, {"scale": 0.5}, {"softcap": 3.0}):
         process = megatron.OutputProcessor(hl.Objective(it=LOSSES["cross_entropy"]), **how)
-        with pytest.raises(ValueError, match="scale_logits: the model makes .* which is not what scale="):
+        with pytest.raises(ValueError, match="scale_logits: the model turns logits .* into .*, but scale="):
             process(output_layer=layer, scale_logits=capped, **given)
     assert megatron._factor(capped, {"softcap": 2.0}) == 1.0 and megatron._factor(lambda x: 0.25 * x, {}) == 0.25
-    with pytest.raises(ValueError, match="loss_mask: 2 tokens weigh neither 0 nor 1"):
+    with pytest.raises(ValueError, match="loss_mask: 2 tokens have a weight other than 0 or 1"):
         ce(output_layer=layer, loss_mask=torch.tensor([[1.0, 0.5, 0.0], [1.0, 1.0, 2.0]]), **given)
     with pytest.raises(ValueError, match="output_layer: it has a bias"):
         ce(output_layer=torch.nn.Linear(4, 8), **given)

@@ -379,7 +379,7 @@ def test_bad_use() -> None:
         patch(transformers.T5ForConditionalGeneration(t5))
     with pytest.raises(TypeError, match="several heads"):
         patch(_with_head("llama", lambda head: nn.ModuleList([head])))
-    with pytest.raises(TypeError, match=r"Linear4bit.*quantised"):
+    with pytest.raises(TypeError, match=r"Linear4bit.*quantisation"):
         patch(_with_head("llama", Linear4bit))
     headless = tiny.model("llama")
     headless.get_output_embeddings = lambda: None

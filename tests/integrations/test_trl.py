@@ -434,7 +434,7 @@ def test_a_samplers_correction_is_never_left_out(tokenizer: Any, tmp_path: Path)
         torch.testing.assert_close(got, wanted, rtol=2e-5, atol=2e-6)
     for objective in (hl.Objective(rl=term()), vespo):
         trainer.set_objective(objective)
-        with pytest.raises(ValueError, match="importance_sampling_ratio: the batch has the correction of a sampler"):
+        with pytest.raises(ValueError, match="importance_sampling_ratio: the batch holds TRL's correction"):
             trainer._compute_loss(trainer.model, dict(inputs))
     trainer.set_objective(hl.Objective(rl=term(row_weight=truncate(2.0))))  # one of ours, on the sampler's own numbers
     trainer._compute_loss(trainer.model, {**inputs, "sampling_per_token_logps": inputs["old_per_token_logps"]})
@@ -449,14 +449,16 @@ def test_a_samplers_correction_is_never_left_out(tokenizer: Any, tmp_path: Path)
     ids=lambda said: next(iter(said)),
 )  # fmt: skip
 def test_arguments_that_no_term_takes_up_are_refused(said: dict[str, Any], tokenizer: Any, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=rf"{next(iter(said))}: .* is read by TRL's loss, which the objective takes"):
+    with pytest.raises(
+        ValueError, match=rf"{next(iter(said))}: .* is set for TRL's own loss, which the objective replaces"
+    ):
         policy_trainer(adapter.GRPOTrainer, tokenizer, tmp_path, {"objective": hl.Objective(rl=grpo)}, **said)
 
 
 def test_a_penalty_needs_its_term_and_rows_their_tokens(tokenizer: Any, tmp_path: Path) -> None:
     trainer = policy_trainer(adapter.GRPOTrainer, tokenizer, tmp_path, {})
     trainer.args.beta = 0.1
-    with pytest.raises(ValueError, match="beta: 0.1 is read by TRL's loss, .* add kl_to_reference"):
+    with pytest.raises(ValueError, match="beta: 0.1 is set for TRL's own loss, .* add kl_to_reference"):
         trainer.set_objective(hl.Objective(rl=grpo))
     trainer.set_objective(hl.Objective(rl=grpo, kl=hl.Term(kl_to_reference, weight=0.1)))
     trainer.args.beta, trainer.args.entropy_coef = 0.0, 0.1
@@ -464,7 +466,11 @@ def test_a_penalty_needs_its_term_and_rows_their_tokens(tokenizer: Any, tmp_path
     trainer.args.entropy_coef = 0.0
     for kind, refused in (("PROMPT_TUNING", True), ("PREFIX_TUNING", False)):
         trainer.model.active_peft_config = SimpleNamespace(is_prompt_learning=True, peft_type=kind)
-        with pytest.raises(ValueError, match="a prompt that is learned") if refused else contextlib.nullcontext():
+        with (
+            pytest.raises(ValueError, match="prompt tuning puts learned tokens")
+            if refused
+            else contextlib.nullcontext()
+        ):
             trainer.set_objective(hl.Objective(rl=grpo))
 
 
@@ -473,7 +479,7 @@ def test_a_teacher_whose_head_does_more_is_refused(tokenizer: Any, tmp_path: Pat
     teacher = tiny.model("llama")
     nn.utils.parametrizations.weight_norm(teacher.lm_head)
     arguments = trl.DistillationConfig(**common(tmp_path), max_completion_length=6)
-    with pytest.raises(TypeError, match="teacher_model: the head of LlamaForCausalLM is parametrized"):
+    with pytest.raises(TypeError, match="teacher_model: the head of LlamaForCausalLM has a parametrized weight"):
         adapter.DistillationTrainer(
             model=tiny.model("llama"), teacher_model=teacher, args=arguments,
             train_dataset=lines(8, completions=False), processing_class=tokenizer,
