@@ -5,6 +5,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --retries 10 --timeout 60
 TORCH ?= torch==2.13.0
 TESTS ?= tests
+unexport PYTHONDONTWRITEBYTECODE  # each of the tests' processes would compile torch anew
 
 .PHONY: demo test test-floor lint format docs plots site bench dist hub clean
 
