@@ -38,20 +38,27 @@ def own_means(objective: hl.Objective) -> dict[str, str]:
     return found
 
 
-def check_means(objective: hl.Objective, call: Mapping[str, Any], why: str, instead: str) -> None:
+def check_means(objective: hl.Objective, call: Mapping[str, Any], why: str, instead: str, items: str) -> None:
     """Every mean of a call is over something that was counted for the whole step.
 
-    `why`: what the trainer does with a micro-batch.  `instead`: where the number of sequences can be given.
+    `call`: what was given.  `why`: what the trainer does with a micro-batch.  `instead`: where the number of sequences
+    can be given, `items`: where that of tokens.
     """
     for name, message in own_means(objective).items():
         raise ValueError(message.format(name=name, why=why))
-    for name, term in objective.terms.items():
-        summed, by_segment = term.reduction == "token_sum", term.reduction.startswith("seq_")
-        if (by_segment or (not summed and values_of(term) == "segment")) and call.get("num_segments") is None:
-            raise ValueError(
-                f"num_segments: term {name!r} is a mean over sequences ({term.reduction}), {why}; give the number of "
-                f"sequences of the whole step {instead}"
-            )
+    means = {name: term for name, term in objective.terms.items() if term.reduction != "token_sum"}
+    over = {name: t.reduction.startswith("seq_") or values_of(t) == "segment" for name, t in means.items()}
+    sequences, tokens = ([name for name in means if over[name] is which] for which in (True, False))
+    if sequences and call.get("num_segments") is None:
+        raise ValueError(
+            f"num_segments: term {sequences[0]!r} is a mean over sequences ({means[sequences[0]].reduction}), {why}; "
+            f"give the number of sequences of the whole step {instead}"
+        )
+    if sequences and tokens and "num_items" not in call:
+        raise ValueError(
+            f"num_items: term {tokens[0]!r} is a mean over tokens and {sequences[0]!r} one over sequences, {why}; give "
+            f"the number of tokens of the whole step too, {items}"
+        )
 
 
 def check_whole(objective: hl.Objective, targets: Tensor, num_items: Any) -> None:

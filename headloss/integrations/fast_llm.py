@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 import headloss as hl
-from headloss.integrations.fast_llm_terms import checked, flat, options_at, temperature_of, term_of
+from headloss.integrations.fast_llm_terms import blocks_of, options_at, temperature_of, term_of
 from headloss.segments import now_or_later
 
 METRICS = (
@@ -69,7 +69,7 @@ class FastLLMLosses(nn.Module):
         sequence_group: Any = None,
     ) -> None:
         super().__init__()
-        self.blocks = {name: checked(name, block) for name, block in flat(losses)}
+        self.blocks = blocks_of(losses)
         self.scale, self.distance, self.splits = logits_scale_factor, prediction_distance, num_splits
         self.register, self.shard, self.group = register, shard, sequence_group
         kinds = [b["type"] for b in self.blocks.values()]
@@ -302,7 +302,7 @@ def _check_whole(segments: hl.Segments, targets: Tensor, counts: Tensor) -> None
         if int(found):
             raise ValueError(
                 f"label_counts: {int(found)} tokens belong to documents with labels outside this call, and gspo needs "
-                f"whole documents; use schedule.micro_batch_splits = 1, or give gspo to the first head alone"
+                f"whole documents; use schedule.micro_batch_splits = 1 and one prediction head"
             )
 
     now_or_later(wrong, wrong, check, "label_counts: a document has labels outside this call")

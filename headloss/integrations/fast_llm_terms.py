@@ -38,6 +38,16 @@ def flat(losses: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, Mapping
             yield child, {**inner, **both}
 
 
+def blocks_of(losses: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Each loss by its name, checked."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, block in flat(losses):
+        if name in found:
+            raise ValueError(f"{name}: two losses have this name, of which one would be lost; call one otherwise")
+        found[name] = checked(name, block)
+    return found
+
+
 def checked(name: str, block: Mapping[str, Any]) -> dict[str, Any]:
     """A block with nothing unknown in it; the older spelling of gspo and of metrics is understood."""
     block = dict(block)

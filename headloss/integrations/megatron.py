@@ -7,8 +7,9 @@ Dimension key:  s sequence   b batch   v columns of the vocabulary on this rank 
     loss_sb = vocab_parallel_cross_entropy(logits_sbv, target_sb, label_smoothing=0.1)     # as Megatron calls it
 
 One all-gather where Megatron makes three all-reduces.  Follows megatron-core 0.16 to 0.19, `models.gpt.gpt_model`,
-`models.common.language_module`, `tensor_parallel.cross_entropy` and `fusions.fused_cross_entropy`; the group is found
-through `megatron.core.parallel_state` unless it is given, so the functions on logits need no Megatron otherwise.
+`models.common.language_module`, `tensor_parallel.cross_entropy` and `fusions.fused_cross_entropy`; the group is the
+model's; functions on logits look for it in `megatron.core.parallel_state` unless it is given, and need no Megatron
+otherwise.
 """
 
 from __future__ import annotations
@@ -79,30 +80,33 @@ class OutputProcessor:
         if labels is None:
             raise ValueError("labels: the objective needs targets; leave output_processor out to get logits")
         _check_mask(loss_mask)
-        targets, call = _targets(labels, loss_mask), {"num_items": 1, **(context or {})}
+        given = dict(context or {})
+        targets, call = _targets(labels, loss_mask), {"num_items": 1, **given}
         ready = self.early.take(targets, labels, loss_mask) if "segments" not in call else targets
         check_means(
-            self.objective, call, "and Megatron divides by tokens",
+            self.objective, given, "and Megatron divides by tokens",
             "in output_processor_context, and let loss_func divide by nothing",
+            "as num_items in output_processor_context",
         )  # fmt: skip
         _check_product(output_layer)
         if getattr(output_layer, "bias", None) is not None:
             raise ValueError("output_layer: it has a bias, which the objective would leave out; make it without one")
+        group = self.group if self.group is not None else getattr(output_layer, "tp_group", None)
         gathered = bool(getattr(output_layer, "sequence_parallel", False))
         if gathered:
             parallel = importlib.import_module("megatron.core.tensor_parallel")
-            hidden_states = parallel.gather_from_sequence_parallel_region(hidden_states)
+            hidden_states = parallel.gather_from_sequence_parallel_region(hidden_states, group=group)
         scale = 1.0 if scale_logits is None else _factor(scale_logits, self.options)
         source = linear_source(
             hidden_states.transpose(0, 1), output_layer.weight if output_weight is None else output_weight,
-            self.group, vocab=self.vocab, partial_hidden=gathered, **{"scale": scale, **self.options},
+            group, vocab=self.vocab, partial_hidden=gathered, **{"scale": scale, **self.options},
         )  # fmt: skip
         out = self.objective(source, ready, **call)
         self.last = out._replace(loss=out.loss.detach(), facts=hl.Facts({}))
         counts = (targets != -100).to(out.loss.dtype)
-        loss, group = out.loss, getattr(call.get("segments"), "group", None)
-        if group is not None:
-            loss = _where_counted(loss, counts, group)
+        loss, sharing = out.loss, getattr(call.get("segments"), "group", None)
+        if sharing is not None:
+            loss = _where_counted(loss, counts, sharing)
         return loss * counts / counts.sum().clamp(min=1)
 
 
@@ -162,7 +166,7 @@ def _targets(labels: Tensor, loss_mask: Tensor | None) -> Tensor:
 
 def replace_cross_entropy() -> None:
     """Let every language model of Megatron make its loss here, whatever `cross_entropy_loss_fusion` and
-    `cross_entropy_fusion_impl` say, "te" included; heads of multi-token prediction too."""
+    `cross_entropy_fusion_impl` say, "te" included; heads of multi-token prediction too.  A label below 0 gives 0."""
     module = importlib.import_module("megatron.core.models.common.language_module.language_module")
     module.LanguageModule.compute_language_model_loss = compute_language_model_loss
 
@@ -170,7 +174,7 @@ def replace_cross_entropy() -> None:
 def compute_language_model_loss(self: Any, labels: Tensor, logits: Tensor) -> Tensor:
     """`LanguageModule.compute_language_model_loss`: labels [b, s] and logits [s, b, v] to losses [b, s]."""
     group = getattr(self, "tp_group", None) or self.pg_collection.tp
-    targets = labels.transpose(0, 1).contiguous()
+    targets = labels.masked_fill(labels < 0, -100).transpose(0, 1).contiguous()  # -1 where BERT's and T5's mask is 0
     return vocab_parallel_cross_entropy(logits, targets, tp_group=group).transpose(0, 1).contiguous()
 
 

@@ -17,6 +17,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torchtitan.components.loss import (  # type: ignore[import-not-found,unused-ignore]
     BaseLoss,
@@ -101,11 +103,13 @@ class HeadlossLoss(ChunkedLossWrapper):  # type: ignore[misc,unused-ignore]
             if "segments" not in inputs and any(t.needs_segments for t in self.objective.terms.values()):
                 inputs["segments"] = hl.Segments.from_position_ids(positions.expand_as(labels))
 
+        counted = {} if global_valid_tokens is None else {"num_items": num_items}
         check_means(
             self.objective,
-            inputs,
+            {**inputs, **counted},
             "and torchtitan adds up micro-batches",
             "as the input num_segments, or use a reduction over tokens",
+            "as global_valid_tokens",
         )
         targets = labels if rl or "segments" in inputs else self.early.take(labels, whole)
 
@@ -138,7 +142,7 @@ class HeadlossLoss(ChunkedLossWrapper):  # type: ignore[misc,unused-ignore]
             shard = shard_of(weight.device_mesh, weight.shape[0], options.get("vocab"))
         elif (group := _spmd_types_group()) is not None and not hasattr(weight, "device_mesh"):
             # Plain local tensors: hidden is R, so the gradient wanted of it is P, each rank's own part of the sum.
-            vocab = self.vocab or weight.shape[0] * group.size()
+            vocab = self.vocab = self.vocab or _over(group, weight)
             width = -(-vocab // group.size())
             shard = hl.VocabShard(group, min(vocab, width * group.rank()), vocab, width=width, partial_hidden=True)
         return hl.Linear(hidden, weight, bias, shard=shard, **options)
@@ -190,6 +194,13 @@ def _spmd_types_group() -> Any:
     except ImportError:
         return None
     return current_spmd_mesh().get_group("tp") if spmd_mesh_size("tp") > 1 else None
+
+
+def _over(group: Any, weight: Tensor) -> int:
+    """The columns of all ranks, which need not have as many as one another."""
+    columns = torch.tensor(len(weight), dtype=torch.int64, device=weight.device)
+    dist.all_reduce(columns, group=group)
+    return int(columns)
 
 
 def _is_fsdp(module: nn.Module) -> bool:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 import headloss as hl
 from headloss.losses import LOSSES
+from headloss.module import check_source_options
 
 POLICY = ("cispo", "dppo", "gmpo", "grpo", "gspo", "gspo_token", "kimi", "reinforce", "sapo", "topr", "vespo")
 INPUTS = ("logprob", "advantage", "segments", "old_logprob")
@@ -60,13 +61,22 @@ class FusedLinearForPPO(nn.Module):
     """verl's module of this name: (hidden_states, vocab_weights, input_ids, temperature) -> (log_probs, entropy).
 
     hidden_states is (tokens, D) or (B, T, D).  Of the head's logits no more than `memory` exists at a time;
-    `chunk_size` and `impl_backend` are taken for verl's sake and have no say.  The entropy is float32, where verl's has
-    the hidden's dtype.
+    `chunk_size` and `impl_backend` are taken for verl's sake and have no say; `bias`, `scale`, `softcap` and `vocab`
+    are those of `hl.Linear`.  The entropy is float32, where verl's has the hidden's dtype.
     """
 
-    def __init__(self, chunk_size: int = 512, impl_backend: str = "torch", *, memory: str | int = "1GiB") -> None:
+    def __init__(
+        self,
+        chunk_size: int = 512,
+        impl_backend: str = "torch",
+        *,
+        memory: str | int = "1GiB",
+        bias: Tensor | None = None,
+        **options: Any,
+    ) -> None:
         super().__init__()
         self.chunk_size, self.impl_backend, self.memory = chunk_size, impl_backend, memory
+        self.options = {"bias": bias, **check_source_options(options)}
 
     def forward(
         self,
@@ -77,7 +87,7 @@ class FusedLinearForPPO(nn.Module):
         support: hl.Support | None = None,
     ) -> tuple[Tensor, Tensor]:
         per_row = per_token(temperature, input_ids)
-        source = hl.Linear(hidden_states, vocab_weights, temperature=per_row, memory=self.memory)
+        source = hl.Linear(hidden_states, vocab_weights, temperature=per_row, memory=self.memory, **self.options)
         return log_probs_and_entropy(source, input_ids, support=support)
 
 

@@ -248,6 +248,9 @@ def test_a_monolithic_loss_is_its_children() -> None:
     torch.testing.assert_close(got, wanted)
     with pytest.raises(ValueError, match="fusion"):
         FastLLMLosses({"all": {**whole, "fusion": True}})
+    for twice in ({"ce": {"type": "label"}, "all": whole}, {"all": whole, "more": whole}):
+        with pytest.raises(ValueError, match="ce: two losses have this name, of which one would be lost"):
+            FastLLMLosses(twice)
 
 
 def test_the_entropy_is_the_loss_own() -> None:

@@ -192,6 +192,10 @@ def test_means_that_megatron_does_not_count_are_refused(loss: str, reduction: st
     given |= {"labels": torch.zeros(2, 3).long(), "context": {"segments": hl.Segments.from_batch((2, 3))}}
     with pytest.raises(ValueError, match=says):
         head(output_layer=torch.nn.Linear(4, 8, bias=False), **given)
+    both = hl.Objective(it=hl.Term(LOSSES["cross_entropy"], reduction="seq_mean_token_mean"), z=LOSSES["z_loss"])
+    more = {**given, "context": {**given["context"], "num_segments": 2}}
+    with pytest.raises(ValueError, match="num_items: term 'z' is a mean over tokens and 'it' one over sequences"):
+        megatron.OutputProcessor(both)(output_layer=torch.nn.Linear(4, 8, bias=False), **more)
     ce = megatron.OutputProcessor(hl.Objective(it=LOSSES["cross_entropy"]))
     adapted, hooked = Adapted(4, 8, bias=False), torch.nn.Linear(4, 8, bias=False)
     hooked.register_forward_hook(lambda module, args, out: 2 * out)

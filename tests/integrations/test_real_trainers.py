@@ -162,6 +162,10 @@ def megatrons_language_module() -> None:
         for found in (run(fused=False), run(fused=True)):
             assert found.shape == (B, S)
             assert_close(found, stock)
+    labels = target.t().masked_fill(torch.arange(S) % 2 == 0, -1)  # as BERT's and T5's datasets do where the mask is 0
+    model = types.SimpleNamespace(pg_collection=pg_collection, tp_group=pg_collection.tp)
+    found = ours.compute_language_model_loss(model, labels, logits[..., mine].clone())
+    assert_close(found, stock * (labels >= 0))
 
 
 def megatrons_sequence_parallelism() -> None:
@@ -366,12 +370,52 @@ def megatrons_contexts() -> None:
     parallel_state.destroy_model_parallel()
 
 
+def megatrons_own_groups(tensor_parallel: int, sequence_parallel: bool) -> None:
+    """A model whose ranks are not those of `parallel_state`: its own count, as in Megatron's loss."""
+    prepare()
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import gpt_layer_specs, gpt_model
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    import headloss as hl
+    from headloss.integrations import megatron as ours
+    from headloss.losses import cross_entropy
+
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=3 - tensor_parallel)
+    groups = [dist.new_group([rank]) for rank in range(2)] if tensor_parallel == 1 else [dist.new_group([0, 1])] * 2
+    owned = ProcessGroupCollection.use_mpu_process_groups()
+    owned.tp = groups[dist.get_rank()]
+    torch.manual_seed(1)
+    (ids, labels), loss_mask = torch.randint(V, (2, B, 8)), (torch.rand(B, 8) > 0.3).float()
+    found = []
+    for processor in (None, ours.OutputProcessor(hl.Objective(ce=cross_entropy))):
+        torch.manual_seed(0)
+        model = gpt_model.GPTModel(
+            TransformerConfig(
+                tensor_model_parallel_size=tensor_parallel, sequence_parallel=sequence_parallel, **GPT
+            ), gpt_layer_specs.get_gpt_layer_local_spec(), vocab_size=V, max_sequence_length=8, pg_collection=owned,
+        )  # fmt: skip
+        losses = model(
+            ids, torch.arange(8).expand(B, 8), torch.ones(1, 1, 8, 8).tril() < 0.5, labels=labels, loss_mask=loss_mask,
+            output_processor=processor,
+        )  # fmt: skip
+        loss = (losses * loss_mask).sum() / loss_mask.sum()
+        loss.backward()
+        found.append([loss.detach(), model.output_layer.weight.grad])
+    assert_close(*found, rtol=1e-4, atol=1e-6)
+    parallel_state.destroy_model_parallel()
+
+
 def test_megatron(pair: Ranks) -> None:
     check(pair, "megatron", megatrons_cross_entropy, megatrons_language_module, megatrons_sequence_parallelism)
     pair.run(megatrons_gpt, False, True)
     pair.run(megatrons_gpt, True, False)
     pair.run(megatrons_later_tokens)
     pair.run(megatrons_contexts)
+    pair.run(megatrons_own_groups, 1, False)
+    pair.run(megatrons_own_groups, 2, True)
 
 
 # torchtitan ----------------------------------------------------------------------------------------------------------
@@ -516,6 +560,7 @@ def torchtitans_spmd_types() -> None:
     with set_current_spmd_mesh(mesh):
         for config in (
             HeadlossLoss.Config(global_vocab_size=vocab),
+            HeadlossLoss.Config(),
             ChunkedLossWrapper.Config(num_chunks=2, loss_fn=inner),
         ):
             loss_fn, leaf = config.build(), hidden.clone().requires_grad_()
@@ -524,7 +569,8 @@ def torchtitans_spmd_types() -> None:
             loss, _ = loss_fn(leaf, labels, torch.tensor(9.0))
             loss.backward()
             found.append((loss.detach(), {"hidden": leaf.grad, "weight": head.weight.grad.clone()}))
-    same(*found)
+    same(found[0], found[2])
+    same(found[1], found[2])
 
 
 def torchtitans_own_heads() -> None:
@@ -648,6 +694,89 @@ def verls_workers() -> None:
     with pytest.raises(ValueError, match=r"use_fused_kernels=True, or nothing of it runs"):
         monkey_patch.apply_monkey_patch(model, use_remove_padding=False, fused_kernels_backend="headloss")
     fused.FusedLinearForPPO = fused.native_fused_linear  # for the checks after this one
+
+
+def verls_heads() -> None:
+    """What models do to their logits besides the product: followed or refused; verl's own kernel leaves it out."""
+    prepare()
+    import peft
+    import transformers as tf
+    import verl.utils.experimental.torch_functional as fused
+    from verl.models.transformers import monkey_patch
+
+    from headloss.integrations import verl_plugin
+
+    monkey_patch.is_trl_available, fused.FusedLinearForPPO = lambda: False, verl_plugin.chosen
+    small = {"vocab_size": 61, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
+    small |= {"num_attention_heads": 2, "num_key_value_heads": 2}
+    quiet = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    models = {
+        tf.Gemma2ForCausalLM: tf.Gemma2Config(**small, **quiet, head_dim=8, final_logit_softcapping=2.0),
+        tf.GraniteForCausalLM: tf.GraniteConfig(**small, **quiet, logits_scaling=8.0),
+        tf.CohereForCausalLM: tf.CohereConfig(**small, **quiet, logit_scale=0.0625),
+        tf.PhiForCausalLM: tf.PhiConfig(**small, **quiet),
+        tf.LlamaForCausalLM: tf.LlamaConfig(**small, **quiet),
+    }
+    ids, how = torch.arange(18).view(2, 9), {"use_fused_kernels": True, "fused_kernels_backend": "headloss"}
+    for kind, config in models.items():
+        torch.manual_seed(0)
+        model, stock = kind(config), kind.forward
+        for x in model.lm_head.parameters():
+            torch.nn.init.normal_(x)
+        logits = model(input_ids=ids).logits
+        want = logits.div(0.7).log_softmax(-1).gather(-1, ids.roll(-1, -1)[..., None])[..., 0]
+        want.sum().backward()
+        grads = [x.grad.clone() for x in model.parameters()]
+        model.zero_grad()
+        try:
+            monkey_patch.apply_monkey_patch(model, use_remove_padding=False, **how)
+            found = model(input_ids=ids, temperature=0.7, return_dict=True).log_probs
+            found.sum().backward()
+            assert_close(found, want, rtol=2e-5, atol=2e-5)
+            assert_close([x.grad for x in model.parameters()], grads, rtol=2e-4, atol=2e-5)
+            tuned = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], r=2))
+            tuned(input_ids=ids, temperature=0.7, return_dict=True)
+            tuned = peft.get_peft_model(tuned.unload(), peft.LoraConfig(target_modules=["lm_head"], r=2))
+            with pytest.raises(TypeError, match=r"forward of its own.*keep adapters off the head"):
+                tuned(input_ids=ids, temperature=0.7, return_dict=True)
+        finally:
+            kind.forward = stock
+
+    class Banned(tf.LlamaForCausalLM):
+        def forward(self, input_ids: Tensor, labels: Any = None, **kwargs: Any) -> Any:
+            logits = self.lm_head(self.model(input_ids).last_hidden_state)
+            logits[..., 7] = -1e9
+            return logits, self.loss_function(logits, labels, self.vocab_size)
+
+    model, stock = Banned(models[tf.LlamaForCausalLM]), Banned.forward
+    with pytest.raises(TypeError, match=r"Banned.forward has `logits\[..., 7\] = .*use_fused_kernels=False"):
+        verl_plugin.patched(model, **how)
+    assert Banned.forward is stock and "forward" not in vars(model)
+    fused.FusedLinearForPPO = fused.native_fused_linear  # for the checks after this one
+
+
+def verls_engines() -> None:
+    """Those that never read the backend refuse it, whenever verl loads them."""
+    prepare()
+    from headloss.integrations import verl_plugin
+
+    with tempfile.TemporaryDirectory() as folder:
+        text = (
+            "class EngineRegistry:\n    @classmethod\n    def new(cls, *args, **kwargs):\n        return args, kwargs\n"
+        )
+        (Path(folder) / "later_engines.py").write_text(text)
+        verl_plugin.after_import("later_engines", verl_plugin.guard_engines)
+        sys.path.insert(0, folder)
+        registry = importlib.import_module("later_engines").EngineRegistry
+        sys.path.remove(folder)
+    with_us = types.SimpleNamespace(fused_kernel_options={"impl_backend": "headloss"})
+    without = types.SimpleNamespace(fused_kernel_options={"impl_backend": "torch"})
+    for strategy, model in (("fsdp", with_us), ("fsdp2", with_us), ("megatron", without), ("megatron", object())):
+        args, kwargs = registry.new(model_type="language_model", backend=strategy, model_config=model)
+        assert args == ("language_model", strategy) and kwargs == {"model_config": model}
+    for strategy in ("megatron", "veomni", "automodel", "torchtitan"):
+        with pytest.raises(ValueError, match=f"impl_backend: headloss is read by verl's FSDP .*{strategy}"):
+            registry.new(model_type="language_model", backend=strategy, model_config=with_us)
 
 
 def verls_patch() -> None:
@@ -810,7 +939,17 @@ def verls_steps() -> None:
 
 def test_verl(pair: Ranks) -> None:
     pytest.importorskip("transformers")
-    check(pair, "verl", verls_workers, verls_patch, verls_policy_losses, verls_fused_linear, verls_steps)
+    check(
+        pair,
+        "verl",
+        verls_workers,
+        verls_heads,
+        verls_engines,
+        verls_patch,
+        verls_policy_losses,
+        verls_fused_linear,
+        verls_steps,
+    )
 
 
 # PEFT ----------------------------------------------------------------------------------------------------------------
