@@ -47,6 +47,9 @@ def is_divergence(fn: Callable[..., Any]) -> bool:
     return [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY] == ["logp", "logq"]
 
 
+MANY = 1 << 15  # rows, and columns, that a function of the caller's is tried with
+
+
 class Element:
     """A divergence with its options, as a sweep runs it.  One function that reads the same is one element."""
 
@@ -85,13 +88,16 @@ class Element:
             return
         found = self.reads()
         if found.unknown:
-            self.check()
+            self.check(of_many=False)
         elif _CHECKED.get(self.fn) != found.key:
             self.check()
             _CHECKED[self.fn] = found.key
 
-    def check(self) -> None:
-        """Refuse a function that looks beyond its own column: it would depend on how the vocabulary is cut."""
+    def check(self, of_many: bool = True) -> None:
+        """Refuse a function that looks beyond its own column: it would depend on how rows and vocabulary are cut.
+
+        `of_many`: rows and columns as many as a chunk may have, too.
+        """
         spread = torch.arange(70, dtype=torch.float64, device="cpu").view(14, 5)
         height = torch.where(spread < 45, 20.0, 1.0)  # nine rows with columns that are all but ruled out, five without
         logp, logq = (height * (spread * k).sin() for k in (1.3, 2.1))
@@ -99,12 +105,15 @@ class Element:
         try:
             whole, part = self.value(logp, logq), self.value(logp[:, 1:4], logq[:, 1:4])
             rows = [self.value(logp[i:], logq[i:]) for i in (1, 9, 13)]
+            times = [(MANY // 14, 1), (1, MANY // 5)] if of_many and not ours(self.fn) else []
+            many = [(whole.repeat(n), self.value(logp.repeat(n), logq.repeat(n))) for n in times]
         except RuntimeError:  # it holds tensors of another device, say
             return
-        cuts = ((whole[:, 1:4], part), *((whole[-len(x) :], x) for x in rows))
+        cuts = ((whole[:, 1:4], part), *((whole[-len(x) :], x) for x in rows), *many)
         if not all(torch.allclose(x, y, rtol=1e-9, atol=1e-12, equal_nan=True) for x, y in cuts):
             raise TypeError(
-                f"{self}: wanted an element-wise function of log p and log q, but a column's value depends on others"
+                f"{self}: wanted an element-wise function of log p and log q, but a column's value depends on others, "
+                f"or on how many there are"
             )
 
     def captured(self, device: torch.device) -> str:

@@ -27,6 +27,7 @@ from headloss.engine.columns import has_vocab_ids, in_columns
 from headloss.engine.evaluate import evaluate
 from headloss.engine.explain import Explanation, explain
 from headloss.engine.guides import bind_teachers
+from headloss.engine.into import check_into
 from headloss.engine.lookup import find_plan
 from headloss.engine.plan import plain_source
 from headloss.engine.row_facts import facts_sweep
@@ -307,6 +308,7 @@ def _row_facts(
     reads, source = may_read(host_read, source.device), plain_source(source)
     if torch.is_grad_enabled() and any(x.requires_grad for x in source.tensors):
         check_apart(CallArguments(source, targets, None, teacher, support=support))
+        check_into(source)
     sweep = facts_sweep(source, targets, want, teacher, backend, reads, top, support)
     needs = tuple(x.requires_grad and torch.is_grad_enabled() for x in sweep.source.tensors)
     facts: Sequence[Tensor]

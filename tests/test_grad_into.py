@@ -122,7 +122,9 @@ def test_a_module_passes_it_on():
         (lambda w: None, "no main_grad"),
         (lambda w: setattr(w, "main_grad", torch.zeros(VOCAB, 1)), r"wanted shape \(20, 8\)"),
         (lambda w: setattr(w, "main_grad", torch.zeros(VOCAB, WIDTH, dtype=torch.long)), "torch.int64"),
+        (lambda w: setattr(w, "main_grad", torch.zeros(VOCAB, WIDTH).to_sparse()), "sparse_coo"),
         (lambda w: w.requires_grad_(False), "does not require grad"),
+        (lambda w: w.register_hook(torch.neg), r"hook \(.*neg\), which autograd would give no gradient"),
     ],
 )
 def test_what_nothing_can_be_added_to_is_refused(change, message):
@@ -138,6 +140,55 @@ def test_a_weight_made_of_others_and_other_words_are_refused():
         batch.calls["row"][0](hl.Linear(batch.hidden, batch.weight * 2, weight_grad_into="grad"), batch.targets)
     with pytest.raises(ValueError, match='wanted None, "grad" or "main_grad", got True'):
         hl.Linear(batch.hidden, batch.weight, weight_grad_into=True)
+
+
+@pytest.mark.parametrize("kind", ["row", "segment", "batch"])
+@pytest.mark.parametrize("into", ["grad", "main_grad"])
+def test_a_backward_that_asks_for_others_adds_nothing(kind, into):
+    batch = Batch()
+    wanted, gradient = batch.gradient(kind)
+    batch.weight.main_grad = torch.zeros(VOCAB, WIDTH, dtype=torch.float64)
+    loss = batch.loss(kind, weight_grad_into=into)
+    for _ in range(2):
+        (found,) = torch.autograd.grad(loss, [batch.moving], retain_graph=True)
+        torch.testing.assert_close(found, wanted)
+    loss.backward(inputs=[batch.moving], retain_graph=True)
+    assert batch.weight.grad is None and not batch.weight.main_grad.any()
+    with pytest.raises(RuntimeError, match=f"weight_grad_into='{into}': torch.autograd.grad asks for the weight's"):
+        torch.autograd.grad(loss, [batch.moving, batch.weight], retain_graph=True)
+    assert batch.weight.grad is None and not batch.weight.main_grad.any()
+    loss.backward(inputs=[batch.weight], retain_graph=True)
+    torch.testing.assert_close(getattr(batch.weight, into), gradient)
+    loss.backward()
+    torch.testing.assert_close(getattr(batch.weight, into), 2 * gradient)
+    torch.testing.assert_close(batch.moving.grad, 2 * wanted)
+
+
+def test_facts_by_themselves_and_what_is_gone_by_the_backward():
+    batch = Batch()
+    facts = lambda weight, into: hl.row_facts(hl.Linear(batch.hidden, weight, weight_grad_into=into), batch.targets)
+    with pytest.raises(ValueError, match="made of other tensors"):
+        facts(batch.weight * 2, "grad")
+    with pytest.raises(ValueError, match="the weight has no main_grad"):
+        facts(batch.weight, "main_grad")
+    batch.weight.main_grad = torch.zeros(VOCAB, WIDTH, dtype=torch.float64)
+    for loss in (facts(batch.weight, "main_grad").logprob.sum(), batch.loss("row", weight_grad_into="main_grad")):
+        there = batch.weight.main_grad
+        del batch.weight.main_grad
+        with pytest.raises(RuntimeError, match="weight.main_grad is gone since the forward"):
+            loss.backward()
+        assert batch.weight.grad is None
+        batch.weight.main_grad = there
+
+
+@pytest.mark.parametrize("into", ["grad", "main_grad"])
+def test_verify_compares_gradients_all_the_same(into):
+    batch = Batch()
+    batch.weight.main_grad = torch.zeros(VOCAB, WIDTH, dtype=torch.float64)
+    source = hl.Linear(batch.hidden, batch.weight, weight_grad_into=into)
+    report = hl.verify(hl.Objective(ce=cross_entropy), source, batch.targets)
+    assert report.ok and "gradient of weight" in str(report)
+    assert batch.weight.grad is None and not batch.weight.main_grad.any()
 
 
 def test_without_grad_mode_nothing_is_asked():

@@ -95,3 +95,28 @@ def test_lines_of_a_shape_follow_the_rows(device: str, rows: tuple[int, ...]) ->
     for segments in (hl.Segments.from_batch(TARGETS), FLAT):  # made of tensors: where they are is the caller's word
         with pytest.raises(ValueError, match=f"segments: is on cpu, but the source is on {device}"):
             OBJECTIVE.explain(source, targets, segments=segments, **inputs)
+
+
+@pytest.mark.parametrize("memory", ["1GiB", 4 * 50 * 6])
+@pytest.mark.parametrize("loss", ["gspo", "own"])
+def test_metrics_see_rows_in_their_order(loss, memory):
+    """Chunks hold whole segments, whose rows may lie anywhere."""
+    torch.manual_seed(0)
+    hidden, weight, ids = torch.randn(12, 16, requires_grad=True), torch.randn(50, 16), torch.arange(12) % 3
+    targets, advantage = torch.randint(50, (12,)), torch.randn(12)
+    jump = lambda logprob: (logprob * logprob.roll(1)).mean()
+    own = lambda logprob, segments: (-logprob * segments.mean(logprob).detach(), {"jump": jump(logprob)})
+    logprob = (hidden @ weight.T).log_softmax(-1).gather(1, targets[:, None])[:, 0].detach()
+    given = {} if loss == "own" else {"advantage": advantage, "old_logprob": logprob - 0.1}
+    source, segments = hl.Linear(hidden, weight, memory=memory), hl.Segments.from_ids(ids, 3)
+    objective = hl.Objective(it=own if loss == "own" else gspo, metrics={"jump": jump})
+    out = objective(source, targets, segments=segments, **given)
+    for name in [x for x in out.metrics if x.endswith("jump")]:
+        torch.testing.assert_close(out.metrics[name].value.float(), jump(logprob), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(out.facts.logprob, logprob, rtol=1e-5, atol=1e-5)
+    out.loss.backward()
+    whole = hidden.detach().clone().requires_grad_()
+    other = hl.Objective(it=objective.terms["it"])(hl.Logits(whole @ weight.T), targets, segments=segments, **given)
+    other.loss.backward()
+    torch.testing.assert_close(hidden.grad, whole.grad, rtol=1e-4, atol=1e-6)
+    assert "in pieces" in objective.explain(source, targets, segments=segments, **given).grade

@@ -118,8 +118,15 @@ def test_a_run_goes_on_with_the_same_data_alone(made: dict[str, Any], monkeypatc
     assert refused.exit_code == 2 and "--data: sequences 0 to 1 are others than when" in plain(refused.output)
     other = CliRunner().invoke(main, [*made["arguments"], "--temperature", "2"])
     assert other.exit_code == 2 and "was begun with other arguments" in plain(other.output)
+    data.write_text(told.replace("-100", "3"))
+    refused = CliRunner().invoke(main, made["arguments"])
+    assert refused.exit_code == 2 and "--data: sequences 0 to 1 " in plain(refused.output)
     data.write_text(told)
-    monkeypatch.setattr(teach, "_write", whole)
+    monkeypatch.setattr(teach, "fingerprint", lambda model: "another")
+    refused = CliRunner().invoke(main, made["arguments"])
+    assert refused.exit_code == 2 and "has other weights than when" in plain(refused.output)
+    monkeypatch.undo()
+    monkeypatch.setattr(teach, "PART", 2)
     assert CliRunner().invoke(main, made["arguments"]).exit_code == 0
     assert load_from_disk(str(made["out"]))["input_ids"][:] == made["lines"]
 

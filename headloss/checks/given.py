@@ -16,7 +16,7 @@ from torch import Tensor
 
 from headloss.routed import Routed
 from headloss.segments import Segments
-from headloss.sources import Logits, Source, Teacher
+from headloss.sources import Linear, Logits, Source, Teacher
 from headloss.support import SHIFT, Support
 
 IGNORE = -100
@@ -153,8 +153,9 @@ def _per_row(T: object) -> bool:
 
 
 def replaced(source: Source, **changed: Any) -> Source:
-    """The source with other tensors, and all else as it was made (under autocast, say)."""
+    """The source with other tensors, which get their gradients, and all else as it was made (under autocast, say)."""
     other = copy.copy(source)
+    changed |= {"weight_grad_into": None} if isinstance(source, Linear) else {}
     for name, x in changed.items():
         object.__setattr__(other, name, x)
     return other

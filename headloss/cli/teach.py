@@ -12,6 +12,7 @@ The dataset has axolotl's names, whose entry t is about token t, given the token
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import shutil
 from collections.abc import Iterator, Sequence
@@ -92,8 +93,10 @@ def teach(said: dict[str, Any], out: Path, batch_tokens: int, device: str | None
         raise ValueError(f"--out: {out} holds a finished dataset; give another folder")
     note = parts / "said.json"
     begun = note.exists() and any(x.is_dir() for x in parts.iterdir())  # else it was refused before it wrote a part
-    if begun and json.loads(note.read_text()) != said:
-        raise ValueError(f"--out: {out} was begun with other arguments, {note.read_text()}; give another folder")
+    before = json.loads(note.read_text()) if begun else {}
+    weights = before.pop("weights", None)
+    if begun and before != said:
+        raise ValueError(f"--out: {out} was begun with other arguments, {json.dumps(before)}; give another folder")
     if not 0 < said["temperature"] < float("inf"):
         raise ValueError(f"--temperature: wanted a positive number, got {said['temperature']}")
     given = read_data(said["data"], said["split"])
@@ -105,8 +108,10 @@ def teach(said: dict[str, Any], out: Path, batch_tokens: int, device: str | None
     if said["k"] > most:
         raise ValueError(f"--k: wanted at most {most} columns, which the vocabulary has, got {said['k']}")
     read = lambda i: _tokens(given[i], i, tokenizer, said["max_length"], vocab)
+    if begun and weights != fingerprint(made):
+        raise ValueError(f"--model: {said['model']} has other weights than when {out} was begun; give another folder")
     parts.mkdir(parents=True, exist_ok=True)
-    note.write_text(json.dumps(said))
+    note.write_text(json.dumps({**said, "weights": fingerprint(made)}))
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task("sequences", total=count)
@@ -115,7 +120,7 @@ def teach(said: dict[str, Any], out: Path, batch_tokens: int, device: str | None
             lines = [read(i) for i in range(first, last)]
             if not folder.exists():
                 _write(made, lines, folder, said, batch_tokens)
-            elif load_from_disk(str(folder))["input_ids"][:] != [line["input_ids"] for line in lines]:
+            elif _given(load_from_disk(str(folder))) != [(line["input_ids"], line.get("labels")) for line in lines]:
                 raise ValueError(
                     f"--data: sequences {first} to {last - 1} are others than when {out} was begun; give another folder"
                 )
@@ -124,6 +129,18 @@ def teach(said: dict[str, Any], out: Path, batch_tokens: int, device: str | None
     concatenate_datasets([load_from_disk(x) for x in folders]).save_to_disk(str(out))
     shutil.rmtree(parts)
     return count
+
+
+def _given(written: Any) -> list[tuple[list[int], list[int] | None]]:
+    """The tokens and labels that a part was made of."""
+    labels = written["labels"][:] if "labels" in written.column_names else [None] * len(written)
+    return list(zip(written["input_ids"][:], labels, strict=True))
+
+
+def fingerprint(model: Any) -> str:
+    """Of a model's weights: sums of their sizes, to nine digits, as any device makes them."""
+    sizes = [f"{name} {x.abs().sum(dtype=torch.float64).item():.8e}" for name, x in model.state_dict().items()]
+    return hashlib.sha256("\n".join(sizes).encode()).hexdigest()[:16]
 
 
 def read_data(data: str, split: str) -> Any:

@@ -15,7 +15,7 @@ from headloss.engine.guides import bind_teachers
 from headloss.engine.kept import parts_of, restrict_teachers
 from headloss.engine.kept_sweep import KeptSweep
 from headloss.engine.loss import TermsOnRows
-from headloss.engine.plan import KEPT, Plan, why_read_by_products
+from headloss.engine.plan import KEPT, Plan, in_order, why_read_by_products
 from headloss.engine.product import ProductSweep, why_chunked
 from headloss.engine.sweeps import Chunk, Sweep
 from headloss.engine.teachers import SparseTeacherRows, TeacherRows, cost_of, most_rows
@@ -150,7 +150,7 @@ def rows_of(plan: Plan, arguments: CallArguments, host_read: bool, chunked: str)
     return bind_rows(
         source.leading, targets, segments,
         vocab=source.vocab, device=device, host_read=host_read, needed=plan.needed, count=count,
-        by_segment=plan.kind == "segment" and linear and support is None,
+        by_segment=plan.kind == "segment" and linear and support is None and not in_order(plan),
         skips=plan.program is not None and (plan.kept or not linear),
     )  # fmt: skip
 
@@ -182,6 +182,8 @@ def chunks_of(
     cost = cost_of(guides, source, rows)
     if plan.kind == "row":
         return row_chunks(source, cost, rows.count)
+    if not rows.by_segment:
+        return None  # segments are in pieces, and stay so where a metric would see rows in another order
     most = chunk_rows(source, cost, rows.count)
     runs = rows.aligned(most) if rows.stats is not None and not rows.stats.loose else None
     return None if runs is None else [Chunk(*run) for run in runs]

@@ -3,7 +3,8 @@
     "grad"        weight.grad; made if there is none yet
     "main_grad"   weight.main_grad, in its own dtype (float32 in Megatron), which must be there before the call
 
-It happens in the backward, whose incoming gradient is then known; a call without a backward adds nothing.
+It happens in the backward, whose incoming gradient is then known; a call without a backward adds nothing, and so does
+a backward that asks for other gradients alone.
 """
 
 from __future__ import annotations
@@ -27,11 +28,23 @@ class Into(NamedTuple):
     def there(self) -> Tensor | None:
         return getattr(self.weight, self.name, None)
 
+    def asked(self, ctx: Any) -> bool:
+        """Whether the backward under way is to reach the weight: not so where `inputs=` names other tensors alone."""
+        try:
+            return torch._C._will_engine_execute_node(ctx.next_functions[1][0])
+        except RuntimeError as error:  # by torch.autograd.grad, which returns a gradient and adds to none
+            raise RuntimeError(
+                f"weight_grad_into={self.name!r}: torch.autograd.grad asks for the weight's gradient, which is added "
+                f"to weight.{self.name} instead; use None"
+            ) from error
+
     def take(self, grads: Grads) -> Grads:
         """Add the weight's gradient, unless a product has; what is left is autograd's or the caller's."""
         there, grad, weight = self.there, grads.weight, self.weight
         with torch.no_grad():
             if grad is not None and there is None:
+                if self.name != "grad":
+                    raise RuntimeError(f"weight_grad_into={self.name!r}: weight.{self.name} is gone since the forward")
                 weight.grad = grad.to(weight.dtype)
             elif grad is not None and there is not None:
                 there.add_(grad)
@@ -56,11 +69,16 @@ def check_into(source: Any) -> None:
     if not weight.requires_grad or not weight.is_leaf:
         what = "is made of other tensors" if weight.requires_grad else "does not require grad"
         raise ValueError(f"{label}: wanted a Parameter, but the weight {what}; use None")
+    if hooks := list((weight._backward_hooks or {}).values()):
+        name = getattr(hooks[0], "__qualname__", type(hooks[0]).__name__)
+        raise ValueError(f"{label}: the weight has a hook ({name}), which autograd would give no gradient; use None")
     there = into.there
     if there is None and into.name == "grad":
         return
     if not isinstance(there, Tensor):
         raise ValueError(f'{label}: the weight has no main_grad; make one before the call, or use "grad"')
-    if there.shape != weight.shape or there.device != weight.device or not there.dtype.is_floating_point:
-        got = f"{there.dtype} of shape {tuple(there.shape)} on {there.device}"
+    dense = there.layout == torch.strided and there.dtype.is_floating_point
+    if there.shape != weight.shape or there.device != weight.device or not dense:
+        kind = "" if there.layout == torch.strided else f"{str(there.layout).removeprefix('torch.')} "
+        got = f"{kind}{there.dtype} of shape {tuple(there.shape)} on {there.device}"
         raise ValueError(f"{label}: wanted shape {tuple(weight.shape)} on {weight.device}, got {got}")

@@ -221,6 +221,12 @@ def why_read_by_products(plan: Plan, source: Source, segments: Segments | None) 
     return why_read(source, segments, plan.terms, plan.kind, True) or _mixing(plan._replace(program=None))
 
 
+def in_order(plan: Plan) -> bool:
+    """Whether a metric may tell in which order rows are: a function of the caller's that sees all of them."""
+    unknown = any(not t.trace.value and not ours(t.call.fn) for t in plan.terms)
+    return unknown or bool(_mixing(plan._replace(program=None)))
+
+
 def _mixing(plan: Plan) -> str:
     """A metric that is made of all rows at once."""
     mixing = [f"{t.name}/{name}" for t in plan.terms for name, kind in t.trace.metrics.items() if kind == "other"]

@@ -206,6 +206,8 @@ def _pull(ctx: Any, saved: Sequence[Tensor], g_loss: Any, *g_facts: Any) -> tupl
     """Gradients of the source's tensors, and of the inputs that want one; the sweep is opened again if needed."""
     sweep, needs, result, into, overwritten, inputs = ctx.kept
     grads, made = None, ctx.grads
+    if into is not None and needs[1] and not into.asked(ctx):  # what was made has the weight's gradient in it
+        made, into, needs = None, None, (needs[0], False, *needs[2:])
     by_input: Sequence[Tensor | None] = (None,) * len(inputs)
     pending = result.pulled(sweep.want, g_facts) if g_facts != _NOTHING[: len(g_facts)] else {}
     if g_loss is not None:

@@ -128,6 +128,11 @@ def shard_of(mesh: Any, held: int, vocab: int | None = None) -> VocabShard:
 def sharded_source(hidden: Any, module: Any, leading: tuple[int, ...] | None, **options: Any) -> Linear:
     """The source of a head that `HeadParallel` sharded: local tensors and the shard.  `leading`: the targets' shape."""
     mesh, layout = module.parallel
+    if options.get("weight_grad_into") is not None:
+        raise ValueError(
+            f"weight_grad_into={options['weight_grad_into']!r}: under HeadParallel the weight is a DTensor, whose "
+            f"gradient autograd has to place; use None"
+        )
     if not isinstance(hidden, DTensor) and isinstance(layout, Shard) and leading is not None:
         dim = layout.dim % hidden.ndim
         if dim < len(leading) and hidden.shape[dim] * mesh.size() != leading[dim]:

@@ -396,6 +396,11 @@ def test_bad_use() -> None:
     with pytest.raises(ValueError, match="memory"):
         patch(tiny.model("llama"), memory="much")
     patch(tiny.model("llama"))
+    capped, ids = patch(tiny.model("gemma2")), torch.arange(8)[None]
+    capped(input_ids=ids, labels=ids)
+    capped.config.final_logit_softcapping = None  # after the first call, at which the model's softcap was looked at
+    with pytest.raises(ValueError, match=r"turns a logit of 1.5 into 1.5, but scale=1.0 and softcap=1.5 give"):
+        capped(input_ids=ids, labels=ids)
 
 
 def test_a_transform_of_the_logits_that_is_not_known_is_noticed() -> None:

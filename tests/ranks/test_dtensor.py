@@ -223,6 +223,10 @@ def refusals() -> None:
     mesh = init_device_mesh("cpu", (2,))
     with pytest.raises(TypeError, match=r"FusedLMHead.from_linear"):
         parallelize_module(torch.nn.Sequential(torch.nn.Linear(4, 6)), mesh, {"0": hl.HeadParallel()})
+    net = torch.nn.Sequential(hl.FusedLMHead(4, 6, weight_grad_into="grad"))
+    parallelize_module(net, mesh, {"0": hl.HeadParallel()})
+    with pytest.raises(ValueError, match="weight_grad_into='grad': under HeadParallel the weight is a DTensor"):
+        net[0](torch.zeros(3, 4), targets=torch.zeros(3).long(), objective=hl.Objective(ce=hl.losses.cross_entropy))
     for bad, error, match in (
         (dict(group="tp", start=0, vocab=5), TypeError, "group"),
         (dict(group=mesh, start=-1, vocab=5), ValueError, "start"),

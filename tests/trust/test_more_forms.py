@@ -281,12 +281,20 @@ def by_rows(logp, logq):
     return gap / logp.shape[0] if logp.shape[0] > 5 else gap
 
 
+def by_many_rows(logp, logq):
+    return (0.5 if logp.shape[0] > 4000 else 1.0) * logp.exp() * (logp - logq)
+
+
+def by_many_columns(logp, logq):
+    return (0.5 if logp.shape[-1] > 4000 else 1.0) * logp.exp() * (logp - logq)
+
+
 def by_value(logp, logq):
     gap = logp.exp() * (logp - logq)
     return 2 * gap if bool((logp < -6).any()) else gap
 
 
-@pytest.mark.parametrize("fn", [by_global, by_rows, by_value])
+@pytest.mark.parametrize("fn", [by_global, by_rows, by_many_rows, by_many_columns, by_value])
 def test_a_divergence_that_comes_to_mix_rows(fn: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(TypeError, match="wanted an element-wise function"):
         objective = hl.Objective(it=fn)
