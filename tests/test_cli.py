@@ -84,6 +84,9 @@ def test_wrong_sizes_are_wrong_commands(tmp_path: Path) -> None:
         (["explain", str(path), "--vocab", "10", "--top-k", "11"], "wanted at most 10 ids"),
         (["explain", str(path), "--tokens", str(10**12)], "Invalid value for '--tokens'"),
         (["bench", "--memory", "0", "--tokens", "8", "--hidden", "4", "--vocab", "16"], "memory"),
+        (["bench", "--memory", "10", "--tokens", "8", "--hidden", "4", "--vocab", "16"], "one row of 16 logits"),
+        (["check", "--rows", "8"], "has no say without --objective"),
+        (["check", "--top-k", "8"], "has no say without --objective"),
         (["losses", "gspo", "--markdown"], "is the whole page"),
         (["losses", "--json", "--markdown"], "is the whole page"),
     ):
@@ -277,3 +280,12 @@ def test_check_says_what_is_wrong_with_an_objective(own: str, said: str, message
     assert found.exit_code == 2
     words = " ".join(found.output.replace("│", " ").split())
     assert message in words, words
+
+
+@pytest.mark.parametrize("text", ["def (", "nobody", "1 / 0"])
+def test_check_says_that_a_file_is_broken(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = f"broken_{abs(hash(text))}"
+    (tmp_path / f"{name}.py").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    found = CliRunner().invoke(main, ["check", "--device", "cpu", "--objective", f"{name}:loss"])
+    assert found.exit_code == 2 and "cannot import" in found.output and "Error" in found.output

@@ -32,7 +32,6 @@ import headloss as hl
 from headloss.cli.explain import DTYPES
 from headloss.cli.memory import peak_bytes
 from headloss.losses import cross_entropy
-from headloss.sources import parse_bytes
 
 OBJECTIVE = hl.Objective(ce=cross_entropy)
 Way = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -97,7 +96,9 @@ def command(
     if plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise typer.BadParameter("a plot needs matplotlib, which is not installed", param_hint="--plot")
     try:
-        parse_bytes(memory)
+        for V in vocab:
+            h, w = (torch.empty(n, hidden, dtype=DTYPES[dtype], device="meta") for n in (1, V))
+            hl.Linear(h, w, memory=memory).chunk_rows()  # says so if not one row fits
     except (TypeError, ValueError) as error:
         raise typer.BadParameter(str(error), param_hint="--memory") from None
     console = Console(highlight=False)

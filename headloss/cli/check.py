@@ -60,6 +60,7 @@ class Check(NamedTuple):
 
 
 def command(
+    context: typer.Context,
     device: Annotated[str, typer.Option(help="cpu or cuda; by default cuda where there is one.")] = "",
     fast: Annotated[bool, typer.Option("--fast", help="Fewer rows and columns.")] = False,
     json_: Annotated[bool, typer.Option("--json", help="Every single check as JSON, and no table.")] = False,
@@ -84,6 +85,9 @@ def command(
     if objective:
         _check_own(objective, (rows, vocab, hidden), dtype, device, seed, head, top_k, json_)
         return
+    for name in ("rows", "vocab", "hidden", "dtype", "head", "top_k"):
+        if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE":
+            raise typer.BadParameter("has no say without --objective", param_hint=f"--{name.replace('_', '-')}")
     console = Console(highlight=False)
     bar = Progress(
         TextColumn("[cyan]{task.description:<22}"), BarColumn(), TimeRemainingColumn(), console=console, transient=True,

@@ -36,6 +36,8 @@ def load(where: str) -> hl.Objective:
         found: Any = importlib.import_module(module)
     except ImportError as error:
         raise ValueError(f"cannot import {module!r}: {error}") from None
+    except Exception as error:  # whatever the file itself raises
+        raise ValueError(f"cannot import {module!r}: {type(error).__name__}: {error}") from None
     finally:
         sys.path.remove(os.getcwd())
     for part in name.split("."):
