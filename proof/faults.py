@@ -1115,4 +1115,6 @@ FAULTS = [
     Fault("integrations/adapter.py", "_said(model) != self.config:", "False:", "a patched model keeps a softcap that its config has lost", ("tests/integrations/test_transformers.py",)),
     Fault("cli/teach.py", "if begun and weights != fingerprint(made):", "if False:", "a run that was broken off goes on with another model", TEACH),
     Fault("cli/teach.py", 'written["labels"][:] if "labels" in written.column_names else', "None if False else", "a run that was broken off compares no labels", TEACH),
+    Fault("trace/reads.py", '["is"] * same', "[]", "a size that is compared by identity is another under a trace", ("tests/trust/test_traces_are_the_function.py",)),
+    Fault("trace/reads.py", 'step.argrepr.startswith("%") and', "False and", "a size in a text is another under a trace", ("tests/trust/test_traces_are_the_function.py",)),
 ]  # fmt: skip

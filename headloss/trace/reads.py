@@ -106,17 +106,21 @@ def _uses(code: types.CodeType) -> _Uses:
     attributes: set[str] = set()
     operators: set[str] = set()
     refused: list[str] = []
-    shown = False  # as text
+    shown = same = False  # as text, by `is`
     pending = [code]
     while pending:
         inner = pending.pop()
         pending += [x for x in inner.co_consts if isinstance(x, types.CodeType)]
         steps = [x for x in dis.get_instructions(inner) if x.opname not in ("EXTENDED_ARG", "CACHE")]
+        texts = [x for x in inner.co_consts if isinstance(x, str)]
         taken = 0  # attributes that belong to a root that was seen
         for i, step in enumerate(steps):
             name = str(step.argval)
             captured = step.opcode in dis.hasfree
-            shown |= step.opname.startswith("FORMAT_")
+            shown |= step.opname.startswith("FORMAT_") or (
+                step.opname == "BINARY_OP" and step.argrepr.startswith("%") and any("%" in x for x in texts)
+            )
+            same |= step.opname == "IS_OP" and not (steps[i - 1].opname == "LOAD_CONST" and steps[i - 1].argval is None)
             operators.update(operators_of(step))
             if step.opname in ("LOAD_GLOBAL", "LOAD_DEREF"):
                 if captured and name not in code.co_freevars:
@@ -143,15 +147,20 @@ def _uses(code: types.CodeType) -> _Uses:
                 refused.append(_VERBS.get(step.opname, "{} ({})").format(name, step.opname.lower()))
     names = {name for _, name, _, _ in roots}
     measures = attributes & {"nelement", "numel", "shape", "size"}  # len() of a tensor is seen by the trace itself
-    told = names & set(_TELLING) or shown
+    told = (
+        sorted(names & set(_TELLING) | attributes & set(_SHOWING))
+        + ["a text with a value in it"] * shown
+        + ["is"] * same
+    )
     if measures and told:  # a size is an int in a call, and something else under a trace
-        refused.append(f"the type or text of sizes ({', '.join(sorted(names & set(_TELLING))) or 'an f-string'})")
+        refused.append(f"the type or text of sizes ({', '.join(told)})")
     operators.update(f"__{name}__" for name in names & {"abs", "divmod", "len", "pow", "reversed", "round"})
     return _Uses(tuple(roots), frozenset(attributes), frozenset(operators), tuple(dict.fromkeys(refused)))
 
 
 _ATTRIBUTE = ("LOAD_ATTR", "LOAD_METHOD")
-_TELLING = ("format", "isinstance", "issubclass", "repr", "str")
+_TELLING = ("format", "isinstance", "issubclass", "repr", "str", "type")
+_SHOWING = ("__class__", "__format__", "__repr__", "__str__", "format")
 _VERBS = {
     "IMPORT_NAME": "{} (an import inside)",
     "IMPORT_FROM": "{} (an import inside)",

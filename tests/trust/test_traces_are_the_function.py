@@ -54,6 +54,25 @@ def by_text(logprob, entropy):
     return -logprob if f"{logprob.shape[0]}".isdigit() else entropy
 
 
+def by_percent(logprob, entropy):
+    return -logprob if "%s" % logprob.shape[0] == "6" else entropy  # noqa: UP031
+
+
+def by_format(logprob, entropy):
+    return -logprob if "{}".format(logprob.shape[0]) == "6" else entropy  # noqa: UP032
+
+
+SIX = 6
+
+
+def by_identity(logprob, entropy):
+    return -logprob if logprob.shape[0] is SIX else entropy
+
+
+def by_class(logprob, entropy):
+    return -logprob if logprob.shape[0].__class__ == int else entropy  # noqa: E721
+
+
 def by_except(logprob, entropy):
     try:
         fine = bool((logprob < 1).all())
@@ -70,7 +89,22 @@ def more_rows(logprob, entropy):
     return -logprob + entropy if logprob.numel() > 1 else -2 * logprob + entropy
 
 
-@pytest.mark.parametrize("fn", [by_isinstance, by_type, by_match, by_text, by_except, one_row, more_rows])
+@pytest.mark.parametrize(
+    "fn",
+    [
+        by_isinstance,
+        by_type,
+        by_match,
+        by_text,
+        by_percent,
+        by_format,
+        by_identity,
+        by_class,
+        by_except,
+        one_row,
+        more_rows,
+    ],
+)
 def test_code_that_tells_a_trace_from_a_call(fn):
     objective = hl.Objective(it=fn, backend="torch")
     for rows in (6, 1, 3):
