@@ -263,9 +263,13 @@ def test_the_weights_gradient_is_added_by_the_product(memory):
     weight = torch.nn.Parameter(batch.weight.clone())
     there = weight.main_grad = torch.randn(VOCAB, WIDTH)
     before = there.clone()
-    out = objective(hl.Linear(batch.hidden, weight, memory=memory, weight_grad_into="main_grad"), batch.targets)
+    hidden = batch.hidden.clone().requires_grad_()
+    out = objective(hl.Linear(hidden, weight, memory=memory, weight_grad_into="main_grad"), batch.targets)
+    assert torch.equal(there, before)
+    (first,) = torch.autograd.grad(2 * out.loss, [hidden], retain_graph=True)  # which leaves the weight's alone
     assert torch.equal(there, before)
     (2 * out.loss).backward()
+    torch.testing.assert_close(hidden.grad, first)
     assert weight.grad is None and weight.main_grad is there
     assert float(((there - before).double() - 2 * true).norm() / (2 * true).norm()) < 6e-3
 
