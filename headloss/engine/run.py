@@ -253,6 +253,13 @@ class Head(_SingleLevelFunction):  # `Function` less its care for transforms of 
 
     backward = staticmethod(once(_pull))
 
+    @staticmethod
+    def _compiled_autograd_key(ctx: Any) -> Any:
+        raise RuntimeError(
+            "headloss: compiled autograd cannot trace this backward; turn it off (torch._dynamo.config."
+            "compiled_autograd = False), or compile the function that makes the loss"
+        )
+
 
 def names_of(tensors: Sequence[Any]) -> tuple[str, ...]:
     """Of the source's tensors, or of what there is for each."""

@@ -736,3 +736,18 @@ def test_inplace_next_to_something_else():
 
 
 test_under_the_interpreter = interpreted(__file__)
+
+
+def test_compiled_autograd_is_refused() -> None:
+    """It would trace the backward, whose gradients may be added where no graph sees it."""
+    from torch._dynamo import utils
+
+    enable = getattr(utils, "maybe_enable_compiled_autograd", None)
+    if INSIDE or enable is None:
+        pytest.skip("no such thing here")
+    z = torch.randn(3, 5, requires_grad=True)
+    loss = hl.Objective(ce=cross_entropy)(hl.Logits(z), torch.tensor([1, 2, 3])).loss
+    with enable(True, fullgraph=False), pytest.raises(RuntimeError, match="compiled autograd cannot trace"):
+        loss.backward()
+    loss.backward()
+    assert z.grad is not None
