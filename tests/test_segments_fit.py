@@ -105,7 +105,8 @@ def test_metrics_see_rows_in_their_order(loss, memory):
     hidden, weight, ids = torch.randn(12, 16, requires_grad=True), torch.randn(50, 16), torch.arange(12) % 3
     targets, advantage = torch.randint(50, (12,)), torch.randn(12)
     jump = lambda logprob: (logprob * logprob.roll(1)).mean()
-    own = lambda logprob, segments: (-logprob * segments.mean(logprob).detach(), {"jump": jump(logprob)})
+    found = lambda x: {"jump": jump(x), "sum_of_rows": x.cumsum(0)}
+    own = lambda logprob, segments: (-logprob * segments.mean(logprob).detach(), found(logprob))
     logprob = (hidden @ weight.T).log_softmax(-1).gather(1, targets[:, None])[:, 0].detach()
     given = {} if loss == "own" else {"advantage": advantage, "old_logprob": logprob - 0.1}
     source, segments = hl.Linear(hidden, weight, memory=memory), hl.Segments.from_ids(ids, 3)
@@ -113,6 +114,9 @@ def test_metrics_see_rows_in_their_order(loss, memory):
     out = objective(source, targets, segments=segments, **given)
     for name in [x for x in out.metrics if x.endswith("jump")]:
         torch.testing.assert_close(out.metrics[name].value.float(), jump(logprob), rtol=1e-5, atol=1e-5)
+    if loss == "own":
+        wanted = logprob.cumsum(0).mean()
+        torch.testing.assert_close(out.metrics["it/sum_of_rows"].value.float(), wanted, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(out.facts.logprob, logprob, rtol=1e-5, atol=1e-5)
     out.loss.backward()
     whole = hidden.detach().clone().requires_grad_()

@@ -223,8 +223,8 @@ def why_read_by_products(plan: Plan, source: Source, segments: Segments | None) 
 
 def in_order(plan: Plan) -> bool:
     """Whether a metric may tell in which order rows are: a function of the caller's that sees all of them."""
-    unknown = any(not t.trace.value and not ours(t.call.fn) for t in plan.terms)
-    return unknown or bool(_mixing(plan._replace(program=None)))
+    theirs = [t.trace for t in plan.terms if not ours(t.call.fn)]
+    return any(not x.value or x.metrics for x in theirs) or any(not ours(call.fn) for _, call in plan.metrics)
 
 
 def _mixing(plan: Plan) -> str:
