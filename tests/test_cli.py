@@ -85,8 +85,8 @@ def test_wrong_sizes_are_wrong_commands(tmp_path: Path) -> None:
         (["explain", str(path), "--tokens", str(10**12)], "Invalid value for '--tokens'"),
         (["bench", "--memory", "0", "--tokens", "8", "--hidden", "4", "--vocab", "16"], "memory"),
         (["bench", "--memory", "10", "--tokens", "8", "--hidden", "4", "--vocab", "16"], "one row of 16 logits"),
-        (["check", "--rows", "8"], "has no say without --objective"),
-        (["check", "--top-k", "8"], "has no say without --objective"),
+        (["check", "--rows", "8"], "has no effect without --objective"),
+        (["check", "--top-k", "8"], "has no effect without --objective"),
         (["losses", "gspo", "--markdown"], "is the whole page"),
         (["losses", "--json", "--markdown"], "is the whole page"),
     ):

@@ -175,7 +175,7 @@ def test_facts_by_themselves_and_what_is_gone_by_the_backward():
     for loss in (facts(batch.weight, "main_grad").logprob.sum(), batch.loss("row", weight_grad_into="main_grad")):
         there = batch.weight.main_grad
         del batch.weight.main_grad
-        with pytest.raises(RuntimeError, match="weight.main_grad is gone since the forward"):
+        with pytest.raises(RuntimeError, match="weight.main_grad was removed after the forward"):
             loss.backward()
         assert batch.weight.grad is None
         batch.weight.main_grad = there

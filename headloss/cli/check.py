@@ -87,7 +87,7 @@ def command(
         return
     for name in ("rows", "vocab", "hidden", "dtype", "head", "top_k"):
         if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE":
-            raise typer.BadParameter("has no say without --objective", param_hint=f"--{name.replace('_', '-')}")
+            raise typer.BadParameter("has no effect without --objective", param_hint=f"--{name.replace('_', '-')}")
     console = Console(highlight=False)
     bar = Progress(
         TextColumn("[cyan]{task.description:<22}"), BarColumn(), TimeRemainingColumn(), console=console, transient=True,

@@ -108,10 +108,11 @@ def teach(said: dict[str, Any], out: Path, batch_tokens: int, device: str | None
     if said["k"] > most:
         raise ValueError(f"--k: wanted at most {most} columns, which the vocabulary has, got {said['k']}")
     read = lambda i: _tokens(given[i], i, tokenizer, said["max_length"], vocab)
-    if begun and weights != fingerprint(made):
+    own = fingerprint(made)
+    if begun and weights != own:
         raise ValueError(f"--model: {said['model']} has other weights than when {out} was begun; give another folder")
     parts.mkdir(parents=True, exist_ok=True)
-    note.write_text(json.dumps({**said, "weights": fingerprint(made)}))
+    note.write_text(json.dumps({**said, "weights": own}))
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task("sequences", total=count)
@@ -138,7 +139,7 @@ def _given(written: Any) -> list[tuple[list[int], list[int] | None]]:
 
 
 def fingerprint(model: Any) -> str:
-    """Of a model's weights: sums of their sizes, to nine digits, as any device makes them."""
+    """A hash of the sum of |w| of each weight, to nine digits: the same on every device."""
     sizes = [f"{name} {x.abs().sum(dtype=torch.float64).item():.8e}" for name, x in model.state_dict().items()]
     return hashlib.sha256("\n".join(sizes).encode()).hexdigest()[:16]
 

@@ -183,7 +183,7 @@ def chunks_of(
     if plan.kind == "row":
         return row_chunks(source, cost, rows.count)
     if not rows.by_segment:
-        return None  # segments are in pieces, and stay so where a metric would see rows in another order
+        return None  # interleaved segments stay so where a metric may depend on the order of rows
     most = chunk_rows(source, cost, rows.count)
     runs = rows.aligned(most) if rows.stats is not None and not rows.stats.loose else None
     return None if runs is None else [Chunk(*run) for run in runs]

@@ -283,7 +283,7 @@ def _linear_grade(plan: Plan, segments: Segments | None, rows: Rows, chunks: Seq
     elif rows.stats is None:
         why = "segment lengths are not known to the host"
     elif not rows.by_segment:
-        why = "segments are in pieces, and a metric may tell the order of rows"
+        why = "segments are interleaved, and a metric may depend on the order of rows"
     else:
         why = "a segment is longer than a chunk"
     return f"facts of all rows first, logits made again for the gradient ({why})"

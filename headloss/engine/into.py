@@ -46,7 +46,9 @@ class Into(NamedTuple):
         with torch.no_grad():
             if grad is not None and there is None:
                 if self.name != "grad":
-                    raise RuntimeError(f"weight_grad_into={self.name!r}: weight.{self.name} is gone since the forward")
+                    raise RuntimeError(
+                        f"weight_grad_into={self.name!r}: weight.{self.name} was removed after the forward"
+                    )
                 weight.grad = grad.to(weight.dtype)
             elif grad is not None and there is not None:
                 there.add_(grad)

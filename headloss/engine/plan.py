@@ -222,7 +222,7 @@ def why_read_by_products(plan: Plan, source: Source, segments: Segments | None) 
 
 
 def in_order(plan: Plan) -> bool:
-    """Whether a metric may tell in which order rows are: a function of the caller's that sees all of them."""
+    """Whether a metric may depend on the order of rows: one of the caller's own, which sees all of them."""
     theirs = [t.trace for t in plan.terms if not ours(t.call.fn)]
     return any(not x.value or x.metrics for x in theirs) or any(not ours(call.fn) for _, call in plan.metrics)
 

@@ -161,7 +161,7 @@ class Adapter:
         self.head_options = vars(head).get("source_options")
         self.options = check_source_options({**(self.head_options or {}), **options})
         self.log = Log()
-        self.probed, self.transform, self.config = False, _transform(**self.options), _said(model)
+        self.probed, self.transform, self.config = False, _transform(**self.options), logits_transform(model.config)
         head.__class__ = Head
         head.source_options, head.adapter = self.options, self  # type: ignore[assignment]
         model.headloss = self  # type: ignore[assignment]
@@ -204,8 +204,9 @@ class Adapter:
 
     def inner(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """The forward that was there before."""
-        if self.probed and not torch.compiler.is_compiling() and _said(model) != self.config:
-            self.probed, self.config = False, _said(model)  # what the model does to its logits is seen once more
+        now = self.config if torch.compiler.is_compiling() else logits_transform(model.config)
+        if now != self.config:  # the model may do something else to its logits: look again
+            self.probed, self.config = False, now
         before = self.before.get("forward")
         return type(model).forward(model, *args, **kwargs) if before is None else before(*args, **kwargs)
 
@@ -282,10 +283,6 @@ def _check_hooks(head: nn.Module) -> None:
             f"model: its head has {hook} on its output, but a patched head returns a loss and no logits; remove it, or "
             f"{KEEP_LOGITS}"
         )
-
-
-def _said(model: Any) -> dict[str, Any]:
-    return logits_transform(model.config)
 
 
 def _transform(scale: float = 1.0, softcap: float | None = None, **_: Any) -> str:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 import headloss as hl
 from headloss.late import check_later, defers
+from headloss.segments import now_or_later
 
 WEIGHTED = (
     "weighted_mean: term {name!r} divides by the weights of its own micro-batch, {why}; use reduction='token_mean', or "
@@ -48,7 +49,7 @@ def check_means(objective: hl.Objective, call: Mapping[str, Any], why: str, inst
         raise ValueError(message.format(name=name, why=why))
     means = {name: term for name, term in objective.terms.items() if term.reduction != "token_sum"}
     over = {name: t.reduction.startswith("seq_") or values_of(t) == "segment" for name, t in means.items()}
-    sequences, tokens = ([name for name in means if over[name] is which] for which in (True, False))
+    sequences, tokens = [name for name in means if over[name]], [name for name in means if not over[name]]
     if sequences and call.get("num_segments") is None:
         raise ValueError(
             f"num_segments: term {sequences[0]!r} is a mean over sequences ({means[sequences[0]].reduction}), {why}; "
@@ -59,6 +60,16 @@ def check_means(objective: hl.Objective, call: Mapping[str, Any], why: str, inst
             f"num_items: term {tokens[0]!r} is a mean over tokens and {sequences[0]!r} one over sequences, {why}; give "
             f"the number of tokens of the whole step too, {items}"
         )
+
+
+def refuse_some(found: Tensor, message: str, later: str) -> None:
+    """Raise `message`, with the number in place of {found}, unless it is 0; `later`: that of an assert on a device."""
+
+    def check(found: Tensor) -> None:
+        if int(found):
+            raise ValueError(message.format(found=int(found)))
+
+    now_or_later(found, found, check, later)
 
 
 def check_whole(objective: hl.Objective, targets: Tensor, num_items: Any) -> None:

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor, nn
 
 import headloss as hl
+from headloss.integrations.counts import refuse_some
 from headloss.integrations.fast_llm_terms import blocks_of, options_at, temperature_of, term_of
-from headloss.segments import now_or_later
 
 METRICS = (
     "old_logprobs", "ratio_new_old", "ratio_new_old_sum", "ratio_new_old_squared_sum", "kl_new_old",
@@ -296,16 +296,12 @@ def _check_whole(segments: hl.Segments, targets: Tensor, counts: Tensor) -> None
     """Every label of a document is in this call: Fast-LLM divides by all of them, gspo by those that are here."""
     counted = targets.reshape(-1) >= 0
     here = segments.spread(segments.totals(counted.to(torch.float32)))
-    wrong = ((here != counts.reshape(-1)) & counted).sum()
-
-    def check(found: Tensor) -> None:
-        if int(found):
-            raise ValueError(
-                f"label_counts: {int(found)} tokens belong to documents with labels outside this call, and gspo needs "
-                f"whole documents; use schedule.micro_batch_splits = 1 and one prediction head"
-            )
-
-    now_or_later(wrong, wrong, check, "label_counts: a document has labels outside this call")
+    refuse_some(
+        ((here != counts.reshape(-1)) & counted).sum(),
+        "label_counts: {found} tokens belong to documents with labels outside this call, and gspo needs whole "
+        "documents; use schedule.micro_batch_splits = 1 and one prediction head",
+        "label_counts: a document has labels outside this call",
+    )
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -43,7 +43,7 @@ def blocks_of(losses: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, An
     found: dict[str, dict[str, Any]] = {}
     for name, block in flat(losses):
         if name in found:
-            raise ValueError(f"{name}: two losses have this name, of which one would be lost; call one otherwise")
+            raise ValueError(f"{name}: two losses have this name, and one would be lost; rename one")
         found[name] = checked(name, block)
     return found
 

@@ -23,10 +23,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import headloss as hl
-from headloss.integrations.counts import check_means
+from headloss.integrations.counts import check_means, refuse_some
 from headloss.integrations.early import Early
 from headloss.module import own_forward, own_hook
-from headloss.segments import now_or_later
 
 
 class OutputProcessor:
@@ -128,16 +127,12 @@ def _check_mask(loss_mask: Tensor | None) -> None:
     """A mask says which tokens count; Megatron's `loss_func` multiplies by it once more."""
     if loss_mask is None or not loss_mask.is_floating_point():
         return
-    between = ((loss_mask != 0) & (loss_mask != 1)).sum()
-
-    def check(found: Tensor) -> None:
-        if int(found):
-            raise ValueError(
-                f"loss_mask: {int(found)} tokens have a weight other than 0 or 1; pass weights as an input of the "
-                f"objective (row_weight=...) in output_processor_context"
-            )
-
-    now_or_later(between, between, check, "loss_mask: a weight is neither 0 nor 1")
+    refuse_some(
+        ((loss_mask != 0) & (loss_mask != 1)).sum(),
+        "loss_mask: {found} tokens have a weight other than 0 or 1; pass weights as an input of the objective "
+        "(row_weight=...) in output_processor_context",
+        "loss_mask: a weight is neither 0 nor 1",
+    )
 
 
 def _check_product(layer: Any) -> None:

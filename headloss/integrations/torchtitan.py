@@ -142,7 +142,7 @@ class HeadlossLoss(ChunkedLossWrapper):  # type: ignore[misc,unused-ignore]
             shard = shard_of(weight.device_mesh, weight.shape[0], options.get("vocab"))
         elif (group := _spmd_types_group()) is not None and not hasattr(weight, "device_mesh"):
             # Plain local tensors: hidden is R, so the gradient wanted of it is P, each rank's own part of the sum.
-            vocab = self.vocab = self.vocab or _over(group, weight)
+            vocab = self.vocab = self.vocab or _columns_of_all(group, weight)
             width = -(-vocab // group.size())
             shard = hl.VocabShard(group, min(vocab, width * group.rank()), vocab, width=width, partial_hidden=True)
         return hl.Linear(hidden, weight, bias, shard=shard, **options)
@@ -196,8 +196,8 @@ def _spmd_types_group() -> Any:
     return current_spmd_mesh().get_group("tp") if spmd_mesh_size("tp") > 1 else None
 
 
-def _over(group: Any, weight: Tensor) -> int:
-    """The columns of all ranks, which need not have as many as one another."""
+def _columns_of_all(group: Any, weight: Tensor) -> int:
+    """How many columns all ranks hold together; shards need not be of one width."""
     columns = torch.tensor(len(weight), dtype=torch.int64, device=weight.device)
     dist.all_reduce(columns, group=group)
     return int(columns)

@@ -29,7 +29,7 @@ from headloss.integrations.verl import FusedLinearForPPO, register_policy_losses
 from headloss.module import own_forward, own_hook
 
 BACKEND = "headloss"
-INSTEAD = "set model.use_fused_kernels=False, and verl makes the logits whole"
+INSTEAD = "set model.use_fused_kernels=False, so that verl computes whole logits"
 HEAD: ContextVar[Mapping[str, Any] | None] = ContextVar("HEAD", default=None)  # of the model whose forward runs
 
 
@@ -76,7 +76,7 @@ def patched(model: Any, use_fused_kernels: bool = False, fused_kernels_backend: 
 
 
 def _following(forward: Any) -> Any:
-    """verl's forward, with the head as it is at the time: adapters come after the patch."""
+    """verl's forward; the head is looked at in each call, since adapters may come after the patch."""
 
     @functools.wraps(forward)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -102,7 +102,7 @@ def head_of(model: Any) -> dict[str, Any]:
 
 
 def guard_engines(module: Any) -> None:
-    """verl's engines other than FSDP's never read the backend: refused there, for nothing of it would run."""
+    """Refuse the backend in verl's engines other than FSDP's, which never read it."""
     native = module.EngineRegistry.new
 
     def new(cls: Any, model_type: str, backend: str, *args: Any, **kwargs: Any) -> Any:

@@ -147,11 +147,7 @@ def _uses(code: types.CodeType) -> _Uses:
                 refused.append(_VERBS.get(step.opname, "{} ({})").format(name, step.opname.lower()))
     names = {name for _, name, _, _ in roots}
     measures = attributes & {"nelement", "numel", "shape", "size"}  # len() of a tensor is seen by the trace itself
-    told = (
-        sorted(names & set(_TELLING) | attributes & set(_SHOWING))
-        + ["a text with a value in it"] * shown
-        + ["is"] * same
-    )
+    told = sorted(names & set(_TELLING) | attributes & set(_SHOWING)) + ["a formatted string"] * shown + ["is"] * same
     if measures and told:  # a size is an int in a call, and something else under a trace
         refused.append(f"the type or text of sizes ({', '.join(told)})")
     operators.update(f"__{name}__" for name in names & {"abs", "divmod", "len", "pow", "reversed", "round"})

@@ -249,7 +249,7 @@ def test_a_monolithic_loss_is_its_children() -> None:
     with pytest.raises(ValueError, match="fusion"):
         FastLLMLosses({"all": {**whole, "fusion": True}})
     for twice in ({"ce": {"type": "label"}, "all": whole}, {"all": whole, "more": whole}):
-        with pytest.raises(ValueError, match="ce: two losses have this name, of which one would be lost"):
+        with pytest.raises(ValueError, match="ce: two losses have this name, and one would be lost"):
             FastLLMLosses(twice)
 
 
