@@ -149,8 +149,8 @@ class Objective(Terms):
         if type(targets) is Prepared and (targets.support is not None or targets.tokens is not None):
             arguments = arguments.with_prepared()
         if has_vocab_ids(source):
-            mapped = in_columns(arguments, self)
-            return mapped.output(self._evaluate(mapped.arguments, direct))
+            in_graph = arguments.teacher is None or not torch.compiler.is_compiling()
+            return (_on_columns if in_graph else _on_columns_uncompiled)(self, arguments, direct)
         if self.brings or "class_weight" in inputs:
             arguments = brought(self, arguments)
         if arguments.support is None and graph.wanted(arguments.source, arguments.teacher, self.traits.unknown):
@@ -225,7 +225,14 @@ class Objective(Terms):
     is_portable._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
+def _on_columns(objective: Objective, arguments: CallArguments, direct: bool) -> Output:
+    """A call on a head that has some of the vocabulary's columns."""
+    mapped = in_columns(arguments, objective)
+    return mapped.output(objective._evaluate(mapped.arguments, direct))
+
+
 _uncompiled = graph.uncompiled(evaluate)
+_on_columns_uncompiled = graph.uncompiled(_on_columns)
 
 
 def _explain(terms: Terms, arguments: CallArguments, source: bool) -> Explanation:
@@ -271,7 +278,7 @@ def row_facts(
     if isinstance(targets, Prepared):
         support = CallArguments(source, targets, support=support).with_prepared().support
     if has_vocab_ids(source):
-        mapped = in_columns(CallArguments(source, targets, None, teacher, support=support), None)
+        mapped = in_columns(CallArguments(source, targets, None, teacher, CallOptions(), {}, support), None)
         source, targets, _, teacher, *_ = mapped.arguments
         how: dict[str, Any] = {"teacher": teacher, "top": top, "backend": backend, "host_read": host_read}
         return mapped.facts(row_facts(source, targets, want, **how))
@@ -328,7 +335,7 @@ def topk(source: Source, k: int, *, backend: str = "auto") -> Sparse:
     >>> teacher = hl.topk(hl.Linear(hidden, weight), 64)        # to store, to send, or to compare with
     """
     check_top(k, "k")
-    if isinstance(source, Logits | Linear) and k > source.vocab:
+    if isinstance(source, (Logits, Linear)) and k > source.vocab:
         raise ValueError(f"k: wanted at most {source.vocab} columns, which the vocabulary has, got {k}")
     with torch.no_grad():
         facts = row_facts(source, want=("top_ids", "top_logprob"), top=k, backend=backend)

@@ -52,7 +52,7 @@ def check_option(label: str, parameter: inspect.Parameter, value: Any) -> Any:
     if not kinds:
         return _unknown(label, default, value)
     wanted = " or ".join(_SAID[kind] for kind in kinds if not (kind is int and float in kinds))
-    if value is None or isinstance(value, bool | str):
+    if value is None or isinstance(value, (bool, str)):
         kind = next(k for k in (types.NoneType, bool, str) if isinstance(value, k))
         if kind in kinds:
             return value
@@ -78,7 +78,7 @@ def check_option(label: str, parameter: inspect.Parameter, value: Any) -> Any:
 
 def _unknown(label: str, default: Any, value: Any) -> Any:
     """A value of an option whose default says nothing: all that can be said is what is no number."""
-    if isinstance(value, int | float) and not isinstance(value, bool) and not is_number(value):
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and not is_number(value):
         raise ValueError(f"{label}: wanted a finite number, got {shown(value)}")
     if default is None and isinstance(value, str) and _reads_as_number(value):
         hint = "YAML reads 3e-4 as text and 3.0e-4 as a number"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, ItemsView, Iterator, KeysView, Mapping, ValuesView
 from typing import Any, NamedTuple
 
 import torch
@@ -54,6 +54,16 @@ class Facts(Mapping[Key, Tensor]):
 
     def __len__(self) -> int:
         return len(self._values)
+
+    # the views of a dict: torch before 2.12 compiles no others
+    def keys(self) -> KeysView[Key]:
+        return self._values.keys()
+
+    def values(self) -> ValuesView[Tensor]:
+        return self._values.values()
+
+    def items(self) -> ItemsView[Key, Tensor]:
+        return self._values.items()
 
     def __reduce__(self) -> Any:
         return facts_from, (list(self._values.values()), list(self._values))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from headloss.late import Copy, defers
@@ -27,7 +28,7 @@ class Routed:
         if not isinstance(teachers, Mapping) or not teachers:
             raise TypeError(f"teachers: wanted teachers by name, got {type(teachers).__name__}")
         for name, x in teachers.items():
-            if not isinstance(x, Logits | Linear):
+            if not isinstance(x, (Logits, Linear)):
                 raise TypeError(f"teachers[{name!r}]: wanted hl.Logits or hl.Linear, got {type(x).__name__}")
         self.teachers, self.route = dict(teachers), lasting(integers("route", route))
         first = self.first
@@ -43,7 +44,7 @@ class Routed:
                 )
         self._copy: Copy | None = None
         self._start()
-        if self.route.device.type == "cpu":
+        if self.route.device.type == "cpu" and not torch.compiler.is_compiling():
             self.known()
 
     def _start(self) -> None:

@@ -10,7 +10,7 @@ A source is a frozen record of what the user said; `heads.py` has the verbs.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, fields
 from typing import Any
 
 import torch
@@ -278,29 +278,33 @@ def tensors_in(source: Source) -> dict[str, Tensor]:
 def without_tensors(source: Source) -> Source:
     """The same source with None in place of its tensors, while autograd keeps them."""
     other = object.__new__(type(source))
-    own = other.__dict__
-    own.update(source.__dict__, **_WITHOUT[type(source)])
+    other.__dict__.update(source.__dict__, **_WITHOUT[type(source)])
     if isinstance(source.temperature, Tensor):
-        own["temperature"] = None
+        other.__dict__["temperature"] = None
     return other
 
 
 _WITHOUT = {Logits: {"logits": None}, Linear: dict.fromkeys(("hidden", "weight", "bias"))}
 
 
-def with_tensors(source: Source, tensors: Mapping[str, Tensor | None]) -> Source:
+def with_tensors(source: Source, tensors: Mapping[str, Any]) -> Source:
     """The same source with other tensors, or with None in their place while autograd keeps them."""
-    other = shallow(source)
+    if torch.compiler.is_compiling():  # torch before 2.12 knows no __dict__ of a frozen record
+        other = type(source)(**({name: getattr(source, name) for name in _FIELDS[type(source)]} | dict(tensors)))
+        tensors = {"_gemm_dtype": source.gemm_dtype} if isinstance(source, Linear) else {}  # autocast's, then
+    else:
+        other = shallow(source)
     for name, x in tensors.items():
         object.__setattr__(other, name, x)
     return other
 
 
+_FIELDS = {kind: [f.name for f in fields(kind)] for kind in (Logits, Linear)}
+
+
 def with_vocab(source: Source, vocab: int) -> Source:
     """The same source, of whose columns so many count."""
-    other = shallow(source)
-    object.__setattr__(other, "vocab", vocab)
-    return other
+    return with_tensors(source, {"vocab": vocab})
 
 
 def overlaps(x: Tensor) -> bool:

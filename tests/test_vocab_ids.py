@@ -182,6 +182,19 @@ def test_in_one_graph() -> None:
         return objective(hl.Linear(hidden, batch.weight, vocab_ids=batch.ids), batch.targets).loss
 
     torch.testing.assert_close(torch.compile(step, backend="eager", fullgraph=True)(batch.hidden), step(batch.hidden))
+    facts = lambda x: hl.row_facts(hl.Linear(x, batch.weight, vocab_ids=batch.ids), batch.targets).logprob
+    torch.testing.assert_close(torch.compile(facts, backend="eager", fullgraph=True)(batch.hidden), facts(batch.hidden))
+
+
+@pytest.mark.parametrize("tail", ["none", "bucket", "renormalise"])
+def test_a_teacher_next_to_a_compiled_step(tail: str) -> None:
+    batch, objective = Batch(), hl.Objective(kl=hl.Term(forward_kl, tail=tail))
+
+    def step(hidden: Tensor) -> Tensor:
+        source = hl.Linear(hidden, batch.weight, vocab_ids=batch.ids)
+        return objective(source, batch.targets, teacher=hl.Linear(batch.guide, batch.head)).loss
+
+    torch.testing.assert_close(torch.compile(step, backend="eager")(batch.hidden), step(batch.hidden))
 
 
 def test_token_0_is_one_that_a_head_can_lack() -> None:

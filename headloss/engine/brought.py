@@ -30,7 +30,7 @@ from headloss.teachers import TOP
 from headloss.term import Term
 from headloss.terms import Terms
 from headloss.top import Top
-from headloss.trace.call import inputs_of
+from headloss.trace.call import facts_of, inputs_of
 from headloss.trace.signature import CLASSES, IDS, ONLY, classes_of, counts_of, share_of, targets_of, weighs_classes
 
 
@@ -44,10 +44,10 @@ def brought(terms: Terms, arguments: CallArguments, explained: bool = False) -> 
         arguments = _with_shares(terms, arguments, explained)
     named = {t.targets: name for name, t in terms.terms.items() if t.targets is not None and _is_on(name, t, arguments)}
     teachers = named_teachers(arguments.teacher)
-    tops = [f.teacher for t in terms.every_term if t.top for f in t.call(None, teachers).facts if f.name in TOP]
+    tops = [f.teacher for t in terms.every_term if t.top for f in facts_of(t.call(None, teachers)) if f.name in TOP]
     teachers |= {name: Top.named(name) for name in tops if name is not None}
     own = {t.targets for t in terms.terms.values() if t.targets is not None}  # of terms that are off too
-    if not named and not own & arguments.inputs.keys():
+    if not named and not any(n in arguments.inputs for n in own):
         return arguments.but(teacher=teachers) if tops else arguments
     inputs = dict(arguments.inputs)
     main = arguments.targets.targets if isinstance(arguments.targets, Prepared) else arguments.targets
@@ -217,7 +217,7 @@ def _is_on(name: str, term: Term, arguments: CallArguments) -> bool:
 
 def with_candidates(teacher: Any, ids: Any, source: Source) -> Any:
     """The teachers of a call and, under a name of their own, the columns that it names of each row."""
-    if ids is None or not isinstance(source, Logits | Linear):
+    if ids is None or not isinstance(source, (Logits, Linear)):
         return teacher
     teachers, leading = named_teachers(teacher), source.leading
     ids = integers("ids", ids)

@@ -24,6 +24,7 @@ from headloss.sources import Linear, Logits, Sparse, with_tensors
 from headloss.term import Term
 from headloss.terms import Terms
 from headloss.top import Top
+from headloss.trace.call import facts_of
 from headloss.trace.reads import ours
 from headloss.vocab_ids import count, to_columns
 
@@ -54,7 +55,7 @@ class Mapped(NamedTuple):
         metrics = dict(out.metrics)
         if self.missing is not None:
             metrics["vocab_missing"] = Metric("mean", self.missing, "token")
-        return out._replace(facts=self.facts(out.facts), metrics=metrics)
+        return Output(out.loss, out.terms, metrics, self.facts(out.facts), out.grads)
 
 
 def has_vocab_ids(source: Any) -> bool:
@@ -71,10 +72,10 @@ def in_columns(arguments: CallArguments, terms: Terms | None) -> Mapped:
     teachers = {name: _teacher(x, ids, source.shard) for name, x in named_teachers(arguments.teacher).items()}
     for term in () if terms is None else terms.every_term:
         _check_numbers(term)
-        facts = term.call(None, teachers).facts
+        facts = facts_of(term.call(None, teachers))
         looked = [Top.named(n).of if n.startswith("top=") else n for n in (str(f.teacher) for f in facts)]
         wholly = [name.removeprefix("whole=") for name in looked if name is not None and is_whole(name)]
-        teachers |= {whole_of(name): teachers[name]._replace(whole=True) for name in wholly if name in teachers}
+        teachers |= {whole_of(n): Draft(teachers[n].teacher, teachers[n].ids, True) for n in wholly if n in teachers}
     ignored = missing = lost = None
     if isinstance(targets, Prepared):
         if targets.tokens is None:
@@ -94,7 +95,7 @@ def in_columns(arguments: CallArguments, terms: Terms | None) -> Mapped:
                 own = own.masked_fill(lost, IGNORE)
             inputs[name] = own
     source = with_tensors(source, {"vocab_ids": None})
-    made = arguments._replace(source=source, targets=targets, teacher=teachers or None, inputs=inputs)
+    made = arguments.but(source=source, targets=targets, teacher=teachers or None, inputs=inputs)
     return Mapped(made, ids, ignored, missing)
 
 
@@ -119,7 +120,7 @@ def _teacher(teacher: Any, ids: Tensor, shard: Any) -> Any:
             "vocab_ids: routed teachers cannot be read at them; name the teachers, and give each a term with a row "
             "weight of 0 for rows that are not its own"
         )
-    if not isinstance(teacher, Logits | Linear):
+    if not isinstance(teacher, (Logits, Linear)):
         return teacher  # which is refused
     if teacher.shard is not None or shard is not None:
         whose = "a dense teacher" if teacher.shard is not None else "a dense teacher by a head"

@@ -30,8 +30,9 @@ from headloss.top import Top
 
 WHY = (
     "headloss runs this call as it is, between two graphs: logits that are overwritten (inplace=True), DTensors, an "
-    "objective made inside the compiled function, and losses or metrics that read what may change (objective.explain "
-    "names it; pass it as an input or an option) cannot be part of one"
+    "objective made inside the compiled function, losses or metrics that read what may change (objective.explain "
+    "names it; pass it as an input or an option), support=, top=, hl.Routed and a teacher of a head with vocab_ids "
+    "cannot be part of one"
 )
 
 

@@ -175,7 +175,7 @@ class Call(NamedTuple):
 
     @property
     def facts(self) -> tuple[Fact, ...]:
-        return tuple(dict.fromkeys(f for s in self.signatures for f in s.facts))
+        return tuple(dict.fromkeys(facts_of(self)))
 
     @property
     def functions(self) -> tuple[Callable[..., Any], ...]:
@@ -202,6 +202,12 @@ def inputs_of(call: Call) -> tuple[str, ...]:
         names += [key_of(p) for p in w.signature.parameters if p.kind == "input"] if w.signature is not None else []
     names += [w.of for w in call.row_weights if isinstance(w.of, str)]
     return tuple(dict.fromkeys(names))
+
+
+def facts_of(call: Call) -> list[Fact]:
+    """The facts that a call's functions ask for, one after the other; in a compiled graph of torch 2.8 too."""
+    signatures = [call.signature] + [w.signature for w in call.row_weights if w.signature is not None]
+    return [p.fact for s in signatures for p in s.parameters if p.fact is not None]
 
 
 _MOST_MARKS = 64

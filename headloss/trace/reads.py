@@ -74,7 +74,7 @@ def ours(fn: Any) -> bool:
     if type(fn) is not types.FunctionType:
         return False
     home, name = fn.__globals__.get("__name__") or "", fn.__code__.co_qualname  # which no decorator copies
-    fixed = "fixed" in vars(fn) and "__wrapped__" not in vars(fn)
+    fixed = hasattr(fn, "fixed") and not hasattr(fn, "__wrapped__")
     return home.startswith("headloss.") and ("<locals>" not in name or fixed)
 
 
