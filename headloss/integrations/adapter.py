@@ -23,6 +23,7 @@ from headloss.late import check_later, defers
 from headloss.module import check_source_options, own_hook
 
 PROBE = 1.5  # sent through the model once, where its logits would go
+TAKEN = ("forward", "_loss_function", "accepts_loss_kwargs")  # of a model, while it is patched
 COUNTED = threading.Lock()
 
 
@@ -157,7 +158,7 @@ class Adapter:
 
     def __init__(self, model: nn.Module, head: nn.Linear, options: Mapping[str, Any]) -> None:
         self.head, self.head_class = head, type(head)
-        self.before: dict[str, Any] = {k: x for k, x in vars(model).items() if k in ("forward", "_loss_function")}
+        self.before: dict[str, Any] = {k: x for k, x in vars(model).items() if k in TAKEN}
         self.head_options = vars(head).get("source_options")
         self.options = check_source_options({**(self.head_options or {}), **options})
         self.log = Log()
@@ -188,7 +189,7 @@ class Adapter:
         model.register_forward_hook(_after, with_kwargs=True)
 
     def restore(self, model: nn.Module) -> None:
-        for name in ("forward", "_loss_function", "headloss"):
+        for name in (*TAKEN, "headloss"):
             vars(model).pop(name, None)
         vars(model).update(self.before)
         for hooks, ours in ((model._forward_pre_hooks, _before), (model._forward_hooks, _after)):
@@ -330,15 +331,9 @@ class _Tie(torch.autograd.Function):
 
 def without_logits(outputs: Any) -> Any:
     """The model's outputs, with nothing that could be taken for logits."""
-    logits = outputs[1] if isinstance(outputs, tuple) else outputs.logits
-    shape = (*logits.shape[:-1], 0)
-    if torch.compiler.is_compiling():
-        empty = torch.empty(shape, dtype=logits.dtype, device=logits.device)
-    else:
-        empty = torch.empty(shape, dtype=logits.dtype, device=logits.device).as_subclass(NoLogits)
-    if isinstance(outputs, tuple):
-        return (outputs[0], empty, *outputs[2:])
-    outputs["logits"] = empty
+    shape = (*outputs.logits.shape[:-1], 0)
+    empty = torch.empty(shape, dtype=outputs.logits.dtype, device=outputs.logits.device)
+    outputs["logits"] = empty if torch.compiler.is_compiling() else empty.as_subclass(NoLogits)
     return outputs
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -112,10 +113,12 @@ def check_model(
         kind = f"{type(head).__module__.partition('.')[0]}'s {type(head).__name__}"  # PEFT calls its own a Linear too
         one = "several heads" if isinstance(head, nn.ModuleList | list | tuple) else kind
         raise TypeError(f"model: the head of {name} is {one}, wanted one nn.Linear without adapters; {instead}")
-    if not head.weight.is_floating_point():
+    packed = is_traceable_wrapper_subclass(head.weight) and not hasattr(head.weight, "device_mesh")
+    if packed or not head.weight.is_floating_point():
+        held = type(head.weight).__name__ if packed else head.weight.dtype
         raise TypeError(
-            f"model: the head of {name} is a {type(head).__name__} with {head.weight.dtype} weights (quantised?), "
-            f"wanted a plain nn.Linear; leave the head out of quantisation, or {instead}"
+            f"model: the head of {name} is a {type(head).__name__} with {held} weights (quantised?), wanted a plain "
+            f"nn.Linear; leave the head out of quantisation, or {instead}"
         )
     if more := own_forward(head):
         raise TypeError(

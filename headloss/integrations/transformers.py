@@ -64,6 +64,7 @@ def patch(
     adapter = Patched(base, head, options, objective, eval_logits)
     base.loss_function = adapter.loss_function
     base.forward = types.MethodType(functools.wraps(type(base).forward)(_forward), base)
+    base.accepts_loss_kwargs = True  # Trainer: give num_items_in_batch, whatever the model itself does with it
     adapter.guard(base)
     return model
 
@@ -99,6 +100,7 @@ class HeadlossCallback(TrainerCallback):
         trainer.callback_handler.callbacks.insert(0, self)
         log, count = log_of(trainer.model), getattr(trainer, "_get_num_items_in_batch", None)
         if log is not None and count is not None:
+            trainer.model_accepts_loss_kwargs |= hasattr(trainer.model, "headloss")  # patched after it was handed over
             trainer._get_num_items_in_batch = functools.partial(_count, trainer, log, count)
         return self
 
@@ -179,11 +181,13 @@ class Patched(Adapter):
     def __init__(
         self, model: Any, head: nn.Linear, options: Mapping[str, Any], objective: hl.Objective, eval_logits: bool
     ) -> None:
-        names = list(inspect.signature(type(model).forward).parameters)[1:]
+        taken = inspect.signature(type(model).forward).parameters
+        names, others = list(taken)[1:], any(p.kind is p.VAR_KEYWORD for p in taken.values())
         super().__init__(model, head, options)
         self.objective, self.eval_logits = objective, eval_logits
         self.needs_segments = any(term.needs_segments for term in objective.terms.values())
         self.names, self.labels_at = names, names.index("labels")
+        self.takes_count = getattr(model, "accepts_loss_kwargs", others)  # as Trainer asks
 
     def num_segments(self, targets: Tensor, num_items: Any, lines: bool) -> Any:
         """Of the whole step, where this batch is a part of it; None where it is all of it.  `lines` can be counted."""
@@ -218,15 +222,17 @@ def _forward(self: Any, *args: Any, headloss: Mapping[str, Any] | None = None, *
     adapter: Patched = self.headloss
     if len(args) > adapter.labels_at:  # labels by position
         args, kwargs = (), {**kwargs, **dict(zip(adapter.names, args))}
-    labels, shifted = kwargs.get("labels"), kwargs.get("shift_labels")
+    labels, shifted, items = kwargs.get("labels"), kwargs.get("shift_labels"), kwargs.get("num_items_in_batch")
+    if not adapter.takes_count:
+        kwargs.pop("num_items_in_batch", None)
     if labels is None:
-        _check_no_loss(headloss, shifted, kwargs.get("num_items_in_batch"))
+        _check_no_loss(headloss, shifted, items)
         outputs = adapter.inner(self, *args, **kwargs)
         HERE.now.ran = True
         return outputs
     check_head(self, adapter.head)
     targets = targets_of(labels, shifted, kwargs.get("ignore_index"))
-    call = {"num_items": count_of(kwargs.get("num_items_in_batch")), **(headloss or {})}
+    call = {"num_items": count_of(items), **(headloss or {})}
     check_whole(adapter.objective, targets, call["num_items"])
     if adapter.needs_segments:
         lines = "segments" not in call
@@ -240,12 +246,17 @@ def _forward(self: Any, *args: Any, headloss: Mapping[str, Any] | None = None, *
         if isinstance(ready, hl.Prepared):
             call.pop("segments", None)
         expected = Expected(ready, adapter.evaluate)
+    returns_dict = kwargs.get("return_dict")
+    as_tuple = expected is not None and not (self.config.return_dict if returns_dict is None else returns_dict)
+    if as_tuple:
+        kwargs["return_dict"] = True  # by name: the logits' place in a tuple differs between models
     with adapter.expecting(expected, **call) as made:
         outputs = adapter.inner(self, *args, **kwargs)
     if not made.collected:
         raise bypassed(adapter.before.get("forward", type(self).forward))
     HERE.now.ran = True
-    return outputs if expected is None else without_logits(outputs)
+    outputs = outputs if expected is None else without_logits(outputs)
+    return outputs.to_tuple() if as_tuple else outputs
 
 
 def log_of(model: Any) -> Log | None:

@@ -119,11 +119,35 @@ def test_liger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert ours.headloss.last.terms["z"] > 0
 
 
+def uncounted() -> Any:
+    """As Qwen2.5-VL and thirty others: by itself it wants no num_items_in_batch, and Trainer gives it none."""
+    model = tiny.model("llama")
+    model.accepts_loss_kwargs = False
+
+    def check(module: nn.Module, args: Any, kwargs: Any) -> None:
+        assert "num_items_in_batch" not in kwargs
+
+    model.model.register_forward_pre_hook(check, with_kwargs=True)
+    return model
+
+
+MAKES = {"counted": lambda: tiny.model("llama"), "uncounted": uncounted}
+each_model = pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
+
+
+@each_model
 @pytest.mark.parametrize("option", ["label_smoothing_factor", "compute_loss_func"])
-def test_labels_that_the_trainer_takes_away(option: str, tmp_path: Path) -> None:
+def test_labels_that_the_trainer_takes_away(option: str, make: Any, tmp_path: Path) -> None:
     value = 0.1 if option == "label_smoothing_factor" else lambda outputs, labels, **_: outputs.logits.sum()
     with pytest.raises(ValueError, match=rf"labels: missing although num_items_in_batch is given.*{option}"):
-        trainer(patch(tiny.model("llama"), Z), tmp_path, **{option: value}).train()
+        trainer(patch(make(), Z), tmp_path, **{option: value}).train()
+
+
+def test_a_model_that_wants_no_count_is_as_it_was_when_unpatched() -> None:
+    model = uncounted()
+    assert patch(model).accepts_loss_kwargs and unpatch(model).accepts_loss_kwargs is False
+    assert "accepts_loss_kwargs" not in vars(unpatch(patch(tiny.model("llama"))))
+    patch(model)(**tiny.batch(), num_items_in_batch=7).loss.backward()
 
 
 # Evaluation ----------------------------------------------------------------------------------------------------------
@@ -175,6 +199,19 @@ def test_evaluation_without_logits(tmp_path: Path) -> None:
                 outputs["logits"].argmax(-1)
     logits = first(**tiny.batch()).logits
     assert "eval_logits" in repr(logits) and logits.detach().to(torch.bfloat16).ndim == 3  # wrappers may do that
+
+
+def test_logits_are_found_by_name_in_a_tuple() -> None:
+    """Of a model with a router loss they are the third of its outputs."""
+    model, batch = tiny.model("mixtral"), tiny.batch()
+    stock = model(**batch, return_dict=False)
+    patch(model)
+    for _ in range(2):
+        loss, router, logits, *rest = model(**batch, return_dict=False)
+        torch.testing.assert_close((loss, router), stock[:2])
+        assert logits.shape == (3, 9, 0) and len(rest) == len(stock) - 3
+        with pytest.raises(RuntimeError, match="eval_logits=True"):
+            logits.argmax(-1)
 
 
 # Threads, copies, graphs ---------------------------------------------------------------------------------------------
@@ -251,23 +288,31 @@ def test_sequence_reductions_use_the_lines_of_the_batch() -> None:
     torch.testing.assert_close(ours(**packed).loss, wanted)
 
 
-def test_sequence_reductions_under_accumulation(tmp_path: Path) -> None:
+@each_model
+def test_sequence_reductions_under_accumulation(make: Any, tmp_path: Path) -> None:
     """Equal to one big batch where the callback counts the step's sequences; else an error."""
     data = lines(4)
     with pytest.raises(ValueError, match=r"num_segments: .*add_to\(trainer\)"):
-        trainer(patch(tiny.model("llama"), PER_LINE), tmp_path, gradient_accumulation_steps=2).train()
+        trainer(patch(make(), PER_LINE), tmp_path, gradient_accumulation_steps=2).train()
+    weighted = hl.Objective(ce=hl.Term(cross_entropy, reduction="weighted_mean"))
+    with pytest.raises(ValueError, match=r"weighted_mean: .* a part of a step"):
+        trainer(patch(make(), weighted), tmp_path, gradient_accumulation_steps=2).train()
     found = []
-    for size, steps in ((4, 1), (2, 2)):
+    for size, steps, late in ((4, 1, False), (2, 2, False), (2, 2, True)):
+        model = make()
+        patch(model, PER_LINE) if not late else None
         run = trainer(
-            patch(tiny.model("llama"), PER_LINE), tmp_path, data, gradient_accumulation_steps=steps,
-            per_device_train_batch_size=size, learning_rate=0.3, logging_steps=1,
+            model, tmp_path, data, gradient_accumulation_steps=steps, per_device_train_batch_size=size,
+            learning_rate=0.3, logging_steps=1,
         )  # fmt: skip
+        patch(model, PER_LINE) if late else None
         HeadlossCallback().add_to(run)
         run.train()
         found.append((run.state.log_history[0]["loss"], run.model.state_dict()))
-    assert found[0][0] == pytest.approx(found[1][0], rel=1e-5)
-    for key, x in found[0][1].items():
-        torch.testing.assert_close(found[1][1][key], x, rtol=1e-5, atol=1e-6)
+    for loss, weights in found[1:]:
+        assert loss == pytest.approx(found[0][0], rel=1e-5)
+        for key, x in found[0][1].items():
+            torch.testing.assert_close(weights[key], x, rtol=1e-5, atol=1e-6)
 
 
 # What an evaluation counts -------------------------------------------------------------------------------------------

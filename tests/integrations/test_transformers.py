@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -381,6 +382,11 @@ def test_bad_use() -> None:
         patch(_with_head("llama", lambda head: nn.ModuleList([head])))
     with pytest.raises(TypeError, match=r"Linear4bit.*quantisation"):
         patch(_with_head("llama", Linear4bit))
+    two = lambda head: nn.Parameter(TwoTensor(head.weight.data, head.weight.data))  # as torchao's quantised tensors
+    packed = tiny.model("llama")
+    packed.lm_head.weight = two(packed.lm_head)
+    with pytest.raises(TypeError, match=r"TwoTensor weights .*quantisation"):
+        patch(packed)
     headless = tiny.model("llama")
     headless.get_output_embeddings = lambda: None
     with pytest.raises(TypeError, match="no output embedding"):
