@@ -240,7 +240,7 @@ def _batches(lengths: Sequence[int], most: int) -> Iterator[list[int]]:
 
 def likeliest(model: Any, sequences: Sequence[Sequence[int]], k: int, temperature: float) -> list[dict[str, Any]]:
     """Of each sequence, the columns of the dataset but its tokens."""
-    from headloss.integrations.causal_lm import check_model, logits_transform
+    from headloss.integrations.causal_lm import check_model, transform_of
 
     head = check_model(model, takes_loss=False)
     T = max(map(len, sequences))
@@ -251,7 +251,7 @@ def likeliest(model: Any, sequences: Sequence[Sequence[int]], k: int, temperatur
     (hidden,) = seen
     targets = ids_BT.masked_fill(mask_BT == 0, -100).roll(-1, 1)
     targets[:, -1] = -100
-    source = hl.Linear(hidden, head.weight, head.bias, temperature=temperature, **logits_transform(model.config))
+    source = hl.Linear(hidden, head.weight, head.bias, temperature=temperature, **transform_of(model))
     with torch.no_grad():
         facts = hl.row_facts(source, targets, want=("top_ids", "top_logprob", "lse", "entropy"), top=k)
     found = {name: facts[name].cpu() for name in ("top_ids", "top_logprob", "lse", "entropy")}

@@ -13,7 +13,7 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import headloss as hl
-from headloss.integrations.forward_code import other_use
+from headloss.integrations.forward_code import before_head, other_use
 from headloss.module import own_forward
 
 
@@ -72,6 +72,22 @@ def logits_transform(config: Any) -> dict[str, Any]:
     unpadded = getattr(text, "unpadded_vocab_size", None)
     if unpadded is not None:
         found["vocab"] = min(int(unpadded), int(text.vocab_size))
+    return found
+
+
+def transform_of(model: Any, from_backbone: bool = False, instead: str = "") -> dict[str, Any]:
+    """`logits_transform` of hidden states as the head gets them or, `from_backbone`, as the backbone gives them."""
+    found, steps = logits_transform(model.config), before_head(model)
+    if any(step.named == "logits_scaling" for step in steps):  # MiniCPM's, which divides hidden states by it
+        found.pop("scale", None)
+    for line, factor, _ in steps:
+        if from_backbone and factor is None:
+            raise TypeError(
+                f"model: {type(model).__name__}.forward has `{line}` between backbone and head, which would be left "
+                f"out; {instead}"
+            )
+        if from_backbone and factor is not None:
+            found["scale"] = found.get("scale", 1.0) * factor
     return found
 
 

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import functools
 import inspect
 import textwrap
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 CASTS = {"float", "to", "type", "type_as", "half", "bfloat16", "contiguous", "clone"}
 FACTS = {"shape", "dtype", "device", "size", "dim", "ndim"}
+ROWS = {"slice_logits_to_keep"}  # functions that leave out rows
 
 
 def other_use(model: Any, cut: bool) -> str | None:
@@ -23,9 +25,8 @@ def other_use(model: Any, cut: bool) -> str | None:
 
     `cut`: the source leaves out the last columns, and so may the forward.
     """
-    try:
-        code = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(type(model).forward))))
-    except (OSError, TypeError, SyntaxError):
+    code = _parsed(inspect.unwrap(type(model).forward))
+    if code is None:
         return None
     above = {child: node for node in ast.walk(code) for child in ast.iter_child_nodes(node)}
     names, known = set(_names(code)), _known(code, model)
@@ -34,6 +35,109 @@ def other_use(model: Any, cut: bool) -> str | None:
         if used and not _is_fine(node, names, above, cut) and not _is_off(node, above, known):  # type: ignore[arg-type]
             return ast.unparse(_statement(node, above)).splitlines()[0]
     return None
+
+
+def _parsed(of: Any) -> ast.AST | None:
+    try:
+        return ast.parse(textwrap.dedent(inspect.getsource(of)))
+    except (OSError, TypeError, SyntaxError):
+        return None
+
+
+class Before(NamedTuple):
+    """Something that a forward does to hidden states on their way from the backbone to the head."""
+
+    line: str
+    factor: float | None  # None: it is none, or not known
+    named: str = ""  # what the config calls it
+
+
+def before_head(model: Any) -> list[Before]:
+    """All of that, read from the model's own class, whatever runs in place of its forward; no rows are left out."""
+    owner = next(kind for kind in type(model).__mro__ if "forward" in vars(kind))
+    head = model.get_output_embeddings()
+    called = tuple(name for name in _called(owner) if getattr(model, name, None) is head)
+    return [Before(step.line, _factor(step, model), step.named) for step in _steps(owner, called)]
+
+
+class _Step(NamedTuple):
+    line: str
+    by: ast.BinOp | None = None
+    named: str = ""
+
+
+def _factor(step: _Step, model: Any) -> float | None:
+    if step.by is None or not isinstance(step.by.op, ast.Mult | ast.Div):
+        return None
+    try:
+        number = float(_value(step.by.right, {"self": model}))
+        return number if isinstance(step.by.op, ast.Mult) else 1 / number
+    except (UnknownError, TypeError, ValueError, ZeroDivisionError):
+        return None
+
+
+@functools.lru_cache(maxsize=64)
+def _own_forward(owner: type) -> ast.AST | None:
+    """The code that the class was written with, whatever replaced it since."""
+    now = inspect.unwrap(vars(owner)["forward"])
+    code = _parsed(now if now.__module__ == owner.__module__ else owner)
+    found = [] if code is None else [x for x in ast.walk(code) if isinstance(x, ast.FunctionDef)]
+    return next((x for x in found if x.name == "forward"), None)
+
+
+@functools.lru_cache(maxsize=64)
+def _called(owner: type) -> tuple[str, ...]:
+    """The modules that it calls, by name."""
+    return tuple(name for node in _nodes(owner, ast.Call) if (name := _of_self(node.func)))
+
+
+def _nodes(owner: type, *kinds: Any) -> list[Any]:
+    code = _own_forward(owner)
+    return [] if code is None else [node for node in ast.walk(code) if isinstance(node, kinds)]
+
+
+def _of_self(node: ast.AST) -> str:
+    """The name of an attribute of `self`."""
+    own = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
+    return node.attr if own and isinstance(node, ast.Attribute) else ""
+
+
+@functools.lru_cache(maxsize=64)
+def _steps(owner: type, called: tuple[str, ...]) -> tuple[_Step, ...]:
+    """What happens to hidden states before one of these modules is called with them."""
+    names, count = set[str](), -1
+    while len(names) > count:  # a name may be another's value
+        count, found = len(names), list[_Step]()
+        for node in _nodes(owner, ast.Call, ast.Assign, ast.AugAssign):
+            if isinstance(node, ast.Call):
+                if node.args and _of_self(node.func) in called:
+                    found += _steps_of(node.args[0], node, names)
+                continue
+            changed = isinstance(node, ast.AugAssign)
+            target = node.target if changed else node.targets[0]
+            if isinstance(target, ast.Name) and target.id in names:
+                found += _steps_of(ast.BinOp(target, node.op, node.value) if changed else node.value, node, names)
+    return tuple(found)
+
+
+def _steps_of(node: ast.expr, whole: ast.AST, names: set[str]) -> Iterator[_Step]:
+    """What an expression does to hidden states; their names are added to `names`."""
+    line = ast.unparse(whole).splitlines()[0]
+    while not isinstance(node, ast.Name):
+        if isinstance(node, ast.BinOp):
+            yield _Step(line, node, node.right.attr if isinstance(node.right, ast.Attribute) else "")
+            node = node.left
+        elif isinstance(node, ast.Subscript) and not isinstance(node.slice, ast.Constant):
+            node = node.value
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in CASTS:
+            node = node.func.value
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ROWS and node.args:
+            node = node.args[0]
+        else:
+            if isinstance(node, ast.Call) and any(isinstance(x, ast.Name) and x.id in names for x in node.args):
+                yield _Step(line)
+            return  # the backbone's output
+    names.add(node.id)
 
 
 def _known(code: ast.AST, model: Any) -> dict[str, Any]:

@@ -31,8 +31,8 @@ from headloss.integrations.causal_lm import (
     check_objective,
     count_of,
     lines_of,
-    logits_transform,
     targets_of,
+    transform_of,
     unwrapped,
 )
 from headloss.integrations.counts import check_whole, refuse_part
@@ -60,7 +60,7 @@ def patch(
     base = unwrapped(model)
     objective = check_objective(objective)
     head = check_model(base, vocab=source_options.get("vocab"))
-    options = {"memory": memory, **logits_transform(base.config), **source_options}
+    options = {"memory": memory, **transform_of(base), **source_options}
     adapter = Patched(base, head, options, objective, eval_logits)
     base.loss_function = adapter.loss_function
     base.forward = types.MethodType(functools.wraps(type(base).forward)(_forward), base)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 import headloss as hl
 from headloss.integrations.adapter import Adapter, Expected, Head
-from headloss.integrations.causal_lm import check_model, check_objective, logits_transform, unwrapped
+from headloss.integrations.causal_lm import check_model, check_objective, transform_of, unwrapped
 from headloss.integrations.counts import own_means, values_of
 from headloss.integrations.early import prepared
 from headloss.integrations.transformers import HeadlossCallback
@@ -191,16 +191,15 @@ class DistillationTrainer(_OnHeadloss, distillation_trainer.DistillationTrainer)
         self.objective = _extended(hl.Objective(kd=term), self._headloss["metrics"], ["entropy"])
         student = unwrapped(self.model)
         options = {
-            **logits_transform(student.config),
+            **transform_of(student, True, INSTEAD),
             "temperature": self.temperature,
             "memory": self._headloss["memory"],
         }
-        instead = "use TRL's own trainer"
-        Adapter(student, check_model(student, takes_loss=False, instead=instead), options).probed = True
+        Adapter(student, check_model(student, takes_loss=False, instead=INSTEAD), options).probed = True
         guide = None if self.teacher_model is None else unwrapped(self.teacher_model)
         if guide is not None and "headloss" not in vars(guide):  # a student may teach itself
             try:
-                check_model(guide, takes_loss=False, instead=instead)
+                check_model(guide, takes_loss=False, instead=INSTEAD)
             except TypeError as error:
                 raise TypeError(f"teacher_{error}") from None
 
@@ -228,7 +227,7 @@ class DistillationTrainer(_OnHeadloss, distillation_trainer.DistillationTrainer)
         ) -> tuple[Any, list[Tensor]]:
             other = guide.get_output_embeddings()
             whole = types.SimpleNamespace(weight=_whole(other.weight), bias=_whole(other.bias))
-            transform = {**logits_transform(guide.config), "temperature": self.temperature}
+            transform = {**transform_of(guide, True, INSTEAD), "temperature": self.temperature}
             teacher = source_of(whole, seen.to(hidden.device), {**transform, "memory": self._headloss["memory"]})  # type: ignore[arg-type]
             out = self.objective(
                 source_of(head, hidden, adapter.options), targets, num_items=num_items_in_batch, teacher=teacher
@@ -242,6 +241,7 @@ class DistillationTrainer(_OnHeadloss, distillation_trainer.DistillationTrainer)
         return loss, out.facts.entropy.detach().sum(), (targets != -100).sum()
 
 
+INSTEAD = "use TRL's own trainer"
 _MULTIMODAL = (
     "pixel_values", "image_grid_thw", "pixel_attention_mask", "spatial_shapes", "image_sizes", "token_type_ids",
     "mm_token_type_ids", "image_position_ids",

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import headloss as hl
 from headloss.integrations.adapter import HERE, Adapter, Expected, Head
-from headloss.integrations.causal_lm import check_head, check_model, logits_transform, unwrapped
+from headloss.integrations.causal_lm import check_head, check_model, transform_of, unwrapped
 from headloss.integrations.early import prepared
 from headloss.metrics import read_metrics
 
@@ -70,7 +70,7 @@ def add_fused_lm_head(
     # TRL has given the head a forward in float32, which calls without labels still take
     plain = vars(base.get_output_embeddings()).pop("forward", None) if cast_lm_head_to_fp32 else None
     head = check_model(base, takes_loss=False, instead="use TRL's own trainer")
-    options = {"memory": memory, "temperature": temperature, **logits_transform(base.config)}
+    options = {"memory": memory, "temperature": temperature, **transform_of(base)}
     FusedHead(base, head, options, tuple(outputs), cast_lm_head_to_fp32, metrics).plain = plain
     base.forward = types.MethodType(functools.wraps(type(base).forward)(_fused_forward), base)
     base.headloss.guard(base)

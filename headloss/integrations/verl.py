@@ -171,7 +171,7 @@ def settings(loss: str, config: Any) -> dict[str, float]:
     """The options of a loss that verl's config holds, under our names.
 
     clip_ratio_low, clip_ratio_high (or clip_ratio)   low, high; 1 - low, 1 + high for cispo
-    clip_ratio_c                                      grpo's dual, dppo's cap; verl's other losses do not read it
+    clip_ratio_c                                      grpo's dual (without it 3, as verl has it), dppo's cap
     tau_pos, tau_neg, policy_loss.dro_beta            those of sapo; kimi's beta
     policy_loss.kl_cov_ratio, policy_loss.ppo_kl_coef  kl_cov's fraction and beta
     """
@@ -183,7 +183,7 @@ def settings(loss: str, config: Any) -> dict[str, float]:
     if loss.startswith("cispo"):
         low, high = None if low is None else 1 - low, None if high is None else 1 + high
     found = {"low": low, "high": high, "tau_pos": get("tau_pos"), "tau_neg": get("tau_neg")}
-    found |= {"dual": c} if loss == "grpo" else {"cap": c} if loss == "dppo" else {}
+    found |= {"dual": 3.0 if c is None else c} if loss == "grpo" else {"cap": c} if loss == "dppo" else {}
     own = {"kimi": {"beta": "dro_beta"}, "kl_cov": {"fraction": "kl_cov_ratio", "beta": "ppo_kl_coef"}}
     if get("policy_loss") is not None:
         found |= {ours: get(theirs, get("policy_loss")) for ours, theirs in own.get(loss, {}).items()}

@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from typing import Any
 
-from headloss.integrations.causal_lm import logits_transform
+from headloss.integrations.causal_lm import transform_of
 from headloss.integrations.forward_code import other_use
 from headloss.integrations.verl import FusedLinearForPPO, register_policy_losses
 from headloss.module import own_forward, own_hook
@@ -47,12 +47,13 @@ def install() -> list[str]:
     return register_policy_losses()
 
 
-def chosen(chunk_size: int = 512, impl_backend: str = "torch") -> Any:
-    """verl's `FusedLinearForPPO`, or ours where the backend is headloss."""
-    if impl_backend == BACKEND:
-        return FusedLinearForPPO(chunk_size, impl_backend, **(HEAD.get() or {}))
+def chosen(*args: Any, **kwargs: Any) -> Any:
+    """verl's `FusedLinearForPPO`, or ours inside a model of ours: verl 0.9.0 does not say the backend here."""
+    head = HEAD.get()
+    if head is not None or BACKEND in (*args, *kwargs.values()):
+        return FusedLinearForPPO(*args, **kwargs, **(head or {}))  # type: ignore[misc]
     fused = importlib.import_module("verl.utils.experimental.torch_functional")
-    return fused.native_fused_linear(chunk_size, impl_backend)
+    return fused.native_fused_linear(*args, **kwargs)
 
 
 def patched(model: Any, use_fused_kernels: bool = False, fused_kernels_backend: str | None = None) -> None:
@@ -98,7 +99,7 @@ def head_of(model: Any) -> dict[str, Any]:
             f"model: the head of {type(model).__name__} has {more}, which impl_backend: headloss would leave out; "
             f"keep adapters off the head, or {INSTEAD}"
         )
-    return {"bias": head.bias, **logits_transform(model.config)}
+    return {"bias": head.bias, **transform_of(model, True, INSTEAD)}
 
 
 def guard_engines(module: Any) -> None:

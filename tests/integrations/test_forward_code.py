@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,9 @@ class LlamaForCausalLM(Llama):
     strength, limit = 0.0, None
 
     def forward(self, input_ids=None, attention_mask=None, labels=None, **kwargs):
-        hidden = self.model(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+        outputs = self.model(input_ids=input_ids, attention_mask=attention_mask)
+        hidden = outputs.last_hidden_state
+{first}
         logits = self.lm_head(hidden)
         limit = self.limit
 {before}
@@ -35,9 +38,9 @@ class LlamaForCausalLM(Llama):
 """
 
 
-def made(folder: Path, before: str = "pass", after: str = "pass") -> Any:
-    """A small model whose forward has these lines between its head and its loss, and after that."""
-    indented = {"before": before, "after": after}
+def made(folder: Path, before: str = "pass", after: str = "pass", first: str = "pass") -> Any:
+    """A small model whose forward has these lines between its head and its loss, after that, and before the head."""
+    indented = {"before": before, "after": after, "first": first}
     indented = {name: "\n".join(f"        {line}" for line in x.splitlines()) for name, x in indented.items()}
     path = folder / "model.py"
     path.write_text(MODULE.format(**indented))
@@ -117,6 +120,43 @@ def test_a_config_says_how_many_columns_are_padding() -> None:
     config = transformers.LlamaConfig(vocab_size=64, unpadded_vocab_size=50)
     assert logits_transform(config) == {"vocab": 50}
     assert logits_transform(transformers.LlamaConfig(vocab_size=64)) == {}
+
+
+FACTORS = {
+    "pass": 1.0,
+    "hidden = hidden[:, 0:]": 1.0,
+    "hidden = hidden.float()": 1.0,
+    "hidden = outputs[0]": 1.0,
+    "hidden = hidden / self.config.logits_scaling": 0.25,
+    "hidden *= self.width": 3.0,
+    "wide = hidden * self.width\nhidden = wide.float() / self.config.logits_scaling": 0.75,
+    "if labels is not None:\n    hidden = 2.0 * hidden\nelse:\n    hidden = 2.0 * hidden": None,
+    "hidden = self.model.norm(hidden)": None,
+    "hidden = hidden + 1": None,
+    "hidden = torch.relu(hidden)": None,
+    "hidden = hidden * attention_mask[..., None]": None,
+}
+
+
+@pytest.mark.parametrize("first", FACTORS, ids=range(len(FACTORS)))
+def test_what_stands_before_the_head(first: str, tmp_path: Path) -> None:
+    """A patched head gets what the model gives it; where a trainer goes from backbone to head, a factor is followed."""
+    from headloss.integrations.causal_lm import transform_of
+
+    model, batch = made(tmp_path, first=first), tiny.batch()
+    model.width = 3.0
+    if "logits_scaling" in first:
+        model.config.logits_scaling = 4.0
+    wanted, out = model(**batch).loss, model.model(batch["input_ids"], batch["attention_mask"]).last_hidden_state
+    if FACTORS[first] is None:
+        line = re.escape(first.splitlines()[0]) if "\n" not in first else "hidden = 2.0 [*] hidden"
+        with pytest.raises(TypeError, match=f"has `{line}` between backbone and head, .*; do something else"):
+            transform_of(model, True, "do something else")
+    else:
+        source = hl.Linear(out, model.lm_head.weight, **transform_of(model, True))
+        loss = hl.Objective(ce=hl.losses.cross_entropy)(source, hl.shift_labels(batch["labels"])).loss
+        torch.testing.assert_close(loss, wanted)
+    torch.testing.assert_close(patch(model)(**batch).loss, wanted)
 
 
 def test_logits_that_are_kept_may_be_anything(tmp_path: Path) -> None:

@@ -654,6 +654,11 @@ def test_torchtitan(pair: Ranks) -> None:
 # verl ----------------------------------------------------------------------------------------------------------------
 
 
+class Older(torch.nn.Module):
+    def __init__(self, chunk_size: int = 512) -> None:
+        super().__init__()
+
+
 def verls_workers() -> None:
     """As a Ray worker meets it: verl imports what the environment names, and knows the backend and the losses."""
     prepare()
@@ -670,6 +675,14 @@ def verls_workers() -> None:
     assert isinstance(fused.FusedLinearForPPO(impl_backend="torch"), fused.native_fused_linear)
     with pytest.raises(ValueError, match="Unsupported"):
         fused.FusedLinearForPPO(impl_backend="headlos")
+    from headloss.integrations.verl_plugin import HEAD
+
+    native, fused.native_fused_linear = fused.native_fused_linear, Older  # of verl 0.9.0, which names no backend there
+    assert isinstance(fused.FusedLinearForPPO(), Older)
+    token = HEAD.set({})
+    assert isinstance(fused.FusedLinearForPPO(), ours.FusedLinearForPPO)
+    HEAD.reset(token)
+    fused.native_fused_linear = native
     config = LlamaConfig(
         vocab_size=61, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2
     )
@@ -717,6 +730,10 @@ def verls_heads() -> None:
         tf.PhiForCausalLM: tf.PhiConfig(**small, **quiet),
         tf.LlamaForCausalLM: tf.LlamaConfig(**small, **quiet),
     }
+    ranks = {f"{name}_rank": 8 for name in ("q_lora", "kv_lora")}
+    sizes = {"qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8, "dim_model_base": 4}
+    if hasattr(tf, "MiniCPM3Config"):  # it divides hidden states, before the head
+        models[tf.MiniCPM3ForCausalLM] = tf.MiniCPM3Config(**small, **quiet, **ranks, **sizes)
     ids, how = torch.arange(18).view(2, 9), {"use_fused_kernels": True, "fused_kernels_backend": "headloss"}
     for kind, config in models.items():
         torch.manual_seed(0)
@@ -734,7 +751,8 @@ def verls_heads() -> None:
             found.sum().backward()
             assert_close(found, want, rtol=2e-5, atol=2e-5)
             assert_close([x.grad for x in model.parameters()], grads, rtol=2e-4, atol=2e-5)
-            tuned = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], r=2))
+            body = "o_proj" if kind.__name__ == "MiniCPM3ForCausalLM" else "q_proj"
+            tuned = peft.get_peft_model(model, peft.LoraConfig(target_modules=[body], r=2))
             tuned(input_ids=ids, temperature=0.7, return_dict=True)
             tuned = peft.get_peft_model(tuned.unload(), peft.LoraConfig(target_modules=["lm_head"], r=2))
             with pytest.raises(TypeError, match=r"forward of its own.*keep adapters off the head"):
@@ -806,11 +824,17 @@ def verls_policy_losses() -> None:
     """Through verl's own registry, config and aggregation, against the losses that verl itself has."""
     prepare()
     from verl.trainer.ppo.core_algos import get_policy_loss_fn
-    from verl.workers.config import ActorConfig
+    from verl.workers.config import ActorConfig, DistillationLossConfig
 
     from headloss.integrations import verl as ours
 
     ours.register_policy_losses()
+    less = DistillationLossConfig(loss_mode="k1", use_policy_gradient=True)  # has no clip_ratio_c
+    far = torch.tensor([[-3.0, -6.0, -8.0, -8.5]], requires_grad=True)
+    for names in (("headloss_grpo", "vanilla"), ("headloss_dppo", "dppo_tv")):
+        batch = (torch.full((1, 4), -8.0), far, -torch.ones(1, 4), torch.ones(1, 4), "token-mean", less, None)
+        found, wanted = (get_policy_loss_fn(name)(*batch)[0] for name in names)
+        assert_close((found, *grads(found, far)), (wanted, *grads(wanted, far)), rtol=1e-5, atol=1e-6)
     config = ActorConfig(
         strategy="fsdp", ppo_micro_batch_size_per_gpu=1, rollout_n=1,
         clip_ratio=0.2, clip_ratio_low=0.15, clip_ratio_high=0.3, clip_ratio_c=1.4, tau_pos=0.8, tau_neg=1.3,
