@@ -83,6 +83,24 @@ def test_alone_prepared_compiled_and_verified() -> None:
     close(torch.autograd.grad(run(leaf), leaf)[0], grad)
 
 
+@pytest.mark.parametrize("tokens", [[8, 0, 3, 1, 2, 7, 5, 4, 6], [7, 2, 8, 0, 3]], ids=["all", "some"])
+def test_on_a_head_over_some_tokens_they_are_those_of_tokens(tokens: list[int]) -> None:
+    batch = Batch()
+    ids, w = torch.tensor(tokens), torch.rand(V + 2, dtype=DTYPE)
+    column = {token: c for c, token in enumerate(tokens)}
+    targets = torch.tensor([column.get(int(t), -100) for t in batch.targets])
+    truth, leaf = (batch.weight[ids].clone().requires_grad_() for _ in range(2))
+    want = F.cross_entropy(batch.hidden @ truth.T, targets, w[ids], label_smoothing=E)
+    term = hl.Term(cross_entropy, label_smoothing=E, reduction="weighted_mean")
+    objective = hl.Objective(ce=term, backend=BACKEND)
+    source = hl.Linear(batch.hidden, leaf, vocab_ids=ids)
+    out = objective(source, batch.targets, class_weight=w)
+    close(out.loss.detach(), want.detach())
+    close(torch.autograd.grad(out.loss, leaf)[0], torch.autograd.grad(want, truth)[0])
+    with pytest.raises(ValueError, match=r"class_weight: wanted one weight per token .*vocab_ids up to 8, got 5"):
+        objective(source, batch.targets, class_weight=w[:5])
+
+
 @pytest.mark.skipif(INSIDE, reason="ran in the other process")
 def test_what_is_refused() -> None:
     batch = Batch()

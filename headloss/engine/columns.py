@@ -14,19 +14,21 @@ from torch import Tensor
 from headloss.draft import Draft, is_whole, whole_of
 from headloss.engine.arguments import CallArguments
 from headloss.engine.brought import named_teachers
+from headloss.engine.layout import Laid
 from headloss.metrics import Metric
 from headloss.prepared import Prepared
 from headloss.record import Facts, Output, facts_from
 from headloss.routed import Routed
 from headloss.rows import IGNORE
-from headloss.segments import integers
+from headloss.segments import integers, now_or_later
 from headloss.sources import Linear, Logits, Sparse, with_tensors
 from headloss.term import Term
 from headloss.terms import Terms
 from headloss.top import Top
 from headloss.trace.call import facts_of
 from headloss.trace.reads import ours
-from headloss.vocab_ids import count, to_columns
+from headloss.trace.signature import weighs_classes
+from headloss.vocab_ids import count, sorted_ids, to_columns
 
 NUMBERS = ("targets", "argmax", "top_ids", "ids", "teacher_ids", "teacher_argmax")  # of columns, not of tokens
 
@@ -94,9 +96,29 @@ def in_columns(arguments: CallArguments, terms: Terms | None) -> Mapped:
             if lost is not None and own.shape == lost.shape:  # such a row is left out of every term
                 own = own.masked_fill(lost, IGNORE)
             inputs[name] = own
+    if "class_weight" in inputs and any(weighs_classes(t.fn) for t in (() if terms is None else terms.every_term)):
+        inputs["class_weight"] = _of_columns(inputs["class_weight"], ids)
     source = with_tensors(source, {"vocab_ids": None})
     made = arguments.but(source=source, targets=targets, teacher=teachers or None, inputs=inputs)
     return Mapped(made, ids, ignored, missing)
+
+
+def _of_columns(weights: Any, ids: Tensor) -> Any:
+    """Class weights, which are those of tokens, for a head's columns."""
+    w = weights.value if isinstance(weights, Laid) else weights
+    if not isinstance(w, Tensor) or w.ndim != 1 or w.device != ids.device or not len(ids):
+        return weights  # which is refused
+    most, count = sorted_ids(ids)[0][-1], len(w)
+
+    def check(found: Tensor) -> None:
+        if int(found) >= count:
+            raise ValueError(
+                f"class_weight: wanted one weight per token of the whole vocabulary, since the head has vocab_ids up "
+                f"to {int(found)}, got {count}"
+            )
+
+    now_or_later(most, (most >= count).long(), check, "class_weight: fewer weights than tokens of the vocabulary")
+    return w[ids.clamp(max=max(0, count - 1))] if count else w
 
 
 def _check_numbers(term: Term) -> None:

@@ -184,7 +184,7 @@ class ReadyCall:
             held += map(self.inputs.__getitem__, ready.used)
         if self.segments is not None:
             held.append(self.segments.ids)
-        hold(ctx, ready.names, held, len(tensors), ready.read)
+        hold(ctx, ready.names, held, len(tensors), ready.read, True)
         left = Left(ready, visited, self.stats, self.skipped, self.guide)
         ctx.grads, ctx.kept = grads, (left, ready.needs, left, None, False, ())
         return loss, *map(Tensor.detach, visited.blocks)

@@ -190,7 +190,7 @@ class SweptCall(NamedTuple):
         count = len(tensors)
         hold(
             ctx, (*names, *[n for n, _ in read], *[n for n, _ in used]),
-            (*tensors, *[x for _, x in read], *[x for _, x in used]), count, count + len(read),
+            (*tensors, *[x for _, x in read], *[x for _, x in used]), count, count + len(read), grads is not None,
         )  # fmt: skip
         overwritten = grads is not None and getattr(source, "inplace", False)
         into = None if type(source) is Logits else into_of(source)

@@ -8,12 +8,15 @@ A tensor of the caller's that was changed in place since the forward raises, as 
 from __future__ import annotations
 
 import operator
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+
+from headloss.segments import now_or_later
 
 TWICE = (
     "headloss: tried to differentiate twice (create_graph=True, a Hessian).  The gradient of a call "
@@ -26,23 +29,34 @@ BATCHED = (
 )
 
 
-def hold(ctx: Any, names: Sequence[str], tensors: Sequence[Tensor], args: int, read: int) -> None:
+def hold(ctx: Any, names: Sequence[str], tensors: Sequence[Tensor], args: int, read: int, made: bool) -> None:
     """Save what the backward needs: the first are `args` of the Function, up to `read` they are read again, and the
     others were only used.  How often each was written to is noted for a message that names it.
+
+    `made`: the gradient of the loss is, so that only what pulls on a fact, or a second time, reads anything.
     """
-    untracked = dict[int, Tensor]()
+    untracked = dict[int, tuple[Tensor, Tensor | None]]()
     saved: list[Tensor | None] = [*tensors]
     if True in map(_requires_grad, tensors[args:]):
         saved[args:] = [x.detach() for x in tensors[args:]]
     try:
         versions = [*map(_version, tensors)]
     except RuntimeError:  # of inference mode: autograd takes none of those, and nothing counts what is written to them
+        for name, x in zip(names[:args], tensors):
+            if x.is_inference():
+                raise RuntimeError(
+                    f"{name}: was made under torch.inference_mode(), and autograd cannot keep it for the gradient of "
+                    f"what it meets; pass {name}.clone(), or make it under torch.no_grad()"
+                ) from None
         versions = [0 if x.is_inference() else x._version for x in tensors]
         for i, (name, x) in enumerate(zip(names, tensors)):
             if i >= args and x.is_inference():
                 saved[i] = None
-                untracked[i] = x.clone() if name.endswith(("targets", "temperature")) else x
+                small = name.endswith(("targets", "temperature"))
+                untracked[i] = (x.clone() if small else x, None if small or i >= read else _print(x, not made))
     ctx.held = names, args, read, untracked, versions
+    if not _TELLS:
+        ctx.refs = [*map(weakref.ref, tensors)]
     ctx.save_for_backward(*saved)
 
 
@@ -68,6 +82,7 @@ def once(pull: Callable[..., tuple[Tensor | None, ...]]) -> Callable[..., Any]:
     return backward
 
 
+_TELLS = hasattr(torch._C._autograd.SavedTensor, "data")  # not in torch 2.8
 _version, _requires_grad = operator.attrgetter("_version"), operator.attrgetter("requires_grad")
 _transform = torch._C._functorch.peek_interpreter_stack
 _is_legacy_batched = torch._C._functorch.is_legacy_batchedtensor
@@ -77,13 +92,39 @@ _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 def read_again(ctx: Any, saved: Sequence[Tensor], own: int) -> dict[str, Tensor]:
     """What was saved to be read, by name: so many tensors of the source, and what else is read again."""
     names, args, read, untracked, _ = ctx.held
-    return {names[i]: untracked.get(i, saved[i]) for i in (*range(own), *range(args, read))}
+    for i, (x, before) in untracked.items():
+        if before is not None:
+            _refuse_change((_print(x, before.ndim < x.ndim) != before).sum(), CHANGED.format(name=names[i]))
+    return {names[i]: untracked[i][0] if i in untracked else saved[i] for i in (*range(own), *range(args, read))}
+
+
+def _print(x: Tensor, whole: bool) -> Tensor:
+    """What tells whether a tensor was written to: the sum of the bits in each row or, not `whole`, some columns."""
+    x = x if whole or not x.ndim else x[..., :: max(1, x.shape[-1] // 64)]
+    bits = x.contiguous().view(_BITS[x.itemsize])
+    return bits.sum(-1, dtype=torch.int64) if whole and x.ndim else bits.clone()
+
+
+def _refuse_change(found: Tensor, message: str) -> None:
+    def check(found: Tensor) -> None:
+        if int(found):
+            raise RuntimeError(message)
+
+    now_or_later(found, found, check, message)
+
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+CHANGED = (
+    "{name}: modified by an inplace operation after the forward pass; the gradient needs what was there before.  It "
+    "was made under torch.inference_mode(), where torch counts no writes: write to a clone, or after the backward"
+)
 
 
 def _changed(ctx: Any, error: RuntimeError) -> str:
     names, _, _, _, versions = ctx.held
-    held = zip(names, ctx._raw_saved_tensors, versions)
-    changed = [name for name, x, version in held if getattr(x, "data", None) is not None and x.data._version != version]
+    now = [x.data for x in ctx._raw_saved_tensors] if _TELLS else [ref() for ref in ctx.refs]
+    held = zip(names, now, versions)
+    changed = [name for name, x, version in held if x is not None and not x.is_inference() and x._version != version]
     changed = ["vocab_ids" if name.endswith(".vocab_ids") else name for name in changed]
     return (
         f"{', '.join(changed) or 'a tensor of the call'}: modified by an inplace operation after the forward pass; "
@@ -124,6 +165,11 @@ def refuse_transforms(arguments: Any, weights: Mapping[str, Any] = {}) -> None:
                 f"{name}: is inside a transform of torch.func (vmap, grad, jvp, vjp, jacrev, ...), which cannot see "
                 f"into a headloss call.  Rows need no vmap: leading dimensions are free.  For gradients use "
                 f"torch.autograd or objective.forward_backward"
+            )
+        if x.requires_grad and torch.is_grad_enabled() and _transform() is not None:
+            raise RuntimeError(
+                f"{name}: requires grad and the call is made inside a transform of torch.func (vmap, grad, ...), which "
+                f"follows none of its tensors; make the call outside and pass the result in, or pass {name} detached"
             )
         if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
             raise RuntimeError(

@@ -4,6 +4,7 @@ Every test runs on the torch backend, and once more under Triton's interpreter i
 """
 
 import functools
+import math
 import os
 import sys
 import warnings
@@ -219,6 +220,61 @@ def test_inference_tensors():
         change(scene.temperature)
     for x, y in zip(scene.grads(pulls(out)), want, strict=True):
         torch.testing.assert_close(x, y)
+
+
+@pytest.mark.parametrize("kind", ["Logits", "Linear"])
+@pytest.mark.parametrize("how", ["facts", "meeting", "twice"])
+def test_a_teacher_from_inference_mode_that_is_written_to(how, kind):
+    """torch counts no writes to it, and a backward that reads it again sees them all the same."""
+    hidden, weight = torch.randn(N, 4, requires_grad=True), torch.randn(V, 4)
+    with torch.inference_mode():
+        u, w = torch.randn(N, V), torch.randn(V, 5)
+        v = torch.randn(N, 5)
+        v[2, 3] = u[2, 1] = math.nan  # of a row that is ignored
+    written, teacher = (u, hl.Logits(u)) if kind == "Logits" else (v, hl.Linear(v, w))
+    targets = torch.arange(N) % V
+    targets[2] = -100
+
+    def meeting(teacher_cross_entropy):
+        return teacher_cross_entropy * teacher_cross_entropy.detach().mean()
+
+    def call():
+        if how == "facts":
+            facts = hl.row_facts(
+                hl.Linear(hidden, weight), targets, ("teacher_cross_entropy",), teacher=teacher, backend=BACKEND
+            )
+            return facts.teacher_cross_entropy.sum()
+        objective = hl.Objective(kd=meeting if how == "meeting" else forward_kl, backend=BACKEND)
+        return objective(hl.Linear(hidden, weight), targets, teacher=teacher).loss
+
+    grads = lambda loss: torch.autograd.grad(loss, hidden, retain_graph=True)[0]
+    loss = call()
+    want = grads(loss)
+    torch.testing.assert_close(grads(loss), want)
+    loss = call()
+    _ = grads(loss) if how == "twice" else None
+    with torch.inference_mode():
+        written[4] += 1
+    with pytest.raises(RuntimeError, match=r"teacher\.(logits|hidden): modified by an inplace .*inference_mode"):
+        grads(loss)
+
+
+def test_a_call_that_autograd_cannot_record_says_so_by_name():
+    """Hidden states of inference mode, and a transform of torch.func that follows none of the call's tensors."""
+    objective = hl.Objective(ce=cross_entropy, backend=BACKEND)
+    weight, targets = torch.randn(V, D, requires_grad=True), torch.arange(N) % V
+    with torch.inference_mode():
+        hidden = torch.randn(N, D)
+    for call in (
+        lambda x: objective(hl.Linear(x, weight), targets).loss,
+        lambda x: hl.row_facts(hl.Linear(x, weight), targets, backend=BACKEND).logprob.sum(),
+    ):
+        with pytest.raises(RuntimeError, match=r"^hidden: was made under torch.inference_mode\(\).*hidden.clone\(\)"):
+            call(hidden)
+        plain = hidden.clone()
+        assert call(plain).requires_grad
+        with pytest.raises(RuntimeError, match="^weight: requires grad and the call is made inside a transform"):
+            torch.func.grad(lambda s, call=call, x=plain: call(x) * s)(torch.tensor(2.0))
 
 
 @pytest.mark.parametrize("name", SCENES)
