@@ -33,7 +33,11 @@ class Meter:
         for name, metric in metrics.items():
             if not isinstance(metric, Metric):
                 raise TypeError(f"metrics: {name!r} is {type(metric).__name__}, wanted the Metric of an output record")
-            self._held[name] = self._held[name] + metric if name in self._held else metric
+            held = self._held.get(name, metric)
+            if (held.kind, held.per) != (metric.kind, metric.per):
+                was, now = (f"{x.kind} per {x.per}" for x in (held, metric))
+                raise ValueError(f"metrics: {name!r} is a {now} here and was a {was} before; give them other names")
+            self._held[name] = metric if name not in self._held else held + metric
         return self
 
     def compute(self, group: Any = None) -> dict[str, float]:

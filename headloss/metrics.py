@@ -212,6 +212,8 @@ class Metric:
     def __add__(self, other: object) -> Metric:
         if not isinstance(other, Metric) or other.kind != self.kind:
             return NotImplemented
+        if other.per != self.per:
+            raise ValueError(f"metrics: one is per {self.per} and the other per {other.per}; they do not add up")
         joins: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "min": torch.minimum, "max": torch.maximum}
         join = joins[KINDS[self.kind].combine]
         parts = tuple(join(a, b) for a, b in zip(self.parts, other.parts, strict=True))

@@ -14,7 +14,7 @@ then global, sums run over the group, forward and backward, and each rank's loss
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -104,6 +104,12 @@ def group_sum(x: Tensor, group: Any) -> Tensor:
 
 class WrongLengthError(ValueError):
     """A vector has neither as many values as there are rows, nor as there are segments."""
+
+
+def sizes(shape: Sequence[Any], known: Mapping[str, str] = {}) -> str:
+    """A shape as text; under a tracer, whose sizes stand for any, with the name of those that are known, else n."""
+    said = [str(n) if type(n) is int else known.get(str(n), "n") for n in shape]
+    return f"({', '.join(said)}{',' if len(said) == 1 else ''})"
 
 
 def shallow(x: Any) -> Any:
@@ -274,7 +280,8 @@ class Segments:
         """Each row's own segment value: (S,) to (N,); 0 for a row without a segment."""
         if tuple(y.shape) != (self.num_segments,):
             raise WrongLengthError(
-                f"spread: wanted one value per segment, shape {(self.num_segments,)}, got shape {tuple(y.shape)}"
+                f"spread: wanted one value per segment, shape {self._sizes((self.num_segments,))}, got shape "
+                f"{self._sizes(y.shape)}"
             )
         x = torch.ops.headloss.segment_spread(y, _flat(self.ids))
         return x if self.ids.ndim == 1 else x.view(self.ids.shape)
@@ -315,7 +322,11 @@ class Segments:
     def _check_rows(self, method: str, x: Tensor) -> None:
         shape, wanted = tuple(x.shape), tuple(self.ids.shape)
         if shape != wanted and ((len(shape) != 1 and len(wanted) != 1) or x.numel() != self.ids.numel()):
-            raise WrongLengthError(f"{method}: wanted one value per row, shape {wanted}, got shape {shape}")
+            want, got = self._sizes(wanted), self._sizes(shape)
+            raise WrongLengthError(f"{method}: wanted one value per row, shape {want}, got shape {got}")
+
+    def _sizes(self, shape: Sequence[Any]) -> str:
+        return sizes(shape, {str(self.num_segments): "segments", str(self.ids.shape[0]): "rows"})
 
     def __len__(self) -> int:
         return self.num_segments

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -85,3 +87,28 @@ def test_what_was_meant_is_suggested() -> None:
         call(lambda logprob: (-logprob, logprob))
     with pytest.raises(ValueError, match=r"is 'lss' the loss\? \(at terms\.ce\)"):
         hl.Objective.from_config({"terms": {"ce": {"lss": "cross_entropy"}}})
+
+
+def test_sizes_of_a_trace_go_by_what_they_are() -> None:
+    """Its numbers stand for any, and its symbols mean nothing to a reader."""
+    segments, logits, targets = hl.Segments.from_batch((2, 3)), hl.Logits(torch.randn(6, 7)), torch.arange(6)
+    for fn, said in (
+        (lambda logprob, segments: segments.spread(logprob), r"per segment, shape \(segments,\), got shape \(rows,\)"),
+        (lambda logprob, segments: segments.mean(logprob[1:]), r"per row, shape \(rows,\), got shape \(n,\)"),
+        (lambda logprob, segments: logprob[:, None], r"\(a vector\), got shape \(n, 1\)"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=said) as raised:
+            hl.Objective(a=fn)(logits, targets, segments=segments)
+        assert not re.search(r"\bs\d+", str(raised.value) + " ".join(getattr(raised.value, "__notes__", ())))
+
+
+def test_metrics_of_other_things_do_not_add_up() -> None:
+    values = torch.rand(4)
+    per_token, per_segment = (hl.Metric.of("entropy", values, None, per) for per in ("token", "segment"))
+    with pytest.raises(ValueError, match="one is per token and the other per segment"):
+        per_token + per_segment
+    meter = hl.Meter().add({"entropy": per_token})
+    with pytest.raises(ValueError, match="'entropy' is a mean per segment here and was a mean per token before"):
+        meter.add({"entropy": per_segment})
+    with pytest.raises(ValueError, match="'entropy' is a max per token here and was a mean per token before"):
+        meter.add({"entropy": hl.Metric.of("entropy_max", values, None, "token")})

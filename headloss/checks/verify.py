@@ -342,8 +342,9 @@ def _compare(objective: Objective, given: Given, how: How, taken: str, told: str
     beyond = [c.what for c in judged if math.isinf(c.allowed)]
     unchecked += [f"the {what}, which overflows in plain PyTorch too" for what in beyond]
     compared = [_repeat(truth, again), *(c for c in judged if c.what not in beyond)]
-    frozen = [n for n in tensors_of(given.source) if n not in truth.grads]
-    unchecked += [f"the gradient of {n}, which does not require grad" for n in frozen]
+    found = {n: truth.grads.get(n) for n in (*tensors_of(given.source), *truth.grads)}
+    unchecked += [f"the gradient of {n}, which does not require grad" for n, g in found.items() if g is None]
+    unchecked += [f"more than that the gradient of {n} is 0" for n, g in found.items() if g is not None and not g.any()]
     return Verification(tuple(compared), tuple(unchecked), taken, told)
 
 

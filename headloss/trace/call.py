@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from headloss.facts import Fact
-from headloss.segments import Segments, WrongLengthError
+from headloss.segments import Segments, WrongLengthError, sizes
 from headloss.trace.places import Places, noted
 from headloss.trace.reads import Reads, defaults, ours, reads, writes_unseen
 from headloss.trace.signature import CLASSES, Signature, key_of
@@ -102,7 +102,7 @@ class Call(NamedTuple):
         try:
             result = evaluate(self.fn, self.signature.name, given, self.options)
         except (RuntimeError, WrongLengthError) as error:
-            shapes = ", ".join(f"{k} {tuple(x.shape)}" for k, x in given.items() if isinstance(x, Tensor))
+            shapes = ", ".join(f"{k} {sizes(x.shape)}" for k, x in given.items() if isinstance(x, Tensor))
             error.add_note(
                 f"{self.signature.name} was called with {shapes}; "
                 f"segments.spread(x) makes one value per row of one value per segment"
@@ -283,7 +283,7 @@ def _check_metrics(name: str, metrics: Mapping[str, Any]) -> None:
 def _got(x: Any) -> str:
     if not isinstance(x, Tensor):
         return type(x).__name__
-    return f"{x.dtype} values" if x.dtype.is_complex else f"shape {tuple(x.shape)}"
+    return f"{x.dtype} values" if x.dtype.is_complex else f"shape {sizes(x.shape)}"
 
 
 def evaluate(fn: Callable[..., Any], name: str, given: Mapping[str, Any], options: Mapping[str, Any] = {}) -> Any:

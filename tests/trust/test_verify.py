@@ -146,6 +146,13 @@ def test_losses_of_teachers_facts():
     hl.verify(dense, hl.Logits(x["logits"]), targets, teacher=TEACHERS["narrow"]()).check()
 
 
+def test_a_gradient_that_is_0_is_said_to_be():
+    """Loss and gradient of a floor that no row is above agree whatever they are."""
+    targets, x = data()
+    report = hl.verify(hl.Objective(a=lambda logprob: (logprob - 1).relu()), hl.Logits(x["logits"]), targets).check()
+    assert report.unchecked == ("more than that the gradient of logits is 0",)
+
+
 def test_lines_prepared_masked_in_place_frozen_and_learned_inputs():
     lead = (5, 10)
     targets, x = data(lead=lead)
