@@ -120,3 +120,9 @@ class Output(NamedTuple):
     metrics: dict[str, Metric]  # "term/name" for a loss's own, "name" for those of the objective
     facts: Facts  # differentiable
     grads: Grads | None = None  # from forward_backward only
+
+
+def but(out: Output, **new: Any) -> Output:
+    """The same record with other fields.  A compiled graph of torch before 2.12 does not follow `_replace`."""
+    fields: list[Any] = [new.get(name, old) for name, old in zip(Output._fields, out, strict=True)]
+    return Output(*fields)

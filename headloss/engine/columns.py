@@ -17,7 +17,7 @@ from headloss.engine.brought import named_teachers
 from headloss.engine.layout import Laid
 from headloss.metrics import Metric
 from headloss.prepared import Prepared
-from headloss.record import Facts, Output, facts_from
+from headloss.record import Facts, Output, but, facts_from
 from headloss.routed import Routed
 from headloss.rows import IGNORE
 from headloss.segments import integers, now_or_later
@@ -57,7 +57,7 @@ class Mapped(NamedTuple):
         metrics = dict(out.metrics)
         if self.missing is not None:
             metrics["vocab_missing"] = Metric("mean", self.missing, "token")
-        return Output(out.loss, out.terms, metrics, self.facts(out.facts), out.grads)
+        return but(out, facts=self.facts(out.facts), metrics=metrics)
 
 
 def has_vocab_ids(source: Any) -> bool:

@@ -21,6 +21,7 @@ import headloss as hl
 from headloss.integrations.causal_lm import KEEP_LOGITS, bypassed, check_shape, count_of, logits_transform, targets_of
 from headloss.late import check_later, defers
 from headloss.module import check_source_options, own_hook
+from headloss.record import but
 
 PROBE = 1.5  # sent through the model once, where its logits would go
 TAKEN = ("forward", "_loss_function", "accepts_loss_kwargs")  # of a model, while it is patched
@@ -47,7 +48,7 @@ class Log:
 
     def add(self, out: hl.Output, training: bool) -> None:
         facts = torch.utils._pytree.tree_map(torch.Tensor.detach, out.facts)
-        self.last = out._replace(loss=out.loss.detach(), facts=facts)
+        self.last = but(out, loss=out.loss.detach(), facts=facts)
         self.meter(out.metrics, training)
 
     def meter(self, metrics: Mapping[str, hl.Metric], training: bool) -> None:
@@ -58,7 +59,7 @@ class Log:
         else:
             with COUNTED:
                 self.meters[training].add(metrics)
-        self.counted[training] |= bool(metrics)
+        self.counted[training] |= len(metrics) > 0  # torch before 2.12 compiles no bool of a dict
 
     def restart(self, training: bool) -> None:
         """Count from the last call on: what came before it belongs to something else."""
@@ -134,7 +135,10 @@ HERE = _Here()
 
 def call_of(adapter: Adapter) -> Call | None:
     """The call of this adapter's model that this thread is in."""
-    return next((call for call in reversed(HERE.now.calls) if call.adapter is adapter), None)
+    for call in reversed(HERE.now.calls):  # torch 2.8 compiles no `next` with a default
+        if call.adapter is adapter:
+            return call
+    return None
 
 
 class Head(hl.FusedLMHead):

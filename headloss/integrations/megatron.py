@@ -26,6 +26,7 @@ import headloss as hl
 from headloss.integrations.counts import check_means, refuse_some
 from headloss.integrations.early import Early
 from headloss.module import own_forward, own_hook
+from headloss.record import but
 
 
 class OutputProcessor:
@@ -101,7 +102,7 @@ class OutputProcessor:
             group, vocab=self.vocab, partial_hidden=gathered, **{"scale": scale, **self.options},
         )  # fmt: skip
         out = self.objective(source, ready, **call)
-        self.last = out._replace(loss=out.loss.detach(), facts=hl.Facts({}))
+        self.last = but(out, loss=out.loss.detach(), facts=hl.Facts({}))
         counts = (targets != -100).to(out.loss.dtype)
         loss, sharing = out.loss, getattr(call.get("segments"), "group", None)
         if sharing is not None:

@@ -29,6 +29,7 @@ import headloss as hl
 from headloss.integrations.counts import check_means
 from headloss.integrations.early import Early
 from headloss.module import own_forward, own_hook
+from headloss.record import but
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +118,7 @@ class HeadlossLoss(ChunkedLossWrapper):  # type: ignore[misc,unused-ignore]
             return self.objective(self._source(head, hidden, transform), targets, num_items=num_items, **inputs)
 
         out = _inside(head, evaluate, pred) if _is_fsdp(head) else evaluate(pred)
-        self.last = out._replace(loss=out.loss.detach(), facts=hl.Facts({}))
+        self.last = but(out, loss=out.loss.detach(), facts=hl.Facts({}))
         found = summable(out, global_valid_tokens, inputs.get("num_segments"))
         if rl:  # whose trainer adds up all but /max
             least = [name for name in found if name.endswith("/min")]

@@ -45,6 +45,7 @@ from headloss.integrations.trl_kernels import (
 from headloss.integrations.trl_policy import check_policy, policy_call, policy_objective
 from headloss.losses import LOSSES
 from headloss.metrics import read_metrics
+from headloss.record import but
 
 __all__ = [
     "VERSIONS",
@@ -232,7 +233,7 @@ class DistillationTrainer(_OnHeadloss, distillation_trainer.DistillationTrainer)
             out = self.objective(
                 source_of(head, hidden, adapter.options), targets, num_items=num_items_in_batch, teacher=teacher
             )
-            adapter.log.add(out._replace(metrics=shown(out.metrics)), self.model.training)
+            adapter.log.add(but(out, metrics=shown(out.metrics)), self.model.training)
             return out, [out.loss]
 
         with adapter.expecting(Expected(ready, evaluate)) as call:

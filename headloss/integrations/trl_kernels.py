@@ -23,6 +23,7 @@ from headloss.integrations.adapter import HERE, Adapter, Expected, Head
 from headloss.integrations.causal_lm import check_head, check_model, transform_of, unwrapped
 from headloss.integrations.early import prepared
 from headloss.metrics import read_metrics
+from headloss.record import but
 
 VERSIONS = ("1.16",)
 FACTS: Mapping[str, tuple[str, ...]] = {  # what TRL calls the outputs of a fused head, and the facts behind them
@@ -112,7 +113,7 @@ class FusedHead(Adapter):
             if self.wanted is not None:
                 objective, call, _ = self.wanted
                 out = objective(source, targets, **call)
-                self.log.add(out._replace(metrics=shown(out.metrics)), head.training)
+                self.log.add(but(out, metrics=shown(out.metrics)), head.training)
                 return {name: out.facts[name].detach() for name in self.want}, [out.loss]
             facts = hl.row_facts(source, targets, want=self.want)
         self._measure(facts, targets.targets if isinstance(targets, hl.Prepared) else targets, head.training)
