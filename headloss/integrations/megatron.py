@@ -140,6 +140,11 @@ def _check_product(layer: Any) -> None:
     """The objective multiplies by the layer's weight, so the layer must do no more than that."""
     if not isinstance(layer, nn.Module):
         return
+    if getattr(getattr(layer, "config", None), "defer_embedding_wgrad_compute", False):
+        raise ValueError(
+            "output_layer: defer_embedding_wgrad_compute lets the layer keep its input for a later gradient, and the "
+            "objective makes that gradient itself; turn it off"
+        )
     more = own_forward(layer, "megatron.core.") or own_hook(layer, ("torch", "megatron"))
     if more is not None:
         raise TypeError(

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import types
 from collections.abc import Mapping
 from typing import Any
 
@@ -63,9 +62,8 @@ def patch(
     options = {"memory": memory, **transform_of(base), **source_options}
     adapter = Patched(base, head, options, objective, eval_logits)
     base.loss_function = adapter.loss_function
-    base.forward = types.MethodType(functools.wraps(type(base).forward)(_forward), base)
     base.accepts_loss_kwargs = True  # Trainer: give num_items_in_batch, whatever the model itself does with it
-    adapter.guard(base)
+    adapter.take_forward(base, _forward)
     return model
 
 

@@ -73,8 +73,7 @@ def add_fused_lm_head(
     head = check_model(base, takes_loss=False, instead="use TRL's own trainer")
     options = {"memory": memory, "temperature": temperature, **transform_of(base)}
     FusedHead(base, head, options, tuple(outputs), cast_lm_head_to_fp32, metrics).plain = plain
-    base.forward = types.MethodType(functools.wraps(type(base).forward)(_fused_forward), base)
-    base.headloss.guard(base)
+    base.headloss.take_forward(base, _fused_forward)
 
 
 class FusedHead(Adapter):

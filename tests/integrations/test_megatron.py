@@ -202,6 +202,10 @@ def test_means_that_megatron_does_not_count_are_refused(loss: str, reduction: st
     for layer, more in ((adapted, r"a forward of its own \(Adapted"), (hooked, "a hook")):
         with pytest.raises(TypeError, match=f"output_layer: it has {more}.*, which the objective would leave out"):
             ce(output_layer=layer, **given)
+    later = torch.nn.Linear(4, 8, bias=False)
+    later.config = types.SimpleNamespace(defer_embedding_wgrad_compute=True)  # type: ignore[assignment]
+    with pytest.raises(ValueError, match="output_layer: defer_embedding_wgrad_compute .*; turn it off"):
+        ce(output_layer=later, **given)
     layer, capped = torch.nn.Linear(4, 8, bias=False), lambda x: 2 * (x / 2).tanh()
     for how in ({}, {"scale": 0.5}, {"softcap": 3.0}):
         process = megatron.OutputProcessor(hl.Objective(it=LOSSES["cross_entropy"]), **how)

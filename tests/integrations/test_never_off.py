@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import inspect
 import pickle
 import sys
 import threading
@@ -16,8 +18,10 @@ from torch import nn
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
+import accelerate
 import tiny_models as tiny
 import transformers
+from accelerate.state import AcceleratorState
 from transformers import Trainer, TrainingArguments
 
 import headloss as hl
@@ -212,6 +216,23 @@ def test_logits_are_found_by_name_in_a_tuple() -> None:
         assert logits.shape == (3, 9, 0) and len(rest) == len(stock) - 3
         with pytest.raises(RuntimeError, match="eval_logits=True"):
             logits.argmax(-1)
+
+
+def test_each_model_keeps_the_signature_of_its_own_forward() -> None:
+    """By which Trainer knows the columns of a dataset; and accelerate finds no way back to the forward it had."""
+    models = [patch(tiny.model(name)) for name in ("llama", "gpt2")]
+    for model in models:
+        assert inspect.signature(model.forward) == inspect.signature(functools.partial(type(model).forward, model))
+        assert model.forward.__name__ == "forward" and not hasattr(model.forward, "__wrapped__")
+    AcceleratorState._reset_state(reset_partial_state=True)  # of another test's Trainer
+    accelerator = accelerate.Accelerator(mixed_precision="bf16", cpu=True)
+    model = patch(tiny.model("llama"), Z)
+    prepared = accelerator.prepare(model)
+    wanted = prepared(**tiny.batch()).loss
+    plain = accelerator.unwrap_model(prepared, keep_fp32_wrapper=False)
+    torch.testing.assert_close(plain(**tiny.batch()).loss, wanted, rtol=1e-2, atol=1e-2)
+    assert plain.headloss.last.terms["z"] > 0
+    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 # Threads, copies, graphs ---------------------------------------------------------------------------------------------

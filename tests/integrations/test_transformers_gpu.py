@@ -1,4 +1,4 @@
-"""Patched models of Transformers, and its Trainer, on a GPU: the losses and gradients that the stock model has there."""
+"""Patched models of Transformers, and its Trainer, on a GPU: losses and gradients as the stock model has them."""
 
 from __future__ import annotations
 
