@@ -78,6 +78,12 @@ class SFTTrainer(_OnHeadloss, sft_trainer.SFTTrainer):
 
     def __init__(self, *args: Any, objective: hl.Objective | None = None, **kwargs: Any) -> None:
         check_objective(objective)
+        for name, term in () if objective is None else objective.terms.items():
+            if term.needs_segments:
+                raise ValueError(
+                    f"objective: term {name!r} looks at whole sequences, which SFTTrainer does not tell apart; use "
+                    f"patch(model, objective) of headloss.integrations.transformers with its Trainer"
+                )
         super().__init__(*args, **kwargs)
         for name, given in (
             ("label_smoothing_factor", self.label_smoother), ("compute_loss_func", self.compute_loss_func)
@@ -130,9 +136,8 @@ class GRPOTrainer(_OnHeadloss, grpo_trainer.GRPOTrainer):
     With an `objective` (`policy_objective(args)` is TRL's loss as one) the loss is made in the visit of the head; TRL's
     metrics stay.  Its terms may ask for advantage, old_logprob, ref_logprob, sampler_logprob, and for the row weight
     importance_sampling_ratio, TRL's correction for vLLM.  Arguments of TRL's own loss that no term follows are refused.
-    Where a batch has
-    `support_ids`, (B, C, K) columns that each token of a completion was sampled from, -1 for none, the softmax is over
-    those; TRL makes old_logprob over everything, so let terms take sampler_logprob in its place.
+    Where a batch has `support_ids`, (B, C, K) columns that each token of a completion was sampled from, -1 for none,
+    the softmax is over those; TRL makes old_logprob over everything, so let terms take sampler_logprob in its place.
 
     `token_mean` divides by the tokens and `seq_mean_...` by the sequences of the whole accumulated batch,
     `weighted_mean` by the tokens of each micro-batch, whose means are then averaged: TRL's bnpo, and its entropy bonus.

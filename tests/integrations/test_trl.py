@@ -150,11 +150,13 @@ def test_sft_with_an_objective(tokenizer: Any, tmp_path: Path) -> None:
 def test_an_objective_that_would_not_be_computed_is_refused(tokenizer: Any, tmp_path: Path) -> None:
     objective = hl.Objective(ce=cross_entropy)
     weighted = hl.Objective(ce=hl.Term(cross_entropy, reduction="weighted_mean"))
+    by_sequence = hl.Objective(ce=hl.Term(cross_entropy, reduction="seq_mean_token_mean"))
     for says, objective_, options, more in (
         ("label_smoothing_factor: makes a loss", objective, {"label_smoothing_factor": 0.1}, {}),
         ("loss_type: 'dft' is TRL's own loss", objective, {"loss_type": "dft"}, {}),
         ("compute_loss_func: makes a loss", objective, {}, {"compute_loss_func": lambda *_, **__: None}),
         ("weighted_mean: term 'ce'", weighted, {"gradient_accumulation_steps": 2}, {}),
+        ("objective: term 'ce' looks at whole sequences, .*use patch", by_sequence, {}, {}),
     ):
         arguments = {**common(tmp_path, max_steps=1), **options}
         with pytest.raises(ValueError, match=says):
