@@ -291,7 +291,7 @@ def with_tensors(source: Source, tensors: Mapping[str, Any]) -> Source:
     """The same source with other tensors, or with None in their place while autograd keeps them."""
     if torch.compiler.is_compiling():  # torch before 2.12 knows no __dict__ of a frozen record
         other = type(source)(**({name: getattr(source, name) for name in _FIELDS[type(source)]} | dict(tensors)))
-        tensors = {"_gemm_dtype": source.gemm_dtype} if isinstance(source, Linear) else {}  # autocast's, then
+        tensors = {"_gemm_dtype": source.gemm_dtype} if isinstance(source, Linear) else {}  # as it was made
     else:
         other = shallow(source)
     for name, x in tensors.items():

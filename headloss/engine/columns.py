@@ -108,17 +108,17 @@ def _of_columns(weights: Any, ids: Tensor) -> Any:
     w = weights.value if isinstance(weights, Laid) else weights
     if not isinstance(w, Tensor) or w.ndim != 1 or w.device != ids.device or not len(ids):
         return weights  # which is refused
-    most, count = sorted_ids(ids)[0][-1], len(w)
+    most, there = sorted_ids(ids)[0][-1], len(w)
 
     def check(found: Tensor) -> None:
-        if int(found) >= count:
+        if int(found) >= there:
             raise ValueError(
                 f"class_weight: wanted one weight per token of the whole vocabulary, since the head has vocab_ids up "
-                f"to {int(found)}, got {count}"
+                f"to {int(found)}, got {there}"
             )
 
-    now_or_later(most, (most >= count).long(), check, "class_weight: fewer weights than tokens of the vocabulary")
-    return w[ids.clamp(max=max(0, count - 1))] if count else w
+    now_or_later(most, (most >= there).long(), check, "class_weight: fewer weights than tokens of the vocabulary")
+    return w[ids.clamp(max=there - 1)] if there else w
 
 
 def _check_numbers(term: Term) -> None:

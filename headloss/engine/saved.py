@@ -33,7 +33,7 @@ def hold(ctx: Any, names: Sequence[str], tensors: Sequence[Tensor], args: int, r
     """Save what the backward needs: the first are `args` of the Function, up to `read` they are read again, and the
     others were only used.  How often each was written to is noted for a message that names it.
 
-    `made`: the gradient of the loss is, so that only what pulls on a fact, or a second time, reads anything.
+    `made`: the gradient of the loss exists already; only a pull on a fact, or a second backward, reads anything again.
     """
     untracked = dict[int, tuple[Tensor, Tensor | None]]()
     saved: list[Tensor | None] = [*tensors]
@@ -99,7 +99,7 @@ def read_again(ctx: Any, saved: Sequence[Tensor], own: int) -> dict[str, Tensor]
 
 
 def _print(x: Tensor, whole: bool) -> Tensor:
-    """What tells whether a tensor was written to: the sum of the bits in each row or, not `whole`, some columns."""
+    """What shows that a tensor was written to: the sum of the bits of each row or, not `whole`, about 64 columns."""
     x = x if whole or not x.ndim else x[..., :: max(1, x.shape[-1] // 64)]
     bits = x.contiguous().view(_BITS[x.itemsize])
     return bits.sum(-1, dtype=torch.int64) if whole and x.ndim else bits.clone()

@@ -77,7 +77,7 @@ def patched(model: Any, use_fused_kernels: bool = False, fused_kernels_backend: 
 
 
 def _following(forward: Any) -> Any:
-    """verl's forward; the head is looked at in each call, since adapters may come after the patch."""
+    """verl's forward; each call reads the head anew, since adapters may come after the patch."""
 
     @functools.wraps(forward)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
