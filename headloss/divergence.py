@@ -147,13 +147,15 @@ class Element:
             with torch.enable_grad():
                 p_leaf = p.detach().requires_grad_()
                 mine, theirs = _Log.of(p_leaf, lambda: logp().requires_grad_()), _Log.of(q, logq)
-                value = self.fn(mine, theirs, **self.options).sum(-1)
-                if not value.requires_grad:
+                each = self.fn(mine, theirs, **self.options)
+                value = each.detach().sum(-1)
+                if not each.requires_grad:
                     out.zero_()
-                    return value.detach()
+                    return value
                 leaves = (p_leaf, *mine.made)
-                by_p, *rest = torch.autograd.grad(value, leaves, torch.ones_like(value), allow_unused=True)
-            value, by_log = value.detach(), rest[0] if rest else None
+                # ones in memory: a number times ones that are expanded takes four times as long
+                by_p, *rest = torch.autograd.grad(each, leaves, torch.ones_like(each), allow_unused=True)
+            by_log = rest[0] if rest else None
             if by_log is None:  # c = p df/dp, in one pass, which writes rows that follow each other and no others
                 if out.is_contiguous():
                     torch._softmax_backward_data(by_p, p, -1, p.dtype, grad_input=out)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from headloss.checks.given import Given
-from headloss.sources import Logits, Source
+from headloss.sources import Linear, Logits, Source
 
 
 def tensors_of(source: Source) -> dict[str, Tensor]:
@@ -27,11 +27,16 @@ def leaves_of(given: Given, dtype: torch.dtype | None) -> dict[str, Tensor]:
     return found
 
 
-def nudged_leaves(given: Given, wide: torch.dtype, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The leaves with each number off by a few roundings: what that moves, no order of sums can hold still."""
-    side = torch.Generator().manual_seed(0)
+def nudged_leaves(given: Given, wide: torch.dtype) -> dict[str, Tensor]:
+    """The leaves with each number off by a few roundings: what that moves, no order of sums can hold still.
+
+    Where logits are made in a narrow type, by half a step of it, which is what rounding them does.
+    """
+    source, side = given.source, torch.Generator().manual_seed(0)
+    few = 4 * torch.finfo(source.fact_dtype).eps
+    half = torch.finfo(source.chunk_dtype).eps / 2 if isinstance(source, Linear) else 0.0
     leaves = leaves_of(given, wide)
-    for x in leaves.values():
+    for name, x in leaves.items():
         up = torch.randint(2, x.shape, generator=side, device="cpu").to(x) * 2 - 1
-        x.data.mul_(1 + up * 4 * torch.finfo(dtype).eps)
+        x.data.mul_(1 + up * (max(few, half) if name in tensors_of(source) else few))
     return leaves

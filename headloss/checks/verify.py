@@ -335,9 +335,7 @@ def _compare(objective: Objective, given: Given, how: How, taken: str, told: str
         truth = answer(objective, plain, wide, leaves_of(plain, wide))
     again = answer(objective, plain, wide, leaves_of(plain, wide))
     eager = truth if fact_dtype == torch.float64 else answer(objective, plain, fact_dtype, leaves_of(plain, None))
-    nudged = (
-        truth if fact_dtype == torch.float64 else answer(objective, plain, wide, nudged_leaves(plain, wide, fact_dtype))
-    )
+    nudged = truth if fact_dtype == torch.float64 else answer(objective, plain, wide, nudged_leaves(plain, wide))
     judged = list(_judge(runs, truth, (eager, nudged), given.source))
     beyond = [c.what for c in judged if math.isinf(c.allowed)]
     unchecked += [f"the {what}, which overflows in plain PyTorch too" for what in beyond]
@@ -367,7 +365,7 @@ def _judge(runs: list[Run], truth: Answer, near: tuple[Answer, Answer], source: 
     for name, part in truth.numbers.items():
         few = FEW[dtype] * torch.finfo(dtype).eps * max(part.scale, abs(_finite(part.number)))
         flips = part.step if dtype != torch.float64 else 0.0
-        allowed = times * eager.numbers[name].error(part) + few + flips
+        allowed = times * max(x.numbers[name].error(part) for x in near) + few + flips
         errors = [(_apart(run.numbers.get(name, math.nan), float(part.number)), run.label) for run in runs]
         yield Compared(name, *_worst(errors, allowed))
     for name in (n for n in runs[0].numbers if n not in truth.numbers):
