@@ -145,10 +145,11 @@ _SOURCE_OPTIONS = (
 )  # fmt: skip
 
 
-def own_forward(linear: nn.Module, plain: str | None = None) -> str | None:
+def own_forward(linear: nn.Module, plain: str | None = None, around: bool = False) -> str | None:
     """What a layer computes that a product with its weight would leave out; None: nothing.
 
-    `plain`: a package whose layers' forwards are such a product too.
+    `plain`: a package whose layers' forwards are such a product too.  `around`: a forward on the layer itself only
+    calls that of its class.
     """
     if isinstance(linear, nn.LazyLinear):
         return "no weight yet (LazyLinear)"
@@ -157,7 +158,7 @@ def own_forward(linear: nn.Module, plain: str | None = None) -> str | None:
     forward: Any = type(linear).forward
     known = forward in (nn.Linear.forward, FusedLMHead.forward)
     known = known or (plain is not None and forward.__module__.startswith(plain))
-    if not known or "forward" in vars(linear):
+    if not known or ("forward" in vars(linear) and not around):
         return f"a forward of its own ({type(linear).__name__}; an adapter such as LoRA?)"
     return None
 

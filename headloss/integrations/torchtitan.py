@@ -12,7 +12,9 @@ Follows `torchtitan.components.loss` and the trainer of torchtitan 0.3.
 
 from __future__ import annotations
 
+import inspect
 import logging
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -85,6 +87,17 @@ class HeadlossLoss(ChunkedLossWrapper):  # type: ignore[misc,unused-ignore]
         global_valid_tokens: Tensor | None = None,
         **inputs: Any,
     ) -> tuple[Tensor, dict[str, Tensor]]:
+        checker = _type_checker()
+        if checker is None:
+            return self._evaluate(pred, labels, global_valid_tokens, **inputs)
+        with checker.no_typecheck():  # of plain local tensors and our own collectives
+            loss, metrics = self._evaluate(pred, labels, global_valid_tokens, **inputs)
+        checker.assert_type(loss, {"dp": checker.P, "cp": checker.P, "tp": checker.I})  # as torchtitan's own loss
+        return loss, metrics
+
+    def _evaluate(
+        self, pred: Tensor, labels: Tensor, global_valid_tokens: Tensor | None, **inputs: Any
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         head = self.lm_head
         if head is None:
             raise RuntimeError("lm_head: not set; call set_lm_head(model.lm_head) and let the model skip its head")
@@ -136,12 +149,14 @@ class HeadlossLoss(ChunkedLossWrapper):  # type: ignore[misc,unused-ignore]
         dtype = options.pop("dtype", None)
         if dtype is not None:
             hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-        if hasattr(weight, "device_mesh") and not hasattr(hidden, "device_mesh"):
-            from headloss.parallel.dtensor import shard_of
+        if hasattr(weight, "device_mesh"):
+            from headloss.parallel.dtensor import shard_of, spread_source
 
             # Not FSDP's, or its forward would have made it whole: what is left is tensor parallelism.
+            if hasattr(hidden, "device_mesh"):
+                return spread_source(hidden, weight, bias, **options)
             shard = shard_of(weight.device_mesh, weight.shape[0], options.get("vocab"))
-        elif (group := _spmd_types_group()) is not None and not hasattr(weight, "device_mesh"):
+        elif (group := _spmd_types_group()) is not None:
             # Plain local tensors: hidden is R, so the gradient wanted of it is P, each rank's own part of the sum.
             vocab = self.vocab = self.vocab or _columns_of_all(group, weight)
             width = -(-vocab // group.size())
@@ -153,18 +168,31 @@ def _transform(head: nn.Module) -> dict[str, Any]:
     """What a head does besides its product, as options of `hl.Linear`; "dtype": which it multiplies in."""
     forward: Any = type(head).forward
     more = own_hook(head, ("torch", "torchtitan"))  # FSDP2's and tensor parallelism's pass
-    if more is None and forward.__module__.startswith("torchtitan.") and "forward" not in vars(head):
+    placed = _only_placed(head)
+    if more is None and forward.__module__.startswith("torchtitan.") and (placed or "forward" not in vars(head)):
         if forward.__qualname__ == "SoftCappedLinear.forward":
             return {"scale": head.output_multiplier, "softcap": head.output_soft_cap_temp}
         if forward.__qualname__ == "CastLinear.forward":
             return {"dtype": head.compute_dtype}
-    more = more or own_forward(head)
+    more = more or own_forward(head, around=placed)
     if more is not None:
         raise TypeError(
             f"lm_head: it has {more}, which HeadlossLoss would leave out, since it multiplies by the weight itself; "
             f"merge it first, or use torchtitan's own loss"
         )
     return head.source_options if isinstance(head, hl.FusedLMHead) else {}
+
+
+def _only_placed(head: nn.Module) -> bool:
+    """Whether a forward of its own is what `Module.parallelize` puts around that of its class: it says how the tensors
+    lie and, with an input that stays where it is, computes nothing."""
+    own = vars(head).get("forward")
+    if not inspect.isfunction(own) or not own.__module__.startswith("torchtitan."):
+        return False
+    inner = inspect.getclosurevars(own).nonlocals.get("fn")
+    layout = getattr(head, "_sharding_config", None)
+    given, wanted = (getattr(layout, name, None) for name in ("in_src_shardings", "in_dst_shardings"))
+    return getattr(inner, "__func__", None) is type(head).forward and wanted in (None, given)
 
 
 def summable(out: hl.Output, tokens: Tensor | None, segments: Any = None) -> dict[str, Tensor]:
@@ -195,6 +223,12 @@ def _spmd_types_group() -> Any:
     except ImportError:
         return None
     return current_spmd_mesh().get_group("tp") if spmd_mesh_size("tp") > 1 else None
+
+
+def _type_checker() -> Any:
+    """The package spmd_types while it checks (`debug.spmd_typechecking`)."""
+    checker = sys.modules.get("spmd_types")
+    return checker if checker is not None and checker.is_type_checking() else None
 
 
 def _columns_of_all(group: Any, weight: Tensor) -> int:

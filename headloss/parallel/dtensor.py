@@ -119,10 +119,39 @@ def _one_placement(name: str, x: DTensor) -> Placement:
     return real[0] if real else (x.placements[0] if x.device_mesh.ndim == 1 else Replicate())
 
 
-def shard_of(mesh: Any, held: int, vocab: int | None = None) -> VocabShard:
-    """The shard that DTensor's Shard(0) gives this rank, of `held` columns, of which the first `vocab` count."""
-    width, vocab = -(-held // mesh.size()), held if vocab is None else vocab
-    return VocabShard(mesh.get_group(), min(mesh.get_local_rank() * width, vocab), vocab, min(width, vocab))
+def shard_of(mesh: Any, held: int, vocab: int | None = None, dim: int = 0) -> VocabShard:
+    """The shard that DTensor's Shard(0) over a mesh dimension gives this rank, of `held` columns, of which the first
+    `vocab` count."""
+    width, vocab = -(-held // mesh.size(dim)), held if vocab is None else vocab
+    return VocabShard(mesh.get_group(dim), min(mesh.get_local_rank(dim) * width, vocab), vocab, min(width, vocab))
+
+
+def spread_source(hidden: Any, weight: Any, bias: Any, **options: Any) -> Linear:
+    """A head whose tensors lie on one mesh: its rows cut over some dimensions, the vocabulary over at most one.
+
+    For weights that are said to lie so: a piece of an FSDP parameter looks the same.  Losses are of the local rows.
+    """
+    mesh, rows = weight.device_mesh, hidden.ndim - 1
+    pairs = list(zip(hidden.placements, weight.placements, strict=False))
+    cuts_rows = [isinstance(h, Shard) and h.dim % hidden.ndim < rows and w.is_replicate() for h, w in pairs]
+    cuts_columns = [h.is_replicate() and isinstance(w, Shard) and w.dim == 0 for h, w in pairs]
+    whole = [h.is_replicate() and w.is_replicate() for h, w in pairs]
+    known = all(map(any, zip(cuts_rows, cuts_columns, whole, strict=True)))
+    if hidden.device_mesh != mesh or not known or sum(cuts_columns) > 1:
+        raise ValueError(
+            f"hidden: a DTensor placed {tuple(hidden.placements)} on {hidden.device_mesh}, with a weight placed "
+            f"{tuple(weight.placements)} on {mesh}; wanted one mesh, over each dimension of which rows are cut, or "
+            f"the vocabulary (one dimension), or nothing"
+        )
+    shard, own, pulled = None, list(hidden.placements), list(weight.placements)
+    for dim in range(mesh.ndim):
+        if cuts_columns[dim]:
+            shard = dataclasses.replace(shard_of(mesh, weight.shape[0], options.get("vocab"), dim), partial_hidden=True)
+            own[dim] = Partial()  # where the vocabulary is cut, each rank has a share of the gradient of hidden
+        elif cuts_rows[dim]:
+            pulled[dim] = Partial()  # and where rows are, a share of that of the weight
+    local = lambda x: x.to_local(grad_placements=pulled) if isinstance(x, DTensor) else x
+    return Linear(hidden.to_local(grad_placements=own), local(weight), local(bias), shard=shard, **options)
 
 
 def sharded_source(hidden: Any, module: Any, leading: tuple[int, ...] | None, **options: Any) -> Linear:

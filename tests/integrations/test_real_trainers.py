@@ -613,6 +613,111 @@ def torchtitans_own_heads() -> None:
         loss_fn(hidden, labels, torch.tensor(20.0))
 
 
+MESHES: dict[tuple[str, str], Any] = {}
+
+
+def parallelized(backend: str, over: str, checked: bool = False) -> tuple[Any, Any]:
+    """A decoder as torchtitan's trainer makes it for two ranks, and a step: loss, gradients and validation."""
+    prepare()
+    import torchtitan.distributed.parallel_dims as dims_module
+    import torchtitan.models.llama3.parallelize as recipe
+    from torch.distributed.device_mesh import init_device_mesh
+    from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
+    from torchtitan.distributed import full_dtensor
+    from torchtitan.distributed import utils as dist_utils
+    from torchtitan.distributed.spmd_types import annotate_input_spmd_types
+    from torchtitan.models.llama3 import model_registry
+    from torchtitan.trainer import Trainer
+
+    dims_module.device_type = "cpu"
+    degrees = {"data_parallel_shard_degree": 1, f"{over}_degree": 2}
+    parallelism = ParallelismConfig(**degrees, spmd_backend=backend)
+    dist_utils.set_spmd_backend(backend)
+    if (backend, over) not in MESHES:
+        init_device_mesh("cpu", (2,), mesh_dim_names=("world",))._flatten_mapping.clear()  # one mesh for all calls
+        MESHES[backend, over] = dims_module.ParallelDims.from_config(parallelism, 2)
+        MESHES[backend, over].build_mesh()
+    dims = MESHES[backend, over]
+    config = model_registry("debugmodel", attn_backend="flex").model
+    config.update_from_config(config=types.SimpleNamespace(parallelism=parallelism))
+    config.layers = []
+    context = dist_utils.get_spmd_context(parallel_dims=dims, spmd_typechecking=checked)
+    training = TrainingConfig(mixed_precision_param="float32", mixed_precision_reduce="float32")
+    with pytest.MonkeyPatch.context() as put, dist_utils.get_spmd_context(parallel_dims=dims)():
+        if backend == "spmd_types":  # whose parameters torch's fully_shard does not take yet
+            put.setattr(recipe, "apply_fsdp_to_decoder", lambda model, *args, **how: model)
+        torch.manual_seed(0)
+        model = config.build()
+        model.init_states()
+        args = {"parallel_dims": dims, "training": training, "parallelism": parallelism, "ac_config": None}
+        model = recipe.parallelize_llama(model, **args, compile_config=CompileConfig(), dump_folder="")
+    for module in model.modules():
+        if hasattr(module, "set_force_sum_reduction_for_comms"):
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no other
+    model._skip_lm_head, parameters = True, dict(model.named_parameters())  # as an optimizer holds them
+    torch.manual_seed(1 + (dist.get_rank() if over == "data_parallel_shard" else 0))
+    tokens, labels = torch.randint(2048, (2, 2, 16))
+    labels[0, :5] = -100
+    if over == "context_parallel":
+        tokens, labels = (x.chunk(2, 1)[dist.get_rank()].contiguous() for x in (tokens, labels))
+    if backend == "full_dtensor":
+        tokens, labels, _ = full_dtensor.parallelize_inputs(dims, tokens, labels, {})
+    elif backend == "spmd_types":
+        tokens, labels, _ = annotate_input_spmd_types(dims, tokens, labels, {})
+
+    def step(loss_fn: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        loss_fn.set_lm_head(model.lm_head)
+        trainer = types.SimpleNamespace(train_context=context, model_parts=[model], loss_fn=loss_fn)
+        for parameter in parameters.values():
+            parameter.grad = None
+        for _ in range(2):  # micro-batches
+            loss = Trainer._forward_backward_body(trainer, tokens, labels, torch.tensor(60.0), {})
+        local = lambda x: (x.to_local() if hasattr(x, "to_local") else x).detach().clone()  # as its trainer adds up
+        found = {n: local(p.grad) for n, p in parameters.items()}
+        with torch.no_grad(), context():
+            validation, _ = loss_fn(model(tokens), labels)
+        return local(loss), {**found, "validation": local(validation)}
+
+    return model, step
+
+
+def torchtitans_parallelize(backend: str, over: str, checked: bool = False) -> None:
+    """A model as its trainer lays it out: forwards are wrapped, and DTensors lie on one mesh or two."""
+    model, step = parallelized(backend, over, checked)
+    from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
+
+    from headloss.integrations.torchtitan import HeadlossLoss
+
+    inner = CrossEntropyLoss.Config(global_vocab_size=2048)
+    assert "forward" in vars(model.lm_head) or over != "tensor_parallel"
+    ours = step(HeadlossLoss.Config().build())
+    same(ours, step(ChunkedLossWrapper.Config(num_chunks=4, loss_fn=inner).build()))
+
+
+def torchtitans_wrapped_adapters() -> None:
+    """Under that wrapping, a head that does more is refused still, and so is one whose input changes hands."""
+    import dataclasses
+
+    model, _ = parallelized("spmd_types", "tensor_parallel")
+    import spmd_types
+    from torchtitan.models.common.decoder_sharding import dense_activation_placement
+
+    from headloss.integrations.torchtitan import _only_placed, _transform
+
+    head = model.lm_head
+    assert _only_placed(head) and _transform(head) == {}
+    layout, wrapped = head._sharding_config, head.forward
+    for moved in ({"input": dense_activation_placement(tp=spmd_types.P)}, {}):
+        head._sharding_config = dataclasses.replace(layout, in_src_shardings=moved)
+        with pytest.raises(TypeError, match="lm_head: it has a forward of its own"):
+            _transform(head)
+    head._sharding_config, inner = layout, type(head).forward
+    closed = dict(zip(wrapped.__code__.co_freevars, wrapped.__closure__, strict=True))
+    closed["fn"].cell_contents = lambda x: inner(head, x) + 1  # an adapter that was there before
+    with pytest.raises(TypeError, match="lm_head: it has a forward of its own"):
+        _transform(head)
+
+
 def torchtitans_graphs() -> None:
     """graph_trainer keeps the config as it is, and its tracer takes the loss as one operator: the same bits."""
     prepare()
@@ -649,6 +754,24 @@ def test_torchtitan(pair: Ranks) -> None:
     functions = torchtitans_trainer, torchtitans_rl_inputs, torchtitans_trainer_under_fsdp, torchtitans_spmd_types
     functions += (torchtitans_own_heads,)
     check(pair, "torchtitan", *functions, torchtitans_graphs)
+
+
+LAYOUTS = {
+    "spmd_types": (("tensor_parallel",), ("tensor_parallel", True), ("data_parallel_shard",)),
+    "partial_dtensor": (("tensor_parallel",), ("data_parallel_shard",)),
+    "full_dtensor": (("tensor_parallel",), ("data_parallel_shard",), ("context_parallel",)),
+}
+
+
+@pytest.mark.parametrize("backend", LAYOUTS)
+def test_torchtitans_layouts(backend: str) -> None:
+    ranks = Ranks(2)  # of their own: torchtitan's backend is one per process
+    try:
+        check(ranks, "torchtitan", *([torchtitans_wrapped_adapters] if backend == "spmd_types" else []), page=False)
+        for layout in LAYOUTS[backend]:
+            ranks.run(torchtitans_parallelize, backend, *layout)
+    finally:
+        ranks.stop()
 
 
 # verl ----------------------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """`hl.verify`: right objectives pass on every source, wrong ones are caught, and what it cannot check it says."""
 
 import json
+import math
 import types
 
 import oracle
@@ -337,6 +338,20 @@ def test_a_gradient_beyond_float16_is_not_checked_and_says_so():
     logits = x["logits"].half()
     report = hl.verify(hl.Objective(a=steep), hl.Logits(logits), targets, grad_scale=1e5)
     assert report.ok and report.unchecked == ("the gradient of logits, which overflows in plain PyTorch too",)
+
+
+def sharp(logprob):
+    return (100 * (logprob + 2)).exp()
+
+
+def test_what_a_rounding_of_the_inputs_moves_is_allowed():
+    """Plain PyTorch may hit the truth by luck; then its own error says nothing."""
+    logits, targets = torch.full((1, 8), 3.0), torch.tensor([1])
+    narrow = hl.Linear(torch.ones(1, 3, dtype=torch.bfloat16), torch.ones(8, 3, dtype=torch.bfloat16))
+    for source, least in ((hl.Logits(logits), 5e-5), (narrow, 0.1)):
+        report = hl.verify(hl.Objective(a=sharp), source, targets)
+        value = math.exp(100 * (2 - math.log(8)))
+        assert report.ok and next(c.allowed for c in report.compared if c.what == "loss") > least * value
 
 
 def test_a_metric_that_is_no_number_as_written_is_none_here_either():
