@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
@@ -33,8 +34,16 @@ class HeadParallel(ParallelStyle):
             )
         if device_mesh.ndim != 1:
             raise ValueError(f"device_mesh: wanted one dimension (the tensor-parallel one), got {device_mesh.ndim}")
+        if isinstance(module, FSDPModule):
+            raise ValueError("module: fully_shard has cut its parameters already; parallelize_module comes before it")
         for name, parameter in list(module.named_parameters(recurse=False)):
-            if not isinstance(parameter, DTensor):
+            if isinstance(parameter, DTensor):
+                if parameter.device_mesh != device_mesh or tuple(parameter.placements) != (Shard(0),):
+                    raise ValueError(
+                        f"{name}: a DTensor placed {tuple(parameter.placements)} on {parameter.device_mesh}; wanted a "
+                        f"plain tensor, or one placed Shard(0) on {device_mesh}"
+                    )
+            else:
                 sharded = distribute_tensor(parameter.detach(), device_mesh, [Shard(0)])
                 module.register_parameter(name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
         module.parallel = (device_mesh, self.input_layouts)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 import headloss as hl
+from headloss.integrations.asked import Asked, by_name, check_asked
 from headloss.integrations.causal_lm import KEEP_LOGITS, bypassed, check_shape, count_of, logits_transform, targets_of
 from headloss.late import check_later, defers
 from headloss.module import check_source_options, own_hook
@@ -109,6 +110,7 @@ class Expected(NamedTuple):
 
     targets: Tensor | hl.Prepared
     evaluate: Callable[[Head, Tensor, Any, Mapping[str, Any]], tuple[Any, list[Tensor]]]
+    asked: Asked | None = None  # what the targets were made from, where the model asks for a loss itself
 
 
 class Call:
@@ -245,6 +247,11 @@ class Adapter:
         """Inside the head's forward: evaluate, and return a placeholder for gradients to pass on their way back."""
         if self.head._forward_hooks:
             _check_hooks(self.head)
+        if call.found is not None:
+            raise TypeError(
+                f"model: its forward calls the head twice, but a patched head makes one loss and no logits; "
+                f"{KEEP_LOGITS}"
+            )
         targets = expected.targets.to(hidden.device)
         check_shape(targets.targets if isinstance(targets, hl.Prepared) else targets, hidden)
         result, live = expected.evaluate(self.head, hidden, targets, call.inputs)  # type: ignore[arg-type]
@@ -265,10 +272,15 @@ class Adapter:
 
     def loss_function(self, logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         call = call_of(self)
+        given = by_name(args, kwargs)
         if call is not None and call.expected is not None:
-            return self.collect(call, logits)[1][0]
-        names = ("labels", "vocab_size", "num_items_in_batch", "ignore_index", "shift_labels")  # the logits were kept
-        given = {**dict(zip(names, args)), **kwargs}
+            if call.collected:
+                raise TypeError(
+                    f"model: its forward calls self.loss_function twice, but a patched head makes one loss; "
+                    f"{KEEP_LOGITS}"
+                )
+            checked = 0.0 if call.expected.asked is None else check_asked(call.expected.asked, given)
+            return self.collect(call, logits)[1][0] + checked
         targets = targets_of(given.get("labels"), given.get("shift_labels"), given.get("ignore_index"))
         inputs = {"num_items": count_of(given.get("num_items_in_batch"))} if call is None else call.inputs
         if call is not None:

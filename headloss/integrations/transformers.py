@@ -23,6 +23,7 @@ from transformers import TrainerCallback
 
 import headloss as hl
 from headloss.integrations.adapter import HERE, Adapter, Expected, Log, without_logits
+from headloss.integrations.asked import Asked
 from headloss.integrations.causal_lm import (
     bypassed,
     check_head,
@@ -229,6 +230,11 @@ def _forward(self: Any, *args: Any, headloss: Mapping[str, Any] | None = None, *
         HERE.now.ran = True
         return outputs
     check_head(self, adapter.head)
+    if not torch.compiler.is_compiling() and vars(self).get("_loss_function") != adapter.loss_function:
+        raise TypeError(
+            "model.loss_function: something has set it since patch(model), so the objective would not be computed; "
+            "unpatch(model) first, or patch(model) with the objective that you want"
+        )
     targets = targets_of(labels, shifted, kwargs.get("ignore_index"))
     call = {"num_items": count_of(items), **(headloss or {})}
     check_whole(adapter.objective, targets, call["num_items"])
@@ -243,7 +249,9 @@ def _forward(self: Any, *args: Any, headloss: Mapping[str, Any] | None = None, *
         ready = prepared(targets, call.get("segments"))
         if isinstance(ready, hl.Prepared):
             call.pop("segments", None)
-        expected = Expected(ready, adapter.evaluate)
+        ignored = kwargs.get("ignore_index")
+        asked = Asked(labels, shifted, -100 if ignored is None else ignored, items)
+        expected = Expected(ready, adapter.evaluate, asked)
     returns_dict = kwargs.get("return_dict")
     as_tuple = expected is not None and not (self.config.return_dict if returns_dict is None else returns_dict)
     if as_tuple:

@@ -25,7 +25,7 @@ from accelerate.state import AcceleratorState
 from transformers import Trainer, TrainingArguments
 
 import headloss as hl
-from headloss.integrations.transformers import HeadlossCallback, patch, unpatch
+from headloss.integrations.transformers import HeadlossCallback, loss_function, patch, unpatch
 from headloss.losses import cross_entropy, z_loss
 
 Z = hl.Objective(ce=cross_entropy, z=hl.Term(z_loss, weight=0.1))
@@ -396,3 +396,108 @@ def test_a_head_that_is_parametrized_is_refused_before_anything_changes() -> Non
     ):
         patch(model)
     assert "headloss" not in vars(model) and model(**tiny.batch()).loss > 0
+
+
+# A model that asks for another loss ----------------------------------------------------------------------------------
+
+
+class AskingForCausalLM(transformers.LlamaForCausalLM):
+    """A Llama whose forward asks for a loss as `how` says."""
+
+    how = "as it is"
+
+    def forward(self, input_ids: Any = None, labels: Any = None, **kwargs: Any) -> Any:
+        hidden = self.model(input_ids).last_hidden_state
+        logits, loss = self.lm_head(hidden), None
+        if self.how == "head twice":
+            loss = 0.01 * self.lm_head(hidden.tanh()).logsumexp(-1).square().mean()
+            return transformers.modeling_outputs.CausalLMOutputWithPast(
+                loss=self.loss_function(logits, labels, self.vocab_size, **kwargs) + loss, logits=logits
+            )
+        if labels is not None:
+            given, labels = self.asks(labels, kwargs)
+            loss = self.loss_function(logits, labels, self.vocab_size, **given)
+            if self.how == "two losses":
+                loss = loss + 0.3 * self.loss_function(logits, labels.roll(1, -1), self.vocab_size, **given)
+        return transformers.modeling_outputs.CausalLMOutputWithPast(loss=loss, logits=logits)
+
+    def asks(self, labels: torch.Tensor, kwargs: dict[str, Any]) -> tuple[dict[str, Any], Any]:
+        match self.how:
+            case "masked":
+                return kwargs, labels.masked_fill(labels == 7, -100)
+            case "cut":
+                return kwargs, labels[:, 2:]
+            case "copied":
+                return kwargs, labels.clone()
+            case "not shifted":
+                return {**kwargs, "shift_labels": labels}, None
+            case "shift swallowed":
+                return {k: x for k, x in kwargs.items() if k != "shift_labels"}, labels
+            case "ignore_index":
+                return {**kwargs, "ignore_index": 7}, labels
+            case "count":
+                return {**kwargs, "num_items_in_batch": 5}, labels
+            case "tensor count":
+                return {**kwargs, "num_items_in_batch": torch.tensor(5)}, labels
+        return kwargs, labels
+
+
+def asking(how: str) -> tuple[Any, dict[str, Any]]:
+    model, batch = AskingForCausalLM(tiny.model("llama").config), tiny.batch()
+    model.load_state_dict(tiny.model("llama").state_dict())
+    model.how = how
+    batch = {n: batch[n] for n in ("input_ids", "labels")}
+    batch["labels"][:, 3] = 7
+    if how == "ignore_index":
+        batch["labels"].clamp_(min=0)
+    return model, batch
+
+
+OTHER = {
+    "masked": "other labels than those of the call",
+    "cut": r"other labels: some of shape \(3, 7\), where the call had some of shape \(3, 9\)",
+    "not shifted": "other shift_labels: some of shape",
+    "shift swallowed": "other shift_labels: none, where the call had some",
+    "ignore_index": "an ignore_index of its own, 7",
+    "count": "another num_items_in_batch, 5",
+    "tensor count": "other num_items_in_batch",
+    "two losses": "calls self.loss_function twice",
+    "head twice": "calls the head twice",
+}
+
+
+@pytest.mark.parametrize("how", OTHER)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_model_that_asks_for_another_loss_is_refused(how: str, compiled: bool) -> None:
+    if compiled and how not in ("masked", "cut", "two losses"):
+        pytest.skip("the same code")
+    model, batch = asking(how)
+    if how == "shift swallowed":
+        batch["shift_labels"] = batch["labels"].roll(-2, 1)
+    stock = None if how == "cut" else model(**batch).loss
+    patch(model)
+    run = torch.compile(model, backend="eager") if compiled else model
+    with pytest.raises(TypeError, match=f"model: its forward .*{OTHER[how]}.*keep the logits"):
+        run(**batch)
+    if stock is not None:
+        unpatch(model)
+        model.loss_function = loss_function()
+        torch.testing.assert_close(model(**batch).loss, stock)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_copy_of_the_labels_is_the_same(compiled: bool) -> None:
+    model, batch = asking("copied")
+    stock = model(**batch, num_items_in_batch=torch.tensor(9)).loss
+    run = torch.compile(patch(model), backend="aot_eager", fullgraph=True) if compiled else patch(model)
+    for items in (torch.tensor(9), 9):
+        torch.testing.assert_close(run(**batch, num_items_in_batch=items).loss, stock)
+
+
+def test_a_loss_function_that_is_set_after_patch_is_refused() -> None:
+    for other in (loss_function(Z), transformers.loss.loss_utils.ForCausalLMLoss):
+        model, batch = patch(tiny.model("llama"), Z), tiny.batch()
+        model.loss_function = other
+        with pytest.raises(TypeError, match=r"model.loss_function: something has set it since patch\(model\)"):
+            model(**batch)
+        model(batch["input_ids"])

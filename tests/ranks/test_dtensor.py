@@ -10,11 +10,13 @@ import tiny
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 
 import headloss as hl
 from headloss.losses import cross_entropy, entropy_bonus, focal, z_loss
+from headloss.parallel.dtensor import spread_source
 
 V = 37
 OBJECTIVE = hl.Objective(
@@ -219,6 +221,41 @@ def test_head_parallel_on_four_ranks(ranks: Any) -> None:
     ranks(4, head_parallel, "dtensor sequence", 4)
 
 
+def one_mesh() -> None:
+    """Rows over one dimension of a mesh, the vocabulary over the other."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
+    problem = oracle.make("Linear", (4, 7), V)
+    t, targets = problem.tensors, problem.targets
+    objective = hl.Objective(ce=hl.Term(cross_entropy, reduction="token_sum"), z=hl.Term(z_loss, reduction="token_sum"))
+    leaves = [t[n].clone().requires_grad_() for n in ("hidden", "weight", "bias")]
+    want = objective(hl.Linear(*leaves), targets).loss
+    grads = torch.autograd.grad(want, leaves)
+    for over in ([Shard(0), Replicate()], [Shard(1), Replicate()], [Replicate(), Replicate()]):
+        for weight_at in ([Replicate(), Shard(0)], [Replicate(), Replicate()]):
+            places = (over, weight_at, weight_at)
+            spread = [distribute_tensor(x.detach(), mesh, p).requires_grad_() for x, p in zip(leaves, places)]
+            own = distribute_tensor(targets, mesh, over).to_local()
+            out = objective(spread_source(*spread, memory=10 * 8 * V), own)
+            summed = [Partial() if over[0].is_shard() else Replicate(), Replicate()]
+            total = DTensor.from_local(out.loss.detach(), mesh, summed)
+            torch.testing.assert_close(total.full_tensor(), want.detach(), rtol=1e-10, atol=1e-10)
+            for x, g in zip(torch.autograd.grad(out.loss, spread), grads, strict=True):
+                torch.testing.assert_close(x.full_tensor(), g, rtol=1e-10, atol=1e-10)
+    at = lambda x, *p: distribute_tensor(x.detach(), mesh, p)
+    for h, w in (
+        ((Shard(0), Replicate()), (Shard(0), Replicate())),
+        ((Replicate(), Replicate()), (Replicate(), Shard(1))),
+        ((Shard(2), Replicate()), (Replicate(), Replicate())),
+        ((Replicate(), Replicate()), (Shard(0), Shard(0))),
+    ):
+        with pytest.raises(ValueError, match="hidden: a DTensor placed .* wanted one mesh"):
+            spread_source(at(t["hidden"], *h), at(t["weight"], *w), None)
+
+
+def test_rows_and_vocabulary_over_one_mesh(ranks: Any) -> None:
+    ranks(4, one_mesh)
+
+
 def refusals() -> None:
     mesh = init_device_mesh("cpu", (2,))
     with pytest.raises(TypeError, match=r"FusedLMHead.from_linear"):
@@ -227,6 +264,13 @@ def refusals() -> None:
     parallelize_module(net, mesh, {"0": hl.HeadParallel()})
     with pytest.raises(ValueError, match="weight_grad_into='grad': under HeadParallel the weight is a DTensor"):
         net[0](torch.zeros(3, 4), targets=torch.zeros(3).long(), objective=hl.Objective(ce=hl.losses.cross_entropy))
+    for placement in (Replicate(), Shard(1)):
+        head = hl.FusedLMHead(4, 6)
+        head.weight = torch.nn.Parameter(distribute_tensor(head.weight.detach(), mesh, [placement]))
+        with pytest.raises(ValueError, match=r"weight: a DTensor placed .* wanted a plain tensor, or one placed Shard"):
+            parallelize_module(head, mesh, hl.HeadParallel())
+    with pytest.raises(ValueError, match="module: fully_shard has cut its parameters already"):
+        parallelize_module(fully_shard(hl.FusedLMHead(4, 6), mesh=mesh), mesh, hl.HeadParallel())
     for bad, error, match in (
         (dict(group="tp", start=0, vocab=5), TypeError, "group"),
         (dict(group=mesh, start=-1, vocab=5), ValueError, "start"),
