@@ -203,22 +203,28 @@ class Term:
         """The function ready to be called: its facts named, and a divergence in the form that its teacher allows."""
         given = passed(teachers)
         name = self.teacher or (given[0] if len(given) == 1 else ONLY)
-        sparse = isinstance(teachers.get(name), Sparse)
-        draft = isinstance(teachers.get(name), Draft)
+        sparse, draft, routed = (isinstance(teachers.get(name), kind) for kind in (Sparse, Draft, Routed))
         ids = IDS if IDS in teachers and self.teacher is None else name
-        routed = isinstance(teachers.get(name), Routed)
         classes = classes_of(self.temperature) if classes_of(self.temperature) in teachers else None
         key = (source_temperature, name, sparse, draft, routed, ids, classes, self.content())
-        if key not in self._calls:
-            if len(self._calls) >= _MOST_CALLS:
-                self._calls.clear()
-            made = self._call(source_temperature, name, sparse, draft, ids, classes)
-            if routed and any(str(f.teacher).split(" of ")[-1] == name for f in made.facts):
-                made = made._replace(row_weights=(*made.row_weights, RowWeight(routes_of(name))))
-            if self.reduction_segments is not None:
-                made = made._replace(share=share_of(self.reduction, self.length, self.reduction_segments))
-            self._calls[key] = made
-        return self._calls[key]
+        made = self._calls.get(key)
+        if made is None:
+            made = self._call(source_temperature, name, sparse, draft, ids, classes, routed)
+            if not torch.compiler.is_compiling():  # where no mapping may change
+                if len(self._calls) >= _MOST_CALLS:
+                    self._calls.clear()
+                self._calls[key] = made
+        return made
+
+    def _call(self, T: float | None, name: str, sparse: bool, draft: bool, ids: str, *how: Any) -> Call:
+        made = self._made(T, name, sparse, draft, ids, how[0])  # the class weights' name
+        if how[1] and any(str(f.teacher).split(" of ")[-1] == name for f in made.facts):
+            made = made._replace(row_weights=(*made.row_weights, RowWeight(routes_of(name))))
+        if self.reduction_segments is not None:
+            made = made._replace(share=share_of(self.reduction, self.length, self.reduction_segments))
+        return made
+
+    _call._dynamo_marked_constant = True  # type: ignore[attr-defined]  # made while a graph is, and no part of it
 
     def content(self) -> Any:
         """What a divergence reads now, if that can change: it is part of the fact that it becomes."""
@@ -228,7 +234,7 @@ class Term:
     def has_foreign_divergence(self) -> bool:
         return self._foreign_divergence and not self.pure
 
-    def _call(
+    def _made(
         self, source_temperature: float | None, teacher: str, sparse: bool, draft: bool, ids: str, classes: str | None
     ) -> Call:
         T = None if self.temperature == source_temperature else self.temperature
@@ -273,9 +279,8 @@ class Term:
                 return Call(summed, signature._replace(name=function_name(fn), returns="row"), {}, weighed, self.pure)
         whose["classes"] = classes
         signature = self._read(fn, own, self.inputs, temperature=T, compared_at=self.temperature, **whose)
-        returns = "row" if is_divergence(self.fn) else signature.returns
-        named = signature._replace(name=function_name(self.fn), returns=returns)
-        return Call(fn, named, self.options, weighed, self.pure)
+        returns, name = "row" if is_divergence(self.fn) else signature.returns, function_name(self.fn)
+        return Call(fn, signature._replace(name=name, returns=returns), self.options, weighed, self.pure)
 
     def _looks_at(self, fact: str, teacher: str, ids: str) -> str | None:
         """Whose columns a fact is read at."""

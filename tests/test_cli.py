@@ -153,6 +153,8 @@ def test_explain_says_what_is_wrong_with_a_config(tmp_path: Path) -> None:
     path.write_text(json.dumps({"terms": {"ce": "cros_entropy"}}))
     found = CliRunner().invoke(main, ["explain", str(path), "--tokens", "8", "--vocab", "8", "--hidden", "8"])
     assert found.exit_code == 2 and "cross_entropy" in found.output
+    found = CliRunner().invoke(main, ["explain", "cross_entropy", "--tokens", "8", "--vocab", "8", "--hidden", "8"])
+    assert found.exit_code == 2 and "wanted a file, JSON or YAML" in " ".join(found.output.replace("│", " ").split())
 
 
 SMALL = ["bench", "--device", "cpu", "--tokens", "32", "--vocab", "300", "--hidden", "8", "--rounds", "1"]
@@ -171,6 +173,11 @@ def test_bench_times_what_is_right(tmp_path: Path) -> None:
     assert (tmp_path / "bench.png").stat().st_size > 1000
     table = CliRunner().invoke(main, [*SMALL, "--vocab", "101"]).stdout
     assert table.count("three GEMMs") == 2 and "32 rows x 101 columns" in table and "wrong" not in table
+
+
+def test_bench_wants_a_plot_that_can_be_drawn(tmp_path: Path) -> None:
+    found = CliRunner().invoke(main, [*SMALL, "--plot", str(tmp_path / "bench.txt")])
+    assert found.exit_code == 2 and "wanted a name that ends in .png, .svg, .pdf" in found.output
 
 
 def test_bench_refuses_wrong_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,6 +274,7 @@ def test_check_notices_an_objective_that_is_off(own: str, name: str) -> None:
         ("{}", "wanted module:name"),
         ("{}:nothing", "has no 'nothing'"),
         ("no_such_module:a", "cannot import 'no_such_module'"),
+        ("{}.py:right", "wanted a module and no file; write"),
         ("{}:number", "wanted an Objective, a Term or a function, got int"),
         ("{}:right --dtype int8", "wanted one of float64"),
         ("{}:right --head both", "wanted one of linear, logits"),

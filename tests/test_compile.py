@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import headloss as hl
-from headloss.losses import cross_entropy, forward_kl, grpo, gspo, jsd, reinforce, z_loss
+from headloss.losses import cross_entropy, forward_kl, grpo, gspo, jsd, reinforce, tvd, z_loss
 
 V, D, S = 31, 5, 3
 OBJECTIVE = hl.Objective(ce=cross_entropy, z=hl.Term(z_loss, weight=0.1), metrics=["entropy", "accuracy"])
@@ -285,6 +285,32 @@ def test_a_loss_scale_reaches_narrow_gradients(dtype: torch.dtype) -> None:
     want = gradients(step(x) * scale, x)
     assert want["hidden"] is not None and want["hidden"].abs().max() > 0
     torch.testing.assert_close(found, want)
+
+
+def at_ids(ids_logprob: Tensor) -> Tensor:
+    return -ids_logprob.sum(-1)
+
+
+@pytest.mark.parametrize("how", ["ids", "sparse"])
+def test_a_form_that_no_call_has_had_is_made_while_the_graph_is(how: str) -> None:
+    """With targets of a term's own, next to ids of each row: nothing was cached before."""
+    made = lambda: hl.Objective(own=hl.Term(cross_entropy, targets="own_targets"), at=at_ids)
+    x = data(9)
+    ids = torch.stack([torch.randperm(V)[:3] for _ in range(9)])
+    extra = {"ids": ids} if how == "ids" else {"teacher": hl.Sparse(ids, torch.full(ids.shape, -2.0))}
+    call = lambda objective, x: objective(linear(x), x["targets"], own_targets=x["targets"], **extra).loss
+    objective = made()
+    compiled = torch.compile(lambda x: call(objective, x), backend="aot_eager", fullgraph=True)
+    same(compiled(x), call(made(), x))
+
+
+def test_top_next_to_ids_is_named_as_what_breaks_a_graph() -> None:
+    objective, x = hl.Objective(at=at_ids, top=hl.Term(tvd, top=2, tail="none")), data(9)
+    ids = torch.stack([torch.randperm(V)[:3] for _ in range(9)])
+    call = lambda x: objective(linear(x), x["targets"], teacher=hl.Logits(x["logits"].detach()), ids=ids).loss
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="support=, top=, hl.Routed"):
+        torch.compile(call, backend="aot_eager", fullgraph=True)(x)
+    same(torch.compile(call, backend="aot_eager")(x), call(x))
 
 
 def test_what_overwrites_its_logits_breaks_the_graph() -> None:

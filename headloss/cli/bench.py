@@ -34,6 +34,7 @@ from headloss.cli.memory import peak_bytes
 from headloss.losses import cross_entropy
 
 OBJECTIVE = hl.Objective(ce=cross_entropy)
+PLOTS = (".png", ".svg", ".pdf")
 Way = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -81,7 +82,7 @@ def command(
     seed: Annotated[int, typer.Option(help="Of the head and the targets.")] = 0,
     json_: Annotated[bool, typer.Option("--json", help="The numbers as JSON, and no table.")] = False,
     out: Annotated[Path | None, typer.Option(help="Write the numbers as JSON to this file, too.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="A PNG or SVG of time and memory; needs matplotlib.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="A PNG, SVG or PDF of time and memory; needs matplotlib.")] = None,
 ) -> None:
     """Time and memory of a head's cross-entropy against what else is installed; refuses wrong numbers."""
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -95,6 +96,8 @@ def command(
         raise typer.BadParameter(f"wanted one of {', '.join(DTYPES)}, got {dtype!r}", param_hint="--dtype")
     if plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise typer.BadParameter("a plot needs matplotlib, which is not installed", param_hint="--plot")
+    if plot is not None and plot.suffix.lower() not in PLOTS:
+        raise typer.BadParameter(f"wanted a name that ends in {', '.join(PLOTS)}, got {plot.name}", param_hint="--plot")
     try:
         for V in vocab:
             h, w = (torch.empty(n, hidden, dtype=DTYPES[dtype], device="meta") for n in (1, V))

@@ -80,6 +80,8 @@ def command(
 
 def read(path: Path) -> Any:
     """Plain data from a file; nothing in it is evaluated."""
+    if not path.is_file():
+        raise ValueError(f"{path}: wanted a file, JSON or YAML, with the terms of an objective; there is none")
     text = path.read_text()
     if path.suffix == ".json":
         return json.loads(text)

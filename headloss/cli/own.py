@@ -10,6 +10,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,6 +32,8 @@ def load(where: str) -> hl.Objective:
     module, colon, name = where.partition(":")
     if not colon or not module or not name:
         raise ValueError(f"wanted module:name, as in my_losses:focal, got {where!r}")
+    if module.endswith(".py"):
+        raise ValueError(f"wanted a module and no file; write {Path(module).stem}:{name}, in the folder of that file")
     sys.path.insert(0, os.getcwd())  # as python -m does
     try:
         found: Any = importlib.import_module(module)

@@ -28,6 +28,7 @@ from headloss.integrations.counts import own_means, values_of
 from headloss.integrations.early import prepared
 from headloss.integrations.transformers import HeadlossCallback
 from headloss.integrations.trl_kernels import (
+    NATIVE,
     UNSEEN,
     VERSIONS,
     Metrics,
@@ -65,7 +66,7 @@ class _OnHeadloss:
     def __init__(self, *args: Any, metrics: Metrics = (), memory: str | int = "1GiB", **kwargs: Any) -> None:
         check_version()
         self._headloss: dict[str, Any] = {"metrics": metrics, "memory": memory}
-        with replaced({sft_trainer.add_fused_lm_head: functools.partial(add_fused_lm_head, **self._headloss)}):
+        with replaced({NATIVE["add_fused_lm_head"]: functools.partial(add_fused_lm_head, **self._headloss)}):
             super().__init__(*args, **kwargs)
         HeadlossCallback().add_to(self)
 

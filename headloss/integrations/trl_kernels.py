@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import sys
 import types
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 import trl
 from torch import Tensor, nn
+from transformers import Trainer, TrainerCallback
 
 import headloss as hl
 from headloss.integrations.adapter import HERE, Adapter, Expected, Head
@@ -73,6 +75,7 @@ def add_fused_lm_head(
     head = check_model(base, takes_loss=False, instead="use TRL's own trainer")
     options = {"memory": memory, "temperature": temperature, **transform_of(base)}
     FusedHead(base, head, options, tuple(outputs), cast_lm_head_to_fp32, metrics).plain = plain
+    USED.heads += 1
     base.headloss.take_forward(base, _fused_forward)
 
 
@@ -107,6 +110,7 @@ class FusedHead(Adapter):
     def evaluate(
         self, head: Head, hidden: Tensor, targets: Tensor | hl.Prepared, inputs: Mapping[str, Any]
     ) -> tuple[Any, list[Tensor]]:
+        USED.call()
         with torch.autocast(hidden.device.type, enabled=False) if self.cast else nullcontext():
             source = source_of(head, hidden.float(), self.options) if self.cast else head._source(hidden)
             if self.wanted is not None:
@@ -198,13 +202,14 @@ def selective_log_softmax(
 ) -> Tensor:
     """log p at `index`, one per row (several per row stay with TRL's function)."""
     if index.ndim == logits.ndim:
-        return _NATIVE["selective_log_softmax"](logits, index, temperature, row_mask)
+        return NATIVE["selective_log_softmax"](logits, index, temperature, row_mask)
     return selective_log_softmax_and_entropy(logits, index, temperature=temperature, row_mask=row_mask, entropy=False)[
         0
     ]
 
 
 def entropy_from_logits(logits: Tensor, chunk_size: int = 128) -> Tensor:
+    USED.call()
     return hl.row_facts(hl.Logits(logits), want=("entropy",)).entropy
 
 
@@ -219,6 +224,7 @@ def selective_log_softmax_and_entropy(
 ) -> tuple[Tensor, Any]:
     if temperature <= 0:
         raise ValueError("temperature must be positive")
+    USED.call()
     targets = index if row_mask is None else index.masked_fill(row_mask == 0, -100)
     want = ("logprob", "entropy") if entropy else ("logprob",)
     facts = hl.row_facts(hl.Logits(logits, temperature=temperature), targets, want=want)
@@ -233,7 +239,7 @@ _KERNELS: Mapping[str, Callable[..., Any]] = {
     "entropy_from_logits": entropy_from_logits,
     "selective_log_softmax_and_entropy": selective_log_softmax_and_entropy,
 }
-_NATIVE = {name: getattr(trl_utils, name) for name in _KERNELS}
+NATIVE = {name: getattr(trl_utils, name) for name in _KERNELS}
 
 
 @contextmanager
@@ -249,18 +255,83 @@ def swap_kernels(*, metrics: Metrics = (), memory: str | int = "1GiB") -> Iterat
         **_KERNELS,
         "add_fused_lm_head": functools.partial(add_fused_lm_head, metrics=metrics, memory=memory),
     }
-    with replaced({_NATIVE[name]: fn for name, fn in ours.items()}):
-        yield
+    before, train = (USED.heads, USED.calls), Trainer.train
+    Trainer.train = _watched(train)
+    try:
+        with replaced({NATIVE[name]: fn for name, fn in ours.items()}):
+            yield
+    finally:
+        Trainer.train = train
+    if (USED.heads, USED.calls) == before:
+        warnings.warn(
+            "swap_kernels: nothing inside asked for a function of headloss; make the trainer inside, and run it there",
+            stacklevel=3,
+        )
+
+
+class _Used:
+    """How often headloss answered in TRL's place; a graph does not count."""
+
+    heads = calls = 0
+    compiled = False
+
+    def call(self) -> None:
+        if torch.compiler.is_compiling():
+            self.compiled = True
+        else:
+            self.calls += 1
+
+
+USED = _Used()
+
+
+class _Watch(TrainerCallback):
+    """A step without a call of headloss has made its softmax elsewhere."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.calls = name, -1
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.calls = USED.calls
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if USED.calls == self.calls and not USED.compiled:
+            raise RuntimeError(
+                f"swap_kernels: {self.name} has made a step without any function of headloss: it computes its softmax "
+                f"itself, or by another kernel; run it outside of swap_kernels"
+            )
+
+
+def _watched(train: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(train)
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        ours = any(kind.__module__.startswith("headloss.") for kind in type(self).__mro__)  # which may do without
+        watch = None if ours else _Watch(type(self).__name__)
+        if watch is not None:
+            self.add_callback(watch)
+        try:
+            return train(self, *args, **kwargs)
+        finally:
+            if watch is not None:
+                self.remove_callback(watch)
+
+    return run
+
+
+STANDING: dict[Callable[..., Any], Callable[..., Any]] = {}  # what stands in the place of a function of TRL's
 
 
 @contextmanager
 def replaced(functions: Mapping[Callable[..., Any], Callable[..., Any]]) -> Iterator[None]:
-    """Each function by another wherever a module of TRL holds it, and back again."""
-    _exchange(functions)
+    """Each function, or what stands in its place, by another wherever a module of TRL holds it, and back again."""
+    outer = {native: STANDING.get(native, native) for native in functions}
+    _exchange({outer[native]: new for native, new in functions.items()})
+    STANDING.update(functions)
     try:
         yield
     finally:
-        _exchange({new: old for old, new in functions.items()})
+        _exchange({new: outer[native] for native, new in functions.items()})
+        STANDING.update(outer)
 
 
 def _exchange(functions: Mapping[Callable[..., Any], Callable[..., Any]]) -> None:

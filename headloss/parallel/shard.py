@@ -123,7 +123,7 @@ SAME = {  # what must be equal on ranks that share a vocabulary, in the order of
     "targets": "targets: they differ between ranks that share a vocabulary",
     "segments": "segments: they differ between ranks that share a vocabulary",
     "support": "support: the kept columns differ between ranks that share a vocabulary",
-    "teacher": "teacher: the ids of a sparse teacher differ between ranks that share a vocabulary",
+    "teacher": "teacher: the ids of a sparse teacher, or those of ids=, differ between ranks that share a vocabulary",
     "inputs": "inputs: integers passed to the call differ between ranks that share a vocabulary",
     "call": "source: its dtype, rows, temperature, scale or softcap, or the facts that the objective asks for, differ "
     "between ranks that share a vocabulary",

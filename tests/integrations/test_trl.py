@@ -307,6 +307,46 @@ def test_swapped_kernels() -> None:
     assert dpo_trainer.add_fused_lm_head is native["add_fused_lm_head"]
 
 
+def test_a_swap_inside_a_swap() -> None:
+    utils, names = trl.trainer.utils, ("selective_log_softmax", "entropy_from_logits", "add_fused_lm_head")
+    native = {name: getattr(utils, name) for name in names}
+    logits = torch.zeros(1, 5)
+    with adapter.swap_kernels():
+        outer = {name: getattr(utils, name) for name in names}
+        with adapter.swap_kernels(memory="1MiB"):
+            assert utils.add_fused_lm_head.keywords["memory"] == "1MiB"
+            utils.entropy_from_logits(logits)
+        assert {name: getattr(utils, name) for name in names} == outer
+        with kernels.replaced({kernels.NATIVE["add_fused_lm_head"]: _tuple}):
+            assert utils.add_fused_lm_head is _tuple
+        assert {name: getattr(utils, name) for name in names} == outer and native != outer
+        utils.entropy_from_logits(logits)
+    assert {name: getattr(utils, name) for name in names} == native
+
+
+def test_a_swap_that_nothing_uses_is_told(tokenizer: Any, tmp_path: Path) -> None:
+    """A trainer that makes its softmax itself is stopped at the first step; one that runs outside is warned of."""
+
+    class Own(trl.SFTTrainer):
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            logits = model(inputs["input_ids"]).logits
+            return logits.log_softmax(-1).mean()
+
+    train = transformers.Trainer.train
+    data, arguments = Dataset.from_list(lines(4)), trl.SFTConfig(**common(tmp_path, max_steps=2))
+    how = {"args": arguments, "train_dataset": data, "processing_class": tokenizer}
+    with adapter.swap_kernels():
+        trainer = Own(model=stored(tiny.model("llama"), tmp_path / "start"), **how)
+        with pytest.raises(RuntimeError, match="swap_kernels: Own has made a step without any function of headloss"):
+            trainer.train()
+        own = adapter.SFTTrainer(model=stored(tiny.model("llama"), tmp_path / "start"), **how)
+        own.train()
+    told = "swap_kernels: nothing inside asked for a function of headloss"
+    with pytest.warns(UserWarning, match=told), adapter.swap_kernels():
+        pass
+    assert transformers.Trainer.train is train
+
+
 def _tuple(x: Any) -> tuple[torch.Tensor, ...]:
     return x if isinstance(x, tuple) else (x,)
 
