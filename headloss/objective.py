@@ -152,8 +152,6 @@ class Objective(Terms):
             in_graph = arguments.teacher is None or not torch.compiler.is_compiling()
             return (_on_columns if in_graph else _on_columns_uncompiled)(self, arguments, direct)
         if self.brings or "class_weight" in inputs:
-            if torch.compiler.is_compiling() and any(t.top is not None for t in self.every_term):
-                return _all_uncompiled(self, arguments, direct)  # no graph can bring what they ask for
             arguments = brought(self, arguments)
         if arguments.support is None and graph.wanted(arguments.source, arguments.teacher, self.traits.unknown):
             return graph.call(self, arguments, direct)
@@ -233,12 +231,7 @@ def _on_columns(objective: Objective, arguments: CallArguments, direct: bool) ->
     return mapped.output(objective._evaluate(mapped.arguments, direct))
 
 
-def _all(objective: Objective, arguments: CallArguments, direct: bool) -> Output:
-    return objective._evaluate(arguments, direct)
-
-
 _uncompiled = graph.uncompiled(evaluate)
-_all_uncompiled = graph.uncompiled(_all)
 _on_columns_uncompiled = graph.uncompiled(_on_columns)
 
 
