@@ -40,7 +40,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 from gpu_kernels import DEVICE, error, read_only, save, say, timed
 
 teachers: Any = import_module("headloss.backends.triton.teachers")
-pulls: Any = import_module("headloss.backends.triton.pulls")
 Shape = teachers.Shape
 DIVERGENCES: list[tuple[Any, dict[str, float]]] = [
     (forward_kl, {}), (reverse_kl, {}), (soft_cross_entropy, {}), (jsd, {"beta": 0.5}), (jsd, {"beta": 0.1}),

@@ -31,10 +31,10 @@ from torch import Tensor
 
 from headloss.options import parameters_of
 from headloss.teachers import FLOOR
+from headloss.trace.cache_keys import Same
 from headloss.trace.call import guarded
+from headloss.trace.function_reads import Reads, ours, reads
 from headloss.trace.gradient import reach_of
-from headloss.trace.keys import Same
-from headloss.trace.reads import Reads, ours, reads
 from headloss.trace.signature import function_name
 
 Lazy = Callable[[], Tensor]
@@ -214,7 +214,7 @@ def _made(make: Callable[..., Any], fn: Callable[..., Any], *how: str) -> Callab
 @functools.cache
 def _made_once(make: Callable[..., Any], fn: Callable[..., Any], *how: str) -> Callable[..., Any]:
     loss = _with_options(make(fn, *how), fn)
-    loss.fixed = True  # type: ignore[attr-defined]  # for `reads.ours`
+    loss.fixed = True  # type: ignore[attr-defined]  # for `function_reads.ours`
     return loss
 
 

@@ -39,12 +39,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from headloss.rule import Pull as Pull
-from headloss.rule import Rule, summed
+from headloss.fact_rule import Pull as Pull
+from headloss.fact_rule import Rule, summed
 from headloss.teachers import COMPARING, TOP, TeacherPartial, TeacherSoftmax, Temperature, finish_teacher, merge_teacher
 from headloss.teachers import FLOOR as FLOOR
 
-# The table.  Values are made of the fields of `Partial` and `Moments`, and T, log_S, vocab; see `rule.Rule`.
+# The table.  Values are made of the fields of `Partial` and `Moments`, and T, log_S, vocab; see `fact_rule.Rule`.
 FACTS: dict[str, Rule] = {
     "lse": Rule(lambda max, T, log_S: max / T + log_S, lambda g: Pull(a=g)),
     "logprob": Rule(lambda target, T, log_S: target / T - log_S, lambda g: Pull(a=-g, y=g)),

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headloss.late import check_pending
+from headloss.deferred_checks import check_pending
 from headloss.metrics import KINDS, Metric
 from headloss.parallel.shard import all_gather, together
 

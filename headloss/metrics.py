@@ -342,5 +342,5 @@ def _fact_metric(name: str) -> Callable[..., Tensor]:
         [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD)]
     )
     metric.__name__ = name
-    metric.fixed = True  # type: ignore[attr-defined]  # for `reads.ours`
+    metric.fixed = True  # type: ignore[attr-defined]  # for `function_reads.ours`
     return metric

@@ -18,25 +18,26 @@ import torch
 from torch import Tensor
 
 from headloss.config import check_losses, read_config, write_config
-from headloss.engine.apart import check_apart
+from headloss.deferred_checks import check_pending
+from headloss.derived_teachers import check_top
 from headloss.engine.arguments import CallArguments, CallOptions
+from headloss.engine.autograd_contract import refuse_transforms
 from headloss.engine.bind import chunked_because, chunks_of, read_because, rows_of
-from headloss.engine.both import parts_of
-from headloss.engine.brought import brought, over_ranks, with_candidates
+from headloss.engine.bound_teachers import bind_teachers
 from headloss.engine.columns import has_vocab_ids, in_columns
+from headloss.engine.derived_inputs import brought, over_ranks, with_candidates
 from headloss.engine.evaluate import evaluate
 from headloss.engine.explain import Explanation, explain
-from headloss.engine.guides import bind_teachers
-from headloss.engine.into import check_into
+from headloss.engine.inplace_check import check_apart
 from headloss.engine.lookup import find_plan
+from headloss.engine.mixed_support import parts_of
 from headloss.engine.plan import plain_source
 from headloss.engine.row_facts import facts_sweep
 from headloss.engine.run import Head, SweptCall, facts_of, run
-from headloss.engine.saved import refuse_transforms
+from headloss.engine.weight_grad_into import check_into
 from headloss.graph import compiled as graph
 from headloss.graph.content import Traits, content_key, portable, traits
 from headloss.graph.recipe import describe
-from headloss.late import check_pending
 from headloss.prepared import Prepared, prepare
 from headloss.record import Facts, Output
 from headloss.rows import may_read
@@ -45,7 +46,6 @@ from headloss.sources import Linear, Logits, Source, Sparse, Teacher
 from headloss.support import Support, check_counted
 from headloss.term import Term
 from headloss.terms import Terms
-from headloss.top import check_top
 
 
 class Objective(Terms):

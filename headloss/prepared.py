@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from headloss.late import Copy, Landing, check_later, defers
-from headloss.places import Places, places_of, remember
+from headloss.deferred_checks import Copy, Landing, check_later, defers
 from headloss.segments import Segments, integers, is_uncounted, lasting, readable, version
 from headloss.support import IGNORE, Support, check_counted, check_kind
+from headloss.support_layout import Places, places_of, remember
 from headloss.vocab_ids import Tokens, count, to_columns
 
 TWICE = "segments: given to the call, but its targets are prepared; give them to hl.prepare(targets, segments) alone"

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headloss.late import Copy, defers
+from headloss.deferred_checks import Copy, defers
 from headloss.segments import integers, lasting, version
 from headloss.sources import Linear, Logits
 

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headloss.late import defers, landing
-from headloss.late import may_read as may_read
+from headloss.deferred_checks import defers, landing
+from headloss.deferred_checks import may_read as may_read
 from headloss.prepared import (
     TWICE,
     Prepared,

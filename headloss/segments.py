@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from headloss.late import check_later, defers
+from headloss.deferred_checks import check_later, defers
 from headloss.parallel.shard import together
 
 _library = torch.library.Library("headloss", "DEF")

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from headloss.late import Copy, check_later, defers
+from headloss.deferred_checks import Copy, check_later, defers
 from headloss.segments import integers, version
 
 IGNORE = -100  # the target of a row that does not count

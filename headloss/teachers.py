@@ -44,7 +44,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from headloss.rule import Pull, Rule, summed
+from headloss.fact_rule import Pull, Rule, summed
 
 FLOOR = -1.0e4  # exp(FLOOR) is 0 in every dtype, and 0 * FLOOR is 0 where 0 * -inf would be NaN
 
@@ -199,7 +199,7 @@ def _overlap(ids: Tensor, top: Tensor) -> Tensor:
     return among.sum(-1).to(ids.dtype) / n_N[:, 0].clamp(min=1)
 
 
-# Values are made of the fields of `Meeting`, and log_S, log_St, argmax; see `rule.Rule`.
+# Values are made of the fields of `Meeting`, and log_S, log_St, argmax; see `fact_rule.Rule`.
 DENSE: dict[str, Rule] = {
     "teacher_cross_entropy": Rule(lambda log_S, F, St: log_S - F / St, lambda g: DensePull(a=g, d=-g)),
     "reverse_cross_entropy": Rule(lambda log_St, G, S: log_St - G / S, lambda g, value: DensePull(a=-g * value, c=-g)),

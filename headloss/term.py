@@ -9,17 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headloss.derived_teachers import Draft, check_top, whole_of
 from headloss.divergence import TAILS, Element, bucket_loss, is_divergence, sparse_loss, summed, top_loss
-from headloss.draft import Draft, whole_of
 from headloss.facts import FACTS, NEEDS_TARGET, Fact
 from headloss.options import check_option, is_number, parameters_of, shown
 from headloss.reductions import NEEDS_SEGMENTS, REDUCTIONS, check_reduced
 from headloss.routed import Routed, routes_of
 from headloss.sources import Sparse, Teacher, is_symbol
 from headloss.teachers import SPARSE, TOP
-from headloss.top import check_top
 from headloss.trace.call import Call, RowWeight
-from headloss.trace.reads import ours, reads
+from headloss.trace.function_reads import ours, reads
 from headloss.trace.signature import (
     CALL,
     COMPARING,

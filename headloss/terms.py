@@ -25,7 +25,7 @@ class Terms:
     terms: Mapping[str, Term]
     metrics: tuple[tuple[str, Call], ...]
     backend: str
-    brings: bool  # whether some term has targets, columns or reduction segments of its own; see `engine.brought`
+    brings: bool  # whether some term has targets, columns or reduction segments of its own; see `engine.derived_inputs`
     names: tuple[str, ...]  # of the terms
     every_term: tuple[Term, ...]  # and those that metrics are made of
     on_all: tuple[str, ...]  # terms that stay on the whole vocabulary where a call has a support

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from headloss.late import is_capturing
+from headloss.deferred_checks import is_capturing
 from headloss.segments import integers, now_or_later, readable, version
 
 

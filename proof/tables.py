@@ -58,7 +58,6 @@ GROUPS = {
     "backends/torch_teachers.py": "teachers and divergences",
     "backends/": "Triton kernels and printed code",
     "teachers.py": "teachers and divergences",
-    "guides.py": "teachers and divergences",
     "divergence.py": "teachers and divergences",
     "classify.py": "row, segment or batch",
     "plan.py": "row, segment or batch",

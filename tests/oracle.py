@@ -22,7 +22,7 @@ from torch import Tensor
 
 import headloss as hl
 from headloss.checks import dense
-from headloss.checks.given import Given
+from headloss.checks.dense_records import Given
 from headloss.trace.signature import ONLY
 
 IGNORE = -100

@@ -18,7 +18,7 @@ from interpreting import INSIDE, inside, interpreted
 import headloss as hl
 from headloss import prepared
 from headloss.engine import evaluate, heads, lookup
-from headloss.engine.one_chunk import OneChunk
+from headloss.engine.fast_path import OneChunk
 from headloss.losses import cross_entropy, entropy_bonus, forward_kl, grpo, gspo, jsd, kto, tvd, z_loss
 
 pytest.importorskip("triton")

@@ -21,7 +21,8 @@ from interpreting import BACKEND, INSIDE, interpreted
 from torch.nn.functional import cross_entropy as dense
 
 import headloss as hl
-from headloss import late
+from headloss import deferred_checks
+from headloss.engine import one_launch
 from headloss.engine.plan import why_read
 from headloss.losses import cross_entropy, forward_kl, grpo, gspo
 from headloss.prepared import Stats, check_stats
@@ -32,9 +33,9 @@ V = 29
 
 @pytest.fixture(autouse=True)
 def nothing_pending() -> Any:
-    late._PENDING.clear()
+    deferred_checks._PENDING.clear()
     yield
-    late._PENDING.clear()
+    deferred_checks._PENDING.clear()
 
 
 @pytest.fixture
@@ -80,7 +81,7 @@ def test_the_same_as_with_targets_that_were_read(name: str, monkeypatch: pytest.
         with monkeypatch.context() as reading:
             reading.setattr("headloss.prepared.prepare", None)  # nothing reads
             got = call(targets)
-        assert late._PENDING or not INSIDE
+        assert deferred_checks._PENDING or not INSIDE
         segments = hl.Segments.from_ids(torch.arange(12) // 3) if name == "gspo" else None
         want = call(hl.prepare(targets, segments))
         torch.testing.assert_close(got.loss, want.loss)
@@ -118,52 +119,52 @@ def test_a_row_without_a_segment_is_named_late(more: dict[str, Any]) -> None:
         with contextlib.suppress(IndexError, RuntimeError):  # on a CPU it is noticed at once
             objective(hl.Logits(logits), targets, segments=segments, **rows)
         with pytest.raises(ValueError, match=message):
-            late.check_pending(wait=True)
+            deferred_checks.check_pending(wait=True)
     numbers[4:6] = torch.tensor([-1, 1])  # an ignored row needs none
     assert torch.isfinite(objective(hl.Logits(logits), targets, segments=hl.Segments(numbers, 4), **rows).loss)
-    assert late._PENDING
-    late.check_pending(wait=True)
+    assert deferred_checks._PENDING
+    deferred_checks.check_pending(wait=True)
 
 
 @pytest.mark.usefixtures("deferred")
 def test_a_meter_and_facts_say_it_too() -> None:
     logits, targets = problem()
     for ask in (lambda: hl.Meter().compute(), lambda: hl.row_facts(hl.Logits(logits), targets)):
-        late.check_later(torch.tensor([1, 99, 99]), lambda x: check_stats(Stats.read(x), V))
+        deferred_checks.check_later(torch.tensor([1, 99, 99]), lambda x: check_stats(Stats.read(x), V))
         with pytest.raises(ValueError, match="targets: .*99.*earlier call"):
             ask()
 
 
 def test_checks_do_not_pile_up() -> None:
-    for _ in range(3 * late.MOST_PENDING):
-        late.check_later(torch.zeros(3), lambda x: None)
-    assert len(late._PENDING) <= late.MOST_PENDING
+    for _ in range(3 * deferred_checks.MOST_PENDING):
+        deferred_checks.check_later(torch.zeros(3), lambda x: None)
+    assert len(deferred_checks._PENDING) <= deferred_checks.MOST_PENDING
 
 
 def test_numbers_that_a_kernel_writes_are_read_when_all_are_there() -> None:
     """And their memory serves the next call, as if nothing had been written to it."""
-    spot, seen = late.landing(torch.device("cpu")), []
-    late.check_later(spot, lambda x: seen.append(x.tolist()))
+    spot, seen = deferred_checks.landing(torch.device("cpu")), []
+    deferred_checks.check_later(spot, lambda x: seen.append(x.tolist()))
     for i, number in enumerate((1, 5, 7)):
-        late.check_pending()
+        deferred_checks.check_pending()
         assert not seen and not spot.is_here()
         spot.host[i] = number
-    late.check_pending()
-    assert seen == [[1, 5, 7]] and not late._PENDING
-    again = late.landing(torch.device("cpu"))
+    deferred_checks.check_pending()
+    assert seen == [[1, 5, 7]] and not deferred_checks._PENDING
+    again = deferred_checks.landing(torch.device("cpu"))
     assert again is spot and not again.is_here()
 
 
 def test_what_a_kernel_finds_wrong_is_said_once_by_the_next_call() -> None:
     messages = ("teacher: wanted ids in [0, 7), but {} is among them", "teacher {a}: {} are probabilities")
-    spot = late.alarm(torch.device("cpu"), *messages)
-    assert late.alarm(torch.device("cpu"), *messages) is spot and len(spot) == 2
-    late.check_pending(wait=True)
+    spot = deferred_checks.alarm(torch.device("cpu"), *messages)
+    assert deferred_checks.alarm(torch.device("cpu"), *messages) is spot and len(spot) == 2
+    deferred_checks.check_pending(wait=True)
     for i, said in enumerate((r"in \[0, 7\), but 9 is among them", "9 are probabilities")):
         spot[i] = 9
         with pytest.raises(ValueError, match=rf"{said}\.  Found after an earlier"):
             hl.Objective(ce=cross_entropy)(hl.Logits(torch.randn(3, 5)), torch.tensor([0, 1, 2]))
-        late.check_pending(wait=True)
+        deferred_checks.check_pending(wait=True)
 
 
 @pytest.mark.parametrize("late_", [False, True])
@@ -182,8 +183,9 @@ def test_targets_with_gaps_are_counted_without_what_lies_in_them(late_: bool, re
 def test_at_the_end_of_a_process_it_is_still_said() -> None:
     code = """
         import torch, headloss as hl
-        from headloss import late, prepared
-        late.check_later(torch.tensor([1, 99, 99]), lambda x: prepared.check_stats(prepared.Stats.read(x), 9))
+        from headloss.deferred_checks import check_later
+        from headloss.prepared import Stats, check_stats
+        check_later(torch.tensor([1, 99, 99]), lambda x: check_stats(Stats.read(x), 9))
     """
     command = [sys.executable, "-c", textwrap.dedent(code)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1], check=True)
@@ -200,7 +202,7 @@ def test_rows_are_read_where_they_have_to_be() -> None:
     logp = logits.log_softmax(-1).gather(1, targets.clamp(min=0)[:, None])[:, 0][valid]
     torch.testing.assert_close(mixing(hl.Logits(logits), targets).loss, (-logp / logp.abs().max()).mean())
     assert float(metric(hl.Logits(logits), targets).metrics["most"]) == pytest.approx(float(logp.max()), rel=1e-5)
-    assert not late._PENDING
+    assert not deferred_checks._PENDING
     meta = torch.empty(12, V, device="meta"), torch.zeros(12, dtype=torch.long, device="meta")
     linear = hl.Linear(torch.empty(12, 4, device="meta"), torch.empty(V, 4, device="meta"))
     for objective, source, because in (
@@ -304,12 +306,14 @@ def test_a_wrong_target_on_a_gpu_does_not_kill_the_context() -> None:
 )  # fmt: skip
 def test_a_dict_that_is_filled_later_is_a_dict(ask):
     made = []
-    assert ask(late.LaterDict({"a": made, "b": made}, lambda: made.append(1) or {"a": 1, "b": 2})) and len(made) < 2
+    assert (
+        ask(one_launch.LaterDict({"a": made, "b": made}, lambda: made.append(1) or {"a": 1, "b": 2})) and len(made) < 2
+    )
 
 
 def test_a_build_for_cuda_without_a_driver_captures_nothing(monkeypatch):
     """Such a build raises when it is asked about a stream."""
-    from headloss.late import is_capturing
+    from headloss.deferred_checks import is_capturing
 
     def no_driver():
         raise RuntimeError("CUDA driver version is insufficient")

@@ -14,7 +14,7 @@ from torch.fx.experimental import proxy_tensor
 
 import headloss as hl
 from headloss.losses import LOSSES
-from headloss.trace import sizes
+from headloss.trace import dynamic_shapes
 from headloss.trace import trace as traces
 from headloss.trace.classify import only
 
@@ -45,9 +45,9 @@ def test_both_ways_show_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert bool(loaded) == (name == "uld"), "which pads to the number of rows"
 
     def refuse(*call: Any) -> Any:
-        raise sizes._NotPlainError
+        raise dynamic_shapes._NotPlainError
 
-    monkeypatch.setattr(sizes, "_note", refuse)
+    monkeypatch.setattr(dynamic_shapes, "_note", refuse)
     assert quick == traced(name) and loaded
 
 
@@ -71,7 +71,9 @@ print([name for name in ("torch._dynamo", "torch._inductor") if name in sys.modu
 def test_nothing_is_drawn_for_a_trace() -> None:
     traces._TRACES.clear()
     state = torch.random.get_rng_state()
-    graph = sizes.trace_any_size(lambda x: x * torch.rand_like(x), lambda i, device: [torch.zeros(3 + i)], "cpu", True)
+    graph = dynamic_shapes.trace_any_size(
+        lambda x: x * torch.rand_like(x), lambda i, device: [torch.zeros(3 + i)], "cpu", True
+    )
     assert torch.equal(torch.random.get_rng_state(), state)
     assert any("rand_like" in str(node.target) for node in graph.graph.nodes)
 
@@ -79,7 +81,7 @@ def test_nothing_is_drawn_for_a_trace() -> None:
 @pytest.mark.parametrize("fn", [lambda x: x - x.mean(), lambda x: x * x.shape[0], lambda x: x + x.new_ones(x.shape)])
 def test_a_size_that_is_part_of_it_is_seen(fn: Any) -> None:
     """And the graph then takes any."""
-    graph = sizes.trace_any_size(
+    graph = dynamic_shapes.trace_any_size(
         lambda x: torch.autograd.grad(fn(x.requires_grad_()).sum(), x)[0] + fn(x).detach(),
         lambda i, device: [torch.zeros(5 + 2 * i, device=device)], "cpu", True,
     )  # fmt: skip
@@ -93,11 +95,11 @@ def test_a_value_that_it_branches_on_is_not_plain() -> None:
     def branches(x: Any) -> Any:
         return -x if bool(x.sum() > 0) else x
 
-    with pytest.raises(sizes._NotPlainError):
-        sizes._note(branches, [torch.zeros(3)], "cpu")
+    with pytest.raises(dynamic_shapes._NotPlainError):
+        dynamic_shapes._note(branches, [torch.zeros(3)], "cpu")
 
 
 def test_a_device_is_that_of_the_call() -> None:
-    graph = sizes._note(lambda x: x + torch.zeros((), device=x.device), [torch.zeros(3)], "cuda")
+    graph = dynamic_shapes._note(lambda x: x + torch.zeros((), device=x.device), [torch.zeros(3)], "cuda")
     devices = [v for node in graph.graph.nodes for v in node.kwargs.values() if isinstance(v, torch.device)]
     assert devices == [torch.device("cuda")]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import headloss as hl
 from headloss.checks import dense
-from headloss.checks.given import Given
+from headloss.checks.dense_records import Given
 from headloss.losses import cross_entropy, grpo, gspo, kto, z_loss
 
 N, V, D = 13, 19, 5

@@ -63,9 +63,10 @@ def top_level_imports(path: Path) -> Iterator[str]:
 
 IMPORTS = {name: own_imports(path) for name, path in FILES.items()}
 LAYERS = (  # from the bottom up: a file imports from its own layer and from those below
-    ("rule", "facts", "teachers", "losses", "options", "served", "top", "draft"),  # the algebra; what needs torch alone
-    ("late", "parallel", "segments", "sources", "support", "vocab_ids"),
-    ("places", "prepared", "rows", "labels", "reductions", "row_weights"),
+    ("fact_rule", "facts", "teachers", "losses"),  # the algebra
+    ("options", "served", "derived_teachers"),  # what needs torch alone
+    ("deferred_checks", "parallel", "segments", "sources", "support", "vocab_ids"),
+    ("support_layout", "prepared", "rows", "labels", "reductions", "row_weights"),
     ("routed",),
     ("trace",),
     ("divergence", "term", "metrics", "meter", "record"),

@@ -18,7 +18,7 @@ from torch.nn.functional import linear
 
 from headloss.checks import dense_facts as made
 from headloss.checks.dense_facts import CLASSES, COMPARING, FLOOR, DenseSegments
-from headloss.checks.given import IGNORE, Answer, Given, Part, View, alone, mask_of, measured, to_columns
+from headloss.checks.dense_records import IGNORE, Answer, Given, Part, View, alone, mask_of, measured, to_columns
 from headloss.facts import FACTS
 from headloss.losses import LOSSES
 from headloss.options import parameters_of

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from headloss.checks.dense import answer
-from headloss.checks.given import IGNORE, Answer, Given, of_rows, replaced, rows_of
-from headloss.checks.leaves import leaves_of, nudged_leaves, tensors_of
-from headloss.engine.brought import named_teachers, with_candidates
+from headloss.checks.dense_records import IGNORE, Answer, Given, of_rows, replaced, rows_of
+from headloss.checks.leaf_tensors import leaves_of, nudged_leaves, tensors_of
+from headloss.engine.derived_inputs import named_teachers, with_candidates
 from headloss.engine.layout import LAID, lay_out, readings
 from headloss.prepared import Prepared, prepare
 from headloss.routed import Routed

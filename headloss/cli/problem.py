@@ -14,7 +14,7 @@ from torch import Tensor
 
 import headloss as hl
 from headloss.checks import dense
-from headloss.checks.given import Given
+from headloss.checks.dense_records import Given
 from headloss.facts import FACTS
 
 APART = ("top_logprob", "class_weight", "class_mean", "class_cross_entropy")  # of a Term or a call that says so

@@ -8,26 +8,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headloss.deferred_checks import defers
 from headloss.engine.arguments import CallArguments
+from headloss.engine.bound_teachers import bind_teachers, restrict_teachers
 from headloss.engine.budget import chunk_rows, row_chunks
 from headloss.engine.checks import check_count
-from headloss.engine.guides import bind_teachers
-from headloss.engine.kept import parts_of, restrict_teachers
-from headloss.engine.kept_sweep import KeptSweep
+from headloss.engine.logits_forward_grad import keeps, logits_chunks
 from headloss.engine.loss import TermsOnRows
 from headloss.engine.plan import KEPT, Plan, in_order, why_read_by_products
 from headloss.engine.product import ProductSweep, why_chunked
+from headloss.engine.support_sweep import KeptSweep, parts_of
 from headloss.engine.sweeps import Chunk, Sweep
 from headloss.engine.teachers import SparseTeacherRows, TeacherRows, cost_of, most_rows
-from headloss.engine.visit_logits import keeps, logits_chunks
-from headloss.late import defers
 from headloss.metrics import measure_later
 from headloss.routed import Routed
 from headloss.rows import Rows, bind_rows, may_read
 from headloss.segments import Segments, shallow
 from headloss.sources import Linear, Logits, Source
 from headloss.term import check_weight
-from headloss.trace.keys import in_words
+from headloss.trace.cache_keys import in_words
 from headloss.trace.signature import TEACHER_INPUTS
 
 

@@ -9,18 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headloss.deferred_checks import alarm
+from headloss.derived_teachers import Top
 from headloss.facts import FACTS, NEEDS_TARGET, PLAIN, Fact, Want
-from headloss.late import alarm
 from headloss.segments import now_or_later, readable
 from headloss.sources import Source, Sparse, Teacher
 from headloss.support import check_kind
 from headloss.teachers import SPARSE, TOP
 from headloss.term import Term, check_weight
 from headloss.terms import Terms
-from headloss.top import Top
 from headloss.trace.call import Call, WrongValueError
+from headloss.trace.function_reads import ours
 from headloss.trace.gradient import check_constants
-from headloss.trace.reads import ours
 from headloss.trace.signature import IDS, ONLY, passed, suggest
 from headloss.trace.trace import Shape, Trace
 

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from headloss.draft import Draft, is_whole, whole_of
+from headloss.derived_teachers import Draft, Top, is_whole, whole_of
 from headloss.engine.arguments import CallArguments
-from headloss.engine.brought import named_teachers
+from headloss.engine.derived_inputs import named_teachers
 from headloss.engine.layout import Laid
 from headloss.metrics import Metric
 from headloss.prepared import Prepared
@@ -24,9 +24,8 @@ from headloss.segments import integers, now_or_later
 from headloss.sources import Linear, Logits, Sparse, with_tensors
 from headloss.term import Term
 from headloss.terms import Terms
-from headloss.top import Top
 from headloss.trace.call import facts_of
-from headloss.trace.reads import ours
+from headloss.trace.function_reads import ours
 from headloss.trace.signature import weighs_classes
 from headloss.vocab_ids import count, sorted_ids, to_columns
 

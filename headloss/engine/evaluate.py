@@ -8,21 +8,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headloss.deferred_checks import check_pending
 from headloss.engine import heads
-from headloss.engine.apart import check_apart
 from headloss.engine.arguments import CallArguments
 from headloss.engine.bind import bind
-from headloss.engine.both import merged, parts_of, weight_grad_of
-from headloss.engine.guides import RoutedRows
-from headloss.engine.into import check_into
+from headloss.engine.bound_teachers import RoutedRows
+from headloss.engine.fast_call import ReadyCall
+from headloss.engine.fast_path import Ready, find_ready, key_of, make_ready, needs_of
+from headloss.engine.inplace_check import check_apart
 from headloss.engine.lookup import find
+from headloss.engine.mixed_support import merged, parts_of, weight_grad_of
 from headloss.engine.one_launch import later_values
 from headloss.engine.plan import Plan
-from headloss.engine.ready import Ready, find_ready, key_of, make_ready, needs_of
-from headloss.engine.ready_call import ReadyCall
 from headloss.engine.run import Head, SweptCall, facts_of, final_grads, run
 from headloss.engine.sweeps import Sweep
-from headloss.late import check_pending
+from headloss.engine.weight_grad_into import check_into
 from headloss.record import Facts, Grads, Output
 from headloss.sources import Logits, Source
 from headloss.terms import Terms

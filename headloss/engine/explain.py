@@ -12,11 +12,11 @@ from headloss.engine.arguments import CallArguments
 from headloss.engine.bind import chunked_because
 from headloss.engine.budget import COPIES, Cost, chunk_rows, held_besides
 from headloss.engine.budget import pieces as parts
-from headloss.engine.kept import parts_of, width
+from headloss.engine.logits_forward_grad import keeps, sees_all
 from headloss.engine.plan import Plan
+from headloss.engine.support_sweep import parts_of, width
 from headloss.engine.sweeps import Chunk
 from headloss.engine.teachers import DenseTeacherRows, TeacherRows, cost_of, heads_of, most_rows
-from headloss.engine.visit_logits import keeps, sees_all
 from headloss.facts import FACTS
 from headloss.rows import Rows
 from headloss.segments import Segments

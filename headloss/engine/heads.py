@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from headloss.deferred_checks import is_cuda
 from headloss.engine.budget import NO_COST, Cost, accumulator, chunk_rows, pieces
-from headloss.late import is_cuda
 from headloss.record import Grads
 from headloss.sources import Linear, Logits, Source, padded, parse_bytes
 

@@ -19,7 +19,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from headloss.late import check_later, defers
+from headloss.deferred_checks import check_later, defers
 from headloss.segments import Segments, integers, readable
 from headloss.sources import Source
 from headloss.term import Term

@@ -12,21 +12,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from headloss.derived_teachers import Top
 from headloss.engine.arguments import CallArguments
+from headloss.engine.autograd_contract import refuse_transforms
 from headloss.engine.checks import call_weights, check_support
 from headloss.engine.layout import PerRow, Reading, count_pairs, lay_out, layout, readings
 from headloss.engine.plan import Calls, Plan, choose_calls, make_plan, plain_source, suited
-from headloss.engine.saved import refuse_transforms
 from headloss.engine.teachers import name_teachers
 from headloss.prepared import Prepared
 from headloss.routed import Routed, routes_of
 from headloss.segments import Segments
 from headloss.sources import Logits, Source, Sparse, Teacher
 from headloss.terms import Terms
-from headloss.top import Top
+from headloss.trace.cache_keys import is_plain
 from headloss.trace.call import Watched
-from headloss.trace.keys import is_plain
-from headloss.trace.reads import defaults, ours
+from headloss.trace.function_reads import defaults, ours
 from headloss.trace.signature import CLASSES
 
 _MOST = 64  # forms of an objective: more would mean that something changes with every call
@@ -64,7 +64,7 @@ class Plans:
 
     def __init__(self, terms: Terms) -> None:
         self.forms: dict[Any, Form] = {}
-        self.ready: dict[Any, tuple[Form, dict[Any, Any]]] = {}  # see `ready.py`
+        self.ready: dict[Any, tuple[Form, dict[Any, Any]]] = {}  # see `fast_path.py`
         self.readings = dict.fromkeys(CLASSES.values(), Reading()) | readings(terms.terms, terms.metrics)
         # inputs of which some function says that they have one value per row
         self.per_row = frozenset(n for n, said in self.readings.items() if said.row and not said.segment)

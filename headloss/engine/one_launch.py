@@ -10,19 +10,19 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from headloss.deferred_checks import is_capturing
 from headloss.engine.heads import part_of
 from headloss.engine.loss import TermsOnRows
 from headloss.engine.plan import Planned
 from headloss.engine.sweeps import Chunk, Sweep
 from headloss.facts import Fact, Softmax, Want
-from headloss.late import LaterDict, is_capturing
 from headloss.metrics import Metric, measure_later
 from headloss.reductions import lengths, shared_weight
 
@@ -200,3 +200,35 @@ def by_length(term: Planned) -> bool:
 def _tensor(x: float | Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Made on the device: a CUDA graph cannot hold a copy from the host."""
     return x.to(device, dtype) if isinstance(x, Tensor) else torch.full((), x, dtype=dtype, device=device)
+
+
+class LaterDict(dict[str, Any]):
+    """A dict whose values are made when something first asks for one; `unread` has its keys."""
+
+    __slots__ = ("_make",)
+
+    def __init__(self, unread: Mapping[str, object], make: Callable[[], Mapping[str, Any]]) -> None:
+        dict.__init__(self, unread)
+        self._make: Callable[[], Mapping[str, Any]] | None = make
+
+    def __reduce__(self) -> Any:
+        return dict, ({**self},)
+
+
+def _filled(plain: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(plain)
+    def method(self: LaterDict, *args: Any, **kwargs: Any) -> Any:
+        if self._make is not None:
+            dict.update(self, self._make())  # first: another thread must not find what stands for the values
+            self._make = None
+        return plain(self, *args, **kwargs)
+
+    return method
+
+
+for _name in (
+    "__delitem__", "__eq__", "__getitem__", "__ior__", "__iter__", "__ne__", "__or__", "__repr__", "__reversed__",
+    "__ror__", "__setitem__", "clear", "copy", "get", "items", "keys", "pop", "popitem", "setdefault", "update",
+    "values",
+):  # fmt: skip
+    setattr(LaterDict, _name, _filled(getattr(dict, _name)))

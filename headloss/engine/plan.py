@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from headloss.backends import choose
+from headloss.derived_teachers import Top
 from headloss.engine.checks import (
     check_asked,
     check_belongs,
@@ -37,9 +38,8 @@ from headloss.segments import Segments
 from headloss.sources import Linear, Logits, Source, Sparse, Teacher
 from headloss.teachers import TOP
 from headloss.terms import Terms
-from headloss.top import Top
 from headloss.trace.call import Call
-from headloss.trace.reads import ours
+from headloss.trace.function_reads import ours
 from headloss.trace.signature import CALL, TEACHER_INPUTS
 from headloss.trace.trace import Shape, Trace, trace
 

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from headloss.engine.heads import LinearHead, on_source_device
-from headloss.engine.into import into_of
 from headloss.engine.sweeps import Chunk, Cotangents, Sweep, concatenate_each, join
+from headloss.engine.weight_grad_into import into_of
 from headloss.facts import Fact, Pull, Softmax, Want, coefficients, finish
 from headloss.parallel.shard import Gathering
 from headloss.record import Grads

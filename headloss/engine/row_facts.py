@@ -7,24 +7,23 @@ from typing import Any
 
 from torch import Tensor
 
-from headloss.engine.brought import named_teachers
+from headloss.deferred_checks import defers
+from headloss.derived_teachers import Top, check_top
+from headloss.engine.bound_teachers import bind_teachers, restrict_teachers
 from headloss.engine.checks import check_elements, check_support, check_targets_wanted, check_teachers
-from headloss.engine.guides import bind_teachers
-from headloss.engine.kept import restrict_teachers
-from headloss.engine.kept_sweep import KeptSweep
+from headloss.engine.derived_inputs import named_teachers
 from headloss.engine.plan import KEPT, backend_for
 from headloss.engine.product import ProductSweep, why_chunked
+from headloss.engine.support_sweep import KeptSweep
 from headloss.engine.sweeps import Sweep
 from headloss.engine.teachers import name_teachers
 from headloss.facts import FACTS, Fact, Want
-from headloss.late import defers
 from headloss.options import is_number, shown
 from headloss.prepared import Prepared
 from headloss.rows import bind_rows
 from headloss.sources import Linear, Source, Teacher
 from headloss.support import Support
 from headloss.teachers import SPARSE, TOP
-from headloss.top import Top, check_top
 from headloss.trace.call import Call
 from headloss.trace.signature import COMPARING, IDS, ONLY, Parameter, Signature, passed, suggest, top_of
 

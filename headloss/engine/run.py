@@ -15,18 +15,18 @@ import torch
 from torch import Tensor
 from torch.autograd.function import _SingleLevelFunction
 
+from headloss.deferred_checks import is_capturing
+from headloss.engine.autograd_contract import hold, once, read_again
 from headloss.engine.heads import Deferred, on_source_device, scale_grads
-from headloss.engine.into import into_of
+from headloss.engine.logits_forward_grad import keeps, sees_all, visit_all
 from headloss.engine.loss import TermsOnRows
 from headloss.engine.one_launch import Launched, launch, read_facts
 from headloss.engine.product import Pending, ProductSweep
-from headloss.engine.saved import hold, once, read_again
-from headloss.engine.settled import facts_between, settle_between
-from headloss.engine.settled import settle as settle_segments
+from headloss.engine.read_settle_write import facts_between, settle_between
+from headloss.engine.read_settle_write import settle as settle_segments
 from headloss.engine.sweeps import Sweep
-from headloss.engine.visit_logits import keeps, sees_all, visit_all
+from headloss.engine.weight_grad_into import into_of
 from headloss.facts import VALUED, Fact, Softmax, Want
-from headloss.late import is_capturing
 from headloss.metrics import Metric, dead_rows, measure_later
 from headloss.record import Facts, Grads, facts_later
 from headloss.sources import Logits
@@ -247,7 +247,7 @@ class Head(_SingleLevelFunction):  # `Function` less its care for transforms of 
 
     @staticmethod
     def forward(ctx: Any, call: Any, *tensors: Tensor) -> Any:
-        """`call`: a `SweptCall` or a `ready.ReadyCall`."""
+        """`call`: a `SweptCall` or a `fast_call.ReadyCall`."""
         ctx.set_materialize_grads(False)
         return call.forward(ctx, tensors)
 

@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 
 from headloss.engine.arguments import Chunk as Chunk
-from headloss.engine.block import Block as Block
-from headloss.engine.block import keeping
+from headloss.engine.chunk_logits import Block as Block
+from headloss.engine.chunk_logits import keeping
 from headloss.engine.heads import Deferred, beyond_fp16, on_source_device, open_source, part_of, scale_grads
-from headloss.engine.ids_alone import ids_facts, ids_pull
-from headloss.engine.nests import concatenate_each as concatenate_each
-from headloss.engine.nests import cut
-from headloss.engine.nests import join as join
+from headloss.engine.ids_logit import ids_facts, ids_pull
+from headloss.engine.nested_tuples import concatenate_each as concatenate_each
+from headloss.engine.nested_tuples import cut
+from headloss.engine.nested_tuples import join as join
 from headloss.engine.teachers import TeacherRows, cost_of, most_rows, note, teacher_label
 from headloss.facts import Fact, Partial, Softmax, Want, coefficients, finish, with_whole
 from headloss.parallel.shard import Gathering, reduce_hidden, sum_pairs

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from headloss.draft import Draft
+from headloss.derived_teachers import Draft, Top
 from headloss.engine.budget import COPIES, NO_COST, Cost, gathered_bytes, held_besides
 from headloss.engine.checks import check_ids
 from headloss.engine.heads import Head, open_source
@@ -38,7 +38,6 @@ from headloss.sources import (
     without_tensors,
 )
 from headloss.teachers import DenseChunk, SparseChunk, TeacherChunk, Temperature, TopChunk, places
-from headloss.top import Top
 from headloss.trace.signature import ONLY
 
 

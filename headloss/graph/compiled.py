@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from headloss.draft import Draft
+from headloss.derived_teachers import Draft, Top
 from headloss.engine.arguments import CallArguments
 from headloss.engine.run import names_of
 from headloss.graph import ops  # noqa: F401  registers the operators
@@ -26,7 +26,6 @@ from headloss.record import Grads, Output, facts_from
 from headloss.routed import Routed
 from headloss.sources import Linear, Logits, Source, Teacher
 from headloss.terms import Terms
-from headloss.top import Top
 
 WHY = (
     "headloss runs this call as it is, between two graphs: logits that are overwritten (inplace=True), DTensors, an "

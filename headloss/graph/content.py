@@ -16,9 +16,9 @@ from torch import Tensor
 from headloss.config import read_config, write_config
 from headloss.term import Term
 from headloss.terms import Terms
+from headloss.trace.cache_keys import key_of
 from headloss.trace.call import Call
-from headloss.trace.keys import key_of
-from headloss.trace.reads import Reads
+from headloss.trace.function_reads import Reads
 
 
 def portable(terms: Terms) -> Any:

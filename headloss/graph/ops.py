@@ -20,10 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headloss.engine.guides import bind_teachers
+from headloss.deferred_checks import check_pending
+from headloss.engine.autograd_contract import TWICE
+from headloss.engine.bound_teachers import bind_teachers
 from headloss.engine.plan import backend_for
 from headloss.engine.run import Result, final_grads, names_of
-from headloss.engine.saved import TWICE
 from headloss.engine.sweeps import NO_SOFTMAX, Sweep
 from headloss.engine.teachers import name_teachers
 from headloss.facts import VALUED, Want
@@ -42,7 +43,6 @@ from headloss.graph.spec import (
     recording,
     sweep_of,
 )
-from headloss.late import check_pending
 from headloss.options import check_temperatures
 from headloss.prepared import check_prepared
 from headloss.record import Grads
@@ -321,7 +321,7 @@ def _valued(known: Form) -> list[int]:
 
 
 def _once(x: Tensor, of: Sequence[Tensor]) -> Tensor:
-    """x, as a function of these tensors that cannot be differentiated; see `saved.seal`."""
+    """x, as a function of these tensors that cannot be differentiated; see `autograd_contract.seal`."""
     return x.clone()
 
 

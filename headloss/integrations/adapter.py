@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 
 import headloss as hl
-from headloss.integrations.asked import Asked, by_name, check_asked
+from headloss.deferred_checks import check_later, defers
 from headloss.integrations.causal_lm import KEEP_LOGITS, bypassed, check_shape, count_of, logits_transform, targets_of
-from headloss.late import check_later, defers
+from headloss.integrations.loss_function_check import Asked, by_name, check_asked
 from headloss.module import check_source_options, own_hook
 from headloss.record import but
 

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor, nn
 
 import headloss as hl
-from headloss.integrations.counts import refuse_some
 from headloss.integrations.fast_llm_terms import blocks_of, options_at, temperature_of, term_of
+from headloss.integrations.reduction_checks import refuse_some
 
 METRICS = (
     "old_logprobs", "ratio_new_old", "ratio_new_old_sum", "ratio_new_old_squared_sum", "kl_new_old",

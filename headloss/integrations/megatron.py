@@ -23,8 +23,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import headloss as hl
-from headloss.integrations.counts import check_means, refuse_some
-from headloss.integrations.early import Early
+from headloss.integrations.early_targets import Early
+from headloss.integrations.reduction_checks import check_means, refuse_some
 from headloss.module import own_forward, own_hook
 from headloss.record import but
 

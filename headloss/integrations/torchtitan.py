@@ -28,8 +28,8 @@ from torchtitan.components.loss import (  # type: ignore[import-not-found,unused
 )
 
 import headloss as hl
-from headloss.integrations.counts import check_means
-from headloss.integrations.early import Early
+from headloss.integrations.early_targets import Early
+from headloss.integrations.reduction_checks import check_means
 from headloss.module import own_forward, own_hook
 from headloss.record import but
 

@@ -23,7 +23,6 @@ from transformers import TrainerCallback
 
 import headloss as hl
 from headloss.integrations.adapter import HERE, Adapter, Expected, Log, without_logits
-from headloss.integrations.asked import Asked
 from headloss.integrations.causal_lm import (
     bypassed,
     check_head,
@@ -35,8 +34,9 @@ from headloss.integrations.causal_lm import (
     transform_of,
     unwrapped,
 )
-from headloss.integrations.counts import check_whole, refuse_part
-from headloss.integrations.early import prepared
+from headloss.integrations.early_targets import prepared
+from headloss.integrations.loss_function_check import Asked
+from headloss.integrations.reduction_checks import check_whole, refuse_part
 
 
 def patch(

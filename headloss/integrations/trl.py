@@ -24,8 +24,8 @@ from torch import Tensor
 import headloss as hl
 from headloss.integrations.adapter import Adapter, Expected, Head
 from headloss.integrations.causal_lm import check_model, check_objective, transform_of, unwrapped
-from headloss.integrations.counts import own_means, values_of
-from headloss.integrations.early import prepared
+from headloss.integrations.early_targets import prepared
+from headloss.integrations.reduction_checks import own_means, values_of
 from headloss.integrations.transformers import HeadlossCallback
 from headloss.integrations.trl_kernels import (
     NATIVE,

@@ -23,7 +23,7 @@ from transformers import Trainer, TrainerCallback
 import headloss as hl
 from headloss.integrations.adapter import HERE, Adapter, Expected, Head
 from headloss.integrations.causal_lm import check_head, check_model, transform_of, unwrapped
-from headloss.integrations.early import prepared
+from headloss.integrations.early_targets import prepared
 from headloss.metrics import read_metrics
 from headloss.record import but
 

@@ -14,8 +14,8 @@ from torch.autograd import forward_ad
 
 from headloss.facts import Fact
 from headloss.segments import Segments, WrongLengthError, sizes
-from headloss.trace.places import Places, noted
-from headloss.trace.reads import Reads, defaults, ours, reads, writes_unseen
+from headloss.trace.function_reads import Reads, defaults, ours, reads, writes_unseen
+from headloss.trace.guards import Places, noted
 from headloss.trace.signature import CLASSES, Signature, key_of
 
 

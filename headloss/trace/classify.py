@@ -27,7 +27,7 @@ def unwatched() -> Iterator[None]:
     A checkpoint's hooks, modes that look at operations, anomaly detection, inference mode, autocast, torch.func.  A
     mode that asks for sizes (a flop counter, a memory profiler) would make numbers of them, and the trace a batch's; in
     inference mode the trace would hold no gradient.  Fake tensors stay fake.  The default dtype and device stay too:
-    a function may make tensors, so they are part of its key (`reads.defaults`).
+    a function may make tensors, so they are part of its key (`function_reads.defaults`).
     """
     with ExitStack() as stack:
         if torch._C._functorch.peek_interpreter_stack() is not None:

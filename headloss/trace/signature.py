@@ -44,7 +44,7 @@ CALL = (
 )  # fmt: skip
 
 ONLY = "teacher"  # the name of a teacher that was given without one
-IDS = "ids="  # that of candidates, columns that a call names without a teacher; see `engine.brought`
+IDS = "ids="  # that of candidates, columns that a call names without a teacher; see `engine.derived_inputs`
 TEACHER_INPUTS = ("teacher_ids", "teacher_logprob")  # of a sparse teacher, (rows, K)
 
 
@@ -57,12 +57,12 @@ CLASSES = {"class_weight": "class_weight of each target", "class_mean": "mean of
 
 
 def classes_of(temperature: float | None) -> str:
-    """The name of the teacher that class weights become, the same in every row; see `engine.brought`."""
+    """The name of the teacher that class weights become, the same in every row; see `engine.derived_inputs`."""
     return f"classes@{temperature}"
 
 
 def targets_of(name: str) -> str:
-    """The name of the teacher that other targets become; see `engine.brought`."""
+    """The name of the teacher that other targets become; see `engine.derived_inputs`."""
     return f"targets={name}"
 
 

@@ -10,9 +10,9 @@ are constants of the trace.  The graph runs chunk by chunk in the visit, and it 
     segment   rows meet only through `segments`                chunks must hold whole segments
     batch     anything else                                    all rows' facts first, then the loss once
 
-A function that may not be traced (it reads something that can change, see `reads.py`) or cannot be (it branches on
-values) is batch: it is called as it is, under ordinary autograd.  Metrics are evaluated once on all rows and never
-change the class.
+A function that may not be traced (it reads something that can change, see `function_reads.py`) or cannot be (it
+branches on values) is batch: it is called as it is, under ordinary autograd.  Metrics are evaluated once on all
+rows and never change the class.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from torch import Tensor, fx
 from headloss.facts import CONSTANT, Fact
 from headloss.segments import Segments, WrongLengthError
 from headloss.teachers import TOP
-from headloss.trace.agreement import SIZES, agrees, drawn
 from headloss.trace.call import Call, Env, WritesError, WrongValueError, WrongWeightError, writes_message
 from headloss.trace.classify import classify, counts_rows, only, reach, size, unwatched, written
+from headloss.trace.dynamic_shapes import trace_any_size, unlike
+from headloss.trace.function_reads import ours
 from headloss.trace.gradient import Reach, is_idle, leaf, reach_of
-from headloss.trace.reads import ours
-from headloss.trace.sizes import trace_any_size, unlike
+from headloss.trace.trace_check import SIZES, agrees, drawn
 
 
 class Shape(NamedTuple):

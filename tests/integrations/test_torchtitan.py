@@ -176,10 +176,12 @@ def test_inputs_go_by_name_and_a_validation_needs_no_gradient() -> None:
 
 def test_labels_that_were_prepared_before_the_model_ran(monkeypatch: pytest.MonkeyPatch) -> None:
     """Used where they are the same tensor, once; on a CPU nothing needs to travel, so a stand-in does."""
-    from headloss.integrations import early
+    from headloss.integrations import early_targets
 
     seen: list[hl.Prepared] = []
-    monkeypatch.setattr(early, "prepared", lambda targets, segments=None: seen.append(hl.prepare(targets)) or seen[-1])
+    monkeypatch.setattr(
+        early_targets, "prepared", lambda targets, segments=None: seen.append(hl.prepare(targets)) or seen[-1]
+    )
     head, hidden, labels = problem()
     loss_fn = build()
     loss_fn.set_lm_head(head)

@@ -76,7 +76,7 @@ def test_rows_at_some_tokens_and_their_log_sums(V, stride, scale, softcap, monke
 def test_where_kept_columns_stand(targets):
     """Rows of one column and of many; targets at either end of a row, in it and not; ignored ones."""
     from headloss.backends.triton import columns
-    from headloss.places import Places
+    from headloss.support_layout import Places
 
     sets = [[3], [9, 2, 7, 5], [4, 1], [0], list(range(3, 40)), [5, 6], [2, 10]]
     offsets = torch.tensor([0, *map(len, sets)]).cumsum(0)

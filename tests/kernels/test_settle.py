@@ -621,7 +621,7 @@ def test_later_calls_of_few_rows(kind, shape, monkeypatch):
     """They find what they launch, with the weights of their rows on the host or the device, and notice what changed."""
     from headloss.backends.triton import sweeps, visit
     from headloss.backends.triton.launch import Launch
-    from headloss.engine.ready_call import ReadyCall
+    from headloss.engine.fast_call import ReadyCall
 
     few = [True]
     monkeypatch.setattr(sweeps, "BATCH_INVARIANT", False)

@@ -20,7 +20,7 @@ backend = import_module("headloss.backends.triton.sweeps")
 tiles = import_module("headloss.backends.triton.tiles")
 launches = import_module("headloss.backends.triton.launch")
 beside = import_module("headloss.backends.triton.teachers")
-pulls = import_module("headloss.backends.triton.pulls")
+teacher_pulls = import_module("headloss.backends.triton.teacher_pulls")
 tops = import_module("headloss.backends.triton.top")
 from headloss.divergence import Element  # noqa: E402
 from headloss.facts import Fact, Pull, Softmax, Want  # noqa: E402
@@ -183,10 +183,10 @@ def taught_pull(names="", own="", *, element=None, dtype="bf16", teachers=1):
     some = lambda letters, those: [empty(ROWS) if x in those else None for x in letters]
     looks = (Look(element, empty(ROWS), empty(ROWS)),) if element else ()
     numbers = (empty(ROWS), empty(ROWS), (empty(ROWS),), (empty(ROWS),), (1.0,))
-    met = pulls.Met(chunk(128256, dtype), *numbers, (DensePull(*some("ABCD", names), looks=looks),))
-    entries = [pulls.Entry(1.0, empty(ROWS), empty(ROWS), Pull(*some("ABECY", own)))] if own else []
+    met = teacher_pulls.Met(chunk(128256, dtype), *numbers, (DensePull(*some("ABCD", names), looks=looks),))
+    entries = [teacher_pulls.Entry(1.0, empty(ROWS), empty(ROWS), Pull(*some("ABECY", own)))] if own else []
     raw = empty(ROWS, 128256, kind=dtype)
-    return Built(lambda: pulls._write(raw, TARGETS, raw, entries, [met] * teachers, PLAIN, 0, None))
+    return Built(lambda: teacher_pulls._write(raw, TARGETS, raw, entries, [met] * teachers, PLAIN, 0, None))
 
 
 def sparse(which):
@@ -203,7 +203,7 @@ def sparse(which):
         pulled = [Pull(empty(ROWS), None, None, None, None)] * 2
         at_ids = [SparsePull(empty(ROWS, 64), empty(ROWS))] * 2
         told_at = {"teachers": [told], "teacher_pulls": [at_ids], "teacher_temperatures": [keys]}
-        pulls.pull(raw, TARGETS, softmax, pulled, keys, raw, **told_at)
+        teacher_pulls.pull(raw, TARGETS, softmax, pulled, keys, raw, **told_at)
 
     return Built(call, which)
 

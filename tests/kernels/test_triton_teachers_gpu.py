@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import headloss as hl
-from headloss import late
+from headloss import deferred_checks
 from headloss.losses import cross_entropy, forward_kl, jsd, reverse_kl, soft_cross_entropy, tvd
 
 pytest.importorskip("triton")
@@ -150,12 +150,12 @@ def test_more_than_two_to_the_31_elements():
 
 
 def test_no_compilation_when_only_the_number_of_rows_changes():
-    from headloss.backends.triton.kernels import dense, look, meeting, pull, visit
+    from headloss.backends.triton.kernels import dense, dense_merge, divergence_sums, pull, visit
     from headloss.backends.triton.kernels import sparse as ids
 
     kernels = (
-        dense.dense_sums_kernel, meeting.dense_merge_kernel, pull.pull_kernel, look.look_kernel, ids.tail_kernel,
-        ids.gather_kernel, ids.store_kernel, ids.merge_ids_kernel, visit.visit_kernel,
+        dense.dense_sums_kernel, dense_merge.dense_merge_kernel, pull.pull_kernel, divergence_sums.look_kernel,
+        ids.tail_kernel, ids.gather_kernel, ids.store_kernel, ids.merge_ids_kernel, visit.visit_kernel,
     )  # fmt: skip
     before = None
     for n in (1, 2, 16, 17, 33, 128):
@@ -251,9 +251,9 @@ def test_probabilities_in_place_of_their_logarithms_are_told_by_the_next_call(ca
     call = lambda said: objective(hl.Logits(x), targets, teacher=hl.Sparse(ids, said))
     for _ in range(calls - 1):
         call(said.log())
-    late.check_pending(wait=True)
+    deferred_checks.check_pending(wait=True)
     call(said)
     with pytest.raises(ValueError, match=r"teacher: .*all .* are these probabilities\?.*earlier call"):
-        late.check_pending(wait=True)
+        deferred_checks.check_pending(wait=True)
     call(said.log())
-    late.check_pending(wait=True)
+    deferred_checks.check_pending(wait=True)

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import headloss as hl
 from headloss.graph import content, recipe, spec
 from headloss.losses import cross_entropy
-from headloss.trace import keys
+from headloss.trace import cache_keys
 from headloss.trace import trace as plan
 
 V = 7
@@ -184,7 +184,7 @@ def test_an_objective_keeps_a_bounded_number_of_plans() -> None:
 def test_a_type_is_not_kept() -> None:
     def one() -> weakref.ref[Any]:
         kind = type("Own", (tuple,), {"_fields": ()})
-        keys.fields_of(kind)
+        cache_keys.fields_of(kind)
         return weakref.ref(kind)
 
     ref = one()

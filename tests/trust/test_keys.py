@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from headloss.trace.keys import is_plain, key_of, plain_key
+from headloss.trace.cache_keys import is_plain, key_of, plain_key
 
 Pair = collections.namedtuple("Pair", "a b")
 Other = collections.namedtuple("Other", "a b")

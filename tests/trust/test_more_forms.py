@@ -21,10 +21,10 @@ from interpreting import INSIDE, interpreted
 from torch import Tensor
 
 import headloss as hl
-from headloss import late
+from headloss import deferred_checks
 from headloss.losses import cross_entropy, dpo, forward_kl
 from headloss.prepared import Stats, check_stats
-from headloss.trace.reads import reads
+from headloss.trace.function_reads import reads
 
 D = torch.float64
 torch.manual_seed(0)
@@ -154,7 +154,7 @@ def test_a_method_put_on_tensors_before_the_import() -> None:
         torch.Tensor.softplus = lambda self: -config["x"] * self
         import math
         math.expm1 = lambda x: x
-        from headloss.trace.reads import reads
+        from headloss.trace.function_reads import reads
         assert "softplus" in reads(lambda logprob: logprob.softplus()).unknown[0]
         assert reads(lambda logprob: math.expm1(2.0) * logprob).unknown == ()  # as its code is: it reads nothing
         assert reads(lambda logprob: logprob.exp()).unknown == ()
@@ -309,17 +309,17 @@ def test_a_divergence_that_comes_to_mix_rows(fn: Any, monkeypatch: pytest.Monkey
 
 @pytest.fixture
 def deferred(monkeypatch: pytest.MonkeyPatch) -> Any:
-    late._PENDING.clear()
+    deferred_checks._PENDING.clear()
     for name in ("late", "rows", "engine.bind", "engine.row_facts", "engine.layout"):
         monkeypatch.setattr(f"headloss.{name}.defers", lambda device: True)
     yield
-    late._PENDING.clear()
+    deferred_checks._PENDING.clear()
 
 
 @pytest.mark.usefixtures("deferred")
 def test_a_compiled_call_says_what_an_earlier_one_left() -> None:
     objective = hl.Objective(ce=cross_entropy)
-    late.check_later(torch.tensor([1, -7, 3]), lambda x: check_stats(Stats.read(x), 9))
+    deferred_checks.check_later(torch.tensor([1, -7, 3]), lambda x: check_stats(Stats.read(x), 9))
     torch._dynamo.reset()
     step = torch.compile(lambda x: objective(hl.Logits(x), Y).loss, backend="aot_eager")
     with pytest.raises(ValueError, match="targets: .*-7.*earlier call"):
@@ -332,16 +332,16 @@ def test_explain_leaves_nothing_for_a_later_call() -> None:
     wrong[1] = 77
     with pytest.raises(ValueError, match="targets: .*77"):
         objective.explain(hl.Logits(H @ W.T), wrong)
-    assert not late._PENDING and objective.explain(hl.Logits(H @ W.T), Y).rows == 6
+    assert not deferred_checks._PENDING and objective.explain(hl.Logits(H @ W.T), Y).rows == 6
 
 
 @pytest.mark.usefixtures("deferred")
 def test_pairs_are_checked_late_too(monkeypatch: pytest.MonkeyPatch) -> None:
     from headloss.engine.layout import _check_range
 
-    late.check_later(torch.tensor([-1, 1]), functools.partial(_check_range, 2))
+    deferred_checks.check_later(torch.tensor([-1, 1]), functools.partial(_check_range, 2))
     with pytest.raises(ValueError, match=r"pairs: wanted numbers of segments, in \[0, 2\), got -1"):
-        late.check_pending(wait=True)
+        deferred_checks.check_pending(wait=True)
     with pytest.raises(ValueError, match="pairs: .*got -1"):
         hl.Objective(d=dpo)(
             hl.Logits(H @ W.T), Y, segments=hl.Segments.from_ids(torch.tensor([0, 0, 0, 1, 1, 1])),

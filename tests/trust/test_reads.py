@@ -14,7 +14,7 @@ from knobs import KNOBS, TRACED
 import headloss as hl
 from headloss import metrics, row_weights
 from headloss.losses import LOSSES
-from headloss.trace.reads import _Found, reads
+from headloss.trace.function_reads import _Found, reads
 
 BACKENDS = ("torch", "triton") if INSIDE else ("torch",)
 # The interpreter is slow: some of each kind.

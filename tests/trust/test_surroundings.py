@@ -21,7 +21,7 @@ import headloss as hl
 from headloss.graph import spec
 from headloss.losses import cross_entropy, jsd
 from headloss.trace import trace as plan
-from headloss.trace.reads import defaults, reads
+from headloss.trace.function_reads import defaults, reads
 
 V, D = 9, 4
 

@@ -9,7 +9,7 @@ import torch
 
 import headloss as hl
 from headloss.losses import forward_kl, reverse_kl, z_loss
-from headloss.trace.reads import reads
+from headloss.trace.function_reads import reads
 
 CONFIG = {"x": 1.0}
 

@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 
 import headloss as hl
-from headloss.trace.keys import key_of, plain_key
-from headloss.trace.reads import reads
+from headloss.trace.cache_keys import key_of, plain_key
+from headloss.trace.function_reads import reads
 
 STATE = {"x": 1.0}
 D = torch.float64

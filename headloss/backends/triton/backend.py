@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from headloss.backends.triton import alike, columns, plain, pulls, settle, sweeps
+from headloss.backends.triton import cached_launches, columns, logit_facts, settle, sweeps, teacher_pulls
 from headloss.backends.triton import product as product
 from headloss.backends.triton import product_ranks as product_ranks
 from headloss.backends.triton import teachers as compared
@@ -29,8 +29,8 @@ visit, Arguments, totals, Visits, Settles = (
     alone.visit,
     alone.Arguments,
     over_rows.totals,
-    alike.Visits,
-    alike.Settles,
+    cached_launches.Visits,
+    cached_launches.Settles,
 )
 # segments, settled between the two sweeps
 sums_matrix, pull_rows, Settling, Weights, spans = (
@@ -53,17 +53,17 @@ def sums(*call: Any, teachers: Sequence[TeacherChunk] = (), **options: Any) -> P
     partial = compared.sums(*call, teachers=teachers, **options) if teachers else sweeps.sums(*call, **options)
     if not call[2].plain:
         return partial
-    return plain.with_sums(partial, call[0], call[2], teachers, options["scale"], options["softcap"])
+    return logit_facts.with_sums(partial, call[0], call[2], teachers, options["scale"], options["softcap"])
 
 
 def pull(*call: Any, teachers: Sequence[TeacherChunk] = (), **options: Any) -> None:
-    """Write the gradient with respect to the raw logits; see `sweeps.pull` and `pulls.pull`."""
+    """Write the gradient with respect to the raw logits; see `sweeps.pull` and `teacher_pulls.pull`."""
     if not teachers:
         sweeps.pull(*call, **options)
-    elif plain.is_plain(options["teacher_pulls"]):
-        plain.pull(pulls.pull, call, {"teachers": tuple(teachers), **options})
+    elif logit_facts.is_plain(options["teacher_pulls"]):
+        logit_facts.pull(teacher_pulls.pull, call, {"teachers": tuple(teachers), **options})
     else:
-        pulls.pull(*call, teachers=teachers, **options)
+        teacher_pulls.pull(*call, teachers=teachers, **options)
 
 
 def suits(C: int, V: int) -> bool:

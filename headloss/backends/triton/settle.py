@@ -21,7 +21,7 @@ from headloss.backends.triton.launch import Launch, by_identity
 from headloss.backends.triton.printer.segments import SegmentProgram
 from headloss.backends.triton.tiles import LAUNCH, plain_temperature
 from headloss.backends.triton.visit import Number, as_number, forms_of, kinds_of
-from headloss.backends.triton.visited import KINDS, Visited, bests_of
+from headloss.backends.triton.visit_records import KINDS, Visited, bests_of
 from headloss.facts import Fact, Partial, Softmax, Want
 from headloss.teachers import DensePartial, DensePull, DenseSoftmax, Look, Meeting
 

@@ -5,7 +5,7 @@ Dimension key:  C rows handed in   V columns in hand   P parts a row is swept in
     sums   one launch, each program a part of a row, and one small launch that merges the parts
     pull   one launch, each program some columns of a row
 
-Teachers have kernels of their own, `teachers.py` and `pulls.py`.
+Teachers have kernels of their own, `teachers.py` and `teacher_pulls.py`.
 
 Nothing is tuned at run time and nothing is atomic, so a call gives the same bits each time.  Into how many parts a row
 is cut depends on V alone, so a row's facts do not depend on how many rows stand around it; `BATCH_INVARIANT = False`
@@ -78,7 +78,7 @@ def sums_matrix(
 ) -> Tensor:
     """The same as a matrix, in the order of `named`; `start` is the first column's place in the whole vocabulary.
 
-    `noted` gets what matrices that are alike need: see `alike.py`.
+    `noted` gets what matrices that are alike need: see `cached_launches.py`.
     """
     C, V = raw_CV.shape
     if C == 0 or V == 0 or not want.facts:  # a maximum by itself is read by nobody, and Triton 3.6 cannot compile it

@@ -4,8 +4,8 @@ Dimension key:  C rows handed in   V columns in hand   U columns shared with the
 
     sums   the first dense teacher in the student's own launch, every further teacher in one of its own
     look   one launch for each teacher and temperature that a divergence needs both softmaxes of
-    pull   one launch for the student, the tails and all dense teachers (`pulls.py`); at the ids of sparse teachers it
-           is made apart and stored last
+    pull   one launch for the student, the tails and all dense teachers (`teacher_pulls.py`); at the ids of sparse
+           teachers it is made apart and stored last
 
 Columns that not all of them have are a launch of their own.
 """
@@ -22,8 +22,8 @@ import triton  # type: ignore
 from torch import Tensor
 
 from headloss.backends.triton.kernels.dense import dense_sums_kernel
-from headloss.backends.triton.kernels.look import look_kernel
-from headloss.backends.triton.kernels.meeting import dense_merge_kernel
+from headloss.backends.triton.kernels.dense_merge import dense_merge_kernel
+from headloss.backends.triton.kernels.divergence_sums import look_kernel
 from headloss.backends.triton.kernels.records import PullAt, SweepFlags
 from headloss.backends.triton.kernels.sparse import merge_ids_kernel, tail_kernel
 from headloss.backends.triton.kernels.sums import merge_kernel
@@ -255,7 +255,7 @@ def _sparse(
 def merge_repeated(
     ids_RK: Tensor, logprob_RK: Tensor, valid_R: Tensor | None, checked: tuple[Tensor | None, int] = (None, 0)
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`guides.merge_repeated` in one launch, and the ids in order.
+    """`engine.teachers.merge_repeated` in one launch, and the ids in order.
 
     `checked`: where to write an id that is no column, and how many columns there are.
     """

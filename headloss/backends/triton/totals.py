@@ -16,7 +16,7 @@ from headloss.backends.triton.kernels.totals import count_kernel, totals_kernel
 from headloss.backends.triton.launch import Launch
 from headloss.backends.triton.tiles import LAUNCH
 from headloss.backends.triton.visit import Number, as_number, forms_of, kinds_in
-from headloss.backends.triton.visited import Visited
+from headloss.backends.triton.visit_records import Visited
 
 
 def totals(visited: Visited, weights: Iterable[Number]) -> tuple[Tensor, Tensor]:

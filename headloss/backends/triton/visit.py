@@ -29,8 +29,8 @@ from headloss.backends.triton.tiles import (
     rows_of,
     vector_along,
 )
-from headloss.backends.triton.visited import Plan, Visited
-from headloss.backends.triton.visited import plan_of as plan_of
+from headloss.backends.triton.visit_records import Plan, Visited
+from headloss.backends.triton.visit_records import plan_of as plan_of
 from headloss.facts import Want
 from headloss.teachers import DenseChunk, TeacherChunk
 
@@ -118,7 +118,8 @@ def visit(
     """Facts, values and metrics of every row, and its gradient into `out_CV` (may be `raw_CV`; None: no gradient).
 
     `ignore`: a target of -100 marks a row that is not read; so does False in `valid_C`.  A dense teacher has every
-    column of the student's.  `noted` gets the kernel and its last numbers, where rows begin on a line: see `alike.py`.
+    column of the student's.  `noted` gets the kernel and its last numbers, where rows begin on a line: see
+    `cached_launches.py`.
     """
     plan = plan_of(program)
     C, V = raw_CV.shape

@@ -5,7 +5,7 @@ Dimension key:  K loads in flight   L lanes (threads)   J columns of a lane in e
 
 A program sweeps one part of one row, over the columns that both have.  Numbers go to `out` (F, P, N): the student's
 maximum, total and its count, argmax, the teacher's maximum, argmax, then for each temperature S, X, Q and, where the
-two meet, St, Y, F with D, G with E, without those not wanted.  `meeting.py` makes one part of all.
+two meet, St, Y, F with D, G with E, without those not wanted.  `dense_merge.py` makes one part of all.
 """
 
 import triton

@@ -16,9 +16,9 @@ target -100 among them are ignored.
 import triton
 import triton.language as tl
 
-from headloss.backends.triton.kernels.found import COLUMN, TEACHER_COLUMN
-from headloss.backends.triton.kernels.given import argument, number
 from headloss.backends.triton.kernels.logits import temperature
+from headloss.backends.triton.kernels.printed_arguments import argument, number
+from headloss.backends.triton.kernels.row_outputs import COLUMN, TEACHER_COLUMN
 from headloss.backends.triton.kernels.sums import rebased, rebased_total
 
 

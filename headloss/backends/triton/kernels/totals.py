@@ -7,7 +7,7 @@ Dimension key:  T terms   P terms, padded to a power of 2   N rows   B rows of a
 import triton
 import triton.language as tl
 
-from headloss.backends.triton.kernels.given import number
+from headloss.backends.triton.kernels.printed_arguments import number
 
 
 @triton.jit(do_not_specialize=["N"])

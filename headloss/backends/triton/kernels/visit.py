@@ -19,14 +19,14 @@ their gradient are 0.
 import triton
 import triton.language as tl
 
-from headloss.backends.triton.kernels.found import AT_IDS, skip_row, store_row
-from headloss.backends.triton.kernels.given import arguments
 from headloss.backends.triton.kernels.lanes import NOWHERE, column_or_start, origin_of, sweep_pair, sweep_row, with_ids
 from headloss.backends.triton.kernels.logits import LN2, LOG2E, boundary, logits, temperature
 from headloss.backends.triton.kernels.packed_bf16 import finite
 from headloss.backends.triton.kernels.pair_loops import look_pair, write_pair
+from headloss.backends.triton.kernels.printed_arguments import arguments
 from headloss.backends.triton.kernels.pull import slopes
 from headloss.backends.triton.kernels.row_loops import LOWEST, gradient, write, zeros
+from headloss.backends.triton.kernels.row_outputs import AT_IDS, skip_row, store_row
 from headloss.backends.triton.kernels.running_sums import BITS, NATS
 
 

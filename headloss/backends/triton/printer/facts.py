@@ -24,7 +24,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from headloss.backends.triton.printer.lower import compiled, function
 from headloss.backends.triton.printer.operands import kind_of
 from headloss.backends.triton.printer.printer import Printer, Value, reach
-from headloss.draft import is_whole
+from headloss.derived_teachers import is_whole
 from headloss.facts import FACTS, PLAIN, VALUED, Fact, Moments, Partial, Want, coefficients, finish, with_whole
 from headloss.teachers import (
     DensePartial,

@@ -26,11 +26,11 @@ from headloss.backends.triton.printer.lower import compiled, function
 from headloss.backends.triton.printer.operands import Unprintable, constant
 from headloss.backends.triton.printer.printer import Printer, Value, dtype_of, kind_of, reach
 from headloss.facts import CONSTANT, Fact, Want
-from headloss.trace.agreement import SIZES, agrees, drawn
+from headloss.trace.cache_keys import Same
 from headloss.trace.classify import counts_rows, size, unwatched
-from headloss.trace.keys import Same
-from headloss.trace.reads import ours
-from headloss.trace.sizes import trace_any_size, unlike
+from headloss.trace.dynamic_shapes import trace_any_size, unlike
+from headloss.trace.function_reads import ours
+from headloss.trace.trace_check import SIZES, agrees, drawn
 
 MOST_IDS = 1024  # of a row, in the registers of one program
 NAME = "row"
@@ -231,7 +231,7 @@ class Page:
             self._metric(key, graph, given, node, self.metrics)
 
     def _rehearsed(self, module: Any, values: Any, known: Sequence[Any], sizes: list[int]) -> bool:
-        """See `agreement.agrees`."""
+        """See `trace_check.agrees`."""
         generator = torch.Generator("cpu").manual_seed(0)
         for R, _ in SIZES:
             sizes[:] = [R]

@@ -24,7 +24,7 @@ from headloss.backends.triton.printer.lower import compiled
 from headloss.backends.triton.printer.operands import Unprintable, constant, name_of
 from headloss.backends.triton.printer.printer import Printer, Value, dtype_of, kind_of
 from headloss.backends.triton.printer.program import Page, fed, once
-from headloss.draft import is_whole
+from headloss.derived_teachers import is_whole
 from headloss.facts import Fact, Want
 from headloss.teachers import SPARSE
 

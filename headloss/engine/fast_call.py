@@ -1,4 +1,4 @@
-"""One of the calls that take one launch over all their logits, what it leaves for its backward; see `ready.py`."""
+"""One of the calls that take one launch over all their logits, what it leaves for its backward; see `fast_path.py`."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from headloss.engine.arguments import CallArguments
+from headloss.engine.autograd_contract import hold
 from headloss.engine.bind import reads_now
 from headloss.engine.checks import check_count, check_ids
+from headloss.engine.fast_path import BROUGHT, Ready
 from headloss.engine.one_launch import Launched, measured, with_segments
-from headloss.engine.ready import BROUGHT, Ready
-from headloss.engine.saved import hold
 from headloss.engine.sweeps import Sweep
 from headloss.engine.teachers import DenseTeacherRows, SparseTeacherRows, merges
 from headloss.prepared import Prepared, Stats, check_stats

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from headloss.late import is_capturing
+from headloss.deferred_checks import is_capturing
 from headloss.segments import version
 from headloss.support import IGNORE, SHIFT, Known, Support, check_counted
 

@@ -2,6 +2,8 @@
 
 Two such calls are alike if everything is equal that can be seen without a number of the device: dtypes, sizes, strides,
 options, and what their functions read.  The first of them is planned and checked; then it runs here, as all later ones.
+
+Dimension key:  N rows   V vocabulary   D hidden size
 """
 
 from __future__ import annotations
@@ -15,19 +17,20 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from headloss.engine.arguments import CallArguments
+from headloss.engine.autograd_contract import refuse_transforms
 from headloss.engine.bind import chunked_because, reads_now
+from headloss.engine.heads import even_parts, make_logits, pull_hidden, pull_weight
 from headloss.engine.lookup import Found, Plans
-from headloss.engine.one_chunk import OneChunk
 from headloss.engine.one_launch import by_length
 from headloss.engine.plan import Plan
 from headloss.engine.run import names_of
-from headloss.engine.saved import refuse_transforms
 from headloss.metrics import dead_rows
 from headloss.prepared import Prepared
+from headloss.record import Grads
 from headloss.reductions import over_segments
 from headloss.segments import Segments
-from headloss.sources import Linear, Logits, Source, Sparse, without_tensors
-from headloss.trace.reads import defaults
+from headloss.sources import Linear, Logits, Source, Sparse, padded, without_tensors
+from headloss.trace.function_reads import defaults
 from headloss.trace.signature import ONLY, TEACHER_INPUTS
 
 BROUGHT = tuple(f"{i} of {ONLY}" for i in TEACHER_INPUTS)  # by a sparse teacher, among the inputs
@@ -194,6 +197,50 @@ def _is_simple(teacher: Any, source: Source) -> bool:
     if type(teacher) is not Logits or not source.vocab == teacher.vocab == teacher.logits.shape[-1]:
         return False
     return not teacher.logits.requires_grad and teacher.logits.dtype != torch.float64
+
+
+class OneChunk:
+    """What linear heads have in common that are alike and whose rows fit in one chunk and all count.
+
+    They are of one dtype, without a bias, with a column for each row of the weight.  Their gradients are of that dtype
+    too; nothing is accumulated.
+    """
+
+    __slots__ = ("flat", "parts", "size", "whole")
+
+    def __init__(self, source: Linear) -> None:
+        self.parts = even_parts(source.weight)
+        self.flat = source.hidden.ndim == 2
+        self.size = math.prod(source.leading), padded(source.columns, source.hidden.is_cpu)
+        self.whole = len(self.parts) == 1  # nothing is cut, and products make their own results: to ask for room costs
+
+    def read(self, source: Linear) -> Tensor:
+        """The logits of all rows."""
+        hidden_ND, weight_VD = source.hidden, source.weight
+        if not self.flat:
+            hidden_ND = hidden_ND.reshape(self.size[0], -1)
+        if self.whole and self.size[1] == weight_VD.shape[0]:
+            return torch.nn.functional.linear(hidden_ND, weight_VD)
+        raw_NV = torch.empty(self.size, dtype=hidden_ND.dtype, device=hidden_ND.device)[:, : weight_VD.shape[0]]
+        make_logits(hidden_ND, weight_VD, self.parts, raw_NV)
+        return raw_NV
+
+    def write(self, source: Linear, grad_NV: Tensor, needs: tuple[bool, ...]) -> Grads:
+        """The gradients that are wanted, from that of the logits."""
+        hidden_ND, weight_VD, dhidden, dweight = source.hidden, source.weight, None, None
+        if not self.flat:
+            hidden_ND = hidden_ND.reshape(self.size[0], -1)
+        if needs[0] and self.whole:
+            dhidden = torch.mm(grad_NV, weight_VD)
+        elif needs[0]:
+            dhidden = torch.empty_like(hidden_ND, memory_format=torch.contiguous_format)
+            pull_hidden(grad_NV, weight_VD, self.parts, dhidden)
+        if needs[1] and self.whole:
+            dweight = torch.mm(grad_NV.t(), hidden_ND)
+        elif needs[1]:
+            dweight = torch.empty_like(weight_VD, memory_format=torch.contiguous_format)
+            pull_weight(grad_NV, hidden_ND, self.parts, dweight)
+        return Grads(None, dhidden if self.flat or dhidden is None else dhidden.view(source.hidden.shape), dweight)
 
 
 class Ready:

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from headloss.engine.arguments import CallArguments
-from headloss.engine.brought import named_teachers
-from headloss.engine.saved import every_tensor
+from headloss.engine.autograd_contract import every_tensor
+from headloss.engine.derived_inputs import named_teachers
 from headloss.engine.teachers import teacher_label
 from headloss.sources import Logits
 

@@ -1,11 +1,11 @@
 """What a function can read, and whether all of it is known.
 
 A trace is believed in later calls, so it is made only of functions that read nothing but their arguments and values
-that the library can name and compare: plain constants (`keys.py`), functions of torch and math, and Python functions
-for which the same holds, all the way down.  The rule is an allowance, read off the function's bytecode: whatever is
-not on the list (an attribute of an object or a class, `getattr`, `globals()`, an import, a captured tensor, module,
-list or dict, a method, state of torch such as `is_grad_enabled()`) makes a function one that is run as it is, on every
-call.
+that the library can name and compare: plain constants (`cache_keys.py`), functions of torch and math, and Python
+functions for which the same holds, all the way down.  The rule is an allowance, read off the function's bytecode:
+whatever is not on the list (an attribute of an object or a class, `getattr`, `globals()`, an import, a captured tensor,
+module, list or dict, a method, state of torch such as `is_grad_enabled()`) makes a function one that is run as it is,
+on every call.
 
     BETA = 0.1
     def known(logprob): return -BETA * logprob            # BETA is part of the key: another value, another trace
@@ -28,9 +28,17 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
-from headloss.trace.keys import Same, fields_of, key_of, plain_key
-from headloss.trace.known import allowed, allowed_attributes, came_with, is_aten, is_immutable, is_torchs, operators_of
-from headloss.trace.places import Places, builtins_of, current, is_fixed
+from headloss.trace.allowlist import (
+    allowed,
+    allowed_attributes,
+    came_with,
+    is_aten,
+    is_immutable,
+    is_torchs,
+    operators_of,
+)
+from headloss.trace.cache_keys import Same, fields_of, key_of, plain_key
+from headloss.trace.guards import Places, builtins_of, current, is_fixed
 
 
 class Reads(NamedTuple):

@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headloss.derived_teachers import Top
 from headloss.engine.arguments import CallArguments
+from headloss.engine.autograd_contract import refuse_transforms
 from headloss.engine.layout import Laid, PerRow
 from headloss.engine.plan import plain_source
-from headloss.engine.saved import refuse_transforms
 from headloss.engine.teachers import check_names
 from headloss.prepared import Prepared
 from headloss.reductions import NEEDS_SEGMENTS, shares
@@ -29,7 +30,6 @@ from headloss.sources import Linear, Logits, Source, Sparse
 from headloss.teachers import TOP
 from headloss.term import Term
 from headloss.terms import Terms
-from headloss.top import Top
 from headloss.trace.call import facts_of, inputs_of
 from headloss.trace.signature import CLASSES, IDS, ONLY, classes_of, counts_of, share_of, targets_of, weighs_classes
 

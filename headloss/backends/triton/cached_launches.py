@@ -26,7 +26,7 @@ from headloss.backends.triton.visit import (
     taught_by,
     visit,
 )
-from headloss.backends.triton.visited import Visited
+from headloss.backends.triton.visit_records import Visited
 from headloss.teachers import DenseChunk, SparseChunk, TeacherChunk
 
 

@@ -12,14 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headloss.draft import Draft
+from headloss.derived_teachers import Draft, Top
 from headloss.engine.heads import Head, LinearHead, open_source
 from headloss.engine.teachers import DenseTeacherRows, SparseTeacherRows, TopRows
 from headloss.routed import Routed
-from headloss.rows import Rows
+from headloss.rows import IGNORE, Rows
+from headloss.segments import now_or_later
 from headloss.sources import Linear, Source, Sparse, Teacher, padded, with_tensors, with_vocab
+from headloss.support import Support
+from headloss.support_layout import places_of
 from headloss.teachers import DenseChunk, TeacherChunk
-from headloss.top import Top
+from headloss.trace.signature import IDS
 
 
 def bind_teachers(
@@ -52,15 +55,15 @@ def _dense(teacher: Any, source: Source, rows: Rows, backend: Any) -> DenseTeach
     return DraftRows(teacher, source, rows, backend)
 
 
-IDS = "vocab_ids"  # of the student, which a pull reads again
+VOCAB_IDS = "vocab_ids"  # of the student, which a pull reads again
 
 
 def _and_ids(tensors: dict[str, Tensor], ids: Tensor) -> dict[str, Tensor]:
-    return {**tensors, IDS: ids}
+    return {**tensors, VOCAB_IDS: ids}
 
 
 def _but_ids(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: x for name, x in tensors.items() if name != IDS}
+    return {name: x for name, x in tensors.items() if name != VOCAB_IDS}
 
 
 class GatheredRows(DenseTeacherRows):
@@ -84,7 +87,7 @@ class GatheredRows(DenseTeacherRows):
         return _and_ids(super().tensors(), self.ids)
 
     def whole(self, tensors: Mapping[str, Tensor], source: Source, rows: Rows) -> GatheredRows:
-        return GatheredRows(with_tensors(self.teacher, _but_ids(tensors)), tensors[IDS], source, rows)
+        return GatheredRows(with_tensors(self.teacher, _but_ids(tensors)), tensors[VOCAB_IDS], source, rows)
 
 
 class DraftRows(DenseTeacherRows):
@@ -125,7 +128,7 @@ class DraftRows(DenseTeacherRows):
         return _and_ids(super().tensors(), self.ids)
 
     def whole(self, tensors: Mapping[str, Tensor], source: Source, rows: Rows) -> DraftRows:
-        draft = Draft(with_tensors(self.teacher, _but_ids(tensors)), tensors[IDS], self.sums_whole)
+        draft = Draft(with_tensors(self.teacher, _but_ids(tensors)), tensors[VOCAB_IDS], self.sums_whole)
         return DraftRows(draft, source, rows, self.backend)
 
 
@@ -224,3 +227,45 @@ class RoutedRows(DenseTeacherRows):
             own = {n.split(":", 1)[1]: x for n, x in tensors.items() if n.startswith(f"{i}:")}
             each.append(guide.whole(own, source, rows))
         return RoutedRows(each, tensors["route"], rows, self.host_N, source.fact_dtype)
+
+
+def restrict_teachers(
+    teachers: Mapping[str, Teacher], support: Support, targets: Tensor | None, source: Source, backend: Any
+) -> dict[str, Teacher]:
+    """Teachers over kept columns: ids of a sparse one that a row does not keep are left out."""
+    found: dict[str, Teacher] = {}
+    for name, teacher in teachers.items():
+        if isinstance(teacher, Routed):
+            raise ValueError('teacher: with support=, routed teachers are for terms that say support="all"')
+        if not isinstance(teacher, Sparse):
+            if teacher.vocab < source.vocab:
+                raise ValueError(
+                    f"teacher: has {teacher.vocab} columns, the student {source.vocab}; with support= a teacher has as "
+                    f'many, or its term says support="all"'
+                )
+            found[name] = teacher
+            continue
+        places = places_of(support, targets, getattr(backend, "find_places", None))
+        ids_NK = teacher.ids.reshape(-1, teacher.ids.shape[-1])
+        outside_NK = places.find(torch.arange(len(ids_NK), device=ids_NK.device), ids_NK) < 0
+        if name == IDS:
+            check_candidates(ids_NK, outside_NK, targets)
+        ids = ids_NK.masked_fill(outside_NK, -1).view(teacher.ids.shape)
+        found[name] = Sparse(ids, teacher.logprobs)
+    return found
+
+
+def check_candidates(ids_NK: Tensor, outside_NK: Tensor, targets: Tensor | None) -> None:
+    """A column that a row does not keep has no log-probability in it."""
+    lost_N = (outside_NK & (ids_NK >= 0)).any(-1)
+    lost_N = lost_N if targets is None else lost_N & (targets.reshape(-1) != IGNORE)
+    if not len(lost_N):
+        return
+
+    def check(found: Tensor) -> None:
+        some, row = found.tolist()
+        if some:
+            raise ValueError(f"ids: row {row} names a column that its support does not keep; wanted kept ones, or -1")
+
+    first = torch.stack([lost_N.any().long(), lost_N.int().argmax()])
+    now_or_later(first, first[:1], check, "ids: a column that its row's support does not keep")

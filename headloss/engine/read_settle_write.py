@@ -20,7 +20,7 @@ from torch import Tensor
 
 from headloss.engine.heads import scale_grads
 from headloss.engine.loss import TermsOnRows
-from headloss.engine.nests import cut, join
+from headloss.engine.nested_tuples import cut, join
 from headloss.engine.one_launch import Launched, Weighed, by_length
 from headloss.engine.product import ProductSweep
 from headloss.engine.sweeps import Block, Chunk, Sweep

@@ -14,16 +14,51 @@ import torch
 from torch import Tensor
 
 from headloss.engine.heads import LogitsHead, open_source
-from headloss.engine.kept import parts_of
 from headloss.engine.sweeps import Block, Chunk, Sweep
 from headloss.engine.teachers import DenseTeacherRows, SparseTeacherRows
 from headloss.facts import Partial
-from headloss.places import ZERO, Entries, Places, places_of
 from headloss.record import Grads
-from headloss.rows import IGNORE
-from headloss.sources import Linear, Logits, Source
-from headloss.support import Support
+from headloss.rows import IGNORE, Rows
+from headloss.sources import Linear, Logits, Source, parse_bytes
+from headloss.support import Known, Support
+from headloss.support_layout import EVEN, ZERO, Entries, Places, even, places_of, width_of
 from headloss.teachers import DenseChunk, DensePartial, SparseChunk, TeacherChunk
+
+LOGITS_BYTES = 1 << 28  # of kept logits at a time where the source is logits, which has no budget
+
+
+def parts_of(known: Known, rows: Rows, source: Source, dense: int = 0) -> list[slice]:
+    """Runs of the rows that count whose kept logits, and those of so many dense teachers, fit into the budget."""
+    row_bytes, budget = source.fact_dtype.itemsize * (1 + dense), budget_of(source)
+    widest = width(known, rows, slice(0, rows.count))
+    if widest * row_bytes > budget:
+        raise ValueError(
+            f"memory: a row keeps {known.longest} columns, whose logits take {widest * row_bytes} bytes, the budget is "
+            f"{budget}; give at least that"
+        )
+    if rows.count * widest * row_bytes <= budget:
+        return [slice(0, rows.count)]
+    if rows.keep is not None:
+        step = budget // (widest * row_bytes)
+        return [slice(i, min(i + step, rows.count)) for i in range(0, rows.count, step)]
+    found, first, widest = [], 0, EVEN
+    for n, length in enumerate(known.offsets.diff().tolist()):
+        wide = max(widest, even(length + (rows.given is not None)))
+        if n > first and (n + 1 - first) * wide * row_bytes > budget:
+            found.append(slice(first, n))
+            first, wide = n, even(length + (rows.given is not None))
+        widest = wide
+    return [*found, slice(first, rows.count)]
+
+
+def width(known: Known, rows: Rows, part: slice) -> int:
+    """Places of a row of these."""
+    return width_of(known, int(rows.given is not None), rows.count, rows.keep is None, part)
+
+
+def budget_of(source: Source) -> int:
+    """Bytes of kept logits at a time."""
+    return parse_bytes(source.memory) if isinstance(source, Linear) else LOGITS_BYTES
 
 
 class KeptHead:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import headloss as hl
-from headloss.late import check_later, defers
+from headloss.deferred_checks import check_later, defers
 from headloss.segments import now_or_later
 
 WEIGHTED = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from headloss.checks.given import Given
+from headloss.checks.dense_records import Given
 from headloss.sources import Linear, Logits, Source
 
 

@@ -14,12 +14,12 @@ import torch
 import triton  # type: ignore
 from torch import Tensor
 
-from headloss.backends.triton.kernels.found import AT_IDS, COLUMN, TEACHER_COLUMN
+from headloss.backends.triton.kernels.row_outputs import AT_IDS, COLUMN, TEACHER_COLUMN
 from headloss.backends.triton.launch import Launch, by_identity
 from headloss.backends.triton.printer.elements import printed
 from headloss.backends.triton.printer.facts import WIDE
 from headloss.backends.triton.printer.program import Program
-from headloss.draft import is_whole
+from headloss.derived_teachers import is_whole
 from headloss.facts import Fact, Softmax, Want
 from headloss.teachers import DenseSoftmax, SparseSoftmax
 

@@ -13,7 +13,7 @@ import ctypes
 import functools
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -188,38 +188,6 @@ def _settle() -> None:
             _FREE.setdefault((copy.device, len(copy.host)), []).append(copy)
     except ValueError as error:
         raise ValueError(f"{error}{_LATE}") from error
-
-
-class LaterDict(dict[str, Any]):
-    """A dict whose values are made when something first asks for one; `unread` has its keys."""
-
-    __slots__ = ("_make",)
-
-    def __init__(self, unread: Mapping[str, object], make: Callable[[], Mapping[str, Any]]) -> None:
-        dict.__init__(self, unread)
-        self._make: Callable[[], Mapping[str, Any]] | None = make
-
-    def __reduce__(self) -> Any:
-        return dict, ({**self},)
-
-
-def _filled(plain: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(plain)
-    def method(self: LaterDict, *args: Any, **kwargs: Any) -> Any:
-        if self._make is not None:
-            dict.update(self, self._make())  # first: another thread must not find what stands for the values
-            self._make = None
-        return plain(self, *args, **kwargs)
-
-    return method
-
-
-for _name in (
-    "__delitem__", "__eq__", "__getitem__", "__ior__", "__iter__", "__ne__", "__or__", "__repr__", "__reversed__",
-    "__ror__", "__setitem__", "clear", "copy", "get", "items", "keys", "pop", "popitem", "setdefault", "update",
-    "values",
-):  # fmt: skip
-    setattr(LaterDict, _name, _filled(getattr(dict, _name)))
 
 
 @atexit.register

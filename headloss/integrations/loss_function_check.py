@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from headloss.deferred_checks import check_later, defers
 from headloss.integrations.causal_lm import KEEP_LOGITS
-from headloss.late import check_later, defers
 
 NAMES = ("labels", "vocab_size", "num_items_in_batch", "ignore_index", "shift_labels")  # after the logits
 
