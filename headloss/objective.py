@@ -25,16 +25,16 @@ from headloss.engine.autograd_contract import refuse_transforms
 from headloss.engine.bind import chunked_because, chunks_of, read_because, rows_of
 from headloss.engine.bound_teachers import bind_teachers
 from headloss.engine.columns import has_vocab_ids, in_columns
-from headloss.engine.derived_inputs import brought, over_ranks, with_candidates
+from headloss.engine.derived_inputs import over_ranks, with_candidates, with_derived_inputs
 from headloss.engine.evaluate import evaluate
 from headloss.engine.explain import Explanation, explain
-from headloss.engine.inplace_check import check_apart
+from headloss.engine.inplace_check import check_inplace
 from headloss.engine.lookup import find_plan
-from headloss.engine.mixed_support import parts_of
+from headloss.engine.mixed_support import calls_of
 from headloss.engine.plan import plain_source
 from headloss.engine.row_facts import facts_sweep
 from headloss.engine.run import Head, SweptCall, facts_of, run
-from headloss.engine.weight_grad_into import check_into
+from headloss.engine.weight_grad_into import check_weight_grad_into
 from headloss.graph import compiled as graph
 from headloss.graph.content import Traits, content_key, portable, traits
 from headloss.graph.recipe import describe
@@ -151,8 +151,8 @@ class Objective(Terms):
         if has_vocab_ids(source):
             in_graph = arguments.teacher is None or not torch.compiler.is_compiling()
             return (_on_columns if in_graph else _on_columns_uncompiled)(self, arguments, direct)
-        if self.brings or "class_weight" in inputs:
-            arguments = brought(self, arguments)
+        if self.derives_inputs or "class_weight" in inputs:
+            arguments = with_derived_inputs(self, arguments)
         if arguments.support is None and graph.wanted(arguments.source, arguments.teacher, self.traits.unknown):
             return graph.call(self, arguments, direct)
         return _uncompiled(self, arguments, direct)
@@ -182,9 +182,10 @@ class Objective(Terms):
         options = CallOptions(num_items, num_segments, weights, grad_scale, host_read)
         teacher = with_candidates(teacher, ids, on)
         given = CallArguments(on, targets, segments, teacher, options, inputs, support).with_prepared()
-        asked = brought(self, in_columns(given, self).arguments if has_vocab_ids(on) else given, explained=True)
+        whole = in_columns(given, self).arguments if has_vocab_ids(on) else given
+        asked = with_derived_inputs(self, whole, explained=True)
         both = asked.support is not None and self.on_all
-        found = [_explain(*part, source) for part in (parts_of(self, asked) if both else [(self, asked)])]
+        found = [_explain(*part, source) for part in (calls_of(self, asked) if both else [(self, asked)])]
         if counts := over_ranks(self, given):
             found[0].collectives["all-reduce of the counts of reduction segments"] = counts
         return found[0] if len(found) == 1 else found[0]._replace(whole=found[1])
@@ -314,8 +315,8 @@ def _row_facts(
     refuse_transforms(CallArguments(source, targets, None, teacher))
     reads, source = may_read(host_read, source.device), plain_source(source)
     if torch.is_grad_enabled() and any(x.requires_grad for x in source.tensors):
-        check_apart(CallArguments(source, targets, None, teacher, support=support))
-        check_into(source)
+        check_inplace(CallArguments(source, targets, None, teacher, support=support))
+        check_weight_grad_into(source)
     sweep = facts_sweep(source, targets, want, teacher, backend, reads, top, support)
     needs = tuple(x.requires_grad and torch.is_grad_enabled() for x in sweep.source.tensors)
     facts: Sequence[Tensor]

@@ -18,14 +18,14 @@ class Terms:
     """Named terms and metrics, checked, and the plans of calls on them.  Immutable, but for the plans."""
 
     __slots__ = (
-        "__weakref__", "asked", "backend", "brings", "every_term", "metrics", "names", "on_all", "plans", "terms",
-        "unmeasured",
+        "__weakref__", "asked", "backend", "derives_inputs", "every_term", "metrics", "names", "on_all", "plans",
+        "terms", "unmeasured",
     )  # fmt: skip
     asked: Any  # the metrics as they were given
     terms: Mapping[str, Term]
     metrics: tuple[tuple[str, Call], ...]
     backend: str
-    brings: bool  # whether some term has targets, columns or reduction segments of its own; see `engine.derived_inputs`
+    derives_inputs: bool  # whether some term has targets, columns or reduction segments of its own
     names: tuple[str, ...]  # of the terms
     every_term: tuple[Term, ...]  # and those that metrics are made of
     on_all: tuple[str, ...]  # terms that stay on the whole vocabulary where a call has a support
@@ -47,7 +47,7 @@ class Terms:
         every = tuple(x for x in (*checked.values(), *functions) if isinstance(x, Term))
         self._set(
             asked=metrics, terms=checked, metrics=calls, backend=backend, names=tuple(checked),
-            every_term=every, plans=None, brings=any(t.targets or t.top or t.reduction_segments for t in every),
+            every_term=every, plans=None, derives_inputs=any(t.targets or t.top or t.reduction_segments for t in every),
             on_all=tuple(name for name, t in checked.items() if t.support == "all"), unmeasured=None,
         )  # fmt: skip
 

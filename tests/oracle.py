@@ -22,7 +22,7 @@ from torch import Tensor
 
 import headloss as hl
 from headloss.checks import dense
-from headloss.checks.dense_records import Given
+from headloss.checks.dense_records import DenseCall
 from headloss.trace.signature import ONLY
 
 IGNORE = -100
@@ -144,7 +144,7 @@ class Answer(NamedTuple):
 class View(dense.Dense):
     """The rows of a problem that count, with its logits and the facts of this file."""
 
-    def __init__(self, problem: Problem, given: Given, dtype: torch.dtype, leaves: Mapping[str, Tensor]) -> None:
+    def __init__(self, problem: Problem, given: DenseCall, dtype: torch.dtype, leaves: Mapping[str, Tensor]) -> None:
         self.problem = problem
         super().__init__(given, dtype, leaves)
 
@@ -168,12 +168,12 @@ class View(dense.Dense):
         return (self.coefficients(term, len(values), weight) * values)[self.counts(len(values))].sum()
 
 
-def given(problem: Problem, leaves: Mapping[str, Tensor], inputs: Mapping[str, Any], **options: Any) -> Given:
+def given(problem: Problem, leaves: Mapping[str, Tensor], inputs: Mapping[str, Any], **options: Any) -> DenseCall:
     lead = len(problem.shape)
     per_row = lambda n, x: n != "pairs" and isinstance(x, Tensor) and x.ndim and tuple(x.shape[:lead]) == problem.shape
     kinds = {n: "row" if per_row(n, x) else "whole" for n, x in inputs.items()}
     teachers = {} if problem.teacher is None else {ONLY: hl.Logits(problem.teacher)}
-    return Given(problem.source(leaves), problem.targets, problem.segments, teachers, inputs, kinds, **options)
+    return DenseCall(problem.source(leaves), problem.targets, problem.segments, teachers, inputs, kinds, **options)
 
 
 def view(problem: Problem, leaves: Mapping[str, Tensor], inputs: Mapping[str, Any]) -> View:

@@ -215,7 +215,7 @@ def test_kernels(terms: Any, rows: int, monkeypatch: pytest.MonkeyPatch) -> None
     """The plan says whether the gradient is made in the launch, whatever the rows; those are told at the call."""
     from headloss.backends.triton import backend
 
-    monkeypatch.setattr(backend, "suits", lambda rows, columns: rows > 40)
+    monkeypatch.setattr(backend, "takes_one_launch", lambda rows, columns: rows > 40)
     torch.manual_seed(0)
     logits, taught, targets = torch.randn(rows, 7, requires_grad=True), torch.randn(rows, 7), torch.randint(7, (rows,))
     targets[::4] = -100

@@ -18,7 +18,7 @@ from interpreting import INSIDE, inside, interpreted
 import headloss as hl
 from headloss import prepared
 from headloss.engine import evaluate, heads, lookup
-from headloss.engine.fast_path import OneChunk
+from headloss.engine.fast_path import OneChunkHead
 from headloss.losses import cross_entropy, entropy_bonus, forward_kl, grpo, gspo, jsd, kto, tvd, z_loss
 
 pytest.importorskip("triton")
@@ -618,7 +618,7 @@ def test_one_chunk_is_that_of_any_head(uneven, columns, needs, monkeypatch):
     head, every = heads.LinearHead(source, single_chunk=True), slice(0, 6)
     head.wants_grad(needs)
     with torch.no_grad():
-        chunk = OneChunk(source)
+        chunk = OneChunkHead(source)
         raw, truth = chunk.read(source), head.read(every)
         assert torch.equal(raw, truth) and raw.stride() == truth.stride()
         grad = torch.randn(raw.shape, generator=generator)
@@ -687,8 +687,8 @@ IN_SEGMENTS = {
 @pytest.fixture
 def reached(monkeypatch):
     """Of each call, whether it was found."""
-    found, plain = [], evaluate.find_ready
-    monkeypatch.setattr(evaluate, "find_ready", lambda *a: found.append(ready := plain(*a)) or ready)
+    found, plain = [], evaluate.find_fast_path
+    monkeypatch.setattr(evaluate, "find_fast_path", lambda *a: found.append(ready := plain(*a)) or ready)
     return found
 
 

@@ -307,7 +307,7 @@ def test_a_wrong_target_on_a_gpu_does_not_kill_the_context() -> None:
 def test_a_dict_that_is_filled_later_is_a_dict(ask):
     made = []
     assert (
-        ask(one_launch.LaterDict({"a": made, "b": made}, lambda: made.append(1) or {"a": 1, "b": 2})) and len(made) < 2
+        ask(one_launch.LazyDict({"a": made, "b": made}, lambda: made.append(1) or {"a": 1, "b": 2})) and len(made) < 2
     )
 
 

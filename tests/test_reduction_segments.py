@@ -12,7 +12,7 @@ from torch import Tensor
 
 import headloss as hl
 from headloss.checks import dense
-from headloss.checks.dense_records import Given
+from headloss.checks.dense_records import DenseCall
 from headloss.losses import cross_entropy, grpo, gspo, kto, z_loss
 
 N, V, D = 13, 19, 5
@@ -172,7 +172,7 @@ def test_verify_follows_them(reduction: str) -> None:
     other = hl.Objective(rl=hl.Term(gspo, reduction=reduction, low=0.2, high=0.2, **REDUCTIONS[reduction]))
     same = {n: x for n, x in given.items() if n != "segments"}
     truth = dense.answer(
-        made, Given(source, batch.targets, given["segments"], {}, {**same, "prompts": batch.prompts},
+        made, DenseCall(source, batch.targets, given["segments"], {}, {**same, "prompts": batch.prompts},
                     {**dict.fromkeys(same, "row"), "prompts": "whole"}),
         torch.float64, {"hidden": batch.hidden, "weight": batch.weight},
     )  # fmt: skip

@@ -18,7 +18,7 @@ from torch.nn.functional import linear
 
 from headloss.checks import dense_facts as made
 from headloss.checks.dense_facts import CLASSES, COMPARING, FLOOR, DenseSegments
-from headloss.checks.dense_records import IGNORE, Answer, Given, Part, View, alone, mask_of, measured, to_columns
+from headloss.checks.dense_records import IGNORE, Answer, DenseCall, Part, View, alone, mask_of, measured, to_columns
 from headloss.facts import FACTS
 from headloss.losses import LOSSES
 from headloss.options import parameters_of
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def answer(
-    objective: Objective, given: Given, dtype: torch.dtype, leaves: Mapping[str, Tensor], rows: Any = None
+    objective: Objective, given: DenseCall, dtype: torch.dtype, leaves: Mapping[str, Tensor], rows: Any = None
 ) -> Answer:
     """Loss, terms, metrics and gradients.  `leaves` are the source's tensors and inputs, in the type to compute with:
     all float64 for the truth, the caller's own for what plain PyTorch would get.  `rows`: made in place of `Dense`."""
@@ -90,7 +90,7 @@ class Dense:
 
     loss: Tensor  # once its terms are summed
 
-    def __init__(self, given: Given, dtype: torch.dtype, leaves: Mapping[str, Tensor]) -> None:
+    def __init__(self, given: DenseCall, dtype: torch.dtype, leaves: Mapping[str, Tensor]) -> None:
         self.given, self.dtype, source = given, dtype, given.source
         self.lead, ids = source.leading, source.vocab_ids
         y = None if given.targets is None else to_columns(ids, given.targets, IGNORE)

@@ -23,7 +23,7 @@ IGNORE = -100
 NOWHERE = -1.0e30  # a logit that is not kept: -inf, but 0 times its gradient is 0
 
 
-class Given(NamedTuple):
+class DenseCall(NamedTuple):
     """The arguments of one call; `kinds` says of each input what it is: "row", "segment" or anything else."""
 
     source: Source

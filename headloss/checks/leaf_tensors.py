@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from headloss.checks.dense_records import Given
+from headloss.checks.dense_records import DenseCall
 from headloss.sources import Linear, Logits, Source
 
 
@@ -15,7 +15,7 @@ def tensors_of(source: Source) -> dict[str, Tensor]:
     return {n: getattr(source, n) for n in names if getattr(source, n) is not None}
 
 
-def leaves_of(given: Given, dtype: torch.dtype | None) -> dict[str, Tensor]:
+def leaves_of(given: DenseCall, dtype: torch.dtype | None) -> dict[str, Tensor]:
     """Fresh copies of the source's tensors, and of inputs that require grad, in this type or their own."""
     own = tensors_of(given.source)
     wanted = {n for n, x in own.items() if x.requires_grad} or set(own)
@@ -27,7 +27,7 @@ def leaves_of(given: Given, dtype: torch.dtype | None) -> dict[str, Tensor]:
     return found
 
 
-def nudged_leaves(given: Given, wide: torch.dtype) -> dict[str, Tensor]:
+def nudged_leaves(given: DenseCall, wide: torch.dtype) -> dict[str, Tensor]:
     """The leaves with each number off by a few roundings: what that moves, no order of sums can hold still.
 
     Where logits are made in a narrow type, by half a step of it, which is what rounding them does.

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from headloss.checks.dense import answer
-from headloss.checks.dense_records import IGNORE, Answer, Given, of_rows, replaced, rows_of
+from headloss.checks.dense_records import IGNORE, Answer, DenseCall, of_rows, replaced, rows_of
 from headloss.checks.leaf_tensors import leaves_of, nudged_leaves, tensors_of
 from headloss.engine.derived_inputs import named_teachers, with_candidates
 from headloss.engine.layout import LAID, lay_out, readings
@@ -131,7 +131,7 @@ def verify(
     _check_whole(source, groups, teacher)
     teachers: dict[str, Teacher] = named_teachers(teacher)
     kinds = _kinds(objective, source, segments, inputs)
-    given = Given(source, targets, segments, teachers, *kinds, **options, support=support)
+    given = DenseCall(source, targets, segments, teachers, *kinds, **options, support=support)
     given, taken = _cut(given, rows)
     devices = [source.device] if source.device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), torch.enable_grad():
@@ -175,7 +175,7 @@ def _kinds(
     return {**inputs, **said}, kinds
 
 
-def _cut(given: Given, most: int) -> tuple[Given, str]:
+def _cut(given: DenseCall, most: int) -> tuple[DenseCall, str]:
     """About `most` of the rows, whole segments, in numbers that cannot be taken for a count of something else."""
     source, targets, segments, pairs = given.source, given.targets, given.segments, given.inputs.get("pairs")
     N = torch.Size(source.leading).numel()
@@ -200,7 +200,7 @@ def _cut(given: Given, most: int) -> tuple[Given, str]:
     return (given if whole else _taken(given, keep.to(device), chosen)), told
 
 
-def _choose(order: Any, ids: Tensor, valid: Tensor, given: Given, most: int) -> list[int]:
+def _choose(order: Any, ids: Tensor, valid: Tensor, given: DenseCall, most: int) -> list[int]:
     """Segments in their order, until there are enough rows and no number of them means something else too."""
     together = 2 if given.inputs.get("pairs") is not None else 1  # of a pair both
     chosen: list[int] = []
@@ -219,7 +219,7 @@ def _choose(order: Any, ids: Tensor, valid: Tensor, given: Given, most: int) -> 
     return sorted(chosen)
 
 
-def _confused(keep: Tensor, valid: Tensor, given: Given, segments: int) -> bool:
+def _confused(keep: Tensor, valid: Tensor, given: DenseCall, segments: int) -> bool:
     """Whether so many rows could be taken for segments, pairs or columns."""
     counts = {len(keep), int(valid[keep].sum())}
     pairs = given.inputs.get("pairs")
@@ -227,7 +227,7 @@ def _confused(keep: Tensor, valid: Tensor, given: Given, segments: int) -> bool:
     return bool(counts & others)
 
 
-def _taken(given: Given, keep: Tensor, chosen: Sequence[int] | None) -> Given:
+def _taken(given: DenseCall, keep: Tensor, chosen: Sequence[int] | None) -> DenseCall:
     """These rows, flat; segments are numbered anew."""
     lead = len(given.source.leading)
     rows = lambda x: x.reshape(-1, *x.shape[lead:])[keep]
@@ -276,7 +276,7 @@ class How(NamedTuple):
     named: bool  # teachers were given by name
 
 
-def _run(objective: Objective, given: Given, label: str, how: How, memory: int | None = None) -> Run:
+def _run(objective: Objective, given: DenseCall, label: str, how: How, memory: int | None = None) -> Run:
     """The objective as it is, on copies."""
     leaves = leaves_of(given, None)
     tensors = {n: x for n, x in leaves.items() if not n.startswith("input ")}
@@ -308,7 +308,7 @@ def _run(objective: Objective, given: Given, label: str, how: How, memory: int |
     return Run(label, numbers | {f"metric {n}": float(m) for n, m in out.metrics.items()}, grads)
 
 
-def _runs(objective: Objective, given: Given, how: How) -> Iterator[Run]:
+def _runs(objective: Objective, given: DenseCall, how: How) -> Iterator[Run]:
     yield _run(objective, given, "first call", how)
     yield _run(objective, given, "later call", how)
     source = given.source
@@ -319,7 +319,7 @@ def _runs(objective: Objective, given: Given, how: How) -> Iterator[Run]:
         yield _run(objective, given, "in chunks", how, max(1, N // 3) * per_row)
 
 
-def _compare(objective: Objective, given: Given, how: How, taken: str, told: str) -> Verification:
+def _compare(objective: Objective, given: DenseCall, how: How, taken: str, told: str) -> Verification:
     plain = given._replace(inputs={n: getattr(x, "value", x) for n, x in given.inputs.items()})
     fact_dtype, unchecked = given.source.fact_dtype, []
     runs = list(_runs(objective, given, how))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import headloss as hl
 from headloss.checks import dense
-from headloss.checks.dense_records import Given
+from headloss.checks.dense_records import DenseCall
 from headloss.facts import FACTS
 
 APART = ("top_logprob", "class_weight", "class_mean", "class_cross_entropy")  # of a Term or a call that says so
@@ -100,12 +100,12 @@ def answer(
     return Result({"loss": found.numbers["loss"].number}, {"loss": found.numbers["loss"].scale}, found.grads)
 
 
-def given(p: Problem, fn: Callable[..., Any] | None, teacher: str | None, source: Any) -> Given:
+def given(p: Problem, fn: Callable[..., Any] | None, teacher: str | None, source: Any) -> DenseCall:
     """The call as the dense computation takes it."""
     inputs = {} if fn is None or teacher else p.inputs(fn)
     kinds = {n: "row" if x.ndim and len(x) == len(p.targets) else "whole" for n, x in inputs.items()}
     guide = p.guide(teacher, source.tensors[0].dtype)
-    return Given(source, p.targets, p.segments, {} if guide is None else {"teacher": guide}, inputs, kinds)
+    return DenseCall(source, p.targets, p.segments, {} if guide is None else {"teacher": guide}, inputs, kinds)
 
 
 def leaves_of(p: Problem, kind: str, dtype: torch.dtype) -> dict[str, Tensor]:

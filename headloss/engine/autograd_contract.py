@@ -29,7 +29,7 @@ BATCHED = (
 )
 
 
-def hold(ctx: Any, names: Sequence[str], tensors: Sequence[Tensor], args: int, read: int, made: bool) -> None:
+def save_tensors(ctx: Any, names: Sequence[str], tensors: Sequence[Tensor], args: int, read: int, made: bool) -> None:
     """Save what the backward needs: the first are `args` of the Function, up to `read` they are read again, and the
     others were only used.  How often each was written to is noted for a message that names it.
 
@@ -53,15 +53,15 @@ def hold(ctx: Any, names: Sequence[str], tensors: Sequence[Tensor], args: int, r
             if i >= args and x.is_inference():
                 saved[i] = None
                 small = name.endswith(("targets", "temperature"))
-                untracked[i] = (x.clone() if small else x, None if small or i >= read else _print(x, not made))
+                untracked[i] = (x.clone() if small else x, None if small or i >= read else _fingerprint(x, not made))
     ctx.held = names, args, read, untracked, versions
     if not _TELLS:
         ctx.refs = [*map(weakref.ref, tensors)]
     ctx.save_for_backward(*saved)
 
 
-def once(pull: Callable[..., tuple[Tensor | None, ...]]) -> Callable[..., Any]:
-    """A backward: `pull(ctx, saved, *grads)` on what `hold` saved; its gradients cannot be differentiated."""
+def differentiable_once(pull: Callable[..., tuple[Tensor | None, ...]]) -> Callable[..., Any]:
+    """A backward: `pull(ctx, saved, *grads)` on what `save_tensors` saved; its gradients cannot be differentiated."""
 
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         for g in grads:
@@ -94,11 +94,11 @@ def read_again(ctx: Any, saved: Sequence[Tensor], own: int) -> dict[str, Tensor]
     names, args, read, untracked, _ = ctx.held
     for i, (x, before) in untracked.items():
         if before is not None:
-            _refuse_change((_print(x, before.ndim < x.ndim) != before).sum(), CHANGED.format(name=names[i]))
+            _refuse_change((_fingerprint(x, before.ndim < x.ndim) != before).sum(), CHANGED.format(name=names[i]))
     return {names[i]: untracked[i][0] if i in untracked else saved[i] for i in (*range(own), *range(args, read))}
 
 
-def _print(x: Tensor, whole: bool) -> Tensor:
+def _fingerprint(x: Tensor, whole: bool) -> Tensor:
     """What shows that a tensor was written to: the sum of the bits of each row or, not `whole`, about 64 columns."""
     x = x if whole or not x.ndim else x[..., :: max(1, x.shape[-1] // 64)]
     bits = x.contiguous().view(_BITS[x.itemsize])

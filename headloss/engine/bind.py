@@ -13,11 +13,11 @@ from headloss.engine.arguments import CallArguments
 from headloss.engine.bound_teachers import bind_teachers, restrict_teachers
 from headloss.engine.budget import chunk_rows, row_chunks
 from headloss.engine.checks import check_count
-from headloss.engine.logits_forward_grad import keeps, logits_chunks
+from headloss.engine.logits_forward_grad import logits_chunks, makes_grad_in_forward
 from headloss.engine.loss import TermsOnRows
 from headloss.engine.plan import KEPT, Plan, in_order, why_read_by_products
 from headloss.engine.product import ProductSweep, why_chunked
-from headloss.engine.support_sweep import KeptSweep, parts_of
+from headloss.engine.support_sweep import SupportSweep, support_chunks
 from headloss.engine.sweeps import Chunk, Sweep
 from headloss.engine.teachers import SparseTeacherRows, TeacherRows, cost_of, most_rows
 from headloss.metrics import measure_later
@@ -63,12 +63,12 @@ def bind(plan: Plan, arguments: CallArguments) -> tuple[Sweep, TermsOnRows]:
     if rows.segments is not None:
         rows.join()
     loss = TermsOnRows(plan, arguments, rows, chunks, taken)
-    kind = KeptSweep if support is not None else Sweep if chunked else ProductSweep
+    kind = SupportSweep if support is not None else Sweep if chunked else ProductSweep
     sweep = kind(source, rows, plan.want, plan.backend, guides, plan.program)
     if source.shard is not None:
         sweep.compared = _compared(plan, arguments, loss)
         sweep.terms = f"{kind.__name__}: {_terms_in_words(plan, arguments, loss)}"
-    if support is not None and isinstance(sweep, KeptSweep):
+    if support is not None and isinstance(sweep, SupportSweep):
         missing = sweep.keep(support)
         if missing is not None:
             found = measure_later(("support_missing",), lambda: missing[None], rows.valid, "token")
@@ -162,7 +162,7 @@ def chunks_of(
     if support is not None:
         if program is None:
             return None  # kept columns are so few that to make them again costs less than to walk chunks
-        parts = parts_of(support.known(), rows, source)
+        parts = support_chunks(support.known(), rows, source)
         return [Chunk(part) for part in parts] if rows.count and (len(parts) == 1 or plan.kind == "row") else None
     if program is not None and type(source) is Logits:
         taught = most_rows(guides) if guides else None  # of how many rows teachers' logits may be made at a time
@@ -172,7 +172,7 @@ def chunks_of(
             return None  # a teacher's logits are made of some rows at a time, and segments may be longer
         step = max(1, taught)
         return [Chunk(slice(i, min(i + step, rows.count))) for i in range(0, rows.count, step)] or None
-    if keeps(plan, source):
+    if makes_grad_in_forward(plan, source):
         return logits_chunks(plan, source, rows, guides)
     if not isinstance(source, Linear) or plan.kind == "batch" or plan.want.only_ids:
         return None

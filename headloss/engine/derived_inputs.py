@@ -34,7 +34,7 @@ from headloss.trace.call import facts_of, inputs_of
 from headloss.trace.signature import CLASSES, IDS, ONLY, classes_of, counts_of, share_of, targets_of, weighs_classes
 
 
-def brought(terms: Terms, arguments: CallArguments, explained: bool = False) -> CallArguments:
+def with_derived_inputs(terms: Terms, arguments: CallArguments, explained: bool = False) -> CallArguments:
     """The same call, with what its terms bring.  `explained`: it will not run, and asks no other rank."""
     if "class_weight" in arguments.inputs:
         if not torch.compiler.is_compiling():

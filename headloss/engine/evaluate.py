@@ -13,16 +13,16 @@ from headloss.engine import heads
 from headloss.engine.arguments import CallArguments
 from headloss.engine.bind import bind
 from headloss.engine.bound_teachers import RoutedRows
-from headloss.engine.fast_call import ReadyCall
-from headloss.engine.fast_path import Ready, find_ready, key_of, make_ready, needs_of
-from headloss.engine.inplace_check import check_apart
+from headloss.engine.fast_call import FastCall
+from headloss.engine.fast_path import FastPath, find_fast_path, key_of, make_fast_path, needs_of
+from headloss.engine.inplace_check import check_inplace
 from headloss.engine.lookup import find
-from headloss.engine.mixed_support import merged, parts_of, weight_grad_of
+from headloss.engine.mixed_support import calls_of, merged, weight_grad_of
 from headloss.engine.one_launch import later_values
 from headloss.engine.plan import Plan
 from headloss.engine.run import Head, SweptCall, facts_of, final_grads, run
 from headloss.engine.sweeps import Sweep
-from headloss.engine.weight_grad_into import check_into
+from headloss.engine.weight_grad_into import check_weight_grad_into
 from headloss.record import Facts, Grads, Output
 from headloss.sources import Logits, Source
 from headloss.terms import Terms
@@ -32,7 +32,7 @@ def evaluate(terms: Terms, arguments: CallArguments, direct: bool) -> Output:
     """`Objective.__call__`, or with `direct` its `forward_backward`."""
     check_pending()
     if arguments.support is not None and terms.on_all:
-        kept, *whole = parts_of(terms, arguments)
+        kept, *whole = calls_of(terms, arguments)
         on_all = [_evaluate(*part, direct) for part in whole]
         return merged(terms, _evaluate(*kept, direct, weight_grad_of(on_all)), *on_all)
     return _evaluate(terms, arguments, direct)
@@ -42,17 +42,17 @@ def _evaluate(terms: Terms, arguments: CallArguments, direct: bool, weight_grad:
     """`weight_grad`: where a gradient of the weight that is made now may be added."""
     recorded = torch.is_grad_enabled()
     key = key_of(arguments, direct)
-    ready = find_ready(terms.plans, key, arguments)
-    if ready is None:
+    path = find_fast_path(terms.plans, key, arguments)
+    if path is None:
         if (direct or recorded) and type(arguments.source) is not Logits:
-            check_into(arguments.source)
+            check_weight_grad_into(arguments.source)
         found = find(terms, arguments)
         plan, arguments = found.plan, found.arguments
-        ready = make_ready(terms.plans, key, found)
-    if ready is not None:
-        return _at_once(terms, ready, arguments, direct)
+        path = make_fast_path(terms.plans, key, found)
+    if path is not None:
+        return _at_once(terms, path, arguments, direct)
     if True in needs_of(arguments.source.tensors, direct):
-        check_apart(arguments)  # before any collective
+        check_inplace(arguments)  # before any collective
     sweep, loss = bind(plan, arguments)
     if weight_grad is not None:
         sweep.weight_grad = weight_grad
@@ -72,24 +72,24 @@ def _evaluate(terms: Terms, arguments: CallArguments, direct: bool, weight_grad:
     return Output(result.loss, _every(terms, plan, loss.values, result.loss), loss.metrics, facts, grads)
 
 
-def _at_once(terms: Terms, ready: Ready, arguments: CallArguments, direct: bool) -> Output:
+def _at_once(terms: Terms, path: FastPath, arguments: CallArguments, direct: bool) -> Output:
     """A call in one launch over all its logits."""
-    if heads.on_other_device(ready.device):
-        with torch.cuda.device(ready.device):
-            return _at_once(terms, ready, arguments, direct)
-    call, made = ReadyCall(ready, arguments), None
-    if not direct and ready.grad:
+    if heads.on_other_device(path.device):
+        with torch.cuda.device(path.device):
+            return _at_once(terms, path, arguments, direct)
+    call, made = FastCall(path, arguments), None
+    if not direct and path.grad:
         loss, *blocks = Head.apply(call, *arguments.source.tensors)
     else:
         with torch.no_grad():
             loss, made = call.run()
         blocks = [x.detach() for x in call.visited.blocks]
-    plan = ready.plan
+    plan = path.plan
     values = later_values(plan.weights, call.sums)
     if plan.off:
         values = _every(terms, plan, values, loss)
     return Output(
-        loss, values, call.metrics(), facts_of(ready, plan.want, blocks, call.visited), made if direct else None
+        loss, values, call.metrics(), facts_of(path, plan.want, blocks, call.visited), made if direct else None
     )
 
 

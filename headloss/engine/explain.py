@@ -12,9 +12,9 @@ from headloss.engine.arguments import CallArguments
 from headloss.engine.bind import chunked_because
 from headloss.engine.budget import COPIES, Cost, chunk_rows, held_besides
 from headloss.engine.budget import pieces as parts
-from headloss.engine.logits_forward_grad import keeps, sees_all
+from headloss.engine.logits_forward_grad import makes_grad_in_forward, reads_all_rows
 from headloss.engine.plan import Plan
-from headloss.engine.support_sweep import parts_of, width
+from headloss.engine.support_sweep import support_chunks, width
 from headloss.engine.sweeps import Chunk
 from headloss.engine.teachers import DenseTeacherRows, TeacherRows, cost_of, heads_of, most_rows
 from headloss.facts import FACTS
@@ -128,7 +128,7 @@ def explain(
         if plan.program is not None and not plan.program.by_segment:
             again = any(f.element is not None for f in plan.want.facts)
             grade = f"in the same pass: logits are read {'twice for a divergence' if again else 'once'}, written once"
-        if keeps(plan, source) and (chunks or sees_all(source, rows, guides)):
+        if makes_grad_in_forward(plan, source) and (chunks or reads_all_rows(source, rows, guides)):
             grade = "in the same pass: exponentials are kept where the gradient will stand, and not made twice"
             if source.fact_dtype != source.logits.dtype and chunks:
                 held = max(c.rows.stop - c.rows.start for c in chunks) * source.columns * source.fact_dtype.itemsize
@@ -194,7 +194,7 @@ def _kept_parts(
     assert support is not None
     each = source.fact_dtype.itemsize * (1 + sum(isinstance(g, DenseTeacherRows) for g in guides.values()))
     known = support.known()
-    parts = parts_of(known, rows, source, each // source.fact_dtype.itemsize - 1)
+    parts = support_chunks(known, rows, source, each // source.fact_dtype.itemsize - 1)
     widths = [width(known, rows, part) for part in parts]
     return [(part, W, (part.stop - part.start) * W * each) for part, W in zip(parts, widths, strict=True)]
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from headloss.engine.arguments import CallArguments
-from headloss.engine.autograd_contract import hold
+from headloss.engine.autograd_contract import save_tensors
 from headloss.engine.bind import reads_now
 from headloss.engine.checks import check_count, check_ids
-from headloss.engine.fast_path import BROUGHT, Ready
+from headloss.engine.fast_path import SPARSE_INPUTS, FastPath
 from headloss.engine.one_launch import Launched, measured, with_segments
 from headloss.engine.sweeps import Sweep
 from headloss.engine.teachers import DenseTeacherRows, SparseTeacherRows, merges
@@ -31,11 +31,11 @@ from headloss.trace.signature import ONLY
 _NONE: Mapping[str, Tensor] = {}
 
 
-class ReadyCall:
+class FastCall:
     """One call: its targets, and what the host knows of them."""
 
     __slots__ = (
-        "guide", "inputs", "mean", "one_token", "ready", "scale", "segments", "skipped", "source", "spans", "stats",
+        "guide", "inputs", "mean", "one_token", "path", "scale", "segments", "skipped", "source", "spans", "stats",
         "sums", "targets", "teacher", "valid", "visited", "weights",
     )  # fmt: skip
     source: Any
@@ -44,12 +44,12 @@ class ReadyCall:
     num_items = None  # as of `Rows`, and so are `tokens` and `one_token`
     tokens = property(lambda self: self.stats.valid)
 
-    def __init__(self, ready: Ready, arguments: CallArguments) -> None:
+    def __init__(self, path: FastPath, arguments: CallArguments) -> None:
         source, targets, segments, teacher, (num_items, _, weights, scale, host_read), inputs, _ = arguments
-        self.ready, self.source, self.inputs, self.scale = ready, source, inputs, scale
-        self.weights: tuple[Any, ...] = ready.weights
+        self.path, self.source, self.inputs, self.scale = path, source, inputs, scale
+        self.weights: tuple[Any, ...] = path.weights
         if weights:
-            self.weights = tuple([weights.get(name, w) for name, w in zip(ready.plan.weights, ready.weights)])
+            self.weights = tuple([weights.get(name, w) for name, w in zip(path.plan.weights, path.weights)])
         if num_items is not None:
             check_count("num_items", num_items)
         if scale != 1.0:
@@ -65,36 +65,36 @@ class ReadyCall:
             valid = stats.valid
             if segments is not None:
                 self.segments = segments
-                check_stats(stats, source.vocab, segments.num_segments, ready.plan.needed)
+                check_stats(stats, source.vocab, segments.num_segments, path.plan.needed)
             elif valid and not 0 <= stats.low <= stats.high < source.vocab:
                 check_stats(stats, source.vocab)
-            self.skipped = valid < ready.count
-            if ready.shares:
+            self.skipped = valid < path.count
+            if path.shares:
                 self.mean = self._shared(num_items, None)
             else:
                 self.mean = reciprocal(valid if num_items is None else num_items)
         elif targets is None:
             self.stats, self.skipped = None, False
-            self.mean = reciprocal(ready.count if num_items is None else num_items)
+            self.mean = reciprocal(path.count if num_items is None else num_items)
         else:
             assert isinstance(targets, Tensor)
             self.targets, flat = targets, targets if targets.ndim == 1 else targets.reshape(-1)
-            host_read = reads_now(host_read, targets.device, ready.plan.read_because)
+            host_read = reads_now(host_read, targets.device, path.plan.read_because)
             self.segments, ids = segments, None
             if segments is not None:
                 ids = segments.ids if segments.ids.ndim == 1 else segments.ids.reshape(-1)
             self.stats, counted = count_rows(
-                flat, source.vocab, host_read, ready.backend.count_targets, segments, ids, ready.plan.needed
+                flat, source.vocab, host_read, path.backend.count_targets, segments, ids, path.plan.needed
             )
             if self.stats is None:
                 self.mean, self.valid, self.skipped = counted.one_token, counted.valid_N, True
             else:
-                self.mean, self.skipped = reciprocal(self.stats.valid), self.stats.valid < ready.count
-            if ready.shares:
+                self.mean, self.skipped = reciprocal(self.stats.valid), self.stats.valid < path.count
+            if path.shares:
                 assert segments is not None
                 self.one_token = self.mean
-                self.spans = spans = ready.backend.spans(counted.ids_N, segments.num_segments)
-                self.mean = self._shared(num_items, spans.present() if ready.by_present else None)
+                self.spans = spans = path.backend.spans(counted.ids_N, segments.num_segments)
+                self.mean = self._shared(num_items, spans.present() if path.by_present else None)
             elif num_items is not None:
                 self.mean = reciprocal(num_items)
         self.guide: SparseTeacherRows | None = None
@@ -103,12 +103,12 @@ class ReadyCall:
             return
         checked: tuple[Tensor | None, int] = None, 0
         if type(teacher) is Sparse:
-            checked = check_ids("teacher", teacher, source, merges(ready.backend, teacher.ids))
+            checked = check_ids("teacher", teacher, source, merges(path.backend, teacher.ids))
         elif type(teacher) is not Logits:  # by its name once the call was planned
             self.teacher = arguments.teachers[ONLY]
         if type(self.teacher) is Sparse:
-            of = Rows(ready.shape, self.targets, None, self.valid, None, self.stats, self.skipped)
-            self.guide = SparseTeacherRows(self.teacher, of, ready.plan.dtype, ready.backend, checked)
+            of = Rows(path.shape, self.targets, None, self.valid, None, self.stats, self.skipped)
+            self.guide = SparseTeacherRows(self.teacher, of, path.plan.dtype, path.backend, checked)
             self.guide.strip()
 
     def _shared(self, num_items: Any, present: Tensor | None) -> tuple[Any, ...]:
@@ -118,23 +118,23 @@ class ReadyCall:
         """
         counts: Any = self
         how = {"num_items": num_items, "num_segments": present}
-        return tuple([shared_weight(r, kind, counts, norm=n, **how) for r, kind, n in self.ready.shares])
+        return tuple([shared_weight(r, kind, counts, norm=n, **how) for r, kind, n in self.path.shares])
 
     def run(self) -> tuple[Tensor, Grads]:
         """The loss, and the gradients that are wanted."""
-        ready, source, inputs, targets, scale = self.ready, self.source, self.inputs, self.targets, self.scale
-        plan, grad, head, weights = ready.plan, ready.grad, ready.head, self.weights
+        path, source, inputs, targets, scale = self.path, self.source, self.inputs, self.targets, self.scale
+        plan, grad, head, weights = path.plan, path.grad, path.head, self.weights
         if not plan.has_gradient and (grad or torch.is_grad_enabled()):
             check_gradient(plan.terms, grad)
         begun = 0.0 if "compiling" in plan.times else time.perf_counter()
-        guide, chunk, teacher, out, brought = self.guide, None, None, None, _NONE
+        guide, chunk, teacher, out, sparse = self.guide, None, None, None, _NONE
         if guide is not None:
             chunk = SparseChunk(guide.ids_RK, guide.sorted_RK)
-            brought = dict(zip(BROUGHT, (guide.ids_RK, guide.logprob_RK)))
-            inputs = {**inputs, **brought}
-        elif ready.their is not None:
+            sparse = dict(zip(SPARSE_INPUTS, (guide.ids_RK, guide.logprob_RK)))
+            inputs = {**inputs, **sparse}
+        elif path.their is not None:
             teacher = self.teacher.logits
-        given = tuple(map(inputs.__getitem__, ready.taken)) if ready.taken else ()
+        given = tuple(map(inputs.__getitem__, path.taken)) if path.taken else ()
         factors = weights if scale == 1.0 else tuple([w * scale for w in weights])
         if head is None:
             x = source.logits
@@ -142,22 +142,22 @@ class ReadyCall:
         else:
             x = head.read(source)
             out_NV = x if grad else None
-        if not ready.flat:
+        if not path.flat:
             targets = None if targets is None else targets.reshape(-1)
-            named = zip(ready.taken, given)
-            given = tuple([v if v.ndim < 2 or n in brought else v.reshape(-1) for n, v in named])
+            named = zip(path.taken, given)
+            given = tuple([v if v.ndim < 2 or n in sparse else v.reshape(-1) for n, v in named])
             if head is None:
-                x = x.reshape(ready.count, -1)
+                x = x.reshape(path.count, -1)
                 out_NV = None if out is None else out.view(x.shape)
                 teacher = None if teacher is None else teacher.reshape(x.shape)
-        more = (self.spans or self._spans(targets)) if ready.shares else chunk or teacher
-        mean = self.mean if ready.suits is not False else tuple([self.mean if m else 1.0 for m in ready.means])
-        self.visited, self.sums, loss = ready.visits(
+        more = (self.spans or self._spans(targets)) if path.shares else chunk or teacher
+        mean = self.mean if path.one_launch is not False else tuple([self.mean if m else 1.0 for m in path.means])
+        self.visited, self.sums, loss = path.visits(
             x, targets, given, mean, factors, weights, out_NV, self.skipped, more
         )
         if begun:
             plan.times["compiling"] = time.perf_counter() - begun
-        return loss, Grads(out) if head is None or not grad else head.write(source, x, ready.needs)
+        return loss, Grads(out) if head is None or not grad else head.write(source, x, path.needs)
 
     def _spans(self, targets: Tensor) -> Any:
         """Where the rows of each segment are."""
@@ -167,58 +167,58 @@ class ReadyCall:
         ids = ids if ids.ndim == 1 else ids.reshape(-1)
         ids = ids.masked_fill(targets == IGNORE, -1) if skipped else ids
         rising = stats.sorted and not stats.loose
-        return self.ready.backend.spans(ids, segments.num_segments, rising, whole=not skipped)
+        return self.path.backend.spans(ids, segments.num_segments, rising, whole=not skipped)
 
     def forward(self, ctx: Any, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """With autograd; see `run.Head`."""
-        ready, teacher = self.ready, self.teacher
+        path, teacher = self.path, self.teacher
         loss, grads = self.run()
         visited, held = self.visited, [*tensors]
         if self.targets is not None:
             held.append(self.targets)
         if self.guide is not None:
             held += (teacher.ids, teacher.logprobs)
-        elif ready.their is not None:
+        elif path.their is not None:
             held.append(teacher.logits)
-        if ready.used:
-            held += map(self.inputs.__getitem__, ready.used)
+        if path.used:
+            held += map(self.inputs.__getitem__, path.used)
         if self.segments is not None:
             held.append(self.segments.ids)
-        hold(ctx, ready.names, held, len(tensors), ready.read, True)
-        left = Left(ready, visited, self.stats, self.skipped, self.guide)
-        ctx.grads, ctx.kept = grads, (left, ready.needs, left, None, False, ())
+        save_tensors(ctx, path.names, held, len(tensors), path.read, True)
+        left = FastResult(path, visited, self.stats, self.skipped, self.guide)
+        ctx.grads, ctx.kept = grads, (left, path.needs, left, None, False, ())
         return loss, *map(Tensor.detach, visited.blocks)
 
     def metrics(self) -> dict[str, Any]:
         """Which rows count is noted now: the targets may be written to."""
-        plan, found = self.ready.plan, dict[str, Any]()
+        plan, found = self.path.plan, dict[str, Any]()
         if plan.program.metrics:
             if self.valid is None and self.skipped:
                 self.valid = self.targets.reshape(-1) != IGNORE
             found = measured(self.visited, self.valid)
-        return with_segments(found, self.visited, plan.terms) if self.ready.shares else found
+        return with_segments(found, self.visited, plan.terms) if self.path.shares else found
 
 
-class Left(Launched):
+class FastResult(Launched):
     """What such a call leaves for its backward: what it found, and what makes a sweep of it."""
 
-    __slots__ = ("backend", "guide", "ready", "skipped", "stats")
+    __slots__ = ("backend", "guide", "path", "skipped", "stats")
 
     def __init__(
-        self, ready: Ready, visited: Any, stats: Stats | None, skipped: bool, guide: SparseTeacherRows | None
+        self, path: FastPath, visited: Any, stats: Stats | None, skipped: bool, guide: SparseTeacherRows | None
     ) -> None:
-        self.visited, self.normaliser, self.backend = visited, None, ready.backend
-        self.ready, self.stats, self.skipped, self.guide = ready, stats, skipped, guide
+        self.visited, self.normaliser, self.backend = visited, None, path.backend
+        self.path, self.stats, self.skipped, self.guide = path, stats, skipped, guide
 
-    want = property(lambda self: self.ready.want)
+    want = property(lambda self: self.path.want)
 
     def whole(self, tensors: Mapping[str, Tensor]) -> Sweep:
         """The call as a sweep, where something pulls on a fact or a second time."""
-        ready = self.ready
-        rows = Rows(ready.shape, tensors.get("targets"), None, None, None, self.stats, self.skipped)
-        source = with_tensors(ready.bare, {n: x for n, x in tensors.items() if hasattr(ready.bare, n)})
+        path = self.path
+        rows = Rows(path.shape, tensors.get("targets"), None, None, None, self.stats, self.skipped)
+        source = with_tensors(path.bare, {n: x for n, x in tensors.items() if hasattr(path.bare, n)})
         guides: dict[str, Any] = {} if self.guide is None else {ONLY: self.guide}
-        if ready.their is not None:
-            teacher: Any = with_tensors(ready.their, {"logits": tensors["teacher.logits"]})
+        if path.their is not None:
+            teacher: Any = with_tensors(path.their, {"logits": tensors["teacher.logits"]})
             guides[ONLY] = DenseTeacherRows(teacher, source, rows)
-        return Sweep(source, rows, ready.want, ready.backend, guides, ready.plan.program)
+        return Sweep(source, rows, path.want, path.backend, guides, path.plan.program)

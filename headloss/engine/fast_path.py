@@ -20,7 +20,7 @@ from headloss.engine.arguments import CallArguments
 from headloss.engine.autograd_contract import refuse_transforms
 from headloss.engine.bind import chunked_because, reads_now
 from headloss.engine.heads import even_parts, make_logits, pull_hidden, pull_weight
-from headloss.engine.lookup import Found, Plans
+from headloss.engine.lookup import FoundPlan, Plans
 from headloss.engine.one_launch import by_length
 from headloss.engine.plan import Plan
 from headloss.engine.run import names_of
@@ -33,7 +33,7 @@ from headloss.sources import Linear, Logits, Source, Sparse, padded, without_ten
 from headloss.trace.function_reads import defaults
 from headloss.trace.signature import ONLY, TEACHER_INPUTS
 
-BROUGHT = tuple(f"{i} of {ONLY}" for i in TEACHER_INPUTS)  # by a sparse teacher, among the inputs
+SPARSE_INPUTS = tuple(f"{i} of {ONLY}" for i in TEACHER_INPUTS)  # by a sparse teacher, among the inputs
 _MOST = 64  # kinds of calls: more would mean that sizes change with every call
 
 
@@ -114,24 +114,25 @@ def _only_weigh(weights: Any) -> bool:
     return type(weights) is dict and all(type(w) is float and w and math.isfinite(w) for w in weights.values())
 
 
-def find_ready(plans: Plans | None, key: Any, arguments: CallArguments) -> Ready | None:
+def find_fast_path(plans: Plans | None, key: Any, arguments: CallArguments) -> FastPath | None:
     """What an earlier call made that was alike, if one was."""
-    found = None if plans is None or key is None else plans.ready.get(key)
+    found = None if plans is None or key is None else plans.fast_paths.get(key)
     if found is None:
         return None
-    form, by_read = found
-    ready: Ready | None = by_read.get(form.read()[0])
-    if ready is None:
+    form, paths = found
+    path: FastPath | None = paths.get(form.read()[0])
+    if path is None:
         return None
-    if ready.suits is not None and ready.suits != ready.backend.suits(ready.count, arguments.source.vocab):
+    one = path.one_launch
+    if one is not None and one != path.backend.takes_one_launch(path.count, arguments.source.vocab):
         return None
-    if ready.linear and not ready.may(arguments):
+    if path.linear and not path.all_count(arguments):
         return None
     refuse_transforms(arguments)
-    return ready
+    return path
 
 
-def make_ready(plans: Plans, key: Any, found: Found) -> Ready | None:
+def make_fast_path(plans: Plans, key: Any, found: FoundPlan) -> FastPath | None:
     """For calls that are alike, after the first of them was planned; None: these are not so simple."""
     plan, (source, targets, segments, teachers, *_), program = found.plan, found.arguments, found.plan.program
     y = targets.targets if isinstance(targets, Prepared) else targets
@@ -169,20 +170,20 @@ def make_ready(plans: Plans, key: Any, found: Found) -> Ready | None:
         return None
     if segments is not None and y is targets and reads_now(key[3], x.device, plan.read_because):
         return None  # lengths of segments, which prepared targets bring along
-    brought = BROUGHT if type(teacher) is Sparse else ()
-    taken = [given.get(name) for name in program.inputs if name not in brought]
+    sparse = SPARSE_INPUTS if type(teacher) is Sparse else ()
+    taken = [given.get(name) for name in program.inputs if name not in sparse]
     if any(v is None or not v.is_contiguous() or v.device != x.device for v in taken) or "pairs" in given:
         return None
-    ready = Ready(
+    path = FastPath(
         plan, source, given, teacher, y is not None, segments is not None, needs_of(source.tensors, key[0]), found.held
     )
-    if len(plans.ready) >= _MOST:
-        plans.ready.clear()
-    by_read = plans.ready.setdefault(key, (found.form, {}))[1]
-    if len(by_read) >= _MOST:
-        by_read.clear()
-    by_read[found.read] = ready
-    return ready if not ready.linear or ready.may(found.arguments) else None
+    if len(plans.fast_paths) >= _MOST:
+        plans.fast_paths.clear()
+    paths = plans.fast_paths.setdefault(key, (found.form, {}))[1]
+    if len(paths) >= _MOST:
+        paths.clear()
+    paths[found.read] = path
+    return path if not path.linear or path.all_count(found.arguments) else None
 
 
 def _counted(plan: Plan) -> bool:
@@ -199,7 +200,7 @@ def _is_simple(teacher: Any, source: Source) -> bool:
     return not teacher.logits.requires_grad and teacher.logits.dtype != torch.float64
 
 
-class OneChunk:
+class OneChunkHead:
     """What linear heads have in common that are alike and whose rows fit in one chunk and all count.
 
     They are of one dtype, without a bias, with a column for each row of the weight.  Their gradients are of that dtype
@@ -243,12 +244,12 @@ class OneChunk:
         return Grads(None, dhidden if self.flat or dhidden is None else dhidden.view(source.hidden.shape), dweight)
 
 
-class Ready:
+class FastPath:
     """What calls that are alike have in common."""
 
     __slots__ = (
         "backend", "bare", "by_present", "count", "device", "flat", "grad", "head", "held", "linear", "means", "names",
-        "needs", "plan", "read", "shape", "shares", "suits", "taken", "their", "used", "visits", "want", "weights",
+        "needs", "one_launch", "plan", "read", "shape", "shares", "taken", "their", "used", "visits", "want", "weights",
     )  # fmt: skip
 
     def __init__(
@@ -267,15 +268,15 @@ class Ready:
         self.device, self.grad = source.device, True in needs
         self.shape, self.flat = source.leading, source.tensors[0].ndim == 2
         self.count, self.used, self.linear = math.prod(self.shape), tuple(inputs), isinstance(source, Linear)
-        self.head = OneChunk(source) if isinstance(source, Linear) else None
+        self.head = OneChunkHead(source) if isinstance(source, Linear) else None
         # what a backward is left, by name: tensors of the source, targets, the teacher's, of which it may read all, ...
         theirs = () if teacher is None else ("ids", "logprobs") if isinstance(teacher, Sparse) else ("logits",)
-        told = ("targets",) if targeted else ()
-        again = (*names_of(source.tensors), *told, *[f"teacher.{name}" for name in theirs])
+        of_targets = ("targets",) if targeted else ()
+        again = (*names_of(source.tensors), *of_targets, *[f"teacher.{name}" for name in theirs])
         self.names, self.read, self.needs = (*again, *inputs, *(("segments",) if segmented else ())), len(again), needs
         self.taken, in_parts = plan.program.inputs, plan.kind == "row" and plan.program.by_segment
         # whether one program per row must be the faster way, or must not be; None: the rows do not decide
-        self.suits = False if in_parts else True if plan.in_parts is not None else None
+        self.one_launch = False if in_parts else True if plan.in_parts is not None else None
         self.bare, self.their, how_theirs = without_tensors(source), None, None
         if isinstance(teacher, Logits):
             self.their = without_tensors(teacher)
@@ -295,7 +296,7 @@ class Ready:
             self.visits = plan.backend.Settles(*how, tuple([by_length(t) for t in plan.terms]))
         self.by_present = any(over_segments(reduction, kind) for reduction, kind, _ in self.shares)
 
-    def may(self, arguments: CallArguments) -> bool:
+    def all_count(self, arguments: CallArguments) -> bool:
         """Whether every row is multiplied; else those that count are gathered first."""
         targets = arguments.targets
         assert isinstance(targets, Prepared)

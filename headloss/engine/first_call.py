@@ -8,15 +8,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 AFTER = 2.0  # seconds
-_told = threading.Event()
+_reported = threading.Event()
 
 
 @contextmanager
-def told_if_long() -> Iterator[None]:
-    if _told.is_set() or sys.stderr is None or not sys.stderr.isatty():
+def report_if_slow() -> Iterator[None]:
+    if _reported.is_set() or sys.stderr is None or not sys.stderr.isatty():
         yield
         return
-    timer = threading.Timer(AFTER, _tell)
+    timer = threading.Timer(AFTER, _report)
     timer.daemon = True
     timer.start()
     try:
@@ -25,8 +25,8 @@ def told_if_long() -> Iterator[None]:
         timer.cancel()
 
 
-def _tell() -> None:
-    if not _told.is_set():
-        _told.set()
+def _report() -> None:
+    if not _reported.is_set():
+        _reported.set()
         said = "headloss: tracing the losses of a first call, which loads torch's compiler; later calls do neither"
         print(said, file=sys.stderr, flush=True)

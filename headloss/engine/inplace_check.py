@@ -12,7 +12,7 @@ from headloss.engine.teachers import teacher_label
 from headloss.sources import Logits
 
 
-def check_apart(arguments: CallArguments) -> None:
+def check_inplace(arguments: CallArguments) -> None:
     """Refuse a view of logits that are overwritten while the call still reads it."""
     source, targets, segments, _, options, inputs, support = arguments
     if not isinstance(source, Logits) or not source.inplace:

@@ -22,7 +22,7 @@ from headloss.rows import Rows
 from headloss.sources import Logits, Source
 
 
-def keeps(plan: Plan, source: Source) -> bool:
+def makes_grad_in_forward(plan: Plan, source: Source) -> bool:
     """Whether the gradient of these logits is made in the forward pass.
 
     Not of float16, whose gradient must be written at the caller's scale; nor of bfloat16 in place, since a gradient
@@ -45,7 +45,7 @@ def logits_chunks(plan: Plan, source: Source, rows: Rows, guides: Mapping[str, T
     return [Chunk(slice(i, min(i + step, rows.count))) for i in range(0, rows.count, step)] or None
 
 
-def sees_all(source: Source, rows: Rows, guides: Mapping[str, TeacherRows]) -> bool:
+def reads_all_rows(source: Source, rows: Rows, guides: Mapping[str, TeacherRows]) -> bool:
     """Whether all rows can be read at once, in the caller's own tensors."""
     whole = rows.count > 0 and rows.keep is None and most_rows(guides) is None
     return whole and source.fact_dtype == source.tensors[0].dtype

@@ -49,7 +49,7 @@ class Form(NamedTuple):
         return read, held
 
 
-class Found(NamedTuple):
+class FoundPlan(NamedTuple):
     """The plan of a call, and how it was found."""
 
     plan: Plan
@@ -64,7 +64,7 @@ class Plans:
 
     def __init__(self, terms: Terms) -> None:
         self.forms: dict[Any, Form] = {}
-        self.ready: dict[Any, tuple[Form, dict[Any, Any]]] = {}  # see `fast_path.py`
+        self.fast_paths: dict[Any, tuple[Form, dict[Any, Any]]] = {}  # see `fast_path.py`
         self.readings = dict.fromkeys(CLASSES.values(), Reading()) | readings(terms.terms, terms.metrics)
         # inputs of which some function says that they have one value per row
         self.per_row = frozenset(n for n, said in self.readings.items() if said.row and not said.segment)
@@ -96,7 +96,7 @@ def find_plan(terms: Terms, arguments: CallArguments) -> tuple[Plan, CallArgumen
     return found.plan, found.arguments
 
 
-def find(terms: Terms, arguments: CallArguments) -> Found:
+def find(terms: Terms, arguments: CallArguments) -> FoundPlan:
     plans = terms.plans or plans_of(terms)
     refuse_transforms(arguments, plans.weights)
     source, targets, segments, teacher, options, inputs, support = arguments
@@ -139,7 +139,7 @@ def find(terms: Terms, arguments: CallArguments) -> Found:
     if plan.in_parts is not None:
         plan = suited(plan, source)
     laid_out = CallArguments(source, targets, segments, teachers, options, given, support)
-    return Found(plan, laid_out, form, read, held)
+    return FoundPlan(plan, laid_out, form, read, held)
 
 
 def _routes(teachers: Mapping[str, Any], plans: Plans) -> dict[str, Any]:
@@ -186,7 +186,7 @@ def form_of(
         return tuple(key), given
     grad, leading = torch.is_grad_enabled(), x.shape[:-1]
     # Where the rows are told apart by their number alone, a function or the caller has to say what an input is.
-    told = len(leading) > 1 or not (
+    unambiguous = len(leading) > 1 or not (
         leading[0] == source.vocab
         or (segments is not None and (leading[0] == segments.num_segments or segments.group is not None))
     )
@@ -199,7 +199,7 @@ def form_of(
         value_ = value.value if said else value
         if plain and type(value_) is Tensor:
             of_rows = value_.shape == leading and value_.device == device
-            if (of_rows and (told or said or name in plans.per_row)) or (not value_.ndim and not said):
+            if (of_rows and (unambiguous or said or name in plans.per_row)) or (not value_.ndim and not said):
                 key += (name, said, value_.dtype, not value_.ndim, grad and value_.requires_grad)
                 given[name] = value_
                 continue

@@ -14,7 +14,7 @@ from headloss.record import Grads, Output
 from headloss.terms import Terms
 
 
-def parts_of(terms: Terms, arguments: CallArguments) -> Iterator[tuple[Terms, CallArguments]]:
+def calls_of(terms: Terms, arguments: CallArguments) -> Iterator[tuple[Terms, CallArguments]]:
     """The call on kept columns with all metrics, and if any of its terms is on, the one on the whole vocabulary."""
     options, weights = arguments.options, call_weights(terms, arguments.options.weights or {})
     off = switched_off(weights)

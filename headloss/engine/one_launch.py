@@ -174,13 +174,13 @@ def with_segments(metrics: dict[str, Metric], settled: Any, terms: Sequence[Plan
 
 def later_values(weights: Mapping[str, object], sums: Tensor) -> dict[str, Tensor]:
     """The values of terms, cut when one is read."""
-    return LaterDict(weights, lambda: dict(zip(weights, sums.unbind())))
+    return LazyDict(weights, lambda: dict(zip(weights, sums.unbind())))
 
 
 def measured(visited: Any, valid: Tensor | None) -> dict[str, Metric]:
     """The metrics of a visit, to be summed when they are read."""
     names = visited.plan.program.metrics
-    metrics = LaterDict(_unread(names), lambda: measure_later(names, lambda: visited.metric_values, valid, "token"))
+    metrics = LazyDict(_unread(names), lambda: measure_later(names, lambda: visited.metric_values, valid, "token"))
     if is_capturing():
         next(iter(metrics.values())).parts  # a graph that is replayed makes them anew  # noqa: B018
     return metrics
@@ -202,7 +202,7 @@ def _tensor(x: float | Tensor, dtype: torch.dtype, device: torch.device) -> Tens
     return x.to(device, dtype) if isinstance(x, Tensor) else torch.full((), x, dtype=dtype, device=device)
 
 
-class LaterDict(dict[str, Any]):
+class LazyDict(dict[str, Any]):
     """A dict whose values are made when something first asks for one; `unread` has its keys."""
 
     __slots__ = ("_make",)
@@ -217,7 +217,7 @@ class LaterDict(dict[str, Any]):
 
 def _filled(plain: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(plain)
-    def method(self: LaterDict, *args: Any, **kwargs: Any) -> Any:
+    def method(self: LazyDict, *args: Any, **kwargs: Any) -> Any:
         if self._make is not None:
             dict.update(self, self._make())  # first: another thread must not find what stands for the values
             self._make = None
@@ -231,4 +231,4 @@ for _name in (
     "__ror__", "__setitem__", "clear", "copy", "get", "items", "keys", "pop", "popitem", "setdefault", "update",
     "values",
 ):  # fmt: skip
-    setattr(LaterDict, _name, _filled(getattr(dict, _name)))
+    setattr(LazyDict, _name, _filled(getattr(dict, _name)))

@@ -30,7 +30,7 @@ from headloss.engine.checks import (
     check_targets_wanted,
     check_teachers,
 )
-from headloss.engine.first_call import told_if_long
+from headloss.engine.first_call import report_if_slow
 from headloss.facts import Want
 from headloss.metrics import dead_rows, retarget
 from headloss.routed import Routed
@@ -116,7 +116,7 @@ def suited(plan: Plan, source: Source) -> Plan:
         rows, columns = min(math.prod(source.leading), source.chunk_rows()), source.columns
     else:
         rows, columns = math.prod(source.logits.shape[:-1]), source.columns
-    return plan if plan.backend.suits(rows, columns) else plan.in_parts()
+    return plan if plan.backend.takes_one_launch(rows, columns) else plan.in_parts()
 
 
 def make_plan(
@@ -132,7 +132,7 @@ def make_plan(
 ) -> Plan:
     """`kept`: each row has a support."""
     begun = time.perf_counter()
-    with told_if_long():
+    with report_if_slow():
         traces, want, kind = _trace_terms(objective, calls, source, segments, teachers, shapes, targetless)
     traced = time.perf_counter()
     reason = ""

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from headloss.engine.heads import LinearHead, on_source_device
 from headloss.engine.sweeps import Chunk, Cotangents, Sweep, concatenate_each, join
-from headloss.engine.weight_grad_into import into_of
+from headloss.engine.weight_grad_into import weight_grad_into_of
 from headloss.facts import Fact, Pull, Softmax, Want, coefficients, finish
 from headloss.parallel.shard import Gathering
 from headloss.record import Grads
@@ -136,7 +136,7 @@ class Pending(NamedTuple):
         sweep, head, pull = self.sweep, self.head, self.pull
         if scale is not None:
             pull = Pull(*(None if x is None else x * scale for x in pull))
-        into = into_of(head.source)
+        into = weight_grad_into_of(head.source)
         there = None if into is None or not head.needs[1] else into.there
         added = there is not None and head.products.adds(there)
         head.dweight_VD = there if added else None
@@ -209,7 +209,8 @@ class ProductSweep(Sweep):
     def gradients(self, head: ProductHead, read: Any, pull: Pull) -> Grads | Pending:
         """Of all rows; later, if they are to be added to something that a backward has to reach first."""
         pending = Pending(self, head, self.rows.numbers(slice(0, self.rows.count)), read, pull)
-        later = head.needs[1] and into_of(self.source) and self.source.shard is None  # ranks sum dX at the same time
+        # but not over ranks, which sum dX at the same time
+        later = head.needs[1] and weight_grad_into_of(self.source) and self.source.shard is None
         return pending if later else pending.finish(None)
 
     def visit(

@@ -14,7 +14,7 @@ from headloss.engine.checks import check_elements, check_support, check_targets_
 from headloss.engine.derived_inputs import named_teachers
 from headloss.engine.plan import KEPT, backend_for
 from headloss.engine.product import ProductSweep, why_chunked
-from headloss.engine.support_sweep import KeptSweep
+from headloss.engine.support_sweep import SupportSweep
 from headloss.engine.sweeps import Sweep
 from headloss.engine.teachers import name_teachers
 from headloss.facts import FACTS, Fact, Want
@@ -72,7 +72,7 @@ def facts_sweep(
     )  # fmt: skip
     if support is not None:
         restricted = restrict_teachers(teachers, support, rows.given, source, engine)
-        sweep = KeptSweep(
+        sweep = SupportSweep(
             source, rows, chosen, engine, bind_teachers(restricted, chosen.teachers, source, rows, engine)
         )
         sweep.keep(support)

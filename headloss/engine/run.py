@@ -16,16 +16,16 @@ from torch import Tensor
 from torch.autograd.function import _SingleLevelFunction
 
 from headloss.deferred_checks import is_capturing
-from headloss.engine.autograd_contract import hold, once, read_again
+from headloss.engine.autograd_contract import differentiable_once, read_again, save_tensors
 from headloss.engine.heads import Deferred, on_source_device, scale_grads
-from headloss.engine.logits_forward_grad import keeps, sees_all, visit_all
+from headloss.engine.logits_forward_grad import makes_grad_in_forward, reads_all_rows, visit_all
 from headloss.engine.loss import TermsOnRows
 from headloss.engine.one_launch import Launched, launch, read_facts
 from headloss.engine.product import Pending, ProductSweep
 from headloss.engine.read_settle_write import facts_between, settle_between
 from headloss.engine.read_settle_write import settle as settle_segments
 from headloss.engine.sweeps import Sweep
-from headloss.engine.weight_grad_into import into_of
+from headloss.engine.weight_grad_into import weight_grad_into_of
 from headloss.facts import VALUED, Fact, Softmax, Want
 from headloss.metrics import Metric, dead_rows, measure_later
 from headloss.record import Facts, Grads, facts_later
@@ -119,7 +119,11 @@ def _run(sweep: Sweep, loss: TermsOnRows | None, needs: tuple[bool, ...]) -> Res
         facts, softmax, by_fact, by_input, grads = sweep.visit(loss.chunks, loss.chunk, needs)
         value, _ = loss.whole(facts, grad=False)
         return Result(value, facts, softmax, by_fact, by_input, grads, loss.normaliser)
-    if True in needs and keeps(plan, sweep.source) and sees_all(sweep.source, sweep.rows, sweep.guides):
+    if (
+        True in needs
+        and makes_grad_in_forward(plan, sweep.source)
+        and reads_all_rows(sweep.source, sweep.rows, sweep.guides)
+    ):
         return Result(*visit_all(sweep, functools.partial(loss.whole, grad=True), needs))
     facts, softmax = sweep.facts()
     value, (by_fact_, by_input_) = loss.whole(facts, grad=wanted)
@@ -129,7 +133,7 @@ def _run(sweep: Sweep, loss: TermsOnRows | None, needs: tuple[bool, ...]) -> Res
 @on_source_device
 def final_grads(sweep: Sweep, result: Result | Launched, needs: tuple[bool, ...]) -> Grads:
     """The gradients of the loss, without autograd."""
-    into, made, scale = into_of(sweep.source), result.grads, result.normaliser
+    into, made, scale = weight_grad_into_of(sweep.source), result.grads, result.normaliser
     overwritten = isinstance(sweep.source, Logits) and sweep.source.inplace
     if made is None or (not overwritten and _rounded_twice(made, scale)):
         by_fact = result.by_fact if scale is None else {f: scale * g for f, g in result.by_fact.items()}
@@ -155,7 +159,7 @@ def _finished(made: Grads | Pending | Deferred, scale: Tensor | None, sweep: Swe
     if isinstance(made, Pending):
         return made.finish(scale)
     assert isinstance(made, Deferred)
-    into = into_of(made.head.source)
+    into = weight_grad_into_of(made.head.source)
     weight = made.head.weight_later(scale, None if into is None else into.there)
     return scale_grads(made.made, scale, sweep.backend)._replace(weight=weight)
 
@@ -188,12 +192,12 @@ class SweptCall(NamedTuple):
         elif want.constant:
             ctx.mark_non_differentiable(*[blocks[i] for i in want.constant])
         count = len(tensors)
-        hold(
+        save_tensors(
             ctx, (*names, *[n for n, _ in read], *[n for n, _ in used]),
             (*tensors, *[x for _, x in read], *[x for _, x in used]), count, count + len(read), grads is not None,
         )  # fmt: skip
         overwritten = grads is not None and getattr(source, "inplace", False)
-        into = None if type(source) is Logits else into_of(source)
+        into = None if type(source) is Logits else weight_grad_into_of(source)
         ctx.grads, ctx.kept = grads, (sweep, needs, result.rest(), into, overwritten, inputs)
         sweep.strip()
         return (result.loss, *blocks)
@@ -247,11 +251,11 @@ class Head(_SingleLevelFunction):  # `Function` less its care for transforms of 
 
     @staticmethod
     def forward(ctx: Any, call: Any, *tensors: Tensor) -> Any:
-        """`call`: a `SweptCall` or a `fast_call.ReadyCall`."""
+        """`call`: a `SweptCall` or a `fast_call.FastCall`."""
         ctx.set_materialize_grads(False)
         return call.forward(ctx, tensors)
 
-    backward = staticmethod(once(_pull))
+    backward = staticmethod(differentiable_once(_pull))
 
     @staticmethod
     def _compiled_autograd_key(ctx: Any) -> Any:

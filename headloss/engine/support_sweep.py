@@ -27,7 +27,7 @@ from headloss.teachers import DenseChunk, DensePartial, SparseChunk, TeacherChun
 LOGITS_BYTES = 1 << 28  # of kept logits at a time where the source is logits, which has no budget
 
 
-def parts_of(known: Known, rows: Rows, source: Source, dense: int = 0) -> list[slice]:
+def support_chunks(known: Known, rows: Rows, source: Source, dense: int = 0) -> list[slice]:
     """Runs of the rows that count whose kept logits, and those of so many dense teachers, fit into the budget."""
     row_bytes, budget = source.fact_dtype.itemsize * (1 + dense), budget_of(source)
     widest = width(known, rows, slice(0, rows.count))
@@ -61,7 +61,7 @@ def budget_of(source: Source) -> int:
     return parse_bytes(source.memory) if isinstance(source, Linear) else LOGITS_BYTES
 
 
-class KeptHead:
+class SupportHead:
     """A source, opened for some columns of each row.  `single_N`: rows whose one logit does not matter."""
 
     single_chunk = True
@@ -176,7 +176,7 @@ class KeptHead:
         return Grads(**found)
 
 
-class KeptSweep(Sweep):
+class SupportSweep(Sweep):
     """A sweep over the kept columns of each row."""
 
     places: Places
@@ -196,18 +196,18 @@ class KeptSweep(Sweep):
         if self.want.only_ids:
             return open_source(self.source)
         self.close()
-        return KeptHead(self.source, self.single_N, self.backend)
+        return SupportHead(self.source, self.single_N, self.backend)
 
     def whole(self, tensors: Mapping[str, Tensor]) -> Sweep:
         other = super().whole(tensors)
-        assert isinstance(other, KeptSweep)
+        assert isinstance(other, SupportSweep)
         other.places, other.single_N = self.places, self.single_N
         return other
 
     def open_head(self, needs: tuple[bool, ...], chunks: Sequence[Chunk]) -> Any:
         head = self._open()
         head.blocks = len(chunks)
-        if self.weight_grad is not None and isinstance(head, KeptHead) and needs[1:2] == (True,):
+        if self.weight_grad is not None and isinstance(head, SupportHead) and needs[1:2] == (True,):
             head.made["weight"], head.begun, head.adds, self.weight_grad = self.weight_grad, True, True, None
         if True in needs:
             head.wants_grad(needs)
@@ -215,7 +215,7 @@ class KeptSweep(Sweep):
 
     def _blocks(self, head: Any) -> Iterator[Block]:
         dense = sum(isinstance(g, DenseTeacherRows) for g in self.guides.values())
-        parts = parts_of(self.places.known, self.rows, self.source, dense)
+        parts = support_chunks(self.places.known, self.rows, self.source, dense)
         head.blocks = len(parts)
         for part in parts:
             yield self._read(head, Chunk(part))
@@ -258,7 +258,7 @@ class KeptSweep(Sweep):
                 found.append(SparseChunk(self.places.find(self._numbers(part), guide.ids_RK[part])))
                 continue
             assert isinstance(guide, DenseTeacherRows)
-            raw_CW = KeptHead(guide.teacher, self.single_N, self.backend).read(entries).to(self.source.fact_dtype)
+            raw_CW = SupportHead(guide.teacher, self.single_N, self.backend).read(entries).to(self.source.fact_dtype)
             temperatures = tuple(guide.own(key, part) for key in self.want.temperatures_of(name))
             found.append(DenseChunk(raw_CW, 1.0, None, temperatures, entries.width))
         return tuple(found)

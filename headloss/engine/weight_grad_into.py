@@ -18,7 +18,7 @@ from headloss.record import Grads
 from headloss.sources import Linear
 
 
-class Into(NamedTuple):
+class WeightGradInto(NamedTuple):
     """A weight, and the name of what its gradient is added to."""
 
     weight: Tensor
@@ -56,15 +56,15 @@ class Into(NamedTuple):
         return grads._replace(weight=None)
 
 
-def into_of(source: Any) -> Into | None:
+def weight_grad_into_of(source: Any) -> WeightGradInto | None:
     if not isinstance(source, Linear) or source.weight_grad_into is None:
         return None
-    return Into(source.weight, source.weight_grad_into)
+    return WeightGradInto(source.weight, source.weight_grad_into)
 
 
-def check_into(source: Any) -> None:
+def check_weight_grad_into(source: Any) -> None:
     """Refuse, before anything runs, what the gradient could not be added to."""
-    into = into_of(source)
+    into = weight_grad_into_of(source)
     if into is None:
         return
     weight, label = into.weight, f"weight_grad_into={into.name!r}"

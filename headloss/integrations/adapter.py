@@ -23,7 +23,7 @@ from torch import Tensor, nn
 import headloss as hl
 from headloss.deferred_checks import check_later, defers
 from headloss.integrations.causal_lm import KEEP_LOGITS, bypassed, check_shape, count_of, logits_transform, targets_of
-from headloss.integrations.loss_function_check import Asked, by_name, check_asked
+from headloss.integrations.loss_function_check import LossCall, by_name, check_loss_call
 from headloss.module import check_source_options, own_hook
 from headloss.record import but
 
@@ -110,7 +110,7 @@ class Expected(NamedTuple):
 
     targets: Tensor | hl.Prepared
     evaluate: Callable[[Head, Tensor, Any, Mapping[str, Any]], tuple[Any, list[Tensor]]]
-    asked: Asked | None = None  # what the targets were made from, where the model asks for a loss itself
+    asked: LossCall | None = None  # what the targets were made from, where the model asks for a loss itself
 
 
 class Call:
@@ -279,7 +279,7 @@ class Adapter:
                     f"model: its forward calls self.loss_function twice, but a patched head makes one loss; "
                     f"{KEEP_LOGITS}"
                 )
-            checked = 0.0 if call.expected.asked is None else check_asked(call.expected.asked, given)
+            checked = 0.0 if call.expected.asked is None else check_loss_call(call.expected.asked, given)
             return self.collect(call, logits)[1][0] + checked
         targets = targets_of(given.get("labels"), given.get("shift_labels"), given.get("ignore_index"))
         inputs = {"num_items": count_of(given.get("num_items_in_batch"))} if call is None else call.inputs

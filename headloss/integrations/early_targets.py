@@ -14,7 +14,7 @@ def prepared(targets: Tensor, segments: hl.Segments | None = None) -> Tensor | h
     return hl.prepare(targets, segments, non_blocking=True) if early else targets
 
 
-class Early:
+class EarlyTargets:
     """Targets that were prepared before the model's forward, for the loss that comes after it."""
 
     def __init__(self) -> None:

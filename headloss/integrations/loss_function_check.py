@@ -18,7 +18,7 @@ from headloss.integrations.causal_lm import KEEP_LOGITS
 NAMES = ("labels", "vocab_size", "num_items_in_batch", "ignore_index", "shift_labels")  # after the logits
 
 
-class Asked(NamedTuple):
+class LossCall(NamedTuple):
     """The part of a model's call that says what its loss is."""
 
     labels: Tensor
@@ -32,7 +32,7 @@ def by_name(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     return {**dict(zip(NAMES, args)), **kwargs}
 
 
-def check_asked(said: Asked, given: Mapping[str, Any]) -> Tensor | float:
+def check_loss_call(said: LossCall, given: Mapping[str, Any]) -> Tensor | float:
     """0, or an error where the model asks for another loss than the call; 0 is to be added to what must not be lost."""
     shifted = given.get("shift_labels")
     if shifted is not None or said.shift_labels is not None:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import headloss as hl
-from headloss.integrations.early_targets import Early
+from headloss.integrations.early_targets import EarlyTargets
 from headloss.integrations.reduction_checks import check_means, refuse_some
 from headloss.module import own_forward, own_hook
 from headloss.record import but
@@ -52,7 +52,7 @@ class OutputProcessor:
             raise TypeError(f"objective: wanted hl.Objective, got {type(objective).__name__}")
         self.objective, self.vocab, self.group, self.options = objective, vocab, tp_group, source_options
         self.last: hl.Output | None = None
-        self.early = Early()
+        self.early = EarlyTargets()
 
     def watch(self, model: Any) -> Any:
         """Start what the host must know of the labels before the model's forward, so that the loss does not wait for

@@ -28,7 +28,7 @@ from torchtitan.components.loss import (  # type: ignore[import-not-found,unused
 )
 
 import headloss as hl
-from headloss.integrations.early_targets import Early
+from headloss.integrations.early_targets import EarlyTargets
 from headloss.integrations.reduction_checks import check_means
 from headloss.module import own_forward, own_hook
 from headloss.record import but
@@ -74,7 +74,7 @@ class HeadlossLoss(ChunkedLossWrapper):  # type: ignore[misc,unused-ignore]
         self.memory, self.vocab = config.memory, config.global_vocab_size
         self.lm_head: nn.Module | None = None
         self.last: hl.Output | None = None  # the record of the last call, without facts
-        self.early = Early()
+        self.early = EarlyTargets()
 
     def before(self, labels: Tensor) -> None:
         """Start what the host must know of the labels: called before the model's forward, the loss does not wait."""

@@ -35,7 +35,7 @@ from headloss.integrations.causal_lm import (
     unwrapped,
 )
 from headloss.integrations.early_targets import prepared
-from headloss.integrations.loss_function_check import Asked
+from headloss.integrations.loss_function_check import LossCall
 from headloss.integrations.reduction_checks import check_whole, refuse_part
 
 
@@ -250,7 +250,7 @@ def _forward(self: Any, *args: Any, headloss: Mapping[str, Any] | None = None, *
         if isinstance(ready, hl.Prepared):
             call.pop("segments", None)
         ignored = kwargs.get("ignore_index")
-        asked = Asked(labels, shifted, -100 if ignored is None else ignored, items)
+        asked = LossCall(labels, shifted, -100 if ignored is None else ignored, items)
         expected = Expected(ready, adapter.evaluate, asked)
     returns_dict = kwargs.get("return_dict")
     as_tuple = expected is not None and not (self.config.return_dict if returns_dict is None else returns_dict)

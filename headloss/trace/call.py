@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 from headloss.facts import Fact
 from headloss.segments import Segments, WrongLengthError, sizes
 from headloss.trace.function_reads import Reads, defaults, ours, reads, writes_unseen
-from headloss.trace.guards import Places, noted
+from headloss.trace.guards import Guards, recorded
 from headloss.trace.signature import CLASSES, Signature, key_of
 
 
@@ -218,7 +218,7 @@ class Watched:
 
     def __init__(self, call: Call) -> None:
         self.call = call
-        self.places: Places | None = None
+        self.guards: Guards | None = None
         self.found: Reads | None = None
         self.around: Any = None
         self.marks: dict[Reads, object] = {}
@@ -231,8 +231,8 @@ class Watched:
     def mark(self) -> object:
         """What stands for all that it reads, the same object for equal reads: those take long to hash."""
         around = defaults()
-        if self.found is None or self.around != around or self.places is None or not self.places.hold():
-            with noted() as self.places:
+        if self.found is None or self.around != around or self.guards is None or not self.guards.hold():
+            with recorded() as self.guards:
                 self.found = self.call.reads()
             self.around = around
             if len(self.marks) >= _MOST_MARKS:

@@ -38,7 +38,7 @@ from headloss.trace.allowlist import (
     operators_of,
 )
 from headloss.trace.cache_keys import Same, fields_of, key_of, plain_key
-from headloss.trace.guards import Places, builtins_of, current, is_fixed
+from headloss.trace.guards import Guards, builtins_of, current, is_fixed
 
 
 class Reads(NamedTuple):
@@ -54,9 +54,9 @@ def reads(fn: Callable[..., Any], options: Mapping[str, Any] | None = None, *, p
 
     A lambda that is made anew in every step has the same code and the same captured numbers, hence the same key.
     """
-    found = _Found()
+    found = _Walk()
     if options:
-        found.places.all_of(options)
+        found.guards.all_of(options)
     if pure or ours(fn):
         found.own(fn)
         if not options:
@@ -175,7 +175,7 @@ _VERBS = {
 }
 
 
-class _Found:
+class _Walk:
     """A walk over all that a function reads."""
 
     def __init__(self) -> None:
@@ -187,24 +187,24 @@ class _Found:
         self.floats = False
         self.typed = False  # whether it asks for types, whose attributes may be those of a record's class
         self.seen: dict[int, int] = {}
-        self.places = current() or Places()
+        self.guards = current() or Guards()
 
     def own(self, fn: Any) -> None:
         """A function that is believed: defaults of its options may change."""
         if type(fn) is types.FunctionType:
-            self.places.function(fn)
+            self.guards.function(fn)
         else:
-            self.places.steady = False
+            self.guards.steady = False
 
     def finish(self) -> tuple[str, ...]:
         every = self.attributes | self.operators
         for name in self.attributes:
-            self.places.attribute(torch.Tensor, name)
+            self.guards.attribute(torch.Tensor, name)
         for name in self.operators:
-            self.places.entry(vars(torch.Tensor), name)
+            self.guards.entry(vars(torch.Tensor), name)
         for label, x in self.held:
             for name in self.attributes:
-                self.places.entry(vars(x), name)
+                self.guards.entry(vars(x), name)
                 if vars(x).get(name) is not came_with(x, name):
                     self.unknown.append(f"{label}.{name} (an attribute of {_what(x)})")
         odd = sorted(self.attributes - allowed_attributes() - (set() if self.typed else self.fields))
@@ -215,7 +215,7 @@ class _Found:
         """The key of something that is read, or only called; if it is not known it is noted by name."""
         key = plain_key(x)
         if key is not None:
-            self.places.steady &= is_fixed(x)
+            self.guards.steady &= is_fixed(x)
             self.floats |= not isinstance(x, _WHOLE)
             self.fields.update(("name", "value") if isinstance(x, enum.Enum) else fields_of(type(x)) or ())
             return key
@@ -232,9 +232,9 @@ class _Found:
             return self.function(x)
         if type(x) is functools.partial:
             for part in ("func", "args", "keywords"):  # `__setstate__` puts others there
-                self.places.attribute(x, part)
-            self.places.all_of(x.keywords)
-            self.places.all_of(vars(x))
+                self.guards.attribute(x, part)
+            self.guards.all_of(x.keywords)
+            self.guards.all_of(vars(x))
             named = tuple([(k, self.value(f"{name} {k}".strip(), y)) for k, y in sorted(x.keywords.items())])
             more = tuple([(k, self.value(f"{name}.{k}", y)) for k, y in sorted(vars(x).items())])
             return (functools.partial, self.value(name, x.func), *(self.value(name, y) for y in x.args), named, more)
@@ -247,7 +247,7 @@ class _Found:
         if id(fn) in self.seen:
             return self.seen[id(fn)]
         self.seen[id(fn)] = len(self.seen)
-        self.places.function(fn)
+        self.guards.function(fn)
         uses = _uses(fn.__code__)
         self.unknown += uses.refused
         self.attributes |= uses.attributes
@@ -258,11 +258,11 @@ class _Found:
             try:
                 x = cells[name].cell_contents if captured else _global(fn, name)
                 if captured:
-                    self.places.cells.append((cells[name], x))
+                    self.guards.cells.append((cells[name], x))
                 else:
-                    self.places.global_of(fn, name)
+                    self.guards.global_of(fn, name)
             except (ValueError, KeyError):  # not assigned yet
-                self.places.steady = False
+                self.guards.steady = False
                 self.unknown.append(f"{name} (not assigned yet)")
                 continue
             items.append(self.follow(name, x, chain, called))
@@ -276,16 +276,16 @@ class _Found:
         rest = list(chain)
         while rest:
             if x is torch.ops or x is torch.ops.aten or isinstance(x, OpOverloadPacket):
-                self.places.attribute(x, rest[0])
+                self.guards.attribute(x, rest[0])
                 held: Any = {rest[0]: getattr(x, rest[0], None)}
             elif isinstance(x, types.ModuleType) and type(x).__getattribute__ is types.ModuleType.__getattribute__:
                 # but for attributes of the module's type: a property is asked first
                 held = {} if any(rest[0] in vars(kind) for kind in type(x).__mro__) else vars(x)
-                self.places.attribute(x, "__class__")
-                self.places.steady &= type(x) is types.ModuleType
-                self.places.entry(vars(x), rest[0])
+                self.guards.attribute(x, "__class__")
+                self.guards.steady &= type(x) is types.ModuleType
+                self.guards.entry(vars(x), rest[0])
             elif isinstance(x, enum.EnumMeta):
-                held, self.places.steady = x.__members__, False
+                held, self.guards.steady = x.__members__, False
             else:
                 break
             if rest[0] not in held:

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 
 _MISSING = object()
-_NOTING = threading.local()
+_RECORDING = threading.local()
 _FIXED = frozenset({bool, int, float, complex, str, bytes, type(None), type(...), range, torch.dtype, torch.device})
 
 
-class Places:
+class Guards:
     """What a walk read, by where it stood."""
 
     def __init__(self) -> None:
@@ -90,15 +90,15 @@ def is_fixed(x: Any) -> bool:
 
 
 @contextlib.contextmanager
-def noted() -> Iterator[Places]:
+def recorded() -> Iterator[Guards]:
     """The places that walks inside look at, in this thread."""
-    before, places = current(), Places()
-    _NOTING.places = places
+    before, guards = current(), Guards()
+    _RECORDING.guards = guards
     try:
-        yield places
+        yield guards
     finally:
-        _NOTING.places = before
+        _RECORDING.guards = before
 
 
-def current() -> Places | None:
-    return getattr(_NOTING, "places", None)
+def current() -> Guards | None:
+    return getattr(_RECORDING, "guards", None)

@@ -347,7 +347,7 @@ def test_few_rows_with_a_teacher_take_one_launch(loss, monkeypatch):
     from headloss.backends.triton import sweeps, visit
 
     monkeypatch.setattr(sweeps, "BATCH_INVARIANT", False)
-    monkeypatch.setattr(visit, "suits", lambda C, V: False)
+    monkeypatch.setattr(visit, "takes_one_launch", lambda C, V: False)
     logits, targets = torch.randn(5, 11), torch.arange(5)
     terms = {"ce": hl.losses.cross_entropy, "kd": hl.losses.LOSSES[loss]}
     taught = hl.Objective(**terms, backend="triton").explain(hl.Logits(logits), targets, teacher=hl.Logits(logits))

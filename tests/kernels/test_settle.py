@@ -419,7 +419,7 @@ def test_few_rows_are_settled_in_one_launch(kind, how, monkeypatch):
     from headloss.backends.triton.launch import Launch
 
     monkeypatch.setattr(sweeps, "BATCH_INVARIANT", False)
-    monkeypatch.setattr(visit, "suits", lambda C, V: False)
+    monkeypatch.setattr(visit, "takes_one_launch", lambda C, V: False)
     monkeypatch.setattr(sweeps, "_width_for", lambda C, V, block: block)
     run, seen = Launch.run, []
     monkeypatch.setattr(Launch, "run", lambda *call: seen.append(call[0].kernel.__name__) or run(*call))
@@ -470,7 +470,7 @@ def test_a_dense_teacher(kind, meet, how, monkeypatch):
     from headloss.backends.triton.launch import Launch
 
     monkeypatch.setattr(sweeps, "BATCH_INVARIANT", False)
-    monkeypatch.setattr(visit, "suits", lambda C, V: False)
+    monkeypatch.setattr(visit, "takes_one_launch", lambda C, V: False)
     run, seen = Launch.run, []
     monkeypatch.setattr(Launch, "run", lambda *call: seen.append(call[0].kernel.__name__) or run(*call))
     more = {"rl": hl.Term(gspo, reduction="seq_mean_token_mean")} if meet else {}
@@ -495,7 +495,7 @@ def test_ids_of_few_rows(tail, monkeypatch):
     from headloss.backends.triton.launch import Launch
 
     monkeypatch.setattr(sweeps, "BATCH_INVARIANT", False)
-    monkeypatch.setattr(visit, "suits", lambda C, V: False)
+    monkeypatch.setattr(visit, "takes_one_launch", lambda C, V: False)
     run, seen = Launch.run, []
     monkeypatch.setattr(Launch, "run", lambda *call: seen.append(call[0].kernel.__name__) or run(*call))
     x, targets = torch.randn(9, 41), torch.arange(9)
@@ -520,7 +520,7 @@ def test_a_teachers_head(meet, monkeypatch):
     from headloss.backends.triton import sweeps, visit
 
     monkeypatch.setattr(sweeps, "BATCH_INVARIANT", False)
-    monkeypatch.setattr(visit, "suits", lambda C, V: False)
+    monkeypatch.setattr(visit, "takes_one_launch", lambda C, V: False)
     more = {"rl": hl.Term(gspo, reduction="seq_mean_token_mean")} if meet else {}
     problem = in_float32(oracle.make("Logits", (17,), vocab=41, inputs=oracle.inputs_of(gspo) if meet else ()))
     problem.tensors["logits"][4, 5:9] = -torch.inf
@@ -621,15 +621,15 @@ def test_later_calls_of_few_rows(kind, shape, monkeypatch):
     """They find what they launch, with the weights of their rows on the host or the device, and notice what changed."""
     from headloss.backends.triton import sweeps, visit
     from headloss.backends.triton.launch import Launch
-    from headloss.engine.fast_call import ReadyCall
+    from headloss.engine.fast_call import FastCall
 
     few = [True]
     monkeypatch.setattr(sweeps, "BATCH_INVARIANT", False)
-    monkeypatch.setattr(visit, "suits", lambda C, V: not few[0])
+    monkeypatch.setattr(visit, "takes_one_launch", lambda C, V: not few[0])
     monkeypatch.setattr(sweeps, "_width_for", lambda C, V, block: block)
-    run, ready_run, seen = Launch.run, ReadyCall.run, []
+    run, ready_run, seen = Launch.run, FastCall.run, []
     monkeypatch.setattr(Launch, "run", lambda *call: seen.append(call[0].kernel.__name__) or run(*call))
-    monkeypatch.setattr(ReadyCall, "run", lambda *call: seen.append("ready") or ready_run(*call))
+    monkeypatch.setattr(FastCall, "run", lambda *call: seen.append("ready") or ready_run(*call))
     terms = {"all": everything, "z": hl.Term(z_loss, weight=1e-2, reduction="token_sum")}
     objective = hl.Objective(**terms, metrics=["argmax", "entropy"], backend="triton")
     for ignored, how in ((0.0, "prepared"), (0.3, "autograd"), (0.3, "masked"), (0.0, "forward_backward")):
@@ -652,7 +652,7 @@ def test_many_rows_after_few(monkeypatch):
     from headloss.backends.triton import sweeps, visit
 
     monkeypatch.setattr(sweeps, "BATCH_INVARIANT", False)
-    monkeypatch.setattr(visit, "suits", lambda C, V: C > 6)
+    monkeypatch.setattr(visit, "takes_one_launch", lambda C, V: C > 6)
     objective = hl.Objective(ce=cross_entropy, backend="triton")
     for rows in (5, 9, 5, 9):
         problem = in_float32(oracle.problem_for(cross_entropy, "Logits", (rows,)))

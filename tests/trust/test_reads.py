@@ -14,7 +14,7 @@ from knobs import KNOBS, TRACED
 import headloss as hl
 from headloss import metrics, row_weights
 from headloss.losses import LOSSES
-from headloss.trace.function_reads import _Found, reads
+from headloss.trace.function_reads import _Walk, reads
 
 BACKENDS = ("torch", "triton") if INSIDE else ("torch",)
 # The interpreter is slow: some of each kind.
@@ -332,7 +332,7 @@ def test_everything_of_ours_is_known():
         row_weights.drop_segments(0.5, 2.0), row_weights.off_policy_mask(0.1), row_weights.top_entropy(0.2),
     ]  # fmt: skip
     for fn in [*LOSSES.values(), *own, *metrics.NAMED.values()]:
-        found = _Found()
+        found = _Walk()
         found.function(fn)
         assert found.finish() == (), (fn, found.finish())
         assert reads(fn).unknown == ()

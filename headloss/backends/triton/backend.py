@@ -66,9 +66,9 @@ def pull(*call: Any, teachers: Sequence[TeacherChunk] = (), **options: Any) -> N
         teacher_pulls.pull(*call, teachers=teachers, **options)
 
 
-def suits(C: int, V: int) -> bool:
+def takes_one_launch(C: int, V: int) -> bool:
     """Whether a visit of C rows takes one launch: always, unless the count of rows may decide."""
-    return sweeps.BATCH_INVARIANT or alone.suits(C, V)
+    return sweeps.BATCH_INVARIANT or alone.takes_one_launch(C, V)
 
 
 def lower(

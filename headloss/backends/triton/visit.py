@@ -80,7 +80,7 @@ TAUGHT = (
 FEWEST = 264  # two rows for each of an H200's processors; fewer are swept faster in parts
 
 
-def suits(C: int, V: int) -> bool:
+def takes_one_launch(C: int, V: int) -> bool:
     """Whether one program per row keeps the device busy; else two launches with the row cut in parts are faster."""
     return C >= FEWEST or V <= 8192
 
