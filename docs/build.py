@@ -8,6 +8,7 @@ typed by hand.
 # ruff: noqa: RUF001  (the pages have multiplication signs and dashes)
 from __future__ import annotations
 
+import ast
 import json
 import re
 import sys
@@ -31,6 +32,7 @@ INDEX = ROOT / "docs" / "index.md"
 GUIDE = ROOT / "docs" / "guide.md"
 PERFORMANCE = ROOT / "docs" / "performance.md"
 ONE_LAUNCH = ROOT / "docs" / "one-launch.md"
+CODE = ROOT / "docs" / "code.md"
 TRUST = ROOT / "docs" / "trust.md"
 RESULTS = ROOT / "benchmarks" / "results"
 Record = dict[str, Any]
@@ -46,6 +48,7 @@ def pages() -> dict[Path, str]:
         ROOT / "docs" / "api.md": api_reference.page(),
         PERFORMANCE: filled(PERFORMANCE, {**measurements(), "cpu_losses": measured()}),
         ONE_LAUNCH: filled(ONE_LAUNCH, {"overhead": overhead()}),
+        CODE: filled(CODE, {"files": files()}),
         TRUST: filled(TRUST, tables.places()),
         ROOT / "docs" / "faults.md": tables.faults(),
         ROOT / "headloss" / "losses" / "__init__.pyi": stub(),
@@ -123,6 +126,42 @@ def families() -> str:
     for family, members in losses.by_family().items():
         rows.append(f"| {family} | {', '.join(f'[{e.name}](docs/losses.md#{e.name})' for e in members)} |")
     return "\n".join(["| | |", "|---|---|", *rows]) + "\n"
+
+
+FOLDERS = {  # from the bottom up
+    "losses": "The losses, one small file each: [the table of losses](losses.md)",
+    "": "What a user holds, and the algebra",
+    "trace": "What a loss asks for, its graph, and how its rows meet",
+    "parallel": "Vocabularies on several ranks",
+    "backends": "The definition in plain PyTorch",
+    "backends/triton": "The Triton backend: what a call launches",
+    "backends/triton/kernels": "The Triton backend: device code",
+    "backends/triton/printer": "The Triton backend: losses printed as device code",
+    "engine": "One call",
+    "graph": "Calls under torch.compile, torch.export and CUDA graphs",
+    "checks": "`hl.verify`",
+    "integrations": "Adapters to trainers",
+    "cli": "The command line",
+}
+
+
+def files() -> str:
+    """Every file of the package with the first sentence of its docstring, by folder."""
+    root, lines = ROOT / "headloss", list[str]()
+    found = {str(path.parent.relative_to(root)).removeprefix(".") for path in root.rglob("*.py")}
+    assert found == FOLDERS.keys(), f"folders without a heading, or headings without a folder: {found ^ FOLDERS.keys()}"
+    for folder, heading in FOLDERS.items():
+        lines += [f"### {heading}", ""]
+        if folder == "losses":
+            continue
+        lines += ["| file | |", "|---|---|"]
+        for path in sorted((root / folder).glob("*.py")):
+            said = ast.get_docstring(ast.parse(path.read_text())) if not path.stem.startswith("__") else None
+            if said is not None:
+                first = re.split(r"(?<=\.)\s|\n\n", said)[0].replace("\n", " ").replace("|", "\\|")
+                lines.append(f"| `{path.relative_to(root)}` | {first} |")
+        lines.append("")
+    return "\n".join(lines)
 
 
 def explain() -> str:
