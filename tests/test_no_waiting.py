@@ -41,7 +41,7 @@ def nothing_pending() -> Any:
 @pytest.fixture
 def deferred(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU as if a read from it would wait."""
-    for name in ("late", "prepared", "rows", "engine.bind", "engine.row_facts"):
+    for name in ("deferred_checks", "prepared", "rows", "engine.bind", "engine.row_facts"):
         monkeypatch.setattr(f"headloss.{name}.defers", lambda device: True)
 
 

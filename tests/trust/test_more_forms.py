@@ -310,7 +310,7 @@ def test_a_divergence_that_comes_to_mix_rows(fn: Any, monkeypatch: pytest.Monkey
 @pytest.fixture
 def deferred(monkeypatch: pytest.MonkeyPatch) -> Any:
     deferred_checks._PENDING.clear()
-    for name in ("late", "rows", "engine.bind", "engine.row_facts", "engine.layout"):
+    for name in ("deferred_checks", "rows", "engine.bind", "engine.row_facts", "engine.layout"):
         monkeypatch.setattr(f"headloss.{name}.defers", lambda device: True)
     yield
     deferred_checks._PENDING.clear()
