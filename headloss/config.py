@@ -69,7 +69,7 @@ def read_config(
         if not isinstance(metric, str):
             raise TypeError(f"config: metrics: wanted names, got {shown(metric)} {at}")
         if metric in asked:
-            raise ValueError(f"config: metrics: {metric!r} is there twice {at}")
+            raise ValueError(f"config: metrics: {metric!r} is listed twice {at}")
         asked[metric] = losses.get(metric, metric)
         _placed(functools.partial(list, read_metrics({metric: asked[metric]})), "config", f"metrics[{i}]")
     backend = config.get("backend", "auto")
@@ -95,7 +95,7 @@ def _read_term(name: str, entry: Any, losses: Losses) -> Term:
         raise ValueError(f"config: term {name!r} names loss {shown(loss)}; there are {there} (at {path}.loss)")
     for key in options:
         if not isinstance(key, str) or key in ("self", "fn"):
-            raise TypeError(f"config: term {name!r}: {shown(key)} is no option of a term (at {path})")
+            raise TypeError(f"config: term {name!r}: {shown(key)} is not an option of a term (at {path})")
     weight = options.get("row_weight")
     if isinstance(weight, str | list | tuple):
         named = [weight] if isinstance(weight, str) else weight

@@ -180,7 +180,9 @@ def _pack(
     device: Any,
 ) -> tuple[Tensor, Tensor]:
     if isinstance(said, str | Mapping) or not isinstance(said, Sequence):
-        raise TypeError(f"{name}: wanted a list with an entry a token, or a list of those, got {type(said).__name__}")
+        raise TypeError(
+            f"{name}: wanted a list with one entry per token, or a list of those, got {type(said).__name__}"
+        )
     if not said:
         raise ValueError(f"{name}: is empty; was the server asked for it?")
     if k is not None and (isinstance(k, bool) or not isinstance(k, int) or k < 1):
@@ -198,7 +200,7 @@ def _pack(
     for i, (sequence, first) in enumerate(zip(sequences, starts, strict=True)):
         label = name if single else f"{name}: sequence {i}"
         if isinstance(sequence, str | Mapping) or not isinstance(sequence, Sequence):
-            raise TypeError(f"{label}: wanted a list with an entry a token, got {type(sequence).__name__}")
+            raise TypeError(f"{label}: wanted a list with one entry per token, got {type(sequence).__name__}")
         found.append(dict(_rows(label, sequence, first, read, k)))
         length = first + len(sequence)
         longest = max(longest, length)

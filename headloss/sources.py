@@ -341,7 +341,7 @@ def _settle_vocab(source: Logits | Linear, held: int) -> None:
     if source.shard is not None and said not in (None, source.shard.vocab):
         raise ValueError(f"vocab: is {said}, but the shard's is {source.shard.vocab}; say it there alone")
     if source.shard is None and said is not None and not 1 <= said <= held:
-        raise ValueError(f"vocab: wanted a number of the {held} columns that there are, got {said}")
+        raise ValueError(f"vocab: wanted at most {held}, the number of columns, and at least 1, got {said}")
     object.__setattr__(source, "vocab", said or (held if source.shard is None else source.shard.vocab))
     check_vocab_ids(source)
 

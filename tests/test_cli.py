@@ -278,7 +278,7 @@ def test_check_notices_an_objective_that_is_off(own: str, name: str) -> None:
         ("{}:number", "wanted an Objective, a Term or a function, got int"),
         ("{}:right --dtype int8", "wanted one of float64"),
         ("{}:right --head both", "wanted one of linear, logits"),
-        ("{}:right --top-k 3", "looks at no teacher"),
+        ("{}:right --top-k 3", "uses no teacher"),
         ("{}:factory --top-k 100000", "wanted at most 1003 ids, the vocabulary, got 100000"),
         ("{}:fails", "it raises ZeroDivisionError"),
     ],

@@ -133,7 +133,9 @@ def test_what_is_refused() -> None:
         taught = hl.Objective(kl=forward_kl)
         taught(hl.Logits(logits, vocab=V), teacher=hl.Sparse(torch.full((N, 1), V), torch.full((N, 1), -0.1)))
     for bad in (0, -1, HELD + 1):
-        with pytest.raises(ValueError, match=f"vocab: wanted a number of the {HELD} columns that there are, got {bad}"):
+        with pytest.raises(
+            ValueError, match=f"vocab: wanted at most {HELD}, the number of columns, and at least 1, got {bad}"
+        ):
             hl.Logits(logits, vocab=bad)
     for bad in (3.0, True, "5"):
         with pytest.raises(TypeError, match="vocab: wanted an integer"):

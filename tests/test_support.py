@@ -454,7 +454,7 @@ REFUSED = {
     "a meta mask": (lambda b: hl.Support.from_mask(b.mask.to("meta")), "mask: is on meta"),
     "the likeliest": (
         lambda b: call(b, hl.Term(margin, top=2)),
-        "support: term 'x' has top=, and so many columns a row",
+        "support: term 'x' has top=, but a row may keep fewer columns",
     ),
     "a metric of the likeliest": (
         lambda b: hl.Objective(x=cross_entropy, metrics=[hl.Term(margin, top=2)])(

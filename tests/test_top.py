@@ -180,13 +180,13 @@ def test_refusals() -> None:
         hl.topk(source, 0)
     with pytest.raises(ValueError, match=f"top: wanted at most {V} columns, which the vocabulary has, got {V + 1}"):
         hl.row_facts(source, want="top_ids", top=V + 1)
-    with pytest.raises(ValueError, match="top: no fact that is wanted is of so many columns"):
+    with pytest.raises(ValueError, match="top: none of the wanted facts takes a number of columns"):
         hl.row_facts(source, batch.targets, top=2)
     with pytest.raises(ValueError, match="top: cross_entropy asks for none of top_ids, top_logprob"):
         hl.Term(cross_entropy, top=2)
     with pytest.raises(ValueError, match="top: needed by the fact 'top_ids'; say of how many columns"):
         hl.row_facts(source, want="top_ids")
-    with pytest.raises(ValueError, match="tail: with top=, what a divergence leaves out is no outcome"):
+    with pytest.raises(ValueError, match="tail: with top=, the columns left out do not count as an outcome"):
         hl.Term(reverse_kl, top=3)
     with pytest.raises(ValueError, match="teacher: term 'own'.*needs one for 'teacher_top_logprob'; pass teacher="):
         hl.Objective(own=hl.Term(own_kl, top=3))(source, batch.targets)

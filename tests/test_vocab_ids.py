@@ -251,7 +251,7 @@ def test_refusals() -> None:
         ce(source, hl.prepare(batch.targets))
     with pytest.raises(ValueError, match="targets: were prepared with vocab_ids other than those of the source"):
         ce(hl.Linear(batch.hidden, batch.weight, vocab_ids=batch.ids.roll(1)), prepared)
-    with pytest.raises(ValueError, match="targets: were prepared with vocab_ids, which the source has not"):
+    with pytest.raises(ValueError, match="targets: were prepared with vocab_ids, but the source has none"):
         ce(hl.Linear(batch.hidden, batch.weight), prepared)
     with pytest.raises(ValueError, match="vocab_ids: wanted one token per column"):
         hl.prepare(batch.targets, vocab_ids=batch.ids[None])

@@ -126,7 +126,7 @@ def _check_own(
         for kind in (head,) if head else ("linear", "logits"):
             source, targets, call = own.make(mine, *size, own.DTYPES[dtype], device, seed, kind, top_k)
             if top_k and "teacher" not in call:
-                raise typer.BadParameter(f"{where} looks at no teacher", param_hint="--top-k")
+                raise typer.BadParameter(f"{where} uses no teacher", param_hint="--top-k")
             found[kind] = hl.verify(mine, source, targets, rows=size[0], **call)
     except typer.BadParameter:
         raise

@@ -96,7 +96,7 @@ def teach(said: dict[str, Any], out: Path, batch_tokens: int, device: str | None
     before = json.loads(note.read_text()) if begun else {}
     weights = before.pop("weights", None)
     if begun and before != said:
-        raise ValueError(f"--out: {out} was begun with other arguments, {json.dumps(before)}; give another folder")
+        raise ValueError(f"--out: {out} was started with other arguments, {json.dumps(before)}; give another folder")
     if not 0 < said["temperature"] < float("inf"):
         raise ValueError(f"--temperature: wanted a positive number, got {said['temperature']}")
     given = read_data(said["data"], said["split"])
@@ -110,7 +110,9 @@ def teach(said: dict[str, Any], out: Path, batch_tokens: int, device: str | None
     read = lambda i: _tokens(given[i], i, tokenizer, said["max_length"], vocab)
     own = fingerprint(made)
     if begun and weights != own:
-        raise ValueError(f"--model: {said['model']} has other weights than when {out} was begun; give another folder")
+        raise ValueError(
+            f"--model: {said['model']} has different weights from when {out} was started; give another folder"
+        )
     parts.mkdir(parents=True, exist_ok=True)
     note.write_text(json.dumps({**said, "weights": own}))
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
@@ -123,7 +125,7 @@ def teach(said: dict[str, Any], out: Path, batch_tokens: int, device: str | None
                 _write(made, lines, folder, said, batch_tokens)
             elif _given(load_from_disk(str(folder))) != [(line["input_ids"], line.get("labels")) for line in lines]:
                 raise ValueError(
-                    f"--data: sequences {first} to {last - 1} are others than when {out} was begun; give another folder"
+                    f"--data: sequences {first} to {last - 1} have changed since {out} was started; give another folder"
                 )
             progress.update(task, completed=last)
     folders = [str(parts / f"{first:09d}") for first in range(0, count, PART)]

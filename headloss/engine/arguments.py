@@ -60,7 +60,7 @@ class CallArguments(NamedTuple):
             return self
         prepared = self.targets.support
         if self.targets.tokens is not None and getattr(self.source, "vocab_ids", None) is None:
-            raise ValueError("targets: were prepared with vocab_ids, which the source has not")
+            raise ValueError("targets: were prepared with vocab_ids, but the source has none")
         if prepared is not None and self.support is not None:
             raise ValueError("support: given both to prepare() and to the call; give it once")
         return self if prepared is None else self.but(support=prepared)

@@ -265,7 +265,9 @@ def check_candidates(ids_NK: Tensor, outside_NK: Tensor, targets: Tensor | None)
     def check(found: Tensor) -> None:
         some, row = found.tolist()
         if some:
-            raise ValueError(f"ids: row {row} names a column that its support does not keep; wanted kept ones, or -1")
+            raise ValueError(
+                f"ids: row {row} names a column that its support does not keep; name only kept columns, or -1"
+            )
 
     first = torch.stack([lost_N.any().long(), lost_N.int().argmax()])
     now_or_later(first, first[:1], check, "ids: a column that its row's support does not keep")

@@ -71,7 +71,7 @@ def check_teachers(label: str, call: Call, teachers: Mapping[str, Teacher]) -> N
     ]
     for what, name, sparse in asked:
         if name == IDS and what == "teacher_logprob":
-            raise ValueError(f"ids: {label} asks for {what!r}, which a sparse teacher has and candidates have not")
+            raise ValueError(f"ids: {label} asks for {what!r}, which a sparse teacher provides but ids= does not")
         if name == IDS and name not in teachers:
             raise ValueError(f"ids: {label} asks for them; pass ids=, (rows, K) columns of each row")
         there = ", ".join(map(repr, passed(teachers))) or "none"
@@ -176,6 +176,9 @@ def check_elements(want: Want) -> None:
             )
 
 
+_FEWER = "top=, but a row may keep fewer columns"
+
+
 def check_support(support: Any, source: Source, terms: Terms | None = None) -> None:
     """That it fits the source, and that the terms of a call can do with it."""
     check_kind(support)
@@ -184,13 +187,13 @@ def check_support(support: Any, source: Source, terms: Terms | None = None) -> N
         return
     for name, term in terms.terms.items():
         if (term.targets is not None or term.top is not None) and term.support is None:
-            what = "targets of its own, which" if term.targets is not None else "top=, and so many columns"
-            raise ValueError(f'support: term {name!r} has {what} a row may not keep; give it support="all"')
+            what = "targets of its own, which a row may not keep" if term.targets is not None else _FEWER
+            raise ValueError(f'support: term {name!r} has {what}; give it support="all"')
     for name, call in terms.metrics:
         if isinstance(call.fn, Term) and call.fn.top is not None:
             raise ValueError(
-                f"support: metric {name!r} has top=, and so many columns a row may not keep; leave it out of calls "
-                f"with a support (hl.row_facts has top= without one)"
+                f"support: metric {name!r} has {_FEWER}; leave it out of calls with a support (hl.row_facts has top= "
+                f"without one)"
             )
     if terms.on_all and getattr(source, "inplace", False):
         raise ValueError(

@@ -45,7 +45,7 @@ def facts_sweep(
         check_top(top)
         if not of_top:
             raise ValueError(
-                f"top: no fact that is wanted is of so many columns; ask for {', '.join(TOP)}, or leave it out"
+                f"top: none of the wanted facts takes a number of columns; ask for {', '.join(TOP)}, or leave it out"
             )
     elif of_top:
         raise ValueError(f"top: needed by the fact {of_top[0]!r}; say of how many columns, top=K")

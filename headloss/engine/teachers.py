@@ -131,7 +131,7 @@ def _check_columns(label: str, teacher: Source, source: Source) -> None:
     if mine is None or theirs is None:
         return
     if dist.get_process_group_ranks(theirs.group) != dist.get_process_group_ranks(mine.group):
-        raise ValueError(f"{label}: its vocabulary is shared by another group than the student's")
+        raise ValueError(f"{label}: its vocabulary is shared by a different group from the student's")
     shared = min(source.vocab, teacher.vocab)
     held = [(min(s.start, shared), min(s.start + x.columns, shared)) for s, x in ((mine, source), (theirs, teacher))]
     if held[0] != held[1]:

@@ -30,7 +30,7 @@ def check_head(model: Any, head: nn.Module) -> None:
     """The head is still the one that was patched."""
     if model.get_output_embeddings() is not head:
         raise ValueError(
-            f"model: its head is another than when it was patched ({type(model.get_output_embeddings()).__name__}): "
+            f"model: its head has changed since it was patched ({type(model.get_output_embeddings()).__name__}): "
             f"resized, or wrapped by an adapter such as LoRA, which the loss would leave out; unpatch(model) "
             f"and patch it again, or keep adapters off the head"
         )

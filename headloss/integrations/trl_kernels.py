@@ -41,8 +41,8 @@ Metrics = Sequence[str | Callable[..., Any]]
 def check_version() -> None:
     if trl.__version__.rsplit(".", 1)[0] not in VERSIONS:
         raise RuntimeError(
-            f"trl: this is {trl.__version__}, but headloss knows the inside of {', '.join(VERSIONS)} only; "
-            f"pip install 'trl=={VERSIONS[-1]}.*', or use Trainer of Transformers with "
+            f"trl: this is {trl.__version__}, but headloss supports only {', '.join(VERSIONS)}, whose "
+            f"internals it relies on; pip install 'trl=={VERSIONS[-1]}.*', or use Trainer of Transformers with "
             f"headloss.integrations.transformers.patch(model, objective)"
         )
 

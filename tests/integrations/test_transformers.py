@@ -422,7 +422,7 @@ def test_resized_head() -> None:
     if model.get_output_embeddings() is model.headloss.head:
         model(**batch)
     else:
-        with pytest.raises(ValueError, match="another than when it was patched"):
+        with pytest.raises(ValueError, match="its head has changed since it was patched"):
             model(**batch)
 
 
