@@ -1,7 +1,7 @@
-"""The way into a graph: a call, taken apart into tensors and a recipe, and its record put together around the operator.
+"""A call under torch.compile: split into tensors and a recipe, run as one operator, and rebuilt into its `Output`.
 
-torch.compile traces what is here.  What it must not trace, planning and naming, is a constant of the graph, made by
-`labels` from constants alone; so nothing here may depend on how many rows there are.
+torch.compile traces this file.  What it must not trace, planning and naming, happens in `labels`, whose result is a
+constant of the graph made from constants alone; so nothing here may depend on the number of rows.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ WHY = (
 
 
 def uncompiled(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Under torch.compile `fn` runs as it is, between two compiled graphs: its kernels are fused already.
+    """Run `fn` uncompiled, between two graphs, under torch.compile: its kernels are fused already.
 
-    `torch.compiler.disable`, but only where something compiles: it costs, and imports the compiler, and that triton.
+    We call `torch.compiler.disable` only once something compiles: it takes time and imports the compiler, which imports
+    triton.
     """
     disabled: list[Callable[..., Any]] = []
 
@@ -54,21 +55,21 @@ def uncompiled(fn: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-# the hook that torch.compile looks at frames with, where there is one
+# the hook through which torch.compile sees frames, if one is installed
 _compiles = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: "torch._dynamo" in sys.modules)
 
 
 class Labels(NamedTuple):
-    """All that names the parts of a result: constants of a graph."""
+    """The recipe of a call and the names of the parts of its result: constants of a graph."""
 
     recipe: str
     facts: tuple[Any, ...]  # their keys in the record
-    terms: tuple[str, ...]  # those that are on
-    metrics: tuple[tuple[str, str, str, int], ...]
+    terms: tuple[str, ...]  # those that are not switched off
+    metrics: tuple[tuple[str, str, str, int], ...]  # see `spec.Form`
 
 
 class Compilable(Protocol):
-    """What a graph must know of an objective; its methods are constants of the graph, and `key` says which."""
+    """What a graph needs from an objective.  The methods' results are constants of the graph, one per `key`."""
 
     names: tuple[str, ...]
     key: str
@@ -79,7 +80,7 @@ class Compilable(Protocol):
 
 
 def labels(of: Terms | None, constants: tuple[Any, ...], **more: Any) -> Labels:
-    # a divergence of one's own may read something else by the time of its backward
+    # a user's own divergence may read something else by the time the backward runs
     changes = of is not None and any(t.has_foreign_divergence for t in of.every_term)
     visited = constants[0][0] == "Linear" or more["direct"] or changes
     recipe = read(write(of, constants, **more, visited=visited))
@@ -90,9 +91,10 @@ def labels(of: Terms | None, constants: tuple[Any, ...], **more: Any) -> Labels:
 
 
 def wanted(source: Any, teacher: Any, unknown: tuple[str, ...] = ()) -> bool:
-    """Whether a call becomes an operator: something traces, or there are shapes and no numbers, and it can.
+    """Whether a call becomes an operator: it can, and either something is tracing or the tensors are fake.
 
-    A function that reads what may change could read it too early in a graph, whose side effects come last.
+    Under torch.compile, functions that read mutable state (`unknown`) rule it out: a graph applies side effects last,
+    so such a function could read a value from before an update.
     """
     if not isinstance(source, (Logits, Linear)) or (unknown and torch.compiler.is_dynamo_compiling()):
         return False
@@ -101,7 +103,7 @@ def wanted(source: Any, teacher: Any, unknown: tuple[str, ...] = ()) -> bool:
 
 
 def _fits(source: Source, teacher: Teacher | Mapping[str, Teacher] | None) -> bool:
-    """Whether a call can be an operator: one that overwrites its logits, or looks into DTensors, runs as it is."""
+    """Whether a call can be an operator: one that overwrites its logits or takes DTensors runs uncompiled."""
     teachers = list(teacher.values()) if isinstance(teacher, Mapping) else [] if teacher is None else [teacher]
     for x in [source, *teachers]:
         if isinstance(x, (Top, Draft, Routed)):

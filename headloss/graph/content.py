@@ -1,6 +1,7 @@
-"""What an objective says, as a key.  Equal objectives share a graph; a recipe holds one that is all headloss's own.
+"""An objective's content as a cache key, so that equal objectives share a graph.
 
-An objective with functions of a user's own is found again by its number, for as long as it lives.
+A recipe contains the whole objective if all its functions are headloss's own.  One with a user's functions is looked up
+by a number, for as long as it is alive.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from headloss.trace.function_reads import Reads
 
 
 def portable(terms: Terms) -> Any:
-    """Their config, if that gives the same terms again; None if they have functions or tensors of their own."""
+    """The config of these terms if it rebuilds the same terms; None if they hold a user's functions or tensors."""
     try:
         config = write_config(terms)
         again = Terms(*read_config(json.loads(json.dumps(config))))
@@ -32,16 +33,16 @@ def portable(terms: Terms) -> Any:
 
 
 class Traits(NamedTuple):
-    """What a graph must know of an objective apart from its content."""
+    """What a graph needs to know about an objective besides its content."""
 
-    number: int  # its place in `_NUMBERED`
-    unknown: tuple[str, ...]  # what its functions read that may change: they do not run in a graph
-    temperatures: tuple[str, ...]  # its own, of terms and facts; as text, which no graph takes for a number that varies
-    weights: tuple[tuple[str, Tensor], ...]  # those that are tensors
+    number: int  # its key in `_NUMBERED`
+    unknown: tuple[str, ...]  # mutable state that its functions read, which keeps them out of a graph
+    temperatures: tuple[str, ...]  # of its terms and facts; as text, so that no graph treats them as dynamic numbers
+    weights: tuple[tuple[str, Tensor], ...]  # term weights that are tensors
 
 
 _NUMBERED: weakref.WeakValueDictionary[int, Terms] = weakref.WeakValueDictionary()
-_numbers = itertools.count(2 + secrets.randbits(40))  # a graph of another process finds none of ours
+_numbers = itertools.count(2 + secrets.randbits(40))  # random, so a graph from another process finds none of ours
 
 
 def traits(of: Terms) -> Traits:
@@ -53,7 +54,7 @@ def traits(of: Terms) -> Traits:
 
 
 def content(of: Terms) -> Reads:
-    """What terms and metrics say, as a key, and what their functions read that may change behind them."""
+    """The terms and metrics as a key, and the mutable state that their functions read."""
     terms = [(name, _term_content(x)) for name, x in of.terms.items()]
     metrics = [(n, _term_content(c.fn) if isinstance(c.fn, Term) else c.reads()) for n, c in of.metrics]
     calls = [*(t.call(None, {}) for t in of.terms.values()), *(c for _, c in of.metrics)]
@@ -66,7 +67,7 @@ def _term_content(term: Term) -> Reads:
     call = term.call(None, {})
     found = call.reads()
     unknown = [x for f in call.facts if f.element is not None for x in f.element.reads().unknown]
-    # own targets are a row weight too
+    # no "targets": a term's own targets are also a row weight, which `call.reads` covers
     names = ("weight", "reduction", "length", "temperature", "teacher", "tail", "top", "reduction_segments")
     plain = tuple(key_of(getattr(term, name)) for name in names)
     named = tuple((name, key_of(x)) for name, x in (*term.facts.items(), *term.inputs.items()))
@@ -74,7 +75,7 @@ def _term_content(term: Term) -> Reads:
 
 
 def _said(call: Call) -> Any:
-    """What its functions say of themselves."""
+    """What its functions declare about their results."""
     return tuple((s.per_segment, s.returns) for s in call.signatures)
 
 
@@ -84,12 +85,12 @@ _count = itertools.count()
 
 
 def content_key(of: Terms) -> str:
-    """Equal for equal terms and metrics; one of its own for an objective whose functions read what may change."""
+    """A key, equal for equal terms and metrics.  An objective whose functions read mutable state gets a fresh one."""
     said, unknown, _ = content(of)
     if unknown:
         return f"own {next(_count)}"
     key = _KEYS.pop(said, None)
     if key is None and len(_KEYS) >= _MOST_KEYS:
-        _KEYS.pop(next(iter(_KEYS)))  # the one that was asked for longest ago
+        _KEYS.pop(next(iter(_KEYS)))  # the least recently used
     _KEYS[said] = key or f"own {next(_count)}"
     return _KEYS[said]

@@ -1,14 +1,16 @@
-"""headloss in a graph: a call as one operator, for torch.compile, torch.export, FakeTensor and CUDA graphs.
+"""The operators `headloss::visit`, `pull` and `once`, for torch.compile, torch.export, FakeTensor and CUDA graphs.
 
-    headloss::visit   the call: loss, terms, metrics, facts, and what a backward needs of it
+    headloss::visit   the call: loss, terms, metrics, facts, and what its backward needs
     headloss::pull    the gradient of the source from cotangents of the facts, by another sweep
-    headloss::once    a gradient that was made in the visit, tied to what it is a function of: it is differentiable once
+    headloss::once    ties the loss's upstream gradient to the tensors that gradients from the visit depend on, so that
+                      differentiating twice raises
 
-Both take the call's tensors and its recipe, put the call together again and run the ordinary path; nothing of it is
-traced.  The loss's backward multiplies the gradients made in the visit (`Linear`) or pulls once with the cotangents
-made there (`Logits`); a fact is pulled on by another sweep, and only when something pulls.  Outputs never alias inputs.
+`visit` and `pull` take the call's tensors and its recipe, rebuild the call and run the ordinary path; nothing of it is
+traced.  The loss's backward scales the gradients made in the visit (`Linear`) or pulls once with the cotangents made
+there (`Logits`).  A fact's backward is another sweep, run only if a gradient reaches the fact.  Outputs never alias
+inputs.
 
-A graph needs the form of the result before there is one: see `spec`.
+A graph needs the form of the result before the call runs: see `spec`.
 """
 
 from __future__ import annotations
@@ -95,7 +97,7 @@ def _visit(tensors: Sequence[Tensor], sizes: Sequence[int], text: str) -> list[T
             out += [put(result.facts[sweep.want.facts[i]]) for i in _valued(known)]  # `_apart` makes copies of them
             _, leaves = numbered(result.softmax) if known.tensors else (None, [])
             out.append(torch.stack([put(x.to(dtype)) for x in leaves]) if leaves else empty(dtype=dtype))
-            if recipe.reads:  # -1: nothing was read after all, as a CUDA graph is being captured
+            if recipe.reads:  # -1: the host read nothing after all, since a CUDA graph is being captured
                 out.append(
                     done.numbers
                     if done.numbers.numel()
@@ -110,7 +112,7 @@ def _visit(tensors: Sequence[Tensor], sizes: Sequence[int], text: str) -> list[T
 
 
 def _check_form(known: Form, done: Done, pulls: bool) -> None:
-    """Refuse a call whose functions now ask for, or return, other things than when the graph was made."""
+    """Raise if the functions now ask for, or return, something else than when the graph was made."""
     facts = done.sweep.want.facts
     by_fact = done.result.by_fact if pulls else {}
     pulled = [facts[i].name for i in range(len(facts)) if facts[i] in by_fact and i not in known.cotangents]
@@ -128,7 +130,7 @@ def _check_form(known: Form, done: Done, pulls: bool) -> None:
 
 
 def _made(sweep: Sweep, result: Result, needs: tuple[bool, ...], final: bool) -> tuple[list[Tensor | None], Tensor]:
-    """The gradients made in the visit, and what they still have to be multiplied with."""
+    """The gradients made in the visit, and the factor that they still need."""
     one = torch.ones((), dtype=sweep.source.fact_dtype, device=sweep.source.device)
     if final:
         return _listed(final_grads(sweep, result, needs), len(needs)), one
@@ -153,11 +155,11 @@ def _kept_dtype(args: Call, x: Tensor) -> torch.dtype:
 
 
 def _apart(out: list[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
-    """No output in memory that another, or an input, has too."""
+    """Copy outputs where needed, so that none shares memory with an input or another output."""
     seen = {x.untyped_storage().data_ptr() for x in inputs}
     for i, x in enumerate(out):
         place = x.untyped_storage().data_ptr()
-        part = x.untyped_storage().nbytes() > x.numel() * x.element_size()  # it may start off an aligned address
+        part = x.untyped_storage().nbytes() > x.numel() * x.element_size()  # a view may start unaligned
         if x.numel() and (place in seen or part or not x.is_contiguous()):
             out[i] = x = x.clone(memory_format=torch.contiguous_format)
             place = x.untyped_storage().data_ptr()
@@ -201,7 +203,8 @@ def _pull(
     which: Sequence[int],
     text: str,
 ) -> list[Tensor]:
-    """kept: facts that their own pull reads, the softmax in one piece, and what the host knows of the targets."""
+    """`kept`: the facts whose pull reads their value, the softmax in one tensor, and what the host knows of the
+    targets."""
     recipe = read(text)
     args, known = Call(recipe, tensors, sizes), form(recipe, sizes)
     valued = _valued(known)
@@ -237,7 +240,7 @@ def _pull(
 
 
 def _numbers(args: Call) -> int:
-    """How many numbers the host reads; see `prepared.prepare`."""
+    """How many numbers the host reads about the targets; see `prepared.prepare`."""
     if args.numbers is not None:
         return args.numbers.shape[0]
     return 3 if args.segments is None else 6 + args.segments.num_segments
@@ -273,7 +276,7 @@ def _visit_backward(ctx: Any, grads: list[Tensor | None]) -> Any:
     by_source: list[Tensor | None] = [None] * recipe.sources
     by_tensor: list[Tensor | None] = [None] * ctx.count
     g_loss = grads[0] if loss else None
-    if g_loss is not None and (recipe.visited or data["wanted"]):  # what was made in the visit leads nowhere by itself
+    if g_loss is not None and (recipe.visited or data["wanted"]):  # a gradient from the visit has no graph of its own
         of = [x for x, need in zip(tensors, needs) if need]
         of += [tensors[recipe.names.index(f"inputs.{name}")] for name in data["wanted"]]
         g_loss = torch.ops.headloss.once(g_loss, of)
@@ -310,18 +313,18 @@ def _visit_backward(ctx: Any, grads: list[Tensor | None]) -> Any:
 
 
 def _times(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """In float32 where x is narrower."""
+    """x * scale, in float32 if x is narrower."""
     wide = torch.promote_types(x.dtype, torch.float32)
     return (x.to(wide) * scale.to(wide)).to(dtype)
 
 
 def _valued(known: Form) -> list[int]:
-    """Places of the facts that their own pull reads."""
+    """Indices of the facts whose pull reads their value."""
     return [i for i, fact in enumerate(known.facts) if fact.name in VALUED]
 
 
 def _once(x: Tensor, of: Sequence[Tensor]) -> Tensor:
-    """x, as a function of these tensors that cannot be differentiated; see `autograd_contract.seal`."""
+    """x, as a function of the tensors in `of` whose derivative raises; see `autograd_contract.seal`."""
     return x.clone()
 
 

@@ -1,15 +1,15 @@
-"""Recipes: a call without its tensors, as a string.
+"""Recipes: everything about a call except its tensors and sizes, as a JSON string.
 
-An operator of a graph takes tensors, sizes and a string.  The string is the rest of the call as JSON: the objective's
-config, the source's options, the names of the tensors in their order, and which of them want a gradient.  Equal calls
-have equal strings, and one whose losses all belong to headloss can be read in another process.
+An operator of a graph takes tensors, sizes and a string.  The string holds the rest of the call: the objective's
+config, the source's options, the names of the tensors in order, and which of them need a gradient.  Equal calls have
+equal strings, and if all losses are headloss's own, another process can read the string.
 
     describe   a call's arguments  ->  tensors, sizes, and the rest as tuples of constants (torch.compile traces this)
     write      the rest            ->  the recipe
     Call       recipe and tensors  ->  the call's arguments again
 
-An objective that no config describes stays where it is.  A recipe holds a key of its content, and the sizes its number:
-what runs is the objective that was called, as it is then, and nothing here keeps it alive.
+An objective that no config describes is not copied.  The recipe holds a key of its content and the sizes hold its
+number, so what runs is the objective that was called, in its state at that time; nothing here keeps it alive.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from headloss.sources import Linear, Logits, Sparse, Teacher, check_number, is_s
 from headloss.term import check_weight
 from headloss.terms import Terms
 
-OUTPUTS = 2  # counts the changes of what the operators return: compilers keep code between processes
+OUTPUTS = 2  # version of what the operators return, raised with each change: compilers cache code between processes
 _TENSORS: dict[type, tuple[str, ...]] = {
     Logits: ("logits",),
     Linear: ("hidden", "weight", "bias"),
@@ -49,11 +49,11 @@ _KINDS: dict[str, type] = {kind.__name__: kind for kind in _TENSORS}
 
 
 class Described:
-    """A call, taken apart: tensors with a name and a place each, sizes with a name, and the rest.
+    """A call taken apart: tensors, each with a name and a place; sizes, each with a name; and the rest.
 
-    A place is how a tensor's shape follows from the call's: ("row", *rest), ("flat",), ("segment", *rest) or
-    ("whole", *shape); of an input, ("input", ...) and all that `write` needs to find out.  ("number",) is a Python
-    number that the graph holds as a symbol: a scalar on the host.
+    A place says how a tensor's shape follows from the call's: ("row", *rest), ("flat",), ("segment", *rest) or
+    ("whole", *shape).  An input has ("input", ...) with all that `write` needs to decide among them.  ("number",) is a
+    Python number that is symbolic in the graph, passed as a scalar tensor on the host.
     """
 
     def __init__(self, leading: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> None:
@@ -72,15 +72,15 @@ class Described:
         self.size_names.append(name)
 
     def scalar(self, name: str, x: Any, dtype: torch.dtype) -> None:
-        """A number that may change from call to call: as a tensor, it is no part of the recipe."""
+        """Pass a number that may change from call to call as a tensor, which keeps it out of the recipe."""
         x = x if isinstance(x, Tensor) else self.number(x, dtype)
         self.tensor(name, x, "whole", *x.shape)
 
     def number(self, x: float, dtype: torch.dtype) -> Tensor:
-        return torch.ones((), dtype=dtype, device=self.device) * x  # torch leaves a product open, and `full` not
+        return torch.ones((), dtype=dtype, device=self.device) * x  # stays symbolic, unlike `full`
 
     def constant(self, name: str, x: Any) -> Any:
-        """An option of a source, for the recipe; one that changes from call to call is a tensor, and "symbol" here."""
+        """An option of a source, for the recipe.  A symbolic one travels as a tensor, and the recipe says "symbol"."""
         if isinstance(x, bool) or not isinstance(x, (int, float)) or not is_symbol(x):
             return x
         if name.endswith((".memory", ".vocab")):
@@ -89,7 +89,10 @@ class Described:
         return "symbol"
 
     def source(self, label: str, source: Teacher, temperatures: Sequence[str] = ()) -> tuple[Any, ...]:
-        """Its tensors go into the lists; what it is, as constants.  A fact at one of `temperatures` may be its own."""
+        """Add a source's tensors to the lists; return the rest of it as constants.
+
+        A temperature equal to one of `temperatures` becomes a constant: a term's fact at it is then the source's own.
+        """
         kind = type(source)
         for name in _TENSORS[kind]:
             x = getattr(source, name)
@@ -117,7 +120,7 @@ class Described:
         if shard is not None:
             sizes = [None if n is None else operator.index(n) for n in (shard.start, shard.vocab, shard.width)]
             split = (shard.group.group_name, *sizes, shard.partial_hidden)
-        whole = shard is not None or source.vocab == _held(source)  # no padding: a size that may change is no constant
+        whole = shard is not None or source.vocab == _held(source)  # no padding: a dynamic size
         options = [
             None if name == "vocab" and whole else self.constant(f"{label}.{name}", getattr(source, name))
             for name in _OPTIONS[kind]
@@ -148,7 +151,7 @@ class Described:
 
 
 def _settled(place: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Sizes as constants of the graph: a recipe holds no symbols."""
+    """Turn sizes into constants of the graph: a recipe holds no symbols."""
     found: list[Any] = []
     for x in place:
         if isinstance(x, tuple):
@@ -162,9 +165,9 @@ def _settled(place: tuple[Any, ...]) -> tuple[Any, ...]:
 def describe(
     arguments: CallArguments, direct: bool = False, traits: Traits | None = None, number: int | None = None
 ) -> tuple[Described, tuple[Any, ...]]:
-    """The tensors and sizes of a call, and all the rest of it as constants; see `write`.
+    """The tensors and sizes of a call, and the rest of it as constants for `write`.
 
-    `traits`: those of the objective.  `number`: its own, if it has to be found again.
+    `traits`: the objective's.  `number`: the objective's, if the recipe cannot contain it.
     """
     source, targets, segments, teacher, options, inputs, _ = arguments
     found = Described(source.leading, source.device, source.fact_dtype)
@@ -203,7 +206,7 @@ def describe(
     if isinstance(scale, Tensor) or scale != 1.0:
         found.scalar("grad_scale", scale, source.fact_dtype)
     off = []
-    own = {} if traits is None else dict(traits.weights)  # tensors: in the graph, what changes them there comes first
+    own = {} if traits is None else dict(traits.weights)  # tensor inputs, so that updates inside the graph come first
     for name, weight in {**own, **(weights or {})}.items():
         check_weight(f"weights[{name!r}]", weight)
         if not isinstance(weight, Tensor) and weight == 0:
@@ -239,7 +242,7 @@ def write(of: Terms | None, constants: tuple[Any, ...], **more: Any) -> str:
 
 
 def _place(readings: Mapping[str, Reading], label: str, kind: str, *more: Any) -> tuple[Any, ...]:
-    """The place of a tensor, with that of an input found."""
+    """The place of a tensor; for an input, decide which it is."""
     if kind != "input":
         return (kind, *more)
     ways, said, segmented, rest, table = more
@@ -249,11 +252,11 @@ def _place(readings: Mapping[str, Reading], label: str, kind: str, *more: Any) -
 
 
 class Recipe(NamedTuple):
-    """A recipe, read."""
+    """A recipe, parsed."""
 
     text: str
     data: Mapping[str, Any]
-    terms: Terms | None  # of the objective, from its config
+    terms: Terms | None  # of the objective, if the recipe has its config
     names: tuple[str, ...]  # of the tensors
 
     @property
@@ -261,7 +264,7 @@ class Recipe(NamedTuple):
         return "objective" in self.data
 
     def terms_of(self, sizes: Sequence[int]) -> Terms | None:
-        """The terms of a call: those of a config, or the objective itself; None for `row_facts`."""
+        """The terms of a call, from the recipe's config or from the living objective; None for `row_facts`."""
         if self.terms is not None or not self.has_loss:
             return self.terms
         found = _NUMBERED.get(int(sizes[self.data["sizes"].index("objective")]))
@@ -275,17 +278,17 @@ class Recipe(NamedTuple):
 
     @property
     def sources(self) -> int:
-        """How many of the tensors, the first ones, are the source's own and may want a gradient."""
+        """How many tensors belong to the source and may need a gradient; they come first."""
         return len(self.data["needs"])
 
     @property
     def reads(self) -> bool:
-        """Whether the host looks at the targets, and hands what it saw to the backward: a tensor of the host's."""
+        """Whether the host reads numbers about the targets, which the backward then gets as a CPU tensor."""
         return "targets" in self.names and (self.data["host_read"] or "numbers" in self.names)
 
     @property
     def visited(self) -> bool:
-        """Whether the gradients of the source are made in the visit; if not, from the facts' cotangents later."""
+        """Whether the visit makes the source's gradients; otherwise the backward makes them from facts' cotangents."""
         return self.data["visited"]
 
 
@@ -298,7 +301,7 @@ def read(text: str) -> Recipe:
 
 
 class Call:
-    """The arguments of a call, put together again from its recipe and tensors; fake ones have no numbers to read."""
+    """The arguments of a call, rebuilt from its recipe and tensors.  `fake`: the tensors have no values to read."""
 
     def __init__(self, recipe: Recipe, tensors: Sequence[Tensor], sizes: Sequence[int], fake: bool = False) -> None:
         data = recipe.data
@@ -329,19 +332,19 @@ class Call:
 
     @property
     def laid(self) -> dict[str, Laid]:
-        """The inputs, each with what it was found to be."""
+        """The inputs, each marked with the kind that `describe` and `write` found."""
         kinds = {name: place[0] for name, _, *place in self.recipe.data["tensors"]}
         return {n: LAID[kinds[f"inputs.{n}"]](x) for n, x in self.inputs.items()}
 
     def prepared(self) -> Prepared | None:
-        """The targets with what the host knows of them."""
+        """The targets with the numbers that the host knows about them."""
         if self.targets is None or self.numbers is None:
             return None
         return Prepared(self.targets, self.segments, self.numbers)
 
 
 def _source(label: str, said: Sequence[Any], tensors: Mapping[str, Tensor]) -> Any:
-    """The source as it was: checked when it was made, and made under another autocast perhaps."""
+    """Rebuild a source without its constructor: it was checked when made, perhaps under another autocast."""
     kind = _KINDS[said[0]]
     _, options, temperature, split = said
     source: Any = object.__new__(kind)
@@ -365,7 +368,7 @@ def _source(label: str, said: Sequence[Any], tensors: Mapping[str, Tensor]) -> A
 
 
 def _held(source: Logits | Linear) -> int:
-    """The columns that are here, padding among them."""
+    """How many columns this rank holds, padding included."""
     return source.logits.shape[-1] if isinstance(source, Logits) else source.weight.shape[0]
 
 

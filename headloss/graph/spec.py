@@ -1,7 +1,7 @@
-"""A call put together from its recipe and run as always, and the form of its result, which is made from its plan.
+"""Inside the operators: run a call from its recipe, and work out the form of its result before it runs.
 
-A graph needs that form before there are numbers.  The plan says which facts, terms and classes there are; shapes,
-dtypes and what the metrics are follow from the plan's own sweep and loss over tensors that have a shape and no numbers.
+A graph needs the form (shapes, dtypes, names) before there are numbers.  The plan says which facts, terms and classes
+there are; shapes, dtypes and the kinds of metrics come from running the plan's own sweep and loss on fake tensors.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class Done(NamedTuple):
     sweep: Sweep
     loss: TermsOnRows | None
     result: Result
-    numbers: Tensor  # what the host knows of the targets
+    numbers: Tensor  # what the host knows about the targets
 
 
 def perform(args: Call, terms: Terms | None) -> Done:
-    """The ordinary path."""
+    """Run the call on the ordinary path."""
     recipe = args.recipe.data
     targets, host_read = known_of(args, recipe["host_read"])
     loss: TermsOnRows | None = None
@@ -55,7 +55,7 @@ def perform(args: Call, terms: Terms | None) -> Done:
     else:
         plan, arguments = plan_of(args, terms, targets, host_read)
         sweep, loss = bind(plan, arguments)
-        loss.watched = any(args.needs) or bool(recipe["wanted"])  # not as it is inside the operator
+        loss.watched = any(args.needs) or bool(recipe["wanted"])  # grad mode is different in the operator
     with torch.no_grad():
         result = run(sweep, loss, args.needs)
         sweep.close()
@@ -67,7 +67,7 @@ def plan_of(
     args: Call, terms: Terms, targets: Tensor | Prepared | None, host_read: bool = True
 ) -> tuple[Plan, CallArguments]:
     plan, arguments = find_plan(terms, arguments_of(args, targets, host_read))
-    later = any(args.needs) and not args.recipe.visited  # pulled in the backward: what one launch made would be scaled
+    later = any(args.needs) and not args.recipe.visited  # the backward pulls; one launch's gradient would need scaling
     return plan.without_program("the gradient is made in the backward") if later else plan, arguments
 
 
@@ -77,7 +77,7 @@ def arguments_of(args: Call, targets: Tensor | Prepared | None, host_read: bool)
 
 
 def known_of(args: Call, host_read: bool) -> tuple[Tensor | Prepared | None, bool]:
-    """The targets, with what the host must know of them; a graph that is being captured cannot ask."""
+    """The targets with what the host must know about them.  While a CUDA graph is captured, the host cannot read."""
     if args.targets is None:
         return None, host_read
     known = args.prepared()
@@ -92,28 +92,28 @@ def sweep_of(args: Call, targets: Tensor | Prepared | None, host_read: bool, bac
 
 
 class Form(NamedTuple):
-    """What a call returns, apart from sizes; nothing in it belongs to a user."""
+    """What a call returns, apart from sizes.  It holds no function or tensor of a user's."""
 
     facts: tuple[Fact, ...]  # in order; a divergence without its function
-    keys: tuple[Any, ...]  # under which they stand in the record
+    keys: tuple[Any, ...]  # of the facts in the record
     dtypes: tuple[torch.dtype, ...]  # of the facts
-    widths: tuple[tuple[int, ...], ...]  # their dimensions after the rows
+    widths: tuple[tuple[int, ...], ...]  # of the facts: dimensions after the rows
     terms: tuple[str, ...]
-    metrics: tuple[tuple[str, str, str, int], ...]  # name, kind, per, and of how many numbers it is made
-    cotangents: tuple[int, ...]  # places of the facts that the loss pulls on
+    metrics: tuple[tuple[str, str, str, int], ...]  # name, kind, per, and how many numbers it consists of
+    cotangents: tuple[int, ...]  # indices of the facts that get a gradient from the loss
     by_segment: bool  # chunks hold whole segments
-    divergences: bool  # some fact is the sum of a function
-    softmax: Any  # a nest of tuples with a number for each tensor in it
-    tensors: int  # how many those are
+    divergences: bool  # some fact is the sum of a function over the vocabulary
+    softmax: Any  # the softmax's nested tuples with an index in place of each tensor
+    tensors: int  # how many tensors the softmax has
     wide: torch.dtype  # of the metrics' numbers
 
     def differentiable(self) -> list[int]:
-        """Places of the facts that can be pulled on."""
+        """Indices of the facts that have a gradient."""
         return [i for i, fact in enumerate(self.facts) if fact.name not in CONSTANT]
 
 
 def numbered(nest: Any, start: int = 0) -> tuple[Any, list[Tensor]]:
-    """A nest of tuples with numbers in place of its tensors, and those tensors."""
+    """Nested tuples with an index in place of each tensor, and the list of those tensors."""
     if isinstance(nest, Tensor):
         return start, [nest]
     if not isinstance(nest, tuple):
@@ -128,7 +128,7 @@ def numbered(nest: Any, start: int = 0) -> tuple[Any, list[Tensor]]:
 
 
 def filled(nest: Any, tensors: Sequence[Tensor]) -> Any:
-    """`numbered`, undone."""
+    """The inverse of `numbered`: put the tensors back."""
     if isinstance(nest, int):
         return tensors[nest]
     if not isinstance(nest, tuple):
@@ -155,13 +155,13 @@ def _form(recipe: Recipe, terms: Terms | None) -> Form:
     with _outside():
         try:
             return _form_of(recipe, terms, FakeTensorMode(allow_non_fake_inputs=True))
-        except Exception:  # a function that branches on values takes zeros; what is wrong with the call is so again
+        except Exception:  # a function that branches on values: real zeros instead; an error in the call comes up again
             with torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_initialized() else []):
                 return _form_of(recipe, terms, contextlib.nullcontext())
 
 
 def _form_of(recipe: Recipe, terms: Terms | None, mode: Any) -> Form:
-    """`mode`: of the tensors that stand for the call's."""
+    """`mode`: the context that makes the stand-in tensors, fake or real."""
     data, by_segment, loss = recipe.data, False, None
     args, targets, terms = _stand_in(recipe, terms, mode)
     backend = choose("torch", args.source.device)
@@ -196,17 +196,17 @@ def _form_of(recipe: Recipe, terms: Terms | None, mode: Any) -> Form:
 
 
 def bare(facts: Sequence[Fact]) -> tuple[Fact, ...]:
-    """Facts without the functions that they are sums of."""
+    """Facts without the functions of divergences."""
     return tuple(f._replace(element=None) for f in facts)
 
 
 def measured(loss: TermsOnRows | None) -> tuple[tuple[str, str, str, int], ...]:
-    """Metrics as a form has them."""
+    """The metrics, as `Form.metrics` describes them."""
     return () if loss is None else tuple((n, m.kind, m.per, len(m.parts)) for n, m in loss.metrics.items())
 
 
 def in_one_launch(recipe: Recipe, terms: Terms | None) -> bool:
-    """Whether the gradient of logits is made along with the loss, by kernels of ours."""
+    """Whether one of our kernels makes the gradient of the logits along with the loss."""
     if terms is None or recipe.data["source"][3] is not None or recipe.data["group"]:
         return False
     with _outside():
@@ -215,11 +215,11 @@ def in_one_launch(recipe: Recipe, terms: Terms | None) -> bool:
     return plan.program is not None and not plan.waits
 
 
-_SIZES = tuple(2 * n for n in (17, 19, 23, 29, 31, 37, 41, 43))  # of which no two are alike, and few are anybody's
+_SIZES = tuple(2 * n for n in (17, 19, 23, 29, 31, 37, 41, 43))  # all different, and rare as real sizes
 
 
 def _stand_in(recipe: Recipe, terms: Terms | None, mode: Any) -> tuple[Call, Prepared | None, Terms | None]:
-    """The call with so many rows and segments as nothing else in it has, and alone where it is shared with ranks."""
+    """A stand-in for the call, on this rank alone, with numbers of rows and segments that equal no other size in it."""
     data, split = {**recipe.data, "group": None}, recipe.data["source"][3]
     here = data["device"] == "cpu" or (data["device"] == "cuda" and torch.cuda.is_available())
     device = torch.device(data["device"] if here else "cpu")
@@ -252,12 +252,12 @@ def _stand_in(recipe: Recipe, terms: Terms | None, mode: Any) -> tuple[Call, Pre
     return args, targets, terms if here or terms is None else terms.on("torch")
 
 
-_ODD = 3**0.5  # a temperature, scale or cap that no term has as its own
+_ODD = 3**0.5  # stands in for a symbolic temperature, scale or softcap; no term uses it
 
 
 @contextlib.contextmanager
 def _outside() -> Iterator[None]:
-    """Ordinary tensors and autograd, whatever is being traced around."""
+    """Ordinary tensors and autograd, whatever tracing is active around this."""
     with unwatched(), _disable_current_modes(), torch._C.DisableTorchFunction(), recording(), torch.enable_grad():
         yield
 
@@ -274,7 +274,7 @@ _AUTOCAST = functools.reduce(
 
 @contextlib.contextmanager
 def recording() -> Iterator[None]:
-    """Dispatch as outside an operator, where autograd and tracing work: a loss's cotangents may need either."""
+    """Dispatch as outside an operator, with autograd and tracing on: a loss's cotangents may need either."""
     include, exclude = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
     with torch._C._ForceDispatchKeyGuard(include, exclude & _AUTOCAST):
         yield

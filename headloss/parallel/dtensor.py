@@ -1,9 +1,8 @@
-"""DTensors in and out: a sharded head becomes plain tensors and a `VocabShard`, or an error that says why not.
+"""DTensors: a head with sharded tensors becomes plain local tensors and a `VocabShard`, or an error that says why not.
 
 A weight sharded over its rows may be a vocabulary shard (tensor parallelism) or a piece of an FSDP parameter.  They
-look the same, and taking one for the other gives a wrong loss without a sound.  So a sharded weight counts as a
-vocabulary shard only if that was said: by `shard=`, by `HeadParallel`, or by a hidden that is replicated on the same
-mesh.
+look the same, and taking one for the other silently gives a wrong loss.  So a sharded weight counts as a vocabulary
+shard only if the caller says so: with `shard=`, with `HeadParallel`, or with a hidden replicated on the same mesh.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from headloss.sources import Linear, Source
 
 
 def localize(source: Source) -> Source:
-    """The same source on plain tensors; gradients flow back through to the DTensors."""
+    """The same source on plain tensors; gradients still reach the DTensors."""
     return _localize_linear(source) if isinstance(source, Linear) else _localize_logits(source)
 
 
@@ -88,7 +87,7 @@ _NOT_REPLICATED = (
 
 
 def _placements(x: DTensor) -> list[Placement]:
-    """The placements that matter: not replicated, over more than one rank; Shard counts from the front."""
+    """The placements that split: over more than one rank, not replicated.  Negative Shard dims are made positive."""
     found = []
     for placement, size in zip(x.placements, x.device_mesh.shape, strict=True):
         if size > 1 and not placement.is_replicate():
@@ -98,7 +97,7 @@ def _placements(x: DTensor) -> list[Placement]:
 
 
 def _check_same_ranks(name: str, x: DTensor, shard: VocabShard) -> None:
-    """A DTensor together with an explicit shard: split over the same ranks, or it is something else."""
+    """A DTensor passed with an explicit shard must be split over that shard's ranks; otherwise it is something else."""
     ranks = dist.get_process_group_ranks(shard.group)
     dim = x.ndim - 1 if name == "logits" else 0
     if _placements(x) not in ([], [Shard(dim)]) or x.device_mesh.mesh.flatten().tolist() != ranks:
@@ -120,16 +119,17 @@ def _one_placement(name: str, x: DTensor) -> Placement:
 
 
 def shard_of(mesh: Any, held: int, vocab: int | None = None, dim: int = 0) -> VocabShard:
-    """The shard that DTensor's Shard(0) over a mesh dimension gives this rank, of `held` columns, of which the first
-    `vocab` count."""
+    """This rank's shard when DTensor's Shard(0) splits `held` columns over a mesh dimension.  Columns from `vocab` on
+    are padding."""
     width, vocab = -(-held // mesh.size(dim)), held if vocab is None else vocab
     return VocabShard(mesh.get_group(dim), min(mesh.get_local_rank(dim) * width, vocab), vocab, min(width, vocab))
 
 
 def spread_source(hidden: Any, weight: Any, bias: Any, **options: Any) -> Linear:
-    """A head whose tensors lie on one mesh: its rows cut over some dimensions, the vocabulary over at most one.
+    """A head whose tensors share one mesh: rows split over some dimensions, the vocabulary over at most one.
 
-    For weights that are said to lie so: a piece of an FSDP parameter looks the same.  Losses are of the local rows.
+    Only for weights that the caller declares to be placed this way, since a piece of an FSDP parameter looks the same.
+    Losses cover the local rows.
     """
     mesh, rows = weight.device_mesh, hidden.ndim - 1
     pairs = list(zip(hidden.placements, weight.placements, strict=False))
@@ -147,9 +147,9 @@ def spread_source(hidden: Any, weight: Any, bias: Any, **options: Any) -> Linear
     for dim in range(mesh.ndim):
         if cuts_columns[dim]:
             shard = dataclasses.replace(shard_of(mesh, weight.shape[0], options.get("vocab"), dim), partial_hidden=True)
-            own[dim] = Partial()  # where the vocabulary is cut, each rank has a share of the gradient of hidden
+            own[dim] = Partial()  # vocabulary split: each rank has part of the gradient of hidden
         elif cuts_rows[dim]:
-            pulled[dim] = Partial()  # and where rows are, a share of that of the weight
+            pulled[dim] = Partial()  # rows split: each rank has part of the gradient of the weight
     local = lambda x: x.to_local(grad_placements=pulled) if isinstance(x, DTensor) else x
     return Linear(hidden.to_local(grad_placements=own), local(weight), local(bias), shard=shard, **options)
 
@@ -175,7 +175,7 @@ def sharded_source(hidden: Any, module: Any, leading: tuple[int, ...] | None, **
         if not isinstance(hidden, DTensor):
             hidden = DTensor.from_local(hidden, mesh, [layout], run_check=False)
         whole = hidden.redistribute(mesh, [Replicate()])
-        # The gradient stays partial: redistribute's own backward reduces or reduce-scatters it.
+        # We leave the gradient partial: redistribute's own backward reduces or reduce-scatters it.
         hidden = whole.to_local(grad_placements=[Partial()])
         shard = dataclasses.replace(shard, partial_hidden=True)
     bias = None if module.bias is None else module.bias.to_local()
@@ -183,7 +183,7 @@ def sharded_source(hidden: Any, module: Any, leading: tuple[int, ...] | None, **
 
 
 def sharded_logits(hidden: Any, module: Any) -> Tensor:
-    """All logits, from a head that `HeadParallel` sharded."""
+    """All logits of a head that `HeadParallel` sharded."""
     mesh, layout = module.parallel
     if not isinstance(hidden, DTensor):
         hidden = DTensor.from_local(hidden, mesh, [layout], run_check=False)

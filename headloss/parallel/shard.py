@@ -1,10 +1,10 @@
-"""Ranks: a vocabulary in shards, merged after one collective.
+"""`VocabShard`: a vocabulary split over ranks, whose partial sums are merged after one collective.
 
 Dimension key:  N rows   W ranks of the group   k numbers in a packed partial
 
-Each rank sweeps its own columns.  Its partial is packed into one (k, N) tensor, all-gathered once, and merged by the
-same rule that merges blocks and splits, whatever facts are wanted.  Targets and inputs are the same on all ranks of the
-group; every rank then knows every fact, and the loss needs no collective of its own.
+Each rank sweeps its own columns.  Whatever facts are wanted, it packs its partial into one (k, N) tensor, which is
+all-gathered once and merged by the rule that also merges blocks and splits.  All ranks of the group have the same
+targets and inputs, so every rank then knows every fact and the loss needs no collective of its own.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class VocabShard:
     group           the process group (or one-dimensional DeviceMesh) that shares the vocabulary
     start           the first column this rank holds
     vocab           the size of the whole vocabulary; columns from there on are padding and do not count
-    width           the most columns any rank holds, the same number everywhere, where shards are uneven: the rows of a
-                    chunk follow from it.  By default vocab / ranks, rounded up
+    width           for uneven shards: the most columns any rank holds, the same number on every rank.  It decides how
+                    many rows a chunk has.  By default vocab / ranks, rounded up
     partial_hidden  leave the gradient of hidden unreduced, for a caller who reduce-scatters it over the group
     """
 
@@ -44,7 +44,7 @@ class VocabShard:
     partial_hidden: bool = False
 
     def __post_init__(self) -> None:
-        plain = isinstance(self.group, dist.ProcessGroup)  # asked first: inside a graph it may not be asked for more
+        plain = isinstance(self.group, dist.ProcessGroup)  # first: while compiling, a group answers nothing else
         if not plain and hasattr(self.group, "get_group"):  # a DeviceMesh, without importing it
             object.__setattr__(self, "group", self.group.get_group())
         if not isinstance(self.group, dist.ProcessGroup):
@@ -66,7 +66,7 @@ class VocabShard:
         return self.width or -(-self.vocab // self.size)
 
     def columns(self, held: int) -> int:
-        """How many of the columns this rank holds count; the rest is padding."""
+        """How many of the `held` columns of this rank count; the rest are padding."""
         return max(0, min(held, self.vocab - self.start))
 
     def check_width(self, held: int) -> None:
@@ -81,10 +81,10 @@ class VocabShard:
 
 
 class Gathering:
-    """A partial, or numbers that are packed already, (k, N), on their way: being gathered, merged when asked for.
+    """An asynchronous all-gather of a partial, or of numbers already packed as (k, N); `merged` waits for the result.
 
-    A `note` travels along, see `note_of`.  What leaves before a note was read is as long as for all `rows`, ignored
-    ones included: ranks that count different rows must meet in a collective of one length to hear of it.
+    A `note` travels along, see `note_of`.  Until a note has been checked, the buffer is padded to all `rows`, ignored
+    ones included: ranks that disagree on which rows count can only find out in a collective of equal length.
     """
 
     def __init__(self, partial: Partial | Tensor, shard: VocabShard, note: Tensor | None = None, rows: int = 0) -> None:
@@ -105,7 +105,7 @@ class Gathering:
         return merge(_refill(self.like, iter(self.gathered().unbind(1))), temperatures, paired)
 
     def arrive(self) -> None:
-        """Wait for the others, and hear of what differs: before a next collective, which they might not begin."""
+        """Wait for the other ranks and check their notes, before another collective that they might never begin."""
         work, note, self.work, self.note = self.work, self.note, None, None
         if work is not None:  # without rows there is nothing to gather, on any rank of the group
             with together("gathering the partials of a sharded vocabulary"):
@@ -119,7 +119,7 @@ class Gathering:
         return self.all_W[:, : self.shape.numel()].unflatten(1, self.shape)
 
 
-SAME = {  # what must be equal on ranks that share a vocabulary, in the order of a note; each below 255 bytes
+SAME = {  # what must be equal on ranks that share a vocabulary, in the order of a note; each text below 255 bytes
     "targets": "targets: they differ between ranks that share a vocabulary",
     "segments": "segments: they differ between ranks that share a vocabulary",
     "support": "support: the kept columns differ between ranks that share a vocabulary",
@@ -131,8 +131,8 @@ SAME = {  # what must be equal on ranks that share a vocabulary, in the order of
     "num_segments, grad_scale, memory, whether hidden wants a gradient, or whose products run differ between ranks "
     "that share a vocabulary",
 }
-NEAR = ("temperature", "grad_scale", "weights", "num_items", "num_segments")  # tensors of floats, by their size
-_BITS = 22  # of a whole number that travel as one float32, which holds 24
+NEAR = ("temperature", "grad_scale", "weights", "num_items", "num_segments")  # floats, compared with a tolerance
+_BITS = 22  # bits of an integer per float32, which holds 24
 _PRIMES = (-7046029254386353131, -4417276706812531889, -8663945395140668459)  # odd, of 64 bits (Steele et al. 2014)
 
 
@@ -143,11 +143,11 @@ def note_of(
     said: Sequence[str],
     near: Sequence[float | Tensor] = (0.0,) * len(NEAR),
 ) -> Tensor:
-    """What the others check of this rank: its first column, how many, digests of what must be the `same`: tensors,
-    and texts that were `said`; and numbers that must be `near`, which each rank may have made for itself.
+    """What other ranks check about this one: its first column, its number of columns, digests of what must be equal
+    (the tensors in `same` and the texts in `said`), and the numbers in `near`, equal up to each rank's own rounding.
 
-    A digest is a sum of hashes of (place, value), so it changes with a permutation as with a value.  All of them are
-    made by one pass over the values, on the device, and nothing is read back.
+    A digest is a sum of hashes of (position, value), so it also changes under a permutation.  One pass over the values
+    makes all digests on the device, and nothing is read back to the host.
     """
     device = next(x.device for xs in same.values() for x in (*xs, None) if x is not None)
     parts = {name: [x.reshape(-1).long() for x in xs] for name, xs in same.items()}
@@ -166,7 +166,8 @@ def note_of(
 
 
 def check_notes(notes_Wm: Tensor, vocab: int) -> None:
-    """Every column on one rank, and the same rows everywhere: whatever else comes out is wrong without a sound."""
+    """Check that every column is on one rank and that all ranks have the same rows; otherwise the loss is silently
+    wrong."""
     shifts = torch.arange(0, 3 * _BITS, _BITS, device=notes_Wm.device)
     whole_Wm, near_Wm = notes_Wm[:, : -len(NEAR)], notes_Wm[:, -len(NEAR) :]
     start_W, columns_W, *digests = (whole_Wm.unflatten(1, (-1, 3)).long() << shifts).sum(-1).unbind(1)
@@ -174,7 +175,7 @@ def check_notes(notes_Wm: Tensor, vocab: int) -> None:
     whole = (columns_W.sum() == vocab) & ((columns_W == 0) | (start_W == before_W)).all()
     checks = [(whole, f"shard: each of the {vocab} columns must be on one rank of the group")]
     checks += [((x == x[0]).all(), text) for x, text in zip(digests, SAME.values(), strict=True)]
-    apart = (near_Wm.amax(0) - near_Wm.amin(0)) > 1e-2 * near_Wm.abs().amax(0)  # false for NaN, which is no news
+    apart = (near_Wm.amax(0) - near_Wm.amin(0)) > 1e-2 * near_Wm.abs().amax(0)  # false for NaN, which shows anyway
     checks += [(~x, f"{name}: not the same on all ranks that share a vocabulary") for x, name in zip(apart, NEAR)]
     if notes_Wm.device.type != "cpu":
         for holds, message in checks:
@@ -188,7 +189,7 @@ def check_notes(notes_Wm: Tensor, vocab: int) -> None:
 
 
 def all_gather(out: Tensor, x: Tensor, group: Any) -> Any:
-    """Begin to gather `x` of every rank into `out`, whose first dimension is the ranks."""
+    """Start gathering every rank's `x` into `out`, whose first dimension is the ranks."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
     return gather(out.flatten(0, 1) if x.ndim > 1 else out.flatten(), x, group=group, async_op=True)
 
@@ -212,7 +213,7 @@ def _refill(like: Any, tensors: Iterator[Tensor]) -> Any:
 
 
 def sum_pairs(pairs: Sequence[tuple[Tensor, Any]], shard: VocabShard | None) -> Sequence[tuple[Tensor, Any]]:
-    """Pairs of (N,) tensors, each summed over the ranks that share the vocabulary: one collective for all of them."""
+    """Sum pairs of (N,) tensors over the ranks that share the vocabulary, in one collective for all of them."""
     if shard is None or not pairs or not pairs[0][0].numel():
         return pairs
     packed = torch.stack([x for pair in pairs for x in pair])
@@ -222,7 +223,8 @@ def sum_pairs(pairs: Sequence[tuple[Tensor, Any]], shard: VocabShard | None) -> 
 
 
 def max_over(x_RK: Tensor, shard: VocabShard | None, note: Tensor | None, rows: int) -> Tensor:
-    """The largest over the ranks that share the vocabulary, where all but one hold -inf; with a note as `Gathering`."""
+    """The maximum over the ranks that share the vocabulary, of which all but one hold -inf.  For `note`, see
+    `Gathering`."""
     if shard is None or not rows:
         return x_RK
     packed = x_RK.flatten()
@@ -247,7 +249,7 @@ def reduce_hidden(grad: Tensor | None, shard: VocabShard | None) -> None:
 
 @contextlib.contextmanager
 def together(what: str) -> Iterator[None]:
-    """Something that all ranks of a group do; the error of one that was left alone says so."""
+    """Wraps a collective; if it fails because another rank is missing, the error says so."""
     try:
         yield
     except RuntimeError as error:
