@@ -1,1 +1,1 @@
-"""An objective against dense float64 PyTorch."""
+"""`hl.verify`: check an objective against dense float64 PyTorch."""

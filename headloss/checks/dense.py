@@ -1,9 +1,9 @@
-"""An objective once more, dense: every logit in memory, every function called as it is written.
+"""The reference for `hl.verify`: an objective on dense logits, with every function called as the user wrote it.
 
 Dimension key:  R rows that count   S segments   V vocabulary   U columns that both have   K ids per row
 
-`hl.verify` compares a call with this.  Nothing here is traced, kept between calls or shared with what runs a call: the
-formulas are written again, and a divergence is its own sum over the vocabulary, whatever its `one_pass` says.
+Nothing here is traced, cached or shared with the code that runs a call: the formulas are written a second time, and a
+divergence is summed over the whole vocabulary, whatever its `one_pass` says.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 def answer(
     objective: Objective, given: DenseCall, dtype: torch.dtype, leaves: Mapping[str, Tensor], rows: Any = None
 ) -> Answer:
-    """Loss, terms, metrics and gradients.  `leaves` are the source's tensors and inputs, in the type to compute with:
-    all float64 for the truth, the caller's own for what plain PyTorch would get.  `rows`: made in place of `Dense`."""
+    """Loss, terms, metrics and gradients.  `leaves` are the source's tensors and inputs in the dtype to compute in:
+    float64 for the reference, the caller's own for what plain PyTorch would get.  `rows`: made in place of `Dense`."""
     own = {t.targets for t in objective.terms.values() if t.targets is not None}
     columns = lambda x: to_columns(given.source.vocab_ids, x, IGNORE)
     given = given._replace(inputs={n: columns(x) if n in own else x for n, x in given.inputs.items()})
@@ -121,7 +121,7 @@ class Dense:
         self.inputs = {n: self.input(n, x) for n, x in own.items()}
 
     def look_as(self, term: Term | None) -> None:
-        """As a term does: at its own targets, and at all columns or at those that a row keeps."""
+        """Select what this term sees: its own targets, and either all columns or those that each row keeps."""
         self.z_RV, self.teacher_z, self.sparse = self.all if term is not None and term.support else self.kept
         self.targets, self.returns = self.main, "row" if term is None else getattr(term.fn, "returns", "row")
         if term is not None and term.targets is not None:
@@ -140,7 +140,7 @@ class Dense:
         return x.to(self.dtype) if x.is_floating_point() and x.dtype.itemsize < self.dtype.itemsize else x
 
     def logits(self, source: Source, leaves: Mapping[str, Tensor]) -> Tensor:
-        """z of the rows that count; of a teacher, which has no leaves, constant and in the type to compute with."""
+        """z of the rows that count.  A teacher has no leaves: its logits are constant, in the dtype to compute in."""
         wide = torch.float64 if self.dtype == torch.float64 else None
         if isinstance(source, Logits):
             raw = self.rows(leaves.get("logits", source.logits.detach()))
@@ -151,14 +151,14 @@ class Dense:
                 for n, x in held.items()
             )
             assert h is not None and w is not None
-            if wide is None:  # as autocast or the tensors have it
+            if wide is None:  # the dtype that autocast or the tensors give
                 h, w, b = (None if x is None else x.to(source.gemm_dtype) for x in (h, w, b))
             raw = linear(self.rows(h), w, b).to(wide or source.chunk_dtype)  # type: ignore[arg-type]
-        z = raw[:, : source.vocab].to(self.dtype) * source.scale  # the rest is padding
+        z = raw[:, : source.vocab].to(self.dtype) * source.scale  # columns from vocab on are padding
         return z if source.softcap is None else source.softcap * torch.tanh(z / source.softcap)
 
     def at(self, z: Tensor, own: Any, temperature: float | None) -> Tensor:
-        """z / T, with the term's temperature or else the source's own."""
+        """z / T, with the term's temperature, or the source's if the term has none."""
         T = own if temperature is None else temperature
         if isinstance(T, Tensor):
             T = self.rows(T.detach().expand(self.lead)).to(self.dtype)[:, None]
@@ -179,7 +179,7 @@ class Dense:
         return made.dense_fact(name, z, u, logp, logq)
 
     def top_fact(self, term: Term | None, name: str, temperature: float | None) -> Tensor:
-        """At the likeliest columns, of equals the lower one first."""
+        """A fact at the likeliest columns; among equal logits, the lower column comes first."""
         assert term is not None and term.top is not None
         s = self.at(self.z_RV, self.given.source.temperature, temperature)
         ids = self.z_RV.detach().sort(dim=-1, descending=True, stable=True).indices[:, : term.top]
@@ -194,12 +194,12 @@ class Dense:
         return logq.gather(1, ids).clamp(min=FLOOR)
 
     def whole_logq(self, term: Term) -> Tensor:
-        """log q of a teacher on a larger vocabulary, over all of it."""
+        """log q of a teacher with a larger vocabulary, normalised over all of it."""
         teacher = self.teacher_of(term)
         return self.at(self.whole_z[teacher], self.own[teacher].temperature, term.temperature).log_softmax(-1)
 
     def both(self, s: Tensor, temperature: float | None, teacher: str) -> tuple[Tensor, Tensor]:
-        """log p and log q over the columns that student and teacher share."""
+        """log p and log q, normalised over the columns that student and teacher share."""
         U = min(s.shape[1], self.teacher_z[teacher].shape[1])
         u = self.at(self.teacher_z[teacher][:, :U], self.own[teacher].temperature, temperature)
         return s[:, :U].log_softmax(-1), u.log_softmax(-1)
@@ -210,13 +210,13 @@ class Dense:
         return next((n for n in self.given.teachers if n != IDS), IDS)
 
     def ids_of(self, fn: Callable[..., Any], term: Term | None) -> str:
-        """Whose columns facts at ids are."""
+        """The name of the teacher whose ids the `ids_*` facts use, or IDS for the call's own ids."""
         own = {"teacher_ids", "teacher_logprob"}.isdisjoint(parameters_of(fn))
         free = own and IDS in self.sparse and (term is None or term.teacher is None)
         return IDS if free else self.teacher_of(term)
 
     def values(self, term: Term) -> tuple[Tensor, Mapping[str, Any]]:
-        """A term's values and its own metrics, from the function as it is written."""
+        """A term's values and its own metrics, from the function as the user wrote it."""
         if _is_divergence(term.fn):
             return self.divergence(term)
         found = term.fn(**self.arguments(term.fn, term), **term.options)
@@ -234,7 +234,7 @@ class Dense:
             return f(logp, logq).sum(-1), masses
         tokens = self.given.source.vocab_ids
         if teacher not in self.sparse and tokens is not None and term.tail != "renormalise":
-            u = self.whole_logq(term)  # and what it gives the head's tokens
+            u = self.whole_logq(term)  # of which the head has some tokens
             value, others = f(s.log_softmax(-1), u[:, tokens]).sum(-1), u.index_fill(1, tokens, -math.inf).logsumexp(-1)
             return (value + f(torch.full_like(others, FLOOR), others) if term.tail == "bucket" else value), {}
         if teacher not in self.sparse:
@@ -250,12 +250,12 @@ class Dense:
         p, q = (torch.where(held, x.exp(), 0.0).sum(-1) for x in (at_ids, logq))
         if term.tail == "bucket":
             tail, left = made.sparse_fact("tail_logprob", s, ids, logq), torch.log1p(-q.clamp(max=1.0))
-            rounding = math.log(torch.finfo(self.given.source.fact_dtype).eps)  # what a call takes for a mass of 1
+            rounding = math.log(torch.finfo(self.given.source.fact_dtype).eps)  # a call's mass of 1 leaves so much
             value = value + f(tail, torch.where(tail > FLOOR, left.clamp(min=rounding), left))
         return value, {"student_mass": p, "teacher_mass": q}
 
     def arguments(self, fn: Callable[..., Any], term: Term | None) -> dict[str, Any]:
-        """What the parameter names ask for; an optional input that was not passed keeps its default."""
+        """The arguments that the parameter names ask for; an optional input that was not passed keeps its default."""
         found: dict[str, Any] = {}
         temperature, teacher = None if term is None else term.temperature, self.teacher_of(term)
         named, taken = ({}, {}) if term is None or fn is not term.fn else (term.facts, term.inputs)
@@ -284,7 +284,7 @@ class Dense:
         return found
 
     def row_weight(self, term: Term) -> tuple[Tensor | None, dict[str, Any]]:
-        """The product of the row weights, and the metrics they report."""
+        """The product of the row weights, and the metrics that they report."""
         product: Tensor | None = None
         reported: dict[str, Any] = {}
         names: list[str] = []
@@ -308,19 +308,19 @@ class Dense:
         return _is_divergence(term.fn) or bool(asked & {*COMPARING, "teacher_top_logprob"})
 
     def kind(self, length: int) -> str:
-        if length == self.R and self.returns == "row":  # there may be as many segments or pairs
+        if length == self.R and self.returns == "row":  # even if there are as many segments or pairs
             return "row"
         met = self.segments is not None and self.returns != "pair" and length == self.segments.num_segments
         return "segment" if met else "other"
 
     def counts(self, length: int) -> Tensor:
-        """Which of a term's values count: not those of segments without rows."""
+        """Which of a term's values count: all but those of segments without rows."""
         if self.kind(length) == "segment" and self.segments is not None:
             return self.segments.counts > 0
         return torch.ones(length, dtype=torch.bool, device=self.valid.device)
 
     def coefficients(self, term: Term, length: int, row_weight: Tensor | None) -> Tensor:
-        """What each value counts in the term: the definition of its reduction."""
+        """The factor of each value in the term's sum: the definition of its reduction."""
         kind, present = self.kind(length), self.counts(length)
         ones = torch.ones(length, dtype=self.dtype, device=self.valid.device)
         at_least_1 = lambda x, own: max(1.0, float(own if x is None else x))
@@ -346,7 +346,7 @@ class Dense:
         return ones if term.length is None else ones / term.length
 
     def metrics(self, asked: Any) -> Iterator[tuple[str, Any]]:
-        """The objective's own metrics, from what the user asked for."""
+        """The values of the objective's `metrics=`, by name."""
         for label, metric in asked.items() if isinstance(asked, Mapping) else [(None, m) for m in asked]:
             fn: Any = metric
             if isinstance(fn, str) and fn in LOSSES and _is_divergence(LOSSES[fn]):
@@ -381,7 +381,7 @@ class Dense:
         return fact(name)
 
     def metric(self, name: str, x: Any, row_weight: Tensor | None, returns: str) -> Part:
-        """A metric's number, by the ending of its name, over the rows whose weight is not 0."""
+        """A metric's number over the rows whose weight is not 0; the suffix of its name says how they combine."""
         self.returns, x = returns, torch.as_tensor(x, device=self.valid.device).detach()
         yes_or_no = not x.is_floating_point()
         counts = self.counts(len(x)) if x.ndim == 1 else None

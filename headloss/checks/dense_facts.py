@@ -1,6 +1,6 @@
-"""Facts of dense logits, for `dense.py`: each written as its definition, and shared with nothing that runs a call.
+"""Facts of dense logits, for `hl.verify`: each is written as its definition and shares no code with what runs a call.
 
-A fact that stands in the table alone has its value from there, over dense sums, and its derivative from autograd.
+A fact that is not defined here takes its value from `FACTS`, over dense sums, and its derivative from autograd.
 
 Dimension key:  R rows that count   S segments   V vocabulary   K ids per row
 """
@@ -16,7 +16,7 @@ from torch import Tensor
 from headloss.facts import FACTS
 from headloss.segments import Segments
 
-FLOOR = -1.0e4  # of log p and log q: an outcome of probability 0 counts for nothing, not NaN
+FLOOR = -1.0e4  # least log p and log q: an outcome of probability 0 then adds 0, not NaN
 COMPARING = (
     "teacher_cross_entropy", "reverse_cross_entropy", "teacher_entropy", "shared_entropy", "teacher_argmax",
     "ids_logprob", "tail_logprob", "ids_logit", "topk_overlap", "teacher_ids", "teacher_logprob",
@@ -25,7 +25,7 @@ COMPARING = (
 
 
 class DenseSegments(Segments):
-    """`hl.Segments` as a matrix: member_SR is 1 where row r is in segment s."""
+    """`hl.Segments` as a matrix: member_SR[s, r] is 1 if row r is in segment s."""
 
     __slots__ = ("member_SR",)
     member_SR: Tensor
@@ -87,14 +87,14 @@ CLASSES = ("class_weight", "class_mean", "class_cross_entropy")
 
 
 def class_fact(name: str, w: Tensor, s: Tensor, targets: Tensor | None) -> Tensor:
-    """What a loss that weighs its classes by w (V,) is given."""
+    """The facts that a loss with class weights w (V,) asks for."""
     if name == "class_mean":
         return w.mean()
     return w[targets] if name == "class_weight" else -(s.log_softmax(-1).clamp(min=FLOOR) @ (w / w.sum()).to(s.dtype))
 
 
 def dense_fact(name: str, z: Tensor, u: Tensor, logp: Tensor, logq: Tensor) -> Tensor:
-    """Of a dense teacher, over the columns that both have; z and u are the logits before the temperature."""
+    """A fact of a dense teacher, over the columns that both have; z and u are the logits before the temperature."""
     p, q = logp.exp(), logq.exp()
     match name:
         case "teacher_argmax":
@@ -113,7 +113,7 @@ def dense_fact(name: str, z: Tensor, u: Tensor, logp: Tensor, logq: Tensor) -> T
 
 
 def merged(ids: Tensor, logq: Tensor) -> tuple[Tensor, Tensor]:
-    """A sparse teacher's ids, each once: the first place of an id has all its probability."""
+    """A sparse teacher without repeated ids: the first occurrence of an id gets all its probability."""
     same = (ids[:, :, None] == ids[:, None, :]) & (ids >= 0)[:, :, None]
     first = ~(same & torch.ones_like(same).tril(-1)).any(-1) & (ids >= 0)
     total = logq[:, None, :].masked_fill(~same, -math.inf).logsumexp(-1)

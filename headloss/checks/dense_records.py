@@ -1,4 +1,4 @@
-"""What `dense.py` is given and answers: a call's arguments, of some rows, with the columns and teachers that they have.
+"""Records of `hl.verify`'s dense reference: a call's arguments, the logits that a term sees, and the answer.
 
 Dimension key:  N rows   R rows that count   V vocabulary   K ids per row
 """
@@ -20,11 +20,11 @@ from headloss.sources import Linear, Logits, Source, Teacher
 from headloss.support import SHIFT, Support
 
 IGNORE = -100
-NOWHERE = -1.0e30  # a logit that is not kept: -inf, but 0 times its gradient is 0
+NOWHERE = -1.0e30  # the logit of a column that is not kept; finite, since 0 * -inf would be NaN in a gradient
 
 
 class DenseCall(NamedTuple):
-    """The arguments of one call; `kinds` says of each input what it is: "row", "segment" or anything else."""
+    """The arguments of one call.  `kinds` gives the kind of each input: "row", "segment" or another."""
 
     source: Source
     targets: Tensor | None
@@ -40,25 +40,25 @@ class DenseCall(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A number and what it is made of, so that an error in it can be bounded by errors in those."""
+    """A number and the parts it is made of, so that errors in the parts bound the error in the number."""
 
     number: Tensor
     parts: Tensor
     scale: float  # how large it would be if nothing cancelled
-    step: float = 0.0  # what one row can change it by, where its values are yes or no
-    summed: bool = True  # the sum of its parts, or else an extreme of them
+    step: float = 0.0  # for boolean values: how much one row can change it
+    summed: bool = True  # it is the sum of its parts; if False, their minimum or maximum
 
     def error(self, other: Part) -> float:
-        """A bound on the error of the number, from the errors of all parts: they must not cancel by luck."""
+        """A bound on the error of the number from the errors of all parts, as if none of them cancelled."""
         if self.parts.shape != other.parts.shape or not len(self.parts):
-            same = bool(self.number.eq(other.number) | (self.number.isnan() & other.number.isnan()))  # of no rows
+            same = bool(self.number.eq(other.number) | (self.number.isnan() & other.number.isnan()))  # no rows
             return 0.0 if same else float((self.number - other.number).abs())
         apart = (self.parts.double() - other.parts.double()).abs().nan_to_num(nan=0.0, posinf=0.0)
         return float(apart.sum() if self.summed else apart.max())
 
 
 def measured(name: str, x: Tensor, yes_or_no: bool) -> Part:
-    """A metric's number, by the ending of its name, from its values on the rows that it counts."""
+    """A metric's number from its values on the rows that count; the suffix of its name says how they combine."""
     n, last = max(1, len(x)), name.rsplit("/", 1)[-1]
     largest = float(x.abs().max()) if len(x) else 0.0
     if last.endswith(("_min", "_max")):
@@ -69,7 +69,7 @@ def measured(name: str, x: Tensor, yes_or_no: bool) -> Part:
     if last == "perplexity":
         return Part(mean.exp(), x * mean.exp() / n, float(mean.exp().nan_to_num()) * max(1.0, largest))
     if last.endswith("_std"):
-        std = x.std(correction=0) if len(x) else mean  # torch warns of none
+        std = x.std(correction=0) if len(x) else mean  # torch warns if there are none
         return Part(std, x, 32 * largest, summed=False)  # from two sums, which nearly cancel
     if last == "effective_sample_size":
         number = x.sum() ** 2 / x.square().sum()
@@ -83,14 +83,14 @@ class Answer(NamedTuple):
 
 
 class View(NamedTuple):
-    """What a term looks at: logits, dense teachers' logits, sparse teachers' ids and log-probabilities."""
+    """What a term sees: logits, dense teachers' logits, sparse teachers' ids and log-probabilities."""
 
     z_RV: Tensor
     teacher_z: Mapping[str, Tensor]
     sparse: Mapping[str, tuple[Tensor, Tensor]]
 
     def restricted(self, mask_RV: Tensor) -> View:
-        """To the columns that each row keeps."""
+        """The view restricted to the columns that each row keeps."""
         keep = lambda z: z[:, : mask_RV.shape[1]].masked_fill(~mask_RV, NOWHERE)
         sparse = {}
         for name, (ids, logq) in self.sparse.items():
@@ -100,7 +100,7 @@ class View(NamedTuple):
 
 
 def mask_of(support: Support, vocab: int) -> Tensor:
-    """(N, V) whether a row keeps a column."""
+    """A boolean mask (N, V): whether a row keeps a column."""
     keys = support.keys[: support.known().total]
     mask = torch.zeros(support.rows, vocab, dtype=torch.bool, device=keys.device)
     mask[keys >> SHIFT, keys & ((1 << SHIFT) - 1)] = True
@@ -108,7 +108,7 @@ def mask_of(support: Support, vocab: int) -> Tensor:
 
 
 def rows_of(support: Support, keep: Tensor) -> Support:
-    """The support of some of its rows."""
+    """The support of the rows in `keep`."""
     keys, offsets = support.keys, support.known().offsets.to(support.keys.device)
     sets = [keys[a:b] & ((1 << SHIFT) - 1) for a, b in zip(offsets[keep].tolist(), offsets[keep + 1].tolist())]
     lengths = torch.tensor([0, *map(len, sets)], device=keys.device)
@@ -116,7 +116,7 @@ def rows_of(support: Support, keep: Tensor) -> Support:
 
 
 def to_columns(vocab_ids: Tensor | None, x: Tensor, none: int) -> Tensor:
-    """Tokens as columns of a head that has these; a token that is not among them is `none`."""
+    """Tokens as columns of a head over `vocab_ids`; a token that is not among those becomes `none`."""
     if vocab_ids is None:
         return x
     same = x[..., None] == vocab_ids
@@ -124,7 +124,7 @@ def to_columns(vocab_ids: Tensor | None, x: Tensor, none: int) -> Tensor:
 
 
 def alone(teacher: Any, logits: Callable[[Any], Tensor], rows: Callable[[Tensor], Tensor]) -> tuple[Tensor, Any]:
-    """A dense teacher's logits of the rows that count, and what has its temperature; if routed, each row's own."""
+    """A dense teacher's logits on the rows that count, and an object with its temperature; if routed, both per row."""
     if not isinstance(teacher, Routed):
         return logits(teacher), teacher
     route, temperature = (
@@ -153,7 +153,7 @@ def _per_row(T: object) -> bool:
 
 
 def replaced(source: Source, **changed: Any) -> Source:
-    """The source with other tensors, which get their gradients, and all else as it was made (under autocast, say)."""
+    """The source with other tensors, which then get the gradients; the rest stays as made, such as autocast's dtype."""
     other = copy.copy(source)
     changed |= {"weight_grad_into": None} if isinstance(source, Linear) else {}
     for name, x in changed.items():

@@ -1,4 +1,4 @@
-"""What a check differentiates by: fresh copies of the tensors of a call."""
+"""The leaf tensors of `hl.verify`: fresh copies of a call's tensors, for which it takes gradients."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from headloss.sources import Linear, Logits, Source
 
 
 def tensors_of(source: Source) -> dict[str, Tensor]:
-    """By their names."""
+    """The source's tensors by name."""
     names = ("logits",) if isinstance(source, Logits) else ("hidden", "weight", "bias")
     return {n: getattr(source, n) for n in names if getattr(source, n) is not None}
 
 
 def leaves_of(given: DenseCall, dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """Fresh copies of the source's tensors, and of inputs that require grad, in this type or their own."""
+    """Fresh copies of the source's tensors and of inputs that require grad, in this dtype or, if None, their own."""
     own = tensors_of(given.source)
     wanted = {n for n, x in own.items() if x.requires_grad} or set(own)
     found = {n: x.detach().to(dtype or x.dtype, copy=True).requires_grad_(n in wanted) for n, x in own.items()}
@@ -28,9 +28,9 @@ def leaves_of(given: DenseCall, dtype: torch.dtype | None) -> dict[str, Tensor]:
 
 
 def nudged_leaves(given: DenseCall, wide: torch.dtype) -> dict[str, Tensor]:
-    """The leaves with each number off by a few roundings: what that moves, no order of sums can hold still.
+    """The leaves with each number changed by a few roundings: what this moves, another order of summation moves too.
 
-    Where logits are made in a narrow type, by half a step of it, which is what rounding them does.
+    If logits are made in a narrow dtype, the change is half a step of it, which is what rounding the logits does.
     """
     source, side = given.source, torch.Generator().manual_seed(0)
     few = 4 * torch.finfo(source.fact_dtype).eps

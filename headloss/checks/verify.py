@@ -1,12 +1,12 @@
-"""`hl.verify`: an objective as it runs, against the same functions on dense float64 logits, on a few rows.
+"""`hl.verify`: compare an objective as training runs it with the same functions on dense float64 logits, on a few rows.
 
     print(hl.verify(objective, hl.Linear(hidden, weight), targets, advantage=advantage))
-    hl.verify(objective, hl.Linear(hidden, weight), targets, advantage=advantage).check()      # raises where it is off
+    hl.verify(objective, hl.Linear(hidden, weight), targets, advantage=advantage).check()      # raises if it is off
 
-What runs is what training runs: the backend, traces and plans of earlier calls, and once more in chunks where there are
-any.  What it is compared with, `dense.py`, calls each function as it is written.  A difference is allowed as far as the
-numbers' type explains it: twice what plain PyTorch loses on the same rows (four times in half precision), or what a
-rounding of the inputs moves, and a bit.
+The same code runs as in training: the backend, the traces and plans of earlier calls, and for `Linear` one more call in
+chunks.  The reference, `dense.py`, calls each function as the user wrote it.  The allowed difference is what the dtype
+explains: twice what plain PyTorch loses on the same rows (four times in half precision), or as much as a rounding of
+the inputs changes, plus a few roundings.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Compared(NamedTuple):
 
 
 class Verification(NamedTuple):
-    """What `verify` found; `str()` is a table, `check()` raises where something is off."""
+    """What `verify` found: `str()` is a table, and `check()` raises if something is off."""
 
     compared: tuple[Compared, ...]
     unchecked: tuple[str, ...]  # what could not be compared, and why
@@ -61,13 +61,13 @@ class Verification(NamedTuple):
         return all(c.ok for c in self.compared)
 
     def check(self) -> Verification:
-        """Itself, or an AssertionError with the table."""
+        """Return self, or raise AssertionError with the table."""
         if not self.ok:
             raise AssertionError(f"the objective does not compute what its functions say\n{self}")
         return self
 
     def as_data(self) -> dict[str, Any]:
-        """The same as plain data."""
+        """The result as plain data."""
         said = {"ok": self.ok, "rows": self.rows, "how": self.how, "unchecked": list(self.unchecked)}
         return {**said, "compared": [{**c._asdict(), "ok": c.ok} for c in self.compared]}
 
@@ -100,12 +100,12 @@ def verify(
     support: Support | None = None,
     **inputs: Any,
 ) -> Verification:
-    """Compare a call with dense float64 PyTorch from the functions as written: loss, terms, metrics and gradients.
+    """Compare a call's loss, terms, metrics and gradients with dense float64 PyTorch on the functions as written.
 
-    The arguments are those of the call.  `rows` of them are taken, whole segments where there are segments; the float64
-    copies of the weight and its gradient are the largest thing in memory.  Gradients are those of the source's tensors
-    and inputs that require grad; of all the source's where none does.  Nothing of the caller's is written to, and the
-    random generators are left as they were.
+    The arguments are those of the call.  About `rows` rows are used, or whole segments if there are segments; the
+    largest things in memory are the float64 copies of the weight and its gradient.  Gradients are compared for the
+    source's tensors and inputs that require grad, or for all the source's tensors if none does.  No tensor of the
+    caller is written to, and the random generators keep their state.
 
     >>> hl.verify(objective, hl.Logits(logits), targets, advantage=advantage).check()
     """
@@ -115,14 +115,14 @@ def verify(
     options |= {"weights": weights, "grad_scale": grad_scale}
     teacher = with_candidates(teacher, ids, source)
     call = {"host_read": host_read, "teacher": teacher, "support": support, **options, **inputs}
-    plan = objective.explain(source, targets, segments=segments, **call)  # says what is wrong with the arguments
+    plan = objective.explain(source, targets, segments=segments, **call)  # raises if an argument is wrong
     prepared = isinstance(targets, Prepared)
     if isinstance(targets, Prepared):
         segments = targets.segments if segments is None else segments
         support, tokens, targets = targets.support or support, targets.tokens, targets.targets
-        if tokens is not None:  # columns, which are tokens to the caller
+        if tokens is not None:  # prepared targets are columns; the caller's are tokens
             targets = torch.where(targets == IGNORE, IGNORE, tokens.vocab_ids[targets.clamp(min=0)])
-            own = {t.targets for t in objective.terms.values()} & inputs.keys()  # out with the row's missing target
+            own = {t.targets for t in objective.terms.values()} & inputs.keys()  # ignored where the target is lost
             inputs = {n: x.masked_fill(tokens.lost, IGNORE) if n in own else x for n, x in inputs.items()}
     fitted = lambda x: x.fitted(source.leading, source.device)
     segments = None if segments is None else fitted(segments)
@@ -164,9 +164,9 @@ def _told(plan: Any) -> str:
 def _kinds(
     objective: Objective, source: Source, segments: Segments | None, inputs: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """The inputs, each with the word that says what it is, and these words: a cut may fit another reading."""
+    """The inputs, each marked with its kind, and the kinds: with fewer rows a shape alone might fit another kind."""
     read = readings(objective.terms, objective.metrics)
-    laid = lay_out(read, {n: inputs[n] for n in inputs if n in read}, source, segments)  # not class weights
+    laid = lay_out(read, {n: inputs[n] for n in inputs if n in read}, source, segments)  # class weights are not read
     kinds = dict.fromkeys(inputs, "whole") | {n: shape.kind for n, (_, shape) in laid.items()}
     own = {t.targets: "row" for t in objective.terms.values() if t.targets is not None and t.targets in inputs}
     laid, kinds = {n: x for n, x in laid.items() if n not in own}, {**kinds, **own}
@@ -176,7 +176,7 @@ def _kinds(
 
 
 def _cut(given: DenseCall, most: int) -> tuple[DenseCall, str]:
-    """About `most` of the rows, whole segments, in numbers that cannot be taken for a count of something else."""
+    """About `most` rows, in whole segments, and so many that their count equals no other size; and a text for it."""
     source, targets, segments, pairs = given.source, given.targets, given.segments, given.inputs.get("pairs")
     N = torch.Size(source.leading).numel()
     device = source.device
@@ -201,8 +201,8 @@ def _cut(given: DenseCall, most: int) -> tuple[DenseCall, str]:
 
 
 def _choose(order: Any, ids: Tensor, valid: Tensor, given: DenseCall, most: int) -> list[int]:
-    """Segments in their order, until there are enough rows and no number of them means something else too."""
-    together = 2 if given.inputs.get("pairs") is not None else 1  # of a pair both
+    """Take segments in order until there are enough rows and no count equals another size; see `_confused`."""
+    together = 2 if given.inputs.get("pairs") is not None else 1  # both of a pair
     chosen: list[int] = []
     order, rows = list(order), 0
     sizes = torch.bincount(ids[ids >= 0], minlength=max(order, default=0) + 1).tolist()
@@ -220,7 +220,7 @@ def _choose(order: Any, ids: Tensor, valid: Tensor, given: DenseCall, most: int)
 
 
 def _confused(keep: Tensor, valid: Tensor, given: DenseCall, segments: int) -> bool:
-    """Whether so many rows could be taken for segments, pairs or columns."""
+    """Whether the number of rows equals that of segments, pairs or columns, so that a shape would be ambiguous."""
     counts = {len(keep), int(valid[keep].sum())}
     pairs = given.inputs.get("pairs")
     others = {given.source.vocab} | ({segments} if segments else set()) | (set() if pairs is None else {len(pairs)})
@@ -228,17 +228,17 @@ def _confused(keep: Tensor, valid: Tensor, given: DenseCall, segments: int) -> b
 
 
 def _taken(given: DenseCall, keep: Tensor, chosen: Sequence[int] | None) -> DenseCall:
-    """These rows, flat; segments are numbered anew."""
+    """The call on these rows, flattened; segments are renumbered."""
     lead = len(given.source.leading)
     rows = lambda x: x.reshape(-1, *x.shape[lead:])[keep]
     segments, inputs = given.segments, dict(given.inputs)
     if segments is not None and chosen is not None:
         number = torch.full((segments.num_segments + 1,), -1, dtype=torch.long, device=keep.device)
         number[torch.tensor(chosen, device=keep.device)] = torch.arange(len(chosen), device=keep.device)
-        segments = Segments(number[rows(segments.ids).long()], len(chosen))  # id -1 finds the last place
+        segments = Segments(number[rows(segments.ids).long()], len(chosen))  # id -1 reads the last entry, -1
     for name, x in given.inputs.items():
         kind, inner = given.kinds[name], getattr(x, "value", x)
-        if isinstance(x, Segments):  # that a reduction goes over: those without rows count for nothing
+        if isinstance(x, Segments):  # of a reduction; segments left without rows do not count
             inner = Segments(rows(x.ids), x.num_segments)
         if kind == "row":
             inner = rows(inner)
@@ -269,7 +269,7 @@ class Run(NamedTuple):
 
 
 class How(NamedTuple):
-    """What a call says besides the arguments that `dense.py` needs."""
+    """Options of a call that the dense reference does not need."""
 
     host_read: bool
     prepared: bool
@@ -277,12 +277,12 @@ class How(NamedTuple):
 
 
 def _run(objective: Objective, given: DenseCall, label: str, how: How, memory: int | None = None) -> Run:
-    """The objective as it is, on copies."""
+    """Run the objective itself, on copies of the tensors."""
     leaves = leaves_of(given, None)
     tensors = {n: x for n, x in leaves.items() if not n.startswith("input ")}
     source = given.source
     if isinstance(source, Logits) and source.inplace:
-        tensors = {n: x.clone() for n, x in tensors.items()}  # what is overwritten must not be a leaf
+        tensors = {n: x.clone() for n, x in tensors.items()}  # a leaf cannot be overwritten
     source = replaced(source, **tensors, **({} if memory is None else {"memory": memory}))
     inputs: dict[str, Any] = {}
     for name, x in given.inputs.items():
@@ -315,7 +315,7 @@ def _runs(objective: Objective, given: DenseCall, how: How) -> Iterator[Run]:
     if isinstance(source, Linear):
         N = torch.Size(source.leading).numel()
         per_row = source.row_bytes + sum(8 * t.vocab for t in given.teachers.values() if not isinstance(t, Sparse))
-        per_row += 8 * source.vocab * len(objective.terms) * ("class_weight" in given.inputs)  # a teacher too
+        per_row += 8 * source.vocab * len(objective.terms) * ("class_weight" in given.inputs)  # as a teacher
         yield _run(objective, given, "in chunks", how, max(1, N // 3) * per_row)
 
 
@@ -326,7 +326,7 @@ def _compare(objective: Objective, given: DenseCall, how: How, taken: str, told:
     wide = torch.float32 if given.source.device.type == "mps" else torch.float64
     try:
         truth = answer(objective, plain, wide, leaves_of(plain, wide))
-    except (RuntimeError, TypeError) as error:  # a function that makes tensors of one type only
+    except (RuntimeError, TypeError) as error:  # a function that fixes the dtype of its tensors
         if fact_dtype == wide:
             raise
         wide = fact_dtype
@@ -347,7 +347,7 @@ def _compare(objective: Objective, given: DenseCall, how: How, taken: str, told:
 
 
 def _repeat(truth: Answer, again: Answer) -> Compared:
-    """The functions twice: one that draws random numbers, or changes what it reads, is no function of its arguments."""
+    """Run the reference twice: a function that draws random numbers or changes what it reads gives itself away."""
     worst = 0.0
     for name, part in truth.numbers.items():
         if apart := _apart(float(part.number), float(again.numbers[name].number)):
@@ -357,7 +357,7 @@ def _repeat(truth: Answer, again: Answer) -> Compared:
 
 
 def _judge(runs: list[Run], truth: Answer, near: tuple[Answer, Answer], source: Source) -> Iterator[Compared]:
-    """`near`: the functions in the source's own precision, and on numbers that are off by a rounding of it."""
+    """`near`: the reference in the source's own precision, and on numbers changed by a rounding of that precision."""
     eager, _ = near
     dtype = source.fact_dtype
     narrow = isinstance(source, Linear) and source.gemm_dtype.itemsize < 4
@@ -371,11 +371,11 @@ def _judge(runs: list[Run], truth: Answer, near: tuple[Answer, Answer], source: 
     for name in (n for n in runs[0].numbers if n not in truth.numbers):
         yield Compared(name, math.nan, 0.0, "no function returns it")
     for name, grad in truth.grads.items():
-        own = min(runs[0].grads[name].dtype, dtype, key=lambda d: d.itemsize)  # weights of terms are no wider
+        own = min(runs[0].grads[name].dtype, dtype, key=lambda d: d.itemsize)  # the terms' weights are no wider
         scale = float(grad.abs().max()) if grad.numel() else 0.0
         lost = max(_largest(x.grads[name], grad) for x in near)
         allowed = times * lost + FEW[own] * torch.finfo(own).eps * scale
-        if grad.isfinite().all() and not eager.grads[name].isfinite().all():  # beyond float16
+        if grad.isfinite().all() and not eager.grads[name].isfinite().all():  # overflows float16
             allowed = math.inf
         errors = [(_largest(run.grads[name], grad), run.label) for run in runs]
         yield Compared(f"gradient of {name.removeprefix('input ')}", *_worst(errors, allowed))
