@@ -1,1 +1,1 @@
-"""What a loss asks for, what it may read, its graph, and how its rows meet."""
+"""From a loss function to its graph: what it asks for, what it may read, and how its rows meet."""

@@ -1,4 +1,4 @@
-"""What every function may read: functions of torch and math, and attributes of tensors and of Python's own values."""
+"""The allowlist of what traced functions may read: parts of torch and math, and attributes of tensors and builtins."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def is_immutable(x: Any) -> bool:
 
 
 def is_torchs(name: str) -> bool:
-    """Whether an attribute of tensors is what it was when this module was imported."""
+    """Whether an attribute of torch.Tensor is still what it was when this module was imported."""
     return getattr(torch.Tensor, name, None) is _OF_TENSORS.get(name)
 
 
@@ -28,12 +28,12 @@ def is_aten(x: OpOverload | OpOverloadPacket) -> bool:
     return name.startswith(("aten::", "headloss::"))
 
 
-_IMMUTABLE = 1 << 8  # of a type whose attributes cannot be set (Py_TPFLAGS_IMMUTABLETYPE)
+_IMMUTABLE = 1 << 8  # flag of a type whose attributes cannot be set (Py_TPFLAGS_IMMUTABLETYPE)
 _TORCH_FILES = str(Path(torch.__file__).parent)
 
 
 def _is_own(x: Any) -> bool:
-    """Whether a function or descriptor is torch's or Python's own, and not put there by somebody else."""
+    """Whether a function or descriptor is torch's or Python's own, rather than patched in by somebody else."""
     x = getattr(x, "fget", None) or getattr(x, "__func__", x)
     if isinstance(x, types.FunctionType):
         return x.__code__.co_filename.startswith(_TORCH_FILES)
@@ -51,19 +51,19 @@ _BUILTINS = (
     issubclass, iter, len, list, map, max, min, next, pow, range, repr, reversed, round, set, slice, sorted, str, sum,
     tuple, type, zip,
 )  # fmt: skip
-# What makes a tensor, or describes one, without taking one: torch lists the others itself.
+# Functions that make or describe a tensor without taking one; `get_overridable_functions` lists the others.
 _TORCH = (
     "arange", "as_tensor", "broadcast_shapes", "can_cast", "empty", "enable_grad", "eye", "finfo", "full", "iinfo",
     "is_tensor", "linspace", "logspace", "no_grad", "ones", "promote_types", "result_type", "scalar_tensor",
     "set_grad_enabled", "tensor", "zeros", "Tensor", "Size",
 )  # fmt: skip
-_TELL = ("is_complex", "is_floating_point", "is_signed")  # the others tell the state of a tensor
+_TELL = ("is_complex", "is_floating_point", "is_signed")  # other `is_*` functions report the state of a tensor
 _FUNCTIONAL = ("elu_", "hardsigmoid", "hardswish", "hardtanh_", "leaky_relu_", "relu_", "selu_", "sigmoid", "tanh")
 
 
 @functools.cache
 def allowed() -> dict[int, Any]:
-    """Functions and types that read nothing but their arguments, by identity."""
+    """Functions and types that read nothing but their arguments, by `id`."""
     from torch.nn import functional
     from torch.overrides import get_overridable_functions
 
@@ -80,7 +80,7 @@ def allowed() -> dict[int, Any]:
 
 
 def came_with(x: Any, name: str) -> Any:
-    """An attribute that one of those has of its own, and not by a user."""
+    """An attribute that an allowed type had from the start, not set by a user."""
     return _came_with().get(id(x), {}).get(name)
 
 
@@ -89,7 +89,7 @@ def _came_with() -> dict[int, dict[str, Any]]:
     return {i: dict(vars(x)) for i, x in allowed().items() if isinstance(x, type)}
 
 
-# Of tensors, what tells their size and type; other attributes of theirs are operators of ATen that return tensors.
+# Attributes of tensors about size and dtype; the other allowed ones are ATen operators that return tensors.
 _SIZES = (
     "T", "bfloat16", "bool", "byte", "char", "device", "dim", "double", "dtype", "element_size", "float", "half", "int",
     "is_complex", "is_cpu", "is_cuda", "is_floating_point", "is_meta", "is_signed", "item", "itemsize", "long", "mT",
@@ -102,7 +102,7 @@ _LIMITS = ("bits", "eps", "max", "min", "resolution", "smallest_normal", "tiny")
 
 @functools.cache
 def allowed_attributes() -> frozenset[str]:
-    """Attributes that tell nothing but what their owner is worth: of tensors, segments, and Python's own values."""
+    """Attributes that depend on nothing but the value of their owner: of tensors, segments and Python's builtins."""
     names = {*_SIZES, *_SEGMENTS, *_LIMITS}
     for name in dir(torch.Tensor):
         for schema in torch._C._jit_get_schemas_for_operator(f"aten::{name}"):
@@ -111,7 +111,7 @@ def allowed_attributes() -> frozenset[str]:
                 names.add(name)
     for kind in (dict, list, tuple, str, set, frozenset, int, float, complex, range, slice):
         names.update(name for name in dir(kind) if not name.startswith("_"))
-    return frozenset(names - {"format", "format_map"})  # which read whatever attributes a text names
+    return frozenset(names - {"format", "format_map"})  # these read any attribute that a text names
 
 
 def _name_of(x: Any) -> str:
@@ -119,9 +119,9 @@ def _name_of(x: Any) -> str:
 
 
 def operators_of(step: dis.Instruction) -> tuple[str, ...]:
-    """The methods of tensors that a step of bytecode calls without naming them."""
+    """The methods of tensors that a bytecode instruction calls without naming them."""
     if step.opname == "BINARY_OP":
-        name = _OPERATORS.get(step.argrepr.rstrip("="), "getitem")  # which it is too, from Python 3.14 on
+        name = _OPERATORS.get(step.argrepr.rstrip("="), "getitem")  # indexing is a BINARY_OP from 3.14 on
         sides = ("", "r", "i") if step.argrepr.endswith("=") else ("", "r")
         return tuple([f"__{side}{name}__" for side in sides])
     if step.opname == "COMPARE_OP":

@@ -1,9 +1,9 @@
 """One key for every cache: two values share a key only if no function could tell them apart.
 
-Traces, plans, divergences, printed programs and compiled graphs are all found by such keys.  A key compares type and
-value, so 1, True, 1.0, -0.0, NaN and named tuples of different type are all different.  Values that cannot change are
-plain: numbers, text, dtypes, enum members, and tuples, named tuples and frozen dataclasses of those.  Everything else
-is itself alone.
+Traces, plans, divergences, printed programs and compiled graphs are all cached under such keys.  A key compares type
+and value, so 1, True, 1.0, -0.0, NaN and named tuples of different type are all different.  Values that cannot change
+are "plain": numbers, text, dtypes, enum members, and tuples, named tuples and frozen dataclasses of those.  All other
+values are compared by identity.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 
 
 class Same:
-    """Hash and compare by identity, and keep the thing alive so that its identity is not used again."""
+    """Hash and compare by identity, and keep the object alive so that its `id` is not reused."""
 
     __slots__ = ("thing",)
 
@@ -36,13 +36,13 @@ class Same:
 
 
 def key_of(x: Any) -> Any:
-    """A hashable key of any value: by type and content if it is plain, else by identity."""
+    """A hashable key for any value: type and content if it is plain, identity otherwise."""
     key = plain_key(x)
     return Same(x) if key is None else key
 
 
 def is_plain(x: Any) -> bool:
-    """Whether a value is known for good once it is read: it cannot change, and it holds no code of a user's."""
+    """Whether reading a value once is enough: it cannot change and holds no user code."""
     return plain_key(x) is not None
 
 
@@ -52,13 +52,13 @@ def plain_key(x: Any) -> Any:
     if kind in _ATOMS:
         return (kind, x)
     if kind is float:
-        return (float, x.hex() if x == x else struct.pack("d", x))  # tells -0.0 from 0.0; NaN has a sign as well
+        return (float, x.hex() if x == x else struct.pack("d", x))  # distinguishes -0.0 from 0.0; NaN has a sign too
     if kind is complex:
         return (complex, struct.pack("dd", x.real, x.imag))
     if kind is tuple or kind is torch.Size:
         return _all(kind, x)
     if kind is range:
-        return (range, x.start, x.stop, x.step)  # ranges of equal numbers may differ in their ends
+        return (range, x.start, x.stop, x.step)  # equal ranges may differ in `stop`
     if isinstance(x, enum.Enum):
         value = plain_key(x.value) if _is_bare(kind) and set(vars(x)) <= _MEMBER else None
         return None if value is None else (kind, x.name, value)
@@ -66,12 +66,12 @@ def plain_key(x: Any) -> Any:
         return (kind, x.tobytes()) if getattr(x.dtype, "kind", "O") in "biufc" else None
     names = fields_of(kind)
     if names is None or not set(getattr(x, "__dict__", ())).issubset(names):
-        return None  # no record, or one that was given more than its fields
+        return None  # not a record, or one with attributes besides its fields
     return _all(kind, (getattr(x, name) for name in names))
 
 
 def in_words(key: Any) -> str:
-    """A key as text that another process makes of the same values too: no identities, addresses or device numbers."""
+    """A key as text, the same in every process for the same values: no identities, addresses or device indices."""
     if isinstance(key, tuple | list | frozenset):
         words = [in_words(x) for x in key]
         return f"({', '.join(sorted(words) if isinstance(key, frozenset) else words)})"
@@ -85,7 +85,7 @@ def in_words(key: Any) -> str:
 
 
 def fields_of(kind: type) -> tuple[str, ...] | None:
-    """The fields of a named tuple or frozen dataclass that adds nothing of its own to them; None for other types."""
+    """The fields of a named tuple or frozen dataclass without code of its own; None for other types."""
     if kind.__mro__[1:] == (tuple, object) and isinstance(getattr(kind, "_fields", None), tuple):
         names: tuple[str, ...] = kind._fields  # type: ignore[attr-defined]
     elif kind.__mro__[1:] == (object,) and getattr(getattr(kind, "__dataclass_params__", None), "frozen", False):
@@ -93,19 +93,19 @@ def fields_of(kind: type) -> tuple[str, ...] | None:
     else:
         return None
     if any(hasattr(x := vars(kind).get(name), "__set__") and type(x) not in _PLACES for name in names):
-        return None  # a property in a field's place
+        return None  # a property in place of a field
     own = [(name, x) for name, x in vars(kind).items() if name not in names and name not in _DATA]
     return names if all(_generated(name, x) for name, x in own) else None
 
 
 def _generated(name: str, x: Any) -> bool:
-    """Whether a method was written by `dataclass` or `namedtuple` themselves."""
+    """Whether `dataclass` or `namedtuple` generated a method."""
     code = getattr(getattr(x, "__func__", x), "__code__", None)
     return code is not None and code.co_filename in _GENERATORS and name in _METHODS
 
 
 def _is_bare(kind: Any) -> bool:
-    """Whether an enum is names and values alone, without code or attributes of its own."""
+    """Whether an enum has only names and values, without code or attributes of its own."""
     for name, x in vars(kind).items():
         code = getattr(getattr(x, "fget", None) or getattr(x, "__func__", x), "__code__", None)
         mine = code is None or code.co_filename != enum.__file__
@@ -126,7 +126,7 @@ _ATOMS = frozenset(
 )
 
 
-# What a record's type holds that is no code.  `<string>`: where generated methods say they come from.
+# Entries of a record's class that are not code.  `<string>`: the file that generated methods claim to come from.
 _DATA = frozenset(
     {
         "__annotations__", "__dataclass_fields__", "__dataclass_params__", "__dict__", "__doc__", "__firstlineno__",
@@ -142,5 +142,5 @@ _METHODS = frozenset(
         "__lt__", "__new__", "__replace__", "__repr__", "__setattr__", "__setstate__", "_asdict", "_make", "_replace",
     }
 )  # fmt: skip
-_PLACES = (types.MemberDescriptorType, type(vars(collections.namedtuple("_", "x"))["x"]))  # of slots and items
-_MEMBER = frozenset({"__objclass__", "_name_", "_sort_order_", "_value_"})  # what a member of an enum holds
+_PLACES = (types.MemberDescriptorType, type(vars(collections.namedtuple("_", "x"))["x"]))  # slots and items
+_MEMBER = frozenset({"__objclass__", "_name_", "_sort_order_", "_value_"})  # the attributes of an enum member

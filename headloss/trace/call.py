@@ -1,4 +1,4 @@
-"""A function ready to be called: what is injected into it, what it reads otherwise, and what it may return.
+"""`Call`: a loss or metric with its options and row weights, called on facts and inputs; its results are checked.
 
 Dimension key:  R rows that count   S segments
 """
@@ -20,7 +20,7 @@ from headloss.trace.signature import CLASSES, Signature, key_of
 
 
 class Env(NamedTuple):
-    """All that can be injected, for one set of rows."""
+    """Everything that can be injected into a function, for one set of rows."""
 
     facts: Mapping[Fact, Tensor]
     inputs: Mapping[str, Tensor | None]
@@ -28,7 +28,7 @@ class Env(NamedTuple):
     segments: Segments | None
 
     def arguments(self, signature: Signature) -> dict[str, Any]:
-        """What to call the function with; an optional input that was not passed keeps its default."""
+        """The arguments to call a function with; an optional input that was not passed keeps its default."""
         values: dict[str, Any] = {}
         for p in signature.parameters:
             if p.kind == "fact":
@@ -44,7 +44,7 @@ class Env(NamedTuple):
         return values
 
     def many(self, x: Tensor) -> str:
-        """How many numbers a vector has, by what they are one of: sizes are symbols here, or stand in for others."""
+        """The length of a vector in words, for an error message: sizes here may be symbols or stand-ins."""
         size = str(x.shape[0])
         if size in {str(f.shape[0]) for f in self.facts.values() if f.ndim}:
             return "one per row"
@@ -62,11 +62,11 @@ class WrongWeightError(ValueError):
 
 
 class WritesError(ValueError):
-    """A function writes into what it was handed."""
+    """A function writes into one of its arguments."""
 
 
 Weighed = tuple[Tensor | None, dict[str, dict[str, Any]]]  # see `Call.weigh`
-COUNTED = ""  # the name, among a term's metrics, of the mask that says which rows the others count
+COUNTED = ""  # among a term's metrics, the name of the mask of rows that the others count
 
 
 class RowWeight(NamedTuple):
@@ -77,23 +77,23 @@ class RowWeight(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A term's function with its options and its row weights: all that a trace depends on."""
+    """A term's function with its options and row weights: everything that a trace depends on."""
 
     fn: Callable[..., Any]
     signature: Signature
-    options: Mapping[str, Any]  # those that were given; the others keep the function's own defaults
+    options: Mapping[str, Any]  # those that the user set; the others keep the function's defaults
     row_weights: tuple[RowWeight, ...] = ()
     pure: bool = False  # the user vouches that it reads nothing that changes
-    share: str | None = None  # the input that says how much each row counts, where other segments reduce it
+    share: str | None = None  # with reduction_segments: the input that says how much each row counts
 
     def __call__(
         self, env: Env, apart: Container[str] | None = None, weighed: Weighed | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The values, weighted row by row, and the metrics.
+        """The values, each times its row weight, and the metrics.
 
-        A row of weight 0 is left out: its value is 0 whatever the function makes of it, and metrics do not count it.
-        `apart`: the inputs of a function whose rows do not meet, one value per row each; no gradient reaches such a row
-        then, not even 0 * inf.  `weighed`: what `weigh` has found already.
+        A row of weight 0 is left out: its value is 0 whatever the function returns there, and metrics do not count it.
+        `apart`: for a function whose rows do not meet, its per-row inputs; a row of weight 0 then gets no gradient, not
+        even 0 * inf.  `weighed`: the result of `weigh`, if it is known already.
         """
         given, (weight, reported) = env.arguments(self.signature), weighed or self.weigh(env)
         if apart is not None and weight is not None:
@@ -125,7 +125,7 @@ class Call(NamedTuple):
         return value, metrics
 
     def reads(self) -> Reads:
-        """All that a call of the function reads apart from its arguments."""
+        """Everything that a call of the function reads besides its arguments."""
         own = reads(self.fn, self.options, pure=self.pure)
         elements = [f.element.reads() for f in self.signature.facts if f.element is not None]
         weighed = [reads(w.of, pure=self.pure) for w in self.row_weights if callable(w.of)]
@@ -137,7 +137,7 @@ class Call(NamedTuple):
         return Reads((named, *(r.key for r in every)), unknown, any(r.floats for r in every))
 
     def mean_weight(self, env: Env, weighed: Weighed) -> Tensor | None:
-        """What a weighted mean divides by the sum of: the row weights, times those of classes."""
+        """The weights whose sum a weighted mean divides by: row weights times class weights."""
         weight, _ = weighed
         if CLASSES["class_weight"] not in self.input_names:
             return weight
@@ -146,7 +146,7 @@ class Call(NamedTuple):
         return own.detach() if weight is None else weight * own.detach()
 
     def weigh(self, env: Env) -> Weighed:
-        """The product of the row weights, without a gradient, and the metrics that they report, by their names."""
+        """The product of the row weights, detached, and the metrics that they report, by the weights' names."""
         product: Tensor | None = None
         reported: dict[str, dict[str, Any]] = {}
         names: list[str] = []
@@ -170,7 +170,7 @@ class Call(NamedTuple):
 
     @property
     def weighs_by_facts(self) -> bool:
-        """Whether the row weight is known only once facts are."""
+        """Whether the row weight depends on facts."""
         return any(w.signature is not None and w.signature.facts for w in self.row_weights)
 
     @property
@@ -187,7 +187,7 @@ class Call(NamedTuple):
 
     @property
     def weight_names(self) -> tuple[str, ...]:
-        """The inputs that are row weights themselves."""
+        """The inputs that serve as row weights directly."""
         return tuple(w.of for w in self.row_weights if isinstance(w.of, str))
 
     @property
@@ -196,7 +196,7 @@ class Call(NamedTuple):
 
 
 def inputs_of(call: Call) -> tuple[str, ...]:
-    """The names of a call's inputs.  A compiled graph of torch 2.8 reads a tuple's fields, not its properties."""
+    """The names of a call's inputs.  Not a property: torch.compile of torch 2.8 reads a named tuple's fields only."""
     names = [key_of(p) for p in call.signature.parameters if p.kind == "input"]
     for w in call.row_weights:
         names += [key_of(p) for p in w.signature.parameters if p.kind == "input"] if w.signature is not None else []
@@ -205,7 +205,7 @@ def inputs_of(call: Call) -> tuple[str, ...]:
 
 
 def facts_of(call: Call) -> list[Fact]:
-    """The facts that a call's functions ask for, one after the other; in a compiled graph of torch 2.8 too."""
+    """The facts that a call's functions ask for, in order; a function for the same reason as `inputs_of`."""
     signatures = [call.signature] + [w.signature for w in call.row_weights if w.signature is not None]
     return [p.fact for s in signatures for p in s.parameters if p.fact is not None]
 
@@ -214,7 +214,7 @@ _MOST_MARKS = 64
 
 
 class Watched:
-    """What a call reads, walked over again only where something else stands in a place that was read."""
+    """Caches what a call's functions read, and walks over them again only if a guard fails."""
 
     def __init__(self, call: Call) -> None:
         self.call = call
@@ -229,7 +229,7 @@ class Watched:
         return self.found
 
     def mark(self) -> object:
-        """What stands for all that it reads, the same object for equal reads: those take long to hash."""
+        """An object that stands for everything that is read, the same for equal reads, which are slow to hash."""
         around = defaults()
         if self.found is None or self.around != around or self.guards is None or not self.guards.hold():
             with recorded() as self.guards:
@@ -242,7 +242,7 @@ class Watched:
 
 
 def _gated(x: Any, weight: Tensor) -> Any:
-    """The same values; a gradient of rows of weight 0 stops here."""
+    """x with a hook that stops the gradient of rows of weight 0."""
     if not isinstance(x, Tensor) or not x.requires_grad:
         return x
     x, counts = x.clone(), weight != 0
@@ -252,7 +252,7 @@ def _gated(x: Any, weight: Tensor) -> Any:
 
 
 def _values_and_metrics(name: str, result: Any) -> tuple[Tensor, dict[str, Any]]:
-    """What a loss returned: `values`, or `(values, metrics)`."""
+    """Check and split what a loss returned: `values`, or `(values, metrics)`."""
     value, metrics = _with_metrics(result)
     if isinstance(value, tuple):
         got = ", ".join("tensor" if isinstance(x, Tensor) else type(x).__name__ for x in value)
@@ -287,13 +287,13 @@ def _got(x: Any) -> str:
 
 
 def evaluate(fn: Callable[..., Any], name: str, given: Mapping[str, Any], options: Mapping[str, Any] = {}) -> Any:
-    """What a function returns.  It must leave its arguments as they are: others read them too."""
+    """Call a function; raise if it writes to its arguments, which others read too."""
     return guarded(fn, name, given, lambda given: fn(**given, **options))
 
 
 def guarded(fn: Callable[..., Any], name: str, given: Mapping[str, Any], run: Callable[[Any], Any]) -> Any:
-    """What `run` makes with `fn` of its arguments, which it must not write to."""
-    # nothing counts what is written to an inference tensor, nor what is written through `.data` or NumPy
+    """The result of `run(given)`, which calls `fn`; raise if that writes to its arguments."""
+    # no version counter sees writes to an inference tensor, or through `.data` or NumPy: pass copies
     if torch.is_inference_mode_enabled() or (not ours(fn) and writes_unseen(fn)):
         given = {k: x.clone() if isinstance(x, Tensor) else x for k, x in given.items()}
     every = [(k, x.ids if isinstance(x, Segments) else x) for k, x in given.items()]
@@ -308,7 +308,7 @@ def guarded(fn: Callable[..., Any], name: str, given: Mapping[str, Any], run: Ca
 
 
 def _refuse_tangents(name: str, results: Iterable[Any]) -> None:
-    """Its arguments carry none, so it captured a tensor that does."""
+    """Raise if a result carries a forward-mode tangent: no argument does, so a captured tensor must."""
     if any(isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in results):
         raise RuntimeError(
             f"{name}: a tensor that it captures carries a forward-mode tangent, which a headloss call would drop; only "

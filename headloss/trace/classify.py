@@ -1,4 +1,4 @@
-"""How the rows of a traced loss meet: read off its graph, operation by operation.
+"""Classify a traced loss as row, segment or batch: go through its graph and see which operations combine rows.
 
 The trace was made with R rows and S segments, sizes that nothing else in it has, so a dimension's size says what it is.
 """
@@ -22,12 +22,12 @@ from torch.utils._python_dispatch import _disable_current_modes, _get_current_di
 
 @contextlib.contextmanager
 def unwatched() -> Iterator[None]:
-    """For the time of a trace, off with what the caller has on: the trace is kept, and serves calls without it.
+    """Switch the caller's modes off during a trace, since the trace is cached and serves calls without them.
 
-    A checkpoint's hooks, modes that look at operations, anomaly detection, inference mode, autocast, torch.func.  A
-    mode that asks for sizes (a flop counter, a memory profiler) would make numbers of them, and the trace a batch's; in
-    inference mode the trace would hold no gradient.  Fake tensors stay fake.  The default dtype and device stay too:
-    a function may make tensors, so they are part of its key (`function_reads.defaults`).
+    These are a checkpoint's hooks, modes that see operations, anomaly detection, inference mode, autocast, torch.func.
+    A mode that asks for sizes (a flop counter, a memory profiler) would turn symbols into numbers, which makes the term
+    "batch"; in inference mode the trace would have no gradient.  Fake tensors stay fake.  The default dtype and device
+    stay too: a function may make tensors with them, so they are part of its key (`function_reads.defaults`).
     """
     with ExitStack() as stack:
         if torch._C._functorch.peek_interpreter_stack() is not None:
@@ -48,7 +48,7 @@ def unwatched() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_function_modes() -> Iterator[None]:
-    """But for those that say where new tensors go."""
+    """Without torch-function modes, except those that set the device of new tensors."""
     modes = [_pop_mode() for _ in range(torch._C._len_torch_function_stack())]
     kept = [mode for mode in reversed(modes) if isinstance(mode, DeviceContext)]
     for mode in kept:
@@ -63,7 +63,7 @@ def _without_function_modes() -> Iterator[None]:
 
 
 def only(graph: fx.GraphModule, choose: Callable[[Any], Any]) -> fx.GraphModule:
-    """The part of a graph that some of its outputs need."""
+    """The part of a graph that the chosen outputs need."""
     output = graph.graph.output_node()
     chosen = choose(output.args[0])
     needed = reach(chosen)
@@ -90,7 +90,7 @@ def reach(outputs: Any) -> set[fx.Node]:
 
 
 def written(graph: fx.Graph) -> list[fx.Node]:
-    """The arguments that some operation changes in place, by themselves or through a view."""
+    """The arguments that an operation changes in place, directly or through a view."""
     found = []
     for node in graph.nodes:
         schema = getattr(node.target, "_schema", None)
@@ -112,7 +112,7 @@ _POINTWISE = {
     "binary_cross_entropy_backward", "binary_cross_entropy_with_logits", "mse_loss", "mse_loss_backward",
     "floor_divide",
 }  # fmt: skip
-# Operations that make a tensor of a given size: they may see how many rows there are, as only the size depends on it.
+# Operations that make a tensor of a given size: they may use the number of rows, since only the size depends on it.
 _CREATION = {
     "full", "zeros", "ones", "empty", "scalar_tensor", "full_like", "zeros_like", "ones_like", "new_zeros", "new_ones",
     "new_full",
@@ -124,20 +124,20 @@ def creates(node: fx.Node) -> bool:
     return _operation(node) in _CREATION or _operation(node).startswith(("empty", "new_empty", "sym_"))
 
 
-# Operations along a dimension: they stay within a row as long as it is not the first.
+# Operations along a dimension: they stay within a row if that dimension is not the first.
 _ALONG = {
     "sum", "mean", "amax", "amin", "logsumexp", "_softmax", "_log_softmax", "_softmax_backward_data",
     "_log_softmax_backward_data", "unsqueeze", "squeeze", "expand", "argmax", "gather", "select", "select_backward",
     "slice", "slice_backward", "sort",
 }  # fmt: skip
-_FILL = {"full": 1, "full_like": 1, "new_full": 2, "scalar_tensor": 0}  # where a value goes, not a size
+_FILL = {"full": 1, "full_like": 1, "new_full": 2, "scalar_tensor": 0}  # position of the fill value
 _RESIZED = {"expand", "select_backward", "slice_backward"}
 _SIZES = {"sym_size", "sym_numel"}
 _SEGMENT = {"segment_totals": "totals", "segment_spread": "spread", "segment_largest": "maxima"}
 
 
 def classify(graph: fx.GraphModule, R: int, S: int, ids_at: int | None = None) -> tuple[str, str]:
-    """Row, segment or batch, and the operation that decided it; `ids_at` numbers the argument with the segment ids."""
+    """Row, segment or batch, and the operation that decided it; `ids_at` is the index of the segment ids' argument."""
     if counts_rows(graph):
         return "batch", "its Python code looks at the number of rows"
     shown = changed_under_another_name(graph.graph)
@@ -146,7 +146,7 @@ def classify(graph: fx.GraphModule, R: int, S: int, ids_at: int | None = None) -
     value, grads, _ = graph.graph.output_node().args[0]  # type: ignore[misc, str-unpack]
     needed = reach((value, grads))
     ids: fx.Node | None = None
-    if ids_at is not None:  # a chunk numbers its segments anew, so the ids themselves mean nothing to a chunk
+    if ids_at is not None:  # a chunk renumbers its segments, so ids mean nothing in it
         ids = [node for node in graph.graph.nodes if node.op == "placeholder"][ids_at]
         if any(user in needed and _operation(user) not in {*_SEGMENT, *_SIZES} for user in ids.users):
             return "batch", "looks at segments.ids"
@@ -176,9 +176,9 @@ def classify(graph: fx.GraphModule, R: int, S: int, ids_at: int | None = None) -
 
 
 def changed_under_another_name(graph: fx.Graph, but: Iterable[str] = ()) -> str | None:
-    """An operation in place on memory that a view shows too: it is lost where a graph is cut down to its outputs.
+    """An in-place operation on memory that a view shares: cutting a graph down to its outputs would lose it.
 
-    `but`: views that the caller follows by itself.
+    `but`: views that the caller handles itself.
     """
     for node in graph.nodes:
         schema = getattr(node.target, "_schema", None)
@@ -192,7 +192,7 @@ def changed_under_another_name(graph: fx.Graph, but: Iterable[str] = ()) -> str 
 
 
 def _written(node: fx.Node) -> list[fx.Node]:
-    """Which of its arguments an operation writes to."""
+    """The arguments that an operation writes to."""
     writes = [a.alias_info is not None and a.alias_info.is_write for a in node.target._schema.arguments]  # type: ignore[union-attr]
     return [x for x, wrote in zip(node.args, writes, strict=False) if wrote and isinstance(x, fx.Node)]
 
@@ -206,11 +206,11 @@ def _is_view(node: fx.Node) -> bool:
 
 
 def counts_rows(graph: fx.GraphModule) -> bool:
-    """Whether a number of the trace holds only for as many rows as it was made with.
+    """Whether the trace holds only for the number of rows that it was made with.
 
-    The number of ids per row is part of a trace's key, so a loss may read it.
+    A loss may read the number of ids per row, which is part of a trace's key.
     """
-    symbols_of: Any = getattr(graph, "shape_env", None)  # there are none where no size is part of it: see sizes.py
+    symbols_of: Any = getattr(graph, "shape_env", None)  # None if no size is part of the graph: see dynamic_shapes.py
     guards = [] if symbols_of is None else [guard.expr for guard in symbols_of.guards if not _harmless(guard.expr)]
     if not guards:
         return False
@@ -228,7 +228,7 @@ def _operation(node: fx.Node) -> str:
 
 
 def _sizes(user: fx.Node, size: fx.Node) -> bool:
-    """Whether an operation takes a size for the size of a tensor, and not for a number to compute with."""
+    """Whether an operation uses a size as a tensor's size, not as a number to compute with."""
     fits = _operation(user) in _CREATION | _RESIZED
     return fits and size is not _filled_with(user) and size not in user.kwargs.values()
 
@@ -241,7 +241,7 @@ def _filled_with(node: fx.Node) -> Any:
 
 
 def _rowwise(node: fx.Node, name: str, R: int, S: int) -> bool:
-    """An element-wise operation whose rows (or segments) stay in the first dimension."""
+    """Whether this is an element-wise operation whose rows (or segments) stay in the first dimension."""
     tags = getattr(node.target, "tags", ())
     if torch.Tag.pointwise not in tags and name not in _POINTWISE:
         return False
@@ -259,7 +259,7 @@ def _rowwise(node: fx.Node, name: str, R: int, S: int) -> bool:
 
 
 def _look_up(node: fx.Node, name: str, R: int, S: int) -> bool:
-    """`table[number of each row]`, from a table that has neither rows nor segments: class weights, say."""
+    """Whether this is `table[index_R]` on a table with neither row nor segment dimension, such as class weights."""
     if name != "index" or not isinstance(node.args[1], list | tuple) or len(node.args[1]) != 1:
         return False
     table, place = node.args[0].meta["val"], node.args[1][0]  # type: ignore[union-attr]
@@ -269,7 +269,7 @@ def _look_up(node: fx.Node, name: str, R: int, S: int) -> bool:
 
 
 def _within_rows(node: fx.Node, name: str, R: int, S: int) -> bool:
-    """An operation along the ids of each row: (R, K) in, its first dimension untouched."""
+    """Whether this operation runs along the ids of each row: (R, K) in, the first dimension untouched."""
     if name not in _ALONG or not isinstance(node.args[0], fx.Node):
         return False
     x, out = node.args[0].meta["val"], node.meta["val"]
@@ -283,7 +283,7 @@ def _within_rows(node: fx.Node, name: str, R: int, S: int) -> bool:
     ):
         return False
     if name == "expand":
-        return x.ndim == out.ndim  # (R, 1) to (R, K); a leading dimension would lay rows side by side
+        return x.ndim == out.ndim  # (R, 1) to (R, K); a new leading dimension would shift the rows' dimension
     if is_whole_slice(node):
         return True
     dims = _dimensions(node, name)
@@ -291,7 +291,7 @@ def _within_rows(node: fx.Node, name: str, R: int, S: int) -> bool:
 
 
 def is_whole_slice(node: fx.Node) -> bool:
-    """`x[:]`, which is `x`; and its backward."""
+    """Whether this is `x[:]`, which is `x`, or its backward."""
     name = _operation(node)
     if name not in ("slice", "slice_backward"):
         return False
@@ -309,18 +309,18 @@ def _dimensions(node: fx.Node, name: str) -> list[int]:
 
 
 def size(x: Any) -> int:
-    """A dimension's size in the example the trace was made with."""
+    """A dimension's size in the example that the trace was made with."""
     return int(x.node.hint) if isinstance(x, torch.SymInt) else int(x)
 
 
 def _harmless(expr: Any) -> bool:
-    """`s >= 2` and the like: torch says so of every dynamic size."""
-    import sympy  # type: ignore[import-untyped]  # a third of a second, which only a trace should cost
+    """Whether a guard is one that torch puts on every dynamic size, such as `s >= 2`."""
+    import sympy  # type: ignore[import-untyped]  # takes a third of a second, which only a trace should pay
 
     if isinstance(expr, sympy.Ge | sympy.Gt) and expr.lhs.is_Symbol and expr.rhs.is_Integer:
         return int(expr.rhs) <= 2
     if isinstance(expr, sympy.Ne) and expr.lhs.is_Symbol and expr.rhs.is_Integer:
         return int(expr.rhs) in (0, 1)
     if isinstance(expr, sympy.Le) and expr.lhs.is_Symbol and expr.rhs.is_Integer:
-        return int(expr.rhs) >= 1 << 24  # how many quantile takes
+        return int(expr.rhs) >= 1 << 24  # the limit of torch.quantile
     return bool(expr == sympy.true)

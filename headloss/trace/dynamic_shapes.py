@@ -1,8 +1,8 @@
-"""A function traced for tensors of any size.
+"""Trace a function into a graph that holds for tensors of any size.
 
-With symbols for sizes, torch's own tracer shows every look at one; it takes 10 ms for each operation, and two seconds
-when it is first loaded.  A function of ours branches on no size and on no value, so it is enough to note what it calls,
-twice, with other sizes: where the two are alike, no size is part of them.
+With symbolic sizes, torch's own tracer shows every use of a size; it takes 10 ms per operation, and two seconds when it
+is first loaded.  Functions of headloss branch on no size and no value, so we only record the operations they call,
+twice, with different sizes: if both recordings are equal, no size is part of them.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-Examples = Callable[[int, str], Sequence[Any]]  # arguments in one choice of sizes, 0, or in another, 1, on a device
+Examples = Callable[[int, str], Sequence[Any]]  # the arguments for one of two choices of sizes (0 or 1), on a device
 
 
 def trace_any_size(function: Callable[..., Any], examples: Examples, device: str, ours: bool) -> fx.GraphModule:
-    """The graph of a function, made with the arguments of choice 0; `ours`: it is known to branch on no size."""
+    """The graph of a function, made with the arguments of choice 0.  `ours`: it is known to branch on no size."""
     if ours:
         try:
             other, graph = (_note(function, examples(i, "cpu"), device) for i in (1, 0))
@@ -28,13 +28,13 @@ def trace_any_size(function: Callable[..., Any], examples: Examples, device: str
                 return graph
         except _NotPlainError:
             pass
-    from torch.fx.experimental.proxy_tensor import make_fx  # two seconds, which only such a trace should cost
+    from torch.fx.experimental.proxy_tensor import make_fx  # two seconds, which only such a trace should pay
 
     return make_fx(function, tracing_mode="symbolic")(*examples(0, device))
 
 
 def unlike(taken: Container[int]) -> list[int]:
-    """Sizes that nothing else has, so that a dimension's size says what it is."""
+    """Sizes that nothing else has, so that a dimension's size tells which dimension it is."""
     return [n for n in (7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47) if n not in taken]
 
 
@@ -50,17 +50,17 @@ _OTHER = {
 
 
 class _Notes(TorchDispatchMode):
-    """Every operation that runs, on the host, as a node of a graph for `device`."""
+    """Records every operation, run on the host, as a node of a graph for `device`."""
 
     def __init__(self, device: str) -> None:
         super().__init__()
         self.graph, self.device = fx.Graph(), torch.device(device)
-        self.known: dict[int, tuple[fx.Node, Tensor]] = {}  # with the tensor, so that no other takes on its identity
-        self.numbers: dict[int, fx.Node] = {}  # arguments that are sizes
+        self.known: dict[int, tuple[fx.Node, Tensor]] = {}  # holds the tensor, so that its id is not reused
+        self.numbers: dict[int, fx.Node] = {}  # by size: the arguments that are sizes
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # there is nothing to skip, and torch would load its compiler to do so
+        return False  # there is nothing to skip, and torch would load its compiler to do it
 
     def know(self, x: Tensor, node: fx.Node) -> None:
         node.meta["val"] = x.detach()
@@ -70,7 +70,7 @@ class _Notes(TorchDispatchMode):
         if isinstance(x, torch.device):
             return self.device
         if type(x) is int:
-            return self.numbers.get(x, x)  # where they are equal by chance, they are not with other sizes
+            return self.numbers.get(x, x)  # an accidental match differs in the second recording
         if not isinstance(x, Tensor):
             return x
         if id(x) not in self.known:
@@ -111,7 +111,7 @@ def _note(function: Callable[..., Any], given: Sequence[Any], device: str) -> fx
 
 
 def _lines(module: fx.GraphModule) -> list[Any]:
-    """Every operation with its arguments, numbers and all."""
+    """Every operation with its arguments, numbers included."""
     names: dict[fx.Node, str] = {}
     for node in module.graph.nodes:
         names[node] = f"%{len(names)}"

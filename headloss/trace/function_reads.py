@@ -1,17 +1,16 @@
-"""What a function can read, and whether all of it is known.
+"""What a function reads besides its arguments, found in its bytecode: a cache key, and the names of what is not known.
 
-A trace is believed in later calls, so it is made only of functions that read nothing but their arguments and values
-that the library can name and compare: plain constants (`cache_keys.py`), functions of torch and math, and Python
-functions for which the same holds, all the way down.  The rule is an allowance, read off the function's bytecode:
-whatever is not on the list (an attribute of an object or a class, `getattr`, `globals()`, an import, a captured tensor,
-module, list or dict, a method, state of torch such as `is_grad_enabled()`) makes a function one that is run as it is,
-on every call.
+Later calls reuse a trace, so we trace only functions that read nothing but their arguments and values that the library
+can identify and compare: plain constants (`cache_keys.py`), functions of torch and math, and Python functions for which
+the same holds, all the way down.  The rule is an allowlist.  Whatever is not on it (an attribute of an object or a
+class, `getattr`, `globals()`, an import, a captured tensor, module, list or dict, a method, state of torch such as
+`is_grad_enabled()`) means that the function is called untraced, every time.
 
     BETA = 0.1
     def known(logprob): return -BETA * logprob            # BETA is part of the key: another value, another trace
-    def unknown(logprob): return -config.beta * logprob   # `config` may change behind our back: run as it is
+    def unknown(logprob): return -config.beta * logprob   # `config` may change without notice: called untraced
 
-`Term(fn, pure=True)` says of a function that it reads nothing that changes.
+With `Term(fn, pure=True)` the user vouches that a function reads nothing that changes.
 """
 
 from __future__ import annotations
@@ -42,17 +41,17 @@ from headloss.trace.guards import Guards, builtins_of, current, is_fixed
 
 
 class Reads(NamedTuple):
-    """The key of all that a function reads, and in words what of it is not known."""
+    """The key of everything that a function reads, and a description of each part that is not known."""
 
     key: Any
     unknown: tuple[str, ...] = ()
-    floats: bool = True  # whether numbers of its own may take other values
+    floats: bool = True  # whether it has numbers of its own, such as options, that may take other values
 
 
 def reads(fn: Callable[..., Any], options: Mapping[str, Any] | None = None, *, pure: bool = False) -> Reads:
     """What a function reads when it is called with these options.
 
-    A lambda that is made anew in every step has the same code and the same captured numbers, hence the same key.
+    A lambda created anew in every step has the same code and the same captured numbers, hence the same key.
     """
     found = _Walk()
     if options:
@@ -67,44 +66,44 @@ def reads(fn: Callable[..., Any], options: Mapping[str, Any] | None = None, *, p
 
 
 def defaults() -> tuple[torch.dtype, torch.device | None]:
-    """What decides about tensors that a function makes without saying, and about a number that meets integers."""
+    """The default dtype and device: of tensors made without naming them, and of a float combined with integers."""
     return torch.get_default_dtype(), _device() if torch._C._len_torch_function_stack() else None
 
 
 def _device() -> torch.device | None:
-    """As `torch.get_default_device`, which fails in torch 2.8 once a default device was taken back."""
+    """Like `torch.get_default_device`, which fails in torch 2.8 after a default device was reset."""
     contexts = [mode for mode in _get_current_function_mode_stack() if isinstance(mode, DeviceContext)]
     return contexts[-1].device if contexts else None
 
 
 def ours(fn: Any) -> bool:
-    """Whether a function is one of this package: nothing changes behind our own back."""
+    """Whether a function belongs to this package, whose functions read nothing that changes."""
     if type(fn) is not types.FunctionType:
         return False
-    home, name = fn.__globals__.get("__name__") or "", fn.__code__.co_qualname  # which no decorator copies
+    home, name = fn.__globals__.get("__name__") or "", fn.__code__.co_qualname  # decorators do not copy this one
     fixed = hasattr(fn, "fixed") and not hasattr(fn, "__wrapped__")
     return home.startswith("headloss.") and ("<locals>" not in name or fixed)
 
 
 def own_key(fn: Any) -> tuple[Any, ...]:
-    """The key of a function of ours: itself, and the defaults of its options, which a user may set."""
+    """The key of a function of ours: its identity, and the defaults of its options, which a user may set."""
     given = getattr(fn, "__kwdefaults__", None)
     return (Same(fn), *map(key_of, given.values())) if given else (Same(fn),)
 
 
 def writes_unseen(fn: Any) -> bool:
-    """Whether a function may write to memory of a tensor past its count of writes, or read what nobody knows."""
+    """Whether a function may write to a tensor without raising its version counter, or has no bytecode to check."""
     code = getattr(fn, "__code__", None)
     return code is None or bool(_uses(code).attributes & {"__array__", "data", "data_ptr", "numpy", "untyped_storage"})
 
 
 class _Uses(NamedTuple):
-    """What a code object names: read off its bytecode once."""
+    """What a code object names, read off its bytecode once."""
 
-    # captured (or global), name, the attributes that follow, and whether it is called at once
+    # whether it is captured (else global), name, the attributes that follow, and whether it is called at once
     roots: tuple[tuple[bool, str, tuple[str, ...], bool], ...]
-    attributes: frozenset[str]  # of values that are neither
-    operators: frozenset[str]  # `__mul__` of a `*`, whatever it is applied to
+    attributes: frozenset[str]  # of any other values
+    operators: frozenset[str]  # `__mul__` for a `*`, whatever it is applied to
     refused: tuple[str, ...]  # what it does that no trace can repeat
 
 
@@ -114,14 +113,14 @@ def _uses(code: types.CodeType) -> _Uses:
     attributes: set[str] = set()
     operators: set[str] = set()
     refused: list[str] = []
-    shown = same = False  # as text, by `is`
+    shown = same = False  # whether it formats text; whether it compares with `is`
     pending = [code]
     while pending:
         inner = pending.pop()
         pending += [x for x in inner.co_consts if isinstance(x, types.CodeType)]
         steps = [x for x in dis.get_instructions(inner) if x.opname not in ("EXTENDED_ARG", "CACHE")]
         texts = [x for x in inner.co_consts if isinstance(x, str)]
-        taken = 0  # attributes that belong to a root that was seen
+        taken = 0  # the last step that belongs to a root
         for i, step in enumerate(steps):
             name = str(step.argval)
             captured = step.opcode in dis.hasfree
@@ -132,8 +131,8 @@ def _uses(code: types.CodeType) -> _Uses:
             operators.update(operators_of(step))
             if step.opname in ("LOAD_GLOBAL", "LOAD_DEREF"):
                 if captured and name not in code.co_freevars:
-                    continue  # a variable of the function itself
-                chain, called = [], "NULL" in step.argrepr  # the place that a call leaves for `self`
+                    continue  # a local variable
+                chain, called = [], "NULL" in step.argrepr  # a call's empty slot for `self`
                 for after in steps[i + 1 :]:
                     if after.opname not in _ATTRIBUTE or after.is_jump_target:
                         break
@@ -146,7 +145,7 @@ def _uses(code: types.CodeType) -> _Uses:
                     attributes.add(name)
             elif step.opname == "PUSH_EXC_INFO" and steps[i + 1].opname != "WITH_EXCEPT_START":
                 refused.append("what a try hides (under a trace other things raise)")
-            elif step.opname == "MATCH_CLASS":  # `case Point(x=0)` reads what a constant before it names
+            elif step.opname == "MATCH_CLASS":  # `case Point(x=0)` reads the names in the constant before it
                 attributes.update(str(x) for x in (steps[i - 1].argval or ()))
             elif captured:
                 if name in code.co_freevars and step.opname not in ("COPY_FREE_VARS", "LOAD_CLOSURE", "MAKE_CELL"):
@@ -154,9 +153,9 @@ def _uses(code: types.CodeType) -> _Uses:
             elif step.opcode in dis.hasname:
                 refused.append(_VERBS.get(step.opname, "{} ({})").format(name, step.opname.lower()))
     names = {name for _, name, _, _ in roots}
-    measures = attributes & {"nelement", "numel", "shape", "size"}  # len() of a tensor is seen by the trace itself
+    measures = attributes & {"nelement", "numel", "shape", "size"}  # the tracer sees len() of a tensor itself
     told = sorted(names & set(_TELLING) | attributes & set(_SHOWING)) + ["a formatted string"] * shown + ["is"] * same
-    if measures and told:  # a size is an int in a call, and something else under a trace
+    if measures and told:  # a size is an int in a call, but a symbol under a tracer
         refused.append(f"the type or text of sizes ({', '.join(told)})")
     operators.update(f"__{name}__" for name in names & {"abs", "divmod", "len", "pow", "reversed", "round"})
     return _Uses(tuple(roots), frozenset(attributes), frozenset(operators), tuple(dict.fromkeys(refused)))
@@ -176,21 +175,21 @@ _VERBS = {
 
 
 class _Walk:
-    """A walk over all that a function reads."""
+    """A walk over everything that a function reads."""
 
     def __init__(self) -> None:
         self.unknown: list[str] = []
         self.attributes: set[str] = set()
         self.operators: set[str] = set()
-        self.held: list[tuple[str, Any]] = []  # of what is known, functions and types that a user can put attributes on
+        self.held: list[tuple[str, Any]] = []  # known functions and types on which a user could set attributes
         self.fields: set[str] = set()
         self.floats = False
-        self.typed = False  # whether it asks for types, whose attributes may be those of a record's class
+        self.typed = False  # whether it reads `type`: an attribute may then be a class's instead of a field
         self.seen: dict[int, int] = {}
         self.guards = current() or Guards()
 
     def own(self, fn: Any) -> None:
-        """A function that is believed: defaults of its options may change."""
+        """Guard a trusted function: the defaults of its options may still change."""
         if type(fn) is types.FunctionType:
             self.guards.function(fn)
         else:
@@ -212,7 +211,7 @@ class _Walk:
         return tuple(dict.fromkeys([*self.unknown, *(f".{name}" for name in odd), *changed]))
 
     def value(self, name: str, x: Any, called: bool = False) -> Any:
-        """The key of something that is read, or only called; if it is not known it is noted by name."""
+        """The key of a value that is read or, with `called`, only called; an unknown value is noted by name."""
         key = plain_key(x)
         if key is not None:
             self.guards.steady &= is_fixed(x)
@@ -231,7 +230,7 @@ class _Walk:
         if type(x) is types.FunctionType:
             return self.function(x)
         if type(x) is functools.partial:
-            for part in ("func", "args", "keywords"):  # `__setstate__` puts others there
+            for part in ("func", "args", "keywords"):  # `__setstate__` may replace them
                 self.guards.attribute(x, part)
             self.guards.all_of(x.keywords)
             self.guards.all_of(vars(x))
@@ -272,14 +271,14 @@ class _Walk:
         return (fn.__code__, tuple(items), tuple(defaults), tuple(named), tuple(own))
 
     def follow(self, name: str, x: Any, chain: tuple[str, ...], called: bool) -> Any:
-        """The key of `name.attribute...`: through modules and enums, whose attributes are as good as globals."""
+        """The key of `name.attribute...`, resolved through modules and enums, whose attributes are like globals."""
         rest = list(chain)
         while rest:
             if x is torch.ops or x is torch.ops.aten or isinstance(x, OpOverloadPacket):
                 self.guards.attribute(x, rest[0])
                 held: Any = {rest[0]: getattr(x, rest[0], None)}
             elif isinstance(x, types.ModuleType) and type(x).__getattribute__ is types.ModuleType.__getattribute__:
-                # but for attributes of the module's type: a property is asked first
+                # not attributes of the module's type: Python looks at a property there first
                 held = {} if any(rest[0] in vars(kind) for kind in type(x).__mro__) else vars(x)
                 self.guards.attribute(x, "__class__")
                 self.guards.steady &= type(x) is types.ModuleType

@@ -1,7 +1,7 @@
-"""Where the gradient of a term goes: to facts and inputs that take one, to a fact that has none, or out of our sight.
+"""Checks of where a term's gradient goes: to facts and inputs, to a fact that has none, or to a captured tensor.
 
-A gradient that would be lost is refused, or a warning names it: a tensor that a function captures gets none from a
-call, `max_logprob` has none, and a loss without any path to a fact or an input would train nothing.
+If a gradient would be lost, we raise or warn: a call gives no gradient to a tensor that a function captures,
+`max_logprob` has none, and a loss without a path to any fact or input would train nothing.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from headloss.trace.classify import creates
 class Reach(NamedTuple):
     """What the gradient of a term's values reaches."""
 
-    path: bool  # some fact that has a gradient, or an input that wants one
-    lost: tuple[Fact, ...] = ()  # facts that have none
-    captured: str = ""  # a tensor that requires grad and is neither
-    idle: bool = False  # the values depend on no fact and no input: a constant, chosen by an option
+    path: bool  # a fact that has a gradient, or an input that requires grad
+    lost: tuple[Fact, ...] = ()  # facts that have no gradient
+    captured: str = ""  # a captured tensor that requires grad
+    idle: bool = False  # the values depend on no fact and no input: an option makes them constant
 
     @property
     def fine(self) -> bool:
@@ -31,7 +31,7 @@ class Reach(NamedTuple):
 
 
 def leaf(fact: Fact, x: Tensor) -> Tensor:
-    """A fact as a function gets it where a gradient is wanted: it shows whether that reaches it."""
+    """A fact as a function gets it when gradients are needed: a leaf, which shows whether the gradient reaches it."""
     return x.detach().requires_grad_() if fact.name not in CONSTANT or fact.name in LOST else x
 
 
@@ -70,7 +70,7 @@ def _leaves(value: Tensor) -> Any:
 
 
 def is_idle(values: fx.Node, arguments: Sequence[fx.Node]) -> bool:
-    """Whether traced values depend on none of these arguments, sizes apart."""
+    """Whether traced values depend on none of these arguments, except for their sizes."""
     stack, seen = [values], {values}
     while stack:
         node = stack.pop()
@@ -82,7 +82,7 @@ def is_idle(values: fx.Node, arguments: Sequence[fx.Node]) -> bool:
 
 
 def check_gradient(terms: Sequence[Any], grad: bool, untraced: Mapping[str, Reach] | None = None) -> None:
-    """Refuse what would be lost without a word: in what a trace showed, and in `untraced` functions once they ran."""
+    """Raise or warn if a gradient would be silently lost, going by traces and by `untraced` functions that have run."""
     if all(t.trace.reach is not None and t.trace.reach.fine for t in terms):
         return
     ways = {t.name: t.trace.reach for t in terms if t.trace.reach is not None} | dict(untraced or {})
@@ -95,7 +95,7 @@ def check_gradient(terms: Sequence[Any], grad: bool, untraced: Mapping[str, Reac
 
 
 def check_elements(terms: Sequence[Any], device: torch.device) -> None:
-    """A divergence captures nothing that requires grad: a sweep runs it, out of autograd's sight."""
+    """Raise if a divergence captures a tensor that requires grad: a sweep runs it outside autograd."""
     for t in terms:
         for element in [f.element for f in t.call.facts if f.element is not None]:
             if captured := element.captured(device):
@@ -103,7 +103,7 @@ def check_elements(terms: Sequence[Any], device: torch.device) -> None:
 
 
 def check_constants(names: Iterable[str], calls: Iterable[Any]) -> None:
-    """An input that requires grad gets its gradient or a refusal; of those that only metrics read nothing is said."""
+    """Raise if an input requires grad but a function takes it as a constant; metrics may read it freely."""
     calls = list(calls)
     for name in names:
         takers = [call.signature.name for call in calls if name in call.input_names]
@@ -124,10 +124,10 @@ def _check_captured(label: str, reach: Reach, reason: str) -> None:
 
 
 def _check_paths(terms: Sequence[Any], ways: Mapping[str, Reach]) -> None:
-    """Refuse a term that has no gradient, and warn of one that loses some.
+    """Raise for a term that has no gradient, and warn about one that loses part of it.
 
-    A constant that an option chose is no mistake as long as another term has a gradient.  A function that was not
-    traced may be constant in one call and not in the next.
+    A term that an option makes constant is fine as long as another term has a gradient.  An untraced function may be
+    constant in one call and not in the next, so we only warn about it.
     """
     some = any(way.path for way in ways.values())
     for t in terms:

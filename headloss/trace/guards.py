@@ -1,7 +1,7 @@
-"""The places that a walk over a function read, and what stood there.
+"""Guards: the dictionary entries, attributes and cells that a walk over a function read, and the objects found there.
 
-As long as the same things stand there, and are things that cannot change, the walk would find the same again: `reads`
-is asked on every call, and to look at a few places costs a tenth of the walk.
+As long as the same immutable objects are there, another walk would give the same result.  We need the result of `reads`
+on every call, and checking the guards costs a tenth of the walk.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ _FIXED = frozenset({bool, int, float, complex, str, bytes, type(None), type(...)
 
 
 class Guards:
-    """What a walk read, by where it stood."""
+    """Where a walk looked, and what it found there."""
 
     def __init__(self) -> None:
-        self.looks: list[Callable[[], Any]] = []  # at dictionaries and attributes, and what stood there
-        self.seen: list[Any] = []
+        self.looks: list[Callable[[], Any]] = []  # read a dictionary entry or attribute again
+        self.seen: list[Any] = []  # what each of them found
         self.cells: list[tuple[Any, Any]] = []
-        self.held: list[Any] = []  # dictionaries with everything in them, and their sizes
-        self.sizes: list[int] = []
-        self.steady = True  # whether it is enough to look there again
+        self.held: list[Any] = []  # dictionaries that were read whole
+        self.sizes: list[int] = []  # and their lengths
+        self.steady = True  # False if the walk read something that guards cannot check
 
     def entry(self, held: Mapping[Any, Any], name: Any) -> None:
         self._look(functools.partial(held.get, name, _MISSING))
@@ -43,7 +43,7 @@ class Guards:
         self.seen.append(at())
 
     def all_of(self, held: Mapping[Any, Any] | None) -> None:
-        """A dictionary with everything in it."""
+        """Guard a whole dictionary: its length and every entry."""
         if held is not None:
             self.held.append(held)
             self.sizes.append(len(held))
@@ -51,7 +51,7 @@ class Guards:
                 self.entry(held, name)
 
     def function(self, fn: Any) -> None:
-        """What makes up a function, apart from what its code names."""
+        """Guard the parts of a function other than the globals and cells that its code names."""
         for name in ("__code__", "__defaults__", "__kwdefaults__"):
             self.attribute(fn, name)
         self.all_of(fn.__kwdefaults__)
@@ -65,14 +65,14 @@ class Guards:
             self.entry(builtins_of(fn), name)
 
     def hold(self) -> bool:
-        """Whether the same things stand in all of them.  It is asked in every call: no loop of Python's."""
+        """Whether every place still holds the same object.  This runs on every call, so `looks` has no Python loop."""
         if not all(map(operator.is_, map(operator.call, self.looks), self.seen)):
             return False
         for cell, value in self.cells:
             try:
                 if cell.cell_contents is not value:
                     return False
-            except ValueError:  # nothing is in it any more
+            except ValueError:  # the cell is empty now
                 return False
         if list(map(len, self.held)) != self.sizes:
             return False
@@ -85,13 +85,13 @@ def builtins_of(fn: Any) -> dict[str, Any]:
 
 
 def is_fixed(x: Any) -> bool:
-    """Whether a value is all there is to it: it cannot change, nor can its type."""
+    """Whether neither a value nor its type can change."""
     return type(x) in _FIXED or (type(x) in (tuple, torch.Size) and all(map(is_fixed, x)))
 
 
 @contextlib.contextmanager
 def recorded() -> Iterator[Guards]:
-    """The places that walks inside look at, in this thread."""
+    """Collect the guards of all walks inside this context, in this thread."""
     before, guards = current(), Guards()
     _RECORDING.guards = guards
     try:

@@ -43,13 +43,13 @@ CALL = (
     "self", "ids", "support",
 )  # fmt: skip
 
-ONLY = "teacher"  # the name of a teacher that was given without one
-IDS = "ids="  # that of candidates, columns that a call names without a teacher; see `engine.derived_inputs`
+ONLY = "teacher"  # our name for a teacher that was passed without one
+IDS = "ids="  # our name for candidates, the columns that `ids=` passes without a teacher; see `engine.derived_inputs`
 TEACHER_INPUTS = ("teacher_ids", "teacher_logprob")  # of a sparse teacher, (rows, K)
 
 
 def passed(teachers: Iterable[str]) -> list[str]:
-    """Those that the caller passed as teachers."""
+    """The teachers that the caller passed, without those that we made for the call."""
     return [x for x in teachers if x != IDS and not x.startswith(("targets=", "top=", "whole=", "classes@"))]
 
 
@@ -57,27 +57,27 @@ CLASSES = {"class_weight": "class_weight of each target", "class_mean": "mean of
 
 
 def classes_of(temperature: float | None) -> str:
-    """The name of the teacher that class weights become, the same in every row; see `engine.derived_inputs`."""
+    """The name of the teacher made from class weights, the same in every row; see `engine.derived_inputs`."""
     return f"classes@{temperature}"
 
 
 def targets_of(name: str) -> str:
-    """The name of the teacher that other targets become; see `engine.derived_inputs`."""
+    """The name of the teacher made from a term's own targets; see `engine.derived_inputs`."""
     return f"targets={name}"
 
 
 def top_of(k: int, teacher: str | None = None) -> str:
-    """The name of the teacher that a row's own k likeliest columns become, with what another teacher says there."""
+    """The name of the teacher made from a row's k likeliest columns, with `teacher`'s values at those."""
     return f"top={k}" if teacher is None else f"top={k} of {teacher}"
 
 
 def share_of(reduction: str, length: float | None, name: str) -> str:
-    """The name of the input that says how much each row counts in a reduction over other segments."""
+    """The name of the input that says how much each row counts in a reduction over other segments than the call's."""
     return f"{reduction}{'' if length is None else f' / {length}'} over {name}"
 
 
 def counts_of(name: str) -> str:
-    """The name of the row weight that is 0 where such a target is -100."""
+    """The name of the row weight that is 0 where a term's own target is -100."""
     return f"{name} that count"
 
 
@@ -105,12 +105,12 @@ class Parameter(NamedTuple):
     kind: str  # "fact", "segments", "targets" or "input"
     optional: bool
     fact: Fact | None = None
-    teacher: str | None = None  # whose input it is
-    takes: str | None = None  # the input of the call that it takes, where that has another name
+    teacher: str | None = None  # the teacher whose input it is
+    takes: str | None = None  # the input of the call that it takes, if that has another name
 
     @property
     def picked(self) -> bool:
-        """Whether it is a fact of another target: one id per row, (R, 1)."""
+        """Whether it is a fact at a term's own target, which has one id per row, (R, 1)."""
         return self.name != "ids_logprob" and self.fact is not None and (self.fact.teacher or "").startswith("targets=")
 
     @property
@@ -119,7 +119,7 @@ class Parameter(NamedTuple):
 
 
 def key_of(parameter: Parameter) -> str:
-    """The input's name in the call: a teacher's own inputs are kept apart from another's."""
+    """The input's name in the call; a teacher's inputs carry its name, to keep teachers apart."""
     name = parameter.takes or parameter.name
     return name if parameter.teacher is None else f"{name} of {parameter.teacher}"
 
@@ -128,8 +128,8 @@ class Signature(NamedTuple):
     name: str
     parameters: tuple[Parameter, ...]
     options: Mapping[str, Any]  # keyword-only parameters and their defaults
-    per_segment: tuple[str, ...] | None = None  # its inputs with one value per segment, if it says so; see `layout`
-    returns: str | None = None  # whether its values belong to a "row", a "segment" or a "pair", if it says so
+    per_segment: tuple[str, ...] | None = None  # inputs with one value per segment, if declared; see `layout`
+    returns: str | None = None  # "row", "segment" or "pair": what a value belongs to, if the function declares it
 
     @property
     def facts(self) -> tuple[Fact, ...]:
@@ -153,10 +153,10 @@ def read_signature(
 ) -> Signature:
     """The signature of a loss, metric or row-weight function; `facts` names facts at temperatures of their own.
 
-    `compared_at` is the temperature of facts that look at a teacher, where it is not that of the others.  `inputs`
-    gives parameters an input of the call that has another name; such a one is no longer optional.  `ids` is whose
-    columns facts at ids are, unless the function takes what a sparse teacher says of its own.  `top`: how
-    many of its likeliest columns facts of the top are.
+    `compared_at`: the temperature of facts that compare with a teacher, if it differs from that of the others.
+    `inputs`: parameters that take an input of another name; they are then required.  `ids`: the teacher whose ids the
+    facts at ids use, unless the function takes a sparse teacher's own inputs.  `top`: how many of the likeliest columns
+    the facts of the top cover.  `classes`: the teacher made from class weights.
     """
     named, taken = dict(facts or {}), dict(inputs or {})
     name = function_name(fn)
@@ -224,7 +224,7 @@ def read_signature(
 
 
 def weighs_classes(fn: Callable[..., Any]) -> bool:
-    """Whether it takes weights of the classes: `class_weight` is then one per class, and it gets those of its rows."""
+    """Whether a function uses class weights: the call passes one per class, and the function gets one per row."""
     return "class_cross_entropy" in parameters_of(fn)
 
 

@@ -1,18 +1,18 @@
-"""The plan: trace a term once, and read off the trace how its rows meet.
+"""Trace a term once into a graph of its values and gradients, and read off that graph how its rows meet.
 
 Dimension key:  R rows that count   S segments
 
-Each term is traced into one joint graph `(facts, inputs, seed) -> (value, cotangents, metrics)`; `seed` is the
-reduction's weight on each value and the cotangents are those of the facts and of inputs that require grad.  Options
-are constants of the trace.  The graph runs chunk by chunk in the visit, and it shows the term's class:
+Each term becomes one joint graph `(facts, inputs, seed) -> (value, cotangents, metrics)`; `seed` is the reduction's
+weight on each value, and the cotangents are those of the facts and of inputs that require grad.  Options are constants
+of the trace.  The graph runs chunk by chunk in the visit, and it shows the term's class:
 
     row       every operation is element-wise over rows        any chunk of rows will do
     segment   rows meet only through `segments`                chunks must hold whole segments
     batch     anything else                                    all rows' facts first, then the loss once
 
-A function that may not be traced (it reads something that can change, see `function_reads.py`) or cannot be (it
-branches on values) is batch: it is called as it is, under ordinary autograd.  Metrics are evaluated once on all
-rows and never change the class.
+A function that we may not trace (it reads something that can change, see `function_reads.py`) or cannot trace (it
+branches on values) is batch: it is called untraced, under ordinary autograd.  Metrics are evaluated once on all rows
+and never change the class.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from headloss.trace.trace_check import SIZES, agrees, drawn
 
 
 class Shape(NamedTuple):
-    """What a trace must know of an input: how it is laid out, and whether it wants a gradient."""
+    """What a trace needs to know about an input: how it is laid out, and whether it requires grad."""
 
     kind: str  # "row", "segment", "scalar" or "whole"
     dtype: torch.dtype
@@ -45,26 +45,26 @@ class Shape(NamedTuple):
 
 
 class Trace(NamedTuple):
-    """A term's class, why, and the graph of its cotangents where it has one."""
+    """A term's class, the reason for it, and the graph of its cotangents if it has one."""
 
     kind: str  # "row", "segment" or "batch"
     reason: str
     value: str | None  # the values belong to a "row", a "segment" or "other"; None if untraced
     cotangents: fx.GraphModule | None
     joint: fx.GraphModule | None
-    floats: bool = True  # whether its literals may be another call's options: a kernel takes them as arguments
-    unused: frozenset[Fact] = frozenset()  # facts it asks for and, with these options, never reads
-    metrics: Mapping[str, str] = {}  # its metrics, each by "row", "segment" or "other"
+    floats: bool = True  # whether its literals may differ in other calls, so that a kernel takes them as arguments
+    unused: frozenset[Fact] = frozenset()  # facts that it asks for but, with these options, never reads
+    metrics: Mapping[str, str] = {}  # "row", "segment" or "other" for each of its metrics
     sums: tuple[int, int] = (0, 0)  # how often it sums over segments, forward and backward
     reach: Reach | None = None  # where its gradient goes; None if untraced
-    apart: bool = False  # whether no rows meet in its loss, so that a row of weight 0 gets no gradient whatever
+    apart: bool = False  # whether no rows meet in its loss, so that a row of weight 0 gets no gradient at all
 
 
 def trace(
     call: Call, inputs: Mapping[str, Shape], dtype: torch.dtype, device: str, segmented: bool, targetless: bool = False
 ) -> Trace:
-    """The trace of a term, from a cache keyed by all that the function reads and by the shape of the call."""
-    device = "cpu" if device == "meta" else device  # where some operations forget their derivative
+    """The trace of a term, from a cache keyed by everything that the function reads and by the shape of the call."""
+    device = "cpu" if device == "meta" else device  # on meta, some operations lose their derivative
     apart = False
     if call.row_weights:
         alone = call._replace(row_weights=())
@@ -82,7 +82,7 @@ def trace(
         targetless,
     )
     if any(f.element is not None and not ours(f.element.fn) for f in call.facts):
-        return _trace(call, inputs, dtype, device, segmented, targetless, apart)  # the key would keep it alive
+        return _trace(call, inputs, dtype, device, segmented, targetless, apart)  # a key would keep the function alive
     made = _TRACES.get((found.key, shape))
     if made is None:
         _count_trace(call, shape)
@@ -94,7 +94,7 @@ def trace(
 
 
 def _count_trace(call: Call, shape: tuple[Any, ...]) -> None:
-    """Say so when a function is traced again and again where only a number of its own can have changed."""
+    """Warn if a function is traced again and again although only a number of its own can have changed."""
     seen = (getattr(call.fn, "__code__", None), *shape)
     if len(_TRACED) > _MOST_TRACES:
         _TRACED.clear()
@@ -117,7 +117,7 @@ _MOST_TRACES = 512
 def run_cotangents(
     call: Call, trace: Trace, env: Env, seed: Tensor, wants_grad: Sequence[str]
 ) -> tuple[dict[Fact, Tensor], dict[str, Tensor]]:
-    """Cotangents of the facts, and of the inputs that want one, from a traced term."""
+    """Cotangents of the facts, and of the inputs that require grad, from a traced term."""
     assert trace.cotangents is not None
     outputs = trace.cotangents(*_flat_arguments(call, env, seed))
     facts = _differentiable(call)
@@ -131,18 +131,18 @@ def _differentiable(call: Call) -> list[Fact]:
 
 
 def _flat_arguments(call: Call, env: Env, seed: Tensor) -> list[Any]:
-    """The graph's arguments in their one order; see `_rebuild` for the way back."""
+    """The graph's arguments in their fixed order; `_rebuild` is the inverse."""
     flat: list[Any] = [env.facts[f] for f in call.facts]
     flat += [env.inputs[n] for n in call.input_names if env.inputs.get(n) is not None]
     if env.targets is not None and any(s.wants("targets") for s in call.signatures):
         flat.append(env.targets)
     if any(s.wants("segments") for s in call.signatures) and env.segments is not None:
         flat += [env.segments.ids, env.segments.counts, env.segments.num_segments]
-    return [*flat, seed, seed]  # a graph reads the one that fits its values: one per row, or one per segment
+    return [*flat, seed, seed]  # one per row and one per segment: a graph reads the one that fits its values
 
 
 class _Tallied(Segments):
-    """The segments of a trace: they count their sums, each of which is a collective where segments lie on ranks."""
+    """Segments that count their sums during a trace: each sum is a collective if segments are split over ranks."""
 
     __slots__ = ("tally",)
     tally: list[int]
@@ -169,7 +169,7 @@ class _Tallied(Segments):
 def _rebuild(
     call: Call, names: Sequence[str], segmented: bool, targetless: bool, tally: list[int], flat: Sequence[Any]
 ) -> tuple[Env, dict[str, Any]]:
-    """What the function is called with, and the seeds, from the flat arguments of the graph."""
+    """The function's environment, and the seeds, from the flat arguments of the graph."""
     rest = list(flat)
     facts = {f: rest.pop(0) for f in call.facts}
     inputs = {n: rest.pop(0) for n in names}
@@ -196,13 +196,13 @@ def _trace(
     except (WrongValueError, WrongWeightError, WrongLengthError, WritesError):
         raise
     except (MemoryError, RecursionError, torch.OutOfMemoryError, Warning):
-        raise  # another call may go better
-    except Exception as error:  # whatever a user's function raises under a tracer: it is then called as it is
+        raise  # not the function's fault: another call may succeed
+    except Exception as error:  # whatever a user's function raises under a tracer: we then call it untraced
         return Trace("batch", f"cannot be traced ({_first_line(error)})", None, None, None, apart=apart)
 
 
 def _fact_shape(fact: Fact, R: int, inputs: Mapping[str, Shape]) -> tuple[int, ...]:
-    """(R,), or (R, K) for a fact at the ids of a sparse teacher."""
+    """(R,), or (R, K) for a fact at ids or at the likeliest columns."""
     wide = fact.name in ("ids_logprob", "ids_logit") or fact.name in TOP
     return (R, *inputs[f"teacher_ids of {fact.teacher}"].rest) if wide else (R,)
 
@@ -257,7 +257,7 @@ def _trace_once(
         return value.detach(), tuple(grads), {k: m.detach() for k, m in metrics.items() if isinstance(m, Tensor)}
 
     def example(R: int, S: int, draw: Callable[[Tensor, tuple[int, ...]], Tensor], device: str = device) -> list[Any]:
-        """The graph's arguments for so many rows and segments."""
+        """The graph's arguments for R rows and S segments."""
 
         def make(shape: tuple[int, ...], dtype: torch.dtype = dtype) -> Tensor:
             return draw(torch.empty(0, dtype=dtype, device=device), shape)
@@ -271,12 +271,12 @@ def _trace_once(
             ids = make((R,), torch.long)
             counts = make((S,), torch.float64)
             counts = torch.where(torch.arange(S, device=counts.device) == 0, float(R), 0.0).to(counts.dtype)
-            flat += [ids, counts, S]  # all rows in the first
+            flat += [ids, counts, S]  # all rows are in the first segment
         return [*flat, make((R,)), make((S,))]
 
     takes_targets = not targetless and any(s.wants("targets") for s in call.signatures)
     takes_segments = segmented and any(s.wants("segments") for s in call.signatures)
-    ids_at = len(call.facts) + len(names) + takes_targets if takes_segments else None  # among the arguments
+    ids_at = len(call.facts) + len(names) + takes_targets if takes_segments else None  # index among the arguments
     all_ours = all(ours(fn) for fn in call.functions)
 
     def zeros(choice: int, device: str) -> list[Any]:
@@ -317,7 +317,7 @@ def _trace_once(
     needed = reach(outputs)
     unused = frozenset(f for f, node in zip(call.facts, placeholders, strict=False) if node not in needed)
     if kind == "batch":
-        unused = frozenset()  # it runs as it is, and may take another branch than it took here
+        unused = frozenset()  # it runs as it is, untraced, and may take another branch than here
     if counts_rows(graph):
         way = None
     return Trace(kind, reason, value_kind, cotangents, graph, True, unused, kinds, sums, way, apart)

@@ -1,7 +1,7 @@
-"""Is a trace what the function does?  Both are run once on small tensors of concrete numbers, and compared.
+"""Check a trace against the function it was made from: run both once on small tensors of real numbers and compare.
 
 Python code can tell a tracer's tensors and sizes from real ones (`isinstance(x.shape[0], int)`, a `try` around what a
-tracer refuses), or treat one row otherwise than many.  Its trace is then another function, and must not be kept.
+tracer refuses), or treat one row differently from many.  Its trace then computes something else and must not be used.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-SIZES = ((5, 3), (1, 2), (4, 1))  # rows and segments: several, one of the one, one of the other
+SIZES = ((5, 3), (1, 2), (4, 1))  # rows and segments: several of both, one row, one segment
 
 
 def agrees(graph: Callable[..., Any], function: Callable[..., Any], examples: Iterable[Sequence[Any]]) -> bool:
-    """Whether a graph gives what the function that it was made of gives, for each of these arguments."""
+    """Whether a graph and the function that it was made from agree on each of these arguments."""
     with _disable_current_modes(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of numbers that nobody asked about
+        warnings.simplefilter("ignore")  # about numbers that we made up
         return all(_same(graph(*x), function(*x)) for x in examples)
 
 
 def drawn(like: Tensor, shape: Sequence[int], generator: torch.Generator) -> Tensor:
-    """Numbers as losses meet them: floats negative like log-probabilities, integers 0 like ids, bools mixed."""
+    """Numbers like those that losses see: floats negative like log-probabilities, integers 0 like ids, bools mixed."""
     if like.dtype == torch.bool:
         x = torch.rand(tuple(shape), generator=generator, dtype=torch.float32, device="cpu") < 0.5
     elif like.dtype.is_floating_point:
