@@ -1,4 +1,4 @@
-"""The arguments of a call as records, so that they travel through the engine together."""
+"""Records of a call: its arguments, its options and its chunks, so that they travel through the engine together."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from headloss.support import Support
 
 class Chunk(NamedTuple):
     rows: slice  # of the rows that count
-    segments: slice | None = None  # that they make up whole
-    run: slice | None = None  # the rows whose gradient goes into the products together; None: these
+    segments: slice | None = None  # the whole segments that these rows make up
+    run: slice | None = None  # the rows whose gradient goes into one matrix product; None: this chunk's
 
     @property
     def is_last(self) -> bool:
@@ -29,7 +29,7 @@ class Chunk(NamedTuple):
 
 
 class CallOptions(NamedTuple):
-    """What changes how a call counts, weighs and waits, and not what its losses are."""
+    """Options that change how a call counts, weighs and waits, but not what its losses are."""
 
     num_items: int | Tensor | None = None
     num_segments: int | Tensor | None = None
@@ -50,12 +50,12 @@ class CallArguments(NamedTuple):
     support: Support | None = None
 
     def but(self, **new: Any) -> CallArguments:
-        """The same call with other fields.  A compiled graph of torch 2.8 does not follow `_replace`."""
+        """The same call with some fields replaced; torch.compile of torch 2.8 cannot trace `_replace`."""
         fields: list[Any] = [new.get(name, old) for name, old in zip(CallArguments._fields, self, strict=True)]
         return CallArguments(*fields)
 
     def with_prepared(self) -> CallArguments:
-        """With the support that was given to `hl.prepare`."""
+        """The same call with the support that was given to `hl.prepare`."""
         if not isinstance(self.targets, Prepared):
             return self
         prepared = self.targets.support
@@ -67,6 +67,6 @@ class CallArguments(NamedTuple):
 
     @property
     def teachers(self) -> Mapping[str, Teacher]:
-        """By name, once `find_plan` has seen to them."""
+        """The teachers by name, as `find_plan` leaves them."""
         assert isinstance(self.teacher, Mapping)
         return self.teacher

@@ -1,8 +1,8 @@
-"""Autograd's contract, for every backward here: what it reads is kept by autograd, and it is differentiable once.
+"""Autograd's contract for every backward here: autograd saves what it reads, and it is differentiable once.
 
-A tensor of the caller's that was changed in place since the forward raises, as in torch; hooks on saved tensors
-(`save_on_cpu`, activation checkpointing) get all of them.  A second derivative raises where it is used, a transform of
-`torch.func` and a forward-mode tangent where the call is made, several gradients at once where they come in.
+As in torch, the backward raises if a tensor of the caller's was changed in place since the forward, and hooks on saved
+tensors (`save_on_cpu`, activation checkpointing) see all of them.  A second derivative raises when it is used, a
+`torch.func` transform or a forward-mode tangent raises in the call, and batched gradients raise in the backward.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ BATCHED = (
 
 
 def save_tensors(ctx: Any, names: Sequence[str], tensors: Sequence[Tensor], args: int, read: int, made: bool) -> None:
-    """Save what the backward needs: the first are `args` of the Function, up to `read` they are read again, and the
-    others were only used.  How often each was written to is noted for a message that names it.
+    """Save what the backward needs.  The first `args` tensors are inputs of the Function, those up to `read` may be
+    read again, and the rest were only used.  We note the version of each, so that an error can name what changed.
 
     `made`: the gradient of the loss exists already; only a pull on a fact, or a second backward, reads anything again.
     """
@@ -41,7 +41,7 @@ def save_tensors(ctx: Any, names: Sequence[str], tensors: Sequence[Tensor], args
         saved[args:] = [x.detach() for x in tensors[args:]]
     try:
         versions = [*map(_version, tensors)]
-    except RuntimeError:  # of inference mode: autograd takes none of those, and nothing counts what is written to them
+    except RuntimeError:  # inference tensors: autograd cannot save them, and they have no version counter
         for name, x in zip(names[:args], tensors):
             if x.is_inference():
                 raise RuntimeError(
@@ -61,7 +61,7 @@ def save_tensors(ctx: Any, names: Sequence[str], tensors: Sequence[Tensor], args
 
 
 def differentiable_once(pull: Callable[..., tuple[Tensor | None, ...]]) -> Callable[..., Any]:
-    """A backward: `pull(ctx, saved, *grads)` on what `save_tensors` saved; its gradients cannot be differentiated."""
+    """A backward that runs `pull(ctx, saved, *grads)` on what `save_tensors` saved; differentiating it again raises."""
 
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         for g in grads:
@@ -82,7 +82,7 @@ def differentiable_once(pull: Callable[..., tuple[Tensor | None, ...]]) -> Calla
     return backward
 
 
-_TELLS = hasattr(torch._C._autograd.SavedTensor, "data")  # not in torch 2.8
+_TELLS = hasattr(torch._C._autograd.SavedTensor, "data")  # False in torch 2.8
 _version, _requires_grad = operator.attrgetter("_version"), operator.attrgetter("requires_grad")
 _transform = torch._C._functorch.peek_interpreter_stack
 _is_legacy_batched = torch._C._functorch.is_legacy_batchedtensor
@@ -90,7 +90,7 @@ _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 def read_again(ctx: Any, saved: Sequence[Tensor], own: int) -> dict[str, Tensor]:
-    """What was saved to be read, by name: so many tensors of the source, and what else is read again."""
+    """The saved tensors that the backward reads again, by name: the source's first `own`, and those up to `read`."""
     names, args, read, untracked, _ = ctx.held
     for i, (x, before) in untracked.items():
         if before is not None:
@@ -99,7 +99,7 @@ def read_again(ctx: Any, saved: Sequence[Tensor], own: int) -> dict[str, Tensor]
 
 
 def _fingerprint(x: Tensor, whole: bool) -> Tensor:
-    """What shows that a tensor was written to: the sum of the bits of each row or, not `whole`, about 64 columns."""
+    """Shows whether a tensor was written to: the sum of the bits of each row or, if not `whole`, about 64 columns."""
     x = x if whole or not x.ndim else x[..., :: max(1, x.shape[-1] // 64)]
     bits = x.contiguous().view(_BITS[x.itemsize])
     return bits.sum(-1, dtype=torch.int64) if whole and x.ndim else bits.clone()
@@ -133,7 +133,7 @@ def _changed(ctx: Any, error: RuntimeError) -> str:
 
 
 def seal(grads: Sequence[Tensor | None], of: Iterable[Tensor | None]) -> tuple[Tensor | None, ...]:
-    """The gradients as a function of these tensors, which raises when it is differentiated."""
+    """The gradients as a function of the tensors in `of`; differentiating them raises."""
     there = [g for g in grads if g is not None]
     leads = [x for x in of if x is not None and x.requires_grad]
     if not there or not leads:
@@ -153,7 +153,7 @@ class _Sealed(torch.autograd.Function):
 
 
 def refuse_transforms(arguments: Any, weights: Mapping[str, Any] = {}) -> None:
-    """No tensor of a call is one that `torch.func` or forward mode follows: it would be lost without a word."""
+    """Raise if `torch.func` or forward mode tracks a tensor of a call: the derivative would be silently lost."""
     if forward_ad._current_level < 0 and _transform() is None:
         return
     source, targets, segments, teacher, options, inputs, *_ = arguments

@@ -1,4 +1,4 @@
-"""From a plan to a sweep and a loss: read the targets, find the rows that count, lay the inputs out by row."""
+"""Bind a plan to a call's tensors: read the targets, find the rows that count, lay the inputs out by row."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def bind(plan: Plan, arguments: CallArguments) -> tuple[Sweep, TermsOnRows]:
         element.check_again()
     chunked = "the logits exist"
     if isinstance(source, Linear) and not plan.kept:
-        source.chunk_rows()  # refuses a budget below one row
+        source.chunk_rows()  # raises if the budget is below one row
         if source.shard is not None:
             source.shard.check_width(source.weight.shape[0])
         chunked = chunked_because(plan, source)
@@ -51,7 +51,7 @@ def bind(plan: Plan, arguments: CallArguments) -> tuple[Sweep, TermsOnRows]:
     taken: dict[str, Tensor] = {}
     if arguments.teacher:
         if support is not None:
-            looked = {n: x for n, x in arguments.teachers.items() if n in plan.named_teachers}  # by terms that are on
+            looked = {n: x for n, x in arguments.teachers.items() if n in plan.named_teachers}  # of active terms
             arguments = arguments._replace(teacher=restrict_teachers(looked, support, rows.given, source, plan.backend))
         rows = _by_route(rows, plan, arguments)
         guides = bind_teachers(arguments.teachers, plan.named_teachers, source, rows, plan.backend)
@@ -73,13 +73,13 @@ def bind(plan: Plan, arguments: CallArguments) -> tuple[Sweep, TermsOnRows]:
         if missing is not None:
             found = measure_later(("support_missing",), lambda: missing[None], rows.valid, "token")
             if not may_read(True, missing.device):
-                found["support_missing"].parts  # a graph that is replayed makes them anew  # noqa: B018
+                found["support_missing"].parts  # now, so that replays of a CUDA graph make them too  # noqa: B018
             loss.metrics |= found
     return sweep, loss
 
 
 def _by_route(rows: Rows, plan: Plan, arguments: CallArguments) -> Rows:
-    """Rows in the order of their teachers, where their order is free: each head then writes its logits in place."""
+    """Rows sorted by their routed teacher, if the order of rows is free: each head then writes its logits in place."""
     routed = [x for x in (arguments.teacher or {}).values() if isinstance(x, Routed)]  # type: ignore[union-attr]
     free = isinstance(arguments.source, Linear) and plan.kind == "row" and rows.segments is None and rows.valid is None
     if len(routed) != 1 or not free:
@@ -94,7 +94,7 @@ def _by_route(rows: Rows, plan: Plan, arguments: CallArguments) -> Rows:
 
 
 def _compared(plan: Plan, arguments: CallArguments, loss: TermsOnRows) -> dict[str, Any]:
-    """What ranks that share a vocabulary must agree about, of tensors: integers, and the sizes of the other numbers."""
+    """The tensors that ranks sharing a vocabulary must agree on: integers exactly, other numbers in magnitude."""
     num_items, num_segments, _, grad_scale, _ = arguments.options
     floats: Callable[[Any], bool] = lambda x: isinstance(x, Tensor) and x.dtype.is_floating_point
     given = [*[x for x in arguments.inputs.values() if x.ndim], num_items, num_segments]
@@ -107,7 +107,7 @@ def _compared(plan: Plan, arguments: CallArguments, loss: TermsOnRows) -> dict[s
 
 
 def _terms_in_words(plan: Plan, arguments: CallArguments, loss: TermsOnRows) -> str:
-    """What decides about values and collectives and is no tensor: ranks that share a vocabulary must agree about it."""
+    """Everything but tensors that decides values and collectives: ranks that share a vocabulary must agree on it."""
     number = lambda x: "a tensor" if isinstance(x, Tensor) else x
     weights = [number(loss.weights[t.name]) for t in plan.terms]
     terms = [(t.name, in_words(t.call.reads().key), t.reduction, t.length, t.call.share) for t in plan.terms]
@@ -119,17 +119,17 @@ def _terms_in_words(plan: Plan, arguments: CallArguments, loss: TermsOnRows) -> 
 
 
 def chunked_because(plan: Plan, source: Source) -> str:
-    """Why a call's matrix products are not the head's own; see `product.why_chunked`."""
+    """Why a call does not use the head's own matrix products, empty if it does; see `product.why_chunked`."""
     return KEPT if plan.kept else why_chunked(source, plan.want, plan.backend)
 
 
 def read_because(plan: Plan, source: Source, segments: Segments | None, chunked: str) -> str:
-    """Why the host has to know which rows count before the work is queued; empty: it need not."""
+    """Why the host has to know which rows count before the work is queued; empty if it need not."""
     return plan.read_because if chunked or source.shard is not None else why_read_by_products(plan, source, segments)
 
 
 def reads_now(host_read: bool, device: torch.device, because: str) -> bool:
-    """Whether the host looks at targets before the work is queued: it may, and has to or need not wait."""
+    """Whether the host reads the targets before the work is queued: if it may, and it must or reading costs no wait."""
     return host_read and (because != "" or not defers(device)) and may_read(host_read, device)
 
 
@@ -157,19 +157,19 @@ def rows_of(plan: Plan, arguments: CallArguments, host_read: bool, chunked: str)
 def chunks_of(
     plan: Plan, arguments: CallArguments, rows: Rows, guides: Mapping[str, TeacherRows]
 ) -> list[Chunk] | None:
-    """How a visit walks the rows; None if every fact must be there before the first cotangent."""
+    """The chunks of a visit; None if all facts must be known before the first cotangent."""
     source, segments, support, program = arguments.source, arguments.segments, arguments.support, plan.program
     if support is not None:
         if program is None:
-            return None  # kept columns are so few that to make them again costs less than to walk chunks
+            return None  # kept columns are so few that making them again costs less than going by chunks
         parts = support_chunks(support.known(), rows, source)
         return [Chunk(part) for part in parts] if rows.count and (len(parts) == 1 or plan.kind == "row") else None
     if program is not None and type(source) is Logits:
-        taught = most_rows(guides) if guides else None  # of how many rows teachers' logits may be made at a time
+        taught = most_rows(guides) if guides else None  # how many rows of teachers' logits fit at a time
         if taught is None:
             return [Chunk(slice(0, rows.count))] if rows.count else None
         if plan.kind == "segment":
-            return None  # a teacher's logits are made of some rows at a time, and segments may be longer
+            return None  # a teacher's logits are made for some rows at a time, and segments may be longer
         step = max(1, taught)
         return [Chunk(slice(i, min(i + step, rows.count))) for i in range(0, rows.count, step)] or None
     if makes_grad_in_forward(plan, source):
@@ -182,7 +182,7 @@ def chunks_of(
     if plan.kind == "row":
         return row_chunks(source, cost, rows.count)
     if not rows.by_segment:
-        return None  # interleaved segments stay so where a metric may depend on the order of rows
+        return None  # interleaved segments are not sorted if a metric may depend on the order of rows
     most = chunk_rows(source, cost, rows.count)
     runs = rows.aligned(most) if rows.stats is not None and not rows.stats.loose else None
     return None if runs is None else [Chunk(*run) for run in runs]

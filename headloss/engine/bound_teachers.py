@@ -1,4 +1,4 @@
-"""The teachers of a call, bound to its rows: each brings its logits, or its columns, to every chunk.
+"""Bind the teachers of a call to its rows, with classes for routed teachers and those with a larger vocabulary.
 
 Dimension key:  C rows of a chunk   V the teacher's vocabulary   U columns that the student has
 """
@@ -28,9 +28,9 @@ from headloss.trace.signature import IDS
 def bind_teachers(
     teachers: Mapping[str, Teacher], names: tuple[str, ...], source: Source, rows: Rows, backend: Any = None
 ) -> dict[str, Any]:
-    """The teachers that some fact needs, for these rows."""
+    """Bind the teachers that some fact needs to these rows."""
     found: dict[str, Any] = {}
-    for name in sorted(names, key=lambda x: isinstance(teachers[x], Top)):  # those at the top may look at another
+    for name in sorted(names, key=lambda x: isinstance(teachers[x], Top)):  # a Top may need another
         teacher: Any = teachers[name]
         if isinstance(teacher, Sparse):
             found[name] = SparseTeacherRows(teacher, rows, source.fact_dtype, backend)
@@ -55,7 +55,7 @@ def _dense(teacher: Any, source: Source, rows: Rows, backend: Any) -> DenseTeach
     return DraftRows(teacher, source, rows, backend)
 
 
-VOCAB_IDS = "vocab_ids"  # of the student, which a pull reads again
+VOCAB_IDS = "vocab_ids"  # the name of the student's, which a pull reads again
 
 
 def _and_ids(tensors: dict[str, Tensor], ids: Tensor) -> dict[str, Tensor]:
@@ -67,7 +67,7 @@ def _but_ids(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 class GatheredRows(DenseTeacherRows):
-    """A linear teacher on a larger vocabulary, of whose weight only the rows count that the student has."""
+    """A linear teacher with a larger vocabulary: only the rows of its weight that the student has are gathered."""
 
     def __init__(self, teacher: Source, ids: Tensor, source: Source, rows: Rows) -> None:
         super().__init__(with_vocab(teacher, len(ids)), source, rows)
@@ -91,7 +91,7 @@ class GatheredRows(DenseTeacherRows):
 
 
 class DraftRows(DenseTeacherRows):
-    """A dense teacher on a larger vocabulary, read at the tokens that the student has."""
+    """A dense teacher with a larger vocabulary, read at the tokens that the student has."""
 
     def __init__(self, draft: Draft, source: Source, rows: Rows, backend: Any) -> None:
         super().__init__(draft.teacher, source, rows)
@@ -133,13 +133,13 @@ class DraftRows(DenseTeacherRows):
 
 
 class RoutedRows(DenseTeacherRows):
-    """A dense teacher for each row: every head makes the logits of its own rows alone."""
+    """A dense teacher for each row: each teacher's head makes the logits of its own rows only."""
 
     def __init__(
         self, each: Sequence[DenseTeacherRows], route: Tensor, rows: Rows, host_N: Tensor, dtype: torch.dtype
     ) -> None:
         first = each[0]
-        self.teacher, self.rows, self.columns = first.teacher, rows, first.columns  # all share the transform
+        self.teacher, self.rows, self.columns = first.teacher, rows, first.columns  # same scale and softcap in all
         self.head = self.made = None
         self.each, self.route, self.held_CV = each, route, dict[int, Tensor]()
         route_R = rows.take(route)
@@ -149,7 +149,7 @@ class RoutedRows(DenseTeacherRows):
         if rows.by_route is not None or (rows.keep is None and rows.valid is None):
             self.host_R = host_N if rows.by_route is None else rows.by_route
         else:
-            self.host_R = self.route_R.cpu()  # the host must know how many of the rows that count each has
+            self.host_R = self.route_R.cpu()  # the host must know which rows each has
         self.temperature = first.temperature
         if any(isinstance(x.temperature, Tensor) or x.temperature != first.temperature for x in each):
             T_R = torch.ones(rows.count, dtype=dtype, device=route.device)
@@ -160,13 +160,13 @@ class RoutedRows(DenseTeacherRows):
 
     @property
     def row_bytes(self) -> int:
-        """Once more where a teacher's rows do not stand together: they are made apart, and put in their places."""
+        """Twice a row's bytes if a teacher's rows are not contiguous: they are made separately, then copied."""
         apart = bool((self.host_R.diff() < 0).any())
         return self.width * self._dtype.itemsize * (2 if apart else 1)
 
     @property
     def _dtype(self) -> torch.dtype:
-        """One that holds the logits of all teachers as they are."""
+        """A dtype that holds the logits of all teachers without rounding."""
         each = [t.chunk_dtype if isinstance(t, Linear) else t.logits.dtype for t in (x.teacher for x in self.each)]
         return functools.reduce(torch.promote_types, each)
 
@@ -198,9 +198,9 @@ class RoutedRows(DenseTeacherRows):
                 start = numbers.start
                 at = slice(start + first, start + end) if isinstance(here, slice) else start + here
             if isinstance(head, LinearHead) and isinstance(here, slice) and guide.teacher.chunk_dtype == self._dtype:  # type: ignore[union-attr]
-                own, head.buffers_CV = head.buffers_CV, {slot: held_CV[here]}  # where the product is to be written
+                own, head.buffers_CV = head.buffers_CV, {slot: held_CV[here]}  # write the product here
                 head.read(at, slot)
-                head.buffers_CV = own  # or a later chunk of rows that lie apart would be written over others'
+                head.buffers_CV = own  # or a later chunk of scattered rows would overwrite others
             else:
                 held_CV[here] = head.read(at, slot).to(self._dtype)
         return held_CV
@@ -232,7 +232,7 @@ class RoutedRows(DenseTeacherRows):
 def restrict_teachers(
     teachers: Mapping[str, Teacher], support: Support, targets: Tensor | None, source: Source, backend: Any
 ) -> dict[str, Teacher]:
-    """Teachers over kept columns: ids of a sparse one that a row does not keep are left out."""
+    """The teachers for kept columns: sparse ones lose the ids that a row does not keep."""
     found: dict[str, Teacher] = {}
     for name, teacher in teachers.items():
         if isinstance(teacher, Routed):
@@ -256,7 +256,7 @@ def restrict_teachers(
 
 
 def check_candidates(ids_NK: Tensor, outside_NK: Tensor, targets: Tensor | None) -> None:
-    """A column that a row does not keep has no log-probability in it."""
+    """Raise if a row names a column that its support does not keep: it has no log-probability in that row."""
     lost_N = (outside_NK & (ids_NK >= 0)).any(-1)
     lost_N = lost_N if targets is None else lost_N & (targets.reshape(-1) != IGNORE)
     if not len(lost_N):

@@ -1,4 +1,4 @@
-"""Checks of a call that read nothing from the device: names of inputs and teachers, counts, values."""
+"""Checks of a call that need not wait for the device: names of inputs and teachers, counts, ids, values."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def check_inputs(
     metrics: Iterable[tuple[str, Call]],
     teachers: Container[str] = (),
 ) -> None:
-    """Every input a loss needs is there, and every input that is there is one some loss knows."""
+    """Raise if a loss lacks an input that it needs, or if an input was passed that no loss asks for."""
     everything = [*((f"term {n!r}", n, c) for n, c in terms), *((f"metric {n!r}", None, c) for n, c in metrics)]
     known = [name for _, _, call in everything for name in (*call.input_names, call.share) if name]
     for name in given:
@@ -55,15 +55,15 @@ def check_inputs(
             if given.get(wanted) is None and wanted not in teachers:
                 what = ", ".join(dict.fromkeys(p.takes or p.name for s in call.signatures for p in s.parameters))
                 passed = ", ".join(given) or "none"
-                others = [name for name in (*given, *FACTS) if name != wanted]  # which may have been given as None
-                near = suggest(wanted, others, cutoff=0.8)  # old_logprob is no misspelt logprob
+                others = [name for name in (*given, *FACTS) if name != wanted]  # `wanted` may have been passed as None
+                near = suggest(wanted, others, cutoff=0.8)  # old_logprob is not a misspelt logprob
                 raise TypeError(
                     f"{wanted}: missing; {label} ({call.signature.name}) asks for {what}; inputs passed: {passed}{near}"
                 )
 
 
 def check_teachers(label: str, call: Call, teachers: Mapping[str, Teacher]) -> None:
-    """Every teacher a call looks at is there, and of the kind it needs."""
+    """Raise if a teacher that a call uses is missing, or of the wrong kind."""
     asked = [(f.name, f.teacher, f.name in SPARSE) for f in call.facts if f.teacher is not None]
     asked += [(p.name, p.teacher, True) for s in call.signatures for p in s.parameters if p.teacher is not None]
     asked = [(w, n, s) for w, n, s in asked if w not in TOP] + [
@@ -89,7 +89,7 @@ def check_teachers(label: str, call: Call, teachers: Mapping[str, Teacher]) -> N
 
 
 def check_asked(teachers: Mapping[str, Teacher], calls: Sequence[Call]) -> None:
-    """Every teacher is one that some term or metric looks at, if only one that is switched off."""
+    """Raise if a teacher was passed that no term or metric uses; terms that are switched off count too."""
     asked = {f.teacher for call in calls for f in call.facts if f.teacher}
     asked |= {p.teacher for call in calls for s in call.signatures for p in s.parameters if p.teacher}
     asked |= {Top.named(name).of or name for name in asked if name.startswith("top=")}
@@ -122,7 +122,7 @@ def call_weights(objective: Terms, weights: Mapping[str, float | Tensor]) -> dic
 
 
 def check_count(name: str, x: object) -> None:
-    """A whole number, at least 0; on a device it is checked there, and nothing waits."""
+    """Check for a whole number, at least 0.  A tensor on a device is checked there, so that nothing waits."""
     if x is None:
         return
     if isinstance(x, Tensor):
@@ -144,7 +144,8 @@ def check_count(name: str, x: object) -> None:
 
 
 def check_belongs(call: Call, kind: str | None, shapes: Mapping[str, Shape], length: int | None = None) -> None:
-    """Values of neither rows nor segments come of segments or a table; else rows were dropped, and counts with them."""
+    """Raise if values belong to neither rows nor segments, unless the function takes segments or a table: it must have
+    dropped rows, so that the counts would be wrong."""
     apart = any(s.wants("segments") for s in call.signatures) or any(
         shapes[n].kind == "whole" for n in call.input_names if n in shapes
     )
@@ -160,7 +161,7 @@ def check_belongs(call: Call, kind: str | None, shapes: Mapping[str, Shape], len
 
 
 def check_elements(want: Want) -> None:
-    """Facts over kept columns: of a softmax, and divergences that are 0 where both probabilities are."""
+    """With a support, a fact must be one of the softmax, and a divergence must be 0 where both probabilities are."""
     for fact in want.facts:
         if PLAIN & set(FACTS[fact.name].sums):
             raise ValueError(
@@ -180,7 +181,7 @@ _FEWER = "top=, but a row may keep fewer columns"
 
 
 def check_support(support: Any, source: Source, terms: Terms | None = None) -> None:
-    """That it fits the source, and that the terms of a call can do with it."""
+    """Check that a support fits the source, and that the terms of the call work with one."""
     check_kind(support)
     support.check_call(torch.Size(source.leading).numel(), source.vocab, source.device)
     if terms is None:
@@ -203,7 +204,7 @@ def check_support(support: Any, source: Source, terms: Terms | None = None) -> N
 
 
 def check_spread(label: str, found: Trace, shapes: Mapping[str, Shape]) -> None:
-    """Values of segments where values of rows are wanted: by chance there may be as many of both."""
+    """Raise if a loss combines values per segment with values per row, even if there happen to be as many of both."""
     per_segment = [name for name, shape in shapes.items() if shape.kind == "segment"]
     mismatch = "must match" in found.reason or "to broadcast" in found.reason  # torch has two ways to say it
     if per_segment and found.joint is None and mismatch:
@@ -214,7 +215,7 @@ def check_spread(label: str, found: Trace, shapes: Mapping[str, Shape]) -> None:
 
 
 def check_gradients(calls: Mapping[str, Call], shapes: Mapping[str, Shape], traces: Mapping[str, Trace]) -> None:
-    """An input that wants a gradient is one that some loss gives it; without a trace, `TermsOnRows.whole` finds out."""
+    """Raise if an input requires grad but no loss gives it one; of untraced losses, `TermsOnRows.whole` finds out."""
     seen = {p.key for call in calls.values() for p in call.signature.parameters}
     given: dict[str, bool] = {}
     for term, call in calls.items():
@@ -227,7 +228,7 @@ def check_gradients(calls: Mapping[str, Call], shapes: Mapping[str, Shape], trac
 
 
 def _constants(call: Call, shapes: Mapping[str, Shape], found: Trace) -> set[str]:
-    """Inputs that want a gradient and, by the trace, get none."""
+    """Inputs that require grad but, going by the trace, get no gradient."""
     if found.joint is None:
         return set()
     wanted = [n for n in call.input_names if n in shapes and shapes[n].requires_grad]
@@ -243,7 +244,7 @@ def _wanted_ids(label: str, vocab: int) -> str:
 
 @functools.lru_cache(64)
 def _wrong_ids(label: str, vocab: int) -> tuple[str, str]:
-    """What a kernel finds wrong with ids, and with what is said of them."""
+    """The two errors that a kernel may report: wrong ids, and probabilities in place of their logarithms."""
     return (
         f"{_wanted_ids(label, vocab)}, but {{}} is among them",
         f"{label}: in a row with {{}} ids all {_PROBABILITIES}",
@@ -251,9 +252,9 @@ def _wrong_ids(label: str, vocab: int) -> tuple[str, str]:
 
 
 def _are_probabilities(sparse: Sparse) -> Tensor:
-    """Whether all that ids say, padding apart, lies between 0 and 1, where no logarithm of a probability does.
+    """Whether all log-probabilities at ids, padding excluded, lie in (0, 1], where no log-probability can.
 
-    A kernel, which knows the rows that count, sees it in one of them: there are two ids or more, and the sum is 1.
+    A kernel, which knows the rows that count, needs to find this in one of them: two or more ids whose values sum to 1.
     """
     held = sparse.ids >= 0
     here = held & (sparse.logprobs > 0) & (sparse.logprobs <= 1)
@@ -267,9 +268,9 @@ _PROBABILITIES = (
 
 
 def check_ids(label: str, sparse: Sparse, source: Source, launches: bool = False) -> tuple[Tensor | None, int]:
-    """Refuse ids that are no columns, and probabilities in place of their logarithms.
+    """Raise for ids that are not columns, and for probabilities passed as log-probabilities.
 
-    If the next launch reads all ids (`launches`), it checks them on a GPU, with what this returns.
+    If the next launch reads all ids anyway (`launches`), it checks them on the GPU, with what this returns.
     """
     ids, vocab = sparse.ids, source.vocab
     wanted = _wanted_ids(label, vocab)

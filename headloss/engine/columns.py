@@ -1,6 +1,6 @@
-"""Calls on a head over some tokens of a larger vocabulary, `vocab_ids=`: the engine sees its columns alone.
+"""`vocab_ids=`, a head over some tokens of a larger vocabulary: translate a call to the head's columns, and back.
 
-targets, ids, a sparse teacher's ids   become columns; a row whose target is not among them is ignored, and counted
+targets, ids, a sparse teacher's ids   become columns; a row whose target the head lacks is ignored, and counted
 a dense teacher                        stays on the whole vocabulary, and is read at the tokens that the head has
 argmax, top_ids                        become tokens again
 """
@@ -29,16 +29,16 @@ from headloss.trace.function_reads import ours
 from headloss.trace.signature import weighs_classes
 from headloss.vocab_ids import count, sorted_ids, to_columns
 
-NUMBERS = ("targets", "argmax", "top_ids", "ids", "teacher_ids", "teacher_argmax")  # of columns, not of tokens
+NUMBERS = ("targets", "argmax", "top_ids", "ids", "teacher_ids", "teacher_argmax")  # columns, not tokens
 
 
 class Mapped(NamedTuple):
-    """A call in columns, and what leads back to tokens."""
+    """A call in terms of columns, and what maps its results back to tokens."""
 
     arguments: CallArguments
     vocab_ids: Tensor
-    ignored: Tensor | None  # rows, those whose target is missing among them
-    missing: tuple[Tensor, Tensor] | None  # how many targets are, and of how many
+    ignored: Tensor | None  # the ignored rows, including those whose target the head lacks
+    missing: tuple[Tensor, Tensor] | None  # how many targets the head lacks, and out of how many
 
     def facts(self, facts: Facts) -> Facts:
         found = {key: self._tokens(key, x) for key, x in facts.items()}
@@ -92,7 +92,7 @@ def in_columns(arguments: CallArguments, terms: Terms | None) -> Mapped:
     for name in {t.targets for t in (() if terms is None else terms.every_term) if t.targets is not None}:
         if isinstance(inputs.get(name), Tensor):
             own, _ = to_columns(ids, integers(name, inputs[name]), IGNORE, name)
-            if lost is not None and own.shape == lost.shape:  # such a row is left out of every term
+            if lost is not None and own.shape == lost.shape:  # a row whose target is missing is left out of all terms
                 own = own.masked_fill(lost, IGNORE)
             inputs[name] = own
     if "class_weight" in inputs and any(weighs_classes(t.fn) for t in (() if terms is None else terms.every_term)):
@@ -103,10 +103,10 @@ def in_columns(arguments: CallArguments, terms: Terms | None) -> Mapped:
 
 
 def _of_columns(weights: Any, ids: Tensor) -> Any:
-    """Class weights, which are those of tokens, for a head's columns."""
+    """Class weights, which are given per token, for a head's columns."""
     w = weights.value if isinstance(weights, Laid) else weights
     if not isinstance(w, Tensor) or w.ndim != 1 or w.device != ids.device or not len(ids):
-        return weights  # which is refused
+        return weights  # a later check raises
     most, there = sorted_ids(ids)[0][-1], len(w)
 
     def check(found: Tensor) -> None:
@@ -121,7 +121,7 @@ def _of_columns(weights: Any, ids: Tensor) -> Any:
 
 
 def _check_numbers(term: Term) -> None:
-    """A function of the user's would take columns for tokens."""
+    """Raise if a user's function asks for column numbers, which it would mistake for tokens."""
     if all(map(ours, (term.fn, *(w for w in term.row_weights if callable(w))))):
         return
     for signature in term.call(None, {}).signatures:
@@ -142,7 +142,7 @@ def _teacher(teacher: Any, ids: Tensor, shard: Any) -> Any:
             "weight of 0 for rows that are not its own"
         )
     if not isinstance(teacher, (Logits, Linear)):
-        return teacher  # which is refused
+        return teacher  # a later check raises
     if teacher.shard is not None or shard is not None:
         whose = "a dense teacher" if teacher.shard is not None else "a dense teacher by a head"
         raise ValueError(

@@ -1,11 +1,14 @@
-"""Columns that a call names itself, `ids=`: the rest of the engine sees them as a sparse teacher.
+"""Turn `ids=`, own targets, top columns, class weights and reduction segments into ordinary teachers and inputs.
+
+The rest of the engine sees the columns that a call or a term names as a sparse teacher:
 
     objective(source, targets, ids=choices)            the facts `ids_logprob` and `ids_logit` of these columns
-    hl.Term(cross_entropy, targets="nll_targets")      a term's own targets: one more column of each row is picked
+    hl.Term(cross_entropy, targets="nll_targets")      a term's own targets: one more column per row
     hl.Term(margin, top=2)                             the likeliest columns of each row, which the sweep finds
 
-`hl.Term(gspo, reduction="seq_mean_token_mean", reduction_segments="prompts")` brings an input too, how much each row
-counts.  A term's own targets bring an input of targets too, and a row weight, which is 0 where that column is -100.
+A term's own targets also become an input, and a row weight that is 0 where the target is -100.  The segments in
+`hl.Term(gspo, reduction="seq_mean_token_mean", reduction_segments="prompts")` become an input that says how much each
+row counts.
 """
 
 from __future__ import annotations
@@ -35,10 +38,11 @@ from headloss.trace.signature import CLASSES, IDS, ONLY, classes_of, counts_of, 
 
 
 def with_derived_inputs(terms: Terms, arguments: CallArguments, explained: bool = False) -> CallArguments:
-    """The same call, with what its terms bring.  `explained`: it will not run, and asks no other rank."""
+    """The same call with the teachers and inputs that its terms need.  `explained`: it will not run, so it makes no
+    collective."""
     if "class_weight" in arguments.inputs:
         if not torch.compiler.is_compiling():
-            refuse_transforms(arguments)  # now: what is made of class weights has no tangent
+            refuse_transforms(arguments)  # now: what we make of class weights has no tangent
         arguments = _with_classes(terms, arguments)
     if any(t.reduction_segments for t in terms.every_term):
         arguments = _with_shares(terms, arguments, explained)
@@ -46,7 +50,7 @@ def with_derived_inputs(terms: Terms, arguments: CallArguments, explained: bool 
     teachers = named_teachers(arguments.teacher)
     tops = [f.teacher for t in terms.every_term if t.top for f in facts_of(t.call(None, teachers)) if f.name in TOP]
     teachers |= {name: Top.named(name) for name in tops if name is not None}
-    own = {t.targets for t in terms.terms.values() if t.targets is not None}  # of terms that are off too
+    own = {t.targets for t in terms.terms.values() if t.targets is not None}  # those of terms that are off too
     if not named and not any(n in arguments.inputs for n in own):
         return arguments.but(teacher=teachers) if tops else arguments
     inputs = dict(arguments.inputs)
@@ -73,20 +77,20 @@ def with_derived_inputs(terms: Terms, arguments: CallArguments, explained: bool 
 
 
 def over_ranks(terms: Terms, arguments: CallArguments) -> int:
-    """How many counts of reduction segments are summed over ranks."""
+    """How many reduction segments are split over ranks, whose counts are then summed by a collective."""
     given = [arguments.inputs.get(t.reduction_segments) for t in reduced(terms, arguments).values()]  # type: ignore[arg-type]
     return sum(x.group is not None for x in given if isinstance(x, Segments))
 
 
 def reduced(terms: Terms, arguments: CallArguments) -> dict[str, Term]:
-    """The terms that are on and reduced over other segments than the call's, one of each such reduction."""
+    """The terms that are on and have reduction segments, one for each different reduction."""
     on = {n: t for n, t in terms.terms.items() if t.reduction_segments is not None and _is_on(n, t, arguments)}
     ways = {(t.reduction_segments, t.reduction, t.length): n for n, t in reversed(on.items())}
     return {n: on[n] for n in reversed(ways.values())}
 
 
 def _with_shares(terms: Terms, arguments: CallArguments, explained: bool) -> CallArguments:
-    """Reduction segments as what they come to: an input, how much each row counts."""
+    """Replace reduction segments by an input that says how much each row counts."""
     found, inputs, source = reduced(terms, arguments), dict(arguments.inputs), plain_source(arguments.source)
     segments = {name: _reduction_segments(name, t, inputs, source) for name, t in found.items()}
     _check_num_segments(terms, arguments)
@@ -121,7 +125,7 @@ def _reduction_segments(name: str, term: Term, inputs: Mapping[str, Any], source
 
 
 def _check_num_segments(terms: Terms, arguments: CallArguments) -> None:
-    """One number counts segments of one kind."""
+    """Raise if num_segments, which is one number, would have to count different segments."""
     if arguments.options.num_segments is None:
         return
     on = {n: t for n, t in terms.terms.items() if _is_on(n, t, arguments)}
@@ -154,9 +158,9 @@ def _check_reduction_ids(label: str, term: str, ids: Tensor, valid: Tensor, num:
 
 
 def _with_classes(terms: Terms, arguments: CallArguments) -> CallArguments:
-    """Weights of classes: one per row, that of its target, and a teacher of one softmax for all rows.
+    """Replace class weights by one weight per row, its target's, and by a teacher with the same softmax in all rows.
 
-    sum_c w_c log p_c is -(sum_c w_c) times the cross-entropy of that softmax, w / sum w.
+    sum_c w_c log p_c is -(sum_c w_c) times the cross-entropy with that softmax, w / sum w.
     """
     weighing = {n: t for n, t in terms.terms.items() if weighs_classes(t.fn)}
     asking = {n: t for n, t in weighing.items() if _is_on(n, t, arguments)}
@@ -164,7 +168,7 @@ def _with_classes(terms: Terms, arguments: CallArguments) -> CallArguments:
     calls = [*(t.call(None, {}) for t in terms.terms.values()), *(call for _, call in terms.metrics)]
     others = any("class_weight" in inputs_of(call) for call in calls)
     if not asking:
-        if weighing and not others:  # all that take it are off
+        if weighing and not others:  # every term that takes it is off
             del inputs["class_weight"]
         return arguments.but(inputs=inputs)
     if others:
@@ -211,12 +215,12 @@ def _with_classes(terms: Terms, arguments: CallArguments) -> CallArguments:
 
 def _is_on(name: str, term: Term, arguments: CallArguments) -> bool:
     given = arguments.options.weights
-    weight = given.get(name, term.weight) if isinstance(given, Mapping) else term.weight  # else refused later
+    weight = given.get(name, term.weight) if isinstance(given, Mapping) else term.weight  # else a check raises
     return isinstance(weight, Tensor) or weight != 0
 
 
 def with_candidates(teacher: Any, ids: Any, source: Source) -> Any:
-    """The teachers of a call and, under a name of their own, the columns that it names of each row."""
+    """The teachers of a call and, as one more named IDS, the columns that `ids=` names in each row."""
     if ids is None or not isinstance(source, (Logits, Linear)):
         return teacher
     teachers, leading = named_teachers(teacher), source.leading
@@ -231,13 +235,13 @@ def with_candidates(teacher: Any, ids: Any, source: Source) -> Any:
 
 
 def _check_candidates(ids_NK: Tensor, vocab: int) -> None:
-    """In range, each once: a column that is named twice would be pulled on twice, or once, as a kernel has it."""
+    """Raise if ids are out of range or repeated: the gradient of a repeated column would depend on the kernel."""
     if ids_NK.device.type == "meta" or not ids_NK.numel():
         return
     in_order_NK = ids_NK.sort(-1).values
     twice_NK = (in_order_NK[:, 1:] == in_order_NK[:, :-1]) & (in_order_NK[:, 1:] >= 0)
     wrong_N = torch.stack([((ids_NK < -1) | (ids_NK >= vocab)).any(-1), twice_NK.any(-1)])
-    rows = torch.cat([wrong_N.sum(-1), wrong_N.long().argmax(-1)])  # how many, and the first
+    rows = torch.cat([wrong_N.sum(-1), wrong_N.long().argmax(-1)])  # how many rows, and the first
 
     def check(found: Tensor) -> None:
         outside, repeated, row, other = found.tolist()
@@ -256,7 +260,7 @@ def named_teachers(teacher: Any) -> dict[str, Any]:
 
 
 def _check(name: str, x: Tensor, main: Tensor | None, vocab: int) -> None:
-    """In range, and -100 wherever the targets are: rows that those leave out are left out of every term."""
+    """Raise unless own targets are in range, and -100 where the call's are, whose rows are left out of every term."""
     alone = (x != IGNORE) & (main == IGNORE) if main is not None else torch.zeros_like(x, dtype=torch.bool)
     wrong = (x != IGNORE) & ((x < 0) | (x >= vocab))
     numbers = torch.stack([alone.sum(), wrong.sum()])

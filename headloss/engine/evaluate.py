@@ -1,4 +1,4 @@
-"""One call: find its plan, bind it to the arguments, run it with or without autograd, and report."""
+"""Run one call: find its plan, bind it to the arguments, run it with or without autograd, and return the record."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def evaluate(terms: Terms, arguments: CallArguments, direct: bool) -> Output:
 
 
 def _evaluate(terms: Terms, arguments: CallArguments, direct: bool, weight_grad: Tensor | None = None) -> Output:
-    """`weight_grad`: where a gradient of the weight that is made now may be added."""
+    """`weight_grad`: another call's gradient of the weight, to which this call may add its own."""
     recorded = torch.is_grad_enabled()
     key = key_of(arguments, direct)
     path = find_fast_path(terms.plans, key, arguments)
@@ -73,7 +73,7 @@ def _evaluate(terms: Terms, arguments: CallArguments, direct: bool, weight_grad:
 
 
 def _at_once(terms: Terms, path: FastPath, arguments: CallArguments, direct: bool) -> Output:
-    """A call in one launch over all its logits."""
+    """Run a call on its fast path: one launch over all its logits."""
     if heads.on_other_device(path.device):
         with torch.cuda.device(path.device):
             return _at_once(terms, path, arguments, direct)
@@ -94,7 +94,7 @@ def _at_once(terms: Terms, path: FastPath, arguments: CallArguments, direct: boo
 
 
 def _facts(sweep: Sweep, plan: Plan, blocks: Sequence[Tensor], visited: Any) -> Facts:
-    """The facts of a call, 0 where a teacher says nothing of a row: a kernel leaves what it found there."""
+    """The facts of a call, with 0 in rows that have no routed teacher: a kernel leaves some value there."""
     if sweep.guides and visited is not None and any(isinstance(x, RoutedRows) for x in sweep.guides.values()):
         every, values = slice(0, sweep.rows.count), visited.of(blocks).fact_values
         hidden = [sweep.guides[f.teacher].hides(f.name, every) if f.teacher else None for f in plan.want.facts]
@@ -112,8 +112,8 @@ def _every(terms: Terms, plan: Plan, values: dict[str, Tensor], loss: Tensor) ->
 
 
 def _cast(grads: Grads, source: Source) -> Grads:
-    """In the dtypes of the source's tensors."""
+    """The gradients in the dtypes of the source's tensors."""
     if grads.logits is not None:
-        return grads  # made so
+        return grads  # already in that dtype
     tensors = [getattr(source, name, None) for name in Grads._fields]
     return Grads(*(g if g is None or x is None else g.to(x.dtype) for g, x in zip(grads, tensors, strict=True)))

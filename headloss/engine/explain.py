@@ -1,4 +1,4 @@
-"""What a call would do, in words and numbers, before it does it."""
+"""`objective.explain`: what a call would do, in words and numbers, without running it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Explanation(NamedTuple):
     terms: tuple[TermPlan, ...]
     off: tuple[str, ...]
     grade: str
-    launches: str  # how the loss meets the kernels, and why
+    launches: str  # which kernels run the loss, and why
     first_call: dict[str, float]  # seconds that the first call of this form spent, if there was one
     rows: int
     rows_total: int
@@ -51,12 +51,12 @@ class Explanation(NamedTuple):
     forward_sweeps: int  # over the vocabulary, without grad mode
     sweeps: int  # forward and backward
     gemms: int  # forward and backward; 1 without grad mode
-    teacher_gemms: int  # of the teachers' logits
+    teacher_gemms: int  # for the teachers' logits
     host_reads: int
     read_because: str  # why the host reads the targets, and so waits for them; empty if it does not
     collectives: dict[str, int]  # by purpose, forward and backward
     bytes: dict[str, int]  # by purpose
-    code: str = ""  # of the printed program, where it was asked for
+    code: str = ""  # the printed program, if it was asked for
     products: str = ""  # whose matrix products run, and why
     whole: Any = None  # with a support, the Explanation of the terms on the whole vocabulary
 
@@ -111,7 +111,7 @@ def explain(
     show_source: bool = False,
 ) -> Explanation:
     source = arguments.source
-    read_because = "" if source.device.type == "cpu" else read_because  # meta tensors stand for those of a GPU
+    read_because = "" if source.device.type == "cpu" else read_because  # meta tensors stand for a GPU's
     engine = plan.backend.NAME
     cost = cost_of(guides, source, rows)
     terms = tuple(TermPlan(t.name, t.call.signature.name, *t.trace[:2], _taken(t)) for t in plan.terms)
@@ -157,7 +157,7 @@ def explain(
         grade += "" if chunks else "; they are made again for the gradient"
         sizes = _kept_bytes(arguments, rows, guides)
     swept = chunked and not plan.want.only_ids and not plan.kept
-    apart = int(plan.want.plain and engine == "triton")  # facts of the logits themselves, and their pull
+    apart = int(plan.want.plain and engine == "triton")  # facts of the raw logits, and their gradient
     return Explanation(
         source=type(source).__name__,
         backend=engine,
@@ -189,7 +189,7 @@ def explain(
 def _kept_parts(
     arguments: CallArguments, rows: Rows, guides: Mapping[str, TeacherRows]
 ) -> list[tuple[slice, int, int]]:
-    """Runs of rows whose kept logits are made together, places of a row, and their bytes."""
+    """Runs of rows whose kept logits are made together: the rows, the places per row, and the bytes."""
     source, support = arguments.source, arguments.support
     assert support is not None
     each = source.fact_dtype.itemsize * (1 + sum(isinstance(g, DenseTeacherRows) for g in guides.values()))
@@ -220,13 +220,13 @@ def _code(plan: Plan, engine: str) -> str:
 
 
 def _without_triton(plan: Plan, source: Source, backend: str) -> str:
-    """Why "auto" is not the Triton backend where that could be."""
+    """Why "auto" did not choose the Triton backend, where that exists."""
     why = choose(backend, source.device, source.fact_dtype).cannot_run(plan.want)
     return "" if why is None else f"none of Triton's, which cannot run {why}"
 
 
 def _bends(plan: Plan) -> bool:
-    """Whether a term may have a gradient that is more than a p_j + c + y 1[j = target]."""
+    """Whether some term's gradient may have more parts than a p_j + c + y 1[j = target]."""
     settles = plan.settles or plan.program
     if settles is not None:
         return any(x for there in settles.there for x in there[1:3])
@@ -256,8 +256,8 @@ def _launches(plan: Plan) -> str:
 def _teacher_gemms(
     plan: Plan, source: Source, guides: Mapping[str, TeacherRows], chunks: Sequence[Chunk] | None, pieces: int
 ) -> int:
-    """A teacher's logits are made once in a visit; without one, again for the gradient and for a look across ranks,
-    which finds those of a single chunk still there."""
+    """How many GEMMs make teachers' logits: one per teacher in a visit.  Without a visit, one more for the gradient,
+    and one for a second look across ranks, unless there is a single chunk, whose logits still exist."""
     made = len(heads_of(guides))
     if chunks is not None:
         return made
@@ -334,7 +334,7 @@ def _collectives(plan: Plan, arguments: CallArguments, visited: int) -> dict[str
 
 
 def _added(source: Linear, several: bool) -> bool:
-    """Whether the weight's gradient is added where it is wanted by the product that makes it."""
+    """Whether the product that makes the weight's gradient adds it to main_grad itself."""
     return not several and source.weight_grad_into == "main_grad" and not source.narrow
 
 

@@ -1,4 +1,4 @@
-"""One of the calls that take one launch over all their logits, what it leaves for its backward; see `fast_path.py`."""
+"""A call on a fast path, which is one launch over all its logits, and what it keeps for its backward."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _NONE: Mapping[str, Tensor] = {}
 
 
 class FastCall:
-    """One call: its targets, and what the host knows of them."""
+    """One call on a fast path: its targets, and what the host knows about them."""
 
     __slots__ = (
         "guide", "inputs", "mean", "one_token", "path", "scale", "segments", "skipped", "source", "spans", "stats",
@@ -41,7 +41,7 @@ class FastCall:
     source: Any
     sums: Tensor
     visited: Any
-    num_items = None  # as of `Rows`, and so are `tokens` and `one_token`
+    num_items = None  # `shared_weight` reads this, `tokens` and `one_token` as it would from `Rows`
     tokens = property(lambda self: self.stats.valid)
 
     def __init__(self, path: FastPath, arguments: CallArguments) -> None:
@@ -58,7 +58,7 @@ class FastCall:
         self.targets: Any = None  # Tensor or None
         self.segments: Segments | None = None
         self.spans = self.one_token = None
-        self.mean: Any  # of rows, or of each term
+        self.mean: Any  # the weight of a row, or a tuple with one for each term
         if type(targets) is Prepared:
             stats, self.targets, segments = targets.known(), targets.targets, targets.segments
             self.stats: Stats | None = stats
@@ -104,7 +104,7 @@ class FastCall:
         checked: tuple[Tensor | None, int] = None, 0
         if type(teacher) is Sparse:
             checked = check_ids("teacher", teacher, source, merges(path.backend, teacher.ids))
-        elif type(teacher) is not Logits:  # by its name once the call was planned
+        elif type(teacher) is not Logits:  # by name, if the call was just planned
             self.teacher = arguments.teachers[ONLY]
         if type(self.teacher) is Sparse:
             of = Rows(path.shape, self.targets, None, self.valid, None, self.stats, self.skipped)
@@ -112,16 +112,16 @@ class FastCall:
             self.guide.strip()
 
     def _shared(self, num_items: Any, present: Tensor | None) -> tuple[Any, ...]:
-        """Of each term whose rows meet in segments, what the weights of its rows, or of its segments, have in common.
+        """For each term of a call with segments, the factor that the weights of all its rows or segments share.
 
-        `present`: how many segments have rows, where only the device knows.
+        `present`: how many segments have rows, if only the device knows.
         """
         counts: Any = self
         how = {"num_items": num_items, "num_segments": present}
         return tuple([shared_weight(r, kind, counts, norm=n, **how) for r, kind, n in self.path.shares])
 
     def run(self) -> tuple[Tensor, Grads]:
-        """The loss, and the gradients that are wanted."""
+        """The loss, and the gradients that are needed."""
         path, source, inputs, targets, scale = self.path, self.source, self.inputs, self.targets, self.scale
         plan, grad, head, weights = path.plan, path.grad, path.head, self.weights
         if not plan.has_gradient and (grad or torch.is_grad_enabled()):
@@ -170,7 +170,7 @@ class FastCall:
         return self.path.backend.spans(ids, segments.num_segments, rising, whole=not skipped)
 
     def forward(self, ctx: Any, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """With autograd; see `run.Head`."""
+        """Run the call under autograd; see `run.Head`."""
         path, teacher = self.path, self.teacher
         loss, grads = self.run()
         visited, held = self.visited, [*tensors]
@@ -190,7 +190,7 @@ class FastCall:
         return loss, *map(Tensor.detach, visited.blocks)
 
     def metrics(self) -> dict[str, Any]:
-        """Which rows count is noted now: the targets may be written to."""
+        """The call's metrics.  We note now which rows count, since the targets may be written to later."""
         plan, found = self.path.plan, dict[str, Any]()
         if plan.program.metrics:
             if self.valid is None and self.skipped:
@@ -200,7 +200,7 @@ class FastCall:
 
 
 class FastResult(Launched):
-    """What such a call leaves for its backward: what it found, and what makes a sweep of it."""
+    """What a call on a fast path keeps for its backward: its result, and what it takes to run the call as a sweep."""
 
     __slots__ = ("backend", "guide", "path", "skipped", "stats")
 
@@ -213,7 +213,7 @@ class FastResult(Launched):
     want = property(lambda self: self.path.want)
 
     def whole(self, tensors: Mapping[str, Tensor]) -> Sweep:
-        """The call as a sweep, where something pulls on a fact or a second time."""
+        """The call as a sweep, for a gradient through a fact or for a second backward."""
         path = self.path
         rows = Rows(path.shape, tensors.get("targets"), None, None, None, self.stats, self.skipped)
         source = with_tensors(path.bare, {n: x for n, x in tensors.items() if hasattr(path.bare, n)})

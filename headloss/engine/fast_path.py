@@ -1,7 +1,7 @@
-"""Calls that take one launch over all their logits: all that does not depend on their tensors is decided once.
+"""The fast path of repeated calls in one launch over all their logits: all but the values of tensors is decided once.
 
-Two such calls are alike if everything is equal that can be seen without a number of the device: dtypes, sizes, strides,
-options, and what their functions read.  The first of them is planned and checked; then it runs here, as all later ones.
+Two calls share a fast path if everything is equal that can be known without reading the device: dtypes, sizes, strides,
+options, and what their functions read.  The first one is planned and checked; then it and all later ones run here.
 
 Dimension key:  N rows   V vocabulary   D hidden size
 """
@@ -34,11 +34,11 @@ from headloss.trace.function_reads import defaults
 from headloss.trace.signature import ONLY, TEACHER_INPUTS
 
 SPARSE_INPUTS = tuple(f"{i} of {ONLY}" for i in TEACHER_INPUTS)  # by a sparse teacher, among the inputs
-_MOST = 64  # kinds of calls: more would mean that sizes change with every call
+_MOST = 64  # keys: more would mean that sizes change with every call
 
 
 def needs_of(tensors: Sequence[Tensor], direct: bool) -> tuple[bool, ...]:
-    """Which of a source's tensors want a gradient; `direct`: all, without autograd."""
+    """Which of a source's tensors need a gradient; `direct`: all of them, without autograd."""
     if direct:
         return (True,) * len(tensors)
     recorded = torch.is_grad_enabled()
@@ -46,7 +46,7 @@ def needs_of(tensors: Sequence[Tensor], direct: bool) -> tuple[bool, ...]:
 
 
 def key_of(arguments: CallArguments, direct: bool) -> tuple[Any, ...] | None:
-    """What calls that are alike have in common; None: not of the kind that comes here."""
+    """The cache key of a call's fast path; None if such a call has no fast path."""
     source, targets, segments, teacher, options, inputs, support = arguments
     if type(source) is not Logits and type(source) is not Linear:
         return None
@@ -110,12 +110,12 @@ def key_of(arguments: CallArguments, direct: bool) -> tuple[Any, ...] | None:
 
 
 def _only_weigh(weights: Any) -> bool:
-    """Whether these weights of a call are numbers; one of 0 switches its term off."""
+    """Whether a call's weights are finite numbers other than 0, which would switch a term off."""
     return type(weights) is dict and all(type(w) is float and w and math.isfinite(w) for w in weights.values())
 
 
 def find_fast_path(plans: Plans | None, key: Any, arguments: CallArguments) -> FastPath | None:
-    """What an earlier call made that was alike, if one was."""
+    """The fast path that an earlier call made under this key, if it serves this call too."""
     found = None if plans is None or key is None else plans.fast_paths.get(key)
     if found is None:
         return None
@@ -133,7 +133,7 @@ def find_fast_path(plans: Plans | None, key: Any, arguments: CallArguments) -> F
 
 
 def make_fast_path(plans: Plans, key: Any, found: FoundPlan) -> FastPath | None:
-    """For calls that are alike, after the first of them was planned; None: these are not so simple."""
+    """Make the fast path for calls with this key, once the first was planned; None if they are not simple enough."""
     plan, (source, targets, segments, teachers, *_), program = found.plan, found.arguments, found.plan.program
     y = targets.targets if isinstance(targets, Prepared) else targets
     if key is None or program is None or not plan.weights:
@@ -144,7 +144,7 @@ def make_fast_path(plans: Plans, key: Any, found: FoundPlan) -> FastPath | None:
         return None
     if plan.is_fp16 or plan.wants_grad or plans.divergences or (y is None and program.by_segment):
         return None
-    if any(call.fn is dead_rows for _, call in plan.metrics):  # which `run` makes
+    if any(call.fn is dead_rows for _, call in plan.metrics):  # which `run` computes
         return None
     x, given = source.tensors[0], found.arguments.inputs
     if isinstance(source, Linear):
@@ -169,7 +169,7 @@ def make_fast_path(plans: Plans, key: Any, found: FoundPlan) -> FastPath | None:
     if segments is not None and (segments.ids.device != x.device or not segments.num_segments):
         return None
     if segments is not None and y is targets and reads_now(key[3], x.device, plan.read_because):
-        return None  # lengths of segments, which prepared targets bring along
+        return None  # the host would read segment lengths, which prepared targets come with
     sparse = SPARSE_INPUTS if type(teacher) is Sparse else ()
     taken = [given.get(name) for name in program.inputs if name not in sparse]
     if any(v is None or not v.is_contiguous() or v.device != x.device for v in taken) or "pairs" in given:
@@ -187,7 +187,7 @@ def make_fast_path(plans: Plans, key: Any, found: FoundPlan) -> FastPath | None:
 
 
 def _counted(plan: Plan) -> bool:
-    """Whether the rows and segments of a call, counted, are all that its terms' weights are made of."""
+    """Whether the weights of rows and segments depend on nothing but counts of rows and segments."""
     plain = all(t.reduction != "weighted_mean" and t.call.share is None for t in plan.terms)
     return plain and tuple(plan.program.terms) == tuple(plan.weights)
 
@@ -201,10 +201,10 @@ def _is_simple(teacher: Any, source: Source) -> bool:
 
 
 class OneChunkHead:
-    """What linear heads have in common that are alike and whose rows fit in one chunk and all count.
+    """The products of linear heads whose rows all count and fit into one chunk.
 
-    They are of one dtype, without a bias, with a column for each row of the weight.  Their gradients are of that dtype
-    too; nothing is accumulated.
+    Such a head has one dtype, no bias, and no padding in its weight.  Its gradients have the same dtype; nothing is
+    accumulated.
     """
 
     __slots__ = ("flat", "parts", "size", "whole")
@@ -213,7 +213,7 @@ class OneChunkHead:
         self.parts = even_parts(source.weight)
         self.flat = source.hidden.ndim == 2
         self.size = math.prod(source.leading), padded(source.columns, source.hidden.is_cpu)
-        self.whole = len(self.parts) == 1  # nothing is cut, and products make their own results: to ask for room costs
+        self.whole = len(self.parts) == 1  # no cuts: products allocate their results, which is cheaper than `out=`
 
     def read(self, source: Linear) -> Tensor:
         """The logits of all rows."""
@@ -227,7 +227,7 @@ class OneChunkHead:
         return raw_NV
 
     def write(self, source: Linear, grad_NV: Tensor, needs: tuple[bool, ...]) -> Grads:
-        """The gradients that are wanted, from that of the logits."""
+        """The gradients that are needed, from that of the logits."""
         hidden_ND, weight_VD, dhidden, dweight = source.hidden, source.weight, None, None
         if not self.flat:
             hidden_ND = hidden_ND.reshape(self.size[0], -1)
@@ -245,7 +245,7 @@ class OneChunkHead:
 
 
 class FastPath:
-    """What calls that are alike have in common."""
+    """What all calls with one key share."""
 
     __slots__ = (
         "backend", "bare", "by_present", "count", "device", "flat", "grad", "head", "held", "linear", "means", "names",
@@ -264,18 +264,18 @@ class FastPath:
         held: Any,
     ) -> None:
         self.plan, self.want, self.backend = plan, plan.want, plan.backend
-        self.held = held  # what functions of ours read, so that nothing else takes on its identity
+        self.held = held  # what functions of ours read, kept alive so that no id is reused
         self.device, self.grad = source.device, True in needs
         self.shape, self.flat = source.leading, source.tensors[0].ndim == 2
         self.count, self.used, self.linear = math.prod(self.shape), tuple(inputs), isinstance(source, Linear)
         self.head = OneChunkHead(source) if isinstance(source, Linear) else None
-        # what a backward is left, by name: tensors of the source, targets, the teacher's, of which it may read all, ...
+        # names of the tensors saved for a backward: the source's, targets and the teacher's, which it may reread, ...
         theirs = () if teacher is None else ("ids", "logprobs") if isinstance(teacher, Sparse) else ("logits",)
         of_targets = ("targets",) if targeted else ()
         again = (*names_of(source.tensors), *of_targets, *[f"teacher.{name}" for name in theirs])
         self.names, self.read, self.needs = (*again, *inputs, *(("segments",) if segmented else ())), len(again), needs
         self.taken, in_parts = plan.program.inputs, plan.kind == "row" and plan.program.by_segment
-        # whether one program per row must be the faster way, or must not be; None: the rows do not decide
+        # what `takes_one_launch` must say of the rows for this path to serve a call; None if it does not matter
         self.one_launch = False if in_parts else True if plan.in_parts is not None else None
         self.bare, self.their, how_theirs = without_tensors(source), None, None
         if isinstance(teacher, Logits):
@@ -285,8 +285,8 @@ class FastPath:
         self.weights = tuple([float(w) for w in plan.weights.values()])
         temperatures = tuple([float(source.temperature if T is None else T) for T in plan.want.temperatures])
         how = (plan.program, temperatures, source.scale, source.softcap)
-        self.shares: tuple[Any, ...] = ()  # of each term whose rows meet in segments, how it is reduced
-        self.means = tuple([name in (plan.by_token or ()) for name in plan.weights])  # whose rows weigh 1 / tokens
+        self.shares: tuple[Any, ...] = ()  # with segments, how each term is reduced
+        self.means = tuple([name in (plan.by_token or ()) for name in plan.weights])  # which rows weigh 1 / tokens
         if not plan.program.by_segment:
             self.visits = plan.backend.Visits(*how, self.means, how_theirs)
         elif in_parts:
@@ -297,7 +297,7 @@ class FastPath:
         self.by_present = any(over_segments(reduction, kind) for reduction, kind, _ in self.shares)
 
     def all_count(self, arguments: CallArguments) -> bool:
-        """Whether every row is multiplied; else those that count are gathered first."""
+        """Whether every row counts, so that none is left out of the products, and autocast is off."""
         targets = arguments.targets
         assert isinstance(targets, Prepared)
         return targets.known().valid == self.count and not torch._C._is_any_autocast_enabled()

@@ -1,4 +1,4 @@
-"""A first call traces its losses, which loads torch's compiler: a line on a terminal if that takes long, once."""
+"""Print one line on a terminal, once, if a first call is slow: it traces its losses, which loads torch's compiler."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sources as flat (N, ...) tensors with two methods: `read` the raw logits of some rows, `write` their gradient.
+"""Heads, which are open sources as flat (N, ...) tensors: `read` makes raw logits of some rows, `write` their gradient.
 
 Dimension key:  N rows   C rows of a chunk   V vocabulary   D hidden size
 """
@@ -19,17 +19,17 @@ from headloss.engine.budget import NO_COST, Cost, accumulator, chunk_rows, piece
 from headloss.record import Grads
 from headloss.sources import Linear, Logits, Source, padded, parse_bytes
 
-GATHER_BYTES = 32 << 20  # of the logits copied at a time where ignored rows are passed over
+GATHER_BYTES = 32 << 20  # logits copied at a time if ignored rows are left out
 
-# From how many columns on, where their number is no multiple of 16 bytes: cuBLAS then takes four to eight times as long
+# From how many columns on we avoid a width that is not a multiple of 16 bytes: cuBLAS takes four to eight times as long
 # (50257 columns of bfloat16 on an H200, against 50304).
 UNEVEN_IS_SLOW = {"cuda": 1024}
 
-Rows = slice | Tensor  # a run of rows, or their numbers
+Rows = slice | Tensor  # a run of rows, or their indices
 
 
 def part_of(x: Tensor, rows: slice) -> Tensor:
-    """x[rows], and x itself where that is all of it: a view costs as much as a small kernel."""
+    """x[rows], or x itself if that is all of it: making a view costs as much as a small kernel."""
     return x if rows.start == 0 and rows.stop == x.shape[0] else x[rows]
 
 
@@ -38,7 +38,7 @@ def columns_of(x_CV: Tensor, part: slice) -> Tensor:
 
 
 class LogitsHead:
-    """`Logits`, opened: raw logits are rows of the tensor itself."""
+    """An open `Logits`: the raw logits are rows of the tensor itself."""
 
     single_chunk, makes_logits = True, False
     grad_NV: Tensor | None = None
@@ -54,7 +54,7 @@ class LogitsHead:
             self.logits_NV = self._unpadded(all_NV)
 
     def _unpadded(self, x_NV: Tensor) -> Tensor:
-        """Without the columns that pad a vocabulary."""
+        """x without the columns that pad the vocabulary."""
         return x_NV[:, : self.source.columns]
 
     def chunks(self, count: int, gathered: bool) -> list[slice]:
@@ -80,7 +80,7 @@ class LogitsHead:
             self.all_NV[:, self.source.columns :] = 0
 
     def grad_buffer(self, rows: Rows, raw_CV: Tensor) -> Tensor:
-        """Where the gradient of these rows' raw logits is to be written."""
+        """The buffer for the gradient of these rows' raw logits."""
         assert self.grad_NV is not None
         return part_of(self.grad_NV, rows) if type(rows) is slice else raw_CV
 
@@ -98,19 +98,19 @@ class LogitsHead:
         return self.logits_NV[rows[:, None], column_RK]
 
     def scatter(self, rows: Rows, column_RK: Tensor, grad_RK: Tensor, ignored_R1: Tensor | None) -> None:
-        """Their gradient, in a gradient of zeros."""
+        """Write the gradient of those logits into a gradient of zeros."""
         assert self.grad_NV is not None
         self.grad_NV.zero_()
         if self.source.columns:
             own_RK, device = grad_RK.to(self.grad_NV.dtype), column_RK.device
-            if isinstance(rows, slice) and device.type == "cpu":  # a quarter of the time; elsewhere it has no order
+            if isinstance(rows, slice) and device.type == "cpu":  # a quarter of the time; on GPUs its order varies
                 self.grad_NV[rows].scatter_add_(-1, column_RK, own_RK)
                 return
             numbers = torch.arange(len(self.grad_NV), device=device)[rows] if isinstance(rows, slice) else rows
             self.grad_NV.index_put_((numbers[:, None], column_RK), own_RK, accumulate=True)
 
     def skip(self, rows: Tensor) -> None:
-        """Ignored rows get stored zeros."""
+        """Write zeros to ignored rows."""
         if self.grad_NV is not None:
             self.grad_NV.index_fill_(0, rows, 0)
 
@@ -121,7 +121,7 @@ class LogitsHead:
 
 
 class LinearHead:
-    """`Linear`, opened: a chunk's raw logits are a GEMM away, and its gradient goes into two more."""
+    """An open `Linear`: one GEMM makes a chunk's raw logits, and their gradient goes into two more."""
 
     makes_logits = True
 
@@ -142,10 +142,10 @@ class LinearHead:
         self.dbias_V: Tensor | None = None
         self.later: tuple[Tensor, Tensor] | None = None  # factors of the weight's gradient; see `defers`
         self.single_chunk = single_chunk
-        self.longest = 0  # rows of the longest chunk, where known: a buffer that grows would exist twice for a moment
+        self.longest = 0  # rows of the longest chunk, if known: a buffer that grows would exist twice for a moment
 
     def chunks(self, count: int, gathered: bool) -> list[slice]:
-        """Equal runs of the rows that count, as long as the budget lets them be."""
+        """Equal runs of the rows that count, as long as the budget allows."""
         parts = pieces(count, chunk_rows(self.source, self.cost, count))
         self.single_chunk, self.longest = len(parts) == 1, max([x.stop - x.start for x in parts], default=0)
         return parts
@@ -154,7 +154,7 @@ class LinearHead:
         return part_of(self.hidden_ND, rows) if isinstance(rows, slice) else self.hidden_ND.index_select(0, rows)
 
     def read(self, rows: Rows, slot: int = 0) -> Tensor:
-        """Make these rows' logits, in one of two buffers: the last chunk's may still be needed."""
+        """Make these rows' logits in buffer `slot`: the last chunk's, in the other, may still be needed."""
         hidden_CD = self._hidden(rows)
         C, V, dtype = len(hidden_CD), len(self.weight_VD), self.source.chunk_dtype
         if slot not in self.buffers_CV or len(self.buffers_CV[slot]) < C:
@@ -163,7 +163,7 @@ class LinearHead:
             self.buffers_CV[slot] = torch.empty(size, dtype=dtype, device=hidden_CD.device)[:, :V]
         raw_CV = self.buffers_CV[slot][:C]
         at_once = self.bias_V is not None and self.bias_V.dtype == dtype == hidden_CD.dtype
-        if at_once and self.bias_V is not None:  # rounded once: the product alone may be beyond float16
+        if at_once and self.bias_V is not None:  # rounded once: the product alone may overflow float16
             for part in self.parts:
                 bias_V, weight_DV = part_of(self.bias_V, part), part_of(self.weight_VD, part).t()
                 torch.addmm(bias_V, hidden_CD, weight_DV, out=columns_of(raw_CV, part))
@@ -183,7 +183,7 @@ class LinearHead:
         return out_RK
 
     def scatter(self, rows: Rows, column_RK: Tensor, grad_RK: Tensor, ignored_R1: Tensor | None) -> None:
-        """Their gradient, on the hidden rows and on the rows of the weight that were met."""
+        """Write the gradient of those logits to the hidden rows and to the rows of the weight that they name."""
         need_hidden, need_weight, need_bias = self.needs
         dtype, device = self.source.fact_dtype, column_RK.device
         if need_hidden:
@@ -207,7 +207,7 @@ class LinearHead:
                 self.dbias_V.index_add_(0, column_RK.flatten(), grad_RK.flatten().to(dtype))
 
     def _meetings(self, rows: Rows, column_RK: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Runs of rows, in float32 or better, with the rows of the weight that each of them names."""
+        """Runs of hidden rows with the rows of the weight that each of them names, in float32 or better."""
         dtype = self.source.fact_dtype
         row_bytes = column_RK.shape[-1] * self.weight_VD.shape[-1] * dtype.itemsize * 2
         step = max(1, parse_bytes(self.source.memory) // max(1, row_bytes))
@@ -257,11 +257,11 @@ class LinearHead:
 
     @property
     def defers(self) -> bool:
-        """Whether the weight's gradient is made in a backward, which knows what it is added to and times what."""
+        """Whether the weight's gradient is made in the backward, which knows its scale and what it is added to."""
         return self.single_chunk and self.source.weight_grad_into is not None and not self.source.narrow
 
     def weight_later(self, scale: Tensor | None, there: Tensor | None) -> Tensor | None:
-        """Add it to what is there, times a number; or make it."""
+        """Make the weight's gradient, times `scale`, and add it to `there`; without that, return it."""
         assert self.later is not None
         grad_CV, hidden_CD = self.later
         self.dweight_VD = there
@@ -273,12 +273,12 @@ class LinearHead:
         return accumulator(self.source, not self.single_chunk)
 
     def _room_for_hidden(self) -> Tensor:
-        """Zeros for dhidden.  In fp16 it is made before it is normalised: with large weights it is beyond float16."""
+        """Zeros for dhidden.  For fp16 they are float32: before it is normalised, dhidden may overflow float16."""
         dtype = self.source.fact_dtype if self.source.narrow else self.hidden_ND.dtype
         return torch.zeros_like(self.hidden_ND, dtype=dtype, memory_format=torch.contiguous_format)
 
     def skip(self, rows: Tensor) -> None:
-        """Ignored rows get stored zeros: dhidden starts as zeros."""
+        """Nothing to do: dhidden starts as zeros."""
 
     def grads(self) -> Grads:
         need_hidden, need_weight, need_bias = self.needs
@@ -299,14 +299,14 @@ class LinearHead:
 
 
 class Deferred(NamedTuple):
-    """Gradients of which the weight's is still to be made; see `LinearHead.defers`."""
+    """Gradients without the weight's, which is still to be made; see `LinearHead.defers`."""
 
     made: Grads
     head: LinearHead
 
 
 def scale_grads(grads: Grads, scale: Tensor | None, backend: ModuleType) -> Grads:
-    """Times a number, in place, and in float32 where the gradient itself is narrower; times 1 costs nothing."""
+    """Scale gradients in place, in float32 even if they are narrower; a scale of 1 costs nothing."""
     if scale is None or (scale.is_cpu and float(scale) == 1.0):
         return grads
     for x in grads:
@@ -316,7 +316,7 @@ def scale_grads(grads: Grads, scale: Tensor | None, backend: ModuleType) -> Grad
 
 
 def even_parts(weight_VD: Tensor) -> tuple[slice, ...]:
-    """The vocabulary in runs that a GEMM takes at full speed; the last few columns may have to go by themselves."""
+    """The vocabulary in runs that a GEMM takes at full speed; the last few columns may need a run of their own."""
     V, vector = len(weight_VD), 16 // weight_VD.element_size()
     last = V % vector if UNEVEN_IS_SLOW.get(weight_VD.device.type, V + 1) <= V else 0
     return (slice(0, V - last), slice(V - last, V)) if last else (slice(0, V),)
@@ -326,14 +326,14 @@ Head = LogitsHead | LinearHead
 
 
 def open_source(source: Source, cost: Cost = NO_COST, most: int | None = None) -> Head:
-    """`most`: rows of a chunk that must be made."""
+    """`most`: the most rows per chunk of `Logits`, if a teacher's logits have to be made for them."""
     return LogitsHead(source, most) if isinstance(source, Logits) else LinearHead(source, cost)
 
 
 def on_source_device(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Around a function of a sweep: its device is the current one, where Triton launches, and autocast is off.
+    """Run a sweep's function with its device as the current one, on which Triton launches, and with autocast off.
 
-    Autocast would round products that are asked for in float32.
+    Autocast would round products that must be float32.
     """
 
     @functools.wraps(fn)
@@ -353,7 +353,7 @@ def on_source_device(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def on_other_device(device: torch.device) -> bool:
-    """Whether a Triton kernel would be launched on another device than this one."""
+    """Whether Triton would launch a kernel on another device than this one."""
     return is_cuda(device) and device.index != torch._C._cuda_getDevice()
 
 
@@ -393,7 +393,7 @@ def product(x: Tensor, y: Tensor, out: Tensor, add: bool = False) -> None:
 
 
 def beyond_fp16(by_fact: Mapping[Any, Tensor], before: Tensor | None) -> Tensor:
-    """What cotangents are divided by so that a chunk's gradient fits into float16: 1, or as far as they are beyond."""
+    """The divisor of cotangents that makes a chunk's gradient fit into float16: 1 unless they are too large."""
     largest = torch.stack([g.abs().amax() if g.numel() else g.sum() for g in by_fact.values()]).amax() / 4096
     bound = largest.masked_fill(~largest.isfinite(), 1.0).clamp(min=1.0)
     return bound if before is None else torch.maximum(before, bound)

@@ -1,4 +1,4 @@
-"""`ids_logit` alone: some logits of each row and their pull, without a softmax and without the full GEMM.
+"""Calls whose only fact is `ids_logit`: some logits of each row and their gradient, without softmax or full GEMM.
 
 Dimension key:  R rows that count   K ids per row
 """
@@ -28,7 +28,7 @@ def ids_facts(
     temperatures: list[Temperature],
     said: Tensor | None,
 ) -> dict[Fact, Tensor]:
-    """`ids_logit` alone: some logits of each row, without a softmax and without the full GEMM."""
+    """The facts `ids_logit`: some logits of each row, without a softmax and without the full GEMM."""
     head = open_source(source)
     facts: dict[Fact, Tensor] = {}
     for name, guide in guides.items():
@@ -39,8 +39,8 @@ def ids_facts(
         if source.softcap is not None:
             z_RK = (z_RK / source.softcap).tanh() * source.softcap
         z_RK = max_over(z_RK.masked_fill(~here_RK, -math.inf), source.shard, said, rows.total)
-        said = None  # once is enough
-        z_RK = z_RK if rows.valid is None else z_RK.masked_fill(~rows.valid[:, None], 0.0)  # rows that are ignored
+        said = None  # ranks exchange the note once
+        z_RK = z_RK if rows.valid is None else z_RK.masked_fill(~rows.valid[:, None], 0.0)  # ignored rows
         for T, key in zip(temperatures, want.temperatures, strict=True):
             if want.at(key, "ids_logit", name):
                 facts[Fact("ids_logit", key, name)] = z_RK / (T[:, None] if isinstance(T, Tensor) else T)
@@ -55,7 +55,7 @@ def ids_pull(
     grads: Mapping[Fact, Tensor],
     temperatures: Mapping[float | None, Temperature],
 ) -> None:
-    """The pull of `ids_logit` alone: on the ids, and nowhere else."""
+    """Write the gradient of `ids_logit`: at the ids, and nowhere else."""
     source, columns, totals = head.source, [], []
     for name, guide in guides.items():
         assert isinstance(guide, SparseTeacherRows)

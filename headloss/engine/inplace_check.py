@@ -1,4 +1,4 @@
-"""`hl.Logits(inplace=True)`: nothing else that the call reads lies where the gradient is written."""
+"""A check for `hl.Logits(inplace=True)`: nothing else that the call reads may share memory with the logits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from headloss.sources import Logits
 
 
 def check_inplace(arguments: CallArguments) -> None:
-    """Refuse a view of logits that are overwritten while the call still reads it."""
+    """Raise if another argument is a view of logits that the gradient overwrites while the call still reads it."""
     source, targets, segments, _, options, inputs, support = arguments
     if not isinstance(source, Logits) or not source.inplace:
         return
@@ -28,20 +28,20 @@ def check_inplace(arguments: CallArguments) -> None:
 
 
 def _meet(x: Tensor, y: Tensor) -> bool:
-    """Whether two tensors share bytes; the elements of x share none among themselves."""
+    """Whether two tensors share bytes, given that no two elements of x do."""
     if not x.numel() or not y.numel() or x.untyped_storage()._cdata != y.untyped_storage()._cdata:
         return False
     (start_N, size), (start_M, other) = _runs(x), _runs(y)
     start_N = start_N.sort().values
-    before_M = torch.searchsorted(start_N, start_M + other) - 1  # of x, the last run that begins before this one ends
+    before_M = torch.searchsorted(start_N, start_M + other) - 1  # x's last run that begins before this one ends
     return bool(((before_M >= 0) & (start_N[before_M.clamp(min=0)] + size > start_M)).any())
 
 
 def _runs(x: Tensor) -> tuple[Tensor, int]:
-    """Where each row begins in the storage, and over how many bytes it reaches."""
+    """Where each row begins in the storage, and how many bytes it spans."""
     *leading, columns = x.shape or (1,)
     *strides, step = x.stride() or (1,)
-    if step != 1:  # each element by itself, where its neighbours are another tensor's
+    if step != 1:  # one run per element: its neighbours may be another tensor's
         leading, strides, columns = [*leading, columns], [*strides, step], 1
     start = torch.tensor([x.storage_offset()], device="cpu")
     for size, stride in zip(leading, strides, strict=True):

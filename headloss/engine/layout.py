@@ -1,13 +1,14 @@
-"""How an input is laid out: one value per row, one per segment, or whole.
+"""Decide how each input of a call is laid out: one value per row, one per segment, or whole.
 
 Dimension key:  N rows   V vocabulary   S segments   P pairs
 
-The shape says it where only one reading fits: the targets' shape is one value per row, (S,) one per segment, (V,), (P,)
-and an integer table are whole.  Where several fit, nothing is guessed.  The functions may say it,
+The shape decides if only one layout fits: the targets' shape means one value per row, (S,) one per segment, and (V,),
+(P,) or an integer table are whole.  If several fit, we do not guess.  A function may declare it,
 
     kto.per_segment = ("desirable", "kl")     all its other inputs of the targets' shape then have one value per row
 
-or the caller, with `PerRow`, `PerSegment` or `Whole` around the input; otherwise the call raises and names what fits.
+or the caller may, with `PerRow`, `PerSegment` or `Whole` around the input; otherwise the call raises and names what
+fits.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from headloss.trace.trace import Shape
 
 
 class Laid:
-    """An input and what it is.  Immutable, and like `Inputs` opaque to wrappers that cast loose tensors."""
+    """An input marked with its layout.  Immutable, and like `Inputs` opaque to wrappers that cast loose tensors."""
 
     __slots__ = ("value",)
     value: Tensor
@@ -47,7 +48,7 @@ class Laid:
         return type(self), (self.value,)
 
     def to(self, *args: Any, **kwargs: Any) -> Laid:
-        """The same with the tensor elsewhere, as `Tensor.to`."""
+        """The same input with `Tensor.to` applied to its tensor."""
         return type(self)(self.value.to(*args, **kwargs))
 
     def __repr__(self) -> str:
@@ -75,7 +76,7 @@ class PerSegment(Laid):
 
 
 class Whole(Laid):
-    """An input that belongs to no row: a table, say, which the functions are given as it is.
+    """An input that belongs to no row, such as a table; functions get it unchanged.
 
     >>> objective(source, targets, class_weight=hl.Whole(class_weight))
     """
@@ -88,17 +89,17 @@ LAID: Mapping[str, type[Laid]] = {x.kind: x for x in (PerRow, PerSegment, Whole)
 
 
 class Reading(NamedTuple):
-    """What the functions of an objective say about one of its inputs."""
+    """What the functions of an objective declare about one of its inputs."""
 
-    row: tuple[str, ...] = ()  # functions that say it has one value per row
-    segment: tuple[str, ...] = ()  # and per segment
-    likely: str | None = None  # what fits the values that it weighs, as a row weight
-    segments: tuple[str, ...] = ()  # functions that take it, take segments too, and say nothing
-    pairs: bool = False  # whether one takes pairs
+    row: tuple[str, ...] = ()  # functions that declare one value per row
+    segment: tuple[str, ...] = ()  # functions that declare one value per segment
+    likely: str | None = None  # for a row weight: the layout of the values that it weighs
+    segments: tuple[str, ...] = ()  # functions that take it and segments, and declare nothing
+    pairs: bool = False  # whether a function that takes it takes pairs
 
 
 def readings(terms: Mapping[str, Term], metrics: Iterable[tuple[str, Call]]) -> dict[str, Reading]:
-    """Of every input that these terms and metrics take."""
+    """The `Reading` of every input that these terms and metrics take."""
     found: dict[str, Reading] = {}
 
     def unsaid(old: Reading, s: Signature) -> Reading:
@@ -146,7 +147,7 @@ def fits(
         return ("whole",)
     row = shape[: len(leading)] == leading
     if row and len(leading) > 1 and said is None:
-        return ("row",)  # (B, T, ...): nothing else has two sizes in common with the rows
+        return ("row",)  # (B, T, ...): nothing else shares two sizes with the rows
     ways = ["row"] if row else []
     if num_segments is not None and shape[0] == num_segments:
         ways.append("segment")
@@ -166,9 +167,9 @@ _SAID = {
 
 
 def choose(name: str, ways: tuple[str, ...], said: str | None, reading: Reading, segmented: bool, shape: str) -> str:
-    """What an input is, of all that it can be; an error where nothing and nobody says it.
+    """Choose an input's layout among those that fit; raise if neither shape, function nor caller decides it.
 
-    `said` is the caller's word, `shape` how the error calls the input's shape.
+    `said`: the layout that the caller declared.  `shape`: the input's shape in words, for an error.
     """
     if ways == ("scalar",):
         if said in ("row", "segment"):
@@ -199,7 +200,7 @@ def choose(name: str, ways: tuple[str, ...], said: str | None, reading: Reading,
 
 
 def _only(name: str, ways: tuple[str, ...], reading: Reading, shape: str) -> str:
-    """The one reading that is left of those that fit the shape."""
+    """The one layout left of those that fit the shape; raise if there are more."""
     possible = {"segment": bool(reading.segments), "pair": reading.pairs}
     left = tuple(way for way in ways if possible.get(way, True)) or ways
     if len(left) > 1:
@@ -212,7 +213,8 @@ def _only(name: str, ways: tuple[str, ...], reading: Reading, shape: str) -> str
 
 
 def _check_said(name: str, leading: tuple[int, ...], reading: Reading) -> None:
-    """Where ranks share segments, a shape may fit one reading on this rank and two on another, and one would wait."""
+    """If ranks share segments, raise unless the layout is declared: a shape could fit one layout on this rank and two
+    on another, which would raise alone while this one waits."""
     if reading.segments and not (reading.row or reading.segment or reading.likely or len(leading) > 1):
         fn = reading.segments[0]
         raise ValueError(
@@ -250,7 +252,7 @@ def layout(
     reading: Reading,
     device: torch.device,
 ) -> tuple[Tensor, Shape]:
-    """An input as a tensor, and how it is laid out; an error if it fits nothing, or several things."""
+    """An input as a tensor, and how it is laid out; raise if no layout fits, or several do."""
     said = None
     if isinstance(x, Laid):
         said, x = x.kind, x.value
@@ -258,7 +260,7 @@ def layout(
         dtype = torch.float64 if isinstance(x, float) and device.type != "mps" else None
         if isinstance(x, int) and abs(x) >= 1 << 63:
             raise ValueError(f"{name}: {x} does not fit 64 bits; give it as a float")
-        x = torch.full((), x, dtype=dtype, device=device)  # there, because clamp takes no scalar from the host
+        x = torch.full((), x, dtype=dtype, device=device)  # not on the host: clamp takes no scalar from there
     if not isinstance(x, Tensor):
         raise TypeError(f"{name}: wanted a tensor or a number, got {type(x).__name__}")
     if getattr(type(x).__torch_function__, "__func__", _DISABLED) not in (_DISABLED, _TORCHS):
@@ -296,7 +298,7 @@ _TORCHS = Tensor.__torch_function__.__func__  # type: ignore[attr-defined]
 
 
 def unfit(name: str, shape: tuple[int, ...], leading: tuple[int, ...], num_segments: int | None) -> str:
-    """What to say of an input whose shape fits nothing."""
+    """The error for an input whose shape fits nothing."""
     per_segment = f", ({num_segments},) for one per segment" if num_segments is not None else ""
     lines = len(leading) == 2 and shape in (leading[:1], (leading[0], 1))
     spread = f"; {name}.view(-1, 1).expand{leading} gives each row its line's value" if lines else ""

@@ -1,4 +1,4 @@
-"""Logits that exist, on a backend that keeps something of a first sweep for the second: both in the forward pass.
+"""Gradients of `Logits` made in the forward pass, on a backend that keeps part of the first sweep for the second.
 
 Dimension key:  R rows that count   V vocabulary
 """
@@ -25,8 +25,8 @@ from headloss.sources import Logits, Source
 def makes_grad_in_forward(plan: Plan, source: Source) -> bool:
     """Whether the gradient of these logits is made in the forward pass.
 
-    Not of float16, whose gradient must be written at the caller's scale; nor of bfloat16 in place, since a gradient
-    that would be rounded twice is made again from the logits.
+    Not for float16, whose gradient must be written at the caller's scale; nor for bfloat16 in place, since a gradient
+    that would be rounded twice is made again from the logits, which must still be there.
     """
     if type(source) is not Logits or source.shard is not None or plan.want.only_ids or plan.kept:
         return False
@@ -36,7 +36,7 @@ def makes_grad_in_forward(plan: Plan, source: Source) -> bool:
 
 
 def logits_chunks(plan: Plan, source: Source, rows: Rows, guides: Mapping[str, TeacherRows]) -> list[Chunk] | None:
-    """Runs of rows for which there is a buffer, where one is needed; None: all rows at once, or in two passes."""
+    """Runs of rows that fit into a buffer, if one is needed; None: all rows at once, or in two passes."""
     made, short = most_rows(guides) if guides else None, source.fact_dtype != source.tensors[0].dtype
     if plan.kind != "row" or not (rows.keep is not None or short or made is not None):
         return None
@@ -54,7 +54,7 @@ def reads_all_rows(source: Source, rows: Rows, guides: Mapping[str, TeacherRows]
 def visit_all(
     sweep: Sweep, settle: Callable[[Mapping[Fact, Tensor]], tuple[Tensor, Cotangents]], needs: tuple[bool, ...]
 ) -> tuple[Tensor, dict[Fact, Tensor], Softmax, Mapping[Fact, Tensor], Mapping[str, Tensor], Grads]:
-    """Facts of all rows, the loss, and the gradient."""
+    """Facts of all rows, the loss and the gradient, in one visit."""
     head: Any = sweep.open_head(needs, ())
     facts, softmax, block = sweep.read_all(head)
     value, (by_fact, by_input) = settle(facts)

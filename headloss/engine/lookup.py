@@ -1,7 +1,7 @@
-"""From a call's arguments to its plan: by its form if a call of that form was made before, else newly made.
+"""Find the plan of a call in the cache, or make a new one.
 
-Two calls are of one form if everything is equal that planning reads: all but sizes and values.  The form is found in
-two steps, because what the functions of a call read can only be asked once it is known which functions those are.
+Two calls share a plan if everything except sizes and values is equal; we say that they have the same form.  The lookup
+takes two steps, because we must know which functions a call runs before we can compare what those functions read.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ _MOST = 64  # forms of an objective: more would mean that something changes with
 
 
 class Form(NamedTuple):
-    """What calls of one form have in common, and their plans by what their functions read."""
+    """What calls of one form share, and their plans, keyed by what their functions read."""
 
     calls: Calls
-    foreign: tuple[Watched, ...]  # whose functions may read something else in every call
-    own: tuple[Any, ...]  # functions of ours, where only the defaults of options can change
-    plans: dict[Any, tuple[Plan, Any]]  # with those defaults, so that nothing else takes on their identity
+    foreign: tuple[Watched, ...]  # those with users' functions, which may read something else in every call
+    own: tuple[Any, ...]  # functions of ours, of which only the defaults of options can change
+    plans: dict[Any, tuple[Plan, Any]]  # with those defaults, kept alive so that no id is reused
 
     def read(self) -> tuple[tuple[Any, ...], Any]:
-        """What its functions read now, and the defaults behind that."""
+        """A key of what its functions read now, and the defaults of options that the key stands for."""
         held = [x for fn in self.own for x in (fn.__kwdefaults__ or {}).values()] if self.own else ()
         read: tuple[Any, ...] = tuple(map(id, held))
         if self.foreign:
@@ -60,13 +60,13 @@ class FoundPlan(NamedTuple):
 
 
 class Plans:
-    """The plans of an objective, and what its calls need not find out again."""
+    """The plans of an objective, and facts about it that calls need again and again."""
 
     def __init__(self, terms: Terms) -> None:
         self.forms: dict[Any, Form] = {}
         self.fast_paths: dict[Any, tuple[Form, dict[Any, Any]]] = {}  # see `fast_path.py`
         self.readings = dict.fromkeys(CLASSES.values(), Reading()) | readings(terms.terms, terms.metrics)
-        # inputs of which some function says that they have one value per row
+        # inputs that some function declares to have one value per row
         self.per_row = frozenset(n for n, said in self.readings.items() if said.row and not said.segment)
         self.weights = {name: term.weight for name, term in terms.terms.items()}
         self.off = switched_off(self.weights)
@@ -143,7 +143,7 @@ def find(terms: Terms, arguments: CallArguments) -> FoundPlan:
 
 
 def _routes(teachers: Mapping[str, Any], plans: Plans) -> dict[str, Any]:
-    """Of routed teachers, the row weight of terms that look at one: 0 where a row has none."""
+    """A row weight for each routed teacher, for terms that use it: 0 in rows that have none."""
     found = {routes_of(n): PerRow(x.route >= 0) for n, x in teachers.items() if isinstance(x, Routed)}
     for name in found:
         plans.readings.setdefault(name, Reading(row=(name,)))
@@ -154,13 +154,13 @@ def form_of(
     terms: Terms,
     plans: Plans,
     source: Source,
-    without: tuple[bool, ...],  # targets, and a support
+    without: tuple[bool, ...],  # whether there are no targets, and no support
     segments: Segments | None,
     teachers: Mapping[str, Teacher],
     inputs: Mapping[str, Any],
     off: tuple[str, ...],
 ) -> tuple[Any, dict[str, Tensor]]:
-    """The key of a call, and its inputs as tensors."""
+    """The key of a call's form, and its inputs as tensors."""
     logits = type(source) is Logits
     x = source.logits if logits else source.hidden  # type: ignore[union-attr]
     device = x.device
@@ -185,7 +185,7 @@ def form_of(
     if not inputs:
         return tuple(key), given
     grad, leading = torch.is_grad_enabled(), x.shape[:-1]
-    # Where the rows are told apart by their number alone, a function or the caller has to say what an input is.
+    # If an input could be per row only by its number of values, a function or the caller has to declare its layout.
     unambiguous = len(leading) > 1 or not (
         leading[0] == source.vocab
         or (segments is not None and (leading[0] == segments.num_segments or segments.group is not None))
@@ -223,7 +223,7 @@ def _laid(
         reading, pairs = plans.readings[name], count_pairs(inputs)
         return layout(name, value, source.leading, segments, source.vocab, pairs, reading, source.device)
     except (TypeError, ValueError):
-        choose_calls(terms, off, teachers, inputs, source, segments)  # which says what is missing altogether
+        choose_calls(terms, off, teachers, inputs, source, segments)  # raises first if something is missing altogether
         raise
 
 

@@ -1,4 +1,4 @@
-"""An objective bound to one call: inputs laid out by row and segment, weights made, losses evaluated.
+"""`TermsOnRows`: the terms of an objective on the rows of one call, with their inputs, weights, values and gradients.
 
 Dimension key:  R rows that count   S segments   P pairs
 
@@ -34,10 +34,10 @@ from headloss.trace.trace import Shape, run_cotangents
 
 
 class TermsOnRows:
-    """The terms and metrics of one call.  `chunk` gives cotangents inside a visit, `whole` everything on all rows."""
+    """The terms and metrics of one call: `chunk` makes cotangents during a visit, `whole` all results on all rows."""
 
     normaliser: Tensor | None = None
-    visited: Any = None  # what a launch left, for the facts
+    visited: Any = None  # the result of a launch, which holds the facts
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class TermsOnRows:
         self.num_items, self.num_segments, weights, self.grad_scale, _ = options
         self.weights = {name: weights.get(name, x) for name, x in plan.weights.items()} if weights else plan.weights
         self.device, self.shapes, self.taken = source.device, plan.shapes, taken
-        if taken:  # already of the rows that count
+        if taken:  # these have only the rows that count
             self.shapes = {**self.shapes, **{n: Shape("row", x.dtype, tuple(x.shape[1:])) for n, x in taken.items()}}
         self.terms, self.dtype, self.wants_grad = plan.terms, plan.dtype, plan.wants_grad
         self.values: dict[str, Tensor] = {}
@@ -61,13 +61,13 @@ class TermsOnRows:
         self.narrow = source.narrow or (plan.is_fp16 and plan.program is not None and not plan.waits)
         self.watched = torch.is_grad_enabled()
         if rows.segments is not None and rows.segments.group is not None:
-            for t in self.terms:  # now, at the same place on all ranks: one without rows has no chunks
+            for t in self.terms:  # a collective: now, on all ranks alike, since a rank without rows has no chunks
                 if t.sums_weights and t.trace.value == "row":
                     self._weights(t, "row", rows.count, self._env({}, None))
 
     @functools.cached_property
     def denominators(self) -> dict[str, Tensor]:
-        """Of weighted means that were asked for; see `denominator`."""
+        """The denominators of weighted means that were made so far; see `denominator`."""
         return {}
 
     @functools.cached_property
@@ -75,20 +75,20 @@ class TermsOnRows:
         return {}
 
     def weighed(self, term: Planned, env: Env) -> Weighed:
-        """The row weight of a weighted mean, of all rows: made once, because a function may draw random numbers."""
+        """The row weight of a weighted mean on all rows, made once because a function may draw random numbers."""
         if term.name not in self._weighed:
             self._weighed[term.name] = term.call.weigh(env)
         return self._weighed[term.name]
 
     @functools.cached_property
     def inputs(self) -> dict[str, Tensor]:
-        """Every input, of the rows that count."""
+        """Every input, on the rows that count."""
         own = {n: x.clone() if x.is_inference() else x.detach() for n, x in self.given.items()}  # for autograd
         own = {n: self.rows.take(x) if self.shapes[n].kind == "row" else x for n, x in own.items()}
         return {**own, **self.taken}
 
     def raw_inputs(self, part: slice) -> dict[str, Tensor]:
-        """Inputs of rows and scalars, for a kernel that passes over ignored rows by itself."""
+        """Per-row inputs and scalars, for a kernel that skips ignored rows itself."""
         if self.rows.keep is not None:
             return {n: part_of(x, part) if self.shapes[n].kind == "row" else x for n, x in self.inputs.items()}
         found: dict[str, Tensor] = {}
@@ -105,12 +105,12 @@ class TermsOnRows:
 
     @functools.cached_property
     def filler(self) -> Tensor:
-        """What stands for a fact that no term reads: should one read it after all, the loss is NaN and not wrong."""
+        """Stands in for a fact that no term reads: if one reads it after all, the loss is NaN rather than wrong."""
         return torch.full((self.rows.count,), math.nan, dtype=self.dtype, device=self.device)
 
     @functools.cached_property
     def seeds(self) -> list[Tensor]:
-        """Of each term, the weight of each of its values in the gradient, before the normaliser."""
+        """For each term, the weight of its values in the gradient, without the normaliser."""
         seeds = [self._seed(t, t.trace.value or "row", self.rows.count) for t in self.terms]
         sizes = [s.abs().amax() for s in seeds if s.numel()] if self.narrow else []
         if sizes:
@@ -197,7 +197,7 @@ class TermsOnRows:
         return grad if grad is None or self.shapes[name].kind != "row" else self.rows.put(grad)
 
     def tensors(self) -> list[tuple[str, Tensor]]:
-        """Every tensor of the caller's that the loss was made of, by the name of its argument."""
+        """Every tensor of the caller's that went into the loss, by the name of its argument."""
         found = [*self.given.items()] if self.given else []
         if self.segments is not None:
             found.append(("segments", self.segments.ids))
@@ -256,7 +256,7 @@ class TermsOnRows:
     def denominator(
         self, term: Planned, kind: str = "row", length: int | None = None, env: Env | None = None
     ) -> Tensor:
-        """The sum of a weighted mean's weights, on all ranks where segments lie on several; made once."""
+        """The sum of a weighted mean's weights, over ranks if these share segments; made once."""
         if term.name not in self.denominators:
             length, env = self.rows.count if length is None else length, env or self._env({}, None)
             with torch.no_grad():
@@ -274,9 +274,9 @@ class TermsOnRows:
         return self.denominators[term.name]
 
     def _kind(self, call: Call, value: Any, signatures: Sequence[Signature]) -> str:
-        """What values belong to that no trace has seen: "row", "segment" or "other".
+        """What the values of an untraced function belong to: "row", "segment" or "other".
 
-        `signatures`: of the functions that made them; those of row weights say nothing of a loss's.
+        `signatures`: those of the functions that made the values; a row weight's tell nothing about a loss's values.
         """
         if not isinstance(value, Tensor) or value.ndim != 1:
             return "other"
@@ -301,7 +301,7 @@ class TermsOnRows:
         )
 
     def _measure(self, values: Mapping[str, Any], kinds: Mapping[str, str]) -> None:
-        """Metrics by name, in that order; those that belong to the same things are reduced together."""
+        """Set the metrics, in the order of `values`; those of the same kind and length are reduced together."""
         numbers = {name for name, x in values.items() if not isinstance(x, Tensor)}
         batches: dict[tuple[str, int], dict[str, Tensor]] = {}
         for name, x in values.items():
@@ -335,7 +335,7 @@ class TermsOnRows:
 
 
 class _Filled(Mapping[Fact, Tensor]):
-    """Facts, with NaN for those that a trace showed no term reads."""
+    """Facts, with NaN for those that no term reads according to its trace."""
 
     def __init__(self, facts: Mapping[Fact, Tensor], filler: Tensor) -> None:
         self.facts, self.filler = facts, filler

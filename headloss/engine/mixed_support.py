@@ -1,4 +1,4 @@
-"""A call with a support in which some terms keep the whole vocabulary: two calls on one source, and one record."""
+"""Calls with `support=` in which some terms use the whole vocabulary: two calls on a source, merged into one record."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from headloss.terms import Terms
 
 
 def calls_of(terms: Terms, arguments: CallArguments) -> Iterator[tuple[Terms, CallArguments]]:
-    """The call on kept columns with all metrics, and if any of its terms is on, the one on the whole vocabulary."""
+    """The call on kept columns, with all metrics, and the one on the whole vocabulary if any of its terms is on."""
     options, weights = arguments.options, call_weights(terms, arguments.options.weights or {})
     off = switched_off(weights)
     kept = {**weights, **dict.fromkeys(terms.on_all, 0.0)}
@@ -43,10 +43,10 @@ def calls_of(terms: Terms, arguments: CallArguments) -> Iterator[tuple[Terms, Ca
 
 
 def weight_grad_of(outputs: list[Output]) -> Tensor | None:
-    """The weight's gradient that the call on the whole vocabulary has made and no backward has scaled yet.
+    """The weight's gradient that the call on the whole vocabulary has made, and no backward has scaled yet.
 
-    Both losses are pulled on as one, by their sum, so that of the kept columns can be added to it: no second gradient
-    of the weight's size is made, and none is added by autograd.
+    A backward starts from the sum of both losses, so the call on kept columns can add its gradient to this one: there
+    is no second gradient of the weight's size, and none that autograd would add.
     """
     node = outputs[0].loss.grad_fn if outputs else None
     made = getattr(node, "grads", None)
@@ -57,7 +57,7 @@ def weight_grad_of(outputs: list[Output]) -> Tensor | None:
 
 
 def merged(terms: Terms, kept: Output, whole: Output | None = None) -> Output:
-    """One record: facts and metrics of the kept columns, the terms and their metrics of both."""
+    """Both records as one: facts and metrics of the kept columns, terms and their metrics of both."""
     if whole is None:
         return kept
     values = {name: (whole if name in terms.on_all else kept).terms[name] for name in terms.names}

@@ -1,4 +1,4 @@
-"""Nested tuples of tensors, what a sweep found of some rows: cut and joined along the rows."""
+"""Cut and join nested tuples of tensors, such as the partials of a sweep, along the rows."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import Tensor
 
 
 def cut(x: Any, part: slice) -> Any:
-    """Rows `part` of every tensor in a nest of tuples."""
+    """Rows `part` of every tensor in nested tuples."""
     return x[part] if isinstance(x, Tensor) else _rebuild(x, [cut(y, part) for y in x]) if isinstance(x, tuple) else x
 
 
 def join(*xs: Any) -> Any:
-    """Nests of tuples of the same shape, their tensors concatenated."""
+    """Nested tuples of the same structure with their tensors concatenated."""
     if len(xs) == 1:
         return xs[0]
     if isinstance(xs[0], Tensor):

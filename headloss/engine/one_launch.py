@@ -2,8 +2,8 @@
 
 Dimension key:  R rows that count   C rows of a chunk   T terms
 
-The kernel reads a row, finds its facts, runs the program on them and writes the row's gradient.  It leaves the facts,
-each term's weighted value and each metric of every row; sums over rows are all that is left to do.
+The kernel reads a row, finds its facts, runs the program on them and writes the row's gradient.  It returns the facts,
+each term's weighted value and each metric of every row, so that only sums over rows remain to be done.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from headloss.reductions import lengths, shared_weight
 
 
 class Launched:
-    """What a visit in one launch leaves behind: a `run.Result` whose parts are cut out when something asks."""
+    """The result of a visit in one launch: like `run.Result`, but each part is made only when something asks for it."""
 
     __slots__ = ("grads", "loss", "normaliser", "visited")
 
@@ -40,7 +40,7 @@ class Launched:
         return self.visited.facts
 
     def blocks(self, want: Want) -> Sequence[Tensor]:
-        """Tensors that hold the facts, for autograd; each fact is cut out of them when something asks for it."""
+        """The few tensors that hold all facts, for autograd; each fact is cut out when something asks for it."""
         return [x.detach() for x in self.visited.blocks]
 
     def pulled(self, want: Want, cotangents: Sequence[Tensor | None]) -> dict[Fact, Tensor]:
@@ -67,7 +67,7 @@ class Launched:
 
 
 def launch(sweep: Sweep, loss: TermsOnRows, needs: tuple[bool, ...]) -> Launched:
-    """Visit every chunk: the loss, the facts, the softmax, and the gradients if any are wanted."""
+    """Visit every chunk: the loss, the facts, the softmax, and the gradients if any are needed."""
     weighed = Weighed(loss, sweep.backend)
     chunks, times = loss.chunks, loss.plan.times
     assert chunks
@@ -89,13 +89,13 @@ def read_facts(sweep: Sweep) -> Launched:
 
 
 class Weighed:
-    """The terms of a call with the weights of their rows, as the program takes them: numbers wherever rows agree."""
+    """The terms of a call with the weights of their rows, as a program takes them: one number if all rows agree."""
 
     normaliser: Tensor | None = None
-    bases: dict[str, float | Tensor]  # of each term, the weight of a row, or of each
+    bases: dict[str, float | Tensor]  # for each term, one weight for all rows, or one per row
 
     def __init__(self, loss: TermsOnRows, backend: ModuleType, by_segment: bool = False, grad: bool = True) -> None:
-        """`grad`: whether the program leaves a gradient."""
+        """`grad`: whether the program writes a gradient."""
         self.loss, self.backend, self.by_segment = loss, backend, by_segment
         scale, weights, by_token = loss.grad_scale, loss.weights, loss.plan.by_token
         if by_token is None:
@@ -127,10 +127,10 @@ class Weighed:
         return shared if self.by_segment or not by_length(term) else shared / lengths(loss.rows, loss.dtype)
 
     def _normalise(self) -> None:
-        """Write a gradient of order 1, because fp16 cannot hold 1 / number of tokens."""
+        """Rescale so that the gradient is of order 1, because fp16 cannot hold 1 / number of tokens."""
         dtype, device, valid = self.loss.dtype, self.loss.device, self.loss.rows.valid
         weights = [_tensor(self.bases[name] * factor, dtype, device).abs() for name, factor in self.factors.items()]
-        if valid is not None:  # an ignored row has no segment, whose length is taken for 1
+        if valid is not None:  # an ignored row has no segment, so its length is taken as 1
             weights = [x.masked_fill(~valid, 0) if x.ndim else x for x in weights]
         largest = torch.stack([x.amax() for x in weights]).amax()
         self.normaliser = largest.masked_fill(largest == 0, 1.0)
@@ -146,7 +146,7 @@ class Weighed:
     def report(self, visited: Any) -> Tensor:
         """Sum over the rows: the terms' values, and the loss; metrics are summed when they are read."""
         loss = self.loss
-        if visited.plan.program.metrics:  # which rows count is noted now: the targets may be written to
+        if visited.plan.program.metrics:  # note now which rows count: the targets may be written to later
             found = measured(visited, loss.rows.valid)
             loss.metrics = {**loss.metrics, **found} if loss.metrics else found
         if self.by_segment:
@@ -160,7 +160,7 @@ class Weighed:
 
 
 def with_segments(metrics: dict[str, Metric], settled: Any, terms: Sequence[Planned]) -> dict[str, Metric]:
-    """Metrics of segments too, all in the order of the terms."""
+    """The metrics together with those per segment, in the order of the terms."""
     names = settled.program.segment_metrics
     if not names:
         return metrics
@@ -173,7 +173,7 @@ def with_segments(metrics: dict[str, Metric], settled: Any, terms: Sequence[Plan
 
 
 def later_values(weights: Mapping[str, object], sums: Tensor) -> dict[str, Tensor]:
-    """The values of terms, cut when one is read."""
+    """The terms' values, taken apart when one is first read."""
     return LazyDict(weights, lambda: dict(zip(weights, sums.unbind())))
 
 
@@ -182,13 +182,13 @@ def measured(visited: Any, valid: Tensor | None) -> dict[str, Metric]:
     names = visited.plan.program.metrics
     metrics = LazyDict(_unread(names), lambda: measure_later(names, lambda: visited.metric_values, valid, "token"))
     if is_capturing():
-        next(iter(metrics.values())).parts  # a graph that is replayed makes them anew  # noqa: B018
+        next(iter(metrics.values())).parts  # now, so that replays of a CUDA graph make them too  # noqa: B018
     return metrics
 
 
 @functools.lru_cache(256)
 def _unread(names: tuple[str, ...]) -> dict[str, object]:
-    """What stands for metrics that nobody has read yet, masks apart."""
+    """Placeholders for metrics that nobody has read yet, without the masks."""
     return dict.fromkeys([name for name in names if not name.endswith("/")], object())
 
 
@@ -198,7 +198,7 @@ def by_length(term: Planned) -> bool:
 
 
 def _tensor(x: float | Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Made on the device: a CUDA graph cannot hold a copy from the host."""
+    """x as a tensor, made on the device: a CUDA graph cannot hold a copy from the host."""
     return x.to(device, dtype) if isinstance(x, Tensor) else torch.full((), x, dtype=dtype, device=device)
 
 
@@ -219,7 +219,7 @@ def _filled(plain: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(plain)
     def method(self: LazyDict, *args: Any, **kwargs: Any) -> Any:
         if self._make is not None:
-            dict.update(self, self._make())  # first: another thread must not find what stands for the values
+            dict.update(self, self._make())  # first: another thread must not see placeholders
             self._make = None
         return plain(self, *args, **kwargs)
 

@@ -1,7 +1,7 @@
-"""A plan: what will run, decided from names, shapes and traces alone.
+"""`Plan`: what a call will run, decided from names, layouts and traces alone.
 
-Everything that can be wrong about a call without looking at a number is said here, so a plan can be explained on meta
-tensors.  It holds for all calls of its form (`lookup.py`), whatever their sizes and values.
+Errors that show without reading a number are raised here, so a plan can be explained on meta tensors.  It holds for all
+calls of its form (`lookup.py`), whatever their sizes and values.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Plan(NamedTuple):
     """How calls of one form run."""
 
     terms: tuple[Planned, ...]
-    weights: Mapping[str, float | Tensor]  # of the terms that are on, where a call gives no others
+    weights: Mapping[str, float | Tensor]  # of the terms that are on, unless a call gives others
     off: tuple[str, ...]  # terms switched off
     metrics: tuple[tuple[str, Call], ...]
     shapes: Mapping[str, Shape]  # of the inputs
@@ -83,24 +83,24 @@ class Plan(NamedTuple):
     want: Want
     kind: str  # the widest class among the terms
     program: Any  # the terms printed for one launch (`printer.program.Program`), or None
-    reason: str  # why there is none
+    reason: str  # why there is no program
     backend: ModuleType
-    read_because: str  # why the host has to know which rows count before the work is queued; empty: it need not
+    read_because: str  # why the host has to know which rows count before the work is queued; empty if it need not
     needed: str | None  # a term that needs a segment for every row
-    named_teachers: tuple[str, ...]  # that facts, losses or metrics look at
+    named_teachers: tuple[str, ...]  # those that facts, losses or metrics use
     elements: tuple[Any, ...]  # divergences that sweeps run
-    has_gradient: bool  # every term is known to have one, and to lose none
-    by_token: tuple[str, ...] | None  # terms whose rows weigh 1 / tokens, those of the others 1; None: not that simple
+    has_gradient: bool  # every term is known to have a gradient, and to lose no part of it
+    by_token: tuple[str, ...] | None  # terms whose rows weigh 1 / tokens, if all other rows weigh 1; else None
     times: dict[str, float]  # what the first call of this form spent, in seconds
     dtype: torch.dtype  # of facts and values
-    is_fp16: bool  # the source's gradient is made in float16: in a launch of its own, before its scale is known
-    in_parts: Callable[[], Plan] | None = None  # for calls of few rows, which other launches sweep faster
-    kept: bool = False  # each row has a support
-    settles: Any = None  # the terms printed for a launch between the head's own products, where those can be
+    is_fp16: bool  # the gradient of logits is float16; one launch writes it before its scale is known
+    in_parts: Callable[[], Plan] | None = None  # makes the plan for few rows, which separate launches sweep faster
+    kept: bool = False  # the call has a support
+    settles: Any = None  # the terms printed for a launch between the head's own products, if it can make those
 
     @property
     def waits(self) -> bool:
-        """Whether the gradient has to know the scale of the loss: in float16, rows of a long segment weigh little."""
+        """Whether the gradient must wait for the loss's scale: rows of long segments weigh too little for float16."""
         return self.is_fp16 and self.kind == "segment"
 
     def without_program(self, reason: str) -> Plan:
@@ -109,7 +109,7 @@ class Plan(NamedTuple):
 
 
 def suited(plan: Plan, source: Source) -> Plan:
-    """The plan for so many rows: one program per row is slower than rows cut in parts where they are few."""
+    """The plan for this number of rows: if there are few, one program per row is slower than rows cut into parts."""
     if plan.in_parts is None:
         return plan
     if isinstance(source, Linear):
@@ -130,7 +130,7 @@ def make_plan(
     shapes: Mapping[str, Shape],
     kept: bool = False,
 ) -> Plan:
-    """`kept`: each row has a support."""
+    """`kept`: the call has a support."""
     begun = time.perf_counter()
     with report_if_slow():
         traces, want, kind = _trace_terms(objective, calls, source, segments, teachers, shapes, targetless)
@@ -168,13 +168,13 @@ def make_plan(
     if not plan.read_because:
         plan = plan._replace(read_because=_mixing(plan))
     if program is not None and not program.by_segment and not kept and not want.teachers:
-        asked = _to_print(calls, traces, want, {**shapes, **_ids(source, teachers)})  # and no tensor of this call
+        asked = _to_print(calls, traces, want, {**shapes, **_ids(source, teachers)})  # no tensor of this call
         plan = plan._replace(in_parts=functools.cache(functools.partial(_in_parts, plan, asked, _apart(segments))))
     return plan
 
 
 def _in_parts(plan: Plan, asked: tuple[Any, ...], apart: str) -> Plan:
-    """The plan for few rows, settled between two sweeps if they can be; else one program per row has to do."""
+    """The plan for few rows: settle them between two sweeps if possible, otherwise keep one program per row."""
     program, why = (None, apart) if apart else plan.backend.lower(*asked, True)
     if why or _alone(program, plan.kind):
         return plan._replace(in_parts=None)
@@ -182,7 +182,7 @@ def _in_parts(plan: Plan, asked: tuple[Any, ...], apart: str) -> Plan:
 
 
 def _numbered(calls: Calls, want: Want) -> str:
-    """Why losses on kept columns, which a kernel numbers by their place, cannot run inside it."""
+    """Why losses on kept columns cannot run inside a kernel, which knows those by their place; empty if they can."""
     every = [*calls.terms.items(), *calls.metrics]
     if want.argmax or want.total or want.teachers:
         return f"{KEPT}, of which a fact says more than sums do"
@@ -214,7 +214,7 @@ def why_read(
 
 
 def why_read_by_products(plan: Plan, source: Source, segments: Segments | None) -> str:
-    """`Plan.read_because` where a head makes its own products and leaves ignored rows out on the device."""
+    """`Plan.read_because` for a head that makes its own products, and so leaves ignored rows out on the device."""
     rows = torch.Size(source.leading).numel()
     if plan.kind == "segment" and isinstance(source, Linear) and rows > source.chunk_rows():
         return "chunks hold whole segments"
@@ -222,13 +222,13 @@ def why_read_by_products(plan: Plan, source: Source, segments: Segments | None) 
 
 
 def in_order(plan: Plan) -> bool:
-    """Whether a metric may depend on the order of rows: one of the caller's own, which sees all of them."""
+    """Whether a metric may depend on the order of rows: a user's own metric sees all of them."""
     theirs = [t.trace for t in plan.terms if not ours(t.call.fn)]
     return any(not x.value or x.metrics for x in theirs) or any(not ours(call.fn) for _, call in plan.metrics)
 
 
 def _mixing(plan: Plan) -> str:
-    """A metric that is made of all rows at once."""
+    """Names a metric that is computed from all rows at once; empty if there is none."""
     mixing = [f"{t.name}/{name}" for t in plan.terms for name, kind in t.trace.metrics.items() if kind == "other"]
     mixing += [name for name, call in plan.metrics if plan.program is None and not ours(call.fn)]
     return f"metric {mixing[0]!r} may not see ignored rows" if mixing else ""
@@ -251,7 +251,7 @@ def choose_calls(
     source: Source,
     segments: Segments | None,
 ) -> Calls:
-    """What a call will run, once the names of inputs and teachers are known to fit."""
+    """The terms and metrics that a call will run, after a check of the names of its inputs and teachers."""
     temperature = None if isinstance(source.temperature, Tensor) else source.temperature
     calls = {name: term.call(temperature, teachers) for name, term in objective.terms.items()}
     metrics = tuple((name, retarget(call, temperature, teachers)) for name, call in objective.metrics)
@@ -283,7 +283,7 @@ def _trace_terms(
     given: Mapping[str, Shape],
     targetless: bool,
 ) -> tuple[dict[str, Trace], Want, str]:
-    """Each term's trace, the facts wanted, and the widest class."""
+    """Each term's trace, the facts that are needed, and the widest class."""
     ids, (calls, metrics) = _ids(source, teachers), planned
     traces: dict[str, Trace] = {}
     for name, call in calls.items():
@@ -313,7 +313,7 @@ def _is_narrow(teacher: Teacher, source: Source) -> bool:
 
 
 def _ids(source: Source, teachers: Mapping[str, Teacher]) -> dict[str, Shape]:
-    """What sparse teachers bring as inputs."""
+    """The inputs that sparse teachers provide."""
     width = {n: x.ids.shape[-1] for n, x in teachers.items() if isinstance(x, Sparse)}
     width |= {n: Top.named(n).k for n, x in teachers.items() if isinstance(x, Top)}
     return {
@@ -324,12 +324,12 @@ def _ids(source: Source, teachers: Mapping[str, Teacher]) -> dict[str, Shape]:
 
 
 def _apart(segments: Segments | None) -> str:
-    """Why rows or segments cannot be settled in one launch."""
+    """Why rows or segments cannot be settled in one launch; empty if they can."""
     return "segments lie on several ranks" if segments is not None and segments.group is not None else ""
 
 
 def _alone(program: Any, kind: str) -> str:
-    """Why rows that do not meet cannot be settled in runs of any length."""
+    """Why rows that do not meet cannot be settled in runs of any length; empty if they can."""
     kinds = (*program.of_segments, *program.segment_metrics, *(x == "segment" for x in program.input_kinds))
     return "a term has values per segment, though no rows meet" if kind == "row" and any(kinds) else ""
 
@@ -345,9 +345,9 @@ def _print_terms(
     kind: str,
     between: bool = False,
 ) -> tuple[Any, str]:
-    """The terms as one printed program, so that a visit is one launch; or None, and why.
+    """The terms printed as one program, so that a visit is one launch; or None, and why.
 
-    `between` two matrix products or two sweeps, where it settles rows as it does segments.
+    `between`: the program runs between two matrix products or sweeps, and settles rows as it would segments.
     """
     backend = choose(objective.backend, source.device, source.fact_dtype)
     if backend.lower is None:
@@ -368,7 +368,7 @@ def _print_terms(
 def _to_print(
     calls: Calls, traces: Mapping[str, Trace], want: Want, shapes: Mapping[str, Shape]
 ) -> tuple[Any, Want, Mapping[str, Shape], Any]:
-    """What `backend.lower` takes."""
+    """The arguments of `backend.lower`."""
     terms = {name: (call, traces[name]) for name, call in calls.terms.items()}
     return terms, want, shapes, [(name, call) for name, call in calls.metrics if call.fn is not dead_rows]
 
@@ -386,7 +386,7 @@ def plain_source(source: Source) -> Source:
         raise TypeError(f"source: wanted hl.Logits or hl.Linear, got {type(source).__name__}{hint}")
     for x in source.tensors:
         if type(x) is not Tensor and type(x) is not Parameter:
-            tensors = sys.modules.get("torch.distributed.tensor")  # not loaded: there are no DTensors either
+            tensors = sys.modules.get("torch.distributed.tensor")  # if not loaded, there are no DTensors
             if tensors is not None and any(isinstance(x, tensors.DTensor) for x in source.tensors):
                 from headloss.parallel.dtensor import localize
 

@@ -2,11 +2,11 @@
 
 Dimension key:  N rows   R rows that count   C rows of a chunk   V vocabulary   D hidden size
 
-    facts    one product; its tiles leave the sums behind the facts, and no logits exist
+    facts    one product; its tiles yield the sums behind the facts, and no logits exist
     visit    the same product keeps e = exp(s - reference); the gradient is two products of that with row factors
-    pull     as `visit`, from cotangents that come later
+    pull     like `visit`, from cotangents that come later
 
-The backend has the products (`backend.product`); rows that are ignored or have no gradient are left out on the device.
+The backend has the products (`backend.product`); the device leaves out rows that are ignored or have no gradient.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from headloss.parallel.shard import Gathering
 from headloss.record import Grads
 from headloss.sources import Linear, Source
 
-FACTS_BYTES = 56 << 20  # of tile sums and gathered rows at a time, where nothing is kept of the products
+FACTS_BYTES = 56 << 20  # tile sums and gathered rows at a time, if nothing of the products is kept
 
 
 def why_chunked(source: Source, want: Want, backend: ModuleType) -> str:
-    """Why a call's products are made chunk by chunk with cuBLAS; empty: the head makes its own."""
+    """Why a call's products are made chunk by chunk with cuBLAS; empty if the head makes its own."""
     products = backend.product
     if not isinstance(source, Linear) or products is None or not products.able(source.device):
         return "the head's own are for GPUs of compute capability 9.0, with triton 3.6 or later"
@@ -50,10 +50,10 @@ def why_chunked(source: Source, want: Want, backend: ModuleType) -> str:
         return "facts of the logits themselves take a pass of their own"
     if len(want.temperatures) != 1:
         return "facts at several temperatures" if want.temperatures else "no fact is asked for"
-    cast = source.weight.dtype != torch.bfloat16  # by autocast, into memory of its own
+    cast = source.weight.dtype != torch.bfloat16  # autocast makes a copy
     even = source.weight.shape[1] % 8 == 0 if cast or not len(source.weight) else products.fits(source.weight)
     shape, columns = tuple(source.weight.shape), source.columns
-    if source.shard is not None:  # ranks must agree on a path
+    if source.shard is not None:  # all ranks must take the same path
         columns = source.shard.even_width
     if not even or columns < products.TILE.columns:
         return f"the weight, {shape}, has few columns, or rows that are not whole numbers of 16 bytes"
@@ -63,7 +63,7 @@ def why_chunked(source: Source, want: Want, backend: ModuleType) -> str:
 
 
 class ProductHead(LinearHead):
-    """`Linear`, opened: sums come with the first product, and the gradient goes into two more."""
+    """An open `Linear`: the first product also yields the sums, and two more make the gradients."""
 
     def __init__(self, source: Linear, backend: ModuleType) -> None:
         super().__init__(source)
@@ -77,7 +77,7 @@ class ProductHead(LinearHead):
             self.hidden_ND = self.hidden_ND.contiguous()
 
     def sums(self, sweep: Sweep, part: slice, store: bool) -> Any:
-        """What the first product leaves of these rows; `store`: with all that the gradient needs."""
+        """The sums that the first product yields for these rows; `store`: keep what the gradient needs as well."""
         rows, source = sweep.rows, self.source
         hidden_CD = self._hidden(rows.numbers(part))
         targets, ignore = None, rows.valid is not None
@@ -98,7 +98,7 @@ class ProductHead(LinearHead):
         return self.products.read(*given, **how)
 
     def pulled(self, numbers: Any, read: Any, pull: Any) -> None:
-        """The gradient of these rows from their coefficients."""
+        """Make the gradients of these rows from their coefficients."""
         need_hidden, need_weight, _ = self.needs
         into_CD, add, hidden_CD = None, self.dweight_VD is not None, self._hidden(numbers)
         if need_hidden:
@@ -127,12 +127,12 @@ class Pending(NamedTuple):
 
     sweep: ProductSweep
     head: ProductHead
-    numbers: Any  # where the rows stand
+    numbers: Any  # the indices of the rows
     read: Any
     pull: Pull
 
     def finish(self, scale: Tensor | None) -> Grads:
-        """Make them, times a number; where the weight's gradient is added to something, the product adds it."""
+        """Make the gradients, times `scale`; if the weight's is to be added to a tensor, its product does that."""
         sweep, head, pull = self.sweep, self.head, self.pull
         if scale is not None:
             pull = Pull(*(None if x is None else x * scale for x in pull))
@@ -157,23 +157,23 @@ class ProductSweep(Sweep):
         return self._found(self.reads(), self._all) if self.rows.count else super().facts()
 
     def reads(self) -> list[Any]:
-        """What the first product leaves of all rows, some at a time; nothing else of it is kept."""
+        """The sums that the first product yields for all rows, some at a time; nothing else of it is kept."""
         head, want = self._open(), self.want
         fields = 2 + sum(map(bool, (want.sums("X"), want.sums("Q"), want.total, want.argmax)))
         row_bytes = 4 * fields * -(-self.source.columns // self.backend.product.READ.columns)
         row_bytes += 2 * head.hidden_ND.shape[1] if self.rows.valid is not None else 0
         most = max(1, FACTS_BYTES // row_bytes // 128) * 128
         pieces = -(-self.rows.count // most)
-        step = -(-self.rows.count // pieces // 128) * 128  # of one length, or the last wave of programs is long
+        step = -(-self.rows.count // pieces // 128) * 128  # equal lengths, or the last wave of programs is long
         parts = [slice(i, min(i + step, self.rows.count)) for i in range(0, self.rows.count, step)]
         return [head.sums(self, part, store=False).without_hidden() for part in parts]
 
     def sums(self) -> Tensor:
-        """(F, R), of all rows."""
+        """(F, R): the sums of all rows."""
         return self.sums_of(self.reads(), self._all)
 
     def sums_of(self, reads: Sequence[Any], part: slice, number: int = 0) -> Tensor:
-        """(F, C), of the chunk of that number; over a shard, after one collective."""
+        """(F, C): the sums of chunk `number`; over a shard, after one collective."""
         sums, shard = [read.sums for read in reads], self.source.shard
         if shard is not None:
             nodes = sums[0] if len(sums) == 1 else torch.cat(sums, 1)
@@ -186,18 +186,18 @@ class ProductSweep(Sweep):
         return sums[0] if len(sums) == 1 else torch.cat(sums, 1)
 
     def _found(self, reads: Sequence[Any], part: slice, number: int = 0) -> tuple[dict[Fact, Tensor], Softmax]:
-        """Facts and softmax of the chunk of that number; ignored rows have sums of 0, and so facts of 0."""
+        """Facts and softmax of chunk `number`; ignored rows have sums of 0, and so facts of 0."""
         partial = self.backend.product.partial(self.sums_of(reads, part, number), self.want)
         return finish(partial, self.want, self._temperatures(part), self.source.vocab, guarded=True)
 
     @functools.cached_property
     def at_once(self) -> bool:
-        """Whether what all rows leave fits the budget: then no loss needs a product more than three."""
+        """Whether the budget has room for what all rows keep: then no loss needs more than three products."""
         assert isinstance(self.source, Linear)
         return 0 < self.rows.count <= self.source.chunk_rows()
 
     def run_at_once(self, loss: Any, needs: tuple[bool, ...]) -> Any:
-        """Value, facts, softmax, cotangents and gradients of any loss, rows that meet included."""
+        """Value, facts, softmax, cotangents and gradients of any loss, even if its rows meet."""
         everything = self._all
         head = self.open_head(needs, [Chunk(everything)])
         read = head.sums(self, everything, store=True)
@@ -207,9 +207,9 @@ class ProductSweep(Sweep):
         return value, facts, softmax, by_fact, by_input, self.gradients(head, read, pull)
 
     def gradients(self, head: ProductHead, read: Any, pull: Pull) -> Grads | Pending:
-        """Of all rows; later, if they are to be added to something that a backward has to reach first."""
+        """The gradients of all rows; with `weight_grad_into`, left for the backward to make and add."""
         pending = Pending(self, head, self.rows.numbers(slice(0, self.rows.count)), read, pull)
-        # but not over ranks, which sum dX at the same time
+        # not over ranks, which must all sum dX at the same time
         later = head.needs[1] and weight_grad_into_of(self.source) and self.source.shard is None
         return pending if later else pending.finish(None)
 

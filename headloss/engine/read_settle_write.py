@@ -1,12 +1,11 @@
-"""A call that a backend settles in one launch between its two sweeps: one whose rows meet in segments, or whose
-vocabulary lies on several ranks.
+"""Calls whose losses take one launch between two sweeps, since rows meet in segments or ranks share the vocabulary.
 
 Dimension key:  R rows that count   C rows of a chunk   S segments
 
     read     sums over the vocabulary, chunk by chunk
-    settle   what ranks found merged, facts, losses, their sums and the coefficients of the gradient: one launch, a
-             program for each segment or, where rows do not meet, for each run of rows
-    write    the gradient, while the chunk is there; without chunks, in a sweep of its own
+    settle   merge ranks, find facts, losses, their sums and the coefficients of the gradient: one launch, with a
+             program for each segment or, if rows do not meet, for each run of rows
+    write    the gradient, while the chunk's logits exist; without chunks, in a sweep of its own
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ from headloss.parallel.shard import Gathering, sum_pairs
 
 
 def settle_between(sweep: ProductSweep, loss: TermsOnRows, needs: tuple[bool, ...]) -> Launched:
-    """Between the head's own products: all rows at once or, beyond the budget, chunk by chunk.
+    """Settle a call between the head's own products: all rows at once or, beyond the budget, chunk by chunk.
 
-    Without a gradient or without chunks the sums of all rows are settled together, and no gradient is made.
+    Without a gradient or without chunks, the sums of all rows are settled together and no gradient is made.
     """
     everything, program = [Chunk(slice(0, sweep.rows.count))], loss.plan.settles
     chunks = (everything if sweep.at_once else loss.chunks) if True in needs else None
@@ -41,7 +40,7 @@ def settle_between(sweep: ProductSweep, loss: TermsOnRows, needs: tuple[bool, ..
         head, (there,) = sweep.open_head(needs, chunks), program.there
         for i, chunk in enumerate(chunks):
             read = head.sums(sweep, chunk.rows, store=True)
-            if settling is None:  # while the device multiplies
+            if settling is None:  # prepared while the device multiplies
                 settling = _open(sweep, weighed, True, program, chunks)
             rows_FC = settling.settle(sweep.sums_of([read], chunk.rows, i), chunk.rows.start, chunk.segments)
             slots = iter(rows_FC[2:])  # after the maximum and the log_sum
@@ -72,9 +71,9 @@ def facts_between(sweep: ProductSweep) -> Launched:
 
 
 def settle(sweep: Sweep, loss: TermsOnRows, needs: tuple[bool, ...]) -> Launched:
-    """As `one_launch.launch`; without chunks, all rows are settled at once and no gradient is made.
+    """Like `one_launch.launch`, between two sweeps; without chunks, all rows are settled at once, without a gradient.
 
-    Over a shard that is what a call without a gradient does too: its sums travel together.
+    So is a call without a gradient over a shard: its sums then take one collective.
     """
     shard, grad = sweep.source.shard, True in needs and bool(loss.chunks) and not loss.plan.waits
     chunks = loss.chunks if grad or shard is None else None
@@ -123,9 +122,9 @@ def _open(sweep: Sweep, weighed: Weighed, grad: bool, program: Any, chunks: Sequ
 
 
 def _ahead(sweep: Sweep, head: Any, chunks: Sequence[Chunk]) -> Iterator[tuple[Block, Tensor]]:
-    """Each chunk and its sums.  Over a shard, those of all ranks, and the next chunk is made while these travel."""
+    """Each chunk and its sums.  Over a shard, those of all ranks; the next chunk is made while these are gathered."""
     shard = sweep.source.shard
-    if sweep.guides:  # next to a teacher, ranks are merged before
+    if sweep.guides:  # with a teacher, ranks are merged first
         for _, block, partial in sweep._ahead(head, chunks):
             yield block, _packed(sweep, partial, functools.partial(iter, [block]), block.part)
         return
@@ -147,7 +146,7 @@ def _ahead(sweep: Sweep, head: Any, chunks: Sequence[Chunk]) -> Iterator[tuple[B
 
 
 def _packed(sweep: Sweep, partial: Partial, blocks: Callable[[], Iterable[Block]], part: slice) -> Tensor:
-    """The sums of these rows and of their teachers, after the second look that divergences take at their blocks."""
+    """The sums of these rows and of their teachers, with those of divergences, which look at the blocks again."""
     want = sweep.want
     if not want.divergent:
         return sweep.backend.packed(partial, want)
@@ -161,7 +160,7 @@ def _packed(sweep: Sweep, partial: Partial, blocks: Callable[[], Iterable[Block]
 def _visit(
     sweep: Sweep, head: Any, block: Block, settling: Any, sums: Tensor, grad: bool, bound: Tensor | None
 ) -> Tensor | None:
-    """The gradient of a chunk; `bound`: what those before it are divided by, and then this one too."""
+    """Settle a chunk and write its gradient; `bound`: the divisor of the gradients before it, returned updated."""
     part = block.part
     rows_FC = settling.settle(sums, part.start, block.chunk.segments)
     if not grad:
@@ -175,7 +174,7 @@ def _visit(
             last = first + sum(program.there[i])
             rows_FC[first:last] /= bound
             first = last + 1
-        rows_FC[first - 1 :] /= bound  # the teachers'
+        rows_FC[first - 1 :] /= bound  # the teachers' coefficients
     temperatures, targets = sweep._temperatures(part), sweep.marked_targets(part)
     how = {"start": sweep._start, **sweep._transform()}
     if sweep.guides:
@@ -188,7 +187,7 @@ def _visit(
 
 
 def _pull(sweep: Sweep, block: Block, softmax: Any, rows_FC: Tensor, out_CV: Tensor, how: Mapping[str, Any]) -> None:
-    """Write a chunk's gradient, next to a teacher."""
+    """Write a chunk's gradient in a call with a teacher."""
     part, backend, numbers = block.part, sweep.backend, iter(rows_FC[1:])
     pulls = [Pull()] * len(sweep.program.there)
     for i, there in enumerate(sweep.program.there):

@@ -1,4 +1,4 @@
-"""Facts by themselves: the sweep of `hl.row_facts`, and what it may be asked for."""
+"""The sweep of `hl.row_facts`, which finds facts without any loss, and the checks of what it is asked for."""
 
 from __future__ import annotations
 
@@ -80,13 +80,13 @@ def facts_sweep(
     guides = bind_teachers(teachers, chosen.teachers, source, rows, engine)
     program, kind = None, Sweep if chunked else ProductSweep
     if not chosen.teachers and source.shard is None and engine.lower is not None:
-        # the facts of rows that are visited or, between a head's products, settled; and nothing made of them
+        # a program without terms: only facts, in one launch or between a head's own products
         program, _ = engine.lower({}, chosen, {}, (), not chunked)
     return kind(source, rows, chosen, engine, guides, program)
 
 
 def _with_top(teacher: Any, want: Sequence[Any], top: int | None) -> Any:
-    """The teachers, and the likeliest columns of each row."""
+    """The teachers and, as one more, the likeliest columns of each row."""
     if top is None:
         return teacher
     teachers = named_teachers(teacher)

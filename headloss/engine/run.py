@@ -1,7 +1,7 @@
 """The forward and the backward pass of a call, with autograd and without.
 
-One autograd Function serves every grade.  Its outputs are the loss and the facts.  What pulls on the loss uses the
-gradients made in the visit; what pulls on a fact is paid for by another sweep, and only then.
+One autograd Function serves every kind of call.  Its outputs are the loss and the facts.  A gradient through the loss
+uses what the visit made; a gradient through a fact costs another sweep, which runs only then.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from headloss.trace.gradient import check_elements, check_gradient
 
 
 class Result(NamedTuple):
-    """What a forward pass leaves behind."""
+    """The result of a forward pass."""
 
     loss: Tensor
     facts: Mapping[Fact, Tensor]  # (R,)
@@ -42,10 +42,10 @@ class Result(NamedTuple):
     by_fact: Mapping[Fact, Tensor]  # cotangents of the loss
     by_input: Mapping[str, Tensor]
     grads: Grads | Pending | Deferred | None = None  # made in the visit
-    normaliser: Tensor | None = None  # what grads and cotangents from a visit still have to be multiplied with
+    normaliser: Tensor | None = None  # the factor that grads and cotangents from a visit still need
 
     def blocks(self, want: Want) -> Sequence[Tensor]:
-        """Tensors that hold the facts, for autograd: here each its own.  Not views; who asks for one gets a copy."""
+        """The tensors that hold the facts, for autograd: here one per fact, and no views.  Users get copies."""
         return [self.facts[f].data for f in want.facts]
 
     def pulled(self, want: Want, cotangents: Sequence[Tensor | None]) -> dict[Fact, Tensor]:
@@ -53,16 +53,16 @@ class Result(NamedTuple):
         return {f: g for f, g in zip(want.facts, cotangents, strict=True) if g is not None}
 
     def rest(self) -> Result:
-        """What a later pull needs: not the loss, which would keep the graph alive that holds it, nor the gradients.
+        """What a later pull needs: not the gradients, and not the loss's graph, which would keep itself alive.
 
-        Of the facts, those that their own pull reads: the caller has the others, and may write to them.
+        Of the facts, only those whose pull reads their value: the caller has the others, and may write to them.
         """
         facts = {f: x for f, x in self.facts.items() if f.name in VALUED}
         return self._replace(loss=self.loss.detach(), facts=facts, grads=None)
 
 
 def run(sweep: Sweep, loss: TermsOnRows | None, needs: tuple[bool, ...]) -> Any:
-    """The forward pass: facts, loss, and whatever of the gradient can be had in the same visit."""
+    """The forward pass: facts, loss, and those parts of the gradient that the same visit can make."""
     result = _run(sweep, loss, needs)
     for name, call in () if loss is None else loss.plan.metrics:
         if loss is not None and call.fn is dead_rows:
@@ -72,9 +72,9 @@ def run(sweep: Sweep, loss: TermsOnRows | None, needs: tuple[bool, ...]) -> Any:
 
 
 def _dead_rows(name: str, sweep: Sweep, result: Result | Launched, made: bool) -> dict[str, Metric]:
-    """Rows on whose facts nothing pulls; `made`: somebody wants a gradient."""
+    """The metric `dead_rows`: rows whose facts all have a gradient of 0; `made`: whether there is a gradient."""
     rows, device = sweep.rows, sweep.source.device
-    held: Any = result.visited if isinstance(result, Launched) else None  # not the result, which has the gradients
+    held: Any = result.visited if isinstance(result, Launched) else None  # `result` holds the gradients
     by_fact = {} if held or not made else result.by_fact
 
     def values() -> Tensor:
@@ -87,7 +87,7 @@ def _dead_rows(name: str, sweep: Sweep, result: Result | Launched, made: bool) -
     counted = rows.valid if made else torch.zeros(rows.count, dtype=torch.bool, device=device)
     found = measure_later([name], values, counted, "token")
     if is_capturing():
-        found[name].parts  # a graph that is replayed makes them anew  # noqa: B018
+        found[name].parts  # now, so that replays of a CUDA graph make them too  # noqa: B018
     return found
 
 
@@ -143,9 +143,9 @@ def final_grads(sweep: Sweep, result: Result | Launched, needs: tuple[bool, ...]
 
 
 def _rounded_twice(made: Any, scale: Tensor | None) -> bool:
-    """Whether a gradient of logits is so narrow that times this number it would lose digits; it is then made again.
+    """Whether a gradient of logits is narrow and scaling would round it a second time; it is then made again.
 
-    Where the host waits for the number, and where the gradient stands over the logits, it is scaled all the same.
+    It is scaled all the same if the host would have to wait for the number, or if it has overwritten the logits.
     """
     if scale is None or not scale.is_cpu or not isinstance(made, Grads) or made.logits is None:
         return False
@@ -153,7 +153,7 @@ def _rounded_twice(made: Any, scale: Tensor | None) -> bool:
 
 
 def _finished(made: Grads | Pending | Deferred, scale: Tensor | None, sweep: Sweep) -> Grads:
-    """Gradients times a number.  A weight's that waited for it is added to what is there, by its own product."""
+    """Gradients times a number.  A weight's gradient that waited for it is made now and added by its own product."""
     if type(made) is Grads:
         return scale_grads(made, scale, sweep.backend)
     if isinstance(made, Pending):
@@ -165,7 +165,7 @@ def _finished(made: Grads | Pending | Deferred, scale: Tensor | None, sweep: Swe
 
 
 class SweptCall(NamedTuple):
-    """A call as a sweep and a loss."""
+    """A call that runs as a sweep and a loss."""
 
     sweep: Sweep
     loss: TermsOnRows | None
@@ -207,10 +207,10 @@ _NOTHING = (None,) * 64
 
 
 def _pull(ctx: Any, saved: Sequence[Tensor], g_loss: Any, *g_facts: Any) -> tuple[Any, ...]:
-    """Gradients of the source's tensors, and of the inputs that want one; the sweep is opened again if needed."""
+    """Gradients of the source's tensors and of the inputs that require grad; the sweep is opened again if needed."""
     sweep, needs, result, into, overwritten, inputs = ctx.kept
     grads, made = None, ctx.grads
-    if into is not None and needs[1] and not into.asked(ctx):  # what was made has the weight's gradient in it
+    if into is not None and needs[1] and not into.asked(ctx):  # `made` includes the weight's gradient
         made, into, needs = None, None, (needs[0], False, *needs[2:])
     by_input: Sequence[Tensor | None] = (None,) * len(inputs)
     pending = result.pulled(sweep.want, g_facts) if g_facts != _NOTHING[: len(g_facts)] else {}
@@ -232,7 +232,7 @@ def _pull(ctx: Any, saved: Sequence[Tensor], g_loss: Any, *g_facts: Any) -> tupl
         )
     if pending and True in needs:
         whole = sweep.whole(read_again(ctx, saved, len(needs)))
-        facts = {  # where nothing pulls, a value that is infinite must not reach the gradient as 0 * inf
+        facts = {  # where the cotangent is 0, an infinite value must not reach the gradient as 0 * inf
             f: torch.where(pending[f] == 0, 0.0, x) if f in pending else x for f, x in result.facts.items()
         }
         more = _finished(whole.pull(facts, result.softmax, pending, needs), None, whole)
@@ -244,8 +244,8 @@ def _pull(ctx: Any, saved: Sequence[Tensor], g_loss: Any, *g_facts: Any) -> tupl
     return (None, *by_tensor, *by_input)
 
 
-class Head(_SingleLevelFunction):  # `Function` less its care for transforms of torch.func: `refuse_transforms`
-    """(source tensors, inputs that want a gradient) -> (loss, *tensors that hold the facts of the rows that count)."""
+class Head(_SingleLevelFunction):  # `Function` without torch.func support, see `refuse_transforms`
+    """(source tensors, inputs that require grad) -> (loss, *tensors that hold the facts of the rows that count)."""
 
     apply: Any  # autograd's own
 
@@ -266,7 +266,7 @@ class Head(_SingleLevelFunction):  # `Function` less its care for transforms of 
 
 
 def names_of(tensors: Sequence[Any]) -> tuple[str, ...]:
-    """Of the source's tensors, or of what there is for each."""
+    """The names of the source's tensors; any sequence with one item per tensor will do."""
     return ("logits",) if len(tensors) == 1 else ("hidden", "weight", "bias")[: len(tensors)]
 
 
@@ -275,11 +275,11 @@ def _add(x: Tensor | None, y: Tensor | None) -> Tensor | None:
 
 
 def facts_of(rows: Any, want: Want, blocks: Sequence[Tensor], visited: Any = None) -> Facts:
-    """The facts of a call, in the targets' shape, made when something asks for the first; see `Result.blocks`."""
+    """The facts of a call, in the targets' shape, made when one is first read; see `Result.blocks`."""
 
     def make() -> dict[Fact, Tensor]:
         recorded = any(x.requires_grad for x in blocks)
-        with torch.inference_mode(False), torch.set_grad_enabled(recorded):  # wherever they are first asked for
+        with torch.inference_mode(False), torch.set_grad_enabled(recorded):  # whatever the reader's mode is
             found = blocks if visited is None else visited.of(blocks).fact_values
             found = [x.detach() if i in want.constant else x for i, x in enumerate(found)]
             return {f: rows.put(x.clone(), visited is not None) for f, x in zip(want.facts, found, strict=True)}

@@ -1,4 +1,4 @@
-"""A sweep over kept columns: how the source is read, and where it differs from a sweep over whole rows.
+"""Sweeps over kept columns (`support=`): how the source is read, and what differs from a sweep over whole rows.
 
 Dimension key:  N rows   C rows of a block   E kept columns of a block   W places of its rows   V vocabulary   D hidden
 """
@@ -24,11 +24,11 @@ from headloss.support import Known, Support
 from headloss.support_layout import EVEN, ZERO, Entries, Places, even, places_of, width_of
 from headloss.teachers import DenseChunk, DensePartial, SparseChunk, TeacherChunk
 
-LOGITS_BYTES = 1 << 28  # of kept logits at a time where the source is logits, which has no budget
+LOGITS_BYTES = 1 << 28  # kept logits at a time of a `Logits`, which has no budget of its own
 
 
 def support_chunks(known: Known, rows: Rows, source: Source, dense: int = 0) -> list[slice]:
-    """Runs of the rows that count whose kept logits, and those of so many dense teachers, fit into the budget."""
+    """Runs of the rows that count whose kept logits, and those of `dense` teachers, fit into the budget."""
     row_bytes, budget = source.fact_dtype.itemsize * (1 + dense), budget_of(source)
     widest = width(known, rows, slice(0, rows.count))
     if widest * row_bytes > budget:
@@ -52,17 +52,17 @@ def support_chunks(known: Known, rows: Rows, source: Source, dense: int = 0) -> 
 
 
 def width(known: Known, rows: Rows, part: slice) -> int:
-    """Places of a row of these."""
+    """How many places each of these rows has."""
     return width_of(known, int(rows.given is not None), rows.count, rows.keep is None, part)
 
 
 def budget_of(source: Source) -> int:
-    """Bytes of kept logits at a time."""
+    """How many bytes of kept logits may exist at a time."""
     return parse_bytes(source.memory) if isinstance(source, Linear) else LOGITS_BYTES
 
 
 class SupportHead:
-    """A source, opened for some columns of each row.  `single_N`: rows whose one logit does not matter."""
+    """A source, open for some columns of each row.  `single_N`: rows of one column, whose logit does not matter."""
 
     single_chunk = True
 
@@ -71,9 +71,9 @@ class SupportHead:
         self.of = None if source.shard is None else (source.shard.start, source.columns), single_N
         self.needs: tuple[bool, ...] = ()
         self.blocks = 1
-        self.slope_CW: Tensor | None = None  # of the softcap, in the block that was read last
+        self.slope_CW: Tensor | None = None  # the softcap's slope in the block that was read last
         self.begun = False
-        self.adds = False  # the weight's gradient to that of another call
+        self.adds = False  # whether the weight's gradient is added to that of another call
         self.made: dict[str, Tensor] = {}
         if isinstance(source, Linear):
             self.hidden_ND = source.hidden.detach().reshape(-1, source.hidden.shape[-1])
@@ -82,7 +82,7 @@ class SupportHead:
             self.logits = LogitsHead(source)
 
     def read(self, entries: Entries, slot: int = 0) -> Tensor:
-        """The kept logits of a block, after scale, bias and softcap: a cap would lift what stands behind them."""
+        """The kept logits of a block, after scale, bias and softcap: a later softcap would lift the -inf of padding."""
         source, C, W = self.source, entries.rows, entries.width
         flat = torch.full((C * W + 1,), -math.inf, dtype=source.fact_dtype, device=source.device)
         column_E = entries.columns(*self.of)
@@ -121,7 +121,7 @@ class SupportHead:
             wide = source.fact_dtype if source.narrow else source.hidden.dtype
             out = self._room("hidden", self.hidden_ND.shape, wide)
             where = entries.number_E, column_E, entries.place_E
-            self.backend.combine(out, *where, grad_P, self.weight_VD, source.scale, False)  # a row is in one block
+            self.backend.combine(out, *where, grad_P, self.weight_VD, source.scale, False)  # a row is in one block only
         if need_weight:
             out = self._room("weight", source.weight.shape, self._weight_dtype())
             self.backend.combine(out, *entries.by_column(*self.of), grad_P, self.hidden_ND, source.scale, self.begun)
@@ -132,7 +132,7 @@ class SupportHead:
         self.begun = True
 
     def _each(self, entries: Entries, column_E: Tensor, grad_P: Tensor) -> Tensor:
-        """The gradient of each entry's logit before its scale; 0 where it has no column of this head."""
+        """The gradient of each entry's raw logit; 0 if the entry is no column of this head."""
         grad_E = torch.nn.functional.pad(grad_P, (0, 1))[entries.place_E]
         return grad_E.masked_fill(column_E < 0, 0) * self.source.scale
 
@@ -152,7 +152,7 @@ class SupportHead:
         return self.made[name]
 
     def _weight_dtype(self) -> torch.dtype:
-        """With a single block nothing is accumulated and the weight's own dtype will do."""
+        """The dtype of the weight's gradient: its own for a single block, in which nothing is accumulated."""
         source = self.source
         assert isinstance(source, Linear)
         wide = source.weight_grad_dtype or torch.promote_types(source.weight.dtype, torch.float32)
@@ -183,7 +183,7 @@ class SupportSweep(Sweep):
     single_N: Tensor | None
 
     def keep(self, support: Support) -> Tensor | None:
-        """Which columns its rows keep.  Of the rows that count, whether the target was none of them."""
+        """Set which columns the rows keep.  Returns, for the rows that count, whether the target is not among them."""
         support.check_call(self.rows.total, self.source.vocab, self.source.device)
         self.places = places_of(support, self.rows.given, getattr(self.backend, "find_places", None))
         matters = any(f.name in ("lse", "ids_logit") for f in self.want.facts)
@@ -269,7 +269,7 @@ class SupportSweep(Sweep):
         return self.rows.keep[part]
 
     def _of(self, x_N: Tensor, part: slice) -> Tensor:
-        """Of these rows, a value that all rows have."""
+        """Rows `part` of a vector over all rows."""
         return x_N[part] if self.rows.keep is None else x_N[self.rows.keep[part]]
 
     @property
@@ -277,7 +277,7 @@ class SupportSweep(Sweep):
         return 0
 
     def _transform(self) -> dict[str, Any]:
-        return {}  # the head has seen to it
+        return {}  # the head has applied it
 
     def _vocab(self, part: slice) -> Any:
         return self._of(self.places.lengths_N, part).clamp(min=1).to(self.source.fact_dtype)
@@ -297,7 +297,7 @@ class SupportSweep(Sweep):
         return partial._replace(argmax=named(partial.argmax), teachers=teachers)
 
     def _with_total(self, partial: Partial, block: Block) -> Partial:
-        """The sum over kept columns: behind them stands -inf, which a sum over the block would see."""
+        """The sum over kept columns only: a sum over the whole block would include its -inf padding."""
         entries, source = block.numbers, self.source
         start = 0 if source.shard is None else source.shard.start
         here_E = (entries.id_E >= start) & (entries.id_E < start + source.columns)

@@ -42,18 +42,18 @@ from headloss.teachers import (
     teacher_coefficients,
 )
 
-Cotangents = tuple[Mapping[Fact, Tensor], Mapping[str, Tensor]]  # of the facts, and of inputs that want a gradient
+Cotangents = tuple[Mapping[Fact, Tensor], Mapping[str, Tensor]]  # of the facts, and of inputs that require grad
 
 
 NOT_COMPARED: Mapping[str, Sequence[Any]] = {"inputs": (), "support": (), "near": (0.0,) * 4}
 
 
 class Sweep:
-    """A source, the rows of it that count, the facts wanted of them, their teachers, and the backend that reads."""
+    """A source, its rows that count, the facts to find, the teachers, and the backend that reads and writes."""
 
-    compared: Mapping[str, Sequence[Any]] = NOT_COMPARED  # by ranks that share a vocabulary
+    compared: Mapping[str, Sequence[Any]] = NOT_COMPARED  # what ranks that share a vocabulary compare
     terms = ""
-    sums_slopes = False  # in the second look, also where the pull could; see `backends.torch.look`
+    sums_slopes = False  # whether the second look sums slopes even if the pull could; see `backends.torch.look`
     weight_grad: Tensor | None = None  # see `evaluate`; only kept columns use it
 
     def __init__(
@@ -74,7 +74,7 @@ class Sweep:
             self.temperature = T if rows.valid is None else T.masked_fill(~rows.valid, 1.0)
 
     def tensors(self) -> list[tuple[str, Tensor]]:
-        """The caller's tensors that a pull reads again, by the names of arguments, apart from `source.tensors`."""
+        """The caller's tensors that a pull reads again, by argument name, except `source.tensors`."""
         T, given = self.source.temperature, self.rows.given
         found = [] if given is None else [("targets", given)]
         if isinstance(T, Tensor):
@@ -84,7 +84,7 @@ class Sweep:
         return found
 
     def strip(self) -> None:
-        """Let go of them, while autograd keeps them; `whole` has them again."""
+        """Drop those tensors, which autograd has saved; `whole` puts them back."""
         self.source = without_tensors(self.source)
         self.rows.strip()
         self.temperature, self.compared = 1.0, NOT_COMPARED
@@ -92,7 +92,7 @@ class Sweep:
             guide.strip()
 
     def whole(self, tensors: Mapping[str, Tensor]) -> Sweep:
-        """The sweep before it was stripped."""
+        """A stripped sweep with its tensors again."""
         source = with_tensors(self.source, {n: x for n, x in tensors.items() if hasattr(self.source, n)})
         rows, guides = self.rows.with_targets(tensors.get("targets")), {}
         for name, guide in self.guides.items():
@@ -115,13 +115,13 @@ class Sweep:
         return self._with_looks(facts, softmax, join(*looks) if looks else [])
 
     def partial(self, blocks: Iterator[Block]) -> Partial:
-        """Of all rows; over a shard, after one collective."""
+        """The partial of all rows; over a shard, after one collective."""
         partial, shard = join(*(self._sums(block) for block in blocks)), self.source.shard
         sent = None if shard is None else Gathering(partial, shard, self._note(), self.rows.total)
         return partial if sent is None else self._merged(sent, self._all)
 
     def close(self) -> None:
-        """Let go of the teachers' buffers between one pass and the next."""
+        """Free the teachers' buffers between passes."""
         for guide in self.guides.values():
             guide.close()
 
@@ -165,14 +165,14 @@ class Sweep:
         return *found, scale_grads(self.grads(head), bound, self.backend)
 
     def bounded(self, head: Any, by_fact: Mapping[Fact, Tensor], before: Tensor | None) -> Tensor:
-        """What a chunk's cotangents are divided by, see `beyond_fp16`; so is what was made before it."""
+        """The divisor of a chunk's cotangents, see `beyond_fp16`; gradients made before it are rescaled to match."""
         bound = beyond_fp16(by_fact, before)
         if before is not None:
             scale_grads(Grads(None, head.dhidden_ND, head.dweight_VD, head.dbias_V), before / bound, self.backend)
         return bound
 
     def open_head(self, needs: tuple[bool, ...], chunks: Sequence[Chunk]) -> Any:
-        """The source, open for a visit of these chunks."""
+        """Open the source for a visit of these chunks."""
         head = self._open()
         if True in needs:
             head.wants_grad(needs)
@@ -197,12 +197,12 @@ class Sweep:
         return visited
 
     def read_all(self, head: Any) -> tuple[dict[Fact, Tensor], Softmax, Block]:
-        """The first half of a visit of all rows, in the caller's own logits."""
+        """The first half of a visit of all rows, which reads the caller's own logits."""
         block = keeping(self, head, self._read(head, Chunk(self._all)))
         return *self._settle(self._sums(block), block), block
 
     def _hand_on(self, head: Any, chunk: Chunk, numbers: Any, out_CV: Any) -> None:
-        """Hand on a chunk's gradient, or that of its run when its last chunk is there."""
+        """Pass a chunk's gradient to the head; if it is part of a run, pass the whole run's after its last chunk."""
         if not chunk.is_last:
             return
         valid, part = self.rows.valid, chunk.whole
@@ -211,7 +211,7 @@ class Sweep:
         head.write(numbers, out_CV, None if valid is None else ~valid[part, None])
 
     def _ahead(self, head: Any, chunks: Sequence[Chunk]) -> Iterator[tuple[Chunk, Block, Partial]]:
-        """Each chunk and its partial.  Over a shard, the next chunk is made while this one's partial travels."""
+        """Each chunk and its partial.  Over a shard, the next chunk is made while this one's partial is gathered."""
         shard, kept = self.source.shard, None
         travelling: list[tuple[Chunk, Block, Gathering]] = []
         for i, chunk in enumerate(chunks):
@@ -232,7 +232,7 @@ class Sweep:
             yield chunk, block, self._merged(gathering, chunk.rows)
 
     def _first(self, number: int) -> tuple[Tensor | None, int]:
-        """What travels with the first chunks' partials; see `Gathering`."""
+        """The `note` and `rows` that go with a chunk's partial; see `Gathering`."""
         return self._note() if number == 0 else None, self.rows.total if number < 2 else 0
 
     def _note(self) -> Tensor | None:
@@ -260,7 +260,7 @@ class Sweep:
         return Block(chunk, numbers, self._logits(head, chunk, numbers, slot), self._teachers(chunk.rows, slot))
 
     def _logits(self, head: Any, chunk: Chunk, numbers: Any, slot: int) -> Tensor:
-        """A chunk's, made with those of its whole run."""
+        """A chunk's logits, made together with those of its whole run."""
         if chunk.run is None:
             return head.read(numbers, slot)
         if chunk.rows.start == chunk.run.start:
@@ -279,7 +279,7 @@ class Sweep:
         return [own if T is None else T for T in self.want.temperatures]
 
     def _paired(self, part: slice) -> list[list[tuple[Temperature, Temperature]]]:
-        """Of each teacher, the student's and its own temperature wherever the two are compared."""
+        """For each teacher, pairs of the student's temperature and its own at which the two are compared."""
         student = dict(zip(self.want.temperatures, self._temperatures(part), strict=True))
         keys = self.want.temperatures_of
         return [[(student[T], guide.own(T, part)) for T in keys(name)] for name, guide in self.guides.items()]
@@ -288,7 +288,7 @@ class Sweep:
         return None if self.rows.targets is None else part_of(self.rows.targets, part)
 
     def marked_targets(self, part: slice) -> Tensor | None:
-        """As they were given where kernels pass over those that are ignored."""
+        """The targets; as they were given, -100 included, if kernels skip ignored rows."""
         given = self.rows.given
         if self.rows.keep is not None or given is None:
             return self._targets(part)
@@ -301,7 +301,7 @@ class Sweep:
     def _start(self) -> int:
         return 0 if self.source.shard is None else self.source.shard.start
 
-    def _vocab(self, part: slice) -> Any:  # over how many columns a row's softmax is
+    def _vocab(self, part: slice) -> Any:  # how many columns a row's softmax has
         return self.source.vocab
 
     def _sums(self, block: Block) -> Partial:
@@ -315,7 +315,7 @@ class Sweep:
         return partial.merged(self._temperatures(part), self._paired(part))
 
     def _settle(self, partial: Partial, block: Block) -> tuple[dict[Fact, Tensor], Softmax]:
-        """Facts from a whole partial, the second look included."""
+        """Facts from a partial of the whole vocabulary, including the second look."""
         facts, softmax = self._finish(partial, block.part, block.teachers)
         return self._with_looks(facts, softmax, self._look(block, softmax) if self._looks else [])
 
@@ -338,7 +338,7 @@ class Sweep:
     def _with_looks(
         self, facts: dict[Fact, Tensor], softmax: Softmax, looks: Sequence[tuple[Tensor, Any]]
     ) -> tuple[dict[Fact, Tensor], Softmax]:
-        """Facts and softmax with the divergences in them, summed over the ranks of a shard."""
+        """Facts and softmax with the divergences added, after a sum over the ranks of a shard."""
         if not looks:
             return facts, softmax
         found = dict(zip(self._looks, sum_pairs(looks, self.source.shard), strict=True))
@@ -350,7 +350,7 @@ class Sweep:
         return facts | values, softmax._replace(teachers=tuple(teachers))
 
     def _held(self, values: Mapping[Fact, Tensor], part: slice, none: float = 0.0) -> dict[Fact, Tensor]:
-        """0 in ignored rows and where a teacher says nothing, of facts and of cotangents; `none` where an id is -1."""
+        """Facts or cotangents, with 0 in ignored rows and rows without a teacher, and `none` where an id is -1."""
         ignored = None if self.rows.valid is None else ~self.rows.valid[part]
         for fact, x in (values := dict(values)).items():
             hidden = self.guides[fact.teacher].hides(fact.name, part) if fact.teacher in self.guides else None

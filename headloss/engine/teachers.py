@@ -1,4 +1,4 @@
-"""Teachers, bound to the rows of a call: what each brings to a chunk of the student's sweep.
+"""Teachers on the rows of a call: their checks, and the logits or ids that each gives to a chunk of the sweep.
 
 Dimension key:  N rows   R rows that count   C rows of a chunk   K ids per row
 """
@@ -95,7 +95,7 @@ def name_teachers(teacher: Teacher | Mapping[str, Teacher] | None, source: Sourc
 
 
 def _check_draft(label: str, draft: Draft) -> None:
-    """The teacher has every token of the student."""
+    """Raise if the teacher lacks a token of the student."""
     ids, vocab = draft.ids, draft.teacher.vocab
     if readable(ids) and len(ids) and int(ids.max()) >= vocab:
         row = int((ids >= vocab).int().argmax())
@@ -105,7 +105,7 @@ def _check_draft(label: str, draft: Draft) -> None:
 
 
 def _first(teacher: Teacher) -> Tensor:
-    """What a teacher's model made."""
+    """The tensor that the teacher's model made."""
     return teacher.logprobs if isinstance(teacher, Sparse) else teacher.tensors[0]
 
 
@@ -114,7 +114,7 @@ def teacher_label(name: str) -> str:
 
 
 def _local(teacher: Source) -> Source:
-    tensors = sys.modules.get("torch.distributed.tensor")  # not loaded: there are no DTensors either
+    tensors = sys.modules.get("torch.distributed.tensor")  # if not loaded, there are no DTensors
     if tensors is None or not any(isinstance(x, tensors.DTensor) for x in teacher.tensors):
         return teacher
     from headloss.parallel.dtensor import localize
@@ -123,7 +123,7 @@ def _local(teacher: Source) -> Source:
 
 
 def _check_columns(label: str, teacher: Source, source: Source) -> None:
-    """A rank holds the same of the columns that student and teacher share."""
+    """Raise unless this rank holds, of the columns that student and teacher share, the same ones of both."""
     mine, theirs = source.shard, teacher.shard
     if (mine is None) != (theirs is None):
         whole, split = ("the student", "the teacher") if mine is None else ("the teacher", "the student")
@@ -147,7 +147,7 @@ class DenseTeacherRows:
 
     def __init__(self, teacher: Logits | Linear, source: Source, rows: Rows) -> None:
         self.teacher, self.rows = teacher, rows
-        self.head: Head | None = None  # open while a sweep lasts
+        self.head: Head | None = None  # open during a sweep
         self.made: tuple[slice, int, Tensor] | None = None  # the last chunk: two passes may need it
         shared = min(teacher.vocab, source.vocab)
         start = 0 if source.shard is None else source.shard.start
@@ -160,13 +160,13 @@ class DenseTeacherRows:
 
     @property
     def width(self) -> int:
-        """Columns of a row of its logits, as many as all ranks agree on, for they must walk the same chunks."""
+        """The columns of its logits' rows, the same number on all ranks, which must make the same chunks."""
         teacher = self.teacher
         return padded(teacher.vocab if teacher.shard is None else teacher.shard.even_width)
 
     @property
     def row_bytes(self) -> int:
-        """What each row of a chunk costs: a teacher's logits are made, or copied where rows are passed over."""
+        """Bytes per row of a chunk: a linear teacher's logits are made, others are copied if rows are left out."""
         teacher = self.teacher
         if isinstance(teacher, Linear):
             return self.width * teacher.chunk_dtype.itemsize
@@ -174,14 +174,14 @@ class DenseTeacherRows:
 
     @property
     def gathered_bytes(self) -> int:
-        """What each row of a chunk costs where hidden rows are gathered."""
+        """Bytes per row of a chunk for hidden rows, if those are gathered."""
         teacher = self.teacher
         gathers = isinstance(teacher, Linear) and self.rows.keep is not None
         return teacher.hidden.shape[-1] * teacher.gemm_dtype.itemsize if gathers else 0  # type: ignore[union-attr]
 
     @property
     def besides(self) -> int:
-        """What is held however many rows a chunk has."""
+        """Bytes that are held however many rows a chunk has."""
         teacher = self.teacher
         return held_besides(teacher, False)[COPIES] if isinstance(teacher, Linear) else 0
 
@@ -202,18 +202,18 @@ class DenseTeacherRows:
         return open_source(self.teacher)
 
     def hides(self, fact: str, part: slice) -> Tensor | None:
-        """Where a fact is 0 because there is nothing to compare with."""
+        """A mask of where a fact is 0 because there is nothing to compare with."""
         return None
 
     def close(self) -> None:
-        self.head = self.made = None  # and with it the chunk's buffer
+        self.head = self.made = None  # and so the chunk's buffer
 
     def tensors(self) -> dict[str, Tensor]:
         """The caller's tensors, which a pull reads again."""
         return tensors_in(self.teacher)
 
     def strip(self) -> None:
-        """Let go of them; `whole` has them again."""
+        """Drop those tensors; `whole` puts them back."""
         self.teacher = without_tensors(self.teacher)
         self.temperature, self.head, self.made = 1.0, None, None
 
@@ -221,11 +221,11 @@ class DenseTeacherRows:
         return DenseTeacherRows(with_tensors(self.teacher, tensors), source, rows)
 
 
-MOST_COMPARED = 512  # of a row's ids, each with all others, in one kernel
+MOST_COMPARED = 512  # ids per row, at most, that one kernel compares with each other
 
 
 def merges(backend: Any, ids: Tensor) -> bool:
-    """Whether one launch finds the ids that a row names twice."""
+    """Whether one launch can merge the ids that a row names twice."""
     return hasattr(backend, "merge_repeated") and ids.shape[-1] <= MOST_COMPARED
 
 
@@ -243,7 +243,7 @@ class SparseTeacherRows:
         self.teacher: Sparse | None = teacher
         self.sorted_RK: Tensor | None = None
         if merges(backend, ids):
-            if ids.ndim > 2:  # the kernel passes over ignored rows
+            if ids.ndim > 2:  # the kernel skips ignored rows
                 ids, logprobs = [x.reshape(rows.total, x.shape[-1]) for x in (ids, logprobs)]
             if rows.keep is not None:
                 ids, logprobs = [x.index_select(0, rows.keep) for x in (ids, logprobs)]
@@ -255,11 +255,11 @@ class SparseTeacherRows:
             self.ids_RK = self.ids_RK.masked_fill(~rows.valid[:, None], -1)
 
     def places(self, source: Source) -> tuple[Tensor, Tensor]:
-        """Each id as one of the source's own columns, and whether it is one (if not, the column is any)."""
+        """Each id as a column of the source's own, and whether it is one (if not, the column is arbitrary)."""
         return places(self.ids_RK, 0 if source.shard is None else source.shard.start, source.columns)
 
     def own(self, key: float | None, part: slice) -> Temperature:
-        return 1.0  # unused: its log-probabilities are what they are
+        return 1.0  # unused: its log-probabilities are taken as they are
 
     def chunk(self, part: slice, keys: tuple[float | None, ...], slot: int) -> TeacherChunk:
         return SparseChunk(self.ids_RK[part], None if self.sorted_RK is None else self.sorted_RK[part], once=True)
@@ -275,7 +275,7 @@ class SparseTeacherRows:
         return {} if self.teacher is None else {"ids": self.teacher.ids, "logprobs": self.teacher.logprobs}
 
     def strip(self) -> None:
-        """Let go of them: ids that are named once are a copy, and all that a pull reads."""
+        """Drop those tensors: a pull reads only the merged ids, which are a copy."""
         self.teacher = None
 
     def whole(self, tensors: Mapping[str, Tensor], source: Source, rows: Rows) -> SparseTeacherRows:
@@ -283,11 +283,11 @@ class SparseTeacherRows:
 
 
 class TopRows:
-    """The likeliest columns of each row, which a sweep finds, and a dense teacher that it reads there."""
+    """The likeliest columns of each row, which a sweep finds, and optionally a dense teacher to read at those."""
 
     def __init__(self, k: int, of: DenseTeacherRows | None, row_bytes: int) -> None:
         self.k, self.of = k, of
-        self.row_bytes = row_bytes  # of the teacher, unless it is one of the call's anyway
+        self.row_bytes = row_bytes  # of the teacher, unless the call has that teacher anyway
         self.gathered_bytes, self.besides = (of.gathered_bytes, of.besides) if of is not None and row_bytes else (0, 0)
 
     def own(self, key: float | None, part: slice) -> Temperature:
@@ -308,7 +308,7 @@ class TopRows:
         return {}
 
     def strip(self) -> None:
-        """A pull reads the columns that were found, and no teacher."""
+        """Drop the teacher: a pull reads only the columns that were found."""
         self.of, self.row_bytes = None, 0
 
     def whole(self, tensors: Mapping[str, Tensor], source: Source, rows: Rows) -> TopRows:
@@ -319,7 +319,7 @@ TeacherRows = DenseTeacherRows | SparseTeacherRows | TopRows
 
 
 def merge_repeated(ids_RK: Tensor, logprob_RK: Tensor) -> tuple[Tensor, Tensor]:
-    """The first place of a repeated id takes all its probability; the others become padding (-1, -inf)."""
+    """The first occurrence of a repeated id takes all its probability; the others become padding (-1, -inf)."""
     logprob_RK = logprob_RK.masked_fill(ids_RK < 0, -math.inf)
     K = ids_RK.shape[-1]
     sorted_RK, order_RK = ids_RK.sort(dim=-1, stable=True)
@@ -341,7 +341,7 @@ def merge_repeated(ids_RK: Tensor, logprob_RK: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def cost_of(guides: Mapping[str, TeacherRows], source: Source, rows: Rows) -> Cost:
-    """What a chunk takes beyond the student's logits; over a shard two chunks exist at once."""
+    """What a chunk costs beyond the student's logits; over a shard, two chunks exist at once."""
     own = gathered_bytes(source) if isinstance(source, Linear) and rows.keep is not None else 0
     if not guides:
         return Cost(0, own) if own else NO_COST
@@ -353,13 +353,13 @@ _ROW, _GATHERED, _BESIDES = map(operator.attrgetter, ("row_bytes", "gathered_byt
 
 
 def heads_of(guides: Mapping[str, TeacherRows]) -> list[DenseTeacherRows]:
-    """The teachers whose logits are made."""
+    """The teachers whose logits are made by a GEMM."""
     dense = {id(g): g for g in (getattr(g, "of", g) for g in guides.values()) if isinstance(g, DenseTeacherRows)}
     return [g for g in dense.values() if isinstance(g.teacher, Linear)]
 
 
 def most_rows(guides: Mapping[str, TeacherRows]) -> int | None:
-    """How many rows of the teachers' logits may be made at a time next to logits that exist; None: there are none."""
+    """How many rows of teachers' logits may be made at a time if the student's exist; None if none are made."""
     made = heads_of(guides)
     if not made:
         return None
@@ -372,10 +372,10 @@ def most_rows(guides: Mapping[str, TeacherRows]) -> int | None:
 def note(
     source: Source, rows: Rows, want: Want, guides: Mapping[str, TeacherRows], more: Mapping[str, Any], terms: str
 ) -> Tensor | None:
-    """What ranks that share a vocabulary must agree about, sent along with a call's first partial; `more`: integers,
-    and numbers that must be `near`.
+    """What ranks that share a vocabulary must agree on, sent along with a call's first partial; `more`: integers, and
+    numbers that must be `near`.
 
-    Inputs of floats are left out: one that was made on each rank anew may differ in its last bits.
+    Float inputs are left out: if each rank computes its own, they may differ in the last bits.
     """
     if source.shard is None:
         return None

@@ -1,10 +1,10 @@
-"""`hl.Linear(weight_grad_into=...)`: the weight's gradient is added where it is wanted, and autograd gets none.
+"""`hl.Linear(weight_grad_into=...)`: the backward adds the weight's gradient to a tensor itself; autograd gets none.
 
-    "grad"        weight.grad; made if there is none yet
-    "main_grad"   weight.main_grad, in its own dtype (float32 in Megatron), which must be there before the call
+    "grad"        weight.grad, which is made if there is none yet
+    "main_grad"   weight.main_grad, in its own dtype (float32 in Megatron), which must exist before the call
 
-It happens in the backward, whose incoming gradient is then known; a call without a backward adds nothing, and so does
-a backward that asks for other gradients alone.
+This happens in the backward, when the incoming gradient is known.  A call without a backward adds nothing, and neither
+does a backward that asks only for other gradients.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from headloss.sources import Linear
 
 
 class WeightGradInto(NamedTuple):
-    """A weight, and the name of what its gradient is added to."""
+    """A weight, and the name of the attribute that its gradient is added to."""
 
     weight: Tensor
     name: str
@@ -29,11 +29,11 @@ class WeightGradInto(NamedTuple):
         return getattr(self.weight, self.name, None)
 
     def asked(self, ctx: Any) -> bool:
-        """Whether the backward under way is to reach the weight: not so where `inputs=` names other tensors alone."""
+        """Whether the running backward is meant to reach the weight: not if its `inputs=` names only other tensors."""
         try:
             return torch._C._will_engine_execute_node(ctx.next_functions[1][0])
         except RuntimeError as error:
-            if "autograd.grad" not in str(error):  # no engine runs that could say so
+            if "autograd.grad" not in str(error):  # no engine is running that could tell
                 return True
             raise RuntimeError(
                 f"weight_grad_into={self.name!r}: torch.autograd.grad asks for the weight's gradient, which is added "
@@ -41,7 +41,7 @@ class WeightGradInto(NamedTuple):
             ) from error
 
     def take(self, grads: Grads) -> Grads:
-        """Add the weight's gradient, unless a product has; what is left is autograd's or the caller's."""
+        """Add the weight's gradient, unless a product has; the others are returned, for autograd or the caller."""
         there, grad, weight = self.there, grads.weight, self.weight
         with torch.no_grad():
             if grad is not None and there is None:
@@ -52,7 +52,7 @@ class WeightGradInto(NamedTuple):
                 weight.grad = grad.to(weight.dtype)
             elif grad is not None and there is not None:
                 there.add_(grad)
-        # Megatron's flag `grad_added_to_main_grad` stays: its hook would drop what other uses of the weight send.
+        # Megatron's flag `grad_added_to_main_grad` stays unset: its hook would drop what other uses of the weight send.
         return grads._replace(weight=None)
 
 
@@ -63,7 +63,7 @@ def weight_grad_into_of(source: Any) -> WeightGradInto | None:
 
 
 def check_weight_grad_into(source: Any) -> None:
-    """Refuse, before anything runs, what the gradient could not be added to."""
+    """Raise before anything runs if the gradient could not be added."""
     into = weight_grad_into_of(source)
     if into is None:
         return

@@ -1,1 +1,1 @@
-"""The compiled form of a call."""
+"""A call as one operator, for compiled and exported graphs."""

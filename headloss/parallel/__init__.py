@@ -1,1 +1,1 @@
-"""The vocabulary over several ranks."""
+"""Vocabularies split over several ranks."""

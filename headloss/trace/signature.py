@@ -1,9 +1,10 @@
-"""What a loss asks for: its parameter names choose what is injected.
+"""Read what a loss asks for from its signature: the names of its parameters choose what is injected.
 
     positional        a fact, `segments`, `targets`, or an input of the call; with a default it is optional
     keyword-only      an option of the loss
 
-A name that nothing provides, and an input that nothing asks for, are errors with a suggestion: a typo must never train.
+A name that nothing provides and an input that nothing asks for raise with a suggestion: a typo must never train
+silently.
 """
 
 from __future__ import annotations
