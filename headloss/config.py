@@ -1,4 +1,4 @@
-"""Objectives as plain data.
+"""Objectives as plain data, such as YAML or JSON: how a config is read and written.
 
     terms:
       ce: cross_entropy
@@ -33,7 +33,7 @@ Losses = Mapping[str, Callable[..., Any]]
 
 
 def check_losses(losses: Any) -> dict[str, Callable[..., Any]]:
-    """The functions a caller adds, by name."""
+    """The functions that a caller adds, by name."""
     if losses is not None and not isinstance(losses, Mapping):
         raise TypeError(f"losses: wanted a mapping from names to functions, got {type(losses).__name__}")
     for name, fn in (losses or {}).items():
@@ -105,7 +105,7 @@ def _read_term(name: str, entry: Any, losses: Losses) -> Term:
 
 
 def _placed(make: Callable[[], Any], label: str, path: str, keys: Mapping[str, Any] | None = None) -> Any:
-    """What `make` makes; its error with the place in the config, where it names one of the `keys`."""
+    """What `make` returns; its error gets the place in the config, down to the key if it names one of the `keys`."""
     try:
         return make()
     except Exception as error:
@@ -121,7 +121,7 @@ _DEFAULTS = {
 
 
 def write_config(of: Terms, losses: Losses | None = None) -> dict[str, Any]:
-    """The config of an objective; functions go by the names that `from_config` finds them under."""
+    """The config of an objective; functions are written under the names that `from_config` finds them by."""
     losses = losses or {}
     terms: dict[str, Any] = {}
     for name, term in of.terms.items():
@@ -186,12 +186,12 @@ def _weight_name(label: str, weight: str | Callable[..., Any], losses: Losses) -
 
 
 def _same(x: Any, y: Any) -> bool:
-    """A bound method is another object each time it is looked up."""
+    """Whether these are one function.  Each lookup of a bound method makes a new object, so methods compare by ==."""
     return x is y or (isinstance(y, types.MethodType) and x == y)
 
 
 def _is_found(name: str, fn: Any, losses: Losses) -> bool:
-    """Whether `from_config` takes a name in `metrics` for this function."""
+    """Whether `from_config` would turn this name in `metrics` into this function."""
     try:
         [(_, call)] = read_metrics({name: losses.get(name, name)})
     except (TypeError, ValueError):

@@ -1,8 +1,8 @@
-"""Numbers on their way from a device to the host, and checks that come late so that no call has to wait for them.
+"""Checks of numbers on a device that make no call wait: the numbers reach the host later, and are checked then.
 
-A call that reads its targets from the host waits for all work that was queued before it: in a training step that is
-the whole forward pass.  So the numbers travel by a copy that nothing waits for, or a kernel writes them where the host
-reads.  The next call, or the meter when it is read, raises if they are wrong.
+A call that reads its targets on the host waits for all work queued before it: in a training step that is the whole
+forward pass.  So the numbers travel in a copy that nothing waits for, or a kernel writes them straight into host
+memory.  If they are wrong, the next call raises, or the meter when it is read.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-MOST_PENDING = 64  # checks; one more waits for the oldest
+MOST_PENDING = 64  # checks; adding one more waits for the oldest
 
 
 class Copy:
-    """A small tensor of any device, on its way to the host."""
+    """A copy to the host, started but not waited for, of a small tensor on any device."""
 
     __slots__ = ("event", "host")
 
@@ -49,7 +49,7 @@ class Copy:
         return self.event is None or self.event.query()
 
     def wait(self) -> Tensor:
-        """The numbers; this waits for the copy alone, not for work that was queued after it."""
+        """The numbers.  This waits for the copy alone, not for work that was queued after it."""
         if self.event is not None:
             self.event.synchronize()
             self.event = None
@@ -57,30 +57,30 @@ class Copy:
 
 
 def is_capturing() -> bool:
-    """Whether a CUDA graph is being captured; a build for CUDA on a machine without a driver has no answer."""
+    """Whether a CUDA graph is being captured.  A CUDA build without a driver cannot answer, so it is asked last."""
     return torch.cuda._initialized and not torch.cuda._is_in_bad_fork() and torch._C._cuda_isCurrentStreamCapturing()
 
 
 @functools.cache
 def is_cuda(device: torch.device) -> bool:
-    """Asked once: `device.type` makes its string anew, and that costs a third of an allocation."""
+    """Cached: `device.type` builds a new string each time, which costs a third as much as an allocation."""
     return device.type == "cuda"
 
 
 def defers(device: torch.device) -> bool:
-    """Whether a read from the host would wait, and a late check is possible: not while a CUDA graph is captured."""
+    """Whether a host read would wait and the check can come later: on CUDA, except while a graph is captured."""
     return is_cuda(device) and not is_capturing()
 
 
 def may_read(host_read: bool, device: torch.device) -> bool:
-    """Whether the host may look: not where it was told not to, and not while a CUDA graph is being captured."""
+    """Whether the host may read the device: not if the caller forbade it, nor while a CUDA graph is captured."""
     return host_read and not (is_cuda(device) and is_capturing())
 
 
 class Landing:
-    """A few whole numbers that a kernel writes into memory of the host: less work than a copy and an event.
+    """A few integers that a kernel writes straight into host memory, which costs less than a copy and an event.
 
-    A kernel's stores to pinned memory are seen at the latest when it ends, each of them whole.
+    A kernel's stores to pinned memory are visible to the host when it ends, if not before, and each arrives whole.
     """
 
     __slots__ = ("device", "host", "seen")
@@ -98,28 +98,28 @@ class Landing:
     def wait(self) -> Tensor:
         while not self.is_here():
             if torch.cuda.current_stream(self.device).query():  # which raises if the device has failed
-                torch.cuda.synchronize(self.device)  # the kernel may be in another stream
+                torch.cuda.synchronize(self.device)  # the kernel may run on another stream
                 break
             time.sleep(2e-5)
         return self.host
 
 
-_UNSET = -(1 << 62) - 25_847  # no count, and no target that a tokenizer gives; one that is equal comes late, not never
-_FREE: dict[tuple[torch.device, int], list[Landing]] = {}  # to ask for pinned memory anew costs as much as a launch
+_UNSET = -(1 << 62) - 25_847  # no count, and no target of a tokenizer; an equal number is seen late, but is not lost
+_FREE: dict[tuple[torch.device, int], list[Landing]] = {}  # allocating pinned memory costs as much as a launch
 
 
 def landing(device: torch.device, count: int = 3) -> Landing:
-    """For a kernel on this device to write so many numbers to; `check_later` takes it and frees it."""
+    """Host memory that a kernel on this device writes `count` integers to; `check_later` takes it and frees it."""
     try:
         found = _FREE[device, count].pop()
-    except (KeyError, IndexError):  # there is none, or another thread was faster
+    except (KeyError, IndexError):  # none is free, or another thread took it
         found = Landing(device, count)
     found.seen[:] = [_UNSET] * count
     return found
 
 
 class Alarm:
-    """Whole numbers in memory of the host, each for kernels to write to when one thing is wrong; nothing waits."""
+    """Integers in host memory, one per kind of error, that kernels write to when they find one; nothing waits."""
 
     __slots__ = ("armed", "device", "host", "messages", "seen")
 
@@ -130,7 +130,7 @@ class Alarm:
         self.seen = (ctypes.c_int64 * count).from_address(self.host.data_ptr())
 
     def ring(self, wait: bool) -> None:
-        """Raise if something was wrong; with `wait`, in anything that was launched."""
+        """Raise if a kernel found an error; with `wait`, after everything launched so far has run."""
         if wait and self.armed and self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             self.armed = False
@@ -138,14 +138,14 @@ class Alarm:
         for number, message in zip(found, self.messages, strict=True):
             if number != _UNSET:
                 self.seen[:] = [_UNSET] * len(found)
-                raise ValueError(f"{message.replace('{}', str(number))}{_LATE}")  # a name in it may have braces
+                raise ValueError(f"{message.replace('{}', str(number))}{_LATE}")  # a name in a message may have braces
 
 
 _ALARMS: dict[Any, Alarm] = {}
 
 
 def alarm(device: torch.device, *messages: str) -> Tensor:
-    """Memory for a kernel on this device to write wrong numbers to, one place for each message, which may show it."""
+    """Host memory for kernels on this device: one slot per message, for the wrong number that the message shows."""
     found = _ALARMS.get((device, messages))
     if found is None:
         found = _ALARMS[device, messages] = Alarm(device, messages)
@@ -159,18 +159,18 @@ _PENDING: collections.deque[tuple[Copy | Landing, Check]] = collections.deque()
 
 
 def check_later(x: Tensor | Landing, check: Check) -> None:
-    """Run a check on these numbers of a device once they have reached the host; fake ones are none."""
+    """Run a check on these device numbers once they have reached the host; fake tensors have none, and are skipped."""
     if isinstance(x, FakeTensor):
         return
-    _PENDING.append((x if isinstance(x, Landing) else Copy(x), check))  # first: a kernel may yet write to its memory
+    _PENDING.append((x if isinstance(x, Landing) else Copy(x), check))  # first, for a kernel may still write to it
     if len(_PENDING) > MOST_PENDING:
         _settle()
 
 
 def check_pending(wait: bool = False) -> None:
-    """Run the checks whose numbers are here; with `wait`, all of them."""
+    """Run the checks whose numbers have arrived; with `wait`, all of them."""
     if (_PENDING or _ALARMS) and (torch.cuda._is_in_bad_fork() or is_capturing()):
-        return  # those of the process that this one was forked from; or nothing may ask whether an event has happened
+        return  # after a fork they are the parent's; during capture no event may be queried
     while _PENDING and (wait or _PENDING[0][0].is_here()):
         _settle()
     for rung in tuple(_ALARMS.values()):

@@ -1,4 +1,4 @@
-"""Teachers made for a call: one read at the student's tokens, and a row's own likeliest columns."""
+"""Teachers that a call makes: a dense one read at the student's tokens only, and a row's own likeliest columns."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from headloss.options import shown
 
 
 class Draft(NamedTuple):
-    """A dense teacher, read at `ids`.  Its softmax is over those alone or, `whole`, over all of its vocabulary."""
+    """A dense teacher, read only at `ids`.  Its softmax is over those or, with `whole`, over its whole vocabulary."""
 
     teacher: Any
     ids: Tensor
@@ -26,7 +26,7 @@ class Draft(NamedTuple):
 
 
 def whole_of(name: str) -> str:
-    """The name of such a teacher with a softmax over all of its vocabulary."""
+    """The name of a `Draft` whose softmax is over its whole vocabulary."""
     return f"whole={name}"
 
 
@@ -35,7 +35,7 @@ def is_whole(name: str) -> bool:
 
 
 class Top(NamedTuple):
-    """The k likeliest columns of each row, which the sweep finds; a dense teacher, if named, is read there too."""
+    """The k likeliest columns of each row, which the sweep finds; a dense teacher, if named, is read at them too."""
 
     k: int
     of: str | None = None

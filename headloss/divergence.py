@@ -1,20 +1,20 @@
 """Divergences between student and teacher, as element-wise functions of (log p, log q).
 
-A loss whose parameters are `logp` and `logq` is a divergence: it is summed over the vocabulary, or over what a sparse
-teacher names of it.  One function serves both.
+A loss whose parameters are `logp` and `logq` is a divergence: it is summed over the vocabulary, or over the columns
+that a sparse teacher names.  One function serves both.
 
     def alpha_divergence(logp, logq, *, alpha=0.5):
         return ((alpha * logq + (1 - alpha) * logp).exp() - logp.exp()) / (alpha * (alpha - 1))
 
-With a dense teacher the sum needs both softmaxes first: a second look at the row, in the same visit.  A divergence that
-can be had from the facts of the first look says so in its attribute `one_pass`, another loss of the same value.
-With a sparse teacher it becomes a loss on `ids_logprob` and `tail_logprob`, by what happens to the tail:
+With a dense teacher the sum needs both softmaxes first, so the row is read a second time, in the same visit.  If the
+facts of the first read are enough, the divergence has an attribute `one_pass`: a loss on facts with the same value.
+With a sparse teacher it becomes a loss on `ids_logprob` and `tail_logprob`.  The tail is treated in one of three ways:
 
-    bucket        the rest of the vocabulary is one more outcome, with what mass the teacher leaves, at least a rounding
-    none          only the ids count; their probabilities are those of the whole vocabulary
+    bucket        the rest of the vocabulary is one more outcome, with the mass the teacher leaves, at least a rounding
+    none          only the ids count; their probabilities come from the softmax over the whole vocabulary
     renormalise   student and teacher are softmaxes over the ids alone: no full softmax, and no full GEMM
 
-log p and log q are never below -1e4: an outcome of probability 0 contributes what its weight says, not NaN.
+log p and log q are clamped at -1e4, so that an outcome of probability 0 adds a finite number times its weight, not NaN.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ def is_divergence(fn: Callable[..., Any]) -> bool:
     return [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY] == ["logp", "logq"]
 
 
-MANY = 1 << 15  # rows, and columns, that a function of the caller's is tried with
+MANY = 1 << 15  # rows, and columns, that a user's function is tried on
 
 
 class Element:
-    """A divergence with its options, as a sweep runs it.  One function that reads the same is one element."""
+    """A divergence with its options, as a sweep runs it; equal to any that has the same function and reads the same."""
 
     def __init__(self, fn: Callable[..., Any], options: Mapping[str, Any], pure: bool = False) -> None:
         self.fn, self.options, self.pure = fn, dict(options), pure
         self._key = (Same(fn), self.reads().key)
 
     def reads(self) -> Reads:
-        """What it reads now, apart from log p and log q."""
+        """What the function reads now, apart from log p and log q."""
         return reads(self.fn, self.options, pure=self.pure)
 
     def __eq__(self, other: object) -> bool:
@@ -83,7 +83,7 @@ class Element:
         return value
 
     def check_again(self) -> None:
-        """`check` what it is now: a function that reads something else may look beyond its column."""
+        """`check` again if the function reads something new: it may now depend on other columns."""
         if self.pure or ours(self.fn):
             return
         found = self.reads()
@@ -94,9 +94,9 @@ class Element:
             _CHECKED[self.fn] = found.key
 
     def check(self, of_many: bool = True) -> None:
-        """Refuse a function that looks beyond its own column: it would depend on how rows and vocabulary are cut.
+        """Raise if a column's value depends on other columns: it would change with how rows and vocabulary are split.
 
-        `of_many`: rows and columns as many as a chunk may have, too.
+        `of_many`: also try as many rows and columns as a chunk may have.
         """
         spread = torch.arange(70, dtype=torch.float64, device="cpu").view(14, 5)
         height = torch.where(spread < 45, 20.0, 1.0)  # nine rows with columns that are all but ruled out, five without
@@ -107,7 +107,7 @@ class Element:
             rows = [self.value(logp[i:], logq[i:]) for i in (1, 9, 13)]
             times = [(MANY // 14, 1), (1, MANY // 5)] if of_many and not ours(self.fn) else []
             many = [(whole.repeat(n), self.value(logp.repeat(n), logq.repeat(n))) for n in times]
-        except RuntimeError:  # it holds tensors of another device, say
+        except RuntimeError:  # for example, it holds tensors on another device
             return
         cuts = ((whole[:, 1:4], part), *((whole[-len(x) :], x) for x in rows), *many)
         if not all(torch.allclose(x, y, rtol=1e-9, atol=1e-12, equal_nan=True) for x, y in cuts):
@@ -117,7 +117,7 @@ class Element:
             )
 
     def captured(self, device: torch.device) -> str:
-        """What requires grad of all that it reads apart from log p and log q, in words."""
+        """Whatever the function reads, apart from log p and log q, that requires grad; in words."""
         if ours(self.fn) or not (self.pure or self.reads().unknown):
             return ""
         with torch.enable_grad():
@@ -138,10 +138,10 @@ class Element:
         return value.detach(), torch.zeros_like(logp) if slope is None else slope
 
     def sum_and_pull(self, logp: Lazy, logq: Lazy, p: Tensor, q: Tensor, out: Tensor) -> Tensor:
-        """The sum over the columns, where p and q are known: our own functions need no exponentials.  Its gradient by
-        the logits, c - p sum c with c = df/d(log p), goes to `out`.
+        """The sum over the columns, given p and q too, so that our own functions need no exponentials.  Writes the
+        gradient with respect to the logits, c - p sum c with c = df/d(log p), to `out`.
         """
-        # not where a compiler traces us: `_Log` would be what it holds
+        # not under a compiler, which would capture the `_Log` itself
         followed = torch._C._is_torch_function_enabled() and not torch.is_inference_mode_enabled()
         if ours(self.fn) and followed:
             with torch.enable_grad():
@@ -153,10 +153,10 @@ class Element:
                     out.zero_()
                     return value
                 leaves = (p_leaf, *mine.made)
-                # ones in memory: a number times ones that are expanded takes four times as long
+                # real ones: multiplying by expanded ones takes four times as long
                 by_p, *rest = torch.autograd.grad(each, leaves, torch.ones_like(each), allow_unused=True)
             by_log = rest[0] if rest else None
-            if by_log is None:  # c = p df/dp, in one pass, which writes rows that follow each other and no others
+            if by_log is None:  # c = p df/dp, in one pass, which needs contiguous rows to write to
                 if out.is_contiguous():
                     torch._softmax_backward_data(by_p, p, -1, p.dtype, grad_input=out)
                 else:
@@ -171,7 +171,7 @@ class Element:
 
 
 class _Log(Tensor):
-    """A logarithm whose exponential is known and which is made when a function asks for anything else."""
+    """A lazy logarithm: `exp` returns the known exponential, anything else computes the logarithm first."""
 
     known: Tensor
     make: Lazy
@@ -201,12 +201,12 @@ _CHECKED: weakref.WeakKeyDictionary[Callable[..., Any], Any] = weakref.WeakKeyDi
 
 
 def sparse_loss(fn: Callable[..., Any], tail: str) -> Callable[..., Any]:
-    """The same divergence as a loss on what a sparse teacher names."""
+    """The same divergence as a loss on the columns that a sparse teacher names."""
     return _made(_over_ids_alone if tail == "renormalise" else _over_ids, fn, tail)
 
 
 def _made(make: Callable[..., Any], fn: Callable[..., Any], *how: str) -> Callable[..., Any]:
-    """The loss that `make` makes of a divergence: once of one of ours, which reads nothing that can change."""
+    """The loss that `make` builds from a divergence; built once for our own, which read nothing that can change."""
     known = ours(fn) and not fn.__kwdefaults__
     return _made_once(make, fn, *how) if known else _with_options(make(fn, *how), fn)
 
@@ -232,7 +232,7 @@ def _over_ids(fn: Callable[..., Any], tail: str) -> Callable[..., Any]:
         value, masses = ids(ids_logprob, teacher_ids, teacher_logprob, **options)
         mass = masses["teacher_mass"]
         left = torch.log1p(-mass.clamp(max=1.0))
-        rounding = math.log(torch.finfo(mass.dtype).eps)  # a mass of 1 is 1 up to that: it rules out no tail
+        rounding = math.log(torch.finfo(mass.dtype).eps)  # a mass of 1 is only 1 up to this: it rules out no tail
         left = torch.where(tail_logprob > FLOOR, left.clamp(min=rounding), left.clamp(min=FLOOR))
         return value + fn(tail_logprob.clamp(min=FLOOR), left, **options), masses
 
@@ -244,18 +244,18 @@ def _over_ids_alone(fn: Callable[..., Any], tail: str) -> Callable[..., Any]:
         held = teacher_ids >= 0
         s = torch.where(held, ids_logit, -math.inf)
         most = s.logsumexp(-1, keepdim=True).detach()
-        s = (s - most.masked_fill(most == -math.inf, 0.0)).clamp(min=FLOOR)  # from there, wherever that lies
+        s = (s - most.masked_fill(most == -math.inf, 0.0)).clamp(min=FLOOR)  # relative to the largest
         logp = torch.where(held, s, FLOOR).log_softmax(-1)
         mass = teacher_logprob.logsumexp(-1, keepdim=True)
         logq = (teacher_logprob - mass.masked_fill(mass == -math.inf, 0.0)).clamp(min=FLOOR)
-        logp, logq = torch.where(held, logp, 0.0), torch.where(held, logq, 0.0)  # no slope of a padding is NaN
+        logp, logq = torch.where(held, logp, 0.0), torch.where(held, logq, 0.0)  # so that no padding has a slope of NaN
         return torch.where(held, fn(logp, logq, **options), 0.0).sum(-1)
 
     return loss
 
 
 def top_loss(fn: Callable[..., Any], tail: str) -> Callable[..., Any]:
-    """The same divergence over the student's likeliest columns, where a dense teacher is read too."""
+    """The same divergence as a loss on the student's likeliest columns, at which a dense teacher is read too."""
     return _made(_over_top, fn, tail)
 
 
@@ -271,7 +271,7 @@ def _over_top(fn: Callable[..., Any], tail: str) -> Callable[..., Any]:
 
 
 def _with_options(loss: Callable[..., Any], fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`loss`, whose **options are those of `fn` and are said to be."""
+    """`loss` with its **options spelled out in its signature, as those of `fn`."""
     own = [p for p in parameters_of(loss).values() if p.kind is not p.VAR_KEYWORD]
     options = [p for p in parameters_of(fn).values() if p.kind is p.KEYWORD_ONLY]
     loss.__signature__ = inspect.Signature([*own, *options])  # type: ignore[attr-defined]
@@ -280,7 +280,7 @@ def _with_options(loss: Callable[..., Any], fn: Callable[..., Any]) -> Callable[
 
 
 def bucket_loss(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """A dense divergence and, as one more outcome, the tokens that a student on fewer of them cannot have."""
+    """A dense divergence plus one more outcome: the teacher's tokens that a student with fewer tokens lacks."""
     return _made(_with_rest, fn)
 
 

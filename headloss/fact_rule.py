@@ -1,4 +1,4 @@
-"""What a table of facts says of each fact, and how the coefficients of several facts add up."""
+"""`Rule`, an entry in the table of facts: a fact's value and its pull (gradient); and how coefficients add up."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class Pull(NamedTuple):
 
 
 class Rule:
-    """A fact: its value from the sums of a row, and its pull on the logits.  Parameter names choose what each is given.
+    """A fact: three functions, each of which is passed what its parameter names ask for.
 
-        value   sums over the vocabulary, by name; T, the temperature; log_S; vocab.  What a value names, a sweep sums
-        pull    g, the fact's cotangent; value, the fact itself; vocab.  It returns coefficients
-        share   of a fact that compares with a teacher: what its pull adds to the student's own coefficients
+        value   takes sums over the vocabulary, T (the temperature), log_S and vocab.  A sweep computes the sums named
+        pull    takes g (the fact's cotangent), value (the fact itself) and vocab, and returns coefficients
+        share   for a fact that compares with a teacher: what its pull adds to the student's own coefficients
 
-    Without a pull a fact has no gradient.  `moves`: whether the logits move it all the same, so that a loss that pulls
-    on it is warned.  `kept`: the value is read by a pull that does not stand here.
+    A fact without a pull has no gradient.  `moves`: its value depends on the logits all the same, so a loss that
+    differentiates it gets a warning.  `kept`: a pull that is not defined here reads the value.
     """
 
     __slots__ = ("_pull", "_share", "_value", "moves", "pulls", "sums", "valued")
@@ -57,16 +57,16 @@ class Rule:
         return self._value(row)
 
     def pull(self, g: Tensor, value: Tensor | None, vocab: Any = None) -> Any:
-        """None where there is none."""
+        """The coefficients; None for a fact without a gradient."""
         return self._pull({"g": g, "value": value, "vocab": vocab})
 
     def share(self, g: Tensor, value: Tensor | None, vocab: Any = None) -> Pull | None:
-        """None where the student's own softmax is not pulled on."""
+        """What to add to the student's own coefficients; None if nothing."""
         return self._share({"g": g, "value": value, "vocab": vocab})
 
 
 class _Named:
-    """A function that is given what its parameters name."""
+    """A function that is called with the arguments that its parameters name."""
 
     __slots__ = ("fn", "names")
 
@@ -85,7 +85,7 @@ class _Named:
 
 
 def summed(kind: type[K], pulls: Sequence[K | None]) -> K:
-    """Coefficients add up; one that nothing feeds is None."""
+    """Add coefficients field by field; a field that no fact contributes to is None."""
     there = [k for k in pulls if k is not None]
     if len(there) == 1:
         return there[0]

@@ -1,9 +1,9 @@
-"""What one sweep over the vocabulary knows about a row, how partial sweeps merge, and how facts pull on the logits.
+"""The facts of a row: their values, how partial sums over the vocabulary merge, and their gradients by the logits.
 
 Dimension key:  N rows   V vocabulary columns in hand (a shard, a block, or all)   R parts to be merged   K ids per row
 Symbols:        z logits after scale, bias and softcap   T temperature   s = z / T   p = softmax(s)   y target column
 
-A fact is one number per row.  Its value, and its pull d(fact)/d(s_j) on the logits:
+A fact is one number per row.  Each has a value and a pull, its gradient d(fact)/d(s_j) with respect to the logits:
 
     lse            log sum_j e^s_j            p_j
     logprob        s_y - lse                  1[j=y] - p_j
@@ -14,20 +14,20 @@ A fact is one number per row.  Its value, and its pull d(fact)/d(s_j) on the log
     min_logit      min_j s_j                  none: a metric
     argmax         the column of the maximum  none: a metric
 
-The table `FACTS` says the same in code, and is the only place that does: the backends run `finish` and `coefficients`,
-or print them into their kernels.
+The table `FACTS` below says the same in code, and is the only place that does: backends either call `finish` and
+`coefficients` or print them into their kernels.
 
 A loss is plain PyTorch on facts, so d(loss)/d(fact) is ordinary autograd on (N,) vectors.  `coefficients` folds those
-into five numbers per row, and the gradient of any loss whatever is
+into five numbers per row, and the gradient of any loss is
 
     d(loss)/d(s_j) = p_j (a + b log p_j + e p_j) + c + y 1[j=y]
 
-Facts that compare the row with a teacher's stand in `teachers.py`, in the same shape: sums, merge, value, pull.
+Facts that compare a row with a teacher are in `teachers.py`, organised the same way: sums, merge, value, pull.
 
 The sums behind the facts are a monoid.  A `Partial` covers any subset of the columns; `merge` combines the partials of
-blocks, vocabulary splits or ranks; a part that is empty or all -inf is the identity.  Everything is measured from the
+blocks, vocabulary splits or ranks; a part that is empty or all -inf is the identity.  All sums are relative to the
 part's own maximum, x = (z - max) / T, because sums of uncentred logits lose digits: at V=128k in float32 with logits
-offset by 200 the centred entropy is right to 3e-7, the uncentred one to 1.5e-5.  Temperatures share one maximum.
+offset by 200 the centred entropy is right to 3e-7, the uncentred one to 1.5e-5.  All temperatures share one maximum.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ from headloss.fact_rule import Rule, summed
 from headloss.teachers import COMPARING, TOP, TeacherPartial, TeacherSoftmax, Temperature, finish_teacher, merge_teacher
 from headloss.teachers import FLOOR as FLOOR
 
-# The table.  Values are made of the fields of `Partial` and `Moments`, and T, log_S, vocab; see `fact_rule.Rule`.
+# The table.  Values are computed from fields of `Partial` and `Moments`, and from T, log_S and vocab; see
+# `fact_rule.Rule`.
 FACTS: dict[str, Rule] = {
     "lse": Rule(lambda max, T, log_S: max / T + log_S, lambda g: Pull(a=g)),
     "logprob": Rule(lambda target, T, log_S: target / T - log_S, lambda g: Pull(a=-g, y=g)),
@@ -61,7 +62,7 @@ FACTS: dict[str, Rule] = {
 
 
 class _Those(Set[str]):
-    """The facts whose rule says so, in the table as it is now."""
+    """A live view of the table: the facts whose rule passes a test."""
 
     def __init__(self, said: Callable[[Rule], bool]) -> None:
         self.said = said
@@ -77,19 +78,19 @@ class _Those(Set[str]):
 
 
 CONSTANT = _Those(lambda rule: not rule.pulls)  # no gradient
-LOST = _Those(lambda rule: not rule.pulls and rule.moves)  # none, though the logits move it
-VALUED = _Those(lambda rule: rule.valued)  # their pull reads them
-PLAIN = {"least", "square", "teacher_square", "dot"}  # made of logits themselves, not of their softmax
+LOST = _Those(lambda rule: not rule.pulls and rule.moves)  # no gradient, although the logits change their value
+VALUED = _Those(lambda rule: rule.valued)  # their pull reads their value
+PLAIN = {"least", "square", "teacher_square", "dot"}  # sums of the logits themselves, not of their softmax
 NEEDS_TARGET = _Those(lambda rule: "target" in rule.sums)
 
 
 class Fact(NamedTuple):
-    """A fact by name, at a temperature of its own or, with None, at the source's; of one teacher if it compares."""
+    """A fact: its name, its temperature (None: the source's) and, if it compares the row with a teacher, which one."""
 
     name: str
     temperature: float | None = None
     teacher: str | None = None
-    element: Any = None  # of a divergence: the function of (log p, log q) that is summed over the vocabulary
+    element: Any = None  # for a divergence: the function of (log p, log q) that is summed over the vocabulary
 
     def __str__(self) -> str:
         name = self.name if self.element is None else f"{self.name} {self.element}"
@@ -101,10 +102,10 @@ ANY = "any"
 
 
 class Want:
-    """Which facts a sweep is asked for; what is not asked for is not computed."""
+    """The facts that a sweep is asked for; it computes nothing else."""
 
     def __init__(self, facts: Sequence[Fact]) -> None:
-        facts = [*facts, *(f._replace(name="top_ids") for f in facts if f.name in TOP)]  # which every pull needs
+        facts = [*facts, *(f._replace(name="top_ids") for f in facts if f.name in TOP)]  # every pull needs these
         order, table = {f: i for i, f in enumerate(dict.fromkeys(facts))}, list(FACTS)
         self.facts = tuple(sorted(order, key=lambda f: (table.index(f.name), f.temperature or 0.0, order[f])))
         self.temperatures = tuple(dict.fromkeys(f.temperature for f in self.facts))
@@ -113,14 +114,14 @@ class Want:
         self.plain = any(FACTS[name].sums & PLAIN for name in names)
         self.only_plain = all(
             FACTS[name].sums and FACTS[name].sums <= PLAIN | {"T"} for name in names
-        )  # and no softmax
-        self.only_ids = names == {"ids_logit"}  # some logits of each row, and no softmax
+        )  # no softmax is needed
+        self.only_ids = names == {"ids_logit"}  # only logits at given ids, no softmax
         self._sums = frozenset(
             (x, T, f.teacher) for f in self.facts for x in FACTS[f.name].sums for T in (f.temperature, ANY)
         )
         self.target, self.argmax, self.total = (self.sums(x) for x in ("target", "argmax", "total"))
         self.divergent = any(f.element is not None for f in self.facts)
-        self.constant = tuple(i for i, f in enumerate(self.facts) if f.name in CONSTANT)  # those without a gradient
+        self.constant = tuple(i for i, f in enumerate(self.facts) if f.name in CONSTANT)  # the facts without a gradient
         self._hash = hash(self.facts)
         self._at = frozenset((f.temperature, f.name, f.teacher) for f in self.facts)
         self._compared = {
@@ -132,7 +133,7 @@ class Want:
         return (temperature, name, teacher) in self._at
 
     def sums(self, name: str, temperature: float | str | None = ANY, teacher: str | None = None) -> bool:
-        """Whether a value that is wanted (at this temperature, of this teacher) is made of this sum."""
+        """Whether a fact that is asked for (at this temperature, of this teacher) needs this sum."""
         return (name, temperature, teacher) in self._sums
 
     def temperatures_of(self, teacher: str) -> tuple[float | None, ...]:
@@ -140,7 +141,7 @@ class Want:
         return self._compared.get(teacher, ())
 
     def looks(self, teacher: str, temperature: float | None) -> tuple[Fact, ...]:
-        """The divergences whose sum over the vocabulary needs a second look at the row."""
+        """The divergences of this teacher, whose sum over the vocabulary needs a second read of the row."""
         if not self.divergent:
             return ()
         return tuple(f for f in self.facts if f.element is not None and f[1:3] == (temperature, teacher))
@@ -164,7 +165,7 @@ class Moments(NamedTuple):
 
 
 class Partial(NamedTuple):
-    """What a sweep over some of the columns found.  Each tensor is (N,); what was not wanted is None."""
+    """The sums of a sweep over some of the columns.  Each tensor is (N,), or None if nothing asked for it."""
 
     max: Tensor  # -inf for a part with no columns
     argmax: Tensor | None  # column of the maximum, in the whole vocabulary
@@ -177,7 +178,7 @@ class Partial(NamedTuple):
 
 
 class Softmax(NamedTuple):
-    """All that is needed to see p again: log p_j = (z_j - max) / T - log_sum."""
+    """What it takes to compute p again: log p_j = (z_j - max) / T - log_sum."""
 
     max: Tensor
     log_sums: tuple[Tensor, ...]  # one per temperature
@@ -230,9 +231,9 @@ def finish(
     guarded: bool = False,
     only_softmax: bool = False,
 ) -> tuple[dict[Fact, Tensor], Softmax]:
-    """The wanted facts, and the softmax the pull will need, from a partial that covers the whole vocabulary.
+    """The facts asked for, and the softmax that their pull needs, from a partial that covers the whole vocabulary.
 
-    `guarded`: who made the partial has seen to it that no row is without a maximum.  `only_softmax`: no facts.
+    `guarded`: the caller guarantees that every row has a finite maximum.  `only_softmax`: compute no facts.
     """
     moments, best = partial.moments, partial.max
     if not guarded:  # S = 0: every logit is -inf
@@ -262,9 +263,9 @@ def finish(
 def with_whole(
     want: Want, facts: dict[Fact, Tensor], softmax: Softmax, wholes: Mapping[str, Sequence[Tensor]]
 ) -> tuple[dict[Fact, Tensor], Softmax]:
-    """Teachers on a larger vocabulary: log q is what their softmax over all of it gives the student's columns.
+    """For a teacher on a larger vocabulary, normalise log q over all of its columns, not only those it shares.
 
-    `wholes`: of each such teacher, log sum e^((u - max) / T) over all of it, for each temperature.
+    `wholes`: for each such teacher, log sum e^((u - max) / T) over all of its columns, per temperature.
     """
     if not wholes:
         return facts, softmax
@@ -272,7 +273,7 @@ def with_whole(
     for i, name in enumerate(want.teachers):
         if name in wholes:
             for key, whole, shared in zip(want.temperatures_of(name), wholes[name], seen[i].log_St, strict=True):  # type: ignore[union-attr]
-                mass = (shared - whole).clamp(max=-torch.finfo(whole.dtype).eps)  # of its own columns; 1 up to rounding
+                mass = (shared - whole).clamp(max=-torch.finfo(whole.dtype).eps)  # log of the shared mass; below 0
                 facts[Fact("teacher_tail_logprob", key, name)] = (-mass.expm1()).log()
             seen[i] = seen[i]._replace(log_St=tuple(wholes[name]))  # type: ignore[call-arg]
     return {f: facts[f] for f in facts if f in want.facts}, softmax._replace(teachers=tuple(seen))
@@ -281,9 +282,9 @@ def with_whole(
 def coefficients(
     facts: Mapping[Fact, Tensor], grads: Mapping[Fact, Tensor], want: Want, vocab: int
 ) -> tuple[Pull, ...]:
-    """The chain rule, once for every loss: five numbers per row from the cotangents of the facts.
+    """The chain rule, once for all losses: fold the cotangents of the facts into five numbers per row.
 
-    An absent or None cotangent is a zero, and a coefficient that nothing feeds stays None.
+    A missing or None cotangent counts as zero, and a coefficient that no fact contributes to stays None.
     """
     pulls = []
     for T in want.temperatures:

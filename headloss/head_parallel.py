@@ -1,4 +1,4 @@
-"""`HeadParallel`: a `FusedLMHead` over a vocabulary that ranks share.  It loads DTensor; `import headloss` does not."""
+"""`HeadParallel` splits the vocabulary of a `FusedLMHead` over ranks.  It loads DTensor; `import headloss` does not."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from headloss.module import FusedLMHead
 class HeadParallel(ParallelStyle):
     """Shards a `FusedLMHead` over the vocabulary, for `parallelize_module`.
 
-    `input_layouts` says how hidden arrives: `Replicate()`, or `Shard(1)` under sequence parallelism, where it is
-    gathered before the head and its gradient reduce-scattered behind it.  A tied embedding has to be sharded the same
-    way and tied again.
+    `input_layouts` says how hidden arrives: `Replicate()`, or `Shard(1)` under sequence parallelism, which gathers it
+    before the head and reduce-scatters its gradient afterwards.  Shard a tied embedding the same way, and tie it again.
 
     >>> parallelize_module(model, tp_mesh, {"lm_head": hl.HeadParallel()})
     """

@@ -1,4 +1,4 @@
-"""Targets from labels."""
+"""`shift_labels`: targets from Hugging Face labels."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def shift_labels(labels: Tensor, segments: Segments | None = None) -> Tensor:
     tensor([[   6,    7, -100]])
     """
     wide = integers("labels", labels)
-    labels = labels if labels.dtype.is_signed else wide  # without a sign there is no -100
+    labels = labels if labels.dtype.is_signed else wide  # an unsigned dtype cannot hold -100
     if labels.ndim < 1:
         raise ValueError("labels: wanted at least one dimension, got a scalar")
     targets = torch.full_like(labels, IGNORE)

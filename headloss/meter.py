@@ -1,4 +1,4 @@
-"""`Meter`: the metrics of many calls, and of many ranks, as one."""
+"""`Meter`: combines the metrics of many calls, and of many ranks, into one number each."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from headloss.deferred_checks import check_pending
 from headloss.metrics import KINDS, Metric
 from headloss.parallel.shard import all_gather, together
 
-_PACKED = 1024  # numbers that ranks exchange at a time
+_PACKED = 1024  # ranks exchange numbers in multiples of this
 
 
 class Meter:
-    """Metrics of many calls as one.
+    """Combines the metrics of many calls.
 
     >>> meter = hl.Meter()
     >>> meter.add(out.metrics)          # every micro-batch; nothing waits for the device
-    >>> meter.compute()                 # {"entropy": 2.31, ...}; one copy, and the meter starts anew
+    >>> meter.compute()                 # {"entropy": 2.31, ...}; one copy, and the meter is empty again
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class Meter:
         return self
 
     def compute(self, group: Any = None) -> dict[str, float]:
-        """Every metric as a number, and over the ranks of `group` where one is given: one collective, one copy."""
+        """Every metric as a number, combined over the ranks of `group` if one is given: one collective, one copy."""
         check_pending(wait=True)
         held, self._held = self._held, {}
         strange: Tensor | None = None
@@ -61,12 +61,12 @@ class Meter:
 
 
 def _over_ranks(held: Mapping[str, Metric], group: Any) -> tuple[dict[str, Metric], Tensor]:
-    """The same metrics combined over ranks, and the number of the first rank that holds others, from 1 on; 0: none.
+    """The metrics combined over ranks, and 1 + the first rank that holds different metrics, or 0 if none does.
 
-    One all-gather of all their parts, of a length that does not tell how many there are: ranks that hold different
-    metrics, or nothing, meet in it too.
+    One all-gather of all parts, padded so that its length does not depend on how many there are: ranks that hold
+    different metrics, or none, can join it too.
     """
-    alike = dict(sorted(held.items()))  # on all ranks, in whatever order they were added
+    alike = dict(sorted(held.items()))  # the same order on all ranks
     names = zlib.crc32("\n".join(f"{name} {m.kind}" for name, m in alike.items()).encode())
     parts = [p.to(torch.float64) for m in alike.values() for p in m.parts]
     device = parts[0].device if parts else _device_of(group)
@@ -88,6 +88,6 @@ def _over_ranks(held: Mapping[str, Metric], group: Any) -> tuple[dict[str, Metri
 
 
 def _device_of(group: Any) -> torch.device:
-    """Where a rank's tensors lie that has none of its own to show it."""
+    """The device of a rank that holds no tensors to take it from."""
     on_gpu = torch.distributed.get_backend(group) == "nccl"
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")

@@ -1,13 +1,13 @@
 """Metrics: numbers that can be combined over chunks, micro-batches and ranks, and read when it is time to log.
 
-A `Metric` holds the sums behind a number (its `parts`), on the device, detached; those of a call are made together.
-The name's ending says how two combine:
+A `Metric` holds the sums behind a number (its `parts`), on the device, detached; one pass computes those of a call.
+The ending of its name says how two of them combine:
 
     ..._min, ..._max           smallest, largest
     ..._std                    standard deviation
     effective_sample_size      (sum w)^2 / sum w^2
     perplexity                 exp of the mean
-    anything else              mean, over tokens or over segments as the values are
+    anything else              mean over tokens or over segments, whichever the values belong to
 
 `Meter` (meter.py) adds up metrics without waiting for the device and brings all of them to the host in one copy.
 """
@@ -53,7 +53,7 @@ def _sparse_agreement(argmax: Tensor, teacher_ids: Tensor, teacher_logprob: Tens
 
 
 def dead_rows() -> Tensor:
-    """How often a row has no gradient, as with an advantage of 0 or a clipped ratio; nan where a call makes none."""
+    """How often a row has no gradient, as with an advantage of 0 or a clipped ratio; NaN if a call computes none."""
     raise AssertionError("made of the gradient, in `engine.run`")
 
 
@@ -63,7 +63,7 @@ DIVERGENCES: Mapping[str, Callable[..., Any]] = {name: fn for name, fn in LOSSES
 
 
 class _Kind(NamedTuple):
-    parts: tuple[str, ...]  # what is known of the values that count: see `Batch`
+    parts: tuple[str, ...]  # the sums over the values that count; see `Batch`
     value: Callable[..., Tensor]
 
     @property
@@ -119,7 +119,7 @@ class Batch:
         return self.found[name]
 
     def _reduce(self) -> dict[str, tuple[Tensor, ...]]:
-        """All that count the same rows together: those under a mask, `term/`, and the others."""
+        """Reduce metrics that count the same rows together: those under a mask (`term/`), and the others."""
         x_MR, places = self._stacked()
         masks = [name for name in self.names if name.endswith("/")]
         under = {name: max((m for m in masks if name.startswith(m)), key=len, default=None) for name in self.kinds}
@@ -152,7 +152,7 @@ class Batch:
         }
 
     def _stacked(self) -> tuple[Tensor, dict[str, int]]:
-        """The values as rows of a matrix, and which row is whose: several metrics may look at one tensor."""
+        """The values as rows of a matrix, and which metric has which row: several may share one tensor."""
         if callable(self.given):
             return self.given(), {name: i for i, name in enumerate(self.names)}
         unique = {id(x): x for x in self.given.values()}
@@ -182,7 +182,7 @@ _REDUCE: dict[str, Callable[[Tensor, Tensor | None, torch.dtype], Tensor]] = {
 
 
 class Metric:
-    """A number that knows what it was made of.  `float(metric)` reads it; `a + b` combines two."""
+    """A number that keeps the sums it comes from.  `float(metric)` reads it; `a + b` combines two."""
 
     __slots__ = ("_parts", "kind", "per")
     kind: str
@@ -236,15 +236,15 @@ class Metric:
 
 
 def measure(values: Mapping[str, Tensor], weights: Tensor | None, per: str) -> dict[str, Metric]:
-    """Metrics of values that belong to the same rows (segments, pairs); those of weight 0 do not count.
+    """Metrics from values that belong to the same rows (segments, pairs); values of weight 0 do not count.
 
-    A name that ends in "/" is no metric: it is a mask, and says which rows count in metrics whose names begin so.  Of
-    two masks the longer name decides.
+    A name that ends in "/" is not a metric but a mask: it says which rows count in metrics whose names start with it.
+    If two masks match, the longer name wins.
     """
     batch = Batch(values, values, weights)
     if not batch.kinds:
         return {}
-    batch.parts(next(iter(batch.kinds)))  # now: somebody may write to the values, which may be inputs
+    batch.parts(next(iter(batch.kinds)))  # now: the values may be inputs, which the caller may overwrite
     return {name: Metric(kind, (batch, name), per) for name, kind in batch.kinds.items()}
 
 
@@ -257,7 +257,7 @@ def measure_later(
 
 
 def own_metrics(metrics: Any) -> Any:
-    """The metrics as they were asked for, in a container that nobody else can change."""
+    """The metrics that were asked for, in a container that the caller cannot change."""
     if isinstance(metrics, Mapping):
         return dict(metrics)
     if isinstance(metrics, str) or not isinstance(metrics, Iterable):
@@ -291,7 +291,7 @@ def read_metrics(metrics: Any) -> Iterator[tuple[str, Call]]:
 
 
 def check_names(terms: Mapping[str, Any], metrics: Sequence[str]) -> None:
-    """Every term and metric has a key of its own in the record, where `term/metric` is a metric of a term's loss."""
+    """Check that terms and metrics have keys of their own in the record; `term/metric` is a metric of a term's loss."""
     if "" in terms:
         raise ValueError("terms: one has an empty name; it keys terms and metrics")
     for i, name in enumerate((*terms, *metrics)):
@@ -307,7 +307,7 @@ def check_names(terms: Mapping[str, Any], metrics: Sequence[str]) -> None:
 
 
 def retarget(call: Call, source_temperature: float | None, teachers: Mapping[str, Any]) -> Call:
-    """The metric, looking at the one teacher there is, in the form that its kind allows."""
+    """The metric bound to the call's only teacher, in the form that this kind of teacher allows."""
     if isinstance(call.fn, Term):
         term = call.fn.call(source_temperature, teachers)
         return term._replace(fn=_first(term.fn))
@@ -322,7 +322,7 @@ def retarget(call: Call, source_temperature: float | None, teachers: Mapping[str
 
 
 def _first(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """A loss's values without the metrics of its own."""
+    """A loss's values, without the metrics that it returns."""
 
     def values(**arguments: Any) -> Any:
         found = fn(**arguments)

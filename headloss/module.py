@@ -66,9 +66,9 @@ class _Head(Protocol):
 
 
 class FusedLMHead(nn.Linear):
-    """A head that, given targets and an objective, returns the objective's record; otherwise a linear layer.
+    """A linear layer that, given targets and an objective, returns the objective's record instead of logits.
 
-    The loss is made inside the module's own forward, so the hooks of DDP, FSDP2 and ZeRO-3 fire as for any layer.
+    It computes the loss inside the module's own forward, so the hooks of DDP, FSDP2 and ZeRO-3 fire as for any layer.
     `temperature`, `scale`, `softcap`, `logits_dtype`, `weight_grad_dtype`, `weight_grad_into`, `memory` and `vocab` are
     those of `hl.Linear`; they apply to the loss only, since a model that softcaps its logits does so itself.
     """
@@ -146,10 +146,10 @@ _SOURCE_OPTIONS = (
 
 
 def own_forward(linear: nn.Module, plain: str | None = None, around: bool = False) -> str | None:
-    """What a layer computes that a product with its weight would leave out; None: nothing.
+    """What a layer does beyond a product with its weight, in words; None if nothing.
 
-    `plain`: a package whose layers' forwards are such a product too.  `around`: a forward on the layer itself only
-    calls that of its class.
+    `plain`: a package whose layers' forwards are such plain products too.  `around`: a forward set on the layer itself
+    only wraps that of its class.
     """
     if isinstance(linear, nn.LazyLinear):
         return "no weight yet (LazyLinear)"
@@ -167,7 +167,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 def own_hook(linear: nn.Module, passed: tuple[str, ...] = (), kinds: tuple[str, ...] = _HOOKS) -> str | None:
-    """A hook of a layer, by its name, but for those of the packages in `passed`; None: there is none."""
+    """A hook of a layer, by name, except hooks of the packages in `passed`; None if there is none."""
     for hook in (hook for kind in kinds for hook in getattr(linear, kind).values()):
         fn = hook.func if isinstance(hook, functools.partial) else hook
         owner = getattr(fn, "__module__", None) or type(fn).__module__
@@ -177,7 +177,7 @@ def own_hook(linear: nn.Module, passed: tuple[str, ...] = (), kinds: tuple[str, 
 
 
 def _check_plain(linear: nn.Linear) -> None:
-    """A head over the Parameters alone would leave out whatever else the layer does."""
+    """Refuse a layer that does more than a product: a head over its Parameters alone would leave that out."""
     more = own_forward(linear) or own_hook(linear)
     if more is not None:
         raise TypeError(

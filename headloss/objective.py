@@ -4,9 +4,9 @@
     out = objective(hl.Linear(hidden, weight), targets)
     out.loss.backward()
 
-A call goes through three steps.  Plan: trace each term (from a cache), read off its class, choose the grade.  Bind:
-check and lay out what was passed, find the rows that count.  Sweep: facts, loss and gradients by the cheapest way the
-classes allow.  The same record comes back whatever was asked for.
+A call goes through three steps.  Plan: trace each term (cached), and classify how its rows meet.  Bind: check and lay
+out the arguments, and find the rows that count.  Sweep: compute facts, loss and gradients in the cheapest way that the
+classes allow.  Every call returns the same record.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class Objective(Terms):
 
     __slots__ = ("key", "losses", "traits")
     losses: Mapping[str, Callable[..., Any]]  # that `from_config` was given, for `to_config`
-    key: str  # of its content: a graph made with one objective serves all that are equal
-    traits: Traits  # what a graph must know
+    key: str  # made from its content: a graph made with one objective serves all equal ones
+    traits: Traits  # what a compiled graph must know
 
     def __init__(
         self,
@@ -101,18 +101,18 @@ class Objective(Terms):
         """Evaluate the terms on a source; `out.loss` and `out.facts` are differentiable.
 
         targets       each row's target, in the source's leading shape; -100 is ignored
-        segments      which rows belong together, for losses and reductions that ask
+        segments      which rows belong together, for losses and reductions that need it
         num_items     global number of tokens, for `token_mean`; by default those of this call.  0 counts as 1.
                       `weighted_mean` divides by its own weights: over micro-batches use `token_sum` and
                       `weights={name: 1 / their global sum}`
         num_segments  global number of segments, for the `seq_mean_...` reductions; by default those of this call
         weights       weights of terms for this call only, {"kl": beta}
-        grad_scale    multiplies every gradient, not the loss: a loss scale that is known now costs nothing
-        host_read     False: never wait for the targets; ignored rows are then masked, not dropped.  So it is while a
-                      CUDA graph is captured, and on Logits wherever no loss has to see the valid rows alone
-        teacher       what terms compare the student with: Logits, Linear or Sparse, or several by name; constant
+        grad_scale    multiplies every gradient, not the loss: passing a loss scale here costs nothing
+        host_read     False: never wait for the targets; ignored rows are then masked, not dropped.  The same happens
+                      while a CUDA graph is captured, and on Logits wherever no loss needs the valid rows alone
+        teacher       what terms compare the student with: Logits, Linear or Sparse, or several by name; detached
         ids           (rows, K) columns of each row, -1 for none: the facts `ids_logprob` and `ids_logit`, -inf for none
-        support       the columns that each row keeps: facts are those of the softmax over them, except in terms with
+        support       the columns that each row keeps: the softmax is over those alone, except in terms with
                       `support="all"`.  A target that its row does not keep is added, and counted in `support_missing`
         inputs        what the losses ask for: of the targets' shape, (S,), scalar, or in PerRow, PerSegment or Whole
         """
@@ -177,7 +177,7 @@ class Objective(Terms):
     ) -> Explanation:
         """What a call with these arguments would do: facts, classes, sweeps, GEMMs, bytes.  Takes meta tensors.
 
-        source   True: also the Triton source that the losses become, where they run inside the sweep
+        source   True: also show the Triton source made from the losses, if they run inside the sweep
         """
         options = CallOptions(num_items, num_segments, weights, grad_scale, host_read)
         teacher = with_candidates(teacher, ids, on)
@@ -215,11 +215,11 @@ class Objective(Terms):
         return f"Objective({', '.join(parts)})"
 
     def labels(self, key: str, constants: tuple[Any, ...], host_read: bool, direct: bool) -> graph.Labels:
-        """The recipe of a call and the names of what it returns; a constant of the graph that is being made."""
+        """The recipe of a call and the names of its results: a constant of the graph being traced."""
         return graph.labels(self, constants, host_read=host_read, direct=direct)
 
     def is_portable(self, key: str) -> bool:
-        """Whether a recipe can hold all of it."""
+        """Whether a recipe can describe all of it."""
         return portable(self) is not None
 
     labels._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler's own decorator imports it
@@ -227,7 +227,7 @@ class Objective(Terms):
 
 
 def _on_columns(objective: Objective, arguments: CallArguments, direct: bool) -> Output:
-    """A call on a head that has some of the vocabulary's columns."""
+    """A call on a head over some tokens of a larger vocabulary (`vocab_ids`)."""
     mapped = in_columns(arguments, objective)
     return mapped.output(objective._evaluate(mapped.arguments, direct))
 
@@ -245,7 +245,7 @@ def _explain(terms: Terms, arguments: CallArguments, source: bool) -> Explanatio
     if isinstance(targets, Tensor) and targets.device.type != "meta" and arguments.support is not None:
         check_counted(arguments.support, targets)
     if isinstance(targets, Tensor) and targets.device.type != "meta" and host_read:
-        prepared = prepare(targets, arguments.segments)  # now, and not for a later call to say
+        prepared = prepare(targets, arguments.segments)  # raise now, not in a later call
         arguments = arguments._replace(targets=prepared, segments=prepared.segments)
     rows = rows_of(plan, arguments, host_read, chunked)
     guides = bind_teachers(arguments.teachers, plan.want.teachers, arguments.source, rows)
@@ -265,12 +265,12 @@ def row_facts(
     backend: str = "auto",
     host_read: bool = True,
 ) -> Facts:
-    """Differentiable facts of every row, in the targets' shape; then any PyTorch you like.
+    """Differentiable facts per row, in the targets' shape, for any PyTorch code you like.
 
     `want` has names, or (name, temperature); with several teachers, (name, temperature or None, teacher's name).
-    `ids`: (rows, K) columns of each row, -1 for none, whose `ids_logprob` and `ids_logit` can be asked for.
-    `top`: how many of its likeliest columns `top_ids` and `top_logprob` are, (rows, K).
-    With `support` they are facts of the softmax over the columns that each row keeps.
+    `ids`: (rows, K) columns per row, -1 for none, at which `ids_logprob` and `ids_logit` can be asked for.
+    `top`: K, how many of the likeliest columns `top_ids` and `top_logprob` return per row.
+    With `support`, the softmax behind the facts is over the columns that each row keeps.
 
     >>> facts = hl.row_facts(hl.Logits(logits), targets, want=("logprob", "entropy"))
     >>> (-facts.logprob.mean() - 0.01 * facts.entropy.mean()).backward()
@@ -331,7 +331,7 @@ def _row_facts(
 
 
 def topk(source: Source, k: int, *, backend: str = "auto") -> Sparse:
-    """The k likeliest columns of each row, the likeliest first, and their log-probabilities; without grad.
+    """The k likeliest columns of each row, the likeliest first, and their log-probabilities; no gradient.
 
     >>> teacher = hl.topk(hl.Linear(hidden, weight), 64)        # to store, to send, or to compare with
     """

@@ -1,6 +1,6 @@
-"""What an option of a loss may be: a value of the kind that its annotation or its default says.
+"""Checks of options: the option of a loss must have the type that its annotation or its default implies.
 
-Options often come from YAML or JSON, where "no", "3e-4" and 1 are easily something else than was meant.
+Options often come from YAML or JSON, where "no", "3e-4" and 1 easily mean something else than was intended.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _SAID = {bool: "True or False", int: "a whole number", float: "a finite number",
 
 
 def parameters_of(fn: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    """What a function takes; a module says it in its forward."""
+    """The parameters of a function; for a module, those of its forward."""
     return inspect.signature(fn.forward if isinstance(fn, nn.Module) else fn).parameters
 
 
 def is_number(x: object) -> bool:
     """Whether it is a finite number: neither a bool, nor NaN, nor an integer that no float can hold."""
-    if isinstance(x, bool) or not isinstance(x, (int, float)):  # torch 2.8 compiles no other form
+    if isinstance(x, bool) or not isinstance(x, (int, float)):  # the only form that torch 2.8 compiles
         return False
     try:
         return math.isfinite(x)
@@ -37,7 +37,7 @@ def is_number(x: object) -> bool:
 
 
 def shown(x: object) -> str:
-    """A value for a message: never long, and never an error of its own."""
+    """A value as text for a message: never long, and it never raises."""
     try:
         text = repr(x)
     except Exception:  # an integer of more than 4300 digits has no text
@@ -46,7 +46,7 @@ def shown(x: object) -> str:
 
 
 def check_option(label: str, parameter: inspect.Parameter, value: Any) -> Any:
-    """The value as the function gets it; an error that begins with `label` if it is of the wrong kind."""
+    """The value as the function gets it; raises an error that begins with `label` if its type is wrong."""
     default = parameter.default
     kinds = _kinds(parameter)
     if not kinds:
@@ -77,7 +77,9 @@ def check_option(label: str, parameter: inspect.Parameter, value: Any) -> Any:
 
 
 def _unknown(label: str, default: Any, value: Any) -> Any:
-    """A value of an option whose default says nothing: all that can be said is what is no number."""
+    """Check an option of unknown type: refuse only what is certainly wrong, such as inf, or text where a number
+    belongs.
+    """
     if isinstance(value, (int, float)) and not isinstance(value, bool) and not is_number(value):
         raise ValueError(f"{label}: wanted a finite number, got {shown(value)}")
     if default is None and isinstance(value, str) and _reads_as_number(value):
@@ -95,7 +97,7 @@ def _reads_as_number(text: str) -> bool:
 
 
 def _kinds(parameter: inspect.Parameter) -> tuple[type, ...]:
-    """The plain types that an option may have; none if that is not known."""
+    """The plain types that an option may have; empty if unknown."""
     default, said = parameter.default, parameter.annotation
     if said is parameter.empty:
         return _BY_DEFAULT.get(type(default), ())
@@ -115,7 +117,7 @@ def _kinds(parameter: inspect.Parameter) -> tuple[type, ...]:
 
 
 def _copied(x: Any) -> Any:
-    """Containers of plain Python copied, so that a later change of the caller's is not followed."""
+    """Copy containers of plain Python, so that a later change by the caller has no effect here."""
     if type(x) in (list, tuple, set, frozenset):
         return type(x)(_copied(y) for y in x)
     return {k: _copied(y) for k, y in x.items()} if type(x) is dict else x
@@ -152,6 +154,6 @@ _size._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch 2.8 
 
 
 def check_temperatures(T: Any) -> None:
-    """One number per row, or one: where the host can read them without waiting."""
+    """Check one temperature, or one per row, if the host can read them without waiting."""
     if isinstance(T, Tensor) and T.is_cpu and not bool((T > 0).all() and T.isfinite().all()):
         raise ValueError(f"temperature: wanted positive and finite, got a smallest value of {float(T.min())}")

@@ -1,4 +1,4 @@
-"""Targets and segments as the host must know them: read now, in a data loader, or on their way.
+"""`prepare`: reads what the host must know of targets and segments ahead of a call, so that the call need not wait.
 
 Dimension key:  N rows, flat   S segments
 """
@@ -21,31 +21,31 @@ WRITTEN = "were written to after hl.prepare read them; prepare them again"
 
 
 class Stats(NamedTuple):
-    """What the one host read brings back."""
+    """The numbers that one host read returns."""
 
     valid: int  # rows that are not ignored
     low: int  # smallest and largest target among them
     high: int
     loose: int  # valid rows without a segment
-    stray: int  # largest segment id, or one below -1
-    sorted: bool  # the valid rows' segment ids never fall
+    stray: int  # the largest segment id, or an id below -1 if there is one
+    sorted: bool  # whether the valid rows' segment ids never fall
     lengths: tuple[int, ...]  # valid rows of each segment
 
     @property
-    def present(self) -> int:  # segments that have any
+    def present(self) -> int:  # segments that have valid rows
         return len(self.lengths) - self.lengths.count(0)
 
     @classmethod
     def read(cls, numbers: Tensor) -> Stats:
-        """From the numbers that `prepare` makes: this waits for the device."""
+        """From the numbers that `target_numbers` makes; this waits for the device."""
         valid, low, high, *more = numbers.tolist()
         loose, stray, *order = more or (0, -1, 0)
-        falls, *lengths = order or (1,)  # a kernel that counts does not look
+        falls, *lengths = order or (1,)  # a kernel that counts does not check the order
         return cls(valid, low, high, loose, stray, not falls, tuple(lengths))
 
 
 class Prepared:
-    """Targets and segments, and what the host must know about them, read or on its way.  See `prepare`."""
+    """Targets and segments, with the numbers that the host needs, read or on their way to it.  See `prepare`."""
 
     __slots__ = ("_copy", "_stats", "counted", "places", "segments", "support", "targets", "tokens", "written")
 
@@ -58,7 +58,7 @@ class Prepared:
         places: Places | None = None,
         tokens: Tokens | None = None,
     ) -> None:
-        self.tokens = tokens  # with it, targets are columns
+        self.tokens = tokens  # if given, targets are columns of a head with these
         self.targets, self.segments, self.support, self.places = targets, segments, support, places
         if support is not None and places is not None:
             remember(support, targets, places)
@@ -69,20 +69,20 @@ class Prepared:
             0 if segments is None else version(segments.ids),
             0 if tokens is None else version(tokens.vocab_ids),
         )
-        self.counted = not targets.is_inference()  # how often it is written to
+        self.counted = not targets.is_inference()  # whether writes to it are counted
 
     def __reduce__(self) -> Any:
         self.check()
         return Prepared, (self.targets, self.segments, self.numbers, self.support, self.places, self.tokens)
 
     def in_columns(self) -> Prepared:
-        """For the head's own columns."""
+        """The same for a call on the head's own columns."""
         self.check()
         return Prepared(self.targets, self.segments, self._copy)
 
     @property
     def numbers(self) -> Tensor:
-        """What is known, as a tensor of the host; waits for it if it is still on its way."""
+        """The numbers as a CPU tensor; waits for them if they are still on their way."""
         return self._copy.wait()
 
     @property
@@ -92,11 +92,11 @@ class Prepared:
         return self._stats
 
     def known(self) -> Stats:
-        """What was read; an error if it is no longer true."""
+        """The numbers that were read; raises if the tensors have been written to since."""
         self.check()
         return self._stats or self.stats
 
-    def check(self) -> None:  # without waiting for what was read
+    def check(self) -> None:  # does not wait for the numbers
         changed = "targets" if self.counted and self.targets._version != self.written[0] else None
         if self.segments is not None and version(self.segments.ids) != self.written[1]:
             changed = "segments"
@@ -125,17 +125,17 @@ def prepare(
     vocab_ids: Tensor | None = None,
     non_blocking: bool = False,
 ) -> Prepared:
-    """Read what the host must know of the targets now, so that the step reads nothing.
+    """Read what the host must know about the targets now, so that the training step need not.
 
     In a data loader, on the CPU:
 
     >>> batch = hl.prepare(targets, segments).to("cuda")
     >>> out = objective(hl.Linear(hidden, weight), batch)
 
-    Of targets on a GPU, `non_blocking=True` starts the copy and returns; the call that needs the numbers waits for that
-    copy alone.  Start it before the model's forward, and the wait is over when the head is reached.
+    For targets on a GPU, `non_blocking=True` starts a copy and returns; the call that needs the numbers waits for that
+    copy alone.  Start it before the model's forward, and it is done by the time the head runs.
 
-    `vocab_ids`: of the head that the targets are for, if it has some.
+    `vocab_ids`: those of the head that the targets are for, if it has any.
     """
     targets, tokens = integers("targets", targets), None
     if support is not None:
@@ -187,20 +187,20 @@ def target_numbers(targets: Tensor, segments: Segments | None) -> Tensor:
 
 
 def segment_numbers(ids: Tensor, valid: Tensor) -> Tensor:
-    """(2,) valid rows without a segment; the largest id, or one below -1."""
+    """(2,) how many valid rows have no segment; and the largest id, or an id below -1 if there is one."""
     low, high = ids.aminmax() if len(ids) else (ids.new_full((), -1), ids.new_full((), -1))
     stray = torch.where(low < -1, low, high)
     return torch.stack([(valid & (ids < 0)).sum(), stray.long()])
 
 
 def check_prepared(numbers: Tensor, targets: Tensor, segments: Segments | None) -> None:
-    """In a graph, where nothing tells whether a tensor was written to: the numbers must be those of the targets."""
+    """In a graph, where writes to a tensor go unnoticed: check that the numbers still are those of the targets."""
 
     def check(now: Tensor) -> None:
         if not torch.equal(now, numbers[: len(now)]):
             raise ValueError(f"targets or segments: {WRITTEN}")
 
-    if defers(targets.device):  # the targets' range and count, which cost little
+    if defers(targets.device):  # only the targets' range and count, which are cheap
         check_later(target_numbers(targets, None), check)
     elif targets.device.type == "cpu":
         check(target_numbers(targets, segments))

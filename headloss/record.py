@@ -1,4 +1,4 @@
-"""What comes back from a call: one record, always with the same fields."""
+"""What a call returns: one record, always with the same fields."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Grads(NamedTuple):
 class Facts(Mapping[Key, Tensor]):
     """The facts of a call, in the targets' shape, 0 in ignored rows: `facts.entropy`, `facts["entropy", 2.0]`.
 
-    With several teachers, theirs go by (name, temperature or None, teacher); a divergence by `facts["tvd()"]`.
+    With several teachers, a fact about one is at (name, temperature or None, teacher); a divergence at `"tvd()"`.
     """
 
     _values: dict[Key, Tensor]
@@ -40,7 +40,7 @@ class Facts(Mapping[Key, Tensor]):
         return self._values[key]
 
     def __getattr__(self, name: str) -> Tensor:
-        if name == "_values" and "_later" in self.__dict__:  # cut out of blocks when something asks for the first
+        if name == "_values" and "_later" in self.__dict__:  # cut out of blocks on first access
             self._values = _by_key(self._later())
             del self._later
             return self._values  # type: ignore[return-value]  # not a fact, and declared above
@@ -72,7 +72,7 @@ class Facts(Mapping[Key, Tensor]):
         return f"Facts({', '.join(f'{k}: {tuple(x.shape)}' for k, x in self._values.items())})"
 
 
-torch.utils._pytree.register_pytree_node(  # so that wrappers (FSDP) find the tensors that the loss hangs on
+torch.utils._pytree.register_pytree_node(  # so that wrappers (FSDP) find the tensors that the loss depends on
     Facts,
     lambda facts: (list(facts._values.values()), list(facts._values)),
     lambda values, keys: facts_from(list(values), keys),
@@ -80,13 +80,15 @@ torch.utils._pytree.register_pytree_node(  # so that wrappers (FSDP) find the te
 
 
 def _by_key(values: Mapping[Any, Tensor]) -> dict[Key, Tensor]:
-    """From facts, or from the keys of other `Facts`: tools that cast a record make it anew of those."""
+    """From facts, or from the keys of other `Facts`: tools that cast a record rebuild it from those."""
     keys = keys_of(values) if all(isinstance(fact, Fact) for fact in values) else values
     return dict(zip(keys, values.values(), strict=True))
 
 
 def keys_of(facts: Collection[Fact]) -> tuple[Key, ...]:
-    """A name, with its temperature if it has one, and with its teacher where several were passed or would share it."""
+    """Each fact's key: its name, with its temperature if it has one, and its teacher if there are several or two would
+    clash.
+    """
     several = len(passed({f.teacher for f in facts} - {None})) > 1  # type: ignore[arg-type]
     keys: list[Key] = []
     for fact in facts:
@@ -106,7 +108,7 @@ def facts_from(values: list[Tensor], keys: list[Any]) -> Facts:
 
 
 def facts_later(make: Callable[[], Mapping[Fact, Tensor]]) -> Facts:
-    """Facts that are made when something asks for the first."""
+    """Facts that are computed on first access."""
     facts = Facts.__new__(Facts)
     facts._later = make
     return facts
@@ -123,6 +125,6 @@ class Output(NamedTuple):
 
 
 def but(out: Output, **new: Any) -> Output:
-    """The same record with other fields.  A compiled graph of torch before 2.12 does not follow `_replace`."""
+    """The same record with other fields.  Graphs compiled by torch before 2.12 cannot use `_replace`."""
     fields: list[Any] = [new.get(name, old) for name, old in zip(Output._fields, out, strict=True)]
     return Output(*fields)

@@ -1,4 +1,4 @@
-"""Reductions: how many things a term is averaged over, as one weight per row (or segment).
+"""Reductions, such as a mean over tokens or over segments, written as one weight per row (or segment).
 
 Dimension key:  R rows that count   S segments
 
@@ -30,7 +30,7 @@ NEEDS_SEGMENTS = frozenset(name for name in REDUCTIONS if name.startswith("seq_"
 
 
 def check_reduced(fn: Callable[..., Any], label: str, reduction: str, name: object, taken: Container[object]) -> None:
-    """Of a term: the name of the segments that its reduction goes over, in place of the call's."""
+    """Check a term's `reduction_segments`: the name of the segments to reduce over in place of the call's."""
     if not (isinstance(name, str) and name and name not in taken):
         got = repr(name) if isinstance(name, str) else type(name).__name__
         raise TypeError(f"reduction_segments: wanted the name of an input that holds hl.Segments, got {got}")
@@ -71,9 +71,9 @@ class Counts(Mapping[str, Tensor]):
 
 
 def count(targets: Tensor, segments: Segments | None = None, group: Any = None) -> Counts:
-    """Tokens that count, and segments that have any, over the ranks of `group`, as device tensors.
+    """Count the tokens that are not ignored, and the segments that have any, over the ranks of `group`; on the device.
 
-    One collective.  Where segments lie on several ranks but not on all of `group` (context parallelism inside data
+    One collective.  If segments lie on several ranks but not on all of `group` (context parallelism inside data
     parallelism), one more over the segments' own group.  Nothing is read back.
     """
     targets = integers("targets", targets)
@@ -114,13 +114,13 @@ def weights(
 ) -> Tensor:
     """One weight for each of a term's `length` values, which belong to rows, segments or neither (`kind`).
 
-    Values of a segment or a pair are averaged over their own number, or summed by `token_sum`.
+    Values per segment or per pair are averaged over their own number, or summed by `token_sum`.
     """
 
     def whole(x: int | float | Tensor) -> Tensor:
         if isinstance(x, Tensor):
             return x.to(device=device, dtype=dtype)
-        return torch.full((), x, device=device, dtype=dtype)  # not a copy from the host: a CUDA graph cannot hold one
+        return torch.full((), x, device=device, dtype=dtype)  # filled on the device: a CUDA graph cannot hold a copy
 
     counts = {"num_items": num_items, "num_segments": num_segments, "norm": norm, "denominator": denominator}
     if kind == "row":
@@ -129,7 +129,7 @@ def weights(
         return weight if reduction != "seq_mean_token_mean" else weight / lengths(rows, dtype)
     one = whole(1.0).expand(length)
     if kind == "other" and rows.segments is not None and not rows.segments.counts_here:
-        one = one * 0  # a value per pair is known to all ranks of the group and counts on one
+        one = one * 0  # all ranks of the group have the pairs' values; only one counts them
     if kind == "segment" and rows.segments is not None:
         one = (rows.segments.counts > 0).to(dtype) * rows.segments.counts_here
     if kind == "other" and reduction not in ("weighted_mean", "token_sum"):
@@ -145,7 +145,7 @@ def shares(
     num_segments: int | Tensor | None,
     over_ranks: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """How much each row counts in a reduction over the segments of `ids`, -1 for rows that do not count.
+    """How much each row counts in a reduction over the segments of `ids`; -1 marks rows that do not count.
 
     `over_ranks` sums counts over the ranks that share these segments.
     """
@@ -157,13 +157,13 @@ def shares(
 
 
 def lengths(rows: Rows, dtype: torch.dtype) -> Tensor:
-    """How many rows the segment of each row has, at least 1."""
+    """For each row, how many rows its segment has; at least 1."""
     assert rows.segments is not None, "checked before: a segment reduction needs segments"
     return rows.segments.spread(rows.segments.counts.to(dtype)).clamp(min=1)
 
 
 def over_segments(reduction: str, kind: str) -> bool:
-    """Whether weights are made of how many segments have rows."""
+    """Whether the weights depend on how many segments have rows."""
     return reduction not in ("token_sum", "weighted_mean") and (reduction, kind) != ("token_mean", "row")
 
 
@@ -177,8 +177,9 @@ def shared_weight(
     norm: float | None = None,
     denominator: Tensor | None = None,
 ) -> float | Tensor:
-    """What the weights of all rows, or of all segments that have any, have in common; only `seq_mean_token_mean` adds
-    something of each segment to those of rows."""
+    """The factor common to the weights of all rows, or of all segments that have rows.  Only `seq_mean_token_mean` also
+    divides each row's weight by the length of its segment.
+    """
     if reduction == "token_mean" and kind == "row":
         if num_items is None and rows.num_items is None and rows.one_token is not None:
             return rows.one_token

@@ -1,4 +1,4 @@
-"""Several dense teachers, one for each row."""
+"""`Routed`: several dense teachers, one of them for each row."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from headloss.sources import Linear, Logits
 
 
 class Routed:
-    """A teacher for each row: `route` has the number of a row's teacher, in their order, or -1 for none.
+    """One teacher per row: `route` has the number of each row's teacher, in their order, or -1 for none.
 
-    Each teacher's head runs on its own rows alone.  A row without a teacher has weight 0 in terms that look at one.
-    Teachers have hidden states, or logits, for all rows; those of rows that are not theirs may be anything.
+    Each teacher's head runs on its own rows alone.  A row without a teacher has weight 0 in terms that use one.
+    Each teacher comes with hidden states, or logits, for all rows; those of other teachers' rows may be anything.
 
     >>> teacher = hl.Routed({"math": hl.Linear(h1, w1), "code": hl.Linear(h2, w2)}, route)
     """
@@ -54,7 +54,7 @@ class Routed:
         self._copy = Copy(self.route) if device.type == "cpu" or defers(device) else None
 
     def known(self) -> Tensor:
-        """The route of all rows, on the host.  This waits for its copy alone, not for work that was queued after it."""
+        """The route of all rows, on the host.  This waits for its copy alone, not for work queued after it."""
         if self._copy is None or version(self.route) != self._written:
             self._start()
         host_N = (self.route.cpu() if self._copy is None else self._copy.wait()).reshape(-1)
@@ -79,5 +79,5 @@ class Routed:
 
 
 def routes_of(name: str) -> str:
-    """The name of the row weight that is 0 where a row has none of a routed teacher's."""
+    """The name of the row weight that is 0 for rows without a teacher in this `Routed`."""
     return f"route of {name} that count"

@@ -1,25 +1,25 @@
-"""Row weights for policy terms: corrections and masks that need more than one row, or another policy's opinion.
+"""Row weights for policy terms: corrections and masks that look at several rows, or at another policy.
 
     hl.Term(grpo, row_weight=truncate(2.0))            # sampler correction, token by token
-    hl.Term(gspo, row_weight=drop_segments(0.5, 2.0))  # leave out sequences the sampler saw too differently
+    hl.Term(gspo, row_weight=drop_segments(0.5, 2.0))  # drop sequences on which the two policies differ too much
     hl.Term(grpo, row_weight=[truncate(2.0), off_policy_mask(0.1), "loss_mask"])  # several multiply
 
 Each factory returns a plain function that is injected like a loss and never differentiated.  Its numbers are captured
 floats, so equal weights share one trace.  It returns the weight and, as a loss does, metrics, which come back as
-`rl/truncated/cut_fraction`; a function of yours may return the weight alone.
+`rl/truncated/cut_fraction`; your own functions may return the weight alone.
 
-The sampler's weight of a token is w = exp(old_logprob - sampler_logprob): `sampler_logprob` comes from the engine that
-generated, `old_logprob` from the trainer's copy of the same policy (without it, the policy of this call).  `level` says
-whose w is meant:
+The sampler weight of a token is w = exp(old_logprob - sampler_logprob): `sampler_logprob` comes from the engine that
+generated the text, `old_logprob` from the trainer's copy of the same policy (by default, the policy of this call).
+`level` says which w is used:
 
     "token"          the token's own
     "segment"        that of its whole segment: the product of its tokens' w
     "segment_mean"   the same, length-normalised: their geometric mean
 
-A token the sampler could not score (NaN) counts as w = 1.  A weight of 0 leaves a token out: no NaN or inf that the
-loss makes of it reaches the sum, a gradient or the term's metrics.  It still counts in the normaliser (with
-`reduction="weighted_mean"` it does not), and in sums that the loss itself takes over segments; target -100 takes it
-out of everything.
+A token that the sampler could not score (NaN) counts as w = 1.  A weight of 0 leaves a token out: no NaN or inf that
+the loss makes of it reaches the sum, a gradient or the term's metrics.  It still counts in the normaliser (except with
+`reduction="weighted_mean"`), and in sums that the loss itself takes over segments; a target of -100 removes it from
+everything.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def band(low: float, high: float, *, level: str = "token") -> Callable[..., Weig
 def drop_segments(low: float, high: float, *, level: str = "segment_mean") -> Callable[..., Weighed]:
     """1 for every token of a segment whose w lies in [low, high], 0 for the others: rejection of whole sequences.
 
-    With level "token" a segment falls as soon as one of its tokens' w lies outside.
+    With level "token" a segment is dropped as soon as the w of one of its tokens lies outside.
     """
     low, high = _range(low, high)
     _level(level)
@@ -114,7 +114,7 @@ def reject(
     With d = log w, token by token:
 
     estimator   "k1": -d    "k2": d^2 / 2    "k3": e^d - 1 - d
-    reverse     of KL(trainer || sampler): -d in place of d
+    reverse     estimate KL(trainer || sampler): -d in place of d
     level       "token": its own; "segment": the sum over its segment, "segment_mean": the mean, "segment_max": the
                 largest, which then decides for all tokens of the segment
     """
@@ -156,8 +156,8 @@ def reject(
 
 
 def second_moment(most: float) -> Callable[..., Weighed]:
-    """1 for the tokens of this call with the smallest (log w)^2, as many as keep the mean of it below `most`, 0 for the
-    others: the second moment of the ratio as a trust region (M2PO, Zheng et al. 2025).  At least one is kept.
+    """1 for the tokens of this call with the smallest (log w)^2, as many as keep its mean below `most`, and 0 for the
+    others: the second moment of the ratio as a trust region (M2PO, Zheng et al. 2025).  Keeps at least one token.
     """
     if not most > 0:
         raise ValueError(f"most: wanted most > 0, got {most}")
@@ -178,8 +178,8 @@ def second_moment(most: float) -> Callable[..., Weighed]:
 
 
 def wpo() -> Callable[..., Tensor]:
-    """Of a pair: w of its chosen times w of its rejected segment, w = exp(mean of logprob - log sum_j p_j^2).  Pairs
-    that the policy would hardly sample count less (WPO, Zhou et al. 2024).  For losses of pairs, such as dpo.
+    """For each pair, w of its chosen times w of its rejected segment, w = exp(mean of logprob - log sum_j p_j^2).
+    Pairs that the policy would rarely sample count less (WPO, Zhou et al. 2024).  For losses of pairs, such as dpo.
     """
 
     def likely_pairs(logprob: Tensor, sum_p2: Tensor, segments: Segments, pairs: Tensor) -> Tensor:
@@ -191,10 +191,10 @@ def wpo() -> Callable[..., Tensor]:
 
 
 def off_policy_mask(most: float) -> Callable[..., Weighed]:
-    """0 for tokens of negative advantage in segments where mean(sampler_logprob - logprob) > most, else 1: bad samples
-    that the policy would hardly give any more are not learned from (DeepSeek-V3.2, 2025).
+    """0 for tokens of negative advantage in segments where mean(sampler_logprob - logprob) > most, else 1: does not
+    learn from bad samples that the policy would hardly produce any more (DeepSeek-V3.2, 2025).
 
-    Without `sampler_logprob` the old policy stands for the sampler.
+    Without `sampler_logprob`, `old_logprob` takes its place.
     """
     if not most >= 0:
         raise ValueError(f"most: wanted most >= 0, got {most}")
@@ -233,8 +233,8 @@ def top_entropy(fraction: float) -> Callable[..., Weighed]:
 
 
 def likely(low: float, high: float = 1.0) -> Callable[..., Weighed]:
-    """1 for tokens whose probability lies in [low, high], 0 for the others: fine-tuning that leaves alone what the
-    model would hardly say (ProFit, Liu et al. 2026), or with `high` what it says anyway.
+    """1 for tokens whose probability lies in [low, high], 0 for the others: fine-tuning that skips what the model would
+    hardly say (ProFit, Liu et al. 2026), or with `high` what it says anyway.
     """
     low, high = _range(low, high)
 
@@ -248,11 +248,11 @@ def likely(low: float, high: float = 1.0) -> Callable[..., Weighed]:
 
 
 def settled(fraction: float, *, by: str = "either") -> Callable[..., Weighed]:
-    """0 for the given fraction of this call's tokens with the highest entropy, and for as many of the highest
-    KL(p || q) from the teacher, else 1: fine-tuning that leaves alone where the model is unsure or has moved away from
-    its reference (EKSFT, Liu et al. 2026).
+    """0 for the given fraction of this call's tokens with the highest entropy, and for as many with the highest KL(p ||
+    q) from the teacher, else 1: fine-tuning that skips tokens where the model is unsure or has moved away from its
+    reference (EKSFT, Liu et al. 2026).
 
-    by   "either": a token of one kind is left out; "both": one that is of both
+    by   "either": leave out a token that is in one of the two groups; "both": only one that is in both
     """
     fraction = float(fraction)
     if not 0 <= fraction <= 1:
@@ -274,13 +274,13 @@ def settled(fraction: float, *, by: str = "either") -> Callable[..., Weighed]:
 
 
 def _by_row(fn: Callable[..., T]) -> Callable[..., T]:
-    """All its inputs have one value per row; see `headloss.engine.layout`."""
+    """Declare that all inputs of `fn` have one value per row; see `headloss.engine.layout`."""
     fn.__dict__["per_segment"] = ()
     return fn
 
 
 def _reported(weight: Tensor, w: Tensor, low: float, high: float, drift: Tensor) -> Weighed:
-    """A weight made of w and its bounds, and what trainers log of it."""
+    """A weight that is made from w and its bounds, and the metrics that trainers log about it."""
     found = {
         "weight_mean": weight,
         "weight_min": weight,
@@ -296,12 +296,13 @@ def _mask(kept: Tensor, drift: Tensor) -> Weighed:
 
 
 def _mismatch(drift: Tensor, w: Tensor) -> dict[str, Tensor]:
-    """How far sampler and trainer are apart: w before it is cut; by token, what trainers log (`integrations.names`).
+    """How far apart sampler and trainer are: w before it is cut, and per token what trainers log
+    (`integrations.names`).
 
-    k1 and k3 estimate KL(sampler || trainer), k3_reverse KL(trainer || sampler), js the Jensen-Shannon divergence, with
-    k3 of both to their mean; chi2 is the mean of w^2 - 1.
+    k1 and k3 estimate KL(sampler || trainer), k3_reverse KL(trainer || sampler), and js the Jensen-Shannon divergence,
+    from k3 of both to their mean; chi2 is the mean of w^2 - 1.
     """
-    mean = math.log(2) - (-drift).exp().log1p()  # the log of the trainer's probability over the mean of both
+    mean = math.log(2) - (-drift).exp().log1p()  # log(trainer's probability / mean of both)
     return {
         "sampler_ratio_mean": w,
         "sampler_ratio_min": w,
@@ -320,7 +321,7 @@ def _mismatch(drift: Tensor, w: Tensor) -> dict[str, Tensor]:
 
 
 def _drift(logprob: Tensor, sampler_logprob: Tensor, old_logprob: Tensor | None) -> Tensor:
-    """log w, held within +-20 as the policies' ratios are."""
+    """log w, clamped to +-20 like the ratios of policies."""
     old = logprob.detach() if old_logprob is None else old_logprob
     return (old - sampler_logprob).nan_to_num(nan=0.0).clamp(-20.0, 20.0)
 

@@ -1,9 +1,9 @@
-"""Rows: which of them count, where they stand, and what the host must know about them.
+"""`Rows`: which rows of a call count, where they are, and what the host knows about them.
 
 Dimension key:  N rows, flat   R rows that count   S segments
 
-A row whose target is -100 is ignored.  Where the host may look at the targets (always on a CPU, one small packed read
-on other devices, none after `prepare`), ignored rows are dropped before any work; otherwise they are masked.
+A row whose target is -100 is ignored.  If the host may read the targets (always on a CPU; on other devices this is one
+small packed read, or none after `prepare`), ignored rows are dropped before any work; otherwise they are masked.
 """
 
 from __future__ import annotations
@@ -32,16 +32,14 @@ from headloss.support import IGNORE as IGNORE
 
 
 class Rows:
-    """The rows of one call: `keep` numbers those that count (None: all), `valid` is a mask where none is dropped.
+    """The rows of one call: `keep` has the indices of those that count (None: all), or `valid` is a mask of them.
 
-    `skipped`: none is dropped because a kernel passes over those of target -100; the mask is made if something asks.
+    `skipped`: no row is dropped, because a kernel skips those with target -100; `valid` is then made on first use.
     """
 
-    by_route: Tensor | None = (
-        None  # the teacher of each row, on the host, where rows are in the order of their teachers
-    )
-    num_items: Tensor | None = None  # of the whole group, once `join` has asked
-    one_token: Tensor | None = None  # 1 / how many count, where a kernel has made it
+    by_route: Tensor | None = None  # each row's teacher, on the host, if rows are ordered by teacher
+    num_items: Tensor | None = None  # over the whole group, set by `join`
+    one_token: Tensor | None = None  # 1 / how many rows count, if a kernel computed it
 
     def __init__(
         self,
@@ -55,7 +53,7 @@ class Rows:
         by_segment: bool = False,
     ) -> None:
         self.shape, self.keep, self.stats = shape, keep, stats
-        self.by_segment = by_segment  # whether those that count are in the order of their segments
+        self.by_segment = by_segment  # whether the rows that count are ordered by segment
         self.total = math.prod(shape)
         self.count = self.total if keep is None else keep.numel()
         self.given, self.skipped, self._valid, self.segments = targets, skipped, valid, segments
@@ -69,7 +67,7 @@ class Rows:
 
     @functools.cached_property
     def targets(self) -> Tensor | None:
-        """Of the rows that count; 0 where a row is masked."""
+        """Targets of the rows that count; 0 for a masked row."""
         return None if self.given is None else self.take(self.given)
 
     @property
@@ -84,12 +82,12 @@ class Rows:
         flat = x if len(self.shape) == 1 else x.reshape(self.total, *x.shape[len(self.shape) :])
         if self.keep is not None:
             return flat.index_select(0, self.keep)
-        if self.valid is not None:  # padding may hold -inf or NaN: replace before a loss sees it
+        if self.valid is not None:  # padding may hold -inf or NaN: replace it before a loss sees it
             return flat.masked_fill(~self.valid.view(-1, *(1 for _ in flat.shape[1:])), 0)
         return flat
 
     def put(self, x: Tensor, held: bool = False) -> Tensor:
-        """(R, ...) to (shape, ...), with 0 in the ignored rows; `held`: it is there already."""
+        """(R, ...) to (shape, ...), with 0 in the ignored rows; `held`: the 0s are in `x` already."""
         if self.keep is not None:
             x = x.new_zeros(self.total, *x.shape[1:]).index_copy_(0, self.keep, x)
         elif not held and not self.skipped and self.valid is not None:
@@ -97,30 +95,30 @@ class Rows:
         return x.reshape(self.shape + tuple(x.shape[1:]))
 
     def strip(self) -> None:
-        """Let go of the caller's tensors, while autograd keeps them."""
+        """Drop the references to the caller's tensors, while autograd keeps them."""
         self.given = self.segments = None
         if self.keep is None:
             self.__dict__.pop("targets", None)  # they may be the caller's own memory
 
     def with_targets(self, targets: Tensor | None) -> Rows:
-        """The same rows with their targets again, for a pull."""
+        """The same rows with their targets back, for a backward pass."""
         other = shallow(self)
         other.given = targets
         return other
 
     def numbers(self, part: slice) -> slice | Tensor:
-        """Where rows `part` of those that count stand among all rows."""
+        """The indices, among all rows, of rows `part` of those that count."""
         return part if self.keep is None else self.keep[part]
 
     def ignored(self) -> Tensor | None:
-        """The numbers of the rows that were dropped."""
+        """The indices of the rows that were dropped."""
         if self.keep is None:
             return None
         mask = torch.ones(self.total, dtype=torch.bool, device=self.keep.device)
         return mask.index_fill_(0, self.keep, False).argsort(descending=True, stable=True)[: self.total - self.count]
 
     def join(self) -> None:
-        """Where segments lie on several ranks, count their rows on all of them: one collective."""
+        """If segments lie on several ranks, count their rows over all of them: one collective."""
         segments = self.segments
         if segments is not None and segments.group is not None:
             local = segments.local_counts()
@@ -130,7 +128,7 @@ class Rows:
             self.segments = Segments(segments.ids, segments.num_segments, counts[:-1], segments.group)
 
     def aligned(self, most: int) -> list[tuple[slice, slice]] | None:
-        """Runs of at most `most` rows that hold whole segments, with those segments; None if one is longer."""
+        """Runs of at most `most` rows that hold whole segments, each with its segments; None if a segment is longer."""
         assert self.stats is not None
         runs: list[tuple[slice, slice]] = []
         row = first_row = first_segment = 0
@@ -146,7 +144,7 @@ class Rows:
         return runs
 
 
-Count = Callable[..., Any]  # of a backend, see `totals.count_targets`
+Count = Callable[..., Any]  # a backend's; see `totals.count_targets`
 
 
 def count_rows(
@@ -158,9 +156,9 @@ def count_rows(
     ids: Tensor | None = None,
     needed: str | None = None,
 ) -> tuple[Stats | None, Any]:
-    """What the host knows of targets, if it may wait for that, and what the device does.
+    """Count the targets: what the host knows of them, if it may wait for that, and what the device knows.
 
-    `ids`: of the rows' segments, which the host does not wait for.
+    `ids`: the segment of each row; the host does not wait for these.
     """
     flat, ids = flat.contiguous(), None if ids is None else ids.contiguous()
     if not host_read and defers(flat.device):
@@ -192,8 +190,8 @@ def bind_rows(
 ) -> Rows:
     """Check targets and segments against the source and find the rows that count.
 
-    `by_segment` orders them so; `skips`: a kernel will pass over the ignored ones, which then need not be dropped;
-    `needed`: the name of a term that needs a segment for every row; `count`: counts them in one launch.
+    `by_segment`: order them by segment; `skips`: a kernel will skip ignored rows, which then need not be dropped;
+    `needed`: the name of a term that needs a segment for every row; `count`: counts the rows in one launch.
     """
     stats = ids = None
     if isinstance(targets, Prepared):
@@ -218,7 +216,7 @@ def bind_rows(
     if device.type == "meta":
         return Rows(shape, targets, None, None, segments, None)
     one = valid = held = None
-    alone = segments is None or (not host_read and segments.group is None)  # lengths are for a host that reads them
+    alone = segments is None or (not host_read and segments.group is None)  # only a host that reads uses lengths
     if stats is None and count is not None and alone and flat.shape[0]:
         stats, (_, one, valid, held) = count_rows(flat, vocab, host_read, count, segments, ids, needed)
     else:
@@ -229,7 +227,7 @@ def bind_rows(
             check_targets_later(numbers, vocab, segments, needed)
         else:
             check_stats(stats, vocab, None if segments is None else segments.num_segments, needed)
-    if skips:  # all rows, for a kernel that passes over the ignored ones
+    if skips:  # keep all rows: the kernel skips ignored ones
         skipped = stats is None or stats.valid < flat.shape[0]
         if segments is not None and ids is not None:
             if held is None:

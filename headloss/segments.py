@@ -3,10 +3,9 @@
 Dimension key:  N rows   S segments
 
 Row n belongs to segment `ids[n]`; id -1 is no segment.  Losses receive a `Segments` whose ignored rows are already -1,
-so `totals`, `means`, `maxima`, `minima`, `spread`, `mean`, `max` and `min` speak of valid tokens only.  All are
-differentiable, and ids may come in any order.  `totals` and `spread` are operators of their own, each the other's
-adjoint: in a traced loss they, and `largest`, are the mark by which a segment loss is told from one that mixes rows at
-will.
+so `totals`, `means`, `maxima`, `minima`, `spread`, `mean`, `max` and `min` see valid tokens only.  All are
+differentiable, and ids may come in any order.  `totals` and `spread` are torch operators of their own, each the other's
+adjoint.  By these and `largest`, a trace tells a segment loss from one that mixes rows in other ways.
 
 With a `group`, a segment's rows may lie on several ranks (context or sequence parallelism): ids and their number are
 then global, sums run over the group, forward and backward, and each rank's loss is its share of the whole.
@@ -31,9 +30,9 @@ _library.define("segment_largest(Tensor x, Tensor ids, SymInt num_segments) -> T
 
 
 def _totals(x: Tensor, ids: Tensor, num_segments: int) -> Tensor:
-    out = x.new_zeros(num_segments + 1)  # the last place takes the rows without a segment
+    out = x.new_zeros(num_segments + 1)  # the last place takes rows without a segment
     place = torch.where(ids < 0, num_segments, ids)
-    if x.device.type == "cuda":  # it sorts, where index_add_ is atomic and other bits come out each time
+    if x.device.type == "cuda":  # this sorts; index_add_ is atomic, and its bits differ from run to run
         out.index_put_((place,), x, accumulate=True)
     else:
         out.index_add_(0, place, x)
@@ -103,30 +102,30 @@ def group_sum(x: Tensor, group: Any) -> Tensor:
 
 
 class WrongLengthError(ValueError):
-    """A vector has neither as many values as there are rows, nor as there are segments."""
+    """A vector's length is neither the number of rows nor the number of segments."""
 
 
 def sizes(shape: Sequence[Any], known: Mapping[str, str] = {}) -> str:
-    """A shape as text; under a tracer, whose sizes stand for any, with the name of those that are known, else n."""
+    """A shape as text; under a tracer, whose sizes are symbols, a known size has its name and others are n."""
     said = [str(n) if type(n) is int else known.get(str(n), "n") for n in shape]
     return f"({', '.join(said)}{',' if len(said) == 1 else ''})"
 
 
 def shallow(x: Any) -> Any:
-    """Another record of the same fields; a fifth of what `copy.copy` costs."""
+    """Another record with the same fields, at a fifth of the cost of `copy.copy`."""
     other = object.__new__(type(x))
     other.__dict__.update(x.__dict__)
     return other
 
 
 def version(x: Tensor) -> int:
-    """How often a tensor has been written to; a graph that is being made and inference tensors do not count."""
+    """How often a tensor has been written to; 0 while compiling and for inference tensors, which do not count."""
     return 0 if torch.compiler.is_compiling() or x.is_inference() else x._version
 
 
 def is_uncounted(x: Tensor) -> bool:
-    """Whether nothing counts what is written to a tensor: one of inference mode."""
-    return not torch.compiler.is_compiling() and x.is_inference()  # in this order: a graph cannot ask the second
+    """Whether writes to a tensor go uncounted, as in inference mode."""
+    return not torch.compiler.is_compiling() and x.is_inference()  # in this order: a graph cannot evaluate the second
 
 
 def lasting(x: Tensor) -> Tensor:
@@ -146,9 +145,9 @@ class Segments:
     ids: Tensor
     num_segments: int
     group: Any
-    anywhere: bool  # lines of a shape alone, which go to whatever device the rows are on
+    anywhere: bool  # made from a shape alone, so it fits whatever device the rows are on
     _counts: Tensor | None
-    _written: int  # what version of the ids was counted
+    _written: int  # the version of the ids that was counted
 
     def __init__(
         self,
@@ -171,7 +170,7 @@ class Segments:
 
     @classmethod
     def from_ids(cls, ids: Tensor, num_segments: int | None = None, group: Any = None) -> Segments:
-        """One id per row, in the targets' shape, in any order; -1 for none.  Without `num_segments` they are read."""
+        """One id per row, in the targets' shape, in any order; -1 for none.  Without `num_segments` ids are read."""
         ids = integers("ids", ids)
         if num_segments is None and group is not None:
             raise ValueError("num_segments: needed with a group, where no rank sees all ids")
@@ -186,7 +185,7 @@ class Segments:
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: Tensor, rows: int | None = None, group: Any = None) -> Segments:
-        """Packed sequences: segment i is rows cu_seqlens[i] to cu_seqlens[i+1].  `rows` pads with no segment.
+        """Packed sequences: segment i is rows cu_seqlens[i] to cu_seqlens[i+1].  Later rows, up to `rows`, have none.
 
         With a group these are the whole batch's offsets; `select` then takes the rows of this rank.
         """
@@ -233,7 +232,7 @@ class Segments:
         return Segments(self.ids[rows], self.num_segments, group=self.group)
 
     def fitted(self, shape: tuple[int, ...], device: torch.device) -> Segments:
-        """The same for rows of this shape on this device: flat where they are, moved if made of a shape alone."""
+        """The same for rows of this shape on this device: flat if the rows are, moved if made from a shape alone."""
         flat = self.ids.ndim != 1 and len(shape) == 1 and self.ids.numel() == shape[0]
         moves = self.anywhere and self.ids.device != device
         if not flat and not moves:
@@ -257,7 +256,7 @@ class Segments:
     def local_counts(self) -> Tensor:
         """Rows in each segment on this rank, (S,)."""
         ids, S = _flat(self.ids), self.num_segments
-        counts = torch.zeros(S + 1, dtype=torch.float64, device=ids.device)  # whole numbers: in any order the same bits
+        counts = torch.zeros(S + 1, dtype=torch.float64, device=ids.device)  # integers: the same bits in any order
         return counts.index_add_(0, torch.where(ids < 0, S, ids), counts.new_ones(len(ids)))[:S]
 
     @property
@@ -336,12 +335,12 @@ class Segments:
 
 
 def readable(x: Tensor) -> bool:
-    """Whether the host can read it without waiting; a graph that is being made has no numbers yet."""
+    """Whether the host can read it without waiting; while a graph is traced there are no numbers yet."""
     return x.device.type == "cpu" and not torch.compiler.is_compiling() and not isinstance(x, FakeTensor)
 
 
 def now_or_later(numbers: Tensor, zeros: Tensor, check: Callable[[Tensor], None], message: str) -> None:
-    """Raise if the host may look, when the numbers have reached it, or on the device, where `zeros` must be 0."""
+    """Check now if the host can read the numbers, or once they reach it, or on the device, where `zeros` must be 0."""
     if readable(numbers):
         check(numbers)
     elif numbers.device.type == "cuda" and not torch.compiler.is_compiling() and defers(numbers.device):
@@ -355,7 +354,7 @@ def _lines(shape: tuple[int, ...], device: torch.device | None) -> Tensor:
 
 
 def _flat(x: Tensor) -> Tensor:
-    return x if x.ndim == 1 else x.reshape(-1)  # a reshape that changes nothing would still stand in a trace
+    return x if x.ndim == 1 else x.reshape(-1)  # a reshape that changes nothing would still appear in a trace
 
 
 _INTEGERS = frozenset({getattr(torch, f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64)})
@@ -373,7 +372,7 @@ def integers(name: str, x: Tensor) -> Tensor:
 
 
 def check_dense(name: str, x: Tensor) -> None:
-    """Refuse a tensor whose elements are not where strides say."""
+    """Refuse a nested or sparse tensor."""
     if x.is_nested or x.layout is not torch.strided:
         way = "nested; pass its values()" if x.is_nested else f"of {x.layout}; pass {name}.to_dense()"
         raise TypeError(f"{name}: wanted a dense tensor, got one that is {way}")
@@ -387,7 +386,7 @@ def check_size(name: str, n: object) -> None:
 
 
 def _require(true: Tensor, seen: Tensor, message: Callable[[], str]) -> None:
-    """A ValueError now, where the host may look for nothing; elsewhere the device says so when it gets there."""
+    """Raise ValueError now if the host can read without waiting; otherwise assert on the device."""
     if not readable(seen):
         torch._assert_async(true, "cu_seqlens: wanted 0 and then rising offsets, the last of them at most `rows`")
     elif not true:

@@ -1,14 +1,14 @@
-"""What inference servers say about a prompt, as the ids and log-probabilities of a sparse teacher.
+"""Turns the prompt log-probabilities of inference servers into the ids and log-probabilities of a sparse teacher.
 
-Asked for the log-probabilities of a prompt, a server returns one entry a token: how likely it found that token, and the
-likeliest others, given the tokens before it.  The first token has nothing before it and no entry.  A student's row t
-predicts token t + 1, so the entry of token t + 1 is the teacher of row t, and the last row of a sequence has none: the
-rows of `hl.shift_labels`.
+For each token of a prompt a server returns one entry: the log-probabilities of that token and of the likeliest others,
+given the tokens before it.  The first token has nothing before it and no entry.  A student's row t predicts token
+t + 1, so the entry of token t + 1 is the teacher of row t, and the last row of a sequence has none, just as in
+`hl.shift_labels`.
 
     server's entries   None    about token 1   about token 2   about token 3
     teacher's rows             row 0           row 1           row 2           row 3: ids -1
 
-Both forms come alone or in a list, one a sequence: (T, K), or (B, T, K) padded to the longest sequence or to `rows`.
+Both servers' forms may be one sequence, (T, K), or a list of them, (B, T, K) padded to the longest or to `rows`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 Row = list[tuple[float, int]]  # log-probability and id
-HIGHEST = 1e-3  # of a log-probability: 0, and what rounding adds
+HIGHEST = 1e-3  # highest log-probability accepted: 0 plus rounding
 
 
 def from_vllm(
@@ -37,9 +37,9 @@ def from_vllm(
     Ids may be strings, as JSON has them; a Logprob may be the object, {"logprob": ...} or a number.  With
     `prompt_logprobs=K` vLLM returns K entries, and one more where the token itself is not among the K likeliest.
 
-    rows    pad each sequence to so many rows
-    k       keep the k likeliest of a row
-    start   the token that the first entry is about (of each sequence)
+    rows    pad each sequence to this many rows
+    k       keep the k likeliest of each row
+    start   the number of the token that the first entry is about (or one number per sequence)
     """
     return _pack("prompt_logprobs", prompt_logprobs, _is_vllm_entry, _vllm_row, rows, k, start, device)
 
@@ -63,7 +63,7 @@ def from_dataset(batch: Mapping[str, Any], *, rows: int | None = None, device: A
     """Ids and log-probabilities from `target_token_ids`, `target_logprobs` and `target_mask`, as `headloss teach` and
     axolotl store them: entry t is about token t.
 
-    Of one sequence, (T, K), or of several, (B, T, K): lists that are padded to the longest or to `rows`, or tensors.
+    One sequence, (T, K), or several, (B, T, K): tensors, or lists, which are padded to the longest or to `rows`.
     """
     names = ("target_token_ids", "target_logprobs", "target_mask")
     if not hasattr(batch, "keys"):
@@ -101,14 +101,14 @@ def from_dataset(batch: Mapping[str, Any], *, rows: int | None = None, device: A
 
 
 def _in_lists(x: Any) -> Any:
-    """Arrays of arrays, as pandas has them, in lists; all else as it is."""
+    """Arrays of arrays, as pandas has them, turned into lists; anything else unchanged."""
     if str(getattr(x, "dtype", "")) != "object":
         return x
     return [_in_lists(y) if str(getattr(y, "dtype", "object")) == "object" else y.tolist() for y in x]
 
 
 def _entries(tokens: Any) -> Any:
-    """Of the first sequence, or of the first token of the only one."""
+    """The entries of the first sequence or, if there is only one, of its first token."""
     return tokens[0] if getattr(tokens[0], "ndim", 1) and hasattr(tokens[0], "__iter__") else ()
 
 
@@ -129,7 +129,7 @@ def _line(number: int, columns: Mapping[str, Any]) -> list[Tensor]:
         if found[-1].ndim != 2 or found[-1].shape != found[0].shape:
             got, wanted = tuple(found[-1].shape), "(tokens, K)" if len(found) == 1 else tuple(found[0].shape)
             raise ValueError(f"{name}: sequence {number} has shape {got}, wanted {wanted} as target_token_ids has")
-    ids, logs, mask = (x[1:] for x in found)  # nothing is said about the first token
+    ids, logs, mask = (x[1:] for x in found)  # the first token has no entry
     if ids.is_floating_point() or ids.dtype == torch.bool:
         raise TypeError(f"target_token_ids: sequence {number} wanted whole numbers, got {ids.dtype}")
     held = mask.bool()
@@ -219,7 +219,7 @@ def _pack(
 
 
 def _rows(label: str, sequence: Sequence[Any], start: int, read: Any, k: int | None) -> Iterator[tuple[int, Row]]:
-    """The rows of the student that the entries of a sequence belong to, likeliest id first."""
+    """For each entry of a sequence, the student's row that it belongs to and its ids, the likeliest first."""
     for i, entry in enumerate(sequence):
         if entry is None or (i == 0 and not entry):
             if i:

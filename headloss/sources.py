@@ -1,10 +1,10 @@
-"""Where the logits come from: `Logits` has them, `Linear` makes them a chunk of rows at a time.
+"""Where logits come from: `Logits` holds them, `Linear` computes them from hidden states a chunk of rows at a time.
 
 Dimension key:  N rows   V vocabulary   D hidden size
 
     z = softcap * tanh(scale * (hidden @ weight.T + bias) / softcap)        s = z / temperature
 
-A source is a frozen record of what the user said; `heads.py` has the verbs.
+A source is a frozen record of what the user passed; `engine/heads.py` works on it.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from headloss.vocab_ids import check_vocab_ids
 
 @dataclass(frozen=True, eq=False)
 class Logits:
-    """Logits that exist: (..., V).
+    """Logits that are stored in full: (..., V).
 
-    `inplace=True` lets the gradient overwrite them, in the forward pass already where that saves a sweep: no second
-    (..., V) buffer, one backward only, and nothing else may read them after the call.  `vocab`: columns from there on
-    are padding, do not exist, and have a gradient of 0.  `vocab_ids` (V,): column c is token `vocab_ids[c]` of a larger
-    vocabulary, in which targets and teachers stay.
+    `inplace=True` lets the gradient overwrite them, even in the forward pass if that saves a sweep: there is no second
+    (..., V) buffer, only one backward, and nothing else may read them after the call.  `vocab`: columns from this one
+    on are padding, which does not count and has a gradient of 0.  `vocab_ids` (V,): column c is token `vocab_ids[c]` of
+    a larger vocabulary, whose numbers targets and teachers keep.
     """
 
     logits: Tensor
@@ -67,7 +67,7 @@ class Logits:
 
     @property
     def columns(self) -> int:
-        """How many columns of the vocabulary are here."""
+        """How many columns of the vocabulary this source holds."""
         return self.vocab if self.shard is None else self.shard.columns(self.logits.shape[-1])
 
     @property
@@ -85,13 +85,13 @@ class Logits:
 
 @dataclass(frozen=True, eq=False)
 class Linear:
-    """Logits that never exist whole: hidden (..., D) and the head's weight (V, D), bias (V,).
+    """Logits that are never stored in full, from hidden (..., D) and the head's weight (V, D) and bias (V,).
 
     `memory` bounds what a call holds beyond inputs and results ("1GiB", "200MB" or bytes); the float32 accumulator of
-    the weight's gradient may come on top, where it takes more than half of that.  `logits_dtype` is the dtype of a
+    the weight's gradient comes on top if it takes more than half of that.  `logits_dtype` is the dtype of a
     chunk's logits (the hidden's by default), `weight_grad_dtype` that of the accumulator (at least float32).
-    `weight_grad_into` is "grad" or "main_grad" for a backward that adds to `weight.grad` or `weight.main_grad` itself.
-    `vocab` is the size of the vocabulary where the weight has more rows: those from there on are padding, as in Logits.
+    `weight_grad_into`, "grad" or "main_grad", makes the backward add to `weight.grad` or `weight.main_grad` itself.
+    `vocab` is the size of the vocabulary if the weight has more rows: the rows from there on are padding, as in Logits.
     """
 
     hidden: Tensor
@@ -150,7 +150,7 @@ class Linear:
 
     @property
     def columns(self) -> int:
-        """How many columns of the vocabulary are here."""
+        """How many columns of the vocabulary this source holds."""
         return self.vocab if self.shard is None else self.shard.columns(self.weight.shape[0])
 
     @property
@@ -163,7 +163,7 @@ class Linear:
 
     @property
     def gemm_dtype(self) -> torch.dtype:
-        """What the GEMMs read: the tensors' dtype, or autocast's."""
+        """The dtype of the GEMMs' operands: the tensors' own, or autocast's."""
         return self._gemm_dtype  # type: ignore[attr-defined]
 
     @property
@@ -183,8 +183,8 @@ class Linear:
     def row_bytes(self) -> int:
         """Bytes of rows x vocabulary buffers per row of a chunk: its logits, and their gradient if it is a copy.
 
-        Over a shard two chunks exist at once, one being gathered while the other is made.  The width is one that all
-        ranks agree on, for they must walk the same chunks.
+        Over a shard two chunks exist at once: one is gathered while the other is made.  All ranks take the same width,
+        for they must walk the same chunks.
         """
         bytes_ = self.chunk_dtype.itemsize * (1 if self.shard is None else 2)
         bytes_ += self.gemm_dtype.itemsize if self.chunk_dtype != self.gemm_dtype else 0
@@ -201,7 +201,7 @@ class Linear:
         return max(1, self.room(besides, row_bytes) // max(1, row_bytes + gathered))
 
     def room(self, besides: Sequence[int], least: int = 0) -> int:
-        """What is left of the budget for rows, at least so much and half of it."""
+        """The budget left for rows.  Of `besides`, only what leaves `least` and half the budget is subtracted."""
         left = budget = parse_bytes(self.memory)
         for n in besides:
             left -= n if left - n >= max(least, budget // 2) else 0
@@ -209,8 +209,8 @@ class Linear:
 
 
 def padded(columns: int, on_cpu: bool = False) -> int:
-    """The width of a chunk's rows: on a GPU those that start on a boundary are read and multiplied faster, on a CPU
-    products are slow over gaps."""
+    """The width of a chunk's rows, padded on a GPU, which reads and multiplies aligned rows faster; on a CPU products
+    over gaps are slow."""
     return columns if columns < 4096 or on_cpu else -(-columns // 64) * 64
 
 
@@ -303,7 +303,7 @@ _FIELDS = {kind: [f.name for f in fields(kind)] for kind in (Logits, Linear)}
 
 
 def with_vocab(source: Source, vocab: int) -> Source:
-    """The same source, of whose columns so many count."""
+    """The same source, of which only the first `vocab` columns count."""
     return with_tensors(source, {"vocab": vocab})
 
 
@@ -318,7 +318,7 @@ def overlaps(x: Tensor) -> bool:
 
 
 def _autocast(x: Tensor) -> torch.dtype | None:
-    kind = x.device.type if torch._C._is_any_autocast_enabled() else "meta"  # where it never is
+    kind = x.device.type if torch._C._is_any_autocast_enabled() else "meta"  # for which it never is
     if kind == "meta" or not torch.is_autocast_enabled(kind) or x.dtype == torch.float64:
         return None
     return torch.get_autocast_dtype(kind)
@@ -330,7 +330,7 @@ def _check_shard(shard: object) -> None:
 
 
 def _settle_vocab(source: Logits | Linear, held: int) -> None:
-    """The size of the whole vocabulary: as said, the shard's, or that of what is held."""
+    """Set the size of the whole vocabulary: as given, the shard's, or the number of columns held."""
     said: Any = source.vocab
     if said is None and source.shard is None and source.vocab_ids is None:
         object.__setattr__(source, "vocab", held)
@@ -361,7 +361,7 @@ def _check_transform(source: Logits | Linear, x: Tensor) -> None:
     T = source.temperature
     alone = type(T) is float and source.softcap is None and not torch.compiler.is_compiling()
     if alone and T > 0 and T - T == 0 and type(source.scale) is float and source.scale == 1.0:
-        return  # nothing is said but a temperature
+        return  # nothing was given but a valid temperature
     if isinstance(T, Tensor):
         if T.requires_grad:
             raise ValueError("temperature: requires grad, but no gradient flows to a temperature; pass it detached")
@@ -381,7 +381,7 @@ def _check_transform(source: Logits | Linear, x: Tensor) -> None:
 
 
 def check_number(name: str, value: Any) -> None:
-    """Of a temperature, softcap or scale.  A symbol of a graph is let pass: the operator reads the number and asks."""
+    """Check a temperature, softcap or scale.  A graph's symbol passes: the operator will check its number."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name}: wanted a number, got {type(value).__name__}")
     if is_symbol(value):
@@ -392,9 +392,9 @@ def check_number(name: str, value: Any) -> None:
 
 
 def is_symbol(x: Any) -> bool:
-    """Whether a graph holds this number as a symbol: another call may bring another."""
+    """Whether a graph holds this number as a symbol, because the next call may bring another."""
     if not torch.compiler.is_compiling():
         return False
-    from torch.fx.experimental.symbolic_shapes import has_static_value  # which loads sympy; a compiler has it already
+    from torch.fx.experimental.symbolic_shapes import has_static_value  # loads sympy, as a compiler has already
 
     return not has_static_value(x)

@@ -1,10 +1,10 @@
-"""Which columns each row keeps: the softmax of a row is then over those alone.
+"""`Support`: the columns that each row keeps; a row's softmax is then over those alone.
 
 Dimension key:  N rows   E kept columns of all rows   V vocabulary
 
     row n keeps ids[offsets[n] : offsets[n + 1]], in any order, each once
 
-Held as keys, `row << 32 | column`, in order: where a column stands in its row is one search.
+Stored as sorted keys, `row << 32 | column`, so that one search finds the place of a column in its row.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from headloss.deferred_checks import Copy, check_later, defers
 from headloss.segments import integers, version
 
 IGNORE = -100  # the target of a row that does not count
-SHIFT = 32  # of a row's number in a key
-NONE = torch.iinfo(torch.int64).max  # the key of padding, behind all others
+SHIFT = 32  # how far a key shifts its row's number
+NONE = torch.iinfo(torch.int64).max  # the key of padding, which sorts behind all others
 
 
 class Known(NamedTuple):
@@ -30,30 +30,30 @@ class Known(NamedTuple):
     high: int
     repeated: bool  # whether a row names a column twice
     total: int  # kept columns of all rows
-    longest: int  # of the row that keeps most
+    longest: int  # columns of the row that keeps the most
     offsets: Tensor  # (N + 1,), on the CPU
 
 
 class Support:
-    """The columns that each row keeps, for `support=` of a call: facts are those of the softmax over them.  Immutable.
+    """The columns that each row keeps, for `support=` of a call: the softmax is over those alone.  Immutable.
 
     >>> support = hl.Support.from_csr(ids, offsets)          # as inference engines return the sets they sampled from
     >>> out = objective(hl.Linear(hidden, weight), targets, support=support, old_logprob=old, advantage=advantage)
 
-    On a GPU nothing waits for the device: sizes travel to the host by a copy that the first call waits for, and what is
-    wrong with the ids is said there.  It holds what the tensors said when it was made: a call refuses it once they were
-    written to.
+    On a GPU making one does not wait for the device: sizes travel to the host in a copy that the first call waits for,
+    and that call raises if the ids are wrong.  A support reflects its tensors as they were when it was made: once they
+    have been written to, a call refuses it.
     """
 
     __slots__ = ("_copy", "_known", "given", "keys", "made", "offsets", "padded", "rows")
-    keys: Tensor  # (E or more,) row << 32 | column, in order; NONE behind them
+    keys: Tensor  # (E or more,) row << 32 | column, sorted; NONE after them
     offsets: Tensor  # (N + 1,)
     rows: int
     _copy: Copy
     _known: Known | None
-    made: dict[str, Any]  # where columns stand in calls with the same targets: `places`
-    padded: bool  # how ids were given: an error speaks of what the caller has
-    given: tuple[tuple[str, Any, int], ...]  # the tensors it was made of, by name, and how often they were written to
+    made: dict[str, Any]  # layouts of calls with the same targets: `places`
+    padded: bool  # whether ids came padded: errors speak of what the caller passed
+    given: tuple[tuple[str, Any, int], ...]  # the tensors it was made from: name, tensor, version when it was made
 
     def __init__(self, keys: Tensor, offsets: Tensor, numbers: Tensor | Copy, padded: bool) -> None:
         for name, value in (
@@ -80,7 +80,7 @@ class Support:
 
     @classmethod
     def from_padded(cls, ids: Tensor) -> Support:
-        """Row n keeps `ids[n]`, (..., K), without the places that hold -1."""
+        """Row n keeps the columns `ids[n]`, (..., K); entries of -1 are padding."""
         given, ids = {"ids": ids}, integers("ids", ids)
         if ids.ndim < 2:
             raise ValueError(f"ids: wanted (rows, K), padded with -1, got shape {tuple(ids.shape)}")
@@ -107,13 +107,13 @@ class Support:
 
     def _of(self, given: dict[str, Tensor]) -> Support:
         if torch.compiler.is_compiling():
-            return self  # which counts no writes
-        hold: Any = weakref.ref if "mask" in given else lambda x: lambda: x  # a mask is large
+            return self  # under which no writes are counted
+        hold: Any = weakref.ref if "mask" in given else lambda x: lambda: x  # a mask is large: do not keep it alive
         object.__setattr__(self, "given", tuple((name, hold(x), version(x)) for name, x in given.items()))
         return self
 
     def check_written(self) -> None:
-        """That it still says what the tensors say that it was made of."""
+        """Raise if the tensors that it was made from have been written to since."""
         for name, find, written in self.given:
             x = find()
             if x is not None and version(x) != written:
@@ -122,7 +122,7 @@ class Support:
                 )
 
     def known(self) -> Known:
-        """What is wrong raises here; this waits for the numbers of the support alone."""
+        """The numbers of the support; raises if its ids are wrong.  This waits for the copy of these numbers alone."""
         if self._known is None:
             if self._copy.event is not None and not defers(self.keys.device):
                 raise ValueError(
@@ -149,7 +149,7 @@ class Support:
             )
         if known.low < 0:
             self._refuse(self._columns() < 0, "wanted columns from 0 on" + (", or -1 for padding" * self.padded))
-        most = torch.iinfo(torch.int32).max  # what is beyond was held as that
+        most = torch.iinfo(torch.int32).max  # larger ids were clamped to this
         if known.high == most:
             self._refuse(self._columns() == most, "or one beyond; no vocabulary is that large")
         if known.repeated:
@@ -157,11 +157,11 @@ class Support:
             self._refuse(again, "which it has already; wanted each once")
 
     def check_call(self, rows: int, vocab: int, device: torch.device) -> Known:
-        """Of so many rows of such a source."""
+        """Check it against a source with this many rows and columns."""
         self.check_written()
         if self.rows != rows:
             raise ValueError(f"support: has {self.rows} rows, the source has {rows}; wanted one set per row")
-        if self.keys.device != device and device.type != "meta":  # on which nothing can be known
+        if self.keys.device != device and device.type != "meta":  # meta tensors have no values
             raise ValueError(f"support: is on {self.keys.device}, but the source is on {device}")
         known = self.known()
         if known.high >= vocab:
@@ -169,7 +169,7 @@ class Support:
         return known
 
     def _columns(self) -> Tensor:
-        """Without padding, as they were before they were told apart from it."""
+        """Each key's column, as it was given, even if it is negative or too large; 0 for padding."""
         return torch.where(self.keys == NONE, 0, (self.keys << SHIFT) >> SHIFT)
 
     def _refuse(self, wrong: Tensor, why: str, argument: str = "ids") -> None:
@@ -204,7 +204,7 @@ def check_kind(support: object) -> None:
 
 
 def check_counted(support: Support, targets: Tensor | None) -> None:
-    """Every row that counts keeps a column.  On a GPU the next call says so; nothing waits."""
+    """Check that every row that counts keeps a column.  On a GPU a later call raises; nothing waits."""
     if targets is None:
         empty_N = support.known().offsets.diff() == 0
         if bool(empty_N.any()):
@@ -254,9 +254,9 @@ def _check_device(x: Tensor, y: Tensor, name: str = "ids") -> None:
 def _sorted(
     row_E: Tensor, id_E: Tensor, offsets: Tensor, here_E: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys in order, offsets, and what the host must know."""
+    """The keys in order, the offsets, and the numbers that the host must know."""
     least = torch.iinfo(torch.int32)
-    id_E = id_E.clamp(least.min, least.max)  # what is beyond is out of range anyway
+    id_E = id_E.clamp(least.min, least.max)  # ids beyond that are out of range anyway
     keys_E = torch.add(id_E, row_E, alpha=1 << SHIFT)
     keys_E = keys_E if here_E is None else keys_E.masked_fill(~here_E, NONE)
     keys_E = keys_E.sort().values

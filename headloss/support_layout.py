@@ -1,10 +1,10 @@
-"""Where kept columns stand side by side: made once of a support and targets, for every call with the two.
+"""The compact layout of a support's columns, side by side per row; computed once per support and targets.
 
 Dimension key:  N rows   E kept columns of all rows, and one entry per row for its target   C rows of a block
                 W places of a row of a block, as many as its longest set has
 
-The kept logits of a block are (C, W), in the order of their columns and with -inf behind them.  A target that its row
-does not keep is put in at its place.  Over ranks the places are the same, and a rank has the logits of its own columns.
+The kept logits of a block are (C, W), in the order of their columns, followed by -inf.  A target that its row does not
+keep is inserted at its place.  All ranks have the same places, and each has the logits of its own columns.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from headloss.deferred_checks import is_capturing
 from headloss.segments import version
 from headloss.support import IGNORE, SHIFT, Known, Support, check_counted
 
-EVEN = 16  # places of a row, so that rows start on a boundary
-ZERO, NONE = -1, -2  # instead of a column: its logit does not matter; another rank's, or no entry
+EVEN = 16  # a row's places are a multiple of this, so that rows are aligned
+ZERO, NONE = -1, -2  # in place of a column: any logit will do; another rank's, or no entry
 
 
 def places_of(support: Support, targets: Tensor | None, find: Any = None) -> Places:
-    """Those of an earlier call with the same targets, unless somebody has written to them.
+    """The places for these targets, from an earlier call if the targets have not been written to since.
 
     `find`: a backend's own way to find them, in one launch.
     """
@@ -38,7 +38,7 @@ def places_of(support: Support, targets: Tensor | None, find: Any = None) -> Pla
 
 
 def remember(support: Support, targets: Tensor | None, places: Places) -> None:
-    """For the next call; not what belongs to a CUDA graph, nor of targets that do not count what is written to them."""
+    """Keep the places for the next call, except during CUDA graph capture or if the targets do not count writes."""
     if _captures(support) or (targets is not None and targets.is_inference()):
         return
     of: Any = (lambda: None) if targets is None else weakref.ref(targets)
@@ -54,15 +54,15 @@ def _captures(support: Support) -> bool:
 
 
 class Entries(NamedTuple):
-    """The kept columns of a block's rows, row by row; some may be none."""
+    """The kept columns of a block's rows, row by row; some entries may be empty."""
 
     rows: int
     width: int
-    numbers: slice | Tensor  # where the rows stand among all rows
-    number_E: Tensor  # the row's number among all rows
-    id_E: Tensor  # the column in the whole vocabulary; -1: none
-    place_E: Tensor  # where it stands in the block, flat; behind its end if it is none
-    made: dict[Any, Any]  # columns, and their order, by what `columns` was asked for
+    numbers: slice | Tensor  # the rows' indices among all rows
+    number_E: Tensor  # the row's index among all rows
+    id_E: Tensor  # the column in the whole vocabulary; -1 if empty
+    place_E: Tensor  # flat index in the block; one past its end if empty
+    made: dict[Any, Any]  # results of `columns` and `by_column`, by their arguments
 
     def spread(self, x_E: Tensor, fill: float) -> Tensor:
         """(C, W) from a value per entry."""
@@ -70,9 +70,9 @@ class Entries(NamedTuple):
         return flat.scatter_(0, self.place_E, x_E)[:-1].view(self.rows, self.width)
 
     def columns(self, shard: tuple[int, int] | None, single_N: Tensor | None) -> Tensor:
-        """Columns of a head, or of a shard with its first one and how many it has; or else `ZERO` or `NONE`.
+        """Each entry's column in the head, or in a shard (first column, width); else `ZERO` or `NONE`.
 
-        `single_N`: rows of one column, whose softmax is 1 whatever its logit is.
+        `single_N`: rows with one column, whose softmax is 1 whatever its logit is.
         """
         key = shard, single_N is None
         if key not in self.made:
@@ -86,7 +86,7 @@ class Entries(NamedTuple):
         return found
 
     def by_column(self, shard: tuple[int, int] | None, single_N: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """In the order of their `columns`: those, the rows' numbers and the places."""
+        """The entries sorted by their `columns`: the columns, the rows' indices and the places."""
         key = "sorted", shard, single_N is None
         if key not in self.made:
             column_E, order_E = self.columns(shard, single_N).to(torch.int32).sort(stable=True)
@@ -96,15 +96,15 @@ class Entries(NamedTuple):
 
 
 class Places:
-    """Where each row's kept columns and its target stand."""
+    """The places of each row's kept columns and of its target."""
 
     keys: Tensor  # row << 32 | column, in order
     offsets: Tensor  # (N + 1,) of the keys
-    lengths_N: Tensor  # columns of each row, a target that was put in among them
-    single_N: Tensor  # whether that is one
+    lengths_N: Tensor  # columns of each row, including an inserted target
+    single_N: Tensor  # whether there is only one
     target_N: Tensor | None
-    marked_N: Tensor | None  # the place of a row's target, -100 where the row is ignored
-    missing_N: Tensor | None  # whether a target was put in
+    marked_N: Tensor | None  # the place of a row's target; -100 if the row is ignored
+    missing_N: Tensor | None  # whether a target was inserted
     number_E: Tensor
     id_E: Tensor  # -1: none
     place_E: Tensor  # within the row
@@ -116,7 +116,7 @@ class Places:
         self.known, self._whole = known, whole
         self.__dict__ |= tensors
         self.N = len(self.offsets) - 1
-        self.extra = 0 if self.target_N is None else 1  # entries per row besides its set: the target's
+        self.extra = 0 if self.target_N is None else 1  # a row's entries beyond its set: its target
 
     @classmethod
     def make(cls, support: Support, targets: Tensor | None) -> Places:
@@ -138,7 +138,7 @@ class Places:
             target_E = target_N[number_E]
             place_E = place_E + (missing_N[number_E] & (id_E > target_E))
             id_E = id_E.masked_fill(target_E == IGNORE, -1)
-            # a row's target comes behind its set, so that the entries of a row stand together
+            # a row's target follows its set, so that the entries of a row are contiguous
             at = at_E + number_E, offsets[1:] + number_N
             number_E = _woven(number_E, number_N, *at)
             id_E = _woven(id_E, torch.where(missing_N, target_N, -1), *at)
@@ -148,7 +148,7 @@ class Places:
 
     @classmethod
     def found(cls, support: Support, targets: Tensor | None, find: Any) -> Places:
-        """As `make`, by the kernel of a backend: `find` takes keys, offsets, targets, and the places of a row."""
+        """Like `make`, by a backend's kernel: `find` takes keys, offsets, targets, and the number of places per row."""
         check_counted(support, targets)
         known, target_N = support.known(), None if targets is None else targets.reshape(-1)
         keys_E, width = support.keys[: known.total], even(known.longest + (targets is not None))
@@ -159,7 +159,7 @@ class Places:
         return cls(known, {**own, **rows, "number_E": number_E, "id_E": id_E, "place_E": place_E}, whole)
 
     def find(self, number: Tensor, ids_CK: Tensor) -> Tensor:
-        """The places of columns that each row names; -1 for those that it does not keep."""
+        """The places of the columns that each row names; -1 for columns that it does not keep."""
         number = number[:, None].expand_as(ids_CK).contiguous()
         place, here = _find(self.keys, self.offsets, number, ids_CK.contiguous())
         if self.target_N is not None and self.missing_N is not None:
@@ -168,7 +168,7 @@ class Places:
         return torch.where(here, place, -1)
 
     def entries(self, keep: Tensor | None, part: slice) -> Entries:
-        """Of rows `part` of those that `keep` numbers, or of all."""
+        """The entries of rows `part`, which counts among the rows in `keep`, or among all."""
         if keep is None and (part.start, part.stop) == (0, self.N):
             if self._whole is None:
                 self._whole = self._entries(None, part)
@@ -192,7 +192,7 @@ class Places:
         return width_of(self.known, self.extra, self.N, in_order, part)
 
     def prepared(self) -> Places:
-        """With all that a call on a whole head will ask for."""
+        """The same, with all that a call on an unsharded head will need already computed."""
         if self.N:
             self.entries(None, slice(0, self.N)).by_column(None, self.single_N)
         return self
@@ -210,7 +210,7 @@ class Places:
 
 
 def width_of(known: Known, extra: int, N: int, in_order: bool, part: slice) -> int:
-    """Places of a row of these: as many as their longest set has, with a target that it does not."""
+    """Places per row for these rows: the size of their longest set, and one more for an inserted target."""
     longest = known.longest
     if in_order and (part.start, part.stop) != (0, N):
         longest = int(known.offsets[part.start : part.stop + 1].diff().max())
@@ -222,7 +222,7 @@ def even(n: int) -> int:
 
 
 def _find(keys_E: Tensor, offsets: Tensor, number: Tensor, column: Tensor) -> tuple[Tensor, Tensor]:
-    """The place of a column among those that its row was given, and whether it is one of them."""
+    """A column's place among its row's kept columns, and whether it is one of them."""
     key = (number << SHIFT) + column.clamp(min=0)
     at = torch.searchsorted(keys_E, key)
     here = keys_E[at.clamp(max=len(keys_E) - 1)] == key if len(keys_E) else torch.zeros_like(at).bool()

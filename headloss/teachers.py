@@ -1,4 +1,4 @@
-"""Facts that compare a row with a teacher's: sums, merge, value and pull, in the shape of `facts.py`.
+"""Facts that compare a row with a teacher: their sums, merge, values and pulls, organised like `facts.py`.
 
 Dimension key:  N rows   K ids per row   R parts to be merged
 Symbols:        u teacher logits   q = softmax(u / T)   p the student's softmax over the columns that both have
@@ -11,28 +11,28 @@ y = (u - teacher max) / T, over the columns that student and teacher share:
     shared_entropy          -sum p log p     -p_j (log p_j + shared_entropy)
     teacher_entropy         -sum q log q     none: a constant of the student
     teacher_argmax          its best column  none: a metric
-    teacher_tail_logprob    what it gives tokens that the student has not, on a larger vocabulary: a constant
-    logit_dot               sum z u          u_j, by z and not by s: these three do not know the temperature
+    teacher_tail_logprob    log of its mass on tokens that the student lacks, on a larger vocabulary: a constant
+    logit_dot               sum z u          u_j, by z and not by s: these three ignore the temperature
     logit_square            sum z^2          2 z_j
     teacher_logit_square    sum u^2          none: a constant of the student
     divergence              sum f(log p, log q) for any element-wise f, with c_j = df/d(log p_j):  c_j - p_j sum_k c_k
 
-The last needs both softmaxes before its own sum, a second look at the row in the same visit.
+The last needs both softmaxes before its own sum: a second read of the row, a "look", in the same visit.
 
-A sparse teacher names K columns per row.  Only those and the rest of the vocabulary, the tail, meet the loss:
+A sparse teacher names K columns per row.  The loss sees only those and the tail, the rest of the vocabulary:
 
     ids_logprob (N, K)   log p at the ids           1[j = i_k] - p_j
     tail_logprob         log sum_{j not an id} p_j  1[j not an id] e^(s_j - tail lse) - p_j
     ids_logit (N, K)     s at the ids               1[j = i_k]: no softmax at all
-    topk_overlap         which fraction of the ids is among as many likeliest columns: a metric
+    topk_overlap         the fraction of the n ids that are among the n likeliest columns: a metric
 
-The K likeliest columns of a row are found by the sweep itself, ties broken by the lower column:
+The sweep itself finds the K likeliest columns of a row; the lower column wins a tie:
 
     top_ids (N, K)               the columns, the likeliest first   none
     top_logprob (N, K)           log p there                        1[j = i_k] - p_j
     teacher_top_logprob (N, K)   a dense teacher's log q there      none: a constant of the student
 
-The tail has a maximum of its own, and its pull is written from e^(s_j - tail lse): 1 - sum p would die in float32.
+The tail has a maximum of its own, and its pull uses e^(s_j - tail lse): 1 - sum p would lose all digits in float32.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from headloss.fact_rule import Pull, Rule, summed
 FLOOR = -1.0e4  # exp(FLOOR) is 0 in every dtype, and 0 * FLOOR is 0 where 0 * -inf would be NaN
 
 Temperature = float | Tensor
-Pairs = Sequence[tuple[Temperature, Temperature]]  # of student and teacher, one per temperature they meet at
+Pairs = Sequence[tuple[Temperature, Temperature]]  # of student and teacher, one per temperature of the comparison
 
 
 class DenseChunk(NamedTuple):
@@ -58,7 +58,7 @@ class DenseChunk(NamedTuple):
     raw_CV: Tensor
     scale: float
     softcap: float | None
-    temperatures: tuple[Temperature, ...]  # its own, one per temperature it is compared at
+    temperatures: tuple[Temperature, ...]  # its own, one per temperature of the comparison
     columns: int  # how many of the student's columns in hand it shares
     whole: tuple[Tensor, ...] = ()  # (C,) its log-sum-exp over a larger vocabulary, one per temperature
 
@@ -75,7 +75,7 @@ class SparseChunk(NamedTuple):
 
 
 class TopChunk(NamedTuple):
-    """How many of its likeliest columns are wanted of each row, and a teacher's logits to be read there."""
+    """How many of the likeliest columns are wanted per row, and a teacher's logits to be read at them."""
 
     k: int
     of: DenseChunk | None = None
@@ -85,7 +85,7 @@ TeacherChunk = DenseChunk | SparseChunk
 
 
 def places(ids_CK: Tensor, start: int, V: int) -> tuple[Tensor, Tensor]:
-    """Each id as one of the V columns in hand, and whether it is one (if not, the column is any)."""
+    """Each id as an index into the V columns in hand, and whether it is one of them; if not, the index is arbitrary."""
     column_CK = ids_CK - start
     here_CK = (ids_CK >= 0) & (column_CK >= 0) & (column_CK < V)
     return column_CK.clamp(0, max(0, V - 1)), here_CK
@@ -106,13 +106,13 @@ class DensePartial(NamedTuple):
     max: Tensor  # (N,) the teacher's
     argmax: Tensor | None
     meetings: tuple[Meeting, ...]  # one per temperature
-    square: Tensor | None = None  # (N,) sum z^2 over the shared columns, and so the others
+    square: Tensor | None = None  # (N,) sum z^2 over the shared columns; the next two likewise
     teacher_square: Tensor | None = None  # sum u^2
     dot: Tensor | None = None  # sum z u
 
 
 class Theirs(NamedTuple):
-    """What a dense teacher says at the student's likeliest columns."""
+    """A dense teacher's logits at the student's likeliest columns."""
 
     max: Tensor  # (N,) the teacher's
     at: tuple[Tensor, ...]  # (N, K) (u - max) / T at the columns, one per temperature
@@ -124,7 +124,7 @@ class SparsePartial(NamedTuple):
     tail_max: Tensor | None  # (N,)
     tails: tuple[Tensor, ...]  # (N,) sum over the tail of e^((z - tail_max) / T), one per temperature
     top: Tensor | None  # (N, K) the largest z - max
-    columns: Tensor | None = None  # (N, K) which these are, in the whole vocabulary, where `ids` are the largest
+    columns: Tensor | None = None  # (N, K) if `ids` are the largest: their columns, in the whole vocabulary
     theirs: Theirs | None = None
 
 
@@ -151,17 +151,17 @@ TeacherSoftmax = DenseSoftmax | SparseSoftmax
 
 
 class Look(NamedTuple):
-    """g (c_j - p_j C) of one divergence: see its fact."""
+    """The pull of one divergence, g (c_j - p_j C); see the table above."""
 
     element: Any
     g: Tensor
-    C: Any  # (N,), or None where the pull has the whole row in hand and sums c itself
+    C: Any  # (N,), or None if the pull has the whole row in hand and sums c itself
 
 
 class DensePull(NamedTuple):
-    """p_j (a + b log p_j + c log q_j) + d q_j, and the looks, at one temperature.  None: nothing needs the term.
+    """p_j (a + b log p_j + c log q_j) + d q_j, and the looks, at one temperature; None if nothing needs the term.
 
-    z z_j + u u_j pulls on z itself: it is not divided by a temperature.
+    z z_j + u u_j is the gradient by z itself, so it is not divided by a temperature.
     """
 
     a: Tensor | None = None
@@ -178,7 +178,7 @@ class DensePull(NamedTuple):
 
 
 class SparsePull(NamedTuple):
-    """ids_k 1[j = i_k] + tail 1[j not an id] e^(s_j - tail lse), at one temperature.  The -p_j is the student's."""
+    """ids_k 1[j = i_k] + tail 1[j not an id] e^(s_j - tail lse), at one temperature.  -p_j is in the student's pull."""
 
     ids: Tensor | None = None  # (N, K)
     tail: Tensor | None = None
@@ -192,14 +192,14 @@ def _column(T: Temperature) -> Temperature:
 
 
 def _overlap(ids: Tensor, top: Tensor) -> Tensor:
-    """With n ids in a row, how many of them are among its n likeliest columns, as a fraction."""
+    """If n ids are given in a row: the fraction of them that are among its n likeliest columns."""
     n_N = (ids > -math.inf).sum(-1, keepdim=True)
     least_N = top.gather(-1, (n_N - 1).clamp(min=0))
     among = (ids >= least_N) & (ids > -math.inf)
     return among.sum(-1).to(ids.dtype) / n_N[:, 0].clamp(min=1)
 
 
-# Values are made of the fields of `Meeting`, and log_S, log_St, argmax; see `fact_rule.Rule`.
+# Values are computed from fields of `Meeting`, and from log_S, log_St and argmax; see `fact_rule.Rule`.
 DENSE: dict[str, Rule] = {
     "teacher_cross_entropy": Rule(lambda log_S, F, St: log_S - F / St, lambda g: DensePull(a=g, d=-g)),
     "reverse_cross_entropy": Rule(lambda log_St, G, S: log_St - G / S, lambda g, value: DensePull(a=-g * value, c=-g)),
@@ -212,7 +212,7 @@ DENSE: dict[str, Rule] = {
     "teacher_logit_square": Rule(lambda teacher_square: teacher_square, moves=False),
     "divergence": Rule(None, lambda g: DensePull()),  # the second look gives its value and its pull
 }
-# Of the fields of `SparsePartial`, and T, log_S, tail_log_sum, and the student's max.
+# From fields of `SparsePartial`, and from T, log_S, tail_log_sum and the student's max.
 SPARSE: dict[str, Rule] = {
     "ids_logprob": Rule(
         lambda ids, T, log_S: ids / _column(T) - log_S.unsqueeze(-1),
@@ -229,7 +229,7 @@ SPARSE: dict[str, Rule] = {
     ),
     "topk_overlap": Rule(_overlap),
 }
-# Of the same, and of their_log_sum.
+# From the same, and from their_at and their_log_sum.
 TOP: dict[str, Rule] = {
     "top_ids": Rule(lambda columns: columns.long(), moves=False, kept=True),
     "top_logprob": SPARSE["ids_logprob"],
@@ -251,7 +251,7 @@ def merge_teacher(parts: TeacherPartial, shift: Tensor, pairs: Pairs) -> Teacher
     for (S, X, St, Y, F, G), (T, Tt) in zip(parts.meetings, pairs, strict=True):
         d, dt = (shift / T).clamp(min=FLOOR), (moved / Tt).clamp(min=FLOOR)
         k, kt = d.exp(), dt.exp()
-        d, dt = d.masked_fill(shift == -math.inf, 0.0), dt.masked_fill(moved == -math.inf, 0.0)  # there F, G hold FLOOR
+        d, dt = d.masked_fill(shift == -math.inf, 0.0), dt.masked_fill(moved == -math.inf, 0.0)  # F and G hold FLOOR
         meetings.append(
             Meeting(
                 S=(k * S).sum(0),
@@ -267,13 +267,13 @@ def merge_teacher(parts: TeacherPartial, shift: Tensor, pairs: Pairs) -> Teacher
 
 
 def plain_sums(z_BU: Tensor, u_BU: Tensor, asked: Callable[[str], bool]) -> list[Tensor | None]:
-    """The last fields of a `DensePartial`, those that are asked for."""
+    """The last three fields of a `DensePartial`, each if asked for."""
     pairs = {"square": (z_BU, z_BU), "teacher_square": (u_BU, u_BU), "dot": (z_BU, u_BU)}
     return [torch.linalg.vecdot(*pair) if asked(name) else None for name, pair in pairs.items()]
 
 
 def plain_pull(grad_BU: Tensor, z_BU: Tensor, u_BU: Tensor, pull: DensePull, rows: slice) -> None:
-    """Add what pulls on the logits themselves to d(loss)/d(z)."""
+    """Add the pull on the logits themselves (`z`, `u`) to d(loss)/d(z)."""
     for k, x_BU in ((pull.z, z_BU), (pull.u, u_BU)):
         if k is not None:
             grad_BU.addcmul_(x_BU, k[rows, None].to(x_BU.dtype))
@@ -297,7 +297,7 @@ def _merge_sparse(parts: SparsePartial, shift: Tensor, pairs: Pairs) -> SparsePa
 
 
 def largest(values_NM: Tensor, columns_NM: Tensor, k: int) -> Tensor:
-    """(N, k) where the k largest stand, in their order; of equals, the lower column first."""
+    """(N, k) the indices of the k largest, in descending order; of equals, the lower column first."""
     by_column_NM = columns_NM.argsort(-1)
     by_value_NM = values_NM.gather(-1, by_column_NM).argsort(dim=-1, descending=True, stable=True)
     return by_column_NM.gather(-1, by_value_NM[:, :k])
@@ -324,7 +324,7 @@ def finish_teacher(
     max_N: Tensor,
     student: Mapping[float | None, tuple[Temperature, Tensor]],
 ) -> tuple[dict[Any, Tensor], TeacherSoftmax]:
-    """The facts asked for and the softmax their pull needs.  `student` has its temperature and log-sum by key."""
+    """The facts asked for, and the softmax that their pull needs.  `student`: its temperature and log-sum by key."""
     if isinstance(partial, SparsePartial):
         return _finish_sparse(partial, asked, temperatures, max_N, student)
     meetings = [m._replace(S=_positive(m.S), St=_positive(m.St)) for m in partial.meetings]

@@ -46,20 +46,20 @@ class Term:
     weight       a number or a scalar tensor; a literal 0 switches the term off, and it then costs nothing
     reduction    see `headloss.reductions.REDUCTIONS`
     length       the constant that `seq_mean_token_sum_norm` divides by
-    reduction_segments   the name of an input, `hl.Segments`, that a `seq_...` reduction goes over in place of the
-                 call's segments: a loss of responses, averaged by prompt
+    reduction_segments   the name of an input, `hl.Segments`, that a `seq_...` reduction uses in place of the
+                 call's segments: for a loss of responses that is averaged by prompt
     row_weight   the name of an input, or a function injected like a loss, or several, which multiply; never
                  differentiated.  A row of weight 0 is left out
-    temperature  replaces the source's temperature for this term, and the teacher's; no hidden T^2
+    temperature  replaces the source's temperature for this term, and the teacher's; it adds no factor T^2
     facts        facts at temperatures of their own, {"hot_entropy": ("entropy", 2.0)}
     inputs       inputs of the call that parameters of `fn` take under other names, {"old_logprob": "sampler_logprob"}
-    targets      the name of an input that holds this term's own targets, -100 where it has none: another column of
-                 each row is picked in the same sweep.  Such a row has weight 0 here
-    teacher      the name of the teacher this term looks at, where there are several
-    tail         of a divergence with a sparse teacher: "bucket", "none" or "renormalise"
-    top          how many of its likeliest columns `top_ids` and `top_logprob` are of each row; a divergence is then
-                 summed over those alone, tail="none" or "renormalise", and reads a dense teacher there
-    support      "all": its facts are those of the whole vocabulary where a call has `support=`
+    targets      the name of an input that holds this term's own targets: another column of each row, read in the same
+                 sweep.  Rows where it is -100 have weight 0 in this term
+    teacher      the name of the teacher that this term uses, if there are several
+    tail         for a divergence with a sparse teacher: "bucket", "none" or "renormalise"
+    top          K, how many of the likeliest columns `top_ids` and `top_logprob` have per row; a divergence is then
+                 summed over those alone (tail="none" or "renormalise") and reads a dense teacher at them
+    support      "all": its facts are over the whole vocabulary even if a call has `support=`
     pure         True: `fn` and `row_weight` read nothing that changes, so they may be traced whatever they read
     options      the keyword-only parameters of `fn`
 
@@ -82,7 +82,7 @@ class Term:
     support: str | None
     pure: bool
     options: Mapping[str, Any]
-    needs_segments: bool  # cannot do without them, for its loss's or its reduction's sake
+    needs_segments: bool  # its loss or its reduction cannot do without them
     _calls: dict[Any, Call]
     _foreign_divergence: bool
     __slots__ = (
@@ -203,7 +203,7 @@ class Term:
         }
 
     def call(self, source_temperature: float | None, teachers: Mapping[str, Teacher]) -> Call:
-        """The function ready to be called: its facts named, and a divergence in the form that its teacher allows."""
+        """The function ready to be called: its facts named, and a divergence in the form that suits its teacher."""
         given = passed(teachers)
         name = self.teacher or (given[0] if len(given) == 1 else ONLY)
         sparse, draft, routed = (isinstance(teachers.get(name), kind) for kind in (Sparse, Draft, Routed))
@@ -213,7 +213,7 @@ class Term:
         made = self._calls.get(key)
         if made is None:
             made = self._call(source_temperature, name, sparse, draft, ids, classes, routed)
-            if not torch.compiler.is_compiling():  # where no mapping may change
+            if not torch.compiler.is_compiling():  # under which no mapping may change
                 if len(self._calls) >= _MOST_CALLS:
                     self._calls.clear()
                 self._calls[key] = made
@@ -227,10 +227,10 @@ class Term:
             made = made._replace(share=share_of(self.reduction, self.length, self.reduction_segments))
         return made
 
-    _call._dynamo_marked_constant = True  # type: ignore[attr-defined]  # made while a graph is, and no part of it
+    _call._dynamo_marked_constant = True  # type: ignore[attr-defined]  # runs while a graph is traced, not in it
 
     def content(self) -> Any:
-        """What a divergence reads now, if that can change: it is part of the fact that it becomes."""
+        """What a divergence reads now, if that can change; the fact that it becomes depends on it."""
         return reads(self.fn).key if self.has_foreign_divergence else None
 
     @property
@@ -274,7 +274,7 @@ class Term:
                     loss, options = bucket_loss(fn), dict(self.options)
                 signature = read_signature(loss, facts=asked)._replace(name=function_name(fn), returns="row")
                 return Call(loss, signature, options, weighed, self.pure)
-            elif hasattr(fn, "one_pass") and not hasattr(fn, "__wrapped__"):  # a decorator copies attributes
+            elif hasattr(fn, "one_pass") and not hasattr(fn, "__wrapped__"):  # decorators copy attributes
                 fn = fn.one_pass
             else:
                 fact = Fact("divergence", self.temperature, teacher, Element(fn, self.options, self.pure))
@@ -286,7 +286,7 @@ class Term:
         return Call(fn, signature._replace(name=name, returns=returns), self.options, weighed, self.pure)
 
     def _looks_at(self, fact: str, teacher: str, ids: str) -> str | None:
-        """Whose columns a fact is read at."""
+        """The teacher, or the ids, that a fact compares with; None if it does not compare."""
         if fact in TOP:
             if self.top is None:
                 raise TypeError(f"facts: {fact!r} is of a number of columns; say how many, hl.Term(..., top=K)")
@@ -294,7 +294,7 @@ class Term:
         return (ids if fact in SPARSE else teacher) if fact in COMPARING else None
 
     def _read(self, fn: Callable[..., Any], facts: Mapping[str, Fact], inputs: Mapping[str, str], **more: Any) -> Any:
-        """Its signature, with the facts of this term's own targets."""
+        """The signature of a function, with the facts at this term's own targets."""
         if self.targets is not None:
             own, asked = targets_of(self.targets), parameters_of(fn)
             facts = {
@@ -315,12 +315,12 @@ class Term:
 
     @property
     def row_weights(self) -> tuple[str | Callable[..., Any], ...]:
-        """The factors of its row weight."""
+        """The factors of the term's row weight."""
         return _several(self.row_weight)
 
 
 def as_term(name: str, x: Callable[..., Any] | Term) -> Term:
-    """A term of an objective, from what its keyword was given."""
+    """A term of an objective, made from the value of its keyword."""
     if isinstance(x, Term):
         return x
     if isinstance(x, str):
@@ -333,7 +333,7 @@ def as_term(name: str, x: Callable[..., Any] | Term) -> Term:
         raise TypeError(f"{name}: {error}") from None
 
 
-_MOST_CALLS = 64  # of a term: more would mean that the source's temperature changes with every call
+_MOST_CALLS = 64  # per term; more means that the source's temperature changes with every call
 
 
 def _made(fn: Callable[..., Any], said: Mapping[str, Any]) -> Term:

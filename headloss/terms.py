@@ -1,4 +1,4 @@
-"""Named terms and metrics on a backend: what the engine and the graph know of an objective."""
+"""`Terms`: the named terms and metrics of an objective and their backend, as the engine and graphs see them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from headloss.trace.call import Call
 
 
 class Terms:
-    """Named terms and metrics, checked, and the plans of calls on them.  Immutable, but for the plans."""
+    """Named terms and metrics, checked, and the plans of calls on them.  Immutable except for the plans."""
 
     __slots__ = (
         "__weakref__", "asked", "backend", "derives_inputs", "every_term", "metrics", "names", "on_all", "plans",
@@ -27,9 +27,9 @@ class Terms:
     backend: str
     derives_inputs: bool  # whether some term has targets, columns or reduction segments of its own
     names: tuple[str, ...]  # of the terms
-    every_term: tuple[Term, ...]  # and those that metrics are made of
+    every_term: tuple[Term, ...]  # the terms, and those that metrics are made from
     on_all: tuple[str, ...]  # terms that stay on the whole vocabulary where a call has a support
-    unmeasured: Any  # the same without metrics, once it was asked for
+    unmeasured: Any  # the same without metrics, made on first use
     plans: Any  # of earlier calls; see `engine.lookup.Plans`
 
     def __init__(
@@ -77,7 +77,7 @@ class Terms:
 
 
 def _check_measured(name: str, term: Term) -> None:
-    """What a Term says of its sum means nothing for a metric."""
+    """Refuse a Term with settings that only matter for a sum, such as a weight: a metric has no use for them."""
     plain = {"weight": 1.0, "reduction": "token_mean", "row_weight": None, "targets": None, "support": None}
     for key, usual in plain.items():
         said = getattr(term, key)

@@ -1,4 +1,4 @@
-"""A head over some tokens of a larger vocabulary: column c of it is token `vocab_ids[c]`."""
+"""Heads over some tokens of a larger vocabulary: column c is token `vocab_ids[c]`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from headloss.segments import integers, now_or_later, readable, version
 
 
 def check_vocab_ids(source: Any) -> None:
-    """One token for each column of the vocabulary, each once."""
+    """Check that there is one token for each column of the vocabulary, and each only once."""
     ids = source.vocab_ids
     if ids is None:
         return
@@ -27,12 +27,12 @@ def check_vocab_ids(source: Any) -> None:
 
 
 def check_tokens(ids: Tensor) -> None:
-    """That each stands there once.  Tokens that were found right are checked again only after a write to them."""
+    """Check that each token occurs only once; tokens that passed are checked again only after a write to them."""
     if ids.device.type == "meta" or not len(ids) or _known(ids):
         return
     in_order, order = ids.sort(stable=True)
     twice = torch.cat([in_order[1:] == in_order[:-1], in_order.new_zeros(1, dtype=torch.bool)])
-    at = twice.int().argmax()  # the first of two that are equal
+    at = twice.int().argmax()  # the first of two equal tokens
     both = [x.take(at) for x in (in_order, order, order.roll(-1))]  # x[at] would wait for the device
     numbers = torch.stack([(in_order[0] < 0).long(), twice.any().long(), in_order[0], order[0], *both])
     now_or_later(numbers, numbers[:2], _check_found, "vocab_ids: negative, or a token twice")
@@ -53,12 +53,12 @@ def _check_found(found: Tensor) -> None:
         raise ValueError(f"vocab_ids: wanted each token once, but rows {one} and {other} are both {token}")
 
 
-# by the tensor, once each is known to be there once: how often it had been written to, and its tokens in order
+# for each tensor that passed: its version, its tokens in order, its address, and a copy if on the CPU
 _SORTED: Any = WeakIdKeyDictionary()
 
 
 def sorted_ids(ids: Tensor) -> tuple[Tensor, Tensor]:
-    """The tokens in order, and the columns that they are: found once for a tensor that nobody writes to."""
+    """The tokens in order, and their columns; computed once for a tensor that nobody writes to."""
     check_tokens(ids)
     found: tuple[Tensor, Tensor] = _SORTED[ids][1] if _known(ids) else ids.sort(stable=True)
     return found
@@ -68,20 +68,20 @@ def _known(ids: Tensor) -> bool:
     if not _lasts(ids) or ids not in _SORTED:
         return False
     written, _, place, copy = _SORTED[ids]
-    # `ids.data = x` and what NumPy writes are not counted; on the CPU a look tells
+    # versions miss `ids.data = x` and writes by NumPy; on the CPU a comparison finds them
     return written == version(ids) and place == ids.data_ptr() and (copy is None or torch.equal(copy, ids))
 
 
 def _lasts(ids: Tensor) -> bool:
-    """Whether something made of it now may be used by a later call."""
-    if torch.compiler.is_compiling():  # first: a graph cannot ask whether a tensor is of inference
+    """Whether a later call may use what is made from it now."""
+    if torch.compiler.is_compiling():  # first: a graph cannot evaluate `is_inference`
         return False
     plain = type(ids) in (Tensor, torch.nn.Parameter) and not ids.is_inference()
     return plain and not (ids.is_cuda and is_capturing())
 
 
 def to_columns(vocab_ids: Tensor, x: Tensor, ignore: int, name: str = "") -> tuple[Tensor, Tensor]:
-    """Tokens as columns; `ignore` stays, and is what a token becomes that is not among them.  And which those are."""
+    """Tokens as columns, and which tokens have none; those become `ignore`, and `ignore` itself stays."""
     wrong = (x < 0) & (x != ignore) if name and readable(x) else None
     if wrong is not None and bool(wrong.any()):
         row = int(wrong.reshape(-1).int().argmax())
@@ -98,12 +98,12 @@ def to_columns(vocab_ids: Tensor, x: Tensor, ignore: int, name: str = "") -> tup
 
 
 def count(x: Tensor) -> Tensor:
-    """How many are true, as metrics count."""
+    """How many are True, in the dtype that metrics count in."""
     return x.sum(dtype=torch.float32 if x.device.type == "mps" else torch.float64)
 
 
 class Tokens(NamedTuple):
-    """Of targets that were turned into columns of these tokens: how many are not among them, and of how many."""
+    """Targets that were turned into columns of these tokens: how many of them have no column, and out of how many."""
 
     vocab_ids: Tensor
     missing: Tensor
@@ -114,7 +114,7 @@ class Tokens(NamedTuple):
         return Tokens(*(x.to(device, non_blocking=non_blocking) for x in self))
 
     def check(self, vocab_ids: Tensor) -> None:
-        """That a head has these tokens.  On a GPU the next call says if not; nothing waits."""
+        """Check that a head has these tokens.  On a GPU a later call raises if not; nothing waits."""
         wanted = "targets: were prepared with vocab_ids other than those of the source"
         if self.vocab_ids is vocab_ids:
             return
