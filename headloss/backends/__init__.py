@@ -1,4 +1,4 @@
-"""Ways to run a call.  Each backend is a module that offers the engine the same names; none imports another."""
+"""The backends that run a call.  Each is a module that offers the engine the same names; none imports another."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from torch import float32, float64
 
 if TYPE_CHECKING:
-    import torch  # not at run time, where `torch` here becomes the backend of that name
+    import torch  # not at run time, where `torch` in this module becomes the backend of that name
 
 BACKENDS = ("auto", "torch", "triton")
 MODULES = {"torch": "headloss.backends.torch", "triton": "headloss.backends.triton.backend"}
@@ -25,7 +25,7 @@ def check_backend(name: str) -> None:
 
 
 def choose(name: str, device: torch.device, dtype: torch.dtype = float32) -> ModuleType:
-    """The backend asked for, never swapped for another; "auto" is triton on CUDA where it can, torch elsewhere."""
+    """The backend asked for, never swapped for another; "auto" means triton on CUDA if it can run, else torch."""
     return import_module(MODULES[resolve(name, device, dtype)])
 
 

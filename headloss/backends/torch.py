@@ -1,9 +1,9 @@
-"""The two sweeps in plain PyTorch: the definition, on any device, in float32 or better.
+"""The two passes over the vocabulary in plain PyTorch, on any device: the definition that every kernel is held to.
 
 Dimension key:  C rows handed in   B rows of a tile   V columns in hand
 
-Both sweeps walk the rows in tiles, so that what they hold on top of the logits stays small: on a CPU a tile fits the
-cache, which makes the element-wise steps run at the speed of arithmetic.
+`sums` reads the logits and `pull` writes their gradient, both in float32 or better.  They walk the rows in tiles, so
+that temporaries stay small: on a CPU a tile fits the cache, and element-wise steps run at the speed of arithmetic.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ NAME = "torch"
 
 TILE_BYTES = {"cpu": 1 << 23}  # with 1 MiB, a fifth of the time goes into calling torch and waiting for threads
 TILE_BYTES_ELSEWHERE = 64 << 20
-lower = product = product_ranks = None  # no program for one launch and no matrix products: no kernel here is ours
-LOOK_BUFFERS = 8  # a divergence and its slope keep about 20 of a tile's size
+lower = product = product_ranks = None  # no programs and no matrix products: this backend has no kernels
+LOOK_BUFFERS = 8  # a divergence and its slope hold about 20 buffers of a tile's size
 
 
 def sums(
@@ -47,9 +47,9 @@ def sums(
     teachers: Sequence[TeacherChunk] = (),
     kept: Kept | None = None,
 ) -> Partial:
-    """The partial of these columns; `start` is the first column's place in the whole vocabulary.
+    """The partial of these columns; `start` is the first column's index in the whole vocabulary.
 
-    `kept`: what to leave for the pull of rows that are here with all of their columns.
+    `kept`: where to leave what the pull can reuse, if all columns of these rows are here.
     """
     C, V = raw_CV.shape
     dtype = torch.promote_types(raw_CV.dtype, torch.float32)
@@ -160,7 +160,7 @@ def pull(
     room = Room()
     in_place = kept is not None and same_memory(kept.buffer_CV, out_CV)
     shared = kept is not None and any(isinstance(chunk, DenseChunk) for chunk in teachers)  # its pull needs e again
-    # the tiles are those of the sums
+    # the same tiles as in `sums`
     for rows in _tiles(raw_CV, LOOK_BUFFERS if looks else _buffers(teachers, kept)):
         tile = Tile(raw_CV[rows], rows, scale, softcap, softmax, kept, room)
         bent = tile.held("bent") is not None
@@ -215,11 +215,11 @@ def look(
     whole: bool = False,
     kept: Kept | None = None,
 ) -> list[tuple[Tensor, Tensor | None]]:
-    """The second look: of every divergence wanted, in order, its sum over these columns and that of its slopes.
+    """The second read: for every divergence asked for, in order, its sum over these columns and that of its slopes.
 
-    `whole`: these are all the columns.  The pull has them all in hand too, and sums the slopes itself.
+    `whole`: these are all the columns; the pull will have them all too, and sums the slopes itself.
     """
-    if kept is not None and kept.looks:  # the first look has seen to it
+    if kept is not None and kept.looks:  # `sums` has computed it already
         return [(torch.cat(kept.looks), None)]
     tiles: list[list[tuple[Tensor, Tensor | None]]] = []
     for rows in _tiles(raw_CV, LOOK_BUFFERS):
@@ -241,7 +241,7 @@ def scale_(x: Tensor, scale: Tensor) -> None:
 
 
 def cannot_run(want: Want) -> None:
-    """Every divergence can run: it is torch's own operations."""
+    """None: every divergence can run, as it is made of torch's own operations."""
 
 
 def _compare(compared: Sequence[Comparison], rows: slice, *tile: Any) -> None:
@@ -256,9 +256,9 @@ def _compare(compared: Sequence[Comparison], rows: slice, *tile: Any) -> None:
 def _over(
     k: Pull, log_sum: Tensor, T: Temperature
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """Coefficients for e^x, by z, where a pull has them for p = e^x / S, by s = z / T: dividing here saves passes.
+    """From coefficients of p = e^x / S, by s = z / T, to those of e^x, by z: dividing vectors here saves passes.
 
-    p (a + b log p + e p) + c = e^x (a - b log S + b x + e/S e^x) / S + c        a is None: nothing is made of p
+    p (a + b log p + e p) + c = e^x (a - b log S + b x + e/S e^x) / S + c        a is None: no term has a p
     """
     c = None if k.c is None else k.c / T
     if k.a is None and k.b is None and k.e is None:
@@ -271,25 +271,25 @@ def _over(
 
 
 def _columns(target_C: Tensor, start: int, V: int) -> tuple[Tensor, Tensor]:
-    """Each row's target as a column in hand, and whether it is one (if not, the column is any)."""
+    """Each row's target as an index into the columns in hand, and whether it is one; if not, the index is arbitrary."""
     column_C = target_C - start
     return column_C.clamp(0, max(0, V - 1)), (column_C >= 0) & (column_C < V)
 
 
 def _buffers(teachers: Sequence[TeacherChunk], kept: Kept | None) -> int:
-    """How many of a tile's size there are; the sums and the pull walk the same tiles."""
+    """How many buffers of a tile's size are alive at once; the sums and the pull must walk the same tiles."""
     if kept is not None and kept.fact is not None and kept.fact.element is not None:
         return LOOK_BUFFERS
     return 1 if not teachers or kept is not None else 2
 
 
 def _tiles(raw_CV: Tensor, buffers: int = 1) -> Iterator[slice]:
-    """Runs of rows; with more `buffers` of their size they are shorter, so that all together take no more."""
+    """Slices of rows; with more `buffers` of their size they are shorter, so that all together take no more memory."""
     here = raw_CV.device.type
-    buffers = min(buffers, 4) if here in TILE_BYTES else buffers  # there, shorter tiles save less than their calls cost
+    buffers = min(buffers, 4) if here in TILE_BYTES else buffers  # shorter tiles would save less than their calls cost
     row_bytes = max(1, raw_CV.shape[-1]) * max(4, raw_CV.element_size()) * buffers
     step = max(1, TILE_BYTES.get(here, TILE_BYTES_ELSEWHERE) // row_bytes)
-    for i in range(0, max(1, raw_CV.shape[0]), step):  # without rows there is still one tile, of none
+    for i in range(0, max(1, raw_CV.shape[0]), step):  # without rows there is still one tile, which is empty
         yield slice(i, min(i + step, raw_CV.shape[0]))
 
 

@@ -1,4 +1,4 @@
-"""Some columns of each row of a linear head in plain PyTorch: their logits, and sums of rows for the gradients.
+"""A linear head at a few columns per row in plain PyTorch: the logits there, and the sums of rows for the gradients.
 
 Dimension key:  E kept columns of all rows in hand   D hidden size   P places where logits stand, or their gradient
 """
@@ -25,7 +25,7 @@ def project(
 ) -> None:
     """out[place] = scale (hidden[row] . weight[column] + bias[column]) in float32 or better; 0 where the column is -1.
 
-    A column of -2 is written nowhere.  The last of `out` may hold anything.
+    Nothing is written for a column of -2.  The last element of `out` may hold anything.
     """
     dtype = out_P.dtype
     for part in _bands(len(row_E), hidden_ND.shape[1], dtype):
@@ -49,17 +49,17 @@ def combine(
     scale: float,
     add: bool,
 ) -> None:
-    """out[into] = sum over its entries of scale grad[place] x[of], in float32 or better; entries of one `into` stand
-    together.
+    """out[into] = sum of scale grad[place] x[of] over the entries with that `into`, which are adjacent; float32 or
+    better.
 
-    An entry whose `into` or `of` is negative is none.  `add`: to what is there.
+    Entries with a negative `into` or `of` are skipped.  `add`: to what `out` holds.
     """
     dtype = torch.promote_types(grad_P.dtype, torch.float32)
     here_E = (into_E >= 0) & (of_E >= 0)
     if x_ND.device.type == "cpu":
         into_E, of_E, place_E = into_E[here_E], of_E[here_E], place_E[here_E]
         grad_E = grad_P[place_E]
-    else:  # the host does not know how many there are
+    else:  # the host does not know how many entries count
         grad_E = torch.nn.functional.pad(grad_P, (0, 1))[place_E].masked_fill(~here_E, 0)
         into_E, of_E = into_E.clamp(min=0), of_E.clamp(min=0)
     grad_E = grad_E * scale
@@ -70,7 +70,7 @@ def combine(
         own = x_ND[of_E[part]].to(dtype) * grad_E[part, None].to(dtype)
         if x_ND.device.type == "cpu":
             total_SD.index_add_(0, into_E[part], own)
-        else:  # sorted and summed in order, where index_add_ would add atomically
+        else:  # sorted and summed in order; index_add_ would add atomically
             own = own.masked_fill(~here_E[part, None], 0)
             total_SD.index_put_((into_E[part],), own, accumulate=True)
     if total_SD is not out_SD:
@@ -85,7 +85,7 @@ def take(
     scale: float,
     softcap: float | None,
 ) -> tuple[Tensor, ...]:
-    """out = raw[:, ids].  And the log-sum-exp of each row over all of its columns, for each temperature."""
+    """out = raw[:, ids].  Returns the log-sum-exp of each row over all of its columns, per temperature."""
     torch.index_select(raw_CV, 1, ids, out=out_CU)
     dtype = torch.promote_types(raw_CV.dtype, torch.float32)
     found = [torch.empty(len(raw_CV), dtype=dtype, device=raw_CV.device) for _ in temperatures]

@@ -1,14 +1,14 @@
-"""What a first sweep leaves for the second in the place of the gradient, so that it is not made twice.
+"""What the first sweep leaves for the second in the gradient's memory, so that it is not computed twice (CPU only).
 
 Dimension key:  C rows handed in   B rows of a tile   V columns in hand   K ids
 
-On a CPU an exponential costs as much as ten passes over memory.  Until the second sweep the gradient's place is empty,
-or holds logits that nobody reads again, so one of these can stand there:
+On a CPU an exponential costs as much as ten passes over memory.  Until the second sweep the gradient's memory is free,
+or holds logits that nobody reads again, so it can hold one of these:
 
     e      e^x at the last temperature, x = (z - max) / T: the student's pull is a multiple of it
-    bent   e^x times the slope of a softcap, where the pull is a multiple of that, but for the target's column
-    tanh   of logits with a softcap: it costs as much as three exponentials
-    unit   the pull of the one fact that compares with a teacher, but for its cotangent
+    bent   e^x times the slope of a softcap, if the pull is a multiple of that except at the target's column
+    tanh   the tanh behind a softcap: it costs as much as three exponentials
+    unit   the pull of the only fact that compares with a teacher, for a cotangent of 1
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from torch import Tensor
 from headloss.facts import FACTS, Fact, Want
 from headloss.teachers import DenseChunk, SparseChunk, TeacherChunk, TopChunk
 
-BUFFER_BYTES = 32 << 20  # of a buffer for rows whose gradient is too narrow to hold it
+BUFFER_BYTES = 32 << 20  # at most, of a buffer for rows whose gradient has too narrow a dtype
 UNIT = ("divergence", "teacher_cross_entropy")
 
 
 class Kept:
-    """`over`: it stands over the raw logits, which are then gone, but for the tiles that are `missing`."""
+    """What was kept, and where.  `over`: in place of the raw logits, which are then gone except in `missing` tiles."""
 
     def __init__(self, kind: str, buffer_CV: Tensor, over: bool, fact: Fact | None, want: Want) -> None:
         self.kind, self.buffer_CV, self.over, self.fact = kind, buffer_CV, over, fact
         last = want.temperatures[-1]
-        # of each teacher, the number among its temperatures of the one that e is kept at
+        # for each teacher, the index among its temperatures of the one that e is kept at
         self.number = [keys.index(last) if last in keys else None for keys in map(want.temperatures_of, want.teachers)]
         self.missing: set[int] = set()
         self.ids: dict[int, Tensor] = {}  # by tile, (B, K) e^x at the ids of a sparse teacher, where e itself is 0
@@ -46,7 +46,7 @@ class Kept:
 
 
 def same_memory(x: Tensor, y: Tensor) -> bool:
-    """Whether two matrices begin at the same place; tensors without numbers have one too."""
+    """Whether two matrices start at the same place in memory; works on fake tensors too."""
     apart = x.untyped_storage()._cdata != y.untyped_storage()._cdata
     return not apart and x.storage_offset() == y.storage_offset()
 
@@ -60,9 +60,9 @@ def keep(
     tight: bool,
     before: Kept | None = None,
 ) -> Kept | None:
-    """What of these rows is worth keeping, and where.
+    """What is worth keeping of these rows, and where.
 
-    `tight`: there is no memory but the gradient's own.  `before`: what was kept of other rows, which is done with.
+    `tight`: use no memory but the gradient's own.  `before`: what was kept of earlier rows, whose buffer is free again.
     """
     if raw_CV.device.type != "cpu" or not raw_CV.numel():
         return None
@@ -83,7 +83,7 @@ def keep(
 def _kind(
     want: Want, softcap: float | None, teachers: Sequence[TeacherChunk | TopChunk], over: bool, V: int
 ) -> tuple[str, Fact | None] | None:
-    """A kind, and of "unit" the fact; None: nothing is worth it."""
+    """What to keep and, for "unit", of which fact; None if keeping does not pay."""
     pulling = [f for f in want.facts if FACTS[f.name].pulls]
     compared = [f for f in pulling if f.teacher is not None]
     if not pulling:
@@ -101,4 +101,4 @@ def _kind(
         return None if want.only_plain else ("e", None)
     if len(want.temperatures) > 1 or not all(isinstance(x, SparseChunk) for x in teachers):
         return None
-    return None if any(k.b is not None for k in pulls) else ("e", None)  # log p is made of the logits
+    return None if any(k.b is not None for k in pulls) else ("e", None)  # log p needs the logits

@@ -1,4 +1,4 @@
-"""The torch backend's part in pulling on a tile of rows that were compared with teachers; see `headloss.teachers`.
+"""The torch backend's gradient of facts that compare with teachers, for a tile of rows; see `headloss.teachers`.
 
 Dimension key:  B rows of a tile   V columns in hand   U columns shared with the teacher   K ids
 """
@@ -39,7 +39,7 @@ def pull_tile(
     temperatures: Sequence[Temperature],
     start: int,
 ) -> Tensor | None:
-    """A tile's gradient with one teacher's pull in it; None is a gradient of zeros.  `number`: which teacher it is."""
+    """Add one teacher's pull to a tile's gradient; a gradient of None is all zeros.  `number`: the teacher's index."""
     rows = tile.rows
     for i, (pull, T) in enumerate(zip(pulls, temperatures, strict=True)):
         if isinstance(pull, DensePull):
@@ -74,7 +74,7 @@ def pull_tile(
 
 
 def _pull_looks(pull: DensePull, tile: Tile, chunk: DenseChunk, seen: DenseSoftmax, T: Any, i: int) -> Tensor:
-    """By s, and with whatever else pulls at this temperature."""
+    """The pull of divergences, and of whatever else pulls at this temperature, with respect to s."""
     rows = tile.rows
     logp_BU, logq_BU = logprobs(tile.z_BV, rows, chunk, seen, tile.softmax, T, i)
     p_BU = logp_BU.exp()
@@ -105,7 +105,7 @@ def _pull_dense(
     kept_BV: Tensor | None,
     name: str,
 ) -> Tensor:
-    """By z.  Coefficients of e^x and e^y where the pull has them for p = e^x / S and q = e^y / St, as in `pull`:
+    """The pull by z.  As in `torch.pull`, coefficients of p = e^x / S and q = e^y / St become those of e^x and e^y:
 
     p (a + b log p + c log q) + d q = e^x (a - b log S - c log St + b x + c y) / S + e^y d / St
     """
@@ -146,7 +146,7 @@ def _pull_dense(
 
 
 def tail_slope(tile: Tile, seen: Any, pull: Any, T: Temperature) -> Tensor | float:
-    """(B, 1) what the tail's pull adds to the coefficient of e^x, by z, in rows whose tail is near."""
+    """(B, 1) what the tail's pull adds to the coefficient of e^x, by z, if the tail's maximum is near the row's."""
     rows, k = tile.rows, pull.tail
     if k is None or seen.tail_max is None:
         return 0.0

@@ -1,4 +1,4 @@
-"""The torch backend's part in comparing a tile of rows with teachers; see `headloss.teachers` for what is summed.
+"""The torch backend's sums that compare a tile of rows with teachers; see `headloss.teachers` for what is summed.
 
 Dimension key:  C rows handed in   B rows of a tile   V columns in hand   U columns shared with the teacher   K ids
 """
@@ -42,11 +42,11 @@ def _dot(x_BV: Tensor, y_BV: Tensor) -> Tensor:
     return (x_BV * y_BV).sum(-1)
 
 
-NEAR = 40.0  # how far below the maximum a tail may lie so that e^x, measured from there, has all of its digits
+NEAR = 40.0  # how far below a row's maximum a tail may lie for e^x, relative to that maximum, to keep its digits
 
 
 class Comparison:
-    """A sweep's sums with one teacher, filled tile by tile.  `only_T`: the temperature, if there is just one."""
+    """The sums of a sweep with one teacher, filled tile by tile.  `only_T`: the temperature, if there is just one."""
 
     def __init__(
         self,
@@ -61,14 +61,14 @@ class Comparison:
         self.name, self.chunk, self.want = name, chunk, want
         self.temperatures = want.temperatures_of(name)
         self.parts: list[dict[str, Any]] = []
-        self.places: tuple[Tensor, Tensor] | None = None  # of a sparse teacher's ids, in all rows
+        self.places: tuple[Tensor, Tensor] | None = None  # the places of a sparse teacher's ids, in all rows
         self.dtype, self.device, self.kept, self.room = dtype, device, kept, Room()
-        # whether the ids may be taken out of x, so that one exponential serves the tail and the whole
+        # whether the ids may be removed from x, so that one exponential serves the tail and the whole row
         others = len(want.teachers) > 1 or any(want.sums(x) for x in "XQ") or device.type != "cpu"
         self.only_T = None if others else only_T
 
     def tile(self, rows: slice, z_BV: Tensor, x_BV: Tensor, max_B: Tensor, start: int) -> None:
-        """Begin a tile: whatever does not depend on the temperature.  x = z - max."""
+        """Begin a tile with whatever does not depend on the temperature.  x = z - max."""
         part: dict[str, Any] = {"meetings": [], "tails": []}
         if isinstance(self.chunk, DenseChunk):
             u_BU = logits(self.chunk.raw_CV[rows, : self.chunk.columns], self.chunk.scale, self.chunk.softcap)
@@ -99,19 +99,19 @@ class Comparison:
     def _tail(
         self, rows: slice, x_BV: Tensor, max_B: Tensor, ids_BK: Tensor, column_BK: Tensor, here_BK: Tensor
     ) -> dict[str, Any]:
-        """The tail's maximum, and its x from there; or, where it is near the row's own, x without the ids."""
+        """The tail's maximum, and x relative to it; or, if it is near the row's own maximum, x without the ids."""
         if self.only_T is not None and x_BV.numel():
             out_BK = torch.zeros_like(ids_BK).masked_fill_(here_BK, -math.inf)
             x_BV.scatter_add_(-1, column_BK, out_BK)
             tail_B = x_BV.amax(-1)
-            unknown = isinstance(tail_B, FakeTensor)  # no numbers to decide by, and none that count
+            unknown = isinstance(tail_B, FakeTensor)  # it has no numbers to decide by, and its results do not count
             near = lambda: bool((divide(tail_B[:, None], self.only_T, rows) > -NEAR).all())
             if unknown or (self._once(column_BK, here_BK) and near()):
                 return {"tail_max": tail_B + max_B, "near": tail_B}
             row_BK = torch.arange(len(x_BV), device=x_BV.device)[:, None].expand_as(column_BK)
             x_BV[row_BK[here_BK], column_BK[here_BK]] = ids_BK[here_BK]
         if self.kept is not None and self.kept.over and self.kept.kind == "e":
-            self.kept.missing.add(rows.start)  # the tail's pull will be made of the logits
+            self.kept.missing.add(rows.start)  # the tail's pull will need the logits
         tail_BV = x_BV.masked_fill(inside(column_BK, here_BK, x_BV.shape[-1]), -math.inf)
         tail_B = tail_BV.amax(-1) if tail_BV.shape[-1] else torch.full_like(max_B, -math.inf)
         tail_BV -= tail_B.masked_fill(tail_B == -math.inf, 0.0)[:, None]
@@ -125,7 +125,7 @@ class Comparison:
         return bool(((placed_BK[:, 1:] != placed_BK[:, :-1]) | (placed_BK[:, 1:] < 0)).all())
 
     def _top(self, chunk: TopChunk, rows: slice, x_BV: Tensor, start: int) -> dict[str, Any]:
-        """The largest, in order, and what a teacher says there; a part of few columns is filled up with none."""
+        """The largest logits in order, and a teacher's logits there; padded if there are fewer than k columns."""
         k, V = min(chunk.k, x_BV.shape[-1]), x_BV.shape[-1]
         column_BK = top_columns(x_BV, k)
         fill = (0, chunk.k - k)
@@ -139,7 +139,7 @@ class Comparison:
         assert max_B is not None
         cut_T = [T[rows] if isinstance(T, Tensor) else T for T in of.temperatures]
         wholes = [lse[rows].to(self.dtype) for lse in of.whole]
-        for lse_B, T in zip(wholes, cut_T, strict=bool(wholes)):  # from there no sum is beyond the numbers
+        for lse_B, T in zip(wholes, cut_T, strict=bool(wholes)):  # relative to this no sum overflows
             max_B = torch.maximum(max_B, lse_B * T)
         y_BU = u_BU - max_B.masked_fill(max_B == -math.inf, 0.0)[:, None]
         at, sums = [], []
@@ -150,15 +150,15 @@ class Comparison:
         return {"ids": ids_BK, "columns": columns_BK, "theirs": Theirs(max_B, tuple(at), tuple(sums))}
 
     def weighs(self, key: float | None) -> bool:
-        """Whether `meet` multiplies with s: it must then be finite."""
+        """Whether `meet` multiplies by s, which must then be finite."""
         return any(self.want.sums(x, key, self.name) for x in "XF")
 
     def skip(self, S_B: Tensor) -> None:
-        """At one temperature, where nobody reads a softmax."""
+        """In place of `meet`, at a temperature at which nothing reads a softmax."""
         self.parts[-1]["meetings"].append(Meeting(S_B, None, S_B, None, None, None))
 
     def meet(self, rows: slice, key: float | None, T: Temperature, s_BV: Tensor, e_BV: Tensor, S_B: Tensor) -> Tensor:
-        """At one temperature: s = x / T, e = exp(s), S their sum over all columns in hand: given back whole."""
+        """Compare at one temperature: s = x / T, e = exp(s), S their sum; returns S over all columns, ids included."""
         if key not in self.temperatures:
             return S_B
         part = self.parts[-1]
@@ -200,7 +200,7 @@ class Comparison:
     def _unit(
         self, kept: Kept, rows: slice, meeting: Meeting, s_BV: Tensor, e_BV: Tensor, y_BV: Tensor, f_BV: Tensor
     ) -> None:
-        """Leave the pull of the fact, but for its cotangent; of a divergence its sum too, for the second look."""
+        """Keep the fact's pull for a cotangent of 1; for a divergence its sum too, which the second read returns."""
         assert kept.fact is not None
         S_B1, St_B1 = (x.masked_fill(x == 0, 1.0)[:, None] for x in (meeting.S, meeting.St))
         if kept.fact.element is None:  # cross-entropy to the teacher: p - q
@@ -231,11 +231,11 @@ class Comparison:
         return DensePartial(join([t["max"] for t in tiles]), join([t["argmax"] for t in tiles]), meetings, *plain)
 
 
-BEYOND = 1 << 24  # a column that no vocabulary has, and float32 holds
+BEYOND = 1 << 24  # a column beyond any vocabulary, which float32 still holds exactly
 
 
 def top_columns(x_BV: Tensor, k: int) -> Tensor:
-    """(B, k) the columns of the largest, in order; of equals, the lower one first, which topk does not say."""
+    """(B, k) the columns of the largest, in order; of equals the lower column first, which topk does not promise."""
     if k == 0:
         return torch.zeros(len(x_BV), 0, dtype=torch.long, device=x_BV.device)
     least_B1 = x_BV.topk(k, -1).values[:, -1:]
@@ -244,7 +244,7 @@ def top_columns(x_BV: Tensor, k: int) -> Tensor:
     held_BV = above_BV | (equal_BV & (equal_BV.cumsum(-1) <= room_B1))
     place_V = torch.arange(x_BV.shape[-1], device=x_BV.device)
     column_BK = torch.where(held_BV, place_V, x_BV.shape[-1]).topk(k, -1, largest=False).values.sort(-1).values
-    column_BK = column_BK.clamp(max=x_BV.shape[-1] - 1)  # a row of NaN holds none
+    column_BK = column_BK.clamp(max=x_BV.shape[-1] - 1)  # a row of NaN has none
     return column_BK.gather(-1, x_BV.gather(-1, column_BK).argsort(dim=-1, descending=True, stable=True))
 
 
@@ -263,7 +263,7 @@ def second_look(
     looks: Any,
     whole: bool,
 ) -> list[tuple[Tensor, Tensor | None]]:
-    """Of each divergence, its sum over these columns and, unless they are the whole row, that of its slopes."""
+    """For each divergence, its sum over these columns and, unless they are the whole row, that of its slopes."""
     logp_BU, logq_BU = logprobs(z_BV, rows, chunk, seen, softmax, T, i)
     if whole:
         return [(element.value(logp_BU, logq_BU).sum(-1), None) for element in looks]
@@ -274,7 +274,7 @@ def second_look(
 def logprobs(
     z_BV: Tensor, rows: slice, chunk: DenseChunk, seen: DenseSoftmax, softmax: Softmax, T: Temperature, i: int
 ) -> tuple[Tensor, Tensor]:
-    """log p and log q over the shared columns, finite: both sweeps hold x and y above FLOOR."""
+    """log p and log q over the shared columns; finite, because both sweeps clamp x and y at FLOOR."""
     x_BU = z_BV[:, : chunk.columns] - softmax.max[rows, None]
     y_BU = logits(chunk.raw_CV[rows, : chunk.columns], chunk.scale, chunk.softcap).to(z_BV.dtype) - seen.max[rows, None]
     x_BU, y_BU = divide(x_BU, T, rows, into=x_BU), divide(y_BU, chunk.temperatures[i], rows, into=y_BU)

@@ -1,4 +1,4 @@
-"""A tile of rows in plain PyTorch: its logits, temperatures, and what was kept of it.
+"""A tile of rows in the torch backend: its logits, its temperatures, and what the first sweep kept of it.
 
 Dimension key:  B rows of a tile   V columns in hand
 """
@@ -19,22 +19,22 @@ GONE = "the logits are asked for, and the exponentials that were kept stand in t
 
 
 class Room:
-    """Buffers that the tiles of a sweep have in turn: fresh memory costs as much as a pass over it."""
+    """Buffers that the tiles of a sweep share: fresh memory costs as much as a pass over it."""
 
     def __init__(self) -> None:
         self.held: dict[tuple[str, int], Tensor] = {}
-        self.places: dict[int, tuple[SparseChunk, tuple[Tensor, Tensor]]] = {}  # of all rows, by what teacher
+        self.places: dict[int, tuple[SparseChunk, tuple[Tensor, Tensor]]] = {}  # for all rows, by teacher
 
     def __call__(self, name: str, like_BV: Tensor, dtype: torch.dtype) -> Tensor:
-        """As large as this, with anything in it; no later tile is larger than the first."""
-        key = name, like_BV.shape[-1]  # teachers need not be as wide as one another
+        """An uninitialised buffer as large as this; no later tile is larger than the first."""
+        key = name, like_BV.shape[-1]  # teachers may have different widths
         if key not in self.held:
             self.held[key] = torch.empty(like_BV.shape, dtype=dtype, device=like_BV.device)
         return self.held[key][: len(like_BV)]
 
 
 class Tile:
-    """Some rows in a second sweep."""
+    """Some rows in the second sweep."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class Tile:
         self.gone = self.kept is not None and self.kept.over and self.kept.kind != "tanh"
         self.ids_BK = (
             None if self.kept is None else self.kept.ids.get(rows.start)
-        )  # e at the ids that it is kept without
+        )  # e at the ids, which the kept e leaves out
 
     def held(self, kind: str) -> Tensor | None:
         """What was kept of these rows, if it is of this kind."""
@@ -61,7 +61,7 @@ class Tile:
 
     @functools.cached_property
     def t_BV(self) -> Tensor:
-        """tanh of the logits over their softcap."""
+        """tanh(scale raw / softcap)."""
         t_BV = self.held("tanh")
         assert not self.gone, GONE
         return bent(self.raw_BV, self.scale, self.softcap or 1.0) if t_BV is None else t_BV
@@ -90,7 +90,7 @@ class Tile:
 
 
 def logits(raw_BV: Tensor, scale: float, softcap: float | None, into: Tensor | None = None) -> Tensor:
-    """z = cap tanh(scale raw / cap), in float32 or better; the tanh `into` a buffer if there is one."""
+    """z = cap tanh(scale raw / cap), in float32 or better; the tanh goes `into` a buffer if one is given."""
     if softcap is not None:
         return bent(raw_BV, scale, softcap, into) * softcap
     z_BV = raw_BV.to(torch.promote_types(raw_BV.dtype, torch.float32))
@@ -102,7 +102,7 @@ def bent(raw_BV: Tensor, scale: float, softcap: float, into: Tensor | None = Non
 
 
 def divide(x_BV: Tensor, T: Temperature, rows: slice, into: Tensor | None = None) -> Tensor:
-    """x / T, `into` a buffer if there is one; x itself where T is 1."""
+    """x / T, `into` a buffer if one is given; x itself if T is 1."""
     if isinstance(T, Tensor):
         return torch.div(x_BV, T[rows, None], out=into)
     if T == 1.0:
@@ -113,5 +113,5 @@ def divide(x_BV: Tensor, T: Temperature, rows: slice, into: Tensor | None = None
 
 
 def floored(s_BV: Tensor, keep: bool) -> Tensor:
-    """s with FLOOR for -inf, in place unless it is to be kept: e^FLOOR is 0, and 0 times FLOOR is no NaN."""
+    """s clamped at FLOOR, in place unless `keep`: e^FLOOR is 0, and 0 * FLOOR is 0 where 0 * -inf would be NaN."""
     return s_BV.clamp(min=FLOOR) if keep else s_BV.clamp_(min=FLOOR)

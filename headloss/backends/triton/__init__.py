@@ -1,1 +1,1 @@
-"""The sweeps as Triton kernels."""
+"""The Triton backend."""

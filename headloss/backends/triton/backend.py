@@ -1,4 +1,4 @@
-"""The Triton backend as the engine sees it: what `headloss.backends.torch` offers, and a visit in one launch."""
+"""The Triton backend as the engine sees it: all that `headloss.backends.torch` offers, and a visit in one launch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from headloss.teachers import TeacherChunk
 NAME = "triton"
 
 look, merge_repeated, scale_ = compared.look, compared.merge_repeated, sweeps.scale_
-# facts, values, metrics and gradient of some rows in one launch: what it takes, and its sums over the rows
+# a visit: facts, values, metrics and gradient of some rows in one launch; its arguments, and its sums over rows
 visit, Arguments, totals, Visits, Settles = (
     alone.visit,
     alone.Arguments,
@@ -32,7 +32,7 @@ visit, Arguments, totals, Visits, Settles = (
     cached_launches.Visits,
     cached_launches.Settles,
 )
-# segments, settled between the two sweeps
+# segment losses, settled between the two sweeps
 sums_matrix, pull_rows, Settling, Weights, spans = (
     sweeps.sums_matrix,
     sweeps.pull_rows,
@@ -42,7 +42,7 @@ sums_matrix, pull_rows, Settling, Weights, spans = (
 )
 packed, guided_by = settle.packed, settle.guided_by
 count_targets = over_rows.count_targets
-# some columns of each row of a linear head; some columns of all rows
+# a linear head at some columns of each row, or at the same columns of all rows
 project, combine, take = columns.project, columns.combine, columns.take
 find_places = columns.find_places
 
@@ -67,7 +67,7 @@ def pull(*call: Any, teachers: Sequence[TeacherChunk] = (), **options: Any) -> N
 
 
 def takes_one_launch(C: int, V: int) -> bool:
-    """Whether a visit of C rows takes one launch: always, unless the count of rows may decide."""
+    """Whether a visit of C rows takes one launch: always, unless the number of rows may decide."""
     return sweeps.BATCH_INVARIANT or alone.takes_one_launch(C, V)
 
 
@@ -78,7 +78,7 @@ def lower(
     metrics: Sequence[tuple[str, Any]],
     between: bool = False,
 ) -> tuple[Program | SegmentProgram | None, str]:
-    """The program that a visit runs or, `between` two sweeps, settles rows; or None, and why there is none."""
+    """The program of a visit or, with `between`, of settling between two sweeps; or None, and why there is none."""
     if want.plain:
         return None, "a kernel with a loss in it sums over the softmax alone"
     by_segment = between or any(trace.kind == "segment" for _, trace in terms.values())
@@ -93,7 +93,7 @@ def lower(
 
 
 def cannot_run(want: Want) -> str | None:
-    """Which divergence has no kernels, and for what operation; None: all of them can run."""
+    """The divergence that has no kernels, and the operation that prevents them; None if all can run."""
     for element in dict.fromkeys(f.element for f in want.facts if f.element is not None):
         try:
             printed(((0, element),), 1)

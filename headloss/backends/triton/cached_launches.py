@@ -1,4 +1,4 @@
-"""Visits that differ only in their tensors: of a later one, only where those begin in memory is checked.
+"""Repeated calls that differ only in their tensors: later ones check no more than the tensors' alignment and launch.
 
 Dimension key:  C rows handed in   V columns in hand
 """
@@ -31,9 +31,9 @@ from headloss.teachers import DenseChunk, SparseChunk, TeacherChunk
 
 
 class Visits:
-    """Visits in which the program, and dtypes, sizes, strides and devices agree, with the sums of their terms.
+    """Visits with the same program, dtypes, sizes, strides and devices, and the sums of their terms.
 
-    What is given is contiguous and of the logits' device; a dense teacher has the student's columns.
+    All tensors are contiguous and on the logits' device; a dense teacher has the student's columns.
     """
 
     __slots__ = ("how", "known", "means", "plan", "temperatures", "theirs")
@@ -44,7 +44,7 @@ class Visits:
         temperatures: tuple[float, ...],
         scale: float,
         softcap: float | None,
-        means: tuple[bool, ...],  # of each term, whether its rows weigh `mean`; those of the others weigh 1
+        means: tuple[bool, ...],  # per term, whether its rows have the weight `mean`; otherwise 1
         theirs: tuple[float, float | None, tuple[float, ...]] | None,  # a teacher's scale, softcap and temperatures
     ) -> None:
         self.plan, self.temperatures, self.how = plan_of(program), temperatures, (scale, softcap)
@@ -63,9 +63,9 @@ class Visits:
         ignore: bool,
         teacher: Tensor | SparseChunk | None,
     ) -> tuple[Visited, Tensor, Tensor]:
-        """What was found, each term's sum over the rows, and the loss; see `visit`."""
+        """The results of the visit, each term's sum over the rows, and the loss; see `visit`."""
         plan, y = self.plan, raw_CV if out_CV is None else out_CV
-        begin = address(raw_CV) | address(y)  # on a line of 128 bytes; what follows on a vector of 16
+        begin = address(raw_CV) | address(y)  # on a line of 128 bytes; the others, shifted by 3, on a vector of 16
         if target_C is not None:
             begin |= target_C.data_ptr() << 3
         for x in inputs:
@@ -103,7 +103,7 @@ class Visits:
         key: Any,
         begin: int,
     ) -> tuple[Visited, Tensor, Tensor]:
-        """The same, with a look at everything."""
+        """The same by the full path, which checks everything."""
         plan, program, noted = self.plan, self.plan.program, list[Any]()
         arguments = Arguments(dict(zip(program.inputs, inputs, strict=True)), bases, factors)
         (scale, cap), columns = self.how, raw_CV.shape[1]
@@ -127,8 +127,8 @@ class Visits:
 
 
 class Settles:
-    """Calls whose rows meet in segments, or are few, with the same in common: a sweep that reads, one launch that
-    settles all segments or rows, a sweep that writes, and the sums of the terms.  What is given is as in `Visits`."""
+    """The same for calls whose rows meet in segments, or are few: a sweep that reads, one launch that settles all
+    segments or rows, a sweep that writes, and the sums of the terms.  Tensors are as in `Visits`."""
 
     __slots__ = ("how", "known", "means", "program", "temperatures")
 
@@ -138,7 +138,7 @@ class Settles:
         temperatures: tuple[float, ...],
         scale: float,
         softcap: float | None,
-        means: tuple[bool, ...],  # of each term, whether its rows weigh less the longer their segment is
+        means: tuple[bool, ...],  # per term, whether its weight is divided by the segment's length
     ) -> None:
         self.program, self.temperatures, self.means = program, temperatures, means
         self.how: dict[str, Any] = {"scale": scale, "softcap": softcap}
@@ -156,7 +156,7 @@ class Settles:
         ignore: bool,
         spans: Spans | None,
     ) -> tuple[Settled, Tensor, Tensor]:
-        """As in `Visits`; `bases`: of each term the weight of a row or of a segment.  Without `spans` no rows meet."""
+        """As in `Visits`; `bases`: per term, the weight of a row or of a segment.  Without `spans` no rows meet."""
         begin = address(raw_CV) | address(raw_CV if out_CV is None else out_CV) | target_C.data_ptr() << 3
         for x in inputs:
             begin |= x.data_ptr() << 3
@@ -187,7 +187,7 @@ class Settles:
         key: Any,
         begin: int,
     ) -> tuple[Settled, Tensor, Tensor]:
-        """The same, with a look at everything."""
+        """The same by the full path, which checks everything."""
         program, own, noted = self.program, self.temperatures, list[Any]()
         (C, V), gradient = raw_CV.shape, out_CV is not None
         named = lambda xs: dict(zip(program.terms, xs, strict=True))

@@ -1,4 +1,4 @@
-"""Some columns of each row of a linear head on a GPU: what `headloss.backends.torch_columns` says, in kernels.
+"""A linear head at a few columns per row on a GPU: the launches that match `headloss.backends.torch_columns`.
 
 Dimension key:  E kept columns of all rows in hand   D hidden size
 """
@@ -61,7 +61,7 @@ def combine(
     scale: float,
     add: bool,
 ) -> None:
-    """out[into] = sum over its entries of scale grad[place] x[of], in float32; entries of one `into` stand together."""
+    """out[into] = sum of scale grad[place] x[of] over the entries with that `into`, which are adjacent; float32."""
     E, D = len(into_E), x_ND.shape[1]
     x_ND = _lined(x_ND)
     if E and D:
@@ -74,7 +74,7 @@ def combine(
 def find_places(
     keys_E: Tensor, offsets: Tensor, target_N: Tensor | None, width: int
 ) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
-    """See `places.Places.found`: what entries are made of, and what there is of each row."""
+    """For `support_layout.Places.found`: what its entries are made of, and the tensors with one value per row."""
     N, device = len(offsets) - 1, keys_E.device
     E = len(keys_E) + (0 if target_N is None else N)
     entries = torch.empty(5, E, dtype=torch.int64, device=device)
@@ -106,10 +106,10 @@ def take(
     parts = triton.cdiv(V, TAKE["PART"])
     sums = torch.empty(len(given), parts, C, dtype=torch.float32, device=raw_CV.device)
     if C and V:
-        stride, limit = raw_CV.stride(0), -(-V // 16) * 16  # loads are wide where rows are padded, as a chunk's are
+        stride, limit = raw_CV.stride(0), -(-V // 16) * 16  # loads are wide if rows are padded, as a chunk's are
         held = raw_CV.untyped_storage().nbytes() // raw_CV.element_size() - raw_CV.storage_offset()
         wide = limit <= stride and (C - 1) * stride + limit <= held and stride * raw_CV.element_size() % 16 == 0
-        exact = (V % 16 == 0 or not wide) and softcap is None and scale > 0  # what is beyond a row is -inf then
+        exact = (V % 16 == 0 or not wide) and softcap is None and scale > 0  # what lies beyond a row then is -inf
         width = triton.cdiv(triton.cdiv(U, parts), 8) * 8
         shape = {name: n for name, n in TAKE.items() if name != "num_warps"}
         vector = 16 // raw_CV.element_size() if wide else 1
@@ -132,5 +132,5 @@ def take(
 
 
 def _lined(x: Tensor) -> Tensor:
-    """Rows whose elements lie side by side."""
+    """The same matrix with contiguous rows."""
     return x if x.stride(-1) == 1 else x.contiguous()

@@ -1,8 +1,8 @@
-"""A kernel with its constants, launched again and again.
+"""`Launch`: a kernel with its constants, which can be launched again at little cost to the host.
 
-Triton looks at every argument of every launch to find the kernel that was compiled for such arguments: 40 us for the
-57 of a visit.  What it looks at is little, so a later launch with arguments of the same kinds takes the compiled kernel
-straight away: 10 us, and fewer where nobody has asked Triton to be told of launches.
+At every launch Triton inspects every argument to find the kernel that was compiled for such arguments: 40 us for the 57
+of a visit.  It inspects little of each, so a later launch with arguments of the same kinds takes the compiled kernel
+straight away: 10 us, and less if nobody has asked Triton to report launches.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStr
 
 
 def by_identity(fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Of one argument that does not change: found by what it is if it is the same object, and else by its value.
+    """Cache a function of one immutable argument: looked up by identity first, then by value.
 
-    A program is a record of many texts and flags, and to hash it costs as much as half a launch.
+    A program is a record of many strings and flags, and hashing it costs as much as half a launch.
     """
     by_value = functools.lru_cache(256)(fn)
-    known: dict[int, tuple[Any, Any]] = {}  # with the argument, so that no other takes on its identity
+    known: dict[int, tuple[Any, Any]] = {}  # holds the argument, so that no other object gets its id
 
     @functools.wraps(fn)
     def call(x: Any) -> Any:
@@ -55,7 +55,7 @@ class Launch:
         self.run(tuple(key), place(arguments[0]), programs, arguments)
 
     def run(self, key: Any, where: int, programs: int, arguments: tuple[Any, ...]) -> None:
-        """For a caller that has a key of its own: what is equal in it must be equal in `look`; `where`: see `place`."""
+        """For a caller with a key of its own: equal keys must mean equal keys of `look`.  `where`: see `place`."""
         if where >= 0 and where != torch._C._cuda_getDevice():  # Triton launches on the current device
             with torch.cuda.device(where):
                 return self.run(key, where, programs, arguments)
@@ -69,15 +69,15 @@ class Launch:
                 self.known[key, where] = compiled, compiled.run, compiled.function, compiled.packed_metadata
         elif where < 0 or _watched():
             known[0][programs, 1, 1](*arguments, *self.rest)
-        else:  # what that does where there is nobody to tell
+        else:  # the same, when nobody wants a report
             _, run, function, metadata = known
             run(programs, 1, 1, current_stream(where), function, metadata, None, None, None, *arguments, *self.rest)
         return None
 
 
 def launch_kernel(kernel: Any, programs: int, *arguments: Any, **constants: Any) -> None:
-    """`kernel[(programs,)](*arguments, **constants)`, the second time without Triton's search for what it compiled."""
-    key = (id(kernel), *constants, *constants.values())  # what is started keeps its kernel, whose own hash takes long
+    """`kernel[(programs,)](*arguments, **constants)`; from the second time on without Triton's search for it."""
+    key = (id(kernel), *constants, *constants.values())  # `_STARTED` keeps it alive; its own hash is slow
     launch = _STARTED.get(key)
     if launch is None:
         if len(_STARTED) >= 1024:
@@ -90,7 +90,7 @@ _STARTED: dict[Any, Launch] = {}
 
 
 def _watched() -> bool:
-    """Whether somebody, a profiler say, is to be told of every launch."""
+    """Whether somebody, such as a profiler, wants a report of every launch."""
     before, after = (
         knobs.runtime.launch_enter_hook,
         knobs.runtime.launch_exit_hook,
@@ -99,16 +99,17 @@ def _watched() -> bool:
 
 
 def place(x: Any) -> int:
-    """The number of the device that a kernel over `x` must run on; -1: the host."""
+    """The index of the device that a kernel over `x` must run on; -1: the host."""
     while not isinstance(x, Tensor):  # the first of a record, or a descriptor's
         x = x[0] if isinstance(x, tuple) else x.base
     return x.get_device()
 
 
 def look(arguments: tuple[Any, ...], key: list[Any]) -> None:
-    """Note all that Triton's choice of a compiled kernel depends on, and more: equal keys, same kernel (on CUDA).
+    """Append to `key` all that Triton's choice of a compiled kernel depends on, and more: equal keys, same kernel (on
+    CUDA).
 
-    One loop and no function for each argument: it runs for every launch.
+    One loop and no function call per argument, because it runs at every launch.
     """
     for x in arguments:
         of = type(x)
@@ -120,7 +121,7 @@ def look(arguments: tuple[Any, ...], key: list[Any]) -> None:
         elif of is int:
             key.append((x == 1) + 2 * (x & 15 == 0) + 4 * (x.bit_length() > 31))
         elif isinstance(x, tuple):
-            key.append(-1 - len(x))  # no number is noted as that
+            key.append(-1 - len(x))  # no number adds that to a key
             look(x, key)
         elif x is None:
             key.append(None)
@@ -128,4 +129,4 @@ def look(arguments: tuple[Any, ...], key: list[Any]) -> None:
             key.append((x.base.dtype, *x.block_shape))
         else:
             assert isinstance(x, Tensor), f"no kernel takes {of.__name__}"
-            key += (x.dtype, x.data_ptr() & 15 == 0)  # a Parameter, say
+            key += (x.dtype, x.data_ptr() & 15 == 0)  # such as a Parameter

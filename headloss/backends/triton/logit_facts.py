@@ -1,4 +1,4 @@
-"""Facts of the logits themselves, without a softmax: torch's operations on tiles of rows, in passes of their own.
+"""Facts of the logits themselves, which need no softmax: torch operations on tiles of rows, in passes of their own.
 
 Dimension key:  C rows handed in   B rows of a tile   V columns in hand   U columns shared with the teacher
 """
@@ -22,7 +22,7 @@ TILE_BYTES = 64 << 20  # of float32 logits at a time
 def with_sums(
     partial: Partial, raw_CV: Tensor, want: Want, teachers: Sequence[TeacherChunk], scale: float, softcap: float | None
 ) -> Partial:
-    """The partial, with what is wanted of the logits themselves."""
+    """The partial, with the sums of the logits themselves that are asked for."""
     tiles = []
     for rows in _tiles(raw_CV):
         z_BV = Transform(scale, softcap)(raw_CV[rows])
@@ -41,7 +41,7 @@ def is_plain(pulls: Sequence[TeacherPulls]) -> bool:
 
 
 def pull(run: Callable[..., None], call: Sequence[Any], how: dict[str, Any]) -> None:
-    """`run(*call, **how)`, a pull without what pulls on the logits themselves, and that added to it."""
+    """`run(*call, **how)`, the pull of all other facts, plus the pull on the logits themselves."""
     raw_CV, target_C, softmax, pulls, temperatures, out_CV = call
     transform = Transform(how["scale"], how["softcap"])
     for rows in _tiles(raw_CV):
@@ -70,5 +70,5 @@ def _theirs(chunk: DenseChunk, rows: slice) -> Tensor:
 
 def _tiles(x_CV: Tensor) -> Iterator[slice]:
     step = max(1, TILE_BYTES // (4 * max(1, x_CV.shape[-1])))
-    for i in range(0, max(1, len(x_CV)), step):  # without rows there is still one tile, of none
+    for i in range(0, max(1, len(x_CV)), step):  # without rows there is still one tile, which is empty
         yield slice(i, min(i + step, len(x_CV)))

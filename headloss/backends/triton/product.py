@@ -1,17 +1,17 @@
-"""A head's own matrix products on Hopper: the first leaves the sums behind the facts, the others take row factors.
+"""The head's matrix products on Hopper: the first also takes the sums behind the facts, the others apply row factors.
 
 Dimension key:  C rows of a chunk   V columns in hand   D hidden size   F numbers per row
 
     read     the sums of each row of a chunk and, if asked, e = exp(s - reference) of all its logits
     write    dX = f (E W) + y W[target] + c sum_j W_j         dW = E^T (f X) + scatter of y X + sum_n c_n X_n
 
-where the gradient of a row by its logits is a p_j + c + y 1[j = target], and f = a / sum_j e_j.  Nothing of the size of
-rows x vocabulary is read or written but E, by the products themselves.  Entropy and sum_p2 add p_j (b log p_j + e p_j):
-then one sweep turns E into the gradient where it stands, and f is 1.  Rows that are ignored, and rows whose
-coefficients are all 0, are left out by counts that the host does not know.
+where the gradient of a row by its logits is a p_j + c + y 1[j = target], and f = a / sum_j e_j.  E is the only matrix
+of rows x vocabulary, and only the products read and write it.  Entropy and sum_p2 add p_j (b log p_j + e p_j): then one
+sweep turns E into the gradient in place, and f is 1.  Rows that are ignored, and rows whose coefficients are all 0, are
+skipped by counts on the device, which the host does not know.
 
-One size of tiles serves every shape; sums of a tile are measured from its own maximum and merged in one tree.  So the
-sums of a row are a function of the row and the weight, to the bit.
+One tile size serves every shape; a tile's sums are relative to its own maximum and are merged in one fixed tree.  So
+the sums of a row depend on that row and the weight alone, to the bit.
 """
 
 from __future__ import annotations
@@ -50,25 +50,25 @@ class Tile(NamedTuple):
     group: int
     warps: int
     stages: int
-    programs: int  # on a multiprocessor
+    programs: int  # per multiprocessor
 
 
-# For every shape: 0.97 to 1.02 of cuBLAS on an H200, and the same bits everywhere.  Where a product is read, one of two
-# programs multiplies while the other sums: 5 to 10% faster than one of twice the width.
+# For every shape: 0.97 to 1.02 of cuBLAS on an H200, and the same bits everywhere.  In READ, one of two programs
+# multiplies while the other sums: 5 to 10% faster than one program of twice the width.
 TILE, READ = Tile(128, 256, 64, 8, 8, 3, 1), Tile(128, 128, 64, 8, 4, 3, 2)
-LEVELS = 5  # of the tree that one launch merges
-NUMBERED, SORTED = {"B": 256, "R": 4096}, {"B": 32, "R": 256}  # rows of a program, and those that it looks at together
-TESTED = tuple(int(x) for x in triton.__version__.split(".")[:2]) >= (3, 6)  # what descriptors were tried with
-SMALLEST = 1 << 20  # numbers of a weight: below, launches take longer than products, and cuBLAS needs fewer of them
+LEVELS = 5  # levels of the tree that one launch merges
+NUMBERED, SORTED = {"B": 256, "R": 4096}, {"B": 32, "R": 256}  # rows of a program, and rows that it reads at a time
+TESTED = tuple(int(x) for x in triton.__version__.split(".")[:2]) >= (3, 6)  # versions that descriptors were tried with
+SMALLEST = 1 << 20  # elements of a weight: below, launches cost more than products, and cuBLAS needs fewer
 PRETEND = False  # in tests: take CPU tensors under the interpreter for a Hopper GPU's
 
 
 class Gathered(NamedTuple):
-    """The rows of a chunk that count, by their places among those: each (C,) or longer."""
+    """The rows of a chunk that count, indexed by their places among those: each (C,) or longer."""
 
     hidden: Tensor
-    listed: Tensor | None  # which row of the chunk stands at a place
-    live: Tensor  # how many there are
+    listed: Tensor | None  # the row of the chunk at each place
+    live: Tensor  # how many places are taken
     targets: Tensor  # columns in hand; -1: none
     numbers: tuple[Tensor, ...]  # multiplier, target's logit, reference, lse, log p of the target, largest other logit
     has_target: bool
@@ -78,17 +78,17 @@ class Read(NamedTuple):
     """What `read` leaves for `write`."""
 
     rows: Gathered
-    sums: Tensor  # (F, C), by the row's place in the chunk
+    sums: Tensor  # (F, C), indexed by the rows of the chunk
     e: Tensor | None
     beyond: Tensor
 
     def without_hidden(self) -> Read:
-        """Of rows that nothing will be written of."""
+        """For rows whose gradient nobody will write: lets go of their hidden states."""
         return self._replace(rows=self.rows._replace(hidden=self.sums))
 
 
 def able(device: torch.device) -> bool:
-    """Whether the products run there."""
+    """Whether the products run on this device."""
     if device.type != "cuda":
         return PRETEND and triton.knobs.runtime.interpret
     return TESTED and torch.version.hip is None and _is_hopper(device)
@@ -105,13 +105,13 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 def fits(x: Tensor) -> bool:
-    """Whether a matrix can be read tile by tile: bf16, rows of whole vectors of 16 bytes."""
+    """Whether a matrix can be read tile by tile: bf16, rows of whole 16-byte vectors."""
     even = x.stride(-1) == 1 and x.stride(0) % 8 == x.shape[-1] % 8 == 0 and x.data_ptr() % 16 == 0
     return x.dtype == torch.bfloat16 and even and min(x.shape) > 0
 
 
 def adds(x: Tensor) -> bool:
-    """Whether the weight's gradient can be added to a matrix where it is made."""
+    """Whether the kernel of the weight's gradient can add to this matrix directly."""
     even = x.is_contiguous() and x.stride(0) * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0
     return x.dtype in (torch.bfloat16, torch.float32) and even
 
@@ -127,9 +127,9 @@ def read(
     ignore: bool = False,
     store: Tensor | None = None,
 ) -> Read:
-    """The sums of each row, and E in `store` (rows to a multiple of a tile's, V) if it is there.
+    """The sums of each row, and E in `store` (rows rounded up to whole tiles, V) if one is given.
 
-    `ignore`: rows of target -100 are left out, and their sums are 0.
+    `ignore`: rows with target -100 are skipped, and their sums are 0.
     """
     given = plain_temperature(temperature)
     rows = gather(hidden_CD, weight_VD, target_C, given, scale=scale, ignore=ignore)
@@ -148,7 +148,7 @@ def gather(
     start: int = 0,
     ignore: bool,
 ) -> Gathered:
-    """`start`: the column of the vocabulary that is the first in hand; without any, places are all that is known."""
+    """`start`: the column of the vocabulary that is the first in hand.  If none is in hand, only places are known."""
     (C, D), V, device = hidden_CD.shape, len(weight_VD), hidden_CD.device
     target_C, high = None if target_C is None else target_C.contiguous(), -(-C // TILE.rows) * TILE.rows
     listed, live, x_CD = None, torch.empty(1, dtype=torch.int32, device=device), hidden_CD
@@ -174,13 +174,13 @@ def gather(
 
 
 def tile_sums(rows: Gathered, weight_VD: Tensor, want: Want, *, start: int = 0, store: Tensor | None) -> Tensor:
-    """(fields, tiles, places): the first product, and the sums of each tile's rows."""
+    """(fields, tiles, places): run the first product, which leaves the sums of each tile's rows."""
     (V, D), device, T = weight_VD.shape, weight_VD.device, READ
     high, tiles, whole = len(rows.targets), -(-V // T.columns), V // T.columns
     parts = torch.empty(2 + sum(sums_of(want)), tiles, high, dtype=torch.float32, device=device)
     multiplier, _, reference, *_ = rows.numbers
     flags = _tile(T, device, STORE=store is not None, TARGET=rows.has_target, **sums_of(want)._asdict())
-    for first, wide in ((0, whole), (whole, tiles - whole)):  # the last tile by itself: masks cost 6% at D = 1024
+    for first, wide in ((0, whole), (whole, tiles - whole)):  # the last tile alone: masks cost 6% at D = 1024
         if wide:
             launch_kernel(
                 read_kernel, T.programs * _multiprocessors(device),
@@ -193,9 +193,9 @@ def tile_sums(rows: Gathered, weight_VD: Tensor, want: Want, *, start: int = 0, 
 
 
 def merge(parts: Tensor, live: Tensor, want: Want, first: int | None = None) -> None:
-    """Sums of tiles in one tree, where they stand: all of them into the first.
+    """Merge the sums of tiles in one tree, in place: all of them into the first.
 
-    `first`: the number of the first tile, of a part of them; then groups of 2^LEVELS, and of such, that are whole.
+    `first`: the index of the first, if these are some tiles of more; then whole groups of 2^LEVELS merge, and of such.
     """
     _, tiles, high = parts.shape
     step = 1
@@ -224,9 +224,9 @@ def finish(
     store: Tensor | None = None,
     whole: bool = True,
 ) -> Read:
-    """The sums of each row from those of all its tiles, with the targets back among them.
+    """The sums of each row from those of all its tiles, with the targets included again.
 
-    `whole`: the columns are all that there are; if not, all that is right of the sums is what E needs.
+    `whole`: these are all the columns; if not, only what E needs of the sums is right.
     """
     (_, tiles, high), device = parts.shape, parts.device
     sums = torch.empty(_slots(want), rows, dtype=torch.float32, device=device)
@@ -249,7 +249,7 @@ def _slots(want: Want) -> int:
 
 
 def sums_of(want: Want) -> records.TileFlags:
-    """What tiles are summed for; S has the same bits with and without the others."""
+    """Which sums the tiles take besides S, whose bits do not depend on the others."""
     return records.TileFlags(want.sums("X"), want.sums("Q"), want.total, want.argmax)
 
 
@@ -263,9 +263,9 @@ def write(
     dweight_VD: Tensor | None,
     add: bool = False,
 ) -> None:
-    """The gradients from the coefficients of each row of the chunk; `add` to what is in `dweight_VD`.
+    """The gradients, from the coefficients of each row of the chunk; `add`: to what `dweight_VD` holds.
 
-    E is used up: its rows move or are overwritten.  `dhidden_CD` is room for X times row factors until it is written.
+    E is used up: its rows move or are overwritten.  Until `dhidden_CD` is written, it holds X times row factors.
     """
     assert read.e is not None
     (C, D), V, device = hidden_CD.shape, len(weight_VD), hidden_CD.device
@@ -359,23 +359,23 @@ def write(
         )  # fmt: skip
 
 
-partial = named  # the sums of some rows by name: of the whole vocabulary, one part
+partial = named  # the sums of rows by name, as one part that covers the whole vocabulary
 
 
 def room(read: Read, rows: int) -> Tensor | None:
-    """Where the gradient of that many rows can go, if they are all that was read: the copy of those that count."""
+    """A buffer for the gradient of that many rows: the copy of the rows that count, if it was made of as many."""
     copy = read.rows.hidden
     return copy[:rows] if read.rows.listed is not None and len(read.rows.listed) == rows else None
 
 
 def chunk(rows: int, columns: int, device: torch.device) -> Tensor:
-    """Room for E of that many rows: whole tiles of rows, which start on 16 bytes."""
+    """A buffer for E of that many rows: whole tiles of rows, each row aligned to 16 bytes."""
     high, wide = -(-rows // TILE.rows) * TILE.rows, -(-columns // 64) * 64
     return torch.empty(high, wide, dtype=torch.bfloat16, device=device)[:, :columns]
 
 
 def _blocks(x: Tensor, rows: int, columns: int) -> Any:
-    """A descriptor of tiles.  Triton checks each that is made; one like an earlier one is made of that."""
+    """A tensor descriptor of tiles.  Triton checks each new one; one with a known layout copies the earlier one."""
     known = _checked(x.shape, x.stride(), x.dtype, x.data_ptr() & 15, rows, columns)
     if not known:
         made = TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, columns])
@@ -388,7 +388,7 @@ def _blocks(x: Tensor, rows: int, columns: int) -> Any:
 
 @functools.lru_cache(256)
 def _checked(*layout: Any) -> dict[str, Any]:
-    """Of a descriptor of such a matrix, all but the matrix, once there is one."""
+    """The fields of a descriptor with this layout, except the matrix; empty until there is one."""
     return {}
 
 

@@ -1,8 +1,8 @@
-"""The head's own products where ranks share a vocabulary: what travels, and what comes of it.
+"""The head's matrix products when ranks share a vocabulary: the numbers they exchange, and the sums made from them.
 
 Dimension key:  C rows of a chunk   V columns in hand   D hidden size   W ranks   k numbers of a row that travel
 
-The tiles of all ranks are merged in the tree that one rank would merge them in.  So where cuts are multiples of a tile,
+The tiles of all ranks are merged in the same tree as on one rank.  So if the vocabulary is cut at multiples of a tile,
 the facts of a row have the same bits on any number of ranks.
 """
 
@@ -37,13 +37,13 @@ def read(
     ignore: bool = False,
     store: Tensor | None = None,
 ) -> Read:
-    """As `product.read` of the columns from `start` on; its sums are the (k, C) numbers that `across` takes.
+    """Like `product.read`, for the columns from `start` on; its sums are the (k, C) numbers that `across` takes.
 
-    Places in the chunk, not rows, are their columns: ranks that have the same targets have the same places.
+    These are indexed by places, not by rows: ranks that have the same targets have the same places.
     """
     given, C, V = plain_temperature(temperature), len(hidden_CD), len(weight_VD)
     rows = product.gather(hidden_CD, weight_VD, target_C, given, scale=scale, start=start, ignore=ignore)
-    parts = rows.numbers[0].new_empty(_fields(want), 1, len(rows.targets))  # of no columns: nobody reads them
+    parts = rows.numbers[0].new_empty(_fields(want), 1, len(rows.targets))  # without columns nobody reads them
     if V:
         parts = product.tile_sums(rows, weight_VD, want, start=start, store=store)
         product.merge(parts, rows.live, want, start // product.READ.columns)
@@ -55,30 +55,30 @@ def read(
         **_constants(rows, want),
     )  # fmt: skip
     beyond = rows.live
-    if store is not None and V:  # a row far from its reference is found by the maximum of the columns here
+    if store is not None and V:  # the maximum over the columns here tells if a row is far from its reference
         own, totals = _joined(rows, nodes_kC[None], want, vocab)
         beyond = product.finish(own, totals, want, given, rows=C, columns=V, store=store, whole=False).beyond
     return Read(rows, nodes_kC, store, beyond)
 
 
 def across(read: Read, nodes_WkC: Tensor, want: Want, temperature: float | Tensor, vocab: int) -> Tensor:
-    """(F, C): the sums of each row over the columns of all ranks; what `read` says of the softmax is then of those."""
+    """(F, C): the sums of each row over the columns of all ranks; the softmax in `read` becomes theirs too."""
     rows, totals = _joined(read.rows, nodes_WkC, want, vocab)
     given, C = plain_temperature(temperature), nodes_WkC.shape[2]
     return product.finish(rows, totals, want, given, rows=C, columns=vocab).sums
 
 
 def over_ranks(read: Read, lse_C: Tensor) -> None:
-    """Rows whose softmax over all ranks is known from before: their log-sum-exp."""
+    """Set the log-sum-exp of rows whose softmax over all ranks is already known."""
     listed, (*_, lse, logprob, _) = read.rows.listed, read.rows.numbers
-    found = lse_C.to(torch.float32) / math.log(2)  # as the kernels count
+    found = lse_C.to(torch.float32) / math.log(2)  # in base 2, as in the kernels
     found = found if listed is None else found[listed.long()]
     logprob[: len(found)] += (lse[: len(found)] - found) * math.log(2)
     lse[: len(found)] = found
 
 
 def _joined(rows: Gathered, nodes_WkC: Tensor, want: Want, vocab: int) -> tuple[Gathered, Tensor]:
-    """The rows with their targets' columns in the vocabulary and logits there, and the sums of all columns."""
+    """The rows, with their targets' columns in the whole vocabulary and logits, and the sums over all columns."""
     (W, _, C), levels, high = nodes_WkC.shape, _levels(vocab), len(rows.targets)
     numbers = rows.numbers
     new_empty = numbers[0].new_empty
@@ -93,7 +93,7 @@ def _joined(rows: Gathered, nodes_WkC: Tensor, want: Want, vocab: int) -> tuple[
 
 
 def _levels(vocab: int) -> int:
-    """Of a tree over the tiles of a vocabulary; a cut within a tile makes one more of it."""
+    """Levels of a tree over the tiles of a vocabulary; a cut inside a tile makes one more tile."""
     return (-(-vocab // product.READ.columns) + 1).bit_length()
 
 

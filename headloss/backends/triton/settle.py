@@ -1,4 +1,4 @@
-"""Settle a segment objective: one launch between the sweep that reads the vocabulary and the one that writes.
+"""Settling: one launch, between the sweep that reads and the one that writes, computes the losses of whole segments.
 
 Dimension key:  R rows that count   C rows of a chunk   S segments   G = S + 1, the rows without a segment come first
 
@@ -25,11 +25,11 @@ from headloss.backends.triton.visit_records import KINDS, Visited, bests_of
 from headloss.facts import Fact, Partial, Softmax, Want
 from headloss.teachers import DensePartial, DensePull, DenseSoftmax, Look, Meeting
 
-BLOCK, WARPS = 256, 4  # fixed, so that the sums of a segment do not depend on what stands around it
+BLOCK, WARPS = 256, 4  # fixed, so that the sums of a segment do not depend on the other rows
 
 
 class Spans(NamedTuple):
-    """Where the rows of each segment are: offsets (G + 1,) into the rows, or into `order` where there is one."""
+    """Where the rows of each segment are: offsets (G + 1,) into the rows, or into `order` if there is one."""
 
     offsets: Tensor
     order: Tensor | None = None
@@ -40,8 +40,11 @@ class Spans(NamedTuple):
 
 
 def spans(ids_R: Tensor, num_segments: int, rising: bool = False, whole: bool = False) -> Spans:
-    """Of any ids, -1 for none.  `rising`: those that are not -1 never fall, and rows of no segment are ignored, so they
-    may lie among those of a segment; `whole`: there are none."""
+    """The spans of any ids, -1 for none.
+
+    `rising`: ids other than -1 never fall, and rows without a segment are ignored, so they may lie inside a span.
+    `whole`: there are no such rows.
+    """
     groups = torch.arange(-1, num_segments + 1, device=ids_R.device)
     if not rising:
         placed, order = ids_R.sort(stable=True)
@@ -51,9 +54,9 @@ def spans(ids_R: Tensor, num_segments: int, rising: bool = False, whole: bool = 
 
 
 def packed(partial: Partial, want: Want, looks: Sequence[tuple[Tensor, Tensor]] = ()) -> Tensor:
-    """(F, C): the sums of rows and of their dense teachers', of the whole vocabulary, as the kernel reads them.
+    """(F, C): the sums of rows, and of their dense teachers, over the whole vocabulary, in the order of the kernel.
 
-    `looks`: of each divergence, in the order of the facts, its value and the sum of its slopes.
+    `looks`: for each divergence, in the order of the facts, its value and the sum of its slopes.
     """
     found: list[Tensor | None] = [partial.max, partial.target, partial.total, partial.columns, partial.argmax]
     found += [x for moments in partial.moments for x in moments]
@@ -66,7 +69,7 @@ def packed(partial: Partial, want: Want, looks: Sequence[tuple[Tensor, Tensor]] 
 
 
 def guided_by(program: SegmentProgram, numbers: Iterator[Tensor], softmax: Softmax) -> list[tuple[DensePull, ...]]:
-    """Each teacher's coefficients, of the temperatures that it is compared at, from those that are there."""
+    """Each teacher's coefficients, per temperature of its comparison, from the numbers that the kernel wrote."""
     take = lambda there: [next(numbers) if x else None for x in there]
     own = iter([DensePull(*take(there)) for there in program.guided])  # type: ignore[arg-type]  # a, b, c, d
     pulled, found = dict(zip(program.looked, numbers, strict=True)), []
@@ -85,16 +88,16 @@ def looks_of(want: Want, teacher: str) -> list[Fact]:
 
 
 class Weights(NamedTuple):
-    """What a program is called with, apart from facts and segments."""
+    """What a program is called with, besides facts and segments."""
 
     inputs: Mapping[str, Tensor]  # by name: (R,), (S,) or a scalar
-    bases: Mapping[str, Number]  # of each term, the reduction's weight of a row or of a segment, or one of each row
-    means: Mapping[str, bool]  # of each term, whether that is to be divided by the length of the segment
-    factors: Mapping[str, Number]  # of each term, what its gradient is multiplied with: weight * grad_scale
+    bases: Mapping[str, Number]  # per term, the reduction's weight: of a row, of a segment, or one per row
+    means: Mapping[str, bool]  # per term, whether that is to be divided by the segment's length
+    factors: Mapping[str, Number]  # per term, what its gradient is multiplied by: weight * grad_scale
 
 
 class Settled(Visited):
-    """What was settled, as a visit leaves it, and `by_segment` (F, G): terms' sums, rows that count, metrics."""
+    """The results, in the form of a visit's, and `by_segment` (F, G): terms' sums, rows that count, metrics."""
 
     by_segment: Tensor
 
@@ -128,10 +131,10 @@ class Settled(Visited):
 
 
 class Settling:
-    """One call.  `targets` (R,) may hold -100 where rows are to be ignored (`ignore`).
+    """One call.  If `ignore`, rows whose target is -100 in `targets` (R,) are ignored.
 
-    Without `spans` no segments join the rows: runs of a block each are in place of them.  `parts`: how many rows each
-    `settle` then has, where there is more than one.
+    Without `spans` no segments join the rows: runs of one block each take their place.  `parts`: how many rows each
+    `settle` has, if there are several.
     """
 
     def __init__(
@@ -154,7 +157,7 @@ class Settling:
         self.targets = None if targets is None else targets.contiguous()
         self.ranks, self.next = ranks, 0
         self.groups = sum(map(_runs, parts or (rows,))) if spans is None else len(spans.offsets) - 1
-        make = torch.empty if spans is None and rows else torch.zeros  # a call may settle some of its segments
+        make = torch.empty if spans is None and rows else torch.zeros  # a call may settle only some segments
         self.settled = _room(self.plan, rows, self.groups, device, make)
         given = (
             tuple([T if type(T) is float else plain_temperature(T) for T in temperatures]),
@@ -173,7 +176,7 @@ class Settling:
     def settle(self, sums: Tensor, first_row: int = 0, segments: slice | None = None) -> Tensor | None:
         """Settle the rows from `first_row` on, which are those of `segments` or, with None, all there are.
 
-        `sums` (F, C), or (W, F, C) of several ranks.  Gives what `sweeps.pull_rows` reads.
+        `sums` is (F, C), or (W, F, C) from several ranks.  Returns what `sweeps.pull_rows` reads.
         """
         sums_FC, C = sums[0] if sums.ndim == 3 else sums, sums.shape[-1]
         first, last = (0, self.groups) if segments is None else (segments.start + 1, segments.stop + 1)
@@ -197,8 +200,9 @@ def _runs(rows: int) -> int:
 def settle_all(
     known: tuple[Any, ...], sums_FC: Tensor, targets: Tensor | None, spans: Spans | None, given: Given
 ) -> tuple[Settled, Tensor | None]:
-    """A call like one that was made as a `Settling`: its plan, its kernel, whether it makes a gradient, how many groups
-    there are, and its sizes.  All segments or rows at once."""
+    """Repeat a call that was made as a `Settling`, all segments or rows at once.  `known`: its plan, its kernel,
+    whether it makes a gradient, how many groups there are, and its sizes.
+    """
     plan, _, _, groups, (C, *_) = known
     settled = _room(plan, C, groups, sums_FC.device, torch.zeros)
     return settled, _fire(known, settled, sums_FC, targets, spans or _NOWHERE, given)
@@ -220,7 +224,7 @@ def _fire(
 
 
 def _numbers(plan: Plan, sums_FC: Tensor) -> Tensor:
-    """Of each row, for the pull."""
+    """Room for the numbers per row that the pull reads."""
     return torch.empty(plan.pulled, sums_FC.shape[1], dtype=torch.float32, device=sums_FC.device)
 
 
@@ -240,7 +244,7 @@ class Plan(NamedTuple):
     program: Any
     slots: int
     pulled: int  # numbers per row that the pull reads
-    high: int  # and numbers of each segment
+    high: int  # numbers per segment
     ends: tuple[int, ...]  # as in `visit.Plan`
     flags: SettleFlags
     variants: dict[Any, Launch]
@@ -291,4 +295,4 @@ def _variant(
 
 
 def _input(x: Tensor, device: torch.device) -> Number:
-    return as_number(x if x.numel() else x.new_zeros(1), device)  # without segments there is still a place to read
+    return as_number(x if x.numel() else x.new_zeros(1), device)  # without segments it still needs an address to read

@@ -1,15 +1,14 @@
-"""The two sweeps as Triton kernels: bf16, fp16 or float32 in, float32 inside, any vocabulary, stride and alignment.
+"""The two passes over the vocabulary as Triton launches, for any vocabulary size, stride and alignment.
 
 Dimension key:  C rows handed in   V columns in hand   P parts a row is swept in   F numbers per row
 
-    sums   one launch, each program a part of a row, and one small launch that merges the parts
-    pull   one launch, each program some columns of a row
+    sums   one launch, in which a program reads a part of a row, and one small launch that merges the parts
+    pull   one launch, in which a program writes some columns of a row
 
-Teachers have kernels of their own, `teachers.py` and `teacher_pulls.py`.
-
-Nothing is tuned at run time and nothing is atomic, so a call gives the same bits each time.  Into how many parts a row
-is cut depends on V alone, so a row's facts do not depend on how many rows stand around it; `BATCH_INVARIANT = False`
-lets the count of rows decide too, which is faster for a handful of rows.  How rows are laid out: `tiles.py`.
+They read bf16, fp16 or float32 and compute in float32.  Teachers have kernels of their own, `teachers.py` and
+`teacher_pulls.py`.  Nothing is tuned at run time and nothing is atomic, so a call gives the same bits each time.  The
+number of parts per row depends on V alone, so a row's facts do not depend on the number of rows; `BATCH_INVARIANT =
+False` lets that decide too, which is faster for a handful of rows.  How rows are laid out: `tiles.py`.
 """
 
 from __future__ import annotations
@@ -40,10 +39,10 @@ from headloss.backends.triton.tiles import (
 from headloss.facts import Moments, Partial, Pull, Softmax, Want
 
 BATCH_INVARIANT = True
-PROGRAMS = 1024  # enough to fill a GPU, where the count of rows may decide on the parts
+PROGRAMS = 1024  # enough to fill a GPU, if the number of rows may decide the parts
 
 
-# by columns in hand: the first line whose bound is not below V.  Measured on an H200; see benchmarks/gpu_kernels.py
+# by columns in hand: the first entry whose bound is not below V.  Measured on an H200; see benchmarks/gpu_kernels.py
 SUMS = (
     (2048, Shape(2048, 128, 1, 1, 4)),
     (131072, Shape(32768, 128, 4, 1, 4)),
@@ -76,12 +75,12 @@ def sums_matrix(
     shape: Shape | None = None,
     noted: list[Any] | None = None,
 ) -> Tensor:
-    """The same as a matrix, in the order of `named`; `start` is the first column's place in the whole vocabulary.
+    """The same as a matrix, in the order of `named`; `start` is the first column's index in the whole vocabulary.
 
-    `noted` gets what matrices that are alike need: see `cached_launches.py`.
+    `noted` receives what later calls on matrices like this one need: see `cached_launches.py`.
     """
     C, V = raw_CV.shape
-    if C == 0 or V == 0 or not want.facts:  # a maximum by itself is read by nobody, and Triton 3.6 cannot compile it
+    if C == 0 or V == 0 or not want.facts:  # nobody reads a maximum alone, and Triton 3.6 cannot compile it
         check_dtype(raw_CV)
         return _identity(_sum_slots(want), want, raw_CV)
     raw, size, device = rows_of(raw_CV), raw_CV.element_size(), raw_CV.device
@@ -124,7 +123,7 @@ def fire_sums(known: tuple[Any, ...], x: Tensor, target: Tensor | None) -> Tenso
     return out
 
 
-_SUMS: dict[Any, tuple[Launch, Launch | None, int, int]] = {}  # kernels, numbers per row, rows that one merges
+_SUMS: dict[Any, tuple[Launch, Launch | None, int, int]] = {}  # kernels, numbers per row, rows per merging program
 
 
 def _sum_slots(want: Want) -> int:
@@ -157,7 +156,7 @@ def _sums_launches(
 
 
 def kinds_of(*xs: Any) -> list[Any]:
-    """Of tensors all that a compiled kernel depends on; of a number or None that it is one."""
+    """What a compiled kernel depends on: of a tensor its dtype and alignment, of a number or None its type."""
     return [(x.dtype, x.data_ptr() & 15 == 0) if isinstance(x, Tensor) else type(x) for x in xs]
 
 
@@ -201,8 +200,8 @@ def pull_rows(
     shape: Shape | None = None,
     noted: list[Any] | None = None,
 ) -> None:
-    """The same from numbers per row: the maximum, and of each temperature that pulls the log_sum and the coefficients
-    that are there.  `noted`: see `sums_matrix`."""
+    """The same from numbers per row: the maximum and, for each temperature that pulls, the log_sum and the coefficients
+    that are `there`.  `noted`: see `sums_matrix`."""
     check_dtype(raw_CV)
     C, V = raw_CV.shape
     if C == 0 or V == 0:
@@ -218,7 +217,7 @@ def pull_rows(
         return
     raw, out = rows_of(raw_CV), rows_of(out_CV)
     stride, out_stride = raw.x_CV.stride(0), out.x_CV.stride(0)
-    # rows of both at the same place of a vector, or no wide loads: the stores decide
+    # wide loads only if both rows have the same offset in a vector: the stores decide
     apart, lead_apart = stride - out_stride, raw.lead - out.lead
     together = raw.vector == out.vector and not apart % raw.vector and not lead_apart % raw.vector
     shape = shape or row_shape(PULL, V)
@@ -266,7 +265,7 @@ def _pull_launch(
 
 
 def scale_(x: Tensor, scale: Tensor) -> None:
-    """x *= scale in place, in float32, without asking the host what it is; times 1 costs a launch."""
+    """x *= scale in place, in float32, without reading the scale on the host; a scale of 1 costs one launch."""
     if not x.is_contiguous() or x.dtype == torch.float64:
         x.mul_(scale)
     elif x.numel():
@@ -280,7 +279,7 @@ _SCALE = Launch(scale_kernel, {"BLOCK": 8192, "num_warps": 8})
 
 
 def _width_for(C: int, V: int, block: int) -> int:
-    """Columns of a part where the rows may decide: as many as leave PROGRAMS programs, a whole number of blocks."""
+    """Columns per part if the number of rows may decide: enough for PROGRAMS programs, in whole blocks."""
     parts = min(triton.cdiv(PROGRAMS, C), triton.cdiv(V, block))
     parts = 1 << (parts - 1).bit_length()
     return triton.cdiv(triton.cdiv(V, parts), block) * block
@@ -293,7 +292,7 @@ def _identity(slots: int, want: Want, raw_CV: Tensor) -> Tensor:
 
 
 def named(out: Tensor, want: Want) -> Partial:
-    """The kernels' (F, C) numbers, by name and in their order."""
+    """The kernels' numbers, (F, C), by name; they are stored in this order."""
     slots = iter(out)
     return Partial(
         max=next(slots),

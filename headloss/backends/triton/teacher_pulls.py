@@ -1,4 +1,4 @@
-"""The Triton backend's pull with teachers; see `teachers.py`."""
+"""The Triton backend's gradient when rows are compared with teachers; see `teachers.py`."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ WITH_DIVERGENCE = ((2048, Shape(2048, 128, 1, 1, 4)), (1 << 31, Shape(8192, 128,
 
 
 class Entry(NamedTuple):
-    """A softmax that the pull needs: the student's at a temperature, or that of a tail."""
+    """A softmax that the pull needs: the student's at a temperature, or a tail's."""
 
     T: Temperature
     max: Tensor
@@ -56,7 +56,7 @@ class Entry(NamedTuple):
 
 
 class Met(NamedTuple):
-    """A dense teacher's pulls, wherever there are any."""
+    """A dense teacher's pulls, at each temperature that has one."""
 
     chunk: DenseChunk
     own_max: Tensor  # the student's
@@ -67,7 +67,7 @@ class Met(NamedTuple):
     pulls: tuple[DensePull, ...]
 
     def cut(self, low: int, high: int) -> Met:
-        """Of these columns alone."""
+        """The same for these columns alone."""
         chunk = self.chunk._replace(raw_CV=self.chunk.raw_CV[:, low:], columns=high - low)
         return self._replace(chunk=chunk)
 
@@ -157,8 +157,8 @@ def _everywhere(
     start: int,
     shape: Shape | None,
 ) -> None:
-    """The gradient at every column, but for the ids of sparse teachers: one launch for all columns that the same dense
-    teachers have."""
+    """The gradient at every column, except at the ids of sparse teachers: one launch per range of columns that the same
+    dense teachers have."""
     V = raw_CV.shape[1]
     cuts = sorted({0, V, *(met.chunk.columns for met in dense)})
     for low, high in itertools.pairwise(cuts):
@@ -241,8 +241,8 @@ def _at_ids(
     how: Transform,
     start: int,
 ) -> tuple[Tensor, Tensor]:
-    """The ids of all sparse teachers, and the whole gradient there in float32: the dense part of the pull, on the few
-    columns that they name, and the ids' own.  Columns named twice get the same value twice."""
+    """The ids of all sparse teachers, and the complete gradient there in float32: the dense part of the pull at these
+    few columns, plus the ids' own part.  A column named twice gets the same value twice."""
     ids_CK = torch.cat([named.ids_CK for named in sparse], -1).contiguous()
     C, K = ids_CK.shape
     column_CK, _ = places(ids_CK, start, raw_CV.shape[-1])

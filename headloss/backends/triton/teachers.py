@@ -1,13 +1,13 @@
-"""The Triton backend's part in comparing rows with teachers; see `headloss.teachers` for what is summed.
+"""The Triton backend's sums that compare rows with teachers; see `headloss.teachers` for what is summed.
 
 Dimension key:  C rows handed in   V columns in hand   U columns shared with the teacher   K ids   P parts   F numbers
 
-    sums   the first dense teacher in the student's own launch, every further teacher in one of its own
-    look   one launch for each teacher and temperature that a divergence needs both softmaxes of
-    pull   one launch for the student, the tails and all dense teachers (`teacher_pulls.py`); at the ids of sparse
-           teachers it is made apart and stored last
+    sums   the first dense teacher in the student's launch, every further teacher in a launch of its own
+    look   one launch per teacher and temperature for which a divergence needs both softmaxes
+    pull   one launch for the student, the tails and all dense teachers (`teacher_pulls.py`); the gradient at the ids of
+           sparse teachers is computed separately and stored last
 
-Columns that not all of them have are a launch of their own.
+Columns that only some teachers have get a launch of their own.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def _pairs(want: Want, name: str, chunk: DenseChunk, student: dict[Any, Temperat
 
 
 def _moved(dense: DensePartial, shared_C: Tensor, max_C: Tensor, pairs: list[Any]) -> TeacherPartial:
-    """Sums from the maximum of the shared columns, as from the student's own."""
+    """Sums relative to the maximum of the shared columns, made relative to the student's own."""
     if shared_C is max_C:
         return dense
     shift = torch.where(shared_C == -math.inf, -math.inf, shared_C - max_C)
@@ -127,7 +127,7 @@ def _stacked(*parts: Partial) -> Any:
 
 
 def _columns_a_load(raw_CU: Tensor, teacher_CU: Tensor, shape: Shape) -> int:
-    """Columns of a lane in each load: 16 bytes of the wider of the two, for lanes must hold the same of both."""
+    """Columns per lane and load: 16 bytes of the wider dtype, because a lane must hold the same columns of both."""
     J = 16 // max(raw_CU.element_size(), teacher_CU.element_size())
     block = J * shape.lanes * shape.loads
     assert shape.width % block == 0 and block * raw_CU.element_size() >= 128, "whole blocks, none below a line"
@@ -146,7 +146,7 @@ def _together(
     shape: Shape | None,
     alone: bool = False,
 ) -> tuple[Partial, DensePartial]:
-    """The partials of the shared columns; `alone`: without the facts that the student has by itself."""
+    """The partials of the shared columns; `alone`: without the facts of the student itself."""
     check_dtype(raw_CU)
     C, U = raw_CU.shape
     met_keys = want.temperatures_of(name)
@@ -205,7 +205,7 @@ def _together(
 
 
 def _named(out_FC: Tensor, wanted: SweepFlags, entropy: Any, shared: Any) -> tuple[Partial, DensePartial]:
-    """The kernels' numbers, by name and in their order."""
+    """The kernels' numbers by name, in the order in which they are stored."""
     slots = iter(out_FC)
     take = lambda there: next(slots) if there else None
     best, at, total, columns = next(slots), take(wanted.TARGET), take(wanted.TOTAL), take(wanted.TOTAL)
@@ -255,9 +255,9 @@ def _sparse(
 def merge_repeated(
     ids_RK: Tensor, logprob_RK: Tensor, valid_R: Tensor | None, checked: tuple[Tensor | None, int] = (None, 0)
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`engine.teachers.merge_repeated` in one launch, and the ids in order.
+    """`engine.teachers.merge_repeated` in one launch; also returns the ids in order.
 
-    `checked`: where to write an id that is no column, and how many columns there are.
+    `checked`: where to write an id that is not a column, and how many columns there are.
     """
     R, K = ids_RK.shape
     ids_RK, logprob_RK = ids_RK.contiguous(), logprob_RK.contiguous()
@@ -279,7 +279,7 @@ def _merge_launch(K: int, valid: torch.dtype | None, checks: bool) -> Launch:
 
 
 def _tail(raw_CV: Tensor, chunk: SparseChunk, given: Any, how: Transform, start: int, shape: Shape | None) -> Tensor:
-    """(1 + temperatures, C): the maximum of the columns that are no ids, and their sums."""
+    """(1 + temperatures, C): the maximum of the columns that are not ids, and their sums."""
     check_dtype(raw_CV)
     C, V = raw_CV.shape
     out = torch.zeros(1 + len(given), C, dtype=torch.float32, device=raw_CV.device)
@@ -324,7 +324,7 @@ def look(
     whole: bool = False,
     shape: Shape | None = None,
 ) -> list[tuple[Tensor, Tensor]]:
-    """The second look: of every divergence wanted, in order, its sum over these columns and that of its slopes."""
+    """The second read: for every divergence asked for, in order, its sum over these columns and that of its slopes."""
     found: list[tuple[Tensor, Tensor]] = []
     how = Transform(scale, softcap)
     for name, chunk, seen, Ts in zip(want.teachers, teachers, softmax.teachers, teacher_temperatures, strict=True):

@@ -1,8 +1,8 @@
-"""How a matrix of logits is cut for a kernel: what every launch of this backend shares.
+"""How kernels divide a matrix of logits into parts, blocks and vectors: what every launch of this backend shares.
 
 Dimension key:  C rows handed in   V columns in hand   K ids per row
 
-Where the row stride is not a multiple of 16 bytes, rows start at different places of a vector and equal rows may differ
+If the row stride is not a multiple of 16 bytes, rows start at different offsets in a vector, and equal rows may differ
 in the last bit; a padded stride (`Linear` has one) or `PEEL = False`, which is slow, avoids that.
 """
 
@@ -24,19 +24,19 @@ CHAINS = "_semantic" in inspect.signature(tl.extra.cuda.gdc_wait).parameters  # 
 
 
 class Shape(NamedTuple):
-    """How a sweep is cut: a part is at most `width` columns, a block is `loads` vectors of 16 bytes for each lane."""
+    """How a sweep divides a row: a part has at most `width` columns, a block has `loads` 16-byte vectors per lane."""
 
     width: int
     lanes: int
     loads: int
-    stages: int  # blocks under way at once, in the pull
+    stages: int  # blocks in flight at once, in the pull
     warps: int
 
     def block(self, x: Tensor) -> int:
         return self.block_of(x.element_size())
 
     def block_of(self, size: int) -> int:
-        """Columns of a block of elements of so many bytes."""
+        """Columns of a block, for elements of this many bytes."""
         block = self.lanes * self.loads * (16 // size)
         assert self.width % block == 0 and block * size >= 128, "whole blocks, none below a line"
         return block
@@ -58,13 +58,13 @@ def check_dtype(raw_CV: Tensor) -> None:
 
 @functools.cache
 def chains(device: torch.device) -> bool:
-    """Whether a kernel can be launched while the one it waits for still runs: Hopper and later."""
+    """Whether a kernel can start while the one before it still runs (dependent launch): Hopper and later."""
     able = CHAINS and device.type == "cuda" and torch.version.hip is None
     return able and torch.cuda.get_device_capability(device)[0] >= 9
 
 
 class Rows(NamedTuple):
-    """A matrix as the kernels see it: from a boundary on, the first element `lead` after it."""
+    """A matrix as the kernels see it: it starts on a boundary, and its first element is `lead` elements further."""
 
     x_CV: Tensor
     lead: int
@@ -81,22 +81,22 @@ def _from_its_storage(x: Tensor) -> int:
     return int(x.storage_offset()) * x.element_size()
 
 
-# Where a row starts against a line of 128 bytes decides how it is cut, and so its last bits.  CUDA's allocator starts
-# every tensor on a line, a CPU's on any multiple of 64 bytes: under the interpreter that is taken for a line.
+# Where a row starts in a line of 128 bytes decides how it is divided, and so its last bits.  CUDA's allocator starts
+# every tensor on a line, a CPU's at any multiple of 64 bytes: the interpreter takes a storage's start for a line's.
 address = _from_its_storage if triton.knobs.runtime.interpret else Tensor.data_ptr
 
 
 def rows_of(x_CV: Tensor) -> Rows:
     stride, across = x_CV.stride()
     if across != 1 and x_CV.shape[-1] > 1:
-        x_CV = x_CV.contiguous()  # columns apart cannot be read 16 bytes at a time; only inputs come here
+        x_CV = x_CV.contiguous()  # strided columns cannot be read 16 bytes at a time; only inputs come here
         stride, _ = x_CV.stride()
     size, first = x_CV.element_size(), address(x_CV)
     vector = 16 // size
     if not (first | stride * size) & 15:
         return Rows(x_CV, 0, vector, vector)
     lead = first % 128 // size
-    if not PEEL or lead > x_CV.storage_offset():  # the second: memory that starts off a boundary, not torch's own
+    if not PEEL or lead > x_CV.storage_offset():  # the second: memory that is not torch's own may start off a boundary
         return Rows(x_CV, 0, 1, 1)
     if lead:
         x_CV = x_CV.as_strided(x_CV.shape, x_CV.stride(), x_CV.storage_offset() - lead)
@@ -131,7 +131,7 @@ class Transform(NamedTuple):
 
 
 def vector_along(rows: Any, other: Any) -> int:
-    """Elements of a vector of `other`, if it can be read by whole vectors along `rows`; else 1."""
+    """Elements per vector of `other`, if it can be read in whole vectors alongside `rows`; else 1."""
     apart = (other.x_CV.stride(0), other.lead)
     if rows.skew:
         apart = (apart[0] - rows.x_CV.stride(0), apart[1] - rows.lead)
@@ -143,7 +143,7 @@ def readable(x_CV: Tensor) -> Tensor:
 
 
 def nest(x: Any, fn: Any, *others: Any) -> Any:
-    """`fn` of the tensors in a nest of tuples."""
+    """Apply `fn` to the tensors in nested tuples."""
     if isinstance(x, Tensor):
         return fn(x, *others)
     if not isinstance(x, tuple):

@@ -1,4 +1,4 @@
-"""The likeliest columns of each row: found by a kernel that leaves a few more, and put in order.
+"""The likeliest columns of each row: one kernel finds them and a few more, another puts them in order.
 
 Dimension key:  C rows handed in   V columns in hand   K columns wanted   M room for those that are found   G groups
 """
@@ -20,11 +20,11 @@ from headloss.backends.triton.tiles import LAUNCH, Transform, check_dtype, reada
 from headloss.facts import Fact, Want
 from headloss.teachers import DenseChunk, SparsePartial, Theirs, TopChunk
 
-BEYOND = 1 << 24  # a column that no vocabulary has, and float32 holds
+BEYOND = 1 << 24  # a column beyond any vocabulary, which float32 still holds exactly
 
 
 def top_partial(raw_CV: Tensor, max_C: Tensor, chunk: TopChunk, how: Transform, start: int) -> SparsePartial:
-    """The largest logits of each row, in order, of equals the lower column first, and what a teacher says there."""
+    """The largest logits of each row in order (the lower column first if equal), and a teacher's logits there."""
     V, k = raw_CV.shape[1], chunk.k
     values_CK, column_CK = largest(raw_CV, min(k, V), how)
     fill = (0, k - values_CK.shape[-1])
@@ -36,11 +36,11 @@ def top_partial(raw_CV: Tensor, max_C: Tensor, chunk: TopChunk, how: Transform, 
 
 
 L = 256  # lanes of a program
-SORTED = 1024  # keys that a program puts in order itself
+SORTED = 1024  # keys that one program can sort
 
 
 def loads(V: int, k: int, J: int) -> int:
-    """Of a group, so many that there are several times k groups: the k-th largest of them is little below the row's."""
+    """Loads per group, few enough for several times k groups: their k-th largest is then little below the row's."""
     return max(1, min(16, triton.next_power_of_2(max(1, V // (4 * k * J)) + 1) // 2))
 
 
@@ -79,10 +79,10 @@ def largest(raw_CV: Tensor, k: int, how: Transform) -> tuple[Tensor, Tensor]:
 
 def _theirs(of: DenseChunk, column_CK: Tensor, fill: Sequence[int]) -> Theirs:
     raw_CU, how = readable(of.raw_CV[:, : of.columns]), Transform(of.scale, of.softcap)
-    facts = [Fact("lse", float(i + 1)) for i in range(len(of.temperatures))]  # any names will do
+    facts = [Fact("lse", float(i + 1)) for i in range(len(of.temperatures))]  # any distinct temperatures will do
     found = student_sums(raw_CU, None, Want(facts), of.temperatures, scale=of.scale, softcap=of.softcap)
     max_C, sums = found.max, tuple(m.S for m in found.moments)
-    if of.whole:  # of a larger vocabulary; from there no sum is beyond the numbers
+    if of.whole:  # a larger vocabulary; relative to this no sum overflows
         for lse_C, T in zip(of.whole, of.temperatures, strict=True):
             max_C = torch.maximum(max_C, lse_C * T)
         sums = tuple((lse_C - max_C / T).exp() for lse_C, T in zip(of.whole, of.temperatures, strict=True))

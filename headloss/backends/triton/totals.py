@@ -1,4 +1,4 @@
-"""Sums over rows in one launch: what the targets and segments of a call are, and what a visit or a settling left.
+"""Sums over rows in one launch: counts of targets and segments, and the sums of terms after a visit or settling.
 
 Dimension key:  N rows   T terms
 """
@@ -37,7 +37,7 @@ def fire_totals(kernel: Launch, found: Tensor, weights: tuple[Number, ...]) -> t
 
 
 class Counted(NamedTuple):
-    """What is known of the targets of all rows, on the device."""
+    """What the device knows of the targets of all rows."""
 
     numbers: Tensor  # as `prepared.Stats.read` takes them: (3,), with segments (5,)
     one_token: Tensor  # 1 / how many rows count
@@ -46,8 +46,8 @@ class Counted(NamedTuple):
 
 
 def count_targets(target_N: Tensor, ids_N: Tensor | None = None, numbers: Tensor | None = None) -> Counted:
-    """Of contiguous targets and, where there are some, of the segments' contiguous ids, which are then those of rows
-    that count.  `numbers`: where to write these, which may be pinned memory of the host.
+    """Count contiguous targets and, if given, the contiguous segment ids of the rows.  `numbers`: where to write the
+    counts; this may be pinned memory of the host.
     """
     device, N = target_N.device, target_N.shape[0]
     if numbers is None:
@@ -66,12 +66,12 @@ def count_targets(target_N: Tensor, ids_N: Tensor | None = None, numbers: Tensor
 
 _COUNT, _COUNT_BOTH = [
     Launch(count_kernel, {"SEGMENTS": segments, "B": rows, "num_warps": 16, **LAUNCH})
-    for segments, rows in ((False, 4096), (True, 2048))  # with seven sums, fewer rows of each lane
+    for segments, rows in ((False, 4096), (True, 2048))  # with seven sums, fewer rows per lane
 ]
 
 
 def totals_launch(first: int, weights: tuple[Number, ...]) -> Launch:
-    """The kernel of `totals`: where the first term's numbers are, and the terms' weights."""
+    """The kernel of `totals`, for where the first term's numbers are and the kinds of the weights."""
     return _totals(first, forms_of(weights))
 
 

@@ -1,4 +1,4 @@
-"""The visit in one launch: facts, loss, metrics and gradient of each row while it is in hand.
+"""The visit: one launch that computes facts, loss, metrics and gradient of each row while the row is in the cache.
 
 Dimension key:  C rows handed in   V columns in hand   T terms   F numbers per row
 
@@ -39,16 +39,17 @@ Kinds = tuple[int, ...]  # see `kinds_of`
 
 
 class Arguments(NamedTuple):
-    """What a program is called with besides the facts."""
+    """What a program is called with, besides the facts."""
 
     inputs: Mapping[str, Tensor]  # by name, (C,) or a scalar
-    bases: Iterable[Number]  # of each term, the reduction's weight of each row, (C,), or one for all rows
-    factors: Iterable[Number]  # of each term, what its gradient is multiplied with: weight * grad_scale
+    bases: Iterable[Number]  # per term, the reduction's weight of each row, (C,), or one for all rows
+    factors: Iterable[Number]  # per term, what its gradient is multiplied by: weight * grad_scale
 
 
 class Shape(NamedTuple):
-    """How a row is swept: a block is `loads` vectors of 16 bytes for each lane; `ahead`: while one is
-    summed, the next is on its way; `registers`: at most so many for each lane, so that more rows are under way."""
+    """How a row is swept: a block has `loads` 16-byte vectors per lane; `ahead`: the next block is loaded while one is
+    summed; `registers`: at most so many per lane, so that more rows run at once.
+    """
 
     warps: int
     loads: int
@@ -56,39 +57,39 @@ class Shape(NamedTuple):
     registers: int = 0
 
 
-# by columns in hand: the first line whose bound is not below V.  Measured on an H200; see benchmarks/gpu_visit.py.
-# With 80 registers three rows are under way on each processor.  Left alone, the compiler takes 111 where rows begin
-# anywhere: then two are, and take a tenth more time.
+# by columns in hand: the first entry whose bound is not below V.  Measured on an H200; see benchmarks/gpu_visit.py.
+# With 80 registers, three rows run at once on each multiprocessor.  Left alone, the compiler takes 111 if rows may
+# start anywhere: then two rows do, which takes a tenth more time.
 SHAPES = (
     (2048, Shape(4, 1)),
     (65536, Shape(8, 4, registers=80)),
     (1 << 31, Shape(32, 4)),
 )
-# without a gradient no row has to stay in the cache, so that more of them can be under way.  Second column: where more
-# is summed than e^z, which needs registers.
+# without a gradient no row has to stay in the cache, so that more of them can run at once.  Second column: if more is
+# summed than e^z, which needs registers.
 FORWARD = (
     (2048, Shape(4, 1), Shape(4, 1)),
     (65536, Shape(8, 4), Shape(4, 4)),
     (1 << 31, Shape(8, 4), Shape(8, 4, True)),
 )
-# with a dense teacher; with a divergence that needs a second look; with ids.  See benchmarks/gpu_teachers.py.
+# with a dense teacher; with a divergence that needs a second read; with ids.  See benchmarks/gpu_teachers.py.
 TAUGHT = (
     (2048, Shape(4, 1), Shape(4, 1), Shape(4, 1)),
     (65536, Shape(8, 2), Shape(8, 1), Shape(8, 2, True)),
     (1 << 31, Shape(32, 2), Shape(32, 2), Shape(16, 4, True)),
 )
-FEWEST = 264  # two rows for each of an H200's processors; fewer are swept faster in parts
+FEWEST = 264  # two rows per multiprocessor of an H200; fewer are swept faster in parts
 
 
 def takes_one_launch(C: int, V: int) -> bool:
-    """Whether one program per row keeps the device busy; else two launches with the row cut in parts are faster."""
+    """Whether one program per row keeps the device busy; if not, two launches over parts of rows are faster."""
     return C >= FEWEST or V <= 8192
 
 
 def shape_of(plan: Plan, V: int, gradient: bool = True) -> Shape:
     if plan.program.want.teachers:
         dense, look, ids = next(shapes for most, *shapes in TAUGHT if most >= V)
-        looks = plan.look is not None and not plan.flags["WHOLE"]  # there two loads are 15% faster than one
+        looks = plan.look is not None and not plan.flags["WHOLE"]  # with WHOLE, two loads are 15% faster than one
         return look if looks else dense if plan.flags["DENSE"] else ids
     if gradient:
         return next(shape for most, shape in SHAPES if most >= V)
@@ -118,7 +119,7 @@ def visit(
     """Facts, values and metrics of every row, and its gradient into `out_CV` (may be `raw_CV`; None: no gradient).
 
     `ignore`: a target of -100 marks a row that is not read; so does False in `valid_C`.  A dense teacher has every
-    column of the student's.  `noted` gets the kernel and its last numbers, where rows begin on a line: see
+    column of the student's.  `noted` receives the kernel and its last arguments, if rows start on a line: see
     `cached_launches.py`.
     """
     plan = plan_of(program)
@@ -156,7 +157,7 @@ def visit(
         out = raw if y is x else rows_of(y)
         theirs = raw if z is x else rows_of(z)
         stride, out_stride = raw.x_CV.stride(0), out.x_CV.stride(0)
-        # rows of both at the same place of a vector, or no wide loads: the stores decide
+        # wide loads only if both rows have the same offset in a vector: the stores decide
         apart, lead_apart = stride - out_stride, raw.lead - out.lead
         together = raw.vector == out.vector and not apart % raw.vector and not lead_apart % raw.vector
         same = together and raw.line == out.line and not apart % raw.line and not lead_apart % raw.line
@@ -210,7 +211,7 @@ def fire(
     ids: Tensor | None = None,
     sorted_ids: Tensor | None = None,
 ) -> Visited:
-    """Launch the kernel of a visit: of student, gradient, targets, rows that count, a teacher's logits and its ids."""
+    """Launch the kernel of a visit, on student, gradient, targets, rows that count, and a teacher's logits or ids."""
     visited = Visited.empty(plan, C, x.device)
     best, theirs, wide, held = visited.best, visited.theirs, visited.wide, x
     if plan.flags["TAIL"]:
@@ -227,7 +228,7 @@ def fire(
 
 
 class Form(NamedTuple):
-    """All that a compiled visit depends on, of a call of some plan."""
+    """All of a call that a compiled visit depends on, besides the plan."""
 
     shape: Shape
     dtype: torch.dtype
@@ -263,7 +264,7 @@ class Taught(NamedTuple):
     temperatures: tuple[Number, ...] = ()
     scale: float = 1.0
     cap: float = 1.0
-    form: tuple[Any, ...] = ()  # of its temperatures, whether it is scaled, and capped
+    form: tuple[Any, ...] = ()  # of its temperatures; whether it is scaled, and capped
     wholes: tuple[Tensor, ...] = ()
 
     @property
@@ -315,24 +316,24 @@ def _variant(plan: Plan, form: Form) -> Launch:
 
 
 def kinds_in(forms: tuple[Any, ...], per_row: bool = False) -> tuple[Any, ...]:
-    """`kinds_of` from what `forms_of` noted; or whether there is one per row."""
+    """`kinds_of`, from the results of `forms_of`; or, with `per_row`, whether there is one value per row."""
     kinds = tuple([form if form == -1 else form[0] for form in forms])
     return tuple(n >= 0 for n in kinds) if per_row else kinds
 
 
 @functools.cache
 def _pairs() -> bool:
-    """Whether the device compares two bfloat16 in a word at once."""
+    """Whether the device can compare both bfloat16 in a word at once."""
     return not torch.cuda.is_available() or (torch.version.hip is None and torch.cuda.get_device_capability() >= (8, 0))
 
 
 def as_number(x: Number, device: torch.device) -> Number:
-    """As the kernel takes it: a float, or a tensor of its device with one value or one per row, next to each other."""
+    """As the kernel takes it: a float, or a contiguous tensor on its device with one value or one per row."""
     if not isinstance(x, Tensor):
         return float(x)
     if x.device == device and x.is_contiguous():
         return x
-    if x.device != device:  # a scalar on the host; as a number it would be a float32
+    if x.device != device:  # a scalar on the host; as a float it would be rounded to float32
         return float(x) if x.dtype.is_floating_point and x.dtype != torch.float64 else x.to(device)
     if x.ndim and x.stride(0) == 0 and x.shape[0]:
         return x[0]
@@ -340,10 +341,10 @@ def as_number(x: Number, device: torch.device) -> Number:
 
 
 def forms_of(xs: Sequence[Number]) -> tuple[Any, ...]:
-    """Of a number -1; of a tensor all that a compiled kernel depends on."""
+    """For a number -1; for a tensor all that a compiled kernel depends on."""
     return tuple([(x.ndim, x.dtype, x.data_ptr() & 15 == 0) if isinstance(x, Tensor) else -1 for x in xs])
 
 
 def kinds_of(xs: Sequence[Number]) -> Kinds:
-    """-1 a number, 0 one value on the device, 1 one per row."""
+    """-1 for a number, 0 for one value on the device, 1 for one per row."""
     return tuple([x.ndim if isinstance(x, Tensor) else -1 for x in xs])

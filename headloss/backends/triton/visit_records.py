@@ -1,4 +1,4 @@
-"""What a program fixes of a visit, and what a visit found, by name; see `visit.py`.
+"""The records of a visit: `Plan`, what a program fixes of the kernel, and `Visited`, the results by name.
 
 Dimension key:  C rows handed in   T terms   M metrics   K ids per row   F numbers per row   W numbers per id
 """
@@ -34,13 +34,13 @@ class Plan(NamedTuple):
     wide_slots: int
     more: bool  # whether it finds columns, or has numbers per id
     heavy: bool  # whether more is summed than e^z
-    targets: bool  # whether it needs them
+    targets: bool  # whether it needs targets
     ends: tuple[int, ...]  # where softmax, facts, values, metrics and cotangents begin among the slots
     flags: dict[str, Any]
-    look: Any  # the divergences of the second look, as one function, and its numbers
+    look: Any  # the divergences of the second read, printed as one function, and its numbers
     look_numbers: tuple[float, ...]
     variants: dict[Any, Launch]  # by the form of a call
-    layouts: dict[Any, tuple[Launch, tuple[Any, ...]]]  # and its last numbers, where rows begin on a line
+    layouts: dict[Any, tuple[Launch, tuple[Any, ...]]]  # with the last arguments, if rows start on a line
 
 
 @by_identity
@@ -52,7 +52,7 @@ def plan_of(program: Program) -> Plan:
     looks = tuple(f for f in want.facts if f.element is not None)
     meets = tuple(keys.index(T) for T in met)
     pulled_at = tuple(keys.index(f.temperature) for f in program.looked)
-    # of each temperature, the coefficients that the teacher feeds
+    # per temperature, the coefficients that the teacher contributes to
     guided = dict(zip(meets, program.guided, strict=True)) if name is not None else {}
     theirs = lambda j: tuple(dense and i in guided and guided[i][j] for i in range(len(keys)))
     tails = tuple(not dense and i in guided and guided[i][1] for i in range(len(keys)))
@@ -107,14 +107,14 @@ def plan_of(program: Program) -> Plan:
 
 
 def bests_of(want: Want) -> list[str]:
-    """The teachers whose likeliest columns are wanted."""
+    """The teachers whose likeliest column is asked for."""
     return [name for name in want.teachers if want.sums("argmax", teacher=name)]
 
 
 class Visited:
-    """What a visit found; in ignored rows everything is 0.  The kernel's numbers by name, cut when asked for:
-    `found` (F, C), `wide` (W, C, K), the facts at ids and then their cotangents, and columns: `best` (C,) and, of each
-    teacher that has one, `theirs`."""
+    """The results of a visit; in ignored rows everything is 0.  Names are cut on demand out of what the kernel wrote:
+    `found` (F, C); `wide` (W, C, K), the facts at ids and then their cotangents; and columns, `best` (C,) and `theirs`,
+    one per teacher that has one."""
 
     __slots__ = ("best", "found", "plan", "theirs", "wide")
 
@@ -125,7 +125,7 @@ class Visited:
 
     @classmethod
     def empty(cls, plan: Plan, C: int, device: torch.device) -> Visited:
-        """Room for what a visit of so many rows finds."""
+        """Uninitialised results for a visit of C rows."""
         found = torch.empty(plan.slots, C, dtype=torch.float32, device=device)
         if not plan.more:
             return cls(found, None, plan)
@@ -161,7 +161,7 @@ class Visited:
 
     @classmethod
     def join(cls, parts: Sequence[Visited]) -> Visited:
-        """Visits of rows that follow each other, as one."""
+        """Visits of consecutive rows, as one."""
         first, *more = parts
         if not more:
             return first
@@ -199,7 +199,7 @@ class Visited:
 
     @property
     def fact_values(self) -> Sequence[Tensor]:
-        """In the order of the facts."""
+        """The values of the facts, in the order of the Want."""
         if self.best is self.theirs is self.wide:  # none of them
             slots: Sequence[Tensor] = self.block.unbind()
             return slots
@@ -216,7 +216,7 @@ class Visited:
 
     @property
     def term_values(self) -> tuple[Tensor, int]:
-        """Numbers that sum to the terms' values, and where among them the first term's are."""
+        """A matrix, and the index from which on each of its rows sums to a term's value."""
         return self.found, self.ends[2]
 
     @property
