@@ -1,4 +1,4 @@
-"""Repeated calls that differ only in their tensors: later ones check no more than the tensors' alignment and launch.
+"""Repeated calls that differ only in their tensors: a later one only checks the tensors' alignment, and launches.
 
 Dimension key:  C rows handed in   V columns in hand
 """

@@ -1,7 +1,7 @@
 # mypy: ignore-errors
-"""Some columns of each row of a linear head: their logits, and the sums of rows that their gradients are.
+"""Kernels for a linear head at a few columns per row: the logits there, and the sums of rows that are the gradients.
 
-An entry is a row and one of its columns.  Entries of one sum stand together, so a sum is one program's, in one order.
+An entry is a row and one of its columns.  Entries of one sum are adjacent, so one program adds them, in a fixed order.
 """
 
 import triton
@@ -15,7 +15,7 @@ def project_kernel(
     out, row, column, place, hidden, weight, bias, scale, E, D, hidden_stride, weight_stride,
     BIAS: tl.constexpr, ENTRIES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """out[place[e]] = scale (hidden[row[e]] . weight[column[e]] + bias); 0 for a column of -1, and nothing for -2."""
+    """out[place[e]] = scale (hidden[row[e]] . weight[column[e]] + bias); 0 for a column of -1; -2 stores nothing."""
     e = tl.program_id(0) * ENTRIES + tl.arange(0, ENTRIES)
     at = tl.load(column + e, e < E, -2).to(tl.int64)
     n = tl.load(row + e, at >= 0, 0).to(tl.int64)
@@ -38,8 +38,8 @@ def combine_kernel(
     out, into, of, place, grad, x, scale, E, D, out_stride, x_stride, ADD: tl.constexpr, ENTRIES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """out[into[e]] = sum of scale grad[place[e]] x[of[e]] over the run of entries with that `into`, by the program of
-    its first."""
+    """out[into[e]] = sum of scale grad[place[e]] x[of[e]] over the run of entries with that `into`; the program of the
+    run's first entry adds them all."""
     blocks = tl.cdiv(D, BLOCK)
     first = tl.program_id(0) // blocks
     to = tl.load(into + first)
@@ -68,10 +68,10 @@ def combine_kernel(
 
 @triton.jit
 def places_kernel(keys, offsets, target, entries, rows, flags, E, N, width, TARGET: tl.constexpr, BLOCK: tl.constexpr):
-    """Where a row's kept columns and its target stand, by the program of the row; `keys` are in order.
+    """One program per row finds the places of the row's kept columns and of its target; `keys` are sorted.
 
-    `entries` (5, E): row, column, place in the row, place among all, column to be read; `rows` (2, N): columns of a
-    row, the place of its target; `flags` (2, N): whether it keeps one column, whether its target is none of them.
+    `entries` (5, E): row, column, place in the row, place among all, column to be read; `rows` (2, N): how many columns
+    a row has, the place of its target; `flags` (2, N): whether it has one column, whether its target was not kept.
     """
     n = tl.program_id(0).to(tl.int64)
     go, stop = tl.load(offsets + n), tl.load(offsets + n + 1)
@@ -91,7 +91,7 @@ def places_kernel(keys, offsets, target, entries, rows, flags, E, N, width, TARG
             there += tl.sum(((column == wanted) & (e < stop)).to(tl.int64), 0)
         missing = (counts & (there == 0)).to(tl.int64)
         at += n
-        own = entries + stop + n  # a row's target comes behind its set
+        own = entries + stop + n  # a row's target follows its set
         tl.store(own, n)
         tl.store(own + E, tl.where(missing > 0, wanted, -1))
         tl.store(own + 2 * E, before)
@@ -122,8 +122,8 @@ def take_kernel(
     F: tl.constexpr,
 ):  # fmt: skip
     """out[:, u] = raw[:, ids[u]] for `width` columns u of a few rows, and log2 of the sum of exponentials over PART
-    columns of those: programs that share rows run together, so that the rows are read once from memory.  `limit`: as
-    far as they may be read; EXACT: as they are."""
+    columns of those.  Programs that share rows run together, so that rows are read from memory once.  `limit`: how far
+    a row may be read; EXACT: what is read beyond its columns is -inf already."""
     VEC: tl.constexpr = F.VEC
     ROWS: tl.constexpr = F.ROWS
     PART: tl.constexpr = F.PART
@@ -143,7 +143,7 @@ def take_kernel(
             origin = tl.where(top > LOWEST, top, 0.0)
             for k in tl.static_range(len(temperatures)):
                 c = tl.div_rn(LOG2E, temperature(temperatures[k], n, F.PER_ROW[k]))
-                whole = tl.floor(origin * c)  # a whole number, so that what is measured from it is not rounded again
+                whole = tl.floor(origin * c)  # an integer, so that a difference from it is not rounded again
                 total = tl.sum(tl.exp2(tl.fma(z, c + tl.zeros_like(z), -whole + tl.zeros_like(z))), axis=0)
                 tl.store(sums + (k * parts + part).to(tl.int64) * C + n, whole + tl.log2(total))
     stop = tl.minimum((part + 1) * width, U)
@@ -158,7 +158,7 @@ def take_kernel(
 
 @triton.jit
 def merge_kernel(sums, out, C, parts, PADDED: tl.constexpr, ROWS: tl.constexpr):
-    """The log-sum-exp of each row from those of its parts, in nats from bits: (T, P, C) to (T, C)."""
+    """The log-sum-exp of each row, in nats, from those of its parts, in base 2: (T, P, C) to (T, C)."""
     n = tl.program_id(0) % tl.cdiv(C, ROWS) * ROWS + tl.arange(0, ROWS)
     at = tl.program_id(0) // tl.cdiv(C, ROWS)
     part = tl.arange(0, PADDED)

@@ -3,9 +3,9 @@
 
 Dimension key:  K loads in flight   L lanes (threads)   J columns of a lane in each load   P parts   N rows
 
-A program sweeps one part of one row, over the columns that both have.  Numbers go to `out` (F, P, N): the student's
-maximum, total and its count, argmax, the teacher's maximum, argmax, then for each temperature S, X, Q and, where the
-two meet, St, Y, F with D, G with E, without those not wanted.  `dense_merge.py` makes one part of all.
+A program sweeps one part of one row, over the columns that both have.  Results go to `out` (F, P, N): the student's
+maximum, total and its count, argmax, the teacher's maximum, argmax, then for each temperature S, X, Q and, if the two
+are compared at it, St, Y, F with D, G with E; those not asked for are left out.  `dense_merge.py` merges the parts.
 """
 
 import triton
@@ -18,7 +18,7 @@ from headloss.backends.triton.kernels.sums import centre_of, column_of, fetch, h
 
 @triton.jit
 def take_both(z, u, m, mt, best, bestt, block, sums, c, ct, F: tl.constexpr):
-    """Take a block of both, K x (L, J), into the lanes' sums (L,)."""
+    """Add a block of both rows, K x (L, J), to the lanes' sums (L,)."""
     new, best = higher(z, m, best, block, F.BEST)
     newt, bestt = higher(u, mt, bestt, block, F.TEACHER_BEST)
     return new, newt, best, bestt, absorb(z, u, m, mt, new, newt, sums, c, ct, False, True, F)
@@ -26,7 +26,7 @@ def take_both(z, u, m, mt, best, bestt, block, sums, c, ct, F: tl.constexpr):
 
 @triton.jit
 def read_both(raw, teacher, skew, low, high, c, ct, how, F: tl.constexpr):
-    """What each lane has seen of the columns from `low` to `high` of both rows."""
+    """Each lane's sums over its columns from `low` to `high` of both rows."""
     K: tl.constexpr = F.K
     L: tl.constexpr = F.L
     J: tl.constexpr = F.J
@@ -59,7 +59,7 @@ def read_both(raw, teacher, skew, low, high, c, ct, how, F: tl.constexpr):
         m, mt, best, bestt, sums = take_both(z, u, m, mt, best, bestt, block, sums, c, ct, F)
     go, stop = edges(skew, high, F.VEC)
     got, stopt = edges(skew, high, F.TEACHER_VEC)
-    for edge in range(1 - head, 1 + (high > last * BLOCK).to(tl.int32)):  # the row's first block if cut, and its last
+    for edge in range(1 - head, 1 + (high > last * BLOCK).to(tl.int32)):  # the first block if partial, and the last
         block = tl.where(edge == 0, 0, last)
         x = fetch(raw, block * BLOCK + j, go, stop, True, K, "evict_first")
         y = fetch(teacher, block * BLOCK + j, got, stopt, True, K, "evict_first")

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""The parts of a sweep with a dense teacher (`dense.py`), made one.  See `teachers.merge_teacher`.
+"""Merges the parts of a sweep with a dense teacher (`dense.py`); the algebra is that of `teachers.merge_teacher`.
 
 Dimension key:  P parts   R rows of a program   N rows
 """
@@ -14,14 +14,14 @@ from headloss.backends.triton.kernels.sums import row_temperature
 
 @triton.jit
 def moved(m):
-    """How far each part's maximum (P, R) is from that of all; a part without columns never moves the sums."""
+    """The maximum of all parts, and how far each part's own (P, R) is from it; a part without columns moves no sums."""
     top = tl.max(m, axis=0)
     return top, tl.where(m == -float("inf"), -float("inf"), m - top[None, :])
 
 
 @triton.jit
 def part_sums(partial, step, here, WANTED: tl.constexpr):
-    """The next sum of each part, and where the one after it is; 0 where there is none."""
+    """Load the next sum of each part, or 0 if it is not WANTED; also returns the pointer to the one after it."""
     x = tl.zeros(here.shape, tl.float32)
     if WANTED:
         x = tl.load(partial, mask=here, other=0.0)
@@ -31,7 +31,7 @@ def part_sums(partial, step, here, WANTED: tl.constexpr):
 
 @triton.jit
 def settle(x, good, out, N, WANTED: tl.constexpr):
-    """The sum over parts to its place, and the place after it."""
+    """Store the sum over parts; returns the pointer to the next place."""
     if WANTED:
         tl.store(out, tl.sum(x, axis=0), mask=good)
         out += N

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""The second look: the sums of divergences that need both softmaxes first.  See `pull.py` for ELEMENT."""
+"""The second read of rows: the sums of divergences that need both softmaxes first.  See `pull.py` for ELEMENT."""
 
 import triton
 import triton.language as tl
@@ -11,7 +11,7 @@ from headloss.backends.triton.kernels.sums import fetch
 
 @triton.jit
 def look_in(x, y, sums, good, tops, met, numbers, how, MASKED: tl.constexpr, ELEMENT: tl.constexpr, F: tl.constexpr):
-    """A load of both (L, J) into the lanes' sums; MASKED: only its `good` columns."""
+    """Add a load (L, J) of both rows to the lanes' sums; MASKED: only its `good` columns."""
     z = logits(x, how[0], how[1], F.SCALED, F.CAPPED)
     log_p, log_q = log_pair(z, logits(y, how[2], how[3], F.TEACHER_SCALED, F.TEACHER_CAPPED), tops, met, 0)
     if MASKED:
@@ -35,7 +35,7 @@ def look_kernel(
 ):  # fmt: skip
     """The sums of ELEMENT's results, LOOK_SUMS of them, over the columns that both have: (LOOK_SUMS, P, N).
 
-    `rows` (4, N): the student's maximum and log_S, the teacher's; `temperatures`: the student's and the teacher's.
+    `rows` (4, N): the student's maximum and log_S, then the teacher's; `temperatures`: the student's and the teacher's.
     """
     K: tl.constexpr = F.K
     L: tl.constexpr = F.L

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""From what the lanes of a program have seen of a row, and of a teacher's, to the sums behind the facts.
+"""Merges what the lanes of a program summed of a row, and of a teacher's row, into the sums behind the facts.
 
 Dimension key:  L lanes (threads)
 """
@@ -17,14 +17,15 @@ NOWHERE = tl.constexpr(2147483647)
 
 @triton.jit
 def origin_of(top):
-    """Where logits are counted from: their maximum; 0 if every logit is -inf."""
+    """What logits are measured from: their maximum; 0 if every logit is -inf."""
     return tl.where(top > LOWEST, top, 0.0)
 
 
 @triton.jit
 def sweep_row(raw, skew, end, c, how, held, ids, POLICY: tl.constexpr, F: tl.constexpr):
-    """Of the student alone: maximum, argmax, sums (see `merge_lanes`), total, its last block as stored, and what is
-    `around_ids`."""
+    """Sweep the student's row.  Returns maximum, argmax, sums (see `merge_lanes`), total, the last block as stored, and
+    the results of `around_ids`.
+    """
     m, top, seen, sums, total, centre, tail, left = read(raw, skew, end, c, how, held, ids, POLICY, F)
     best = tl.full([], NOWHERE, tl.int32)
     if F.BEST:
@@ -35,7 +36,9 @@ def sweep_row(raw, skew, end, c, how, held, ids, POLICY: tl.constexpr, F: tl.con
 
 @triton.jit
 def sweep_pair(raw, teacher, skew, end, c, ct, how, POLICY: tl.constexpr, F: tl.constexpr):
-    """Of both: the same, and the teacher's maximum, argmax and sums (see `merge_teacher`)."""
+    """Sweep both rows.  Returns maximum, argmax, sums and total, and the teacher's maximum, argmax and sums (see
+    `merge_teacher`).
+    """
     m, mt, seen, seent, sums, total, centre = read_pair(raw, teacher, skew, end, c, ct, how, POLICY, F)
     top, topt = tl.max(m, axis=0), tl.max(mt, axis=0)
     best, bestt = tl.full([], NOWHERE, tl.int32), tl.full([], NOWHERE, tl.int32)
@@ -50,7 +53,7 @@ def sweep_pair(raw, teacher, skew, end, c, ct, how, POLICY: tl.constexpr, F: tl.
 
 @triton.jit
 def with_ids(tail, swept, top, z_k, c, F: tl.constexpr):
-    """A row's sums from its maximum `top`: the tail's, from `swept`, joined by the ids'."""
+    """A row's sums relative to its maximum `top`: those of the tail, which are relative to `swept`, plus the ids'."""
     joined = ()
     for i in tl.static_range(len(c)):
         d = (swept - top) * c[i]
@@ -68,5 +71,5 @@ def with_ids(tail, swept, top, z_k, c, F: tl.constexpr):
 
 @triton.jit
 def column_or_start(column, top, start):
-    """The lowest column that holds the maximum; of a row of -inf the first."""
+    """The lowest column that holds the maximum; the first column for a row of -inf."""
     return (tl.where(top > LOWEST, column, 0) + start).to(tl.int64)

@@ -1,9 +1,9 @@
 # mypy: ignore-errors
-"""From what is stored to logits: z = cap tanh(scale raw / cap), in float32; and what the kernels share.
+"""Turns stored values into logits, z = cap tanh(scale raw / cap) in float32, and has what all kernels share.
 
 Rows may start anywhere.  A kernel counts columns from a boundary at or below the row's first element, so its loads are
 128 bits wide for any vocabulary, stride and offset:  j = column + skew,  skew <= j < skew + V.  The boundary is that
-of a 128-byte line (LINE elements) where rows start in the middle of 16-byte vectors (VEC elements).
+of a 128-byte line (LINE elements) if rows may start in the middle of a 16-byte vector (VEC elements).
 """
 
 import triton
@@ -17,7 +17,7 @@ FLOOR = tl.constexpr(-1.0e4)  # of an exponent: 2^FLOOR is 0, and 0 * FLOOR is 0
 
 @triton.jit
 def boundary(row, stride, lead, LINE: tl.constexpr):
-    """Where row `row` starts: a multiple of LINE elements, and how far the row's first element is from it."""
+    """The boundary before row `row`, a multiple of LINE elements, and how far the row's first element is from it."""
     first = row.to(tl.int64) * stride + lead
     aligned = tl.multiple_of(first // LINE * LINE, LINE)
     return aligned, (first - aligned).to(tl.int32)
@@ -56,19 +56,19 @@ def temperature(given, row, PER_ROW: tl.constexpr):
 
 @triton.jit
 def edges(skew, high, VEC: tl.constexpr):
-    """From where to where whole vectors may be read: one with a single good element can be, without harm."""
+    """The range of whole vectors that may be read: one with a single element of the row is safe to read."""
     return tl.multiple_of(skew // VEC * VEC, VEC), tl.multiple_of((high + VEC - 1) // VEC * VEC, VEC)
 
 
 @triton.jit
 def inner(skew, end, VEC: tl.constexpr):
-    """The vectors that lie whole in a row: from where, and to where."""
+    """The range of vectors that lie entirely inside a row."""
     return tl.multiple_of((skew + VEC - 1) // VEC * VEC, VEC), tl.multiple_of(end // VEC * VEC, VEC)
 
 
 @triton.jit
 def rim(low, high, whole_low, whole_high, VEC: tl.constexpr):
-    """The row's ragged ends, fewer than VEC columns each: their columns, and which of those are there."""
+    """The row's ragged ends, fewer than VEC columns each: their columns, and which of those exist."""
     v = tl.arange(0, 2 * VEC)
     at = tl.where(v < VEC, whole_low, whole_high) + v - VEC
     before = (at >= low) & (at < high)

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Logits as they are stored: a block of loads, and two bfloat16 in a word, compared at once.
+"""Blocks of logits as they are stored; bfloat16 come two in a word, so that two are compared at once.
 
 Dimension key:  K loads in flight   L lanes (threads)   J columns of a lane in each load
 """
@@ -9,15 +9,15 @@ import triton.language as tl
 
 from headloss.backends.triton.kernels.logits import logits
 
-LEAST = tl.constexpr(-1.0e20)  # for -inf where a logit is a factor: 2^LEAST is 0, and 0 * LEAST is 0, not NaN
-TWO_LEAST = tl.constexpr(-525475667)  # 0xE0ADE0AD, twice that as bfloat16
+LEAST = tl.constexpr(-1.0e20)  # in place of -inf if a logit is a factor: 2^LEAST is 0, and 0 * LEAST is 0, not NaN
+TWO_LEAST = tl.constexpr(-525475667)  # 0xE0ADE0AD: LEAST as bfloat16, twice
 
 
-if triton.knobs.runtime.interpret:  # which knows no assembly
+if triton.knobs.runtime.interpret:  # which has no inline assembly
 
     @triton.jit
     def higher(x, y, NAN: tl.constexpr):
-        """The higher ones of two words of two bfloat16; NAN: a NaN is higher than anything, else lower."""
+        """The maxima of two words of two bfloat16; NAN: a NaN counts as the highest, otherwise as the lowest."""
         low, high = halves(x)
         low_, high_ = halves(y)
         kept = tl.where((low >= low_) | ((low != low) if NAN else (low_ != low_)), x, y) & 65535
@@ -27,16 +27,16 @@ else:
 
     @triton.jit
     def higher(x, y, NAN: tl.constexpr):
-        """The higher ones of two words of two bfloat16; NAN: a NaN is higher than anything, else lower."""
+        """The maxima of two words of two bfloat16; NAN: a NaN counts as the highest, otherwise as the lowest."""
         NAME: tl.constexpr = "max.NaN.bf16x2" if NAN else "max.bf16x2"
         return tl.inline_asm_elementwise(NAME + " $0, $1, $2;", "=r,r,r", [x, y], dtype=tl.int32, is_pure=True, pack=1)
 
 
 @triton.jit
 def take(raw, at, go, stop, MASKED: tl.constexpr, POLICY: tl.constexpr, K: tl.constexpr, PAIRED: tl.constexpr):
-    """A block as it is stored, K x (L, J); PAIRED: as words of two bfloat16, which `decode` in fewer steps.
+    """Load a block as it is stored, K x (L, J); PAIRED: as words of two bfloat16, which take fewer steps to `decode`.
 
-    MASKED: only vectors from `go` to `stop`, the rest as if it were -inf.
+    MASKED: only vectors from `go` to `stop`; the rest reads as -inf.
     """
     x = ()
     for k in tl.static_range(K):

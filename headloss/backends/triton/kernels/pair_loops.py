@@ -1,10 +1,11 @@
 # mypy: ignore-errors
-"""The sweeps of a visit over a row and a dense teacher's: `read_pair` sums both up, `look_pair` sums a divergence that
-needs both softmaxes, `write_pair` puts the gradient in its place, backwards.
+"""The sweeps of a visit over a row and its dense teacher's: `read_pair` sums both, `look_pair` sums divergences that
+need both softmaxes, and `write_pair` writes the gradient, from the row's end to its start.
 
 Dimension key:  K loads in flight   L lanes (threads)   J columns of a lane in each load   W columns of a stored word
 
-As row_loops.py, with the sums of both (running_sums.py), x of the student and y of the teacher from their own origins.
+Like row_loops.py, with the sums of both rows (running_sums.py): x of the student and y of the teacher, each relative to
+its own origin.
 """
 
 import triton
@@ -19,7 +20,7 @@ from headloss.backends.triton.kernels.running_sums import absorb, risen
 
 @triton.jit
 def take_pair(z, u, top, topt, m, mt, best, bestt, block, sums, c, ct, F: tl.constexpr):
-    """Take a block of both, K x (L, J), and its maxima (L,) into the lanes' sums (L,)."""
+    """Add a block of both rows, K x (L, J), with its maxima (L,), to the lanes' sums (L,)."""
     new, best = risen(top, m, best, block, F.BEST)
     newt, bestt = risen(topt, mt, bestt, block, F.TEACHER_BEST)
     return new, newt, best, bestt, absorb(z, u, m, mt, new, newt, sums, c, ct, True, True, F)
@@ -30,7 +31,7 @@ def pair(
     words, theirs, block, w, wt, bounds,
     MASKED: tl.constexpr, POLICY: tl.constexpr, W: tl.constexpr, WT: tl.constexpr, F: tl.constexpr,
 ):  # fmt: skip
-    """A block of both as it is stored; `w`, `wt`: the words of each lane.  The cache is to keep the student's."""
+    """Load a block of both rows as stored; `w`, `wt`: the words of each lane.  The cache should keep the student's."""
     K: tl.constexpr = F.K
     BLOCK: tl.constexpr = K * F.L * F.J
     x = take(words, block * (BLOCK // W) + w, bounds[0], bounds[1], MASKED, POLICY, K, W == 2)
@@ -40,7 +41,7 @@ def pair(
 
 @triton.jit
 def values(x, y, at, skew, end, how, total, centre, MASKED: tl.constexpr, F: tl.constexpr):
-    """Logits and maxima of a stored block of both, from column `at` (L, J) on, and the running total."""
+    """Logits and maxima of a stored block of both rows, from column `at` (L, J) on, and the running total."""
     CUT: tl.constexpr = MASKED
     WORDS: tl.constexpr = F.PAIRED and not (F.SCALED or F.CAPPED or CUT)
     TEACHER_WORDS: tl.constexpr = F.TEACHER_PAIRED and not (F.TEACHER_SCALED or F.TEACHER_CAPPED or CUT)
@@ -48,7 +49,7 @@ def values(x, y, at, skew, end, how, total, centre, MASKED: tl.constexpr, F: tl.
     for n in tl.static_range(len(x)):
         value = decode(x[n], how[0], how[1], F.FINITE and not F.TOTAL, F.SCALED, F.CAPPED, F.PAIRED)
         other = decode(y[n], how[2], how[3], F.TEACHER_FINITE, F.TEACHER_SCALED, F.TEACHER_CAPPED, F.TEACHER_PAIRED)
-        if F.TOTAL:  # of all logits as they are
+        if F.TOTAL:  # the sum of the logits as they are
             away = value - centre
             if MASKED:
                 away = tl.where(within(at, n, skew, end), away, 0.0)
@@ -77,7 +78,7 @@ def values(x, y, at, skew, end, how, total, centre, MASKED: tl.constexpr, F: tl.
 
 @triton.jit
 def read_pair(raw, teacher, skew, end, c, ct, how, POLICY: tl.constexpr, F: tl.constexpr):
-    """The first sweep: what each lane has seen of both rows.  `how`: scale and cap, the teacher's scale and cap."""
+    """The first sweep: each lane's sums over both rows.  `how`: scale and cap, then the teacher's scale and cap."""
     K: tl.constexpr = F.K
     L: tl.constexpr = F.L
     J: tl.constexpr = F.J
@@ -108,7 +109,7 @@ def read_pair(raw, teacher, skew, end, c, ct, how, POLICY: tl.constexpr, F: tl.c
         x, y = pair(words, theirs, block, w, wt, bounds, False, POLICY, W, WT, F)
         z, u, top, topt, total = values(x, y, block * BLOCK + j, skew, end, how, total, centre, False, F)
         m, mt, best, bestt, sums = take_pair(z, u, top, topt, m, mt, best, bestt, block, sums, c, ct, F)
-    for edge in range(1 - first, 1 + (end > last * BLOCK).to(tl.int32)):  # the row's first block if cut, and its last
+    for edge in range(1 - first, 1 + (end > last * BLOCK).to(tl.int32)):  # the first block if partial, and the last
         block = tl.where(edge == 0, 0, last)
         x, y = pair(words, theirs, block, w, wt, bounds, True, POLICY, W, WT, F)
         z, u, top, topt, total = values(x, y, block * BLOCK + j, skew, end, how, total, centre, True, F)
@@ -131,7 +132,7 @@ def read_pair(raw, teacher, skew, end, c, ct, how, POLICY: tl.constexpr, F: tl.c
 
 @triton.jit
 def each_look(z, u, k, AT: tl.constexpr):
-    """log p and log q of one temperature, p and q; its numbers begin at AT of `k`."""
+    """log p, log q, p and q at one temperature, whose numbers begin at index AT of `k`."""
     t = tl.fma(z, k[AT] + tl.zeros_like(z), k[AT + 1] + tl.zeros_like(z))
     r = tl.fma(u, k[AT + 2] + tl.zeros_like(u), k[AT + 3] + tl.zeros_like(u))
     log_p, log_q = tl.maximum(t * LN2 - k[AT + 5], k[AT + 6]), tl.maximum(r * LN2 - k[AT + 7], k[AT + 8])
@@ -140,8 +141,8 @@ def each_look(z, u, k, AT: tl.constexpr):
 
 @triton.jit
 def looked(z, u, k, numbers, LOOK: tl.constexpr, F: tl.constexpr):
-    """LOOK's results: it takes log p and log q of each temperature where the two meet, in nats and never below the
-    floor, then p and q, then its numbers.  `k` as in `gradient_pair`."""
+    """The results of LOOK, which takes log p and log q at each temperature of the comparison, in nats and never below
+    the floor, then p and q, then its numbers.  `k` as in `gradient_pair`."""
     logs, each = (), ()
     for n in tl.static_range(len(F.MEETS)):
         log_p, log_q, p, q = each_look(z, u, k, 11 * F.MEETS[n])
@@ -151,7 +152,7 @@ def looked(z, u, k, numbers, LOOK: tl.constexpr, F: tl.constexpr):
 
 @triton.jit
 def look_in(x, y, sums, k, numbers, how, LOOK: tl.constexpr, F: tl.constexpr):
-    """A whole block of both into the lanes' sums."""
+    """Add a whole block of both rows to the lanes' sums."""
     LOOK_SUMS: tl.constexpr = F.LOOK_SUMS
     for n in tl.static_range(len(x)):
         z = decode(x[n], how[0], how[1], False, F.SCALED, F.CAPPED, F.PAIRED)
@@ -201,7 +202,7 @@ def look_pair(
             for i in tl.static_range(LOOK_SUMS):
                 more = more + (sums[i] + tl.sum(tl.where(good, found[i], 0.0), axis=1),)
             sums = more
-    for back in tl.range(first, last, num_stages=1):  # backwards: the end of the row was read last
+    for back in tl.range(first, last, num_stages=1):  # backwards: the end of the row is still in the cache
         block = last - 1 + first - back
         x, y = pair(words, theirs, block, w, wt, bounds, False, POLICY, W, WT, F)
         sums = look_in(x, y, sums, k, numbers, how, LOOK, F)
@@ -213,12 +214,12 @@ def look_pair(
 
 @triton.jit
 def gradient_pair(z, u, k, pulls, numbers, cap, LOOK: tl.constexpr, F: tl.constexpr):
-    """The dense part.  `k` has eleven numbers for each temperature: c and - origin of both, with t = z c - origin; the
-    least of the teacher's t; log S and the least log p, log St and the least log q, in nats; 1 / S and 1 / St.
-    `pulls` has six, over T and as factors of 2^t: those of 1, t, 2^t, of nothing, of the teacher's t, and of its 2^t;
-    and then one of each divergence that pulls.
+    """The gradient, but for what the target adds.  `k` has eleven numbers per temperature: c and -origin of both rows,
+    with t = z c - origin; the least of the teacher's t; log S and the least log p, log St and the least log q, in nats;
+    1 / S and 1 / St.  `pulls` has six per temperature, divided by T: the coefficients of 2^t, t 2^t, 2^2t, 1, t' 2^t
+    and 2^t', where t' is the teacher's t; and then one for each divergence that pulls.
 
-    Where t is a factor, z is finite.
+    If t is a factor, z is finite.
     """
     g = tl.zeros_like(z)
     for i in tl.static_range(len(F.MET)):
@@ -252,7 +253,7 @@ def emit_pair(
     x, y, out, at, low, high, k, pulls, numbers, how,
     MASKED: tl.constexpr, PAIRED: tl.constexpr, TEACHER_PAIRED: tl.constexpr, LOOK: tl.constexpr, F: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of a stored block of both."""
+    """Write the gradient of a stored block."""
     for n in tl.static_range(len(x)):
         here = at + n * (at.shape[0] * at.shape[1])
         z = decode(x[n], how[0], how[1], F.FINITE_OUT, F.SCALED, F.CAPPED, PAIRED)
@@ -269,8 +270,8 @@ def write_pair(
     raw, teacher, out, skew, end, k, pulls, numbers, at_target, picked, column, how,
     LOOK: tl.constexpr, F: tl.constexpr,
 ):  # fmt: skip
-    """The last sweep: the gradient of a row, backwards.  `picked`: what stands at the target's `column` of both rows,
-    and whether it is there."""
+    """The last sweep: write the gradient of a row, from its end to its start.  `picked`: the values at the target's
+    `column` in both rows, and whether there is such a column."""
     K: tl.constexpr = F.K
     L: tl.constexpr = F.L
     J: tl.constexpr = F.J
@@ -294,7 +295,7 @@ def write_pair(
     ragged, ends = rim(skew, end, low, high, VEC)
     x_ends, y_ends = tl.load(raw + ragged, mask=ends, other=0.0), tl.load(teacher + ragged, mask=ends, other=0.0)
     bounds = (low, high, low, high)
-    tl.debug_barrier()  # every warp has seen what it needs of the row before any may overwrite it
+    tl.debug_barrier()  # every warp has read what it needs of the row before any may overwrite it
     for edge in range(1 - first, 1 + (high > last * BLOCK).to(tl.int32)):
         block = tl.where(edge == 0, 0, last)
         x, y = pair(words, theirs, block, w, wt, bounds, True, "evict_first", W, WT, F)

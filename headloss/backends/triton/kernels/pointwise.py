@@ -1,8 +1,8 @@
 # mypy: ignore-errors
-"""What printed functions call: element-wise functions as exact as PyTorch's where Triton's own are approximate.
+"""Element-wise functions that printed losses call: as exact as PyTorch's where Triton's own are approximate.
 
-They run once a row, so digits cost nothing.  All take and return float32, a scalar or a block; `lowest` and `highest`
-any number.
+They run once per row, so exactness costs nothing.  All take and return float32, a scalar or a block; `lowest` and
+`highest` take any number.
 """
 
 import triton
@@ -16,7 +16,7 @@ INF = tl.constexpr(float("inf"))  # a NaN cannot be such a constant: Triton woul
 
 @triton.jit
 def exp(x):
-    """e^x by e^(x - n log 2) 2^n: 2^(x log2(e)) alone loses digits as |x| grows."""
+    """e^x as e^(x - n log 2) 2^n: 2^(x log2(e)) alone loses digits as |x| grows."""
     n = tl.minimum(tl.maximum(tl.floor(x * LOG2E + 0.5), -300.0), 300.0)
     rest = (x - n * 0.693359375) + n * 2.12194440e-4
     half = tl.floor(n * 0.5)
@@ -104,7 +104,7 @@ def logaddexp(x, y):
     return tl.where(same, x, top + log1p(exp(-tl.abs(tl.where(same, 0.0, x - y)))))
 
 
-if triton.knobs.runtime.interpret:  # which knows no assembly
+if triton.knobs.runtime.interpret:  # which has no inline assembly
 
     @triton.jit
     def quick_log2(x):
@@ -114,7 +114,7 @@ else:
 
     @triton.jit
     def quick_log2(x):
-        """Of a positive number that is not denormal, off by 2^-22 of 1 or of itself: `tl.log2` is 27 instructions."""
+        """log2 of a positive normal number, off by 2^-22 of 1 or of itself: `tl.log2` is 27 instructions."""
         code: tl.constexpr = "lg2.approx.ftz.f32 $0, $1;"
         return tl.inline_asm_elementwise(code, "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
 
@@ -133,7 +133,7 @@ def quick_falling(d):
 
 @triton.jit
 def quick_logaddexp(x, y):
-    """log(1 + e) by a polynomial for 0 <= e <= 1, right to 2e-7; of numbers that are not infinite."""
+    """With a polynomial for log(1 + e), 0 <= e <= 1, right to 2e-7; for finite numbers only."""
     e = tl.exp2(-tl.abs(x - y) * LOG2E)
     near = 0.005126102 * e - 0.029074065
     near = near * e + 0.07751609
@@ -148,7 +148,7 @@ def quick_logaddexp(x, y):
 
 @triton.jit
 def power(x, y):
-    """x^y, in float64 between, where y log2(x) keeps its digits."""
+    """x^y by way of float64, in which y log2(x) keeps its digits."""
     x, y = tl.broadcast(x, y)
     size = tl.exp2(y.to(tl.float64) * tl.log2(tl.abs(x).to(tl.float64))).to(tl.float32)
     size = tl.where((tl.abs(x) == 1.0) & (y == y), 1.0, size)
@@ -163,7 +163,7 @@ def power(x, y):
 
 @triton.jit
 def power_by(x, y):
-    """x^y with a number y, of which PyTorch makes a root where it can."""
+    """x^y with a number y; for 0.5 and -0.5 it takes the square root, as PyTorch does."""
     root = tl.sqrt_rn(x)
     return tl.where(y == 0.5, root, tl.where(y == -0.5, tl.div_rn(1.0, root), power(x, y)))
 
@@ -250,7 +250,7 @@ def elu_backward(grad, alpha, scale, input_scale, IS_RESULT: tl.constexpr, x):
 
 @triton.jit
 def binary_cross(x, y):
-    """-(y log x + (1 - y) log(1 - x)), logarithms held at -100 as in PyTorch."""
+    """-(y log x + (1 - y) log(1 - x)), with logarithms clamped at -100 as in PyTorch."""
     log_x = highest(tl.log(x), -100.0)
     log_rest = highest(log1p(-x), -100.0)
     return (y - 1.0) * log_rest - y * log_x
@@ -263,7 +263,7 @@ def binary_cross_backward(grad, x, y):
 
 @triton.jit
 def sum_along(x, there):
-    """Of a block, without what pads it; `x` may be one value for all of it."""
+    """The sum of a block without its padding; `x` may be one value for all of it."""
     return tl.sum(tl.where(there, x, 0.0), axis=0)
 
 

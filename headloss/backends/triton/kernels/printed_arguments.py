@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""What a printed function is handed, in the kernels that run one: inputs, weights and numbers of a row."""
+"""Loads the arguments of printed functions: the inputs, weights and numbers of a row."""
 
 import triton
 import triton.language as tl
@@ -7,7 +7,7 @@ import triton.language as tl
 
 @triton.jit
 def number(given, row, POINTER: tl.constexpr, PER_ROW: tl.constexpr):
-    """A number of a row: given as such, as one on the device, or as one per row."""
+    """A number for a row, from a plain number, from one on the device, or from one per row."""
     if PER_ROW:
         return tl.load(given + row)
     elif POINTER:
@@ -18,7 +18,7 @@ def number(given, row, POINTER: tl.constexpr, PER_ROW: tl.constexpr):
 
 @triton.jit
 def as_argument(x):
-    """What a printed function takes: float32, float64, int64 or bool."""
+    """Convert to what a printed function takes: float32, float64, int64 or bool."""
     if x.dtype.is_fp64():
         return x
     elif x.dtype.is_floating():
@@ -31,7 +31,7 @@ def as_argument(x):
 
 @triton.jit
 def argument(given, row, count, k, ROWS: tl.constexpr):
-    """An input of the printed function: a number, one on the device, one per row, or (ROWS = 2) one per id of it."""
+    """An input of the printed function: a number, one on the device, one per row, or (ROWS = 2) one per id."""
     if ROWS == 2:
         return as_argument(tl.load(given + row * count + k, mask=k < count, other=0))
     else:
@@ -40,7 +40,7 @@ def argument(given, row, count, k, ROWS: tl.constexpr):
 
 @triton.jit
 def arguments(given, row, count, k, F: tl.constexpr):
-    """What the printed function takes apart from facts, and each term's weight of the row."""
+    """What the printed function takes besides facts, and each term's weight of the row."""
     NUMBERS: tl.constexpr = F.NUMBERS
     inputs, weights, seeds, known = (), (), (), ()
     for i in tl.static_range(len(F.INPUT_ROWS)):

@@ -3,20 +3,20 @@
 
 Dimension key:  C rows of a chunk   V columns in hand   D hidden size   BM, BN, BK a tile: rows, columns, depth
 
-    read     t = multiplier * X W^T, in units of log 2.  Each tile leaves sums of its rows, the target left out,
-             measured from its own maximum; if asked, also e = 2^(t - reference) in bf16
+    read     t = multiplier * X W^T, in units of log 2.  Each tile stores sums of its rows, without the target and
+             relative to its own maximum; if asked, also e = 2^(t - reference) in bf16
     hidden   dX = factor * (E W) + share * W[target] + constant * sum_j W_j
     weight   dW = E^T X' (+ what was there) + sum_n constant_n X_n, where X' are the rows of X times their factors
 
-Persistent programs over tiles of one size: what a tile holds does not depend on which program makes it, on the rows in
-other tiles, nor on how many there are.  How many rows count is read from the device.
+Persistent programs over tiles of one size: a tile's values do not depend on which program computes it, on the rows in
+other tiles, nor on how many there are.  The number of rows that count is read on the device.
 """
 
 import triton
 import triton.language as tl
 
 LOWEST = tl.constexpr(-1.2676506002282294e30)  # -2^100: 0 * LOWEST is 0, and LOWEST * multiplier is exact
-INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))  # it multiplies the bits of bf16
+INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))  # which multiplies the bits of bf16
 
 
 @triton.jit
@@ -29,15 +29,15 @@ def dot(x, y, acc):
 
 @triton.jit
 def even(x):
-    """A width or a stride, as the compiler is to know it: whole vectors of 16 bytes, which `product.fits` sees to."""
+    """Tells the compiler that a width or a stride is whole vectors of 16 bytes, which `product.fits` has checked."""
     return x // 8 * 8
 
 
 @triton.jit
 def tile_of(t, tall, wide, GROUP: tl.constexpr):
-    """Tiles in groups of about GROUP rows of tiles, none of them a small rest, so that operands stay in the cache.
+    """The row and column of tile t, in groups of about GROUP rows of tiles, so that operands stay in the cache.
 
-    Beyond the last tile, one that does not exist.
+    No group is a small rest.  Beyond the last tile, one that does not exist.
     """
     groups = tl.where(tall <= GROUP + GROUP // 2, 1, tl.cdiv(tall, GROUP))
     size = tl.maximum(tl.cdiv(tall, groups), 1)
@@ -49,7 +49,7 @@ def tile_of(t, tall, wide, GROUP: tl.constexpr):
 
 @triton.jit
 def halves(x, BM: tl.constexpr, BN: tl.constexpr):
-    """The left and the right half of a tile: a whole one does not fit next to the operands under way."""
+    """The left and the right half of a tile: a whole one does not fit next to the operands in flight."""
     return tl.split(tl.permute(tl.reshape(x, (BM, 2, BN // 2)), (0, 2, 1)))
 
 
@@ -61,7 +61,7 @@ def along(x, like):
 
 @triton.jit
 def own_column(target, pm, pn, live, TARGET: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
-    """Which column of a tile is its rows' target."""
+    """For each row of a tile, which of the tile's columns is the row's target."""
     row = pm * BM + tl.arange(0, BM)
     if TARGET:
         return tl.load(target + row, mask=row < live, other=-1) - pn * BN
@@ -71,7 +71,7 @@ def own_column(target, pm, pn, live, TARGET: tl.constexpr, BM: tl.constexpr, BN:
 
 @triton.jit
 def begun(own, pn, V, TARGET: tl.constexpr, RAGGED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
-    """What the product of a tile is added to: LOWEST in the columns that are left out, 0 in the others."""
+    """What a tile's accumulator starts from: LOWEST in the columns that are left out, 0 in the others."""
     acc = tl.zeros((BM, BN), tl.float32)
     column = tl.arange(0, BN)
     if TARGET:
@@ -83,7 +83,7 @@ def begun(own, pn, V, TARGET: tl.constexpr, RAGGED: tl.constexpr, BM: tl.constex
 
 @triton.jit
 def half_sums(acc, times, most, shift, e, first_row, first, F: tl.constexpr):
-    """Sums of half a tile's rows, measured from `most`; its e is stored, measured from the reference."""
+    """Sums of the rows of half a tile, relative to `most`; stores their e, relative to the reference."""
     away = tl.fma(acc, along(times, acc), along(-most, acc))
     p = tl.exp2(away)
     in_x, in_q = most, most
@@ -103,9 +103,9 @@ def half_sums(acc, times, most, shift, e, first_row, first, F: tl.constexpr):
 def read_kernel(x, w, e, count, at, out, V, D, rows, start, first, wide, tiles, F: tl.constexpr):
     """`wide` columns of tiles from `first` on.  `out` (fields, tiles, rows): maximum, S, [total], [best], [X], [Q].
 
-    One loop over the depths of all tiles: the loads of the next tile are under way while this one is summed.  What is
-    left out is in the sum from its start, which costs no more than the zeros would: at D = 1024 the product is 8%
-    faster than with a mask at its end.
+    One loop over the depths of all tiles: the loads of the next tile are in flight while this one is summed.  Columns
+    that are left out start the accumulator at LOWEST, which costs no more than the zeros would: at D = 1024 the product
+    is 8% faster than with a mask at its end.
     """
     BM: tl.constexpr = F.BM
     BN: tl.constexpr = F.BN
@@ -163,7 +163,7 @@ def read_kernel(x, w, e, count, at, out, V, D, rows, start, first, wide, tiles, 
 
 @triton.jit(do_not_specialize=["V", "D"], do_not_specialize_on_alignment=["count", "beyond", "tiles"])
 def repair_kernel(x, w, e, count, beyond, tiles, at, V, D, F: tl.constexpr):
-    """Make e again in those rows of tiles that have a row too far from its reference, which is now another."""
+    """Compute e again in rows of tiles of which a row was too far from its reference, which has been replaced."""
     BM: tl.constexpr = F.BM
     BN: tl.constexpr = F.BN
     BK: tl.constexpr = F.BK
@@ -203,7 +203,7 @@ def hidden_part(
 
 @triton.jit(do_not_specialize=["V", "D"], do_not_specialize_on_alignment=["count", "numbers", "target"])
 def hidden_kernel(e, w, at, numbers, target, total, count, V, D, weight_stride, out_stride, F: tl.constexpr):
-    """Rows of E in the order of `numbers`, which says where in `at.out` they go; `total` (D,) is the weight's sum."""
+    """dX for the rows of E; `numbers` says where in `at.out` each goes, and `total` (D,) is the weight's sum."""
     BM: tl.constexpr = F.BM
     BN: tl.constexpr = F.BN
     BK: tl.constexpr = F.BK
@@ -247,7 +247,7 @@ def weight_part(acc, out, total, first_row, first, D, WIDTH: tl.constexpr, F: tl
 
 @triton.jit(do_not_specialize=["V", "D"], do_not_specialize_on_alignment=["count"])
 def weight_kernel(e, x, out, total, count, V, D, F: tl.constexpr):
-    """`total` (D,): what every row of the weight gets.  Rows from `count` on are 0 in `x` and finite in `e`."""
+    """dW; `total` (D,) is added to each of its rows.  Rows from `count` on are 0 in `x` and finite in `e`."""
     BM: tl.constexpr = F.BM
     BN: tl.constexpr = F.BN
     BK: tl.constexpr = F.BK

@@ -1,15 +1,15 @@
 # mypy: ignore-errors
-"""Between the facts and the products of the gradient: which rows have one, and their factors.
+"""Prepares the products of the gradient: finds the rows that have a gradient, and computes their factors.
 
 Dimension key:  C rows of a chunk   V columns in hand   D hidden size
 
-    live      count the rows whose coefficients are not all 0      move      their rows of E to the front
-    factor    the numbers that the products take of a row          bend      E to p (a + b log p + e p)
-    rank      sort their targets                                   scatter   their share of the weight's gradient
-    blank     zeros where a row has no gradient
+    live      count the rows whose coefficients are not all 0      move      move their rows of E to the front
+    factor    the numbers per row that the products need           bend      turn E into p (a + b log p + e p)
+    rank      sort their targets                                   scatter   add their share to the weight's gradient
+    blank     write zeros for rows without a gradient
 
-OVERLAP: a launch starts while the product before it runs, from which it needs nothing.  It has one more program, which
-waits for that product, so that what comes later comes after both.
+OVERLAP: a launch starts while the product before it still runs, as it needs nothing from it.  One extra program waits
+for that product, so that later launches come after both.
 """
 
 import triton
@@ -22,7 +22,7 @@ from headloss.backends.triton.kernels.product import even
 
 @triton.jit
 def expm1(x):
-    """e^x - 1 of x <= 0, to the last digits of small ones."""
+    """e^x - 1 for x <= 0, exact to the last digits if x is small."""
     near = x * (1 / 9) + 1.0
     near = near * x * (1 / 8) + 1.0
     near = near * x * (1 / 7) + 1.0
@@ -36,7 +36,7 @@ def expm1(x):
 
 @triton.jit
 def coefficients(a, b, e, c, y, row, here, F: tl.constexpr):
-    """Of the gradient by the logits over T: p_j (a + b log p_j + e p_j) + c + y 1[j = target]."""
+    """The coefficients of the gradient by logits / T: p_j (a + b log p_j + e p_j) + c + y 1[j = target]."""
     pull = tl.where(here, 0.0, 0.0)
     slant, square, constant, share = pull, pull, pull, pull
     if F.A:
@@ -55,7 +55,7 @@ def coefficients(a, b, e, c, y, row, here, F: tl.constexpr):
 
 @triton.jit
 def some_of(begin, first, end, listed, a, b, e, c, y, B: tl.constexpr, F: tl.constexpr):
-    """The places from `begin` on that lie before `end`, and which of them have a gradient."""
+    """The places from `begin` on that lie before `end`, which of them have a gradient, and how many before `first`."""
     place = begin + tl.arange(0, B)
     here = place < end
     row = place
@@ -67,10 +67,11 @@ def some_of(begin, first, end, listed, a, b, e, c, y, B: tl.constexpr, F: tl.con
 
 @triton.jit(do_not_specialize_on_alignment=["listed", "count", "a", "b", "e", "c", "y"])
 def live_kernel(count, listed, a, b, e, c, y, at, BM: tl.constexpr, B: tl.constexpr, R: tl.constexpr, F: tl.constexpr):
-    """`counts`: rows with a gradient, rows of E to move, marked tiles.  The front of E is to be the rows with one:
+    """`counts`: rows with a gradient, rows of E to move, marked tiles.  The rows with a gradient are to be the front of
+    E:
 
-    those further back move into the gaps in front, `sources` to `gaps`; `ranks` numbers them.  A program per B places,
-    which counts over all of them by itself.
+    those further back move into the gaps in front, from `sources` to `gaps`; `ranks` numbers them.  One program per B
+    places, which counts over all places by itself.
     """
     live, own = tl.load(count), tl.program_id(0) * B
     if own == 0:
@@ -103,7 +104,7 @@ def live_kernel(count, listed, a, b, e, c, y, at, BM: tl.constexpr, B: tl.conste
 
 @triton.jit(do_not_specialize=["stride"])
 def move_kernel(e, counts, gaps, sources, stride, PROGRAMS: tl.constexpr, B: tl.constexpr):
-    """Whole rows, with the few columns that fill them up: whole vectors are moved five times as fast."""
+    """Moves whole rows, with the few columns of padding: whole vectors move five times as fast."""
     stride = even(stride)
     V = stride
     parts = tl.cdiv(V, B)
@@ -122,13 +123,13 @@ def factor_kernel(
     at, listed, count, a, b, e, c, y, scaled, D, stride, scaled_stride,
     TARGET: tl.constexpr, SCALED: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr, F: tl.constexpr,
 ):  # fmt: skip
-    """A program per row that counts: what the gradient products take of it, in the place that E has for it."""
+    """One program per row that counts stores what the gradient products need of it, at the row's place in E."""
     D, stride, scaled_stride = even(D), even(stride), even(scaled_stride)
     place = tl.program_id(0)
     live, alive = tl.load(count), tl.load(at.counts)
     if TARGET and place >= alive:
         tl.store(at.columns + place, 2147483647)
-    pad = (place >= alive) & (place < tl.cdiv(alive, BK) * BK)  # a depth of rows is always read whole
+    pad = (place >= alive) & (place < tl.cdiv(alive, BK) * BK)  # rows are always read BK at a time
     if SCALED and pad:
         for first in range(0, D, BD):
             d = first + tl.arange(0, BD)
@@ -177,9 +178,10 @@ def factor_kernel(
 
 @triton.jit(do_not_specialize=["stride"])
 def bend_kernel(e, bends, counts, stride, PROGRAMS: tl.constexpr, B: tl.constexpr, SQUARE: tl.constexpr):
-    """e to the gradient by the logit, p (a + b log p + e p), in the rows that have one; where e is 0, p log p is 0.
+    """e becomes the gradient by the logit, p (a + b log p + e p), in the rows that have one; where e is 0, p log p is
+    0.
 
-    The largest e has a log p from before it was rounded: where p is near 1, the gradient would be rounding alone.
+    The largest e uses a log p from before e was rounded: if p is near 1, the gradient would be nothing but rounding.
     """
     stride = even(stride)
     parts = tl.cdiv(stride, B)
@@ -201,7 +203,7 @@ def bend_kernel(e, bends, counts, stride, PROGRAMS: tl.constexpr, B: tl.constexp
 def rank_kernel(columns, keys, order, rows, B: tl.constexpr, R: tl.constexpr, OVERLAP: tl.constexpr):
     """Sort the columns, equal ones in the order of their rows: each row counts those that come before it.
 
-    As many comparisons as there are pairs of rows, which is nothing next to a product, while which it runs.
+    That is one comparison per pair of rows, which is nothing next to the product that runs at the same time.
     """
     if OVERLAP and tl.program_id(0) == tl.num_programs(0) - 1:
         tl.extra.cuda.gdc_wait()
@@ -231,7 +233,8 @@ def scatter_kernel(
     keys, order, numbers, shares, hidden, out, rows, V, D, stride, out_stride,
     R: tl.constexpr, BD: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """out[key] += sum of share * hidden over the rows of that key: keys rise, the first of a run adds them all up.
+    """out[key] += sum of share * hidden over the rows of that key: keys rise, and the first row of a run adds up the
+    run.
 
     Most runs are one row; frequent tokens have hundreds, so the rest of a run is taken R rows at a time.
     """
@@ -272,7 +275,7 @@ def scatter_kernel(
 def blank_kernel(
     count, listed, a, b, e, c, y, out, D, stride, BD: tl.constexpr, OVERLAP: tl.constexpr, F: tl.constexpr
 ):
-    """out[row] = 0 where a row is ignored or its coefficients are all 0; those that are not, are not touched."""
+    """out[row] = 0 for rows that are ignored or whose coefficients are all 0; other rows are not touched."""
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
     if OVERLAP and tl.program_id(0) == tl.num_programs(0) - 1:
@@ -293,7 +296,7 @@ def blank_kernel(
 
 @triton.jit(do_not_specialize=["D", "stride"], do_not_specialize_on_alignment=["hidden"])
 def total_kernel(hidden, numbers, constants, counts, out, D, stride, R: tl.constexpr, BD: tl.constexpr):
-    """sum_n constant_n X_n, which every row of the weight gets."""
+    """sum_n constant_n X_n, which is added to every row of the weight's gradient."""
     d = tl.program_id(0) * BD + tl.arange(0, BD)
     live = tl.load(counts)
     sums = tl.zeros([R, BD], tl.float32)

@@ -1,12 +1,12 @@
 # mypy: ignore-errors
-"""Sums of tiles where ranks share a vocabulary: one tree over the tiles of all of them, so no cut changes a bit.
+"""Merges the sums of tiles when ranks share a vocabulary: one tree over all ranks' tiles, so no cut changes a bit.
 
 Dimension key:  C rows of a chunk   L levels of the tree
 
 A node of level k has the sums of 2^k tiles, the first of which is a multiple of 2^k in the numbering of the whole
-vocabulary.  The tiles of a rank are the fewest such nodes, in the order of their tiles: levels that rise, then levels
-that fall.  So a node has one of 2 L slots, and which ones are taken follows from the rank's first tile and its number
-of tiles.
+vocabulary.  The tiles of a rank are covered by the fewest such nodes, in the order of their tiles: levels that rise,
+then levels that fall.  So a node has one of 2 L slots, and the rank's first tile and its number of tiles say which
+slots are taken.
 
     nodes     the nodes of this rank's tiles, and where its columns lie
     across    the nodes of all ranks, joined as one rank would have joined them
@@ -37,9 +37,9 @@ def nodes_kernel(
     parts, count, targets, logit, out, tiles, rows, wide, columns, start, levels,
     SUMS: tl.constexpr, F: tl.constexpr,
 ):  # fmt: skip
-    """A program per slot and B rows; whole groups of 2^LEVELS tiles, and of such groups, were merged where they stand.
+    """One program per slot and B rows; whole groups of 2^LEVELS tiles, and of such groups, are already merged in place.
 
-    `out` (2 L FIELDS + 4, wide): the nodes, the target's logit and column if it is here, the first column and how many.
+    `out` (2 L FIELDS + 4, wide): the nodes, the target's logit and column if it is here, the first column, how many.
     """
     B: tl.constexpr = F.B
     FIELDS: tl.constexpr = F.FIELDS
@@ -90,11 +90,11 @@ def across_kernel(
     gathered, count, scratch, out, targets, logit, ranks, rank_stride, stride, wide, rows, levels,
     SUMS: tl.constexpr, F: tl.constexpr,
 ):  # fmt: skip
-    """Sums over all columns, the target's column and its logit, from what `nodes` left on each rank.
+    """Sums over all columns, the target's column and its logit, from what `nodes` stored on each rank.
 
-    Nodes come in the order of their tiles, so those that wait for the other half of theirs are the binary digits of
-    the number of tiles so far: `scratch` has one of each level.  If a cut is no multiple of a tile, there is no tree of
-    one rank to follow, and nodes are joined one after the other.
+    Nodes come in the order of their tiles, so those that still wait for their other half are the binary digits of the
+    number of tiles so far: `scratch` has one per level.  If a cut is not a multiple of a tile, there is no single-rank
+    tree to follow, and nodes are joined one after the other.
     """
     B: tl.constexpr = F.B
     FIELDS: tl.constexpr = F.FIELDS
@@ -104,7 +104,7 @@ def across_kernel(
         return
     here, slots = row < wide, 2 * levels
     room, node_stride, rank_stride = rows.to(tl.int64) * FIELDS, stride.to(tl.int64) * FIELDS, rank_stride.to(tl.int64)
-    about = gathered + slots * node_stride  # of a rank: the target's logit and column, the first column, how many
+    about = gathered + slots * node_stride  # per rank: the target's logit and column, the first column, how many
     even, own, found = 1, tl.full([B], -1.0, tl.float32), tl.full([B], -float("inf"), tl.float32)
     for rank in range(0, ranks):
         at = about + rank * rank_stride
@@ -116,7 +116,7 @@ def across_kernel(
     if F.TARGET:
         tl.store(targets + row, own.to(tl.int32), mask=here)
         tl.store(logit + row, found, mask=here)
-    waiting = even * 0  # how many tiles' nodes are in the scratch
+    waiting = even * 0  # how many tiles the nodes in the scratch cover
     for rank in range(0, ranks):
         base = gathered + rank * rank_stride
         at = about + rank * rank_stride
@@ -136,7 +136,7 @@ def across_kernel(
                     waiting -= 1 << k
                     k += even
                 stored(scratch + k * room + row, rows, here, (most, S, total, best, X, Q), SUMS)
-                tl.debug_barrier()  # what one thread stores another may load
+                tl.debug_barrier()  # one thread may load what another stores
                 waiting += 1 << k
     most, S = tl.full([B], NONE, tl.float32), tl.zeros([B], tl.float32)
     total, best, X, Q = S, S, S, S

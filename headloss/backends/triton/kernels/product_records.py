@@ -1,6 +1,6 @@
-"""The records that the head's products, and the kernels around them, take; see records.py.
+"""The argument records of the head's matrix products and of the kernels around them; see records.py.
 
-Arguments of their own are sizes, pointers whose alignment Triton need not know, descriptors, and what may be None.
+Separate arguments are sizes, pointers whose alignment Triton need not know, descriptors, and whatever may be None.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FactorAt = namedtuple(
 )
 
 # What they are compiled for
-TileFlags = namedtuple("TileFlags", "WANT_X WANT_Q TOTAL BEST")  # sums of tiles, next to S
+TileFlags = namedtuple("TileFlags", "WANT_X WANT_Q TOTAL BEST")  # sums of tiles, besides S
 GatherFlags = namedtuple("GatherFlags", "LISTED TARGET PER_ROW COPY BM BD")
 FinishFlags = namedtuple("FinishFlags", "LISTED TARGET OUT PER_ROW STORED REBASED B")
 RanksFlags = namedtuple("RanksFlags", "TARGET FIELDS TILE LEVELS B")  # where ranks share a vocabulary
@@ -31,7 +31,7 @@ PulledFlags = namedtuple("PulledFlags", "A B E C Y LISTED")  # the coefficients 
 
 
 class ProductFlags(NamedTuple):
-    """Of the four products; each says what it uses, and leaves the rest as it is here."""
+    """Flags of the four products; each sets those it uses, and leaves the rest as they are here."""
 
     BM: Flag
     BN: Flag

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Around the product that reads: rows are gathered before it, the sums of its tiles merged and finished after it.
+"""The kernels around the first product: they gather rows before it, and merge and finish the sums of its tiles after.
 
 Dimension key:  C rows of a chunk   V columns in hand   D hidden size
 
@@ -16,14 +16,14 @@ from headloss.backends.triton.kernels.logits import LN2, LOG2E, temperature
 from headloss.backends.triton.kernels.product import even
 
 NONE = tl.constexpr(-1.0e30)  # the maximum of no columns: finite, because NONE - NONE must be 0
-FAR = tl.constexpr(86.0)  # powers of 2 between a row's reference and its maximum: 2^127 is the end of bf16
+FAR = tl.constexpr(86.0)  # most powers of 2 between a row's reference and its maximum: bf16 ends at 2^127
 
 
 @triton.jit(do_not_specialize=["N"], do_not_specialize_on_alignment=["target"])
 def order_kernel(target, rows, count, N, B: tl.constexpr, R: tl.constexpr):
     """List the rows whose target is not -100 and, from the end, the others.
 
-    A program per B rows, which counts those before its own by itself: one program for all of them takes 16 us.
+    One program per B rows, which counts the rows before its own by itself: a single program for all takes 16 us.
     """
     at, found = tl.program_id(0) * B, 0
     for first in range(0, at, R):
@@ -43,7 +43,7 @@ def order_kernel(target, rows, count, N, B: tl.constexpr, R: tl.constexpr):
     do_not_specialize_on_alignment=["rows", "count", "target"],
 )
 def gather_kernel(at, rows, count, target, temperatures, scale, C, V, D, start, stride, weight_stride, F: tl.constexpr):
-    """A program per place: its row, its target's column here (-1: none), and the logit there or else in column 0."""
+    """One program per place: its row, its target's column here (-1: none), and the logit there or else in column 0."""
     BD: tl.constexpr = F.BD
     D, stride, weight_stride = even(D), even(stride), even(weight_stride)
     place = tl.program_id(0)
@@ -83,7 +83,7 @@ def gather_kernel(at, rows, count, target, temperatures, scale, C, V, D, start, 
 
 @triton.jit
 def loaded(at, field, here, F: tl.constexpr):
-    """The sums of some columns: maximum, S, total, best, X, Q; those of none where `here` is not."""
+    """Load the sums of some columns: maximum, S, total, best, X, Q; where not `here`, those of no columns."""
     most = tl.load(at, mask=here, other=NONE)
     S = tl.load(at + field, mask=here, other=0.0)
     slot = 2
@@ -104,7 +104,7 @@ def loaded(at, field, here, F: tl.constexpr):
 
 @triton.jit
 def joined(a, b):
-    """The sums of two runs of columns, the first of them on the left.  Every rounding is spelled out."""
+    """The sums of two adjacent runs of columns, the left one first.  Every rounding is spelled out."""
     most = tl.maximum(a[0], b[0])
     away, off = a[0] - most, b[0] - most
     k, j = tl.exp2(away), tl.exp2(off)
@@ -121,7 +121,7 @@ def joined(a, b):
 
 @triton.jit
 def stored(at, field, here, node, F: tl.constexpr):
-    """What `loaded` loads."""
+    """Store what `loaded` loads."""
     tl.store(at, node[0], mask=here)
     tl.store(at + field, node[1], mask=here)
     slot = 2
@@ -142,7 +142,7 @@ def stored(at, field, here, node, F: tl.constexpr):
 def merge_kernel(
     parts, count, tiles, rows, step, begin, groups, LEVELS: tl.constexpr, B: tl.constexpr, F: tl.constexpr
 ):
-    """Of every `step` tiles the first has their sums: 2^LEVELS such into the first of them, from tile `begin` on."""
+    """Every `step`-th tile has the sums of `step` tiles: merge 2^LEVELS such into the first, from tile `begin` on."""
     RADIX: tl.constexpr = 1 << LEVELS
     at, group = tl.program_id(0) // groups * B, tl.program_id(0) % groups
     row = at + tl.arange(0, B)
@@ -164,7 +164,7 @@ def merge_kernel(
 
 @triton.jit
 def log1p(x):
-    """log(1 + x) of x >= 0, to the last digits of small ones: 2 artanh(x / (2 + x))."""
+    """log(1 + x) for x >= 0, exact to the last digits if x is small: 2 artanh(x / (2 + x))."""
     s = tl.div_rn(x, 2.0 + x)
     r = s * s
     near = r * (1 / 15) + 1 / 13
@@ -182,10 +182,10 @@ def log1p(x):
     do_not_specialize_on_alignment=["listed", "count", "temperatures"],
 )
 def finish_kernel(at, listed, count, temperatures, tiles, rows, wide, columns, SUMS: tl.constexpr, F: tl.constexpr):
-    """Sums over all columns, the target's among them, into `at.out` (sums, wide) where the rows stand in the chunk.
+    """Sums over all columns, the target's included, to `at.out` (sums, wide), by the rows of the chunk.
 
-    REBASED: measured from lse instead of the maximum, which keeps the digits of a log p near 0.  A row whose maximum is
-    far from its reference gets another one, and its tile of rows a mark in `beyond`.  Ignored rows: 0, and S = 1.
+    REBASED: relative to lse instead of the maximum, which keeps the digits of a log p near 0.  A row whose maximum is
+    far from its reference gets a new reference, and its tile of rows a mark in `beyond`.  Ignored rows: 0, and S = 1.
     """
     B: tl.constexpr = F.B
     place = tl.program_id(0) * B + tl.arange(0, B)
@@ -197,7 +197,7 @@ def finish_kernel(at, listed, count, temperatures, tiles, rows, wide, columns, S
     T = temperature(temperatures, tl.where(inside, row, 0), F.PER_ROW)
     gap = tl.full([B], -float("inf"), tl.float32)
     tl.store(at.top + place, most, mask=here)
-    if F.TARGET:  # its column was left out: put it back, measured from the maximum of both
+    if F.TARGET:  # its column was left out: put it back, relative to the maximum of both
         own = tl.load(at.targets + place, mask=here, other=-1)
         logits = tl.where(own >= 0, tl.load(at.logit + place, mask=here, other=0.0), gap)
         total += tl.where(own >= 0, logits, 0.0)

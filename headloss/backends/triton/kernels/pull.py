@@ -7,13 +7,13 @@
                    + p_j (a + b log p_j + c log q_j) + d q_j           each dense teacher's, where p and q are the
                    + g (f'_j - p_j sum f')                             softmaxes over the columns that both have
 
-with s = z / T.  `ELEMENT` is a printed function: of (log p, log q) at each temperature and of numbers, it gives for
-each divergence f and f' = df/d(log p); LOOKS says at which temperature each stands.
+with s = z / T.  `ELEMENT` is a printed function: from (log p, log q) at each temperature, and from numbers, it returns
+f and f' = df/d(log p) of each divergence; LOOKS says at which temperature each is.
 
 A program writes WIDTH columns of one row; `rows` (F, N) holds what a row needs, in the order in which it is loaded
-below.  Columns are counted from the boundary below the output's first element.  Vectors that lie whole in the row are
-stored whole; the row's ragged ends, fewer than VEC columns each, are a step of their own, because the rest of their
-vectors belongs to other rows.
+below.  Columns are counted from the boundary below the output's first element.  Vectors that lie entirely inside the
+row are stored whole; the row's ragged ends, fewer than VEC columns each, are stored separately, because the rest of
+their vectors belongs to other rows.
 """
 
 import triton
@@ -34,8 +34,8 @@ def slopes(g, z, cap, CAPPED: tl.constexpr):
 
 @triton.jit
 def log_pair(z, u, tops, met, AT: tl.constexpr):
-    """log p and log q, never below the floor, from both maxima and what begins at AT of `met`: 1 / T, log_S, 1 / the
-    teacher's T, log_St."""
+    """log p and log q, never below the floor, from both maxima and the numbers of `met` from index AT on: 1 / T, log_S,
+    1 / the teacher's T, log_St."""
     log_p = tl.maximum((z - tops[0]) * met[AT], NATS) - met[AT + 1]
     return log_p, tl.maximum((u - tops[1]) * met[AT + 2], NATS) - met[AT + 3]
 
@@ -50,11 +50,11 @@ def exponentials(logs):
 
 @triton.jit
 def gradient(raw, others, own, tops, met, looks, given, ELEMENT: tl.constexpr, F: tl.constexpr):
-    """The dense part, and z.
+    """The gradient, but for what the target adds; and z.
 
-    `own` has seven numbers for each entry: maximum, log2(e) / T, log_sum; a, b, e, c over T, b in base 2.  `others` are
-    the teachers' logits, `tops` the student's maximum and theirs; `met` has eight numbers for each temperature of each
-    of them: see `log_pair`; a, b, c, d over T.  `looks` has two for each divergence: g over T, sum f'.
+    `own` has seven numbers per entry: maximum, log2(e) / T, log_sum; a, b, e, c over T, b in base 2.  `others` are the
+    teachers' logits, `tops` the student's maximum and theirs; `met` has eight numbers per teacher and temperature: the
+    four of `log_pair`; a, b, c, d over T.  `looks` has two per divergence: g over T, sum f'.
     """
     z = logits(raw, given.scale, given.cap, F.SCALED, F.CAPPED)
     g = tl.zeros_like(z)
@@ -98,7 +98,7 @@ def gradient(raw, others, own, tops, met, looks, given, ELEMENT: tl.constexpr, F
 
 @triton.jit
 def coefficient(rows, N, over, live, PRESENT: tl.constexpr):
-    """The next coefficient times `over`, 0 if there is none; whether one so far is not 0; and what follows."""
+    """The next coefficient times `over`, or 0 if not PRESENT; whether any so far is not 0; and the next pointer."""
     k = 0.0
     if PRESENT:
         k = tl.load(rows) * over
@@ -109,13 +109,13 @@ def coefficient(rows, N, over, live, PRESENT: tl.constexpr):
 
 @triton.jit
 def row_of(x, row, stride, lead, skew, VEC: tl.constexpr):
-    """Where a row's columns begin, counted as those of the output are."""
+    """The pointer to a row's columns, counted as those of the output are."""
     return x + tl.multiple_of(row.to(tl.int64) * stride + lead - skew, VEC)
 
 
 @triton.jit
 def loaded(teachers, place, here):
-    """What each teacher says there."""
+    """Each teacher's logits at these places."""
     found = ()
     for t in tl.static_range(len(teachers)):
         found = found + (tl.load(teachers[t] + place, mask=here, other=0.0),)
@@ -214,8 +214,8 @@ def pull_kernel(
             said = loaded(teachers, column, here)
             if here:
                 picked = tl.load(raw + column)
-                tl.debug_barrier()  # every warp has seen the target's logit before any may overwrite it
-        if not TAUGHT:  # early: its latency hides behind the blocks; registers are few where there are several rows
+                tl.debug_barrier()  # every warp has read the target's logit before any may overwrite it
+        if not TAUGHT:  # early, to hide its latency behind the blocks; with several rows there are too few registers
             x_ends = tl.load(raw + ragged, mask=ends, other=0.0)
         for block in tl.range(first, last, num_stages=STAGES):
             x = tl.load(raw + block * BLOCK + j, eviction_policy="evict_first")

@@ -1,8 +1,8 @@
-"""The records that kernels take: pointers, numbers, and flags that a compiled kernel is made for.
+"""The argument records of kernels: pointers, numbers, and the flags that a kernel is compiled for.
 
-Triton knows tuples with names.  It compiles another kernel where an integer in a tuple is 1 or a multiple of 16, so
-sizes are arguments of their own; and it tells kernels on disk apart by the text of a flag, so printed functions are
-arguments of their own too.  A pointer that a kernel has no use for is that of the logits.
+Triton takes named tuples.  It compiles another kernel if an integer in a tuple is 1 or a multiple of 16, so sizes are
+separate arguments; and its cache on disk tells kernels apart by the text of a flag, so printed functions are separate
+arguments too.  A pointer that a kernel does not use is that of the logits.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class At(NamedTuple):
     ids: Any
     sorted_ids: Any
     wide: Any  # (F, N, count)
-    held: Any  # of each row, where its ids are: see `row_loops.hide_ids`
+    held: Any  # per row, where its ids are: see `row_loops.hide_ids`
 
 
 class SettleAt(NamedTuple):
@@ -55,14 +55,14 @@ class Given(NamedTuple):
     cap: Any
     teacher_scale: Any
     teacher_cap: Any
-    wholes: Any = ()  # of a teacher on a larger vocabulary, its log-sum-exp over that
+    wholes: Any = ()  # for a teacher on a larger vocabulary, its log-sum-exp over that
 
 
 class PullAt(NamedTuple):
-    """Where a pull, or a second look at a teacher's rows, reads and writes."""
+    """Where a pull, or the second read of a teacher's rows, reads and writes."""
 
     raw: Any
-    teacher: Any  # of a pull, of each there is
+    teacher: Any  # in a pull, one for each teacher
     rows: Any  # (F, N)
     out: Any
 
@@ -73,11 +73,11 @@ class PullGiven(NamedTuple):
     temperatures: Any
     scale: Any
     cap: Any
-    # of each temperature that each dense teacher is compared at
+    # per dense teacher and temperature of its comparison
     met_temperatures: Any = ()
     teacher_temperatures: Any = ()
-    numbers: Any = ()  # of divergences
-    # of each dense teacher
+    numbers: Any = ()  # the literals of divergences
+    # per dense teacher
     teacher_scales: Any = ()
     teacher_caps: Any = ()
     teacher_strides: Any = ()
@@ -85,31 +85,31 @@ class PullGiven(NamedTuple):
 
 
 class Flags(NamedTuple):
-    """What a visit is compiled for; a tuple has an entry per temperature, unless said otherwise."""
+    """What a visit is compiled for; a tuple has an entry per temperature, unless noted otherwise."""
 
-    # what is wanted
-    KINDS: Flag  # of each fact: see `visit.py`
+    # what is asked for
+    KINDS: Flag  # per fact: see `row_outputs.py`
     SLOTS: Flag
     WIDE_SLOTS: Flag
-    WIDE_REST: Flag  # of each value, metric and cotangent, whether it has a value per id
+    WIDE_REST: Flag  # per value, metric and cotangent, whether it has a value per id
     PICK: Flag
     TOTAL: Flag
     BEST: Flag
     WANT_X: Flag
     WANT_Q: Flag
     FINITE: Flag  # whether a logit is a factor in the sums
-    A: Flag  # a teacher's too
+    A: Flag  # a teacher's included
     B: Flag
     E: Flag
     C: Flag
     Y: Flag
-    FINITE_OUT: Flag  # and in the gradient
+    FINITE_OUT: Flag  # whether a logit is a factor in the gradient
     # of a teacher
     DENSE: Flag
     MEETS: Flag  # at which temperatures a teacher is compared
-    MEET_OF: Flag  # which of those this is, or -1
+    MEET_OF: Flag  # the index among those, or -1
     MET: Flag
-    WHOLE: Flag  # whether it is one on a larger vocabulary
+    WHOLE: Flag  # whether its vocabulary is larger
     TEACHER_BEST: Flag
     WANT_Y: Flag
     WANT_F: Flag
@@ -117,10 +117,10 @@ class Flags(NamedTuple):
     TEACHER_FINITE: Flag
     TC: Flag
     TD: Flag
-    LOOK_OF: Flag  # of each fact, which divergence of the second look it is, or -1
+    LOOK_OF: Flag  # per fact, the index of its divergence in the second read, or -1
     LOOK_SUMS: Flag
-    PULLED: Flag  # of each divergence that pulls, which one it is
-    PULLED_AT: Flag  # and at which temperature
+    PULLED: Flag  # per divergence that pulls, its index
+    PULLED_AT: Flag  # and the index of its temperature
     # of a sparse teacher
     IDS: Flag
     TAIL: Flag
@@ -133,8 +133,8 @@ class Flags(NamedTuple):
     GRADIENT: Flag
     PER_ROW: Flag
     TEACHER_PER_ROW: Flag
-    INPUT_ROWS: Flag  # of each input
-    BASE_KINDS: Flag  # of each term
+    INPUT_ROWS: Flag  # per input
+    BASE_KINDS: Flag  # per term
     FACTOR_KINDS: Flag
     NUMBERS: Flag
     SCALED: Flag
@@ -167,7 +167,7 @@ class SweepFlags(NamedTuple):
     PER_ROW: Flag
     SCALED: Flag
     CAPPED: Flag
-    # what is wanted
+    # what is asked for
     TARGET: Flag = False
     TOTAL: Flag = False
     BEST: Flag = False
@@ -179,7 +179,7 @@ class SweepFlags(NamedTuple):
     WANT_F: Flag = ()
     WANT_G: Flag = ()
     LOOK_SUMS: Flag = 0
-    IDS: Flag = 0  # at least as many as a row names, a power of 2: the sweep is over the other columns
+    IDS: Flag = 0  # a power of 2, at least as many as a row's ids, which the sweep leaves out
     # of a teacher
     TEACHER_PER_ROW: Flag = ()
     TEACHER_SCALED: Flag = False
@@ -219,15 +219,15 @@ class PullFlags(NamedTuple):
     STAGES: Flag
     MAXIMA: Flag = False  # whether each has a maximum of its own
     # of dense teachers: an entry per temperature at which one pulls
-    MET_OF: Flag = ()  # which of them
+    MET_OF: Flag = ()  # which teacher
     TA: Flag = ()
     TB: Flag = ()
     TC: Flag = ()
     TD: Flag = ()
-    LOOKS: Flag = ()  # of each divergence, at which of those
+    LOOKS: Flag = ()  # per divergence, the index of its entry here
     MET_PER_ROW: Flag = ()
     TEACHER_PER_ROW: Flag = ()
-    # and of each of them
+    # per dense teacher
     TEACHER_SCALED: Flag = ()
     TEACHER_CAPPED: Flag = ()
     TEACHER_VEC: Flag = ()
@@ -237,37 +237,37 @@ class SettleFlags(NamedTuple):
     """What settling is compiled for."""
 
     # what a program fixes
-    SUMS: Flag  # how many each walk over the rows finds
-    WIDE: Flag  # of each, whether it is kept in float64
-    KINDS: Flag  # of each fact, as of a visit
+    SUMS: Flag  # how many sums each walk over the rows takes
+    WIDE: Flag  # per sum, whether it is in float64
+    KINDS: Flag  # per fact, as in a visit
     USED: Flag  # the temperatures that pull
-    THERE: Flag  # of each temperature, which of the five coefficients there are
-    OF_SEGMENTS: Flag  # of each term, whether it has a value per segment
+    THERE: Flag  # per temperature, which of the five coefficients there are
+    OF_SEGMENTS: Flag  # per term, whether it has a value per segment
     PICK: Flag
     TOTAL: Flag
     BEST: Flag
-    BEST_SLOT: Flag  # where a part's column of the maximum stands among its sums
-    WANT_X: Flag  # of each temperature
+    BEST_SLOT: Flag  # the index of the argmax among a part's sums
+    WANT_X: Flag  # per temperature
     WANT_Q: Flag
     TARGET: Flag  # whether a loss reads it
     # of dense teachers
     TAUGHT: Flag = False
-    THEIR_SLOT: Flag = 0  # where what is theirs begins among the sums
-    TEACHER_BEST: Flag = ()  # of each, whether it has an argmax
-    BEST_OF: Flag = ()  # of each fact that is one, the number of its teacher among those
-    MET: Flag = ()  # of each temperature that each is compared at, which of the six sums there are
+    THEIR_SLOT: Flag = 0  # the index of the teachers' first sum
+    TEACHER_BEST: Flag = ()  # per teacher, whether its argmax is asked for
+    BEST_OF: Flag = ()  # per fact that is an argmax, the index of its teacher among those
+    MET: Flag = ()  # per teacher and temperature of its comparison, which of the six sums there are
     LOOKS: Flag = 0  # divergences
-    GUIDED: Flag = ()  # which of their coefficients there are
+    GUIDED: Flag = ()  # which of the teachers' coefficients there are
     # how it is called
     GRADIENT: Flag = True
     PER_ROW: Flag = ()
-    INPUT_ROWS: Flag = ()  # of each input; 2: a value per segment
-    BASE_KINDS: Flag = ()  # of each term
+    INPUT_ROWS: Flag = ()  # per input; 2: a value per segment
+    BASE_KINDS: Flag = ()  # per term
     FACTOR_KINDS: Flag = ()
     MEANS: Flag = ()
     ORDERED: Flag = False
-    RUNS: Flag = False  # of B rows each, in place of segments
-    RANKS: Flag = False  # several share the vocabulary
+    RUNS: Flag = False  # runs of B rows each take the place of segments
+    RANKS: Flag = False  # several ranks share the vocabulary
     IGNORE: Flag = False
     B: Flag = 1
 
@@ -275,7 +275,7 @@ class SettleFlags(NamedTuple):
 class TakeFlags(NamedTuple):
     """What reading rows at some tokens is compiled for."""
 
-    PER_ROW: Flag  # of each temperature
+    PER_ROW: Flag  # per temperature
     SCALED: Flag
     CAPPED: Flag
     EXACT: Flag

@@ -1,12 +1,12 @@
 # mypy: ignore-errors
-"""The two sweeps of a visit over one row: `read` sums it up, `write` puts its gradient in its place, backwards.
+"""The two sweeps of a visit over one row: `read` sums it, and `write` writes its gradient, from its end to its start.
 
 Dimension key:  K loads in flight   L lanes (threads)   J columns of a lane in each load   W columns of a stored word
 
-A block is K x (L, J) columns.  Each lane keeps its own partial, so nothing waits for another warp inside a loop; there
-are many warps instead, whose loads and exponentials overlap.  The row's last block, which is cut, is read before the
-loop and kept for the second sweep.  AHEAD: a block is on its way while the one before it is summed.  See logits.py for
-boundaries and sums.py and pull.py for the algebra.
+A block is K x (L, J) columns.  Each lane keeps its own partial, so no warp waits for another inside a loop; the loads
+and exponentials of many warps overlap instead.  The row's last block, which is partial, is read before the loop and
+kept for the second sweep.  AHEAD: a block is loaded while the one before it is summed.  See logits.py for boundaries
+and sums.py and pull.py for the algebra.
 """
 
 import triton
@@ -18,14 +18,13 @@ from headloss.backends.triton.kernels.pull import slopes
 from headloss.backends.triton.kernels.running_sums import absorb, risen
 from headloss.backends.triton.kernels.sums import id_column
 
-LOWEST = tl.constexpr(-1.0e7)  # at or below is -inf: further down the rounding of z / T alone could overflow
+LOWEST = tl.constexpr(-1.0e7)  # at or below counts as -inf: further down the rounding of z / T alone could overflow
 
 
 @triton.jit
 def gradient(z, origin, c, k, cap, F: tl.constexpr):
-    """The dense part; `k` has four numbers for each temperature: a, b, e, c over T, as factors of 2^t, not of p.
-
-    Where there is a `b`, z is finite.
+    """The gradient, but for what the target adds.  `k` has four numbers per temperature: a, b, e, c over T, as factors
+    of 2^t, not of p.  If there is a `b`, z is finite.
     """
     g = tl.zeros_like(z)
     for i in tl.static_range(len(c)):
@@ -45,7 +44,7 @@ def gradient(z, origin, c, k, cap, F: tl.constexpr):
 
 @triton.jit
 def zeros(out, skew, end, VEC: tl.constexpr, BLOCK: tl.constexpr):
-    """A row of zeros; `out` stands on a boundary."""
+    """Write a row of zeros; `out` is on a boundary."""
     whole_low, whole_high = inner(skew, end, VEC)
     kind = out.dtype.element_ty
     j = tl.arange(0, BLOCK)
@@ -58,7 +57,7 @@ def zeros(out, skew, end, VEC: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def blocks(skew, end, LINE: tl.constexpr, VEC: tl.constexpr, BLOCK: tl.constexpr):
-    """The blocks that lie whole in a row, from the first to before the last."""
+    """The range of blocks that lie entirely inside a row: the first, and one past the last."""
     first = 0
     if LINE > VEC:  # else every row starts on a boundary
         first = (skew > 0).to(tl.int32)
@@ -67,16 +66,17 @@ def blocks(skew, end, LINE: tl.constexpr, VEC: tl.constexpr, BLOCK: tl.constexpr
 
 @triton.jit
 def within(at, n: tl.constexpr, low, high):
-    """Which columns of load `n` of a block from column `at` (L, J) on are there."""
+    """Which columns of load `n` of a block, from column `at` (L, J) on, are in the row."""
     here = at + n * (at.shape[0] * at.shape[1])
     return (here >= low) & (here < high)
 
 
 @triton.jit
 def hide_ids(held, low, high, ids, F: tl.constexpr):
-    """Mark the vectors that hold an id, in zeros: of each lane a word for every 32 loads, a bit for each.
+    """Mark the vectors that hold an id, in `held`, which is all zeros: per lane a word for every 32 loads, a bit per
+    load.
 
-    `ids`: a pointer to the row's, sorted, how many there are, and what leads from an id to its column.
+    `ids`: a pointer to the row's ids, which are sorted; how many there are; and the offset from an id to its column.
     """
     L: tl.constexpr = F.L
     J: tl.constexpr = F.J
@@ -89,7 +89,7 @@ def hide_ids(held, low, high, ids, F: tl.constexpr):
 
 @triton.jit
 def held_ids(held, word, block, F: tl.constexpr):
-    """The lanes' words (L,) for a block: others than before where 32 loads are behind."""
+    """The lanes' words (L,) for a block; new ones are loaded after every 32 loads."""
     L: tl.constexpr = F.L
     if block * F.K % 32 == 0:
         word = tl.load(held + (block * F.K // 32 * L + tl.arange(0, L)), cache_modifier=".cg")
@@ -104,9 +104,9 @@ def hidden(word, block, n: tl.constexpr, F: tl.constexpr):
 
 @triton.jit
 def around_ids(raw, low, high, ids, F: tl.constexpr):
-    """The columns that share a vector with an id, as they are stored; which of them are no ids; and where they stand.
+    """The columns that share a vector with an id, as stored; which of them are not ids; and where they are.
 
-    A sweep without the ids leaves out their vectors: to look for each id's column would cost it eight times as much.
+    A sweep without the ids leaves out their whole vectors: to look for each id's column would cost eight times as much.
     """
     IDS: tl.constexpr = F.IDS
     J: tl.constexpr = F.J
@@ -114,7 +114,7 @@ def around_ids(raw, low, high, ids, F: tl.constexpr):
     column, before = id_column(ids, k), id_column(ids, tl.maximum(k, 1) - 1)
     first = (column >= low) & (column < high) & ((k == 0) | (before < low) | (before // J != column // J))
     at = (tl.where(first, column, 0).to(tl.int32) // J * J)[:, None] + tl.arange(0, J)[None, :]
-    below = tl.zeros([IDS, J], tl.int32)  # how many ids are, by halving
+    below = tl.zeros([IDS, J], tl.int32)  # how many ids are, by bisection
     for s in tl.static_range(10):
         if IDS >> (s + 1):
             more = below + (IDS >> (s + 1))
@@ -129,10 +129,10 @@ def take_in(
     x, at, skew, end, m, best, block, sums, total, centre, c, how, word,
     MASKED: tl.constexpr, EVEN: tl.constexpr, F: tl.constexpr,
 ):  # fmt: skip
-    """A stored block, from column `at` (L, J) on, into the lanes' partials; with TAIL, without the vectors that
-    hold ids, by the bits of `word` (L,).
+    """Add a stored block, from column `at` (L, J) on, to the lanes' partials; with TAIL, without the vectors that hold
+    ids, by the bits of `word` (L,).
 
-    MASKED: some of its columns may not be there.  If no vector is cut (EVEN) those were loaded as -inf.
+    MASKED: some of its columns may not be in the row.  If no vector is cut (EVEN), those were loaded as -inf.
     """
     CUT: tl.constexpr = MASKED and (F.SCALED or F.CAPPED or not EVEN)
     HIDE_WORDS: tl.constexpr = F.TAIL and F.PAIRED and not (F.SCALED or F.CAPPED or F.TOTAL)
@@ -145,7 +145,7 @@ def take_in(
     z = ()
     for n in tl.static_range(len(x)):
         value = decode(x[n], how[0], how[1], F.FINITE and not F.TOTAL, F.SCALED, F.CAPPED, F.PAIRED)
-        if F.TOTAL:  # of all logits as they are
+        if F.TOTAL:  # the sum of the logits as they are
             away = value - centre
             if MASKED:
                 away = tl.where(within(at, n, skew, end), away, 0.0)
@@ -175,9 +175,10 @@ def search(
     words, block, holds, top, low, high, go, stop, how, SKEWED: tl.constexpr, EVEN: tl.constexpr,
     SCALED: tl.constexpr, CAPPED: tl.constexpr, PAIRED: tl.constexpr, F: tl.constexpr,
 ):  # fmt: skip
-    """The first column at which each lane that holds `top` has it in its `block`, (L,); elsewhere beyond all columns.
+    """For each lane that holds `top`, the first column in its `block` that has it, (L,); for others one beyond all
+    columns.
 
-    Every lane of a row pays for every step of this, so first the load is found, then the column in that one alone.
+    Every lane of a row pays for every step of this, so it first finds the load, and then the column in that load alone.
     """
     K: tl.constexpr = F.K
     L: tl.constexpr = F.L
@@ -189,7 +190,7 @@ def search(
     lane, j = tl.arange(0, L), tl.arange(0, J)[None, :]
     at = (block * (BLOCK // W) + lane * (J // W))[:, None] + tl.arange(0, J // W)[None, :]
     load = tl.zeros([L], tl.int32)
-    for n in tl.static_range(K - 1, -1, -1):  # backwards: the first one stays
+    for n in tl.static_range(K - 1, -1, -1):  # backwards, so that the first one stays
         here = at + n * (L * J // W)
         there = holds[:, None] & (here < stop // W)
         if SKEWED:
@@ -219,7 +220,7 @@ def search(
 
 @triton.jit
 def read(raw, skew, end, c, how, held, ids, POLICY: tl.constexpr, F: tl.constexpr):
-    """The first sweep: what each lane has seen of the row, the row's last block as it is stored, and `around_ids`.
+    """The first sweep: each lane's sums over the row, the row's last block as stored, and the results of `around_ids`.
 
     `how`: scale and cap; `held`, `ids`: see `hide_ids`.
     """
@@ -249,13 +250,13 @@ def read(raw, skew, end, c, how, held, ids, POLICY: tl.constexpr, F: tl.constexp
     first, last = blocks(skew, end, F.LINE, VEC, BLOCK)
     go = tl.multiple_of(skew // VEC * VEC, VEC)
     stop = tl.multiple_of((end + VEC - 1) // VEC * VEC, VEC)
-    # The last block is cut, so it cannot be part of the loop; loaded now, it is there when its turn comes.
-    # Whole vectors, masked afterwards: a 16-byte vector with one good element can be read without harm.
+    # The last block is partial, so it cannot be part of the loop; loaded now, it has arrived when its turn comes.
+    # Whole vectors, masked afterwards: a 16-byte vector with one element of the row is safe to read.
     tail = take(words, last * (BLOCK // W) + w, go, stop, True, POLICY, K, PAIRED)
     if AHEAD:
         x = take(words, first * (BLOCK // W) + w, go, stop, True, POLICY, K, PAIRED)  # there may be no such block
     word, left = tl.zeros([L], tl.int32), ()
-    if F.TAIL:  # with the first columns on their way
+    if F.TAIL:  # while the first columns are being loaded
         hide_ids(held, skew, end, ids, F)
         left = around_ids(raw, skew, end, ids, F)
         tl.debug_barrier()  # every id is marked
@@ -287,7 +288,7 @@ def read(raw, skew, end, c, how, held, ids, POLICY: tl.constexpr, F: tl.constexp
     top = tl.max(m, axis=0)
     column = tl.zeros([L], tl.int32)
     if F.BEST:
-        # a lane that holds the maximum knows in which block it first saw it, and reads that one once more
+        # a lane that holds the maximum knows in which block it first saw it, and reads that block again
         column = search(
             words, best, m == top, top, skew, end, go, stop, how,
             F.LINE > VEC, F.EVEN, F.SCALED, F.CAPPED, PAIRED, F,
@@ -297,7 +298,7 @@ def read(raw, skew, end, c, how, held, ids, POLICY: tl.constexpr, F: tl.constexp
 
 @triton.jit
 def emit(x, out, at, low, high, origin, c, k, how, MASKED: tl.constexpr, PAIRED: tl.constexpr, F: tl.constexpr):
-    """The gradient of a stored block."""
+    """Write the gradient of a stored block."""
     for n in tl.static_range(len(x)):
         here = at + n * (at.shape[0] * at.shape[1])
         z = decode(x[n], how[0], how[1], F.FINITE_OUT, F.SCALED, F.CAPPED, PAIRED)
@@ -310,7 +311,7 @@ def emit(x, out, at, low, high, origin, c, k, how, MASKED: tl.constexpr, PAIRED:
 
 @triton.jit
 def write(raw, out, skew, end, tail, origin, c, k, at_target, picked, column, here, how, F: tl.constexpr):
-    """The second sweep: the gradient of a row, from its end to its beginning; see pull.py."""
+    """The second sweep: write the gradient of a row, from its end to its start; see pull.py."""
     K: tl.constexpr = F.K
     L: tl.constexpr = F.L
     J: tl.constexpr = F.J
@@ -328,7 +329,7 @@ def write(raw, out, skew, end, tail, origin, c, k, at_target, picked, column, he
     first, last = blocks(skew, end, F.OUT_LINE, VEC, BLOCK)
     ragged, ends = rim(skew, end, low, high, VEC)
     x_ends = tl.load(raw + ragged, mask=ends, other=0.0)  # early: its latency hides behind the blocks
-    tl.debug_barrier()  # every warp has seen what it needs of the row before any may overwrite it
+    tl.debug_barrier()  # every warp has read what it needs of the row before any may overwrite it
     if not F.SAME:
         tail = take(words, last * (BLOCK // W) + w, low, high, True, "evict_first", K, PAIRED)
     emit(tail, out, last * BLOCK + j, low, high, origin, c, k, how, True, PAIRED, F)

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""What a visit leaves behind of a row; see visit.py.
+"""Stores the results of a visit for one row; see visit.py.
 
 Dimension key:  F numbers per row   N rows
 """
@@ -7,7 +7,7 @@ Dimension key:  F numbers per row   N rows
 import triton
 import triton.language as tl
 
-# the kinds of facts: a column of the student's, of the teacher's, a value per id; 0: one value
+# the kinds of facts: a column of the student's, of the teacher's, or a value per id; 0: one value
 COLUMN = tl.constexpr(1)
 TEACHER_COLUMN = tl.constexpr(2)
 AT_IDS = tl.constexpr(3)
@@ -15,7 +15,7 @@ AT_IDS = tl.constexpr(3)
 
 @triton.jit
 def store_row(at, row, step, numbers, facts, rest, count, k, F: tl.constexpr):
-    """What is known of the row: `numbers` of its softmax, facts, and `rest`, of which the cotangents may be wide."""
+    """Store `numbers` of the row's softmax, its facts, and `rest`, of which cotangents may have a value per id."""
     IDS: tl.constexpr = F.IDS
     found = at.found + row
     wide = at.wide + row * count + k

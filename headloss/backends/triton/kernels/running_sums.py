@@ -1,17 +1,17 @@
 # mypy: ignore-errors
-"""The sums behind the facts while a row is read: how a block joins them, and how they move to another maximum.
+"""The running sums behind the facts: how a block is added to them, and how they are rebased to a higher maximum.
 
 Dimension key:  K loads in flight   L lanes (threads)   J columns of a lane in each load
 
-A lane measures x of the student and y of the teacher from the maxima that it has seen.  When those move by d and d',
-both 0 or below,
+A lane measures x of the student and y of the teacher from the maxima that it has seen.  When new maxima move x and y by
+d and d', both 0 or below,
 
     S = k S        X = k (X + d S)          Q = k^2 Q                      k = e^d, k' = e^d'
     St = k' St     Y = k' (Y + d' St)       F = k' (F + d (St - D))        D = k' D
 
-and a column adds e^x, x e^x, e^2x, e^y, y e^y and x e^y; G and E are F and D with the two exchanged.  D is the
-teacher's weight on columns that the student rules out.  They count as x = FLOOR from the maximum of the whole row,
-which is known at the end only, so they are kept next to F until then.  This is `facts.merge` and
+and a column adds e^x, x e^x, e^2x, e^y, y e^y and x e^y; G and E are F and D with student and teacher exchanged.  D is
+the teacher's weight on columns that the student rules out.  They count as x = FLOOR, relative to the maximum of the
+whole row, which is only known at the end, so they are kept apart from F until then.  This is `facts.merge` and
 `teachers.merge_teacher`, in bits (base 2) or in nats: k comes with d.
 """
 
@@ -20,13 +20,13 @@ import triton.language as tl
 
 from headloss.backends.triton.kernels.logits import FLOOR, LN2
 
-NATS = tl.constexpr(-1.0e4)  # how unlikely a column can count: `teachers.FLOOR`, in nats
+NATS = tl.constexpr(-1.0e4)  # how unlikely a column can be: `teachers.FLOOR`, in nats
 BITS = tl.constexpr(-1.0e4 * 1.4426950408889634)
 
 
 @triton.jit
 def rebase(S, X, Q, d, k, WANT_X: tl.constexpr, WANT_Q: tl.constexpr):
-    """S, X and Q from a maximum that is -d higher; what is not wanted stays as it is."""
+    """S, X and Q relative to a maximum that is -d higher; a sum that is not wanted stays as it is."""
     if WANT_X:
         X = k * (X + d * S)
     if WANT_Q:
@@ -36,7 +36,7 @@ def rebase(S, X, Q, d, k, WANT_X: tl.constexpr, WANT_Q: tl.constexpr):
 
 @triton.jit
 def rebase_product(F, D, weight, d, k, LEAST: tl.constexpr):
-    """sum x w and the weight ruled out, after x moved by d and w by k; what falls below the least joins the latter."""
+    """F = sum x w and D, the weight ruled out, after x moved by d and w by k; what falls below LEAST joins D."""
     gone = d < LEAST
     return k * tl.where(gone, 0.0, F + d * (weight - D)), k * tl.where(gone, weight, D)
 
@@ -58,9 +58,9 @@ def rebase_teacher(
 
 @triton.jit
 def fall(m, new, c, WHOLE: tl.constexpr):
-    """How far a lane's origin moves where its maximum becomes `new`, in bits.
+    """How far a lane's origin moves, in bits, when its maximum becomes `new`.
 
-    WHOLE: the origin is the whole number below m c, so that z c - origin is one operation, and the fall is exact.
+    WHOLE: the origin is the integer below m c, so that z c - origin is one operation, and the move is exact.
     """
     if WHOLE:
         return tl.floor(m * c) - tl.floor(new * c)
@@ -70,7 +70,7 @@ def fall(m, new, c, WHOLE: tl.constexpr):
 
 @triton.jit
 def away(z, new, c, WHOLE: tl.constexpr):
-    """z (L, J) from the origins of its lanes (L,), in bits."""
+    """z (L, J) relative to the origins of its lanes (L,), in bits."""
     if WHOLE:
         return tl.fma(z, c + tl.zeros_like(z), -tl.floor(new * c)[:, None] + tl.zeros_like(z))
     else:
@@ -79,7 +79,7 @@ def away(z, new, c, WHOLE: tl.constexpr):
 
 @triton.jit
 def risen(top, m, best, place, BEST: tl.constexpr):
-    """The lanes' maxima (L,) with those of a block, and where they were first seen."""
+    """The lanes' maxima (L,), those of a block included, and where they were first seen."""
     if BEST:
         best = tl.where(top > m, place, best)  # strictly above: a tie keeps the earlier one
     return tl.maximum(m, top), best
@@ -89,10 +89,10 @@ def risen(top, m, best, place, BEST: tl.constexpr):
 def absorb(
     z, u, m, mt, new, newt, sums, c, ct, WHOLE: tl.constexpr, TAUGHT: tl.constexpr, F: tl.constexpr
 ):  # fmt: skip
-    """Take a block z, K x (L, J), into the lanes' sums (L,), whose maxima become `new`, without a word between lanes.
+    """Add a block z, K x (L, J), to the lanes' sums (L,), whose maxima become `new`; lanes do not wait for each other.
 
-    `sums` has S, X, Q of each temperature; TAUGHT: then St, Y, F, D, G, E, with a teacher's block u.  WHOLE, where x or
-    y is a factor, it is finite.
+    `sums` has S, X, Q per temperature; TAUGHT: then St, Y, F, D, G, E, with a teacher's block u.  With WHOLE, z and u
+    are finite if x or y is a factor.
     """
     EACH: tl.constexpr = 9 if TAUGHT else 3
     more = ()
@@ -142,7 +142,7 @@ def plus(a, b, a_, b_):
 
 @triton.jit
 def fall_to(m, top, c, WHOLE: tl.constexpr):
-    """From a lane's origin to `top` itself, in bits."""
+    """How far a lane's origin is from `top` itself, in bits."""
     if WHOLE:
         origin = tl.floor(top * c)
         return tl.floor(m * c) - origin - tl.fma(top, c, -origin)
@@ -152,7 +152,7 @@ def fall_to(m, top, c, WHOLE: tl.constexpr):
 
 @triton.jit
 def merge_lanes(m, top, sums, c, EACH: tl.constexpr, WHOLE: tl.constexpr, F: tl.constexpr):
-    """S, X and Q of each temperature, from `top`, X in nats; a lane has EACH sums for each."""
+    """Merge the lanes: S, X and Q per temperature, relative to `top`, X in nats; a lane has EACH sums for each."""
     merged = ()
     for i in tl.static_range(len(c)):
         d = fall_to(m, top, c[i], WHOLE)
@@ -170,7 +170,7 @@ def merge_lanes(m, top, sums, c, EACH: tl.constexpr, WHOLE: tl.constexpr, F: tl.
 
 @triton.jit
 def merge_teacher(m, mt, top, topt, sums, c, ct, WHOLE: tl.constexpr, F: tl.constexpr):
-    """St, Y, F, D, G and E of each temperature, from the maxima of both; Y, F and G in nats."""
+    """Merge the lanes: St, Y, F, D, G and E per temperature, relative to both maxima; Y, F and G in nats."""
     merged = ()
     for i in tl.static_range(len(c)):
         s, y, f, lost, g, lostt = tl.full([], 1.0, tl.float32), 0.0, 0.0, 0.0, 0.0, 0.0

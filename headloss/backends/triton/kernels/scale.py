@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Multiply in place by a number on the device; a 1, which is what most backward passes bring, is not even read."""
+"""Multiplies in place by a number on the device; if that is 1, as in most backward passes, no data is even read."""
 
 import triton
 import triton.language as tl

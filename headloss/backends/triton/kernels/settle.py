@@ -1,16 +1,16 @@
 # mypy: ignore-errors
-"""Settle: between the two sweeps, the facts of all rows, the losses, their sums and the coefficients of the gradient.
+"""Settling, between the two sweeps: the facts of all rows, the losses, their sums and the gradient's coefficients.
 
 Dimension key:  N rows   B rows of a block   G segments and, first of all, the rows without one   F numbers per row
 
 A program owns a segment and walks its rows once for each level of sums (`printer/segments.py`), then once more to write
-what belongs to rows.  `sums` (F, N) is what a sweep left of a chunk, or (W, F, N) what each of W ranks that share the
-vocabulary did; `found` (F, N) takes what `visit_kernel` leaves
-there but for the terms' values; `rows` (F, N) what the pull reads; `by_segment` (F, G) each term's sum, how many rows
-count, and the segment's metrics.  All sums run in the same order each time.
+the results per row.  `sums` (F, N) has the results of a sweep over a chunk, or (W, F, N) those of W ranks that share
+the vocabulary.  `found` (F, N) receives what `visit_kernel` stores there, except the terms' values; `rows` (F, N) what
+the pull reads; `by_segment` (F, G) each term's sum, how many rows count, and the segment's metrics.  All sums run in
+the same order each time.
 
-The rows of group g are those from offsets[g] to offsets[g + 1], by themselves or as `order` numbers them.  Rows of
-target -100 among them are ignored.
+The rows of group g are those from offsets[g] to offsets[g + 1], directly or by way of `order`.  Rows with target -100
+among them are ignored.
 """
 
 import triton
@@ -24,7 +24,7 @@ from headloss.backends.triton.kernels.sums import rebased, rebased_total
 
 @triton.jit
 def block_of(first, end, target, order, F: tl.constexpr):
-    """The rows of a block, where it lies inside the group, and which of those count; lanes beyond it stay inside."""
+    """The rows of a block, which lanes are inside the group, and which rows count; other lanes repeat its last row."""
     B: tl.constexpr = F.B
     lane = first + tl.arange(0, B)
     here = lane < end
@@ -39,13 +39,13 @@ def block_of(first, end, target, order, F: tl.constexpr):
 
 @triton.jit
 def kept(x, live):
-    """0 in rows that do not count, as everywhere; of the same type."""
+    """x, with 0 in rows that do not count, as everywhere; of the same type."""
     return tl.where(live, x, tl.full([], 0, x.dtype))
 
 
 @triton.jit
 def sums_of(sums, N, F: tl.constexpr):
-    """What one sweep left of a block, in the order of `sweeps.named`: target, total, its count, S, X and Q."""
+    """Load the sums of a sweep over a block, in the order of `sweeps.named`: target, total, its count, S, X and Q."""
     slot = 1
     away = tl.load(sums)
     total, count = away, away
@@ -76,7 +76,7 @@ def sums_of(sums, N, F: tl.constexpr):
 
 @triton.jit
 def sums_of_rank(sums, top, T, N, F: tl.constexpr):
-    """The same of a rank's columns, counted from the maximum over all ranks."""
+    """The same for the columns of one rank, relative to the maximum over all ranks."""
     m = tl.load(sums)
     away, total, count, S, X, Q = sums_of(sums, N, F)
     shift = tl.where(m == -float("inf"), -float("inf"), m - top)
@@ -97,8 +97,8 @@ def plus(xs, ys):
 
 @triton.jit
 def merged(sums, T, N, ranks, apart, F: tl.constexpr):
-    """`facts.merge` over the ranks that share a vocabulary, whose numbers are `apart`: one after the other, so that
-    all ranks find the same bits."""
+    """`facts.merge` over the ranks that share a vocabulary, whose sums are `apart` elements apart: one after the other,
+    so that all ranks find the same bits."""
     top = tl.load(sums)
     best = tl.zeros_like(top)
     if F.BEST:
@@ -122,7 +122,7 @@ def merged(sums, T, N, ranks, apart, F: tl.constexpr):
 
 @triton.jit
 def field(sums, slot, N, like, THERE: tl.constexpr):
-    """A number of each row if it is there, and the place of the next."""
+    """A number per row, or 0 if it is not THERE; and the slot of the next."""
     found = tl.zeros_like(like)
     if THERE:
         found = tl.load(sums + slot * N)
@@ -132,8 +132,8 @@ def field(sums, slot, N, like, THERE: tl.constexpr):
 
 @triton.jit
 def taught(sums, slot, N, like, F: tl.constexpr):
-    """What a sweep left of dense teachers, after the student's own, in the order of `settle.packed`: maxima, argmaxes,
-    the six sums of each temperature that they are compared at, and each divergence with the sum of its slopes."""
+    """Load the sums of dense teachers, which follow the student's own, in the order of `settle.packed`: maxima,
+    argmaxes, the six sums per temperature of the comparison, and each divergence with the sum of its slopes."""
     LOOKS: tl.constexpr = F.LOOKS
     tops, bests, met, looks, slopes = (), (), (), (), ()
     for _i in tl.static_range(len(F.TEACHER_BEST)):
@@ -155,7 +155,7 @@ def taught(sums, slot, N, like, F: tl.constexpr):
 
 @triton.jit
 def facts_of(sums, column, live, row, N, ranks, apart, columns, given, VALUES: tl.constexpr, F: tl.constexpr):
-    """`facts.finish` of a block: facts, and of the softmax maximum and log_sums, the student's; and the teachers'."""
+    """`facts.finish` of a block: facts, the student's maximum and log_sums, and the teachers'."""
     T = ()
     for i in tl.static_range(len(F.PER_ROW)):
         T = T + (temperature(given.temperatures[i], row, F.PER_ROW[i]),)
@@ -195,7 +195,7 @@ def inputs_of(given, row, group, live, F: tl.constexpr):
 
 @triton.jit
 def weights_of(given, row, count, F: tl.constexpr):
-    """Each term's weight of a row, or of the segment, in its value; and in the gradient."""
+    """Each term's weight of a row, or of the segment: in the value, and in the gradient."""
     weights, seeds = (), ()
     for i in tl.static_range(len(F.BASE_KINDS)):
         weight = number(given.bases[i], row, F.BASE_KINDS[i] >= 0, F.BASE_KINDS[i] == 1).to(tl.float32)
@@ -208,7 +208,7 @@ def weights_of(given, row, count, F: tl.constexpr):
 
 @triton.jit
 def zeros(FIRST: tl.constexpr, COUNT: tl.constexpr, F: tl.constexpr):
-    """Sums of nothing, each in float32 or (WIDE) in float64."""
+    """Sums to start from, each in float32 or (WIDE) in float64."""
     B: tl.constexpr = F.B
     sums = ()
     for i in tl.static_range(COUNT):
@@ -232,7 +232,7 @@ def read(
     first, end, group, count, sums, target, order, given, N, first_row, ranks, apart, columns,
     VALUES: tl.constexpr, F: tl.constexpr,
 ):  # fmt: skip
-    """A block of rows with everything that the printed function takes of them."""
+    """Load a block of rows, with everything that the printed function takes of them."""
     B: tl.constexpr = F.B
     row, here, live = block_of(first, end, target, order, F)
     facts, top, log_sums, theirs = facts_of(
@@ -338,7 +338,7 @@ def settle_kernel(
                     tl.store(into + place * step, tl.where(live, guided[i], 0.0), mask=here)
                     place += 1
 
-    # what belongs to the segment: of one without rows nothing counts
+    # results per segment: one without rows does not count
     counts = inside & (count > 0)
     inputs = inputs_of(given, 0, group, counts, F)
     weights, seeds = weights_of(given, 0, count, F)

@@ -1,10 +1,10 @@
 # mypy: ignore-errors
-"""What a sparse teacher needs: each id once, the tail's own softmax, and the gradient at the ids.
+"""Kernels for sparse teachers: they merge repeated ids, sum the tail's own softmax, and store the gradient at the ids.
 
 Dimension key:  N rows   K ids per row   P parts   L lanes   J columns of a lane
 
 The tail is swept like the row (`sums.py`), without the columns that are ids: 1 - sum p would lose its digits.  The ids
-come sorted, so a program walks them along with its blocks, and a block that has none pays one comparison.
+are sorted, so a program walks them along with its blocks, and a block without ids costs one comparison.
 """
 
 import triton
@@ -14,12 +14,12 @@ from headloss.backends.triton.kernels.logits import LOG2E, LOWEST, boundary, tem
 from headloss.backends.triton.kernels.running_sums import merge_lanes
 from headloss.backends.triton.kernels.sums import read
 
-ONE = tl.constexpr(1.01)  # what the probabilities of a row may sum to, in half precision
+ONE = tl.constexpr(1.01)  # the most that the probabilities of a row may sum to, in half precision
 
 
 @triton.jit(do_not_specialize=["N", "V", "parts", "width", "stride", "lead", "start", "count"])
 def tail_kernel(raw, ids, out, temperatures, N, V, parts, width, stride, lead, start, count, how, F: tl.constexpr):
-    """The tail's maximum and, for each temperature, S, to `out` (F, P, N); `ids` (N, count) are sorted in each row."""
+    """Store the tail's maximum and, per temperature, S to `out` (F, P, N); `ids` (N, count) are sorted in each row."""
     row = tl.program_id(0) // parts
     part = tl.program_id(0) % parts
     begin, skew = boundary(row, stride, lead, F.LINE)
@@ -43,10 +43,10 @@ def merge_ids_kernel(
     ids, logprobs, valid, out_ids, out_logprobs, out_sorted, wrong, count, vocab,
     VALID: tl.constexpr, CHECK: tl.constexpr, IDS: tl.constexpr,
 ):  # fmt: skip
-    """The first place of a repeated id takes all its probability; the others, and ignored rows, name none.
+    """The first of several equal ids takes all their probability; the others, and the ids of ignored rows, become -1.
 
-    `out_sorted` takes the ids as they are, in order.  CHECK: `wrong` takes an id that is neither a column nor -1, and
-    how many there are in a row of what must be probabilities, not their logarithms.
+    `out_sorted` receives the ids as they are, in order.  CHECK: `wrong` receives an id that is neither a column nor -1,
+    and how many ids there are in a row whose values must be probabilities, not logarithms.
     """
     row = tl.program_id(0).to(tl.int64)
     ids += row * count
@@ -108,7 +108,7 @@ def gather_kernel(at, ids, values, out, inside, count, others, IDS: tl.constexpr
 
 @triton.jit(do_not_specialize=["V", "stride", "apart", "start", "count"], do_not_specialize_on_alignment=["out"])
 def store_kernel(out, ids, values, V, stride, apart, start, count, IDS: tl.constexpr):
-    """Values to the columns of a row that are ids; equal ids hold equal values, and those of other shards are left."""
+    """Store values at the columns of a row that are ids; equal ids hold equal values, other shards' ids are skipped."""
     row = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, IDS)
     column = tl.load(ids + row * count + k, mask=k < count, other=-1) - start

@@ -6,8 +6,8 @@ Dimension key:  K loads in flight   L lanes (threads)   J columns of a lane in e
 A block of K x L x J columns is reduced inside the thread to (L,) vectors, so nothing in the loop waits for another
 warp; see running_sums.py.
 
-A program sweeps one part of one row, `width` columns, a multiple of the block.  Its numbers go to `out` (F, P, N):
-maximum, target, total and its count, argmax, then S, X, Q for each temperature, without those not wanted.
+A program sweeps one part of one row, `width` columns, a multiple of the block.  Its results go to `out` (F, P, N):
+maximum, target, total and its count, argmax, then S, X, Q for each temperature; those not asked for are left out.
 """
 
 import triton
@@ -19,7 +19,7 @@ from headloss.backends.triton.kernels.running_sums import absorb, merge_lanes, r
 
 @triton.jit
 def fetch(raw, at, go, stop, MASKED: tl.constexpr, K: tl.constexpr, POLICY: tl.constexpr):
-    """A block as it is stored, K x (L, J) from column `at` (L, J) on; MASKED: only vectors from `go` to `stop`."""
+    """Load a block as it is stored, K x (L, J) from column `at` (L, J) on; MASKED: only vectors from `go` to `stop`."""
     x = ()
     for k in tl.static_range(K):
         here = at + k * (at.shape[0] * at.shape[1])
@@ -32,7 +32,7 @@ def fetch(raw, at, go, stop, MASKED: tl.constexpr, K: tl.constexpr, POLICY: tl.c
 
 @triton.jit
 def higher(z, m, best, block, BEST: tl.constexpr):
-    """The lanes' maxima (L,) with a block z, K x (L, J), and in which load they were first seen."""
+    """The lanes' maxima (L,), those of a block z, K x (L, J), included, and in which load they were first seen."""
     for n in tl.static_range(len(z)):
         m, best = risen(tl.max(z[n], axis=1), m, best, block * len(z) + n, BEST)
     return m, best
@@ -40,14 +40,14 @@ def higher(z, m, best, block, BEST: tl.constexpr):
 
 @triton.jit
 def take_in(z, m, best, block, sums, c, F: tl.constexpr):
-    """Take a block z, K x (L, J), into the lanes' sums (L,)."""
+    """Add a block z, K x (L, J), to the lanes' sums (L,)."""
     new, best = higher(z, m, best, block, F.BEST)
     return new, best, absorb(z, z, m, m, new, new, sums, c, c, False, False, F)
 
 
 @triton.jit
 def id_column(ids, k):
-    """Where the k-th id stands, counted as columns are here; beyond the last: nowhere."""
+    """The column of the k-th id, counted as columns are here; beyond the last id, no column at all."""
     return tl.load(ids[0] + k, mask=k < ids[1], other=4611686018427387904) + ids[2]
 
 
@@ -68,17 +68,17 @@ def without_ids(z, at, block_end, ids, k):
 
 @triton.jit
 def centre_of(raw, skew, low, high, how, F: tl.constexpr):
-    """Where a total is counted from: any logit of the row is near enough to keep the digits of a sum."""
+    """What a total is measured from: any logit of the row is near enough to keep the digits of a sum."""
     z = logits(tl.load(raw + tl.maximum(low, skew), mask=low < high, other=0.0), how[0], how[1], F.SCALED, F.CAPPED)
     return tl.where(tl.abs(z) < -LOWEST, z, 0.0)
 
 
 @triton.jit
 def read(raw, skew, low, high, c, how, ids, F: tl.constexpr):
-    """What each lane has seen of the columns from `low` to `high`; with IDS, of those that are no ids.
+    """Each lane's sums over its columns from `low` to `high`; with IDS, over those that are not ids.
 
-    `ids`: a pointer to the row's, sorted, how many there are, and what leads from an id to its column.  The total is
-    that of all columns.
+    `ids`: a pointer to the row's ids, which are sorted; how many there are; and the offset from an id to its column.
+    The total is over all columns.
     """
     K: tl.constexpr = F.K
     L: tl.constexpr = F.L
@@ -116,7 +116,7 @@ def read(raw, skew, low, high, c, how, ids, F: tl.constexpr):
             z, k = without_ids(z, at, (block + 1) * BLOCK, ids, k)
         m, best, sums = take_in(z, m, best, block, sums, c, F)
     go, stop = edges(skew, high, F.VEC)
-    for edge in range(1 - head, 1 + (high > last * BLOCK).to(tl.int32)):  # the row's first block if cut, and its last
+    for edge in range(1 - head, 1 + (high > last * BLOCK).to(tl.int32)):  # the first block if partial, and the last
         block = tl.where(edge == 0, 0, last)
         at = block * BLOCK + j
         x = fetch(raw, at, go, stop, True, K, "evict_first")
@@ -140,7 +140,7 @@ def column_of(
     m, best, raw, skew, high, scale, cap,
     VEC: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr, F: tl.constexpr,
 ):  # fmt: skip
-    """The lowest column that holds the lanes' maximum: it is in the lowest of the loads where they saw it."""
+    """The lowest column that holds the lanes' maximum: it is in the lowest of the loads in which they saw it."""
     L: tl.constexpr = F.L
     J: tl.constexpr = F.J
     top = tl.max(m, axis=0)
@@ -159,7 +159,7 @@ def column_of(
 def sums_kernel(
     raw, target, out, temperatures, N, V, parts, width, stride, lead, target_stride, start, how, F: tl.constexpr
 ):  # fmt: skip
-    if F.CHAINED:  # launched while the kernel before still ran; the merge may be so too
+    if F.CHAINED:  # launched while the kernel before still ran; the same goes for the merge
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0) // parts
@@ -176,14 +176,14 @@ def sums_kernel(
         c = c + (tl.div_rn(LOG2E, temperature(temperatures[i], row, F.PER_ROW[i])),)
     m, best, sums, total, centre = read(raw, skew, low, high, c, how, (), F)
 
-    if F.TARGET:  # not before the loop, whose loads would wait for the target's number
+    if F.TARGET:  # not before the loop, whose loads would wait for the target's index
         column = (wanted - start + skew).to(tl.int32)
         here = (column >= tl.maximum(low, skew)) & (column < high)
         picked = tl.load(raw + column, mask=here, other=-float("inf"))
 
     # merge the lanes
     top = tl.max(m, axis=0)
-    some = top > LOWEST  # else every column is -inf: the identity, but for `total`
+    some = top > LOWEST  # else every column is -inf: the identity, except for `total`
     out += part.to(tl.int64) * N + row
     step = N.to(tl.int64) * parts
     tl.store(out, tl.where(some, top, -float("inf")))
@@ -216,7 +216,7 @@ def sums_kernel(
 
 @triton.jit
 def rebased(shift, T, S, X, Q):
-    """`facts.merge`: the sums of a part, counted from a maximum that is `shift` above its own."""
+    """`facts.merge`: the sums of a part, relative to the maximum of all; `shift` is its own maximum minus that."""
     d = tl.maximum(shift / T, FLOOR)
     return rebase(S, X, Q, d, tl.exp2(d * LOG2E), True, True)
 

@@ -1,13 +1,13 @@
 # mypy: ignore-errors
-"""The largest K columns of a row, in order.
+"""Kernels that find the K largest columns of a row, in order.
 
 Dimension key:  L lanes   J columns of a lane in each load   B loads of a group   G groups, or more   M room for keys
 
-A program reads a row once, and of each group, the columns that one lane sees in B loads, it keeps the largest.  The
+A program reads a row once, and keeps the largest logit of each group, the columns that one lane reads in B loads.  The
 K-th largest of those is not above the K-th largest of the row, and with many more groups than K few other columns lie
-between the two.  So only groups that reach it are read again, and the columns in them that do are written down as keys
-that sort by value and, of equals, by the lower column.  Where those are more than there is room for, as in a row of
-equal logits, the K-th largest of the row itself is found by halving, and ties are cut at the lower columns.
+between the two.  So only groups that reach it are read again, and the columns in them that do are stored as keys that
+sort by value and, among equals, by the lower column.  If there are more of those than there is room for, as in a row of
+equal logits, the K-th largest of the row itself is found by bisection, and ties go to the lower columns.
 """
 
 import triton
@@ -18,20 +18,20 @@ from headloss.backends.triton.kernels.logits import boundary, logits
 
 @triton.jit
 def ordered(z):
-    """A number as an integer that is as large as it is; 0 and -0 are equal."""
+    """A float as an integer that compares the same; 0 and -0 are equal."""
     bits = tl.where(z == 0.0, 0.0, z).to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
 @triton.jit
 def number(key):
-    """And back."""
+    """The float of such an integer."""
     return tl.where(key < 0, key ^ 0x7FFFFFFF, key).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def sortable(key, column):
-    """A number's key and its column in one: the larger comes first and, of equals, the lower column."""
+    """A number's key and its column as one integer: larger numbers come first and, among equals, lower columns."""
     return (key.to(tl.int64) << 32) | (0x7FFFFFFF - column).to(tl.int64)
 
 
@@ -42,7 +42,7 @@ def larger(x, y):
 
 @triton.jit
 def keys(raw, at, skew, end, how, MASKED: tl.constexpr, F: tl.constexpr):
-    """Some columns of a row; those that are not in it count for less than -inf."""
+    """The keys of some columns of a row; columns outside the row sort below -inf."""
     if MASKED:
         here = (at >= skew) & (at < end)
         z = logits(tl.load(raw + at, mask=here, other=0.0), how[0], how[1], F.SCALED, F.CAPPED)
@@ -59,7 +59,7 @@ def is_edge(n, skew, end, BLOCK: tl.constexpr):
 
 @triton.jit
 def largest_of_groups(raw, first, skew, end, how, MASKED: tl.constexpr, F: tl.constexpr):
-    """The largest that each lane sees in B loads from `first` on."""
+    """The largest that each lane reads in B loads from `first` on."""
     L: tl.constexpr = F.L
     J: tl.constexpr = F.J
     B: tl.constexpr = F.B
@@ -91,7 +91,7 @@ def above(raw, least, skew, end, how, F: tl.constexpr):
 
 @triton.jit
 def place(hit):
-    """How many of a block's columns are hit, and how many before each."""
+    """How many of a block's columns are hits, and how many hits come before each column."""
     hit = hit.to(tl.int32)
     of_lane = tl.sum(hit, 1)
     before = tl.cumsum(of_lane, 0) - of_lane
@@ -100,7 +100,7 @@ def place(hit):
 
 @triton.jit
 def top_kernel(raw, found, counts, groups, V, stride, lead, k, how, F: tl.constexpr):
-    """`found` (N, M) of each row: keys of at least its k largest columns, in any order; and how many there are.
+    """For each row, `found` (N, M) receives keys of at least its k largest columns, in any order; `counts`, how many.
 
     `groups`: (N, G), room for the largest of each group.  `how`: scale and cap.
     """
@@ -135,7 +135,7 @@ def top_kernel(raw, found, counts, groups, V, stride, lead, k, how, F: tl.conste
         high = tl.where(reached, high, middle)
     least = low.to(tl.int32)
     reach = (most >= least).to(tl.int32)
-    tl.debug_barrier()  # all have read them
+    tl.debug_barrier()  # every warp has read the groups
     tl.store(groups + tl.cumsum(reach, 0) - 1, group, mask=reach > 0)
     tl.debug_barrier()
     W: tl.constexpr = B * J
@@ -158,7 +158,7 @@ def top_kernel(raw, found, counts, groups, V, stride, lead, k, how, F: tl.conste
 
 @triton.jit
 def cut_kernel(raw, found, counts, V, stride, lead, k, how, F: tl.constexpr):
-    """The same of rows that had more columns than there is room for: exactly the k largest."""
+    """The same for rows with more such columns than there is room for: exactly the k largest."""
     L: tl.constexpr = F.L
     J: tl.constexpr = F.J
     M: tl.constexpr = F.M
@@ -193,7 +193,7 @@ def cut_kernel(raw, found, counts, V, stride, lead, k, how, F: tl.constexpr):
 
 @triton.jit
 def order_kernel(found, counts, values, columns, k, M: tl.constexpr):
-    """The k largest of a row's keys, in order: values and columns, (N, k)."""
+    """The k largest of a row's keys, sorted: values and columns, (N, k)."""
     row = tl.program_id(0).to(tl.int64)
     m = tl.arange(0, M)
     key = tl.load(found + row * M + m, m < tl.load(counts + row), -9223372036854775808)

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Sums over rows, in one program and so in the same order every time: what the targets are, and what a visit left.
+"""Sums over rows in one program, so always in the same order: counts of targets, and the sums of terms after a visit.
 
 Dimension key:  T terms   P terms, padded to a power of 2   N rows   B rows of a block
 """
@@ -14,7 +14,7 @@ from headloss.backends.triton.kernels.printed_arguments import number
 def totals_kernel(
     found, sums, loss, weights, N, FIRST: tl.constexpr, KINDS: tl.constexpr, P: tl.constexpr, B: tl.constexpr
 ):
-    """Each term's sum, and the loss.  The terms' values are rows FIRST and following of `found` (F, N)."""
+    """Each term's sum, and the loss.  The terms' values are the rows of `found` (F, N) from FIRST on."""
     T: tl.constexpr = len(KINDS)
     term = tl.arange(0, P)
     row = tl.arange(0, B)
@@ -33,10 +33,10 @@ def totals_kernel(
 
 @triton.jit(do_not_specialize=["N"])
 def count_kernel(target, ids, numbers, mean, valid, held, N, SEGMENTS: tl.constexpr, B: tl.constexpr):
-    """How many targets count and their range, 1 / count, and which of them count.
+    """How many targets count, their range, 1 / count, and a mask of those that count.
 
-    With segments: how many of those rows have none, the largest id of all rows, or one below -1, and the ids of the
-    rows that count.
+    With segments also: how many of those rows have none, the largest id of all rows, or one below -1, and the ids,
+    which are -1 in ignored rows.
     """
     row = tl.arange(0, B)
     count = tl.zeros([B], tl.int64)

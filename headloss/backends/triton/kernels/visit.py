@@ -1,19 +1,19 @@
 # mypy: ignore-errors
-"""One launch: a row's facts, the loss and its derivative, and the gradient, while the row is in hand.
+"""The visit's kernel: a program computes a row's facts, losses and gradient while the row is in the cache.
 
 Dimension key:  K loads in flight   L lanes (threads)   J columns of a lane in each load   F numbers per row   N rows
 
 A program owns a row.  It sweeps the row once for the sums behind the facts, each lane on its own (row_loops.py), calls
 two printed functions, `VALUES` (sums to facts) and `FN` (facts to losses and coefficients), and sweeps the row again,
 backwards, while the end of it is still in the cache, to write the gradient.  With a dense teacher both rows are swept
-together (pair_loops.py), once more for divergences that need both softmaxes first.  The ids of a sparse teacher are
-read first; if the rest of the row is wanted by itself (TAIL), the sweep is over that alone and the ids join it at the
-end, the tail's pull is written everywhere, and the ids last.
+together (pair_loops.py), and once more for divergences that need both softmaxes first.  The ids of a sparse teacher are
+read first; if the rest of the row is needed by itself (TAIL), the sweep covers that alone, and the ids are added at the
+end; the gradient of the tail is then written to all columns, and that of the ids over it.
 
-`found` (F, N) takes what is known of a row: its maximum and log_sums; of a dense teacher its maximum, its log_sums and
-the slopes of each divergence, of a sparse one the tail's maximum and log_sums; then facts, the terms' values, metrics
-and cotangents.  What has a value per id goes to `wide` (F, N, count).  Ignored rows are not read; their numbers and
-their gradient are 0.
+`found` (F, N) receives the results per row: its maximum and log_sums; for a dense teacher its maximum, its log_sums and
+the sum of each divergence's slopes, for a sparse one the tail's maximum and log_sums; then facts, the terms' values,
+metrics and cotangents.  Results with a value per id go to `wide` (F, N, count).  Ignored rows are not read; all their
+results, and their gradient, are set to 0.
 """
 
 import triton
@@ -68,7 +68,7 @@ def visit_kernel(
         k = tl.arange(0, IDS)
 
     if live:
-        # everything a row needs is on its way before the sweep
+        # load everything else that a row needs before the sweep
         inputs, weights, seeds, known = arguments(given, row, count, k, F)
         how = (given.scale, given.cap, given.teacher_scale, given.teacher_cap)
         T, c, ct = (), (), ()
@@ -93,7 +93,7 @@ def visit_kernel(
             id_k = tl.load(at.ids + row * count + k, mask=there, other=-1)
             at_k = (id_k - start).to(tl.int32)
             named = (id_k >= 0) & (at_k >= 0) & (at_k < V)
-            raw_k = tl.load(raw_row + at_k, mask=named, other=0.0)  # made logits after the sweep, which waits for none
+            raw_k = tl.load(raw_row + at_k, mask=named, other=0.0)  # made logits later, so that the sweep need not wait
 
         topt, bestt, theirs, tail = tl.full([], LOWEST, tl.float32), tl.full([], NOWHERE, tl.int32), (), ()
         teacher = at.teacher
@@ -123,7 +123,7 @@ def visit_kernel(
         swept = top
         tails = ()
         tail_most = -float("inf")
-        other = origin_of(topt)  # of the teacher, or of the tail
+        other = origin_of(topt)  # the origin of the teacher, or of the tail
         if F.TAIL:
             for i in tl.static_range(len(c)):
                 tails = tails + (own[3 * i],)
@@ -166,8 +166,8 @@ def visit_kernel(
         else:
             settled, log_sums = VALUES(most, away, total, argmax, T, sums, spreads, squares, given.vocab)
 
-        # for the second look and for the gradient: p = 2^t / s, with t measured from a whole number, so that 2^t needs
-        # no further constant; `n_` is log2 s then
+        # for the second read and for the gradient: p = 2^t / s, with t relative to an integer, so that 2^t needs no
+        # further constant; `n_` is log2 s
         origins, n_, kept = (), (), ()
         for i in tl.static_range(len(c)):
             row_origin = tl.floor(top * c[i])
@@ -264,7 +264,7 @@ def visit_kernel(
                         if F.PULLED_AT[q] == i:
                             a -= kl[q] * looks[2 * F.PULLED[q] + 1]
                     kw = kw + (a * r, b * r, e * r * r, const, at_q * r, d)
-                elif F.TAIL:  # whatever is no id is measured from the tail's own origin, where nothing underflows
+                elif F.TAIL:  # columns that are not ids are relative to the tail's own origin, where nothing underflows
                     ki = ki + (a * r, b * r, e * r * r, const)
                     tail_origin = tl.floor(swept * c[i])
                     apart = n + (origins[i] - tail_origin)

@@ -1,1 +1,1 @@
-"""Losses as source of Triton."""
+"""Prints traced losses as Triton source."""

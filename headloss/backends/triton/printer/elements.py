@@ -12,14 +12,15 @@ from headloss.backends.triton.printer import lower
 from headloss.backends.triton.printer.lower import Unprintable as Unprintable
 from headloss.trace.classify import unwatched
 
-Looks = tuple[tuple[int, Any], ...]  # which pair (log p, log q) each divergence looks at
+Looks = tuple[tuple[int, Any], ...]  # which pair (log p, log q) each divergence takes
 
 
 def printed(looks: Looks, pairs: int) -> tuple[Any, tuple[float, ...]]:
-    """A function of `pairs` pairs and of some numbers, giving value and slope of each divergence; and the numbers.
+    """A printed function of `pairs` pairs and some numbers, which returns value and slope of each divergence; and the
+    numbers.
 
-    The numbers are the literals of the traced graphs, so options of other values need no other kernel.  A divergence
-    that reads something which may change is not printed: it has to run as it is.
+    The numbers are the literals of the traced graphs, so other option values need no other kernel.  A divergence that
+    reads something that may change is not printed: it has to run as it is.
     """
     read = [element.reads() for _, element in looks]
     for found in read:

@@ -1,13 +1,13 @@
-"""The table of facts, printed: values from `facts.finish`, coefficients from `facts.coefficients`, both traced.
+"""Prints the table of facts: values by tracing `facts.finish`, coefficients by tracing `facts.coefficients`.
 
     facts(most, target, total, argmax, T, S, X, Q, vocab)        -> values, log_sums
     with a teacher, also (teacher_argmax, St, Y, F, G, ids, tail_most, tails, whole) -> values, log_sums, the teacher's
     between sweeps, with dense teachers, (teacher_argmax, met, looks)  -> values, log_sums, log_S and log_St of each
 
-`whole`: see `facts.with_whole`; `met`: the six sums of each temperature that each teacher is compared at.
+`whole`: see `facts.with_whole`; `met`: the six sums per teacher and temperature of its comparison.
 
-Values stand in the order of the Want.  A divergence's comes from the second look: between sweeps it is handed in, else
-0 stands for it.  No kernel and no other file of this backend knows the formula or the number of a fact.
+Values are in the order of the Want.  A divergence's value comes from the second read: between sweeps it is passed in,
+else 0 stands for it.  No kernel and no other file of this backend knows the formula or the index of a fact.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from headloss.trace.classify import unwatched
 
 NAME = "facts"
 WIDE = ("ids_logprob", "ids_logit")  # one value per id
-SUMS = {  # what the kernels of this backend sum, and what is made of that
+SUMS = {  # what the kernels of this backend sum, and what is made of these sums
     "max", "target", "total", "columns", "argmax", "S", "X", "Q", "St", "Y", "F", "G", "ids", "tail_max", "top",
     "T", "vocab", "log_S", "log_St", "tail_log_sum", "their_at", "their_log_sum", *PLAIN,
 }  # fmt: skip
@@ -50,7 +50,7 @@ Texts = list[str | None]
 
 
 class Given(NamedTuple):
-    """What a traced function takes, by the text that the printed one has for it."""
+    """An argument of a traced function, and the text that stands for it in the printed one."""
 
     text: str
     width: int = 0
@@ -63,19 +63,19 @@ class Given(NamedTuple):
 
 
 def check_sums(want: Want) -> None:
-    """Refuse a fact that is made of a sum which the kernels do not take."""
+    """Refuse a fact that needs a sum which the kernels do not take."""
     for fact in want.facts:
         for name in sorted(FACTS[fact.name].sums - SUMS):
             raise TypeError(f'backend: "triton" has no sum {name!r}, which {fact} is made of; use backend="torch"')
 
 
 def values(want: Want, width: int = 0) -> Any:
-    """`facts.finish` as a `@triton.jit` function of a row's sums; `width`: the ids that a sparse teacher names."""
+    """`facts.finish` as a `@triton.jit` function of a row's sums; `width`: how many ids a sparse teacher names."""
     return compiled(values_source(want, width), NAME)
 
 
 def values_between(want: Want) -> Any:
-    """The same between two sweeps, where dense teachers may be several, and have other columns than the student."""
+    """The same between two sweeps, where there may be several dense teachers, with other columns than the student."""
     return compiled(_between_source(want) if want.teachers else values_source(want), NAME)
 
 
@@ -154,10 +154,10 @@ def _values_source(settle: Any, given: Sequence[Given], arguments: Sequence[str]
 def chain_rule(
     printer: Printer, want: Want, cotangents: Mapping[Fact, str], width: int, value: Callable[[Fact], str]
 ) -> tuple[list[Texts], list[Texts]]:
-    """`facts.coefficients` and `teachers.teacher_coefficients` of these cotangents, printed.
+    """Print `facts.coefficients` and `teachers.teacher_coefficients` of these cotangents.
 
-    For each temperature the fields of `Pull`, and for each that a teacher is compared at those of `DensePull`, without
-    its looks, or of `SparsePull`; None where nothing feeds them.
+    Returns, per temperature, the fields of `Pull`; and, per teacher and temperature of its comparison, those of
+    `DensePull` without its looks, or of `SparsePull`; None for fields that no fact contributes to.
     """
     wide = lambda f: width if f.name in WIDE else 0
     given = {f: Given(x, wide(f)) for f, x in cotangents.items()}
@@ -182,7 +182,7 @@ def chain_rule(
 def _printed(
     printer: Printer, fn: Callable[[Mapping[str, Tensor]], list[list[Tensor | None]]], given: Sequence[Given]
 ) -> list[Texts]:
-    """A function of named rows, traced and printed: the texts of its results."""
+    """Trace and print a function of named rows; returns the texts of its results."""
     named = {x.text: x for x in given}
     present: list[list[bool]] = []
 

@@ -2,8 +2,8 @@
 
     pointwise   any graph of element-wise operations -> a function of its arguments
 
-What is printed is a known operation (`operations.py`) on names made here; anything else raises `Unprintable`.  The
-source lives in memory only, where tracebacks and `inspect` find it.
+Only known operations (`operations.py`) on names made here are printed; anything else raises `Unprintable`.  The source
+lives in memory only, where tracebacks and `inspect` find it.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ def pointwise(graph: fx.GraphModule, name: str = "pointwise") -> Any:
 
 
 def quick(graph: fx.GraphModule, name: str) -> tuple[Any, tuple[float, ...]]:
-    """The same for a function of logarithms that runs for every column and not once per row, and the numbers it takes.
+    """The same for a function of logarithms that runs for every column, not once per row; and the numbers that it
+    takes.
 
-    Its arguments are those of the graph, e to each of them, and the numbers.  Exponentials and quotients have the
-    digits of Triton's own.  Float literals become arguments, after one that is always there because Triton has no empty
-    tuples; an exponent stays, because a known one is far cheaper.
+    Its arguments are those of the graph, e to the power of each, and the numbers.  Exponentials and quotients are as
+    exact as Triton's own.  Float literals become numbers, after one that is always there because Triton has no empty
+    tuples; an exponent stays a literal, because a known one is far cheaper.
     """
     printer = Printer(lifted=lambda i: f"n{i + 1}", but=("pow",))
     source = _QUICK.sub(lambda m: f"quick_{m[1]}(", source_of(graph, name, printer, exponentials=True))
@@ -43,7 +44,7 @@ def quick(graph: fx.GraphModule, name: str) -> tuple[Any, tuple[float, ...]]:
 
 
 def _share(source: str) -> str:
-    """1 / (1 + e^d), the slope of logaddexp, from the exponential of -|d| that its value needs too."""
+    """Compute 1 / (1 + e^d), the slope of logaddexp, from the exponential of -|d|, which its value needs too."""
     for found in list(_FALLING.finditer(source)):
         e, _, one = found.group(1, 2, 3)
         if len(re.findall(rf"\b{e}\b", source)) == 2 == len(re.findall(rf"\b{one}\b", source)):

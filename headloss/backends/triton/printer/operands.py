@@ -1,4 +1,4 @@
-"""What a printed operation stands on: values and numbers in the four kinds that are computed in, and their text."""
+"""The operands of printed operations: values and numbers of four kinds (bool, int64, float32, float64), as text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 KINDS = "bifd"  # bool, int64, float32, float64
 TYPES = {"b": "tl.int1", "i": "tl.int64", "f": "tl.float32", "d": "tl.float64"}
-# computed in a wider type and brought back after every operation: rounded, or wrapped around
+# computed in a wider type, then rounded or wrapped around after every operation
 NARROW = {
     torch.bfloat16: "tl.bfloat16", torch.float16: "tl.float16", torch.int32: "tl.int32", torch.int16: "tl.int16",
     torch.int8: "tl.int8", torch.uint8: "tl.uint8",
@@ -39,7 +39,7 @@ def name_of(dtype: torch.dtype) -> str:
 class Operand:
     """A printed value or a number, as an argument of a template; `ndim` is None for a number.
 
-    A number that has a text is one that the function is handed: no template may depend on what it is.
+    A number with a text is an argument of the printed function: no template may depend on its value.
     """
 
     __slots__ = ("common", "dtype", "kind", "ndim", "number", "text")
@@ -77,7 +77,7 @@ def narrowed(text: str, dtype: torch.dtype) -> str:
 
 
 def literal(number: float, kind: str) -> str:
-    """A number so that it survives: rounded to float32 once, here."""
+    """A number as a literal that keeps its value: it is rounded to float32 once, here."""
     if kind != "f":
         return _signed(str(int(number)))
     x = struct.unpack("f", struct.pack("f", float(number)))[0]  # native: beyond float32 it is infinite

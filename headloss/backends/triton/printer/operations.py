@@ -1,9 +1,9 @@
-"""How each element-wise operation of PyTorch reads in Triton.
+"""The table of element-wise PyTorch operations, each with its text in Triton.
 
 A rule has a template for each kind of number that PyTorch computes the operation in, over the operation's own argument
 names.  `{self:p}` is the argument in that kind, `:f` as a float of its width, `:i` as an int64, `:b` as a bool, `:F` as
-a float tensor even where it is a number.  What is not stated is not printed: an operation without a rule, a kind
-without a template, and an argument that the template does not read and the caller gave.
+a float tensor even where it is a number.  What is not stated here is not printed: an operation without a rule, a kind
+without a template, or an argument that the caller gave and the template does not read.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Template = str | Callable[[Arguments], str]
 class Rule(NamedTuple):
     result: str  # "b" flags, "f" floats, "p" the kind that it is computed in
     forms: Mapping[str, Template]  # by kind
-    only: Mapping[str, Any] = {}  # arguments with the one value that is printed
+    only: Mapping[str, Any] = {}  # arguments with the only value that is printed
     unread: tuple[str, ...] = ()  # arguments that change nothing
 
 
@@ -49,8 +49,9 @@ class _Read(dict[str, Any]):
 
 
 def written(name: str, arguments: Arguments, given: Collection[str], dtype: torch.dtype) -> tuple[str, str]:
-    """An operation as text, and the text's kind.  `given`: the arguments that are not their defaults; `dtype`: of the
-    result."""
+    """An operation as text, and the text's kind.  `given`: arguments that differ from their defaults; `dtype`: the
+    result's.
+    """
     rule = RULES[name]
     for key, value in rule.only.items():
         found = arguments.get(key)
@@ -80,8 +81,8 @@ def written(name: str, arguments: Arguments, given: Collection[str], dtype: torc
     return text, common if rule.result == "p" else kind_of(work) if rule.result == "f" else "b"
 
 
-_PROMOTING = ("self", "other", "exponent", "min", "max")  # numbers that count as operands do; others are parameters
-_APART = {"where": ("condition",), "masked_fill": ("mask", "value")}  # operands that do not count
+_PROMOTING = ("self", "other", "exponent", "min", "max")  # numbers that take part in promotion; others are parameters
+_APART = {"where": ("condition",), "masked_fill": ("mask", "value")}  # operands that do not
 
 
 def _promotes(name: str, key: str, x: Operand) -> bool:
@@ -89,7 +90,7 @@ def _promotes(name: str, key: str, x: Operand) -> bool:
 
 
 def promoted(operands: Iterable[Operand]) -> torch.dtype:
-    """What PyTorch computes these in: rows decide, scalars and then numbers only where they are of a higher kind."""
+    """The dtype that PyTorch computes these in: rows decide; scalars, then numbers, only if of a higher kind."""
     groups: tuple[list[torch.dtype], ...] = ([], [], [])
     for x in operands:
         groups[2 if x.ndim is None else int(x.ndim == 0)].append(x.dtype)
@@ -101,14 +102,15 @@ def _rank(dtype: torch.dtype) -> int:
     return "bif".index(kind_of(dtype).replace("d", "f"))
 
 
-# operations on halves in which PyTorch uses a number as it is, or in which it does not matter when it is rounded
+# operations on half-precision floats in which PyTorch uses a number unrounded, or in which it does not matter when it
+# is rounded
 _ROUNDED_LATER = frozenset({"mul", "div", "where", "clamp", "clamp_min", "clamp_max"})
 
 
 def _check_narrow(name: str, work: torch.dtype, operands: Iterable[Operand]) -> None:
-    """That every operand is a value of the narrow type that PyTorch brings it into first.
+    """Check that every operand is a value of the narrow type that PyTorch first converts it to.
 
-    It does not do so in every operation, nor on every device alike.
+    PyTorch does not do so in every operation, nor on every device in the same way.
     """
     for x in operands if work in NARROW else ():
         if x.number is None:
@@ -126,12 +128,12 @@ def _check_narrow(name: str, work: torch.dtype, operands: Iterable[Operand]) -> 
 
 
 def _rule(text: Template, kinds: str = "ifd", **more: Template) -> Rule:
-    """In the kind that the operands are promoted to."""
+    """Computed in the kind that the operands are promoted to."""
     return Rule("p", dict.fromkeys(kinds, text) | more)
 
 
 def _floats(text: Template, d: Template | None = None, **only: Any) -> Rule:
-    """In floats, whatever the operands are."""
+    """Computed in floats, whatever the operands are."""
     return Rule("f", {"f": text} if d is None else {"f": text, "d": d}, only)
 
 
@@ -216,7 +218,7 @@ def _nan_to_num(a: Arguments) -> str:
 
 
 def _weighted(text: str) -> Template:
-    """A loss with an optional weight of each element.  Of halves PyTorch rounds what is between its steps."""
+    """A loss with an optional weight per element.  With half-precision floats PyTorch rounds between its steps."""
 
     def weighted(a: Arguments) -> str:
         if a["self"].dtype in NARROW:
@@ -367,8 +369,8 @@ ALONG: dict[str, str] = {
     "_log_softmax_backward_data": "log_softmax_backward_along({x}, {y}, there)",
     "_softmax_backward_data": "softmax_backward_along({x}, {y}, there)",
 }
-RESHAPES = frozenset({"unsqueeze", "squeeze", "expand"})  # between (R,), (R, 1) and (R, K): a block or what it repeats
-# what these may be called with: the shape and the dtype of the result say it all, or it does not change values
+RESHAPES = frozenset({"unsqueeze", "squeeze", "expand"})  # between (R,), (R, 1) and (R, K): a block, or what it repeats
+# arguments that these may have: the result's shape and dtype say it all, or they do not change values
 _SHOWN = {
     "self", "dim", "keepdim", "dtype", "half_to_float", "input_dtype", "grad_output", "output", "size", "implicit",
     "fill_value", "s", "device", "pin_memory", "non_blocking", "memory_format",
@@ -376,8 +378,7 @@ _SHOWN = {
 
 
 def check_shown(name: str, given: Mapping[str, Any]) -> None:
-    """That an operation which is no rule's was given nothing that is lost: `given` are arguments that are not their
-    defaults."""
+    """Check that no argument of an operation without a rule is lost; `given`: those that differ from their defaults."""
     for key, value in given.items():
         if key not in _SHOWN and not (key == "layout" and value is torch.strided):
             raise Unprintable(f"{name} with {key}")

@@ -1,4 +1,4 @@
-"""A graph of element-wise operations, printed line by line.  No text of a user's ever reaches the source."""
+"""Prints a graph of element-wise operations line by line; no text of a user's ever reaches the source."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ class Value:
 
 
 class Printer:
-    """Lines of straight code.  An expression printed twice is one line: terms share what they have in common.
+    """Straight-line code.  An expression printed twice is one line, so terms share what they have in common.
 
-    `width`: the number of ids per row, if a sparse teacher names some.  What is (R, K) in the graph is a block then.
-    `lifted`: the text of the i-th float literal, where literals are handed in: another value is then the same source.
+    `width`: the number of ids per row, if a sparse teacher names some.  What is (R, K) in the graph is then a block.
+    `lifted`: the text of the i-th float literal, if literals are passed in: other values then give the same source.
     """
 
     def __init__(self, width: int = 0, lifted: Callable[[int], str] | None = None, but: Container[str] = ()) -> None:
@@ -50,7 +50,7 @@ class Printer:
         self.lines: list[str] = []
         self.numbers: list[float] = []  # the literals that were lifted
         self._names: dict[str, str] = {}
-        self._places: dict[tuple[fx.Node, str], int] = {}  # which of them an argument is: printed again, it is the same
+        self._places: dict[tuple[fx.Node, str], int] = {}  # the literal of each argument; the same if printed again
 
     def line(self, text: str) -> str:
         if text.isidentifier():
@@ -64,7 +64,7 @@ class Printer:
         return len(self.lines), len(self._names), len(self.numbers)
 
     def back(self, mark: tuple[int, int, int]) -> None:
-        """Take back what was printed since."""
+        """Remove what was printed since `mark`."""
         del self.lines[mark[0] :], self.numbers[mark[2] :]
         for name in list(self._names)[mark[1] :]:
             del self._names[name]
@@ -74,7 +74,7 @@ class Printer:
         return Value(self.line(text), kind)
 
     def graph(self, graph: fx.Graph, given: dict[fx.Node, Value], outputs: Iterable[fx.Node]) -> dict[fx.Node, Value]:
-        """Print what these outputs need; `given` holds the arguments, and nodes that are known otherwise."""
+        """Print what these outputs need; `given` has the arguments, and other nodes whose values are known."""
         shown = changed_under_another_name(graph, SAME)
         if shown:
             raise Unprintable(shown)
@@ -91,7 +91,7 @@ class Printer:
             if name == "getitem":
                 source, place = node.args
                 if place != 0:
-                    values[node] = None  # log_sigmoid's buffer, which nothing here looks at
+                    values[node] = None  # log_sigmoid's buffer, which nothing here reads
                     continue
                 values[node] = values[source]
             elif name in SAME or is_whole_slice(node) or (name in RESHAPES and self._reshapes(name, node)):
@@ -113,7 +113,7 @@ class Printer:
         return {node: values[node] for node in outputs}
 
     def met(self, node: fx.Node, values: dict[fx.Node, Any]) -> bool:
-        """Print an operation in which rows meet, where a printer knows how: see `segments.py`."""
+        """Print an operation in which rows meet, if this printer knows how: see `segments.py`."""
         return False
 
     def _reshapes(self, name: str, node: fx.Node) -> bool:
@@ -202,7 +202,7 @@ class Printer:
 
 
 def _in_float32(node: fx.Node) -> bool:
-    """Whether PyTorch makes a float32 of an operation's literals, as the kernel does that is handed them."""
+    """Whether PyTorch converts an operation's literals to float32, as a kernel does with its arguments."""
     operands = [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]  # the others are sizes
     floats = {d for d in (*map(dtype_of, operands), torch.get_default_dtype()) if d.is_floating_point}
     return floats == {torch.float32} and dtype_of(node) in (torch.float32, torch.bool)
@@ -219,7 +219,7 @@ def _root(node: Any, roots: dict[fx.Node, fx.Node]) -> Any:
 
 
 def _given(node: fx.Node) -> dict[str, Any]:
-    """The arguments of an operation that are not its defaults."""
+    """The arguments of an operation that differ from their defaults."""
     given: dict[str, Any] = {}
     for i, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
         default = argument.default_value if argument.has_default_value() else node  # which no argument is
@@ -245,7 +245,7 @@ def operation(node: fx.Node) -> tuple[str, bool]:
 
 
 def reach(outputs: Sequence[fx.Node], known: Iterable[fx.Node] = ()) -> set[fx.Node]:
-    """The nodes that these outputs need, without looking behind those that are known."""
+    """The nodes that these outputs need, without going past those that are known."""
     needed: set[fx.Node] = set()
     known, stack = set(known), list(outputs)
     while stack:

@@ -1,4 +1,4 @@
-"""The terms of an objective as one printed function of a row.
+"""Prints the terms of an objective as one function of a row.
 
 Dimension key:  C rows handed in   T terms
 
@@ -6,10 +6,9 @@ Dimension key:  C rows handed in   T terms
 
 The cotangents are summed over the terms and folded into the five coefficients of `facts.Pull`, for each temperature.
 With a teacher it takes `there` and `named` as well, and returns the coefficients of `teachers.DensePull` or
-`SparsePull` too: facts at the ids of a sparse teacher are blocks, padded; which of them are ids, and of those, which
-name a column.
-The float literals of a loss that has numbers of its own are handed in: a clip range that changes is traced anew and
-compiles nothing.
+`SparsePull` too.  Facts at the ids of a sparse teacher are padded blocks: `there` says which elements are ids, and
+`named` which of those name a column.
+The float literals of a loss are passed in, so that another clip range is traced anew but compiles nothing.
 """
 
 from __future__ import annotations
@@ -43,15 +42,15 @@ class Program(NamedTuple):
     want: Want
     terms: tuple[str, ...]
     inputs: tuple[str, ...]  # of the rows, in the function's order
-    target: bool  # whether it looks at the targets
-    numbers: tuple[float, ...]  # float literals of the losses, which the function is handed
+    target: bool  # whether it reads the targets
+    numbers: tuple[float, ...]  # float literals of the losses, which are passed to the function
     metrics: tuple[str, ...]  # "term/metric" and the objective's own
     cotangents: tuple[Fact, ...]
     input_cotangents: tuple[str, ...]
-    there: tuple[tuple[bool, ...], ...]  # which of a, b, e, c, y there are, for each temperature
+    there: tuple[tuple[bool, ...], ...]  # which of a, b, e, c, y there are, per temperature
     left_out: tuple[tuple[str, str], ...]  # metrics that are not printed, and the operation that forbids it
     width: int = 0  # ids that a sparse teacher names
-    # which of a, b, c, d (a dense teacher) or of ids, tail (a sparse one) there are, for each temperature they meet at
+    # which of a, b, c, d (a dense teacher) or of ids, tail (a sparse one) there are, per temperature of the comparison
     guided: tuple[tuple[bool, ...], ...] = ()
     looked: tuple[Fact, ...] = ()  # the divergences that pull
     by_segment: bool = False
@@ -71,7 +70,7 @@ def lower(
     inputs: Mapping[str, Any],
     metrics: Sequence[tuple[str, Any]] = (),
 ) -> Program:
-    """The program of some row terms, each a `plan.Call` and its `plan.Trace`, and of an objective's own metrics.
+    """The program of some row terms, each a `Call` and its `Trace`, and of an objective's own metrics.
 
     Raises `Unprintable`, with the operation and the loss, if a value or a cotangent cannot be printed; a metric that
     cannot is left out.
@@ -84,7 +83,7 @@ _PROGRAMS: dict[Any, Any] = {}
 
 
 def once(make: Any, terms: Any, want: Want, inputs: Any, metrics: Any) -> Any:
-    """What `make` makes of these, made once for all that say the same."""
+    """What `make` returns for these, cached by their content."""
     parts = [(name, Same(trace.joint), call.facts, call.input_names) for name, (call, trace) in terms.items()]
     own = [(n, call.reads(), call.signature.parameters) for n, call in metrics]
     key = (make, tuple(parts), want, tuple(sorted(inputs.items())), tuple(own))
@@ -146,7 +145,7 @@ class Page:
         return {rest[-2]: Value(f"seeds[{len(self.values)}]", "f")}
 
     def metrics_of(self, kind: str) -> dict[str, str] | None:
-        """Where metrics that belong to this are kept."""
+        """Where metrics per row, or per segment, are kept; None if such metrics are not printed."""
         return self.metrics if kind == "row" else None
 
     def term(self, name: str, call: Any, trace: Any) -> None:
@@ -178,7 +177,7 @@ class Page:
             into = self.metrics_of(kind)
             if into is not None:
                 self._metric(f"{name}/{key}", graph, given, metrics[key], into)
-            else:  # a number, or a scalar: counted once a call and not once a row
+            else:  # a number, or a scalar: counted once per call, not once per row
                 self.left_out[f"{name}/{key}"] = "not one value per row"
 
     def metric(self, name: str, call: Any) -> None:
@@ -240,7 +239,7 @@ class Page:
                 with torch.no_grad(), unwatched():
                     if not agrees(module, values, [[drawn(x, x.shape, generator) for x in like]]):
                         return False
-            except Exception:  # whatever a function raises of numbers that it does not like
+            except Exception:  # whatever a function raises for numbers that it does not like
                 return False
         return True
 
@@ -255,7 +254,7 @@ class Page:
     def _fact(self, fact: Fact) -> Value:
         kind = "i" if fact.name in ("argmax", "teacher_argmax") else "f"
         if fact not in self.want.facts:
-            return Value(constant(0, kind), kind)  # a trace showed that nothing looks at it
+            return Value(constant(0, kind), kind)  # a trace showed that nothing reads it
         return Value(f"facts[{self.want.facts.index(fact)}]", kind)
 
     def _metric(
@@ -278,7 +277,7 @@ class Page:
         return {n: self._of_row(n, x) for n, x in found.items()} if self.width == 1 else found
 
     def _of_row(self, node: fx.Node, value: Value) -> Value:
-        """With one id per row, (R, 1) may have become (R,) without a sum: a block of one where a number is wanted."""
+        """With one id per row, (R, 1) may have become (R,) without a sum: make the block of one a number."""
         if node.meta["val"].ndim != 1:
             return value
         kind = "i" if value.kind == "b" else value.kind
@@ -333,7 +332,7 @@ class Page:
 
 
 def fed(pulls: list[Texts]) -> tuple[tuple[bool, ...], ...]:
-    """Which coefficients there are, for each temperature."""
+    """Which coefficients there are, per temperature."""
     return tuple(tuple(x is not None for x in k) for k in pulls)
 
 

@@ -1,13 +1,12 @@
-"""The terms of an objective whose rows meet through segments, as one printed function of a segment.
+"""Prints the terms of an objective whose rows meet through segments as one function of a segment.
 
     segment(WALK, facts, inputs, y, numbers, seeds, vocab, known, count, inside)
 
 A traced segment loss is element-wise over rows and over segments, joined by sums over the rows of a segment and by
-values that a segment hands to its rows.  A program that owns a segment walks its rows once for each level of sums:
-walk k gives what is to be summed, made of the sums that the walks before it found (`known`); the walk after the last
-sum gives what belongs to rows, as `program.py` has it, and one more what belongs to the segment.  Rows are blocks here
-and segments scalars, so nothing has to be handed out; rows without a segment (`inside` is False) get 0, as in
-`Segments.spread`.
+values that a segment spreads to its rows.  A program that owns a segment walks its rows once for each level of sums:
+walk k returns what is to be summed, which may use the sums of the walks before it (`known`); the walk after the last
+sum returns the results per row, as in `program.py`, and one more the results per segment.  Rows are blocks here and
+segments scalars, so they broadcast; rows without a segment (`inside` is False) get 0, as in `Segments.spread`.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _VARIABLE, _SUM = re.compile(r"\bv\d+\b"), re.compile(r"\bknown\[(\d+)\]")
 
 
 class SegmentProgram(NamedTuple):
-    """A printed objective with segment terms.  The fields that `Program` has too mean the same."""
+    """A printed objective with segment terms.  Fields that `Program` has too mean the same."""
 
     source: str
     want: Want
@@ -48,10 +47,10 @@ class SegmentProgram(NamedTuple):
     there: tuple[tuple[bool, ...], ...]
     left_out: tuple[tuple[str, str], ...]
     segment_metrics: tuple[str, ...]
-    of_segments: tuple[bool, ...]  # of each term, whether its values belong to segments
-    input_kinds: tuple[str, ...]  # of each input: "row", "segment" or "scalar"
-    sums: tuple[tuple[bool, ...], ...]  # that each walk finds: whether in float64
-    guided: tuple[tuple[bool, ...], ...] = ()  # of each teacher, one after the other
+    of_segments: tuple[bool, ...]  # per term, whether its values belong to segments
+    input_kinds: tuple[str, ...]  # per input: "row", "segment" or "scalar"
+    sums: tuple[tuple[bool, ...], ...]  # per walk, for each of its sums: whether in float64
+    guided: tuple[tuple[bool, ...], ...] = ()  # the teachers' one after the other
     looked: tuple[Fact, ...] = ()
     by_segment: bool = True
 
@@ -71,7 +70,7 @@ def lower(
     inputs: Mapping[str, Any],
     metrics: Sequence[tuple[str, Any]] = (),
 ) -> SegmentProgram:
-    """As `program.lower`, for terms of which some are segment terms and the others row terms."""
+    """Like `program.lower`, for terms of which some are segment terms and the others row terms."""
     made: SegmentProgram = once(_lower, terms, want, inputs, metrics)
     return made
 
@@ -92,7 +91,7 @@ def _lower(terms: Any, want: Want, inputs: Mapping[str, Any], metrics: Any) -> S
 
 
 class _SegmentPrinter(Printer):
-    """A printer that knows sums over segments: those of the arguments `ids` and `number`, which nothing else reads."""
+    """A printer that knows sums over segments, by the arguments `ids` and `number`, which nothing else may read."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -183,7 +182,7 @@ class _SegmentPage(Page):
         )  # fmt: skip
 
     def _walks(self) -> list[list[str]]:
-        """What is summed in each walk: what is made of sums comes after the walk that finds them."""
+        """What each walk sums: a sum that is made of other sums comes after the walk that takes those."""
         level: dict[str, int] = {}
         summed = list(self.printer.summed)
         for line in self.printer.lines:
@@ -199,7 +198,7 @@ class _SegmentPage(Page):
         return walks
 
     def _source(self, results: list[str], walks: list[list[str]]) -> str:
-        order = [x for walk in walks for x in walk]  # in which they come to be known
+        order = [x for walk in walks for x in walk]  # in which they become known
         number = [order.index(x) for x in self.printer.summed]
         text = f"@triton.jit\ndef {NAME}({_ARGUMENTS}):\n"
         for i, result in enumerate(results):
@@ -214,7 +213,7 @@ def _tuple(texts: Any) -> str:
 
 
 def _needed(lines: Sequence[str], result: str) -> list[str]:
-    """Those lines that a result is made of, in their order."""
+    """The lines that a result depends on, in their order."""
     wanted, found = set(_VARIABLE.findall(result)), []
     for line in reversed(lines):
         name, text = line.split(" = ", 1)
