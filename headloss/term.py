@@ -147,16 +147,12 @@ class Term:
         if tail not in TAILS:
             raise ValueError(f"tail: wanted one of {', '.join(TAILS)}, got {shown(tail)}{suggest(str(tail), TAILS)}")
         if tail != "bucket" and not is_divergence(fn):
-            raise ValueError(
-                f"tail: {function_name(fn)} is not a divergence of (logp, logq), so it has no tail to treat"
-            )
+            raise ValueError(f"tail: {function_name(fn)} is not a divergence of (logp, logq), so it has no tail")
         top = getattr(fn, "top", None) if top is None else top
         if top is not None:
             check_top(top)
             if is_divergence(fn) and tail == "bucket":
-                raise ValueError(
-                    'tail: with top=, the columns left out do not count as an outcome; use "none" or "renormalise"'
-                )
+                raise ValueError('tail: with top=, the columns left out are not counted; use "none" or "renormalise"')
         if support not in (None, "all"):
             hint = "; give columns to the call" if not isinstance(support, str) else ""
             raise ValueError(f'support: wanted "all", or None for that of the call, got {shown(support)}{hint}')

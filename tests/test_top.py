@@ -186,7 +186,7 @@ def test_refusals() -> None:
         hl.Term(cross_entropy, top=2)
     with pytest.raises(ValueError, match="top: needed by the fact 'top_ids'; say of how many columns"):
         hl.row_facts(source, want="top_ids")
-    with pytest.raises(ValueError, match="tail: with top=, the columns left out do not count as an outcome"):
+    with pytest.raises(ValueError, match="tail: with top=, the columns left out are not counted"):
         hl.Term(reverse_kl, top=3)
     with pytest.raises(ValueError, match="teacher: term 'own'.*needs one for 'teacher_top_logprob'; pass teacher="):
         hl.Objective(own=hl.Term(own_kl, top=3))(source, batch.targets)
