@@ -269,7 +269,7 @@ def own_metrics(metrics: Any) -> Any:
 def read_metrics(metrics: Any) -> Iterator[tuple[str, Call]]:
     pairs = metrics.items() if isinstance(metrics, Mapping) else [(None, m) for m in metrics]
     for name, metric in pairs:
-        if name is not None and not (isinstance(name, str) and name):
+        if name is not None and not (isinstance(name, str) and name and not name.endswith("/")):
             raise TypeError(f"metrics: wanted names as keys, got {shown(name)}")
         if isinstance(metric, str) and metric in DIVERGENCES:
             metric = DIVERGENCES[metric]

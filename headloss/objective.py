@@ -24,6 +24,7 @@ from headloss.engine.arguments import CallArguments, CallOptions
 from headloss.engine.autograd_contract import refuse_transforms
 from headloss.engine.bind import chunked_because, chunks_of, read_because, rows_of
 from headloss.engine.bound_teachers import bind_teachers
+from headloss.engine.checks import check_no_lost_gradient
 from headloss.engine.columns import has_vocab_ids, in_columns
 from headloss.engine.derived_inputs import over_ranks, with_candidates, with_derived_inputs
 from headloss.engine.evaluate import evaluate
@@ -46,6 +47,7 @@ from headloss.sources import Linear, Logits, Source, Sparse, Teacher
 from headloss.support import Support, check_counted
 from headloss.term import Term
 from headloss.terms import Terms
+from headloss.uncompiled import uncompiled
 
 
 class Objective(Terms):
@@ -61,6 +63,7 @@ class Objective(Terms):
     key: str  # made from its content: a graph made with one objective serves all equal ones
     traits: Traits  # what a compiled graph must know
 
+    @uncompiled
     def __init__(
         self,
         /,
@@ -77,7 +80,7 @@ class Objective(Terms):
         self._set(losses={}, key=content_key(self), traits=traits(self))
 
     def __reduce__(self) -> Any:
-        return _made, (dict(self.terms), self.asked, self.backend, self.losses)
+        return _made, (dict(self.terms), self.asked, self.backend, self.losses, type(self))
 
     def __deepcopy__(self, memo: object) -> Objective:
         return self  # immutable: a copied model keeps its objective
@@ -138,6 +141,8 @@ class Objective(Terms):
         **inputs: Any,
     ) -> Output:
         """The same record with `.grads` (logits, or hidden, weight and bias), without autograd."""
+        if torch.is_grad_enabled():
+            check_no_lost_gradient(self, inputs)
         options = CallOptions(num_items, num_segments, weights, grad_scale, host_read)
         teacher = with_candidates(teacher, ids, source)
         with torch.no_grad():
@@ -157,6 +162,7 @@ class Objective(Terms):
             return graph.call(self, arguments, direct)
         return _uncompiled(self, arguments, direct)
 
+    @uncompiled
     def explain(
         self,
         on: Source,
@@ -232,8 +238,8 @@ def _on_columns(objective: Objective, arguments: CallArguments, direct: bool) ->
     return mapped.output(objective._evaluate(mapped.arguments, direct))
 
 
-_uncompiled = graph.uncompiled(evaluate)
-_on_columns_uncompiled = graph.uncompiled(_on_columns)
+_uncompiled = uncompiled(evaluate)
+_on_columns_uncompiled = uncompiled(_on_columns)
 
 
 def _explain(terms: Terms, arguments: CallArguments, source: bool) -> Explanation:
@@ -300,7 +306,7 @@ def _labels(constants: tuple[Any, ...], want: tuple[Any, ...], backend: str, hos
 _labels._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-@graph.uncompiled
+@uncompiled
 def _row_facts(
     source: Source,
     targets: Any,

@@ -5,6 +5,7 @@ Options often come from YAML or JSON, where "no", "3e-4" and 1 easily mean somet
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 import numbers
@@ -22,8 +23,15 @@ _SAID = {bool: "True or False", int: "a whole number", float: "a finite number",
 
 
 def parameters_of(fn: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    """The parameters of a function; for a module, those of its forward."""
-    return inspect.signature(fn.forward if isinstance(fn, nn.Module) else fn).parameters
+    """The parameters of a function; for a module, those of its forward.
+
+    To Python, parameters after one that a `functools.partial` has bound are keyword-only; here they keep their kind.
+    """
+    found = inspect.signature(fn.forward if isinstance(fn, nn.Module) else fn).parameters
+    if not isinstance(fn, functools.partial):
+        return found
+    own = parameters_of(fn.func)
+    return {name: p if name in fn.keywords else p.replace(kind=own[name].kind) for name, p in found.items()}
 
 
 def is_number(x: object) -> bool:

@@ -5,7 +5,8 @@ Dimension key:  N rows   S segments
 Row n belongs to segment `ids[n]`; id -1 is no segment.  Losses receive a `Segments` whose ignored rows are already -1,
 so `totals`, `means`, `maxima`, `minima`, `spread`, `mean`, `max` and `min` see valid tokens only.  All are
 differentiable, and ids may come in any order.  `totals` and `spread` are torch operators of their own, each the other's
-adjoint.  By these and `largest`, a trace tells a segment loss from one that mixes rows in other ways.
+adjoint.  By these and `largest`, a trace tells a segment loss from one that mixes rows in other ways.  Sums of
+bools and whole numbers are int64, those of narrow floats float32.
 
 With a `group`, a segment's rows may lie on several ranks (context or sequence parallelism): ids and their number are
 then global, sums run over the group, forward and backward, and each rank's loss is its share of the whole.
@@ -13,6 +14,7 @@ then global, sums run over the group, forward and backward, and each rank's loss
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -30,13 +32,14 @@ _library.define("segment_largest(Tensor x, Tensor ids, SymInt num_segments) -> T
 
 
 def _totals(x: Tensor, ids: Tensor, num_segments: int) -> Tensor:
-    out = x.new_zeros(num_segments + 1)  # the last place takes rows without a segment
+    dtype = torch.float64 if x.is_floating_point() else x.dtype  # it adds row by row: in float32, 131072 tokens drift
+    out = x.new_zeros(num_segments + 1, dtype=dtype)  # the last place takes rows without a segment
     place = torch.where(ids < 0, num_segments, ids)
     if x.device.type == "cuda":  # this sorts; index_add_ is atomic, and its bits differ from run to run
-        out.index_put_((place,), x, accumulate=True)
+        out.index_put_((place,), x.to(dtype), accumulate=True)
     else:
-        out.index_add_(0, place, x)
-    return out[:num_segments].clone()
+        out.index_add_(0, place, x.to(dtype))
+    return out[:num_segments].to(x.dtype, copy=True)
 
 
 def _spread(y: Tensor, ids: Tensor) -> Tensor:
@@ -44,8 +47,8 @@ def _spread(y: Tensor, ids: Tensor) -> Tensor:
 
 
 def _largest(x: Tensor, ids: Tensor, num_segments: int) -> Tensor:
-    """The largest x of each segment, without a gradient; -inf for a segment without rows."""
-    out = x.new_full((num_segments + 1,), -torch.inf)
+    """The largest x of each segment, without a gradient; the least number there is for a segment without rows."""
+    out = x.new_full((num_segments + 1,), -torch.inf if x.is_floating_point() else torch.iinfo(x.dtype).min)
     place = torch.where(ids >= 0, ids, num_segments)
     return out.scatter_reduce_(0, place, x, "amax")[:num_segments].clone()
 
@@ -67,18 +70,14 @@ def _spread_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
     return torch.ops.headloss.segment_totals(grad, *ctx.saved_tensors, ctx.num_segments), None
 
 
-_library.impl("segment_totals", _totals, "CompositeExplicitAutograd")
-_library.impl("segment_spread", _spread, "CompositeExplicitAutograd")
+for _name, _real in (("totals", _totals), ("spread", _spread), ("largest", _largest)):
+    _library.impl(f"segment_{_name}", _real, "CompositeExplicitAutograd")
 torch.library.register_fake("headloss::segment_totals", lambda x, ids, n: x.new_empty(n), lib=_library)
 torch.library.register_fake("headloss::segment_spread", lambda y, ids: y.new_empty(ids.shape[0]), lib=_library)
-_library.impl("segment_largest", _largest, "CompositeExplicitAutograd")
 torch.library.register_fake("headloss::segment_largest", lambda x, ids, n: x.new_empty(n), lib=_library)
-torch.library.register_autograd(
-    "headloss::segment_totals", _totals_backward, setup_context=_totals_context, lib=_library
-)
-torch.library.register_autograd(
-    "headloss::segment_spread", _spread_backward, setup_context=_spread_context, lib=_library
-)
+_differentiable = functools.partial(torch.library.register_autograd, lib=_library)
+_differentiable("headloss::segment_totals", _totals_backward, setup_context=_totals_context)
+_differentiable("headloss::segment_spread", _spread_backward, setup_context=_spread_context)
 
 
 class _GroupSum(torch.autograd.Function):
@@ -246,8 +245,7 @@ class Segments:
         """Rows in each segment, (S,), on all ranks of the group."""
         if self._counts is not None and self._written == version(self.ids):
             return self._counts
-        counts = self.local_counts()
-        counts = counts if self.group is None else group_sum(counts, self.group)
+        counts = self.local_counts() if self.group is None else group_sum(self.local_counts(), self.group)
         if not is_uncounted(self.ids):
             object.__setattr__(self, "_counts", counts)
             object.__setattr__(self, "_written", version(self.ids))
@@ -267,13 +265,14 @@ class Segments:
     def totals(self, x: Tensor) -> Tensor:
         """Sum of `x` over each segment: (N,) to (S,)."""
         self._check_rows("totals", x)
-        sums = torch.ops.headloss.segment_totals(_flat(x), _flat(self.ids), self.num_segments)
+        sums = torch.ops.headloss.segment_totals(_wide(_flat(x)), _flat(self.ids), self.num_segments)
         return sums if self.group is None else _GroupSum.apply(sums, self.group)
 
     def means(self, x: Tensor) -> Tensor:
         """Mean of `x` over each segment: (N,) to (S,); 0 for a segment without rows."""
         self._check_rows("means", x)
-        return self.totals(x) / self.counts.clamp(min=1).to(x.dtype)
+        sums, counts = self.totals(x), self.counts.clamp(min=1)
+        return sums / (counts.to(sums.dtype) if sums.is_floating_point() else counts)
 
     def spread(self, y: Tensor) -> Tensor:
         """Each row's own segment value: (S,) to (N,); 0 for a row without a segment."""
@@ -290,18 +289,20 @@ class Segments:
         return self.spread(self.means(x))
 
     def maxima(self, x: Tensor) -> Tensor:
-        """The largest `x` of each segment: (N,) to (S,); 0 for a segment without rows.  Rows that tie share the
-        gradient."""
+        """The largest `x` of each segment: (N,) to (S,); 0 for one without rows.  Rows that tie share the gradient."""
         self._check_rows("maxima", x)
-        flat = _flat(x)
-        best = torch.ops.headloss.segment_spread(self._largest(flat.detach()), _flat(self.ids))
-        ties = (flat.detach() == best).to(flat.dtype)
+        flat = _wide(_flat(x))
+        largest = self._largest(flat.detach())
+        if not flat.is_floating_point():
+            return largest.masked_fill(self.counts == 0, 0)
+        ties = (flat.detach() == torch.ops.headloss.segment_spread(largest, _flat(self.ids))).to(flat.dtype)
         share = ties / torch.ops.headloss.segment_spread(self.totals(ties), _flat(self.ids)).clamp(min=1)
-        return self.totals(torch.where(ties != 0, flat, 0.0) * share)
+        shared = self.totals(torch.where(ties != 0, flat, 0.0) * share)  # off by a rounding where rows tie
+        return torch.where(largest.isinf(), shared, largest + (shared - shared.detach()))
 
     def minima(self, x: Tensor) -> Tensor:
         """The smallest `x` of each segment: (N,) to (S,); 0 for a segment without rows."""
-        return -self.maxima(-x)
+        return -self.maxima(-_wide(x))
 
     def max(self, x: Tensor) -> Tensor:
         """Each row's segment maximum of `x`: (N,) to (N,)."""
@@ -351,6 +352,11 @@ def now_or_later(numbers: Tensor, zeros: Tensor, check: Callable[[Tensor], None]
 
 def _lines(shape: tuple[int, ...], device: torch.device | None) -> Tensor:
     return torch.arange(shape[0], device=device)[:, None].expand(shape)
+
+
+def _wide(x: Tensor) -> Tensor:
+    """The same numbers in a dtype whose sums neither wrap around nor stop growing."""
+    return x.long() if not x.is_floating_point() else x.float() if x.dtype.itemsize < 4 else x
 
 
 def _flat(x: Tensor) -> Tensor:

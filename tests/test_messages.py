@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import pickle
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -112,3 +115,110 @@ def test_metrics_of_other_things_do_not_add_up() -> None:
         meter.add({"entropy": per_segment})
     with pytest.raises(ValueError, match="'entropy' is a max per token here and was a mean per token before"):
         meter.add({"entropy": hl.Metric.of("entropy_max", values, None, "token")})
+
+
+def with_entropy(logprob: torch.Tensor, *, entropy: torch.Tensor | None = None) -> torch.Tensor:
+    return -logprob if entropy is None else -logprob - entropy
+
+
+def with_segments(logprob: torch.Tensor, *, segments: hl.Segments | None = None) -> torch.Tensor:
+    return -logprob if segments is None else -segments.mean(logprob)
+
+
+@pytest.mark.parametrize(("loss", "name"), [(with_entropy, "entropy"), (with_segments, "segments")])
+def test_what_is_injected_stands_before_the_star(loss: Any, name: str) -> None:
+    """As an option it would be None in every call, without a word."""
+    for make in (
+        lambda: hl.Objective(it=loss),
+        lambda: hl.Term(cross_entropy, row_weight=loss),
+        lambda: hl.Objective(ce=cross_entropy, metrics=[loss]),
+    ):
+        with pytest.raises(TypeError, match=f"'{name}' is keyword-only.*put it before the"):
+            make()
+    hl.Objective(it=lambda logprob, *, entropy=0.5: -entropy * logprob)  # an option may have the name
+
+
+def test_an_input_that_is_given_as_an_option() -> None:
+    with pytest.raises(TypeError, match=r"no option 'beta'; it is an input of the call, for options stand behind a \*"):
+        hl.Term(lambda logprob, beta=0.1: -beta * logprob, beta=0.5)
+
+
+def mixed(logprob: torch.Tensor, coefficient: float = 0.1, entropy: torch.Tensor | None = None) -> torch.Tensor:
+    assert entropy is not None
+    return -logprob + coefficient * entropy
+
+
+def test_a_partial_leaves_its_other_parameters_what_they_are() -> None:
+    """Python calls all that follow a bound one keyword-only; here they would have become options."""
+    bound = functools.partial(mixed, coefficient=2.0)
+    want = hl.Objective(it=mixed)(hl.Logits(LOGITS), TARGETS, coefficient=2.0).loss
+    torch.testing.assert_close(hl.Objective(it=bound)(hl.Logits(LOGITS), TARGETS).loss, want)
+    again = hl.Term(functools.partial(mixed, coefficient=1.0), coefficient=2.0)
+    torch.testing.assert_close(hl.Objective(it=again)(hl.Logits(LOGITS), TARGETS).loss, want)
+    fixed, old = functools.partial(grpo, advantage=torch.tensor(2.0)), torch.full((2, 5), -2.0)
+    out = hl.Objective(it=fixed)(hl.Logits(LOGITS), TARGETS, old_logprob=old)
+    full = torch.full((2, 5), 2.0)
+    assert out.loss == hl.Objective(it=grpo)(hl.Logits(LOGITS), TARGETS, old_logprob=old, advantage=full).loss
+
+
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        (None, "its metric 'm' is NoneType"),
+        ("text", "its metric 'm' is str"),
+        ((torch.ones(10), {"x": torch.ones(10)}), r"its metric 'm' is tuple.*hl\.Term\(\.\.\.\) measures a loss"),
+        (torch.ones(10, dtype=torch.complex64), "its metric 'm' is torch.complex64 values"),
+        ({"": torch.ones(10)}, "wanted names for its metrics, got ''"),
+        ({"a/": torch.ones(10), "a/b": torch.ones(10)}, "wanted names for its metrics, got 'a/'"),
+        ({1: torch.ones(10)}, "wanted names for its metrics, got 1"),
+    ],
+)
+def test_metrics_that_are_none(found: Any, message: str) -> None:
+    objective = hl.Objective(ce=cross_entropy, metrics={"m": lambda logprob: found})
+    with pytest.raises(TypeError, match=message):
+        objective(hl.Logits(LOGITS), TARGETS)
+
+
+def test_a_name_of_a_metric_that_would_be_a_mask() -> None:
+    with pytest.raises(TypeError, match="wanted names as keys, got 'm/'"):
+        hl.Objective(ce=cross_entropy, metrics={"m/": lambda logprob: logprob})
+
+
+def test_a_single_fact_with_its_temperature() -> None:
+    with pytest.raises(TypeError, match=r"got 2\.0; a single one goes into a list, \[\('entropy', 2\.0\)\]"):
+        hl.row_facts(hl.Logits(LOGITS), want=("entropy", 2.0))
+    for want in (None, [("lse", 2.0, "teacher", "more")]):
+        with pytest.raises(TypeError, match="want: wanted names of facts"):
+            hl.row_facts(hl.Logits(LOGITS), want=want)
+
+
+def test_numbers_that_are_too_large_or_too_narrow() -> None:
+    with pytest.raises(ValueError, match="num_items: wanted a count"):
+        hl.Objective(ce=cross_entropy)(hl.Logits(LOGITS), TARGETS, num_items=10**400)
+    hidden, weight = torch.randn(2, 4), torch.randn(5, 4)
+    for name in ("logits_dtype", "weight_grad_dtype"):
+        with pytest.raises(TypeError, match=f"{name}: wanted a floating-point dtype of 16 bits or more"):
+            hl.Linear(hidden, weight, **{name: torch.float8_e4m3fn})
+
+
+@pytest.mark.parametrize("wrap", [lambda x: x, hl.PerRow], ids=["plain", "PerRow"])
+def test_forward_backward_makes_no_gradient_of_an_input(wrap: Any) -> None:
+    objective, advantage = hl.Objective(rl=grpo, metrics=[watched]), torch.ones(2, 5, requires_grad=True)
+    call = {"watch": advantage, "advantage": advantage.detach()}
+    objective.forward_backward(hl.Logits(LOGITS), TARGETS, **call)
+    with pytest.raises(ValueError, match=r"advantage: requires grad, but forward_backward.*or pass advantage\.detach"):
+        objective.forward_backward(hl.Logits(LOGITS), TARGETS, **{**call, "advantage": wrap(advantage)})
+    with torch.no_grad():
+        objective.forward_backward(hl.Logits(LOGITS), TARGETS, **{**call, "advantage": wrap(advantage)})
+
+
+def watched(watch: torch.Tensor) -> torch.Tensor:
+    return watch
+
+
+class Named(hl.Objective):
+    """A class of the user's own."""
+
+
+def test_a_pickled_objective_keeps_its_class() -> None:
+    assert type(pickle.loads(pickle.dumps(Named(ce=cross_entropy)))) is Named

@@ -437,6 +437,28 @@ def test_closure_over_a_changing_number() -> None:
         oracle.check(oracle.run(objective, problem, memory=problem.budget(3)), oracle.answer(objective, problem))
 
 
+@pytest.mark.parametrize("said", [lambda x: x, hl.Whole], ids=["plain", "Whole"])
+def test_any_number_of_pairs_is_one_trace(said: Callable[[Tensor], Any], traces: list[str]) -> None:
+    """Every batch has another number of them."""
+
+    def hinge(logprob: Tensor, segments: hl.Segments, pairs: Tensor, margin: Tensor) -> Any:
+        gain = segments.totals(logprob)
+        return (margin - gain[pairs[:, 0]] + gain[pairs[:, 1]]).relu(), {"margin": margin}
+
+    logits = torch.randn(8, 13, dtype=torch.float64, requires_grad=True)
+    targets, objective = torch.randint(13, (8,)), hl.Objective(h=hinge)
+    gain = -F.cross_entropy(logits, targets, reduction="none").view(4, 2).sum(1)
+    for P in (3, 1, 5, 2, 9):
+        pairs, margin = torch.randint(4, (P, 2)), torch.rand(P, dtype=torch.float64)
+        call = {"segments": hl.Segments.from_ids(torch.arange(8) // 2, 4), "pairs": pairs, "margin": said(margin)}
+        out = objective(hl.Logits(logits), targets, **call)
+        want = (margin - gain[pairs[:, 0]] + gain[pairs[:, 1]]).relu().mean()
+        torch.testing.assert_close(out.loss, want)
+        torch.testing.assert_close(*(torch.autograd.grad(x, logits, retain_graph=True) for x in (out.loss, want)))
+        assert float(out.metrics["h/margin"]) == pytest.approx(float(margin.mean()))
+    assert traces == ["hinge"]
+
+
 def test_the_same_function_with_other_inputs_is_another_trace() -> None:
     """With and without an optional input, with other dtypes, with gradients: one function, several traces."""
     full = oracle.problem_for(hl.losses.grpo, "Linear")
@@ -593,7 +615,37 @@ def seen_before(logprob, advantage):
     return shown * logprob
 
 
-@pytest.mark.parametrize("fn", [last_column, first_row, centred, under_another_name, seen_before])
+def out_of_a_slice(logprob, advantage):
+    weight = torch.zeros_like(advantage)
+    torch.mul(advantage, 2, out=weight[:])
+    return weight * logprob
+
+
+def out_seen_before(logprob, advantage):
+    weight = advantage.clone()
+    shown = weight.detach()
+    torch.exp(advantage, out=weight)
+    return shown * logprob
+
+
+def part_of_it(ids_logprob, teacher_logprob):
+    weight = teacher_logprob.exp()
+    first, _ = weight.split([1, 3], 1)
+    first.zero_()
+    return -(weight * ids_logprob).sum(-1)
+
+
+def one_of_its_columns(ids_logprob, teacher_logprob):
+    weight = teacher_logprob.exp()
+    weight.unbind(1)[2].mul_(5)
+    return -(weight * ids_logprob).sum(-1)
+
+
+OF_IDS = (last_column, part_of_it, one_of_its_columns)
+OF_ROWS = (first_row, centred, under_another_name, seen_before, out_of_a_slice, out_seen_before)
+
+
+@pytest.mark.parametrize("fn", [*OF_IDS, *OF_ROWS])
 def test_what_is_changed_in_place_through_a_view_counts(fn):
     """A graph that is cut down to its outputs would lose the change: such a function runs as it is."""
     torch.manual_seed(0)
@@ -603,11 +655,9 @@ def test_what_is_changed_in_place_through_a_view_counts(fn):
     logq = draw(9, 4).log_softmax(-1)
     leaf = hidden.clone().requires_grad_()
     logp = (leaf @ weight.T).log_softmax(-1)
-    value = (
-        fn(logp.gather(1, ids), logq) if fn is last_column else fn(logp.gather(1, targets[:, None])[:, 0], advantage)
-    )
+    value = fn(logp.gather(1, ids), logq) if fn in OF_IDS else fn(logp.gather(1, targets[:, None])[:, 0], advantage)
     (want,) = torch.autograd.grad(value.mean(), leaf)
-    more = {"teacher": hl.Sparse(ids, logq)} if fn is last_column else {"advantage": advantage}
+    more = {"teacher": hl.Sparse(ids, logq)} if fn in OF_IDS else {"advantage": advantage}
     mine = hidden.clone().requires_grad_()
     out = hl.Objective(u=fn)(hl.Linear(mine, weight, memory=600), targets, **more)
     out.loss.backward()

@@ -37,12 +37,16 @@ class DenseSegments(Segments):
         object.__setattr__(self, "_counts", member.double().sum(1))
 
     def totals(self, x: Tensor) -> Tensor:
-        x = x if x.is_floating_point() else x.double()
+        x = x if x.is_floating_point() and x.dtype.itemsize > 2 else x.double()
         return self.member_SR.to(x.dtype) @ x
 
     def means(self, x: Tensor) -> Tensor:
         total = self.totals(x)
         return total / self.counts.clamp(min=1).to(total.dtype)
+
+    def maxima(self, x: Tensor) -> Tensor:
+        x = x if x.is_floating_point() else x.double()
+        return x.where(self.member_SR != 0, -math.inf).amax(1).where(self.counts > 0, 0.0)  # ties share its gradient
 
     def spread(self, y: Tensor) -> Tensor:
         return y[self.ids.clamp(min=0)].masked_fill(self.ids < 0, 0)

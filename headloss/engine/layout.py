@@ -26,7 +26,7 @@ from headloss.sources import Source
 from headloss.term import Term
 from headloss.trace.call import Call
 from headloss.trace.signature import Signature
-from headloss.trace.trace import Shape
+from headloss.trace.trace import PAIRS, Shape
 
 
 class Laid:
@@ -196,7 +196,7 @@ def choose(name: str, ways: tuple[str, ...], said: str | None, reading: Reading,
         raise ValueError(
             f"{name}: has one value per segment, where {reading.row[0]} takes one per row; pass segments.spread({name})"
         )
-    return "whole" if chosen == "pair" else chosen
+    return chosen
 
 
 def _only(name: str, ways: tuple[str, ...], reading: Reading, shape: str) -> str:
@@ -284,13 +284,16 @@ def layout(
     kind = choose(name, ways, said, reading, S is not None, f"shape {tuple(x.shape)}")
     if segments is not None and segments.group is not None and said is None and kind in ("row", "segment"):
         _check_said(name, leading, reading)
-    after = {"row": len(leading), "segment": 1, "scalar": 0, "whole": 0}[kind]
+    after = {"row": len(leading), "segment": 1}.get(kind, 0)
     if kind == "row" and said is None and reading.row and tuple(x.shape[after:]) == (1,):
         raise ValueError(
             f"{name}: has shape {tuple(x.shape)}; wanted {leading}, one value per row, for {reading.row[0]}: "
             f"{name}.squeeze(-1) (hl.PerRow({name}) if a column is meant)"
         )
-    return x, Shape(kind, x.dtype, tuple(x.shape[after:]), x.requires_grad and torch.is_grad_enabled())
+    rest = tuple(x.shape[after:])
+    if kind in ("whole", "pair"):
+        kind, rest = "whole", (PAIRS, *rest[1:]) if rest[0] == pairs else rest
+    return x, Shape(kind, x.dtype, rest, x.requires_grad and torch.is_grad_enabled())
 
 
 _DISABLED = torch._C._disabled_torch_function_impl

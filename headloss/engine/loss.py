@@ -27,7 +27,7 @@ from headloss.reductions import of_rows_alone
 from headloss.reductions import weights as reduction_weights
 from headloss.rows import Rows
 from headloss.segments import Segments, group_sum
-from headloss.trace.call import Call, Env, Weighed, evaluate
+from headloss.trace.call import Call, Env, Weighed, check_metrics, evaluate
 from headloss.trace.gradient import Reach, check_constants, check_gradient, leaf, reach_of
 from headloss.trace.signature import Signature
 from headloss.trace.trace import Shape, run_cotangents
@@ -170,6 +170,7 @@ class TermsOnRows:
                 if call.fn is dead_rows:
                     continue
                 found = evaluate(call.fn, call.signature.name, env.arguments(call.signature), call.options)
+                check_metrics(call.signature.name, found if isinstance(found, Mapping) else {name: found})
                 found = {f"{name}/{k}": x for k, x in found.items()} if isinstance(found, Mapping) else {name: found}
                 kinds |= {k: self._kind(call, x, call.signatures) for k, x in found.items()}
                 measured |= found
@@ -281,14 +282,14 @@ class TermsOnRows:
         if not isinstance(value, Tensor) or value.ndim != 1:
             return "other"
         length, segments = value.shape[0], self.rows.segments
-        shapes = [self.shapes[n] for n in call.input_names if n in self.shapes]
-        given = {s.kind for s in shapes} | {p.kind for s in signatures for p in s.parameters}
+        shapes = {n: self.shapes[n].kind for n in call.input_names if n in self.shapes}
+        given = {*shapes.values()} | {p.kind for s in signatures for p in s.parameters}
         ways = []
         if length == self.rows.count and given & {"fact", "targets", "row", "segments"}:
             ways.append("row")
         if segments is not None and length == segments.num_segments and given & {"segment", "segments"}:
             ways.append("segment")
-        if any(s.kind == "whole" and s.rest[0] == length for s in shapes):
+        if any(kind == "whole" and self.inputs[n].shape[0] == length for n, kind in shapes.items()):
             ways.append("pair")
         if len(ways) < 2:
             return ways[0].replace("pair", "other") if ways else "other"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -39,7 +39,7 @@ def facts_sweep(
     support: Support | None = None,
 ) -> Sweep:
     """The sweep of `row_facts`."""
-    want = [want] if isinstance(want, str) else list(want)
+    want = _asked(want)
     of_top = [x for x in want if str(x if isinstance(x, str) else next(iter(x))) in TOP]
     if top is not None:
         check_top(top)
@@ -83,6 +83,16 @@ def facts_sweep(
         # a program without terms: only facts, in one launch or between a head's own products
         program, _ = engine.lower({}, chosen, {}, (), not chunked)
     return kind(source, rows, chosen, engine, guides, program)
+
+
+def _asked(want: Any) -> list[Any]:
+    """Names, (name, temperature) or (name, temperature, teacher): a list of them."""
+    wanted = [want] if isinstance(want, str) or not isinstance(want, Iterable) else list(want)
+    for x in wanted:
+        if not (isinstance(x, str) or (isinstance(x, tuple | list) and 2 <= len(x) <= 3)):
+            hint = f"; a single one goes into a list, [{shown(want)}]" if isinstance(want, tuple) else ""
+            raise TypeError(f"want: wanted names of facts or (name, temperature), got {shown(x)}{hint}")
+    return wanted
 
 
 def _with_top(teacher: Any, want: Sequence[Any], top: int | None) -> Any:

@@ -6,9 +6,7 @@ constant of the graph made from constants alone; so nothing here may depend on t
 
 from __future__ import annotations
 
-import functools
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -26,37 +24,6 @@ from headloss.record import Grads, Output, facts_from
 from headloss.routed import Routed
 from headloss.sources import Linear, Logits, Source, Teacher
 from headloss.terms import Terms
-
-WHY = (
-    "headloss runs this call as it is, between two graphs: logits that are overwritten (inplace=True), DTensors, an "
-    "objective made inside the compiled function, losses or metrics that read what may change (objective.explain "
-    "names it; pass it as an input or an option), support=, top=, hl.Routed and a teacher of a head with vocab_ids "
-    "cannot be part of one"
-)
-
-
-def uncompiled(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Run `fn` uncompiled, between two graphs, under torch.compile: its kernels are fused already.
-
-    We call `torch.compiler.disable` only once something compiles: it takes time and imports the compiler, which imports
-    triton.
-    """
-    disabled: list[Callable[..., Any]] = []
-
-    @functools.wraps(fn)
-    def call(*args: Any) -> Any:
-        if not _compiles():
-            return fn(*args)
-        if not disabled:
-            disabled.append(torch.compiler.disable(fn, reason=WHY))
-        return disabled[0](*args)
-
-    call.__dict__.update(_torchdynamo_disable=True, _torchdynamo_disable_recursive=True, _torchdynamo_disable_msg=WHY)
-    return call
-
-
-# the hook through which torch.compile sees frames, if one is installed
-_compiles = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: "torch._dynamo" in sys.modules)
 
 
 class Labels(NamedTuple):

@@ -308,6 +308,9 @@ def _visit_backward(ctx: Any, grads: list[Tensor | None]) -> Any:
             for i, g in zip(places, found):
                 before = by_source[i]
                 by_source[i] = g if before is None else before + g
+        elif g_loss is not None:  # all terms are off
+            for i, need in enumerate(needs):
+                by_source[i] = torch.zeros_like(tensors[i]) if need and by_source[i] is None else by_source[i]
     by_tensor[: recipe.sources] = by_source
     return by_tensor, [] if not ctx.sizes else None, None
 

@@ -161,7 +161,7 @@ class Call(NamedTuple):
                     wanted = "wanted one real weight per row, or that and a dict of metrics"
                     raise WrongWeightError(f"row_weight: {signature.name} returns {_got(weight)}, {wanted}")
                 if found:
-                    _check_metrics(signature.name, found)
+                    check_metrics(signature.name, found)
                     names.append(signature.name)
                     again = names.count(signature.name)
                     reported[f"{signature.name}_{again}" if again > 1 else signature.name] = dict(found)
@@ -262,7 +262,7 @@ def _values_and_metrics(name: str, result: Any) -> tuple[Tensor, dict[str, Any]]
             f"{name}: wanted one real value per row, segment or pair (a vector), got {_got(value)}; "
             f"leave the reduction to Term(reduction=...)"
         )
-    _check_metrics(name, metrics)
+    check_metrics(name, metrics)
     return value, dict(metrics)
 
 
@@ -270,13 +270,15 @@ def _with_metrics(result: Any) -> tuple[Any, Mapping[str, Any]]:
     return result if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping) else (result, {})
 
 
-def _check_metrics(name: str, metrics: Mapping[str, Any]) -> None:
+def check_metrics(name: str, metrics: Mapping[str, Any]) -> None:
+    """What a function returns as metrics, by their names; one that ends in "/" would be a mask, see `metrics.Batch`."""
     for key, x in metrics.items():
         if not isinstance(key, str) or not key or key.endswith("/"):
             raise WrongValueError(f"{name}: wanted names for its metrics, got {key!r}")
         if not hasattr(x, "__float__") or (isinstance(x, Tensor) and x.dtype.is_complex):
             raise WrongValueError(
                 f"{name}: its metric {key!r} is {_got(x)}, wanted a tensor of real values or a number"
+                f"{'; hl.Term(...) measures a loss' * isinstance(x, tuple)}"
             )
 
 

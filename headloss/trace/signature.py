@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -173,6 +174,7 @@ def read_signature(
         if p.kind is p.KEYWORD_ONLY:
             if p.name in RESERVED or p.name in ("self", "fn"):
                 raise TypeError(f"{name}: option {p.name!r} is a name that belongs to Term; rename it")
+            _check_injected(fn, name, p)
             options[p.name] = p.default
             continue
         if p.kind is p.POSITIONAL_ONLY:
@@ -222,6 +224,17 @@ def read_signature(
     if named:
         raise TypeError(f"{name}: facts={sorted(named)} are not among its parameters {[p.name for p in parameters]}")
     return Signature(name, tuple(parameters), options, _per_segment(fn, name, parameters), _returns(fn, name))
+
+
+def _check_injected(fn: Callable[..., Any], name: str, p: inspect.Parameter) -> None:
+    """An option without a value of its own that has the name of something that losses are given was meant to be it."""
+    bound = fn.keywords if isinstance(fn, functools.partial) else {}
+    given = p.name in FACTS or p.name in ("segments", *TEACHER_INPUTS)
+    if given and p.name != "divergence" and p.default in (None, p.empty) and p.name not in bound:
+        raise TypeError(
+            f"{name}: {p.name!r} is keyword-only, which makes it an option, and no option is given what has this name; "
+            f"put it before the *, or rename it"
+        )
 
 
 def weighs_classes(fn: Callable[..., Any]) -> bool:

@@ -34,6 +34,8 @@ from headloss.trace.function_reads import ours
 from headloss.trace.gradient import Reach, is_idle, leaf, reach_of
 from headloss.trace.trace_check import SIZES, agrees, drawn
 
+PAIRS = -1  # in a shape: as many as there are pairs, a number that no trace depends on
+
 
 class Shape(NamedTuple):
     """What a trace needs to know about an input: how it is laid out, and whether it requires grad."""
@@ -42,6 +44,11 @@ class Shape(NamedTuple):
     dtype: torch.dtype
     rest: tuple[int, ...]  # the dimensions after the first (row, segment) or all of them (whole)
     requires_grad: bool = False
+
+    def sizes(self, rows: int, segments: int, pairs: int) -> tuple[int, ...]:
+        """The shape of an example with so many of each."""
+        lead = {"row": (rows,), "segment": (segments,)}.get(self.kind, ())
+        return (*lead, *[pairs if n == PAIRS else n for n in self.rest])
 
 
 class Trace(NamedTuple):
@@ -227,7 +234,7 @@ def _trace_once(
     names = [n for n in call.input_names if n in inputs]
     wanted = [n for n in names if inputs[n].requires_grad]
     taken = {d for shape in inputs.values() for d in shape.rest}
-    R, S, *others = unlike(taken)[:4]
+    R, S, P, *others = unlike(taken)[:6]
     found: dict[str, Any] = {}
     kinds: dict[str, str] = {}
     tally = [0, 0]
@@ -256,15 +263,16 @@ def _trace_once(
                 grads = torch.autograd.grad([value], leaves, [seed], allow_unused=True)
         return value.detach(), tuple(grads), {k: m.detach() for k, m in metrics.items() if isinstance(m, Tensor)}
 
-    def example(R: int, S: int, draw: Callable[[Tensor, tuple[int, ...]], Tensor], device: str = device) -> list[Any]:
-        """The graph's arguments for R rows and S segments."""
+    def example(
+        R: int, S: int, P: int, draw: Callable[[Tensor, tuple[int, ...]], Tensor], device: str = device
+    ) -> list[Any]:
+        """The graph's arguments for R rows, S segments and P pairs."""
 
         def make(shape: tuple[int, ...], dtype: torch.dtype = dtype) -> Tensor:
             return draw(torch.empty(0, dtype=dtype, device=device), shape)
 
-        lead = {"row": (R,), "segment": (S,), "scalar": (), "whole": ()}
         flat: list[Any] = [make(_fact_shape(f, R, inputs), _fact_dtype(f, dtype)) for f in call.facts]
-        flat += [make((*lead[inputs[n].kind], *inputs[n].rest), inputs[n].dtype) for n in names]
+        flat += [make(inputs[n].sizes(R, S, P), inputs[n].dtype) for n in names]
         if not targetless and any(s.wants("targets") for s in call.signatures):
             flat.append(make((R,), torch.long))
         if ids_at is not None:
@@ -280,11 +288,11 @@ def _trace_once(
     all_ours = all(ours(fn) for fn in call.functions)
 
     def zeros(choice: int, device: str) -> list[Any]:
-        r, s = others if choice else (R, S)
+        r, s, p = others if choice else (R, S, P)
         sizes.clear()
         sizes.update({r: "row", s: "segment"})
         tally[:] = 0, 0
-        return example(r, s, lambda like, shape: like.new_zeros(shape), device)
+        return example(r, s, p, lambda like, shape: like.new_zeros(shape), device)
 
     graph = trace_any_size(joint, zeros, device, all_ours)
     placeholders = [n for n in graph.graph.nodes if n.op == "placeholder"]
@@ -305,11 +313,11 @@ def _trace_once(
             for r, s in SIZES:
                 sizes.clear()
                 sizes.update({r: "row", s: "segment"})
-                yield example(r, s, lambda like, shape: drawn(like, shape, generator))
+                yield example(r, s, 2, lambda like, shape: drawn(like, shape, generator))
 
         told = dict(kinds)
         if not agrees(graph, joint, examples()):
-            kind, reason = "batch", "its Python code tells a trace from a call, or one row from many"
+            kind, reason = "batch", "its trace does not do what it does itself"
         kinds = told
     cotangents = only(graph, lambda out: tuple(out[1])) if kind != "batch" else None
     outputs: Any = graph.graph.output_node().args[0]

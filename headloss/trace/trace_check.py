@@ -1,7 +1,8 @@
 """Check a trace against the function it was made from: run both once on small tensors of real numbers and compare.
 
 Python code can tell a tracer's tensors and sizes from real ones (`isinstance(x.shape[0], int)`, a `try` around what a
-tracer refuses), or treat one row differently from many.  Its trace then computes something else and must not be used.
+tracer refuses), treat one row differently from many, or change in place what it reads under another name.  Its
+trace then computes something else and must not be used.
 """
 
 from __future__ import annotations
@@ -11,14 +12,20 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.utils._python_dispatch import _disable_current_modes
+
+from headloss.trace.classify import only
 
 SIZES = ((5, 3), (1, 2), (4, 1))  # rows and segments: several of both, one row, one segment
 
 
-def agrees(graph: Callable[..., Any], function: Callable[..., Any], examples: Iterable[Sequence[Any]]) -> bool:
-    """Whether a graph and the function that it was made from agree on each of these arguments."""
+def agrees(graph: fx.GraphModule, function: Callable[..., Any], examples: Iterable[Sequence[Any]]) -> bool:
+    """Whether a graph and the function that it was made from agree on each of these arguments.
+
+    The graph as it will run, cut down to what its outputs need: a change in place may not be part of that.
+    """
+    graph = only(graph, lambda out: out)
     with _disable_current_modes(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about numbers that we made up
         return all(_same(graph(*x), function(*x)) for x in examples)

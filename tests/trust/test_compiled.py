@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +19,7 @@ from headloss.metrics import perplexity
 V, D = 13, 5
 OBJECTIVE = hl.Objective(ce=cross_entropy, z=hl.Term(z_loss, weight=0.1), metrics=["entropy", "accuracy"])
 UNSAID = "Observed exception" if torch.__version__ < "2.9" else "^$"  # torch 2.8 keeps the message to itself
-MANY = [0.5 + 0.125 * i for i in range(12)]  # more than torch compiles again for one function
+MANY = [0.5 + 0.125 * i for i in range(9)]  # more than torch compiles again for one function
 
 
 @pytest.fixture(autouse=True)
@@ -117,8 +118,11 @@ NUMBERS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("dynamic", [None, True])
-@pytest.mark.parametrize("step", NUMBERS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    ("step", "dynamic"),
+    [*((step, None) for step in NUMBERS), *((step, True) for step in (temperature, weights, a_teachers_temperature))],
+    ids=lambda x: getattr(x, "__name__", None),
+)
 def test_a_number_that_changes(step: Callable[..., Tensor], dynamic: bool | None) -> None:
     compiled, x = whole(step, dynamic=dynamic), data()
     for n in MANY:
@@ -127,19 +131,19 @@ def test_a_number_that_changes(step: Callable[..., Tensor], dynamic: bool | None
 
 
 def test_a_number_that_changes_compiled_to_code() -> None:
-    compiled, x = torch.compile(linear_temperature, fullgraph=True), data()
-    for n in (0.5, 0.75, 1.0, 1.25):
-        same_step(compiled, linear_temperature, x, n)
+    compiled, x = torch.compile(temperature, fullgraph=True), data()
+    for n in (0.5, 0.75, 1.0):
+        same_step(compiled, temperature, x, n)
 
 
-@pytest.mark.parametrize("name", ["temperature", "scale", "softcap"])
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0, -1.0])
+@pytest.mark.parametrize(("value", "name"), [
+    (float("nan"), "temperature"), (float("inf"), "temperature"), (-1.0, "temperature"), (float("inf"), "scale"),
+    (0.0, "scale"), (float("nan"), "softcap"), (0.0, "softcap"), (-1.0, "softcap"),
+])  # fmt: skip
 def test_a_bad_number_is_refused_in_a_graph(name: str, value: float) -> None:
     def step(z: Tensor, t: Tensor, n: float) -> Tensor:
         return OBJECTIVE(hl.Logits(z, **{name: n}), t).loss
 
-    if name == "scale" and value == -1.0:
-        return
     compiled, x = whole(step), data()
     for n in (0.5, 0.75):
         compiled(x["logits"], x["targets"], n)
@@ -487,3 +491,31 @@ def test_a_temperature_that_is_no_temperature_is_refused_in_a_graph(T: float) ->
 
     with pytest.raises(ValueError, match="temperature: wanted positive and finite"):
         whole(step)(data(), torch.full((7,), T, dtype=torch.float64))
+
+
+def test_objectives_made_inside_a_compiled_function() -> None:
+    """They are made between two graphs, and so is the plan that `explain` shows."""
+    config = {"terms": {"ce": {"loss": "cross_entropy", "weight": 0.5}}, "metrics": ["entropy"]}
+
+    def step(x: dict[str, Tensor]) -> Tensor:
+        own = hl.Term(lambda logprob, advantage: -logprob * advantage, row_weight=lambda logprob: logprob.exp())
+        objective = hl.Objective(ce=cross_entropy, own=own, metrics={"nats": lambda logprob: -logprob})
+        source, call = hl.Logits(x["logits"]), {"advantage": x["advantage"]}
+        passes = objective.explain(source, x["targets"], **call).sweeps
+        out = objective(source, x["targets"], **call)
+        return out.loss + hl.Objective.from_config(config)(source, x["targets"]).loss + passes
+
+    compiled, x = torch.compile(step, backend="eager"), data()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "Dynamo does not know how to trace")
+        same_step(compiled, step, x)
+        same_step(compiled, step, x)
+
+
+@pytest.mark.parametrize("kind", ["Logits", "Linear"])
+def test_a_gradient_is_0_where_all_terms_are_off(kind: str) -> None:
+    x = {name: value.detach().requires_grad_(value.requires_grad) for name, value in data().items()}
+    make = lambda: hl.Logits(x["logits"]) if kind == "Logits" else hl.Linear(x["hidden"], x["weight"])
+    whole(lambda: OBJECTIVE(make(), x["targets"], weights={"ce": 0.0, "z": 0.0}).loss)().backward()
+    for name in ("logits",) if kind == "Logits" else ("hidden", "weight"):
+        assert torch.equal(x[name].grad, torch.zeros_like(x[name]))

@@ -26,6 +26,7 @@ from headloss.backends.triton.printer.operands import Unprintable, constant
 from headloss.backends.triton.printer.printer import Printer, Value, dtype_of, kind_of, reach
 from headloss.facts import CONSTANT, Fact, Want
 from headloss.trace.cache_keys import Same
+from headloss.trace.call import check_metrics
 from headloss.trace.classify import counts_rows, size, unwatched
 from headloss.trace.dynamic_shapes import trace_any_size, unlike
 from headloss.trace.function_reads import ours
@@ -197,6 +198,7 @@ class Page:
 
         def values(*arguments: Tensor) -> tuple[Tensor, ...]:
             found = call.fn(**dict(zip(known, arguments, strict=True)), **call.options)
+            check_metrics(name, found if isinstance(found, Mapping) else {name: found})
             found = {f"{name}/{k}": x for k, x in found.items()} if isinstance(found, Mapping) else {name: found}
             names.extend(found)
             if any(not isinstance(x, Tensor) or [size(d) for d in x.shape] != sizes for x in found.values()):
@@ -218,7 +220,7 @@ class Page:
             self.left_out[name] = "its Python code looks at the number of rows"
             return
         if not ours(call.fn) and not self._rehearsed(module, values, list(known.values()), sizes):
-            self.left_out[name] = "its Python code tells a trace from a call, or one row from many"
+            self.left_out[name] = "its trace does not do what it does itself"
             return
         del names[len(module.graph.output_node().args[0]) :]  # type: ignore[arg-type]
         graph = module.graph
@@ -249,7 +251,7 @@ class Page:
             size = (R, self.width) if what != "targets" and what.name in WIDE else (R,)
             return torch.zeros(size, dtype=torch.long if whole else torch.float32, device="cpu")
         shape = self.shapes[what]
-        return torch.zeros((R, *shape.rest) if shape.kind == "row" else shape.rest, dtype=shape.dtype, device="cpu")
+        return torch.zeros(shape.sizes(R, 1, 2), dtype=shape.dtype, device="cpu")
 
     def _fact(self, fact: Fact) -> Value:
         kind = "i" if fact.name in ("argmax", "teacher_argmax") else "f"
