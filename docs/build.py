@@ -85,9 +85,9 @@ def peers() -> str:
     later = [ours - theirs for ours, theirs in zip(*alone.values(), strict=True)]
     behind = sum(x > 0 for x in later)
     by = f", by at most {max(later):.1f} ms" if behind else ""
-    told = "torch.compile and QuACK are given the unmasked tokens alone; headloss drops the others itself. "
-    told += "The time is a step's in a run of them without a pause, as in training. Of a step by itself, on a GPU that "
-    told += f"has rested, torch.compile is ahead in {behind} of {len(works)} rows{by}. "
+    told = "torch.compile and QuACK are given only the unmasked tokens; headloss drops the others itself. "
+    told += "Steps are timed back to back, as in training. Timed one by one, on a GPU that has rested, torch.compile "
+    told += f"is ahead in {behind} of {len(works)} rows{by}. "
     for (workload, way, v), line in found.items():
         if v == V and way in ways and "failed" in line:
             told += f"{PEERS[way]} fails at {workload.partition(',')[0]}: {line['failed'].partition(':')[0]}. "
@@ -98,7 +98,7 @@ def peers() -> str:
             f"Forward and backward of the head and its loss, {one['N']} tokens × {V} vocabulary × {one['D']} hidden, "
             f"bfloat16, on one {record['device']}: median time (–: no such loss), and peak memory beyond the inputs, "
             f"gradients included (the weight's own gradient is {V * one['D'] * 2 / 2**30:.1f} GiB). {told}"
-            "Each is first checked against float64: *off* means that its gradient is further away than twice "
+            "Each is first checked against float64: *off* means that its gradient is more than twice as far away as "
             "eager's. "
             f"`{record['command']}`, torch {_torch(record)}, triton {record['versions']['triton']}, "
             f"{record['date'][:10]}: [all sizes](docs/performance.md), "
@@ -209,9 +209,9 @@ def first_call() -> str:
     most = lambda key, own: max(row[key] for name, row in rows.items() if name.startswith("own") == own)
     return (
         f"`import headloss` adds {found['import headloss, after torch']:.2f} s to `import torch`. The first call in a "
-        f"process takes up to {most('first call', False):.1f} s of CPU time with losses of headloss. A function of "
-        f"your own is traced with `make_fx`, which loads torch's compiler as `torch.compile` does: up to "
-        f"{most('first call', True):.1f} s, {most('first call, compiler loaded', True):.1f} s where the compiler is "
+        f"process takes up to {most('first call', False):.1f} s of CPU time with headloss's own losses. A function of "
+        f"yours is traced with `make_fx`, which loads torch's compiler as `torch.compile` does: up to "
+        f"{most('first call', True):.1f} s, or {most('first call, compiler loaded', True):.1f} s where the compiler is "
         f"already loaded. The second call takes at most "
         f"{1000 * max(row['second call'] for row in rows.values()):.0f} ms "
         f"(`{record['command']}`, {record['device']}, torch {_torch(record)}, {record['date'][:10]}; a small batch).\n"

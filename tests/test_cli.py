@@ -100,7 +100,7 @@ def test_explain_assumes_a_size_and_says_so(tmp_path: Path) -> None:
     found = CliRunner().invoke(main, ["explain", str(path), "--tokens", "64"])
     assert found.exit_code == 0, found.output
     assert "a head of 64 tokens, vocabulary 128256, hidden size 4096, bf16" in found.stdout
-    assert "assumed, as nothing was said: --vocab 128256, --hidden 4096, --dtype bf16\n" in found.stdout
+    assert "assumed, because not given: --vocab 128256, --hidden 4096, --dtype bf16\n" in found.stdout
     for word in ("grade", "printing", "specialised", "visit", "first call"):
         assert word not in found.stdout
     told = json.loads(CliRunner().invoke(main, ["explain", str(path), "--tokens", "64", "--json"]).stdout)

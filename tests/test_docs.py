@@ -112,8 +112,16 @@ def test_turning_it_on_in_three_lines() -> None:
     after.loss.backward()
 
 
+def places(path: Path) -> set[str]:
+    """What a link can name in a page: its headings, as GitHub and mkdocs write them."""
+    headings = re.findall(r"^#+ (.+)$", path.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
 def test_links_lead_somewhere() -> None:
     for path in DOCUMENTS:
         prose = re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL)
-        for link in re.findall(r"\]\((?!https?:|#)([^)#]+)", prose):
-            assert (path.parent / link).exists(), f"{path.name} links to {link}"
+        for link, place in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", prose):
+            to = path.parent / link if link else path
+            assert to.exists(), f"{path.name} links to {link}"
+            assert not place or place in places(to), f"{path.name} links to #{place} in {to.name}"

@@ -175,8 +175,8 @@ SECTIONS = (
                 "step",
                 "squared nats",
                 _of_teacher(("z", None, ORANGE)),
-                "It is 0 only for a softmax whose denominator is 1. It moves while the model learns, and its small "
-                "weight keeps it from running away; it is not meant to fall to 0.",
+                "The square of the log of the softmax's denominator. It moves while the model learns; its small weight "
+                "keeps it from running away, but does not bring it to 0.",
             ),
             Panel("Entropy of the softmax", "step", "nats per token", _of_teacher(("entropy", None, BLUE))),
             Panel(

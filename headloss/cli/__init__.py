@@ -22,7 +22,7 @@ import headloss as hl
 from headloss.cli import bench, check, explain, losses, teach
 
 main = typer.Typer(no_args_is_help=True, invoke_without_command=True, add_completion=False)
-VERSION = typer.Option("--version", help="Versions of headloss and of what it runs on.")
+VERSION = typer.Option("--version", help="Print the versions of headloss, torch, triton and Python.")
 
 
 @main.callback()

@@ -70,19 +70,21 @@ class Head(NamedTuple):
 
 
 def command(
-    tokens: Annotated[int, typer.Option(min=0, help="Rows; 0 for what suits the device.")] = 0,
-    vocab: Annotated[list[int] | None, typer.Option(min=2, help="Vocabulary; may be given several times.")] = None,
-    hidden: Annotated[int, typer.Option(min=0, help="Hidden size; 0 for what suits the device.")] = 0,
+    tokens: Annotated[int, typer.Option(min=0, help="Number of tokens; 0 chooses by device.")] = 0,
+    vocab: Annotated[list[int] | None, typer.Option(min=2, help="Vocabulary size; may be given several times.")] = None,
+    hidden: Annotated[int, typer.Option(min=0, help="Hidden size; 0 chooses by device.")] = 0,
     dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32; by default bf16 on CUDA, fp32 elsewhere.")] = "",
     device: Annotated[str, typer.Option(help="cpu or cuda; by default cuda where there is one.")] = "",
     memory: Annotated[
-        str, typer.Option(help="Budget of headloss's buffers; by default 1GiB on CUDA, 8MiB on a CPU.")
+        str, typer.Option(help="Most memory for headloss's buffers; by default 1GiB on CUDA, 8MiB on a CPU.")
     ] = "",
-    rounds: Annotated[int, typer.Option(min=1, help="Each way is timed this often.")] = 5,
-    seed: Annotated[int, typer.Option(help="Of the head and the targets.")] = 0,
-    json_: Annotated[bool, typer.Option("--json", help="The numbers as JSON, and no table.")] = False,
-    out: Annotated[Path | None, typer.Option(help="Write the numbers as JSON to this file, too.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="A PNG, SVG or PDF of time and memory; needs matplotlib.")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="How often each way is timed.")] = 5,
+    seed: Annotated[int, typer.Option(help="Random seed of the head and the targets.")] = 0,
+    json_: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON instead of a table.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Also write the numbers to this file, as JSON.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Also draw them into this PNG, SVG or PDF; needs matplotlib.")
+    ] = None,
 ) -> None:
     """Time and memory of a head's cross-entropy against what else is installed; refuses wrong numbers."""
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")

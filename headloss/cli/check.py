@@ -62,16 +62,16 @@ class Check(NamedTuple):
 def command(
     context: typer.Context,
     device: Annotated[str, typer.Option(help="cpu or cuda; by default cuda where there is one.")] = "",
-    fast: Annotated[bool, typer.Option("--fast", help="Fewer rows and columns.")] = False,
-    json_: Annotated[bool, typer.Option("--json", help="Every single check as JSON, and no table.")] = False,
-    seed: Annotated[int, typer.Option(help="Of all random numbers.")] = 0,
+    fast: Annotated[bool, typer.Option("--fast", help="Use fewer rows and columns.")] = False,
+    json_: Annotated[bool, typer.Option("--json", help="Print every single check as JSON instead of a table.")] = False,
+    seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
     objective: Annotated[str, typer.Option(metavar="MODULE:NAME", help="Verify this objective, term or loss.")] = "",
     rows: Annotated[int, typer.Option(min=4, help="With --objective: rows of the random data.")] = 64,
     vocab: Annotated[int, typer.Option(min=8, help="With --objective: size of the vocabulary.")] = 1003,
     hidden: Annotated[int, typer.Option(min=1, help="With --objective: hidden size.")] = 32,
     dtype: Annotated[str, typer.Option(help="With --objective: float64, float32, bfloat16 or float16.")] = "float32",
     head: Annotated[str, typer.Option(help="With --objective: linear or logits; by default both.")] = "",
-    top_k: Annotated[int, typer.Option(min=0, help="With --objective: a sparse teacher of K ids; 0, a dense one.")] = 0,
+    top_k: Annotated[int, typer.Option(min=0, help="With --objective: ids per row of a sparse teacher; 0: dense.")] = 0,
 ) -> None:
     """Check every loss and path against float64 on this machine; exit code 1 if anything is off.
 

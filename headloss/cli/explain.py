@@ -19,7 +19,7 @@ from torch import Tensor
 
 import headloss as hl
 from headloss.divergence import is_divergence
-from headloss.engine.explain import Explanation
+from headloss.engine.explain import Explanation, size_of
 from headloss.sources import padded, parse_bytes
 
 ASSUMED = {"tokens": 8192, "vocab": 128256, "hidden": 4096, "dtype": "bf16"}  # a head of today, where nothing is said
@@ -31,20 +31,20 @@ DTYPES = {
 
 
 def command(
-    config: Annotated[Path, typer.Argument(help="An objective as JSON or YAML: terms, metrics.")],
+    config: Annotated[Path, typer.Argument(help="A JSON or YAML file with the terms and metrics of an objective.")],
     tokens: Annotated[
-        int | None, typer.Option(min=1, max=MOST, help="Rows of the head, on one rank; 8192 if not said.")
+        int | None, typer.Option(min=1, max=MOST, help="Tokens of a batch on one rank; by default 8192.")
     ] = None,
-    vocab: Annotated[int | None, typer.Option(min=1, help="Size of the vocabulary; 128256 if not said.")] = None,
-    hidden: Annotated[int | None, typer.Option(min=1, help="Hidden size; 4096 if not said.")] = None,
-    ranks: Annotated[int, typer.Option(min=1, help="Ranks that share the vocabulary.")] = 1,
-    dtype: Annotated[str | None, typer.Option(help="Of hidden and weight: bf16 (if not said), fp16, fp32.")] = None,
-    memory: Annotated[str, typer.Option(help="Budget of the rows x vocabulary buffers.")] = "1GiB",
-    segments: Annotated[int, typer.Option(min=1, help="Sequences among the tokens, of even length.")] = 8,
-    top_k: Annotated[int, typer.Option(min=0, help="A sparse teacher of K ids; 0 for a dense one.")] = 0,
-    json_: Annotated[bool, typer.Option("--json", help="The plan as JSON.")] = False,
+    vocab: Annotated[int | None, typer.Option(min=1, help="Size of the vocabulary; by default 128256.")] = None,
+    hidden: Annotated[int | None, typer.Option(min=1, help="Hidden size; by default 4096.")] = None,
+    ranks: Annotated[int, typer.Option(min=1, help="Number of ranks that share the vocabulary.")] = 1,
+    dtype: Annotated[str | None, typer.Option(help="bf16, fp16 or fp32; by default bf16.")] = None,
+    memory: Annotated[str, typer.Option(help="Most memory for the rows x vocabulary buffers.")] = "1GiB",
+    segments: Annotated[int, typer.Option(min=1, help="Number of sequences in the batch, all of one length.")] = 8,
+    top_k: Annotated[int, typer.Option(min=0, help="Ids per row of a sparse teacher; 0 for a dense teacher.")] = 0,
+    json_: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
-    """What an objective will do and hold at a given size, from shapes alone: nothing is computed."""
+    """Say what an objective will do and what memory it takes at a given size; nothing is computed."""
     said = {"tokens": tokens, "vocab": vocab, "hidden": hidden, "dtype": dtype}
     assumed = {name: value for name, value in ASSUMED.items() if said[name] is None}
     size: dict[str, Any] = {**said, **assumed}
@@ -67,14 +67,14 @@ def command(
     typer.echo(f"a head of {N} tokens, vocabulary {V}, hidden size {D}, {size['dtype']}")
     if assumed:
         options = ", ".join(f"--{name} {value}" for name, value in assumed.items())
-        typer.echo(f"assumed, as nothing was said: {options}")
+        typer.echo(f"assumed, because not given: {options}")
     typer.echo(f"\n{plan._replace(first_call={})}")  # its seconds are this process's
-    typer.echo(f"in all       {sum(plan.bytes.values()) / 2**30:.2f} GiB on top of hidden and weight")
+    typer.echo(f"in all       {size_of(sum(plan.bytes.values())):>10}  on top of hidden and weight")
     if ranks > 1:
         typer.echo(f"ranks        each of {ranks} holds {columns(V, ranks)} of {V} columns; memory is one rank's")
     typer.echo(
-        "on a GPU     Triton's kernels where triton is installed; a call waits once for the device, unless "
-        "host_read=False or targets were prepared"
+        "on a GPU     Triton's kernels run where triton is installed, and a call waits once for the device unless its "
+        "targets were prepared (hl.prepare) or host_read=False is given"
     )
 
 
@@ -140,7 +140,7 @@ def _of_one_rank(found: Explanation, V: int, budget: int, dtype: torch.dtype) ->
     bytes_: dict[str, int] = {}
     for what, n in found.bytes.items():
         if what.startswith("chunk of"):
-            bytes_[f"two chunks of {n // width} rows x {found.vocab} (budget {budget / 2**20:.1f} MiB)"] = 2 * n
+            bytes_[f"two chunks of {n // width} rows x {found.vocab} (budget {size_of(budget)})"] = 2 * n
         else:
             bytes_[what] = n
     visited = found.chunks if found.grade.startswith("in the same pass") else 1

@@ -79,9 +79,9 @@ def markdown() -> str:
 
 
 def command(
-    names: Annotated[list[str] | None, typer.Argument(metavar="NAME", help="Only these, with all they say.")] = None,
-    json_: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
-    markdown_: Annotated[bool, typer.Option("--markdown", help="The page docs/losses.md, on standard output.")] = False,
+    names: Annotated[list[str] | None, typer.Argument(metavar="NAME", help="Show only these losses, in full.")] = None,
+    json_: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    markdown_: Annotated[bool, typer.Option("--markdown", help="Print the page docs/losses.md.")] = False,
 ) -> None:
     """What each loss computes, asks for and can be told."""
     for name in names or ():

@@ -28,22 +28,22 @@ from torch import Tensor
 import headloss as hl
 
 PART = 512  # sequences that are written at a time
-MODEL = typer.Option(help="A causal language model of Transformers: a folder or a name.")
-DATA = typer.Option(help="A JSON-lines, Parquet or text file, a saved dataset, or the name of one; input_ids or text.")
-OUT = typer.Option(help="Where the dataset goes; a run that was broken off there goes on.")
+MODEL = typer.Option(help="A causal language model of Transformers: its folder or name.")
+DATA = typer.Option(help="A JSON-lines, Parquet or text file, a saved dataset, or its name; with input_ids or text.")
+OUT = typer.Option(help="Folder for the dataset; a run that was interrupted continues there.")
 
 
 def command(
     model: Annotated[str, MODEL],
     data: Annotated[str, DATA],
     out: Annotated[Path, OUT],
-    k: Annotated[int, typer.Option("--k", min=1, help="Columns of each row.")] = 64,
-    temperature: Annotated[float, typer.Option(help="Of the softmax that is stored.")] = 1.0,
-    batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens that go through the model at a time.")] = 16384,
-    max_length: Annotated[int, typer.Option(min=2, help="Tokens of a sequence; longer ones are cut.")] = 4096,
-    split: Annotated[str, typer.Option(help="Of a dataset that has several.")] = "train",
-    device: Annotated[str | None, typer.Option(help="cuda, cpu; by default a GPU if there is one.")] = None,
-    json_: Annotated[bool, typer.Option("--json", help="Print data alone.")] = False,
+    k: Annotated[int, typer.Option("--k", min=1, help="How many of the likeliest tokens to keep per position.")] = 64,
+    temperature: Annotated[float, typer.Option(help="Temperature of the softmax that is stored.")] = 1.0,
+    batch_tokens: Annotated[int, typer.Option(min=1, help="Most tokens per batch.")] = 16384,
+    max_length: Annotated[int, typer.Option(min=2, help="Most tokens per sequence; longer ones are cut.")] = 4096,
+    split: Annotated[str, typer.Option(help="Split to read of a dataset that has several.")] = "train",
+    device: Annotated[str | None, typer.Option(help="cuda or cpu; by default cuda where there is one.")] = None,
+    json_: Annotated[bool, typer.Option("--json", help="Print JSON instead of words.")] = False,
 ) -> None:
     """Write the K likeliest tokens that a model gives each position, with their log-probabilities, as a dataset."""
     try:
@@ -242,18 +242,21 @@ def _batches(lengths: Sequence[int], most: int) -> Iterator[list[int]]:
 
 def likeliest(model: Any, sequences: Sequence[Sequence[int]], k: int, temperature: float) -> list[dict[str, Any]]:
     """Of each sequence, the columns of the dataset but its tokens."""
+    from headloss.integrations.adapter import check_transform, transform_said
     from headloss.integrations.causal_lm import check_model, transform_of
 
-    head = check_model(model, takes_loss=False)
+    head = check_model(model, takes_loss=False, instead="teach multiplies by one plain head")
+    transform = transform_of(model)
     T = max(map(len, sequences))
     ids_BT = torch.tensor([[*x, *[0] * (T - len(x))] for x in sequences], device=head.weight.device)
     mask_BT = torch.tensor([[1] * len(x) + [0] * (T - len(x)) for x in sequences], device=head.weight.device)
     with torch.no_grad(), _captured(head) as seen:
-        model(input_ids=ids_BT, attention_mask=mask_BT, use_cache=False)
+        logits = model(input_ids=ids_BT, attention_mask=mask_BT, use_cache=False).logits
     (hidden,) = seen
+    check_transform(logits.reshape(-1)[0], transform_said(**transform), "teach reads both from its config alone")
     targets = ids_BT.masked_fill(mask_BT == 0, -100).roll(-1, 1)
     targets[:, -1] = -100
-    source = hl.Linear(hidden, head.weight, head.bias, temperature=temperature, **transform_of(model))
+    source = hl.Linear(hidden, head.weight, head.bias, temperature=temperature, **transform)
     with torch.no_grad():
         facts = hl.row_facts(source, targets, want=("top_ids", "top_logprob", "lse", "entropy"), top=k)
     found = {name: facts[name].cpu() for name in ("top_ids", "top_logprob", "lse", "entropy")}
@@ -273,12 +276,14 @@ def _entries(rows: dict[str, Tensor], k: int) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _captured(head: Any) -> Iterator[list[Tensor]]:
-    """What a head is given; it makes no logits meanwhile."""
+    """What a head is given; meanwhile it returns one number per row, which shows what the model does to its logits."""
+    from headloss.integrations.adapter import PROBE
+
     seen: list[Tensor] = []
 
     def forward(hidden: Tensor) -> Tensor:
         seen.append(hidden)
-        return hidden[..., :1]
+        return hidden.new_full((*hidden.shape[:-1], 1), PROBE)
 
     head.forward = forward
     try:

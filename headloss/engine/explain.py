@@ -88,7 +88,7 @@ class Explanation(NamedTuple):
         lines.append(f"waits        {waits}")
         counted = [f"{n} {what}" for what, n in self.collectives.items()]
         lines.append(f"collectives  {', '.join(counted) or 'none'}")
-        lines += [f"memory       {_size(n):>10}  {what}" for what, n in self.bytes.items()]
+        lines += [f"memory       {size_of(n):>10}  {what}" for what, n in self.bytes.items()]
         spent = ", ".join(f"{s:.2f} s {_STEPS.get(what, what)}" for what, s in self.first_call.items())
         lines += [f"first call   {spent}"] if spent else []
         if self.code:
@@ -300,7 +300,7 @@ def _linear_bytes(source: Linear, chunks: Sequence[Chunk], cost: Cost) -> dict[s
         named[what if room < left else f"{what}, beyond the budget"] = n
         left = room
     return {
-        f"chunk of {runs} rows x {source.columns} (budget {_size(budget)})": runs * source.row_bytes,
+        f"chunk of {runs} rows x {source.columns} (budget {size_of(budget)})": runs * source.row_bytes,
         "teachers' logits" + (f" of {longest} rows" if longest < runs else ""): longest * cost.row,
         "gathered hidden rows": runs * cost.gathered,
         **named,
@@ -338,7 +338,8 @@ def _added(source: Linear, several: bool) -> bool:
     return not several and source.weight_grad_into == "main_grad" and not source.narrow
 
 
-def _size(n: int) -> str:
+def size_of(n: int) -> str:
+    """Bytes in words."""
     for unit in ("B", "KiB", "MiB"):
         if n < 1024:
             return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
