@@ -15,6 +15,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("datasets")
 pytest.importorskip("typer")
 
+import transformers
 from datasets import Dataset, load_from_disk
 from typer.testing import CliRunner
 
@@ -78,6 +79,28 @@ def test_a_student_learns_the_same_from_the_files(made: dict[str, Any]) -> None:
     entropy = -(logp.exp() * logp).sum(-1)
     torch.testing.assert_close(torch.tensor(batch["entropy"][1][1:]), entropy[1, :8], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(torch.tensor(batch["lse"][1][1:]), (logits / 1.5).logsumexp(-1)[1, :8])
+
+
+def test_what_is_written_is_what_the_model_says() -> None:
+    """A scale of the config that the model leaves out is left out; one that only the model knows is refused."""
+    size = {"d_model": 16, "n_heads": 2, "n_layers": 1, "max_seq_len": 64, "vocab_size": tiny_models.V}
+    torch.manual_seed(0)
+    model = transformers.MptForCausalLM(transformers.MptConfig(**size, logit_scale=0.25)).eval()
+    with torch.no_grad():
+        model.get_output_embeddings().weight.normal_()
+        ids = torch.randint(3, tiny_models.V, (1, 7))
+        (found,) = teach.likeliest(model, ids.tolist(), K, 1.0)
+        wanted = model(ids).logits[0, :-1].log_softmax(-1).topk(K).values
+    torch.testing.assert_close(torch.tensor(found["target_logprobs"])[1:], wanted)
+
+    class LlamaForCausalLM(transformers.LlamaForCausalLM):
+        def forward(self, **kwargs: Any) -> Any:
+            outputs = super().forward(**kwargs)
+            outputs.logits = outputs.logits * 2
+            return outputs
+
+    with pytest.raises(ValueError, match=r"turns a logit of 1\.5 into 3, but scale=1\.0 .*teach reads both"):
+        teach.likeliest(LlamaForCausalLM(tiny_models.model("llama").config), ids.tolist(), K, 1.0)
 
 
 def test_a_run_goes_on(made: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Between a model of Transformers and its head: what a call expects of the head, what the head found, what was logged.
+"""Between a model of Transformers and its head: what a call expects of the head, and what the head found.
 
 A call of a patched model leaves a note for its head (`Call`, one for each thread); the head evaluates the objective
 inside its own forward and returns an empty placeholder; the model's loss function exchanges that for the loss.  Hooks
@@ -23,60 +23,12 @@ from torch import Tensor, nn
 import headloss as hl
 from headloss.deferred_checks import check_later, defers
 from headloss.integrations.causal_lm import KEEP_LOGITS, bypassed, check_shape, count_of, logits_transform, targets_of
+from headloss.integrations.log import Log
 from headloss.integrations.loss_function_check import LossCall, by_name, check_loss_call
 from headloss.module import check_source_options, own_hook
-from headloss.record import but
 
 PROBE = 1.5  # sent through the model once, where its logits would go
 TAKEN = ("forward", "_loss_function", "accepts_loss_kwargs")  # of a model, while it is patched
-COUNTED = threading.Lock()
-
-
-class Log:
-    """The record of the last call, detached, and the metrics of all calls since they were last asked for."""
-
-    def __init__(self) -> None:
-        self.last: hl.Output | None = None
-        self.meters = {True: hl.Meter(), False: hl.Meter()}  # in training, in evaluation
-        self.counted = {True: False, False: False}
-        self.step: tuple[Any, Tensor] | None = None  # num_items and num_segments of a whole step, if someone counts
-
-    def run(
-        self, objective: hl.Objective, logits: Tensor, targets: Tensor, call: Mapping[str, Any], **how: Any
-    ) -> Tensor:
-        """The objective on logits that exist; `how`: what of `hl.Logits` the model has not done to them."""
-        check_shape(targets, logits)
-        out = objective(hl.Logits(logits, **how), targets.to(logits.device), **call)
-        self.add(out, torch.is_grad_enabled())
-        return out.loss
-
-    def add(self, out: hl.Output, training: bool) -> None:
-        facts = torch.utils._pytree.tree_map(torch.Tensor.detach, out.facts)
-        self.last = but(out, loss=out.loss.detach(), facts=facts)
-        self.meter(out.metrics, training)
-
-    def meter(self, metrics: Mapping[str, hl.Metric], training: bool) -> None:
-        if training and not torch.is_grad_enabled():
-            return  # scoring: neither a step nor an evaluation
-        if torch.compiler.is_compiling():
-            self.meters[training].add(metrics)
-        else:
-            with COUNTED:
-                self.meters[training].add(metrics)
-        self.counted[training] |= len(metrics) > 0  # torch before 2.12 compiles no bool of a dict
-
-    def restart(self, training: bool) -> None:
-        """Count from the last call on: what came before it belongs to something else."""
-        self.meters[training], self.counted[training] = hl.Meter(), False
-        if self.last is not None:
-            self.meter(self.last.metrics, training)
-
-    def read(self, training: bool) -> dict[str, float]:
-        """Every metric as a number, over all ranks, and start anew."""
-        counted, self.counted[training] = self.counted[training], False
-        several = torch.distributed.is_available() and torch.distributed.is_initialized()
-        group = torch.distributed.group.WORLD if several and torch.distributed.get_world_size() > 1 else None
-        return self.meters[training].compute(group) if counted else {}
 
 
 class NoLogits(Tensor):
@@ -171,7 +123,7 @@ class Adapter:
         self.head_options = vars(head).get("source_options")
         self.options = check_source_options({**(self.head_options or {}), **options})
         self.log = Log()
-        self.probed, self.transform, self.config = False, _transform(**self.options), logits_transform(model.config)
+        self.probed, self.transform, self.config = False, transform_said(**self.options), logits_transform(model.config)
         head.__class__ = Head
         head.source_options, head.adapter = self.options, self  # type: ignore[assignment]
         model.headloss = self  # type: ignore[assignment]
@@ -255,7 +207,8 @@ class Adapter:
         targets = expected.targets.to(hidden.device)
         check_shape(targets.targets if isinstance(targets, hl.Prepared) else targets, hidden)
         result, live = expected.evaluate(self.head, hidden, targets, call.inputs)  # type: ignore[arg-type]
-        placeholder, *tied = _Tie.apply(hidden.detach(), int(not self.probed), *live)
+        look = torch.compiler.is_compiling() or not self.probed  # a graph always looks, or it is made anew afterwards
+        placeholder, *tied = _Tie.apply(hidden.detach(), int(look), *live)
         call.found = result, tied
         return placeholder
 
@@ -286,7 +239,7 @@ class Adapter:
         if call is not None:
             call.collected = True
         how = {name: self.options[name] for name in ("temperature", "vocab") if name in self.options}
-        return self.log.run(self.objective, logits, targets, inputs, **how)
+        return self.log.run(self.objective, logits, targets, inputs, self.head.training, **how)
 
     def evaluate(
         self, head: Head, hidden: Tensor, targets: Tensor | hl.Prepared, inputs: Mapping[str, Any]
@@ -301,7 +254,7 @@ class Adapter:
         may not read it, by the operator, at every call."""
         if torch.compiler.is_compiling():
             return _same_transform(got, self.transform)
-        _check_transform(got, self.transform)
+        check_transform(got, self.transform)
         self.probed = True
         return 0.0
 
@@ -318,28 +271,32 @@ def _check_hooks(head: nn.Module) -> None:
         )
 
 
-def _transform(scale: float = 1.0, softcap: float | None = None, **_: Any) -> str:
+def transform_said(scale: float = 1.0, softcap: float | None = None, **_: Any) -> str:
+    """What these options of a source make of a logit of `PROBE`, in words."""
     wanted = scale * PROBE
     wanted = wanted if softcap is None else softcap * math.tanh(wanted / softcap)
     return f"scale={scale} and softcap={softcap} give {wanted:.6g}"  # a graph would take the number for one that varies
 
 
-def _check_transform(got: Tensor, transform: str) -> None:
-    wanted = float(transform.rpartition(" ")[2])
+SAY_IT = (
+    "pass patch(model, ..., scale=, softcap=) as the model applies them, or keep the logits with "
+    "model.loss_function = loss_function(objective)"
+)
+
+
+def check_transform(got: Tensor, said: str, instead: str = SAY_IT) -> None:
+    """`got`: what the model made of it."""
+    wanted = float(said.rpartition(" ")[2])
     if abs(float(got) - wanted) > 0.02 * abs(wanted):
-        raise ValueError(
-            f"model: it turns a logit of {PROBE} into {float(got):.4g}, but {transform}; pass patch(model, ..., "
-            f"scale=, softcap=) as the model applies them, or keep the logits with "
-            f"model.loss_function = loss_function(objective)"
-        )
+        raise ValueError(f"model: it turns a logit of {PROBE} into {float(got):.4g}, but {said}; {instead}")
 
 
 @torch.library.custom_op("headloss::same_transform", mutates_args=())
 def _same_transform(got: Tensor, transform: str) -> Tensor:
     if got.device.type != "cuda":
-        _check_transform(got, transform)
+        check_transform(got, transform)
     elif defers(got.device):
-        check_later(got, lambda number: _check_transform(number, transform))
+        check_later(got, lambda number: check_transform(number, transform))
     return torch.zeros_like(got)
 
 

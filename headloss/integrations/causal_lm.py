@@ -13,7 +13,7 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import headloss as hl
-from headloss.integrations.forward_code import before_head, other_use
+from headloss.integrations.forward_code import before_head, mentions, other_use
 from headloss.module import own_forward
 
 
@@ -56,12 +56,15 @@ def bypassed(forward: Any) -> RuntimeError:
     )
 
 
+SCALES = ("logit_scale", "output_multiplier", "lm_head_multiplier")
+NAMED = {"scale": (*SCALES, "logits_scaling"), "softcap": ("final_logit_softcapping",)}  # as configs call them
+
+
 def logits_transform(config: Any) -> dict[str, Any]:
-    """scale, softcap and vocab, as the models of Transformers call them."""
+    """scale, softcap and vocab, as the configs of Transformers have them."""
     text = config.get_text_config()
     found: dict[str, Any] = {}
-    multipliers = [getattr(text, name, None) for name in ("logit_scale", "output_multiplier", "lm_head_multiplier")]
-    scale = next((x for x in multipliers if x is not None), None)
+    scale = next((x for name in SCALES if (x := getattr(text, name, None)) is not None), None)
     divisor = getattr(text, "logits_scaling", None)
     if scale is None and divisor is not None:
         scale = divisor if text.model_type == "hyperclovax" else 1 / divisor
@@ -78,6 +81,9 @@ def logits_transform(config: Any) -> dict[str, Any]:
 def transform_of(model: Any, from_backbone: bool = False, instead: str = "") -> dict[str, Any]:
     """`logits_transform` of hidden states as the head gets them or, `from_backbone`, as the backbone gives them."""
     found, steps = logits_transform(model.config), before_head(model)
+    for option, names in NAMED.items():
+        if option in found and not mentions(model, names):  # a model with images may leave out what its text model does
+            del found[option]
     if any(step.named == "logits_scaling" for step in steps):  # MiniCPM's, which divides hidden states by it
         found.pop("scale", None)
     for line, factor, _ in steps:
@@ -170,10 +176,20 @@ def targets_of(labels: Tensor | None, shift_labels: Tensor | None, ignore_index:
 
 
 def lines_of(targets: Tensor, kwargs: Mapping[str, Any]) -> hl.Segments:
-    """The sequences of a batch: its lines, or in a single line the documents that `position_ids` tell apart."""
-    positions = kwargs.get("position_ids")
-    if isinstance(positions, Tensor) and positions.shape == targets.shape and len(targets) == 1:
-        return hl.Segments.from_position_ids(positions)
+    """The sequences of a batch: the documents that attention keeps apart, or else its lines.
+
+    Like Transformers, positions are read as marks of documents where no mask is given or the batch is one line.
+    """
+    positions, offsets, ids = (kwargs.get(name) for name in ("position_ids", "cu_seq_lens_q", "seq_idx"))
+    alone = len(targets) == 1
+    if isinstance(positions, Tensor) and positions.shape == targets.shape:
+        if alone or kwargs.get("attention_mask") is None:
+            return hl.Segments.from_position_ids(positions)
+    elif alone and isinstance(offsets, Tensor):
+        packed = hl.Segments.from_cu_seqlens(offsets, targets.shape[1])
+        return hl.Segments(packed.ids[None], packed.num_segments)
+    elif isinstance(ids, Tensor) and ids.shape == targets.shape:
+        return hl.Segments.from_ids(ids)
     return hl.Segments.from_batch(targets)
 
 

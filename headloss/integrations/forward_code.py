@@ -14,6 +14,8 @@ import textwrap
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+from torch import nn
+
 CASTS = {"float", "to", "type", "type_as", "half", "bfloat16", "contiguous", "clone"}
 FACTS = {"shape", "dtype", "device", "size", "dim", "ndim"}
 ROWS = {"slice_logits_to_keep"}  # functions that leave out rows
@@ -42,6 +44,25 @@ def _parsed(of: Any) -> ast.AST | None:
         return ast.parse(textwrap.dedent(inspect.getsource(of)))
     except (OSError, TypeError, SyntaxError):
         return None
+
+
+def mentions(model: Any, names: tuple[str, ...]) -> bool:
+    """Whether a class that owns the head, or the model's own, is written with one of these names; so it is taken to be
+    where the code cannot be read."""
+    head = model.get_output_embeddings()
+    owners = {type(model), *(type(m) for m in model.modules() if any(x is head for x in m.children()))}
+    return any(_written_with(kind, names) for owner in owners for kind in owner.__mro__)
+
+
+@functools.lru_cache(maxsize=64)
+def _written_with(kind: type, names: tuple[str, ...]) -> bool:
+    if not issubclass(kind, nn.Module) or kind.__module__.startswith("torch.") or kind.__name__ == "PreTrainedModel":
+        return False
+    try:
+        source = inspect.getsource(kind)
+    except (OSError, TypeError):
+        return True
+    return any(name in source for name in names)
 
 
 class Before(NamedTuple):

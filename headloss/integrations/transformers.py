@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers import TrainerCallback
 
 import headloss as hl
-from headloss.integrations.adapter import HERE, Adapter, Expected, Log, without_logits
+from headloss.integrations.adapter import HERE, Adapter, Expected, without_logits
 from headloss.integrations.causal_lm import (
     bypassed,
     check_head,
@@ -35,6 +35,7 @@ from headloss.integrations.causal_lm import (
     unwrapped,
 )
 from headloss.integrations.early_targets import prepared
+from headloss.integrations.log import Log
 from headloss.integrations.loss_function_check import LossCall
 from headloss.integrations.reduction_checks import check_whole, refuse_part
 
@@ -97,11 +98,16 @@ class HeadlossCallback(TrainerCallback):
 
     def add_to(self, trainer: Any) -> HeadlossCallback:
         trainer.callback_handler.callbacks.insert(0, self)
-        log, count = log_of(trainer.model), getattr(trainer, "_get_num_items_in_batch", None)
-        if log is not None and count is not None:
+        count = getattr(trainer, "_get_num_items_in_batch", None)
+        if log_of(trainer.model) is not None and count is not None:
             trainer.model_accepts_loss_kwargs |= hasattr(trainer.model, "headloss")  # patched after it was handed over
-            trainer._get_num_items_in_batch = functools.partial(_count, trainer, log, count)
+            trainer._get_num_items_in_batch = functools.partial(_count, trainer, count)
         return self
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        log = log_of(kwargs.get("model"))
+        if log is not None:
+            log.forget(training=True)
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         log = log_of(kwargs.get("model"))
@@ -136,19 +142,26 @@ def _is_evaluation(loss: str, logs: Mapping[str, Any]) -> bool:
     return name.startswith("eval") or (name != "train" and f"{name}_runtime" in logs)
 
 
-def _count(trainer: Any, log: Log, count: Any, batches: Any, device: Any) -> Any:
+def _count(trainer: Any, count: Any, batches: Any, device: Any) -> Any:
     """Trainer's count of a step's tokens; and its sequences, which Trainer does not count."""
-    items = count(batches, device)
-    if items is not None:
-        sequences = torch.zeros((), dtype=torch.long, device=device)
-        for batch in batches:
-            targets = targets_of(batch.get("labels"), batch.get("shift_labels"))
-            counted = hl.count(targets, lines_of(targets, batch)).num_segments
-            assert counted is not None
-            sequences += counted.to(device)
-        if trainer.args.average_tokens_across_devices and trainer.args.world_size > 1:
-            sequences = trainer.accelerator.gather(sequences).sum()
-        log.step = items, sequences
+    items, adapter = count(batches, device), _patched(trainer.model)  # which model_init makes anew
+    if items is None or not getattr(adapter, "needs_segments", False):
+        return items
+    ranks = getattr(trainer.accelerator, "parallelism_config", None)
+    if getattr(ranks, "cp_enabled", False) or getattr(ranks, "sp_enabled", False):
+        raise ValueError(
+            "parallelism_config: ranks share the tokens of a sequence, and the objective has a loss or a mean over "
+            "whole sequences; use losses of tokens with reduction='token_mean', or leave cp_size and sp_size at 1"
+        )
+    sequences = torch.zeros((), dtype=torch.long, device=device)
+    for batch in batches:
+        targets = targets_of(batch.get("labels"), batch.get("shift_labels"))
+        counted = hl.count(targets, lines_of(targets, batch)).num_segments
+        assert counted is not None
+        sequences += counted.to(device)
+    if trainer.args.average_tokens_across_devices and trainer.args.world_size > 1:
+        sequences = trainer.accelerator.gather(sequences).sum()
+    adapter.log.step = items, sequences
     return items
 
 
@@ -171,7 +184,7 @@ class LogitsLoss(Log):
     ) -> Tensor:
         targets, items = targets_of(labels, shift_labels, ignore_index), count_of(num_items_in_batch)
         check_whole(self.objective, targets, items)
-        return self.run(self.objective, logits, targets, {"num_items": items})
+        return self.run(self.objective, logits, targets, {"num_items": items}, torch.is_grad_enabled())
 
 
 class Patched(Adapter):
@@ -265,10 +278,17 @@ def _forward(self: Any, *args: Any, headloss: Mapping[str, Any] | None = None, *
     return outputs.to_tuple() if as_tuple else outputs
 
 
+def _patched(model: Any) -> Any:
+    """What a patched model carries, or a loss function of ours, inside wrappers of DDP, torch.compile and PEFT."""
+    outer = None
+    while model is not outer:
+        outer, model = model, getattr(model, "module", getattr(model, "_orig_mod", model))
+        model = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return vars(model).get("headloss") or vars(model).get("_loss_function")
+
+
 def log_of(model: Any) -> Log | None:
     """The log of a patched model, or of one whose loss function is ours."""
-    model = getattr(model, "module", model)
-    model = model.get_base_model() if hasattr(model, "get_base_model") else model
-    found = vars(model).get("headloss") or vars(model).get("_loss_function")
+    found = _patched(model)
     found = getattr(found, "log", found)
     return found if isinstance(found, Log) else None

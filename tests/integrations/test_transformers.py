@@ -415,6 +415,20 @@ def test_a_transform_of_the_logits_that_is_not_known_is_noticed() -> None:
         model(**tiny.batch())
 
 
+def test_a_scale_of_the_config_that_the_model_leaves_out() -> None:
+    """As Transformers' MPT, Aya Vision, Cohere2 Vision and Gemma3 with images do; so does the loss."""
+    size = {"d_model": tiny.D, "n_heads": 2, "n_layers": 1, "max_seq_len": 64, "vocab_size": tiny.V}
+    config = transformers.MptConfig(**size, logit_scale=0.25, attn_config={"attn_pdrop": 0.0})
+    stock, batch = transformers.MptForCausalLM(config), tiny.batch()
+    with torch.no_grad():
+        stock.get_output_embeddings().weight.normal_(0, 4 / tiny.D)
+    ours = patch(copy.deepcopy(stock))
+    for model in (ours, stock):
+        model(**batch).loss.backward()
+    torch.testing.assert_close(ours(**batch).loss, stock(**batch).loss, **CLOSE)
+    same(grads(ours), grads(stock))
+
+
 def test_resized_head() -> None:
     model = patch(tiny.model("llama"))
     model.resize_token_embeddings(tiny.V + 3)
