@@ -133,8 +133,8 @@ class Linear:
                     f"{name}: is {x.dtype}, but hidden is {hidden.dtype}; cast one, or run under torch.autocast"
                 )
         for name, dtype in (("logits_dtype", self.logits_dtype), ("weight_grad_dtype", self.weight_grad_dtype)):
-            if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-                raise TypeError(f"{name}: wanted a floating-point dtype, got {dtype!r}")
+            if dtype not in (None, torch.float16, torch.bfloat16, torch.float32, torch.float64):
+                raise TypeError(f"{name}: wanted a floating-point dtype of 16 bits or more, got {dtype!r}")
         if self.weight_grad_into not in (None, "grad", "main_grad"):
             raise ValueError(f'weight_grad_into: wanted None, "grad" or "main_grad", got {self.weight_grad_into!r}')
         if self.weight_grad_into is not None and torch.compiler.is_compiling():
@@ -348,7 +348,7 @@ def _settle_vocab(source: Logits | Linear, held: int) -> None:
 
 def _check_matrix(name: str, x: Tensor) -> None:
     if not isinstance(x, Tensor):
-        raise TypeError(f"{name}: wanted a tensor, got {type(x).__name__}")
+        raise TypeError(f"{name}: wanted a tensor, got {type(x).__name__}{'; pass its .weight' * hasattr(x, 'weight')}")
     if not x.dtype.is_floating_point or x.dtype.itemsize < 2:
         raise TypeError(f"{name}: wanted a floating-point tensor of 16 bits or more, got {x.dtype}")
     if x.is_nested or x.layout is not torch.strided:

@@ -35,6 +35,7 @@ from headloss.trace.signature import (
     targets_of,
     top_of,
 )
+from headloss.uncompiled import uncompiled
 
 RowWeights = str | Callable[..., Any] | Sequence[str | Callable[..., Any]] | None
 
@@ -91,6 +92,7 @@ class Term:
         "temperature", "top", "weight",
     )  # fmt: skip
 
+    @uncompiled
     def __init__(
         self,
         fn: Callable[..., Any],
@@ -116,8 +118,7 @@ class Term:
         try:
             parameters_of(fn)
         except (TypeError, ValueError):
-            hint = "wrap it in a function whose parameters do"
-            raise TypeError(f"fn: {shown(fn)} has no signature that says what it needs; {hint}") from None
+            raise TypeError(f"fn: {shown(fn)} has no signature to say what it needs; wrap it in a function") from None
         check_weight("weight", weight)
         if not isinstance(reduction, str) or reduction not in REDUCTIONS:
             known = ", ".join(REDUCTIONS)
@@ -125,9 +126,8 @@ class Term:
                 f"reduction: wanted one of {known}, got {shown(reduction)}{suggest(str(reduction), REDUCTIONS)}"
             )
         if (length is not None) != (reduction == "seq_mean_token_sum_norm"):
-            raise ValueError(
-                f"length: goes with reduction='seq_mean_token_sum_norm', got {shown(length)} with {reduction!r}"
-            )
+            only = "'seq_mean_token_sum_norm' divides by it, and no other reduction does"
+            raise ValueError(f"length: got {shown(length)} with reduction={reduction!r}; {only}")
         if reduction_segments is not None:
             check_reduced(fn, function_name(fn), reduction, reduction_segments, (*CALL, *FACTS))
         for name, value in (("length", length), ("temperature", temperature)):
@@ -337,9 +337,8 @@ def _made(fn: Callable[..., Any], said: Mapping[str, Any]) -> Term:
 
 
 def _several(row_weight: RowWeights) -> tuple[str | Callable[..., Any], ...]:
-    if row_weight is None:
-        return ()
-    return tuple(row_weight) if isinstance(row_weight, list | tuple) else (row_weight,)  # type: ignore[return-value]
+    alone = () if row_weight is None else (row_weight,)
+    return tuple(row_weight) if isinstance(row_weight, list | tuple) else alone  # type: ignore[return-value]
 
 
 def check_weight(name: str, weight: object) -> None:
@@ -392,6 +391,7 @@ def _check_options(fn: Callable[..., Any], options: Mapping[str, Any]) -> dict[s
     for option in options:
         if option not in known:
             there = f"its options are {', '.join(known)}" if known else "it has none"
+            there = "it is an input of the call, for options stand behind a *" if option in parameters_of(fn) else there
             raise TypeError(f"{name}: no option {option!r}; {there}{suggest(option, [*known, *RESERVED])}")
     missing = [k for k, p in known.items() if p.default is p.empty and k not in options]
     if missing:

@@ -11,14 +11,16 @@ from torch import Tensor
 
 from headloss.deferred_checks import alarm
 from headloss.derived_teachers import Top
+from headloss.engine.layout import Laid
 from headloss.facts import FACTS, NEEDS_TARGET, PLAIN, Fact, Want
+from headloss.options import is_number, shown
 from headloss.segments import now_or_later, readable
 from headloss.sources import Source, Sparse, Teacher
 from headloss.support import check_kind
 from headloss.teachers import SPARSE, TOP
 from headloss.term import Term, check_weight
 from headloss.terms import Terms
-from headloss.trace.call import Call, WrongValueError
+from headloss.trace.call import Call, WrongValueError, inputs_of
 from headloss.trace.function_reads import ours
 from headloss.trace.gradient import check_constants
 from headloss.trace.signature import IDS, ONLY, passed, suggest
@@ -53,7 +55,8 @@ def check_inputs(
         required += call.weight_names
         for wanted in required:
             if given.get(wanted) is None and wanted not in teachers:
-                what = ", ".join(dict.fromkeys(p.takes or p.name for s in call.signatures for p in s.parameters))
+                names = {p.takes or p.name: p.optional for s in call.signatures for p in s.parameters}
+                what = ", ".join(f"{name} (optional)" if optional else name for name, optional in names.items())
                 passed = ", ".join(given) or "none"
                 others = [name for name in (*given, *FACTS) if name != wanted]  # `wanted` may have been passed as None
                 near = suggest(wanted, others, cutoff=0.8)  # old_logprob is not a misspelt logprob
@@ -121,6 +124,18 @@ def call_weights(objective: Terms, weights: Mapping[str, float | Tensor]) -> dic
     return {name: weights.get(name, term.weight) for name, term in terms.items()}
 
 
+def check_no_lost_gradient(terms: Terms, inputs: Mapping[str, Any]) -> None:
+    """`forward_backward` makes the gradients of the source's tensors alone."""
+    asked = {name for term in terms.terms.values() for name in inputs_of(term.call(None, {}))}
+    for name, x in inputs.items():
+        x = x.value if isinstance(x, Laid) else x
+        if name in asked and isinstance(x, Tensor) and x.requires_grad:
+            raise ValueError(
+                f"{name}: requires grad, but forward_backward makes gradients of the source's tensors alone; call the "
+                f"objective and use loss.backward(), or pass {name}.detach()"
+            )
+
+
 def check_count(name: str, x: object) -> None:
     """Check for a whole number, at least 0.  A tensor on a device is checked there, so that nothing waits."""
     if x is None:
@@ -139,8 +154,8 @@ def check_count(name: str, x: object) -> None:
         x = x.item()
     elif isinstance(x, bool) or not isinstance(x, int | float):
         raise TypeError(f"{name}: wanted a number or a scalar tensor, got {type(x).__name__}")
-    if not (x >= 0 and x % 1 == 0):
-        raise ValueError(f"{name}: wanted a count (a whole number, at least 0), got {x}")
+    if not (is_number(x) and x >= 0 and x % 1 == 0):
+        raise ValueError(f"{name}: wanted a count (a whole number, at least 0), got {shown(x)}")
 
 
 def check_belongs(call: Call, kind: str | None, shapes: Mapping[str, Shape], length: int | None = None) -> None:

@@ -69,6 +69,8 @@ def name_teachers(teacher: Teacher | Mapping[str, Teacher] | None, source: Sourc
             continue
         if not isinstance(x, Logits | Linear | Sparse):
             hint = "; wrap a tensor in hl.Logits(...)" if isinstance(x, Tensor) else ""
+            if isinstance(x, torch.nn.Module):
+                hint = f" of {type(x).__module__}; run it, and pass hl.Logits(logits) or hl.Linear(hidden, weight)"
             raise TypeError(f"{label}: wanted hl.Logits, hl.Linear or hl.Sparse, got {type(x).__name__}{hint}")
         if not isinstance(x, Sparse):
             if x.vocab_ids is not None:
