@@ -78,7 +78,7 @@ class _Those(Set[str]):
 
 
 CONSTANT = _Those(lambda rule: not rule.pulls)  # no gradient
-LOST = _Those(lambda rule: not rule.pulls and rule.moves)  # no gradient, although the logits change their value
+LOST = _Those(lambda rule: not rule.pulls and rule.moves)  # no gradient, although it depends on the logits
 VALUED = _Those(lambda rule: rule.valued)  # their pull reads their value
 PLAIN = {"least", "square", "teacher_square", "dot"}  # sums of the logits themselves, not of their softmax
 NEEDS_TARGET = _Those(lambda rule: "target" in rule.sums)

@@ -205,7 +205,7 @@ class Segments:
 
     @classmethod
     def from_position_ids(cls, position_ids: Tensor, group: Any = None) -> Segments:
-        """Packed sequences marked by positions: a segment begins wherever a position does not follow the last.
+        """Packed sequences marked by positions: a segment begins where a position is not the last one plus 1.
 
         With a group these are the whole batch's positions; `select` then takes the rows of this rank.
         """

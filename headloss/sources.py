@@ -201,7 +201,7 @@ class Linear:
         return max(1, self.room(besides, row_bytes) // max(1, row_bytes + gathered))
 
     def room(self, besides: Sequence[int], least: int = 0) -> int:
-        """The budget left for rows.  Of `besides`, only what leaves `least` and half the budget is subtracted."""
+        """The budget left for rows.  An item of `besides` counts only if it leaves `least` and half the budget."""
         left = budget = parse_bytes(self.memory)
         for n in besides:
             left -= n if left - n >= max(least, budget // 2) else 0

@@ -1,4 +1,4 @@
-"""`python -m headloss`: check, explain and measure a head; a teacher on disk; a demo; the table of losses."""
+"""`python -m headloss`: checks, explains and measures a head; stores a teacher; runs a demo; lists the losses."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""`headloss bench`: cross-entropy of a head, forward and backward, by every way that is installed here.
+"""`headloss bench`: measures a head's cross-entropy, forward and backward, in every implementation installed here.
 
 Dimension key:  N rows   V vocabulary   D hidden size
 
-A way that gets the numbers wrong has no time: each is first held to float64 on a smaller head, and may lose twice what
-plain PyTorch loses in the same type and a few roundings.  If headloss is wrong, the exit code is 1.  Next to them stand
-the head's three matrix products alone, on random numbers.  Times are medians of rounds in which the ways take turns;
-memory is the most held at one time beyond the inputs.
+An implementation ("way") with wrong numbers gets no time: each is first compared with float64 on a smaller head, and
+may have twice the error of plain PyTorch in the same type plus a few roundings.  If headloss is wrong, the exit code is
+1.  The head's three matrix products alone, on random numbers, are timed next to them.  Times are medians of rounds in
+which the ways take turns; memory is the most held at one time beyond the inputs.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Way = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Row(NamedTuple):
-    """What one way took; no numbers if it was wrong."""
+    """What one way took; no numbers if its results were wrong."""
 
     way: str
     error: float  # the largest of loss and gradients on the smaller head, relative, against float64
@@ -53,7 +53,7 @@ class Row(NamedTuple):
 
 
 class Head(NamedTuple):
-    """What was found at one size."""
+    """The results at one size."""
 
     tokens: int
     vocab: int
@@ -103,7 +103,7 @@ def command(
     try:
         for V in vocab:
             h, w = (torch.empty(n, hidden, dtype=DTYPES[dtype], device="meta") for n in (1, V))
-            hl.Linear(h, w, memory=memory).chunk_rows()  # says so if not one row fits
+            hl.Linear(h, w, memory=memory).chunk_rows()  # raises if not one row fits
     except (TypeError, ValueError) as error:
         raise typer.BadParameter(str(error), param_hint="--memory") from None
     console = Console(highlight=False)
@@ -166,7 +166,7 @@ def own(memory: str) -> dict[str, Way]:
 
 
 def installed(device: str) -> dict[str, Way]:
-    """Plain PyTorch, and the peers that can be imported (they need CUDA, and are left out without)."""
+    """Plain PyTorch, and the peers that can be imported (they need CUDA, and are left out without it)."""
     found: dict[str, Way] = {"eager": eager}
     if device != "cuda":
         return found
@@ -201,7 +201,7 @@ def measure(
     for name, way in {"eager": eager, **ways}.items():
         errors[name] = _error(_step(way, *small), truth)
         tick()
-    few = 2 if dtype.itemsize == 2 else 16  # roundings: in half precision eager's own error is many
+    few = 2 if dtype.itemsize == 2 else 16  # roundings: in half precision eager's own error is several
     limit = 2 * errors["eager"] + few * torch.finfo(dtype).eps
     head = make(N, V, D, dtype, device, seed)
     right = [name for name in ways if errors[name] <= limit]
@@ -287,7 +287,7 @@ def _clock(work: Callable[[], object], device: str) -> float:
 
 
 def _peak(work: Callable[[], object], device: str) -> int:
-    work()  # what is compiled or cached on the first call is not the way's
+    work()  # compiling and caching on the first call does not count
     if device == "cpu":
         return peak_bytes(work)
     torch.cuda.synchronize()

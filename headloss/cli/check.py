@@ -1,10 +1,10 @@
-"""`headloss check`: every loss by every path on this machine, against the same thing in dense float64.
+"""`headloss check`: compares every loss by every path on this machine with a dense float64 computation.
 
 Dimension key:  N rows   V vocabulary
 
-The truth is that of `hl.verify`: every logit in memory, the loss as its function is written.
-Float64 is judged by its digits; narrower types by what plain PyTorch loses in the same type on the same numbers: more
-than twice that, and a few units of rounding, is off.
+The reference is that of `hl.verify`: every logit in memory, the loss as its function is written.  Float64 is judged by
+its digits; a narrower type is off if its error is more than twice that of plain PyTorch in the same type on the same
+numbers, plus a few units of rounding.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SHORT = {"float64": "f64", "float32": "f32", "bfloat16": "bf16"}
 
 
 class Check(NamedTuple):
-    """One thing by one path: its largest relative error, plain PyTorch's in the same type, and what was allowed."""
+    """One comparison by one path: its largest relative error, plain PyTorch's in the same type, and the limit."""
 
     what: str
     path: str
@@ -75,7 +75,7 @@ def command(
 ) -> None:
     """Check every loss and path against float64 on this machine; exit code 1 if anything is off.
 
-    With --objective check one of your own instead, on random data for what its signatures ask.
+    With --objective, check one of your own instead, on random data for whatever its signatures ask for.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device not in ("cpu", "cuda"):
@@ -95,7 +95,7 @@ def command(
     )  # fmt: skip
     done: list[Check] = []
     with bar, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # bfloat16 on a CPU that has none: slower, and no less right
+        warnings.simplefilter("ignore")  # bfloat16 on a CPU without it is slower, but no less right
         task = bar.add_task("checking", total=len(LOSSES) + 2)
         for what, checks in run_checks(device, fast, seed):
             bar.update(task, description=what, advance=1)
@@ -152,7 +152,7 @@ def report(done: list[Check], device: str, seed: int) -> dict[str, Any]:
 
 
 def run_checks(device: str, fast: bool, seed: int) -> Iterator[tuple[str, list[Check]]]:
-    """What is checked, and what came of it."""
+    """Yields what is checked, and the results."""
     problem = Problem.make(device, seed, *((37, 211, 16) if fast else (193, 4099, 64)))
     yield "facts", list(check_facts(problem, STUDENT, None))
     yield "facts of a teacher", list(check_facts(problem, TEACHER, "dense"))
@@ -163,7 +163,7 @@ def run_checks(device: str, fast: bool, seed: int) -> Iterator[tuple[str, list[C
 
 
 def teachers_for(fn: Callable[..., Any]) -> tuple[str | None, ...]:
-    """The kinds of teacher that a loss is checked with; nothing for a loss of inputs alone, which needs no head."""
+    """The kinds of teacher to check a loss with; none at all for a loss of inputs alone, which needs no head."""
     if is_divergence(fn):
         return ("dense", "sparse")
     facts = hl.Term(fn).call(None, {}).facts
@@ -171,7 +171,7 @@ def teachers_for(fn: Callable[..., Any]) -> tuple[str | None, ...]:
 
 
 def check_facts(p: Problem, want: tuple[str, ...], teacher: str | None) -> Iterator[Check]:
-    """Facts and the gradients of a random combination of them."""
+    """Check facts, and the gradients of a random combination of them."""
 
     @functools.cache
     def dense(kind: str, dtype: torch.dtype) -> Result:
@@ -207,7 +207,7 @@ def _pulled(p: Problem, facts: Mapping[Any, Tensor], leaves: dict[str, Tensor]) 
 
 
 def check_loss(p: Problem, name: str, fn: Callable[..., Any], teacher: str | None) -> Iterator[Check]:
-    """One loss by every path, in float64 and float32."""
+    """Check one loss by every path, in float64 and float32."""
     inputs = {} if teacher else p.inputs(fn)
     asks = teacher is None and "segments" in inspect.signature(fn).parameters
 
@@ -248,7 +248,7 @@ def _paths(p: Problem, dtypes: tuple[str, ...]) -> Iterator[tuple[str, str, dict
     N, V = len(p.targets), len(p.weight)
     for name in dtypes:
         dtype = DTYPES[name]
-        few = -(-N // 3) * V * dtype.itemsize  # three chunks, more where segments do not fit
+        few = -(-N // 3) * V * dtype.itemsize  # three chunks, or more if segments do not fit
         for backend in ("torch", "triton"):
             try:
                 resolve(backend, p.hidden.device, dtype)
@@ -262,7 +262,7 @@ def _paths(p: Problem, dtypes: tuple[str, ...]) -> Iterator[tuple[str, str, dict
 
 
 def _is_refused(error: ValueError) -> bool:
-    """A path that a loss cannot go, and that says so: no backend knows its facts, or rows have to be dropped for it."""
+    """Whether this path refuses the loss: no backend knows its facts, or ignored rows have to be dropped for it."""
     return str(error).startswith(("backend:", "host_read:"))
 
 
@@ -278,12 +278,12 @@ def _judge(
     if dtype == "float64":
         return Check(what, path, backend, dtype, error, None, 1e-9)
     eager = _error(dense(DTYPES[dtype]), truth)
-    few = (2 if dtype == "bfloat16" else 16) * torch.finfo(DTYPES[dtype]).eps  # where eager is exact by luck
+    few = (2 if dtype == "bfloat16" else 16) * torch.finfo(DTYPES[dtype]).eps  # for when eager is exact by luck
     return Check(what, path, backend, dtype, error, eager, 2 * eager + few)
 
 
 def _error(got: Result, truth: Result) -> float:
-    """The largest error, relative to the largest of what it is an error in."""
+    """The largest error, each relative to the largest value of the tensor that it is in."""
     errors = [
         float((got.values[n].double() - x.double()).abs().max()) / max(truth.scales[n], 1e-30)
         for n, x in truth.values.items()
@@ -322,7 +322,7 @@ def _cell(checks: list[Check], backend: str) -> str:
 
 
 def _verdict(done: list[Check], bad: list[Check], device: str) -> list[str]:
-    """Largest relative errors of values and gradients: a line for each that is off, and one for all."""
+    """One line for each check that is off, and a summary."""
     lines = [f"[red]off[/]  {c.what}: {c.where}: error {c.error:.1e}, allowed {c.limit:.1e}" for c in bad]
     paths = "; ".join(dict.fromkeys(c.path for c in done))
     return [

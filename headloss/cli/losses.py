@@ -1,4 +1,4 @@
-"""`python -m headloss losses`: what each loss computes, asks for and can be told; from its own file."""
+"""`python -m headloss losses`: what each loss computes, asks for and takes as options, read from its own file."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class Entry(NamedTuple):
     name: str
     family: str  # one of FAMILIES
     formula: str  # the first line of the docstring
-    text: str  # the docstring as it stands, without what other trainers call it
-    trainers: str  # that: its last paragraph, if it begins "In trainers:"
+    text: str  # the whole docstring, without what other trainers call the loss
+    trainers: str  # what they call it: the last paragraph, if it begins "In trainers:"
     facts: tuple[str, ...]
     inputs: tuple[str, ...]
     options: tuple[str, ...]
@@ -83,7 +83,7 @@ def command(
     json_: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
     markdown_: Annotated[bool, typer.Option("--markdown", help="Print the page docs/losses.md.")] = False,
 ) -> None:
-    """What each loss computes, asks for and can be told."""
+    """What each loss computes, asks for and takes as options."""
     for name in names or ():
         if name not in LOSSES:
             raise typer.BadParameter(f"there is no loss {name!r}{suggest(name, LOSSES)}", param_hint="NAME")
@@ -99,7 +99,7 @@ def command(
 
 
 def _family(fn: Callable[..., Any], asked: set[str]) -> str:
-    """By what it asks for: a teacher, pairs or flags of segments, advantages, or none of them."""
+    """A loss's family, by what it asks for: a teacher, pairs or flags of segments, advantages, or none of them."""
     if is_divergence(fn) or asked & {*COMPARING, *TEACHER_INPUTS}:
         return "Distillation"
     if asked & {"pairs", "desirable"}:
@@ -109,7 +109,7 @@ def _family(fn: Callable[..., Any], asked: set[str]) -> str:
 
 
 def _table(found: list[Entry], whole: bool) -> Table:
-    """A loss on the left; on the right its formula (or all its text), then what it asks for and can be told."""
+    """A loss on the left; on the right its formula (or its whole docstring), then what it asks for and its options."""
     table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
     table.add_column("loss", style="cyan", no_wrap=True)
     table.add_column("formula; facts and inputs; options", overflow="fold")
@@ -127,7 +127,7 @@ def _table(found: list[Entry], whole: bool) -> Table:
 
 
 def _prose(e: Entry) -> str:
-    """The docstring as Markdown: the formula set apart, and a list where it explains words one below the other."""
+    """The docstring as Markdown: the formula is set apart, and words that are explained line by line become a list."""
     text = e.text
     lead = ""
     if not re.match(r"[A-Z][a-z]+ [a-z]", e.formula):  # "One value per pair ..." is prose
@@ -143,7 +143,7 @@ def _prose(e: Entry) -> str:
 
 
 def _words(paragraph: str) -> list[tuple[str, str]]:
-    """The words that a paragraph explains one below the other; none if it is ordinary text."""
+    """The words that a paragraph explains line by line; none if it is ordinary text."""
     items = [re.match(r"(\S+(?: \"\w+\")?)\s{2,}(.+)", line) for line in paragraph.split("\n")]
     return [(m[1], m[2]) for m in items if m] if all(items) else []
 
@@ -153,7 +153,7 @@ def _lines(paragraph: str) -> str:
 
 
 def _formula(text: str) -> str:
-    """The docstring up to the first sentence's end."""
+    """The docstring up to the end of its first sentence."""
     for i, c in enumerate(text):
         if c in ":;" and text[i + 1 : i + 2] == " ":
             return text[:i]

@@ -1,4 +1,4 @@
-"""What a piece of work allocates on the CPU."""
+"""Measures the memory that a piece of work allocates on the CPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 
 
 def peak_bytes(work: Callable[[], object]) -> int:
-    """The most bytes of tensors that `work` held at one time, from every allocation and release on the CPU."""
+    """The most bytes of tensors that `work` holds at one time, from every allocation and release on the CPU."""
     with _no_stderr(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
         work()
     events = [e for e in record.profiler.kineto_results.events() if e.name() == "[memory]"]
@@ -23,7 +23,7 @@ def peak_bytes(work: Callable[[], object]) -> int:
 
 @contextmanager
 def _no_stderr() -> Iterator[None]:
-    """The profiler announces itself on the file descriptor, not on sys.stderr."""
+    """Silences the file descriptor, not sys.stderr: that is where the profiler announces itself."""
     saved = os.dup(2)
     with open(os.devnull, "wb") as nowhere:
         os.dup2(nowhere.fileno(), 2)

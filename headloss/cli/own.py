@@ -23,7 +23,7 @@ from headloss.losses import LOSSES
 from headloss.teachers import COMPARING, SPARSE
 from headloss.trace.signature import TEACHER_INPUTS, read_signature
 
-_THEIRS = {*TEACHER_INPUTS, *COMPARING} - {"top_ids", "top_logprob"}  # what only a teacher has
+_THEIRS = {*TEACHER_INPUTS, *COMPARING} - {"top_ids", "top_logprob"}  # facts that only a teacher has
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -34,7 +34,7 @@ def load(where: str) -> hl.Objective:
         raise ValueError(f"wanted module:name, as in my_losses:focal, got {where!r}")
     if module.endswith(".py"):
         raise ValueError(f"wanted a module and no file; write {Path(module).stem}:{name}, in the folder of that file")
-    sys.path.insert(0, os.getcwd())  # as python -m does
+    sys.path.insert(0, os.getcwd())  # like python -m
     try:
         found: Any = importlib.import_module(module)
     except ImportError as error:
@@ -75,7 +75,7 @@ def make(
         bounds = torch.linspace(0, N, S + 1).round().long()
         call["segments"] = hl.Segments.from_cu_seqlens(bounds.to(device))
     over = {t.reduction_segments for t in objective.terms.values() if t.reduction_segments}
-    for name in over:  # two segments in each
+    for name in over:  # two segments per pair
         call[name] = hl.Segments.from_cu_seqlens(torch.linspace(0, N, S // 2 + 1).round().long().to(device))
     names = {t.teacher or "teacher" for t in objective.terms.values() if _looks(t)}
     names |= {"teacher"} if not names and any(n in _THEIRS for n in asked) else set()
@@ -90,7 +90,7 @@ def make(
     return source, targets.to(device), call
 
 
-_ANY = "teacher_cross_entropy"  # stands for everything that needs a teacher of either kind
+_ANY = "teacher_cross_entropy"  # stands for anything that needs a teacher of either kind
 
 
 def _functions(objective: hl.Objective) -> Iterator[Callable[..., Any]]:
@@ -125,7 +125,7 @@ def _asked(objective: hl.Objective) -> Iterator[str]:
 
 
 def _looks(term: hl.Term) -> bool:
-    """Whether a term looks at a teacher."""
+    """Whether a term uses a teacher."""
     names = [p.name for p in read_signature(term.fn, top=1).parameters] + [fact for fact, _ in term.facts.values()]
     return is_divergence(term.fn) or any(n in _THEIRS for n in names)
 

@@ -1,4 +1,4 @@
-"""The tensors that `headloss check` runs on, and the truth about them from `headloss.checks.dense`.
+"""The tensors that `headloss check` runs on, and their exact results from `headloss.checks.dense`.
 
 Dimension key:  N rows   S segments   V vocabulary   D hidden size
 """
@@ -17,12 +17,12 @@ from headloss.checks import dense
 from headloss.checks.dense_records import DenseCall
 from headloss.facts import FACTS
 
-APART = ("top_logprob", "class_weight", "class_mean", "class_cross_entropy")  # of a Term or a call that says so
+APART = ("top_logprob", "class_weight", "class_mean", "class_cross_entropy")  # only with a Term or call that asks
 
 
 class Result(NamedTuple):
     values: dict[str, Tensor]  # a loss, facts
-    scales: dict[str, float]  # what an error in them is measured by
+    scales: dict[str, float]  # what errors are relative to
     grads: dict[str, Tensor]
 
 
@@ -36,7 +36,7 @@ class Problem(NamedTuple):
     teacher: Tensor
     ids: Tensor
     ids_logprob: Tensor
-    pulls: Tensor  # what the facts' gradients are asked with
+    pulls: Tensor  # cotangents of the facts
     noise: Tensor
 
     @classmethod
@@ -64,7 +64,7 @@ class Problem(NamedTuple):
         return self.targets != -100
 
     def inputs(self, fn: Callable[..., Any]) -> dict[str, Tensor]:
-        """Whatever a loss asks for besides facts; log-probabilities are the true ones, a little off."""
+        """The inputs that a loss asks for besides facts; log-probabilities are the true ones plus a little noise."""
         names = [p.name for p in inspect.signature(fn).parameters.values() if p.kind is not p.KEYWORD_ONLY]
         N, S = len(self.targets), self.segments.num_segments
         logp = (self.hidden @ self.weight.T).log_softmax(-1).gather(-1, self.targets.clamp(min=0)[:, None])[:, 0]
@@ -95,13 +95,13 @@ class Problem(NamedTuple):
 def answer(
     p: Problem, fn: Callable[..., Any], teacher: str | None, source: Any, leaves: dict[str, Tensor], dtype: torch.dtype
 ) -> Result:
-    """The loss of one term, and its gradients, with every logit in memory."""
+    """The loss of one term, and its gradients, computed with every logit in memory."""
     found = dense.answer(hl.Objective(term=fn), given(p, fn, teacher, source), dtype, leaves)
     return Result({"loss": found.numbers["loss"].number}, {"loss": found.numbers["loss"].scale}, found.grads)
 
 
 def given(p: Problem, fn: Callable[..., Any] | None, teacher: str | None, source: Any) -> DenseCall:
-    """The call as the dense computation takes it."""
+    """The call in the form that the dense computation takes."""
     inputs = {} if fn is None or teacher else p.inputs(fn)
     kinds = {n: "row" if x.ndim and len(x) == len(p.targets) else "whole" for n, x in inputs.items()}
     guide = p.guide(teacher, source.tensors[0].dtype)

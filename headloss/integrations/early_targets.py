@@ -1,4 +1,4 @@
-"""What the host must know of a step's targets, sent on its way before the model's forward, so that no call waits."""
+"""Starts to copy what the host must know of a step's targets before the model's forward, so that no call waits."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ import headloss as hl
 
 
 def prepared(targets: Tensor, segments: hl.Segments | None = None) -> Tensor | hl.Prepared:
-    """The targets of a step whose model has yet to run: what the host must know of them travels while it runs."""
+    """The targets of a step whose model has yet to run: the numbers that the host needs travel meanwhile."""
     early = targets.device.type == "cuda" and not torch.compiler.is_compiling()
     return hl.prepare(targets, segments, non_blocking=True) if early else targets
 
 
 class EarlyTargets:
-    """Targets that were prepared before the model's forward, for the loss that comes after it."""
+    """Targets that are prepared before the model's forward, for the loss that comes after it."""
 
     def __init__(self) -> None:
         self.given: tuple[Tensor | None, ...] = ()
         self.ready: Tensor | hl.Prepared | None = None
 
     def start(self, targets: Tensor, *given: Tensor | None) -> None:
-        """`given` is what the targets were made of, by which the loss will know them again."""
+        """`given`: the tensors that the targets were made from, by which the loss will recognise them."""
         self.given, self.ready = given, prepared(targets)
 
     def take(self, targets: Tensor, *given: Tensor | None) -> Tensor | hl.Prepared:
-        """The prepared targets, if they are of the same tensors; else the targets."""
+        """The prepared targets if they were made from the same tensors, else the targets themselves."""
         same = len(given) == len(self.given) and all(a is b for a, b in zip(given, self.given))
         ready, self.ready, self.given = self.ready, None, ()
         return ready if same and ready is not None else targets

@@ -7,11 +7,11 @@ It is a module with the three methods that Fast-LLM's head calls on each of `hea
 `type: headloss` (`headloss.integrations.fast_llm_plugin`).
 
 All losses of the block share one sweep, in any combination, each at its own `logits_scale_factor` if it has one; a
-`monolithic` loss is its children.  A row whose label is negative, or which `loss_mask` leaves out, counts in none.
-Token losses divide by `num_labels_in_batch`, gspo by `num_documents_in_batch`.
+`monolithic` loss stands for its children.  A row whose label is negative, or that `loss_mask` leaves out, counts in
+none.  Token losses divide by `num_labels_in_batch`, gspo by `num_documents_in_batch`.
 
-Follows fast_llm/layers/language_model/{head.py,loss} of Fast-LLM's main branch of July 2026.  Nothing here imports
-Fast-LLM but `get_loss_definitions`, whose records are its own.
+Follows fast_llm/layers/language_model/{head.py,loss} of Fast-LLM's main branch of July 2026.  Only
+`get_loss_definitions` imports Fast-LLM, whose records it returns.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ PREPROCESSING: Mapping[str, dict[str, bool]] = {  # what Fast-LLM's data must br
 
 
 class FastLLMLosses(nn.Module):
-    """The losses of one head.  `objective` is what they say; its methods are those of a loss in Fast-LLM's head.
+    """The losses of one head, as `objective`; its methods are those of a loss in Fast-LLM's head.
 
     losses               the block: a name, then type, weight and options of each loss
     logits_scale_factor  multiplies the logits, the teachers' too; `weight` multiplies every loss
-    prediction_distance  which of the inputs, given one for each distance, are this head's
-    num_splits           the head's cross_entropy_splits: a call has one part of the rows
+    prediction_distance  which inputs are this head's, where there is one for each distance
+    num_splits           the head's cross_entropy_splits: each call gets one part of the rows
     register             append each loss to `losses`; its metrics are appended always
-    shard                of a vocabulary over ranks; `sequence_group`: ranks that share documents
+    shard                this rank's part of a vocabulary; `sequence_group`: ranks that share documents
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class FastLLMLosses(nn.Module):
         self.quiet = hl.Objective(**terms)  # type: ignore[arg-type]
 
     def get_preprocessing_config(self) -> dict[str, Any]:
-        """What the losses need of Fast-LLM's data, as its preprocessing is told."""
+        """What the losses need of Fast-LLM's data, in the form of its preprocessing config."""
         return {k: v for block in self.blocks.values() for k, v in PREPROCESSING[block["type"]].items()}
 
     def get_loss_definitions(self) -> list[Any]:
@@ -112,10 +112,10 @@ class FastLLMLosses(nn.Module):
         split_index: int = 0,
         grad_logits: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """(loss, gradient of the logits).  The gradient has the factor `grad_output` and is added to `grad_logits`;
-        without `grad_output` it is what was there.
+        """(loss, gradient of the logits).  The gradient is multiplied by `grad_output` and added to `grad_logits`; if
+        there is no `grad_output`, `grad_logits` is returned as it is.
 
-        Each loss before its weight, and its metrics, are appended to `losses` by Fast-LLM's names.
+        Each loss, before its weight, and its metrics are appended to `losses` under Fast-LLM's names.
         """
         if not 0 <= split_index < self.splits:
             raise ValueError(f"split_index: wanted less than num_splits={self.splits}, got {split_index}")
@@ -143,7 +143,7 @@ class FastLLMLosses(nn.Module):
         return name if self.distance == 1 else f"{name}_{self.distance}"
 
     def _mine(self, key: str, x: Any, split: int) -> Any:
-        """Of a keyword input what belongs to this head and to this part of the rows."""
+        """The part of a keyword input that belongs to this head and to this part of the rows."""
         per_row = key in BY_DISTANCE or key == "global_document_index_q"
         if key in (*BY_DISTANCE, "num_labels_in_batch") and isinstance(x, list | tuple):
             x = x[self.distance - 1]
@@ -153,7 +153,7 @@ class FastLLMLosses(nn.Module):
         return x.chunk(self.splits)[split] if self.splits > 1 else x
 
     def _local_rows(self, x: Tensor) -> Tensor:
-        """The rows of this rank, where ranks share them."""
+        """This rank's rows, if ranks share them."""
         return x
 
     def _over_rows(self, name: str, x: Tensor) -> Tensor:
@@ -164,7 +164,7 @@ class FastLLMLosses(nn.Module):
         return self.shard
 
     def _reductions(self) -> dict[str, str]:
-        """The names of the metrics, and how Fast-LLM puts the values of several calls and ranks together."""
+        """The names of the metrics, and how Fast-LLM combines their values from several calls and ranks."""
         found: dict[str, str] = {}
         for name, block in self.blocks.items():
             if block["type"] not in ("grpo", "gspo"):
@@ -248,7 +248,7 @@ class FastLLMLosses(nn.Module):
                 call["num_segments"] = kwargs["num_documents_in_batch"]
                 if "label_counts" in kwargs and call["segments"].group is None:
                     _check_whole(call["segments"], targets, kwargs["label_counts"])
-            if kind == "distillation":  # its temperature is the teacher's alone
+            if kind == "distillation":  # its temperature applies to the teacher alone
                 scale = self.scale / float(block.get("temperature", 1.0))
                 logits = self._reference(kwargs, block.get("reference_model", "teacher"), split)
                 teachers[name] = hl.Logits(logits, scale=scale, shard=self._shard(logits))
@@ -272,7 +272,7 @@ class FastLLMLosses(nn.Module):
         return self.group
 
     def _reference(self, kwargs: Mapping[str, Any], name: str, split: int) -> Tensor:
-        """The logits of a reference model among what it left behind: those of its head of our head's name."""
+        """The logits of a reference model, from what it left behind: those of the head with the same name as ours."""
         left: Mapping[str, Tensor] = kwargs[f"reference_{name}_hidden_states"]
         own = getattr(self, "module_name", "").split(".losses.")[0] + ".logits"
         found = [x for key, x in left.items() if key == own] or [x for key, x in left.items() if key.endswith("logits")]
@@ -293,7 +293,7 @@ def _entropy(entropy: Tensor) -> Tensor:
 
 
 def _check_whole(segments: hl.Segments, targets: Tensor, counts: Tensor) -> None:
-    """Every label of a document is in this call: Fast-LLM divides by all of them, gspo by those that are here."""
+    """Check that all labels of a document are in this call: Fast-LLM divides by all of them, gspo by those present."""
     counted = targets.reshape(-1) >= 0
     here = segments.spread(segments.totals(counted.to(torch.float32)))
     refuse_some(

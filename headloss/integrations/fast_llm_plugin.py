@@ -8,8 +8,8 @@
 
     python -m headloss.integrations.fast_llm_cli train gpt --config train.yaml        # in place of `fast-llm`
 
-Fast-LLM has no hook for plugins, so whoever starts it imports this module first; the last line above does.  Follows its
-main branch of July 2026.
+Fast-LLM has no plugin hook, so this module must be imported before Fast-LLM starts; the command above does that.
+Follows its main branch of July 2026.
 """
 
 import importlib
@@ -47,7 +47,7 @@ class HeadlossLoss(FastLLMLosses):
         register_loss: bool = False,
     ) -> None:
         blocks = {child: block_of(child, loss, distributed_config) for child, loss in config.losses.items()}
-        alone = len(blocks) == 1 and next(iter(blocks.values()))["weight"] == 1.0  # then it is the head's total
+        alone = len(blocks) == 1 and next(iter(blocks.values()))["weight"] == 1.0  # then the loss is the head's total
         super().__init__(
             blocks,
             logits_scale_factor=logits_scale_factor * config.logits_scale_factor,
@@ -71,7 +71,7 @@ class HeadlossLoss(FastLLMLosses):
             instead = "set embeddings.vocab_parallel" if self._sequence_parallel else "use 1"
             raise ValueError(f"{name}: dpo's spans are those of whole sequences, and ranks have parts; {instead}")
 
-    # Groups exist only after the model: they are looked up when a loss is made.
+    # Groups exist only after the model: they are looked up when a loss is computed.
 
     def _shard(self, logits: Tensor) -> hl.VocabShard | None:
         if not self._vocab_parallel:
@@ -96,11 +96,11 @@ class HeadlossLoss(FastLLMLosses):
 
 
 def block_of(name: str, loss: Any, distributed_config: Any) -> dict[str, Any]:
-    """A loss of Fast-LLM's config as `FastLLMLosses` reads it."""
+    """A loss of Fast-LLM's config, in the form that `FastLLMLosses` reads."""
     kind = loss.dynamic_type_name
     if kind not in KEYS:
         raise ValueError(f"losses.{name}: headloss does not know the type {kind!r}; there are {', '.join(KEYS)}")
-    plain = lambda x: getattr(x, "value", x)  # of an enum
+    plain = lambda x: getattr(x, "value", x)  # an enum's value
     block = {
         key: plain(getattr(loss, key)) for key in ("weight", "logits_scale_factor", *KEYS[kind]) if hasattr(loss, key)
     }
@@ -117,7 +117,7 @@ def _has(blocks: Mapping[str, Mapping[str, Any]], kind: str) -> bool:
 
 @_config.config_class(dynamic_type={_losses.LanguageModelLossConfig: "headloss"})
 class HeadlossLossConfig(_losses.LanguageModelLossConfig):
-    """Losses of Fast-LLM, made by headloss in one sweep."""
+    """Losses of Fast-LLM that headloss computes in one sweep."""
 
     _abstract: ClassVar[bool] = False
 

@@ -1,4 +1,4 @@
-"""A block of Fast-LLM's losses, checked, and the term that each of them is."""
+"""Checks a block of Fast-LLM's losses, and makes a term of each."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ KEYS = {
     "dpo": ("beta", "reference_model"),
 }
 DIVERGENCES = {"cross_entropy": "soft_cross_entropy", "forward_kl": "forward_kl", "reverse_kl": "reverse_kl"}
-LEVELS = ("none", "basic", "auto", "with_entropy")  # all but none are the same by now; `few` is the older basic
+LEVELS = ("none", "basic", "auto", "with_entropy")  # all but none are equivalent by now; `few` is what basic used to be
 
 
 def flat(losses: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """The losses, and in place of a monolithic one its children, whose weights and scale factors it multiplies."""
+    """The losses, with a monolithic one replaced by its children, whose weights and scale factors it multiplies."""
     for name, block in losses.items():
         if block.get("type") != "monolithic":
             yield name, block
@@ -49,7 +49,7 @@ def blocks_of(losses: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, An
 
 
 def checked(name: str, block: Mapping[str, Any]) -> dict[str, Any]:
-    """A block with nothing unknown in it; the older spelling of gspo and of metrics is understood."""
+    """A block without unknown fields; the older spellings of gspo and of metrics are understood."""
     block = dict(block)
     kind = block.setdefault("type", "label")
     if kind not in KEYS:
@@ -78,7 +78,7 @@ def checked(name: str, block: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def temperature_of(block: Mapping[str, Any]) -> float:
-    """At which the student is read: a policy loss's own, divided by the loss's own scale factor."""
+    """The temperature of the student: a policy loss's own, divided by the loss's own scale factor."""
     own = float(block.get("temperature", 1.0)) if block["type"] in ("grpo", "gspo") else 1.0
     factor = float(block.get("logits_scale_factor", 1.0))
     return own / factor if factor > 0 else -1.0
@@ -92,7 +92,7 @@ def options_at(block: Mapping[str, Any]) -> dict[str, Any]:
 def term_of(name: str, block: Mapping[str, Any], factor: float) -> hl.Term:
     kind, at = block["type"], options_at(block)
     weight: float | Tensor = factor * float(block.get("weight", 1.0))
-    if weight == 0:  # a literal 0 would switch the term off; Fast-LLM makes and logs it
+    if weight == 0:  # a literal 0 would switch the term off; Fast-LLM computes and logs it
         weight = torch.zeros((), dtype=torch.float32, device="cpu")
     loss_type = block.get("loss_type", "cross_entropy")
     if kind == "label":

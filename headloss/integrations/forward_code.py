@@ -1,7 +1,7 @@
-"""What a model's forward does to its logits between its head and its loss, read from its code.
+"""Reads from a model's code what its forward does to the logits between its head and its loss.
 
-A patched head hands the model an empty stand-in for the logits.  A factor, a softcap or another dtype can be done to
-it, and to hidden states by the source; whatever else the forward makes of logits would be missing from the loss.
+A patched head gives the model an empty stand-in for the logits.  A factor, a softcap or another dtype may be applied to
+it, for the source does the same to the real ones; anything else that the forward does would be missing from the loss.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ ROWS = {"slice_logits_to_keep"}  # functions that leave out rows
 
 
 def other_use(model: Any, cut: bool) -> str | None:
-    """The first line of a model's forward that does to its logits what no source does; None: there is none, or the
+    """The first line of a model's forward that does to its logits what no source does; None if there is none, or the
     code cannot be read.
 
-    `cut`: the source leaves out the last columns, and so may the forward.
+    `cut`: the source leaves out the last columns, so the forward may too.
     """
     code = _parsed(inspect.unwrap(type(model).forward))
     if code is None:
@@ -66,15 +66,15 @@ def _written_with(kind: type, names: tuple[str, ...]) -> bool:
 
 
 class Before(NamedTuple):
-    """Something that a forward does to hidden states on their way from the backbone to the head."""
+    """Something that a forward does to hidden states between the backbone and the head."""
 
     line: str
-    factor: float | None  # None: it is none, or not known
+    factor: float | None  # None: not a factor, or not known
     named: str = ""  # what the config calls it
 
 
 def before_head(model: Any) -> list[Before]:
-    """All of that, read from the model's own class, whatever runs in place of its forward; no rows are left out."""
+    """All that it does there, by the model's own class, whatever replaced its forward; cutting rows does not count."""
     owner = next(kind for kind in type(model).__mro__ if "forward" in vars(kind))
     head = model.get_output_embeddings()
     called = tuple(name for name in _called(owner) if getattr(model, name, None) is head)
@@ -99,7 +99,7 @@ def _factor(step: _Step, model: Any) -> float | None:
 
 @functools.lru_cache(maxsize=64)
 def _own_forward(owner: type) -> ast.AST | None:
-    """The code that the class was written with, whatever replaced it since."""
+    """The forward that the class was written with, whatever has replaced it since."""
     now = inspect.unwrap(vars(owner)["forward"])
     code = _parsed(now if now.__module__ == owner.__module__ else owner)
     found = [] if code is None else [x for x in ast.walk(code) if isinstance(x, ast.FunctionDef)]
@@ -108,7 +108,7 @@ def _own_forward(owner: type) -> ast.AST | None:
 
 @functools.lru_cache(maxsize=64)
 def _called(owner: type) -> tuple[str, ...]:
-    """The modules that it calls, by name."""
+    """The names of the modules that it calls."""
     return tuple(name for node in _nodes(owner, ast.Call) if (name := _of_self(node.func)))
 
 
@@ -127,7 +127,7 @@ def _of_self(node: ast.AST) -> str:
 def _steps(owner: type, called: tuple[str, ...]) -> tuple[_Step, ...]:
     """What happens to hidden states before one of these modules is called with them."""
     names, count = set[str](), -1
-    while len(names) > count:  # a name may be another's value
+    while len(names) > count:  # a name may be assigned from another
         count, found = len(names), list[_Step]()
         for node in _nodes(owner, ast.Call, ast.Assign, ast.AugAssign):
             if isinstance(node, ast.Call):
@@ -142,7 +142,7 @@ def _steps(owner: type, called: tuple[str, ...]) -> tuple[_Step, ...]:
 
 
 def _steps_of(node: ast.expr, whole: ast.AST, names: set[str]) -> Iterator[_Step]:
-    """What an expression does to hidden states; their names are added to `names`."""
+    """What an expression does to hidden states; the name it starts from is added to `names`."""
     line = ast.unparse(whole).splitlines()[0]
     while not isinstance(node, ast.Name):
         if isinstance(node, ast.BinOp):
@@ -162,7 +162,7 @@ def _steps_of(node: ast.expr, whole: ast.AST, names: set[str]) -> Iterator[_Step
 
 
 def _known(code: ast.AST, model: Any) -> dict[str, Any]:
-    """`self`, and names that are given an attribute of it, once."""
+    """`self`, and names that are assigned once, from one of its attributes."""
     given = [node for node in ast.walk(code) if isinstance(node, ast.Assign)]
     stored = [node.id for node in ast.walk(code) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
     known = {"self": model}
@@ -175,7 +175,7 @@ def _known(code: ast.AST, model: Any) -> dict[str, Any]:
 
 
 def _is_off(node: ast.AST, above: dict[ast.AST, ast.AST], known: Mapping[str, Any]) -> bool:
-    """Whether it stands behind an `if` that is false for this model, by its attributes alone."""
+    """Whether a node is behind an `if` that is false for this model, judged by its attributes alone."""
     while node in above:
         node, child = above[node], node
         if isinstance(node, ast.If) and child in node.body:
@@ -188,11 +188,11 @@ def _is_off(node: ast.AST, above: dict[ast.AST, ast.AST], known: Mapping[str, An
 
 
 class UnknownError(Exception):
-    """Said by more than the model."""
+    """The value depends on more than the model."""
 
 
 def _value(test: ast.expr, known: Mapping[str, Any]) -> Any:
-    """An expression of names, attributes and comparisons."""
+    """Evaluate an expression of names, attributes and comparisons."""
     if any(isinstance(node, ast.Call | ast.Await | ast.NamedExpr | ast.Lambda) for node in ast.walk(test)):
         raise UnknownError
     try:
@@ -202,7 +202,7 @@ def _value(test: ast.expr, known: Mapping[str, Any]) -> Any:
 
 
 def _names(code: ast.AST) -> Iterator[str]:
-    """What is given to `self.loss_function`, and what that was before it was scaled, cast or cut."""
+    """The names that `self.loss_function` gets, and those that they were scaled, cast or cut from."""
     calls = [node for node in ast.walk(code) if isinstance(node, ast.Call)]
     found = {name for name in map(_logits_of, calls) if name is not None}
     turned = [node for node in ast.walk(code) if isinstance(node, ast.Assign) and isinstance(node.value, _STEPS)]
@@ -216,7 +216,7 @@ _STEPS = (ast.BinOp, ast.Subscript, ast.Call)
 
 
 def _beneath(node: ast.AST) -> str | None:
-    """The name that an expression is made of by factors, indices and casts."""
+    """The name that an expression starts from, under its factors, indices and casts."""
     while not isinstance(node, ast.Name):
         if isinstance(node, ast.BinOp):
             node = node.left
@@ -230,7 +230,7 @@ def _beneath(node: ast.AST) -> str | None:
 
 
 def _logits_of(call: ast.Call) -> str | None:
-    """The name of what is given to `self.loss_function`."""
+    """The name of the logits that `self.loss_function` gets."""
     if not isinstance(call.func, ast.Attribute) or call.func.attr != "loss_function":
         return None
     given = [x.value for x in call.keywords if x.arg == "logits"] or call.args[:1]
@@ -238,7 +238,7 @@ def _logits_of(call: ast.Call) -> str | None:
 
 
 def _is_fine(node: ast.Name, names: set[str], above: dict[ast.AST, ast.AST], cut: bool) -> bool:
-    """Whether a source does that too, or it makes no number."""
+    """Whether a source does the same, or the use computes nothing."""
     parent = above[node]
     if isinstance(node.ctx, ast.Store):
         return not isinstance(parent, ast.AugAssign) or isinstance(parent.op, ast.Mult | ast.Div)
@@ -256,12 +256,12 @@ def _is_fine(node: ast.Name, names: set[str], above: dict[ast.AST, ast.AST], cut
         (isinstance(parent, ast.BinOp) and isinstance(parent.op, ast.Mult | ast.Div))
         or (isinstance(parent, ast.Attribute) and parent.attr in CASTS)
         or (isinstance(parent, ast.Subscript) and parent.value is node and _of_rows(parent.slice, cut))
-        or (isinstance(parent, ast.Call) and node in parent.args)  # a function: shown a number at the first call
+        or (isinstance(parent, ast.Call) and node in parent.args)  # a function: checked with a number at the first call
     )
 
 
 def _turned_into(names: set[str], node: ast.AST, above: dict[ast.AST, ast.AST]) -> bool:
-    """Whether this is part of what the logits, or rows of them, are assigned anew."""
+    """Whether this is part of an expression that is assigned back to the logits, or to rows of them."""
     statement = _statement(node, above)
     targets = statement.targets if isinstance(statement, ast.Assign) else []
     if len(targets) == 1 and isinstance(targets[0], ast.Subscript) and _of_rows(targets[0].slice, False):
@@ -270,13 +270,13 @@ def _turned_into(names: set[str], node: ast.AST, above: dict[ast.AST, ast.AST]) 
 
 
 def _of_rows(index: ast.expr, cut: bool) -> bool:
-    """Whether an index takes rows and leaves the columns as they are, or takes those that the source has."""
+    """Whether an index selects rows and leaves the columns as they are, or selects those that the source has."""
     parts = list(_parts(index))
     last = parts[-1]
     whole = isinstance(last, ast.Slice) and last.lower is last.upper is last.step is None
     first = isinstance(last, ast.Slice) and last.lower is last.step is None
     if len(parts) < 3 and not (isinstance(parts[0], ast.Constant) and parts[0].value is Ellipsis):
-        return isinstance(last, ast.Slice)  # of batch and tokens
+        return isinstance(last, ast.Slice)  # batch and tokens
     return whole or (first and cut)
 
 

@@ -1,7 +1,7 @@
-"""What a model asks its loss function for, held against what it was called with.
+"""Checks that a model calls its loss function with the arguments that the model itself was called with.
 
-A patched head has made the loss from the labels of the call before the model gets to its loss function.  A model that
-changes them on the way (masks images, shifts by two, adds a loss of its own) would train on something else.
+A patched head has computed the loss from the labels of the call before the model gets to its loss function.  A model
+that changes them on the way (masks images, shifts by two, adds a loss of its own) would train on something else.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ NAMES = ("labels", "vocab_size", "num_items_in_batch", "ignore_index", "shift_la
 
 
 class LossCall(NamedTuple):
-    """The part of a model's call that says what its loss is."""
+    """The arguments of a model's call that determine its loss."""
 
     labels: Tensor
     shift_labels: Tensor | None
@@ -28,12 +28,12 @@ class LossCall(NamedTuple):
 
 
 def by_name(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """What a loss function was given besides the logits."""
+    """The arguments of a loss function besides the logits, by name."""
     return {**dict(zip(NAMES, args)), **kwargs}
 
 
 def check_loss_call(said: LossCall, given: Mapping[str, Any]) -> Tensor | float:
-    """0, or an error where the model asks for another loss than the call; 0 is to be added to what must not be lost."""
+    """0, or an error if the model asks for another loss than the call did; add the 0 to something that is kept."""
     shifted = given.get("shift_labels")
     if shifted is not None or said.shift_labels is not None:
         zero = _same("shift_labels", said.shift_labels, shifted)

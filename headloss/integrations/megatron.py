@@ -7,8 +7,8 @@ Dimension key:  s sequence   b batch   v columns of the vocabulary on this rank 
     loss_sb = vocab_parallel_cross_entropy(logits_sbv, target_sb, label_smoothing=0.1)     # as Megatron calls it
 
 One all-gather where Megatron makes three all-reduces.  Follows megatron-core 0.16 to 0.19, `models.gpt.gpt_model`,
-`models.common.language_module`, `tensor_parallel.cross_entropy` and `fusions.fused_cross_entropy`; the group is the
-model's; functions on logits look for it in `megatron.core.parallel_state` unless it is given, and need no Megatron
+`models.common.language_module`, `tensor_parallel.cross_entropy` and `fusions.fused_cross_entropy`.  The group is the
+model's; functions on logits take it from `megatron.core.parallel_state` unless it is given, and do not need Megatron
 otherwise.
 """
 
@@ -32,17 +32,17 @@ from headloss.record import but
 class OutputProcessor:
     """For `GPTModel.forward(output_processor=...)` of megatron-core 0.19: hidden states in, losses of tokens out.
 
-    The model's logits never exist whole.  The result is [b, s] as Megatron's own is: every token that counts carries
-    the objective's mean, so that Megatron's masked sum is the objective's sum over tokens, and its division by the
-    number of tokens makes the mean.  A token counts whose label is not -100 and whose `loss_mask` is not 0; a mask of
-    other weights is an input of yours (`row_weight`).  Inputs of the losses come as
+    The model's logits are never stored in full.  The result is [b, s] like Megatron's own: every token that counts
+    carries the objective's mean, so that Megatron's masked sum is the objective's sum over tokens, and its division by
+    the number of tokens gives the mean.  A token counts if its label is not -100 and its `loss_mask` is not 0; pass
+    other weights as an input of your own (`row_weight`).  Inputs of the losses come as
     `output_processor_context=hl.Inputs(advantage=..., segments=...)`, in the shape of the labels, and with them counts:
     means over sequences need `num_segments`.  `last` is the record of the last call.  `watch(model)` lets the first
-    copy to the host begin before the model does.
+    copy to the host start before the model does.
 
-    With tensor parallelism the vocabulary is in shards, with sequence parallelism hidden states are gathered first;
-    with context parallelism each rank has its own tokens, and segments carry their group.  Multi-token prediction makes
-    its losses before this is called, by `compute_language_model_loss`: see `replace_cross_entropy`.
+    With tensor parallelism the vocabulary is sharded, with sequence parallelism hidden states are gathered first, and
+    with context parallelism each rank has its own tokens and segments carry their group.  Multi-token prediction
+    computes its losses before this is called, by `compute_language_model_loss`: see `replace_cross_entropy`.
     """
 
     def __init__(
@@ -55,8 +55,9 @@ class OutputProcessor:
         self.early = EarlyTargets()
 
     def watch(self, model: Any) -> Any:
-        """Start what the host must know of the labels before the model's forward, so that the loss does not wait for
-        it; returns the hook's handle."""
+        """Start to copy what the host must know of the labels before the model's forward, so that the loss does not
+        wait for it; returns the hook's handle.
+        """
 
         def before(model: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
             if kwargs.get("output_processor") is self and kwargs.get("labels") is not None:
@@ -111,7 +112,7 @@ class OutputProcessor:
 
 
 def _factor(scale_logits: Any, options: Mapping[str, Any]) -> float:
-    """MuP's number, which multiplies all logits; or what the options say, if that is what the model does."""
+    """MuP's factor of all logits; or what the options say, if that is what the model does."""
     at = torch.tensor([0.0, 1.0, -3.0, 1e3], dtype=torch.float32, device="cpu")
     made, cap = scale_logits(at), options.get("softcap")
     scale = float(options.get("scale", 1.0 if cap is not None else made[1]))
@@ -125,7 +126,7 @@ def _factor(scale_logits: Any, options: Mapping[str, Any]) -> float:
 
 
 def _check_mask(loss_mask: Tensor | None) -> None:
-    """A mask says which tokens count; Megatron's `loss_func` multiplies by it once more."""
+    """Check that a mask only says which tokens count, because Megatron's `loss_func` multiplies by it again."""
     if loss_mask is None or not loss_mask.is_floating_point():
         return
     refuse_some(
@@ -137,7 +138,7 @@ def _check_mask(loss_mask: Tensor | None) -> None:
 
 
 def _check_product(layer: Any) -> None:
-    """The objective multiplies by the layer's weight, so the layer must do no more than that."""
+    """Check that the layer only multiplies by its weight, because that is all the objective does."""
     if not isinstance(layer, nn.Module):
         return
     if getattr(getattr(layer, "config", None), "defer_embedding_wgrad_compute", False):
@@ -154,8 +155,8 @@ def _check_product(layer: Any) -> None:
 
 
 def _where_counted(loss: Tensor, counts: Tensor, group: Any) -> Tensor:
-    """This rank's part, by its tokens, of the loss of all ranks that share segments: what belongs to a whole segment
-    stands on the first of them, which may have no token to report it with.  The gradient is that of `loss`."""
+    """This rank's part, by its tokens, of the loss of all ranks that share segments: the loss of a whole segment is
+    counted on the first of them, which may have no token to report it with.  The gradient is that of `loss`."""
     both = torch.stack([loss.detach(), counts.sum()])
     dist.all_reduce(both, group=group)
     return both[0] * counts.sum() / both[1].clamp(min=1) + (loss - loss.detach())
@@ -166,7 +167,7 @@ def _targets(labels: Tensor, loss_mask: Tensor | None) -> Tensor:
 
 
 def replace_cross_entropy() -> None:
-    """Let every language model of Megatron make its loss here, whatever `cross_entropy_loss_fusion` and
+    """Make every language model of Megatron compute its loss here, whatever `cross_entropy_loss_fusion` and
     `cross_entropy_fusion_impl` say, "te" included; heads of multi-token prediction too.  A label below 0 gives 0."""
     module = importlib.import_module("megatron.core.models.common.language_module.language_module")
     module.LanguageModule.compute_language_model_loss = compute_language_model_loss
@@ -175,7 +176,7 @@ def replace_cross_entropy() -> None:
 def compute_language_model_loss(self: Any, labels: Tensor, logits: Tensor) -> Tensor:
     """`LanguageModule.compute_language_model_loss`: labels [b, s] and logits [s, b, v] to losses [b, s]."""
     group = getattr(self, "tp_group", None) or self.pg_collection.tp
-    targets = labels.masked_fill(labels < 0, -100).transpose(0, 1).contiguous()  # -1 where BERT's and T5's mask is 0
+    targets = labels.masked_fill(labels < 0, -100).transpose(0, 1).contiguous()  # BERT and T5: -1 where the mask is 0
     return vocab_parallel_cross_entropy(logits, targets, tp_group=group).transpose(0, 1).contiguous()
 
 
@@ -190,9 +191,9 @@ def vocab_parallel_cross_entropy(
 ) -> Tensor:
     """The loss of each token, [s, b], float32, from logits [s, b, v] and targets [s, b]; -100 gives 0.
 
-    With label smoothing a, mass a is spread evenly over the other V - 1 columns of the whole vocabulary; Megatron's
-    own function takes the V / tp columns of its rank for the whole, so its ranks disagree.  `vocab` leaves the columns
-    from there on, the padding, out of the softmax; Megatron counts them.  `inplace=True` lets the gradient overwrite
+    Label smoothing a spreads mass a evenly over the other V - 1 columns of the whole vocabulary; Megatron's own
+    function takes the V / tp columns of its rank for the whole, so its ranks disagree.  `vocab` leaves the columns from
+    there on, which are padding, out of the softmax; Megatron counts them.  `inplace=True` lets the gradient overwrite
     the logits.
     """
     if not 0.0 <= label_smoothing < 1.0:
@@ -206,8 +207,8 @@ def vocab_parallel_cross_entropy(
 
 
 def fused_vocab_parallel_cross_entropy(vocab_parallel_logits: Tensor, target: Tensor, tp_group: Any) -> Tensor:
-    """Megatron's function of this name, which has the group in another place.  The gradient keeps the logits' dtype,
-    where Megatron's is bfloat16 always."""
+    """Megatron's function of this name, which takes the group in another position.  The gradient keeps the logits'
+    dtype; Megatron's is always bfloat16."""
     return vocab_parallel_cross_entropy(vocab_parallel_logits, target, tp_group=tp_group)
 
 
@@ -239,10 +240,10 @@ def linear_source(
     partial_hidden: bool = False,
     **options: Any,
 ) -> hl.Linear:
-    """Hidden states [s, b, h] and the output layer's weight [v, h]: the logits never exist whole.
+    """Hidden states [s, b, h] and the output layer's weight [v, h]: the logits are never stored in full.
 
-    With sequence parallelism gather the hidden states first (`gather_from_sequence_parallel_region`), whose backward
-    reduce-scatters: `partial_hidden=True` then leaves out the all-reduce of their gradient.
+    With sequence parallelism gather the hidden states first (`gather_from_sequence_parallel_region`); its backward
+    reduce-scatters, so `partial_hidden=True` then leaves out the all-reduce of their gradient.
     """
     shard = vocab_shard(weight.shape[0], tp_group, vocab=vocab, partial_hidden=partial_hidden)
     return hl.Linear(hidden, weight, shard=shard, **options)

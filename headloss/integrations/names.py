@@ -1,6 +1,8 @@
-"""What other trainers call the metrics.  Each map goes from the name after the term, "clip_fraction" in
-"rl/clip_fraction", to the trainer's; what a map leaves out keeps its name.  The numbers stay headloss's: means over
-tokens, where some trainers average sequence-level losses over sequences.
+"""Maps from the names of metrics to what other trainers call them.
+
+Each goes from the name after the term, "clip_fraction" in "rl/clip_fraction", to the trainer's; a metric that a map
+leaves out keeps its name.  The numbers stay headloss's: means over tokens, where some trainers average sequence-level
+losses over sequences.
 
     log(rename(meter.compute(), TRL))
 """
@@ -115,7 +117,7 @@ PRIME_RL: Mapping[str, str] = {  # its inference_logprobs are `old_logprob`
 
 
 def rename(metrics: Mapping[str, T], names: Mapping[str, str]) -> dict[str, T]:
-    """The metrics under a trainer's names; where two would get the same one, the second keeps its own.
+    """The metrics under a trainer's names; if two would get the same name, the second keeps its own.
 
     >>> rename({"rl/clip_fraction": 0.25, "rl/ratio_std": 0.1}, TRL)
     {'clip_ratio/region_mean': 0.25, 'rl/ratio_std': 0.1}

@@ -1,4 +1,4 @@
-"""Means that a trainer's own count does not normalise: refused, where their parts would be added up wrongly."""
+"""Refuses means that a trainer's count does not normalise, since their parts would be added up wrongly."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ PAIRED = (
 
 
 def values_of(term: hl.Term) -> str:
-    """Whether a term's values belong to a "row", a "segment" or a "pair", as far as its function says so."""
+    """Whether a term has one value per "row", "segment" or "pair", as far as its function says so."""
     signature = term.call(None, {}).signature
     return signature.returns or ("pair" if any(p.name == "pairs" for p in signature.parameters) else "row")
 
 
 def own_means(objective: hl.Objective) -> dict[str, str]:
-    """The terms that divide by something of their own micro-batch, and what to say of each."""
+    """The terms that divide by something of their own micro-batch, each with the message to raise."""
     found = {}
     for name, term in objective.terms.items():
         if term.reduction == "weighted_mean":
@@ -40,10 +40,10 @@ def own_means(objective: hl.Objective) -> dict[str, str]:
 
 
 def check_means(objective: hl.Objective, call: Mapping[str, Any], why: str, instead: str, items: str) -> None:
-    """Every mean of a call is over something that was counted for the whole step.
+    """Check that every mean of a call is over something that was counted for the whole step.
 
-    `call`: what was given.  `why`: what the trainer does with a micro-batch.  `instead`: where the number of sequences
-    can be given, `items`: where that of tokens.
+    `call`: the arguments.  `why`: what the trainer does with a micro-batch.  `instead`: where the number of sequences
+    can be given, `items`: where the number of tokens can.
     """
     for name, message in own_means(objective).items():
         raise ValueError(message.format(name=name, why=why))
@@ -63,7 +63,7 @@ def check_means(objective: hl.Objective, call: Mapping[str, Any], why: str, inst
 
 
 def refuse_some(found: Tensor, message: str, later: str) -> None:
-    """Raise `message`, with the number in place of {found}, unless it is 0; `later`: that of an assert on a device."""
+    """Raise `message`, with the number for {found}, unless it is 0; `later`: the message of a device assertion."""
 
     def check(found: Tensor) -> None:
         if int(found):
@@ -73,7 +73,7 @@ def refuse_some(found: Tensor, message: str, later: str) -> None:
 
 
 def check_whole(objective: hl.Objective, targets: Tensor, num_items: Any) -> None:
-    """Where a trainer counts a step's tokens, a mean over something else of a micro-batch has to be of them all."""
+    """If a trainer counts a step's tokens, a mean over something else of a micro-batch must cover all of them."""
     if num_items is not None:
         for name, message in own_means(objective).items():
             why = "and this is a part of a step (num_items_in_batch counts {more} more tokens)"
@@ -81,7 +81,7 @@ def check_whole(objective: hl.Objective, targets: Tensor, num_items: Any) -> Non
 
 
 def refuse_part(targets: Tensor, num_items: Any, message: str) -> None:
-    """The targets are all that `num_items` counts; on a device whose numbers take a while, said later."""
+    """Check that the targets are all that `num_items` counts; on a GPU the error may come later."""
     more = torch.as_tensor(num_items, device=targets.device) - (targets != -100).sum()
 
     def check(more: Tensor) -> None:

@@ -2,10 +2,10 @@
 
     loss=HeadlossLoss.Config(objective={"terms": {"ce": "cross_entropy", "z": {"loss": "z_loss", "weight": 1e-4}}})
 
-torchtitan hands its head to a `ChunkedLossWrapper` and gives it hidden states, labels and the global number of valid
-tokens; this is one, without chunks of its own: `hl.Linear` makes them under `memory`.  A head that tensor parallelism
-has sharded over the vocabulary is used as it lies, DTensor or not; one that FSDP2 has sharded computes the loss inside
-its own forward.
+torchtitan gives its head to a `ChunkedLossWrapper`, and calls that with hidden states, labels and the global number of
+valid tokens; this is one, without chunks of its own: `hl.Linear` makes them under `memory`.  A head that tensor
+parallelism has sharded over the vocabulary is used as it is, DTensor or not; one that FSDP2 has sharded computes the
+loss inside its own forward.
 
 Follows `torchtitan.components.loss` and the trainer of torchtitan 0.3.
 """
@@ -41,10 +41,10 @@ class HeadlossLoss(ChunkedLossWrapper):  # type: ignore[misc,unused-ignore]
 
     Token means divide by `global_valid_tokens`, without it by nothing, as torchtitan's losses do; means over sequences
     need `num_segments`, their global number.  Inputs of the losses (`advantage`, `old_logprob`, `segments`, `teacher`
-    ...) go by name.  The trainer passes `positions` along; they say where documents begin, and become the segments of
-    an objective that needs some.  What its RL trainer passes is read as its own losses do: `advantages`,
-    `generator_logprobs` as the old policy's, and `loss_mask`, with tokens left out whose `generator_logprobs` are not
-    finite.
+    ...) are passed by name.  The trainer passes `positions` along; they say where documents begin, and become the
+    segments of an objective that needs some.  The arguments of its RL trainer are read as its own losses read them:
+    `advantages`, `generator_logprobs` as the old policy's, and `loss_mask`; tokens whose `generator_logprobs` are not
+    finite are left out.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -77,7 +77,9 @@ class HeadlossLoss(ChunkedLossWrapper):  # type: ignore[misc,unused-ignore]
         self.early = EarlyTargets()
 
     def before(self, labels: Tensor) -> None:
-        """Start what the host must know of the labels: called before the model's forward, the loss does not wait."""
+        """Start to copy what the host must know of the labels; called before the model's forward, so the loss does not
+        wait.
+        """
         self.early.start(_local(labels), labels)
 
     def __call__(
@@ -90,9 +92,9 @@ class HeadlossLoss(ChunkedLossWrapper):  # type: ignore[misc,unused-ignore]
         checker = _type_checker()
         if checker is None:
             return self._evaluate(pred, labels, global_valid_tokens, **inputs)
-        with checker.no_typecheck():  # of plain local tensors and our own collectives
+        with checker.no_typecheck():  # plain local tensors, and collectives of our own
             loss, metrics = self._evaluate(pred, labels, global_valid_tokens, **inputs)
-        checker.assert_type(loss, {"dp": checker.P, "cp": checker.P, "tp": checker.I})  # as torchtitan's own loss
+        checker.assert_type(loss, {"dp": checker.P, "cp": checker.P, "tp": checker.I})  # like torchtitan's own loss
         return loss, metrics
 
     def _evaluate(
@@ -133,7 +135,7 @@ class HeadlossLoss(ChunkedLossWrapper):  # type: ignore[misc,unused-ignore]
         out = _inside(head, evaluate, pred) if _is_fsdp(head) else evaluate(pred)
         self.last = but(out, loss=out.loss.detach(), facts=hl.Facts({}))
         found = summable(out, global_valid_tokens, inputs.get("num_segments"))
-        if rl:  # whose trainer adds up all but /max
+        if rl:  # its trainer adds up all metrics but /max
             least = [name for name in found if name.endswith("/min")]
             found |= {f"minus_{name.removesuffix('/min')}/max": -found.pop(name) for name in least}
         return out.loss, found
@@ -152,7 +154,7 @@ class HeadlossLoss(ChunkedLossWrapper):  # type: ignore[misc,unused-ignore]
         if hasattr(weight, "device_mesh"):
             from headloss.parallel.dtensor import shard_of, spread_source
 
-            # Not FSDP's, or its forward would have made it whole: what is left is tensor parallelism.
+            # Not FSDP's, whose forward would have made it whole: what is left is tensor parallelism.
             if hasattr(hidden, "device_mesh"):
                 return spread_source(hidden, weight, bias, **options)
             shard = shard_of(weight.device_mesh, weight.shape[0], options.get("vocab"))
@@ -165,7 +167,7 @@ class HeadlossLoss(ChunkedLossWrapper):  # type: ignore[misc,unused-ignore]
 
 
 def _transform(head: nn.Module) -> dict[str, Any]:
-    """What a head does besides its product, as options of `hl.Linear`; "dtype": which it multiplies in."""
+    """What a head does besides its product, as options of `hl.Linear`; "dtype": the one that it multiplies in."""
     forward: Any = type(head).forward
     more = own_hook(head, ("torch", "torchtitan"))  # FSDP2's and tensor parallelism's pass
     placed = _only_placed(head)
@@ -184,8 +186,8 @@ def _transform(head: nn.Module) -> dict[str, Any]:
 
 
 def _only_placed(head: nn.Module) -> bool:
-    """Whether a forward of its own is what `Module.parallelize` puts around that of its class: it says how the tensors
-    lie and, with an input that stays where it is, computes nothing."""
+    """Whether a forward set on the module is the one that `Module.parallelize` wraps around that of its class: it only
+    declares layouts and, with an input that stays in its layout, computes nothing."""
     own = vars(head).get("forward")
     if not inspect.isfunction(own) or not own.__module__.startswith("torchtitan."):
         return False
@@ -196,8 +198,8 @@ def _only_placed(head: nn.Module) -> bool:
 
 
 def summable(out: hl.Output, tokens: Tensor | None, segments: Any = None) -> dict[str, Tensor]:
-    """The record's metrics as torchtitan adds them up: a rank's share of a global mean ends in /mean, extremes in
-    /min and /max.  What is neither (a standard deviation, a perplexity) is left out."""
+    """The record's metrics in the form that torchtitan adds up: a rank's share of a global mean ends in /mean, extremes
+    in /min and /max.  Metrics that are neither (a standard deviation, a perplexity) are left out."""
     found = {f"{name}/mean": value.detach() for name, value in out.terms.items()}
     for name, metric in out.metrics.items():
         if metric.kind in ("min", "max"):
@@ -226,13 +228,13 @@ def _spmd_types_group() -> Any:
 
 
 def _type_checker() -> Any:
-    """The package spmd_types while it checks (`debug.spmd_typechecking`)."""
+    """The package spmd_types, if it is checking (`debug.spmd_typechecking`)."""
     checker = sys.modules.get("spmd_types")
     return checker if checker is not None and checker.is_type_checking() else None
 
 
 def _columns_of_all(group: Any, weight: Tensor) -> int:
-    """How many columns all ranks hold together; shards need not be of one width."""
+    """How many columns all ranks hold together; shards may have different widths."""
     columns = torch.tensor(len(weight), dtype=torch.int64, device=weight.device)
     dist.all_reduce(columns, group=group)
     return int(columns)
@@ -245,7 +247,7 @@ def _is_fsdp(module: nn.Module) -> bool:
 
 
 def _inside(head: nn.Module, evaluate: Any, hidden: Tensor) -> Any:
-    """`evaluate(hidden)` as the head's own forward, where FSDP2's hooks have its weight whole."""
+    """Run `evaluate(hidden)` as the head's own forward, in which FSDP2's hooks have gathered its weight."""
     own = vars(head).get("forward")
     head.forward = evaluate
     try:

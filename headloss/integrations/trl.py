@@ -3,12 +3,13 @@
     from headloss.integrations.trl import SFTTrainer, DPOTrainer, GRPOTrainer, DistillationTrainer    # for trl's
 
 TRL's trainers ask the model for log-probabilities, entropies and the like (`model(..., fused_lm_head=True)`, prepared
-by its `add_fused_lm_head`).  Here the head answers, inside its own forward, where DDP, FSDP2 and ZeRO-3 have its weight
-ready.  The trainers' losses and metrics stay TRL's; `metrics=` adds more from the same sweep.  SFT and distillation
-evaluate their loss as an objective, whose gradients are made in the same visit: three GEMMs where TRL needs four.
+by its `add_fused_lm_head`).  Here the head computes them, inside its own forward, where DDP, FSDP2 and ZeRO-3 have its
+weight ready.  The trainers' losses and metrics stay TRL's; `metrics=` adds more from the same sweep.  SFT and
+distillation evaluate their loss as an objective, which computes its gradients in the same visit: three GEMMs where TRL
+needs four.
 
-`swap_kernels()` does the same for every trainer made inside, the experimental ones' functions on logits included.
-Both lean on names inside TRL and refuse versions they were not written for.
+`swap_kernels()` does the same for every trainer made inside it, including the functions on logits of the experimental
+ones.  Both rely on names inside TRL and refuse versions they were not written for.
 """
 
 from __future__ import annotations
@@ -134,11 +135,11 @@ class DPOTrainer(_OnHeadloss, dpo_trainer.DPOTrainer):
 class GRPOTrainer(_OnHeadloss, grpo_trainer.GRPOTrainer):
     """TRL's GRPOTrainer: its losses and metrics on log-probabilities and entropies from headloss.
 
-    With an `objective` (`policy_objective(args)` is TRL's loss as one) the loss is made in the visit of the head; TRL's
+    With an `objective` (`policy_objective(args)` is TRL's loss as one) the head computes the loss in its visit; TRL's
     metrics stay.  Its terms may ask for advantage, old_logprob, ref_logprob, sampler_logprob, and for the row weight
     importance_sampling_ratio, TRL's correction for vLLM.  Arguments of TRL's own loss that no term follows are refused.
-    Where a batch has `support_ids`, (B, C, K) columns that each token of a completion was sampled from, -1 for none,
-    the softmax is over those; TRL makes old_logprob over everything, so let terms take sampler_logprob in its place.
+    If a batch has `support_ids`, (B, C, K) columns that each token of a completion was sampled from, -1 for none, the
+    softmax is over those; TRL's old_logprob is over everything, so let terms take sampler_logprob in its place.
 
     `token_mean` divides by the tokens and `seq_mean_...` by the sequences of the whole accumulated batch,
     `weighted_mean` by the tokens of each micro-batch, whose means are then averaged: TRL's bnpo, and its entropy bonus.
@@ -152,7 +153,7 @@ class GRPOTrainer(_OnHeadloss, grpo_trainer.GRPOTrainer):
             self.set_objective(objective)
 
     def set_objective(self, objective: hl.Objective) -> None:
-        """Another objective from now on."""
+        """Use another objective from now on."""
         check_policy(self.args, check_objective(objective), self.model)
         want = unwrapped(self.model).headloss.want
         self.objective = _extended(objective, self._headloss["metrics"], want)
@@ -166,12 +167,12 @@ class GRPOTrainer(_OnHeadloss, grpo_trainer.GRPOTrainer):
         steps = self.current_gradient_accumulation_steps if training else 1
         call, keep = policy_call(self.objective, inputs)
         share = self.accelerator.num_processes * (self.args.steps_per_generation / steps if training else 1)
-        call["num_items"] = inputs["num_items_in_batch"]  # of all ranks and of a whole generation; ours is one share
+        call["num_items"] = inputs["num_items_in_batch"]  # counts all ranks and a whole generation; ours is one share
         alone, weights = own_means(self.objective), {}
         for name, term in self.objective.terms.items():
-            if name in alone:  # a mean of each micro-batch
+            if name in alone:  # a mean over each micro-batch
                 weights[name] = term.weight / steps
-            elif term.reduction == "token_mean" and values_of(term) == "row":  # of a whole step
+            elif term.reduction == "token_mean" and values_of(term) == "row":  # over a whole step
                 weights[name] = term.weight * share
         call |= {"weights": weights, "num_segments": len(keep) * steps}
         adapter = unwrapped(self.model).headloss
@@ -256,7 +257,7 @@ _MULTIMODAL = (
 
 
 def _whole(x: Tensor | None) -> Tensor | None:
-    """A teacher's parameter, gathered where FSDP has spread it; no gradient has to find its way back."""
+    """A teacher's parameter, gathered if FSDP has sharded it; it needs no gradient."""
     if x is None:
         return None
     gather = getattr(x.detach(), "full_tensor", x.detach)
@@ -268,7 +269,7 @@ def _loss(name: str, loss: str | None = None) -> hl.Objective:
 
 
 def _extended(objective: hl.Objective, metrics: Metrics, facts: Sequence[str]) -> hl.Objective:
-    """The objective with more metrics, and with facts that someone else will look at."""
+    """The objective with more metrics, and with facts that someone else will read."""
     named = {name: call.fn for name, call in (*objective.metrics, *read_metrics(metrics))}
     named |= {f"{UNSEEN}{name}": next(read_metrics([name]))[1].fn for name in facts}
     return hl.Objective(metrics=named, backend=objective.backend, **objective.terms)

@@ -1,8 +1,8 @@
-"""What TRL's trainers ask of a head and of its logits, answered by headloss.  See `headloss.integrations.trl`.
+"""The functions on heads and logits that TRL's trainers call, computed by headloss; see `headloss.integrations.trl`.
 
 add_fused_lm_head                    model(..., labels=..., fused_lm_head=True) returns log-probabilities and the like
 selective_log_softmax, ...           functions on logits that exist
-swap_kernels                         these in place of TRL's, for a while
+swap_kernels                         puts these in place of TRL's, inside a `with`
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def add_fused_lm_head(
     """
     check_version()
     base = unwrapped(model)
-    # TRL has given the head a forward in float32, which calls without labels still take
+    # TRL has given the head a forward in float32, which calls without labels still use
     plain = vars(base.get_output_embeddings()).pop("forward", None) if cast_lm_head_to_fp32 else None
     head = check_model(base, takes_loss=False, instead="use TRL's own trainer")
     options = {"memory": memory, "temperature": temperature, **transform_of(base)}
@@ -80,7 +80,7 @@ def add_fused_lm_head(
 
 
 class FusedHead(Adapter):
-    """What the head of a model in a TRL trainer has to answer."""
+    """The adapter of a model in a TRL trainer: what its head has to compute."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class FusedHead(Adapter):
         facts = [fact for name in self.outputs for fact in FACTS[name]]
         facts += [fact.name for _, call in self.metrics for fact in call.signature.facts]
         self.want = tuple(dict.fromkeys(facts))
-        self.wanted: tuple[hl.Objective, dict[str, Any], Tensor | None] | None = None  # a loss to make in the visit
+        self.wanted: tuple[hl.Objective, dict[str, Any], Tensor | None] | None = None  # a loss to compute in the visit
         self.loss: Tensor | None = None
         self.aux_loss: Tensor | None = None
 
@@ -133,7 +133,7 @@ class FusedHead(Adapter):
         self.log.meter(found, training)
 
 
-UNSEEN = "fact "  # a metric that is there for its fact alone
+UNSEEN = "fact "  # begins the name of a metric that only asks for its fact
 
 
 def shown(metrics: Mapping[str, hl.Metric]) -> dict[str, hl.Metric]:
@@ -244,7 +244,7 @@ NATIVE = {name: getattr(trl_utils, name) for name in _KERNELS}
 
 @contextmanager
 def swap_kernels(*, metrics: Metrics = (), memory: str | int = "1GiB") -> Iterator[None]:
-    """Inside, TRL's functions of the head and of its logits are headloss's, in every module of TRL.
+    """Inside it, TRL's functions on heads and logits are headloss's, in every module of TRL.
 
     >>> with swap_kernels():
     ...     trainer = trl.DPOTrainer(...)
@@ -270,7 +270,7 @@ def swap_kernels(*, metrics: Metrics = (), memory: str | int = "1GiB") -> Iterat
 
 
 class _Used:
-    """How often headloss answered in TRL's place; a graph does not count."""
+    """How often headloss computed something in TRL's place; calls inside a graph are not counted."""
 
     heads = calls = 0
     compiled = False
@@ -286,7 +286,7 @@ USED = _Used()
 
 
 class _Watch(TrainerCallback):
-    """A step without a call of headloss has made its softmax elsewhere."""
+    """Raises after a step without a call of headloss: it has computed its softmax elsewhere."""
 
     def __init__(self, name: str) -> None:
         self.name, self.calls = name, -1
@@ -305,7 +305,7 @@ class _Watch(TrainerCallback):
 def _watched(train: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(train)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        ours = any(kind.__module__.startswith("headloss.") for kind in type(self).__mro__)  # which may do without
+        ours = any(kind.__module__.startswith("headloss.") for kind in type(self).__mro__)  # which need not call one
         watch = None if ours else _Watch(type(self).__name__)
         if watch is not None:
             self.add_callback(watch)
@@ -318,12 +318,12 @@ def _watched(train: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-STANDING: dict[Callable[..., Any], Callable[..., Any]] = {}  # what stands in the place of a function of TRL's
+STANDING: dict[Callable[..., Any], Callable[..., Any]] = {}  # what currently replaces each function of TRL's
 
 
 @contextmanager
 def replaced(functions: Mapping[Callable[..., Any], Callable[..., Any]]) -> Iterator[None]:
-    """Each function, or what stands in its place, by another wherever a module of TRL holds it, and back again."""
+    """Replace each function, or its current replacement, wherever a module of TRL holds it; then put it back."""
     outer = {native: STANDING.get(native, native) for native in functions}
     _exchange({outer[native]: new for native, new in functions.items()})
     STANDING.update(functions)

@@ -1,4 +1,4 @@
-"""GRPO's loss in TRL as an objective: what its arguments say, and what its batches hold, as rows."""
+"""TRL's GRPO loss as an objective: made from its arguments, with the contents of its batches as rows."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ RATIO = "importance_sampling_ratio"
 
 
 def policy_objective(args: Any) -> hl.Objective:
-    """The loss that a `GRPOConfig` describes, as an objective; what it cannot say is refused.
+    """The loss that a `GRPOConfig` describes, as an objective; a loss that cannot be described so is refused.
 
-    With `use_vllm`, the sampler's correction is in it: TRL's `importance_sampling_ratio` weighs the rows.
+    With `use_vllm` it includes the sampler correction: TRL's `importance_sampling_ratio` weighs the rows.
     """
     high = args.epsilon if args.epsilon_high is None else args.epsilon_high
     corrected = args.use_vllm and args.vllm_importance_sampling_correction
     sequence = args.importance_sampling_level == "sequence"
-    own = {"own": True} if sequence else {}  # a subclass may give advantages (B, T)
+    own = {"own": True} if sequence else {}  # a subclass may pass advantages of shape (B, T)
     clipped = "gspo" if sequence else "grpo", {"low": args.epsilon, "high": high, **own}
     if args.delta is not None:
         clipped[1]["delta"] = args.delta
@@ -44,8 +44,8 @@ def policy_objective(args: Any) -> hl.Objective:
         "use_adaptive_entropy": args.use_adaptive_entropy,
         "top_entropy_quantile": args.top_entropy_quantile < 1,
         "off_policy_mask_threshold": args.off_policy_mask_threshold is not None,
-        "vllm_importance_sampling_correction": corrected and args.loss_type == "bnpo",  # a mean over weights is not it
-        "delta": args.delta is not None and args.delta < 1 + high,  # where TRL's is no bound on the other side
+        "vllm_importance_sampling_correction": corrected and args.loss_type == "bnpo",  # a mean over weights differs
+        "delta": args.delta is not None and args.delta < 1 + high,  # where TRL's bounds nothing on the other side
     }
     for name, is_so in unknown.items():
         if is_so:
@@ -55,7 +55,7 @@ def policy_objective(args: Any) -> hl.Objective:
             )
     (loss, options), how = kinds[args.loss_type]
     weighed: dict[str, Any] = {}
-    if corrected and loss == "vespo":  # its ratio has the sampler's in it
+    if corrected and loss == "vespo":  # its ratio includes the sampler's
         bounds = args.vllm_importance_sampling_clip_min, args.vllm_importance_sampling_clip_max
         options |= {"sampler_low": bounds[0] or 0.0, "sampler_high": math.exp(20.0) if bounds[1] is None else bounds[1]}
         options["sampler_mask"] = args.vllm_importance_sampling_mode == "token_mask"
@@ -66,13 +66,13 @@ def policy_objective(args: Any) -> hl.Objective:
         terms["kl"] = hl.Term(LOSSES["kl_to_reference_sequence"], weight=args.beta, **how)
     elif args.beta:
         terms["kl"] = hl.Term(LOSSES["kl_to_reference"], weight=args.beta, corrected=args.use_bias_correction_kl, **how)
-    if args.entropy_coef:  # a mean over each micro-batch, whatever the loss's is
+    if args.entropy_coef:  # a mean over each micro-batch, whatever the loss uses
         terms["entropy"] = hl.Term(LOSSES["entropy_bonus"], weight=args.entropy_coef, reduction="weighted_mean")
     return hl.Objective(**terms)  # type: ignore[arg-type]
 
 
 def check_policy(args: Any, objective: hl.Objective, model: Any) -> None:
-    """Nothing that TRL's loss would have done is left out without a word."""
+    """Refuse to leave out silently anything that TRL's loss would have done."""
     asked = _asked(objective)
     left_out = {
         "beta": (args.beta and "ref_logprob" not in asked, "add kl_to_reference"),
@@ -105,7 +105,7 @@ def _asked(objective: hl.Objective) -> set[str]:
 
 
 def _corrects(term: hl.Term) -> bool:
-    """Whether a term reads what the sampler said; vespo does where it has a bound for it."""
+    """Whether a term reads the sampler's log-probabilities; vespo does if it has a bound for them."""
     reads = not {RATIO, "sampler_logprob"}.isdisjoint(term.call(None, {}).input_names)
     bounded = term.fn is not LOSSES["vespo"] or term.options.get("sampler_high") is not None
     return reads and (bounded or bool(term.row_weights))
@@ -114,7 +114,7 @@ def _corrects(term: hl.Term) -> bool:
 def policy_call(objective: hl.Objective, inputs: Mapping[str, Any]) -> tuple[dict[str, Any], Tensor]:
     """TRL's (B, C) inputs as (B, T) rows, of which row t predicts token t + 1; and which rows count.
 
-    Of the inputs only those that the objective asks for.
+    Only the inputs that the objective asks for are included.
     """
     start, (batch, length) = inputs["prompt_ids"].shape[1] - 1, inputs["completion_ids"].shape
 
@@ -146,7 +146,7 @@ def policy_call(objective: hl.Objective, inputs: Mapping[str, Any]) -> tuple[dic
 
 
 def _support(ids: Any, start: int, batch: int, length: int) -> hl.Support:
-    """The columns of a batch's completions as those of its rows."""
+    """The sampled-from columns of a batch's completions, as columns of its rows."""
     if not isinstance(ids, Tensor) or ids.ndim != 3 or ids.shape[:2] != (batch, length):
         got = tuple(ids.shape) if isinstance(ids, Tensor) else type(ids).__name__
         raise ValueError(f"support_ids: wanted ({batch}, {length}, K), K columns of each token, got {got}")

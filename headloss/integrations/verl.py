@@ -35,7 +35,7 @@ def log_probs_and_entropy(
     inplace: bool = False,
     support: hl.Support | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(log_probs, entropy) in the labels' shape, float32, both differentiable; logits (..., V) or a source.
+    """(log_probs, entropy) in the labels' shape, float32, both differentiable; from logits (..., V) or a source.
 
     `temperature` is a number, one value per sample ((B,) or (B, 1) for (B, T) labels) or one value per token.
     `inplace=True` lets the gradient overwrite the logits.  `support`: the columns that each token was sampled from.
@@ -60,9 +60,9 @@ def logprobs_from_logits(
 class FusedLinearForPPO(nn.Module):
     """verl's module of this name: (hidden_states, vocab_weights, input_ids, temperature) -> (log_probs, entropy).
 
-    hidden_states is (tokens, D) or (B, T, D).  Of the head's logits no more than `memory` exists at a time;
-    `chunk_size` and `impl_backend` are taken for verl's sake and have no say; `bias`, `scale`, `softcap` and `vocab`
-    are those of `hl.Linear`.  The entropy is float32, where verl's has the hidden's dtype.
+    hidden_states is (tokens, D) or (B, T, D).  At most `memory` of the head's logits exists at a time; `chunk_size` and
+    `impl_backend` are accepted for verl's sake and ignored; `bias`, `scale`, `softcap` and `vocab` are those of
+    `hl.Linear`.  The entropy is float32, where verl's has the hidden's dtype.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class FusedLinearForPPO(nn.Module):
 
 
 def per_token(temperature: float | Tensor, labels: Tensor) -> float | Tensor:
-    """A temperature as headloss takes it: a number, or one value for each label."""
+    """A temperature as headloss takes it: a number, or one value per label."""
     if not isinstance(temperature, Tensor):
         return float(temperature)
     T, shape = temperature.detach(), tuple(labels.shape)
@@ -108,9 +108,9 @@ def per_token(temperature: float | Tensor, labels: Tensor) -> float | Tensor:
 
 
 def policy_loss(loss: str | Callable[..., Any], **options: Any) -> Callable[..., tuple[Tensor, dict[str, Any]]]:
-    """A loss of headloss as verl's registry wants it.
+    """A loss of headloss in the form that verl's registry wants.
 
-    What is not given comes from verl's config, by the meaning it has there: see `settings`.
+    Options that are not given come from verl's config, with the meaning that they have there: see `settings`.
 
     >>> register_policy_loss("mine")(policy_loss("grpo", delta=4.0))
     """
@@ -199,7 +199,7 @@ def _numbers(metrics: dict[str, Tensor]) -> dict[str, float]:
     if not metrics:
         return {}
     names = [f"actor/{NAMES.get(name, name)}" for name in metrics]
-    if any(x.ndim and not len(x) for x in metrics.values()):  # no token is left: 0 as verl's, whose means take all in
+    if any(x.ndim and not len(x) for x in metrics.values()):  # no token is left: 0, as in verl, whose means include all
         return dict.fromkeys(names, 0.0)
     values = [hl.Metric.of(name, x, None, "token").value for name, x in metrics.items()]
     return dict(zip(names, torch.stack(values).tolist(), strict=True))

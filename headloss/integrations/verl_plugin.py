@@ -8,8 +8,8 @@
     actor_rollout_ref.actor.policy_loss.loss_mode=headloss_gspo
 
 Follows `verl.models.transformers.monkey_patch` and `verl.utils.experimental.torch_functional` of verl 0.9; a verl in
-which they are elsewhere is refused.  What a model does to its logits besides the product (bias, factor, softcap,
-padded columns) is followed; what cannot be is refused, where verl's own kernels leave it out.
+which they are elsewhere is refused.  Whatever a model does to its logits besides the product (bias, factor, softcap,
+padded columns) is applied too, or refused if it cannot be; verl's own kernels leave it out.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from headloss.module import own_forward, own_hook
 
 BACKEND = "headloss"
 INSTEAD = "set model.use_fused_kernels=False, so that verl computes whole logits"
-HEAD: ContextVar[Mapping[str, Any] | None] = ContextVar("HEAD", default=None)  # of the model whose forward runs
+HEAD: ContextVar[Mapping[str, Any] | None] = ContextVar("HEAD", default=None)  # for the model whose forward runs
 
 
 def install() -> list[str]:
@@ -48,7 +48,7 @@ def install() -> list[str]:
 
 
 def chosen(*args: Any, **kwargs: Any) -> Any:
-    """verl's `FusedLinearForPPO`, or ours inside a model of ours: verl 0.9.0 does not say the backend here."""
+    """verl's `FusedLinearForPPO`, or ours inside a model of ours: verl 0.9.0 does not pass the backend on here."""
     head = HEAD.get()
     if head is not None or BACKEND in (*args, *kwargs.values()):
         return FusedLinearForPPO(*args, **kwargs, **(head or {}))  # type: ignore[misc]
@@ -57,13 +57,13 @@ def chosen(*args: Any, **kwargs: Any) -> Any:
 
 
 def patched(model: Any, use_fused_kernels: bool = False, fused_kernels_backend: str | None = None) -> None:
-    """verl's `patch_forward_with_backends`; ours goes where its torch backend does."""
+    """verl's `patch_forward_with_backends`; our backend takes the place of its torch backend."""
     ours = fused_kernels_backend == BACKEND
     if ours and not use_fused_kernels:
         raise ValueError("impl_backend: headloss needs model.use_fused_kernels=True, or nothing of it runs")
     if ours:
         options = head_of(model)
-        own = not type(model).forward.__module__.startswith("verl.")  # of a class that verl has patched, read before
+        own = not type(model).forward.__module__.startswith("verl.")  # a class that verl has patched was read before
         if line := other_use(model, "vocab" in options) if own else None:
             raise TypeError(
                 f"model: {type(model).__name__}.forward has `{line}`, which impl_backend: headloss would leave out; "
@@ -77,7 +77,7 @@ def patched(model: Any, use_fused_kernels: bool = False, fused_kernels_backend: 
 
 
 def _following(forward: Any) -> Any:
-    """verl's forward; each call reads the head anew, since adapters may come after the patch."""
+    """verl's forward; each call inspects the head again, since adapters may be added after the patch."""
 
     @functools.wraps(forward)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -103,7 +103,7 @@ def head_of(model: Any) -> dict[str, Any]:
 
 
 def guard_engines(module: Any) -> None:
-    """Refuse the backend in verl's engines other than FSDP's, which never read it."""
+    """Refuse the backend in verl's engines other than FSDP's, since those never read it."""
     native = module.EngineRegistry.new
 
     def new(cls: Any, model_type: str, backend: str, *args: Any, **kwargs: Any) -> Any:
@@ -120,7 +120,7 @@ def guard_engines(module: Any) -> None:
 
 
 def after_import(name: str, then: Callable[[Any], None]) -> None:
-    """Call `then(module)` when it is loaded, which is not done here: verl's engines come in an order of theirs."""
+    """Call `then(module)` once it is loaded; do not load it here, since verl's engines have an order of their own."""
     if name in sys.modules:
         then(sys.modules[name])
         return

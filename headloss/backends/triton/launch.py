@@ -69,7 +69,7 @@ class Launch:
                 self.known[key, where] = compiled, compiled.run, compiled.function, compiled.packed_metadata
         elif where < 0 or _watched():
             known[0][programs, 1, 1](*arguments, *self.rest)
-        else:  # the same, when nobody wants a report
+        else:  # the same without the hooks
             _, run, function, metadata = known
             run(programs, 1, 1, current_stream(where), function, metadata, None, None, None, *arguments, *self.rest)
         return None

@@ -163,7 +163,7 @@ def read_kernel(x, w, e, count, at, out, V, D, rows, start, first, wide, tiles, 
 
 @triton.jit(do_not_specialize=["V", "D"], do_not_specialize_on_alignment=["count", "beyond", "tiles"])
 def repair_kernel(x, w, e, count, beyond, tiles, at, V, D, F: tl.constexpr):
-    """Compute e again in rows of tiles of which a row was too far from its reference, which has been replaced."""
+    """Compute e again in rows of tiles with a row too far from its reference, which has been replaced since."""
     BM: tl.constexpr = F.BM
     BN: tl.constexpr = F.BN
     BK: tl.constexpr = F.BK
