@@ -79,7 +79,7 @@ def test_bad_teachers(objective: hl.Objective, teacher: Any, message: str) -> No
         (lambda: hl.Sparse(IDS[:, :0], LOGPROBS[:, :0]), "ids: wanted (rows, K)"),
         (lambda: hl.Sparse(IDS[:, 0], LOGPROBS[:, 0]), "ids: wanted (rows, K)"),
         (lambda: hl.Term(forward_kl, tail="buckets"), "tail: wanted one of bucket, none, renormalise, got 'buckets'"),
-        (lambda: hl.Term(cross_entropy, tail="none"), "tail: cross_entropy is no divergence"),
+        (lambda: hl.Term(cross_entropy, tail="none"), "tail: cross_entropy is not a divergence"),
         (lambda: hl.Term(jsd, beta=0.0), "beta: wanted 0 < beta < 1, got 0.0; use forward_kl"),
         (lambda: hl.Term(jsd, beta=1.0), "beta: wanted 0 < beta < 1"),
         (lambda: hl.Term(skew_kl, alpha=1.0), "alpha: wanted 0 <= alpha < 1, got 1.0"),
