@@ -545,7 +545,7 @@ def test_bad_use(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(TypeError, match="objective: wanted hl.Objective, got function"):
             kind(model=tiny.model("llama"), objective=entropy_bonus)
     monkeypatch.setattr(trl, "__version__", "9.1.0")
-    with pytest.raises(RuntimeError, match=r"trl: this is 9\.1\.0, but headloss knows"), adapter.swap_kernels():
+    with pytest.raises(RuntimeError, match=r"trl: this is 9\.1\.0, but headloss supports only"), adapter.swap_kernels():
         pass
     with pytest.raises(RuntimeError, match=r"pip install 'trl==1.16.\*', or use Trainer of Transformers with .*patch"):
         adapter.SFTTrainer(model=tiny.model("llama"))

@@ -126,8 +126,8 @@ def test_every_loss(ranks: Any, name: str, request: pytest.FixtureRequest) -> No
 
 
 @pytest.mark.parametrize("name", ["cross_entropy", "gspo", "dpo", "kto"])
-def test_documents_on_three_ranks(ranks: Any, name: str, request: pytest.FixtureRequest) -> None:
-    ranks(4, one_loss, name, ["zigzag", "ragged", "no rows", "as segments"], request.config.getoption("--slow"))
+def test_documents_on_three_ranks(ranks: Any, name: str) -> None:
+    ranks(4, one_loss, name, ["zigzag", "ragged", "no rows", "as segments"])
 
 
 def both_ways(layout: str) -> None:

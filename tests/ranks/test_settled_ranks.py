@@ -87,10 +87,10 @@ def small() -> None:
         settle.BLOCK, settle._plan = 4, settle.by_identity(settle._plan.__wrapped__)  # type: ignore[misc]
 
 
-def settled(name: str, split: str, *kinds: str) -> None:
+def settled(name: str, split: str) -> None:
     small()
     objective = hl.Objective(**terms_of(name), backend="triton")
-    for kind in kinds:
+    for kind in ("Logits", "Linear"):
         problem = problem_of(name, kind, split)
         mine, shard, width = cut(problem, split)
         want, rows = oracle.answer(objective, problem), 9 if name == "segments" else 5
@@ -109,20 +109,16 @@ def settled(name: str, split: str, *kinds: str) -> None:
         assert seen["sums_kernel"] == (chunks if shard.columns(width) else 0) and seen["totals_kernel"] == 1, seen
 
 
-KINDS = ("Logits", "Linear")
-PAIRS = ["even", "uneven", "empty first", "padded"]  # splits for two ranks
-
-
 @inside
-@pytest.mark.parametrize("split", PAIRS)
+@pytest.mark.parametrize("split", ["even", "uneven", "empty first", "padded"])
 @pytest.mark.parametrize("name", ["facts", "temperatures", "reductions", "segments"])
 def test_settled_in_one_launch_after_the_collective(ranks: Any, name: str, split: str) -> None:
-    ranks(2, settled, name, split, KINDS[(len(name) + PAIRS.index(split)) % 2])
+    ranks(2, settled, name, split)
 
 
 @inside
 def test_on_four_ranks_two_of_which_hold_padding(ranks: Any) -> None:
-    ranks(4, settled, "facts", "four padded", "Linear")
+    ranks(4, settled, "facts", "four padded")
 
 
 def extremes() -> None:
@@ -265,7 +261,7 @@ def test_what_leaves_the_program_says_why(ranks: Any) -> None:
     assert "a teacher of some ids, or of a larger vocabulary, is settled in the sweep" in ranks(2, left_out)[0]
 
 
-def taught(split: str, *cases: tuple[str, str]) -> None:
+def taught(split: str) -> None:
     """Dense teachers in the student's shards, of rows alone and next to segments; without a gradient too.
 
     Two of them, one with a divergence that takes a second look.
@@ -279,7 +275,7 @@ def taught(split: str, *cases: tuple[str, str]) -> None:
     said = {name: torch.randn(23, V, generator=generator).double() for name in "ab"}
     padding = torch.full((23, columns.stop), torch.nan).double()
     theirs = {name: torch.cat([x, padding], 1)[:, columns].float() for name, x in said.items()}
-    for kind, name in cases:
+    for kind, name in itertools.product(("Logits", "Linear"), ("facts", "segments")):
         more = {"rl": terms_of("segments")["rl"]} if name == "segments" else {}
         objective = hl.Objective(**terms, **more, metrics=["entropy", "argmax"], backend="triton")
         problem = problem_of(name, kind, split)
@@ -303,7 +299,6 @@ def taught(split: str, *cases: tuple[str, str]) -> None:
 
 
 @inside
-@pytest.mark.parametrize("split", PAIRS)
+@pytest.mark.parametrize("split", ["even", "uneven", "empty first", "padded"])
 def test_dense_teachers_are_settled_after_the_merge(ranks: Any, split: str) -> None:
-    names = ("facts", "segments") if split in ("even", "padded") else ("segments", "facts")
-    ranks(2, taught, split, *zip(KINDS, names, strict=True))
+    ranks(2, taught, split)

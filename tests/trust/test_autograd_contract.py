@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(__file__)))
-from interpreting import INSIDE, interpreted, outside
+from interpreting import INSIDE, interpreted
 
 import headloss as hl
 from headloss.losses import cross_entropy, entropy_bonus, forward_kl, grpo, gspo, reverse_kl, tvd
@@ -105,11 +105,8 @@ SCENES = {
     "linear, dense teacher": lambda: Scene("linear", teacher="logits", ignored=True),
     "linear, sparse teacher": lambda: Scene("linear", teacher="sparse"),
 }
-SOME = list(SCENES)
 EVERY = ("targets", "temperature", "advantage", "old", "ids", "num_items", "beta", "scale")
-if INSIDE:  # the interpreter is slow
-    SOME = ["logits, rows masked", "logits, dense teacher", "logits, sparse teacher", "linear, many chunks"]
-    EVERY = ("targets", "temperature", "ids")
+EVERY = ("targets", "temperature", "ids") if INSIDE else EVERY  # the interpreter is slow
 NAMES = {
     "old": "old_logprob", "ids": "segments", "beta": "weights['ce']", "scale": "grad_scale",
     "teacher_logits": "teacher.logits", "teacher_hidden": "teacher.hidden", "teacher_weight": "teacher.weight",
@@ -127,7 +124,7 @@ def change(x):
         x.copy_(x.flip(0)) if x.ndim else x.mul_(2)
 
 
-@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize("name", SCENES)
 def test_changed_in_place(name):
     """Whatever a call was given raises and is named: in the loss, in a fact, and in a second backward."""
     scene = SCENES[name]()
@@ -183,7 +180,7 @@ def test_facts_changed_in_place(name):
         change(getattr(scene, what))
 
 
-@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize("name", SCENES)
 def test_saved_tensor_hooks(name):
     """What a hook keeps is what the backward reads: a copy on the host is not changed by what happens here."""
     scene = SCENES[name]()
@@ -280,7 +277,7 @@ def test_a_call_that_autograd_cannot_record_says_so_by_name():
             torch.func.grad(lambda s, call=call, x=plain: call(x) * s)(torch.tensor(2.0))
 
 
-@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize("name", SCENES)
 def test_facts_share_no_memory_with_the_backward(name):
     """Whatever is written to facts, terms and metrics: gradients stay what they are."""
     scene = SCENES[name]()
@@ -538,7 +535,6 @@ def captured_forms():
     yield "nothing else", lambda logprob: alpha.expand(logprob.shape)
 
 
-@outside
 @pytest.mark.parametrize("trains", [True, False])
 @pytest.mark.parametrize("name", [name for name, _ in captured_forms()])
 def test_captured_tensor_that_requires_grad(name, trains):

@@ -19,7 +19,7 @@ from headloss.metrics import perplexity
 V, D = 13, 5
 OBJECTIVE = hl.Objective(ce=cross_entropy, z=hl.Term(z_loss, weight=0.1), metrics=["entropy", "accuracy"])
 UNSAID = "Observed exception" if torch.__version__ < "2.9" else "^$"  # torch 2.8 keeps the message to itself
-MANY = [0.5 + 0.125 * i for i in range(9)]  # more than torch compiles again for one function
+MANY = [0.5 + 0.125 * i for i in range(12)]  # more than torch compiles again for one function
 
 
 @pytest.fixture(autouse=True)
@@ -118,11 +118,8 @@ NUMBERS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("step", "dynamic"),
-    [*((step, None) for step in NUMBERS), *((step, True) for step in (temperature, weights, a_teachers_temperature))],
-    ids=lambda x: getattr(x, "__name__", None),
-)
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("step", NUMBERS, ids=lambda f: f.__name__)
 def test_a_number_that_changes(step: Callable[..., Tensor], dynamic: bool | None) -> None:
     compiled, x = whole(step, dynamic=dynamic), data()
     for n in MANY:
@@ -131,19 +128,19 @@ def test_a_number_that_changes(step: Callable[..., Tensor], dynamic: bool | None
 
 
 def test_a_number_that_changes_compiled_to_code() -> None:
-    compiled, x = torch.compile(temperature, fullgraph=True), data()
-    for n in (0.5, 0.75, 1.0):
-        same_step(compiled, temperature, x, n)
+    compiled, x = torch.compile(linear_temperature, fullgraph=True), data()
+    for n in (0.5, 0.75, 1.0, 1.25):
+        same_step(compiled, linear_temperature, x, n)
 
 
-@pytest.mark.parametrize(("value", "name"), [
-    (float("nan"), "temperature"), (float("inf"), "temperature"), (-1.0, "temperature"), (float("inf"), "scale"),
-    (0.0, "scale"), (float("nan"), "softcap"), (0.0, "softcap"), (-1.0, "softcap"),
-])  # fmt: skip
+@pytest.mark.parametrize("name", ["temperature", "scale", "softcap"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0, -1.0])
 def test_a_bad_number_is_refused_in_a_graph(name: str, value: float) -> None:
     def step(z: Tensor, t: Tensor, n: float) -> Tensor:
         return OBJECTIVE(hl.Logits(z, **{name: n}), t).loss
 
+    if name == "scale" and value == -1.0:
+        return
     compiled, x = whole(step), data()
     for n in (0.5, 0.75):
         compiled(x["logits"], x["targets"], n)

@@ -111,16 +111,8 @@ def made(make: Callable[[Big], hl.Objective], way: Callable[..., None]) -> list[
     return [weakref.ref(x) for x in (held, held.tensor, objective, *own)]
 
 
-@pytest.mark.parametrize(
-    ("make", "way"),
-    [
-        (m, w)
-        for m in MAKERS
-        for w in WAYS
-        if w is not compiled or m in (over_a_closure, over_a_divergence, over_an_option)
-    ],
-    ids=lambda f: f.__name__,
-)
+@pytest.mark.parametrize("way", WAYS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("make", MAKERS, ids=lambda f: f.__name__)
 def test_what_an_objective_holds_dies_with_it(make: Callable[..., Any], way: Callable[..., None]) -> None:
     refs = [ref for _ in range(2) for ref in made(make, way)]
     gc.collect()
@@ -156,18 +148,18 @@ def many(n: int) -> None:
 @pytest.mark.filterwarnings("ignore:headloss. .* has been traced")
 def test_hundreds_of_objectives(monkeypatch: pytest.MonkeyPatch) -> None:
     """With small limits: each container of the package stays below its own, and none grows with every objective."""
-    monkeypatch.setattr(plan, "_MOST_TRACES", 6)
-    monkeypatch.setattr(spec, "_MOST", 6)
-    monkeypatch.setattr(content, "_MOST_KEYS", 6)
+    monkeypatch.setattr(plan, "_MOST_TRACES", 16)
+    monkeypatch.setattr(spec, "_MOST", 16)
+    monkeypatch.setattr(content, "_MOST_KEYS", 16)
     for known in (plan._TRACES, plan._TRACED, spec._FORMS, content._KEYS):
         known.clear()
     recipe.read.cache_clear()
-    many(8)
+    many(20)
     gc.collect()
     before = dict(containers())
-    many(16)
+    many(40)
     gc.collect()
-    grown = {name: (before.get(name, 0), size) for name, size in containers() if size > max(before.get(name, 0), 8)}
+    grown = {name: (before.get(name, 0), size) for name, size in containers() if size > max(before.get(name, 0), 18)}
     grown.pop("headloss.graph.recipe.read", None)  # strings: at most 512 of them
     assert not grown
     assert (
