@@ -2,7 +2,8 @@
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
-PIP := $(BIN)/python -m pip install --disable-pip-version-check --retries 10 --timeout 60
+# Not compiled: most of what comes along is never imported, and what is compiles when it is.
+PIP := $(BIN)/python -m pip install --no-compile --disable-pip-version-check --retries 10 --timeout 60
 TORCH ?= torch==2.13.0
 TESTS ?= tests
 unexport PYTHONDONTWRITEBYTECODE  # each of the tests' processes would compile torch anew
@@ -13,14 +14,16 @@ unexport PYTHONDONTWRITEBYTECODE  # each of the tests' processes would compile t
 demo: .venv/demo
 	$(BIN)/python -m headloss demo
 
-test: lint
+# The lint runs beside the last two downloads, which it needs nothing of.
+test:
+	$(MAKE) --jobs=2 lint .venv/ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(TESTS)
 
 # The oldest torch that we support, with its triton, in an environment of its own; what is not there is skipped.
 test-floor: .venv-floor/ready
 	OMP_NUM_THREADS=1 .venv-floor/bin/python -m pytest -n 2 --dist worksteal $(TESTS)
 
-lint: .venv/ready
+lint: .venv/trainers
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -67,7 +70,7 @@ clean:
 	touch $@
 
 .venv/torch: .venv/created
-	$(PIP) --no-compile $(TORCH)
+	$(PIP) $(TORCH)
 	touch $@
 
 .venv/demo: .venv/torch
@@ -107,19 +110,19 @@ BESIDE = $(PIP) --no-deps --target .venv/stacks
 
 # In a folder of their own, for Transformers changes its ways where it finds DeepSpeed.
 LAUNCHERS = $(PIP) --no-deps --target .venv/launchers
-.venv/launchers/ready: .venv/stacks/ready
+.venv/launchers/ready: .venv/trainers
 	$(LAUNCHERS) lightning==2.6.6 lightning-utilities torchmetrics || echo "lightning could not be installed; continuing without it"
 	DS_BUILD_OPS=0 $(LAUNCHERS) --no-build-isolation deepspeed==0.19.8 hjson py-cpuinfo einops msgpack \
 		|| echo "deepspeed could not be installed; continuing without it"
 	mkdir -p .venv/launchers && touch $@
 
-.venv/ready: .venv/launchers/ready pyproject.toml
+.venv/ready: .venv/stacks/ready .venv/launchers/ready pyproject.toml
 	$(PIP) --no-build-isolation --no-deps --editable .
 	touch $@
 
 # On x86_64 this torch comes with CUDA, which it will not start without: 3 GB to load, 7 GB on the disk.  Its triton's
 # interpreter needs a numpy that still makes a number of an array of one.
-FLOOR := .venv-floor/bin/python -m pip install --disable-pip-version-check --retries 10 --timeout 60
+FLOOR := .venv-floor/bin/python -m pip install --no-compile --disable-pip-version-check --retries 10 --timeout 60
 .venv-floor/torch:
 	test -x .venv-floor/bin/pip || $(PYTHON) -m venv .venv-floor
 	$(FLOOR) torch==2.8.0
