@@ -15,11 +15,13 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from interpreter_operations import Operations
 
 SERVER: list[subprocess.Popen[str]] = []
 INSIDE = os.environ.get("TRITON_INTERPRET") == "1"
@@ -102,16 +104,15 @@ def quicken() -> None:
     if getattr(core, "_quickened", False) or not hasattr(core, "block_type") or not hasattr(core, "_unwrap_shape"):
         return
     core._quickened = True
-    _patch_once(interpreter)
     # An overflow is looked for in 64 bits at every addition, and what was found is dropped unless debug is on.
     builder = interpreter.interpreter_builder
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=builder.options.debug)
     _types_once(core, interpreter)
     _equal_types_pass(core, type(interpreter.interpreter_semantic))
     _truth_is_spread(interpreter)
-    _straight_to_numpy(core, interpreter)
-    _called_once(interpreter)
     _reduce_halves(core, interpreter)
+    _plainly(core, interpreter)
+    _patch_once(interpreter)
 
 
 def _truth_is_spread(interpreter: Any) -> None:
@@ -135,14 +136,17 @@ def fma_rounds_once() -> bool:
 
 
 def _patch_once(interpreter: Any) -> None:
-    """It patches the language for every function that a kernel calls; what is patched is never taken back."""
-    patched: set[str] = set()
+    """It patches the language for every launch, and for every function that a kernel calls; here once for all."""
+    language = interpreter.tl
+    interpreter._patch_lang(SimpleNamespace(__globals__={"tl": language, "core": language.core}))
+    done = SimpleNamespace(restore=lambda: None)
+    interpreter._patch_lang = lambda fn: done
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.fn.__module__ not in patched:
-            patched.add(self.fn.__module__)
-            interpreter._patch_lang(self.fn)
-        return self.rewrite()(*args, **kwargs)
+        rewritten = self.__dict__.get("_rewritten")
+        if rewritten is None:
+            rewritten = self._rewritten = self.rewrite()
+        return rewritten(*args, **kwargs)
 
     interpreter.InterpretedFunction.__call__ = call
 
@@ -153,12 +157,16 @@ def _types_once(core: Any, interpreter: Any) -> None:
     shapes: dict[tuple[int, ...], Any] = {}
     slow_block, slow_unwrap, slow_numpy = core.block_type.__init__, core._unwrap_if_constexpr, interpreter._get_np_dtype
     slow_equal, numpy_types = core.dtype.__eq__, {}
+    own = {int, float, bool, str, core.dtype, core.tensor, type(None)}
+    pointers: dict[str, Any] = {}
+    semantic = type(interpreter.interpreter_semantic)
+    slow_pointer, slow_to_tensor = interpreter.tl.str_to_ty, semantic.to_tensor
 
     def unwrap(x: Any) -> Any:
         kind = x.__class__
         if kind is core.constexpr:
             return x.value
-        return x if kind is int or kind is float or kind is core.dtype else slow_unwrap(x)
+        return x if kind in own else slow_unwrap(x)
 
     def new(cls: Any, element_ty: Any, shape: Any) -> Any:
         key = element_ty.name, tuple(unwrap(s) for s in shape)
@@ -186,6 +194,22 @@ def _types_once(core: Any, interpreter: Any) -> None:
             numpy_types[name] = slow_numpy(type)
         return numpy_types[name]
 
+    def handle(self: Any, data: Any, dtype: Any, attr: Any = None) -> None:
+        self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
+
+    def to_tensor(self: Any, x: Any, check_type: bool = True) -> Any:
+        return x if x.__class__ is core.tensor else slow_to_tensor(self, x, check_type)
+
+    def pointer(name: str, c: Any = None) -> Any:
+        if c is not None or not isinstance(name, str):
+            return slow_pointer(name, c)
+        if name not in pointers:
+            pointers[name] = slow_pointer(name, None)
+        return pointers[name]
+
+    interpreter.TensorHandle.__init__ = handle  # which asked whether the elements fit; here they are of the type
+    semantic.to_tensor = to_tensor
+    interpreter.tl.str_to_ty = pointer
     core._unwrap_if_constexpr = unwrap
     core.block_type.__new__, core.block_type.__init__ = new, lambda self, element_ty, shape: None
     core.dtype.__eq__ = lambda self, other: self is other or slow_equal(self, other)
@@ -219,54 +243,10 @@ def _equal_types_pass(core: Any, semantic: Any) -> None:
     semantic.binary_op_type_checking_impl, semantic.broadcast_impl_value = check, broadcast
 
 
-def _straight_to_numpy(core: Any, interpreter: Any) -> None:
-    """Sums, differences and products of one type are numpy's, which spreads scalars too; the rest goes on as it did."""
-    handle, semantic, builder = (
-        interpreter.TensorHandle,
-        interpreter.interpreter_semantic,
-        interpreter.interpreter_builder,
-    )
-    plain = {"fp32": np.dtype("float32"), "fp64": np.dtype("float64")}
-    plain |= {"int32": np.dtype("int32"), "int64": np.dtype("int64")}
-    handle.__post_init__ = lambda self: None  # which asks whether the elements fit; here they are of the type
-
-    def wide(x: Any, y: Any) -> Any:
-        """The type of a result with the elements of `x`; None if neither is spread over the other."""
-        if not y.type.is_block() or x.type is y.type:
-            return x.type
-        if not x.type.is_block():
-            return core.block_type(x.dtype, y.type.shape)
-        return x.type if x.type.shape == y.type.shape else None
-
-    def quick(slow: Any, op: Any, turned: bool) -> Any:
-        slow = getattr(slow, "__wrapped__", slow)
-
-        def run(self: Any, other: Any, _semantic: Any = None) -> Any:
-            y = other.value if other.__class__ is core.constexpr else other
-            elements = plain.get(self.dtype.name)
-            if elements is not None and (y.__class__ is int or (y.__class__ is float and elements.kind == "f")):
-                y = semantic.binary_op_type_checking_impl(self, y, True, True)[1]
-            if y.__class__ is core.tensor:
-                if elements is not None and y.dtype is self.dtype:
-                    left, right, kind = self.handle.data, y.handle.data, wide(self, y)
-                    if kind is not None and left.dtype is elements and right.dtype is elements:
-                        return core.tensor(handle(op(right, left) if turned else op(left, right), self.dtype), kind)
-                elif op is np.add and self.dtype.__class__ is core.pointer_type and y.dtype.name in ("int32", "int64"):
-                    kind = wide(self, y)
-                    if kind is not None:
-                        return core.tensor(builder.create_addptr(self.handle, y.handle), kind)
-            return slow(self, other, _semantic=semantic)
-
-        return run
-
-    for name, op in (("add", np.add), ("sub", np.subtract), ("mul", np.multiply)):
-        for member, turned in ((f"__{name}__", False), (f"__r{name}__", True)):
-            setattr(core.tensor, member, quick(getattr(core.tensor, member), op, turned))
-
-
-def _called_once(interpreter: Any) -> None:
-    """A builtin is called with the interpreter's semantic by one function, not by two around it."""
+def _plainly(core: Any, interpreter: Any) -> None:
+    """A builtin is called with the interpreter's semantic by one function around it, not two, or is its short cut."""
     semantic = interpreter.interpreter_semantic
+    core._operations = operations = Operations(core, interpreter)
 
     def patch(obj: Any, name: str, member: Any, builder: Any, *scope: Any) -> None:
         inner = getattr(member, "__wrapped__", member)
@@ -275,7 +255,8 @@ def _called_once(interpreter: Any) -> None:
             kwargs["_semantic"] = semantic
             return inner(*args, **kwargs)
 
-        scope[0].set_attr(obj, name, call) if scope else setattr(obj, name, call)
+        quick = operations.shortcut(inner.__qualname__, call)
+        scope[0].set_attr(obj, name, quick) if scope else setattr(obj, name, quick)
 
     interpreter._patch_attr = patch
 
