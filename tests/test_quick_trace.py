@@ -68,6 +68,33 @@ print([name for name in ("torch._dynamo", "torch._inductor") if name in sys.modu
     assert said.stdout.strip() == "[]", said.stdout
 
 
+def test_kernels_are_printed_without_a_compiler() -> None:
+    """Of facts and divergences, as a first call on a GPU prints them."""
+    pytest.importorskip("triton")
+    code = """
+import sys
+from headloss.backends.triton.printer import elements, facts
+from headloss.divergence import Element
+from headloss.facts import FACTS, Fact, Want
+from headloss.losses import jsd
+assert "def facts(" in facts.values_source(Want([Fact("logprob"), Fact("entropy")]))
+elements.printed(((0, Element(jsd, {})),), 1)
+print([name for name in ("torch._dynamo", "torch._inductor") if name in sys.modules])
+"""
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert said.stdout.strip() == "[]", said.stdout
+
+
+def test_what_is_not_plain_is_traced_by_torch() -> None:
+    given = [torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])]
+    fn = lambda x, y: x * torch.tensor(7.0) + 0 * y
+    with pytest.raises(dynamic_shapes._NotPlainError):
+        dynamic_shapes._note(fn, given, "cpu")
+    torch.testing.assert_close(dynamic_shapes.trace_these_sizes(fn, given)(*given), torch.tensor([7.0, 14.0]))
+    with pytest.raises(RuntimeError):  # and what torch cannot trace is still an error
+        dynamic_shapes.trace_these_sizes(lambda x, y: x * float(y.sum()), given)
+
+
 def test_nothing_is_drawn_for_a_trace() -> None:
     traces._TRACES.clear()
     state = torch.random.get_rng_state()

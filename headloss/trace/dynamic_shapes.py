@@ -33,6 +33,16 @@ def trace_any_size(function: Callable[..., Any], examples: Examples, device: str
     return make_fx(function, tracing_mode="symbolic")(*examples(0, device))
 
 
+def trace_these_sizes(function: Callable[..., Any], given: Sequence[Tensor]) -> fx.GraphModule:
+    """The graph of a function of tensors, which may hold for no other sizes than theirs."""
+    try:
+        return _note(function, given, "cpu")
+    except _NotPlainError:
+        from torch.fx.experimental.proxy_tensor import make_fx
+
+        return make_fx(function)(*given)
+
+
 def unlike(taken: Container[int]) -> list[int]:
     """Sizes that nothing else has, so that a dimension's size tells which dimension it is."""
     return [n for n in (7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47) if n not in taken]

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from headloss.backends.triton.printer import lower
 from headloss.backends.triton.printer.lower import Unprintable as Unprintable
 from headloss.trace.classify import unwatched
+from headloss.trace.dynamic_shapes import trace_these_sizes
 
 Looks = tuple[tuple[int, Any], ...]  # which pair (log p, log q) each divergence takes
 
@@ -48,7 +48,7 @@ def _print(looks: Looks, pairs: int) -> tuple[Any, tuple[float, ...]] | Unprinta
     try:
         with unwatched():
             given = [torch.full((2, 3), -1.0 - 0.1 * k, dtype=torch.float32, device="cpu") for k in range(2 * pairs)]
-            graph = make_fx(every)(*given)
+            graph = trace_these_sizes(every, given)
         return lower.quick(graph, "element")
     except Unprintable as error:
         return error

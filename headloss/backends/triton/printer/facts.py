@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from headloss.backends.triton.printer.lower import compiled, function
 from headloss.backends.triton.printer.operands import kind_of
@@ -35,6 +34,7 @@ from headloss.teachers import (
     teacher_coefficients,
 )
 from headloss.trace.classify import unwatched
+from headloss.trace.dynamic_shapes import trace_these_sizes
 
 NAME = "facts"
 WIDE = ("ids_logprob", "ids_logit")  # one value per id
@@ -192,7 +192,7 @@ def _printed(
         return [x for group in found for x in group if x is not None]
 
     with torch.no_grad(), unwatched():
-        graph = make_fx(traced)(*(x.example() for x in named.values())).graph
+        graph = trace_these_sizes(traced, [x.example() for x in named.values()]).graph
     outputs: list[fx.Node] = list(graph.output_node().args[0])  # type: ignore[arg-type]
     needed = reach(outputs)
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]
