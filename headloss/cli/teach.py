@@ -242,7 +242,7 @@ def _batches(lengths: Sequence[int], most: int) -> Iterator[list[int]]:
 
 def likeliest(model: Any, sequences: Sequence[Sequence[int]], k: int, temperature: float) -> list[dict[str, Any]]:
     """Of each sequence, the columns of the dataset but its tokens."""
-    from headloss.integrations.adapter import check_transform, transform_said
+    from headloss.integrations.adapter import check_transform, range_of, transform_said
     from headloss.integrations.causal_lm import check_model, transform_of
 
     head = check_model(model, takes_loss=False, instead="teach multiplies by one plain head")
@@ -253,7 +253,7 @@ def likeliest(model: Any, sequences: Sequence[Sequence[int]], k: int, temperatur
     with torch.no_grad(), _captured(head) as seen:
         logits = model(input_ids=ids_BT, attention_mask=mask_BT, use_cache=False).logits
     (hidden,) = seen
-    check_transform(logits.reshape(-1)[0], transform_said(**transform), "teach reads both from its config alone")
+    check_transform(range_of(logits), transform_said(**transform), "teach reads both from its config alone")
     targets = ids_BT.masked_fill(mask_BT == 0, -100).roll(-1, 1)
     targets[:, -1] = -100
     source = hl.Linear(hidden, head.weight, head.bias, temperature=temperature, **transform)
@@ -276,14 +276,14 @@ def _entries(rows: dict[str, Tensor], k: int) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _captured(head: Any) -> Iterator[list[Tensor]]:
-    """What a head is given; meanwhile it returns one number per row, which shows what the model does to its logits."""
-    from headloss.integrations.adapter import PROBE
+    """What a head is given; meanwhile it returns a few numbers per row, which show what becomes of its logits."""
+    from headloss.integrations.adapter import probes
 
     seen: list[Tensor] = []
 
     def forward(hidden: Tensor) -> Tensor:
         seen.append(hidden)
-        return hidden.new_full((*hidden.shape[:-1], 1), PROBE)
+        return probes(hidden)
 
     head.forward = forward
     try:

@@ -27,7 +27,9 @@ from headloss.integrations.log import Log
 from headloss.integrations.loss_function_check import LossCall, by_name, check_loss_call
 from headloss.module import check_source_options, own_hook
 
-PROBE = 1.5  # sent through the model once, where its logits would go
+# Sent through the model once, where its logits would go: a scale shows in the small one, a softcap or a clamp in the
+# large ones.
+PROBES = (1.5, -30.0, 300.0)
 TAKEN = ("forward", "_loss_function", "accepts_loss_kwargs")  # of a model, while it is patched
 
 
@@ -208,7 +210,7 @@ class Adapter:
         check_shape(targets.targets if isinstance(targets, hl.Prepared) else targets, hidden)
         result, live = expected.evaluate(self.head, hidden, targets, call.inputs)  # type: ignore[arg-type]
         look = torch.compiler.is_compiling() or not self.probed  # a graph always looks, or it is made anew afterwards
-        placeholder, *tied = _Tie.apply(hidden.detach(), int(look), *live)
+        placeholder, *tied = _Tie.apply(hidden.detach(), len(PROBES) if look else 0, *live)
         call.found = result, tied
         return placeholder
 
@@ -220,7 +222,7 @@ class Adapter:
         result, tied = call.found
         anchor = (logits * 0).sum()  # what pulls on the loss pulls on the head's output: FSDP waits for that
         if logits.shape[-1] and logits.numel():
-            anchor = anchor + self._check_probe(logits.detach().reshape(-1)[0])
+            anchor = anchor + self._check_probes(range_of(logits.detach()))
         return result, [x + anchor.to(x.dtype) for x in tied]
 
     def loss_function(self, logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -249,9 +251,9 @@ class Adapter:
         self.log.add(out, head.training)
         return out, [out.loss]
 
-    def _check_probe(self, got: Tensor) -> Tensor | float:
-        """The model does to its logits what the source does: seen on one number, at the first call; in a graph, which
-        may not read it, by the operator, at every call."""
+    def _check_probes(self, got: Tensor) -> Tensor | float:
+        """The model does to its logits what the source does: seen on a few numbers, at the first call; in a graph,
+        which may not read them, by the operator, at every call."""
         if torch.compiler.is_compiling():
             return _same_transform(got, self.transform)
         check_transform(got, self.transform)
@@ -272,10 +274,11 @@ def _check_hooks(head: nn.Module) -> None:
 
 
 def transform_said(scale: float = 1.0, softcap: float | None = None, **_: Any) -> str:
-    """What these options of a source make of a logit of `PROBE`, in words."""
-    wanted = scale * PROBE
-    wanted = wanted if softcap is None else softcap * math.tanh(wanted / softcap)
-    return f"scale={scale} and softcap={softcap} give {wanted:.6g}"  # a graph would take the number for one that varies
+    """What these options of a source make of `PROBES`, in words."""
+    scaled = [scale * x for x in PROBES]
+    wanted = scaled if softcap is None else [softcap * math.tanh(x / softcap) for x in scaled]
+    numbers = ", ".join(f"{x:.6g}" for x in wanted)  # as text: a graph would take numbers for some that vary
+    return f"scale={scale} and softcap={softcap} give {numbers}"
 
 
 SAY_IT = (
@@ -284,11 +287,28 @@ SAY_IT = (
 )
 
 
+def probes(like: Tensor, width: int = len(PROBES)) -> Tensor:
+    """A row of `PROBES`, or of its first `width`, for each row of `like`."""
+    rows = like.shape[:-1]
+    columns = [like.new_full((*rows, 1), x) for x in PROBES[:width]]
+    return torch.cat(columns, -1) if columns else like.new_empty((*rows, 0))
+
+
+def range_of(logits: Tensor) -> Tensor:
+    """(2, columns): the least and the largest of each column, which are equal unless the model tells rows apart."""
+    rows = logits.reshape(-1, logits.shape[-1])
+    return torch.stack([rows.amin(0), rows.amax(0)])
+
+
 def check_transform(got: Tensor, said: str, instead: str = SAY_IT) -> None:
-    """`got`: what the model made of it."""
-    wanted = float(said.rpartition(" ")[2])
-    if abs(float(got) - wanted) > 0.02 * abs(wanted):
-        raise ValueError(f"model: it turns a logit of {PROBE} into {float(got):.4g}, but {said}; {instead}")
+    """`got`: the range of what the model made of `PROBES`."""
+    wanted = [float(x) for x in said.rpartition(" give ")[2].split(", ")]
+    if got.shape[-1] != len(wanted):
+        raise ValueError(f"model: it makes {got.shape[-1]} columns of {len(wanted)} logits; {KEEP_LOGITS}")
+    for probe, want, found in zip(PROBES, wanted, got.float().T.tolist(), strict=True):
+        for x in found:
+            if not abs(x - want) <= 0.02 * abs(want):
+                raise ValueError(f"model: it turns a logit of {probe:g} into {x:.4g}, but {said}; {instead}")
 
 
 @torch.library.custom_op("headloss::same_transform", mutates_args=())
@@ -296,13 +316,13 @@ def _same_transform(got: Tensor, transform: str) -> Tensor:
     if got.device.type != "cuda":
         check_transform(got, transform)
     elif defers(got.device):
-        check_later(got, lambda number: check_transform(number, transform))
-    return torch.zeros_like(got)
+        check_later(got, lambda numbers: check_transform(numbers, transform))
+    return got.new_zeros(())
 
 
 @_same_transform.register_fake
 def _(got: Tensor, transform: str) -> Tensor:
-    return torch.zeros_like(got)
+    return got.new_zeros(())
 
 
 class _Tie(torch.autograd.Function):
@@ -311,7 +331,7 @@ class _Tie(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, width: int, *tensors: Tensor) -> Any:
         ctx.set_materialize_grads(False)
-        return (hidden.new_full((*hidden.shape[:-1], width), PROBE), *(x.view_as(x) for x in tensors))
+        return (probes(hidden, width), *(x.view_as(x) for x in tensors))
 
     @staticmethod
     def backward(ctx: Any, _: Tensor | None, *grads: Tensor | None) -> Any:

@@ -415,6 +415,56 @@ def test_a_transform_of_the_logits_that_is_not_known_is_noticed() -> None:
         model(**tiny.batch())
 
 
+def capped(logits: torch.Tensor) -> torch.Tensor:
+    return 30 * torch.tanh(logits / 30)
+
+
+def clamped(logits: torch.Tensor) -> torch.Tensor:
+    return torch.clamp(logits, -100, 100)
+
+
+def by_place(logits: torch.Tensor) -> torch.Tensor:
+    return logits * (1 + torch.arange(logits.shape[1])[:, None])
+
+
+def cut_below(logits: torch.Tensor) -> torch.Tensor:
+    return torch.relu(logits)
+
+
+class LlamaForCausalLM(transformers.LlamaForCausalLM):
+    """Does something to its logits that only its code says, and that leaves small ones as they are."""
+
+    turn: Any = None
+
+    def forward(self, input_ids: Any, labels: Any = None, attention_mask: Any = None, **kwargs: Any) -> Any:
+        hidden = self.model(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+        turn = self.turn
+        logits = self.lm_head(hidden)
+        logits = turn(logits)
+        loss = None if labels is None else self.loss_function(logits, labels, self.config.vocab_size, **kwargs)
+        return transformers.modeling_outputs.CausalLMOutputWithPast(loss=loss, logits=logits)
+
+
+@pytest.mark.parametrize("turn", [capped, clamped, by_place, cut_below])
+def test_a_function_of_the_logits_that_leaves_small_ones_alone_is_noticed(turn: Any) -> None:
+    model, batch = LlamaForCausalLM(tiny.model("llama").config), tiny.batch()
+    model.turn = torch.positive
+    torch.testing.assert_close(patch(copy.deepcopy(model))(**batch).loss, model(**batch).loss, **CLOSE)
+    model.turn = turn
+    with pytest.raises(ValueError, match=r"model: it turns a logit of (1\.5|-30|300) into .*, but scale=1\.0"):
+        patch(model)(**batch)
+
+
+def test_a_softcap_that_is_only_in_the_code_can_be_given() -> None:
+    stock, batch = LlamaForCausalLM(tiny.model("llama").config), tiny.batch()
+    stock.turn = capped
+    torch.nn.init.normal_(stock.lm_head.weight, 0, 10)
+    model = patch(copy.deepcopy(stock), softcap=30.0)
+    torch.testing.assert_close(model(**batch).loss, stock(**batch).loss, rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match=r"turns a logit of -30 into -22\.85, but scale=1\.0 and softcap=50\.0"):
+        patch(copy.deepcopy(stock), softcap=50.0)(**batch)
+
+
 def test_a_scale_of_the_config_that_the_model_leaves_out() -> None:
     """As Transformers' MPT, Aya Vision, Cohere2 Vision and Gemma3 with images do; so does the loss."""
     size = {"d_model": tiny.D, "n_heads": 2, "n_layers": 1, "max_seq_len": 64, "vocab_size": tiny.V}
