@@ -238,6 +238,9 @@ def _pull(ctx: Any, saved: Sequence[Tensor], g_loss: Any, *g_facts: Any) -> tupl
         more = _finished(whole.pull(facts, result.softmax, pending, needs), None, whole)
         whole.close()
         grads = more if grads is None else Grads(*(_add(x, y) for x, y in zip(grads, more, strict=True)))
+    if grads is None and g_loss is not None:  # no term reaches a fact: 0, as where a visit made the gradient
+        zeros = [torch.zeros_like(x) if need else None for x, need in zip(saved, needs)]
+        grads = Grads(*zeros) if len(needs) == 1 else Grads(None, *zeros)
     if grads is not None and into is not None and needs[1]:
         grads = into.take(grads)
     by_tensor = (None,) * len(needs) if grads is None else grads[:1] if len(needs) == 1 else grads[1 : 1 + len(needs)]

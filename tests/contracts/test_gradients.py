@@ -217,3 +217,15 @@ def test_logits_without_grad_are_not_copied() -> None:
         objective()(problem.source(problem.leaves()), problem.targets)
     # the torch backend walks the rows in tiles; nothing larger than a tile is made
     assert seen.largest <= 64 * 90
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("kind", ["Logits", "Linear"])
+def test_a_loss_whose_terms_are_all_off_has_a_gradient_of_0_every_time(kind: str, dtype: torch.dtype) -> None:
+    """Not None, which would leave a parameter out of an optimizer's step in one dtype or one backward alone."""
+    shapes = {"Logits": [(6, 9)], "Linear": [(6, 4), (9, 4), (9,)]}[kind]
+    leaves = [torch.randn(shape).to(dtype).requires_grad_() for shape in shapes]
+    out = hl.Objective(ce=cross_entropy)(getattr(hl, kind)(*leaves), torch.arange(6), weights={"ce": 0.0})
+    for _ in range(2):
+        for x, g in zip(leaves, torch.autograd.grad(out.loss, leaves, retain_graph=True), strict=True):
+            assert torch.equal(g, torch.zeros_like(x))
