@@ -28,6 +28,7 @@ class Inputs(Mapping[str, Any]):
     _values: dict[str, Any]
 
     def __init__(self, values: Mapping[str, Any] = {}, /, **named: Any) -> None:
+        _check_inputs(values)
         object.__setattr__(self, "_values", {**values, **named})
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -124,6 +125,8 @@ class FusedLMHead(nn.Linear):
             return sharded_logits(hidden, self)
         if not isinstance(objective, Objective):
             raise TypeError(f"objective: wanted hl.Objective, got {type(objective).__name__}")
+        if inputs is not None:
+            _check_inputs(inputs)
         return objective(self._source(hidden, targets), targets, **(inputs or {}))
 
     def _source(self, hidden: Tensor, targets: Tensor | Prepared | None = None) -> Linear:
@@ -138,6 +141,11 @@ class FusedLMHead(nn.Linear):
     def extra_repr(self) -> str:
         more = "".join(f", {k}={v!r}" for k, v in self.source_options.items())
         return super().extra_repr() + more
+
+
+def _check_inputs(inputs: object) -> None:
+    if not isinstance(inputs, Mapping):
+        raise TypeError(f"inputs: wanted hl.Inputs(name=...) or a mapping of names, got {type(inputs).__name__}")
 
 
 _SOURCE_OPTIONS = (

@@ -53,6 +53,11 @@ def shown(x: object) -> str:
     return text if len(text) <= 100 else f"{text[:80]}..."
 
 
+def kind_of(x: object) -> str:
+    """A tensor's shape, or the type of what is none, for a message."""
+    return f"{tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+
+
 def check_option(label: str, parameter: inspect.Parameter, value: Any) -> Any:
     """The value as the function gets it; raises an error that begins with `label` if its type is wrong."""
     default = parameter.default

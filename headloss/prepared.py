@@ -153,6 +153,8 @@ def prepare(
         targets, lost = to_columns(ids, targets, IGNORE, "targets")
         tokens = Tokens(lasting(ids), count(lost), counted, lost)
     if segments is not None:
+        if not isinstance(segments, Segments):
+            raise TypeError(f"segments: wanted hl.Segments, got {type(segments).__name__}")
         segments = segments.fitted(tuple(targets.shape), targets.device)
         if is_uncounted(segments.ids):
             segments = Segments(lasting(segments.ids), segments.num_segments, None, segments.group, segments.anywhere)

@@ -220,9 +220,10 @@ class Segments:
     @classmethod
     def from_batch(cls, like: Tensor | tuple[int, int], group: Any = None) -> Segments:
         """Each line of a (B, T) batch is a segment; give the targets, or the shape, which fits any device."""
-        shape = tuple(like.shape) if isinstance(like, Tensor) else tuple(like)
-        if len(shape) != 2:
-            raise ValueError(f"like: wanted a (B, T) tensor or shape, got shape {shape}")
+        shape: Any = tuple(like) if isinstance(like, list | tuple) else getattr(like, "shape", None)
+        if shape is None or len(shape) != 2:
+            got = type(like).__name__ if shape is None else f"shape {tuple(shape)}"
+            raise ValueError(f"like: wanted a (B, T) tensor or shape, got {got}")
         device = like.device if isinstance(like, Tensor) else None
         return cls(_lines(shape, device), shape[0], group=group, anywhere=not isinstance(like, Tensor))
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headloss.options import check_temperatures, is_number, shown
+from headloss.options import check_temperatures, is_number, kind_of, shown
 from headloss.options import parse_bytes as parse_bytes
 from headloss.parallel.shard import VocabShard
 from headloss.segments import check_dense, integers, shallow
@@ -118,13 +118,13 @@ class Linear:
         _check_matrix("weight", weight)
         if weight.ndim != 2:
             hint = "; an empty weight is what ZeRO-3 leaves outside the module's forward: use hl.FusedLMHead"
-            got = f"{tuple(weight.shape)}{hint if weight.numel() == 0 else ''}"
-            raise ValueError(f"weight: wanted (vocabulary, hidden size), got shape {got}")
+            hint *= weight.numel() == 0
+            raise ValueError(f"weight: wanted (vocabulary, hidden size), got shape {tuple(weight.shape)}{hint}")
         if hidden.shape[-1] != weight.shape[-1]:
             wanted = f"(vocabulary, {hidden.shape[-1]}) to match hidden {tuple(hidden.shape)}"
             raise ValueError(f"weight: wanted {wanted}, got {tuple(weight.shape)}")
-        if bias is not None and bias.shape != weight.shape[:1]:
-            raise ValueError(f"bias: wanted shape ({weight.shape[0]},), got {tuple(bias.shape)}")
+        if bias is not None and (not isinstance(bias, Tensor) or bias.shape != weight.shape[:1]):
+            raise ValueError(f"bias: wanted shape ({weight.shape[0]},), got {kind_of(bias)}")
         for name, x in (("weight", weight),) if bias is None else (("weight", weight), ("bias", bias)):
             if x.device != hidden.device:
                 raise ValueError(f"{name}: is on {x.device}, but hidden is on {hidden.device}")

@@ -222,3 +222,29 @@ class Named(hl.Objective):
 
 def test_a_pickled_objective_keeps_its_class() -> None:
     assert type(pickle.loads(pickle.dumps(Named(ce=cross_entropy)))) is Named
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: hl.Linear(torch.ones(3, 4), torch.ones(11, 4), True), r"bias: wanted shape \(11,\), got bool"),
+        (lambda: hl.Linear(torch.ones(3, 4), torch.ones(11, 4), torch.ones(3)), r"bias: wanted .*\(11,\), got \(3,\)"),
+        (lambda: hl.prepare(TARGETS, TARGETS), "segments: wanted hl.Segments, got Tensor"),
+        (lambda: hl.Segments.from_batch(3), r"like: wanted a \(B, T\) tensor or shape, got int"),
+        (lambda: hl.Segments.from_batch([2, 5, 1]), r"like: wanted a \(B, T\) tensor or shape, got shape \(2, 5, 1\)"),
+        (lambda: hl.Inputs(3), r"inputs: wanted hl\.Inputs\(name=\.\.\.\) or a mapping of names, got int"),
+        (
+            lambda: hl.FusedLMHead(4, 11)(
+                torch.ones(2, 5, 4), targets=TARGETS, objective=hl.Objective(ce=cross_entropy), inputs=[TARGETS]
+            ),
+            r"inputs: wanted hl\.Inputs\(name=\.\.\.\) or a mapping of names, got list",
+        ),
+        (
+            lambda: hl.Objective(rl=grpo)(hl.Logits(LOGITS), TARGETS, advantage=None),
+            r"advantage: missing; .*inputs passed: advantage \(None\)",
+        ),
+    ],
+)  # fmt: skip
+def test_a_thing_of_another_kind_is_named(call: Any, message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=f"^{message}"):
+        call()

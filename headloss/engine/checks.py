@@ -57,7 +57,7 @@ def check_inputs(
             if given.get(wanted) is None and wanted not in teachers:
                 names = {p.takes or p.name: p.optional for s in call.signatures for p in s.parameters}
                 what = ", ".join(f"{name} (optional)" if optional else name for name, optional in names.items())
-                passed = ", ".join(given) or "none"
+                passed = ", ".join(f"{n} (None)" if x is None else n for n, x in given.items()) or "none"
                 others = [name for name in (*given, *FACTS) if name != wanted]  # `wanted` may have been passed as None
                 near = suggest(wanted, others, cutoff=0.8)  # old_logprob is not a misspelt logprob
                 raise TypeError(
