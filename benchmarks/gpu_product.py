@@ -1,9 +1,9 @@
 """A head that makes its own matrix products, by the public API: `python benchmarks/gpu_product.py`, on a Hopper GPU.
 
-The floor is the products through cuBLAS on the same shapes in the same run.  What is compared runs by turns, each with
-work queued before it so that the host is ahead; a line is the median of its rounds.  Every shape is checked against
-float64 before the clock starts, next to eager in the same dtype, and a wrong number ends the run.  Peers are compared
-where they can be imported; where not, the table says so.  The results go to benchmarks/results, or to the folder $OUT.
+The floor is the products through cuBLAS on the same shapes in the same run.  What is compared alternates, with the host
+ahead, and each round is compared with its neighbours; a line is the median of its rounds.  Every shape is checked
+against float64 before the clock starts, next to eager in the same dtype, and a wrong number ends the run.  Peers are
+compared where they can be imported; where not, the table says so.  The results go to benchmarks/results, or to $OUT.
 """
 
 from __future__ import annotations
@@ -42,13 +42,9 @@ Step = Callable[[], Any]
 
 
 def turns(steps: dict[str, Step], rounds: int, repeats: int = 2, queued: float = 6e6) -> dict[str, float]:
-    """Milliseconds on the device, the steps by turns, each so many times in a row, or (0) for about 40 ms: the chip's
-    clocks follow what it has just done, and a short sample has those of the step before it."""
+    """Milliseconds on the device, the steps by turns, each so many times in a row."""
     for step in steps.values():
         step(), step()
-    if not repeats:
-        shortest = min(wall(step, 2) for step in steps.values())
-        repeats = max(2, round(40 / shortest))
     times: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(rounds):
         for name, step in random.sample(list(steps.items()), len(steps)):  # what ran before has warmed the chip
@@ -62,6 +58,35 @@ def turns(steps: dict[str, Step], rounds: int, repeats: int = 2, queued: float =
             end.synchronize()
             times[name].append(start.elapsed_time(end) / repeats)
     return {name: statistics.median(x) for name, x in times.items()}
+
+
+def against(base: Step, steps: dict[str, Step], rounds: int) -> dict[str, tuple[float, float]]:
+    """Of each step, milliseconds on the device and their ratio to the base's.
+
+    A step and the base alternate, each for about 120 ms, and every round of the step is compared with the mean of the
+    rounds of the base before and after it: a chip that warms or cools takes no side.  Medians.
+    """
+    base(), base()
+    base_calls, found = max(3, round(120 / wall(base, 2))), {}
+    for name, step in steps.items():
+        step(), step()
+        both = (base, base_calls), (step, max(3, round(120 / wall(step, 2))))
+        times: tuple[list[float], list[float]] = [], []
+        for i in range(2 * rounds + 1):
+            now, calls = both[i % 2]
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            for _ in range(max(2, calls // 4)):  # the host gets ahead, and the chip is at this step's clocks
+                now()
+            start.record()
+            for _ in range(calls):
+                now()
+            end.record()
+            end.synchronize()
+            times[i % 2].append(start.elapsed_time(end) / calls)
+        floors = [(a + b) / 2 for a, b in itertools.pairwise(times[0])]
+        ratios = [x / floor for x, floor in zip(times[1], floors, strict=True)]
+        found[name] = statistics.median(times[1]), statistics.median(ratios)
+    return found
 
 
 def wall(step: Step, repeats: int) -> float:
@@ -275,37 +300,50 @@ def measure(shape: tuple[int, int, int], limit: float, rounds: int, alone: bool)
     chosen = torch.randperm(len(case.y), device=DEVICE)[::2]  # exactly half of the rows, anywhere
     half, dead = case.y.index_fill(0, chosen, -100), case.advantage.index_fill(0, chosen, 0.0)
     rl = {"advantage": case.advantage, "old_logprob": case.old}
+    step, rewarded = case.step(ce), case.step(hl.Objective(rl=reinforce), advantage=case.advantage)
+    policy, grouped = (
+        case.step(hl.Objective(rl=grpo), **rl),
+        case.step(hl.Objective(rl=gspo), segments=case.segments, **rl),
+    )
+    together, some = case.step(mix, **rl), case.step(ce, half)
+    without = case.step(hl.Objective(rl=reinforce), advantage=dead)
     steps: dict[str, Step] = {
         "three products": three,
-        "cross-entropy": case.step(ce),
+        "cross-entropy": step,
         "cross-entropy, chunk by chunk with cuBLAS": chunked(case.step(hl.Objective(ce=cross_entropy))),
-        "with z, policy, entropy and accuracy": case.step(mix, **rl),
+        "with z, policy, entropy and accuracy": together,
         "with an entropy term": case.step(bonus),
-        "half of the rows ignored": case.step(ce, half),
-        "reinforce": case.step(hl.Objective(rl=reinforce), advantage=case.advantage),
-        "reinforce, half of the rows without advantage": case.step(hl.Objective(rl=reinforce), advantage=dead),
-        "grpo": case.step(hl.Objective(rl=grpo), **rl),
-        "gspo": case.step(hl.Objective(rl=gspo), segments=case.segments, **rl),
+        "half of the rows ignored": some,
+        "reinforce": rewarded,
+        "reinforce, half of the rows without advantage": without,
+        "grpo": policy,
+        "gspo": grouped,
     }
     if not alone:
         steps |= {"torch.compile": case.eager(compile=True), **peers(case)}
-    ms = turns(steps, rounds, repeats=0)
-    pair: dict[str, Step] = {"one product": one, "log-probability and entropy": lambda: facts_step(case)}
-    facts = turns(pair, rounds, repeats=0)
     four, kl = case.distilled()
-    taught = turns({"four products": four, "forward KL to another head": kl}, rounds, repeats=0)
-    facts |= taught
-    found: dict[str, Any] = {"shape": shape, "limit": limit, "errors": errors, "ms": ms | facts}
-    three_ms = ms["three products"]
-    found["of three products"] = {k: x / three_ms for k, x in ms.items()}
-    dead = "reinforce, half of the rows without advantage"
-    found["half ignored, of all"] = ms["half of the rows ignored"] / ms["cross-entropy"]
-    found["half without advantage, of all"] = ms[dead] / ms["reinforce"]
-    found["of one product"] = facts["log-probability and entropy"] / facts["one product"]
-    found["forward KL, of four products"] = taught["forward KL to another head"] / taught["four products"]
-    found["wall of device"] = wall_of_device(steps["cross-entropy"], rounds)
+    found: dict[str, Any] = {"shape": shape, "limit": limit, "errors": errors, "ms": {}}
+
+    def compare(base: Step, what: dict[str, Step]) -> dict[str, float]:
+        times = against(base, what, rounds)
+        found["ms"] |= {name: ms for name, (ms, _) in times.items()}
+        return {name: x for name, (_, x) in times.items()}
+
+    def one_to(base: Step, it: Step) -> float:
+        return against(base, {"": it}, rounds)[""][1]
+
+    found["of three products"] = compare(three, steps)
+    facts = compare(one, {"one product": one, "log-probability and entropy": lambda: facts_step(case)})
+    found["of one product"] = facts["log-probability and entropy"]
+    taught = compare(four, {"four products": four, "forward KL to another head": kl})
+    found["forward KL, of four products"] = taught["forward KL to another head"]
+    found["half ignored, of all"] = one_to(step, some)
+    found["half without advantage, of all"] = one_to(rewarded, without)
+    found["with z, policy, entropy and accuracy, of cross-entropy"] = one_to(step, together)
+    found["gspo, of grpo"] = one_to(policy, grouped)
+    found["wall of device"] = wall_of_device(step, rounds)
     found["facts, MiB beside results"] = peak(lambda: facts_step(case))
-    found["step, MiB beside gradients"] = peak(steps["cross-entropy"])
+    found["step, MiB beside gradients"] = peak(step)
     found["step into main_grad, MiB beside the gradient of hidden"] = peak(case.into_main_grad(ce))
     found["E, MiB"] = 2 * shape[0] * shape[1] / 2**20
     return found
@@ -366,11 +404,13 @@ def main() -> None:
         for name in (
             "half ignored, of all",
             "half without advantage, of all",
+            "with z, policy, entropy and accuracy, of cross-entropy",
+            "gspo, of grpo",
             "forward KL, of four products",
             "wall of device",
             *(name for name in found if "MiB" in name),
         ):
-            print(f"    {found[name]:8.2f}  {name}")
+            print(f"    {found[name]:8.3f}  {name}")
         print("    errors", {k: f"{x:.1e}" for k, x in found["errors"]["ours"].items()}, flush=True)
         torch.cuda.empty_cache()
     bits = same_bits(Case(8192, 128256, 4096))

@@ -311,8 +311,15 @@ def _products(record: Record) -> Iterator[str]:
     for name in list(shapes[0]["of three products"])[1:]:
         found = [x["of three products"].get(name) for x in shapes]
         yield f"| {name} | {' | '.join('' if x is None else f'{x:.3f}×' for x in found)} |"
-    facts = " | ".join(f"{x['of one product']:.3f}×" for x in shapes)
-    yield f"| log-probability and entropy without grad, of one product | {facts} |"
+    for name, key in (
+        ("half of the rows ignored, of cross-entropy", "half ignored, of all"),
+        ("half of the rows without advantage, of reinforce", "half without advantage, of all"),
+        ("with z, policy, entropy and accuracy, of cross-entropy",) * 2,
+        ("gspo, of grpo",) * 2,
+        ("wall time of cross-entropy, of device time", "wall of device"),
+        ("log-probability and entropy without grad, of one product", "of one product"),
+    ):
+        yield f"| {name} | {' | '.join(f'{x[key]:.3f}×' for x in shapes)} |"
     yield f"| its MiB without results | {' | '.join(format(x['facts, MiB beside results'], '.0f') for x in shapes)} |"
     for name in ("dX", "dW"):
         errors = [f"{x['errors']['ours'][name]:.1e} ({x['errors']['eager'][name]:.1e})" for x in shapes]
