@@ -35,7 +35,7 @@ def save_tensors(ctx: Any, names: Sequence[str], tensors: Sequence[Tensor], args
 
     `made`: the gradient of the loss exists already; only a pull on a fact, or a second backward, reads anything again.
     """
-    untracked = dict[int, tuple[Tensor, Tensor | None]]()
+    untracked: dict[int, tuple[Tensor, Tensor | None]] = {}  # not `dict[int, ...]()`: every call would make the type
     saved: list[Tensor | None] = [*tensors]
     if True in map(_requires_grad, tensors[args:]):
         saved[args:] = [x.detach() for x in tensors[args:]]

@@ -84,13 +84,12 @@ def _at_once(terms: Terms, path: FastPath, arguments: CallArguments, direct: boo
         with torch.no_grad():
             loss, made = call.run()
         blocks = [x.detach() for x in call.visited.blocks]
-    plan = path.plan
+    plan, metrics = path.plan, call.metrics()
     values = later_values(plan.weights, call.sums)
     if plan.off:
         values = _every(terms, plan, values, loss)
-    return Output(
-        loss, values, call.metrics(), facts_of(path, plan.want, blocks, call.visited), made if direct else None
-    )
+    call.strip()
+    return Output(loss, values, metrics, facts_of(path, plan.want, blocks, call.visited), made if direct else None)
 
 
 def _facts(sweep: Sweep, plan: Plan, blocks: Sequence[Tensor], visited: Any) -> Facts:

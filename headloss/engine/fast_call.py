@@ -31,38 +31,42 @@ from headloss.trace.signature import ONLY
 _NONE: Mapping[str, Tensor] = {}
 
 
-class FastCall:
-    """One call on a fast path: its targets, and what the host knows about them."""
+class FastCall(Launched):
+    """One call on a fast path: its targets, what the host knows about them and, once it ran, its result."""
 
-    __slots__ = (
-        "guide", "inputs", "mean", "one_token", "path", "scale", "segments", "skipped", "source", "spans", "stats",
-        "sums", "targets", "teacher", "valid", "visited", "weights",
-    )  # fmt: skip
+    sums: Tensor  # of the terms
+    normaliser = None
+    mean: Any  # the weight of a row, or a tuple with one for each term
+    skipped: bool  # whether some rows may not count
     source: Any
-    sums: Tensor
-    visited: Any
-    num_items = None  # `shared_weight` reads this, `tokens` and `one_token` as it would from `Rows`
+    inputs: Any
+    teacher: Any
+    targets: Any = None  # Tensor or None
+    segments: Segments | None = None
+    valid: Tensor | None = None
+    stats: Stats | None = None
+    spans: Any = None
+    guide: SparseTeacherRows | None = None
+    # `shared_weight` reads these and `stats` as it would from `Rows`
+    num_items = one_token = None
     tokens = property(lambda self: self.stats.valid)
+    want = property(lambda self: self.path.want)
 
     def __init__(self, path: FastPath, arguments: CallArguments) -> None:
         source, targets, segments, teacher, (num_items, _, weights, scale, host_read), inputs, _ = arguments
-        self.path, self.source, self.inputs, self.scale = path, source, inputs, scale
+        self.path, self.backend, self.source, self.inputs = path, path.backend, source, inputs
         self.weights: tuple[Any, ...] = path.weights
         if weights:
             self.weights = tuple([weights.get(name, w) for name, w in zip(path.plan.weights, path.weights)])
+        self.factors = self.weights
         if num_items is not None:
             check_count("num_items", num_items)
         if scale != 1.0:
             check_weight("grad_scale", scale)
-        self.valid: Tensor | None = None
-        self.targets: Any = None  # Tensor or None
-        self.segments: Segments | None = None
-        self.spans = self.one_token = None
-        self.mean: Any  # the weight of a row, or a tuple with one for each term
+            self.factors = tuple([w * scale for w in self.weights])
         if type(targets) is Prepared:
-            stats, self.targets, segments = targets.known(), targets.targets, targets.segments
-            self.stats: Stats | None = stats
-            valid = stats.valid
+            self.stats = stats = targets.known()
+            self.targets, segments, valid = targets.targets, targets.segments, stats.valid
             if segments is not None:
                 self.segments = segments
                 check_stats(stats, source.vocab, segments.num_segments, path.plan.needed)
@@ -74,7 +78,7 @@ class FastCall:
             else:
                 self.mean = reciprocal(valid if num_items is None else num_items)
         elif targets is None:
-            self.stats, self.skipped = None, False
+            self.skipped = False
             self.mean = reciprocal(path.count if num_items is None else num_items)
         else:
             assert isinstance(targets, Tensor)
@@ -97,8 +101,7 @@ class FastCall:
                 self.mean = self._shared(num_items, spans.present() if path.by_present else None)
             elif num_items is not None:
                 self.mean = reciprocal(num_items)
-        self.guide: SparseTeacherRows | None = None
-        self.teacher: Any = teacher
+        self.teacher = teacher
         if not teacher:
             return
         checked: tuple[Tensor | None, int] = None, 0
@@ -122,8 +125,8 @@ class FastCall:
 
     def run(self) -> tuple[Tensor, Grads]:
         """The loss, and the gradients that are needed."""
-        path, source, inputs, targets, scale = self.path, self.source, self.inputs, self.targets, self.scale
-        plan, grad, head, weights = path.plan, path.grad, path.head, self.weights
+        path, source, inputs, targets = self.path, self.source, self.inputs, self.targets
+        plan, grad, head = path.plan, path.grad, path.head
         if not plan.has_gradient and (grad or torch.is_grad_enabled()):
             check_gradient(plan.terms, grad)
         begun = 0.0 if "compiling" in plan.times else time.perf_counter()
@@ -135,7 +138,6 @@ class FastCall:
         elif path.their is not None:
             teacher = self.teacher.logits
         given = tuple(map(inputs.__getitem__, path.taken)) if path.taken else ()
-        factors = weights if scale == 1.0 else tuple([w * scale for w in weights])
         if head is None:
             x = source.logits
             out = out_NV = torch.empty_like(x, memory_format=torch.contiguous_format) if grad else None
@@ -153,7 +155,7 @@ class FastCall:
         more = (self.spans or self._spans(targets)) if path.shares else chunk or teacher
         mean = self.mean if path.one_launch is not False else tuple([self.mean if m else 1.0 for m in path.means])
         self.visited, self.sums, loss = path.visits(
-            x, targets, given, mean, factors, weights, out_NV, self.skipped, more
+            x, targets, given, mean, self.factors, self.weights, out_NV, self.skipped, more
         )
         if begun:
             plan.times["compiling"] = time.perf_counter() - begun
@@ -171,9 +173,8 @@ class FastCall:
 
     def forward(self, ctx: Any, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Run the call under autograd; see `run.Head`."""
-        path, teacher = self.path, self.teacher
+        path, teacher, held = self.path, self.teacher, [*tensors]
         loss, grads = self.run()
-        visited, held = self.visited, [*tensors]
         if self.targets is not None:
             held.append(self.targets)
         if self.guide is not None:
@@ -185,32 +186,22 @@ class FastCall:
         if self.segments is not None:
             held.append(self.segments.ids)
         save_tensors(ctx, path.names, held, len(tensors), path.read, True)
-        left = FastResult(path, visited, self.stats, self.skipped, self.guide)
-        ctx.grads, ctx.kept = grads, (left, path.needs, left, None, False, ())
-        return loss, *map(Tensor.detach, visited.blocks)
+        ctx.grads, ctx.kept = grads, (self, path.needs, self, None, False, ())
+        return loss, *map(Tensor.detach, self.visited.blocks)
 
     def metrics(self) -> dict[str, Any]:
         """The call's metrics.  We note now which rows count, since the targets may be written to later."""
-        plan, found = self.path.plan, dict[str, Any]()
+        plan = self.path.plan
+        found: dict[str, Any] = {}
         if plan.program.metrics:
             if self.valid is None and self.skipped:
                 self.valid = self.targets.reshape(-1) != IGNORE
             found = measured(self.visited, self.valid)
         return with_segments(found, self.visited, plan.terms) if self.path.shares else found
 
-
-class FastResult(Launched):
-    """What a call on a fast path keeps for its backward: its result, and what it takes to run the call as a sweep."""
-
-    __slots__ = ("backend", "guide", "path", "skipped", "stats")
-
-    def __init__(
-        self, path: FastPath, visited: Any, stats: Stats | None, skipped: bool, guide: SparseTeacherRows | None
-    ) -> None:
-        self.visited, self.normaliser, self.backend = visited, None, path.backend
-        self.path, self.stats, self.skipped, self.guide = path, stats, skipped, guide
-
-    want = property(lambda self: self.path.want)
+    def strip(self) -> None:
+        """Drop what only the forward needs: the backward gets the caller's tensors from autograd."""
+        self.source = self.inputs = self.targets = self.segments = self.teacher = self.valid = self.spans = None
 
     def whole(self, tensors: Mapping[str, Tensor]) -> Sweep:
         """The call as a sweep, for a gradient through a fact or for a second backward."""

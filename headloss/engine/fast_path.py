@@ -9,6 +9,7 @@ Dimension key:  N rows   V vocabulary   D hidden size
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -45,6 +46,10 @@ def needs_of(tensors: Sequence[Tensor], direct: bool) -> tuple[bool, ...]:
     return tuple([recorded and x.requires_grad for x in tensors])
 
 
+# what must be equal of a tensor that a call brings, besides its strides: one call, since every call asks
+_layout = operator.attrgetter("dtype", "device", "shape", "requires_grad")
+
+
 def key_of(arguments: CallArguments, direct: bool) -> tuple[Any, ...] | None:
     """The cache key of a call's fast path; None if such a call has no fast path."""
     source, targets, segments, teacher, options, inputs, support = arguments
@@ -65,10 +70,10 @@ def key_of(arguments: CallArguments, direct: bool) -> tuple[Any, ...] | None:
     plain = y is targets
     key: list[Any] = [
         direct, torch.is_grad_enabled(), plain, host_read, T, source.scale, source.softcap, source.vocab,
-        tuple(weights or ()), *defaults(),
+        tuple(weights) if weights else (), *defaults(),
     ]  # fmt: skip
     if type(y) is Tensor:
-        key += (y.dtype, y.device, y.shape, y.stride())
+        key += _layout(y), y.stride()
     elif y is not None:
         return None
     if segments is not None:
@@ -77,17 +82,17 @@ def key_of(arguments: CallArguments, direct: bool) -> tuple[Any, ...] | None:
         ids = segments.ids
         if type(ids) is not Tensor or y is None or (plain and (ids.shape, ids.device) != (y.shape, y.device)):
             return None
-        key += (ids.dtype, ids.device, ids.shape, ids.stride(), segments.num_segments)
+        key += _layout(ids), ids.stride(), segments.num_segments
     if isinstance(source, Logits):
         x = source.logits
         if type(x) is not Tensor:
             return None
-        key += (x.dtype, x.device, x.shape, x.stride(), x.requires_grad, source.inplace)
+        key += _layout(x), x.stride(), source.inplace
     elif not plain and source.bias is None and source.weight_grad_into is None:
         for x in (source.hidden, source.weight):
             if type(x) is not Tensor and type(x) is not Parameter:
                 return None
-            key += (x.dtype, x.device, x.shape, x.stride(), x.requires_grad)
+            key += _layout(x), x.stride()
         key += (source.gemm_dtype, source.logits_dtype, source.weight_grad_dtype, source.memory)
     else:
         return None
@@ -95,17 +100,17 @@ def key_of(arguments: CallArguments, direct: bool) -> tuple[Any, ...] | None:
         for x in (teacher.ids, teacher.logprobs):
             if type(x) is not Tensor:
                 return None
-            key += (x.dtype, x.device, x.shape, x.stride(), x.requires_grad)
+            key += _layout(x), x.stride()
     elif teacher is not None:
         if type(teacher) is not Logits or type(teacher.logits) is not Tensor or type(teacher.temperature) is not float:
             return None
         z = teacher.logits
-        key += (z.dtype, z.device, z.shape, z.stride(), z.requires_grad, teacher.vocab, teacher.temperature)
-        key += (teacher.scale, teacher.softcap, teacher.shard is None, teacher.vocab_ids is None)
+        key += _layout(z), z.stride(), teacher.vocab, teacher.temperature, teacher.scale, teacher.softcap
+        key += teacher.shard is None, teacher.vocab_ids is None
     for name, value in inputs.items():
         if type(value) is not Tensor:
             return None
-        key += (name, value.dtype, value.device, value.shape, value.stride(), value.requires_grad)
+        key += name, _layout(value), value.stride()
     return tuple(key)
 
 

@@ -42,11 +42,9 @@ class Form(NamedTuple):
 
     def read(self) -> tuple[tuple[Any, ...], Any]:
         """A key of what its functions read now, and the defaults of options that the key stands for."""
-        held = [x for fn in self.own for x in (fn.__kwdefaults__ or {}).values()] if self.own else ()
-        read: tuple[Any, ...] = tuple(map(id, held))
-        if self.foreign:
-            read = (*[call.mark() for call in self.foreign], *read)
-        return read, held
+        held = [x for fn in self.own for x in (fn.__kwdefaults__ or {}).values()]
+        marks = [call.mark() for call in self.foreign] if self.foreign else ()
+        return (*marks, *map(id, held)), held
 
 
 class FoundPlan(NamedTuple):

@@ -139,7 +139,9 @@ class TermsOnRows:
             env = env._replace(inputs=given)
         per_row = [name for name, shape in self.shapes.items() if shape.kind == "row"]
         values, seeds = [], []
-        measured, kinds, ways = dict[str, Any](), dict[str, str](), dict[str, Reach]()
+        measured: dict[str, Any] = {}
+        kinds: dict[str, str] = {}
+        ways: dict[str, Reach] = {}
         loss = torch.zeros((), dtype=self.dtype, device=self.device)
         for term in self.terms:
             with torch.set_grad_enabled(grad or (self.watched and term.trace.reach is None)):

@@ -178,8 +178,8 @@ class SweptCall(NamedTuple):
             sweep.close()
         want, grads, source = sweep.want, result.grads, sweep.source
         blocks = result.blocks(want)
-        read, used = sweep.tensors(), list[tuple[str, Tensor]]()
-        names, inputs = names_of(needs), []
+        read, names, inputs = sweep.tensors(), names_of(needs), []
+        used: list[tuple[str, Tensor]] = []
         if loss is not None:
             used = loss.tensors()
             if loss.wants_grad:

@@ -63,10 +63,12 @@ def wanted(source: Any, teacher: Any, unknown: tuple[str, ...] = ()) -> bool:
     Under torch.compile, functions that read mutable state (`unknown`) rule it out: a graph applies side effects last,
     so such a function could read a value from before an update.
     """
-    if not isinstance(source, (Logits, Linear)) or (unknown and torch.compiler.is_dynamo_compiling()):
+    if not isinstance(source, (Logits, Linear)):
         return False
     first = source.logits if isinstance(source, Logits) else source.hidden
-    return (torch.compiler.is_compiling() or isinstance(first, FakeTensor)) and _fits(source, teacher)
+    if not (torch.compiler.is_compiling() or isinstance(first, FakeTensor)):
+        return False
+    return not (unknown and torch.compiler.is_dynamo_compiling()) and _fits(source, teacher)
 
 
 def _fits(source: Source, teacher: Teacher | Mapping[str, Teacher] | None) -> bool:
