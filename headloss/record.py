@@ -23,6 +23,11 @@ class Grads(NamedTuple):
     weight: Tensor | None = None
     bias: Tensor | None = None
 
+    def plus(self, other: Grads) -> Grads:
+        """The sum, added in place where both have a gradient."""
+        pairs = zip(self, other, strict=True)
+        return Grads(*(x if y is None else y if x is None else x.add_(y) for x, y in pairs))
+
 
 class Facts(Mapping[Key, Tensor]):
     """The facts of a call, in the targets' shape, 0 in ignored rows: `facts.entropy`, `facts["entropy", 2.0]`.

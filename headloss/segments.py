@@ -375,7 +375,7 @@ def integers(name: str, x: Tensor) -> Tensor:
     check_dense(name, x)
     if x.dtype == torch.uint64:
         raise TypeError(f"{name}: torch.uint64 holds numbers that int64 does not; pass {name}.long()")
-    return x.long()
+    return x if x.dtype == torch.int64 else x.long()
 
 
 def check_dense(name: str, x: Tensor) -> None:

@@ -394,7 +394,7 @@ FAULTS = [
     Fault("engine/run.py", "normaliser is None else g_loss * ", "normaliser is None else g_loss if True else ", "fp16: the normaliser is forgotten"),
     Fault("engine/run.py", "pending[fact] = pending[fact] + pulled if fact in pending else pulled", "pending[fact] = pulled", "a loss on the facts is overwritten by the loss itself", ("tests/test_seeded.py",)),
     Fault("engine/run.py", "by_input = [None if g is None else scale * g for g in inputs]", "by_input = inputs", "inputs' gradients ignore the upstream gradient", ("tests/test_seeded.py",)),
-    Fault("engine/run.py", "Grads(*(_add(x, y) for x, y in zip(grads, more, strict=True)))", "more", "facts' gradient in place of the loss's"),
+    Fault("engine/run.py", "grads.plus(more)", "more", "facts' gradient in place of the loss's"),
     Fault("engine/sweeps.py", "out_CV.masked_fill_(~self.rows.valid[block.part, None], 0)", "pass", "masked rows' gradient is what their logits say"),
     Fault("engine/sweeps.py", 'slot=0 if shard is None else i % 2', "slot=0", "a chunk overwrites the one whose partial still travels", RANKS),
     Fault("backends/torch.py", "x.mul_(scale) if x.dtype.itemsize >= 4 else x.copy_(x.float() * scale)", "x.mul_(scale.to(x.dtype))", "fp16: rescaled in fp16, where it overflows", ("tests/trust/test_fp16.py",)),
@@ -900,7 +900,7 @@ FAULTS = [
     Fault("losses/kto.py", '("desirable", "kl"), "segment"', '(), "segment"', "kto: as many rows as segments", INPUTS),
     Fault("losses/__init__.py", '_fn.__dict__.setdefault("per_segment", ())', "pass", "our own losses are asked about", INPUTS),
     # Integers and counts
-    Fault("segments.py", "    return x.long()\n", "    return x\n", "-100 is 156 in eight bits without a sign", INTEGERS),
+    Fault("segments.py", "return x if x.dtype == torch.int64 else x.long()\n", "return x\n", "-100 is 156 in eight bits without a sign", INTEGERS),
     Fault("segments.py", "    if x.dtype == torch.uint64:", "    if False:", "a target of 2^64 - 100 is ignored", INTEGERS),
     Fault("segments.py", "        if tuple(y.shape) != (self.num_segments,):", "        if False:", "spread of any length", INTEGERS),
     Fault("segments.py", '        self._check_rows("totals", x)\n', "", "totals of any length", INTEGERS),

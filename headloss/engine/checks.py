@@ -288,9 +288,9 @@ def check_ids(label: str, sparse: Sparse, source: Source, launches: bool = False
     If the next launch reads all ids anyway (`launches`), it checks them on the GPU, with what this returns.
     """
     ids, vocab = sparse.ids, source.vocab
-    wanted = _wanted_ids(label, vocab)
     if launches and ids.is_cuda:
         return alarm(ids.device, *_wrong_ids(label, vocab)), vocab
+    wanted = _wanted_ids(label, vocab)
     if readable(ids):
         low, high = (int(ids.min()), int(ids.max())) if ids.numel() else (-1, -1)
         if low < -1 or high >= vocab:

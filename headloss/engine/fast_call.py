@@ -28,7 +28,7 @@ from headloss.term import check_weight
 from headloss.trace.gradient import check_gradient
 from headloss.trace.signature import ONLY
 
-_NONE: Mapping[str, Tensor] = {}
+SPARSE_IDS, SPARSE_LOGPROB = SPARSE_INPUTS
 
 
 class FastCall(Launched):
@@ -130,11 +130,10 @@ class FastCall(Launched):
         if not plan.has_gradient and (grad or torch.is_grad_enabled()):
             check_gradient(plan.terms, grad)
         begun = 0.0 if "compiling" in plan.times else time.perf_counter()
-        guide, chunk, teacher, out, sparse = self.guide, None, None, None, _NONE
+        guide, chunk, teacher, out = self.guide, None, None, None
         if guide is not None:
             chunk = SparseChunk(guide.ids_RK, guide.sorted_RK)
-            sparse = dict(zip(SPARSE_INPUTS, (guide.ids_RK, guide.logprob_RK)))
-            inputs = {**inputs, **sparse}
+            inputs = {**inputs, SPARSE_IDS: guide.ids_RK, SPARSE_LOGPROB: guide.logprob_RK}
         elif path.their is not None:
             teacher = self.teacher.logits
         given = tuple(map(inputs.__getitem__, path.taken)) if path.taken else ()
@@ -147,7 +146,7 @@ class FastCall(Launched):
         if not path.flat:
             targets = None if targets is None else targets.reshape(-1)
             named = zip(path.taken, given)
-            given = tuple([v if v.ndim < 2 or n in sparse else v.reshape(-1) for n, v in named])
+            given = tuple([v if v.ndim < 2 or n in SPARSE_INPUTS else v.reshape(-1) for n, v in named])
             if head is None:
                 x = x.reshape(path.count, -1)
                 out_NV = None if out is None else out.view(x.shape)

@@ -63,9 +63,5 @@ def merged(terms: Terms, kept: Output, whole: Output | None = None) -> Output:
     values = {name: (whole if name in terms.on_all else kept).terms[name] for name in terms.names}
     grads = None
     if kept.grads is not None and whole.grads is not None:
-        grads = Grads(*(_add(x, y) for x, y in zip(whole.grads, kept.grads, strict=True)))
+        grads = whole.grads.plus(kept.grads)
     return Output(kept.loss + whole.loss, values, {**kept.metrics, **whole.metrics}, kept.facts, grads)
-
-
-def _add(x: Tensor | None, y: Tensor | None) -> Tensor | None:
-    return x if y is None else y if x is None else x.add_(y)

@@ -237,7 +237,7 @@ def _pull(ctx: Any, saved: Sequence[Tensor], g_loss: Any, *g_facts: Any) -> tupl
         }
         more = _finished(whole.pull(facts, result.softmax, pending, needs), None, whole)
         whole.close()
-        grads = more if grads is None else Grads(*(_add(x, y) for x, y in zip(grads, more, strict=True)))
+        grads = more if grads is None else grads.plus(more)
     if grads is None and g_loss is not None:  # no term reaches a fact: 0, as where a visit made the gradient
         zeros = [torch.zeros_like(x) if need else None for x, need in zip(saved, needs)]
         grads = Grads(*zeros) if len(needs) == 1 else Grads(None, *zeros)
@@ -271,10 +271,6 @@ class Head(_SingleLevelFunction):  # `Function` without torch.func support, see 
 def names_of(tensors: Sequence[Any]) -> tuple[str, ...]:
     """The names of the source's tensors; any sequence with one item per tensor will do."""
     return ("logits",) if len(tensors) == 1 else ("hidden", "weight", "bias")[: len(tensors)]
-
-
-def _add(x: Tensor | None, y: Tensor | None) -> Tensor | None:
-    return x if y is None else y if x is None else x.add_(y)
 
 
 def facts_of(rows: Any, want: Want, blocks: Sequence[Tensor], visited: Any = None) -> Facts:

@@ -92,15 +92,11 @@ def reach(outputs: Any) -> set[fx.Node]:
 def written(graph: fx.Graph) -> list[fx.Node]:
     """The arguments that an operation changes in place, directly or through a view."""
     found = []
-    for node in graph.nodes:
-        schema = getattr(node.target, "_schema", None)
-        if node.op != "call_function" or schema is None or not schema.is_mutable:
-            continue
-        for x in _written(node):
-            while _is_view(x):
-                x = x.args[0]  # type: ignore[assignment]
-            if x.op == "placeholder":
-                found.append(x)
+    for _, x in _writes(graph):
+        while _is_view(x):
+            x = x.args[0]  # type: ignore[assignment]
+        if x.op == "placeholder":
+            found.append(x)
     return found
 
 
@@ -180,21 +176,22 @@ def changed_under_another_name(graph: fx.Graph, but: Iterable[str] = ()) -> str 
 
     `but`: views that the caller handles itself.
     """
-    for node in graph.nodes:
-        schema = getattr(node.target, "_schema", None)
-        if node.op != "call_function" or schema is None or not schema.is_mutable:
-            continue
-        for x in _written(node):
-            names = [_operation(n) for n in (x, *x.users) if _is_view(n)]
-            if any(name not in but for name in names):
-                return f"{_operation(node)} changes what {names[0]} shows"
+    for node, x in _writes(graph):
+        names = [_operation(n) for n in (x, *x.users) if _is_view(n)]
+        if any(name not in but for name in names):
+            return f"{_operation(node)} changes what {names[0]} shows"
     return None
 
 
-def _written(node: fx.Node) -> list[fx.Node]:
-    """The arguments that an operation writes to."""
-    writes = [a.alias_info is not None and a.alias_info.is_write for a in node.target._schema.arguments]  # type: ignore[union-attr]
-    return [x for x, wrote in zip(node.args, writes, strict=False) if wrote and isinstance(x, fx.Node)]
+def _writes(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """Each operation that works in place, with each argument that it writes to."""
+    for node in graph.nodes:
+        schema = getattr(node.target, "_schema", None)
+        if node.op == "call_function" and schema is not None and schema.is_mutable:
+            writes = [a.alias_info is not None and a.alias_info.is_write for a in schema.arguments]
+            for x, wrote in zip(node.args, writes, strict=False):
+                if wrote and isinstance(x, fx.Node):
+                    yield node, x
 
 
 def _is_view(node: fx.Node) -> bool:
