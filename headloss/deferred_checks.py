@@ -134,12 +134,12 @@ class Alarm:
         if wait and self.armed and self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             self.armed = False
-        found, quiet = self.seen[:], [_UNSET] * len(self.messages)
-        if found == quiet:
+        found = self.seen[:]
+        if found.count(_UNSET) == len(found):
             return
         for number, message in zip(found, self.messages, strict=True):
             if number != _UNSET:
-                self.seen[:] = quiet
+                self.seen[:] = [_UNSET] * len(found)
                 raise ValueError(f"{message.replace('{}', str(number))}{_LATE}")  # a name in a message may have braces
 
 

@@ -786,6 +786,7 @@ FAULTS = [
     Fault("engine/fast_call.py", "ids.masked_fill(targets == IGNORE, -1) if skipped else ids", "ids", "later calls: an ignored row counts in its segment", LATER),
     Fault("engine/fast_call.py", "rising = stats.sorted and not stats.loose", "rising = True", "later calls: segments in no order taken for rising ones", LATER),
     Fault("engine/fast_call.py", '{"num_items": num_items, "num_segments": present}', '{"num_segments": present}', "later calls in segments: num_items is ignored", LATER),
+    Fault("engine/fast_call.py", "self.source = self.inputs = self.targets = self.segments = self.teacher = self.valid = self.spans = None", "pass", "a later call keeps logits and inputs for as long as its loss lives", LATER),
     Fault("engine/fast_call.py", "held.append(self.segments.ids)", "pass", "segments of a later call are written to before its backward, and nobody looks", LATER),
     Fault("backends/triton/cached_launches.py", "order = None if spans is None else spans.order is None", "order = None", "settle: later calls read segments in no order as if they lay in one", LATER),
     Fault("engine/fast_path.py", "pull_hidden(grad_NV, weight_VD, self.parts, dhidden)", "pull_hidden(grad_NV, weight_VD, self.parts[:1], dhidden)", "later calls: the last columns of a head pull on no hidden row", LATER),
