@@ -69,7 +69,7 @@ class Prepared:
             0 if segments is None else version(segments.ids),
             0 if tokens is None else version(tokens.vocab_ids),
         )
-        self.counted = not targets.is_inference()  # whether writes to it are counted
+        self.counted = not is_uncounted(targets)  # whether writes to it are counted
 
     def __reduce__(self) -> Any:
         self.check()
@@ -97,6 +97,8 @@ class Prepared:
         return self._stats or self.stats
 
     def check(self) -> None:  # does not wait for the numbers
+        if torch.compiler.is_compiling():  # a graph reads no version: see `check_prepared`
+            return
         changed = "targets" if self.counted and self.targets._version != self.written[0] else None
         if self.segments is not None and version(self.segments.ids) != self.written[1]:
             changed = "segments"
@@ -151,7 +153,7 @@ def prepare(
             raise ValueError(f"vocab_ids: wanted one token per column on {targets.device}, got {got}")
         counted = count(targets != IGNORE)
         targets, lost = to_columns(ids, targets, IGNORE, "targets")
-        tokens = Tokens(lasting(ids), count(lost), counted, lost)
+        tokens = Tokens(lasting(ids), count(lost), counted, lost, ids.clone())
     if segments is not None:
         if not isinstance(segments, Segments):
             raise TypeError(f"segments: wanted hl.Segments, got {type(segments).__name__}")

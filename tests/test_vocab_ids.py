@@ -186,6 +186,21 @@ def test_in_one_graph() -> None:
     torch.testing.assert_close(torch.compile(facts, backend="eager", fullgraph=True)(batch.hidden), facts(batch.hidden))
 
 
+def test_prepared_targets_in_one_graph() -> None:
+    batch, objective = Batch(), hl.Objective(ce=cross_entropy)
+    ids = batch.ids.clone()
+
+    def step(hidden: Tensor, ids: Tensor, targets: Any) -> Tensor:
+        return objective(hl.Linear(hidden, batch.weight, vocab_ids=ids), targets).loss
+
+    compiled, ready = torch.compile(step, backend="eager", fullgraph=True), hl.prepare(batch.targets, vocab_ids=ids)
+    want = step(batch.hidden, batch.ids, batch.targets)
+    torch.testing.assert_close(compiled(batch.hidden, ids, ready), want)
+    ids.copy_(ids.flip(0))  # a graph sees no version counter
+    with pytest.raises((ValueError, RuntimeError), match="targets: were prepared with vocab_ids other than those"):
+        compiled(batch.hidden, ids, ready)
+
+
 @pytest.mark.parametrize("tail", ["none", "bucket", "renormalise"])
 def test_a_teacher_next_to_a_compiled_step(tail: str) -> None:
     batch, objective = Batch(), hl.Objective(kl=hl.Term(forward_kl, tail=tail))
