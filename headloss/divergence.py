@@ -33,7 +33,7 @@ from headloss.options import parameters_of
 from headloss.teachers import FLOOR
 from headloss.trace.cache_keys import Same
 from headloss.trace.call import guarded
-from headloss.trace.function_reads import Reads, ours, reads
+from headloss.trace.function_reads import Reads, made_of_ours, ours, reads
 from headloss.trace.gradient import reach_of
 from headloss.trace.signature import function_name
 
@@ -207,8 +207,12 @@ def sparse_loss(fn: Callable[..., Any], tail: str) -> Callable[..., Any]:
 
 def _made(make: Callable[..., Any], fn: Callable[..., Any], *how: str) -> Callable[..., Any]:
     """The loss that `make` builds from a divergence; built once for our own, which read nothing that can change."""
-    known = ours(fn) and not fn.__kwdefaults__
-    return _made_once(make, fn, *how) if known else _with_options(make(fn, *how), fn)
+    if ours(fn) and not fn.__kwdefaults__:
+        return _made_once(make, fn, *how)
+    loss = _with_options(make(fn, *how), fn)
+    if ours(fn):
+        made_of_ours(loss)
+    return loss
 
 
 @functools.cache

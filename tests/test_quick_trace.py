@@ -29,9 +29,8 @@ def traced(name: str, kind: str = "Logits", **options: Any) -> list[Any]:
     for kept in traces._TRACES.values():
         graph = None if kept.joint is None else only(kept.joint, lambda out: out).graph
         called = [] if graph is None else [str(n.target) for n in graph.nodes if n.op == "call_function"]
-        called = sorted(
-            x for x in called if "detach" not in x and "slice" not in x
-        )  # `x[:, 0]` may slice first, or not
+        same = ("detach", "alias", "slice", "sym_size")  # `x[:, 0]` may slice first, or not; a size may be read twice
+        called = sorted(x for x in called if not any(name in x for name in same))
         reason = "" if kept.kind == "batch" else kept.reason
         found.append((kept._replace(joint=None, cotangents=None, reason=reason), called))
     return found
@@ -42,7 +41,7 @@ def test_both_ways_show_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     loaded, make = [], proxy_tensor.make_fx
     monkeypatch.setattr(proxy_tensor, "make_fx", lambda *a, **k: loaded.append(1) or make(*a, **k))  # type: ignore[func-returns-value]
     quick = traced(name)
-    assert bool(loaded) == (name == "uld"), "which pads to the number of rows"
+    assert not loaded
 
     def refuse(*call: Any) -> Any:
         raise dynamic_shapes._NotPlainError
@@ -118,6 +117,50 @@ def test_a_size_that_is_part_of_it_is_seen(fn: Any) -> None:
         torch.testing.assert_close(graph(x.detach()), want)
 
 
+SUMS = [lambda x: x.exp().sum(1), lambda x: (x * x.shape[0]).sum(1), lambda x: x.sum(0).expand(x.shape[0], -1).sum(1)]
+
+
+@pytest.mark.parametrize("fn", SUMS)
+def test_a_size_of_an_argument_is_read_off_it(fn: Any) -> None:
+    """As the gradient of a sum over each row's columns is expanded to the number of rows."""
+    joint = lambda x: torch.autograd.grad(fn(x.requires_grad_()).sum(), x)[0] + fn(x).detach()[:, None]
+    examples = lambda i, device: [torch.zeros(5 + 2 * i, 3, device=device)]
+    notes = [dynamic_shapes._note(joint, examples(i, "cpu"), "cpu") for i in (0, 1)]
+    assert dynamic_shapes._hold_for_any_size(*notes)
+    for n in (2, 9):
+        x = torch.randn(n, 3)
+        torch.testing.assert_close(notes[0](x), joint(x.clone()))
+    twice = [dynamic_shapes._note(lambda x: x * (2 * len(x)), examples(i, "cpu"), "cpu") for i in (0, 1)]
+    assert not dynamic_shapes._hold_for_any_size(*twice)
+
+
+@pytest.mark.parametrize("options", [{}, {"tail": "none"}, {"tail": "renormalise"}])
+@pytest.mark.parametrize("name", ["forward_kl", "jsd", "skew_kl", "tvd"])
+def test_a_sparse_teacher_loads_no_compiler(name: str, options: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And both ways show the same."""
+    loaded, make, found = [], proxy_tensor.make_fx, []
+    monkeypatch.setattr(proxy_tensor, "make_fx", lambda *a, **k: loaded.append(1) or make(*a, **k))  # type: ignore[func-returns-value]
+    ids = torch.tensor([[1, 4], [0, 2], [6, -1]])
+    teacher = hl.Sparse(ids, torch.tensor([[0.5, 0.2], [0.1, 0.7], [0.9, 0.0]]).log())
+    for _ in range(2):
+        traces._TRACES.clear()
+        torch.manual_seed(0)
+        x = torch.randn(3, 8, requires_grad=True)
+        out = hl.Objective(kd=hl.Term(LOSSES[name], **options))(hl.Logits(x), torch.tensor([1, 2, 3]), teacher=teacher)
+        out.loss.backward()
+        kept = list(traces._TRACES.values())
+        found.append((out.loss.detach(), x.grad, [t._replace(joint=None, cotangents=None) for t in kept]))
+        if not loaded and len(found) == 1:
+
+            def refuse(*call: Any) -> Any:
+                raise dynamic_shapes._NotPlainError
+
+            monkeypatch.setattr(dynamic_shapes, "_note", refuse)
+    assert len(found) == 2 and loaded
+    torch.testing.assert_close(found[0][:2], found[1][:2], rtol=0, atol=0)
+    assert found[0][2] == found[1][2]
+
+
 def test_a_value_that_it_branches_on_is_not_plain() -> None:
     def branches(x: Any) -> Any:
         return -x if bool(x.sum() > 0) else x
@@ -130,3 +173,11 @@ def test_a_device_is_that_of_the_call() -> None:
     graph = dynamic_shapes._note(lambda x: x + torch.zeros((), device=x.device), [torch.zeros(3)], "cuda")
     devices = [v for node in graph.graph.nodes for v in node.kwargs.values() if isinstance(v, torch.device)]
     assert devices == [torch.device("cuda")]
+
+
+def test_recordings_that_take_unlike_arguments_differ() -> None:
+    notes = [
+        dynamic_shapes._note(lambda x, y, i=i: (x, y)[i] * 2, [torch.zeros(5 + 2 * i), torch.zeros(5 + 2 * i)], "cpu")
+        for i in (0, 1)
+    ]
+    assert not dynamic_shapes._hold_for_any_size(*notes)

@@ -2,7 +2,7 @@
 
 With symbolic sizes, torch's own tracer shows every use of a size; it takes 10 ms per operation, and two seconds when it
 is first loaded.  Functions of headloss branch on no size and no value, so we only record the operations they call,
-twice, with different sizes: if both recordings are equal, no size is part of them.
+twice, with different sizes: if both recordings are equal, no size is part of them but those of arguments.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def trace_any_size(function: Callable[..., Any], examples: Examples, device: str
     if ours:
         try:
             other, graph = (_note(function, examples(i, "cpu"), device) for i in (1, 0))
-            if _lines(other) == _lines(graph):
+            if _hold_for_any_size(graph, other):
                 return graph
         except _NotPlainError:
             pass
@@ -120,10 +120,52 @@ def _note(function: Callable[..., Any], given: Sequence[Any], device: str) -> fx
     return fx.GraphModule(torch.nn.Module(), notes.graph)
 
 
-def _lines(module: fx.GraphModule) -> list[Any]:
-    """Every operation with its arguments, numbers included."""
-    names: dict[fx.Node, str] = {}
-    for node in module.graph.nodes:
-        names[node] = f"%{len(names)}"
-    given = lambda node: repr(fx.map_arg((node.args, node.kwargs), lambda x: names[x]))
-    return [(node.op, node.target, given(node)) for node in module.graph.nodes]
+def _hold_for_any_size(graph: fx.GraphModule, other: fx.GraphModule) -> bool:
+    """Whether two recordings with different sizes do the same.
+
+    A number that is one of an argument's sizes in both, as a sum's gradient is expanded to, becomes that size.
+    """
+    pairs = list(zip(graph.graph.nodes, other.graph.nodes, strict=False))
+    if len(graph.graph.nodes) != len(other.graph.nodes):
+        return False
+    twins = dict(pairs)
+    sizes: dict[tuple[int, int], tuple[fx.Node, int]] = {}
+    for x, y in pairs:
+        if x.op == "placeholder" and "val" in x.meta and "val" in y.meta:
+            for d, found in enumerate(zip(x.meta["val"].shape, y.meta["val"].shape, strict=False)):
+                if found[0] != found[1]:
+                    sizes.setdefault(found, (x, d))
+    changed: list[tuple[fx.Node, Any, list[Any]]] = []
+    for x, y in pairs:
+        (flat, form), (others, other_form) = tree_flatten((x.args, x.kwargs)), tree_flatten((y.args, y.kwargs))
+        if (x.op, x.target, form) != (y.op, y.target, other_form):
+            return False
+        for i, (a, b) in enumerate(zip(flat, others, strict=True)):
+            if isinstance(a, fx.Node):
+                if twins[a] is not b:
+                    return False
+            elif repr(a) != repr(b):
+                if type(a) is not int or type(b) is not int or (a, b) not in sizes:
+                    return False
+                flat[i] = a, sizes[a, b]
+                if not changed or changed[-1][0] is not x:
+                    changed.append((x, form, flat))
+    if changed:
+        _read_sizes(graph, changed)
+    return True
+
+
+def _read_sizes(graph: fx.GraphModule, changed: list[tuple[fx.Node, Any, list[Any]]]) -> None:
+    first = next(node for node in graph.graph.nodes if node.op != "placeholder")
+    made: dict[int, fx.Node] = {}
+    for node, form, flat in changed:
+        for i, x in enumerate(flat):
+            if isinstance(x, tuple):
+                n, source = x
+                if n not in made:
+                    with graph.graph.inserting_before(first):
+                        made[n] = graph.graph.call_function(torch.ops.aten.sym_size.int, source)
+                    made[n].meta["val"] = n
+                flat[i] = made[n]
+        node.args, node.kwargs = tree_unflatten(flat, form)
+    graph.recompile()

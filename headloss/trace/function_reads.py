@@ -19,6 +19,7 @@ import dis
 import enum
 import functools
 import types
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -83,6 +84,19 @@ def ours(fn: Any) -> bool:
     home, name = fn.__globals__.get("__name__") or "", fn.__code__.co_qualname  # decorators do not copy this one
     fixed = hasattr(fn, "fixed") and not hasattr(fn, "__wrapped__")
     return home.startswith("headloss.") and ("<locals>" not in name or fixed)
+
+
+def all_our_code(fn: Any) -> bool:
+    """Whether we wrote all that a function runs: it branches on no size and no value, whatever its options are."""
+    return ours(fn) or (type(fn) is types.FunctionType and fn in _MADE_OF_OURS)
+
+
+def made_of_ours(fn: Any) -> None:
+    """Note that a function which we built calls none but ours."""
+    _MADE_OF_OURS.add(fn)
+
+
+_MADE_OF_OURS: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def own_key(fn: Any) -> tuple[Any, ...]:

@@ -30,7 +30,7 @@ from headloss.teachers import TOP
 from headloss.trace.call import Call, Env, WritesError, WrongValueError, WrongWeightError, writes_message
 from headloss.trace.classify import classify, counts_rows, only, reach, size, unwatched, written
 from headloss.trace.dynamic_shapes import trace_any_size, unlike
-from headloss.trace.function_reads import ours
+from headloss.trace.function_reads import all_our_code, ours
 from headloss.trace.gradient import Reach, is_idle, leaf, reach_of
 from headloss.trace.trace_check import SIZES, agrees, drawn
 
@@ -285,7 +285,7 @@ def _trace_once(
     takes_targets = not targetless and any(s.wants("targets") for s in call.signatures)
     takes_segments = segmented and any(s.wants("segments") for s in call.signatures)
     ids_at = len(call.facts) + len(names) + takes_targets if takes_segments else None  # index among the arguments
-    all_ours = all(ours(fn) for fn in call.functions)
+    all_ours = all(all_our_code(fn) for fn in call.functions)
 
     def zeros(choice: int, device: str) -> list[Any]:
         r, s, p = others if choice else (R, S, P)

@@ -58,18 +58,23 @@ def attempt(fn, *arguments):
         return ()
 
 
+def trace(fns, arguments):
+    """A graph of all these functions' outputs, and how many each has."""
+    sizes = []
+
+    def every(*tensors):
+        found = [attempt(fn, *tensors) for fn in fns]
+        sizes.extend(map(len, found))
+        return tuple(x for values in found for x in values)
+
+    return make_fx(every, tracing_mode="fake")(*arguments).graph, sizes
+
+
 class Written:
     """Some functions of the same arguments in one printed function, and for each its outputs or why it is not in it."""
 
-    def __init__(self, fns, arguments, lifted=False):
-        sizes = []
-
-        def every(*tensors):
-            found = [attempt(fn, *tensors) for fn in fns]
-            sizes.extend(map(len, found))
-            return tuple(x for values in found for x in values)
-
-        graph = make_fx(every, tracing_mode="fake")(*arguments).graph
+    def __init__(self, traced, arguments, lifted=False):
+        graph, sizes = traced
         nodes = iter(graph.output_node().args[0])
         given = {
             n: Value(f"a{i}", kind_of(x.dtype)) for i, (n, x) in enumerate(zip(graph.nodes, arguments, strict=False))
@@ -97,9 +102,13 @@ class Written:
         self.constants = {"FN": compiled(source, "each"), "SCALARS": tuple(x.ndim == 0 for x in arguments), "N": N}
 
 
-def printed(fns, arguments, lifted=False):
+def printed(fns, arguments):
     """What the printed forms of some functions give, in one launch, or why one has none."""
-    written = Written(fns, arguments, lifted)
+    return run(trace(fns, arguments), arguments)
+
+
+def run(traced, arguments, lifted=False):
+    written = Written(traced, arguments, lifted)
     if written.flat:
         run_kernel[(1,)](written.held, written.flat, **written.constants)
     return written.outs
@@ -278,7 +287,8 @@ def compare(name):
     known, rows = calls_of(name)
     count, wrong = {"printed": [], "refused": []}, []
     fns = [fn for _, fn, _ in known]
-    every = [(x, y) for lifted in (False, True) for x, y in zip(known, printed(fns, rows, lifted), strict=True)]
+    traced = trace(fns, rows)
+    every = [(x, y) for lifted in (False, True) for x, y in zip(known, run(traced, rows, lifted), strict=True)]
     for (what, _, theirs), ours in every:
         if isinstance(ours, Unprintable):
             count["refused"].append(f"{what}: {ours}")
@@ -535,7 +545,7 @@ def test_every_form_compiles_for_hopper(part):
         if name.startswith("silu") and torch.__version__ < "2.9":
             continue  # not printed there
         rows = [values(d, i, name) if ndim else values(d, i, name)[20] for d, ndim, i in places]
-        written = Written(fns, rows)
+        written = Written(trace(fns, rows), rows)
         types = {"arguments": tuple(POINTERS[x.dtype] for x in written.held)}
         types |= {"outs": tuple(POINTERS[x.dtype] for x in written.flat)}
         signature = {n: types.get(n, "constexpr") for n in run_kernel.arg_names}

@@ -29,7 +29,7 @@ from headloss.trace.cache_keys import Same
 from headloss.trace.call import check_metrics
 from headloss.trace.classify import counts_rows, size, unwatched
 from headloss.trace.dynamic_shapes import trace_any_size, unlike
-from headloss.trace.function_reads import ours
+from headloss.trace.function_reads import all_our_code
 from headloss.trace.trace_check import SIZES, agrees, drawn
 
 MOST_IDS = 1024  # of a row, in the registers of one program
@@ -212,14 +212,14 @@ class Page:
 
         try:
             with torch.no_grad(), unwatched():
-                module = trace_any_size(values, examples, "cpu", ours(call.fn))
+                module = trace_any_size(values, examples, "cpu", all_our_code(call.fn))
         except Exception as error:  # whatever a function raises under a tracer
             self.left_out[name] = f"{type(error).__name__}: {error}"[:120]
             return
         if counts_rows(module):
             self.left_out[name] = "its Python code looks at the number of rows"
             return
-        if not ours(call.fn) and not self._rehearsed(module, values, list(known.values()), sizes):
+        if not all_our_code(call.fn) and not self._rehearsed(module, values, list(known.values()), sizes):
             self.left_out[name] = "its trace does not do what it does itself"
             return
         del names[len(module.graph.output_node().args[0]) :]  # type: ignore[arg-type]
