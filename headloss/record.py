@@ -23,10 +23,11 @@ class Grads(NamedTuple):
     weight: Tensor | None = None
     bias: Tensor | None = None
 
-    def plus(self, other: Grads) -> Grads:
-        """The sum, added in place where both have a gradient."""
-        pairs = zip(self, other, strict=True)
-        return Grads(*(x if y is None else y if x is None else x.add_(y) for x, y in pairs))
+
+def add_grads(grads: Grads, more: Grads) -> Grads:
+    """The sum of both, in the first one's memory where both have a gradient."""
+    pairs = zip(grads, more, strict=True)
+    return Grads(*(x if y is None else y if x is None else x.add_(y) for x, y in pairs))
 
 
 class Facts(Mapping[Key, Tensor]):

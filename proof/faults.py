@@ -397,7 +397,7 @@ FAULTS = [
     Fault("engine/run.py", "normaliser is None else g_loss * ", "normaliser is None else g_loss if True else ", "fp16: the normaliser is forgotten"),
     Fault("engine/run.py", "pending[fact] = pending[fact] + pulled if fact in pending else pulled", "pending[fact] = pulled", "a loss on the facts is overwritten by the loss itself", ("tests/test_seeded.py",)),
     Fault("engine/run.py", "by_input = [None if g is None else scale * g for g in inputs]", "by_input = inputs", "inputs' gradients ignore the upstream gradient", ("tests/test_seeded.py",)),
-    Fault("engine/run.py", "grads.plus(more)", "more", "facts' gradient in place of the loss's"),
+    Fault("engine/run.py", "add_grads(grads, more)", "more", "facts' gradient in place of the loss's"),
     Fault("engine/sweeps.py", "out_CV.masked_fill_(~self.rows.valid[block.part, None], 0)", "pass", "masked rows' gradient is what their logits say"),
     Fault("engine/sweeps.py", 'slot=0 if shard is None else i % 2', "slot=0", "a chunk overwrites the one whose partial still travels", RANKS),
     Fault("backends/torch.py", "x.mul_(scale) if x.dtype.itemsize >= 4 else x.copy_(x.float() * scale)", "x.mul_(scale.to(x.dtype))", "fp16: rescaled in fp16, where it overflows", ("tests/trust/test_fp16.py",)),

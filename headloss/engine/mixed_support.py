@@ -10,7 +10,7 @@ from headloss.engine.arguments import CallArguments
 from headloss.engine.checks import call_weights
 from headloss.engine.lookup import plans_of, switched_off
 from headloss.engine.teachers import name_teachers
-from headloss.record import Grads, Output
+from headloss.record import Grads, Output, add_grads
 from headloss.terms import Terms
 
 
@@ -63,5 +63,5 @@ def merged(terms: Terms, kept: Output, whole: Output | None = None) -> Output:
     values = {name: (whole if name in terms.on_all else kept).terms[name] for name in terms.names}
     grads = None
     if kept.grads is not None and whole.grads is not None:
-        grads = whole.grads.plus(kept.grads)
+        grads = add_grads(whole.grads, kept.grads)
     return Output(kept.loss + whole.loss, values, {**kept.metrics, **whole.metrics}, kept.facts, grads)

@@ -28,7 +28,7 @@ from headloss.engine.sweeps import Sweep
 from headloss.engine.weight_grad_into import weight_grad_into_of
 from headloss.facts import VALUED, Fact, Softmax, Want
 from headloss.metrics import Metric, dead_rows, measure_later
-from headloss.record import Facts, Grads, facts_later
+from headloss.record import Facts, Grads, add_grads, facts_later
 from headloss.sources import Logits
 from headloss.trace.gradient import check_elements, check_gradient
 
@@ -237,7 +237,7 @@ def _pull(ctx: Any, saved: Sequence[Tensor], g_loss: Any, *g_facts: Any) -> tupl
         }
         more = _finished(whole.pull(facts, result.softmax, pending, needs), None, whole)
         whole.close()
-        grads = more if grads is None else grads.plus(more)
+        grads = more if grads is None else add_grads(grads, more)
     if grads is None and g_loss is not None:  # no term reaches a fact: 0, as where a visit made the gradient
         zeros = [torch.zeros_like(x) if need else None for x, need in zip(saved, needs)]
         grads = Grads(*zeros) if len(needs) == 1 else Grads(None, *zeros)
