@@ -530,6 +530,7 @@ FAULTS = [
     Fault("vocab_ids.py", "return written == version(ids) and place == ids.data_ptr() and (copy is None or torch.equal(copy, ids))", "return True", "tokens of a head are looked up in the order that they had before a write", DRAFT),
     Fault("vocab_ids.py", "differ = (own != vocab_ids).any()", "differ = (own < 0).any()", "targets that were prepared for one head are columns of another", DRAFT),
     Fault("engine/sweeps.py", 'SparseChunk(found[name]) if isinstance(x, TopChunk)', 'SparseChunk(found[name].flip(-1)) if isinstance(x, TopChunk)', "the pull of the likeliest column goes to the last", TOP),
+    Fault("vocab_ids.py", "own = self.as_prepared if torch.compiler.is_compiling() else self.vocab_ids", "own = self.vocab_ids", "a graph takes targets prepared for tokens that were written to", DRAFT),
     Fault("vocab_ids.py", "missing = (x >= 0) & ~among", "missing = (x > 0) & ~among", "token 0 is no target that a draft head can lack", DRAFT),
     Fault("engine/sweeps.py", "[lse - seen.max / T for", "[lse - seen.max for", "a draft head's teacher forgets its temperature", DRAFT),
     Fault("engine/bound_teachers.py", "super().besides + len(self.ids) * weight.shape[1] * weight.element_size()", "super().besides", "the rows of a teacher's weight that are gathered are beyond the budget", DRAFT),
