@@ -141,12 +141,16 @@ class Comparison:
         wholes = [lse[rows].to(self.dtype) for lse in of.whole]
         for lse_B, T in zip(wholes, cut_T, strict=bool(wholes)):  # relative to this no sum overflows
             max_B = torch.maximum(max_B, lse_B * T)
-        y_BU = u_BU - max_B.masked_fill(max_B == -math.inf, 0.0)[:, None]
-        at, sums = [], []
+        y_BU = torch.sub(u_BU, max_B.masked_fill(max_B == -math.inf, 0.0)[:, None], out=self.room("y", u_BU, self.dtype))
+        at, sums, width = [], [], max(0, V - U)
         for i, T in enumerate(of.temperatures):
-            y_BV = torch.nn.functional.pad(divide(y_BU, T, rows), (0, V - U), value=-math.inf)
-            at.append(torch.nn.functional.pad(y_BV.gather(-1, column_BK), fill, value=-math.inf))
-            sums.append((wholes[i] - max_B / cut_T[i]).exp() if wholes else y_BV.exp().sum(-1))
+            t_BU = divide(y_BU, T, rows)
+            t_BV = torch.nn.functional.pad(t_BU, (0, width), value=-math.inf) if width else t_BU
+            at.append(torch.nn.functional.pad(t_BV.gather(-1, column_BK), fill, value=-math.inf))
+            if wholes:
+                sums.append((wholes[i] - max_B / cut_T[i]).exp())
+            else:
+                sums.append(torch.exp(t_BU, out=self.room("f", t_BU, self.dtype)).sum(-1))
         return {"ids": ids_BK, "columns": columns_BK, "theirs": Theirs(max_B, tuple(at), tuple(sums))}
 
     def weighs(self, key: float | None) -> bool:
@@ -231,6 +235,7 @@ class Comparison:
         return DensePartial(join([t["max"] for t in tiles]), join([t["argmax"] for t in tiles]), meetings, *plain)
 
 
+GROUP = 16  # columns, whose largest is found in one pass
 BEYOND = 1 << 24  # a column beyond any vocabulary, which float32 still holds exactly
 
 
@@ -238,14 +243,45 @@ def top_columns(x_BV: Tensor, k: int) -> Tensor:
     """(B, k) the columns of the largest, in order; of equals the lower column first, which topk does not promise."""
     if k == 0:
         return torch.zeros(len(x_BV), 0, dtype=torch.long, device=x_BV.device)
+    if x_BV.device.type != "cpu" or isinstance(x_BV, FakeTensor) or k >= x_BV.shape[-1]:
+        column_BK = _lowest_of_equals(x_BV, k)
+    else:
+        column_BK, tied_B = _leaders(x_BV, k)
+        if bool(tied_B.any()):
+            column_BK[tied_B] = _lowest_of_equals(x_BV[tied_B], k)
+        column_BK = column_BK.sort(-1).values
+    return column_BK.gather(-1, x_BV.gather(-1, column_BK).argsort(dim=-1, descending=True, stable=True))
+
+
+def _leaders(x_BV: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """(B, k) the columns of the largest, and (B,) whether others of equal value could stand in their place.
+
+    Column c is in group c mod G, and one pass finds the largest of each group.  The k + 1 groups that lead hold the
+    k + 1 largest values: a `topk` of those columns alone takes a fifth of the time of one of all.
+    """
+    V = x_BV.shape[-1]
+    G = V // GROUP
+    if G < 4 * (k + 1):
+        value_BM, column_BM = x_BV.topk(k + 1, -1)
+    else:
+        group_BM = x_BV[:, : G * GROUP].unflatten(-1, (GROUP, G)).amax(1).topk(k + 1, -1).indices
+        column_BM = (group_BM[:, :, None] + torch.arange(0, G * GROUP, G, device=x_BV.device)).flatten(1)
+        rest_BM = torch.arange(G * GROUP, V, device=x_BV.device).expand(len(x_BV), -1)  # in no group
+        column_BM = torch.cat([column_BM, rest_BM], -1)
+        value_BM, at_BM = x_BV.gather(-1, column_BM).topk(k + 1, -1)
+        column_BM = column_BM.gather(-1, at_BM)
+    return column_BM[:, :k], ~(value_BM[:, k - 1] > value_BM[:, k])  # NaN is tied too
+
+
+def _lowest_of_equals(x_BV: Tensor, k: int) -> Tensor:
+    """(B, k) the columns of the largest, in the order of the columns; of equals the lower ones."""
     least_B1 = x_BV.topk(k, -1).values[:, -1:]
     above_BV, equal_BV = x_BV > least_B1, x_BV == least_B1
     room_B1 = k - above_BV.sum(-1, keepdim=True)
     held_BV = above_BV | (equal_BV & (equal_BV.cumsum(-1) <= room_B1))
     place_V = torch.arange(x_BV.shape[-1], device=x_BV.device)
     column_BK = torch.where(held_BV, place_V, x_BV.shape[-1]).topk(k, -1, largest=False).values.sort(-1).values
-    column_BK = column_BK.clamp(max=x_BV.shape[-1] - 1)  # a row of NaN has none
-    return column_BK.gather(-1, x_BV.gather(-1, column_BK).argsort(dim=-1, descending=True, stable=True))
+    return column_BK.clamp(max=x_BV.shape[-1] - 1)  # a row of NaN has none
 
 
 def join(xs: Sequence[Tensor | None]) -> Any:
