@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from headloss.options import parameters_of
 from headloss.teachers import FLOOR
@@ -35,6 +36,7 @@ from headloss.trace.cache_keys import Same
 from headloss.trace.call import guarded
 from headloss.trace.function_reads import Reads, made_of_ours, ours, reads
 from headloss.trace.gradient import reach_of
+from headloss.trace.in_place import Buffer, InPlace, in_place
 from headloss.trace.signature import function_name
 
 Lazy = Callable[[], Tensor]
@@ -137,65 +139,42 @@ class Element:
                 (slope,) = torch.autograd.grad(value, leaf, torch.ones_like(value))
         return value.detach(), torch.zeros_like(logp) if slope is None else slope
 
-    def sum_and_pull(self, logp: Lazy, logq: Lazy, p: Tensor, q: Tensor, out: Tensor) -> Tensor:
+    def sum_and_pull(self, logp: Lazy, logq: Lazy, p: Tensor, q: Tensor, out: Tensor, buffer: Buffer) -> Tensor:
         """The sum over the columns, given p and q too, so that our own functions need no exponentials.  Writes the
-        gradient with respect to the logits, c - p sum c with c = df/d(log p), to `out`.
+        gradient with respect to the logits, c - p sum c with c = df/d(log p), to `out`.  `buffer`: memory to work in.
         """
-        # not under a compiler, which would capture the `_Log` itself
-        followed = torch._C._is_torch_function_enabled() and not torch.is_inference_mode_enabled()
-        if ours(self.fn) and followed:
-            with torch.enable_grad():
-                p_leaf = p.detach().requires_grad_()
-                mine, theirs = _Log.of(p_leaf, lambda: logp().requires_grad_()), _Log.of(q, logq)
-                each = self.fn(mine, theirs, **self.options)
-                value = each.detach().sum(-1)
-                if not each.requires_grad:
-                    out.zero_()
-                    return value
-                leaves = (p_leaf, *mine.made)
-                # real ones: multiplying by expanded ones takes four times as long
-                by_p, *rest = torch.autograd.grad(each, leaves, torch.ones_like(each), allow_unused=True)
-            by_log = rest[0] if rest else None
-            if by_log is None:  # c = p df/dp, in one pass, which needs contiguous rows to write to
-                if out.is_contiguous():
-                    torch._softmax_backward_data(by_p, p, -1, p.dtype, grad_input=out)
-                else:
-                    out.copy_(torch._softmax_backward_data(by_p, p, -1, p.dtype))
-                return value
-            slope = by_log if by_p is None else by_log.addcmul(by_p, p)
-        else:
+        steps = self._steps(p)
+        if steps is None:
             each, slope = self.value_and_slope(logp(), logq())
             value = each.sum(-1)
+        else:
+            value, own = steps({"logp": logp, "logq": logq, "p": lambda: p, "q": lambda: q}, buffer)
+            if own is None:
+                out.zero_()
+                return value
+            if steps.by_p:  # c = p df/dp, in one pass, which needs contiguous rows to write to
+                if out.is_contiguous():
+                    torch._softmax_backward_data(own, p, -1, p.dtype, grad_input=out)
+                else:
+                    out.copy_(torch._softmax_backward_data(own, p, -1, p.dtype))
+                return value
+            slope = own
         torch.addcmul(slope, p, slope.sum(-1, keepdim=True), value=-1, out=out)
         return value
 
-
-class _Log(Tensor):
-    """A lazy logarithm: `exp` returns the known exponential, anything else computes the logarithm first."""
-
-    known: Tensor
-    make: Lazy
-    made: list[Tensor]
-
-    @staticmethod
-    def of(known: Tensor, make: Lazy) -> _Log:
-        x = known.detach().as_subclass(_Log)
-        x.known, x.make, x.made = known, make, []
-        return x
-
-    def plain(self) -> Tensor:
-        if not self.made:
-            self.made.append(self.make())
-        return self.made[0]
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is Tensor.exp:
-            return args[0].known
-        plain = lambda x: x.plain() if isinstance(x, _Log) else x
-        return func(*map(plain, args), **{k: plain(x) for k, x in (kwargs or {}).items()})
+    def _steps(self, like: Tensor) -> InPlace | None:
+        """How to run one of our own functions without autograd."""
+        if not ours(self.fn) or isinstance(like, FakeTensor):
+            return None
+        key = self.reads().key, like.dtype
+        if key not in _STEPS:
+            if len(_STEPS) >= 256:
+                _STEPS.pop(next(iter(_STEPS)))
+            _STEPS[key] = in_place(functools.partial(self.fn, **self.options), like.dtype)
+        return _STEPS[key]
 
 
+_STEPS: dict[Any, InPlace | None] = {}
 # what each function read when it was last checked
 _CHECKED: weakref.WeakKeyDictionary[Callable[..., Any], Any] = weakref.WeakKeyDictionary()
 

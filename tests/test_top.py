@@ -9,6 +9,7 @@ from interpreting import BACKEND, DTYPE, INSIDE, TOLERANCE, interpreted
 from torch import Tensor
 
 import headloss as hl
+from headloss.backends.torch_teachers import top_columns
 from headloss.losses import cross_entropy, forward_kl, reverse_kl, uld
 
 N, V, D, K = 7, 19, 5, 4
@@ -215,3 +216,23 @@ def split() -> None:
 @pytest.mark.skipif(INSIDE, reason="ranks run on torch")
 def test_over_ranks(ranks: Any) -> None:
     ranks(2, split)
+
+
+@pytest.mark.parametrize("k", [1, 3, 20])
+@pytest.mark.parametrize("width", [1003, 1024])
+def test_the_lower_of_equal_columns_in_a_wide_row(k: int, width: int) -> None:
+    """Whether a row is read in groups of columns or not, and whatever stands in it."""
+    generator = torch.Generator().manual_seed(k)
+    x = torch.randn(12, width, generator=generator)
+    x[1] = x[1].round()
+    x[2, 7:] = -torch.inf
+    x[3] = 0.0
+    x[4] = torch.arange(width) % 2  # equals in all groups
+    x[5, -5:] = 9.0  # in the columns that are left over
+    x[6, ::50] = 9.0
+    x[7, : width // 2] = -torch.inf
+    x[8] = -torch.inf
+    right = torch.sort(x, dim=-1, descending=True, stable=True).indices[:, :k]
+    torch.testing.assert_close(top_columns(x, k), right)
+    x[9, 3] = torch.nan
+    assert top_columns(x, k).shape == (12, k)

@@ -141,7 +141,9 @@ class Comparison:
         wholes = [lse[rows].to(self.dtype) for lse in of.whole]
         for lse_B, T in zip(wholes, cut_T, strict=bool(wholes)):  # relative to this no sum overflows
             max_B = torch.maximum(max_B, lse_B * T)
-        y_BU = torch.sub(u_BU, max_B.masked_fill(max_B == -math.inf, 0.0)[:, None], out=self.room("y", u_BU, self.dtype))
+        y_BU = torch.sub(
+            u_BU, max_B.masked_fill(max_B == -math.inf, 0.0)[:, None], out=self.room("y", u_BU, self.dtype)
+        )
         at, sums, width = [], [], max(0, V - U)
         for i, T in enumerate(of.temperatures):
             t_BU = divide(y_BU, T, rows)
@@ -212,7 +214,8 @@ class Comparison:
             return
         p_BV, q_BV = torch.mul(e_BV, 1 / S_B1, out=self.room("p", e_BV, self.dtype)), f_BV.mul_(1 / St_B1)
         logs = (functools.partial(_log, s_BV, S_B1), functools.partial(_log, y_BV, St_B1))
-        kept.looks.append(kept.fact.element.sum_and_pull(*logs, p_BV, q_BV, kept.tile(rows)))
+        buffer = lambda name, dtype: self.room(f"{name} {dtype}", e_BV, dtype)
+        kept.looks.append(kept.fact.element.sum_and_pull(*logs, p_BV, q_BV, kept.tile(rows), buffer))
 
     def partial(self) -> DensePartial | SparsePartial:
         tiles = self.parts
@@ -261,7 +264,7 @@ def _leaders(x_BV: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """
     V = x_BV.shape[-1]
     G = V // GROUP
-    if G < 4 * (k + 1):
+    if 4 * (k + 1) > G:
         value_BM, column_BM = x_BV.topk(k + 1, -1)
     else:
         group_BM = x_BV[:, : G * GROUP].unflatten(-1, (GROUP, G)).amax(1).topk(k + 1, -1).indices

@@ -168,10 +168,35 @@ def test_a_pull_where_p_and_q_are_known(fn, known, monkeypatch):
     (want,) = torch.autograd.grad(right.sum() + 0 * z.sum(), z)
     logp, room = logp.detach(), torch.full((3, 40), torch.nan, dtype=torch.float64)
     for out in (torch.empty_like(logp), room[:, 2:13], room[:, 18:].unflatten(1, (11, 2))[..., 0]):
-        value = Element(fn, {}).sum_and_pull(lambda: logp.clone(), logq.clone, logp.exp(), logq.exp(), out)
+        fresh = lambda name, dtype: torch.empty(3, 11, dtype=dtype)
+        value = Element(fn, {}).sum_and_pull(lambda: logp.clone(), logq.clone, logp.exp(), logq.exp(), out, fresh)
         torch.testing.assert_close(value, right.detach())
         torch.testing.assert_close(out, want)
     assert room[:, 13:18].isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("fn", "most"),
+    [(hl.losses.tvd, 2), (hl.losses.jsd, 3), (hl.losses.skew_kl, 5), (hl.losses.reverse_kl, 2)],
+)
+def test_our_own_divergences_work_in_few_buffers(fn, most):
+    """What a later step reads is not overwritten, and what none reads is: fresh memory costs more than arithmetic."""
+    torch.manual_seed(0)
+    z, u = torch.randn(3, 11, requires_grad=True), torch.randn(3, 11)
+    logp, logq = z.log_softmax(-1), u.log_softmax(-1)
+    right = fn(logp, logq).sum(-1)
+    (want,) = torch.autograd.grad(right.sum(), z)
+    made: dict[str, Tensor] = {}
+
+    def buffer(name: str, dtype: torch.dtype) -> Tensor:
+        return made.setdefault(name, torch.empty(3, 11, dtype=dtype))
+
+    for _ in range(2):  # the second time, with what the first has left
+        logs, out = (logp.detach().clone, logq.clone), torch.empty(3, 11)
+        value = Element(fn, {}).sum_and_pull(*logs, logp.detach().exp(), logq.exp(), out, buffer)
+        torch.testing.assert_close(value, right.detach())
+        torch.testing.assert_close(out, want)
+    assert 0 < len(made) <= most
 
 
 def triangular(logp, logq):
