@@ -11,7 +11,7 @@ from torch import Tensor
 
 from headloss.deferred_checks import check_pending
 from headloss.metrics import KINDS, Metric
-from headloss.parallel.shard import all_gather, together
+from headloss.parallel.shard import all_gather, process_group, together
 
 _PACKED = 1024  # ranks exchange numbers in multiples of this
 
@@ -42,6 +42,7 @@ class Meter:
 
     def compute(self, group: Any = None) -> dict[str, float]:
         """Every metric as a number, combined over the ranks of `group` if one is given: one collective, one copy."""
+        group = process_group(group)
         check_pending(wait=True)
         held, self._held = self._held, {}
         strange: Tensor | None = None

@@ -82,12 +82,18 @@ class FusedLMHead(nn.Linear):
     def __init__(
         self,
         in_features: int,
-        out_features: int,
+        out_features: int | None = None,
         bias: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         **source_options: Any,
     ) -> None:
+        if out_features is None or isinstance(in_features, nn.Module):
+            given = f"got {type(in_features).__name__}" if isinstance(in_features, nn.Module) else "got one size"
+            raise TypeError(
+                f"in_features and out_features: wanted two sizes, {given}; over the parameters of a layer that exists, "
+                f"hl.FusedLMHead.from_linear(layer) makes a head"
+            )
         super().__init__(in_features, out_features, bias=bias, device=device, dtype=dtype)
         self.source_options = check_source_options(source_options)
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headloss.parallel.shard import process_group
 from headloss.prepared import segment_ids
 from headloss.rows import IGNORE, Rows
 from headloss.segments import Segments, group_sum, integers
@@ -76,7 +77,7 @@ def count(targets: Tensor, segments: Segments | None = None, group: Any = None) 
     One collective.  If segments lie on several ranks but not on all of `group` (context parallelism inside data
     parallelism), one more over the segments' own group.  Nothing is read back.
     """
-    targets = integers("targets", targets)
+    targets, group = integers("targets", targets), process_group(group)
     valid = targets.reshape(-1) != IGNORE
     tokens = valid.sum()
     if segments is None:

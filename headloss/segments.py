@@ -23,7 +23,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from headloss.deferred_checks import check_later, defers
-from headloss.parallel.shard import together
+from headloss.parallel.shard import process_group, together
 
 _library = torch.library.Library("headloss", "DEF")
 _library.define("segment_totals(Tensor x, Tensor ids, SymInt num_segments) -> Tensor")
@@ -156,10 +156,9 @@ class Segments:
         group: Any = None,
         anywhere: bool = False,
     ) -> None:
-        for name, value in (("ids", ids), ("num_segments", num_segments), ("_counts", counts), ("group", group)):
+        said = {"ids": ids, "num_segments": num_segments, "_counts": counts, "group": process_group(group)}
+        for name, value in {**said, "anywhere": anywhere, "_written": version(ids)}.items():
             object.__setattr__(self, name, value)
-        object.__setattr__(self, "anywhere", anywhere)
-        object.__setattr__(self, "_written", version(ids))
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"Segments is immutable; make a new one to change {name!r}")

@@ -472,6 +472,12 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     # the rest
     "head of no linear layer": (lambda: hl.FusedLMHead.from_linear(torch.nn.Identity()), TypeError, "linear: "),
+    "head of a layer": (
+        lambda: hl.FusedLMHead(torch.nn.Linear(D, V)),
+        TypeError,
+        "wanted two sizes, got Linear; over the parameters of a layer that exists, hl.FusedLMHead.from_linear",
+    ),
+    "head of one size": (lambda: hl.FusedLMHead(D), TypeError, "in_features and out_features: wanted two sizes"),
     "unknown option of a head": (lambda: hl.FusedLMHead(D, V, softcaps=1.0), TypeError, "softcaps: "),
     "head without an objective": (lambda: hl.FusedLMHead(D, V)(HIDDEN, targets=TARGETS), ValueError, "objective: "),
     "head with another objective": (
@@ -483,6 +489,17 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a meter of a record": (lambda: hl.Meter().add(hl.Inputs), TypeError, "metrics: wanted out.metrics"),
     "a number of segments": (lambda: hl.count(TARGETS, 4), TypeError, "segments: wanted hl.Segments, got int"),
     "labels are floats": (lambda: hl.shift_labels(ROW), TypeError, "integer tensor"),
+    "counting over the name of a group": (
+        lambda: hl.count(TARGETS, group="dp"),
+        TypeError,
+        "group: wanted a ProcessGroup or a 1-D DeviceMesh, got str",
+    ),
+    "segments over a number": (
+        lambda: hl.Segments.from_batch((1, N), group=3),
+        TypeError,
+        "group: wanted a ProcessGroup or a 1-D DeviceMesh, got int",
+    ),
+    "a meter over a tensor": (lambda: hl.Meter().compute(torch.ones(2)), TypeError, "group: wanted a ProcessGroup"),
     "counting floats": (lambda: hl.count(ROW), TypeError, "targets: "),
 }
 

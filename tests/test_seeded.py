@@ -142,13 +142,14 @@ def test_a_segment_on_two_ranks_counts_once(monkeypatch: pytest.MonkeyPatch) -> 
     """Context parallelism inside data parallelism: two ranks hold three segments between them, one of them both."""
     held = (torch.tensor([0, 0, 1]), torch.tensor([1, 2, 2]))
     counted = torch.tensor([2, 2, 2])
+    context, data = (torch.distributed.ProcessGroup(0, size) for size in (2, 4))
     total = 0
     for rank, ids in enumerate(held):
-        sums = {"context": lambda x: counted, "data": lambda x: x}
+        sums = {context: lambda x: counted, data: lambda x: x}
         monkeypatch.setattr(Segments, "counts_here", property(lambda _, rank=rank: rank == 0))
         monkeypatch.setattr(reductions, "group_sum", lambda x, group, sums=sums: sums[group](x))
-        monkeypatch.setattr(reductions, "_ranks", lambda group: [0, 1] if group == "context" else [0, 1, 2, 3])
-        found = reductions.count(torch.zeros(3, dtype=torch.long), Segments(ids, 3, group="context"), "data")
+        monkeypatch.setattr(reductions, "_ranks", lambda group: [0, 1] if group is context else [0, 1, 2, 3])
+        found = reductions.count(torch.zeros(3, dtype=torch.long), Segments(ids, 3, group=context), data)
         assert found.num_items == 3 and found.num_segments is not None
         total += int(found.num_segments)
     assert total == 3
@@ -218,7 +219,9 @@ def test_sample_sizes_of_ranks_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meter, "all_gather", gather)
     whole = hl.Meter().add({name: metrics.Metric.of(name, mine, None, "token")})
     w = torch.cat([mine, theirs])
-    assert math.isclose(whole.compute("group")[name], float(w.sum() ** 2 / w.square().sum()), rel_tol=1e-9)
+    assert math.isclose(
+        whole.compute(torch.distributed.ProcessGroup(0, 2))[name], float(w.sum() ** 2 / w.square().sum()), rel_tol=1e-9
+    )
 
 
 def test_objectives_that_differ_have_keys_that_differ() -> None:

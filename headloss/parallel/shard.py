@@ -25,6 +25,19 @@ from headloss.facts import Partial, merge
 from headloss.teachers import Pairs, Temperature
 
 
+def process_group(group: Any) -> Any:
+    """The process group that was given, or that of a one-dimensional DeviceMesh; None stays None."""
+    if group is None or isinstance(group, dist.ProcessGroup):  # first: while compiling, a group answers nothing else
+        return group
+    if not hasattr(group, "get_group"):  # of a DeviceMesh, without importing it
+        raise TypeError(f"group: wanted a ProcessGroup or a 1-D DeviceMesh, got {type(group).__name__}")
+    if group.ndim != 1:
+        raise ValueError(
+            f"group: wanted a DeviceMesh of one dimension, got {group.ndim}; pass mesh[name of the dimension]"
+        )
+    return group.get_group()
+
+
 @dataclass(frozen=True)
 class VocabShard:
     """This rank's columns of a vocabulary that the ranks of `group` share.
@@ -44,11 +57,9 @@ class VocabShard:
     partial_hidden: bool = False
 
     def __post_init__(self) -> None:
-        plain = isinstance(self.group, dist.ProcessGroup)  # first: while compiling, a group answers nothing else
-        if not plain and hasattr(self.group, "get_group"):  # a DeviceMesh, without importing it
-            object.__setattr__(self, "group", self.group.get_group())
-        if not isinstance(self.group, dist.ProcessGroup):
-            raise TypeError(f"group: wanted a ProcessGroup or a 1-D DeviceMesh, got {type(self.group).__name__}")
+        object.__setattr__(self, "group", process_group(self.group))
+        if self.group is None:
+            raise TypeError("group: wanted a ProcessGroup or a 1-D DeviceMesh, got None")
         for name, value, least in (("start", self.start, 0), ("vocab", self.vocab, 1), ("width", self.width, 1)):
             if value is None:
                 continue

@@ -11,6 +11,7 @@ import test_documents
 import torch
 import torch.distributed as dist
 from spawn import Calls
+from torch.distributed.device_mesh import DeviceMesh
 
 import headloss as hl
 from headloss.engine import heads
@@ -289,3 +290,25 @@ def metering() -> None:
 
 def test_meter_is_one_collective(ranks: Any) -> None:
     ranks(2, metering)
+
+
+def test_a_mesh_is_taken_for_its_group():
+    """Wherever a group goes: counts, segments, a meter; of several dimensions, one must be named."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh, square = DeviceMesh("cpu", [0]), DeviceMesh("cpu", [[0]], mesh_dim_names=("dp", "cp"))
+        targets = torch.tensor([3, -100, 1, 2])
+        for group in (mesh, square["cp"]):
+            segments = hl.Segments.from_ids(torch.tensor([0, 0, 1, 1]), 2, group=group)
+            assert segments.group is group.get_group()
+            counts = hl.count(targets, segments, group)
+            assert (int(counts.num_items), int(counts.num_segments)) == (3, 2)
+            out = hl.Objective(gspo=hl.Term(LOSSES["gspo"], reduction="seq_mean_token_mean"))(
+                hl.Logits(torch.randn(4, 5)), targets, segments=segments, advantage=torch.ones(4), **counts
+            )
+            assert set(hl.Meter().add(out.metrics).compute(group)) == set(out.metrics)
+        for make in (lambda: hl.count(targets, group=square), lambda: hl.Meter().compute(square)):
+            with pytest.raises(ValueError, match=r"group: wanted a DeviceMesh of one dimension, got 2; pass mesh\["):
+                make()
+    finally:
+        dist.destroy_process_group()

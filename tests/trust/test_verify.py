@@ -407,7 +407,7 @@ def test_refusals():
         hl.verify(objective, source, targets, advantages=x["advantage"])
     with pytest.raises(ValueError, match="segments: lie on several ranks"):
         hl.verify(hl.Objective(a=gspo), source, targets, advantage=x["advantage"],
-                  segments=hl.Segments(SEGMENTS.ids, 6, group=object()))  # fmt: skip
+                  segments=hl.Segments(SEGMENTS.ids, 6, group=torch.distributed.ProcessGroup(0, 2)))  # fmt: skip
 
 
 def test_every_loss_of_the_package_is_one_that_verify_knows():
