@@ -77,7 +77,8 @@ def count(targets: Tensor, segments: Segments | None = None, group: Any = None) 
     One collective.  If segments lie on several ranks but not on all of `group` (context parallelism inside data
     parallelism), one more over the segments' own group.  Nothing is read back.
     """
-    targets, group = integers("targets", targets), process_group(group)
+    targets = integers("targets", targets)
+    group = process_group(group)
     valid = targets.reshape(-1) != IGNORE
     tokens = valid.sum()
     if segments is None:
