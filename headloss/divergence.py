@@ -22,7 +22,6 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -84,16 +83,21 @@ class Element:
             raise TypeError(f"{self}: wanted one value per element of log p, {tuple(logp.shape)}, got {got}")
         return value
 
-    def check_again(self) -> None:
-        """`check` again if the function reads something new: it may now depend on other columns."""
-        if self.pure or ours(self.fn):
+    def check_again(self, first: bool = False) -> None:
+        """`check` if no function that reads the same was checked before: it may now depend on other columns.
+
+        `first`: a term is being made of it, so that it is checked even if it is ours, or `pure`.
+        """
+        if not first and (self.pure or ours(self.fn)):
             return
         found = self.reads()
-        if found.unknown:
-            self.check(of_many=False)
-        elif _CHECKED.get(self.fn) != found.key:
+        if self.pure or found.unknown:
+            self.check(of_many=first)
+        elif found.key not in _CHECKED:
             self.check()
-            _CHECKED[self.fn] = found.key
+            if len(_CHECKED) >= _MOST_KEPT:
+                _CHECKED.pop(next(iter(_CHECKED)))
+            _CHECKED[found.key] = None
 
     def check(self, of_many: bool = True) -> None:
         """Raise if a column's value depends on other columns: it would change with how rows and vocabulary are split.
@@ -168,15 +172,15 @@ class Element:
             return None
         key = self.reads().key, like.dtype
         if key not in _STEPS:
-            if len(_STEPS) >= 256:
+            if len(_STEPS) >= _MOST_KEPT:
                 _STEPS.pop(next(iter(_STEPS)))
             _STEPS[key] = in_place(functools.partial(self.fn, **self.options), like.dtype)
         return _STEPS[key]
 
 
 _STEPS: dict[Any, InPlace | None] = {}
-# what each function read when it was last checked
-_CHECKED: weakref.WeakKeyDictionary[Callable[..., Any], Any] = weakref.WeakKeyDictionary()
+_CHECKED: dict[Any, None] = {}  # what functions read that were checked; a function made anew in every step is one
+_MOST_KEPT = 256
 
 
 def sparse_loss(fn: Callable[..., Any], tail: str) -> Callable[..., Any]:

@@ -169,7 +169,7 @@ class Term:
             object.__setattr__(self, name, said)
         object.__setattr__(self, "options", MappingProxyType(_check_options(fn, options)))
         if is_divergence(fn):
-            Element(fn, self.options, pure).check()
+            Element(fn, self.options, pure).check_again(first=True)
         object.__setattr__(self, "_foreign_divergence", is_divergence(fn) and not ours(fn))
         signatures = self.call(None, {}).signatures
         if top is not None and not any(p.fact and p.fact.name in TOP for s in signatures for p in s.parameters):

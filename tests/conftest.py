@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from ordering import longest_first
 
 sys.path.append(str(Path(__file__).parent / "ranks"))
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
@@ -25,22 +26,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if "slow" in item.keywords and not config.getoption("--slow"):
             item.add_marker(pytest.mark.skip(reason="slow: give --slow"))
     items[:] = longest_first(items, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
-
-
-def longest_first(items: list[pytest.Item], processes: int) -> list[pytest.Item]:
-    """Tests with a time limit of their own, which take long, begin each process's equal share of all tests.
-
-    `--dist worksteal` gives every process one run of the list, and moves tests from the ends of them when one is done.
-    Were a long one among the last, the other process would wait for it.
-    """
-    long = [item for item in items if item.get_closest_marker("timeout")] if processes > 1 else []
-    short, ordered = [item for item in items if item not in long], []
-    for i in range(processes):
-        mine = long[i::processes]
-        left = max((len(items) - len(ordered)) // (processes - i) - len(mine), 0)
-        ordered += mine + short[:left]
-        short = short[left:]
-    return ordered
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,7 @@
 """The order of the tests over several processes, which decides when the last of them is done."""
 
 import pytest
-from conftest import longest_first
+from ordering import longest_first
 
 
 class Item:

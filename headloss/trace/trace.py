@@ -32,6 +32,7 @@ from headloss.trace.classify import classify, counts_rows, only, reach, size, un
 from headloss.trace.dynamic_shapes import trace_any_size, unlike
 from headloss.trace.function_reads import all_our_code, ours
 from headloss.trace.gradient import Reach, is_idle, leaf, reach_of
+from headloss.trace.signature import Parameter
 from headloss.trace.trace_check import SIZES, agrees, drawn
 
 PAIRS = -1  # in a shape: as many as there are pairs, a number that no trace depends on
@@ -81,23 +82,32 @@ def trace(
     if found.unknown:
         return Trace("batch", f"reads {', '.join(found.unknown)}", None, None, None, apart=apart)
     shape = (
-        tuple([s.parameters for s in call.signatures]),
+        tuple([tuple(map(_plain, s.parameters)) for s in call.signatures]),
         tuple(sorted(inputs.items())),
         dtype,
         device,
         segmented,
         targetless,
     )
-    if any(f.element is not None and not ours(f.element.fn) for f in call.facts):
-        return _trace(call, inputs, dtype, device, segmented, targetless, apart)  # a key would keep the function alive
+    elements = [f.element for f in call.facts if f.element is not None and not ours(f.element.fn)]
+    if any(e.pure or e.reads().unknown for e in elements):  # a key would keep what they read alive
+        return _trace(call, inputs, dtype, device, segmented, targetless, apart)
     made = _TRACES.get((found.key, shape))
     if made is None:
-        _count_trace(call, shape)
+        _count_trace(call, (shape, *[getattr(e.fn, "__code__", None) for e in elements]))
         made = _trace(call, inputs, dtype, device, segmented, targetless, apart)._replace(floats=found.floats)
         if len(_TRACES) >= _MOST_TRACES:
             _TRACES.pop(next(iter(_TRACES)))
         _TRACES[found.key, shape] = made
     return made
+
+
+def _plain(parameter: Parameter) -> Parameter:
+    """The parameter without a user's divergence: what that reads is in the key, and no trace of one names it."""
+    fact = parameter.fact
+    if fact is None or fact.element is None or ours(fact.element.fn):
+        return parameter
+    return parameter._replace(fact=fact._replace(element=None))
 
 
 def _count_trace(call: Call, shape: tuple[Any, ...]) -> None:

@@ -13,7 +13,9 @@ from teaching import CASES, DIVERGENCES, FORMULAS, TAILS, check, make, run, trut
 from torch import Tensor
 
 import headloss as hl
+from headloss import divergence
 from headloss.divergence import Element
+from headloss.trace import trace
 
 TEACHERS = [("Logits", "bucket"), ("Linear", "bucket"), *(("Sparse", tail) for tail in TAILS)]
 
@@ -240,3 +242,30 @@ def test_renormalised_ids_do_not_know_where_the_logits_lie(offset, T):
     want = (q * (logq[:, :2] - logp)).sum()
     torch.testing.assert_close(out.loss.detach(), want.detach(), rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(got, torch.autograd.grad(want, z)[0], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["dense", "sparse"])
+def test_a_function_made_anew_in_every_step(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is traced and tried once for each number that it captures; the numbers are its own."""
+    torch.manual_seed(0)
+    made: list[str] = []
+    once, check = trace._trace, Element.check
+    monkeypatch.setattr(trace, "_trace", lambda *a: made.append("traced") or once(*a))
+    monkeypatch.setattr(Element, "check", lambda *a, **k: made.append("tried") or check(*a, **k))
+    for module, cache in ((trace, "_TRACES"), (divergence, "_CHECKED")):
+        monkeypatch.setattr(module, cache, {})
+    z, u = torch.randn(2, 6, 9, dtype=torch.float64)
+    targets, log_p, log_q = torch.randint(9, (6,)), z.log_softmax(-1), u.log_softmax(-1)
+    teacher: Any = hl.Logits(u)
+    if kind == "sparse":
+        ids = u.topk(4).indices
+        log_p, log_q = log_p.gather(-1, ids), log_q.gather(-1, ids)
+        teacher = hl.Sparse(ids, log_q)
+    for step in range(6):
+        power = 2 + step % 2
+        fn = lambda logp, logq: (logp.exp() - logq.exp()).abs() ** power
+        objective = hl.Objective(kd=hl.Term(fn, tail="none" if kind == "sparse" else "bucket"))
+        out = objective(hl.Logits(z.clone().requires_grad_()), targets, teacher=teacher)
+        out.loss.backward()
+        torch.testing.assert_close(out.loss.detach(), (log_p.exp() - log_q.exp()).abs().pow(power).sum(-1).mean())
+        assert made.count("traced") == made.count("tried") == (2 if step else 1), (step, made)
