@@ -1,12 +1,14 @@
 """The operations of Triton's interpreter that kernels are made of, on numpy's arrays with no detour over types.
 
 Each is a short cut for operands of plain types, and hands everything else to the interpreter's own operation.  Where
-both could run, both give the same bits: see tests/kernels/test_interpreting.py.
+both could run, both give the same bits: see tests/kernels/test_interpreting.py.  Older versions of Triton run without.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from importlib.metadata import version
 from typing import Any
 
 import numpy as np
@@ -24,6 +26,12 @@ BITS = {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
 OF_ONE = {"exp": np.exp, "exp2": np.exp2, "log": np.log, "log2": np.log2, "sqrt": np.sqrt}
 OF_ONE |= {"floor": np.floor, "ceil": np.ceil}
 BOOL = np.dtype(bool)
+
+
+@functools.cache
+def fit() -> bool:
+    """Whether this Triton does what they do.  Before, -0.0 lost its sign, and maximum of a number and a NaN was NaN."""
+    return tuple(int(x) for x in version("triton").split(".")[:2]) >= (3, 6)
 
 
 class Operations:
@@ -61,7 +69,7 @@ class Operations:
         self.made["sqrt_rn"] = lambda slow: self.of_one(slow, np.sqrt, SINGLE)
 
     def shortcut(self, name: str, slow: Any) -> Any:
-        if name not in self.made:
+        if name not in self.made or not fit():
             return slow
         self.both[name] = self.made[name](slow), slow
         return self.both[name][0]

@@ -200,11 +200,11 @@ def _types_once(core: Any, interpreter: Any) -> None:
     def to_tensor(self: Any, x: Any, check_type: bool = True) -> Any:
         return x if x.__class__ is core.tensor else slow_to_tensor(self, x, check_type)
 
-    def pointer(name: str, c: Any = None) -> Any:
-        if c is not None or not isinstance(name, str):
-            return slow_pointer(name, c)
+    def pointer(name: str, *more: Any) -> Any:  # Triton 3.4 gives the name alone
+        if not isinstance(name, str) or any(x is not None for x in more):
+            return slow_pointer(name, *more)
         if name not in pointers:
-            pointers[name] = slow_pointer(name, None)
+            pointers[name] = slow_pointer(name, *more)
         return pointers[name]
 
     interpreter.TensorHandle.__init__ = handle  # which asked whether the elements fit; here they are of the type

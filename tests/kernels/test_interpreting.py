@@ -5,11 +5,14 @@ import warnings
 
 import numpy as np
 import pytest
+from interpreter_operations import fit
 from interpreting import INSIDE, inside, interpreted
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of what has no number
 
 pytest.importorskip("triton")
+if not fit():
+    pytest.skip("this Triton runs without the short cuts", allow_module_level=True)
 test_under_the_interpreter = interpreted(__file__)
 
 if INSIDE:
