@@ -84,9 +84,9 @@ class Element:
         return value
 
     def check_again(self, first: bool = False) -> None:
-        """`check` if no function that reads the same was checked before: it may now depend on other columns.
+        """`check`, unless a function that reads the same has passed before: what it reads may have changed since.
 
-        `first`: a term is being made of it, so that it is checked even if it is ours, or `pure`.
+        `first`: a term is being made of it, so it is checked even if it is ours or `pure`.
         """
         if not first and (self.pure or ours(self.fn)):
             return
@@ -179,7 +179,7 @@ class Element:
 
 
 _STEPS: dict[Any, InPlace | None] = {}
-_CHECKED: dict[Any, None] = {}  # what functions read that were checked; a function made anew in every step is one
+_CHECKED: dict[Any, None] = {}  # by what a function reads, so that one made anew in every step is checked once
 _MOST_KEPT = 256
 
 

@@ -82,7 +82,7 @@ def trace(
     if found.unknown:
         return Trace("batch", f"reads {', '.join(found.unknown)}", None, None, None, apart=apart)
     shape = (
-        tuple([tuple(map(_plain, s.parameters)) for s in call.signatures]),
+        tuple([tuple(map(_without_divergence, s.parameters)) for s in call.signatures]),
         tuple(sorted(inputs.items())),
         dtype,
         device,
@@ -102,8 +102,8 @@ def trace(
     return made
 
 
-def _plain(parameter: Parameter) -> Parameter:
-    """The parameter without a user's divergence: what that reads is in the key, and no trace of one names it."""
+def _without_divergence(parameter: Parameter) -> Parameter:
+    """For a key: the parameter without a user's divergence, whose own reads are in the key already."""
     fact = parameter.fact
     if fact is None or fact.element is None or ours(fact.element.fn):
         return parameter
