@@ -13,7 +13,7 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import headloss as hl
-from headloss.integrations.forward_code import before_head, mentions, other_use
+from headloss.integrations.forward_code import Turns, before_head, mentions, other_use, turns
 from headloss.module import own_forward
 
 
@@ -57,7 +57,8 @@ def bypassed(forward: Any) -> RuntimeError:
 
 
 SCALES = ("logit_scale", "output_multiplier", "lm_head_multiplier")
-NAMED = {"scale": (*SCALES, "logits_scaling"), "softcap": ("final_logit_softcapping",)}  # as configs call them
+SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+NAMED = {"scale": (*SCALES, "logits_scaling"), "softcap": SOFTCAPS}  # as configs call them
 
 
 def logits_transform(config: Any) -> dict[str, Any]:
@@ -70,8 +71,9 @@ def logits_transform(config: Any) -> dict[str, Any]:
         scale = divisor if text.model_type == "hyperclovax" else 1 / divisor
     if scale is not None:
         found["scale"] = float(scale)
-    if getattr(text, "final_logit_softcapping", None) is not None:
-        found["softcap"] = float(text.final_logit_softcapping)
+    softcap = next((x for name in SOFTCAPS if (x := getattr(text, name, None)) is not None), None)
+    if softcap is not None:
+        found["softcap"] = float(softcap)
     unpadded = getattr(text, "unpadded_vocab_size", None)
     if unpadded is not None:
         found["vocab"] = min(int(unpadded), int(text.vocab_size))
@@ -86,6 +88,13 @@ def transform_of(model: Any, from_backbone: bool = False, instead: str = "") -> 
             del found[option]
     if any(step.named == "logits_scaling" for step in steps):  # MiniCPM's, which divides hidden states by it
         found.pop("scale", None)
+    made = turns(model) if from_backbone else Turns(None, None)  # elsewhere a number goes through the model
+    line = None if "softcap" in found else made.other or (None if "scale" in found else made.factor)
+    if line is not None:
+        raise TypeError(
+            f"model: {type(model).__name__}.forward has `{line}`, which its config does not tell, and which would be "
+            f"left out; {instead}"
+        )
     for line, factor, _ in steps:
         if from_backbone and factor is None:
             raise TypeError(

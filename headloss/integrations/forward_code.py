@@ -11,7 +11,7 @@ import contextlib
 import functools
 import inspect
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -19,6 +19,7 @@ from torch import nn
 CASTS = {"float", "to", "type", "type_as", "half", "bfloat16", "contiguous", "clone"}
 FACTS = {"shape", "dtype", "device", "size", "dim", "ndim"}
 ROWS = {"slice_logits_to_keep"}  # functions that leave out rows
+READS = {"getattr", "get_text_config"}  # functions that say what a config holds
 
 
 def other_use(model: Any, cut: bool) -> str | None:
@@ -85,6 +86,58 @@ class _Step(NamedTuple):
     line: str
     by: ast.BinOp | None = None
     named: str = ""
+
+
+class Turns(NamedTuple):
+    """What a forward does to its logits before the loss: the first line that multiplies or divides, and the first that
+    does something else to each of them."""
+
+    factor: str | None
+    other: str | None
+
+
+def turns(model: Any) -> Turns:
+    """By the model's own class, whatever replaced its forward; a function that only cuts rows or casts does not count,
+    nor does what is off for this model."""
+    code = _own_forward(next(kind for kind in type(model).__mro__ if "forward" in vars(kind)))
+    if code is None:
+        return Turns(None, None)
+    above = {child: node for node in ast.walk(code) for child in ast.iter_child_nodes(node)}
+    names, known, head = set(_names(code)), _known(code, model), model.get_output_embeddings()
+    found: dict[bool, str] = {}
+    for node in ast.walk(code):
+        target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
+        target = target.value if isinstance(target, ast.Subscript) else target
+        if not isinstance(node, ast.Assign | ast.AugAssign) or not isinstance(target, ast.Name):
+            continue
+        if target.id in names and not _is_off(node, above, known):
+            start = lambda x: (isinstance(x, ast.Name) and x.id in names) or _calls(x, model, head)
+            ops = [node.op] if isinstance(node, ast.AugAssign) else _operations(node.value, start)
+            for op in ops:
+                found.setdefault(isinstance(op, ast.Mult | ast.Div), ast.unparse(node).splitlines()[0])
+    return Turns(found.get(True), found.get(False))
+
+
+def _calls(node: ast.AST, model: Any, module: nn.Module) -> bool:
+    return isinstance(node, ast.Call) and bool(x := _of_self(node.func)) and getattr(model, x, None) is module
+
+
+def _operations(node: ast.expr, start: Callable[[ast.AST], bool]) -> Iterator[ast.AST]:
+    """The operators and functions between an expression and what it starts from; none if it starts elsewhere."""
+    while not start(node):
+        below = [x for x in ast.iter_child_nodes(node) if isinstance(x, ast.expr) and any(map(start, ast.walk(x)))]
+        if not below:
+            return
+        if isinstance(node, ast.BinOp):
+            yield node.op
+        elif isinstance(node, ast.Call) and not _is_cast(node):
+            yield node
+        node = below[0]
+
+
+def _is_cast(call: ast.Call) -> bool:
+    named = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+    return named in CASTS | ROWS
 
 
 def _factor(step: _Step, model: Any) -> float | None:
@@ -168,7 +221,8 @@ def _known(code: ast.AST, model: Any) -> dict[str, Any]:
     known = {"self": model}
     for node in given:
         target = node.targets[0]
-        if isinstance(target, ast.Name) and stored.count(target.id) == 1 and isinstance(node.value, ast.Attribute):
+        from_one = isinstance(node.value, ast.Attribute | ast.Call)
+        if isinstance(target, ast.Name) and stored.count(target.id) == 1 and from_one:
             with contextlib.suppress(UnknownError):
                 known[target.id] = _value(node.value, known)
     return known
@@ -192,11 +246,14 @@ class UnknownError(Exception):
 
 
 def _value(test: ast.expr, known: Mapping[str, Any]) -> Any:
-    """Evaluate an expression of names, attributes and comparisons."""
-    if any(isinstance(node, ast.Call | ast.Await | ast.NamedExpr | ast.Lambda) for node in ast.walk(test)):
-        raise UnknownError
+    """Evaluate an expression of names, attributes and comparisons, and of what reads a config."""
+    for node in ast.walk(test):
+        named = getattr(node.func, "attr", getattr(node.func, "id", "")) if isinstance(node, ast.Call) else ""
+        if isinstance(node, ast.Call | ast.Await | ast.Lambda) and named not in READS:
+            raise UnknownError
     try:
-        return eval(compile(ast.Expression(test), "forward", "eval"), {"__builtins__": {}}, dict(known))
+        code = compile(ast.Expression(test), "forward", "eval")
+        return eval(code, {"__builtins__": {"getattr": getattr}}, dict(known))
     except Exception as error:
         raise UnknownError from error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import re
 from pathlib import Path
@@ -157,6 +158,50 @@ def test_what_stands_before_the_head(first: str, tmp_path: Path) -> None:
         loss = hl.Objective(ce=hl.losses.cross_entropy)(source, hl.shift_labels(batch["labels"])).loss
         torch.testing.assert_close(loss, wanted)
     torch.testing.assert_close(patch(model)(**batch).loss, wanted)
+
+
+CAPPED = "    logits = torch.tanh(logits / cap) * cap"
+TOLD = {
+    "pass": True,
+    "logits = logits.float()": True,
+    "logits = self.lm_head(hidden)": True,
+    "logits = 2.0 * torch.tanh(logits / 2.0)": False,
+    "logits = logits.clamp(-5, 5)": False,
+    "logits[:, 1:] = torch.clamp(logits[:, 1:], -5, 5)": False,
+    "logits = logits * self.width": False,
+    "logits *= self.width": False,
+    "logits = self.lm_head(hidden) * 3.0": False,
+    "logits = torch.sinh(self.lm_head(hidden))": False,
+    f"cap = getattr(self.config, 'final_logit_softcapping', None)\nif cap is not None:\n{CAPPED}": True,
+    f"if (cap := self.config.get_text_config().final_logit_softcapping) is not None:\n{CAPPED}": True,
+    f"if (cap := self.width) is not None:\n{CAPPED}": False,
+}
+
+
+@pytest.mark.parametrize("before", TOLD, ids=range(len(TOLD)))
+def test_what_stands_behind_the_head_where_no_number_goes_through_the_model(before: str, tmp_path: Path) -> None:
+    from headloss.integrations.causal_lm import transform_of
+
+    model = made(tmp_path, before)
+    model.width, model.config.final_logit_softcapping = 3.0, None
+    if TOLD[before]:
+        assert transform_of(model, True, "do something else") == {}
+    else:
+        line = re.escape(ast.unparse(ast.parse(before.splitlines()[-1].strip())))
+        with pytest.raises(TypeError, match=f"has `{line}`, which its config does not tell, .*; do something else"):
+            transform_of(model, True, "do something else")
+    if "tanh" in before and not TOLD[before]:
+        model.config.final_logit_softcapping = 3.0 if "width" in before else 2.0
+        assert transform_of(model, True) == {"softcap": model.config.final_logit_softcapping}
+
+
+@pytest.mark.parametrize("name", ["RecurrentGemma", "xLSTM"])
+def test_what_configs_call_a_softcap(name: str) -> None:
+    from headloss.integrations.causal_lm import logits_transform
+
+    if not hasattr(transformers, f"{name}Config"):
+        pytest.skip(f"a Transformers without {name}")
+    assert logits_transform(getattr(transformers, f"{name}Config")()) == {"softcap": 30.0}
 
 
 def test_logits_that_are_kept_may_be_anything(tmp_path: Path) -> None:
