@@ -1166,6 +1166,8 @@ FAULTS = [
     Fault("integrations/causal_lm.py", '    line = None if "softcap" in found else', '    line = None if True else', "a softcap that only the code says is left out where no number goes through the model", ("tests/integrations/test_forward_code.py",)),
     Fault("integrations/forward_code.py", "        elif isinstance(node, ast.Call) and not _is_cast(node):\n", "        elif False:\n", "a function of the logits counts as a cast", ("tests/integrations/test_forward_code.py",)),
     Fault("integrations/forward_code.py", "lambda x: (isinstance(x, ast.Name) and x.id in names) or _calls(x, model, head)", "lambda x: isinstance(x, ast.Name) and x.id in names", "a factor in the line of the head is left out", ("tests/integrations/test_forward_code.py",)),
+    Fault("integrations/transformers.py", "and found.last is before:", "and False:", "a step past the objective is not noticed", ("tests/integrations/test_logged.py",)),
+    Fault("integrations/transformers.py", "            check_kept(_inside(kwargs[\"model\"]))\n", "            pass\n", "labels that are not to be shifted are", ("tests/integrations/test_logged.py",)),
     Fault("integrations/forward_code.py", "    while len(names) > count:", "    for _ in range(1):", "hidden states under another name are not followed", ("tests/integrations/test_forward_code.py",)),
     Fault("integrations/verl_plugin.py", "if head is not None or BACKEND in", "if BACKEND in", "verl 0.9.0 runs its own kernel in place of ours", REAL),
     Fault("integrations/verl.py", "3.0 if c is None else c} if", "c} if", "grpo without a second bound where verl has one", REAL),

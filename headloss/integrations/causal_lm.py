@@ -163,6 +163,16 @@ def check_model(
     return head
 
 
+def check_kept(model: Any) -> None:
+    """Labels that a model gives to a loss function of ours are yet to be shifted, as Transformers' own shifts them."""
+    kind = getattr(model, "loss_type", None)
+    if LOSS_MAPPING.get(kind, ForCausalLMLoss) is not ForCausalLMLoss:
+        raise TypeError(
+            f"model.loss_function: the labels of {type(model).__name__} ({kind}) are not to be shifted, and "
+            f"loss_function(objective) shifts them; call hl.Objective on hl.Logits(outputs.logits) instead"
+        )
+
+
 def check_objective(objective: object) -> hl.Objective:
     if objective is None:
         return hl.Objective(ce=hl.losses.cross_entropy)

@@ -26,6 +26,7 @@ from headloss.integrations.adapter import HERE, Adapter, Expected, without_logit
 from headloss.integrations.causal_lm import (
     bypassed,
     check_head,
+    check_kept,
     check_model,
     check_objective,
     count_of,
@@ -80,7 +81,10 @@ def unpatch(model: nn.Module) -> nn.Module:
 
 
 def loss_function(objective: hl.Objective | None = None) -> LogitsLoss:
-    """An objective for those who keep the logits: `model.loss_function = loss_function(objective)`."""
+    """An objective for those who keep the logits: `model.loss_function = loss_function(objective)`.
+
+    It shifts labels, as that of a causal language model does; `HeadlossCallback` checks that, and that it is called.
+    """
     return LogitsLoss(check_objective(objective))
 
 
@@ -89,12 +93,13 @@ class HeadlossCallback(TrainerCallback):
 
     `callbacks=[HeadlossCallback()]` writes to the log history and to what is printed;
     `HeadlossCallback().add_to(trainer)` stands before the reporters, so that they see the metrics too.  A name that
-    is taken becomes "headloss/name".
+    is taken becomes "headloss/name".  A step that was made without the objective raises.
     """
 
     def __init__(self, prefix: str = "") -> None:
         self.prefix = prefix
         self.evaluating = False
+        self.before: hl.Output | None = None  # the last record when a step began
 
     def add_to(self, trainer: Any) -> HeadlossCallback:
         trainer.callback_handler.callbacks.insert(0, self)
@@ -108,6 +113,22 @@ class HeadlossCallback(TrainerCallback):
         log = log_of(kwargs.get("model"))
         if log is not None:
             log.forget(training=True)
+        if isinstance(_patched(kwargs.get("model")), LogitsLoss):
+            check_kept(_inside(kwargs["model"]))
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        found = _patched(kwargs.get("model"))
+        self.before = found.last if isinstance(found, Patched | LogitsLoss) else None
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        found, before, self.before = _patched(kwargs.get("model")), self.before, None
+        if isinstance(found, Patched | LogitsLoss) and found.last is before:
+            raise RuntimeError(
+                "model: a step was made without its objective, by a loss from elsewhere: label_smoothing_factor or "
+                "compute_loss_func of Trainer (say hl.Term(cross_entropy, label_smoothing=...) in the objective "
+                "instead), Liger's fused_linear_cross_entropy, a trainer of TRL (use headloss.integrations.trl), or a "
+                "compute_loss that gives the model no labels"
+            )
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         log = log_of(kwargs.get("model"))
@@ -278,13 +299,19 @@ def _forward(self: Any, *args: Any, headloss: Mapping[str, Any] | None = None, *
     return outputs.to_tuple() if as_tuple else outputs
 
 
-def _patched(model: Any) -> Any:
-    """What a patched model carries, or a loss function of ours, inside wrappers of DDP, torch.compile and PEFT."""
+def _inside(model: Any) -> Any:
+    """The model inside wrappers of DDP, torch.compile and PEFT."""
     outer = None
     while model is not outer:
         outer, model = model, getattr(model, "module", getattr(model, "_orig_mod", model))
         model = model.get_base_model() if hasattr(model, "get_base_model") else model
-    return vars(model).get("headloss") or vars(model).get("_loss_function")
+    return model
+
+
+def _patched(model: Any) -> Any:
+    """What a patched model carries, or a loss function of ours."""
+    inside = vars(_inside(model)) if model is not None else {}
+    return inside.get("headloss") or inside.get("_loss_function")
 
 
 def log_of(model: Any) -> Log | None:

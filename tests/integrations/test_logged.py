@@ -18,7 +18,7 @@ from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
 import headloss as hl
 from headloss.integrations.log import Totals
-from headloss.integrations.transformers import HeadlossCallback, patch
+from headloss.integrations.transformers import HeadlossCallback, loss_function, patch
 from headloss.losses import cross_entropy
 
 ENTROPY = hl.Objective(ce=cross_entropy, metrics=["entropy"])
@@ -116,6 +116,52 @@ def test_evaluation_mode_is_an_evaluation_with_gradients_too() -> None:
 DOCUMENTS = [
     {name: line[name][line["attention_mask"].bool()].tolist() for name in ("input_ids", "labels")} for line in LINES[:4]
 ]
+
+
+class Past(Trainer):
+    """Makes a loss of its own, without giving the model labels."""
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        logits = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits
+        return logits.square().mean()
+
+
+def another_loss(outputs: Any, labels: Any, **_: Any) -> torch.Tensor:
+    return outputs.logits.square().mean()
+
+
+@pytest.mark.parametrize("how", ["label_smoothing_factor", "compute_loss_func", "compute_loss"])
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_step_past_the_objective_is_noticed(how: str, kept: bool, tmp_path: Path) -> None:
+    model, more = tiny.model("llama"), {"label_smoothing_factor": 0.1} if how == "label_smoothing_factor" else {}
+    if kept:
+        model.loss_function = loss_function(ENTROPY)
+    else:
+        patch(model, ENTROPY)
+    run = trainer(model, tmp_path, callbacks=[HeadlossCallback()], gradient_accumulation_steps=2, **more)
+    if how == "compute_loss":
+        run.__class__ = Past
+    elif how == "compute_loss_func":
+        run.compute_loss_func = another_loss
+    refused = not kept and how != "compute_loss"  # by the patched forward, before the step
+    says = "labels: missing" if refused else "model: a step was made without its objective"
+    with pytest.raises(ValueError if refused else RuntimeError, match=says):
+        run.train()
+
+
+@pytest.mark.parametrize("name", ["llama", "t5"])
+def test_labels_that_a_kept_model_does_not_shift(name: str, tmp_path: Path) -> None:
+    model = tiny.model("llama")
+    model.loss_function = loss_function(ENTROPY)
+    if name == "t5":
+        model.loss_type = "ForMaskedLM"  # as T5Gemma's
+    run = trainer(model, tmp_path, callbacks=[HeadlossCallback()], max_steps=1)
+    if name == "llama":
+        run.train()
+        assert run.state.log_history[0]["entropy"] > 0
+        return
+    with pytest.raises(TypeError, match=r"labels of LlamaForCausalLM \(ForMaskedLM\) are not to be shifted"):
+        run.train()
 
 
 @pytest.mark.parametrize("marks", ["position_ids", "cu_seq_lens_q", "seq_idx"])
