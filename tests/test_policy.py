@@ -580,6 +580,17 @@ def test_far_away_preferences_stay_finite(name: str) -> None:
         assert loss.isfinite().all() and grad.isfinite().all(), (options, loss, grad)
 
 
+@pytest.mark.parametrize("nll", ["sequence", "token", "none"])
+def test_pairs_whose_chosen_segments_have_no_token_stay_finite(nll: str) -> None:
+    hidden, weight = torch.randn(4, 5, requires_grad=True), torch.randn(7, 5)
+    objective = hl.Objective(it=hl.Term(LOSSES["orpo"], nll=nll))
+    call = {"segments": hl.Segments.from_ids(torch.tensor([0, 0, 1, 1])), "pairs": torch.tensor([[0, 1]])}
+    for targets in ([-100, -100, 3, 4], [-100] * 4):
+        loss = objective(hl.Linear(hidden, weight), torch.tensor(targets), **call).loss
+        (grad,) = torch.autograd.grad(loss, hidden)
+        assert loss.isfinite() and grad.isfinite().all()
+
+
 @pytest.mark.parametrize(
     ("name", "options", "said"),
     [

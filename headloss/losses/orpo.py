@@ -24,7 +24,8 @@ def orpo(logprob, segments, pairs, *, beta=0.1, nll="sequence"):
         loss = loss - chosen
     elif nll == "token":
         tokens, _ = chosen_rejected(segments.counts.to(means.dtype), pairs)
-        loss = loss - chosen * tokens / tokens.mean()
+        mean = tokens.mean().clamp(min=torch.finfo(tokens.dtype).tiny)  # no chosen segment may have any
+        loss = loss - chosen * tokens / mean
     elif nll != "none":
         raise ValueError(f"nll: wanted 'sequence', 'token' or 'none', got {nll!r}")
     return loss, {**preference_metrics(beta * chosen, beta * rejected, means, pairs), "log_odds": gap}
