@@ -129,6 +129,8 @@ def find(terms: Terms, arguments: CallArguments) -> FoundPlan:
     if found is None:
         laid = {n: shape for n, (_, shape) in lay_out(plans.readings, inputs, source, segments).items()}
         plan = make_plan(terms, form.calls, off, source, targets is None, segments, teachers, laid, support is not None)
+        if form.read()[0] != read:  # another thread changed it: the plan may be of either, and serves this call
+            read = (object(),)
         if len(form.plans) >= _MOST:
             form.plans.clear()
         found = form.plans[read] = plan, held

@@ -213,32 +213,39 @@ def facts_of(call: Call) -> list[Fact]:
 _MOST_MARKS = 64
 
 
+class _Walked(NamedTuple):
+    """A walk over what functions read: all that `Watched` keeps of it, replaced at once because threads share it."""
+
+    guards: Guards
+    around: Any
+    found: Reads
+    mark: object
+
+
 class Watched:
     """Caches what a call's functions read, and walks over them again only if a guard fails."""
 
     def __init__(self, call: Call) -> None:
         self.call = call
-        self.guards: Guards | None = None
-        self.found: Reads | None = None
-        self.around: Any = None
+        self.walked: _Walked | None = None
         self.marks: dict[Reads, object] = {}
 
     def reads(self) -> Reads:
-        self.mark()
-        assert self.found is not None
-        return self.found
+        return self._walk().found
 
     def mark(self) -> object:
         """An object that stands for everything that is read, the same for equal reads, which are slow to hash."""
-        around = defaults()
-        if self.found is None or self.around != around or self.guards is None or not self.guards.hold():
-            with recorded() as self.guards:
-                self.found = self.call.reads()
-            self.around = around
+        return self._walk().mark
+
+    def _walk(self) -> _Walked:
+        around, walked = defaults(), self.walked
+        if walked is None or walked.around != around or not walked.guards.hold():
+            with recorded() as guards:
+                found = self.call.reads()
             if len(self.marks) >= _MOST_MARKS:
                 self.marks.clear()
-            self.marked = self.marks.setdefault(self.found, object())
-        return self.marked
+            walked = self.walked = _Walked(guards, around, found, self.marks.setdefault(found, object()))
+        return walked
 
 
 def _gated(x: Any, weight: Tensor) -> Any:

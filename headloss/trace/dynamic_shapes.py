@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Sequence
 from operator import getitem
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx
@@ -28,9 +28,7 @@ def trace_any_size(function: Callable[..., Any], examples: Examples, device: str
                 return graph
         except _NotPlainError:
             pass
-    from torch.fx.experimental.proxy_tensor import make_fx  # two seconds, which only such a trace should pay
-
-    return make_fx(function, tracing_mode="symbolic")(*examples(0, device))
+    return _trace_by_torch(function, examples(0, device), "symbolic")
 
 
 def trace_these_sizes(function: Callable[..., Any], given: Sequence[Tensor]) -> fx.GraphModule:
@@ -38,9 +36,18 @@ def trace_these_sizes(function: Callable[..., Any], given: Sequence[Tensor]) -> 
     try:
         return _note(function, given, "cpu")
     except _NotPlainError:
-        from torch.fx.experimental.proxy_tensor import make_fx
+        return _trace_by_torch(function, given, "real")
 
-        return make_fx(function)(*given)
+
+def _trace_by_torch(
+    function: Callable[..., Any], given: Sequence[Any], mode: Literal["real", "symbolic"]
+) -> fx.GraphModule:
+    """By torch's own tracer, in one thread at a time: it patches what the whole process shares."""
+    from torch._dynamo.convert_frame import compile_lock  # also held by torch.compile, which shares it too
+    from torch.fx.experimental.proxy_tensor import make_fx  # two seconds, which only such a trace should pay
+
+    with compile_lock:
+        return make_fx(function, tracing_mode=mode)(*given)
 
 
 def unlike(taken: Container[int]) -> list[int]:

@@ -269,11 +269,12 @@ class _Walk:
         items = []
         for captured, name, chain, called in uses.roots:
             try:
-                x = cells[name].cell_contents if captured else _global(fn, name)
                 if captured:
+                    x = cells[name].cell_contents
                     self.guards.cells.append((cells[name], x))
-                else:
+                else:  # guarded first: another thread may change it, and the guard must then fail
                     self.guards.global_of(fn, name)
+                    x = _global(fn, name)
             except (ValueError, KeyError):  # not assigned yet
                 self.guards.steady = False
                 self.unknown.append(f"{name} (not assigned yet)")

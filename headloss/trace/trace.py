@@ -96,8 +96,10 @@ def trace(
     if made is None:
         _count_trace(call, (shape, *[getattr(e.fn, "__code__", None) for e in elements]))
         made = _trace(call, inputs, dtype, device, segmented, targetless, apart)._replace(floats=found.floats)
+        if call.reads().key != found.key:  # another thread changed it meanwhile, so the trace may be of either
+            return made
         if len(_TRACES) >= _MOST_TRACES:
-            _TRACES.pop(next(iter(_TRACES)))
+            _TRACES.pop(next(iter(_TRACES)), None)
         _TRACES[found.key, shape] = made
     return made
 

@@ -1,0 +1,94 @@
+"""Objectives in several threads: each loss is traced as it is in one, and what another thread changes is seen."""
+
+import sys
+import threading
+
+import torch
+
+import headloss as hl
+from headloss.trace import trace
+from headloss.trace.call import Call, Watched
+from headloss.trace.signature import read_signature
+
+FACTOR = 2.0
+N, V, THREADS = 6, 9, 6
+
+
+def scaled(logprob):
+    return -FACTOR * logprob
+
+
+def made(i):
+    """A loss of code that nothing has traced before, and what a call of it takes."""
+    kinds = [
+        ("logprob, segments", "(logprob - segments.mean(logprob)) ** 2"),
+        ("logprob, entropy", "entropy - logprob"),
+        ("logp, logq", "(logp.exp() - logq.exp()) ** 2"),
+    ]
+    names, value = kinds[i % 3]
+    scope = {}
+    exec(f"def loss({names}): return {i + 1}.0 * ({value})", scope)
+    segments, teacher = hl.Segments.from_ids(torch.arange(N) // 2), hl.Logits(torch.randn(N, V))
+    return scope["loss"], ({"segments": segments}, {}, {"teacher": teacher})[i % 3]
+
+
+def test_losses_that_several_threads_trace_at_once(monkeypatch):
+    monkeypatch.setattr(trace, "_TRACES", {})
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    start, failed = threading.Barrier(THREADS), []
+
+    def work(objective, call):
+        start.wait()
+        try:
+            objective(hl.Logits(torch.randn(N, V)), torch.arange(N), **call)
+        except Exception as error:
+            failed.append(error)
+
+    try:
+        for turn in range(4):
+            losses = [made(turn * THREADS + i) for i in range(THREADS)]
+            threads = [threading.Thread(target=work, args=(hl.Objective(a=fn), call)) for fn, call in losses]
+            for t in threads:
+                t.start()
+            for t in threads:
+                t.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert not failed
+    assert {(t.kind, t.reason) for t in trace._TRACES.values() if t.kind == "batch"} == set()
+
+
+def test_a_walk_that_another_thread_has_begun_is_not_believed(monkeypatch):
+    watched, marks = Watched(Call(scaled, read_signature(scaled), {})), []
+    before = watched.mark()
+    monkeypatch.setattr(sys.modules[__name__], "FACTOR", 3.0)
+
+    def reads(call, plain=Call.reads):
+        if not marks:
+            marks.append(None)
+            marks.append(watched.mark())  # as another thread might, just now
+        return plain(call)
+
+    monkeypatch.setattr(Call, "reads", reads)
+    assert watched.mark() is marks[1] is not before
+
+
+def test_a_change_while_a_loss_is_traced(monkeypatch):
+    monkeypatch.setattr(trace, "_TRACES", {})
+    home = sys.modules[__name__]
+    hidden, targets = torch.randn(N, V, requires_grad=True), torch.arange(N)
+    objective, source = hl.Objective(a=scaled), hl.Linear(hidden, torch.eye(V))
+
+    def traced(*given, plain=trace.trace_any_size):
+        monkeypatch.setattr(home, "FACTOR", 5.0)  # as another thread might, just now
+        return plain(*given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trace, "trace_any_size", traced)
+        objective(source, targets)
+    (expected,) = torch.autograd.grad(torch.nn.functional.cross_entropy(hidden, targets), hidden)
+    for factor in (2.0, 5.0, 2.0):
+        monkeypatch.setattr(home, "FACTOR", factor)
+        (found,) = torch.autograd.grad(objective(source, targets).loss, hidden)
+        torch.testing.assert_close(found, factor * expected)
