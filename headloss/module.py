@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from headloss.objective import Objective
 from headloss.prepared import Prepared
 from headloss.record import Output
-from headloss.sources import Linear, parse_bytes
+from headloss.sources import Linear, check_number, parse_bytes
 
 
 class Inputs(Mapping[str, Any]):
@@ -28,7 +28,8 @@ class Inputs(Mapping[str, Any]):
     _values: dict[str, Any]
 
     def __init__(self, values: Mapping[str, Any] = {}, /, **named: Any) -> None:
-        _check_inputs(values)
+        check_inputs(values)
+        check_inputs(named)
         object.__setattr__(self, "_values", {**values, **named})
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -132,7 +133,7 @@ class FusedLMHead(nn.Linear):
         if not isinstance(objective, Objective):
             raise TypeError(f"objective: wanted hl.Objective, got {type(objective).__name__}")
         if inputs is not None:
-            _check_inputs(inputs)
+            check_inputs(inputs)
         return objective(self._source(hidden, targets), targets, **(inputs or {}))
 
     def _source(self, hidden: Tensor, targets: Tensor | Prepared | None = None) -> Linear:
@@ -149,9 +150,14 @@ class FusedLMHead(nn.Linear):
         return super().extra_repr() + more
 
 
-def _check_inputs(inputs: object) -> None:
+def check_inputs(inputs: object, name: str = "inputs") -> None:
+    if isinstance(inputs, Inputs):
+        return  # checked when it was made
     if not isinstance(inputs, Mapping):
-        raise TypeError(f"inputs: wanted hl.Inputs(name=...) or a mapping of names, got {type(inputs).__name__}")
+        raise TypeError(f"{name}: wanted hl.Inputs(name=...) or a mapping of names, got {type(inputs).__name__}")
+    for own in ("source", "targets"):
+        if own in inputs:
+            raise ValueError(f"{name}: has {own!r}, which the call is given by its own argument; leave it out here")
 
 
 _SOURCE_OPTIONS = (
@@ -206,4 +212,8 @@ def check_source_options(options: Mapping[str, Any]) -> dict[str, Any]:
             raise TypeError(f"{name}: not an option of the head; there are {', '.join(_SOURCE_OPTIONS)}")
     if "memory" in options:
         parse_bytes(options["memory"])
+    for name in ("temperature", "scale", "softcap"):
+        given = options.get(name)
+        if name in options and not isinstance(given, Tensor) and (given is not None or name != "softcap"):
+            check_number(name, given)
     return dict(options)

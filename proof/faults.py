@@ -1113,6 +1113,8 @@ FAULTS = [
     Fault("integrations/adapter.py", "\"storage_offset\", \"clone\",", "\"storage_offset\",", "a patched model stops under DDP as Trainer sets it", ("tests/integrations/test_transformers_ranks.py",)),
     Fault("integrations/transformers.py", "            log.restart(training=False)\n", "            pass\n", "an evaluation reports what was evaluated before it", ("tests/integrations/test_never_off.py",)),
     Fault("integrations/transformers.py", "or (name != \"train\" and", "or (name == \"train\" and", "an evaluation under another name reports nothing", ("tests/integrations/test_never_off.py",)),
+    Fault("module.py", "            check_number(name, given)\n", "            pass\n", "numbers of a head are first looked at in its first call", ("tests/contracts/test_modules.py",)),
+    Fault("module.py", "        if own in inputs:\n", "        if False:\n", "inputs may hold what a call is given otherwise", ("tests/contracts/test_modules.py",)),
     Fault("module.py", "        _check_plain(linear)\n", "", "a head is made of a layer whose hooks it leaves out", ("tests/contracts/test_modules.py",)),
     Fault("integrations/verl.py", "\"fraction\": \"kl_cov_ratio\", ", "", "verl: kl_cov holds as many tokens as headloss does by itself", ("tests/integrations/test_verl.py",)),
     Fault("integrations/forward_code.py", "not isinstance(parent, ast.AugAssign) or isinstance(parent.op, ast.Mult | ast.Div)", "True", "a forward may add to its logits in place", ("tests/integrations/test_forward_code.py",)),

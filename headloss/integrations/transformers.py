@@ -39,6 +39,7 @@ from headloss.integrations.early_targets import prepared
 from headloss.integrations.log import Log
 from headloss.integrations.loss_function_check import LossCall
 from headloss.integrations.reduction_checks import check_whole, refuse_part
+from headloss.module import check_inputs
 
 
 def patch(
@@ -253,6 +254,8 @@ def _check_no_loss(inputs: object, shifted: object, num_items: object) -> None:
 def _forward(self: Any, *args: Any, headloss: Mapping[str, Any] | None = None, **kwargs: Any) -> Any:
     """The patched model's forward; see `patch`."""
     adapter: Patched = self.headloss
+    if headloss is not None:
+        check_inputs(headloss, "headloss")
     if len(args) > adapter.labels_at:  # labels by position
         args, kwargs = (), {**kwargs, **dict(zip(adapter.names, args))}
     labels, shifted, items = kwargs.get("labels"), kwargs.get("shift_labels"), kwargs.get("num_items_in_batch")

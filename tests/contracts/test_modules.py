@@ -236,3 +236,22 @@ def with_hook() -> torch.nn.Linear:
 def test_a_head_of_a_layer_that_does_more_is_refused(linear: Any, says: str) -> None:
     with pytest.raises(TypeError, match=f"^linear: .*{says}"):
         hl.FusedLMHead.from_linear(linear())
+
+
+@pytest.mark.parametrize("name", ["source", "targets"])
+def test_inputs_leave_out_what_the_call_is_given_otherwise(name: str) -> None:
+    says = f"^inputs: has '{name}', which the call is given by its own argument"
+    with pytest.raises(ValueError, match=says):
+        hl.Inputs({name: torch.zeros(3)})
+    with pytest.raises(ValueError, match=says):
+        hl.Inputs(**{name: torch.zeros(3)})
+    head, objective = hl.FusedLMHead(4, 5), hl.Objective(ce=hl.losses.cross_entropy)
+    with pytest.raises(ValueError, match=says):
+        head(torch.zeros(3, 4), targets=torch.zeros(3, dtype=torch.long), objective=objective, inputs={name: 1})
+
+
+@pytest.mark.parametrize(("option", "value"), [("temperature", 0.0), ("scale", "x"), ("softcap", -1.0)])
+def test_numbers_of_a_head_are_checked_when_it_is_made(option: str, value: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match=f"^{option}: wanted a .*number"):
+        hl.FusedLMHead(4, 5, **{option: value})
+    hl.FusedLMHead(4, 5, softcap=None, temperature=torch.ones(3))

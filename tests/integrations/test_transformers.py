@@ -401,7 +401,14 @@ def test_bad_use() -> None:
         patch(tiny.model("llama"), softcaps=3.0)
     with pytest.raises(ValueError, match="memory"):
         patch(tiny.model("llama"), memory="much")
-    patch(tiny.model("llama"))
+    for option, value in (("softcap", 0.0), ("scale", "2"), ("temperature", -1.0)):
+        with pytest.raises(TypeError if value == "2" else ValueError, match=f"^{option}: wanted a .*number"):
+            patch(tiny.model("llama"), **{option: value})
+    plain = patch(tiny.model("llama"))
+    with pytest.raises(TypeError, match=r"^headloss: wanted hl.Inputs\(name=...\) or a mapping of names, got int"):
+        plain(**tiny.batch(), headloss=3)
+    with pytest.raises(ValueError, match="^headloss: has 'targets', which the call is given by its own argument"):
+        plain(**tiny.batch(), headloss={"targets": tiny.batch()["labels"]})
     capped, ids = patch(tiny.model("gemma2")), torch.arange(8)[None]
     capped(input_ids=ids, labels=ids)
     capped.config.final_logit_softcapping = None  # after the first call, at which the model's softcap was looked at
