@@ -196,7 +196,8 @@ def table(peers: bool) -> list[dict[str, Any]]:
         lines[-1].update(target=target, good=good)
         say(f"{what:40s} {shape:14s} {ms:8.4f} ms  floor {floor:8.4f} ms  {floor / ms:6.1%}  wanted {target} {good}")
 
-    for N, V, least in ((8192, 128256, 0.77), (8192, 151936, 0.0), (16384, 32000, 0.85), (4096, 262144, 0.68)):
+    sizes = ((8192, 128256, 0.77), (8192, 151936, 0.0), (16384, 32000, 0.85), (4096, 262144, 0.68))
+    for N, V, least in (*sizes, (8192, 102400, 0.0), (16384, 64000, 0.0), (32768, 8192, 0.0)):
         p, shape = Problem(N, V), f"{N}x{V}"
         floor = p.floor()
         alone = p.ms(ce())
@@ -244,8 +245,8 @@ def other(p: Problem) -> dict[str, Callable[[], object]]:
     return found
 
 
-WIDE = [Shape(32, 4), Shape(32, 2), Shape(16, 8), Shape(16, 4), Shape(8, 8)]
-NARROW = [Shape(8, 4), Shape(4, 8), Shape(8, 8), Shape(16, 2), Shape(4, 4)]
+WIDE = [Shape(32, 4), Shape(32, 4, keep=1), Shape(16, 4, registers=64), Shape(8, 4, registers=80), Shape(32, 2)]
+NARROW = [Shape(8, 4, registers=80), Shape(16, 4, registers=64), Shape(16, 2, registers=64), Shape(4, 4), Shape(4, 2)]
 
 
 OBJECTIVES = {"ce": ce, "mix": mix}
@@ -258,8 +259,14 @@ def configs() -> list[dict[str, Any]]:
         ("ce", 8192, 128256, WIDE),
         ("mix", 8192, 128256, WIDE),
         ("ce", 4096, 262144, WIDE),
+        ("ce", 8192, 102400, WIDE),
+        ("mix", 8192, 102400, WIDE),
+        ("ce", 8192, 64000, NARROW),
+        ("mix", 8192, 64000, NARROW),
         ("ce", 16384, 32000, NARROW),
         ("mix", 16384, 32000, NARROW),
+        ("ce", 16384, 12288, NARROW),
+        ("mix", 16384, 12288, NARROW),
     ):
         objective = OBJECTIVES[what]()
         p = Problem(N, V)

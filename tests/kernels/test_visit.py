@@ -23,6 +23,8 @@ plain = import_module("headloss.backends.torch")
 from headloss.backends.triton.printer.lower import Unprintable  # noqa: E402
 from headloss.backends.triton.printer.program import lower  # noqa: E402
 
+visits = import_module("headloss.backends.triton.visit")
+
 if INSIDE:
     one = import_module("headloss.backends.triton.visit")
     TINY = one.Shape(1, 1)
@@ -249,6 +251,43 @@ def test_blocks_of_several_loads_and_what_is_left_of_them(dtype, loads):
         x[0, v - 1], y[0] = 20.0, v - 1  # the very last column counts
         x[1, 0], y[1] = 20.0, 0
         every().check(x, y % v, where=where, close=3e-5, shape=one.Shape(1, loads))
+
+
+@inside
+@pytest.mark.parametrize("keep", (1, 3))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_blocks_that_are_kept_change_no_bit(dtype, keep):
+    """In place and beside, with rows that start anywhere: a kept block's gradient is as if it were read again."""
+    kept = one.Shape(1, 2, keep=keep)
+    unit = kept.block // dtype.itemsize
+    for begin, v, where in ((0, (keep + 2) * unit, "in place"), (3, (keep + 3) * unit + 7, "in place"),
+                            (0, (keep + 2) * unit + 9, "beside"), (3, (keep + 4) * unit - 5, "beside")):  # fmt: skip
+        x, y = draw(2, v + begin + (-v - begin) % 64, dtype, spread=2.0)
+        x = x[:, begin : begin + v]
+        x[0, v - 1], y[0] = 20.0, v - 1
+        x[1, -unit - 3], y[1] = 20.0, v - unit  # in a block that is kept
+        every().check(x.clone() if begin == 0 else x, y % v, where=where, close=3e-5, shape=kept)
+        found = []
+        for shape in (kept, kept._replace(keep=0)):
+            read = x.clone() if where == "in place" else x
+            out = read if where == "in place" else torch.full_like(x, math.nan)
+            given = every().inputs(2)
+            _, want, program = every().lowered(given)
+            T = [1.0 if t is None else t for t in want.temperatures]
+            a = one.Arguments(given, [1.0] * len(program.terms), [1.0] * len(program.terms))
+            found.append((one.visit(read, y % v, want, T, program, a, out, shape=shape).values, out))
+        assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
+
+
+def test_every_row_that_keeps_blocks_has_them():
+    for table in (visits.SHAPES, visits.FORWARD, visits.TAUGHT):
+        below = 0
+        for most, *shapes in table:
+            for shape in shapes:
+                assert not shape.keep or (below >= (shape.keep + 2) * shape.block and not shape.ahead), (most, shape)
+                rows = 2 if shape.warps > 8 else 3  # at once on a multiprocessor
+                assert 32 * shape.warps * shape.registers * rows <= 65536, (most, shape)
+            below = most
 
 
 @inside

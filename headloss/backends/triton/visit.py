@@ -48,35 +48,51 @@ class Arguments(NamedTuple):
 
 class Shape(NamedTuple):
     """How a row is swept: a block has `loads` 16-byte vectors per lane; `ahead`: the next block is loaded while one is
-    summed; `registers`: at most so many per lane, so that more rows run at once.
+    summed; `registers`: at most so many per lane, so that more rows run at once; `keep`: so many of the last whole
+    blocks stay in registers from the first sweep to the second.
     """
 
     warps: int
     loads: int
     ahead: bool = False
     registers: int = 0
+    keep: int = 0
+
+    @property
+    def block(self) -> int:
+        """In bytes."""
+        return 32 * self.warps * self.loads * 16
 
 
-# by columns in hand: the first entry whose bound is not below V.  Measured on an H200; see benchmarks/gpu_visit.py.
-# With 80 registers, three rows run at once on each multiprocessor.  Left alone, the compiler takes 111 if rows may
-# start anywhere: then two rows do, which takes a tenth more time.
+# By the bytes of a row: the first entry whose bound is not below them.  Second column: if more is summed than e^z, or
+# rows may start anywhere, which needs registers.  Measured on an H200: `python benchmarks/gpu_visit.py --configs`.  A
+# long row has a multiprocessor for itself, with 64 registers per lane; of shorter ones, two or three run at once.
+KIB = 1024
 SHAPES = (
-    (2048, Shape(4, 1)),
-    (65536, Shape(8, 4, registers=80)),
-    (1 << 31, Shape(32, 4)),
+    (2 * KIB, Shape(2, 1), Shape(2, 1)),
+    (8 * KIB, Shape(4, 2), Shape(4, 2)),
+    (32 * KIB, Shape(4, 4), Shape(4, 4)),
+    (80 * KIB, Shape(8, 4, registers=80), Shape(8, 4, registers=80)),
+    (112 * KIB, Shape(16, 4, registers=64), Shape(8, 4, registers=80)),
+    (224 * KIB, Shape(16, 4, registers=64), Shape(16, 4, registers=64)),
+    (1 << 40, Shape(32, 4, keep=1), Shape(32, 4)),
 )
-# without a gradient no row has to stay in the cache, so that more of them can run at once.  Second column: if more is
-# summed than e^z, which needs registers.
+# without a gradient no row has to stay in the cache, so that more of them can run at once
 FORWARD = (
-    (2048, Shape(4, 1), Shape(4, 1)),
-    (65536, Shape(8, 4), Shape(4, 4)),
-    (1 << 31, Shape(8, 4), Shape(8, 4, True)),
+    (2 * KIB, Shape(2, 1), Shape(2, 1)),
+    (8 * KIB, Shape(4, 2), Shape(4, 2)),
+    (48 * KIB, Shape(4, 4), Shape(4, 4)),
+    (128 * KIB, Shape(8, 4), Shape(4, 4)),
+    (1 << 40, Shape(8, 4), Shape(8, 4, True)),
 )
 # with a dense teacher; with a divergence that needs a second read; with ids.  See benchmarks/gpu_teachers.py.
 TAUGHT = (
-    (2048, Shape(4, 1), Shape(4, 1), Shape(4, 1)),
-    (65536, Shape(8, 2), Shape(8, 1), Shape(8, 2, True)),
-    (1 << 31, Shape(32, 2), Shape(32, 2), Shape(16, 4, True)),
+    (16 * KIB, Shape(4, 2), Shape(4, 2), Shape(4, 2)),
+    (32 * KIB, Shape(8, 2), Shape(4, 2), Shape(4, 2)),
+    (80 * KIB, Shape(8, 2), Shape(8, 2), Shape(8, 4, registers=80)),
+    (136 * KIB, Shape(16, 2, registers=64), Shape(16, 2, registers=64), Shape(8, 4, registers=80)),
+    (224 * KIB, Shape(16, 2, registers=64), Shape(16, 2, registers=64), Shape(16, 4, registers=64)),
+    (1 << 40, Shape(32, 2), Shape(32, 2), Shape(16, 4, registers=64)),
 )
 FEWEST = 264  # two rows per multiprocessor of an H200; fewer are swept faster in parts
 
@@ -86,15 +102,13 @@ def takes_one_launch(C: int, V: int) -> bool:
     return C >= FEWEST or V <= 8192
 
 
-def shape_of(plan: Plan, V: int, gradient: bool = True) -> Shape:
+def shape_of(plan: Plan, row: int, gradient: bool = True, skewed: bool = False) -> Shape:
+    """For rows of so many bytes; `skewed`: they may start anywhere."""
     if plan.program.want.teachers:
-        dense, look, ids = next(shapes for most, *shapes in TAUGHT if most >= V)
-        looks = plan.look is not None and not plan.flags["WHOLE"]  # with WHOLE, two loads are 15% faster than one
-        return look if looks else dense if plan.flags["DENSE"] else ids
-    if gradient:
-        return next(shape for most, shape in SHAPES if most >= V)
-    light, heavy = next(shapes for most, *shapes in FORWARD if most >= V)
-    return heavy if plan.heavy else light
+        dense, look, ids = next(shapes for most, *shapes in TAUGHT if most >= row)
+        return look if plan.look is not None else dense if plan.flags["DENSE"] else ids
+    light, heavy = next(shapes for most, *shapes in (SHAPES if gradient else FORWARD) if most >= row)
+    return heavy if plan.heavy or skewed else light
 
 
 def visit(
@@ -164,8 +178,10 @@ def visit(
         even = raw.line == raw.vector and V % raw.vector == 0  # no vector belongs to two rows
         pointers = (raw.x_CV, out.x_CV, target, valid_C, theirs.x_CV, taught.ids, taught.sorted_ids)
         # all that a compiled kernel depends on, read once: see launch.py
+        shape = shape or shape_of(plan, V * x.itemsize, out_CV is not None, raw.line > raw.vector)
+        assert not shape.keep or (V * x.itemsize >= (shape.keep + 2) * shape.block and not shape.ahead)
         form = Form(
-            shape or shape_of(plan, V, out_CV is not None), x.dtype, y.dtype, raw.line, raw.vector, out.line,
+            shape, x.dtype, y.dtype, raw.line, raw.vector, out.line,
             out.vector, together, same, even, (stride >> 31, out_stride >> 31, theirs.x_CV.stride(0) >> 31),
             tuple([(raw.x_CV if p is None else p).data_ptr() & 15 == 0 for p in pointers]),
             None if target is None else target.dtype, None if valid_C is None else valid_C.dtype,
@@ -307,6 +323,7 @@ def _variant(plan: Plan, form: Form) -> Launch:
         RAW_VEC=form.vector if form.together else 1, TEACHER_VEC=along, OUT_TEACHER_VEC=out_along,
         SAME=form.same, EVEN=form.even, PAIRED=paired(form.dtype, form.vector), TEACHER_PAIRED=paired(kind, along),
         K=shape.loads, L=32 * shape.warps, J=J, AHEAD=shape.ahead,
+        KEEP=shape.keep if form.same else 0,  # else a lane writes other columns than it reads
     )  # fmt: skip
     program = plan.program
     functions = {"FN": program.function, "VALUES": program.values, "LOOK": plan.look}

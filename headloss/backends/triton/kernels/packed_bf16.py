@@ -23,6 +23,11 @@ if triton.knobs.runtime.interpret:  # which has no inline assembly
         kept = tl.where((low >= low_) | ((low != low) if NAN else (low_ != low_)), x, y) & 65535
         return kept | (tl.where((high >= high_) | ((high != high) if NAN else (high_ != high_)), x, y) & -65536)
 
+    @triton.jit
+    def anew(x):
+        """The same; but the compiler cannot know that, and makes again what it made of `x` before."""
+        return x
+
 else:
 
     @triton.jit
@@ -30,6 +35,12 @@ else:
         """The maxima of two words of two bfloat16; NAN: a NaN counts as the highest, otherwise as the lowest."""
         NAME: tl.constexpr = "max.NaN.bf16x2" if NAN else "max.bf16x2"
         return tl.inline_asm_elementwise(NAME + " $0, $1, $2;", "=r,r,r", [x, y], dtype=tl.int32, is_pure=True, pack=1)
+
+    @triton.jit
+    def anew(x):
+        """The same; but the compiler cannot know that, and makes again what it made of `x` before."""
+        PACK: tl.constexpr = 32 // x.dtype.primitive_bitwidth
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=True, pack=PACK)
 
 
 @triton.jit

@@ -158,6 +158,7 @@ class Flags(NamedTuple):
     L: Flag
     J: Flag
     AHEAD: Flag
+    KEEP: Flag
 
 
 class SweepFlags(NamedTuple):

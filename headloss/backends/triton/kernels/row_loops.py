@@ -5,15 +5,15 @@ Dimension key:  K loads in flight   L lanes (threads)   J columns of a lane in e
 
 A block is K x (L, J) columns.  Each lane keeps its own partial, so no warp waits for another inside a loop; the loads
 and exponentials of many warps overlap instead.  The row's last block, which is partial, is read before the loop and
-kept for the second sweep.  AHEAD: a block is loaded while the one before it is summed.  See logits.py for boundaries
-and sums.py and pull.py for the algebra.
+kept for the second sweep, and so are the KEEP blocks before it.  AHEAD: a block is loaded while the one before it is
+summed.  See logits.py for boundaries and sums.py and pull.py for the algebra.
 """
 
 import triton
 import triton.language as tl
 
 from headloss.backends.triton.kernels.logits import inner, logits, rim
-from headloss.backends.triton.kernels.packed_bf16 import LEAST, TWO_LEAST, decode, finite, highest, take
+from headloss.backends.triton.kernels.packed_bf16 import LEAST, TWO_LEAST, anew, decode, finite, highest, take
 from headloss.backends.triton.kernels.pull import slopes
 from headloss.backends.triton.kernels.running_sums import absorb, risen
 from headloss.backends.triton.kernels.sums import id_column
@@ -220,11 +220,13 @@ def search(
 
 @triton.jit
 def read(raw, skew, end, c, how, held, ids, POLICY: tl.constexpr, F: tl.constexpr):
-    """The first sweep: each lane's sums over the row, the row's last block as stored, and the results of `around_ids`.
+    """The first sweep: each lane's sums over the row, the blocks that are kept, as stored, the last one first, and the
+    results of `around_ids`.
 
     `how`: scale and cap; `held`, `ids`: see `hide_ids`.
     """
     K: tl.constexpr = F.K
+    KEEP: tl.constexpr = F.KEEP
     L: tl.constexpr = F.L
     J: tl.constexpr = F.J
     VEC: tl.constexpr = F.VEC
@@ -267,7 +269,7 @@ def read(raw, skew, end, c, how, held, ids, POLICY: tl.constexpr, F: tl.constexp
             m, best, sums, total = take_in(
                 h, j, skew, end, m, best, 0, sums, total, centre, c, how, word, True, False, F
             )
-    for block in tl.range(first, last, num_stages=1):
+    for block in tl.range(first, last - KEEP, num_stages=1):
         if AHEAD:
             following = take(words, tl.minimum(block + 1, last - 1) * (BLOCK // W) + w, 0, 0, False, POLICY, K, PAIRED)
         else:
@@ -279,6 +281,14 @@ def read(raw, skew, end, c, how, held, ids, POLICY: tl.constexpr, F: tl.constexp
         )
         if AHEAD:
             x = following
+    kept = ()
+    for n in tl.static_range(KEEP):
+        block = last - KEEP + n
+        x = take(words, block * (BLOCK // W) + w, 0, 0, False, "evict_first", K, PAIRED)
+        m, best, sums, total = take_in(
+            x, block * BLOCK + j, skew, end, m, best, block, sums, total, centre, c, how, word, False, F.EVEN, F
+        )
+        kept = kept + x
     if end > last * BLOCK:
         if F.TAIL:
             word = held_ids(held, word, last, F)
@@ -293,7 +303,7 @@ def read(raw, skew, end, c, how, held, ids, POLICY: tl.constexpr, F: tl.constexp
             words, best, m == top, top, skew, end, go, stop, how,
             F.LINE > VEC, F.EVEN, F.SCALED, F.CAPPED, PAIRED, F,
         )  # fmt: skip
-    return m, top, column - skew, sums, tl.sum(total, axis=0), centre, tail, left
+    return m, top, column - skew, sums, tl.sum(total, axis=0), centre, tail + kept, left
 
 
 @triton.jit
@@ -310,9 +320,19 @@ def emit(x, out, at, low, high, origin, c, k, how, MASKED: tl.constexpr, PAIRED:
 
 
 @triton.jit
-def write(raw, out, skew, end, tail, origin, c, k, at_target, picked, column, here, how, F: tl.constexpr):
+def kept_block(kept, n: tl.constexpr, K: tl.constexpr):
+    """Block `n` of those that were kept, to be decoded anew: decoded, it would take twice the registers."""
+    x = ()
+    for i in tl.static_range(K):
+        x = x + (anew(kept[n * K + i]),)
+    return x
+
+
+@triton.jit
+def write(raw, out, skew, end, kept, origin, c, k, at_target, picked, column, here, how, F: tl.constexpr):
     """The second sweep: write the gradient of a row, from its end to its start; see pull.py."""
     K: tl.constexpr = F.K
+    KEEP: tl.constexpr = F.KEEP
     L: tl.constexpr = F.L
     J: tl.constexpr = F.J
     VEC: tl.constexpr = F.OUT_VEC
@@ -330,11 +350,16 @@ def write(raw, out, skew, end, tail, origin, c, k, at_target, picked, column, he
     ragged, ends = rim(skew, end, low, high, VEC)
     x_ends = tl.load(raw + ragged, mask=ends, other=0.0)  # early: its latency hides behind the blocks
     tl.debug_barrier()  # every warp has read what it needs of the row before any may overwrite it
-    if not F.SAME:
+    if F.SAME:
+        tail = kept_block(kept, 0, K)
+    else:
         tail = take(words, last * (BLOCK // W) + w, low, high, True, "evict_first", K, PAIRED)
     emit(tail, out, last * BLOCK + j, low, high, origin, c, k, how, True, PAIRED, F)
-    for back in tl.range(first, last, num_stages=1):
-        block = last - 1 + first - back
+    for n in tl.static_range(KEEP):
+        x = kept_block(kept, KEEP - n, K)
+        emit(x, out, (last - 1 - n) * BLOCK + j, 0, 0, origin, c, k, how, False, PAIRED, F)
+    for back in tl.range(first, last - KEEP, num_stages=1):
+        block = last - KEEP - 1 + first - back
         x = take(words, block * (BLOCK // W) + w, 0, 0, False, "evict_first", K, PAIRED)
         emit(x, out, block * BLOCK + j, 0, 0, origin, c, k, how, False, PAIRED, F)
     if F.OUT_LINE > VEC:
