@@ -14,6 +14,7 @@ otherwise.
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Mapping
 from typing import Any
@@ -168,9 +169,29 @@ def _targets(labels: Tensor, loss_mask: Tensor | None) -> Tensor:
 
 def replace_cross_entropy() -> None:
     """Make every language model of Megatron compute its loss here, whatever `cross_entropy_loss_fusion` and
-    `cross_entropy_fusion_impl` say, "te" included; heads of multi-token prediction too.  A label below 0 gives 0."""
+    `cross_entropy_fusion_impl` say, "te" included; heads of multi-token prediction too.  A label below 0 gives 0.
+
+    "linear", which some versions have, makes the loss inside the output layer: a model with it is refused when it is
+    made, so call this before."""
     module = importlib.import_module("megatron.core.models.common.language_module.language_module")
-    module.LanguageModule.compute_language_model_loss = compute_language_model_loss
+    kind = module.LanguageModule
+    if kind.compute_language_model_loss is not compute_language_model_loss:
+        kind.compute_language_model_loss = compute_language_model_loss
+        kind.__init__ = _without_linear(kind.__init__)
+
+
+def _without_linear(init: Any) -> Any:
+    @functools.wraps(init)
+    def run(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        fused = getattr(config, "cross_entropy_loss_fusion", False)
+        if fused and getattr(config, "cross_entropy_fusion_impl", "") == "linear":
+            raise ValueError(
+                "cross_entropy_fusion_impl: 'linear' makes the loss inside the output layer, where "
+                "replace_cross_entropy() does not reach it; set 'native', or use OutputProcessor, which needs no logits"
+            )
+        init(self, config, *args, **kwargs)
+
+    return run
 
 
 def compute_language_model_loss(self: Any, labels: Tensor, logits: Tensor) -> Tensor:

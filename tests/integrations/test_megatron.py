@@ -168,6 +168,29 @@ def test_wrong_smoothing_is_refused() -> None:
         megatron.vocab_parallel_cross_entropy(torch.zeros(1, 1, 4), torch.zeros(1, 1).long(), 1.0)
 
 
+def test_a_loss_inside_the_output_layer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As versions of Megatron with cross_entropy_fusion_impl="linear" make it."""
+
+    class LanguageModule:
+        def __init__(self, config: Any, more: int = 0) -> None:
+            self.config, self.more = config, more
+
+        compute_language_model_loss = None
+
+    name = "megatron.core.models.common.language_module.language_module"
+    monkeypatch.setitem(sys.modules, name, types.SimpleNamespace(LanguageModule=LanguageModule))  # type: ignore[arg-type]
+    for _ in range(2):
+        megatron.replace_cross_entropy()
+    assert LanguageModule.compute_language_model_loss is megatron.compute_language_model_loss
+    config = types.SimpleNamespace(cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="te")
+    assert LanguageModule(config=config, more=2).more == 2
+    config.cross_entropy_fusion_impl = "linear"
+    with pytest.raises(ValueError, match="cross_entropy_fusion_impl: 'linear' makes the loss inside the output layer"):
+        LanguageModule(config)
+    config.cross_entropy_loss_fusion = False
+    assert LanguageModule(config).config is config
+
+
 class Adapted(torch.nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return 2 * super().forward(x)
