@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from headloss.parallel.shard import process_group
+from headloss.parallel.shared_segments import sum_counts
 from headloss.prepared import segment_ids
 from headloss.rows import IGNORE, Rows
 from headloss.segments import Segments, group_sum, integers
@@ -88,10 +89,10 @@ def count(targets: Tensor, segments: Segments | None = None, group: Any = None) 
     ids = segment_ids(segments, targets).masked_fill(~valid, -1)
     rows_S, own = Segments(ids, segments.num_segments).counts.long(), segments.group
     if own is not None and (group is None or _ranks(group) == _ranks(own)):
-        packed = group_sum(torch.cat([rows_S, tokens[None]]), own)
-        return Counts(packed[-1], (packed[:-1] > 0).sum())
+        rows_S, tokens = sum_counts(rows_S, tokens, own)
+        return Counts(tokens.long(), (rows_S > 0).sum())
     if own is not None:
-        rows_S = group_sum(rows_S, own)
+        rows_S, _ = sum_counts(rows_S, tokens, own)
     packed = torch.stack([tokens, (rows_S > 0).sum() * segments.counts_here])
     packed = packed if group is None else group_sum(packed, group)
     return Counts(packed[0], packed[1])

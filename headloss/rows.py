@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from headloss.deferred_checks import defers, landing
 from headloss.deferred_checks import may_read as may_read
+from headloss.parallel.shared_segments import sum_counts
 from headloss.prepared import (
     TWICE,
     Prepared,
@@ -27,7 +28,7 @@ from headloss.prepared import (
     segment_ids,
     target_numbers,
 )
-from headloss.segments import Segments, group_sum, integers, shallow
+from headloss.segments import Segments, integers, shallow
 from headloss.support import IGNORE as IGNORE
 
 
@@ -117,15 +118,17 @@ class Rows:
         mask = torch.ones(self.total, dtype=torch.bool, device=self.keep.device)
         return mask.index_fill_(0, self.keep, False).argsort(descending=True, stable=True)[: self.total - self.count]
 
-    def join(self) -> None:
-        """If segments lie on several ranks, count their rows over all of them: one collective."""
+    def join(self, said: str = "", same: Sequence[Tensor] = ()) -> None:
+        """If segments lie on several ranks, count their rows over all of them: one collective.
+
+        It also checks that what these ranks have `said` and the numbers in `same` are equal.
+        """
         segments = self.segments
         if segments is not None and segments.group is not None:
             local = segments.local_counts()
-            mine = local.new_full((1,), self.count) if self.valid is None else self.valid.sum().to(local)[None]
-            counts = group_sum(torch.cat([local, mine]), segments.group)
-            self.num_items = counts[-1]
-            self.segments = Segments(segments.ids, segments.num_segments, counts[:-1], segments.group)
+            mine = local.new_full((), self.count) if self.valid is None else self.valid.sum()
+            counts, self.num_items = sum_counts(local, mine, segments.group, said, same)
+            self.segments = Segments(segments.ids, segments.num_segments, counts, segments.group)
 
     def aligned(self, most: int) -> list[tuple[slice, slice]] | None:
         """Runs of at most `most` rows that hold whole segments, each with its segments; None if a segment is longer."""

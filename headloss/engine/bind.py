@@ -21,6 +21,7 @@ from headloss.engine.support_sweep import SupportSweep, support_chunks
 from headloss.engine.sweeps import Chunk, Sweep
 from headloss.engine.teachers import SparseTeacherRows, TeacherRows, cost_of, most_rows
 from headloss.metrics import measure_later
+from headloss.prepared import Prepared
 from headloss.routed import Routed
 from headloss.rows import Rows, bind_rows, may_read
 from headloss.segments import Segments, shallow
@@ -30,7 +31,8 @@ from headloss.trace.cache_keys import in_words
 from headloss.trace.signature import TEACHER_INPUTS
 
 
-def bind(plan: Plan, arguments: CallArguments) -> tuple[Sweep, TermsOnRows]:
+def bind(plan: Plan, arguments: CallArguments, wanted: bool = True) -> tuple[Sweep, TermsOnRows]:
+    """`wanted`: whether the call makes a gradient."""
     source, (num_items, num_segments, _, grad_scale, host_read) = arguments.source, arguments.options
     if num_items is not None or num_segments is not None:
         check_count("num_items", num_items)
@@ -61,7 +63,7 @@ def bind(plan: Plan, arguments: CallArguments) -> tuple[Sweep, TermsOnRows]:
                 taken |= {f"{i} of {n}": x for i, x in zip(TEACHER_INPUTS, mine, strict=True)}
     chunks = chunks_of(plan, arguments, rows, guides)
     if rows.segments is not None:
-        rows.join()
+        rows.join(*_shared(plan, arguments, wanted))
     loss = TermsOnRows(plan, arguments, rows, chunks, taken)
     kind = SupportSweep if support is not None else Sweep if chunked else ProductSweep
     sweep = kind(source, rows, plan.want, plan.backend, guides, plan.program)
@@ -91,6 +93,18 @@ def _by_route(rows: Rows, plan: Plan, arguments: CallArguments) -> Rows:
         other.keep = rows.keep[order]
     other.__dict__.pop("targets", None)
     return other
+
+
+def _shared(plan: Plan, arguments: CallArguments, wanted: bool) -> tuple[str, list[Tensor]]:
+    """What ranks that share segments must agree on: what decides their collectives, and numbers of the whole batch."""
+    if arguments.segments is None and not isinstance(arguments.targets, Prepared):
+        return "", []
+    met = [t for t in plan.terms if t.trace.kind != "row" or t.sums_weights or any(t.trace.sums)]
+    terms = [(t.name, t.call.signature.name, t.reduction, t.trace.kind, t.trace.value, t.trace.sums) for t in met]
+    metrics = [name for name, call in plan.metrics if any(s.wants("segments") for s in call.signatures)]
+    of_segments = [x for n, x in arguments.inputs.items() if n == "pairs" or plan.shapes[n].kind == "segment"]
+    whole = [x for x in of_segments if not x.dtype.is_floating_point]
+    return str((terms, metrics, (plan.dtype, wanted) if terms else None)), whole
 
 
 def _compared(plan: Plan, arguments: CallArguments, loss: TermsOnRows) -> dict[str, Any]:

@@ -51,9 +51,10 @@ def _evaluate(terms: Terms, arguments: CallArguments, direct: bool, weight_grad:
         path = make_fast_path(terms.plans, key, found)
     if path is not None:
         return _at_once(terms, path, arguments, direct)
-    if True in needs_of(arguments.source.tensors, direct):
+    wanted = True in needs_of(arguments.source.tensors, direct)
+    if wanted:
         check_inplace(arguments)  # before any collective
-    sweep, loss = bind(plan, arguments)
+    sweep, loss = bind(plan, arguments, wanted or (recorded and bool(plan.wants_grad)))
     if weight_grad is not None:
         sweep.weight_grad = weight_grad
     tensors = sweep.source.tensors

@@ -54,8 +54,9 @@ def perform(args: Call, terms: Terms | None) -> Done:
         sweep = sweep_of(args, targets, host_read)
     else:
         plan, arguments = plan_of(args, terms, targets, host_read)
-        sweep, loss = bind(plan, arguments)
-        loss.watched = any(args.needs) or bool(recipe["wanted"])  # grad mode is different in the operator
+        wanted = any(args.needs) or bool(recipe["wanted"])
+        sweep, loss = bind(plan, arguments, wanted)
+        loss.watched = wanted  # grad mode is different in the operator
     with torch.no_grad():
         result = run(sweep, loss, args.needs)
         sweep.close()
@@ -170,8 +171,9 @@ def _form_of(recipe: Recipe, terms: Terms | None, mode: Any) -> Form:
     else:
         plan, arguments = find_plan(terms, arguments_of(args, targets, True))
         by_segment = plan.kind == "segment"
-        sweep, loss = bind(plan.without_program("")._replace(backend=backend), arguments)
-        loss.chunks, loss.watched = None, any(args.needs) or bool(data["wanted"])
+        wanted = any(args.needs) or bool(data["wanted"])
+        sweep, loss = bind(plan.without_program("")._replace(backend=backend), arguments, wanted)
+        loss.chunks, loss.watched = None, wanted
     facts = sweep.want.facts
     own = backend_for(args.recipe.data["backend"], args.source, sweep.want)
     sweep.sums_slopes = data["source"][3] is not None or own is not backend

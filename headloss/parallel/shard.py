@@ -157,16 +157,13 @@ def note_of(
     """What other ranks check about this one: its first column, its number of columns, digests of what must be equal
     (the tensors in `same` and the texts in `said`), and the numbers in `near`, equal up to each rank's own rounding.
 
-    A digest is a sum of hashes of (position, value), so it also changes under a permutation.  One pass over the values
-    makes all digests on the device, and nothing is read back to the host.
+    A digest is a sum of hashes, see `hashed`.  One pass over the values makes all digests on the device, and nothing is
+    read back to the host.
     """
     device = next(x.device for xs in same.values() for x in (*xs, None) if x is not None)
     parts = {name: [x.reshape(-1).long() for x in xs] for name, xs in same.items()}
     values = torch.cat([x for xs in parts.values() for x in xs])
-    hashed = values * _PRIMES[0] + torch.arange(len(values), device=device) * _PRIMES[1]
-    hashed = (hashed ^ (hashed >> 31)) * _PRIMES[2]
-    hashed ^= hashed >> 29
-    sums = [x.sum() for x in hashed.split([sum(map(len, xs)) for xs in parts.values()])]
+    sums = [x.sum() for x in hashed(values).split([sum(map(len, xs)) for xs in parts.values()])]
     texts = [zlib.crc32(text.encode()) for text in said]
     start, held, *known = (torch.full_like(sums[0], x) for x in (shard.start, columns, *texts))
     numbers = torch.stack([start, held, *sums, *known])
@@ -174,6 +171,13 @@ def note_of(
     wide: dict[str, Any] = {"dtype": torch.float64, "device": device}
     floats = [x.to(**wide).reshape(1) if isinstance(x, Tensor) else torch.full((1,), x, **wide) for x in near]
     return torch.cat([numbers.flatten().double(), *floats])
+
+
+def hashed(values: Tensor) -> Tensor:
+    """A hash of each value and its position, whose sum changes under a permutation too."""
+    found = values * _PRIMES[0] + torch.arange(len(values), device=values.device) * _PRIMES[1]
+    found = (found ^ (found >> 31)) * _PRIMES[2]
+    return found ^ (found >> 29)
 
 
 def check_notes(notes_Wm: Tensor, vocab: int) -> None:

@@ -198,3 +198,76 @@ def unsaid() -> None:
 
 def test_an_input_that_nobody_says_what_it_is(ranks: Any) -> None:
     ranks(2, unsaid)
+
+
+def by_mean(logprob, segments, advantage):
+    return (logprob - segments.mean(logprob)) * advantage
+
+
+ANOTHER = {  # what the last rank does otherwise, and what all ranks then say
+    "nothing": "",
+    "more segments": "num_segments: ",
+    "another loss": "objective: ",
+    "one more term": "objective: ",
+    "a term switched off": "objective: ",
+    "another reduction": "objective: ",
+    "a metric that sums": "objective: ",
+    "a weighted mean": "objective: ",
+    "another dtype": "objective: ",
+    "no gradient": "objective: ",
+    "frozen": "objective: ",
+    "other pairs": "inputs: ",
+    "more pairs": "inputs: ",
+    "other flags": "inputs: ",
+    "a metric of rows, and no autograd": "",
+}
+
+
+def ranks_that_disagree() -> None:
+    """Every rank hears of it in the first collective, and the group still works."""
+    for what, message in ANOTHER.items():
+        last, dtype = dist.get_rank() == 1 and what, torch.float32
+        gspo, dpo, kto = (hl.losses.LOSSES[name] for name in ("gspo", "dpo", "kto"))
+        terms, metrics, more = {"a": gspo, "b": by_mean}, {}, {}
+        given = {"advantage": torch.randn(6)}
+        number = 4 if last == "more segments" else 3
+        if last == "another loss":
+            terms = {"a": gspo, "b": hl.Term(by_mean, inputs={"advantage": "advantage"}), "c": gspo}
+        if last == "one more term":
+            terms["c"] = gspo
+        if last == "a term switched off":
+            more["weights"] = {"b": 0.0}
+        if last == "another reduction":
+            terms["a"] = hl.Term(gspo, reduction="seq_mean_token_mean")
+        if last == "a metric that sums":
+            metrics["m"] = lambda logprob, segments: segments.mean(logprob)
+        if last == "a metric of rows, and no autograd":
+            metrics["m"] = lambda logprob: logprob
+        if last == "a weighted mean":
+            terms["c"] = hl.Term(hl.losses.cross_entropy, reduction="weighted_mean")
+        if last == "another dtype":
+            dtype = torch.float64
+        if what in ("other pairs", "more pairs"):
+            pairs = [[0, 1], [1, 2]] if last == "more pairs" else [[1, 0] if last else [0, 1]]
+            terms, given = {"a": dpo}, {"ref_logprob": torch.randn(6), "pairs": torch.tensor(pairs)}
+        if what == "other flags":
+            flags = torch.tensor([True, False, bool(last)])
+            terms, given = {"a": kto}, {"ref_logprob": torch.randn(6), "desirable": flags}
+        segments = hl.Segments.from_ids(torch.arange(6) // 2, number, dist.group.WORLD)
+        given = {n: hl.PerRow(x.to(dtype)) if x.is_floating_point() else x for n, x in given.items()}
+        source = hl.Logits(torch.randn(6, 9, dtype=dtype, requires_grad=last != "frozen"))
+        objective, direct = hl.Objective(**terms, metrics=metrics), last == "a metric of rows, and no autograd"
+        call = objective.forward_backward if direct else objective
+        with torch.set_grad_enabled(last != "no gradient"):
+            if not message:
+                call(source, torch.arange(6), segments=segments, **given, **more)
+                continue
+            with pytest.raises(ValueError, match=f"^{message}.*that share segments"):
+                call(source, torch.arange(6), segments=segments, **given, **more)
+    numbers = hl.Segments.from_ids(torch.zeros(3).long(), 2 + dist.get_rank(), dist.group.WORLD)
+    with pytest.raises(ValueError, match=r"^num_segments: .*that share segments"):
+        hl.count(torch.arange(3), numbers)
+
+
+def test_ranks_that_share_segments_and_disagree_all_raise(ranks: Any) -> None:
+    ranks(2, ranks_that_disagree)
