@@ -32,6 +32,7 @@ offset by 200 the centred entropy is right to 3e-7, the uncentred one to 1.5e-5.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
@@ -145,6 +146,11 @@ class Want:
         if not self.divergent:
             return ()
         return tuple(f for f in self.facts if f.element is not None and f[1:3] == (temperature, teacher))
+
+    @functools.cached_property
+    def all_looks(self) -> tuple[Fact, ...]:
+        """All divergences, in the order in which a second read finds them."""
+        return tuple(f for name in self.teachers for T in self.temperatures_of(name) for f in self.looks(name, T))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Want) and self.facts == other.facts

@@ -11,7 +11,7 @@ Dimension key:  R rows that count   C rows of a chunk   S segments
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from headloss.engine.nested_tuples import cut, join
 from headloss.engine.one_launch import Launched, Weighed, by_length
 from headloss.engine.product import ProductSweep
 from headloss.engine.sweeps import Block, Chunk, Sweep
-from headloss.facts import Partial, Pull, finish
+from headloss.facts import Partial, Pull, Softmax
 from headloss.parallel.shard import Gathering, sum_pairs
 
 
@@ -147,14 +147,13 @@ def _ahead(sweep: Sweep, head: Any, chunks: Sequence[Chunk]) -> Iterator[tuple[B
 
 def _packed(sweep: Sweep, partial: Partial, blocks: Callable[[], Iterable[Block]], part: slice) -> Tensor:
     """The sums of these rows and of their teachers, with those of divergences, which look at the blocks again."""
-    want = sweep.want
-    if not want.divergent:
-        return sweep.backend.packed(partial, want)
-    _, softmax = finish(partial, want, sweep._temperatures(part), sweep.source.vocab, only_softmax=True)
     within = lambda block: slice(block.part.start - part.start, block.part.stop - part.start)
-    looks = join(*[sweep._look(block, cut(softmax, within(block))) for block in blocks()])
-    found = dict(zip(sweep._looks, sum_pairs(looks, sweep.source.shard), strict=True))
-    return sweep.backend.packed(partial, want, [found[f] for f in want.facts if f in found])
+
+    def look(softmax: Softmax) -> Sequence[tuple[Tensor, Any]]:
+        looks = join(*[sweep._look(block, cut(softmax, within(block))) for block in blocks()])
+        return sum_pairs(looks, sweep.source.shard)
+
+    return sweep.backend.packed(partial, sweep.want, sweep._temperatures(part), sweep.source.vocab, look)
 
 
 def _visit(
@@ -175,30 +174,14 @@ def _visit(
             rows_FC[first:last] /= bound
             first = last + 1
         rows_FC[first - 1 :] /= bound  # the teachers' coefficients
-    temperatures, targets = sweep._temperatures(part), sweep.marked_targets(part)
-    how = {"start": sweep._start, **sweep._transform()}
-    if sweep.guides:
-        _pull(sweep, block, cut(settling.settled.softmax, part), rows_FC, out_CV, how)
-    else:
-        there, own = [program.there[i] for i in used], [temperatures[i] for i in used]
-        sweep.backend.pull_rows(block.raw_CV, targets, rows_FC, there, own, out_CV, **how)
+    sweep.backend.pull_settled(
+        program, cut(settling.settled.softmax, part) if sweep.guides else None, rows_FC,
+        block.raw_CV, sweep.marked_targets(part), sweep._temperatures(part), out_CV, teachers=block.teachers,
+        teacher_temperatures=[[T for T, _ in pairs] for pairs in sweep._paired(part)],
+        start=sweep._start, **sweep._transform(),
+    )  # fmt: skip
     sweep._hand_on(head, block.chunk, block.numbers, out_CV)
     return bound
-
-
-def _pull(sweep: Sweep, block: Block, softmax: Any, rows_FC: Tensor, out_CV: Tensor, how: Mapping[str, Any]) -> None:
-    """Write a chunk's gradient in a call with a teacher."""
-    part, backend, numbers = block.part, sweep.backend, iter(rows_FC[1:])
-    pulls = [Pull()] * len(sweep.program.there)
-    for i, there in enumerate(sweep.program.there):
-        if any(there):
-            next(numbers)  # the log_sum
-            pulls[i] = Pull(*(next(numbers) if x else None for x in there))
-    backend.pull(
-        block.raw_CV, sweep._targets(part), softmax, pulls, sweep._temperatures(part), out_CV,
-        teachers=block.teachers, teacher_pulls=backend.guided_by(sweep.program, numbers, softmax),
-        teacher_temperatures=[[T for T, _ in pairs] for pairs in sweep._paired(part)], **how,
-    )  # fmt: skip
 
 
 def _sums(sweep: Sweep, block: Block) -> Tensor:

@@ -111,8 +111,10 @@ class Sweep:
             done = [self._settle(self._sums(block), block) for block in self._blocks(head)]
             return concatenate_each([facts for facts, _ in done]), join(*(softmax for _, softmax in done))
         facts, softmax = self._finish(self.partial(self._blocks(head)), self._all)
-        looks = [self._look(block, cut(softmax, block.part)) for block in (self._blocks(head) if self._looks else ())]
-        return self._with_looks(facts, softmax, join(*looks) if looks else [])
+        if not self.want.divergent:
+            return facts, softmax
+        looks = [self._look(block, cut(softmax, block.part)) for block in self._blocks(head)]
+        return self._with_looks(facts, softmax, join(*looks))
 
     def partial(self, blocks: Iterator[Block]) -> Partial:
         """The partial of all rows; over a shard, after one collective."""
@@ -242,11 +244,6 @@ class Sweep:
     def _all(self) -> slice:
         return slice(0, self.rows.count)
 
-    @property
-    def _looks(self) -> list[Fact]:
-        teachers = self.want.teachers if self.want.divergent else ()
-        return [f for n in teachers for T in self.want.temperatures_of(n) for f in self.want.looks(n, T)]
-
     def _open(self) -> Any:
         self.close()
         return open_source(self.source, cost_of(self.guides, self.source, self.rows), most_rows(self.guides))
@@ -317,7 +314,7 @@ class Sweep:
     def _settle(self, partial: Partial, block: Block) -> tuple[dict[Fact, Tensor], Softmax]:
         """Facts from a partial of the whole vocabulary, including the second look."""
         facts, softmax = self._finish(partial, block.part, block.teachers)
-        return self._with_looks(facts, softmax, self._look(block, softmax) if self._looks else [])
+        return self._with_looks(facts, softmax, self._look(block, softmax) if self.want.divergent else [])
 
     def _finish(self, partial: Partial, part: slice, chunks: Any = ()) -> tuple[dict[Fact, Tensor], Softmax]:
         facts, softmax = finish(partial, self.want, self._temperatures(part), self._vocab(part))
@@ -341,7 +338,7 @@ class Sweep:
         """Facts and softmax with the divergences added, after a sum over the ranks of a shard."""
         if not looks:
             return facts, softmax
-        found = dict(zip(self._looks, sum_pairs(looks, self.source.shard), strict=True))
+        found = dict(zip(self.want.all_looks, sum_pairs(looks, self.source.shard), strict=True))
         teachers = []
         for name, seen in zip(self.want.teachers, softmax.teachers, strict=True):
             mine = tuple(found[f][1] for f in self.want.facts if f in found and f.teacher == name)

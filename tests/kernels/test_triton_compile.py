@@ -20,12 +20,21 @@ backend = import_module("headloss.backends.triton.sweeps")
 tiles = import_module("headloss.backends.triton.tiles")
 launches = import_module("headloss.backends.triton.launch")
 beside = import_module("headloss.backends.triton.teachers")
+second_read = import_module("headloss.backends.triton.second_read")
 teacher_pulls = import_module("headloss.backends.triton.teacher_pulls")
 tops = import_module("headloss.backends.triton.top")
 from headloss.divergence import Element  # noqa: E402
 from headloss.facts import Fact, Pull, Softmax, Want  # noqa: E402
 from headloss.losses import jsd, tvd  # noqa: E402
-from headloss.teachers import DenseChunk, DensePull, Look, SparseChunk, SparsePull, SparseSoftmax  # noqa: E402
+from headloss.teachers import (  # noqa: E402
+    DenseChunk,
+    DensePull,
+    DenseSoftmax,
+    Look,
+    SparseChunk,
+    SparsePull,
+    SparseSoftmax,
+)
 
 BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 LETTERS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.bool: "i1"}
@@ -174,8 +183,11 @@ def dense(*names, V=128256, dtype="bf16", teacher="bf16", temperatures=(None,), 
 
 
 def second_look(*elements):
-    call = (empty(ROWS, 128256, kind="bf16"), chunk(128256), 0, 1.0, empty(4, ROWS), list(elements), PLAIN, None)
-    return Built(lambda: beside._look(*call))
+    want = Want([Fact("divergence", None, "t", element) for element in elements])
+    each = (empty(ROWS),)
+    softmax = Softmax(empty(ROWS), each, (DenseSoftmax(empty(ROWS), each, each),))
+    call = (empty(ROWS, 128256, kind="bf16"), want, softmax, [chunk(128256)], [[1.0]])
+    return Built(lambda: second_read.look(*call))
 
 
 def taught_pull(names="", own="", *, element=None, dtype="bf16", teachers=1):

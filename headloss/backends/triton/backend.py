@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from headloss.backends.triton import cached_launches, columns, logit_facts, settle, sweeps, teacher_pulls
+from headloss.backends.triton import cached_launches, columns, logit_facts, second_read, settle, settled_pull, sweeps
 from headloss.backends.triton import product as product
 from headloss.backends.triton import product_ranks as product_ranks
+from headloss.backends.triton import teacher_pulls as teacher_pulls
 from headloss.backends.triton import teachers as compared
 from headloss.backends.triton import totals as over_rows
 from headloss.backends.triton import visit as alone
@@ -23,7 +24,7 @@ from headloss.teachers import TeacherChunk
 
 NAME = "triton"
 
-look, merge_repeated, scale_ = compared.look, compared.merge_repeated, sweeps.scale_
+look, merge_repeated, scale_ = second_read.look, compared.merge_repeated, sweeps.scale_
 # a visit: facts, values, metrics and gradient of some rows in one launch; its arguments, and its sums over rows
 visit, Arguments, totals, Visits, Settles = (
     alone.visit,
@@ -33,14 +34,13 @@ visit, Arguments, totals, Visits, Settles = (
     cached_launches.Settles,
 )
 # segment losses, settled between the two sweeps
-sums_matrix, pull_rows, Settling, Weights, spans = (
+sums_matrix, Settling, Weights, spans = (
     sweeps.sums_matrix,
-    sweeps.pull_rows,
     settle.Settling,
     settle.Weights,
     settle.spans,
 )
-packed, guided_by = settle.packed, settle.guided_by
+packed, pull_settled = settle.packed, settled_pull.pull_settled
 count_targets = over_rows.count_targets
 # a linear head at some columns of each row, or at the same columns of all rows
 project, combine, take = columns.project, columns.combine, columns.take

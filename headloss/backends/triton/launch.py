@@ -77,13 +77,18 @@ class Launch:
 
 def launch_kernel(kernel: Any, programs: int, *arguments: Any, **constants: Any) -> None:
     """`kernel[(programs,)](*arguments, **constants)`; from the second time on without Triton's search for it."""
+    launch_of(kernel, **constants)(programs, *arguments)
+
+
+def launch_of(kernel: Any, **constants: Any) -> Launch:
+    """The one launch of a kernel with these constants."""
     key = (id(kernel), *constants, *constants.values())  # `_STARTED` keeps it alive; its own hash is slow
     launch = _STARTED.get(key)
     if launch is None:
         if len(_STARTED) >= 1024:
             _STARTED.clear()
         launch = _STARTED[key] = Launch(kernel, constants)
-    launch(programs, *arguments)
+    return launch
 
 
 _STARTED: dict[Any, Launch] = {}

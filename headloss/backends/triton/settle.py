@@ -9,7 +9,7 @@ cotangents are kept, and what the pull reads comes out.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,8 +22,8 @@ from headloss.backends.triton.printer.segments import SegmentProgram
 from headloss.backends.triton.tiles import LAUNCH, plain_temperature
 from headloss.backends.triton.visit import Number, as_number, forms_of, kinds_of
 from headloss.backends.triton.visit_records import KINDS, Visited, bests_of
-from headloss.facts import Fact, Partial, Softmax, Want
-from headloss.teachers import DensePartial, DensePull, DenseSoftmax, Look, Meeting
+from headloss.facts import Fact, Partial, Softmax, Want, finish
+from headloss.teachers import DensePartial, DenseSoftmax, Meeting
 
 BLOCK, WARPS = 256, 4  # fixed, so that the sums of a segment do not depend on the other rows
 
@@ -53,10 +53,27 @@ def spans(ids_R: Tensor, num_segments: int, rising: bool = False, whole: bool = 
     return Spans(torch.searchsorted(filled_R, groups))
 
 
-def packed(partial: Partial, want: Want, looks: Sequence[tuple[Tensor, Tensor]] = ()) -> Tensor:
+def packed(
+    partial: Partial,
+    want: Want,
+    temperatures: Sequence[Number],
+    vocab: int,
+    look: Callable[[Softmax], Sequence[tuple[Tensor, Tensor]]],
+) -> Tensor:
     """(F, C): the sums of rows, and of their dense teachers, over the whole vocabulary, in the order of the kernel.
 
-    `looks`: for each divergence, in the order of the facts, its value and the sum of its slopes.
+    `look`: see `in_order`.
+    """
+    looks: Sequence[tuple[Tensor, Tensor]] = ()
+    if want.divergent:
+        looks = look(finish(partial, want, temperatures, vocab, only_softmax=True)[1])
+    return torch.stack([x.to(torch.float32) for x in in_order(partial, want, looks)])
+
+
+def in_order(partial: Partial, want: Want, looks: Sequence[tuple[Any, Any]]) -> list[Any]:
+    """The rows of `packed`, or whatever stands for them in these records.
+
+    `looks`: for each divergence, in the order of `Want.all_looks`, its value and the sum of its slopes.
     """
     found: list[Tensor | None] = [partial.max, partial.target, partial.total, partial.columns, partial.argmax]
     found += [x for moments in partial.moments for x in moments]
@@ -64,23 +81,9 @@ def packed(partial: Partial, want: Want, looks: Sequence[tuple[Tensor, Tensor]] 
     assert len(theirs) == len(want.teachers)
     found += [*(x.max for x in theirs), *(x.argmax for x in theirs)]
     found += [x for dense in theirs for meeting in dense.meetings for x in meeting]
-    found += [x for look in looks for x in look]
-    return torch.stack([x.to(torch.float32) for x in found if x is not None])
-
-
-def guided_by(program: SegmentProgram, numbers: Iterator[Tensor], softmax: Softmax) -> list[tuple[DensePull, ...]]:
-    """Each teacher's coefficients, per temperature of its comparison, from the numbers that the kernel wrote."""
-    take = lambda there: [next(numbers) if x else None for x in there]
-    own = iter([DensePull(*take(there)) for there in program.guided])  # type: ignore[arg-type]  # a, b, c, d
-    pulled, found = dict(zip(program.looked, numbers, strict=True)), []
-    for name, seen in zip(program.want.teachers, softmax.teachers, strict=True):
-        slopes = dict(zip(looks_of(program.want, name), seen.looks, strict=True))  # type: ignore[union-attr]
-        pulls = []
-        for T in program.want.temperatures_of(name):
-            mine = [Look(f.element, pulled[f], slopes[f]) for f in slopes if f.temperature == T and f in pulled]
-            pulls.append(next(own)._replace(looks=tuple(mine)))
-        found.append(tuple(pulls))
-    return found
+    of = dict(zip(want.all_looks, looks, strict=True))
+    found += [x for f in want.facts if f in of for x in of[f]]
+    return [x for x in found if x is not None]
 
 
 def looks_of(want: Want, teacher: str) -> list[Fact]:

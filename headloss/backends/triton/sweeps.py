@@ -243,10 +243,17 @@ def pull_rows(
     fire_pull(found, raw.x_CV, target_C, rows_FC, out.x_CV)
 
 
-def fire_pull(known: tuple[Any, ...], x: Tensor, target: Tensor | None, rows_FC: Tensor, out: Tensor) -> None:
-    """Launch the kernel of `pull_rows`."""
+def fire_pull(
+    known: tuple[Any, ...],
+    x: Tensor,
+    target: Tensor | None,
+    rows_FC: Tensor,
+    out: Tensor,
+    teachers: tuple[Tensor, ...] = (),
+) -> None:
+    """Launch the kernel of `pull_rows`, or of a pull with teachers."""
     launch, aims, key, programs, how = known
-    launch.run(key, x.get_device(), programs, (PullAt(x, (), rows_FC, out), target if aims else None, *how))
+    launch.run(key, x.get_device(), programs, (PullAt(x, teachers, rows_FC, out), target if aims else None, *how))
 
 
 _PULLS: dict[Any, Launch] = {}

@@ -11,15 +11,17 @@ import triton  # type: ignore
 from torch import Tensor
 
 from headloss.backends.triton.kernels.pull import pull_kernel
-from headloss.backends.triton.kernels.records import PullAt, PullFlags, PullGiven
+from headloss.backends.triton.kernels.records import PullFlags, PullGiven
 from headloss.backends.triton.kernels.sparse import gather_kernel, store_kernel
-from headloss.backends.triton.launch import launch_kernel
+from headloss.backends.triton.launch import launch_kernel, launch_of
 from headloss.backends.triton.printer.elements import printed
+from headloss.backends.triton.sweeps import fire_pull, kinds_of
 from headloss.backends.triton.tiles import (
     LAUNCH,
     Shape,
     Transform,
     check_dtype,
+    is_where,
     per_row,
     plain_temperature,
     readable,
@@ -96,8 +98,13 @@ def pull(
     softcap: float | None = None,
     start: int = 0,
     shape: Shape | None = None,
+    noted: list[Any] | None = None,
 ) -> None:
-    """Write the gradient with respect to the raw logits into `out_CV`, which may be `raw_CV` itself."""
+    """Write the gradient with respect to the raw logits into `out_CV`, which may be `raw_CV` itself.
+
+    `noted` receives what later calls like this one need, and the numbers per row that the kernel reads: see
+    `cached_launches.py`.
+    """
     if 0 in raw_CV.shape:
         return
     how = Transform(scale, softcap)
@@ -129,7 +136,7 @@ def pull(
         _everywhere(raw_CV, target_C, into_CV, entries, dense, how, start, shape)
         out_CV.copy_(into_CV)
     else:
-        _everywhere(raw_CV, target_C, out_CV, entries, dense, how, start, shape)
+        _everywhere(raw_CV, target_C, out_CV, entries, dense, how, start, shape, noted if apart is None else None)
     if apart is not None:
         ids_CK, values_CK = apart
         K = ids_CK.shape[-1]
@@ -156,6 +163,7 @@ def _everywhere(
     how: Transform,
     start: int,
     shape: Shape | None,
+    noted: list[Any] | None = None,
 ) -> None:
     """The gradient at every column, except at the ids of sparse teachers: one launch per range of columns that the same
     dense teachers have."""
@@ -163,7 +171,7 @@ def _everywhere(
     cuts = sorted({0, V, *(met.chunk.columns for met in dense)})
     for low, high in itertools.pairwise(cuts):
         mine = [met.cut(low, high) for met in dense if met.chunk.columns >= high]
-        _write(raw_CV[:, low:high], target_C, out_CV[:, low:high], entries, mine, how, start + low, shape)
+        _write(raw_CV[:, low:high], target_C, out_CV[:, low:high], entries, mine, how, start + low, shape, noted)
 
 
 def _write(
@@ -175,6 +183,7 @@ def _write(
     how: Transform,
     start: int,
     shape: Shape | None,
+    noted: list[Any] | None = None,
 ) -> None:
     check_dtype(raw_CV)
     C, V = raw_CV.shape
@@ -186,10 +195,10 @@ def _write(
     shape = shape or row_shape(WITH_DIVERGENCE if looking else WITH_TEACHER, V)
     numbers = [x for e in entries for x in (e.max, e.log_sum, *e.pull) if x is not None]
     given = tuple(plain_temperature(e.T) for e in entries)
-    own = lambda i: tuple(e.pull[i] is not None for e in entries)
-    target = target_C if any(own(4)) else None
+    pulls = lambda i: tuple(e.pull[i] is not None for e in entries)
+    target = target_C if any(pulls(4)) else None
     flags = PullFlags(
-        own(0), own(1), own(2), own(3), own(4), per_row(given), target is not None, **how.flags(),
+        pulls(0), pulls(1), pulls(2), pulls(3), pulls(4), per_row(given), target is not None, **how.flags(),
         WIDTH=shape.width, LINE=out.line, VEC=out.vector, RAW_VEC=vector_along(out, raw), BLOCK=shape.block(out_CV),
         STAGES=shape.stages, MAXIMA=True,
     )  # fmt: skip
@@ -222,14 +231,22 @@ def _write(
             teacher_strides=tuple(x.x_CV.stride(0) for x in theirs), teacher_leads=tuple(x.lead for x in theirs),
         )  # fmt: skip
     # stacked: a coefficient may be a stride-0 expand straight from a sum's backward
-    rows = torch.stack([x.to(torch.float32) for x in numbers])
+    rows, each = torch.stack([x.to(torch.float32) for x in numbers]), tuple([x.x_CV for x in theirs])
     parts = triton.cdiv(V + out.skew, shape.width)
-    launch_kernel(
-            pull_kernel, C * parts,
-        PullAt(raw.x_CV, tuple(x.x_CV for x in theirs), rows, out.x_CV), target, numbers_given, C, V, parts,
-        raw.x_CV.stride(0), raw.lead, out.x_CV.stride(0), out.lead, 0 if target is None else target.stride(0), start,
-        ELEMENT=element, F=flags, num_warps=shape.warps, **LAUNCH,
+    launch = launch_of(pull_kernel, ELEMENT=element, F=flags, num_warps=shape.warps, **LAUNCH)
+    target_stride = 0 if target is None else target.stride(0)
+    places = (raw.x_CV.stride(0), raw.lead, out.x_CV.stride(0), out.lead, target_stride, start)
+    # all that a compiled kernel depends on: see launch.py
+    own = *given, *numbers_given.met_temperatures, *numbers_given.teacher_temperatures
+    key = (
+        *kinds_of(raw.x_CV, rows, out.x_CV, target, *each, *own), C == 1, C & 15, C >> 31, V, parts, places,
+        numbers_given.teacher_strides, numbers_given.teacher_leads,
     )  # fmt: skip
+    found = (launch, target is not None, key, C * parts, (numbers_given, C, V, parts, *places))
+    as_given = [(raw, raw_CV), (out, out_CV), *((x, met.chunk.raw_CV) for x, met in zip(theirs, dense, strict=True))]
+    if noted is not None and all(is_where(*pair) for pair in as_given):
+        noted += [found, numbers]
+    fire_pull(found, raw.x_CV, target, rows, out.x_CV, each)
 
 
 def _at_ids(

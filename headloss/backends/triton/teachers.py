@@ -3,7 +3,7 @@
 Dimension key:  C rows handed in   V columns in hand   U columns shared with the teacher   K ids   P parts   F numbers
 
     sums   the first dense teacher in the student's launch, every further teacher in a launch of its own
-    look   one launch per teacher and temperature for which a divergence needs both softmaxes
+    look   one launch per teacher and temperature for which a divergence needs both softmaxes (`second_read.py`)
     pull   one launch for the student, the tails and all dense teachers (`teacher_pulls.py`); the gradient at the ids of
            sparse teachers is computed separately and stored last
 
@@ -23,13 +23,11 @@ from torch import Tensor
 
 from headloss.backends.triton.kernels.dense import dense_sums_kernel
 from headloss.backends.triton.kernels.dense_merge import dense_merge_kernel
-from headloss.backends.triton.kernels.divergence_sums import look_kernel
-from headloss.backends.triton.kernels.records import PullAt, SweepFlags
+from headloss.backends.triton.kernels.records import SweepFlags
 from headloss.backends.triton.kernels.sparse import merge_ids_kernel, tail_kernel
 from headloss.backends.triton.kernels.sums import merge_kernel
-from headloss.backends.triton.launch import Launch, launch_kernel
-from headloss.backends.triton.printer.elements import printed
-from headloss.backends.triton.sweeps import SUMS
+from headloss.backends.triton.launch import Launch, launch_kernel, launch_of
+from headloss.backends.triton.sweeps import SUMS, kinds_of
 from headloss.backends.triton.sweeps import sums as student_sums
 from headloss.backends.triton.tiles import (
     LAUNCH,
@@ -37,6 +35,7 @@ from headloss.backends.triton.tiles import (
     Transform,
     chains,
     check_dtype,
+    is_where,
     nest,
     per_row,
     plain_temperature,
@@ -46,11 +45,10 @@ from headloss.backends.triton.tiles import (
     vector_along,
 )
 from headloss.backends.triton.top import top_partial
-from headloss.facts import Moments, Partial, Softmax, Want, merge
+from headloss.facts import Moments, Partial, Want, merge
 from headloss.teachers import (
     DenseChunk,
     DensePartial,
-    DenseSoftmax,
     Meeting,
     SparseChunk,
     SparsePartial,
@@ -64,7 +62,6 @@ from headloss.teachers import (
 
 # by columns in hand, as in `sweeps.py`; measured on an H200, see benchmarks/gpu_teachers.py
 DENSE = ((2048, Shape(2048, 128, 1, 1, 4)), (1 << 31, Shape(16384, 64, 2, 1, 2)))
-LOOK = ((2048, Shape(2048, 128, 1, 1, 4)), (1 << 31, Shape(32768, 128, 2, 1, 4)))
 
 
 def sums(
@@ -78,8 +75,13 @@ def sums(
     softcap: float | None = None,
     start: int = 0,
     shape: Shape | None = None,
+    noted: list[Any] | None = None,
 ) -> Partial:
-    """The student's partial and every teacher's."""
+    """The student's partial and every teacher's.
+
+    `noted` receives, for each dense teacher, what later calls like this one need, and its matrix of sums: see
+    `cached_launches.py`.
+    """
     V, how = raw_CV.shape[1], Transform(scale, softcap)
     student = dict(zip(want.temperatures, temperatures, strict=True))
     options: dict[str, Any] = {"scale": scale, "softcap": softcap, "shape": shape}
@@ -91,7 +93,7 @@ def sums(
         chunk = teachers[first]
         assert isinstance(chunk, DenseChunk)
         U, name = chunk.columns, want.teachers[first]
-        partial, dense = _together(raw_CV[:, :U], target_C, want, name, chunk, student, how, start, shape)
+        partial, dense = _together(raw_CV[:, :U], target_C, want, name, chunk, student, how, start, shape, noted)
         shared_C = partial.max
         if U < V:
             rest = student_sums(raw_CV[:, U:], target_C, want, temperatures, start=start + U, **options)
@@ -104,7 +106,7 @@ def sums(
             found[i] = top_partial(raw_CV, partial.max, chunk, how, start)
         elif i != first:
             narrow = raw_CV[:, : chunk.columns]
-            other, dense = _together(narrow, None, want, name, chunk, student, how, start, shape, alone=True)
+            other, dense = _together(narrow, None, want, name, chunk, student, how, start, shape, noted, alone=True)
             shared_C = partial.max if chunk.columns == V else other.max
             found[i] = _moved(dense, shared_C, partial.max, _pairs(want, name, chunk, student))
     return partial._replace(teachers=tuple(found[i] for i in range(len(teachers))))
@@ -126,7 +128,7 @@ def _stacked(*parts: Partial) -> Any:
     return nest(parts[0], lambda x, *others: torch.stack([x, *others]), *parts[1:])
 
 
-def _columns_a_load(raw_CU: Tensor, teacher_CU: Tensor, shape: Shape) -> int:
+def columns_a_load(raw_CU: Tensor, teacher_CU: Tensor, shape: Shape) -> int:
     """Columns per lane and load: 16 bytes of the wider dtype, because a lane must hold the same columns of both."""
     J = 16 // max(raw_CU.element_size(), teacher_CU.element_size())
     block = J * shape.lanes * shape.loads
@@ -144,6 +146,7 @@ def _together(
     how: Transform,
     start: int,
     shape: Shape | None,
+    noted: list[Any] | None,
     alone: bool = False,
 ) -> tuple[Partial, DensePartial]:
     """The partials of the shared columns; `alone`: without the facts of the student itself."""
@@ -178,30 +181,41 @@ def _together(
         return partial, dense
     raw, teacher = rows_of(raw_CU), rows_of(readable(chunk.raw_CV[:, :U]))
     shape = shape or row_shape(DENSE, U)
-    J = _columns_a_load(raw_CU, teacher.x_CV, shape)
+    J = columns_a_load(raw_CU, teacher.x_CV, shape)
     parts = triton.cdiv(U + raw.skew, shape.width)
     options = {**LAUNCH, "launch_pdl": True} if chained else LAUNCH
-    out = torch.empty(swept, parts, C, dtype=torch.float32, device=raw_CU.device)
-    place = (raw.x_CV.stride(0), raw.lead)
     flags = wanted._replace(
         LINE=raw.line, VEC=raw.vector, TEACHER_VEC=vector_along(raw, teacher), K=shape.loads, L=shape.lanes, J=J
     )
-    launch_kernel(
-            dense_sums_kernel, C * parts,
-        raw.x_CV, teacher.x_CV, out, given, given_theirs, C, U, parts, shape.width, *place,
-        teacher.x_CV.stride(0), teacher.lead, start, (*how.numbers, *other.numbers),
-        F=flags, num_warps=shape.warps, **options,
-    )  # fmt: skip
-    whole = torch.empty(slots, C, dtype=torch.float32, device=raw_CU.device)
     padded = triton.next_power_of_2(parts)
     rows = max(1, 32 // padded)
-    launch_kernel(
-            dense_merge_kernel, triton.cdiv(C, rows),
-        raw.x_CV, target, out, whole, given, given_theirs, C, U, parts, *place,
-        0 if target is None else target.stride(0), start, how.numbers,
-        F=wanted._replace(PADDED=padded, ROWS=rows), num_warps=1, **options,
+    sweep = launch_of(dense_sums_kernel, F=flags, num_warps=shape.warps, **options)
+    merging = launch_of(dense_merge_kernel, F=wanted._replace(PADDED=padded, ROWS=rows), num_warps=1, **options)
+    place, temperatures = (raw.x_CV.stride(0), raw.lead), (given, given_theirs)
+    theirs_at, at = (teacher.x_CV.stride(0), teacher.lead), (0 if target is None else target.stride(0), start)
+    # all that a compiled kernel depends on: see launch.py
+    kinds = kinds_of(raw.x_CV, teacher.x_CV, target, *given, *given_theirs)
+    key = (*kinds, C == 1, C & 15, C >> 31, U, shape.width, place, theirs_at, at)
+    found = (
+        sweep, merging, swept, slots, rows, target is not None, key,
+        (*temperatures, C, U, parts, shape.width, *place, *theirs_at, start, (*how.numbers, *other.numbers)),
+        (*temperatures, C, U, parts, *place, *at, how.numbers),
     )  # fmt: skip
+    whole = fire_dense(found, raw.x_CV, target, teacher.x_CV)
+    if noted is not None and is_where(raw, raw_CU) and is_where(teacher, chunk.raw_CV):
+        noted.append((found, whole))
     return _named(whole, wanted, own("X"), shared("X"))
+
+
+def fire_dense(known: tuple[Any, ...], x: Tensor, target: Tensor | None, teacher: Tensor) -> Tensor:
+    """Launch the kernels of `_together`; the numbers come in the order of `_named`."""
+    sweep, merging, swept, slots, rows, aims, key, swept_how, merged_how = known
+    (_, _, C, _, parts, *_), device, where = swept_how, x.device, x.get_device()
+    each = torch.empty(swept, parts, C, dtype=torch.float32, device=device)
+    sweep.run(key, where, C * parts, (x, teacher, each, *swept_how))
+    whole = torch.empty(slots, C, dtype=torch.float32, device=device)
+    merging.run(key, where, -(-C // rows), (x, target if aims else None, each, whole, *merged_how))
+    return whole
 
 
 def _named(out_FC: Tensor, wanted: SweepFlags, entropy: Any, shared: Any) -> tuple[Partial, DensePartial]:
@@ -310,57 +324,3 @@ def _tail(raw_CV: Tensor, chunk: SparseChunk, given: Any, how: Transform, start:
             F=wanted._replace(PADDED=padded, ROWS=rows), num_warps=1, **LAUNCH,
         )  # fmt: skip
     return out
-
-
-def look(
-    raw_CV: Tensor,
-    want: Want,
-    softmax: Softmax,
-    teachers: Sequence[TeacherChunk],
-    teacher_temperatures: Sequence[Sequence[Temperature]],
-    *,
-    scale: float = 1.0,
-    softcap: float | None = None,
-    whole: bool = False,
-    shape: Shape | None = None,
-) -> list[tuple[Tensor, Tensor]]:
-    """The second read: for every divergence asked for, in order, its sum over these columns and that of its slopes."""
-    found: list[tuple[Tensor, Tensor]] = []
-    how = Transform(scale, softcap)
-    for name, chunk, seen, Ts in zip(want.teachers, teachers, softmax.teachers, teacher_temperatures, strict=True):
-        if isinstance(chunk, DenseChunk):
-            assert isinstance(seen, DenseSoftmax)
-            for i, key in enumerate(want.temperatures_of(name)):
-                elements = [f.element for f in want.looks(name, key)]
-                if elements:
-                    rows = torch.stack([softmax.max, seen.log_S[i], seen.max, seen.log_St[i]])
-                    sums_FC = _look(raw_CV[:, : chunk.columns], chunk, i, Ts[i], rows, elements, how, shape)
-                    found += zip(sums_FC[::2], sums_FC[1::2], strict=True)
-    return found
-
-
-def _look(
-    raw_CU: Tensor, chunk: DenseChunk, i: int, T: Any, rows: Tensor, elements: list[Any], how: Any, shape: Shape | None
-) -> Tensor:
-    check_dtype(raw_CU)
-    C, U = raw_CU.shape
-    if C == 0 or U == 0:
-        return torch.zeros(2 * len(elements), C, dtype=torch.float32, device=raw_CU.device)
-    element, options = printed(tuple((0, e) for e in elements), 1)
-    raw, teacher = rows_of(raw_CU), rows_of(readable(chunk.raw_CV[:, :U]))
-    shape, other = shape or row_shape(LOOK, U), Transform(chunk.scale, chunk.softcap)
-    given = (plain_temperature(T), plain_temperature(chunk.temperatures[i]))
-    parts = triton.cdiv(U + raw.skew, shape.width)
-    out = torch.empty(2 * len(elements), parts, C, dtype=torch.float32, device=raw_CU.device)
-    flags = SweepFlags(
-        per_row(given[:1]), **how.flags(), **other.flags("TEACHER_"), LOOK_SUMS=len(out),
-        TEACHER_PER_ROW=per_row(given[1:]), LINE=raw.line, VEC=raw.vector, TEACHER_VEC=vector_along(raw, teacher),
-        K=shape.loads, L=shape.lanes, J=_columns_a_load(raw_CU, teacher.x_CV, shape),
-    )  # fmt: skip
-    launch_kernel(
-            look_kernel, C * parts,
-        PullAt(raw.x_CV, teacher.x_CV, rows.float(), out), given, options, C, U, parts, shape.width,
-        raw.x_CV.stride(0), raw.lead, teacher.x_CV.stride(0), teacher.lead, (*how.numbers, *other.numbers),
-        ELEMENT=element, F=flags, num_warps=shape.warps, **LAUNCH,
-    )  # fmt: skip
-    return out.sum(1)

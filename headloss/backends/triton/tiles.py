@@ -142,11 +142,16 @@ def readable(x_CV: Tensor) -> Tensor:
     return x_CV if x_CV.dtype in READS else x_CV.float()
 
 
-def nest(x: Any, fn: Any, *others: Any) -> Any:
-    """Apply `fn` to the tensors in nested tuples."""
-    if isinstance(x, Tensor):
+def is_where(rows: Rows, x: Tensor) -> bool:
+    """Whether kernels are given the tensor as it is, neither a copy nor the boundary before it."""
+    return rows.x_CV.data_ptr() == x.data_ptr()
+
+
+def nest(x: Any, fn: Any, *others: Any, leaf: type = Tensor) -> Any:
+    """Apply `fn` to the tensors in nested tuples, or to what else is a `leaf`."""
+    if isinstance(x, leaf):
         return fn(x, *others)
     if not isinstance(x, tuple):
         return x
-    items = [nest(y, fn, *(other[i] for other in others)) for i, y in enumerate(x)]
+    items = [nest(y, fn, *(other[i] for other in others), leaf=leaf) for i, y in enumerate(x)]
     return type(x)(*items) if hasattr(x, "_fields") else tuple(items)
