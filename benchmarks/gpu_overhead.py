@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import headloss as hl
 from headloss.backends.triton.launch import Launch
-from headloss.losses import cross_entropy, entropy_bonus, forward_kl, grpo, gspo, jsd, z_loss
+from headloss.losses import cross_entropy, entropy_bonus, forward_kl, grpo, gspo, jsd, reverse_kl, z_loss
 
 N, V, D, K = 1024, 1040, 64, 64
 CALLS, ROUNDS = 20, 101
@@ -120,7 +120,7 @@ def losses() -> Iterator[tuple[str, Loss, list[torch.Tensor]]]:
     segments = hl.Segments.from_ids(torch.arange(N, device="cuda") // 64, N // 64)
     prepared, with_segments = hl.prepare(y), hl.prepare(y, segments)
     rows = {"advantage": make(N), "old_logprob": -make(N).abs()}
-    dense = hl.Logits(make(N, V).bfloat16())
+    dense, second = hl.Logits(make(N, V).bfloat16()), make(N, V).bfloat16()
     ids = hl.Sparse(torch.randint(0, V, (N, K), device="cuda"), make(N, K) - 8)
     ce, policy, sequences = (hl.Objective(it=loss) for loss in (cross_entropy, grpo, gspo))
     distill, between = hl.Objective(kl=forward_kl), hl.Objective(js=jsd)
@@ -133,6 +133,9 @@ def losses() -> Iterator[tuple[str, Loss, list[torch.Tensor]]]:
     yield "GRPO", lambda: policy(hl.Logits(x), prepared, **rows).loss, [x]
     yield "GSPO", lambda: sequences(hl.Logits(x), with_segments, **rows).loss, [x]
     yield "forward KL, a dense teacher", lambda: distill(hl.Logits(x), prepared, teacher=dense).loss, [x]
+    both = hl.Objective(f=hl.Term(forward_kl, teacher="a"), r=hl.Term(reverse_kl, teacher="b"))
+    pair = lambda: {"a": hl.Logits(dense.logits), "b": hl.Logits(second)}
+    yield "forward and reverse KL, two dense teachers", lambda: both(hl.Logits(x), prepared, teacher=pair()).loss, [x]
     yield "forward KL, 64 ids", lambda: distill(hl.Logits(x), prepared, teacher=ids).loss, [x]
     yield "mix", lambda: mix(hl.Logits(x), prepared, **rows).loss, [x]
     yield "Logits CE, plain targets", lambda: ce(hl.Logits(x), y).loss, [x]

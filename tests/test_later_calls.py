@@ -19,11 +19,12 @@ import headloss as hl
 from headloss import prepared
 from headloss.engine import evaluate, heads, lookup
 from headloss.engine.fast_path import OneChunkHead
-from headloss.losses import cross_entropy, entropy_bonus, forward_kl, grpo, gspo, jsd, kto, tvd, z_loss
+from headloss.losses import cross_entropy, entropy_bonus, forward_kl, grpo, gspo, jsd, kto, reverse_kl, tvd, z_loss
 
 pytest.importorskip("triton")
 from headloss.backends.triton import totals as triton_totals
 from headloss.backends.triton import visit as triton_visit
+from headloss.backends.triton.cached_launches import Settles
 from headloss.backends.triton.launch import Launch
 
 DEVICE = "cpu" if INSIDE else "cuda"
@@ -483,6 +484,21 @@ def test_a_later_call_keeps_neither_logits_nor_inputs(played):
 
 
 @runs
+def test_a_later_call_keeps_no_teacher(reached):
+    plain = Taught()
+    objective = plain.made()
+    for _ in range(3):
+        teachers, x = Taught().teachers(), plain.call.logits.clone().requires_grad_()
+        out = objective(hl.Logits(x), plain.call.targets, teacher=teachers)
+        out.loss.backward()
+        ref = weakref.ref(teachers["b"].logits)
+        del teachers
+        gc.collect()
+        assert ref() is None
+    assert reached[-1] is not None
+
+
+@runs
 def test_a_later_call_counts_and_scales_by_what_it_is_told():
     objective, call = hl.Objective(ce=cross_entropy, backend="triton"), Call(n=4)
     source, batch = hl.Logits(call.logits), hl.prepare(call.targets)
@@ -748,6 +764,142 @@ def test_rows_that_meet_nowhere_may_have_segments(reached):
         batch = hl.prepare(call.targets, hl.Segments.from_ids(ids, 3))
         found = [known(hl.Logits(call.logits), batch).loss for known in (objective, made())]
         assert torch.equal(*found) and (turn == 0 or reached[-2] is not None)
+
+
+class Taught:
+    """A call with several teachers; `change` gives another one that differs in what is said."""
+
+    def __init__(self, meet=False):
+        self.meet, self.call, self.how = meet, Call(), {"a": {}, "b": {}}
+        self.told = {"a": Call(seed=11).logits, "b": Call(seed=12).logits}
+        self.segments = hl.Segments.from_ids(torch.tensor([0, 0, 0, 1, 1, 2, 2, 2, 2], device=DEVICE), 3)
+
+    def made(self, backend="triton"):
+        more = {"rl": hl.Term(gspo, reduction="seq_mean_token_mean")} if self.meet else {}
+        terms = {
+            "a": hl.Term(forward_kl, teacher="a", weight=0.7), "b": hl.Term(reverse_kl, teacher="b", temperature=2.0),
+            "j": hl.Term(jsd, teacher="b", weight=0.3), "ce": cross_entropy,
+        }  # fmt: skip
+        return hl.Objective(**terms, **more, metrics=["entropy", "argmax"], backend=backend)
+
+    def teachers(self):
+        return {name: hl.Logits(x, **self.how[name]) for name, x in self.told.items()}
+
+    def __call__(self, objective):
+        call = self.call
+        if not self.meet:
+            call.inputs = {}
+        elif not isinstance(call.targets, hl.Prepared):
+            call.targets = hl.prepare(call.targets, self.segments)
+        return call.change(more={**call.more, "teacher": self.teachers()})(objective)
+
+    def tell(self, name, x=None, **how):
+        self.told[name] = self.told[name] if x is None else x
+        self.how[name] = how
+        return self
+
+    def ask(self, **said):
+        self.call.change(**said)
+        return self
+
+
+class WithIds(Taught):
+    def teachers(self):
+        found = self.told["b"].log_softmax(-1).topk(5)
+        return {**super().teachers(), "b": hl.Sparse(found.indices, found.values)}
+
+
+def shifted(x, by):
+    room = torch.zeros(len(x), x.shape[1] + 8, device=DEVICE)
+    room[:, by : by + x.shape[1]] = x
+    return room[:, by : by + x.shape[1]]
+
+
+OTHER_TEACHERS = {  # and whether it is found as the call before it, which was alike
+    "other values": (lambda c: c.tell("a", Call(seed=21).logits), True),
+    "swapped": (lambda c: c.tell("a", c.told["b"]).tell("b", Call(seed=11).logits), True),
+    "named in another order": (lambda c: setattr(c, "told", dict(reversed(c.told.items()))) or c, True),
+    "weights": (lambda c: c.ask(more={"weights": {"a": 2.0, "j": 0.1}}), True),
+    "a weight on the device": (
+        lambda c: c.ask(more={"weights": {"a": torch.tensor(2.0, device=DEVICE)}}), False,
+    ),
+    "a term switched off": (lambda c: c.ask(more={"weights": {"j": 0.0}}), False),
+    "a teacher's temperature": (lambda c: c.tell("b", temperature=0.5), True),
+    "its temperature as a tensor": (lambda c: c.tell("b", temperature=torch.tensor(0.5, device=DEVICE)), False),
+    "its temperature per row": (lambda c: c.tell("b", temperature=ROWS + 1.5), False),
+    "the student's temperature": (lambda c: c.ask(source={"temperature": 0.5}), True),
+    "the student's temperature per row": (lambda c: c.ask(source={"temperature": ROWS + 1.5}), False),
+    "scale, softcap": (lambda c: c.tell("a", scale=0.7, softcap=5.0).ask(source={"scale": 0.8}), True),
+    "a teacher in bfloat16": (lambda c: c.tell("a", c.told["a"].bfloat16()), True),
+    "a student in bfloat16": (lambda c: c.ask(logits=c.call.logits.bfloat16()), True),
+    "a student in float16": (lambda c: c.ask(logits=c.call.logits.half()), False),
+    "a teacher in float64": (lambda c: c.tell("a", c.told["a"].double()), False),
+    "a wider row stride": (lambda c: c.tell("b", shifted(c.told["b"], 0)), True),
+    "columns from the fourth on": (lambda c: c.tell("b", shifted(c.told["b"], 4)), True),
+    "columns off a boundary": (lambda c: c.tell("b", shifted(c.told["b"], 3)), True),
+    "columns apart": (lambda c: c.tell("b", c.told["b"].t().contiguous().t()), True),
+    "columns apart, no gradient": (lambda c: c.tell("b", c.told["b"].t().contiguous().t()).ask(grad=False), True),
+    "a student off a boundary": (lambda c: c.ask(logits=shifted(c.call.logits, 3)), True),
+    "a narrower teacher": (lambda c: c.tell("b", c.told["b"][:, :33].contiguous()), False),
+    "ids in place of a teacher": (lambda c: setattr(c, "__class__", WithIds) or c, False),
+    "ignored rows": (lambda c: c.ask() if c.call.ignoring(2, 5) else c, True),
+    "no gradient": (lambda c: c.ask(grad=False), True),
+    "forward_backward": (lambda c: c.ask(direct=True), True),
+    "in place": (lambda c: c.ask(source={"inplace": True}), False),
+    "num_items": (lambda c: c.ask(more={"num_items": 4}), True),
+    "grad_scale": (lambda c: c.ask(more={"grad_scale": 3.0}), True),
+    "no host read": (lambda c: c.ask(more={"host_read": False}) if c.call.ignoring(2) else c, True),
+}  # fmt: skip
+
+
+LOOKED_AT = {name for name in OTHER_TEACHERS if name.startswith("columns") or name == "a student off a boundary"}
+
+
+@inside
+@pytest.mark.parametrize("meet", [False, True])
+def test_one_thing_changes_next_to_several_teachers(meet, reached, monkeypatch):
+    looked, look = [], Settles._look
+    monkeypatch.setattr(Settles, "_look", lambda *call: looked.append(call) or look(*call))
+    plain, names = Taught(meet), [*OTHER_TEACHERS]
+    objective, truth = plain.made(), plain(plain.made())  # the objective has seen all calls before this one
+    names = names if not meet else ["other values", "scale, softcap", "columns off a boundary", "ignored rows"]
+    for name in names:
+        change, is_found = OTHER_TEACHERS[name]
+        made = lambda change=change: change(Taught(meet))
+        expected = made()(plain.made())
+        for _ in range(2):
+            del reached[:], looked[:]
+            same(made()(objective), expected)
+        assert (reached[-1] is not None) == is_found, name
+        assert bool(looked) == (name in LOOKED_AT), name  # or what an earlier call launched is launched again
+        same(Taught(meet)(objective), truth)
+        for key, value in made()(plain.made("torch")).items():
+            if expected[key].dtype == torch.float32 and not name.startswith("a student in"):
+                torch.testing.assert_close(expected[key], value, rtol=1e-4, atol=1e-5, msg=f"{name}: {key} differs")
+
+
+@runs
+@pytest.mark.parametrize("lines", [False, True])
+def test_later_calls_with_several_teachers(lines, reached):
+    """Without targets; facts pull too, once more as well, and what was written to is told by its name."""
+    plain, shape = Taught(), (3, 3, V) if lines else (N, V)
+    terms = {name: term for name, term in plain.made().terms.items() if name != "ce"}
+    made = lambda: hl.Objective(**terms, backend="triton")
+    objective = made()
+    for seed in range(3):
+        found = []
+        for known in (objective, made()):
+            x = Call(seed=seed).logits.view(shape).requires_grad_()
+            told = {name: Call(seed=seed + i).logits.view(shape) for i, name in ((5, "a"), (9, "b"))}
+            out = known(hl.Logits(x), teacher={name: hl.Logits(z, temperature=1.3) for name, z in told.items()})
+            assert known is not objective or seed == 0 or reached[-1] is not None
+            (out.loss + sum(f.sum() for f in out.facts.values() if f.requires_grad)).backward(retain_graph=True)
+            out.loss.backward(retain_graph=True)
+            found.append({"loss": out.loss.detach(), "grad": x.grad})
+            told["b"].add_(1.0)
+            with pytest.raises(RuntimeError, match=r"teacher\['b'\].logits: modified by an inplace operation"):
+                out.loss.backward()
+        same(*found)
 
 
 BAD = {

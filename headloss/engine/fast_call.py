@@ -16,7 +16,7 @@ from headloss.engine.checks import check_count, check_ids
 from headloss.engine.fast_path import SPARSE_INPUTS, FastPath
 from headloss.engine.one_launch import Launched, measured, with_segments
 from headloss.engine.sweeps import Sweep
-from headloss.engine.teachers import DenseTeacherRows, SparseTeacherRows, merges
+from headloss.engine.teachers import DenseTeacherRows, SparseTeacherRows, merges, teacher_label
 from headloss.prepared import Prepared, Stats, check_stats
 from headloss.record import Grads
 from headloss.reductions import reciprocal, shared_weight
@@ -46,6 +46,7 @@ class FastCall(Launched):
     valid: Tensor | None = None
     stats: Stats | None = None
     spans: Any = None
+    dense: tuple[Tensor, ...] = ()  # teachers' logits
     guide: SparseTeacherRows | None = None
     # `shared_weight` reads these and `stats` as it would from `Rows`
     num_items = one_token = None
@@ -104,15 +105,18 @@ class FastCall(Launched):
         self.teacher = teacher
         if not teacher:
             return
+        if path.dense:
+            each: Any = (teacher,) if type(teacher) is Logits else [teacher[name] for name in path.dense]  # type: ignore[index]
+            self.dense = tuple([x.logits for x in each])
+            return
         checked: tuple[Tensor | None, int] = None, 0
         if type(teacher) is Sparse:
             checked = check_ids("teacher", teacher, source, merges(path.backend, teacher.ids))
-        elif type(teacher) is not Logits:  # by name, if the call was just planned
+        else:  # by name, if the call was just planned
             self.teacher = arguments.teachers[ONLY]
-        if type(self.teacher) is Sparse:
-            of = Rows(path.shape, self.targets, None, self.valid, None, self.stats, self.skipped)
-            self.guide = SparseTeacherRows(self.teacher, of, path.plan.dtype, path.backend, checked)
-            self.guide.strip()
+        of = Rows(path.shape, self.targets, None, self.valid, None, self.stats, self.skipped)
+        self.guide = SparseTeacherRows(self.teacher, of, path.plan.dtype, path.backend, checked)
+        self.guide.strip()
 
     def _shared(self, num_items: Any, present: Tensor | None) -> tuple[Any, ...]:
         """For each term of a call with segments, the factor that the weights of all its rows or segments share.
@@ -130,12 +134,11 @@ class FastCall(Launched):
         if not plan.has_gradient and (grad or torch.is_grad_enabled()):
             check_gradient(plan.terms, grad)
         begun = 0.0 if "compiling" in plan.times else time.perf_counter()
-        guide, chunk, teacher, out = self.guide, None, None, None
+        guide, out = self.guide, None
+        teachers: tuple[Any, ...] = self.dense
         if guide is not None:
-            chunk = SparseChunk(guide.ids_RK, guide.sorted_RK)
+            teachers = (SparseChunk(guide.ids_RK, guide.sorted_RK),)
             inputs = {**inputs, SPARSE_IDS: guide.ids_RK, SPARSE_LOGPROB: guide.logprob_RK}
-        elif path.their is not None:
-            teacher = self.teacher.logits
         given = tuple(map(inputs.__getitem__, path.taken)) if path.taken else ()
         if head is None:
             x = source.logits
@@ -150,11 +153,11 @@ class FastCall(Launched):
             if head is None:
                 x = x.reshape(path.count, -1)
                 out_NV = None if out is None else out.view(x.shape)
-                teacher = None if teacher is None else teacher.reshape(x.shape)
-        more = (self.spans or self._spans(targets)) if path.shares else chunk or teacher
-        mean = self.mean if path.one_launch is not False else tuple([self.mean if m else 1.0 for m in path.means])
+                teachers = teachers if guide is not None else tuple([z.reshape(x.shape) for z in teachers])
+        more = (self.spans or self._spans(targets),) if path.shares else ()
+        mean = tuple([self.mean if m else 1.0 for m in path.means]) if path.each_mean else self.mean
         self.visited, self.sums, loss = path.visits(
-            x, targets, given, mean, self.factors, self.weights, out_NV, self.skipped, more
+            x, targets, given, mean, self.factors, self.weights, out_NV, self.skipped, teachers, *more
         )
         if begun:
             plan.times["compiling"] = time.perf_counter() - begun
@@ -178,8 +181,7 @@ class FastCall(Launched):
             held.append(self.targets)
         if self.guide is not None:
             held += (teacher.ids, teacher.logprobs)
-        elif path.their is not None:
-            held.append(teacher.logits)
+        held += self.dense
         if path.used:
             held += map(self.inputs.__getitem__, path.used)
         if self.segments is not None:
@@ -201,6 +203,7 @@ class FastCall(Launched):
     def strip(self) -> None:
         """Drop what only the forward needs: the backward gets the caller's tensors from autograd."""
         self.source = self.inputs = self.targets = self.segments = self.teacher = self.valid = self.spans = None
+        self.dense = ()
 
     def whole(self, tensors: Mapping[str, Tensor]) -> Sweep:
         """The call as a sweep, for a gradient through a fact or for a second backward."""
@@ -208,7 +211,7 @@ class FastCall(Launched):
         rows = Rows(path.shape, tensors.get("targets"), None, None, None, self.stats, self.skipped)
         source = with_tensors(path.bare, {n: x for n, x in tensors.items() if hasattr(path.bare, n)})
         guides: dict[str, Any] = {} if self.guide is None else {ONLY: self.guide}
-        if path.their is not None:
-            teacher: Any = with_tensors(path.their, {"logits": tensors["teacher.logits"]})
-            guides[ONLY] = DenseTeacherRows(teacher, source, rows)
+        for name, bare in path.dense.items():
+            teacher: Any = with_tensors(bare, {"logits": tensors[f"{teacher_label(name)}.logits"]})
+            guides[name] = DenseTeacherRows(teacher, source, rows)
         return Sweep(source, rows, path.want, path.backend, guides, path.plan.program)

@@ -25,6 +25,7 @@ from headloss.engine.lookup import FoundPlan, Plans
 from headloss.engine.one_launch import by_length
 from headloss.engine.plan import Plan
 from headloss.engine.run import names_of
+from headloss.engine.teachers import teacher_label
 from headloss.metrics import dead_rows
 from headloss.prepared import Prepared
 from headloss.record import Grads
@@ -102,11 +103,12 @@ def key_of(arguments: CallArguments, direct: bool) -> tuple[Any, ...] | None:
                 return None
             key += _layout(x), x.stride()
     elif teacher is not None:
-        if type(teacher) is not Logits or type(teacher.logits) is not Tensor or type(teacher.temperature) is not float:
-            return None
-        z = teacher.logits
-        key += _layout(z), z.stride(), teacher.vocab, teacher.temperature, teacher.scale, teacher.softcap
-        key += teacher.shard is None, teacher.vocab_ids is None
+        for name, dense in teacher.items() if type(teacher) is dict else ((ONLY, teacher),):
+            if type(dense) is not Logits or type(dense.logits) is not Tensor or type(dense.temperature) is not float:
+                return None
+            z = dense.logits
+            key += name, _layout(z), z.stride(), dense.vocab, dense.temperature, dense.scale, dense.softcap
+            key += dense.shard is None, dense.vocab_ids is None
     for name, value in inputs.items():
         if type(value) is not Tensor:
             return None
@@ -145,9 +147,7 @@ def make_fast_path(plans: Plans, key: Any, found: FoundPlan) -> FastPath | None:
         return None
     if plan.by_token is None if plan.kind == "row" else not _counted(plan):
         return None
-    if teachers and program.by_segment:
-        return None
-    if plan.is_fp16 or plan.wants_grad or plans.divergences or (y is None and program.by_segment):
+    if plan.is_fp16 or plan.wants_grad or plans.divergences:
         return None
     if any(call.fn is dead_rows for _, call in plan.metrics):  # which `run` computes
         return None
@@ -166,21 +166,21 @@ def make_fast_path(plans: Plans, key: Any, found: FoundPlan) -> FastPath | None:
         return None
     if any(isinstance(w, Tensor) for w in plan.weights.values()):
         return None
-    teacher: Any = None
+    taught: Mapping[str, Any] = {name: teachers[name] for name in plan.want.teachers}  # type: ignore[index]
     if teachers:
-        teacher = teachers.get(ONLY)  # type: ignore[union-attr]
-        if plan.want.teachers != (ONLY,) or plan.named_teachers != (ONLY,) or not _is_simple(teacher, source):
+        named = plan.named_teachers == plan.want.teachers != ()
+        if not named or not all(_is_simple(x, source) for x in teachers.values()):  # type: ignore[union-attr]
             return None
     if segments is not None and (segments.ids.device != x.device or not segments.num_segments):
         return None
     if segments is not None and y is targets and reads_now(key[3], x.device, plan.read_because):
         return None  # the host would read segment lengths, which prepared targets come with
-    sparse = SPARSE_INPUTS if type(teacher) is Sparse else ()
+    sparse = SPARSE_INPUTS if type(taught.get(ONLY)) is Sparse else ()
     taken = [given.get(name) for name in program.inputs if name not in sparse]
     if any(v is None or not v.is_contiguous() or v.device != x.device for v in taken) or "pairs" in given:
         return None
     path = FastPath(
-        plan, source, given, teacher, y is not None, segments is not None, needs_of(source.tensors, key[0]), found.held
+        plan, source, given, taught, y is not None, segments is not None, needs_of(source.tensors, key[0]), found.held
     )
     if len(plans.fast_paths) >= _MOST:
         plans.fast_paths.clear()
@@ -253,8 +253,9 @@ class FastPath:
     """What all calls with one key share."""
 
     __slots__ = (
-        "backend", "bare", "by_present", "count", "device", "flat", "grad", "head", "held", "linear", "means", "names",
-        "needs", "one_launch", "plan", "read", "shape", "shares", "taken", "their", "used", "visits", "want", "weights",
+        "backend", "bare", "by_present", "count", "dense", "device", "each_mean", "flat", "grad", "head", "held",
+        "linear", "means", "names", "needs", "one_launch", "plan", "read", "shape", "shares", "taken", "used", "visits",
+        "want", "weights",
     )  # fmt: skip
 
     def __init__(
@@ -262,7 +263,7 @@ class FastPath:
         plan: Plan,
         source: Source,
         inputs: Mapping[str, Tensor],
-        teacher: Logits | Sparse | None,
+        teachers: Mapping[str, Logits | Sparse],
         targeted: bool,
         segmented: bool,
         needs: tuple[bool, ...],
@@ -275,18 +276,19 @@ class FastPath:
         self.count, self.used, self.linear = math.prod(self.shape), tuple(inputs), isinstance(source, Linear)
         self.head = OneChunkHead(source) if isinstance(source, Linear) else None
         # names of the tensors saved for a backward: the source's, targets and the teacher's, which it may reread, ...
-        theirs = () if teacher is None else ("ids", "logprobs") if isinstance(teacher, Sparse) else ("logits",)
+        fields = lambda x: ("ids", "logprobs") if isinstance(x, Sparse) else ("logits",)
+        theirs = [f"{teacher_label(name)}.{field}" for name, x in teachers.items() for field in fields(x)]
         of_targets = ("targets",) if targeted else ()
-        again = (*names_of(source.tensors), *of_targets, *[f"teacher.{name}" for name in theirs])
+        again = (*names_of(source.tensors), *of_targets, *theirs)
         self.names, self.read, self.needs = (*again, *inputs, *(("segments",) if segmented else ())), len(again), needs
-        self.taken, in_parts = plan.program.inputs, plan.kind == "row" and plan.program.by_segment
+        self.taken, self.each_mean = plan.program.inputs, plan.kind == "row" and plan.program.by_segment
         # what `takes_one_launch` must say of the rows for this path to serve a call; None if it does not matter
-        self.one_launch = False if in_parts else True if plan.in_parts is not None else None
-        self.bare, self.their, how_theirs = without_tensors(source), None, None
-        if isinstance(teacher, Logits):
-            self.their = without_tensors(teacher)
-            own = tuple([float(teacher.temperature if T is None else T) for T in plan.want.temperatures_of(ONLY)])
-            how_theirs = (float(teacher.scale), teacher.softcap, own)
+        few = self.each_mean and not teachers
+        self.one_launch = False if few else True if plan.in_parts is not None else None
+        self.bare = without_tensors(source)
+        self.dense = {name: without_tensors(x) for name, x in teachers.items() if isinstance(x, Logits)}
+        own = lambda name, x: tuple([float(x.temperature if T is None else T) for T in plan.want.temperatures_of(name)])
+        how_theirs = [(float(x.scale), x.softcap, own(name, x)) for name, x in self.dense.items()]
         self.weights = tuple([float(w) for w in plan.weights.values()])
         temperatures = tuple([float(source.temperature if T is None else T) for T in plan.want.temperatures])
         how = (plan.program, temperatures, source.scale, source.softcap)
@@ -294,11 +296,11 @@ class FastPath:
         self.means = tuple([name in (plan.by_token or ()) for name in plan.weights])  # which rows weigh 1 / tokens
         if not plan.program.by_segment:
             self.visits = plan.backend.Visits(*how, self.means, how_theirs)
-        elif in_parts:
-            self.visits = plan.backend.Settles(*how, (False,) * len(self.means))
+        elif self.each_mean:
+            self.visits = plan.backend.Settles(*how, (False,) * len(self.means), how_theirs)
         else:
             self.shares = tuple([(t.reduction, t.trace.value or "row", t.length) for t in plan.terms])
-            self.visits = plan.backend.Settles(*how, tuple([by_length(t) for t in plan.terms]))
+            self.visits = plan.backend.Settles(*how, tuple([by_length(t) for t in plan.terms]), how_theirs)
         self.by_present = any(over_segments(reduction, kind) for reduction, kind, _ in self.shares)
 
     def all_count(self, arguments: CallArguments) -> bool:

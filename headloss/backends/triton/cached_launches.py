@@ -5,16 +5,21 @@ Dimension key:  C rows handed in   V columns in hand
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from headloss.backends.triton import sweeps
+from headloss.backends.triton import second_read, sweeps
+from headloss.backends.triton import teachers as compared
 from headloss.backends.triton.kernels.records import Given
 from headloss.backends.triton.printer.program import Program
 from headloss.backends.triton.printer.segments import SegmentProgram
-from headloss.backends.triton.settle import Settled, Settling, Spans, Weights, settle_all
-from headloss.backends.triton.tiles import address
+from headloss.backends.triton.settle import Settled, Settling, Spans, Weights, in_order, packed, settle_all
+from headloss.backends.triton.settled_pull import pull_settled
+from headloss.backends.triton.tiles import address, nest
 from headloss.backends.triton.totals import fire_totals, totals_launch
 from headloss.backends.triton.visit import (
     UNTAUGHT,
@@ -27,6 +32,7 @@ from headloss.backends.triton.visit import (
     visit,
 )
 from headloss.backends.triton.visit_records import Visited
+from headloss.facts import finish
 from headloss.teachers import DenseChunk, SparseChunk, TeacherChunk
 
 
@@ -45,7 +51,7 @@ class Visits:
         scale: float,
         softcap: float | None,
         means: tuple[bool, ...],  # per term, whether its rows have the weight `mean`; otherwise 1
-        theirs: tuple[float, float | None, tuple[float, ...]] | None,  # a teacher's scale, softcap and temperatures
+        theirs: Sequence[tuple[float, float | None, tuple[float, ...]]],  # teachers' scale, softcap and temperatures
     ) -> None:
         self.plan, self.temperatures, self.how = plan_of(program), temperatures, (scale, softcap)
         self.means, self.theirs = None if all(means) else means, theirs
@@ -61,9 +67,10 @@ class Visits:
         weights: tuple[Number, ...],
         out_CV: Tensor | None,
         ignore: bool,
-        teacher: Tensor | SparseChunk | None,
+        teachers: tuple[Tensor | SparseChunk, ...],
     ) -> tuple[Visited, Tensor, Tensor]:
         """The results of the visit, each term's sum over the rows, and the loss; see `visit`."""
+        teacher = teachers[0] if teachers else None
         plan, y = self.plan, raw_CV if out_CV is None else out_CV
         begin = address(raw_CV) | address(y)  # on a line of 128 bytes; the others, shifted by 3, on a vector of 16
         if target_C is not None:
@@ -108,8 +115,7 @@ class Visits:
         arguments = Arguments(dict(zip(program.inputs, inputs, strict=True)), bases, factors)
         (scale, cap), columns = self.how, raw_CV.shape[1]
         if isinstance(teacher, Tensor):
-            assert self.theirs is not None
-            teachers: list[TeacherChunk] = [DenseChunk(teacher, *self.theirs, columns)]
+            teachers: list[TeacherChunk] = [DenseChunk(teacher, *self.theirs[0], columns)]
         else:
             teachers = [] if teacher is None else [teacher]
         visited = visit(
@@ -127,10 +133,10 @@ class Visits:
 
 
 class Settles:
-    """The same for calls whose rows meet in segments, or are few: a sweep that reads, one launch that settles all
-    segments or rows, a sweep that writes, and the sums of the terms.  Tensors are as in `Visits`."""
+    """The same for calls whose rows meet in segments, are few, or have several teachers: launches that read, one that
+    settles all segments or rows, one that writes, and the sums of the terms.  Tensors are as in `Visits`."""
 
-    __slots__ = ("how", "known", "means", "program", "temperatures")
+    __slots__ = ("how", "known", "means", "program", "temperatures", "theirs")
 
     def __init__(
         self,
@@ -139,72 +145,151 @@ class Settles:
         scale: float,
         softcap: float | None,
         means: tuple[bool, ...],  # per term, whether its weight is divided by the segment's length
+        theirs: Sequence[tuple[float, float | None, tuple[float, ...]]],
     ) -> None:
-        self.program, self.temperatures, self.means = program, temperatures, means
+        self.program, self.temperatures, self.means, self.theirs = program, temperatures, means, theirs
         self.how: dict[str, Any] = {"scale": scale, "softcap": softcap}
         self.known: dict[Any, tuple[Any, ...]] = {}  # kernels and their numbers
 
     def __call__(
         self,
         raw_CV: Tensor,
-        target_C: Tensor,
+        target_C: Tensor | None,
         inputs: tuple[Tensor, ...],
         bases: tuple[Number, ...],
         factors: tuple[float, ...],
         weights: tuple[float, ...],
         out_CV: Tensor | None,
         ignore: bool,
-        spans: Spans | None,
+        teachers: tuple[Tensor, ...],
+        spans: Spans | None = None,
     ) -> tuple[Settled, Tensor, Tensor]:
         """As in `Visits`; `bases`: per term, the weight of a row or of a segment.  Without `spans` no rows meet."""
-        begin = address(raw_CV) | address(raw_CV if out_CV is None else out_CV) | target_C.data_ptr() << 3
+        begin = address(raw_CV) | address(raw_CV if out_CV is None else out_CV)
+        if target_C is not None:
+            begin |= target_C.data_ptr() << 3
         for x in inputs:
             begin |= x.data_ptr() << 3
+        for x in teachers:
+            begin |= address(x)
         order = None if spans is None else spans.order is None
         key = (ignore, out_CV is None, order, sweeps.BATCH_INVARIANT, forms_of(bases))
         known = self.known.get(key)
+        call = (raw_CV, target_C, inputs, bases, factors, weights, out_CV, ignore, teachers, spans)
         if known is None or begin & 127:
-            return self._look(raw_CV, target_C, inputs, bases, factors, weights, out_CV, ignore, spans, key, begin)
-        (read, *write), settling, numbers, sums_kernel = known
+            return self._look(*call, None if begin & 127 else key)
+        read, write, settling, numbers, sums_kernel = known
         given = Given(self.temperatures, (), inputs, bases, factors, *numbers)
-        sums_FC = sweeps.fire_sums(read, raw_CV, target_C)
+        sums_FC = read(raw_CV, target_C, teachers)
         settled, rows_FC = settle_all(settling, sums_FC, target_C, spans, given)
-        if out_CV is not None and rows_FC is not None:
-            sweeps.fire_pull(write[0], raw_CV, target_C, rows_FC, out_CV)
+        if rows_FC is not None:
+            write(raw_CV, target_C, settled, rows_FC, out_CV, teachers)
         return settled, *fire_totals(sums_kernel, settled.by_segment, weights)
 
     def _look(
         self,
         raw_CV: Tensor,
-        target_C: Tensor,
+        target_C: Tensor | None,
         inputs: tuple[Tensor, ...],
         bases: tuple[Number, ...],
         factors: tuple[float, ...],
         weights: tuple[float, ...],
         out_CV: Tensor | None,
         ignore: bool,
+        teachers: tuple[Tensor, ...],
         spans: Spans | None,
         key: Any,
-        begin: int,
     ) -> tuple[Settled, Tensor, Tensor]:
         """The same by the full path, which checks everything."""
-        program, own, noted = self.program, self.temperatures, list[Any]()
+        program, own = self.program, self.temperatures
         (C, V), gradient = raw_CV.shape, out_CV is not None
         named = lambda xs: dict(zip(program.terms, xs, strict=True))
         given = dict(zip(program.inputs, inputs, strict=True))
-        sums_FC = sweeps.sums_matrix(raw_CV, target_C, program.want, own, noted=noted, **self.how)
+        chunks = [DenseChunk(x, *how, V) for x, how in zip(teachers, self.theirs, strict=True)]
+        sums_FC, read = self._read(raw_CV, target_C, chunks)
         call = Settling(
             program, spans, Weights(given, named(bases), named(self.means), named(factors)), target_C, C, own,
             vocab=V, device=raw_CV.device, ignore=ignore, gradient=gradient,
         )  # fmt: skip
         rows_FC = call.settle(sums_FC)
+        write = None
         if out_CV is not None and rows_FC is not None:
-            used = [i for i, there in enumerate(program.there) if any(there)]
-            there, at = [program.there[i] for i in used], [own[i] for i in used]
-            sweeps.pull_rows(raw_CV, target_C, rows_FC, there, at, out_CV, noted=noted, **self.how)
+            write = self._write(raw_CV, target_C, call.settled, rows_FC, out_CV, chunks)
         kernel = totals_launch(0, weights)
-        if len(noted) == 1 + gradient and target_C.is_contiguous() and not begin & 127:
+        whole = target_C is None or target_C.is_contiguous()
+        if key is not None and read is not None and (write is not None or not gradient) and whole:
             settling = (call.plan, call.launch, gradient, call.groups, (C, C, 0, 0, call.groups, 1, 0))
             numbers = (program.numbers, (), float(V), 1.0, 1.0, 1.0, 1.0)
-            self.known[key] = (noted, settling, numbers, kernel)
+            self.known[key] = (read, write, settling, numbers, kernel)
         return call.settled, *fire_totals(kernel, call.settled.by_segment, weights)
+
+    def _read(self, raw_CV: Tensor, target_C: Tensor | None, chunks: list[DenseChunk]) -> tuple[Tensor, Again | None]:
+        """What settling reads, and how to make it again."""
+        want, own, V, noted, looked = self.program.want, self.temperatures, raw_CV.shape[1], list[Any](), list[Any]()
+        if not chunks:
+            sums_FC = sweeps.sums_matrix(raw_CV, target_C, want, own, noted=noted, **self.how)
+            return sums_FC, (lambda x, y, _: sweeps.fire_sums(noted[0], x, y)) if noted else None
+        partial = compared.sums(raw_CV, target_C, want, own, teachers=chunks, noted=noted, **self.how)
+        look = lambda softmax: second_read.look(raw_CV, want, softmax, chunks, self._paired(), noted=looked, **self.how)
+        sums_FC = packed(partial, want, own, V, look)
+        if len(noted) < len(chunks):
+            return sums_FC, None
+        launches, at = [known for known, _ in noted], numbered([whole for _, whole in noted])
+        places = nest(partial, lambda x: at[x.data_ptr()])
+        pairs = [(i, i + 1) for i in range(len(at), len(at) + 2 * len(want.all_looks), 2)]
+        pick = operator.itemgetter(*in_order(places, want, pairs))
+
+        def again(x: Tensor, y: Tensor | None, teachers: tuple[Tensor, ...]) -> Tensor:
+            rows = [row for known, z in zip(launches, teachers) for row in compared.fire_dense(known, x, y, z).unbind()]
+            if looked:
+                _, softmax = finish(nest(places, rows.__getitem__, leaf=int), want, own, V, only_softmax=True)
+                for seen in looked:
+                    rows += second_read.fire_look(seen, x, teachers[seen[0]], softmax).unbind()
+            return torch.stack(pick(rows))
+
+        return sums_FC, again
+
+    def _write(
+        self,
+        raw_CV: Tensor,
+        target_C: Tensor | None,
+        settled: Settled,
+        rows_FC: Tensor,
+        out_CV: Tensor,
+        chunks: list[DenseChunk],
+    ) -> Again | None:
+        """Write the gradient; returns how to do so again."""
+        noted, softmax = list[Any](), settled.softmax if chunks else None
+        pull_settled(
+            self.program, softmax, rows_FC, raw_CV, target_C, self.temperatures, out_CV, teachers=chunks,
+            teacher_temperatures=self._paired(), noted=noted, **self.how,
+        )  # fmt: skip
+        if not noted:
+            return None
+        known = noted[0]
+        if not chunks:
+            return lambda x, y, _, rows, out, teachers: sweeps.fire_pull(known, x, y, rows, out)
+        at = numbered([settled.found, rows_FC])
+        pick = operator.itemgetter(*[at[x.data_ptr()] for x in noted[1]])
+
+        def again(
+            x: Tensor, y: Tensor | None, settled: Settled, rows: Tensor, out: Tensor, teachers: tuple[Tensor, ...]
+        ) -> None:
+            numbers = torch.stack(pick((*settled.found.unbind(), *rows.unbind())))
+            sweeps.fire_pull(known, x, y, numbers, out, teachers)
+
+        return again
+
+    def _paired(self) -> list[list[float]]:
+        """For each teacher, the student's temperatures at which they are compared."""
+        want = self.program.want
+        own = dict(zip(want.temperatures, self.temperatures, strict=True))
+        return [[own[T] for T in want.temperatures_of(name)] for name in want.teachers]
+
+
+Again = Callable[..., Any]
+
+
+def numbered(matrices: Sequence[Tensor]) -> dict[int, int]:
+    """The number of each row, by where it lies."""
+    return {row.data_ptr(): i for i, row in enumerate(row for x in matrices for row in x.unbind())}
