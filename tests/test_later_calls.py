@@ -622,6 +622,50 @@ def test_later_calls_with_a_head():
         same(*found)
 
 
+@inside
+@pytest.mark.parametrize("kind", ["dense", "two", "ids", None])
+def test_later_calls_with_a_head_next_to_teachers(kind, reached):
+    """As a call makes them that is not found: with targets or without, of which some are ignored, and of lines too."""
+    terms = {
+        "dense": {"kl": forward_kl, "ce": entropy_bonus}, "ids": {"kl": hl.Term(reverse_kl, tail="bucket")},
+        "two": {"a": hl.Term(forward_kl, teacher="a"), "b": hl.Term(jsd, teacher="b")}, None: {"h": entropy_bonus},
+    }[kind]  # fmt: skip
+    made = lambda: hl.Objective(**terms, backend="triton")
+    objective = made()
+    weight = torch.nn.Parameter(torch.randn(V, 16))
+    plan = [(), (), ("targets",), ("targets",), ("targets", "ignored"), ("lines",), ("lines",), ("small",), ("small",)]
+    for seed, said in enumerate(plan):
+        hidden, told, found = torch.randn(6, 16), torch.randn(2, 6, V).log_softmax(-1), []
+        targets = torch.arange(6)
+        targets[[2, 4] if "ignored" in said else []] = -100
+        shape = (2, 3) if "lines" in said else (6,)
+        ids, logprobs = torch.arange(seed, seed + 30).view(6, 5) % V, told[0, :, :5].contiguous()
+        more = {
+            "dense": {"teacher": hl.Logits(told[0].view(*shape, V), temperature=0.5 + seed)},
+            "two": {"teacher": {n: hl.Logits(told[i].view(*shape, V)) for i, n in enumerate("ab")}},
+            "ids": {"teacher": hl.Sparse(ids.view(*shape, 5), logprobs.view(*shape, 5))}, None: {},
+        }[kind]  # fmt: skip
+
+        def call(known, hidden=hidden, targets=targets, said=said, shape=shape, more=more):
+            x, weight.grad = hidden.view(*shape, 16).requires_grad_(), None
+            given = hl.prepare(targets.view(shape)) if "targets" in said else None
+            memory = {"memory": 3 * 4 * 48} if "small" in said else {}
+            out = known(hl.Linear(x, weight, **memory), given, **more)
+            out.loss.backward(retain_graph=True)
+            (out.loss + sum(f.sum() for f in out.facts.values() if f.requires_grad)).backward()
+            grads, x.grad = {"hidden": x.grad, "weight": weight.grad}, None
+            return {"loss": out.loss.detach(), **out.terms, **grads}
+
+        for _ in range(2):
+            found.append(call(objective))
+        assert (reached[-1] is not None) == (not {"ignored", "small"} & {*said}), said
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(evaluate, "make_fast_path", lambda *call: None)
+            truth = call(made())
+        same(found[0], truth)
+        same(found[1], truth)
+
+
 @pytest.mark.parametrize("uneven", [False, True])
 @pytest.mark.parametrize("columns", [V + 3, 4099])
 @pytest.mark.parametrize("needs", [(True, True), (True, False), (False, True)])
@@ -852,6 +896,13 @@ OTHER_TEACHERS = {  # and whether it is found as the call before it, which was a
 }  # fmt: skip
 
 
+def slowly(call):
+    """A first call that does not become one that later calls find."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(evaluate, "make_fast_path", lambda *call: None)
+        return call(call.made())
+
+
 LOOKED_AT = {name for name in OTHER_TEACHERS if name.startswith("columns") or name == "a student off a boundary"}
 
 
@@ -861,12 +912,12 @@ def test_one_thing_changes_next_to_several_teachers(meet, reached, monkeypatch):
     looked, look = [], Settles._look
     monkeypatch.setattr(Settles, "_look", lambda *call: looked.append(call) or look(*call))
     plain, names = Taught(meet), [*OTHER_TEACHERS]
-    objective, truth = plain.made(), plain(plain.made())  # the objective has seen all calls before this one
+    objective, truth = plain.made(), slowly(plain)  # the objective has seen all calls before this one
     names = names if not meet else ["other values", "scale, softcap", "columns off a boundary", "ignored rows"]
     for name in names:
         change, is_found = OTHER_TEACHERS[name]
         made = lambda change=change: change(Taught(meet))
-        expected = made()(plain.made())
+        expected = slowly(made())
         for _ in range(2):
             del reached[:], looked[:]
             same(made()(objective), expected)

@@ -153,7 +153,8 @@ class FastCall(Launched):
             if head is None:
                 x = x.reshape(path.count, -1)
                 out_NV = None if out is None else out.view(x.shape)
-                teachers = teachers if guide is not None else tuple([z.reshape(x.shape) for z in teachers])
+            if guide is None:
+                teachers = tuple([z.reshape(path.count, -1) for z in teachers])
         more = (self.spans or self._spans(targets),) if path.shares else ()
         mean = tuple([self.mean if m else 1.0 for m in path.means]) if path.each_mean else self.mean
         self.visited, self.sums, loss = path.visits(

@@ -89,7 +89,7 @@ def key_of(arguments: CallArguments, direct: bool) -> tuple[Any, ...] | None:
         if type(x) is not Tensor:
             return None
         key += _layout(x), x.stride(), source.inplace
-    elif not plain and source.bias is None and source.weight_grad_into is None:
+    elif (y is None or not plain) and source.bias is None and source.weight_grad_into is None:
         for x in (source.hidden, source.weight):
             if type(x) is not Tensor and type(x) is not Parameter:
                 return None
@@ -156,7 +156,7 @@ def make_fast_path(plans: Plans, key: Any, found: FoundPlan) -> FastPath | None:
         dtypes = {x.dtype, source.weight.dtype, source.gemm_dtype, source.chunk_dtype}
         whole = len(dtypes) == 1 and not source.narrow and source.vocab == source.weight.shape[0]
         fits = 0 < math.prod(source.leading) <= source.chunk_rows() and not source.weight_grad_dtype
-        if teachers or not whole or not fits or plan.kind != "row" or not chunked_because(plan, source):
+        if not whole or not fits or plan.kind != "row" or not chunked_because(plan, source):
             return None
     elif source.inplace or source.vocab != x.shape[-1] or not x.numel():
         return None
@@ -305,9 +305,9 @@ class FastPath:
 
     def all_count(self, arguments: CallArguments) -> bool:
         """Whether every row counts, so that none is left out of the products, and autocast is off."""
-        targets = arguments.targets
-        assert isinstance(targets, Prepared)
-        return targets.known().valid == self.count and not torch._C._is_any_autocast_enabled()
+        targets: Any = arguments.targets
+        every = targets is None or targets.known().valid == self.count
+        return every and not torch._C._is_any_autocast_enabled()
 
     def put(self, x: Tensor, held: bool) -> Tensor:
         """See `Rows.put`."""

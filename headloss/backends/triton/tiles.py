@@ -153,5 +153,5 @@ def nest(x: Any, fn: Any, *others: Any, leaf: type = Tensor) -> Any:
         return fn(x, *others)
     if not isinstance(x, tuple):
         return x
-    items = [nest(y, fn, *(other[i] for other in others), leaf=leaf) for i, y in enumerate(x)]
-    return type(x)(*items) if hasattr(x, "_fields") else tuple(items)
+    items = [nest(y, fn, *ys, leaf=leaf) for y, *ys in zip(x, *others, strict=True)]
+    return x._make(items) if hasattr(x, "_make") else tuple(items)
