@@ -31,8 +31,7 @@ def other_use(model: Any, cut: bool) -> str | None:
     code = _parsed(inspect.unwrap(type(model).forward))
     if code is None:
         return None
-    above = {child: node for node in ast.walk(code) for child in ast.iter_child_nodes(node)}
-    names, known = set(_names(code)), _known(code, model)
+    above, names, known = _above(code), set(_names(code)), _known(code, model)
     for node in ast.walk(code):
         used = isinstance(node, ast.Name) and node.id in names
         if used and not _is_fine(node, names, above, cut) and not _is_off(node, above, known):  # type: ignore[arg-type]
@@ -76,9 +75,7 @@ class Before(NamedTuple):
 
 def before_head(model: Any) -> list[Before]:
     """All that it does there, by the model's own class, whatever replaced its forward; cutting rows does not count."""
-    owner = next(kind for kind in type(model).__mro__ if "forward" in vars(kind))
-    head = model.get_output_embeddings()
-    called = tuple(name for name in _called(owner) if getattr(model, name, None) is head)
+    owner, called = _owner(model)
     return [Before(step.line, _factor(step, model), step.named) for step in _steps(owner, called)]
 
 
@@ -99,27 +96,45 @@ class Turns(NamedTuple):
 def turns(model: Any) -> Turns:
     """By the model's own class, whatever replaced its forward; a function that only cuts rows or casts does not count,
     nor does what is off for this model."""
-    code = _own_forward(next(kind for kind in type(model).__mro__ if "forward" in vars(kind)))
+    owner, called = _owner(model)
+    code, above, steps = _turned(owner, called)
+    known = _known(code, model) if steps and code is not None else {}
+    on = [(line, factor) for node, line, factor in steps if not _is_off(node, above, known)]
+    return Turns(*(next((line for line, is_one in on if is_one is factor), None) for factor in (True, False)))
+
+
+def _owner(model: Any) -> tuple[type, tuple[str, ...]]:
+    """The class whose forward it is, and the names by which that calls the head."""
+    owner = next(kind for kind in type(model).__mro__ if "forward" in vars(kind))
+    head = model.get_output_embeddings()
+    return owner, tuple(name for name in _called(owner) if getattr(model, name, None) is head)
+
+
+@functools.lru_cache(maxsize=64)
+def _turned(
+    owner: type, called: tuple[str, ...]
+) -> tuple[ast.AST | None, dict[ast.AST, ast.AST], list[tuple[ast.AST, str, bool]]]:
+    """The code of a forward, what stands above each part of it, and each operation on the logits: where, its line, and
+    whether it is a factor."""
+    code, found = _own_forward(owner), list[tuple[ast.AST, str, bool]]()
     if code is None:
-        return Turns(None, None)
-    above = {child: node for node in ast.walk(code) for child in ast.iter_child_nodes(node)}
-    names, known, head = set(_names(code)), _known(code, model), model.get_output_embeddings()
-    found: dict[bool, str] = {}
-    for node in ast.walk(code):
-        target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
+        return None, {}, []
+    names = set(_names(code))
+    start = lambda x: (
+        (isinstance(x, ast.Name) and x.id in names) or (isinstance(x, ast.Call) and _of_self(x.func) in called)
+    )
+    for node in _nodes(owner, ast.Assign, ast.AugAssign):
+        target = node.targets[0] if isinstance(node, ast.Assign) else node.target
         target = target.value if isinstance(target, ast.Subscript) else target
-        if not isinstance(node, ast.Assign | ast.AugAssign) or not isinstance(target, ast.Name):
-            continue
-        if target.id in names and not _is_off(node, above, known):
-            start = lambda x: (isinstance(x, ast.Name) and x.id in names) or _calls(x, model, head)
+        if isinstance(target, ast.Name) and target.id in names:
             ops = [node.op] if isinstance(node, ast.AugAssign) else _operations(node.value, start)
-            for op in ops:
-                found.setdefault(isinstance(op, ast.Mult | ast.Div), ast.unparse(node).splitlines()[0])
-    return Turns(found.get(True), found.get(False))
+            line = ast.unparse(node).splitlines()[0]
+            found += [(node, line, isinstance(op, ast.Mult | ast.Div)) for op in ops]
+    return code, _above(code), found
 
 
-def _calls(node: ast.AST, model: Any, module: nn.Module) -> bool:
-    return isinstance(node, ast.Call) and bool(x := _of_self(node.func)) and getattr(model, x, None) is module
+def _above(code: ast.AST) -> dict[ast.AST, ast.AST]:
+    return {child: node for node in ast.walk(code) for child in ast.iter_child_nodes(node)}
 
 
 def _operations(node: ast.expr, start: Callable[[ast.AST], bool]) -> Iterator[ast.AST]:
@@ -216,16 +231,19 @@ def _steps_of(node: ast.expr, whole: ast.AST, names: set[str]) -> Iterator[_Step
 
 def _known(code: ast.AST, model: Any) -> dict[str, Any]:
     """`self`, and names that are assigned once, from one of its attributes."""
-    given = [node for node in ast.walk(code) if isinstance(node, ast.Assign)]
-    stored = [node.id for node in ast.walk(code) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
     known = {"self": model}
-    for node in given:
-        target = node.targets[0]
-        from_one = isinstance(node.value, ast.Attribute | ast.Call)
-        if isinstance(target, ast.Name) and stored.count(target.id) == 1 and from_one:
-            with contextlib.suppress(UnknownError):
-                known[target.id] = _value(node.value, known)
+    for name, value in _given_once(code):
+        with contextlib.suppress(UnknownError):
+            known[name] = _value(value, known)
     return known
+
+
+@functools.lru_cache(maxsize=64)
+def _given_once(code: ast.AST) -> list[tuple[str, ast.expr]]:
+    given = [(x.targets[0], x.value) for x in ast.walk(code) if isinstance(x, ast.Assign)]
+    stored = [node.id for node in ast.walk(code) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
+    once = lambda target: isinstance(target, ast.Name) and stored.count(target.id) == 1
+    return [(t.id, x) for t, x in given if once(t) and isinstance(x, ast.Attribute | ast.Call)]  # type: ignore[attr-defined]
 
 
 def _is_off(node: ast.AST, above: dict[ast.AST, ast.AST], known: Mapping[str, Any]) -> bool:

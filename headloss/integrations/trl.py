@@ -208,6 +208,7 @@ class DistillationTrainer(_OnHeadloss, distillation_trainer.DistillationTrainer)
         if guide is not None and "headloss" not in vars(guide):  # a student may teach itself
             try:
                 check_model(guide, takes_loss=False, instead=INSTEAD)
+                transform_of(guide, True, INSTEAD)
             except TypeError as error:
                 raise TypeError(f"teacher_{error}") from None
 

@@ -516,16 +516,27 @@ def test_a_penalty_needs_its_term_and_rows_their_tokens(tokenizer: Any, tmp_path
             trainer.set_objective(hl.Objective(rl=grpo))
 
 
+class CappedForCausalLM(transformers.LlamaForCausalLM):
+    def forward(self, input_ids: Any = None, attention_mask: Any = None, labels: Any = None, **kwargs: Any) -> Any:
+        hidden = self.model(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+        logits = 2 * torch.tanh(self.lm_head(hidden) / 2)
+        return self.loss_function(logits=logits, labels=labels, vocab_size=tiny.V)
+
+
 def test_a_teacher_whose_head_does_more_is_refused(tokenizer: Any, tmp_path: Path) -> None:
     """Its weight alone would be another teacher."""
-    teacher = tiny.model("llama")
-    nn.utils.parametrizations.weight_norm(teacher.lm_head)
+    normed, capped = tiny.model("llama"), CappedForCausalLM(tiny.model("llama").config)
+    nn.utils.parametrizations.weight_norm(normed.lm_head)
     arguments = trl.DistillationConfig(**common(tmp_path), max_completion_length=6)
-    with pytest.raises(TypeError, match="teacher_model: the head of LlamaForCausalLM has a parametrized weight"):
-        adapter.DistillationTrainer(
-            model=tiny.model("llama"), teacher_model=teacher, args=arguments,
-            train_dataset=lines(8, completions=False), processing_class=tokenizer,
-        )  # fmt: skip
+    for teacher, says in (
+        (normed, "the head of LlamaForCausalLM has a parametrized weight"),
+        (capped, r"CappedForCausalLM.forward has `logits = 2 \* torch.tanh.*`, which its config does not tell"),
+    ):
+        with pytest.raises(TypeError, match=f"teacher_model: {says}"):
+            adapter.DistillationTrainer(
+                model=tiny.model("llama"), teacher_model=teacher, args=arguments,
+                train_dataset=lines(8, completions=False), processing_class=tokenizer,
+            )  # fmt: skip
 
 
 def test_bad_use(monkeypatch: pytest.MonkeyPatch) -> None:
