@@ -125,16 +125,17 @@ class Linear:
             raise ValueError(f"weight: wanted {wanted}, got {tuple(weight.shape)}")
         if bias is not None and (not isinstance(bias, Tensor) or bias.shape != weight.shape[:1]):
             raise ValueError(f"bias: wanted shape ({weight.shape[0]},), got {kind_of(bias)}")
-        for name, x in (("weight", weight),) if bias is None else (("weight", weight), ("bias", bias)):
-            if x.device != hidden.device:
-                raise ValueError(f"{name}: is on {x.device}, but hidden is on {hidden.device}")
-            if x.dtype != hidden.dtype and not autocast:
-                raise TypeError(
-                    f"{name}: is {x.dtype}, but hidden is {hidden.dtype}; cast one, or run under torch.autocast"
-                )
-        for name, dtype in (("logits_dtype", self.logits_dtype), ("weight_grad_dtype", self.weight_grad_dtype)):
-            if dtype not in (None, torch.float16, torch.bfloat16, torch.float32, torch.float64):
-                raise TypeError(f"{name}: wanted a floating-point dtype of 16 bits or more, got {dtype!r}")
+        if bias is not None or weight.device != hidden.device or weight.dtype != hidden.dtype:
+            for name, x in (("weight", weight),) if bias is None else (("weight", weight), ("bias", bias)):
+                if x.device != hidden.device:
+                    raise ValueError(f"{name}: is on {x.device}, but hidden is on {hidden.device}")
+                if x.dtype != hidden.dtype and not autocast:
+                    said = f"{name}: is {x.dtype}, but hidden is {hidden.dtype}"
+                    raise TypeError(f"{said}; cast one, or run under torch.autocast")
+        if self.logits_dtype is not None or self.weight_grad_dtype is not None:
+            for name, dtype in (("logits_dtype", self.logits_dtype), ("weight_grad_dtype", self.weight_grad_dtype)):
+                if dtype not in (None, torch.float16, torch.bfloat16, torch.float32, torch.float64):
+                    raise TypeError(f"{name}: wanted a floating-point dtype of 16 bits or more, got {dtype!r}")
         if self.weight_grad_into not in (None, "grad", "main_grad"):
             raise ValueError(f'weight_grad_into: wanted None, "grad" or "main_grad", got {self.weight_grad_into!r}')
         if self.weight_grad_into is not None and torch.compiler.is_compiling():
@@ -324,18 +325,14 @@ def _autocast(x: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(kind)
 
 
-def _check_shard(shard: object) -> None:
-    if shard is not None and not isinstance(shard, VocabShard):
-        raise TypeError(f"shard: wanted hl.VocabShard, got {type(shard).__name__}")
-
-
 def _settle_vocab(source: Logits | Linear, held: int) -> None:
     """Set the size of the whole vocabulary: as given, the shard's, or the number of columns held."""
     said: Any = source.vocab
     if said is None and source.shard is None and source.vocab_ids is None:
         object.__setattr__(source, "vocab", held)
         return
-    _check_shard(source.shard)
+    if source.shard is not None and not isinstance(source.shard, VocabShard):
+        raise TypeError(f"shard: wanted hl.VocabShard, got {type(source.shard).__name__}")
     if said is not None and (isinstance(said, bool) or not isinstance(said, int)):
         raise TypeError(f"vocab: wanted an integer, got {type(said).__name__}")
     if source.shard is not None and said not in (None, source.shard.vocab):
