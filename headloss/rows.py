@@ -205,7 +205,7 @@ def bind_rows(
         if segments is not None:
             raise ValueError("targets: needed when segments are given (they say which rows count)")
         return Rows(shape, None, None, None, None, None)
-    elif not isinstance(targets, Tensor) or targets.dtype is not torch.int64:
+    else:
         targets = integers("targets", targets)
     if targets.shape != shape:
         raise ValueError(f"targets: wanted shape {shape} to match the source, got {tuple(targets.shape)}")

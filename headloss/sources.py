@@ -127,6 +127,7 @@ class Linear:
             raise ValueError(f"bias: wanted shape ({weight.shape[0]},), got {kind_of(bias)}")
         if bias is not None or weight.device != hidden.device or weight.dtype != hidden.dtype:
             for name, x in (("weight", weight),) if bias is None else (("weight", weight), ("bias", bias)):
+                check_dense(name, x)
                 if x.device != hidden.device:
                     raise ValueError(f"{name}: is on {x.device}, but hidden is on {hidden.device}")
                 if x.dtype != hidden.dtype and not autocast:
@@ -236,6 +237,7 @@ class Sparse:
         object.__setattr__(self, "ids", integers("ids", self.ids))
         if not self.logprobs.dtype.is_floating_point or self.logprobs.dtype.itemsize < 4:
             raise TypeError(f"logprobs: wanted float32 or better, got {self.logprobs.dtype}")
+        check_dense("logprobs", self.logprobs)
         if self.ids.ndim < 2 or self.ids.shape != self.logprobs.shape or self.ids.shape[-1] < 1:
             raise ValueError(
                 f"ids: wanted (rows, K) like logprobs, got {tuple(self.ids.shape)} and {tuple(self.logprobs.shape)}"
@@ -360,6 +362,7 @@ def _check_transform(source: Logits | Linear, x: Tensor) -> None:
     if alone and T > 0 and T - T == 0 and type(source.scale) is float and source.scale == 1.0:
         return  # nothing was given but a valid temperature
     if isinstance(T, Tensor):
+        check_dense("temperature", T)
         if T.requires_grad:
             raise ValueError("temperature: requires grad, but no gradient flows to a temperature; pass it detached")
         if T.dtype.is_complex or T.dtype in (torch.bool, torch.uint16, torch.uint32, torch.uint64):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from headloss.deferred_checks import Copy, check_later, defers
-from headloss.segments import integers, version
+from headloss.segments import check_dense, integers, version
 
 IGNORE = -100  # the target of a row that does not count
 SHIFT = 32  # how far a key shifts its row's number
@@ -97,6 +97,7 @@ class Support:
         if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
             got = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
             raise TypeError(f"mask: wanted a tensor of torch.bool, got {got}")
+        check_dense("mask", mask)
         if mask.ndim < 2:
             raise ValueError(f"mask: wanted (rows, vocabulary), got shape {tuple(mask.shape)}")
         _check_device(mask, mask, "mask")

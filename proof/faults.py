@@ -1221,4 +1221,5 @@ FAULTS = [
     Fault("parallel/shared_segments.py", "zlib.crc32(said.encode()) % _MOST", "0", "ranks that share segments and run other losses are not noticed", ("tests/ranks/test_documents.py",)),
     Fault("engine/bind.py", "(plan.dtype, wanted) if terms else None", "None", "ranks that share segments wait for a gradient that one of them does not make", ("tests/ranks/test_documents.py",)),
     Fault("engine/bind.py", "metrics = [name for name, call in plan.metrics if any(s.wants(\"segments\") for s in call.signatures)]", "metrics: list[str] = []", "ranks that share segments wait for the sums of a metric that one of them lacks", ("tests/ranks/test_documents.py",)),
+    Fault("engine/lookup.py", "            check_dense(name, value_)\n", "", "an input that is a sparse tensor fails in some operation of torch", ("tests/test_bad_input.py",)),
 ]  # fmt: skip

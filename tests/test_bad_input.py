@@ -86,6 +86,37 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         TypeError,
         "targets: wanted a dense tensor, .*nested",
     ),
+    "bias is sparse": (lambda: hl.Linear(HIDDEN, WEIGHT, torch.zeros(V).to_sparse()), TypeError, "bias: .*dense"),
+    "temperature is sparse": (
+        lambda: hl.Logits(LOGITS, temperature=torch.ones(N).to_sparse()),
+        TypeError,
+        "temperature: wanted a dense tensor",
+    ),
+    "log-probabilities of a teacher are sparse": (
+        lambda: hl.Sparse(TARGETS[:, None], torch.zeros(N, 1).to_sparse()),
+        TypeError,
+        "logprobs: wanted a dense tensor",
+    ),
+    "a mask of kept columns is sparse": (
+        lambda: hl.Support.from_mask((LOGITS > 0).to_sparse()),
+        TypeError,
+        "mask: wanted a dense tensor",
+    ),
+    "targets are sparse": (
+        lambda: hl.Objective(ce=cross_entropy)(hl.Logits(LOGITS), TARGETS.to_sparse()),
+        TypeError,
+        r"targets: wanted a dense tensor, .*pass targets.to_dense\(\)",
+    ),
+    "an input is sparse": (
+        lambda: hl.Objective(rl=grpo)(hl.Logits(LOGITS), TARGETS, advantage=torch.ones(N).to_sparse()),
+        TypeError,
+        "advantage: wanted a dense tensor",
+    ),
+    "an input that is said to go by row is sparse": (
+        lambda: hl.Objective(rl=grpo)(hl.Logits(LOGITS), TARGETS, advantage=hl.PerRow(torch.ones(N).to_sparse())),
+        TypeError,
+        "advantage: wanted a dense tensor",
+    ),
     "hidden is no tensor": (lambda: hl.Linear(None, WEIGHT), TypeError, "hidden: wanted a tensor"),
     "weight does not fit": (lambda: hl.Linear(HIDDEN, torch.randn(V, D + 1)), ValueError, r"weight: .*\(11, 5\)"),
     "weight is transposed": (lambda: hl.Linear(HIDDEN, WEIGHT.t()), ValueError, r"weight: wanted \(vocabulary, 4\)"),

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from headloss.deferred_checks import check_later, defers
-from headloss.segments import Segments, integers, readable
+from headloss.segments import Segments, check_dense, integers, readable
 from headloss.sources import Source
 from headloss.term import Term
 from headloss.trace.call import Call
@@ -263,6 +263,7 @@ def layout(
         x = torch.full((), x, dtype=dtype, device=device)  # not on the host: clamp takes no scalar from there
     if not isinstance(x, Tensor):
         raise TypeError(f"{name}: wanted a tensor or a number, got {type(x).__name__}")
+    check_dense(name, x)
     if getattr(type(x).__torch_function__, "__func__", _DISABLED) not in (_DISABLED, _TORCHS):
         raise TypeError(
             f"{name}: is a {type(x).__name__}, whose operations run code of its own that a trace cannot follow; "

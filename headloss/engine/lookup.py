@@ -21,7 +21,7 @@ from headloss.engine.plan import Calls, Plan, choose_calls, make_plan, plain_sou
 from headloss.engine.teachers import name_teachers
 from headloss.prepared import Prepared
 from headloss.routed import Routed, routes_of
-from headloss.segments import Segments
+from headloss.segments import Segments, check_dense
 from headloss.sources import Logits, Source, Sparse, Teacher
 from headloss.terms import Terms
 from headloss.trace.cache_keys import is_plain
@@ -198,6 +198,7 @@ def form_of(
         said = type(value) is PerRow
         value_ = value.value if said else value
         if plain and type(value_) is Tensor:
+            check_dense(name, value_)
             of_rows = value_.shape == leading and value_.device == device
             if (of_rows and (unambiguous or said or name in plans.per_row)) or (not value_.ndim and not said):
                 key += (name, said, value_.dtype, not value_.ndim, grad and value_.requires_grad)
