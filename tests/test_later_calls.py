@@ -623,16 +623,17 @@ def test_later_calls_with_a_head():
 
 
 @inside
-@pytest.mark.parametrize("kind", ["dense", "two", "ids", None])
+@pytest.mark.parametrize("kind", ["dense", "two", "ids", "head", "head alone", None])
 def test_later_calls_with_a_head_next_to_teachers(kind, reached):
     """As a call makes them that is not found: with targets or without, of which some are ignored, and of lines too."""
+    many = {"kl": forward_kl, "h": entropy_bonus}
     terms = {
-        "dense": {"kl": forward_kl, "ce": entropy_bonus}, "ids": {"kl": hl.Term(reverse_kl, tail="bucket")},
+        "dense": many, "head": many, "head alone": many, "ids": {"kl": hl.Term(reverse_kl, tail="bucket")},
         "two": {"a": hl.Term(forward_kl, teacher="a"), "b": hl.Term(jsd, teacher="b")}, None: {"h": entropy_bonus},
     }[kind]  # fmt: skip
     made = lambda: hl.Objective(**terms, backend="triton")
     objective = made()
-    weight = torch.nn.Parameter(torch.randn(V, 16))
+    weight, theirs = torch.nn.Parameter(torch.randn(V, 16)), torch.nn.Parameter(torch.randn(V, 8))
     plan = [(), (), ("targets",), ("targets",), ("targets", "ignored"), ("lines",), ("lines",), ("small",), ("small",)]
     for seed, said in enumerate(plan):
         hidden, told, found = torch.randn(6, 16), torch.randn(2, 6, V).log_softmax(-1), []
@@ -644,13 +645,17 @@ def test_later_calls_with_a_head_next_to_teachers(kind, reached):
             "dense": {"teacher": hl.Logits(told[0].view(*shape, V), temperature=0.5 + seed)},
             "two": {"teacher": {n: hl.Logits(told[i].view(*shape, V)) for i, n in enumerate("ab")}},
             "ids": {"teacher": hl.Sparse(ids.view(*shape, 5), logprobs.view(*shape, 5))}, None: {},
-        }[kind]  # fmt: skip
+        }  # fmt: skip
+        memory = {"memory": 3 * 4 * 48} if "small" in said else {}
+        told_by = hl.Linear(torch.randn(*shape, 8), theirs, temperature=0.5 + seed % 3, **memory)
+        more = {**more, "head": {"teacher": told_by}, "head alone": {"teacher": told_by}}[kind]
 
-        def call(known, hidden=hidden, targets=targets, said=said, shape=shape, more=more):
+        def call(known, hidden=hidden, targets=targets, said=said, shape=shape, more=more, memory=memory):
             x, weight.grad = hidden.view(*shape, 16).requires_grad_(), None
             given = hl.prepare(targets.view(shape)) if "targets" in said else None
-            memory = {"memory": 3 * 4 * 48} if "small" in said else {}
-            out = known(hl.Linear(x, weight, **memory), given, **more)
+            alone = kind == "head alone"
+            source = hl.Logits(x @ weight.t()) if alone else hl.Linear(x, weight, **memory)
+            out = known(source, given, **more)
             out.loss.backward(retain_graph=True)
             (out.loss + sum(f.sum() for f in out.facts.values() if f.requires_grad)).backward()
             grads, x.grad = {"hidden": x.grad, "weight": weight.grad}, None

@@ -22,7 +22,7 @@ from headloss.record import Grads
 from headloss.reductions import reciprocal, shared_weight
 from headloss.rows import IGNORE, Rows, count_rows
 from headloss.segments import Segments
-from headloss.sources import Logits, Sparse, with_tensors
+from headloss.sources import Sparse, with_tensors
 from headloss.teachers import SparseChunk
 from headloss.term import check_weight
 from headloss.trace.gradient import check_gradient
@@ -46,7 +46,7 @@ class FastCall(Launched):
     valid: Tensor | None = None
     stats: Stats | None = None
     spans: Any = None
-    dense: tuple[Tensor, ...] = ()  # teachers' logits
+    dense: tuple[Any, ...] = ()  # dense teachers
     guide: SparseTeacherRows | None = None
     # `shared_weight` reads these and `stats` as it would from `Rows`
     num_items = one_token = None
@@ -106,8 +106,8 @@ class FastCall(Launched):
         if not teacher:
             return
         if path.dense:
-            each: Any = (teacher,) if type(teacher) is Logits else [teacher[name] for name in path.dense]  # type: ignore[index]
-            self.dense = tuple([x.logits for x in each])
+            several: Any = teacher
+            self.dense = tuple([several[n] for n in path.dense]) if isinstance(teacher, Mapping) else (several,)
             return
         checked: tuple[Tensor | None, int] = None, 0
         if type(teacher) is Sparse:
@@ -135,8 +135,10 @@ class FastCall(Launched):
             check_gradient(plan.terms, grad)
         begun = 0.0 if "compiling" in plan.times else time.perf_counter()
         guide, out = self.guide, None
-        teachers: tuple[Any, ...] = self.dense
-        if guide is not None:
+        if guide is None:
+            named = zip(path.dense, self.dense)
+            teachers = tuple([path.heads[n].read(z) if n in path.heads else z.logits for n, z in named])
+        else:
             teachers = (SparseChunk(guide.ids_RK, guide.sorted_RK),)
             inputs = {**inputs, SPARSE_IDS: guide.ids_RK, SPARSE_LOGPROB: guide.logprob_RK}
         given = tuple(map(inputs.__getitem__, path.taken)) if path.taken else ()
@@ -182,7 +184,8 @@ class FastCall(Launched):
             held.append(self.targets)
         if self.guide is not None:
             held += (teacher.ids, teacher.logprobs)
-        held += self.dense
+        for dense in self.dense:
+            held += dense.tensors
         if path.used:
             held += map(self.inputs.__getitem__, path.used)
         if self.segments is not None:
@@ -213,6 +216,7 @@ class FastCall(Launched):
         source = with_tensors(path.bare, {n: x for n, x in tensors.items() if hasattr(path.bare, n)})
         guides: dict[str, Any] = {} if self.guide is None else {ONLY: self.guide}
         for name, bare in path.dense.items():
-            teacher: Any = with_tensors(bare, {"logits": tensors[f"{teacher_label(name)}.logits"]})
-            guides[name] = DenseTeacherRows(teacher, source, rows)
+            label = f"{teacher_label(name)}."
+            own = {n.removeprefix(label): x for n, x in tensors.items() if n.startswith(label)}
+            guides[name] = DenseTeacherRows(with_tensors(bare, own), source, rows)
         return Sweep(source, rows, path.want, path.backend, guides, path.plan.program)

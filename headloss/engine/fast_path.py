@@ -19,7 +19,8 @@ from torch.nn import Parameter
 
 from headloss.engine.arguments import CallArguments
 from headloss.engine.autograd_contract import refuse_transforms
-from headloss.engine.bind import chunked_because, reads_now
+from headloss.engine.bind import chunked_because, chunks_of, reads_now, rows_of
+from headloss.engine.bound_teachers import bind_teachers
 from headloss.engine.heads import even_parts, make_logits, pull_hidden, pull_weight
 from headloss.engine.lookup import FoundPlan, Plans
 from headloss.engine.one_launch import by_length
@@ -31,7 +32,7 @@ from headloss.prepared import Prepared
 from headloss.record import Grads
 from headloss.reductions import over_segments
 from headloss.segments import Segments
-from headloss.sources import Linear, Logits, Source, Sparse, padded, without_tensors
+from headloss.sources import Linear, Logits, Source, Sparse, Teacher, padded, tensors_in, without_tensors
 from headloss.trace.function_reads import defaults
 from headloss.trace.signature import ONLY, TEACHER_INPUTS
 
@@ -89,12 +90,8 @@ def key_of(arguments: CallArguments, direct: bool) -> tuple[Any, ...] | None:
         if type(x) is not Tensor:
             return None
         key += _layout(x), x.stride(), source.inplace
-    elif (y is None or not plain) and source.bias is None and source.weight_grad_into is None:
-        for x in (source.hidden, source.weight):
-            if type(x) is not Tensor and type(x) is not Parameter:
-                return None
-            key += _layout(x), x.stride()
-        key += (source.gemm_dtype, source.logits_dtype, source.weight_grad_dtype, source.memory)
+    elif (y is None or not plain) and source.weight_grad_into is None and _is_plain(source):
+        _add_head(key, source)
     else:
         return None
     if type(teacher) is Sparse:
@@ -104,16 +101,33 @@ def key_of(arguments: CallArguments, direct: bool) -> tuple[Any, ...] | None:
             key += _layout(x), x.stride()
     elif teacher is not None:
         for name, dense in teacher.items() if type(teacher) is dict else ((ONLY, teacher),):
-            if type(dense) is not Logits or type(dense.logits) is not Tensor or type(dense.temperature) is not float:
+            if type(dense) is Linear and _is_plain(dense):
+                _add_head(key, dense)
+            elif type(dense) is Logits and type(dense.logits) is Tensor:
+                key += _layout(dense.logits), dense.logits.stride()
+            else:
                 return None
-            z = dense.logits
-            key += name, _layout(z), z.stride(), dense.vocab, dense.temperature, dense.scale, dense.softcap
+            if type(dense.temperature) is not float:
+                return None
+            key += name, dense.vocab, dense.temperature, dense.scale, dense.softcap
             key += dense.shard is None, dense.vocab_ids is None
     for name, value in inputs.items():
         if type(value) is not Tensor:
             return None
         key += name, _layout(value), value.stride()
     return tuple(key)
+
+
+def _is_plain(head: Linear) -> bool:
+    """Whether it has no bias, and its tensors are torch's own."""
+    return head.bias is None and type(head.hidden) is Tensor and type(head.weight) in (Tensor, Parameter)
+
+
+def _add_head(key: list[Any], head: Linear) -> None:
+    """All that must be equal of a plain head."""
+    for x in (head.hidden, head.weight):
+        key += _layout(x), x.stride()
+    key += (head.gemm_dtype, head.logits_dtype, head.weight_grad_dtype, head.memory)
 
 
 def _only_weigh(weights: Any) -> bool:
@@ -153,10 +167,8 @@ def make_fast_path(plans: Plans, key: Any, found: FoundPlan) -> FastPath | None:
         return None
     x, given = source.tensors[0], found.arguments.inputs
     if isinstance(source, Linear):
-        dtypes = {x.dtype, source.weight.dtype, source.gemm_dtype, source.chunk_dtype}
-        whole = len(dtypes) == 1 and not source.narrow and source.vocab == source.weight.shape[0]
         fits = 0 < math.prod(source.leading) <= source.chunk_rows() and not source.weight_grad_dtype
-        if not whole or not fits or plan.kind != "row" or not chunked_because(plan, source):
+        if not _is_even(source) or not fits or plan.kind != "row" or not chunked_because(plan, source):
             return None
     elif source.inplace or source.vocab != x.shape[-1] or not x.numel():
         return None
@@ -170,6 +182,8 @@ def make_fast_path(plans: Plans, key: Any, found: FoundPlan) -> FastPath | None:
     if teachers:
         named = plan.named_teachers == plan.want.teachers != ()
         if not named or not all(_is_simple(x, source) for x in teachers.values()):  # type: ignore[union-attr]
+            return None
+        if any(isinstance(x, Linear) for x in taught.values()) and not _in_one_chunk(plan, found.arguments):
             return None
     if segments is not None and (segments.ids.device != x.device or not segments.num_segments):
         return None
@@ -197,9 +211,28 @@ def _counted(plan: Plan) -> bool:
     return plain and tuple(plan.program.terms) == tuple(plan.weights)
 
 
+def _is_even(head: Linear) -> bool:
+    """Whether it has one dtype, and all rows of its weight are columns."""
+    dtypes = {head.hidden.dtype, head.weight.dtype, head.gemm_dtype, head.chunk_dtype}
+    return len(dtypes) == 1 and not head.narrow and head.vocab == head.weight.shape[0]
+
+
+def _in_one_chunk(plan: Plan, arguments: CallArguments) -> bool:
+    """Whether the logits of student and teachers fit at once; targets are none or prepared."""
+    source, teachers = arguments.source, arguments.teachers
+    if isinstance(arguments.targets, Tensor):
+        return False
+    rows = rows_of(plan, arguments, True, chunked_because(plan, source))
+    guides = bind_teachers(teachers, plan.named_teachers, source, rows, plan.backend)
+    return len(chunks_of(plan, arguments, rows, guides) or ()) == 1
+
+
 def _is_simple(teacher: Any, source: Source) -> bool:
     if type(teacher) is Sparse:
         return not teacher.logprobs.requires_grad and teacher.logprobs.dtype == source.fact_dtype
+    if type(teacher) is Linear:
+        own = teacher.hidden.dtype != torch.float64 and not teacher.hidden.requires_grad
+        return own and teacher.vocab == source.vocab and _is_even(teacher)
     if type(teacher) is not Logits or not source.vocab == teacher.vocab == teacher.logits.shape[-1]:
         return False
     return not teacher.logits.requires_grad and teacher.logits.dtype != torch.float64
@@ -253,7 +286,8 @@ class FastPath:
     """What all calls with one key share."""
 
     __slots__ = (
-        "backend", "bare", "by_present", "count", "dense", "device", "each_mean", "flat", "grad", "head", "held",
+        "backend", "bare", "by_present", "count", "dense", "device", "each_mean", "flat", "grad", "head", "heads",
+        "held",
         "linear", "means", "names", "needs", "one_launch", "plan", "read", "shape", "shares", "taken", "used", "visits",
         "want", "weights",
     )  # fmt: skip
@@ -263,7 +297,7 @@ class FastPath:
         plan: Plan,
         source: Source,
         inputs: Mapping[str, Tensor],
-        teachers: Mapping[str, Logits | Sparse],
+        teachers: Mapping[str, Teacher],
         targeted: bool,
         segmented: bool,
         needs: tuple[bool, ...],
@@ -273,10 +307,12 @@ class FastPath:
         self.held = held  # what functions of ours read, kept alive so that no id is reused
         self.device, self.grad = source.device, True in needs
         self.shape, self.flat = source.leading, source.tensors[0].ndim == 2
-        self.count, self.used, self.linear = math.prod(self.shape), tuple(inputs), isinstance(source, Linear)
+        self.count, self.used = math.prod(self.shape), tuple(inputs)
         self.head = OneChunkHead(source) if isinstance(source, Linear) else None
+        self.heads = {name: OneChunkHead(x) for name, x in teachers.items() if isinstance(x, Linear)}
+        self.linear = self.head is not None or bool(self.heads)
         # names of the tensors saved for a backward: the source's, targets and the teacher's, which it may reread, ...
-        fields = lambda x: ("ids", "logprobs") if isinstance(x, Sparse) else ("logits",)
+        fields = lambda x: ("ids", "logprobs") if isinstance(x, Sparse) else tensors_in(x)
         theirs = [f"{teacher_label(name)}.{field}" for name, x in teachers.items() for field in fields(x)]
         of_targets = ("targets",) if targeted else ()
         again = (*names_of(source.tensors), *of_targets, *theirs)
@@ -286,7 +322,7 @@ class FastPath:
         few = self.each_mean and not teachers
         self.one_launch = False if few else True if plan.in_parts is not None else None
         self.bare = without_tensors(source)
-        self.dense = {name: without_tensors(x) for name, x in teachers.items() if isinstance(x, Logits)}
+        self.dense = {name: without_tensors(x) for name, x in teachers.items() if not isinstance(x, Sparse)}
         own = lambda name, x: tuple([float(x.temperature if T is None else T) for T in plan.want.temperatures_of(name)])
         how_theirs = [(float(x.scale), x.softcap, own(name, x)) for name, x in self.dense.items()]
         self.weights = tuple([float(w) for w in plan.weights.values()])
