@@ -26,20 +26,10 @@ NAME = "triton"
 
 look, merge_repeated, scale_ = second_read.look, compared.merge_repeated, sweeps.scale_
 # a visit: facts, values, metrics and gradient of some rows in one launch; its arguments, and its sums over rows
-visit, Arguments, totals, Visits, Settles = (
-    alone.visit,
-    alone.Arguments,
-    over_rows.totals,
-    cached_launches.Visits,
-    cached_launches.Settles,
-)
+visit, Arguments, totals = alone.visit, alone.Arguments, over_rows.totals
+Visits, Settles = cached_launches.Visits, cached_launches.Settles
 # segment losses, settled between the two sweeps
-sums_matrix, Settling, Weights, spans = (
-    sweeps.sums_matrix,
-    settle.Settling,
-    settle.Weights,
-    settle.spans,
-)
+sums_matrix, Settling, Weights, spans = sweeps.sums_matrix, settle.Settling, settle.Weights, settle.spans
 packed, pull_settled = settle.packed, settled_pull.pull_settled
 count_targets = over_rows.count_targets
 # a linear head at some columns of each row, or at the same columns of all rows
