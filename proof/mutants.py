@@ -156,12 +156,16 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1, help="faults at a time")
     parser.add_argument("--unchecked", action="store_true", help="do not see first whether the tests are green")
     parser.add_argument("--again", action="store_true", help="only those not yet caught in their file as it is now")
+    parser.add_argument("--new", action="store_true", help="only those that no earlier run has caught, in any state")
     parser.add_argument("--name", default="mutants", help="of the results file")
     args = parser.parse_args()
     faults = [f for f in FAULTS if f.file.startswith(args.only)]
     if args.again:
         caught = {row.get("digest") for row in earlier(args.name)["faults"] if row["caught"]}
         faults = [f for f in faults if digest(f, (ROOT / "headloss" / f.file).read_text()) not in caught]
+    if args.new:
+        known = {(row["file"], row["what"]) for row in earlier(args.name)["faults"] if row["caught"]}
+        faults = [f for f in faults if (f.file, f.what) not in known]
     for fault in faults:
         broken(fault, (ROOT / "headloss" / fault.file).read_text())
     print(f"{len(faults)} faults apply", flush=True)
