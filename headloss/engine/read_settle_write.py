@@ -174,12 +174,13 @@ def _visit(
             rows_FC[first:last] /= bound
             first = last + 1
         rows_FC[first - 1 :] /= bound  # the teachers' coefficients
-    sweep.backend.pull_settled(
-        program, cut(settling.settled.softmax, part) if sweep.guides else None, rows_FC,
-        block.raw_CV, sweep.marked_targets(part), sweep._temperatures(part), out_CV, teachers=block.teachers,
-        teacher_temperatures=[[T for T, _ in pairs] for pairs in sweep._paired(part)],
-        start=sweep._start, **sweep._transform(),
-    )  # fmt: skip
+    more: dict[str, Any] = {"start": sweep._start, **sweep._transform()}
+    softmax = cut(settling.settled.softmax, part) if sweep.guides else None
+    if sweep.guides:
+        more["teachers"] = block.teachers
+        more["teacher_temperatures"] = [[T for T, _ in pairs] for pairs in sweep._paired(part)]
+    targets, temperatures = sweep.marked_targets(part), sweep._temperatures(part)
+    sweep.backend.pull_settled(program, softmax, rows_FC, block.raw_CV, targets, temperatures, out_CV, **more)
     sweep._hand_on(head, block.chunk, block.numbers, out_CV)
     return bound
 
