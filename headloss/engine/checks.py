@@ -297,7 +297,7 @@ def check_ids(label: str, sparse: Sparse, source: Source, launches: bool = False
             n, k = ((ids < -1) | (ids >= vocab)).flatten(0, -2).nonzero()[0].tolist()
             got = f"row {n} has {int(ids.flatten(0, -2)[n, k])}"
             raise ValueError(f"{wanted}, but {got}")
-        if bool(_are_probabilities(sparse)):
+        if ids.numel() and float(sparse.logprobs.detach().max()) > 0 and bool(_are_probabilities(sparse)):
             raise ValueError(f"{label}: all {_PROBABILITIES}")
     elif ids.device.type != "meta":
         outside = ((ids < -1) | (ids >= vocab)).sum()

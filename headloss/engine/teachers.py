@@ -325,10 +325,10 @@ def merge_repeated(ids_RK: Tensor, logprob_RK: Tensor) -> tuple[Tensor, Tensor]:
     logprob_RK = logprob_RK.masked_fill(ids_RK < 0, -math.inf)
     K = ids_RK.shape[-1]
     sorted_RK, order_RK = ids_RK.sort(dim=-1, stable=True)
-    starts_RK = torch.ones_like(sorted_RK, dtype=torch.bool)
-    starts_RK[:, 1:] = sorted_RK[:, 1:] != sorted_RK[:, :-1]
-    if readable(ids_RK) and bool((starts_RK | (sorted_RK < 0)).all()):
+    again_RK = sorted_RK[:, 1:] == sorted_RK[:, :-1]
+    if readable(ids_RK) and not bool((again_RK & (sorted_RK[:, 1:] >= 0)).any()):
         return ids_RK.masked_fill(ids_RK < 0, -1), logprob_RK
+    starts_RK = torch.nn.functional.pad(~again_RK, (1, 0), value=True)
     place = torch.arange(K, device=ids_RK.device).expand_as(ids_RK)
     first_RK = torch.where(starts_RK, place, 0).cummax(-1).values  # where in the sorted row this id's run begins
     leader_RK = torch.empty_like(order_RK).scatter_(-1, order_RK, order_RK.gather(-1, first_RK))
