@@ -581,7 +581,7 @@ def test_far_away_preferences_stay_finite(name: str) -> None:
 
 
 @pytest.mark.parametrize("nll", ["sequence", "token", "none"])
-def test_pairs_whose_chosen_segments_have_no_token_stay_finite(nll: str) -> None:
+def test_orpo_is_finite_where_no_chosen_segment_has_a_token(nll: str) -> None:
     hidden, weight = torch.randn(4, 5, requires_grad=True), torch.randn(7, 5)
     objective = hl.Objective(it=hl.Term(LOSSES["orpo"], nll=nll))
     call = {"segments": hl.Segments.from_ids(torch.tensor([0, 0, 1, 1])), "pairs": torch.tensor([[0, 1]])}
