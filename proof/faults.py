@@ -429,8 +429,8 @@ FAULTS = [
     Fault("checks/verify.py", "return self.difference == 0 or self.difference <= self.allowed  # false for NaN", "return not self.difference > self.allowed", "verify takes NaN for right", ("tests/trust/test_verify.py",)),
     Fault("checks/dense.py", "return f(*self.both(s, term.temperature, teacher)).sum(-1), {}", "return term.fn.one_pass(**self.arguments(term.fn.one_pass, term)), {}", "verify believes a one_pass", ("tests/trust/test_verify.py",)),
     # Losses
-    Fault("losses/_policy.py", "-torch.minimum(ratio * advantage", "-torch.maximum(ratio * advantage", "clip: the optimistic of the two"),
-    Fault("losses/_policy.py", "ratio.clamp(1 - low, 1 + high)", "ratio.clamp(1 - high, 1 + low)", "clip: swapped bounds"),
+    Fault("losses/_policy.py", "torch.where(held < plain", "torch.where(held > plain", "clip: the optimistic of the two"),
+    Fault("losses/_policy.py", "clamp(1 - low, 1 + high)", "clamp(1 - high, 1 + low)", "clip: swapped bounds"),
     Fault("losses/_policy.py", "(logprob.detach() if old_logprob is None else old_logprob)", "(logprob if old_logprob is None else old_logprob)", "on-policy: no gradient at all"),
     Fault("losses/_policy.py", "(x < low) & (advantage < 0), (x > high) & (advantage > 0)", "(x < low) & (advantage > 0), (x > high) & (advantage < 0)", "clip fraction of the other side"),
     Fault("losses/_policy.py", '"kl": d.expm1() - d', '"kl": d.expm1() + d', "k3: a sign"),

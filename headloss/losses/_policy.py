@@ -37,7 +37,8 @@ def sampler_log_ratio(logprob, old_logprob, sampler_logprob, low, high, mask):
 def clipped(ratio, advantage, low, high):
     """-min(r A, clip(r, 1 - low, 1 + high) A), the pessimistic of the two."""
     not_negative(low=low, high=high)
-    return -torch.minimum(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage)
+    plain, held = ratio * advantage, ratio.detach().clamp(1 - low, 1 + high) * advantage
+    return -torch.where(held < plain, held, plain)  # versions of torch differ in the gradient of a clamp at its bounds
 
 
 def bounded_loss(ratio, advantage, low, high, dual=None, delta=None):
