@@ -145,9 +145,9 @@ def test_a_segment_on_two_ranks_counts_once(monkeypatch: pytest.MonkeyPatch) -> 
     context, data = (torch.distributed.ProcessGroup(0, size) for size in (2, 4))
     total = 0
     for rank, ids in enumerate(held):
-        sums = {context: lambda x: counted, data: lambda x: x}
         monkeypatch.setattr(Segments, "counts_here", property(lambda _, rank=rank: rank == 0))
-        monkeypatch.setattr(reductions, "group_sum", lambda x, group, sums=sums: sums[group](x))
+        monkeypatch.setattr(reductions, "sum_counts", lambda rows_S, tokens, group: (counted, tokens))
+        monkeypatch.setattr(reductions, "group_sum", lambda x, group: x)
         monkeypatch.setattr(reductions, "_ranks", lambda group: [0, 1] if group is context else [0, 1, 2, 3])
         found = reductions.count(torch.zeros(3, dtype=torch.long), Segments(ids, 3, group=context), data)
         assert found.num_items == 3 and found.num_segments is not None
