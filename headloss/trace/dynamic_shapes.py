@@ -7,6 +7,7 @@ twice, with different sizes: if both recordings are equal, no size is part of th
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Container, Sequence
 from operator import getitem
 from typing import Any, Literal
@@ -16,6 +17,7 @@ from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+_LOCK = threading.RLock()
 Examples = Callable[[int, str], Sequence[Any]]  # the arguments for one of two choices of sizes (0 or 1), on a device
 
 
@@ -43,10 +45,10 @@ def _trace_by_torch(
     function: Callable[..., Any], given: Sequence[Any], mode: Literal["real", "symbolic"]
 ) -> fx.GraphModule:
     """By torch's own tracer, in one thread at a time: it patches what the whole process shares."""
-    from torch._dynamo.convert_frame import compile_lock  # also held by torch.compile, which shares it too
-    from torch.fx.experimental.proxy_tensor import make_fx  # two seconds, which only such a trace should pay
+    from torch._dynamo import convert_frame  # two seconds, which only such a trace should pay
+    from torch.fx.experimental.proxy_tensor import make_fx
 
-    with compile_lock:
+    with getattr(convert_frame, "compile_lock", _LOCK):  # torch.compile patches the same, and holds the first
         return make_fx(function, tracing_mode=mode)(*given)
 
 
