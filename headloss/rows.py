@@ -118,17 +118,17 @@ class Rows:
         mask = torch.ones(self.total, dtype=torch.bool, device=self.keep.device)
         return mask.index_fill_(0, self.keep, False).argsort(descending=True, stable=True)[: self.total - self.count]
 
-    def join(self, said: str = "", same: Sequence[Tensor] = ()) -> None:
-        """If segments lie on several ranks, count their rows over all of them: one collective.
+    def join(self, said: str, same: Sequence[Tensor]) -> None:
+        """Count the rows of segments that lie on several ranks over all of them: one collective.
 
         It also checks that what these ranks have `said` and the numbers in `same` are equal.
         """
         segments = self.segments
-        if segments is not None and segments.group is not None:
-            local = segments.local_counts()
-            mine = local.new_full((), self.count) if self.valid is None else self.valid.sum()
-            counts, self.num_items = sum_counts(local, mine, segments.group, said, same)
-            self.segments = Segments(segments.ids, segments.num_segments, counts, segments.group)
+        assert segments is not None
+        local = segments.local_counts()
+        mine = local.new_full((), self.count) if self.valid is None else self.valid.sum()
+        counts, self.num_items = sum_counts(local, mine, segments.group, said, same)
+        self.segments = Segments(segments.ids, segments.num_segments, counts, segments.group)
 
     def aligned(self, most: int) -> list[tuple[slice, slice]] | None:
         """Runs of at most `most` rows that hold whole segments, each with its segments; None if a segment is longer."""

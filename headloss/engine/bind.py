@@ -21,7 +21,6 @@ from headloss.engine.support_sweep import SupportSweep, support_chunks
 from headloss.engine.sweeps import Chunk, Sweep
 from headloss.engine.teachers import SparseTeacherRows, TeacherRows, cost_of, most_rows
 from headloss.metrics import measure_later
-from headloss.prepared import Prepared
 from headloss.routed import Routed
 from headloss.rows import Rows, bind_rows, may_read
 from headloss.segments import Segments, shallow
@@ -62,8 +61,8 @@ def bind(plan: Plan, arguments: CallArguments, wanted: bool = True) -> tuple[Swe
                 mine = (guide.ids_RK, guide.logprob_RK)
                 taken |= {f"{i} of {n}": x for i, x in zip(TEACHER_INPUTS, mine, strict=True)}
     chunks = chunks_of(plan, arguments, rows, guides)
-    if rows.segments is not None:
-        rows.join(*_shared(plan, arguments, wanted))
+    if rows.segments is not None and rows.segments.group is not None:
+        rows.join(*_compared_by_segment(plan, arguments, wanted))
     loss = TermsOnRows(plan, arguments, rows, chunks, taken)
     kind = SupportSweep if support is not None else Sweep if chunked else ProductSweep
     sweep = kind(source, rows, plan.want, plan.backend, guides, plan.program)
@@ -95,10 +94,8 @@ def _by_route(rows: Rows, plan: Plan, arguments: CallArguments) -> Rows:
     return other
 
 
-def _shared(plan: Plan, arguments: CallArguments, wanted: bool) -> tuple[str, list[Tensor]]:
+def _compared_by_segment(plan: Plan, arguments: CallArguments, wanted: bool) -> tuple[str, list[Tensor]]:
     """What ranks that share segments must agree on: what decides their collectives, and numbers of the whole batch."""
-    if arguments.segments is None and not isinstance(arguments.targets, Prepared):
-        return "", []
     met = [t for t in plan.terms if t.trace.kind != "row" or t.sums_weights or any(t.trace.sums)]
     terms = [(t.name, t.call.signature.name, t.reduction, t.trace.kind, t.trace.value, t.trace.sums) for t in met]
     metrics = [name for name, call in plan.metrics if any(s.wants("segments") for s in call.signatures)]

@@ -40,7 +40,7 @@ def sum_counts(
     marks[0] = S % _MOST
     numbers = [x.reshape(-1).long() for x in same]
     marks[2] = hashed(torch.cat(numbers)).sum() % _MOST if numbers else 0
-    room = 1 << max(6, (S - 1).bit_length())  # as long on all ranks if their numbers of segments differ by little
+    room = 1 << max(10, (S - 1).bit_length())  # as much on ranks that disagree on S, unless they disagree by a lot
     held = torch.cat([marks, marks.square(), more.to(wide)[None], wide, wide.new_zeros(room - S)])
     with together("summing over the ranks that share segments or counts"):
         dist.all_reduce(held, group=group)
