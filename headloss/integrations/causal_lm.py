@@ -13,7 +13,7 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import headloss as hl
-from headloss.integrations.forward_code import Turns, before_head, mentions, other_use, turns
+from headloss.integrations.forward_code import After, after_head, before_head, mentions, other_use
 from headloss.module import own_forward
 
 
@@ -88,8 +88,8 @@ def transform_of(model: Any, from_backbone: bool = False, instead: str = "") -> 
             del found[option]
     if any(step.named == "logits_scaling" for step in steps):  # MiniCPM's, which divides hidden states by it
         found.pop("scale", None)
-    made = turns(model) if from_backbone else Turns(None, None)  # elsewhere a number goes through the model
-    line = None if "softcap" in found else made.other or (None if "scale" in found else made.factor)
+    after = after_head(model) if from_backbone else After(None, None)  # elsewhere a number goes through the model
+    line = None if "softcap" in found else after.other or (None if "scale" in found else after.factor)
     if line is not None:
         raise TypeError(
             f"model: {type(model).__name__}.forward has `{line}`, which its config does not tell, and which would be "

@@ -85,7 +85,7 @@ class _Step(NamedTuple):
     named: str = ""
 
 
-class Turns(NamedTuple):
+class After(NamedTuple):
     """What a forward does to its logits before the loss: the first line that multiplies or divides, and the first that
     does something else to each of them."""
 
@@ -93,14 +93,14 @@ class Turns(NamedTuple):
     other: str | None
 
 
-def turns(model: Any) -> Turns:
+def after_head(model: Any) -> After:
     """By the model's own class, whatever replaced its forward; a function that only cuts rows or casts does not count,
     nor does what is off for this model."""
     owner, called = _owner(model)
-    code, above, steps = _turned(owner, called)
+    code, above, steps = _operations_after(owner, called)
     known = _known(code, model) if steps and code is not None else {}
     on = [(line, factor) for node, line, factor in steps if not _is_off(node, above, known)]
-    return Turns(*(next((line for line, is_one in on if is_one is factor), None) for factor in (True, False)))
+    return After(*(next((line for line, is_one in on if is_one is factor), None) for factor in (True, False)))
 
 
 def _owner(model: Any) -> tuple[type, tuple[str, ...]]:
@@ -111,7 +111,7 @@ def _owner(model: Any) -> tuple[type, tuple[str, ...]]:
 
 
 @functools.lru_cache(maxsize=64)
-def _turned(
+def _operations_after(
     owner: type, called: tuple[str, ...]
 ) -> tuple[ast.AST | None, dict[ast.AST, ast.AST], list[tuple[ast.AST, str, bool]]]:
     """The code of a forward, what stands above each part of it, and each operation on the logits: where, its line, and
@@ -230,7 +230,7 @@ def _steps_of(node: ast.expr, whole: ast.AST, names: set[str]) -> Iterator[_Step
 
 
 def _known(code: ast.AST, model: Any) -> dict[str, Any]:
-    """`self`, and names that are assigned once, from one of its attributes."""
+    """`self`, and names that are assigned once, from one of its attributes or from what reads a config."""
     known = {"self": model}
     for name, value in _given_once(code):
         with contextlib.suppress(UnknownError):
