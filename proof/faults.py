@@ -811,7 +811,7 @@ FAULTS = [
     Fault("engine/fast_path.py", "all(_is_simple(x, source) for x in teachers.values())", "any(_is_simple(x, source) for x in teachers.values())", "later calls: a teacher with fewer columns is read as the one beside it", LATER),
     Fault("engine/fast_path.py", "key += _layout(dense.logits), dense.logits.stride()", "key.append(_layout(dense.logits))", "later calls: a teacher is read by the strides of an earlier one", LATER),
     Fault("backends/triton/cached_launches.py", "begin |= address(x)", "pass", "later calls: a teacher off a boundary is read as if it began on one", LATER),
-    Fault("backends/triton/teachers.py", "is_where(raw, raw_CU) and is_where(teacher, chunk.raw_CV)", "True", "later calls: what was launched on a copy of a teacher is launched on the teacher", LATER),
+    Fault("backends/triton/teachers.py", "is_as_given(raw, raw_CU) and is_as_given(teacher, chunk.raw_CV)", "True", "later calls: what was launched on a copy of a teacher is launched on the teacher", LATER),
     Fault("backends/triton/cached_launches.py", "x, teachers[seen[0]], softmax", "x, teachers[0], softmax", "later calls: every divergence looks at the first teacher again", LATER),
     Fault("backends/triton/cached_launches.py", "pick((*settled.found.unbind(), *rows.unbind()))", "pick((*rows.unbind(), *settled.found.unbind()))", "later calls: the pull of several teachers reads other numbers", LATER),
     Fault("engine/fast_path.py", "pull_hidden(grad_NV, weight_VD, self.parts, dhidden)", "pull_hidden(grad_NV, weight_VD, self.parts[:1], dhidden)", "later calls: the last columns of a head pull on no hidden row", LATER),

@@ -287,9 +287,8 @@ class FastPath:
 
     __slots__ = (
         "backend", "bare", "by_present", "count", "dense", "device", "each_mean", "flat", "grad", "head", "heads",
-        "held",
-        "linear", "means", "names", "needs", "one_launch", "plan", "read", "shape", "shares", "taken", "used", "visits",
-        "want", "weights",
+        "held", "linear", "means", "names", "needs", "one_launch", "plan", "read", "shape", "shares", "taken", "used",
+        "visits", "want", "weights",
     )  # fmt: skip
 
     def __init__(

@@ -35,6 +35,8 @@ from headloss.backends.triton.visit_records import Visited
 from headloss.facts import finish
 from headloss.teachers import DenseChunk, SparseChunk, TeacherChunk
 
+Again = Callable[..., Any]  # launches what was launched before, on other tensors of the same form
+
 
 class Visits:
     """Visits with the same program, dtypes, sizes, strides and devices, and the sums of their terms.
@@ -285,9 +287,6 @@ class Settles:
         want = self.program.want
         own = dict(zip(want.temperatures, self.temperatures, strict=True))
         return [[own[T] for T in want.temperatures_of(name)] for name in want.teachers]
-
-
-Again = Callable[..., Any]
 
 
 def numbered(matrices: Sequence[Tensor]) -> dict[int, int]:

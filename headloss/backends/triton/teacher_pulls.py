@@ -21,7 +21,7 @@ from headloss.backends.triton.tiles import (
     Shape,
     Transform,
     check_dtype,
-    is_where,
+    is_as_given,
     per_row,
     plain_temperature,
     readable,
@@ -244,7 +244,7 @@ def _write(
     )  # fmt: skip
     found = (launch, target is not None, key, C * parts, (numbers_given, C, V, parts, *places))
     as_given = [(raw, raw_CV), (out, out_CV), *((x, met.chunk.raw_CV) for x, met in zip(theirs, dense, strict=True))]
-    if noted is not None and all(is_where(*pair) for pair in as_given):
+    if noted is not None and all(is_as_given(*pair) for pair in as_given):
         noted += [found, numbers]
     fire_pull(found, raw.x_CV, target, rows, out.x_CV, each)
 

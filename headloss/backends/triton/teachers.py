@@ -35,7 +35,7 @@ from headloss.backends.triton.tiles import (
     Transform,
     chains,
     check_dtype,
-    is_where,
+    is_as_given,
     nest,
     per_row,
     plain_temperature,
@@ -202,7 +202,7 @@ def _together(
         (*temperatures, C, U, parts, *place, *at, how.numbers),
     )  # fmt: skip
     whole = fire_dense(found, raw.x_CV, target, teacher.x_CV)
-    if noted is not None and is_where(raw, raw_CU) and is_where(teacher, chunk.raw_CV):
+    if noted is not None and is_as_given(raw, raw_CU) and is_as_given(teacher, chunk.raw_CV):
         noted.append((found, whole))
     return _named(whole, wanted, own("X"), shared("X"))
 

@@ -142,7 +142,7 @@ def readable(x_CV: Tensor) -> Tensor:
     return x_CV if x_CV.dtype in READS else x_CV.float()
 
 
-def is_where(rows: Rows, x: Tensor) -> bool:
+def is_as_given(rows: Rows, x: Tensor) -> bool:
     """Whether kernels are given the tensor as it is, neither a copy nor the boundary before it."""
     return rows.x_CV.data_ptr() == x.data_ptr()
 
