@@ -11,11 +11,9 @@ from torch import Tensor
 
 import headloss as hl
 from headloss.integrations.causal_lm import check_shape
-from headloss.metrics import KINDS
 from headloss.record import but
 
 COUNTED = threading.Lock()
-NOTHING = {"sum": 0.0, "min": float("inf"), "max": -float("inf")}  # what changes no sum, no minimum, no maximum
 
 
 class Log:
@@ -80,12 +78,10 @@ class Log:
 
 
 class Totals:
-    """The metrics of a graph's calls.  A graph is made anew for another set of names, so these stay when they are
-    taken, with nothing counted."""
+    """The metrics of a graph's calls.  There are two graphs at most: for the first call after a reading, and others."""
 
     def __init__(self) -> None:
         self.held: dict[str, hl.Metric] = {}
-        self.empty: dict[str, hl.Metric] = {}
 
     def add(self, metrics: Mapping[str, hl.Metric]) -> None:
         for name, metric in metrics.items():
@@ -93,11 +89,5 @@ class Totals:
             self.held[name] = self.held[name] + whole if name in self.held else whole
 
     def take(self) -> dict[str, hl.Metric]:
-        taken = {name: metric for name, metric in self.held.items() if metric is not self.empty.get(name)}
-        for name, metric in taken.items():
-            nothing = NOTHING[KINDS[metric.kind].combine]
-            self.empty[name] = hl.Metric(
-                metric.kind, tuple(torch.full_like(part, nothing) for part in metric.parts), metric.per
-            )
-        self.held = dict(self.empty)
+        taken, self.held = self.held, {}
         return taken
