@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from headloss.kept import keep
 from headloss.options import parameters_of
 from headloss.teachers import FLOOR
 from headloss.trace.cache_keys import Same
@@ -95,9 +96,7 @@ class Element:
             self.check(of_many=first)
         elif found.key not in _CHECKED:
             self.check()
-            if len(_CHECKED) >= _MOST_KEPT:
-                _CHECKED.pop(next(iter(_CHECKED)))
-            _CHECKED[found.key] = None
+            keep(_CHECKED, found.key, None, _MOST_KEPT)
 
     def check(self, of_many: bool = True) -> None:
         """Raise if a column's value depends on other columns: it would change with how rows and vocabulary are split.
@@ -171,14 +170,13 @@ class Element:
         if not ours(self.fn) or isinstance(like, FakeTensor):
             return None
         key = self.reads().key, like.dtype
-        if key not in _STEPS:
-            if len(_STEPS) >= _MOST_KEPT:
-                _STEPS.pop(next(iter(_STEPS)))
-            _STEPS[key] = in_place(functools.partial(self.fn, **self.options), like.dtype)
-        return _STEPS[key]
+        made = _STEPS.get(key)
+        if made is None:
+            made = keep(_STEPS, key, (in_place(functools.partial(self.fn, **self.options), like.dtype),), _MOST_KEPT)
+        return made[0]
 
 
-_STEPS: dict[Any, InPlace | None] = {}
+_STEPS: dict[Any, tuple[InPlace | None]] = {}
 _CHECKED: dict[Any, None] = {}  # by what a function reads, so that one made anew in every step is checked once
 _MOST_KEPT = 256
 

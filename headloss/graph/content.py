@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from headloss.config import read_config, write_config
+from headloss.kept import keep
 from headloss.term import Term
 from headloss.terms import Terms
 from headloss.trace.cache_keys import key_of
@@ -89,8 +90,5 @@ def content_key(of: Terms) -> str:
     said, unknown, _ = content(of)
     if unknown:
         return f"own {next(_count)}"
-    key = _KEYS.pop(said, None)
-    if key is None and len(_KEYS) >= _MOST_KEYS:
-        _KEYS.pop(next(iter(_KEYS)))  # the least recently used
-    _KEYS[said] = key or f"own {next(_count)}"
-    return _KEYS[said]
+    key = _KEYS.pop(said, None)  # and last again: the first is the least recently used
+    return keep(_KEYS, said, key or f"own {next(_count)}", _MOST_KEYS)

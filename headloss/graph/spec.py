@@ -28,6 +28,7 @@ from headloss.engine.run import Result, run
 from headloss.engine.sweeps import Sweep
 from headloss.facts import CONSTANT, Fact
 from headloss.graph.recipe import Call, Recipe
+from headloss.kept import keep
 from headloss.prepared import Prepared, prepare
 from headloss.record import keys_of
 from headloss.rows import may_read
@@ -144,12 +145,8 @@ _MOST = 512
 
 def form(recipe: Recipe, sizes: Sequence[int] = (), terms: Terms | None = None) -> Form:
     """The form of a call's result."""
-    if recipe.text not in _FORMS:
-        found = _form(recipe, terms or recipe.terms_of(sizes))
-        if len(_FORMS) >= _MOST:
-            _FORMS.pop(next(iter(_FORMS)))
-        _FORMS[recipe.text] = found
-    return _FORMS[recipe.text]
+    found = _FORMS.get(recipe.text)
+    return found or keep(_FORMS, recipe.text, _form(recipe, terms or recipe.terms_of(sizes)), _MOST)
 
 
 def _form(recipe: Recipe, terms: Terms | None) -> Form:

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, fx
 
 from headloss.facts import CONSTANT, Fact
+from headloss.kept import keep
 from headloss.segments import Segments, WrongLengthError
 from headloss.teachers import TOP
 from headloss.trace.call import Call, Env, WritesError, WrongValueError, WrongWeightError, writes_message
@@ -98,9 +99,7 @@ def trace(
         made = _trace(call, inputs, dtype, device, segmented, targetless, apart)._replace(floats=found.floats)
         if call.reads().key != found.key:  # another thread changed it meanwhile, so the trace may be of either
             return made
-        if len(_TRACES) >= _MOST_TRACES:
-            _TRACES.pop(next(iter(_TRACES)), None)
-        _TRACES[found.key, shape] = made
+        keep(_TRACES, (found.key, shape), made, _MOST_TRACES)
     return made
 
 
@@ -117,8 +116,8 @@ def _count_trace(call: Call, shape: tuple[Any, ...]) -> None:
     seen = (getattr(call.fn, "__code__", None), *shape)
     if len(_TRACED) > _MOST_TRACES:
         _TRACED.clear()
-    _TRACED[seen] = _TRACED.get(seen, 0) + 1
-    if _TRACED[seen] == _TOO_OFTEN:
+    _TRACED[seen] = times = _TRACED.get(seen, 0) + 1
+    if times == _TOO_OFTEN:
         warnings.warn(
             f"headloss: {call.signature.name} has been traced {_TOO_OFTEN} times, which costs time whenever it "
             f"happens: an option, or a number that it captures, keeps changing; make it an input (inputs may be "

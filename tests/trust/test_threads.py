@@ -6,6 +6,7 @@ import threading
 import torch
 
 import headloss as hl
+from headloss.kept import keep
 from headloss.trace import trace
 from headloss.trace.call import Call, Watched
 from headloss.trace.signature import read_signature
@@ -92,3 +93,21 @@ def test_a_change_while_a_loss_is_traced(monkeypatch):
         monkeypatch.setattr(home, "FACTOR", factor)
         (found,) = torch.autograd.grad(objective(source, targets).loss, hidden)
         torch.testing.assert_close(found, factor * expected)
+
+
+class Busy(dict):
+    """A cache from which another thread drops what this one is about to."""
+
+    def __iter__(self):
+        first = next(super().__iter__())
+        if len(self) > 2:
+            del self[first]
+        return iter([first])
+
+
+def test_threads_fill_a_cache_at_once():
+    kept = Busy({"a": 0, "b": 1, "c": 2})
+    assert keep(kept, "d", 3, 3) == 3
+    assert dict(kept.items()) == {"b": 1, "c": 2, "d": 3}
+    assert keep(kept, "d", 4, 3) == 4
+    assert list(kept.values()) == [1, 2, 4]

@@ -201,8 +201,8 @@ def visit(
                 plan.layouts.clear()
             plan.layouts[layout] = kernel, places
         x, y, z = raw.x_CV, out.x_CV, theirs.x_CV
-    if noted is not None and layout in plan.layouts:
-        noted += plan.layouts[layout]
+    if noted is not None:
+        noted += plan.layouts.get(layout, ())  # another thread may clear them at any time
     given = Given(
         given_T, taught.temperatures, inputs, bases, factors, program.numbers, plan.look_numbers, float(vocab),
         float(scale), 1.0 if softcap is None else float(softcap), taught.scale, taught.cap, taught.wholes,

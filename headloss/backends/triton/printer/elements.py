@@ -9,6 +9,7 @@ from torch import Tensor
 
 from headloss.backends.triton.printer import lower
 from headloss.backends.triton.printer.lower import Unprintable as Unprintable
+from headloss.kept import keep
 from headloss.trace.classify import unwatched
 from headloss.trace.dynamic_shapes import trace_these_sizes
 
@@ -27,11 +28,9 @@ def printed(looks: Looks, pairs: int) -> tuple[Any, tuple[float, ...]]:
         if found.unknown:
             raise Unprintable(f"what it reads: {', '.join(found.unknown)}")
     key = (tuple((i, found.key) for (i, _), found in zip(looks, read, strict=True)), pairs)
-    if key not in _PRINTED:
-        if len(_PRINTED) >= 256:
-            _PRINTED.pop(next(iter(_PRINTED)))
-        _PRINTED[key] = _print(looks, pairs)
-    made = _PRINTED[key]
+    made = _PRINTED.get(key)
+    if made is None:
+        made = keep(_PRINTED, key, _print(looks, pairs), 256)
     if isinstance(made, Unprintable):
         raise made
     return made

@@ -25,6 +25,7 @@ from headloss.backends.triton.printer.lower import compiled, function
 from headloss.backends.triton.printer.operands import Unprintable, constant
 from headloss.backends.triton.printer.printer import Printer, Value, dtype_of, kind_of, reach
 from headloss.facts import CONSTANT, Fact, Want
+from headloss.kept import keep
 from headloss.trace.cache_keys import Same
 from headloss.trace.call import check_metrics
 from headloss.trace.classify import counts_rows, size, unwatched
@@ -88,12 +89,8 @@ def once(make: Any, terms: Any, want: Want, inputs: Any, metrics: Any) -> Any:
     parts = [(name, Same(trace.joint), call.facts, call.input_names) for name, (call, trace) in terms.items()]
     own = [(n, call.reads(), call.signature.parameters) for n, call in metrics]
     key = (make, tuple(parts), want, tuple(sorted(inputs.items())), tuple(own))
-    if key not in _PROGRAMS:
-        made = make(terms, want, inputs, metrics)
-        if len(_PROGRAMS) >= 512:
-            _PROGRAMS.pop(next(iter(_PROGRAMS)))
-        _PROGRAMS[key] = made
-    return _PROGRAMS[key]
+    made = _PROGRAMS.get(key)
+    return made if made is not None else keep(_PROGRAMS, key, make(terms, want, inputs, metrics), 512)
 
 
 def _lower(terms: Any, want: Want, inputs: Mapping[str, Any], metrics: Any) -> Program:
