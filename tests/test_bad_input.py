@@ -636,3 +636,11 @@ def test_label_smoothing_is_a_share(smoothing: float) -> None:
     for loss, more in ((cross_entropy, {}), (simpo, pairs), (cpo, pairs)):
         with pytest.raises(ValueError, match=message):
             hl.Objective(it=hl.Term(loss, label_smoothing=smoothing))(LINEAR, TARGETS, **more)
+
+
+def test_a_later_call_with_a_sparse_input_is_refused_too() -> None:
+    objective = hl.Objective(rl=grpo)
+    for _ in range(2):
+        objective(hl.Logits(LOGITS), TARGETS, advantage=torch.ones(N))
+    with pytest.raises(TypeError, match="advantage: wanted a dense tensor"):
+        objective(hl.Logits(LOGITS), TARGETS, advantage=torch.ones(N).to_sparse())
