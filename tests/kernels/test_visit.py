@@ -4,6 +4,7 @@ import inspect
 import math
 import re
 from importlib import import_module
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -288,6 +289,17 @@ def test_every_row_that_keeps_blocks_has_them():
                 rows = 2 if shape.warps > 8 else 3  # at once on a multiprocessor
                 assert 32 * shape.warps * shape.registers * rows <= 65536, (most, shape)
             below = most
+
+
+def test_shapes_for_rows_that_start_anywhere():
+    """They take the registers of the second column where a gradient is made, and cost nothing without one."""
+    plan = lambda heavy: SimpleNamespace(heavy=heavy, program=SimpleNamespace(want=SimpleNamespace(teachers=())))
+    for most, light, heavy in visits.SHAPES:
+        assert visits.shape_of(plan(False), most) == light
+        assert visits.shape_of(plan(False), most, skewed=True) == heavy == visits.shape_of(plan(True), most)
+    for most, light, heavy in visits.FORWARD:
+        assert visits.shape_of(plan(False), most, False, skewed=True) == light
+        assert visits.shape_of(plan(True), most, False) == heavy
 
 
 @inside

@@ -77,7 +77,7 @@ SHAPES = (
     (224 * KIB, Shape(16, 4, registers=64), Shape(16, 4, registers=64)),
     (1 << 40, Shape(32, 4, keep=1), Shape(32, 4)),
 )
-# without a gradient no row has to stay in the cache, so that more of them can run at once
+# without a gradient no row has to stay in the cache, so that more of them can run at once; rows may start anywhere
 FORWARD = (
     (2 * KIB, Shape(2, 1), Shape(2, 1)),
     (8 * KIB, Shape(4, 2), Shape(4, 2)),
@@ -108,7 +108,7 @@ def shape_of(plan: Plan, row: int, gradient: bool = True, skewed: bool = False) 
         dense, look, ids = next(shapes for most, *shapes in TAUGHT if most >= row)
         return look if plan.look is not None else dense if plan.flags["DENSE"] else ids
     light, heavy = next(shapes for most, *shapes in (SHAPES if gradient else FORWARD) if most >= row)
-    return heavy if plan.heavy or skewed else light
+    return heavy if plan.heavy or (skewed and gradient) else light
 
 
 def visit(
