@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from headloss.record import Grads
 from headloss.sources import Linear
@@ -79,6 +80,8 @@ def check_weight_grad_into(source: Any) -> None:
     there = into.there
     if there is None and into.name == "grad":
         return
+    if into.name == "main_grad" and _ddp_reduces(weight):
+        raise ValueError(f'{label}: DistributedDataParallel sums weight.grad over ranks, no main_grad; use "grad"')
     if not isinstance(there, Tensor):
         raise ValueError(f'{label}: the weight has no main_grad; make one before the call, or use "grad"')
     dense = there.layout == torch.strided and there.dtype.is_floating_point
@@ -86,3 +89,9 @@ def check_weight_grad_into(source: Any) -> None:
         kind = "" if there.layout == torch.strided else f"{str(there.layout).removeprefix('torch.')} "
         got = f"{kind}{there.dtype} of shape {tuple(there.shape)} on {there.device}"
         raise ValueError(f"{label}: wanted shape {tuple(weight.shape)} on {weight.device}, got {got}")
+
+
+def _ddp_reduces(weight: Tensor) -> bool:
+    """Whether the call is made inside the forward of a DDP wrapper that is going to sum this weight's gradient."""
+    ddp = DistributedDataParallel._get_active_ddp_module()
+    return ddp is not None and ddp.require_backward_grad_sync and any(weight is x for x in ddp._module_parameters)

@@ -66,6 +66,33 @@ def test_ddp(ranks: Any, options: dict[str, Any]) -> None:
     ranks(2, under_ddp, options)
 
 
+def ddp_and_weight_grad_into(tied: bool) -> None:
+    """DDP's hooks find what is added to weight.grad; of a main_grad they know nothing."""
+    whole = tiny.batch()
+    _, grads = tiny.reference(whole, tied=tied)
+    own, head = mine(whole, dist.get_rank(), 2), tiny.model(tied=tied)
+    head.head.source_options["weight_grad_into"] = "grad"
+    net = DistributedDataParallel(head, gradient_as_bucket_view=True)
+    for _ in range(2):
+        net.zero_grad()
+        step(net, own, dist.group.WORLD)
+        tiny.same_gradients(net, grads)
+    head.head.source_options["weight_grad_into"] = "main_grad"
+    head.head.weight.main_grad = torch.zeros_like(head.head.weight)
+    with pytest.raises(ValueError, match="^weight_grad_into='main_grad': DistributedDataParallel sums weight.grad"):
+        step(net, own, dist.group.WORLD)
+    with net.no_sync():  # where whoever calls sums by himself
+        step(net, own, dist.group.WORLD)
+    if not tied:
+        total = tiny.summed(head.head.weight.main_grad) / 2
+        torch.testing.assert_close(total, grads["head.weight"], rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
+def test_ddp_and_weight_grad_into(ranks: Any, tied: bool) -> None:
+    ranks(2, ddp_and_weight_grad_into, tied)
+
+
 def ddp_accumulates() -> None:
     """Two micro-batches, the first without sync, with the count of both, equal one batch."""
     whole = tiny.batch()
