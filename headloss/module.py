@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from headloss.objective import Objective
 from headloss.prepared import Prepared
 from headloss.record import Output
-from headloss.sources import Linear, check_number, parse_bytes
+from headloss.sources import Linear
 
 
 class Inputs(Mapping[str, Any]):
@@ -96,7 +96,7 @@ class FusedLMHead(nn.Linear):
                 f"hl.FusedLMHead.from_linear(layer) makes a head"
             )
         super().__init__(in_features, out_features, bias=bias, device=device, dtype=dtype)
-        self.source_options = check_source_options(source_options)
+        self.source_options = check_source_options(source_options, out_features)
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, **source_options: Any) -> FusedLMHead:
@@ -110,7 +110,7 @@ class FusedLMHead(nn.Linear):
         head.weight = linear.weight
         head.register_parameter("bias", linear.bias)
         head.train(linear.training)
-        head.source_options = check_source_options(source_options)
+        head.source_options = check_source_options(source_options, linear.out_features)
         return head
 
     def forward(  # type: ignore[override]
@@ -206,14 +206,13 @@ def _check_plain(linear: nn.Linear) -> None:
         )
 
 
-def check_source_options(options: Mapping[str, Any]) -> dict[str, Any]:
+def check_source_options(options: Mapping[str, Any], columns: int | None = None) -> dict[str, Any]:
+    """A copy of the options, checked by a source without data; `columns`: the rows of the weight, where known."""
     for name in options:
         if name not in _SOURCE_OPTIONS:
             raise TypeError(f"{name}: not an option of the head; there are {', '.join(_SOURCE_OPTIONS)}")
-    if "memory" in options:
-        parse_bytes(options["memory"])
-    for name in ("temperature", "scale", "softcap"):
-        given = options.get(name)
-        if name in options and not isinstance(given, Tensor) and (given is not None or name != "softcap"):
-            check_number(name, given)
+    vocab = options.get("vocab")
+    columns = columns or (max(1, vocab) if isinstance(vocab, int) else 1)
+    row = torch.empty(1, 1, dtype=torch.float32, device="meta")
+    Linear(row, row.expand(columns, 1), **{k: x for k, x in options.items() if not isinstance(x, Tensor)})
     return dict(options)

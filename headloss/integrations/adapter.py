@@ -123,7 +123,7 @@ class Adapter:
         self.head, self.head_class = head, type(head)
         self.before: dict[str, Any] = {k: x for k, x in vars(model).items() if k in TAKEN}
         self.head_options = vars(head).get("source_options")
-        self.options = check_source_options({**(self.head_options or {}), **options})
+        self.options = check_source_options({**(self.head_options or {}), **options}, head.out_features)
         self.log = Log()
         self.probed, self.transform, self.config = False, transform_said(**self.options), logits_transform(model.config)
         head.__class__ = Head

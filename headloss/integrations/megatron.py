@@ -26,7 +26,7 @@ from torch import Tensor, nn
 import headloss as hl
 from headloss.integrations.early_targets import EarlyTargets
 from headloss.integrations.reduction_checks import check_means, refuse_some
-from headloss.module import own_forward, own_hook
+from headloss.module import check_source_options, own_forward, own_hook
 from headloss.record import but
 
 
@@ -51,7 +51,8 @@ class OutputProcessor:
     ) -> None:
         if not isinstance(objective, hl.Objective):
             raise TypeError(f"objective: wanted hl.Objective, got {type(objective).__name__}")
-        self.objective, self.vocab, self.group, self.options = objective, vocab, tp_group, source_options
+        self.objective, self.vocab, self.group = objective, vocab, tp_group
+        self.options = check_source_options(source_options)
         self.last: hl.Output | None = None
         self.early = EarlyTargets()
 

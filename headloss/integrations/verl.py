@@ -75,8 +75,8 @@ class FusedLinearForPPO(nn.Module):
         **options: Any,
     ) -> None:
         super().__init__()
-        self.chunk_size, self.impl_backend, self.memory = chunk_size, impl_backend, memory
-        self.options = {"bias": bias, **check_source_options(options)}
+        self.chunk_size, self.impl_backend = chunk_size, impl_backend
+        self.options = {"bias": bias, **check_source_options({"memory": memory, **options})}
 
     def forward(
         self,
@@ -87,7 +87,7 @@ class FusedLinearForPPO(nn.Module):
         support: hl.Support | None = None,
     ) -> tuple[Tensor, Tensor]:
         per_row = per_token(temperature, input_ids)
-        source = hl.Linear(hidden_states, vocab_weights, temperature=per_row, memory=self.memory, **self.options)
+        source = hl.Linear(hidden_states, vocab_weights, temperature=per_row, **self.options)
         return log_probs_and_entropy(source, input_ids, support=support)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import math
 import pickle
@@ -250,8 +251,25 @@ def test_inputs_leave_out_what_the_call_is_given_otherwise(name: str) -> None:
         head(torch.zeros(3, 4), targets=torch.zeros(3, dtype=torch.long), objective=objective, inputs={name: 1})
 
 
-@pytest.mark.parametrize(("option", "value"), [("temperature", 0.0), ("scale", "x"), ("softcap", -1.0)])
-def test_numbers_of_a_head_are_checked_when_it_is_made(option: str, value: Any) -> None:
-    with pytest.raises((TypeError, ValueError), match=f"^{option}: wanted a .*number"):
-        hl.FusedLMHead(4, 5, **{option: value})
-    hl.FusedLMHead(4, 5, softcap=None, temperature=torch.ones(3))
+@pytest.mark.parametrize(
+    ("option", "value", "wanted"),
+    [
+        ("temperature", 0.0, "a positive number"),
+        ("scale", "x", "a number"),
+        ("softcap", -1.0, "a positive number"),
+        ("memory", "much", "bytes or a size"),
+        ("vocab", 6, "at most 5, the number of columns, and at least 1, got 6"),
+        ("vocab", 5.0, "an integer"),
+        ("weight_grad_into", "gard", 'None, "grad" or "main_grad"'),
+        ("logits_dtype", torch.int8, "a floating-point dtype"),
+        ("weight_grad_dtype", "float32", "a floating-point dtype"),
+    ],
+)
+def test_options_of_a_head_are_checked_when_it_is_made(option: str, value: Any, wanted: str) -> None:
+    for make in (functools.partial(hl.FusedLMHead, 4, 5), functools.partial(hl.FusedLMHead.from_linear, LINEAR)):
+        with pytest.raises((TypeError, ValueError), match=f"^{option}: wanted {wanted}"):
+            make(**{option: value})
+        make(softcap=None, temperature=torch.ones(3), vocab=3)
+
+
+LINEAR = torch.nn.Linear(4, 5)

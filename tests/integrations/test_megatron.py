@@ -220,6 +220,9 @@ def test_means_that_megatron_does_not_count_are_refused(loss: str, reduction: st
     with pytest.raises(ValueError, match="num_items: term 'z' is a mean over tokens and 'it' one over sequences"):
         megatron.OutputProcessor(both)(output_layer=torch.nn.Linear(4, 8, bias=False), **more)
     ce = megatron.OutputProcessor(hl.Objective(it=LOSSES["cross_entropy"]))
+    for option in ({"weight_grad_into": "main"}, {"softcaps": 2.0}):
+        with pytest.raises((TypeError, ValueError), match=f"^{next(iter(option))}: "):
+            megatron.OutputProcessor(ce.objective, **option)
     adapted, hooked = Adapted(4, 8, bias=False), torch.nn.Linear(4, 8, bias=False)
     hooked.register_forward_hook(lambda module, args, out: 2 * out)
     for layer, more in ((adapted, r"a forward of its own \(Adapted"), (hooked, "a hook")):

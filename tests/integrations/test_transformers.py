@@ -404,6 +404,9 @@ def test_bad_use() -> None:
     for option, value in (("softcap", 0.0), ("scale", "2"), ("temperature", -1.0)):
         with pytest.raises(TypeError if value == "2" else ValueError, match=f"^{option}: wanted a .*number"):
             patch(tiny.model("llama"), **{option: value})
+    for option, value in (("vocab", 10**6), ("weight_grad_into", "gard"), ("logits_dtype", "bf16")):
+        with pytest.raises((TypeError, ValueError), match=f"^{option}: wanted"):  # not at the first step
+            patch(tiny.model("llama"), **{option: value})
     plain = patch(tiny.model("llama"))
     with pytest.raises(TypeError, match=r"^headloss: wanted hl.Inputs\(name=...\) or a mapping of names, got int"):
         plain(**tiny.batch(), headloss=3)

@@ -121,7 +121,9 @@ def test_over_the_columns_that_a_token_was_sampled_from(head: Any) -> None:
     torch.testing.assert_close(adapter.logprobs_from_logits(hidden @ weight.T, ids, support=support), truth[0])
 
 
-def test_a_temperature_that_fits_nothing_is_refused(head: Any) -> None:
+def test_options_and_temperatures_that_fit_nothing_are_refused(head: Any) -> None:
+    with pytest.raises(ValueError, match="^memory: wanted bytes or a size"):
+        adapter.FusedLinearForPPO(memory="much")
     with pytest.raises(ValueError, match="one value per sample"):
         adapter.log_probs_and_entropy(head[0].detach() @ head[1].detach().T, head[2], torch.ones(B + 1))
 
