@@ -883,6 +883,7 @@ FAULTS = [
     Fault("engine/autograd_contract.py", "    return seal(found, (*saved[: ctx.held[1]], *grads))", "    return seal(found, grads)", "a second derivative raises only if the incoming gradient needs one", CONTRACT),
     Fault("engine/autograd_contract.py", "x.clone() if small else x", "x", "the backward reads targets of inference mode that have changed", CONTRACT),
     Fault("engine/autograd_contract.py", "forward_ad.unpack_dual(x).tangent is not None", "False", "a forward-mode tangent is dropped", CONTRACT),
+    Fault("engine/autograd_contract.py", "    if _is_tracing():\n        raise RuntimeError(TRACED)\n", "", "torch.jit.trace keeps the targets of one call for all", CONTRACT),
     Fault("engine/autograd_contract.py", "if g is not None and (_is_legacy_batched(g) or _is_wrapped(g)):", "if False:", "several gradients at once run into a sweep", CONTRACT),
     Fault("engine/autograd_contract.py", "untracked[i][0] if i in untracked else saved[i]", "saved[i]", "targets of inference mode are gone when a fact is pulled on", CONTRACT),
     Fault("engine/inplace_check.py", "start_N[before_M.clamp(min=0)] + size > start_M", "start_N[before_M.clamp(min=0)] == start_M", "an input in the middle of a row of logits is overwritten while it is needed", CONTRACT),

@@ -23,6 +23,11 @@ TWICE = (
     "is made in its own sweep and is once differentiable; for a second derivative write the loss on logits in PyTorch"
 )
 
+TRACED = (
+    "headloss: torch.jit.trace (torch.onnx.export with dynamo=False) would keep what this call reads of its targets, "
+    "whatever later calls are given; use torch.export or torch.compile, which keep a call as one operator"
+)
+
 BATCHED = (
     "headloss: several gradients come into one backward (is_grads_batched=True, jacobian(vectorize=True), vmap around "
     "autograd.grad), which a sweep cannot take; call torch.autograd.grad once for each"
@@ -85,6 +90,7 @@ def differentiable_once(pull: Callable[..., tuple[Tensor | None, ...]]) -> Calla
 _TELLS = hasattr(torch._C._autograd.SavedTensor, "data")  # False in torch 2.8
 _version, _requires_grad = operator.attrgetter("_version"), operator.attrgetter("requires_grad")
 _transform = torch._C._functorch.peek_interpreter_stack
+_is_tracing = torch._C._is_tracing
 _is_legacy_batched = torch._C._functorch.is_legacy_batchedtensor
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
@@ -153,7 +159,12 @@ class _Sealed(torch.autograd.Function):
 
 
 def refuse_transforms(arguments: Any, weights: Mapping[str, Any] = {}) -> None:
-    """Raise if `torch.func` or forward mode tracks a tensor of a call: the derivative would be silently lost."""
+    """Raise if `torch.func` or forward mode tracks a tensor of a call: the derivative would be silently lost.
+
+    And if `torch.jit.trace` does, whose graph would have this call's numbers in it.
+    """
+    if _is_tracing():
+        raise RuntimeError(TRACED)
     if forward_ad._current_level < 0 and _transform() is None:
         return
     source, targets, segments, teacher, options, inputs, *_ = arguments

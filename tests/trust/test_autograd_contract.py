@@ -414,6 +414,22 @@ def test_functional_and_func():
         torch.func.vmap(lambda t: objective(hl.Logits(z), t).loss)(torch.stack([t, t]))
 
 
+def test_a_trace_that_would_keep_this_calls_targets():
+    """`torch.jit.trace` writes down what is done to tensors, and nothing of what is read of them."""
+    z, t = torch.randn(N, V), torch.arange(N)
+    t[1] = -100
+    for call in (
+        lambda z, t: hl.Objective(ce=cross_entropy, backend=BACKEND)(hl.Logits(z), t).loss,
+        lambda z, t: hl.Objective(ce=cross_entropy, backend=BACKEND)(hl.Linear(z, torch.randn(V, V)), t).loss,
+        lambda z, t: hl.row_facts(hl.Logits(z), t, backend=BACKEND).logprob,
+    ):
+        call(z, t)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of torch.jit.trace itself
+            with pytest.raises(RuntimeError, match=r"torch.jit.trace .* use torch.export or torch.compile"):
+                torch.jit.trace(call, (z, t), check_trace=False)
+
+
 def test_several_incoming_gradients():
     """`vmap` around a backward would write them all into one gradient."""
     objective, t = hl.Objective(ce=cross_entropy, backend=BACKEND), torch.arange(N)
