@@ -1010,6 +1010,7 @@ FAULTS = [
     Fault("integrations/transformers.py", 'getattr(model, "module", getattr(model, "_orig_mod", model))', 'getattr(model, "module", model)', "a model that was compiled first logs no metrics", ("tests/integrations/test_logged.py",)),
     Fault("integrations/transformers.py", 'getattr(ranks, "cp_enabled", False)', "False", "parts of a sequence are counted as sequences", ("tests/integrations/test_logged.py",)),
     Fault("integrations/transformers.py", "            log.forget(training=True)\n", "            pass\n", "the first step logs what was called before it", ("tests/integrations/test_logged.py",)),
+    Fault("integrations/log.py", "tuple(x.clone() for x in metric.parts)", "metric.parts", "a graph is made anew for each size of a batch", ("tests/integrations/test_logged.py",)),
     Fault("integrations/log.py", "        taken, self.held = self.held, {}", "        taken = self.held", "what a graph counted is logged twice", ("tests/integrations/test_logged.py",)),
     Fault("integrations/adapter.py", "look = torch.compiler.is_compiling() or not self.probed", "look = not self.probed", "a graph is made anew after an evaluation", ("tests/integrations/test_logged.py",)),
     Fault("integrations/adapter.py", "inputs, self.head.training, **how)", "inputs, torch.is_grad_enabled(), **how)", "an evaluation with gradients counts as training", ("tests/integrations/test_logged.py",)),

@@ -85,7 +85,8 @@ class Totals:
 
     def add(self, metrics: Mapping[str, hl.Metric]) -> None:
         for name, metric in metrics.items():
-            whole = hl.Metric(metric.kind, metric.parts, metric.per)
+            # Copies: of views the next graph would read the shapes of their bases, and a third be made without those.
+            whole = hl.Metric(metric.kind, tuple(x.clone() for x in metric.parts), metric.per)
             self.held[name] = self.held[name] + whole if name in self.held else whole
 
     def take(self) -> dict[str, hl.Metric]:

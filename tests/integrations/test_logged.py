@@ -68,6 +68,22 @@ def test_a_graph_serves_all_steps(tmp_path: Path) -> None:
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2  # with nothing counted yet, and with something
 
 
+def test_two_graphs_serve_steps_of_all_sizes() -> None:
+    totals = Totals()
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+
+    @torch.compile(backend="eager", dynamic=True, fullgraph=True)
+    def step(x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        out = ENTROPY(hl.Logits(x), targets)
+        totals.add(out.metrics)
+        return out.loss
+
+    for rows in (2, 3, 4, 5):
+        step(torch.randn(rows, 6), torch.arange(rows))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+
+
 def test_what_graphs_count_is_taken_once() -> None:
     totals = Totals()
     metrics = lambda x: (
