@@ -21,8 +21,9 @@ from torch import Tensor
 from headloss.checks.dense import answer
 from headloss.checks.dense_records import IGNORE, Answer, DenseCall, of_rows, replaced, rows_of
 from headloss.checks.leaf_tensors import leaves_of, nudged_leaves, tensors_of
-from headloss.engine.derived_inputs import named_teachers, with_candidates
+from headloss.engine.derived_inputs import with_candidates
 from headloss.engine.layout import LAID, lay_out, readings
+from headloss.engine.teachers import named_teachers
 from headloss.prepared import Prepared, prepare
 from headloss.routed import Routed
 from headloss.segments import Segments

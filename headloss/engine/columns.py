@@ -13,8 +13,8 @@ from torch import Tensor
 
 from headloss.derived_teachers import Draft, Top, is_whole, whole_of
 from headloss.engine.arguments import CallArguments
-from headloss.engine.derived_inputs import named_teachers
 from headloss.engine.layout import Laid
+from headloss.engine.teachers import named_teachers
 from headloss.metrics import Metric
 from headloss.prepared import Prepared
 from headloss.record import Facts, Output, but, facts_from

@@ -24,7 +24,7 @@ from headloss.engine.arguments import CallArguments
 from headloss.engine.autograd_contract import refuse_transforms
 from headloss.engine.layout import Laid, PerRow
 from headloss.engine.plan import plain_source
-from headloss.engine.teachers import check_names
+from headloss.engine.teachers import named_teachers
 from headloss.prepared import Prepared
 from headloss.reductions import NEEDS_SEGMENTS, shares
 from headloss.rows import IGNORE
@@ -34,7 +34,7 @@ from headloss.teachers import TOP
 from headloss.term import Term
 from headloss.terms import Terms
 from headloss.trace.call import facts_of, inputs_of
-from headloss.trace.signature import CLASSES, IDS, ONLY, classes_of, counts_of, share_of, targets_of, weighs_classes
+from headloss.trace.signature import CLASSES, IDS, classes_of, counts_of, share_of, targets_of, weighs_classes
 
 
 def with_derived_inputs(terms: Terms, arguments: CallArguments, explained: bool = False) -> CallArguments:
@@ -251,12 +251,6 @@ def _check_candidates(ids_NK: Tensor, vocab: int) -> None:
             raise ValueError(f"ids: wanted each column of a row once, but row {other} names one twice")
 
     now_or_later(rows, rows[:2], check, "ids: out of range, or one named twice in a row")
-
-
-def named_teachers(teacher: Any) -> dict[str, Any]:
-    if teacher is None:
-        return {}
-    return check_names(teacher) if isinstance(teacher, Mapping) else {ONLY: teacher}
 
 
 def _check(name: str, x: Tensor, main: Tensor | None, vocab: int) -> None:

@@ -7,8 +7,7 @@ from torch import Tensor
 
 from headloss.engine.arguments import CallArguments
 from headloss.engine.autograd_contract import every_tensor
-from headloss.engine.derived_inputs import named_teachers
-from headloss.engine.teachers import teacher_label
+from headloss.engine.teachers import named_teachers, teacher_label
 from headloss.sources import Logits
 
 

@@ -122,27 +122,17 @@ def _open(sweep: Sweep, weighed: Weighed, grad: bool, program: Any, chunks: Sequ
 
 
 def _ahead(sweep: Sweep, head: Any, chunks: Sequence[Chunk]) -> Iterator[tuple[Block, Tensor]]:
-    """Each chunk and its sums.  Over a shard, those of all ranks; the next chunk is made while these are gathered."""
-    shard = sweep.source.shard
+    """Each chunk and its sums; over a shard, those of all ranks."""
     if sweep.guides:  # with a teacher, ranks are merged first
-        for _, block, partial in sweep._ahead(head, chunks):
+        for block, partial in sweep._ahead(head, chunks):
             yield block, _packed(sweep, partial, functools.partial(iter, [block]), block.part)
-        return
-    travelling: list[tuple[Block, Gathering]] = []
-    for i, chunk in enumerate(chunks):
-        block = sweep._read(head, chunk, slot=0 if shard is None else i % 2)
-        if shard is None:
+    elif sweep.source.shard is None:
+        for chunk in chunks:
+            block = sweep._read(head, chunk)
             yield block, _sums(sweep, block)
-            continue
-        sums = _sums(sweep, block)
-        if i == 1:
-            travelling[0][1].arrive()
-        travelling.append((block, Gathering(sums, shard, *sweep._first(i))))
-        if len(travelling) == 2:
-            block, gathering = travelling.pop(0)
+    else:
+        for block, gathering in sweep.gathered(head, chunks, functools.partial(_sums, sweep)):
             yield block, gathering.gathered()
-    for block, gathering in travelling:
-        yield block, gathering.gathered()
 
 
 def _packed(sweep: Sweep, partial: Partial, blocks: Callable[[], Iterable[Block]], part: slice) -> Tensor:

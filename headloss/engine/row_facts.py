@@ -11,12 +11,11 @@ from headloss.deferred_checks import defers
 from headloss.derived_teachers import Top, check_top
 from headloss.engine.bound_teachers import bind_teachers, restrict_teachers
 from headloss.engine.checks import check_elements, check_support, check_targets_wanted, check_teachers
-from headloss.engine.derived_inputs import named_teachers
 from headloss.engine.plan import KEPT, backend_for
 from headloss.engine.product import ProductSweep, why_chunked
 from headloss.engine.support_sweep import SupportSweep
 from headloss.engine.sweeps import Sweep
-from headloss.engine.teachers import name_teachers
+from headloss.engine.teachers import name_teachers, named_teachers
 from headloss.facts import FACTS, Fact, Want
 from headloss.options import is_number, shown
 from headloss.prepared import Prepared

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headloss.engine.budget import accumulator
 from headloss.engine.heads import LogitsHead, open_source
 from headloss.engine.sweeps import Block, Chunk, Sweep
 from headloss.engine.teachers import DenseTeacherRows, SparseTeacherRows
@@ -123,7 +124,7 @@ class SupportHead:
             where = entries.number_E, column_E, entries.place_E
             self.backend.combine(out, *where, grad_P, self.weight_VD, source.scale, False)  # a row is in one block only
         if need_weight:
-            out = self._room("weight", source.weight.shape, self._weight_dtype())
+            out = self._room("weight", source.weight.shape, accumulator(source, self.blocks > 1))
             self.backend.combine(out, *entries.by_column(*self.of), grad_P, self.hidden_ND, source.scale, self.begun)
         if need_bias and need_bias[0] and source.bias is not None:
             out = self._room("bias", source.bias.shape, source.fact_dtype)
@@ -150,15 +151,6 @@ class SupportHead:
         if name not in self.made:
             self.made[name] = torch.zeros(shape, dtype=dtype, device=self.source.device)
         return self.made[name]
-
-    def _weight_dtype(self) -> torch.dtype:
-        """The dtype of the weight's gradient: its own for a single block, in which nothing is accumulated."""
-        source = self.source
-        assert isinstance(source, Linear)
-        wide = source.weight_grad_dtype or torch.promote_types(source.weight.dtype, torch.float32)
-        if source.narrow:
-            return torch.promote_types(wide, torch.float32)
-        return source.weight.dtype if self.blocks == 1 and source.weight_grad_dtype is None else wide
 
     def skip(self, rows: Tensor) -> None:
         if isinstance(self.source, Logits):
@@ -255,7 +247,8 @@ class SupportSweep(Sweep):
         found: list[TeacherChunk] = []
         for name, guide in self.guides.items():
             if isinstance(guide, SparseTeacherRows):
-                found.append(SparseChunk(self.places.find(self._numbers(part), guide.ids_RK[part])))
+                numbers = self._of(torch.arange(self.rows.total, device=self.source.device), part)
+                found.append(SparseChunk(self.places.find(numbers, guide.ids_RK[part])))
                 continue
             assert isinstance(guide, DenseTeacherRows)
             raw_CW = SupportHead(guide.teacher, self.single_N, self.backend).read(entries).to(self.source.fact_dtype)
@@ -263,14 +256,9 @@ class SupportSweep(Sweep):
             found.append(DenseChunk(raw_CW, 1.0, None, temperatures, entries.width))
         return tuple(found)
 
-    def _numbers(self, part: slice) -> Tensor:
-        if self.rows.keep is None:
-            return torch.arange(part.start, part.stop, device=self.source.device)
-        return self.rows.keep[part]
-
     def _of(self, x_N: Tensor, part: slice) -> Tensor:
         """Rows `part` of a vector over all rows."""
-        return x_N[part] if self.rows.keep is None else x_N[self.rows.keep[part]]
+        return x_N[self.rows.numbers(part)]
 
     @property
     def _start(self) -> int:

@@ -153,9 +153,9 @@ class Sweep:
         head = self.open_head(needs, chunks)
         seen: list[tuple[dict[Fact, Tensor], Softmax, Mapping[Fact, Tensor], Mapping[str, Tensor]]] = []
         bound: Tensor | None = None
-        for chunk, block, partial in self._ahead(head, chunks):
+        for block, partial in self._ahead(head, chunks):
             facts, softmax = self._settle(partial, block)
-            by_fact, by_input = cotangents(chunk, facts)
+            by_fact, by_input = cotangents(block.chunk, facts)
             pulled = by_fact
             if self.source.narrow and by_fact:
                 bound = self.bounded(head, by_fact, bound)
@@ -212,26 +212,33 @@ class Sweep:
             numbers, out_CV = self.rows.numbers(part), head.buffers_CV[0][: part.stop - part.start]
         head.write(numbers, out_CV, None if valid is None else ~valid[part, None])
 
-    def _ahead(self, head: Any, chunks: Sequence[Chunk]) -> Iterator[tuple[Chunk, Block, Partial]]:
-        """Each chunk and its partial.  Over a shard, the next chunk is made while this one's partial is gathered."""
-        shard, kept = self.source.shard, None
-        travelling: list[tuple[Chunk, Block, Gathering]] = []
+    def _ahead(self, head: Any, chunks: Sequence[Chunk]) -> Iterator[tuple[Block, Partial]]:
+        """Each chunk and its partial; over a shard, that of all ranks."""
+        if self.source.shard is not None:
+            for block, gathering in self.gathered(head, chunks, self._sums):
+                yield block, self._merged(gathering, block.part)
+            return
+        kept = None
+        for chunk in chunks:
+            block = keeping(self, head, self._read(head, chunk), kept)
+            kept = block.kept
+            yield block, self._sums(block)
+
+    def gathered(
+        self, head: Any, chunks: Sequence[Chunk], sums: Callable[[Block], Any]
+    ) -> Iterator[tuple[Block, Gathering]]:
+        """Over a shard: each chunk and its `sums`; the next chunk is made while these are gathered."""
+        assert self.source.shard is not None
+        travelling: list[tuple[Block, Gathering]] = []
         for i, chunk in enumerate(chunks):
-            block = self._read(head, chunk, slot=0 if shard is None else i % 2)
-            if shard is None:
-                block = keeping(self, head, block, kept)
-                kept = block.kept
-                yield chunk, block, self._sums(block)
-                continue
-            sums = self._sums(block)
+            block = self._read(head, chunk, slot=i % 2)
+            own = sums(block)
             if i == 1:
-                travelling[0][2].arrive()
-            travelling.append((chunk, block, Gathering(sums, shard, *self._first(i))))
+                travelling[0][1].arrive()
+            travelling.append((block, Gathering(own, self.source.shard, *self._first(i))))
             if len(travelling) == 2:
-                chunk, block, gathering = travelling.pop(0)
-                yield chunk, block, self._merged(gathering, chunk.rows)
-        for chunk, block, gathering in travelling:
-            yield chunk, block, self._merged(gathering, chunk.rows)
+                yield travelling.pop(0)
+        yield from travelling
 
     def _first(self, number: int) -> tuple[Tensor | None, int]:
         """The `note` and `rows` that go with a chunk's partial; see `Gathering`."""

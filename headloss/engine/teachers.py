@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import operator
-import sys
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -20,6 +19,7 @@ from headloss.derived_teachers import Draft, Top
 from headloss.engine.budget import COPIES, NO_COST, Cost, gathered_bytes, held_besides
 from headloss.engine.checks import check_ids
 from headloss.engine.heads import Head, open_source
+from headloss.engine.plan import plain_source
 from headloss.facts import Want
 from headloss.parallel.shard import note_of
 from headloss.routed import Routed
@@ -41,18 +41,19 @@ from headloss.teachers import DenseChunk, SparseChunk, TeacherChunk, Temperature
 from headloss.trace.signature import ONLY
 
 
-def check_names(teachers: Mapping[Any, Teacher]) -> dict[str, Teacher]:
-    for name in teachers:
+def named_teachers(teacher: Any) -> dict[str, Any]:
+    """The teachers of a call by name."""
+    if not isinstance(teacher, Mapping):
+        return {} if teacher is None else {ONLY: teacher}
+    for name in teacher:
         if not isinstance(name, str):
             raise TypeError(f"teacher: wanted teachers by name, got {name!r} of type {type(name).__name__} for a name")
-    return dict(teachers)
+    return dict(teacher)
 
 
 def name_teachers(teacher: Teacher | Mapping[str, Teacher] | None, source: Source) -> dict[str, Teacher]:
     """Teachers by name, on plain tensors, checked against the student."""
-    if teacher is None:
-        return {}
-    named = check_names(teacher) if isinstance(teacher, Mapping) else {ONLY: teacher}
+    named = named_teachers(teacher)
     for name, x in named.items():
         label = teacher_label(name)
         if isinstance(x, Top):
@@ -78,7 +79,7 @@ def name_teachers(teacher: Teacher | Mapping[str, Teacher] | None, source: Sourc
                     f"{label}: has vocab_ids, but a dense teacher is on the whole vocabulary; give its top K, "
                     f"hl.topk(teacher, K), which names tokens"
                 )
-            named[name] = x = _local(x)
+            named[name] = x = plain_source(x)
         if torch.is_grad_enabled() and _first(x).requires_grad:
             warnings.warn(
                 f"headloss: {label}: its {'logits' if isinstance(x, Logits) else 'hidden states or log-probabilities'} "
@@ -113,15 +114,6 @@ def _first(teacher: Teacher) -> Tensor:
 
 def teacher_label(name: str) -> str:
     return "teacher" if name == ONLY else f"teacher[{name!r}]"
-
-
-def _local(teacher: Source) -> Source:
-    tensors = sys.modules.get("torch.distributed.tensor")  # if not loaded, there are no DTensors
-    if tensors is None or not any(isinstance(x, tensors.DTensor) for x in teacher.tensors):
-        return teacher
-    from headloss.parallel.dtensor import localize
-
-    return localize(teacher)
 
 
 def _check_columns(label: str, teacher: Source, source: Source) -> None:
