@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 import headloss as hl
 from headloss.cli import bench, check, explain, main
 from headloss.losses import LOSSES, cross_entropy, forward_kl, gspo, simpo
+from headloss.row_weights import likely
 
 FEW = {fn.__name__: fn for fn in (cross_entropy, gspo, simpo, forward_kl)}
 CONFIG = {
@@ -75,6 +76,13 @@ def test_explain_from_json(tmp_path: Path) -> None:
     assert "4096 of 4096 rows x 151936 columns" in found.stdout and "gradients    in the same pass" in found.stdout
     plan = json.loads(CliRunner().invoke(main, ["explain", str(path), *size, "--json"]).stdout)
     assert plan["gemms"] == 3 and plan["terms"][1]["kind"] == "segment"
+
+
+def test_explain_gives_every_loss_what_it_asks_for() -> None:
+    own = {"own_targets": hl.Term(cross_entropy, targets="own"), "weighed": hl.Term(gspo, row_weight=likely(0.5))}
+    for name, term in {**LOSSES, **own}.items():
+        plan = explain.explain(hl.Objective(own=term), 24, 31, 4, segments=4)
+        assert "cannot be traced" not in plan.terms[0].reason, name
 
 
 def test_wrong_sizes_are_wrong_commands(tmp_path: Path) -> None:
@@ -192,7 +200,7 @@ def test_bench_refuses_wrong_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
 OWN = """
 import torch
 import headloss as hl
-from headloss.losses import cross_entropy, dpo, forward_kl, gspo, kto
+from headloss.losses import cross_entropy, dpo, forward_kl, gspo, kto, uld
 
 beta = 1.0
 
@@ -213,6 +221,7 @@ def sparse(ids_logprob, teacher_ids, teacher_logprob):
     return -torch.where(held, torch.where(held, ids_logprob, 0.0) * teacher_logprob.exp(), 0.0).sum(-1)
 
 likeliest = hl.Term(lambda top_logprob: top_logprob[:, 0] - top_logprob[:, 1], top=2)
+own_targets = hl.Term(cross_entropy, targets="nll_targets")
 term = hl.Term(right, row_weight="token_weight", reduction="weighted_mean", power=3.0)
 
 def factory():
@@ -246,6 +255,8 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         ("factory", ["--top-k", "5", "--dtype", "float64"]),
         ("sparse", ["--head", "logits"]),
         ("likeliest", ["--dtype", "float64"]),
+        ("uld", []),
+        ("own_targets", ["--head", "linear"]),
     ],
 )
 def test_check_of_an_objective_of_ones_own(own: str, name: str, more: list[str]) -> None:

@@ -18,7 +18,8 @@ import typer
 from torch import Tensor
 
 import headloss as hl
-from headloss.divergence import is_divergence
+from headloss.cli.own import looks
+from headloss.cli.problem import example
 from headloss.engine.explain import Explanation, size_of
 from headloss.sources import padded, parse_bytes
 
@@ -121,16 +122,14 @@ def explain(
         _shape(N, D, dtype=dtype), _shape(held, D, dtype=dtype), memory=budget if ranks == 1 else budget // 2
     )
     call: dict[str, Any] = {}
-    calls = [term.call(None, {}) if not is_divergence(term.fn) else None for term in objective.terms.values()]
-    for term, read_call in zip(objective.terms.values(), calls, strict=True):
-        if read_call is None:
-            call["teacher"] = _teachers(objective, N, held, D, dtype, top_k)
-            names = tuple(w for w in term.row_weights if isinstance(w, str))
-        else:
-            names = read_call.input_names
-        call |= {name: _input(name, N, S) for name in names}
-    call |= {n: _input(n, N, S) for _, metric in objective.metrics for n in metric.input_names}
-    call |= {t.reduction_segments: spans for t in objective.terms.values() if t.reduction_segments}
+    terms = objective.terms.values()
+    for asked in (*(term.call(None, {}) for term in terms), *(metric for _, metric in objective.metrics)):
+        call |= {name: _input(name, N, S) for name in asked.input_names if not name.endswith(" that count")}
+    call |= {t.reduction_segments: spans for t in terms if t.reduction_segments}
+    call |= {t.targets: targets for t in terms if t.targets}
+    if names := {term.teacher for term in terms if looks(term)}:
+        made = {name or "teacher": _teacher(N, held, D, dtype, top_k) for name in names}
+        call["teacher"] = made if names != {None} else made["teacher"]
     found = objective.explain(source, targets, segments=spans, **call)
     return found if ranks == 1 else _of_one_rank(found, V, budget, dtype)
 
@@ -154,20 +153,12 @@ def _shape(*shape: int, dtype: torch.dtype) -> Tensor:
 
 
 def _input(name: str, N: int, S: int) -> Tensor:
-    if name == "pairs":
-        return torch.zeros(max(1, S // 2), 2, dtype=torch.long)
-    if name == "desirable":
-        return torch.zeros(S, dtype=torch.bool)
-    if name == "optimal_advantage":
-        return torch.zeros(S)
-    return torch.zeros(()) if name == "kl" else torch.zeros(N)
+    with torch.device("meta"):
+        like = example(name, N, S, torch.empty(N), torch.empty)
+    return torch.zeros(like.shape, dtype=like.dtype)
 
 
-def _teachers(objective: hl.Objective, N: int, V: int, D: int, dtype: torch.dtype, top_k: int) -> Any:
-    def one() -> Any:
-        if top_k:
-            return hl.Sparse(_shape(N, top_k, dtype=torch.long), _shape(N, top_k, dtype=torch.float32))
-        return hl.Linear(_shape(N, D, dtype=dtype), _shape(V, D, dtype=dtype))
-
-    names = {term.teacher for term in objective.terms.values() if is_divergence(term.fn)}
-    return one() if names == {None} else {name or "teacher": one() for name in names}
+def _teacher(N: int, V: int, D: int, dtype: torch.dtype, top_k: int) -> Any:
+    if top_k:
+        return hl.Sparse(_shape(N, top_k, dtype=torch.long), _shape(N, top_k, dtype=torch.float32))
+    return hl.Linear(_shape(N, D, dtype=dtype), _shape(V, D, dtype=dtype))

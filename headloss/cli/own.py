@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 import headloss as hl
+from headloss.cli.problem import example
 from headloss.divergence import is_divergence
 from headloss.facts import FACTS
 from headloss.losses import LOSSES
@@ -77,14 +78,15 @@ def make(
     over = {t.reduction_segments for t in objective.terms.values() if t.reduction_segments}
     for name in over:  # two segments per pair
         call[name] = hl.Segments.from_cu_seqlens(torch.linspace(0, N, S // 2 + 1).round().long().to(device))
-    names = {t.teacher or "teacher" for t in objective.terms.values() if _looks(t)}
+    call |= {t.targets: targets.to(device) for t in objective.terms.values() if t.targets}
+    names = {t.teacher or "teacher" for t in objective.terms.values() if looks(t)}
     names |= {"teacher"} if not names and any(n in _THEIRS for n in asked) else set()
     sparse = top_k or any(n in TEACHER_INPUTS or n in SPARSE for n in asked)
     if names:
         made = {n: _teacher(normal(N, V) * 2, top_k or 8 if sparse else 0, dtype, device) for n in sorted(names)}
         call["teacher"] = made["teacher"] if names == {"teacher"} else made
     for name in sorted(asked - {*FACTS, *TEACHER_INPUTS, "segments", "targets"}):
-        call[name] = _input(name, N, S, logprob, normal).to(device)
+        call[name] = example(name, N, S, logprob, normal).to(device)
     ready = lambda x: x.to(device).requires_grad_()
     source = hl.Logits(ready(logits.to(dtype))) if head == "logits" else hl.Linear(ready(hidden), ready(weight))
     return source, targets.to(device), call
@@ -124,7 +126,7 @@ def _asked(objective: hl.Objective) -> Iterator[str]:
             yield metric
 
 
-def _looks(term: hl.Term) -> bool:
+def looks(term: hl.Term) -> bool:
     """Whether a term uses a teacher."""
     names = [p.name for p in read_signature(term.fn, top=1).parameters] + [fact for fact, _ in term.facts.values()]
     return is_divergence(term.fn) or any(n in _THEIRS for n in names)
@@ -135,17 +137,3 @@ def _teacher(logits: Tensor, K: int, dtype: torch.dtype, device: str) -> Any:
         return hl.Logits(logits.to(dtype).to(device))
     top = logits.log_softmax(-1).topk(min(K, logits.shape[1]))
     return hl.Sparse(top.indices.to(device), top.values.float().to(device))
-
-
-def _input(name: str, N: int, S: int, logprob: Tensor, normal: Callable[..., Tensor]) -> Tensor:
-    if name == "pairs":
-        return torch.arange(S // 2 * 2).view(-1, 2)
-    if name == "desirable":
-        return torch.arange(S) % 2 == 0
-    if name == "optimal_advantage":
-        return normal(S).float()
-    if name == "kl":
-        return torch.tensor(0.3)
-    if name.endswith("logprob"):
-        return (logprob + 0.1 * normal(N)).clamp(max=-1e-3).float()
-    return normal(N).abs().float() if "weight" in name or "mask" in name else normal(N).float()

@@ -37,7 +37,7 @@ class Problem(NamedTuple):
     ids: Tensor
     ids_logprob: Tensor
     pulls: Tensor  # cotangents of the facts
-    noise: Tensor
+    seed: int
 
     @classmethod
     def make(cls, device: str, seed: int, N: int, V: int, D: int) -> Problem:
@@ -56,7 +56,7 @@ class Problem(NamedTuple):
         put = lambda x: x.to(device)
         return cls(
             put(hidden), put(weight), put(targets), hl.Segments.from_cu_seqlens(put(bounds)), put(teacher), put(ids),
-            put(top.values.float()), put(normal(8, N)), put(normal(8, N)),
+            put(top.values.float()), put(normal(8, N)), seed,
         )  # fmt: skip
 
     @property
@@ -68,28 +68,32 @@ class Problem(NamedTuple):
         names = [p.name for p in inspect.signature(fn).parameters.values() if p.kind is not p.KEYWORD_ONLY]
         N, S = len(self.targets), self.segments.num_segments
         logp = (self.hidden @ self.weight.T).log_softmax(-1).gather(-1, self.targets.clamp(min=0)[:, None])[:, 0]
-        found: dict[str, Tensor] = {}
-        for i, name in enumerate(n for n in names if n not in (*FACTS, *APART, "segments", "targets", "logp", "logq")):
-            if name == "pairs":
-                found[name] = torch.arange(S // 2 * 2, device=logp.device).view(-1, 2)
-            elif name == "desirable":
-                found[name] = torch.arange(S, device=logp.device) % 2 == 0
-            elif name == "optimal_advantage":
-                found[name] = self.noise[i][:S].float()
-            elif name == "kl":
-                found[name] = logp.new_tensor(0.3)
-            elif name == "foreign_logprob":
-                found[name] = self.ids_logprob
-            elif name.endswith("logprob"):
-                found[name] = (logp + 0.1 * self.noise[i]).clamp(max=-1e-3).float()
-            else:
-                found[name] = self.noise[i][:N].float()
-        return found
+        asked = [n for n in names if n not in (*FACTS, *APART, "segments", "targets", "logp", "logq")]
+        random = torch.Generator().manual_seed(self.seed)  # the same numbers each time
+        normal = lambda *shape: torch.randn(*shape, generator=random, dtype=torch.float64)
+        return {n: example(n, N, S, logp.cpu(), normal).to(logp.device) for n in asked}
 
     def guide(self, teacher: str | None, dtype: torch.dtype) -> Any:
         if teacher == "sparse":
             return hl.Sparse(self.ids, self.ids_logprob)
         return None if teacher is None else hl.Logits(self.teacher.to(dtype))
+
+
+def example(name: str, N: int, S: int, logprob: Tensor, normal: Callable[..., Tensor]) -> Tensor:
+    """What a loss may be given for an input of this name, with N rows and S segments."""
+    if name == "pairs":
+        return torch.arange(max(2, S // 2 * 2)).view(-1, 2)
+    if name == "desirable":
+        return torch.arange(S) % 2 == 0
+    if name == "optimal_advantage":
+        return normal(S).float()
+    if name == "kl":
+        return torch.tensor(0.3)
+    if name == "foreign_logprob":
+        return normal(N, 5).log_softmax(-1).float()
+    if name.endswith("logprob"):
+        return (logprob + 0.1 * normal(N)).clamp(max=-1e-3).float()
+    return normal(N).abs().float() if "weight" in name or "mask" in name else normal(N).float()
 
 
 def answer(
