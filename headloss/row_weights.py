@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -41,48 +41,23 @@ LEVELS = ("token", "segment", "segment_mean")
 def truncate(high: float, low: float = 0.0, *, level: str = "token") -> Callable[..., Weighed]:
     """min(w, high), and at least `low`: truncated importance sampling (Yao et al. 2025)."""
     low, high = _range(low, high)
-    if _level(level) == "token":
 
-        @_by_row
-        def truncated(logprob: Tensor, sampler_logprob: Tensor, old_logprob: Tensor | None = None) -> Weighed:
-            d = _drift(logprob, sampler_logprob, old_logprob)
-            return _reported(d.exp().clamp(low, high), d.exp(), low, high, d)
+    def truncated(drift: Tensor, segments: Segments | None) -> Weighed:
+        w = _ratio(drift, segments, level)
+        return _reported(w.clamp(low, high), w, low, high, drift)
 
-        return truncated
-
-    @_by_row
-    def truncated_segments(
-        logprob: Tensor, sampler_logprob: Tensor, segments: Segments, old_logprob: Tensor | None = None
-    ) -> Weighed:
-        d = _drift(logprob, sampler_logprob, old_logprob)
-        w = _of_segment(d, segments, level).exp()
-        return _reported(w.clamp(low, high), w, low, high, d)
-
-    return truncated_segments
+    return _of_drift(truncated, _level(level) != "token")
 
 
 def band(low: float, high: float, *, level: str = "token") -> Callable[..., Weighed]:
     """w inside [low, high], 0 outside: masked importance sampling (IcePop, 2025)."""
     low, high = _range(low, high)
-    if _level(level) == "token":
 
-        @_by_row
-        def banded(logprob: Tensor, sampler_logprob: Tensor, old_logprob: Tensor | None = None) -> Weighed:
-            d = _drift(logprob, sampler_logprob, old_logprob)
-            w = d.exp()
-            return _reported(w * ((w >= low) & (w <= high)).to(w.dtype), w, low, high, d)
+    def banded(drift: Tensor, segments: Segments | None) -> Weighed:
+        w = _ratio(drift, segments, level)
+        return _reported(w * ((w >= low) & (w <= high)).to(w.dtype), w, low, high, drift)
 
-        return banded
-
-    @_by_row
-    def banded_segments(
-        logprob: Tensor, sampler_logprob: Tensor, segments: Segments, old_logprob: Tensor | None = None
-    ) -> Weighed:
-        d = _drift(logprob, sampler_logprob, old_logprob)
-        w = _of_segment(d, segments, level).exp()
-        return _reported(w * ((w >= low) & (w <= high)).to(w.dtype), w, low, high, d)
-
-    return banded_segments
+    return _of_drift(banded, _level(level) != "token")
 
 
 def drop_segments(low: float, high: float, *, level: str = "segment_mean") -> Callable[..., Weighed]:
@@ -93,17 +68,13 @@ def drop_segments(low: float, high: float, *, level: str = "segment_mean") -> Ca
     low, high = _range(low, high)
     _level(level)
 
-    @_by_row
-    def kept_segments(
-        logprob: Tensor, sampler_logprob: Tensor, segments: Segments, old_logprob: Tensor | None = None
-    ) -> Weighed:
-        drift = _drift(logprob, sampler_logprob, old_logprob)
-        w = (drift if level == "token" else _of_segment(drift, segments, level)).exp()
+    def kept(drift: Tensor, segments: Segments) -> Weighed:
+        w = _ratio(drift, segments, level)
         out = ((w < low) | (w > high)).to(w.dtype)
         kept = 1 - out if level != "token" else (segments.mean(out) == 0).to(w.dtype)
         return kept, {"cut_fraction": kept == 0, **_mismatch(drift, w)}
 
-    return kept_segments
+    return _of_drift(kept, True)
 
 
 def reject(
@@ -126,33 +97,17 @@ def reject(
         raise ValueError(f"level: wanted one of {', '.join((*LEVELS, 'segment_max'))}, got {level!r}")
     low, high, sign = float(low), float(high), -1.0 if reverse else 1.0
 
-    def estimate(drift: Tensor) -> Tensor:
+    def kept(drift: Tensor, segments: Segments) -> Weighed:
         d = sign * drift
-        return -d if estimator == "k1" else d * d / 2 if estimator == "k2" else d.expm1() - d
-
-    if level == "token":
-
-        @_by_row
-        def kept(logprob: Tensor, sampler_logprob: Tensor, old_logprob: Tensor | None = None) -> Weighed:
-            drift = _drift(logprob, sampler_logprob, old_logprob)
-            kl = estimate(drift)
-            return _mask((kl >= low) & (kl <= high), drift)
-
-        return kept
-
-    @_by_row
-    def kept_segments(
-        logprob: Tensor, sampler_logprob: Tensor, segments: Segments, old_logprob: Tensor | None = None
-    ) -> Weighed:
-        drift = _drift(logprob, sampler_logprob, old_logprob)
-        kl = estimate(drift)
+        kl = -d if estimator == "k1" else d * d / 2 if estimator == "k2" else d.expm1() - d
         if level == "segment_max":
             above, below = segments.mean((kl > high).to(kl.dtype)), segments.mean((kl < low).to(kl.dtype))
             return _mask((above == 0) & (below < 1), drift)
-        whole = segments.spread(segments.totals(kl) if level == "segment" else segments.means(kl))
-        return _mask((whole >= low) & (whole <= high), drift)
+        if level != "token":
+            kl = segments.spread(segments.totals(kl) if level == "segment" else segments.means(kl))
+        return _mask((kl >= low) & (kl <= high), drift)
 
-    return kept_segments
+    return _of_drift(kept, level != "token")
 
 
 def second_moment(most: float) -> Callable[..., Weighed]:
@@ -163,9 +118,7 @@ def second_moment(most: float) -> Callable[..., Weighed]:
         raise ValueError(f"most: wanted most > 0, got {most}")
     most = float(most)
 
-    @_by_row
-    def calm(logprob: Tensor, sampler_logprob: Tensor, old_logprob: Tensor | None = None) -> Weighed:
-        drift = _drift(logprob, sampler_logprob, old_logprob)
+    def calm(drift: Tensor, segments: None) -> Weighed:
         square = drift**2
         if square.numel() == 0:
             return _mask(square == 0, drift)
@@ -174,7 +127,7 @@ def second_moment(most: float) -> Callable[..., Weighed]:
         last = ((means < most).sum() - 1).clamp(min=0)
         return _mask(square <= rising.gather(0, last[None]), drift)
 
-    return calm
+    return _of_drift(calm, False)
 
 
 def wpo() -> Callable[..., Tensor]:
@@ -279,6 +232,24 @@ def _by_row(fn: Callable[..., T]) -> Callable[..., T]:
     return fn
 
 
+def _of_drift(make: Callable[[Tensor, Any], Weighed], by_segment: bool) -> Callable[..., Weighed]:
+    """The row weight that `make` makes of log w and, if `by_segment`, of the segments."""
+
+    @_by_row
+    def of_tokens(logprob: Tensor, sampler_logprob: Tensor, old_logprob: Tensor | None = None) -> Weighed:
+        return make(_drift(logprob, sampler_logprob, old_logprob), None)
+
+    @_by_row
+    def of_segments(
+        logprob: Tensor, sampler_logprob: Tensor, segments: Segments, old_logprob: Tensor | None = None
+    ) -> Weighed:
+        return make(_drift(logprob, sampler_logprob, old_logprob), segments)
+
+    weight = of_segments if by_segment else of_tokens
+    weight.__name__ = f"{make.__name__}_segments" if by_segment else make.__name__  # begins its metrics' names
+    return weight
+
+
 def _reported(weight: Tensor, w: Tensor, low: float, high: float, drift: Tensor) -> Weighed:
     """A weight that is made from w and its bounds, and the metrics that trainers log about it."""
     found = {
@@ -326,9 +297,12 @@ def _drift(logprob: Tensor, sampler_logprob: Tensor, old_logprob: Tensor | None)
     return (old - sampler_logprob).nan_to_num(nan=0.0).clamp(-20.0, 20.0)
 
 
-def _of_segment(drift: Tensor, segments: Segments, level: str) -> Tensor:
+def _ratio(drift: Tensor, segments: Segments | None, level: str) -> Tensor:
+    """w of the level that is asked for."""
+    if level == "token" or segments is None:
+        return drift.exp()
     whole = segments.totals(drift) if level == "segment" else segments.means(drift)
-    return segments.spread(whole.clamp(-20.0, 20.0))
+    return segments.spread(whole.clamp(-20.0, 20.0)).exp()
 
 
 def _level(level: str) -> str:
