@@ -86,10 +86,8 @@ class Landing:
     __slots__ = ("device", "host", "seen")
 
     def __init__(self, device: torch.device, count: int) -> None:
-        self.device, self.host = (
-            device,
-            torch.empty(count, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda"),
-        )
+        self.device = device
+        self.host = torch.empty(count, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
         self.seen = (ctypes.c_int64 * count).from_address(self.host.data_ptr())
 
     def is_here(self) -> bool:

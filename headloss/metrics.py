@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from headloss.deferred_checks import is_capturing
 from headloss.divergence import is_divergence
 from headloss.facts import FACTS
 from headloss.losses import LOSSES
@@ -251,8 +252,13 @@ def measure(values: Mapping[str, Tensor], weights: Tensor | None, per: str) -> d
 def measure_later(
     names: Sequence[str], values_MR: Callable[[], Tensor], weights: Tensor | None, per: str
 ) -> dict[str, Metric]:
-    """The same for values that nobody else can write to: they are reduced when the first metric is read."""
+    """The same for values that nobody else can write to: they are reduced when the first metric is read.
+
+    While a CUDA graph is captured they are reduced now, so that its replays reduce them too.
+    """
     batch = Batch(names, values_MR, weights)
+    if is_capturing() and batch.kinds:
+        batch.parts(next(iter(batch.kinds)))
     return {name: Metric(kind, (batch, name), per) for name, kind in batch.kinds.items()}
 
 

@@ -17,6 +17,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from headloss.kept import keep
+
 _NAMES: dict[str, type] = {"bool": bool, "int": int, "float": float, "str": str, "None": types.NoneType}
 _BY_DEFAULT: dict[type, tuple[type, ...]] = {bool: (bool,), int: (int, float), float: (float,), str: (str,)}
 _SAID = {bool: "True or False", int: "a whole number", float: "a finite number", str: "text", types.NoneType: "None"}
@@ -155,14 +157,10 @@ def _size(memory: str) -> int:
     match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([a-zA-Z]*)\s*", memory)
     if match is None or match[2].lower() not in _UNITS:
         raise ValueError(f'memory: wanted bytes or a size such as "1GiB" or "200MB", got {memory!r}')
-    if len(_SEEN) < 64:
-        _SEEN[memory] = int(float(match[1]) * _UNITS[match[2].lower()])
-    return int(float(match[1]) * _UNITS[match[2].lower()])
+    return keep(_SEEN, memory, int(float(match[1]) * _UNITS[match[2].lower()]), 64)
 
 
 _SEEN: dict[str, int] = {}
-
-
 _size._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch 2.8 cannot trace `re`
 
 

@@ -184,17 +184,12 @@ def target_numbers(targets: Tensor, segments: Segments | None) -> Tensor:
     if ids is not None and segments is not None:
         held = ids.masked_fill(~valid, -1)
         falls = (held.masked_fill(held < 0, 0).cummax(0).values > held) & (held >= 0) if len(flat) else held > 0
-        parts += [segment_numbers(ids, valid), falls.any().long()[None]]
+        low, high = ids.aminmax() if len(ids) else (ids.new_full((), -1), ids.new_full((), -1))
+        stray = torch.where(low < -1, low, high)
+        parts.append(torch.stack([(valid & (ids < 0)).sum(), stray.long(), falls.any().long()]))
         inside = held.clamp(max=segments.num_segments - 1)
         parts.append(Segments(inside, segments.num_segments).counts.long())
     return torch.cat(parts)
-
-
-def segment_numbers(ids: Tensor, valid: Tensor) -> Tensor:
-    """(2,) how many valid rows have no segment; and the largest id, or an id below -1 if there is one."""
-    low, high = ids.aminmax() if len(ids) else (ids.new_full((), -1), ids.new_full((), -1))
-    stray = torch.where(low < -1, low, high)
-    return torch.stack([(valid & (ids < 0)).sum(), stray.long()])
 
 
 def check_prepared(numbers: Tensor, targets: Tensor, segments: Segments | None) -> None:
@@ -224,14 +219,10 @@ def check_targets_later(
     fine = (numbers[0] == 0) | ((numbers[1] >= 0) & (numbers[2] < vocab))
     torch._assert_async(fine, "targets: out of range")
     if segments is not None:
-        _assert_segments(numbers[3:], segments, needed)
-
-
-def _assert_segments(numbers: Tensor, segments: Segments, needed: str | None) -> None:
-    inside = (numbers[1] >= -1) & (numbers[1] < segments.num_segments)
-    torch._assert_async(inside, "segments: an id is out of range")
-    if needed is not None:
-        torch._assert_async(numbers[0] == 0, "segments: rows that are not ignored have no segment (id -1)")
+        inside = (numbers[4] >= -1) & (numbers[4] < segments.num_segments)
+        torch._assert_async(inside, "segments: an id is out of range")
+        if needed is not None:
+            torch._assert_async(numbers[3] == 0, "segments: rows that are not ignored have no segment (id -1)")
 
 
 def segment_ids(segments: Segments, targets: Tensor) -> Tensor:
@@ -250,15 +241,10 @@ def check_stats(stats: Stats, vocab: int, num_segments: int | None = None, neede
         bad = stats.low if stats.low < 0 else stats.high
         hint = f"; ignored rows are marked {IGNORE}" if stats.low < 0 else ""
         raise ValueError(f"targets: wanted values in [0, {vocab}) or {IGNORE}, got {bad}{hint}")
-    if num_segments is not None:
-        check_segments(stats.loose, stats.stray, num_segments, needed)
-
-
-def check_segments(loose: int, stray: int, num_segments: int, needed: str | None) -> None:
-    if not -1 <= stray < num_segments:
-        raise ValueError(f"segments: id {stray} is outside [-1, {num_segments})")
-    if needed is not None and loose:
+    if num_segments is not None and not -1 <= stats.stray < num_segments:
+        raise ValueError(f"segments: id {stats.stray} is outside [-1, {num_segments})")
+    if num_segments is not None and needed is not None and stats.loose:
         raise ValueError(
-            f"segments: {loose} rows that are not ignored have no segment (id -1), "
+            f"segments: {stats.loose} rows that are not ignored have no segment (id -1), "
             f"but term {needed!r} needs one for each"
         )

@@ -305,11 +305,6 @@ def with_tensors(source: Source, tensors: Mapping[str, Any]) -> Source:
 _FIELDS = {kind: [f.name for f in fields(kind)] for kind in (Logits, Linear)}
 
 
-def with_vocab(source: Source, vocab: int) -> Source:
-    """The same source, of which only the first `vocab` columns count."""
-    return with_tensors(source, {"vocab": vocab})
-
-
 def overlaps(x: Tensor) -> bool:
     """Whether two elements may share memory: some stride is within the reach of the smaller ones."""
     reach = 0

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from headloss.deferred_checks import Copy, check_later, defers
-from headloss.segments import check_dense, integers, version
+from headloss.deferred_checks import Copy, defers
+from headloss.segments import check_dense, integers, now_or_later, version
 
 IGNORE = -100  # the target of a row that does not count
 SHIFT = 32  # how far a key shifts its row's number
@@ -76,7 +76,7 @@ class Support:
             raise ValueError(f"offsets: wanted (rows + 1,), from 0 to {len(ids)}, got shape {tuple(offsets.shape)}")
         _check_device(ids, offsets)
         row_E = torch.searchsorted(offsets[1:].contiguous(), torch.arange(len(ids), device=ids.device), right=True)
-        return _made(*_sorted(row_E, ids, offsets.clone()), False)._of(given)
+        return cls(*_sorted(row_E, ids, offsets.clone()), False)._of(given)
 
     @classmethod
     def from_padded(cls, ids: Tensor) -> Support:
@@ -89,7 +89,7 @@ class Support:
         here = flat != -1
         offsets = torch.nn.functional.pad(here.sum(-1).cumsum(0), (1, 0))
         row = torch.arange(len(flat), device=ids.device)[:, None].expand_as(flat)
-        return _made(*_sorted(row.reshape(-1), flat.reshape(-1), offsets, here.reshape(-1)), True)._of(given)
+        return cls(*_sorted(row.reshape(-1), flat.reshape(-1), offsets, here.reshape(-1)), True)._of(given)
 
     @classmethod
     def from_mask(cls, mask: Tensor) -> Support:
@@ -104,7 +104,7 @@ class Support:
         flat = mask.flatten(0, -2)
         row_E, id_E = flat.nonzero(as_tuple=True)
         offsets = torch.nn.functional.pad(flat.sum(-1).cumsum(0), (1, 0))
-        return _made(*_sorted(row_E, id_E, offsets), True)._of({"mask": mask})
+        return cls(*_sorted(row_E, id_E, offsets), True)._of({"mask": mask})
 
     def _of(self, given: dict[str, Tensor]) -> Support:
         if torch.compiler.is_compiling():
@@ -186,13 +186,13 @@ class Support:
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Support:
         self.known()
         keys, offsets = (x.to(device, non_blocking=non_blocking) for x in (self.keys, self.offsets))
-        return _made(keys, offsets, self._copy.wait(), self.padded)
+        return Support(keys, offsets, self._copy.wait(), self.padded)
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"Support is immutable; make a new one to change {name!r}")
 
     def __reduce__(self) -> Any:
-        return _made, (self.keys, self.offsets, self._copy.wait(), self.padded)
+        return Support, (self.keys, self.offsets, self._copy.wait(), self.padded)
 
     def __repr__(self) -> str:
         return f"Support({self.rows} rows, {self.keys.device})"
@@ -224,12 +224,7 @@ def check_counted(support: Support, targets: Tensor | None) -> None:
         return
     empty_N = (support.lengths == 0) & (targets.reshape(-1) != IGNORE)
     first = torch.stack([empty_N.any().long(), empty_N.int().argmax()])
-    if defers(first.device):
-        check_later(first, _check_first)
-    elif first.device.type == "cpu":
-        _check_first(first)
-    else:
-        torch._assert_async(first[0] == 0, "support: a row that counts keeps no columns")
+    now_or_later(first, first[:1], _check_first, "support: a row that counts keeps no columns")
 
 
 def _check_first(found: Tensor) -> None:
@@ -239,10 +234,6 @@ def _check_first(found: Tensor) -> None:
             f"support: row {row} counts and keeps no columns; wanted at least one, or the target -100 for a row that "
             f"is not to count"
         )
-
-
-def _made(keys: Tensor, offsets: Tensor, numbers: Tensor, padded: bool) -> Support:
-    return Support(keys, offsets, numbers, padded)
 
 
 def _check_device(x: Tensor, y: Tensor, name: str = "ids") -> None:

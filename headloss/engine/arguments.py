@@ -1,4 +1,7 @@
-"""Records of a call: its arguments, its options and its chunks, so that they travel through the engine together."""
+"""Records of a call: its arguments, its options and its chunks, so that they travel through the engine together.
+
+Dimension key:  C rows of a chunk   V vocabulary
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from headloss.prepared import Prepared
 from headloss.segments import Segments
 from headloss.sources import Source, Teacher
 from headloss.support import Support
+from headloss.teachers import TeacherChunk, TopChunk
 
 
 class Chunk(NamedTuple):
@@ -26,6 +30,21 @@ class Chunk(NamedTuple):
     @property
     def whole(self) -> slice:
         return self.run or self.rows
+
+
+class Block(NamedTuple):
+    """A chunk that is being worked on: its rows, their raw logits, and the teachers' logits or ids for them."""
+
+    chunk: Chunk
+    numbers: Any  # the indices of its rows among all rows
+    raw_CV: Tensor
+    teachers: tuple[TeacherChunk | TopChunk, ...]
+    kept: Any = None  # what the first sweep leaves for the second; see `backends.torch_kept`
+
+    @property
+    def part(self) -> slice:
+        """Its rows, among those that count."""
+        return self.chunk.rows
 
 
 class CallOptions(NamedTuple):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from headloss.deferred_checks import defers
-from headloss.engine.arguments import CallArguments
+from headloss.engine.arguments import CallArguments, Chunk
 from headloss.engine.bound_teachers import bind_teachers, restrict_teachers
 from headloss.engine.budget import chunk_rows, row_chunks
 from headloss.engine.checks import check_count
@@ -18,7 +18,7 @@ from headloss.engine.loss import TermsOnRows
 from headloss.engine.plan import KEPT, Plan, in_order, why_read_by_products
 from headloss.engine.product import ProductSweep, why_chunked
 from headloss.engine.support_sweep import SupportSweep, support_chunks
-from headloss.engine.sweeps import Chunk, Sweep
+from headloss.engine.sweeps import Sweep
 from headloss.engine.teachers import SparseTeacherRows, TeacherRows, cost_of, most_rows
 from headloss.metrics import measure_later
 from headloss.routed import Routed
@@ -72,10 +72,7 @@ def bind(plan: Plan, arguments: CallArguments, wanted: bool = True) -> tuple[Swe
     if support is not None and isinstance(sweep, SupportSweep):
         missing = sweep.keep(support)
         if missing is not None:
-            found = measure_later(("support_missing",), lambda: missing[None], rows.valid, "token")
-            if not may_read(True, missing.device):
-                found["support_missing"].parts  # now, so that replays of a CUDA graph make them too  # noqa: B018
-            loss.metrics |= found
+            loss.metrics |= measure_later(("support_missing",), lambda: missing[None], rows.valid, "token")
     return sweep, loss
 
 
@@ -98,7 +95,7 @@ def _compared_by_segment(plan: Plan, arguments: CallArguments, wanted: bool) -> 
     """What ranks that share segments must agree on: what decides their collectives, and numbers of the whole batch."""
     met = [t for t in plan.terms if t.trace.kind != "row" or t.sums_weights or any(t.trace.sums)]
     terms = [(t.name, t.call.signature.name, t.reduction, t.trace.kind, t.trace.value, t.trace.sums) for t in met]
-    metrics = [name for name, call in plan.metrics if any(s.wants("segments") for s in call.signatures)]
+    metrics = [name for name, call in plan.metrics if call.wants("segments")]
     of_segments = [x for n, x in arguments.inputs.items() if n == "pairs" or plan.shapes[n].kind == "segment"]
     whole = [x for x in of_segments if not x.dtype.is_floating_point]
     return str((terms, metrics, (plan.dtype, wanted) if terms else None)), whole

@@ -18,7 +18,7 @@ from headloss.engine.teachers import DenseTeacherRows, SparseTeacherRows, TopRow
 from headloss.routed import Routed
 from headloss.rows import IGNORE, Rows
 from headloss.segments import now_or_later
-from headloss.sources import Linear, Source, Sparse, Teacher, padded, with_tensors, with_vocab
+from headloss.sources import Linear, Source, Sparse, Teacher, padded, with_tensors
 from headloss.support import Support
 from headloss.support_layout import places_of
 from headloss.teachers import DenseChunk, TeacherChunk
@@ -70,7 +70,7 @@ class GatheredRows(DenseTeacherRows):
     """A linear teacher with a larger vocabulary: only the rows of its weight that the student has are gathered."""
 
     def __init__(self, teacher: Source, ids: Tensor, source: Source, rows: Rows) -> None:
-        super().__init__(with_vocab(teacher, len(ids)), source, rows)
+        super().__init__(with_tensors(teacher, {"vocab": len(ids)}), source, rows)
         self.ids = ids
 
     @property
@@ -118,10 +118,6 @@ class DraftRows(DenseTeacherRows):
 
     def close(self) -> None:
         super().close()
-        self.held_CU = {}
-
-    def strip(self) -> None:
-        super().strip()
         self.held_CU = {}
 
     def tensors(self) -> dict[str, Tensor]:

@@ -161,9 +161,7 @@ def check_count(name: str, x: object) -> None:
 def check_belongs(call: Call, kind: str | None, shapes: Mapping[str, Shape], length: int | None = None) -> None:
     """Raise if values belong to neither rows nor segments, unless the function takes segments or a table: it must have
     dropped rows, so that the counts would be wrong."""
-    apart = any(s.wants("segments") for s in call.signatures) or any(
-        shapes[n].kind == "whole" for n in call.input_names if n in shapes
-    )
+    apart = call.wants("segments") or any(shapes[n].kind == "whole" for n in call.input_names if n in shapes)
     if kind == "other" and not apart:
         got = "its values" if length is None else f"its {length} values"
         raise WrongValueError(

@@ -8,14 +8,13 @@ from typing import Any, NamedTuple
 import torch
 
 from headloss.backends import choose
-from headloss.engine.arguments import CallArguments
+from headloss.engine.arguments import CallArguments, Chunk
 from headloss.engine.bind import chunked_because
 from headloss.engine.budget import COPIES, Cost, chunk_rows, held_besides
 from headloss.engine.budget import pieces as parts
 from headloss.engine.logits_forward_grad import makes_grad_in_forward, reads_all_rows
 from headloss.engine.plan import Plan
 from headloss.engine.support_sweep import support_chunks, width
-from headloss.engine.sweeps import Chunk
 from headloss.engine.teachers import DenseTeacherRows, TeacherRows, cost_of, heads_of, most_rows
 from headloss.facts import FACTS
 from headloss.rows import Rows

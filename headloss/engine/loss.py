@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headloss.engine.arguments import CallArguments
+from headloss.engine.arguments import CallArguments, Chunk
 from headloss.engine.checks import check_belongs
 from headloss.engine.heads import part_of
 from headloss.engine.plan import Plan, Planned
-from headloss.engine.sweeps import Chunk, Cotangents
+from headloss.engine.sweeps import Cotangents
 from headloss.facts import CONSTANT, Fact
 from headloss.metrics import Metric, dead_rows, kind_of, measure
 from headloss.reductions import of_rows_alone
@@ -57,6 +57,8 @@ class TermsOnRows:
         self.terms, self.dtype, self.wants_grad = plan.terms, plan.dtype, plan.wants_grad
         self.values: dict[str, Tensor] = {}
         self.metrics: dict[str, Metric] = {}
+        self._weighed: dict[str, Weighed] = {}
+        self._denominators: dict[str, Tensor] = {}  # of the weighted means that were made so far
         # fp16 logits get their gradient before the loss scale is known: write order 1, and scale in float32
         self.narrow = source.narrow or (plan.is_fp16 and plan.program is not None and not plan.waits)
         self.watched = torch.is_grad_enabled()
@@ -64,15 +66,6 @@ class TermsOnRows:
             for t in self.terms:  # a collective: now, on all ranks alike, since a rank without rows has no chunks
                 if t.sums_weights and t.trace.value == "row":
                     self._weights(t, "row", rows.count, self._env({}, None))
-
-    @functools.cached_property
-    def denominators(self) -> dict[str, Tensor]:
-        """The denominators of weighted means that were made so far; see `denominator`."""
-        return {}
-
-    @functools.cached_property
-    def _weighed(self) -> dict[str, Weighed]:
-        return {}
 
     def weighed(self, term: Planned, env: Env) -> Weighed:
         """The row weight of a weighted mean on all rows, made once because a function may draw random numbers."""
@@ -260,7 +253,7 @@ class TermsOnRows:
         self, term: Planned, kind: str = "row", length: int | None = None, env: Env | None = None
     ) -> Tensor:
         """The sum of a weighted mean's weights, over ranks if these share segments; made once."""
-        if term.name not in self.denominators:
+        if term.name not in self._denominators:
             length, env = self.rows.count if length is None else length, env or self._env({}, None)
             with torch.no_grad():
                 weight = term.call.mean_weight(env, self.weighed(term, env))
@@ -273,8 +266,8 @@ class TermsOnRows:
             total = weight.sum()
             if kind == "row" and self.rows.segments is not None and self.rows.segments.group is not None:
                 total = group_sum(total, self.rows.segments.group)
-            self.denominators[term.name] = total.masked_fill(total == 0, 1.0)
-        return self.denominators[term.name]
+            self._denominators[term.name] = total.masked_fill(total == 0, 1.0)
+        return self._denominators[term.name]
 
     def _kind(self, call: Call, value: Any, signatures: Sequence[Signature]) -> str:
         """What the values of an untraced function belong to: "row", "segment" or "other".

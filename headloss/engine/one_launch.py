@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 
 from headloss.deferred_checks import is_capturing
+from headloss.engine.arguments import Chunk
 from headloss.engine.heads import part_of
 from headloss.engine.loss import TermsOnRows
 from headloss.engine.plan import Planned
-from headloss.engine.sweeps import Chunk, Sweep
+from headloss.engine.sweeps import Sweep
 from headloss.facts import Fact, Softmax, Want
 from headloss.metrics import Metric, measure_later
 from headloss.reductions import lengths, shared_weight
@@ -166,8 +167,6 @@ def with_segments(metrics: dict[str, Metric], settled: Any, terms: Sequence[Plan
         return metrics
     counts = settled.segment_counts > 0
     found = {**metrics, **measure_later(names, lambda: settled.segment_metric_values, counts, "segment")}
-    if is_capturing():
-        found[names[0]].parts  # noqa: B018, see `measured`
     order = [f"{t.name}/{key}" for t in terms for key in t.trace.metrics]
     return {name: found[name] for name in dict.fromkeys((*order, *found)) if name in found}
 
@@ -180,10 +179,8 @@ def later_values(weights: Mapping[str, object], sums: Tensor) -> dict[str, Tenso
 def measured(visited: Any, valid: Tensor | None) -> dict[str, Metric]:
     """The metrics of a visit, to be summed when they are read."""
     names = visited.plan.program.metrics
-    metrics = LazyDict(_unread(names), lambda: measure_later(names, lambda: visited.metric_values, valid, "token"))
-    if is_capturing():
-        next(iter(metrics.values())).parts  # now, so that replays of a CUDA graph make them too  # noqa: B018
-    return metrics
+    make = lambda: measure_later(names, lambda: visited.metric_values, valid, "token")
+    return make() if is_capturing() else LazyDict(_unread(names), make)
 
 
 @functools.lru_cache(256)

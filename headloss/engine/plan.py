@@ -186,7 +186,7 @@ def _numbered(calls: Calls, want: Want) -> str:
     every = [*calls.terms.items(), *calls.metrics]
     if want.argmax or want.total or want.teachers:
         return f"{KEPT}, of which a fact says more than sums do"
-    taking = [name for name, call in every for s in call.signatures if s.wants("targets")]
+    taking = [name for name, call in every if call.wants("targets")]
     return f"{KEPT}, and {taking[0]} takes targets by their number" if taking else ""
 
 

@@ -19,8 +19,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from headloss.engine.arguments import Chunk
 from headloss.engine.heads import LinearHead, on_source_device
-from headloss.engine.sweeps import Chunk, Cotangents, Sweep, concatenate_each, join
+from headloss.engine.nested_tuples import concatenate_each, join
+from headloss.engine.sweeps import Cotangents, Sweep
 from headloss.engine.weight_grad_into import weight_grad_into_of
 from headloss.facts import Fact, Pull, Softmax, Want, coefficients, finish
 from headloss.parallel.shard import Gathering

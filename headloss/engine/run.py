@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import _SingleLevelFunction
 
-from headloss.deferred_checks import is_capturing
 from headloss.engine.autograd_contract import differentiable_once, read_again, save_tensors
 from headloss.engine.heads import Deferred, on_source_device, scale_grads
 from headloss.engine.logits_forward_grad import makes_grad_in_forward, reads_all_rows, visit_all
@@ -85,10 +84,7 @@ def _dead_rows(name: str, sweep: Sweep, result: Result | Launched, made: bool) -
         return dead[None].to(torch.float32)
 
     counted = rows.valid if made else torch.zeros(rows.count, dtype=torch.bool, device=device)
-    found = measure_later([name], values, counted, "token")
-    if is_capturing():
-        found[name].parts  # now, so that replays of a CUDA graph make them too  # noqa: B018
-    return found
+    return measure_later([name], values, counted, "token")
 
 
 @on_source_device

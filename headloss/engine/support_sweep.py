@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headloss.engine.arguments import Block, Chunk
 from headloss.engine.budget import accumulator
 from headloss.engine.heads import LogitsHead, open_source
-from headloss.engine.sweeps import Block, Chunk, Sweep
+from headloss.engine.sweeps import Sweep
 from headloss.engine.teachers import DenseTeacherRows, SparseTeacherRows
 from headloss.facts import Partial
 from headloss.record import Grads

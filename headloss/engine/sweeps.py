@@ -18,17 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headloss.engine.arguments import Chunk as Chunk
-from headloss.engine.chunk_logits import Block as Block
-from headloss.engine.chunk_logits import keeping
+from headloss.engine.arguments import Block, Chunk
 from headloss.engine.heads import Deferred, beyond_fp16, on_source_device, open_source, part_of, scale_grads
 from headloss.engine.ids_logit import ids_facts, ids_pull
-from headloss.engine.nested_tuples import concatenate_each as concatenate_each
-from headloss.engine.nested_tuples import cut
-from headloss.engine.nested_tuples import join as join
+from headloss.engine.nested_tuples import concatenate_each, cut, join
 from headloss.engine.teachers import TeacherRows, cost_of, most_rows, note, teacher_label
 from headloss.facts import Fact, Partial, Softmax, Want, coefficients, finish, with_whole
-from headloss.parallel.shard import Gathering, reduce_hidden, sum_pairs
+from headloss.parallel.shard import Gathering, gather_each, reduce_hidden, sum_pairs
 from headloss.record import Grads
 from headloss.rows import Rows
 from headloss.sources import Source, with_tensors, without_tensors
@@ -200,7 +196,7 @@ class Sweep:
 
     def read_all(self, head: Any) -> tuple[dict[Fact, Tensor], Softmax, Block]:
         """The first half of a visit of all rows, which reads the caller's own logits."""
-        block = keeping(self, head, self._read(head, Chunk(self._all)))
+        block = self._keeping(head, self._read(head, Chunk(self._all)))
         return *self._settle(self._sums(block), block), block
 
     def _hand_on(self, head: Any, chunk: Chunk, numbers: Any, out_CV: Any) -> None:
@@ -220,7 +216,7 @@ class Sweep:
             return
         kept = None
         for chunk in chunks:
-            block = keeping(self, head, self._read(head, chunk), kept)
+            block = self._keeping(head, self._read(head, chunk), kept)
             kept = block.kept
             yield block, self._sums(block)
 
@@ -229,16 +225,8 @@ class Sweep:
     ) -> Iterator[tuple[Block, Gathering]]:
         """Over a shard: each chunk and its `sums`; the next chunk is made while these are gathered."""
         assert self.source.shard is not None
-        travelling: list[tuple[Block, Gathering]] = []
-        for i, chunk in enumerate(chunks):
-            block = self._read(head, chunk, slot=i % 2)
-            own = sums(block)
-            if i == 1:
-                travelling[0][1].arrive()
-            travelling.append((block, Gathering(own, self.source.shard, *self._first(i))))
-            if len(travelling) == 2:
-                yield travelling.pop(0)
-        yield from travelling
+        blocks = (self._read(head, chunk, slot=i % 2) for i, chunk in enumerate(chunks))
+        return gather_each(((block, sums(block)) for block in blocks), self.source.shard, self._first)
 
     def _first(self, number: int) -> tuple[Tensor | None, int]:
         """The `note` and `rows` that go with a chunk's partial; see `Gathering`."""
@@ -262,6 +250,16 @@ class Sweep:
     def _read(self, head: Any, chunk: Chunk, slot: int = 0) -> Block:
         numbers = self.rows.numbers(chunk.rows)
         return Block(chunk, numbers, self._logits(head, chunk, numbers, slot), self._teachers(chunk.rows, slot))
+
+    def _keeping(self, head: Any, block: Block, before: Any = None) -> Block:
+        """The block with room to keep what its gradient, made in the same visit, can reuse; `before`: what the last
+        one's was."""
+        keep = getattr(self.backend, "keep", None)
+        if keep is None or self.sums_slopes:  # what is kept has no sums of slopes
+            return block
+        out_CV = head.grad_buffer(block.numbers, block.raw_CV)
+        how = self.source.softcap, block.teachers, head.makes_logits, before
+        return block._replace(kept=keep(block.raw_CV, out_CV, self.want, *how))
 
     def _logits(self, head: Any, chunk: Chunk, numbers: Any, slot: int) -> Tensor:
         """A chunk's logits, made together with those of its whole run."""

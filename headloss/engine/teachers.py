@@ -208,8 +208,8 @@ class DenseTeacherRows:
 
     def strip(self) -> None:
         """Drop those tensors; `whole` puts them back."""
-        self.teacher = without_tensors(self.teacher)
-        self.temperature, self.head, self.made = 1.0, None, None
+        self.close()
+        self.teacher, self.temperature = without_tensors(self.teacher), 1.0
 
     def whole(self, tensors: Mapping[str, Tensor], source: Source, rows: Rows) -> DenseTeacherRows:
         return DenseTeacherRows(with_tensors(self.teacher, tensors), source, rows)

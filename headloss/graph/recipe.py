@@ -150,16 +150,11 @@ class Described:
         self.tensor(f"inputs.{name}", x, "input", ways, said, segmented, rest, table)
 
 
-def _settled(place: tuple[Any, ...]) -> tuple[Any, ...]:
+def _settled(x: Any) -> Any:
     """Turn sizes into constants of the graph: a recipe holds no symbols."""
-    found: list[Any] = []
-    for x in place:
-        if isinstance(x, tuple):
-            x = _settled(x)
-        elif isinstance(x, int) and not isinstance(x, bool):
-            x = operator.index(x)
-        found.append(x)
-    return tuple(found)
+    if isinstance(x, tuple):
+        return tuple([_settled(y) for y in x])
+    return operator.index(x) if isinstance(x, int) and not isinstance(x, bool) else x
 
 
 def describe(

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map_only
 
 from headloss.backends import choose
 from headloss.engine.arguments import CallArguments, CallOptions
@@ -114,29 +115,16 @@ class Form(NamedTuple):
         return [i for i, fact in enumerate(self.facts) if fact.name not in CONSTANT]
 
 
-def numbered(nest: Any, start: int = 0) -> tuple[Any, list[Tensor]]:
+def numbered(nest: Any) -> tuple[Any, list[Tensor]]:
     """Nested tuples with an index in place of each tensor, and the list of those tensors."""
-    if isinstance(nest, Tensor):
-        return start, [nest]
-    if not isinstance(nest, tuple):
-        return nest, []
-    items: list[Any] = []
     tensors: list[Tensor] = []
-    for x in nest:
-        item, more = numbered(x, start + len(tensors))
-        items.append(item)
-        tensors += more
-    return type(nest)(*items) if hasattr(nest, "_fields") else tuple(items), tensors
+    number = lambda x: tensors.append(x) or len(tensors) - 1  # type: ignore[func-returns-value]
+    return tree_map_only(Tensor, number, nest), tensors
 
 
 def filled(nest: Any, tensors: Sequence[Tensor]) -> Any:
     """The inverse of `numbered`: put the tensors back."""
-    if isinstance(nest, int):
-        return tensors[nest]
-    if not isinstance(nest, tuple):
-        return nest
-    items = [filled(x, tensors) for x in nest]
-    return type(nest)(*items) if hasattr(nest, "_fields") else tuple(items)
+    return tree_map_only(int, lambda i: tensors[i], nest)
 
 
 _FORMS: dict[str, Form] = {}

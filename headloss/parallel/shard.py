@@ -13,9 +13,9 @@ import contextlib
 import math
 import warnings
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,8 @@ from torch import Tensor
 
 from headloss.facts import Partial, merge
 from headloss.teachers import Pairs, Temperature
+
+T = TypeVar("T")
 
 
 def process_group(group: Any) -> Any:
@@ -128,6 +130,20 @@ class Gathering:
         """(W, k, N): the numbers of all ranks."""
         self.arrive()
         return self.all_W[:, : self.shape.numel()].unflatten(1, self.shape)
+
+
+def gather_each(
+    parts: Iterable[tuple[T, Partial | Tensor]], shard: VocabShard, first: Callable[[int], tuple[Tensor | None, int]]
+) -> Iterator[tuple[T, Gathering]]:
+    """Each part with its partial on the way; the next is made meanwhile.  `first`: the note and rows of each."""
+    travelling: list[tuple[T, Gathering]] = []
+    for i, (part, partial) in enumerate(parts):
+        if i == 1:
+            travelling[0][1].arrive()
+        travelling.append((part, Gathering(partial, shard, *first(i))))
+        if len(travelling) == 2:
+            yield travelling.pop(0)
+    yield from travelling
 
 
 SAME = {  # what must be equal on ranks that share a vocabulary, in the order of a note; each text below 255 bytes

@@ -73,7 +73,7 @@ def allowed() -> dict[int, Any]:
         x for home, found in get_overridable_functions().items() if isinstance(home, types.ModuleType) for x in found
     ]
     listed = [x for x in listed if _is_own(x)]
-    known += [x for x in listed if _name_of(x) in _TELL or not _name_of(x).startswith(("is_", "get_"))]
+    known += [x for x in listed if name_of(x) in _TELL or not name_of(x).startswith(("is_", "get_"))]
     known += [getattr(torch, name) for name in _TORCH]
     known += [x for name in _FUNCTIONAL if _is_own(x := getattr(functional, name, None)) and x is not None]
     return {id(x): x for x in known}
@@ -114,7 +114,7 @@ def allowed_attributes() -> frozenset[str]:
     return frozenset(names - {"format", "format_map"})  # these read any attribute that a text names
 
 
-def _name_of(x: Any) -> str:
+def name_of(x: Any) -> str:
     return str(getattr(x, "__name__", type(x).__name__))
 
 

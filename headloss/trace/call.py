@@ -177,6 +177,10 @@ class Call(NamedTuple):
     def facts(self) -> tuple[Fact, ...]:
         return tuple(dict.fromkeys(facts_of(self)))
 
+    def wants(self, kind: str) -> bool:
+        """Whether some function takes "segments" or "targets"."""
+        return any(s.wants(kind) for s in self.signatures)
+
     @property
     def functions(self) -> tuple[Callable[..., Any], ...]:
         return (self.fn, *(w.of for w in self.row_weights if callable(w.of)))

@@ -35,6 +35,7 @@ from headloss.trace.allowlist import (
     is_aten,
     is_immutable,
     is_torchs,
+    name_of,
     operators_of,
 )
 from headloss.trace.cache_keys import Same, fields_of, key_of, plain_key
@@ -253,7 +254,7 @@ class _Walk:
             return (functools.partial, self.value(name, x.func), *(self.value(name, y) for y in x.args), named, more)
         if type(x) is tuple or isinstance(x, types.UnionType):
             return (type(x), *(self.value(name, y) for y in tuple(getattr(x, "__args__", x))))  # type: ignore[arg-type]
-        self.unknown.append(f"{name or _name_of(x)} ({_what(x)})")
+        self.unknown.append(f"{name or name_of(x)} ({_what(x)})")
         return Same(x)
 
     def function(self, fn: types.FunctionType) -> Any:
@@ -315,10 +316,6 @@ class _Walk:
 
 def _global(fn: types.FunctionType, name: str) -> Any:
     return fn.__globals__[name] if name in fn.__globals__ else builtins_of(fn)[name]
-
-
-def _name_of(x: Any) -> str:
-    return str(getattr(x, "__name__", type(x).__name__))
 
 
 def _what(x: Any) -> str:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from headloss.facts import CONSTANT, LOST, Fact
+from headloss.kept import keep
 from headloss.trace.classify import creates
 
 
@@ -157,11 +158,9 @@ def _label(term: Any) -> str:
 def _say_once(key: tuple[Any, Fact | None], message: str) -> None:
     key = (getattr(key[0], "__code__", None) or type(key[0]), key[1])
     if key not in _SAID:
-        if len(_SAID) >= _MOST_SAID:
-            _SAID.clear()
-        _SAID.add(key)
+        keep(_SAID, key, None, _MOST_SAID)
         warnings.warn(f"headloss: {message}", stacklevel=2)
 
 
-_SAID: set[Any] = set()
+_SAID: dict[Any, None] = {}
 _MOST_SAID = 512

@@ -20,24 +20,11 @@ from headloss.options import parameters_of
 from headloss.teachers import COMPARING as COMPARING
 from headloss.teachers import SPARSE, TOP
 
-RESERVED = frozenset(
-    {
-        "weight",
-        "reduction",
-        "reduction_segments",
-        "temperature",
-        "length",
-        "row_weight",
-        "facts",
-        "inputs",
-        "targets",
-        "teacher",
-        "tail",
-        "top",
-        "pure",
-        "support",
-    }
-)
+# Arguments of a term: no option of a loss may have one of these names.
+RESERVED = frozenset((
+    "weight", "reduction", "reduction_segments", "temperature", "length", "row_weight", "facts", "inputs", "targets",
+    "teacher", "tail", "top", "pure", "support",
+))  # fmt: skip
 
 # Arguments of a call itself: an input of one of these names could never be passed.
 CALL = (

@@ -74,29 +74,26 @@ def trace(
 ) -> Trace:
     """The trace of a term, from a cache keyed by everything that the function reads and by the shape of the call."""
     device = "cpu" if device == "meta" else device  # on meta, some operations lose their derivative
-    apart = False
+    how, apart = (dtype, device, segmented, targetless), False
     if call.row_weights:
         alone = call._replace(row_weights=())
         taken = {n: s for n, s in inputs.items() if n in alone.input_names}
-        apart = trace(alone, taken, dtype, device, segmented, targetless).kind == "row"
+        apart = trace(alone, taken, *how).kind == "row"
     found = call.reads()
     if found.unknown:
         return Trace("batch", f"reads {', '.join(found.unknown)}", None, None, None, apart=apart)
     shape = (
         tuple([tuple(map(_without_divergence, s.parameters)) for s in call.signatures]),
         tuple(sorted(inputs.items())),
-        dtype,
-        device,
-        segmented,
-        targetless,
+        how,
     )
     elements = [f.element for f in call.facts if f.element is not None and not ours(f.element.fn)]
     if any(e.pure or e.reads().unknown for e in elements):  # a key would keep what they read alive
-        return _trace(call, inputs, dtype, device, segmented, targetless, apart)
+        return _trace(call, apart, inputs, *how)
     made = _TRACES.get((found.key, shape))
     if made is None:
         _count_trace(call, (shape, *[getattr(e.fn, "__code__", None) for e in elements]))
-        made = _trace(call, inputs, dtype, device, segmented, targetless, apart)._replace(floats=found.floats)
+        made = _trace(call, apart, inputs, *how)._replace(floats=found.floats)
         if call.reads().key != found.key:  # another thread changed it meanwhile, so the trace may be of either
             return made
         keep(_TRACES, (found.key, shape), made, _MOST_TRACES)
@@ -114,10 +111,7 @@ def _without_divergence(parameter: Parameter) -> Parameter:
 def _count_trace(call: Call, shape: tuple[Any, ...]) -> None:
     """Warn if a function is traced again and again although only a number of its own can have changed."""
     seen = (getattr(call.fn, "__code__", None), *shape)
-    if len(_TRACED) > _MOST_TRACES:
-        _TRACED.clear()
-    _TRACED[seen] = times = _TRACED.get(seen, 0) + 1
-    if times == _TOO_OFTEN:
+    if keep(_TRACED, seen, _TRACED.get(seen, 0) + 1, _MOST_TRACES) == _TOO_OFTEN:
         warnings.warn(
             f"headloss: {call.signature.name} has been traced {_TOO_OFTEN} times, which costs time whenever it "
             f"happens: an option, or a number that it captures, keeps changing; make it an input (inputs may be "
@@ -152,9 +146,9 @@ def _flat_arguments(call: Call, env: Env, seed: Tensor) -> list[Any]:
     """The graph's arguments in their fixed order; `_rebuild` is the inverse."""
     flat: list[Any] = [env.facts[f] for f in call.facts]
     flat += [env.inputs[n] for n in call.input_names if env.inputs.get(n) is not None]
-    if env.targets is not None and any(s.wants("targets") for s in call.signatures):
+    if env.targets is not None and call.wants("targets"):
         flat.append(env.targets)
-    if any(s.wants("segments") for s in call.signatures) and env.segments is not None:
+    if env.segments is not None and call.wants("segments"):
         flat += [env.segments.ids, env.segments.counts, env.segments.num_segments]
     return [*flat, seed, seed]  # one per row and one per segment: a graph reads the one that fits its values
 
@@ -191,26 +185,18 @@ def _rebuild(
     rest = list(flat)
     facts = {f: rest.pop(0) for f in call.facts}
     inputs = {n: rest.pop(0) for n in names}
-    targets = rest.pop(0) if not targetless and any(s.wants("targets") for s in call.signatures) else None
+    targets = rest.pop(0) if not targetless and call.wants("targets") else None
     segments = None
-    if segmented and any(s.wants("segments") for s in call.signatures):
+    if segmented and call.wants("segments"):
         ids, counts, num_segments = rest.pop(0), rest.pop(0), rest.pop(0)
         segments = _Tallied(ids, num_segments, counts, tally)
     return Env(facts, inputs, targets, segments), {"row": rest.pop(0), "segment": rest.pop(0)}
 
 
-def _trace(
-    call: Call,
-    inputs: Mapping[str, Shape],
-    dtype: torch.dtype,
-    device: str,
-    segmented: bool,
-    targetless: bool,
-    apart: bool,
-) -> Trace:
+def _trace(call: Call, apart: bool, *how: Any) -> Trace:
     try:
         with torch.no_grad(), unwatched():
-            return _trace_once(call, inputs, dtype, device, segmented, targetless, apart)
+            return _trace_once(call, apart, *how)
     except (WrongValueError, WrongWeightError, WrongLengthError, WritesError):
         raise
     except (MemoryError, RecursionError, torch.OutOfMemoryError, Warning):
@@ -235,12 +221,12 @@ def _first_line(error: Exception) -> str:
 
 def _trace_once(
     call: Call,
+    apart: bool,
     inputs: Mapping[str, Shape],
     dtype: torch.dtype,
     device: str,
     segmented: bool,
     targetless: bool,
-    apart: bool,
 ) -> Trace:
     names = [n for n in call.input_names if n in inputs]
     wanted = [n for n in names if inputs[n].requires_grad]
@@ -284,7 +270,7 @@ def _trace_once(
 
         flat: list[Any] = [make(_fact_shape(f, R, inputs), _fact_dtype(f, dtype)) for f in call.facts]
         flat += [make(inputs[n].sizes(R, S, P), inputs[n].dtype) for n in names]
-        if not targetless and any(s.wants("targets") for s in call.signatures):
+        if takes_targets:
             flat.append(make((R,), torch.long))
         if ids_at is not None:
             ids = make((R,), torch.long)
@@ -293,8 +279,7 @@ def _trace_once(
             flat += [ids, counts, S]  # all rows are in the first segment
         return [*flat, make((R,)), make((S,))]
 
-    takes_targets = not targetless and any(s.wants("targets") for s in call.signatures)
-    takes_segments = segmented and any(s.wants("segments") for s in call.signatures)
+    takes_targets, takes_segments = not targetless and call.wants("targets"), segmented and call.wants("segments")
     ids_at = len(call.facts) + len(names) + takes_targets if takes_segments else None  # index among the arguments
     all_ours = all(all_our_code(fn) for fn in call.functions)
 
@@ -308,7 +293,7 @@ def _trace_once(
     graph = trace_any_size(joint, zeros, device, all_ours)
     placeholders = [n for n in graph.graph.nodes if n.op == "placeholder"]
     parameters = [*map(str, call.facts), *names]  # in the graph's order
-    if not targetless and any(s.wants("targets") for s in call.signatures):
+    if takes_targets:
         parameters.append("targets")
     for node in written(graph.graph):
         at = placeholders.index(node)
