@@ -42,7 +42,16 @@ from torch import Tensor
 
 from headloss.fact_rule import Pull as Pull
 from headloss.fact_rule import Rule, summed
-from headloss.teachers import COMPARING, TOP, TeacherPartial, TeacherSoftmax, Temperature, finish_teacher, merge_teacher
+from headloss.teachers import (
+    COMPARING,
+    TOP,
+    TeacherPartial,
+    TeacherSoftmax,
+    Temperature,
+    finish_teacher,
+    how_far,
+    merge_teacher,
+)
 from headloss.teachers import FLOOR as FLOOR
 
 # The table.  Values are computed from fields of `Partial` and `Moments`, and from T, log_S and vocab; see
@@ -203,7 +212,7 @@ def merge(
         S = sum_r e^d S_r      X = sum_r e^d (X_r + d S_r)      Q = sum_r e^2d Q_r      total = sum_r total_r + n_r d
     """
     best = parts.max.amax(0)
-    shift = torch.where(parts.max == -math.inf, -math.inf, parts.max - best)  # -inf - (-inf) must not reach the sums
+    shift = how_far(parts.max, best)
     argmax = target = total = columns = None
     if parts.argmax is not None:
         argmax = parts.argmax.gather(0, parts.max.argmax(0, keepdim=True))[0]

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any, Protocol, overload
 import torch
 from torch import Tensor, nn
 
+from headloss.immutable import Immutable
 from headloss.objective import Objective
 from headloss.prepared import Prepared
 from headloss.record import Output
 from headloss.sources import Linear
 
 
-class Inputs(Mapping[str, Any]):
+class Inputs(Immutable, Mapping[str, Any]):
     """Inputs of an objective's call, carried through module boundaries untouched.
 
     Wrappers such as FSDP2's mixed precision cast loose float tensors to bfloat16 on their way into a module; they do
@@ -30,10 +31,7 @@ class Inputs(Mapping[str, Any]):
     def __init__(self, values: Mapping[str, Any] = {}, /, **named: Any) -> None:
         check_inputs(values)
         check_inputs(named)
-        object.__setattr__(self, "_values", {**values, **named})
-
-    def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError(f"Inputs is immutable; make a new one to change {name!r}")
+        self._set(_values={**values, **named})
 
     def __getitem__(self, name: str) -> Any:
         return self._values[name]

@@ -290,10 +290,8 @@ def row_facts(
         how: dict[str, Any] = {"teacher": teacher, "top": top, "backend": backend, "host_read": host_read}
         return mapped.facts(row_facts(source, targets, want, **how))
     if top is None and support is None and graph.wanted(source, teacher):
-        options = CallOptions(host_read=host_read)
-        found, constants = describe(
-            CallArguments(source, targets, None, teacher, options, {})
-        )  # torch 2.8 wraps a dict
+        call = CallArguments(source, targets, None, teacher, CallOptions(host_read=host_read), {})  # 2.8 wraps a dict
+        found, constants = describe(call)
         asked = (want,) if isinstance(want, str) else tuple(x if isinstance(x, str) else tuple(x) for x in want)
         return graph.read_facts(_labels(constants, asked, backend, host_read), found)
     return _row_facts(source, targets, want, teacher, backend, host_read, top, support)

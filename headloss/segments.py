@@ -23,6 +23,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from headloss.deferred_checks import check_later, defers
+from headloss.immutable import Immutable
 from headloss.parallel.shard import process_group, together
 
 _library = torch.library.Library("headloss", "DEF")
@@ -132,7 +133,7 @@ def lasting(x: Tensor) -> Tensor:
     return x.clone() if is_uncounted(x) else x
 
 
-class Segments:
+class Segments(Immutable):
     """Which segment each row belongs to.  Immutable; make one with a `from_...` constructor.
 
     >>> segments = Segments.from_ids(torch.tensor([0, 0, 1, -1]))
@@ -156,12 +157,10 @@ class Segments:
         group: Any = None,
         anywhere: bool = False,
     ) -> None:
-        said = {"ids": ids, "num_segments": num_segments, "_counts": counts, "group": process_group(group)}
-        for name, value in {**said, "anywhere": anywhere, "_written": version(ids)}.items():
-            object.__setattr__(self, name, value)
-
-    def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError(f"Segments is immutable; make a new one to change {name!r}")
+        group = process_group(group)
+        self._set(
+            ids=ids, num_segments=num_segments, _counts=counts, group=group, anywhere=anywhere, _written=version(ids)
+        )
 
     def __reduce__(self) -> Any:
         return Segments, (self.ids, self.num_segments, None, self.group, self.anywhere)
@@ -247,8 +246,7 @@ class Segments:
             return self._counts
         counts = self.local_counts() if self.group is None else group_sum(self.local_counts(), self.group)
         if not is_uncounted(self.ids):
-            object.__setattr__(self, "_counts", counts)
-            object.__setattr__(self, "_written", version(self.ids))
+            self._set(_counts=counts, _written=version(self.ids))
         return counts
 
     def local_counts(self) -> Tensor:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from headloss.deferred_checks import Copy, defers
+from headloss.immutable import Immutable
 from headloss.segments import check_dense, integers, now_or_later, version
 
 IGNORE = -100  # the target of a row that does not count
@@ -34,7 +35,7 @@ class Known(NamedTuple):
     offsets: Tensor  # (N + 1,), on the CPU
 
 
-class Support:
+class Support(Immutable):
     """The columns that each row keeps, for `support=` of a call: the softmax is over those alone.  Immutable.
 
     >>> support = hl.Support.from_csr(ids, offsets)          # as inference engines return the sets they sampled from
@@ -56,12 +57,9 @@ class Support:
     given: tuple[tuple[str, Any, int], ...]  # the tensors it was made from: name, tensor, version when it was made
 
     def __init__(self, keys: Tensor, offsets: Tensor, numbers: Tensor | Copy, padded: bool) -> None:
-        for name, value in (
-            ("keys", keys), ("offsets", offsets), ("rows", len(offsets) - 1), ("padded", padded), ("_known", None),
-            ("made", {}), ("given", ()),
-            ("_copy", numbers if isinstance(numbers, Copy) else Copy(numbers)),
-        ):  # fmt: skip
-            object.__setattr__(self, name, value)
+        copy = numbers if isinstance(numbers, Copy) else Copy(numbers)
+        self._set(keys=keys, offsets=offsets, rows=len(offsets) - 1, padded=padded, given=())
+        self._set(_copy=copy, _known=None, made={})
         if keys.device.type == "cpu":
             self.known()
 
@@ -110,7 +108,7 @@ class Support:
         if torch.compiler.is_compiling():
             return self  # under which no writes are counted
         hold: Any = weakref.ref if "mask" in given else lambda x: lambda: x  # a mask is large: do not keep it alive
-        object.__setattr__(self, "given", tuple((name, hold(x), version(x)) for name, x in given.items()))
+        self._set(given=tuple((name, hold(x), version(x)) for name, x in given.items()))
         return self
 
     def check_written(self) -> None:
@@ -135,7 +133,7 @@ class Support:
             longest = int(offsets.diff().max()) if self.rows else 0
             known = Known(low, high, bool(repeated), int(offsets[-1]), longest, offsets)
             self._check(known)
-            object.__setattr__(self, "_known", known)
+            self._set(_known=known)
             return known
         return self._known
 
@@ -187,9 +185,6 @@ class Support:
         self.known()
         keys, offsets = (x.to(device, non_blocking=non_blocking) for x in (self.keys, self.offsets))
         return Support(keys, offsets, self._copy.wait(), self.padded)
-
-    def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError(f"Support is immutable; make a new one to change {name!r}")
 
     def __reduce__(self) -> Any:
         return Support, (self.keys, self.offsets, self._copy.wait(), self.padded)

@@ -85,7 +85,7 @@ TeacherChunk = DenseChunk | SparseChunk
 
 
 def places(ids_CK: Tensor, start: int, V: int) -> tuple[Tensor, Tensor]:
-    """Each id as an index into the V columns in hand, and whether it is one of them; if not, the index is arbitrary."""
+    """Each id (or target) as an index into the V columns in hand, and whether it is one; if not, it is arbitrary."""
     column_CK = ids_CK - start
     here_CK = (ids_CK >= 0) & (column_CK >= 0) & (column_CK < V)
     return column_CK.clamp(0, max(0, V - 1)), here_CK
@@ -245,7 +245,7 @@ def merge_teacher(parts: TeacherPartial, shift: Tensor, pairs: Pairs) -> Teacher
     if isinstance(parts, SparsePartial):
         return _merge_sparse(parts, shift, pairs)
     best = parts.max.amax(0)
-    moved = _moved(parts.max, best)
+    moved = how_far(parts.max, best)
     argmax = None if parts.argmax is None else parts.argmax.gather(0, parts.max.argmax(0, keepdim=True))[0]
     meetings = []
     for (S, X, St, Y, F, G), (T, Tt) in zip(parts.meetings, pairs, strict=True):
@@ -283,7 +283,7 @@ def _merge_sparse(parts: SparsePartial, shift: Tensor, pairs: Pairs) -> SparsePa
     tail_max, tails, top = None, parts.tails, None
     if parts.tail_max is not None:
         tail_max = parts.tail_max.amax(0)
-        moved = _moved(parts.tail_max, tail_max)
+        moved = how_far(parts.tail_max, tail_max)
         tails = tuple(((moved / T).clamp(min=FLOOR).exp() * S).sum(0) for S, (T, _) in zip(tails, pairs, strict=True))
     if parts.top is not None:
         everyone = (parts.top + shift[..., None]).movedim(0, 1).flatten(1)
@@ -305,7 +305,7 @@ def largest(values_NM: Tensor, columns_NM: Tensor, k: int) -> Tensor:
 
 def _merge_theirs(parts: Theirs, chosen: Tensor, pairs: Pairs) -> Theirs:
     best = parts.max.amax(0)
-    moved, at, sums = _moved(parts.max, best), [], []
+    moved, at, sums = how_far(parts.max, best), [], []
     for at_RNK, S_RN, (_, T) in zip(parts.at, parts.sums, pairs, strict=True):
         d_RN = (moved / T).clamp(min=FLOOR)
         at.append((at_RNK + d_RN[..., None]).movedim(0, 1).flatten(1).gather(-1, chosen))
@@ -313,7 +313,8 @@ def _merge_theirs(parts: Theirs, chosen: Tensor, pairs: Pairs) -> Theirs:
     return Theirs(best, tuple(at), tuple(sums))
 
 
-def _moved(maxima: Tensor, best: Tensor) -> Tensor:
+def how_far(maxima: Tensor, best: Tensor) -> Tensor:
+    """How far each part's maximum moves to the common one."""
     return torch.where(maxima == -math.inf, -math.inf, maxima - best)  # -inf - (-inf) must not reach the sums
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor
 from headloss.derived_teachers import Draft, check_top, whole_of
 from headloss.divergence import TAILS, Element, bucket_loss, is_divergence, sparse_loss, summed, top_loss
 from headloss.facts import FACTS, NEEDS_TARGET, Fact
+from headloss.immutable import Immutable
 from headloss.kept import keep
 from headloss.options import check_option, is_number, parameters_of, shown
 from headloss.reductions import NEEDS_SEGMENTS, REDUCTIONS, check_reduced
@@ -41,7 +43,7 @@ from headloss.uncompiled import uncompiled
 RowWeights = str | Callable[..., Any] | Sequence[str | Callable[..., Any]] | None
 
 
-class Term:
+class Term(Immutable):
     """`weight * reduction(row_weight * fn(facts, inputs, **options))`.  Immutable.
 
     fn           a loss of `headloss.losses` or any function of facts and inputs
@@ -159,32 +161,23 @@ class Term:
             raise ValueError(f'support: wanted "all", or None for that of the call, got {shown(support)}{hint}')
         if not isinstance(pure, bool):
             raise TypeError(f"pure: wanted True or False, got {type(pure).__name__}")
-        object.__setattr__(self, "_calls", {})
-        for name, said in (
-            ("fn", fn), ("weight", weight), ("reduction", reduction), ("length", length),
-            ("reduction_segments", reduction_segments), ("row_weight", row_weight),
-            ("temperature", temperature), ("facts", MappingProxyType(_check_facts(facts))),
-            ("inputs", MappingProxyType(_check_taken(inputs))), ("targets", targets), ("teacher", teacher),
-            ("tail", tail), ("top", top), ("support", support), ("pure", pure),
-        ):  # fmt: skip
-            object.__setattr__(self, name, said)
-        object.__setattr__(self, "options", MappingProxyType(_check_options(fn, options)))
+        self._set(
+            fn=fn, weight=weight, reduction=reduction, length=length, reduction_segments=reduction_segments,
+            row_weight=row_weight, temperature=temperature, facts=MappingProxyType(_check_facts(facts)),
+            inputs=MappingProxyType(_check_taken(inputs)), targets=targets, teacher=teacher, tail=tail, top=top,
+            support=support, pure=pure, _calls={}, _foreign_divergence=is_divergence(fn) and not ours(fn),
+        )  # fmt: skip
+        self._set(options=MappingProxyType(_check_options(fn, options)))
         if is_divergence(fn):
             Element(fn, self.options, pure).check_again(first=True)
-        object.__setattr__(self, "_foreign_divergence", is_divergence(fn) and not ours(fn))
         signatures = self.call(None, {}).signatures
         if top is not None and not any(p.fact and p.fact.name in TOP for s in signatures for p in s.parameters):
             raise ValueError(f"top: {function_name(fn)} asks for none of {', '.join(TOP)}; leave it out")
         asked = any(p.kind == "segments" and not p.optional for s in signatures for p in s.parameters)
-        object.__setattr__(
-            self, "needs_segments", asked or (reduction in NEEDS_SEGMENTS and reduction_segments is None)
-        )
-
-    def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError(f"Term is immutable; make a new one to change {name!r}")
+        self._set(needs_segments=asked or (reduction in NEEDS_SEGMENTS and reduction_segments is None))
 
     def __reduce__(self) -> Any:
-        return _made, (self.fn, self._said() | dict(self.options))
+        return functools.partial(Term, **self._said(), **self.options), (self.fn,)
 
     def __repr__(self) -> str:
         said = self._said()
@@ -329,10 +322,6 @@ def as_term(name: str, x: Callable[..., Any] | Term) -> Term:
 
 
 _MOST_CALLS = 64  # per term; more means that the source's temperature changes with every call
-
-
-def _made(fn: Callable[..., Any], said: Mapping[str, Any]) -> Term:
-    return Term(fn, **said)
 
 
 def _several(row_weight: RowWeights) -> tuple[str | Callable[..., Any], ...]:

@@ -9,12 +9,13 @@ from typing import Any
 from torch import Tensor
 
 from headloss.backends import check_backend
+from headloss.immutable import Immutable
 from headloss.metrics import check_names, own_metrics, read_metrics
 from headloss.term import Term, as_term
 from headloss.trace.call import Call
 
 
-class Terms:
+class Terms(Immutable):
     """Named terms and metrics, checked, and the plans of calls on them.  Immutable except for the plans."""
 
     __slots__ = (
@@ -67,13 +68,6 @@ class Terms:
             self._set(unmeasured=other)
         found: Terms = self.unmeasured
         return found
-
-    def _set(self, **values: Any) -> None:
-        for name, value in values.items():
-            object.__setattr__(self, name, value)
-
-    def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError(f"{type(self).__name__} is immutable; make a new one to change {name!r}")
 
 
 def _check_measured(name: str, term: Term) -> None:

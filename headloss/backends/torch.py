@@ -25,7 +25,7 @@ from headloss.backends.torch_teacher_pulls import add_at_ids, pull_tile, tail_sl
 from headloss.backends.torch_teachers import Comparison, join, second_look
 from headloss.backends.torch_tile import Room, Tile, divide, floored, logits
 from headloss.facts import FLOOR, Moments, Partial, Pull, Softmax, Want
-from headloss.teachers import DenseChunk, DensePull, DenseSoftmax, TeacherChunk, TeacherPulls, Temperature
+from headloss.teachers import DenseChunk, DensePull, DenseSoftmax, TeacherChunk, TeacherPulls, Temperature, places
 
 NAME = "torch"
 
@@ -66,7 +66,7 @@ def sums(
         ),
         least=fresh() if want.sums("least") else None,
     )
-    column_C, here_C = (None, None) if target_C is None else _columns(target_C, start, V)
+    column_C, here_C = (None, None) if target_C is None else places(target_C, start, V)
     only_T, room = temperatures[0] if len(temperatures) == 1 else None, Room()
     compared = [
         Comparison(*named, want, dtype, raw_CV.device, only_T, kept)
@@ -150,7 +150,7 @@ def pull(
 ) -> None:
     """Write the gradient with respect to the raw logits into `out_CV`, which may be `raw_CV` itself."""
     V = raw_CV.shape[-1]
-    column_C, here_C = (None, None) if target_C is None else _columns(target_C, start, V)
+    column_C, here_C = (None, None) if target_C is None else places(target_C, start, V)
     parts: list[tuple[Any, ...]] = [
         (T, i == len(pulls) - 1, *_over(k, log_sum, T), k.y if k.y is None or here_C is None else k.y * here_C)
         for i, (T, log_sum, k) in enumerate(zip(temperatures, softmax.log_sums, pulls, strict=True))
@@ -268,12 +268,6 @@ def _over(
     a, inverse_T = a if k.b is None else a - k.b * log_sum, inverse / T
     b, e = None if k.b is None else k.b * inverse_T, None if k.e is None else k.e * inverse_T * inverse
     return a * inverse_T, b, e, c
-
-
-def _columns(target_C: Tensor, start: int, V: int) -> tuple[Tensor, Tensor]:
-    """Each row's target as an index into the columns in hand, and whether it is one; if not, the index is arbitrary."""
-    column_C = target_C - start
-    return column_C.clamp(0, max(0, V - 1)), (column_C >= 0) & (column_C < V)
 
 
 def _buffers(teachers: Sequence[TeacherChunk], kept: Kept | None) -> int:

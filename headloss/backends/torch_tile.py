@@ -51,9 +51,8 @@ class Tile:
         self.kept = kept if kept is not None and rows.start not in kept.missing else None
         self.kept_BV = None if self.kept is None else self.kept.tile(rows)
         self.gone = self.kept is not None and self.kept.over and self.kept.kind != "tanh"
-        self.ids_BK = (
-            None if self.kept is None else self.kept.ids.get(rows.start)
-        )  # e at the ids, which the kept e leaves out
+        # e at the ids, which the kept e leaves out
+        self.ids_BK = None if self.kept is None else self.kept.ids.get(rows.start)
 
     def held(self, kind: str) -> Tensor | None:
         """What was kept of these rows, if it is of this kind."""

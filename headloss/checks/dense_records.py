@@ -127,18 +127,13 @@ def alone(teacher: Any, logits: Callable[[Any], Tensor], rows: Callable[[Tensor]
     """A dense teacher's logits on the rows that count, and an object with its temperature; if routed, both per row."""
     if not isinstance(teacher, Routed):
         return logits(teacher), teacher
-    route, temperature = (
-        rows(teacher.route),
-        torch.ones(teacher.route.shape, dtype=torch.float64, device=teacher.route.device),
-    )
+    route = rows(teacher.route)
+    temperature = torch.ones(teacher.route.shape, dtype=torch.float64, device=route.device)
     found = torch.zeros((), dtype=torch.float32, device=route.device)
     for i, t in enumerate(teacher.teachers.values()):
         found = torch.where((route == i)[:, None], logits(t), found)
-        temperature = torch.where(
-            teacher.route == i,
-            torch.as_tensor(t.temperature, dtype=torch.float64, device=temperature.device),
-            temperature,
-        )
+        own = torch.as_tensor(t.temperature, dtype=torch.float64, device=route.device)
+        temperature = torch.where(teacher.route == i, own, temperature)
     return found, SimpleNamespace(temperature=temperature)
 
 

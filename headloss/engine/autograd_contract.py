@@ -171,7 +171,7 @@ def refuse_transforms(arguments: Any, weights: Mapping[str, Any] = {}) -> None:
     own = {f"the weight of term {name!r}": x for name, x in weights.items()}
     things = (source, {"targets": targets, "segments": segments}, teacher, options, inputs, own)
     for name, x in every_tensor("", things):
-        if torch._C._functorch.is_functorch_wrapped_tensor(x):
+        if _is_wrapped(x):
             raise RuntimeError(
                 f"{name}: is inside a transform of torch.func (vmap, grad, jvp, vjp, jacrev, ...), which cannot see "
                 f"into a headloss call.  Rows need no vmap: leading dimensions are free.  For gradients use "

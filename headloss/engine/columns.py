@@ -71,7 +71,8 @@ def in_columns(arguments: CallArguments, terms: Terms | None) -> Mapped:
     if arguments.support is not None:
         raise ValueError("support: a head with vocab_ids has a vocabulary of its own; leave out one of the two")
     teachers = {name: _teacher(x, ids, source.shard) for name, x in named_teachers(arguments.teacher).items()}
-    for term in () if terms is None else terms.every_term:
+    every = () if terms is None else terms.every_term
+    for term in every:
         _check_numbers(term)
         facts = facts_of(term.call(None, teachers))
         looked = [Top.named(n).of if n.startswith("top=") else n for n in (str(f.teacher) for f in facts)]
@@ -89,13 +90,13 @@ def in_columns(arguments: CallArguments, terms: Terms | None) -> Mapped:
         tokens = integers("targets", targets)
         targets, lost = to_columns(ids, tokens, IGNORE, "targets")
         ignored, missing = targets == IGNORE, (count(lost), count(tokens != IGNORE))
-    for name in {t.targets for t in (() if terms is None else terms.every_term) if t.targets is not None}:
+    for name in {t.targets for t in every if t.targets is not None}:
         if isinstance(inputs.get(name), Tensor):
             own, _ = to_columns(ids, integers(name, inputs[name]), IGNORE, name)
             if lost is not None and own.shape == lost.shape:  # a row whose target is missing is left out of all terms
                 own = own.masked_fill(lost, IGNORE)
             inputs[name] = own
-    if "class_weight" in inputs and any(weighs_classes(t.fn) for t in (() if terms is None else terms.every_term)):
+    if "class_weight" in inputs and any(weighs_classes(t.fn) for t in every):
         inputs["class_weight"] = _of_columns(inputs["class_weight"], ids)
     source = with_tensors(source, {"vocab_ids": None})
     made = arguments.but(source=source, targets=targets, teacher=teachers or None, inputs=inputs)

@@ -250,7 +250,9 @@ class LinearHead:
     def _write_weight(self, grad_CV: Tensor, hidden_CD: Tensor) -> None:
         first = self.dweight_VD is None
         if self.dweight_VD is None:
-            self.dweight_VD = torch.empty(self.source.weight.shape, dtype=self._accumulator(), device=grad_CV.device)
+            self.dweight_VD = torch.empty(
+                self.source.weight.shape, dtype=accumulator(self.source, not self.single_chunk), device=grad_CV.device
+            )
             if self.source.columns < self.source.weight.shape[0]:
                 self.dweight_VD[self.source.columns :] = 0
         pull_weight(grad_CV, hidden_CD, self.parts, self.dweight_VD, add=not first)
@@ -268,9 +270,6 @@ class LinearHead:
         with torch.autocast(grad_CV.device.type, enabled=False):
             self._write_weight(grad_CV, hidden_CD if scale is None else (hidden_CD * scale).to(hidden_CD.dtype))
         return self.dweight_VD if there is None else None
-
-    def _accumulator(self) -> torch.dtype:
-        return accumulator(self.source, not self.single_chunk)
 
     def _room_for_hidden(self) -> Tensor:
         """Zeros for dhidden.  For fp16 they are float32: before it is normalised, dhidden may overflow float16."""

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from headloss.deferred_checks import check_later, defers
+from headloss.immutable import Immutable
 from headloss.segments import Segments, check_dense, integers, readable
 from headloss.sources import Source
 from headloss.term import Term
@@ -29,7 +30,7 @@ from headloss.trace.signature import Signature
 from headloss.trace.trace import PAIRS, Shape
 
 
-class Laid:
+class Laid(Immutable):
     """An input marked with its layout.  Immutable, and like `Inputs` opaque to wrappers that cast loose tensors."""
 
     __slots__ = ("value",)
@@ -39,10 +40,7 @@ class Laid:
     def __init__(self, value: Tensor) -> None:
         if not isinstance(value, Tensor):
             raise TypeError(f"{type(self).__name__}: wanted a tensor, got {type(value).__name__}")
-        object.__setattr__(self, "value", value)
-
-    def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError(f"{type(self).__name__} is immutable; make a new one to change {name!r}")
+        self._set(value=value)
 
     def __reduce__(self) -> Any:
         return type(self), (self.value,)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from headloss.engine.arguments import Chunk
+from headloss.engine.budget import accumulator
 from headloss.engine.heads import LinearHead, on_source_device
 from headloss.engine.nested_tuples import concatenate_each, join
 from headloss.engine.sweeps import Cotangents, Sweep
@@ -69,13 +70,9 @@ class ProductHead(LinearHead):
 
     def __init__(self, source: Linear, backend: ModuleType) -> None:
         super().__init__(source)
-        products = backend.product
-        self.products, self.over_ranks, self.e_CV = (
-            products,
-            backend.product_ranks,
-            torch.empty(0, dtype=torch.bfloat16, device="cpu"),
-        )
-        if not products.fits(self.hidden_ND):
+        self.products, self.over_ranks = backend.product, backend.product_ranks
+        self.e_CV = torch.empty(0, dtype=torch.bfloat16, device="cpu")
+        if not self.products.fits(self.hidden_ND):
             self.hidden_ND = self.hidden_ND.contiguous()
 
     def sums(self, sweep: Sweep, part: slice, store: bool) -> Any:
@@ -111,8 +108,8 @@ class ProductHead(LinearHead):
                 self.dhidden_ND = make(self.hidden_ND, memory_format=torch.contiguous_format)
             into_CD = self.dhidden_ND[numbers] if isinstance(numbers, slice) else torch.empty_like(hidden_CD)
         if need_weight and self.dweight_VD is None:
-            shape, device = self.source.weight.shape, hidden_CD.device
-            self.dweight_VD = torch.empty(shape, dtype=self._accumulator(), device=device)
+            dtype = accumulator(self.source, not self.single_chunk)
+            self.dweight_VD = torch.empty(self.source.weight.shape, dtype=dtype, device=hidden_CD.device)
             self.dweight_VD[self.source.columns :] = 0
         dweight_VD = self.dweight_VD[: self.source.columns] if need_weight and self.dweight_VD is not None else None
         into = {"dhidden_CD": into_CD, "dweight_VD": dweight_VD, "add": add}

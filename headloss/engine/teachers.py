@@ -6,7 +6,6 @@ Dimension key:  N rows   R rows that count   C rows of a chunk   K ids per row
 from __future__ import annotations
 
 import math
-import operator
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -339,11 +338,9 @@ def cost_of(guides: Mapping[str, TeacherRows], source: Source, rows: Rows) -> Co
     own = gathered_bytes(source) if isinstance(source, Linear) and rows.keep is not None else 0
     if not guides:
         return Cost(0, own) if own else NO_COST
-    sums = [sum([x(guide) for guide in guides.values()]) for x in (_ROW, _GATHERED, _BESIDES)]
-    return Cost(sums[0] * (1 if source.shard is None else 2), sums[1] + own, sums[2])
-
-
-_ROW, _GATHERED, _BESIDES = map(operator.attrgetter, ("row_bytes", "gathered_bytes", "besides"))
+    every = guides.values()
+    row, gathered = sum([g.row_bytes for g in every]), sum([g.gathered_bytes for g in every])
+    return Cost(row * (1 if source.shard is None else 2), gathered + own, sum([g.besides for g in every]))
 
 
 def heads_of(guides: Mapping[str, TeacherRows]) -> list[DenseTeacherRows]:

@@ -131,14 +131,10 @@ class Described:
         said = None
         if isinstance(x, Laid):
             said, x = x.kind, x.value
-        if isinstance(x, bool):
-            x = torch.full((), x, dtype=torch.bool, device=self.device)
-        elif isinstance(x, (int, float)):
-            x = (
-                self.number(x, torch.float64)
-                if isinstance(x, float)
-                else torch.full((), x, dtype=torch.int64, device=self.device)
-            )
+        if isinstance(x, float):
+            x = self.number(x, torch.float64)
+        elif isinstance(x, (bool, int)):
+            x = torch.full((), x, dtype=torch.bool if isinstance(x, bool) else torch.int64, device=self.device)
         if not isinstance(x, Tensor):
             raise TypeError(f"{name}: wanted a tensor or a number, got {type(x).__name__}")
         ways = fits(name, x, said, self.leading, num_segments, vocab, pairs)
