@@ -19,6 +19,7 @@ from headloss.engine.checks import call_weights, check_support
 from headloss.engine.layout import PerRow, Reading, count_pairs, lay_out, layout, readings
 from headloss.engine.plan import Calls, Plan, choose_calls, make_plan, plain_source, suited
 from headloss.engine.teachers import name_teachers
+from headloss.kept import keep
 from headloss.prepared import Prepared
 from headloss.routed import Routed, routes_of
 from headloss.segments import Segments, check_dense
@@ -70,11 +71,6 @@ class Plans:
         self.off = switched_off(self.weights)
         self.has_temperatures = any(t.temperature is not None or t.facts for t in terms.every_term)
         self.divergences = tuple(t for t in terms.every_term if t.has_foreign_divergence)
-
-    def store(self, key: Any, form: Form) -> None:
-        if len(self.forms) >= _MOST:
-            self.forms.clear()
-        self.forms[key] = form
 
 
 def plans_of(terms: Terms) -> Plans:
@@ -131,10 +127,8 @@ def find(terms: Terms, arguments: CallArguments) -> FoundPlan:
         plan = make_plan(terms, form.calls, off, source, targets is None, segments, teachers, laid, support is not None)
         if form.read()[0] != read:  # another thread changed it: the plan may be of either, and serves this call
             read = (object(),)
-        if len(form.plans) >= _MOST:
-            form.plans.clear()
-        found = form.plans[read] = plan, held
-        plans.store(key, form)
+        found = keep(form.plans, read, (plan, held), _MOST)
+        keep(plans.forms, key, form, _MOST)
     plan = found[0]
     if plan.in_parts is not None:
         plan = suited(plan, source)
@@ -204,28 +198,15 @@ def form_of(
                 key += (name, said, value_.dtype, not value_.ndim, grad and value_.requires_grad)
                 given[name] = value_
                 continue
-        given[name], shape = _laid(terms, plans, name, value, inputs, source, segments, teachers, off)
+        try:
+            pairs = count_pairs(inputs)
+            laid = layout(name, value, source.leading, segments, source.vocab, pairs, known[name], source.device)
+        except (TypeError, ValueError):
+            choose_calls(terms, off, teachers, inputs, source, segments)  # raises first if something is missing
+            raise
+        given[name], shape = laid
         key += (name, type(value), shape)
     return tuple(key), given
-
-
-def _laid(
-    terms: Terms,
-    plans: Plans,
-    name: str,
-    value: Any,
-    inputs: Mapping[str, Any],
-    source: Source,
-    segments: Segments | None,
-    teachers: Mapping[str, Teacher],
-    off: tuple[str, ...],
-) -> tuple[Tensor, Any]:
-    try:
-        reading, pairs = plans.readings[name], count_pairs(inputs)
-        return layout(name, value, source.leading, segments, source.vocab, pairs, reading, source.device)
-    except (TypeError, ValueError):
-        choose_calls(terms, off, teachers, inputs, source, segments)  # raises first if something is missing altogether
-        raise
 
 
 def _new_form(calls: Calls) -> Form:

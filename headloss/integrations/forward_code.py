@@ -215,18 +215,26 @@ def _steps_of(node: ast.expr, whole: ast.AST, names: set[str]) -> Iterator[_Step
     while not isinstance(node, ast.Name):
         if isinstance(node, ast.BinOp):
             yield _Step(line, node, node.right.attr if isinstance(node.right, ast.Attribute) else "")
-            node = node.left
-        elif isinstance(node, ast.Subscript) and not isinstance(node.slice, ast.Constant):
-            node = node.value
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in CASTS:
-            node = node.func.value
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ROWS and node.args:
-            node = node.args[0]
-        else:
+        under = _under(node)
+        if under is None:  # the backbone's output
             if isinstance(node, ast.Call) and any(isinstance(x, ast.Name) and x.id in names for x in node.args):
                 yield _Step(line)
-            return  # the backbone's output
+            return
+        node = under
     names.add(node.id)
+
+
+def _under(node: ast.expr) -> ast.expr | None:
+    """What an expression scales, casts or cuts rows of; None if it does something else."""
+    if isinstance(node, ast.BinOp):
+        return node.left
+    if isinstance(node, ast.Subscript) and not isinstance(node.slice, ast.Constant):  # not `outputs[0]`
+        return node.value
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in CASTS:
+        return node.func.value
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ROWS and node.args:
+        return node.args[0]
+    return None
 
 
 def _known(code: ast.AST, model: Any) -> dict[str, Any]:
@@ -290,18 +298,11 @@ def _names(code: ast.AST) -> Iterator[str]:
 _STEPS = (ast.BinOp, ast.Subscript, ast.Call)
 
 
-def _beneath(node: ast.AST) -> str | None:
+def _beneath(node: ast.expr | None) -> str | None:
     """The name that an expression starts from, under its factors, indices and casts."""
-    while not isinstance(node, ast.Name):
-        if isinstance(node, ast.BinOp):
-            node = node.left
-        elif isinstance(node, ast.Subscript) and not isinstance(node.slice, ast.Constant):  # not `outputs[0]`
-            node = node.value
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in CASTS:
-            node = node.func.value
-        else:
-            return None
-    return node.id
+    while node is not None and not isinstance(node, ast.Name):
+        node = _under(node)
+    return None if node is None else node.id
 
 
 def _logits_of(call: ast.Call) -> str | None:
@@ -346,17 +347,13 @@ def _turned_into(names: set[str], node: ast.AST, above: dict[ast.AST, ast.AST]) 
 
 def _of_rows(index: ast.expr, cut: bool) -> bool:
     """Whether an index selects rows and leaves the columns as they are, or selects those that the source has."""
-    parts = list(_parts(index))
+    parts = index.elts if isinstance(index, ast.Tuple) else [index]
     last = parts[-1]
     whole = isinstance(last, ast.Slice) and last.lower is last.upper is last.step is None
     first = isinstance(last, ast.Slice) and last.lower is last.step is None
     if len(parts) < 3 and not (isinstance(parts[0], ast.Constant) and parts[0].value is Ellipsis):
         return isinstance(last, ast.Slice)  # batch and tokens
     return whole or (first and cut)
-
-
-def _parts(index: ast.expr) -> Iterator[ast.expr]:
-    yield from index.elts if isinstance(index, ast.Tuple) else [index]
 
 
 def _statement(node: ast.AST, above: dict[ast.AST, ast.AST]) -> ast.AST:
