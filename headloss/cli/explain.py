@@ -18,8 +18,7 @@ import typer
 from torch import Tensor
 
 import headloss as hl
-from headloss.cli.own import looks
-from headloss.cli.problem import example
+from headloss.cli.problem import Asked, example
 from headloss.engine.explain import Explanation, size_of
 from headloss.sources import padded, parse_bytes
 
@@ -122,14 +121,10 @@ def explain(
         _shape(N, D, dtype=dtype), _shape(held, D, dtype=dtype), memory=budget if ranks == 1 else budget // 2
     )
     call: dict[str, Any] = {}
-    terms = objective.terms.values()
-    for asked in (*(term.call(None, {}) for term in terms), *(metric for _, metric in objective.metrics)):
-        call |= {name: _input(name, N, S) for name in asked.input_names if not name.endswith(" that count")}
-    call |= {t.reduction_segments: spans for t in terms if t.reduction_segments}
-    call |= {t.targets: targets for t in terms if t.targets}
-    if names := {term.teacher for term in terms if looks(term)}:
-        made = {name or "teacher": _teacher(N, held, D, dtype, top_k) for name in names}
-        call["teacher"] = made if names != {None} else made["teacher"]
+    asked = Asked.of(objective)
+    call |= {name: _input(name, N, S) for name in asked.inputs}
+    call |= dict.fromkeys(asked.reduced, spans) | dict.fromkeys(asked.targets, targets)
+    call |= asked.named({name: _teacher(N, held, D, dtype, top_k) for name in asked.teachers})
     found = objective.explain(source, targets, segments=spans, **call)
     return found if ranks == 1 else _of_one_rank(found, V, budget, dtype)
 

@@ -6,7 +6,7 @@ Dimension key:  N rows   S segments   V vocabulary   D hidden size
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +15,11 @@ from torch import Tensor
 import headloss as hl
 from headloss.checks import dense
 from headloss.checks.dense_records import DenseCall
+from headloss.derived_teachers import Top
 from headloss.facts import FACTS
+from headloss.teachers import SPARSE
+from headloss.trace.call import Call
+from headloss.trace.signature import ONLY, TEACHER_INPUTS, passed
 
 APART = ("top_logprob", "class_weight", "class_mean", "class_cross_entropy")  # only with a Term or call that asks
 
@@ -77,6 +81,42 @@ class Problem(NamedTuple):
         if teacher == "sparse":
             return hl.Sparse(self.ids, self.ids_logprob)
         return None if teacher is None else hl.Logits(self.teacher.to(dtype))
+
+
+class Asked(NamedTuple):
+    """What the terms and metrics of an objective ask a call for, by name."""
+
+    inputs: set[str]
+    segments: bool
+    reduced: set[str]  # inputs that are segments, for a reduction
+    targets: set[str]  # inputs that are targets of a term's own
+    teachers: set[str]
+    sparse: bool  # whether something is asked of these that a sparse teacher alone has
+
+    @classmethod
+    def of(cls, objective: hl.Objective) -> Asked:
+        terms = objective.terms.values()
+        own, metrics = [t.call(None, {}) for t in terms], [call for _, call in objective.metrics]
+        calls = [*own, *metrics]
+        parameters = [p for call in calls for s in call.signatures for p in s.parameters]
+        inputs = {p.key for p in parameters if p.kind == "input" and p.teacher is None}
+        inputs |= {w for t in terms for w in t.row_weights if isinstance(w, str)}
+        teachers = _teachers(own) or _teachers(metrics)  # a metric takes that of the terms
+        theirs = [p.name for p in parameters if p.teacher in teachers or (p.fact and p.fact.teacher in teachers)]
+        return cls(
+            inputs, any(call.wants("segments") for call in calls),
+            {t.reduction_segments for t in terms if t.reduction_segments}, {t.targets for t in terms if t.targets},
+            teachers, any(name in (*TEACHER_INPUTS, *SPARSE) for name in theirs),
+        )  # fmt: skip
+
+    def named(self, teachers: dict[str, Any]) -> dict[str, Any]:
+        """The argument `teacher` of a call, if there are any."""
+        return {"teacher": teachers[ONLY] if [*teachers] == [ONLY] else teachers} if teachers else {}
+
+
+def _teachers(calls: Sequence[Call]) -> set[str]:
+    every = {name for call in calls for name in call.teachers}
+    return {*passed(every), *(of for name in every if name.startswith("top=") if (of := Top.named(name).of))}
 
 
 def example(name: str, N: int, S: int, logprob: Tensor, normal: Callable[..., Tensor]) -> Tensor:

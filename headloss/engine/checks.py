@@ -93,8 +93,7 @@ def check_teachers(label: str, call: Call, teachers: Mapping[str, Teacher]) -> N
 
 def check_asked(teachers: Mapping[str, Teacher], calls: Sequence[Call]) -> None:
     """Raise if a teacher was passed that no term or metric uses; terms that are switched off count too."""
-    asked = {f.teacher for call in calls for f in call.facts if f.teacher}
-    asked |= {p.teacher for call in calls for s in call.signatures for p in s.parameters if p.teacher}
+    asked = {name for call in calls for name in call.teachers}
     asked |= {Top.named(name).of or name for name in asked if name.startswith("top=")}
     asked |= {name.removeprefix("whole=") for name in asked}
     for name in teachers:

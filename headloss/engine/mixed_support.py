@@ -26,9 +26,7 @@ def calls_of(terms: Terms, arguments: CallArguments) -> Iterator[tuple[Terms, Ca
     known, asked = plans_of(terms).readings, plans_of(bare).readings
     teachers = None if arguments.teacher is None else name_teachers(arguments.teacher, arguments.source)
     if teachers is not None:
-        calls = [term.call(None, teachers) for term in bare.terms.values()]
-        looked = {f.teacher for call in calls for f in call.facts}
-        looked |= {p.teacher for call in calls for s in call.signatures for p in s.parameters}
+        looked = {name for term in bare.terms.values() for name in term.call(None, teachers).teachers}
         teachers = {name: x for name, x in teachers.items() if name in looked}
     whole = {name: x if name in terms.on_all else 0.0 for name, x in weights.items()}
     yield (

@@ -288,8 +288,7 @@ def _trace_terms(
     traces: dict[str, Trace] = {}
     for name, call in calls.items():
         shapes = {n: shape for n, shape in given.items() if n in call.input_names}
-        looked = {f.teacher for f in call.facts} | {p.teacher for s in call.signatures for p in s.parameters}
-        shapes |= {n: shape for n, shape in ids.items() if n.split(" of ", 1)[1] in looked}
+        shapes |= {n: shape for n, shape in ids.items() if n.split(" of ", 1)[1] in call.teachers}
         found = trace(call, shapes, source.fact_dtype, source.device.type, segments is not None, targetless)
         check_spread(f"term {name!r} ({call.signature.name})", found, shapes)
         check_belongs(call, found.value, shapes)

@@ -182,6 +182,12 @@ class Call(NamedTuple):
         return any(s.wants(kind) for s in self.signatures)
 
     @property
+    def teachers(self) -> set[str]:
+        """The teachers that it looks at, by the names that they have in a call."""
+        named = [(p.teacher, p.fact and p.fact.teacher) for s in self.signatures for p in s.parameters]
+        return {name for pair in named for name in pair if name}
+
+    @property
     def functions(self) -> tuple[Callable[..., Any], ...]:
         return (self.fn, *(w.of for w in self.row_weights if callable(w.of)))
 
