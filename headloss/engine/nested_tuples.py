@@ -1,8 +1,8 @@
-"""Cut and join nested tuples of tensors, such as the partials of a sweep, along the rows."""
+"""Cut and join nested tuples and mappings of tensors, such as the partials of a sweep, along the rows."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,11 +15,13 @@ def cut(x: Any, part: slice) -> Any:
 
 
 def join(*xs: Any) -> Any:
-    """Nested tuples of the same structure with their tensors concatenated."""
+    """Nested tuples and mappings of the same structure with their tensors concatenated."""
     if len(xs) == 1:
         return xs[0]
     if isinstance(xs[0], Tensor):
         return torch.cat(xs)
+    if isinstance(xs[0], Mapping):
+        return {key: join(*[x[key] for x in xs]) for key in xs[0]}
     if not isinstance(xs[0], tuple | list):
         return xs[0]
     return _rebuild(xs[0], [join(*ys) for ys in zip(*xs, strict=True)])
@@ -27,7 +29,3 @@ def join(*xs: Any) -> Any:
 
 def _rebuild(like: Any, items: list[Any]) -> Any:
     return type(like)(*items) if hasattr(like, "_fields") else type(like)(items)
-
-
-def concatenate_each(parts: Sequence[Mapping[Any, Tensor]]) -> dict[Any, Tensor]:
-    return {key: torch.cat([p[key] for p in parts]) if len(parts) > 1 else x for key, x in parts[0].items()}

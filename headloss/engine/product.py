@@ -22,7 +22,7 @@ from torch import Tensor
 from headloss.engine.arguments import Chunk
 from headloss.engine.budget import accumulator
 from headloss.engine.heads import LinearHead, on_source_device
-from headloss.engine.nested_tuples import concatenate_each, join
+from headloss.engine.nested_tuples import join
 from headloss.engine.sweeps import Cotangents, Sweep
 from headloss.engine.weight_grad_into import weight_grad_into_of
 from headloss.facts import Fact, Pull, Softmax, Want, coefficients, finish
@@ -222,9 +222,7 @@ class ProductSweep(Sweep):
             by_fact, by_input = cotangents(chunk, facts)
             self._write(head, chunk.rows, read, facts, by_fact)
             seen.append((facts, softmax, by_fact, by_input))
-        facts_, softmax_, by_fact_, by_input_ = zip(*seen, strict=True)
-        found = concatenate_each(facts_), join(*softmax_), concatenate_each(by_fact_), concatenate_each(by_input_)
-        return *found, self.grads(head)
+        return *join(*seen), self.grads(head)
 
     @on_source_device
     def pull(

@@ -21,7 +21,7 @@ from torch import Tensor
 from headloss.engine.arguments import Block, Chunk
 from headloss.engine.heads import Deferred, beyond_fp16, on_source_device, open_source, part_of, scale_grads
 from headloss.engine.ids_logit import ids_facts, ids_pull
-from headloss.engine.nested_tuples import concatenate_each, cut, join
+from headloss.engine.nested_tuples import cut, join
 from headloss.engine.teachers import TeacherRows, cost_of, most_rows, note, teacher_label
 from headloss.facts import Fact, Partial, Softmax, Want, coefficients, finish, with_whole
 from headloss.parallel.shard import Gathering, gather_each, reduce_hidden, sum_pairs
@@ -104,8 +104,7 @@ class Sweep:
             return found, NO_SOFTMAX
         head, shard = self._open(), self.source.shard
         if shard is None:
-            done = [self._settle(self._sums(block), block) for block in self._blocks(head)]
-            return concatenate_each([facts for facts, _ in done]), join(*(softmax for _, softmax in done))
+            return join(*[self._settle(self._sums(block), block) for block in self._blocks(head)])
         facts, softmax = self._finish(self.partial(self._blocks(head)), self._all)
         if not self.want.divergent:
             return facts, softmax
@@ -158,9 +157,7 @@ class Sweep:
                 pulled = {f: g / bound for f, g in by_fact.items()}
             self.write(head, block, softmax, facts, pulled)
             seen.append((facts, softmax, by_fact, by_input))
-        facts_, softmax_, by_fact_, by_input_ = zip(*seen, strict=True)
-        found = concatenate_each(facts_), join(*softmax_), concatenate_each(by_fact_), concatenate_each(by_input_)
-        return *found, scale_grads(self.grads(head), bound, self.backend)
+        return *join(*seen), scale_grads(self.grads(head), bound, self.backend)
 
     def bounded(self, head: Any, by_fact: Mapping[Fact, Tensor], before: Tensor | None) -> Tensor:
         """The divisor of a chunk's cotangents, see `beyond_fp16`; gradients made before it are rescaled to match."""
