@@ -80,6 +80,18 @@ def test_a_first_grad_is_made_and_a_second_backward_adds():
     torch.testing.assert_close(batch.weight.grad, 2 * true)
 
 
+@pytest.mark.skipif(
+    not hasattr(torch.Tensor, "grad_dtype"), reason="torch 2.8 has gradients of the weight's dtype alone"
+)
+def test_a_first_grad_has_the_dtype_that_the_weight_says():
+    batch = Batch()
+    batch.hidden, batch.weight = batch.hidden.bfloat16(), torch.nn.Parameter(batch.weight.detach().bfloat16())
+    for dtype, made in ((torch.float32, torch.float32), (None, torch.bfloat16)):
+        batch.weight.grad, batch.weight.grad_dtype = None, dtype
+        batch.loss("row", weight_grad_into="grad").backward()
+        assert batch.weight.grad.dtype == made
+
+
 def test_what_another_use_of_the_weight_sends_is_added_by_megatrons_hook():
     """A head for later tokens, an embedding that is tied: their part comes by autograd."""
     batch = Batch()

@@ -50,7 +50,7 @@ class WeightGradInto(NamedTuple):
                     raise RuntimeError(
                         f"weight_grad_into={self.name!r}: weight.{self.name} was removed after the forward"
                     )
-                weight.grad = grad.to(weight.dtype)
+                weight.grad = grad.to(getattr(weight, "grad_dtype", None) or weight.dtype)  # torch 2.10 has both
             elif grad is not None and there is not None:
                 there.add_(grad)
         # Megatron's flag `grad_added_to_main_grad` stays unset: its hook would drop what other uses of the weight send.
