@@ -199,8 +199,9 @@ class Adapter:
 
     def visit(self, hidden: Tensor, call: Call, expected: Expected) -> Tensor:
         """Inside the head's forward: evaluate, and return a placeholder for gradients to pass on their way back."""
-        if self.head._forward_hooks:
-            _check_hooks(self.head)
+        head = self.head
+        if head._forward_hooks or head._backward_hooks or head._backward_pre_hooks:
+            _check_hooks(head)
         if call.found is not None:
             raise TypeError(
                 f"model: its forward calls the head twice, but a patched head makes one loss and no logits; "
@@ -265,11 +266,11 @@ HARMLESS = ("torch", "accelerate", "deepspeed", "transformers", "wandb", "headlo
 
 
 def _check_hooks(head: nn.Module) -> None:
-    hook = own_hook(head, HARMLESS, ("_forward_hooks",))
+    hook = own_hook(head, HARMLESS, ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks"))
     if hook is not None:
         raise TypeError(
-            f"model: its head has {hook} on its output, but a patched head returns a loss and no logits; remove it, or "
-            f"{KEEP_LOGITS}"
+            f"model: its head has {hook} on its output or its gradient, but a patched head returns a loss and no "
+            f"logits; remove it, or {KEEP_LOGITS}"
         )
 
 

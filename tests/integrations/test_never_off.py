@@ -381,10 +381,15 @@ def test_a_hook_on_the_logits_of_a_patched_head_is_refused(late: bool) -> None:
     patch(model)
     if late:
         torch.testing.assert_close(model(**batch).loss, plain(**batch).loss, rtol=1e-4, atol=1e-5)
-    held = model.lm_head.register_forward_hook(lambda module, args, out: out - 5 * (torch.arange(out.shape[-1]) > 9))
-    with pytest.raises(TypeError, match=r"model: its head has a hook \(.*lambda.*\) on its output"):
-        model(**batch)
-    held.remove()
+    for register, hook in (
+        ("register_forward_hook", lambda module, args, out: out - 5 * (torch.arange(out.shape[-1]) > 9)),
+        ("register_full_backward_pre_hook", lambda module, grads: (2 * grads[0],)),
+        ("register_full_backward_hook", lambda module, to_input, grads: None),
+    ):
+        held = getattr(model.lm_head, register)(hook)
+        with pytest.raises(TypeError, match=r"model: its head has a hook \(.*lambda.*\) on its output or its gradient"):
+            model(**batch)
+        held.remove()
     torch.testing.assert_close(model(**batch).loss, plain(**batch).loss, rtol=1e-4, atol=1e-5)
 
 
