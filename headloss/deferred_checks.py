@@ -167,6 +167,33 @@ def check_later(x: Tensor | Landing, check: Check) -> None:
         _settle()
 
 
+def readable(x: Tensor) -> bool:
+    """Whether the host can read it without waiting; while a graph is traced there are no numbers yet."""
+    return x.device.type == "cpu" and not torch.compiler.is_compiling() and not isinstance(x, FakeTensor)
+
+
+def now_or_later(numbers: Tensor, zeros: Tensor, check: Callable[[Tensor], None], message: str) -> None:
+    """Check now if the host can read the numbers, or once they reach it, or on the device, where `zeros` must be 0."""
+    if readable(numbers):
+        check(numbers)
+    elif numbers.device.type == "cuda" and not torch.compiler.is_compiling() and defers(numbers.device):
+        check_later(numbers, check)
+    elif numbers.device.type != "meta":
+        torch._assert_async((zeros == 0).all(), message)
+
+
+def refuse(message: str, *wrong: tuple[Tensor, str]) -> None:
+    """Raise with the text of the first number that is not 0, which its {} shows; `message` is for the device."""
+    numbers, texts = torch.stack([number.long() for number, _ in wrong]), [text for _, text in wrong]
+
+    def check(found: Tensor) -> None:
+        for number, text in zip(found.tolist(), texts, strict=True):
+            if number:
+                raise ValueError(text.replace("{}", str(number)))
+
+    now_or_later(numbers, numbers, check, message)
+
+
 def check_pending(wait: bool = False) -> None:
     """Run the checks whose numbers have arrived; with `wait`, all of them."""
     if (_PENDING or _ALARMS) and (torch.cuda._is_in_bad_fork() or is_capturing()):

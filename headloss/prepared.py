@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from headloss.deferred_checks import Copy, Landing, check_later, defers
-from headloss.segments import Segments, integers, is_uncounted, lasting, readable, version
+from headloss.deferred_checks import Copy, Landing, check_later, defers, readable
+from headloss.segments import Segments, integers, is_uncounted, lasting, version
 from headloss.support import IGNORE, Support, check_counted, check_kind
 from headloss.support_layout import Places, places_of, remember
 from headloss.vocab_ids import Tokens, count, to_columns

@@ -20,9 +20,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
-from headloss.deferred_checks import check_later, defers
+from headloss.deferred_checks import readable
 from headloss.immutable import Immutable
 from headloss.parallel.shard import process_group, together
 
@@ -331,21 +330,6 @@ class Segments(Immutable):
 
     def __repr__(self) -> str:
         return f"Segments({self.num_segments} over rows of shape {tuple(self.ids.shape)})"
-
-
-def readable(x: Tensor) -> bool:
-    """Whether the host can read it without waiting; while a graph is traced there are no numbers yet."""
-    return x.device.type == "cpu" and not torch.compiler.is_compiling() and not isinstance(x, FakeTensor)
-
-
-def now_or_later(numbers: Tensor, zeros: Tensor, check: Callable[[Tensor], None], message: str) -> None:
-    """Check now if the host can read the numbers, or once they reach it, or on the device, where `zeros` must be 0."""
-    if readable(numbers):
-        check(numbers)
-    elif numbers.device.type == "cuda" and not torch.compiler.is_compiling() and defers(numbers.device):
-        check_later(numbers, check)
-    elif numbers.device.type != "meta":
-        torch._assert_async((zeros == 0).all(), message)
 
 
 def _lines(shape: tuple[int, ...], device: torch.device | None) -> Tensor:

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from headloss.deferred_checks import Copy, defers
+from headloss.deferred_checks import Copy, defers, now_or_later
 from headloss.immutable import Immutable
-from headloss.segments import check_dense, integers, now_or_later, version
+from headloss.segments import check_dense, integers, version
 
 IGNORE = -100  # the target of a row that does not count
 SHIFT = 32  # how far a key shifts its row's number

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from headloss.deferred_checks import is_capturing
-from headloss.segments import integers, now_or_later, readable, version
+from headloss.deferred_checks import is_capturing, now_or_later, readable, refuse
+from headloss.segments import integers, version
 
 
 def check_vocab_ids(source: Any) -> None:
@@ -124,9 +124,4 @@ class Tokens(NamedTuple):
             here, there = (f"{tuple(x.shape)} on {x.device}" for x in (self.vocab_ids, vocab_ids))
             raise ValueError(f"{wanted}: {here}, those are {there}")
         differ = (own != vocab_ids).any()
-
-        def check(found: Tensor) -> None:
-            if bool(found):
-                raise ValueError(wanted)
-
-        now_or_later(differ, differ, check, wanted)
+        refuse(wanted, (differ, wanted))

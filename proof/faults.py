@@ -563,7 +563,7 @@ FAULTS = [
     Fault("engine/derived_inputs.py", "        if repeated:\n", "        if False:\n", "a column that candidates name twice is let pass", CANDIDATES),
     Fault("trace/signature.py", "whose = ids if p.name in SPARSE else teacher", "whose = teacher", "candidates are looked for at the teacher", CANDIDATES),
     Fault("record.py", "(several or (alike and fact.element is None))", "several", "candidates hide a sparse teacher's fact of the same name", CANDIDATES),
-    Fault("engine/derived_inputs.py", "        if left_out:\n", "        if False:\n", "a term's own targets are left out without a word", OWN_TARGETS),
+    Fault("engine/derived_inputs.py", "(alone.sum(), f", "(alone.sum() * 0, f", "a term's own targets are left out without a word", OWN_TARGETS),
     Fault("term.py", "facts = {**facts, \"logprob\": Fact(\"ids_logprob\", self.temperature, own)}", "pass", "a term's own targets are not read", OWN_TARGETS),
     Fault("segments.py", "share = ties / torch.ops.headloss.segment_spread(self.totals(ties), _flat(self.ids)).clamp(min=1)", "share = ties", "rows that tie for a segment's maximum count twice", EXTREMES),
     Fault("segments.py", "return -self.maxima(-_wide(x))", "return self.maxima(-_wide(x))", "a segment's minimum: a sign", EXTREMES),

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from headloss.segments import now_or_later
+from headloss.deferred_checks import now_or_later
 
 TWICE = (
     "headloss: tried to differentiate twice (create_graph=True, a Hessian).  The gradient of a call "

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headloss.deferred_checks import now_or_later
 from headloss.derived_teachers import Draft, Top
 from headloss.engine.heads import Head, LinearHead, open_source
 from headloss.engine.teachers import DenseTeacherRows, SparseTeacherRows, TopRows
 from headloss.routed import Routed
 from headloss.rows import IGNORE, Rows
-from headloss.segments import now_or_later
 from headloss.sources import Linear, Source, Sparse, Teacher, padded, with_tensors
 from headloss.support import Support
 from headloss.support_layout import places_of

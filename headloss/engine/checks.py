@@ -9,12 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headloss.deferred_checks import alarm
+from headloss.deferred_checks import alarm, readable, refuse
 from headloss.derived_teachers import Top
 from headloss.engine.layout import Laid
 from headloss.facts import FACTS, NEEDS_TARGET, PLAIN, Fact, Want
 from headloss.options import is_number, shown
-from headloss.segments import now_or_later, readable
 from headloss.sources import Source, Sparse, Teacher
 from headloss.support import check_kind
 from headloss.teachers import SPARSE, TOP
@@ -297,14 +296,9 @@ def check_ids(label: str, sparse: Sparse, source: Source, launches: bool = False
         if ids.numel() and float(sparse.logprobs.detach().max()) > 0 and bool(_are_probabilities(sparse)):
             raise ValueError(f"{label}: all {_PROBABILITIES}")
     elif ids.device.type != "meta":
-        outside = ((ids < -1) | (ids >= vocab)).sum()
-
-        def check(found: Tensor) -> None:
-            if int(found[0]):
-                raise ValueError(f"{wanted}, but {int(found[0])} are neither")
-            if int(found[1]):
-                raise ValueError(f"{label}: all {_PROBABILITIES}")
-
-        found = torch.stack([outside, _are_probabilities(sparse).long()])
-        now_or_later(found, outside, check, f"{label}: an id is out of range")
+        refuse(
+            f"{label}: an id is out of range, or log-probabilities are probabilities",
+            (((ids < -1) | (ids >= vocab)).sum(), f"{wanted}, but {{}} are neither"),
+            (_are_probabilities(sparse), f"{label}: all {_PROBABILITIES}"),
+        )
     return None, vocab

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
+from headloss.deferred_checks import refuse
 from headloss.derived_teachers import Draft, Top, is_whole, whole_of
 from headloss.engine.arguments import CallArguments
 from headloss.engine.layout import Laid
@@ -20,7 +22,7 @@ from headloss.prepared import Prepared
 from headloss.record import Facts, Output, but, facts_from
 from headloss.routed import Routed
 from headloss.rows import IGNORE
-from headloss.segments import integers, now_or_later
+from headloss.segments import integers
 from headloss.sources import Linear, Logits, Sparse, with_tensors
 from headloss.term import Term
 from headloss.terms import Terms
@@ -109,15 +111,9 @@ def _of_columns(weights: Any, ids: Tensor) -> Any:
     if not isinstance(w, Tensor) or w.ndim != 1 or w.device != ids.device or not len(ids):
         return weights  # a later check raises
     most, there = sorted_ids(ids)[0][-1], len(w)
-
-    def check(found: Tensor) -> None:
-        if int(found) >= there:
-            raise ValueError(
-                f"class_weight: wanted one weight per token of the whole vocabulary, since the head has vocab_ids up "
-                f"to {int(found)}, got {there}"
-            )
-
-    now_or_later(most, (most >= there).long(), check, "class_weight: fewer weights than tokens of the vocabulary")
+    wanted = "wanted one weight per token of the whole vocabulary, since the head has vocab_ids up to"
+    beyond = torch.where(most >= there, most, 0)
+    refuse("class_weight: fewer weights than tokens", (beyond, f"class_weight: {wanted} {{}}, got {there}"))
     return w[ids.clamp(max=there - 1)] if there else w
 
 

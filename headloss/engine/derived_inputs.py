@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headloss.deferred_checks import now_or_later, refuse
 from headloss.derived_teachers import Top
 from headloss.engine.arguments import CallArguments
 from headloss.engine.autograd_contract import refuse_transforms
@@ -28,7 +29,7 @@ from headloss.engine.teachers import named_teachers
 from headloss.prepared import Prepared
 from headloss.reductions import NEEDS_SEGMENTS, shares
 from headloss.rows import IGNORE
-from headloss.segments import Segments, group_sum, integers, now_or_later
+from headloss.segments import Segments, group_sum, integers
 from headloss.sources import Linear, Logits, Source, Sparse
 from headloss.teachers import TOP
 from headloss.term import Term
@@ -100,7 +101,12 @@ def _with_shares(terms: Terms, arguments: CallArguments, explained: bool) -> Cal
         of, label = segments[name], str(term.reduction_segments)
         ids, num = of.ids.reshape(-1), of.num_segments
         valid = torch.ones_like(ids, dtype=torch.bool) if targets is None else (targets != IGNORE).reshape(-1)
-        _check_reduction_ids(label, name, ids, valid, num)
+        refuse(
+            f"{label}: an id is out of range, or a row that counts has none",
+            (((ids >= num) | (ids < -1)).sum(), f"{label}: segment ids must lie in [-1, {num}), but {{}} do not"),
+            ((valid & (ids < 0)).sum(), f"{label}: {{}} rows that are not ignored have no segment (id -1), but term "
+             f"{name!r} is reduced over them"),
+        )  # fmt: skip
         ids = torch.where(valid, ids.clamp(max=num - 1), -1)
         add = lambda x, group=of.group: x if group is None or explained else group_sum(x, group)
         share = shares(term.reduction, term.length, ids, num, arguments.options.num_segments, add)
@@ -139,22 +145,6 @@ def _check_num_segments(terms: Terms, arguments: CallArguments) -> None:
             f"num_segments: is one number, but terms {one!r} and {other!r} are averaged over different segments; leave "
             f"it out, or give their terms to calls of their own"
         )
-
-
-def _check_reduction_ids(label: str, term: str, ids: Tensor, valid: Tensor, num: int) -> None:
-    numbers = torch.stack([((ids >= num) | (ids < -1)).sum(), (valid & (ids < 0)).sum()])
-
-    def check(found: Tensor) -> None:
-        outside, loose = found.tolist()
-        if outside:
-            raise ValueError(f"{label}: segment ids must lie in [-1, {num}), but {outside} do not")
-        if loose:
-            raise ValueError(
-                f"{label}: {loose} rows that are not ignored have no segment (id -1), but term {term!r} is reduced "
-                f"over them"
-            )
-
-    now_or_later(numbers, numbers, check, f"{label}: an id is out of range, or a row that counts has none")
 
 
 def _with_classes(terms: Terms, arguments: CallArguments) -> CallArguments:
@@ -197,13 +187,8 @@ def _with_classes(terms: Terms, arguments: CallArguments) -> CallArguments:
     if w_V.requires_grad and torch.is_grad_enabled():
         raise ValueError("class_weight: requires grad, but no gradient flows to weights; pass it detached")
     w_V = w_V.detach().to(source.fact_dtype)
-    negative = (w_V < 0).any() | ~w_V.isfinite().all()
-
-    def check(found: Tensor) -> None:
-        if bool(found):
-            raise ValueError("class_weight: wanted weights that are finite and not below 0")
-
-    now_or_later(negative, negative, check, "class_weight: negative or not finite")
+    wrong = "class_weight: wanted weights that are finite and not below 0"
+    refuse(wrong, ((w_V < 0).any() | ~w_V.isfinite().all(), wrong))
     start, rows = 0 if source.shard is None else source.shard.start, integers("targets", targets)  # type: ignore[arg-type]
     log_w = w_V[start : start + source.columns].log().expand(*source.leading, source.columns)
     inputs[CLASSES["class_weight"]] = PerRow(w_V[rows.clamp(0, source.vocab - 1)])
@@ -257,16 +242,9 @@ def _check(name: str, x: Tensor, main: Tensor | None, vocab: int) -> None:
     """Raise unless own targets are in range, and -100 where the call's are, whose rows are left out of every term."""
     alone = (x != IGNORE) & (main == IGNORE) if main is not None else torch.zeros_like(x, dtype=torch.bool)
     wrong = (x != IGNORE) & ((x < 0) | (x >= vocab))
-    numbers = torch.stack([alone.sum(), wrong.sum()])
-
-    def check(found: Tensor) -> None:
-        left_out, outside = found.tolist()
-        if outside:
-            raise ValueError(f"{name}: wanted values in [0, {vocab}) or {IGNORE}, but {outside} are neither")
-        if left_out:
-            raise ValueError(
-                f"{name}: {left_out} rows have one whose target is {IGNORE}, and such rows are left out of every term; "
-                f"give them a target too, and leave them out of the other terms by a row weight of 0"
-            )
-
-    now_or_later(numbers, numbers, check, f"{name}: out of range, or in rows whose target is {IGNORE}")
+    refuse(
+        f"{name}: out of range, or in rows whose target is {IGNORE}",
+        (wrong.sum(), f"{name}: wanted values in [0, {vocab}) or {IGNORE}, but {{}} are neither"),
+        (alone.sum(), f"{name}: {{}} rows have one whose target is {IGNORE}, and such rows are left out of every term; "
+         f"give them a target too, and leave them out of the other terms by a row weight of 0"),
+    )  # fmt: skip

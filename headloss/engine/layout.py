@@ -20,9 +20,9 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from headloss.deferred_checks import check_later, defers
+from headloss.deferred_checks import check_later, defers, readable
 from headloss.immutable import Immutable
-from headloss.segments import Segments, check_dense, integers, readable
+from headloss.segments import Segments, check_dense, integers
 from headloss.sources import Source
 from headloss.term import Term
 from headloss.trace.call import Call

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from headloss.deferred_checks import readable
 from headloss.derived_teachers import Draft, Top
 from headloss.engine.budget import COPIES, NO_COST, Cost, gathered_bytes, held_besides
 from headloss.engine.checks import check_ids
@@ -23,7 +24,6 @@ from headloss.facts import Want
 from headloss.parallel.shard import note_of
 from headloss.routed import Routed
 from headloss.rows import Rows
-from headloss.segments import readable
 from headloss.sources import (
     Linear,
     Logits,

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor, nn
 
 import headloss as hl
+from headloss.deferred_checks import refuse
 from headloss.integrations.fast_llm_terms import blocks_of, options_at, temperature_of, term_of
-from headloss.integrations.reduction_checks import refuse_some
 
 METRICS = (
     "old_logprobs", "ratio_new_old", "ratio_new_old_sum", "ratio_new_old_squared_sum", "kl_new_old",
@@ -296,12 +296,12 @@ def _check_whole(segments: hl.Segments, targets: Tensor, counts: Tensor) -> None
     """Check that all labels of a document are in this call: Fast-LLM divides by all of them, gspo by those present."""
     counted = targets.reshape(-1) >= 0
     here = segments.spread(segments.totals(counted.to(torch.float32)))
-    refuse_some(
-        ((here != counts.reshape(-1)) & counted).sum(),
-        "label_counts: {found} tokens belong to documents with labels outside this call, and gspo needs whole "
-        "documents; use schedule.micro_batch_splits = 1 and one prediction head",
-        "label_counts: a document has labels outside this call",
+    message = (
+        "label_counts: {} tokens belong to documents with labels outside this call, and gspo needs whole documents; "
+        "use schedule.micro_batch_splits = 1 and one prediction head"
     )
+    wrong = ((here != counts.reshape(-1)) & counted).sum()
+    refuse("label_counts: a document has labels outside this call", (wrong, message))
 
 
 def _wide(x: Tensor) -> Tensor:

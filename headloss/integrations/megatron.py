@@ -24,8 +24,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import headloss as hl
+from headloss.deferred_checks import refuse
 from headloss.integrations.early_targets import EarlyTargets
-from headloss.integrations.reduction_checks import check_means, refuse_some
+from headloss.integrations.reduction_checks import check_means
 from headloss.module import check_source_options, own_forward, own_hook
 from headloss.record import but
 
@@ -131,12 +132,11 @@ def _check_mask(loss_mask: Tensor | None) -> None:
     """Check that a mask only says which tokens count, because Megatron's `loss_func` multiplies by it again."""
     if loss_mask is None or not loss_mask.is_floating_point():
         return
-    refuse_some(
-        ((loss_mask != 0) & (loss_mask != 1)).sum(),
-        "loss_mask: {found} tokens have a weight other than 0 or 1; pass weights as an input of the objective "
-        "(row_weight=...) in output_processor_context",
-        "loss_mask: a weight is neither 0 nor 1",
+    message = (
+        "loss_mask: {} tokens have a weight other than 0 or 1; pass weights as an input of the objective "
+        "(row_weight=...) in output_processor_context"
     )
+    refuse("loss_mask: a weight is neither 0 nor 1", (((loss_mask != 0) & (loss_mask != 1)).sum(), message))
 
 
 def _check_product(layer: Any) -> None:

@@ -10,7 +10,6 @@ from torch import Tensor
 
 import headloss as hl
 from headloss.deferred_checks import check_later, defers
-from headloss.segments import now_or_later
 
 WEIGHTED = (
     "weighted_mean: term {name!r} divides by the weights of its own micro-batch, {why}; use reduction='token_mean', or "
@@ -60,16 +59,6 @@ def check_means(objective: hl.Objective, call: Mapping[str, Any], why: str, inst
             f"num_items: term {tokens[0]!r} is a mean over tokens and {sequences[0]!r} one over sequences, {why}; give "
             f"the number of tokens of the whole step too, {items}"
         )
-
-
-def refuse_some(found: Tensor, message: str, later: str) -> None:
-    """Raise `message`, with the number for {found}, unless it is 0; `later`: the message of a device assertion."""
-
-    def check(found: Tensor) -> None:
-        if int(found):
-            raise ValueError(message.format(found=int(found)))
-
-    now_or_later(found, found, check, later)
 
 
 def check_whole(objective: hl.Objective, targets: Tensor, num_items: Any) -> None:

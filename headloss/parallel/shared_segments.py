@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from headloss.deferred_checks import readable
 from headloss.parallel.shard import hashed, together
-from headloss.segments import readable
 
 ALIKE = (  # what each mark stands for; each text below 255 bytes, the most that CUDA takes
     "num_segments: differs between ranks that share segments; give every rank the segments of the whole batch, and "
