@@ -12,7 +12,6 @@ A config is data: names are looked up in a table, nothing is evaluated.  An erro
 from __future__ import annotations
 
 import functools
-import inspect
 import re
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +23,7 @@ from headloss.backends import check_backend
 from headloss.losses import LOSSES
 from headloss.metrics import read_metrics
 from headloss.options import parameters_of, shown
-from headloss.term import Term
+from headloss.term import DEFAULTS, Term
 from headloss.terms import Terms
 from headloss.trace.signature import RESERVED, function_name, suggest
 
@@ -115,11 +114,6 @@ def _placed(make: Callable[[], Any], label: str, path: str, keys: Mapping[str, A
         raise kind(f"{label}: {error} (at {path})") from (None if isinstance(error, kind) else error)
 
 
-_DEFAULTS = {
-    name: p.default for name, p in inspect.signature(Term.__init__).parameters.items() if p.kind is p.KEYWORD_ONLY
-}
-
-
 def write_config(of: Terms, losses: Losses | None = None) -> dict[str, Any]:
     """The config of an objective; functions are written under the names that `from_config` finds them by."""
     losses = losses or {}
@@ -140,7 +134,7 @@ def write_config(of: Terms, losses: Losses | None = None) -> dict[str, Any]:
                 value = {k: list(v) for k, v in value.items()} or None
             if key == "inputs":
                 value = dict(value) or None
-            if value != _DEFAULTS[key]:
+            if value != DEFAULTS[key]:
                 entry[key] = value
         for option, value in term.options.items():
             if option in entry:

@@ -180,9 +180,8 @@ class Term(Immutable):
         return functools.partial(Term, **self._said(), **self.options), (self.fn,)
 
     def __repr__(self) -> str:
-        said = self._said()
-        plain = {"weight": 1.0, "reduction": "token_mean", "facts": {}, "inputs": {}, "tail": "bucket", "pure": False}
-        said = {k: v for k, v in said.items() if v is not None and v != plain.get(k)} | dict(self.options)
+        said = {k: v for k, v in self._said().items() if v is not None and v != {} and v != DEFAULTS[k]}
+        said |= self.options
         return f"Term({', '.join([function_name(self.fn), *(f'{k}={v!r}' for k, v in said.items())])})"
 
     def _said(self) -> dict[str, Any]:
@@ -305,6 +304,9 @@ class Term(Immutable):
     def row_weights(self) -> tuple[str | Callable[..., Any], ...]:
         """The factors of the term's row weight."""
         return _several(self.row_weight)
+
+
+DEFAULTS = {name: p.default for name, p in parameters_of(Term.__init__).items() if p.kind is p.KEYWORD_ONLY}
 
 
 def as_term(name: str, x: Callable[..., Any] | Term) -> Term:

@@ -11,7 +11,7 @@ from torch import Tensor
 from headloss.backends import check_backend
 from headloss.immutable import Immutable
 from headloss.metrics import check_names, own_metrics, read_metrics
-from headloss.term import Term, as_term
+from headloss.term import DEFAULTS, Term, as_term
 from headloss.trace.call import Call
 
 
@@ -72,10 +72,9 @@ class Terms(Immutable):
 
 def _check_measured(name: str, term: Term) -> None:
     """Refuse a Term with settings that only matter for a sum, such as a weight: a metric has no use for them."""
-    plain = {"weight": 1.0, "reduction": "token_mean", "row_weight": None, "targets": None, "support": None}
-    for key, usual in plain.items():
+    for key in ("weight", "reduction", "row_weight", "targets", "support"):
         said = getattr(term, key)
-        if isinstance(said, Tensor) or said != usual:
+        if isinstance(said, Tensor) or said != DEFAULTS[key]:
             raise ValueError(
                 f"metrics: {name!r} is a Term with {key}=, but a metric is a mean over all rows that count; leave "
                 f"it out, or make it a term of the objective"

@@ -510,7 +510,7 @@ FAULTS = [
     Fault("losses/_preference.py", "y.index_select(0, pairs[:, 0]), y.index_select(0, pairs[:, 1])", "y.index_select(0, pairs[:, 0]), y.index_select(0, pairs[:, 0])", "the rejected is the chosen"),
     Fault("row_weights.py", "mean = math.log(2) - (-drift).exp().log1p()", "mean = math.log(2) - drift.exp().log1p()", "the divergence to the mean of sampler and trainer, of the wrong one", ("tests/test_trainers_names.py",)),
     Fault("integrations/names.py", '"drift": "ppo_actor', '"k1": "ppo_actor', "AReaL's estimate of the KL has the other sign", ("tests/test_trainers_names.py",)),
-    Fault("terms.py", "if isinstance(said, Tensor) or said != usual:", "if False:", "a metric's reduction or row weight is left out without a word", ("tests/test_bad_input.py",)),
+    Fault("terms.py", "if isinstance(said, Tensor) or said != DEFAULTS[key]:", "if False:", "a metric's reduction or row weight is left out without a word", ("tests/test_bad_input.py",)),
     Fault("losses/opd.py", "(ref_logprob - logprob).detach()", "(ref_logprob - logprob)", "opd: the advantage has a gradient", POLICY),
     Fault("losses/opd.py", "old.exp() < -low", "old.exp() > low", "opd: what has risen is left out", POLICY),
     Fault("losses/value_loss.py", "huber * (x.abs() - huber / 2)", "huber * x.abs()", "value_loss: a step where the error turns linear", ("tests/test_formulas.py",)),

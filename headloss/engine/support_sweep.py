@@ -177,7 +177,6 @@ class SupportSweep(Sweep):
 
     def keep(self, support: Support) -> Tensor | None:
         """Set which columns the rows keep.  Returns, for the rows that count, whether the target is not among them."""
-        support.check_call(self.rows.total, self.source.vocab, self.source.device)
         self.places = places_of(support, self.rows.given, getattr(self.backend, "find_places", None))
         matters = any(f.name in ("lse", "ids_logit") for f in self.want.facts)
         self.single_N = None if matters else self.places.single_N
