@@ -276,21 +276,22 @@ def finish(
 
 
 def with_whole(
-    want: Want, facts: dict[Fact, Tensor], softmax: Softmax, wholes: Mapping[str, Sequence[Tensor]]
+    want: Want, facts: dict[Fact, Tensor], softmax: Softmax, tails: Mapping[str, Sequence[Tensor]]
 ) -> tuple[dict[Fact, Tensor], Softmax]:
     """For a teacher on a larger vocabulary, normalise log q over all of its columns, not only those it shares.
 
-    `wholes`: for each such teacher, log sum e^((u - max) / T) over all of its columns, per temperature.
+    `tails`: for each such teacher, log sum e^((u - max) / T) over the columns that the student lacks, per temperature.
     """
-    if not wholes:
+    if not tails:
         return facts, softmax
     seen = list(softmax.teachers)
     for i, name in enumerate(want.teachers):
-        if name in wholes:
-            for key, whole, shared in zip(want.temperatures_of(name), wholes[name], seen[i].log_St, strict=True):  # type: ignore[union-attr]
-                mass = (shared - whole).clamp(max=-torch.finfo(whole.dtype).eps)  # log of the shared mass; below 0
-                facts[Fact("teacher_tail_logprob", key, name)] = (-mass.expm1()).log()
-            seen[i] = seen[i]._replace(log_St=tuple(wholes[name]))  # type: ignore[call-arg]
+        if name in tails:
+            shared = seen[i].log_St  # type: ignore[union-attr]
+            wholes = tuple([torch.logaddexp(x, tail) for x, tail in zip(shared, tails[name], strict=True)])
+            for key, whole, tail in zip(want.temperatures_of(name), wholes, tails[name], strict=True):
+                facts[Fact("teacher_tail_logprob", key, name)] = (tail - whole).clamp(min=FLOOR)
+            seen[i] = seen[i]._replace(log_St=wholes)  # type: ignore[call-arg]
     return {f: facts[f] for f in facts if f in want.facts}, softmax._replace(teachers=tuple(seen))
 
 

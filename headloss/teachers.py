@@ -60,7 +60,7 @@ class DenseChunk(NamedTuple):
     softcap: float | None
     temperatures: tuple[Temperature, ...]  # its own, one per temperature of the comparison
     columns: int  # how many of the student's columns in hand it shares
-    whole: tuple[Tensor, ...] = ()  # (C,) its log-sum-exp over a larger vocabulary, one per temperature
+    tail: tuple[Tensor, ...] = ()  # (C,) its log-sum-exp over columns that the student lacks, one per temperature
 
 
 class SparseChunk(NamedTuple):

@@ -5,6 +5,7 @@ Dimension key:  E kept columns of all rows in hand   D hidden size   P places wh
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -85,13 +86,14 @@ def take(
     scale: float,
     softcap: float | None,
 ) -> tuple[Tensor, ...]:
-    """out = raw[:, ids].  Returns the log-sum-exp of each row over all of its columns, per temperature."""
+    """out = raw[:, ids].  Returns the log-sum-exp of each row over its other columns, per temperature."""
     torch.index_select(raw_CV, 1, ids, out=out_CU)
     dtype = torch.promote_types(raw_CV.dtype, torch.float32)
     found = [torch.empty(len(raw_CV), dtype=dtype, device=raw_CV.device) for _ in temperatures]
     for rows in _bands(len(raw_CV) if found else 0, raw_CV.shape[1], dtype):
         z = raw_CV[rows].to(dtype) * scale
         z = z if softcap is None else (z / softcap).tanh() * softcap
+        z.index_fill_(1, ids.long(), -math.inf)  # their own sum: whole - shared would lose a small one to rounding
         for lse, T in zip(found, temperatures, strict=True):
             lse[rows] = (z / (T[rows, None] if isinstance(T, Tensor) else T)).logsumexp(-1)
     return tuple(found)

@@ -95,7 +95,7 @@ def _kind(
         return "bent" if straight and len(want.temperatures) == 1 and not teachers else "tanh", None
     if len(compared) == 1 and compared[0].name in UNIT and not (over and len(pulling) > 1):
         chunk = teachers[want.teachers.index(compared[0].teacher)]
-        if isinstance(chunk, DenseChunk) and chunk.columns == V and not chunk.whole:
+        if isinstance(chunk, DenseChunk) and chunk.columns == V and not chunk.tail:
             return "unit", compared[0]
     if not over:
         return None if want.only_plain else ("e", None)

@@ -138,8 +138,8 @@ class Comparison:
         max_B = _best(u_BU, start, False)["max"]
         assert max_B is not None
         cut_T = [T[rows] if isinstance(T, Tensor) else T for T in of.temperatures]
-        wholes = [lse[rows].to(self.dtype) for lse in of.whole]
-        for lse_B, T in zip(wholes, cut_T, strict=bool(wholes)):  # relative to this no sum overflows
+        tails = [lse[rows].to(self.dtype) for lse in of.tail]
+        for lse_B, T in zip(tails, cut_T, strict=bool(tails)):  # relative to this no sum overflows
             max_B = torch.maximum(max_B, lse_B * T)
         y_BU = torch.sub(
             u_BU, max_B.masked_fill(max_B == -math.inf, 0.0)[:, None], out=self.room("y", u_BU, self.dtype)
@@ -149,10 +149,9 @@ class Comparison:
             t_BU = divide(y_BU, T, rows)
             t_BV = torch.nn.functional.pad(t_BU, (0, width), value=-math.inf) if width else t_BU
             at.append(torch.nn.functional.pad(t_BV.gather(-1, column_BK), fill, value=-math.inf))
-            if wholes:
-                sums.append((wholes[i] - max_B / cut_T[i]).exp())
-            else:
-                sums.append(torch.exp(t_BU, out=self.room("f", t_BU, self.dtype)).sum(-1))
+            sums.append(torch.exp(t_BU, out=self.room("f", t_BU, self.dtype)).sum(-1))
+            if tails:
+                sums[i] += (tails[i] - max_B.masked_fill(max_B == -math.inf, 0.0) / cut_T[i]).exp()
         return {"ids": ids_BK, "columns": columns_BK, "theirs": Theirs(max_B, tuple(at), tuple(sums))}
 
     def weighs(self, key: float | None) -> bool:

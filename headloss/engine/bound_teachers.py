@@ -95,7 +95,7 @@ class DraftRows(DenseTeacherRows):
 
     def __init__(self, draft: Draft, source: Source, rows: Rows, backend: Any) -> None:
         super().__init__(draft.teacher, source, rows)
-        self.ids, self.sums_whole, self.backend = draft.ids, draft.whole, backend
+        self.ids, self.sums_tail, self.backend = draft.ids, draft.whole, backend
         self.columns = len(draft.ids)
         self.held_CU: dict[int, Tensor] = {}
 
@@ -113,8 +113,8 @@ class DraftRows(DenseTeacherRows):
             self.held_CU[slot] = torch.empty(C, padded(U), dtype=raw_CV.dtype, device=raw_CV.device)[:, :U]
         held_CU = self.held_CU[slot][:C]
         how = self.teacher.scale, self.teacher.softcap
-        whole = self.backend.take(raw_CV, self.ids, held_CU, temperatures if self.sums_whole else (), *how)
-        return DenseChunk(held_CU, *how, temperatures, self.columns, whole)
+        tail = self.backend.take(raw_CV, self.ids, held_CU, temperatures if self.sums_tail else (), *how)
+        return DenseChunk(held_CU, *how, temperatures, self.columns, tail)
 
     def close(self) -> None:
         super().close()
@@ -124,7 +124,7 @@ class DraftRows(DenseTeacherRows):
         return _and_ids(super().tensors(), self.ids)
 
     def whole(self, tensors: Mapping[str, Tensor], source: Source, rows: Rows) -> DraftRows:
-        draft = Draft(with_tensors(self.teacher, _but_ids(tensors)), tensors[VOCAB_IDS], self.sums_whole)
+        draft = Draft(with_tensors(self.teacher, _but_ids(tensors)), tensors[VOCAB_IDS], self.sums_tail)
         return DraftRows(draft, source, rows, self.backend)
 
 

@@ -320,12 +320,12 @@ class Sweep:
 
     def _finish(self, partial: Partial, part: slice, chunks: Any = ()) -> tuple[dict[Fact, Tensor], Softmax]:
         facts, softmax = finish(partial, self.want, self._temperatures(part), self._vocab(part))
-        wholes: dict[str, Any] = {
-            name: [lse - seen.max / T for lse, T in zip(chunk.whole, chunk.temperatures, strict=True)]
+        tails: dict[str, Any] = {
+            name: [lse - seen.max / T for lse, T in zip(chunk.tail, chunk.temperatures, strict=True)]
             for name, chunk, seen in zip(self.guides, chunks, softmax.teachers, strict=False)
-            if isinstance(chunk, DenseChunk) and isinstance(seen, DenseSoftmax) and chunk.whole
+            if isinstance(chunk, DenseChunk) and isinstance(seen, DenseSoftmax) and chunk.tail
         }
-        facts, softmax = with_whole(self.want, facts, softmax, wholes)
+        facts, softmax = with_whole(self.want, facts, softmax, tails)
         return self._held(facts, part, -math.inf), softmax
 
     def _look(self, block: Block, softmax: Softmax) -> list[tuple[Tensor, Any]]:

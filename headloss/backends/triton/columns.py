@@ -109,15 +109,16 @@ def take(
         stride, limit = raw_CV.stride(0), -(-V // 16) * 16  # loads are wide if rows are padded, as a chunk's are
         held = raw_CV.untyped_storage().nbytes() // raw_CV.element_size() - raw_CV.storage_offset()
         wide = limit <= stride and (C - 1) * stride + limit <= held and stride * raw_CV.element_size() % 16 == 0
-        exact = (V % 16 == 0 or not wide) and softcap is None and scale > 0  # what lies beyond a row then is -inf
+        others = torch.ones(V if given else 0, dtype=torch.int8, device=raw_CV.device)
+        others = others.index_fill_(0, ids.long(), 0) if given else others
         width = triton.cdiv(triton.cdiv(U, parts), 8) * 8
         shape = {name: n for name, n in TAKE.items() if name != "num_warps"}
         vector = 16 // raw_CV.element_size() if wide else 1
-        flags = TakeFlags(per_row(given), **how.flags(), EXACT=exact, VEC=vector, **shape)
+        flags = TakeFlags(per_row(given), **how.flags(), VEC=vector, **shape)
         launch_kernel(
-            take_kernel, triton.cdiv(C, TAKE["ROWS"]) * parts, raw_CV, ids, out_CU, sums, given, how.numbers, C, V, U,
-            stride, out_CU.stride(0), limit if wide else V, parts, width, F=flags, num_warps=TAKE["num_warps"],
-            **LAUNCH,
+            take_kernel, triton.cdiv(C, TAKE["ROWS"]) * parts, raw_CV, ids, others, out_CU, sums, given, how.numbers,
+            C, V, U, stride, out_CU.stride(0), limit if wide else V, parts, width, F=flags,
+            num_warps=TAKE["num_warps"], **LAUNCH,
         )  # fmt: skip
     if not given:
         return ()

@@ -82,11 +82,12 @@ def _theirs(of: DenseChunk, column_CK: Tensor, fill: Sequence[int]) -> Theirs:
     facts = [Fact("lse", float(i + 1)) for i in range(len(of.temperatures))]  # any distinct temperatures will do
     found = student_sums(raw_CU, None, Want(facts), of.temperatures, scale=of.scale, softcap=of.softcap)
     max_C, sums = found.max, tuple(m.S for m in found.moments)
-    if of.whole:  # a larger vocabulary; relative to this no sum overflows
-        for lse_C, T in zip(of.whole, of.temperatures, strict=True):
-            max_C = torch.maximum(max_C, lse_C * T)
-        sums = tuple((lse_C - max_C / T).exp() for lse_C, T in zip(of.whole, of.temperatures, strict=True))
+    for lse_C, T in zip(of.tail, of.temperatures, strict=bool(of.tail)):  # relative to this no sum overflows
+        max_C = torch.maximum(max_C, lse_C * T)
     origin_C1 = max_C.masked_fill(max_C == -math.inf, 0.0)[:, None]
+    if of.tail:
+        lost_C, known = found.max - origin_C1[:, 0], zip(sums, of.tail, of.temperatures, strict=True)
+        sums = tuple(S * (lost_C / T).exp() + (lse_C - origin_C1[:, 0] / T).exp() for S, lse_C, T in known)
     here_CK = column_CK < of.columns
     if of.columns:
         y_CK = how(raw_CU.gather(-1, column_CK.clamp(max=of.columns - 1))) - origin_C1

@@ -205,7 +205,7 @@ def visit(
         noted += plan.layouts.get(layout, ())  # another thread may clear them at any time
     given = Given(
         given_T, taught.temperatures, inputs, bases, factors, program.numbers, plan.look_numbers, float(vocab),
-        float(scale), 1.0 if softcap is None else float(softcap), taught.scale, taught.cap, taught.wholes,
+        float(scale), 1.0 if softcap is None else float(softcap), taught.scale, taught.cap, taught.tails,
     )  # fmt: skip
     visited = fire(plan, kernel, places, C, given, x, y, target, valid_C, z, taught.ids, taught.sorted_ids)
     if aside_CV is not None:
@@ -281,7 +281,7 @@ class Taught(NamedTuple):
     scale: float = 1.0
     cap: float = 1.0
     form: tuple[Any, ...] = ()  # of its temperatures; whether it is scaled, and capped
-    wholes: tuple[Tensor, ...] = ()
+    tails: tuple[Tensor, ...] = ()
 
     @property
     def aligned(self) -> tuple[bool, ...]:
@@ -300,10 +300,10 @@ def taught_by(plan: Plan, V: int, teacher: TeacherChunk) -> Taught:
     x_CV = readable(x_CV if x_CV.shape[1] == V else x_CV[:, :V])
     given = tuple([1.0 if i < 0 else plain_temperature(own[i]) for i in plan.flags["MEET_OF"]])
     cap = 1.0 if teacher.softcap is None else float(teacher.softcap)
-    wholes = tuple([teacher.whole[i] for i in plan.flags["MEET_OF"]]) if plan.flags["WHOLE"] else ()  # -1: any
+    tails = tuple([teacher.tail[i] for i in plan.flags["MEET_OF"]]) if plan.flags["WHOLE"] else ()  # -1: any
     return Taught(
         x_CV, None, None, given, float(teacher.scale), cap,
-        (forms_of(given), teacher.scale != 1.0, teacher.softcap is not None, forms_of(wholes)), wholes,
+        (forms_of(given), teacher.scale != 1.0, teacher.softcap is not None, forms_of(tails)), tails,
     )  # fmt: skip
 
 

@@ -118,12 +118,12 @@ def places_kernel(keys, offsets, target, entries, rows, flags, E, N, width, TARG
 
 @triton.jit
 def take_kernel(
-    raw, ids, out, sums, temperatures, how, C, V, U, raw_stride, out_stride, limit, parts, width,
+    raw, ids, others, out, sums, temperatures, how, C, V, U, raw_stride, out_stride, limit, parts, width,
     F: tl.constexpr,
 ):  # fmt: skip
-    """out[:, u] = raw[:, ids[u]] for `width` columns u of a few rows, and log2 of the sum of exponentials over PART
-    columns of those.  Programs that share rows run together, so that rows are read from memory once.  `limit`: how far
-    a row may be read; EXACT: what is read beyond its columns is -inf already."""
+    """out[:, u] = raw[:, ids[u]] for `width` columns u of a few rows, and log2 of the sum of exponentials over those of
+    PART columns that are `others`.  Programs that share rows run together, so that rows are read from memory once.
+    `limit`: how far a row may be read."""
     VEC: tl.constexpr = F.VEC
     ROWS: tl.constexpr = F.ROWS
     PART: tl.constexpr = F.PART
@@ -132,13 +132,13 @@ def take_kernel(
     first = tl.program_id(0) // parts * ROWS
     column = part * PART + tl.arange(0, PART)
     if len(temperatures) > 0:
+        counts = tl.load(others + column, mask=column < V, other=0) != 0
         for i in tl.static_range(ROWS):
             n = tl.minimum(first + i, C - 1).to(tl.int64)
             row = raw + tl.multiple_of(n * raw_stride, VEC)
             x = tl.load(row + column, mask=column < tl.multiple_of(limit // VEC * VEC, VEC), other=-float("inf"))
             z = logits(x, how[0], how[1], F.SCALED, F.CAPPED)
-            if not F.EXACT:
-                z = tl.where(column < V, z, -float("inf"))
+            z = tl.where(counts, z, -float("inf"))
             top = tl.max(z, axis=0)
             origin = tl.where(top > LOWEST, top, 0.0)
             for k in tl.static_range(len(temperatures)):

@@ -55,7 +55,7 @@ class Given(NamedTuple):
     cap: Any
     teacher_scale: Any
     teacher_cap: Any
-    wholes: Any = ()  # for a teacher on a larger vocabulary, its log-sum-exp over that
+    beyond: Any = ()  # for a teacher on a larger vocabulary, its log-sum-exp over what the student lacks
 
 
 class PullAt(NamedTuple):
@@ -279,7 +279,6 @@ class TakeFlags(NamedTuple):
     PER_ROW: Flag  # per temperature
     SCALED: Flag
     CAPPED: Flag
-    EXACT: Flag
     VEC: Flag
     ROWS: Flag
     PART: Flag

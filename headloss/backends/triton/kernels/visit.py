@@ -140,14 +140,14 @@ def visit_kernel(
         if F.PICK:
             away = tl.where(here, logits(picked, how[0], how[1], F.SCALED, F.CAPPED) - origin, -float("inf"))
         total += V.to(tl.float32) * (origin_of(swept) - origin)
-        sums, spreads, squares, sums_t, ys, fs, gs, wholes = (), (), (), (), (), (), (), ()
+        sums, spreads, squares, sums_t, ys, fs, gs, beyond = (), (), (), (), (), (), (), ()
         for i in tl.static_range(len(c)):
             if F.WHOLE:
                 lse = 0.0
                 if F.MET[i]:
                     Tt = temperature(given.teacher_temperatures[i], row, F.TEACHER_PER_ROW[i])
-                    lse = tl.load(given.wholes[i] + row) - tl.div_rn(other, Tt)
-                wholes = wholes + (lse,)
+                    lse = tl.load(given.beyond[i] + row) - tl.div_rn(other, Tt)
+                beyond = beyond + (lse,)
             sums = sums + (own[3 * i],)
             spreads = spreads + (own[3 * i + 1],)
             squares = squares + (own[3 * i + 2],)
@@ -161,7 +161,7 @@ def visit_kernel(
         if F.DENSE or IDS:
             settled, log_sums, log_t = VALUES(
                 most, away, total, argmax, T, sums, spreads, squares, given.vocab,
-                column_or_start(bestt, topt, start), sums_t, ys, fs, gs, z_k - origin, tail_most, tails, wholes,
+                column_or_start(bestt, topt, start), sums_t, ys, fs, gs, z_k - origin, tail_most, tails, beyond,
             )  # fmt: skip
         else:
             settled, log_sums = VALUES(most, away, total, argmax, T, sums, spreads, squares, given.vocab)

@@ -1,10 +1,10 @@
 """Prints the table of facts: values by tracing `facts.finish`, coefficients by tracing `facts.coefficients`.
 
     facts(most, target, total, argmax, T, S, X, Q, vocab)        -> values, log_sums
-    with a teacher, also (teacher_argmax, St, Y, F, G, ids, tail_most, tails, whole) -> values, log_sums, the teacher's
+    with a teacher, also (teacher_argmax, St, Y, F, G, ids, tail_most, tails, beyond) -> values, log_sums, the teacher's
     between sweeps, with dense teachers, (teacher_argmax, met, looks)  -> values, log_sums, log_S and log_St of each
 
-`whole`: see `facts.with_whole`; `met`: the six sums per teacher and temperature of its comparison.
+`beyond`: see `facts.with_whole`; `met`: the six sums per teacher and temperature of its comparison.
 
 Values are in the order of the Want.  A divergence's value comes from the second read: between sweeps it is passed in,
 else 0 stands for it.  No kernel and no other file of this backend knows the formula or the index of a fact.
@@ -43,7 +43,7 @@ SUMS = {  # what the kernels of this backend sum, and what is made of these sums
     "T", "vocab", "log_S", "log_St", "tail_log_sum", "their_at", "their_log_sum", *PLAIN,
 }  # fmt: skip
 OWN = ("most", "target", "total", "argmax", "T", "S", "X", "Q", "vocab")
-THEIRS = ("teacher_argmax", "St", "Y", "F", "G", "ids", "tail_most", "tails", "whole")
+THEIRS = ("teacher_argmax", "St", "Y", "F", "G", "ids", "tail_most", "tails", "beyond")
 BETWEEN = ("teacher_argmax", "met", "looks")
 ROWS = 3
 Texts = list[str | None]
@@ -113,7 +113,7 @@ def values_source(want: Want, width: int = 0) -> str:
     keys, whole = range(len(want.temperatures)), torch.int64
     many = [
         f"{x}[{i}]"
-        for x in ("T", "S", "X", "Q", *(("St", "Y", "F", "G", "tails", "whole") if want.teachers else ()))
+        for x in ("T", "S", "X", "Q", *(("St", "Y", "F", "G", "tails", "beyond") if want.teachers else ()))
         for i in keys
     ]
     given = [Given(x) for x in ("most", "target", "total", "tail_most", *many)]
@@ -133,8 +133,8 @@ def values_source(want: Want, width: int = 0) -> str:
             teachers = (DensePartial(at["most"], at["teacher_argmax"], meetings),)
         partial = Partial(at["most"], at["argmax"], at["target"], at["total"], None, moments, teachers)
         facts, softmax = finish(partial, want, [at[f"T[{i}]"] for i in keys], at["vocab"])  # type: ignore[arg-type]
-        wholes = {name: [at[f"whole[{i}]"] for i in met] for name in want.teachers if is_whole(name)}
-        facts, softmax = with_whole(want, facts, softmax, wholes)
+        beyond = {name: [at[f"beyond[{i}]"] for i in met] for name in want.teachers if is_whole(name)}
+        facts, softmax = with_whole(want, facts, softmax, beyond)
         found: list[list[Tensor | None]] = [[facts.get(f) for f in want.facts], [*softmax.log_sums]]
         for seen in softmax.teachers:
             logs = seen.log_St if isinstance(seen, DenseSoftmax) else seen.tail_log_sums
