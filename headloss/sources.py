@@ -117,8 +117,8 @@ class Linear:
         object.__setattr__(self, "_gemm_dtype", autocast or hidden.dtype)
         _check_matrix("weight", weight)
         if weight.ndim != 2:
-            hint = "; an empty weight is what ZeRO-3 leaves outside the module's forward: use hl.FusedLMHead"
-            hint *= weight.numel() == 0
+            hint = "; an empty or flat weight is what ZeRO-3 and FSDP leave outside its forward: use hl.FusedLMHead"
+            hint *= weight.ndim == 1
             raise ValueError(f"weight: wanted (vocabulary, hidden size), got shape {tuple(weight.shape)}{hint}")
         if hidden.shape[-1] != weight.shape[-1]:
             wanted = f"(vocabulary, {hidden.shape[-1]}) to match hidden {tuple(hidden.shape)}"
