@@ -252,6 +252,7 @@ FAULTS = [
     Fault("trace/trace.py", "        tuple([tuple(map(_without_divergence, s.parameters)) for s in call.signatures]),", "        tuple([s.parameters for s in call.signatures]),", "a divergence made anew is keyed by its identity", TEACHERS),
     Fault("divergence.py", "            keep(_CHECKED, found.key, None, _MOST_KEPT)\n", "", "a divergence made anew is tried in every step", TEACHERS),
     Fault("divergence.py", "        elif found.key not in _CHECKED:\n            self.check()\n", "        elif False:\n            self.check()\n", "a divergence that comes to mix rows is swept in chunks", MORE),
+    Fault("engine/layout.py", "return guard_or_false(size == count)", "return size == count", "a graph that counts its segments cannot tell what an input means", ("tests/test_compile.py",)),
     Fault("engine/layout.py", "if low < 0 or high >= count:", "if False:", "a pair of a segment that is not there", MORE),
     Fault("trace/function_reads.py", "            operators.update(operators_of(step))\n", "", "an operator that somebody replaces on torch.Tensor is believed for good", WAYS),
     Fault("trace/function_reads.py", "if vars(x).get(name) is not came_with(x, name):", "if False:", "an attribute of a function of torch is believed for good", WAYS),

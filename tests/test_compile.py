@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo.testing
 from torch import Tensor
 
 import headloss as hl
@@ -174,6 +175,26 @@ def test_rows_change_without_compiling_again() -> None:
         same(found, want)
         same(gradients(found["loss"], x), gradients(want["loss"], x))
     assert counter.frame_count <= 2  # one size, then any
+
+
+@torch._dynamo.config.patch(capture_scalar_outputs=True)
+def test_segments_that_the_graph_itself_counts() -> None:
+    """Their number is read from the positions, and what an input means does not wait for it."""
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+
+    def step(x: dict[str, Tensor], advantage: Tensor, positions: Tensor) -> Any:
+        segments = hl.Segments.from_position_ids(positions)
+        call = {"segments": segments, "advantage": advantage, "old_logprob": x["old_logprob"]}
+        return flat(POLICY(linear(x), x["targets"], **call))
+
+    compiled = torch.compile(step, backend=counter, fullgraph=True)
+    for lengths in ((3, 4), (2, 5, 5), (1, 1, 1), (8,)):
+        x, positions = data(sum(lengths)), torch.cat([torch.arange(n) for n in lengths])
+        advantage = x["advantage"].detach()
+        want, found = step(x, advantage, positions), compiled(x, advantage, positions)
+        same(found, want)
+        same(gradients(found["loss"], x), gradients(want["loss"], x))
+    assert counter.frame_count <= 2
 
 
 def test_numbers_change_without_compiling_again() -> None:

@@ -147,13 +147,22 @@ def fits(
     if row and len(leading) > 1 and said is None:
         return ("row",)  # (B, T, ...): nothing else shares two sizes with the rows
     ways = ["row"] if row else []
-    if num_segments is not None and shape[0] == num_segments:
+    if num_segments is not None and _same(shape[0], num_segments):
         ways.append("segment")
     if shape[0] == vocab or (len(shape) > 1 and not x.dtype.is_floating_point):
         ways.append("whole")
     elif pairs is not None and shape[0] == pairs:
         ways.append("pair")
     return tuple(ways)
+
+
+def _same(size: int, count: int) -> bool:
+    """Whether they are equal; a count that a graph reads from a tensor is equal to no size of another."""
+    if not torch.compiler.is_compiling():
+        return size == count
+    from torch.fx.experimental.symbolic_shapes import guard_or_false  # loads sympy, as a compiler has already
+
+    return guard_or_false(size == count)
 
 
 _SAID = {
