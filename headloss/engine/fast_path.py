@@ -27,6 +27,7 @@ from headloss.engine.one_launch import by_length
 from headloss.engine.plan import Plan
 from headloss.engine.run import names_of
 from headloss.engine.teachers import teacher_label
+from headloss.kept import keep
 from headloss.metrics import dead_rows
 from headloss.prepared import Prepared
 from headloss.record import Grads
@@ -196,12 +197,8 @@ def make_fast_path(plans: Plans, key: Any, found: FoundPlan) -> FastPath | None:
     path = FastPath(
         plan, source, given, taught, y is not None, segments is not None, needs_of(source.tensors, key[0]), found.held
     )
-    if len(plans.fast_paths) >= _MOST:
-        plans.fast_paths.clear()
-    paths = plans.fast_paths.setdefault(key, (found.form, {}))[1]
-    if len(paths) >= _MOST:
-        paths.clear()
-    paths[found.read] = path
+    _, paths = plans.fast_paths.get(key) or keep(plans.fast_paths, key, (found.form, {}), _MOST)
+    keep(paths, found.read, path, _MOST)
     return path if not path.linear or path.all_count(found.arguments) else None
 
 

@@ -17,6 +17,8 @@ from triton import knobs  # type: ignore
 from triton.compiler import CompiledKernel  # type: ignore
 from triton.tools.tensor_descriptor import TensorDescriptor  # type: ignore
 
+from headloss.kept import keep
+
 MOST_KNOWN = 64
 current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0)  # as Triton's
 
@@ -31,11 +33,7 @@ def by_identity(fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
     @functools.wraps(fn)
     def call(x: Any) -> Any:
-        found = known.get(id(x))
-        if found is None:
-            if len(known) >= 256:
-                known.clear()
-            found = known[id(x)] = x, by_value(x)
+        found = known.get(id(x)) or keep(known, id(x), (x, by_value(x)), 256)
         return found[1]
 
     return call
@@ -64,9 +62,8 @@ class Launch:
             self.rest = tuple([self.constants[name] for name in self.kernel.arg_names[len(arguments) :]])
             compiled = self.kernel[(programs,)](*arguments, **self.constants)
             if isinstance(compiled, CompiledKernel) and torch.version.hip is None:  # the interpreter compiles nothing
-                if len(self.known) >= MOST_KNOWN:
-                    self.known.clear()
-                self.known[key, where] = compiled, compiled.run, compiled.function, compiled.packed_metadata
+                made = compiled, compiled.run, compiled.function, compiled.packed_metadata
+                keep(self.known, (key, where), made, MOST_KNOWN)
         elif where < 0 or _watched():
             known[0][programs, 1, 1](*arguments, *self.rest)
         else:  # the same without the hooks
@@ -83,12 +80,7 @@ def launch_kernel(kernel: Any, programs: int, *arguments: Any, **constants: Any)
 def launch_of(kernel: Any, **constants: Any) -> Launch:
     """The one launch of a kernel with these constants."""
     key = (id(kernel), *constants, *constants.values())  # `_STARTED` keeps it alive; its own hash is slow
-    launch = _STARTED.get(key)
-    if launch is None:
-        if len(_STARTED) >= 1024:
-            _STARTED.clear()
-        launch = _STARTED[key] = Launch(kernel, constants)
-    return launch
+    return _STARTED.get(key) or keep(_STARTED, key, Launch(kernel, constants), 1024)
 
 
 _STARTED: dict[Any, Launch] = {}
