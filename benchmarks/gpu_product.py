@@ -413,8 +413,13 @@ def main() -> None:
             print(f"    {found[name]:8.3f}  {name}")
         print("    errors", {k: f"{x:.1e}" for k, x in found["errors"]["ours"].items()}, flush=True)
         torch.cuda.empty_cache()
+        keep(given, results, {})  # a run that is cut short has measured something
     bits = same_bits(Case(8192, 128256, 4096))
     print("bits:", "all the same" if all(bits.values()) else {k for k, x in bits.items() if not x})
+    keep(given, results, bits)
+
+
+def keep(given: argparse.Namespace, results: list[dict[str, Any]], bits: dict[str, bool]) -> None:
     save("gpu_product", {
         "date": datetime.date.today().isoformat(), "device": torch.cuda.get_device_name(), "torch": torch.__version__,
         "command": f"python benchmarks/gpu_product.py --rounds {given.rounds} --peers {given.peers}",

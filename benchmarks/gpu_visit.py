@@ -1,4 +1,4 @@
-"""One launch against the speed of memory: `python benchmarks/gpu_visit.py [--configs | --check | --overhead]`, on CUDA.
+"""One launch against the speed of memory: `python benchmarks/gpu_visit.py`, on CUDA.
 
 First values, metrics and gradients are held against float64 next to eager in the same dtype; no time is reported when
 they are wrong.  Then, each as a ratio to the floor, one read and one write of the logits (an in-place multiplication),
@@ -8,8 +8,9 @@ measured in the same run:
     mix    cross-entropy + z-loss + clipped policy gradient, entropy and accuracy measured, all policy metrics
     peers  Liger's and torch.compile's cross-entropy, forward and backward, on the same rows
 
-`--configs` times block shapes instead, `--overhead` what a call costs the host (gpu_overhead.py); the latter goes into
-the results that are there already.  The results go to benchmarks/results, or to the folder $OUT.
+`--check` stops before the clock starts, `--configs` times block shapes instead, `--overhead` what a call costs the host
+(gpu_overhead.py), `--long` rows that several programs share, against one program per row.  The latter two add to the
+results that are there already.  The results go to benchmarks/results, or to the folder $OUT.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ import triton
 
 import headloss as hl
 from headloss.backends.triton.printer.program import lower
-from headloss.backends.triton.visit import SHAPES, Arguments, Shape, visit
+from headloss.backends.triton.visit import SHAPES, SHARED, Arguments, Shape, visit
 from headloss.facts import Want
 from headloss.losses import cross_entropy, entropy_bonus, grpo, z_loss
 from headloss.metrics import read_metrics
@@ -81,6 +82,11 @@ def mix() -> Mix:
     )  # fmt: skip
 
 
+def sums_alone() -> Mix:
+    """Nothing but e^z is summed."""
+    return Mix(ce=hl.Term(cross_entropy), z=hl.Term(z_loss, weight=1e-4), rl=hl.Term(grpo))
+
+
 def mix_with_bonus() -> Mix:
     return Mix(
         ("entropy", "accuracy"),
@@ -126,10 +132,17 @@ def error(x: torch.Tensor, truth: torch.Tensor) -> float:
     return float((x - truth).abs().masked_fill(same, 0.0).amax() / truth.abs().amax().clamp(min=1e-30))
 
 
-def cases() -> Iterator[tuple[str, torch.Tensor, dict[str, Any]]]:
-    def draw(n: int, v: int, dtype: torch.dtype, spread: float = 3.0) -> torch.Tensor:
-        return (spread * torch.randn(n, v, device=DEVICE)).to(dtype)
+def draw(n: int, v: int, dtype: torch.dtype, spread: float = 3.0) -> torch.Tensor:
+    return (spread * torch.randn(n, v, device=DEVICE)).to(dtype)
 
+
+def long_cases() -> Iterator[tuple[str, torch.Tensor, dict[str, Any]]]:
+    for dtype, n, v in ((torch.bfloat16, 200, 262144), (torch.bfloat16, 9, 256008), (torch.float32, 40, 128256)):
+        yield f"{dtype} {n}x{v}", draw(n, v, dtype), {}
+        yield f"{dtype} {n}x{v} in place, scale", draw(n, v, dtype), {"inplace": True, "scale": 0.7}
+
+
+def cases() -> Iterator[tuple[str, torch.Tensor, dict[str, Any]]]:
     for dtype in (torch.bfloat16, torch.float32):
         for n, v in ((33, 128256), (17, 50257), (5, 262144), (64, 1003), (9, 5)):
             yield f"{dtype} {n}x{v}", draw(n, v, dtype), {}
@@ -140,11 +153,10 @@ def cases() -> Iterator[tuple[str, torch.Tensor, dict[str, Any]]]:
     yield "float32 offset 1e4", draw(9, 32003, torch.float32) + 1e4, {}
 
 
-def check() -> list[str]:
+def check(objective: Mix, cases: Iterator[tuple[str, torch.Tensor, dict[str, Any]]]) -> list[str]:
     wrong = []
     torch.manual_seed(0)
-    objective = mix_with_bonus()
-    for name, logits, options in cases():
+    for name, logits, options in cases:
         N, V = logits.shape
         y = torch.randint(0, V, (N,), device=DEVICE)
         a = objective.arguments(N)
@@ -279,6 +291,48 @@ def configs() -> list[dict[str, Any]]:
     return lines
 
 
+def long_rows() -> list[dict[str, Any]]:
+    """Cross-entropy of rows that programs share, against one program per row."""
+    lines: list[dict[str, Any]] = []
+    shapes = ((4096, 262144, torch.bfloat16), (4096, 256000, torch.bfloat16), (2048, 128256, torch.float32))
+    for N, V, dtype in shapes:
+        p = Problem(N, V, dtype)
+        floor = p.floor()
+        for what, shape in (("shared", SHARED[1]), ("one program per row", SHAPES[-1][1])):
+            ms = p.ms(ce(), shape=shape)
+            lines.append({"what": what, "shape": f"{N}x{V}", "dtype": short_name(dtype), "ms": ms, "ratio": floor / ms})
+            say(f"{what:20s} {N}x{V} {dtype} {ms:.4f} ms, floor {floor:.4f} ms, {floor / ms:6.1%}")
+    return lines
+
+
+def short_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def two_streams() -> list[str]:
+    """Programs that wait for each other, while others of their kind and products do so at the same time."""
+    objective, found, wrong = sums_alone(), [], []
+    x, y, m = (
+        draw(512, 262144, torch.bfloat16),
+        torch.randint(0, 262144, (512,), device=DEVICE),
+        draw(4096, 4096, torch.bfloat16),
+    )
+    a = objective.arguments(512)
+    run = lambda: visit(x, y, objective.want, [1.0], objective.program, a, torch.empty_like(x)).values
+    alone = run()
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    torch.cuda.synchronize()
+    for _ in range(10):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                m @ m
+                found.append(run())
+    torch.cuda.synchronize()
+    if not all(torch.equal(alone, x) for x in found):
+        wrong.append("other bits on several streams at once")
+    return wrong
+
+
 def visit_ce(p: Problem, objective: Mix, shape: Shape) -> None:
     visit(p.x, p.y, objective.want, [1.0], objective.program, objective.arguments(p.N), p.x, shape=shape)
 
@@ -299,12 +353,20 @@ def circumstances() -> dict[str, str]:
     }  # fmt: skip
 
 
-def add_overhead() -> None:
-    """Measure what a call costs the host, and put it into the results there are."""
+def add(what: str, found: dict[str, Any]) -> None:
+    """Put measurements into the results there are."""
     path = Path(os.environ.get("OUT") or RESULTS, f"gpu_visit_{short(DEVICE)}.json")
     results = json.loads(path.read_text()) if path.exists() else {}
-    results["overhead, us"] = {**circumstances(), **overhead(say)}
+    results[what] = {**circumstances(), **found}
     save("gpu_visit", results)
+
+
+def add_long() -> None:
+    wrong = check(sums_alone(), long_cases()) + two_streams()
+    say("all right" if not wrong else "WRONG:\n" + "\n".join(wrong))
+    if not wrong:
+        add("long rows", {"table": long_rows()})
+    sys.exit(bool(wrong))
 
 
 def main() -> None:
@@ -312,6 +374,7 @@ def main() -> None:
     parser.add_argument("--configs", action="store_true", help="time block shapes")
     parser.add_argument("--check", action="store_true", help="only hold the numbers against float64")
     parser.add_argument("--overhead", action="store_true", help="time what a call costs the host")
+    parser.add_argument("--long", action="store_true", help="time rows that programs share")
     parser.add_argument("--no-peers", action="store_true")
     parser.add_argument("--warm", nargs=2, type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -319,12 +382,14 @@ def main() -> None:
     if args.warm:
         return warm(shapes, *args.warm)
     if args.overhead:
-        return add_overhead()
+        return add("overhead, us", overhead(say))
+    if args.long:
+        return add_long()
     if args.configs:
         jobs = [subprocess.Popen([sys.executable, __file__, "--warm", str(i), "10"]) for i in range(10)]
         say("compiled", [job.wait() for job in jobs])
     say(torch.cuda.get_device_name(), "torch", torch.__version__, "triton", triton.__version__)
-    wrong = [] if args.configs else check()
+    wrong = [] if args.configs else check(mix_with_bonus(), cases()) + check(sums_alone(), long_cases())
     say("all right" if not wrong else "WRONG:\n" + "\n".join(wrong))
     results: dict[str, Any] = {**circumstances(), "wrong": wrong, "shapes": SHAPES}
     if not wrong and not args.check:

@@ -272,6 +272,16 @@ def _kernels(record: Record) -> Iterator[str]:
     for r in record["table"]:
         shape = r["shape"].replace("x", " × ")
         yield f"| {r['what']} | {shape} | {r['ms']:.4f} | {r['floor_ms']:.4f} | {r['ratio']:.1%} |"
+    long = record.get("long rows")
+    if long is not None:
+        yield ""
+        yield f"Rows that several programs share, `{long['command']}`, {long['date']}:"
+        yield ""
+        yield "| cross-entropy | rows × vocabulary | ms | of a plain pass's speed |"
+        yield "|---|---|---:|---:|"
+        for r in long["table"]:
+            shape = r["shape"].replace("x", " × ")
+            yield f"| {r['what']} | {shape}, {r['dtype']} | {r['ms']:.4f} | {r['ratio']:.1%} |"
 
 
 def _ways(record: Record) -> Iterator[str]:

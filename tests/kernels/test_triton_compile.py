@@ -329,6 +329,26 @@ def test_one_launch_compiles_for_hopper(name, tmp_path):
         assert int(usage[1]) <= 80, "fewer than three rows under way on each processor"
 
 
+SHARED = {
+    "bf16": lambda: alone("bf16", 262144, **CE),
+    "float32": lambda: alone("fp32", 128256, **CE),
+    "a mix of losses": lambda: alone("bf16", 256000, **MIX),
+}
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_rows_that_programs_share_compile_for_hopper(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(visits, "multiprocessors", lambda device: 132)
+    built = SHARED[name]()
+    usage = re.search(r"REG:(\d+) STACK:(\d+)", built.dump("--dump-resource-usage", tmp_path))
+    assert usage is not None and int(usage[1]) <= 96, "fewer than five on each processor"
+    assert int(usage[2]) <= 24, usage
+    code = built.dump("-sass", tmp_path)
+    assert len(re.findall(r"LDG\S*\.128", code)) == 16, "a block is read once"
+    waits = re.findall(r"(?:ATOM|LD)G?\.\S*STRONG\.GPU.*?BRA", code, re.DOTALL)
+    assert waits and "CCTL.IVALL" in code, "what other programs wrote is read after they are counted"
+
+
 def test_every_printed_operation_compiles():
     """One graph with a good part of the table in it, forward and backward."""
     import torch.nn.functional as F

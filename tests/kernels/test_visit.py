@@ -280,6 +280,74 @@ def test_blocks_that_are_kept_change_no_bit(dtype, keep):
         assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
 
 
+def light():
+    return Mix(ce=LOSSES["cross_entropy"], z=hl.Term(LOSSES["z_loss"], weight=1e-4), rl=LOSSES["grpo"])
+
+
+@inside
+@pytest.mark.parametrize("where", ("beside", "in place"))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_rows_that_programs_share(monkeypatch, dtype, where):
+    """The maximum, the target or the only finite columns may be in any of the parts, of which the last may be short."""
+    monkeypatch.setattr(one, "multiprocessors", lambda device: 5)
+    shape = one.Shape(1, 2, shared=True)
+    block = shape.block // dtype.itemsize
+    for parts, short in ((1, 0), (2, block - 16), (3, 0), (5, 96)):
+        v = parts * block - short
+        x, y = draw(6, v, dtype, spread=2.0)
+        for row in range(5):
+            x[row, row * v // 5 + 3] = 30.0
+            y[row] = (v - 1, 0, v // 2, row * v // 5 + 3, 7)[row]
+        x[4, : v - 9] = -math.inf
+        y[5] = -100
+        light().check(x, y, where=where, close=3e-5, shape=shape, ignore=True)
+        valid = torch.tensor([True, False, True, True, False, True])
+        light().check(x, y.clamp(min=0), where=where, close=3e-5, shape=shape, valid=valid)
+        light().check(x, y.clamp(min=0), where=where, close=3e-5, shape=shape, scale=-0.5, temperature=0.7)
+    assert max(form.parts for form in forms(light())) == 5
+
+
+def forms(mix):
+    _, _, program = mix.lowered(mix.inputs(6))
+    return one.plan_of(program).variants
+
+
+def test_which_rows_are_shared():
+    """Long ones of which only e^z is summed, where a gradient is made and the device runs enough programs at once."""
+    plan = lambda heavy: SimpleNamespace(heavy=heavy, program=SimpleNamespace(want=SimpleNamespace(teachers=())))
+    longest, shared = visits.SHARED
+    size, shape_of = 2 * 262144, visits.shape_of
+    needed = size // shared.block
+    assert longest < size and shared.shared and 32 * shared.warps * shared.registers * 5 <= 65536
+    assert shape_of(plan(False), size, most=needed) == shared
+    for other in (
+        shape_of(plan(False), size, most=needed - 1), shape_of(plan(True), size, most=needed),
+        shape_of(plan(False), size, False, most=needed), shape_of(plan(False), longest, most=needed),
+    ):  # fmt: skip
+        assert not other.shared
+
+
+@inside
+def test_rows_that_cannot_be_shared(monkeypatch):
+    """A vector of two rows, another layout of the output, float16, a softcap: each row has one program."""
+    monkeypatch.setattr(one, "SHARED", (512, one.Shape(1, 1, shared=True)))
+    x, y = draw(3, 384)
+    beside = torch.empty(3, 392)[:, 8:]
+    for raw, out, options, parts in (
+        (x, x.clone(), {}, 3), (x[:, :252], torch.empty(3, 252), {}, 2), (x[:, :251], x[:, :251].clone(), {}, 0),
+        (x, torch.empty(3, 388)[:, 3:387], {}, 0), (x.half(), x.half(), {}, 0), (x, x.clone(), {"softcap": 30.0}, 0),
+        (x, None, {}, 0), (x, beside, {}, 3),
+    ):  # fmt: skip
+        mix = light()
+        given = mix.inputs(3)
+        _, want, program = mix.lowered(given)
+        a = one.Arguments(given, [1.0] * 3, [1.0] * 3)
+        plan = one.plan_of(program)
+        plan.variants.clear(), plan.layouts.clear()
+        one.visit(raw, y % raw.shape[1], want, [1.0], program, a, out, **options)
+        assert [form.parts for form in plan.variants] == [parts], (raw.shape, options)
+
+
 def test_every_row_that_keeps_blocks_has_them():
     for table in (visits.SHAPES, visits.FORWARD, visits.TAUGHT):
         below = 0

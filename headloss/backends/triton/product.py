@@ -39,7 +39,7 @@ from headloss.backends.triton.kernels.product_grads import (
 from headloss.backends.triton.kernels.product_rows import finish_kernel, gather_kernel, merge_kernel, order_kernel
 from headloss.backends.triton.launch import launch_kernel
 from headloss.backends.triton.sweeps import named
-from headloss.backends.triton.tiles import LAUNCH, chains, plain_temperature
+from headloss.backends.triton.tiles import LAUNCH, chains, multiprocessors, plain_temperature
 from headloss.facts import Pull, Want
 
 
@@ -97,11 +97,6 @@ def able(device: torch.device) -> bool:
 @functools.cache
 def _is_hopper(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device)[0] == 9
-
-
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
 
 
 def fits(x: Tensor) -> bool:
@@ -183,7 +178,7 @@ def tile_sums(rows: Gathered, weight_VD: Tensor, want: Want, *, start: int = 0, 
     for first, wide in ((0, whole), (whole, tiles - whole)):  # the last tile alone: masks cost 6% at D = 1024
         if wide:
             launch_kernel(
-                read_kernel, T.programs * _multiprocessors(device),
+                read_kernel, T.programs * multiprocessors(device),
                 _blocks(rows.hidden, T.rows, T.depth), _blocks(weight_VD, T.columns, T.depth),
                 None if store is None else _blocks(store, T.rows, T.columns // 2),
                 rows.live, records.ReadAt(rows.targets, multiplier, reference), parts,
@@ -269,7 +264,7 @@ def write(
     """
     assert read.e is not None
     (C, D), V, device = hidden_CD.shape, len(weight_VD), hidden_CD.device
-    T, programs, rows, high = TILE, TILE.programs * _multiprocessors(device), read.rows, len(read.rows.targets)
+    T, programs, rows, high = TILE, TILE.programs * multiprocessors(device), read.rows, len(read.rows.targets)
     pulls = [None if x is None else x.to(torch.float32).contiguous() for x in pull]
     given = records.PulledFlags(*(x is not None for x in (*pulls, rows.listed)))
     bent = given.B or given.E
@@ -393,7 +388,7 @@ def _checked(*layout: Any) -> dict[str, Any]:
 
 
 def _tile(T: Tile, device: torch.device, **flags: Any) -> records.ProductFlags:
-    return records.ProductFlags(T.rows, T.columns, T.depth, T.programs * _multiprocessors(device), T.group, **flags)
+    return records.ProductFlags(T.rows, T.columns, T.depth, T.programs * multiprocessors(device), T.group, **flags)
 
 
 def _launch(T: Tile) -> dict[str, Any]:

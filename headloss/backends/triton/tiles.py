@@ -63,6 +63,11 @@ def chains(device: torch.device) -> bool:
     return able and torch.cuda.get_device_capability(device)[0] >= 9
 
 
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
+
+
 class Rows(NamedTuple):
     """A matrix as the kernels see it: it starts on a boundary, and its first element is `lead` elements further."""
 

@@ -4,7 +4,7 @@ Dimension key:  C rows handed in   V columns in hand   T terms   F numbers per r
 
 The terms come as a `Program` (program.py): their joint graph printed as a Triton function.  It runs inside the kernel,
 so logits are read once and their gradient is written once; a teacher's are read along with them.  Nothing is tuned at
-run time and nothing is atomic.
+run time, and nothing depends on the order in which programs run.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import triton  # type: ignore
 from torch import Tensor
 
+from headloss.backends.triton.kernels.meeting import IN_TURN
 from headloss.backends.triton.kernels.records import At, Flags, Given
 from headloss.backends.triton.kernels.visit import visit_kernel
 from headloss.backends.triton.launch import MOST_KNOWN, Launch
@@ -24,6 +26,7 @@ from headloss.backends.triton.tiles import (
     LAUNCH,
     address,
     check_dtype,
+    multiprocessors,
     plain_temperature,
     readable,
     rows_of,
@@ -49,7 +52,7 @@ class Arguments(NamedTuple):
 class Shape(NamedTuple):
     """How a row is swept: a block has `loads` 16-byte vectors per lane; `ahead`: the next block is loaded while one is
     summed; `registers`: at most so many per lane, so that more rows run at once; `keep`: so many of the last whole
-    blocks stay in registers from the first sweep to the second.
+    blocks stay in registers from the first sweep to the second; `shared`: each block has a program of its own.
     """
 
     warps: int
@@ -57,6 +60,7 @@ class Shape(NamedTuple):
     ahead: bool = False
     registers: int = 0
     keep: int = 0
+    shared: bool = False
 
     @property
     def block(self) -> int:
@@ -85,6 +89,9 @@ FORWARD = (
     (128 * KIB, Shape(8, 4), Shape(4, 4)),
     (1 << 40, Shape(8, 4), Shape(8, 4, True)),
 )
+# Long rows of which only e^z is summed are read once, by programs that keep their blocks; five run at once on a
+# multiprocessor, so that some load or store while others wait for the rest of their row.
+SHARED = (400 * KIB, Shape(4, 16, registers=96, shared=True))
 # with a dense teacher; with a divergence that needs a second read; with ids.  See benchmarks/gpu_teachers.py.
 TAUGHT = (
     (16 * KIB, Shape(4, 2), Shape(4, 2), Shape(4, 2)),
@@ -102,12 +109,15 @@ def takes_one_launch(C: int, V: int) -> bool:
     return C >= FEWEST or V <= 8192
 
 
-def shape_of(plan: Plan, row: int, gradient: bool = True, skewed: bool = False) -> Shape:
-    """For rows of so many bytes; `skewed`: they may start anywhere."""
+def shape_of(plan: Plan, row: int, gradient: bool = True, skewed: bool = False, most: int = 0) -> Shape:
+    """For rows of so many bytes; `skewed`: they may start anywhere; `most`: so many programs may share one."""
     if plan.program.want.teachers:
-        dense, look, ids = next(shapes for most, *shapes in TAUGHT if most >= row)
+        dense, look, ids = next(shapes for up_to, *shapes in TAUGHT if up_to >= row)
         return look if plan.look is not None else dense if plan.flags["DENSE"] else ids
-    light, heavy = next(shapes for most, *shapes in (SHAPES if gradient else FORWARD) if most >= row)
+    longest, shared = SHARED
+    if gradient and longest < row <= most * shared.block and not plan.heavy:
+        return shared
+    light, heavy = next(shapes for up_to, *shapes in (SHAPES if gradient else FORWARD) if up_to >= row)
     return heavy if plan.heavy or (skewed and gradient) else light
 
 
@@ -178,10 +188,14 @@ def visit(
         even = raw.line == raw.vector and V % raw.vector == 0  # no vector belongs to two rows
         pointers = (raw.x_CV, out.x_CV, target, valid_C, theirs.x_CV, taught.ids, taught.sorted_ids)
         # all that a compiled kernel depends on, read once: see launch.py
-        shape = shape or shape_of(plan, V * x.itemsize, out_CV is not None, raw.line > raw.vector)
-        assert not shape.keep or (V * x.itemsize >= (shape.keep + 2) * shape.block and not shape.ahead)
+        most = most_parts(x) if same and even and softcap is None else 0
+        size = V * x.itemsize
+        shape = shape or shape_of(plan, size, out_CV is not None, raw.line > raw.vector, most)
+        assert not shape.keep or (size >= (shape.keep + 2) * shape.block and not shape.ahead)
+        parts = -(-size // shape.block) if shape.shared else 0
+        assert parts <= most and not (parts and (plan.heavy or teachers or out_CV is None))
         form = Form(
-            shape, x.dtype, y.dtype, raw.line, raw.vector, out.line,
+            shape, parts, x.dtype, y.dtype, raw.line, raw.vector, out.line,
             out.vector, together, same, even, (stride >> 31, out_stride >> 31, theirs.x_CV.stride(0) >> 31),
             tuple([(raw.x_CV if p is None else p).data_ptr() & 15 == 0 for p in pointers]),
             None if target is None else target.dtype, None if valid_C is None else valid_C.dtype,
@@ -230,16 +244,22 @@ def fire(
     """Launch the kernel of a visit, on student, gradient, targets, rows that count, and a teacher's logits or ids."""
     visited = Visited.empty(plan, C, x.device)
     best, theirs, wide, held = visited.best, visited.theirs, visited.wide, x
-    if plan.flags["TAIL"]:
-        F, V = kernel.constants["F"], places[0]
+    F, V = kernel.constants["F"], places[0]
+    if F.TAIL:
         words = F.L * -(-(V + F.LINE) // (32 * F.L * F.J))
         held = torch.zeros(C, words, dtype=torch.int32, device=x.device)
+    if F.PARTS:
+        held = torch.zeros(C, 1 + 2 * F.PARTS, device=x.device)
     at = At(
         x, y, x if target is None else target, x if valid is None else valid, visited.found,
         x if best is None else best, x if z is None else z, x if theirs is None else theirs, x if ids is None else ids,
         x if sorted_ids is None else sorted_ids, x if wide is None else wide, held,
     )  # fmt: skip
-    kernel.run(None, x.get_device(), C, (at, given, *places))
+    if F.PARTS and IN_TURN.value:  # no program may overwrite what the next one reads
+        apart = lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype)
+        kernel.run(None, -1, C * F.PARTS, (at._replace(out=apart(y)), given, *places))
+        at = at._replace(raw=apart(x).copy_(x)) if y is x else at
+    kernel.run(None, x.get_device(), C * (F.PARTS or 1), (at, given, *places))
     return visited
 
 
@@ -247,6 +267,7 @@ class Form(NamedTuple):
     """All of a call that a compiled visit depends on, besides the plan."""
 
     shape: Shape
+    parts: int  # programs that share a row
     dtype: torch.dtype
     out_dtype: torch.dtype
     line: int
@@ -324,12 +345,18 @@ def _variant(plan: Plan, form: Form) -> Launch:
         SAME=form.same, EVEN=form.even, PAIRED=paired(form.dtype, form.vector), TEACHER_PAIRED=paired(kind, along),
         K=shape.loads, L=32 * shape.warps, J=J, AHEAD=shape.ahead,
         KEEP=shape.keep if form.same else 0,  # else a lane writes other columns than it reads
+        PARTS=form.parts, PADDED=triton.next_power_of_2(max(form.parts, 1)),
     )  # fmt: skip
     program = plan.program
     functions = {"FN": program.function, "VALUES": program.values, "LOOK": plan.look}
     limited = shape.registers and not form.capped and torch.version.hip is None  # a softcap's tanh would spill
     most = {"maxnreg": shape.registers} if limited else {}
     return Launch(visit_kernel, {**functions, "F": flags, "num_warps": shape.warps, **most, **LAUNCH})
+
+
+def most_parts(x: Tensor) -> int:
+    """How many programs may share a row: they wait for each other, so the device must run them all at once."""
+    return multiprocessors(x.device) if x.dtype != torch.float16 and torch.version.hip is None else 0
 
 
 def kinds_in(forms: tuple[Any, ...], per_row: bool = False) -> tuple[Any, ...]:

@@ -22,11 +22,11 @@ def origin_of(top):
 
 
 @triton.jit
-def sweep_row(raw, skew, end, c, how, held, ids, POLICY: tl.constexpr, F: tl.constexpr):
+def sweep_row(raw, skew, end, part, c, how, held, ids, POLICY: tl.constexpr, F: tl.constexpr):
     """Sweep the student's row.  Returns maximum, argmax, sums (see `merge_lanes`), total, the last block as stored, and
     the results of `around_ids`.
     """
-    m, top, seen, sums, total, centre, tail, left = read(raw, skew, end, c, how, held, ids, POLICY, F)
+    m, top, seen, sums, total, centre, tail, left = read(raw, skew, end, part, c, how, held, ids, POLICY, F)
     best = tl.full([], NOWHERE, tl.int32)
     if F.BEST:
         best = tl.min(seen, axis=0)

@@ -26,7 +26,7 @@ class At(NamedTuple):
     ids: Any
     sorted_ids: Any
     wide: Any  # (F, N, count)
-    held: Any  # per row, where its ids are: see `row_loops.hide_ids`
+    held: Any  # per row, where its ids are: see `row_loops.hide_ids`; or what its programs tell each other
 
 
 class SettleAt(NamedTuple):
@@ -159,6 +159,8 @@ class Flags(NamedTuple):
     J: Flag
     AHEAD: Flag
     KEEP: Flag
+    PARTS: Flag  # how many programs share a row; 0: none do
+    PADDED: Flag  # a power of 2, at least as many
 
 
 class SweepFlags(NamedTuple):

@@ -6,7 +6,8 @@ Dimension key:  K loads in flight   L lanes (threads)   J columns of a lane in e
 A block is K x (L, J) columns.  Each lane keeps its own partial, so no warp waits for another inside a loop; the loads
 and exponentials of many warps overlap instead.  The row's last block, which is partial, is read before the loop and
 kept for the second sweep, and so are the KEEP blocks before it.  AHEAD: a block is loaded while the one before it is
-summed.  See logits.py for boundaries and sums.py and pull.py for the algebra.
+summed.  If programs share a row (PARTS), each takes block `part` for the last, and there are no others.  See logits.py
+for boundaries and sums.py and pull.py for the algebra.
 """
 
 import triton
@@ -43,12 +44,16 @@ def gradient(z, origin, c, k, cap, F: tl.constexpr):
 
 
 @triton.jit
-def zeros(out, skew, end, VEC: tl.constexpr, BLOCK: tl.constexpr):
+def zeros(out, skew, end, part, VEC: tl.constexpr, F: tl.constexpr):
     """Write a row of zeros; `out` is on a boundary."""
+    BLOCK: tl.constexpr = F.K * F.L * F.J
     whole_low, whole_high = inner(skew, end, VEC)
     kind = out.dtype.element_ty
     j = tl.arange(0, BLOCK)
-    for block in range(0, tl.cdiv(end, BLOCK)):
+    first, last = 0, tl.cdiv(end, BLOCK)
+    if F.PARTS:
+        first, last = part, part + 1
+    for block in range(first, last):
         at = block * BLOCK + j
         tl.store(out + at, tl.zeros([BLOCK], kind), mask=(at >= whole_low) & (at < whole_high))
     ragged, ends = rim(skew, end, whole_low, whole_high, VEC)
@@ -219,7 +224,7 @@ def search(
 
 
 @triton.jit
-def read(raw, skew, end, c, how, held, ids, POLICY: tl.constexpr, F: tl.constexpr):
+def read(raw, skew, end, part, c, how, held, ids, POLICY: tl.constexpr, F: tl.constexpr):
     """The first sweep: each lane's sums over the row, the blocks that are kept, as stored, the last one first, and the
     results of `around_ids`.
 
@@ -250,6 +255,8 @@ def read(raw, skew, end, c, how, held, ids, POLICY: tl.constexpr, F: tl.constexp
     j = tl.arange(0, L)[:, None] * J + tl.arange(0, J)[None, :]
     w = tl.arange(0, L)[:, None] * (J // W) + tl.arange(0, J // W)[None, :]
     first, last = blocks(skew, end, F.LINE, VEC, BLOCK)
+    if F.PARTS:
+        first, last = part, part
     go = tl.multiple_of(skew // VEC * VEC, VEC)
     stop = tl.multiple_of((end + VEC - 1) // VEC * VEC, VEC)
     # The last block is partial, so it cannot be part of the loop; loaded now, it has arrived when its turn comes.
@@ -329,7 +336,7 @@ def kept_block(kept, n: tl.constexpr, K: tl.constexpr):
 
 
 @triton.jit
-def write(raw, out, skew, end, kept, origin, c, k, at_target, picked, column, here, how, F: tl.constexpr):
+def write(raw, out, skew, end, part, kept, origin, c, k, at_target, picked, column, here, how, F: tl.constexpr):
     """The second sweep: write the gradient of a row, from its end to its start; see pull.py."""
     K: tl.constexpr = F.K
     KEEP: tl.constexpr = F.KEEP
@@ -347,6 +354,8 @@ def write(raw, out, skew, end, kept, origin, c, k, at_target, picked, column, he
     j = tl.arange(0, L)[:, None] * J + tl.arange(0, J)[None, :]
     w = tl.arange(0, L)[:, None] * (J // W) + tl.arange(0, J // W)[None, :]
     first, last = blocks(skew, end, F.OUT_LINE, VEC, BLOCK)
+    if F.PARTS:
+        first, last = part, part
     ragged, ends = rim(skew, end, low, high, VEC)
     x_ends = tl.load(raw + ragged, mask=ends, other=0.0)  # early: its latency hides behind the blocks
     tl.debug_barrier()  # every warp has read what it needs of the row before any may overwrite it

@@ -3,12 +3,13 @@
 
 Dimension key:  K loads in flight   L lanes (threads)   J columns of a lane in each load   F numbers per row   N rows
 
-A program owns a row.  It sweeps the row once for the sums behind the facts, each lane on its own (row_loops.py), calls
-two printed functions, `VALUES` (sums to facts) and `FN` (facts to losses and coefficients), and sweeps the row again,
-backwards, while the end of it is still in the cache, to write the gradient.  With a dense teacher both rows are swept
-together (pair_loops.py), and once more for divergences that need both softmaxes first.  The ids of a sparse teacher are
-read first; if the rest of the row is needed by itself (TAIL), the sweep covers that alone, and the ids are added at the
-end; the gradient of the tail is then written to all columns, and that of the ids over it.
+A program owns a row, or a part of one (meeting.py).  It sweeps the row once for the sums behind the facts, each lane on
+its own (row_loops.py), calls two printed functions, `VALUES` (sums to facts) and `FN` (facts to losses and
+coefficients), and sweeps the row again, backwards, while the end of it is still in the cache, to write the gradient.
+With a dense teacher both rows are swept together (pair_loops.py), and once more for divergences that need both
+softmaxes first.  The ids of a sparse teacher are read first; if the rest of the row is needed by itself (TAIL), the
+sweep covers that alone, and the ids are added at the end; the gradient of the tail is then written to all columns, and
+that of the ids over it.
 
 `found` (F, N) receives the results per row: its maximum and log_sums; for a dense teacher its maximum, its log_sums and
 the sum of each divergence's slopes, for a sparse one the tail's maximum and log_sums; then facts, the terms' values,
@@ -21,6 +22,7 @@ import triton.language as tl
 
 from headloss.backends.triton.kernels.lanes import NOWHERE, column_or_start, origin_of, sweep_pair, sweep_row, with_ids
 from headloss.backends.triton.kernels.logits import LN2, LOG2E, boundary, logits, temperature
+from headloss.backends.triton.kernels.meeting import meet
 from headloss.backends.triton.kernels.packed_bf16 import finite
 from headloss.backends.triton.kernels.pair_loops import look_pair, write_pair
 from headloss.backends.triton.kernels.printed_arguments import arguments
@@ -48,6 +50,11 @@ def visit_kernel(
     OUT_TEACHER_VEC: tl.constexpr = F.OUT_TEACHER_VEC
     row = tl.program_id(0).to(tl.int64)
     step = tl.num_programs(0).to(tl.int64)
+    part = 0
+    if F.PARTS:
+        part = (row % F.PARTS).to(tl.int32)
+        row = row // F.PARTS
+        step = step // F.PARTS
     begin, skew = boundary(row, stride, lead, F.LINE)
     out_skew = 0
     out = at.out
@@ -106,8 +113,11 @@ def visit_kernel(
             ids = (at.sorted_ids + row * count, count, skew.to(tl.int64) - start)
             held = at.held + row * (tl.cdiv(V + F.LINE, 32 * F.L * F.J) * F.L)
             top, best, own, total, tail, around = sweep_row(
-                at.raw + begin, skew, skew + V, c, how, held, ids, POLICY, F
+                at.raw + begin, skew, skew + V, part, c, how, held, ids, POLICY, F
             )
+            if F.PARTS:
+                top, s = meet(at.held + row * (1 + 2 * F.PARTS), part, top, own[0], c[0], F)
+                own = (s, own[1], own[2])
             if F.TAIL:
                 left = tl.where(around[1], logits(around[0], how[0], how[1], F.SCALED, F.CAPPED), -float("inf"))
                 above = tl.maximum(top, tl.max(left, axis=0))
@@ -297,7 +307,7 @@ def visit_kernel(
                     )  # fmt: skip
                 else:
                     write(
-                        raw_out, out, out_skew, out_skew + V, tail, origin_w, c, kw,
+                        raw_out, out, out_skew, out_skew + V, part, tail, origin_w, c, kw,
                         at_target, picked, spot, here, how, F,
                     )  # fmt: skip
                 if IDS:
@@ -308,7 +318,7 @@ def visit_kernel(
                     tl.debug_barrier()
                     tl.store(out + (at_k + out_skew), g_k.to(out.dtype.element_ty), mask=named)
             else:
-                zeros(out, out_skew, out_skew + V, F.OUT_VEC, F.K * F.L * F.J)
+                zeros(out, out_skew, out_skew + V, part, F.OUT_VEC, F)
 
         # after the sweep, so that nothing in it waits for a metric
         if F.DENSE or IDS:
@@ -329,4 +339,4 @@ def visit_kernel(
     else:
         skip_row(at, row, step, count, k, F)
         if F.GRADIENT:
-            zeros(out, out_skew, out_skew + V, F.OUT_VEC, F.K * F.L * F.J)
+            zeros(out, out_skew, out_skew + V, part, F.OUT_VEC, F)
