@@ -187,7 +187,8 @@ class SparsePull(NamedTuple):
 TeacherPulls = tuple[DensePull, ...] | tuple[SparsePull, ...]  # one per temperature
 
 
-def _column(T: Temperature) -> Temperature:
+def column(T: Temperature) -> Temperature:
+    """A temperature next to (N, K): one per row as (N, 1)."""
     return T.unsqueeze(-1) if isinstance(T, Tensor) else T
 
 
@@ -215,7 +216,7 @@ DENSE: dict[str, Rule] = {
 # From fields of `SparsePartial`, and from T, log_S, tail_log_sum and the student's max.
 SPARSE: dict[str, Rule] = {
     "ids_logprob": Rule(
-        lambda ids, T, log_S: ids / _column(T) - log_S.unsqueeze(-1),
+        lambda ids, T, log_S: ids / column(T) - log_S.unsqueeze(-1),
         lambda g: SparsePull(ids=g),
         share=lambda g: Pull(a=-g.sum(-1)),
     ),
@@ -225,7 +226,7 @@ SPARSE: dict[str, Rule] = {
         share=lambda g: Pull(a=-g),
     ),
     "ids_logit": Rule(
-        lambda ids, max, T: (ids + max.unsqueeze(-1)) / _column(T), lambda g: SparsePull(ids=g), kept=True
+        lambda ids, max, T: (ids + max.unsqueeze(-1)) / column(T), lambda g: SparsePull(ids=g), kept=True
     ),
     "topk_overlap": Rule(_overlap),
 }

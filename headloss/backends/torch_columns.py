@@ -11,6 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from headloss.backends.torch_tile import divide
+
 BAND = 32 << 20  # bytes of rows that are gathered at a time
 
 
@@ -95,7 +97,7 @@ def take(
         z = z if softcap is None else (z / softcap).tanh() * softcap
         z.index_fill_(1, ids.long(), -math.inf)  # their own sum: whole - shared would lose a small one to rounding
         for lse, T in zip(found, temperatures, strict=True):
-            lse[rows] = (z / (T[rows, None] if isinstance(T, Tensor) else T)).logsumexp(-1)
+            lse[rows] = divide(z, T, rows).logsumexp(-1)
     return tuple(found)
 
 

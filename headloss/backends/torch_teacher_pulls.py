@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from headloss.backends.torch_teachers import inside, logprobs
-from headloss.backends.torch_tile import Tile, divide, logits
+from headloss.backends.torch_tile import Tile, divide, logits, part_of
 from headloss.teachers import (
     FLOOR,
     DenseChunk,
@@ -25,6 +25,7 @@ from headloss.teachers import (
     TeacherChunk,
     TeacherPulls,
     Temperature,
+    column,
     plain_pull,
 )
 
@@ -111,7 +112,7 @@ def _pull_dense(
     """
     rows, U = tile.rows, chunk.columns
     log_S, log_St = seen.log_S[i][rows], seen.log_St[i][rows]
-    T_B: Any = T[rows] if isinstance(T, Tensor) else T
+    T_B: Any = part_of(T, rows)
     over, over_t = (-log_S).exp() / T_B, (-log_St).exp() / T_B
     a, b, c, d = (None if k is None else k[rows] for k in pull[:4])
     finite = b is not None or c is not None
@@ -150,7 +151,7 @@ def tail_slope(tile: Tile, seen: Any, pull: Any, T: Temperature) -> Tensor | flo
     rows, k = tile.rows, pull.tail
     if k is None or seen.tail_max is None:
         return 0.0
-    T_B = T[rows] if isinstance(T, Tensor) else T
+    T_B = part_of(T, rows)
     below_B = (tile.softmax.max[rows] - seen.tail_max[rows]) / T_B - seen.tail_log_sums[0][rows]
     return (k[rows] * below_B.exp() / T_B)[:, None]
 
@@ -171,7 +172,7 @@ def _pull_sparse(
     start: int,
 ) -> Tensor:
     rows = tile.rows
-    T_B1 = T[rows, None] if isinstance(T, Tensor) else T
+    T_B1 = column(part_of(T, rows))
     if pull.tail is not None and seen.tail_max is not None and tile.ids_BK is None:
         x_BV = tile.z_BV - seen.tail_max[rows, None]
         x_BV = divide(x_BV, T, rows, into=x_BV).sub_(seen.tail_log_sums[i][rows, None])

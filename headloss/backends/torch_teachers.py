@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from headloss.backends.torch_kept import Kept
-from headloss.backends.torch_tile import Room, divide, floored, logits
+from headloss.backends.torch_tile import Room, divide, floored, logits, part_of
 from headloss.facts import Softmax, Want
 from headloss.teachers import (
     FLOOR,
@@ -137,7 +137,7 @@ class Comparison:
         u_BU = logits(of.raw_CV[rows, :U], of.scale, of.softcap).to(self.dtype)
         max_B = _best(u_BU, start, False)["max"]
         assert max_B is not None
-        cut_T = [T[rows] if isinstance(T, Tensor) else T for T in of.temperatures]
+        cut_T = [part_of(T, rows) for T in of.temperatures]
         tails = [lse[rows].to(self.dtype) for lse in of.tail]
         for lse_B, T in zip(tails, cut_T, strict=bool(tails)):  # relative to this no sum overflows
             max_B = torch.maximum(max_B, lse_B * T)

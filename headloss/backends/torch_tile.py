@@ -100,6 +100,11 @@ def bent(raw_BV: Tensor, scale: float, softcap: float, into: Tensor | None = Non
     return torch.div(logits(raw_BV, scale, None), softcap, out=into).tanh_()
 
 
+def part_of(T: Temperature, rows: slice) -> Temperature:
+    """The temperature of these rows."""
+    return T[rows] if isinstance(T, Tensor) else T
+
+
 def divide(x_BV: Tensor, T: Temperature, rows: slice, into: Tensor | None = None) -> Tensor:
     """x / T, `into` a buffer if one is given; x itself if T is 1."""
     if isinstance(T, Tensor):

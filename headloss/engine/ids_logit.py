@@ -17,7 +17,7 @@ from headloss.facts import Fact, Want
 from headloss.parallel.shard import max_over
 from headloss.rows import Rows
 from headloss.sources import Source
-from headloss.teachers import Temperature
+from headloss.teachers import Temperature, column
 
 
 def ids_facts(
@@ -43,7 +43,7 @@ def ids_facts(
         z_RK = z_RK if rows.valid is None else z_RK.masked_fill(~rows.valid[:, None], 0.0)  # ignored rows
         for T, key in zip(temperatures, want.temperatures, strict=True):
             if want.at(key, "ids_logit", name):
-                facts[Fact("ids_logit", key, name)] = z_RK / (T[:, None] if isinstance(T, Tensor) else T)
+                facts[Fact("ids_logit", key, name)] = z_RK / column(T)
     return facts
 
 
@@ -63,8 +63,7 @@ def ids_pull(
         total_RK = torch.zeros_like(guide.logprob_RK)
         for fact, g_RK in grads.items():
             if fact.teacher == name:
-                T = temperatures[fact.temperature]
-                T = T[:, None] if isinstance(T, Tensor) else T
+                T = column(temperatures[fact.temperature])
                 slope = source.scale / T
                 if source.softcap is not None:
                     slope = slope * (1 - (facts[fact] * T / source.softcap) ** 2)

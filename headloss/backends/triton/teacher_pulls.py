@@ -40,6 +40,7 @@ from headloss.teachers import (
     TeacherChunk,
     TeacherPulls,
     Temperature,
+    column,
     places,
 )
 
@@ -282,7 +283,7 @@ def _at_ids(
         values = torch.zeros(named.ids_CK.shape, dtype=torch.float32, device=raw_CV.device)
         for T, k in zip(named.T, named.pulls, strict=True):
             if k.ids is not None:
-                values += k.ids / _column(T)
+                values += k.ids / column(T)
         total_CK, inside_CK = torch.empty_like(grad_CK), torch.empty_like(ids_CK, dtype=torch.bool)
         launch_kernel(
             gather_kernel, C,
@@ -293,10 +294,6 @@ def _at_ids(
         if len(sparse) > 1 and named.seen.tail_max is not None:  # another's ids may be in this one's tail
             for T, k, log_sum in zip(named.T, named.pulls, named.seen.tail_log_sums, strict=True):
                 if k.tail is not None:
-                    p_CK = ((z_CK - named.seen.tail_max[:, None]) / _column(T) - log_sum[:, None]).exp()
-                    own_CK += (p_CK * (k.tail[:, None] / _column(T))).masked_fill_(inside_CK, 0.0)
+                    p_CK = ((z_CK - named.seen.tail_max[:, None]) / column(T) - log_sum[:, None]).exp()
+                    own_CK += (p_CK * (k.tail[:, None] / column(T))).masked_fill_(inside_CK, 0.0)
     return ids_CK, grad_CK + own_CK * how.slope(z_CK)
-
-
-def _column(T: Temperature) -> Any:
-    return T[:, None] if isinstance(T, Tensor) else T

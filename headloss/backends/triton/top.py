@@ -18,7 +18,7 @@ from headloss.backends.triton.launch import launch_kernel
 from headloss.backends.triton.sweeps import sums as student_sums
 from headloss.backends.triton.tiles import LAUNCH, Transform, check_dtype, readable, rows_of
 from headloss.facts import Fact, Want
-from headloss.teachers import DenseChunk, SparsePartial, Theirs, TopChunk
+from headloss.teachers import DenseChunk, SparsePartial, Theirs, TopChunk, column
 
 BEYOND = 1 << 24  # a column beyond any vocabulary, which float32 still holds exactly
 
@@ -94,5 +94,5 @@ def _theirs(of: DenseChunk, column_CK: Tensor, fill: Sequence[int]) -> Theirs:
     else:
         y_CK = torch.zeros(column_CK.shape, dtype=torch.float32, device=column_CK.device)
     y_CK = torch.nn.functional.pad(y_CK.masked_fill(~here_CK, -math.inf), list(fill), value=-math.inf)
-    at = tuple(y_CK / (T[:, None] if isinstance(T, Tensor) else T) for T in of.temperatures)
+    at = tuple(y_CK / column(T) for T in of.temperatures)
     return Theirs(max_C, at, sums)
