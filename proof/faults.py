@@ -408,8 +408,8 @@ FAULTS = [
     # The objective
     Fault("engine/loss.py", "loss = loss + reduced * self.weights[term.name]", "loss = loss + reduced", "the loss ignores weights"),
     Fault("engine/loss.py", "return weight * scale\n", "return weight\n", "grad_scale is ignored"),
-    Fault("engine/loss.py", "plain = plain.masked_fill(~self.rows.valid, 0)", "pass", "values of ignored rows reach the sum"),
-    Fault("engine/loss.py", "weight = weight.masked_fill(~self.rows.valid, 0)", "pass", "weighted mean: ignored rows weigh", ("tests/test_seeded.py",)),
+    Fault("engine/loss.py", "self._counted(value.detach(), kind)", "value.detach()", "values of ignored rows reach the sum"),
+    Fault("engine/loss.py", "self._counted(weight.to(self.dtype).expand(length), kind)", "weight.to(self.dtype).expand(length)", "weighted mean: ignored rows weigh", ("tests/test_seeded.py",)),
     Fault("engine/loss.py", "ids, counts = segments.ids[part] - span.start, segments.counts[span]", "ids, counts = segments.ids[part], segments.counts[span]", "segments of a chunk are numbered as in the batch"),
     Fault("engine/loss.py", "part = chunk.segments if term.trace.value == \"segment\" else chunk.rows", "part = chunk.rows", "seeds of segments cut as rows", ("tests/test_reduction_segments.py",)),
     Fault("engine/bind.py", "if not isinstance(source, Linear) or plan.kind == \"batch\" or", "if not isinstance(source, Linear) or", "batch losses run chunk by chunk", ("tests/test_plan.py", "tests/contracts")),

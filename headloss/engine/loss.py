@@ -145,12 +145,7 @@ class TermsOnRows:
             kind = term.trace.value or self._kind(term.call, value, (term.call.signature,))
             check_belongs(term.call, kind, self.shapes, len(value))
             base = self._weights(term, kind, value.shape[0], env)
-            plain = value.detach()
-            if kind == "row" and self.rows.valid is not None:
-                plain = plain.masked_fill(~self.rows.valid, 0)
-            elif kind == "segment" and self.rows.segments is not None:
-                plain = plain.masked_fill(self.rows.segments.counts == 0, 0)  # an empty segment may yield anything
-            reduced = (base * plain).sum().to(self.dtype)
+            reduced = (base * self._counted(value.detach(), kind)).sum().to(self.dtype)
             self.values[term.name] = reduced
             loss = loss + reduced * self.weights[term.name]
             values.append(value)
@@ -249,25 +244,26 @@ class TermsOnRows:
             raise ValueError(of_rows_alone(f"term {term.name!r}", kind))
         return self.inputs[term.call.share]
 
-    def denominator(
-        self, term: Planned, kind: str = "row", length: int | None = None, env: Env | None = None
-    ) -> Tensor:
+    def denominator(self, term: Planned, kind: str, length: int, env: Env | None = None) -> Tensor:
         """The sum of a weighted mean's weights, over ranks if these share segments; made once."""
         if term.name not in self._denominators:
-            length, env = self.rows.count if length is None else length, env or self._env({}, None)
+            env = env or self._env({}, None)
             with torch.no_grad():
                 weight = term.call.mean_weight(env, self.weighed(term, env))
             weight = torch.ones(length, dtype=self.dtype, device=self.device) if weight is None else weight
-            weight = weight.to(self.dtype).expand(length)
-            if kind == "row" and self.rows.valid is not None:
-                weight = weight.masked_fill(~self.rows.valid, 0)
-            elif kind == "segment" and self.rows.segments is not None:
-                weight = weight.masked_fill(self.rows.segments.counts == 0, 0)
-            total = weight.sum()
+            total = self._counted(weight.to(self.dtype).expand(length), kind).sum()
             if kind == "row" and self.rows.segments is not None and self.rows.segments.group is not None:
                 total = group_sum(total, self.rows.segments.group)
             self._denominators[term.name] = total.masked_fill(total == 0, 1.0)
         return self._denominators[term.name]
+
+    def _counted(self, x: Tensor, kind: str) -> Tensor:
+        """x, with 0 for masked rows and for segments without rows, which may yield anything."""
+        if kind == "row" and self.rows.valid is not None:
+            return x.masked_fill(~self.rows.valid, 0)
+        if kind == "segment" and self.rows.segments is not None:
+            return x.masked_fill(self.rows.segments.counts == 0, 0)
+        return x
 
     def _kind(self, call: Call, value: Any, signatures: Sequence[Signature]) -> str:
         """What the values of an untraced function belong to: "row", "segment" or "other".
