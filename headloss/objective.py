@@ -30,7 +30,7 @@ from headloss.engine.derived_inputs import over_ranks, with_candidates, with_der
 from headloss.engine.evaluate import evaluate
 from headloss.engine.explain import Explanation, explain
 from headloss.engine.inplace_check import check_inplace
-from headloss.engine.lookup import find_plan
+from headloss.engine.lookup import find
 from headloss.engine.mixed_support import calls_of
 from headloss.engine.plan import plain_source
 from headloss.engine.row_facts import facts_sweep
@@ -243,7 +243,7 @@ _on_columns_uncompiled = uncompiled(_on_columns)
 
 
 def _explain(terms: Terms, arguments: CallArguments, source: bool) -> Explanation:
-    plan, arguments = find_plan(terms, arguments)
+    plan, arguments, *_ = find(terms, arguments)
     targets, host_read = arguments.targets, arguments.options.host_read
     chunked = chunked_because(plan, arguments.source)
     may_read = host_read and isinstance(targets, Tensor)

@@ -86,6 +86,6 @@ class CallArguments(NamedTuple):
 
     @property
     def teachers(self) -> Mapping[str, Teacher]:
-        """The teachers by name, as `find_plan` leaves them."""
+        """The teachers by name, as `find` leaves them."""
         assert isinstance(self.teacher, Mapping)
         return self.teacher

@@ -84,13 +84,8 @@ def switched_off(weights: Mapping[str, float | Tensor]) -> tuple[str, ...]:
     return tuple([name for name, weight in weights.items() if not isinstance(weight, Tensor) and weight == 0])
 
 
-def find_plan(terms: Terms, arguments: CallArguments) -> tuple[Plan, CallArguments]:
-    """The plan of a call, and its arguments checked."""
-    found = find(terms, arguments)
-    return found.plan, found.arguments
-
-
 def find(terms: Terms, arguments: CallArguments) -> FoundPlan:
+    """The plan of a call, its arguments checked, and how the plan was found."""
     plans = terms.plans or plans_of(terms)
     refuse_transforms(arguments, plans.weights)
     source, targets, segments, teacher, options, inputs, support = arguments

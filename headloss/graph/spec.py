@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map_only
 from headloss.backends import choose
 from headloss.engine.arguments import CallArguments, CallOptions
 from headloss.engine.bind import bind
-from headloss.engine.lookup import find, find_plan
+from headloss.engine.lookup import find
 from headloss.engine.loss import TermsOnRows
 from headloss.engine.plan import Plan, backend_for
 from headloss.engine.row_facts import facts_sweep
@@ -69,7 +69,7 @@ def perform(args: Call, terms: Terms | None) -> Done:
 def plan_of(
     args: Call, terms: Terms, targets: Tensor | Prepared | None, host_read: bool = True
 ) -> tuple[Plan, CallArguments]:
-    plan, arguments = find_plan(terms, arguments_of(args, targets, host_read))
+    plan, arguments, *_ = find(terms, arguments_of(args, targets, host_read))
     later = any(args.needs) and not args.recipe.visited  # the backward pulls; one launch's gradient would need scaling
     return plan.without_program("the gradient is made in the backward") if later else plan, arguments
 
@@ -154,7 +154,7 @@ def _form_of(recipe: Recipe, terms: Terms | None, mode: Any) -> Form:
     if terms is None:
         sweep = sweep_of(args, targets, True, backend.NAME)
     else:
-        plan, arguments = find_plan(terms, arguments_of(args, targets, True))
+        plan, arguments, *_ = find(terms, arguments_of(args, targets, True))
         by_segment = plan.kind == "segment"
         wanted = any(args.needs) or bool(data["wanted"])
         sweep, loss = bind(plan.without_program("")._replace(backend=backend), arguments, wanted)

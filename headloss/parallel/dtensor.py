@@ -54,7 +54,7 @@ def _localize_linear(source: Linear) -> Source:
                 x = x.to_local()
             plain[name] = x
         return dataclasses.replace(source, **plain)
-    placement = _one_placement("weight", weight) if isinstance(weight, DTensor) else None
+    placement = _one_placement(weight) if isinstance(weight, DTensor) else None
     if not isinstance(hidden, DTensor):
         raise ValueError(
             f"weight: a DTensor placed {placement} with a plain hidden. If it is FSDP's, a piece of a parameter and "
@@ -108,11 +108,11 @@ def _check_same_ranks(name: str, x: DTensor, shard: VocabShard) -> None:
         )
 
 
-def _one_placement(name: str, x: DTensor) -> Placement:
+def _one_placement(x: DTensor) -> Placement:
     real = _placements(x)
     if len(real) > 1 or (real and x.device_mesh.ndim > 1):
         raise ValueError(
-            f"{name}: a DTensor placed {tuple(x.placements)} on a {x.device_mesh.ndim}-D mesh; outside its module's "
+            f"weight: a DTensor placed {tuple(x.placements)} on a {x.device_mesh.ndim}-D mesh; outside its module's "
             f"forward an FSDP parameter is a piece. Use hl.FusedLMHead, whose own forward sees it whole"
         )
     return real[0] if real else (x.placements[0] if x.device_mesh.ndim == 1 else Replicate())

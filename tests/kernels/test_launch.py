@@ -239,13 +239,13 @@ def program():
     """Some terms with two inputs, printed."""
     import headloss as hl
     from headloss.engine.arguments import CallArguments
-    from headloss.engine.lookup import find_plan
+    from headloss.engine.lookup import find
     from headloss.losses import grpo
 
     objective = hl.Objective(rl=grpo, backend="triton")
     meta = lambda *shape, dtype=torch.float32: torch.empty(*shape, dtype=dtype, device="meta")
     inputs = {"advantage": meta(3), "old_logprob": meta(3)}
-    made, _ = find_plan(objective, CallArguments(hl.Logits(meta(3, 64)), meta(3, dtype=torch.long), inputs=inputs))
+    made = find(objective, CallArguments(hl.Logits(meta(3, 64)), meta(3, dtype=torch.long), inputs=inputs)).plan
     assert made.program is not None and len(made.program.inputs) == 2
     return made.program
 

@@ -9,7 +9,7 @@ from interpreting import inside, interpreted
 import headloss as hl
 from headloss.engine.arguments import CallArguments, CallOptions
 from headloss.engine.bind import chunked_because, read_because
-from headloss.engine.lookup import find_plan
+from headloss.engine.lookup import find
 from headloss.losses import cross_entropy, dpo, entropy_bonus, grpo, gspo, z_loss
 
 pytest.importorskip("triton")
@@ -175,7 +175,7 @@ def test_beyond_the_budget_chunks_hold_whole_segments(reads, settled):
     for memory, because in (("1GiB", ""), (few, "chunks hold whole segments")):
         source = hl.Linear(batch.hidden, batch.weight, memory=memory)
         call = CallArguments(source, batch.targets, batch.segments, None, CallOptions(), batch.inputs)
-        plan, call = find_plan(on("triton", rl=term), call)
+        plan, call, *_ = find(on("triton", rl=term), call)
         assert read_because(plan, call.source, call.segments, chunked_because(plan, call.source)) == because
 
 

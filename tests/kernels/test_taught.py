@@ -8,7 +8,7 @@ from interpreting import fma_rounds_once, inside, interpreted
 
 import headloss as hl
 from headloss.engine.arguments import CallArguments
-from headloss.engine.lookup import find_plan
+from headloss.engine.lookup import find
 from headloss.losses import (
     cross_entropy,
     entropy_bonus,
@@ -408,7 +408,7 @@ def test_a_plan_on_meta_tensors_has_the_gradient_at_ids():
     told = hl.Sparse(ids, torch.empty(8, 5, device="meta"))
     source = hl.Logits(torch.empty(8, 64, device="meta"))
     objective = hl.Objective(kd=forward_kl, backend="triton")
-    plan, _ = find_plan(objective, CallArguments(source, torch.empty(8, dtype=torch.long, device="meta"), None, told))
+    plan = find(objective, CallArguments(source, torch.empty(8, dtype=torch.long, device="meta"), None, told)).plan
     assert {f.name for f in plan.program.cotangents} == {"ids_logprob", "tail_logprob"}
 
 
