@@ -29,7 +29,7 @@ from headloss.engine.layout import LAID, Laid, Reading, choose, fits, readings, 
 from headloss.graph.content import _NUMBERED, Traits, content_key, portable
 from headloss.parallel.shard import VocabShard
 from headloss.prepared import TWICE, Prepared
-from headloss.segments import Segments
+from headloss.segments import Segments, integers
 from headloss.sources import Linear, Logits, Sparse, Teacher, check_number, is_symbol
 from headloss.term import check_weight
 from headloss.terms import Terms
@@ -304,6 +304,8 @@ class Call:
         size = dict(zip(data["sizes"], sizes, strict=True))
         self.source: Any = _source("source", data["source"], by_name)
         self.targets: Tensor | None = by_name.get("targets")
+        if self.targets is not None:
+            self.targets = integers("targets", self.targets)
         self.segments: Segments | None = None
         if "segments" in by_name:
             group = _group(data["group"]) if data["group"] else None

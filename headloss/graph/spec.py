@@ -33,7 +33,7 @@ from headloss.kept import keep
 from headloss.prepared import Prepared, prepare
 from headloss.record import keys_of
 from headloss.rows import may_read
-from headloss.segments import Segments, integers
+from headloss.segments import Segments
 from headloss.terms import Terms
 from headloss.trace.classify import unwatched
 
@@ -235,7 +235,7 @@ def _stand_in(recipe: Recipe, terms: Terms | None, mode: Any) -> tuple[Call, Pre
     if args.targets is not None:
         zeros = torch.zeros(R, dtype=torch.long, device="cpu")
         numbers = prepare(zeros, None if args.segments is None else Segments(zeros, S)).numbers
-        targets = Prepared(integers("targets", args.targets), args.segments, numbers)
+        targets = Prepared(args.targets, args.segments, numbers)
     return args, targets, terms if here or terms is None else terms.on("torch")
 
 

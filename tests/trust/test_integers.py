@@ -62,9 +62,11 @@ def test_targets(dtype: torch.dtype, host_read: bool) -> None:
 def test_targets_in_a_graph(dtype: torch.dtype) -> None:
     torch._dynamo.reset()
     narrow, wide = tokens(dtype)
-    on = sources()[0]
+    logits = sources()[0].logits.requires_grad_()
     step = torch.compile(lambda z, t: CE(hl.Logits(z), t).loss, backend="eager", fullgraph=True)
-    torch.testing.assert_close(step(on.logits, narrow), dense(on.logits, wide))
+    ours, truth = step(logits, narrow), dense(logits, wide)
+    torch.testing.assert_close(ours, truth)
+    torch.testing.assert_close(*(torch.autograd.grad(loss, logits) for loss in (ours, truth)))
 
 
 @fits
