@@ -289,7 +289,7 @@ def light():
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 def test_rows_that_programs_share(monkeypatch, dtype, where):
     """The maximum, the target or the only finite columns may be in any of the parts, of which the last may be short."""
-    monkeypatch.setattr(one, "multiprocessors", lambda device: 5)
+    monkeypatch.setattr(one, "multiprocessors", lambda device: 20)
     shape = one.Shape(1, 2, shared=True)
     block = shape.block // dtype.itemsize
     for parts, short in ((1, 0), (2, block - 16), (3, 0), (5, 96)):
@@ -331,6 +331,7 @@ def test_which_rows_are_shared():
 def test_rows_that_cannot_be_shared(monkeypatch):
     """A vector of two rows, another layout of the output, float16, a softcap: each row has one program."""
     monkeypatch.setattr(one, "SHARED", (512, one.Shape(1, 1, shared=True)))
+    monkeypatch.setattr(one, "multiprocessors", lambda device: 12)
     x, y = draw(3, 384)
     beside = torch.empty(3, 392)[:, 8:]
     for raw, out, options, parts in (

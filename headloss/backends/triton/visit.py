@@ -355,8 +355,9 @@ def _variant(plan: Plan, form: Form) -> Launch:
 
 
 def most_parts(x: Tensor) -> int:
-    """How many programs may share a row: they wait for each other, so the device must run them all at once."""
-    return multiprocessors(x.device) if x.dtype != torch.float16 and torch.version.hip is None else 0
+    """How many programs may share a row: they wait for each other, so all must run at once, with a fourth of the
+    device, as other kernels may hold the rest."""
+    return multiprocessors(x.device) // 4 if x.dtype != torch.float16 and torch.version.hip is None else 0
 
 
 def kinds_in(forms: tuple[Any, ...], per_row: bool = False) -> tuple[Any, ...]:
