@@ -17,7 +17,6 @@ from headloss.backends.triton.printer.facts import check_sums
 from headloss.backends.triton.printer.lower import Unprintable
 from headloss.backends.triton.printer.program import Program
 from headloss.backends.triton.printer.program import lower as print_terms
-from headloss.backends.triton.printer.segments import SegmentProgram
 from headloss.backends.triton.printer.segments import lower as print_segments
 from headloss.facts import Partial, Want
 from headloss.teachers import TeacherChunk
@@ -67,7 +66,7 @@ def lower(
     inputs: Mapping[str, Any],
     metrics: Sequence[tuple[str, Any]],
     between: bool = False,
-) -> tuple[Program | SegmentProgram | None, str]:
+) -> tuple[Program | None, str]:
     """The program of a visit or, with `between`, of settling between two sweeps; or None, and why there is none."""
     if want.plain:
         return None, "a kernel with a loss in it sums over the softmax alone"

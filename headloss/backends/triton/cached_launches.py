@@ -16,7 +16,6 @@ from headloss.backends.triton import second_read, sweeps
 from headloss.backends.triton import teachers as compared
 from headloss.backends.triton.kernels.records import Given
 from headloss.backends.triton.printer.program import Program
-from headloss.backends.triton.printer.segments import SegmentProgram
 from headloss.backends.triton.settle import Settled, Settling, Spans, Weights, in_order, packed, settle_all
 from headloss.backends.triton.settled_pull import pull_settled
 from headloss.backends.triton.tiles import address, nest
@@ -142,7 +141,7 @@ class Settles:
 
     def __init__(
         self,
-        program: SegmentProgram,
+        program: Program,
         temperatures: tuple[float, ...],
         scale: float,
         softcap: float | None,

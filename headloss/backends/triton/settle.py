@@ -18,7 +18,7 @@ from torch import Tensor
 from headloss.backends.triton.kernels.records import Given, SettleAt, SettleFlags
 from headloss.backends.triton.kernels.settle import settle_kernel
 from headloss.backends.triton.launch import Launch, by_identity
-from headloss.backends.triton.printer.segments import SegmentProgram
+from headloss.backends.triton.printer.program import Program
 from headloss.backends.triton.tiles import LAUNCH, plain_temperature
 from headloss.backends.triton.visit import Number, as_number, forms_of, kinds_of
 from headloss.backends.triton.visit_records import KINDS, Visited, bests_of
@@ -142,7 +142,7 @@ class Settling:
 
     def __init__(
         self,
-        program: SegmentProgram,
+        program: Program,
         spans: Spans | None,
         weights: Weights,
         targets: Tensor | None,
@@ -254,7 +254,7 @@ class Plan(NamedTuple):
 
 
 @by_identity
-def _plan(program: SegmentProgram) -> Plan:
+def _plan(program: Program) -> Plan:
     want = program.want
     used = tuple(i for i, there in enumerate(program.there) if any(there))
     keys, met = want.temperatures, [(name, T) for name in want.teachers for T in want.temperatures_of(name)]

@@ -11,14 +11,14 @@ from typing import Any
 from torch import Tensor
 
 from headloss.backends.triton import sweeps, teacher_pulls
-from headloss.backends.triton.printer.segments import SegmentProgram
+from headloss.backends.triton.printer.program import Program
 from headloss.backends.triton.settle import looks_of
 from headloss.facts import Pull, Softmax
 from headloss.teachers import DensePull, Look, TeacherChunk, Temperature
 
 
 def pull_settled(
-    program: SegmentProgram,
+    program: Program,
     softmax: Softmax | None,
     rows_FC: Tensor,
     raw_CV: Tensor,
@@ -51,7 +51,7 @@ def pull_settled(
     return None
 
 
-def _guided_by(program: SegmentProgram, numbers: Iterator[Tensor], softmax: Softmax) -> list[tuple[DensePull, ...]]:
+def _guided_by(program: Program, numbers: Iterator[Tensor], softmax: Softmax) -> list[tuple[DensePull, ...]]:
     """Each teacher's coefficients, per temperature of its comparison, from the numbers that the kernel wrote."""
     take = lambda there: [next(numbers) if x else None for x in there]
     own = iter([DensePull(*take(there)) for there in program.guided])  # type: ignore[arg-type]  # a, b, c, d

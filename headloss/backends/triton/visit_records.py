@@ -181,7 +181,7 @@ class Visited:
         if not want.teachers:
             return Softmax(most, log_sums)
         met = [keys.index(T) for T in want.temperatures_of(want.teachers[0])]
-        if not getattr(self.program, "width", 0):
+        if not self.program.width:
             log_St, looks = tuple(rest[1 : 1 + len(met)]), tuple(rest[1 + len(met) :])
             seen: Any = DenseSoftmax(rest[0], tuple(log_sums[i] for i in met), log_St, looks)
         else:

@@ -13,14 +13,15 @@ The float literals of a loss are passed in, so that another clip range is traced
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
 
 from headloss.backends.triton.printer.elements import printed
-from headloss.backends.triton.printer.facts import WIDE, Texts, chain_rule, values
+from headloss.backends.triton.printer.facts import WIDE, Texts, chain_rule, values, values_between
 from headloss.backends.triton.printer.lower import compiled, function
 from headloss.backends.triton.printer.operands import Unprintable, constant
 from headloss.backends.triton.printer.printer import Printer, Value, dtype_of, kind_of, reach
@@ -34,11 +35,11 @@ from headloss.trace.function_reads import all_our_code
 from headloss.trace.trace_check import SIZES, agrees, drawn
 
 MOST_IDS = 1024  # of a row, in the registers of one program
-NAME = "row"
+ROW, SEGMENT = "row", "segment"  # what a printed function is one of, and how it is called
 
 
 class Program(NamedTuple):
-    """A printed objective.  Equal sources are one function, compiled once."""
+    """A printed objective, of a row or `by_segment`.  Equal sources are one function, compiled once."""
 
     source: str
     want: Want
@@ -46,54 +47,57 @@ class Program(NamedTuple):
     inputs: tuple[str, ...]  # of the rows, in the function's order
     target: bool  # whether it reads the targets
     numbers: tuple[float, ...]  # float literals of the losses, which are passed to the function
-    metrics: tuple[str, ...]  # "term/metric" and the objective's own
+    metrics: tuple[str, ...]  # of rows: "term/metric" and the objective's own
     cotangents: tuple[Fact, ...]
     input_cotangents: tuple[str, ...]
     there: tuple[tuple[bool, ...], ...]  # which of a, b, e, c, y there are, per temperature
     left_out: tuple[tuple[str, str], ...]  # metrics that are not printed, and the operation that forbids it
     width: int = 0  # ids that a sparse teacher names
-    # which of a, b, c, d (a dense teacher) or of ids, tail (a sparse one) there are, per temperature of the comparison
+    # which of a, b, c, d (a dense teacher) or of ids, tail (a sparse one) there are, per temperature of the comparison;
+    # several teachers' one after the other
     guided: tuple[tuple[bool, ...], ...] = ()
     looked: tuple[Fact, ...] = ()  # the divergences that pull
-    by_segment: bool = False
+    by_segment: bool = False  # see `segments.py`; the fields below are those of such a program alone
+    segment_metrics: tuple[str, ...] = ()
+    of_segments: tuple[bool, ...] = ()  # per term, whether its values belong to segments
+    input_kinds: tuple[str, ...] = ()  # per input: "row", "segment" or "scalar"
+    sums: tuple[tuple[bool, ...], ...] = ()  # per walk, for each of its sums: whether in float64
 
     @property
     def function(self) -> Any:
-        return compiled(self.source, NAME)
+        return compiled(self.source, SEGMENT if self.by_segment else ROW)
 
     @property
     def values(self) -> Any:
-        return values(self.want, self.width)
+        """The facts of a row from its sums."""
+        return values_between(self.want) if self.by_segment else values(self.want, self.width)
 
 
+_PROGRAMS: dict[Any, Program] = {}
+
+
+def once(make: Callable[..., Program]) -> Callable[..., Program]:
+    """The same function, whose programs are cached by the content of its arguments."""
+
+    @functools.wraps(make)
+    def lower(terms: Any, want: Want, inputs: Mapping[str, Any], metrics: Sequence[tuple[str, Any]] = ()) -> Program:
+        parts = [(name, Same(trace.joint), call.facts, call.input_names) for name, (call, trace) in terms.items()]
+        own = [(n, call.reads(), call.signature.parameters) for n, call in metrics]
+        key = (make, tuple(parts), want, tuple(sorted(inputs.items())), tuple(own))
+        return _PROGRAMS.get(key) or keep(_PROGRAMS, key, make(terms, want, inputs, metrics), 512)
+
+    return lower
+
+
+@once
 def lower(
-    terms: Mapping[str, tuple[Any, Any]],
-    want: Want,
-    inputs: Mapping[str, Any],
-    metrics: Sequence[tuple[str, Any]] = (),
+    terms: Mapping[str, tuple[Any, Any]], want: Want, inputs: Mapping[str, Any], metrics: Sequence[tuple[str, Any]]
 ) -> Program:
     """The program of some row terms, each a `Call` and its `Trace`, and of an objective's own metrics.
 
     Raises `Unprintable`, with the operation and the loss, if a value or a cotangent cannot be printed; a metric that
     cannot is left out.
     """
-    made: Program = once(_lower, terms, want, inputs, metrics)
-    return made
-
-
-_PROGRAMS: dict[Any, Any] = {}
-
-
-def once(make: Any, terms: Any, want: Want, inputs: Any, metrics: Any) -> Any:
-    """What `make` returns for these, cached by their content."""
-    parts = [(name, Same(trace.joint), call.facts, call.input_names) for name, (call, trace) in terms.items()]
-    own = [(n, call.reads(), call.signature.parameters) for n, call in metrics]
-    key = (make, tuple(parts), want, tuple(sorted(inputs.items())), tuple(own))
-    made = _PROGRAMS.get(key)
-    return made if made is not None else keep(_PROGRAMS, key, make(terms, want, inputs, metrics), 512)
-
-
-def _lower(terms: Any, want: Want, inputs: Mapping[str, Any], metrics: Any) -> Program:
     if len(want.teachers) > 1:
         raise Unprintable("more than one teacher")
     if want.only_ids:
@@ -104,13 +108,7 @@ def _lower(terms: Any, want: Want, inputs: Mapping[str, Any], metrics: Any) -> P
         if fact.element is not None:
             printed(((0, fact.element),), 1)
     page = Page(want, inputs)
-    for name, (call, trace) in terms.items():
-        try:
-            page.term(name, call, trace)
-        except Unprintable as error:
-            raise Unprintable(error.operation, call.signature.name) from None
-    for name, call in metrics:
-        page.metric(name, call)
+    page.write(terms, metrics)
     return page.program()
 
 
@@ -145,6 +143,15 @@ class Page:
     def metrics_of(self, kind: str) -> dict[str, str] | None:
         """Where metrics per row, or per segment, are kept; None if such metrics are not printed."""
         return self.metrics if kind == "row" else None
+
+    def write(self, terms: Mapping[str, tuple[Any, Any]], metrics: Sequence[tuple[str, Any]]) -> None:
+        for name, (call, trace) in terms.items():
+            try:
+                self.term(name, call, trace)
+            except Unprintable as error:
+                raise Unprintable(error.operation, call.signature.name) from None
+        for name, call in metrics:
+            self.metric(name, call)
 
     def term(self, name: str, call: Any, trace: Any) -> None:
         if trace.joint is None or trace.kind not in self.kinds or trace.value not in self.kinds:
@@ -308,26 +315,36 @@ class Page:
         return chain_rule(self.printer, self.want, self.by_fact, self.width, lambda fact: self._fact(fact).text)
 
     def program(self) -> Program:
-        own, guided = self.pulls()
-        results: list[Any] = [
-            self.values.values(),
-            self.metrics.values(),
-            self.by_fact.values(),
-            self.by_input.values(),
-            [x or "0.0" for k in own for x in k],
-        ]
+        results, program = self.results([*self.values.values()])
         arguments = ["facts", "inputs", "y", "numbers", "seeds", "vocab"]
-        looked = tuple(f for f in self.by_fact if f.element is not None)
-        if self.teacher is not None:
+        if self.teacher is None:
+            results.pop()
+        else:
             arguments += ["there", "named"]
-            results.append([*(x or "0.0" for k in guided for x in k), *(self.by_fact[f] for f in looked)])
-        result = ", ".join(f"({''.join(f'{x}, ' for x in texts).rstrip()})" for texts in results)
-        return Program(
-            function(NAME, arguments, self.printer.lines, f"({result})"),
-            self.want, tuple(self.values), tuple(self.inputs), self.target, tuple(self.printer.numbers),
+        return program._replace(source=function(ROW, arguments, self.printer.lines, nested(results)))
+
+    def results(self, values: list[str]) -> tuple[list[list[str]], Program]:
+        """The function's results for a row, of which `values` are the first, and the program without its source."""
+        own, guided = self.pulls()
+        looked = tuple(f for f in self.by_fact if f.element is not None)
+        named = [[*texts.values()] for texts in (self.metrics, self.by_fact, self.by_input)]
+        coefficients = [[x or "0.0" for k in pulls for x in k] for pulls in (own, guided)]
+        program = Program(
+            "", self.want, tuple(self.values), tuple(self.inputs), self.target, tuple(self.printer.numbers),
             tuple(self.metrics), tuple(self.by_fact), tuple(self.by_input), fed(own), tuple(self.left_out.items()),
             self.width, fed(guided), looked,
         )  # fmt: skip
+        return [values, *named, coefficients[0], coefficients[1] + [self.by_fact[f] for f in looked]], program
+
+
+def flat(texts: Iterable[str]) -> str:
+    """A tuple, printed."""
+    return f"({''.join(f'{x}, ' for x in texts).rstrip()})"
+
+
+def nested(results: Iterable[Iterable[str]]) -> str:
+    """A tuple of tuples, printed."""
+    return f"({', '.join(map(flat, results))})"
 
 
 def fed(pulls: list[Texts]) -> tuple[tuple[bool, ...], ...]:

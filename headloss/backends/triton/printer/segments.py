@@ -13,81 +13,33 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import fx
 
-from headloss.backends.triton.printer.facts import values_between
-from headloss.backends.triton.printer.lower import compiled
 from headloss.backends.triton.printer.operands import Unprintable, constant, name_of
 from headloss.backends.triton.printer.printer import Printer, Value, dtype_of, kind_of
-from headloss.backends.triton.printer.program import Page, fed, once
+from headloss.backends.triton.printer.program import SEGMENT, Page, Program, flat, nested, once
 from headloss.derived_teachers import is_whole
-from headloss.facts import Fact, Want
+from headloss.facts import Want
 from headloss.teachers import SPARSE
 
-NAME = "segment"
 _ARGUMENTS = "WALK: tl.constexpr, facts, inputs, y, numbers, seeds, vocab, known, count, inside"
 _VARIABLE, _SUM = re.compile(r"\bv\d+\b"), re.compile(r"\bknown\[(\d+)\]")
 
 
-class SegmentProgram(NamedTuple):
-    """A printed objective with segment terms.  Fields that `Program` has too mean the same."""
-
-    source: str
-    want: Want
-    terms: tuple[str, ...]
-    inputs: tuple[str, ...]
-    target: bool
-    numbers: tuple[float, ...]
-    metrics: tuple[str, ...]  # of rows
-    cotangents: tuple[Fact, ...]
-    input_cotangents: tuple[str, ...]
-    there: tuple[tuple[bool, ...], ...]
-    left_out: tuple[tuple[str, str], ...]
-    segment_metrics: tuple[str, ...]
-    of_segments: tuple[bool, ...]  # per term, whether its values belong to segments
-    input_kinds: tuple[str, ...]  # per input: "row", "segment" or "scalar"
-    sums: tuple[tuple[bool, ...], ...]  # per walk, for each of its sums: whether in float64
-    guided: tuple[tuple[bool, ...], ...] = ()  # the teachers' one after the other
-    looked: tuple[Fact, ...] = ()
-    by_segment: bool = True
-
-    @property
-    def function(self) -> Any:
-        return compiled(self.source, NAME)
-
-    @property
-    def values(self) -> Any:
-        """The facts of a row from its sums."""
-        return values_between(self.want)
-
-
+@once
 def lower(
-    terms: Mapping[str, tuple[Any, Any]],
-    want: Want,
-    inputs: Mapping[str, Any],
-    metrics: Sequence[tuple[str, Any]] = (),
-) -> SegmentProgram:
+    terms: Mapping[str, tuple[Any, Any]], want: Want, inputs: Mapping[str, Any], metrics: Sequence[tuple[str, Any]]
+) -> Program:
     """Like `program.lower`, for terms of which some are segment terms and the others row terms."""
-    made: SegmentProgram = once(_lower, terms, want, inputs, metrics)
-    return made
-
-
-def _lower(terms: Any, want: Want, inputs: Mapping[str, Any], metrics: Any) -> SegmentProgram:
     named = any(f"teacher_ids of {name}" in inputs for name in want.teachers)
     if named or any(f.name in SPARSE or is_whole(f.teacher) for f in want.facts if f.teacher is not None):
         raise Unprintable("a teacher of some ids, or of a larger vocabulary, is settled in the sweep or apart")
     page = _SegmentPage(want, inputs)
-    for name, (call, trace) in terms.items():
-        try:
-            page.term(name, call, trace)
-        except Unprintable as error:
-            raise Unprintable(error.operation, call.signature.name) from None
-    for name, call in metrics:
-        page.metric(name, call)
-    return page.segment_program()
+    page.write(terms, metrics)
+    return page.program()
 
 
 class _SegmentPrinter(Printer):
@@ -160,25 +112,16 @@ class _SegmentPage(Page):
                 return self.known_input(node, name)
         return super().argument(node, name)
 
-    def segment_program(self) -> SegmentProgram:
-        own, guided = self.pulls()
-        looked = tuple(f for f in self.by_fact if f.element is not None)
-        walks, of = self._walks(), self.of_segments
-        of_terms = list(self.values.values())
-        rows = [
-            [x if not s else "0.0" for x, s in zip(of_terms, of, strict=True)],
-            self.metrics.values(), self.by_fact.values(), self.by_input.values(),
-            [x or "0.0" for k in own for x in k],
-            [*(x or "0.0" for k in guided for x in k), *(self.by_fact[f] for f in looked)],
-        ]  # fmt: skip
-        segment = [[x if s else "0.0" for x, s in zip(of_terms, of, strict=True)], self.segment_metrics.values()]
-        results = [*map(_tuple, walks), *(f"({', '.join(map(_tuple, x))})" for x in (rows, segment))]
-        return SegmentProgram(
-            self._source(results, walks), self.want, tuple(self.values), tuple(self.inputs), self.target,
-            tuple(self.printer.numbers), tuple(self.metrics), tuple(self.by_fact), tuple(self.by_input), fed(own),
-            tuple(self.left_out.items()), tuple(self.segment_metrics), tuple(of),
-            tuple(self.shapes[n].kind for n in self.inputs),
-            tuple(tuple(self.printer.summed[x] for x in walk) for walk in walks), fed(guided), looked,
+    def program(self) -> Program:
+        of_terms = list(zip(self.values.values(), self.of_segments, strict=True))
+        rows, program = self.results([x if not s else "0.0" for x, s in of_terms])
+        walks = self._walks()
+        segment = [[x if s else "0.0" for x, s in of_terms], [*self.segment_metrics.values()]]
+        results = [*map(flat, walks), nested(rows), nested(segment)]
+        return program._replace(
+            source=self._source(results, walks), by_segment=True, segment_metrics=tuple(self.segment_metrics),
+            of_segments=tuple(self.of_segments), input_kinds=tuple(self.shapes[n].kind for n in self.inputs),
+            sums=tuple(tuple(self.printer.summed[x] for x in walk) for walk in walks),
         )  # fmt: skip
 
     def _walks(self) -> list[list[str]]:
@@ -200,16 +143,12 @@ class _SegmentPage(Page):
     def _source(self, results: list[str], walks: list[list[str]]) -> str:
         order = [x for walk in walks for x in walk]  # in which they become known
         number = [order.index(x) for x in self.printer.summed]
-        text = f"@triton.jit\ndef {NAME}({_ARGUMENTS}):\n"
+        text = f"@triton.jit\ndef {SEGMENT}({_ARGUMENTS}):\n"
         for i, result in enumerate(results):
             test = "else" if i == len(results) - 1 else f"{'elif' if i else 'if'} WALK == {i}"
             lines = [*_needed(self.printer.lines, result), f"return {result}"]
             text += f"    {test}:\n" + "".join(f"        {line}\n" for line in lines)
         return _SUM.sub(lambda m: f"known[{number[int(m[1])]}]", text)
-
-
-def _tuple(texts: Any) -> str:
-    return f"({''.join(f'{x}, ' for x in texts).rstrip()})"
 
 
 def _needed(lines: Sequence[str], result: str) -> list[str]:
