@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from headloss.deferred_checks import is_capturing
+from headloss.nested import nest
 from headloss.segments import version
 from headloss.support import IGNORE, SHIFT, Known, Support, check_counted
 
@@ -198,15 +199,8 @@ class Places:
         return self
 
     def to(self, device: torch.device | str, non_blocking: bool) -> Places:
-        def move(x: Any) -> Any:
-            if isinstance(x, dict):
-                return {key: move(y) for key, y in x.items()}
-            if isinstance(x, tuple):
-                return tuple(map(move, x))
-            return x.to(device, non_blocking=non_blocking) if isinstance(x, Tensor) else x
-
-        whole = None if self._whole is None else Entries(*move(tuple(self._whole)))
-        return Places(self.known, {name: move(getattr(self, name)) for name in self.TENSORS}, whole)
+        tensors = {name: getattr(self, name) for name in self.TENSORS}
+        return Places(self.known, *nest((tensors, self._whole), lambda x: x.to(device, non_blocking=non_blocking)))
 
 
 def width_of(known: Known, extra: int, N: int, in_order: bool, part: slice) -> int:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 import headloss as hl
 from headloss.facts import CONSTANT, Fact, Moments, Partial, Want, finish, merge
+from headloss.nested import nest
 
 backend = import_module("headloss.backends.torch")  # `headloss.backends` has torch itself under that name
 
@@ -241,13 +242,7 @@ def split(logits: Tensor, targets: Tensor, cuts: list[int]) -> list[Partial]:
 
 
 def stack(parts: list[Partial]) -> Partial:
-    def join(xs: list[Any]) -> Any:
-        if xs[0] is None or isinstance(xs[0], Tensor):
-            return None if xs[0] is None else torch.stack(xs)
-        joined = [join([x[i] for x in xs]) for i in range(len(xs[0]))]
-        return type(xs[0])(*joined) if hasattr(xs[0], "_fields") else tuple(joined)
-
-    return join(parts)
+    return nest(parts[0], lambda *xs: torch.stack(xs), *parts[1:])
 
 
 def fold(parts: list[Partial]) -> Partial:

@@ -200,8 +200,10 @@ def test_a_sum_that_nobody_takes_is_refused(backend: str) -> None:
 
 
 @backends
-def test_facts_of_the_logits_themselves(backend: str) -> None:
+def test_facts_of_the_logits_themselves(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their minimum and their products with a narrower teacher's, through scale and softcap of both, beside a KL."""
+    if backend == "triton":  # whose operations on these go by tiles of rows
+        monkeypatch.setattr("headloss.backends.triton.logit_facts.TILE_BYTES", 16 * V)
     batch = Batch()
     how, theirs = {"scale": -0.7, "softcap": 3.0, "temperature": T}, {"scale": 1.2, "softcap": 4.0}
     terms = {"cos": cosine, "kl": forward_kl, "ce": cross_entropy}

@@ -22,10 +22,10 @@ from torch import Tensor
 from headloss.engine.arguments import Chunk
 from headloss.engine.budget import accumulator
 from headloss.engine.heads import LinearHead, on_source_device
-from headloss.engine.nested_tuples import join
 from headloss.engine.sweeps import Cotangents, Sweep
 from headloss.engine.weight_grad_into import weight_grad_into_of
 from headloss.facts import Fact, Pull, Softmax, Want, coefficients, finish
+from headloss.nested import join
 from headloss.parallel.shard import Gathering
 from headloss.record import Grads
 from headloss.sources import Linear, Source

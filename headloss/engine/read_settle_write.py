@@ -20,11 +20,11 @@ from torch import Tensor
 from headloss.engine.arguments import Block, Chunk
 from headloss.engine.heads import scale_grads
 from headloss.engine.loss import TermsOnRows
-from headloss.engine.nested_tuples import cut, join
 from headloss.engine.one_launch import Launched, Weighed, by_length
 from headloss.engine.product import ProductSweep
 from headloss.engine.sweeps import Sweep
 from headloss.facts import Partial, Pull, Softmax
+from headloss.nested import cut, join
 from headloss.parallel.shard import Gathering, sum_pairs
 
 

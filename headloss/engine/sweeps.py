@@ -21,9 +21,9 @@ from torch import Tensor
 from headloss.engine.arguments import Block, Chunk
 from headloss.engine.heads import Deferred, beyond_fp16, on_source_device, open_source, part_of, scale_grads
 from headloss.engine.ids_logit import ids_facts, ids_pull
-from headloss.engine.nested_tuples import cut, join
 from headloss.engine.teachers import TeacherRows, cost_of, most_rows, note, teacher_label
 from headloss.facts import Fact, Partial, Softmax, Want, coefficients, finish, with_whole
+from headloss.nested import cut, join
 from headloss.parallel.shard import Gathering, gather_each, reduce_hidden, sum_pairs
 from headloss.record import Grads
 from headloss.rows import Rows

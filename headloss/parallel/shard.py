@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from headloss.facts import Partial, merge
+from headloss.nested import nest
 from headloss.teachers import Pairs, Temperature
 
 T = TypeVar("T")
@@ -235,12 +236,8 @@ def _fields(x: Any) -> Iterator[Tensor]:
 
 
 def _refill(like: Any, tensors: Iterator[Tensor]) -> Any:
-    if isinstance(like, Tensor):
-        return torch.stack([next(tensors) for _ in range(like.shape[-1])], -1) if like.ndim > 1 else next(tensors)
-    if not isinstance(like, tuple):
-        return None
-    filled = [_refill(y, tensors) for y in like]
-    return type(like)(*filled) if hasattr(like, "_fields") else tuple(filled)
+    own = lambda x: torch.stack([next(tensors) for _ in range(x.shape[-1])], -1) if x.ndim > 1 else next(tensors)
+    return nest(like, own)
 
 
 def sum_pairs(pairs: Sequence[tuple[Tensor, Any]], shard: VocabShard | None) -> Sequence[tuple[Tensor, Any]]:

@@ -13,6 +13,7 @@ from interpreting import INSIDE, inside, interpreted
 from headloss.divergence import Element
 from headloss.facts import Fact, Want, coefficients, finish
 from headloss.losses import jsd, skew_kl, tvd
+from headloss.nested import nest
 from headloss.teachers import DenseChunk, DenseSoftmax, SparseChunk, teacher_coefficients
 
 pytest.importorskip("triton")
@@ -50,12 +51,7 @@ class Case:
             self.shape = TINY if len(sizes) == 1 else MIXED
 
     def wide(self, z):
-        if isinstance(z, torch.Tensor):
-            return z.double() if z.is_floating_point() else z
-        if isinstance(z, tuple):
-            items = [self.wide(i) for i in z]
-            return type(z)(*items) if hasattr(z, "_fields") else tuple(items)
-        return [self.wide(i) for i in z] if isinstance(z, list) else z
+        return nest(z, lambda x: x.double() if x.is_floating_point() else x)
 
     def sums(self, backend, wide, **options):
         x, T, teachers = (self.wide(z) if wide else z for z in (self.x, self.temperatures, self.teachers))
@@ -152,12 +148,7 @@ def leaves(ours, truth, path=""):
 
 
 def narrow(z):
-    if isinstance(z, torch.Tensor):
-        return z.float() if z.dtype == torch.float64 else z
-    if isinstance(z, tuple | list):
-        items = [narrow(i) for i in z]
-        return type(z)(*items) if hasattr(z, "_fields") else type(z)(items)
-    return z
+    return nest(z, lambda x: x.float() if x.dtype == torch.float64 else x)
 
 
 def draw(n=3, v=147, dtype=torch.float32, spread=4.0, seed=0):

@@ -24,7 +24,7 @@ from torch import Tensor
 import headloss as hl
 from headloss.facts import CONSTANT, FACTS, Fact, Want, coefficients, finish, merge
 from headloss.losses import LOSSES
-from headloss.parallel.shard import _fields, _refill
+from headloss.nested import nest
 from headloss.teachers import COMPARING, DenseChunk, SparseChunk, teacher_coefficients
 from proof import objectives
 
@@ -375,7 +375,7 @@ def test_splits_of_the_vocabulary(random: standard.Random) -> None:
             sweep.sums(z_NV[:, a:b], targets_N, want, temperatures, softcap=cap, start=a, teachers=chunk)
             for (a, b), chunk in zip(spans, chunks)
         ]
-        stack = lambda xs: _refill(xs[0], iter(torch.stack([torch.stack(list(_fields(x))) for x in xs]).unbind(1)))
+        stack = lambda parts: nest(parts[0], lambda *xs: torch.stack(xs), *parts[1:])
         if nested and len(parts) > 2:
             parts = [parts[0], merge(stack(parts[1:]), temperatures, paired)]
         facts, softmax = finish(merge(stack(parts), temperatures, paired), want, temperatures, V)

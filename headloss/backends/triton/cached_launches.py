@@ -18,7 +18,7 @@ from headloss.backends.triton.kernels.records import Given
 from headloss.backends.triton.printer.program import Program
 from headloss.backends.triton.settle import Settled, Settling, Spans, Weights, in_order, packed, settle_all
 from headloss.backends.triton.settled_pull import pull_settled
-from headloss.backends.triton.tiles import address, nest
+from headloss.backends.triton.tiles import address
 from headloss.backends.triton.totals import fire_totals, totals_launch
 from headloss.backends.triton.visit import (
     UNTAUGHT,
@@ -32,6 +32,7 @@ from headloss.backends.triton.visit import (
 )
 from headloss.backends.triton.visit_records import Visited
 from headloss.facts import finish
+from headloss.nested import nest
 from headloss.teachers import DenseChunk, SparseChunk, TeacherChunk
 
 Again = Callable[..., Any]  # launches what was launched before, on other tensors of the same form

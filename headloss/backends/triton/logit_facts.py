@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headloss.backends.triton.tiles import Transform, nest
+from headloss.backends.triton.tiles import Transform
 from headloss.facts import Partial, Want
+from headloss.nested import cut, join
 from headloss.teachers import DenseChunk, DensePartial, DensePull, TeacherChunk, TeacherPulls, plain_pull, plain_sums
 
 TILE_BYTES = 64 << 20  # of float32 logits at a time
@@ -28,7 +29,7 @@ def with_sums(
         z_BV = Transform(scale, softcap)(raw_CV[rows])
         least = torch.nn.functional.pad(z_BV, (0, 1), value=math.inf).amin(-1) if want.sums("least") else None
         tiles.append([least, *(_met(z_BV, rows, want, *named) for named in zip(want.teachers, teachers, strict=True))])
-    least, *found = (nest(xs[0], lambda *ys: torch.cat(ys), *xs[1:]) for xs in zip(*tiles, strict=True))
+    least, *found = (join(*xs) for xs in zip(*tiles, strict=True))
     met = [
         x._replace(square=own[0], teacher_square=own[1], dot=own[2]) if isinstance(x, DensePartial) else x
         for x, own in zip(partial.teachers, found, strict=True)
@@ -45,12 +46,10 @@ def pull(run: Callable[..., None], call: Sequence[Any], how: dict[str, Any]) -> 
     raw_CV, target_C, softmax, pulls, temperatures, out_CV = call
     transform = Transform(how["scale"], how["softcap"])
     for rows in _tiles(raw_CV):
-        part = lambda x, rows=rows: x[rows]
         z_BV = transform(raw_CV[rows])
         grad_BV, more_BV = torch.empty_like(z_BV), torch.zeros_like(z_BV)
-        own = nest(tuple(how[name] for name in ("teachers", "teacher_pulls", "teacher_temperatures")), part)
-        here = nest((raw_CV, target_C, softmax, tuple(pulls), tuple(temperatures)), part)
-        run(*here, grad_BV, **how | dict(zip(("teachers", "teacher_pulls", "teacher_temperatures"), own)))
+        here = cut((raw_CV, target_C, softmax, pulls, temperatures), rows)
+        run(*here, grad_BV, **cut(how, rows))
         for chunk, ks in zip(how["teachers"], how["teacher_pulls"], strict=True):
             for k in ks:
                 if isinstance(k, DensePull) and k.plain:

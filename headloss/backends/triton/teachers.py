@@ -36,7 +36,6 @@ from headloss.backends.triton.tiles import (
     chains,
     check_dtype,
     is_as_given,
-    nest,
     per_row,
     plain_temperature,
     readable,
@@ -46,6 +45,7 @@ from headloss.backends.triton.tiles import (
 )
 from headloss.backends.triton.top import top_partial
 from headloss.facts import Moments, Partial, Want, merge
+from headloss.nested import nest
 from headloss.teachers import (
     DenseChunk,
     DensePartial,

@@ -150,13 +150,3 @@ def readable(x_CV: Tensor) -> Tensor:
 def is_as_given(rows: Rows, x: Tensor) -> bool:
     """Whether kernels are given the tensor as it is, neither a copy nor the boundary before it."""
     return rows.x_CV.data_ptr() == x.data_ptr()
-
-
-def nest(x: Any, fn: Any, *others: Any, leaf: type = Tensor) -> Any:
-    """Apply `fn` to the tensors in nested tuples, or to what else is a `leaf`."""
-    if isinstance(x, leaf):
-        return fn(x, *others)
-    if not isinstance(x, tuple):
-        return x
-    items = [nest(y, fn, *ys, leaf=leaf) for y, *ys in zip(x, *others, strict=True)]
-    return x._make(items) if hasattr(x, "_make") else tuple(items)
