@@ -35,6 +35,7 @@ from headloss.backends.triton.tiles import (
 from headloss.backends.triton.visit_records import Plan, Visited
 from headloss.backends.triton.visit_records import plan_of as plan_of
 from headloss.facts import Want
+from headloss.kept import keep
 from headloss.teachers import DenseChunk, TeacherChunk
 
 Number = float | Tensor
@@ -211,12 +212,10 @@ def visit(
             theirs.x_CV.stride(0), theirs.lead, program.width,
         )  # fmt: skip
         if layout is not None and raw.x_CV is x and out.x_CV is y and theirs.x_CV is z:
-            if len(plan.layouts) >= MOST_KNOWN:
-                plan.layouts.clear()
-            plan.layouts[layout] = kernel, places
+            keep(plan.layouts, layout, (kernel, places), MOST_KNOWN)
         x, y, z = raw.x_CV, out.x_CV, theirs.x_CV
     if noted is not None:
-        noted += plan.layouts.get(layout, ())  # another thread may clear them at any time
+        noted += plan.layouts.get(layout, ())  # another thread may make room at any time
     given = Given(
         given_T, taught.temperatures, inputs, bases, factors, program.numbers, plan.look_numbers, float(vocab),
         float(scale), 1.0 if softcap is None else float(softcap), taught.scale, taught.cap, taught.tails,
