@@ -87,11 +87,13 @@ class Term(Immutable):
     pure: bool
     options: Mapping[str, Any]
     needs_segments: bool  # its loss or its reduction cannot do without them
+    classes: str  # `classes_of` its temperature, made here: a graph that is traced may take that for a symbol
+    share: str | None  # `share_of` its reduction segments
     _calls: dict[Any, Call]
     _foreign_divergence: bool
     __slots__ = (
-        "_calls", "_foreign_divergence", "facts", "fn", "inputs", "length", "needs_segments", "options", "pure",
-        "reduction", "reduction_segments", "row_weight", "support", "tail", "targets", "teacher",
+        "_calls", "_foreign_divergence", "classes", "facts", "fn", "inputs", "length", "needs_segments", "options",
+        "pure", "reduction", "reduction_segments", "row_weight", "share", "support", "tail", "targets", "teacher",
         "temperature", "top", "weight",
     )  # fmt: skip
 
@@ -167,7 +169,8 @@ class Term(Immutable):
             inputs=MappingProxyType(_check_taken(inputs)), targets=targets, teacher=teacher, tail=tail, top=top,
             support=support, pure=pure, _calls={}, _foreign_divergence=is_divergence(fn) and not ours(fn),
         )  # fmt: skip
-        self._set(options=MappingProxyType(_check_options(fn, options)))
+        share = None if reduction_segments is None else share_of(reduction, length, reduction_segments)
+        self._set(options=MappingProxyType(_check_options(fn, options)), classes=classes_of(temperature), share=share)
         if is_divergence(fn):
             Element(fn, self.options, pure).check_again(first=True)
         signatures = self.call(None, {}).signatures
@@ -197,7 +200,7 @@ class Term(Immutable):
         name = self.teacher or (given[0] if len(given) == 1 else ONLY)
         sparse, draft, routed = (isinstance(teachers.get(name), kind) for kind in (Sparse, Draft, Routed))
         ids = IDS if IDS in teachers and self.teacher is None else name
-        classes = classes_of(self.temperature) if classes_of(self.temperature) in teachers else None
+        classes = self.classes if self.classes in teachers else None
         key = (source_temperature, name, sparse, draft, routed, ids, classes, self.content())
         made = self._calls.get(key)
         if made is None:
@@ -210,9 +213,7 @@ class Term(Immutable):
         made = self._made(T, name, sparse, draft, ids, how[0])  # the class weights' name
         if how[1] and any(str(f.teacher).split(" of ")[-1] == name for f in made.facts):
             made = made._replace(row_weights=(*made.row_weights, RowWeight(routes_of(name))))
-        if self.reduction_segments is not None:
-            made = made._replace(share=share_of(self.reduction, self.length, self.reduction_segments))
-        return made
+        return made if self.share is None else made._replace(share=self.share)
 
     _call._dynamo_marked_constant = True  # type: ignore[attr-defined]  # runs while a graph is traced, not in it
 

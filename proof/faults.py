@@ -1152,7 +1152,7 @@ FAULTS = [
     Fault("integrations/forward_code.py", "                    if not _value(test, known):\n", "                    if _value(test, known):\n", "a z-loss that is on counts as off", ("tests/integrations/test_forward_code.py",)),
     Fault("integrations/causal_lm.py", "    if unpadded is not None:\n", "    if False:\n", "a padded head's columns are taken for tokens", ("tests/integrations/test_forward_code.py",)),
     Fault("trace/call.py", "weight, _ = weighed\n        if CLASSES", "return weighed[0]\n        if CLASSES", "a mean over rows in place of the sum of their class weights", ("tests/test_class_weights.py",)),
-    Fault("engine/derived_inputs.py", "scale=T or 1.0", "scale=1.0", "class weights are tempered with the logits", ("tests/test_class_weights.py",)),
+    Fault("engine/derived_inputs.py", "scale=t.temperature or 1.0", "scale=1.0", "class weights are tempered with the logits", ("tests/test_class_weights.py",)),
     Fault("reductions.py", 'counts[place] if reduction == "seq_mean_token_mean"', 'counts[place] if reduction != "seq_mean_token_mean"', "reduction segments: a mean over tokens taken for a sum", REDUCED),
     Fault("reductions.py", "(counts[:num] > 0).sum() if num_segments", "(counts > 0).sum() if num_segments", "rows that do not count make a reduction segment", REDUCED),
     Fault("engine/derived_inputs.py", "x if group is None or explained else group_sum(x, group)", "x", "reduction segments: each rank counts its own rows", ("tests/ranks/test_reduction_segments_ranks.py",)),

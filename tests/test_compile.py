@@ -210,6 +210,29 @@ def test_numbers_change_without_compiling_again() -> None:
     assert counter.frame_count <= 2
 
 
+OF_PROMPTS = hl.Segments.from_ids(torch.arange(12) // 4)
+
+
+@pytest.mark.parametrize(
+    ("term", "more"),
+    [
+        (hl.Term(z_loss, temperature=2.0), {}),
+        (hl.Term(forward_kl, temperature=2.0), {"teacher": hl.Logits(torch.ones(12, V).double().tril())}),
+        (hl.Term(cross_entropy, temperature=2.0), {"class_weight": torch.rand(V, dtype=torch.float64)}),
+        (hl.Term(cross_entropy, temperature=2.0, targets="other"), {"other": torch.arange(12)}),
+        (hl.Term(z_loss, reduction="seq_mean_token_sum_norm", length=3.0, reduction_segments="prompts"),
+         {"prompts": OF_PROMPTS}),
+    ],
+    ids=["own", "teacher", "class_weight", "targets", "length"],
+)  # fmt: skip
+@pytest.mark.parametrize("how", ["__call__", "forward_backward"])
+def test_numbers_of_terms_may_be_symbols(term: hl.Term, more: dict[str, Any], how: str) -> None:
+    run = getattr(hl.Objective(term=term), how)
+    step = torch.compile(lambda z, y: run(hl.Logits(z), y, **more).loss, backend="eager", fullgraph=True, dynamic=True)
+    z, y = torch.randn(12, V, dtype=torch.float64), torch.arange(12)
+    torch.testing.assert_close(step(z, y), run(hl.Logits(z), y, **more).loss)
+
+
 def test_evaluation_makes_no_gradients() -> None:
     compiled = torch.compile(lambda x: flat(plain(linear, x)), backend="aot_eager", fullgraph=True)
     with torch.no_grad():

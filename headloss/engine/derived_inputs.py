@@ -35,7 +35,7 @@ from headloss.teachers import TOP
 from headloss.term import Term
 from headloss.terms import Terms
 from headloss.trace.call import facts_of, inputs_of
-from headloss.trace.signature import CLASSES, IDS, classes_of, counts_of, share_of, targets_of, weighs_classes
+from headloss.trace.signature import CLASSES, IDS, counts_of, targets_of, weighs_classes
 
 
 def with_derived_inputs(terms: Terms, arguments: CallArguments, explained: bool = False) -> CallArguments:
@@ -86,7 +86,7 @@ def over_ranks(terms: Terms, arguments: CallArguments) -> int:
 def reduced(terms: Terms, arguments: CallArguments) -> dict[str, Term]:
     """The terms that are on and have reduction segments, one for each different reduction."""
     on = {n: t for n, t in terms.terms.items() if t.reduction_segments is not None and _is_on(n, t, arguments)}
-    ways = {(t.reduction_segments, t.reduction, t.length): n for n, t in reversed(on.items())}
+    ways = {t.share: n for n, t in reversed(on.items())}
     return {n: on[n] for n in reversed(ways.values())}
 
 
@@ -110,8 +110,7 @@ def _with_shares(terms: Terms, arguments: CallArguments, explained: bool) -> Cal
         ids = torch.where(valid, ids.clamp(max=num - 1), -1)
         add = lambda x, group=of.group: x if group is None or explained else group_sum(x, group)
         share = shares(term.reduction, term.length, ids, num, arguments.options.num_segments, add)
-        key = share_of(term.reduction, term.length, label)
-        inputs[key] = PerRow(share.to(source.fact_dtype).reshape(source.leading))
+        inputs[str(term.share)] = PerRow(share.to(source.fact_dtype).reshape(source.leading))
     return arguments.but(inputs=inputs)
 
 
@@ -193,8 +192,7 @@ def _with_classes(terms: Terms, arguments: CallArguments) -> CallArguments:
     log_w = w_V[start : start + source.columns].log().expand(*source.leading, source.columns)
     inputs[CLASSES["class_weight"]] = PerRow(w_V[rows.clamp(0, source.vocab - 1)])
     inputs[CLASSES["class_mean"]] = w_V.mean()
-    temperatures = dict.fromkeys(t.temperature for t in asking.values())
-    classes = {classes_of(T): Logits(log_w, scale=T or 1.0, shard=source.shard) for T in temperatures}
+    classes = {t.classes: Logits(log_w, scale=t.temperature or 1.0, shard=source.shard) for t in asking.values()}
     return arguments.but(teacher={**named_teachers(arguments.teacher), **classes}, inputs=inputs)
 
 
