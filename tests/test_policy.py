@@ -743,3 +743,6 @@ def test_dead_rows_are_those_without_a_gradient(kind: str) -> None:
     assert float(both(source, targets, advantage=advantage).metrics["dead_rows"]) == 0
     nobody = both(source, torch.full_like(targets, -100), advantage=advantage)
     assert math.isnan(float(nobody.metrics["dead_rows"])) and nobody.loss == 0
+    off = hl.Objective(rl=hl.Term(LOSSES["reinforce"], weight=0.0), metrics=["dead_rows"])
+    assert float(off(source, targets, advantage=advantage).metrics["dead_rows"]) == 1
+    assert hl.verify(off, source, targets, advantage=advantage).ok

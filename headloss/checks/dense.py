@@ -371,8 +371,8 @@ class Dense:
         if name == "perplexity":
             return -fact("logprob")
         if name == "dead_rows":
-            (by_z,) = torch.autograd.grad(self.loss, self.all.z_RV, retain_graph=True)
-            return by_z.eq(0).all(-1)
+            z_RV = self.all.z_RV  # the loss may not depend on it: terms can be switched off
+            return torch.autograd.grad(self.loss + 0 * z_RV.sum(), z_RV, retain_graph=True)[0].eq(0).all(-1)
         if name == "teacher_agreement":
             if self.teacher_of(None) in self.sparse:
                 ids, logq = self.sparse[self.teacher_of(None)]
