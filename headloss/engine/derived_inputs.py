@@ -101,9 +101,10 @@ def _with_shares(terms: Terms, arguments: CallArguments, explained: bool) -> Cal
         of, label = segments[name], str(term.reduction_segments)
         ids, num = of.ids.reshape(-1), of.num_segments
         valid = torch.ones_like(ids, dtype=torch.bool) if targets is None else (targets != IGNORE).reshape(-1)
+        most = "their number" if torch.compiler.is_compiling() else num  # which may be a symbol, and has no text
         refuse(
             f"{label}: an id is out of range, or a row that counts has none",
-            (((ids >= num) | (ids < -1)).sum(), f"{label}: segment ids must lie in [-1, {num}), but {{}} do not"),
+            (((ids >= num) | (ids < -1)).sum(), f"{label}: segment ids must lie in [-1, {most}), but {{}} do not"),
             ((valid & (ids < 0)).sum(), f"{label}: {{}} rows that are not ignored have no segment (id -1), but term "
              f"{name!r} is reduced over them"),
         )  # fmt: skip
