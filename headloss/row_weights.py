@@ -93,8 +93,7 @@ def reject(
         raise ValueError(f"low, high: wanted low <= high, got {low} and {high}")
     if estimator not in ("k1", "k2", "k3"):
         raise ValueError(f"estimator: wanted 'k1', 'k2' or 'k3', got {estimator!r}")
-    if level not in (*LEVELS, "segment_max"):
-        raise ValueError(f"level: wanted one of {', '.join((*LEVELS, 'segment_max'))}, got {level!r}")
+    _level(level, (*LEVELS, "segment_max"))
     low, high, sign = float(low), float(high), -1.0 if reverse else 1.0
 
     def kept(drift: Tensor, segments: Segments) -> Weighed:
@@ -305,9 +304,9 @@ def _ratio(drift: Tensor, segments: Segments | None, level: str) -> Tensor:
     return segments.spread(whole.clamp(-20.0, 20.0)).exp()
 
 
-def _level(level: str) -> str:
-    if level not in LEVELS:
-        raise ValueError(f"level: wanted one of {', '.join(LEVELS)}, got {level!r}")
+def _level(level: str, known: tuple[str, ...] = LEVELS) -> str:
+    if level not in known:
+        raise ValueError(f"level: wanted one of {', '.join(known)}, got {level!r}")
     return level
 
 

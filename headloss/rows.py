@@ -28,7 +28,7 @@ from headloss.prepared import (
     segment_ids,
     target_numbers,
 )
-from headloss.segments import Segments, integers, shallow
+from headloss.segments import Segments, check_device, integers, shallow
 from headloss.support import IGNORE as IGNORE
 
 
@@ -209,11 +209,9 @@ def bind_rows(
         targets = integers("targets", targets)
     if targets.shape != shape:
         raise ValueError(f"targets: wanted shape {shape} to match the source, got {tuple(targets.shape)}")
-    if targets.device != device:
-        raise ValueError(f"targets: is on {targets.device}, but the source is on {device}")
+    check_device("targets", targets, device)
     if segments is not None:
-        if segments.ids.device != device:
-            raise ValueError(f"segments: is on {segments.ids.device}, but the source is on {device}")
+        check_device("segments", segments.ids, device)
         ids = segment_ids(segments, targets)
     flat = targets if targets.ndim == 1 else targets.reshape(-1)
     if device.type == "meta":

@@ -366,6 +366,11 @@ def check_dense(name: str, x: Tensor) -> None:
         raise TypeError(f"{name}: wanted a dense tensor, got one that is {way}")
 
 
+def check_device(name: str, x: Any, device: torch.device, of: str = "the source") -> None:
+    if x.device != device:
+        raise ValueError(f"{name}: is on {x.device}, but {of} is on {device}")
+
+
 def check_size(name: str, n: object) -> None:
     if isinstance(n, bool) or not isinstance(n, (int, torch.SymInt)):
         raise TypeError(f"{name}: wanted an int, got {type(n).__name__}")

@@ -19,7 +19,7 @@ from torch import Tensor
 from headloss.options import check_temperatures, is_number, kind_of, shown
 from headloss.options import parse_bytes as parse_bytes
 from headloss.parallel.shard import VocabShard
-from headloss.segments import check_dense, integers, shallow
+from headloss.segments import check_dense, check_device, integers, shallow
 from headloss.served import from_dataset, from_sglang, from_vllm
 from headloss.vocab_ids import check_vocab_ids
 
@@ -128,8 +128,7 @@ class Linear:
         if bias is not None or weight.device != hidden.device or weight.dtype != hidden.dtype:
             for name, x in (("weight", weight),) if bias is None else (("weight", weight), ("bias", bias)):
                 check_dense(name, x)
-                if x.device != hidden.device:
-                    raise ValueError(f"{name}: is on {x.device}, but hidden is on {hidden.device}")
+                check_device(name, x, hidden.device, "hidden")
                 if x.dtype != hidden.dtype and not autocast:
                     said = f"{name}: is {x.dtype}, but hidden is {hidden.dtype}"
                     raise TypeError(f"{said}; cast one, or run under torch.autocast")
@@ -242,8 +241,7 @@ class Sparse:
             raise ValueError(
                 f"ids: wanted (rows, K) like logprobs, got {tuple(self.ids.shape)} and {tuple(self.logprobs.shape)}"
             )
-        if self.ids.device != self.logprobs.device:
-            raise ValueError(f"logprobs: is on {self.logprobs.device}, but ids is on {self.ids.device}")
+        check_device("logprobs", self.logprobs, self.ids.device, "ids")
 
     @classmethod
     def from_vllm(cls, prompt_logprobs: Any, **options: Any) -> Sparse:
@@ -366,8 +364,8 @@ def _check_transform(source: Logits | Linear, x: Tensor) -> None:
             raise ValueError(f"temperature: wanted a number or shape {tuple(x.shape[:-1])}, got {tuple(T.shape)}")
         if not torch.compiler.is_compiling():
             check_temperatures(T)
-        if T.ndim and T.device != x.device:
-            raise ValueError(f"temperature: is on {T.device}, but the source is on {x.device}")
+        if T.ndim:
+            check_device("temperature", T, x.device)
     else:
         check_number("temperature", T)
     if source.softcap is not None:

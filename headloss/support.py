@@ -17,7 +17,7 @@ from torch import Tensor
 
 from headloss.deferred_checks import Copy, defers, now_or_later
 from headloss.immutable import Immutable
-from headloss.segments import check_dense, integers, version
+from headloss.segments import check_dense, check_device, integers, version
 
 IGNORE = -100  # the target of a row that does not count
 SHIFT = 32  # how far a key shifts its row's number
@@ -160,8 +160,8 @@ class Support(Immutable):
         self.check_written()
         if self.rows != rows:
             raise ValueError(f"support: has {self.rows} rows, the source has {rows}; wanted one set per row")
-        if self.keys.device != device and device.type != "meta":  # meta tensors have no values
-            raise ValueError(f"support: is on {self.keys.device}, but the source is on {device}")
+        if device.type != "meta":  # meta tensors have no values
+            check_device("support", self.keys, device)
         known = self.known()
         if known.high >= vocab:
             self._refuse(self._columns() >= vocab, f"wanted columns in [0, {vocab})", "support")
@@ -232,8 +232,7 @@ def _check_first(found: Tensor) -> None:
 
 
 def _check_device(x: Tensor, y: Tensor, name: str = "ids") -> None:
-    if y.device != x.device:
-        raise ValueError(f"offsets: is on {y.device}, but ids is on {x.device}")
+    check_device("offsets", y, x.device, "ids")
     if x.device.type == "meta":
         raise ValueError(f"{name}: is on meta; a support's sizes are its values, so wanted real ones")
 

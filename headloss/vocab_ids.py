@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from headloss.deferred_checks import is_capturing, now_or_later, readable, refuse
-from headloss.segments import integers, version
+from headloss.segments import check_device, integers, version
 
 
 def check_vocab_ids(source: Any) -> None:
@@ -20,8 +20,7 @@ def check_vocab_ids(source: Any) -> None:
     ids = integers("vocab_ids", ids)
     if tuple(ids.shape) != (source.vocab,):
         raise ValueError(f"vocab_ids: wanted one token per column, shape ({source.vocab},), got {tuple(ids.shape)}")
-    if ids.device != source.device:
-        raise ValueError(f"vocab_ids: is on {ids.device}, but the source is on {source.device}")
+    check_device("vocab_ids", ids, source.device)
     object.__setattr__(source, "vocab_ids", ids)
     check_tokens(ids)
 

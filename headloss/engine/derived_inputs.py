@@ -29,7 +29,7 @@ from headloss.engine.teachers import named_teachers
 from headloss.prepared import Prepared
 from headloss.reductions import NEEDS_SEGMENTS, shares
 from headloss.rows import IGNORE
-from headloss.segments import Segments, group_sum, integers
+from headloss.segments import Segments, check_device, group_sum, integers
 from headloss.sources import Linear, Logits, Source, Sparse
 from headloss.teachers import TOP
 from headloss.term import Term
@@ -123,8 +123,7 @@ def _reduction_segments(name: str, term: Term, inputs: Mapping[str, Any], source
     if type(found) is not Segments:
         raise TypeError(f"{label}: wanted hl.Segments, which reduce term {name!r}, got {type(found).__name__}")
     found, rows = found.fitted(source.leading, source.device), torch.Size(source.leading).numel()
-    if found.ids.device != source.device:
-        raise ValueError(f"{label}: is on {found.ids.device}, but the source is on {source.device}")
+    check_device(label, found.ids, source.device)
     if found.ids.numel() != rows or (found.ids.ndim > 1 and tuple(found.ids.shape) != source.leading):
         raise ValueError(f"{label}: ids have shape {tuple(found.ids.shape)}, the source's rows {source.leading}")
     return found
@@ -182,8 +181,7 @@ def _with_classes(terms: Terms, arguments: CallArguments) -> CallArguments:
     if not isinstance(w_V, Tensor) or not w_V.dtype.is_floating_point or tuple(w_V.shape) != (source.vocab,):
         got = f"{w_V.dtype} of shape {tuple(w_V.shape)}" if isinstance(w_V, Tensor) else type(w_V).__name__
         raise ValueError(f"class_weight: wanted a tensor of floats of shape ({source.vocab},), got {got}")
-    if w_V.device != source.device:
-        raise ValueError(f"class_weight: is on {w_V.device}, but the source is on {source.device}")
+    check_device("class_weight", w_V, source.device)
     if w_V.requires_grad and torch.is_grad_enabled():
         raise ValueError("class_weight: requires grad, but no gradient flows to weights; pass it detached")
     w_V = w_V.detach().to(source.fact_dtype)
@@ -212,8 +210,7 @@ def with_candidates(teacher: Any, ids: Any, source: Source) -> Any:
     if ids.ndim != len(leading) + 1 or tuple(ids.shape[:-1]) != leading or not ids.shape[-1]:
         wanted = f"({', '.join(map(str, leading))}, K), K columns of each row"
         raise ValueError(f"ids: wanted shape {wanted}, got {tuple(ids.shape)}")
-    if ids.device != source.device:
-        raise ValueError(f"ids: is on {ids.device}, but the source is on {source.device}")
+    check_device("ids", ids, source.device)
     _check_candidates(ids.reshape(-1, ids.shape[-1]), source.vocab if source.vocab_ids is None else 1 << 62)
     return {**teachers, IDS: Sparse(ids, torch.zeros(ids.shape, dtype=torch.float32, device=ids.device))}
 

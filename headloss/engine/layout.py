@@ -22,7 +22,7 @@ from torch import Tensor
 
 from headloss.deferred_checks import check_later, defers, readable
 from headloss.immutable import Immutable
-from headloss.segments import Segments, check_dense, integers
+from headloss.segments import Segments, check_dense, check_device, integers
 from headloss.sources import Source
 from headloss.term import Term
 from headloss.trace.call import Call
@@ -281,8 +281,8 @@ def layout(
             f"{name}: is {x.dtype}, wanted float32 or better: a log-probability of -10 in bfloat16 can be off by 0.03 "
             f"(FSDP casts loose inputs; wrap them in hl.Inputs)"
         )
-    if x.ndim and x.device != device:
-        raise ValueError(f"{name}: is on {x.device}, but the source is on {device}")
+    if x.ndim:
+        check_device(name, x, device)
     if name == "pairs":
         x = _check_pairs(x, segments)
     S = None if segments is None else segments.num_segments

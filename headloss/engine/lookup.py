@@ -22,7 +22,7 @@ from headloss.engine.teachers import name_teachers
 from headloss.kept import keep
 from headloss.prepared import Prepared
 from headloss.routed import Routed, routes_of
-from headloss.segments import Segments, check_dense
+from headloss.segments import Segments, check_dense, check_device
 from headloss.sources import Logits, Source, Sparse, Teacher
 from headloss.terms import Terms
 from headloss.trace.cache_keys import is_plain
@@ -101,8 +101,8 @@ def find(terms: Terms, arguments: CallArguments) -> FoundPlan:
             raise TypeError(f"segments: wanted hl.Segments, got {type(segments).__name__}{hint}")
         if type(targets) is not Prepared:
             segments = segments.fitted(source.leading, source.device)
-            if isinstance(targets, Tensor) and segments.ids.device != source.device == targets.device:
-                raise ValueError(f"segments: is on {segments.ids.device}, but the source is on {source.device}")
+            if isinstance(targets, Tensor) and targets.device == source.device:
+                check_device("segments", segments.ids, source.device)
     if type(options.host_read) is not bool:
         raise TypeError(f"host_read: wanted True or False, got {type(options.host_read).__name__}")
     off = switched_off(call_weights(terms, options.weights)) if options.weights else plans.off

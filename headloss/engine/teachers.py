@@ -24,6 +24,7 @@ from headloss.facts import Want
 from headloss.parallel.shard import note_of
 from headloss.routed import Routed
 from headloss.rows import Rows
+from headloss.segments import check_device
 from headloss.sources import (
     Linear,
     Logits,
@@ -87,8 +88,7 @@ def name_teachers(teacher: Teacher | Mapping[str, Teacher] | None, source: Sourc
             )
         if x.leading != source.leading:
             raise ValueError(f"{label}: has rows of shape {x.leading}, the student's are {source.leading}")
-        if x.device != source.device:
-            raise ValueError(f"{label}: is on {x.device}, but the source is on {source.device}")
+        check_device(label, x, source.device)
         if isinstance(x, Sparse):
             check_ids(label, x, source)
         else:
