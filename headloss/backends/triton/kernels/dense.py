@@ -13,7 +13,7 @@ import triton.language as tl
 
 from headloss.backends.triton.kernels.logits import LOG2E, LOWEST, boundary, edges, logits, temperature
 from headloss.backends.triton.kernels.running_sums import absorb, merge_lanes, merge_teacher
-from headloss.backends.triton.kernels.sums import centre_of, column_of, fetch, higher
+from headloss.backends.triton.kernels.sums import centre_of, column_of, fetch, higher, put
 
 
 @triton.jit
@@ -106,47 +106,29 @@ def dense_sums_kernel(
     some, somet = top > LOWEST, topt > LOWEST
     out += part.to(tl.int64) * N + row
     step = N.to(tl.int64) * parts
-    tl.store(out, tl.where(some, top, -float("inf")))
-    slot = 1
+    out = put(tl.where(some, top, -float("inf")), out, step, True)
     none = tl.maximum(low, skew)
     if F.TOTAL:
         count = tl.maximum(high - none, 0).to(tl.float32)
-        tl.store(out + slot * step, total + count * (centre - tl.where(some, top, 0.0)))
-        tl.store(out + (slot + 1) * step, count)
-        slot += 2
+        out = put(total + count * (centre - tl.where(some, top, 0.0)), out, step, True)
+        out = put(count, out, step, True)
     if F.BEST:
         found = column_of(m, best, raw, skew, high, how[0], how[1], F.VEC, F.SCALED, F.CAPPED, F)
-        tl.store(out + slot * step, (tl.where(some, found, none) - skew + start).to(tl.float32))
-        slot += 1
-    tl.store(out + slot * step, tl.where(somet, topt, -float("inf")))
-    slot += 1
+        out = put((tl.where(some, found, none) - skew + start).to(tl.float32), out, step, True)
+    out = put(tl.where(somet, topt, -float("inf")), out, step, True)
     if F.TEACHER_BEST:
         found = column_of(
             mt, bestt, teacher, skew, high, how[2], how[3], TEACHER_VEC, F.TEACHER_SCALED, F.TEACHER_CAPPED, F
         )
-        tl.store(out + slot * step, (tl.where(somet, found, none) - skew + start).to(tl.float32))
-        slot += 1
+        out = put((tl.where(somet, found, none) - skew + start).to(tl.float32), out, step, True)
     own, theirs = merge_lanes(m, top, sums, c, 9, False, F), merge_teacher(m, mt, top, topt, sums, c, ct, False, F)
     for i in tl.static_range(len(c)):
-        tl.store(out + slot * step, own[3 * i])
-        slot += 1
-        if F.WANT_X[i]:
-            tl.store(out + slot * step, own[3 * i + 1])
-            slot += 1
-        if F.WANT_Q[i]:
-            tl.store(out + slot * step, own[3 * i + 2])
-            slot += 1
-        if F.MET[i]:
-            tl.store(out + slot * step, theirs[6 * i])
-            slot += 1
-        if F.WANT_Y[i]:
-            tl.store(out + slot * step, theirs[6 * i + 1])
-            slot += 1
-        if F.WANT_F[i]:
-            tl.store(out + slot * step, theirs[6 * i + 2])
-            tl.store(out + (slot + 1) * step, theirs[6 * i + 3])
-            slot += 2
-        if F.WANT_G[i]:
-            tl.store(out + slot * step, theirs[6 * i + 4])
-            tl.store(out + (slot + 1) * step, theirs[6 * i + 5])
-            slot += 2
+        out = put(own[3 * i], out, step, True)
+        out = put(own[3 * i + 1], out, step, F.WANT_X[i])
+        out = put(own[3 * i + 2], out, step, F.WANT_Q[i])
+        out = put(theirs[6 * i], out, step, F.MET[i])
+        out = put(theirs[6 * i + 1], out, step, F.WANT_Y[i])
+        out = put(theirs[6 * i + 2], out, step, F.WANT_F[i])
+        out = put(theirs[6 * i + 3], out, step, F.WANT_F[i])
+        out = put(theirs[6 * i + 4], out, step, F.WANT_G[i])
+        out = put(theirs[6 * i + 5], out, step, F.WANT_G[i])

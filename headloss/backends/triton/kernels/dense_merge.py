@@ -9,33 +9,7 @@ import triton.language as tl
 
 from headloss.backends.triton.kernels.logits import LOG2E, logits
 from headloss.backends.triton.kernels.running_sums import NATS, rebase, rebase_teacher
-from headloss.backends.triton.kernels.sums import row_temperature
-
-
-@triton.jit
-def moved(m):
-    """The maximum of all parts, and how far each part's own (P, R) is from it; a part without columns moves no sums."""
-    top = tl.max(m, axis=0)
-    return top, tl.where(m == -float("inf"), -float("inf"), m - top[None, :])
-
-
-@triton.jit
-def part_sums(partial, step, here, WANTED: tl.constexpr):
-    """Load the next sum of each part, or 0 if it is not WANTED; also returns the pointer to the one after it."""
-    x = tl.zeros(here.shape, tl.float32)
-    if WANTED:
-        x = tl.load(partial, mask=here, other=0.0)
-        partial += step
-    return x, partial
-
-
-@triton.jit
-def settle(x, good, out, N, WANTED: tl.constexpr):
-    """Store the sum over parts; returns the pointer to the next place."""
-    if WANTED:
-        tl.store(out, tl.sum(x, axis=0), mask=good)
-        out += N
-    return out
+from headloss.backends.triton.kernels.sums import moved, part_sums, put_sum, rebased_total, row_temperature
 
 
 @triton.jit(
@@ -74,12 +48,10 @@ def dense_merge_kernel(
         tl.store(out, tl.where(held, z - origin, -float("inf")), mask=good)
         out += N
     if F.TOTAL:
-        total = tl.load(partial, mask=here, other=0.0)
-        count = tl.load(partial + step, mask=here, other=0.0)
-        tl.store(out, tl.sum(tl.where(count > 0, total + count * shift, 0.0), axis=0), mask=good)
-        tl.store(out + N, tl.sum(count, axis=0), mask=good)
-        partial += 2 * step
-        out += 2 * N
+        total, partial = part_sums(partial, step, here, True)
+        count, partial = part_sums(partial, step, here, True)
+        out = put_sum(rebased_total(shift, total, count), good, out, N, True)
+        out = put_sum(count, good, out, N, True)
     if F.BEST:
         best = tl.load(partial, mask=here, other=float("inf"))
         tl.store(out, tl.min(tl.where(m == top[None, :], best, float("inf")), axis=0), mask=good)
@@ -113,10 +85,10 @@ def dense_merge_kernel(
         st, y, f, lost, g, lostt = rebase_teacher(
             S, St, Y, f, lost, g, lostt, d, dt, k, kt, NATS, F.WANT_Y[i], F.WANT_F[i], F.WANT_G[i]
         )
-        out = settle(s, good, out, N, True)
-        out = settle(x, good, out, N, F.WANT_X[i])
-        out = settle(q, good, out, N, F.WANT_Q[i])
-        out = settle(st, good, out, N, F.MET[i])
-        out = settle(y, good, out, N, F.WANT_Y[i])
-        out = settle(f + lost * NATS, good, out, N, F.WANT_F[i])
-        out = settle(g + lostt * NATS, good, out, N, F.WANT_G[i])
+        out = put_sum(s, good, out, N, True)
+        out = put_sum(x, good, out, N, F.WANT_X[i])
+        out = put_sum(q, good, out, N, F.WANT_Q[i])
+        out = put_sum(st, good, out, N, F.MET[i])
+        out = put_sum(y, good, out, N, F.WANT_Y[i])
+        out = put_sum(f + lost * NATS, good, out, N, F.WANT_F[i])
+        out = put_sum(g + lostt * NATS, good, out, N, F.WANT_G[i])

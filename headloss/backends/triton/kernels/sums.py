@@ -152,6 +152,15 @@ def column_of(
     return tl.min(tl.min(tl.where(match, at, 2147483647), axis=1), axis=0)
 
 
+@triton.jit
+def put(x, out, step, WANTED: tl.constexpr):
+    """Store a number if it is WANTED; returns the pointer to the next place."""
+    if WANTED:
+        tl.store(out, x)
+        out += step
+    return out
+
+
 @triton.jit(
     do_not_specialize=["N", "V", "parts", "width", "stride", "lead", "target_stride", "start"],
     do_not_specialize_on_alignment=["target"],
@@ -186,32 +195,30 @@ def sums_kernel(
     some = top > LOWEST  # else every column is -inf: the identity, except for `total`
     out += part.to(tl.int64) * N + row
     step = N.to(tl.int64) * parts
-    tl.store(out, tl.where(some, top, -float("inf")))
+    out = put(tl.where(some, top, -float("inf")), out, step, True)
     origin = tl.where(some, top, 0.0)
-    slot = 1
     if F.TARGET:
         z = logits(picked, how[0], how[1], F.SCALED, F.CAPPED)
-        tl.store(out + slot * step, tl.where(here, z - origin, -float("inf")))
-        slot += 1
+        out = put(tl.where(here, z - origin, -float("inf")), out, step, True)
     if F.TOTAL:
         count = tl.maximum(high - tl.maximum(low, skew), 0).to(tl.float32)
-        tl.store(out + slot * step, total + count * (centre - origin))
-        tl.store(out + (slot + 1) * step, count)
-        slot += 2
+        out = put(total + count * (centre - origin), out, step, True)
+        out = put(count, out, step, True)
     if F.BEST:
         found = column_of(m, best, raw, skew, high, how[0], how[1], F.VEC, F.SCALED, F.CAPPED, F)
-        tl.store(out + slot * step, (tl.where(some, found, tl.maximum(low, skew)) - skew + start).to(tl.float32))
-        slot += 1
+        out = put((tl.where(some, found, tl.maximum(low, skew)) - skew + start).to(tl.float32), out, step, True)
     merged = merge_lanes(m, top, sums, c, 3, False, F)
     for i in tl.static_range(len(c)):
-        tl.store(out + slot * step, merged[3 * i])
-        slot += 1
-        if F.WANT_X[i]:
-            tl.store(out + slot * step, merged[3 * i + 1])
-            slot += 1
-        if F.WANT_Q[i]:
-            tl.store(out + slot * step, merged[3 * i + 2])
-            slot += 1
+        out = put(merged[3 * i], out, step, True)
+        out = put(merged[3 * i + 1], out, step, F.WANT_X[i])
+        out = put(merged[3 * i + 2], out, step, F.WANT_Q[i])
+
+
+@triton.jit
+def moved(m):
+    """The maximum of all parts, and how far each part's own (P, R) is from it; a part without columns moves no sums."""
+    top = tl.max(m, axis=0)
+    return top, tl.where(m == -float("inf"), -float("inf"), m - top[None, :])
 
 
 @triton.jit
@@ -233,6 +240,25 @@ def row_temperature(given, row, good, PER_ROW: tl.constexpr):
         return tl.load(given + row, mask=good, other=1.0).to(tl.float32)[None, :]
     else:
         return temperature(given, row, False)
+
+
+@triton.jit
+def part_sums(partial, step, here, WANTED: tl.constexpr):
+    """Load the next sum of each part, or 0 if it is not WANTED; also returns the pointer to the one after it."""
+    x = tl.zeros(here.shape, tl.float32)
+    if WANTED:
+        x = tl.load(partial, mask=here, other=0.0)
+        partial += step
+    return x, partial
+
+
+@triton.jit
+def put_sum(x, good, out, N, WANTED: tl.constexpr):
+    """Store the sum over parts; returns the pointer to the next place."""
+    if WANTED:
+        tl.store(out, tl.sum(x, axis=0), mask=good)
+        out += N
+    return out
 
 
 @triton.jit(
@@ -265,52 +291,36 @@ def merge_kernel(
         tl.extra.cuda.gdc_wait()
     # every load before the first store, so that they do not wait for each other
     m = tl.load(partial, mask=here, other=-float("inf"))
-    slot = 1
+    partial += step
     if F.TOTAL:
-        total = tl.load(partial + slot * step, mask=here, other=0.0)
-        count = tl.load(partial + (slot + 1) * step, mask=here, other=0.0)
-        slot += 2
+        total, partial = part_sums(partial, step, here, True)
+        count, partial = part_sums(partial, step, here, True)
     if F.BEST:
-        best = tl.load(partial + slot * step, mask=here, other=float("inf"))
-        slot += 1
-    T, S, X, Q = (), (), (), ()
+        best = tl.load(partial, mask=here, other=float("inf"))
+        partial += step
+    T, sums = (), ()
     for i in tl.static_range(len(temperatures)):
         T = T + (row_temperature(temperatures[i], row, good, F.PER_ROW[i]),)
-        S = S + (tl.load(partial + slot * step, mask=here, other=0.0),)
-        slot += 1
-        if F.WANT_X[i]:
-            X = X + (tl.load(partial + slot * step, mask=here, other=0.0),)
-            slot += 1
-        else:
-            X = X + (0.0,)
-        if F.WANT_Q[i]:
-            Q = Q + (tl.load(partial + slot * step, mask=here, other=0.0),)
-            slot += 1
-        else:
-            Q = Q + (0.0,)
+        S, partial = part_sums(partial, step, here, True)
+        X, partial = part_sums(partial, step, here, F.WANT_X[i])
+        Q, partial = part_sums(partial, step, here, F.WANT_Q[i])
+        sums = sums + (S, X, Q)
 
-    top = tl.max(m, axis=0)
-    shift = tl.where(m == -float("inf"), -float("inf"), m - top[None, :])
+    top, shift = moved(m)
     tl.store(out, top, mask=good)
-    slot = 1
+    out += N
     if F.TARGET:
         origin = tl.where(top == -float("inf"), 0.0, top)
-        tl.store(out + slot * N, tl.where(held, z - origin, -float("inf")), mask=good)
-        slot += 1
+        tl.store(out, tl.where(held, z - origin, -float("inf")), mask=good)
+        out += N
     if F.TOTAL:
-        tl.store(out + slot * N, tl.sum(rebased_total(shift, total, count), axis=0), mask=good)
-        tl.store(out + (slot + 1) * N, tl.sum(count, axis=0), mask=good)
-        slot += 2
+        out = put_sum(rebased_total(shift, total, count), good, out, N, True)
+        out = put_sum(count, good, out, N, True)
     if F.BEST:
-        tl.store(out + slot * N, tl.min(tl.where(m == top[None, :], best, float("inf")), axis=0), mask=good)
-        slot += 1
+        tl.store(out, tl.min(tl.where(m == top[None, :], best, float("inf")), axis=0), mask=good)
+        out += N
     for i in tl.static_range(len(temperatures)):
-        s, x, q = rebased(shift, T[i], S[i], X[i], Q[i])
-        tl.store(out + slot * N, tl.sum(s, axis=0), mask=good)
-        slot += 1
-        if F.WANT_X[i]:
-            tl.store(out + slot * N, tl.sum(x, axis=0), mask=good)
-            slot += 1
-        if F.WANT_Q[i]:
-            tl.store(out + slot * N, tl.sum(q, axis=0), mask=good)
-            slot += 1
+        s, x, q = rebased(shift, T[i], sums[3 * i], sums[3 * i + 1], sums[3 * i + 2])
+        out = put_sum(s, good, out, N, True)
+        out = put_sum(x, good, out, N, F.WANT_X[i])
+        out = put_sum(q, good, out, N, F.WANT_Q[i])
