@@ -10,7 +10,7 @@ import headloss as hl
 from headloss.losses import cross_entropy, forward_kl, grpo, gspo
 
 MAKERS = {"arange", "as_tensor", "empty", "eye", "full", "linspace", "ones", "rand", "randint", "randn", "randperm"}
-MAKERS |= {"tensor", "zeros"}
+MAKERS |= {"empty_strided", "tensor", "zeros"}
 TYPED = MAKERS - {"arange", "as_tensor", "randint", "randperm", "tensor"}  # whose numbers say nothing of their type
 
 

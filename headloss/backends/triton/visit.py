@@ -248,14 +248,14 @@ def fire(
         words = F.L * -(-(V + F.LINE) // (32 * F.L * F.J))
         held = torch.zeros(C, words, dtype=torch.int32, device=x.device)
     if F.PARTS:
-        held = torch.zeros(C, 1 + 2 * F.PARTS, device=x.device)
+        held = torch.zeros(C, 1 + 2 * F.PARTS, dtype=torch.float32, device=x.device)
     at = At(
         x, y, x if target is None else target, x if valid is None else valid, visited.found,
         x if best is None else best, x if z is None else z, x if theirs is None else theirs, x if ids is None else ids,
         x if sorted_ids is None else sorted_ids, x if wide is None else wide, held,
     )  # fmt: skip
     if F.PARTS and IN_TURN.value:  # no program may overwrite what the next one reads
-        apart = lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype)
+        apart = lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
         kernel.run(None, -1, C * F.PARTS, (at._replace(out=apart(y)), given, *places))
         at = at._replace(raw=apart(x).copy_(x)) if y is x else at
     kernel.run(None, x.get_device(), C * (F.PARTS or 1), (at, given, *places))
