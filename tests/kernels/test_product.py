@@ -294,7 +294,7 @@ def test_compiles_for_hopper_without_spills_in_the_loop(name, tmp_path, monkeypa
     import re
 
     monkeypatch.undo()  # tiles of the size that runs
-    monkeypatch.setattr(product, "_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(product, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(product, "chains", lambda device: True)
     made, tile = BUILDS[name](), product.READ if name.startswith("read") else product.TILE
     stack = int(re.search(r"STACK:(\d+) ", made.dump("--dump-resource-usage", tmp_path))[1])
