@@ -9,7 +9,7 @@ import triton.language as tl
 
 from headloss.backends.triton.kernels.logits import LOG2E, logits
 from headloss.backends.triton.kernels.running_sums import NATS, rebase, rebase_teacher
-from headloss.backends.triton.kernels.sums import moved, part_sums, put_sum, rebased_total, row_temperature
+from headloss.backends.triton.kernels.sums import moved, part_sums, put, rebased_total, row_temperature
 
 
 @triton.jit(
@@ -40,33 +40,28 @@ def dense_merge_kernel(
         tl.extra.cuda.gdc_wait()
     m = tl.load(partial, mask=here, other=-float("inf"))
     top, shift = moved(m)
-    tl.store(out, top, mask=good)
+    out = put(top, out, N, True, good)
     partial += step
-    out += N
     if F.TARGET:
         origin = tl.where(top == -float("inf"), 0.0, top)
-        tl.store(out, tl.where(held, z - origin, -float("inf")), mask=good)
-        out += N
+        out = put(tl.where(held, z - origin, -float("inf")), out, N, True, good)
     if F.TOTAL:
         total, partial = part_sums(partial, step, here, True)
         count, partial = part_sums(partial, step, here, True)
-        out = put_sum(rebased_total(shift, total, count), good, out, N, True)
-        out = put_sum(count, good, out, N, True)
+        out = put(tl.sum(rebased_total(shift, total, count), axis=0), out, N, True, good)
+        out = put(tl.sum(count, axis=0), out, N, True, good)
     if F.BEST:
         best = tl.load(partial, mask=here, other=float("inf"))
-        tl.store(out, tl.min(tl.where(m == top[None, :], best, float("inf")), axis=0), mask=good)
+        out = put(tl.min(tl.where(m == top[None, :], best, float("inf")), axis=0), out, N, True, good)
         partial += step
-        out += N
     mt = tl.load(partial, mask=here, other=-float("inf"))
     topt, shiftt = moved(mt)
-    tl.store(out, topt, mask=good)
+    out = put(topt, out, N, True, good)
     partial += step
-    out += N
     if F.TEACHER_BEST:
         best = tl.load(partial, mask=here, other=float("inf"))
-        tl.store(out, tl.min(tl.where(mt == topt[None, :], best, float("inf")), axis=0), mask=good)
+        out = put(tl.min(tl.where(mt == topt[None, :], best, float("inf")), axis=0), out, N, True, good)
         partial += step
-        out += N
     for i in tl.static_range(len(temperatures)):
         T = row_temperature(temperatures[i], row, good, F.PER_ROW[i])
         Tt = row_temperature(teacher_temperatures[i], row, good, F.TEACHER_PER_ROW[i])
@@ -85,10 +80,10 @@ def dense_merge_kernel(
         st, y, f, lost, g, lostt = rebase_teacher(
             S, St, Y, f, lost, g, lostt, d, dt, k, kt, NATS, F.WANT_Y[i], F.WANT_F[i], F.WANT_G[i]
         )
-        out = put_sum(s, good, out, N, True)
-        out = put_sum(x, good, out, N, F.WANT_X[i])
-        out = put_sum(q, good, out, N, F.WANT_Q[i])
-        out = put_sum(st, good, out, N, F.MET[i])
-        out = put_sum(y, good, out, N, F.WANT_Y[i])
-        out = put_sum(f + lost * NATS, good, out, N, F.WANT_F[i])
-        out = put_sum(g + lostt * NATS, good, out, N, F.WANT_G[i])
+        out = put(tl.sum(s, axis=0), out, N, True, good)
+        out = put(tl.sum(x, axis=0), out, N, F.WANT_X[i], good)
+        out = put(tl.sum(q, axis=0), out, N, F.WANT_Q[i], good)
+        out = put(tl.sum(st, axis=0), out, N, F.MET[i], good)
+        out = put(tl.sum(y, axis=0), out, N, F.WANT_Y[i], good)
+        out = put(tl.sum(f + lost * NATS, axis=0), out, N, F.WANT_F[i], good)
+        out = put(tl.sum(g + lostt * NATS, axis=0), out, N, F.WANT_G[i], good)

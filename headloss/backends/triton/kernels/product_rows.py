@@ -14,6 +14,7 @@ import triton.language as tl
 
 from headloss.backends.triton.kernels.logits import LN2, LOG2E, temperature
 from headloss.backends.triton.kernels.product import even
+from headloss.backends.triton.kernels.sums import part_sums, put
 
 NONE = tl.constexpr(-1.0e30)  # the maximum of no columns: finite, because NONE - NONE must be 0
 FAR = tl.constexpr(86.0)  # most powers of 2 between a row's reference and its maximum: bf16 ends at 2^127
@@ -86,19 +87,11 @@ def loaded(at, field, here, F: tl.constexpr):
     """Load the sums of some columns: maximum, S, total, best, X, Q; where not `here`, those of no columns."""
     most = tl.load(at, mask=here, other=NONE)
     S = tl.load(at + field, mask=here, other=0.0)
-    slot = 2
-    total, best, X, Q = S, S, S, S
-    if F.TOTAL:
-        total = tl.load(at + slot * field, mask=here, other=0.0)
-        slot += 1
-    if F.BEST:
-        best = tl.load(at + slot * field, mask=here, other=0.0)
-        slot += 1
-    if F.WANT_X:
-        X = tl.load(at + slot * field, mask=here, other=0.0)
-        slot += 1
-    if F.WANT_Q:
-        Q = tl.load(at + slot * field, mask=here, other=0.0)
+    at += 2 * field
+    total, at = part_sums(at, field, here, F.TOTAL)
+    best, at = part_sums(at, field, here, F.BEST)
+    X, at = part_sums(at, field, here, F.WANT_X)
+    Q, _ = part_sums(at, field, here, F.WANT_Q)
     return (most, S, total, best, X, Q)
 
 
@@ -122,20 +115,12 @@ def joined(a, b):
 @triton.jit
 def stored(at, field, here, node, F: tl.constexpr):
     """Store what `loaded` loads."""
-    tl.store(at, node[0], mask=here)
-    tl.store(at + field, node[1], mask=here)
-    slot = 2
-    if F.TOTAL:
-        tl.store(at + slot * field, node[2], mask=here)
-        slot += 1
-    if F.BEST:
-        tl.store(at + slot * field, node[3], mask=here)
-        slot += 1
-    if F.WANT_X:
-        tl.store(at + slot * field, node[4], mask=here)
-        slot += 1
-    if F.WANT_Q:
-        tl.store(at + slot * field, node[5], mask=here)
+    at = put(node[0], at, field, True, here)
+    at = put(node[1], at, field, True, here)
+    at = put(node[2], at, field, F.TOTAL, here)
+    at = put(node[3], at, field, F.BEST, here)
+    at = put(node[4], at, field, F.WANT_X, here)
+    put(node[5], at, field, F.WANT_Q, here)
 
 
 @triton.jit(do_not_specialize=["tiles", "rows", "step", "begin", "groups"], do_not_specialize_on_alignment=["count"])
@@ -226,35 +211,28 @@ def finish_kernel(at, listed, count, temperatures, tiles, rows, wide, columns, S
     shift = most
     if F.REBASED:
         shift = most + width
-    into = at.out + row
-    tl.store(into, tl.where(here, shift * LN2 * T, 0.0), mask=inside)
-    slot = 1
+    into = put(tl.where(here, shift * LN2 * T, 0.0), at.out + row, wide, True, inside)
     if F.OUT:
         aside = gap * LN2
         if F.REBASED:
             aside = own_logprob
-        tl.store(into + slot * wide, tl.where(here, aside * T, 0.0), mask=inside)
-        slot += 1
+        into = put(tl.where(here, aside * T, 0.0), into, wide, True, inside)
     if SUMS.TOTAL:
-        tl.store(into + slot * wide, tl.where(here, (total - columns * shift) * LN2 * T, 0.0), mask=inside)
-        tl.store(into + (slot + 1) * wide, columns + tl.zeros([B], tl.float32), mask=inside)
-        slot += 2
+        into = put(tl.where(here, (total - columns * shift) * LN2 * T, 0.0), into, wide, True, inside)
+        into = put(columns + tl.zeros([B], tl.float32), into, wide, True, inside)
     if SUMS.BEST:
-        tl.store(into + slot * wide, tl.where(here, best, 0.0), mask=inside)
-        slot += 1
+        into = put(tl.where(here, best, 0.0), into, wide, True, inside)
     scale = whole
     if F.REBASED:
         scale = tl.full([B], 1.0, tl.float32)
-    tl.store(into + slot * wide, tl.where(here, scale, 1.0), mask=inside)
-    slot += 1
+    into = put(tl.where(here, scale, 1.0), into, wide, True, inside)
     if SUMS.WANT_X:
         X *= LN2
         if F.REBASED:
             X = tl.div_rn(X, whole) - width * LN2
-        tl.store(into + slot * wide, tl.where(here, X, 0.0), mask=inside)
-        slot += 1
+        into = put(tl.where(here, X, 0.0), into, wide, True, inside)
     if SUMS.WANT_Q:
         Q += p * p
         if F.REBASED:
             Q = tl.div_rn(Q, whole * whole)
-        tl.store(into + slot * wide, tl.where(here, Q, 0.0), mask=inside)
+        put(tl.where(here, Q, 0.0), into, wide, True, inside)

@@ -19,7 +19,7 @@ import triton.language as tl
 from headloss.backends.triton.kernels.logits import temperature
 from headloss.backends.triton.kernels.printed_arguments import argument, number
 from headloss.backends.triton.kernels.row_outputs import COLUMN, TEACHER_COLUMN
-from headloss.backends.triton.kernels.sums import rebased, rebased_total
+from headloss.backends.triton.kernels.sums import put, rebased, rebased_total
 
 
 @triton.jit
@@ -44,33 +44,30 @@ def kept(x, live):
 
 
 @triton.jit
+def field(sums, slot, N, like, THERE: tl.constexpr):
+    """A number per row, or 0 if it is not THERE; and the slot of the next."""
+    found = tl.zeros_like(like)
+    if THERE:
+        found = tl.load(sums + slot * N)
+        slot += 1
+    return found, slot
+
+
+@triton.jit
 def sums_of(sums, N, F: tl.constexpr):
     """Load the sums of a sweep over a block, in the order of `sweeps.named`: target, total, its count, S, X and Q."""
-    slot = 1
-    away = tl.load(sums)
-    total, count = away, away
-    if F.PICK:
-        away = tl.load(sums + slot * N)
-        slot += 1
-    if F.TOTAL:
-        total, count = tl.load(sums + slot * N), tl.load(sums + (slot + 1) * N)
-        slot += 2
+    top = tl.load(sums)
+    away, slot = field(sums, 1, N, top, F.PICK)
+    total, slot = field(sums, slot, N, top, F.TOTAL)
+    count, slot = field(sums, slot, N, top, F.TOTAL)
     if F.BEST:
         slot += 1
     S, X, Q = (), (), ()
     for i in tl.static_range(len(F.PER_ROW)):
-        S = S + (tl.load(sums + slot * N),)
-        slot += 1
-        if F.WANT_X[i]:
-            X = X + (tl.load(sums + slot * N),)
-            slot += 1
-        else:
-            X = X + (tl.zeros_like(S[i]),)
-        if F.WANT_Q[i]:
-            Q = Q + (tl.load(sums + slot * N),)
-            slot += 1
-        else:
-            Q = Q + (tl.zeros_like(S[i]),)
+        s, slot = field(sums, slot, N, top, True)
+        x, slot = field(sums, slot, N, top, F.WANT_X[i])
+        q, slot = field(sums, slot, N, top, F.WANT_Q[i])
+        S, X, Q = S + (s,), X + (x,), Q + (q,)
     return away, total, count, S, X, Q
 
 
@@ -118,16 +115,6 @@ def merged(sums, T, N, ranks, apart, F: tl.constexpr):
     else:
         away, total, _count, S, X, Q = sums_of(sums, N, F)
     return top, away, total, best.to(tl.int64), S, X, Q
-
-
-@triton.jit
-def field(sums, slot, N, like, THERE: tl.constexpr):
-    """A number per row, or 0 if it is not THERE; and the slot of the next."""
-    found = tl.zeros_like(like)
-    if THERE:
-        found = tl.load(sums + slot * N)
-        slot += 1
-    return found, slot
 
 
 @triton.jit
@@ -304,39 +291,29 @@ def settle_kernel(
             weighted = weighted + (values[i] * weights[i],)
         totals = added(totals, weighted, live)
 
-        tl.store(at.found + row, top, mask=here)
-        slot = 1
+        out = put(top, at.found + row, wide, True, here)
         softmax = log_sums + theirs
         for i in tl.static_range(len(softmax)):
-            tl.store(at.found + row + slot * wide, softmax[i], mask=here)
-            slot += 1
+            out = put(softmax[i], out, wide, True, here)
         for i in tl.static_range(len(F.KINDS)):
             if F.KINDS[i] == COLUMN:
                 tl.store(at.best + row, facts[i], mask=here)
             elif F.KINDS[i] == TEACHER_COLUMN:
                 tl.store(at.teacher_best + row + F.BEST_OF[i] * wide, facts[i], mask=here)
             else:
-                tl.store(at.found + row + slot * wide, facts[i], mask=here)
-                slot += 1
+                out = put(facts[i], out, wide, True, here)
         rest = metrics + by_fact + by_input
         for i in tl.static_range(len(rest)):
-            tl.store(at.found + row + slot * wide, tl.where(live, rest[i], 0.0), mask=here)
-            slot += 1
+            out = put(tl.where(live, rest[i], 0.0), out, wide, True, here)
         if F.GRADIENT:
-            into = at.rows + (row - first_row)
-            tl.store(into, top, mask=here)
-            place = 1
+            into = put(top, at.rows + (row - first_row), step, True, here)
             for i in tl.static_range(len(F.USED)):
-                tl.store(into + place * step, log_sums[F.USED[i]], mask=here)
-                place += 1
+                into = put(log_sums[F.USED[i]], into, step, True, here)
                 for k in tl.static_range(5):
-                    if F.THERE[5 * F.USED[i] + k]:
-                        tl.store(into + place * step, tl.where(live, pulls[5 * F.USED[i] + k], 0.0), mask=here)
-                        place += 1
+                    pulled = tl.where(live, pulls[5 * F.USED[i] + k], 0.0)
+                    into = put(pulled, into, step, F.THERE[5 * F.USED[i] + k], here)
             for i in tl.static_range(len(F.GUIDED)):
-                if F.GUIDED[i]:
-                    tl.store(into + place * step, tl.where(live, guided[i], 0.0), mask=here)
-                    place += 1
+                into = put(tl.where(live, guided[i], 0.0), into, step, F.GUIDED[i], here)
 
     # results per segment: one without rows does not count
     counts = inside & (count > 0)

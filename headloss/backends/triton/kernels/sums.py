@@ -153,10 +153,10 @@ def column_of(
 
 
 @triton.jit
-def put(x, out, step, WANTED: tl.constexpr):
-    """Store a number if it is WANTED; returns the pointer to the next place."""
+def put(x, out, step, WANTED: tl.constexpr, here=None):
+    """Store a number, or those `here`, if WANTED; returns the pointer to the next place."""
     if WANTED:
-        tl.store(out, x)
+        tl.store(out, x, mask=here)
         out += step
     return out
 
@@ -252,15 +252,6 @@ def part_sums(partial, step, here, WANTED: tl.constexpr):
     return x, partial
 
 
-@triton.jit
-def put_sum(x, good, out, N, WANTED: tl.constexpr):
-    """Store the sum over parts; returns the pointer to the next place."""
-    if WANTED:
-        tl.store(out, tl.sum(x, axis=0), mask=good)
-        out += N
-    return out
-
-
 @triton.jit(
     do_not_specialize=["N", "V", "parts", "stride", "lead", "target_stride", "start"],
     do_not_specialize_on_alignment=["raw", "target"],
@@ -307,20 +298,17 @@ def merge_kernel(
         sums = sums + (S, X, Q)
 
     top, shift = moved(m)
-    tl.store(out, top, mask=good)
-    out += N
+    out = put(top, out, N, True, good)
     if F.TARGET:
         origin = tl.where(top == -float("inf"), 0.0, top)
-        tl.store(out, tl.where(held, z - origin, -float("inf")), mask=good)
-        out += N
+        out = put(tl.where(held, z - origin, -float("inf")), out, N, True, good)
     if F.TOTAL:
-        out = put_sum(rebased_total(shift, total, count), good, out, N, True)
-        out = put_sum(count, good, out, N, True)
+        out = put(tl.sum(rebased_total(shift, total, count), axis=0), out, N, True, good)
+        out = put(tl.sum(count, axis=0), out, N, True, good)
     if F.BEST:
-        tl.store(out, tl.min(tl.where(m == top[None, :], best, float("inf")), axis=0), mask=good)
-        out += N
+        out = put(tl.min(tl.where(m == top[None, :], best, float("inf")), axis=0), out, N, True, good)
     for i in tl.static_range(len(temperatures)):
         s, x, q = rebased(shift, T[i], sums[3 * i], sums[3 * i + 1], sums[3 * i + 2])
-        out = put_sum(s, good, out, N, True)
-        out = put_sum(x, good, out, N, F.WANT_X[i])
-        out = put_sum(q, good, out, N, F.WANT_Q[i])
+        out = put(tl.sum(s, axis=0), out, N, True, good)
+        out = put(tl.sum(x, axis=0), out, N, F.WANT_X[i], good)
+        out = put(tl.sum(q, axis=0), out, N, F.WANT_Q[i], good)
