@@ -40,6 +40,34 @@ def pair(
 
 
 @triton.jit
+def words_of(raw, teacher, PAIRED: tl.constexpr, TEACHER_PAIRED: tl.constexpr, F: tl.constexpr):
+    """Both rows as words, of two if paired; each lane's columns in a load (L, J), and its words in both rows."""
+    J: tl.constexpr = F.J
+    W: tl.constexpr = 2 if PAIRED else 1
+    WT: tl.constexpr = 2 if TEACHER_PAIRED else 1
+    words, theirs = raw, teacher
+    if PAIRED:
+        words = raw.to(tl.pointer_type(tl.int32))
+    if TEACHER_PAIRED:
+        theirs = teacher.to(tl.pointer_type(tl.int32))
+    lane = tl.arange(0, F.L)[:, None]
+    w, wt = lane * (J // W) + tl.arange(0, J // W)[None, :], lane * (J // WT) + tl.arange(0, J // WT)[None, :]
+    return words, theirs, lane * J + tl.arange(0, J)[None, :], w, wt
+
+
+@triton.jit
+def top_of(x, z, WORDS: tl.constexpr):
+    """The highest of each lane (L,), of a block of logits z, or of the words x that it was made of."""
+    if WORDS:
+        top = highest(x)
+    else:
+        top = tl.max(z[0], axis=1)
+        for n in tl.static_range(1, len(z)):
+            top = tl.maximum(top, tl.max(z[n], axis=1))
+    return top
+
+
+@triton.jit
 def values(x, y, at, skew, end, how, total, centre, MASKED: tl.constexpr, F: tl.constexpr):
     """Logits and maxima of a stored block of both rows, from column `at` (L, J) on, and the running total."""
     CUT: tl.constexpr = MASKED
@@ -61,19 +89,7 @@ def values(x, y, at, skew, end, how, total, centre, MASKED: tl.constexpr, F: tl.
             value, other = tl.where(good, value, LEAST), tl.where(good, other, LEAST)
         z = z + (value,)
         u = u + (other,)
-    if WORDS:
-        top = highest(x)
-    else:
-        top = tl.max(z[0], axis=1)
-        for n in tl.static_range(1, len(z)):
-            top = tl.maximum(top, tl.max(z[n], axis=1))
-    if TEACHER_WORDS:
-        topt = highest(y)
-    else:
-        topt = tl.max(u[0], axis=1)
-        for n in tl.static_range(1, len(u)):
-            topt = tl.maximum(topt, tl.max(u[n], axis=1))
-    return z, u, top, topt, total
+    return z, u, top_of(x, z, WORDS), top_of(y, u, TEACHER_WORDS), total
 
 
 @triton.jit
@@ -95,14 +111,7 @@ def read_pair(raw, teacher, skew, end, c, ct, how, POLICY: tl.constexpr, F: tl.c
     if F.TOTAL:
         centre = logits(tl.load(raw + skew), how[0], how[1], F.SCALED, F.CAPPED)
         centre = tl.where(tl.abs(centre) < -LOWEST, centre, 0.0)
-    words, theirs = raw, teacher
-    if F.PAIRED:
-        words = raw.to(tl.pointer_type(tl.int32))
-    if F.TEACHER_PAIRED:
-        theirs = teacher.to(tl.pointer_type(tl.int32))
-    lane = tl.arange(0, L)[:, None]
-    j = lane * J + tl.arange(0, J)[None, :]
-    w, wt = lane * (J // W) + tl.arange(0, J // W)[None, :], lane * (J // WT) + tl.arange(0, J // WT)[None, :]
+    words, theirs, j, w, wt = words_of(raw, teacher, F.PAIRED, F.TEACHER_PAIRED, F)
     first, last = blocks(skew, end, F.LINE, F.VEC, BLOCK)
     bounds = edges(skew, end, F.VEC) + edges(skew, end, F.TEACHER_VEC)
     for block in tl.range(first, last, num_stages=1):
@@ -180,14 +189,7 @@ def look_pair(
     sums = ()
     for _ in tl.static_range(LOOK_SUMS):
         sums = sums + (tl.zeros([L], tl.float32),)
-    words, theirs = raw, teacher
-    if F.PAIRED:
-        words = raw.to(tl.pointer_type(tl.int32))
-    if F.TEACHER_PAIRED:
-        theirs = teacher.to(tl.pointer_type(tl.int32))
-    lane = tl.arange(0, L)[:, None]
-    j = lane * J + tl.arange(0, J)[None, :]
-    w, wt = lane * (J // W) + tl.arange(0, J // W)[None, :], lane * (J // WT) + tl.arange(0, J // WT)[None, :]
+    words, theirs, j, w, wt = words_of(raw, teacher, F.PAIRED, F.TEACHER_PAIRED, F)
     first, last = blocks(skew, end, F.LINE, F.VEC, BLOCK)
     bounds = edges(skew, end, F.VEC) + edges(skew, end, F.TEACHER_VEC)
     for edge in range(1 - first, 1 + (end > last * BLOCK).to(tl.int32)):
@@ -282,15 +284,8 @@ def write_pair(
     WT: tl.constexpr = 2 if TEACHER_PAIRED else 1
     BLOCK: tl.constexpr = K * L * J
     kind = out.dtype.element_ty
-    words, theirs = raw, teacher
-    if PAIRED:
-        words = raw.to(tl.pointer_type(tl.int32))
-    if TEACHER_PAIRED:
-        theirs = teacher.to(tl.pointer_type(tl.int32))
+    words, theirs, j, w, wt = words_of(raw, teacher, PAIRED, TEACHER_PAIRED, F)
     low, high = inner(skew, end, VEC)
-    lane = tl.arange(0, L)[:, None]
-    j = lane * J + tl.arange(0, J)[None, :]
-    w, wt = lane * (J // W) + tl.arange(0, J // W)[None, :], lane * (J // WT) + tl.arange(0, J // WT)[None, :]
     first, last = blocks(skew, end, F.OUT_LINE, VEC, BLOCK)
     ragged, ends = rim(skew, end, low, high, VEC)
     x_ends, y_ends = tl.load(raw + ragged, mask=ends, other=0.0), tl.load(teacher + ragged, mask=ends, other=0.0)

@@ -7,6 +7,8 @@ Dimension key:  F numbers per row   N rows
 import triton
 import triton.language as tl
 
+from headloss.backends.triton.kernels.sums import put
+
 # the kinds of facts: a column of the student's, of the teacher's, or a value per id; 0: one value
 COLUMN = tl.constexpr(1)
 TEACHER_COLUMN = tl.constexpr(2)
@@ -19,29 +21,22 @@ def store_row(at, row, step, numbers, facts, rest, count, k, F: tl.constexpr):
     IDS: tl.constexpr = F.IDS
     found = at.found + row
     wide = at.wide + row * count + k
-    slot = 0
-    wide_slot = 0
     for i in tl.static_range(len(numbers)):
-        tl.store(found + slot * step, numbers[i])
-        slot += 1
+        found = put(numbers[i], found, step, True)
     for i in tl.static_range(len(F.KINDS)):
         if F.KINDS[i] == COLUMN:
             tl.store(at.best + row, facts[i])
         elif F.KINDS[i] == TEACHER_COLUMN:
             tl.store(at.teacher_best + row, facts[i])
         elif F.KINDS[i] == AT_IDS:
-            tl.store(wide + wide_slot * (step * count), facts[i], mask=k < count)
-            wide_slot += 1
+            wide = put(facts[i], wide, step * count, True, k < count)
         else:
-            tl.store(found + slot * step, facts[i])
-            slot += 1
+            found = put(facts[i], found, step, True)
     for i in tl.static_range(len(rest)):
         if F.WIDE_REST[i]:
-            tl.store(wide + wide_slot * (step * count), rest[i] + tl.zeros([IDS], tl.float32), mask=k < count)
-            wide_slot += 1
+            wide = put(rest[i] + tl.zeros([IDS], tl.float32), wide, step * count, True, k < count)
         else:
-            tl.store(found + slot * step, rest[i])
-            slot += 1
+            found = put(rest[i], found, step, True)
 
 
 @triton.jit
