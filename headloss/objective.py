@@ -39,6 +39,7 @@ from headloss.engine.weight_grad_into import check_weight_grad_into
 from headloss.graph import compiled as graph
 from headloss.graph.content import Traits, content_key, portable, traits
 from headloss.graph.recipe import describe
+from headloss.options import constant
 from headloss.prepared import Prepared, prepare
 from headloss.record import Facts, Output
 from headloss.rows import may_read
@@ -292,7 +293,8 @@ def row_facts(
     if top is None and support is None and graph.wanted(source, teacher):
         call = CallArguments(source, targets, None, teacher, CallOptions(host_read=host_read), {})  # 2.8 wraps a dict
         found, constants = describe(call)
-        asked = (want,) if isinstance(want, str) else tuple(x if isinstance(x, str) else tuple(x) for x in want)
+        wanted = (want,) if isinstance(want, str) else want
+        asked = tuple(x if isinstance(x, str) else tuple(map(constant, x)) for x in wanted)
         return graph.read_facts(_labels(constants, asked, backend, host_read), found)
     return _row_facts(source, targets, want, teacher, backend, host_read, top, support)
 

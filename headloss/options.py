@@ -10,16 +10,19 @@ import inspect
 import math
 import numbers
 import re
+import sys
 import types
 import typing
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from headloss.kept import keep
 
 _NAMES: dict[str, type] = {"bool": bool, "int": int, "float": float, "str": str, "None": types.NoneType}
+_LARGEST = sys.float_info.max
 _BY_DEFAULT: dict[type, tuple[type, ...]] = {bool: (bool,), int: (int, float), float: (float,), str: (str,)}
 _SAID = {bool: "True or False", int: "a whole number", float: "a finite number", str: "text", types.NoneType: "None"}
 
@@ -40,10 +43,16 @@ def is_number(x: object) -> bool:
     """Whether it is a finite number: neither a bool, nor NaN, nor an integer that no float can hold."""
     if isinstance(x, bool) or not isinstance(x, (int, float)):  # the only form that torch 2.8 compiles
         return False
-    try:
-        return math.isfinite(x)
-    except OverflowError:
-        return False
+    return bool(-_LARGEST <= x <= _LARGEST)  # a graph may hold a symbol, of which `math.isfinite` says nothing
+
+
+def constant(x: Any) -> Any:
+    """A number as a constant of the graph that is being made, which may hold it as a symbol; all else unchanged."""
+    if not torch.compiler.is_compiling() or not isinstance(x, (int, float)):
+        return x
+    from torch.fx.experimental.symbolic_shapes import guard_scalar  # loads sympy, as a compiler has already
+
+    return guard_scalar(x)
 
 
 def shown(x: object) -> str:

@@ -233,6 +233,32 @@ def test_numbers_of_terms_may_be_symbols(term: hl.Term, more: dict[str, Any], ho
     torch.testing.assert_close(step(z, y), run(hl.Logits(z), y, **more).loss)
 
 
+def twice(z: Tensor, y: Tensor, T: float) -> Tensor:
+    """The second call finds numbers that a comparison in the first has settled, those of defaults too."""
+    return OBJECTIVE(hl.Logits(z), y).loss + OBJECTIVE(hl.Logits(z), y).loss
+
+
+def one_number(z: Tensor, y: Tensor, T: float) -> Tensor:
+    return OBJECTIVE(hl.Logits(z, temperature=T, scale=T), y, grad_scale=T).loss
+
+
+def settled(z: Tensor, y: Tensor, T: float) -> Tensor:
+    return OBJECTIVE(hl.Logits(z, temperature=T, scale=T), y).loss if T == 1.0 else z.sum()
+
+
+def at_temperature(z: Tensor, y: Tensor, T: float) -> Tensor:
+    return hl.row_facts(hl.Logits(z), y, (("entropy", T),))["entropy", T].sum()
+
+
+@pytest.mark.parametrize("step", [twice, one_number, settled, at_temperature])
+@pytest.mark.parametrize("dynamic", [True, None])
+def test_numbers_that_a_graph_has_settled(step: Callable[..., Tensor], dynamic: bool | None) -> None:
+    compiled = torch.compile(step, backend="eager", fullgraph=True, dynamic=dynamic)
+    z, y = torch.randn(12, V, dtype=torch.float64), torch.arange(12)
+    for T in (1.0, 2.0, 3.0):
+        torch.testing.assert_close(compiled(z, y, T), step(z, y, T))
+
+
 def test_evaluation_makes_no_gradients() -> None:
     compiled = torch.compile(lambda x: flat(plain(linear, x)), backend="aot_eager", fullgraph=True)
     with torch.no_grad():

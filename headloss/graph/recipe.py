@@ -27,6 +27,7 @@ from headloss.config import read_config
 from headloss.engine.arguments import CallArguments
 from headloss.engine.layout import LAID, Laid, Reading, choose, fits, readings, unfit
 from headloss.graph.content import _NUMBERED, Traits, content_key, portable
+from headloss.options import constant
 from headloss.parallel.shard import VocabShard
 from headloss.prepared import TWICE, Prepared
 from headloss.segments import Segments, integers
@@ -82,7 +83,7 @@ class Described:
     def constant(self, name: str, x: Any) -> Any:
         """An option of a source, for the recipe.  A symbolic one travels as a tensor, and the recipe says "symbol"."""
         if isinstance(x, bool) or not isinstance(x, (int, float)) or not is_symbol(x):
-            return x
+            return constant(x)  # a symbol that a comparison has settled
         if name.endswith((".memory", ".vocab")):
             return operator.index(x)  # type: ignore[arg-type]
         self.tensor(name, torch.ones((), dtype=torch.float64, device="cpu") * x, "number")
