@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 from triton import knobs
 
 import headloss.backends.triton.launch as launch_module
-from headloss.backends.triton.launch import Launch, look
+from headloss.backends.triton.launch import OPTIONS, Launch, look
 from headloss.engine.heads import on_source_device
 
 
@@ -55,10 +55,18 @@ def test_a_later_launch_takes_what_was_compiled_with_every_argument_of_its_own(l
     first, second = torch.zeros(4), torch.zeros(8)
     launch(3, first, 5, (0.5, None))
     launch(7, second, 6, (0.25, None))
-    assert log[0] == ("kernel", (3,), (first, 5, (0.5, None)), {"B": 2, "num_warps": 4, "A": 1})
+    assert log[0] == ("kernel", (3,), (first, 5, (0.5, None)), {**OPTIONS, "B": 2, "num_warps": 4, "A": 1})
     name, grid, arguments = log[1]
     assert name == "compiled" and grid == (7, 1, 1)
     assert arguments[0] is second and arguments[1:] == (6, (0.25, None), 1, 2)
+
+
+def test_every_launch_says_whether_multiply_and_add_are_fused(log):
+    """Triton warns where nothing is said, and its versions differ."""
+    Launch(Kernel(log), {"A": 1, "B": 2})(4, torch.ones(2), 3, ())
+    assert log[0][3]["enable_fp_fusion"] is True
+    Launch(Kernel(log), {"A": 1, "B": 2, "enable_fp_fusion": False})(4, torch.ones(2), 3, ())
+    assert log[1][3]["enable_fp_fusion"] is False
 
 
 def test_on_a_device_a_later_launch_goes_past_the_runner_unless_somebody_watches(log, monkeypatch):

@@ -20,7 +20,7 @@ from headloss.backends.triton.kernels.columns import (
 )
 from headloss.backends.triton.kernels.records import TakeFlags
 from headloss.backends.triton.launch import launch_kernel
-from headloss.backends.triton.tiles import LAUNCH, Transform, per_row, plain_temperature
+from headloss.backends.triton.tiles import Transform, per_row, plain_temperature
 
 # Measured on an H200 with 61,000 entries of 4096; a BLOCK that leaves a warp without a row of its own takes ten times
 # as long, because sums then cross warps.
@@ -118,7 +118,7 @@ def take(
         launch_kernel(
             take_kernel, triton.cdiv(C, TAKE["ROWS"]) * parts, raw_CV, ids, others, out_CU, sums, given, how.numbers,
             C, V, U, stride, out_CU.stride(0), limit if wide else V, parts, width, F=flags,
-            num_warps=TAKE["num_warps"], **LAUNCH,
+            num_warps=TAKE["num_warps"],
         )  # fmt: skip
     if not given:
         return ()
@@ -127,7 +127,6 @@ def take(
         padded = triton.next_power_of_2(parts)
         launch_kernel(
             merge_kernel, len(given) * triton.cdiv(C, 64), sums, found, C, parts, PADDED=padded, ROWS=64, num_warps=4,
-            **LAUNCH,
         )  # fmt: skip
     return found.unbind()
 

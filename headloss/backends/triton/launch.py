@@ -20,6 +20,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor  # type: ignore
 from headloss.kept import keep
 
 MOST_KNOWN = 64
+OPTIONS = {"enable_fp_fusion": True}  # the default differs between versions of triton, and with it the last bits
 current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0)  # as Triton's
 
 
@@ -43,7 +44,7 @@ class Launch:
     """`launch(programs, *arguments)`; the arguments come first in the kernel's signature, the constants after them."""
 
     def __init__(self, kernel: Any, constants: Mapping[str, Any]) -> None:
-        self.kernel, self.constants = kernel, dict(constants)
+        self.kernel, self.constants = kernel, {**OPTIONS, **constants}
         self.known: dict[Any, Any] = {}
         self.rest: tuple[Any, ...] = ()
 

@@ -39,7 +39,7 @@ from headloss.backends.triton.kernels.product_grads import (
 from headloss.backends.triton.kernels.product_rows import finish_kernel, gather_kernel, merge_kernel, order_kernel
 from headloss.backends.triton.launch import launch_kernel
 from headloss.backends.triton.sweeps import named
-from headloss.backends.triton.tiles import LAUNCH, chains, multiprocessors, plain_temperature
+from headloss.backends.triton.tiles import chains, multiprocessors, plain_temperature
 from headloss.facts import Pull, Want
 
 
@@ -163,7 +163,7 @@ def gather(
     launch_kernel(
         gather_kernel, high,
         records.GatherAt(hidden_CD, weight_VD, x_CD, targets, *numbers[:3]), listed, live, target_C, temperature,
-        float(scale), C, V, D, start, hidden_CD.stride(0), weight_VD.stride(0), F=flags, num_warps=4, **LAUNCH,
+        float(scale), C, V, D, start, hidden_CD.stride(0), weight_VD.stride(0), F=flags, num_warps=4,
     )  # fmt: skip
     return Gathered(x_CD, listed, live, targets, numbers, has_target)
 
@@ -203,7 +203,7 @@ def merge(parts: Tensor, live: Tensor, want: Want, first: int | None = None) -> 
         if groups:
             launch_kernel(
                 merge_kernel, triton.cdiv(high, 128) * groups, parts, live, tiles, high, step, begin, groups,
-                F=sums_of(want), LEVELS=LEVELS, B=128, num_warps=4, **LAUNCH,
+                F=sums_of(want), LEVELS=LEVELS, B=128, num_warps=4,
             )  # fmt: skip
         step = size
 
@@ -234,7 +234,7 @@ def finish(
     launch_kernel(
         finish_kernel, high // TILE.rows,
         records.FinishAt(parts, gathered.targets, logit, reference, sums, lse, logprob, top, beyond), gathered.listed,
-        gathered.live, temperature, tiles, high, rows, columns, SUMS=sums_of(want), F=how, num_warps=4, **LAUNCH,
+        gathered.live, temperature, tiles, high, rows, columns, SUMS=sums_of(want), F=how, num_warps=4,
     )  # fmt: skip
     return Read(gathered, sums, store, beyond)
 
@@ -273,7 +273,7 @@ def write(
     launch_kernel(
         live_kernel, triton.cdiv(C, NUMBERED["B"]),
         rows.live, rows.listed, *pulls, records.LiveAt(read.beyond, counts, tiles, gaps, sources, ranks),
-        F=given, BM=T.rows, **NUMBERED, num_warps=8, **LAUNCH,
+        F=given, BM=T.rows, **NUMBERED, num_warps=8,
     )  # fmt: skip
     tile = _tile(T, device, TARGET=rows.has_target)
     launch_kernel(
@@ -302,7 +302,7 @@ def write(
         ),
         rows.listed, rows.live, *pulls, scaled_CD, D, hidden_CD.stride(0),
         0 if scaled_CD is None else scaled_CD.stride(0), F=given, TARGET=rows.has_target,
-        SCALED=scaled_CD is not None, BK=T.depth, BD=BD, num_warps=4, **LAUNCH,
+        SCALED=scaled_CD is not None, BK=T.depth, BD=BD, num_warps=4,
     )  # fmt: skip
     if bent:
         launch_kernel(
@@ -310,7 +310,7 @@ def write(
             PROGRAMS=8 * programs, B=4096, SQUARE=given.E, num_warps=8,
         )  # fmt: skip
     constant, overlap = given.C, chains(device)
-    chained = {"OVERLAP": overlap, **LAUNCH, **({"launch_pdl": True} if overlap else {})}
+    chained = {"OVERLAP": overlap, **({"launch_pdl": True} if overlap else {})}
     keys, order = torch.empty_like(columns), torch.empty_like(columns)
     if dweight_VD is not None and scaled_CD is not None:
         total = None
@@ -346,7 +346,7 @@ def write(
             F=given, BD=BD, **chained, num_warps=4,
         )  # fmt: skip
     if dweight_VD is not None and rows.has_target:
-        chained = chained if dhidden_CD is not None else {"OVERLAP": False, **LAUNCH}  # after `rank`, which it needs
+        chained = chained if dhidden_CD is not None else {"OVERLAP": False}  # after `rank`, which it needs
         launch_kernel(
             scatter_kernel, C * triton.cdiv(D, 1024) + chained["OVERLAP"],
             keys, order, numbers, shares, hidden_CD, dweight_VD, C, V, D, hidden_CD.stride(0), dweight_VD.stride(0),
@@ -392,4 +392,4 @@ def _tile(T: Tile, device: torch.device, **flags: Any) -> records.ProductFlags:
 
 
 def _launch(T: Tile) -> dict[str, Any]:
-    return {"num_warps": T.warps, "num_stages": T.stages, **LAUNCH}
+    return {"num_warps": T.warps, "num_stages": T.stages}

@@ -20,7 +20,7 @@ from headloss.backends.triton.kernels.product_ranks import across_kernel, nodes_
 from headloss.backends.triton.kernels.product_records import RanksFlags
 from headloss.backends.triton.launch import launch_kernel
 from headloss.backends.triton.product import Gathered, Read
-from headloss.backends.triton.tiles import LAUNCH, plain_temperature
+from headloss.backends.triton.tiles import plain_temperature
 from headloss.facts import Want
 
 
@@ -103,4 +103,4 @@ def _fields(want: Want) -> int:
 
 def _constants(rows: Gathered, want: Want) -> dict[str, Any]:
     flags = RanksFlags(rows.has_target, _fields(want), product.READ.columns, product.LEVELS, 128)
-    return {"SUMS": product.sums_of(want), "F": flags, "num_warps": 4, **LAUNCH}
+    return {"SUMS": product.sums_of(want), "F": flags, "num_warps": 4}

@@ -19,7 +19,6 @@ from headloss.backends.triton.printer.elements import printed
 from headloss.backends.triton.sweeps import kinds_of
 from headloss.backends.triton.teachers import columns_a_load
 from headloss.backends.triton.tiles import (
-    LAUNCH,
     Shape,
     Transform,
     check_dtype,
@@ -87,7 +86,7 @@ def _look(
         TEACHER_PER_ROW=per_row(given[1:]), LINE=raw.line, VEC=raw.vector, TEACHER_VEC=vector_along(raw, teacher),
         K=shape.loads, L=shape.lanes, J=columns_a_load(raw_CU, teacher.x_CV, shape),
     )  # fmt: skip
-    launch = launch_of(look_kernel, ELEMENT=element, F=flags, num_warps=shape.warps, **LAUNCH)
+    launch = launch_of(look_kernel, ELEMENT=element, F=flags, num_warps=shape.warps)
     places = (raw.x_CV.stride(0), raw.lead, teacher.x_CV.stride(0), teacher.lead)
     # all that a compiled kernel depends on: see launch.py
     key = (*kinds_of(raw.x_CV, teacher.x_CV, *given), C == 1, C & 15, C >> 31, U, shape.width, places)

@@ -19,7 +19,7 @@ from headloss.backends.triton.kernels.records import Given, SettleAt, SettleFlag
 from headloss.backends.triton.kernels.settle import settle_kernel
 from headloss.backends.triton.launch import Launch, by_identity
 from headloss.backends.triton.printer.program import Program
-from headloss.backends.triton.tiles import LAUNCH, plain_temperature
+from headloss.backends.triton.tiles import plain_temperature
 from headloss.backends.triton.visit import Number, as_number, forms_of, kinds_of
 from headloss.backends.triton.visit_records import KINDS, Visited, bests_of
 from headloss.facts import Fact, Partial, Softmax, Want, finish
@@ -294,7 +294,7 @@ def _variant(
         ORDERED=spans is not None and spans.order is not None, RUNS=spans is None, RANKS=ranks,
     )  # fmt: skip
     functions = {"FN": plan.program.function, "VALUES": plan.program.values}
-    return Launch(settle_kernel, {**functions, "F": flags, "num_warps": WARPS, **LAUNCH})
+    return Launch(settle_kernel, {**functions, "F": flags, "num_warps": WARPS})
 
 
 def _input(x: Tensor, device: torch.device) -> Number:

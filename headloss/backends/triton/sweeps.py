@@ -27,7 +27,6 @@ from headloss.backends.triton.kernels.scale import scale_kernel
 from headloss.backends.triton.kernels.sums import merge_kernel, sums_kernel
 from headloss.backends.triton.launch import MOST_KNOWN, Launch
 from headloss.backends.triton.tiles import (
-    LAUNCH,
     Shape,
     chains,
     check_dtype,
@@ -135,7 +134,7 @@ def _sums_launches(
     parts: int, device: torch.device,
 ) -> tuple[Launch, Launch | None, int, int]:  # fmt: skip
     chained = chains(device)
-    options = {**LAUNCH, "launch_pdl": True} if chained else LAUNCH
+    options = {"launch_pdl": True} if chained else {}
     x_flags, q_flags = (tuple(want.sums(x, T) for T in want.temperatures) for x in "XQ")
     wanted = SweepFlags(
         per_row, scaled, capped, TARGET=want.target, TOTAL=want.total, BEST=want.argmax,
@@ -263,7 +262,7 @@ def _pull_launch(
         **pulls, PER_ROW=per_row, TARGET=has_target and any(pulls["Y"]), SCALED=scaled, CAPPED=capped,
         WIDTH=shape.width, LINE=line, VEC=vector, RAW_VEC=raw_vector, BLOCK=shape.block_of(size), STAGES=shape.stages,
     )  # fmt: skip
-    return Launch(pull_kernel, {"ELEMENT": None, "F": flags, "num_warps": shape.warps, **LAUNCH})
+    return Launch(pull_kernel, {"ELEMENT": None, "F": flags, "num_warps": shape.warps})
 
 
 def scale_(x: Tensor, scale: Tensor) -> None:

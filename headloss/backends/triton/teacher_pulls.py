@@ -17,7 +17,6 @@ from headloss.backends.triton.launch import launch_kernel, launch_of
 from headloss.backends.triton.printer.elements import printed
 from headloss.backends.triton.sweeps import fire_pull, kinds_of
 from headloss.backends.triton.tiles import (
-    LAUNCH,
     Shape,
     Transform,
     check_dtype,
@@ -234,7 +233,7 @@ def _write(
     # stacked: a coefficient may be a stride-0 expand straight from a sum's backward
     rows, each = torch.stack([x.to(torch.float32) for x in numbers]), tuple([x.x_CV for x in theirs])
     parts = triton.cdiv(V + out.skew, shape.width)
-    launch = launch_of(pull_kernel, ELEMENT=element, F=flags, num_warps=shape.warps, **LAUNCH)
+    launch = launch_of(pull_kernel, ELEMENT=element, F=flags, num_warps=shape.warps)
     target_stride = 0 if target is None else target.stride(0)
     places = (raw.x_CV.stride(0), raw.lead, out.x_CV.stride(0), out.lead, target_stride, start)
     # all that a compiled kernel depends on: see launch.py

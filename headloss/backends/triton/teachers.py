@@ -30,7 +30,6 @@ from headloss.backends.triton.launch import Launch, launch_kernel, launch_of
 from headloss.backends.triton.sweeps import SUMS, kinds_of
 from headloss.backends.triton.sweeps import sums as student_sums
 from headloss.backends.triton.tiles import (
-    LAUNCH,
     Shape,
     Transform,
     chains,
@@ -183,7 +182,7 @@ def _together(
     shape = shape or row_shape(DENSE, U)
     J = columns_a_load(raw_CU, teacher.x_CV, shape)
     parts = triton.cdiv(U + raw.skew, shape.width)
-    options = {**LAUNCH, "launch_pdl": True} if chained else LAUNCH
+    options = {"launch_pdl": True} if chained else {}
     flags = wanted._replace(
         LINE=raw.line, VEC=raw.vector, TEACHER_VEC=vector_along(raw, teacher), K=shape.loads, L=shape.lanes, J=J
     )
@@ -289,7 +288,7 @@ def merge_repeated(
 @functools.lru_cache(256)
 def _merge_launch(K: int, valid: torch.dtype | None, checks: bool) -> Launch:
     flags = {"VALID": valid is not None, "CHECK": checks, "IDS": triton.next_power_of_2(K)}
-    return Launch(merge_ids_kernel, {**flags, "num_warps": 1, **LAUNCH})
+    return Launch(merge_ids_kernel, {**flags, "num_warps": 1})
 
 
 def _tail(raw_CV: Tensor, chunk: SparseChunk, given: Any, how: Transform, start: int, shape: Shape | None) -> Tensor:
@@ -313,7 +312,7 @@ def _tail(raw_CV: Tensor, chunk: SparseChunk, given: Any, how: Transform, start:
     launch_kernel(
             tail_kernel, C * parts,
         raw.x_CV, chunk.in_order(), found, given, C, V, parts, shape.width, *place, start, K, how.numbers,
-        F=flags, num_warps=shape.warps, **LAUNCH,
+        F=flags, num_warps=shape.warps,
     )  # fmt: skip
     if parts > 1:
         padded = triton.next_power_of_2(parts)
@@ -321,6 +320,6 @@ def _tail(raw_CV: Tensor, chunk: SparseChunk, given: Any, how: Transform, start:
         launch_kernel(
             merge_kernel, triton.cdiv(C, rows),
             raw.x_CV, None, found, out, given, C, V, parts, *place, 0, start, how.numbers,
-            F=wanted._replace(PADDED=padded, ROWS=rows), num_warps=1, **LAUNCH,
+            F=wanted._replace(PADDED=padded, ROWS=rows), num_warps=1,
         )  # fmt: skip
     return out

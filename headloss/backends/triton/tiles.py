@@ -19,7 +19,6 @@ import triton.language as tl  # type: ignore
 from torch import Tensor
 
 PEEL = True
-LAUNCH = {"enable_fp_fusion": True}  # the default differs between versions of triton, and with it the last bits
 CHAINS = "_semantic" in inspect.signature(tl.extra.cuda.gdc_wait).parameters  # triton 3.4 cannot compile it
 
 

@@ -16,7 +16,7 @@ from headloss.backends.triton.kernels.records import TopFlags
 from headloss.backends.triton.kernels.top import cut_kernel, order_kernel, top_kernel
 from headloss.backends.triton.launch import launch_kernel
 from headloss.backends.triton.sweeps import sums as student_sums
-from headloss.backends.triton.tiles import LAUNCH, Transform, check_dtype, readable, rows_of
+from headloss.backends.triton.tiles import Transform, check_dtype, readable, rows_of
 from headloss.facts import Fact, Want
 from headloss.teachers import DenseChunk, SparsePartial, Theirs, TopChunk, column
 
@@ -61,10 +61,8 @@ def largest(raw_CV: Tensor, k: int, how: Transform) -> tuple[Tensor, Tensor]:
         given = (V, raw.x_CV.stride(0), raw.lead, k, how.numbers)
         cut = TopFlags(**how.flags(), LINE=raw.line, L=L, J=J, M=M)
         flags, warps = cut._replace(B=B, G=G), min(32, L // 32 * max(1, G // 8192))
-        launch_kernel(
-            top_kernel, C, raw.x_CV, found_CM, counts_C, groups_CG, *given, F=flags, num_warps=warps, **LAUNCH
-        )
-        launch_kernel(cut_kernel, C, raw.x_CV, found_CM, counts_C, *given, F=cut, num_warps=L // 32, **LAUNCH)
+        launch_kernel(top_kernel, C, raw.x_CV, found_CM, counts_C, groups_CG, *given, F=flags, num_warps=warps)
+        launch_kernel(cut_kernel, C, raw.x_CV, found_CM, counts_C, *given, F=cut, num_warps=L // 32)
         if M <= SORTED:
             order = (found_CM, counts_C, values_CK, columns_CK, k)
             launch_kernel(order_kernel, C, *order, M=M, num_warps=max(1, M // 256))

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from headloss.backends.triton.kernels.totals import count_kernel, totals_kernel
 from headloss.backends.triton.launch import Launch
-from headloss.backends.triton.tiles import LAUNCH
 from headloss.backends.triton.visit import Number, as_number, forms_of, kinds_in
 from headloss.backends.triton.visit_records import Visited
 
@@ -65,7 +64,7 @@ def count_targets(target_N: Tensor, ids_N: Tensor | None = None, numbers: Tensor
 
 
 _COUNT, _COUNT_BOTH = [
-    Launch(count_kernel, {"SEGMENTS": segments, "B": rows, "num_warps": 16, **LAUNCH})
+    Launch(count_kernel, {"SEGMENTS": segments, "B": rows, "num_warps": 16})
     for segments, rows in ((False, 4096), (True, 2048))  # with seven sums, fewer rows per lane
 ]
 
@@ -80,4 +79,4 @@ def _totals(first: int, forms: tuple[Any, ...]) -> Launch:
     kinds = kinds_in(forms)
     padded = 1 << (len(kinds) - 1).bit_length()
     block = max(256, 8192 // padded)
-    return Launch(totals_kernel, {"FIRST": first, "KINDS": kinds, "P": padded, "B": block, "num_warps": 16, **LAUNCH})
+    return Launch(totals_kernel, {"FIRST": first, "KINDS": kinds, "P": padded, "B": block, "num_warps": 16})

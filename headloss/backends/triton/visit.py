@@ -23,7 +23,6 @@ from headloss.backends.triton.kernels.visit import visit_kernel
 from headloss.backends.triton.launch import MOST_KNOWN, Launch
 from headloss.backends.triton.printer.program import Program
 from headloss.backends.triton.tiles import (
-    LAUNCH,
     address,
     check_dtype,
     multiprocessors,
@@ -350,7 +349,7 @@ def _variant(plan: Plan, form: Form) -> Launch:
     functions = {"FN": program.function, "VALUES": program.values, "LOOK": plan.look}
     limited = shape.registers and not form.capped and torch.version.hip is None  # a softcap's tanh would spill
     most = {"maxnreg": shape.registers} if limited else {}
-    return Launch(visit_kernel, {**functions, "F": flags, "num_warps": shape.warps, **most, **LAUNCH})
+    return Launch(visit_kernel, {**functions, "F": flags, "num_warps": shape.warps, **most})
 
 
 def most_parts(x: Tensor) -> int:
