@@ -128,8 +128,7 @@ class FusedLMHead(nn.Linear):
             from headloss.parallel.dtensor import sharded_logits
 
             return sharded_logits(hidden, self)
-        if not isinstance(objective, Objective):
-            raise TypeError(f"objective: wanted hl.Objective, got {type(objective).__name__}")
+        objective = check_objective(objective)
         if inputs is not None:
             check_inputs(inputs)
         return objective(self._source(hidden, targets), targets, **(inputs or {}))
@@ -146,6 +145,12 @@ class FusedLMHead(nn.Linear):
     def extra_repr(self) -> str:
         more = "".join(f", {k}={v!r}" for k, v in self.source_options.items())
         return super().extra_repr() + more
+
+
+def check_objective(objective: object) -> Objective:
+    if not isinstance(objective, Objective):
+        raise TypeError(f"objective: wanted hl.Objective, got {type(objective).__name__}")
+    return objective
 
 
 def check_inputs(inputs: object, name: str = "inputs") -> None:

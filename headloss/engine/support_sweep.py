@@ -66,7 +66,7 @@ def budget_of(source: Source) -> int:
 class SupportHead:
     """A source, open for some columns of each row.  `single_N`: rows of one column, whose logit does not matter."""
 
-    single_chunk = True
+    single_chunk, makes_logits = True, False
 
     def __init__(self, source: Source, single_N: Tensor | None, backend: ModuleType) -> None:
         self.source, self.backend = source, backend
@@ -197,12 +197,10 @@ class SupportSweep(Sweep):
         return other
 
     def open_head(self, needs: tuple[bool, ...], chunks: Sequence[Chunk]) -> Any:
-        head = self._open()
+        head = super().open_head(needs, chunks)
         head.blocks = len(chunks)
         if self.weight_grad is not None and isinstance(head, SupportHead) and needs[1:2] == (True,):
             head.made["weight"], head.begun, head.adds, self.weight_grad = self.weight_grad, True, True, None
-        if True in needs:
-            head.wants_grad(needs)
         return head
 
     def _blocks(self, head: Any) -> Iterator[Block]:

@@ -14,7 +14,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 import headloss as hl
 from headloss.integrations.forward_code import After, after_head, before_head, mentions, other_use
-from headloss.module import own_forward
+from headloss.module import check_objective, own_forward
 
 
 def unwrapped(model: Any) -> Any:
@@ -173,12 +173,8 @@ def check_kept(model: Any) -> None:
         )
 
 
-def check_objective(objective: object) -> hl.Objective:
-    if objective is None:
-        return hl.Objective(ce=hl.losses.cross_entropy)
-    if not isinstance(objective, hl.Objective):
-        raise TypeError(f"objective: wanted hl.Objective, got {type(objective).__name__}")
-    return objective
+def objective_or_default(objective: object) -> hl.Objective:
+    return hl.Objective(ce=hl.losses.cross_entropy) if objective is None else check_objective(objective)
 
 
 def targets_of(labels: Tensor | None, shift_labels: Tensor | None, ignore_index: int | None = None) -> Tensor:

@@ -27,7 +27,7 @@ import headloss as hl
 from headloss.deferred_checks import refuse
 from headloss.integrations.early_targets import EarlyTargets
 from headloss.integrations.reduction_checks import check_means
-from headloss.module import check_source_options, own_forward, own_hook
+from headloss.module import check_objective, check_source_options, own_forward, own_hook
 from headloss.record import but
 
 
@@ -50,8 +50,7 @@ class OutputProcessor:
     def __init__(
         self, objective: hl.Objective, *, vocab: int | None = None, tp_group: Any = None, **source_options: Any
     ) -> None:
-        if not isinstance(objective, hl.Objective):
-            raise TypeError(f"objective: wanted hl.Objective, got {type(objective).__name__}")
+        check_objective(objective)
         self.objective, self.vocab, self.group = objective, vocab, tp_group
         self.options = check_source_options(source_options)
         self.last: hl.Output | None = None

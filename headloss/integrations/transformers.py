@@ -28,9 +28,9 @@ from headloss.integrations.causal_lm import (
     check_head,
     check_kept,
     check_model,
-    check_objective,
     count_of,
     lines_of,
+    objective_or_default,
     targets_of,
     transform_of,
     unwrapped,
@@ -61,7 +61,7 @@ def patch(
     Returns the model; `model.headloss` has `.last` and `.objective`.
     """
     base = unwrapped(model)
-    objective = check_objective(objective)
+    objective = objective_or_default(objective)
     head = check_model(base, vocab=source_options.get("vocab"))
     options = {"memory": memory, **transform_of(base), **source_options}
     adapter = Patched(base, head, options, objective, eval_logits)
@@ -86,7 +86,7 @@ def loss_function(objective: hl.Objective | None = None) -> LogitsLoss:
 
     It shifts labels, as that of a causal language model does; `HeadlossCallback` checks that, and that it is called.
     """
-    return LogitsLoss(check_objective(objective))
+    return LogitsLoss(objective_or_default(objective))
 
 
 class HeadlossCallback(TrainerCallback):

@@ -24,7 +24,7 @@ from torch import Tensor
 
 import headloss as hl
 from headloss.integrations.adapter import Adapter, Expected, Head
-from headloss.integrations.causal_lm import check_model, check_objective, transform_of, unwrapped
+from headloss.integrations.causal_lm import check_model, objective_or_default, transform_of, unwrapped
 from headloss.integrations.early_targets import prepared
 from headloss.integrations.reduction_checks import own_means, values_of
 from headloss.integrations.transformers import HeadlossCallback
@@ -79,7 +79,7 @@ class SFTTrainer(_OnHeadloss, sft_trainer.SFTTrainer):
     """
 
     def __init__(self, *args: Any, objective: hl.Objective | None = None, **kwargs: Any) -> None:
-        check_objective(objective)
+        objective_or_default(objective)
         for name, term in () if objective is None else objective.terms.items():
             if term.needs_segments:
                 raise ValueError(
@@ -146,7 +146,7 @@ class GRPOTrainer(_OnHeadloss, grpo_trainer.GRPOTrainer):
     """
 
     def __init__(self, *args: Any, objective: hl.Objective | None = None, **kwargs: Any) -> None:
-        check_objective(objective)
+        objective_or_default(objective)
         super().__init__(*args, **kwargs)
         self.objective: hl.Objective | None = None
         if objective is not None:
@@ -154,7 +154,7 @@ class GRPOTrainer(_OnHeadloss, grpo_trainer.GRPOTrainer):
 
     def set_objective(self, objective: hl.Objective) -> None:
         """Use another objective from now on."""
-        check_policy(self.args, check_objective(objective), self.model)
+        check_policy(self.args, objective_or_default(objective), self.model)
         want = unwrapped(self.model).headloss.want
         self.objective = _extended(objective, self._headloss["metrics"], want)
 
