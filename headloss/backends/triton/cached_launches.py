@@ -91,28 +91,17 @@ class Visits:
         key = (ignore, out_CV is None, type(mean))
         known = self.known.get(key)
         if known is None or begin & 127:
-            return self._look(raw_CV, target_C, inputs, bases, factors, weights, out_CV, ignore, teacher, key, begin)
+            call = raw_CV, target_C, inputs, bases, factors, weights, out_CV, ignore, teacher
+            return self._look(*call, None if begin & 127 else key)
         kernel, places, sums_kernel, theirs, numbers = known
         given = Given(self.temperatures, theirs, inputs, bases, factors, *numbers)
         target = target_C if plan.targets or ignore else None
         visited = fire(plan, kernel, places, raw_CV.shape[0], given, raw_CV, y, target, None, z, ids, in_order)
         return visited, *fire_totals(sums_kernel, visited.found, weights)
 
-    def _look(
-        self,
-        raw_CV: Tensor,
-        target_C: Tensor | None,
-        inputs: tuple[Tensor, ...],
-        bases: tuple[Number, ...],
-        factors: tuple[Number, ...],
-        weights: tuple[Number, ...],
-        out_CV: Tensor | None,
-        ignore: bool,
-        teacher: Tensor | SparseChunk | None,
-        key: Any,
-        begin: int,
-    ) -> tuple[Visited, Tensor, Tensor]:
-        """The same by the full path, which checks everything."""
+    def _look(self, *call: Any) -> tuple[Visited, Tensor, Tensor]:
+        """The same by the full path, which checks everything; last comes the key to keep it under, or None."""
+        raw_CV, target_C, inputs, bases, factors, weights, out_CV, ignore, teacher, key = call
         plan, program, noted = self.plan, self.plan.program, list[Any]()
         arguments = Arguments(dict(zip(program.inputs, inputs, strict=True)), bases, factors)
         (scale, cap), columns = self.how, raw_CV.shape[1]
@@ -126,7 +115,7 @@ class Visits:
         )  # fmt: skip
         found, first = visited.term_values
         kernel = totals_launch(first, weights)
-        if noted and not begin & 127:
+        if noted and key is not None:
             taught = taught_by(plan, columns, teachers[0]) if teachers else UNTAUGHT
             own = (float(columns), float(scale), 1.0 if cap is None else float(cap))
             numbers = (program.numbers, plan.look_numbers, *own, taught.scale, taught.cap)
@@ -188,42 +177,31 @@ class Settles:
             write(raw_CV, target_C, settled, rows_FC, out_CV, teachers)
         return settled, *fire_totals(sums_kernel, settled.by_segment, weights)
 
-    def _look(
-        self,
-        raw_CV: Tensor,
-        target_C: Tensor | None,
-        inputs: tuple[Tensor, ...],
-        bases: tuple[Number, ...],
-        factors: tuple[float, ...],
-        weights: tuple[float, ...],
-        out_CV: Tensor | None,
-        ignore: bool,
-        teachers: tuple[Tensor, ...],
-        spans: Spans | None,
-        key: Any,
-    ) -> tuple[Settled, Tensor, Tensor]:
-        """The same by the full path, which checks everything."""
+    def _look(self, *call: Any) -> tuple[Settled, Tensor, Tensor]:
+        """The same by the full path, which checks everything; last comes the key to keep it under, or None."""
+        raw_CV, target_C, inputs, bases, factors, weights, out_CV, ignore, teachers, spans, key = call
         program, own = self.program, self.temperatures
         (C, V), gradient = raw_CV.shape, out_CV is not None
         named = lambda xs: dict(zip(program.terms, xs, strict=True))
         given = dict(zip(program.inputs, inputs, strict=True))
         chunks = [DenseChunk(x, *how, V) for x, how in zip(teachers, self.theirs, strict=True)]
         sums_FC, read = self._read(raw_CV, target_C, chunks)
-        call = Settling(
+        settling = Settling(
             program, spans, Weights(given, named(bases), named(self.means), named(factors)), target_C, C, own,
             vocab=V, device=raw_CV.device, ignore=ignore, gradient=gradient,
         )  # fmt: skip
-        rows_FC = call.settle(sums_FC)
+        rows_FC = settling.settle(sums_FC)
         write = None
         if out_CV is not None and rows_FC is not None:
-            write = self._write(raw_CV, target_C, call.settled, rows_FC, out_CV, chunks)
+            write = self._write(raw_CV, target_C, settling.settled, rows_FC, out_CV, chunks)
         kernel = totals_launch(0, weights)
         whole = target_C is None or target_C.is_contiguous()
         if key is not None and read is not None and (write is not None or not gradient) and whole:
-            settling = (call.plan, call.launch, gradient, call.groups, (C, C, 0, 0, call.groups, 1, 0))
+            groups = settling.groups
+            again = (settling.plan, settling.launch, gradient, groups, (C, C, 0, 0, groups, 1, 0))
             numbers = (program.numbers, (), float(V), 1.0, 1.0, 1.0, 1.0)
-            self.known[key] = (read, write, settling, numbers, kernel)
-        return call.settled, *fire_totals(kernel, call.settled.by_segment, weights)
+            self.known[key] = (read, write, again, numbers, kernel)
+        return settling.settled, *fire_totals(kernel, settling.settled.by_segment, weights)
 
     def _read(self, raw_CV: Tensor, target_C: Tensor | None, chunks: list[DenseChunk]) -> tuple[Tensor, Again | None]:
         """What settling reads, and how to make it again."""
