@@ -227,11 +227,8 @@ def test_equal_forms_of_a_visit_are_one_kernel_for_triton(monkeypatch):
         ignore = row.dtype == torch.int64
         for out in (None, x, torch.empty_like(x)):
             triton_visit.visit(x, y, printed.want, (1.0,), printed, made(base, row, rows[0]), out, ignore=ignore)
-    for valid in (torch.zeros(3, dtype=torch.bool), torch.zeros(4, dtype=torch.bool)[1:]):
-        triton_visit.visit(
-            logits[0], targets[0], printed.want, (torch.ones(3),), printed, made(1.0, rows[0], rows[0]), None,
-            valid_C=valid, softcap=3.0,
-        )  # fmt: skip
+    T = (torch.ones(3),)
+    triton_visit.visit(logits[0], targets[0], printed.want, T, printed, made(1.0, rows[0], rows[0]), None, softcap=3.0)
     bind = jit.create_function_from_signature(
         visit_kernel.signature, visit_kernel.params, make_backend(GPUTarget("cuda", 90, 32))
     )

@@ -94,9 +94,7 @@ class Mix:
         facts = {f: v * keep for f, v in facts.items()}
         return torch.stack(values), metrics, out, facts, by_input
 
-    def check(
-        self, x, y, *, temperature=1.0, close=1e-5, valid=None, ignore=False, where="beside", shape=None, **options
-    ):
+    def check(self, x, y, *, temperature=1.0, close=1e-5, ignore=False, where="beside", shape=None, **options):
         n = len(x)
         given = self.inputs(n)
         _, want, program = self.lowered(given)
@@ -106,17 +104,14 @@ class Mix:
         first = next(iter(bases))
         bases[first] = 0.125
         factors = dict.fromkeys(self.terms, 0.5) | {first: torch.tensor(1.5)}
-        keep = torch.ones(n) if valid is None else valid.float()
-        keep = keep * (y != -100) if ignore else keep
+        keep = (y != -100).float() if ignore else torch.ones(n)
         arguments = one.Arguments(given, bases.values(), factors.values())
         read = x.clone() if where == "in place" else x
         out = read if where == "in place" else torch.full_like(x, math.nan) if where == "beside" else None
-        visited = one.visit(
-            read, y, want, T, program, arguments, out, valid_C=valid, ignore=ignore, shape=shape or TINY, **options
-        )
+        visited = one.visit(read, y, want, T, program, arguments, out, ignore=ignore, shape=shape or TINY, **options)
         known = y.clamp(min=0) if ignore else y
         wide = temperature.double() if isinstance(temperature, torch.Tensor) else temperature
-        truth_x = torch.where(keep[:, None].bool(), x, 0.0) if (ignore or valid is not None) else x
+        truth_x = torch.where(keep[:, None].bool(), x, 0.0) if ignore else x
         values, metrics, grad, facts, by_input = self.truth(
             truth_x, known, given, bases, factors, wide, keep.double(), **options
         )
@@ -299,10 +294,8 @@ def test_rows_that_programs_share(monkeypatch, dtype, where):
             x[row, row * v // 5 + 3] = 30.0
             y[row] = (v - 1, 0, v // 2, row * v // 5 + 3, 7)[row]
         x[4, : v - 9] = -math.inf
-        y[5] = -100
+        y[torch.tensor([1, 5])] = -100
         light().check(x, y, where=where, close=3e-5, shape=shape, ignore=True)
-        valid = torch.tensor([True, False, True, True, False, True])
-        light().check(x, y.clamp(min=0), where=where, close=3e-5, shape=shape, valid=valid)
         light().check(x, y.clamp(min=0), where=where, close=3e-5, shape=shape, scale=-0.5, temperature=0.7)
     assert max(form.parts for form in forms(light())) == 5
 
@@ -459,7 +452,6 @@ def test_ignored_rows(where):
     y[1], y[3] = -100, -100
     mix = MIXES["ce, z, policy"]()
     mix.check(x, y, ignore=True, where=where)
-    mix.check(x, y.clamp(min=0), valid=torch.tensor([True, False, True, False, True]), where=where)
 
 
 @inside

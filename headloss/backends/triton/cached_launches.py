@@ -96,7 +96,7 @@ class Visits:
         kernel, places, sums_kernel, theirs, numbers = known
         given = Given(self.temperatures, theirs, inputs, bases, factors, *numbers)
         target = target_C if plan.targets or ignore else None
-        visited = fire(plan, kernel, places, raw_CV.shape[0], given, raw_CV, y, target, None, z, ids, in_order)
+        visited = fire(plan, kernel, places, raw_CV.shape[0], given, raw_CV, y, target, z, ids, in_order)
         return visited, *fire_totals(sums_kernel, visited.found, weights)
 
     def _look(self, *call: Any) -> tuple[Visited, Tensor, Tensor]:

@@ -135,16 +135,14 @@ def visit(
     softcap: float | None = None,
     start: int = 0,
     vocab: int | None = None,
-    valid_C: Tensor | None = None,
     ignore: bool = False,
     shape: Shape | None = None,
     noted: list[Any] | None = None,
 ) -> Visited:
     """Facts, values and metrics of every row, and its gradient into `out_CV` (may be `raw_CV`; None: no gradient).
 
-    `ignore`: a target of -100 marks a row that is not read; so does False in `valid_C`.  A dense teacher has every
-    column of the student's.  `noted` receives the kernel and its last arguments, if rows start on a line: see
-    `cached_launches.py`.
+    `ignore`: a target of -100 marks a row that is not read.  A dense teacher has every column of the student's.
+    `noted` receives the kernel and its last arguments, if rows start on a line: see `cached_launches.py`.
     """
     plan = plan_of(program)
     C, V = raw_CV.shape
@@ -164,9 +162,8 @@ def visit(
     aside_CV = None
     if out_CV is not None and V > 1 and y.stride(1) != 1:  # rare: write elsewhere, then copy
         y = aside_CV = torch.empty_like(y, memory_format=torch.contiguous_format)
-    valid_C = None if valid_C is None else valid_C.contiguous()
     kernel = layout = None
-    if valid_C is None and not (address(x) | address(y) | address(z)) & 127:
+    if not (address(x) | address(y) | address(z)) & 127:
         layout = (
             x.dtype, V, x.stride(), None if out_CV is None else y.stride(), y is x, vocab,
             None if target is None else (target.dtype, target.stride(), target.data_ptr() & 15), ignore, scale, softcap,
@@ -186,7 +183,7 @@ def visit(
         together = raw.vector == out.vector and not apart % raw.vector and not lead_apart % raw.vector
         same = together and raw.line == out.line and not apart % raw.line and not lead_apart % raw.line
         even = raw.line == raw.vector and V % raw.vector == 0  # no vector belongs to two rows
-        pointers = (raw.x_CV, out.x_CV, target, valid_C, theirs.x_CV, taught.ids, taught.sorted_ids)
+        pointers = (raw.x_CV, out.x_CV, target, theirs.x_CV, taught.ids, taught.sorted_ids)
         # all that a compiled kernel depends on, read once: see launch.py
         most = most_parts(x) if same and even and softcap is None else 0
         size = V * x.itemsize
@@ -198,8 +195,7 @@ def visit(
             shape, parts, x.dtype, y.dtype, raw.line, raw.vector, out.line,
             out.vector, together, same, even, (stride >> 31, out_stride >> 31, theirs.x_CV.stride(0) >> 31),
             tuple([(raw.x_CV if p is None else p).data_ptr() & 15 == 0 for p in pointers]),
-            None if target is None else target.dtype, None if valid_C is None else valid_C.dtype,
-            ignore, out_CV is None, scale != 1.0, softcap is not None,
+            None if target is None else target.dtype, ignore, out_CV is None, scale != 1.0, softcap is not None,
             forms_of(given_T), forms_of(inputs), forms_of(bases), forms_of(factors),
             taught.form and (*taught.form, z.dtype, vector_along(raw, theirs), vector_along(out, theirs)),
         )  # fmt: skip
@@ -219,7 +215,7 @@ def visit(
         given_T, taught.temperatures, inputs, bases, factors, program.numbers, plan.look_numbers, float(vocab),
         float(scale), 1.0 if softcap is None else float(softcap), taught.scale, taught.cap, taught.tails,
     )  # fmt: skip
-    visited = fire(plan, kernel, places, C, given, x, y, target, valid_C, z, taught.ids, taught.sorted_ids)
+    visited = fire(plan, kernel, places, C, given, x, y, target, z, taught.ids, taught.sorted_ids)
     if aside_CV is not None:
         out_CV.copy_(aside_CV)  # type: ignore[union-attr]
     return visited
@@ -234,12 +230,11 @@ def fire(
     x: Tensor,
     y: Tensor,
     target: Tensor | None,
-    valid: Tensor | None = None,
     z: Tensor | None = None,
     ids: Tensor | None = None,
     sorted_ids: Tensor | None = None,
 ) -> Visited:
-    """Launch the kernel of a visit, on student, gradient, targets, rows that count, and a teacher's logits or ids."""
+    """Launch the kernel of a visit, on student, gradient, targets, and a teacher's logits or ids."""
     visited = Visited.empty(plan, C, x.device)
     best, theirs, wide, held = visited.best, visited.theirs, visited.wide, x
     F, V = kernel.constants["F"], places[0]
@@ -249,7 +244,7 @@ def fire(
     if F.PARTS:
         held = torch.zeros(C, 1 + 2 * F.PARTS, dtype=torch.float32, device=x.device)
     at = At(
-        x, y, x if target is None else target, x if valid is None else valid, visited.found,
+        x, y, x if target is None else target, visited.found,
         x if best is None else best, x if z is None else z, x if theirs is None else theirs, x if ids is None else ids,
         x if sorted_ids is None else sorted_ids, x if wide is None else wide, held,
     )  # fmt: skip
@@ -278,7 +273,6 @@ class Form(NamedTuple):
     long: tuple[int, ...]  # strides that need 64 bits
     aligned: tuple[bool, ...]
     target: torch.dtype | None
-    valid: torch.dtype | None
     ignore: bool
     forward: bool
     scaled: bool
@@ -334,7 +328,7 @@ def _variant(plan: Plan, form: Form) -> Launch:
     paired = lambda dtype, vector: dtype == torch.bfloat16 and vector > 1 and J == 8 and _pairs()
     flags = Flags(
         **plan.flags,
-        TARGET=form.target is not None, IGNORE=form.ignore and form.target is not None, VALID=form.valid is not None,
+        TARGET=form.target is not None, IGNORE=form.ignore and form.target is not None,
         GRADIENT=not form.forward, PER_ROW=kinds_in(form.temperatures, True), TEACHER_PER_ROW=kinds_in(kinds, True),
         INPUT_ROWS=kinds_in(form.inputs), BASE_KINDS=kinds_in(form.bases), FACTOR_KINDS=kinds_in(form.factors),
         SCALED=form.scaled, CAPPED=form.capped, TEACHER_SCALED=scaled, TEACHER_CAPPED=capped,

@@ -18,7 +18,6 @@ class At(NamedTuple):
     raw: Any
     out: Any
     target: Any
-    valid: Any
     found: Any  # (F, N)
     best: Any
     teacher: Any
@@ -129,7 +128,6 @@ class Flags(NamedTuple):
     # how it is called
     TARGET: Flag
     IGNORE: Flag
-    VALID: Flag
     GRADIENT: Flag
     PER_ROW: Flag
     TEACHER_PER_ROW: Flag

@@ -68,8 +68,6 @@ def visit_kernel(
         wanted = tl.load(at.target + row * target_stride).to(tl.int64)
     if F.IGNORE:
         live = live & (wanted != -100)
-    if F.VALID:
-        live = live & (tl.load(at.valid + row) != 0)
     k = 0
     if IDS:
         k = tl.arange(0, IDS)
