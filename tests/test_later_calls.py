@@ -58,7 +58,8 @@ class Played:
         )  # where it lies may differ
         place = ("LINE", "VEC", "SAME", "EVEN", "PAIRED")
         kinds = [(k, x) for k, x in flags._asdict().items() if not k.endswith(place)]
-        told = [raw, at.target if flags.TARGET else None, flags.GRADIENT, tuple(given), V, numbers[:2], sorted(kinds, key=str)]
+        target = at.target if flags.TARGET else None
+        told = [raw, target, flags.GRADIENT, tuple(given), V, numbers[:2], sorted(kinds, key=str)]
         seed = torch.Generator().manual_seed(zlib.crc32(repr([told_of(x) for x in told]).encode()))
         at.found.copy_(torch.randn(at.found.shape, generator=seed))
         if flags.BEST:
