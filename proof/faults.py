@@ -1033,7 +1033,6 @@ FAULTS = [
     Fault("parallel/dtensor.py", "hidden.shape[dim] * mesh.size() != leading[dim]", "False", "parts of a sequence of two sizes are gathered", ("tests/ranks/test_dtensor.py",)),
     Fault("engine/layout.py", "        _check_said(name, leading, reading)\n", "        pass\n", "over ranks, what an input is depends on how many rows a rank has", ("tests/ranks/test_documents.py",)),
     Fault("graph/compiled.py", 'or more["direct"] or changes', 'or more["direct"]', "a compiled divergence pulls with what it reads when the backward runs", ("tests/trust/test_compiled.py",)),
-    Fault("graph/recipe.py", "                    T = float(known)\n", "                    pass\n", "a source's temperature that varies is not a term's own where the two are equal", ("tests/trust/test_compiled.py",)),
     Fault("graph/recipe.py", 'n.split(".", 1)[1]: x.detach() for n, x', 'n.split(".", 1)[1]: x for n, x', "an input that requires grad is refused in a graph that makes none", ("tests/trust/test_compiled.py",)),
     Fault("graph/ops.py", "            check_temperatures(x)\n", "            pass\n", "a graph takes a temperature of -1", ("tests/trust/test_compiled.py",)),
     Fault("integrations/reduction_checks.py", "        raise ValueError(message.format(name=name, why=why))\n", "        pass\n", "a trainer adds up weighted means of micro-batches", ("tests/integrations/test_torchtitan.py", "tests/integrations/test_megatron.py")),
