@@ -347,8 +347,8 @@ def _variant(plan: Plan, form: Form) -> Launch:
 
 
 def most_parts(x: Tensor) -> int:
-    """How many programs may share a row: they wait for each other, so all must run at once, with a fourth of the
-    device, as other kernels may hold the rest."""
+    """How many programs may share a row.  They wait for each other, so all of them must run at once, even where other
+    kernels hold three quarters of the device."""
     return multiprocessors(x.device) // 4 if x.dtype != torch.float16 and torch.version.hip is None else 0
 
 

@@ -25,7 +25,7 @@ def meet(held, part, top, S, c, F: tl.constexpr):
     tl.store(held + 1 + 2 * part, top)
     tl.store(held + 2 + 2 * part, S)
     tl.debug_barrier()  # this program has read all that another may overwrite
-    counted = tl.atomic_add(held, 1.0, sem="release")
+    tl.atomic_add(held, 1.0, sem="release")
     if not IN_TURN:
         counted = tl.atomic_add(held, 0.0, sem="acquire")
         while counted < PARTS:

@@ -45,7 +45,7 @@ def gradient(z, origin, c, k, cap, F: tl.constexpr):
 
 @triton.jit
 def zeros(out, skew, end, part, VEC: tl.constexpr, F: tl.constexpr):
-    """Write a row of zeros; `out` is on a boundary."""
+    """Write a row, or a part of one, of zeros; `out` is on a boundary."""
     BLOCK: tl.constexpr = F.K * F.L * F.J
     whole_low, whole_high = inner(skew, end, VEC)
     kind = out.dtype.element_ty
