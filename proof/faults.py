@@ -578,7 +578,7 @@ FAULTS = [
     Fault("trace/call.py", "value = torch.where(weight != 0, value * weight, 0.0)", "value = value * weight", "0 * NaN of a row of weight 0 reaches the loss", LEFT_OUT),
     Fault("trace/call.py", "x.register_hook(lambda g: torch.where(counts, g, 0.0))", "pass", "0 * inf of a row of weight 0 reaches the gradient", LEFT_OUT),
     Fault("trace/call.py", "metrics |= {COUNTED: torch.where(weight != 0, torch.ones_like(value), 0.0)} if metrics else {}", "pass", "metrics count rows of weight 0", LEFT_OUT),
-    Fault("trace/call.py", "product = weight.detach() if product is None else product * weight.detach()", "product = weight.detach()", "of several row weights only the last counts", ("tests/test_policy_weights.py",)),
+    Fault("trace/call.py", "product = weight.detach() if product is None else _wide(product) * _wide(weight.detach())", "product = weight.detach()", "of several row weights only the last counts", ("tests/test_policy_weights.py",)),
     Fault("metrics.py", "key=len, default=None)", "key=lambda m: -len(m), default=None)", "what a weight reports leaves out the rows it cut", LEFT_OUT),
     Fault("row_weights.py", '"k3": drift.expm1() - drift', '"k3": drift.exp() - drift', "k3 between sampler and trainer: 1 too much", ("tests/test_policy_weights.py",)),
     Fault("metrics.py", "counted = own if counted is None else counted & own", "counted = own", "ignored rows count in metrics under a mask", LEFT_OUT),

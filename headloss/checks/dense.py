@@ -280,7 +280,7 @@ class Dense:
             elif p.name == "segments":
                 found |= {} if self.segments is None else {"segments": self.segments}
             elif taken.get(p.name, p.name) in self.inputs:
-                found[p.name] = self.inputs[taken.get(p.name, p.name)]
+                found[p.name] = made.given(fn, p.name, self.inputs[taken.get(p.name, p.name)])
         return found
 
     def row_weight(self, term: Term) -> tuple[Tensor | None, dict[str, Any]]:
@@ -295,7 +295,7 @@ class Dense:
                 names.append(_name(w))
                 again = f"_{names.count(names[-1])}" if names.count(names[-1]) > 1 else ""
                 reported |= {f"{names[-1]}{again}/{k}": x for k, x in found.items()}
-            product = weight.detach() if product is None else product * weight.detach()
+            product = weight.detach() if product is None else product.double() * weight.detach().double()
         own = None if term.targets is None else self.inputs[term.targets] != IGNORE
         for here in (own, self.routes.get(self.teacher_of(term)) if self.looks_at_teacher(term) else None):
             if here is not None:

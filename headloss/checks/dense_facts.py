@@ -87,6 +87,12 @@ def student_fact(name: str, s: Tensor, targets: Tensor | None) -> Tensor:
     return FACTS[name].value(row)
 
 
+def given(fn: Any, name: str, x: Tensor) -> Tensor:
+    """An input as a function gets it: our own formulas are of real numbers, those of users of what was passed."""
+    ours = fn.__module__.startswith("headloss.") and name not in ("pairs", "targets")
+    return x.double() if ours and not x.is_floating_point() else x
+
+
 CLASSES = ("class_weight", "class_mean", "class_cross_entropy")
 
 

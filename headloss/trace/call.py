@@ -27,9 +27,10 @@ class Env(NamedTuple):
     targets: Tensor | None
     segments: Segments | None
 
-    def arguments(self, signature: Signature) -> dict[str, Any]:
+    def arguments(self, fn: Callable[..., Any], signature: Signature) -> dict[str, Any]:
         """The arguments to call a function with; an optional input that was not passed keeps its default."""
         values: dict[str, Any] = {}
+        real = ours(fn)  # our formulas are of real numbers: -1 of uint8 is 255, and a bool has no negative
         for p in signature.parameters:
             if p.kind == "fact":
                 assert p.fact is not None
@@ -40,8 +41,15 @@ class Env(NamedTuple):
             elif p.kind == "targets":
                 values[p.name] = self.targets
             elif p.key in self.inputs:
-                values[p.name] = self.inputs[p.key]
+                x = values[p.name] = self.inputs[p.key]
+                if real and x is not None and p.teacher is None and p.name not in ("pairs", "targets"):
+                    values[p.name] = x if x.is_floating_point() else x.to(self.dtype)
         return values
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the facts; float64 where there are none."""
+        return next((x.dtype for x in self.facts.values() if x.is_floating_point()), torch.float64)
 
     def many(self, x: Tensor) -> str:
         """The length of a vector in words, for an error message: sizes here may be symbols or stand-ins."""
@@ -95,7 +103,7 @@ class Call(NamedTuple):
         `apart`: for a function whose rows do not meet, its per-row inputs; a row of weight 0 then gets no gradient, not
         even 0 * inf.  `weighed`: the result of `weigh`, if it is known already.
         """
-        given, (weight, reported) = env.arguments(self.signature), weighed or self.weigh(env)
+        given, (weight, reported) = env.arguments(self.fn, self.signature), weighed or self.weigh(env)
         if apart is not None and weight is not None:
             rows = {p.name for p in self.signature.parameters if p.kind == "fact" or p.key in apart}
             given = {k: _gated(x, weight) if k in rows else x for k, x in given.items()}
@@ -143,7 +151,7 @@ class Call(NamedTuple):
             return weight
         own = env.inputs[CLASSES["class_weight"]]
         assert own is not None
-        return own.detach() if weight is None else weight * own.detach()
+        return own.detach() if weight is None else _wide(weight) * _wide(own.detach())
 
     def weigh(self, env: Env) -> Weighed:
         """The product of the row weights, detached, and the metrics that they report, by the weights' names."""
@@ -156,7 +164,7 @@ class Call(NamedTuple):
                 assert weight is not None
             else:
                 assert signature is not None
-                weight, found = _with_metrics(evaluate(of, signature.name, env.arguments(signature)))
+                weight, found = _with_metrics(evaluate(of, signature.name, env.arguments(of, signature)))
                 if not isinstance(weight, Tensor) or weight.dtype.is_complex:
                     wanted = "wanted one real weight per row, or that and a dict of metrics"
                     raise WrongWeightError(f"row_weight: {signature.name} returns {_got(weight)}, {wanted}")
@@ -165,7 +173,7 @@ class Call(NamedTuple):
                     names.append(signature.name)
                     again = names.count(signature.name)
                     reported[f"{signature.name}_{again}" if again > 1 else signature.name] = dict(found)
-            product = weight.detach() if product is None else product * weight.detach()
+            product = weight.detach() if product is None else _wide(product) * _wide(weight.detach())
         return product, reported
 
     @property
@@ -256,6 +264,11 @@ class Watched:
                 self.marks.clear()
             walked = self.walked = _Walked(guards, around, found, self.marks.setdefault(found, object()))
         return walked
+
+
+def _wide(x: Tensor) -> Tensor:
+    """The same numbers in float32 or better, in which a product neither wraps around nor overflows."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _gated(x: Any, weight: Tensor) -> Any:

@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy as dense
 
 import headloss as hl
 from headloss.engine.checks import check_count
-from headloss.losses import cross_entropy, dpo, forward_kl, grpo, gspo
+from headloss.losses import clip_cov, cross_entropy, dpo, forward_kl, grpo, gspo, reinforce
 from headloss.segments import integers
 
 SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)
@@ -106,6 +106,30 @@ def test_pairs_and_teachers(dtype: torch.dtype) -> None:
     ids = torch.arange(8)[:, None] + torch.tensor([3, 99 if dtype.itemsize == 1 else 200])
     of = lambda i: hl.Objective(p=forward_kl)(on, targets, teacher=hl.Sparse(i, torch.full((8, 2), -1.0))).loss
     torch.testing.assert_close(of(ids.to(dtype)), of(ids))
+
+
+@pytest.mark.parametrize("dtype", [*SIGNED, *UNSIGNED, torch.bool], ids=str)
+def test_rewards(dtype: torch.dtype) -> None:
+    """Whole numbers as advantages: -1 is -1 in our formulas, and the mean of a few is a number."""
+    on, targets = sources()[0], torch.arange(8)
+    reward = (torch.arange(8) % 2).to(dtype)
+    objective = hl.Objective(a=reinforce, b=grpo, c=clip_cov)
+    of = lambda x: objective(on, targets, advantage=x, draw=torch.linspace(0, 1, 8))
+    got, want = of(reward), of(reward.double())
+    torch.testing.assert_close(got.terms, want.terms)
+    assert float(got.metrics["a/advantage_mean"]) == 0.5
+    hl.verify(objective, on, targets, advantage=reward, draw=torch.linspace(0, 1, 8)).check()
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.uint16, torch.float16, torch.bfloat16], ids=str)
+def test_row_weights_multiply(dtype: torch.dtype) -> None:
+    """The product of several narrow weights neither wraps around nor overflows nor loses digits."""
+    on, targets, a = sources()[0], torch.arange(8), torch.full((8,), 125).to(dtype)
+    b = torch.full((8,), 1e4).half() if dtype == torch.float16 else a
+    objective = hl.Objective(ce=hl.Term(cross_entropy, row_weight=("a", "b"), reduction="token_sum"))
+    want = a.double()[0] * b.double()[0] * CE(on, targets, num_items=1).loss
+    torch.testing.assert_close(objective(on, targets, a=a, b=b).loss, want)
+    hl.verify(objective, on, targets, a=a, b=b).check()
 
 
 @wrong
