@@ -10,9 +10,10 @@ needs no verl.  A policy loss reduces by verl's own `agg_loss`, so that its glob
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 import headloss as hl
 from headloss.losses import LOSSES
 from headloss.module import check_source_options
+from headloss.trace.signature import function_name, suggest
 
 POLICY = ("cispo", "dppo", "gmpo", "grpo", "gspo", "gspo_token", "kimi", "reinforce", "sapo", "topr", "vespo")
 INPUTS = ("logprob", "advantage", "segments", "old_logprob")
@@ -115,12 +117,19 @@ def policy_loss(loss: str | Callable[..., Any], **options: Any) -> Callable[...,
     >>> register_policy_loss("mine")(policy_loss("grpo", delta=4.0))
     """
     fn = LOSSES[loss] if isinstance(loss, str) else loss
+    while isinstance(fn, functools.partial):  # what it binds was given, and verl's config does not replace it
+        fn, options = fn.func, {**fn.keywords, **options}
+    label = function_name(fn)
     parameters = inspect.signature(fn).parameters.values()
     asked = [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY]
     unknown = [p.name for p in parameters if p.name in asked and p.name not in INPUTS and p.default is p.empty]
     if unknown:
-        raise ValueError(f"loss: {fn.__name__} asks for {unknown[0]}; verl gives {', '.join(INPUTS)}")
+        raise ValueError(f"loss: {label} asks for {unknown[0]}; verl gives {', '.join(INPUTS)}")
     known = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}
+    for name in options:
+        if name not in known:
+            there = ", ".join(sorted(known)) or "none"
+            raise TypeError(f"{name}: not an option of {label}; there are {there}{suggest(name, known)}")
 
     def compute(
         old_log_prob: Tensor,
@@ -138,11 +147,14 @@ def policy_loss(loss: str | Callable[..., Any], **options: Any) -> Callable[...,
             "old_logprob": old_log_prob[mask],
             "segments": hl.Segments.from_batch(mask).select(mask),
         }
-        said = {k: v for k, v in settings(fn.__name__, config).items() if k in known} | options
+        said = {k: v for k, v in settings(label, config).items() if k in known} | options
         if fn is LOSSES["kimi"] and "beta" not in said and _get("policy_loss", config) is not None:
             raise ValueError("policy_loss.dro_beta: wanted a positive number, as verl's dro does, got None")
         found = fn(**{k: v for k, v in given.items() if k in asked}, **said)
         values, metrics = found if isinstance(found, tuple) else (found, {})
+        if tuple(values.shape) != tuple(given["logprob"].shape):
+            wanted = f"wanted one value per token, {tuple(given['logprob'].shape)}"
+            raise ValueError(f"loss: {label} gave values of shape {tuple(values.shape)}, {wanted}")
         losses = torch.zeros_like(log_prob, dtype=values.dtype).masked_scatter(mask, values)
         if rollout_is_weights is not None:
             losses = losses * rollout_is_weights
@@ -150,7 +162,7 @@ def policy_loss(loss: str | Callable[..., Any], **options: Any) -> Callable[...,
         reduced = _core_algos().agg_loss(loss_mat=losses, loss_mask=response_mask, loss_agg_mode=loss_agg_mode, **batch)
         return reduced, _numbers(metrics)
 
-    compute.__name__ = f"headloss_{fn.__name__}"
+    compute.__name__ = f"headloss_{label}"
     compute.__doc__ = fn.__doc__
     return compute
 
@@ -194,8 +206,9 @@ def _get(name: str, config: Any) -> Any:
     return config.get(name) if hasattr(config, "get") else getattr(config, name, None)
 
 
-def _numbers(metrics: dict[str, Tensor]) -> dict[str, float]:
+def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
     """The metrics under verl's names, in one copy from the device."""
+    metrics = {name: torch.as_tensor(x) for name, x in metrics.items()}
     if not metrics:
         return {}
     names = [f"actor/{NAMES.get(name, name)}" for name in metrics]

@@ -6,6 +6,7 @@ Written after verl's main branch of early 2026 (verl/trainer/ppo/core_algos.py: 
 
 from __future__ import annotations
 
+import functools
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from torch import Tensor
 
 import headloss as hl
 from headloss.integrations import verl as adapter
+from headloss.losses import LOSSES
 
 B, T, D, V = 3, 5, 4, 11
 
@@ -234,3 +236,26 @@ def test_kimi_needs_its_beta_as_verls_dro_does(registry: Any) -> None:
 def test_a_loss_that_verl_cannot_feed_is_refused() -> None:
     with pytest.raises(ValueError, match="pairs"):
         adapter.policy_loss("simpo")
+
+
+def test_a_loss_of_ones_own_in_the_registry(registry: Any) -> None:
+    """A partial keeps what it binds, and a metric may be a number; values of another length are not scattered."""
+    old, log_prob, advantage, mask = batch()
+    call = (old, log_prob, advantage, mask, "token-mean", Config())
+    bound = adapter.policy_loss(functools.partial(LOSSES["grpo"], low=0.01, high=0.01, dual=None))
+    assert bound.__name__ == "headloss_grpo"
+    want, _ = adapter.policy_loss("grpo", low=0.01, high=0.01, dual=None)(*call)
+    torch.testing.assert_close(bound(*call)[0], want)
+
+    class Own:
+        def __call__(self, logprob: Tensor, advantage: Tensor) -> Any:
+            return -advantage * logprob, {"bound": 0.5, "logprob": logprob}
+
+    loss, metrics = adapter.policy_loss(Own())(*call)
+    torch.testing.assert_close(loss, agg_loss(-advantage * log_prob, mask, "token-mean", **Config.global_batch_info))
+    assert metrics["actor/bound"] == 0.5
+    for wrong in (lambda logprob: logprob[:, None].expand(-1, 2), lambda logprob, segments: segments.means(logprob)):
+        with pytest.raises(ValueError, match=r"gave values of shape .* wanted one value per token"):
+            adapter.policy_loss(wrong)(*call)
+    with pytest.raises(TypeError, match="hihg: not an option of grpo.*did you mean 'high'"):
+        adapter.policy_loss("grpo", hihg=0.3)
