@@ -141,8 +141,8 @@ class HeadlossLoss(ChunkedLossWrapper):  # type: ignore[misc,unused-ignore]
         return out.loss, found
 
     def _asks_for(self, name: str) -> bool:
-        calls = (t.call(None, {}) for t in self.objective.terms.values())
-        return any(p.name == name for call in calls for s in call.signatures for p in s.parameters)
+        calls = [t.call(None, {}) for t in self.objective.terms.values()] + [c for _, c in self.objective.metrics]
+        return any(name in call.input_names for call in calls)
 
     def _source(self, head: nn.Module, hidden: Tensor, transform: Mapping[str, Any]) -> hl.Linear:
         weight: Any = head.weight

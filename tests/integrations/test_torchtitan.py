@@ -174,6 +174,19 @@ def test_inputs_go_by_name_and_a_validation_needs_no_gradient() -> None:
         loss_fn(hidden, labels, torch.tensor(TOKENS), advantages=torch.ones(N))
 
 
+def test_the_rl_trainers_inputs_go_to_those_who_take_them() -> None:
+    """By the input's name, which need not be that of the parameter, and to row weights and metrics as well."""
+    term = {"loss": "reinforce", "inputs": {"advantage": "reward"}, "row_weight": "old_logprob"}
+    loss_fn = adapter().HeadlossLoss.Config(objective={"terms": {"rl": term}}).build()
+    head, hidden, labels = problem()
+    loss_fn.set_lm_head(head)
+    old, reward = torch.rand(N).to(hidden.dtype), torch.randn(N).to(hidden.dtype)
+    given = {"generator_logprobs": old, "loss_mask": torch.ones(N), "advantages": torch.zeros(N), "reward": reward}
+    loss, _ = loss_fn(hidden, labels, torch.tensor(TOKENS), **given)
+    logprob = (hidden @ head.weight.T).log_softmax(-1).gather(1, labels.clamp(min=0)[:, None])[:, 0]
+    torch.testing.assert_close(loss, -(logprob * reward * old)[labels != -100].sum() / TOKENS)
+
+
 def test_labels_that_were_prepared_before_the_model_ran(monkeypatch: pytest.MonkeyPatch) -> None:
     """Used where they are the same tensor, once; on a CPU nothing needs to travel, so a stand-in does."""
     from headloss.integrations import early_targets
@@ -201,6 +214,10 @@ def test_labels_that_were_prepared_before_the_model_ran(monkeypatch: pytest.Monk
     assert taken[0] is seen[0] and taken[1] is labels and taken[2] is labels
     for loss in losses:
         torch.testing.assert_close(loss, dense(hidden, head.weight, labels))
+    loss_fn.before(labels)
+    labels[0] = -100  # by the model's forward
+    torch.testing.assert_close(loss_fn(hidden, labels, torch.tensor(TOKENS))[0], dense(hidden, head.weight, labels))
+    assert taken[3] is labels
 
 
 def test_a_head_that_was_not_set_is_named() -> None:
