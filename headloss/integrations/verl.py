@@ -116,7 +116,7 @@ def policy_loss(loss: str | Callable[..., Any], **options: Any) -> Callable[...,
 
     >>> register_policy_loss("mine")(policy_loss("grpo", delta=4.0))
     """
-    fn = LOSSES[loss] if isinstance(loss, str) else loss
+    fn: Any = LOSSES[loss] if isinstance(loss, str) else loss
     while isinstance(fn, functools.partial):  # what it binds was given, and verl's config does not replace it
         fn, options = fn.func, {**fn.keywords, **options}
     label = function_name(fn)
@@ -141,7 +141,7 @@ def policy_loss(loss: str | Callable[..., Any], **options: Any) -> Callable[...,
         rollout_is_weights: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Any]]:
         mask = response_mask.bool()
-        given = {
+        given: dict[str, Any] = {
             "logprob": log_prob[mask],
             "advantage": advantages[mask],
             "old_logprob": old_log_prob[mask],
