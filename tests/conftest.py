@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import os
 import random
 import sys
@@ -26,6 +27,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if "slow" in item.keywords and not config.getoption("--slow"):
             item.add_marker(pytest.mark.skip(reason="slow: give --slow"))
     items[:] = longest_first(items, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
+
+
+def pytest_collection_finish() -> None:
+    """Imports stay, but trainers and tracing collect garbage often, and looked at all that was imported each time."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 10)
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # or a binding takes what is frozen at the end for a leak
 
 
 @pytest.fixture(scope="session")
