@@ -159,7 +159,7 @@ class TermsOnRows:
             for name, call in self.plan.metrics:
                 if call.fn is dead_rows:
                     continue
-                found = evaluate(call.fn, call.signature.name, env.arguments(call.fn, call.signature), call.options)
+                found = evaluate(call.fn, call.signature.name, env.arguments(call.signature), call.options)
                 check_metrics(call.signature.name, found if isinstance(found, Mapping) else {name: found})
                 found = {f"{name}/{k}": x for k, x in found.items()} if isinstance(found, Mapping) else {name: found}
                 kinds |= {k: self._kind(call, x, call.signatures) for k, x in found.items()}

@@ -27,10 +27,9 @@ class Env(NamedTuple):
     targets: Tensor | None
     segments: Segments | None
 
-    def arguments(self, fn: Callable[..., Any], signature: Signature) -> dict[str, Any]:
+    def arguments(self, signature: Signature) -> dict[str, Any]:
         """The arguments to call a function with; an optional input that was not passed keeps its default."""
         values: dict[str, Any] = {}
-        real = ours(fn)  # our formulas are of real numbers: -1 of uint8 is 255, and a bool has no negative
         for p in signature.parameters:
             if p.kind == "fact":
                 assert p.fact is not None
@@ -42,8 +41,8 @@ class Env(NamedTuple):
                 values[p.name] = self.targets
             elif p.key in self.inputs:
                 x = values[p.name] = self.inputs[p.key]
-                if real and x is not None and p.teacher is None and p.name not in ("pairs", "targets"):
-                    values[p.name] = x if x.is_floating_point() else x.to(self.dtype)
+                if signature.real and x is not None and p.teacher is None and p.name not in ("pairs", "targets"):
+                    values[p.name] = _wide(x) if x.is_floating_point() else x.to(self.dtype)
         return values
 
     @property
@@ -103,7 +102,7 @@ class Call(NamedTuple):
         `apart`: for a function whose rows do not meet, its per-row inputs; a row of weight 0 then gets no gradient, not
         even 0 * inf.  `weighed`: the result of `weigh`, if it is known already.
         """
-        given, (weight, reported) = env.arguments(self.fn, self.signature), weighed or self.weigh(env)
+        given, (weight, reported) = env.arguments(self.signature), weighed or self.weigh(env)
         if apart is not None and weight is not None:
             rows = {p.name for p in self.signature.parameters if p.kind == "fact" or p.key in apart}
             given = {k: _gated(x, weight) if k in rows else x for k, x in given.items()}
@@ -164,7 +163,7 @@ class Call(NamedTuple):
                 assert weight is not None
             else:
                 assert signature is not None
-                weight, found = _with_metrics(evaluate(of, signature.name, env.arguments(of, signature)))
+                weight, found = _with_metrics(evaluate(of, signature.name, env.arguments(signature)))
                 if not isinstance(weight, Tensor) or weight.dtype.is_complex:
                     wanted = "wanted one real weight per row, or that and a dict of metrics"
                     raise WrongWeightError(f"row_weight: {signature.name} returns {_got(weight)}, {wanted}")
@@ -267,8 +266,8 @@ class Watched:
 
 
 def _wide(x: Tensor) -> Tensor:
-    """The same numbers in float32 or better, in which a product neither wraps around nor overflows."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+    """The same numbers in float32 or better: -1 of uint8 is 255, and 300**2 is no float16."""
+    return x if x.is_floating_point() and x.dtype.itemsize >= 4 else x.to(torch.float32)
 
 
 def _gated(x: Any, weight: Tensor) -> Any:

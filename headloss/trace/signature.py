@@ -19,6 +19,7 @@ from headloss.facts import FACTS, Fact
 from headloss.options import parameters_of
 from headloss.teachers import COMPARING as COMPARING
 from headloss.teachers import SPARSE, TOP
+from headloss.trace.function_reads import ours
 
 # Arguments of a term: no option of a loss may have one of these names.
 RESERVED = frozenset((
@@ -119,6 +120,7 @@ class Signature(NamedTuple):
     options: Mapping[str, Any]  # keyword-only parameters and their defaults
     per_segment: tuple[str, ...] | None = None  # inputs with one value per segment, if declared; see `layout`
     returns: str | None = None  # "row", "segment" or "pair": what a value belongs to, if the function declares it
+    real: bool = False  # a function of ours, whose formula is of real numbers: it gets its inputs as such
 
     @property
     def facts(self) -> tuple[Fact, ...]:
@@ -210,7 +212,8 @@ def read_signature(
         )
     if named:
         raise TypeError(f"{name}: facts={sorted(named)} are not among its parameters {[p.name for p in parameters]}")
-    return Signature(name, tuple(parameters), options, _per_segment(fn, name, parameters), _returns(fn, name))
+    said = _per_segment(fn, name, parameters), _returns(fn, name)
+    return Signature(name, tuple(parameters), options, *said, ours(fn))
 
 
 def _check_injected(fn: Callable[..., Any], name: str, p: inspect.Parameter) -> None:

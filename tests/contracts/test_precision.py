@@ -12,7 +12,7 @@ from calls import BATCH_LOSS, CE_Z, KINDS, objective
 from torch import Tensor, nn
 
 import headloss as hl
-from headloss.losses import cross_entropy, entropy_bonus, z_loss
+from headloss.losses import cross_entropy, entropy_bonus, value_loss, z_loss
 
 
 def relative(a: Tensor, b: Tensor) -> float:
@@ -166,3 +166,16 @@ def test_autocast_backward_sees_the_forwards_logits() -> None:
     facts.logprob.sum().backward()
     # sum_j (1[j=y] - p_j) = 0 holds only if p is a softmax of the logits that lse came from
     assert abs(float(bias.grad.sum())) < 1e-4
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_narrow_inputs_of_our_losses_are_computed_with_in_float32(dtype: torch.dtype) -> None:
+    """300^2 is no float16, and a square in bfloat16 has two digits."""
+    value = torch.linspace(-301, 777, 7).to(dtype).requires_grad_()
+    returns, targets = torch.linspace(3, -99, 7).to(dtype), torch.arange(7)
+    out = hl.Objective(v=value_loss)(hl.Logits(torch.zeros(7, 9)), targets, value=value, returns=returns)
+    wanted = (value.double() - returns.double()).square().mean() / 2
+    torch.testing.assert_close(out.loss.double(), wanted, rtol=1e-6, atol=0.0)
+    got, truth = (torch.autograd.grad(x, value)[0] for x in (out.loss, wanted))
+    assert got.dtype == dtype
+    torch.testing.assert_close(got, truth)
