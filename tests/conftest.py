@@ -14,6 +14,7 @@ from ordering import longest_first
 
 sys.path.append(str(Path(__file__).parent / "ranks"))
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+gc.set_threshold(50_000, 20, 10)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -33,7 +34,6 @@ def pytest_collection_finish() -> None:
     """Imports stay, but trainers and tracing collect garbage often, and looked at all that was imported each time."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(50_000, 20, 10)
 
 
 def pytest_unconfigure() -> None:
