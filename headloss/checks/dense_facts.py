@@ -7,6 +7,7 @@ Dimension key:  R rows that count   S segments   V vocabulary   K ids per row
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -89,7 +90,9 @@ def student_fact(name: str, s: Tensor, targets: Tensor | None) -> Tensor:
 
 def given(fn: Any, name: str, x: Tensor) -> Tensor:
     """An input as a function gets it: our own formulas are of real numbers, those of users of what was passed."""
-    ours = fn.__module__.startswith("headloss.") and name not in ("pairs", "targets")
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    ours = str(getattr(fn, "__module__", "")).startswith("headloss.") and name not in ("pairs", "targets")
     return x.double() if ours and not x.is_floating_point() else x
 
 

@@ -213,7 +213,7 @@ def read_signature(
     if named:
         raise TypeError(f"{name}: facts={sorted(named)} are not among its parameters {[p.name for p in parameters]}")
     said = _per_segment(fn, name, parameters), _returns(fn, name)
-    return Signature(name, tuple(parameters), options, *said, ours(fn))
+    return Signature(name, tuple(parameters), options, *said, _is_real(fn))
 
 
 def _check_injected(fn: Callable[..., Any], name: str, p: inspect.Parameter) -> None:
@@ -251,6 +251,12 @@ def _returns(fn: Callable[..., Any], name: str) -> str | None:
     if said not in (None, "row", "segment", "pair"):
         raise ValueError(f'{name}.returns: wanted "row", "segment" or "pair", got {said!r}')
     return said
+
+
+def _is_real(fn: Any) -> bool:
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    return ours(fn)
 
 
 def _said(fn: Any, attribute: str) -> Any:

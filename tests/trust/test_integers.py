@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -113,12 +114,15 @@ def test_rewards(dtype: torch.dtype) -> None:
     """Whole numbers as advantages: -1 is -1 in our formulas, and the mean of a few is a number."""
     on, targets = sources()[0], torch.arange(8)
     reward = (torch.arange(8) % 2).to(dtype)
-    objective = hl.Objective(a=reinforce, b=grpo, c=clip_cov)
+    objective = hl.Objective(a=reinforce, b=functools.partial(grpo, low=0.1), c=clip_cov)
     of = lambda x: objective(on, targets, advantage=x, draw=torch.linspace(0, 1, 8))
     got, want = of(reward), of(reward.double())
     torch.testing.assert_close(got.terms, want.terms)
     assert float(got.metrics["a/advantage_mean"]) == 0.5
     hl.verify(objective, on, targets, advantage=reward, draw=torch.linspace(0, 1, 8)).check()
+    names: dict[str, Any] = {}
+    exec("def own(logprob, reward): return -logprob * reward", names)  # which is of no module
+    hl.verify(hl.Objective(own=names["own"]), on, targets, reward=reward.double()).check()
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.uint16, torch.float16, torch.bfloat16], ids=str)
