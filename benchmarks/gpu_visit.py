@@ -298,7 +298,7 @@ def long_rows() -> list[dict[str, Any]]:
     for N, V, dtype in shapes:
         p = Problem(N, V, dtype)
         floor = p.floor()
-        for what, shape in (("shared", SHARED[1]), ("one program per row", SHAPES[-1][1])):
+        for what, shape in (("shared", SHARED[-1][2]), ("one program per row", SHAPES[-1][1])):
             ms = p.ms(ce(), shape=shape)
             lines.append({"what": what, "shape": f"{N}x{V}", "dtype": short_name(dtype), "ms": ms, "ratio": floor / ms})
             say(f"{what:20s} {N}x{V} {dtype} {ms:.4f} ms, floor {floor:.4f} ms, {floor / ms:6.1%}")

@@ -345,8 +345,13 @@ def test_rows_that_programs_share_compile_for_hopper(name, tmp_path, monkeypatch
     assert int(usage[2]) <= 24, usage
     code = built.dump("-sass", tmp_path)
     assert len(re.findall(r"LDG\S*\.128", code)) == 16, "a block is read once"
-    waits = re.findall(r"(?:ATOM|LD)G?\.\S*STRONG\.GPU.*?BRA", code, re.DOTALL)
-    assert waits and "CCTL.IVALL" in code, "what other programs wrote is read after they are counted"
+    check_meeting(code)
+
+
+def check_meeting(code):
+    """Programs look until they have all numbers, and what they read before stays in their caches."""
+    assert re.search(r"ATOMG\S*EXCH", code) and re.search(r"LDG\S*STRONG", code)
+    assert not re.search(r"CCTL|MEMBAR", code)
 
 
 def test_every_printed_operation_compiles():
@@ -444,4 +449,30 @@ def test_one_launch_beside_a_teacher_compiles_for_hopper(name, tmp_path):
     found = [loop for loop in loops(code) if loop.count("MUFU.EX2") >= 4]
     assert len(found) >= 2 - name.endswith("no gradient"), "two sweeps"
     for loop in found:
+        assert not re.search(r"LDL|STL", loop), "spills inside the loop"
+
+
+TAUGHT_SHARED = {
+    "forward_kl": lambda: with_teacher(kd=Term(forward_kl)),
+    "reverse_kl, float32": lambda: with_teacher(dtype="fp32", kd=Term(reverse_kl)),
+    "jsd": lambda: with_teacher(kd=Term(jsd, beta=0.5)),
+    "cross-entropy, and forward_kl at another temperature": lambda: with_teacher(
+        metrics=("accuracy",), kd=Term(forward_kl, temperature=2.0), **CE
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TAUGHT_SHARED)
+def test_rows_with_a_teacher_that_programs_share_compile_for_hopper(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(visits, "multiprocessors", lambda device: 132)
+    built = TAUGHT_SHARED[name]()
+    usage = re.search(r"REG:(\d+) STACK:(\d+)", built.dump("--dump-resource-usage", tmp_path))
+    shape = visits.TAUGHT_SHARED[name.startswith(("jsd", "cross"))][1]
+    assert usage is not None and int(usage[1]) <= shape.registers and int(usage[2]) <= 64, usage
+    code = built.dump("-sass", tmp_path)
+    check_meeting(code)
+    found = [loop for loop in loops(code) if loop.count("MUFU.EX2") >= 16 and "ENDCOLLECTIVE" not in loop]
+    assert len(found) >= 2 + name.startswith("jsd"), "two sweeps, or three"
+    for loop in found:
+        assert not re.search(r"BAR\.SYNC|SHFL", loop), "lanes wait for each other inside the loop"
         assert not re.search(r"LDL|STL", loop), "spills inside the loop"

@@ -285,7 +285,7 @@ def light():
 def test_rows_that_programs_share(monkeypatch, dtype, where):
     """The maximum, the target or the only finite columns may be in any of the parts, of which the last may be short."""
     monkeypatch.setattr(one, "multiprocessors", lambda device: 20)
-    shape = one.Shape(1, 2, shared=True)
+    shape = one.Shape(1, 2, span=1)
     block = shape.block // dtype.itemsize
     for parts, short in ((1, 0), (2, block - 16), (3, 0), (5, 96)):
         v = parts * block - short
@@ -307,23 +307,26 @@ def forms(mix):
 
 def test_which_rows_are_shared():
     """Long ones of which only e^z is summed, where a gradient is made and the device runs enough programs at once."""
-    plan = lambda heavy: SimpleNamespace(heavy=heavy, program=SimpleNamespace(want=SimpleNamespace(teachers=())))
-    longest, shared = visits.SHARED
-    size, shape_of = 2 * 262144, visits.shape_of
-    needed = size // shared.block
-    assert longest < size and shared.shared and 32 * shared.warps * shared.registers * 5 <= 65536
-    assert shape_of(plan(False), size, most=needed) == shared
-    for other in (
-        shape_of(plan(False), size, most=needed - 1), shape_of(plan(True), size, most=needed),
-        shape_of(plan(False), size, False, most=needed), shape_of(plan(False), longest, most=needed),
-    ):  # fmt: skip
-        assert not other.shared
+    plan = lambda heavy: SimpleNamespace(
+        heavy=heavy, flags={"DENSE": False}, program=SimpleNamespace(want=SimpleNamespace(teachers=()))
+    )
+    for least, up_to, shared in visits.SHARED:
+        size, shape_of = min(up_to, 2 * 262144), visits.shape_of
+        needed = size // shared.part
+        assert least < size and shared.span and 32 * shared.warps * shared.registers * 5 <= 65536
+        assert shape_of(plan(False), size, most=needed) == shared
+        for other in (
+            shape_of(plan(False), size, most=needed - 1), shape_of(plan(True), size, most=needed),
+            shape_of(plan(False), size, False, most=needed), shape_of(plan(False), least, most=needed),
+        ):  # fmt: skip
+            assert not other.span
+    assert not shape_of(plan(False), 2 * 128256, most=99).span
 
 
 @inside
 def test_rows_that_cannot_be_shared(monkeypatch):
     """A vector of two rows, another layout of the output, float16, a softcap: each row has one program."""
-    monkeypatch.setattr(one, "SHARED", (512, one.Shape(1, 1, shared=True)))
+    monkeypatch.setattr(one, "SHARED", ((512, 1 << 40, one.Shape(1, 1, span=1)),))
     monkeypatch.setattr(one, "multiprocessors", lambda device: 12)
     x, y = draw(3, 384)
     beside = torch.empty(3, 392)[:, 8:]
@@ -355,7 +358,8 @@ def test_every_row_that_keeps_blocks_has_them():
 
 def test_shapes_for_rows_that_start_anywhere():
     """They take the registers of the second column where a gradient is made, and cost nothing without one."""
-    plan = lambda heavy: SimpleNamespace(heavy=heavy, program=SimpleNamespace(want=SimpleNamespace(teachers=())))
+    alone = SimpleNamespace(want=SimpleNamespace(teachers=()))
+    plan = lambda heavy: SimpleNamespace(heavy=heavy, flags={"DENSE": False}, program=alone)
     for most, light, heavy in visits.SHAPES:
         assert visits.shape_of(plan(False), most) == light
         assert visits.shape_of(plan(False), most, skewed=True) == heavy == visits.shape_of(plan(True), most)

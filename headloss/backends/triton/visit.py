@@ -17,7 +17,7 @@ import torch
 import triton  # type: ignore
 from torch import Tensor
 
-from headloss.backends.triton.kernels.meeting import IN_TURN
+from headloss.backends.triton.kernels.meeting import IN_TURN, MISSING
 from headloss.backends.triton.kernels.records import At, Flags, Given
 from headloss.backends.triton.kernels.visit import visit_kernel
 from headloss.backends.triton.launch import MOST_KNOWN, Launch
@@ -52,7 +52,8 @@ class Arguments(NamedTuple):
 class Shape(NamedTuple):
     """How a row is swept: a block has `loads` 16-byte vectors per lane; `ahead`: the next block is loaded while one is
     summed; `registers`: at most so many per lane, so that more rows run at once; `keep`: so many of the last whole
-    blocks stay in registers from the first sweep to the second; `shared`: each block has a program of its own.
+    blocks stay in registers from the first sweep to the second; `span`: a program has so many blocks of a row, which
+    it shares with others; 0: all of them.
     """
 
     warps: int
@@ -60,12 +61,17 @@ class Shape(NamedTuple):
     ahead: bool = False
     registers: int = 0
     keep: int = 0
-    shared: bool = False
+    span: int = 0
 
     @property
     def block(self) -> int:
         """In bytes."""
         return 32 * self.warps * self.loads * 16
+
+    @property
+    def part(self) -> int:
+        """How many bytes of a row a program has, if others share the row."""
+        return self.span * self.block
 
 
 # By the bytes of a row: the first entry whose bound is not below them.  Second column: if more is summed than e^z, or
@@ -89,9 +95,18 @@ FORWARD = (
     (128 * KIB, Shape(8, 4), Shape(4, 4)),
     (1 << 40, Shape(8, 4), Shape(8, 4, True)),
 )
-# Long rows of which only e^z is summed are read once, by programs that keep their blocks; five run at once on a
-# multiprocessor, so that some load or store while others wait for the rest of their row.
-SHARED = (400 * KIB, Shape(4, 16, registers=96, shared=True))
+# Above and up to so many bytes, rows of which only e^z is summed are read once, by programs that keep their blocks;
+# several run at once on a multiprocessor, so that some load or store while others wait for the rest of their row.
+SHARED = (
+    (112 * KIB, 224 * KIB, Shape(2, 16, registers=96, span=1)),
+    (400 * KIB, 1 << 40, Shape(4, 16, registers=96, span=1)),
+)
+# So are rows with a dense teacher: what programs read twice is still in the first cache then, up to 240 KiB of 256.
+# Second: where more numbers are kept per lane, for a divergence that needs a second read, or at several temperatures.
+TAUGHT_SHARED = (
+    (48 * KIB, Shape(4, 4, registers=96, span=3)),
+    (96 * KIB, Shape(4, 2, registers=72, span=4)),
+)
 # with a dense teacher; with a divergence that needs a second read; with ids.  See benchmarks/gpu_teachers.py.
 TAUGHT = (
     (16 * KIB, Shape(4, 2), Shape(4, 2), Shape(4, 2)),
@@ -111,14 +126,22 @@ def takes_one_launch(C: int, V: int) -> bool:
 
 def shape_of(plan: Plan, row: int, gradient: bool = True, skewed: bool = False, most: int = 0) -> Shape:
     """For rows of so many bytes; `skewed`: they may start anywhere; `most`: so many programs may share one."""
+    shared = [shape for least, up_to, shape in shared_shapes(plan) if least < row <= min(up_to, most * shape.part)]
+    if gradient and shared:
+        return shared[0]
     if plan.program.want.teachers:
         dense, look, ids = next(shapes for up_to, *shapes in TAUGHT if up_to >= row)
         return look if plan.look is not None else dense if plan.flags["DENSE"] else ids
-    longest, shared = SHARED
-    if gradient and longest < row <= most * shared.block and not plan.heavy:
-        return shared
     light, heavy = next(shapes for up_to, *shapes in (SHAPES if gradient else FORWARD) if up_to >= row)
     return heavy if plan.heavy or (skewed and gradient) else light
+
+
+def shared_shapes(plan: Plan) -> Sequence[tuple[int, int, Shape]]:
+    """Above and up to how many bytes several programs share a row, and their shape."""
+    if plan.flags["DENSE"]:
+        least, shape = TAUGHT_SHARED[plan.look is not None or len(plan.flags["A"]) > 1]
+        return ((least, 1 << 40, shape),)
+    return () if plan.heavy or plan.program.want.teachers else SHARED
 
 
 def visit(
@@ -186,11 +209,16 @@ def visit(
         pointers = (raw.x_CV, out.x_CV, target, theirs.x_CV, taught.ids, taught.sorted_ids)
         # all that a compiled kernel depends on, read once: see launch.py
         most = most_parts(x) if same and even and softcap is None else 0
+        if taught.form and not (
+            z.dtype == x.dtype and not taught.form[2]
+            and vector_along(raw, theirs) == vector_along(out, theirs) == raw.vector
+        ):  # fmt: skip
+            most = 0
         size = V * x.itemsize
         shape = shape or shape_of(plan, size, out_CV is not None, raw.line > raw.vector, most)
         assert not shape.keep or (size >= (shape.keep + 2) * shape.block and not shape.ahead)
-        parts = -(-size // shape.block) if shape.shared else 0
-        assert parts <= most and not (parts and (plan.heavy or teachers or out_CV is None))
+        parts = -(-size // shape.part) if shape.span else 0
+        assert parts <= most and not (parts and (out_CV is None or not shared_shapes(plan)))
         form = Form(
             shape, parts, x.dtype, y.dtype, raw.line, raw.vector, out.line,
             out.vector, together, same, even, (stride >> 31, out_stride >> 31, theirs.x_CV.stride(0) >> 31),
@@ -242,7 +270,7 @@ def fire(
         words = F.L * -(-(V + F.LINE) // (32 * F.L * F.J))
         held = torch.zeros(C, words, dtype=torch.int32, device=x.device)
     if F.PARTS:
-        held = torch.zeros(C, 1 + 2 * F.PARTS, dtype=torch.float32, device=x.device)
+        held = torch.full((C, F.TOLD), MISSING.value, dtype=torch.int32, device=x.device)
     at = At(
         x, y, x if target is None else target, visited.found,
         x if best is None else best, x if z is None else z, x if theirs is None else theirs, x if ids is None else ids,
@@ -250,7 +278,8 @@ def fire(
     )  # fmt: skip
     if F.PARTS and IN_TURN.value:  # no program may overwrite what the next one reads
         apart = lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
-        kernel.run(None, -1, C * F.PARTS, (at._replace(out=apart(y)), given, *places))
+        for _ in range(1 + bool(F.LOOK_SUMS)):
+            kernel.run(None, -1, C * F.PARTS, (at._replace(out=apart(y)), given, *places))
         at = at._replace(raw=apart(x).copy_(x)) if y is x else at
     kernel.run(None, x.get_device(), C * (F.PARTS or 1), (at, given, *places))
     return visited
@@ -337,13 +366,20 @@ def _variant(plan: Plan, form: Form) -> Launch:
         SAME=form.same, EVEN=form.even, PAIRED=paired(form.dtype, form.vector), TEACHER_PAIRED=paired(kind, along),
         K=shape.loads, L=32 * shape.warps, J=J, AHEAD=shape.ahead,
         KEEP=shape.keep if form.same else 0,  # else a lane writes other columns than it reads
-        PARTS=form.parts, PADDED=triton.next_power_of_2(max(form.parts, 1)),
+        PARTS=form.parts, PADDED=triton.next_power_of_2(max(form.parts, 1)), SPAN=shape.span,
+        TOLD=told(plan, form.parts),
     )  # fmt: skip
     program = plan.program
     functions = {"FN": program.function, "VALUES": program.values, "LOOK": plan.look}
     limited = shape.registers and not form.capped and torch.version.hip is None  # a softcap's tanh would spill
     most = {"maxnreg": shape.registers} if limited else {}
     return Launch(visit_kernel, {**functions, "F": flags, "num_warps": shape.warps, **most})
+
+
+def told(plan: Plan, parts: int) -> int:
+    """How many numbers, at most, the programs of a row tell each other: see `lanes.sweep_row` and `sweep_pair`."""
+    flags = plan.flags
+    return ((6 + 9 * len(flags["A"]) if flags["DENSE"] else 3) + flags["LOOK_SUMS"]) * parts
 
 
 def most_parts(x: Tensor) -> int:

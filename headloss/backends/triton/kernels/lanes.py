@@ -8,11 +8,13 @@ import triton
 import triton.language as tl
 
 from headloss.backends.triton.kernels.logits import FLOOR, LN2
+from headloss.backends.triton.kernels.meeting import highest_of, meet
 from headloss.backends.triton.kernels.pair_loops import read_pair
 from headloss.backends.triton.kernels.row_loops import LOWEST, read
-from headloss.backends.triton.kernels.running_sums import merge_lanes, merge_teacher, rebase
+from headloss.backends.triton.kernels.running_sums import greater, merge_lanes, merge_teacher, one_lane, placed, rebase
 
 NOWHERE = tl.constexpr(2147483647)
+BEYOND = tl.constexpr(16777216)  # no column of a row that is shared; up to here a float32 holds every integer
 
 
 @triton.jit
@@ -22,7 +24,7 @@ def origin_of(top):
 
 
 @triton.jit
-def sweep_row(raw, skew, end, part, c, how, held, ids, POLICY: tl.constexpr, F: tl.constexpr):
+def sweep_row(raw, skew, end, part, picked, c, how, held, ids, POLICY: tl.constexpr, F: tl.constexpr):
     """Sweep the student's row.  Returns maximum, argmax, sums (see `merge_lanes`), total, the last block as stored, and
     the results of `around_ids`.
     """
@@ -31,24 +33,53 @@ def sweep_row(raw, skew, end, part, c, how, held, ids, POLICY: tl.constexpr, F: 
     if F.BEST:
         best = tl.min(seen, axis=0)
     total += (end - skew).to(tl.float32) * (centre - origin_of(top))
-    return top, best, merge_lanes(m, top, sums, c, 3, True, F), total, tail, left
+    own = merge_lanes(m, top, sums, c, 3, True, F)
+    if F.PARTS:
+        found = meet(held, part, (top, own[0]) + ((picked,) if F.PICK else ()), F)
+        tops, top = highest_of(found[0], F)
+        own = merge_lanes(tops, top, (found[1], 0.0, 0.0), c, 3, False, F)
+        if F.PICK:
+            picked = tl.sum(found[2], axis=0)
+    return top, best, own, total, picked, tail, left
 
 
 @triton.jit
-def sweep_pair(raw, teacher, skew, end, c, ct, how, POLICY: tl.constexpr, F: tl.constexpr):
-    """Sweep both rows.  Returns maximum, argmax, sums and total, and the teacher's maximum, argmax and sums (see
-    `merge_teacher`).
+def sweep_pair(raw, teacher, skew, end, part, picked, c, ct, how, held, POLICY: tl.constexpr, F: tl.constexpr):
+    """Sweep both rows.  Returns maximum, argmax, sums and total, the teacher's maximum, argmax and sums (see
+    `merge_teacher`), and `picked` of the program that has it.
     """
-    m, mt, seen, seent, sums, total, centre = read_pair(raw, teacher, skew, end, c, ct, how, POLICY, F)
-    top, topt = tl.max(m, axis=0), tl.max(mt, axis=0)
+    m, mt, seen, seent, sums, total, centre = read_pair(raw, teacher, skew, end, part, c, ct, how, POLICY, F)
+    top, topt = tl.reduce((m, mt), 0, greater)
     best, bestt = tl.full([], NOWHERE, tl.int32), tl.full([], NOWHERE, tl.int32)
     if F.BEST:
         best = tl.min(seen, axis=0)
     if F.TEACHER_BEST:
         bestt = tl.min(seent, axis=0)
+    if F.PARTS:  # what parts of a row found is merged like what lanes did
+        told = (top, topt) + one_lane(m, mt, top, topt, sums, c, ct, F)
+        if F.PICK:
+            told = told + (picked,)
+        if F.TOTAL:
+            told = told + (total,)
+        if F.BEST:
+            told = told + (tl.minimum(best, BEYOND),)
+        if F.TEACHER_BEST:
+            told = told + (tl.minimum(bestt, BEYOND),)
+        found = meet(held, part, told, F)
+        m, top = highest_of(found[0], F)
+        mt, topt = highest_of(found[1], F)
+        sums, found = placed(found[2:], F)
+        if F.PICK:
+            picked, found = tl.sum(found[0], axis=0), found[1:]
+        if F.TOTAL:
+            total, found = tl.sum(found[0], axis=0), found[1:]
+        if F.BEST:
+            best, found = tl.min(tl.where(m == top, found[0], BEYOND), axis=0).to(tl.int32), found[1:]
+        if F.TEACHER_BEST:
+            bestt = tl.min(tl.where(mt == topt, found[0], BEYOND), axis=0).to(tl.int32)
     own, theirs = merge_lanes(m, top, sums, c, 9, True, F), merge_teacher(m, mt, top, topt, sums, c, ct, True, F)
     total += (end - skew).to(tl.float32) * (centre - origin_of(top))
-    return top, best, own, total, topt, bestt, theirs
+    return top, best, own, total, topt, bestt, theirs, picked
 
 
 @triton.jit

@@ -1,11 +1,13 @@
 # mypy: ignore-errors
-"""Long rows that several programs share: each has one block, and keeps it until all know the row's maximum and sum.
+"""Long rows that several programs share: each sweeps a part, and goes on when all know what the others found.
 
-Dimension key:  P parts of a row, a block and a program each
+Dimension key:  P parts of a row, a program each
 
-A program writes what it found to `held` (1 + 2 P), counts itself in the first of those, waits until all P are counted,
-and merges them in the order of the columns, so the result does not depend on which came first.  It cannot wait in vain:
-programs start in the order of their numbers, those of a row follow each other, and the device runs at least P at once.
+A program writes its numbers to `held`, where all are missing at first, and reads those of all P until none is; it
+merges them in the order of the columns, so that the result does not depend on which came first.  A number is written
+and read in one step, and programs read nothing else that others write: no order of memory has to be asked for, which
+would empty the caches.  A program cannot wait in vain: programs start in the order of their numbers, those of a row
+follow each other, and the device runs at least P at once.
 """
 
 import triton
@@ -13,25 +15,57 @@ import triton.language as tl
 
 from headloss.backends.triton.kernels.row_loops import LOWEST
 
-# The interpreter runs one program after another.  Instead of waiting, all are launched twice: see `visit.fire`.
+# The interpreter runs one program after another.  Instead of waiting, all are launched again: see `visit.fire`.
 IN_TURN = tl.constexpr(bool(triton.knobs.runtime.interpret))
+MISSING = tl.constexpr(-1)  # in place of a number; it is one of many NaNs
+NAN = tl.constexpr(2147483647)  # the NaN that is written instead of it
 
 
 @triton.jit
-def meet(held, part, top, S, c, F: tl.constexpr):
-    """The maximum and the sum of e^z of a row, from those of this part, whose sum is relative to its maximum `top`."""
+def seen(held, n, COUNT: tl.constexpr, F: tl.constexpr):
+    """The words of every part, COUNT x (P,), as they are now; and how many of them are missing."""
     PARTS: tl.constexpr = F.PARTS
     PADDED: tl.constexpr = F.PADDED
-    tl.store(held + 1 + 2 * part, top)
-    tl.store(held + 2 + 2 * part, S)
-    tl.debug_barrier()  # this program has read all that another may overwrite
-    tl.atomic_add(held, 1.0, sem="release")
-    if not IN_TURN:
-        counted = tl.atomic_add(held, 0.0, sem="acquire")
-        while counted < PARTS:
-            counted = tl.atomic_add(held, 0.0, sem="acquire")
+    found = ()
+    missing = tl.zeros([PADDED], tl.int32)
+    for i in tl.static_range(COUNT):
+        word = tl.load(held + (i * PARTS + n), mask=n < PARTS, other=0, volatile=True)
+        missing += (word == MISSING).to(tl.int32)
+        found = found + (word,)
+    return found, tl.sum(missing, axis=0)
+
+
+@triton.jit
+def meet(held, part, numbers, F: tl.constexpr):
+    """The numbers of every part of a row, (P,) each, from those of this part; 0 beyond the last part."""
+    COUNT: tl.constexpr = len(numbers)
+    PADDED: tl.constexpr = F.PADDED
+    for i in tl.static_range(COUNT):
+        word = (numbers[i] + 0.0).to(tl.float32).to(tl.int32, bitcast=True)
+        tl.atomic_xchg(held + (i * F.PARTS + part), tl.where(word == MISSING, NAN, word), sem="relaxed")
     n = tl.arange(0, PADDED)
-    tops = tl.load(held + 1 + 2 * n, mask=n < PARTS, other=LOWEST, cache_modifier=".cg")
-    sums = tl.load(held + 2 + 2 * n, mask=n < PARTS, other=0.0, cache_modifier=".cg")
-    highest = tl.max(tops, axis=0)
-    return highest, tl.sum(sums * tl.exp2((tops - highest) * c), axis=0)
+    words, missing = seen(held, n, COUNT, F)
+    if not IN_TURN:
+        while missing > 0:
+            words, missing = seen(held, n, COUNT, F)
+    found = ()
+    for i in tl.static_range(COUNT):
+        found = found + (words[i].to(tl.float32, bitcast=True),)
+    return found
+
+
+@triton.jit
+def highest_of(tops, F: tl.constexpr):
+    """The parts' maxima, LOWEST beyond the last part, and the highest."""
+    PADDED: tl.constexpr = F.PADDED
+    tops = tl.where(tl.arange(0, PADDED) < F.PARTS, tops, LOWEST)
+    return tops, tl.max(tops, axis=0)
+
+
+@triton.jit
+def together(found):
+    """The sums of all parts."""
+    whole = ()
+    for i in tl.static_range(len(found)):
+        whole = whole + (tl.sum(found[i], axis=0),)
+    return whole

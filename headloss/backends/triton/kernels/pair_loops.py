@@ -5,7 +5,7 @@ need both softmaxes, and `write_pair` writes the gradient, from the row's end to
 Dimension key:  K loads in flight   L lanes (threads)   J columns of a lane in each load   W columns of a stored word
 
 Like row_loops.py, with the sums of both rows (running_sums.py): x of the student and y of the teacher, each relative to
-its own origin.
+its own origin.  If programs share a row (PARTS), each sweeps SPAN blocks of it.
 """
 
 import triton
@@ -14,7 +14,7 @@ import triton.language as tl
 from headloss.backends.triton.kernels.logits import LN2, edges, inner, logits, rim
 from headloss.backends.triton.kernels.packed_bf16 import LEAST, decode, finite, highest, take
 from headloss.backends.triton.kernels.pull import slopes
-from headloss.backends.triton.kernels.row_loops import LOWEST, blocks, search, within
+from headloss.backends.triton.kernels.row_loops import LOWEST, blocks, of_part, search, within
 from headloss.backends.triton.kernels.running_sums import absorb, risen
 
 
@@ -31,11 +31,13 @@ def pair(
     words, theirs, block, w, wt, bounds,
     MASKED: tl.constexpr, POLICY: tl.constexpr, W: tl.constexpr, WT: tl.constexpr, F: tl.constexpr,
 ):  # fmt: skip
-    """Load a block of both rows as stored; `w`, `wt`: the words of each lane.  The cache should keep the student's."""
+    """Load a block of both rows as stored; `w`, `wt`: the words of each lane.  The cache should keep the student's, and
+    both of a part."""
     K: tl.constexpr = F.K
+    THEIRS: tl.constexpr = POLICY if F.PARTS else "evict_first"
     BLOCK: tl.constexpr = K * F.L * F.J
     x = take(words, block * (BLOCK // W) + w, bounds[0], bounds[1], MASKED, POLICY, K, W == 2)
-    y = take(theirs, block * (BLOCK // WT) + wt, bounds[2], bounds[3], MASKED, "evict_first", K, WT == 2)
+    y = take(theirs, block * (BLOCK // WT) + wt, bounds[2], bounds[3], MASKED, THEIRS, K, WT == 2)
     return x, y
 
 
@@ -93,7 +95,7 @@ def values(x, y, at, skew, end, how, total, centre, MASKED: tl.constexpr, F: tl.
 
 
 @triton.jit
-def read_pair(raw, teacher, skew, end, c, ct, how, POLICY: tl.constexpr, F: tl.constexpr):
+def read_pair(raw, teacher, skew, end, part, c, ct, how, POLICY: tl.constexpr, F: tl.constexpr):
     """The first sweep: each lane's sums over both rows.  `how`: scale and cap, then the teacher's scale and cap."""
     K: tl.constexpr = F.K
     L: tl.constexpr = F.L
@@ -114,11 +116,13 @@ def read_pair(raw, teacher, skew, end, c, ct, how, POLICY: tl.constexpr, F: tl.c
     words, theirs, j, w, wt = words_of(raw, teacher, F.PAIRED, F.TEACHER_PAIRED, F)
     first, last = blocks(skew, end, F.LINE, F.VEC, BLOCK)
     bounds = edges(skew, end, F.VEC) + edges(skew, end, F.TEACHER_VEC)
-    for block in tl.range(first, last, num_stages=1):
+    low, high, own = of_part(first, last, part, F)
+    for block in tl.range(low, high, num_stages=1):
         x, y = pair(words, theirs, block, w, wt, bounds, False, POLICY, W, WT, F)
         z, u, top, topt, total = values(x, y, block * BLOCK + j, skew, end, how, total, centre, False, F)
         m, mt, best, bestt, sums = take_pair(z, u, top, topt, m, mt, best, bestt, block, sums, c, ct, F)
-    for edge in range(1 - first, 1 + (end > last * BLOCK).to(tl.int32)):  # the first block if partial, and the last
+    # the first block if partial, and the last
+    for edge in range(1 - first, 1 + (own & (end > last * BLOCK)).to(tl.int32)):
         block = tl.where(edge == 0, 0, last)
         x, y = pair(words, theirs, block, w, wt, bounds, True, POLICY, W, WT, F)
         z, u, top, topt, total = values(x, y, block * BLOCK + j, skew, end, how, total, centre, True, F)
@@ -176,7 +180,7 @@ def look_in(x, y, sums, k, numbers, how, LOOK: tl.constexpr, F: tl.constexpr):
 
 @triton.jit
 def look_pair(
-    raw, teacher, skew, end, k, numbers, how, POLICY: tl.constexpr, LOOK: tl.constexpr, F: tl.constexpr
+    raw, teacher, skew, end, part, k, numbers, how, POLICY: tl.constexpr, LOOK: tl.constexpr, F: tl.constexpr
 ):  # fmt: skip
     """The sums of LOOK's results; `k` as in `gradient_pair`."""
     K: tl.constexpr = F.K
@@ -192,7 +196,8 @@ def look_pair(
     words, theirs, j, w, wt = words_of(raw, teacher, F.PAIRED, F.TEACHER_PAIRED, F)
     first, last = blocks(skew, end, F.LINE, F.VEC, BLOCK)
     bounds = edges(skew, end, F.VEC) + edges(skew, end, F.TEACHER_VEC)
-    for edge in range(1 - first, 1 + (end > last * BLOCK).to(tl.int32)):
+    low, high, own = of_part(first, last, part, F)
+    for edge in range(1 - first, 1 + (own & (end > last * BLOCK)).to(tl.int32)):
         block = tl.where(edge == 0, 0, last)
         x, y = pair(words, theirs, block, w, wt, bounds, True, POLICY, W, WT, F)
         for n in tl.static_range(K):
@@ -204,8 +209,8 @@ def look_pair(
             for i in tl.static_range(LOOK_SUMS):
                 more = more + (sums[i] + tl.sum(tl.where(good, found[i], 0.0), axis=1),)
             sums = more
-    for back in tl.range(first, last, num_stages=1):  # backwards: the end of the row is still in the cache
-        block = last - 1 + first - back
+    for back in tl.range(low, high, num_stages=1):  # backwards: the end of the row is still in the cache
+        block = high - 1 + low - back
         x, y = pair(words, theirs, block, w, wt, bounds, False, POLICY, W, WT, F)
         sums = look_in(x, y, sums, k, numbers, how, LOOK, F)
     whole = ()
@@ -269,7 +274,7 @@ def emit_pair(
 
 @triton.jit
 def write_pair(
-    raw, teacher, out, skew, end, k, pulls, numbers, at_target, picked, column, how,
+    raw, teacher, out, skew, end, part, k, pulls, numbers, at_target, picked, column, how,
     LOOK: tl.constexpr, F: tl.constexpr,
 ):  # fmt: skip
     """The last sweep: write the gradient of a row, from its end to its start.  `picked`: the values at the target's
@@ -291,14 +296,15 @@ def write_pair(
     x_ends, y_ends = tl.load(raw + ragged, mask=ends, other=0.0), tl.load(teacher + ragged, mask=ends, other=0.0)
     bounds = (low, high, low, high)
     tl.debug_barrier()  # every warp has read what it needs of the row before any may overwrite it
-    for edge in range(1 - first, 1 + (high > last * BLOCK).to(tl.int32)):
+    start, stop, own = of_part(first, last, part, F)
+    for edge in range(1 - first, 1 + (own & (high > last * BLOCK)).to(tl.int32)):
         block = tl.where(edge == 0, 0, last)
         x, y = pair(words, theirs, block, w, wt, bounds, True, "evict_first", W, WT, F)
         emit_pair(
             x, y, out, block * BLOCK + j, low, high, k, pulls, numbers, how, True, PAIRED, TEACHER_PAIRED, LOOK, F
         )
-    for back in tl.range(first, last, num_stages=1):
-        block = last - 1 + first - back
+    for back in tl.range(start, stop, num_stages=1):
+        block = stop - 1 + start - back
         x, y = pair(words, theirs, block, w, wt, bounds, False, "evict_first", W, WT, F)
         emit_pair(x, y, out, block * BLOCK + j, 0, 0, k, pulls, numbers, how, False, PAIRED, TEACHER_PAIRED, LOOK, F)
     if (low > skew) | (high < end):

@@ -159,6 +159,8 @@ class Flags(NamedTuple):
     KEEP: Flag
     PARTS: Flag  # how many programs share a row; 0: none do
     PADDED: Flag  # a power of 2, at least as many
+    SPAN: Flag  # how many blocks each of them has
+    TOLD: Flag  # how many numbers those of a row tell each other
 
 
 class SweepFlags(NamedTuple):

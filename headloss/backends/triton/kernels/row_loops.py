@@ -50,9 +50,7 @@ def zeros(out, skew, end, part, VEC: tl.constexpr, F: tl.constexpr):
     whole_low, whole_high = inner(skew, end, VEC)
     kind = out.dtype.element_ty
     j = tl.arange(0, BLOCK)
-    first, last = 0, tl.cdiv(end, BLOCK)
-    if F.PARTS:
-        first, last = part, part + 1
+    first, last, _ = of_part(0, tl.cdiv(end, BLOCK), part, F)
     for block in range(first, last):
         at = block * BLOCK + j
         tl.store(out + at, tl.zeros([BLOCK], kind), mask=(at >= whole_low) & (at < whole_high))
@@ -67,6 +65,16 @@ def blocks(skew, end, LINE: tl.constexpr, VEC: tl.constexpr, BLOCK: tl.constexpr
     if LINE > VEC:  # else every row starts on a boundary
         first = (skew > 0).to(tl.int32)
     return first, tl.maximum(end // BLOCK, first)
+
+
+@triton.jit
+def of_part(first, last, part, F: tl.constexpr):
+    """The range of blocks that this program has of those from `first` to `last`, and whether it has `last` itself."""
+    own = True
+    if F.PARTS:
+        own = last // F.SPAN == part
+        first, last = tl.maximum(first, part * F.SPAN), tl.minimum(last, (part + 1) * F.SPAN)
+    return first, last, own
 
 
 @triton.jit

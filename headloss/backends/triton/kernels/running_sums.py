@@ -189,3 +189,95 @@ def merge_teacher(m, mt, top, topt, sums, c, ct, WHOLE: tl.constexpr, F: tl.cons
                 g, lostt = tl.sum(G, axis=0) * LN2, tl.sum(E, axis=0)
         merged = merged + (s, y, f, lost, g, lostt)
     return merged
+
+
+@triton.jit
+def used(sums, F: tl.constexpr):
+    """The sums that are wanted."""
+    found = ()
+    for i in tl.static_range(len(F.WANT_X)):
+        found = found + (sums[9 * i],)
+        if F.WANT_X[i]:
+            found = found + (sums[9 * i + 1],)
+        if F.WANT_Q[i]:
+            found = found + (sums[9 * i + 2],)
+        if F.MET[i]:
+            found = found + (sums[9 * i + 3],)
+        if F.WANT_Y[i]:
+            found = found + (sums[9 * i + 4],)
+        if F.WANT_F[i]:
+            found = found + sums[9 * i + 5 : 9 * i + 7]
+        if F.WANT_G[i]:
+            found = found + sums[9 * i + 7 : 9 * i + 9]
+    return found
+
+
+@triton.jit
+def placed(found, F: tl.constexpr):
+    """Nine sums per temperature again, 0 in place of those that are not wanted; and what came after them."""
+    sums = ()
+    for i in tl.static_range(len(F.WANT_X)):
+        s, found = found[0], found[1:]
+        x, q, st, y, f, lost, g, lostt = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
+        if F.WANT_X[i]:
+            x, found = found[0], found[1:]
+        if F.WANT_Q[i]:
+            q, found = found[0], found[1:]
+        if F.MET[i]:
+            st, found = found[0], found[1:]
+        if F.WANT_Y[i]:
+            y, found = found[0], found[1:]
+        if F.WANT_F[i]:
+            f, lost, found = found[0], found[1], found[2:]
+        if F.WANT_G[i]:
+            g, lostt, found = found[0], found[1], found[2:]
+        sums = sums + (s, x, q, st, y, f, lost, g, lostt)
+    return sums, found
+
+
+@triton.jit
+def plus_three(a, b, c, a_, b_, c_):
+    return a + a_, b + b_, c + c_
+
+
+@triton.jit
+def plus_five(a, b, c, d, e, a_, b_, c_, d_, e_):
+    return a + a_, b + b_, c + c_, d + d_, e + e_
+
+
+@triton.jit
+def of_lanes(sums):
+    """The sums of all lanes, several in each step: lanes wait for each other less often."""
+    if len(sums) >= 5:
+        found = tl.reduce((sums[0], sums[1], sums[2], sums[3], sums[4]), 0, plus_five)
+        if len(sums) > 5:
+            found = found + of_lanes(sums[5:])
+    elif len(sums) >= 3:
+        found = tl.reduce((sums[0], sums[1], sums[2]), 0, plus_three)
+        if len(sums) > 3:
+            found = found + of_lanes(sums[3:])
+    elif len(sums) == 2:
+        found = tl.reduce((sums[0], sums[1]), 0, plus)
+    else:
+        found = (tl.sum(sums[0], axis=0),)
+    return found
+
+
+@triton.jit
+def greater(a, b, a_, b_):
+    return tl.maximum(a, a_), tl.maximum(b, b_)
+
+
+@triton.jit
+def one_lane(m, mt, top, topt, sums, c, ct, F: tl.constexpr):
+    """The wanted sums of all lanes, as one that has seen what all have, relative to the origins of `top` and `topt`."""
+    moved = ()
+    for i in tl.static_range(len(c)):
+        d, dt = fall(m, top, c[i], True), fall(mt, topt, ct[i], True)
+        k, S = tl.exp2(d), sums[9 * i]
+        moved = moved + rebase(S, sums[9 * i + 1], sums[9 * i + 2], d, k, F.WANT_X[i], F.WANT_Q[i])
+        moved = moved + rebase_teacher(
+            S, sums[9 * i + 3], sums[9 * i + 4], sums[9 * i + 5], sums[9 * i + 6], sums[9 * i + 7], sums[9 * i + 8],
+            d, dt, k, tl.exp2(dt), BITS, F.WANT_Y[i], F.WANT_F[i], F.WANT_G[i],
+        )  # fmt: skip
+    return of_lanes(used(moved, F))

@@ -22,7 +22,7 @@ import triton.language as tl
 
 from headloss.backends.triton.kernels.lanes import NOWHERE, column_or_start, origin_of, sweep_pair, sweep_row, with_ids
 from headloss.backends.triton.kernels.logits import LN2, LOG2E, boundary, logits, temperature
-from headloss.backends.triton.kernels.meeting import meet
+from headloss.backends.triton.kernels.meeting import meet, together
 from headloss.backends.triton.kernels.packed_bf16 import finite
 from headloss.backends.triton.kernels.pair_loops import look_pair, write_pair
 from headloss.backends.triton.kernels.printed_arguments import arguments
@@ -55,6 +55,9 @@ def visit_kernel(
         part = (row % F.PARTS).to(tl.int32)
         row = row // F.PARTS
         step = step // F.PARTS
+    held = at.held
+    if F.PARTS:
+        held += row * F.TOLD
     begin, skew = boundary(row, stride, lead, F.LINE)
     out_skew = 0
     out = at.out
@@ -87,10 +90,13 @@ def visit_kernel(
         here = (column >= 0) & (column < V)
         picked = tl.zeros([], at.raw.dtype.element_ty)
         said = 0.0
+        mine = here
+        if F.PARTS:
+            mine = here & (column // (F.K * F.L * F.J * F.SPAN) == part)
         if F.PICK:
-            picked = tl.load(raw_row + column, mask=here, other=0.0)
+            picked = tl.load(raw_row + column, mask=mine, other=0.0)
             if F.DENSE:
-                said = tl.load(at.teacher + (row * teacher_stride + teacher_lead + column), mask=here, other=0.0)
+                said = tl.load(at.teacher + (row * teacher_stride + teacher_lead + column), mask=mine, other=0.0)
         there = tl.full([], 1, tl.int1)
         named, at_k, raw_k, z_k = there, 0, 0.0, 0.0
         if IDS:
@@ -104,18 +110,16 @@ def visit_kernel(
         teacher = at.teacher
         if F.DENSE:
             teacher += tl.multiple_of(row * teacher_stride + teacher_lead - skew, TEACHER_VEC)
-            top, best, own, total, topt, bestt, theirs = sweep_pair(
-                at.raw + begin, teacher, skew, skew + V, c, ct, how, POLICY, F
+            top, best, own, total, topt, bestt, theirs, picked = sweep_pair(
+                at.raw + begin, teacher, skew, skew + V, part, picked, c, ct, how, held, POLICY, F
             )
         else:
             ids = (at.sorted_ids + row * count, count, skew.to(tl.int64) - start)
-            held = at.held + row * (tl.cdiv(V + F.LINE, 32 * F.L * F.J) * F.L)
-            top, best, own, total, tail, around = sweep_row(
-                at.raw + begin, skew, skew + V, part, c, how, held, ids, POLICY, F
+            if F.TAIL:
+                held += row * (tl.cdiv(V + F.LINE, 32 * F.L * F.J) * F.L)
+            top, best, own, total, picked, tail, around = sweep_row(
+                at.raw + begin, skew, skew + V, part, picked, c, how, held, ids, POLICY, F
             )
-            if F.PARTS:
-                top, s = meet(at.held + row * (1 + 2 * F.PARTS), part, top, own[0], c[0], F)
-                own = (s, own[1], own[2])
             if F.TAIL:
                 left = tl.where(around[1], logits(around[0], how[0], how[1], F.SCALED, F.CAPPED), -float("inf"))
                 above = tl.maximum(top, tl.max(left, axis=0))
@@ -195,8 +199,12 @@ def visit_kernel(
                 else:
                     kept = kept + (c[i], -row_origin, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
         looks = ()
-        if F.LOOK_SUMS:
-            looks = look_pair(at.raw + begin, teacher, skew, skew + V, kept, given.look_numbers, how, POLICY, LOOK, F)
+        if LOOK_SUMS:
+            looks = look_pair(
+                at.raw + begin, teacher, skew, skew + V, part, kept, given.look_numbers, how, POLICY, LOOK, F
+            )
+            if F.PARTS:
+                looks = together(meet(held + (F.TOLD - LOOK_SUMS * F.PARTS), part, looks, F))
         facts = ()
         for i in tl.static_range(len(F.KINDS)):
             if F.LOOK_OF[i] >= 0:
@@ -300,13 +308,13 @@ def visit_kernel(
                         row * teacher_stride + teacher_lead - out_skew, OUT_TEACHER_VEC
                     )
                     write_pair(
-                        raw_out, their_out, out, out_skew, out_skew + V, kept, kw + kl, given.look_numbers,
-                        at_target, (picked, said, here), spot, how, LOOK, F,
+                        raw_out, their_out, out, out_skew, out_skew + V, part, kept, kw + kl, given.look_numbers,
+                        at_target, (picked, said, mine), spot, how, LOOK, F,
                     )  # fmt: skip
                 else:
                     write(
                         raw_out, out, out_skew, out_skew + V, part, tail, origin_w, c, kw,
-                        at_target, picked, spot, here, how, F,
+                        at_target, picked, spot, mine, how, F,
                     )  # fmt: skip
                 if IDS:
                     z = tl.where(named, finite(z_k), 0.0)
@@ -333,7 +341,8 @@ def visit_kernel(
         rest = ()
         for i in tl.static_range(len(weights)):
             rest = rest + (results[0][i] * weights[i],)
-        store_row(at, row, step, numbers, facts, rest + results[1] + results[2] + results[3], count, k, F)
+        if part == 0:
+            store_row(at, row, step, numbers, facts, rest + results[1] + results[2] + results[3], count, k, F)
     else:
         skip_row(at, row, step, count, k, F)
         if F.GRADIENT:
