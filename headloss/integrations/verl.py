@@ -160,7 +160,7 @@ def policy_loss(loss: str | Callable[..., Any], **options: Any) -> Callable[...,
             losses = losses * rollout_is_weights
         batch = getattr(config, "global_batch_info", None) or {}
         reduced = _core_algos().agg_loss(loss_mat=losses, loss_mask=response_mask, loss_agg_mode=loss_agg_mode, **batch)
-        return reduced, _numbers(metrics)
+        return reduced, _numbers(metrics, log_prob.device)
 
     compute.__name__ = f"headloss_{label}"
     compute.__doc__ = fn.__doc__
@@ -206,9 +206,9 @@ def _get(name: str, config: Any) -> Any:
     return config.get(name) if hasattr(config, "get") else getattr(config, name, None)
 
 
-def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+def _numbers(metrics: Mapping[str, Any], device: torch.device) -> dict[str, float]:
     """The metrics under verl's names, in one copy from the device."""
-    metrics = {name: torch.as_tensor(x) for name, x in metrics.items()}
+    metrics = {name: torch.as_tensor(x, device=device) for name, x in metrics.items()}
     if not metrics:
         return {}
     names = [f"actor/{NAMES.get(name, name)}" for name in metrics]
