@@ -193,10 +193,13 @@ def targets_of(labels: Tensor | None, shift_labels: Tensor | None, ignore_index:
 def lines_of(targets: Tensor, kwargs: Mapping[str, Any]) -> hl.Segments:
     """The sequences of a batch: the documents that attention keeps apart, or else its lines.
 
-    Like Transformers, positions are read as marks of documents where no mask is given or the batch is one line.
+    Like Transformers, positions are read as marks of documents where no mask is given or the batch is one line; of four
+    per token, for models with images, the first is the token's place in its document.
     """
     positions, offsets, ids = (kwargs.get(name) for name in ("position_ids", "cu_seq_lens_q", "seq_idx"))
     alone = len(targets) == 1
+    if isinstance(positions, Tensor) and positions.shape == (4, *targets.shape):
+        positions = positions[0]
     if isinstance(positions, Tensor) and positions.shape == targets.shape:
         if alone or kwargs.get("attention_mask") is None:
             return hl.Segments.from_position_ids(positions)

@@ -17,6 +17,7 @@ import transformers
 from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
 import headloss as hl
+from headloss.integrations.causal_lm import lines_of
 from headloss.integrations.log import Totals
 from headloss.integrations.transformers import HeadlossCallback, loss_function, patch
 from headloss.losses import cross_entropy
@@ -214,6 +215,14 @@ def test_documents_of_several_packed_lines() -> None:
     torch.testing.assert_close(
         model(**call, attention_mask=mask).loss, model(**call, attention_mask=mask, headloss=lines).loss
     )
+
+
+def test_documents_of_a_packed_line_with_images() -> None:
+    """Each token has four positions then, of which the first is its place in its document."""
+    targets, places = torch.zeros(2, 4, dtype=torch.long), torch.tensor([[0, 1, 0, 1], [0, 1, 2, 0]])
+    positions = torch.cat([places[None], torch.zeros(3, 2, 4, dtype=torch.long)])
+    for given, count in ((positions, 4), (positions[1:], 2), (places, 4)):
+        assert lines_of(targets, {"position_ids": given}).num_segments == count
 
 
 def test_ranks_that_share_a_sequence_are_refused(tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ FORWARD = (
 # Above and up to so many bytes, rows of which only e^z is summed are read once, by programs that keep their blocks;
 # several run at once on a multiprocessor, so that some load or store while others wait for the rest of their row.
 SHARED = (
-    (112 * KIB, 224 * KIB, Shape(2, 16, registers=96, span=1)),
+    (160 * KIB, 224 * KIB, Shape(2, 16, registers=96, span=1)),
     (400 * KIB, 1 << 40, Shape(4, 16, registers=96, span=1)),
 )
 # So are rows with a dense teacher: what programs read twice is still in the first cache then, up to 240 KiB of 256.
