@@ -209,10 +209,7 @@ def visit(
         pointers = (raw.x_CV, out.x_CV, target, theirs.x_CV, taught.ids, taught.sorted_ids)
         # all that a compiled kernel depends on, read once: see launch.py
         most = most_parts(x) if same and even and softcap is None else 0
-        if taught.form and not (
-            z.dtype == x.dtype and not taught.form[2]
-            and vector_along(raw, theirs) == vector_along(out, theirs) == raw.vector
-        ):  # fmt: skip
+        if taught.form and (taught.form[2] or not vector_along(raw, theirs) == vector_along(out, theirs) == raw.vector):
             most = 0
         size = V * x.itemsize
         shape = shape or shape_of(plan, size, out_CV is not None, raw.line > raw.vector, most)
