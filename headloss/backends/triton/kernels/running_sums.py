@@ -248,18 +248,19 @@ def plus_five(a, b, c, d, e, a_, b_, c_, d_, e_):
 @triton.jit
 def of_lanes(sums):
     """The sums of all lanes, several in each step: lanes wait for each other less often."""
-    if len(sums) >= 5:
-        found = tl.reduce((sums[0], sums[1], sums[2], sums[3], sums[4]), 0, plus_five)
-        if len(sums) > 5:
-            found = found + of_lanes(sums[5:])
-    elif len(sums) >= 3:
-        found = tl.reduce((sums[0], sums[1], sums[2]), 0, plus_three)
-        if len(sums) > 3:
-            found = found + of_lanes(sums[3:])
-    elif len(sums) == 2:
-        found = tl.reduce((sums[0], sums[1]), 0, plus)
-    else:
-        found = (tl.sum(sums[0], axis=0),)
+    found = ()
+    for i in tl.static_range(0, len(sums), 5):
+        if len(sums) - i >= 5:
+            found = found + tl.reduce((sums[i], sums[i + 1], sums[i + 2], sums[i + 3], sums[i + 4]), 0, plus_five)
+        else:
+            if len(sums) - i >= 3:
+                found = found + tl.reduce((sums[i], sums[i + 1], sums[i + 2]), 0, plus_three)
+            if len(sums) - i == 2:
+                found = found + tl.reduce((sums[i], sums[i + 1]), 0, plus)
+            if len(sums) - i == 1:
+                found = found + (tl.sum(sums[i], axis=0),)
+            if len(sums) - i == 4:
+                found = found + (tl.sum(sums[i + 3], axis=0),)
     return found
 
 
