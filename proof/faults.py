@@ -851,7 +851,7 @@ FAULTS = [
     Fault("backends/triton/launch.py", "if where >= 0 and where != torch._C._cuda_getDevice():", "if False:", "what runs before a sweep is launched on another device than its tensors'"),
     Fault("engine/checks.py", 'if kind == "other" and not apart:', "if False:", "a loss that drops rows changes what is counted", ("tests/test_bad_input.py",)),
     Fault("backends/triton/launch.py", "key.append(x.data_ptr() & 15 == 0)", "pass", "a kernel compiled for aligned memory is given other memory"),
-    Fault("backends/triton/visit.py", "(x.ndim, x.dtype, x.data_ptr() & 15 == 0)", "(x.ndim, x.dtype)", "a visit compiled for aligned inputs is given others", ("tests/kernels/test_launch.py",)),
+    Fault("backends/triton/given_numbers.py", "(x.ndim, x.dtype, x.data_ptr() & 15 == 0)", "(x.ndim, x.dtype)", "a visit compiled for aligned inputs is given others", ("tests/kernels/test_launch.py",)),
     Fault("backends/triton/visit.py", "None if target is None else target.dtype,", "None if target is None else torch.int64,", "a visit compiled for targets of 64 bits is given some of 32", ("tests/kernels/test_launch.py",)),
     Fault("backends/triton/launch.py", "elif where < 0 or _watched():", "elif where < 0:", "a profiler is not told of later launches"),
     Fault("engine/product.py", "if columns * shape[1] < products.SMALLEST:", "if False:", "a small head takes seventeen launches where five do", ("tests/kernels/test_product_calls.py",)),

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from headloss.backends.triton import second_read, sweeps
 from headloss.backends.triton import teachers as compared
+from headloss.backends.triton.given_numbers import Number, forms_of
 from headloss.backends.triton.kernels.records import Given
 from headloss.backends.triton.printer.program import Program
 from headloss.backends.triton.settle import Settled, Settling, Spans, Weights, in_order, packed, settle_all
@@ -23,9 +24,7 @@ from headloss.backends.triton.totals import fire_totals, totals_launch
 from headloss.backends.triton.visit import (
     UNTAUGHT,
     Arguments,
-    Number,
     fire,
-    forms_of,
     plan_of,
     taught_by,
     visit,

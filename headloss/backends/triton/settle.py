@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from headloss.backends.triton.given_numbers import Number, as_number, forms_of, kinds_of
 from headloss.backends.triton.kernels.records import Given, SettleAt, SettleFlags
 from headloss.backends.triton.kernels.settle import settle_kernel
 from headloss.backends.triton.launch import Launch, by_identity
 from headloss.backends.triton.printer.program import Program
 from headloss.backends.triton.tiles import plain_temperature
-from headloss.backends.triton.visit import Number, as_number, forms_of, kinds_of
 from headloss.backends.triton.visit_records import KINDS, Visited, bests_of
 from headloss.facts import Fact, Partial, Softmax, Want, finish
 from headloss.teachers import DensePartial, DenseSoftmax, Meeting

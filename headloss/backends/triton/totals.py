@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from headloss.backends.triton.given_numbers import Number, as_number, forms_of, kinds_in
 from headloss.backends.triton.kernels.totals import count_kernel, totals_kernel
 from headloss.backends.triton.launch import Launch
-from headloss.backends.triton.visit import Number, as_number, forms_of, kinds_in
 from headloss.backends.triton.visit_records import Visited
 
 

@@ -17,6 +17,7 @@ import torch
 import triton  # type: ignore
 from torch import Tensor
 
+from headloss.backends.triton.given_numbers import Number, as_number, forms_of, kinds_in
 from headloss.backends.triton.kernels.meeting import IN_TURN, MISSING
 from headloss.backends.triton.kernels.records import At, Flags, Given
 from headloss.backends.triton.kernels.visit import visit_kernel
@@ -36,9 +37,6 @@ from headloss.backends.triton.visit_records import plan_of as plan_of
 from headloss.facts import Want
 from headloss.kept import keep
 from headloss.teachers import DenseChunk, TeacherChunk
-
-Number = float | Tensor
-Kinds = tuple[int, ...]  # see `kinds_of`
 
 
 class Arguments(NamedTuple):
@@ -385,36 +383,7 @@ def most_parts(x: Tensor) -> int:
     return multiprocessors(x.device) // 4 if x.dtype != torch.float16 and torch.version.hip is None else 0
 
 
-def kinds_in(forms: tuple[Any, ...], per_row: bool = False) -> tuple[Any, ...]:
-    """`kinds_of`, from the results of `forms_of`; or, with `per_row`, whether there is one value per row."""
-    kinds = tuple([form if form == -1 else form[0] for form in forms])
-    return tuple(n >= 0 for n in kinds) if per_row else kinds
-
-
 @functools.cache
 def _pairs() -> bool:
     """Whether the device can compare both bfloat16 in a word at once."""
     return not torch.cuda.is_available() or (torch.version.hip is None and torch.cuda.get_device_capability() >= (8, 0))
-
-
-def as_number(x: Number, device: torch.device) -> Number:
-    """As the kernel takes it: a float, or a contiguous tensor on its device with one value or one per row."""
-    if not isinstance(x, Tensor):
-        return float(x)
-    if x.device == device and x.is_contiguous():
-        return x
-    if x.device != device:  # a scalar on the host; as a float it would be rounded to float32
-        return float(x) if x.dtype.is_floating_point and x.dtype != torch.float64 else x.to(device)
-    if x.ndim and x.stride(0) == 0 and x.shape[0]:
-        return x[0]
-    return x.contiguous() if x.ndim else x
-
-
-def forms_of(xs: Sequence[Number]) -> tuple[Any, ...]:
-    """For a number -1; for a tensor all that a compiled kernel depends on."""
-    return tuple([(x.ndim, x.dtype, x.data_ptr() & 15 == 0) if isinstance(x, Tensor) else -1 for x in xs])
-
-
-def kinds_of(xs: Sequence[Number]) -> Kinds:
-    """-1 for a number, 0 for one value on the device, 1 for one per row."""
-    return tuple([x.ndim if isinstance(x, Tensor) else -1 for x in xs])
