@@ -13,6 +13,8 @@ import torch
 from ordering import longest_first
 
 sys.path.append(str(Path(__file__).parent / "ranks"))
+# Which vector instructions there are takes a compiler half a minute to find out, and only speed depends on it.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 gc.set_threshold(50_000, 20, 10)
 

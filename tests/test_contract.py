@@ -65,12 +65,13 @@ def assert_contract(
     budgets = BUDGETS if kind == "Linear" else {"no budget": 0}
     turn = len(shape) + 2 * peaked
     for options in options_of(fn):
+        possible: list[str] = []  # the same for every reduction
         for reduction in REDUCTIONS:
             term = term_for(fn, reduction, problem, **options)
             own = needs_inputs(term, problem)
             objective = hl.Objective(term=term, backend=backend)
             want = oracle.answer(objective, own)
-            possible = ways(objective, own)
+            possible = possible or ways(objective, own)
             for budget, rows in budgets.items():
                 memory = own.budget(rows) if rows else None
                 turn += 1

@@ -152,9 +152,9 @@ def read_signature(
     named, taken = dict(facts or {}), dict(inputs or {})
     name = function_name(fn)
     at = temperature if compared_at is None else compared_at
-    parameters, options = [], {}
-    ids = teacher if ids is None or not {*TEACHER_INPUTS}.isdisjoint(parameters_of(fn)) else ids
-    for p in parameters_of(fn).values():
+    parameters, options, asked, by_class = [], {}, parameters_of(fn), weighs_classes(fn)
+    ids = teacher if ids is None or not {*TEACHER_INPUTS}.isdisjoint(asked) else ids
+    for p in asked.values():
         if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD):
             stars = "*" if p.kind is p.VAR_POSITIONAL else "**"
             raise TypeError(
@@ -169,7 +169,7 @@ def read_signature(
         if p.kind is p.POSITIONAL_ONLY:
             raise TypeError(f"{name}: {p.name!r} can be given by position only, and losses get theirs by name; drop /")
         optional = p.default is not p.empty
-        if weighs_classes(fn) and p.name in (*CLASSES, "class_cross_entropy"):
+        if by_class and p.name in (*CLASSES, "class_cross_entropy"):
             if classes is not None:
                 fact = Fact("teacher_cross_entropy", at, classes)
                 parameters.append(
@@ -186,7 +186,7 @@ def read_signature(
                 continue
             if top is None:
                 raise TypeError(f"{name}: asks for {p.name!r}; say of how many columns, hl.Term({name}, top=K)")
-            of = (teacher or ONLY) if "teacher_top_logprob" in parameters_of(fn) else None
+            of = (teacher or ONLY) if "teacher_top_logprob" in asked else None
             parameters.append(Parameter(p.name, "fact", optional, Fact(p.name, at, top_of(top, of))))
         elif p.name in COMPARING:
             whose = ids if p.name in SPARSE else teacher

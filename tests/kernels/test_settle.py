@@ -563,8 +563,8 @@ def test_several_teachers(kind, meet, columns, monkeypatch):
     monkeypatch.setattr(Launch, "run", lambda *call: seen.append(call[0].kernel.__name__) or run(*call))
     more = {"rl": hl.Term(gspo, reduction="seq_mean_token_mean")} if meet else {}
     names = oracle.inputs_of(gspo) if meet else ()
-    problem = in_float32(oracle.make(kind, (17,), vocab=41, inputs=names, ignored=0.3))
-    said = {name: 2 * torch.randn(17, width) for name, width in zip("ab", columns, strict=True)}
+    problem = in_float32(oracle.make(kind, (10,), vocab=41, inputs=names, ignored=0.3))
+    said = {name: 2 * torch.randn(10, width) for name, width in zip("ab", columns, strict=True)}
     found, launched = [], []
     for backend, dtype in (("torch", torch.float64), ("triton", torch.float32), ("triton", torch.float32)):
         seen.clear()
