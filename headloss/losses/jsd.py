@@ -6,7 +6,7 @@ def jsd(logp, logq, *, beta=0.5):
     (Agarwal et al. 2024).  Its ends are 0, not the two KLs, so they are refused."""
     if not 0 < beta < 1:
         raise ValueError(f"beta: wanted 0 < beta < 1, got {beta}; use forward_kl or reverse_kl for the ends")
-    p, q = logp.exp(), logq.exp()
-    logm = (beta * q + (1 - beta) * p).clamp(min=torch.finfo(p.dtype).tiny).log()
+    p, beta_q = logp.exp(), beta * logq.exp()
+    logm = (beta_q + (1 - beta) * p).clamp(min=torch.finfo(p.dtype).tiny).log()
     # what the logarithms' own slopes add to the gradient is 0 in all: d(m log m) = (1 + log m) dm
-    return beta * (logq - logm).detach() * q + (1 - beta) * (logp - logm).detach() * p
+    return (logq - logm).detach() * beta_q + (1 - beta) * (logp - logm).detach() * p

@@ -42,6 +42,15 @@ def sources(rows: int = 8) -> list[Any]:
     return [hl.Logits(hidden @ weight.T), hl.Linear(hidden, weight)]
 
 
+def selects_rows(dtype: torch.dtype) -> bool:
+    """Whether PyTorch can: before 2.9, not of every unsigned one."""
+    try:
+        torch.zeros(1, dtype=dtype)[torch.tensor([True])]
+    except NotImplementedError:
+        return False
+    return True
+
+
 @fits
 @pytest.mark.parametrize("host_read", [True, False])
 def test_targets(dtype: torch.dtype, host_read: bool) -> None:
@@ -119,7 +128,8 @@ def test_rewards(dtype: torch.dtype) -> None:
     got, want = of(reward), of(reward.double())
     torch.testing.assert_close(got.terms, want.terms)
     assert float(got.metrics["a/advantage_mean"]) == 0.5
-    hl.verify(objective, on, targets, advantage=reward, draw=torch.linspace(0, 1, 8)).check()
+    if selects_rows(dtype):
+        hl.verify(objective, on, targets, advantage=reward, draw=torch.linspace(0, 1, 8)).check()
     names: dict[str, Any] = {}
     exec("def own(logprob, reward): return -logprob * reward", names)  # which is of no module
     hl.verify(hl.Objective(own=names["own"]), on, targets, reward=reward.double()).check()
@@ -133,7 +143,8 @@ def test_row_weights_multiply(dtype: torch.dtype) -> None:
     objective = hl.Objective(ce=hl.Term(cross_entropy, row_weight=("a", "b"), reduction="token_sum"))
     want = a.double()[0] * b.double()[0] * CE(on, targets, num_items=1).loss
     torch.testing.assert_close(objective(on, targets, a=a, b=b).loss, want)
-    hl.verify(objective, on, targets, a=a, b=b).check()
+    if selects_rows(dtype):
+        hl.verify(objective, on, targets, a=a, b=b).check()
 
 
 @wrong

@@ -16,13 +16,12 @@ def look_in(x, y, sums, good, tops, met, numbers, how, MASKED: tl.constexpr, ELE
     log_p, log_q = log_pair(z, logits(y, how[2], how[3], F.TEACHER_SCALED, F.TEACHER_CAPPED), tops, met, 0)
     if MASKED:
         log_p, log_q = tl.where(good, log_p, 0.0), tl.where(good, log_q, 0.0)
+    else:
+        good = tl.full(z.shape, True, tl.int1)
     found = ELEMENT(log_p, log_q, *exponentials((log_p, log_q)), *numbers)
     more = ()
     for i in tl.static_range(len(sums)):
-        value = found[i] + tl.zeros_like(z)
-        if MASKED:
-            value = tl.where(good, found[i], 0.0)
-        more = more + (sums[i] + tl.sum(value, axis=1),)
+        more = more + (sums[i] + tl.sum(tl.where(good, found[i], 0.0), axis=1),)
     return more
 
 

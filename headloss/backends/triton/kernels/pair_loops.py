@@ -164,16 +164,24 @@ def looked(z, u, k, numbers, LOOK: tl.constexpr, F: tl.constexpr):
 
 
 @triton.jit
-def look_in(x, y, sums, k, numbers, how, LOOK: tl.constexpr, F: tl.constexpr):
-    """Add a whole block of both rows to the lanes' sums."""
+def look_in(
+    x, y, at, skew, end, sums, k, numbers, how, MASKED: tl.constexpr, LOOK: tl.constexpr, F: tl.constexpr
+):  # fmt: skip
+    """Add a stored block of both rows, from column `at` (L, J) on, to the lanes' sums.  MASKED: some of its columns may
+    not be in the row."""
     LOOK_SUMS: tl.constexpr = F.LOOK_SUMS
     for n in tl.static_range(len(x)):
         z = decode(x[n], how[0], how[1], False, F.SCALED, F.CAPPED, F.PAIRED)
         u = decode(y[n], how[2], how[3], False, F.TEACHER_SCALED, F.TEACHER_CAPPED, F.TEACHER_PAIRED)
+        good = tl.full([F.L, F.J], True, tl.int1)
+        if MASKED:
+            good = within(at, n, skew, end)
+            z, u = tl.where(good, z, 0.0), tl.where(good, u, 0.0)
         found = looked(z, u, k, numbers, LOOK, F)
         more = ()
         for i in tl.static_range(LOOK_SUMS):
-            more = more + (sums[i] + tl.sum(found[i] + tl.zeros_like(z), axis=1),)
+            # some results are one number for all columns; to add zeros of a block would cost an operation per column
+            more = more + (sums[i] + tl.sum(tl.where(good, found[i], 0.0), axis=1),)
         sums = more
     return sums
 
@@ -200,19 +208,11 @@ def look_pair(
     for edge in range(1 - first, 1 + (own & (end > last * BLOCK)).to(tl.int32)):
         block = tl.where(edge == 0, 0, last)
         x, y = pair(words, theirs, block, w, wt, bounds, True, POLICY, W, WT, F)
-        for n in tl.static_range(K):
-            good = within(block * BLOCK + j, n, skew, end)
-            z = decode(x[n], how[0], how[1], False, F.SCALED, F.CAPPED, F.PAIRED)
-            u = decode(y[n], how[2], how[3], False, F.TEACHER_SCALED, F.TEACHER_CAPPED, F.TEACHER_PAIRED)
-            found = looked(tl.where(good, z, 0.0), tl.where(good, u, 0.0), k, numbers, LOOK, F)
-            more = ()
-            for i in tl.static_range(LOOK_SUMS):
-                more = more + (sums[i] + tl.sum(tl.where(good, found[i], 0.0), axis=1),)
-            sums = more
+        sums = look_in(x, y, block * BLOCK + j, skew, end, sums, k, numbers, how, True, LOOK, F)
     for back in tl.range(low, high, num_stages=1):  # backwards: the end of the row is still in the cache
         block = high - 1 + low - back
         x, y = pair(words, theirs, block, w, wt, bounds, False, POLICY, W, WT, F)
-        sums = look_in(x, y, sums, k, numbers, how, LOOK, F)
+        sums = look_in(x, y, block * BLOCK + j, skew, end, sums, k, numbers, how, False, LOOK, F)
     whole = ()
     for i in tl.static_range(LOOK_SUMS):
         whole = whole + (tl.sum(sums[i], axis=0),)
