@@ -220,7 +220,7 @@ class DistillationTrainer(_OnHeadloss, distillation_trainer.DistillationTrainer)
         counts = inputs["completion_mask"] * inputs.get("tool_mask", 1)
         more = {key: inputs[key] for key in _MULTIMODAL if key in inputs}
         arguments = (ids, mask, counts.shape[1])
-        targets = torch.zeros_like(counts, dtype=torch.long).masked_fill(counts == 0, -100)
+        targets = inputs["completion_ids"].masked_fill(counts == 0, -100)  # no divergence reads them, but metrics may
         ready = prepared(targets)
         hidden = self._get_last_hidden_state(unwrapped_student, *arguments, **more)
         self.teacher_model.eval()
@@ -230,6 +230,10 @@ class DistillationTrainer(_OnHeadloss, distillation_trainer.DistillationTrainer)
                 self.teacher_model, guide, self._get_last_hidden_state, guide, *arguments, **more
             )
         adapter: Adapter = unwrapped(unwrapped_student).headloss
+        call: dict[str, Any] = {}
+        if num_items_in_batch is not None:  # TRL has divided the count by the ranks, and that need not be whole
+            count = inputs.get("num_items_in_batch", num_items_in_batch)
+            call = {"num_items": count, "weights": {"kd": count / num_items_in_batch}}
 
         def evaluate(
             head: Head, hidden: Tensor, targets: Tensor | hl.Prepared, inputs: Any
@@ -238,15 +242,13 @@ class DistillationTrainer(_OnHeadloss, distillation_trainer.DistillationTrainer)
             whole = types.SimpleNamespace(weight=_whole(other.weight), bias=_whole(other.bias))
             transform = {**transform_of(guide, True, INSTEAD), "temperature": self.temperature}
             teacher = source_of(whole, seen.to(hidden.device), {**transform, "memory": self._headloss["memory"]})  # type: ignore[arg-type]
-            out = self.objective(
-                source_of(head, hidden, adapter.options), targets, num_items=num_items_in_batch, teacher=teacher
-            )
+            out = self.objective(source_of(head, hidden, adapter.options), targets, teacher=teacher, **call)
             adapter.log.add(but(out, metrics=shown(out.metrics)), self.model.training)
             return out, [out.loss]
 
-        with adapter.expecting(Expected(ready, evaluate)) as call:
+        with adapter.expecting(Expected(ready, evaluate)) as made:
             placeholder = adapter.head(hidden.to(adapter.head.weight.device))
-            out, (loss,) = adapter.collect(call, placeholder)
+            out, (loss,) = adapter.collect(made, placeholder)
         return loss, out.facts.entropy.detach().sum(), (targets != -100).sum()
 
 

@@ -257,6 +257,50 @@ def test_distillation(beta: float, tokenizer: Any, tmp_path: Path) -> None:
     assert all("teacher_agreement" in line and "entropy" in line for line in history if "loss" in line)
 
 
+def completions(count: float) -> dict[str, torch.Tensor]:
+    """A micro-batch of TRL's on-policy trainers, of a step with `count` tokens on all ranks."""
+    generator = torch.Generator().manual_seed(5)
+    ids = torch.randint(3, tiny.V, (3, 9), generator=generator)
+    mask = (torch.arange(5) < torch.tensor([[5], [2], [4]])).long()
+    return {
+        "prompt_ids": ids[:, :4], "prompt_mask": torch.ones(3, 4).long(), "completion_ids": ids[:, 4:],
+        "completion_mask": mask, "num_items_in_batch": torch.tensor(count),
+    }  # fmt: skip
+
+
+def test_distillation_with_a_count_that_the_ranks_do_not_divide(
+    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TRL divides by the tokens per rank, 21 / 2; metrics of the target's probability are those of the tokens."""
+    start, teacher = tiny.model("llama"), tiny.model("llama", seed=3, spread=2.0)
+    batch, losses, grads = completions(21.0), [], []
+    for kind, more in (
+        (trl.DistillationTrainer, {}),
+        (adapter.DistillationTrainer, {"metrics": ["logprob", "accuracy"]}),
+    ):
+        trainer = kind(
+            model=copy.deepcopy(start), teacher_model=teacher, processing_class=tokenizer,
+            args=trl.DistillationConfig(**common(tmp_path), max_completion_length=5),
+            train_dataset=lines(8, completions=False), **more,
+        )  # fmt: skip
+        with monkeypatch.context() as several:
+            several.setattr(type(trainer.accelerator), "num_processes", 2)
+            loss = trainer.compute_loss(trainer.model.train(), batch)
+        loss.backward()
+        losses.append(float(loss.detach()))
+        grads.append(trainer.model.lm_head.weight.grad)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5) and losses[0] > 1e-3
+    torch.testing.assert_close(grads[1], grads[0], rtol=1e-4, atol=1e-7)
+
+    ids, keep = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1), batch["completion_mask"].bool()
+    logprobs = start(ids).logits[:, 3:-1].log_softmax(-1)
+    found = trainer.model.headloss.last.metrics
+    wanted = logprobs.gather(-1, batch["completion_ids"][..., None])[..., 0][keep].mean()
+    assert float(found["logprob"]) == pytest.approx(float(wanted), rel=1e-5)
+    right = (logprobs.argmax(-1) == batch["completion_ids"])[keep].float().mean()
+    assert float(found["accuracy"]) == pytest.approx(float(right))
+
+
 def test_outputs_of_the_fused_head() -> None:
     """Every output, with and without shift_labels, against TRL's own head."""
     outputs = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
