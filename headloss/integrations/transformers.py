@@ -98,6 +98,8 @@ class HeadlossCallback(TrainerCallback):
     """
 
     def __init__(self, prefix: str = "") -> None:
+        if not isinstance(prefix, str):
+            raise TypeError(f"prefix: wanted text to put before each name, got {type(prefix).__name__}")
         self.prefix = prefix
         self.evaluating = False
         self.before: hl.Output | None = None  # the last record when a step began
@@ -106,7 +108,8 @@ class HeadlossCallback(TrainerCallback):
         trainer.callback_handler.callbacks.insert(0, self)
         count = getattr(trainer, "_get_num_items_in_batch", None)
         if log_of(trainer.model) is not None and count is not None:
-            trainer.model_accepts_loss_kwargs |= hasattr(trainer.model, "headloss")  # patched after it was handed over
+            # Patched after it was handed over; a trainer of TRL, whose heads are no `Patched`, counts as TRL does
+            trainer.model_accepts_loss_kwargs |= isinstance(_patched(trainer.model), Patched)
             trainer._get_num_items_in_batch = functools.partial(_count, trainer, count)
         return self
 

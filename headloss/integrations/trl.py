@@ -46,7 +46,7 @@ from headloss.integrations.trl_kernels import (
 )
 from headloss.integrations.trl_policy import check_policy, policy_call, policy_objective
 from headloss.losses import LOSSES
-from headloss.metrics import read_metrics
+from headloss.metrics import own_metrics, read_metrics
 from headloss.record import but
 
 __all__ = [
@@ -66,7 +66,7 @@ class _OnHeadloss:
 
     def __init__(self, *args: Any, metrics: Metrics = (), memory: str | int = "1GiB", **kwargs: Any) -> None:
         check_version()
-        self._headloss: dict[str, Any] = {"metrics": metrics, "memory": memory}
+        self._headloss: dict[str, Any] = {"metrics": own_metrics(metrics), "memory": memory}
         with replaced({NATIVE["add_fused_lm_head"]: functools.partial(add_fused_lm_head, **self._headloss)}):
             super().__init__(*args, **kwargs)
         HeadlossCallback().add_to(self)

@@ -24,7 +24,7 @@ import headloss as hl
 from headloss.integrations.adapter import HERE, Adapter, Expected, Head
 from headloss.integrations.causal_lm import check_head, check_model, transform_of, unwrapped
 from headloss.integrations.early_targets import prepared
-from headloss.metrics import read_metrics
+from headloss.metrics import own_metrics, read_metrics
 from headloss.record import but
 
 VERSIONS = ("1.16",)
@@ -74,7 +74,7 @@ def add_fused_lm_head(
     plain = vars(base.get_output_embeddings()).pop("forward", None) if cast_lm_head_to_fp32 else None
     head = check_model(base, takes_loss=False, instead="use TRL's own trainer")
     options = {"memory": memory, "temperature": temperature, **transform_of(base)}
-    FusedHead(base, head, options, tuple(outputs), cast_lm_head_to_fp32, metrics).plain = plain
+    FusedHead(base, head, options, outputs, cast_lm_head_to_fp32, metrics).plain = plain
     USED.heads += 1
     base.headloss.take_forward(base, _fused_forward)
 
@@ -91,10 +91,12 @@ class FusedHead(Adapter):
         cast: bool,
         metrics: Metrics,
     ) -> None:
+        if isinstance(outputs, str):
+            raise TypeError(f"outputs: wanted a list of names, got {outputs!r}")
         for name in outputs:
             if name not in FACTS:
                 raise ValueError(f"outputs: {name!r} is not known; there are {', '.join(FACTS)}")
-        self.metrics = list(read_metrics(metrics))
+        self.metrics = list(read_metrics(own_metrics(metrics)))
         for name, call in self.metrics:
             if call.input_names or call.signature.wants("segments"):
                 raise ValueError(f"metrics: {name!r} asks for more than facts and targets, which only an objective has")

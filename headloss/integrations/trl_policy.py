@@ -19,6 +19,8 @@ def policy_objective(args: Any) -> hl.Objective:
 
     With `use_vllm` it includes the sampler correction: TRL's `importance_sampling_ratio` weighs the rows.
     """
+    if not hasattr(args, "importance_sampling_level"):
+        raise TypeError(f"args: wanted a GRPOConfig, got {type(args).__name__}")
     high = args.epsilon if args.epsilon_high is None else args.epsilon_high
     corrected = args.use_vllm and args.vllm_importance_sampling_correction
     sequence = args.importance_sampling_level == "sequence"

@@ -77,6 +77,8 @@ class FusedLinearForPPO(nn.Module):
         **options: Any,
     ) -> None:
         super().__init__()
+        if not isinstance(chunk_size, int):
+            raise TypeError(f"chunk_size: wanted a number, which is ignored, got {chunk_size!r}; a budget is memory=")
         self.chunk_size, self.impl_backend = chunk_size, impl_backend
         self.options = {"bias": bias, **check_source_options({"memory": memory, **options})}
 
@@ -116,6 +118,8 @@ def policy_loss(loss: str | Callable[..., Any], **options: Any) -> Callable[...,
 
     >>> register_policy_loss("mine")(policy_loss("grpo", delta=4.0))
     """
+    if isinstance(loss, str) and loss not in LOSSES:
+        raise ValueError(f"loss: no loss {loss!r}; there are {', '.join(sorted(LOSSES))}{suggest(loss, LOSSES)}")
     fn: Any = LOSSES[loss] if isinstance(loss, str) else loss
     while isinstance(fn, functools.partial):  # what it binds was given, and verl's config does not replace it
         fn, options = fn.func, {**fn.keywords, **options}
@@ -169,6 +173,8 @@ def policy_loss(loss: str | Callable[..., Any], **options: Any) -> Callable[...,
 
 def register_policy_losses(losses: Iterable[str] = POLICY, prefix: str = "headloss_") -> list[str]:
     """Put losses into verl's registry; returns the names for `actor.policy_loss.loss_mode`."""
+    if isinstance(losses, str):
+        raise TypeError(f"losses: wanted a list of names, got {losses!r}")
     names = {f"{prefix}{name}": name for name in losses}
     for registered, name in names.items():
         _core_algos().register_policy_loss(registered)(policy_loss(name))

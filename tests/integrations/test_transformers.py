@@ -365,6 +365,8 @@ class Linear4bit(nn.Linear):
 
 def test_bad_use() -> None:
     model = patch(tiny.model("llama"))
+    with pytest.raises(TypeError, match="prefix: wanted text to put before each name, got LlamaForCausalLM"):
+        HeadlossCallback(model)
     with pytest.raises(ValueError, match="patched already"):
         patch(model)
     with pytest.raises(TypeError, match="LlamaModel is not a causal"):

@@ -119,6 +119,26 @@ def test_sft(name: str, tokenizer: Any, tmp_path: Path) -> None:
     assert not any("fact" in key for line in history for key in line)
 
 
+@pytest.mark.parametrize("said", [False, True])
+def test_sft_of_a_model_that_takes_no_count(said: bool, tokenizer: Any, tmp_path: Path) -> None:
+    """Most vision models: TRL averages the micro-batches, whose tokens it does not count, and so do we."""
+    start = tiny.model("llama")
+    start.accepts_loss_kwargs = False
+    runs = []
+    for kind, more in (
+        (trl.SFTTrainer, {}),
+        (adapter.SFTTrainer, {"objective": hl.Objective(ce=cross_entropy)} if said else {}),
+    ):
+        trainer = kind(
+            model=copy.deepcopy(start), args=trl.SFTConfig(**common(tmp_path), max_length=12), train_dataset=lines(12),
+            processing_class=tokenizer, **more,
+        )  # fmt: skip
+        trainer.train()
+        runs.append(trainer)
+    same_history(runs[1], runs[0])
+    same_weights(runs[1].model, runs[0].model, start)
+
+
 def test_sft_with_an_objective(tokenizer: Any, tmp_path: Path) -> None:
     """Cross-entropy and a z-loss: TRL's metrics stay, the loss is the objective's."""
     start, weight = tiny.model("llama"), 0.05
@@ -589,6 +609,11 @@ def test_bad_use(monkeypatch: pytest.MonkeyPatch) -> None:
         adapter.add_fused_lm_head(tiny.model("llama"), outputs=("logits",))
     with pytest.raises(ValueError, match="metrics: 'drift' asks for more"):
         adapter.add_fused_lm_head(model, metrics={"drift": lambda logprob, old_logprob: logprob - old_logprob})
+    with pytest.raises(TypeError, match="outputs: wanted a list of names, got 'entropy'"):
+        adapter.add_fused_lm_head(tiny.model("llama"), outputs="entropy")
+    for kind in (adapter.add_fused_lm_head, adapter.SFTTrainer, adapter.DistillationTrainer):
+        with pytest.raises(TypeError, match="metrics: wanted a list of names and functions, got 'entropy'"):
+            kind(model=tiny.model("llama"), metrics="entropy")
     adapter.add_fused_lm_head(model)
     with pytest.raises(ValueError, match="patched already"):
         adapter.add_fused_lm_head(model)
@@ -596,6 +621,8 @@ def test_bad_use(monkeypatch: pytest.MonkeyPatch) -> None:
         model(torch.ones(1, 3).long(), fused_lm_head=True)
     with pytest.raises(ValueError, match="top_entropy_quantile: 0.2 is not read"):
         adapter.policy_objective(trl.GRPOConfig(use_cpu=True, bf16=False, top_entropy_quantile=0.2))
+    with pytest.raises(TypeError, match="args: wanted a GRPOConfig, got DPOConfig"):
+        adapter.policy_objective(trl.DPOConfig(use_cpu=True, bf16=False))
     for kind in (adapter.SFTTrainer, adapter.GRPOTrainer):
         with pytest.raises(TypeError, match="objective: wanted hl.Objective, got function"):
             kind(model=tiny.model("llama"), objective=entropy_bonus)

@@ -126,6 +126,8 @@ def test_over_the_columns_that_a_token_was_sampled_from(head: Any) -> None:
 def test_options_and_temperatures_that_fit_nothing_are_refused(head: Any) -> None:
     with pytest.raises(ValueError, match="^memory: wanted bytes or a size"):
         adapter.FusedLinearForPPO(memory="much")
+    with pytest.raises(TypeError, match="^chunk_size: wanted a number, .* got '256MiB'; a budget is memory="):
+        adapter.FusedLinearForPPO("256MiB")
     with pytest.raises(ValueError, match="one value per sample"):
         adapter.log_probs_and_entropy(head[0].detach() @ head[1].detach().T, head[2], torch.ones(B + 1))
 
@@ -236,6 +238,10 @@ def test_kimi_needs_its_beta_as_verls_dro_does(registry: Any) -> None:
 def test_a_loss_that_verl_cannot_feed_is_refused() -> None:
     with pytest.raises(ValueError, match="pairs"):
         adapter.policy_loss("simpo")
+    with pytest.raises(ValueError, match=r"loss: no loss 'grop'; there are a2po, .*; did you mean 'grpo'\?"):
+        adapter.policy_loss("grop")
+    with pytest.raises(TypeError, match="losses: wanted a list of names, got 'grpo'"):
+        adapter.register_policy_losses("grpo")
 
 
 def test_a_loss_of_ones_own_in_the_registry(registry: Any) -> None:
