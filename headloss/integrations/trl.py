@@ -16,11 +16,12 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import headloss as hl
 from headloss.integrations.adapter import Adapter, Expected, Head
@@ -71,6 +72,19 @@ class _OnHeadloss:
             super().__init__(*args, **kwargs)
         HeadlossCallback().add_to(self)
 
+    @contextmanager
+    def _asking(self, model: nn.Module, wanted: tuple[hl.Objective, dict[str, Any], Tensor | None]) -> Iterator[Any]:
+        """Let the head compute a loss; what the model returns holds it.  As the outermost wrapper returns it: DDP looks
+        there for the parameters that are used."""
+        adapter, made = unwrapped(self.model).headloss, list[Any]()  # type: ignore[attr-defined]
+        hook = model.register_forward_hook(lambda model, args, outputs: made.append(outputs))
+        adapter.wanted = wanted
+        try:
+            yield made
+        finally:
+            adapter.wanted = None
+            hook.remove()
+
 
 class SFTTrainer(_OnHeadloss, sft_trainer.SFTTrainer):
     """TRL's SFTTrainer with an objective in place of the loss: by default TRL's own, cross-entropy or DFT.
@@ -112,19 +126,14 @@ class SFTTrainer(_OnHeadloss, sft_trainer.SFTTrainer):
     ) -> Any:
         if self.compute_loss_func is not None or self.label_smoother is not None:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        adapter = unwrapped(self.model).headloss
-        adapter.wanted = self.objective, {"num_items": num_items_in_batch}, None
-        try:
+        with self._asking(model, (self.objective, {"num_items": num_items_in_batch}, None)) as made:
             native = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)  # for TRL's metrics
-        finally:
-            adapter.wanted = None
-        loss, adapter.loss = adapter.loss, None
+        loss = made[0].loss
         if self.args.average_tokens_across_devices and num_items_in_batch is not None:
             loss = loss * (self.accelerator.num_processes // self.get_tp_size())
         if self.aux_loss_enabled:
             steps = self.current_gradient_accumulation_steps if num_items_in_batch is not None else 1
-            loss = loss + self.router_aux_loss_coef * adapter.aux_loss / steps
-        adapter.aux_loss = None
+            loss = loss + self.router_aux_loss_coef * made[0].aux_loss / steps
         return (loss, native[1]) if return_outputs else loss
 
 
@@ -175,16 +184,11 @@ class GRPOTrainer(_OnHeadloss, grpo_trainer.GRPOTrainer):
             elif term.reduction == "token_mean" and values_of(term) == "row":  # over a whole step
                 weights[name] = term.weight * share
         call |= {"weights": weights, "num_segments": len(keep) * steps}
-        adapter = unwrapped(self.model).headloss
-        adapter.wanted = self.objective, call, keep
-        try:
+        with self._asking(model, (self.objective, call, keep)) as made:
             super()._compute_loss(model, inputs)  # for TRL's metrics; its loss carries no gradient of the head
-        finally:
-            adapter.wanted = None
-        loss, adapter.loss = adapter.loss, None
+        loss = made[0].loss
         if self.aux_loss_enabled:
-            loss = loss + self.router_aux_loss_coef * adapter.aux_loss / steps
-        adapter.aux_loss = None
+            loss = loss + self.router_aux_loss_coef * made[0].aux_loss / steps
         return loss
 
 

@@ -106,8 +106,6 @@ class FusedHead(Adapter):
         facts += [fact.name for _, call in self.metrics for fact in call.signature.facts]
         self.want = tuple(dict.fromkeys(facts))
         self.wanted: tuple[hl.Objective, dict[str, Any], Tensor | None] | None = None  # a loss to compute in the visit
-        self.loss: Tensor | None = None
-        self.aux_loss: Tensor | None = None
 
     def evaluate(
         self, head: Head, hidden: Tensor, targets: Tensor | hl.Prepared, inputs: Mapping[str, Any]
@@ -175,9 +173,7 @@ def _fused_forward(
     with adapter.expecting(Expected(prepared(counted) if alone else counted, adapter.evaluate)) as call:
         outputs = adapter.inner(self, *args, **{**kwargs, "use_cache": False})
         facts, live = adapter.collect(call, outputs.logits)
-    if adapter.wanted is not None:
-        adapter.loss = live[0]
-    else:
+    if adapter.wanted is None:
         facts.update(zip([name for name in ("logprob", "entropy") if name in facts], live, strict=True))
     targets = targets.to(facts["logprob"].device)
     cut = slice(None, -1) if shift_labels is None else slice(None)
@@ -192,9 +188,9 @@ def _fused_forward(
     }
     fields = {name: make() if name in adapter.outputs else None for name, make in derived.items()}
     items = mask.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
-    loss = -facts["logprob"].sum() / items
-    aux_loss = adapter.aux_loss = getattr(outputs, "aux_loss", None)
-    if aux_loss is not None:
+    loss = -facts["logprob"].sum() / items if adapter.wanted is None else live[0]
+    aux_loss = getattr(outputs, "aux_loss", None)
+    if aux_loss is not None and adapter.wanted is None:
         loss = loss + getattr(self.config.get_text_config(), "router_aux_loss_coef", 0.0) * aux_loss
     return trl_utils.FusedCausalLMOutput(loss=loss, label_mask=mask, aux_loss=aux_loss, **fields)
 

@@ -161,3 +161,31 @@ def fused(how: str) -> None:
 def test_fused_head_on_two_ranks(pair: Ranks, how: str) -> None:
     pytest.importorskip("trl")
     pair.run(fused, how)
+
+
+def asked(flags: str) -> None:
+    """The loss that a trainer of TRL asks for, with all that DDP does to what a model returns."""
+    from headloss.integrations import trl
+
+    whole, stock = tiny.batch(5), tiny.model("llama")
+    items = int((whole["labels"][:, 1:] != -100).sum())
+    net: Any = copy.deepcopy(stock)
+    trl.add_fused_lm_head(net, outputs=("log_probs", "entropy"))
+    objective = trl._extended(OBJECTIVE, (), net.headloss.want)
+    trainer, wrapped = SimpleNamespace(model=net), DistributedDataParallel(net, **dict.fromkeys(flags.split(), True))
+    mine = slice(0, 2) if dist.get_rank() == 0 else slice(2, 5)
+    own = {k: x[mine] for k, x in whole.items()}
+    for _ in range(2):
+        wrapped.zero_grad()
+        with trl.SFTTrainer._asking(trainer, wrapped, (objective, {"num_items": items}, None)) as made:
+            wrapped(**own, fused_lm_head=True)
+        (2 * made[0].loss).backward()
+    stock(**whole, num_items_in_batch=items).loss.backward()
+    for (key, p), q in zip(stock.named_parameters(), net.parameters(), strict=True):
+        torch.testing.assert_close(q.grad, p.grad, rtol=1e-5, atol=2e-6, msg=lambda m, key=key: f"{key}: {m}")
+
+
+@pytest.mark.parametrize("flags", ["", "find_unused_parameters", "static_graph"])
+def test_an_objective_in_a_trainer_of_trl_on_two_ranks(pair: Ranks, flags: str) -> None:
+    pytest.importorskip("trl")
+    pair.run(asked, flags)
