@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -196,6 +197,7 @@ def lines_of(targets: Tensor, kwargs: Mapping[str, Any]) -> hl.Segments:
     Like Transformers, positions are read as marks of documents where no mask is given or the batch is one line; of four
     per token, for models with images, the first is the token's place in its document.
     """
+    _check_whole_lines()
     positions, offsets, ids = (kwargs.get(name) for name in ("position_ids", "cu_seq_lens_q", "seq_idx"))
     alone = len(targets) == 1
     if isinstance(positions, Tensor) and positions.shape == (4, *targets.shape):
@@ -209,6 +211,17 @@ def lines_of(targets: Tensor, kwargs: Mapping[str, Any]) -> hl.Segments:
     elif isinstance(ids, Tensor) and ids.shape == targets.shape:
         return hl.Segments.from_ids(ids)
     return hl.Segments.from_batch(targets)
+
+
+def _check_whole_lines() -> None:
+    """Ranks that share the tokens of a sequence, as accelerate lays them out, have a part of each line."""
+    state = sys.modules.get("accelerate.state")
+    ranks = None if state is None else state.AcceleratorState._shared_state.get("parallelism_config")
+    if getattr(ranks, "cp_enabled", False) or getattr(ranks, "sp_enabled", False):
+        raise ValueError(
+            "parallelism_config: ranks share the tokens of a sequence, and the objective has a loss or a mean over "
+            "whole sequences; use losses of tokens with reduction='token_mean', or leave cp_size and sp_size at 1"
+        )
 
 
 def check_shape(targets: Tensor, rows: Tensor) -> None:

@@ -172,12 +172,6 @@ def _count(trainer: Any, count: Any, batches: Any, device: Any) -> Any:
     items, adapter = count(batches, device), _patched(trainer.model)  # which model_init makes anew
     if items is None or not getattr(adapter, "needs_segments", False):
         return items
-    ranks = getattr(trainer.accelerator, "parallelism_config", None)
-    if getattr(ranks, "cp_enabled", False) or getattr(ranks, "sp_enabled", False):
-        raise ValueError(
-            "parallelism_config: ranks share the tokens of a sequence, and the objective has a loss or a mean over "
-            "whole sequences; use losses of tokens with reduction='token_mean', or leave cp_size and sp_size at 1"
-        )
     sequences = torch.zeros((), dtype=torch.long, device=device)
     for batch in batches:
         targets = targets_of(batch.get("labels"), batch.get("shift_labels"))

@@ -14,6 +14,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 import tiny_models as tiny
 import transformers
+from accelerate.state import AcceleratorState
 from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
 import headloss as hl
@@ -225,15 +226,16 @@ def test_documents_of_a_packed_line_with_images() -> None:
         assert lines_of(targets, {"position_ids": given}).num_segments == count
 
 
-def test_ranks_that_share_a_sequence_are_refused(tmp_path: Path) -> None:
-    """Each of them has a part of every line, which would be taken for a sequence."""
-    for objective in (PER_SEQUENCE, ENTROPY):
-        run = trainer(patch(tiny.model("llama"), objective), tmp_path)
-        HeadlossCallback().add_to(run)
-        run.accelerator = SimpleNamespace(parallelism_config=SimpleNamespace(cp_enabled=True, sp_enabled=False))
-        run.get_tp_size = run.get_cp_size = run.get_sp_size = lambda: 1
-        if objective is ENTROPY:
-            run._get_num_items_in_batch([tiny.batch()], torch.device("cpu"))
-            continue
-        with pytest.raises(ValueError, match="parallelism_config: ranks share the tokens of a sequence"):
-            run._get_num_items_in_batch([tiny.batch()], torch.device("cpu"))
+@pytest.mark.parametrize("shared", ["cp_enabled", "sp_enabled"])
+def test_ranks_that_share_a_sequence_are_refused(shared: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of them has a part of every line, which would be taken for a sequence.  With `sp_enabled` Trainer counts no
+    tokens, and gives the shifted labels twice."""
+    ranks, batch = SimpleNamespace(**{shared: True}), tiny.batch()
+    monkeypatch.setitem(AcceleratorState._shared_state, "parallelism_config", ranks)
+    targets = hl.shift_labels(batch["labels"])
+    call = {"input_ids": batch["input_ids"], "labels": targets, "shift_labels": targets}
+    patch(tiny.model("llama"), ENTROPY)(**call)
+    model = patch(tiny.model("llama"), PER_SEQUENCE)
+    with pytest.raises(ValueError, match="parallelism_config: ranks share the tokens of a sequence"):
+        model(**call)
+    model(**call, headloss=hl.Inputs(segments=hl.Segments.from_batch(targets)))
