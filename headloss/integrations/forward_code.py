@@ -76,13 +76,26 @@ class Before(NamedTuple):
 def before_head(model: Any) -> list[Before]:
     """All that it does there, by the model's own class, whatever replaced its forward; cutting rows does not count."""
     owner, called = _owner(model)
-    return [Before(step.line, _factor(step, model), step.named) for step in _steps(owner, called)]
+    head, whole = model.get_output_embeddings(), model.base_model
+    around = () if called else _with_inside(owner, model, head)
+    steps = [x for x in _steps(owner, called or around) if not x.module or getattr(model, x.module, None) is not whole]
+    found = [Before(step.line, _factor(step, model), step.named) for step in steps]
+    inside = [Before(ast.unparse(x), None) for x in _nodes(owner, ast.Call) if _of_self(x.func) in around]
+    return found + inside
+
+
+def _with_inside(owner: type, model: Any, head: Any) -> tuple[str, ...]:
+    """The names of the modules besides the backbone that a forward calls and that hold the head among others."""
+    modules = [(name, getattr(model, name, None)) for name in _called(owner)]
+    held = [(name, x) for name, x in modules if isinstance(x, nn.Module) and any(y is head for y in x.modules())]
+    return tuple(name for name, x in held if x is not model.base_model)
 
 
 class _Step(NamedTuple):
     line: str
     by: ast.BinOp | None = None
     named: str = ""
+    module: str = ""  # what is called
 
 
 class After(NamedTuple):
@@ -217,8 +230,9 @@ def _steps_of(node: ast.expr, whole: ast.AST, names: set[str]) -> Iterator[_Step
             yield _Step(line, node, node.right.attr if isinstance(node.right, ast.Attribute) else "")
         under = _under(node)
         if under is None:  # the backbone's output
-            if isinstance(node, ast.Call) and any(isinstance(x, ast.Name) and x.id in names for x in node.args):
-                yield _Step(line)
+            of = _of_self(node.func) if isinstance(node, ast.Call) else ""
+            if isinstance(node, ast.Call) and (of or any(isinstance(x, ast.Name) and x.id in names for x in node.args)):
+                yield _Step(line, module=of)
             return
         node = under
     names.add(node.id)

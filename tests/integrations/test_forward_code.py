@@ -160,6 +160,25 @@ def test_what_stands_before_the_head(first: str, tmp_path: Path) -> None:
     torch.testing.assert_close(patch(model)(**batch).loss, wanted)
 
 
+@pytest.mark.parametrize("name, line", [
+    ("ModernBertDecoder", "self.decoder(self.lm_head(hidden_states))"), ("Roberta", "self.lm_head(hidden_states)"),
+])  # fmt: skip
+def test_a_module_between_backbone_and_head(name: str, line: str) -> None:
+    """A dense layer and a norm of the head's own, called around it or by a module that holds it."""
+    from headloss.integrations.causal_lm import transform_of
+
+    config = getattr(transformers, f"{name}Config")(
+        vocab_size=61, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
+        max_position_embeddings=32, pad_token_id=0, bos_token_id=1, eos_token_id=2, cls_token_id=1, sep_token_id=2,
+        is_decoder=True,
+    )  # fmt: skip
+    model, batch = getattr(transformers, f"{name}ForCausalLM")(config).eval(), tiny.batch()
+    with pytest.raises(TypeError, match=f"has `{re.escape(line)}` between backbone and head, .*; do something else"):
+        transform_of(model, True, "do something else")
+    wanted = model(**batch).loss
+    torch.testing.assert_close(patch(model)(**batch).loss, wanted)
+
+
 CAPPED = "    logits = torch.tanh(logits / cap) * cap"
 TOLD = {
     "pass": True,
