@@ -62,19 +62,24 @@ SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap
 NAMED = {"scale": (*SCALES, "logits_scaling"), "softcap": SOFTCAPS}  # as configs call them
 
 
+def _number(config: Any, names: tuple[str, ...]) -> float | None:
+    """The first of these that is a number: MPT's `logit_scale` may be a word, and its model goes by none of them."""
+    return next((float(x) for name in names if isinstance(x := getattr(config, name, None), int | float)), None)
+
+
 def logits_transform(config: Any) -> dict[str, Any]:
     """scale, softcap and vocab, as the configs of Transformers have them."""
     text = config.get_text_config()
     found: dict[str, Any] = {}
-    scale = next((x for name in SCALES if (x := getattr(text, name, None)) is not None), None)
+    scale = _number(text, SCALES)
     divisor = getattr(text, "logits_scaling", None)
     if scale is None and divisor is not None:
-        scale = divisor if text.model_type == "hyperclovax" else 1 / divisor
+        scale = float(divisor) if text.model_type == "hyperclovax" else 1 / divisor
     if scale is not None:
-        found["scale"] = float(scale)
-    softcap = next((x for name in SOFTCAPS if (x := getattr(text, name, None)) is not None), None)
+        found["scale"] = scale
+    softcap = _number(text, SOFTCAPS)
     if softcap is not None:
-        found["softcap"] = float(softcap)
+        found["softcap"] = softcap
     unpadded = getattr(text, "unpadded_vocab_size", None)
     if unpadded is not None:
         found["vocab"] = min(int(unpadded), int(text.vocab_size))

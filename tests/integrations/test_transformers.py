@@ -491,6 +491,14 @@ def test_a_scale_of_the_config_that_the_model_leaves_out() -> None:
     same(grads(ours), grads(stock))
 
 
+@pytest.mark.parametrize("said", ["inv_sqrt_d_model", 0.5, None])
+def test_a_scale_that_mpt_leaves_out(said: Any) -> None:
+    config = transformers.MptConfig(d_model=16, n_heads=2, n_layers=1, max_seq_len=32, vocab_size=61, logit_scale=said)
+    model = transformers.MptForCausalLM(config)
+    wanted = model(**tiny.batch()).loss
+    torch.testing.assert_close(patch(model)(**tiny.batch()).loss, wanted)
+
+
 def test_resized_head() -> None:
     model = patch(tiny.model("llama"))
     model.resize_token_embeddings(tiny.V + 3)
