@@ -1206,7 +1206,7 @@ FAULTS = [
     Fault("engine/autograd_contract.py", "        for name, x in zip(names[:args], tensors):\n", "        for name, x in ():\n", "hidden states of inference mode fail inside torch", CONTRACT),
     Fault("integrations/transformers.py", "    base.accepts_loss_kwargs = True", "    pass", "a model that takes no count trains without its objective's mean", OFF),
     Fault("integrations/transformers.py", '        kwargs.pop("num_items_in_batch", None)\n', "        pass\n", "a model that takes no count is given one", OFF),
-    Fault("integrations/transformers.py", 'trainer.model_accepts_loss_kwargs |= hasattr(trainer.model, "headloss")', "pass", "a model that is patched after its Trainer was made gets no count", OFF),
+    Fault("integrations/transformers.py", 'trainer.model_accepts_loss_kwargs |= isinstance(_patched(trainer.model), Patched)', "pass", "a model that is patched after its Trainer was made gets no count", OFF),
     Fault("integrations/transformers.py", "    return outputs.to_tuple() if as_tuple else outputs\n", "    return outputs\n", "a patched model returns no tuple", OFF),
     Fault("integrations/causal_lm.py", 'not hasattr(head.weight, "device_mesh")', "False", "a head of packed tensors is patched", ("tests/integrations/test_transformers.py",)),
     Fault("integrations/causal_lm.py", '        found.pop("scale", None)\n', "        pass\n", "a factor before the head counts twice", ("tests/integrations/test_forward_code.py",)),
