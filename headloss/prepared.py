@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from headloss.deferred_checks import Copy, Landing, check_later, defers, readable
-from headloss.segments import Segments, integers, is_uncounted, lasting, version
+from headloss.segments import Segments, integers
 from headloss.support import IGNORE, Support, check_counted, check_kind
 from headloss.support_layout import Places, places_of, remember
 from headloss.vocab_ids import Tokens, count, to_columns
+from headloss.writes import holds, is_uncounted, lasting, stamp
 
 TWICE = "segments: given to the call, but its targets are prepared; give them to hl.prepare(targets, segments) alone"
 WRITTEN = "were written to after hl.prepare read them; prepare them again"
@@ -47,7 +48,7 @@ class Stats(NamedTuple):
 class Prepared:
     """Targets and segments, with the numbers that the host needs, read or on their way to it.  See `prepare`."""
 
-    __slots__ = ("_copy", "_stats", "counted", "places", "segments", "support", "targets", "tokens", "written")
+    __slots__ = ("_copy", "_stats", "places", "segments", "support", "targets", "tokens", "written")
 
     def __init__(
         self,
@@ -64,12 +65,10 @@ class Prepared:
             remember(support, targets, places)
         self._copy = numbers if isinstance(numbers, Copy) else Copy(numbers)
         self._stats: Stats | None = None
-        self.written = (
-            version(targets),
-            0 if segments is None else version(segments.ids),
-            0 if tokens is None else version(tokens.vocab_ids),
-        )
-        self.counted = not is_uncounted(targets)  # whether writes to it are counted
+        read = [("targets", targets)]
+        read += [] if segments is None else [("segments", segments.ids)]
+        read += [] if tokens is None else [("vocab_ids", tokens.vocab_ids)]
+        self.written = tuple([(name, x, stamp(x)) for name, x in read])
 
     def __reduce__(self) -> Any:
         self.check()
@@ -99,13 +98,9 @@ class Prepared:
     def check(self) -> None:  # does not wait for the numbers
         if torch.compiler.is_compiling():  # a graph reads no version: see `check_prepared`
             return
-        changed = "targets" if self.counted and self.targets._version != self.written[0] else None
-        if self.segments is not None and version(self.segments.ids) != self.written[1]:
-            changed = "segments"
-        if self.tokens is not None and version(self.tokens.vocab_ids) != self.written[2]:
-            changed = "vocab_ids"
-        if changed is not None:
-            raise ValueError(f"{changed}: {WRITTEN}")
+        for name, x, was in self.written:
+            if not holds(was, x):
+                raise ValueError(f"{name}: {WRITTEN}")
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Prepared:
         self.check()

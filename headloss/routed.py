@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from headloss.deferred_checks import Copy, defers
-from headloss.segments import integers, lasting, version
+from headloss.segments import integers
 from headloss.sources import Linear, Logits
+from headloss.writes import holds, lasting, stamp
 
 
 class Routed:
@@ -49,13 +50,13 @@ class Routed:
 
     def _start(self) -> None:
         """Send the route to the host, which must know how many rows each teacher has."""
-        self._written = version(self.route)
+        self._written = stamp(self.route, copied=False)  # on the CPU the copy below is the route itself
         device = self.route.device
         self._copy = Copy(self.route) if device.type == "cpu" or defers(device) else None
 
     def known(self) -> Tensor:
         """The route of all rows, on the host.  This waits for its copy alone, not for work queued after it."""
-        if self._copy is None or version(self.route) != self._written:
+        if self._copy is None or not holds(self._written, self.route):
             self._start()
         host_N = (self.route.cpu() if self._copy is None else self._copy.wait()).reshape(-1)
         wrong = (host_N < -1) | (host_N >= len(self.teachers))

@@ -24,6 +24,7 @@ from torch import Tensor
 from headloss.deferred_checks import readable
 from headloss.immutable import Immutable
 from headloss.parallel.shard import process_group, together
+from headloss.writes import Stamp, holds, is_uncounted, stamp
 
 _library = torch.library.Library("headloss", "DEF")
 _library.define("segment_totals(Tensor x, Tensor ids, SymInt num_segments) -> Tensor")
@@ -117,21 +118,6 @@ def shallow(x: Any) -> Any:
     return other
 
 
-def version(x: Tensor) -> int:
-    """How often a tensor has been written to; 0 while compiling and for inference tensors, which do not count."""
-    return 0 if torch.compiler.is_compiling() or x.is_inference() else x._version
-
-
-def is_uncounted(x: Tensor) -> bool:
-    """Whether writes to a tensor go uncounted, as in inference mode."""
-    return not torch.compiler.is_compiling() and x.is_inference()  # in this order: a graph cannot evaluate the second
-
-
-def lasting(x: Tensor) -> Tensor:
-    """The tensor itself, or a copy if later writes to it could not be noticed."""
-    return x.clone() if is_uncounted(x) else x
-
-
 class Segments(Immutable):
     """Which segment each row belongs to.  Immutable; make one with a `from_...` constructor.
 
@@ -146,7 +132,7 @@ class Segments(Immutable):
     group: Any
     anywhere: bool  # made from a shape alone, so it fits whatever device the rows are on
     _counts: Tensor | None
-    _written: int  # the version of the ids that was counted
+    _written: Stamp | None  # of the ids that were counted
 
     def __init__(
         self,
@@ -157,9 +143,8 @@ class Segments(Immutable):
         anywhere: bool = False,
     ) -> None:
         group = process_group(group)
-        self._set(
-            ids=ids, num_segments=num_segments, _counts=counts, group=group, anywhere=anywhere, _written=version(ids)
-        )
+        written = None if counts is None else stamp(ids, copied=False)
+        self._set(ids=ids, num_segments=num_segments, _counts=counts, group=group, anywhere=anywhere, _written=written)
 
     def __reduce__(self) -> Any:
         return Segments, (self.ids, self.num_segments, None, self.group, self.anywhere)
@@ -241,11 +226,11 @@ class Segments(Immutable):
     @property
     def counts(self) -> Tensor:
         """Rows in each segment, (S,), on all ranks of the group."""
-        if self._counts is not None and self._written == version(self.ids):
+        if self._counts is not None and self._written is not None and holds(self._written, self.ids):
             return self._counts
         counts = self.local_counts() if self.group is None else group_sum(self.local_counts(), self.group)
         if not is_uncounted(self.ids):
-            self._set(_counts=counts, _written=version(self.ids))
+            self._set(_counts=counts, _written=stamp(self.ids))
         return counts
 
     def local_counts(self) -> Tensor:

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from headloss.deferred_checks import Copy, defers, now_or_later
 from headloss.immutable import Immutable
-from headloss.segments import check_dense, check_device, integers, version
+from headloss.segments import check_dense, check_device, integers
+from headloss.writes import Stamp, holds, stamp
 
 IGNORE = -100  # the target of a row that does not count
 SHIFT = 32  # how far a key shifts its row's number
@@ -54,7 +55,7 @@ class Support(Immutable):
     _known: Known | None
     made: dict[str, Any]  # layouts of calls with the same targets: `places`
     padded: bool  # whether ids came padded: errors speak of what the caller passed
-    given: tuple[tuple[str, Any, int], ...]  # the tensors it was made from: name, tensor, version when it was made
+    given: tuple[tuple[str, Any, Stamp], ...]  # the tensors it was made from: name, tensor, stamp when it was made
 
     def __init__(self, keys: Tensor, offsets: Tensor, numbers: Tensor | Copy, padded: bool) -> None:
         copy = numbers if isinstance(numbers, Copy) else Copy(numbers)
@@ -107,15 +108,16 @@ class Support(Immutable):
     def _of(self, given: dict[str, Tensor]) -> Support:
         if torch.compiler.is_compiling():
             return self  # under which no writes are counted
-        hold: Any = weakref.ref if "mask" in given else lambda x: lambda: x  # a mask is large: do not keep it alive
-        self._set(given=tuple((name, hold(x), version(x)) for name, x in given.items()))
+        large = "mask" in given  # do not keep a mask alive, nor a copy of it
+        hold: Any = weakref.ref if large else lambda x: lambda: x
+        self._set(given=tuple((name, hold(x), stamp(x, copied=not large)) for name, x in given.items()))
         return self
 
     def check_written(self) -> None:
         """Raise if the tensors that it was made from have been written to since."""
         for name, find, written in self.given:
             x = find()
-            if x is not None and version(x) != written:
+            if x is not None and not holds(written, x):
                 raise ValueError(
                     f"{name}: was written to after hl.Support was made of it; make the support again, or of a copy"
                 )

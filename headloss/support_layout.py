@@ -17,8 +17,8 @@ from torch import Tensor
 
 from headloss.deferred_checks import is_capturing
 from headloss.nested import nest
-from headloss.segments import version
 from headloss.support import IGNORE, SHIFT, Known, Support, check_counted
+from headloss.writes import holds, stamp
 
 EVEN = 16  # a row's places are a multiple of this, so that rows are aligned
 ZERO, NONE = -1, -2  # in place of a column: any logit will do; another rank's, or no entry
@@ -29,9 +29,9 @@ def places_of(support: Support, targets: Tensor | None, find: Any = None) -> Pla
 
     `find`: a backend's own way to find them, in one launch.
     """
-    found = support.made.get("places")
-    if found is not None and found[0]() is targets and found[1] == _version(targets) and not _captures(support):
-        places: Places = found[2]
+    of, was, kept = support.made.get("places", (None, None, None))
+    if kept is not None and of() is targets and (targets is None or holds(was, targets)) and not _captures(support):
+        places: Places = kept
         return places
     places = Places.make(support, targets) if find is None else Places.found(support, targets, find)
     remember(support, targets, places)
@@ -43,11 +43,7 @@ def remember(support: Support, targets: Tensor | None, places: Places) -> None:
     if _captures(support) or (targets is not None and targets.is_inference()):
         return
     of: Any = (lambda: None) if targets is None else weakref.ref(targets)
-    support.made["places"] = of, _version(targets), places
-
-
-def _version(targets: Tensor | None) -> int:
-    return 0 if targets is None else version(targets)
+    support.made["places"] = of, None if targets is None else stamp(targets), places
 
 
 def _captures(support: Support) -> bool:

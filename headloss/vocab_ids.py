@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from headloss.deferred_checks import is_capturing, now_or_later, readable, refuse
-from headloss.segments import check_device, integers, version
+from headloss.segments import check_device, integers
+from headloss.writes import holds, stamp
 
 
 def check_vocab_ids(source: Any) -> None:
@@ -36,12 +37,7 @@ def check_tokens(ids: Tensor) -> None:
     numbers = torch.stack([(in_order[0] < 0).long(), twice.any().long(), in_order[0], order[0], *both])
     now_or_later(numbers, numbers[:2], _check_found, "vocab_ids: negative, or a token twice")
     if _lasts(ids):
-        _SORTED[ids] = (
-            version(ids),
-            (in_order, order),
-            ids.data_ptr(),
-            ids.clone() if ids.device.type == "cpu" else None,
-        )
+        _SORTED[ids] = stamp(ids), (in_order, order)
 
 
 def _check_found(found: Tensor) -> None:
@@ -52,7 +48,7 @@ def _check_found(found: Tensor) -> None:
         raise ValueError(f"vocab_ids: wanted each token once, but rows {one} and {other} are both {token}")
 
 
-# for each tensor that passed: its version, its tokens in order, its address, and a copy if on the CPU
+# for each tensor that passed: its stamp, and its tokens in order
 _SORTED: Any = WeakIdKeyDictionary()
 
 
@@ -64,11 +60,7 @@ def sorted_ids(ids: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _known(ids: Tensor) -> bool:
-    if not _lasts(ids) or ids not in _SORTED:
-        return False
-    written, _, place, copy = _SORTED[ids]
-    # versions miss `ids.data = x` and writes by NumPy; on the CPU a comparison finds them
-    return written == version(ids) and place == ids.data_ptr() and (copy is None or torch.equal(copy, ids))
+    return _lasts(ids) and ids in _SORTED and holds(_SORTED[ids][0], ids)
 
 
 def _lasts(ids: Tensor) -> bool:

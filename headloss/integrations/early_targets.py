@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 import headloss as hl
-from headloss.segments import version
+from headloss.writes import Stamp, holds, stamp
 
 
 def prepared(targets: Tensor, segments: hl.Segments | None = None) -> Tensor | hl.Prepared:
@@ -20,20 +20,17 @@ class EarlyTargets:
 
     def __init__(self) -> None:
         self.given: tuple[Tensor | None, ...] = ()
-        self.written: tuple[int, ...] = ()
+        self.written: tuple[Stamp | None, ...] = ()
         self.ready: Tensor | hl.Prepared | None = None
 
     def start(self, targets: Tensor, *given: Tensor | None) -> None:
         """`given`: the tensors that the targets were made from, by which the loss will recognise them."""
-        self.given, self.written, self.ready = given, _versions(given), prepared(targets)
+        self.given, self.ready = given, prepared(targets)
+        self.written = tuple([None if x is None else stamp(x) for x in given])
 
     def take(self, targets: Tensor, *given: Tensor | None) -> Tensor | hl.Prepared:
         """The prepared targets if they were made from the same tensors, as these still are; else the targets."""
         same = len(given) == len(self.given) and all(a is b for a, b in zip(given, self.given))
-        same = same and self.written == _versions(given)
+        same = same and all(x is None or was is None or holds(was, x) for was, x in zip(self.written, given))
         ready, self.ready, self.given = self.ready, None, ()
         return ready if same and ready is not None else targets
-
-
-def _versions(given: tuple[Tensor | None, ...]) -> tuple[int, ...]:
-    return tuple([0 if x is None else version(x) for x in given])

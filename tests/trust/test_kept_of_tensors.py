@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 import headloss as hl
+from headloss.integrations import early_targets
 
 CE = hl.Objective(ce=hl.losses.cross_entropy)
 
@@ -82,3 +83,79 @@ def test_prepared_targets_travel(again):
     assert again(hl.prepare(targets, segments)).segments.counts.tolist() == [2, 2, 2]
     prepared = again(hl.prepare(targets))
     torch.testing.assert_close(CE(hl.Logits(z), prepared).loss, F.cross_entropy(z, targets))
+
+
+def by_numpy(x, y):
+    x.numpy()[...] = y.numpy()
+
+
+def by_data(x, y):
+    x.data.copy_(y)
+
+
+def by_moving(x, y):
+    x.data = y.clone()
+
+
+UNCOUNTED = pytest.mark.parametrize(
+    "write", [by_numpy, by_data, by_moving]
+)  # as a loader refills the buffer of a batch
+
+
+@UNCOUNTED
+@pytest.mark.parametrize("what", ["targets", "segments", "vocab_ids"])
+def test_uncounted_writes_after_prepare(what, write):
+    z, targets = batch((1, 2, 6, 3, 4, 5))
+    ids, tokens = torch.tensor([0, 0, 1, 1, 2, 2]), torch.arange(9)
+    given = {"targets": targets, "segments": ids, "vocab_ids": tokens}
+    prepared = hl.prepare(targets, hl.Segments.from_ids(ids), vocab_ids=tokens if what == "vocab_ids" else None)
+    source = hl.Logits(z, vocab_ids=tokens if what == "vocab_ids" else None)
+    CE(source, prepared)
+    write(given[what], given[what].flip(0))
+    for use in (lambda: CE(source, prepared), lambda: prepared.to("cpu"), lambda: pickle.dumps(prepared)):
+        with pytest.raises(ValueError, match=f"{what}: were written to after hl.prepare"):
+            use()
+
+
+@UNCOUNTED
+def test_counts_of_segments_follow_uncounted_writes(write):
+    ids, x = torch.tensor([0, 0, 1, 1, 2, 2]), torch.arange(6.0)
+    segments = hl.Segments.from_ids(ids)
+    assert segments.counts.tolist() == [2, 2, 2]
+    write(ids, torch.tensor([0, 1, 1, 1, 2, 2]))
+    torch.testing.assert_close(segments.means(x), torch.tensor([0.0, 2.0, 4.5]))
+
+
+@UNCOUNTED
+def test_kept_columns_follow_uncounted_writes_to_targets(write):
+    z, targets = batch((1, 2, 6, 3, 4, 5))
+    mask = torch.eye(9, dtype=torch.bool)[:6] | (torch.arange(9) % 2 == 0)
+    support = hl.Support.from_mask(mask)
+    CE(hl.Logits(z), targets, support=support)
+    write(targets, torch.tensor([8, 7, -100, 3, 1, 0]))
+    fresh = CE(hl.Logits(z), targets.clone(), support=hl.Support.from_mask(mask)).loss
+    torch.testing.assert_close(CE(hl.Logits(z), targets, support=support).loss, fresh)
+
+
+@UNCOUNTED
+def test_a_support_notices_uncounted_writes(write):
+    z, targets = batch((1, 2, 6, 3, 4, 5))
+    ids = torch.arange(9).expand(6, 9)[:, ::2].clone()
+    support = hl.Support.from_padded(ids)
+    CE(hl.Logits(z), targets, support=support)
+    write(ids, ids + (ids < 8))
+    with pytest.raises(ValueError, match="ids: was written to after hl.Support"):
+        CE(hl.Logits(z), targets, support=support)
+
+
+@UNCOUNTED
+def test_early_targets_of_labels_that_were_refilled(write, monkeypatch):
+    monkeypatch.setattr(early_targets, "prepared", lambda targets, segments=None: hl.prepare(targets, segments))
+    labels = torch.tensor([1, 2, -100, 3, 4, 5])
+    targets = hl.shift_labels(labels)
+    early = early_targets.EarlyTargets()
+    early.start(targets, labels)
+    assert isinstance(early.take(targets, labels), hl.Prepared)
+    early.start(targets, labels)
+    write(labels, labels.flip(0))
+    assert early.take(targets, labels) is targets
