@@ -148,6 +148,16 @@ def test_a_support_notices_uncounted_writes(write):
         CE(hl.Logits(z), targets, support=support)
 
 
+def test_a_support_notices_that_its_mask_was_replaced():
+    """It keeps no copy of a mask, which is large; NumPy's writes to one go unseen."""
+    z, targets = batch((1, 2, 6, 3, 4, 5))
+    mask = torch.ones(6, 9, dtype=torch.bool)
+    support = hl.Support.from_mask(mask)
+    mask.data = mask.roll(1)
+    with pytest.raises(ValueError, match="mask: was written to after hl.Support"):
+        CE(hl.Logits(z), targets, support=support)
+
+
 @UNCOUNTED
 def test_early_targets_of_labels_that_were_refilled(write, monkeypatch):
     monkeypatch.setattr(early_targets, "prepared", lambda targets, segments=None: hl.prepare(targets, segments))
