@@ -1149,7 +1149,7 @@ FAULTS = [
     Fault("backends/triton/kernels/columns.py", "place = e - go + tl.where(column > wanted, missing, 0)", "place = e - go", "Triton: two columns in one place of a row", ("tests/kernels/test_columns.py",)),
     Fault("backends/triton/kernels/columns.py", "z = tl.where(counts, z, -float(\"inf\"))", "pass", "Triton: a teacher's sums see what stands behind its rows", ("tests/kernels/test_columns.py",)),
     Fault("support_layout.py", "holds(was, targets)", "True", "kept columns stand where the targets were before they were written to", SUPPORT),
-    Fault("support_layout.py", "of() is targets", "True", "kept columns stand where those of other targets did", SUPPORT),
+    Fault("support_layout.py", "of() is targets", "True", "kept columns stand where those of other targets did", ("tests/trust/test_kept_of_tensors.py",)),
     Fault("support_layout.py", "id_E = id_E.masked_fill(target_E == IGNORE, -1)", "pass", "an ignored row of kept columns is read", SUPPORT),
     Fault("backends/triton/kernels/columns.py", "value * scale, at >= -1", "value, at >= -1", "Triton: kept logits without their scale", ("tests/kernels/test_columns.py",)),
     Fault("engine/mixed_support.py", "**dict.fromkeys(terms.on_all, 0.0)", "", "a term on the whole vocabulary is on the kept columns too", SUPPORT),

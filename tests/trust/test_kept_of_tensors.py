@@ -169,3 +169,11 @@ def test_early_targets_of_labels_that_were_refilled(write, monkeypatch):
     early.start(targets, labels)
     write(labels, labels.flip(0))
     assert early.take(targets, labels) is targets
+
+
+def test_kept_columns_of_a_call_with_targets_are_not_those_of_one_without():
+    z, targets = batch((1, 2, 6, 3, 4, 5))
+    support = hl.Support.from_mask(torch.eye(9, dtype=torch.bool)[:6])
+    CE(hl.Logits(z), targets, support=support)  # targets beside the diagonal are added to their rows
+    facts = hl.row_facts(hl.Logits(z), want=("lse",), support=support)
+    torch.testing.assert_close(facts.lse, z.detach()[:, :6].diagonal(), check_dtype=False)
