@@ -8,11 +8,6 @@ import torch
 from torch import Tensor
 
 
-def version(x: Tensor) -> int:
-    """How often a tensor has been written to; 0 while compiling and for inference tensors, which do not count."""
-    return 0 if torch.compiler.is_compiling() or x.is_inference() else x._version
-
-
 def is_uncounted(x: Tensor) -> bool:
     """Whether writes to a tensor go uncounted, as in inference mode."""
     return not torch.compiler.is_compiling() and x.is_inference()  # in this order: a graph cannot evaluate the second
@@ -30,7 +25,7 @@ class Stamp(NamedTuple):
     alone the others happen, a comparison with a copy finds them.
     """
 
-    version: int
+    version: int | None  # None where writes go uncounted
     place: int | None
     copy: Tensor | None
 
@@ -41,11 +36,14 @@ def stamp(x: Tensor, copied: bool = True) -> Stamp:
         return Stamp(0, None, None)
     plain = type(x) in (Tensor, torch.nn.Parameter) and torch._C._functorch.peek_interpreter_stack() is None
     copy = x.detach().clone() if copied and plain and x.is_cpu else None
-    return Stamp(version(x), x.data_ptr() if plain else None, copy)
+    return Stamp(None if x.is_inference() else x._version, x.data_ptr() if plain else None, copy)
 
 
 def holds(was: Stamp, x: Tensor) -> bool:
     """Whether a tensor still is what it was."""
-    if was.version != version(x) or (was.place is not None and was.place != x.data_ptr()):
+    written, place, copy = was
+    if torch.compiler.is_compiling():  # a graph knows nothing of these
+        return not written
+    if (written is not None and written != x._version) or (place is not None and place != x.data_ptr()):
         return False
-    return was.copy is None or torch.equal(was.copy, x)
+    return copy is None or torch.equal(copy, x)

@@ -56,6 +56,21 @@ def test_counts_of_segments_follow_their_ids():
     torch.testing.assert_close(segments.means(x), torch.tensor([0.0, 2.0, 4.5]))
 
 
+@pytest.mark.parametrize("written", [False, True])
+def test_counts_that_were_made_before_a_graph(written, monkeypatch):
+    """A graph reads no version and no address: they are taken as they are, or counted in it."""
+    ids, x = torch.tensor([0, 0, 1, 1, 2, 2]), torch.arange(6.0)
+    if written:
+        ids[1] = 1
+    segments = hl.Segments.from_ids(ids)
+    expected, counted = segments.means(x), []
+    count = hl.Segments.local_counts
+    monkeypatch.setattr(hl.Segments, "local_counts", lambda self: counted.append(self) or count(self))
+    step = torch.compile(lambda x, segments: segments.means(x), backend="eager", fullgraph=True)
+    torch.testing.assert_close(step(x, segments), expected)
+    assert bool(counted) == written
+
+
 def test_what_inference_mode_does_not_count_is_copied():
     """A buffer of ids that serves the next batch too: what was prepared stays as it was."""
     objective = hl.Objective(ce=hl.Term(hl.losses.cross_entropy, reduction="seq_mean_token_mean"))
